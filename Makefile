@@ -1,0 +1,50 @@
+# `make demo` and `make test` are all a new clone needs: python3 and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(BIN)/python -m pytest
+
+test-all: install
+	$(BIN)/python -m pytest -m ''
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+figures: install
+	$(BIN)/python examples/convergence.py
+
+.venv/benchmarks: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[benchmarks]'
+	touch $@
+
+bench: .venv/benchmarks
+	$(BIN)/python -m benchmarks.speed
+
+bench-memory: install
+	$(BIN)/python -m benchmarks.memory
+
+bench-dimension: install
+	$(BIN)/python -m benchmarks.dimension
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache build dist figures

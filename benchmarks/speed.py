@@ -1,0 +1,84 @@
+"""roughflow beside its peers: `python -m benchmarks.speed [--only W1] [--rounds 10]`.
+
+All entries of a workload run in this one process, JAX and PyTorch alike, in turn, on the same
+cores and from the same weights (float32). Needs torch, torchdiffeq, torchsde, zuko, diffrax, optax.
+"""
+
+import argparse
+import warnings
+from functools import cache
+from importlib.metadata import version
+
+import numpy as np
+
+from benchmarks.ours import roughflow_entries
+from benchmarks.peers_jax import jax_entries
+from benchmarks.peers_torch import THREADS, torch_entries
+from benchmarks.reference import reference
+from benchmarks.timing import Entry, first_call, format_table, interleave, summary
+from benchmarks.workloads import BATCH, Workload, make_workload
+
+WRONG = 0.1  # a relative gradient error no scheme, step size or probe explains
+HEADER = ["entry", "ms", "quartiles", "ratio", "first s", "max error", "gradient error"]
+
+
+def main() -> None:
+    options = parse_arguments()
+    warnings.filterwarnings("ignore")  # peers' deprecations would break up the tables
+    packages = ("jax", "diffrax", "torch", "torchdiffeq", "torchsde", "zuko")
+    print(", ".join(f"{name} {version(name)}" for name in packages))
+    print(f"one process, torch on {THREADS} threads, float32, batch {BATCH}")
+    for name in options.only or ["W0", "W1", "W2"]:
+        print(f"\n{name}\n{report(make_workload(name), options)}", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10, help="timed calls per entry")
+    parser.add_argument("--only", action="append", choices=["W0", "W1", "W2"])
+    parser.add_argument("--skip-compile", action="store_true", help="no torch.compile variants")
+    parser.add_argument("--against", help="name of the entry that ratios refer to")
+    return parser.parse_args()
+
+
+def report(workload: Workload, options: argparse.Namespace) -> str:
+    entries = (
+        roughflow_entries(workload)
+        | jax_entries(workload)
+        | torch_entries(workload, compiled=not options.skip_compile)
+    )
+    checks, failures = {}, {}
+    for name, entry in entries.items():
+        try:
+            checks[name] = [f"{first_call(entry.step, entry.limit_s):.1f}", *check(entry, workload)]
+        except Exception as error:  # whatever breaks in one peer must not stop the others
+            failures[name] = one_line(error)
+    times = interleave({name: entries[name].step for name in checks}, options.rounds)
+    baseline = times[options.against if options.against in times else next(iter(times))]
+    rows = [[name, *summary(times[name], baseline), *checks[name]] for name in checks]
+    lines = [format_table(HEADER, rows)]
+    lines += [f"{name}: failed: {reason}" for name, reason in failures.items()]
+    return "\n".join(lines)
+
+
+def check(entry: Entry, workload: Workload) -> list[str]:
+    """Largest error of the per-sample values and relative error of the gradient."""
+    values, gradient = entry.evaluate()
+    true_values, true_gradient = cached_reference(workload.name, entry.hutchinson)
+    error = np.linalg.norm(gradient - true_gradient) / np.linalg.norm(true_gradient)
+    if not error < WRONG:
+        raise ValueError(f"wrong gradient, relative error {error:.1e}")
+    return [f"{np.abs(values - true_values).max():.0e}", f"{error:.0e}"]
+
+
+@cache
+def cached_reference(name: str, hutchinson: bool) -> tuple[np.ndarray, np.ndarray]:
+    return reference(make_workload(name), hutchinson)
+
+
+def one_line(error: Exception, width: int = 160) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:width]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""roughflow: densities for stochastic differential equations."""
+
+from .sde import (  # noqa: I001  (pipeline order)
+    AbstractSDE as AbstractSDE,
+    ItoSDE as ItoSDE,
+    StratonovichSDE as StratonovichSDE,
+    to_stratonovich as to_stratonovich,
+    to_ito as to_ito,
+    AbstractCorrection as AbstractCorrection,
+    ExactCorrection as ExactCorrection,
+    SampledCorrection as SampledCorrection,
+    MLP as MLP,
+    FullDiffusion as FullDiffusion,
+    DiagonalDiffusion as DiagonalDiffusion,
+    ConstantDiffusion as ConstantDiffusion,
+    ProportionalDiffusion as ProportionalDiffusion,
+)
+from .driver import (
+    AbstractDriver as AbstractDriver,
+    Path as Path,
+    KarhunenLoeve as KarhunenLoeve,
+    PiecewiseLinear as PiecewiseLinear,
+)
+from .flow import (
+    StochasticFlow as StochasticFlow,
+    Normal as Normal,
+    AbstractDivergence as AbstractDivergence,
+    ExactDivergence as ExactDivergence,
+    HutchinsonDivergence as HutchinsonDivergence,
+    AbstractIntegrator as AbstractIntegrator,
+    FixedGrid as FixedGrid,
+    Adaptive as Adaptive,
+    RK4 as RK4,
+    Backpropagation as Backpropagation,
+    ConstantMemory as ConstantMemory,
+    Outcome as Outcome,
+    simulate as simulate,
+    AbstractScheme as AbstractScheme,
+    EulerMaruyama as EulerMaruyama,
+    StratonovichHeun as StratonovichHeun,
+    StratonovichMidpoint as StratonovichMidpoint,
+    Milstein as Milstein,
+)
+from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError
+
+__version__ = "0.1.0"

@@ -1,0 +1,56 @@
+"""What the library refuses, and the sentence it says: one line, the argument's name, the remedy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, PRNGKeyArray
+
+
+class NonFiniteError(RuntimeError):
+    """The drift or the diffusion returned NaN or infinity where it should not."""
+
+
+class OutOfStepsError(RuntimeError):
+    """An adaptive solve used up its steps before it reached the end time."""
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value stands for one not known yet, inside a `jit`, `grad` or `vmap`."""
+    return isinstance(value, Tracer)
+
+
+def check_key(key: Any) -> PRNGKeyArray:
+    """Return `key` if it is one typed key, else raise `TypeError`."""
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.shape == ():
+            return key
+        raise TypeError(f"key must be a single key, got an array of keys of shape {key.shape}")
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32:
+        raise TypeError(
+            "key is an old-style uint32 key (jax.random.PRNGKey); make one with jax.random.key(seed)"
+        )
+    raise TypeError(f"key must come from jax.random.key(seed), got {type(key).__name__}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse a number, or array of numbers, that is not finite and above zero.
+
+    A traced value cannot be looked at and passes.
+    """
+    if is_traced(value):
+        return
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu" or not bool(np.all(np.isfinite(array) & (array > 0))):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def check_vector(name: str, value: Array, dimension: int) -> None:
+    """Refuse an array whose last axis is not `dimension` long."""
+    shape = jnp.shape(value)
+    if not shape or shape[-1] != dimension:
+        raise ValueError(
+            f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
+        )

@@ -1,0 +1,5 @@
+"""Stage 2, what drives it: laws over smooth random paths, and paths as data."""
+
+from ._driver import AbstractDriver as AbstractDriver, Path as Path
+from ._karhunen_loeve import KarhunenLoeve as KarhunenLoeve
+from ._piecewise_linear import PiecewiseLinear as PiecewiseLinear

@@ -1,0 +1,178 @@
+"""What drives an SDE: a law over smooth random paths, and one path of it as data.
+
+A Brownian driver is an orthonormal family e₀, …, e_{n−1} of L²[0, 1]. With independent standard
+normal coefficients ω it stands for white noise, and on the horizon [0, T]
+
+    Ḃ(t) = T^{-1/2} Σₖ ωₖ eₖ(t/T),      B(t) = T^{1/2} Σₖ ωₖ ∫₀^{t/T} eₖ.
+
+The coefficients of a given Brownian path are ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t): projection.
+"""
+
+import abc
+from typing import Self
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
+
+from .._checks import check_key, check_positive
+
+
+class AbstractDriver(eqx.Module):
+    """The law of a random path. Times inside a driver run over [0, 1]; a path knows its horizon.
+
+    A new driver says how many functions it has, what they integrate to, what a path's slope is, and
+    where that slope jumps:
+
+    ```python
+    import equinox as eqx, jax.numpy as jnp, numpy as np
+    import roughflow as rf
+
+    class Straight(rf.AbstractDriver):
+        num_functions: int = eqx.field(static=True, default=1)
+
+        def integrals(self, s):
+            return jnp.asarray(s)[..., None]
+
+        def slope(self, s, coefficients):
+            return coefficients[..., 0, :]
+
+        @property
+        def jumps(self):
+            return np.array([])
+    ```
+    """
+
+    num_functions: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def integrals(self, s: Array) -> Array:
+        """∫₀ˢ eₖ for every k, shape `(..., n)` for `s` of shape `(...)`."""
+
+    @abc.abstractmethod
+    def slope(self, s: Array, coefficients: Array) -> Array:
+        """Σₖ ωₖ eₖ(s), shape `(..., m)`; `s` is a scalar or has the coefficients' batch shape."""
+
+    @property
+    @abc.abstractmethod
+    def jumps(self) -> np.ndarray:
+        """The times strictly inside (0, 1) where the slope jumps, increasing."""
+
+    def path(self, coefficients: Array, t1: float | Array = 1.0) -> "Path":
+        """The path with these coefficients, shape `(..., n, m)`, on [0, t1]."""
+        return Path(self, coefficients, t1)
+
+    def sample(
+        self,
+        *,
+        key: PRNGKeyArray,
+        noise_dim: int = 1,
+        shape: tuple[int, ...] = (),
+        t1: float | Array = 1.0,
+    ) -> "Path":
+        """Draw independent paths, `shape` of them, each with `noise_dim` components."""
+        size = (*shape, self.num_functions, noise_dim)
+        return Path(self, jax.random.normal(check_key(key), size), t1)
+
+    def log_prob(self, coefficients: Array) -> Array:
+        """Log-density of coefficients of shape `(..., n, m)`: independent standard normals."""
+        return jnp.sum(jax.scipy.stats.norm.logpdf(coefficients), axis=(-2, -1))
+
+    def project(self, path: diffrax.AbstractPath, *, resolution: int = 4096) -> "Path":
+        """The path of this driver that a given Brownian path has as its projection.
+
+        ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), with the given path read on `resolution` intervals and linear
+        between: exact for a `PiecewiseLinear` path, to O(1/resolution²) for a smooth one. The same
+        fine path projected on more and more functions is how drivers are coupled.
+        """
+        knots = np.union1d(np.linspace(0.0, 1.0, resolution + 1), self.jumps)
+        if isinstance(path, Path):
+            knots = np.union1d(knots, path.driver.jumps)
+        horizon = jnp.asarray(path.t1, float)
+        values = jax.vmap(lambda s: path.evaluate(s * horizon))(jnp.asarray(knots))
+        # The mean of eₖ over each interval, against the path's increment there.
+        weights = jnp.diff(self.integrals(jnp.asarray(knots)), axis=0)
+        weights = weights / jnp.asarray(np.diff(knots))[:, None]
+        coefficients = jnp.einsum("kn,k...m->...nm", weights, jnp.diff(values, axis=0))
+        root = jnp.sqrt(horizon)
+        return Path(self, coefficients / (root[..., None, None] if root.ndim else root), horizon)
+
+
+class Path(diffrax.AbstractPath):
+    """A path of a driver, or a batch of them: coefficients `(..., n, m)` on the horizon [0, t1].
+
+    `t1` is a number, or an array of the batch shape when horizons differ. A path is a
+    `diffrax.AbstractPath`, so diffrax solvers take it as a control.
+
+    ```python
+    import jax
+    import roughflow as rf
+
+    path = rf.KarhunenLoeve(6).sample(key=jax.random.key(0), noise_dim=2)
+    path.evaluate(0.5), path.derivative(0.5)  # both of shape (2,)
+    ```
+    """
+
+    driver: AbstractDriver
+    coefficients: Array
+    t1: Array
+    t0: Array
+
+    def __init__(self, driver: AbstractDriver, coefficients: Array, t1: float | Array = 1.0):
+        check_positive("t1", t1)
+        shape = jnp.shape(coefficients)
+        if len(shape) < 2 or shape[-2] != driver.num_functions:
+            raise ValueError(
+                f"path coefficients must have shape (..., {driver.num_functions}, m) "
+                f"to match the driver, got {shape}"
+            )
+        self.driver = driver
+        self.coefficients = jnp.asarray(coefficients)
+        self.t1 = jnp.asarray(t1, self.coefficients.dtype)
+        if self.t1.ndim and self.t1.shape != shape[:-2]:
+            raise ValueError(f"t1 must be a number or have shape {shape[:-2]}, got {self.t1.shape}")
+        self.t0 = jnp.zeros_like(self.t1)
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return self.coefficients.shape[:-2]
+
+    @property
+    def noise_dim(self) -> int:
+        return self.coefficients.shape[-1]
+
+    def evaluate(self, t0: ArrayLike, t1: ArrayLike | None = None, left: bool = True) -> Array:
+        """B(t0), shape `(..., m)`; or the increment B(t1) − B(t0)."""
+        if t1 is not None:
+            return self.evaluate(t1, left=left) - self.evaluate(t0, left=left)
+        weights = self.driver.integrals(jnp.asarray(t0) / self.t1)
+        value = jnp.einsum("...n,...nm->...m", weights, self.coefficients)
+        return self._column(jnp.sqrt(self.t1)) * value
+
+    def derivative(self, t: ArrayLike, left: bool = True) -> Array:
+        """Ḃ(t), shape `(..., m)`; at a jump the limit from the left, or from the right."""
+        s = jnp.asarray(t, self.t1.dtype) / self.t1
+        if self.driver.jumps.size:
+            s = jnp.nextafter(s, jnp.full_like(s, -1.0 if left else 2.0))
+        return self.unit_slope(s) / self._column(self.t1)
+
+    def unit_slope(self, s: Array) -> Array:
+        """dB/ds for s = t/T: √T Σₖ ωₖ eₖ(s)."""
+        return self._column(jnp.sqrt(self.t1)) * self.driver.slope(s, self.coefficients)
+
+    def _column(self, scale: Array) -> Array:
+        return scale[..., None] if scale.ndim else scale
+
+    def reshape(self, batch: tuple[int, ...], flat: int) -> Self:
+        """Broadcast the batch to `batch`, then flatten it to one axis; a lone path stays lone."""
+        if self.batch_shape == ():
+            return self
+        tail = self.coefficients.shape[-2:]
+        coefficients = jnp.broadcast_to(self.coefficients, (*batch, *tail))
+        t1 = self.t1
+        if t1.ndim:
+            t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,))
+        return type(self)(self.driver, jnp.reshape(coefficients, (flat, *tail)), t1)

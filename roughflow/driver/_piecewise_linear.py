@@ -1,0 +1,69 @@
+"""Brownian motion on a grid, joined by straight lines."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._checks import check_positive
+from ._driver import AbstractDriver
+
+
+class PiecewiseLinear(AbstractDriver):
+    """Ḃ = ωₖ/√Δₖ on the k-th interval: exact on the grid, linear between.
+
+    **Arguments:**
+
+    - `grid`: the number n of equal intervals, or increasing times that start at 0. Only their
+      proportions count: the last one falls on the horizon of the path.
+
+    ```python
+    import jax
+    import roughflow as rf
+
+    path = rf.PiecewiseLinear(64).sample(key=jax.random.key(0), noise_dim=2)
+    path = rf.PiecewiseLinear([0.0, 0.1, 0.3, 1.0]).sample(key=jax.random.key(0))
+    ```
+    """
+
+    num_functions: int = eqx.field(static=True)
+    knots: tuple[float, ...] = eqx.field(static=True)
+
+    def __init__(self, grid: int | Sequence[float] | np.ndarray):
+        if isinstance(grid, int | np.integer):
+            check_positive("grid", grid)
+            knots = np.linspace(0.0, 1.0, int(grid) + 1)
+        else:
+            times = np.asarray(grid, float)
+            if times.ndim != 1 or times.size < 2 or times[0] != 0 or np.any(np.diff(times) <= 0):
+                raise ValueError(
+                    f"grid must be a positive number or increasing times that start at 0, got {grid}"
+                )
+            knots = times / times[-1]
+        self.num_functions = knots.size - 1
+        self.knots = tuple(knots.tolist())
+
+    def integrals(self, s: Array) -> Array:
+        s = jnp.asarray(s)[..., None]
+        start, width = (jnp.expand_dims(a, range(s.ndim - 1)) for a in self._pieces(s.dtype))
+        return jnp.clip((s - start) / width, 0, 1) * jnp.sqrt(width)
+
+    def slope(self, s: Array, coefficients: Array) -> Array:
+        start, width = self._pieces(coefficients.dtype)
+        piece = jnp.clip(jnp.searchsorted(start, s, side="right") - 1, 0, self.num_functions - 1)
+        if piece.ndim == 0:
+            chosen = jnp.take(coefficients, piece, axis=-2)
+        else:
+            chosen = jnp.take_along_axis(coefficients, piece[..., None, None], axis=-2)[..., 0, :]
+        root = jnp.sqrt(width[piece])
+        return chosen / (root[..., None] if root.ndim else root)
+
+    @property
+    def jumps(self) -> np.ndarray:
+        return np.asarray(self.knots[1:-1])
+
+    def _pieces(self, dtype: np.dtype) -> tuple[Array, Array]:
+        knots = np.asarray(self.knots)
+        return jnp.asarray(knots[:-1], dtype), jnp.asarray(np.diff(knots), dtype)

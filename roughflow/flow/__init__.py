@@ -1,0 +1,23 @@
+"""Stage 3, the random ODE as a flow: divergence, integration, conditional density, sampling."""
+
+from ._adaptive import Adaptive as Adaptive
+from ._base import Normal as Normal
+from ._divergence import (
+    AbstractDivergence as AbstractDivergence,
+    ExactDivergence as ExactDivergence,
+    HutchinsonDivergence as HutchinsonDivergence,
+)
+from ._fixed_grid import FixedGrid as FixedGrid
+from ._flow import StochasticFlow as StochasticFlow
+from ._gradient import Backpropagation as Backpropagation, ConstantMemory as ConstantMemory
+from ._integrator import AbstractIntegrator as AbstractIntegrator
+from ._outcome import Outcome as Outcome
+from ._runge_kutta import RK4 as RK4
+from ._simulate import (
+    AbstractScheme as AbstractScheme,
+    EulerMaruyama as EulerMaruyama,
+    Milstein as Milstein,
+    StratonovichHeun as StratonovichHeun,
+    StratonovichMidpoint as StratonovichMidpoint,
+    simulate as simulate,
+)

@@ -1,0 +1,150 @@
+"""Any diffrax solver with step-size control, stiff ones included."""
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from ._field import Field, guarded
+from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
+from ._integrator import ESCAPE_RATE, AbstractIntegrator
+from ._outcome import ESCAPED, FINE, NON_FINITE, OUT_OF_STEPS, Outcome
+
+# z (B, d); ∫ div (B,); and two clocks (B,) that start to run when a sample escapes, or when its model
+# stops being finite. A running clock also stops the sample.
+State = tuple[Array, Array, tuple[Array, Array]]
+
+
+class Adaptive(AbstractIntegrator):
+    """Step sizes chosen so that every sample's local error meets the tolerances.
+
+    **Arguments:**
+
+    - `solver`: any diffrax ODE solver; `diffrax.Dopri5()` by default, `diffrax.Kvaerno5()` for stiff models.
+    - `rtol`, `atol`: relative and absolute tolerance.
+    - `max_steps`: how many steps to try before giving up, with an error.
+    - `gradient`: `rf.Backpropagation()` (checkpointed) or `rf.ConstantMemory()` (the continuous adjoint).
+    - `per_sample`: let each sample choose its own steps instead of sharing them. By default shared,
+      which is several times faster, except for implicit solvers, whose linear systems would couple
+      the whole batch.
+    - `escape_rate`: as for `rf.FixedGrid`.
+
+    ```python
+    import diffrax
+    import roughflow as rf
+
+    integrator = rf.Adaptive(diffrax.Kvaerno5(), rtol=1e-8, atol=1e-8)
+    ```
+    """
+
+    solver: diffrax.AbstractSolver
+    rtol: float = eqx.field(static=True)
+    atol: float = eqx.field(static=True)
+    max_steps: int = eqx.field(static=True)
+    gradient: AbstractGradient
+    per_sample: bool = eqx.field(static=True)
+    escape_rate: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        solver: diffrax.AbstractSolver | None = None,
+        rtol: float = 1e-5,
+        atol: float = 1e-5,
+        max_steps: int = 4096,
+        gradient: AbstractGradient | None = None,
+        per_sample: bool | None = None,
+        escape_rate: float = ESCAPE_RATE,
+    ):
+        self.solver = diffrax.Dopri5() if solver is None else solver
+        self.rtol = rtol
+        self.atol = atol
+        self.max_steps = max_steps
+        self.gradient = Backpropagation() if gradient is None else gradient
+        implicit = isinstance(self.solver, diffrax.AbstractImplicitSolver)
+        self.per_sample = implicit if per_sample is None else per_sample
+        self.escape_rate = escape_rate
+
+    def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
+        ones = jnp.ones((), z.dtype)
+        fraction = ones if fraction is None else fraction
+        if not self.per_sample:
+            return self._solve(field, z, fraction, reverse)
+        # Batches of one, each with its own steps.
+        fields, axes = field.split()
+        fractions = fraction[:, None] if fraction.ndim else fraction
+        outcome = eqx.filter_vmap(self._solve, in_axes=(axes, 0, 0 if fraction.ndim else None, None))(
+            fields, z[:, None], fractions, reverse
+        )
+        return jax.tree.map(lambda a: a[:, 0], outcome)
+
+    def _solve(self, field: Field, z: Array, fraction: Array, reverse: bool) -> Outcome:
+        zeros = jnp.zeros(z.shape[:1], z.dtype)
+        state = (z, zeros, (zeros, zeros))
+        begin, end = (1.0, 0.0) if reverse else (0.0, 1.0)
+        jumps = field.path.driver.jumps
+        jump_times = None
+        if jumps.size:
+            jump_times = jnp.ravel(jnp.tensordot(jnp.asarray(jumps, z.dtype), 1 / fraction, 0))
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(_rate),
+            self.solver,
+            begin,
+            end,
+            None,
+            state,
+            args=(field, fraction),
+            stepsize_controller=self._controller(_batch_norm, jump_times),
+            adjoint=self._adjoint(jump_times),
+            max_steps=self.max_steps,
+            throw=False,
+        )
+        assert solution.ys is not None
+        z, log_change, clocks = jax.tree.map(lambda a: a[0], solution.ys)
+        escape_clock, broken_clock = (jax.lax.stop_gradient(clock) for clock in clocks)
+        status = jnp.where(escape_clock != 0, ESCAPED, FINE)
+        status = jnp.where(broken_clock != 0, NON_FINITE, status)
+        done = solution.result == diffrax.RESULTS.successful
+        status = jnp.where(done, status, OUT_OF_STEPS)
+        time = (end - escape_clock - broken_clock) * fraction
+        return Outcome(z, log_change, status, time)
+
+    def _controller(self, norm, jump_times: Array | None):
+        controller = diffrax.PIDController(self.rtol, self.atol, norm=norm)
+        if jump_times is None:
+            return controller
+        return diffrax.ClipStepSizeController(controller, jump_ts=jump_times)
+
+    def _adjoint(self, jump_times: Array | None) -> diffrax.AbstractAdjoint:
+        if isinstance(self.gradient, ConstantMemory):
+            # Parameter gradients are integrals, not states: they need no error control of their own.
+            controller = self._controller(diffrax.adjoint_rms_seminorm, jump_times)
+            return diffrax.BacksolveAdjoint(stepsize_controller=controller)
+        return diffrax.RecursiveCheckpointAdjoint()
+
+
+def _rate(u: ArrayLike, state: State, args: tuple[Field, Array]) -> State:
+    """The augmented right-hand side in u = s/fraction."""
+    field, fraction = args
+    z, _, clocks = state
+    velocity, divergence, status = guarded(field, u * fraction, z, z, None)
+    stopped = (clocks[0] != 0) | (clocks[1] != 0)
+    fine = (status == FINE) & ~stopped
+    column = fraction[:, None] if fraction.ndim else fraction
+    one = jnp.ones_like(divergence)
+    escaping = (clocks[0] != 0) | (~stopped & (status == ESCAPED))
+    breaking = (clocks[1] != 0) | (~stopped & (status == NON_FINITE))
+    return (
+        jnp.where(fine[:, None], velocity, 0) * column,
+        jnp.where(fine, divergence, 0) * fraction,
+        (jnp.where(escaping, one, 0), jnp.where(breaking, one, 0)),
+    )
+
+
+def _batch_norm(error: State) -> Array:
+    """The worst sample's error: a mean over the batch would let a few samples go astray.
+
+    Clocks jump by design and are left out.
+    """
+    z, log_change, _ = error
+    return jnp.maximum(jnp.max(jnp.sqrt(jnp.mean(z**2, axis=-1))), jnp.max(jnp.abs(log_change)))

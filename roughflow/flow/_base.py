@@ -1,0 +1,65 @@
+"""The law of Z₀."""
+
+import math
+from typing import Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_key, check_positive
+
+
+@runtime_checkable
+class Base(Protocol):
+    """Anything with these two methods can start a flow; `z` is one point of shape `(d,)`."""
+
+    def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array: ...
+
+    def log_prob(self, z: Array) -> Array: ...
+
+
+class Normal(eqx.Module):
+    """Independent normals with trainable mean and positive scale.
+
+    **Arguments:** `loc`, shape `(d,)`; `scale`, a number or shape `(d,)`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    base = rf.Normal(jnp.zeros(2), 1.0)
+    base.sample(key=jax.random.key(0), shape=(100,)).shape  # (100, 2)
+    ```
+    """
+
+    loc: Array
+    log_scale: Array
+
+    def __init__(self, loc: Array, scale: float | Array = 1.0):
+        loc = jnp.asarray(loc, float)
+        check_positive("scale", scale)
+        if loc.ndim != 1 or jnp.shape(scale) not in ((), loc.shape):
+            raise ValueError(
+                "loc must have shape (d,) and scale be a number or have the same shape, "
+                f"got {loc.shape} and {jnp.shape(scale)}"
+            )
+        self.loc = loc
+        # The logarithm is what is trained, so that the scale stays positive.
+        self.log_scale = jnp.log(jnp.broadcast_to(jnp.asarray(scale, float), loc.shape))
+
+    @property
+    def scale(self) -> Array:
+        return jnp.exp(self.log_scale)
+
+    def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
+        noise = jax.random.normal(check_key(key), (*shape, self.loc.size), self.loc.dtype)
+        lead = range(len(shape))
+        return jnp.expand_dims(self.loc, lead) + jnp.expand_dims(self.scale, lead) * noise
+
+    def log_prob(self, z: Array) -> Array:
+        lead = range(z.ndim - 1)
+        residual = (z - jnp.expand_dims(self.loc, lead)) / jnp.expand_dims(self.scale, lead)
+        constant = 0.5 * self.loc.size * math.log(2 * math.pi) + jnp.sum(self.log_scale)
+        return -0.5 * jnp.sum(residual**2, axis=-1) - constant

@@ -1,0 +1,92 @@
+"""The divergence of a vector field at a point, and with it the change of log-density along a path."""
+
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_positive
+
+VectorField = Callable[[Array], Array]
+
+# As for the columns of the correction: separate tangents for small d, one stacked product above.
+UNROLL = 8
+
+
+class AbstractDivergence(eqx.Module):
+    """How div f(z) = tr Df(z) is computed."""
+
+    @abc.abstractmethod
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> Array | None:
+        """The random probes one solve needs, or None if it needs none."""
+
+    @abc.abstractmethod
+    def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
+        """f(z) and div f(z)."""
+
+
+class ExactDivergence(AbstractDivergence):
+    """tr Df by forward mode: d Jacobian-vector products that share one linearisation."""
+
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> None:
+        del key, shape, dimension
+
+    def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
+        del probes
+        # Linearised once rather than one jvp per direction: the backward pass then goes through
+        # the field's value once, not d times.
+        value, tangent = jax.linearize(field, z)
+        basis = np.eye(z.size, dtype=z.dtype)
+        if z.size <= UNROLL:
+            return value, sum((tangent(e)[i] for i, e in enumerate(basis)), jnp.zeros((), z.dtype))
+        return value, jnp.trace(jax.vmap(tangent)(jnp.asarray(basis)))
+
+
+class HutchinsonDivergence(AbstractDivergence):
+    """tr Df ≈ mean over probes ε of ε·(Df ε): unbiased, its cost does not grow with d.
+
+    **Arguments:**
+
+    - `num_probes`: how many to average.
+    - `law`: `jax.random.rademacher` (the default, least variance) or `jax.random.normal`.
+
+    The probes are drawn anew for each sample of each solve and stay fixed along it, so that the
+    field remains a smooth function of time; a method that uses this takes a `key`.
+    """
+
+    num_probes: int = eqx.field(static=True)
+    law: Callable = eqx.field(static=True)
+
+    def __init__(self, num_probes: int = 1, law: Callable = jax.random.rademacher):
+        check_positive("num_probes", num_probes)
+        self.num_probes = num_probes
+        self.law = law
+
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> Array:
+        if key is None:
+            raise TypeError("HutchinsonDivergence draws probes: pass key=jax.random.key(seed)")
+        return self.law(key, (*shape, self.num_probes, dimension), float)
+
+    def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
+        assert probes is not None
+        value, tangent = jax.linearize(field, z)
+        probes = probes.astype(z.dtype)
+        if self.num_probes <= UNROLL:
+            terms = [jnp.dot(probe, tangent(probe)) for probe in probes]
+            return value, sum(terms[1:], terms[0]) / self.num_probes
+        return value, jnp.mean(jax.vmap(lambda probe: jnp.dot(probe, tangent(probe)))(probes))
+
+
+class NoDivergence(AbstractDivergence):
+    """For samples without densities: the divergence is not computed and reads zero."""
+
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> None:
+        del key, shape, dimension
+
+    def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
+        del probes
+        return field(z), jnp.zeros((), z.dtype)

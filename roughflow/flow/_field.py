@@ -1,0 +1,138 @@
+"""The random ODE of a batch, as one vector field over unit time.
+
+With s = t/T in [0, 1] the equation of every sample, whatever its horizon T, is
+
+    dz/ds = T μ̃(sT, z) + σ(sT, z) dB/ds,        d log p/ds = −div_z of the right-hand side.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from ..driver import Path
+from ..sde import AbstractCorrection, AbstractSDE, apply_noise, stratonovich_coefficients
+from ._divergence import AbstractDivergence
+from ._outcome import ESCAPED, FINE, NON_FINITE
+
+# What backpropagation keeps of an evaluation, by name: where it was and whether it went well. The
+# rest it computes again.
+KEPT = ("roughflow_point", "roughflow_status")
+
+
+class Field(eqx.Module):
+    """Everything the right-hand side depends on, parameters and random numbers alike, in one pytree.
+
+    Solvers take it as an argument, never in a closure, so every way of differentiating a solve
+    sees every parameter.
+    """
+
+    sde: AbstractSDE
+    correction: AbstractCorrection
+    divergence: AbstractDivergence
+    path: Path
+    signs: Array | None
+    probes: Array | None
+    safe: Array  # (B, d): points where the model is finite; the start of the solve
+    escape_rate: float = eqx.field(static=True)
+
+    def __call__(self, s: Array, z: Array, *, slope_at: Array | None = None) -> tuple[Array, Array]:
+        """dz/ds `(B, d)` and its divergence `(B,)` at `z` `(B, d)`; `s` a scalar or `(B,)`.
+
+        `slope_at` is where the path's slope is read, if that is to be the inside of a step and not
+        `s` itself, at which it may jump.
+        """
+        path = self.path
+        slope = path.unit_slope(s if slope_at is None else slope_at)
+        arguments = (s * path.t1, z, slope, path.t1, self.signs, self.probes)
+        # One vmap over the field, none over the solve: products of weights with the batch become
+        # plain matrix products.
+        axes = [
+            None if a is None or a.ndim == base else 0
+            for a, base in zip(arguments, (0, 1, 1, 0, 1, 2), strict=True)
+        ]
+        return jax.vmap(self._point, in_axes=axes)(*arguments)
+
+    def split(self) -> tuple["Field", "Field"]:
+        """This field as one of batches of one, and the axes to map over."""
+        batched = [
+            (lambda f: f.path.coefficients, self.path.coefficients.ndim == 3),
+            (lambda f: f.path.t1, self.path.t1.ndim == 1),
+            (lambda f: f.path.t0, self.path.t1.ndim == 1),
+            (lambda f: f.signs, self.signs is not None),
+            (lambda f: f.probes, self.probes is not None),
+            (lambda f: f.safe, True),
+        ]
+        field, axes = self, jax.tree.map(lambda _: None, self)
+        for leaf, present in batched:
+            if present:
+                field = eqx.tree_at(leaf, field, replace_fn=lambda a: a[:, None])
+                axes = eqx.tree_at(leaf, axes, 0, is_leaf=lambda a: a is None)
+        return field, axes
+
+    def _point(
+        self,
+        t: Array,
+        z: Array,
+        slope: Array,
+        horizon: Array,
+        signs: Array | None,
+        probes: Array | None,
+    ) -> tuple[Array, Array]:
+        def vector_field(y: Array) -> Array:
+            drift, sigma = stratonovich_coefficients(self.sde, self.correction, t, y, signs)
+            return horizon * drift + apply_noise(sigma, slope)
+
+        return self.divergence(vector_field, z, probes)
+
+
+@eqx.filter_custom_jvp
+def guarded(
+    field: Field, s: Array, z: Array, start: Array, slope_at: Array | None
+) -> tuple[Array, Array, Array]:
+    """The field with trouble told apart: dz/ds, divergence, status `(B,)`.
+
+    A sample in trouble gets a zero field, so one of them cannot spoil a batch. It has **escaped** if
+    it would travel its own size in less than 1/escape_rate of the horizon, or if it overflowed after a
+    leap from `start`, the state at the beginning of the step. Otherwise a value that is not finite
+    is the model's fault.
+    """
+    velocity, divergence = field(s, z, slope_at=slope_at)
+    finite = jnp.all(jnp.isfinite(velocity), axis=-1) & jnp.isfinite(divergence)
+    fast = _size(velocity) > field.escape_rate * (1 + _size(z))
+    leapt = ~(_size(z - start) <= 1 + _size(start))
+    status = jnp.where(fast | leapt, ESCAPED, NON_FINITE)
+    status = jnp.where(finite & ~fast, FINE, status)
+    status = checkpoint_name(status, KEPT[1])
+    fine = status == FINE
+    return jnp.where(fine[:, None], velocity, 0), jnp.where(fine, divergence, 0), status
+
+
+@guarded.def_jvp
+def _guarded_jvp(primals, tangents):
+    """Zero tangents for samples in trouble.
+
+    Where a `where` alone would multiply zero by infinity, the field is differentiated at a safe
+    point for those samples, and their tangents are dropped.
+    """
+    field, s, z, start, slope_at = primals
+    d_field, d_s, d_z, _, d_slope_at = tangents
+    velocity, divergence, status = guarded(field, s, z, start, slope_at)
+    fine = status == FINE
+
+    def evaluate(field, s, z, slope_at):
+        return field(s, z, slope_at=slope_at)
+
+    safe = jnp.where(fine[:, None], z, jax.lax.stop_gradient(field.safe))
+    _, (d_velocity, d_divergence) = eqx.filter_jvp(
+        evaluate, (field, s, safe, slope_at), (d_field, d_s, d_z, d_slope_at)
+    )
+    # None stands for a tangent that is zero for all samples.
+    d_velocity = 0 * velocity if d_velocity is None else jnp.where(fine[:, None], d_velocity, 0)
+    d_divergence = 0 * divergence if d_divergence is None else jnp.where(fine, d_divergence, 0)
+    return (velocity, divergence, status), (d_velocity, d_divergence, None)
+
+
+def _size(z: Array) -> Array:
+    return jnp.max(jnp.abs(z), axis=-1)

@@ -1,0 +1,127 @@
+"""Explicit Runge–Kutta on a fixed grid: the fast way, and the default."""
+
+import math
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..driver import AbstractDriver
+from ._field import Field
+from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
+from ._integrator import ESCAPE_RATE, AbstractIntegrator
+from ._outcome import FINE, NON_FINITE, Outcome, start_of
+from ._reversible import reversible_scan
+from ._runge_kutta import Span, order_of, runge_kutta
+
+
+class FixedGrid(AbstractIntegrator):
+    """A fixed number of steps of an explicit Runge–Kutta method over the horizon.
+
+    **Arguments:**
+
+    - `method`: any explicit diffrax solver of order 2 or more, such as `diffrax.Heun()`,
+      `diffrax.Midpoint()`, `rf.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`. Euler's method
+      is refused: on a random path it converges to another equation, the Itô equation with the
+      Stratonovich drift.
+    - `steps`: how many over the horizon; by default what resolves the driver's fastest wave. A
+      piecewise linear path gets at least one step a piece, and no step crosses a jump of its slope.
+      Nothing checks that the steps also resolve a stiff or long-running model: compare with twice as
+      many, or use `rf.Adaptive`.
+    - `gradient`: `rf.Backpropagation()` or `rf.ConstantMemory()`.
+    - `escape_rate`: a sample whose velocity exceeds this many times its own size (plus one) per
+      horizon counts as having escaped to infinity.
+
+    ```python
+    import diffrax
+    import roughflow as rf
+
+    integrator = rf.FixedGrid(diffrax.Tsit5(), steps=32, gradient=rf.ConstantMemory())
+    ```
+    """
+
+    method: diffrax.AbstractERK
+    steps: int | None = eqx.field(static=True)
+    gradient: AbstractGradient
+    escape_rate: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        method: diffrax.AbstractERK | None = None,
+        steps: int | None = None,
+        gradient: AbstractGradient | None = None,
+        escape_rate: float = ESCAPE_RATE,
+    ):
+        method = diffrax.Dopri5() if method is None else method
+        if not isinstance(method, diffrax.AbstractERK):
+            raise TypeError(
+                f"FixedGrid takes explicit Runge-Kutta methods, got {type(method).__name__}; "
+                "use rf.Adaptive for any other diffrax solver"
+            )
+        if order_of(method) < 2:
+            raise ValueError(
+                f"{type(method).__name__} has order 1 and converges to the wrong equation on a random "
+                "path; use order 2 or more, or rf.simulate with rf.EulerMaruyama()"
+            )
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        self.method = method
+        self.steps = steps
+        self.gradient = Backpropagation() if gradient is None else gradient
+        self.escape_rate = escape_rate
+
+    def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
+        grid = self.grid(field.path.driver, fraction).astype(z.dtype)
+        grid = grid[::-1] if reverse else grid
+        spans = (grid[:-1], grid[1:])
+        if isinstance(self.gradient, ConstantMemory):
+            return reversible_scan((field, z), spans, self.method, self.gradient.coupling)
+        outcome, _ = jax.lax.scan(
+            lambda now, span: (_sticky_step(field, now, span, self.method), None),
+            start_of(z),
+            spans,
+        )
+        return outcome
+
+    def grid(self, driver: AbstractDriver, fraction: Array | None) -> Array:
+        """The times of the steps, `(N + 1,)`, or `(N + 1, B)` if samples stop at their own times."""
+        steps = self.steps or default_steps(order_of(self.method), driver)
+        knots = np.concatenate([[0.0], driver.jumps, [1.0]])
+        pieces = knots.size - 1
+        each = math.ceil(steps / pieces)
+        inner = np.arange(each) / each
+        times = np.append((knots[:-1, None] + np.diff(knots)[:, None] * inner).ravel(), 1.0)
+        if fraction is None:
+            return jnp.asarray(times)
+        if pieces == 1:
+            return jnp.tensordot(jnp.asarray(times, fraction.dtype), fraction, 0)
+        # Knots stay where they are; a sample that has arrived takes steps of no length.
+        times = jnp.asarray(times, fraction.dtype)
+        return jnp.minimum(jnp.expand_dims(times, range(1, 1 + fraction.ndim)), fraction[None])
+
+
+def default_steps(order: int, driver: AbstractDriver) -> int:
+    """Enough for the fastest wave of a smooth driver, fewer for methods of higher order."""
+    per_function, least = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.4, 8))
+    waves = 1 if driver.jumps.size else driver.num_functions
+    return max(least, math.ceil(per_function * waves))
+
+
+def _sticky_step(field: Field, now: Outcome, span: Span, method: diffrax.AbstractERK) -> Outcome:
+    """Advance the samples that are fine; one that got into trouble stays where it last was fine.
+
+    One whose model is not finite moves to the point where that shows, for the message.
+    """
+    step = runge_kutta(field, span, now.z, method)
+    was_fine = now.status == FINE
+    fine = was_fine & (step.status == FINE)
+    broke = was_fine & (step.status == NON_FINITE)
+    return Outcome(
+        jnp.where(fine[:, None], now.z + step.change, jnp.where(broke[:, None], step.culprit, now.z)),
+        jnp.where(fine, now.log_change + step.log_change, now.log_change),
+        jnp.where(was_fine, step.status, now.status),
+        jnp.where(was_fine, step.time, now.time),
+    )

@@ -1,0 +1,28 @@
+"""What every integrator offers: a batch carried along the random ODE, forwards or backwards."""
+
+import abc
+
+import equinox as eqx
+from jaxtyping import Array
+
+from ._field import Field
+from ._gradient import AbstractGradient
+from ._outcome import Outcome
+
+# A state that would travel its own size in this fraction of the horizon is gone (see `guarded`).
+ESCAPE_RATE = 1e5
+
+
+class AbstractIntegrator(eqx.Module):
+    """Solves the random ODE of a batch as one system."""
+
+    gradient: eqx.AbstractVar[AbstractGradient]
+    escape_rate: eqx.AbstractVar[float]
+
+    @abc.abstractmethod
+    def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
+        """From s = 0 to `fraction` of the horizon, or back from there to 0 if `reverse`.
+
+        `fraction` is None for the whole horizon, a scalar, or `(B,)` when samples stop at different
+        times.
+        """

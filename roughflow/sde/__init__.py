@@ -1,0 +1,28 @@
+"""Stage 1, what is modelled: SDEs, the correction between the two calculi, networks."""
+
+from ._correction import (
+    AbstractCorrection as AbstractCorrection,
+    ExactCorrection as ExactCorrection,
+    SampledCorrection as SampledCorrection,
+    stratonovich_coefficients as stratonovich_coefficients,
+    to_ito as to_ito,
+    to_stratonovich as to_stratonovich,
+)
+from ._networks import (
+    MLP as MLP,
+    ConstantDiffusion as ConstantDiffusion,
+    DiagonalDiffusion as DiagonalDiffusion,
+    FullDiffusion as FullDiffusion,
+)
+from ._noise import (
+    Noise as Noise,
+    ProportionalDiffusion as ProportionalDiffusion,
+    apply_noise as apply_noise,
+    noise_matrix as noise_matrix,
+)
+from ._sde import (
+    AbstractSDE as AbstractSDE,
+    ItoSDE as ItoSDE,
+    StratonovichSDE as StratonovichSDE,
+    noise_dimension as noise_dimension,
+)

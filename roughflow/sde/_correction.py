@@ -1,0 +1,169 @@
+"""From Itô to Stratonovich and back: the one place that knows the correction.
+
+    c(t, z) = ½ Σⱼ (Dσⱼ) σⱼ,   Stratonovich drift = Itô drift − c,
+
+σⱼ the j-th column of σ and Dσⱼ its Jacobian in z (Evans 2012, p. 123).
+"""
+
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_key
+from ._noise import Noise, apply_noise, noise_column, noise_shape
+from ._sde import AbstractSDE, ItoSDE, StratonovichSDE
+
+# Up to this many columns the sum over j is written out: separate tangents fuse better on a CPU
+# than one stacked array. Above it, one batched product keeps the compiled program small.
+UNROLL = 8
+
+
+class AbstractCorrection(eqx.Module):
+    """How the correction is computed."""
+
+    @abc.abstractmethod
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dim: int) -> Array | None:
+        """The random signs one solve needs, or None if it needs none."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, diffusion: Callable[[Array], Noise], z: Array, signs: Array | None
+    ) -> tuple[Noise, Array]:
+        """σ(z) and c(z)."""
+
+
+class ExactCorrection(AbstractCorrection):
+    """c = ½ Σⱼ (Dσⱼ) σⱼ, one Jacobian-vector product a column, none if σ does not depend on z."""
+
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dim: int) -> None:
+        del key, shape, noise_dim
+
+    def __call__(
+        self, diffusion: Callable[[Array], Noise], z: Array, signs: Array | None
+    ) -> tuple[Noise, Array]:
+        del signs
+        if not depends_on(diffusion, z):
+            return diffusion(z), jnp.zeros_like(z)
+        # Linearised once: the columns share σ's value, and so does the backward pass.
+        sigma, tangent = jax.linearize(diffusion, z)
+        columns = noise_shape(sigma)[1]
+
+        def column(j: int | Array) -> Array:
+            return noise_column(tangent(noise_column(sigma, j)), j)
+
+        if columns <= UNROLL:
+            total = sum((column(j) for j in range(columns)), jnp.zeros_like(z))
+        else:
+            total = jnp.sum(jax.vmap(column)(jnp.arange(columns)), axis=0)
+        return sigma, 0.5 * total
+
+
+class SampledCorrection(AbstractCorrection):
+    """c ≈ ½ D[σ(·) ε] (σ ε) with random signs ε: one product whatever m, right on average over ε.
+
+    For high dimension. The signs are drawn anew for every sample of every solve and kept fixed
+    along it, so a method that uses it takes a `key`.
+    """
+
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dim: int) -> Array:
+        if key is None:
+            raise TypeError("SampledCorrection draws random signs: pass key=jax.random.key(seed)")
+        return jax.random.rademacher(key, (*shape, noise_dim), float)
+
+    def __call__(
+        self, diffusion: Callable[[Array], Noise], z: Array, signs: Array | None
+    ) -> tuple[Noise, Array]:
+        assert signs is not None
+        sigma = diffusion(z)
+        signs = signs.astype(z.dtype)
+        direction = apply_noise(sigma, signs)
+        _, change = jax.jvp(lambda y: apply_noise(diffusion(y), signs), (z,), (direction,))
+        return sigma, 0.5 * change
+
+
+def depends_on(function: Callable[[Array], Noise], z: Array) -> bool:
+    """Whether any output of `function` is computed from `z`; errs on the side of yes."""
+    jaxpr = jax.make_jaxpr(lambda y: jax.tree.leaves(eqx.filter(function(y), eqx.is_array)))(z).jaxpr
+    reached = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        if any(isinstance(v, Var) and v in reached for v in equation.invars):
+            reached.update(equation.outvars)
+    return any(isinstance(v, Var) and v in reached for v in jaxpr.outvars)
+
+
+def stratonovich_coefficients(
+    sde: AbstractSDE, correction: AbstractCorrection, t: Array, z: Array, signs: Array | None
+) -> tuple[Array, Noise]:
+    """μ̃ and σ at one point; σ is evaluated once for both."""
+    if isinstance(sde, StratonovichSDE):
+        return sde.drift(t, z), sde.noise(t, z)
+    sigma, change = correction(lambda y: sde.noise(t, y), z, signs)
+    return sde.drift(t, z) - change, sigma
+
+
+class CorrectedDrift(eqx.Module):
+    """A drift moved from one calculus to the other: μ + sign · c."""
+
+    sde: AbstractSDE
+    sign: int = eqx.field(static=True)
+    key: PRNGKeyArray | None
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        def diffusion(y: Array) -> Noise:
+            return self.sde.noise(t, y)
+
+        if self.key is None:
+            correction, signs = ExactCorrection(), None
+        else:
+            correction = SampledCorrection()
+            columns = noise_shape(eqx.filter_eval_shape(diffusion, z))[1]
+            signs = correction.draw(self.key, (), columns)
+        return self.sde.drift(t, z) + self.sign * correction(diffusion, z, signs)[1]
+
+
+def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> StratonovichSDE:
+    """The Stratonovich SDE with the same solution: the drift becomes μ − ½ Σⱼ (Dσⱼ) σⱼ.
+
+    Exact without a `key`. With one, the one-product estimate ½ D[σ(·) ε] (σ ε) for the signs ε that
+    the key gives: unbiased over keys, and its cost does not grow with m. A Stratonovich SDE is
+    returned as it is.
+
+    The result holds the diffusion twice (in the new drift, and as diffusion): to train, keep the
+    original SDE; a flow converts it on the fly.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.to_stratonovich(rf.ItoSDE(lambda t, z: 0.1 * z, lambda t, z: 0.3 * z[:, None]))
+    sde.drift(0.0, jnp.ones(1))  # 0.1 − 0.3²/2 = 0.055
+    ```
+    """
+    if isinstance(sde, StratonovichSDE):
+        return sde
+    return StratonovichSDE(CorrectedDrift(sde, -1, _typed(key)), sde.noise)
+
+
+def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> ItoSDE:
+    """The Itô SDE with the same solution: the drift becomes μ̃ + ½ Σⱼ (Dσⱼ) σⱼ. See `to_stratonovich`.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.to_ito(rf.StratonovichSDE(lambda t, z: 0 * z, lambda t, z: z[:, None]))
+    sde.drift(0.0, jnp.ones(1))  # 0.5
+    ```
+    """
+    if isinstance(sde, ItoSDE):
+        return sde
+    return ItoSDE(CorrectedDrift(sde, +1, _typed(key)), sde.noise)
+
+
+def _typed(key: PRNGKeyArray | None) -> PRNGKeyArray | None:
+    return None if key is None else check_key(key)

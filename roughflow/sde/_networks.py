@@ -1,0 +1,202 @@
+"""Networks for drift and diffusion, smooth ones only: the correction and the divergence differentiate
+them."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_key
+
+Activation = Callable[[Array], Array]
+
+
+@jax.custom_jvp
+def tanh(x: Array) -> Array:
+    """tanh, with its derivative as t·(1 − y²): fewer passes over memory than JAX's own rule."""
+    return jnp.tanh(x)
+
+
+@tanh.defjvp
+def _tanh_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    y = jnp.tanh(primals[0])
+    return y, tangents[0] * (1 - y * y)
+
+
+def check_smooth(activation: Activation) -> None:
+    """Refuse an activation whose derivative jumps.
+
+    The random ODE contains Dσ and its log-density the derivative of Dσ. Where Dσ jumps, that
+    derivative is a delta function automatic differentiation does not see, so the density would be
+    silently wrong.
+    """
+    with jax.ensure_compile_time_eval():
+        points = jnp.asarray(np.linspace(-8.0, 8.0, 16_001), jnp.float32)
+        slopes = np.asarray(jax.vmap(jax.grad(activation))(points))
+    if not np.all(np.isfinite(slopes)) or np.max(np.abs(np.diff(slopes))) > 0.05:
+        name = getattr(activation, "__name__", repr(activation))
+        raise ValueError(
+            f"activation {name} has a derivative that jumps, so the Itô correction's own derivative "
+            "would be silently wrong; use a smooth one such as tanh, softplus, silu or gelu"
+        )
+
+
+class MLP(eqx.Module):
+    """A multi-layer perceptron `(t, z) -> (out_size,)` with smooth activations, tanh unless told otherwise.
+
+    It ignores t (the SDE is time-homogeneous, as in the paper) unless `time_dependent=True`.
+
+    **Arguments:** `in_size`, `out_size`; `width` and `depth` of the hidden layers; `activation`, any
+    smooth scalar function (a ReLU is refused); `scale`, a factor on the last layer's initial weights.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    drift = rf.MLP(2, 2, width=64, depth=3, key=jax.random.key(0))
+    drift(0.0, jnp.zeros(2)).shape  # (2,)
+    ```
+    """
+
+    weights: tuple[Array, ...]
+    biases: tuple[Array, ...]
+    activation: Activation = eqx.field(static=True)
+    time_dependent: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        width: int = 64,
+        depth: int = 3,
+        activation: Activation = tanh,
+        *,
+        time_dependent: bool = False,
+        scale: float = 1.0,
+        key: PRNGKeyArray,
+    ):
+        check_smooth(activation)
+        sizes = [in_size + time_dependent, *[width] * depth, out_size]
+        keys = jax.random.split(check_key(key), depth + 1)
+        scales = [1.0] * depth + [scale]
+        # Stored (in, out) and applied as z @ W: under a vmap this is one plain matrix product.
+        self.weights = tuple(
+            s * jax.random.normal(k, (i, o)) / np.sqrt(i)
+            for k, i, o, s in zip(keys, sizes[:-1], sizes[1:], scales, strict=True)
+        )
+        self.biases = tuple(jnp.zeros(o) for o in sizes[1:])
+        self.activation = activation
+        self.time_dependent = time_dependent
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        if self.time_dependent:
+            z = jnp.concatenate([z, jnp.reshape(jnp.asarray(t, z.dtype), (1,))])
+        for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
+            z = self.activation(z @ weight + bias)
+        return z @ self.weights[-1] + self.biases[-1]
+
+
+class FullDiffusion(eqx.Module):
+    """The paper's full matrix: λ (I + N(t, z)), N with zero diagonal and a network off it, so m = d.
+
+    In two dimensions λ [[1, σ₁(z)], [σ₂(z), 1]]. The ones keep the noise from shrinking to zero.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    diffusion = rf.FullDiffusion(2, width=64, key=jax.random.key(0))
+    diffusion(0.0, jnp.zeros(2)).shape  # (2, 2)
+    ```
+    """
+
+    network: MLP
+    scale: float = eqx.field(static=True)
+    dimension: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        dimension: int,
+        width: int = 64,
+        depth: int = 1,
+        activation: Activation = tanh,
+        *,
+        scale: float = 1.0,
+        time_dependent: bool = False,
+        key: PRNGKeyArray,
+    ):
+        if dimension < 2:
+            raise ValueError("FullDiffusion needs dimension ≥ 2; use DiagonalDiffusion in one")
+        size = dimension * (dimension - 1)
+        self.network = MLP(dimension, size, width, depth, activation, time_dependent=time_dependent, key=key)
+        self.scale = scale
+        self.dimension = dimension
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        entries = self.network(t, z)
+        # Row-major off-diagonal entries: a matrix less its first entry is d−1 rows of
+        # (d off-diagonal entries, one diagonal entry).
+        d = self.dimension
+        rows = jnp.concatenate([jnp.reshape(entries, (d - 1, d)), jnp.ones((d - 1, 1), z.dtype)], axis=1)
+        flat = jnp.concatenate([jnp.ones(1, z.dtype), jnp.ravel(rows)])
+        return self.scale * jnp.reshape(flat, (d, d))
+
+
+class DiagonalDiffusion(eqx.Module):
+    """σ = diag(s(t, z)), s = softplus of a network, so positive; applied in O(d).
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    diffusion = rf.DiagonalDiffusion(3, key=jax.random.key(0))
+    diffusion(0.0, jnp.zeros(3)).as_matrix().shape  # (3, 3)
+    ```
+    """
+
+    network: MLP
+
+    def __init__(
+        self,
+        dimension: int,
+        width: int = 64,
+        depth: int = 1,
+        activation: Activation = tanh,
+        *,
+        time_dependent: bool = False,
+        key: PRNGKeyArray,
+    ):
+        self.network = MLP(
+            dimension, dimension, width, depth, activation, time_dependent=time_dependent, key=key
+        )
+
+    def __call__(self, t: Array, z: Array) -> lx.DiagonalLinearOperator:
+        return lx.DiagonalLinearOperator(jax.nn.softplus(self.network(t, z)))
+
+
+class ConstantDiffusion(eqx.Module):
+    """σ = one trainable (d, m) matrix, the same everywhere: no correction is computed for it.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    diffusion = rf.ConstantDiffusion(jnp.eye(2))
+    ```
+    """
+
+    matrix: Array
+
+    def __init__(self, matrix: Array):
+        matrix = jnp.asarray(matrix, float)
+        if matrix.ndim != 2:
+            raise ValueError(f"matrix must have shape (d, m), got {matrix.shape}")
+        self.matrix = matrix
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        del t, z
+        return self.matrix

@@ -1,0 +1,81 @@
+"""What is modelled: a drift, a diffusion, and the calculus they are meant in."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ._noise import Noise, ProportionalDiffusion, noise_shape
+
+Drift = Callable[[Array, Array], Array]
+Diffusion = Callable[[Array, Array], Noise] | ProportionalDiffusion
+
+
+class AbstractSDE(eqx.Module):
+    """A drift μ(t, z) with values in Rᵈ and a diffusion σ(t, z) with values in R^{d×m}.
+
+    Both are written for one point, `z` of shape `(d,)`. The calculus is the type: subclasses are
+    `ItoSDE` and `StratonovichSDE`, and nothing else decides how dB is read.
+    """
+
+    drift: eqx.AbstractVar[Drift]
+    diffusion: eqx.AbstractVar[Diffusion]
+
+    def noise(self, t: Array, z: Array) -> Noise:
+        """σ(t, z), in whatever form the diffusion was given."""
+        if isinstance(self.diffusion, ProportionalDiffusion):
+            return self.diffusion.of_drift(self.drift(t, z))
+        return self.diffusion(t, z)
+
+
+class ItoSDE(AbstractSDE):
+    """dZ = μ(t, Z) dt + σ(t, Z) dB in the Itô sense.
+
+    **Arguments:**
+
+    - `drift`: a callable `(t, z) -> (d,)`, a plain function or an `eqx.Module` with parameters.
+    - `diffusion`: a callable `(t, z) -> (d, m)`, or one that returns a lineax operator: a
+      `lineax.DiagonalLinearOperator` costs O(d) instead of O(d²).
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    geometric = rf.ItoSDE(lambda t, z: 0.1 * z, lambda t, z: 0.3 * z[:, None])
+    ```
+    """
+
+    drift: Drift
+    diffusion: Diffusion
+
+
+class StratonovichSDE(AbstractSDE):
+    """dZ = μ(t, Z) dt + σ(t, Z) ∘ dB in the Stratonovich sense. Arguments as for `ItoSDE`.
+
+    ```python
+    import roughflow as rf
+
+    # the same law as dZ = 0.1 Z dt + 0.3 Z dB in the Itô sense
+    geometric = rf.StratonovichSDE(lambda t, z: (0.1 - 0.045) * z, lambda t, z: 0.3 * z[:, None])
+    ```
+    """
+
+    drift: Drift
+    diffusion: Diffusion
+
+
+def noise_dimension(sde: AbstractSDE, dimension: int) -> int:
+    """m, the number of Brownian motions; refuses a drift or diffusion of the wrong shape."""
+    t, z = jnp.zeros(()), jnp.zeros(dimension)
+    drift = jnp.shape(jax.eval_shape(sde.drift, t, z))
+    if drift != (dimension,):
+        raise ValueError(f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, got {drift}")
+    # An operator is a module with static parts, so eqx and not jax shapes it.
+    diffusion = noise_shape(eqx.filter_eval_shape(sde.noise, t, z))
+    if len(diffusion) != 2 or diffusion[0] != dimension:
+        raise ValueError(
+            f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, got {diffusion}"
+        )
+    return diffusion[1]

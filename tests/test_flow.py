@@ -1,0 +1,181 @@
+"""Given a path, an SDE is a normalizing flow: densities, inverses, batches, end times."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import PROBLEMS, gbm_1d, nonlinear_3d, ou_1d
+from scipy import stats
+
+import roughflow as rf
+
+DRIVERS = [rf.KarhunenLoeve(5), rf.PiecewiseLinear([0.0, 0.15, 0.5, 0.7, 1.0])]
+FINE = rf.FixedGrid(steps=120)
+
+
+@eqx.filter_jit
+def density_two_ways(flow, x, path):
+    """log p(x | path), and the same from the dense Jacobian of the inverse map."""
+    inverse = lambda y: flow.pull_back(y, path)[0]
+    log_det = jax.vmap(lambda y: jnp.linalg.slogdet(jax.jacfwd(inverse)(y))[1])(x)
+    z, _ = flow.pull_back(x, path)
+    return flow.log_prob_given_path(x, path), flow.base.log_prob(z) + log_det
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+def test_density_is_base_plus_dense_log_determinant(problem, driver, key):
+    values = []
+    for sde in (problem.ito, problem.stratonovich):
+        flow = rf.StochasticFlow(sde, problem.base, problem.t1, driver, integrator=FINE)
+        path = flow.sample_path(key=key)
+        got, dense = density_two_ways(flow, jnp.asarray(problem.x), path)
+        np.testing.assert_allclose(got, dense, rtol=0, atol=1e-7)
+        values.append(got)
+    np.testing.assert_allclose(values[0], values[1], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "integrator",
+    [
+        rf.FixedGrid(steps=200),
+        rf.FixedGrid(steps=200, gradient=rf.ConstantMemory()),
+        rf.Adaptive(rtol=1e-11, atol=1e-11),
+    ],
+    ids=["fixed", "reversible", "adaptive"],
+)
+def test_forward_and_backward_invert_each_other(integrator, driver, key):
+    problem = nonlinear_3d()
+    flow = rf.StochasticFlow(problem.ito, problem.base, problem.t1, driver, integrator=integrator)
+    x, joint, path = flow.sample_and_log_prob_given_path(key=key, shape=(20,))
+    z0, _ = flow.pull_back(x, path)
+    again, _ = flow.push_forward(z0, path)
+    np.testing.assert_allclose(again, x, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(joint, flow.log_prob_given_path(x, path), rtol=0, atol=1e-8)
+
+
+def test_geometric_brownian_motion_given_a_path_is_exact(key):
+    """Z_T = z₀ exp((μ − σ²/2) T + σ B_T): the density given the path in closed form."""
+    problem = gbm_1d(mu=0.3, sigma=0.6)
+    flow = rf.StochasticFlow(problem.ito, problem.base, 1.0, integrator=FINE)
+    path = flow.sample_path(key=key)
+    growth = np.exp(0.3 - 0.18 + 0.6 * path.evaluate(1.0))
+    expected = stats.norm.logpdf(problem.x / growth, 2.0, 0.1) - np.log(growth)
+    np.testing.assert_allclose(
+        flow.log_prob_given_path(problem.x, path), expected[:, 0], rtol=1e-9
+    )
+
+
+def test_average_over_paths_is_the_law_of_the_sde(key):
+    """Ornstein–Uhlenbeck: E p(x | path) is the normal density; also catches a wrong driver scale."""
+    problem = ou_1d()
+    flow = rf.StochasticFlow(problem.ito, problem.base, 1.0, rf.PiecewiseLinear(32))
+    paths = flow.sample_path(key=key, shape=(40_000,))
+    given = np.exp(flow.log_prob_given_path(jnp.array([0.2]), paths))
+    variance = 0.25 * np.exp(-4.0) + 1.3**2 / 4 * (1 - np.exp(-4.0))
+    truth = stats.norm.pdf(0.2, np.exp(-2.0), np.sqrt(variance))
+    assert abs(given.mean() - truth) < 3 * given.std() / np.sqrt(given.size) + 1e-3
+
+
+def test_samples_follow_the_law_of_the_sde(key):
+    problem = ou_1d()
+    flow = rf.StochasticFlow(problem.ito, problem.base, 1.0, rf.KarhunenLoeve(20))
+    x = np.asarray(flow.sample(key=key, shape=(20_000,)))[:, 0]
+    variance = 0.25 * np.exp(-4.0) + 1.3**2 / 4 * (1 - np.exp(-4.0))
+    assert stats.kstest((x - np.exp(-2.0)) / np.sqrt(variance), "norm").pvalue > 1e-3
+
+
+def test_batches_broadcast_and_agree_with_single_points(key):
+    problem = nonlinear_3d()
+    flow = rf.StochasticFlow(problem.ito, problem.base, integrator=rf.FixedGrid(steps=20))
+    paths = flow.sample_path(key=key, shape=(4,))
+    x = jax.random.normal(key, (3, 1, 3))
+    table = flow.log_prob_given_path(x, paths)
+    assert table.shape == (3, 4)
+    lone = eqx.tree_at(lambda p: p.coefficients, paths, paths.coefficients[2])
+    np.testing.assert_allclose(table[1, 2], flow.log_prob_given_path(x[1, 0], lone), rtol=1e-12)
+    np.testing.assert_allclose(table[:, 2], flow.log_prob_given_path(x[:, 0], lone), rtol=1e-12)
+
+
+@pytest.mark.parametrize("driver", DRIVERS, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "integrator", [rf.FixedGrid(steps=100), rf.Adaptive(rtol=1e-10, atol=1e-10)], ids=["fixed", "adaptive"]
+)
+def test_per_sample_end_times(integrator, driver, key):
+    """Stopping along a path, and a horizon per path, agree with one solve for each."""
+    problem = nonlinear_3d()
+    flow = rf.StochasticFlow(problem.ito, problem.base, 1.0, driver, integrator=integrator)
+    x = jnp.asarray(problem.x)
+    stops = jnp.array([0.3, 0.8])
+    path = flow.sample_path(key=key)
+    together = flow.log_prob_given_path(x, path, t1=stops)
+    apart = [flow.log_prob_given_path(x[i], path, t1=stops[i]) for i in range(2)]
+    np.testing.assert_allclose(together, jnp.stack(apart), rtol=0, atol=1e-7)
+
+    paths = flow.sample_path(key=key, shape=(2,), t1=stops)
+    together = flow.log_prob_given_path(x, paths)
+    for i in range(2):
+        alone = driver.path(paths.coefficients[i], stops[i])
+        np.testing.assert_allclose(together[i], flow.log_prob_given_path(x[i], alone), atol=1e-7)
+
+
+def test_stopping_a_path_is_the_semigroup(key):
+    """A solve to T equals a solve to t followed by one on the rest of the path (drift free of time)."""
+    flow = rf.StochasticFlow(gbm_1d().ito, gbm_1d().base, 2.0, rf.PiecewiseLinear(4), integrator=FINE)
+    path = flow.sample_path(key=key)
+    half, log_half = flow.push_forward(jnp.array([2.0]), path, t1=1.0)
+    rest = rf.PiecewiseLinear(2).path(path.coefficients[2:], 1.0)
+    end, log_rest = flow.push_forward(half, rest)
+    whole, log_whole = flow.push_forward(jnp.array([2.0]), path)
+    np.testing.assert_allclose(end, whole, rtol=1e-10)
+    np.testing.assert_allclose(log_half + log_rest, log_whole, rtol=1e-10)
+
+
+def test_with_driver_keeps_the_model(key):
+    problem = gbm_1d()
+    trained = rf.StochasticFlow(problem.ito, problem.base, driver=rf.KarhunenLoeve(6))
+    tested = trained.with_driver(rf.PiecewiseLinear(50))
+    assert tested.sample_path(key=key).coefficients.shape == (50, 1)
+    assert tested.sde is trained.sde
+
+
+def test_any_base_with_two_methods_will_do(key):
+    class Laplace(eqx.Module):
+        def sample(self, *, key, shape=()):
+            return jax.random.laplace(key, (*shape, 1))
+
+        def log_prob(self, z):
+            return jnp.sum(jax.scipy.stats.laplace.logpdf(z))
+
+    still = rf.ItoSDE(lambda t, z: 0 * z, lambda t, z: jnp.zeros((1, 1)))
+    flow = rf.StochasticFlow(still, Laplace())
+    x, log_prob, _ = flow.sample_and_log_prob_given_path(key=key, shape=(5,))
+    np.testing.assert_allclose(log_prob, stats.laplace.logpdf(x[:, 0]), rtol=1e-12)
+
+
+def test_same_key_same_numbers(key):
+    problem = nonlinear_3d()
+    flow = rf.StochasticFlow(problem.ito, problem.base)
+    np.testing.assert_array_equal(flow.sample(key=key, shape=(7,)), flow.sample(key=key, shape=(7,)))
+    assert not np.allclose(flow.sample(key=key, shape=(7,)), flow.sample(key=jax.random.key(1), shape=(7,)))
+
+
+@pytest.mark.parametrize(
+    "integrator",
+    [rf.FixedGrid(steps=20), rf.FixedGrid(steps=20, gradient=rf.ConstantMemory()), rf.Adaptive()],
+    ids=["fixed", "reversible", "adaptive"],
+)
+def test_float32_throughout(integrator, key):
+    """A float32 model and float32 data give float32 answers, close to the float64 ones."""
+    sde = rf.ItoSDE(rf.MLP(2, 2, 8, 1, key=key), rf.FullDiffusion(2, 8, key=key))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), integrator=integrator)
+    path = flow.sample_path(key=key, shape=(6,))
+    x = jax.random.normal(key, (6, 2))
+    to32 = lambda tree: jax.tree.map(
+        lambda a: a.astype(jnp.float32) if eqx.is_inexact_array(a) else a, tree
+    )
+    single = to32(flow).log_prob_given_path(x.astype(jnp.float32), to32(path))
+    assert single.dtype == jnp.float32
+    np.testing.assert_allclose(single, flow.log_prob_given_path(x, path), rtol=0, atol=2e-4)
