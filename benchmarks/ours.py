@@ -1,13 +1,85 @@
-"""roughflow's own entries. This is the one file to fill in when the library changes."""
+"""roughflow's own entries: its networks, and the same model written by a user in plain JAX."""
 
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+import roughflow as rf
+from benchmarks.peers_jax import Objective, make_entry
 from benchmarks.timing import Entry
-from benchmarks.workloads import Workload
+from benchmarks.workloads import DRIFT_SIZES, SIGMA_SIZES, STEPS, Workload, split_layers
 
 
 def roughflow_entries(workload: Workload) -> dict[str, Entry]:
-    """Entries for W0, W1 and W2 (see `workloads.py`), by name; the first one is the baseline.
+    """Entries for W0, W1 and W2, by name; the first one is the baseline."""
+    objectives = density_objectives if workload.is_density else simulation_objectives
+    return {name: make_entry(workload, o) for name, o in objectives(workload).items()}
 
-    `peers_jax.make_entry(workload, objective)` turns a function from the list of weights to the
-    per-sample values (log p, or |Z_T|^2 for W2) into an entry: jit, gradient, Adagrad, timing.
-    """
-    return {}
+
+def density_objectives(workload: Workload) -> dict[str, Objective]:
+    default, rk4 = rf.FixedGrid(), rf.FixedGrid(rf.RK4(), steps=STEPS)
+    return {
+        "roughflow, its networks (default)": density(workload, library_model, default),
+        "roughflow, a user's functions (default)": density(workload, user_model, default),
+        "roughflow, its networks, RK4 x 20": density(workload, library_model, rk4),
+        "roughflow, a user's functions, RK4 x 20": density(workload, user_model, rk4),
+        "roughflow, its networks, adaptive 1e-5": density(workload, library_model, rf.Adaptive()),
+    }
+
+
+def density(workload: Workload, model, integrator: rf.AbstractIntegrator) -> Objective:
+    base = rf.Normal(jnp.zeros(2))
+
+    def log_prob(weights: list[jax.Array]) -> jax.Array:
+        flow = rf.StochasticFlow(rf.ItoSDE(*model(weights)), base, integrator=integrator)
+        shape = (len(workload.x), flow.driver.num_functions, flow.noise_dim)
+        path = flow.driver.path(jnp.reshape(jnp.asarray(workload.noise), shape))
+        return flow.log_prob_given_path(workload.x, path)
+
+    return log_prob
+
+
+def simulation_objectives(workload: Workload) -> dict[str, Objective]:
+    def end(model, weights: list[jax.Array]) -> jax.Array:
+        sde = rf.StratonovichSDE(*model(weights))
+        noise = jnp.asarray(workload.noise)
+        scheme = rf.StratonovichMidpoint()
+        return jnp.sum(rf.simulate(sde, workload.x, increments=noise, scheme=scheme) ** 2, axis=-1)
+
+    return {
+        "roughflow, its networks, midpoint x 20": lambda weights: end(library_model, weights),
+        "roughflow, a user's functions, midpoint x 20": lambda weights: end(user_model, weights),
+    }
+
+
+def library_model(weights: Sequence[jax.Array]):
+    """The model with `rf.MLP` and `rf.FullDiffusion`, filled with the workload's weights."""
+    drift_layers, sigma_layers = split_layers(weights)
+    key = jax.random.key(0)
+    fill = lambda mlp, layers: eqx.tree_at(
+        lambda m: (m.weights, m.biases), mlp, tuple(zip(*layers, strict=True))
+    )
+    drift = fill(rf.MLP(2, 2, DRIFT_SIZES[1], len(DRIFT_SIZES) - 2, key=key), drift_layers)
+    if not sigma_layers:
+        return drift, rf.NoDiffusion()
+    sigma = rf.FullDiffusion(2, SIGMA_SIZES[1], len(SIGMA_SIZES) - 2, key=key)
+    return drift, eqx.tree_at(lambda s: s.network, sigma, fill(sigma.network, sigma_layers))
+
+
+def user_model(weights: Sequence[jax.Array]):
+    """The same as a user would write it, with nothing of the library inside."""
+    drift_layers, sigma_layers = split_layers(weights)
+
+    def network(layers, z):
+        for weight, bias in layers[:-1]:
+            z = jnp.tanh(z @ weight + bias)
+        return z @ layers[-1][0] + layers[-1][1]
+
+    def sigma(t, z):
+        upper, lower = network(sigma_layers, z)
+        return jnp.array([[1.0, upper], [lower, 1.0]])
+
+    drift = lambda t, z: network(drift_layers, z)
+    return drift, (sigma if sigma_layers else rf.NoDiffusion())

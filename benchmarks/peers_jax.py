@@ -61,12 +61,8 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
         "diffrax vmap, Tsit5 x 20 (its CNF example)": partial(
             log_prob_per_sample, workload, dfx.Tsit5(), constant
         ),
-        "diffrax vmap, Dopri5 adaptive": partial(
-            log_prob_per_sample, workload, dfx.Dopri5(), adaptive
-        ),
-        "diffrax batched, Dopri5 adaptive": partial(
-            log_prob_batched, workload, dfx.Dopri5(), adaptive
-        ),
+        "diffrax vmap, Dopri5 adaptive": partial(log_prob_per_sample, workload, dfx.Dopri5(), adaptive),
+        "diffrax batched, Dopri5 adaptive": partial(log_prob_batched, workload, dfx.Dopri5(), adaptive),
     }
 
 

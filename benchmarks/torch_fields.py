@@ -29,9 +29,7 @@ def brownian_derivative(t: Tensor, coefficients: Tensor) -> Tensor:
 def assemble(f: Tensor, s: Tensor, ds: Tensor, b: Tensor) -> Tensor:
     """Ito drift f, sigma's s (batch, 2) and ds[:, i, c] = d s_c / d z_i, and dB/dt give dz/dt."""
     s1, s2 = s.unbind(-1)
-    correction = torch.stack(
-        [s1 * ds[:, 0, 0] + ds[:, 1, 0], ds[:, 0, 1] + s2 * ds[:, 1, 1]], dim=-1
-    )
+    correction = torch.stack([s1 * ds[:, 0, 0] + ds[:, 1, 0], ds[:, 0, 1] + s2 * ds[:, 1, 1]], dim=-1)
     return f - 0.5 * correction + b + s * b.flip(-1)
 
 

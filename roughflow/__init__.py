@@ -13,6 +13,7 @@ from .sde import (  # noqa: I001  (pipeline order)
     FullDiffusion as FullDiffusion,
     DiagonalDiffusion as DiagonalDiffusion,
     ConstantDiffusion as ConstantDiffusion,
+    NoDiffusion as NoDiffusion,
     ProportionalDiffusion as ProportionalDiffusion,
 )
 from .driver import (

@@ -115,9 +115,7 @@ def nonlinear_3d():
 
     def correction(v):
         x, y, z = v
-        return 0.5 * jnp.stack(
-            [jnp.cos(y) + 0.3, -0.3 * z * jnp.sin(x), -0.5 * jnp.sin(x) * jnp.sin(y)]
-        )
+        return 0.5 * jnp.stack([jnp.cos(y) + 0.3, -0.3 * z * jnp.sin(x), -0.5 * jnp.sin(x) * jnp.sin(y)])
 
     return Problem(
         "nonlinear 3-D, 3x2 noise",

@@ -63,9 +63,7 @@ def test_geometric_brownian_motion_given_a_path_is_exact(key):
     path = flow.sample_path(key=key)
     growth = np.exp(0.3 - 0.18 + 0.6 * path.evaluate(1.0))
     expected = stats.norm.logpdf(problem.x / growth, 2.0, 0.1) - np.log(growth)
-    np.testing.assert_allclose(
-        flow.log_prob_given_path(problem.x, path), expected[:, 0], rtol=1e-9
-    )
+    np.testing.assert_allclose(flow.log_prob_given_path(problem.x, path), expected[:, 0], rtol=1e-9)
 
 
 def test_average_over_paths_is_the_law_of_the_sde(key):
@@ -173,9 +171,7 @@ def test_float32_throughout(integrator, key):
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), integrator=integrator)
     path = flow.sample_path(key=key, shape=(6,))
     x = jax.random.normal(key, (6, 2))
-    to32 = lambda tree: jax.tree.map(
-        lambda a: a.astype(jnp.float32) if eqx.is_inexact_array(a) else a, tree
-    )
+    to32 = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float32) if eqx.is_inexact_array(a) else a, tree)
     single = to32(flow).log_prob_given_path(x.astype(jnp.float32), to32(path))
     assert single.dtype == jnp.float32
     np.testing.assert_allclose(single, flow.log_prob_given_path(x, path), rtol=0, atol=2e-4)

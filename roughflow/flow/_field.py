@@ -45,7 +45,7 @@ class Field(eqx.Module):
         """
         path = self.path
         slope = path.unit_slope(s if slope_at is None else slope_at)
-        arguments = (s * path.t1, z, slope, path.t1, self.signs, self.probes)
+        arguments = (jnp.asarray(s * path.t1, z.dtype), z, slope, path.t1, self.signs, self.probes)
         # One vmap over the field, none over the solve: products of weights with the batch become
         # plain matrix products.
         axes = [

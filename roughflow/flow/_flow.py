@@ -17,6 +17,7 @@ from ..sde import (
     ExactCorrection,
     StratonovichSDE,
     noise_dimension,
+    with_explicit_parameters,
 )
 from ._base import Base
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
@@ -247,7 +248,7 @@ def _integrate(
     keys = (None, None) if key is None else jax.random.split(key)
     batch = z.shape[:1]
     field = Field(
-        sde=flow.sde,
+        sde=with_explicit_parameters(flow.sde, z[0]),
         correction=flow.correction,
         divergence=flow.divergence,
         path=path,

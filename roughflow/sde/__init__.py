@@ -13,6 +13,7 @@ from ._networks import (
     ConstantDiffusion as ConstantDiffusion,
     DiagonalDiffusion as DiagonalDiffusion,
     FullDiffusion as FullDiffusion,
+    NoDiffusion as NoDiffusion,
 )
 from ._noise import (
     Noise as Noise,
@@ -25,4 +26,5 @@ from ._sde import (
     ItoSDE as ItoSDE,
     StratonovichSDE as StratonovichSDE,
     noise_dimension as noise_dimension,
+    with_explicit_parameters as with_explicit_parameters,
 )

@@ -11,16 +11,13 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Var
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
-from ._noise import Noise, apply_noise, noise_column, noise_shape
+from ._noise import UNROLL, Noise, apply_noise, noise_column, noise_row, noise_shape
 from ._sde import AbstractSDE, ItoSDE, StratonovichSDE
-
-# Up to this many columns the sum over j is written out: separate tangents fuse better on a CPU
-# than one stacked array. Above it, one batched product keeps the compiled program small.
-UNROLL = 8
 
 
 class AbstractCorrection(eqx.Module):
@@ -49,17 +46,24 @@ class ExactCorrection(AbstractCorrection):
         del signs
         if not depends_on(diffusion, z):
             return diffusion(z), jnp.zeros_like(z)
-        # Linearised once: the columns share σ's value, and so does the backward pass.
+        # Linearised once: all products share σ's value, and so does the backward pass.
         sigma, tangent = jax.linearize(diffusion, z)
-        columns = noise_shape(sigma)[1]
+        dimension, columns = noise_shape(sigma)
 
-        def column(j: int | Array) -> Array:
+        # Σⱼ (Dσⱼ) σⱼ = Σₖ (∂ₖσ) (row k of σ)ᵀ: whichever sum is shorter. Directions eₖ are constants, so
+        # in a tie the second, in which a batch shares their first-layer products.
+        def along_row(k: Array | np.integer) -> Array:
+            direction = jnp.zeros_like(z).at[k].set(1)
+            return apply_noise(tangent(direction), noise_row(sigma, k))
+
+        def along_column(j: Array | np.integer) -> Array:
             return noise_column(tangent(noise_column(sigma, j)), j)
 
-        if columns <= UNROLL:
-            total = sum((column(j) for j in range(columns)), jnp.zeros_like(z))
+        term, terms = (along_row, dimension) if dimension <= columns else (along_column, columns)
+        if terms <= UNROLL:
+            total = sum((term(i) for i in np.arange(terms)), jnp.zeros_like(z))
         else:
-            total = jnp.sum(jax.vmap(column)(jnp.arange(columns)), axis=0)
+            total = jnp.sum(jax.vmap(term)(jnp.arange(terms)), axis=0)
         return sigma, 0.5 * total
 
 

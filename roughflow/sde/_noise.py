@@ -3,7 +3,12 @@
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array
+
+# Sums of up to this many terms over columns, rows or directions are written out: separate arrays fuse
+# better on a CPU than one stacked array. Above it, one batched product keeps the program small.
+UNROLL = 8
 
 Noise = Array | lx.AbstractLinearOperator
 
@@ -19,14 +24,23 @@ def apply_noise(sigma: Noise, increment: Array) -> Array:
     """σ v; O(d) for a diagonal operator."""
     if isinstance(sigma, lx.AbstractLinearOperator):
         return sigma.mv(increment)
+    if 0 < sigma.shape[1] <= UNROLL:
+        # Written out, it fuses; as a product of a small matrix per sample it does not.
+        columns = [sigma[:, j] * increment[j] for j in range(sigma.shape[1])]
+        return sum(columns[1:], columns[0])
     return sigma @ increment
 
 
-def noise_column(sigma: Noise, j: int | Array) -> Array:
-    """σⱼ, the direction in which the j-th Brownian motion pushes."""
+def noise_row(sigma: Noise, k: Array | np.integer) -> Array:
+    """Row k of σ: how each Brownian motion pushes the k-th coordinate."""
     if isinstance(sigma, lx.DiagonalLinearOperator):
         diagonal = lx.diagonal(sigma)
-        return jnp.where(jnp.arange(diagonal.size) == j, diagonal, 0)
+        return jnp.where(jnp.arange(diagonal.size) == k, diagonal, 0)
+    return noise_matrix(sigma)[k]
+
+
+def noise_column(sigma: Noise, j: Array | np.integer) -> Array:
+    """σⱼ, the direction in which the j-th Brownian motion pushes."""
     return noise_matrix(sigma)[:, j]
 
 

@@ -66,6 +66,17 @@ class StratonovichSDE(AbstractSDE):
     diffusion: Diffusion
 
 
+def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
+    """The same SDE with what its functions close over turned into parameters, for points like `z`.
+
+    A user may well write `lambda t, z: network(weights, z)` inside a loss. Rules for derivatives that
+    the solvers define themselves see only what they are handed, so closures are opened first.
+    """
+    t = jnp.zeros((), z.dtype)
+    drift = eqx.filter_closure_convert(sde.drift, t, z)
+    return type(sde)(drift, eqx.filter_closure_convert(sde.noise, t, z))
+
+
 def noise_dimension(sde: AbstractSDE, dimension: int) -> int:
     """m, the number of Brownian motions; refuses a drift or diffusion of the wrong shape."""
     t, z = jnp.zeros(()), jnp.zeros(dimension)

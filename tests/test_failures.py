@@ -1,0 +1,350 @@
+"""What goes wrong is said in one line, or, where it is mathematics, has density zero."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import gbm_2d, ou_1d
+
+import roughflow as rf
+
+INTEGRATORS = {"fixed": rf.FixedGrid(rf.RK4(), steps=50), "adaptive": rf.Adaptive()}
+every_integrator = pytest.mark.parametrize("integrator", INTEGRATORS.values(), ids=INTEGRATORS.keys())
+
+BASE = rf.Normal(jnp.zeros(2))
+DRIFT = lambda t, z: -z
+NOISE = lambda t, z: jnp.ones((2, 3))
+
+
+def refused(error, *parts):
+    """Expect an error of one line in which these parts occur, in this order."""
+    return pytest.raises(error, match=r"^[^\n]*" + r"[^\n]*".join(map(re.escape, parts)) + r"[^\n]*$")
+
+
+def test_refused_means_one_line():
+    """The helper above does see a second line, and a part that is missing."""
+    with refused(ValueError, "one", "line"):
+        raise ValueError("in one short line")
+    for message in ("one line\nand another", "first\none line", "one", "line one"):
+        with pytest.raises(AssertionError), refused(ValueError, "one", "line"):
+            raise ValueError(message)
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("drift", "shape"),
+    [(lambda t, z: z[:1], "(1,)"), (lambda t, z: jnp.outer(z, z), "(2, 2)"), (lambda t, z: jnp.sum(z), "()")],
+    ids=["short", "matrix", "scalar"],
+)
+@pytest.mark.parametrize("kind", [rf.ItoSDE, rf.StratonovichSDE])
+def test_wrong_shape_of_drift(kind, drift, shape):
+    with refused(ValueError, "drift must return shape (2,)", f"got {shape}"):
+        rf.StochasticFlow(kind(drift, NOISE), BASE)
+
+
+@pytest.mark.parametrize(
+    ("diffusion", "shape"),
+    [(lambda t, z: z, "(2,)"), (lambda t, z: jnp.ones((3, 2)), "(3, 2)"), (lambda t, z: z[0], "()")],
+    ids=["vector", "transposed", "scalar"],
+)
+@pytest.mark.parametrize("kind", [rf.ItoSDE, rf.StratonovichSDE])
+def test_wrong_shape_of_diffusion(kind, diffusion, shape):
+    with refused(ValueError, "diffusion must return shape (2, m)", f"got {shape}"):
+        rf.StochasticFlow(kind(DRIFT, diffusion), BASE)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 1), ()])
+def test_wrong_shape_of_x(shape, key):
+    flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
+    path = flow.sample_path(key=key)
+    with refused(ValueError, "x must have shape (..., 2)", f"got {shape}"):
+        flow.log_prob_given_path(jnp.zeros(shape), path)
+    with refused(ValueError, "z must have shape (..., 2)", f"got {shape}"):
+        flow.push_forward(jnp.zeros(shape), path)
+
+
+def test_wrong_shape_of_path(key):
+    flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
+    path = rf.KarhunenLoeve(6).sample(key=key, noise_dim=2, shape=(4,))
+    with refused(ValueError, "path", "(..., n, 3)", "(2, 3)", "got (4, 6, 2)"):
+        flow.log_prob_given_path(jnp.zeros(2), path)
+
+
+def test_batches_that_do_not_broadcast(key):
+    flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
+    with refused(ValueError, "(5,)", "(4,)"):
+        flow.log_prob_given_path(jnp.zeros((5, 2)), flow.sample_path(key=key, shape=(4,)))
+
+
+@pytest.mark.parametrize("t1", [0.0, -1.0, np.nan, np.inf])
+def test_wrong_end_time(t1, key):
+    sde = rf.ItoSDE(DRIFT, NOISE)
+    with refused(ValueError, "t1 must be positive"):
+        rf.StochasticFlow(sde, BASE, t1)
+    flow = rf.StochasticFlow(sde, BASE)
+    with refused(ValueError, "t1 must be positive"):
+        flow.sample_path(key=key, t1=t1)
+    with refused(ValueError, "t1 must be positive"):
+        flow.log_prob_given_path(jnp.zeros(2), flow.sample_path(key=key), t1=t1)
+
+
+def test_end_time_beyond_the_path(key):
+    flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
+    with refused(ValueError, "t1"):
+        flow.log_prob_given_path(jnp.zeros(2), flow.sample_path(key=key), t1=2.0)
+
+
+def test_wrong_sde_or_base():
+    with refused(TypeError, "sde must be an ItoSDE or StratonovichSDE", "got function"):
+        rf.StochasticFlow(DRIFT, BASE)
+    with refused(TypeError, "base must have sample", "log_prob", "got float"):
+        rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), 1.0)
+    with refused(ValueError, "loc must have shape (d,)", "(2, 2)"):
+        rf.Normal(jnp.zeros((2, 2)))
+    with refused(ValueError, "scale must be positive"):
+        rf.Normal(jnp.zeros(2), -1.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (jax.random.PRNGKey(0), "old-style uint32 key (jax.random.PRNGKey)"),
+        (np.zeros(2, np.uint32), "old-style uint32 key (jax.random.PRNGKey)"),
+        (0, "got int"),
+        (None, "got NoneType"),
+        (jax.random.split(jax.random.key(0), 3), "single key, got an array of keys of shape (3,)"),
+    ],
+    ids=["PRNGKey", "numpy", "int", "None", "keys"],
+)
+def test_wrong_key(bad, message, key):
+    flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
+    path = flow.sample_path(key=key)
+    calls = [
+        lambda: flow.sample(key=bad),
+        lambda: flow.sample_path(key=bad),
+        lambda: flow.sample_and_log_prob_given_path(key=bad),
+        lambda: flow.driver.sample(key=bad),
+        lambda: flow.base.sample(key=bad),
+        lambda: rf.MLP(2, 2, key=bad),
+    ]
+    if bad is not None:
+        calls += [
+            lambda: flow.log_prob_given_path(jnp.zeros(2), path, key=bad),
+            lambda: rf.to_stratonovich(flow.sde, key=bad),
+        ]
+    for call in calls:
+        with refused(TypeError, "key", message):
+            call()
+
+
+# -------------------------------------------------------------------- a model that is not finite
+
+
+def broken(part, late):
+    """An SDE whose drift or diffusion is NaN after t = ½, or before."""
+    spoil = lambda t: jnp.where((t > 0.5) if late else (t < 0.5), jnp.nan, 1.0)
+    drift = lambda t, z: -z * (spoil(t) if part == "drift" else 1.0)
+    diffusion = lambda t, z: 0.3 * jnp.eye(1) * (spoil(t) if part == "diffusion" else 1.0)
+    return rf.ItoSDE(drift, diffusion)
+
+
+@every_integrator
+@pytest.mark.parametrize("part", ["drift", "diffusion"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_nan_from_the_model_names_part_and_time(direction, part, integrator, key):
+    late = direction == "forward"
+    flow = rf.StochasticFlow(broken(part, late), rf.Normal(jnp.zeros(1)), integrator=integrator)
+    path = flow.sample_path(key=key)
+    with refused(rf.NonFiniteError, f"{part} returned a value that is not finite at t = ") as caught:
+        if late:
+            flow.push_forward(jnp.ones((2, 1)), path)
+        else:
+            flow.log_prob_given_path(jnp.ones((2, 1)), path)
+    time = float(re.search(r"t = ([\d.e-]+)", str(caught.value))[1])
+    assert abs(time - 0.5) < 0.03
+
+
+def test_nan_counts_in_the_time_of_the_horizon(key):
+    flow = rf.StochasticFlow(broken("drift", True), rf.Normal(jnp.zeros(1)), 2.0)
+    with refused(rf.NonFiniteError, "drift returned", "t = 0.") as caught:
+        flow.push_forward(jnp.ones(1), flow.sample_path(key=key))
+    assert 0.5 < float(re.search(r"t = ([\d.]+)", str(caught.value))[1]) < 0.7
+
+
+@every_integrator
+def test_nan_from_the_model_is_an_error_under_jit_too(integrator, key):
+    flow = rf.StochasticFlow(broken("drift", False), rf.Normal(jnp.zeros(1)), integrator=integrator)
+    path = flow.sample_path(key=key)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="drift or diffusion"):
+        eqx.filter_jit(lambda f, x, p: f.log_prob_given_path(x, p))(flow, jnp.ones((2, 1)), path)
+
+
+def test_nan_from_the_model_is_an_error_under_grad_too(key):
+    flow = rf.StochasticFlow(broken("drift", False), rf.Normal(jnp.zeros(1)))
+    path = flow.sample_path(key=key)
+    with pytest.raises((rf.NonFiniteError, eqx.EquinoxRuntimeError), match="drift"):
+        jax.grad(lambda x: flow.log_prob_given_path(x, path))(jnp.ones(1))
+
+
+def test_one_broken_sample_is_found_in_a_batch(key):
+    """The point named is the one that broke: here where z > 3."""
+    drift = lambda t, z: jnp.where(z > 3, jnp.nan, 0.0) * z
+    sde = rf.ItoSDE(drift, lambda t, z: 0.01 * jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
+    with refused(rf.NonFiniteError, "drift returned", "t = 1", "z = [7.0]"):
+        flow.log_prob_given_path(jnp.array([[0.0], [7.0], [1.0]]), flow.sample_path(key=key))
+
+
+def test_data_that_are_nan_are_not_taken_for_data_far_away(key):
+    problem = ou_1d()
+    flow = rf.StochasticFlow(problem.ito, problem.base)
+    path = flow.sample_path(key=key)
+    try:
+        value = flow.log_prob_given_path(jnp.array([jnp.nan]), path)
+    except (ValueError, RuntimeError) as error:
+        assert "\n" not in str(error)
+    else:
+        assert jnp.isnan(value)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_running_out_of_steps_names_the_remedy(per_sample, key):
+    problem = gbm_2d()
+    integrator = rf.Adaptive(max_steps=3, per_sample=per_sample)
+    flow = rf.StochasticFlow(problem.ito, problem.base, integrator=integrator)
+    path = flow.sample_path(key=key)
+    with refused(rf.OutOfStepsError, "ran out of steps", "max_steps"):
+        flow.log_prob_given_path(jnp.ones((2, 2)), path)
+
+
+def test_running_out_of_steps_is_an_error_under_jit_too(key):
+    problem = ou_1d()
+    flow = rf.StochasticFlow(problem.ito, problem.base, integrator=rf.Adaptive(max_steps=3))
+    path = flow.sample_path(key=key)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="max_steps"):
+        eqx.filter_jit(lambda f, x, p: f.log_prob_given_path(x, p))(flow, jnp.ones(1), path)
+
+
+# ------------------------------------------------------------------------------------ escapes
+
+
+class Scaled(eqx.Module):
+    """rate · shape(z), so that there is a parameter to differentiate."""
+
+    rate: jax.Array
+    shape: callable = eqx.field(static=True)
+
+    def __call__(self, t, z):
+        return self.rate * self.shape(z)
+
+
+def cubic(z):
+    return z - z**3
+
+
+def exponential(z):
+    return 1 - jnp.exp(z)
+
+
+def escaping(shape, dimension, integrator, dtype=jnp.float64):
+    drift = Scaled(jnp.ones(()), shape)
+    diffusion = rf.ConstantDiffusion(0.3 * jnp.eye(dimension))
+    flow = rf.StochasticFlow(
+        rf.ItoSDE(drift, diffusion),
+        rf.Normal(jnp.zeros(dimension)),
+        driver=rf.KarhunenLoeve(3),
+        integrator=integrator,
+    )
+    return cast(flow, dtype)
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a, tree)
+
+
+@eqx.filter_jit
+def density_and_gradients(flow, x, path):
+    """log p per sample; and of the sum over samples with a density, the gradients."""
+
+    def total(arguments):
+        flow, x, path = arguments
+        value = flow.log_prob_given_path(x, path)
+        return jnp.sum(jnp.where(jnp.isneginf(value), 0, value)), value
+
+    (_, value), gradients = eqx.filter_value_and_grad(total, has_aux=True)((flow, x, path))
+    return value, gradients
+
+
+def check_escapes(flow, x, gone, key, atol):
+    """Density zero and no gradient for those gone; the rest as if they were alone."""
+    dtype = x.dtype
+    path = cast(flow.sample_path(key=key, shape=x.shape[:1]), dtype)
+    value, (d_flow, d_x, d_path) = density_and_gradients(flow, x, path)
+    assert value.dtype == dtype
+    np.testing.assert_array_equal(np.isneginf(value), gone)
+    assert np.all(np.isfinite(value[~gone]))
+    for leaf in jax.tree.leaves((d_flow, d_x, d_path)):
+        assert np.all(np.isfinite(leaf))
+    np.testing.assert_array_equal(d_x[gone], 0)
+    np.testing.assert_array_equal(d_path.coefficients[gone], 0)
+
+    kept = eqx.tree_at(lambda p: p.coefficients, path, path.coefficients[~gone])
+    alone, (e_flow, e_x, _) = density_and_gradients(flow, x[~gone], kept)
+    np.testing.assert_allclose(value[~gone], alone, rtol=0, atol=atol)
+    np.testing.assert_allclose(d_x[~gone], e_x, rtol=0, atol=10 * atol)
+    for a, b in zip(jax.tree.leaves(d_flow), jax.tree.leaves(e_flow), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=10 * atol)
+
+
+ESCAPES = {
+    "cubic": (cubic, [[0.3], [5.0], [-0.9], [-40.0], [1e6]], [False, True, False, True, True]),
+    "cubic 2-D": (cubic, [[0.3, 0.2], [5.0, 0.1], [0.1, -40.0], [-0.2, 0.5]], [False, True, True, False]),
+    "exponential": (exponential, [[0.3], [5.0], [-30.0], [40.0]], [False, True, False, True]),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "gradient", [rf.Backpropagation(), rf.ConstantMemory()], ids=lambda g: type(g).__name__
+)
+@pytest.mark.parametrize("name", ESCAPES)
+def test_escapes_on_a_fixed_grid(name, gradient, dtype, key):
+    shape, x, gone = ESCAPES[name]
+    flow = escaping(shape, len(x[0]), rf.FixedGrid(rf.RK4(), steps=40, gradient=gradient), dtype)
+    check_escapes(flow, jnp.asarray(x, dtype), np.array(gone), key, 1e-12 if dtype == jnp.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", ["cubic 2-D", "exponential"])
+def test_escapes_of_an_adaptive_solve(name, dtype, key):
+    """Steps are shared, so the others agree with themselves alone to the tolerance of the solve."""
+    shape, x, gone = ESCAPES[name]
+    flow = escaping(shape, len(x[0]), rf.Adaptive(), dtype)
+    check_escapes(flow, jnp.asarray(x, dtype), np.array(gone), key, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32], ids=["float64", "float32"])
+def test_escapes_from_where_the_model_overflows_at_once(dtype, key):
+    """exp(1000) is infinite: no density, and no NaN in anybody's gradient."""
+    flow = escaping(exponential, 1, rf.FixedGrid(rf.RK4(), steps=40), dtype)
+    x = jnp.asarray([[0.3], [1000.0], [-0.9]], dtype)
+    check_escapes(flow, x, np.array([False, True, False]), key, 1e-12 if dtype == jnp.float64 else 1e-4)
+
+
+@every_integrator
+def test_escapes_forwards(integrator, key):
+    """dz = z³ dt reaches infinity before T = 1 from z = 2, and does not from 0.1."""
+    sde = rf.ItoSDE(lambda t, z: z**3, lambda t, z: 0.01 * jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=integrator)
+    path = flow.sample_path(key=key)
+    end, change = flow.push_forward(jnp.array([[2.0], [0.1], [-3.0]]), path)
+    np.testing.assert_array_equal(np.isinf(end[:, 0]), [True, False, True])
+    np.testing.assert_array_equal(np.isinf(change), [True, False, True])
+    outcome = flow.solve(jnp.array([[2.0], [0.1]]), path, reverse=False)
+    # Without noise the time is 1/(2 z₀²).
+    np.testing.assert_allclose(outcome.time[0], 1 / 8, atol=0.03)

@@ -1,0 +1,236 @@
+"""Plain simulation: strong orders, the two calculi, and the limit that solvers on random paths reach."""
+
+import diffrax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import gbm_1d, gbm_2d, nonlinear_3d, ou_1d
+
+import roughflow as rf
+
+LEVELS = (4, 5, 6, 7, 8)
+PATHS = 4000
+SCHEMES = {
+    "Euler-Maruyama": (rf.EulerMaruyama(), 0.5),
+    "Heun": (rf.StratonovichHeun(), 1.0),
+    "midpoint": (rf.StratonovichMidpoint(), 1.0),
+    "Milstein": (rf.Milstein(), 1.0),
+}
+every_scheme = pytest.mark.parametrize(("scheme", "order"), SCHEMES.values(), ids=SCHEMES.keys())
+
+
+def brownian(level, paths, noise_dim, seed=0):
+    """Increments over [0, 1] on 2^level steps."""
+    normal = np.random.default_rng(seed).normal(size=(2**level, paths, noise_dim))
+    return normal * 2 ** (-level / 2)
+
+
+def coarsened(increments, level):
+    return jnp.asarray(increments.reshape(2**level, -1, *increments.shape[1:]).sum(axis=1))
+
+
+def strong_order(sde, z0, truth, increments, scheme):
+    """The slope of log E|error| at T = 1 against log dt, along the same Brownian paths."""
+    errors = []
+    for level in LEVELS:
+        z = rf.simulate(sde, z0, increments=coarsened(increments, level), scheme=scheme)
+        errors.append(np.mean(np.linalg.norm(z - truth, axis=-1)))
+    return -np.polyfit(LEVELS, np.log2(errors), 1)[0]
+
+
+# ------------------------------------------------------------------------------ strong orders
+
+
+@every_scheme
+def test_strong_order_on_geometric_brownian_motion(scheme, order):
+    mu, sigma = 0.2, 0.8
+    increments = brownian(8, PATHS, 1)
+    truth = np.exp(mu - sigma**2 / 2 + sigma * increments.sum(axis=0))
+    found = strong_order(gbm_1d(mu, sigma).ito, jnp.ones((PATHS, 1)), truth, increments, scheme)
+    assert abs(found - order) < 0.15
+
+
+def test_euler_maruyama_has_strong_order_one_for_additive_noise():
+    """Ornstein–Uhlenbeck dZ = −2Z dt + 1.3 dB, the exact solution from a grid 32 times finer."""
+    increments = brownian(13, 500, 1)
+    times = (np.arange(2**13) + 0.5) / 2**13
+    weights = np.exp(-2 * (1 - times))[:, None, None]
+    truth = np.exp(-2.0) + 1.3 * np.sum(weights * increments, axis=0)
+    found = strong_order(ou_1d().ito, jnp.ones((500, 1)), truth, increments, rf.EulerMaruyama())
+    assert abs(found - 1) < 0.15
+
+
+def test_milstein_has_strong_order_one_for_diagonal_noise():
+    rates, sigmas = np.array([0.2, -0.3]), np.array([0.8, 0.5])
+    sde = rf.ItoSDE(lambda t, z: jnp.asarray(rates) * z, lambda t, z: jnp.diag(jnp.asarray(sigmas) * z))
+    increments = brownian(8, PATHS, 2)
+    truth = np.exp(rates - sigmas**2 / 2 + sigmas * increments.sum(axis=0))
+    found = strong_order(sde, jnp.ones((PATHS, 2)), truth, increments, rf.Milstein())
+    assert abs(found - 1) < 0.15
+
+
+def test_noise_that_does_not_commute():
+    """dX = dB₁, dY = X ∘ dB₂: the Lévy area cannot be had from increments, so Heun's order is ½."""
+    sde = rf.StratonovichSDE(
+        lambda t, z: 0 * z,
+        lambda t, z: jnp.stack([jnp.array([1.0, 0.0]), jnp.stack([jnp.zeros_like(z[0]), z[0]])]),
+    )
+    increments = brownian(12, 1000, 2)
+    x = np.cumsum(increments[..., 0], axis=0) - 0.5 * increments[..., 0]
+    truth = np.stack([increments[..., 0].sum(axis=0), np.sum(x * increments[..., 1], axis=0)], axis=-1)
+    found = strong_order(sde, jnp.zeros((1000, 2)), truth, increments, rf.StratonovichHeun())
+    assert abs(found - 0.5) < 0.15
+    with pytest.raises(ValueError, match=r"Milstein needs commutative noise.*StratonovichHeun") as caught:
+        rf.simulate(sde, jnp.zeros((1000, 2)), increments=coarsened(increments, 4), scheme=rf.Milstein())
+    assert "\n" not in str(caught.value)
+
+
+def test_milstein_refuses_noise_that_commutes_only_where_it_starts():
+    """dX = dB₁, dY = X² dB₂ from X = 0, where (Dσ₂)σ₁ = 2X vanishes."""
+    sde = rf.StratonovichSDE(
+        lambda t, z: 0 * z,
+        lambda t, z: jnp.stack([jnp.array([1.0, 0.0]), jnp.stack([jnp.zeros_like(z[0]), z[0] ** 2])]),
+    )
+    with pytest.raises(ValueError, match="Milstein needs commutative noise"):
+        rf.simulate(sde, jnp.zeros((3, 2)), increments=jnp.ones((4, 3, 2)), scheme=rf.Milstein())
+
+
+# ------------------------------------------------------------------------------ both calculi
+
+
+@every_scheme
+def test_either_form_of_an_sde_gives_the_same_steps(scheme, order):
+    # Milstein's scheme is for noise that commutes.
+    problem = gbm_2d() if isinstance(scheme, rf.Milstein) else nonlinear_3d()
+    z0 = jnp.asarray(problem.x)
+    increments = coarsened(brownian(5, len(z0), 2), 5)
+    forms = (problem.ito, problem.stratonovich)
+    one, two = (rf.simulate(sde, z0, increments=increments, scheme=scheme) for sde in forms)
+    assert np.max(np.abs(one - z0)) > 0.1
+    np.testing.assert_allclose(one, two, rtol=1e-12, atol=1e-13)
+
+
+@every_scheme
+def test_every_scheme_has_the_mean_of_the_ito_equation(scheme, order):
+    """E Z₁ = e^μ; read in the other calculus it would be e^{μ + σ²/2}, half as much again."""
+    mu, sigma = 0.1, 0.9
+    z = rf.simulate(
+        gbm_1d(mu, sigma).ito,
+        jnp.ones((20_000, 1)),
+        increments=jnp.asarray(brownian(6, 20_000, 1)),
+        scheme=scheme,
+    )
+    assert abs(np.mean(z) - np.exp(mu)) < 3 * np.std(z) / np.sqrt(20_000)
+
+
+def test_default_scheme_fits_the_calculus():
+    problem = gbm_1d()
+    increments = jnp.asarray(brownian(4, 3, 1))
+    z0 = jnp.ones((3, 1))
+    for sde, scheme in (
+        (problem.ito, rf.EulerMaruyama()),
+        (problem.stratonovich, rf.StratonovichHeun()),
+    ):
+        default, named = (rf.simulate(sde, z0, increments=increments, scheme=s) for s in (None, scheme))
+        np.testing.assert_array_equal(default, named)
+
+
+# --------------------------------------------------------------------- trajectories and batches
+
+
+def test_trajectory_starts_at_the_start_and_ends_at_the_end(key):
+    problem = nonlinear_3d()
+    z0 = jax.random.normal(key, (2, 4, 3))
+    end = rf.simulate(problem.ito, z0, key=key, t1=0.7, steps=10)
+    whole = rf.simulate(problem.ito, z0, key=key, t1=0.7, steps=10, trajectory=True)
+    assert whole.shape == (11, 2, 4, 3)
+    np.testing.assert_array_equal(whole[0], z0)
+    np.testing.assert_array_equal(whole[-1], end)
+
+
+def test_batch_shapes_and_given_increments(key):
+    """A batch of any shape is its samples one by one on their own increments."""
+    sde = nonlinear_3d().ito
+    z0 = jax.random.normal(key, (2, 4, 3))
+    increments = 0.3 * jax.random.normal(key, (10, 2, 4, 2))
+    together = rf.simulate(sde, z0, increments=increments, t1=0.7)
+    assert together.shape == (2, 4, 3)
+    alone = rf.simulate(sde, z0[1, 2], increments=increments[:, 1, 2], t1=0.7)
+    np.testing.assert_allclose(together[1, 2], alone, rtol=1e-12)
+
+
+def test_euler_maruyama_by_hand():
+    """Times included: the drift here is sin t."""
+    sde = rf.ItoSDE(lambda t, z: jnp.sin(t) * z, lambda t, z: jnp.stack([z, jnp.ones(1)], axis=1))
+    increments = np.array([[0.1, -0.2], [0.3, 0.5], [-0.4, 0.0]])
+    z, expected = 1.0, [1.0]
+    for k, (a, b) in enumerate(increments):
+        z = z + np.sin(0.5 * k) * z * 0.5 + z * a + b
+        expected.append(z)
+    got = rf.simulate(sde, jnp.ones(1), increments=jnp.asarray(increments), t1=1.5, trajectory=True)
+    np.testing.assert_allclose(got[:, 0], expected, rtol=1e-13)
+
+
+def test_a_key_draws_increments_of_the_right_size(key):
+    """Brownian motion at t1 = 2.5 has variance 2.5 and its two components are independent."""
+    still = rf.ItoSDE(lambda t, z: 0 * z, lambda t, z: jnp.eye(2))
+    z = np.asarray(rf.simulate(still, jnp.zeros((20_000, 2)), key=key, t1=2.5, steps=7))
+    covariance = np.cov(z, rowvar=False)
+    error = 3 * 2.5 * np.sqrt((1 + np.eye(2)) / 20_000)
+    assert np.all(np.abs(covariance - 2.5 * np.eye(2)) < error)
+    again = rf.simulate(still, jnp.zeros((20_000, 2)), key=key, t1=2.5, steps=7)
+    np.testing.assert_array_equal(z, again)
+
+
+def test_float32_in_float32_out(key):
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2, dtype=z.dtype))
+    assert rf.simulate(sde, jnp.zeros((3, 2), jnp.float32), key=key, steps=4).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, TypeError, "simulate needs key"),
+        ({"key": jax.random.PRNGKey(0)}, TypeError, "old-style"),
+        ({"key": 0}, TypeError, "key must come from"),
+        ({"increments": jnp.ones((4, 2, 3))}, ValueError, r"\('steps', 2, 1\), got \(4, 2, 3\)"),
+        ({"key": jax.random.key(0), "t1": 0.0}, ValueError, "t1 must be positive"),
+        ({"key": jax.random.key(0), "steps": 0}, ValueError, "steps must be positive"),
+        ({"key": jax.random.key(0), "z0": jnp.ones(())}, ValueError, "z0 must have shape"),
+    ],
+    ids=["no key", "old key", "not a key", "increments", "t1", "steps", "z0"],
+)
+def test_bad_input(arguments, error, message):
+    arguments = {"z0": jnp.ones((2, 1)), **arguments}
+    with pytest.raises(error, match=message) as caught:
+        rf.simulate(gbm_1d().ito, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+# --------------------------------------------------------------- the same limit by random ODEs
+
+
+@pytest.mark.parametrize(
+    "driver", [rf.KarhunenLoeve(6), rf.PiecewiseLinear(64)], ids=lambda d: type(d).__name__
+)
+@pytest.mark.parametrize(
+    "method",
+    [diffrax.Heun(), diffrax.Midpoint(), rf.RK4(), diffrax.Dopri5(), diffrax.Tsit5()],
+    ids=lambda m: type(m).__name__,
+)
+def test_every_fixed_grid_method_has_the_mean_of_the_ito_equation(method, driver, key):
+    """E Z₁ = e^μ for σ = 1, at the default number of steps; Euler's method would lose two fifths."""
+    mu, count = 0.1, 20_000
+    sde = gbm_1d(mu, 1.0).ito
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1), 1e-3), 1.0, driver, integrator=rf.FixedGrid(method))
+    z = flow.sample(key=key, shape=(count,))
+    assert abs(np.mean(z) - np.exp(mu)) < 3 * np.std(z) / np.sqrt(count)
+
+
+def test_euler_is_refused_on_a_random_path():
+    with pytest.raises((TypeError, ValueError), match=r"Euler has order 1 .*wrong equation") as caught:
+        rf.FixedGrid(diffrax.Euler())
+    assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match="explicit Runge-Kutta"):
+        rf.FixedGrid(diffrax.Kvaerno5())
