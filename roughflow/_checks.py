@@ -54,3 +54,13 @@ def check_vector(name: str, value: Array, dimension: int) -> None:
         raise ValueError(
             f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
         )
+
+
+def check_finite(name: str, value: Array) -> None:
+    """Refuse NaN and infinity, naming the first row that has one. A traced value passes."""
+    if is_traced(value):
+        return
+    rows = np.atleast_2d(np.isfinite(np.asarray(value)).all(axis=-1))
+    if not rows.all():
+        row = int(np.argmin(rows.ravel()))
+        raise ValueError(f"{name} has a value that is not finite, first in row {row}")

@@ -12,7 +12,7 @@ from ._integrator import ESCAPE_RATE, AbstractIntegrator
 from ._outcome import ESCAPED, FINE, NON_FINITE, OUT_OF_STEPS, Outcome
 
 # z (B, d); ∫ div (B,); and two clocks (B,) that start to run when a sample escapes, or when its model
-# stops being finite. A running clock also stops the sample.
+# stops being finite, and go on to the end.
 State = tuple[Array, Array, tuple[Array, Array]]
 
 
@@ -102,11 +102,12 @@ class Adaptive(AbstractIntegrator):
         assert solution.ys is not None
         z, log_change, clocks = jax.tree.map(lambda a: a[0], solution.ys)
         escape_clock, broken_clock = (jax.lax.stop_gradient(clock) for clock in clocks)
-        status = jnp.where(escape_clock != 0, ESCAPED, FINE)
-        status = jnp.where(broken_clock != 0, NON_FINITE, status)
+        status = jnp.where(broken_clock != 0, NON_FINITE, FINE)
+        # What an escaped sample meets out there is not the model's fault.
+        status = jnp.where(jnp.abs(escape_clock) > jnp.abs(broken_clock), ESCAPED, status)
         done = solution.result == diffrax.RESULTS.successful
         status = jnp.where(done, status, OUT_OF_STEPS)
-        time = (end - escape_clock - broken_clock) * fraction
+        time = (end - jnp.where(status == ESCAPED, escape_clock, broken_clock)) * fraction
         return Outcome(z, log_change, status, time)
 
     def _controller(self, norm, jump_times: Array | None):
@@ -128,17 +129,11 @@ def _rate(u: ArrayLike, state: State, args: tuple[Field, Array]) -> State:
     field, fraction = args
     z, _, clocks = state
     velocity, divergence, status = guarded(field, u * fraction, z, z, None)
-    stopped = (clocks[0] != 0) | (clocks[1] != 0)
-    fine = (status == FINE) & ~stopped
     column = fraction[:, None] if fraction.ndim else fraction
-    one = jnp.ones_like(divergence)
-    escaping = (clocks[0] != 0) | (~stopped & (status == ESCAPED))
-    breaking = (clocks[1] != 0) | (~stopped & (status == NON_FINITE))
-    return (
-        jnp.where(fine[:, None], velocity, 0) * column,
-        jnp.where(fine, divergence, 0) * fraction,
-        (jnp.where(escaping, one, 0), jnp.where(breaking, one, 0)),
-    )
+    escaping = (clocks[0] != 0) | (status == ESCAPED)
+    breaking = (clocks[1] != 0) | (status == NON_FINITE)
+    ticking = tuple(jnp.where(on, jnp.ones_like(divergence), 0) for on in (escaping, breaking))
+    return velocity * column, divergence * fraction, (ticking[0], ticking[1])
 
 
 def _batch_norm(error: State) -> Array:

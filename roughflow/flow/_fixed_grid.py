@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..driver import AbstractDriver
+from ..driver import Path
 from ._field import Field
 from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
 from ._integrator import ESCAPE_RATE, AbstractIntegrator
@@ -74,7 +74,7 @@ class FixedGrid(AbstractIntegrator):
         self.escape_rate = escape_rate
 
     def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
-        grid = self.grid(field.path.driver, fraction).astype(z.dtype)
+        grid = self.grid(field.path, fraction).astype(z.dtype)
         grid = grid[::-1] if reverse else grid
         spans = (grid[:-1], grid[1:])
         if isinstance(self.gradient, ConstantMemory):
@@ -86,10 +86,10 @@ class FixedGrid(AbstractIntegrator):
         )
         return outcome
 
-    def grid(self, driver: AbstractDriver, fraction: Array | None) -> Array:
+    def grid(self, path: Path, fraction: Array | None) -> Array:
         """The times of the steps, `(N + 1,)`, or `(N + 1, B)` if samples stop at their own times."""
-        steps = self.steps or default_steps(order_of(self.method), driver)
-        knots = np.concatenate([[0.0], driver.jumps, [1.0]])
+        steps = self.steps or default_steps(order_of(self.method), path)
+        knots = np.concatenate([[0.0], path.driver.jumps, [1.0]])
         pieces = knots.size - 1
         each = math.ceil(steps / pieces)
         inner = np.arange(each) / each
@@ -103,11 +103,16 @@ class FixedGrid(AbstractIntegrator):
         return jnp.minimum(jnp.expand_dims(times, range(1, 1 + fraction.ndim)), fraction[None])
 
 
-def default_steps(order: int, driver: AbstractDriver) -> int:
-    """Enough for the fastest wave of a smooth driver, fewer for methods of higher order."""
-    per_function, least = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.4, 8))
-    waves = 1 if driver.jumps.size else driver.num_functions
-    return max(least, math.ceil(per_function * waves))
+def default_steps(order: int, path: Path) -> int:
+    """Enough for the fastest wave of a smooth driver, fewer for methods of higher order.
+
+    Without noise there are no waves to follow, and half the least number will do.
+    """
+    per_wave, least = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.4, 8))
+    if not path.noise_dim:
+        return least // 2
+    waves = 1 if path.driver.jumps.size else path.driver.num_functions
+    return max(least, math.ceil(per_wave * waves))
 
 
 def _sticky_step(field: Field, now: Outcome, span: Span, method: diffrax.AbstractERK) -> Outcome:

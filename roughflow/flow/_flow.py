@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key, check_positive, check_vector
+from .._checks import check_finite, check_key, check_positive, check_vector
 from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
     AbstractCorrection,
@@ -24,7 +24,7 @@ from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
 from ._field import Field
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
-from ._outcome import Outcome, raise_failures
+from ._outcome import FINE, Outcome, raise_failures
 
 
 class StochasticFlow(eqx.Module):
@@ -217,6 +217,7 @@ class StochasticFlow(eqx.Module):
             )
         if t1 is not None:
             check_positive("t1", t1)
+        check_finite("x" if reverse else "z", z)
         # The one place where batches are formed: everything below sees one leading axis.
         stops = () if t1 is None else jnp.shape(t1)
         batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
@@ -233,6 +234,14 @@ class StochasticFlow(eqx.Module):
             check_key(key)
         outcome = _integrate(self, points.astype(dtype), path, fraction, key, reverse)
         outcome = raise_failures(outcome, self.sde, path)
+        # Inside a jit a NaN in x could not be refused: it stays a NaN, and is no escape.
+        nan = jnp.any(jnp.isnan(points), axis=-1)
+        outcome = Outcome(
+            outcome.z,
+            jnp.where(nan, jnp.nan, outcome.log_change),
+            jnp.where(nan, FINE, outcome.status),
+            outcome.time,
+        )
         return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), outcome)
 
 

@@ -60,8 +60,8 @@ def raise_failures(outcome: Outcome, sde: AbstractSDE, path: Path) -> Outcome:
 
 def _steps_message() -> str:
     return (
-        "the adaptive solve ran out of steps: raise max_steps, loosen rtol and atol, "
-        "or choose a stiff solver such as diffrax.Kvaerno5()"
+        "the adaptive solve ran out of steps: raise max_steps, loosen rtol and atol, set per_sample=True "
+        "if many samples escape, or choose a stiff solver such as diffrax.Kvaerno5()"
     )
 
 
