@@ -2,7 +2,8 @@
 
 All entries of a workload run in this one process, JAX and PyTorch alike, in turn, on the same
 cores and from the same weights (float32). Errors are against a float64 reference; "to first" is the
-relative distance of an entry's gradient from the first entry's. Needs torch, torchdiffeq, torchsde, zuko, diffrax, optax.
+relative distance of an entry's gradient from the first entry's. Needs torch, torchdiffeq, torchsde, zuko,
+diffrax, optax.
 """
 
 import argparse

@@ -91,8 +91,9 @@ class AbstractDriver(eqx.Module):
         knots = np.union1d(np.linspace(0.0, 1.0, resolution + 1), self.jumps)
         if isinstance(path, Path):
             knots = np.union1d(knots, path.driver.jumps)
-        horizon = jnp.asarray(path.t1, float)
-        values = jax.vmap(lambda s: path.evaluate(s * horizon))(jnp.asarray(knots))
+        start = jnp.asarray(path.t0, float)
+        horizon = jnp.asarray(path.t1, float) - start
+        values = jax.vmap(lambda s: path.evaluate(start + s * horizon))(jnp.asarray(knots))
         # The mean of eₖ over each interval, against the path's increment there.
         weights = jnp.diff(self.integrals(jnp.asarray(knots)), axis=0)
         weights = weights / jnp.asarray(np.diff(knots))[:, None]
@@ -156,7 +157,8 @@ class Path(diffrax.AbstractPath):
         """Ḃ(t), shape `(..., m)`; at a jump the limit from the left, or from the right."""
         s = jnp.asarray(t, self.t1.dtype) / self.t1
         if self.driver.jumps.size:
-            s = jnp.nextafter(s, jnp.full_like(s, -1.0 if left else 2.0))
+            # More than the rounding of t / T.
+            s = s + (-8 if left else 8) * jnp.finfo(s.dtype).eps
         return self.unit_slope(s) / self._column(self.t1)
 
     def unit_slope(self, s: Array) -> Array:

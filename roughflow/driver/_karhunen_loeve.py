@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._checks import check_positive
 from ._driver import AbstractDriver
 
 SQRT2 = 2.0**0.5
@@ -28,7 +27,8 @@ class KarhunenLoeve(AbstractDriver):
     num_functions: int = eqx.field(static=True)
 
     def __init__(self, num_functions: int):
-        check_positive("num_functions", num_functions)
+        if not isinstance(num_functions, int | np.integer) or num_functions < 1:
+            raise ValueError(f"num_functions must be a positive whole number, got {num_functions}")
         self.num_functions = int(num_functions)
 
     def integrals(self, s: Array) -> Array:

@@ -37,7 +37,8 @@ class PiecewiseLinear(AbstractDriver):
             knots = np.linspace(0.0, 1.0, int(grid) + 1)
         else:
             times = np.asarray(grid, float)
-            if times.ndim != 1 or times.size < 2 or times[0] != 0 or np.any(np.diff(times) <= 0):
+            rising = times.ndim == 1 and times.size > 1 and np.all(np.diff(times) > 0)
+            if not rising or times[0] != 0 or not np.isfinite(times[-1]):
                 raise ValueError(
                     f"grid must be a positive number or increasing times that start at 0, got {grid}"
                 )
@@ -53,7 +54,7 @@ class PiecewiseLinear(AbstractDriver):
     def slope(self, s: Array, coefficients: Array) -> Array:
         start, width = self._pieces(coefficients.dtype)
         piece = jnp.clip(jnp.searchsorted(start, s, side="right") - 1, 0, self.num_functions - 1)
-        if piece.ndim == 0:
+        if piece.ndim == 0 or coefficients.ndim == 2:
             chosen = jnp.take(coefficients, piece, axis=-2)
         else:
             chosen = jnp.take_along_axis(coefficients, piece[..., None, None], axis=-2)[..., 0, :]

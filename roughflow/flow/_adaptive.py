@@ -81,7 +81,7 @@ class Adaptive(AbstractIntegrator):
     def _solve(self, field: Field, z: Array, fraction: Array, reverse: bool) -> Outcome:
         zeros = jnp.zeros(z.shape[:1], z.dtype)
         state = (z, zeros, (zeros, zeros))
-        begin, end = (1.0, 0.0) if reverse else (0.0, 1.0)
+        begin, end = jnp.asarray((1.0, 0.0) if reverse else (0.0, 1.0), z.dtype)
         jumps = field.path.driver.jumps
         jump_times = None
         if jumps.size:

@@ -54,11 +54,13 @@ class Normal(eqx.Module):
         return jnp.exp(self.log_scale)
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
+        """Draw `shape` points, an array of shape `(*shape, d)`."""
         noise = jax.random.normal(check_key(key), (*shape, self.loc.size), self.loc.dtype)
         lead = range(len(shape))
         return jnp.expand_dims(self.loc, lead) + jnp.expand_dims(self.scale, lead) * noise
 
     def log_prob(self, z: Array) -> Array:
+        """Log-density at `z` of shape `(..., d)`."""
         lead = range(z.ndim - 1)
         residual = (z - jnp.expand_dims(self.loc, lead)) / jnp.expand_dims(self.scale, lead)
         constant = 0.5 * self.loc.size * math.log(2 * math.pi) + jnp.sum(self.log_scale)

@@ -30,7 +30,16 @@ class AbstractDivergence(eqx.Module):
 
 
 class ExactDivergence(AbstractDivergence):
-    """tr Df by forward mode: d Jacobian-vector products that share one linearisation."""
+    """tr Df by forward mode: d Jacobian-vector products that share one linearisation.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), divergence=rf.ExactDivergence())
+    ```
+    """
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> None:
         del key, shape, dimension
@@ -56,6 +65,16 @@ class HutchinsonDivergence(AbstractDivergence):
 
     The probes are drawn anew for each sample of each solve and stay fixed along it, so that the
     field remains a smooth function of time; a method that uses this takes a `key`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: jnp.tanh(z), lambda t, z: jnp.eye(20))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(20)), divergence=rf.HutchinsonDivergence(num_probes=4))
+    path = flow.sample_path(key=jax.random.key(0))
+    flow.log_prob_given_path(jnp.zeros(20), path, key=jax.random.key(1))
+    ```
     """
 
     num_probes: int = eqx.field(static=True)

@@ -34,7 +34,7 @@ class Field(eqx.Module):
     path: Path
     signs: Array | None
     probes: Array | None
-    safe: Array  # (B, d): points where the model is finite; the start of the solve
+    safe: Array  # (d,): a point where the model is finite, since samples start there
     escape_rate: float = eqx.field(static=True)
 
     def __call__(self, s: Array, z: Array, *, slope_at: Array | None = None) -> tuple[Array, Array]:
@@ -62,7 +62,6 @@ class Field(eqx.Module):
             (lambda f: f.path.t0, self.path.t1.ndim == 1),
             (lambda f: f.signs, self.signs is not None),
             (lambda f: f.probes, self.probes is not None),
-            (lambda f: f.safe, True),
         ]
         field, axes = self, jax.tree.map(lambda _: None, self)
         for leaf, present in batched:
@@ -126,7 +125,7 @@ def _guarded_jvp(primals, tangents):
     def evaluate(field, s, z, slope_at):
         return field(s, z, slope_at=slope_at)
 
-    safe = jnp.where(fine[:, None], z, jax.lax.stop_gradient(field.safe))
+    safe = jnp.where(fine[:, None], z, jax.lax.stop_gradient(field.safe)[None])
     _, (d_velocity, d_divergence) = eqx.filter_jvp(
         evaluate, (field, s, safe, slope_at), (d_field, d_s, d_z, d_slope_at)
     )

@@ -56,15 +56,15 @@ class FixedGrid(AbstractIntegrator):
         escape_rate: float = ESCAPE_RATE,
     ):
         method = diffrax.Dopri5() if method is None else method
+        if isinstance(method, diffrax.Euler):
+            raise ValueError(
+                "Euler's method converges to the wrong equation on a random path; use a method of order "
+                "2 or more, or rf.simulate with rf.EulerMaruyama()"
+            )
         if not isinstance(method, diffrax.AbstractERK):
             raise TypeError(
                 f"FixedGrid takes explicit Runge-Kutta methods, got {type(method).__name__}; "
                 "use rf.Adaptive for any other diffrax solver"
-            )
-        if order_of(method) < 2:
-            raise ValueError(
-                f"{type(method).__name__} has order 1 and converges to the wrong equation on a random "
-                "path; use order 2 or more, or rf.simulate with rf.EulerMaruyama()"
             )
         if steps is not None and steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_finite, check_key, check_positive, check_vector
+from .._checks import check_finite, check_key, check_positive, check_vector, is_traced
 from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
     AbstractCorrection,
@@ -89,6 +89,11 @@ class StochasticFlow(eqx.Module):
                 f"base must have sample(*, key, shape=()) and log_prob(z), got {type(base).__name__}"
             )
         check_positive("t1", t1)
+        if jnp.ndim(t1):
+            raise ValueError(
+                f"t1 must be one number, got shape {jnp.shape(t1)}; end times that differ between samples "
+                "go to sample_path or to the density's method"
+            )
         point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
         if len(point.shape) != 1:
             raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")
@@ -208,6 +213,11 @@ class StochasticFlow(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Outcome:
         """The solve behind every method, with what became of each sample."""
+        if not isinstance(path, Path):
+            raise TypeError(
+                f"path must come from flow.sample_path or driver.path, got {type(path).__name__}; "
+                "driver.project turns any diffrax path into one"
+            )
         z = jnp.asarray(z)
         check_vector("x" if reverse else "z", z, self.dimension)
         if path.noise_dim != self.noise_dim:
@@ -217,7 +227,10 @@ class StochasticFlow(eqx.Module):
             )
         if t1 is not None:
             check_positive("t1", t1)
+            if not is_traced(t1) and not is_traced(path.t1) and bool(jnp.any(t1 > path.t1 * (1 + 1e-6))):
+                raise ValueError(f"t1 must not lie beyond the path's end at {path.t1}, got {t1}")
         check_finite("x" if reverse else "z", z)
+        check_finite("path coefficients", path.coefficients)
         # The one place where batches are formed: everything below sees one leading axis.
         stops = () if t1 is None else jnp.shape(t1)
         batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
@@ -232,12 +245,13 @@ class StochasticFlow(eqx.Module):
             fraction = t1 / path.t1
         if key is not None:
             check_key(key)
-        outcome = _integrate(self, points.astype(dtype), path, fraction, key, reverse)
-        outcome = raise_failures(outcome, self.sde, path)
-        # Inside a jit a NaN in x could not be refused: it stays a NaN, and is no escape.
+        # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.
         nan = jnp.any(jnp.isnan(points), axis=-1)
+        points = jnp.where(nan[:, None], 0, points).astype(dtype)
+        outcome = _integrate(self, points, path, fraction, key, reverse)
+        outcome = raise_failures(outcome, self.sde, path)
         outcome = Outcome(
-            outcome.z,
+            jnp.where(nan[:, None], jnp.nan, outcome.z),
             jnp.where(nan, jnp.nan, outcome.log_change),
             jnp.where(nan, FINE, outcome.status),
             outcome.time,
@@ -263,7 +277,7 @@ def _integrate(
         path=path,
         signs=_draw(flow.sde, flow.correction, keys[0], batch, flow.noise_dim),
         probes=flow.divergence.draw(keys[1], batch, flow.dimension),
-        safe=z,
+        safe=flow.base.sample(key=jax.random.key(0)).astype(z.dtype),
         escape_rate=flow.integrator.escape_rate,
     )
     return flow.integrator.integrate(field, z, fraction, reverse=reverse)

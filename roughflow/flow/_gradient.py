@@ -12,6 +12,12 @@ class Backpropagation(AbstractGradient):
 
     The default. A fixed grid keeps states and velocities, which grow with the number of steps,
     and recomputes everything inside a step; an adaptive solve keeps a logarithmic number of states.
+
+    ```python
+    import roughflow as rf
+
+    integrator = rf.FixedGrid(gradient=rf.Backpropagation())
+    ```
     """
 
 
@@ -21,10 +27,16 @@ class ConstantMemory(AbstractGradient):
     A fixed grid turns reversible (McCallum & Foster 2024): two copies of the state step over one another
     so that every step can be undone exactly, at twice the evaluations, and the gradient is again that
     of the numerical solution. An adaptive solve integrates the continuous adjoint equation backwards;
-    its gradient is as accurate as its tolerances.
+    its gradient is as accurate as its tolerances. Forward mode (`jax.jvp`, `jax.jacfwd`) is not available.
 
     **Arguments:** `coupling`, in (0, 1]: how strongly the two copies are held together, used by fixed grids.
     Smaller is more stable forwards, but undoing N steps multiplies rounding errors by coupling^(−N).
+
+    ```python
+    import roughflow as rf
+
+    integrator = rf.FixedGrid(steps=1000, gradient=rf.ConstantMemory())
+    ```
     """
 
     coupling: float = eqx.field(static=True, default=0.999)

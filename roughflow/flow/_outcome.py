@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from .._checks import NonFiniteError, OutOfStepsError, is_traced
@@ -75,11 +76,19 @@ def _traced_message() -> str:
 def _describe(outcome: Outcome, sde: AbstractSDE, path: Path) -> str:
     """Name the part that is not finite, at the first sample that met it."""
     i = int(jnp.argmax(outcome.status == NON_FINITE))
-    horizon = path.t1[i] if path.t1.ndim else path.t1
-    t, z = outcome.time[i] * horizon, outcome.z[i]
-    where = f"at t = {float(t):.4g}, z = {[float(f'{v:.6g}') for v in z]}"
-    drift, sigma = sde.drift(t, z), sde.noise(t, z)
-    for name, value in (("drift", drift), ("diffusion", sigma)):
-        if not all(bool(jnp.all(jnp.isfinite(a))) for a in jax.tree.leaves(value)):
-            return f"{name} returned a value that is not finite {where}"
-    return f"drift or diffusion, or a derivative of one, stopped being finite near {where[3:]}"
+    time, z = (np.asarray(jax.lax.stop_gradient(a[i])) for a in (outcome.time, outcome.z))
+    horizon = float(jax.lax.stop_gradient(path.t1[i] if path.t1.ndim else path.t1))
+    # An adaptive solve knows the time only to a fraction of a step: look around it.
+    offsets = np.concatenate([[0.0], *([s, -s] for s in 10.0 ** np.arange(-7, -0.5, 0.5))])
+    for offset in offsets:
+        t = horizon * np.clip(time + offset, 0, 1).astype(z.dtype)
+        for name, part in (("drift", sde.drift), ("diffusion", sde.noise)):
+            values = jax.tree.leaves(eqx.filter(part(jnp.asarray(t), jnp.asarray(z)), eqx.is_array))
+            if not all(bool(jnp.all(jnp.isfinite(a))) for a in values):
+                return f"{name} returned a value that is not finite {_place(t, z)}"
+    place = _place(horizon * time, z)
+    return f"drift or diffusion, or a derivative of one, stopped being finite {place}"
+
+
+def _place(t: np.ndarray, z: np.ndarray) -> str:
+    return f"at t = {float(t):.4g}, z = [{', '.join(f'{v:.6g}' for v in z)}]"

@@ -29,7 +29,16 @@ class AbstractScheme(eqx.Module):
 
 
 class EulerMaruyama(AbstractScheme):
-    """z + μ dt + σ ΔB with the Itô drift μ. Strong order ½, or 1 if the noise is additive."""
+    """z + μ dt + σ ΔB with the Itô drift μ. Strong order ½, or 1 if the noise is additive.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.EulerMaruyama())
+    ```
+    """
 
     def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
         if isinstance(sde, StratonovichSDE):
@@ -44,6 +53,14 @@ class StratonovichHeun(AbstractScheme):
     """Heun's method on μ̃ dt + σ ΔB with the Stratonovich drift μ̃.
 
     Strong order 1 if the noise is commutative (one noise, diagonal, additive), ½ otherwise.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.StratonovichHeun())
+    ```
     """
 
     def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
@@ -53,7 +70,17 @@ class StratonovichHeun(AbstractScheme):
 
 
 class StratonovichMidpoint(AbstractScheme):
-    """The midpoint rule on μ̃ dt + σ ΔB; strong orders as for `StratonovichHeun`."""
+    """The midpoint rule on μ̃ dt + σ ΔB; strong orders as for `StratonovichHeun`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    scheme = rf.StratonovichMidpoint()
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=scheme)
+    ```
+    """
 
     def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
         half = z + 0.5 * _slope(sde, t, dt, z, increment)
@@ -66,6 +93,14 @@ class Milstein(AbstractScheme):
     This is Milstein's scheme, Σⱼₖ (Dσⱼ) σₖ ½(ΔBⱼ ΔBₖ − δⱼₖ dt) added to Euler–Maruyama, in which
     the δ term turns the Itô drift into the Stratonovich drift μ̃. Noise that does not commute needs
     Lévy areas, and is refused.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.diag(1 + z**2))
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.Milstein())
+    ```
     """
 
     def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
@@ -109,6 +144,7 @@ def simulate(
     """
     check_positive("t1", t1)
     z0 = jnp.asarray(z0)
+    z0 = z0 if jnp.issubdtype(z0.dtype, jnp.floating) else z0.astype(float)
     if not z0.ndim:
         raise ValueError("z0 must have shape (..., d), got ()")
     noise_dim = noise_dimension(sde, z0.shape[-1])
@@ -118,13 +154,17 @@ def simulate(
         check_positive("steps", steps)
         shape = (steps, *z0.shape[:-1], noise_dim)
         increments = jnp.sqrt(t1 / steps) * jax.random.normal(check_key(key), shape, z0.dtype)
-    elif increments.shape[1:] != (*z0.shape[:-1], noise_dim):
+    increments = jnp.asarray(increments)
+    if increments.shape[1:] != (*z0.shape[:-1], noise_dim):
         expected = ("steps", *z0.shape[:-1], noise_dim)
         raise ValueError(f"increments must have shape {expected}, got {increments.shape}")
     if scheme is None:
         scheme = StratonovichHeun() if isinstance(sde, StratonovichSDE) else EulerMaruyama()
     if isinstance(scheme, Milstein) and not is_traced(z0):
-        _check_commutative(sde, jnp.reshape(z0, (-1, z0.shape[-1]))[0])
+        # At the start, and at a point in no special position.
+        first = jnp.reshape(z0, (-1, z0.shape[-1]))[0]
+        _check_commutative(sde, first)
+        _check_commutative(sde, first + 0.1 * jnp.sqrt(1.0 + jnp.arange(first.size, dtype=first.dtype)))
     return _simulate(sde, z0, t1, scheme, increments, trajectory)
 
 

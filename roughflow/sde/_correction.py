@@ -35,7 +35,16 @@ class AbstractCorrection(eqx.Module):
 
 
 class ExactCorrection(AbstractCorrection):
-    """c = ½ Σⱼ (Dσⱼ) σⱼ, one Jacobian-vector product a column, none if σ does not depend on z."""
+    """c = ½ Σⱼ (Dσⱼ) σⱼ, one Jacobian-vector product a column, none if σ does not depend on z.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.diag(1 + z**2))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), correction=rf.ExactCorrection())
+    ```
+    """
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dim: int) -> None:
         del key, shape, noise_dim
@@ -72,6 +81,16 @@ class SampledCorrection(AbstractCorrection):
 
     For high dimension. The signs are drawn anew for every sample of every solve and kept fixed
     along it, so a method that uses it takes a `key`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.diag(1 + 0.1 * jnp.sin(z)))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(20)), correction=rf.SampledCorrection())
+    path = flow.sample_path(key=jax.random.key(0))
+    flow.log_prob_given_path(jnp.zeros(20), path, key=jax.random.key(1))
+    ```
     """
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dim: int) -> Array:

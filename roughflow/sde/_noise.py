@@ -1,6 +1,7 @@
 """A diffusion's value σ: a dense (d, m) matrix, or a lineax operator where structure pays."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
@@ -13,7 +14,7 @@ UNROLL = 8
 Noise = Array | lx.AbstractLinearOperator
 
 
-def noise_shape(sigma: Noise) -> tuple[int, ...]:
+def noise_shape(sigma: Noise | jax.ShapeDtypeStruct) -> tuple[int, ...]:
     """(d, m) of σ; also of what `jax.eval_shape` makes of it."""
     if isinstance(sigma, lx.AbstractLinearOperator):
         return sigma.out_size(), sigma.in_size()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 from jaxtyping import Array
 
 from ._noise import Noise, ProportionalDiffusion, noise_shape
@@ -79,14 +80,25 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
 
 def noise_dimension(sde: AbstractSDE, dimension: int) -> int:
     """m, the number of Brownian motions; refuses a drift or diffusion of the wrong shape."""
-    t, z = jnp.zeros(()), jnp.zeros(dimension)
-    drift = jnp.shape(jax.eval_shape(sde.drift, t, z))
+    drift = _shape_of("drift", sde.drift, dimension)
     if drift != (dimension,):
         raise ValueError(f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, got {drift}")
-    # An operator is a module with static parts, so eqx and not jax shapes it.
-    diffusion = noise_shape(eqx.filter_eval_shape(sde.noise, t, z))
+    diffusion = _shape_of("diffusion", sde.noise, dimension)
     if len(diffusion) != 2 or diffusion[0] != dimension:
         raise ValueError(
             f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, got {diffusion}"
         )
     return diffusion[1]
+
+
+def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
+    """The shape a coefficient returns; a failure inside it is told with its name."""
+    try:
+        # An operator is a module with static parts, so eqx and not jax shapes it.
+        value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {reason}") from error
+    if not isinstance(value, jax.ShapeDtypeStruct | lx.AbstractLinearOperator):
+        raise ValueError(f"{name} must return one array, got {type(value).__name__}")
+    return noise_shape(value)

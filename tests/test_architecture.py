@@ -1,0 +1,100 @@
+"""The folder listing is the pipeline: data flows one way, and the imports show it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import roughflow
+
+PACKAGE = Path(roughflow.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# In pipeline order: a stage imports only stages before it.
+STAGES = ["sde", "driver", "flow", "density", "learn", "mcmc", "series"]
+ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}, "_checks": set()}
+# These stand on top and see only what a user sees: `import roughflow`.
+ON_TOP = {"interop", "cli", "plots", "datasets", "experiments"}
+# Where a package outside may be imported.
+CONFINED = {
+    "optax": {"learn"},
+    "diffrax": {"driver", "flow", "density", "series"},
+    "matplotlib": {"plots", "experiments"},
+}
+HEAVY = ["matplotlib", "sklearn", "torch", "numpyro", "blackjax", "arviz"]
+
+
+def part_of(file):
+    """The stage a file belongs to; "" for the package's own `__init__`."""
+    part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if part == "__init__" else part
+
+
+def imports(file):
+    """The absolute names of all modules a file imports, wherever in it."""
+    package = ["roughflow", *file.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from .. import sde` imports a module by the name after `import`.
+            yield from (f"{module}.{alias.name}" if module == "roughflow" else module for alias in node.names)
+
+
+def check(file, part, name):
+    """What is wrong with one import, or None."""
+    top, _, rest = name.partition(".")
+    if top != "roughflow":
+        if part not in CONFINED.get(top, {part}):
+            return f"{file} imports {top}, which belongs in {sorted(CONFINED[top])}"
+        return None
+    target = rest.partition(".")[0]
+    if part in ON_TOP:
+        private = any(word.startswith("_") for word in rest.split("."))
+        return f"{file} imports the private {name}" if private else None
+    if part and target not in ALLOWED[part] | {part, "_checks"}:
+        return f"{file} imports {name}, which comes after {part}"
+    return None
+
+
+def test_every_part_has_its_place():
+    assert {part_of(file) for file in FILES} <= {"", *ALLOWED, *ON_TOP}
+
+
+@pytest.mark.parametrize("part", sorted({part_of(file) for file in FILES}))
+def test_imports_keep_the_order(part):
+    wrong = [
+        problem
+        for file in FILES
+        if part_of(file) == part
+        for name in imports(file)
+        if (problem := check(file.relative_to(PACKAGE), part, name))
+    ]
+    assert wrong == []
+
+
+def test_the_order_is_really_read():
+    """The check sees what it should, in each form an import can take."""
+    file = PACKAGE / "sde" / "_sde.py"
+    assert "roughflow._checks" in set(imports(PACKAGE / "sde" / "_correction.py"))
+    assert check(file, "sde", "roughflow.flow") is not None
+    assert check(file, "sde", "roughflow.StochasticFlow") is not None
+    assert check(file, "sde", "optax") is not None
+    assert check(file, "flow", "roughflow.driver") is None
+    assert check(file, "rough", "roughflow.sde") is not None
+    assert check(file, "interop", "roughflow.flow._flow") is not None
+
+
+def test_files_fit_in_the_head():
+    lengths = {str(f.relative_to(PACKAGE)): len(f.read_text(encoding="utf-8").splitlines()) for f in FILES}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_importing_roughflow_imports_no_extra():
+    code = f"import roughflow, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

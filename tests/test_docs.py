@@ -1,0 +1,77 @@
+"""What is public is documented, and every example in the README and the docstrings runs as it stands."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import roughflow as rf
+
+README = Path(__file__).parents[1] / "README.md"
+# Made by the library, never by the user.
+NO_EXAMPLE = {"Outcome", "NonFiniteError", "OutOfStepsError"}
+
+# One process for all examples: what one compiles, the next finds compiled. It is a fresh one, so that they
+# run with JAX's own defaults and not with the tests' float64.
+RUNNER = """
+import json, sys, traceback
+failures = {}
+for name, code in json.load(sys.stdin).items():
+    try:
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        failures[name] = traceback.format_exc(limit=-3)
+print(json.dumps(failures))
+"""
+
+
+def public():
+    """The public objects by name: classes and functions, not the stages themselves."""
+    names = {name: value for name, value in vars(rf).items() if not name.startswith("_")}
+    return {name: value for name, value in names.items() if not inspect.ismodule(value)}
+
+
+def docstring(value):
+    """The text its author wrote; a dataclass without any is given its signature."""
+    text = inspect.cleandoc(value.__doc__ or "")
+    return "" if text.startswith(f"{value.__name__}(") else text
+
+
+def examples(text):
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def docstrings():
+    """Docstrings of the public objects and of the methods written in them."""
+    for name, value in public().items():
+        yield name, docstring(value)
+        for method, function in vars(value).items() if inspect.isclass(value) else ():
+            if inspect.isfunction(function) and not method.startswith("_"):
+                yield f"{name}.{method}", docstring(function)
+
+
+def test_every_public_object_has_a_docstring():
+    assert [name for name, value in public().items() if not docstring(value)] == []
+
+
+def test_every_public_object_has_an_example():
+    needed = {name for name in public() if not name.startswith("Abstract")} - NO_EXAMPLE
+    assert [name for name in sorted(needed) if not examples(docstring(public()[name]))] == []
+
+
+def test_examples_run():
+    sources = {"README.md": README.read_text(encoding="utf-8"), **dict(docstrings())}
+    blocks = {
+        f"{name} example {i}": block
+        for name, text in sources.items()
+        for i, block in enumerate(examples(text))
+    }
+    assert "README.md example 0" in blocks
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER], input=json.dumps(blocks), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    failures = json.loads(done.stdout.splitlines()[-1])
+    assert not failures, "\n".join(f"{name}:\n{reason}" for name, reason in failures.items())
