@@ -104,7 +104,7 @@ def guarded(
     haste = _size(velocity) / (field.escape_rate * (1 + _size(z)))
     leapt = ~(_size(z - start) <= 1 + _size(start))
     trouble = jnp.where(leapt | (haste >= 1), ESCAPED, NON_FINITE)
-    status = checkpoint_name(jnp.where(finite & (haste < 1), FINE, trouble), KEPT[1])
+    status = jnp.where(finite & (haste < 1), FINE, trouble)
     brake = jnp.where(finite, 1 / (1 + haste**8), 0)
     velocity = jnp.where(finite[:, None], velocity * brake[:, None], 0)
     return velocity, jnp.where(finite, divergence * brake, 0), status
@@ -120,6 +120,8 @@ def _guarded_jvp(primals, tangents):
     field, s, z, start, slope_at = primals
     d_field, d_s, d_z, _, d_slope_at = tangents
     velocity, divergence, status = guarded(field, s, z, start, slope_at)
+    # Named here, where a checkpoint can see it: else the backward pass evaluates the field once more.
+    status = checkpoint_name(status, KEPT[1])
     fine = status == FINE
 
     def evaluate(field, s, z, slope_at):

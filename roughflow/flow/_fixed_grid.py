@@ -108,7 +108,7 @@ def default_steps(order: int, path: Path) -> int:
 
     Without noise there are no waves to follow, and half the least number will do.
     """
-    per_wave, least = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.4, 8))
+    per_wave, least = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.3, 8))
     if not path.noise_dim:
         return least // 2
     waves = 1 if path.driver.jumps.size else path.driver.num_functions
