@@ -25,6 +25,7 @@ from .driver import (
 from .flow import (
     StochasticFlow as StochasticFlow,
     Normal as Normal,
+    AbstractEstimator as AbstractEstimator,
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
     HutchinsonDivergence as HutchinsonDivergence,
@@ -41,6 +42,11 @@ from .flow import (
     StratonovichHeun as StratonovichHeun,
     StratonovichMidpoint as StratonovichMidpoint,
     Milstein as Milstein,
+)
+from .density import (
+    Endpoint as Endpoint,
+    Estimate as Estimate,
+    PullBack as PullBack,
 )
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError
 

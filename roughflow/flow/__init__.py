@@ -6,6 +6,11 @@ from ._divergence import (
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
     HutchinsonDivergence as HutchinsonDivergence,
+    NoDivergence as NoDivergence,
+)
+from ._estimator import (
+    AbstractEstimator as AbstractEstimator,
+    set_default_estimator as set_default_estimator,
 )
 from ._fixed_grid import FixedGrid as FixedGrid
 from ._flow import StochasticFlow as StochasticFlow

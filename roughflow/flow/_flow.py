@@ -21,6 +21,7 @@ from ..sde import (
 )
 from ._base import Base
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
+from ._estimator import AbstractEstimator, default_estimator
 from ._field import Field
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
@@ -138,6 +139,28 @@ class StochasticFlow(eqx.Module):
         log_base = _over_batch(self.base.log_prob, z)
         # An escaped sample keeps a finite z, so no NaN can come back through this `where`.
         return jnp.where(jnp.isneginf(log_change), -jnp.inf, log_base + log_change)
+
+    def estimate(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Any:
+        """log p(x) = log E p(x | path), with error bars: an `rf.Estimate`.
+
+        `x` has shape `(..., d)`. `estimator` is `rf.Endpoint(num_paths=64)` unless given.
+
+        ```python
+        import jax, jax.numpy as jnp
+        import roughflow as rf
+
+        sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
+        flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
+        estimate = flow.estimate(jnp.zeros((3, 1)), key=jax.random.key(0))
+        estimate.log_prob, estimate.standard_error, estimate.effective_paths
+        ```
+        """
+        estimator = default_estimator() if estimator is None else estimator
+        return estimator.estimate(self, x, key=key)
+
+    def log_prob(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Array:
+        """log p(x), shape `(...)`: the value of `estimate` without its error bars."""
+        return self.estimate(x, key=key, estimator=estimator).log_prob
 
     def sample(
         self,
