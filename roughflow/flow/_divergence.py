@@ -10,11 +10,9 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_positive
+from ..sde import UNROLL
 
 VectorField = Callable[[Array], Array]
-
-# As for the columns of the correction: separate tangents for small d, one stacked product above.
-UNROLL = 8
 
 
 class AbstractDivergence(eqx.Module):

@@ -170,13 +170,14 @@ class StochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> Array:
-        """Draw Z_T, each sample on a path of its own, or on the given path or paths."""
+        """Draw Z_T, each sample on a path of its own, or on the given path or paths.
+
+        `t1` replaces the end time: of the paths drawn, or, along a given path, the time to stop at.
+        """
         flow = eqx.tree_at(lambda f: f.divergence, self, NoDivergence())
-        key_base, key_path, key_solve = jax.random.split(check_key(key), 3)
-        path = self.sample_path(key=key_path, shape=shape, t1=t1) if path is None else path
-        batch = jnp.broadcast_shapes(shape, path.batch_shape)
-        z = self.base.sample(key=key_base, shape=batch)
-        return flow.push_forward(z, path, key=key_solve)[0]
+        stop = None if path is None else t1
+        z, path, key = self._draw(key, shape, path, t1)
+        return flow.push_forward(z, path, t1=stop, key=key)[0]
 
     def sample_and_log_prob_given_path(
         self,
@@ -187,12 +188,19 @@ class StochasticFlow(eqx.Module):
         t1: float | Array | None = None,
     ) -> tuple[Array, Array, Path]:
         """Draw Z_T and log p(Z_T | path) in one forward solve; also returns the path or paths."""
+        stop = None if path is None else t1
+        z, path, key = self._draw(key, shape, path, t1)
+        x, log_change = self.push_forward(z, path, t1=stop, key=key)
+        return x, _over_batch(self.base.log_prob, z) - log_change, path
+
+    def _draw(
+        self, key: PRNGKeyArray, shape: tuple[int, ...], path: Path | None, t1: float | Array | None
+    ) -> tuple[Array, Path, PRNGKeyArray]:
+        """Starting points, their paths, and a key for the solve."""
         key_base, key_path, key_solve = jax.random.split(check_key(key), 3)
         path = self.sample_path(key=key_path, shape=shape, t1=t1) if path is None else path
         batch = jnp.broadcast_shapes(shape, path.batch_shape)
-        z = self.base.sample(key=key_base, shape=batch)
-        x, log_change = self.push_forward(z, path, key=key_solve)
-        return x, _over_batch(self.base.log_prob, z) - log_change, path
+        return self.base.sample(key=key_base, shape=batch), path, key_solve
 
     def push_forward(
         self,
@@ -236,24 +244,8 @@ class StochasticFlow(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Outcome:
         """The solve behind every method, with what became of each sample."""
-        if not isinstance(path, Path):
-            raise TypeError(
-                f"path must come from flow.sample_path or driver.path, got {type(path).__name__}; "
-                "driver.project turns any diffrax path into one"
-            )
         z = jnp.asarray(z)
-        check_vector("x" if reverse else "z", z, self.dimension)
-        if path.noise_dim != self.noise_dim:
-            raise ValueError(
-                f"path coefficients must have shape (..., n, {self.noise_dim}) to match the "
-                f"diffusion's shape {(self.dimension, self.noise_dim)}, got {path.coefficients.shape}"
-            )
-        if t1 is not None:
-            check_positive("t1", t1)
-            if not is_traced(t1) and not is_traced(path.t1) and bool(jnp.any(t1 > path.t1 * (1 + 1e-6))):
-                raise ValueError(f"t1 must not lie beyond the path's end at {path.t1}, got {t1}")
-        check_finite("x" if reverse else "z", z)
-        check_finite("path coefficients", path.coefficients)
+        self._check("x" if reverse else "z", z, path, t1, key)
         # The one place where batches are formed: everything below sees one leading axis.
         stops = () if t1 is None else jnp.shape(t1)
         batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
@@ -266,8 +258,6 @@ class StochasticFlow(eqx.Module):
             t1 = jnp.asarray(t1, dtype)
             t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,)) if t1.ndim else t1
             fraction = t1 / path.t1
-        if key is not None:
-            check_key(key)
         # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.
         nan = jnp.any(jnp.isnan(points), axis=-1)
         points = jnp.where(nan[:, None], 0, points).astype(dtype)
@@ -280,6 +270,30 @@ class StochasticFlow(eqx.Module):
             outcome.time,
         )
         return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), outcome)
+
+    def _check(
+        self, name: str, z: Array, path: Path, t1: float | Array | None, key: PRNGKeyArray | None
+    ) -> None:
+        """Refuse what cannot be solved, before anything is compiled."""
+        if not isinstance(path, Path):
+            raise TypeError(
+                f"path must come from flow.sample_path or driver.path, got {type(path).__name__}; "
+                "driver.project turns any diffrax path into one"
+            )
+        check_vector(name, z, self.dimension)
+        if path.noise_dim != self.noise_dim:
+            raise ValueError(
+                f"path coefficients must have shape (..., n, {self.noise_dim}) to match the "
+                f"diffusion's shape {(self.dimension, self.noise_dim)}, got {path.coefficients.shape}"
+            )
+        if t1 is not None:
+            check_positive("t1", t1)
+            if not is_traced(t1) and not is_traced(path.t1) and bool(jnp.any(t1 > path.t1 * (1 + 1e-6))):
+                raise ValueError(f"t1 must not lie beyond the path's end at {path.t1}, got {t1}")
+        check_finite(name, z)
+        check_finite("path coefficients", path.coefficients)
+        if key is not None:
+            check_key(key)
 
 
 @eqx.filter_jit
@@ -298,7 +312,7 @@ def _integrate(
         correction=flow.correction,
         divergence=flow.divergence,
         path=path,
-        signs=_draw(flow.sde, flow.correction, keys[0], batch, flow.noise_dim),
+        signs=_signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dim),
         probes=flow.divergence.draw(keys[1], batch, flow.dimension),
         safe=flow.base.sample(key=jax.random.key(0)).astype(z.dtype),
         escape_rate=flow.integrator.escape_rate,
@@ -306,7 +320,7 @@ def _integrate(
     return flow.integrator.integrate(field, z, fraction, reverse=reverse)
 
 
-def _draw(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dim) -> Array | None:
+def _signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dim) -> Array | None:
     """Random signs for the correction; a Stratonovich SDE has no use for any."""
     if isinstance(sde, StratonovichSDE):
         return None

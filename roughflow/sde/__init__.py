@@ -16,6 +16,7 @@ from ._networks import (
     NoDiffusion as NoDiffusion,
 )
 from ._noise import (
+    UNROLL as UNROLL,
     Noise as Noise,
     ProportionalDiffusion as ProportionalDiffusion,
     apply_noise as apply_noise,
