@@ -19,13 +19,14 @@ def roughflow_entries(workload: Workload) -> dict[str, Entry]:
 
 
 def density_objectives(workload: Workload) -> dict[str, Objective]:
-    """Dopri5 x 2 is what brings W0 to the gradient error of the adaptive peers; W1 needs its default."""
+    """RK6 x 1 and Dopri5 x 2 bring W0 to the gradient error of the adaptive peers; W1 needs more steps."""
     default, rk4 = rf.FixedGrid(), rf.FixedGrid(rf.RK4(), steps=STEPS)
     return {
         "roughflow, its networks (default)": density(workload, library_model, default),
         "roughflow, a user's functions (default)": density(workload, user_model, default),
         "roughflow, its networks, RK4 x 20": density(workload, library_model, rk4),
         "roughflow, a user's functions, RK4 x 20": density(workload, user_model, rk4),
+        "roughflow, its networks, RK6 x 1": density(workload, library_model, rf.FixedGrid(rf.RK6(), steps=1)),
         "roughflow, its networks, Dopri5 x 2": density(workload, library_model, rf.FixedGrid(steps=2)),
         "roughflow, its networks, adaptive 1e-5": density(workload, library_model, rf.Adaptive()),
     }

@@ -33,6 +33,7 @@ from .flow import (
     FixedGrid as FixedGrid,
     Adaptive as Adaptive,
     RK4 as RK4,
+    RK6 as RK6,
     Backpropagation as Backpropagation,
     ConstantMemory as ConstantMemory,
     Outcome as Outcome,

@@ -1,5 +1,6 @@
 """Given a path, an SDE is a normalizing flow: densities, inverses, batches, end times."""
 
+import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -184,3 +185,25 @@ def test_sampling_along_a_given_path_stops_where_told(key):
     np.testing.assert_allclose(flow.sample(key=key, path=path, t1=0.4), expected, rtol=1e-6)
     x, _, _ = flow.sample_and_log_prob_given_path(key=key, path=path, t1=0.4)
     np.testing.assert_allclose(x, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [(diffrax.Heun(), 2), (diffrax.Midpoint(), 2), (rf.RK4(), 4), (diffrax.Dopri5(), 5), (rf.RK6(), 6)],
+    ids=["heun", "midpoint", "rk4", "dopri5", "rk6"],
+)
+def test_order_of_every_fixed_grid_method(method, order, key):
+    """Halving the step divides the error of log p by 2^order."""
+    sde = rf.StratonovichSDE(lambda t, z: jnp.sin(t + z), lambda t, z: jnp.cos(z)[:, None])
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
+    path = flow.sample_path(key=key)
+
+    def log_prob(method, steps):
+        solver = rf.FixedGrid(method, steps=steps)
+        return eqx.tree_at(lambda f: f.integrator, flow, solver).log_prob_given_path(x, path)
+
+    x = jnp.linspace(-3, 3, 64)[:, None]  # many points, since one error may pass through zero
+    steps = {2: 64, 4: 16, 5: 12, 6: 8}[order]
+    truth = log_prob(diffrax.Dopri8(), 100)
+    coarse, fine = (np.sqrt(np.mean((log_prob(method, n) - truth) ** 2)) for n in (steps, 2 * steps))
+    assert abs(np.log2(coarse / fine) - order) < 0.35

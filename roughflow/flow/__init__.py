@@ -17,7 +17,7 @@ from ._flow import StochasticFlow as StochasticFlow
 from ._gradient import Backpropagation as Backpropagation, ConstantMemory as ConstantMemory
 from ._integrator import AbstractIntegrator as AbstractIntegrator
 from ._outcome import Outcome as Outcome
-from ._runge_kutta import RK4 as RK4
+from ._runge_kutta import RK4 as RK4, RK6 as RK6
 from ._simulate import (
     AbstractScheme as AbstractScheme,
     EulerMaruyama as EulerMaruyama,

@@ -24,9 +24,9 @@ class FixedGrid(AbstractIntegrator):
     **Arguments:**
 
     - `method`: any explicit diffrax solver of order 2 or more, such as `diffrax.Heun()`,
-      `diffrax.Midpoint()`, `rf.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`. Euler's method
-      is refused: on a random path it converges to another equation, the Itô equation with the
-      Stratonovich drift.
+      `diffrax.Midpoint()`, `rf.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`, `rf.RK6()`.
+      Euler's method is refused: on a random path it converges to another equation, the Itô equation
+      with the Stratonovich drift.
     - `steps`: how many over the horizon; by default what resolves the driver's fastest wave. A
       piecewise linear path gets at least one step a piece, and no step crosses a jump of its slope.
       Nothing checks that the steps also resolve a stiff or long-running model: compare with twice as

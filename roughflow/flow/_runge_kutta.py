@@ -16,7 +16,7 @@ Span = tuple[Array, Array]
 
 
 class RK4(diffrax.AbstractERK):
-    """The classical fourth-order method, as a diffrax solver without an error estimate of use.
+    """The classical fourth-order method, as a diffrax solver without an error estimate.
 
     ```python
     import roughflow as rf
@@ -36,6 +36,36 @@ class RK4(diffrax.AbstractERK):
     def order(self, terms: object) -> int:
         del terms
         return 4
+
+
+class RK6(diffrax.AbstractERK):
+    """A sixth-order method of seven stages (Butcher 1964): for smooth models and few steps.
+
+    ```python
+    import roughflow as rf
+
+    integrator = rf.FixedGrid(rf.RK6(), steps=8)
+    ```
+    """
+
+    tableau = diffrax.ButcherTableau(
+        c=np.array([1 / 3, 2 / 3, 1 / 3, 1 / 2, 1 / 2, 1]),
+        b_sol=np.array([11 / 120, 0, 27 / 40, 27 / 40, -4 / 15, -4 / 15, 11 / 120]),
+        b_error=np.zeros(7),
+        a_lower=(
+            np.array([1 / 3]),
+            np.array([0, 2 / 3]),
+            np.array([1 / 12, 1 / 3, -1 / 12]),
+            np.array([-1 / 16, 9 / 8, -3 / 16, -3 / 8]),
+            np.array([0, 9 / 8, -3 / 8, -3 / 4, 1 / 2]),
+            np.array([9 / 44, -9 / 11, 63 / 44, 18 / 11, 0, -16 / 11]),
+        ),
+    )
+    interpolation_cls = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
+
+    def order(self, terms: object) -> int:
+        del terms
+        return 6
 
 
 class Step(NamedTuple):
