@@ -58,8 +58,11 @@ def check_vector(name: str, value: Array, dimension: int) -> None:
 
 def check_finite(name: str, value: Array) -> None:
     """Refuse NaN and infinity, naming the first row that has one. A traced value passes."""
-    if is_traced(value) or bool(jnp.all(jnp.isfinite(value))):
+    if is_traced(value):
         return
+    # In NumPy: inside a jit, jnp would trace even a value that is known.
     rows = np.atleast_2d(np.isfinite(np.asarray(value)).all(axis=-1))
+    if rows.all():
+        return
     row = int(np.argmin(rows.ravel()))
     raise ValueError(f"{name} has a value that is not finite, first in row {row}")

@@ -207,3 +207,12 @@ def test_order_of_every_fixed_grid_method(method, order, key):
     truth = log_prob(diffrax.Dopri8(), 100)
     coarse, fine = (np.sqrt(np.mean((log_prob(method, n) - truth) ** 2)) for n in (steps, 2 * steps))
     assert abs(np.log2(coarse / fine) - order) < 0.35
+
+
+def test_known_values_inside_a_jit_are_checked_without_tracing(key):
+    """x and an end time that a jitted function closes over are known, and must not become tracers."""
+    problem = ou_1d()
+    flow = rf.StochasticFlow(problem.ito, problem.base)
+    path, x = flow.sample_path(key=key), jnp.asarray(problem.x)
+    inside = jax.jit(lambda: flow.log_prob_given_path(x, path, t1=0.5))()
+    np.testing.assert_allclose(inside, flow.log_prob_given_path(x, path, t1=0.5), rtol=1e-12)

@@ -7,6 +7,7 @@ from typing import Any, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_finite, check_key, check_positive, check_vector, is_traced
@@ -288,7 +289,8 @@ class StochasticFlow(eqx.Module):
             )
         if t1 is not None:
             check_positive("t1", t1)
-            if not is_traced(t1) and not is_traced(path.t1) and bool(jnp.any(t1 > path.t1 * (1 + 1e-6))):
+            known = not is_traced(t1) and not is_traced(path.t1)
+            if known and np.any(np.asarray(t1) > np.asarray(path.t1) * (1 + 1e-6)):
                 raise ValueError(f"t1 must not lie beyond the path's end at {path.t1}, got {t1}")
         check_finite(name, z)
         check_finite("path coefficients", path.coefficients)
