@@ -20,6 +20,7 @@ from .driver import (
     AbstractDriver as AbstractDriver,
     Path as Path,
     KarhunenLoeve as KarhunenLoeve,
+    Legendre as Legendre,
     PiecewiseLinear as PiecewiseLinear,
 )
 from .flow import (
@@ -45,9 +46,23 @@ from .flow import (
     Milstein as Milstein,
 )
 from .density import (
-    Endpoint as Endpoint,
     Estimate as Estimate,
+    Endpoint as Endpoint,
     PullBack as PullBack,
+    Unbiased as Unbiased,
+    Richardson as Richardson,
+    AbstractImportanceEstimator as AbstractImportanceEstimator,
+    Laplace as Laplace,
+    Prior as Prior,
+    Amortised as Amortised,
+    AbstractProposal as AbstractProposal,
+    Independent as Independent,
+    Antithetic as Antithetic,
+    Sobol as Sobol,
+    AbstractDraws as AbstractDraws,
+    LowerBound as LowerBound,
+    UpperBound as UpperBound,
+    PullBackUpperBound as PullBackUpperBound,
 )
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError
 

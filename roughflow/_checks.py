@@ -22,10 +22,10 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def check_key(key: Any) -> PRNGKeyArray:
-    """Return `key` if it is one typed key, else raise `TypeError`."""
+def check_key(key: Any, *, many: bool = False) -> PRNGKeyArray:
+    """Return `key` if it is one typed key, or an array of them where `many` will do; else raise."""
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.shape == ():
+        if many or key.shape == ():
             return key
         raise TypeError(f"key must be a single key, got an array of keys of shape {key.shape}")
     if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32:
@@ -33,6 +33,13 @@ def check_key(key: Any) -> PRNGKeyArray:
             "key is an old-style uint32 key (jax.random.PRNGKey); make one with jax.random.key(seed)"
         )
     raise TypeError(f"key must come from jax.random.key(seed), got {type(key).__name__}")
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return `value` if it is a whole number of at least 1, else raise `ValueError`."""
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be a positive whole number, got {value}")
+    return int(value)
 
 
 def check_positive(name: str, value: Any) -> None:

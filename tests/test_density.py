@@ -8,7 +8,6 @@ from problems import GBM2_NOISE, GBM2_RATE, OU4_DRIFT, OU4_NOISE, gbm_2d, ou_1d,
 from scipy import linalg, stats
 
 import roughflow as rf
-from roughflow.density._endpoint import _log_weights as bent_log_weights
 from roughflow.density._latent import Latent
 from roughflow.density._mode import find_mode
 

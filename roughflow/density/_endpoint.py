@@ -1,33 +1,48 @@
 """p(x) as an integral over the ways to reach x, with forward solves only."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._checks import check_positive
+from .._checks import check_count, is_traced
 from ..flow import StochasticFlow
 from ._estimator import AbstractImportanceEstimator
-from ._latent import Latent
-from ._mode import Mode, find_mode, solve_gram
+from ._laplace import Laplace
+from ._latent import Latent, Target, constant
+from ._mode import Mode, end_and_jacobian, orthonormal
+from ._newton import solve_end
+from ._proposal import AbstractLaw, AbstractProposal
 
-NEWTON_STEPS = 8
+SINGULAR = (
+    "the noise does not move the end in every direction, so Endpoint cannot solve for it; use rf.PullBack, "
+    "with a law for the start"
+)
 
 
 class Endpoint(AbstractImportanceEstimator):
     """Paths drawn around the likeliest one, each bent so that it ends at x. The default.
 
-    Write Z_T = Φ(ξ) with ξ standard normal in R^D: the whitened start and all path coefficients. At the
-    point ξ* of least energy with Φ(ξ*) = x, and J = DΦ(ξ*), split R^D into the row space of J, of
-    dimension d, and its complement. Draw δ in the complement from the tangent Gaussian q, and solve for
-    the r in Rᵈ that brings the end back to x:
+    Write Z_T = Φ(ξ) with ξ standard normal in R^D: the whitened start and all path coefficients. Split
+    R^D along d orthonormal rows R. Draw the part δ of ξ orthogonal to them from the proposal q, and
+    solve for the r in Rᵈ that brings the end to x:
 
-        Φ(ξ* + δ + Jᵀ r) = x,      p(x) = E [ φ(ξ) √det(J Jᵀ) / (|det DΦ(ξ) Jᵀ| q(δ)) ].
+        Φ(δ + Rᵀ r) = x,      p(x) = E [ φ(ξ) / (|det DΦ(ξ) Rᵀ| q(δ)) ],   ξ = δ + Rᵀ r.
 
-    On a linear SDE all weights are equal; elsewhere tens of paths do what takes the plain mean over
-    paths many thousands, and no backward solve can escape. Any number of noises will do, even none. It
-    costs d + 1 solves a Newton step, so in high dimension use `rf.PullBack`. Paths are assumed to reach x
-    in one way for each δ.
+    With `rf.Laplace()`, the default, R spans the rows of DΦ at the likeliest path: on a linear SDE all
+    weights are equal, elsewhere tens of paths do what takes the plain mean over paths many thousands,
+    and any number of noises will do. With `rf.Prior()` or `rf.Amortised(...)` R is the endpoint B(T) of
+    the path, in the directions that move the end most, which takes as many noises as dimensions.
+
+    No backward solve can escape. It costs d + 1 solves a Newton step, so in high dimension use
+    `rf.PullBack`. For each δ one way to reach x is counted; a model that folds space so that there are
+    several is estimated low (`Estimate.escaped` counts the paths for which none was found).
+
+    **Arguments:**
+
+    - `num_paths`: how many paths a point.
+    - `proposal`: `rf.Laplace()`, `rf.Prior()` or an `rf.Amortised(...)`.
+    - `start`: a point z₀ of shape `(d,)`, or one for each x, `(..., d)`. The law of the flow's base is
+      then not used: what is estimated is the transition density from z₀.
 
     ```python
     import jax, jax.numpy as jnp
@@ -36,67 +51,88 @@ class Endpoint(AbstractImportanceEstimator):
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
     estimate = flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=rf.Endpoint(num_paths=64))
     estimate.log_prob, estimate.standard_error
+    flow.log_prob(jnp.zeros(1), key=jax.random.key(0), estimator=rf.Endpoint(start=jnp.ones(1)))
     ```
     """
 
-    num_paths: int = eqx.field(static=True, default=64)
+    num_paths: int = eqx.field(static=True)
+    proposal: AbstractProposal
+    start: Array | None
 
-    def __check_init__(self):
-        check_positive("num_paths", self.num_paths)
+    def __init__(
+        self,
+        num_paths: int = 64,
+        proposal: AbstractProposal | None = None,
+        start: ArrayLike | None = None,
+    ):
+        self.num_paths = check_count("num_paths", num_paths)
+        self.proposal = Laplace() if proposal is None else proposal
+        self.start = None if start is None else jnp.asarray(start, float)
 
-    def log_weights(self, flow: StochasticFlow, x: Array, keys: PRNGKeyArray) -> Array:
-        latent = Latent(flow)
-        # A constant of the estimator: derivatives see Φ through the solution r alone.
-        mode = _constant(find_mode(_constant(latent), _constant(x)))
-        repeat = lambda a: jnp.repeat(a, self.num_paths, axis=0)
-        mode, points = jax.tree.map(repeat, mode), repeat(x)
-        noise = jax.vmap(lambda key: jax.random.normal(key, (self.num_paths, latent.size), x.dtype))(keys)
-        noise = jnp.reshape(noise, (-1, latent.size))
-        along = solve_gram(mode.jacobian, jnp.einsum("bij,bj->bi", mode.jacobian, noise))
-        delta = noise - jnp.einsum("bij,bi->bj", mode.jacobian, along)
-        weights = _log_weights(latent, points, mode, delta)
-        return jnp.reshape(weights, (x.shape[0], self.num_paths)).T
+    def starts(self, x: Array) -> Array | None:
+        if self.start is None:
+            return None
+        shape = self.start.shape
+        if not shape or shape[-1] != x.shape[-1]:
+            raise ValueError(f"start must have shape (..., {x.shape[-1]}) to match the flow, got {shape}")
+        return jnp.broadcast_to(self.start.astype(x.dtype), x.shape)
+
+    def rows(self, latent: Latent, target: Target, mode: Mode | None) -> Array:
+        if mode is not None:
+            return jnp.where(mode.reached[:, None, None], mode.rows, jnp.nan)
+        return jnp.broadcast_to(
+            endpoint_rows(latent, target), (len(target.x), latent.flow.dimension, latent.size)
+        )
+
+    def check(self, flow: StochasticFlow) -> None:
+        d, m = flow.dimension, flow.noise_dim
+        if m < d and not isinstance(self.proposal, Laplace):
+            raise ValueError(
+                f"Endpoint with {type(self.proposal).__name__} needs at least as many noises as dimensions, "
+                f"got a {d} x {m} diffusion; use rf.PullBack, or Endpoint with rf.Laplace"
+            )
+
+    def verify(self, law: AbstractLaw) -> AbstractLaw:
+        degenerate = jnp.any(jnp.isnan(law.rows))
+        if is_traced(degenerate):
+            rows = eqx.error_if(law.rows, degenerate, SINGULAR)
+            return eqx.tree_at(lambda a: a.rows, law, rows)
+        if bool(degenerate):
+            raise ValueError(SINGULAR)
+        return law
+
+    def log_joint(
+        self,
+        flow: StochasticFlow,
+        latent: Latent,
+        target: Target,
+        rows: Array,
+        delta: Array,
+        guess: Array,
+        keys: PRNGKeyArray,
+    ) -> Array:
+        del flow, keys
+        xi, matrix, solved = solve_end(latent, target, rows, delta, guess)
+        value = latent.log_prior(xi) - jnp.linalg.slogdet(matrix)[1]
+        return jnp.where(solved & jnp.isfinite(value), value, -jnp.inf)
 
 
-def _log_weights(latent: Latent, x: Array, mode: Mode, delta: Array) -> Array:
-    """One log-weight a row: `x` `(B, d)`, `delta` `(B, D)` in the complement of the row space."""
-    d = x.shape[1]
-    anchor, rows = mode.xi + delta, mode.jacobian
+def endpoint_rows(latent: Latent, target: Target) -> Array:
+    """Orthonormal rows `(1, d, D)`: the endpoint B(T), in the directions that move Z_T most.
 
-    def at(r: Array) -> Array:
-        return anchor + jnp.einsum("bij,bi->bj", rows, r)
-
-    def end_and_matrix(r: Array) -> tuple[Array, Array, Array]:
-        """Φ, its d × d derivative in r, and who escaped."""
-        end, tangent, escaped = jax.linearize(lambda s: latent.end(at(s)), r, has_aux=True)
-        columns = [tangent(jnp.broadcast_to(e, r.shape)) for e in jnp.eye(d, dtype=x.dtype)]
-        return end, jnp.stack(columns, axis=-1), escaped
-
-    def newton(_, r: Array) -> Array:
-        end, matrix, escaped = end_and_matrix(r)
-        change = _solve(matrix, x - end)
-        change = jnp.where(jnp.isfinite(change), change, 0)
-        return jnp.where(escaped[:, None], 0.5 * r, r + change)
-
-    # The search is a constant; one more step, differentiated with the matrix held fixed, gives the
-    # derivative of its solution (implicit function theorem).
-    fixed = jax.lax.stop_gradient
-    r = fixed(jax.lax.fori_loop(0, NEWTON_STEPS, newton, jnp.zeros_like(x)))
-    r = r + _solve(fixed(end_and_matrix(r)[1]), x - latent.end(at(r))[0])
-    end, matrix, escaped = end_and_matrix(r)
-    miss = jnp.max(jnp.abs(_solve(matrix, x - end)), axis=-1) / (1 + jnp.max(jnp.abs(r), axis=-1))
-    solved = fixed(~escaped & (miss < 100 * jnp.finfo(x.dtype).eps ** 0.75))
-    log_det = jnp.linalg.slogdet(matrix)[1]
-    log_gram = jnp.linalg.slogdet(jnp.einsum("bij,bkj->bik", rows, rows))[1]
-    log_proposal = -0.5 * jnp.sum(delta**2, -1) - 0.5 * (latent.size - d) * jnp.log(2 * jnp.pi)
-    value = latent.log_prior(at(r)) - log_det + 0.5 * log_gram - log_proposal
-    return jnp.where(solved & jnp.isfinite(value), value, -jnp.inf)
-
-
-def _constant(tree):
-    """A pytree, functions among its leaves, that derivatives do not see."""
-    return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_array(a) else a, tree)
-
-
-def _solve(matrix: Array, right: Array) -> Array:
-    return jnp.linalg.solve(matrix, right[..., None])[..., 0]
+    B(T) is the combination g = (∫eₖ)ₖ of the coefficients; of its m components the row space of
+    ∂Φ/∂B(T) at the middle path is taken. Any choice is valid, so one serves for all x.
+    """
+    flow = latent.flow
+    dtype = target.x.dtype
+    weights = flow.driver.integrals(jnp.ones((), dtype))
+    weights = weights / jnp.linalg.norm(weights)
+    middle = jnp.zeros((1, latent.size), dtype)
+    start = None if target.start is None else target.start[:1]
+    jacobian = end_and_jacobian(constant(latent), middle, start)[1][0]
+    blocks = jnp.reshape(jacobian[:, latent.start_size :], (flow.dimension, -1, flow.noise_dim))
+    push = jnp.einsum("ikj,k->ij", blocks, weights)
+    rows, _, reached = orthonormal(push[None])
+    rows = jnp.einsum("k,ij->ikj", weights, jnp.where(reached[0], rows[0], jnp.nan))
+    rows = jnp.reshape(rows, (flow.dimension, -1))
+    return jnp.pad(rows, ((0, 0), (latent.start_size, 0)))[None]

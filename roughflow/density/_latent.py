@@ -1,7 +1,7 @@
 """The flow as a map of standard normal numbers: Z_T = Φ(ξ), ξ = (whitened start, path coefficients).
 
-Everything random in Z_T is in ξ in R^D, D = d + nm, so p(x) is an integral over the surface Φ(ξ) = x.
-All functions take a batch, one ξ a row.
+Everything random in Z_T is in ξ in R^D, D = d + nm, or nm if the start is given, so p(x) is an integral
+over the surface Φ(ξ) = x. All functions take a batch, one ξ a row.
 """
 
 import equinox as eqx
@@ -9,53 +9,85 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..flow import NoDivergence, Normal, StochasticFlow
+from ..flow import NoDivergence, StochasticFlow, Whitened
 from ..sde import ExactCorrection
+
+
+class Target(eqx.Module):
+    """Where to end, `x` `(B, d)`, and where from: `start` `(B, d)`, or None for the law of the base."""
+
+    x: Array
+    start: Array | None
+
+    def repeat(self, count: int) -> "Target":
+        return jax.tree.map(lambda a: jnp.repeat(a, count, axis=0), self)
 
 
 class Latent(eqx.Module):
     """The map Φ of a flow, and the density of ξ.
 
-    A base that is not `rf.Normal` is whitened by the mean and spread of its own samples, and its true
-    density takes the place of the normal one.
+    A base that does not say how to make it from normal numbers is whitened by the mean and spread of
+    its own samples; either way its true density takes the place of the normal one.
     """
 
     flow: StochasticFlow
-    loc: Array
-    scale: Array
+    affine: tuple[Array, Array] | None
+    fixed_start: bool = eqx.field(static=True)
 
-    def __init__(self, flow: StochasticFlow):
-        base = flow.base
-        if isinstance(base, Normal):
-            self.loc, self.scale = base.loc, base.scale
-        else:
-            draws = jax.lax.stop_gradient(base.sample(key=jax.random.key(0), shape=(4096,)))
-            self.loc, self.scale = jnp.mean(draws, axis=0), jnp.std(draws, axis=0)
+    def __init__(self, flow: StochasticFlow, *, fixed_start: bool = False):
+        self.fixed_start = fixed_start
+        self.affine = None
+        if not fixed_start and not isinstance(flow.base, Whitened):
+            draws = jax.lax.stop_gradient(flow.base.sample(key=jax.random.key(0), shape=(4096,)))
+            self.affine = jnp.mean(draws, axis=0), jnp.std(draws, axis=0)
         # The end is all that is wanted of a solve, and it must be a function of ξ alone.
         plain = (NoDivergence(), ExactCorrection())
         self.flow = eqx.tree_at(lambda f: (f.divergence, f.correction), flow, plain)
 
     @property
-    def size(self) -> int:
-        return self.flow.dimension + self.flow.driver.num_functions * self.flow.noise_dim
+    def start_size(self) -> int:
+        return 0 if self.fixed_start else self.flow.dimension
 
-    def end(self, xi: Array) -> tuple[Array, Array]:
+    @property
+    def size(self) -> int:
+        return self.start_size + self.flow.driver.num_functions * self.flow.noise_dim
+
+    def coefficients(self, xi: Array) -> Array:
+        """The path's part of ξ, `(..., n, m)`."""
+        shape = (*xi.shape[:-1], self.flow.driver.num_functions, self.flow.noise_dim)
+        return jnp.reshape(xi[..., self.start_size :], shape)
+
+    def end(self, xi: Array, start: Array | None) -> tuple[Array, Array]:
         """Φ(ξ), shape `(B, d)`, and which samples escaped on the way."""
-        flow = self.flow
-        shape = (xi.shape[0], flow.driver.num_functions, flow.noise_dim)
-        coefficients = jnp.reshape(xi[:, flow.dimension :], shape)
-        path = flow.driver.path(coefficients, flow.t1)
-        outcome = flow.solve(self._start(xi), path, reverse=False)
+        path = self.flow.driver.path(self.coefficients(xi), self.flow.t1)
+        begin = jax.vmap(self._from_normal)(xi[:, : self.start_size]) if start is None else start
+        outcome = self.flow.solve(begin, path, reverse=False)
         return outcome.z, outcome.escaped
 
     def log_prior(self, xi: Array) -> Array:
         """The log-density of ξ, shape `(B,)`."""
-        d = self.flow.dimension
-        normal = jax.scipy.stats.norm.logpdf(xi)
-        if isinstance(self.flow.base, Normal):
-            return jnp.sum(normal, axis=-1)
-        log_base = jax.vmap(self.flow.base.log_prob)(self._start(xi)) + jnp.sum(jnp.log(self.scale))
-        return log_base + jnp.sum(normal[:, d:], axis=-1)
+        log_path = jnp.sum(jax.scipy.stats.norm.logpdf(xi[:, self.start_size :]), axis=-1)
+        return (
+            log_path if self.fixed_start else log_path + jax.vmap(self._log_start)(xi[:, : self.start_size])
+        )
 
-    def _start(self, xi: Array) -> Array:
-        return self.loc[None] + self.scale[None] * xi[:, : self.flow.dimension]
+    def _from_normal(self, u: Array) -> Array:
+        if self.affine is None:
+            return self.flow.base.from_normal(u)
+        return self.affine[0] + self.affine[1] * u
+
+    def _log_start(self, u: Array) -> Array:
+        """log p₀(z₀) + log |∂z₀/∂u|."""
+        log_det = jnp.linalg.slogdet(jax.jacfwd(self._from_normal)(u))[1]
+        return self.flow.base.log_prob(self._from_normal(u)) + log_det
+
+    def refine(self, noise: Array, more: Array) -> Array:
+        """Numbers for twice the functions, `(..., d + 2nm)`, that share what this ξ has."""
+        start, path = noise[..., : self.start_size], self.coefficients(noise)
+        finer = self.flow.driver.refine(path, jnp.reshape(more, path.shape))
+        return jnp.concatenate([start, jnp.reshape(finer, (*noise.shape[:-1], -1))], axis=-1)
+
+
+def constant(tree):
+    """A pytree, functions among its leaves, that derivatives do not see."""
+    return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_array(a) else a, tree)

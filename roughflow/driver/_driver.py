@@ -77,6 +77,18 @@ class AbstractDriver(eqx.Module):
         size = (*shape, self.num_functions, noise_dim)
         return Path(self, jax.random.normal(check_key(key), size), t1)
 
+    def refined(self) -> "AbstractDriver":
+        """This driver with twice the functions, to see what the finite number of them leaves out."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how to double its functions")
+
+    def refine(self, coefficients: Array, more: Array) -> Array:
+        """Coefficients `(..., 2n, m)` of a path of `refined()` that projects on `coefficients`.
+
+        `more`, like `coefficients` of shape `(..., n, m)`, holds the fresh standard normal numbers.
+        This is for a driver whose refinement adds functions to those it has.
+        """
+        return jnp.concatenate([coefficients, more], axis=-2)
+
     def log_prob(self, coefficients: Array) -> Array:
         """Log-density of coefficients of shape `(..., n, m)`: independent standard normals."""
         return jnp.sum(jax.scipy.stats.norm.logpdf(coefficients), axis=(-2, -1))

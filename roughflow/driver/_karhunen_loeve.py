@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._checks import check_count
 from ._driver import AbstractDriver
 
 SQRT2 = 2.0**0.5
@@ -27,9 +28,7 @@ class KarhunenLoeve(AbstractDriver):
     num_functions: int = eqx.field(static=True)
 
     def __init__(self, num_functions: int):
-        if not isinstance(num_functions, int | np.integer) or num_functions < 1:
-            raise ValueError(f"num_functions must be a positive whole number, got {num_functions}")
-        self.num_functions = int(num_functions)
+        self.num_functions = check_count("num_functions", num_functions)
 
     def integrals(self, s: Array) -> Array:
         s = jnp.asarray(s)
@@ -43,6 +42,9 @@ class KarhunenLoeve(AbstractDriver):
         waves = jnp.cos(jnp.tensordot(s, angle, 0))
         basis = jnp.concatenate([jnp.ones_like(s)[..., None], SQRT2 * waves], axis=-1)
         return jnp.einsum("...n,...nm->...m", basis, coefficients)
+
+    def refined(self) -> "KarhunenLoeve":
+        return KarhunenLoeve(2 * self.num_functions)
 
     @property
     def jumps(self) -> np.ndarray:

@@ -61,6 +61,15 @@ class PiecewiseLinear(AbstractDriver):
         root = jnp.sqrt(width[piece])
         return chosen / (root[..., None] if root.ndim else root)
 
+    def refined(self) -> "PiecewiseLinear":
+        knots = np.asarray(self.knots)
+        return PiecewiseLinear(np.sort(np.concatenate([knots, (knots[:-1] + knots[1:]) / 2])))
+
+    def refine(self, coefficients: Array, more: Array) -> Array:
+        # Each interval is halved: the mean of the two slopes is the old one, their difference is new.
+        halves = jnp.stack([coefficients + more, coefficients - more], axis=-2) / 2**0.5
+        return jnp.reshape(halves, (*more.shape[:-2], 2 * self.num_functions, more.shape[-1]))
+
     @property
     def jumps(self) -> np.ndarray:
         return np.asarray(self.knots[1:-1])

@@ -1,7 +1,7 @@
 """Stage 3, the random ODE as a flow: divergence, integration, conditional density, sampling."""
 
 from ._adaptive import Adaptive as Adaptive
-from ._base import Normal as Normal
+from ._base import Normal as Normal, Whitened as Whitened
 from ._divergence import (
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
@@ -16,7 +16,7 @@ from ._fixed_grid import FixedGrid as FixedGrid
 from ._flow import StochasticFlow as StochasticFlow
 from ._gradient import Backpropagation as Backpropagation, ConstantMemory as ConstantMemory
 from ._integrator import AbstractIntegrator as AbstractIntegrator
-from ._outcome import Outcome as Outcome
+from ._outcome import Outcome as Outcome, one_line_errors as one_line_errors
 from ._runge_kutta import RK4 as RK4, RK6 as RK6
 from ._simulate import (
     AbstractScheme as AbstractScheme,

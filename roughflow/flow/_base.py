@@ -20,6 +20,18 @@ class Base(Protocol):
     def log_prob(self, z: Array) -> Array: ...
 
 
+@runtime_checkable
+class Whitened(Base, Protocol):
+    """A base that says how to make one of its points from standard normal numbers u of shape `(d,)`.
+
+    Any smooth one-to-one map onto the base's support will do, `log_prob` remains the law; the closer the map
+    takes normal numbers to the base's law, the better. A base on a part of space needs it, so that
+    searches for a start stay there.
+    """
+
+    def from_normal(self, u: Array) -> Array: ...
+
+
 class Normal(eqx.Module):
     """Independent normals with trainable mean and positive scale.
 
@@ -58,6 +70,9 @@ class Normal(eqx.Module):
         noise = jax.random.normal(check_key(key), (*shape, self.loc.size), self.loc.dtype)
         lead = range(len(shape))
         return jnp.expand_dims(self.loc, lead) + jnp.expand_dims(self.scale, lead) * noise
+
+    def from_normal(self, u: Array) -> Array:
+        return self.loc + self.scale * u
 
     def log_prob(self, z: Array) -> Array:
         """Log-density at `z` of shape `(..., d)`."""

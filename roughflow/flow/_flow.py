@@ -133,18 +133,36 @@ class StochasticFlow(eqx.Module):
         """log p(x | path), Algorithm 1: one solve backwards from the end of the path.
 
         `x` has shape `(..., d)` and the path coefficients `(..., n, m)`; batch axes broadcast. With
-        `t1`, the density at that earlier time along the same path, one for all or one a sample. `key`
-        is needed only by a divergence or correction that draws random numbers.
+        `t1`, the density at that earlier time along the same path, one for all or one a sample. `key`,
+        one for all or one a sample, is needed only by a divergence or correction that draws random
+        numbers.
         """
         z, log_change = self.pull_back(x, path, t1=t1, key=key)
         log_base = _over_batch(self.base.log_prob, z)
         # An escaped sample keeps a finite z, so no NaN can come back through this `where`.
         return jnp.where(jnp.isneginf(log_change), -jnp.inf, log_base + log_change)
 
-    def estimate(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Any:
+    def estimate(
+        self,
+        x: Array,
+        *,
+        key: PRNGKeyArray,
+        estimator: AbstractEstimator | None = None,
+        tolerance: float | None = None,
+        max_paths: int = 2**16,
+        truncation: bool = False,
+    ) -> Any:
         """log p(x) = log E p(x | path), with error bars: an `rf.Estimate`.
 
-        `x` has shape `(..., d)`. `estimator` is `rf.Endpoint(num_paths=64)` unless given.
+        **Arguments:**
+
+        - `x`: points, shape `(..., d)`.
+        - `estimator`: if none is given, `rf.Endpoint()`; with a random divergence, the sign of a high
+          dimension, `rf.PullBack(64, rf.Laplace())`; without noise one pull-back, which is exact.
+        - `tolerance`: add paths to each point until its standard error is below this, or `max_paths`
+          are spent; `warning` says if they were.
+        - `truncation`: also estimate what the driver's finite number of functions leaves out, at about
+          three times the cost.
 
         ```python
         import jax, jax.numpy as jnp
@@ -156,8 +174,10 @@ class StochasticFlow(eqx.Module):
         estimate.log_prob, estimate.standard_error, estimate.effective_paths
         ```
         """
-        estimator = default_estimator() if estimator is None else estimator
-        return estimator.estimate(self, x, key=key)
+        estimator = default_estimator(self) if estimator is None else estimator
+        return estimator.estimate(
+            self, x, key=key, tolerance=tolerance, max_paths=max_paths, truncation=truncation
+        )
 
     def log_prob(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Array:
         """log p(x), shape `(...)`: the value of `estimate` without its error bars."""
@@ -259,6 +279,8 @@ class StochasticFlow(eqx.Module):
             t1 = jnp.asarray(t1, dtype)
             t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,)) if t1.ndim else t1
             fraction = t1 / path.t1
+        if key is not None and key.ndim:
+            key = jnp.reshape(jnp.broadcast_to(key, batch), (flat,))
         # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.
         nan = jnp.any(jnp.isnan(points), axis=-1)
         points = jnp.where(nan[:, None], 0, points).astype(dtype)
@@ -295,7 +317,7 @@ class StochasticFlow(eqx.Module):
         check_finite(name, z)
         check_finite("path coefficients", path.coefficients)
         if key is not None:
-            check_key(key)
+            check_key(key, many=True)
 
 
 @eqx.filter_jit
@@ -307,7 +329,7 @@ def _integrate(
     key: PRNGKeyArray | None,
     reverse: bool,
 ) -> Outcome:
-    keys = (None, None) if key is None else jax.random.split(key)
+    keys = (None, None) if key is None else _split(key)
     batch = z.shape[:1]
     field = Field(
         sde=with_explicit_parameters(flow.sde, z[0]),
@@ -315,7 +337,7 @@ def _integrate(
         divergence=flow.divergence,
         path=path,
         signs=_signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dim),
-        probes=flow.divergence.draw(keys[1], batch, flow.dimension),
+        probes=_draw(flow.divergence, keys[1], batch, flow.dimension),
         safe=flow.base.sample(key=jax.random.key(0)).astype(z.dtype),
         escape_rate=flow.integrator.escape_rate,
     )
@@ -326,7 +348,20 @@ def _signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_d
     """Random signs for the correction; a Stratonovich SDE has no use for any."""
     if isinstance(sde, StratonovichSDE):
         return None
-    return correction.draw(key, batch, noise_dim)
+    return _draw(correction, key, batch, noise_dim)
+
+
+def _split(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """Two keys from one, or two arrays of keys from an array."""
+    keys = jax.vmap(jax.random.split)(key) if key.ndim else jax.random.split(key)
+    return keys[..., 0], keys[..., 1]
+
+
+def _draw(source: AbstractDivergence | AbstractCorrection, key, batch, size: int) -> Array | None:
+    """Random numbers for a batch from one key, or for each sample from its own."""
+    if key is None or not key.ndim:
+        return source.draw(key, batch, size)
+    return jax.vmap(lambda one: source.draw(one, (), size))(key)
 
 
 def _over_batch(function: Callable[[Array], Array], z: Array) -> Array:

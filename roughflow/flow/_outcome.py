@@ -1,5 +1,7 @@
 """What became of a solve: failure is a value, with a reason, until somebody asks to raise it."""
 
+import contextlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,18 @@ def raise_failures(outcome: Outcome, sde: AbstractSDE, path: Path) -> Outcome:
     return outcome
 
 
+@contextlib.contextmanager
+def one_line_errors():
+    """Turn the run-time errors of a jitted solve, pages long, into ours; for jits the user did not write."""
+    try:
+        yield
+    except eqx.EquinoxRuntimeError as error:
+        for message, kind in ((_steps_message(), OutOfStepsError), (_traced_message(), NonFiniteError)):
+            if message in str(error):
+                raise kind(message) from None
+        raise
+
+
 def _steps_message() -> str:
     return (
         "the adaptive solve ran out of steps: raise max_steps, loosen rtol and atol, set per_sample=True "
@@ -69,7 +83,7 @@ def _steps_message() -> str:
 def _traced_message() -> str:
     return (
         "drift or diffusion, or a derivative of one, is not finite along the path: "
-        "call outside jax.jit to see which, when and where"
+        "call log_prob_given_path outside jax.jit to see which, when and where"
     )
 
 

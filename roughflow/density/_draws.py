@@ -1,0 +1,103 @@
+"""Standard normal numbers for paths: independent, in pairs of opposites, or evenly spread."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+from scipy.stats import qmc
+
+from .._checks import check_count
+
+
+class AbstractDraws(eqx.Module):
+    """How the random numbers of `num_paths` paths are drawn.
+
+    Numbers belong to a key and to a path's place in the sequence, so that paths can be drawn in any
+    chunks, and more of them later. Paths come in groups that are independent of one another.
+    """
+
+    @abc.abstractmethod
+    def group(self, num_paths: int) -> int:
+        """How many paths make an independent group; raises if `num_paths` is not whole groups."""
+
+    @abc.abstractmethod
+    def normal(self, key: PRNGKeyArray, places: Array, group: int, size: int, dtype: np.dtype) -> Array:
+        """Numbers `(k, size)` for the paths at `places` `(k,)`."""
+
+
+class Independent(AbstractDraws):
+    """Plain Monte Carlo.
+
+    ```python
+    import roughflow as rf
+
+    estimator = rf.PullBack(num_paths=1000, proposal=rf.Prior(rf.Independent()))
+    ```
+    """
+
+    def group(self, num_paths: int) -> int:
+        del num_paths
+        return 1
+
+    def normal(self, key: PRNGKeyArray, places: Array, group: int, size: int, dtype: np.dtype) -> Array:
+        del group
+        return jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i), (size,), dtype))(places)
+
+
+class Antithetic(AbstractDraws):
+    """Paths in pairs, one the other's mirror image: what is odd in the noise cancels.
+
+    ```python
+    import roughflow as rf
+
+    estimator = rf.PullBack(num_paths=1000, proposal=rf.Prior(rf.Antithetic()))
+    ```
+    """
+
+    def group(self, num_paths: int) -> int:
+        if num_paths % 2:
+            raise ValueError(f"num_paths must be even for antithetic paths, got {num_paths}")
+        return 2
+
+    def normal(self, key: PRNGKeyArray, places: Array, group: int, size: int, dtype: np.dtype) -> Array:
+        half = Independent().normal(key, places // 2, 1, size, dtype)
+        return jnp.where((places % 2 == 0)[:, None], half, -half)
+
+
+class Sobol(AbstractDraws):
+    """Randomised quasi-Monte Carlo: a scrambled Sobol' sequence with random digital shifts.
+
+    The paths fall into `replicates` independent shifts of one point set, and the standard error comes
+    from the spread between them. `num_paths` is `replicates` times a power of two.
+
+    ```python
+    import roughflow as rf
+
+    estimator = rf.PullBack(num_paths=1024, proposal=rf.Prior(rf.Sobol()))
+    ```
+    """
+
+    replicates: int = eqx.field(static=True, default=8)
+
+    def __check_init__(self):
+        if check_count("replicates", self.replicates) < 2:
+            raise ValueError("replicates must be at least 2: their spread is the standard error")
+
+    def group(self, num_paths: int) -> int:
+        each, rest = divmod(num_paths, self.replicates)
+        if rest or each & (each - 1) or not each:
+            raise ValueError(f"num_paths must be {self.replicates} times a power of two, got {num_paths}")
+        return each
+
+    def normal(self, key: PRNGKeyArray, places: Array, group: int, size: int, dtype: np.dtype) -> Array:
+        points = qmc.Sobol(size, scramble=True, rng=np.random.default_rng(0)).random(group)
+        bits = jnp.asarray((points * 2.0**32).astype(np.uint32))
+        bits_of = lambda g: jax.random.bits(jax.random.fold_in(key, g), (size,), "uint32")
+        shift = jax.vmap(bits_of)(places // group)
+        # As many bits as the type holds, and half a unit up: never 0 or 1.
+        kept = min(32, jnp.finfo(dtype).nmant)
+        shifted = (bits[places % group] ^ shift) >> (32 - kept)
+        return jax.scipy.special.ndtri((shifted.astype(dtype) + 0.5) / 2.0**kept)
