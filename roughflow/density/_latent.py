@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..flow import NoDivergence, StochasticFlow, Whitened
-from ..sde import ExactCorrection
+from ..sde import ExactCorrection, with_explicit_parameters
 
 
 class Target(eqx.Module):
@@ -41,8 +41,11 @@ class Latent(eqx.Module):
             draws = jax.lax.stop_gradient(flow.base.sample(key=jax.random.key(0), shape=(4096,)))
             self.affine = jnp.mean(draws, axis=0), jnp.std(draws, axis=0)
         # The end is all that is wanted of a solve, and it must be a function of ξ alone.
-        plain = (NoDivergence(), ExactCorrection())
-        self.flow = eqx.tree_at(lambda f: (f.divergence, f.correction), flow, plain)
+        # Parameters that functions close over are brought to light, for `constant` to find.
+        point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
+        sde = with_explicit_parameters(flow.sde, jnp.zeros(point.shape, point.dtype))
+        plain = (NoDivergence(), ExactCorrection(), sde)
+        self.flow = eqx.tree_at(lambda f: (f.divergence, f.correction, f.sde), flow, plain)
 
     @property
     def start_size(self) -> int:

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from ._latent import Latent, Target, constant
 
-STEPS = 16
+STEPS = 10
 SHORTEST = 0.05  # a step cut below this has failed
 
 

@@ -43,7 +43,9 @@ class Sampler:
         self.batch = x.shape[:-1]
         flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
         self.estimator, self.flow, self.coarse = estimator, flow, coarse
-        self.target = jax.tree.map(flat, Target(x.astype(jnp.result_type(x, float)), start))
+        base = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
+        to_dtype = lambda a: flat(a).astype(jnp.result_type(x, base))
+        self.target = jax.tree.map(to_dtype, Target(x, start))
         # Random numbers belong to a point's place in x, so that chunks do not change them.
         self.keys = jax.random.split(check_key(key), math.prod(self.batch))
         self.group = estimator.proposal.draws.group(estimator.num_paths)
