@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_finite, check_key, check_vector, is_traced
+from .._checks import NonFiniteError, check_finite, check_key, check_vector, is_traced
 from ..driver import AbstractDriver
 from ..flow import StochasticFlow, one_line_errors
 from ._chart import AbstractChart
@@ -38,6 +38,8 @@ class Sampler:
         x = jnp.asarray(x)
         check_vector("x", x, flow.dimension)
         check_finite("x", x)
+        if not x.size:
+            raise ValueError(f"x holds no points, its shape is {x.shape}")
         estimator.check(flow)
         start = estimator.starts(x)
         self.batch = x.shape[:-1]
@@ -78,8 +80,7 @@ class Sampler:
 
     def _law(self, rows: np.ndarray) -> AbstractLaw:
         padded = self._padded(rows)
-        with one_line_errors():
-            law = _law(self.estimator, self.flow, _take(self.target, padded), self.keys[padded])
+        law = self._run(_law, self.estimator, self.flow, _take(self.target, padded), self.keys[padded])
         return jax.tree.map(lambda a: a[: len(rows)], law)
 
     def _weights(self, rows: np.ndarray, places: np.ndarray, count: int) -> Array:
@@ -87,9 +88,20 @@ class Sampler:
         target, law = _take(self.target, padded), _take(self.law, padded)
         first = jnp.asarray(self._padded(places))
         setting = (self.estimator, self.flow, self.coarse)
-        with one_line_errors():
-            weights = _weights(*setting, target, law, self.keys[padded], first, count, self.group)
+        weights = self._run(_weights, *setting, target, law, self.keys[padded], first, count, self.group)
         return weights[: len(rows)]
+
+    def _run(self, function, *arguments):
+        """Call a jitted function; if the model is not finite, solve again where errors can name the part."""
+        try:
+            with one_line_errors():
+                return function(*arguments)
+        except NonFiniteError:
+            paths = self.flow.sample_path(key=jax.random.key(0), shape=(64, 1))
+            key = jax.random.key(1)
+            self.flow.pull_back(self.target.x[:64], paths, key=key)
+            self.flow.push_forward(self.flow.base.sample(key=key, shape=(64,)), paths, key=key)
+            raise
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """The rows, repeated up to a power of two: few shapes, so few compilations."""

@@ -280,7 +280,12 @@ class StochasticFlow(eqx.Module):
             t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,)) if t1.ndim else t1
             fraction = t1 / path.t1
         if key is not None and key.ndim:
-            key = jnp.reshape(jnp.broadcast_to(key, batch), (flat,))
+            if key.shape != batch:
+                raise TypeError(
+                    f"key must be a single key, got an array of keys of shape {key.shape}; one key for each "
+                    f"sample would have shape {batch}"
+                )
+            key = jnp.reshape(key, (flat,))
         # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.
         nan = jnp.any(jnp.isnan(points), axis=-1)
         points = jnp.where(nan[:, None], 0, points).astype(dtype)
