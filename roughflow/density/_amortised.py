@@ -12,6 +12,7 @@ from ..flow import StochasticFlow
 from ..sde import MLP
 from ._draws import AbstractDraws, Independent
 from ._latent import Latent, Target, constant
+from ._linear import log_abs_det, solve
 from ._proposal import AbstractLaw, AbstractProposal, Rows, along, free_part, log_normal, spread
 
 
@@ -93,8 +94,8 @@ class DiagonalLaw(AbstractLaw):
         weighted = offset * precision[:, None]
         cross = jnp.swapaxes(along(self.rows, weighted), 1, 2)
         squares = jnp.sum(offset * weighted, axis=-1)
-        squares = squares - jnp.sum(cross * jnp.linalg.solve(gram, cross), axis=1)
-        log_det = 2 * jnp.sum(self.log_scale, axis=-1) + jnp.linalg.slogdet(gram)[1]
+        squares = squares - jnp.sum(cross * solve(gram, cross), axis=1)
+        log_det = 2 * jnp.sum(self.log_scale, axis=-1) + log_abs_det(gram)
         return log_normal(squares, self.rows.shape[2] - self.rows.shape[1]) - 0.5 * log_det[:, None]
 
     def guess(self, delta: Array) -> Array:

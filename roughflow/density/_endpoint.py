@@ -9,6 +9,7 @@ from ..flow import StochasticFlow
 from ._estimator import AbstractImportanceEstimator
 from ._laplace import Laplace
 from ._latent import Latent, Target, constant
+from ._linear import log_abs_det
 from ._mode import Mode, end_and_jacobian, orthonormal
 from ._newton import solve_end
 from ._proposal import AbstractLaw, AbstractProposal
@@ -113,7 +114,7 @@ class Endpoint(AbstractImportanceEstimator):
     ) -> Array:
         del flow, keys
         xi, matrix, solved = solve_end(latent, target, rows, delta, guess)
-        value = latent.log_prior(xi) - jnp.linalg.slogdet(matrix)[1]
+        value = latent.log_prior(xi) - log_abs_det(matrix)
         return jnp.where(solved & jnp.isfinite(value), value, -jnp.inf)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_count
 from ._draws import AbstractDraws, Independent
 from ._latent import Latent, Target, constant
+from ._linear import log_abs_det, solve
 from ._mode import find_mode
 from ._proposal import SPARE, AbstractLaw, AbstractProposal, Rows, along, free_part, log_normal, spread
 
@@ -111,5 +112,5 @@ class TangentLaw(AbstractLaw):
         """The t that is seen as δ, and log |det NRᵀ|."""
         offset = delta - free_part(self.rows, self.centre[:, None])
         angles = jnp.einsum("bij,bkj->bik", self.normal, self.rows)
-        turn = jnp.linalg.solve(angles, jnp.swapaxes(along(self.normal, offset), 1, 2))
-        return offset - spread(self.rows, jnp.swapaxes(turn, 1, 2)), jnp.linalg.slogdet(angles)[1]
+        turn = solve(angles, jnp.swapaxes(along(self.normal, offset), 1, 2))
+        return offset - spread(self.rows, jnp.swapaxes(turn, 1, 2)), log_abs_det(angles)

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from ..flow import NoDivergence, StochasticFlow, Whitened
 from ..sde import ExactCorrection, with_explicit_parameters
+from ._linear import log_abs_det
 
 
 class Target(eqx.Module):
@@ -69,20 +70,18 @@ class Latent(eqx.Module):
 
     def log_prior(self, xi: Array) -> Array:
         """The log-density of ξ, shape `(B,)`."""
-        log_path = jnp.sum(jax.scipy.stats.norm.logpdf(xi[:, self.start_size :]), axis=-1)
-        return (
-            log_path if self.fixed_start else log_path + jax.vmap(self._log_start)(xi[:, : self.start_size])
-        )
+        start, path = jnp.split(xi, [self.start_size], axis=1)
+        log_path = jnp.sum(jax.scipy.stats.norm.logpdf(path), axis=-1)
+        if self.fixed_start:
+            return log_path
+        # log p₀(z₀) + log |∂z₀/∂u|
+        log_base = jax.vmap(lambda u: self.flow.base.log_prob(self._from_normal(u)))(start)
+        return log_path + log_base + log_abs_det(jax.vmap(jax.jacfwd(self._from_normal))(start))
 
     def _from_normal(self, u: Array) -> Array:
         if self.affine is None:
             return self.flow.base.from_normal(u)
         return self.affine[0] + self.affine[1] * u
-
-    def _log_start(self, u: Array) -> Array:
-        """log p₀(z₀) + log |∂z₀/∂u|."""
-        log_det = jnp.linalg.slogdet(jax.jacfwd(self._from_normal)(u))[1]
-        return self.flow.base.log_prob(self._from_normal(u)) + log_det
 
     def refine(self, noise: Array, more: Array) -> Array:
         """Numbers for twice the functions, `(..., d + 2nm)`, that share what this ξ has."""

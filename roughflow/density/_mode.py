@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from ._latent import Latent, Target
+from ._linear import solve
 
 ITERATIONS = 20
 LENGTHS = (1.0, 0.5, 0.2, 0.05)  # of the step, tried at each iteration
@@ -108,4 +109,4 @@ def solve_gram(jacobian: Array, right: Array) -> Array:
     gram = jnp.einsum("bij,bkj->bik", jacobian, jacobian)
     size = jnp.trace(gram, axis1=1, axis2=2)[:, None, None]
     ridge = jnp.finfo(gram.dtype).eps * (size + 1e-30) * jnp.eye(gram.shape[1], dtype=gram.dtype)[None]
-    return jnp.linalg.solve(gram + ridge, right[..., None])[..., 0]
+    return solve(gram + ridge, right[..., None])[..., 0]

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._latent import Latent, Target, constant
+from ._linear import solve
 
-STEPS = 10
+STEPS = 8
 SHORTEST = 0.05  # a step cut below this has failed
 
 
@@ -85,4 +86,4 @@ def _end_and_matrix(latent: Latent, target: Target, rows: Array, xi: Array) -> t
 
 
 def _solve(matrix: Array, right: Array) -> Array:
-    return jnp.linalg.solve(matrix, right[..., None])[..., 0]
+    return solve(matrix, right[..., None])[..., 0]
