@@ -1,12 +1,18 @@
 """SDEs with known answers, each in Itô and in Stratonovich form. The two are written out by hand, so that
 neither is derived from the other by the code under test."""
 
+import math
 from dataclasses import dataclass
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import linalg, stats
 
 import roughflow as rf
+from roughflow.density._estimate import from_log_weights
+from roughflow.density._sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -128,3 +134,105 @@ def nonlinear_3d():
 
 
 PROBLEMS = [ou_1d(), ou_4d(), brownian_with_drift(), gbm_1d(), gbm_2d(), nonlinear_3d()]
+
+
+# -------------------------------------------------------------------------- linear laws, in closed form
+
+
+class LogNormal(eqx.Module):
+    """exp N(loc, scale²), a base on half of space; or there the gamma law with this shape and scale."""
+
+    loc: jax.Array
+    scale: jax.Array
+    gamma: tuple[float, float] | None = eqx.field(static=True, default=None)
+
+    def from_normal(self, u):
+        return jnp.exp(self.loc + self.scale * u)
+
+    def sample(self, *, key, shape=()):
+        flat = jax.vmap(self.from_normal)(jax.random.normal(key, (math.prod(shape), 1)))
+        return jnp.reshape(flat, (*shape, 1))
+
+    def log_prob(self, z):
+        inside = jnp.where(z > 0, z, 1)
+        if self.gamma is None:
+            value = jax.scipy.stats.norm.logpdf(jnp.log(inside), self.loc, self.scale) - jnp.log(inside)
+        else:
+            value = jax.scipy.stats.gamma.logpdf(inside, self.gamma[0], scale=self.gamma[1])
+        return jnp.sum(jnp.where(z > 0, value, -jnp.inf))
+
+
+class Linear(eqx.Module):
+    matrix: jax.Array
+
+    def __call__(self, t, z):
+        return self.matrix @ z
+
+
+THREE = rf.KarhunenLoeve(3)
+
+
+def linear(drift, noise, base, driver=THREE, t1=1.0):
+    """dZ = A Z dt + S dB, solved to 1e-9. Its numbers are arrays: all of a shape share their compilations."""
+    sde = rf.ItoSDE(Linear(jnp.asarray(drift)), rf.ConstantDiffusion(noise))
+    return rf.StochasticFlow(sde, base, t1, driver, integrator=rf.FixedGrid(rf.RK4(), steps=64))
+
+
+def linear_law(drift, noise, mean, covariance, driver=None, t1=1.0):
+    """The law of Z at t1, driven by a smooth `driver` or, without one, by Brownian motion.
+
+    Z_T = e^{AT} Z₀ + ∫ e^{A(T−t)} S Ḃ dt is linear in the path's coefficients; integrals by Gauss's rule.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(40)
+    s, weights = (nodes + 1) / 2, weights * t1 / 2
+    push = np.stack([linalg.expm(t1 * (1 - u) * drift) @ noise for u in s])
+    if driver is None:
+        added = np.einsum("t,tij,tkj->ik", weights, push, push)
+    else:
+        basis = jax.vmap(lambda u: driver.slope(u, jnp.eye(driver.num_functions)))(jnp.asarray(s))
+        moved = np.einsum("t,tn,tij->inj", weights, basis / t1**0.5, push)
+        added = np.einsum("inj,knj->ik", moved, moved)
+    grow = linalg.expm(t1 * np.asarray(drift))
+    return stats.multivariate_normal(grow @ mean, grow @ covariance @ grow.T + added)
+
+
+def ou(rate=1.0, noise=1.2, mean=1.0, scale=0.5, driver=THREE):
+    """dZ = −rate Z dt + noise dB in one dimension, from N(mean, scale²)."""
+    base = rf.Normal(jnp.reshape(jnp.asarray(mean), (1,)), scale)
+    return linear(jnp.reshape(-rate, (1, 1)), jnp.reshape(noise, (1, 1)), base, driver)
+
+
+def ou_law(rate=1.0, noise=1.2, mean=1.0, scale=0.5, driver=None):
+    return linear_law(
+        np.array([[-rate]]), np.array([[noise]]), np.array([mean]), np.eye(1) * scale**2, driver
+    )
+
+
+def shaken(proposal, key, size=0.1):
+    """An amortised proposal with numbers for weights, as if something had trained it."""
+    leaves, structure = jax.tree.flatten(proposal)
+    keys = jax.random.split(key, len(leaves))
+    leaves = [a + size * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+AMORTISED = rf.Amortised(ou(), width=4, depth=1, key=jax.random.key(1))
+SHAKEN = shaken(AMORTISED, jax.random.key(2))
+# Each with the largest standard error it may have where `ou()` has most of its mass.
+ESTIMATORS = {
+    "PullBack-Prior": (rf.PullBack(1000), 0.3),
+    "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 1e-6),
+    "PullBack-Amortised": (rf.PullBack(1000, AMORTISED), 0.3),
+    "PullBack-Amortised-shaken": (rf.PullBack(1000, SHAKEN), 0.3),
+    "Endpoint-Prior": (rf.Endpoint(128, rf.Prior()), 0.3),
+    "Endpoint-Laplace": (rf.Endpoint(16), 1e-6),
+    "Endpoint-Amortised": (rf.Endpoint(128, AMORTISED), 0.3),
+    "Endpoint-Amortised-shaken": (rf.Endpoint(128, SHAKEN), 0.3),
+}
+
+
+def widened(estimator, flow, x, key):
+    """The estimate as if the weights of every point had asked for the wide law."""
+    sampler = Sampler(estimator, flow, x, key)
+    sampler.widen(jnp.ones(len(x), bool))
+    return from_log_weights(sampler.all_log_weights().T, sampler.group, sampler.law.fell_back)

@@ -12,6 +12,7 @@ import roughflow as rf
 
 DRIVERS = {
     "Karhunen-Loeve": rf.KarhunenLoeve(6),
+    "Legendre": rf.Legendre(5),
     "uniform": rf.PiecewiseLinear(5),
     "grid": rf.PiecewiseLinear([0.0, 0.1, 0.4, 1.0]),
 }
@@ -55,7 +56,7 @@ def test_path_starts_at_zero_and_has_its_derivative(driver, horizon, key):
 
 @every_driver
 def test_path_is_the_sum_it_is_documented_to_be(driver):
-    """B = ω₀ t/√T + Σ ωₖ √(2T) sin(kπt/T)/(kπ), or ω_k √Δ_k gained over the k-th interval."""
+    """B = ω₀ t/√T + Σ ωₖ √(2T) sin(kπt/T)/(kπ), or √T Σ ωₖ √(2k+1) ∫Pₖ, or ω_k √Δ_k gained on interval k."""
     horizon, n = 2.5, driver.num_functions
     weights = np.arange(1.0, n + 1) * (-1) ** np.arange(n)
     path = driver.path(weights[:, None], horizon)
@@ -64,6 +65,10 @@ def test_path_is_the_sum_it_is_documented_to_be(driver):
         k = np.arange(1, n)
         waves = np.sqrt(2 * horizon) * np.sin(np.pi * np.outer(t, k) / horizon) / (np.pi * k)
         expected = weights[0] * t / np.sqrt(horizon) + waves @ weights[1:]
+    elif isinstance(driver, rf.Legendre):
+        t = horizon * np.array([0.2, 0.6, 1.0])
+        basis = [np.polynomial.Legendre.basis(k, [0, 1]).integ(lbnd=0)(t / horizon) for k in range(n)]
+        expected = np.sqrt(horizon) * (weights * np.sqrt(2 * np.arange(n) + 1)) @ np.stack(basis)
     else:
         t = horizon * np.asarray(driver.knots)[1:]
         expected = np.cumsum(weights * np.sqrt(np.diff(t, prepend=0.0)))
@@ -135,10 +140,13 @@ def test_path_is_a_control_for_diffrax(driver, key):
 
 @every_driver
 def test_functions_are_orthonormal(driver):
-    n, cells = driver.num_functions, 1000
-    middles = (jnp.arange(cells) + 0.5) / cells
-    basis = jax.vmap(lambda s: driver.slope(s, jnp.eye(n)))(middles)
-    np.testing.assert_allclose(basis.T @ basis / cells, np.eye(n), atol=1e-10)
+    """By Gauss's rule in each of a hundred cells, whose borders the jumps are among."""
+    n, cells = driver.num_functions, 100
+    nodes, weights = np.polynomial.legendre.leggauss(6)
+    places = jnp.ravel((jnp.arange(cells)[:, None] + (nodes[None] + 1) / 2) / cells)
+    basis = jax.vmap(lambda s: driver.slope(s, jnp.eye(n)))(places)
+    products = jnp.einsum("ij,ik,i->jk", basis, basis, jnp.tile(weights / 2, cells)) / cells
+    np.testing.assert_allclose(products, np.eye(n), atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["uniform", "grid"])
@@ -257,6 +265,48 @@ def test_projection_of_an_interpolation(driver, key):
     assert got.t1 == 2.0
 
 
+# --------------------------------------------------------------------------------- refinement
+
+
+@every_driver
+def test_a_refined_path_projects_on_the_path_it_refines(driver, key):
+    """Twice the functions, with coefficients that are standard normal again, along the same path."""
+    coarse, more = jax.random.normal(key, (2, 3, driver.num_functions, 2))
+    refined = driver.refined()
+    assert refined.num_functions == 2 * driver.num_functions
+    fine = refined.path(driver.refine(coarse, more), 2.5)
+    atol = 1e-10 if isinstance(driver, rf.PiecewiseLinear) else 2e-5
+    np.testing.assert_allclose(project(driver, fine).coefficients, coarse, rtol=0, atol=atol)
+    # An orthogonal map of normal numbers.
+    squares = jnp.sum(coarse**2 + more**2, axis=(-2, -1))
+    np.testing.assert_allclose(jnp.sum(fine.coefficients**2, axis=(-2, -1)), squares, rtol=1e-12)
+
+
+def test_a_driver_that_cannot_be_refined_says_so():
+    class Straight(rf.AbstractDriver):
+        num_functions: int = 1
+        integrals = slope = jumps = None
+
+    with pytest.raises(NotImplementedError, match=r"^Straight does not say how to double its functions$"):
+        Straight().refined()
+
+
+@pytest.mark.parametrize("name", ["Karhunen-Loeve", "Legendre"])
+def test_moments_of_a_brownian_path_are_exact(name):
+    """Var B(1) for both; for Legendre polynomials also the covariance with ∫B and with ∫tB."""
+    driver = DRIVERS[name]
+    nodes, weights = np.polynomial.legendre.leggauss(40)
+    s, weights = (nodes + 1) / 2, weights / 2
+    functionals = np.stack(
+        [driver.integrals(1.0), weights @ driver.integrals(s), (weights * s) @ driver.integrals(s)]
+    )
+    # B(1), ∫(1 − t) dB and ∫(1 − t²)/2 dB.
+    truth = np.array([[1, 1 / 2, 1 / 3], [1 / 2, 1 / 3, 5 / 24], [1 / 3, 5 / 24, 2 / 15]])
+    gap = np.abs(functionals @ functionals.T - truth)
+    assert gap[0, 0] < 1e-12
+    assert (gap.max() < 1e-12) == (name == "Legendre")
+
+
 # --------------------------------------------------------------------------------- bad input
 
 
@@ -285,9 +335,10 @@ def test_grids_that_are_not_finite_are_refused(grid):
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_wrong_numbers_of_functions_are_refused(number):
+@pytest.mark.parametrize("driver", [rf.KarhunenLoeve, rf.Legendre])
+def test_wrong_numbers_of_functions_are_refused(driver, number):
     with pytest.raises(ValueError, match=r"^num_functions must be .*positive"):
-        rf.KarhunenLoeve(number)
+        driver(number)
 
 
 def test_a_fractional_number_of_functions_is_refused():

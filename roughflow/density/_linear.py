@@ -25,23 +25,27 @@ def log_abs_det(matrix: Array) -> Array:
 
 
 def _eliminate(matrix: Array, right: Array) -> tuple[Array, Array]:
-    """Gauss's elimination with partial pivoting: A⁻¹B and log |det A|."""
+    """Gauss's elimination with partial pivoting: A⁻¹B, by operations linear in B, and log |det A|."""
     d = matrix.shape[-1]
-    table = jnp.concatenate([matrix, right], axis=-1)
     place = jnp.arange(d)[None, :, None]
     log_det = jnp.zeros(matrix.shape[:1], matrix.dtype)
     for i in range(d):
-        best = i + jnp.argmax(jnp.abs(table[:, i:, i]), axis=1)[:, None, None]
-        pivot_row = jnp.take_along_axis(table, best, axis=1)
-        table = jnp.where(place == best, table[:, i : i + 1], table)
-        table = jnp.where(place == i, pivot_row, table)
-        pivot = pivot_row[:, :, i : i + 1]
+        best = i + jnp.argmax(jnp.abs(matrix[:, i:, i]), axis=1)[:, None, None]
+        matrix, right = (_swap(table, i, best, place) for table in (matrix, right))
+        pivot = matrix[:, i : i + 1, i : i + 1]
         log_det = log_det + jnp.log(jnp.abs(pivot[:, 0, 0]))
-        table = table - jnp.where(place > i, table[:, :, i : i + 1] / pivot, 0) * pivot_row
+        factor = jnp.where(place > i, matrix[:, :, i : i + 1] / pivot, 0)
+        matrix, right = (table - factor * table[:, i : i + 1] for table in (matrix, right))
     rows: list[Array] = []
     for i in reversed(range(d)):
-        rest = table[:, i, d:]
+        rest = right[:, i]
         for j, row in zip(range(i + 1, d), reversed(rows), strict=True):
-            rest = rest - table[:, i, j : j + 1] * row
-        rows.append(rest / table[:, i, i : i + 1])
+            rest = rest - matrix[:, i, j : j + 1] * row
+        rows.append(rest / matrix[:, i, i : i + 1])
     return jnp.stack(rows[::-1], axis=1), log_det
+
+
+def _swap(table: Array, i: int, best: Array, place: Array) -> Array:
+    """Rows i and `best` of each table exchanged."""
+    chosen = jnp.take_along_axis(table, best, axis=1)
+    return jnp.where(place == i, chosen, jnp.where(place == best, table[:, i : i + 1], table))

@@ -14,8 +14,8 @@ def pareto_k(log_weights: Array) -> Array:
 
     Weights with k < ½ have a finite variance; above 0.7 the estimate should not be trusted (Vehtari,
     Simpson, Gelman, Yao & Gabry 2024). The fit is that of Zhang & Stephens (2009), drawn towards ½ with the
-    weight of ten observations as in the former. NaN with fewer than 25 weights; −inf where they are
-    all equal.
+    weight of ten observations as in the former. NaN with fewer than 25 weights; −inf where the largest
+    ones are all but equal.
     """
     count = log_weights.shape[0]
     tail = min(count // 5, math.ceil(3 * count**0.5))
@@ -26,9 +26,10 @@ def pareto_k(log_weights: Array) -> Array:
     weights = jnp.exp(ranked - top[None])
     excess = weights[-tail:] - weights[-tail - 1][None]
     largest, quartile = excess[-1], excess[math.floor(tail / 4 + 0.5) - 1]
-    # Equal to rounding: no tail to speak of.
-    flat = ~(quartile > 100 * jnp.finfo(excess.dtype).eps)
-    quartile, largest = jnp.where(flat, 1, quartile), jnp.where(flat, 1, largest)
+    # Equal to one part in a hundred: no tail to speak of.
+    flat = ~(largest > 0.01)
+    largest = jnp.where(flat, 1, largest)
+    quartile = jnp.where(flat, 1, jnp.maximum(quartile, 1e-6 * largest))
     grid = 30 + math.floor(tail**0.5)
     j = jnp.arange(1, grid + 1, dtype=excess.dtype) - 0.5
     steps = jnp.expand_dims(1 - jnp.sqrt(grid / j), range(1, excess.ndim))

@@ -55,7 +55,11 @@ class Sampler:
         self.pairs = max(1, min(PAIRS, NUMBERS // max(1, flow.dimension * latent.size)))
         everyone = np.arange(len(self.keys))
         laws = [self._law(rows) for rows in _chunks(everyone, max(1, self.pairs // 64))]
-        self.law: AbstractLaw = estimator.verify(jax.tree.map(lambda *a: jnp.concatenate(a), *laws))
+        try:
+            self.law: AbstractLaw = estimator.verify(jax.tree.map(lambda *a: jnp.concatenate(a), *laws))
+        except ValueError:
+            self._find_not_finite()
+            raise
 
     def widen(self, where: Array) -> None:
         self.law = self.law.widen(where)
@@ -92,16 +96,20 @@ class Sampler:
         return weights[: len(rows)]
 
     def _run(self, function, *arguments):
-        """Call a jitted function; if the model is not finite, solve again where errors can name the part."""
+        """Call a jitted function; its errors are one line, and name the part of the model to blame."""
         try:
             with one_line_errors():
                 return function(*arguments)
         except NonFiniteError:
-            paths = self.flow.sample_path(key=jax.random.key(0), shape=(64, 1))
-            key = jax.random.key(1)
-            self.flow.pull_back(self.target.x[:64], paths, key=key)
-            self.flow.push_forward(self.flow.base.sample(key=key, shape=(64,)), paths, key=key)
+            self._find_not_finite()
             raise
+
+    def _find_not_finite(self) -> None:
+        """Solve outside a jit, where an error can say which part of the model is not finite, and where."""
+        paths = self.flow.sample_path(key=jax.random.key(0), shape=(64, 1))
+        key = jax.random.key(1)
+        self.flow.pull_back(self.target.x[:64], paths, key=key)
+        self.flow.push_forward(self.flow.base.sample(key=key, shape=(64,)), paths, key=key)
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """The rows, repeated up to a power of two: few shapes, so few compilations."""

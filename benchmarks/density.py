@@ -1,0 +1,262 @@
+"""Densities against the truth: `python -m benchmarks.density [--only ou-1 cir ...]`, in float64.
+
+For laws with a known density (`benchmarks.laws`), at the centre and three standard deviations out: the
+paper's estimator, the mean of p(x | path) over 1000 paths, beside `flow.estimate` as it comes, 64 paths; then
+with `tolerance=1e-2`; then the mean square error of both at equal time. Errors are in log p and contain what
+the driver leaves out. Seconds are those of a warm call for all points of a law. The lines at the end say
+what was asked for and whether it holds.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+import roughflow as rf
+from benchmarks.laws import LAWS, Law
+from benchmarks.timing import first_call, interleave
+
+PRIOR = rf.PullBack(num_paths=1000)
+KEYS = 20  # for coverage and for mean square errors
+BIAS = 5e-3
+BARS, FLOOR = 3.0, 1e-6  # standard errors, and what an ODE solver may leave where they are zero
+TOLERANCE, MISS = 1e-2, 3e-2
+RACE, GAIN = ("ou-1", "double-well"), 100.0
+CLIP = 20.0  # nats, for an estimate of −inf
+
+# Rows are printed as they come, so widths are set beforehand.
+Columns = tuple[tuple[str, int], ...]
+POINTS: Columns = (
+    ("law and point", 16),
+    ("true log p", 10),
+    ("prior error", 11),
+    ("s.e.", 6),
+    ("effective", 9),
+    ("lost", 5),
+    ("default error", 13),
+    ("s.e.", 7),
+    ("effective", 9),
+    ("truncation", 10),
+    (f"> 3 s.e. of {KEYS}", 14),
+)
+MEETING: Columns = (
+    ("law", 16),
+    ("worst error", 11),
+    ("s.e. there", 10),
+    ("paths", 10),
+    ("seconds", 8),
+    ("first time", 10),
+    ("warning", 8),
+)
+RACING: Columns = (
+    ("law", 16),
+    ("default s", 9),
+    ("prior s", 8),
+    ("prior paths", 11),
+    ("-inf", 6),
+    ("default MSE", 11),
+    ("prior MSE", 10),
+    ("ratio", 8),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the first two parts showed of a law."""
+
+    law: Law
+    runs: list[rf.Estimate]  # the default's, for keys 0, 1, …
+    met: rf.Estimate  # with the tolerance
+
+    @property
+    def bars(self) -> np.ndarray:
+        """The default's errors in standard errors, `(KEYS, k)`."""
+        return np.array([in_bars(self.law, run) for run in self.runs])
+
+
+def main() -> None:
+    options = parse_arguments()
+    jax.config.update("jax_enable_x64", True)
+    laws = {name: LAWS[name]() for name in LAWS if name in (options.only or LAWS)}
+    print(
+        f"1. {PRIOR.num_paths} paths from the prior, pulled back, and the default estimator with 64 paths\n"
+    )
+    print_header(POINTS)
+    runs = {name: compare(name, law) for name, law in laws.items()}
+    print(f"\n2. The default estimator with tolerance={TOLERANCE:g}\n")
+    print_header(MEETING)
+    met = {name: meet(name, law) for name, law in laws.items()}
+    print(f"\n3. Mean square error at equal time, over points and {KEYS} keys; errors clipped at {CLIP:g}\n")
+    print_header(RACING)
+    ratios = {name: race(name, laws[name], runs[name]) for name in RACE if name in laws}
+    print("\n4. What was asked for\n")
+    findings = {name: Finding(laws[name], runs[name], met[name]) for name in laws}
+    print("\n".join([*verdicts(findings), *race_verdicts(ratios)]), flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(LAWS), metavar="LAW", help=", ".join(LAWS))
+    return parser.parse_args()
+
+
+def compare(name: str, law: Law) -> list[rf.Estimate]:
+    """Print a law's rows; the default's estimates for all keys, the first of which is the one printed."""
+    by_default, from_prior = partial(estimate, law), partial(estimate, law, estimator=PRIOR)
+    compiling = first_call(by_default)
+    default, prior = estimate(law, truncation=True), from_prior()
+    times = interleave({"default": by_default, "prior": from_prior}, 3)
+    seconds = {which: np.median(t) for which, t in times.items()}
+    runs = [estimate(law, key) for key in range(KEYS)]
+    beyond = np.sum([in_bars(law, run) > BARS for run in runs], axis=0)
+    print(
+        f"{name}: {law.setting}; {seconds['prior']:.3f} s from the prior, {seconds['default']:.3f} s "
+        f"by default ({compiling:.0f} s the first time)"
+    )
+    for i, label in enumerate(law.labels):
+        print_row(
+            POINTS,
+            f"  {label}",
+            f"{law.truth[i]:.4f}",
+            f"{errors(law, prior)[i]:+.3f}",
+            f"{prior.standard_error[i]:.3f}",
+            f"{prior.effective_paths[i]:.1f}",
+            f"{prior.escaped[i]}",
+            f"{errors(law, default)[i]:+.1e}",
+            f"{default.standard_error[i]:.1e}",
+            f"{default.effective_paths[i]:.1f}",
+            f"{default.truncation_error[i]:.1e}",
+            "" if law.goal == "bias" else f"{beyond[i]}",
+        )
+    for which, warning in (("prior", prior.warning), ("default", default.warning)):
+        if warning:
+            print(f"  {which}: {warning}", flush=True)
+    if law.own is not None:
+        gaps = zip(errors(law, law.own), law.own.standard_error, strict=True)
+        paths = int(law.own.num_paths[0])
+        print(f"  the flow's own log p less the true one, by {paths} paths on finer steps and another key:")
+        print(f"    {', '.join(f'{gap:+.3f} ± {bar:.3f}' for gap, bar in gaps)}", flush=True)
+    return runs
+
+
+def meet(name: str, law: Law) -> rf.Estimate:
+    """Print what became of a tolerance."""
+    run = partial(estimate, law, tolerance=TOLERANCE)
+    compiling = first_call(run)
+    start = time.perf_counter()
+    met = run()
+    seconds = time.perf_counter() - start
+    worst = np.argmax(np.abs(errors(law, met)))
+    used = np.unique(met.num_paths)
+    print_row(
+        MEETING,
+        name,
+        f"{errors(law, met)[worst]:+.1e}",
+        f"{met.standard_error[worst]:.1e}",
+        "-".join(str(count) for count in (used[0], used[-1])[: used.size]),
+        f"{seconds:.2f}",
+        f"{compiling:.2f}",
+        met.warning or "none",
+    )
+    return met
+
+
+def race(name: str, law: Law, runs: list[rf.Estimate]) -> float:
+    """The prior's mean square error over the default's, with as many paths as take the same time."""
+    paths, default_s, prior_s = equal_time(law)
+    default = np.array([errors(law, run) for run in runs])
+    prior = np.array(
+        [errors(law, estimate(law, key, estimator=rf.PullBack(num_paths=paths))) for key in range(KEYS)]
+    )
+    mse = [np.mean(np.minimum(np.abs(error), CLIP) ** 2) for error in (default, prior)]
+    print_row(
+        RACING,
+        name,
+        f"{default_s:.3f}",
+        f"{prior_s:.3f}",
+        f"{paths}",
+        f"{np.mean(np.isneginf(prior)):.0%}",
+        f"{mse[0]:.1e}",
+        f"{mse[1]:.1e}",
+        f"{mse[1] / mse[0]:.1e}",
+    )
+    return mse[1] / mse[0]
+
+
+def equal_time(law: Law) -> tuple[int, float, float]:
+    """How many paths from the prior take as long as the default, and the seconds of both."""
+    paths = PRIOR.num_paths
+    for _ in range(5):
+        prior = partial(estimate, law, estimator=rf.PullBack(num_paths=paths))
+        times = interleave({"default": partial(estimate, law), "prior": prior}, 5)
+        default_s, prior_s = np.median(times["default"]), np.median(times["prior"])
+        if 0.9 < prior_s / default_s < 1.2:
+            break
+        paths = int(np.clip(paths * default_s / prior_s, 16, 2**18))
+    return paths, default_s, prior_s
+
+
+def verdicts(findings: Mapping[str, Finding]) -> Iterator[str]:
+    exact = {n: errors(f.law, f.runs[0]) for n, f in findings.items() if f.law.goal == "bias"}
+    if exact:
+        yield verdict(f"OU and GBM within {BIAS:g} of the truth with 64 paths", exact, BIAS)
+    bars = {n: f.bars for n, f in findings.items() if f.law.goal == "bars"}
+    if bars:
+        first = {n: b[0] for n, b in bars.items()}
+        yield verdict(f"CIR, sech and CNF within {BARS:g} standard errors with 64 paths", first, BARS)
+        every = np.concatenate([b.ravel() for b in bars.values()])
+        yield f"  (with {KEYS} keys {np.sum(every > BARS)} of {every.size} estimates were further off)"
+    missed = {n: errors(f.law, f.met) for n, f in findings.items()}
+    yield verdict(f"with tolerance={TOLERANCE:g} within {MISS:g} of the truth", missed, MISS)
+    own = {n: f.met.log_prob - f.law.own.log_prob for n, f in findings.items() if f.law.own is not None}
+    if own:
+        bar = max(float(np.max(findings[n].law.own.standard_error)) for n in own)
+        claim = f"of the density the flow has with its driver, known to ± {bar:.1g}"
+        yield verdict(f"with tolerance={TOLERANCE:g} within {MISS:g} {claim}", own, MISS)
+
+
+def race_verdicts(ratios: Mapping[str, float]) -> Iterator[str]:
+    for name, ratio in ratios.items():
+        word = "holds" if ratio >= GAIN else "FALLS SHORT"
+        yield f"{word}: mean square error at equal time {GAIN:g} times smaller on {name}: {ratio:.2g} times"
+
+
+def verdict(claim: str, figures: Mapping[str, np.ndarray], limit: float) -> str:
+    """One line: whether the largest figure of each law is within the limit, and what it is."""
+    worst = {name: float(np.max(np.abs(values))) for name, values in figures.items()}
+    word = "holds" if all(value <= limit for value in worst.values()) else "FALLS SHORT"
+    shown = [f"{name} {value:.2g}{'' if value <= limit else ' (!)'}" for name, value in worst.items()]
+    return f"{word}: {claim}; worst: {', '.join(shown)}"
+
+
+def estimate(law: Law, key: int = 0, **arguments) -> rf.Estimate:
+    return jax.block_until_ready(law.flow.estimate(law.x, key=jax.random.key(key), **arguments))
+
+
+def errors(law: Law, estimate: rf.Estimate) -> np.ndarray:
+    return np.asarray(estimate.log_prob) - law.truth
+
+
+def in_bars(law: Law, estimate: rf.Estimate) -> np.ndarray:
+    """Errors in standard errors; one within `FLOOR` passes whatever its bar is."""
+    return np.abs(errors(law, estimate)) / (np.asarray(estimate.standard_error) + FLOOR / BARS)
+
+
+def print_header(columns: Columns) -> None:
+    print_row(columns, *(title for title, _ in columns))
+    print_row(columns, *("-" * width for _, width in columns))
+
+
+def print_row(columns: Columns, *cells: str) -> None:
+    """The first cell to the left, the others to the right."""
+    widths = [width for _, width in columns]
+    padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    print("  ".join([cells[0].ljust(widths[0]), *padded[1:]]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

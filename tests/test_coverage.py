@@ -1,0 +1,80 @@
+"""How often the truth lies within two standard errors, over random laws, points and keys."""
+
+import jax
+import numpy as np
+import pytest
+from problems import ESTIMATORS, THREE, ou, ou_law, widened
+
+POINTS = 64
+
+
+def cases(count, driver, seed):
+    """Random linear laws with closed form, points drawn from each, and a key."""
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        numbers = (rng.uniform(0.3, 1.5), rng.uniform(0.6, 1.4), rng.normal(), rng.uniform(0.4, 1.0))
+        law = ou_law(*numbers, driver=driver)
+        x = law.rvs(POINTS, random_state=rng)[:, None]
+        yield ou(*numbers), x, law.logpdf(x), jax.random.fold_in(jax.random.key(seed), i)
+
+
+def percent(inside, counted):
+    return 100 * np.sum(inside & counted) / np.sum(counted)
+
+
+def report(name, inside, counted, suspect):
+    """The percentage inside of the cases that are not suspect; printed with that of all."""
+    total, trusted = percent(inside, counted), percent(inside, counted & ~suspect)
+    print(f"{name}: {total:.1f} % of {counted.sum()}, {trusted:.1f} % without {suspect.sum()} suspect ones")
+    return trusted
+
+
+def check(name, estimate_at, laws, seed):
+    """Against the law the finite driver has: a standard error is all there is."""
+    error, deviation, suspect = [], [], []
+    for flow, x, truth, key in cases(laws, THREE, seed):
+        estimate = estimate_at(flow, x, key)
+        error.append(np.abs(estimate.log_prob - truth))
+        deviation.append(estimate.standard_error)
+        suspect.append(estimate.suspect)
+    error, deviation, suspect = map(np.concatenate, (error, deviation, suspect))
+    counted = deviation > 1e-9
+    assert np.mean(counted) > 0.9
+    assert 90 <= report(name, error < 2 * deviation, counted, suspect) <= 99
+
+
+def plainly(name):
+    return lambda flow, x, key: flow.estimate(x, key=key, estimator=ESTIMATORS[name][0])
+
+
+CHECKED = {
+    "PullBack-Prior": plainly("PullBack-Prior"),
+    "Endpoint-Prior": plainly("Endpoint-Prior"),
+    "PullBack-Laplace-wide": lambda flow, x, key: widened(ESTIMATORS["PullBack-Laplace"][0], flow, x, key),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_truth_is_within_two_standard_errors_nineteen_times_in_twenty(name):
+    check(name, CHECKED[name], 4, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKED)
+def test_truth_is_within_two_standard_errors_over_fifty_laws(name):
+    check(name, CHECKED[name], 50, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["PullBack-Prior", "Endpoint-Prior", "PullBack-Laplace", "Endpoint-Laplace"])
+def test_truth_of_the_sde_is_within_two_standard_errors_and_the_truncation_error(name):
+    """With Laplace there is hardly a standard error, so there the truncation error stands alone."""
+    inside, suspect = [], []
+    for flow, x, truth, key in cases(16, None, seed=3):
+        estimate = flow.estimate(x, key=key, estimator=ESTIMATORS[name][0], truncation=True)
+        inside.append(
+            np.abs(estimate.log_prob - truth) < 2 * estimate.standard_error + estimate.truncation_error
+        )
+        suspect.append(estimate.suspect)
+    inside, suspect = np.concatenate(inside), np.concatenate(suspect)
+    assert report(f"{name} against the SDE", inside, np.ones_like(inside), suspect) >= 93
