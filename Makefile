@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density clean
 
 install: .venv/installed
 
@@ -45,6 +45,9 @@ bench-memory: install
 
 bench-dimension: install
 	$(BIN)/python -m benchmarks.dimension
+
+bench-density: install
+	$(BIN)/python -m benchmarks.density
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build dist figures
