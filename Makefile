@@ -40,6 +40,9 @@ figures: install
 bench: .venv/benchmarks
 	$(BIN)/python -m benchmarks.speed
 
+bench-density: install
+	$(BIN)/python -m benchmarks.density
+
 bench-memory: install
 	$(BIN)/python -m benchmarks.memory
 

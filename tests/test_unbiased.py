@@ -39,10 +39,6 @@ def check(replicates, key):
     assert in_errors(bound, law(1.0)) < -5
 
 
-def test_the_mean_has_no_bias(key):
-    check(32, key)
-
-
 @pytest.mark.slow
 def test_the_mean_of_twenty_thousand_has_no_bias(key):
     check(320, key)
