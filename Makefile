@@ -40,9 +40,6 @@ figures: install
 bench: .venv/benchmarks
 	$(BIN)/python -m benchmarks.speed
 
-bench-density: install
-	$(BIN)/python -m benchmarks.density
-
 bench-memory: install
 	$(BIN)/python -m benchmarks.memory
 
