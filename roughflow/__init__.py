@@ -15,6 +15,7 @@ from .sde import (  # noqa: I001  (pipeline order)
     ConstantDiffusion as ConstantDiffusion,
     NoDiffusion as NoDiffusion,
     ProportionalDiffusion as ProportionalDiffusion,
+    RestoringDrift as RestoringDrift,
 )
 from .driver import (
     AbstractDriver as AbstractDriver,
@@ -25,6 +26,7 @@ from .driver import (
 )
 from .flow import (
     StochasticFlow as StochasticFlow,
+    neural_flow as neural_flow,
     Normal as Normal,
     AbstractEstimator as AbstractEstimator,
     AbstractDivergence as AbstractDivergence,
@@ -64,6 +66,29 @@ from .density import (
     UpperBound as UpperBound,
     PullBackUpperBound as PullBackUpperBound,
 )
+from .learn import (
+    fit as fit,
+    Fitted as Fitted,
+    History as History,
+    AbstractObjective as AbstractObjective,
+    MaximumLikelihood as MaximumLikelihood,
+    Standardised as Standardised,
+    standardising as standardising,
+    fit_density as fit_density,
+    save as save,
+    load as load,
+)
+from . import datasets as datasets
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError
+
+
+def __getattr__(name: str):
+    """`rf.plots` is imported when it is first asked for: it needs matplotlib."""
+    if name == "plots":
+        import importlib
+
+        return importlib.import_module(".plots", __name__)
+    raise AttributeError(f"module 'roughflow' has no attribute {name!r}")
+
 
 __version__ = "0.1.0"

@@ -14,7 +14,7 @@ from ._draws import (
     Sobol as Sobol,
 )
 from ._endpoint import Endpoint as Endpoint
-from ._estimate import Estimate as Estimate
+from ._estimate import Estimate as Estimate, log_mean as log_mean
 from ._estimator import AbstractImportanceEstimator as AbstractImportanceEstimator
 from ._laplace import Laplace as Laplace
 from ._prior import Prior as Prior

@@ -41,8 +41,14 @@ class LowerBound(eqx.Module):
 
     def __call__(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray) -> Array:
         """One draw of the bound at each x of shape `(..., d)`."""
+        weights = self.log_weights(flow, x, key=key)
+        return log_mean(jnp.moveaxis(weights, -1, 0))
+
+    def log_weights(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray) -> Array:
+        """log w₁, …, log w_K at each x, shape `(..., K)`; the bound is the logarithm of their mean."""
         sampler = Sampler(self.estimator, flow, x, key)
-        return jnp.reshape(log_mean(sampler.all_log_weights().T), sampler.batch)
+        weights = sampler.all_log_weights()
+        return jnp.reshape(weights, (*sampler.batch, weights.shape[-1]))
 
 
 class UpperBound(eqx.Module):

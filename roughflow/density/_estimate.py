@@ -87,7 +87,7 @@ def log_mean(log_weights: Array) -> Array:
     top = jax.lax.stop_gradient(jnp.max(log_weights, axis=0))
     shift = jnp.where(jnp.isfinite(top), top, 0)
     mean = jnp.mean(jnp.exp(log_weights - shift[None]), axis=0)
-    some = mean > 0
+    some = mean != 0  # a NaN stays one
     return jnp.where(some, jnp.log(jnp.where(some, mean, 1)) + shift, -jnp.inf)
 
 

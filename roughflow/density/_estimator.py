@@ -14,6 +14,9 @@ from ._pareto import HEAVY, pareto_k
 from ._sampler import Sampler
 
 GROWTH = 4  # how many times more paths a round may bring
+# A standard error from K paths is itself known to about 2/√K of its size where weights are skewed, and
+# rounds stop on low ones: what must be below the tolerance is two such errors up.
+DOUBT = 4
 
 
 class AbstractImportanceEstimator(AbstractChart):
@@ -85,11 +88,12 @@ def _until(
     while True:
         counts = np.array([len(weights) for weights in have])
         quality = np.array([_quality(weights, sampler.group) for weights in have])
-        unmet = (quality[:, 0] > tolerance) | (quality[:, 1] < min(FEW_PATHS, size))
+        bar = quality[:, 0] * (1 + DOUBT / counts**0.5)
+        unmet = (bar > tolerance) | (quality[:, 1] < min(FEW_PATHS, size))
         open_points = np.flatnonzero(unmet & (counts + size <= max_paths))
         if not open_points.size:
             break
-        wanted = counts * np.clip(1.2 * (quality[:, 0] / tolerance) ** 2, 2, GROWTH)
+        wanted = counts * np.clip(1.2 * (bar / tolerance) ** 2, 2, GROWTH)
         rounds = ((np.minimum(wanted, max_paths) - counts) // size).astype(int).clip(1)[open_points]
         points = np.repeat(open_points, rounds)
         step = np.concatenate([np.arange(r) for r in rounds])

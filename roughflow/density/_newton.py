@@ -1,5 +1,6 @@
 """Solve for the part of ξ that makes a path end at x."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -7,7 +8,9 @@ from jaxtyping import Array
 from ._latent import Latent, Target, constant
 from ._linear import solve
 
-STEPS = 8
+STEPS = 12  # from one matrix
+ROUNDS = 3  # of a fresh matrix for the paths that are not there yet
+STRAGGLERS = 8  # one path in so many may need another round
 SHORTEST = 0.05  # a step cut below this has failed
 
 
@@ -16,18 +19,46 @@ def solve_end(
 ) -> tuple[Array, Array, Array]:
     """The ξ = δ + Rᵀr with Φ(ξ) = x, one a row; DΦ(ξ) Rᵀ there; and whether it was found.
 
-    Newton's method in r with the natural level test (Deuflhard 2011, section 3.1): a step is cut
-    until the next one, by the same matrix, would be shorter. Derivatives are those of the solution
-    (implicit function theorem), not of the search for it.
+    Derivatives are those of the solution (implicit function theorem), not of the search for it.
     """
     # The search is a constant to derivatives: only then can its loop stop early.
     frozen, aim, base, directions = constant((latent, target, delta, rows))
+    surface = Surface(frozen, aim, base, directions)
     r = jnp.einsum("bij,bj->bi", directions, constant(guess))
-    r, matrix, solved = _search(frozen, aim, base, directions, r)
+    r, solved = _search(surface, r)
+    slope = surface.matrix(r)  # unless there are derivatives to take, nobody asks for it
     end = latent.end(_at(delta, rows, r), target.start)[0]
-    r = _implicit(r, matrix, target.x - end)
-    xi = _at(delta, rows, r)
-    return xi, _end_and_matrix(latent, target, rows, xi)[1], solved
+    r = _implicit(r, slope, target.x - end)
+    here = Surface(latent, target, delta, rows)
+    return here.xi(r), here.matrix(r), solved
+
+
+class Surface(eqx.Module):
+    """r ↦ Φ(δ + Rᵀr) − x for each row of a batch."""
+
+    latent: Latent
+    target: Target
+    delta: Array  # (B, D)
+    rows: Array  # (B, d, D)
+
+    def xi(self, r: Array) -> Array:
+        return _at(self.delta, self.rows, r)
+
+    def gap(self, r: Array) -> tuple[Array, Array]:
+        """x − Φ, `(B, d)`, and who escaped."""
+        end, escaped = self.latent.end(self.xi(r), self.target.start)
+        return self.target.x - end, escaped
+
+    def matrix(self, r: Array) -> Array:
+        """DΦ(ξ) Rᵀ, `(B, d, d)`: d Jacobian–vector products of one solve."""
+        end = lambda xi: self.latent.end(xi, self.target.start)[0]
+        tangent = jax.linearize(end, self.xi(r))[1]
+        columns = jax.lax.map(tangent, jnp.swapaxes(self.rows, 0, 1))
+        return jnp.moveaxis(columns, 0, -1)
+
+    def some(self, chosen: Array) -> "Surface":
+        take = lambda tree: jax.tree.map(lambda a: a[chosen], tree)
+        return Surface(self.latent, take(self.target), self.delta[chosen], self.rows[chosen])
 
 
 @jax.custom_jvp
@@ -43,46 +74,67 @@ def _implicit_jvp(primals, tangents):
     return r, _solve(matrix, tangents[2])
 
 
-def _search(
-    latent: Latent, target: Target, delta: Array, rows: Array, r: Array
-) -> tuple[Array, Array, Array]:
+def _search(surface: Surface, r: Array) -> tuple[Array, Array]:
+    """Everyone once; then those who are not there, some at a time, again from where they came to."""
+    r, done = _quasi_newton(surface, r)
+    some = -(-len(r) // STRAGGLERS)
+
+    def again(state):
+        r, done, tries = state
+        # The least tried of those not done.
+        chosen = jnp.argsort(jnp.where(done, ROUNDS, tries))[:some]
+        there, solved = _quasi_newton(surface.some(chosen), r[chosen])
+        fresh = ~done[chosen]
+        r = r.at[chosen].set(jnp.where(fresh[:, None], there, r[chosen]))
+        return r, done.at[chosen].set(~fresh | solved), tries.at[chosen].add(1)
+
+    going = lambda state: jnp.any(~state[1] & (state[2] < ROUNDS - 1))
+    r, done, _ = jax.lax.while_loop(going, again, (r, done, jnp.zeros(len(r), int)))
+    return r, done
+
+
+def _quasi_newton(surface: Surface, r: Array) -> tuple[Array, Array]:
+    """The root r, and whether it was found.
+
+    One matrix, at the start, then Broyden's rank-one updates (1965), because a matrix costs as much as
+    several ends. The natural level test (Deuflhard 2011, section 3.1) guards a step: it is cut until the
+    next one, by the same matrix, would be shorter.
+    """
     tolerance = 100 * jnp.finfo(r.dtype).eps ** 0.75
     size = lambda step: jnp.linalg.norm(step, axis=-1)
 
     def step(state):
-        r, change, length, matrix, done, count = state
-        tried = r + length[:, None] * change
-        end, new, escaped = _end_and_matrix(latent, target, rows, _at(delta, rows, tried))
-        gap = target.x - end
-        shorter = size(_solve(matrix, gap)) < size(change)
-        accepted = ~escaped & (shorter | (count == 0)) & ~done
-        r = jnp.where(accepted[:, None], tried, r)
-        matrix = jnp.where(accepted[:, None, None], new, matrix)
-        change = jnp.where(accepted[:, None], _solve(new, gap), change)
-        length = jnp.where(accepted, 1, 0.4 * length)
-        done = done | (accepted & (size(change) < tolerance * (1 + size(r))))
-        return r, change, length, matrix, done, count + 1
+        r, gap, change, length, matrix, done, count = state
+        move = length[:, None] * change
+        new, escaped = surface.gap(r + move)
+        simplified = size(_solve(matrix, new))
+        accepted = ~escaped & (simplified < size(change)) & ~done
+        # M s = gap − new: what the ends say of the last step.
+        missed = (gap - new) - jnp.einsum("bij,bj->bi", matrix, move)
+        square = jnp.sum(move**2, axis=-1)[:, None, None]
+        update = matrix + missed[:, :, None] * move[:, None, :] / jnp.where(square > 0, square, 1)
+        keep = lambda new, old: jnp.where(jnp.expand_dims(accepted, range(1, new.ndim)), new, old)
+        r, gap, matrix = keep(r + move, r), keep(new, gap), keep(update, matrix)
+        done = done | (accepted & (simplified < tolerance * (1 + size(r))))
+        change, length = keep(_solve(matrix, gap), change), jnp.where(accepted, 1, 0.4 * length)
+        return r, gap, change, length, matrix, done, count + 1
 
     def going(state):
-        _, _, length, _, done, count = state
+        _, _, _, length, _, done, count = state
         return (count < STEPS) & ~jnp.all(done | (length < SHORTEST))
 
-    batch, d = r.shape
-    unit = jnp.broadcast_to(jnp.eye(d, dtype=r.dtype), (batch, d, d))
-    start = (r, jnp.zeros_like(r), jnp.ones(batch, r.dtype), unit, jnp.zeros(batch, bool), 0)
-    r, _, _, matrix, done, _ = jax.lax.while_loop(going, step, start)
-    return r, matrix, done
+    gap, escaped = surface.gap(r)
+    matrix = surface.matrix(r)
+    change = _solve(matrix, gap)
+    done = ~escaped & (size(change) < tolerance * (1 + size(r)))
+    length = jnp.where(escaped, 0, jnp.ones_like(change[:, 0]))
+    state = (r, gap, change, length, matrix, done, 0)
+    r, _, change, _, _, done, _ = jax.lax.while_loop(going, step, state)
+    return jnp.where(done[:, None], r + change, r), done  # the last step is short, and already known
 
 
 def _at(delta: Array, rows: Array, r: Array) -> Array:
     return delta + jnp.einsum("bij,bi->bj", rows, r)
-
-
-def _end_and_matrix(latent: Latent, target: Target, rows: Array, xi: Array) -> tuple[Array, Array, Array]:
-    """Φ(ξ), DΦ(ξ) Rᵀ `(B, d, d)`, and who escaped."""
-    end, tangent, escaped = jax.linearize(lambda y: latent.end(y, target.start), xi, has_aux=True)
-    columns = jax.lax.map(tangent, jnp.swapaxes(rows, 0, 1))
-    return end, jnp.moveaxis(columns, 0, -1), escaped
 
 
 def _solve(matrix: Array, right: Array) -> Array:

@@ -26,7 +26,7 @@ from ._estimator import AbstractEstimator, default_estimator
 from ._field import Field
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
-from ._outcome import FINE, Outcome, raise_failures
+from ._outcome import FINE, Outcome, failed, raise_failures
 
 
 class StochasticFlow(eqx.Module):
@@ -71,6 +71,7 @@ class StochasticFlow(eqx.Module):
     divergence: AbstractDivergence
     correction: AbstractCorrection
     integrator: AbstractIntegrator
+    raises: bool
     dimension: int = eqx.field(static=True)
     noise_dim: int = eqx.field(static=True)
 
@@ -109,10 +110,16 @@ class StochasticFlow(eqx.Module):
         self.divergence = ExactDivergence() if divergence is None else divergence
         self.correction = ExactCorrection() if correction is None else correction
         self.integrator = FixedGrid() if integrator is None else integrator
+        self.raises = True
 
     def with_driver(self, driver: AbstractDriver) -> Self:
         """The same flow on other paths: train on Karhunen–Loève, test on piecewise linear ones."""
         return eqx.tree_at(lambda flow: flow.driver, self, driver)
+
+    def without_errors(self) -> Self:
+        """The same flow, but a solve that fails, by a NaN of the model or for want of steps, gives NaN
+        where it would raise: a training step can then be skipped, and the next one taken."""
+        return eqx.tree_at(lambda flow: flow.raises, self, False)
 
     def sample_path(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), t1: float | Array | None = None
@@ -290,7 +297,10 @@ class StochasticFlow(eqx.Module):
         nan = jnp.any(jnp.isnan(points), axis=-1)
         points = jnp.where(nan[:, None], 0, points).astype(dtype)
         outcome = _integrate(self, points, path, fraction, key, reverse)
-        outcome = raise_failures(outcome, self.sde, path)
+        if self.raises:
+            outcome = raise_failures(outcome, self.sde, path)
+        else:
+            nan = nan | failed(outcome)
         outcome = Outcome(
             jnp.where(nan[:, None], jnp.nan, outcome.z),
             jnp.where(nan, jnp.nan, outcome.log_change),

@@ -41,6 +41,11 @@ def start_of(z: Array) -> Outcome:
     return Outcome(z, zeros, jnp.full(z.shape[:1], FINE), zeros)
 
 
+def failed(outcome: Outcome) -> Array:
+    """Which samples came to no answer; an escape is one."""
+    return (outcome.status == NON_FINITE) | (outcome.status == OUT_OF_STEPS)
+
+
 def raise_failures(outcome: Outcome, sde: AbstractSDE, path: Path) -> Outcome:
     """Raise for a model that is not finite or a solver out of steps; escapes pass.
 

@@ -14,6 +14,8 @@ from ._networks import (
     DiagonalDiffusion as DiagonalDiffusion,
     FullDiffusion as FullDiffusion,
     NoDiffusion as NoDiffusion,
+    RestoringDrift as RestoringDrift,
+    tanh as tanh,
 )
 from ._noise import (
     UNROLL as UNROLL,

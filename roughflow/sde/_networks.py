@@ -219,3 +219,29 @@ class ConstantDiffusion(eqx.Module):
     def __call__(self, t: Array, z: Array) -> Array:
         del t, z
         return self.matrix
+
+
+class RestoringDrift(eqx.Module):
+    """μ(t, z) = −½ c² z + N(t, z), N a network whose output starts at zero.
+
+    With constant noise of size c the first term alone keeps N(0, I) as it is, so that a flow from a
+    standard normal base starts to learn as that normal law.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    drift = rf.RestoringDrift(2, noise=0.5, key=jax.random.key(0))
+    drift(0.0, jnp.ones(2))  # -0.125
+    ```
+    """
+
+    network: MLP
+    rate: float
+
+    def __init__(self, dimension: int, noise: float, width: int = 64, depth: int = 3, *, key: PRNGKeyArray):
+        self.network = MLP(dimension, dimension, width, depth, scale=0.0, key=key)
+        self.rate = 0.5 * float(noise) ** 2
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        return self.network(t, z) - self.rate * z

@@ -1,0 +1,49 @@
+"""A flow to start from, when all that is known is the dimension."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
+
+from .._checks import check_count, check_key, check_positive
+from ..sde import ConstantDiffusion, FullDiffusion, ItoSDE, NoDiffusion, RestoringDrift
+from ._base import Normal
+from ._divergence import ExactDivergence, HutchinsonDivergence
+from ._flow import StochasticFlow
+
+FULL = 2  # dimensions in which the noise depends on the state; the cost of that grows with the square
+MANY = 5  # dimensions from which the divergence is estimated
+
+
+def neural_flow(
+    dimension: int, *, noise: float = 0.5, width: int = 64, depth: int = 3, key: PRNGKeyArray
+) -> StochasticFlow:
+    """A neural SDE from a standard normal base that is, before training, that normal law.
+
+    The drift is `rf.RestoringDrift`. The noise is `rf.FullDiffusion` in two dimensions, otherwise
+    a trainable constant matrix. From five dimensions on the divergence is Hutchinson's.
+
+    **Arguments:** `dimension`; `noise`, the size λ of the noise, 0 for a continuous normalizing flow;
+    `width` and `depth` of the drift's network.
+
+    ```python
+    import jax
+    import roughflow as rf
+
+    flow = rf.neural_flow(2, noise=0.5, width=16, depth=2, key=jax.random.key(0))
+    ```
+    """
+    check_count("dimension", dimension)
+    if noise != 0:
+        check_positive("noise", noise)
+    key_drift, key_noise = jax.random.split(check_key(key))
+    drift = RestoringDrift(dimension, noise, width, depth, key=key_drift)
+    if noise == 0:
+        diffusion = NoDiffusion()
+    elif dimension == FULL:
+        diffusion = FullDiffusion(dimension, width=width, scale=noise, key=key_noise)
+        diffusion = eqx.tree_at(lambda d: d.network.weights[-1], diffusion, replace_fn=jnp.zeros_like)
+    else:
+        diffusion = ConstantDiffusion(noise * jnp.eye(dimension))
+    divergence = HutchinsonDivergence() if dimension >= MANY else ExactDivergence()
+    return StochasticFlow(ItoSDE(drift, diffusion), Normal(jnp.zeros(dimension)), divergence=divergence)

@@ -1,0 +1,9 @@
+"""Stage 5, learning: objectives, one fitting loop, and files that keep what was learned."""
+
+from ._fit import Fitted as Fitted, fit as fit
+from ._fit_density import fit_density as fit_density
+from ._history import History as History
+from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
+from ._objective import AbstractObjective as AbstractObjective
+from ._save import load as load, save as save
+from ._standardised import Standardised as Standardised, standardising as standardising

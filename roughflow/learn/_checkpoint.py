@@ -1,0 +1,113 @@
+"""The state of a run, and the file it is kept in."""
+
+import dataclasses
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._files import read_archive, write_archive
+from ._history import History
+
+VERSION = 1
+SECONDS = 30.0  # between two writes
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: everything the next step depends on."""
+
+    step: int
+    parameters: Any
+    optimiser: Any
+    best: Any  # parameters at the lowest validation loss
+    streak: int  # of steps that were not finite
+    history: History
+
+    @staticmethod
+    def start(parameters: Any, optimiser: Any) -> "Progress":
+        return Progress(0, parameters, optimiser, parameters, 0, History())
+
+    def advanced(self, parameters: Any, optimiser: Any, streak: int, history: History) -> "Progress":
+        return Progress(history.loss.size, parameters, optimiser, self.best, streak, history)
+
+    def validated(self, loss) -> "Progress":
+        """With one more look at the validation data; the best parameters are kept."""
+        lowest = np.min(self.history.validation_loss, initial=np.inf)
+        best = self.parameters if float(loss) < lowest else self.best
+        history = self.history.with_validation(self.step, float(loss))
+        return dataclasses.replace(self, best=best, history=history)
+
+    def stale(self, patience: int | None) -> bool:
+        """Whether `patience` looks have passed since the best one."""
+        losses = self.history.validation_loss
+        return patience is not None and losses.size > 0 and losses.size - 1 - np.argmin(losses) >= patience
+
+
+@dataclass
+class Checkpoint:
+    """A file that holds a run's state, for the run with these settings only."""
+
+    path: Path
+    settings: dict[str, Any]
+    written: float = 0.0
+
+    @staticmethod
+    def open(path: str | os.PathLike, settings: dict, start: Progress, rest: Any) -> "Checkpoint":
+        shapes = [f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves((start.parameters, start.optimiser))]
+        described = {"parameters": _digest(shapes), "data": _digest(jax.tree.leaves(rest))}
+        return Checkpoint(Path(path), settings | described)
+
+    def begin(self, start: Progress) -> Progress:
+        if self.path.exists():
+            raise ValueError(
+                f"checkpoint {self.path} exists: resume=True goes on from it; delete it or name another to "
+                "start afresh"
+            )
+        return start
+
+    def load(self, start: Progress) -> Progress:
+        """The state in the file; `start` says what it looks like."""
+        header, arrays = read_archive(self.path, "checkpoint", VERSION)
+        for name, value in self.settings.items():
+            if header["settings"].get(name) != value:
+                what = {"parameters": "the model or optimiser is", "data": "data, key or a fixed part is"}
+                told = what.get(name, f"{name} was {header['settings'].get(name)}, now {value}; that is")
+                raise ValueError(f"checkpoint {self.path} belongs to another run: {told} different")
+        trees = (start.parameters, start.optimiser, start.best)
+        leaves, structure = jax.tree.flatten(trees)
+        restored = [jnp.asarray(arrays[f"leaf/{i}"], a.dtype) for i, a in enumerate(leaves)]
+        parameters, optimiser, best = jax.tree.unflatten(structure, restored)
+        series = {n.removeprefix("history/"): a for n, a in arrays.items() if n.startswith("history/")}
+        history = History.from_arrays(series)
+        return Progress(header["step"], parameters, optimiser, best, header["streak"], history)
+
+    def save(self, now: Progress, at_once: bool) -> None:
+        if not at_once and time.monotonic() - self.written < SECONDS:
+            return
+        leaves = jax.tree.leaves((now.parameters, now.optimiser, now.best))
+        arrays = {f"leaf/{i}": np.asarray(a) for i, a in enumerate(leaves)}
+        arrays |= {f"history/{name}": a for name, a in now.history.to_arrays().items()}
+        header = {"kind": "checkpoint", "version": VERSION, "step": now.step, "streak": now.streak}
+        write_archive(self.path, header | {"settings": self.settings}, arrays)
+        self.written = time.monotonic()
+
+
+def _digest(leaves: list) -> str:
+    """A fingerprint of arrays and plain values; functions count by their name."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in leaves:
+        if eqx.is_array(leaf):
+            keys = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            values = np.asarray(jax.random.key_data(leaf) if keys else leaf)
+            digest.update(str((values.dtype, values.shape)).encode() + values.tobytes())
+        else:
+            digest.update(getattr(leaf, "__qualname__", repr(leaf)).encode())
+    return digest.hexdigest()

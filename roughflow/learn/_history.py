@@ -1,0 +1,58 @@
+"""What happened during a fit."""
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class History:
+    """Figures of a fit as arrays.
+
+    - `step`, `loss`: one number a step; NaN where the step was skipped.
+    - `figures`: what the objective reports beside the loss, by name (`effective_paths`, …), one a step.
+    - `validation_step`, `validation_loss`: one number a look at the validation data.
+    """
+
+    loss: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    figures: dict[str, np.ndarray] = field(default_factory=dict)
+    validation_step: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    validation_loss: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def step(self) -> np.ndarray:
+        return np.arange(1, self.loss.size + 1)
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were not taken, because the loss or a gradient was not finite."""
+        return int(np.sum(np.isnan(self.loss)))
+
+    def with_steps(self, loss: np.ndarray, figures: dict[str, np.ndarray]) -> "History":
+        old = {name: self.figures.get(name, np.zeros(0)) for name in figures}
+        joined = {name: np.concatenate([old[name], figures[name]]) for name in figures}
+        return self._replace(loss=np.concatenate([self.loss, loss]), figures=joined)
+
+    def with_validation(self, step: int, loss: float) -> "History":
+        return self._replace(
+            validation_step=np.append(self.validation_step, step),
+            validation_loss=np.append(self.validation_loss, loss),
+        )
+
+    def recent(self, name: str | None = None, count: int = 100) -> float:
+        """The mean of the last figures, to show."""
+        last = (self.loss if name is None else self.figures[name])[-count:]
+        last = last[np.isfinite(last)]
+        return float(last.mean()) if last.size else float("nan")
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "figures"}
+        return plain | {f"figures/{name}": values for name, values in self.figures.items()}
+
+    @staticmethod
+    def from_arrays(arrays: dict[str, np.ndarray]) -> "History":
+        figures = {n.removeprefix("figures/"): a for n, a in arrays.items() if n.startswith("figures/")}
+        return History(figures=figures, **{n: a for n, a in arrays.items() if "/" not in n})
+
+    def _replace(self, **changes) -> "History":
+        return History(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))

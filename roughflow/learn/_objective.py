@@ -1,0 +1,40 @@
+"""What a fit makes small."""
+
+import abc
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+from jaxtyping import Array, PRNGKeyArray
+
+
+class AbstractObjective(eqx.Module):
+    """A loss of a model. Parameters the objective holds itself, a proposal's network say, are trained too.
+
+    ```python
+    import equinox as eqx, jax, jax.numpy as jnp
+    import roughflow as rf
+
+    class SquaredError(rf.AbstractObjective):
+        uses_data = True
+
+        def __call__(self, model, x, *, key):
+            return jnp.mean((model - x) ** 2), {}
+
+    data = jnp.arange(8.0)[:, None]
+    fitted = rf.fit(jnp.zeros(1), data, key=jax.random.key(0), objective=SquaredError(), steps=500)
+    fitted.model  # near 3.5
+    ```
+    """
+
+    uses_data: eqx.AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
+        """The loss of a batch, a number to differentiate, and figures to report beside it."""
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """An objective that makes parts of itself to measure, when it first meets the model."""
+
+    def prepare(self, model: Any, *, key: PRNGKeyArray) -> AbstractObjective: ...

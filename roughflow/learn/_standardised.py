@@ -1,0 +1,82 @@
+"""A flow of standardised data, in the data's own units."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_finite, check_vector
+from ..flow import AbstractEstimator, StochasticFlow
+
+
+class Standardised(eqx.Module):
+    """x = m + L y, y from a flow: log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
+
+    **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, lower triangular `(d, d)`; `columns`, the
+    names of the coordinates, if they have any. `standardising(data)` finds m and L.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    data = 100 + 5 * jax.random.normal(jax.random.key(0), (500, 2))
+    loc, matrix = rf.standardising(data)
+    model = rf.Standardised(rf.neural_flow(2, key=jax.random.key(1)), loc, matrix)
+    model.log_prob(data[:3], key=jax.random.key(2)).shape  # (3,)
+    ```
+    """
+
+    flow: StochasticFlow
+    loc: Array
+    matrix: Array
+    columns: tuple[str, ...] = eqx.field(static=True, default=())
+
+    def standardise(self, x: Array) -> Array:
+        x = jnp.asarray(x)
+        check_vector("x", x, self.flow.dimension)
+        check_finite("x", x)
+        flat = jnp.reshape(x - jnp.expand_dims(self.loc, range(x.ndim - 1)), (-1, x.shape[-1]))
+        return jnp.reshape(jnp.linalg.solve(self.matrix, flat.T).T, x.shape)
+
+    def estimate(
+        self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None, **settings: Any
+    ) -> Any:
+        """As `StochasticFlow.estimate`, with the same settings."""
+        estimate = self.flow.estimate(self.standardise(x), key=key, estimator=estimator, **settings)
+        log_volume = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(self.matrix))))
+        return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value - log_volume)
+
+    def log_prob(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Array:
+        return self.estimate(x, key=key, estimator=estimator).log_prob
+
+    def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
+        y = self.flow.sample(key=key, shape=shape)
+        return jnp.expand_dims(self.loc, range(len(shape))) + jnp.einsum("ij,...j->...i", self.matrix, y)
+
+
+def standardising(data: Array | np.ndarray) -> tuple[Array, Array]:
+    """The mean of the data's rows and the lower triangular L with LLᵀ their covariance.
+
+    ```python
+    import jax
+    import roughflow as rf
+
+    loc, matrix = rf.standardising(jax.random.normal(jax.random.key(0), (100, 3)))
+    ```
+    """
+    rows = np.asarray(data, float)
+    if rows.ndim != 2 or len(rows) < 2:
+        raise ValueError(f"data must have shape (rows, dimensions) with at least two rows, got {rows.shape}")
+    check_finite("data", rows)
+    loc, scale = rows.mean(axis=0), rows.std(axis=0)
+    still = np.flatnonzero(scale <= 1e-10 * np.maximum(np.abs(loc), 1e-300))
+    if still.size:
+        raise ValueError(f"column {still[0]} is constant: its law has no density; leave it out")
+    unit = (rows - loc) / scale
+    # A touch of ridge: columns that depend on one another nearly are still told apart.
+    correlation = unit.T @ unit / len(rows) + 1e-6 * np.eye(rows.shape[1])
+    if np.linalg.eigvalsh(correlation)[0] < 2e-6:
+        raise ValueError("the columns are linearly dependent, so their law has no density: leave some out")
+    return jnp.asarray(loc), jnp.asarray(scale[:, None] * np.linalg.cholesky(correlation))

@@ -1,0 +1,400 @@
+"""Figures: densities, samples, paths, and how a fit or an estimate went.
+
+Each function draws on the axes it is given, or makes its own at the width of a column, and returns them.
+Nothing here changes matplotlib's settings. The colours are those of Okabe and Ito, which the colour-blind can
+tell apart, and shades of one hue for densities.
+
+```python
+from roughflow import plots
+from roughflow.datasets import Moons
+
+axes = plots.density(Moons().log_prob, extent=Moons.extent, colour_bar=True)
+```
+"""
+
+import os
+import textwrap
+from collections.abc import Callable, Mapping
+from itertools import cycle
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Array, ArrayLike
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+import roughflow as rf
+
+BLUE, VERMILION, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
+GREY, NIGHT, EMBER = "#767676", "#08306B", "#5C1A00"
+DENSITY = LinearSegmentedColormap.from_list("density", ["white", SKY, BLUE, NIGHT])
+# Dark enough at both ends for white paper, and far from the blue of densities.
+TIME = LinearSegmentedColormap.from_list("time", ["#F3B562", VERMILION, EMBER])
+COLUMN = 3.4  # inches
+TEXT, SMALL = 9, 8  # points
+# Above this the mean of the weights converges too slowly to be trusted; see `Estimate.pareto_k`.
+HEAVY_TAIL = 0.7
+
+Window = tuple[float, float, float, float]
+
+
+class History(Protocol):
+    """What `training` draws; the validation may be None."""
+
+    @property
+    def step(self) -> np.ndarray: ...
+    @property
+    def loss(self) -> np.ndarray: ...
+    @property
+    def validation_step(self) -> np.ndarray | None: ...
+    @property
+    def validation_loss(self) -> np.ndarray | None: ...
+
+
+def _axes(ax: Axes | None, xlabel: str, ylabel: str, height: float = 0.75 * COLUMN) -> Axes:
+    """The axes given, or new ones, with their labels."""
+    if ax is None:
+        _, ax = plt.subplots(figsize=(COLUMN, height), layout="constrained")
+    ax.tick_params(labelsize=SMALL)
+    ax.set_xlabel(xlabel, fontsize=TEXT)
+    ax.set_ylabel(ylabel, fontsize=TEXT)
+    return ax
+
+
+def _curves(ax: Axes | None, xlabel: str, ylabel: str) -> Axes:
+    """Axes for lines: without the sides of the box that carry no scale."""
+    ax = _axes(ax, xlabel, ylabel)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _plane(ax: Axes | None, extent: Window | None) -> Axes:
+    """Axes for points of the plane, with the same scale both ways."""
+    ax = _axes(ax, "$x_1$", "$x_2$", height=0.9 * COLUMN)
+    ax.set_aspect("equal")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    if extent is not None:
+        ax.set(xlim=extent[:2], ylim=extent[2:])
+    return ax
+
+
+def _colour_bar(ax: Axes, drawn, label: str) -> None:
+    bar = ax.figure.colorbar(drawn, ax=ax, fraction=0.045, pad=0.03)
+    bar.set_label(label, size=TEXT)
+    bar.ax.tick_params(labelsize=SMALL)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+
+
+def grid(extent: Window, resolution: int = 200) -> np.ndarray:
+    """The centres of square pixels that fill a window, `(rows, columns, 2)`, the lowest row first.
+
+    **Arguments:** `extent`, (left, right, bottom, top); `resolution`, the pixels along the longer side.
+
+    ```python
+    from roughflow import plots
+
+    plots.grid((-4, 4, -2, 2), 200).shape  # (100, 200, 2)
+    ```
+    """
+    left, right, bottom, top = extent
+    if not (left < right and bottom < top):
+        raise ValueError(f"extent must be (left, right, bottom, top), each pair increasing, got {extent}")
+    pixel = max(right - left, top - bottom) / resolution
+    columns, rows = max(1, round((right - left) / pixel)), max(1, round((top - bottom) / pixel))
+    x = left + (np.arange(columns) + 0.5) * (right - left) / columns
+    y = bottom + (np.arange(rows) + 0.5) * (top - bottom) / rows
+    return np.stack(np.meshgrid(x, y), axis=-1)
+
+
+def density(
+    log_prob: Callable[[Array], ArrayLike] | ArrayLike,
+    *,
+    extent: Window,
+    ax: Axes | None = None,
+    resolution: int = 200,
+    chunk: int = 10_000,
+    maximum: float | None = None,
+    colour_bar: bool = False,
+) -> Axes:
+    """A heat map of exp(log_prob) on a window of the plane.
+
+    **Arguments:**
+
+    - `log_prob`: takes points `(N, 2)` to log-densities `(N,)`, `chunk` points at a time; or the
+      log-densities themselves, at the points of `grid(extent, resolution)`.
+    - `extent`: (left, right, bottom, top).
+    - `maximum`: the density shown darkest, to give several maps one scale; the highest if None.
+
+    ```python
+    from roughflow import plots
+    from roughflow.datasets import Star
+
+    plots.density(Star().log_prob, extent=Star.extent, colour_bar=True)
+    plots.density(Star().log_prob(plots.grid(Star.extent, 100)), extent=Star.extent)
+    ```
+    """
+    if callable(log_prob):
+        points = grid(extent, resolution)
+        flat = jnp.asarray(points.reshape(-1, 2))
+        parts = [np.asarray(log_prob(flat[i : i + chunk])) for i in range(0, len(flat), chunk)]
+        values = np.concatenate(parts).reshape(points.shape[:2])
+    else:
+        values = np.asarray(log_prob)
+        if values.ndim != 2:
+            raise ValueError(f"log_prob must be a function or have shape (rows, columns), got {values.shape}")
+    if np.isnan(values).any():
+        raise ValueError(f"log_prob is NaN at {int(np.isnan(values).sum())} of {values.size} points")
+    ax = _plane(ax, extent)
+    image = ax.imshow(np.exp(values), extent=extent, origin="lower", cmap=DENSITY, vmin=0, vmax=maximum)
+    if colour_bar:
+        _colour_bar(ax, image, "density")
+    return ax
+
+
+def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None = None) -> Axes:
+    """Points of the plane, `(N, 2)`, as dots that are smaller and paler the more there are.
+
+    ```python
+    import jax
+    from roughflow import plots
+    from roughflow.datasets import Moons
+
+    plots.samples(Moons().sample(key=jax.random.key(0), shape=(2000,)), extent=Moons.extent)
+    ```
+    """
+    points = np.asarray(points)
+    if points.ndim != 2 or points.shape[1] != 2:
+        raise ValueError(f"points must have shape (N, 2), got {points.shape}")
+    ax = _plane(ax, extent)
+    fade = max(len(points) / 1000, 1) ** -0.25
+    # As pixels even in a PDF: ten thousand dots as shapes make a file no viewer likes.
+    ax.plot(*points.T, ".", color=BLUE, markersize=3 * fade, alpha=0.6 * fade, mew=0, rasterized=True)
+    return ax
+
+
+def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colour_bar: bool = False) -> Axes:
+    """A path in the plane at T even times of [0, t1], `(T, 2)`: it darkens, from the open to the full circle.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    path = rf.KarhunenLoeve(50).sample(key=jax.random.key(0), noise_dim=2)
+    plots.trajectory(jax.vmap(path.evaluate)(jnp.linspace(0, 1, 500)))
+    ```
+    """
+    path = np.asarray(path)
+    if path.ndim != 2 or path.shape[1] != 2 or len(path) < 2:
+        raise ValueError(f"path must have shape (T, 2) with T at least 2, got {path.shape}")
+    ax = _plane(ax, None)
+    # White beneath, to stand out from a density.
+    ax.plot(*path.T, color="white", linewidth=2.0, solid_joinstyle="round")
+    pieces = LineCollection(np.stack([path[:-1], path[1:]], axis=1).tolist(), cmap=TIME, linewidths=1.0)
+    pieces.set(array=t1 * (np.arange(len(path) - 1) + 0.5) / (len(path) - 1), clim=(0, t1), zorder=2.5)
+    ax.add_collection(pieces)
+    ends = {"markersize": 5, "markeredgewidth": 1.0, "zorder": 3}
+    ax.plot(*path[0], "o", markerfacecolor="white", markeredgecolor=VERMILION, **ends)
+    ax.plot(*path[-1], "o", markerfacecolor=EMBER, markeredgecolor="white", **ends)
+    if colour_bar:
+        _colour_bar(ax, pieces, "time")
+    return ax
+
+
+def sample_paths(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
+    """One-dimensional paths over time: `times` `(T,)`, `paths` `(K, T)`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    times = jnp.linspace(0, 1, 200)
+    brownian = rf.KarhunenLoeve(100).sample(key=jax.random.key(0), shape=(20,))
+    plots.sample_paths(times, jax.vmap(brownian.evaluate, out_axes=1)(times)[..., 0])
+    ```
+    """
+    times, paths = np.asarray(times), np.asarray(paths)
+    if paths.ndim != 2 or times.shape != paths.shape[1:]:
+        raise ValueError(f"paths must have shape (K, T) for times (T,), got {paths.shape} and {times.shape}")
+    ax = _curves(ax, "time $t$", "$Z_t$")
+    ax.plot(times, paths.T, color=BLUE, linewidth=0.7, alpha=min(0.9, 3 / len(paths) ** 0.5))
+    ax.set_xlim(times[0], times[-1])
+    return ax
+
+
+def approximations(
+    path: rf.Path | ArrayLike,
+    approximations: Mapping[str, rf.Path | ArrayLike],
+    *,
+    times: ArrayLike,
+    ax: Axes | None = None,
+    label: str = "Brownian path",
+) -> Axes:
+    """A rough path, and smooth ones that stand for it. Each is a path, or its values at `times`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    fine = rf.PiecewiseLinear(1024).sample(key=jax.random.key(0))
+    smooth = {"Karhunen–Loève": rf.KarhunenLoeve(6), "piecewise linear": rf.PiecewiseLinear(6)}
+    projected = {name: driver.project(fine) for name, driver in smooth.items()}
+    plots.approximations(fine, projected, times=jnp.linspace(0, 1, 1025))
+    ```
+    """
+    times = np.asarray(times)
+    ax = _curves(ax, "time $t$", "$B(t)$")
+    ax.plot(times, _values(path, times), color=GREY, linewidth=0.6, alpha=0.8, label=label)
+    looks = cycle([("-", BLUE), ("--", VERMILION), ("-.", GREEN), (":", PURPLE)])
+    for (name, smooth), (style, colour) in zip(approximations.items(), looks, strict=False):
+        ax.plot(times, _values(smooth, times), style, color=colour, linewidth=1.5, label=name)
+    ax.set_xlim(times[0], times[-1])
+    ax.legend(frameon=False, fontsize=SMALL)
+    return ax
+
+
+def _values(path: rf.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
+    """A one-dimensional path at some times."""
+    is_path = isinstance(path, rf.Path)
+    values = np.asarray(jax.vmap(path.evaluate)(jnp.asarray(times)) if is_path else path)
+    values = values[..., 0] if values.shape == (*times.shape, 1) else values
+    if values.shape != times.shape:
+        raise ValueError(f"a path must be one-dimensional, with shape {times.shape}, got {values.shape}")
+    return values
+
+
+def training(
+    history: History, *, ax: Axes | None = None, entropy: float | None = None, window: int | None = None
+) -> Axes:
+    """The loss at each step, its moving mean, the validation loss, and the entropy of the data as the floor.
+
+    **Arguments:** `window`, how many steps the moving mean takes in; a fiftieth of all of them if None.
+
+    ```python
+    import numpy as np
+    from types import SimpleNamespace
+    from roughflow import plots
+
+    step = np.arange(500)
+    loss = 3 + np.exp(-step / 50) + 0.1 * np.random.default_rng(0).normal(size=500)
+    history = SimpleNamespace(step=step, loss=loss, validation_step=None, validation_loss=None)
+    plots.training(history, entropy=2.9)
+    ```
+    """
+    step, loss = np.asarray(history.step), np.asarray(history.loss)
+    if not np.isfinite(loss).any():
+        raise ValueError("history.loss has no finite value to draw")
+    ax = _curves(ax, "step", "loss (nats)")
+    ax.plot(step, loss, color=SKY, linewidth=0.5, alpha=0.7)
+    smooth = _moving_mean(loss, window or max(1, len(loss) // 50))
+    ax.plot(step, smooth, color=BLUE, linewidth=1.5, label="training")
+    shown = [smooth, np.quantile(loss[np.isfinite(loss)], [0, 0.98])]
+    if history.validation_step is not None and history.validation_loss is not None:
+        validation = np.asarray(history.validation_loss)
+        ax.plot(history.validation_step, validation, "o-", color=VERMILION, markersize=3, label="validation")
+        shown.append(validation[1:])
+    if entropy is not None:
+        ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
+        shown.append(np.array([entropy]))
+    # The first few losses can be so large that the rest would be a flat line.
+    low, high = np.nanmin(np.concatenate(shown)), np.nanmax(np.concatenate(shown[1:]))
+    ax.set(xlim=(step[0], step[-1]), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
+    ax.legend(frameon=False, fontsize=SMALL)
+    return ax
+
+
+def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of the finite ones among the `window` values around each; fewer at the ends."""
+    finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
+    total = np.convolve(np.where(finite, values, 0), kernel, "same")
+    number = np.round(np.convolve(finite, kernel, "same"))
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
+
+
+def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figure:
+    """How far to trust an estimate at many points: effective paths, standard errors and tails, each sorted.
+
+    Points the estimate itself calls suspect are red, and its warning is written above.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
+    x = jnp.linspace(-3, 3, 20)[:, None]
+    plots.diagnostics(flow.estimate(x, key=jax.random.key(0), estimator=rf.PullBack(num_paths=100)))
+    ```
+    """
+    if figure is None:
+        figure = plt.figure(figsize=(2 * COLUMN + 0.3, 0.75 * COLUMN), layout="constrained")
+    suspect = np.ravel(estimate.suspect)
+    left, middle, right = figure.subplots(1, 3)
+    _sorted(left, estimate.effective_paths, suspect, "effective paths", log=True)
+    left.axhline(np.max(estimate.num_paths), color=GREY, linewidth=0.8, linestyle="--", label="all paths")
+    if suspect.any():
+        left.plot([], [], "o", color=VERMILION, markersize=3, mew=0, label="suspect")
+    left.legend(frameon=False, fontsize=SMALL, loc="lower right")
+    _sorted(middle, estimate.standard_error, suspect, "standard error (nats)", log=True)
+    _sorted(right, estimate.pareto_k, suspect, "Pareto $k$", log=False)
+    right.axhline(HEAVY_TAIL, color=GREY, linewidth=0.8, linestyle="--", label=f"{HEAVY_TAIL}: heavy tail")
+    right.legend(frameon=False, fontsize=SMALL, loc="upper left")
+    text = estimate.warning or f"none of {suspect.size} estimates is suspect"
+    figure.suptitle("\n".join(textwrap.wrap(text, 105)), fontsize=TEXT, x=0.01, ha="left")
+    return figure
+
+
+def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str, *, log: bool) -> None:
+    """Values against the share of points that lie below them; those that no scale holds are counted."""
+    order = np.argsort(np.ravel(values))
+    ranked, bad = np.ravel(values)[order], suspect[order]
+    drawn = np.isfinite(ranked)
+    positive = ranked[drawn & (ranked > 0)]
+    # On less than a decade a logarithmic scale has next to no ticks.
+    if log and positive.size and positive[-1] > 10 * positive[0]:
+        ax.set_yscale("log")
+        drawn &= ranked > 0
+    share = 100 * (np.arange(ranked.size) + 0.5) / ranked.size
+    for which, colour in ((drawn & ~bad, BLUE), (drawn & bad, VERMILION)):
+        if which.any():
+            ax.plot(share[which], ranked[which], "o", color=colour, markersize=3, mew=0, clip_on=False)
+    _curves(ax, "points (%), sorted", label).set_xlim(0, 100)
+    if not drawn.all():
+        kinds = ", ".join(sorted({f"{value:g}" for value in ranked[~drawn]}))
+        ax.set_title(f"{np.sum(~drawn)} not shown ({kinds})", fontsize=SMALL, color=GREY)
+
+
+def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
+    """Write a figure, whole or not at all: a file that was there before stays until the new one is complete.
+
+    Folders are made as needed. The ending says the format, `.png` or `.pdf` for example.
+
+    ```python
+    import tempfile
+    from roughflow import plots
+
+    axes = plots.samples([[0.0, 1.0], [1.0, 0.0]])
+    plots.save(axes.figure, f"{tempfile.mkdtemp()}/figures/points.png")
+    ```
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, for a rename is atomic only within one file system.
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(partial, dpi=dpi, bbox_inches="tight", pad_inches=0.05)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
