@@ -13,7 +13,7 @@ install: .venv/installed
 	touch $@
 
 demo: install
-	$(BIN)/python examples/demo.py
+	$(BIN)/roughflow demo --out figures
 
 test: install
 	$(BIN)/python -m pytest
@@ -32,6 +32,7 @@ format: install
 
 figures: install
 	$(BIN)/python examples/convergence.py
+	$(BIN)/python examples/spiral.py
 
 .venv/benchmarks: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[benchmarks]'

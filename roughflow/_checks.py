@@ -54,7 +54,7 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be positive and finite, got {value}")
 
 
-def check_vector(name: str, value: Array, dimension: int) -> None:
+def check_vector(name: str, value: Array | np.ndarray, dimension: int) -> None:
     """Refuse an array whose last axis is not `dimension` long."""
     shape = jnp.shape(value)
     if not shape or shape[-1] != dimension:
@@ -63,7 +63,7 @@ def check_vector(name: str, value: Array, dimension: int) -> None:
         )
 
 
-def check_finite(name: str, value: Array) -> None:
+def check_finite(name: str, value: Array | np.ndarray) -> None:
     """Refuse NaN and infinity, naming the first row that has one. A traced value passes."""
     if is_traced(value):
         return

@@ -54,7 +54,7 @@ def check(file, part, name):
         return None
     target = rest.partition(".")[0]
     if part in ON_TOP:
-        private = any(word.startswith("_") for word in rest.split("."))
+        private = target != part and any(word.startswith("_") for word in rest.split("."))
         return f"{file} imports the private {name}" if private else None
     if part and target not in ALLOWED[part] | {part, "_checks"}:
         return f"{file} imports {name}, which comes after {part}"

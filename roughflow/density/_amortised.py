@@ -17,7 +17,8 @@ from ._proposal import AbstractLaw, AbstractProposal, Rows, along, free_part, lo
 
 
 class Amortised(AbstractProposal):
-    """Draw ξ, the whitened start and the path's coefficients, from N(m(x), diag s(x)²), m and s by a network.
+    """Draw ξ, the whitened start and the path's coefficients, from N(m, diag s²), m and s by a network
+    of x and of the flow's end time.
 
     Untrained it is the prior. Train it with the model: the K-path bound (`rf.LowerBound`) is largest
     when the proposal is the law of the path given x (Burda et al. 2016), and gradients reach the network.
@@ -52,7 +53,9 @@ class Amortised(AbstractProposal):
     ):
         self.sizes = (flow.dimension, flow.driver.num_functions, flow.noise_dim)
         size = flow.dimension + flow.driver.num_functions * flow.noise_dim
-        self.network = MLP(flow.dimension, 2 * size, width, depth, scale=0.0, key=check_key(key))
+        self.network = MLP(
+            flow.dimension, 2 * size, width, depth, time_dependent=True, scale=0.0, key=check_key(key)
+        )
         self.draws = Independent() if draws is None else draws
 
     def law(self, latent: Latent, target: Target, keys: PRNGKeyArray, rows: Rows) -> "DiagonalLaw":
@@ -64,7 +67,7 @@ class Amortised(AbstractProposal):
                 f"{flow.dimension}, {flow.driver.num_functions} and {flow.noise_dim}: make one with "
                 "rf.Amortised(flow, key=key)"
             )
-        out = jax.vmap(lambda x: self.network(jnp.zeros((), x.dtype), x))(target.x)
+        out = jax.vmap(lambda x: self.network(jnp.asarray(flow.t1, x.dtype), x))(target.x)
         # With a fixed start its part of ξ is not there to be proposed.
         parts = [part[:, d - latent.start_size :] for part in jnp.split(out, 2, axis=1)]
         mean, log_scale = (jnp.pad(part, ((0, 0), (0, latent.size - part.shape[1]))) for part in parts)

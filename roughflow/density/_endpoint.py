@@ -10,7 +10,7 @@ from ._estimator import AbstractImportanceEstimator
 from ._laplace import Laplace
 from ._latent import Latent, Target, constant
 from ._linear import log_abs_det
-from ._mode import Mode, end_and_jacobian, orthonormal
+from ._mode import Mode, end_and_jacobian, normal_space
 from ._newton import solve_end
 from ._proposal import AbstractLaw, AbstractProposal
 
@@ -133,7 +133,7 @@ def endpoint_rows(latent: Latent, target: Target) -> Array:
     jacobian = end_and_jacobian(constant(latent), middle, start)[1][0]
     blocks = jnp.reshape(jacobian[:, latent.start_size :], (flow.dimension, -1, flow.noise_dim))
     push = jnp.einsum("ikj,k->ij", blocks, weights)
-    rows, _, reached = orthonormal(push[None])
+    rows, _, reached = normal_space(push[None])
     rows = jnp.einsum("k,ij->ikj", weights, jnp.where(reached[0], rows[0], jnp.nan))
     rows = jnp.reshape(rows, (flow.dimension, -1))
     return jnp.pad(rows, ((0, 0), (latent.start_size, 0)))[None]

@@ -53,7 +53,7 @@ class Laplace(AbstractProposal):
 
     def law(self, latent: Latent, target: Target, keys: PRNGKeyArray, rows: Rows) -> "TangentLaw":
         # A constant of the estimator: derivatives see the weights, not where paths are drawn.
-        mode = constant(find_mode(constant(latent), constant(target), keys, self.starts))
+        mode = constant(find_mode(constant(latent).quiet(), constant(target), keys, self.starts))
         return TangentLaw(mode.xi, mode.rows, constant(rows(mode)), ~mode.found, jnp.zeros_like(mode.found))
 
 

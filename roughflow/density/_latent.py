@@ -68,6 +68,10 @@ class Latent(eqx.Module):
         outcome = self.flow.solve(begin, path, reverse=False)
         return outcome.z, outcome.escaped
 
+    def quiet(self) -> "Latent":
+        """For a search, that may try what no path does: a solve that fails there is a NaN, not an error."""
+        return eqx.tree_at(lambda latent: latent.flow, self, self.flow.without_errors())
+
     def log_prior(self, xi: Array) -> Array:
         """The log-density of ξ, shape `(B,)`."""
         start, path = jnp.split(xi, [self.start_size], axis=1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from ._latent import Latent, Target
-from ._linear import solve
+from ._linear import orthonormal, solve
 
 ITERATIONS = 20
 LENGTHS = (1.0, 0.5, 0.2, 0.05)  # of the step, tried at each iteration
@@ -80,7 +80,7 @@ def _search(latent: Latent, target: Target, xi: Array) -> tuple[Mode, Array]:
     start = (xi, jnp.ones(len(xi), xi.dtype), jnp.zeros(len(xi), bool), 0)
     xi = jax.lax.while_loop(going, step, start)[0]
     end, jacobian = end_and_jacobian(latent, xi, target.start)
-    rows, volume, reached = orthonormal(jacobian)
+    rows, volume, reached = normal_space(jacobian)
     off = jnp.sqrt(jnp.sum((target.x - end) * solve_gram(jacobian, target.x - end), axis=-1))
     found = off < NEAR
     energy = 0.5 * jnp.sum(xi**2, axis=-1)
@@ -96,12 +96,11 @@ def end_and_jacobian(latent: Latent, xi: Array, start: Array | None) -> tuple[Ar
     return end, jnp.swapaxes(rows, 0, 1)
 
 
-def orthonormal(jacobian: Array) -> tuple[Array, Array, Array]:
+def normal_space(jacobian: Array) -> tuple[Array, Array, Array]:
     """Orthonormal rows with the span of J's `(B, d, D)`, log √det JJᵀ, and whether J has full rank."""
-    q, r = jnp.linalg.qr(jnp.swapaxes(jacobian, 1, 2))
-    sizes = jnp.abs(jnp.diagonal(r, axis1=1, axis2=2))
-    reached = jnp.min(sizes, axis=-1) > 100 * jnp.finfo(r.dtype).eps * jnp.max(sizes, axis=-1)
-    return jnp.swapaxes(q, 1, 2), jnp.sum(jnp.log(sizes), axis=-1), reached
+    rows, sizes = orthonormal(jacobian)
+    reached = jnp.min(sizes, axis=-1) > 100 * jnp.finfo(sizes.dtype).eps * jnp.max(sizes, axis=-1)
+    return rows, jnp.sum(jnp.log(sizes), axis=-1), reached
 
 
 def solve_gram(jacobian: Array, right: Array) -> Array:

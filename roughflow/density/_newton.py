@@ -11,7 +11,8 @@ from ._linear import solve
 STEPS = 12  # from one matrix
 ROUNDS = 3  # of a fresh matrix for the paths that are not there yet
 STRAGGLERS = 8  # one path in so many may need another round
-SHORTEST = 0.05  # a step cut below this has failed
+SHORTEST = 0.05  # a step cut below this part of itself has failed
+LONGEST = 10.0  # standard deviations a step may go at once
 
 
 def solve_end(
@@ -23,7 +24,7 @@ def solve_end(
     """
     # The search is a constant to derivatives: only then can its loop stop early.
     frozen, aim, base, directions = constant((latent, target, delta, rows))
-    surface = Surface(frozen, aim, base, directions)
+    surface = Surface(frozen.quiet(), aim, base, directions)
     r = jnp.einsum("bij,bj->bi", directions, constant(guess))
     r, solved = _search(surface, r)
     slope = surface.matrix(r)  # unless there are derivatives to take, nobody asks for it
@@ -116,21 +117,27 @@ def _quasi_newton(surface: Surface, r: Array) -> tuple[Array, Array]:
         keep = lambda new, old: jnp.where(jnp.expand_dims(accepted, range(1, new.ndim)), new, old)
         r, gap, matrix = keep(r + move, r), keep(new, gap), keep(update, matrix)
         done = done | (accepted & (simplified < tolerance * (1 + size(r))))
-        change, length = keep(_solve(matrix, gap), change), jnp.where(accepted, 1, 0.4 * length)
+        change = keep(_solve(matrix, gap), change)
+        length = jnp.where(accepted, _whole(change), 0.4 * length)
         return r, gap, change, length, matrix, done, count + 1
 
     def going(state):
-        _, _, _, length, _, done, count = state
-        return (count < STEPS) & ~jnp.all(done | (length < SHORTEST))
+        _, _, change, length, _, done, count = state
+        return (count < STEPS) & ~jnp.all(done | (length < SHORTEST * _whole(change)))
 
     gap, escaped = surface.gap(r)
     matrix = surface.matrix(r)
     change = _solve(matrix, gap)
     done = ~escaped & (size(change) < tolerance * (1 + size(r)))
-    length = jnp.where(escaped, 0, jnp.ones_like(change[:, 0]))
+    length = jnp.where(escaped, 0, _whole(change))
     state = (r, gap, change, length, matrix, done, 0)
     r, _, change, _, _, done, _ = jax.lax.while_loop(going, step, state)
     return jnp.where(done[:, None], r + change, r), done  # the last step is short, and already known
+
+
+def _whole(change: Array) -> Array:
+    """The part of a step to try first: all of it, unless it is wild."""
+    return LONGEST / jnp.maximum(jnp.linalg.norm(change, axis=-1), LONGEST)
 
 
 def _at(delta: Array, rows: Array, r: Array) -> Array:

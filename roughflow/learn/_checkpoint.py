@@ -48,7 +48,9 @@ class Progress:
     def stale(self, patience: int | None) -> bool:
         """Whether `patience` looks have passed since the best one."""
         losses = self.history.validation_loss
-        return patience is not None and losses.size > 0 and losses.size - 1 - np.argmin(losses) >= patience
+        if patience is None or not losses.size:
+            return False
+        return losses.size - 1 - int(np.argmin(losses)) >= patience
 
 
 @dataclass

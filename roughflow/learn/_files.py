@@ -36,6 +36,7 @@ def write_archive(
                     archive.writestr(f"{name}.npy", buffer.getvalue())
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(draft, 0o666 & ~_umask())
         os.replace(draft, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -63,3 +64,10 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
             f"{version}): upgrade to read it"
         )
     return header, arrays
+
+
+def _umask() -> int:
+    """What a new file may not be: a temporary one is private, this one is like any other."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -107,7 +107,8 @@ def fit(
     ```
     """
     objective = MaximumLikelihood() if objective is None else objective
-    check_count("steps", steps), check_count("batch_size", batch_size), check_count("every", every)
+    for name, count in (("steps", steps), ("batch_size", batch_size), ("every", every)):
+        check_count(name, count)
     key_split, key_run, key_validation, key_objective = jax.random.split(check_key(key), 4)
     if isinstance(objective, Prepared):
         objective = objective.prepare(model, key=key_objective)
@@ -121,14 +122,15 @@ def fit(
     store = None
     if checkpoint is not None:
         settings = {"steps": steps, "batch_size": batch_size, "every": every, "patience": patience}
+        settings |= {"learning_rate": learning_rate, "clip": clip}
         store = Checkpoint.open(checkpoint, settings, start, (key, train, held_out, rest))
     now = _begin(store, start, resume)
     look = None if held_out is None else lambda p: _validate(p, rest, held_out, key_validation)
     with Interrupt() as interrupt, _bar(now.step, steps, progress) as bar:
         now = _run(loop, now, steps, every, patience, look, store, interrupt, bar, train)
     chosen = now.parameters if held_out is None or not now.history.validation_loss.size else now.best
-    model, objective = eqx.combine(chosen, rest)
-    return Fitted(model, objective, now.history, interrupt.wanted and now.step < steps)
+    best_model, best_objective = eqx.combine(chosen, rest)
+    return Fitted(best_model, best_objective, now.history, interrupt.wanted and now.step < steps)
 
 
 def _run(loop, now, steps, every, patience, look, store, interrupt, bar, data) -> Progress:
@@ -149,7 +151,7 @@ def _run(loop, now, steps, every, patience, look, store, interrupt, bar, data) -
         if streak >= HOPELESS:
             _save(store, now, at_once=True)
             loop.explain(now, streak)
-        if look is not None and now.step % every == 0:
+        if look is not None and (now.step % every == 0 or now.step == steps):
             now = now.validated(look(now.parameters))
         _save(store, now)
     _save(store, now, at_once=True)
@@ -203,7 +205,7 @@ def _advance(state, rest, transform, data, batch_size: int, key, first, count):
         key_batch, key_loss = jax.random.split(jax.random.fold_in(key, first + done))
         x = _batch(data, batch_size, key_batch)
         (loss, report), slope = jax.value_and_grad(loss_of, has_aux=True)(parameters, x, key_loss)
-        fine = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(slope))
+        fine = _all_finite((loss, slope))
         updates, moved = transform.update(slope, optimiser, parameters)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
         parameters = keep(optax.apply_updates(parameters, updates), parameters)
@@ -217,6 +219,10 @@ def _advance(state, rest, transform, data, batch_size: int, key, first, count):
     blank = lambda like: jnp.full(DISPATCH, jnp.nan, like.dtype)
     carry = (state, jnp.asarray(0), blank(loss), {name: blank(value) for name, value in report.items()})
     return jax.lax.while_loop(going, one, carry)
+
+
+def _all_finite(tree: Any) -> Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def _batch(data: Array | Sampler | None, size: int, key: PRNGKeyArray) -> Array | None:
@@ -249,7 +255,7 @@ def _split(data, validation, objective: AbstractObjective, key: PRNGKeyArray):
         return rows, _rows("validation", validation)
     if not 0 <= validation < 1:
         raise ValueError(f"validation must be a share of the data between 0 and 1, got {validation}")
-    aside = int(round(validation * len(rows)))
+    aside = round(validation * len(rows))
     if aside in (0, len(rows)):
         return rows, None
     order = jax.random.permutation(key, len(rows))

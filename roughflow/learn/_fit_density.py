@@ -6,7 +6,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
@@ -26,7 +25,7 @@ def fit_density(
     depth: int = 3,
     num_paths: int = 4,
     columns: Sequence[str] = (),
-    validation: float = 0.1,
+    validation: float | Array | np.ndarray = 0.1,
     patience: int | None = 5,
     **settings: Any,
 ) -> Fitted:
@@ -51,14 +50,16 @@ def fit_density(
     key_model, key_fit = jax.random.split(check_key(key))
     loc, matrix = standardising(data)
     rows = np.asarray(data, float)
+    if isinstance(validation, float | int) and round(validation * len(rows)) == 0:
+        patience = None  # too few rows to set any aside
     flow = neural_flow(rows.shape[1], noise=noise, width=width, depth=depth, key=key_model)
     model = Standardised(flow, loc, matrix, tuple(columns))
     fitted = fit(
         flow,
-        model.standardise(jnp.asarray(rows)),
+        model.standardise(rows),
         key=key_fit,
         objective=MaximumLikelihood(num_paths),
-        validation=validation,
+        validation=validation if isinstance(validation, float | int) else model.standardise(validation),
         patience=patience,
         **settings,
     )

@@ -1,5 +1,6 @@
 """Fit a flow to data."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import equinox as eqx
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import is_traced
+from .._checks import check_positive, is_traced
 from ..density import AbstractProposal, Amortised, Endpoint, LowerBound, Prior, PullBack, log_mean
 from ..flow import StochasticFlow
 from ._objective import AbstractObjective
@@ -29,6 +30,9 @@ class MaximumLikelihood(AbstractObjective):
     - `num_paths`: K.
     - `proposal`: by default an `rf.Amortised` one that `rf.fit` makes and trains; `rf.Prior()` for the
       plain bound.
+    - `horizons`: end times, in units of the flow's own; each step takes one of them. A time-homogeneous
+      SDE that has the law of the data at times 1 and 2 keeps it for ever: with `horizons=(1, 2)` it
+      learns a process that is recurrent, to sample from by one long path.
     - `endpoint`: take `rf.Endpoint` for the weights, not `rf.PullBack`: no solve goes backwards, but each
       path costs several.
 
@@ -47,12 +51,24 @@ class MaximumLikelihood(AbstractObjective):
 
     bound: LowerBound
     learns_proposal: bool = eqx.field(static=True)
+    horizons: tuple[float, ...] = eqx.field(static=True)
     uses_data: ClassVar[bool] = True
 
-    def __init__(self, num_paths: int = 8, proposal: AbstractProposal | None = None, endpoint: bool = False):
+    def __init__(
+        self,
+        num_paths: int = 8,
+        proposal: AbstractProposal | None = None,
+        horizons: Sequence[float] = (1.0,),
+        endpoint: bool = False,
+    ):
+        if not horizons:
+            raise ValueError("horizons must name at least one end time")
+        for horizon in horizons:
+            check_positive("horizons", horizon)
         kind = Endpoint if endpoint else PullBack
         self.bound = LowerBound(kind(num_paths, Prior() if proposal is None else proposal))
         self.learns_proposal = proposal is None
+        self.horizons = tuple(float(horizon) for horizon in horizons)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "MaximumLikelihood":
         """With a proposal made for this model; without noise there is nothing to propose."""
@@ -67,6 +83,10 @@ class MaximumLikelihood(AbstractObjective):
         assert x is not None
         # In training a failed solve is a NaN, for the loop to skip; with values at hand it is an error.
         flow = model.without_errors() if is_traced(x) else model
+        if self.horizons != (1.0,):
+            key, key_horizon = jax.random.split(key)
+            horizon = jax.random.choice(key_horizon, jnp.asarray(self.horizons, x.dtype))
+            flow = eqx.tree_at(lambda f: f.t1, flow, flow.t1 * horizon)
         log_weights = self.bound.log_weights(flow, x, key=key)
         value = log_mean(log_weights.T)
         # A point that none of its paths reaches says nothing about where to go: it is counted.

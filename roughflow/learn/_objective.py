@@ -18,7 +18,7 @@ class AbstractObjective(eqx.Module):
         uses_data = True
 
         def __call__(self, model, x, *, key):
-            return jnp.mean((model - x) ** 2), {}
+            return jnp.mean((model[None] - x) ** 2), {}
 
     data = jnp.arange(8.0)[:, None]
     fitted = rf.fit(jnp.zeros(1), data, key=jax.random.key(0), objective=SquaredError(), steps=500)

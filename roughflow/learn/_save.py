@@ -72,7 +72,7 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
     if eqx.is_array(value) or isinstance(value, np.ndarray):
         name = f"array/{len(arrays)}"
         arrays[name] = np.asarray(value)
-        return {"array": name}
+        return {"numpy" if isinstance(value, np.ndarray) else "array": name}
     if isinstance(value, eqx.Module):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         parts = {name: _encode(part, f"{place}.{name}", arrays) for name, part in fields.items()}
@@ -94,6 +94,8 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
 def _decode(value: Any, arrays: dict[str, np.ndarray], known: dict[str, type]) -> Any:
     if not isinstance(value, dict):
         return value
+    if "numpy" in value:
+        return arrays[value["numpy"]]
     if "array" in value:
         return jnp.asarray(arrays[value["array"]])
     if "function" in value:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_finite, check_vector
+from .._checks import check_finite, check_vector, is_traced
 from ..flow import AbstractEstimator, StochasticFlow
 
 
@@ -29,23 +29,26 @@ class Standardised(eqx.Module):
     """
 
     flow: StochasticFlow
-    loc: Array
-    matrix: Array
+    loc: np.ndarray  # in double precision: a small spread around a large number keeps its digits
+    matrix: np.ndarray
     columns: tuple[str, ...] = eqx.field(static=True, default=())
 
-    def standardise(self, x: Array) -> Array:
-        x = jnp.asarray(x)
+    def standardise(self, x: Array | np.ndarray) -> Array:
+        """y = L⁻¹(x − m), in double precision where x is known."""
         check_vector("x", x, self.flow.dimension)
         check_finite("x", x)
-        flat = jnp.reshape(x - jnp.expand_dims(self.loc, range(x.ndim - 1)), (-1, x.shape[-1]))
-        return jnp.reshape(jnp.linalg.solve(self.matrix, flat.T).T, x.shape)
+        if is_traced(x):
+            offset = x - jnp.expand_dims(self.loc, range(x.ndim - 1))
+            return jnp.einsum("ij,...j->...i", np.linalg.inv(self.matrix), offset)
+        offset = np.asarray(x, np.float64) - self.loc
+        return jnp.asarray(np.einsum("ij,...j->...i", np.linalg.inv(self.matrix), offset), float)
 
     def estimate(
         self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None, **settings: Any
     ) -> Any:
         """As `StochasticFlow.estimate`, with the same settings."""
         estimate = self.flow.estimate(self.standardise(x), key=key, estimator=estimator, **settings)
-        log_volume = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(self.matrix))))
+        log_volume = float(np.sum(np.log(np.abs(np.diagonal(self.matrix)))))
         return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value - log_volume)
 
     def log_prob(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Array:
@@ -53,10 +56,11 @@ class Standardised(eqx.Module):
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
         y = self.flow.sample(key=key, shape=shape)
-        return jnp.expand_dims(self.loc, range(len(shape))) + jnp.einsum("ij,...j->...i", self.matrix, y)
+        spread = jnp.einsum("ij,...j->...i", jnp.asarray(self.matrix, y.dtype), y)
+        return jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(len(shape))) + spread
 
 
-def standardising(data: Array | np.ndarray) -> tuple[Array, Array]:
+def standardising(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The mean of the data's rows and the lower triangular L with LLᵀ their covariance.
 
     ```python
@@ -66,7 +70,7 @@ def standardising(data: Array | np.ndarray) -> tuple[Array, Array]:
     loc, matrix = rf.standardising(jax.random.normal(jax.random.key(0), (100, 3)))
     ```
     """
-    rows = np.asarray(data, float)
+    rows = np.asarray(data, np.float64)
     if rows.ndim != 2 or len(rows) < 2:
         raise ValueError(f"data must have shape (rows, dimensions) with at least two rows, got {rows.shape}")
     check_finite("data", rows)
@@ -79,4 +83,4 @@ def standardising(data: Array | np.ndarray) -> tuple[Array, Array]:
     correlation = unit.T @ unit / len(rows) + 1e-6 * np.eye(rows.shape[1])
     if np.linalg.eigvalsh(correlation)[0] < 2e-6:
         raise ValueError("the columns are linearly dependent, so their law has no density: leave some out")
-    return jnp.asarray(loc), jnp.asarray(scale[:, None] * np.linalg.cholesky(correlation))
+    return loc, scale[:, None] * np.linalg.cholesky(correlation)

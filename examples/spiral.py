@@ -1,7 +1,7 @@
 """A stochastic spiral: samples of an SDE, and its density, from the same flow.
 
 A bar of points is wound up by a rotation that is faster near the centre, while noise pushes along the
-orbits more than across them: an Itô SDE with state-dependent, non-diagonal noise. Run with `make demo`.
+orbits more than across them: an Itô SDE with state-dependent, non-diagonal noise. Run with `make figures`.
 """
 
 import time
@@ -14,7 +14,7 @@ import numpy as np
 
 import roughflow as rf
 
-FIGURE = Path(__file__).parents[1] / "figures" / "demo.png"
+FIGURE = Path(__file__).parents[1] / "figures" / "spiral.png"
 CELL = 0.1  # width of a grid cell
 BLOCK = 3  # cells to a bin, each way, when samples are counted
 NUM_PATHS, CHUNK = 256, 16

@@ -1,0 +1,52 @@
+"""The command line: `roughflow --help` is a tour of it."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from .arguments import parse
+from .refused import Refused
+
+BAD_INPUT = 2
+FAILED = 1
+INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+BROKEN_PIPE = 128 + 13  # and SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; what goes wrong is told in one line, never a traceback."""
+    try:
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has seen enough. Python flushes stdout once more as it ends: into nothing.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("roughflow: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    # The library refuses an argument by a ValueError and reports a failed solve by a RuntimeError.
+    except (Refused, ValueError, OSError) as error:
+        return _tell(error, BAD_INPUT)
+    except (RuntimeError, MemoryError) as error:
+        return _tell(error, FAILED)
+
+
+def _run(argv: list[str]) -> int:
+    try:
+        arguments = parse(argv)
+    except SystemExit as done:  # --help and --version
+        return int(done.code or 0)
+    # Imported now, for JAX takes its time: --help and a mistyped option do not wait for it.
+    from .commands import COMMANDS
+
+    return COMMANDS[arguments.command](arguments)
+
+
+def _tell(error: BaseException, code: int) -> int:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    print(f"roughflow: error: {lines[0]}", file=sys.stderr)
+    return code

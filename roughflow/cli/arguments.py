@@ -1,0 +1,202 @@
+"""The commands and their options. Nothing heavy is imported here, so that help is there at once."""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import roughflow as rf
+
+from .refused import Refused
+
+TOUR = """\
+roughflow gives densities to stochastic differential equations. From the command line it turns a table of
+numbers into a density: fit a model to the rows, ask how likely other rows are, draw new ones.
+
+commands, in the order you will meet them:
+  demo        fit a banana in a minute, and draw what was learned
+                roughflow demo --out figures
+  fit         fit a density to the rows of a table (.csv with a header, .npy, .parquet)
+                roughflow fit flowers.csv --columns length,width --out flowers.rf
+  score       the log density of each row of a table, with its standard error
+                roughflow score flowers.rf more.csv --out scores.csv
+  sample      draw new rows
+                roughflow sample flowers.rf -n 1000 --out new.csv
+  reproduce   the figures of Hodgkinson et al. (2020), with their numbers
+                roughflow reproduce fig1 --out figures
+"""
+EPILOG = (
+    "`roughflow COMMAND --help` lists a command's options. A model is one file; `rf.load` reads it in Python."
+)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command and its options. --help and --version print, and raise `SystemExit`."""
+    parser = _Parser(
+        prog="roughflow",
+        usage="roughflow COMMAND ...",
+        description=TOUR,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"roughflow {rf.__version__}")
+    # The tour lists the commands already.
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="roughflow"
+    )
+    for add in (_demo, _fit, _score, _sample, _reproduce):
+        add(commands)
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.error("name a command: demo, fit, score, sample or reproduce")
+    arguments.argv = list(argv)
+    return arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what argparse would print over several lines."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused(f"{message} (see {self.prog} --help)")
+
+
+def _command(commands, name: str, description: str, example: str) -> argparse.ArgumentParser:
+    # Shortened options would change their meaning when an option is added.
+    return commands.add_parser(
+        name, description=description, epilog=f"example: roughflow {example}", allow_abbrev=False
+    )
+
+
+def _demo(commands) -> None:
+    parser = _command(commands, "demo", "Fit a banana, and draw what was learned.", "demo --out figures")
+    parser.add_argument(
+        "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
+    )
+    _seed(parser)
+    _quiet(parser)
+
+
+def _fit(commands) -> None:
+    parser = _command(
+        commands,
+        "fit",
+        "Fit a density to the rows of a table. The state of the run is kept in MODEL.rf.checkpoint until the "
+        "model is written: Ctrl-C stops it, --resume goes on to the same numbers.",
+        "fit flowers.csv --columns length,width --out flowers.rf",
+    )
+    parser.add_argument("data", type=Path, metavar="DATA", help="a .csv file with a header, .npy or .parquet")
+    parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="the model to write")
+    parser.add_argument("--columns", type=_names, metavar="A,B,C", help="default: all")
+    add = lambda option, kind, default, text: parser.add_argument(
+        option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
+    )
+    add("--noise", _not_negative, 0.5, "size of the noise for standardised data, 0 for none")
+    add("--steps", _count, 2000, "of the optimiser")
+    add("--batch-size", _count, 256, "rows a step")
+    add("--width", _count, 64, "of the network")
+    add("--depth", _count, 3, "of the network")
+    add("--paths", _count, 4, "random paths a row, in training")
+    add("--learning-rate", _positive, 3e-3, "of the optimiser")
+    add("--validation", _share, 0.1, "share of the rows set aside to choose the best model by, 0 for none")
+    add("--patience", _whole, 5, "looks at them (20 a run) without a better value that end it, 0 for never")
+    _seed(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite MODEL.rf, and a checkpoint not resumed"
+    )
+    _quiet(parser)
+
+
+def _score(commands) -> None:
+    parser = _command(
+        commands,
+        "score",
+        "The log density of each row, its standard error, and how many equally weighted paths it rests "
+        "on, as CSV. Columns are found by their names; those of an .npy file by their places.",
+        "score flowers.rf more.csv --tolerance 0.01 --out scores.csv",
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL.rf")
+    parser.add_argument("data", type=Path, metavar="DATA", help="a .csv file with a header, .npy or .parquet")
+    parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default: standard output")
+    parser.add_argument(
+        "--tolerance", type=_positive, metavar="E", help="add paths until standard errors are below"
+    )
+    parser.add_argument("--paths", type=_count, metavar="N", help="random paths a row, to start with")
+    _seed(parser)
+    _force(parser)
+    _quiet(parser)
+
+
+def _sample(commands) -> None:
+    parser = _command(
+        commands, "sample", "Draw rows from a model.", "sample flowers.rf -n 1000 --out new.csv"
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL.rf")
+    parser.add_argument(
+        "-n", dest="count", type=_count, default=1000, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=".csv or .npy; default: CSV to standard output"
+    )
+    _seed(parser)
+    _force(parser)
+
+
+def _reproduce(commands) -> None:
+    parser = _command(
+        commands,
+        "reproduce",
+        "The figures of Hodgkinson et al. (2020): a PNG each, and their numbers as JSON.",
+        "reproduce fig1 --out figures",
+    )
+    parser.add_argument(
+        "name", choices=["fig1", "fig2", "fig3", "toys", "all"], metavar="fig1|fig2|fig3|toys|all"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
+    )
+    parser.add_argument("--steps", type=_count, metavar="N", help="of each fit; default: the figure's own")
+    parser.add_argument("--resume", action="store_true", help="go on from where a run was cut short")
+    _seed(parser)
+    _quiet(parser)
+
+
+def _seed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="of all randomness; default: 0")
+
+
+def _force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="overwrite the output if it exists")
+
+
+def _quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _number(kind: Callable, accept: Callable[[float], bool], description: str) -> Callable[[str], float]:
+    def read(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and accept(value)):
+            raise argparse.ArgumentTypeError(f"{description} is wanted, got {text!r}")
+        return value
+
+    return read
+
+
+_count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+# JAX takes a seed of 32 bits where 64 are not switched on.
+_whole = _number(int, lambda n: 0 <= n < 2**31, "a whole number of at least 0")
+_positive = _number(float, lambda v: v > 0, "a number above 0")
+_not_negative = _number(float, lambda v: v >= 0, "a number of at least 0")
+_share = _number(float, lambda v: 0 <= v < 1, "a share, from 0 to below 1,")
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"different names with commas between them are wanted, got {text!r}")
+    return names

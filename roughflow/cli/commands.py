@@ -1,0 +1,17 @@
+"""Which function runs which command."""
+
+import argparse
+from collections.abc import Callable
+
+from .figures import demo, reproduce
+from .fit import fit
+from .sample import sample
+from .score import score
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "demo": demo,
+    "fit": fit,
+    "score": score,
+    "sample": sample,
+    "reproduce": reproduce,
+}

@@ -1,0 +1,138 @@
+"""`roughflow fit`: from a table to a model."""
+
+import argparse
+import math
+import shlex
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import roughflow as rf
+
+from . import INTERRUPTED
+from .output import check_writable
+from .refused import Refused
+from .table import Table, read_table
+
+LOOKS = 20  # at the validation data, in the course of a run
+# In single precision a number has seven digits: a column this many times its own spread away from zero
+# keeps fewer than three of them.
+FAR = 1e4
+
+
+def fit(arguments: argparse.Namespace) -> int:
+    check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
+    checkpoint = arguments.out.with_name(arguments.out.name + ".checkpoint")
+    _check_checkpoint(checkpoint, arguments)
+    table = read_table(arguments.data, arguments.columns)
+    train, held_out = _split(table, arguments.validation, arguments.seed)
+    _check_rows(arguments.data, table, train)
+    if checkpoint.exists() and not arguments.resume:
+        checkpoint.unlink()  # as --force asked
+    try:
+        fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
+    except KeyboardInterrupt:  # the second one: the first ends a run in good order
+        return _stopped(arguments, checkpoint, "interrupted")
+    if fitted.interrupted:
+        return _stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size}")
+    rf.save(arguments.out, fitted.model)
+    checkpoint.unlink(missing_ok=True)
+    _report(arguments.out, table, fitted, train, held_out)
+    return 0
+
+
+def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint: Path) -> rf.Fitted:
+    return rf.fit_density(
+        train,
+        key=jax.random.key(arguments.seed),
+        noise=arguments.noise,
+        width=arguments.width,
+        depth=arguments.depth,
+        num_paths=arguments.paths,
+        columns=columns,
+        validation=held_out if len(held_out) else 0.0,
+        patience=(arguments.patience or None) if len(held_out) else None,
+        steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        learning_rate=arguments.learning_rate,
+        every=max(1, math.ceil(arguments.steps / LOOKS)),
+        checkpoint=checkpoint,
+        resume=arguments.resume,
+        progress=not arguments.quiet,
+    )
+
+
+def _check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
+    if arguments.resume and not checkpoint.exists():
+        raise Refused(f"there is no checkpoint {checkpoint} to go on from: leave out --resume to start")
+    if checkpoint.exists() and not (arguments.resume or arguments.force):
+        raise Refused(
+            f"{checkpoint} holds a run that was cut short: --resume goes on from it, --force starts afresh"
+        )
+
+
+def _split(table: Table, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and rows to validate on; at least one of these if any are asked for."""
+    rows = table.rows
+    aside = max(1, round(share * len(rows))) if share else 0
+    order = np.random.default_rng(seed).permutation(len(rows))
+    return rows[order[aside:]], rows[order[:aside]]
+
+
+def _check_rows(path: Path, table: Table, train: np.ndarray) -> None:
+    """Refuse rows that have no density, by the names of their columns; warn of those with few digits."""
+    count, dimension = len(table.rows), len(table.columns)
+    if len(train) <= dimension:
+        have = "1 row" if count == 1 else f"{count} rows"
+        need = f"{dimension + 1 + count - len(train)} are the least for its columns, hundreds are better"
+        raise Refused(f"{path} has {have}: {need}")
+    for name, column in zip(table.columns, train.T, strict=True):
+        spread = column.std()
+        if column.min() == column.max():
+            others = ",".join(other for other in table.columns if other != name) or "..."
+            raise Refused(
+                f"{path}: column {name!r} is always {column[0]:g}, so it has no density: leave it out, with "
+                f"--columns {others}"
+            )
+        if abs(column.mean()) > FAR * spread and not jax.config.jax_enable_x64:  # pyright: ignore
+            print(
+                f"roughflow: warning: column {name!r} is {column.mean():g} ± {spread:g}, which single "
+                "precision blurs: subtract a constant from it, or set JAX_ENABLE_X64=1",
+                file=sys.stderr,
+            )
+
+
+def _stopped(arguments: argparse.Namespace, checkpoint: Path, what: str) -> int:
+    again = [word for word in arguments.argv if word != "--resume"]
+    tell = f"roughflow: {what}, kept in {checkpoint}; go on with: "
+    if checkpoint.exists():
+        print(tell + shlex.join(["roughflow", *again, "--resume"]), file=sys.stderr)
+    else:
+        print(f"roughflow: {what} before the first step", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _report(out: Path, table: Table, fitted: rf.Fitted, train: np.ndarray, held_out: np.ndarray) -> None:
+    history = fitted.history
+    print(f"rows        {len(table.rows)}: {len(train)} to train on, {len(held_out)} to validate on")
+    print(f"columns     {', '.join(table.columns)}")
+    print(f"steps       {history.loss.size}" + (f", {history.skipped} skipped" if history.skipped else ""))
+    if len(held_out):
+        matrix = np.asarray(fitted.model.matrix, float)
+        log_volume = float(np.sum(np.log(np.abs(np.diagonal(matrix)))))
+        reached = -float(np.min(history.validation_loss)) - log_volume
+        normal = _gaussian(np.asarray(fitted.model.loc, float), matrix, held_out)
+        print(
+            f"validation  {reached:.4f} nats a row; the Gaussian with their mean and covariance {normal:.4f}"
+        )
+    print(f"model       {out}")
+
+
+def _gaussian(loc: np.ndarray, matrix: np.ndarray, rows: np.ndarray) -> float:
+    """The mean log density of rows under the normal law that the fit starts from."""
+    unit = np.linalg.solve(matrix, (rows - loc).T)
+    square = np.mean(np.sum(unit**2, axis=0))
+    log_volume = np.sum(np.log(np.abs(np.diagonal(matrix))))
+    return float(-0.5 * square - 0.5 * len(loc) * math.log(2 * math.pi) - log_volume)

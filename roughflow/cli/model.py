@@ -1,0 +1,38 @@
+"""A model from its file, and the columns of a table that belong to it."""
+
+from pathlib import Path
+
+import numpy as np
+
+import roughflow as rf
+
+from .refused import Refused
+from .table import Table, counted, read_table
+
+
+def read_model(path: Path) -> rf.Standardised:
+    """What `roughflow fit` wrote, or a plain flow that `rf.save` wrote."""
+    if path.is_dir():
+        raise Refused(f"{path} is a folder, not a model")
+    model = rf.load(path)
+    if isinstance(model, rf.StochasticFlow):
+        model = rf.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
+    if not isinstance(model, rf.Standardised):
+        raise Refused(f"{path} holds a {type(model).__name__}, not a density: make one with roughflow fit")
+    return model
+
+
+def columns_of(model: rf.Standardised) -> tuple[str, ...]:
+    return model.columns or counted(model.flow.dimension)
+
+
+def read_rows_for(model: rf.Standardised, path: Path) -> Table:
+    """The model's columns of a table: by name where both have names, otherwise by place."""
+    by_name = model.columns and path.suffix.lower() != ".npy"
+    table = read_table(path, model.columns if by_name else None)
+    if len(table.columns) != model.flow.dimension:
+        raise Refused(
+            f"{path} has {len(table.columns)} columns, and the model {model.flow.dimension}: "
+            f"{', '.join(columns_of(model))}"
+        )
+    return table

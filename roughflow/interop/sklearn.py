@@ -1,0 +1,153 @@
+"""A stochastic flow as a scikit-learn density estimator."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from sklearn.base import BaseEstimator, DensityMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+import roughflow as rf
+
+LOOKS = 20  # at the validation data, in the course of a fit
+
+
+class StochasticFlowDensity(DensityMixin, BaseEstimator):
+    """The density of a table's rows, as that of a neural SDE fitted to them by maximum likelihood.
+
+    It numbers among scikit-learn's density estimators, beside `GaussianMixture` and `KernelDensity`: it goes
+    into a `Pipeline` and is tuned by `GridSearchCV`. Rows are standardised by `fit`, so no scaler is
+    needed before it. A constant column, or one that the others determine, has no density and is refused.
+
+    With noise, a log density is a Monte Carlo estimate: the values of `score_samples` are the same in every
+    call with the same rows, and differ within their error when rows are reordered or left out. The error
+    itself comes from `model_.estimate`. Numbers have JAX's precision, single unless
+    `jax.config.update("jax_enable_x64", True)` asks for double.
+
+    **Parameters:**
+
+    - `noise`: size of the noise in units of the standardised data; 0 for a continuous normalizing flow,
+      whose density is exact.
+    - `width`, `depth`: of the network.
+    - `num_paths`: paths a row in training.
+    - `steps`, `batch_size`, `learning_rate`: of the optimiser.
+    - `validation_fraction`: share of the rows set aside to choose the best model by; 0 for none.
+    - `patience`: looks at them, one every twentieth of the steps, without a better value that end the
+      fit early; None to take all steps.
+    - `score_paths`: paths a row in `score_samples`; None for the default of `model_.estimate`.
+    - `random_state`: an int, a `numpy.random.RandomState`, or None.
+    - `verbose`: show a progress bar.
+
+    **After `fit`:** `model_`, an `rf.Standardised` that `rf.save` can write; `history_`, an `rf.History`;
+    `n_features_in_`; and `feature_names_in_`, if the table had names.
+
+    ```python
+    from sklearn.datasets import load_iris
+    from roughflow.interop.sklearn import StochasticFlowDensity
+
+    X = load_iris(as_frame=True).data
+    density = StochasticFlowDensity(noise=0.0, width=8, depth=1, steps=20, random_state=0).fit(X)
+    density.score_samples(X).shape  # (150,)
+    density.sample(5).shape  # (5, 4)
+    ```
+    """
+
+    def __init__(
+        self,
+        noise=0.5,
+        width=32,
+        depth=2,
+        num_paths=4,
+        steps=500,
+        batch_size=256,
+        learning_rate=3e-3,
+        validation_fraction=0.1,
+        patience=5,
+        score_paths=64,
+        random_state=None,
+        verbose=False,
+    ):
+        self.noise = noise
+        self.width = width
+        self.depth = depth
+        self.num_paths = num_paths
+        self.steps = steps
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.validation_fraction = validation_fraction
+        self.patience = patience
+        self.score_paths = score_paths
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X, y=None):
+        """Fit to the rows of X; y is ignored. Ctrl-C keeps what was reached in `model_`, then interrupts."""
+        del y
+        X = np.asarray(validate_data(self, X, dtype=np.float64, ensure_min_samples=2))
+        seed = _seed(self.random_state)
+        held_out = round(self.validation_fraction * len(X))
+        fitted = rf.fit_density(
+            X,
+            key=jax.random.key(seed),
+            noise=self.noise,
+            width=self.width,
+            depth=self.depth,
+            num_paths=self.num_paths,
+            columns=[str(name) for name in getattr(self, "feature_names_in_", ())],
+            validation=self.validation_fraction,
+            # Too few rows to set any aside are no reason to refuse them.
+            patience=self.patience if held_out else None,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            every=max(1, math.ceil(self.steps / LOOKS)),
+            progress=bool(self.verbose),
+        )
+        self.model_ = fitted.model
+        self.history_ = fitted.history
+        # A plain number, for a key of JAX cannot be pickled.
+        self._score_seed = seed
+        if fitted.interrupted:
+            # A search over many fits must end too, not go on to the next.
+            raise KeyboardInterrupt
+        return self
+
+    def score_samples(self, X):
+        """The log density of each row, in the units of the data: shape (n_samples,)."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        exact = self.model_.flow.noise_dim == 0
+        estimator = None if exact or self.score_paths is None else rf.Endpoint(self.score_paths)
+        key = jax.random.fold_in(jax.random.key(self._score_seed), 1)
+        return np.asarray(self.model_.log_prob(jnp.asarray(X), key=key, estimator=estimator), np.float64)
+
+    def score(self, X, y=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The mean log density of the rows, as `GaussianMixture` has it (`KernelDensity` has the sum), so
+        that folds of different sizes compare; y is ignored."""
+        del y
+        return float(np.mean(self.score_samples(X)))
+
+    def sample(self, n_samples=1, random_state=None):
+        """Draw rows from the model: shape (n_samples, n_features).
+
+        `random_state` replaces the estimator's own, which, if it is an int, gives the same rows each time.
+        """
+        check_is_fitted(self)
+        if n_samples < 1:
+            raise ValueError(f"n_samples must be at least 1, got {n_samples}")
+        key = jax.random.key(_seed(self.random_state if random_state is None else random_state))
+        draws = self.model_.sample(key=jax.random.fold_in(key, 2), shape=(n_samples,))
+        return np.asarray(draws, np.float64)
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        # Random numbers belong to a row's place in X: with noise, a row's value moves within its Monte Carlo
+        # error when the rows before it change. Without noise there is nothing random.
+        tags.non_deterministic = self.noise != 0
+        return tags
+
+
+def _seed(random_state) -> int:
+    return int(check_random_state(random_state).randint(np.iinfo(np.int32).max))

@@ -1,0 +1,391 @@
+"""The command line: what it prints, what it writes, and what it says when something is wrong."""
+
+import contextlib
+import csv
+import io
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import roughflow as rf
+from roughflow.cli import main
+
+# Without noise a fit compiles in seconds; what the noise does is tested elsewhere.
+TINY = ["--noise", "0", "--steps", "2", "--width", "4", "--depth", "1", "--paths", "1", "--quiet"]
+
+
+def write(path, header, rows):
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+def table(path, rows=24, columns=("a", "b"), seed=0):
+    return write(path, columns, np.random.default_rng(seed).normal(3, 2, (rows, len(columns))))
+
+
+def read(path):
+    with open(path, newline="") as file:
+        header, *rows = csv.reader(file)
+    return header, np.array(rows, float)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A folder with a table, and a model of two of its three columns, in an order of their own."""
+    folder = tmp_path_factory.mktemp("fitted")
+    table(folder / "data.csv", rows=200, columns=("a", "b", "c"))
+    command = ["fit", f"{folder}/data.csv", "--out", f"{folder}/new/model.rf", "--columns", "c,a", *TINY]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main([*command, "--learning-rate", "1e-6"]) == 0
+    assert os.listdir(folder / "new") == ["model.rf"]
+    (folder / "new" / "model.rf").rename(folder / "model.rf")
+    (folder / "said.txt").write_text(said.getvalue())
+    return folder
+
+
+@pytest.fixture
+def refused(capsys, tmp_path, monkeypatch):
+    """Run a command in a folder of its own: it must be refused in one line, with nothing written."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*command):
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        code = main([str(word) for word in command])
+        said = capsys.readouterr()
+        assert code == 2
+        assert said.out == ""
+        assert said.err.startswith("roughflow: error: ")
+        assert said.err.count("\n") == 1
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        return said.err
+
+    return run
+
+
+def test_help_is_a_tour(capsys):
+    assert main(["--help"]) == 0
+    tour = capsys.readouterr().out
+    places = [tour.index(f"\n  {name} ") for name in ("demo", "fit", "score", "sample", "reproduce")]
+    assert places == sorted(places)
+    assert tour.count("roughflow fit ") == 1
+
+
+@pytest.mark.parametrize("command", ["demo", "fit", "score", "sample", "reproduce"])
+def test_each_command_has_help_with_an_example(command, capsys):
+    assert main([command, "--help"]) == 0
+    assert f"example: roughflow {command} " in " ".join(capsys.readouterr().out.split())
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("roughflow ")
+
+
+def test_options_are_read_before_anything_heavy_is_imported():
+    """By the commands themselves: only the package's own `__init__` imports JAX."""
+    code = (
+        "import sys, types; package = types.ModuleType('roughflow'); package.__path__ = [sys.argv[1]]; "
+        "package.__version__ = '0'; "
+        "sys.modules['roughflow'] = package; from roughflow.cli import main; "
+        "assert main(['fit', '--help']) == 0 and main(['fit']) == 2; "
+        "print([name for name in ('jax', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(rf.__file__).parent)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_fit_reports_the_gaussian_it_started_from(fitted):
+    """After two small steps the model is still near the normal law, in the units of the data."""
+    said = (fitted / "said.txt").read_text()
+    assert "rows        200: 180 to train on, 20 to validate on" in said
+    assert "columns     c, a" in said
+    assert "steps       2" in said
+    assert f"model       {fitted}/new/model.rf" in said
+    words = next(line for line in said.splitlines() if line.startswith("validation")).split()
+    assert float(words[1]) == pytest.approx(float(words[-1]), abs=1e-3)
+    # Of a normal law with standard deviation 2 in two dimensions.
+    assert float(words[-1]) == pytest.approx(-(np.log(2 * np.pi) + 1 + 2 * np.log(2)), abs=0.7)
+
+
+def test_a_model_finds_its_columns_by_name(fitted, tmp_path, capsys):
+    assert rf.load(fitted / "model.rf").columns == ("c", "a")
+    out = tmp_path / "scores.csv"
+    assert main(["score", f"{fitted}/model.rf", f"{fitted}/data.csv", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    header, scores = read(out)
+    assert header == ["log_prob", "standard_error", "effective_paths"]
+    rows = read(fitted / "data.csv")[1][:, [2, 0]]
+    expected = rf.load(fitted / "model.rf").log_prob(jnp.asarray(rows), key=jax.random.key(0))
+    np.testing.assert_allclose(scores[:, 0], expected, rtol=1e-5)
+    assert f"{scores[:, 0].mean():.4f} over 200 rows" in said.err
+    # An .npy file has places only.
+    np.save(tmp_path / "rows.npy", rows)
+    assert main(["score", f"{fitted}/model.rf", str(tmp_path / "rows.npy")]) == 0
+    assert capsys.readouterr().out.splitlines() == out.read_text().splitlines()
+
+
+def test_samples_in_both_formats(fitted, tmp_path, capsys):
+    command = ["sample", f"{fitted}/model.rf", "-n", "5", "--seed", "3"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert main([*command, "--out", str(tmp_path / "s.csv")]) == 0
+    assert main([*command, "--out", str(tmp_path / "s.npy")]) == 0
+    assert (tmp_path / "s.csv").read_text() == printed
+    header, rows = read(tmp_path / "s.csv")
+    assert header == ["c", "a"]
+    np.testing.assert_array_equal(np.load(tmp_path / "s.npy"), rows.astype(np.load(tmp_path / "s.npy").dtype))
+    assert main([*command[:-1], "4"]) == 0
+    assert capsys.readouterr().out != printed
+
+
+def test_a_plain_flow_is_a_model_too(tmp_path, capsys):
+    rf.save(tmp_path / "flow.rf", rf.neural_flow(2, noise=0.0, width=4, depth=1, key=jax.random.key(0)))
+    assert main(["sample", str(tmp_path / "flow.rf"), "-n", "2"]) == 0
+    assert capsys.readouterr().out.startswith("x1,x2\n")
+
+
+def test_parquet(fitted, tmp_path, capsys):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    header, rows = read(fitted / "data.csv")
+    good = {name: column for name, column in zip(header, rows.T, strict=True)}
+    pq.write_table(pa.table(good | {"name": ["x"] * 200}), tmp_path / "data.parquet")
+    assert main(["score", f"{fitted}/model.rf", str(tmp_path / "data.parquet")]) == 0
+    from_parquet = capsys.readouterr().out
+    assert main(["score", f"{fitted}/model.rf", f"{fitted}/data.csv"]) == 0
+    assert capsys.readouterr().out == from_parquet
+    assert main(["fit", str(tmp_path / "data.parquet"), "--out", str(tmp_path / "m.rf")]) == 2
+    assert "column 'name' holds string, not numbers" in capsys.readouterr().err
+    pq.write_table(pa.table({"c": [1.0, None], "a": [1, 2]}), tmp_path / "null.parquet")
+    assert main(["score", f"{fitted}/model.rf", str(tmp_path / "null.parquet")]) == 2
+    assert "row 2 cannot be used, the first because 'c' is nan" in capsys.readouterr().err
+
+
+def test_parquet_names_the_package_it_needs(refused, tmp_path, monkeypatch):
+    (tmp_path / "data.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in refused("fit", "data.parquet", "--out", "m.rf")
+
+
+def test_bad_tables(refused, tmp_path):
+    fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *options)
+    assert "there is no file none.csv" in fit("none.csv")
+    (tmp_path / "empty.csv").touch()
+    assert "empty.csv is empty" in fit("empty.csv")
+    (tmp_path / "header.csv").write_text("a,b\n")
+    assert "no rows" in fit("header.csv")
+    (tmp_path / "data.txt").write_text("a,b\n1,2\n")
+    assert "ends in .csv, .npy or .parquet" in fit("data.txt")
+    (tmp_path / "folder.csv").mkdir()
+    assert "is a folder" in fit("folder.csv")
+    (tmp_path / "latin.csv").write_bytes("größe,b\n1,2\n".encode("latin-1"))
+    assert "UTF-8" in fit("latin.csv")
+    (tmp_path / "semicolon.csv").write_text("a;b\n1;2\n")
+    assert "commas" in fit("semicolon.csv")
+    (tmp_path / "headless.csv").write_text("1,2\n3,4\n")
+    assert "names" in fit("headless.csv")
+    (tmp_path / "twice.csv").write_text("a,a\n3,4\n")
+    assert "two columns named 'a'" in fit("twice.csv")
+    (tmp_path / "bad.npy").write_bytes(b"not an array")
+    assert "damaged" in fit("bad.npy")
+    np.save(tmp_path / "flat.npy", np.zeros(3))
+    assert "(rows, columns) is wanted, got (3,)" in fit("flat.npy")
+    np.save(tmp_path / "pickle.npy", np.array([{}]), allow_pickle=True)
+    assert "not an array" in fit("pickle.npy")
+    table(tmp_path / "data.csv")
+    assert "no column 'z'; it has a, b" in fit("data.csv", "--columns", "a,z")
+
+
+def test_bad_rows_are_named_by_their_lines(refused, tmp_path):
+    fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *options)
+    (tmp_path / "nan.csv").write_text("a,b\n1,2\n\n3,nan\n5,6\n7,\n8,inf\n")
+    assert "lines 4, 6, 7 cannot be used, the first because 'b' is 'nan'" in fit("nan.csv")
+    (tmp_path / "text.csv").write_text('a,b\n1,2\n"two\nlines",3\n4,5\n')
+    assert "line 4 cannot be used" in fit("text.csv")
+    (tmp_path / "many.csv").write_text("a\n1\n" + "one\n" * 20)
+    assert "lines 3, 4, 5, 6, 7 and 15 more" in fit("many.csv")
+    (tmp_path / "ragged.csv").write_text("a,b\n1,2\n3\n")
+    assert "line 3 cannot be used, the first because it has 1 cells under 2 names" in fit("ragged.csv")
+    np.save(tmp_path / "nan.npy", [[1.0, 2.0], [np.nan, 3.0]])
+    assert "row 2 cannot be used, the first because 'x1' is nan" in fit("nan.npy")
+
+
+def test_rows_without_a_density(refused, tmp_path):
+    fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *TINY, *options)
+    write(tmp_path / "still.csv", ["a", "b"], [[i, 7] for i in range(20)])
+    assert "column 'b' is always 7, so it has no density: leave it out, with --columns a" in fit("still.csv")
+    table(tmp_path / "one.csv", rows=1)
+    assert "one.csv has 1 row" in fit("one.csv")
+    write(tmp_path / "line.csv", ["a", "b"], [[i, 2 * i] for i in range(20)])
+    assert "linearly dependent" in fit("line.csv")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--steps", "0"], "--steps: a whole number of at least 1 is wanted, got '0'"),
+        (["--steps", "2.5"], "--steps"),
+        (["--noise", "-1"], "--noise: a number of at least 0"),
+        (["--noise", "nan"], "--noise"),
+        (["--seed", "one"], "--seed"),
+        (["--validation", "1"], "--validation: a share"),
+        (["--learning-rate", "0"], "--learning-rate"),
+        (["--columns", "a,,b"], "--columns"),
+        (["--step", "5"], "unrecognized arguments: --step 5"),
+    ],
+)
+def test_bad_options(refused, tmp_path, options, reason):
+    table(tmp_path / "data.csv")
+    assert reason in refused("fit", "data.csv", "--out", "m.rf", *options)
+
+
+def test_bad_commands(refused):
+    assert "name a command" in refused()
+    assert "invalid choice" in refused("fitt")
+    assert "--out" in refused("fit", "data.csv")
+    assert "fig9" in refused("reproduce", "fig9")
+
+
+def test_bad_places_to_write_to(refused, tmp_path, fitted):
+    data, model = fitted / "data.csv", fitted / "model.rf"
+    (tmp_path / "there.rf").write_text("mine")
+    assert "--force overwrites it" in refused("fit", data, "--out", "there.rf")
+    assert "there.rf is a file, not a folder" in refused("fit", data, "--out", "there.rf/m.rf")
+    assert "is a folder" in refused("fit", data, "--out", ".")
+    assert "--force" in refused("score", model, data, "--out", "there.rf")
+    assert "what is read from" in refused("score", model, data, "--out", data, "--force")
+    assert "ends in .csv or .npy" in refused("sample", model, "--out", "samples.txt")
+    assert "is a file" in refused("demo", "--out", "there.rf")
+    assert (tmp_path / "there.rf").read_text() == "mine"
+
+
+def test_force_overwrites(fitted, tmp_path):
+    out = tmp_path / "s.csv"
+    out.write_text("mine")
+    assert main(["sample", f"{fitted}/model.rf", "-n", "5", "--out", str(out), "--force"]) == 0
+    assert read(out)[1].shape == (5, 2)
+
+
+def test_bad_models(refused, tmp_path, fitted):
+    whole = (fitted / "model.rf").read_bytes()
+    assert "there is no file none.rf" in refused("sample", "none.rf")
+    assert "is a folder" in refused("sample", ".")
+    (tmp_path / "text.rf").write_text("hello")
+    assert "is not a roughflow model" in refused("sample", "text.rf")
+    (tmp_path / "half.rf").write_bytes(whole[: len(whole) // 2])
+    assert "damaged" in refused("sample", "half.rf")
+    middle = whole.index(b"\x93NUMPY") + 140
+    (tmp_path / "bit.rf").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    assert "damaged" in refused("sample", "bit.rf")
+    rf.save(tmp_path / "base.rf", rf.Normal(jnp.zeros(2)))
+    assert "holds a Normal, not a density" in refused("sample", "base.rf")
+
+
+def test_tables_that_do_not_fit_the_model(refused, tmp_path, fitted):
+    table(tmp_path / "other.csv", columns=("a", "b"))
+    assert "has no column 'c'; it has a, b" in refused("score", fitted / "model.rf", "other.csv")
+    np.save(tmp_path / "three.npy", np.zeros((4, 3)))
+    assert "has 3 columns, and the model 2: c, a" in refused("score", fitted / "model.rf", "three.npy")
+
+
+def interrupt_after(monkeypatch, steps):
+    """Press Ctrl-C once the fit has saved its state at that step."""
+    write_archive = rf.learn._checkpoint.write_archive
+    pressed = []
+
+    def write(path, header, arrays):
+        write_archive(path, header, arrays)
+        if header["step"] == steps and not pressed:
+            pressed.append(steps)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(rf.learn._checkpoint, "write_archive", write)
+    monkeypatch.setattr(rf.learn._checkpoint, "SECONDS", 0.0)
+
+
+def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
+    table(tmp_path / "data.csv")
+    command = ["fit", "data.csv", "--out", "model.rf", *TINY, "--steps", "6"]
+    assert "no checkpoint model.rf.checkpoint to go on from" in refused(*command, "--resume")
+    assert main([*command[:3], "whole.rf", *command[4:]]) == 0
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        capsys.readouterr()
+        assert main(command) == 130
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "stopped at step 1" in said
+    assert "roughflow fit data.csv --out model.rf" in said
+    assert said.endswith(" --resume\n")
+    assert sorted(os.listdir()) == ["data.csv", "model.rf.checkpoint", "whole.rf"]
+
+    assert "--resume goes on from it, --force starts afresh" in refused(*command)
+    assert "another run" in refused(*command, "--resume", "--seed", "1")
+    assert "steps was 6, now 7" in refused(*command, "--resume", "--steps", "7")
+    good = (tmp_path / "data.csv").read_text()
+    table(tmp_path / "data.csv", seed=1)
+    assert "another run: data" in refused(*command, "--resume")
+    (tmp_path / "data.csv").write_text(good)
+
+    assert main([*command, "--resume"]) == 0
+    assert sorted(os.listdir()) == ["data.csv", "model.rf", "whole.rf"]
+    same = jax.tree.map(np.array_equal, *(rf.load(tmp_path / name) for name in ("model.rf", "whole.rf")))
+    assert all(jax.tree.leaves(same))
+
+
+def test_experiments_are_called_with_the_options(tmp_path, monkeypatch, capsys):
+    calls = []
+    module = types.ModuleType("roughflow.experiments")
+    module.run = lambda *a, **k: calls.append((a, k)) or {"excess": 0.25, "part": {"n": 3}}
+    module.demo = lambda *a, **k: calls.append((a, k)) or {"loss": 1.5}
+    monkeypatch.setitem(sys.modules, "roughflow.experiments", module)
+    monkeypatch.setattr(rf, "experiments", module, raising=False)
+    out = tmp_path / "figures"
+    assert main(["demo", "--out", str(out), "--seed", "7", "--quiet"]) == 0
+    assert calls.pop() == ((out,), {"seed": 7, "progress": False})
+    assert main(["reproduce", "all", "--out", str(out), "--steps", "9", "--resume"]) == 0
+    assert [positional for positional, _ in calls] == [(name, out) for name in ("fig1", "fig2", "fig3")]
+    assert calls[0][1] == {"steps": 9, "seed": 0, "progress": True, "resume": True}
+    assert "0.2500" in capsys.readouterr().out
+
+
+def test_as_a_program_in_a_pipe(fitted):
+    """`python -m roughflow.cli`, whose reader stops reading: no traceback."""
+    command = [sys.executable, "-m", "roughflow.cli", "sample", str(fitted / "model.rf"), "-n", "20000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        assert program.stdout.readline() == "c,a\n"
+        program.stdout.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 141
+
+
+@pytest.mark.slow
+def test_a_noisy_fit_scores_better_than_the_gaussian(tmp_path, capsys):
+    """The whole way, with the default noise: two well separated lumps are no Gaussian."""
+    rng = np.random.default_rng(0)
+    rows = np.concatenate([rng.normal(-3, 0.5, (300, 1)), rng.normal(3, 0.5, (300, 1))]) * 10 + 500
+    write(tmp_path / "lumps.csv", ["height"], rows)
+    command = ["fit", f"{tmp_path}/lumps.csv", "--out", f"{tmp_path}/m.rf", "--steps", "150", "--quiet"]
+    assert main([*command, "--width", "16", "--depth", "2"]) == 0
+    words = next(s for s in capsys.readouterr().out.splitlines() if s.startswith("validation")).split()
+    assert float(words[1]) > float(words[-1]) + 0.3
+    write(tmp_path / "some.csv", ["height"], rows[::10])
+    assert main(["score", f"{tmp_path}/m.rf", f"{tmp_path}/some.csv", "--tolerance", "0.05"]) == 0
+    _, *scores = csv.reader(capsys.readouterr().out.splitlines())
+    scores = np.array(scores, float)
+    assert np.mean(scores[:, 0]) == pytest.approx(float(words[1]), abs=0.3)
+    assert np.mean(scores[:, 1] < 0.05) > 0.95

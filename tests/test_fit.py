@@ -1,0 +1,232 @@
+"""The fitting loop: it learns, it can be cut in two, and it says what went wrong."""
+
+import os
+import signal
+import threading
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import roughflow as rf
+
+
+class Distance(rf.AbstractObjective):
+    """E (model − x)², with a bend the objective learns itself."""
+
+    bend: jax.Array
+    uses_data = True
+
+    def __call__(self, model, x, *, key):
+        loss = jnp.mean((model["place"][None] - x + 0.01 * jax.random.normal(key, x.shape)) ** 2)
+        return loss + jnp.sum((self.bend - 2) ** 2), {"size": jnp.sum(model["place"] ** 2)}
+
+
+class Broken(rf.AbstractObjective):
+    """NaN wherever the first row of the batch is negative."""
+
+    uses_data = True
+
+    def __call__(self, model, x, *, key):
+        return jnp.where(x[0, 0] < 0, jnp.nan, jnp.mean((model[None] - x) ** 2)), {}
+
+
+DATA = np.random.default_rng(0).normal([3.0, -1.0], 0.5, (400, 2))
+SETTINGS = {"steps": 300, "batch_size": 32, "learning_rate": 0.05, "progress": False}
+
+
+def fit(key, model=None, data=DATA, **changes):
+    model = {"place": jnp.zeros(2), "other": jnp.ones(1)} if model is None else model
+    return rf.fit(model, data, key=key, objective=Distance(jnp.zeros(1)), **(SETTINGS | changes))
+
+
+def same(one, two):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_it_finds_the_minimum_and_trains_the_objective_too(key):
+    fitted = fit(key)
+    np.testing.assert_allclose(fitted.model["place"], DATA.mean(axis=0), atol=0.05)
+    np.testing.assert_allclose(fitted.objective.bend, 2, atol=0.02)
+    assert fitted.history.loss.shape == fitted.history.figures["size"].shape == (300,)
+    assert not fitted.interrupted
+    assert fitted.history.skipped == 0
+
+
+def test_the_same_key_gives_the_same_numbers_and_another_does_not(key):
+    assert same(fit(key).model, fit(key).model)
+    assert not same(fit(key).model, fit(jax.random.fold_in(key, 1)).model)
+
+
+def test_frozen_parts_stay(key):
+    fitted = fit(key, frozen=lambda model: model["place"])
+    assert np.array_equal(fitted.model["place"], np.zeros(2))
+    np.testing.assert_allclose(fitted.objective.bend, 2, atol=0.02)
+
+
+def test_any_optimiser_of_optax_and_a_limit_on_gradients(key):
+    slow = fit(key, optimiser=optax.sgd(1.0), clip=1e-3, steps=100)
+    # A hundred steps of at most 1e-3.
+    assert 0.01 < np.linalg.norm(np.append(slow.model["place"], slow.objective.bend)) < 0.1001
+
+
+def test_a_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path):
+    """Stopped by SIGINT in the middle, and gone on with from its checkpoint: equal to the last bit."""
+    settings = {"steps": 4000, "validation": 0.2, "every": 50}
+    whole = fit(key, **settings)
+    file = tmp_path / "run.checkpoint"
+
+    def stop():
+        while not file.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    half = fit(key, checkpoint=file, **settings)
+    thread.join()
+    assert half.interrupted
+    assert 0 < half.history.loss.size < 4000
+    rest = fit(key, checkpoint=file, resume=True, **settings)
+    assert not rest.interrupted
+    assert same(whole.model, rest.model)
+    for name, values in whole.history.to_arrays().items():
+        assert np.array_equal(values, rest.history.to_arrays()[name]), name
+
+
+def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_run(key, tmp_path):
+    file = tmp_path / "run.checkpoint"
+    with pytest.raises(FileNotFoundError, match=r"^there is no file"):
+        fit(key, checkpoint=file, resume=True)
+    fit(key, checkpoint=file)
+    with pytest.raises(ValueError, match=r"^checkpoint .* exists: resume=True goes on from it"):
+        fit(key, checkpoint=file)
+    with pytest.raises(ValueError, match=r"another run: steps was 300, now 301"):
+        fit(key, checkpoint=file, resume=True, steps=301)
+    with pytest.raises(ValueError, match=r"another run: data, key or a fixed part is different"):
+        fit(key, data=DATA + 1, checkpoint=file, resume=True)
+    with pytest.raises(ValueError, match=r"another run: the model or optimiser is different"):
+        fit(key, {"place": jnp.zeros(2), "other": jnp.ones(2)}, checkpoint=file, resume=True)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"is not a roughflow checkpoint, or is damaged"):
+        fit(key, checkpoint=file, resume=True)
+
+
+def test_validation_keeps_the_best_model_and_ends_a_stale_run(key):
+    """Validation data elsewhere: the best model is the one that has just passed them."""
+    aside = np.full((10, 2), 0.5)
+    fitted = fit(key, validation=aside, every=10, patience=3, steps=1000)
+    losses = fitted.history.validation_loss
+    assert fitted.history.loss.size < 1000
+    assert losses.size == np.argmin(losses) + 1 + 3
+    at_best = float(jnp.mean((fitted.model["place"] - 0.5) ** 2))
+    assert at_best < 1.5
+    assert at_best < float(jnp.mean((DATA.mean(axis=0) - 0.5) ** 2))
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(key):
+    data = np.where(np.arange(400)[:, None] % 8 == 0, -1.0, 2.0)
+    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Broken(), **SETTINGS)
+    skipped = fitted.history.skipped
+    assert 10 < skipped < 80
+    assert np.sum(np.isnan(fitted.history.loss)) == skipped
+    assert 1 < float(fitted.model[0]) < 2
+
+
+def test_a_hopeless_run_ends_with_the_reason(key):
+    with pytest.raises(rf.NonFiniteError, match=r"^20 steps in a row up to step 20 were not finite"):
+        rf.fit(jnp.zeros(1), -np.ones((9, 1)), key=key, objective=Broken(), **SETTINGS)
+
+
+def test_a_model_that_returns_nan_is_named(key):
+    drift = lambda t, z: jnp.where(z > 100, z, jnp.nan)
+    flow = rf.StochasticFlow(rf.ItoSDE(drift, rf.NoDiffusion()), rf.Normal(jnp.zeros(1)))
+    with pytest.raises(rf.NonFiniteError, match=r"drift returned a value that is not finite at t = "):
+        rf.fit(flow, np.zeros((4, 1)), key=key, steps=30, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, r"^steps must be a positive whole number"),
+        ({"batch_size": -1}, r"^batch_size must be a positive whole number"),
+        ({"learning_rate": 0.0}, r"^learning_rate must be positive"),
+        ({"validation": 1.5}, r"^validation must be a share of the data"),
+        ({"patience": 3}, r"^patience needs validation data"),
+        ({"resume": True}, r"^resume needs a checkpoint"),
+        ({"data": None}, r"^Distance needs data"),
+        ({"data": np.ones(3)}, r"^data must have shape \(rows, dimensions\), got \(3,\)"),
+        (
+            {"data": np.array([[1.0, 2.0], [np.nan, 1.0]])},
+            r"^data has a value that is not finite, first in row 1",
+        ),
+    ],
+)
+def test_bad_settings_get_one_line(key, changes, message):
+    with pytest.raises(ValueError, match=message):
+        fit(key, **changes)
+
+
+# ------------------------------------------------------------------------------ maximum likelihood
+
+
+def flow_of(noise, key):
+    drift, diffusion = rf.MLP(1, 1, width=8, depth=1, key=key), rf.ConstantDiffusion(noise * jnp.eye(1))
+    return rf.StochasticFlow(rf.ItoSDE(drift, diffusion), rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
+
+
+@pytest.mark.parametrize(
+    "proposal", [None, pytest.param(rf.Prior(), marks=pytest.mark.slow)], ids=["learned", "prior"]
+)
+def test_maximum_likelihood_finds_a_normal_law(key, proposal):
+    """N(1, 0.7²) from N(0, 1) with noise: the loss comes near the entropy."""
+    data = 1 + 0.7 * jax.random.normal(key, (2000, 1))
+    objective = rf.MaximumLikelihood(4, proposal)
+    fitted = rf.fit(flow_of(0.5, key), data, key=key, objective=objective, steps=200, progress=False)
+    truth = 0.5 * np.log(2 * np.pi * np.e * 0.49)
+    assert abs(fitted.history.recent() - truth) < 0.1
+    assert fitted.history.recent("effective_paths") > (3 if proposal is None else 1.5)
+    assert fitted.history.figures["lost"].max() == 0
+
+
+def test_one_path_from_the_prior_is_the_paper_s_bound(key):
+    """−E log p(x | path), and more paths are below it."""
+    flow, x = flow_of(0.8, key), jax.random.normal(key, (512, 1))
+    keys = jax.random.split(key, 3)
+    one, many = (rf.MaximumLikelihood(k, rf.Prior())(flow, x, key=keys[0])[0] for k in (1, 32))
+    given = flow.log_prob_given_path(x, flow.sample_path(key=keys[1], shape=(512,)))
+    assert abs(one + given.mean()) < 4 * float(given.std()) * np.sqrt(2 / 512)
+    assert many < one
+
+
+def test_a_horizon_of_two_is_the_law_at_twice_the_time(key):
+    """dZ = −Z dt without noise: log p at time T is that of N(0, e^{−2T})."""
+    sde, fine = rf.ItoSDE(lambda t, z: -z, rf.NoDiffusion()), rf.FixedGrid(steps=16)
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=fine)
+    x = jnp.linspace(-0.2, 0.2, 5)[:, None]
+    for horizon in (1.0, 2.0):
+        loss, _ = rf.MaximumLikelihood(1, horizons=(horizon,))(flow, x, key=key)
+        scale = np.exp(-horizon)
+        truth = 0.5 * np.log(2 * np.pi) + np.log(scale) + np.mean(np.asarray(x) ** 2) / (2 * scale**2)
+        np.testing.assert_allclose(loss, truth, rtol=1e-5)
+    both = rf.MaximumLikelihood(1, horizons=(1.0, 2.0))
+    losses = {round(float(both(flow, x, key=k)[0]), 4) for k in jax.random.split(key, 8)}
+    assert len(losses) == 2
+
+
+def test_paths_that_do_not_reach_a_point_are_counted_and_leave_gradients_finite(key):
+    """dZ = −Z³ dt: backwards from far out every path escapes."""
+    flow = rf.StochasticFlow(
+        rf.ItoSDE(lambda t, z: -(z**3), rf.ConstantDiffusion(0.1 * jnp.eye(1))), rf.Normal(jnp.zeros(1))
+    )
+    x = jnp.array([[0.1], [5.0]])
+    loss = lambda flow: rf.MaximumLikelihood(2, rf.Prior())(flow, x, key=key)
+    (value, figures), slope = eqx.filter_value_and_grad(loss, has_aux=True)(flow)
+    assert np.isfinite(value)
+    assert figures["lost"] == 0.5
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(slope))
