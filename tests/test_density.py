@@ -568,3 +568,15 @@ def test_single_precision():
     done = subprocess.run([sys.executable, "-c", SINGLE], capture_output=True, text=True, cwd=__file__[:-16])
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1e-3
+
+
+@pytest.mark.parametrize("dimension", [2, 10])
+def test_no_lapack_where_two_calls_could_wait_for_each_other(dimension, key):
+    """Two batched LAPACK calls at once can stop a CPU with few cores for ever; see `_linear`."""
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(dimension))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(dimension)), driver=THREE)
+    x = jnp.zeros((4, dimension))
+    for estimator in (rf.Endpoint(2), rf.PullBack(2, rf.Laplace())):
+        program = jax.jit(lambda x, e=estimator: flow.log_prob(x, key=key, estimator=e)).lower(x).as_text()
+        assert "lapack" not in program
+        assert "while" in program

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import roughflow as rf
 
 README = Path(__file__).parents[1] / "README.md"
 # Made by the library, never by the user.
-NO_EXAMPLE = {"Outcome", "NonFiniteError", "OutOfStepsError"}
+NO_EXAMPLE = {"Outcome", "Fitted", "History", "NonFiniteError", "OutOfStepsError"}
 
 # One process for all examples: what one compiles, the next finds compiled. It is a fresh one, so that they
 # run with JAX's own defaults and not with the tests' float64.
@@ -63,22 +64,31 @@ def test_every_public_object_has_an_example():
     assert [name for name in sorted(needed) if not examples(docstring(public()[name]))] == []
 
 
-def is_density(name):
-    """Whether a docstring is one of the density stage, whose examples take long to compile."""
-    return public()[name.partition(".")[0]].__module__.startswith("roughflow.density")
+def is_slow(name):
+    """Whether a docstring is one of a stage whose examples take long to compile."""
+    module = public()[name.partition(".")[0]].__module__
+    return module.startswith(("roughflow.density", "roughflow.learn"))
 
 
-def test_examples_run():
-    texts = {name: text for name, text in docstrings() if not is_density(name)}
-    run({"README.md": README.read_text(encoding="utf-8"), **texts})
+def test_examples_run(tmp_path):
+    texts = {name: text for name, text in docstrings() if not is_slow(name)}
+    run({"README.md": README.read_text(encoding="utf-8"), **texts}, tmp_path)
 
 
 @pytest.mark.slow
-def test_examples_of_densities_run():
-    run({name: text for name, text in docstrings() if is_density(name)})
+def test_examples_of_densities_and_learning_run(tmp_path):
+    run({name: text for name, text in docstrings() if is_slow(name)}, tmp_path)
 
 
-def run(sources):
+@pytest.mark.parametrize("module", [rf.datasets, rf.plots], ids=["datasets", "plots"])
+def test_examples_of_a_module_run(module, tmp_path):
+    own = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    texts = {name: docstring(value) for name, value in own.items() if not name.startswith("_")}
+    assert [name for name, text in texts.items() if not examples(text)] == []
+    run({module.__name__: module.__doc__ or "", **texts}, tmp_path)
+
+
+def run(sources, folder):
     blocks = {
         f"{name} example {i}": block
         for name, text in sources.items()
@@ -86,7 +96,12 @@ def run(sources):
     }
     assert blocks
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=json.dumps(blocks), capture_output=True, text=True
+        [sys.executable, "-c", RUNNER],
+        input=json.dumps(blocks),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(README.parent)},
     )
     assert done.returncode == 0, done.stderr
     failures = json.loads(done.stdout.splitlines()[-1])

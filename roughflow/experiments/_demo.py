@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import numpy as np
 import matplotlib.pyplot as plt
+import numpy as np
 
 import roughflow as rf
 from roughflow import plots

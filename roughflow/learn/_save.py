@@ -54,7 +54,16 @@ def save(path: str | PathLike, model: Any) -> None:
 
 def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
     """Read a model that `rf.save` wrote. Nothing in the file is executed: it names classes of roughflow and
-    of the libraries it stands on, and, of your own, those you give as `classes`."""
+    of the libraries it stands on, and, of your own, those you give as `classes`.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    rf.save("base.rf", rf.Normal(jnp.zeros(2)))
+    base = rf.load("base.rf")
+    ```
+    """
     header, arrays = read_archive(path, "model", VERSION)
     known = {_name(cls): cls for cls in classes}
     try:
