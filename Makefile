@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-tabular clean
 
 install: .venv/installed
 
@@ -49,6 +49,9 @@ bench-dimension: install
 
 bench-density: install
 	$(BIN)/python -m benchmarks.density
+
+bench-tabular: install
+	$(BIN)/python -m benchmarks.tabular
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build dist figures
