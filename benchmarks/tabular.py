@@ -1,8 +1,8 @@
 """Densities of small tables: `python -m benchmarks.tabular [--only iris wine breast_cancer]`.
 
 scikit-learn's iris, wine and breast-cancer data, standardised, five folds: the mean log-likelihood of test
-rows under the default `StochasticFlowDensity`, beside a Gaussian and a Gaussian mixture whose number of components
-(1 to 8, full covariances) is chosen by the BIC. Needs scikit-learn.
+rows under the default `StochasticFlowDensity`, beside a Gaussian and a Gaussian mixture whose number of
+components (1 to 8, full covariances) is chosen by the BIC. Needs scikit-learn.
 """
 
 import argparse
