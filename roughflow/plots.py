@@ -46,7 +46,7 @@ Window = tuple[float, float, float, float]
 
 
 class History(Protocol):
-    """What `training` draws; the validation may be None."""
+    """What `training` draws; the validation may be None or empty."""
 
     @property
     def step(self) -> np.ndarray: ...
@@ -299,7 +299,7 @@ def training(
     smooth = _moving_mean(loss, window or max(1, len(loss) // 50))
     ax.plot(step, smooth, color=BLUE, linewidth=1.5, label="training")
     shown = [smooth, np.quantile(loss[np.isfinite(loss)], [0, 0.98])]
-    if history.validation_step is not None and history.validation_loss is not None:
+    if history.validation_step is not None and np.size(history.validation_loss):
         validation = np.asarray(history.validation_loss)
         ax.plot(history.validation_step, validation, "o-", color=VERMILION, markersize=3, label="validation")
         shown.append(validation[1:])

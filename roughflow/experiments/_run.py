@@ -32,7 +32,7 @@ class Trained(eqx.Module):
     @property
     def cheap(self) -> rf.PullBack:
         """Densities for a map: with the learned proposal a few paths do."""
-        return rf.PullBack(1 if self.flow.noise_dim == 0 else 32, self.proposal)
+        return rf.PullBack(1 if self.flow.noise_dim == 0 else 64, self.proposal)
 
 
 @dataclass(frozen=True)
