@@ -299,9 +299,9 @@ def training(
     smooth = _moving_mean(loss, window or max(1, len(loss) // 50))
     ax.plot(step, smooth, color=BLUE, linewidth=1.5, label="training")
     shown = [smooth, np.quantile(loss[np.isfinite(loss)], [0, 0.98])]
-    if history.validation_step is not None and np.size(history.validation_loss):
-        validation = np.asarray(history.validation_loss)
-        ax.plot(history.validation_step, validation, "o-", color=VERMILION, markersize=3, label="validation")
+    looks, validation = history.validation_step, history.validation_loss
+    if looks is not None and validation is not None and validation.size:
+        ax.plot(looks, validation, "o-", color=VERMILION, markersize=3, label="validation")
         shown.append(validation[1:])
     if entropy is not None:
         ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
