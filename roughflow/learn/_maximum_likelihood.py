@@ -31,8 +31,8 @@ class MaximumLikelihood(AbstractObjective):
     - `proposal`: by default an `rf.Amortised` one that `rf.fit` makes and trains; `rf.Prior()` for the
       plain bound.
     - `horizons`: end times, in units of the flow's own; each step takes one of them. A time-homogeneous
-      SDE that has the law of the data at times 1 and 2 keeps it for ever: with `horizons=(1, 2)` it
-      learns a process that is recurrent, to sample from by one long path.
+      SDE that has the law of the data at times 1 and 2 keeps it for ever: `horizons=(1, 2)` teaches it
+      to stay, to sample from by one long path.
     - `endpoint`: take `rf.Endpoint` for the weights, not `rf.PullBack`: no solve goes backwards, but each
       path costs several.
 
