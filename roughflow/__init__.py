@@ -77,6 +77,7 @@ from .learn import (
     fit_density as fit_density,
     save as save,
     load as load,
+    whole_file as whole_file,
 )
 from . import datasets as datasets
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError

@@ -388,13 +388,6 @@ def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
     plots.save(axes.figure, f"{tempfile.mkdtemp()}/figures/points.png")
     ```
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, for a rename is atomic only within one file system.
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=dpi, bbox_inches="tight", pad_inches=0.05)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    with rf.whole_file(path) as draft:
+        figure.savefig(draft, dpi=dpi, bbox_inches="tight", pad_inches=0.05)
+    return Path(path)

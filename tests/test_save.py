@@ -205,3 +205,25 @@ def test_data_without_a_density_are_refused():
         rf.standardising(np.zeros((1, 2)))
     with pytest.raises(ValueError, match=r"^data has a value that is not finite, first in row 0"):
         rf.standardising(np.array([[np.nan, 1.0], [1.0, 2.0]]))
+
+
+def test_a_small_spread_around_a_large_number_keeps_its_digits(key):
+    """Ten million and one: single precision has no digits left for the one."""
+    flow = rf.neural_flow(1, noise=0.0, width=4, depth=1, key=key)
+    rows = np.random.default_rng(2).normal(size=(200, 1))
+    plain, far = (rf.Standardised(flow, *rf.standardising(rows + shift)) for shift in (0, 1e7))
+    with jax.enable_x64(False):
+        single = eqx.tree_at(lambda m: m.flow, far, jax.tree.map(to_single, flow))
+        moved = single.log_prob(rows + 1e7, key=key)
+    assert moved.dtype == jnp.float32
+    np.testing.assert_allclose(moved, plain.log_prob(rows, key=key), atol=1e-4)
+
+
+def to_single(leaf):
+    return jnp.asarray(leaf, jnp.float32) if eqx.is_inexact_array(leaf) else leaf
+
+
+def test_a_standardised_model_may_be_an_argument_of_a_jit(key):
+    model = rf.Standardised(rf.neural_flow(2, noise=0.0, width=4, depth=1, key=key), *rf.standardising(DATA))
+    inside = eqx.filter_jit(lambda model, x: model.log_prob(x, key=key))(model, jnp.asarray(DATA[:3]))
+    np.testing.assert_allclose(inside, model.log_prob(DATA[:3], key=key), rtol=1e-9)

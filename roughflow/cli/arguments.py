@@ -147,7 +147,7 @@ def _reproduce(commands) -> None:
     parser = _command(
         commands,
         "reproduce",
-        "The figures of Hodgkinson et al. (2020): a PNG each, and their numbers as JSON.",
+        "Figures 1 to 3 of Hodgkinson et al. (2020), and nine toys: a PNG each, and their numbers as JSON.",
         "reproduce fig1 --out figures",
     )
     parser.add_argument(

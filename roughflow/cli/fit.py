@@ -98,8 +98,8 @@ def _check_rows(path: Path, table: Table, train: np.ndarray) -> None:
             )
         if abs(column.mean()) > FAR * spread and not jax.config.jax_enable_x64:  # pyright: ignore
             print(
-                f"roughflow: warning: column {name!r} is {column.mean():g} ± {spread:g}, which single "
-                "precision blurs: subtract a constant from it, or set JAX_ENABLE_X64=1",
+                f"roughflow: warning: column {name!r} is {column.mean():g} ± {spread:g}: samples in single "
+                "precision will be blurred; subtract a constant from it, or set JAX_ENABLE_X64=1",
                 file=sys.stderr,
             )
 

@@ -1,15 +1,15 @@
 """Files that are written whole, or not at all."""
 
-import contextlib
 import csv
 import os
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
 import numpy as np
+
+import roughflow as rf
 
 from .refused import Refused
 
@@ -43,29 +43,10 @@ def write_csv(path: Path | None, header: Sequence[str], columns: Sequence[np.nda
     if path is None:
         write(sys.stdout)
         return
-    with _draft(path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
+    with rf.whole_file(path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
         write(file)
 
 
 def write_npy(path: Path, array: np.ndarray) -> None:
-    with _draft(path) as draft, open(draft, "wb") as file:
+    with rf.whole_file(path) as draft, open(draft, "wb") as file:
         np.save(file, array, allow_pickle=False)
-
-
-@contextlib.contextmanager
-def _draft(path: Path) -> Iterator[str]:
-    """A file beside `path` that is moved there in the end: whoever is stopped on the way leaves nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    try:
-        yield draft
-        # A draft is for its owner only; the file is as open as any other the user makes.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(draft, 0o666 & ~mask)
-        os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise

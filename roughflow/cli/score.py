@@ -41,7 +41,7 @@ def _estimate(model: rf.Standardised, rows: np.ndarray, arguments: argparse.Name
     quiet = arguments.quiet or len(rows) <= CHUNK
     with tqdm(total=len(rows), unit="row", disable=quiet, dynamic_ncols=True) as bar:
         for i, first in enumerate(range(0, len(rows), CHUNK)):
-            x = jnp.asarray(rows[first : first + CHUNK])
+            x = rows[first : first + CHUNK]
             chunk_key = jax.random.fold_in(key, i)
             parts.append(model.estimate(x, key=chunk_key, estimator=estimator, tolerance=arguments.tolerance))
             bar.update(len(x))

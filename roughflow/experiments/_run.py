@@ -1,8 +1,8 @@
 """What the experiments share: training with files that keep the work, scores, and figures."""
 
 import json
-import os
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class Run:
 
     def key(self, label: str) -> PRNGKeyArray:
         """A key that belongs to the seed and to what it is for."""
-        return jax.random.fold_in(jax.random.key(self.seed), int.from_bytes(label.encode()[-3:], "big"))
+        return jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(label.encode()))
 
     def train(
         self,
@@ -127,9 +127,8 @@ class Run:
     def finish(self, figure: Figure, figures: dict) -> dict:
         """Write the figure and its numbers."""
         plots.save(figure, self.out / f"{self.name}.png")
-        draft = self.out / f".{self.name}.json.part"
-        draft.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        os.replace(draft, self.out / f"{self.name}.json")
+        with rf.whole_file(self.out / f"{self.name}.json") as draft:
+            draft.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         return figures
 
     def say(self, text: str) -> None:

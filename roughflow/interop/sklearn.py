@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from sklearn.base import BaseEstimator, DensityMixin
 from sklearn.utils import check_random_state
@@ -121,7 +120,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         exact = self.model_.flow.noise_dim == 0
         estimator = None if exact or self.score_paths is None else rf.Endpoint(self.score_paths)
         key = jax.random.fold_in(jax.random.key(self._score_seed), 1)
-        return np.asarray(self.model_.log_prob(jnp.asarray(X), key=key, estimator=estimator), np.float64)
+        return np.asarray(self.model_.log_prob(X, key=key, estimator=estimator), np.float64)
 
     def score(self, X, y=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """The mean log density of the rows, as `GaussianMixture` has it (`KernelDensity` has the sum), so

@@ -1,5 +1,6 @@
 """Stage 5, learning: objectives, one fitting loop, and files that keep what was learned."""
 
+from ._files import whole_file as whole_file
 from ._fit import Fitted as Fitted, fit as fit
 from ._fit_density import fit_density as fit_density
 from ._history import History as History

@@ -6,42 +6,60 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 
-def write_archive(
-    path: str | os.PathLike, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-) -> None:
-    """Write a zip file with `header.json` and each array as an `.npy` file.
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+    """A draft to write to, beside `path`, that is moved there in one step when the block ends well.
 
-    It is written beside its place and moved there in one step, so that whoever is stopped on the way,
-    by a kill or a full disk, leaves the old file as it was.
+    Whoever is stopped on the way, by an error, a kill or a full disk, leaves the old file as it was.
+    Folders are made as needed.
+
+    ```python
+    import roughflow as rf
+
+    with rf.whole_file("notes.txt") as draft:
+        draft.write_text("all of it, or none")
+    ```
     """
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder, not a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    # In the same folder, for a move is one step only within a file system; with the same ending, that may
+    # say the format.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    os.close(handle)
+    draft = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            with zipfile.ZipFile(file, "w") as archive:
-                archive.writestr("header.json", json.dumps(header, indent=1))
-                for name, array in arrays.items():
-                    buffer = io.BytesIO()
-                    np.save(buffer, np.asarray(array), allow_pickle=False)
-                    archive.writestr(f"{name}.npy", buffer.getvalue())
-            file.flush()
+        yield draft
+        with draft.open("rb") as file:
             os.fsync(file.fileno())
-        os.chmod(draft, 0o666 & ~_umask())
-        os.replace(draft, path)
+        # A draft is for its owner only; the file is as open as any other the user makes.
+        mask = os.umask(0)
+        os.umask(mask)
+        draft.chmod(0o666 & ~mask)
+        draft.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
+        draft.unlink(missing_ok=True)
         raise
+
+
+def write_archive(
+    path: str | os.PathLike, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Write a zip file with `header.json` and each array as an `.npy` file."""
+    with whole_file(path) as draft, zipfile.ZipFile(draft, "w") as archive:
+        archive.writestr("header.json", json.dumps(header, indent=1))
+        for name, array in arrays.items():
+            buffer = io.BytesIO()
+            np.save(buffer, np.asarray(array), allow_pickle=False)
+            archive.writestr(f"{name}.npy", buffer.getvalue())
 
 
 def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict, dict[str, np.ndarray]]:
@@ -64,10 +82,3 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
             f"{version}): upgrade to read it"
         )
     return header, arrays
-
-
-def _umask() -> int:
-    """What a new file may not be: a temporary one is private, this one is like any other."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

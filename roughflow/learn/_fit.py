@@ -189,7 +189,7 @@ class _Loop:
             objective(model, _batch(self.data, self.batch_size, key_batch), key=key_loss)
         except Exception as error:
             raise NonFiniteError(f"{told}: {error}; {advice}") from error
-        raise NonFiniteError(f"{told}: a gradient overflows; {advice}")
+        raise NonFiniteError(f"{told}: the loss or its gradient overflows, or is NaN; {advice}")
 
 
 @eqx.filter_jit

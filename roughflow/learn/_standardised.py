@@ -37,21 +37,28 @@ class Standardised(eqx.Module):
         """y = L⁻¹(x − m), in double precision where x is known."""
         check_vector("x", x, self.flow.dimension)
         check_finite("x", x)
-        if is_traced(x):
+        if is_traced(x) or is_traced(self.matrix):
             offset = x - jnp.expand_dims(self.loc, range(x.ndim - 1))
-            return jnp.einsum("ij,...j->...i", np.linalg.inv(self.matrix), offset)
+            return jnp.einsum("ij,...j->...i", jnp.linalg.inv(jnp.asarray(self.matrix, offset.dtype)), offset)
         offset = np.asarray(x, np.float64) - self.loc
         return jnp.asarray(np.einsum("ij,...j->...i", np.linalg.inv(self.matrix), offset), float)
 
     def estimate(
-        self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None, **settings: Any
+        self,
+        x: Array | np.ndarray,
+        *,
+        key: PRNGKeyArray,
+        estimator: AbstractEstimator | None = None,
+        **settings: Any,
     ) -> Any:
         """As `StochasticFlow.estimate`, with the same settings."""
         estimate = self.flow.estimate(self.standardise(x), key=key, estimator=estimator, **settings)
-        log_volume = float(np.sum(np.log(np.abs(np.diagonal(self.matrix)))))
+        log_volume = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix)))))
         return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value - log_volume)
 
-    def log_prob(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Array:
+    def log_prob(
+        self, x: Array | np.ndarray, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None
+    ) -> Array:
         return self.estimate(x, key=key, estimator=estimator).log_prob
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
