@@ -72,6 +72,8 @@ from .learn import (
     History as History,
     AbstractObjective as AbstractObjective,
     MaximumLikelihood as MaximumLikelihood,
+    stationarity as stationarity,
+    confinement as confinement,
     Standardised as Standardised,
     standardising as standardising,
     fit_density as fit_density,

@@ -204,19 +204,66 @@ def test_one_path_from_the_prior_is_the_paper_s_bound(key):
     assert many < one
 
 
-def test_a_horizon_of_two_is_the_law_at_twice_the_time(key):
-    """dZ = −Z dt without noise: log p at time T is that of N(0, e^{−2T})."""
-    sde, fine = rf.ItoSDE(lambda t, z: -z, rf.NoDiffusion()), rf.FixedGrid(steps=16)
-    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=fine)
-    x = jnp.linspace(-0.2, 0.2, 5)[:, None]
-    for horizon in (1.0, 2.0):
-        loss, _ = rf.MaximumLikelihood(1, horizons=(horizon,))(flow, x, key=key)
-        scale = np.exp(-horizon)
-        truth = 0.5 * np.log(2 * np.pi) + np.log(scale) + np.mean(np.asarray(x) ** 2) / (2 * scale**2)
-        np.testing.assert_allclose(loss, truth, rtol=1e-5)
-    both = rf.MaximumLikelihood(1, horizons=(1.0, 2.0))
-    losses = {round(float(both(flow, x, key=k)[0]), 4) for k in jax.random.split(key, 8)}
-    assert len(losses) == 2
+def test_stationarity_is_zero_for_the_law_an_sde_keeps_and_only_for_it(key):
+    """Langevin of a correlated Gaussian with state-dependent noise: μ = ½(−σσᵀC⁻¹z + div σσᵀ)."""
+    covariance = np.array([[1.0, 0.6], [0.6, 2.0]])
+    precision = np.linalg.inv(covariance)
+    square = lambda z: 1 + z @ z  # σσᵀ = (1 + |z|²) I, of divergence 2z
+    sde = rf.ItoSDE(
+        lambda t, z: z - 0.5 * square(z) * (precision @ z), lambda t, z: jnp.sqrt(square(z)) * jnp.eye(2)
+    )
+    x = jax.random.normal(key, (20_000, 2)) @ np.linalg.cholesky(covariance).T
+    rate = lambda sde, x: float(rf.stationarity(sde, x, key=key))
+    assert abs(rate(sde, x)) < 3e-4
+    assert rate(sde, x + 0.5) > 0.003
+    assert rate(sde, 1.3 * x) > 0.003
+    assert rate(rf.StratonovichSDE(sde.drift, sde.diffusion), x) > 0.003  # another law: Ito's term is lacking
+    np.testing.assert_allclose(rate(rf.to_stratonovich(sde), x), rate(sde, x), atol=1e-12)
+
+
+def test_confinement_is_zero_for_an_sde_that_comes_back_and_not_for_one_that_wanders(key):
+    """dZ = −a(Z − c) dt + s dB: far from c, LV/V is −2a but for the noise, s²d/V."""
+    centre, spread = np.array([5.0, -2.0]), np.array([3.0, 0.1])
+    x = jax.random.normal(key, (256, 2)) @ np.diag(spread) + centre[None]
+
+    def away(rate, noise, centre=centre, asked=1.0):
+        sde = rf.ItoSDE(lambda t, z: -rate * (z - centre), lambda t, z: noise * jnp.diag(spread))
+        return float(rf.confinement(sde, x, key=key, rate=asked))
+
+    assert away(0.9, 0.1) == 0
+    np.testing.assert_allclose(away(0.0, 0.0), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(away(0.25, 0.0, np.asarray(x.mean(axis=0)), asked=2.0), 1.5**2, rtol=1e-6)
+    assert away(0.9, 10.0) > 0.1  # noise alone carries it off
+    assert away(0.9, 0.1, centre + 100) > 0.1  # it comes back, to another place
+
+
+def test_stationary_adds_what_the_sde_moves_and_what_it_lets_go(key):
+    sde = rf.ItoSDE(lambda t, z: 0.3 * z, lambda t, z: jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), t1=2.0)
+    x = jax.random.normal(key, (64, 1))
+    plain, _ = rf.MaximumLikelihood(2, rf.Prior())(flow, x, key=key)
+    loss, figures = rf.MaximumLikelihood(2, rf.Prior(), stationary=3.0)(flow, x, key=key)
+    assert figures["moved"] > 0.01
+    assert figures["away"] > 0.5  # LV/V > 0.6, asked −0.25
+    np.testing.assert_allclose(loss, plain + 3 * (figures["moved"] + figures["away"]), rtol=1e-12)
+    with pytest.raises(ValueError, match="weight"):
+        rf.MaximumLikelihood(stationary=-1)
+
+
+def test_many_paths_with_an_estimated_divergence_are_refused(key):
+    """log mean exp(log w + error) exceeds log mean w: training would make the error large."""
+    flow = rf.neural_flow(20, noise=0.5, width=4, depth=1, key=key)
+    x = jax.random.normal(key, (3, 20))
+    with pytest.raises(ValueError, match="num_paths must be 1 with a divergence that is estimated"):
+        rf.MaximumLikelihood(2)(flow, x, key=key)
+    assert np.isfinite(rf.MaximumLikelihood(1, rf.Prior())(flow, x, key=key)[0])
+
+
+def test_without_noise_one_path_is_taken(key):
+    flow = rf.neural_flow(2, noise=0.0, width=4, depth=1, key=key)
+    x = jax.random.normal(key, (8, 2))
+    fitted = rf.fit(flow, x, key=key, objective=rf.MaximumLikelihood(8), steps=1, progress=False)
+    assert fitted.objective.bound.estimator.num_paths == 1
 
 
 def test_paths_that_do_not_reach_a_point_are_counted_and_leave_gradients_finite(key):

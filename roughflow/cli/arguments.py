@@ -91,7 +91,12 @@ def _fit(commands) -> None:
     add = lambda option, kind, default, text: parser.add_argument(
         option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
-    add("--noise", _not_negative, 0.5, "size of the noise for standardised data, 0 for none")
+    parser.add_argument(
+        "--noise",
+        type=_not_negative,
+        metavar="N",
+        help="size of the noise for standardised data, 0 for none; default: 0.5, and 0 from five columns on",
+    )
     add("--steps", _count, 2000, "of the optimiser")
     add("--batch-size", _count, 256, "rows a step")
     add("--width", _count, 64, "of the network")

@@ -9,10 +9,11 @@ from .._checks import check_count, check_key, check_positive
 from ..sde import ConstantDiffusion, FullDiffusion, ItoSDE, NoDiffusion, RestoringDrift
 from ._base import Normal
 from ._divergence import ExactDivergence, HutchinsonDivergence
+from ._fixed_grid import FixedGrid
 from ._flow import StochasticFlow
 
 FULL = 2  # dimensions in which the noise depends on the state; the cost of that grows with the square
-MANY = 5  # dimensions from which the divergence is estimated
+MANY = 17  # dimensions from which the divergence is estimated
 
 
 def neural_flow(
@@ -21,7 +22,7 @@ def neural_flow(
     """A neural SDE from a standard normal base that is, before training, that normal law.
 
     The drift is `rf.RestoringDrift`. The noise is `rf.FullDiffusion` in two dimensions, otherwise
-    a trainable constant matrix. From five dimensions on the divergence is Hutchinson's.
+    a trainable constant matrix. From 17 dimensions on the divergence is Hutchinson's.
 
     **Arguments:** `dimension`; `noise`, the size λ of the noise, 0 for a continuous normalizing flow;
     `width` and `depth` of the drift's network.
@@ -46,4 +47,7 @@ def neural_flow(
     else:
         diffusion = ConstantDiffusion(noise * jnp.eye(dimension))
     divergence = HutchinsonDivergence() if dimension >= MANY else ExactDivergence()
-    return StochasticFlow(ItoSDE(drift, diffusion), Normal(jnp.zeros(dimension)), divergence=divergence)
+    # Without noise nothing tells the default grid how fast the field will be: it would take 4 steps.
+    integrator = FixedGrid(steps=8 if noise == 0 else None)
+    base = Normal(jnp.zeros(dimension))
+    return StochasticFlow(ItoSDE(drift, diffusion), base, integrator=integrator, divergence=divergence)

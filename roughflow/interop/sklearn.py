@@ -28,7 +28,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     **Parameters:**
 
     - `noise`: size of the noise in units of the standardised data; 0 for a continuous normalizing flow,
-      whose density is exact.
+      whose density is exact; None for 0.5 in up to four dimensions and 0 beyond.
     - `width`, `depth`: of the network.
     - `num_paths`: paths a row in training.
     - `steps`, `batch_size`, `learning_rate`: of the optimiser.
@@ -55,7 +55,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
 
     def __init__(
         self,
-        noise=0.5,
+        noise=None,
         width=32,
         depth=2,
         num_paths=4,

@@ -8,3 +8,4 @@ from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
 from ._objective import AbstractObjective as AbstractObjective
 from ._save import load as load, save as save
 from ._standardised import Standardised as Standardised, standardising as standardising
+from ._stationarity import confinement as confinement, stationarity as stationarity

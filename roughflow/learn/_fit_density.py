@@ -15,12 +15,14 @@ from ._fit import Fitted, fit
 from ._maximum_likelihood import MaximumLikelihood
 from ._standardised import Standardised, standardising
 
+NOISE, FEW = 0.5, 4  # the noise where none is named, and the dimensions up to which there is any
+
 
 def fit_density(
     data: Array | np.ndarray,
     *,
     key: PRNGKeyArray,
-    noise: float = 0.5,
+    noise: float | None = None,
     width: int = 64,
     depth: int = 3,
     num_paths: int = 4,
@@ -35,8 +37,12 @@ def fit_density(
     model returned is the best on the part of the data set aside: little data leave it near that law.
 
     **Arguments:** `data`, one row a sample; `noise`, `width` and `depth` of `rf.neural_flow`; `num_paths` of
-    `rf.MaximumLikelihood`; `columns`, names to keep with the model; `validation`, `patience` and other
-    `settings` of `rf.fit`. The `model` of the result is an `rf.Standardised`.
+    `rf.MaximumLikelihood`, where the divergence is exact; `columns`, names to keep with the model;
+    `validation`, `patience` and other `settings` of `rf.fit`. The `model` of the result is an
+    `rf.Standardised`.
+
+    `noise` is 0.5 in up to four dimensions unless told otherwise and 0 beyond: in many dimensions the
+    paths that lead to a row are hard to find, for training and for every density after it.
 
     ```python
     import jax
@@ -52,13 +58,14 @@ def fit_density(
     rows = np.asarray(data, float)
     if isinstance(validation, float | int) and round(validation * len(rows)) == 0:
         patience = None  # too few rows to set any aside
+    noise = (NOISE if rows.shape[1] <= FEW else 0.0) if noise is None else noise
     flow = neural_flow(rows.shape[1], noise=noise, width=width, depth=depth, key=key_model)
     model = Standardised(flow, loc, matrix, tuple(columns))
     fitted = fit(
         flow,
         model.standardise(rows),
         key=key_fit,
-        objective=MaximumLikelihood(num_paths),
+        objective=MaximumLikelihood(num_paths if isinstance(flow.divergence, ExactDivergence) else 1),
         validation=validation if isinstance(validation, float | int) else model.standardise(validation),
         patience=patience,
         **settings,

@@ -1,0 +1,109 @@
+"""Does an SDE keep the law of a sample, and does it come back from outside?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_key
+from ..sde import AbstractSDE, noise_matrix, to_ito
+
+# Waves from twenty times as long as the data are wide, which see means and variances, to half as long.
+LONGEST, SHORTEST = 0.05, 2.0
+
+
+def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 128) -> Array:
+    """How fast an SDE moves the law of the sample x: zero if it keeps it.
+
+    A law p is invariant if and only if E_p[Lφ] = 0 for every test function φ, with the generator
+    Lφ = μ·∇φ + ½ tr(σσᵀ∇²φ) (Hansen & Scheinkman 1995). Here φ(z) = cos(w·z + b)/(|w| + |w|²), for random
+    w and b in units of the sample's spread:
+
+        Lφ = −(sin(w·z + b) w·μ + ½ cos(w·z + b) |σᵀw|²)/(|w| + |w|²),
+
+    and the result is the mean over (w, b) of E[Lφ]². Each square is the product of the means of the two
+    halves of the sample, so it has no bias, and may be negative by chance. No path is solved. The SDE is
+    taken at time 0: it should not depend on time.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    key = jax.random.key(0)
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(1))  # keeps N(0, 1)
+    x = jax.random.normal(key, (4096, 1))
+    rf.stationarity(sde, x, key=key), rf.stationarity(sde, 1 + x, key=key)  # 0.00 and 0.21
+    ```
+    """
+    _check_sample(x)
+    sde = to_ito(sde)
+    key_wave, key_length, key_phase = jax.random.split(check_key(key), 3)
+    lengths = jax.random.uniform(
+        key_length, (waves, 1), x.dtype, minval=np.log(LONGEST), maxval=np.log(SHORTEST)
+    )
+    unit = jnp.exp(lengths) * jax.random.normal(key_wave, (waves, x.shape[1]), x.dtype)
+    phase = jax.random.uniform(key_phase, (waves,), x.dtype, maxval=2 * np.pi)
+    wave = unit / _spread(x)[None]
+
+    def generator(z: Array) -> Array:
+        angle = wave @ z + phase
+        t = jnp.zeros((), z.dtype)
+        square = jnp.sum((wave @ noise_matrix(sde.noise(t, z))) ** 2, axis=1)
+        return -(jnp.sin(angle) * (wave @ sde.drift(t, z)) + 0.5 * jnp.cos(angle) * square)
+
+    size = jnp.linalg.norm(unit, axis=1)
+    rates = jax.vmap(generator)(x) / (size + size**2)[None]
+    half = x.shape[0] // 2
+    return jnp.mean(jnp.mean(rates[:half], axis=0) * jnp.mean(rates[half:], axis=0))
+
+
+def confinement(
+    sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, rate: float = 1.0, points: int = 128
+) -> Array:
+    """How far an SDE is from coming back to the sample x from outside at this rate: zero if it does.
+
+    With V(z) = |(z − mean)/spread|², the SDE returns to the region V ≤ R² if LV ≤ −rate·V beyond it
+    (Khasminskii 2012, chapter 3). R is the radius of the sample; beyond it there are no data, so nothing
+    else tells a network what to do there. The result is the mean of max(0, LV/V + rate)² over points drawn
+    between R and 3R, with
+
+        LV = 2 v·(μ/spread) + Σ (σ/spread)²,     v = (z − mean)/spread.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (256, 2))
+    stays = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    walks = rf.ItoSDE(lambda t, z: 0 * z, lambda t, z: jnp.eye(2))
+    rf.confinement(stays, x, key=key), rf.confinement(walks, x, key=key)  # 0 and 1.1
+    ```
+    """
+    _check_sample(x)
+    sde = to_ito(sde)
+    centre, spread = jnp.mean(x, axis=0), _spread(x)
+    radius = jnp.max(jnp.linalg.norm((x - centre[None]) / spread[None], axis=1))
+    key_direction, key_radius = jax.random.split(check_key(key))
+    direction = jax.random.normal(key_direction, (points, x.shape[1]), x.dtype)
+    direction = direction / jnp.linalg.norm(direction, axis=1, keepdims=True)
+    reach = jax.random.uniform(key_radius, (points, 1), x.dtype, minval=1.0, maxval=3.0)
+
+    def relative_growth(v: Array) -> Array:
+        t, z = jnp.zeros((), v.dtype), centre + spread * v
+        sigma = noise_matrix(sde.noise(t, z)) / spread[:, None]
+        return (2 * v @ (sde.drift(t, z) / spread) + jnp.sum(sigma**2)) / (v @ v)
+
+    growth = jax.vmap(relative_growth)(jax.lax.stop_gradient(radius) * reach * direction)
+    return jnp.mean(jax.nn.relu(growth + rate) ** 2)
+
+
+def _check_sample(x: Array) -> None:
+    if jnp.ndim(x) != 2 or x.shape[0] < 2:
+        raise ValueError(f"x must be a sample of shape (N, d) with at least 2 rows, got {jnp.shape(x)}")
+
+
+def _spread(x: Array) -> Array:
+    """The standard deviations, for units only: no gradient, no division by the width of a constant."""
+    spread = jax.lax.stop_gradient(jnp.std(x, axis=0))
+    return jnp.where(spread > 0, spread, 1)
