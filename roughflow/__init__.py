@@ -16,6 +16,12 @@ from .sde import (  # noqa: I001  (pipeline order)
     NoDiffusion as NoDiffusion,
     ProportionalDiffusion as ProportionalDiffusion,
     RestoringDrift as RestoringDrift,
+    targeted_sde as targeted_sde,
+    TargetedSDE as TargetedSDE,
+    SkewNetwork as SkewNetwork,
+    overdamped_langevin as overdamped_langevin,
+    underdamped_langevin as underdamped_langevin,
+    sghmc as sghmc,
 )
 from .driver import (
     AbstractDriver as AbstractDriver,
@@ -72,6 +78,7 @@ from .learn import (
     History as History,
     AbstractObjective as AbstractObjective,
     MaximumLikelihood as MaximumLikelihood,
+    ReverseKL as ReverseKL,
     stationarity as stationarity,
     confinement as confinement,
     Standardised as Standardised,
@@ -80,6 +87,15 @@ from .learn import (
     save as save,
     load as load,
     whole_file as whole_file,
+)
+from .mcmc import (
+    AbstractSampler as AbstractSampler,
+    Unadjusted as Unadjusted,
+    Adjusted as Adjusted,
+    LinearlyImplicitEuler as LinearlyImplicitEuler,
+    Minibatch as Minibatch,
+    Chain as Chain,
+    sample_chain as sample_chain,
 )
 from . import datasets as datasets
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError

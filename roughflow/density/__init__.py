@@ -17,6 +17,7 @@ from ._endpoint import Endpoint as Endpoint
 from ._estimate import Estimate as Estimate, log_mean as log_mean
 from ._estimator import AbstractImportanceEstimator as AbstractImportanceEstimator
 from ._laplace import Laplace as Laplace
+from ._linear import log_abs_det as log_abs_det, solve as solve
 from ._prior import Prior as Prior
 from ._proposal import AbstractProposal as AbstractProposal
 from ._pull_back import PullBack as PullBack

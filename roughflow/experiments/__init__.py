@@ -7,10 +7,17 @@ from ._demo import demo as demo
 from ._fig1 import fig1
 from ._fig2 import fig2
 from ._fig3 import fig3
+from ._fig4 import fig4
 from ._run import Run
 from ._toys import toys
 
-EXPERIMENTS: Mapping[str, Callable[[Run], dict]] = {"fig1": fig1, "fig2": fig2, "fig3": fig3, "toys": toys}
+EXPERIMENTS: Mapping[str, Callable[[Run], dict]] = {
+    "fig1": fig1,
+    "fig2": fig2,
+    "fig3": fig3,
+    "fig4": fig4,
+    "toys": toys,
+}
 
 
 def run(

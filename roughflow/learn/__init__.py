@@ -6,6 +6,7 @@ from ._fit_density import fit_density as fit_density
 from ._history import History as History
 from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
 from ._objective import AbstractObjective as AbstractObjective
+from ._reverse_kl import ReverseKL as ReverseKL
 from ._save import load as load, save as save
 from ._standardised import Standardised as Standardised, standardising as standardising
 from ._stationarity import confinement as confinement, stationarity as stationarity

@@ -31,3 +31,13 @@ from ._sde import (
     noise_dimension as noise_dimension,
     with_explicit_parameters as with_explicit_parameters,
 )
+from ._targeted import (
+    LogDensity as LogDensity,
+    SkewNetwork as SkewNetwork,
+    TargetedSDE as TargetedSDE,
+    as_target as as_target,
+    overdamped_langevin as overdamped_langevin,
+    sghmc as sghmc,
+    targeted_sde as targeted_sde,
+    underdamped_langevin as underdamped_langevin,
+)

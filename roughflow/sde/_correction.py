@@ -172,7 +172,7 @@ def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> Str
     return StratonovichSDE(CorrectedDrift(sde, -1, _typed(key)), sde.noise)
 
 
-def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> ItoSDE:
+def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractSDE:
     """The Itô SDE with the same solution: the drift becomes μ̃ + ½ Σⱼ (Dσⱼ) σⱼ. See `to_stratonovich`.
 
     ```python
@@ -183,7 +183,7 @@ def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> ItoSDE:
     sde.drift(0.0, jnp.ones(1))  # 0.5
     ```
     """
-    if isinstance(sde, ItoSDE):
+    if not isinstance(sde, StratonovichSDE):
         return sde
     return ItoSDE(CorrectedDrift(sde, +1, _typed(key)), sde.noise)
 

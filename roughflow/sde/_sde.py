@@ -75,7 +75,9 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
     """
     t = jnp.zeros((), z.dtype)
     drift = eqx.filter_closure_convert(sde.drift, t, z)
-    return type(sde)(drift, eqx.filter_closure_convert(sde.noise, t, z))
+    # Any SDE that is not Stratonovich is Itô, `TargetedSDE` too.
+    kind = StratonovichSDE if isinstance(sde, StratonovichSDE) else ItoSDE
+    return kind(drift, eqx.filter_closure_convert(sde.noise, t, z))
 
 
 def noise_dimension(sde: AbstractSDE, dimension: int) -> int:

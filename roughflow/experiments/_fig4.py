@@ -1,0 +1,124 @@
+"""Figure 4: an SDE that learns to reach the Cauchy law."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+import roughflow as rf
+
+from ._run import Run
+
+STEPS, RATE, BATCH, PATHS, L1 = 1500, 3e-3, 512, 16, 1e-4
+SEEDS = 3
+SAMPLES = 20_000
+INSIDE = np.linspace(-4, 4, 161)
+
+
+class Cauchy(eqx.Module):
+    """log 1/(1 + x²), the Cauchy law but for its constant."""
+
+    def __call__(self, z: jax.Array) -> jax.Array:
+        return -jnp.log1p(z[0] ** 2)
+
+
+def distribution(x: np.ndarray) -> np.ndarray:
+    return 0.5 + np.arctan(x) / np.pi
+
+
+def fig4(run: Run) -> dict:
+    """σ learned so that N(0, 1) comes to the Cauchy law by time 1, for three seeds.
+
+    The drift is the one that keeps the Cauchy law, −σ²x/(1+x²) + σσ′. Hodgkinson et al. (2020) print
+    −2σ²x/(1+x²) + ½σ′, which does not: the last panel shows where it goes with the same σ.
+    """
+    models = {f"seed-{seed}": _train(run, seed) for seed in range(SEEDS)}
+    figures: dict = {}
+    samples: dict[str, np.ndarray] = {}
+    for name, model in models.items():
+        samples[name] = np.asarray(model.sample(key=run.key("draw"), shape=(SAMPLES,)))[:, 0]
+        ratio = noise(model, INSIDE) / np.sqrt(1 + INSIDE**2)
+        middle = 0.5 * (ratio.max() + ratio.min())
+        figures[name] = {
+            "ratio_smallest": float(ratio.min()),
+            "ratio_largest": float(ratio.max()),
+            "ratio_varies_by": float(ratio.max() / middle - 1),
+            "kolmogorov_distance": kolmogorov(samples[name]),
+        }
+    long = {kind: _long_run(run, models["seed-0"], kind) for kind in ("corrected", "printed")}
+    figures["long_run_kolmogorov_distance"] = {kind: kolmogorov(z) for kind, z in long.items()}
+    return run.finish(_draw(models, samples["seed-0"], long), figures)
+
+
+def _train(run: Run, seed: int) -> rf.StochasticFlow:
+    file = run.out / f"{run.name}-seed-{seed}.rf"
+    if run.resume and file.exists():
+        return rf.load(file)
+    run.say(f"{run.name}: training seed {seed}")
+    key_net, key_fit = jax.random.split(run.key(f"seed {seed}"))
+    diffusion = rf.DiagonalDiffusion(1, width=32, depth=3, key=key_net)
+    flow = rf.StochasticFlow(rf.targeted_sde(Cauchy(), diffusion), rf.Normal(jnp.zeros(1)))
+    fitted = rf.fit(
+        flow,
+        key=key_fit,
+        objective=rf.ReverseKL(Cauchy(), PATHS, batch=BATCH, l1=L1),
+        steps=run.steps or STEPS,
+        learning_rate=RATE,
+        frozen=lambda f: f.base,
+        progress=run.progress,
+    )
+    if fitted.interrupted:
+        raise KeyboardInterrupt
+    rf.save(file, fitted.model)
+    return fitted.model
+
+
+def _long_run(run: Run, model: rf.StochasticFlow, kind: str) -> np.ndarray:
+    """Where 2000 paths are after a long time."""
+    sigma = lambda z: model.sde.noise(jnp.zeros(()), z).diagonal
+    slope = lambda z: jax.grad(lambda y: jnp.sum(sigma(y)))(z)
+    printed = lambda t, z: -2 * sigma(z) ** 2 * z / (1 + z**2) + 0.5 * slope(z)
+    sde = model.sde if kind == "corrected" else rf.ItoSDE(printed, model.sde.diffusion)
+    start = jax.random.normal(run.key("long start"), (2000, 1))
+    return np.asarray(rf.simulate(sde, start, key=run.key("long"), t1=10.0, steps=10_000))[:, 0]
+
+
+def kolmogorov(samples: np.ndarray) -> float:
+    """The largest gap between the samples' distribution function and Cauchy's."""
+    samples = np.sort(samples)
+    ranks = np.arange(len(samples) + 1) / len(samples)
+    truth = distribution(samples)
+    return float(max(np.max(truth - ranks[:-1]), np.max(ranks[1:] - truth)))
+
+
+def noise(model: rf.StochasticFlow, x: np.ndarray) -> np.ndarray:
+    sigma = jax.vmap(lambda z: model.sde.noise(jnp.zeros(()), z).diagonal[0])
+    return np.asarray(sigma(jnp.asarray(x, float)[:, None]))
+
+
+def _draw(models: dict, samples: np.ndarray, long: dict) -> Figure:
+    figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.3), layout="constrained")
+    x = np.linspace(-6, 6, 241)
+    for i, model in enumerate(models.values()):
+        axes[0].plot(
+            x, noise(model, x), color="#0072B2", alpha=0.9 - 0.25 * i, label="learned" if i == 0 else None
+        )
+    level = np.mean(noise(models["seed-0"], INSIDE) / np.sqrt(1 + INSIDE**2))
+    axes[0].plot(x, level * np.sqrt(1 + x**2), "--", color="#D55E00", label=f"{level:.2f} √(1 + x²)")
+    axes[0].set(xlabel="x", ylabel="σ(x)", ylim=(0, None), title="noise, three seeds")
+    bins = np.linspace(-8, 8, 65)
+    density = 1 / np.pi / (1 + x**2)
+    for ax, values, title in [
+        (axes[1], samples, "samples at time 1"),
+        (axes[2], long["printed"], "the drift as printed, at time 10"),
+    ]:
+        weight = np.full(len(values), 1 / len(values) / (bins[1] - bins[0]))
+        ax.hist(values, bins=bins, weights=weight, color="#56B4E9", label="SDE")
+        ax.plot(x, density, color="#D55E00", label="Cauchy")
+        ax.set(xlabel="x", ylabel="density", xlim=(-6, 6), title=title)
+    for ax in axes:
+        ax.legend(frameon=False, fontsize=8)
+        ax.title.set_fontsize(10)
+    return figure

@@ -1,0 +1,12 @@
+"""Stage 6, samplers built from targeted diffusions."""
+
+from ._chain import Chain as Chain, sample_chain as sample_chain
+from ._minibatch import Minibatch as Minibatch
+from ._sampler import (
+    AbstractSampler as AbstractSampler,
+    Adjusted as Adjusted,
+    Info as Info,
+    State as State,
+    Unadjusted as Unadjusted,
+)
+from ._stiff import LinearlyImplicitEuler as LinearlyImplicitEuler

@@ -1,0 +1,170 @@
+"""One step of a Markov chain, with and without the correction of Metropolis."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_positive, is_traced
+from ..density import log_abs_det, solve
+from ..flow import AbstractScheme, EulerMaruyama
+from ..sde import AbstractSDE, TargetedSDE, as_target, noise_dimension, noise_matrix
+from ._minibatch import Minibatch, with_minibatches
+
+
+class State(eqx.Module):
+    """Where a chain is, and what is known there."""
+
+    z: Array
+    log_density: Array | None = None
+    drift: Array | None = None
+    noise: Array | None = None
+
+
+class Info(eqx.Module):
+    """What a step did: whether it was accepted, and the probability of that."""
+
+    accepted: Array
+    acceptance: Array
+
+
+class AbstractSampler(eqx.Module):
+    """A Markov chain: `init(z)` and `step(key, state) -> (state, info)`, for one point z of shape `(d,)`."""
+
+    sde: eqx.AbstractVar[AbstractSDE]
+    dt: eqx.AbstractVar[float | Array]
+
+    @abc.abstractmethod
+    def init(self, z: Array) -> State:
+        """The state of a chain that starts at z."""
+
+    @abc.abstractmethod
+    def step(self, key: PRNGKeyArray, state: State) -> tuple[State, Info]:
+        """One step. It takes one gradient of the log density."""
+
+    def check(self, z: Array) -> None:
+        """Refuse a start, or a target, that no chain can begin with."""
+        noise_dimension(self.sde, z.shape[-1])
+        if isinstance(self.sde, TargetedSDE) and not is_traced(z):
+            _check_target(self.sde, jnp.reshape(z, (-1, z.shape[-1])))
+
+
+class Unadjusted(AbstractSampler):
+    """Steps of a scheme for the SDE, every one accepted: cheap, and off by what dt is off.
+
+    **Arguments:** `sde`, any that keeps the law one wants; `dt`; `scheme`, `rf.EulerMaruyama()` or
+    `rf.LinearlyImplicitEuler()` for stiff targets.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sampler = rf.Unadjusted(rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2), dt=0.1)
+    state = sampler.init(jnp.zeros(2))
+    state, info = sampler.step(jax.random.key(0), state)
+    ```
+    """
+
+    sde: AbstractSDE
+    dt: float | Array
+    scheme: AbstractScheme = EulerMaruyama()
+
+    def __check_init__(self):
+        check_positive("dt", self.dt)
+
+    def init(self, z: Array) -> State:
+        return State(z)
+
+    def step(self, key: PRNGKeyArray, state: State) -> tuple[State, Info]:
+        key_noise, key_batch = jax.random.split(key)
+        z, t = state.z, jnp.zeros((), state.z.dtype)
+        sde = with_minibatches(self.sde, key_batch)
+        dt = jnp.asarray(self.dt, z.dtype)
+        count = noise_dimension(sde, z.shape[0])
+        increment = jnp.sqrt(dt) * jax.random.normal(key_noise, (count,), z.dtype)
+        one = jnp.ones((), z.dtype)
+        return State(self.scheme.step(sde, t, dt, z, increment)), Info(one == 1, one)
+
+
+class Adjusted(AbstractSampler):
+    """An Euler–Maruyama step as a proposal, accepted with the probability of Metropolis and Hastings:
+
+        q(y | z) = N(y; z + μ(z) dt, dt σσᵀ(z)),     a = min(1, p(y) q(z | y)/p(z) q(y | z)).
+
+    σ may depend on the state; with constant σ it is MALA. The law of the chain is p exactly, whatever dt is.
+
+    **Arguments:** `sde`, an `rf.targeted_sde` with as many noises as dimensions; `dt`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    cauchy = lambda z: -jnp.log1p(z[0] ** 2)
+    sde = rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
+    chain = rf.sample_chain(rf.Adjusted(sde, dt=1.0), jnp.zeros(1), key=jax.random.key(0), num_steps=1000)
+    ```
+    """
+
+    sde: TargetedSDE
+    dt: float | Array
+
+    def __check_init__(self):
+        check_positive("dt", self.dt)
+        if not isinstance(self.sde, TargetedSDE):
+            raise TypeError(f"Adjusted needs the SDE of rf.targeted_sde, got {type(self.sde).__name__}")
+        if isinstance(self.sde.log_density, Minibatch):
+            raise TypeError("Adjusted needs the whole log density, got rf.Minibatch: take rf.Unadjusted")
+
+    def check(self, z: Array) -> None:
+        count = noise_dimension(self.sde, z.shape[-1])
+        if count != z.shape[-1]:
+            raise ValueError(
+                f"Adjusted needs as many noises as dimensions, got σ of shape ({z.shape[-1]}, {count}): "
+                "take rf.Unadjusted"
+            )
+        super().check(z)
+
+    def init(self, z: Array) -> State:
+        t = jnp.zeros((), z.dtype)
+        noise = noise_matrix(self.sde.noise(t, z))
+        return State(z, as_target(self.sde.log_density)(z), self.sde.drift(t, z), noise)
+
+    def step(self, key: PRNGKeyArray, state: State) -> tuple[State, Info]:
+        key_move, key_accept = jax.random.split(key)
+        dt = jnp.asarray(self.dt, state.z.dtype)
+        kick = jnp.sqrt(dt) * jax.random.normal(key_move, state.z.shape, state.z.dtype)
+        y = state.z + state.drift * dt + state.noise @ kick
+        there = self.init(y)
+        log_ratio = there.log_density - state.log_density
+        log_ratio += _log_move(there, state.z, dt) - _log_move(state, y, dt)
+        # What is not finite there is no place to go to.
+        acceptance = jnp.where(jnp.isfinite(log_ratio), jnp.exp(jnp.minimum(log_ratio, 0)), 0)
+        accepted = jax.random.uniform(key_accept, (), acceptance.dtype) < acceptance
+        new = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), there, state)
+        return new, Info(accepted, acceptance)
+
+
+def _log_move(start: State, y: Array, dt: Array) -> Array:
+    """log q(y | z) but for its constant."""
+    gap = y - start.z - start.drift * dt
+    whitened = solve(start.noise[None], gap[None, :, None])[0, :, 0]
+    return -0.5 * jnp.sum(whitened**2) / dt - log_abs_det(start.noise[None])[0]
+
+
+def _check_target(sde: TargetedSDE, z: Array) -> None:
+    values = jax.vmap(as_target(sde.log_density))(z)
+    bad = jnp.flatnonzero(~jnp.isfinite(values))
+    if bad.size:
+        i = int(bad[0])
+        raise ValueError(f"log_density is {values[i]} at the start {z[i]}: begin where it is finite")
+    if sde.skew is None:
+        return
+    turn = sde.skew(jnp.zeros((), z.dtype), z[0])
+    if turn.shape != (z.shape[1],) * 2 or not jnp.allclose(
+        turn, -turn.T, atol=1e-6 * (1 + jnp.max(jnp.abs(turn)))
+    ):
+        raise ValueError(
+            f"skew must return a {z.shape[1]} × {z.shape[1]} matrix with Qᵀ = −Q, got {turn.tolist()}"
+        )

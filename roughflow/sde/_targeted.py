@@ -1,0 +1,206 @@
+"""SDEs that leave a given law as it is."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_count, check_positive
+from ._networks import MLP, ConstantDiffusion
+from ._noise import noise_matrix
+from ._sde import AbstractSDE, Diffusion, ItoSDE
+
+LogDensity = Callable[[Array], Array]
+
+
+class TargetedSDE(AbstractSDE):
+    """The Itô SDE of `rf.targeted_sde`. σ and Q are held once, so that training moves them together
+    with the drift they determine."""
+
+    log_density: LogDensity
+    diffusion: Diffusion
+    skew: Callable[[Array, Array], Array] | None
+
+    def drift(self, t: Array, z: Array) -> Array:
+        def whole(y: Array) -> Array:
+            sigma = noise_matrix(self.noise(t, y))
+            spread = 0.5 * sigma @ sigma.T
+            return spread if self.skew is None else spread + self.skew(t, y)
+
+        def turned(y: Array, j: Array) -> Array:
+            return whole(y)[:, j]
+
+        # Γᵢ = Σⱼ ∂ⱼ(D + Q)ᵢⱼ: the j-th column along the j-th axis.
+        along = lambda j, axis: jax.jvp(lambda y: turned(y, j), (z,), (axis,))[1]
+        steps = jax.vmap(along)(jnp.arange(z.shape[0]), jnp.eye(z.shape[0], dtype=z.dtype))
+        return whole(z) @ jax.grad(as_target(self.log_density))(z) + jnp.sum(steps, axis=0)
+
+
+def targeted_sde(
+    log_density: LogDensity,
+    diffusion: Diffusion,
+    skew: Callable[[Array, Array], Array] | None = None,
+) -> TargetedSDE:
+    """The SDE with this noise that leaves p ∝ exp(log_density) invariant, whatever σ and Q are:
+
+        dZ = [(D + Q) ∇log p + Γ] dt + σ dB,     D = ½ σσᵀ,     Γᵢ = Σⱼ ∂ⱼ(D + Q)ᵢⱼ
+
+    (Ma, Chen & Fox 2015), in the Itô sense. σ and Q may be networks: what they learn is how fast the SDE gets
+    to p, not where it goes.
+
+    **Arguments:**
+
+    - `log_density`: `z -> ()`, up to a constant.
+    - `diffusion`: σ, `(t, z) -> (d, m)`, as for `rf.ItoSDE`.
+    - `skew`: Q, `(t, z) -> (d, d)` with Qᵀ = −Q, or None. `rf.SkewNetwork` is one that can learn.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    cauchy = lambda z: -jnp.log1p(z[0] ** 2)
+    sde = rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
+    sde.drift(0.0, jnp.array([3.0]))  # 0: this σ needs no drift
+    ```
+    """
+    return TargetedSDE(log_density, diffusion, skew)
+
+
+def overdamped_langevin(
+    log_density: LogDensity, dimension: int, *, scale: float | Array = 1.0
+) -> TargetedSDE:
+    """dZ = ½ SSᵀ ∇log p dt + S dB, with S a number times I, or a matrix (a preconditioner).
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2)
+    ```
+    """
+    scale = jnp.asarray(scale, float)
+    return targeted_sde(
+        log_density, ConstantDiffusion(scale * jnp.eye(dimension) if scale.ndim == 0 else scale)
+    )
+
+
+class WithMomenta(eqx.Module):
+    """log π(q) − p²/2M of the state (q, p)."""
+
+    log_density: LogDensity
+    mass: float
+
+    def __call__(self, z: Array) -> Array:
+        q, p = jnp.split(z, 2)
+        return as_target(self.log_density)(q) - 0.5 * (p @ p) / self.mass
+
+
+class Rotation(eqx.Module):
+    """Q = [[0, −I], [I, 0]], which makes Hamilton's equations of (D + Q)∇log p."""
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        del t
+        zero, one = jnp.zeros((z.shape[0] // 2,) * 2, z.dtype), jnp.eye(z.shape[0] // 2, dtype=z.dtype)
+        return jnp.block([[zero, -one], [one, zero]])
+
+
+def underdamped_langevin(
+    log_density: LogDensity, dimension: int, *, friction: float = 1.0, mass: float = 1.0
+) -> TargetedSDE:
+    """Langevin dynamics with momenta: the state is (q, p), of size 2d, and
+
+        dq = p/M dt,     dp = (∇log π(q) − C p/M) dt + √(2C) dB,
+
+    the complete recipe with D = diag(0, C) and Q = [[0, −I], [I, 0]] for the law π(q) exp(−p²/2M).
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.underdamped_langevin(lambda q: -0.5 * q @ q, 2, friction=2.0)
+    sde.drift(0.0, jnp.array([1.0, 0.0, 0.0, 3.0]))  # [0, 3, -1, -6]
+    ```
+    """
+    check_positive("friction", friction)
+    check_positive("mass", mass)
+    return targeted_sde(WithMomenta(log_density, mass), _kicks(dimension, friction), Rotation())
+
+
+def sghmc(
+    log_density: LogDensity,
+    dimension: int,
+    *,
+    friction: float = 1.0,
+    gradient_noise: float = 0.0,
+    mass: float = 1.0,
+) -> ItoSDE:
+    """`rf.underdamped_langevin` for gradients from minibatches (Chen, Fox & Guestrin 2014).
+
+    A minibatch puts noise of its own into dp: of variance 2B per unit of time, B = `gradient_noise`. So
+    only √(2(C − B)) dB is added, and the friction stays C.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.sghmc(lambda q: -0.5 * q @ q, 2, friction=2.0, gradient_noise=0.5)
+    ```
+    """
+    if not 0 <= gradient_noise < friction:
+        raise ValueError(f"gradient_noise must lie between 0 and friction, got {gradient_noise}")
+    exact = underdamped_langevin(log_density, dimension, friction=friction, mass=mass)
+    return ItoSDE(exact.drift, _kicks(dimension, friction - gradient_noise))
+
+
+def _kicks(dimension: int, friction: float) -> ConstantDiffusion:
+    """Noise on the momenta alone."""
+    kick = (2 * friction) ** 0.5 * jnp.eye(dimension)
+    return ConstantDiffusion(jnp.concatenate([jnp.zeros((dimension, dimension)), kick]))
+
+
+class SkewNetwork(eqx.Module):
+    """A skew-symmetric matrix Q(z) from a network, for `rf.targeted_sde`: flow around p without noise.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    skew = rf.SkewNetwork(3, width=16, key=jax.random.key(0))
+    skew(0.0, jnp.ones(3)) + skew(0.0, jnp.ones(3)).T  # zero
+    ```
+    """
+
+    network: MLP
+
+    def __init__(
+        self, dimension: int, width: int = 64, depth: int = 1, *, scale: float = 1.0, key: PRNGKeyArray
+    ):
+        check_count("dimension", dimension)
+        size = dimension * (dimension - 1) // 2
+        self.network = MLP(dimension, size, width, depth, scale=scale, key=key)
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        lower = jnp.tril_indices(z.shape[0], -1)
+        matrix = jnp.zeros((z.shape[0],) * 2, z.dtype).at[lower].set(self.network(t, z))
+        return matrix - matrix.T
+
+
+def as_target(log_density: LogDensity) -> LogDensity:
+    """The same function, held fixed, and refused if it does not return one number.
+
+    A target is given, not learned: arrays it holds, the data of a posterior say, get no gradient.
+    """
+    still = lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf
+    log_density = jax.tree.map(still, log_density)
+
+    def checked(z: Array) -> Array:
+        value = jnp.asarray(log_density(z))
+        if value.shape != ():
+            raise ValueError(
+                f"log_density must return one number for z of shape {z.shape}, got {value.shape}"
+            )
+        return value
+
+    return checked

@@ -1,0 +1,116 @@
+"""Markov chains have the laws they are meant to have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import roughflow as rf
+
+CAUCHY = lambda z: -jnp.log1p(z[0] ** 2)
+SPREAD = lambda t, z: jnp.sqrt(1 + z**2)[:, None]
+
+
+def kolmogorov(samples, distribution):
+    samples = np.sort(np.ravel(samples))
+    return np.max(np.abs(distribution(samples) - (np.arange(len(samples)) + 0.5) / len(samples)))
+
+
+def cauchy_distribution(x):
+    return 0.5 + np.arctan(x) / np.pi
+
+
+def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_law(key):
+    """A wrong proposal ratio (σ's determinant left out, say) would show in the tails."""
+    sampler = rf.Adjusted(rf.targeted_sde(CAUCHY, SPREAD), dt=1.5)
+    chain = rf.sample_chain(sampler, jnp.zeros((500, 1)), key=key, num_steps=200, burn_in=200, thin=10)
+    assert chain.samples.shape == (500, 20, 1)
+    assert chain.gradients == 400
+    assert 0.3 < chain.acceptance.mean() < 0.9
+    # 10,000 values, neighbours somewhat alike: 0.0136 would be the 5 % point if they were independent.
+    assert kolmogorov(chain, cauchy_distribution) < 0.025
+
+
+def test_adjusted_chains_have_the_law_of_a_correlated_gaussian_with_a_random_network(key):
+    covariance = np.array([[1.0, 0.9], [0.9, 2.0]])
+    precision = jnp.asarray(np.linalg.inv(covariance))
+    noise, skew = rf.FullDiffusion(2, width=8, key=key), rf.SkewNetwork(2, width=8, key=key)
+    sampler = rf.Adjusted(rf.targeted_sde(lambda z: -0.5 * z @ precision @ z, noise, skew), dt=0.3)
+    chain = rf.sample_chain(sampler, jnp.zeros((200, 2)), key=key, num_steps=500, burn_in=100, thin=5)
+    found = np.cov(np.reshape(chain.samples, (-1, 2)).T)
+    np.testing.assert_allclose(found, covariance, atol=0.12)
+
+
+def test_unadjusted_langevin_has_the_variance_that_euler_gives_it(key):
+    """dZ = −½Z dt + dB in steps of h keeps 1/(1 − h/4), not 1."""
+    sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 1)
+    chain = rf.sample_chain(sde, jnp.zeros((400, 1)), key=key, num_steps=400, dt=1.0, burn_in=50)
+    np.testing.assert_allclose(np.var(chain), 1 / (1 - 1.0 / 4), rtol=0.03)
+
+
+def test_the_implicit_scheme_keeps_a_stiff_gaussian_at_any_step(key):
+    target = lambda z: -0.5 * (z[0] ** 2 + 1e4 * z[1] ** 2)
+    sde = rf.overdamped_langevin(target, 2)
+    sampler = rf.Unadjusted(sde, 2.0, rf.LinearlyImplicitEuler())
+    chain = rf.sample_chain(sampler, jnp.zeros((400, 2)), key=key, num_steps=4000, burn_in=4000, thin=40)
+    np.testing.assert_allclose(np.std(chain, axis=(0, 1)), [1, 1e-2], rtol=0.05)
+    explicit = rf.sample_chain(sde, jnp.ones((2, 2)), key=key, num_steps=50, dt=2.0)
+    assert not np.all(np.abs(explicit.samples) < 1e6)
+
+
+def test_minibatches_are_right_on_average_and_reach_the_posterior(key):
+    data = 1 + jax.random.normal(key, (200,))
+    target = rf.Minibatch(lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2, data, batch_size=20)
+    z = jnp.array([0.4])
+    guesses = jax.vmap(lambda k: target.draw(k)(z))(jax.random.split(key, 4000))
+    np.testing.assert_allclose(guesses.mean(), target(z), atol=4 * float(guesses.std()) / 4000**0.5)
+    assert guesses.std() > 1
+    chain = rf.sample_chain(
+        rf.overdamped_langevin(target, 1), jnp.zeros((64, 1)), key=key, num_steps=2000, dt=1e-3, burn_in=500
+    )
+    np.testing.assert_allclose(np.mean(chain), float(data.sum()) / 201, atol=0.02)
+    friction = rf.sghmc(target, 1, friction=5.0)
+    moved = rf.sample_chain(friction, jnp.zeros((4, 2)), key=key, num_steps=10, dt=1e-3)
+    exact = rf.sghmc(lambda z: target(z), 1, friction=5.0)
+    still = rf.sample_chain(exact, jnp.zeros((4, 2)), key=key, num_steps=10, dt=1e-3)
+    assert not np.allclose(moved.samples, still.samples, atol=1e-6)  # the minibatch is seen inside it too
+
+
+def test_one_start_is_one_chain_and_the_same_key_the_same_chain(key):
+    sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2)
+    chain, again = (rf.sample_chain(sde, jnp.zeros(2), key=key, num_steps=7, dt=0.1) for _ in range(2))
+    assert chain.samples.shape == (7, 2)
+    assert np.array_equal(chain, again)
+
+
+BAD = {
+    "NaN": (
+        lambda: rf.targeted_sde(lambda z: jnp.sqrt(z[0] - 5), SPREAD),
+        r"^log_density is nan at the start",
+    ),
+    "skew": (
+        lambda: rf.targeted_sde(CAUCHY, SPREAD, lambda t, z: jnp.ones((1, 1))),
+        r"^skew must return a 1 × 1 matrix with Qᵀ = −Q, got \[\[1.0\]\]$",
+    ),
+    "square": (
+        lambda: rf.targeted_sde(CAUCHY, lambda t, z: jnp.ones((1, 3))),
+        r"^Adjusted needs as many noises as dimensions, got σ of shape \(1, 3\): take rf.Unadjusted$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_targets_are_refused_in_one_line(name, key):
+    build, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        rf.sample_chain(rf.Adjusted(build(), dt=0.1), jnp.zeros(1), key=key, num_steps=3)
+
+
+def test_a_sampler_that_cannot_be_adjusted_says_so(key):
+    with pytest.raises(TypeError, match=r"^Adjusted needs the SDE of rf\.targeted_sde, got ItoSDE$"):
+        rf.Adjusted(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), dt=0.1)
+    target = rf.Minibatch(lambda z: -z @ z, lambda z, y: y, jnp.zeros(3), batch_size=1)
+    with pytest.raises(TypeError, match=r"got rf\.Minibatch: take rf\.Unadjusted$"):
+        rf.Adjusted(rf.overdamped_langevin(target, 1), dt=0.1)
+    with pytest.raises(TypeError, match=r"^sample_chain needs dt"):
+        rf.sample_chain(rf.overdamped_langevin(CAUCHY, 1), jnp.zeros(1), key=key, num_steps=3)

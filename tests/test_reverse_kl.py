@@ -1,0 +1,72 @@
+"""Variational inference: the bound is the divergence where that is known."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import roughflow as rf
+
+
+class Shifted(eqx.Module):
+    """−½|z − m|², the normal law N(m, 1) without its constant."""
+
+    mean: jax.Array
+
+    def __call__(self, z):
+        return -0.5 * jnp.sum((z - self.mean) ** 2)
+
+
+def langevin(mean):
+    """dZ = ½(m − Z) dt + dB from N(0, 1), driven by enough functions that the law is the SDE's."""
+    sde = rf.targeted_sde(Shifted(mean), rf.ConstantDiffusion(jnp.eye(1)))
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.Legendre(4))
+
+
+def divergence(mean, t1=1.0):
+    """The law at T is N(m(1 − e^{−T/2}), 1), so KL = ½m² e^{−T}."""
+    return 0.5 * mean**2 * np.exp(-t1)
+
+
+@pytest.mark.parametrize("num_paths", [0, 32])
+def test_the_loss_bounds_the_divergence_and_nears_it(num_paths, key):
+    mean, evidence = 1.5, 0.5 * np.log(2 * np.pi)
+    objective = rf.ReverseKL(Shifted(jnp.array([mean])), num_paths, batch=2000)
+    loss, figures = objective(langevin(jnp.array([mean])), None, key=key)
+    excess = float(loss) - (divergence(mean) - evidence)
+    # The gap is I(Z; start, path but for its endpoint): ½ log of a ratio of variances for K = 0.
+    assert excess > (0.1 if num_paths == 0 else -0.02)
+    assert excess < (1.0 if num_paths == 0 else 0.06)
+    np.testing.assert_allclose(figures["evidence_bound"], -loss)
+    assert figures["evidence_bound"] < evidence + 0.02
+
+
+def test_the_target_is_not_trained_and_the_penalty_leaves_it_alone(key):
+    flow = langevin(jnp.array([1.5]))
+    objective = rf.ReverseKL(Shifted(jnp.array([1.5])), 1, batch=16, l1=100.0)
+    fitted = rf.fit(
+        flow,
+        key=key,
+        objective=objective,
+        steps=5,
+        learning_rate=0.1,
+        frozen=lambda f: f.base,
+        progress=False,
+    )
+    assert fitted.model.sde.log_density.mean == 1.5
+    assert fitted.objective.log_density.mean == 1.5
+    assert fitted.model.sde.diffusion.matrix < 1  # the penalty pulls at what can be learned
+
+
+def test_the_penalty_is_the_sum_of_absolute_values(key):
+    flow, target = langevin(jnp.array([1.5])), Shifted(jnp.array([1.5]))
+    losses = [rf.ReverseKL(target, 1, batch=16, l1=l1)(flow, None, key=key)[0] for l1 in (0.0, 0.25)]
+    np.testing.assert_allclose(losses[1] - losses[0], 0.25)
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match=r'^form must be "endpoint" or "pull-back", got .naive.$'):
+        rf.ReverseKL(Shifted(jnp.zeros(1)), form="naive")
+    with pytest.raises(ValueError, match=r"^l1 is a weight, at least 0, got -1$"):
+        rf.ReverseKL(Shifted(jnp.zeros(1)), l1=-1)
