@@ -1,5 +1,7 @@
 """Figure 4: an SDE that learns to reach the Cauchy law."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -77,7 +79,7 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
 
 def _long_run(run: Run, model: rf.StochasticFlow, kind: str) -> np.ndarray:
     """Where 2000 paths are after a long time."""
-    sigma = lambda z: model.sde.noise(jnp.zeros(()), z).diagonal
+    sigma = lambda z: _noise(model, z)
     slope = lambda z: jax.grad(lambda y: jnp.sum(sigma(y)))(z)
     printed = lambda t, z: -2 * sigma(z) ** 2 * z / (1 + z**2) + 0.5 * slope(z)
     sde = model.sde if kind == "corrected" else rf.ItoSDE(printed, model.sde.diffusion)
@@ -94,8 +96,12 @@ def kolmogorov(samples: np.ndarray) -> float:
 
 
 def noise(model: rf.StochasticFlow, x: np.ndarray) -> np.ndarray:
-    sigma = jax.vmap(lambda z: model.sde.noise(jnp.zeros(()), z).diagonal[0])
-    return np.asarray(sigma(jnp.asarray(x, float)[:, None]))
+    return np.asarray(jax.vmap(lambda z: _noise(model, z))(jnp.asarray(x, float)[:, None]))[:, 0]
+
+
+def _noise(model: rf.StochasticFlow, z: jax.Array) -> jax.Array:
+    sigma: Any = model.sde.noise(jnp.zeros(()), z)  # a diagonal operator
+    return sigma.diagonal
 
 
 def _draw(models: dict, samples: np.ndarray, long: dict) -> Figure:

@@ -132,8 +132,8 @@ class Run:
         the same on a finer grid: a model can be trained to live off the errors of a coarse one.
         """
         finer = eqx.tree_at(lambda f: f.integrator, trained.flow, rf.FixedGrid(steps=48))
-        flows, key = (trained.flow, finer), self.key("check")
-        return tuple(np.asarray(f.log_prob(x, key=key, estimator=trained.cheap)) for f in flows)
+        value = lambda flow: np.asarray(flow.log_prob(x, key=self.key("check"), estimator=trained.cheap))
+        return value(trained.flow), value(finer)
 
     def log_density(self, trained: Trained):
         """log p for a map of the plane."""

@@ -15,12 +15,17 @@ from ._minibatch import Minibatch, with_minibatches
 
 
 class State(eqx.Module):
-    """Where a chain is, and what is known there."""
+    """Where a chain is."""
 
     z: Array
-    log_density: Array | None = None
-    drift: Array | None = None
-    noise: Array | None = None
+
+
+class Known(State):
+    """And what a step from there, or to there, needs to know."""
+
+    log_density: Array
+    drift: Array
+    noise: Array
 
 
 class Info(eqx.Module):
@@ -126,12 +131,13 @@ class Adjusted(AbstractSampler):
             )
         super().check(z)
 
-    def init(self, z: Array) -> State:
+    def init(self, z: Array) -> Known:
         t = jnp.zeros((), z.dtype)
         noise = noise_matrix(self.sde.noise(t, z))
-        return State(z, as_target(self.sde.log_density)(z), self.sde.drift(t, z), noise)
+        return Known(z, as_target(self.sde.log_density)(z), self.sde.drift(t, z), noise)
 
-    def step(self, key: PRNGKeyArray, state: State) -> tuple[State, Info]:
+    def step(self, key: PRNGKeyArray, state: State) -> tuple[Known, Info]:
+        assert isinstance(state, Known)
         key_move, key_accept = jax.random.split(key)
         dt = jnp.asarray(self.dt, state.z.dtype)
         kick = jnp.sqrt(dt) * jax.random.normal(key_move, state.z.shape, state.z.dtype)
@@ -146,7 +152,7 @@ class Adjusted(AbstractSampler):
         return new, Info(accepted, acceptance)
 
 
-def _log_move(start: State, y: Array, dt: Array) -> Array:
+def _log_move(start: Known, y: Array, dt: Array) -> Array:
     """log q(y | z) but for its constant."""
     gap = y - start.z - start.drift * dt
     whitened = solve(start.noise[None], gap[None, :, None])[0, :, 0]

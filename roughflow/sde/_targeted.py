@@ -13,6 +13,7 @@ from ._noise import noise_matrix
 from ._sde import AbstractSDE, Diffusion, ItoSDE
 
 LogDensity = Callable[[Array], Array]
+Skew = Callable[[Array, Array], Array]
 
 
 class TargetedSDE(AbstractSDE):
@@ -21,7 +22,12 @@ class TargetedSDE(AbstractSDE):
 
     log_density: LogDensity
     diffusion: Diffusion
-    skew: Callable[[Array, Array], Array] | None
+    skew: Skew | None
+
+    def __init__(self, log_density: LogDensity, diffusion: Diffusion, skew: Skew | None = None):
+        self.log_density = log_density
+        self.diffusion = diffusion
+        self.skew = skew
 
     def drift(self, t: Array, z: Array) -> Array:
         def whole(y: Array) -> Array:
@@ -38,11 +44,7 @@ class TargetedSDE(AbstractSDE):
         return whole(z) @ jax.grad(as_target(self.log_density))(z) + jnp.sum(steps, axis=0)
 
 
-def targeted_sde(
-    log_density: LogDensity,
-    diffusion: Diffusion,
-    skew: Callable[[Array, Array], Array] | None = None,
-) -> TargetedSDE:
+def targeted_sde(log_density: LogDensity, diffusion: Diffusion, skew: Skew | None = None) -> TargetedSDE:
     """The SDE with this noise that leaves p ∝ exp(log_density) invariant, whatever σ and Q are:
 
         dZ = [(D + Q) ∇log p + Γ] dt + σ dB,     D = ½ σσᵀ,     Γᵢ = Σⱼ ∂ⱼ(D + Q)ᵢⱼ
