@@ -94,6 +94,7 @@ from .mcmc import (
     Adjusted as Adjusted,
     LinearlyImplicitEuler as LinearlyImplicitEuler,
     Minibatch as Minibatch,
+    SamplerState as SamplerState,
     Chain as Chain,
     sample_chain as sample_chain,
 )

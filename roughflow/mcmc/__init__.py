@@ -5,8 +5,8 @@ from ._minibatch import Minibatch as Minibatch
 from ._sampler import (
     AbstractSampler as AbstractSampler,
     Adjusted as Adjusted,
-    Info as Info,
-    State as State,
+    SamplerInfo as SamplerInfo,
+    SamplerState as SamplerState,
     Unadjusted as Unadjusted,
 )
 from ._stiff import LinearlyImplicitEuler as LinearlyImplicitEuler

@@ -8,7 +8,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from ..sde import AbstractSDE
-from ._sampler import AbstractSampler, State, Unadjusted
+from ._sampler import AbstractSampler, SamplerState, Unadjusted
 
 
 class Chain(eqx.Module):
@@ -78,11 +78,11 @@ def sample_chain(
 def _run(
     sampler: AbstractSampler, starts: Array, key: PRNGKeyArray, burn_in: int, num_steps: int, thin: int
 ) -> tuple[Array, Array]:
-    def advance(state: State, key: PRNGKeyArray) -> tuple[State, Array]:
+    def advance(state: SamplerState, key: PRNGKeyArray) -> tuple[SamplerState, Array]:
         state, info = jax.vmap(sampler.step)(jax.random.split(key, len(starts)), state)
         return state, info.acceptance
 
-    def record(state: State, key: PRNGKeyArray) -> tuple[State, tuple[Array, Array]]:
+    def record(state: SamplerState, key: PRNGKeyArray) -> tuple[SamplerState, tuple[Array, Array]]:
         state, acceptance = jax.lax.scan(advance, state, jax.random.split(key, thin))
         return state, (state.z, jnp.mean(acceptance, axis=0))
 

@@ -14,13 +14,13 @@ from ..sde import AbstractSDE, TargetedSDE, as_target, noise_dimension, noise_ma
 from ._minibatch import Minibatch, with_minibatches
 
 
-class State(eqx.Module):
+class SamplerState(eqx.Module):
     """Where a chain is."""
 
     z: Array
 
 
-class Known(State):
+class Known(SamplerState):
     """And what a step from there, or to there, needs to know."""
 
     log_density: Array
@@ -28,7 +28,7 @@ class Known(State):
     noise: Array
 
 
-class Info(eqx.Module):
+class SamplerInfo(eqx.Module):
     """What a step did: whether it was accepted, and the probability of that."""
 
     accepted: Array
@@ -42,11 +42,11 @@ class AbstractSampler(eqx.Module):
     dt: eqx.AbstractVar[float | Array]
 
     @abc.abstractmethod
-    def init(self, z: Array) -> State:
+    def init(self, z: Array) -> SamplerState:
         """The state of a chain that starts at z."""
 
     @abc.abstractmethod
-    def step(self, key: PRNGKeyArray, state: State) -> tuple[State, Info]:
+    def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[SamplerState, SamplerInfo]:
         """One step. It takes one gradient of the log density."""
 
     def check(self, z: Array) -> None:
@@ -79,10 +79,10 @@ class Unadjusted(AbstractSampler):
     def __check_init__(self):
         check_positive("dt", self.dt)
 
-    def init(self, z: Array) -> State:
-        return State(z)
+    def init(self, z: Array) -> SamplerState:
+        return SamplerState(z)
 
-    def step(self, key: PRNGKeyArray, state: State) -> tuple[State, Info]:
+    def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[SamplerState, SamplerInfo]:
         key_noise, key_batch = jax.random.split(key)
         z, t = state.z, jnp.zeros((), state.z.dtype)
         sde = with_minibatches(self.sde, key_batch)
@@ -90,7 +90,7 @@ class Unadjusted(AbstractSampler):
         count = noise_dimension(sde, z.shape[0])
         increment = jnp.sqrt(dt) * jax.random.normal(key_noise, (count,), z.dtype)
         one = jnp.ones((), z.dtype)
-        return State(self.scheme.step(sde, t, dt, z, increment)), Info(one == 1, one)
+        return SamplerState(self.scheme.step(sde, t, dt, z, increment)), SamplerInfo(one == 1, one)
 
 
 class Adjusted(AbstractSampler):
@@ -136,7 +136,7 @@ class Adjusted(AbstractSampler):
         noise = noise_matrix(self.sde.noise(t, z))
         return Known(z, as_target(self.sde.log_density)(z), self.sde.drift(t, z), noise)
 
-    def step(self, key: PRNGKeyArray, state: State) -> tuple[Known, Info]:
+    def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[Known, SamplerInfo]:
         assert isinstance(state, Known)
         key_move, key_accept = jax.random.split(key)
         dt = jnp.asarray(self.dt, state.z.dtype)
@@ -149,7 +149,7 @@ class Adjusted(AbstractSampler):
         acceptance = jnp.where(jnp.isfinite(log_ratio), jnp.exp(jnp.minimum(log_ratio, 0)), 0)
         accepted = jax.random.uniform(key_accept, (), acceptance.dtype) < acceptance
         new = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), there, state)
-        return new, Info(accepted, acceptance)
+        return new, SamplerInfo(accepted, acceptance)
 
 
 def _log_move(start: Known, y: Array, dt: Array) -> Array:

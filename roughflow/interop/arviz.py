@@ -1,0 +1,45 @@
+"""ArviZ: chains as InferenceData."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import arviz
+import numpy as np
+from jaxtyping import Array
+
+import roughflow as rf
+
+
+def to_arviz(
+    chain: rf.Chain,
+    *,
+    names: Sequence[str] | None = None,
+    constrain: Callable[[Array], Mapping[str, Array]] | None = None,
+) -> arviz.InferenceData:
+    """A chain, or many, for ArviZ to summarise and plot.
+
+    **Arguments:** `chain`, of `rf.sample_chain`; `names` of the coordinates, or `constrain`, a function from
+    samples `(..., d)` to values by name, such as that of `target_from_model`. Without either there is one
+    variable, `z`.
+
+    ```python
+    import arviz, jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow.interop.arviz import to_arviz
+
+    sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2)
+    chain = rf.sample_chain(rf.Adjusted(sde, 1.0), jnp.zeros((4, 2)), key=jax.random.key(0), num_steps=500)
+    arviz.rhat(to_arviz(chain, names=["x", "y"]))
+    ```
+    """
+    samples = chain.samples if chain.samples.ndim == 3 else chain.samples[None]
+    if names is not None and constrain is not None:
+        raise TypeError("give names or constrain, not both")
+    if constrain is not None:
+        values = dict(constrain(samples))
+    elif names is not None:
+        if len(names) != samples.shape[-1]:
+            raise ValueError(f"there are {samples.shape[-1]} coordinates, but {len(names)} names")
+        values = {name: samples[..., i] for i, name in enumerate(names)}
+    else:
+        values = {"z": samples}
+    return arviz.from_dict(posterior={name: np.asarray(value) for name, value in values.items()})

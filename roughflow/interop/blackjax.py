@@ -1,0 +1,53 @@
+"""BlackJAX: our samplers in its form."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from blackjax.base import SamplingAlgorithm
+from jaxtyping import Array, PRNGKeyArray
+
+import roughflow as rf
+
+
+class BlackJAXState(NamedTuple):
+    """A state as BlackJAX's own tools read it."""
+
+    position: Array
+    state: rf.SamplerState
+
+
+class BlackJAXInfo(NamedTuple):
+    """What a step did, under BlackJAX's names."""
+
+    acceptance_rate: Array
+    is_accepted: Array
+
+
+def as_blackjax(sampler: rf.AbstractSampler) -> SamplingAlgorithm:
+    """`init(position)` and `step(rng_key, state)` as BlackJAX has them, for its adaptations and loops.
+
+    ```python
+    import blackjax, jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow.interop.blackjax import as_blackjax
+
+    sampler = rf.Adjusted(rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2), dt=1.0)
+    kernel = as_blackjax(sampler)
+    state, (states, infos) = blackjax.util.run_inference_algorithm(
+        jax.random.key(0), kernel, num_steps=100, initial_position=jnp.zeros(2)
+    )
+    ```
+    """
+
+    def init(position: Array, rng_key: PRNGKeyArray | None = None) -> BlackJAXState:
+        del rng_key
+        return BlackJAXState(position, sampler.init(position))
+
+    def step(rng_key: PRNGKeyArray, state: BlackJAXState) -> tuple[BlackJAXState, BlackJAXInfo]:
+        typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
+        key = rng_key if typed else jax.random.wrap_key_data(rng_key)
+        new, info = sampler.step(key, state.state)
+        return BlackJAXState(new.z, new), BlackJAXInfo(info.acceptance, info.accepted)
+
+    return SamplingAlgorithm(init, step)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,134 @@
+"""NumPyro: its models as targets, our flows as distributions."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, PRNGKeyArray
+from numpyro.infer.util import initialize_model, unconstrain_fn
+
+import roughflow as rf
+
+
+class ModelTarget(eqx.Module):
+    """The posterior of a NumPyro model on Rᵈ: what `target_from_model` returns.
+
+    Called with z of shape `(d,)` it is log p(data, z) with the Jacobian of the transforms, so its integral is
+    the evidence. `constrain` and `unconstrain` go between z and the model's own values; `names` and
+    `dimension` say what z is made of; `start` is a point to begin at.
+    """
+
+    potential: Callable[[dict], Array] = eqx.field(static=True)
+    transform: Callable[[dict], dict] = eqx.field(static=True)
+    inverse: Callable[[dict], dict] = eqx.field(static=True)
+    unravel: Callable[[Array], dict] = eqx.field(static=True)
+    names: tuple[str, ...] = eqx.field(static=True)
+    start: Array
+
+    @property
+    def dimension(self) -> int:
+        return self.start.shape[0]
+
+    def __call__(self, z: Array) -> Array:
+        return -self.potential(self.unravel(z))
+
+    def constrain(self, z: Array) -> dict[str, Array]:
+        """The model's values, deterministic sites too, for z of shape `(..., d)`."""
+        function = lambda y: self.transform(self.unravel(y))
+        for _ in range(jnp.ndim(z) - 1):
+            function = jax.vmap(function)
+        return function(jnp.asarray(z))
+
+    def unconstrain(self, values: Mapping[str, Array]) -> Array:
+        """z of shape `(d,)` for values of the model's sites."""
+        return ravel_pytree(self.inverse({name: jnp.asarray(values[name]) for name in self.names}))[0]
+
+
+def target_from_model(model: Callable, *args: Any, key: PRNGKeyArray, **kwargs: Any) -> ModelTarget:
+    """The unconstrained log density of a NumPyro model and its data.
+
+    **Arguments:** `model`, and what it is called with; `key`, to find a point where the density is finite.
+
+    ```python
+    import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    import roughflow as rf
+    from roughflow.interop.numpyro import target_from_model
+
+    def model(y):
+        mean, scale = numpyro.sample("mean", dist.Normal(0, 5)), numpyro.sample("scale", dist.HalfNormal(5))
+        numpyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+    target = target_from_model(model, jnp.array([1.0, 2.0, 4.0]), key=jax.random.key(0))
+    sde = rf.overdamped_langevin(target, target.dimension, scale=0.5)
+    chain = rf.sample_chain(rf.Adjusted(sde, 0.5), target.start, key=jax.random.key(1), num_steps=100)
+    target.constrain(chain.samples)["scale"].shape  # (100,)
+    ```
+    """
+    info = initialize_model(key, model, model_args=args, model_kwargs=kwargs)
+    first: dict = info.param_info.z
+    start, unravel = ravel_pytree(first)
+    if not start.size:
+        raise ValueError("the model has no continuous latent site to sample")
+    inverse = lambda values: unconstrain_fn(model, args, kwargs, values)
+    return ModelTarget(
+        info.potential_fn,
+        info.postprocess_fn,
+        inverse,
+        unravel,
+        tuple(sorted(first)),
+        jnp.asarray(start, float),
+    )
+
+
+class FlowDistribution(dist.Distribution):
+    """A flow as a NumPyro distribution over Rᵈ, for a model (a prior that was learned) or a guide.
+
+    With noise, `log_prob` is an estimate. Its paths come from `key`, the same in every call, so NUTS and
+    other methods see one smooth function; it is the density of the flow but for the estimate's error.
+
+    **Arguments:** `flow`; `key`; `estimator`, by default 8 paths of `rf.Endpoint`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow.interop.numpyro import FlowDistribution
+
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    FlowDistribution(flow, key=jax.random.key(0)).log_prob(jnp.zeros(2))
+    ```
+    """
+
+    support = dist.constraints.real_vector  # pyright: ignore
+    arg_constraints = {}  # noqa: RUF012  (NumPyro's way)
+    reparametrized_params = []  # noqa: RUF012
+    pytree_data_fields = ("flow", "key", "estimator")
+
+    def __init__(
+        self,
+        flow: rf.StochasticFlow,
+        *,
+        key: PRNGKeyArray,
+        estimator: rf.AbstractEstimator | None = None,
+        validate_args: bool | None = None,
+    ):
+        self.flow = flow
+        self.key = key
+        self.estimator = estimator or (rf.Endpoint(8) if flow.noise_dim else rf.PullBack(1))
+        super().__init__(batch_shape=(), event_shape=(flow.dimension,), validate_args=validate_args)
+
+    def sample(self, key, sample_shape=()):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.flow.sample(key=_typed(key), shape=tuple(sample_shape))
+
+    def log_prob(self, value, intermediates=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        del intermediates
+        flow = self.flow.without_errors()  # what NumPyro tries on its way may be anywhere
+        return flow.log_prob(value, key=_typed(self.key), estimator=self.estimator)
+
+
+def _typed(key: PRNGKeyArray) -> PRNGKeyArray:
+    """NumPyro still hands out keys of the old kind."""
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
