@@ -120,10 +120,10 @@ class FlowDistribution(dist.Distribution):
         self.estimator = estimator or (rf.Endpoint(8) if flow.noise_dim else rf.PullBack(1))
         super().__init__(batch_shape=(), event_shape=(flow.dimension,), validate_args=validate_args)
 
-    def sample(self, key, sample_shape=()):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def sample(self, key: Any, sample_shape=()):  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.flow.sample(key=_typed(key), shape=tuple(sample_shape))
 
-    def log_prob(self, value, intermediates=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def log_prob(self, value: Any, intermediates=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         del intermediates
         flow = self.flow.without_errors()  # what NumPyro tries on its way may be anywhere
         return flow.log_prob(value, key=_typed(self.key), estimator=self.estimator)
