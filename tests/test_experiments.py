@@ -21,7 +21,9 @@ def test_figure_1_and_its_numbers(tmp_path):
 
 
 def test_an_unknown_experiment_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^there is no experiment fig9: choose from fig1, fig2, fig3, toys"):
+    with pytest.raises(
+        ValueError, match=r"^there is no experiment fig9: choose from fig1, fig2, fig3, fig4, toys"
+    ):
         experiments.run("fig9", tmp_path)
 
 

@@ -152,11 +152,13 @@ def _reproduce(commands) -> None:
     parser = _command(
         commands,
         "reproduce",
-        "Figures 1 to 3 of Hodgkinson et al. (2020), and nine toys: a PNG each, and their numbers as JSON.",
+        "Figures 1 to 4 of Hodgkinson et al. (2020), and nine toys: a PNG each, and their numbers as JSON.",
         "reproduce fig1 --out figures",
     )
     parser.add_argument(
-        "name", choices=["fig1", "fig2", "fig3", "toys", "all"], metavar="fig1|fig2|fig3|toys|all"
+        "name",
+        choices=["fig1", "fig2", "fig3", "fig4", "toys", "all"],
+        metavar="fig1|fig2|fig3|fig4|toys|all",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"

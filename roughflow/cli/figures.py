@@ -6,7 +6,7 @@ from typing import Any
 
 from .refused import Refused
 
-FIGURES = ("fig1", "fig2", "fig3", "toys")
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "toys")
 
 
 def demo(arguments: argparse.Namespace) -> int:
