@@ -97,6 +97,7 @@ from .mcmc import (
     SamplerState as SamplerState,
     Chain as Chain,
     sample_chain as sample_chain,
+    warm_up as warm_up,
 )
 from . import datasets as datasets
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError

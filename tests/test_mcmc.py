@@ -83,6 +83,22 @@ def test_one_start_is_one_chain_and_the_same_key_the_same_chain(key):
     assert np.array_equal(chain, again)
 
 
+def test_warm_up_finds_the_scale_of_an_ill_conditioned_gaussian(key):
+    """Condition number 10⁴, correlated: σσᵀ comes near the covariance, acceptance near 0.574."""
+    root = jnp.array([[100.0, 0.0], [0.7, 1.0]])
+    precision = jnp.asarray(np.linalg.inv(root @ root.T))
+    start = jax.random.normal(key, (16, 2))
+    sampler, z = rf.warm_up(lambda z: -0.5 * z @ precision @ z, start, key=key, num_steps=4000)
+    found = sampler.sde.diffusion.matrix @ sampler.sde.diffusion.matrix.T
+    np.testing.assert_allclose(found[0, 0], 1e4, rtol=0.3)
+    np.testing.assert_allclose(found[1, 1], 1.49, rtol=0.3)
+    chain = rf.sample_chain(sampler, z, key=key, num_steps=2000)
+    assert 0.45 < chain.acceptance.mean() < 0.7
+    np.testing.assert_allclose(np.std(chain, axis=(0, 1)), [100, 1.49**0.5], rtol=0.1)
+    with pytest.raises(ValueError, match=r"^z0 must have shape \(chains, d\), got \(2,\)$"):
+        rf.warm_up(lambda z: -z @ z, jnp.zeros(2), key=key)
+
+
 BAD = {
     "NaN": (
         lambda: rf.targeted_sde(lambda z: jnp.sqrt(z[0] - 5), SPREAD),

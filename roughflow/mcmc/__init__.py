@@ -10,3 +10,4 @@ from ._sampler import (
     Unadjusted as Unadjusted,
 )
 from ._stiff import LinearlyImplicitEuler as LinearlyImplicitEuler
+from ._warm_up import warm_up as warm_up

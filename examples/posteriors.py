@@ -1,0 +1,84 @@
+"""Posteriors of NumPyro models by Langevin chains: `python examples/posteriors.py [NAME]`.
+
+Prints ArviZ's summary. The data of models other than eight_schools come from `--data FILE.json`.
+"""
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+
+import roughflow as rf
+from roughflow.interop.numpyro import target_from_model
+
+warnings.simplefilter("ignore", FutureWarning)  # ArviZ announces its successor
+import arviz  # noqa: E402
+
+from roughflow.interop.arviz import to_arviz  # noqa: E402
+
+SCHOOLS = {"y": [28, 8, -3, 7, -1, 1, 18, 12], "sigma": [15, 10, 16, 11, 9, 11, 10, 18]}  # Rubin (1981)
+CHAINS, STEPS = 16, 20_000
+
+
+def eight_schools(y, sigma):
+    """Rubin's eight schools, not centred."""
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    trans = numpyro.sample("theta_trans", dist.Normal(0, 1).expand([len(y)]).to_event(1))
+    theta = numpyro.deterministic("theta", mu + tau * trans)
+    numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def kidscore_interaction(kid_score, mom_hs, mom_iq, **_):
+    """Test scores of children by their mothers' schooling and IQ (Gelman & Hill 2007)."""
+    beta = numpyro.sample("beta", dist.ImproperUniform(dist.constraints.real_vector, (), (4,)))
+    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
+    mean = beta[0] + beta[1] * mom_hs + beta[2] * mom_iq + beta[3] * mom_hs * mom_iq
+    numpyro.sample("kid_score", dist.Normal(mean, sigma), obs=kid_score)
+
+
+def nes(partyid7, real_ideo, race_adj, age_discrete, educ1, gender, income, **_):
+    """Party identification in the American National Election Study (Gelman & Hill 2007)."""
+    ages = [age_discrete == age for age in (2, 3, 4)]
+    columns = jnp.stack([jnp.ones_like(income), real_ideo, race_adj, *ages, educ1, gender, income], axis=1)
+    beta = numpyro.sample("beta", dist.ImproperUniform(dist.constraints.real_vector, (), (9,)))
+    sigma = numpyro.sample("sigma", dist.ImproperUniform(dist.constraints.positive, (), ()))
+    numpyro.sample("partyid7", dist.Normal(columns @ beta, sigma), obs=partyid7)
+
+
+MODELS = {"eight_schools": eight_schools, "kidscore_interaction": kidscore_interaction, "nes": nes}
+
+
+def posterior(model, data: dict, *, key, climb: bool) -> arviz.InferenceData:
+    """Chains of MALA from a warm-up, as ArviZ has them."""
+    keys = jax.random.split(key, 4)
+    target = target_from_model(model, **data, key=keys[0])
+    start = target.start + 0.1 * jax.random.normal(keys[1], (CHAINS, target.dimension))
+    sampler, z = rf.warm_up(target, start, key=keys[2], num_steps=4000, climb=climb)
+    chain = rf.sample_chain(sampler, z, key=keys[3], num_steps=STEPS, thin=10)
+    print(f"acceptance {chain.acceptance.mean():.2f}, {chain.gradients} gradients a chain, {CHAINS} chains")
+    return to_arviz(chain, constrain=target.constrain)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", choices=MODELS, default="eight_schools")
+    parser.add_argument("--data", type=Path)
+    arguments = parser.parse_args()
+    jax.config.update("jax_enable_x64", True)
+    if arguments.data is None and arguments.name != "eight_schools":
+        parser.error(f"{arguments.name} needs --data, a JSON file of columns")
+    data = SCHOOLS if arguments.data is None else json.loads(arguments.data.read_text(encoding="utf-8"))
+    arrays = {key: jnp.asarray(value, float) for key, value in data.items() if isinstance(value, list)}
+    # The mode of a hierarchical model is far from its mass.
+    climb = arguments.name != "eight_schools"
+    print(arviz.summary(posterior(MODELS[arguments.name], arrays, key=jax.random.key(0), climb=climb)))
+
+
+if __name__ == "__main__":
+    main()
