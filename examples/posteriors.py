@@ -7,6 +7,7 @@ import argparse
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +28,17 @@ CHAINS, STEPS = 16, 20_000
 
 def eight_schools(y, sigma):
     """Rubin's eight schools, not centred."""
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    tau = numpyro.sample("tau", dist.HalfCauchy(5))
-    trans = numpyro.sample("theta_trans", dist.Normal(0, 1).expand([len(y)]).to_event(1))
+    mu: Any = numpyro.sample("mu", dist.Normal(0, 5))
+    tau: Any = numpyro.sample("tau", dist.HalfCauchy(5))
+    trans: Any = numpyro.sample("theta_trans", dist.Normal(0, 1).expand([len(y)]).to_event(1))
     theta = numpyro.deterministic("theta", mu + tau * trans)
     numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
 def kidscore_interaction(kid_score, mom_hs, mom_iq, **_):
     """Test scores of children by their mothers' schooling and IQ (Gelman & Hill 2007)."""
-    beta = numpyro.sample("beta", dist.ImproperUniform(dist.constraints.real_vector, (), (4,)))
-    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
+    beta: Any = numpyro.sample("beta", dist.ImproperUniform(dist.constraints.real_vector, (), (4,)))
+    sigma: Any = numpyro.sample("sigma", dist.HalfCauchy(2.5))
     mean = beta[0] + beta[1] * mom_hs + beta[2] * mom_iq + beta[3] * mom_hs * mom_iq
     numpyro.sample("kid_score", dist.Normal(mean, sigma), obs=kid_score)
 
@@ -46,8 +47,8 @@ def nes(partyid7, real_ideo, race_adj, age_discrete, educ1, gender, income, **_)
     """Party identification in the American National Election Study (Gelman & Hill 2007)."""
     ages = [age_discrete == age for age in (2, 3, 4)]
     columns = jnp.stack([jnp.ones_like(income), real_ideo, race_adj, *ages, educ1, gender, income], axis=1)
-    beta = numpyro.sample("beta", dist.ImproperUniform(dist.constraints.real_vector, (), (9,)))
-    sigma = numpyro.sample("sigma", dist.ImproperUniform(dist.constraints.positive, (), ()))
+    beta: Any = numpyro.sample("beta", dist.ImproperUniform(dist.constraints.real_vector, (), (9,)))
+    sigma: Any = numpyro.sample("sigma", dist.ImproperUniform(dist.constraints.positive, (), ()))
     numpyro.sample("partyid7", dist.Normal(columns @ beta, sigma), obs=partyid7)
 
 
@@ -66,7 +67,7 @@ def posterior(model, data: dict, *, key, climb: bool) -> arviz.InferenceData:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", nargs="?", choices=MODELS, default="eight_schools")
     parser.add_argument("--data", type=Path)
     arguments = parser.parse_args()
