@@ -68,7 +68,7 @@ def test_every_public_object_has_an_example():
 def is_slow(name):
     """Whether a docstring is one of a stage whose examples take long to compile."""
     module = public()[name.partition(".")[0]].__module__
-    return module.startswith(("roughflow.density", "roughflow.learn"))
+    return module.startswith(("roughflow.density", "roughflow.learn", "roughflow.mcmc"))
 
 
 def test_examples_run(tmp_path):
@@ -77,7 +77,7 @@ def test_examples_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_examples_of_densities_and_learning_run(tmp_path):
+def test_examples_of_densities_learning_and_chains_run(tmp_path):
     run({name: text for name, text in docstrings() if is_slow(name)}, tmp_path)
 
 
