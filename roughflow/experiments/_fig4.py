@@ -58,6 +58,9 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
     file = run.out / f"{run.name}-seed-{seed}.rf"
     if run.resume and file.exists():
         return rf.load(file)
+    checkpoint = file.with_suffix(".checkpoint")
+    if not run.resume:
+        checkpoint.unlink(missing_ok=True)
     run.say(f"{run.name}: training seed {seed}")
     key_net, key_fit = jax.random.split(run.key(f"seed {seed}"))
     diffusion = rf.DiagonalDiffusion(1, width=32, depth=3, key=key_net)
@@ -69,11 +72,14 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
         steps=run.steps or STEPS,
         learning_rate=RATE,
         frozen=lambda f: f.base,
+        checkpoint=checkpoint,
+        resume=checkpoint.exists(),
         progress=run.progress,
     )
     if fitted.interrupted:
         raise KeyboardInterrupt
     rf.save(file, fitted.model)
+    checkpoint.unlink(missing_ok=True)
     return fitted.model
 
 

@@ -34,7 +34,8 @@ class MaximumLikelihood(AbstractObjective):
       path costs several.
     - `stationary`: a weight. The likelihood asks for the law of the data at the flow's end time and for
       nothing after: the SDE may leave it again. `rf.stationarity` and `rf.confinement` (at rate 1/2T),
-      with this weight in the loss, teach it to stay, so that one long path of it samples the data.
+      with this weight in the loss, teach it to stay near the data; a long path has their law only as far
+      as these terms come to zero.
 
     ```python
     import jax, jax.numpy as jnp
