@@ -7,7 +7,7 @@ from roughflow.datasets import Star
 
 from ._run import Run, paper_flow
 
-STEPS = 4000
+STEPS = 3000
 NOISES = (0.0, 0.1, 0.5, 1.0)
 MAP = 120  # pixels a side
 

@@ -3,6 +3,7 @@
 import json
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class Run:
         *,
         steps: int,
         rate: float = RATE,
+        batch: int = BATCH,
         objective: rf.MaximumLikelihood | None = None,
         frozen=lambda flow: flow.base,
     ) -> Trained:
@@ -76,7 +78,7 @@ class Run:
             key=self.key(label),
             objective=objective or rf.MaximumLikelihood(PATHS),
             steps=self.steps or steps,
-            batch_size=BATCH,
+            batch_size=batch,
             learning_rate=rate,
             frozen=frozen,
             checkpoint=checkpoint,
@@ -151,6 +153,14 @@ class Run:
             print(text, flush=True)
 
 
+def kolmogorov(samples: np.ndarray, distribution: Callable[[np.ndarray], np.ndarray | jax.Array]) -> float:
+    """The largest gap between the samples' distribution function and a law's."""
+    samples = np.sort(samples)
+    ranks = np.arange(len(samples) + 1) / len(samples)
+    truth = np.asarray(distribution(samples))
+    return float(max(np.max(truth - ranks[:-1]), np.max(ranks[1:] - truth)))
+
+
 def _finite(values) -> np.ndarray:
     return np.where(np.isfinite(values), values, 0)
 
@@ -162,7 +172,7 @@ def paper_flow(
     learned: bool = True,
     width: int = 64,
     depth: int = 3,
-    grid: int | None = None,
+    grid: int = 8,
 ) -> rf.StochasticFlow:
     """The paper's model of the plane: a drift of four layers with 64 units, N(0, I) at the start, and
 

@@ -10,7 +10,6 @@ from roughflow.datasets import LAWS
 from ._run import Run, paper_flow
 
 STEPS, RATE = 1500, 3e-3  # at 1e-2 some of the laws blow up
-GRID = 16  # with 4 steps the moons' CNF learns to live off the solver's errors
 NOISE = 0.1
 MODELS = {"CNF": 0.0, "stochastic": NOISE}
 
@@ -27,7 +26,7 @@ def toys(run: Run) -> dict:
         column[0].set_title(name, fontsize=9)
         figures[name] = {"entropy": law.entropy}
         for ax, (kind, noise) in zip(column[1:], MODELS.items(), strict=True):
-            flow = paper_flow(noise, key=run.key("net"), grid=GRID)
+            flow = paper_flow(noise, key=run.key("net"))
             model = run.train(f"{name}-{kind}", flow, law, steps=STEPS, rate=RATE)
             figures[name][kind] = run.excess(model, law)
             values = run.log_density(model)(points.reshape(-1, 2)).reshape(points.shape[:2])
