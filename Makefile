@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-tabular clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-tabular bench-sampling clean
 
 install: .venv/installed
 
@@ -52,6 +52,9 @@ bench-density: install
 
 bench-tabular: install
 	$(BIN)/python -m benchmarks.tabular
+
+bench-sampling: install
+	$(BIN)/python -m benchmarks.sampling
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build dist figures

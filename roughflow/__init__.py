@@ -16,6 +16,7 @@ from .sde import (  # noqa: I001  (pipeline order)
     NoDiffusion as NoDiffusion,
     ProportionalDiffusion as ProportionalDiffusion,
     RestoringDrift as RestoringDrift,
+    LocalDiffusion as LocalDiffusion,
     targeted_sde as targeted_sde,
     TargetedSDE as TargetedSDE,
     SkewNetwork as SkewNetwork,
@@ -79,6 +80,8 @@ from .learn import (
     AbstractObjective as AbstractObjective,
     MaximumLikelihood as MaximumLikelihood,
     ReverseKL as ReverseKL,
+    evidence_bound as evidence_bound,
+    EvidenceBound as EvidenceBound,
     stationarity as stationarity,
     confinement as confinement,
     Standardised as Standardised,
@@ -92,12 +95,15 @@ from .mcmc import (
     AbstractSampler as AbstractSampler,
     Unadjusted as Unadjusted,
     Adjusted as Adjusted,
+    AdjustedFlow as AdjustedFlow,
     LinearlyImplicitEuler as LinearlyImplicitEuler,
     Minibatch as Minibatch,
     SamplerState as SamplerState,
     Chain as Chain,
     sample_chain as sample_chain,
     warm_up as warm_up,
+    tune_sampler as tune_sampler,
+    Tuned as Tuned,
 )
 from . import datasets as datasets
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError

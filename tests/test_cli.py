@@ -74,12 +74,12 @@ def refused(capsys, tmp_path, monkeypatch):
 def test_help_is_a_tour(capsys):
     assert main(["--help"]) == 0
     tour = capsys.readouterr().out
-    places = [tour.index(f"\n  {name} ") for name in ("demo", "fit", "score", "sample", "reproduce")]
+    places = [tour.index(f"\n  {name} ") for name in ("demo", "fit", "score", "sample", "tune", "reproduce")]
     assert places == sorted(places)
     assert tour.count("roughflow fit ") == 1
 
 
-@pytest.mark.parametrize("command", ["demo", "fit", "score", "sample", "reproduce"])
+@pytest.mark.parametrize("command", ["demo", "fit", "score", "sample", "tune", "reproduce"])
 def test_each_command_has_help_with_an_example(command, capsys):
     assert main([command, "--help"]) == 0
     assert f"example: roughflow {command} " in " ".join(capsys.readouterr().out.split())
@@ -343,6 +343,72 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     assert sorted(os.listdir()) == ["data.csv", "model.rf", "whole.rf"]
     same = jax.tree.map(np.array_equal, *(rf.load(tmp_path / name) for name in ("model.rf", "whole.rf")))
     assert all(jax.tree.leaves(same))
+
+
+TARGETS = """\
+import jax.numpy as jnp
+
+def bell(z):
+    return -0.5 * jnp.sum((z - 3) ** 2)
+
+def two(z):
+    return z[:2]
+
+def pair(z):
+    return z @ jnp.ones(2)
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def targets(tmp_path, monkeypatch):
+    """A module of targets in the current folder."""
+    (tmp_path / "targets.py").write_text(TARGETS)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("targets", None)
+
+
+def test_bad_targets(targets, refused):
+    tune = lambda name, *more: refused("tune", name, "--out", "d.csv", "--dimension", "1", *more)
+    assert "'targets' does not name a target: write MODULE:FUNCTION" in tune("targets")
+    assert "there is no module nowhere here" in tune("nowhere:f")
+    assert "the module targets has no f" in tune("targets:f")
+    assert "importing broken failed: ZeroDivisionError" in tune("broken:f")
+    assert "targets:NUMBER is a int, not a function" in tune("targets:NUMBER")
+    assert "must return one number for z, got shape (1,)" in tune("targets:two")
+    assert "targets:pair fails for z of shape (1,)" in tune("targets:pair")
+    assert "num_gradients must be at least" in tune("targets:bell", "--gradients", "10")
+    assert "does not say its dimension: give --dimension" in refused("tune", "targets:bell", "--out", "d.csv")
+    assert "the name of the draws ends in" in refused("tune", "targets:bell", "--out", "d.txt")
+
+
+@pytest.mark.slow
+def test_tune_draws_from_a_density_stops_and_goes_on(targets, refused, capsys, monkeypatch):
+    """A normal law around 3, also from a run that was cut in two: the same draws to the last digit."""
+    small = ["--dimension", "1", "--chains", "16", "--gradients", "9000", "--draws", "40", "--thin", "5"]
+    command = ["tune", "targets:bell", "--quiet", *small, "--out"]
+    assert main([*command, "whole.csv", "--noise", "noise.rf"]) == 0
+    assert "acceptance 0." in capsys.readouterr().out
+    header, *rows = (targets / "whole.csv").read_text().split()
+    assert header == "chain,draw,z0"
+    values = np.array([row.split(",") for row in rows], float)
+    assert values.shape == (640, 3)
+    assert abs(values[:, 2].mean() - 3) < 0.2
+    assert abs(values[:, 2].std() - 1) < 0.2
+    assert rf.load(targets / "noise.rf")(0.0, jax.numpy.zeros(1)).shape == (1, 1)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        assert main([*command, "d.csv"]) == 130
+    assert "roughflow tune targets:bell" in capsys.readouterr().err
+    assert "--resume goes on from it" in refused(*command, "d.csv")
+    assert main([*command, "d.csv", "--resume"]) == 0
+    assert (targets / "d.csv").read_text() == (targets / "whole.csv").read_text()
+    assert not (targets / "d.csv.checkpoint").exists()
 
 
 def test_experiments_are_called_with_the_options(tmp_path, monkeypatch, capsys):

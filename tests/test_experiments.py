@@ -43,5 +43,5 @@ def test_a_trained_model_is_kept_and_scored(key, tmp_path, monkeypatch):
     np.testing.assert_allclose(figures["excess"], np.mean(law.log_prob(x) - given), atol=1e-5)
     assert figures["training_steps"] == 3
     assert figures["lost_points"] == 0
-    np.testing.assert_allclose(figures["excess_first_points_learned_proposal"], figures["excess"], atol=1e-5)
+    np.testing.assert_allclose(figures["excess_learned_proposal"], figures["excess"], atol=1e-5)
     assert figures["integration_error"] < 0.01

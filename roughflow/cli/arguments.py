@@ -23,6 +23,8 @@ commands, in the order you will meet them:
                 roughflow score flowers.rf more.csv --out scores.csv
   sample      draw new rows
                 roughflow sample flowers.rf -n 1000 --out new.csv
+  tune        learn a sampler for a density of your own, and draw from it
+                roughflow tune model:log_density --dimension 2 --out draws.csv
   reproduce   the figures of Hodgkinson et al. (2020), with their numbers
                 roughflow reproduce fig1 --out figures
 """
@@ -45,11 +47,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="roughflow"
     )
-    for add in (_demo, _fit, _score, _sample, _reproduce):
+    for add in (_demo, _fit, _score, _sample, _tune, _reproduce):
         add(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
-        parser.error("name a command: demo, fit, score, sample or reproduce")
+        parser.error("name a command: demo, fit, score, sample, tune or reproduce")
     arguments.argv = list(argv)
     return arguments
 
@@ -146,6 +148,36 @@ def _sample(commands) -> None:
     )
     _seed(parser)
     _force(parser)
+
+
+def _tune(commands) -> None:
+    parser = _command(
+        commands,
+        "tune",
+        "Learn a sampler for a density, then draw from it. MODULE:FUNCTION names a Python function of the "
+        "current folder, or of an installed package, that takes z of shape (d,) and returns log p(z) up to a "
+        "constant. The state of the run is kept in DRAWS.checkpoint: Ctrl-C stops it, --resume goes on.",
+        "tune model:log_density --dimension 2 --out draws.csv",
+    )
+    parser.add_argument("target", metavar="MODULE:FUNCTION")
+    parser.add_argument(
+        "--dimension", type=_count, metavar="D", help="of z; default: the target's own `dimension`"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DRAWS", help="the draws to write, .csv or .npy"
+    )
+    parser.add_argument("--noise", type=Path, metavar="NOISE.rf", help="where to keep the noise it learned")
+    add = lambda option, default, text: parser.add_argument(
+        option, type=_count, default=default, metavar="N", help=f"{text}; default: %(default)s"
+    )
+    add("--chains", 64, "chains, side by side")
+    add("--gradients", 500_000, "of log p to spend on learning, of all chains together")
+    add("--draws", 1000, "to keep of each chain")
+    parser.add_argument("--thin", type=_count, default=1, metavar="N", help="steps a draw; default: 1")
+    _seed(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
+    parser.add_argument("--force", action="store_true", help="overwrite DRAWS, and a checkpoint not resumed")
+    _quiet(parser)
 
 
 def _reproduce(commands) -> None:

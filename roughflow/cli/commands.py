@@ -7,11 +7,13 @@ from .figures import demo, reproduce
 from .fit import fit
 from .sample import sample
 from .score import score
+from .tune import tune
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "demo": demo,
     "fit": fit,
     "score": score,
     "sample": sample,
+    "tune": tune,
     "reproduce": reproduce,
 }

@@ -25,7 +25,7 @@ FAR = 1e4
 def fit(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
     checkpoint = arguments.out.with_name(arguments.out.name + ".checkpoint")
-    _check_checkpoint(checkpoint, arguments)
+    check_checkpoint(checkpoint, arguments)
     table = read_table(arguments.data, arguments.columns)
     train, held_out = _split(table, arguments.validation, arguments.seed)
     _check_rows(arguments.data, table, train)
@@ -34,9 +34,9 @@ def fit(arguments: argparse.Namespace) -> int:
     try:
         fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
-        return _stopped(arguments, checkpoint, "interrupted")
+        return stopped(arguments, checkpoint, "interrupted")
     if fitted.interrupted:
-        return _stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size}")
+        return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size}")
     rf.save(arguments.out, fitted.model)
     checkpoint.unlink(missing_ok=True)
     _report(arguments.out, table, fitted, train, held_out)
@@ -64,7 +64,7 @@ def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint
     )
 
 
-def _check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
+def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
     if arguments.resume and not checkpoint.exists():
         raise Refused(f"there is no checkpoint {checkpoint} to go on from: leave out --resume to start")
     if checkpoint.exists() and not (arguments.resume or arguments.force):
@@ -104,7 +104,7 @@ def _check_rows(path: Path, table: Table, train: np.ndarray) -> None:
             )
 
 
-def _stopped(arguments: argparse.Namespace, checkpoint: Path, what: str) -> int:
+def stopped(arguments: argparse.Namespace, checkpoint: Path, what: str) -> int:
     again = [word for word in arguments.argv if word != "--resume"]
     tell = f"roughflow: {what}, kept in {checkpoint}; go on with: "
     if checkpoint.exists():

@@ -107,8 +107,18 @@ def _endpoint_bound(flow: StochasticFlow, key: PRNGKeyArray, count: int, fresh: 
     target = Target(jnp.tile(z, (1 + fresh, 1)), flat(start))
     log_joint = Endpoint().log_joint(flow, latent, target, rows, delta[:, 0], guess, key)
     given = log_joint - PriorLaw(rows, jnp.zeros(len(rows), bool)).log_prob(delta)[:, 0]
-    value = log_mean(jnp.reshape(given, (1 + fresh, count)))
+    value = _log_mean_of_found(jnp.reshape(given, (1 + fresh, count)))
     return jnp.where(escaped[:, None], jnp.inf, z), jnp.where(escaped, -jnp.inf, value)
+
+
+def _log_mean_of_found(given: Array) -> Array:
+    """log of the mean over the conditions from which a path to the sample was found.
+
+    Counted as zero, a path that was not found would lower an upper bound, and training would learn to
+    hide paths; left out, it only makes the bound less tight.
+    """
+    found = jnp.sum(jnp.isfinite(given), axis=0)
+    return log_mean(given) + jnp.log(given.shape[0] / jnp.maximum(found, 1))
 
 
 class PullBackUpperBound(eqx.Module):

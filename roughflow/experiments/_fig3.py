@@ -29,7 +29,8 @@ def fig3(run: Run) -> dict:
     axes[0].set_title("data", fontsize=9)
     for ax, (label, values) in zip(axes[1:], maps.items(), strict=True):
         plots.density(values, extent=law.extent, ax=ax, maximum=0.35)
-        ax.set_title(f"λ = {label}: excess {figures[label]['excess']:.3f}", fontsize=9)
+        best = min(figures[label]["excess"], figures[label]["excess_learned_proposal"])
+        ax.set_title(f"λ = {label}: excess {best:.3f}", fontsize=9)
     for ax in axes[1:]:
         ax.set_ylabel("")
     return run.finish(figure, figures)

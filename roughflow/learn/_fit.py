@@ -19,7 +19,7 @@ from ._checkpoint import Checkpoint, Progress
 from ._history import History
 from ._interrupt import Interrupt
 from ._maximum_likelihood import MaximumLikelihood
-from ._objective import AbstractObjective, Prepared
+from ._objective import AbstractObjective, Prepared, Remembering
 
 DISPATCH = 256  # steps on the device between two looks at it, at most
 SECONDS = 1.0  # that such a stretch should take
@@ -205,10 +205,12 @@ def _advance(state, rest, transform, data, batch_size: int, key, first, count):
         key_batch, key_loss = jax.random.split(jax.random.fold_in(key, first + done))
         x = _batch(data, batch_size, key_batch)
         (loss, report), slope = jax.value_and_grad(loss_of, has_aux=True)(parameters, x, key_loss)
+        memory = report.pop("memory", None)
         fine = _all_finite((loss, slope))
         updates, moved = transform.update(slope, optimiser, parameters)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
-        parameters = keep(optax.apply_updates(parameters, updates), parameters)
+        stepped = _remember(optax.apply_updates(parameters, updates), rest, memory)
+        parameters = keep(stepped, parameters)
         state = (parameters, keep(moved, optimiser), jnp.where(fine, 0, streak + 1))
         losses = losses.at[done].set(jnp.where(fine, loss, jnp.nan))
         return state, done + 1, losses, {n: a.at[done].set(report[n]) for n, a in figures.items()}
@@ -216,9 +218,19 @@ def _advance(state, rest, transform, data, batch_size: int, key, first, count):
     going = lambda carry: (carry[1] < count) & (carry[0][2] < HOPELESS)
     example = jax.eval_shape(lambda: _batch(data, batch_size, key))
     loss, report = jax.eval_shape(loss_of, state[0], example, key)
+    report.pop("memory", None)
     blank = lambda like: jnp.full(DISPATCH, jnp.nan, like.dtype)
     carry = (state, jnp.asarray(0), blank(loss), {name: blank(value) for name, value in report.items()})
     return jax.lax.while_loop(going, one, carry)
+
+
+def _remember(parameters: Any, rest: Any, memory: Any) -> Any:
+    """The parameters, with what a step leaves behind for the next in their objective's part of them."""
+    model, objective = eqx.combine(parameters, rest)
+    if not isinstance(objective, Remembering):
+        return parameters
+    trained = jax.tree.map(lambda leaf: leaf is not None, parameters, is_leaf=lambda leaf: leaf is None)
+    return eqx.filter((model, objective.remember(memory)), trained)
 
 
 def _all_finite(tree: Any) -> Array:

@@ -38,3 +38,11 @@ class Prepared(Protocol):
     """An objective that makes parts of itself to measure, when it first meets the model."""
 
     def prepare(self, model: Any, *, key: PRNGKeyArray) -> AbstractObjective: ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """An objective with a state that a step moves on, such as chains: its own floating-point arrays, without
+    a gradient. What a step leaves behind is the figure `memory`; `remember` takes it in for the next."""
+
+    def remember(self, memory: Any) -> AbstractObjective: ...

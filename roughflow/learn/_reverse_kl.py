@@ -71,12 +71,18 @@ class ReverseKL(AbstractObjective):
         self, model: StochasticFlow, x: Array | None, *, key: PRNGKeyArray
     ) -> tuple[Array, dict[str, Array]]:
         del x
+        gaps = self.gaps(model, key=key)
+        lost = jnp.isnan(gaps)
+        divergence = jnp.sum(jnp.where(lost, 0, gaps)) / jnp.maximum(jnp.sum(~lost), 1)
+        figures = {"evidence_bound": -divergence, "lost": jnp.mean(lost)}
+        return divergence + self.l1 * _size(model), figures
+
+    def gaps(self, model: StochasticFlow, *, key: PRNGKeyArray) -> Array:
+        """The bound's term for each of `batch` samples; NaN for one that escaped."""
         z, log_prob = self.bound(model.without_errors(), key=key, shape=(self.batch,))
         lost = jnp.isneginf(log_prob)
         value = log_prob - jax.vmap(as_target(self.log_density))(jnp.where(lost[:, None], 0, z))
-        divergence = jnp.sum(jnp.where(lost, 0, value)) / jnp.maximum(jnp.sum(~lost), 1)
-        figures = {"evidence_bound": -divergence, "lost": jnp.mean(lost)}
-        return divergence + self.l1 * _size(model), figures
+        return jnp.where(lost, jnp.nan, value)
 
 
 def _size(model: StochasticFlow) -> Array:

@@ -1,6 +1,7 @@
 """One step of a Markov chain, with and without the correction of Metropolis."""
 
 import abc
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -49,11 +50,9 @@ class AbstractSampler(eqx.Module):
     def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[SamplerState, SamplerInfo]:
         """One step. It takes one gradient of the log density."""
 
+    @abc.abstractmethod
     def check(self, z: Array) -> None:
         """Refuse a start, or a target, that no chain can begin with."""
-        noise_dimension(self.sde, z.shape[-1])
-        if isinstance(self.sde, TargetedSDE) and not is_traced(z):
-            _check_target(self.sde, jnp.reshape(z, (-1, z.shape[-1])))
 
 
 class Unadjusted(AbstractSampler):
@@ -78,6 +77,9 @@ class Unadjusted(AbstractSampler):
 
     def __check_init__(self):
         check_positive("dt", self.dt)
+
+    def check(self, z: Array) -> None:
+        check_start("Unadjusted", self.sde, z, square=False)
 
     def init(self, z: Array) -> SamplerState:
         return SamplerState(z)
@@ -117,19 +119,10 @@ class Adjusted(AbstractSampler):
 
     def __check_init__(self):
         check_positive("dt", self.dt)
-        if not isinstance(self.sde, TargetedSDE):
-            raise TypeError(f"Adjusted needs the SDE of rf.targeted_sde, got {type(self.sde).__name__}")
-        if isinstance(self.sde.log_density, Minibatch):
-            raise TypeError("Adjusted needs the whole log density, got rf.Minibatch: take rf.Unadjusted")
+        check_adjustable("Adjusted", self.sde)
 
     def check(self, z: Array) -> None:
-        count = noise_dimension(self.sde, z.shape[-1])
-        if count != z.shape[-1]:
-            raise ValueError(
-                f"Adjusted needs as many noises as dimensions, got σ of shape ({z.shape[-1]}, {count}): "
-                "take rf.Unadjusted"
-            )
-        super().check(z)
+        check_start("Adjusted", self.sde, z, square=True)
 
     def init(self, z: Array) -> Known:
         t = jnp.zeros((), z.dtype)
@@ -145,11 +138,7 @@ class Adjusted(AbstractSampler):
         there = self.init(y)
         log_ratio = there.log_density - state.log_density
         log_ratio += _log_move(there, state.z, dt) - _log_move(state, y, dt)
-        # What is not finite there is no place to go to.
-        acceptance = jnp.where(jnp.isfinite(log_ratio), jnp.exp(jnp.minimum(log_ratio, 0)), 0)
-        accepted = jax.random.uniform(key_accept, (), acceptance.dtype) < acceptance
-        new = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), there, state)
-        return new, SamplerInfo(accepted, acceptance)
+        return accept(key_accept, log_ratio, there, state)
 
 
 def _log_move(start: Known, y: Array, dt: Array) -> Array:
@@ -157,6 +146,37 @@ def _log_move(start: Known, y: Array, dt: Array) -> Array:
     gap = y - start.z - start.drift * dt
     whitened = solve(start.noise[None], gap[None, :, None])[0, :, 0]
     return -0.5 * jnp.sum(whitened**2) / dt - log_abs_det(start.noise[None])[0]
+
+
+State = TypeVar("State", bound=SamplerState)
+
+
+def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tuple[State, SamplerInfo]:
+    """The new state with probability min(1, a), else the old; what is not finite is no place to go to."""
+    acceptance = jnp.where(jnp.isfinite(log_ratio), jnp.exp(jnp.minimum(log_ratio, 0)), 0)
+    accepted = jax.random.uniform(key, (), acceptance.dtype) < acceptance
+    new = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), there, here)
+    return new, SamplerInfo(accepted, acceptance)
+
+
+def check_adjustable(name: str, sde: AbstractSDE) -> None:
+    """Refuse an SDE whose law is not known, or not wholly."""
+    if not isinstance(sde, TargetedSDE):
+        raise TypeError(f"{name} needs the SDE of rf.targeted_sde, got {type(sde).__name__}")
+    if isinstance(sde.log_density, Minibatch):
+        raise TypeError(f"{name} needs the whole log density, got rf.Minibatch: take rf.Unadjusted")
+
+
+def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
+    """Refuse a start, or a target, that no chain can begin with."""
+    count = noise_dimension(sde, z.shape[-1])
+    if square and count != z.shape[-1]:
+        raise ValueError(
+            f"{name} needs as many noises as dimensions, got σ of shape ({z.shape[-1]}, {count}): "
+            "take rf.Unadjusted"
+        )
+    if isinstance(sde, TargetedSDE) and not is_traced(z):
+        _check_target(sde, jnp.reshape(z, (-1, z.shape[-1])))
 
 
 def _check_target(sde: TargetedSDE, z: Array) -> None:

@@ -7,11 +7,13 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from ..sde import LogDensity, as_target, overdamped_langevin
-from ._sampler import Adjusted, SamplerState
+from ._sampler import AbstractSampler, Adjusted, SamplerState
 
 ACCEPTANCE = 0.574  # of Langevin proposals at their best, in many dimensions (Roberts & Rosenthal 1998)
 ROUNDS = 4
 CLIMB = 50  # steps of Newton's method
+FAR = 3.0  # standard deviations
+CLIMBERS, TRIALS, DRAWS = 4, 16, 512  # chains that climb; draws to judge a place by, and to begin from
 
 
 def warm_up(
@@ -19,14 +21,15 @@ def warm_up(
 ) -> tuple[Adjusted, Array]:
     """MALA for a target: an `rf.Adjusted` sampler with constant noise, and where its chains have got to.
 
-    First each chain climbs to a mode near it (Newton's method), whose curvature gives a first σ; leave that
-    out with `climb=False` where the mode is far from the mass, as in a funnel. Then, in four rounds, the
-    chains move, the step dt follows their acceptance towards 0.574 (Robbins & Monro), and after each round
-    but the last σσᵀ becomes the covariance of their places. Nothing is adapted after that, so the sampler's
-    law is exact.
+    First a few chains climb towards a mode (Newton's method). Each place on their way, with the curvature
+    there, makes a normal law; of these the one nearest to the target (by E[log p − log q], as Pathfinder has
+    it, Zhang et al. 2022) gives a first σ and places for all chains. That is not the mode where the mode is
+    far from the mass, as in a funnel. Then, in four rounds, the chains move, the step dt follows their
+    acceptance towards 0.574 (Robbins & Monro), and after each round but the last σσᵀ becomes the covariance
+    of their places. Nothing is adapted after that, so the sampler's law is exact.
 
     **Arguments:** `log_density`; `z0`, `(chains, d)`, a few chains at least; `num_steps` in all, each a
-    gradient a chain.
+    gradient a chain; `climb`, whether to climb first: without, the chains begin at z0.
 
     ```python
     import jax, jax.numpy as jnp
@@ -49,7 +52,7 @@ def warm_up(
         dt = jnp.asarray(z.shape[1] ** (-1 / 3))
     sampler = Adjusted(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     for i, key_round in enumerate(jax.random.split(key, ROUNDS)):
-        states, dt = _round(sampler, z, key_round, length)
+        states, dt = adapt(sampler, z, key_round, length)
         z = states[-1]
         if i < ROUNDS - 1:
             scale = _spread(states[length // 2 :])
@@ -61,24 +64,39 @@ def warm_up(
 
 @eqx.filter_jit
 def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array]:
-    """A root of the inverse curvature where the chains have climbed to, and places around there."""
+    """A root of the covariance of the best normal law on the way up, and as many places from it as chains."""
     target = as_target(log_density)
     lengths = 0.5 ** jnp.arange(10.0)
+    key_trial, key_draw, key_choose = jax.random.split(key, 3)
+    trials = jax.random.normal(key_trial, (TRIALS, z.shape[1]), z.dtype)
 
-    def uphill(y: Array) -> Array:
-        """Newton's step, with the curvature's absolute value, as long as it pays best."""
-        step = _inverse_curvature(target, y) @ jax.grad(target)(y)
+    def uphill(y: Array, _) -> tuple[Array, tuple[Array, Array, Array]]:
+        """Newton's step, with the curvature's absolute value, as long as it pays best; the normal law."""
+        covariance = _inverse_curvature(target, y)
+        root = _root(covariance)
+        step = covariance @ jax.grad(target)(y)
+        values = jax.vmap(target)(y[None] + trials @ root.T)
+        bound = jnp.mean(jnp.where(jnp.isfinite(values), values, -jnp.inf)) + jnp.linalg.slogdet(root)[1]
         tries = jnp.concatenate([y[None] + lengths[:, None] * step[None], y[None]])
-        values = jax.vmap(target)(tries)
-        return tries[jnp.argmax(jnp.where(jnp.isnan(values), -jnp.inf, values))]
+        heights = jax.vmap(target)(tries)
+        best = jnp.argmax(jnp.where(jnp.isnan(heights), -jnp.inf, heights))
+        return tries[best], (y, root, jnp.where(jnp.isnan(bound), -jnp.inf, bound))
 
     # One chain after another: the matrices are small, and LAPACK takes no batches well.
-    tops = jax.lax.map(lambda y: jax.lax.fori_loop(0, CLIMB, lambda _, x: uphill(x), y), z)
-    highest = tops[jnp.argmax(jax.vmap(target)(tops))]
-    scale = _root(_inverse_curvature(target, highest))
-    around = tops + jax.random.normal(key, z.shape, z.dtype) @ scale.T
-    finite = jnp.isfinite(jax.vmap(target)(around))
-    return scale, jnp.where(finite[:, None], around, z)
+    ways = jax.lax.map(lambda y: jax.lax.scan(uphill, y, length=CLIMB)[1], z[:CLIMBERS])
+    places, roots, bounds = jax.tree.map(lambda a: jnp.reshape(a, (-1, *a.shape[2:])), ways)
+    best = jnp.argmax(bounds)
+    unit = jax.random.normal(key_draw, (DRAWS, z.shape[1]), z.dtype)
+    around = places[best][None] + unit @ roots[best].T
+    log_weight = jax.vmap(target)(around) + 0.5 * jnp.sum(unit**2, axis=1)
+    weight = jax.nn.softmax(jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf))
+    chosen = jax.random.choice(key_choose, DRAWS, (z.shape[0],), p=weight)
+    return roots[best], around[chosen]
+
+
+def climbing_gradients(dimension: int, chains: int) -> int:
+    """What `_climb` takes, a Hessian counted as 2d gradients and a value as one."""
+    return min(CLIMBERS, chains) * CLIMB * (2 * dimension + 12 + TRIALS) + DRAWS
 
 
 def _inverse_curvature(target: LogDensity, y: Array) -> Array:
@@ -88,8 +106,9 @@ def _inverse_curvature(target: LogDensity, y: Array) -> Array:
 
 
 @eqx.filter_jit
-def _round(sampler: Adjusted, z: Array, key: PRNGKeyArray, length: int) -> tuple[Array, Array]:
-    """The places of all chains after each step, and the step size of the later half, on average."""
+def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) -> tuple[Array, Array]:
+    """Steps while dt follows the acceptance: the places of all chains after each, and the dt of the later
+    half, on average."""
 
     def step(
         carry: tuple[SamplerState, Array], inputs: tuple[Array, PRNGKeyArray]
@@ -108,14 +127,27 @@ def _round(sampler: Adjusted, z: Array, key: PRNGKeyArray, length: int) -> tuple
 
 
 def _spread(places: Array) -> Array:
-    """A root of the covariance of the places, a little towards its diagonal."""
+    """A root of the covariance of the places, a little towards its diagonal.
+
+    Places further than `FAR` robust standard deviations are drawn in along the line to the median: tails such
+    as Cauchy's have no covariance, and this has.
+    """
     rows = jnp.reshape(places, (-1, places.shape[-1]))
+    low, middle, high = jnp.quantile(rows, jnp.array([0.25, 0.5, 0.75], rows.dtype), axis=0)
+    gap = rows - middle[None]
+    width = (high - low) / 1.349  # of a normal law, its standard deviation
+    radius = jnp.sqrt(jnp.mean((gap / jnp.where(width > 0, width, 1)[None]) ** 2, axis=1))
+    rows = gap * (FAR / jnp.maximum(radius, FAR))[:, None]
     covariance = jnp.atleast_2d(jnp.cov(rows.T))
     weight = places.shape[-1] / (places.shape[-1] + rows.shape[0])
     return _root((1 - weight) * covariance + weight * jnp.diag(jnp.diag(covariance)))
 
 
 def _root(covariance: Array) -> Array:
-    """A root of a matrix that ought to be positive, and is made so."""
-    values, vectors = jnp.linalg.eigh(0.5 * (covariance + covariance.T))
-    return vectors * jnp.sqrt(jnp.maximum(values, 1e-12 * jnp.max(values)))[None]
+    """The lower triangular root of a matrix that ought to be positive, and is made so."""
+    width = jnp.sqrt(jnp.maximum(jnp.diagonal(covariance), jnp.finfo(covariance.dtype).tiny))
+    values, vectors = jnp.linalg.eigh(0.5 * (covariance + covariance.T) / jnp.outer(width, width))
+    size = jnp.sqrt(jnp.maximum(values, 1e-12 * jnp.max(values)))
+    # A = M Mᵀ and Mᵀ = QR make A = RᵀR: no square is taken, so none of the digits are lost.
+    lower = jnp.linalg.qr((vectors * size[None]).T, mode="r").T
+    return width[:, None] * lower * jnp.sign(jnp.diagonal(lower))[None]

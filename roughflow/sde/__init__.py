@@ -8,6 +8,7 @@ from ._correction import (
     to_ito as to_ito,
     to_stratonovich as to_stratonovich,
 )
+from ._local import LocalDiffusion as LocalDiffusion
 from ._networks import (
     MLP as MLP,
     ConstantDiffusion as ConstantDiffusion,
@@ -33,6 +34,7 @@ from ._sde import (
 )
 from ._targeted import (
     LogDensity as LogDensity,
+    Skew as Skew,
     SkewNetwork as SkewNetwork,
     TargetedSDE as TargetedSDE,
     as_target as as_target,

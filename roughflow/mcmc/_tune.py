@@ -1,0 +1,162 @@
+"""Samplers that tune themselves."""
+
+from os import PathLike
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_count, check_key
+from ..density import log_abs_det
+from ..learn import AbstractObjective, History, fit
+from ..sde import LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
+from ._adjusted_flow import AdjustedFlow, Climbing
+from ._sampler import accept
+from ._warm_up import ACCEPTANCE, adapt, climbing_gradients, warm_up
+
+GRADIENTS = 3  # of the log density in a training step: one to move, and the derivative of another
+WARM_UP, FINISH = 0.1, 0.05  # shares of the budget
+SUBSTEPS = 2  # in training; twice as many after it
+LINEAR = 5.0  # log a down to which a refusal counts in full
+QUICK = 0.02  # rate at which the weight of the volume follows the acceptance
+
+
+class Tuned(eqx.Module):
+    """What `rf.tune_sampler` returns.
+
+    - `sampler`: an `rf.AdjustedFlow`; nothing in it changes any more.
+    - `z`: where the chains have got to, `(chains, d)`, to start sampling from.
+    - `gradients`: how many gradients of the log density it all took, of all chains together.
+    - `history`: of the training: `figures["acceptance"]` and `figures["log_volume"]`, a number a step.
+    - `interrupted`: whether it was stopped by hand before its time.
+    """
+
+    sampler: AdjustedFlow
+    z: Array
+    gradients: int
+    history: History
+    interrupted: bool
+
+
+class SpeedMeasure(AbstractObjective):
+    """−E[log min(1, a)] − β E[log |det σ(z)|] over chains that move as the sampler learns.
+
+    The larger the moves, the fewer are accepted: the sampler is to have moves as large as it can, in every
+    direction and at every place, for a given share that is accepted (Titsias & Dellaportas 2019). The weight
+    β follows the acceptance until it is `ACCEPTANCE`.
+    """
+
+    chains: Climbing
+    log_beta: Array
+    uses_data: ClassVar[bool] = False
+
+    def __call__(
+        self, model: AdjustedFlow, x: Array | None, *, key: PRNGKeyArray
+    ) -> tuple[Array, dict[str, Any]]:
+        del x
+        chains, log_beta = jax.lax.stop_gradient((self.chains, self.log_beta))
+        keys = jax.random.split(key, (2, chains.z.shape[0]))
+        there, log_ratio, _ = jax.vmap(model.propose)(keys[0], chains)
+        moved, info = jax.vmap(accept)(keys[1], log_ratio, there, chains)
+        noise = jax.vmap(lambda z: noise_matrix(model.sde.noise(jnp.zeros((), z.dtype), z)))(chains.z)
+        volume = jnp.mean(log_abs_det(noise))
+        acceptance = jnp.mean(info.acceptance)
+        loss = jnp.mean(_cost(log_ratio)) - jnp.exp(log_beta) * volume
+        log_beta = log_beta + QUICK * (acceptance - ACCEPTANCE)
+        memory = jax.lax.stop_gradient((moved, log_beta))
+        return loss, {"acceptance": acceptance, "log_volume": volume, "memory": memory}
+
+    def remember(self, memory: tuple[Climbing, Array]) -> "SpeedMeasure":
+        return SpeedMeasure(*memory)
+
+
+def _cost(log_ratio: Array) -> Array:
+    """−log min(1, a); beyond a point its logarithm only, so that a hopeless move does not outweigh the
+    others, and nothing for a move that failed."""
+    refused = jnp.where(jnp.isfinite(log_ratio), jnp.maximum(-log_ratio, 0), 0)
+    return jnp.where(refused < LINEAR, refused, LINEAR * (1 + jnp.log(jnp.maximum(refused, LINEAR) / LINEAR)))
+
+
+def tune_sampler(
+    log_density: LogDensity,
+    z0: Array,
+    *,
+    key: PRNGKeyArray,
+    num_gradients: int = 500_000,
+    skew: Skew | None = None,
+    width: int = 32,
+    learning_rate: float = 1e-2,
+    climb: bool = True,
+    checkpoint: str | PathLike | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> Tuned:
+    """Learn the noise σ(z) with which chains for a target move best, and return that sampler.
+
+    A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. From there an `rf.LocalDiffusion`
+    learns, on chains that move along, to make the moves of `rf.AdjustedFlow` as large as they can be for the
+    share of them that is accepted (Titsias & Dellaportas 2019). The rest sets dt. Then all is fixed, so
+    the sampler's law is the target's, however well it has learned.
+
+    **Arguments:**
+
+    - `log_density`: `z -> ()`, up to a constant.
+    - `z0`: `(chains, d)`, where chains begin; 32 to 128 of them are good.
+    - `num_gradients`: the budget, in gradients of the log density, of all chains together. A step of the
+      training takes three a chain.
+    - `skew`: a Q for `rf.targeted_sde`, such as `rf.SkewNetwork`, to learn along with σ.
+    - `width` of the network; `learning_rate`.
+    - `climb`: as in `rf.warm_up`.
+    - `checkpoint`, `resume`, `progress`: as in `rf.fit`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    banana = lambda z: -0.5 * z[0] ** 2 - 0.25 * (z[1] + z[0] ** 2) ** 2
+    z0, key = jax.random.normal(jax.random.key(0), (32, 2)), jax.random.key(1)
+    tuned = rf.tune_sampler(banana, z0, key=key, num_gradients=10_000, progress=False)
+    chain = rf.sample_chain(tuned.sampler, tuned.z, key=jax.random.key(2), num_steps=100)
+    ```
+    """
+    z0 = jnp.asarray(z0, float)
+    if z0.ndim != 2:
+        raise ValueError(f"z0 must have shape (chains, d), got {z0.shape}")
+    chains, dimension = z0.shape
+    climbing = climbing_gradients(dimension, chains) if climb else 0
+    first, steps, last = _plan(check_count("num_gradients", num_gradients), climbing, chains)
+    key_warm, key_net, key_fit, key_last = jax.random.split(check_key(key), 4)
+    mala, z = warm_up(log_density, z0, key=key_warm, num_steps=first, climb=climb)
+    scale = jnp.sqrt(mala.dt) * noise_matrix(mala.sde.noise(jnp.zeros(()), z[0]))
+    diffusion = LocalDiffusion(dimension, centre=jnp.median(z, axis=0), scale=scale, width=width, key=key_net)
+    sampler = AdjustedFlow(targeted_sde(log_density, diffusion, skew), 1.0, SUBSTEPS)
+    objective = SpeedMeasure(jax.vmap(sampler.init)(z), jnp.log(jnp.asarray(1 / dimension)))
+    fitted = fit(
+        sampler,
+        key=key_fit,
+        objective=objective,
+        steps=steps,
+        learning_rate=learning_rate,
+        clip=1.0,
+        checkpoint=checkpoint,
+        resume=resume,
+        progress=progress,
+    )
+    assert isinstance(fitted.objective, SpeedMeasure)
+    sampler = AdjustedFlow(fitted.model.sde, 1.0)
+    places, dt = adapt(sampler, fitted.objective.chains.z, key_last, last)
+    taken = climbing + chains * (first + GRADIENTS * fitted.history.loss.size + last)
+    sampler = AdjustedFlow(sampler.sde, dt)
+    return Tuned(sampler, places[-1], taken, fitted.history, fitted.interrupted)
+
+
+def _plan(budget: int, climbing: int, chains: int) -> tuple[int, int, int]:
+    """Steps of the warm-up, of the training and of the end, of each chain."""
+    each = (budget - climbing) // chains
+    first, last = int(WARM_UP * each), int(FINISH * each)
+    if last < 1:
+        least = climbing + round(chains / FINISH)
+        raise ValueError(f"num_gradients must be at least {least} for {chains} chains, got {budget}")
+    return first, (each - first - last) // GRADIENTS, last
