@@ -10,7 +10,7 @@ from ..density import log_abs_det, solve
 from ..sde import TargetedSDE, as_target, noise_matrix
 from ._sampler import AbstractSampler, SamplerInfo, SamplerState, accept, check_adjustable, check_start
 
-NEWTON = 6  # steps at most
+NEWTON = 12  # steps at most
 
 
 class Climbing(SamplerState):
@@ -100,7 +100,8 @@ class AdjustedFlow(AbstractSampler):
             return mean
         skew = lambda y: self.sde.skew(jnp.zeros((), y.dtype), y)  # pyright: ignore[reportOptionalCall]
         turns = jax.vmap(lambda axis: jax.jvp(skew, (z,), (axis,))[1])(axes)
-        return mean + _solve(sigma, skew(z) @ up + jnp.einsum("jij->i", turns))
+        along = skew(z) @ up + jnp.einsum("jij->i", turns)
+        return mean + _solve(sigma, along[:, None])[:, 0]
 
     def _flow(self, z: Array, xi: Array) -> tuple[Array, Array]:
         """Φ_ξ(z) and log |det DΦ_ξ(z)|."""
@@ -117,19 +118,20 @@ class AdjustedFlow(AbstractSampler):
         return jax.lax.scan(substep, start, length=self.substeps)[0]
 
     def _middle(self, z: Array, half: Array) -> Array:
-        """The m with m = z + σ(m) half. The search is a constant to derivatives; the last step is not, and
-        so has those of the solution (implicit function theorem)."""
+        """The m with m = z + σ(m) half, by Newton's method with one matrix. The search is a constant to
+        derivatives; a last step, of no length, has those of the solution (implicit function theorem)."""
         still = jax.lax.stop_gradient
-        frozen = jax.tree.map(lambda leaf: still(leaf) if eqx.is_inexact_array(leaf) else leaf, self)
+        frozen, place, kick = jax.tree.map(
+            lambda leaf: still(leaf) if eqx.is_inexact_array(leaf) else leaf, (self, z, half)
+        )
         eye = jnp.eye(z.shape[0], dtype=z.dtype)
-
-        def change(sampler: "AdjustedFlow", m: Array, z: Array, half: Array) -> Array:
-            slope = jax.jacfwd(lambda y: frozen._noise(y) @ still(half))(still(m))
-            return _solve(eye - slope, z + sampler._noise(m) @ half - m)
+        slope = lambda m: jax.jacfwd(lambda y: frozen._noise(y) @ kick)(m)
+        begin = place + frozen._noise(place) @ kick
+        inverse = _solve(eye - slope(begin), eye)
 
         def go(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             m, _, count = state
-            move = change(frozen, m, still(z), still(half))
+            move = inverse @ (place + frozen._noise(m) @ kick - m)
             return m + move, jnp.max(jnp.abs(move)), count + 1
 
         def going(state: tuple[Array, Array, Array]) -> Array:
@@ -137,10 +139,11 @@ class AdjustedFlow(AbstractSampler):
             tolerance = jnp.finfo(m.dtype).eps ** 0.75 * (1 + jnp.max(jnp.abs(m)))
             return (count < NEWTON) & (move > tolerance)
 
-        begin = still(z + self._noise(z) @ half)
-        m, _, _ = jax.lax.while_loop(going, go, (begin, jnp.asarray(jnp.inf, z.dtype), jnp.asarray(0)))
-        return m + change(self, m, z, half)
+        far = jnp.asarray(jnp.inf, z.dtype)
+        m, _, _ = jax.lax.while_loop(going, go, (begin, far, jnp.asarray(0)))
+        last = _solve(eye - slope(m), (z + self._noise(m) @ half - m)[:, None])[:, 0]
+        return m + (last - still(last))
 
 
 def _solve(matrix: Array, right: Array) -> Array:
-    return solve(matrix[None], right[None, :, None])[0, :, 0]
+    return solve(matrix[None], right[None])[0]
