@@ -7,6 +7,7 @@ import pytest
 from problems import SHAKEN, THREE, linear, ou, ou_law
 
 import roughflow as rf
+from roughflow.density._bounds import _log_mean_of_found
 
 COUNT = 2048
 # From a narrow start one path says little, from a wide one its endpoint does.
@@ -151,3 +152,9 @@ def test_the_bound_from_above_takes_as_many_noises_as_dimensions(key):
 def test_a_number_of_fresh_paths_that_is_none_is_refused(form, fresh):
     with pytest.raises(ValueError, match=r"^fresh must be a positive whole number"):
         form(fresh)
+
+
+def test_a_path_that_is_not_found_does_not_lower_the_bound_from_above():
+    """Two conditions with densities 2 and 4, a third from which no path was found: log 3, not log 2."""
+    given = jnp.log(jnp.array([[2.0], [4.0], [0.0]]))
+    np.testing.assert_allclose(_log_mean_of_found(given), np.log(3), rtol=1e-12)

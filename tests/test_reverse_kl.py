@@ -70,3 +70,15 @@ def test_bad_settings_are_refused():
         rf.ReverseKL(Shifted(jnp.zeros(1)), form="naive")
     with pytest.raises(ValueError, match=r"^l1 is a weight, at least 0, got -1$"):
         rf.ReverseKL(Shifted(jnp.zeros(1)), l1=-1)
+
+
+def test_the_evidence_is_bounded_from_below_and_nearly_reached(key):
+    """log ∫ exp = log 2π for a bell whose constant is left out."""
+    target = lambda z: -0.5 * jnp.sum((z - 0.2) ** 2)
+    flow = rf.StochasticFlow(rf.overdamped_langevin(target, 2), rf.Normal(jnp.zeros(2)), t1=2.0)
+    bound = rf.evidence_bound(flow, target, key=key, num_samples=192, num_paths=32)
+    gap = np.log(2 * np.pi) - bound.value
+    assert -3 * bound.standard_error < gap < 0.1
+    assert bound.standard_error < 0.03
+    with pytest.raises(rf.NonFiniteError, match=r"samples escaped, or have no finite density: give the flow"):
+        rf.evidence_bound(flow, lambda z: jnp.log(z[0]), key=key, num_samples=64, num_paths=1)
