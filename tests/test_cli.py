@@ -357,7 +357,11 @@ def two(z):
 def pair(z):
     return z @ jnp.ones(2)
 
-NUMBER = 3
+class Half:
+    dimension = 1.5
+    __call__ = staticmethod(bell)
+
+NUMBER, HALF = 3, Half()
 """
 
 
@@ -366,6 +370,7 @@ def targets(tmp_path, monkeypatch):
     """A module of targets in the current folder."""
     (tmp_path / "targets.py").write_text(TARGETS)
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "lacking.py").write_text("import math; math.nonexistent")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -381,8 +386,11 @@ def test_bad_targets(targets, refused):
     assert "importing broken failed: ZeroDivisionError" in tune("broken:f")
     assert "targets:NUMBER is a int, not a function" in tune("targets:NUMBER")
     assert "must return one number for z, got shape (1,)" in tune("targets:two")
-    assert "targets:pair fails for z of shape (1,)" in tune("targets:pair")
-    assert "num_gradients must be at least" in tune("targets:bell", "--gradients", "10")
+    assert "targets:pair fails for z of shape (1,); it must be written with jax.numpy" in tune("targets:pair")
+    assert "--gradients must be at least" in tune("targets:bell", "--gradients", "10")
+    assert "d.csv is what is read from" in tune("targets:bell", "--noise", "d.csv")
+    assert "importing lacking failed: AttributeError" in tune("lacking:f")
+    assert "its dimension must be a whole number" in refused("tune", "targets:HALF", "--out", "d.csv")
     assert "does not say its dimension: give --dimension" in refused("tune", "targets:bell", "--out", "d.csv")
     assert "the name of the draws ends in" in refused("tune", "targets:bell", "--out", "d.txt")
 

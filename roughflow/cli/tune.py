@@ -4,8 +4,9 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, cast
+import warnings
+from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,28 +24,24 @@ def tune(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out.suffix.lower() not in (".csv", ".npy"):
         raise Refused(f"{out}: the name of the draws ends in .csv or .npy")
-    for path in (out, *([arguments.noise] if arguments.noise else [])):
-        check_writable(path, force=arguments.force)
     checkpoint = out.with_name(out.name + ".checkpoint")
+    check_writable(out, force=arguments.force)
+    if arguments.noise:
+        check_writable(arguments.noise, force=arguments.force, inputs=[out, checkpoint])
     check_checkpoint(checkpoint, arguments)
     target = _target(arguments.target)
-    start = _start(target, arguments)
+    key_start, key_tune, key_draw = jax.random.split(jax.random.key(arguments.seed), 3)
+    start = _start(target, arguments, key_start)
     if checkpoint.exists() and not arguments.resume:
         checkpoint.unlink()  # as --force asked
-    tuned = rf.tune_sampler(
-        target,
-        start,
-        key=jax.random.key(arguments.seed),
-        num_gradients=arguments.gradients,
-        checkpoint=checkpoint,
-        resume=arguments.resume,
-        progress=not arguments.quiet,
-    )
-    if tuned.interrupted:
-        return stopped(arguments, checkpoint, f"stopped at step {tuned.history.loss.size}")
-    key = jax.random.key(arguments.seed + 1)
-    steps = arguments.draws * arguments.thin
-    chain = rf.sample_chain(tuned.sampler, tuned.z, key=key, num_steps=steps, thin=arguments.thin)
+    try:
+        tuned = _tune(target, start, arguments, checkpoint, key_tune)
+        if tuned.interrupted:
+            return stopped(arguments, checkpoint, f"stopped at step {tuned.history.loss.size}")
+        steps = arguments.draws * arguments.thin
+        chain = rf.sample_chain(tuned.sampler, tuned.z, key=key_draw, num_steps=steps, thin=arguments.thin)
+    except KeyboardInterrupt:  # the second one, or while it draws
+        return stopped(arguments, checkpoint, "interrupted")
     if arguments.noise:
         rf.save(arguments.noise, _noise(tuned))
     _write(out, np.asarray(chain.samples))
@@ -53,43 +50,71 @@ def tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _target(name: str) -> Callable[[jax.Array], jax.Array]:
+def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: Path, key) -> rf.Tuned:
+    try:
+        return rf.tune_sampler(
+            target,
+            start,
+            key=key,
+            num_gradients=arguments.gradients,
+            checkpoint=checkpoint,
+            resume=arguments.resume,
+            progress=not arguments.quiet,
+        )
+    except rf.NonFiniteError:
+        checkpoint.unlink(missing_ok=True)  # there is nothing to go on to from there
+        raise
+    except ValueError as error:
+        raise Refused(str(error).replace("num_gradients", "--gradients")) from None
+
+
+def _target(name: str) -> Any:
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise Refused(f"{name!r} does not name a target: write MODULE:FUNCTION, as in model:log_density")
     sys.path.insert(0, os.getcwd())
     try:
-        target = getattr(importlib.import_module(module), function)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise Refused(f"{name}: there is no module {error.name} here, nor one installed") from None
-    except AttributeError:
-        raise Refused(f"{name}: the module {module} has no {function}") from None
-    except Exception as error:
-        raise Refused(f"{name}: importing {module} failed: {type(error).__name__}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise Refused(f"{name}: importing {module} failed: {type(error).__name__}: {_first(error)}") from None
+    target: Any = getattr(found, function, None)
+    if target is None:
+        raise Refused(f"{name}: the module {module} has no {function}")
     if not callable(target):
         raise Refused(f"{name} is a {type(target).__name__}, not a function")
-    return cast(Any, target)
+    return target
 
 
-def _start(target: Any, arguments: argparse.Namespace) -> jax.Array:
+def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
     """Where the chains begin: at random around zero, or around the target's own `start`."""
+    name = arguments.target
     dimension = arguments.dimension or getattr(target, "dimension", None)
     if dimension is None:
-        raise Refused(f"{arguments.target} does not say its dimension: give --dimension")
-    centre = getattr(target, "start", None)
-    centre = jnp.zeros(dimension) if centre is None else jnp.asarray(centre, float)
-    key = jax.random.key(arguments.seed)
-    start = centre[None] + jax.random.normal(key, (arguments.chains, dimension))
+        raise Refused(f"{name} does not say its dimension: give --dimension")
+    if not isinstance(dimension, int | np.integer) or dimension < 1:
+        raise Refused(f"{name}: its dimension must be a whole number of at least 1, got {dimension!r}")
+    centre = jnp.asarray(getattr(target, "start", np.zeros(dimension)), float)
+    if centre.shape != (dimension,):
+        raise Refused(f"{name}: its start has shape {centre.shape}, its dimension is {dimension}")
+    start = centre[None] + jax.random.normal(key, (arguments.chains, int(dimension)))
     try:
-        value = jnp.asarray(target(start[0]))
+        value = jax.eval_shape(target, start[0])
+        if value.shape == ():
+            jax.eval_shape(jax.grad(target), start[0])
     except Exception as error:
-        told = (str(error).strip().splitlines() or [""])[0]
+        told = f"{type(error).__name__}: {_first(error)}"
         raise Refused(
-            f"{arguments.target} fails for z of shape ({dimension},): {type(error).__name__}: {told}"
+            f"{name} fails for z of shape ({dimension},); it must be written with jax.numpy: {told}"
         ) from None
     if value.shape != ():
-        raise Refused(f"{arguments.target} must return one number for z, got shape {value.shape}")
+        raise Refused(f"{name} must return one number for z, got shape {value.shape}")
     return start
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _noise(tuned: rf.Tuned) -> Any:
@@ -112,19 +137,27 @@ def _report(arguments: argparse.Namespace, tuned: rf.Tuned, chain: rf.Chain) -> 
     print(f"learning    {tuned.gradients} gradients, {tuned.history.loss.size} steps")
     spent, accepted = chain.gradients * arguments.chains, float(chain.acceptance.mean())
     print(f"sampling    {spent} gradients, acceptance {accepted:.2f}")
-    try:
-        import arviz
-
-        from roughflow.interop.arviz import to_arviz
-    except ModuleNotFoundError:
-        print("for effective sample sizes and R-hat: pip install 'roughflow[interop]'")
-    else:
-        data = to_arviz(chain)
-        values: Any = arviz.rhat(data), arviz.ess(data), arviz.ess(data, method="tail")
-        rhat, bulk, tail = values[0]["z"].max(), values[1]["z"].min(), values[2]["z"].min()
-        count = chain.samples[..., 0].size
-        print(f"effective   {float(bulk):.0f} draws of {count}, {float(tail):.0f} in the tails")
-        print(f"R-hat       {float(rhat):.3f}")
+    _quality(chain)
     if arguments.noise:
         print(f"noise       {arguments.noise}: rf.AdjustedFlow(rf.targeted_sde(f, rf.load(...)), 1.0)")
     print(f"draws       {arguments.out}")
+
+
+def _quality(chain: rf.Chain) -> None:
+    """Effective draws and R-hat, if ArviZ is there to say them and has enough draws to."""
+    if chain.samples.shape[1] < 4:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ArviZ announces its successor
+        try:
+            import arviz
+
+            from roughflow.interop.arviz import to_arviz
+        except ModuleNotFoundError:
+            print("for effective draws and R-hat: pip install 'roughflow[interop]'")
+            return
+        data = to_arviz(chain)
+        values: Any = arviz.rhat(data), arviz.ess(data), arviz.ess(data, method="tail")
+    rhat, bulk, tail = float(values[0]["z"].max()), float(values[1]["z"].min()), float(values[2]["z"].min())
+    print(f"effective   {bulk:.0f} draws of {chain.samples[..., 0].size}, {tail:.0f} in the tails")
+    print(f"R-hat       {rhat:.3f}" + (": not yet one law, spend more gradients" if rhat > 1.01 else ""))

@@ -114,8 +114,8 @@ def _endpoint_bound(flow: StochasticFlow, key: PRNGKeyArray, count: int, fresh: 
 def _log_mean_of_found(given: Array) -> Array:
     """log of the mean over the conditions from which a path to the sample was found.
 
-    Counted as zero, a path that was not found would lower an upper bound, and training would learn to
-    hide paths; left out, it only makes the bound less tight.
+    Counted as zero, a path that was not found would lower an upper bound, and training would learn to hide
+    paths. Left out, it does not, as long as those not found are on average no likelier than the others.
     """
     found = jnp.sum(jnp.isfinite(given), axis=0)
     return log_mean(given) + jnp.log(given.shape[0] / jnp.maximum(found, 1))

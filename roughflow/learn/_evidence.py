@@ -36,7 +36,7 @@ def evidence_bound(
     (`rf.UpperBound`).
 
     **Arguments:** `flow`, one that comes near the target, such as an SDE that keeps it (`rf.targeted_sde`)
-    from a normal law that is near; `log_density`; `num_samples` of Z; `num_paths`, K.
+    from a normal law that is near; `log_density`; `num_samples` of the flow; `num_paths`, K.
 
     ```python
     import jax, jax.numpy as jnp
@@ -47,9 +47,12 @@ def evidence_bound(
     bound = rf.evidence_bound(flow, target, key=jax.random.key(0), num_samples=128)  # log 2π = 1.838
     ```
     """
-    chunks = -(-check_count("num_samples", num_samples) // CHUNK)
+    if check_count("num_samples", num_samples) < 2:
+        raise ValueError("num_samples must be at least 2, for a standard error, got 1")
+    chunks = -(-num_samples // CHUNK)
     objective = ReverseKL(log_density, num_paths, batch=min(CHUNK, num_samples))
-    values = jnp.concatenate([_values(objective, flow, k) for k in jax.random.split(check_key(key), chunks)])
+    values = [_values(objective, flow, k) for k in jax.random.split(check_key(key), chunks)]
+    values = jnp.concatenate(values)[:num_samples]
     lost = int(jnp.sum(~jnp.isfinite(values)))
     if lost:
         raise NonFiniteError(

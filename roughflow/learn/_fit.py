@@ -196,6 +196,8 @@ class _Loop:
 def _advance(state, rest, transform, data, batch_size: int, key, first, count):
     """`count` steps from the step `first` on, as one program: the count may vary without compiling."""
 
+    remembers = isinstance(eqx.combine(state[0], rest)[1], Remembering)
+
     def loss_of(parameters, x, key):
         model, objective = eqx.combine(parameters, rest)
         return objective(model, x, key=key)
@@ -205,7 +207,7 @@ def _advance(state, rest, transform, data, batch_size: int, key, first, count):
         key_batch, key_loss = jax.random.split(jax.random.fold_in(key, first + done))
         x = _batch(data, batch_size, key_batch)
         (loss, report), slope = jax.value_and_grad(loss_of, has_aux=True)(parameters, x, key_loss)
-        memory = report.pop("memory", None)
+        memory = report.pop("memory", None) if remembers else None
         fine = _all_finite((loss, slope))
         updates, moved = transform.update(slope, optimiser, parameters)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
@@ -218,7 +220,8 @@ def _advance(state, rest, transform, data, batch_size: int, key, first, count):
     going = lambda carry: (carry[1] < count) & (carry[0][2] < HOPELESS)
     example = jax.eval_shape(lambda: _batch(data, batch_size, key))
     loss, report = jax.eval_shape(loss_of, state[0], example, key)
-    report.pop("memory", None)
+    if remembers:
+        report.pop("memory")
     blank = lambda like: jnp.full(DISPATCH, jnp.nan, like.dtype)
     carry = (state, jnp.asarray(0), blank(loss), {name: blank(value) for name, value in report.items()})
     return jax.lax.while_loop(going, one, carry)

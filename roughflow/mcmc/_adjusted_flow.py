@@ -10,7 +10,8 @@ from ..density import log_abs_det, solve
 from ..sde import TargetedSDE, as_target, noise_matrix
 from ._sampler import AbstractSampler, SamplerInfo, SamplerState, accept, check_adjustable, check_start
 
-NEWTON = 12  # steps at most
+NEWTON = 8  # steps at most
+ANOTHER = 1e-3  # times the noise, from where a solution is another one
 
 
 class Climbing(SamplerState):
@@ -31,13 +32,14 @@ class AdjustedFlow(AbstractSampler):
 
     which keeps p exactly, whatever σ, m and dt are (Green 1995). m = σ⁻¹ times the Stratonovich drift of
     the SDE, m = ½(σᵀ∇log p + div σ) and with a skew Q also σ⁻¹(Q∇log p + div Q), makes it a step of that SDE
-    to first order in dt. With constant σ it is MALA; where the columns of σ are those of the derivative
-    of a map T, it is MALA for the law that T makes of p. `rf.Adjusted` proposes along straight lines instead,
-    which must be short where σ turns: on Neal's funnel in ten dimensions, with the same σ, a hundred times
-    more steps are needed.
+    to first order in dt. With constant σ it is MALA; where σ(T(u)) is the derivative of a map T at u, it is
+    MALA for u, but for the error of the solver. `rf.Adjusted` proposes along straight lines instead, which
+    must be short where σ turns.
 
-    The ODE is solved by `substeps` of the implicit midpoint rule, which −ξ undoes exactly, by Newton's
-    method; a move that does not come back is refused. A step takes one gradient of the log density.
+    The ODE is solved by `substeps` of the implicit midpoint rule, which −ξ undoes, and whose determinant is
+    known, so the solver's error does not change the law. Its equations are solved to rounding by Newton's
+    method; a move for which that fails, in either direction, or that does not come back, is refused. A step
+    takes one gradient of the log density.
 
     **Arguments:** `sde`, an `rf.targeted_sde` with as many noises as dimensions; `dt`; `substeps`.
 
@@ -70,21 +72,26 @@ class AdjustedFlow(AbstractSampler):
         assert isinstance(state, Climbing)
         key_move, key_accept = jax.random.split(key)
         there, log_ratio, xi = self.propose(key_move, state)
-        back, _ = self._flow(there.z, -xi)
-        size = 1 + jnp.maximum(jnp.max(jnp.abs(state.z)), jnp.max(jnp.abs(there.z)))
-        returns = jnp.max(jnp.abs(back - state.z)) < 1e3 * jnp.finfo(back.dtype).eps * size
+        # The way back must be found too, and lead back: else the reverse move would not be what this one
+        # takes it for. Both searches are asked the same of, so the refusal is as likely in either direction.
+        back, _, found = self._flow(there.z, -xi)
+        reach = jnp.linalg.norm(self._noise(state.z), axis=1)
+        close = ANOTHER * reach + 1e3 * jnp.finfo(back.dtype).eps * jnp.abs(state.z)
+        returns = found & jnp.all(jnp.abs(back - state.z) < close)
         return accept(key_accept, jnp.where(returns, log_ratio, -jnp.inf), there, state)
 
     def propose(self, key: PRNGKeyArray, state: Climbing) -> tuple[Climbing, Array, Array]:
-        """A place to go to, log a, and ξ, if ξ found its way; gradients pass through all."""
+        """A place to go to, log a (−inf if there is none), and ξ; gradients pass through all."""
         dt = jnp.asarray(self.dt, state.z.dtype)
         mean = dt * self._mean(state)
         xi = mean + jnp.sqrt(dt) * jax.random.normal(key, state.z.shape, state.z.dtype)
-        y, log_det = self._flow(state.z, xi)
-        there = self.init(y)
+        y, log_det, found = self._flow(state.z, xi)
+        # Where there is no place the present one stands in: its derivatives are finite.
+        there = self.init(jnp.where(found, y, state.z))
         forth = -0.5 * jnp.sum((xi - mean) ** 2) / dt
         home = -0.5 * jnp.sum((xi + dt * self._mean(there)) ** 2) / dt
-        return there, there.log_density - state.log_density + log_det + home - forth, xi
+        log_ratio = there.log_density - state.log_density + jnp.where(found, log_det, 0) + home - forth
+        return there, jnp.where(found, log_ratio, -jnp.inf), xi
 
     def _noise(self, z: Array) -> Array:
         return noise_matrix(self.sde.noise(jnp.zeros((), z.dtype), z))
@@ -103,46 +110,51 @@ class AdjustedFlow(AbstractSampler):
         along = skew(z) @ up + jnp.einsum("jij->i", turns)
         return mean + _solve(sigma, along[:, None])[:, 0]
 
-    def _flow(self, z: Array, xi: Array) -> tuple[Array, Array]:
-        """Φ_ξ(z) and log |det DΦ_ξ(z)|."""
-        h, eye = 1 / self.substeps, jnp.eye(z.shape[0], dtype=z.dtype)
+    def _flow(self, z: Array, xi: Array) -> tuple[Array, Array, Array]:
+        """Φ_ξ(z), log |det DΦ_ξ(z)|, and whether the equations were solved."""
+        half, eye = 0.5 / self.substeps * xi, jnp.eye(z.shape[0], dtype=z.dtype)
 
-        def substep(carry: tuple[Array, Array], _) -> tuple[tuple[Array, Array], None]:
-            z, log_det = carry
-            middle = self._middle(z, 0.5 * h * xi)
-            slope = jax.jacfwd(lambda m: self._noise(m) @ (0.5 * h * xi))(middle)
+        def substep(carry: tuple[Array, Array, Array], _) -> tuple[tuple[Array, Array, Array], None]:
+            z, log_det, found = carry
+            middle, solved = self._middle(z, half)
+            slope = jax.jacfwd(lambda m: self._noise(m) @ half)(middle)
             log_det += log_abs_det((eye + slope)[None])[0] - log_abs_det((eye - slope)[None])[0]
-            return (2 * middle - z, log_det), None
+            return (2 * middle - z, log_det, found & solved), None
 
-        start = z, jnp.zeros((), z.dtype)
-        return jax.lax.scan(substep, start, length=self.substeps)[0]
+        start = z, jnp.zeros((), z.dtype), jnp.asarray(True)
+        y, log_det, found = jax.lax.scan(substep, start, length=self.substeps)[0]
+        return y, log_det, found & jnp.all(jnp.isfinite(y)) & jnp.isfinite(log_det)
 
-    def _middle(self, z: Array, half: Array) -> Array:
-        """The m with m = z + σ(m) half, by Newton's method with one matrix. The search is a constant to
-        derivatives; a last step, of no length, has those of the solution (implicit function theorem)."""
+    def _middle(self, z: Array, half: Array) -> tuple[Array, Array]:
+        """The m with m = z + σ(m) half, by Newton's method, and whether it was found: to rounding, in each
+        coordinate, since an error as small as a tolerance would still be seen in the law.
+
+        The search is a constant to derivatives; a last step has those of the solution (implicit function
+        theorem).
+        """
         still = jax.lax.stop_gradient
         frozen, place, kick = jax.tree.map(
             lambda leaf: still(leaf) if eqx.is_inexact_array(leaf) else leaf, (self, z, half)
         )
         eye = jnp.eye(z.shape[0], dtype=z.dtype)
-        slope = lambda m: jax.jacfwd(lambda y: frozen._noise(y) @ kick)(m)
-        begin = place + frozen._noise(place) @ kick
-        inverse = _solve(eye - slope(begin), eye)
+        first = frozen._noise(place)
+        reach, eps = jnp.linalg.norm(first, axis=1), jnp.finfo(z.dtype).eps
+
+        def change(m: Array, gap: Array) -> Array:
+            slope = jax.jacfwd(lambda y: frozen._noise(y) @ kick)(m)
+            return _solve(eye - slope, gap[:, None])[:, 0]
 
         def go(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             m, _, count = state
-            move = inverse @ (place + frozen._noise(m) @ kick - m)
-            return m + move, jnp.max(jnp.abs(move)), count + 1
+            move = change(m, place + frozen._noise(m) @ kick - m)
+            # Newton's next error is about the square of this move.
+            done = jnp.all(jnp.abs(move) < eps**0.6 * reach + 10 * eps * jnp.abs(m))
+            return m + move, done, count + 1
 
-        def going(state: tuple[Array, Array, Array]) -> Array:
-            m, move, count = state
-            tolerance = jnp.finfo(m.dtype).eps ** 0.75 * (1 + jnp.max(jnp.abs(m)))
-            return (count < NEWTON) & (move > tolerance)
-
-        far = jnp.asarray(jnp.inf, z.dtype)
-        m, _, _ = jax.lax.while_loop(going, go, (begin, far, jnp.asarray(0)))
-        last = _solve(eye - slope(m), (z + self._noise(m) @ half - m)[:, None])[:, 0]
-        return m + (last - still(last))
+        going = lambda state: ~state[1] & (state[2] < NEWTON)
+        begin = place + first @ kick, jnp.asarray(False), jnp.asarray(0)
+        m, found, _ = jax.lax.while_loop(going, go, begin)
+        return m + change(m, z + self._noise(m) @ half - m), found
 
 
 def _solve(matrix: Array, right: Array) -> Array:

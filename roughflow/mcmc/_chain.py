@@ -42,7 +42,7 @@ def sample_chain(
 
     **Arguments:**
 
-    - `sampler`: an `rf.Adjusted` or `rf.Unadjusted`; or an SDE, for `rf.Unadjusted(sde, dt)`.
+    - `sampler`: `rf.AdjustedFlow`, `rf.Adjusted` or `rf.Unadjusted`; or an SDE, for `rf.Unadjusted(sde, dt)`.
     - `z0`: `(d,)`, or `(chains, d)`; a trained flow's `sample` is a warm start.
     - `num_steps`: steps kept, after `burn_in` that are not; of these every `thin`-th.
 
@@ -57,6 +57,8 @@ def sample_chain(
     """
     check_count("num_steps", num_steps)
     check_count("thin", thin)
+    if thin > num_steps or burn_in < 0:
+        raise ValueError(f"thin must be at most num_steps and burn_in not below 0, got {thin} and {burn_in}")
     if isinstance(sampler, AbstractSDE):
         if dt is None:
             raise TypeError("sample_chain needs dt, the size of a step")

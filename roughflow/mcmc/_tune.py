@@ -102,8 +102,10 @@ def tune_sampler(
 
     **Arguments:**
 
-    - `log_density`: `z -> ()`, up to a constant.
-    - `z0`: `(chains, d)`, where chains begin; 32 to 128 of them are good.
+    - `log_density`: `z -> ()`, up to a constant, on all of space: take the logarithm of what must be
+      positive, as `roughflow.interop.numpyro.target_from_model` does.
+    - `z0`: `(chains, d)`, where chains begin; 32 to 128 of them are good. With `climb` all of them begin
+      around one mode: leave it out where there are several, and begin near all.
     - `num_gradients`: the budget, in gradients of the log density, of all chains together. A step of the
       training takes three a chain.
     - `skew`: a Q for `rf.targeted_sde`, such as `rf.SkewNetwork`, to learn along with σ.
@@ -132,6 +134,7 @@ def tune_sampler(
     scale = jnp.sqrt(mala.dt) * noise_matrix(mala.sde.noise(jnp.zeros(()), z[0]))
     diffusion = LocalDiffusion(dimension, centre=jnp.median(z, axis=0), scale=scale, width=width, key=key_net)
     sampler = AdjustedFlow(targeted_sde(log_density, diffusion, skew), 1.0, SUBSTEPS)
+    sampler.check(z)
     objective = SpeedMeasure(jax.vmap(sampler.init)(z), jnp.log(jnp.asarray(1 / dimension)))
     fitted = fit(
         sampler,
@@ -140,16 +143,18 @@ def tune_sampler(
         steps=steps,
         learning_rate=learning_rate,
         clip=1.0,
+        frozen=lambda s: s.sde.log_density,
         checkpoint=checkpoint,
         resume=resume,
         progress=progress,
     )
     assert isinstance(fitted.objective, SpeedMeasure)
-    sampler = AdjustedFlow(fitted.model.sde, 1.0)
-    places, dt = adapt(sampler, fitted.objective.chains.z, key_last, last)
-    taken = climbing + chains * (first + GRADIENTS * fitted.history.loss.size + last)
-    sampler = AdjustedFlow(sampler.sde, dt)
-    return Tuned(sampler, places[-1], taken, fitted.history, fitted.interrupted)
+    sampler, z = AdjustedFlow(fitted.model.sde, 1.0), fitted.objective.chains.z
+    taken = climbing + chains * (first + GRADIENTS * fitted.history.loss.size)
+    if fitted.interrupted:
+        return Tuned(sampler, z, taken, fitted.history, True)
+    places, dt = adapt(sampler, z, key_last, last)
+    return Tuned(AdjustedFlow(sampler.sde, dt), places[-1], taken + chains * last, fitted.history, False)
 
 
 def _plan(budget: int, climbing: int, chains: int) -> tuple[int, int, int]:

@@ -51,6 +51,7 @@ def warm_up(
         scale, z = _climb(log_density, z, key_climb)
         dt = jnp.asarray(z.shape[1] ** (-1 / 3))
     sampler = Adjusted(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
+    sampler.check(z)
     for i, key_round in enumerate(jax.random.split(key, ROUNDS)):
         states, dt = adapt(sampler, z, key_round, length)
         z = states[-1]
@@ -76,7 +77,11 @@ def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array,
         root = _root(covariance)
         step = covariance @ jax.grad(target)(y)
         values = jax.vmap(target)(y[None] + trials @ root.T)
-        bound = jnp.mean(jnp.where(jnp.isfinite(values), values, -jnp.inf)) + jnp.linalg.slogdet(root)[1]
+        inside = jnp.isfinite(values)
+        # Of a law that is cut off at the edge of the support, by Jensen: log of the share that is inside.
+        share = jnp.mean(inside)
+        bound = jnp.sum(jnp.where(inside, values, 0)) / jnp.maximum(jnp.sum(inside), 1)
+        bound += jnp.log(share) + jnp.linalg.slogdet(root)[1]
         tries = jnp.concatenate([y[None] + lengths[:, None] * step[None], y[None]])
         heights = jax.vmap(target)(tries)
         best = jnp.argmax(jnp.where(jnp.isnan(heights), -jnp.inf, heights))
@@ -89,9 +94,12 @@ def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array,
     unit = jax.random.normal(key_draw, (DRAWS, z.shape[1]), z.dtype)
     around = places[best][None] + unit @ roots[best].T
     log_weight = jax.vmap(target)(around) + 0.5 * jnp.sum(unit**2, axis=1)
-    weight = jax.nn.softmax(jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf))
-    chosen = jax.random.choice(key_choose, DRAWS, (z.shape[0],), p=weight)
-    return roots[best], around[chosen]
+    usable = jnp.isfinite(log_weight)
+    weight = jax.nn.softmax(jnp.where(usable, log_weight, -jnp.inf))
+    chosen = jax.random.choice(key_choose, DRAWS, (z.shape[0],), p=jnp.where(usable, weight, 0))
+    fine = jnp.any(usable) & jnp.isfinite(bounds[best]) & jnp.all(jnp.isfinite(roots[best]))
+    scale = jnp.where(fine, roots[best], jnp.eye(z.shape[1], dtype=z.dtype))
+    return scale, jnp.where(fine, around[chosen], z)
 
 
 def climbing_gradients(dimension: int, chains: int) -> int:
@@ -100,7 +108,10 @@ def climbing_gradients(dimension: int, chains: int) -> int:
 
 
 def _inverse_curvature(target: LogDensity, y: Array) -> Array:
-    values, vectors = jnp.linalg.eigh(jax.hessian(target)(y))
+    """The inverse of the Hessian's absolute value; I where there is none, as on a cone."""
+    hessian = jax.hessian(target)(y)
+    flat = ~jnp.all(jnp.isfinite(hessian)) | jnp.all(hessian == 0)
+    values, vectors = jnp.linalg.eigh(jnp.where(flat, jnp.eye(y.shape[0], dtype=y.dtype), hessian))
     size = jnp.maximum(jnp.abs(values), 1e-12 * jnp.max(jnp.abs(values)))
     return (vectors / size[None]) @ vectors.T
 
