@@ -105,8 +105,8 @@ def test_flow_chains_keep_their_law_in_unequal_units(key):
 
     def noise(t, z):
         a, b = z[0] / long, z[1] / short
-        first = jnp.stack([jnp.sqrt(1 + 0.5 * a**2) * long, 0.3 * jnp.sin(b) * long])
-        return jnp.stack([first, jnp.stack([2 * a * short, (1 + 0.3 * jnp.tanh(b)) * short])])
+        up = jnp.stack([2 * a * short, (1 + 0.5 * jnp.sin(2 * b + a)) * short])
+        return jnp.stack([jnp.stack([(1 + 0.5 * jnp.tanh(b)) * long, 0 * a]), up])
 
     e = jax.random.normal(key, (10_000, 2))
     start = jnp.stack([long * e[:, 0], short * (e[:, 1] + e[:, 0] ** 2)], axis=1)
