@@ -26,7 +26,7 @@ def demo(out: Path, *, seed: int = 0, progress: bool = True) -> dict:
     ```
     """
     run, law = Run(Path(out), "demo", None, seed, progress, resume=False), Banana()
-    flow = paper_flow(1.0, key=run.key("net"), width=32, depth=2, grid=4)  # `integration_error` looks after it
+    flow = paper_flow(1.0, key=run.key("net"), width=32, depth=2, grid=4)
     model = run.train("banana", flow, law, steps=STEPS)
     run.say("demo: scoring on fresh data, with error bars")
     figures = {"entropy": law.entropy} | run.excess(model, law, paths=16, count=1000)
