@@ -236,3 +236,16 @@ def widened(estimator, flow, x, key):
     sampler = Sampler(estimator, flow, x, key)
     sampler.widen(jnp.ones(len(x), bool))
     return from_log_weights(sampler.all_log_weights().T, sampler.group, sampler.law.fell_back)
+
+
+CAUCHY = lambda z: -jnp.log1p(z[0] ** 2)  # a log density, up to a constant
+
+
+def cauchy_distribution(x):
+    return 0.5 + np.arctan(x) / np.pi
+
+
+def kolmogorov(samples, distribution):
+    """The largest gap between the distribution of the samples and that of a law."""
+    samples = np.sort(np.ravel(samples))
+    return np.max(np.abs(distribution(samples) - (np.arange(len(samples)) + 0.5) / len(samples)))

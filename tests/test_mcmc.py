@@ -4,20 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import CAUCHY, cauchy_distribution, kolmogorov
 
 import roughflow as rf
 
-CAUCHY = lambda z: -jnp.log1p(z[0] ** 2)
 SPREAD = lambda t, z: jnp.sqrt(1 + z**2)[:, None]
-
-
-def kolmogorov(samples, distribution):
-    samples = np.sort(np.ravel(samples))
-    return np.max(np.abs(distribution(samples) - (np.arange(len(samples)) + 0.5) / len(samples)))
-
-
-def cauchy_distribution(x):
-    return 0.5 + np.arctan(x) / np.pi
 
 
 def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_law(key):
@@ -128,5 +119,9 @@ def test_a_sampler_that_cannot_be_adjusted_says_so(key):
     target = rf.Minibatch(lambda z: -z @ z, lambda z, y: y, jnp.zeros(3), batch_size=1)
     with pytest.raises(TypeError, match=r"got rf\.Minibatch: take rf\.Unadjusted$"):
         rf.Adjusted(rf.overdamped_langevin(target, 1), dt=0.1)
+    with pytest.raises(
+        ValueError, match=r"^thin must be at most num_steps and burn_in not below 0, got 4 and 0"
+    ):
+        rf.sample_chain(rf.overdamped_langevin(CAUCHY, 1), jnp.zeros(1), key=key, num_steps=3, thin=4, dt=1.0)
     with pytest.raises(TypeError, match=r"^sample_chain needs dt"):
         rf.sample_chain(rf.overdamped_langevin(CAUCHY, 1), jnp.zeros(1), key=key, num_steps=3)
