@@ -2,9 +2,9 @@
 
 For each target: the sampler of `rf.tune_sampler`; MALA with σ = I and the dt, of a grid, that serves it best
 (finding it is not charged); MALA with the constant σ of `rf.warm_up`; and BlackJAX's NUTS after its window
-adaptation. Effective samples are ArviZ's,
-bulk and tail, of the worst coordinate. All begin in the law, but for NUTS's adaptation. "even after" is how
-many effective samples it takes until the gradients spent on tuning have paid against MALA.
+adaptation. Effective samples are ArviZ's, bulk and tail, of the worst coordinate. The first two begin where
+the tuning ended, the others where their own warm-up did. "even after" is how many effective samples it takes
+until the gradients spent on tuning have paid against MALA with σ = I.
 Needs ArviZ and BlackJAX.
 """
 

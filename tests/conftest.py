@@ -1,6 +1,10 @@
 """Tests run in float64 with implicit rank promotion an error; float32 is asked for where it is meant."""
 
+import contextlib
 import os
+import signal
+import threading
+import time
 
 # Most of a run is compiling small programs that run once; examples in subprocesses inherit this.
 os.environ.setdefault(
@@ -17,3 +21,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture
 def key():
     return jax.random.key(20)
+
+
+@pytest.fixture
+def interrupt_when_written():
+    """Press Ctrl-C, once, as soon as a file is there: `with interrupt_when_written(file): ...`."""
+
+    @contextlib.contextmanager
+    def pressed(file):
+        def stop():
+            while not file.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=stop)
+        thread.start()
+        yield
+        thread.join()
+
+    return pressed

@@ -1,10 +1,5 @@
 """The fitting loop: it learns, it can be cut in two, and it says what went wrong."""
 
-import os
-import signal
-import threading
-import time
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -75,21 +70,13 @@ def test_any_optimiser_of_optax_and_a_limit_on_gradients(key):
     assert 0.01 < np.linalg.norm(np.append(slow.model["place"], slow.objective.bend)) < 0.1001
 
 
-def test_a_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path):
+def test_a_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path, interrupt_when_written):
     """Stopped by SIGINT in the middle, and gone on with from its checkpoint: equal to the last bit."""
     settings = {"steps": 4000, "validation": 0.2, "every": 50}
     whole = fit(key, **settings)
     file = tmp_path / "run.checkpoint"
-
-    def stop():
-        while not file.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    half = fit(key, checkpoint=file, **settings)
-    thread.join()
+    with interrupt_when_written(file):
+        half = fit(key, checkpoint=file, **settings)
     assert half.interrupted
     assert 0 < half.history.loss.size < 4000
     rest = fit(key, checkpoint=file, resume=True, **settings)

@@ -1,10 +1,5 @@
 """Steps along the flow of the noise, and samplers that learn their noise."""
 
-import os
-import signal
-import threading
-import time
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -141,21 +136,13 @@ def test_tuning_finds_noise_that_grows_with_the_distance(key):
 
 
 @pytest.mark.slow
-def test_tuning_cut_in_two_ends_where_the_whole_does(key, tmp_path):
+def test_tuning_cut_in_two_ends_where_the_whole_does(key, tmp_path, interrupt_when_written):
     """The chains and the weight of the volume are kept with the parameters: equal to the last bit."""
     settings = {"num_gradients": 60_000, "climb": False}
     whole = tune(key, **settings)
     file = tmp_path / "tune.checkpoint"
-
-    def stop():
-        while not file.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    half = tune(key, checkpoint=file, **settings)
-    thread.join()
+    with interrupt_when_written(file):
+        half = tune(key, checkpoint=file, **settings)
     assert half.interrupted
     assert half.gradients < whole.gradients
     rest = tune(key, checkpoint=file, resume=True, **settings)

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import shlex
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 
 import roughflow as rf
 
-from . import INTERRUPTED
+from .checkpoint import check_checkpoint, stopped
 from .output import check_writable
 from .refused import Refused
 from .table import Table, read_table
@@ -64,15 +63,6 @@ def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint
     )
 
 
-def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
-    if arguments.resume and not checkpoint.exists():
-        raise Refused(f"there is no checkpoint {checkpoint} to go on from: leave out --resume to start")
-    if checkpoint.exists() and not (arguments.resume or arguments.force):
-        raise Refused(
-            f"{checkpoint} holds a run that was cut short: --resume goes on from it, --force starts afresh"
-        )
-
-
 def _split(table: Table, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows to train on and rows to validate on; at least one of these if any are asked for."""
     rows = table.rows
@@ -102,16 +92,6 @@ def _check_rows(path: Path, table: Table, train: np.ndarray) -> None:
                 "precision will be blurred; subtract a constant from it, or set JAX_ENABLE_X64=1",
                 file=sys.stderr,
             )
-
-
-def stopped(arguments: argparse.Namespace, checkpoint: Path, what: str) -> int:
-    again = [word for word in arguments.argv if word != "--resume"]
-    tell = f"roughflow: {what}, kept in {checkpoint}; go on with: "
-    if checkpoint.exists():
-        print(tell + shlex.join(["roughflow", *again, "--resume"]), file=sys.stderr)
-    else:
-        print(f"roughflow: {what} before the first step", file=sys.stderr)
-    return INTERRUPTED
 
 
 def _report(out: Path, table: Table, fitted: rf.Fitted, train: np.ndarray, held_out: np.ndarray) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 import roughflow as rf
 
-from .fit import check_checkpoint, stopped
+from .checkpoint import check_checkpoint, stopped
 from .output import check_writable, write_csv, write_npy
 from .refused import Refused
 

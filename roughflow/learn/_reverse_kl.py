@@ -22,6 +22,9 @@ class ReverseKL(AbstractObjective):
     c₀ what made Z and c₁, …, c_K drawn afresh (Yin & Zhou 2018; `rf.UpperBound`). So minus the loss is a
     lower bound on the log evidence: `evidence_bound` in the history.
 
+    Fresh paths tighten the bound but trust the search for paths that end at Z: look at `evidence_bound` in
+    the history, and if it climbs past any log evidence that is possible, take `num_paths=0`.
+
     **Arguments:**
 
     - `log_density`: `z -> ()`.
