@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 import zipfile
+from pathlib import Path
 
 import diffrax
 import equinox as eqx
@@ -18,6 +19,8 @@ import pytest
 from jaxtyping import Array
 
 import roughflow as rf
+
+FILES = Path(__file__).parent / "files"
 
 
 class Pull(eqx.Module):
@@ -55,6 +58,45 @@ def test_a_flow_comes_back_as_it_was(key, tmp_path):
     assert same(flow, again)
     draw = lambda f: f.sample(key=key, shape=(3,))
     assert np.array_equal(draw(flow), draw(again))
+
+
+# ------------------------------------------------------------------------------ files of old versions
+
+
+def test_files_of_version_0_1_0_load_and_give_the_same_densities():
+    """Written by version 0.1.0 from flows of every kind, with their densities at two points on one path."""
+    points = np.array([[0.3, -0.2, 0.5], [1.0, 0.4, -0.7]])
+    expected = json.loads((FILES / "expected.json").read_text())
+    for name in ("mlp_full", "restoring", "diagonal", "proportional", "no_noise", "fitted"):
+        model = rf.load(FILES / f"{name}.rf")
+        flow = model.flow if isinstance(model, rf.Standardised) else model
+        size = flow.driver.num_functions, flow.noise_dim
+        path = flow.driver.path(jnp.cos(jnp.arange(size[0] * size[1])).reshape(size), flow.t1)
+        x = jnp.asarray(points[:, : flow.dimension])
+        value = flow.log_prob_given_path(x, path, key=jax.random.key(3))
+        np.testing.assert_allclose(value, expected[name], rtol=1e-9, err_msg=name)
+
+
+def test_parts_of_models_of_version_0_1_0_load():
+    assert rf.load(FILES / "fitted.rf").columns == ("a", "b")
+    endpoint, pull_back = (rf.load(FILES / f"{name}.rf") for name in ("endpoint", "pull_back"))
+    assert isinstance(endpoint, rf.Endpoint)
+    assert (endpoint.num_paths, type(endpoint.proposal)) == (16, rf.Prior)
+    assert np.array_equal(endpoint.start, [0.5, 1.0])
+    assert isinstance(pull_back, rf.PullBack)
+    assert (pull_back.num_paths, type(pull_back.proposal)) == (8, rf.Laplace)
+    assert isinstance(rf.load(FILES / "amortised.rf"), rf.Amortised)
+
+
+def test_samplers_and_targets_of_version_0_1_0_load():
+    expected = json.loads((FILES / "expected.json").read_text())
+    sampler, sde = rf.load(FILES / "sampler.rf"), rf.load(FILES / "momenta.rf")
+    assert isinstance(sampler, rf.AdjustedFlow)
+    assert (sampler.dt, sampler.substeps) == (0.5, 4)
+    t, z = jnp.array(0.5), jnp.array([0.3, -0.2])
+    values = np.concatenate([np.ravel(sampler.sde.noise(t, z)), np.ravel(sampler.sde.skew(t, z))])
+    np.testing.assert_allclose(values, expected["sampler"], rtol=1e-9)
+    np.testing.assert_allclose(np.ravel(sde.noise(t, jnp.ones(4))), expected["momenta"], rtol=1e-9)
 
 
 def test_a_standardised_model_comes_back_with_its_columns(key, tmp_path):
