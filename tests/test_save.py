@@ -48,7 +48,8 @@ def flow_of(key, drift=None):
 def same(one, two):
     assert jax.tree.structure(one) == jax.tree.structure(two)
     leaves = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
-    return all(np.array_equal(a, b) and jnp.asarray(a).dtype == jnp.asarray(b).dtype for a, b in leaves)
+    equal = lambda a, b: np.array_equal(a, b) and jnp.asarray(a).dtype == jnp.asarray(b).dtype
+    return all(a is b if callable(a) else equal(a, b) for a, b in leaves)
 
 
 def test_a_flow_comes_back_as_it_was(key, tmp_path):
@@ -58,6 +59,148 @@ def test_a_flow_comes_back_as_it_was(key, tmp_path):
     assert same(flow, again)
     draw = lambda f: f.sample(key=key, shape=(3,))
     assert np.array_equal(draw(flow), draw(again))
+
+
+class Anything(eqx.Module):
+    value: object
+
+
+class Network(eqx.Module):
+    """A drift with a network of equinox inside."""
+
+    network: eqx.nn.MLP
+
+    def __call__(self, t, z):
+        return self.network(z)
+
+
+KEPT = {
+    "bfloat16": jnp.array([1.5, -2.0], jnp.bfloat16),
+    "float8": jnp.array([1.5, -2.0], jnp.float8_e4m3fn),
+    "complex array": jnp.array([1 + 2j]),
+    "complex": 3 - 1j,
+    "single": np.float32(0.1),
+    "half as a scalar": jnp.bfloat16(0.1),
+    "numpy complex": np.complex128(1j),
+    "numpy integer": np.int16(7),
+    "truth": np.bool_(True),
+    "no rows": np.zeros((0, 3)),
+    "empty": {},
+    "named as a tag": {"array": 1.0, "module": None},
+    "infinite": float("inf"),
+    "function": jax.nn.relu,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_values_come_back_as_they_were(name, tmp_path):
+    file, value = tmp_path / "m.rf", KEPT[name]
+    rf.save(file, Anything(value))
+    again = rf.load(file, classes=[Anything]).value
+    assert type(again) is type(value)
+    assert getattr(again, "dtype", None) == getattr(value, "dtype", None)
+    assert np.array_equal(again, value) if hasattr(value, "dtype") else again == value
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_random_keys_come_back(kind, tmp_path):
+    keys = jax.random.split(jax.random.key(3, impl=kind), 2)
+    rf.save(tmp_path / "m.rf", Anything(keys))
+    again = rf.load(tmp_path / "m.rf", classes=[Anything]).value
+    assert again.dtype == keys.dtype
+    assert np.array_equal(jax.random.uniform(again[1]), jax.random.uniform(keys[1]))
+
+
+def test_a_network_of_equinox_comes_back(key, tmp_path):
+    for activation in (jax.nn.relu, jax.nn.elu):
+        drift = Network(eqx.nn.MLP(2, 2, 4, 1, activation=activation, key=key))
+        flow, file = flow_of(key, drift), tmp_path / "flow.rf"
+        rf.save(file, flow)
+        again = rf.load(file, classes=[Network])
+        assert same(flow, again)
+        assert np.array_equal(again.sde.drift(0.0, jnp.ones(2)), drift(0.0, jnp.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.array(["a"]), r"^model.value cannot be saved, it is an array of <U1$"),
+        (
+            rf.ExactCorrection().draw,
+            r"^model.value cannot be saved: BoundMethod is no public class of equinox",
+        ),
+        (zipfile.ZipFile, r"^model.value cannot be saved, it is ZipFile"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(value, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        rf.save(tmp_path / "m.rf", Anything(value))
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_fit_returns_is_not_a_model(tmp_path):
+    fitted = rf.Fitted(rf.Normal(jnp.zeros(1)), rf.MaximumLikelihood(), rf.History(), False)
+    with pytest.raises(ValueError, match=r"save fitted\.model$"):
+        rf.save(tmp_path / "m.rf", fitted)
+
+
+def test_many_flows_in_one_come_back(key, tmp_path):
+    flows = eqx.filter_vmap(flow_of)(jax.random.split(key, 3))
+    rf.save(tmp_path / "flows.rf", flows)
+    assert same(flows, rf.load(tmp_path / "flows.rf"))
+
+
+# ------------------------------------------------------------------------------------- names of classes
+
+
+def names_in(structure):
+    if isinstance(structure, dict):
+        yield from [structure["module"]] if "module" in structure else []
+        structure = list(structure.values())
+    if isinstance(structure, list):
+        for part in structure:
+            yield from names_in(part)
+
+
+def test_files_name_classes_as_users_do(key, tmp_path):
+    """No private module is named, so that code may move."""
+    file = tmp_path / "flow.rf"
+    sde = rf.underdamped_langevin(Pull(jnp.array(1.0)), 1)
+    rf.save(file, (flow_of(key), sde, eqx.nn.MLP(1, 1, 1, 1, key=key), rf.datasets.Banana()))
+    with zipfile.ZipFile(file) as archive:
+        names = set(names_in(json.loads(archive.read("header.json"))["structure"]))
+    assert {"roughflow:Normal", "roughflow:MLP", "diffrax:Tsit5", "roughflow.sde:WithMomenta"} <= names
+    assert {"equinox.nn:MLP", "roughflow.datasets:Banana", f"{__name__}:Pull"} <= names
+    assert not [name for name in names if "._" in name]
+    assert len(rf.load(file, classes=[Pull])) == 4
+
+
+def test_public_names_mean_one_class_each():
+    """A class is found by its name alone, so no two namespaces may use one name for two."""
+    from roughflow.learn._names import NAMESPACES
+
+    for spaces in NAMESPACES.values():
+        found = {}
+        for space in spaces:
+            for name, value in vars(sys.modules[space]).items():
+                if isinstance(value, type) and issubclass(value, eqx.Module):
+                    assert found.setdefault(name, value) is value, name
+
+
+def test_every_class_a_model_may_hold_has_a_public_name(key):
+    from roughflow.learn._names import name_of
+
+    for sde in (rf.underdamped_langevin(Pull(jnp.array(1.0)), 1), rf.to_stratonovich(flow_of(key).sde)):
+        for part in (sde, sde.drift, getattr(sde, "log_density", sde), getattr(sde, "skew", sde)):
+            if type(part).__module__.startswith("roughflow"):
+                assert name_of(type(part)).startswith("roughflow")
+
+
+def test_a_class_that_has_moved_is_known_by_its_name(tmp_path):
+    file = tmp_path / "pull.rf"
+    rf.save(file, Pull(jnp.array(2.0)))
+    rewritten(file, lambda header: header["structure"].update(module="__main__:Pull"))
+    assert isinstance(rf.load(file, classes=[Pull]), Pull)
 
 
 # ------------------------------------------------------------------------------ files of old versions
@@ -147,6 +290,11 @@ def rewritten(file, change):
         ("roughflow:fit", r"^the file names roughflow:fit, which is not a part of a model"),
         ("equinox:filter_jit", r"^the file names equinox:filter_jit, which is not a part of a model"),
         ("roughflow.learn._save:importlib.import_module", r"which is not a part of a model"),
+        ("roughflow:learn._save.read_archive", r"which is not a part of a model"),
+        ("roughflow:plots", r"which the installed roughflow lacks"),
+        ("roughflow.cli.__main__:Exit", r"which the installed roughflow lacks"),
+        ("roughflow.experiments._run:Trained", r"which the installed roughflow lacks"),
+        ("roughflow:AbstractDriver", r"is damaged: TypeError Can't instantiate abstract class"),
         ("roughflow:Nothing", r"^the file holds roughflow:Nothing, which the installed roughflow lacks"),
     ],
 )
@@ -155,7 +303,90 @@ def test_a_file_runs_nothing(key, tmp_path, name, message):
     file = tmp_path / "flow.rf"
     rf.save(file, rf.Normal(jnp.zeros(1)))
     rewritten(file, lambda header: header["structure"].update(module=name))
+    before = set(sys.modules)
     with pytest.raises(ValueError, match=message):
+        rf.load(file)
+    assert not [module for module in set(sys.modules) - before if module.startswith("roughflow")]
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path):
+    """A zip bomb: 80 megabytes of zeros in a few dozen kilobytes."""
+    file = tmp_path / "bomb.rf"
+    rf.save(file, rf.Normal(jnp.zeros(1)))
+    with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("array/9.npy", bytes(80_000_000))
+    with pytest.raises(ValueError, match=r"damaged \(\d+ bytes that unpack to 80\d+\)$"):
+        rf.load(file)
+
+
+def test_an_array_larger_than_its_bytes_is_refused(tmp_path):
+    file = tmp_path / "base.rf"
+    rf.save(file, rf.Normal(jnp.zeros(1)))
+    head = np.lib.format.magic(1, 0) + b"\x76\x00"
+    text = b"{'descr': '<f8', 'fortran_order': False, 'shape': (900000000000000,), }".ljust(117) + b"\n"
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("array/9.npy", head + text)
+    with pytest.raises(ValueError, match=r"is not a roughflow model, or is damaged"):
+        rf.load(file)
+
+
+@pytest.mark.parametrize("depth", [120, 3000, 100_000])
+def test_a_file_that_nests_without_end_is_refused(depth, tmp_path):
+    file = tmp_path / "deep.rf"
+    structure = '{"list":[' * depth + "null" + "]}" * depth
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("header.json", f'{{"kind":"model","version":1,"structure":{structure}}}')
+    with pytest.raises(ValueError, match=r"is damaged: .* within one another$"):
+        rf.load(file)
+
+
+def test_a_model_that_nests_without_end_is_not_saved(tmp_path):
+    model = None
+    for _ in range(500):
+        model = [model]
+    with pytest.raises(ValueError, match=r"more than 100 parts lie within one another"):
+        rf.save(tmp_path / "m.rf", model)
+
+
+def fields_of(header, *names):
+    part = header["structure"]
+    for name in names:
+        part = part["fields"][name]
+    return part["fields"]
+
+
+DAMAGE = {
+    "text for an array": lambda h: fields_of(h, "base").update(loc="haha"),
+    "a module for a number": lambda h: fields_of(h).update(t1=fields_of(h)["base"]),
+    "nothing for a module": lambda h: fields_of(h).update(driver=None),
+    "a number for a module": lambda h: fields_of(h).update(integrator=3),
+    "another kind of module": lambda h: fields_of(h).update(driver=fields_of(h)["integrator"]),
+    "a number for a function": lambda h: fields_of(h, "sde", "drift").update(activation=1.0),
+    "text for a whole number": lambda h: fields_of(h).update(noise_dim="2"),
+    "an array that is static": lambda h: fields_of(h, "sde", "diffusion").update(scale={"array": "array/0"}),
+    "a list for a tuple": lambda h: fields_of(h, "sde", "drift").update(weights={"list": []}),
+    "a tuple of text": lambda h: fields_of(h, "sde", "drift").update(weights={"tuple": ["a", "b"]}),
+    "one array for another": lambda h: fields_of(h, "base").update(loc={"array": "array/0"}),
+    "weights that do not fit": lambda h: fields_of(h, "sde", "drift")["weights"]["tuple"].reverse(),
+    "too few layers": lambda h: [
+        fields_of(h, "sde", "drift")[n]["tuple"].pop() for n in ("weights", "biases")
+    ],
+    "another dimension": lambda h: fields_of(h).update(dimension=3),
+    "no such array": lambda h: fields_of(h, "base").update(loc={"array": "array/99"}),
+    "no such function": lambda h: fields_of(h, "sde", "drift").update(activation={"function": "exec"}),
+    "no such dtype": lambda h: fields_of(h, "base").update(loc={"array": "array/0", "dtype": "object"}),
+    "a bare list": lambda h: fields_of(h, "base").update(loc=[1.0, 2.0]),
+    "no fields": lambda h: h["structure"].update(fields=None),
+    "no structure": lambda h: h.pop("structure"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_parts_that_cannot_belong_together_are_refused(name, key, tmp_path):
+    file = tmp_path / "flow.rf"
+    rf.save(file, flow_of(key))
+    rewritten(file, DAMAGE[name])
+    with pytest.raises(ValueError, match=r"flow.rf is damaged: [^\n]+$"):
         rf.load(file)
 
 

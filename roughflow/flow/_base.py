@@ -61,6 +61,10 @@ class Normal(eqx.Module):
         # The logarithm is what is trained, so that the scale stays positive.
         self.log_scale = jnp.log(jnp.broadcast_to(jnp.asarray(scale, float), loc.shape))
 
+    def __check_init__(self):
+        if not self.loc.ndim or self.loc.shape != self.log_scale.shape:
+            raise ValueError(f"loc and log_scale have shapes {self.loc.shape} and {self.log_scale.shape}")
+
     @property
     def scale(self) -> Array:
         return jnp.exp(self.log_scale)

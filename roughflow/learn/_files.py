@@ -6,11 +6,28 @@ import json
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# Archives are written as they are, not compressed; whoever does that later, numbers do not shrink by more.
+EXPANDS = 100
+SLACK = 2**20  # bytes that any archive may unpack to
+# What zipfile, json and NumPy raise at bytes that are not theirs.
+UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    KeyError,
+    ValueError,
+    EOFError,
+    OSError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+)
 
 
 @contextlib.contextmanager
@@ -66,13 +83,16 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
     """The header and arrays of a file of this `kind`. Nothing in the file is executed."""
     try:
         with zipfile.ZipFile(path) as archive:
+            _check_size(archive, os.path.getsize(path))
             header = json.loads(archive.read("header.json"))
             names = [name for name in archive.namelist() if name.endswith(".npy")]
             read = lambda name: np.load(io.BytesIO(archive.read(name)), allow_pickle=False)
             arrays = {name.removesuffix(".npy"): read(name) for name in names}
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path}") from None
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError) as error:
+    except RecursionError:
+        raise ValueError(f"{path} is damaged: its parts lie too deep within one another") from None
+    except UNREADABLE as error:
         raise ValueError(f"{path} is not a roughflow {kind}, or is damaged ({error})") from None
     if not isinstance(header, dict) or header.get("kind") != kind:
         raise ValueError(f"{path} is not a roughflow {kind}")
@@ -82,3 +102,10 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
             f"{version}): upgrade to read it"
         )
     return header, arrays
+
+
+def _check_size(archive: zipfile.ZipFile, size: int) -> None:
+    """Refuse a file that would fill the memory with next to nothing; zipfile holds each part to its size."""
+    unpacked = sum(part.file_size for part in archive.infolist())
+    if unpacked > EXPANDS * size + SLACK:
+        raise ValueError(f"{size} bytes that unpack to {unpacked}")

@@ -1,8 +1,7 @@
 """A model as one file."""
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from os import PathLike
 from typing import Any
 
@@ -11,31 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..sde import tanh
 from ._files import read_archive, write_archive
+from ._fit import Fitted
+from ._names import FUNCTIONS, UnknownName, class_of, function_name, name_of
+from ._valid import check_module
 
-VERSION = 1
-# Whose classes a file may name. Only subclasses of eqx.Module count, and none of their code is run.
-PACKAGES = frozenset({"roughflow", "diffrax", "equinox", "lineax", "optimistix"})
-FUNCTIONS: dict[str, Callable] = {
-    "tanh": tanh,
-    "jax.tanh": jnp.tanh,
-    "sin": jnp.sin,
-    "softplus": jax.nn.softplus,
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "sigmoid": jax.nn.sigmoid,
-    "rademacher": jax.random.rademacher,
-    "normal": jax.random.normal,
-}
+# 1 named classes by the private modules they were in, and kept no dtype of NumPy's scalars.
+VERSION = 2
+DEEPEST = 100  # modules within modules
+# Numbers that NumPy's own format does not know are kept as bytes, with the name of their dtype.
+EXTENDED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+KEYS = frozenset({"fry", "threefry2x32", "rbg", "unsafe_rbg"})
 
 
 def save(path: str | PathLike, model: Any) -> None:
     """Write a model to one file: its parameters, and all it takes to build it again.
 
     A model is built of modules (`rf.StochasticFlow`, `rf.MLP`, an `eqx.Module` of yours), numbers and
-    arrays. A plain function, a lambda say, cannot be written down: make it an `eqx.Module`. The file is
-    there whole or not at all, whatever happens while it is written.
+    arrays, and activation functions of `jax.nn`. Another plain function, a lambda say, cannot be written
+    down: make it an `eqx.Module`. The file is there whole or not at all, whatever happens while it is
+    written. It names the classes of roughflow as you do, so that later versions can read it.
 
     ```python
     import jax, jax.numpy as jnp
@@ -47,6 +41,8 @@ def save(path: str | PathLike, model: Any) -> None:
     flow = rf.load("flow.rf")
     ```
     """
+    if isinstance(model, Fitted):
+        raise ValueError("what a fit returns holds more than a model: save fitted.model")
     arrays: dict[str, np.ndarray] = {}
     structure = _encode(model, "model", arrays)
     write_archive(path, {"kind": "model", "version": VERSION, "structure": structure}, arrays)
@@ -55,6 +51,9 @@ def save(path: str | PathLike, model: Any) -> None:
 def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
     """Read a model that `rf.save` wrote. Nothing in the file is executed: it names classes of roughflow and
     of the libraries it stands on, and, of your own, those you give as `classes`.
+
+    A file that is not whole is refused, as is one with parts that cannot belong together, and one that
+    unpacks to more than a hundred times its size.
 
     ```python
     import jax.numpy as jnp
@@ -65,59 +64,103 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
     ```
     """
     header, arrays = read_archive(path, "model", VERSION)
-    known = {_name(cls): cls for cls in classes}
+    known = {name_of(cls): cls for cls in classes}
     try:
-        return _decode(header["structure"], arrays, known)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from None
+        return _decode(header["structure"], arrays, known, 0)
+    except UnknownName:
+        raise
+    except Exception as error:
+        # Whatever is wrong with it, it was not written like this.
+        raise ValueError(f"{path} is damaged: {_one_line(error)}") from None
 
 
-def _encode(value: Any, place: str, arrays: dict[str, np.ndarray]) -> Any:
+def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 0) -> Any:
     """A value as JSON, its arrays set aside; `place` says where it is, for a message."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if depth > DEEPEST:
+        raise ValueError(f"the model cannot be saved: more than {DEEPEST} parts lie within one another")
+    within = lambda part, where: _encode(part, where, arrays, depth + 1)
+    if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if eqx.is_array(value) or isinstance(value, np.ndarray):
-        name = f"array/{len(arrays)}"
-        arrays[name] = np.asarray(value)
-        return {"numpy" if isinstance(value, np.ndarray) else "array": name}
+    if isinstance(value, complex) and not isinstance(value, np.generic):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return _encode_array(value, place, arrays)
     if isinstance(value, eqx.Module):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        parts = {name: _encode(part, f"{place}.{name}", arrays) for name, part in fields.items()}
-        return {"module": _name(type(value)), "fields": parts}
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encode(part, f"{place}[{i}]", arrays) for i, part in enumerate(value)]}
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {"dict": {name: _encode(part, f"{place}[{name!r}]", arrays) for name, part in value.items()}}
-    for name, function in FUNCTIONS.items():
-        if value is function:
-            return {"function": name}
+        module, names = _public_name(type(value), place), [f.name for f in dataclasses.fields(value)]
+        return {"module": module, "fields": {n: within(getattr(value, n), f"{place}.{n}") for n in names}}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [within(part, f"{place}[{i}]") for i, part in enumerate(value)]}
+    if type(value) is dict and all(isinstance(name, str) for name in value):
+        return {"dict": {name: within(part, f"{place}[{name!r}]") for name, part in value.items()}}
+    function = function_name(value)
+    if function is not None:
+        return {"function": function}
     kind = getattr(value, "__qualname__", type(value).__name__)
     raise ValueError(
         f"{place} cannot be saved, it is {kind}: make it an eqx.Module with its numbers as fields"
     )
 
 
-def _decode(value: Any, arrays: dict[str, np.ndarray], known: dict[str, type]) -> Any:
-    if not isinstance(value, dict):
+def _public_name(cls: type, place: str) -> str:
+    try:
+        return name_of(cls)
+    except ValueError as error:
+        raise ValueError(
+            f"{place} cannot be saved: {error}; make it an eqx.Module with its numbers as fields"
+        ) from None
+
+
+def _encode_array(
+    value: np.generic | np.ndarray | jax.Array, place: str, arrays: dict[str, np.ndarray]
+) -> dict[str, str]:
+    tag = "array" if isinstance(value, jax.Array) else "numpy" if isinstance(value, np.ndarray) else "scalar"
+    more = {}
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        more = {"key": str(jax.random.key_impl(value))}
+        value = jax.random.key_data(value)
+    plain = np.asarray(value)
+    if plain.dtype.name in EXTENDED:
+        more = {"dtype": plain.dtype.name}
+        plain = plain.view(f"u{plain.dtype.itemsize}")
+    if plain.dtype.kind not in "biufc" or more.get("key", "fry") not in KEYS:
+        raise ValueError(f"{place} cannot be saved, it is an array of {value.dtype}")
+    name = f"array/{len(arrays)}"
+    arrays[name] = plain
+    return {tag: name} | more
+
+
+def _decode(value: Any, arrays: dict[str, np.ndarray], known: dict[str, type], depth: int) -> Any:
+    if depth > DEEPEST:
+        raise ValueError(f"more than {DEEPEST} parts lie within one another")
+    within = lambda part: _decode(part, arrays, known, depth + 1)
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    if "numpy" in value:
-        return arrays[value["numpy"]]
-    if "array" in value:
-        return jnp.asarray(arrays[value["array"]])
+    if "array" in value or "numpy" in value or "scalar" in value:
+        return _decode_array(value, arrays)
+    if "complex" in value:
+        return complex(*value["complex"])
     if "function" in value:
         return FUNCTIONS[value["function"]]
     if "tuple" in value:
-        return tuple(_decode(part, arrays, known) for part in value["tuple"])
+        return tuple([within(part) for part in value["tuple"]])
     if "list" in value:
-        return [_decode(part, arrays, known) for part in value["list"]]
+        return [within(part) for part in value["list"]]
     if "dict" in value:
-        return {name: _decode(part, arrays, known) for name, part in value["dict"].items()}
-    cls = _class(value["module"], known)
-    parts = {name: _decode(part, arrays, known) for name, part in value["fields"].items()}
-    return _build(cls, parts)
+        return {name: within(part) for name, part in value["dict"].items()}
+    cls = class_of(value["module"], known)
+    return _build(cls, {name: within(part) for name, part in value["fields"].items()})
+
+
+def _decode_array(value: dict[str, str], arrays: dict[str, np.ndarray]) -> Any:
+    if "dtype" in value and value["dtype"] not in EXTENDED:
+        raise TypeError(f"there is no dtype {value['dtype']}")
+    as_kept = lambda array: array.view(jnp.dtype(value["dtype"])) if "dtype" in value else array
+    if "scalar" in value:
+        return as_kept(arrays[value["scalar"]])[()]
+    if "numpy" in value:
+        return as_kept(arrays[value["numpy"]])
+    array = jnp.asarray(as_kept(arrays[value["array"]]))
+    return jax.random.wrap_key_data(array, impl=value["key"]) if "key" in value else array
 
 
 def _build(cls: type, parts: dict[str, Any]) -> Any:
@@ -127,32 +170,14 @@ def _build(cls: type, parts: dict[str, Any]) -> Any:
         if field.name in parts:
             object.__setattr__(module, field.name, parts.pop(field.name))
         elif field.default is dataclasses.MISSING:
-            raise KeyError(f"{_name(cls)}.{field.name} is missing")
+            raise KeyError(f"{cls.__name__}.{field.name} is missing")
         else:
             object.__setattr__(module, field.name, field.default)
     if parts:
-        raise KeyError(f"{_name(cls)} has no field {next(iter(parts))}")
+        raise KeyError(f"{cls.__name__} has no field {next(iter(parts))}")
+    check_module(module)
     return module
 
 
-def _name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _class(name: str, known: dict[str, type]) -> type:
-    if name in known:
-        return known[name]
-    module, _, qualified = name.partition(":")
-    if module.partition(".")[0] not in PACKAGES:
-        raise ValueError(
-            f"the file holds a {qualified} of {module}: give it, as load(path, classes=[{qualified}])"
-        )
-    try:
-        found: Any = importlib.import_module(module)
-        for part in qualified.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        raise ValueError(f"the file holds {name}, which the installed {module.split('.')[0]} lacks") from None
-    if not (isinstance(found, type) and issubclass(found, eqx.Module)):
-        raise ValueError(f"the file names {name}, which is not a part of a model")
-    return found
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".split("\n")[0]

@@ -2,6 +2,7 @@
 
 from ._correction import (
     AbstractCorrection as AbstractCorrection,
+    CorrectedDrift as CorrectedDrift,
     ExactCorrection as ExactCorrection,
     SampledCorrection as SampledCorrection,
     stratonovich_coefficients as stratonovich_coefficients,
@@ -34,9 +35,11 @@ from ._sde import (
 )
 from ._targeted import (
     LogDensity as LogDensity,
+    Rotation as Rotation,
     Skew as Skew,
     SkewNetwork as SkewNetwork,
     TargetedSDE as TargetedSDE,
+    WithMomenta as WithMomenta,
     as_target as as_target,
     overdamped_langevin as overdamped_langevin,
     sghmc as sghmc,

@@ -1,6 +1,7 @@
 """Networks for drift and diffusion, smooth ones only: the correction and the divergence differentiate
 them."""
 
+import itertools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -95,6 +96,13 @@ class MLP(eqx.Module):
         self.biases = tuple(jnp.zeros(o) for o in sizes[1:])
         self.activation = activation
         self.time_dependent = time_dependent
+
+    def __check_init__(self):
+        # Axes before the last two are those of many networks in one, as `eqx.filter_vmap` makes them.
+        shapes = [weight.shape for weight in self.weights]
+        joined = all(one[-1] == two[-2] for one, two in itertools.pairwise(shapes))
+        if not joined or [bias.shape for bias in self.biases] != [(*s[:-2], s[-1]) for s in shapes]:
+            raise ValueError(f"weights of shapes {shapes} do not make a network with the biases")
 
     def __call__(self, t: Array, z: Array) -> Array:
         if self.time_dependent:
@@ -219,6 +227,10 @@ class ConstantDiffusion(eqx.Module):
         if matrix.ndim != 2:
             raise ValueError(f"matrix must have shape (d, m), got {matrix.shape}")
         self.matrix = matrix
+
+    def __check_init__(self):
+        if self.matrix.ndim < 2:
+            raise ValueError(f"matrix has shape {self.matrix.shape}")
 
     def __call__(self, t: Array, z: Array) -> Array:
         del t, z
