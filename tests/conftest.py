@@ -1,6 +1,7 @@
 """Tests run in float64 with implicit rank promotion an error; float32 is asked for where it is meant."""
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -16,6 +17,15 @@ import pytest
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_file():
+    """Drop the programs a file of tests compiled when it is done: hundreds of tests would use up the memory
+    maps of a process, and its compiler die of it. Between two tests the library sees to that itself."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

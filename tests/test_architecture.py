@@ -14,7 +14,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # In pipeline order: a stage imports only stages before it.
 STAGES = ["sde", "driver", "flow", "density", "learn", "mcmc", "series"]
-ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}, "_checks": set()}
+ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}}
+# What every stage may use, in this order too.
+COMMON = ["_checks", "_programs"]
+ALLOWED |= {part: set(COMMON[:i]) for i, part in enumerate(COMMON)}
 # These stand on top and see only what a user sees: `import roughflow`.
 ON_TOP = {"interop", "cli", "plots", "datasets", "experiments"}
 # Where a package outside may be imported.
@@ -56,7 +59,7 @@ def check(file, part, name):
     if part in ON_TOP:
         private = target != part and any(word.startswith("_") for word in rest.split("."))
         return f"{file} imports the private {name}" if private else None
-    if part and target not in ALLOWED[part] | {part, "_checks"}:
+    if part and target not in ALLOWED[part] | {part} | (set() if part in COMMON else set(COMMON)):
         return f"{file} imports {name}, which comes after {part}"
     return None
 
@@ -86,6 +89,8 @@ def test_the_order_is_really_read():
     assert check(file, "sde", "optax") is not None
     assert check(file, "flow", "roughflow.driver") is None
     assert check(file, "rough", "roughflow.sde") is not None
+    assert check(file, "flow", "roughflow._programs") is None
+    assert check(file, "_checks", "roughflow._programs") is not None
     assert check(file, "interop", "roughflow.flow._flow") is not None
 
 

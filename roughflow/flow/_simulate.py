@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key, check_positive, is_traced
+from .._programs import jit
 from ..sde import (
     AbstractSDE,
     ExactCorrection,
@@ -168,7 +169,7 @@ def simulate(
     return _simulate(sde, z0, t1, scheme, increments, trajectory)
 
 
-@eqx.filter_jit
+@jit
 def _simulate(
     sde: AbstractSDE,
     z0: Array,

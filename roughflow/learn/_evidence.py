@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError, check_count, check_key
+from .._programs import jit
 from ..flow import StochasticFlow
 from ..sde import LogDensity
 from ._reverse_kl import ReverseKL
@@ -62,6 +63,6 @@ def evidence_bound(
     return EvidenceBound(jnp.mean(values), jnp.std(values, ddof=1) / values.size**0.5)
 
 
-@eqx.filter_jit
+@jit
 def _values(objective: ReverseKL, flow: StochasticFlow, key: PRNGKeyArray) -> Array:
     return -objective.gaps(flow, key=key)

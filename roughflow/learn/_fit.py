@@ -15,11 +15,12 @@ from jaxtyping import Array, PRNGKeyArray
 from tqdm.auto import tqdm
 
 from .._checks import NonFiniteError, check_count, check_finite, check_key, check_positive
+from .._programs import jit
 from ._checkpoint import Checkpoint, Progress
 from ._history import History
 from ._interrupt import Interrupt
 from ._maximum_likelihood import MaximumLikelihood
-from ._objective import AbstractObjective, Prepared, Remembering
+from ._objective import AbstractObjective, Leaving, Prepared, Remembering
 
 DISPATCH = 256  # steps on the device between two looks at it, at most
 SECONDS = 1.0  # that such a stretch should take
@@ -130,6 +131,8 @@ def fit(
         now = _run(loop, now, steps, every, patience, look, store, interrupt, bar, train)
     chosen = now.parameters if held_out is None or not now.history.validation_loss.size else now.best
     best_model, best_objective = eqx.combine(chosen, rest)
+    if isinstance(best_objective, Leaving):
+        best_model = best_objective.leave(best_model)
     return Fitted(best_model, best_objective, now.history, interrupt.wanted and now.step < steps)
 
 
@@ -192,7 +195,7 @@ class _Loop:
         raise NonFiniteError(f"{told}: the loss or its gradient overflows, or is NaN; {advice}")
 
 
-@eqx.filter_jit
+@jit
 def _advance(state, rest, transform, data, batch_size: int, key, first, count):
     """`count` steps from the step `first` on, as one program: the count may vary without compiling."""
 
@@ -248,7 +251,7 @@ def _batch(data: Array | Sampler | None, size: int, key: PRNGKeyArray) -> Array 
     return data if len(data) <= size else data[jax.random.randint(key, (size,), 0, len(data))]
 
 
-@eqx.filter_jit
+@jit
 def _validate(parameters, rest, data: Array, key: PRNGKeyArray) -> Array:
     model, objective = eqx.combine(parameters, rest)
     return objective(model, data, key=key)[0]

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
+from .._programs import jit
 from ..sde import AbstractSDE
 from ._sampler import AbstractSampler, SamplerState, Unadjusted
 
@@ -76,7 +77,7 @@ def sample_chain(
     return Chain(samples, acceptance, burn_in + num_steps)
 
 
-@eqx.filter_jit
+@jit
 def _run(
     sampler: AbstractSampler, starts: Array, key: PRNGKeyArray, burn_in: int, num_steps: int, thin: int
 ) -> tuple[Array, Array]:

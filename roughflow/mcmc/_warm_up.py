@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
+from .._programs import jit
 from ..sde import LogDensity, as_target, overdamped_langevin
 from ._sampler import AbstractSampler, Adjusted, SamplerState
 
@@ -63,7 +64,7 @@ def warm_up(
     return sampler, z
 
 
-@eqx.filter_jit
+@jit
 def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array]:
     """A root of the covariance of the best normal law on the way up, and as many places from it as chains."""
     target = as_target(log_density)
@@ -116,7 +117,7 @@ def _inverse_curvature(target: LogDensity, y: Array) -> Array:
     return (vectors / size[None]) @ vectors.T
 
 
-@eqx.filter_jit
+@jit
 def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) -> tuple[Array, Array]:
     """Steps while dt follows the acceptance: the places of all chains after each, and the dt of the later
     half, on average."""

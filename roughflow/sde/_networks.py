@@ -129,7 +129,7 @@ class FullDiffusion(eqx.Module):
     """
 
     network: MLP
-    scale: float = eqx.field(static=True)
+    scale: float
     dimension: int = eqx.field(static=True)
 
     def __init__(
