@@ -1,0 +1,138 @@
+"""What an estimate costs: `python -m benchmarks.estimate_speed`.
+
+On a flow that `rf.fit_density` fitted to the banana, in float32: warm seconds for 1000 points with 64 paths
+each by the default, by `rf.PullBack(64, rf.Laplace())` and by the proposal the model has learned; then 10,000
+points by default. On a plain Ornstein–Uhlenbeck flow in float64, in a new process: seconds of the first call,
+and of the first call for a second SDE of the same shape whose numbers, plain Python ones, are others. Peak
+memory is that of each process. The model is kept in the temporary directory. The lines at the end say what
+was asked for and whether it holds.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+import roughflow as rf
+from benchmarks.timing import first_call, interleave, timed
+from benchmarks.trained import banana_density
+
+POINTS, MANY, PATHS, ROUNDS = 1000, 10_000, 64, 5
+RATIO, MINUTE, FIRST, SECOND = 3.0, 60.0, 8.0, 1.0
+Figures = Mapping[str, float]
+
+
+class Restoring(eqx.Module):
+    rate: float
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        return -self.rate * z
+
+
+class Constant(eqx.Module):
+    scale: float
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        return jnp.full((1, 1), self.scale, z.dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=list(PARTS), help="one part, in this process, as JSON")
+    part = parser.parse_args().part
+    if part:
+        print(json.dumps(PARTS[part]() | {"memory": peak_memory()}))
+        return
+    with jax.enable_x64(False):
+        banana_density()  # trained here, if it has to be, and not in a process whose memory is measured
+    figures = {name: in_new_process(name) for name in PARTS}
+    print("\n".join(report(figures["fitted"], figures["first"])))
+    print("\nWhat was asked for\n")
+    print("\n".join(verdicts(figures["fitted"], figures["first"])), flush=True)
+
+
+def in_new_process(part: str) -> Figures:
+    command = [sys.executable, "-m", "benchmarks.estimate_speed", "--part", part]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def fitted_part() -> dict[str, float]:
+    """A fitted flow: seconds of warm calls."""
+    model, proposal = banana_density()
+    x = model.sample(key=jax.random.key(0), shape=(MANY,))
+    ways = {
+        "default": None,
+        "laplace": rf.PullBack(PATHS, rf.Laplace()),
+        "learned": rf.PullBack(PATHS, proposal),
+    }
+    calls = {name: partial(estimate, model, x[:POINTS], estimator=way) for name, way in ways.items()}
+    seconds = {name: float(np.median(times)) for name, times in interleave(calls, ROUNDS).items()}
+    return seconds | {"many": timed(partial(estimate, model, x))}
+
+
+def first_part() -> dict[str, float]:
+    """First calls on new SDEs, the process being new too."""
+    jax.config.update("jax_enable_x64", True)
+    x = jnp.linspace(-1, 1, 8)[:, None]
+    flows = [ornstein_uhlenbeck(rate, scale) for rate, scale in ((2.0, 1.3), (1.5, 0.8))]
+    first, second = (first_call(partial(estimate, flow, x)) for flow in flows)
+    return {"first": first, "second": second, "warm": timed(partial(estimate, flows[1], x))}
+
+
+def ornstein_uhlenbeck(rate: float, scale: float) -> rf.StochasticFlow:
+    return rf.StochasticFlow(rf.ItoSDE(Restoring(rate), Constant(scale)), rf.Normal(jnp.ones(1), 0.5))
+
+
+PARTS = {"fitted": fitted_part, "first": first_part}
+
+
+def report(fitted: Figures, first: Figures) -> Iterator[str]:
+    yield f"Fitted flow in the plane, float32, {POINTS} points x {PATHS} paths, seconds of a warm call"
+    for name, title in (
+        ("default", "default"),
+        ("laplace", f"rf.PullBack({PATHS}, rf.Laplace())"),
+        ("learned", f"rf.PullBack({PATHS}, the learned proposal)"),
+    ):
+        yield f"  {title:42} {fitted[name]:8.3f}   {fitted[name] / fitted['laplace']:5.2f} times Laplace"
+    yield f"  {f'default, {MANY} points':42} {fitted['many']:8.3f}"
+    yield f"  {'peak memory, MB':42} {fitted['memory']:8.0f}"
+    yield "Ornstein-Uhlenbeck flow, float64, 8 points, seconds"
+    yield f"  {'first call':42} {first['first']:8.3f}"
+    yield f"  {'first call, another SDE of the same shape':42} {first['second']:8.3f}"
+    yield f"  {'warm call':42} {first['warm']:8.3f}"
+    yield f"  {'peak memory, MB':42} {first['memory']:8.0f}"
+
+
+def verdicts(fitted: Figures, first: Figures) -> Iterator[str]:
+    ratio = fitted["default"] / fitted["laplace"]
+    for claim, value, limit in (
+        (f"the default takes at most {RATIO:g} times PullBack({PATHS}, Laplace())", ratio, RATIO),
+        (f"{MANY} points by default take less than {MINUTE:g} s", fitted["many"], MINUTE),
+        (f"a first call takes less than {FIRST:g} s", first["first"], FIRST),
+        (f"a first call on a second SDE of the same shape less than {SECOND:g} s", first["second"], SECOND),
+    ):
+        yield f"{'holds' if value <= limit else 'FALLS SHORT'}: {claim}: {value:.2f}"
+
+
+def estimate(model: rf.StochasticFlow | rf.Standardised, x: Array, **settings) -> rf.Estimate:
+    return jax.block_until_ready(model.estimate(x, key=jax.random.key(1), **settings))
+
+
+def peak_memory() -> float:
+    """Of this process, in MB."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+if __name__ == "__main__":
+    main()
