@@ -116,6 +116,42 @@ def test_validation_keeps_the_best_model_and_ends_a_stale_run(key):
     assert at_best < float(jnp.mean((DATA.mean(axis=0) - 0.5) ** 2))
 
 
+class Blind(rf.AbstractObjective):
+    """The squared distance; on the seven rows to validate on it is NaN while the model is below `until`."""
+
+    until: float
+    uses_data = True
+
+    def __call__(self, model, x, *, key):
+        loss = jnp.mean((model[None] - x) ** 2)
+        return jnp.where((model[0] < self.until) & (x.shape[0] == 7), jnp.nan, loss), {}
+
+
+@pytest.mark.parametrize("patience", [None, 3])
+def test_a_look_that_comes_to_nan_is_worse_than_any_other(key, patience):
+    data, aside = np.full((40, 1), 3.0), np.full((7, 1), 3.0)
+    settings = SETTINGS | {"steps": 600, "every": 20, "patience": patience}
+    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Blind(0.5), validation=aside, **settings)
+    losses = fitted.history.validation_loss
+    assert np.isnan(losses[0])
+    np.testing.assert_allclose(fitted.model, 3, atol=0.2)
+    assert losses.size > 10
+
+
+def test_where_every_look_comes_to_nan_the_last_model_is_returned(key):
+    data, aside = np.full((40, 1), 3.0), np.full((7, 1), 3.0)
+    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Blind(9.0), validation=aside, **SETTINGS)
+    assert fitted.model[0] > 2
+
+
+def test_numbers_of_numpy_will_do_as_settings(key, tmp_path):
+    settings = {"steps": np.int64(3), "batch_size": np.int64(8), "every": np.int64(2)}
+    settings |= {"learning_rate": np.float32(0.1), "clip": np.float32(1), "patience": np.int64(2)}
+    file = tmp_path / "run.checkpoint"
+    first = fit(key, checkpoint=file, validation=0.1, **settings)
+    assert same(first.model, fit(key, checkpoint=file, resume=True, validation=0.1, **settings).model)
+
+
 def test_steps_that_are_not_finite_are_skipped_and_counted(key):
     data = np.where(np.arange(400)[:, None] % 8 == 0, -1.0, 2.0)
     fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Broken(), **SETTINGS)
@@ -226,6 +262,25 @@ def test_confinement_is_zero_for_an_sde_that_comes_back_and_not_for_one_that_wan
     assert away(0.9, 0.1, centre + 100) > 0.1  # it comes back, to another place
 
 
+def test_stationarity_does_not_mind_the_order_of_the_sample(key):
+    """Halves of sorted data are two laws: the SDE that keeps the whole moves each of them."""
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(1))
+    x = jnp.sort(jax.random.normal(key, (4096, 1)), axis=0)
+    assert abs(rf.stationarity(sde, x, key=key)) < 2e-3
+
+
+def test_no_sde_makes_the_stationary_loss_negative(key):
+    """Drift to the right in one half of the data and to the left in the other, as strong as one likes."""
+    x = jnp.sort(jax.random.normal(key, (64, 1)), axis=0)
+    for drift in (lambda t, z: 1e3 * jnp.tanh(9 * z), lambda t, z: 1e3 * jnp.cos(400 * z)):
+        sde = rf.ItoSDE(drift, lambda t, z: jnp.eye(1))
+        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), t1=1e-6)
+        for seed in range(5):
+            key = jax.random.key(seed)
+            _, figures = rf.MaximumLikelihood(1, rf.Prior(), stationary=1.0)(flow, x, key=key)
+            assert figures["moved"] > 0
+
+
 def test_stationary_adds_what_the_sde_moves_and_what_it_lets_go(key):
     sde = rf.ItoSDE(lambda t, z: 0.3 * z, lambda t, z: jnp.eye(1))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), t1=2.0)
@@ -255,6 +310,21 @@ def test_without_noise_one_path_is_taken(key):
     assert fitted.objective.bound.estimator.num_paths == 1
 
 
+def test_a_model_gains_nothing_by_losing_points(key):
+    """dZ = −a Z³ dt: the larger a, the more of the data no path reaches."""
+    drift = lambda a: lambda t, z: -a * z**3
+    flow = lambda a: rf.StochasticFlow(
+        rf.ItoSDE(drift(a), rf.ConstantDiffusion(0.3 * jnp.eye(1))), rf.Normal(jnp.zeros(1))
+    )
+    x = jax.random.normal(key, (64, 1))
+    objective = rf.MaximumLikelihood(2, rf.Prior())
+    (none, kept), (many, lost) = (objective(flow(a), x, key=key) for a in (1e-3, 5.0))
+    assert kept["lost"] == 0
+    assert lost["lost"] > 0.5
+    assert none < 3
+    assert many > 990 * lost["lost"]
+
+
 def test_paths_that_do_not_reach_a_point_are_counted_and_leave_gradients_finite(key):
     """dZ = −Z³ dt: backwards from far out every path escapes."""
     flow = rf.StochasticFlow(
@@ -263,6 +333,8 @@ def test_paths_that_do_not_reach_a_point_are_counted_and_leave_gradients_finite(
     x = jnp.array([[0.1], [5.0]])
     loss = lambda flow: rf.MaximumLikelihood(2, rf.Prior())(flow, x, key=key)
     (value, figures), slope = eqx.filter_value_and_grad(loss, has_aux=True)(flow)
-    assert np.isfinite(value)
     assert figures["lost"] == 0.5
+    # The point that is lost counts 1000 nats, and the other one what it does alone.
+    x = x[:1]
+    np.testing.assert_allclose(value, (1000 + loss(flow)[0]) / 2, rtol=1e-3)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(slope))

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import roughflow as rf
@@ -57,6 +58,32 @@ def test_the_target_is_not_trained_and_the_penalty_leaves_it_alone(key):
     assert fitted.model.sde.log_density.mean == 1.5
     assert fitted.objective.log_density.mean == 1.5
     assert fitted.model.sde.diffusion.matrix < 1  # the penalty pulls at what can be learned
+
+
+def test_decay_of_weights_leaves_what_is_given_alone(key):
+    """The target, in the flow and in the objective, and what a diffusion measures places by."""
+    target = Shifted(jnp.array([1.5]))
+    noise = rf.LocalDiffusion(1, centre=jnp.array([0.5]), scale=2 * jnp.eye(1), width=3, key=key)
+    flow = rf.StochasticFlow(rf.targeted_sde(target, noise), rf.Normal(jnp.ones(1)))
+    decay = optax.adamw(0.1, weight_decay=0.5)
+    fitted = rf.fit(
+        flow, key=key, objective=rf.ReverseKL(target, 0, batch=8), steps=3, optimiser=decay, progress=False
+    )
+    sde = fitted.model.sde
+    assert fitted.objective.log_density.mean == sde.log_density.mean == 1.5
+    assert (sde.diffusion.centre, sde.diffusion.scale, sde.diffusion.inverse) == (0.5, 2, 0.5)
+    assert fitted.model.base.loc != 1  # trained, and decayed
+    assert not np.array_equal(sde.diffusion.network.weights[0], noise.network.weights[0])
+
+
+def test_a_sample_that_escapes_is_no_gain(key):
+    """dZ = Z³ dt: most samples leave for infinity, and each counts 1000 nats."""
+    flow = rf.StochasticFlow(
+        rf.ItoSDE(lambda t, z: z**3, rf.ConstantDiffusion(jnp.eye(1))), rf.Normal(jnp.zeros(1), 3.0)
+    )
+    loss, figures = rf.ReverseKL(Shifted(jnp.zeros(1)), 0, batch=64)(flow, None, key=key)
+    assert 0.3 < figures["lost"] < 1
+    assert loss > 990 * figures["lost"]
 
 
 def test_the_penalty_is_the_sum_of_absolute_values(key):

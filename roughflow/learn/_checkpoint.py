@@ -40,17 +40,22 @@ class Progress:
 
     def validated(self, loss) -> "Progress":
         """With one more look at the validation data; the best parameters are kept."""
-        lowest = np.min(self.history.validation_loss, initial=np.inf)
+        lowest = np.min(_ranked(self.history.validation_loss), initial=np.inf)
         best = self.parameters if float(loss) < lowest else self.best
         history = self.history.with_validation(self.step, float(loss))
         return dataclasses.replace(self, best=best, history=history)
 
     def stale(self, patience: int | None) -> bool:
         """Whether `patience` looks have passed since the best one."""
-        losses = self.history.validation_loss
+        losses = _ranked(self.history.validation_loss)
         if patience is None or not losses.size:
             return False
         return losses.size - 1 - int(np.argmin(losses)) >= patience
+
+
+def _ranked(losses: np.ndarray) -> np.ndarray:
+    """A look that came to NaN is worse than any that did not."""
+    return np.where(np.isnan(losses), np.inf, losses)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from ._history import History
 from ._interrupt import Interrupt
 from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractObjective, Leaving, Prepared, Remembering
+from ._trainable import trainable
 
 DISPATCH = 256  # steps on the device between two looks at it, at most
 SECONDS = 1.0  # that such a stretch should take
@@ -72,7 +73,8 @@ def fit(
     resume: bool = False,
     progress: bool = True,
 ) -> Fitted:
-    """Make an objective small over the parameters of a model: all its floating-point arrays.
+    """Make an objective small over the parameters of a model: all its floating-point arrays but those of a
+    target it is given.
 
     The same key gives the same numbers, wherever the run is cut in two. Ctrl-C ends it after the present
     stretch of steps (a second or so) and returns what was reached.
@@ -108,8 +110,8 @@ def fit(
     ```
     """
     objective = MaximumLikelihood() if objective is None else objective
-    for name, count in (("steps", steps), ("batch_size", batch_size), ("every", every)):
-        check_count(name, count)
+    steps, batch_size = check_count("steps", steps), check_count("batch_size", batch_size)
+    every, patience = check_count("every", every), None if patience is None else int(patience)
     key_split, key_run, key_validation, key_objective = jax.random.split(check_key(key), 4)
     if isinstance(objective, Prepared):
         objective = objective.prepare(model, key=key_objective)
@@ -123,13 +125,14 @@ def fit(
     store = None
     if checkpoint is not None:
         settings = {"steps": steps, "batch_size": batch_size, "every": every, "patience": patience}
-        settings |= {"learning_rate": learning_rate, "clip": clip}
+        settings |= {"learning_rate": float(learning_rate), "clip": None if clip is None else float(clip)}
         store = Checkpoint.open(checkpoint, settings, start, (key, train, held_out, rest))
     now = _begin(store, start, resume)
     look = None if held_out is None else lambda p: _validate(p, rest, held_out, key_validation)
     with Interrupt() as interrupt, _bar(now.step, steps, progress) as bar:
         now = _run(loop, now, steps, every, patience, look, store, interrupt, bar, train)
-    chosen = now.parameters if held_out is None or not now.history.validation_loss.size else now.best
+    judged = np.any(now.history.validation_loss < np.inf)
+    chosen = now.best if judged else now.parameters
     best_model, best_objective = eqx.combine(chosen, rest)
     if isinstance(best_objective, Leaving):
         best_model = best_objective.leave(best_model)
@@ -301,7 +304,7 @@ def _optimiser(optimiser, learning_rate: float, steps: int, clip: float | None):
 
 def _trained(model: Any, objective: AbstractObjective, frozen: Callable[[Any], Any] | None) -> Any:
     """For each leaf of model and objective, whether it is to be trained."""
-    trained = jax.tree.map(eqx.is_inexact_array, (model, objective))
+    trained = trainable((model, objective))
     if frozen is None:
         return trained
     still = lambda parts: jax.tree.map(lambda _: False, parts)

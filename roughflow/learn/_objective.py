@@ -6,9 +6,14 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 from jaxtyping import Array, PRNGKeyArray
 
+# Nats that a point counts in a loss if no path reaches it, and a sample if it escapes. It has no gradient,
+# but a model that loses it must not look better for that than one that has it.
+LOST = 1000.0
+
 
 class AbstractObjective(eqx.Module):
-    """A loss of a model. Parameters the objective holds itself, a proposal's network say, are trained too.
+    """A loss of a model. Parameters the objective holds itself, a proposal's network say, are trained too;
+    not what it is given, a target.
 
     ```python
     import equinox as eqx, jax, jax.numpy as jnp

@@ -21,9 +21,10 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 
 
         Lφ = −(sin(w·z + b) w·μ + ½ cos(w·z + b) |σᵀw|²)/(|w| + |w|²),
 
-    and the result is the mean over (w, b) of E[Lφ]². Each square is the product of the means of the two
-    halves of the sample, so it has no bias, and may be negative by chance. No path is solved. The SDE is
-    taken at time 0: it should not depend on time.
+    and the result is the mean over (w, b) of E[Lφ]². Each square is the product of the means of two
+    random halves of the sample, so it has no bias, and may be negative by chance. It measures: to make small
+    on one and the same sample it would not do, for what it is below zero grows with the SDE. No path is
+    solved. The SDE is taken at time 0: it should not depend on time.
 
     ```python
     import jax, jax.numpy as jnp
@@ -35,6 +36,22 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 
     rf.stationarity(sde, x, key=key), rf.stationarity(sde, 1 + x, key=key)  # 0.0002 and 0.28
     ```
     """
+    rates = _rates(sde, x, key, waves)
+    rates = jax.random.permutation(jax.random.fold_in(key, 3), rates)
+    half = x.shape[0] // 2
+    return jnp.mean(jnp.mean(rates[:half], axis=0) * jnp.mean(rates[half:], axis=0))
+
+
+def squared_rate(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 128) -> Array:
+    """`stationarity` as a loss: each square that of the mean over the whole sample, so never below zero.
+
+    It exceeds E[Lφ]² by the variance of that mean, Var(Lφ)/N.
+    """
+    return jnp.mean(jnp.mean(_rates(sde, x, key, waves), axis=0) ** 2)
+
+
+def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, waves: int) -> Array:
+    """Lφ at each point of the sample for each of the random φ, `(N, waves)`."""
     _check_sample(x)
     sde = to_ito(sde)
     key_wave, key_length, key_phase = jax.random.split(check_key(key), 3)
@@ -52,9 +69,7 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 
         return -(jnp.sin(angle) * (wave @ sde.drift(t, z)) + 0.5 * jnp.cos(angle) * square)
 
     size = jnp.linalg.norm(unit, axis=1)
-    rates = jax.vmap(generator)(x) / (size + size**2)[None]
-    half = x.shape[0] // 2
-    return jnp.mean(jnp.mean(rates[:half], axis=0) * jnp.mean(rates[half:], axis=0))
+    return jax.vmap(generator)(x) / (size + size**2)[None]
 
 
 def confinement(

@@ -9,6 +9,7 @@ from ._correction import (
     to_ito as to_ito,
     to_stratonovich as to_stratonovich,
 )
+from ._given import GIVEN as GIVEN
 from ._local import LocalDiffusion as LocalDiffusion
 from ._networks import (
     MLP as MLP,

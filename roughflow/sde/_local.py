@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
+from ._given import GIVEN
 from ._networks import MLP
 
 FULL = 16  # dimensions up to which shears are learned
@@ -37,9 +38,9 @@ class LocalDiffusion(eqx.Module):
     network: MLP
     slopes: Array  # (d, 2d), of g
     shears: Array | None  # (2, d, d), of N
-    centre: Array
-    scale: Array
-    inverse: Array
+    centre: Array = eqx.field(metadata=GIVEN)
+    scale: Array = eqx.field(metadata=GIVEN)
+    inverse: Array = eqx.field(metadata=GIVEN)
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
+from ._given import GIVEN
 from ._networks import MLP, ConstantDiffusion
 from ._noise import noise_matrix
 from ._sde import AbstractSDE, Diffusion, ItoSDE
@@ -20,7 +21,7 @@ class TargetedSDE(AbstractSDE):
     """The Itô SDE of `rf.targeted_sde`. σ and Q are held once, so that training moves them together
     with the drift they determine."""
 
-    log_density: LogDensity
+    log_density: LogDensity = eqx.field(metadata=GIVEN)
     diffusion: Diffusion
     skew: Skew | None
 
