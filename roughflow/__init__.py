@@ -35,6 +35,8 @@ from .flow import (
     StochasticFlow as StochasticFlow,
     neural_flow as neural_flow,
     Normal as Normal,
+    Estimate as Estimate,
+    Accuracy as Accuracy,
     AbstractEstimator as AbstractEstimator,
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
@@ -55,9 +57,10 @@ from .flow import (
     Milstein as Milstein,
 )
 from .density import (
-    Estimate as Estimate,
-    Endpoint as Endpoint,
+    default_estimator as default_estimator,
+    Tempered as Tempered,
     PullBack as PullBack,
+    Endpoint as Endpoint,
     Unbiased as Unbiased,
     Richardson as Richardson,
     AbstractImportanceEstimator as AbstractImportanceEstimator,
@@ -71,7 +74,6 @@ from .density import (
     AbstractDraws as AbstractDraws,
     LowerBound as LowerBound,
     UpperBound as UpperBound,
-    PullBackUpperBound as PullBackUpperBound,
 )
 from .learn import (
     fit as fit,

@@ -33,9 +33,8 @@ def score(arguments: argparse.Namespace) -> int:
 
 def _estimate(model: rf.Standardised, rows: np.ndarray, arguments: argparse.Namespace) -> list[np.ndarray]:
     """The figures of all rows; random numbers depend on the seed and on a row's place in the file."""
-    # Without noise one path says it all.
-    noisy = model.flow.noise_dim > 0
-    estimator = rf.Endpoint(arguments.paths) if arguments.paths is not None and noisy else None
+    paths = arguments.paths
+    estimator = None if paths is None else rf.default_estimator(model.flow, paths)
     key = jax.random.key(arguments.seed)
     parts = []
     quiet = arguments.quiet or len(rows) <= CHUNK

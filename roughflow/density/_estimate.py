@@ -1,85 +1,15 @@
-"""An estimate of log p(x), and how far to trust it."""
+"""What weights of paths say about log p(x)."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._pareto import HEAVY, pareto_k
+from ..flow import Estimate
+from ._pareto import pareto_k
 
-# Fewer effective paths than this, and a standard error estimated from them means little.
-FEW_PATHS = 5.0
-
-
-class Estimate(eqx.Module):
-    """log p(x) with its error bars; every field has the batch shape of x.
-
-    - `log_prob`: the logarithm of the mean importance weight.
-    - `standard_error`: Monte Carlo standard error of `log_prob` by the delta method: the relative standard
-      error of the mean weight. It does not contain what the finite driver leaves out.
-    - `truncation_error`: an estimate of what it leaves out, if it was asked for; else None. It is twice
-      the change of `log_prob` when the driver's functions are doubled along the same paths, which is
-      the whole of it if it falls as 1/n, and more than that if it falls faster.
-    - `effective_paths`: (Σw)²/Σw², how many equally weighted paths the estimate is worth.
-    - `escaped`: how many paths had no weight, because their solve left for infinity or no path with
-      those coefficients ends at x.
-    - `num_paths`: how many paths were used.
-    - `pareto_k`: the shape of the weights' tail; their variance is finite below ½. NaN with fewer than
-      25 paths.
-    - `fell_back`: where the proposal found no way to x, so that paths were drawn from the prior.
-    - `unmet`: where the tolerance asked for was not met.
-
-    ```python
-    import jax, jax.numpy as jnp
-    import roughflow as rf
-
-    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
-    flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
-    estimate = flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=rf.PullBack(num_paths=100))
-    estimate.warning  # None, or one line that says what to distrust
-    ```
-    """
-
-    log_prob: Array
-    standard_error: Array
-    effective_paths: Array
-    escaped: Array
-    num_paths: Array
-    pareto_k: Array
-    fell_back: Array
-    unmet: Array
-    truncation_error: Array | None = None
-
-    @property
-    def suspect(self) -> Array:
-        """Where the estimate should not be trusted, for one of the reasons in `warning`."""
-        return self._few | self.fell_back | self.unmet | self._heavy
-
-    @property
-    def _few(self) -> Array:
-        return self.effective_paths < jnp.minimum(FEW_PATHS, self.num_paths)
-
-    @property
-    def _heavy(self) -> Array:
-        return self.pareto_k > HEAVY
-
-    @property
-    def warning(self) -> str | None:
-        """One line when some estimates should not be trusted, else None."""
-        worst = float(jnp.min(self.effective_paths)) if self.effective_paths.size else 0.0
-        reasons = [
-            (self._few, f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {worst:.1f})"),
-            (self._heavy, f"have weights with a heavy tail (Pareto k above {HEAVY})"),
-            (self.fell_back, "found no likeliest path and drew from the prior"),
-            (self.unmet, "did not meet the tolerance within max_paths"),
-        ]
-        found = [f"{int(jnp.sum(bad))} {text}" for bad, text in reasons if bool(jnp.any(bad))]
-        if not found:
-            return None
-        return (
-            f"of {self.log_prob.size} estimates, {'; '.join(found)}: raise num_paths or max_paths, or try "
-            "another estimator"
-        )
+# Particles of one run share what their moves did not reach: between runs, estimates spread so much more than the
+# weights of one run say (measured on laws whose paths to x lie on curved surfaces).
+DOUBT = 1.5
 
 
 def log_mean(log_weights: Array) -> Array:
@@ -105,18 +35,71 @@ def standard_error(terms: Array) -> Array:
     return jnp.std(terms, axis=0, ddof=1) / terms.shape[0] ** 0.5
 
 
-def from_log_weights(log_weights: Array, group: int, fell_back: Array) -> Estimate:
-    """The estimate that log-weights of shape `(K, ...)` make, in independent groups of `group` paths."""
+def weights_error(weights: Array) -> Array:
+    """The standard error of the logarithm of a mean of K independent weights, mean 1, over the first axis.
+
+    By the delta method it is that of the mean. But few weights with a long tail to the right, as products
+    of many factors have, seldom show it: their sample variance is too small more often than not. So the
+    variance is that of the weights or that of the lognormal law with their upper quantiles, whichever
+    is larger; half the square of the largest weight's share is added, for one like it that may be missing;
+    and there is an allowance for K, as Student's t has.
+    """
+    count = weights.shape[0]
+    if count == 1:
+        return jnp.full(weights.shape[1:], jnp.inf, weights.dtype)
+    ranked = jnp.sort(weights, axis=0)
+    upper, middle = (_quantile(ranked, level) for level in (0.9, 0.5))
+    some = middle > 0
+    spread = jnp.where(some, jnp.log(jnp.where(some, upper / jnp.where(some, middle, 1), 1)) / 1.2816, 0)
+    lognormal = jnp.expm1(jnp.minimum(spread**2, 4.0))
+    variance = jnp.maximum(jnp.var(weights, axis=0, ddof=1), lognormal) / count
+    variance = variance + 0.5 * jnp.where(variance > 0, (ranked[-1] - ranked[0]) / count, 0) ** 2
+    return jnp.sqrt(variance) * (1 + 1.2 / (count - 1))
+
+
+def log_bias(weights: Array) -> Array:
+    """What the logarithm of a mean of K independent weights, mean 1, is low by on average: half the variance
+    of the mean, to leading order."""
+    if weights.shape[0] == 1:
+        return jnp.zeros(weights.shape[1:], weights.dtype)
+    return 0.5 * jnp.var(weights, axis=0, ddof=1) / weights.shape[0]
+
+
+def _quantile(ranked: Array, level: float) -> Array:
+    """Between the two nearest of values ranked along the first axis."""
+    place = level * (ranked.shape[0] - 1)
+    low = int(place)
+    high = min(low + 1, ranked.shape[0] - 1)
+    return ranked[low] + (place - low) * (ranked[high] - ranked[low])
+
+
+def from_log_weights(
+    log_weights: Array, group: int, fell_back: Array, tempered: Array | None = None, searched: bool = False
+) -> Estimate:
+    """The estimate that log-weights of shape `(K, ...)` make, in independent groups of `group` paths.
+
+    `searched` says what a weight of zero means: a path that a search did not find, or one that escaped.
+    """
     count = log_weights.shape[0]
     relative = relative_weights(log_weights, 1)
     some = jnp.any(jnp.isfinite(log_weights), axis=0)
+    lost = jnp.sum(jnp.isneginf(log_weights), axis=0)
+    none = jnp.zeros_like(lost)
+    terms = relative_weights(log_weights, group)
+    error = weights_error(terms)
+    if tempered is not None:
+        error = jnp.where(tempered, DOUBT * error, error)
+    value = log_mean(log_weights) + log_bias(terms)
     return Estimate(
-        log_prob=log_mean(log_weights),
-        standard_error=jnp.where(some, standard_error(relative_weights(log_weights, group)), jnp.inf),
+        log_prob=value,
+        standard_error=jnp.where(some, error, jnp.inf),
+        divergence_error=jnp.zeros_like(value),
         effective_paths=jnp.where(some, count / jnp.maximum(jnp.mean(relative**2, axis=0), 1), 0),
-        escaped=jnp.sum(jnp.isneginf(log_weights), axis=0),
         num_paths=jnp.full(log_weights.shape[1:], count),
+        escaped=none if searched else lost,
+        unfound=lost if searched else none,
         pareto_k=pareto_k(jax.lax.stop_gradient(log_weights)),
         fell_back=fell_back,
+        tempered=jnp.zeros_like(fell_back) if tempered is None else tempered,
         unmet=jnp.zeros(log_weights.shape[1:], bool),
     )

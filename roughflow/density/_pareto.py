@@ -5,9 +5,6 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Above this the mean weight converges too slowly for its standard error to mean much.
-HEAVY = 0.7
-
 
 def pareto_k(log_weights: Array) -> Array:
     """The shape k of a generalised Pareto law fitted to the largest weights, over the first axis.

@@ -101,8 +101,7 @@ class Run:
         proposal that was learned. Both are too high by what they miss, so the lower one is the better.
         """
         x = law.sample(key=self.key("test"), shape=(count,))
-        noisy = trained.flow.noise_dim > 0
-        estimator = rf.Endpoint(num_paths=paths) if noisy else None
+        estimator = rf.default_estimator(trained.flow, paths)
         began = time.perf_counter()
         estimate = trained.flow.estimate(x, key=self.key("score"), estimator=estimator)
         value = np.array(estimate.log_prob, float)

@@ -8,9 +8,12 @@ from ._divergence import (
     HutchinsonDivergence as HutchinsonDivergence,
     NoDivergence as NoDivergence,
 )
-from ._estimator import (
+from ._estimate import (
+    FEW_PATHS as FEW_PATHS,
+    HEAVY as HEAVY,
     AbstractEstimator as AbstractEstimator,
-    set_default_estimator as set_default_estimator,
+    Accuracy as Accuracy,
+    Estimate as Estimate,
 )
 from ._fixed_grid import FixedGrid as FixedGrid
 from ._flow import StochasticFlow as StochasticFlow

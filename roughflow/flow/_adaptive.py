@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
+from ..driver import AbstractDriver
 from ._field import Field, guarded
 from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
 from ._integrator import ESCAPE_RATE, AbstractIntegrator
@@ -77,6 +78,18 @@ class Adaptive(AbstractIntegrator):
             fields, z[:, None], fractions, reverse
         )
         return jax.tree.map(lambda a: a[:, 0], outcome)
+
+    def finer(self, driver: AbstractDriver, noise_dim: int) -> "Adaptive":
+        del driver, noise_dim
+        return Adaptive(
+            self.solver,
+            self.rtol / 16,
+            self.atol / 16,
+            4 * self.max_steps,
+            self.gradient,
+            self.per_sample,
+            self.escape_rate,
+        )
 
     def _solve(self, field: Field, z: Array, fraction: Array, reverse: bool) -> Outcome:
         zeros = jnp.zeros(z.shape[:1], z.dtype)

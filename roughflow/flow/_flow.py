@@ -22,7 +22,7 @@ from ..sde import (
 )
 from ._base import Base
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
-from ._estimator import AbstractEstimator, default_estimator
+from ._estimate import AbstractEstimator, Accuracy, Estimate, default_estimator
 from ._field import Field
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
@@ -74,6 +74,7 @@ class StochasticFlow(eqx.Module):
     raises: bool
     dimension: int = eqx.field(static=True)
     noise_dim: int = eqx.field(static=True)
+    proposal: Any = None  # where to look for paths to x, if that was learned with the flow
 
     def __init__(
         self,
@@ -111,10 +112,20 @@ class StochasticFlow(eqx.Module):
         self.correction = ExactCorrection() if correction is None else correction
         self.integrator = FixedGrid() if integrator is None else integrator
         self.raises = True
+        self.proposal = None
 
     def with_driver(self, driver: AbstractDriver) -> Self:
         """The same flow on other paths: train on Karhunen–Loève, test on piecewise linear ones."""
         return eqx.tree_at(lambda flow: flow.driver, self, driver)
+
+    def with_proposal(self, proposal: Any) -> Self:
+        """The same flow, whose densities are estimated with paths from this proposal: `rf.fit` leaves the one
+        that was learned, None takes it away."""
+        return eqx.tree_at(lambda flow: flow.proposal, self, proposal, is_leaf=lambda leaf: leaf is None)
+
+    def with_finer_steps(self) -> Self:
+        """The same flow, solved with half the step, or a sixteenth of the tolerance."""
+        return eqx.tree_at(lambda flow: flow.integrator, self, self.integrator.finer(self.driver, self.noise_dim))
 
     def without_errors(self) -> Self:
         """The same flow, but a solve that fails, by a NaN of the model or for want of steps, gives NaN
@@ -158,18 +169,20 @@ class StochasticFlow(eqx.Module):
         tolerance: float | None = None,
         max_paths: int = 2**16,
         truncation: bool = False,
-    ) -> Any:
+        solver: bool = True,
+    ) -> Estimate:
         """log p(x) = log E p(x | path), with error bars: an `rf.Estimate`.
 
         **Arguments:**
 
         - `x`: points, shape `(..., d)`.
-        - `estimator`: if none is given, `rf.Endpoint()`; with a random divergence, the sign of a high
-          dimension, `rf.PullBack(64, rf.Laplace())`; without noise one pull-back, which is exact.
+        - `estimator`: if none is given, `rf.Tempered()`, with the proposal that was learned with the flow, if
+          one was; without noise one pull-back, which is exact.
         - `tolerance`: add paths to each point until its standard error is below this, or `max_paths`
           are spent; `warning` says if they were.
         - `truncation`: also estimate what the driver's finite number of functions leaves out, at about
           three times the cost.
+        - `solver`: look at a few paths with steps half as long, to see what the solver's steps leave out.
 
         ```python
         import jax, jax.numpy as jnp
@@ -178,17 +191,20 @@ class StochasticFlow(eqx.Module):
         sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
         flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
         estimate = flow.estimate(jnp.zeros((3, 1)), key=jax.random.key(0))
-        estimate.log_prob, estimate.standard_error, estimate.effective_paths
+        estimate.log_prob, estimate.total_error, estimate.warning
         ```
         """
         estimator = default_estimator(self) if estimator is None else estimator
-        return estimator.estimate(
-            self, x, key=key, tolerance=tolerance, max_paths=max_paths, truncation=truncation
-        )
+        if not isinstance(estimator, AbstractEstimator):
+            raise TypeError(
+                f"estimator must be one of rf.Tempered(...), rf.PullBack(...), rf.Endpoint(...), got {estimator!r}"
+            )
+        accuracy = Accuracy(tolerance, max_paths, truncation, solver)
+        return estimator.estimate(self, x, key=key, accuracy=accuracy)
 
     def log_prob(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Array:
         """log p(x), shape `(...)`: the value of `estimate` without its error bars."""
-        return self.estimate(x, key=key, estimator=estimator).log_prob
+        return self.estimate(x, key=key, estimator=estimator, solver=False).log_prob
 
     def sample(
         self,

@@ -5,6 +5,7 @@ import abc
 import equinox as eqx
 from jaxtyping import Array
 
+from ..driver import AbstractDriver
 from ._field import Field
 from ._gradient import AbstractGradient
 from ._outcome import Outcome
@@ -26,3 +27,7 @@ class AbstractIntegrator(eqx.Module):
         `fraction` is None for the whole horizon, a scalar, or `(B,)` when samples stop at different
         times.
         """
+
+    @abc.abstractmethod
+    def finer(self, driver: AbstractDriver, noise_dim: int) -> "AbstractIntegrator":
+        """This integrator with half the step, or a tighter tolerance, to see the error of its own."""

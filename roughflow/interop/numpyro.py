@@ -90,7 +90,8 @@ class FlowDistribution(dist.Distribution):
     With noise, `log_prob` is an estimate. Its paths come from `key`, the same in every call, so NUTS and
     other methods see one smooth function; it is the density of the flow but for the estimate's error.
 
-    **Arguments:** `flow`; `key`; `estimator`, by default 8 paths of `rf.Endpoint`.
+    **Arguments:** `flow`; `key`; `estimator`, by default 8 paths of `rf.PullBack` from the proposal that the flow
+    has learned, or from `rf.Laplace()`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -117,7 +118,7 @@ class FlowDistribution(dist.Distribution):
     ):
         self.flow = flow
         self.key = key
-        self.estimator = estimator or (rf.Endpoint(8) if flow.noise_dim else rf.PullBack(1))
+        self.estimator = estimator or _estimator(flow)
         super().__init__(batch_shape=(), event_shape=(flow.dimension,), validate_args=validate_args)
 
     def sample(self, key: Any, sample_shape=()):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -127,6 +128,13 @@ class FlowDistribution(dist.Distribution):
         del intermediates
         flow = self.flow.without_errors()  # what NumPyro tries on its way may be anywhere
         return flow.log_prob(value, key=_typed(self.key), estimator=self.estimator)
+
+
+def _estimator(flow: rf.StochasticFlow) -> rf.AbstractEstimator:
+    """A smooth one: no particles that are accepted or not."""
+    if not flow.noise_dim:
+        return rf.PullBack(1)
+    return rf.PullBack(8, rf.Laplace() if flow.proposal is None else flow.proposal)
 
 
 def _typed(key: PRNGKeyArray) -> PRNGKeyArray:

@@ -117,8 +117,9 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         """The log density of each row, in the units of the data: shape (n_samples,)."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
-        exact = self.model_.flow.noise_dim == 0
-        estimator = None if exact or self.score_paths is None else rf.Endpoint(self.score_paths)
+        estimator = None
+        if self.score_paths is not None:
+            estimator = rf.default_estimator(self.model_.flow, self.score_paths)
         key = jax.random.fold_in(jax.random.key(self._score_seed), 1)
         return np.asarray(self.model_.log_prob(X, key=key, estimator=estimator), np.float64)
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError, check_count, check_key
 from .._programs import jit
+from ..density import AbstractProposal, Laplace
 from ..flow import StochasticFlow
 from ..sde import LogDensity
 from ._reverse_kl import ReverseKL
@@ -31,7 +32,7 @@ def evidence_bound(
 ) -> EvidenceBound:
     """A lower bound on log ∫ exp(log_density), a model's log evidence, from samples of a flow:
 
-        log Z ≥ E[log p(Z_T) − log 1/(K+1) Σₖ p_T(Z_T | cₖ)],
+        log Z ≥ E[log p(Z_T) − log 1/(K+1) Σₖ wₖ],
 
     minus the loss of `rf.ReverseKL`. It falls short by KL(p_T ‖ p), and by what K paths leave open
     (`rf.UpperBound`).
@@ -51,7 +52,8 @@ def evidence_bound(
     if check_count("num_samples", num_samples) < 2:
         raise ValueError("num_samples must be at least 2, for a standard error, got 1")
     chunks = -(-num_samples // CHUNK)
-    objective = ReverseKL(log_density, num_paths, batch=min(CHUNK, num_samples))
+    proposal = flow.proposal if isinstance(flow.proposal, AbstractProposal) else Laplace()
+    objective = ReverseKL(log_density, num_paths, batch=min(CHUNK, num_samples), proposal=proposal)
     values = [_values(objective, flow, k) for k in jax.random.split(check_key(key), chunks)]
     values = jnp.concatenate(values)[:num_samples]
     lost = int(jnp.sum(~jnp.isfinite(values)))

@@ -20,7 +20,7 @@ from ._checkpoint import Checkpoint, Progress
 from ._history import History
 from ._interrupt import Interrupt
 from ._maximum_likelihood import MaximumLikelihood
-from ._objective import AbstractObjective, Prepared, Remembering
+from ._objective import AbstractObjective, Leaving, Prepared, Remembering
 from ._trainable import trainable
 
 DISPATCH = 256  # steps on the device between two looks at it, at most
@@ -134,6 +134,8 @@ def fit(
     judged = np.any(now.history.validation_loss < np.inf)
     chosen = now.best if judged else now.parameters
     best_model, best_objective = eqx.combine(chosen, rest)
+    if isinstance(best_objective, Leaving):
+        best_model = best_objective.leave(best_model)
     return Fitted(best_model, best_objective, now.history, interrupt.wanted and now.step < steps)
 
 

@@ -78,8 +78,15 @@ class MaximumLikelihood(AbstractObjective):
             return MaximumLikelihood(1, Prior(), stationary=self.stationary)
         if not self.learns_proposal:
             return self
-        proposal = Amortised(model, width=64, key=key)
+        # A model that was fitted before goes on with what it learned.
+        learned = model.proposal
+        proposal = learned if isinstance(learned, Amortised) else Amortised(model, width=64, key=key)
         return eqx.tree_at(lambda o: o.bound.estimator.proposal, self, proposal)
+
+    def leave(self, model: StochasticFlow) -> StochasticFlow:
+        """The model with the proposal that was learned beside it."""
+        proposal = self.bound.estimator.proposal
+        return model.with_proposal(proposal) if isinstance(proposal, Amortised) else model
 
     def __call__(
         self, model: StochasticFlow, x: Array | None, *, key: PRNGKeyArray

@@ -51,3 +51,10 @@ class Remembering(Protocol):
     a gradient. What a step leaves behind is the figure `memory`; `remember` takes it in for the next."""
 
     def remember(self, memory: Any) -> AbstractObjective: ...
+
+
+@runtime_checkable
+class Leaving(Protocol):
+    """An objective that leaves with the model something that it learned, such as where to look for paths."""
+
+    def leave(self, model: Any) -> Any: ...

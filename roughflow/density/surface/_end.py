@@ -7,31 +7,36 @@ from jaxtyping import Array
 
 from ._latent import Latent, Target, constant
 from ._linear import solve
+from ._some import for_some
 
 STEPS = 12  # from one matrix
-ROUNDS = 3  # of a fresh matrix for the paths that are not there yet
-STRAGGLERS = 8  # one path in so many may need another round
+STAGES = 4  # of the way from a path that is known, for those that were not found at once
+BLOCK = 256  # of them followed together
 SHORTEST = 0.05  # a step cut below this part of itself has failed
 LONGEST = 10.0  # standard deviations a step may go at once
 
 
 def solve_end(
-    latent: Latent, target: Target, rows: Array, delta: Array, guess: Array
+    latent: Latent, target: Target, rows: Array, delta: Array, centre: Array
 ) -> tuple[Array, Array, Array]:
-    """The ξ = δ + Rᵀr with Φ(ξ) = x, one a row; DΦ(ξ) Rᵀ there; and whether it was found.
+    """The ξ = δ + Rᵀr with Φ(ξ) = x, one per row; DΦ(ξ) Rᵀ there; and whether it was found.
 
-    Derivatives are those of the solution (implicit function theorem), not of the search for it.
+    The search starts from the part of `centre` `(B, D)` along the rows. Where that fails the solution is
+    followed from the centre, whose end is known, as δ and x move from there to where they should be.
+    Derivatives are those of the solution (implicit function theorem), not of the search for it; they are
+    zero where none was found, and ξ is then the centre.
     """
     # The search is a constant to derivatives: only then can its loop stop early.
-    frozen, aim, base, directions = constant((latent, target, delta, rows))
-    surface = Surface(frozen.quiet(), aim, base, directions)
-    r = jnp.einsum("bij,bj->bi", directions, constant(guess))
-    r, solved = _search(surface, r)
-    slope = surface.matrix(r)  # unless there are derivatives to take, nobody asks for it
-    end = latent.end(_at(delta, rows, r), target.start)[0]
-    r = _implicit(r, slope, target.x - end)
-    here = Surface(latent, target, delta, rows)
-    return here.xi(r), here.matrix(r), solved
+    surface = constant(Surface(latent.quiet(), target, delta, rows))
+    middle = constant(centre)
+    r, solved = _search(surface, middle)
+    safe = jnp.where(solved[:, None], delta, middle - _along(rows, middle))
+    eye = jnp.eye(rows.shape[1], dtype=r.dtype)[None]
+    here = Surface(latent, target, safe, rows)
+    slope = jnp.where(solved[:, None, None], constant(here).matrix(r), eye)
+    gap = jnp.where(solved[:, None], here.gap(r)[0], 0)
+    r = _implicit(r, slope, gap)
+    return here.xi(r), jnp.where(solved[:, None, None], here.matrix(r), eye), solved
 
 
 class Surface(eqx.Module):
@@ -57,10 +62,6 @@ class Surface(eqx.Module):
         columns = jax.lax.map(tangent, jnp.swapaxes(self.rows, 0, 1))
         return jnp.moveaxis(columns, 0, -1)
 
-    def some(self, chosen: Array) -> "Surface":
-        take = lambda tree: jax.tree.map(lambda a: a[chosen], tree)
-        return Surface(self.latent, take(self.target), self.delta[chosen], self.rows[chosen])
-
 
 @jax.custom_jvp
 def _implicit(r: Array, matrix: Array, gap: Array) -> Array:
@@ -75,23 +76,25 @@ def _implicit_jvp(primals, tangents):
     return r, _solve(matrix, tangents[2])
 
 
-def _search(surface: Surface, r: Array) -> tuple[Array, Array]:
-    """Everyone once; then those who are not there, some at a time, again from where they came to."""
-    r, done = _quasi_newton(surface, r)
-    some = -(-len(r) // STRAGGLERS)
+def _search(surface: Surface, centre: Array) -> tuple[Array, Array]:
+    """Everyone at once from the centre; then those who are not there, step by step."""
+    begin = jnp.einsum("bij,bj->bi", surface.rows, centre)
+    r, done = _quasi_newton(surface, begin)
 
-    def again(state):
-        r, done, tries = state
-        # The least tried of those not done.
-        chosen = jnp.argsort(jnp.where(done, ROUNDS, tries))[:some]
-        there, solved = _quasi_newton(surface.some(chosen), r[chosen])
-        fresh = ~done[chosen]
-        r = r.at[chosen].set(jnp.where(fresh[:, None], there, r[chosen]))
-        return r, done.at[chosen].set(~fresh | solved), tries.at[chosen].add(1)
+    def follow(some: tuple) -> tuple[Array, Array]:
+        target, delta, rows, centre, r = some
+        known = surface.latent.end(centre, target.start)[0]
+        home = centre - _along(rows, centre)
 
-    going = lambda state: jnp.any(~state[1] & (state[2] < ROUNDS - 1))
-    r, done, _ = jax.lax.while_loop(going, again, (r, done, jnp.zeros(len(r), int)))
-    return r, done
+        def stage(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            part = (i + 1) / STAGES
+            aim = eqx.tree_at(lambda t: t.x, target, known + part * (target.x - known))
+            return _quasi_newton(Surface(surface.latent, aim, home + part * (delta - home), rows), state[0])
+
+        return jax.lax.fori_loop(0, STAGES, stage, (r, jnp.zeros(len(r), bool)))
+
+    rows = (surface.target, surface.delta, surface.rows, centre, begin)
+    return for_some(~done, follow, rows, (r, done), BLOCK)
 
 
 def _quasi_newton(surface: Surface, r: Array) -> tuple[Array, Array]:
@@ -142,6 +145,11 @@ def _whole(change: Array) -> Array:
 
 def _at(delta: Array, rows: Array, r: Array) -> Array:
     return delta + jnp.einsum("bij,bi->bj", rows, r)
+
+
+def _along(rows: Array, xi: Array) -> Array:
+    """RᵀRξ."""
+    return jnp.einsum("bij,bi->bj", rows, jnp.einsum("bij,bj->bi", rows, xi))
 
 
 def _solve(matrix: Array, right: Array) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..sde import UNROLL
+from ...sde import UNROLL
 
 
 def solve(matrix: Array, right: Array) -> Array:

@@ -1,17 +1,20 @@
 """log p(x) without the bias that the logarithm of a mean has."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key, is_traced
-from ..flow import AbstractEstimator, StochasticFlow
-from ._endpoint import Endpoint
-from ._estimate import Estimate, from_log_weights, log_mean, standard_error
-from ._estimator import AbstractImportanceEstimator
-from ._sampler import Sampler
+from ..._checks import check_count, check_key, is_traced
+from ...flow import AbstractEstimator, Accuracy, Estimate, StochasticFlow
+from .._estimate import from_log_weights, log_mean, standard_error
+from ..proposals import Laplace
+from ._importance import AbstractImportanceEstimator, in_shape
+from ._pull_back import PullBack
+from ._weights import Sampler
 
 
 class Unbiased(AbstractEstimator):
@@ -45,7 +48,7 @@ class Unbiased(AbstractEstimator):
     ```
     """
 
-    estimator: AbstractImportanceEstimator = Endpoint(num_paths=16)
+    estimator: AbstractImportanceEstimator = PullBack(num_paths=16, proposal=Laplace())
     replicates: int = eqx.field(static=True, default=8)
     decay: float = eqx.field(static=True, default=1.5)
 
@@ -54,18 +57,8 @@ class Unbiased(AbstractEstimator):
         if not 1 < self.decay < 2:
             raise ValueError(f"decay must lie between 1 and 2 for finite cost and variance, got {self.decay}")
 
-    def estimate(
-        self,
-        flow: StochasticFlow,
-        x: Array,
-        *,
-        key: PRNGKeyArray,
-        tolerance: float | None = None,
-        max_paths: int = 2**16,
-        truncation: bool = False,
-    ) -> Estimate:
-        del max_paths
-        if tolerance is not None or truncation:
+    def estimate(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
+        if accuracy.tolerance is not None or accuracy.truncation:
             raise ValueError("Unbiased takes neither tolerance nor truncation: set replicates instead")
         if is_traced(key):
             raise ValueError(
@@ -73,27 +66,28 @@ class Unbiased(AbstractEstimator):
             )
         key_paths, key_levels = jax.random.split(check_key(key))
         sampler = Sampler(self.estimator, flow, x, key_paths)
-        count = len(sampler.keys)
+        count = sampler.size
         levels = self._levels(key_levels, count * self.replicates)
         # Blocks of K paths, in the order of points and replicates; each a stretch of its point's paths.
         points = np.repeat(np.repeat(np.arange(count), self.replicates), 2**levels)
         stretch = np.arange(len(points)) - np.searchsorted(points, points)
-        weights = sampler.log_weights(points, stretch * self.estimator.num_paths)
+        weights = sampler.weighed(points, stretch * self.estimator.num_paths).log_weights
         values = self._combine(log_mean(weights.T), levels)
         values = jnp.reshape(values, (count, self.replicates)).T
-        total = lambda a: jax.ops.segment_sum(a, jnp.asarray(points), count)
-        blocks = from_log_weights(weights.T, sampler.group, sampler.law.fell_back[points])
-        estimate = Estimate(
+        total = lambda a: jax.ops.segment_sum(a.astype(float), jnp.asarray(points), count).astype(a.dtype)
+        missed, searches = sampler.law.missed[sampler.places], self.estimator.searches
+        blocks = from_log_weights(weights.T, sampler.group, missed[points], searched=searches)
+        estimate = dataclasses.replace(
+            jax.tree.map(total, blocks),
             log_prob=jnp.mean(values, axis=0),
             standard_error=standard_error(jax.lax.stop_gradient(values)),
-            effective_paths=total(blocks.effective_paths),
-            escaped=total(blocks.escaped),
-            num_paths=total(blocks.num_paths),
+            divergence_error=jnp.zeros(count, weights.dtype),
             pareto_k=jnp.full(count, jnp.nan, weights.dtype),
-            fell_back=sampler.law.fell_back,
+            fell_back=missed,
+            tempered=jnp.zeros(count, bool),
             unmet=jnp.zeros(count, bool),
         )
-        return jax.tree.map(lambda a: jnp.reshape(a, sampler.batch), estimate)
+        return in_shape(estimate, sampler.batch)
 
     def _probability(self, level: np.ndarray) -> np.ndarray:
         """p_j for j = 1, 2, …"""

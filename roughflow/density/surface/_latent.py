@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..flow import NoDivergence, StochasticFlow, Whitened
-from ..sde import ExactCorrection, with_explicit_parameters
+from ...flow import NoDivergence, StochasticFlow, Whitened
+from ...sde import ExactCorrection, with_explicit_parameters
 from ._linear import log_abs_det
 
 
@@ -53,8 +53,12 @@ class Latent(eqx.Module):
         return 0 if self.fixed_start else self.flow.dimension
 
     @property
+    def path_size(self) -> int:
+        return self.flow.driver.num_functions * self.flow.noise_dim
+
+    @property
     def size(self) -> int:
-        return self.start_size + self.flow.driver.num_functions * self.flow.noise_dim
+        return self.start_size + self.path_size
 
     def coefficients(self, xi: Array) -> Array:
         """The path's part of ξ, `(..., n, m)`."""

@@ -1,0 +1,72 @@
+"""A chart of the ways to reach x, and weights on it."""
+
+import abc
+from typing import Any, NamedTuple
+
+import equinox as eqx
+from jaxtyping import Array, PRNGKeyArray
+
+from ...flow import AbstractEstimator, StochasticFlow
+from ..proposals import AbstractProposal
+from ..surface import Cloud, Target
+
+
+class Weights(NamedTuple):
+    """Log-weights of paths, the paths in the chart's coordinates, and log_joint there; `keys` of the solves,
+    if these are random."""
+
+    log_weights: Array  # (B, K)
+    paths: Array  # (B, K, ·)
+    joint: Array  # (B, K)
+    keys: PRNGKeyArray | None  # (B, K)
+
+
+class AbstractChart(AbstractEstimator):
+    """p(x) = E w, w the weight of a path drawn from a law that was chosen for x beforehand.
+
+    A law is a pytree with one entry of the leading axis per point. Everything below is traced: it works on a
+    batch of points, B of them, with K paths each, and knows no values.
+    """
+
+    num_paths: eqx.AbstractVar[int]
+    proposal: eqx.AbstractVar[AbstractProposal]
+    # What a weight of zero is: a path that a search did not find, or one that escaped.
+    searches: eqx.AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def check(self, flow: StochasticFlow) -> None:
+        """Refuse a flow this estimator cannot do."""
+
+    @abc.abstractmethod
+    def starts(self, x: Array) -> Array | None:
+        """Fixed starting points, of the shape of x; None if they are drawn from the base."""
+
+    @abc.abstractmethod
+    def prepare(self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None) -> Any:
+        """The law to draw paths from."""
+
+    @abc.abstractmethod
+    def poor(self, log_weights: Array) -> Array:
+        """Where weights `(B, K)` are so poor that `improve` should be asked for better ones, `(B,)`."""
+
+    @abc.abstractmethod
+    def improve(
+        self, flow: StochasticFlow, target: Target, law: Any, poor: Array, keys: PRNGKeyArray, count: int
+    ) -> Weights:
+        """Other paths, `count` of them, for the points whose weights are `poor`; anything elsewhere."""
+
+    @abc.abstractmethod
+    def settled(self, law: Any) -> Any:
+        """The law, once it is known for all points: a last look with values at hand, where there are any."""
+
+    @abc.abstractmethod
+    def weigh(
+        self, flow: StochasticFlow, target: Target, law: Any, noise: Array, keys: PRNGKeyArray
+    ) -> Weights:
+        """K paths made from standard normal numbers `(B, K, D + SPARE)`; `keys` `(B,)` for what else is random."""
+
+    @abc.abstractmethod
+    def log_joint(
+        self, flow: StochasticFlow, target: Target, law: Any, paths: Array, keys: PRNGKeyArray | None
+    ) -> Array:
+        """The log-density of paths and x, `(B, F)`, in the chart's coordinates; `keys` `(B, F)` as in `Weights`."""

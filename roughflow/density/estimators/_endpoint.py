@@ -1,0 +1,253 @@
+"""p(x) as an integral over the ways to reach x, with forward solves only: for fixed starts."""
+
+import math
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
+
+from ..._checks import check_count, is_traced
+from ...flow import StochasticFlow
+from ..proposals import SPARE, AbstractProposal, Laplace, Prior, normal_numbers
+from ..surface import (
+    Cloud,
+    Latent,
+    Target,
+    constant,
+    end_and_jacobian,
+    find_modes,
+    log_abs_det,
+    normal_space,
+    solve_end,
+)
+from ._chart import Weights
+from ._importance import AbstractImportanceEstimator
+
+TRIAL = 16  # paths looked at before the law is fixed
+UNEVEN = 1.0  # nats by which their weights may differ, or a wider law is drawn from
+WIDER, PRIOR_SHARE = 1.3, 0.25  # how much wider, and the prior's part in it
+SINGULAR = (
+    "the noise does not move the end in every direction, so Endpoint cannot solve for it; use rf.PullBack, "
+    "with a law for the start"
+)
+
+
+class EndpointLaw(eqx.Module):
+    """δ normal around the free part of `centre`, orthogonal to `rows`; wider, and partly the prior, if `wide`."""
+
+    centre: Array  # (B, D)
+    rows: Array  # R, (B, d, D)
+    singular: Array  # (B,): where the noise does not move the end in every direction
+    missed: Array  # (B,)
+    wide: Array  # (B,)
+
+    @property
+    def _prior(self) -> Array:
+        share = jnp.where(self.wide, PRIOR_SHARE, 0.0)
+        return jnp.where(self.missed, 1.0, share)[:, None].astype(self.centre.dtype)
+
+    @property
+    def _scale(self) -> Array:
+        return jnp.where(self.wide, WIDER, 1.0)[:, None].astype(self.centre.dtype)
+
+    def sample(self, noise: Array) -> Array:
+        """δ `(B, K, D)`."""
+        noise, spare = noise[..., :-SPARE], noise[..., -SPARE:]
+        around = self.centre[:, None] + self._scale[..., None] * noise
+        from_prior = jax.scipy.special.ndtr(spare) < self._prior[..., None]
+        return self._free(jnp.where(from_prior, noise, around))
+
+    def log_prob(self, delta: Array) -> Array:
+        """Its log-density on the complement of the rows, `(B, K)`."""
+        size = self.rows.shape[2] - self.rows.shape[1]
+        log_normal = lambda y: -0.5 * jnp.sum(y**2, axis=-1) - 0.5 * size * math.log(2 * math.pi)
+        offset = delta - self._free(self.centre[:, None])
+        around = log_normal(offset / self._scale[..., None]) - size * jnp.log(self._scale)
+        share = self._prior
+        return jnp.logaddexp(jnp.log1p(-share) + around, jnp.log(share) + log_normal(delta))
+
+    def _free(self, xi: Array) -> Array:
+        along = jnp.einsum("bij,bkj->bki", self.rows, xi)
+        return xi - jnp.einsum("bij,bki->bkj", self.rows, along)
+
+
+class Endpoint(AbstractImportanceEstimator):
+    """Paths drawn around the likeliest one, each bent so that it ends at x: for transition densities.
+
+    Write Z_T = Φ(ξ) with ξ standard normal in R^D: all path coefficients, and the whitened start unless it is
+    fixed. Split R^D along d orthonormal rows R. Draw the part δ of ξ orthogonal to them from the proposal q,
+    and solve for the r in Rᵈ that brings the end to x:
+
+        Φ(δ + Rᵀ r) = x,      p(x) = E [ φ(ξ) / (|det DΦ(ξ) Rᵀ| q(δ)) ],   ξ = δ + Rᵀ r.
+
+    With `rf.Laplace()`, the default, R spans the rows of DΦ at the likeliest path: on a linear SDE all
+    weights are equal, and any number of noises will do. With `rf.Prior()` R is the endpoint B(T) of the path,
+    in the directions that move the end most, which takes as many noises as dimensions.
+
+    From a fixed start it is the estimator to use, for there the pull-back does not exist. With a law for the
+    start prefer the default, `rf.Tempered`: here one root is counted for each δ, so a law that folds space so
+    that there are several is estimated low, and a path that the search does not find has no weight:
+    `Estimate.unfound` counts them, and more than one in twenty are a warning. It costs d + 1 solves per Newton
+    step; no backward solve can escape, which is why strongly contracting SDEs are its ground too.
+
+    **Arguments:**
+
+    - `num_paths`: how many paths per point.
+    - `proposal`: `rf.Laplace()` or `rf.Prior()`.
+    - `start`: a point z₀ of shape `(d,)`, or one for each x, `(..., d)`. The law of the flow's base is
+      then not used: what is estimated is the transition density from z₀.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
+    estimate = flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=rf.Endpoint(start=jnp.ones(1)))
+    estimate.log_prob, estimate.standard_error
+    ```
+    """
+
+    num_paths: int = eqx.field(static=True)
+    proposal: AbstractProposal
+    start: Array | None
+    searches: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        num_paths: int = 64,
+        proposal: AbstractProposal | None = None,
+        start: ArrayLike | None = None,
+    ):
+        self.num_paths = check_count("num_paths", num_paths)
+        self.proposal = Laplace() if proposal is None else proposal
+        self.start = None if start is None else jnp.asarray(start, float)
+        if not isinstance(self.proposal, Laplace | Prior):
+            name = type(self.proposal).__name__
+            raise ValueError(f"Endpoint takes rf.Laplace or rf.Prior, got {name}: use rf.PullBack with that")
+
+    def starts(self, x: Array) -> Array | None:
+        if self.start is None:
+            return None
+        shape = self.start.shape
+        if not shape or shape[-1] != x.shape[-1]:
+            raise ValueError(f"start must have shape (..., {x.shape[-1]}) to match the flow, got {shape}")
+        return jnp.broadcast_to(self.start.astype(x.dtype), x.shape)
+
+    def check(self, flow: StochasticFlow) -> None:
+        d, m = flow.dimension, flow.noise_dim
+        if m < d and isinstance(self.proposal, Prior):
+            raise ValueError(
+                f"Endpoint with Prior needs at least as many noises as dimensions, got a {d} x {m} diffusion; "
+                "use rf.PullBack, or Endpoint with rf.Laplace"
+            )
+
+    def prepare(
+        self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
+    ) -> EndpointLaw:
+        latent, target = constant((_latent(flow, target), target))
+        if isinstance(self.proposal, Prior):
+            return constant(_prior_law(latent, target))
+        law = constant(_laplace_law(latent, target, keys, cloud, self.proposal.starts))
+        size = latent.size + SPARE
+        noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(TRIAL), size, target.x.dtype))(keys)
+        weights = self.weigh(flow.without_errors(), target, law, noise, keys).log_weights
+        uneven = ~(jnp.max(weights, axis=1) - jnp.min(weights, axis=1) < UNEVEN)
+        return eqx.tree_at(lambda law: law.wide, law, uneven & ~law.missed)
+
+    def poor(self, log_weights: Array) -> Array:
+        return jnp.zeros(len(log_weights), bool)
+
+    def improve(
+        self, flow: StochasticFlow, target: Target, law: EndpointLaw, poor: Array, keys: PRNGKeyArray, count: int
+    ) -> Weights:
+        raise NotImplementedError  # no weights are called poor
+
+    def settled(self, law: EndpointLaw) -> EndpointLaw:
+        """Refuse noise that does not move the end in every direction, whatever x is."""
+        degenerate = jnp.all(law.singular)
+        if is_traced(degenerate):
+            return eqx.tree_at(lambda a: a.rows, law, eqx.error_if(law.rows, degenerate, SINGULAR))
+        if bool(degenerate):
+            raise ValueError(SINGULAR)
+        return law
+
+    def weigh(
+        self, flow: StochasticFlow, target: Target, law: EndpointLaw, noise: Array, keys: PRNGKeyArray
+    ) -> Weights:
+        del keys
+        delta = law.sample(noise)
+        joint = self.log_joint(flow, target, law, delta, None)
+        return Weights(joint - law.log_prob(delta), delta, joint, None)
+
+    def log_joint(
+        self, flow: StochasticFlow, target: Target, law: EndpointLaw, paths: Array, keys: PRNGKeyArray | None
+    ) -> Array:
+        del keys
+        latent = _latent(flow, target)
+        batch, count, _ = paths.shape
+        each = lambda a: jnp.repeat(a, count, axis=0)
+        delta = jnp.reshape(paths, (batch * count, -1))
+        xi, matrix, solved = solve_end(latent, target.repeat(count), each(law.rows), delta, each(law.centre))
+        value = latent.log_prior(xi) - log_abs_det(matrix)
+        return jnp.reshape(jnp.where(solved & jnp.isfinite(value), value, -jnp.inf), (batch, count))
+
+
+def _latent(flow: StochasticFlow, target: Target) -> Latent:
+    return Latent(flow, fixed_start=target.start is not None)
+
+
+def _laplace_law(
+    latent: Latent, target: Target, keys: PRNGKeyArray, cloud: Cloud | None, starts: int
+) -> EndpointLaw:
+    """Around the likeliest way found, along the surface's normal space there."""
+    batch = len(target.x)
+    middle = jnp.zeros((batch, 1, latent.size), target.x.dtype)
+    if cloud is None:
+        places = TRIAL + jnp.arange(starts - 1)
+        draw = lambda key: normal_numbers(key, places, latent.size, target.x.dtype)
+        begin = jax.vmap(draw)(keys)
+    else:
+        begin = cloud.nearest(target.x, starts - 1)
+    modes = find_modes(latent.quiet(), target, jnp.concatenate([middle, begin], axis=1)).best(1)
+    found, usable = modes.found, modes.reached[:, 0] & jnp.all(jnp.isfinite(modes.rows[:, 0]), axis=(1, 2))
+    frame = jnp.eye(latent.flow.dimension, latent.size, dtype=middle.dtype)[None]
+    rows = jnp.where(usable[:, None, None], modes.rows[:, 0], frame)
+    centre = jnp.where(found[:, None], modes.xi[:, 0], 0)
+    return EndpointLaw(centre, rows, ~usable, ~found, jnp.zeros_like(found))
+
+
+def _prior_law(latent: Latent, target: Target) -> EndpointLaw:
+    rows, reached = endpoint_rows(latent, target)
+    batch = len(target.x)
+    none = jnp.zeros(batch, bool)
+    return EndpointLaw(
+        jnp.zeros((batch, latent.size), rows.dtype),
+        jnp.broadcast_to(rows, (batch, *rows.shape)),
+        none | ~reached,
+        none,
+        none,
+    )
+
+
+def endpoint_rows(latent: Latent, target: Target) -> tuple[Array, Array]:
+    """Orthonormal rows `(d, D)`: the endpoint B(T), in the directions that move Z_T most; and whether it moves
+    in all directions.
+
+    B(T) is the combination g = (∫eₖ)ₖ of the coefficients; of its m components the row space of
+    ∂Φ/∂B(T) at the middle path is taken. Any choice is valid, so one serves for all x.
+    """
+    flow = latent.flow
+    dtype = target.x.dtype
+    weights = flow.driver.integrals(jnp.ones((), dtype))
+    weights = weights / jnp.linalg.norm(weights)
+    middle = jnp.zeros((1, latent.size), dtype)
+    start = None if target.start is None else target.start[:1]
+    jacobian = end_and_jacobian(latent, middle, start)[1][0]
+    blocks = jnp.reshape(jacobian[:, latent.start_size :], (flow.dimension, -1, flow.noise_dim))
+    push = jnp.einsum("ikj,k->ij", blocks, weights)
+    rows, _, reached = normal_space(push[None])
+    rows = jnp.where(reached[0], rows[0], jnp.eye(*push.shape, dtype=dtype))
+    rows = jnp.reshape(jnp.einsum("k,ij->ikj", weights, rows), (flow.dimension, -1))
+    return jnp.pad(rows, ((0, 0), (latent.start_size, 0))), reached[0]

@@ -1,0 +1,131 @@
+"""p(x) as a mean of weights over random paths, until it is known well enough."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from ..._checks import check_positive, is_traced
+from ..._programs import jit
+from ...flow import FEW_PATHS, Accuracy, Estimate, StochasticFlow
+from .._estimate import from_log_weights, log_mean
+from ._chart import AbstractChart
+from ._weights import Sampler, Weighed
+
+GROWTH = 4  # how many times more paths a round may bring
+# A standard error from K paths is itself known to about 2/√K of its size where weights are skewed, and
+# rounds stop on low ones: what must be below the tolerance is two such errors up.
+DOUBT = 4
+
+
+class AbstractImportanceEstimator(AbstractChart):
+    """Importance sampling in the coordinates of a chart."""
+
+    def estimate(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
+        sampler = Sampler(self, flow, x, key)
+        points = np.arange(sampler.size)
+        weighed = sampler.weighed(points, np.zeros(len(points), int), checked=accuracy.solver)
+        if accuracy.tolerance is None:
+            estimate = summary(sampler, weighed, points)
+        elif is_traced(weighed.log_weights):
+            raise ValueError("tolerance needs values to look at: inside jit or grad set num_paths instead")
+        else:
+            check_positive("tolerance", accuracy.tolerance)
+            estimate = _until(sampler, weighed, accuracy.tolerance, accuracy.max_paths)
+        if flow.noise_dim == 0 and weighed.divergence_error is None:
+            # Without noise every path is the same.
+            estimate = dataclasses.replace(estimate, standard_error=jnp.zeros_like(estimate.log_prob))
+        if accuracy.truncation:
+            fine = finer_log_weights(self, flow, x, key)
+            error = 2 * jnp.abs(log_mean(fine.T) - log_mean(weighed.plain.T))
+            estimate = dataclasses.replace(estimate, truncation_error=error)
+        return in_shape(estimate, sampler.batch)
+
+
+def finer_log_weights(
+    estimator: AbstractImportanceEstimator, flow: StochasticFlow, x: Array, key: PRNGKeyArray
+) -> Array:
+    """The log-weights with twice the driver's functions, along paths that share their coefficients with
+    those that a sampler draws from the same key."""
+    refined = flow.with_driver(flow.driver.refined())
+    return Sampler(estimator, refined, x, key, coarse=flow.driver).all_log_weights()
+
+
+def in_shape(estimate: Estimate, batch: tuple[int, ...]) -> Estimate:
+    if estimate.log_prob.shape == batch:
+        return estimate
+    return jax.tree.map(lambda a: jnp.reshape(a, batch), estimate)
+
+
+def summary(sampler: Sampler, weighed: Weighed, points: np.ndarray) -> Estimate:
+    """The estimate that the weights of some points make."""
+    missed, searches = sampler.law.missed, sampler.estimator.searches
+    return _summary(weighed, sampler.group, missed, sampler.places[points], searches)
+
+
+@jit
+def _summary(weighed: Weighed, group: int, missed: Array, places: Array, searches: bool) -> Estimate:
+    # Particles that start from the prior find their way; their weights say if they did not.
+    fell_back = missed[places] & ~weighed.poor
+    estimate = from_log_weights(weighed.log_weights.T, group, fell_back, weighed.poor, searches)
+    if weighed.solver_error is None:
+        return estimate
+    rounding = 8 * jnp.finfo(estimate.log_prob.dtype).eps * (1 + jnp.abs(estimate.log_prob))
+    solver = jnp.where(jnp.isfinite(estimate.log_prob), weighed.solver_error + rounding, jnp.inf)
+    estimate = dataclasses.replace(estimate, solver_error=solver)
+    if weighed.divergence_error is None:
+        return estimate
+    return dataclasses.replace(estimate, divergence_error=weighed.divergence_error)
+
+
+def _until(sampler: Sampler, weighed: Weighed, tolerance: float, max_paths: int) -> Estimate:
+    """Rounds of more paths for the points whose standard error is above the tolerance."""
+    size = sampler.estimator.num_paths
+    have = list(np.asarray(weighed.log_weights))
+    while True:
+        counts = np.array([len(weights) for weights in have])
+        quality = np.array([_quality(weights, sampler.group) for weights in have])
+        bar = quality[:, 0] * (1 + DOUBT / counts**0.5)
+        unmet = (bar > tolerance) | (quality[:, 1] < min(FEW_PATHS, 0.99 * size))
+        open_points = np.flatnonzero(unmet & (counts + size <= max_paths))
+        if not open_points.size:
+            break
+        # Where nothing is known yet, as many as a round may bring.
+        ratio = np.nan_to_num(1.2 * (np.minimum(bar, 1e6) / tolerance) ** 2, nan=GROWTH)
+        wanted = counts * np.clip(ratio, 2, GROWTH)
+        rounds = ((np.minimum(wanted, max_paths) - counts) // size).astype(int).clip(1)[open_points]
+        points = np.repeat(open_points, rounds)
+        step = np.concatenate([np.arange(r) for r in rounds])
+        fresh = sampler.weighed(points, counts[points] + size * step).log_weights
+        for point, weights in zip(points, np.asarray(fresh), strict=True):
+            have[point] = np.concatenate([have[point], weights])
+    return _gather(have, weighed, sampler, unmet)
+
+
+def _quality(log_weights: np.ndarray, group: int) -> tuple[float, float]:
+    """Standard error of log p and effective paths, for a look between rounds."""
+    weights = np.exp(log_weights - max(log_weights.max(), -1e300))
+    mean = weights.mean()
+    if mean == 0 or len(weights) == group:
+        return np.inf, 0.0
+    terms = (weights / mean).reshape(-1, group).mean(axis=1)
+    effective = len(weights) / np.mean((weights / mean) ** 2)
+    variance = terms.var(ddof=1) / len(terms) + 0.5 * ((terms.max() - terms.min()) / len(terms)) ** 2
+    return float(variance**0.5), float(effective)
+
+
+def _gather(have: list[np.ndarray], weighed: Weighed, sampler: Sampler, unmet: np.ndarray) -> Estimate:
+    """One estimate from weights that differ in number between points."""
+    counts = np.array([len(weights) for weights in have])
+    parts, order = [], []
+    for count in np.unique(counts):
+        points = np.flatnonzero(counts == count)
+        weights = jnp.asarray(np.stack([have[i] for i in points]))
+        rest = jax.tree.map(lambda a, points=points: a[points], weighed[2:])
+        parts.append(summary(sampler, Weighed(weights, weights, *rest), points))
+        order.append(points)
+    back = np.argsort(np.concatenate(order))
+    estimate = jax.tree.map(lambda *a: jnp.concatenate(a)[back], *parts)
+    return dataclasses.replace(estimate, unmet=jnp.asarray(unmet))

@@ -1,0 +1,211 @@
+"""Particles moved from a proposal to the law of the path given x (Del Moral, Doucet & Jasra 2006)."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from ..proposals import SPARE, Mixture, normal_quantile, random_bits, uniform_numbers
+
+TEMPERATURES = 16  # at most
+KEPT = 0.5  # the effective fraction of particles that a step of β leaves
+ROUNDS = 3  # of two moves at each β: one along a component of the proposal, one along the particles' spread
+HALVINGS = 24  # to find β
+GOAL = 0.25  # share of moves to be accepted
+
+
+class Particles(eqx.Module):
+    """K paths of each of B points, equally likely under the law of the path given x, and K independent
+    log-weights whose mean estimates p(x)."""
+
+    omega: Array  # (B, K, W)
+    log_weights: Array  # (B, K)
+
+    def weights(self, joint: Array) -> Array:
+        """The log-weights; their derivatives are those of log p(x), the mean over the particles of those of
+        log p(x, ω) (Fisher's identity), `joint` `(B, K)`."""
+        slope = jnp.where(jnp.isfinite(joint), joint - jax.lax.stop_gradient(joint), 0)
+        return self.log_weights + jnp.mean(slope, axis=1, keepdims=True)
+
+
+class _State(eqx.Module):
+    omega: Array
+    joint: Array  # log p(x, ω), (B, K)
+    proposed: Array  # log q(ω), (B, K)
+    root: Array
+    share: Array
+    beta: Array  # (B,)
+    log_mean: Array  # (B,)
+    lengths: Array  # of the two kinds of moves, (2, B)
+    count: Array
+
+
+def temper(
+    joint: Callable[[Array], Array], law: Mixture, omega: Array, keys: PRNGKeyArray, count: int
+) -> Particles:
+    """Move ω `(B, P, W)`, drawn from `law`, to the law with the unnormalised log-density `joint`; P is a multiple
+    of `count`, the number K of particles to return."""
+    batch, size = omega.shape[:2]
+    one = jnp.ones(batch, omega.dtype)
+    lengths = jnp.stack([0.5 * one, 2.4 / max(omega.shape[2], 1) ** 0.5 * one])
+    root = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    share = jnp.full((batch, size), 1 / size, omega.dtype)
+    values = (joint(omega), law.log_prob(omega))
+    start = _State(omega, *values, root, share, 0 * one, 0 * one, lengths, jnp.asarray(0))
+
+    def step(now: _State) -> _State:
+        key = jax.vmap(lambda key: jax.random.fold_in(key, now.count))(keys)
+        ratio = jnp.where(jnp.isneginf(now.joint), -jnp.inf, now.joint - now.proposed)
+        last = now.count == TEMPERATURES - 1
+        beta = jnp.where(last, 1, _next_beta(ratio, now.beta)).astype(omega.dtype)
+        log_weights = _times(beta - now.beta, ratio)
+        log_mean = now.log_mean + _log_mean(log_weights)
+        share = _share(log_weights)
+        # A point that has arrived keeps its particles as they are, with their weights; one that has lost all
+        # of them is there too.
+        dead = ~jnp.isfinite(log_mean)
+        arrived = (beta >= 1) | dead
+        stay = eqx.tree_at(
+            lambda s: (s.share, s.beta, s.log_mean), now, (share, jnp.where(arrived, 1, beta), log_mean)
+        )
+        bits = jax.vmap(lambda k: random_bits(k, jnp.arange(1), 1)[0, 0])(key)
+        places = _resample(share, uniform_numbers(bits, omega.dtype), size)
+        spread = _State(
+            *(_take(a, places) for a in (now.omega, now.joint, now.proposed, now.root)),
+            jnp.full_like(share, 1 / size),
+            beta,
+            log_mean,
+            now.lengths,
+            now.count,
+        )
+        new = _where(now.beta >= 1, now, _where(arrived, stay, spread))
+        moved = _moves(joint, law, new, key, new.beta >= 1)
+        return eqx.tree_at(lambda s: s.count, moved, now.count + 1)
+
+    going = lambda now: jnp.any(now.beta < 1) & (now.count < TEMPERATURES)
+    end = jax.lax.while_loop(going, step, start)
+    some = _resample(end.share, 0.5 * one, count)
+    return Particles(_take(end.omega, some), _by_root(end, count))
+
+
+def _by_root(end: _State, count: int) -> Array:
+    """Log-weights `(B, K)` of the first particles, in K groups: each has its descendants' shares of K p(x).
+
+    What descends from different first particles is all but independent, so that the spread of these weights
+    is the error of their mean (Chan & Lai 2013; Lee & Whiteley 2018).
+    """
+    group = end.root // (end.root.shape[1] // count)
+    share = jax.vmap(lambda share, at: jax.ops.segment_sum(share, at, count))(end.share, group)
+    some = share > 0
+    log_share = jnp.log(jnp.where(some, share, 1))
+    return jnp.where(some, end.log_mean[:, None] + jnp.log(count) + log_share, -jnp.inf)
+
+
+def _next_beta(ratio: Array, beta: Array) -> Array:
+    """The largest β′ ≤ 1 whose step from β leaves `KEPT` of the particles effective, by bisection."""
+
+    # Of those that have not escaped: a particle with no weight at all is lost at any β.
+    alive = jnp.maximum(jnp.sum(jnp.isfinite(ratio), axis=1), 1)
+
+    def effective(new: Array) -> Array:
+        return 1 / (alive * jnp.sum(_share(_times(new - beta, ratio)) ** 2, axis=1))
+
+    def halve(_, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = 0.5 * (low + high)
+        good = effective(middle) >= KEPT
+        return jnp.where(good, middle, low), jnp.where(good, high, middle)
+
+    one = jnp.ones_like(beta)
+    low, _ = jax.lax.fori_loop(0, HALVINGS, halve, (beta, one))
+    return jnp.where(effective(one) >= KEPT, 1, jnp.maximum(low, beta + 1e-6))
+
+
+def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray, still: Array) -> _State:
+    """Metropolis–Hastings moves that keep q^(1−β) p(x, ω)^β, all particles of a point at once."""
+
+    def energy(joint: Array, proposed: Array) -> Array:
+        beta = now.beta[:, None]
+        return _times(beta[:, 0], joint) + (1 - beta) * proposed
+
+    count, width = now.joint.shape[1], law.normal.shape[-1] + SPARE
+
+    def move(i: Array, state: _State) -> _State:
+        # All of a move's random numbers at once: few things take longer to compile.
+        bits = jax.vmap(lambda k: random_bits(jax.random.fold_in(k, 1 + i), jnp.arange(count), width + 1))(key)
+        noise = normal_quantile(bits[..., :width], state.omega.dtype)
+        uniform = uniform_numbers(bits[..., width], state.omega.dtype)
+        kind = i % 2
+        length = state.lengths[kind]
+        along, ratio = law.autoregress(state.omega, noise, jnp.sqrt(1 - length**2)[:, None, None])
+        across = _along_particles(state.omega, length, bits[:, :2, 0])
+        omega = jnp.where(kind == 0, along, across)
+        value, proposed = joint(omega), law.log_prob(omega)
+        change = energy(value, proposed) - energy(state.joint, state.proposed)
+        change = change + jnp.where(kind == 0, ratio, 0)
+        accept = (jnp.log(uniform) < change) & ~still[:, None]
+        keep = lambda new, old: jnp.where(jnp.expand_dims(accept, range(2, new.ndim)), new, old)
+        # Longer where too many moves are accepted, shorter where too few are.
+        rate = jnp.mean(jnp.where(change > 0, 1, jnp.exp(jnp.minimum(change, 0))), axis=1)
+        length = jnp.clip(length * jnp.exp(1.5 * (rate - GOAL)), 1e-4, jnp.where(kind == 0, 0.999, 10.0))
+        return eqx.tree_at(
+            lambda s: (s.omega, s.joint, s.proposed, s.lengths),
+            state,
+            (
+                keep(omega, state.omega),
+                keep(value, state.joint),
+                keep(proposed, state.proposed),
+                state.lengths.at[kind].set(length),
+            ),
+        )
+
+    return jax.lax.fori_loop(0, 2 * ROUNDS, move, now)
+
+
+def _along_particles(omega: Array, length: Array, bits: Array) -> Array:
+    """Each particle moved by the difference of two others, which have the covariance that the moves should
+    have (ter Braak 2006)."""
+    count = omega.shape[1]
+    # One random shift for all particles of a point, and another for the other end; the same one is no move.
+    shift = 1 + (bits % (count - 1)).astype(int)
+    places = (jnp.arange(count)[None, :, None] + shift[:, None]) % count
+    one, other = _take(omega, places[..., 0]), _take(omega, places[..., 1])
+    return omega + (length / 2**0.5)[:, None, None] * (one - other)
+
+
+def _resample(share: Array, uniform: Array, count: int) -> Array:
+    """Systematic resampling: places `(B, count)`, each about as often as its share says."""
+    level = (jnp.arange(count)[None] + uniform[:, None]) / count
+    upper = jnp.cumsum(share, axis=1)
+    places = jax.vmap(lambda u, v: jnp.searchsorted(u, v, side="right"))(upper / upper[:, -1:], level)
+    return jnp.minimum(places, share.shape[1] - 1)
+
+
+def _take(values: Array, places: Array) -> Array:
+    return jnp.take_along_axis(values, jnp.expand_dims(places, range(2, values.ndim)), axis=1)
+
+
+def _where(chosen: Array, new: _State, old: _State) -> _State:
+    """Point by point; what is not one per point is `old`'s."""
+    pick = lambda a, b: jnp.where(jnp.expand_dims(chosen, range(1, a.ndim)), a, b)
+    leaves = lambda s: (s.omega, s.joint, s.proposed, s.root, s.share, s.beta, s.log_mean)
+    return eqx.tree_at(leaves, old, tuple(pick(a, b) for a, b in zip(leaves(new), leaves(old), strict=True)))
+
+
+def _times(beta: Array, log_weights: Array) -> Array:
+    """β log w, with 0 · −inf = −inf: a weight of zero stays one."""
+    fine = jnp.isfinite(log_weights)
+    return jnp.where(fine, beta[:, None] * jnp.where(fine, log_weights, 0), -jnp.inf)
+
+
+def _share(log_weights: Array) -> Array:
+    top = jnp.max(log_weights, axis=1, keepdims=True)
+    weights = jnp.exp(log_weights - jnp.where(jnp.isfinite(top), top, 0))
+    total = jnp.sum(weights, axis=1, keepdims=True)
+    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), 1 / log_weights.shape[1])
+
+
+def _log_mean(log_weights: Array) -> Array:
+    return jax.nn.logsumexp(log_weights, axis=1) - jnp.log(log_weights.shape[1])

@@ -1,0 +1,139 @@
+"""The default: importance weights where they are good, particles moved to the right paths where they are not."""
+
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from ..._checks import check_count
+from ...flow import HEAVY, ExactDivergence, HutchinsonDivergence, StochasticFlow
+from .._pareto import pareto_k
+from ..proposals import SPARE, AbstractProposal, Laplace, Mixture, normal_numbers
+from ..surface import Cloud, Latent, Target, constant, for_some
+from ._chart import Weights
+from ._importance import AbstractImportanceEstimator
+from ._particles import Particles, temper
+from ._pull_back import log_joint, solve_keys, tried
+
+POOR = 0.2  # effective fraction of paths below which their weights are poor
+PARTICLES = 512  # at least, where they are
+BLOCK = 2**13  # particles that are moved together
+EXACT = 64  # dimensions up to which a density is worth its exact divergence
+
+
+class Tempered(AbstractImportanceEstimator):
+    """Paths drawn around all the likely ways to x, weighed; where weights are poor, moved. The default.
+
+    In the pull-back form each path has exactly one start (`rf.PullBack`), so no way to x can be missed that
+    paths are drawn near. Point by point:
+
+    1. A few paths drawn from the proposal show whether all weights are equal, as they are on a linear SDE with
+       `rf.Laplace`. If not, the law is made wider and the prior has a share in it.
+    2. Paths are drawn and weighed.
+    3. Where the weights are poor (an effective fraction below 0.2, or a heavy tail), fresh particles are moved
+       from the proposal q to the law of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to
+       1, reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate is unbiased
+       for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few of the first
+       particles, so that the error bar is that of independent weights (Lee & Whiteley 2018).
+       `Estimate.tempered` says where.
+
+    With `rf.HutchinsonDivergence` in up to 64 dimensions the divergence is taken exactly here: probes are
+    for training.
+
+    **Arguments:** `num_paths`, how many paths per point; `proposal`, `rf.Laplace()` or the `rf.Amortised(...)`
+    that a fitted model has learned.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: 2 * z**3, lambda t, z: 0.5 * jnp.eye(1))  # explodes: paths come in bundles
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
+    estimate = flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.Tempered(num_paths=128))
+    estimate.log_prob, estimate.total_error
+    ```
+    """
+
+    num_paths: int = eqx.field(
+        static=True, converter=lambda count: check_count("num_paths", count), default=64
+    )
+    proposal: AbstractProposal = Laplace()
+    searches: ClassVar[bool] = False
+
+    def check(self, flow: StochasticFlow) -> None:
+        del flow
+
+    def starts(self, x: Array) -> None:
+        del x
+
+    def prepare(
+        self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
+    ) -> Mixture:
+        flow = _exact(flow)
+        return tried(flow, target.x, self.proposal.law(Latent(flow), target.x, keys, cloud), keys)
+
+    def settled(self, law: Mixture) -> Mixture:
+        return law
+
+    def weigh(
+        self, flow: StochasticFlow, target: Target, law: Mixture, noise: Array, keys: PRNGKeyArray
+    ) -> Weights:
+        flow, law = _exact(flow), constant(law)
+        omega = law.sample(noise)
+        solves = solve_keys(flow, keys, noise.shape[1])
+        joint = log_joint(flow, target.x, omega, solves)
+        return Weights(joint - law.log_prob(omega), omega, joint, solves)
+
+    def poor(self, log_weights: Array) -> Array:
+        share = jax.nn.softmax(jnp.where(jnp.isnan(log_weights), -jnp.inf, log_weights), axis=1)
+        effective = 1 / (log_weights.shape[1] * jnp.sum(share**2, axis=1))
+        return ~(effective > POOR) | (pareto_k(log_weights.T) > HEAVY)
+
+    def improve(
+        self, flow: StochasticFlow, target: Target, law: Mixture, poor: Array, keys: PRNGKeyArray, count: int
+    ) -> Weights:
+        flow = _exact(flow)
+        particles = _moved(flow, target.x, law, poor, keys, count)
+        solves = solve_keys(flow, keys, count)
+        joint = log_joint(flow, target.x, particles.omega, solves)
+        return Weights(particles.weights(joint), particles.omega, joint, solves)
+
+    def log_joint(
+        self, flow: StochasticFlow, target: Target, law: Mixture, paths: Array, keys: PRNGKeyArray | None
+    ) -> Array:
+        del law
+        return log_joint(_exact(flow), target.x, paths, keys)
+
+
+def _exact(flow: StochasticFlow) -> StochasticFlow:
+    if isinstance(flow.divergence, HutchinsonDivergence) and flow.dimension <= EXACT:
+        return eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
+    return flow
+
+
+def _moved(
+    flow: StochasticFlow, x: Array, law: Mixture, poor: Array, keys: PRNGKeyArray, count: int
+) -> Particles:
+    """Particles for the points whose weights are poor; for the others nothing."""
+    quiet = constant(flow.without_errors())
+    total = count * -(-PARTICLES // count)
+
+    def move(rows: tuple) -> Particles:
+        x, law, keys = rows
+        size = law.normal.shape[-1] + SPARE
+        noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(total), size, x.dtype))(keys)
+        solves = solve_keys(quiet, keys, total)
+
+        def joint(at: Array) -> Array:
+            value = log_joint(quiet, x, at, solves)
+            return jnp.where(jnp.isnan(value), -jnp.inf, value)
+
+        return temper(joint, law, law.sample(noise), keys, count)
+
+    blank = Particles(
+        jnp.zeros((len(x), count, law.centre.shape[-1]), x.dtype), jnp.zeros((len(x), count), x.dtype)
+    )
+    rows = (*constant((x, law)), keys)
+    return constant(for_some(poor, move, rows, blank, max(1, BLOCK // total)))

@@ -1,0 +1,251 @@
+"""Weights of paths for a set of points: in chunks that fit in memory, with numbers that do not depend on
+the chunks."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from ..._checks import NonFiniteError, check_finite, check_key, check_vector, is_traced
+from ..._programs import jit
+from ...driver import AbstractDriver
+from ...flow import StochasticFlow, one_line_errors
+from ..proposals import SPARE, normal_numbers
+from ..surface import Cloud, Latent, Target, constant
+from ._chart import AbstractChart, Weights
+
+PAIRS = 2**17  # of a point and a path that are solved together
+NUMBERS = 2**26  # that a chunk's directions and components may take up
+# What keys are folded with, beside places of paths.
+SEARCH, PILOT, RUN, PARTICLES, FRESH = (2**32 - i for i in range(1, 6))
+FEW = 2  # paths on which a solver's error is seen
+
+
+class Weighed(NamedTuple):
+    """What became of the paths of B points: log-weights `(B, K)`, as they were at first (`plain`) and with those
+    that were `poor` improved; and, where that was looked at, the change of log p(x) when the solver's steps
+    are halved, and what a random divergence adds, `(B,)` both."""
+
+    log_weights: Array
+    plain: Array
+    poor: Array  # (B,)
+    solver_error: Array | None
+    divergence_error: Array | None
+
+
+class Sampler:
+    """An estimator at work on the rows of `x`: its law is found once, paths are drawn as often as asked.
+
+    With `coarse`, the flow's driver is the refinement of that one, and paths share their coefficients
+    with those that a sampler of the coarse flow draws from the same key.
+    """
+
+    def __init__(
+        self,
+        estimator: AbstractChart,
+        flow: StochasticFlow,
+        x: Array,
+        key: PRNGKeyArray,
+        coarse: AbstractDriver | None = None,
+    ):
+        base = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
+        x = jnp.asarray(x)
+        x = x.astype(jnp.result_type(x, base))
+        check_vector("x", x, flow.dimension)
+        check_finite("x", x)
+        if not x.size:
+            raise ValueError(f"x holds no points, its shape is {x.shape}")
+        estimator.check(flow)
+        start = estimator.starts(x)
+        self.batch = x.shape[:-1]
+        flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
+        self.estimator, self.flow, self.coarse = estimator, flow, coarse
+        self.target = jax.tree.map(flat, Target(x, start))
+        # Random numbers belong to a point's place in x, so that chunks do not change them.
+        self.size = math.prod(self.batch)
+        self.keys = jax.random.split(check_key(key), self.size)
+        self.group = estimator.proposal.draws.group(estimator.num_paths)
+        latent = Latent(flow, fixed_start=start is not None)
+        self.pairs = max(1, min(PAIRS, NUMBERS // max(1, max(flow.dimension, 8) * latent.size)))
+        cloud = None
+        if estimator.proposal.wants_cloud and start is None:
+            cloud = self._run(_cloud, flow, key, x.dtype)
+        chunks = _chunks(np.arange(self.size), max(1, self.pairs // 64))
+        laws = [self._run(_law, estimator, flow, self.target, self.keys, self._padded(c), cloud) for c in chunks]
+        # Chunks are padded: where the law of each point has come to lie.
+        sizes = [len(self._padded(chunk)) for chunk in chunks]
+        begins = np.cumsum([0, *sizes[:-1]])
+        self.places = np.concatenate([b + np.arange(len(c)) for b, c in zip(begins, chunks, strict=True)])
+        self.law = estimator.settled(_joined(laws))
+
+    def all_log_weights(self) -> Array:
+        """Log-weights `(B, K)` of the first K paths of every point."""
+        return self.weighed(np.arange(self.size), np.zeros(self.size, int)).log_weights
+
+    def weighed(self, points: np.ndarray, first: np.ndarray, checked: bool = False) -> Weighed:
+        """Log-weights `(len(points), K)` of K paths for some of the points, by place in x; the paths of
+        a point are the K from its place `first` on in its sequence of paths."""
+        count = self.estimator.num_paths
+        each = min(count, self.pairs)
+        parts = math.ceil(count / each)
+        rows = np.repeat(points, parts)
+        places = np.repeat(first, parts) + np.tile(np.arange(parts) * each, len(points))
+        jobs = _chunks(np.arange(len(rows)), max(1, self.pairs // each))
+        done = _joined([self._weighed(rows[job], places[job], each, checked) for job in jobs])
+        if parts == 1:
+            return done
+        weights = [jnp.reshape(a, (len(points), parts * each))[:, :count] for a in done[:2]]
+        return Weighed(*weights, *jax.tree.map(lambda a: a[::parts], done[2:]))
+
+    def _weighed(self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool) -> Weighed:
+        padded, first = self._padded(rows), self._padded(places)
+        setting = (self.estimator, self.flow, self.coarse, self.target, self.law, self.keys)
+        done = self._run(_weights, *setting, padded, self.places[padded], first, count, self.group, checked)
+        done = done if len(padded) == len(rows) else _take(done, slice(len(rows)))
+        if self.coarse is not None:
+            return done  # two drivers are compared path by path
+        return self._improved(done, rows, places, checked)
+
+    def _improved(self, done: Weighed, rows: np.ndarray, places: np.ndarray, checked: bool) -> Weighed:
+        """Better weights where they are poor: of all rows if it is not known where, as inside a jit."""
+        setting = (self.estimator, self.flow, self.target, self.law, self.keys)
+        if is_traced(done.poor):
+            return self._run(_improve, *setting, rows, self.places[rows], places, done, checked)
+        poor = np.flatnonzero(np.asarray(done.poor))
+        if not poor.size:
+            return done
+        some = self._padded(poor)
+        at = (rows[some], self.places[rows[some]], places[some])
+        better = self._run(_improve, *setting, *at, _take(done, some), checked)
+        put = lambda old, new: old.at[poor].set(new[: len(poor)])
+        return jax.tree.map(put, done, better)
+
+    def _run(self, function, *arguments):
+        """Call a jitted function; its errors are one line, and name the part of the model to blame."""
+        try:
+            with one_line_errors():
+                return function(*arguments)
+        except NonFiniteError:
+            self._find_not_finite()
+            raise
+
+    def _find_not_finite(self) -> None:
+        """Solve outside a jit, where an error can say which part of the model is not finite, and where."""
+        paths = self.flow.sample_path(key=jax.random.key(0), shape=(64, 1))
+        key = jax.random.key(1)
+        self.flow.pull_back(self.target.x[:64], paths, key=key)
+        self.flow.push_forward(self.flow.base.sample(key=key, shape=(64,)), paths, key=key)
+
+    def _padded(self, rows: np.ndarray) -> np.ndarray:
+        """The rows, repeated up to a power of two: few shapes, so few compilations."""
+        if is_traced(self.target.x):
+            return rows  # inside a jit this is compiled in any case
+        return np.resize(rows, 2 ** math.ceil(math.log2(len(rows))))
+
+
+@jit
+def _cloud(flow: StochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
+    latent = constant(Latent(flow)).quiet()
+    places = jnp.arange(Cloud.size(latent))
+    return Cloud.of(latent, normal_numbers(jax.random.fold_in(key, SEARCH), places, latent.size, dtype))
+
+
+@jit
+def _law(estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, rows, cloud: Cloud | None):
+    target, keys = _take((target, keys), rows)
+    return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
+
+
+@jit
+def _weights(
+    estimator, flow, coarse, target, law, keys, rows, laws, first, count: int, group: int, checked: bool
+) -> Weighed:
+    (target, keys), law = _take((target, keys), rows), _take(law, laws)
+    places = first[:, None] + jnp.arange(count)[None]
+    latent = Latent(flow, fixed_start=target.start is not None)
+    noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
+    run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, RUN), at))(keys, first)
+    weights = estimator.weigh(flow, target, law, noise, run)
+    poor = estimator.poor(constant(weights.log_weights))
+    errors = _checked(estimator, constant(flow), target, law, constant(weights)) if checked else (None, None)
+    return Weighed(weights.log_weights, weights.log_weights, poor, *errors)
+
+
+@jit
+def _improve(estimator, flow, target, law, keys, rows, laws, first, done: Weighed, checked: bool) -> Weighed:
+    (target, keys), law = _take((target, keys), rows), _take(law, laws)
+    run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at))(keys, first)
+    weights = estimator.improve(flow, target, law, done.poor, run, done.log_weights.shape[1])
+    errors = _checked(estimator, constant(flow), target, law, constant(weights)) if checked else (None, None)
+    choose = lambda new, old: jnp.where(jnp.expand_dims(done.poor, range(1, new.ndim)), new, old)
+    log_weights, errors = jax.tree.map(choose, (weights.log_weights, errors), (done.log_weights, done[3:]))
+    return Weighed(log_weights, done.plain, done.poor, *errors)
+
+
+def _checked(estimator, flow, target, law, weights: Weights) -> tuple[Array, Array | None]:
+    """The solver's error, and that of a random divergence, seen on a few paths of each point.
+
+    Halving the steps moves log p(x, path) by Δ. A point's log p moves by the mean Δ over paths that are drawn
+    by weight; its few Δ's own spread is allowed for.
+    """
+    flow = flow.without_errors()
+    few = _by_weight(weights.log_weights, min(FEW, weights.log_weights.shape[1]))
+    paths = jnp.take_along_axis(weights.paths, few[..., None], axis=1)
+    joint = jnp.take_along_axis(weights.joint, few, axis=1)
+    keys = None if weights.keys is None else jnp.take_along_axis(weights.keys, few, axis=1)
+    finer = estimator.log_joint(flow.with_finer_steps(), target, law, paths, keys)
+    solver = _mean_and_spread(finer - joint)
+    if keys is None:
+        return solver, None
+    # log E exp(log p + e) exceeds log p by half the variance of e, for normal errors e.
+    other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(keys)
+    change = estimator.log_joint(flow, target, law, paths, other) - joint
+    return solver, 0.25 * jnp.mean(change**2, axis=1)
+
+
+def _mean_and_spread(change: Array) -> Array:
+    """|mean| over the second axis, and its standard error; infinite where it is not a number."""
+    spread = jnp.std(change, axis=1) / max(1, change.shape[1] - 1) ** 0.5
+    size = jnp.abs(jnp.mean(change, axis=1)) + spread
+    return jnp.where(jnp.isfinite(size), size, jnp.inf)
+
+
+def _by_weight(log_weights: Array, count: int) -> Array:
+    """Places `(B, count)` of paths at even steps of the summed weight: those that matter, each about as often
+    as it does."""
+    share = jax.nn.softmax(jnp.where(jnp.isnan(log_weights), -jnp.inf, log_weights), axis=1)
+    level = (jnp.arange(count) + 0.5) / count
+    below = jnp.cumsum(share, axis=1)[:, None] < level[None, :, None].astype(share.dtype)
+    return jnp.minimum(jnp.sum(below, axis=2), log_weights.shape[1] - 1)
+
+
+def _noise(draws, latent: Latent, coarse: AbstractDriver | None, keys, places, group, dtype) -> Array:
+    """Standard normal numbers `(B, K, D + SPARE)`."""
+    normal = lambda keys, size: jax.vmap(lambda key, at: draws.normal(key, at, group, size, dtype))(
+        keys, places
+    )
+    if coarse is None:
+        return normal(keys, latent.size + SPARE)
+    coarser = Latent(latent.flow.with_driver(coarse), fixed_start=latent.fixed_start)
+    shared = normal(keys, coarser.size + SPARE)
+    more = normal(_folded(keys, FRESH), coarser.path_size)
+    return jnp.concatenate([coarser.refine(shared[..., :-SPARE], more), shared[..., -SPARE:]], axis=-1)
+
+
+def _folded(keys: PRNGKeyArray, number: int) -> PRNGKeyArray:
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+
+
+def _joined(parts: list):
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+
+def _take(tree, rows):
+    return jax.tree.map(lambda a: a[rows], tree)
+
+
+def _chunks(items: np.ndarray, size: int) -> list[np.ndarray]:
+    return [items[i : i + size] for i in range(0, len(items), size)]

@@ -1,0 +1,148 @@
+"""The law that paths are drawn from: for each x a mixture of normal laws, and a share of the prior."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..surface import log_abs_det, solve
+
+SPARE = 1  # standard normal numbers beyond one for each coordinate of ξ: it chooses the component
+# Where the surface of ways to x is curved, a tangent Gaussian is too narrow more often than too wide.
+WIDER = 1.15
+PRIOR_SHARE = 0.3  # of a law that may miss something
+
+
+class Mixture(eqx.Module):
+    """Laws of ω `(W,)`, the path's coefficients, for B points with M components each.
+
+    Component m is ω = c + S u, S diagonal, u normal with precision I + GᵀG, G `(d, W)`. That is what a normal
+    law of ξ = (start, path) on a plane, seen along the start, looks like: with N = (N₀, N₁) orthonormal rows
+    across the plane, G = N₀⁻¹N₁, u = ε₁ − N₁ᵀ(N₀ε₀ + N₁ε₁), and its volume is |det N₀|. N = (I, 0) makes u
+    standard normal. Beside the components there is the prior, with the share `prior`.
+    """
+
+    centre: Array  # c, (B, M, W)
+    scale: Array  # S, (B, M, W)
+    normal: Array  # N, (B, M, d, d + W)
+    log_share: Array  # (B, M), of the components among themselves
+    prior: Array  # (B,)
+    missed: Array  # (B,): where no way to x was found, so that the prior stands in
+
+    @property
+    def dimension(self) -> int:
+        return self.normal.shape[2]
+
+    def sample(self, noise: Array) -> Array:
+        """ω `(B, K, W)` made from standard normal numbers `(B, K, d + W + SPARE)`."""
+        centre, kick = self._drawn(noise, self._pick(noise))
+        return centre + kick
+
+    def log_prob(self, omega: Array) -> Array:
+        """The log-density at ω `(B, K, W)`."""
+        own = self.log_components(omega)
+        share = self.prior[:, None]
+        return jnp.logaddexp(_log(1 - share) + own, _log(share) + log_standard(omega))
+
+    def log_components(self, omega: Array) -> Array:
+        """The log-density without the prior's share."""
+        return jax.nn.logsumexp(self._each(omega) + self.log_share[:, None], axis=-1)
+
+    def autoregress(self, omega: Array, noise: Array, stay: Array) -> tuple[Array, Array]:
+        """ω′ = c + ρ(ω − c) + √(1 − ρ²) S u, and the logarithm of the component's density at ω over that at ω′.
+
+        The component is drawn, whatever ω is, and the move keeps its law (Neal 1998; Cotter et al. 2013).
+        `noise` is as for `sample`, `stay` is ρ, `(B, K, 1)`.
+        """
+        pick = self._pick(noise)
+        centre, kick = self._drawn(noise, pick)
+        moved = centre + stay * (omega - centre) + jnp.sqrt(1 - stay**2) * kick
+
+        def log_density(at: Array) -> Array:
+            own = jnp.sum(jnp.where(pick, self._each(at), 0), axis=-1)
+            return jnp.where(jnp.any(pick, axis=-1), own, log_standard(at))
+
+        return moved, log_density(omega) - log_density(moved)
+
+    def _drawn(self, noise: Array, pick: Array) -> tuple[Array, Array]:
+        """The centre of the component that was picked, and a draw from it less that."""
+        noise, pick = noise[..., :-SPARE], pick.astype(noise.dtype)
+        across = jnp.einsum("bmij,bkj->bkmi", self.normal, noise) * pick[..., None]
+        path = noise[..., self.dimension :]
+        unit = path - jnp.einsum("bkmi,bmij->bkj", across, self.normal[..., self.dimension :])
+        # For the prior nothing is picked: centre 0 and scale 1.
+        centre = jnp.einsum("bkm,bmw->bkw", pick, self.centre)
+        scale = 1 + jnp.einsum("bkm,bmw->bkw", pick, self.scale - 1)
+        return centre, scale * unit
+
+    def _each(self, omega: Array) -> Array:
+        """The log-density of every component at ω, `(B, K, M)`."""
+        unit = (omega[:, :, None] - self.centre[:, None]) / self.scale[:, None]
+        start, path = jnp.split(self.normal, [self.dimension], axis=-1)
+        flat = lambda a: jnp.reshape(a, (-1, *a.shape[2:]))
+        slope = jnp.reshape(solve(flat(start), flat(path)), path.shape)
+        across = jnp.einsum("bmij,bkmj->bkmi", slope, unit)
+        squares = jnp.sum(unit**2, axis=-1) + jnp.sum(across**2, axis=-1)
+        log_volume = jnp.reshape(log_abs_det(flat(start)), path.shape[:2])
+        log_volume = log_volume + jnp.sum(jnp.log(self.scale), axis=-1)
+        return -0.5 * squares - 0.5 * omega.shape[-1] * math.log(2 * math.pi) - log_volume[:, None]
+
+    def defended(self, where: Array) -> "Mixture":
+        """Wider, and with a share of the prior, at the points `where`."""
+        share = jnp.where(where, PRIOR_SHARE, 0.0).astype(self.prior.dtype)
+        scale = self.scale * jnp.where(where, WIDER, 1.0).astype(self.scale.dtype)[:, None, None]
+        return eqx.tree_at(
+            lambda law: (law.prior, law.scale), self, (jnp.where(self.missed, 1, share), scale)
+        )
+
+    def joined(self, other: "Mixture") -> "Mixture":
+        """Both laws' components, half and half; what was missed by both is missed."""
+        join = lambda a, b: jnp.concatenate([a, b], axis=1)
+        half = lambda mine, theirs: jnp.where(
+            mine.missed, -jnp.inf, jnp.where(theirs.missed, 0, jnp.log(0.5)).astype(mine.scale.dtype)
+        )[:, None]
+        missed = self.missed & other.missed
+        return Mixture(
+            join(self.centre, other.centre),
+            join(self.scale, other.scale),
+            join(self.normal, other.normal),
+            join(self.log_share + half(self, other), other.log_share + half(other, self)),
+            jnp.where(missed, 1, 0).astype(self.prior.dtype),
+            missed,
+        )
+
+    def _pick(self, noise: Array) -> Array:
+        """Which component each draw is from, by its spare number: `(B, K, M)`, none for the prior."""
+        uniform = jax.scipy.special.ndtr(noise[..., -1])[..., None]
+        share = jnp.exp(self.log_share) * (1 - self.prior)[:, None]
+        upper = jnp.cumsum(share, axis=1)
+        lower = upper - share
+        # Rounding must not leave a gap below 1 where the prior has no share.
+        upper = jnp.where((self.prior == 0)[:, None] & (upper >= upper[:, -1:]), 2, upper)
+        return (uniform >= lower[:, None]) & (uniform < upper[:, None]) & (share > 0)[:, None]
+
+
+def one_component(centre: Array, scale: Array, dimension: int) -> Mixture:
+    """The law with independent normal coefficients, centre and scale `(B, W)`."""
+    batch, size = centre.shape
+    frame = jnp.eye(dimension, dimension + size, dtype=centre.dtype)
+    return Mixture(
+        centre[:, None],
+        scale[:, None],
+        jnp.broadcast_to(frame, (batch, 1, *frame.shape)),
+        jnp.zeros((batch, 1), centre.dtype),
+        jnp.zeros(batch, centre.dtype),
+        jnp.zeros(batch, bool),
+    )
+
+
+def log_standard(omega: Array) -> Array:
+    """The standard normal log-density over the last axis."""
+    return -0.5 * jnp.sum(omega**2, axis=-1) - 0.5 * omega.shape[-1] * math.log(2 * math.pi)
+
+
+def _log(share: Array) -> Array:
+    some = share > 0
+    return jnp.where(some, jnp.log(jnp.where(some, share, 1)), -jnp.inf)

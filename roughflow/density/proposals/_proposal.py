@@ -1,0 +1,27 @@
+"""What every proposal offers: a law of the path's coefficients for each x."""
+
+import abc
+
+import equinox as eqx
+from jaxtyping import Array, PRNGKeyArray
+
+from ..surface import Cloud, Latent
+from ._draws import AbstractDraws
+from ._mixture import Mixture
+
+
+class AbstractProposal(eqx.Module):
+    """Chooses where to draw the paths that may lead to x; `rf.Prior` is one.
+
+    A proposal says whether it looks at forward draws of the flow (`wants_cloud`), and whether its law could
+    miss some of the paths that lead to x (`may_miss`): an estimator then looks at a few weights first, and,
+    unless they are all equal, gives the prior a share.
+    """
+
+    draws: eqx.AbstractVar[AbstractDraws]
+    wants_cloud: eqx.AbstractClassVar[bool]
+    may_miss: eqx.AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
+        """The law for each row of x `(B, d)`, with one key per row."""

@@ -1,0 +1,142 @@
+"""The seam between flows and what estimates their density: an estimate, how good it should be, and who makes
+it. The density stage has the makers; a stage below cannot name one above."""
+
+import abc
+import importlib
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import is_traced
+
+# Fewer effective paths than this, and a standard error estimated from them means little.
+FEW_PATHS = 5.0
+# Above this the mean weight converges too slowly for its standard error to mean much.
+HEAVY = 0.7
+UNFOUND = 0.05  # of the paths searched for: more than this that were not found may hide a good part of p(x)
+COARSE = 0.5  # nats by which the solver's steps may move log p: beyond, the difference itself is a guess
+
+
+class Accuracy(eqx.Module):
+    """How well log p(x) is to be known; the arguments of `StochasticFlow.estimate`."""
+
+    tolerance: float | None = eqx.field(static=True, default=None)
+    max_paths: int = eqx.field(static=True, default=2**16)
+    truncation: bool = eqx.field(static=True, default=False)
+    solver: bool = eqx.field(static=True, default=True)
+
+
+class Estimate(eqx.Module):
+    """log p(x) with its error bars; every field has the batch shape of x.
+
+    - `log_prob`: the logarithm of the mean importance weight, and half the variance of that mean, by which its
+      logarithm is low on average.
+    - `standard_error`: the Monte Carlo error of `log_prob`, one standard deviation, with an allowance for the
+      skewness of few weights.
+    - `solver_error`: how far `log_prob` moves when the solver takes steps half as long, seen on a few of the
+      paths that matter most. None if it was not looked at.
+    - `divergence_error`: what a divergence estimated by probes adds to `log_prob` on average; 0 for an exact
+      one.
+    - `truncation_error`: what the driver's finite number of functions leaves out, if it was asked for;
+      else None. It is twice the change of `log_prob` when the driver's functions are doubled along the same
+      paths, which is the whole of it if it falls as 1/n, and more than that if it falls faster.
+    - `total_error`: the sum of those that are known.
+    - `effective_paths`: (Σw)²/Σw², how many equally weighted paths the estimate is worth.
+    - `num_paths`: how many paths were used.
+    - `escaped`: how many of them have no weight, because their solve left for infinity: x is not in the
+      image of their flow.
+    - `unfound`: how many have no weight because a search for one that ends at x failed (`rf.Endpoint`); there
+      may be one all the same.
+    - `pareto_k`: the shape of the weights' tail; their variance is finite below ½. NaN with fewer than
+      25 paths.
+    - `fell_back`: where the proposal found no way to x, so that paths were drawn from the prior.
+    - `tempered`: where importance weights were poor, so that particles were moved to the paths that lead to x.
+    - `unmet`: where the tolerance asked for was not met.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
+    estimate = flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=rf.PullBack(num_paths=100))
+    estimate.warning  # None, or one line that says what to distrust
+    ```
+    """
+
+    log_prob: Array
+    standard_error: Array
+    divergence_error: Array
+    effective_paths: Array
+    num_paths: Array
+    escaped: Array
+    unfound: Array
+    pareto_k: Array
+    fell_back: Array
+    tempered: Array
+    unmet: Array
+    solver_error: Array | None = None
+    truncation_error: Array | None = None
+
+    @property
+    def total_error(self) -> Array:
+        """One bar for everything that is known: Monte Carlo, solver, divergence and truncation."""
+        parts = (self.solver_error, self.divergence_error, self.truncation_error)
+        return sum((part for part in parts if part is not None), self.standard_error)
+
+    @property
+    def suspect(self) -> Array:
+        """Where the estimate should not be trusted, for one of the reasons in `warning`."""
+        suspect = jnp.zeros(self.log_prob.shape, bool)
+        for bad, _ in self._reasons():
+            suspect = suspect | bad
+        return suspect
+
+    @property
+    def warning(self) -> str | None:
+        """One line when some estimates should not be trusted, else None."""
+        found = [f"{int(jnp.sum(bad))} {text}" for bad, text in self._reasons() if bool(jnp.any(bad))]
+        return f"of {self.log_prob.size} estimates, {'; '.join(found)}" if found else None
+
+    def _reasons(self) -> list[tuple[Array, str]]:
+        """What may be wrong, where, and the remedy."""
+        few = self.effective_paths < jnp.minimum(FEW_PATHS, 0.99 * self.num_paths)
+        worst = float(jnp.min(self.effective_paths)) if few.size and not is_traced(few) else 0.0
+        none = jnp.zeros(self.log_prob.shape, bool)
+        coarse = none if self.solver_error is None else self.solver_error > COARSE
+        finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
+        return [
+            (few, f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {worst:.1f}): raise "
+             "num_paths"),
+            (self.pareto_k > HEAVY, f"have weights with a heavy tail (Pareto k above {HEAVY}): raise num_paths"),
+            (self.fell_back, "found no likely path to x: x may be out of reach, or raise num_paths"),
+            (self.unfound > UNFOUND * self.num_paths, "miss paths that a search did not find: use the default "
+             "estimator, or rf.PullBack"),
+            (coarse, "depend on the solver's steps: give the flow more, rf.FixedGrid(steps=...), or rf.Adaptive"),
+            (self.divergence_error > COARSE, "are biased by the probes of the divergence: raise num_probes, or "
+             "take rf.ExactDivergence"),
+            (~finite, "have a value or an error bar that is not finite"),
+            (self.unmet, "did not meet the tolerance within max_paths: raise either"),
+        ]  # fmt: skip
+
+    def __repr__(self) -> str:
+        if is_traced(self.log_prob):
+            return f"Estimate(log_prob={self.log_prob})"
+        warning = self.warning
+        told = f"log_prob={self.log_prob}, total_error={self.total_error}"
+        return f"Estimate({told})" if warning is None else f"Estimate({told}, warning={warning!r})"
+
+
+class AbstractEstimator(eqx.Module):
+    """Estimates log p(x) of a flow; `rf.Tempered` and `rf.PullBack` are two."""
+
+    @abc.abstractmethod
+    def estimate(self, flow: Any, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
+        """log p at `x` of shape `(..., d)`."""
+
+
+def default_estimator(flow: Any) -> AbstractEstimator:
+    """What the density stage chooses for this flow: the one look ahead in the pipeline, at call time."""
+    return importlib.import_module("roughflow.density").default_estimator(flow)
