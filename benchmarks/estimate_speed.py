@@ -68,12 +68,12 @@ def in_new_process(part: str) -> Figures:
 
 def fitted_part() -> dict[str, float]:
     """A fitted flow: seconds of warm calls."""
-    model, proposal = banana_density()
+    model = banana_density()
     x = model.sample(key=jax.random.key(0), shape=(MANY,))
     ways = {
         "default": None,
         "laplace": rf.PullBack(PATHS, rf.Laplace()),
-        "learned": rf.PullBack(PATHS, proposal),
+        "learned": rf.PullBack(PATHS, model.flow.proposal),
     }
     calls = {name: partial(estimate, model, x[:POINTS], estimator=way) for name, way in ways.items()}
     seconds = {name: float(np.median(times)) for name, times in interleave(calls, ROUNDS).items()}
