@@ -7,7 +7,7 @@ the error is (a bar holds both errors) and whether the estimate is flagged as `s
 how many estimates are more than three bars off and not flagged, and how many are flagged. The fitted flows
 have a line for all their points, over all keys. Seconds are those of a call for all points of a law.
 
-Models and references are made once and kept in the temporary directory; the first run takes half an hour more.
+Models and references are made once and kept in the temporary directory: half an hour on two cores.
 `--fresh` makes them anew. The lines at the end say what was asked for and whether it holds.
 """
 

@@ -110,8 +110,9 @@ def rotation() -> HardLaw:
 def double_well() -> HardLaw:
     """The double well of `benchmarks.laws`, drift (x − x³, x − y), with twenty functions.
 
-    The Fokker–Planck equation is the law of infinitely many: −2.14, −1.76, −3.70, −8.33, −8.08 at these points,
-    0.02 to 0.06 from that of twenty. The reference solves for the endpoint, forwards: nothing escapes there.
+    The Fokker–Planck equation is the law of infinitely many: −2.14, −1.76, −3.70, −8.33, −8.08 at these
+    points, 0.02 to 0.06 from that of twenty. The reference solves for the endpoint, forwards: nothing escapes
+    there.
     """
     drift = lambda t, z: jnp.stack([z[0] - z[0] ** 3, z[0] - z[1]])
     rows = lambda z: ([1.0, 0.5 * jnp.tanh(z[1])], [0.5 * jnp.sin(z[0]), 1.0])
