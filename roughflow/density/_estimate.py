@@ -7,8 +7,8 @@ from jaxtyping import Array
 from ..flow import Estimate
 from ._pareto import pareto_k
 
-# Particles of one run share what their moves did not reach: between runs, estimates spread so much more than the
-# weights of one run say (measured on laws whose paths to x lie on curved surfaces).
+# Particles of one run share what their moves did not reach: between runs, estimates spread so much more than
+# the weights of one run say (measured on laws whose paths to x lie on curved surfaces).
 DOUBT = 1.5
 
 
@@ -41,16 +41,17 @@ def weights_error(weights: Array) -> Array:
     By the delta method it is that of the mean. But few weights with a long tail to the right, as products
     of many factors have, seldom show it: their sample variance is too small more often than not. So the
     variance is that of the weights or that of the lognormal law with their upper quantiles, whichever
-    is larger; half the square of the largest weight's share is added, for one like it that may be missing;
+    is larger. Half the square of the largest weight's share is added, for one like it that may be missing,
     and there is an allowance for K, as Student's t has.
     """
     count = weights.shape[0]
     if count == 1:
         return jnp.full(weights.shape[1:], jnp.inf, weights.dtype)
     ranked = jnp.sort(weights, axis=0)
-    upper, middle = (_quantile(ranked, level) for level in (0.9, 0.5))
+    # Quantiles above the middle: up to three weights in ten are next to nothing, those of the prior's paths.
+    upper, middle = (_quantile(ranked, level) for level in (0.9, 0.7))
     some = middle > 0
-    spread = jnp.where(some, jnp.log(jnp.where(some, upper / jnp.where(some, middle, 1), 1)) / 1.2816, 0)
+    spread = jnp.where(some, jnp.log(jnp.where(some, upper / jnp.where(some, middle, 1), 1)) / 0.7572, 0)
     lognormal = jnp.expm1(jnp.minimum(spread**2, 4.0))
     variance = jnp.maximum(jnp.var(weights, axis=0, ddof=1), lognormal) / count
     variance = variance + 0.5 * jnp.where(variance > 0, (ranked[-1] - ranked[0]) / count, 0) ** 2

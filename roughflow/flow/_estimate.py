@@ -31,8 +31,8 @@ class Accuracy(eqx.Module):
 class Estimate(eqx.Module):
     """log p(x) with its error bars; every field has the batch shape of x.
 
-    - `log_prob`: the logarithm of the mean importance weight, and half the variance of that mean, by which its
-      logarithm is low on average.
+    - `log_prob`: the logarithm of the mean importance weight, and half the variance of that mean, by
+      which its logarithm is low on average.
     - `standard_error`: the Monte Carlo error of `log_prob`, one standard deviation, with an allowance for the
       skewness of few weights.
     - `solver_error`: how far `log_prob` moves when the solver takes steps half as long, seen on a few of the
@@ -52,7 +52,8 @@ class Estimate(eqx.Module):
     - `pareto_k`: the shape of the weights' tail; their variance is finite below ½. NaN with fewer than
       25 paths.
     - `fell_back`: where the proposal found no way to x, so that paths were drawn from the prior.
-    - `tempered`: where importance weights were poor, so that particles were moved to the paths that lead to x.
+    - `tempered`: where importance weights were poor, so that particles were moved to the paths that lead
+      to x.
     - `unmet`: where the tolerance asked for was not met.
 
     ```python
@@ -107,19 +108,23 @@ class Estimate(eqx.Module):
         none = jnp.zeros(self.log_prob.shape, bool)
         coarse = none if self.solver_error is None else self.solver_error > COARSE
         finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
+        scarce = f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {worst:.1f})"
         return [
-            (few, f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {worst:.1f}): raise "
-             "num_paths"),
-            (self.pareto_k > HEAVY, f"have weights with a heavy tail (Pareto k above {HEAVY}): raise num_paths"),
-            (self.fell_back, "found no likely path to x: x may be out of reach, or raise num_paths"),
-            (self.unfound > UNFOUND * self.num_paths, "miss paths that a search did not find: use the default "
-             "estimator, or rf.PullBack"),
-            (coarse, "depend on the solver's steps: give the flow more, rf.FixedGrid(steps=...), or rf.Adaptive"),
-            (self.divergence_error > COARSE, "are biased by the probes of the divergence: raise num_probes, or "
-             "take rf.ExactDivergence"),
+            (few, f"{scarce}: raise num_paths"),
+            (
+                self.pareto_k > HEAVY,
+                f"have weights with a heavy tail (Pareto k > {HEAVY}): raise num_paths",
+            ),
+            (self.fell_back, "found no likely path and drew from the prior: x may be out of reach"),
+            (
+                self.unfound > UNFOUND * self.num_paths,
+                "miss paths that a search did not find: use rf.Tempered or rf.PullBack",
+            ),
+            (coarse, "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive"),
+            (self.divergence_error > COARSE, "are biased by the divergence's probes: raise num_probes"),
             (~finite, "have a value or an error bar that is not finite"),
             (self.unmet, "did not meet the tolerance within max_paths: raise either"),
-        ]  # fmt: skip
+        ]
 
     def __repr__(self) -> str:
         if is_traced(self.log_prob):

@@ -1,6 +1,7 @@
 """A stochastic normalizing flow: an SDE, where it starts, what drives it, and how it is solved."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -11,13 +12,16 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_finite, check_key, check_positive, check_vector, is_traced
+from .._programs import jit
 from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
     AbstractCorrection,
     AbstractSDE,
     ExactCorrection,
+    SampledCorrection,
     StratonovichSDE,
     noise_dimension,
+    same_for_all_signs,
     with_explicit_parameters,
 )
 from ._base import Base
@@ -45,7 +49,7 @@ class StochasticFlow(eqx.Module):
     - `t1`: the end time T.
     - `driver`: the law of the path.
     - `divergence`: `rf.ExactDivergence()`, or `rf.HutchinsonDivergence()` in high dimension.
-    - `correction`: `rf.ExactCorrection()`, or `rf.SampledCorrection()` in high dimension.
+    - `correction`: `rf.ExactCorrection()`, or `rf.SampledCorrection()` where each noise moves one coordinate.
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); each takes the way
       gradients are computed.
 
@@ -109,7 +113,7 @@ class StochasticFlow(eqx.Module):
         self.t1 = float(t1)
         self.driver = KarhunenLoeve(6) if driver is None else driver
         self.divergence = ExactDivergence() if divergence is None else divergence
-        self.correction = ExactCorrection() if correction is None else correction
+        self.correction = _right_correction(sde, correction, base)
         self.integrator = FixedGrid() if integrator is None else integrator
         self.raises = True
         self.proposal = None
@@ -125,7 +129,8 @@ class StochasticFlow(eqx.Module):
 
     def with_finer_steps(self) -> Self:
         """The same flow, solved with half the step, or a sixteenth of the tolerance."""
-        return eqx.tree_at(lambda flow: flow.integrator, self, self.integrator.finer(self.driver, self.noise_dim))
+        finer = self.integrator.finer(self.driver, self.noise_dim)
+        return eqx.tree_at(lambda flow: flow.integrator, self, finer)
 
     def without_errors(self) -> Self:
         """The same flow, but a solve that fails, by a NaN of the model or for want of steps, gives NaN
@@ -197,7 +202,7 @@ class StochasticFlow(eqx.Module):
         estimator = default_estimator(self) if estimator is None else estimator
         if not isinstance(estimator, AbstractEstimator):
             raise TypeError(
-                f"estimator must be one of rf.Tempered(...), rf.PullBack(...), rf.Endpoint(...), got {estimator!r}"
+                f"estimator must be one, such as rf.Tempered(64) or rf.PullBack(1000), got {estimator!r}"
             )
         accuracy = Accuracy(tolerance, max_paths, truncation, solver)
         return estimator.estimate(self, x, key=key, accuracy=accuracy)
@@ -351,7 +356,27 @@ class StochasticFlow(eqx.Module):
             check_key(key, many=True)
 
 
-@eqx.filter_jit
+def _right_correction(
+    sde: AbstractSDE, correction: AbstractCorrection | None, base: Base
+) -> AbstractCorrection:
+    """The correction asked for, where it leaves the law as it is; else the exact one, with a warning.
+
+    Signs that are fixed along a path change the law unless every choice of them gives the same correction.
+    """
+    if not isinstance(correction, SampledCorrection) or isinstance(sde, StratonovichSDE):
+        return ExactCorrection() if correction is None else correction
+    points = base.sample(key=jax.random.key(0), shape=(8,))
+    if is_traced(points) or same_for_all_signs(sde, points, key=jax.random.key(1)):
+        return correction
+    warnings.warn(
+        "SampledCorrection would change the law: its random signs cancel only where each noise moves one "
+        "coordinate and depends on that one alone; ExactCorrection takes its place",
+        stacklevel=3,
+    )
+    return ExactCorrection()
+
+
+@jit
 def _integrate(
     flow: StochasticFlow,
     z: Array,

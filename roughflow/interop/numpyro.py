@@ -90,8 +90,8 @@ class FlowDistribution(dist.Distribution):
     With noise, `log_prob` is an estimate. Its paths come from `key`, the same in every call, so NUTS and
     other methods see one smooth function; it is the density of the flow but for the estimate's error.
 
-    **Arguments:** `flow`; `key`; `estimator`, by default 8 paths of `rf.PullBack` from the proposal that the flow
-    has learned, or from `rf.Laplace()`.
+    **Arguments:** `flow`; `key`; `estimator`, by default 8 paths of `rf.PullBack` from the proposal that
+    the flow has learned, or from `rf.Laplace()`.
 
     ```python
     import jax, jax.numpy as jnp

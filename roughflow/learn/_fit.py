@@ -134,8 +134,9 @@ def fit(
     judged = np.any(now.history.validation_loss < np.inf)
     chosen = now.best if judged else now.parameters
     best_model, best_objective = eqx.combine(chosen, rest)
-    if isinstance(best_objective, Leaving):
-        best_model = best_objective.leave(best_model)
+    leaving: Any = best_objective
+    if isinstance(leaving, Leaving):
+        best_model = leaving.leave(best_model)
     return Fitted(best_model, best_objective, now.history, interrupt.wanted and now.step < steps)
 
 

@@ -19,9 +19,10 @@ class ReverseKL(AbstractObjective):
 
         E[log 1/(K+1) (w₀ + … + w_K) − log p(Z)] ≥ KL(p_T ‖ p) − log ∫ exp(log_density),
 
-    wₖ = p_T(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z), ω₀ the path that made Z and ω₁, …, ω_K drawn from a proposal q (Sobolev &
-    Vetrov 2019; `rf.UpperBound`). It holds for every q, so a q that learns along with the flow closes the gap
-    and can do no harm. Minus the loss is a lower bound on the log evidence: `evidence_bound` in the history.
+    wₖ = p_T(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z), ω₀ the path that made Z and ω₁, …, ω_K drawn from a proposal q
+    (Sobolev & Vetrov 2019; `rf.UpperBound`). It holds for every q, so a q that learns along with the flow
+    closes the gap and can do no harm. Minus the loss is a lower bound on the log evidence: `evidence_bound`
+    in the history.
 
     A sample that escapes counts 1000 nats, whatever the target: no flow gains by losing any.
 

@@ -77,10 +77,12 @@ class ExactCorrection(AbstractCorrection):
 
 
 class SampledCorrection(AbstractCorrection):
-    """c ≈ ½ D[σ(·) ε] (σ ε) with random signs ε: one product whatever m, right on average over ε.
+    """c = ½ D[σ(·) ε] (σ ε) with random signs ε: one product whatever m.
 
-    For high dimension. The signs are drawn anew for every sample of every solve and kept fixed
-    along it, so a method that uses it takes a `key`.
+    It is c on average over ε. But the signs stay fixed along a path, and a drift that is right on average
+    over paths makes another law. So a flow takes it only where every ε gives the same: where each noise
+    moves one coordinate, and by an amount that depends on that coordinate alone. Elsewhere the flow warns
+    and takes `rf.ExactCorrection()`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -107,6 +109,22 @@ class SampledCorrection(AbstractCorrection):
         direction = apply_noise(sigma, signs)
         _, change = jax.jvp(lambda y: apply_noise(diffusion(y), signs), (z,), (direction,))
         return sigma, 0.5 * change
+
+
+def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool:
+    """Whether the sampled correction is the exact one at the points z `(k, d)`, at two times and for random
+    signs."""
+    times = jnp.array([0.1, 0.7], z.dtype)
+
+    def gap(t: Array, point: Array, key: PRNGKeyArray) -> Array:
+        noise = lambda y: sde.noise(t, y)
+        sigma, exact = ExactCorrection()(noise, point, None)
+        signs = SampledCorrection().draw(key, (), noise_shape(sigma)[1])
+        return jnp.max(jnp.abs(SampledCorrection()(noise, point, signs)[1] - exact) / (1 + jnp.abs(exact)))
+
+    keys = jax.random.split(key, len(z))
+    gaps = jax.vmap(lambda t: jax.vmap(lambda point, k: gap(t, point, k))(z, keys))(times)
+    return bool(jnp.all(gaps < 1e3 * jnp.finfo(z.dtype).eps))
 
 
 def depends_on(function: Callable[[Array], Noise], z: Array) -> bool:

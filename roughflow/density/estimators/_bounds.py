@@ -13,7 +13,7 @@ from .._estimate import log_mean
 from ..proposals import SPARE, AbstractProposal, Laplace, normal_numbers
 from ..surface import Cloud, Latent, constant
 from ._importance import AbstractImportanceEstimator
-from ._pull_back import PullBack, log_joint, solve_keys
+from ._pull_back import PullBack, log_joint, solve_keys, tried
 from ._weights import Sampler
 
 
@@ -54,11 +54,11 @@ class UpperBound(eqx.Module):
 
         E log p(Z) ≤ E log 1/(K+1) (w₀ + w₁ + … + w_K),      wₖ = p(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z),
 
-    ω₀ the path that made Z and ω₁, …, ω_K drawn from the proposal q, tighter as K grows (Sobolev & Vetrov 2019;
-    for q the prior, Yin & Zhou 2018). For ω₀ is a draw from the law of the path given Z. It holds for every q,
-    and is the tighter the nearer q comes to that law: with K = 0 it exceeds E log p(Z) by the mean of
-    KL(p(ω | Z) ‖ q(ω | Z)). To each path belongs one start, so no way to Z is left out, and a path from which
-    there is none rightly counts as zero.
+    ω₀ the path that made Z and ω₁, …, ω_K drawn from the proposal q, tighter as K grows (Sobolev & Vetrov
+    2019; for q the prior, Yin & Zhou 2018). It holds for every q, for ω₀ is a draw from the law of the path
+    given Z, and is the tighter the nearer q comes to that law: with K = 0 it exceeds E log p(Z) by the mean
+    of KL(p(ω | Z) ‖ q(ω | Z)). To each path belongs one start, so no way to Z is left out, and a path from
+    which there is none rightly counts as zero.
 
     **Arguments:** `fresh`, the number K; it may be 0. `proposal`: `rf.Laplace()`, the default; an
     `rf.Amortised(...)`, which the bound trains when it is made small; `rf.Prior()`, the loosest.
@@ -108,8 +108,8 @@ def _upper(
         places = jnp.arange(Cloud.size(quiet))
         cloud = Cloud.of(quiet, normal_numbers(key_cloud, places, latent.size, z.dtype))
     law = proposal.law(latent, place, jax.random.split(key_law, count), cloud)
-    if proposal.may_miss:
-        law = law.defended(jnp.ones(count, bool))
+    if proposal.may_be_exact:
+        law = tried(flow, place, law, jax.random.split(key_law, count))
     own = jnp.reshape(path.coefficients, (count, 1, -1))
     first = given[:, None] + flow.driver.log_prob(path.coefficients)[:, None] - law.log_prob(own)
     weights = first

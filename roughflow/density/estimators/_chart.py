@@ -51,7 +51,13 @@ class AbstractChart(AbstractEstimator):
 
     @abc.abstractmethod
     def improve(
-        self, flow: StochasticFlow, target: Target, law: Any, poor: Array, keys: PRNGKeyArray, count: int
+        self,
+        flow: StochasticFlow,
+        target: Target,
+        law: Any,
+        poor: Array,
+        keys: PRNGKeyArray,
+        count: int,
     ) -> Weights:
         """Other paths, `count` of them, for the points whose weights are `poor`; anything elsewhere."""
 
@@ -63,10 +69,12 @@ class AbstractChart(AbstractEstimator):
     def weigh(
         self, flow: StochasticFlow, target: Target, law: Any, noise: Array, keys: PRNGKeyArray
     ) -> Weights:
-        """K paths made from standard normal numbers `(B, K, D + SPARE)`; `keys` `(B,)` for what else is random."""
+        """K paths made from standard normal numbers `(B, K, D + SPARE)`; `keys` `(B,)` for what else is
+        random."""
 
     @abc.abstractmethod
     def log_joint(
         self, flow: StochasticFlow, target: Target, law: Any, paths: Array, keys: PRNGKeyArray | None
     ) -> Array:
-        """The log-density of paths and x, `(B, F)`, in the chart's coordinates; `keys` `(B, F)` as in `Weights`."""
+        """The log-density of paths and x, `(B, F)`, in the chart's coordinates; `keys` `(B, F)` as in
+        `Weights`."""

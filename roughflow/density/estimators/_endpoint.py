@@ -35,7 +35,8 @@ SINGULAR = (
 
 
 class EndpointLaw(eqx.Module):
-    """δ normal around the free part of `centre`, orthogonal to `rows`; wider, and partly the prior, if `wide`."""
+    """δ normal around the free part of `centre`, orthogonal to `rows`; wider, and partly the prior, if
+    `wide`."""
 
     centre: Array  # (B, D)
     rows: Array  # R, (B, d, D)
@@ -89,8 +90,8 @@ class Endpoint(AbstractImportanceEstimator):
     From a fixed start it is the estimator to use, for there the pull-back does not exist. With a law for the
     start prefer the default, `rf.Tempered`: here one root is counted for each δ, so a law that folds space so
     that there are several is estimated low, and a path that the search does not find has no weight:
-    `Estimate.unfound` counts them, and more than one in twenty are a warning. It costs d + 1 solves per Newton
-    step; no backward solve can escape, which is why strongly contracting SDEs are its ground too.
+    `Estimate.unfound` counts them, and more than one in twenty are a warning. It costs d + 1 solves per
+    Newton step; no backward solve can escape, which is why strongly contracting SDEs are its ground too.
 
     **Arguments:**
 
@@ -139,15 +140,15 @@ class Endpoint(AbstractImportanceEstimator):
         d, m = flow.dimension, flow.noise_dim
         if m < d and isinstance(self.proposal, Prior):
             raise ValueError(
-                f"Endpoint with Prior needs at least as many noises as dimensions, got a {d} x {m} diffusion; "
-                "use rf.PullBack, or Endpoint with rf.Laplace"
+                f"Endpoint with Prior needs at least as many noises as dimensions, got a {d} x {m} "
+                "diffusion; use rf.PullBack, or Endpoint with rf.Laplace"
             )
 
     def prepare(
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> EndpointLaw:
         latent, target = constant((_latent(flow, target), target))
-        if isinstance(self.proposal, Prior):
+        if not isinstance(self.proposal, Laplace):
             return constant(_prior_law(latent, target))
         law = constant(_laplace_law(latent, target, keys, cloud, self.proposal.starts))
         size = latent.size + SPARE
@@ -160,7 +161,13 @@ class Endpoint(AbstractImportanceEstimator):
         return jnp.zeros(len(log_weights), bool)
 
     def improve(
-        self, flow: StochasticFlow, target: Target, law: EndpointLaw, poor: Array, keys: PRNGKeyArray, count: int
+        self,
+        flow: StochasticFlow,
+        target: Target,
+        law: EndpointLaw,
+        poor: Array,
+        keys: PRNGKeyArray,
+        count: int,
     ) -> Weights:
         raise NotImplementedError  # no weights are called poor
 
@@ -232,8 +239,8 @@ def _prior_law(latent: Latent, target: Target) -> EndpointLaw:
 
 
 def endpoint_rows(latent: Latent, target: Target) -> tuple[Array, Array]:
-    """Orthonormal rows `(d, D)`: the endpoint B(T), in the directions that move Z_T most; and whether it moves
-    in all directions.
+    """Orthonormal rows `(d, D)`: the endpoint B(T), in the directions that move Z_T most; and whether it
+    moves in all directions.
 
     B(T) is the combination g = (∫eₖ)ₖ of the coefficients; of its m components the row space of
     ∂Φ/∂B(T) at the middle path is taken. Any choice is valid, so one serves for all x.

@@ -1,6 +1,7 @@
 """p(x) as a mean of weights over random paths, until it is known well enough."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def summary(sampler: Sampler, weighed: Weighed, points: np.ndarray) -> Estimate:
 
 
 @jit
-def _summary(weighed: Weighed, group: int, missed: Array, places: Array, searches: bool) -> Estimate:
+def _summary(weighed: Weighed, group: int, missed: Array, places: Any, searches: bool) -> Estimate:
     # Particles that start from the prior find their way; their weights say if they did not.
     fell_back = missed[places] & ~weighed.poor
     estimate = from_log_weights(weighed.log_weights.T, group, fell_back, weighed.poor, searches)

@@ -9,7 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from ..proposals import SPARE, Mixture, normal_quantile, random_bits, uniform_numbers
 
-TEMPERATURES = 16  # at most
+TEMPERATURES = 12  # at most
 KEPT = 0.5  # the effective fraction of particles that a step of β leaves
 ROUNDS = 3  # of two moves at each β: one along a component of the proposal, one along the particles' spread
 HALVINGS = 24  # to find β
@@ -45,8 +45,8 @@ class _State(eqx.Module):
 def temper(
     joint: Callable[[Array], Array], law: Mixture, omega: Array, keys: PRNGKeyArray, count: int
 ) -> Particles:
-    """Move ω `(B, P, W)`, drawn from `law`, to the law with the unnormalised log-density `joint`; P is a multiple
-    of `count`, the number K of particles to return."""
+    """Move ω `(B, P, W)`, drawn from `law`, to the law with the unnormalised log-density `joint`; P is a
+    multiple of `count`, the number K of particles to return."""
     batch, size = omega.shape[:2]
     one = jnp.ones(batch, omega.dtype)
     lengths = jnp.stack([0.5 * one, 2.4 / max(omega.shape[2], 1) ** 0.5 * one])
@@ -72,14 +72,9 @@ def temper(
         )
         bits = jax.vmap(lambda k: random_bits(k, jnp.arange(1), 1)[0, 0])(key)
         places = _resample(share, uniform_numbers(bits, omega.dtype), size)
-        spread = _State(
-            *(_take(a, places) for a in (now.omega, now.joint, now.proposed, now.root)),
-            jnp.full_like(share, 1 / size),
-            beta,
-            log_mean,
-            now.lengths,
-            now.count,
-        )
+        moved = [_take(a, places) for a in (now.omega, now.joint, now.proposed, now.root)]
+        leaves = lambda s: (s.omega, s.joint, s.proposed, s.root, s.share, s.beta, s.log_mean)
+        spread = eqx.tree_at(leaves, now, (*moved, jnp.full_like(share, 1 / size), beta, log_mean))
         new = _where(now.beta >= 1, now, _where(arrived, stay, spread))
         moved = _moves(joint, law, new, key, new.beta >= 1)
         return eqx.tree_at(lambda s: s.count, moved, now.count + 1)
@@ -134,7 +129,8 @@ def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray, still: Array) ->
 
     def move(i: Array, state: _State) -> _State:
         # All of a move's random numbers at once: few things take longer to compile.
-        bits = jax.vmap(lambda k: random_bits(jax.random.fold_in(k, 1 + i), jnp.arange(count), width + 1))(key)
+        draw = lambda k: random_bits(jax.random.fold_in(k, 1 + i), jnp.arange(count), width + 1)
+        bits = jax.vmap(draw)(key)
         noise = normal_quantile(bits[..., :width], state.omega.dtype)
         uniform = uniform_numbers(bits[..., width], state.omega.dtype)
         kind = i % 2

@@ -61,13 +61,19 @@ class PullBack(AbstractImportanceEstimator):
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> Mixture:
         law = self.proposal.law(Latent(flow), target.x, keys, cloud)
-        return tried(flow, target.x, law, keys) if self.proposal.may_miss else law
+        return tried(flow, target.x, law, keys) if self.proposal.may_be_exact else law
 
     def poor(self, log_weights: Array) -> Array:
         return jnp.zeros(len(log_weights), bool)
 
     def improve(
-        self, flow: StochasticFlow, target: Target, law: Mixture, poor: Array, keys: PRNGKeyArray, count: int
+        self,
+        flow: StochasticFlow,
+        target: Target,
+        law: Mixture,
+        poor: Array,
+        keys: PRNGKeyArray,
+        count: int,
     ) -> Weights:
         raise NotImplementedError  # no weights are called poor
 
@@ -105,8 +111,8 @@ def solve_keys(flow: StochasticFlow, keys: PRNGKeyArray, count: int) -> PRNGKeyA
 
 
 def tried(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray) -> Mixture:
-    """The law, wider and with a share of the prior unless a few weights are all equal, as they are on a linear
-    SDE. Decided on draws of their own, before those that count."""
+    """The law, wider and with a share of the prior unless a few weights are all equal, as they are on a
+    linear SDE. Decided on draws of their own, before those that count."""
     flow, x, law = constant((flow.without_errors(), x, law))
     trial = law.defended(jnp.ones(len(x), bool))
     size = flow.dimension + law.centre.shape[-1] + SPARE
@@ -116,6 +122,6 @@ def tried(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray) -> M
     weights = log_joint(flow, x, omega, solve_keys(flow, keys, TRIAL)) - density
     # Far out, where the logarithms are large, a solver's error is too.
     far = jnp.max(density, axis=1, keepdims=True) - density
-    middle = jnp.median(weights, axis=1, keepdims=True)
-    equal = jnp.all(jnp.abs(weights - middle) < EQUAL * (1 + far), axis=1)
+    near = jnp.take_along_axis(weights, jnp.argmin(far, axis=1)[:, None], axis=1)
+    equal = jnp.all(jnp.abs(weights - near) < EQUAL * (1 + far), axis=1)
     return law.defended(~equal | law.missed)

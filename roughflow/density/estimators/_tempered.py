@@ -1,4 +1,4 @@
-"""The default: importance weights where they are good, particles moved to the right paths where they are not."""
+"""The default: importance weights where they are good, moved particles where they are not."""
 
 from typing import ClassVar
 
@@ -17,8 +17,8 @@ from ._importance import AbstractImportanceEstimator
 from ._particles import Particles, temper
 from ._pull_back import log_joint, solve_keys, tried
 
-POOR = 0.2  # effective fraction of paths below which their weights are poor
-PARTICLES = 512  # at least, where they are
+POOR = 0.2  # effective fraction of paths below which weights are poor
+PARTICLES = 256  # at least, where they are
 BLOCK = 2**13  # particles that are moved together
 EXACT = 64  # dimensions up to which a density is worth its exact divergence
 
@@ -29,21 +29,21 @@ class Tempered(AbstractImportanceEstimator):
     In the pull-back form each path has exactly one start (`rf.PullBack`), so no way to x can be missed that
     paths are drawn near. Point by point:
 
-    1. A few paths drawn from the proposal show whether all weights are equal, as they are on a linear SDE with
-       `rf.Laplace`. If not, the law is made wider and the prior has a share in it.
+    1. A few paths drawn from the proposal show whether all weights are equal, as they are on a linear SDE
+       with `rf.Laplace`. If not, the law is made wider and the prior has a share in it.
     2. Paths are drawn and weighed.
-    3. Where the weights are poor (an effective fraction below 0.2, or a heavy tail), fresh particles are moved
-       from the proposal q to the law of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to
-       1, reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate is unbiased
-       for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few of the first
-       particles, so that the error bar is that of independent weights (Lee & Whiteley 2018).
+    3. Where the weights are poor (an effective fraction below 0.2, or a heavy tail), fresh particles are
+       moved from the proposal q to the law of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β
+       from 0 to 1, reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate
+       is unbiased for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few
+       of the first particles, so that the error bar is that of independent weights (Lee & Whiteley 2018).
        `Estimate.tempered` says where.
 
     With `rf.HutchinsonDivergence` in up to 64 dimensions the divergence is taken exactly here: probes are
     for training.
 
-    **Arguments:** `num_paths`, how many paths per point; `proposal`, `rf.Laplace()` or the `rf.Amortised(...)`
-    that a fitted model has learned.
+    **Arguments:** `num_paths`, how many paths per point; `proposal`, `rf.Laplace()` or the
+    `rf.Amortised(...)` that a fitted model has learned.
 
     ```python
     import jax, jax.numpy as jnp
@@ -72,7 +72,10 @@ class Tempered(AbstractImportanceEstimator):
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> Mixture:
         flow = _exact(flow)
-        return tried(flow, target.x, self.proposal.law(Latent(flow), target.x, keys, cloud), keys)
+        law = self.proposal.law(Latent(flow), target.x, keys, cloud)
+        if self.proposal.may_be_exact:
+            return tried(flow, target.x, law, keys)
+        return law.defended(jnp.ones(len(target.x), bool))
 
     def settled(self, law: Mixture) -> Mixture:
         return law
@@ -92,7 +95,13 @@ class Tempered(AbstractImportanceEstimator):
         return ~(effective > POOR) | (pareto_k(log_weights.T) > HEAVY)
 
     def improve(
-        self, flow: StochasticFlow, target: Target, law: Mixture, poor: Array, keys: PRNGKeyArray, count: int
+        self,
+        flow: StochasticFlow,
+        target: Target,
+        law: Mixture,
+        poor: Array,
+        keys: PRNGKeyArray,
+        count: int,
     ) -> Weights:
         flow = _exact(flow)
         particles = _moved(flow, target.x, law, poor, keys, count)

@@ -25,9 +25,9 @@ FEW = 2  # paths on which a solver's error is seen
 
 
 class Weighed(NamedTuple):
-    """What became of the paths of B points: log-weights `(B, K)`, as they were at first (`plain`) and with those
-    that were `poor` improved; and, where that was looked at, the change of log p(x) when the solver's steps
-    are halved, and what a random divergence adds, `(B,)` both."""
+    """What became of the paths of B points: log-weights `(B, K)`, as they were at first (`plain`) and
+    with those that were `poor` improved; and, where that was looked at, the change of log p(x) when the
+    solver's steps are halved, and what a random divergence adds, `(B,)` both."""
 
     log_weights: Array
     plain: Array
@@ -74,7 +74,8 @@ class Sampler:
         if estimator.proposal.wants_cloud and start is None:
             cloud = self._run(_cloud, flow, key, x.dtype)
         chunks = _chunks(np.arange(self.size), max(1, self.pairs // 64))
-        laws = [self._run(_law, estimator, flow, self.target, self.keys, self._padded(c), cloud) for c in chunks]
+        ask = (estimator, flow, self.target, self.keys)
+        laws = [self._run(_law, *ask, self._padded(chunk), cloud) for chunk in chunks]
         # Chunks are padded: where the law of each point has come to lie.
         sizes = [len(self._padded(chunk)) for chunk in chunks]
         begins = np.cumsum([0, *sizes[:-1]])

@@ -17,11 +17,11 @@ from ._proposal import AbstractProposal
 
 
 class Amortised(AbstractProposal):
-    """Draw the path's coefficients ω = m + S u, S diagonal, u normal with precision I + GᵀG; m, S and G `(d, nm)`
-    by a network of x and of the flow's end time.
+    """Draw the path's coefficients ω = m + S u, S diagonal, u normal with precision I + GᵀG; m, S and G
+    `(d, nm)` by a network of x and of the flow's end time.
 
-    On a linear SDE the law of the path given x has this form, S = I: G says how the start that belongs to a path
-    moves with it, in units of the base's spread. In more than 8 dimensions G is zero.
+    On a linear SDE the law of the path given x has this form, S = I: G says how the start that belongs to
+    a path moves with it, in units of the base's spread. In more than 8 dimensions G is zero.
 
     Untrained it is the prior. Train it with the model: the K-path bound (`rf.LowerBound`) is largest
     when the proposal is the law of the path given x (Burda et al. 2016), and gradients reach the network.
@@ -44,7 +44,7 @@ class Amortised(AbstractProposal):
     sizes: tuple[int, int, int] = eqx.field(static=True)  # d, n, m
     draws: AbstractDraws
     wants_cloud: ClassVar[bool] = False
-    may_miss: ClassVar[bool] = True
+    may_be_exact: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -24,8 +24,8 @@ class Laplace(AbstractProposal):
     ξ* + (I − JᵀJJᵀ⁻¹J) ε. On a linear SDE that is the exact law. Elsewhere paths may come in several bundles:
     the search starts from those of a few thousand forward draws of the flow that end nearest to x, equal ends
     are merged, and each is given its share. Unless the weights of a few paths drawn first are all equal, one
-    path in three or so is drawn from the prior, so that a bundle that was missed shows, and weights stay bounded.
-    Where no path to x is found the prior takes over, and `Estimate.fell_back` says so.
+    path in three or so is drawn from the prior, so that a bundle that was missed shows, and weights stay
+    bounded. Where no path to x is found the prior takes over, and `Estimate.fell_back` says so.
 
     **Arguments:**
 
@@ -45,7 +45,7 @@ class Laplace(AbstractProposal):
     starts: int = eqx.field(static=True, default=12)
     draws: AbstractDraws = Independent()
     wants_cloud: ClassVar[bool] = True
-    may_miss: ClassVar[bool] = True
+    may_be_exact: ClassVar[bool] = True
 
     def __check_init__(self):
         check_count("starts", self.starts)
@@ -54,18 +54,16 @@ class Laplace(AbstractProposal):
         del keys
         assert cloud is not None
         # A constant of the estimator: derivatives see the weights, not where paths are drawn.
-        latent, x, cloud = constant((latent, x, cloud))
-        begin = cloud.nearest(x, self.starts - 1) if self.starts > 1 else cloud.xi[None, :0]
-        middle = jnp.zeros((len(x), 1, latent.size), x.dtype)
-        begin = jnp.concatenate([middle, jnp.broadcast_to(begin, (len(x), *begin.shape[1:]))], axis=1)
+        latent, x = constant((latent, x))
+        near = constant(cloud.nearest(x, self.starts - 1))
+        begin = jnp.concatenate([jnp.zeros((len(x), 1, latent.size), x.dtype), near], axis=1)
         modes = find_modes(latent.quiet(), Target(x, None), begin).best(MODES)
         return constant(_tangents(modes, latent.start_size))
 
 
 def _tangents(modes: Modes, start: int) -> Mixture:
-    """The tangent Gaussians of the modes, seen along the start; components that are not modes have no share."""
+    """The tangent Gaussians of the modes, seen along the start; what is not a mode has no share."""
     found = jnp.isfinite(modes.score)
-    # With a start that does not matter there is nothing to see along: such a mode cannot be used.
     log_share = jnp.where(found, -modes.score, -jnp.inf)
     top = jnp.max(log_share, axis=1, keepdims=True)
     missed = ~jnp.isfinite(top[:, 0])

@@ -51,7 +51,8 @@ class Mixture(eqx.Module):
         return jax.nn.logsumexp(self._each(omega) + self.log_share[:, None], axis=-1)
 
     def autoregress(self, omega: Array, noise: Array, stay: Array) -> tuple[Array, Array]:
-        """ω′ = c + ρ(ω − c) + √(1 − ρ²) S u, and the logarithm of the component's density at ω over that at ω′.
+        """ω′ = c + ρ(ω − c) + √(1 − ρ²) S u, and the logarithm of the component's density at ω over that
+        at ω′.
 
         The component is drawn, whatever ω is, and the move keeps its law (Neal 1998; Cotter et al. 2013).
         `noise` is as for `sample`, `stay` is ρ, `(B, K, 1)`.
@@ -81,7 +82,7 @@ class Mixture(eqx.Module):
         """The log-density of every component at ω, `(B, K, M)`."""
         unit = (omega[:, :, None] - self.centre[:, None]) / self.scale[:, None]
         start, path = jnp.split(self.normal, [self.dimension], axis=-1)
-        flat = lambda a: jnp.reshape(a, (-1, *a.shape[2:]))
+        flat = lambda a: jnp.reshape(a, (math.prod(a.shape[:2]), *a.shape[2:]))
         slope = jnp.reshape(solve(flat(start), flat(path)), path.shape)
         across = jnp.einsum("bmij,bkmj->bkmi", slope, unit)
         squares = jnp.sum(unit**2, axis=-1) + jnp.sum(across**2, axis=-1)

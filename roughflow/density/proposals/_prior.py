@@ -24,7 +24,7 @@ class Prior(AbstractProposal):
 
     draws: AbstractDraws = Independent()
     wants_cloud: ClassVar[bool] = False
-    may_miss: ClassVar[bool] = False
+    may_be_exact: ClassVar[bool] = False
 
     def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
         del keys, cloud

@@ -13,14 +13,14 @@ from ._mixture import Mixture
 class AbstractProposal(eqx.Module):
     """Chooses where to draw the paths that may lead to x; `rf.Prior` is one.
 
-    A proposal says whether it looks at forward draws of the flow (`wants_cloud`), and whether its law could
-    miss some of the paths that lead to x (`may_miss`): an estimator then looks at a few weights first, and,
-    unless they are all equal, gives the prior a share.
+    A proposal says whether it looks at forward draws of the flow (`wants_cloud`), and whether its law is the
+    exact one on some SDEs (`may_be_exact`): an estimator then looks at a few weights first, and only if they
+    differ makes the law wider and gives the prior a share.
     """
 
     draws: eqx.AbstractVar[AbstractDraws]
     wants_cloud: eqx.AbstractClassVar[bool]
-    may_miss: eqx.AbstractClassVar[bool]
+    may_be_exact: eqx.AbstractClassVar[bool]
 
     @abc.abstractmethod
     def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
