@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-tabular bench-sampling clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tabular bench-sampling clean
 
 install: .venv/installed
 
@@ -33,6 +33,7 @@ format: install
 figures: install
 	$(BIN)/python examples/convergence.py
 	$(BIN)/python examples/spiral.py
+	$(BIN)/python examples/bundles.py
 
 .venv/benchmarks: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[benchmarks]'
@@ -49,6 +50,15 @@ bench-dimension: install
 
 bench-density: install
 	$(BIN)/python -m benchmarks.density
+
+bench-hard: install
+	$(BIN)/python -m benchmarks.hard
+
+bench-coverage: install
+	$(BIN)/python -m benchmarks.coverage
+
+bench-estimate: install
+	$(BIN)/python -m benchmarks.estimate_speed
 
 bench-tabular: install
 	$(BIN)/python -m benchmarks.tabular

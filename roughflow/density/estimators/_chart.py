@@ -32,6 +32,7 @@ class AbstractChart(AbstractEstimator):
     proposal: eqx.AbstractVar[AbstractProposal]
     # What a weight of zero is: a path that a search did not find, or one that escaped.
     searches: eqx.AbstractClassVar[bool]
+    improves: eqx.AbstractClassVar[bool]  # whether it has a remedy for poor weights
 
     @abc.abstractmethod
     def check(self, flow: StochasticFlow) -> None:

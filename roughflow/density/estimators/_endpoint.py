@@ -114,6 +114,7 @@ class Endpoint(AbstractImportanceEstimator):
     proposal: AbstractProposal
     start: Array | None
     searches: ClassVar[bool] = True
+    improves: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class PullBack(AbstractImportanceEstimator):
     )
     proposal: AbstractProposal = Prior()
     searches: ClassVar[bool] = False
+    improves: ClassVar[bool] = False
 
     def check(self, flow: StochasticFlow) -> None:
         del flow

@@ -61,6 +61,7 @@ class Tempered(AbstractImportanceEstimator):
     )
     proposal: AbstractProposal = Laplace()
     searches: ClassVar[bool] = False
+    improves: ClassVar[bool] = True
 
     def check(self, flow: StochasticFlow) -> None:
         del flow

@@ -106,7 +106,7 @@ class Sampler:
         setting = (self.estimator, self.flow, self.coarse, self.target, self.law, self.keys)
         done = self._run(_weights, *setting, padded, self.places[padded], first, count, self.group, checked)
         done = done if len(padded) == len(rows) else _take(done, slice(len(rows)))
-        if self.coarse is not None:
+        if not self.estimator.improves or self.coarse is not None:
             return done  # two drivers are compared path by path
         return self._improved(done, rows, places, checked)
 

@@ -30,10 +30,12 @@ def solve_end(
     surface = constant(Surface(latent.quiet(), target, delta, rows))
     middle = constant(centre)
     r, solved = _search(surface, middle)
+    r = jnp.where(solved[:, None], r, jnp.einsum("bij,bj->bi", rows, middle))
     safe = jnp.where(solved[:, None], delta, middle - _along(rows, middle))
     eye = jnp.eye(rows.shape[1], dtype=r.dtype)[None]
     here = Surface(latent, target, safe, rows)
-    slope = jnp.where(solved[:, None, None], constant(here).matrix(r), eye)
+    found = constant(Surface(latent.quiet(), target, safe, rows))
+    slope = jnp.where(solved[:, None, None], found.matrix(r), eye)
     gap = jnp.where(solved[:, None], here.gap(r)[0], 0)
     r = _implicit(r, slope, gap)
     return here.xi(r), jnp.where(solved[:, None, None], here.matrix(r), eye), solved
