@@ -84,7 +84,7 @@ def _summary(weighed: Weighed, group: int, missed: Array, places: Any, searches:
 def _until(sampler: Sampler, weighed: Weighed, tolerance: float, max_paths: int) -> Estimate:
     """Rounds of more paths for the points whose standard error is above the tolerance."""
     size = sampler.estimator.num_paths
-    have = list(np.asarray(weighed.log_weights))
+    have, poor = list(np.asarray(weighed.log_weights)), np.asarray(weighed.poor)
     while True:
         counts = np.array([len(weights) for weights in have])
         quality = np.array([_quality(weights, sampler.group) for weights in have])
@@ -99,14 +99,15 @@ def _until(sampler: Sampler, weighed: Weighed, tolerance: float, max_paths: int)
         rounds = ((np.minimum(wanted, max_paths) - counts) // size).astype(int).clip(1)[open_points]
         points = np.repeat(open_points, rounds)
         step = np.concatenate([np.arange(r) for r in rounds])
-        fresh = sampler.weighed(points, counts[points] + size * step).log_weights
-        for point, weights in zip(points, np.asarray(fresh), strict=True):
+        fresh = sampler.weighed(points, counts[points] + size * step, poor=poor[points])
+        for point, weights in zip(points, np.asarray(fresh.log_weights), strict=True):
             have[point] = np.concatenate([have[point], weights])
     return _gather(have, weighed, sampler, unmet)
 
 
 def _quality(log_weights: np.ndarray, group: int) -> tuple[float, float]:
     """Standard error of log p and effective paths, for a look between rounds."""
+    log_weights = log_weights.astype(float)  # for −1e300
     weights = np.exp(log_weights - max(log_weights.max(), -1e300))
     mean = weights.mean()
     if mean == 0 or len(weights) == group:

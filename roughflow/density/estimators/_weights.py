@@ -86,28 +86,37 @@ class Sampler:
         """Log-weights `(B, K)` of the first K paths of every point."""
         return self.weighed(np.arange(self.size), np.zeros(self.size, int)).log_weights
 
-    def weighed(self, points: np.ndarray, first: np.ndarray, checked: bool = False) -> Weighed:
+    def weighed(
+        self, points: np.ndarray, first: np.ndarray, checked: bool = False, poor: np.ndarray | None = None
+    ) -> Weighed:
         """Log-weights `(len(points), K)` of K paths for some of the points, by place in x; the paths of
-        a point are the K from its place `first` on in its sequence of paths."""
+        a point are the K from its place `first` on in its sequence of paths.
+
+        `poor` says which weights to improve, if that was decided before: rounds of one estimate that each
+        decided by their own weights would be low, for those whose weights look good are.
+        """
         count = self.estimator.num_paths
         each = min(count, self.pairs)
         parts = math.ceil(count / each)
         rows = np.repeat(points, parts)
         places = np.repeat(first, parts) + np.tile(np.arange(parts) * each, len(points))
         jobs = _chunks(np.arange(len(rows)), max(1, self.pairs // each))
-        done = _joined([self._weighed(rows[job], places[job], each, checked) for job in jobs])
+        known = None if poor is None else np.repeat(poor, parts)
+        done = _joined([self._weighed(rows, places, job, each, checked, known) for job in jobs])
         if parts == 1:
             return done
         weights = [jnp.reshape(a, (len(points), parts * each))[:, :count] for a in done[:2]]
         return Weighed(*weights, *jax.tree.map(lambda a: a[::parts], done[2:]))
 
-    def _weighed(self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool) -> Weighed:
+    def _weighed(self, rows, places, job: np.ndarray, count: int, checked: bool, poor) -> Weighed:
+        rows, places = rows[job], places[job]
         padded, first = self._padded(rows), self._padded(places)
         setting = (self.estimator, self.flow, self.coarse, self.target, self.law, self.keys)
         done = self._run(_weights, *setting, padded, self.places[padded], first, count, self.group, checked)
         done = done if len(padded) == len(rows) else _take(done, slice(len(rows)))
         if not self.estimator.improves or self.coarse is not None:
             return done  # two drivers are compared path by path
+        done = done if poor is None else done._replace(poor=jnp.asarray(poor[job]))
         return self._improved(done, rows, places, checked)
 
     def _improved(self, done: Weighed, rows: np.ndarray, places: np.ndarray, checked: bool) -> Weighed:
