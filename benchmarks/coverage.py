@@ -1,13 +1,14 @@
 """How often the total error bar covers the truth: `python -m benchmarks.coverage [--paths 16 64 256]`.
 
-1000 random cases in float64: SDEs of four families, their numbers drawn at random, at points drawn from each
-flow's own samples. For each number of paths and each family: the share of estimates within two bars of the
-truth, the share flagged as `suspect`, and the median bar. The bar of a normal error would cover 95 %.
+About 1000 random cases in float64: SDEs of four families, their numbers drawn at random, at points drawn from
+each flow's own samples. For each number of paths and each family: the share of estimates within two bars of
+the truth, the share flagged as `suspect`, and the median bar. The bar of a normal error would cover 95 %.
 
 Linear SDEs and geometric Brownian motion have their law on the truncated driver in closed form: Z_T, or its
 logarithm, is an affine map of normal numbers, and the map is read off the flow. Neural SDEs, with noise that
-depends on the state, have a long run (`benchmarks.long_run`), whose error is part of the bar. These are kept;
-`--fresh` makes them anew.
+depends on the state, have a long run (`benchmarks.long_run`), whose error is part of the bar; points where it
+is above 0.1, those of one flow that contracts strongly, are left out. Long runs are kept; `--fresh` makes
+them anew.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks.long_run import PullBackChart, long_run
 PATHS = (16, 64, 256)
 BARS, LOW, HIGH = 2.0, 0.92, 0.99
 FLOOR = 1e-4  # what an ODE solver may leave where bars are zero
-DRAWS = 2**13  # of a long run
+DRAWS, UNKNOWN = 2**13, 0.1  # of a long run, and the standard error from which it is no reference
 COLUMNS: Columns = (
     ("paths and family", 22),
     ("cases", 6),
@@ -112,9 +113,9 @@ def linear(key: PRNGKeyArray) -> rf.StochasticFlow:
 
 
 def neural(dimension: int, key: PRNGKeyArray) -> rf.StochasticFlow:
-    """Small networks, the drift up to 3 in size and the noise up to 1."""
+    """Small networks; the drift is of size 0.9 to 8, the noise of size 0.3 to 2.7."""
     keys = jax.random.split(key, 4)
-    size, noise = jnp.exp(jax.random.uniform(keys[0], (2,), minval=jnp.log(0.3)))
+    size, noise = jnp.exp(jax.random.uniform(keys[0], (2,), minval=jnp.log(0.3), maxval=1.0))
     drift = Scaled(rf.MLP(dimension, dimension, 8, 2, key=keys[1]), 3 * size)
     diffusion = StateNoise(rf.MLP(dimension, dimension**2, 8, 1, key=keys[2]), noise)
     base = rf.Normal(jax.random.normal(keys[3], (dimension,)), 0.7)
@@ -191,7 +192,9 @@ def make_cases(name: str, fresh: bool) -> list[Case]:
         x = np.asarray(flow.sample(key=key_x, shape=(POINTS,)))
         file = kept_file("coverage", name, DRAWS, x, eqx.filter((flow.sde, flow.base), eqx.is_array))
         truth = kept_arrays(file, lambda flow=flow, x=x: list(astuple(refer(flow, x))), fresh=fresh)
-        cases.append(Case(flow, x, Reference(*truth)))
+        known = truth[1] < UNKNOWN
+        if known.any():
+            cases.append(Case(flow, x[known], Reference(*(part[known] for part in truth))))
     return cases
 
 
