@@ -14,7 +14,7 @@ from jaxtyping import Array
 from ._latent import Latent, Target
 from ._linear import orthonormal, solve
 
-ITERATIONS = 20
+ITERATIONS = 12
 LENGTHS = (1.0, 0.4, 0.1)  # of the step, tried at each iteration
 SETTLED = 1e-2  # a step this short, in standard deviations, ends the search
 NEAR = 0.1  # a point this close to the surface, in standard deviations, was found
