@@ -126,7 +126,7 @@ def test_a_model_finds_its_columns_by_name(fitted, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out == ""
     header, scores = read(out)
-    assert header == ["log_prob", "standard_error", "effective_paths"]
+    assert header == ["log_prob", "total_error", "effective_paths"]
     rows = read(fitted / "data.csv")[1][:, [2, 0]]
     expected = rf.load(fitted / "model.rf").log_prob(jnp.asarray(rows), key=jax.random.key(0))
     np.testing.assert_allclose(scores[:, 0], expected, rtol=1e-5)

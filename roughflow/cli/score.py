@@ -13,7 +13,7 @@ import roughflow as rf
 from .model import read_model, read_rows_for
 from .output import check_writable, write_csv
 
-FIGURES = ("log_prob", "standard_error", "effective_paths")
+FIGURES = ("log_prob", "total_error", "effective_paths")
 CHUNK = 4096  # rows between two steps of the bar
 
 
@@ -51,5 +51,5 @@ def _estimate(model: rf.Standardised, rows: np.ndarray, arguments: argparse.Name
 
 
 def _advice(warning: str) -> str:
-    """The library's warning, with a remedy of the command line's own."""
-    return warning.rpartition(": ")[0] + ": raise --paths or --tolerance"
+    """The library's warning, with the command line's own names."""
+    return warning.replace("num_paths", "--paths").replace("max_paths: raise either", "--tolerance: raise it")
