@@ -74,6 +74,26 @@ def test_one_start_is_one_chain_and_the_same_key_the_same_chain(key):
     assert np.array_equal(chain, again)
 
 
+def test_a_warm_up_too_short_to_find_a_spread_is_refused(key):
+    """One chain in two dimensions: six places are the least its covariance can come from."""
+    bell = lambda z: -0.5 * z @ z
+    for steps in (1, 8, 16, 43):
+        with pytest.raises(ValueError, match=r"^num_steps must be at least 44 for 1 chains in 2 dimensions"):
+            rf.warm_up(bell, jnp.zeros((1, 2)), key=key, num_steps=steps)
+    for chains, steps in ((1, 44), (8, 4)):
+        sampler, z = rf.warm_up(bell, jnp.zeros((chains, 2)), key=key, num_steps=steps)
+        assert np.all(np.isfinite(z))
+        widths = np.linalg.svd(sampler.sde.diffusion.matrix, compute_uv=False)
+        assert 0.01 < widths.min() < widths.max() < 10
+
+
+def test_chains_that_stood_still_do_not_make_the_noise_vanish(key):
+    """A target as narrow as this refuses the first moves, and the scale stays what it was."""
+    needle = lambda z: -0.5e12 * z @ z
+    sampler, _ = rf.warm_up(needle, jnp.zeros((4, 1)), key=key, num_steps=8, climb=False)
+    assert float(sampler.sde.diffusion.matrix[0, 0]) == 1
+
+
 def test_warm_up_finds_the_scale_of_an_ill_conditioned_gaussian(key):
     """Condition number 10⁴, correlated: σσᵀ comes near the covariance, acceptance near 0.574."""
     root = jnp.array([[100.0, 0.0], [0.7, 1.0]])

@@ -165,7 +165,7 @@ def test_climbing_stops_where_the_mass_is(key):
 def test_bad_input_to_tuning_is_refused(key):
     with pytest.raises(ValueError, match=r"^z0 must have shape \(chains, d\), got \(2,\)$"):
         rf.tune_sampler(BANANA, jnp.zeros(2), key=key)
-    with pytest.raises(ValueError, match=r"^num_gradients must be at least 320 for 16 chains, got 100$"):
+    with pytest.raises(ValueError, match=r"^num_gradients must be at least 640 for 16 chains, got 100$"):
         tune(key, num_gradients=100, climb=False)
     with pytest.raises(ValueError, match=r"^log_density is nan at the start"):
         tune(key, target=lambda z: jnp.sqrt(z[0] - 50), num_gradients=10_000)

@@ -1,22 +1,21 @@
 """The state of a run, and the file it is kept in."""
 
 import dataclasses
-import hashlib
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._files import read_archive, write_archive
+from ._fingerprint import difference, fingerprint
 from ._history import History
 
-VERSION = 1
+VERSION = 2
 SECONDS = 30.0  # between two writes
 
 
@@ -63,14 +62,23 @@ class Checkpoint:
     """A file that holds a run's state, for the run with these settings only."""
 
     path: Path
-    settings: dict[str, Any]
+    settings: dict[str, str]
     written: float = 0.0
 
     @staticmethod
-    def open(path: str | os.PathLike, settings: dict, start: Progress, rest: Any) -> "Checkpoint":
-        shapes = [f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves((start.parameters, start.optimiser))]
-        described = {"parameters": _digest(shapes), "data": _digest(jax.tree.leaves(rest))}
-        return Checkpoint(Path(path), settings | described)
+    def open(
+        path: str | os.PathLike, settings: dict[str, Any], start: Progress, fixed: dict[str, Any]
+    ) -> "Checkpoint":
+        """For the run with these `settings`, of which `fixed` are not plain numbers."""
+        described = {name: repr(value) for name, value in settings.items()}
+        for name, value in fixed.items():
+            described |= fingerprint(value, name)
+        # Of what a run changes, the shapes.
+        for tree, what in ((start.parameters, "parameters"), (start.optimiser, "optimiser")):
+            for place, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                name = jax.tree_util.keystr(place, simple=True, separator=".")
+                described[f"shape of {what}.{name}"] = f"{leaf.dtype}{list(leaf.shape)}"
+        return Checkpoint(Path(path), described)
 
     def begin(self, start: Progress) -> Progress:
         if self.path.exists():
@@ -83,11 +91,14 @@ class Checkpoint:
     def load(self, start: Progress) -> Progress:
         """The state in the file; `start` says what it looks like."""
         header, arrays = read_archive(self.path, "checkpoint", VERSION)
-        for name, value in self.settings.items():
-            if header["settings"].get(name) != value:
-                what = {"parameters": "the model or optimiser is", "data": "data, key or a fixed part is"}
-                told = what.get(name, f"{name} was {header['settings'].get(name)}, now {value}; that is")
-                raise ValueError(f"checkpoint {self.path} belongs to another run: {told} different")
+        if header["version"] < VERSION:
+            raise ValueError(
+                f"checkpoint {self.path} was written by an older roughflow, which did not note all that a "
+                "run depends on: delete it or name another to start afresh"
+            )
+        told = difference(header["settings"], self.settings)
+        if told is not None:
+            raise ValueError(f"checkpoint {self.path} belongs to another run: {told}")
         trees = (start.parameters, start.optimiser, start.best)
         leaves, structure = jax.tree.flatten(trees)
         restored = [jnp.asarray(arrays[f"leaf/{i}"], a.dtype) for i, a in enumerate(leaves)]
@@ -105,16 +116,3 @@ class Checkpoint:
         header = {"kind": "checkpoint", "version": VERSION, "step": now.step, "streak": now.streak}
         write_archive(self.path, header | {"settings": self.settings}, arrays)
         self.written = time.monotonic()
-
-
-def _digest(leaves: list) -> str:
-    """A fingerprint of arrays and plain values; functions count by their name."""
-    digest = hashlib.blake2b(digest_size=16)
-    for leaf in leaves:
-        if eqx.is_array(leaf):
-            keys = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            values = np.asarray(jax.random.key_data(leaf) if keys else leaf)
-            digest.update(str((values.dtype, values.shape)).encode() + values.tobytes())
-        else:
-            digest.update(getattr(leaf, "__qualname__", repr(leaf)).encode())
-    return digest.hexdigest()

@@ -126,7 +126,8 @@ def fit(
     if checkpoint is not None:
         settings = {"steps": steps, "batch_size": batch_size, "every": every, "patience": patience}
         settings |= {"learning_rate": float(learning_rate), "clip": None if clip is None else float(clip)}
-        store = Checkpoint.open(checkpoint, settings, start, (key, train, held_out, rest))
+        fixed = {"data": train, "validation": held_out, "key": key, "model": rest[0], "objective": rest[1]}
+        store = Checkpoint.open(checkpoint, settings, start, fixed | {"optimiser": transform})
     now = _begin(store, start, resume)
     look = None if held_out is None else lambda p: _validate(p, rest, held_out, key_validation)
     with Interrupt() as interrupt, _bar(now.step, steps, progress) as bar:

@@ -14,7 +14,7 @@ from ..learn import AbstractObjective, History, fit
 from ..sde import LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
 from ._adjusted_flow import AdjustedFlow, Climbing
 from ._sampler import accept
-from ._warm_up import ACCEPTANCE, adapt, climbing_gradients, warm_up
+from ._warm_up import ACCEPTANCE, adapt, climbing_gradients, least_steps, warm_up
 
 GRADIENTS = 3  # of the log density in a training step: one to move, and the derivative of another
 WARM_UP, FINISH = 0.1, 0.05  # shares of the budget
@@ -128,7 +128,7 @@ def tune_sampler(
         raise ValueError(f"z0 must have shape (chains, d), got {z0.shape}")
     chains, dimension = z0.shape
     climbing = climbing_gradients(dimension, chains) if climb else 0
-    first, steps, last = _plan(check_count("num_gradients", num_gradients), climbing, chains)
+    first, steps, last = _plan(check_count("num_gradients", num_gradients), climbing, *z0.shape)
     key_warm, key_net, key_fit, key_last = jax.random.split(check_key(key), 4)
     mala, z = warm_up(log_density, z0, key=key_warm, num_steps=first, climb=climb)
     scale = jnp.sqrt(mala.dt) * noise_matrix(mala.sde.noise(jnp.zeros(()), z[0]))
@@ -157,11 +157,12 @@ def tune_sampler(
     return Tuned(AdjustedFlow(sampler.sde, dt), places[-1], taken + chains * last, fitted.history, False)
 
 
-def _plan(budget: int, climbing: int, chains: int) -> tuple[int, int, int]:
+def _plan(budget: int, climbing: int, chains: int, dimension: int) -> tuple[int, int, int]:
     """Steps of the warm-up, of the training and of the end, of each chain."""
     each = (budget - climbing) // chains
     first, last = int(WARM_UP * each), int(FINISH * each)
-    if last < 1:
-        least = climbing + round(chains / FINISH)
+    needed = least_steps(chains, dimension)
+    if last < 1 or first < needed:
+        least = climbing + chains * round(max(1 / FINISH, needed / WARM_UP))
         raise ValueError(f"num_gradients must be at least {least} for {chains} chains, got {budget}")
     return first, (each - first - last) // GRADIENTS, last

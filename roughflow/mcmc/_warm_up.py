@@ -30,7 +30,7 @@ def warm_up(
     of their places. Nothing is adapted after that, so the sampler's law is exact.
 
     **Arguments:** `log_density`; `z0`, `(chains, d)`, a few chains at least; `num_steps` in all, each a
-    gradient a chain; `climb`, whether to climb first: without, the chains begin at z0.
+    gradient a chain, hundreds of them; `climb`, whether to climb first: without, the chains begin at z0.
 
     ```python
     import jax, jax.numpy as jnp
@@ -44,7 +44,13 @@ def warm_up(
     z = jnp.asarray(z0, float)
     if z.ndim != 2:
         raise ValueError(f"z0 must have shape (chains, d), got {z.shape}")
-    length = max(1, check_count("num_steps", num_steps) // ROUNDS)
+    least = least_steps(*z.shape)
+    if check_count("num_steps", num_steps) < least:
+        raise ValueError(
+            f"num_steps must be at least {least} for {z.shape[0]} chains in {z.shape[1]} dimensions, to find "
+            f"the spread of their places, got {num_steps}"
+        )
+    length = num_steps // ROUNDS
     scale, dt = jnp.eye(z.shape[1]), jnp.asarray(0.1)
     Adjusted(overdamped_langevin(log_density, z.shape[1]), dt).check(z)
     key, key_climb = jax.random.split(check_key(key))
@@ -57,11 +63,20 @@ def warm_up(
         states, dt = adapt(sampler, z, key_round, length)
         z = states[-1]
         if i < ROUNDS - 1:
-            scale = _spread(states[length // 2 :])
+            places = states[length // 2 :]
+            # Chains that stood still say nothing about how far to go.
+            moved = jnp.all(jnp.ptp(places, axis=(0, 1)) > 0)
+            scale = jnp.where(moved, _spread(places), scale)
             # Steps are now in units of the target's own size.
             dt = jnp.asarray(z.shape[1] ** (-1 / 3))
         sampler = Adjusted(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     return sampler, z
+
+
+def least_steps(chains: int, dimension: int) -> int:
+    """Steps after which the later half of a round has places enough for a covariance: two a dimension."""
+    each = -(-2 * (dimension + 1) // chains)
+    return ROUNDS * (2 * each - 1)
 
 
 @jit
