@@ -12,7 +12,7 @@ from scipy import linalg, stats
 
 import roughflow as rf
 from roughflow.density._estimate import from_log_weights
-from roughflow.density._sampler import Sampler
+from roughflow.density.estimators._weights import Sampler
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,27 @@ def ou_law(rate=1.0, noise=1.2, mean=1.0, scale=0.5, driver=None):
     )
 
 
+class Well(eqx.Module):
+    """Drift (rate (x − x³), x − y)."""
+
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return jnp.stack([self.rate * (z[0] - z[0] ** 3), z[0] - z[1]])
+
+
+def no_commuting(t, z):
+    rows = [[jnp.ones_like(z[0]), 0.5 * jnp.tanh(z[1])], [0.5 * jnp.sin(z[0]), jnp.ones_like(z[0])]]
+    return jnp.stack([jnp.stack(row) for row in rows])
+
+
+def double_well(rate=1.0, **settings):
+    """Noise that does not commute; most backward paths escape."""
+    return rf.StochasticFlow(
+        rf.ItoSDE(Well(jnp.asarray(rate)), no_commuting), rf.Normal(jnp.zeros(2)), **settings
+    )
+
+
 def shaken(proposal, key, size=0.1):
     """An amortised proposal with numbers for weights, as if something had trained it."""
     leaves, structure = jax.tree.flatten(proposal)
@@ -220,22 +241,30 @@ AMORTISED = rf.Amortised(ou(), width=4, depth=1, key=jax.random.key(1))
 SHAKEN = shaken(AMORTISED, jax.random.key(2))
 # Each with the largest standard error it may have where `ou()` has most of its mass.
 ESTIMATORS = {
+    "Tempered": (rf.Tempered(64), 1e-6),
+    "Tempered-Amortised-shaken": (rf.Tempered(64, SHAKEN), 0.6),
     "PullBack-Prior": (rf.PullBack(1000), 0.3),
     "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 1e-6),
     "PullBack-Amortised": (rf.PullBack(1000, AMORTISED), 0.3),
     "PullBack-Amortised-shaken": (rf.PullBack(1000, SHAKEN), 0.3),
     "Endpoint-Prior": (rf.Endpoint(128, rf.Prior()), 0.3),
     "Endpoint-Laplace": (rf.Endpoint(16), 1e-6),
-    "Endpoint-Amortised": (rf.Endpoint(128, AMORTISED), 0.3),
-    "Endpoint-Amortised-shaken": (rf.Endpoint(128, SHAKEN), 0.3),
 }
 
 
+class Always(rf.Tempered):
+    """Calls all weights poor: particles are moved for every point."""
+
+    def poor(self, log_weights):
+        return jnp.ones(len(log_weights), bool)
+
+
 def widened(estimator, flow, x, key):
-    """The estimate as if the weights of every point had asked for the wide law."""
+    """The estimate as if trial weights had differed at every point: a wider law, and the prior's share."""
     sampler = Sampler(estimator, flow, x, key)
-    sampler.widen(jnp.ones(len(x), bool))
-    return from_log_weights(sampler.all_log_weights().T, sampler.group, sampler.law.fell_back)
+    sampler.law = sampler.law.defended(jnp.ones(len(sampler.law.missed), bool))
+    missed = sampler.law.missed[sampler.places]
+    return from_log_weights(sampler.all_log_weights().T, sampler.group, missed)
 
 
 CAUCHY = lambda z: -jnp.log1p(z[0] ** 2)  # a log density, up to a constant

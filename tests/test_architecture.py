@@ -15,6 +15,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # In pipeline order: a stage imports only stages before it.
 STAGES = ["sde", "driver", "flow", "density", "learn", "mcmc", "series"]
 ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}}
+# So do the folders inside the density stage.
+DENSITY = ["surface", "proposals", "estimators"]
 # What every stage may use, in this order too.
 COMMON = ["_checks", "_programs"]
 ALLOWED |= {part: set(COMMON[:i]) for i, part in enumerate(COMMON)}
@@ -80,10 +82,24 @@ def test_imports_keep_the_order(part):
     assert wrong == []
 
 
+def test_the_folders_of_the_density_stage_keep_their_order():
+    """The surface knows no proposal, and a proposal no estimator."""
+    wrong = []
+    for i, folder in enumerate(DENSITY):
+        files = sorted((PACKAGE / "density" / folder).glob("*.py"))
+        assert files
+        later = tuple(f"roughflow.density.{name}" for name in DENSITY[i + 1 :])
+        wrong += [
+            f"{file} imports {name}" for file in files for name in imports(file) if name.startswith(later)
+        ]
+    assert wrong == []
+
+
 def test_the_order_is_really_read():
     """The check sees what it should, in each form an import can take."""
     file = PACKAGE / "sde" / "_sde.py"
     assert "roughflow._checks" in set(imports(PACKAGE / "sde" / "_correction.py"))
+    assert "roughflow.density.surface" in set(imports(PACKAGE / "density" / "proposals" / "_laplace.py"))
     assert check(file, "sde", "roughflow.flow") is not None
     assert check(file, "sde", "roughflow.StochasticFlow") is not None
     assert check(file, "sde", "optax") is not None

@@ -1,96 +1,172 @@
 """Where paths are drawn: laws with the density they say they have, draws with honest error bars, tails."""
 
+import math
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import AMORTISED, THREE, linear, ou, ou_law
-from scipy import integrate, linalg, stats
+from problems import AMORTISED, SHAKEN, THREE, linear, ou, ou_law
+from scipy import integrate, stats
 
 import roughflow as rf
-from roughflow.density._amortised import DiagonalLaw
 from roughflow.density._estimate import from_log_weights
-from roughflow.density._laplace import TangentLaw
 from roughflow.density._pareto import pareto_k
-from roughflow.density._prior import PriorLaw
-from roughflow.density._proposal import SPARE, free_part
-from roughflow.density._sampler import Sampler
+from roughflow.density.estimators._weights import Sampler
+from roughflow.density.proposals import SPARE, Mixture
+from roughflow.density.surface import Latent
 
-# ---------------------------------------------------------------------- laws of the free coordinates
+# ---------------------------------------------------------------------- laws of a path's coefficients
 
-SIZE = 4
-
-
-def frames(key, d, near=None, by=0.7):
-    """Two sets of d orthonormal rows in four dimensions; the second ones near the given ones."""
-    matrix = jax.random.normal(key, (2, SIZE, d))
-    matrix = matrix if near is None else jnp.swapaxes(near, 1, 2) + by * matrix
-    return jnp.swapaxes(jnp.linalg.qr(matrix)[0], 1, 2)
+WIDTH, DIMENSION, BATCH = 3, 2, 2
 
 
-def tangent(d, wide, fell_back):
-    rows = frames(jax.random.key(d), d)
-    centre = jax.random.normal(jax.random.key(9), (2, SIZE))
-    full = lambda flag: jnp.full(2, flag)
-    return TangentLaw(centre, frames(jax.random.key(5), d, rows), rows, full(fell_back), full(wide))
+def mixture(components, prior=0.0, scale=1.0, tilted=True, seed=7):
+    """Laws of three coefficients for two points, with rows across two dimensions and three coefficients."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    shape = (BATCH, components)
+    rows = jax.random.normal(keys[0], (*shape, DIMENSION + WIDTH, DIMENSION))
+    # Near (I, 0), so that the start sees every plane.
+    rows = (0.5 if tilted else 0.0) * rows + jnp.eye(DIMENSION + WIDTH, DIMENSION)[None, None]
+    return Mixture(
+        1.2 * jax.random.normal(keys[1], (*shape, WIDTH)),
+        scale * jnp.exp(0.2 * jax.random.normal(keys[2], (*shape, WIDTH))),
+        jnp.swapaxes(jnp.linalg.qr(rows)[0], 2, 3),
+        jax.nn.log_softmax(jax.random.normal(keys[3], shape)),
+        jnp.full(BATCH, prior),
+        jnp.zeros(BATCH, bool),
+    )
 
 
-def diagonal(d):
-    mean, log_scale = 0.5 * jax.random.normal(jax.random.key(7), (2, 2, SIZE))
-    return DiagonalLaw(mean, log_scale, frames(jax.random.key(d), d), jnp.zeros(2, bool))
+def learned():
+    """The law of a network with a tilt, one dimension and three coefficients."""
+    x = jnp.array([[0.3], [-1.5]])
+    return SHAKEN.law(Latent(ou()), x, None, None)
 
 
 LAWS = {
-    "tangent": lambda d: tangent(d, False, False),
-    "wide": lambda d: tangent(d, True, False),
-    "fallen back": lambda d: tangent(d, False, True),
-    "wide, fallen back": lambda d: tangent(d, True, True),
-    "diagonal": diagonal,
-    "prior": lambda d: PriorLaw(frames(jax.random.key(d), d), jnp.zeros(2, bool)),
+    "one": lambda: mixture(1, tilted=False),
+    "one, tilted": lambda: mixture(1),
+    "three": lambda: mixture(3),
+    "three, wide": lambda: mixture(3, scale=1.6),
+    "three, with the prior": lambda: mixture(3, prior=0.3),
+    "prior": lambda: mixture(2, prior=1.0),
+    "defended": lambda: mixture(3).defended(jnp.array([True, False])),
+    "joined": lambda: mixture(2).joined(mixture(1, seed=8)),
+    "learned": learned,
 }
-every_law = pytest.mark.parametrize("name", LAWS)
-every_rank = pytest.mark.parametrize("d", [1, 2])
 
 
-@every_rank
-@every_law
-def test_a_law_has_the_density_it_says(name, d, key):
+def noise(key, law, count):
+    return jax.random.normal(key, (BATCH, count, law.normal.shape[-1] + SPARE))
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_law_has_the_density_it_says(name, key):
     """E_q[g/q] is the mass of g, which is one: for a normal g in the bulk of q and for one off its middle."""
-    law = LAWS[name](d)
-    delta = law.sample(jax.random.normal(key, (2, 100_000, SIZE + SPARE)))
-    np.testing.assert_allclose(jnp.einsum("bij,bkj->bki", law.rows, delta), 0, atol=1e-12)
-    for rows, points, log_q in zip(law.rows, delta, law.log_prob(delta), strict=True):
-        flat = points @ linalg.null_space(rows)
-        covariance = np.cov(flat, rowvar=False)
+    law = LAWS[name]()
+    omega = law.sample(noise(key, law, 100_000))
+    for points, log_q in zip(omega, law.log_prob(omega), strict=True):
+        covariance = np.cov(points, rowvar=False)
         for size, shift in ((0.6, 0.0), (0.4, 1.0)):
-            middle = flat.mean(axis=0) + shift * np.linalg.cholesky(covariance).sum(axis=1)
-            ratio = np.exp(stats.multivariate_normal(middle, size**2 * covariance).logpdf(flat) - log_q)
+            middle = points.mean(axis=0) + shift * np.linalg.cholesky(covariance).sum(axis=1)
+            ratio = np.exp(stats.multivariate_normal(middle, size**2 * covariance).logpdf(points) - log_q)
             error = ratio.std() / np.sqrt(ratio.size)
             assert abs(ratio.mean() - 1) < 4 * error
             assert error < 0.03
 
 
-@every_rank
-@every_law
-def test_a_guess_has_the_free_coordinates_it_was_asked_for(name, d, key):
-    law = LAWS[name](d)
-    delta = law.sample(jax.random.normal(key, (2, 3, SIZE + SPARE)))
-    np.testing.assert_allclose(free_part(law.rows, law.guess(delta)), delta, atol=1e-12)
+def test_a_tilted_law_has_the_precision_of_a_plane_seen_along_the_start():
+    """Its density at two points, from I + GᵀG with G = N₀⁻¹N₁."""
+    law = mixture(1, scale=1.6)
+    omega = jax.random.normal(jax.random.key(1), (BATCH, 2, WIDTH))
+    for i in range(BATCH):
+        start, path = np.split(np.asarray(law.normal[i, 0]), [DIMENSION], axis=1)
+        slope = np.linalg.solve(start, path)
+        scale = np.diag(law.scale[i, 0])
+        covariance = scale @ np.linalg.inv(np.eye(WIDTH) + slope.T @ slope) @ scale
+        truth = stats.multivariate_normal(law.centre[i, 0], covariance).logpdf(omega[i])
+        np.testing.assert_allclose(law.log_prob(omega)[i], truth, rtol=1e-10)
 
 
-@every_rank
-def test_the_guess_of_a_tangent_law_lies_in_the_tangent_space(d, key):
-    """So that on a linear SDE it is the solution."""
-    law = LAWS["tangent"](d)
-    delta = law.sample(jax.random.normal(key, (2, 3, SIZE + SPARE)))
-    offset = law.guess(delta) - law.centre[:, None]
-    np.testing.assert_allclose(jnp.einsum("bij,bkj->bki", law.normal, offset), 0, atol=1e-12)
+def test_a_path_has_no_coefficients_without_noise():
+    """The law of nothing has density one."""
+    law = rf.Prior().law(Latent(still()), jnp.zeros((3, 2)), None, None)
+    omega = law.sample(jnp.zeros((3, 1, 2 + SPARE)))
+    assert omega.shape == (3, 1, 0)
+    np.testing.assert_array_equal(law.log_prob(omega), np.zeros((3, 1)))
 
 
-def test_only_the_points_that_ask_for_it_are_widened():
-    law = LAWS["tangent"](1).widen(jnp.array([False, True]))
-    np.testing.assert_array_equal(law.wide, [False, True])
-    np.testing.assert_array_equal(law.widen(jnp.array([False, False])).wide, [False, True])
+def still():
+    return rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+
+
+@pytest.mark.parametrize("name", ["three", "three, with the prior", "learned"])
+def test_a_move_along_a_component_keeps_its_law(name, key):
+    """Draws of the whole law, reweighted by the ratio that the move returns, still follow the law: E of the
+    ratio times q(ω′)/q(ω) is one, and so is a mean under it."""
+    law = LAWS[name]()
+    keys = jax.random.split(key)
+    omega = law.sample(noise(keys[0], law, 50_000))
+    moved, ratio = law.autoregress(omega, noise(keys[1], law, 50_000), jnp.full((BATCH, 50_000, 1), 0.6))
+    assert np.all(np.abs(moved - omega) > 0)
+    accept = np.exp(np.minimum(law.log_prob(moved) - law.log_prob(omega) + ratio, 0))
+    # Metropolis and Hastings: the mean of any f after the move is that before it.
+    for f in (
+        lambda a: a[..., 0],
+        lambda a: jnp.sum(a**2, axis=-1),
+        lambda a: jnp.cos(a[..., 0] + 2 * a[..., 1]),
+    ):
+        change = accept * (f(moved) - f(omega))
+        error = change.std(axis=1) / np.sqrt(change.shape[1])
+        assert np.all(np.abs(change.mean(axis=1)) < 4 * error)
+        assert np.all(error < 0.02)
+
+
+def test_a_law_of_one_component_accepts_every_move_along_it(key):
+    """Nothing but that component is to be kept."""
+    law = mixture(1)
+    omega = law.sample(noise(key, law, 50))
+    moved, ratio = law.autoregress(omega, noise(jax.random.key(1), law, 50), jnp.full((BATCH, 50, 1), 0.3))
+    np.testing.assert_allclose(law.log_prob(moved) - law.log_prob(omega) + ratio, 0, atol=1e-10)
+
+
+def test_only_the_points_that_need_it_are_defended():
+    law, where = mixture(2), jnp.array([True, False])
+    defended = law.defended(where)
+    np.testing.assert_allclose(defended.prior, [0.3, 0.0])
+    np.testing.assert_allclose(defended.scale[0] / law.scale[0], 1.15)
+    np.testing.assert_array_equal(defended.scale[1], law.scale[1])
+    # What was missed is the prior's alone.
+    lost = eqx.tree_at(lambda law: law.missed, law, jnp.array([True, True])).defended(where)
+    np.testing.assert_array_equal(lost.prior, [1.0, 1.0])
+
+
+def test_joined_laws_are_half_and_half_and_one_that_missed_has_no_part(key):
+    one, other = mixture(2), mixture(1, seed=8)
+    omega = jax.random.normal(key, (BATCH, 5, WIDTH))
+    both = np.logaddexp(one.log_prob(omega), other.log_prob(omega)) - math.log(2)
+    np.testing.assert_allclose(one.joined(other).log_prob(omega), both, rtol=1e-10)
+    lost = eqx.tree_at(
+        lambda law: (law.missed, law.prior), other, (jnp.array([False, True]), jnp.array([0.0, 1.0]))
+    )
+    for joined in (one.joined(lost), lost.joined(one)):
+        np.testing.assert_allclose(joined.log_prob(omega)[1], one.log_prob(omega)[1], rtol=1e-10)
+        np.testing.assert_allclose(joined.log_prob(omega)[0], both[0], rtol=1e-10)
+        assert not np.any(joined.missed)
+    nothing = lost.joined(lost)
+    np.testing.assert_array_equal(nothing.missed, [False, True])
+    normal = np.sum(stats.norm.logpdf(omega[1]), axis=-1)
+    np.testing.assert_allclose(nothing.log_prob(omega)[1], normal, rtol=1e-10)
+
+
+def test_a_share_of_the_prior_bounds_the_weights(key):
+    """Nowhere is a defended law less than three tenths of the prior."""
+    law = mixture(3, scale=0.05).defended(jnp.ones(BATCH, bool))
+    omega = 3 * jax.random.normal(key, (BATCH, 1000, WIDTH))
+    normal = np.sum(stats.norm.logpdf(omega), axis=-1)
+    assert np.all(law.log_prob(omega) > normal + math.log(0.3) - 1e-9)
 
 
 def test_an_amortised_proposal_for_another_flow_is_refused(key):
@@ -99,6 +175,14 @@ def test_an_amortised_proposal_for_another_flow_is_refused(key):
     for flow in (two, fewer):
         with pytest.raises(ValueError, match=r"^the proposal was made for 1 dim[^\n]*rf\.Amortised\(flow"):
             flow.estimate(jnp.zeros(flow.dimension), key=key, estimator=rf.PullBack(2, AMORTISED))
+
+
+def test_an_amortised_proposal_draws_the_functions_it_was_not_made_for_from_the_prior(key):
+    """So that a flow trained on three functions can be asked about with six."""
+    x, omega = jnp.array([[0.3], [-1.5]]), jax.random.normal(key, (2, 5, 6))
+    law = SHAKEN.law(Latent(ou(driver=rf.KarhunenLoeve(6))), x, None, None)
+    added = np.sum(stats.norm.logpdf(omega[..., 3:]), axis=-1)
+    np.testing.assert_allclose(law.log_prob(omega), learned().log_prob(omega[..., :3]) + added, rtol=1e-10)
 
 
 # ---------------------------------------------------------------------------------- random numbers
@@ -113,10 +197,10 @@ def test_the_standard_error_of_every_kind_of_draws_is_honest(name, key):
     """The same x two hundred times over, each time with numbers of its own."""
     x = np.full((200, 1), 0.9)
     estimate = ou().estimate(x, key=key, estimator=rf.PullBack(256, rf.Prior(DRAWS[name])))
-    error = np.exp(estimate.log_prob - ou_law(driver=THREE).logpdf(x)) - 1
+    error = estimate.log_prob - ou_law(driver=THREE).logpdf(x)
     assert abs(error.mean()) < 4 * error.std() / np.sqrt(200)
     assert 0.7 < np.sqrt(np.mean((error / estimate.standard_error) ** 2)) < 1.4
-    assert error.std() < {"Independent": 0.2, "Antithetic": 0.2, "Sobol": 0.05}[name]
+    assert error.std() < {"Independent": 0.2, "Antithetic": 0.2, "Sobol": 0.07}[name]  # half as much
 
 
 def numbers(draws, key, places, count=64, size=3):
@@ -184,12 +268,15 @@ class Student(rf.Normal):
         return jnp.sum(jax.scipy.stats.t.logpdf(z, 2.0, self.loc, self.scale))
 
 
-def test_a_proposal_that_is_too_narrow_is_widened(key):
-    """A start with heavy tails: far out the tangent law looks in the wrong place, the wide one everywhere."""
+def test_a_law_that_is_too_narrow_is_widened(key):
+    """A start with heavy tails: far out the tangent law looks in the wrong place, a wide one everywhere."""
     flow = rf.StochasticFlow(ou().sde, Student(jnp.zeros(1)), 1.0, THREE, integrator=ou().integrator)
     x, estimator = np.array([[0.0], [4.0], [6.0], [8.0]]), rf.PullBack(256, rf.Laplace())
     sampler = Sampler(estimator, flow, x, key)
-    narrow = from_log_weights(sampler.all_log_weights().T, 1, sampler.law.fell_back)
+    assert np.all(sampler.law.prior == 0.3)
+    plain = sampler.law.defended(jnp.zeros(4, bool))
+    sampler.law = eqx.tree_at(lambda law: law.scale, plain, jnp.ones_like(plain.scale))
+    narrow = from_log_weights(sampler.all_log_weights().T, 1, sampler.law.missed)
     wide = flow.estimate(x, key=key, estimator=estimator)
     # The sum of e⁻¹ Z₀ and a normal number, by quadrature.
     noise = np.sqrt(ou_law(scale=0.0, driver=THREE).cov[0, 0])
@@ -199,5 +286,5 @@ def test_a_proposal_that_is_too_narrow_is_widened(key):
     assert np.all(narrow.pareto_k > 0.7)
     assert np.all(wide.pareto_k < narrow.pareto_k)
     before, after = np.abs(narrow.log_prob - truth), np.abs(wide.log_prob - truth)
-    assert np.all(after < before)
+    assert np.all(after[1:] < before[1:])
     assert np.all(after < 4 * wide.standard_error)

@@ -1,0 +1,408 @@
+"""What an estimate of log p(x) reports, and how it is made: gradients, failures, chunks, error bars."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import (
+    ESTIMATORS,
+    SHAKEN,
+    THREE,
+    Always,
+    Linear,
+    LogNormal,
+    double_well,
+    gbm_1d,
+    linear_law,
+    ou,
+    ou_law,
+)
+from scipy import stats
+
+import roughflow as rf
+from roughflow.density._estimate import from_log_weights
+from roughflow.density.estimators._weights import Sampler
+from roughflow.density.surface import Target
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+class Curved(eqx.Module):
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return self.rate * jnp.tanh(z) - z
+
+
+class Waves(eqx.Module):
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return (1 + 0.3 * jnp.sin(self.rate * z))[:, None]
+
+
+def curved(rate):
+    """A flow with a parameter in drift and noise."""
+    sde = rf.ItoSDE(Curved(rate), Waves(rate))
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=THREE)
+
+
+def check_gradient(value):
+    """The gradient of `value(rate, x)` in both arguments against central differences.
+
+    Bounds are differentiated, not estimates: what these add for the bias of a logarithm is a constant.
+    """
+    rate, x = jnp.array(0.5), jnp.array([[0.7], [-1.5]])
+    d_rate, d_x = jax.grad(value, argnums=(0, 1))(rate, x)
+    h, up = 1e-4, jnp.array([[1e-4], [0.0]])
+    np.testing.assert_allclose(d_rate, (value(rate + h, x) - value(rate - h, x)) / (2 * h), rtol=1e-6)
+    np.testing.assert_allclose(d_x[0, 0], (value(rate, x + up) - value(rate, x - up)) / (2 * h), rtol=1e-6)
+
+
+def test_pull_back_gradient(key):
+    """With a proposal that itself depends on x, and so has a part in the gradient."""
+    bound = rf.LowerBound(rf.PullBack(8, SHAKEN))
+    check_gradient(lambda rate, x: jnp.sum(bound(curved(rate), x, key=key)))
+
+
+def test_endpoint_gradient_goes_through_the_newton_solve(key):
+    """With the proposal held where it is, as the estimator's own gradient holds it."""
+    estimator = rf.Endpoint(4)
+    law = Sampler(estimator, curved(jnp.array(0.5)), jnp.array([[0.7], [-1.5]]), key).law
+    delta = law.sample(jax.random.normal(key, (2, 1, 4 + 1)))
+
+    @jax.jit
+    def value(rate, x):
+        return jnp.sum(estimator.log_joint(curved(rate), Target(x, None), law, delta, None))
+
+    check_gradient(value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Tempered", "PullBack-Laplace", "Endpoint-Laplace"])
+def test_gradient_around_the_likeliest_path_is_that_of_the_law(name, key):
+    """On average: the proposal is held fixed, so that paths with equal weights have slopes that differ."""
+    x, h = jnp.linspace(-1, 2, 64)[:, None], 1e-5
+    value = lambda rate: ou(rate).log_prob(x, key=key, estimator=ESTIMATORS[name][0])
+    slope = jax.jvp(value, (1.0,), (1.0,))[1]
+    law = lambda rate: ou_law(rate, driver=THREE).logpdf(x)
+    error = np.asarray(slope - (law(1 + h) - law(1 - h)) / (2 * h))
+    assert abs(error.mean()) < 4 * error.std() / 8
+    assert error.std() < 1
+
+
+def test_gradient_of_moved_particles_is_that_of_the_law(key):
+    """Fisher's identity: the mean over particles of the slopes of log p(x, path), on average over points."""
+    x, h = jnp.linspace(-1, 2, 64)[:, None], 1e-5
+    value = lambda rate: ou(rate).log_prob(x, key=key, estimator=Always(64))
+    slope = jax.jvp(value, (1.0,), (1.0,))[1]
+    law = lambda rate: ou_law(rate, driver=THREE).logpdf(x)
+    error = np.asarray(slope - (law(1 + h) - law(1 - h)) / (2 * h))
+    assert abs(error.mean()) < 4 * error.std() / 8
+    assert error.std() < 0.5
+
+
+class Cubic(eqx.Module):
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return self.rate * z**3
+
+
+def cubic(rate=2.0):
+    """Forward paths explode, so that a search for one that ends at x may fail."""
+    sde = rf.ItoSDE(Cubic(jnp.asarray(rate)), rf.ConstantDiffusion(0.5 * jnp.eye(1)))
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
+
+
+def test_a_search_that_fails_is_told_and_leaves_the_gradient_finite(key):
+    """Paths that were not found have weight zero and no part in the slope; above one in twenty, a warning."""
+    x, estimator = jnp.array([[0.5], [1.5]]), rf.Endpoint(256, rf.Prior())
+    estimate = cubic().estimate(x, key=key, estimator=estimator)
+    assert np.all(estimate.unfound > 0.05 * 256)
+    np.testing.assert_array_equal(estimate.escaped, 0)
+    assert np.all(estimate.suspect)
+    assert re.search(r"2 miss paths that a search did not find: use rf\.Tempered", estimate.warning)
+    value = lambda rate: jnp.sum(rf.LowerBound(estimator)(cubic(rate), x, key=key))
+    slope, h = jax.grad(value)(2.0), 1e-5
+    np.testing.assert_allclose(slope, (value(2 + h) - value(2 - h)) / (2 * h), rtol=1e-4)
+
+
+@pytest.mark.parametrize("estimator", [rf.Tempered(64, SHAKEN), Always(64)], ids=["some", "all"])
+def test_values_are_the_same_inside_jit_and_grad(estimator, key):
+    """Also where particles are moved: outside a jit only the points that need it are."""
+    x = jnp.array([[0.4], [-0.7], [9.0]])
+    ask = lambda x: ou().log_prob(x, key=key, estimator=estimator)
+    plain = ask(x)
+    tempered = ou().estimate(x, key=key, estimator=estimator, solver=False).tempered
+    np.testing.assert_array_equal(tempered, [isinstance(estimator, Always)] * 2 + [True])
+    np.testing.assert_allclose(jax.jit(ask)(x), plain, rtol=1e-9)
+    value, slope = jax.value_and_grad(lambda x: jnp.sum(ask(x)))(x)
+    np.testing.assert_allclose(value, jnp.sum(plain), rtol=1e-9)
+    assert np.all(np.isfinite(slope))
+
+
+# ---------------------------------------------------------------------------------- escapes and failures
+
+
+class Bistable(eqx.Module):
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return self.rate * (z - z**3)
+
+
+def test_paths_that_escape_have_weight_zero_and_leave_the_gradient_finite(key):
+    """Half of the paths back from 1.3 in a double well go to infinity: they count as paths."""
+    base, x = rf.Normal(jnp.zeros(1)), jnp.array([[0.3], [1.3]])
+    flow = lambda rate: rf.StochasticFlow(rf.ItoSDE(Bistable(rate), rf.ConstantDiffusion(jnp.eye(1))), base)
+    estimator = rf.PullBack(512)
+    estimate = flow(jnp.array(1.0)).estimate(x, key=key, estimator=estimator)
+    paths = flow(jnp.array(1.0)).sample_path(key=key, shape=(20_000, 1))
+    given = np.exp(flow(jnp.array(1.0)).log_prob_given_path(x, paths))
+    error = np.hypot(estimate.standard_error, given.std(axis=0) / given.mean(axis=0) / np.sqrt(20_000))
+    assert np.all(np.abs(estimate.log_prob - np.log(given.mean(axis=0))) < 4 * error)
+    share = np.mean(given == 0, axis=0)
+    assert share[1] > 0.3
+    np.testing.assert_allclose(estimate.escaped / 512, share, rtol=0, atol=0.08)
+    value = lambda rate: jnp.sum(rf.LowerBound(estimator)(flow(rate), x, key=key))
+    slope, h = jax.grad(value)(jnp.array(1.0)), 1e-5
+    np.testing.assert_allclose(
+        slope, (value(jnp.array(1 + h)) - value(jnp.array(1 - h))) / (2 * h), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["Tempered", "PullBack-Prior", "Endpoint-Prior", "Endpoint-Laplace"])
+def test_a_model_that_is_not_finite_is_an_error_of_one_line(name, key):
+    x = jnp.linspace(-1, 2, 64)[:, None]
+    with pytest.raises(rf.NonFiniteError, match=r"^[^\n]*drift[^\n]*$"):
+        ou(np.nan).estimate(x, key=key, estimator=ESTIMATORS[name][0])
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [rf.PullBack(2), pytest.param(rf.Endpoint(2), marks=pytest.mark.slow)],
+    ids=["PullBack", "Endpoint"],
+)
+def test_running_out_of_steps_is_an_error_of_one_line(estimator, key):
+    sde = ou().sde
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), 1.0, THREE, integrator=rf.Adaptive(max_steps=2))
+    with pytest.raises(rf.OutOfStepsError, match=r"^[^\n]*max_steps[^\n]*$"):
+        flow.estimate(jnp.zeros((1, 1)), key=key, estimator=estimator)
+
+
+def test_points_that_cannot_be_asked_about_are_refused(key):
+    for x, message in (
+        (jnp.zeros((2, 2)), r"^x must have shape \(\.\.\., 1\)"),
+        (jnp.array([[jnp.nan]]), "^x has a value that is not finite"),
+        (jnp.zeros((0, 1)), "^x holds no points"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ou().estimate(x, key=key)
+
+
+def test_whole_numbers_are_points_too(key):
+    """An x of integers does not round the start of a transition density."""
+    whole, x = np.array([[1], [0]]), np.array([[1.0], [0.0]])
+    for estimator in (rf.PullBack(64), rf.Endpoint(16, rf.Prior(), start=jnp.array([0.9]))):
+        same = ou().log_prob(x, key=key, estimator=estimator)
+        np.testing.assert_array_equal(ou().log_prob(whole, key=key, estimator=estimator), same)
+
+
+def test_a_point_out_of_reach_leaves_the_others_as_they_are(key):
+    """Geometric Brownian motion from 1: nothing comes to 0, where there is no noise either."""
+    diffusion = lambda t, z: 0.3 * z[:, None]
+    sde = rf.ItoSDE(lambda t, z: 0.1 * z, diffusion)
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1), 0.1), driver=rf.KarhunenLoeve(2))
+    estimate = flow.estimate(jnp.array([[1.0], [0.0]]), key=key, estimator=rf.Endpoint(16, start=jnp.ones(1)))
+    truth = stats.lognorm.logpdf(1.0, 0.3, scale=np.exp(0.1 - 0.045))
+    assert abs(estimate.log_prob[0] - truth) < 3 * estimate.total_error[0]
+    assert estimate.total_error[0] < 1e-3
+    assert np.isneginf(estimate.log_prob[1])
+    np.testing.assert_array_equal(estimate.suspect, [False, True])
+
+
+@pytest.mark.parametrize("rate", [5.0, 40.0])
+def test_the_error_of_the_solvers_steps_is_in_the_error_bar(rate, key):
+    """Eight steps are too few for a stiff law: it is right, or suspect, and says what to do."""
+    sde = rf.ItoSDE(Linear(jnp.array([[-rate]])), rf.ConstantDiffusion(np.sqrt(2 * rate) * jnp.eye(1)))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=THREE)
+    x = np.array([[0.0], [2.0]])
+    noise = np.sqrt(2 * rate) * np.eye(1)
+    truth = linear_law(np.array([[-rate]]), noise, np.zeros(1), np.eye(1), THREE).logpdf(x)
+    estimate = flow.estimate(x, key=key, estimator=rf.Tempered(16))
+    right = np.abs(estimate.log_prob - truth) < 3 * estimate.total_error
+    assert np.all(right | estimate.suspect)
+    assert np.all(estimate.total_error >= estimate.solver_error)
+    if rate == 5.0:
+        assert not np.any(estimate.suspect)
+    else:
+        assert np.any(estimate.solver_error > 0.5)
+        assert "depend on the solver's steps: take more, rf.FixedGrid(steps=...)" in estimate.warning
+    blind = flow.estimate(x, key=key, estimator=rf.Tempered(16), solver=False)
+    assert blind.solver_error is None
+    np.testing.assert_array_equal(blind.log_prob, estimate.log_prob)
+
+
+@pytest.mark.parametrize("name", ["Tempered", "PullBack-Prior"])
+def test_a_value_that_is_not_finite_is_suspect(name, key):
+    """Where errors are switched off a model that gives NaN has a NaN, or nothing, for a density."""
+    x = jnp.linspace(-1, 2, 64)[:, None]
+    estimate = ou(np.nan).without_errors().estimate(x, key=key, estimator=ESTIMATORS[name][0])
+    assert not np.any(np.isfinite(estimate.log_prob))
+    assert np.all(estimate.suspect)
+    assert "64 have a value or an error bar that is not finite" in estimate.warning
+
+
+def made(log_weights, **settings):
+    """The estimate that weights `(K, B)` make."""
+    return from_log_weights(jnp.asarray(log_weights), 1, jnp.zeros(log_weights.shape[1], bool), **settings)
+
+
+def test_paths_that_were_not_found_are_counted_and_more_than_one_in_twenty_are_a_warning():
+    weights = np.zeros((64, 3))
+    weights[:3, 1] = weights[:4, 2] = -np.inf
+    estimate = made(weights, searched=True)
+    np.testing.assert_array_equal(estimate.unfound, [0, 3, 4])
+    np.testing.assert_array_equal(estimate.suspect, [False, False, True])
+    assert estimate.warning.startswith("of 3 estimates, 1 miss paths that a search did not find: use rf.")
+    escaped = made(weights)
+    np.testing.assert_array_equal(escaped.escaped, [0, 3, 4])
+    assert escaped.warning is None
+
+
+# ---------------------------------------------------------------------------------- more paths, in chunks
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Sixty-four paths of one point at a time, so that any number of them share a compilation."""
+    monkeypatch.setattr("roughflow.density.estimators._weights.PAIRS", 64)
+
+
+POINTS = np.array([[0.4], [-0.7], [1.3]])
+
+
+def test_a_tolerance_is_met_by_more_paths_where_they_are_needed(one_by_one, key):
+    estimate = ou().estimate(POINTS, key=key, estimator=rf.PullBack(64), tolerance=0.05)
+    assert np.all(estimate.standard_error <= 0.05)
+    assert not np.any(estimate.unmet)
+    assert estimate.warning is None
+    assert len(set(estimate.num_paths.tolist())) > 1
+    error = np.abs(estimate.log_prob - ou_law(driver=THREE).logpdf(POINTS))
+    assert np.all(error < 4 * estimate.standard_error)
+    # The paths added are those that come next: as many at once would have been the same.
+    most = int(np.argmax(estimate.num_paths))
+    at_once = ou().estimate(POINTS, key=key, estimator=rf.PullBack(int(estimate.num_paths[most])))
+    np.testing.assert_allclose(estimate.log_prob[most], at_once.log_prob[most], rtol=1e-12)
+    np.testing.assert_allclose(estimate.standard_error[most], at_once.standard_error[most], rtol=1e-10)
+
+
+def test_a_tolerance_that_is_met_at_once_changes_nothing(one_by_one, key):
+    plain = ou().estimate(POINTS, key=key, estimator=rf.PullBack(64))
+    easy = ou().estimate(POINTS, key=key, estimator=rf.PullBack(64), tolerance=10.0)
+    jax.tree.map(np.testing.assert_array_equal, plain, easy)
+
+
+def test_a_tolerance_that_is_not_met_warns(one_by_one, key):
+    estimate = ou().estimate(POINTS, key=key, estimator=rf.PullBack(64), tolerance=1e-3, max_paths=200)
+    assert np.all(estimate.unmet)
+    assert np.all(estimate.suspect)
+    np.testing.assert_array_equal(estimate.num_paths, 192)
+    assert "3 did not meet the tolerance within max_paths" in estimate.warning
+    assert "\n" not in estimate.warning
+
+
+def test_a_tolerance_is_refused_where_there_are_no_values(one_by_one, key):
+    ask = lambda x: ou().estimate(x, key=key, estimator=rf.PullBack(64), tolerance=0.1).log_prob
+    with pytest.raises(ValueError, match=r"^tolerance needs values"):
+        jax.eval_shape(ask, POINTS[:1])
+    for wrong in (0.0, -1.0, np.nan):
+        with pytest.raises(ValueError, match=r"^tolerance must be positive"):
+            ou().estimate(POINTS, key=key, estimator=rf.PullBack(64), tolerance=wrong)
+
+
+def test_a_tolerance_where_nothing_has_weight_comes_to_an_end(one_by_one, key):
+    """A start on half of space, which the law never leaves: no density below zero, no division by it."""
+    base = LogNormal(jnp.array([0.2]), jnp.array([0.3]))
+    flow = rf.StochasticFlow(gbm_1d().ito, base, 1.0, THREE)
+    estimate = flow.estimate(
+        np.array([[-1.0], [1.5]]), key=key, estimator=rf.PullBack(64), tolerance=0.2, max_paths=256
+    )
+    assert np.isneginf(estimate.log_prob[0])
+    np.testing.assert_array_equal(estimate.suspect, [True, False])
+    np.testing.assert_array_equal(estimate.num_paths[0], 256)
+
+
+def test_a_poor_estimate_warns(one_by_one, key):
+    """Far in the tail, with a narrow start, one path carries all the weight."""
+    estimate = ou(scale=0.01).estimate(np.array([[5.0]]), key=key, estimator=rf.PullBack(64))
+    assert np.all(estimate.suspect)
+    assert re.match(r"^of 1 estimates, 1 rest on fewer than 5 effective paths \(.*: .*$", estimate.warning)
+    assert estimate.effective_paths < 5
+
+
+@pytest.mark.parametrize("pairs", [3, 10])
+def test_chunks_do_not_change_the_numbers(pairs, key, monkeypatch):
+    """Chunks of paths and of points; probes are random too."""
+    flow = double_well(driver=THREE, divergence=rf.HutchinsonDivergence())
+    x = jnp.array([[0.2, -0.3], [1.0, 0.5], [-0.5, 0.0]])
+    whole = flow.log_prob(x, key=key, estimator=rf.PullBack(5))
+    assert np.all(np.isfinite(whole))
+    monkeypatch.setattr("roughflow.density.estimators._weights.PAIRS", pairs)
+    np.testing.assert_allclose(flow.log_prob(x, key=key, estimator=rf.PullBack(5)), whole, rtol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "draws", [rf.Independent(), rf.Antithetic(), rf.Sobol(2)], ids=lambda d: type(d).__name__
+)
+def test_chunks_do_not_change_the_numbers_of_endpoint(draws, key, monkeypatch):
+    estimator = rf.Endpoint(4, rf.Laplace(draws=draws))
+    x = jnp.array([[0.2], [1.0], [-0.5]])
+    whole = curved(jnp.array(0.5)).log_prob(x, key=key, estimator=estimator)
+    for pairs in (3, 8):
+        monkeypatch.setattr("roughflow.density.estimators._weights.PAIRS", pairs)
+        again = curved(jnp.array(0.5)).log_prob(x, key=key, estimator=estimator)
+        np.testing.assert_allclose(again, whole, rtol=1e-12)
+
+
+# ---------------------------------------------------------------------------------- float32
+
+SINGLE = """
+import jax, jax.numpy as jnp, numpy as np
+import roughflow as rf
+from problems import ou, ou_law
+x = jnp.array([[0.1], [-1.0], [2.0]])
+estimate = ou().estimate(x, key=jax.random.key(0), )
+assert estimate.log_prob.dtype == "float32" and estimate.standard_error.dtype == "float32"
+print(np.max(np.abs(estimate.log_prob - ou_law(driver=ou().driver).logpdf(x))))
+"""
+
+
+@pytest.mark.slow
+def test_single_precision():
+    """In a process of its own, for this one has double precision switched on."""
+    done = subprocess.run(
+        [sys.executable, "-c", SINGLE], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1e-3
+
+
+@pytest.mark.parametrize("dimension", [2, 10])
+def test_no_lapack_where_two_calls_could_wait_for_each_other(dimension, key):
+    """Two batched LAPACK calls at once can stop a CPU with few cores for ever; see `_linear`."""
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(dimension))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(dimension)), driver=THREE)
+    x = jnp.zeros((4, dimension))
+    for estimator in (rf.Tempered(2), rf.Endpoint(2)):
+        program = jax.jit(lambda x, e=estimator: flow.log_prob(x, key=key, estimator=e)).lower(x).as_text()
+        assert "lapack" not in program
+        assert "while" in program

@@ -1,0 +1,94 @@
+"""Particles moved from a proposal to a law whose constant is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from roughflow.density._estimate import from_log_weights, log_mean
+from roughflow.density.estimators._particles import temper
+from roughflow.density.proposals import SPARE, Mixture
+
+RUNS, KEPT, PARTICLES, WIDTH = 256, 64, 256, 3
+LOG_CONSTANT = -4.0
+MEAN = np.array([2.0, -1.0, 1.5])
+ROOT = np.array([[0.4, 0, 0], [0.3, 0.3, 0], [-0.2, 0.1, 0.5]])
+LAW = stats.multivariate_normal(MEAN, ROOT @ ROOT.T)
+
+
+def normal(omega, mean=MEAN):
+    """A normal density with correlated coordinates, times e⁻⁴."""
+    unit = jnp.einsum("ij,bkj->bki", np.linalg.inv(ROOT), omega - jnp.asarray(mean)[None, None])
+    return (
+        LOG_CONSTANT
+        - 0.5 * jnp.sum(unit**2, axis=-1)
+        - 0.5 * np.log(np.linalg.det(2 * np.pi * ROOT @ ROOT.T))
+    )
+
+
+def cut(omega):
+    """Below 1.2 in the first coordinate, where most particles start, there is nothing."""
+    return jnp.where(omega[..., 0] > 1.2, normal(omega) - stats.norm.logcdf(2.0), -jnp.inf)
+
+
+def two(omega):
+    """A quarter at the mean, three quarters at its mirror image."""
+    return jnp.logaddexp(normal(omega) + np.log(0.25), normal(omega, -MEAN) + np.log(0.75))
+
+
+def proposal():
+    """The prior, and a component off to the side with a tilt, for every run."""
+    rows = jnp.array([[0.8, 0.6, 0, 0]])
+    repeat = lambda a: jnp.broadcast_to(a, (RUNS, *a.shape))
+    return Mixture(
+        repeat(jnp.array([[0.5, -0.5, 0.0]])),
+        repeat(jnp.ones((1, WIDTH))),
+        repeat(rows[None]),
+        jnp.zeros((RUNS, 1)),
+        jnp.full(RUNS, 0.5),
+        jnp.zeros(RUNS, bool),
+    )
+
+
+def moved(joint, key):
+    law, keys = proposal(), jax.random.split(key, RUNS)
+    noise = jax.random.normal(key, (RUNS, PARTICLES, law.normal.shape[-1] + SPARE))
+    return jax.jit(lambda: temper(joint, law, law.sample(noise), keys, KEPT))()
+
+
+@pytest.mark.parametrize("joint", [normal, cut, two], ids=["normal", "cut", "two"])
+def test_the_constant_comes_out_within_its_error_bar(joint, key):
+    """Over many runs: unbiased, and within two error bars nineteen times in twenty, or suspect."""
+    weights = moved(joint, key).log_weights
+    ratio = np.exp(log_mean(weights.T) - LOG_CONSTANT)
+    assert abs(ratio.mean() - 1) < 4 * ratio.std() / np.sqrt(RUNS)
+    estimate = from_log_weights(weights.T, 1, jnp.zeros(RUNS, bool), jnp.ones(RUNS, bool))
+    trusted = ~np.asarray(estimate.suspect)
+    assert np.mean(trusted) > 0.5
+    score = (np.abs(estimate.log_prob - LOG_CONSTANT) / estimate.standard_error)[trusted]
+    print(f"{np.mean(score < 2):.3f} within two; {np.mean(trusted):.2f} trusted")
+    assert np.mean(score < 2) > 0.93
+    assert np.sqrt(np.mean(score**2)) > 0.3
+
+
+def test_particles_follow_the_law(key):
+    """Its mean and covariance, over all runs; and both of two places have the share they should."""
+    omega = np.asarray(moved(normal, key).omega)
+    middle = omega.mean(axis=1)
+    assert np.all(np.abs(middle.mean(axis=0) - MEAN) < 4 * middle.std(axis=0) / np.sqrt(RUNS))
+    second = np.einsum("rki,rkj->rij", omega - MEAN, omega - MEAN) / KEPT
+    error = second.std(axis=0) / np.sqrt(RUNS)
+    assert np.all(np.abs(second.mean(axis=0) - LAW.cov) < 4 * error)
+    assert np.all(error < 0.02)
+    share = np.mean(np.asarray(moved(two, key).omega)[..., 0] > 0, axis=1)
+    # Weighed by what each run says of p(x): runs that found more of one place count as they should.
+    weight = np.exp(log_mean(moved(two, key).log_weights.T) - LOG_CONSTANT)
+    gap = weight * (share - 0.25)
+    assert abs(gap.mean()) < 4 * gap.std() / np.sqrt(RUNS)
+
+
+def test_weights_that_are_all_lost_are_zero_and_end(key):
+    """A density that is zero everywhere: no NaN, no endless loop."""
+    weights = moved(lambda omega: jnp.full(omega.shape[:2], -jnp.inf), key).log_weights
+    assert np.all(np.isneginf(weights))
