@@ -24,8 +24,11 @@ def programs_of_one_file():
     """Drop the programs a file of tests compiled when it is done: hundreds of tests would use up the memory
     maps of a process, and its compiler die of it. Between two tests the library sees to that itself."""
     yield
+    from roughflow._programs import memory_maps
+
     jax.clear_caches()
     gc.collect()
+    assert memory_maps() < 10_000, "something holds on to programs: they would add up, file by file"
 
 
 @pytest.fixture

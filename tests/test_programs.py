@@ -70,6 +70,23 @@ def test_another_scale_or_step_needs_no_other_program(key):
     assert not np.allclose(one, two)
 
 
+def test_a_flow_with_other_numbers_needs_no_other_program(key):
+    """An end time, a rate of a drift of the user's, one of the library's, the scale of a network's noise."""
+    x, drift = jnp.ones((3, 2)), rf.RestoringDrift(2, 0.5, width=3, depth=1, key=key)
+
+    def density(number):
+        for part in (Pull(number), eqx.tree_at(lambda d: d.rate, drift, number)):
+            noise = rf.FullDiffusion(2, width=3, scale=number, key=key)
+            flow = rf.StochasticFlow(rf.ItoSDE(part, noise), rf.Normal(jnp.zeros(2)), t1=number)
+            yield np.asarray(flow.log_prob_given_path(x, flow.sample_path(key=key)))
+
+    one = list(density(0.5))
+    list(density(0.7))  # JAX's own small programs
+    with no_new_program():
+        two = list(density(0.25))
+    assert not np.allclose(one, two)
+
+
 def test_code_that_looks_at_its_numbers_works_too(key):
     z, noise = 2 * jnp.ones((5, 1)), rf.ConstantDiffusion(jnp.zeros((1, 1)))
     end = lambda rate: rf.simulate(rf.ItoSDE(Steep(rate), noise), z, key=key, steps=1000)[0, 0]
