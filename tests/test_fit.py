@@ -118,12 +118,13 @@ def far(z, loc=5.0):
     return bell(z, loc)
 
 
+WORDS = frozenset(["one", "two", "three", "four", "five", "six", "seven", "eight"])
 RUN = """
-import functools, sys
-import jax, jax.numpy as jnp, optax
-import roughflow as rf
+import sys
 sys.path.insert(0, {folder!r})
-from test_fit import bell, run
+from roughflow.learn._fingerprint import fingerprint
+from test_fit import WORDS, run
+print(fingerprint(WORDS, "words"))
 try:
     run({file!r}, resume=True)
     print("accepted")
@@ -165,13 +166,15 @@ def finished(tmp_path_factory):
 
 def test_a_run_is_the_same_in_another_process(finished):
     """The target is a partial function and the optimiser a closure: neither has a name that lasts."""
+    from roughflow.learn._fingerprint import fingerprint
+
     script = RUN.format(folder=str(Path(__file__).parent), file=str(finished))
     # Each process has its own order of hashes.
     words = os.environ | {"PYTHONHASHSEED": "7", "JAX_ENABLE_X64": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=words
     )
-    assert done.stdout.strip() == "accepted"
+    assert done.stdout.splitlines() == [str(fingerprint(WORDS, "words")), "accepted"]
 
 
 @pytest.mark.parametrize(
