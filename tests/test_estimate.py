@@ -148,6 +148,23 @@ def test_values_are_the_same_inside_jit_and_grad(estimator, key):
     assert np.all(np.isfinite(slope))
 
 
+def test_a_fitted_model_estimates_with_the_proposal_it_has_learned(key, tmp_path):
+    """And so does the one that is read back from a file; without it the numbers are others."""
+    data = ou_law(driver=THREE).rvs(64, random_state=0)[:, None]
+    model = rf.fit(ou(), data, key=key, objective=rf.MaximumLikelihood(4), steps=3, progress=False).model
+    assert isinstance(model.proposal, rf.Amortised)
+    assert rf.default_estimator(model).proposal is model.proposal
+    x = np.array([[0.4], [-0.7], [1.3]])
+    values = model.log_prob(x, key=key)
+    explicit = rf.Tempered(64, model.proposal)
+    np.testing.assert_array_equal(model.with_proposal(None).log_prob(x, key=key, estimator=explicit), values)
+    rf.save(tmp_path / "model.rf", model)
+    np.testing.assert_array_equal(
+        rf.load(tmp_path / "model.rf", classes=[Linear]).log_prob(x, key=key), values
+    )
+    assert np.all(model.with_proposal(None).log_prob(x, key=key) != values)
+
+
 # ---------------------------------------------------------------------------------- escapes and failures
 
 

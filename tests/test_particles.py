@@ -54,7 +54,8 @@ def proposal():
 def moved(joint, key):
     law, keys = proposal(), jax.random.split(key, RUNS)
     noise = jax.random.normal(key, (RUNS, PARTICLES, law.normal.shape[-1] + SPARE))
-    return jax.jit(lambda: temper(joint, law, law.sample(noise), keys, KEPT))()
+    run = jax.jit(lambda law, noise, keys: temper(joint, law, law.sample(noise), keys, KEPT))
+    return run(law, noise, keys)
 
 
 @pytest.mark.parametrize("joint", [normal, cut, two], ids=["normal", "cut", "two"])
@@ -81,9 +82,10 @@ def test_particles_follow_the_law(key):
     error = second.std(axis=0) / np.sqrt(RUNS)
     assert np.all(np.abs(second.mean(axis=0) - LAW.cov) < 4 * error)
     assert np.all(error < 0.02)
-    share = np.mean(np.asarray(moved(two, key).omega)[..., 0] > 0, axis=1)
+    both = moved(two, key)
+    share = np.mean(np.asarray(both.omega)[..., 0] > 0, axis=1)
     # Weighed by what each run says of p(x): runs that found more of one place count as they should.
-    weight = np.exp(log_mean(moved(two, key).log_weights.T) - LOG_CONSTANT)
+    weight = np.exp(log_mean(both.log_weights.T) - LOG_CONSTANT)
     gap = weight * (share - 0.25)
     assert abs(gap.mean()) < 4 * gap.std() / np.sqrt(RUNS)
 
