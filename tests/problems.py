@@ -247,7 +247,7 @@ ESTIMATORS = {
     "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 1e-6),
     "PullBack-Amortised": (rf.PullBack(1000, AMORTISED), 0.3),
     "PullBack-Amortised-shaken": (rf.PullBack(1000, SHAKEN), 0.3),
-    "Endpoint-Prior": (rf.Endpoint(128, rf.Prior()), 0.3),
+    "Endpoint-Prior": (rf.Endpoint(256, rf.Prior()), 0.3),
     "Endpoint-Laplace": (rf.Endpoint(16), 1e-6),
 }
 

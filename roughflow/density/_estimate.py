@@ -43,9 +43,9 @@ def weights_error(weights: Array) -> Array:
     By the delta method it is that of the mean. But few weights with a long tail to the right, as products
     of many factors have, seldom show it: their sample variance is too small more often than not. So the
     variance is that of the weights or that of the lognormal law with their upper quantiles, whichever
-    is larger, unless the largest weight shows that there is no such tail. Half the square of the largest
-    weight's share is added, for one like it that may be missing, and there is an allowance for K, as
-    Student's t has.
+    is larger, unless there are many and the largest shows that there is no such tail. Half the square of the
+    largest weight's share is added, for one like it that may be missing, and there is an allowance for K,
+    as Student's t has.
     """
     count = weights.shape[0]
     if count == 1:
@@ -55,8 +55,8 @@ def weights_error(weights: Array) -> Array:
     upper, middle = (_quantile(ranked, level) for level in (0.9, 0.7))
     some = middle > 0
     spread = jnp.where(some, jnp.log(jnp.where(some, upper / jnp.where(some, middle, 1), 1)) / 0.7572, 0)
-    if count >= 16:
-        # Bounded weights, most of them small, have no such tail: the largest would lie further out.
+    if count >= 256:
+        # So many would show it. Bounded weights, most of them small, have no such tail.
         beyond = NormalDist().inv_cdf(1 - 0.5 / count) - 1.2816
         reach = jnp.log(jnp.where(some, ranked[-1] / jnp.where(some, upper, 1), 1)) / beyond
         spread = jnp.minimum(spread, 1.3 * reach)
