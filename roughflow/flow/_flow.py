@@ -1,7 +1,6 @@
 """A stochastic normalizing flow: an SDE, where it starts, what drives it, and how it is solved."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -17,11 +16,9 @@ from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
     AbstractCorrection,
     AbstractSDE,
-    ExactCorrection,
-    SampledCorrection,
     StratonovichSDE,
+    checked_correction,
     noise_dimension,
-    same_for_all_signs,
     with_explicit_parameters,
 )
 from ._base import Base
@@ -113,7 +110,7 @@ class StochasticFlow(eqx.Module):
         self.t1 = float(t1)
         self.driver = KarhunenLoeve(6) if driver is None else driver
         self.divergence = ExactDivergence() if divergence is None else divergence
-        self.correction = _right_correction(sde, correction, base)
+        self.correction = checked_correction(sde, correction, base)
         self.integrator = FixedGrid() if integrator is None else integrator
         self.raises = True
         self.proposal = None
@@ -123,8 +120,7 @@ class StochasticFlow(eqx.Module):
         return eqx.tree_at(lambda flow: flow.driver, self, driver)
 
     def with_proposal(self, proposal: Any) -> Self:
-        """The same flow, whose densities are estimated with paths from this proposal: `rf.fit` leaves the one
-        that was learned, None takes it away."""
+        """The same flow, with densities from paths of this proposal; None takes a learned one away."""
         return eqx.tree_at(lambda flow: flow.proposal, self, proposal, is_leaf=lambda leaf: leaf is None)
 
     def with_finer_steps(self) -> Self:
@@ -201,9 +197,7 @@ class StochasticFlow(eqx.Module):
         """
         estimator = default_estimator(self) if estimator is None else estimator
         if not isinstance(estimator, AbstractEstimator):
-            raise TypeError(
-                f"estimator must be one, such as rf.Tempered(64) or rf.PullBack(1000), got {estimator!r}"
-            )
+            raise TypeError(f"estimator must be one, such as rf.Tempered(64), got {estimator!r}")
         accuracy = Accuracy(tolerance, max_paths, truncation, solver)
         return estimator.estimate(self, x, key=key, accuracy=accuracy)
 
@@ -354,26 +348,6 @@ class StochasticFlow(eqx.Module):
         check_finite("path coefficients", path.coefficients)
         if key is not None:
             check_key(key, many=True)
-
-
-def _right_correction(
-    sde: AbstractSDE, correction: AbstractCorrection | None, base: Base
-) -> AbstractCorrection:
-    """The correction asked for, where it leaves the law as it is; else the exact one, with a warning.
-
-    Signs that are fixed along a path change the law unless every choice of them gives the same correction.
-    """
-    if not isinstance(correction, SampledCorrection) or isinstance(sde, StratonovichSDE):
-        return ExactCorrection() if correction is None else correction
-    points = base.sample(key=jax.random.key(0), shape=(8,))
-    if is_traced(points) or same_for_all_signs(sde, points, key=jax.random.key(1)):
-        return correction
-    warnings.warn(
-        "SampledCorrection would change the law: its random signs cancel only where each noise moves one "
-        "coordinate and depends on that one alone; ExactCorrection takes its place",
-        stacklevel=3,
-    )
-    return ExactCorrection()
 
 
 @jit

@@ -5,7 +5,7 @@ from ._correction import (
     CorrectedDrift as CorrectedDrift,
     ExactCorrection as ExactCorrection,
     SampledCorrection as SampledCorrection,
-    same_for_all_signs as same_for_all_signs,
+    checked_correction as checked_correction,
     stratonovich_coefficients as stratonovich_coefficients,
     to_ito as to_ito,
     to_stratonovich as to_stratonovich,

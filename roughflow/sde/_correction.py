@@ -6,7 +6,9 @@
 """
 
 import abc
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +17,7 @@ import numpy as np
 from jax.extend.core import Var
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key
+from .._checks import check_key, is_traced
 from ._noise import UNROLL, Noise, apply_noise, noise_column, noise_row, noise_shape
 from ._sde import AbstractSDE, ItoSDE, StratonovichSDE
 
@@ -125,6 +127,26 @@ def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool
     keys = jax.random.split(key, len(z))
     gaps = jax.vmap(lambda t: jax.vmap(lambda point, k: gap(t, point, k))(z, keys))(times)
     return bool(jnp.all(gaps < 1e3 * jnp.finfo(z.dtype).eps))
+
+
+def checked_correction(
+    sde: AbstractSDE, correction: AbstractCorrection | None, base: Any
+) -> AbstractCorrection:
+    """The correction asked for, where it leaves the law as it is; else the exact one, with a warning.
+
+    Signs that are fixed along a path change the law unless every choice of them gives the same correction.
+    """
+    if not isinstance(correction, SampledCorrection) or isinstance(sde, StratonovichSDE):
+        return ExactCorrection() if correction is None else correction
+    points = base.sample(key=jax.random.key(0), shape=(8,))
+    if is_traced(points) or same_for_all_signs(sde, points, key=jax.random.key(1)):
+        return correction
+    warnings.warn(
+        "SampledCorrection would change the law: its random signs cancel only where each noise moves one "
+        "coordinate and depends on that one alone; ExactCorrection takes its place",
+        stacklevel=4,
+    )
+    return ExactCorrection()
 
 
 def depends_on(function: Callable[[Array], Noise], z: Array) -> bool:
