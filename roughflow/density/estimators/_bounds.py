@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from ..._checks import check_count, check_key
+from ..._programs import jit
 from ...flow import StochasticFlow, one_line_errors
 from .._estimate import log_mean
 from ..proposals import SPARE, AbstractProposal, Laplace, normal_numbers
@@ -92,7 +93,7 @@ class UpperBound(eqx.Module):
         return jnp.reshape(z, (*shape, flow.dimension)), jnp.reshape(value, shape)
 
 
-@eqx.filter_jit
+@jit
 def _upper(
     flow: StochasticFlow, proposal: AbstractProposal, key: PRNGKeyArray, count: int, fresh: int
 ) -> tuple[Array, Array]:
