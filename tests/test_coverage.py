@@ -43,7 +43,9 @@ def check(name, estimate_at, laws, seed):
     error, deviation, suspect = map(np.concatenate, (error, deviation, suspect))
     counted = deviation > 1e-9
     assert np.mean(counted) > 0.9
-    assert 90 <= report(name, error < 2 * deviation, counted, suspect) <= 99
+    # Bars of moved particles, and of few paths, are wide on purpose.
+    most = 100 if name.startswith("Tempered") else 99
+    assert 90 <= report(name, error < 2 * deviation, counted, suspect) <= most
 
 
 def made(log_weights):
