@@ -115,6 +115,7 @@ def test_the_bound_from_above_comes_near_with_many_paths(key):
     assert many[0] < few[0] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fresh", [0, 2])
 def test_around_the_likeliest_path_the_bound_from_above_is_exact_on_a_linear_sde(fresh, key):
     """The tangent law is that of the path given Z, in one dimension and with fewer noises than dimensions."""

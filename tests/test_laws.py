@@ -248,6 +248,7 @@ def two_bundles(x1, x2):
     return np.log(given.mean()) + stats.norm.logpdf(x1, 0, np.sqrt(1.01))
 
 
+@pytest.mark.slow
 def test_the_default_sees_both_bundles_of_paths(key):
     """To be high, Z₁ must have gone far to either side and come back. Four estimates of each point."""
     drift = lambda t, z: jnp.stack([jnp.zeros_like(z[0]), 3 * z[0] ** 2])
@@ -278,6 +279,7 @@ def test_the_default_on_a_law_that_explodes(key):
     right_or_suspect(estimate, np.repeat(truth, 4))
 
 
+@pytest.mark.slow
 def test_random_probes_are_for_training_only(key):
     """In twenty dimensions the default takes the divergence exactly; a pull-back says what probes add."""
     rng = np.random.default_rng(0)

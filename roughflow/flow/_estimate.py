@@ -20,7 +20,14 @@ COARSE = 0.5  # nats by which the solver's steps may move log p: beyond, the dif
 
 
 class Accuracy(eqx.Module):
-    """How well log p(x) is to be known; the arguments of `StochasticFlow.estimate`."""
+    """How well log p(x) is to be known: the arguments of `StochasticFlow.estimate` as one record.
+
+    ```python
+    import roughflow as rf
+
+    accuracy = rf.Accuracy(tolerance=0.01, truncation=True)
+    ```
+    """
 
     tolerance: float | None = eqx.field(static=True, default=None)
     max_paths: int = eqx.field(static=True, default=2**16)
