@@ -58,7 +58,7 @@ def fig4(run: Run) -> dict:
 def _train(run: Run, seed: int) -> rf.StochasticFlow:
     file = run.out / f"{run.name}-seed-{seed}.rf"
     if run.resume and file.exists():
-        return rf.load(file)
+        return _flow(rf.load(file))
     checkpoint = file.with_suffix(".checkpoint")
     if not run.resume:
         checkpoint.unlink(missing_ok=True)
@@ -66,9 +66,8 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
     key_net, key_fit = jax.random.split(run.key(f"seed {seed}"))
     # σ must grow with |x|, which a network of tanh cannot.
     diffusion = rf.DiagonalDiffusion(1, width=32, depth=3, activation=jax.nn.softplus, key=key_net)
-    flow = rf.StochasticFlow(rf.targeted_sde(Cauchy(), diffusion), rf.Normal(jnp.zeros(1)))
     fitted = rf.fit(
-        flow,
+        _flow(diffusion),
         key=key_fit,
         objective=rf.ReverseKL(Cauchy(), PATHS, batch=BATCH, l1=L1),
         steps=run.steps or STEPS,
@@ -80,9 +79,13 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
     )
     if fitted.interrupted:
         raise KeyboardInterrupt
-    rf.save(file, fitted.model)
+    rf.save(file, fitted.model.sde.diffusion)  # the rest is known
     checkpoint.unlink(missing_ok=True)
     return fitted.model
+
+
+def _flow(diffusion: rf.DiagonalDiffusion) -> rf.StochasticFlow:
+    return rf.StochasticFlow(rf.targeted_sde(Cauchy(), diffusion), rf.Normal(jnp.zeros(1)))
 
 
 def _long_run(run: Run, model: rf.StochasticFlow, kind: str) -> np.ndarray:

@@ -67,7 +67,7 @@ class Run:
         file = self.out / f"{self.name}-{label}.rf"
         checkpoint = file.with_suffix(".checkpoint")
         if self.resume and file.exists():
-            return rf.load(file)
+            return Trained(**rf.load(file))
         if not self.resume:
             checkpoint.unlink(missing_ok=True)
         self.say(f"{self.name}: training {label}")
@@ -91,7 +91,7 @@ class Run:
         assert isinstance(fitted.objective, rf.MaximumLikelihood)
         proposal = fitted.objective.bound.estimator.proposal
         trained = Trained(fitted.model, proposal, jnp.asarray(fitted.history.loss), seconds)
-        rf.save(file, trained)
+        rf.save(file, {name: getattr(trained, name) for name in Trained.__annotations__})
         checkpoint.unlink(missing_ok=True)
         return trained
 
