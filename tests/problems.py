@@ -242,7 +242,7 @@ SHAKEN = shaken(AMORTISED, jax.random.key(2))
 # Each with the largest standard error it may have where `ou()` has most of its mass.
 ESTIMATORS = {
     "Tempered": (rf.Tempered(64), 1e-6),
-    "Tempered-Amortised-shaken": (rf.Tempered(64, SHAKEN), 0.6),
+    "Tempered-Amortised-shaken": (rf.Tempered(256, SHAKEN), 0.6),
     "PullBack-Prior": (rf.PullBack(1000), 0.3),
     "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 1e-6),
     "PullBack-Amortised": (rf.PullBack(1000, AMORTISED), 0.3),
