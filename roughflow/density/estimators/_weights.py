@@ -80,7 +80,11 @@ class Sampler:
         sizes = [len(self._padded(chunk)) for chunk in chunks]
         begins = np.cumsum([0, *sizes[:-1]])
         self.places = np.concatenate([b + np.arange(len(c)) for b, c in zip(begins, chunks, strict=True)])
-        self.law = estimator.settled(_joined(laws))
+        try:
+            self.law = estimator.settled(_joined(laws))
+        except ValueError:
+            self._find_not_finite()
+            raise
 
     def all_log_weights(self) -> Array:
         """Log-weights `(B, K)` of the first K paths of every point."""
