@@ -53,7 +53,6 @@ LAWS = {
     "three, with the prior": lambda: mixture(3, prior=0.3),
     "prior": lambda: mixture(2, prior=1.0),
     "defended": lambda: mixture(3).defended(jnp.array([True, False])),
-    "joined": lambda: mixture(2).joined(mixture(1, seed=8)),
     "learned": learned,
 }
 
@@ -141,24 +140,6 @@ def test_only_the_points_that_need_it_are_defended():
     # What was missed is the prior's alone.
     lost = eqx.tree_at(lambda law: law.missed, law, jnp.array([True, True])).defended(where)
     np.testing.assert_array_equal(lost.prior, [1.0, 1.0])
-
-
-def test_joined_laws_are_half_and_half_and_one_that_missed_has_no_part(key):
-    one, other = mixture(2), mixture(1, seed=8)
-    omega = jax.random.normal(key, (BATCH, 5, WIDTH))
-    both = np.logaddexp(one.log_prob(omega), other.log_prob(omega)) - math.log(2)
-    np.testing.assert_allclose(one.joined(other).log_prob(omega), both, rtol=1e-10)
-    lost = eqx.tree_at(
-        lambda law: (law.missed, law.prior), other, (jnp.array([False, True]), jnp.array([0.0, 1.0]))
-    )
-    for joined in (one.joined(lost), lost.joined(one)):
-        np.testing.assert_allclose(joined.log_prob(omega)[1], one.log_prob(omega)[1], rtol=1e-10)
-        np.testing.assert_allclose(joined.log_prob(omega)[0], both[0], rtol=1e-10)
-        assert not np.any(joined.missed)
-    nothing = lost.joined(lost)
-    np.testing.assert_array_equal(nothing.missed, [False, True])
-    normal = np.sum(stats.norm.logpdf(omega[1]), axis=-1)
-    np.testing.assert_allclose(nothing.log_prob(omega)[1], normal, rtol=1e-10)
 
 
 def test_a_share_of_the_prior_bounds_the_weights(key):

@@ -70,8 +70,8 @@ class AbstractChart(AbstractEstimator):
     def weigh(
         self, flow: StochasticFlow, target: Target, law: Any, noise: Array, keys: PRNGKeyArray
     ) -> Weights:
-        """K paths made from standard normal numbers `(B, K, D + SPARE)`; `keys` `(B,)` for what else is
-        random."""
+        """K paths made from standard normal numbers `(B, K, D + SPARE)`; `keys` `(B, K)` for what else
+        is random."""
 
     @abc.abstractmethod
     def log_joint(

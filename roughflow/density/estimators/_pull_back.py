@@ -85,7 +85,7 @@ class PullBack(AbstractImportanceEstimator):
         self, flow: StochasticFlow, target: Target, law: Mixture, noise: Array, keys: PRNGKeyArray
     ) -> Weights:
         omega = law.sample(noise)
-        solves = solve_keys(flow, keys, noise.shape[1])
+        solves = keys if random_solves(flow) else None
         joint = log_joint(flow, target.x, omega, solves)
         return Weights(joint - law.log_prob(omega), omega, joint, solves)
 
@@ -106,9 +106,11 @@ def log_joint(flow: StochasticFlow, x: Array, omega: Array, keys: PRNGKeyArray |
 
 def solve_keys(flow: StochasticFlow, keys: PRNGKeyArray, count: int) -> PRNGKeyArray | None:
     """Keys `(B, count)` for solves with a random divergence, from one key per point; none if it is exact."""
-    if isinstance(flow.divergence, ExactDivergence) and isinstance(flow.correction, ExactCorrection):
-        return None
-    return jax.vmap(lambda key: jax.random.split(key, count))(keys)
+    return jax.vmap(lambda key: jax.random.split(key, count))(keys) if random_solves(flow) else None
+
+
+def random_solves(flow: StochasticFlow) -> bool:
+    return not (isinstance(flow.divergence, ExactDivergence) and isinstance(flow.correction, ExactCorrection))
 
 
 def tried(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray) -> Mixture:

@@ -15,7 +15,7 @@ from ..surface import Cloud, Latent, Target, constant, for_some
 from ._chart import Weights
 from ._importance import AbstractImportanceEstimator
 from ._particles import Particles, temper
-from ._pull_back import log_joint, solve_keys, tried
+from ._pull_back import log_joint, random_solves, solve_keys, tried
 
 POOR = 0.2  # effective fraction of paths below which weights are poor
 PARTICLES = 256  # at least, where they are
@@ -86,7 +86,7 @@ class Tempered(AbstractImportanceEstimator):
     ) -> Weights:
         flow, law = _exact(flow), constant(law)
         omega = law.sample(noise)
-        solves = solve_keys(flow, keys, noise.shape[1])
+        solves = keys if random_solves(flow) else None
         joint = log_joint(flow, target.x, omega, solves)
         return Weights(joint - law.log_prob(omega), omega, joint, solves)
 

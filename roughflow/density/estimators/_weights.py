@@ -181,8 +181,8 @@ def _weights(
     places = first[:, None] + jnp.arange(count)[None]
     latent = Latent(flow, fixed_start=target.start is not None)
     noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
-    run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, RUN), at))(keys, first)
-    weights = estimator.weigh(flow, target, law, noise, run)
+    own = jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))
+    weights = estimator.weigh(flow, target, law, noise, own(_folded(keys, RUN), places))
     poor = estimator.poor(constant(weights.log_weights))
     errors = _checked(estimator, constant(flow), target, law, constant(weights)) if checked else (None, None)
     return Weighed(weights.log_weights, weights.log_weights, poor, *errors)

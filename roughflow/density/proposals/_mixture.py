@@ -98,22 +98,6 @@ class Mixture(eqx.Module):
             lambda law: (law.prior, law.scale), self, (jnp.where(self.missed, 1, share), scale)
         )
 
-    def joined(self, other: "Mixture") -> "Mixture":
-        """Both laws' components, half and half; what was missed by both is missed."""
-        join = lambda a, b: jnp.concatenate([a, b], axis=1)
-        half = lambda mine, theirs: jnp.where(
-            mine.missed, -jnp.inf, jnp.where(theirs.missed, 0, jnp.log(0.5)).astype(mine.scale.dtype)
-        )[:, None]
-        missed = self.missed & other.missed
-        return Mixture(
-            join(self.centre, other.centre),
-            join(self.scale, other.scale),
-            join(self.normal, other.normal),
-            join(self.log_share + half(self, other), other.log_share + half(other, self)),
-            jnp.where(missed, 1, 0).astype(self.prior.dtype),
-            missed,
-        )
-
     def _pick(self, noise: Array) -> Array:
         """Which component each draw is from, by its spare number: `(B, K, M)`, none for the prior."""
         uniform = jax.scipy.special.ndtr(noise[..., -1])[..., None]
