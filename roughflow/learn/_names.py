@@ -91,5 +91,7 @@ def function_name(value: Any) -> str | None:
 
 
 def _found(namespace: str, name: str) -> Any:
-    # Not `getattr`: a module may import another when it is asked for an attribute.
-    return vars(importlib.import_module(namespace)).get(name)
+    # Not `getattr`: a module may import another when it is asked for an attribute. What it has imported is
+    # no name of its own: the answer must not depend on what ran before.
+    value = vars(importlib.import_module(namespace)).get(name)
+    return None if inspect.ismodule(value) else value
