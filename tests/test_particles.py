@@ -48,6 +48,7 @@ def proposal():
         jnp.zeros((RUNS, 1)),
         jnp.full(RUNS, 0.5),
         jnp.zeros(RUNS, bool),
+        jnp.zeros(RUNS, bool),
     )
 
 

@@ -36,6 +36,7 @@ def mixture(components, prior=0.0, scale=1.0, tilted=True, seed=7):
         jax.nn.log_softmax(jax.random.normal(keys[3], shape)),
         jnp.full(BATCH, prior),
         jnp.zeros(BATCH, bool),
+        jnp.zeros(BATCH, bool),
     )
 
 

@@ -32,7 +32,6 @@ class AbstractChart(AbstractEstimator):
     proposal: eqx.AbstractVar[AbstractProposal]
     # What a weight of zero is: a path that a search did not find, or one that escaped.
     searches: eqx.AbstractClassVar[bool]
-    improves: eqx.AbstractClassVar[bool]  # whether it has a remedy for poor weights
 
     @abc.abstractmethod
     def check(self, flow: StochasticFlow) -> None:
@@ -45,22 +44,6 @@ class AbstractChart(AbstractEstimator):
     @abc.abstractmethod
     def prepare(self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None) -> Any:
         """The law to draw paths from."""
-
-    @abc.abstractmethod
-    def poor(self, log_weights: Array) -> Array:
-        """Where weights `(B, K)` are so poor that `improve` should be asked for better ones, `(B,)`."""
-
-    @abc.abstractmethod
-    def improve(
-        self,
-        flow: StochasticFlow,
-        target: Target,
-        law: Any,
-        poor: Array,
-        keys: PRNGKeyArray,
-        count: int,
-    ) -> Weights:
-        """Other paths, `count` of them, for the points whose weights are `poor`; anything elsewhere."""
 
     @abc.abstractmethod
     def settled(self, law: Any) -> Any:
@@ -79,3 +62,14 @@ class AbstractChart(AbstractEstimator):
     ) -> Array:
         """The log-density of paths and x, `(B, F)`, in the chart's coordinates; `keys` `(B, F)` as in
         `Weights`."""
+
+
+class AbstractImprovingChart(AbstractChart):
+    """A chart with a remedy for poor weights. Its law says where they are, in a field `poor` `(B,)`: decided
+    beforehand, for an estimate that looked at its own weights to choose would be low."""
+
+    @abc.abstractmethod
+    def improve(
+        self, flow: StochasticFlow, target: Target, law: Any, keys: PRNGKeyArray, count: int
+    ) -> Weights:
+        """Other paths, `count` of them, for the points whose weights are poor; anything elsewhere."""

@@ -114,7 +114,6 @@ class Endpoint(AbstractImportanceEstimator):
     proposal: AbstractProposal
     start: Array | None
     searches: ClassVar[bool] = True
-    improves: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -157,20 +156,6 @@ class Endpoint(AbstractImportanceEstimator):
         weights = self.weigh(flow.without_errors(), target, law, noise, keys).log_weights
         uneven = ~(jnp.max(weights, axis=1) - jnp.min(weights, axis=1) < UNEVEN)
         return eqx.tree_at(lambda law: law.wide, law, uneven & ~law.missed)
-
-    def poor(self, log_weights: Array) -> Array:
-        return jnp.zeros(len(log_weights), bool)
-
-    def improve(
-        self,
-        flow: StochasticFlow,
-        target: Target,
-        law: EndpointLaw,
-        poor: Array,
-        keys: PRNGKeyArray,
-        count: int,
-    ) -> Weights:
-        raise NotImplementedError  # no weights are called poor
 
     def settled(self, law: EndpointLaw) -> EndpointLaw:
         """Refuse noise that does not move the end in every direction, whatever x is."""

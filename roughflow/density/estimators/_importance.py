@@ -84,7 +84,7 @@ def _summary(weighed: Weighed, group: int, missed: Array, places: Any, searches:
 def _until(sampler: Sampler, weighed: Weighed, tolerance: float, max_paths: int) -> Estimate:
     """Rounds of more paths for the points whose standard error is above the tolerance."""
     size = sampler.estimator.num_paths
-    have, poor = list(np.asarray(weighed.log_weights)), np.asarray(weighed.poor)
+    have = list(np.asarray(weighed.log_weights))
     while True:
         counts = np.array([len(weights) for weights in have])
         quality = np.array([_quality(weights, sampler.group) for weights in have])
@@ -99,7 +99,7 @@ def _until(sampler: Sampler, weighed: Weighed, tolerance: float, max_paths: int)
         rounds = ((np.minimum(wanted, max_paths) - counts) // size).astype(int).clip(1)[open_points]
         points = np.repeat(open_points, rounds)
         step = np.concatenate([np.arange(r) for r in rounds])
-        fresh = sampler.weighed(points, counts[points] + size * step, poor=poor[points])
+        fresh = sampler.weighed(points, counts[points] + size * step)
         for point, weights in zip(points, np.asarray(fresh.log_weights), strict=True):
             have[point] = np.concatenate([have[point], weights])
     return _gather(have, weighed, sampler, unmet)

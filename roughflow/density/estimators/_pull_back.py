@@ -50,7 +50,6 @@ class PullBack(AbstractImportanceEstimator):
     )
     proposal: AbstractProposal = Prior()
     searches: ClassVar[bool] = False
-    improves: ClassVar[bool] = False
 
     def check(self, flow: StochasticFlow) -> None:
         del flow
@@ -62,21 +61,7 @@ class PullBack(AbstractImportanceEstimator):
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> Mixture:
         law = self.proposal.law(Latent(flow), target.x, keys, cloud)
-        return tried(flow, target.x, law, keys) if self.proposal.may_be_exact else law
-
-    def poor(self, log_weights: Array) -> Array:
-        return jnp.zeros(len(log_weights), bool)
-
-    def improve(
-        self,
-        flow: StochasticFlow,
-        target: Target,
-        law: Mixture,
-        poor: Array,
-        keys: PRNGKeyArray,
-        count: int,
-    ) -> Weights:
-        raise NotImplementedError  # no weights are called poor
+        return tried(flow, target.x, law, keys, TRIAL)[0] if self.proposal.may_be_exact else law
 
     def settled(self, law: Mixture) -> Mixture:
         return law
@@ -113,18 +98,23 @@ def random_solves(flow: StochasticFlow) -> bool:
     return not (isinstance(flow.divergence, ExactDivergence) and isinstance(flow.correction, ExactCorrection))
 
 
-def tried(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray) -> Mixture:
+def tried(
+    flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray, count: int
+) -> tuple[Mixture, Array]:
     """The law, wider and with a share of the prior unless a few weights are all equal, as they are on a
-    linear SDE. Decided on draws of their own, before those that count."""
+    linear SDE; and the log-weights `(B, count)` that say so. Decided on draws of their own, before those that
+    count."""
     flow, x, law = constant((flow.without_errors(), x, law))
     trial = law.defended(jnp.ones(len(x), bool))
     size = flow.dimension + law.centre.shape[-1] + SPARE
-    noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(TRIAL), size, x.dtype))(keys)
+    noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(count), size, x.dtype))(keys)
     omega = trial.sample(noise)
     density = law.log_components(omega)
-    weights = log_joint(flow, x, omega, solve_keys(flow, keys, TRIAL)) - density
+    joint = log_joint(flow, x, omega, solve_keys(flow, keys, count))
+    weights = joint - density
     # Far out, where the logarithms are large, a solver's error is too.
     far = jnp.max(density, axis=1, keepdims=True) - density
     near = jnp.take_along_axis(weights, jnp.argmin(far, axis=1)[:, None], axis=1)
     equal = jnp.all(jnp.abs(weights - near) < EQUAL * (1 + far), axis=1)
-    return law.defended(~equal | law.missed)
+    chosen = law.defended(~equal | law.missed)
+    return chosen, joint - chosen.log_prob(omega)

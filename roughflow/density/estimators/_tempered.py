@@ -12,18 +12,19 @@ from ...flow import HEAVY, ExactDivergence, HutchinsonDivergence, StochasticFlow
 from .._pareto import pareto_k
 from ..proposals import SPARE, AbstractProposal, Laplace, Mixture, normal_numbers
 from ..surface import Cloud, Latent, Target, constant, for_some
-from ._chart import Weights
+from ._chart import AbstractImprovingChart, Weights
 from ._importance import AbstractImportanceEstimator
 from ._particles import Particles, temper
 from ._pull_back import log_joint, random_solves, solve_keys, tried
 
-POOR = 0.2  # effective fraction of paths below which weights are poor
+TRIAL = 32  # paths looked at before it is decided how to go on
+POOR = 0.2  # effective fraction of them below which weights are poor
 PARTICLES = 256  # at least, where they are
 BLOCK = 2**13  # particles that are moved together
 EXACT = 64  # dimensions up to which a density is worth its exact divergence
 
 
-class Tempered(AbstractImportanceEstimator):
+class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
     """Paths drawn around all the likely ways to x, weighed; where weights are poor, moved. The default.
 
     In the pull-back form each path has exactly one start (`rf.PullBack`), so no way to x can be missed that
@@ -31,12 +32,13 @@ class Tempered(AbstractImportanceEstimator):
 
     1. A few paths drawn from the proposal show whether all weights are equal, as they are on a linear SDE
        with `rf.Laplace`. If not, the law is made wider and the prior has a share in it.
-    2. Paths are drawn and weighed.
-    3. Where the weights are poor (an effective fraction below 0.2, or a heavy tail), fresh particles are
-       moved from the proposal q to the law of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β
-       from 0 to 1, reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate
-       is unbiased for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few
-       of the first particles, so that the error bar is that of independent weights (Lee & Whiteley 2018).
+    2. Where their weights are good, others are drawn and weighed. What chooses is not what counts: if it
+       were, estimates would be low, for weights that miss something look good.
+    3. Where they are poor (an effective fraction below 0.2, or a heavy tail), particles are moved from the
+       proposal q to the law of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to 1,
+       reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate is unbiased
+       for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few of the
+       first particles, so that the error bar is that of independent weights (Lee & Whiteley 2018).
        `Estimate.tempered` says where.
 
     With `rf.HutchinsonDivergence` in up to 64 dimensions the divergence is taken exactly here: probes are
@@ -61,7 +63,6 @@ class Tempered(AbstractImportanceEstimator):
     )
     proposal: AbstractProposal = Laplace()
     searches: ClassVar[bool] = False
-    improves: ClassVar[bool] = True
 
     def check(self, flow: StochasticFlow) -> None:
         del flow
@@ -74,9 +75,8 @@ class Tempered(AbstractImportanceEstimator):
     ) -> Mixture:
         flow = _exact(flow)
         law = self.proposal.law(Latent(flow), target.x, keys, cloud)
-        if self.proposal.may_be_exact:
-            return tried(flow, target.x, law, keys)
-        return law.defended(jnp.ones(len(target.x), bool))
+        law, weights = tried(flow, target.x, law, keys, TRIAL)
+        return eqx.tree_at(lambda law: law.poor, law, constant(_poor(weights)))
 
     def settled(self, law: Mixture) -> Mixture:
         return law
@@ -90,22 +90,16 @@ class Tempered(AbstractImportanceEstimator):
         joint = log_joint(flow, target.x, omega, solves)
         return Weights(joint - law.log_prob(omega), omega, joint, solves)
 
-    def poor(self, log_weights: Array) -> Array:
-        share = jax.nn.softmax(jnp.where(jnp.isnan(log_weights), -jnp.inf, log_weights), axis=1)
-        effective = 1 / (log_weights.shape[1] * jnp.sum(share**2, axis=1))
-        return ~(effective > POOR) | (pareto_k(log_weights.T) > HEAVY)
-
     def improve(
         self,
         flow: StochasticFlow,
         target: Target,
         law: Mixture,
-        poor: Array,
         keys: PRNGKeyArray,
         count: int,
     ) -> Weights:
         flow = _exact(flow)
-        particles = _moved(flow, target.x, law, poor, keys, count)
+        particles = _moved(flow, target.x, law, keys, count)
         solves = solve_keys(flow, keys, count)
         joint = log_joint(flow, target.x, particles.omega, solves)
         return Weights(particles.weights(joint), particles.omega, joint, solves)
@@ -123,9 +117,14 @@ def _exact(flow: StochasticFlow) -> StochasticFlow:
     return flow
 
 
-def _moved(
-    flow: StochasticFlow, x: Array, law: Mixture, poor: Array, keys: PRNGKeyArray, count: int
-) -> Particles:
+def _poor(log_weights: Array) -> Array:
+    """Where weights `(B, K)` are poor."""
+    share = jax.nn.softmax(jnp.where(jnp.isnan(log_weights), -jnp.inf, log_weights), axis=1)
+    effective = 1 / (log_weights.shape[1] * jnp.sum(share**2, axis=1))
+    return ~(effective > POOR) | (pareto_k(log_weights.T) > HEAVY)
+
+
+def _moved(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray, count: int) -> Particles:
     """Particles for the points whose weights are poor; for the others nothing."""
     quiet = constant(flow.without_errors())
     total = count * -(-PARTICLES // count)
@@ -146,4 +145,4 @@ def _moved(
         jnp.zeros((len(x), count, law.centre.shape[-1]), x.dtype), jnp.zeros((len(x), count), x.dtype)
     )
     rows = (*constant((x, law)), keys)
-    return constant(for_some(poor, move, rows, blank, max(1, BLOCK // total)))
+    return constant(for_some(law.poor, move, rows, blank, max(1, BLOCK // total)))

@@ -15,7 +15,7 @@ from ...driver import AbstractDriver
 from ...flow import StochasticFlow, one_line_errors
 from ..proposals import SPARE, normal_numbers
 from ..surface import Cloud, Latent, Target, constant
-from ._chart import AbstractChart, Weights
+from ._chart import AbstractChart, AbstractImprovingChart, Weights
 
 PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
@@ -26,8 +26,8 @@ FEW = 2  # paths on which a solver's error is seen
 
 class Weighed(NamedTuple):
     """What became of the paths of B points: log-weights `(B, K)`, as they were at first (`plain`) and
-    with those that were `poor` improved; and, where that was looked at, the change of log p(x) when the
-    solver's steps are halved, and what a random divergence adds, `(B,)` both."""
+    with those improved that the law said would be `poor`; and, where that was looked at, the change of
+    log p(x) when the solver's steps are halved, and what a random divergence adds, `(B,)` both."""
 
     log_weights: Array
     plain: Array
@@ -90,37 +90,28 @@ class Sampler:
         """Log-weights `(B, K)` of the first K paths of every point."""
         return self.weighed(np.arange(self.size), np.zeros(self.size, int)).log_weights
 
-    def weighed(
-        self, points: np.ndarray, first: np.ndarray, checked: bool = False, poor: np.ndarray | None = None
-    ) -> Weighed:
+    def weighed(self, points: np.ndarray, first: np.ndarray, checked: bool = False) -> Weighed:
         """Log-weights `(len(points), K)` of K paths for some of the points, by place in x; the paths of
-        a point are the K from its place `first` on in its sequence of paths.
-
-        `poor` says which weights to improve, if that was decided before: rounds of one estimate that each
-        decided by their own weights would be low, for those whose weights look good are.
-        """
+        a point are the K from its place `first` on in its sequence of paths."""
         count = self.estimator.num_paths
         each = min(count, self.pairs)
         parts = math.ceil(count / each)
         rows = np.repeat(points, parts)
         places = np.repeat(first, parts) + np.tile(np.arange(parts) * each, len(points))
         jobs = _chunks(np.arange(len(rows)), max(1, self.pairs // each))
-        known = None if poor is None else np.repeat(poor, parts)
-        done = _joined([self._weighed(rows, places, job, each, checked, known) for job in jobs])
+        done = _joined([self._weighed(rows[job], places[job], each, checked) for job in jobs])
         if parts == 1:
             return done
         weights = [jnp.reshape(a, (len(points), parts * each))[:, :count] for a in done[:2]]
         return Weighed(*weights, *jax.tree.map(lambda a: a[::parts], done[2:]))
 
-    def _weighed(self, rows, places, job: np.ndarray, count: int, checked: bool, poor) -> Weighed:
-        rows, places = rows[job], places[job]
+    def _weighed(self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool) -> Weighed:
         padded, first = self._padded(rows), self._padded(places)
         setting = (self.estimator, self.flow, self.coarse, self.target, self.law, self.keys)
         done = self._run(_weights, *setting, padded, self.places[padded], first, count, self.group, checked)
         done = done if len(padded) == len(rows) else _take(done, slice(len(rows)))
-        if not self.estimator.improves or self.coarse is not None:
+        if not isinstance(self.estimator, AbstractImprovingChart) or self.coarse is not None:
             return done  # two drivers are compared path by path
-        done = done if poor is None else done._replace(poor=jnp.asarray(poor[job]))
         return self._improved(done, rows, places, checked)
 
     def _improved(self, done: Weighed, rows: np.ndarray, places: np.ndarray, checked: bool) -> Weighed:
@@ -183,7 +174,8 @@ def _weights(
     noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
     own = jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))
     weights = estimator.weigh(flow, target, law, noise, own(_folded(keys, RUN), places))
-    poor = estimator.poor(constant(weights.log_weights))
+    improves = isinstance(estimator, AbstractImprovingChart)
+    poor = law.poor if improves else jnp.zeros(len(target.x), bool)
     errors = _checked(estimator, constant(flow), target, law, constant(weights)) if checked else (None, None)
     return Weighed(weights.log_weights, weights.log_weights, poor, *errors)
 
@@ -192,7 +184,7 @@ def _weights(
 def _improve(estimator, flow, target, law, keys, rows, laws, first, done: Weighed, checked: bool) -> Weighed:
     (target, keys), law = _take((target, keys), rows), _take(law, laws)
     run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at))(keys, first)
-    weights = estimator.improve(flow, target, law, done.poor, run, done.log_weights.shape[1])
+    weights = estimator.improve(flow, target, law, run, done.log_weights.shape[1])
     errors = _checked(estimator, constant(flow), target, law, constant(weights)) if checked else (None, None)
     choose = lambda new, old: jnp.where(jnp.expand_dims(done.poor, range(1, new.ndim)), new, old)
     log_weights, errors = jax.tree.map(choose, (weights.log_weights, errors), (done.log_weights, done[3:]))

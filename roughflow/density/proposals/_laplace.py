@@ -77,4 +77,5 @@ def _tangents(modes: Modes, start: int) -> Mixture:
         log_share,
         jnp.where(missed, 1.0, 0.0).astype(modes.xi.dtype),
         missed,
+        jnp.zeros_like(missed),
     )

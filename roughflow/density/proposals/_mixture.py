@@ -30,6 +30,7 @@ class Mixture(eqx.Module):
     log_share: Array  # (B, M), of the components among themselves
     prior: Array  # (B,)
     missed: Array  # (B,): where no way to x was found, so that the prior stands in
+    poor: Array  # (B,): where a few weights were so uneven that others would be too
 
     @property
     def dimension(self) -> int:
@@ -119,6 +120,7 @@ def one_component(centre: Array, scale: Array, dimension: int) -> Mixture:
         jnp.broadcast_to(frame, (batch, 1, *frame.shape)),
         jnp.zeros((batch, 1), centre.dtype),
         jnp.zeros(batch, centre.dtype),
+        jnp.zeros(batch, bool),
         jnp.zeros(batch, bool),
     )
 
