@@ -30,3 +30,4 @@ from ._simulate import (
     StratonovichMidpoint as StratonovichMidpoint,
     simulate as simulate,
 )
+from ._with_noise import with_noise as with_noise

@@ -7,7 +7,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
 from ..density import log_abs_det, solve
-from ..sde import TargetedSDE, as_target, noise_matrix
+from ..sde import TargetedSDE, as_target, known_density, noise_matrix
 from ._sampler import AbstractSampler, SamplerInfo, SamplerState, accept, check_adjustable, check_start
 
 NEWTON = 8  # steps at most
@@ -66,7 +66,7 @@ class AdjustedFlow(AbstractSampler):
         check_start("AdjustedFlow", self.sde, z, square=True)
 
     def init(self, z: Array) -> Climbing:
-        return Climbing(z, *jax.value_and_grad(as_target(self.sde.log_density))(z))
+        return Climbing(z, *jax.value_and_grad(as_target(known_density(self.sde)))(z))
 
     def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[Climbing, SamplerInfo]:
         assert isinstance(state, Climbing)

@@ -11,7 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_positive, is_traced
 from ..density import log_abs_det, solve
 from ..flow import AbstractScheme, EulerMaruyama
-from ..sde import AbstractSDE, TargetedSDE, as_target, noise_dimension, noise_matrix
+from ..sde import AbstractSDE, TargetedSDE, as_target, known_density, noise_dimension, noise_matrix
 from ._minibatch import Minibatch, with_minibatches
 
 
@@ -127,7 +127,7 @@ class Adjusted(AbstractSampler):
     def init(self, z: Array) -> Known:
         t = jnp.zeros((), z.dtype)
         noise = noise_matrix(self.sde.noise(t, z))
-        return Known(z, as_target(self.sde.log_density)(z), self.sde.drift(t, z), noise)
+        return Known(z, as_target(known_density(self.sde))(z), self.sde.drift(t, z), noise)
 
     def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[Known, SamplerInfo]:
         assert isinstance(state, Known)
@@ -163,6 +163,8 @@ def check_adjustable(name: str, sde: AbstractSDE) -> None:
     """Refuse an SDE whose law is not known, or not wholly."""
     if not isinstance(sde, TargetedSDE):
         raise TypeError(f"{name} needs the SDE of rf.targeted_sde, got {type(sde).__name__}")
+    if sde.log_density is None:
+        raise TypeError(f"{name} needs the log density, and its target has a score alone: take rf.Unadjusted")
     if isinstance(sde.log_density, Minibatch):
         raise TypeError(f"{name} needs the whole log density, got rf.Minibatch: take rf.Unadjusted")
 
@@ -180,11 +182,12 @@ def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
 
 
 def _check_target(sde: TargetedSDE, z: Array) -> None:
-    values = jax.vmap(as_target(sde.log_density))(z)
-    bad = jnp.flatnonzero(~jnp.isfinite(values))
-    if bad.size:
-        i = int(bad[0])
-        raise ValueError(f"log_density is {values[i]} at the start {z[i]}: begin where it is finite")
+    if sde.log_density is not None:
+        values = jax.vmap(as_target(sde.log_density))(z)
+        bad = jnp.flatnonzero(~jnp.isfinite(values))
+        if bad.size:
+            i = int(bad[0])
+            raise ValueError(f"log_density is {values[i]} at the start {z[i]}: begin where it is finite")
     if sde.skew is None:
         return
     turn = sde.skew(jnp.zeros((), z.dtype), z[0])

@@ -10,6 +10,7 @@ from ._correction import (
     to_ito as to_ito,
     to_stratonovich as to_stratonovich,
 )
+from ._fading import FadingDiffusion as FadingDiffusion
 from ._given import GIVEN as GIVEN
 from ._local import LocalDiffusion as LocalDiffusion
 from ._networks import (
@@ -30,6 +31,8 @@ from ._noise import (
 )
 from ._sde import (
     AbstractSDE as AbstractSDE,
+    Diffusion as Diffusion,
+    Drift as Drift,
     ItoSDE as ItoSDE,
     StratonovichSDE as StratonovichSDE,
     noise_dimension as noise_dimension,
@@ -38,13 +41,23 @@ from ._sde import (
 from ._targeted import (
     LogDensity as LogDensity,
     Rotation as Rotation,
+    Score as Score,
     Skew as Skew,
     SkewNetwork as SkewNetwork,
     TargetedSDE as TargetedSDE,
     WithMomenta as WithMomenta,
     as_target as as_target,
+    known_density as known_density,
     overdamped_langevin as overdamped_langevin,
     sghmc as sghmc,
     targeted_sde as targeted_sde,
     underdamped_langevin as underdamped_langevin,
 )
+from ._transport import (
+    AbstractTransport as AbstractTransport,
+    GivenTransport as GivenTransport,
+    LearnedTransport as LearnedTransport,
+    NormalTransport as NormalTransport,
+    TransportSDE as TransportSDE,
+)
+from ._velocity import VelocityNetwork as VelocityNetwork

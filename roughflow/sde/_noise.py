@@ -71,3 +71,12 @@ class ProportionalDiffusion(eqx.Module):
 
     def of_drift(self, drift: Array) -> lx.DiagonalLinearOperator:
         return lx.DiagonalLinearOperator(self.scale * drift)
+
+
+def check_own_noise(diffusion: object) -> None:
+    """Refuse noise that follows from the drift, for an SDE whose drift follows from the noise."""
+    if isinstance(diffusion, ProportionalDiffusion):
+        raise TypeError(
+            "ProportionalDiffusion takes its size from the drift, which here follows from the diffusion: "
+            "take one of its own, such as rf.ConstantDiffusion"
+        )

@@ -10,10 +10,12 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_count, check_positive
 from ._given import GIVEN
 from ._networks import MLP, ConstantDiffusion
-from ._noise import noise_matrix
+from ._noise import check_own_noise
 from ._sde import AbstractSDE, Diffusion, ItoSDE
+from ._spread import spread_and_divergence
 
 LogDensity = Callable[[Array], Array]
+Score = Callable[[Array], Array]
 Skew = Callable[[Array, Array], Array]
 
 
@@ -21,31 +23,51 @@ class TargetedSDE(AbstractSDE):
     """The Itô SDE of `rf.targeted_sde`. σ and Q are held once, so that training moves them together
     with the drift they determine."""
 
-    log_density: LogDensity = eqx.field(metadata=GIVEN)
+    log_density: LogDensity | None = eqx.field(metadata=GIVEN)
     diffusion: Diffusion
     skew: Skew | None
+    score: Score | None = eqx.field(metadata=GIVEN, default=None)
 
-    def __init__(self, log_density: LogDensity, diffusion: Diffusion, skew: Skew | None = None):
+    def __init__(
+        self,
+        log_density: LogDensity | None,
+        diffusion: Diffusion,
+        skew: Skew | None = None,
+        score: Score | None = None,
+    ):
         self.log_density = log_density
         self.diffusion = diffusion
         self.skew = skew
+        self.score = score
+
+    def __check_init__(self):
+        if (self.log_density is None) == (self.score is None):
+            raise TypeError("a target is its log_density or its score: give one of the two")
+        check_own_noise(self.diffusion)
 
     def drift(self, t: Array, z: Array) -> Array:
-        def whole(y: Array) -> Array:
-            sigma = noise_matrix(self.noise(t, y))
-            spread = 0.5 * sigma @ sigma.T
-            return spread if self.skew is None else spread + self.skew(t, y)
+        skew = self.skew
+        turn = None if skew is None else lambda y: skew(t, y)
+        spread, divergence = spread_and_divergence(lambda y: self.noise(t, y), z, turn)
+        return spread @ self._slope(z) + divergence
 
-        def turned(y: Array, j: Array) -> Array:
-            return whole(y)[:, j]
+    def _slope(self, z: Array) -> Array:
+        """∇log p(z)."""
+        if self.score is None:
+            return jax.grad(as_target(known_density(self)))(z)
+        slope = jnp.asarray(still(self.score)(z))
+        if slope.shape != z.shape:
+            raise ValueError(f"score must return shape {z.shape} for z of that shape, got {slope.shape}")
+        return slope
 
-        # Γᵢ = Σⱼ ∂ⱼ(D + Q)ᵢⱼ: the j-th column along the j-th axis.
-        along = lambda j, axis: jax.jvp(lambda y: turned(y, j), (z,), (axis,))[1]
-        steps = jax.vmap(along)(jnp.arange(z.shape[0]), jnp.eye(z.shape[0], dtype=z.dtype))
-        return whole(z) @ jax.grad(as_target(self.log_density))(z) + jnp.sum(steps, axis=0)
 
-
-def targeted_sde(log_density: LogDensity, diffusion: Diffusion, skew: Skew | None = None) -> TargetedSDE:
+def targeted_sde(
+    log_density: LogDensity | None = None,
+    diffusion: Diffusion | None = None,
+    skew: Skew | None = None,
+    *,
+    score: Score | None = None,
+) -> TargetedSDE:
     """The SDE with this noise that leaves p ∝ exp(log_density) invariant, whatever σ and Q are:
 
         dZ = [(D + Q) ∇log p + Γ] dt + σ dB,     D = ½ σσᵀ,     Γᵢ = Σⱼ ∂ⱼ(D + Q)ᵢⱼ
@@ -58,6 +80,8 @@ def targeted_sde(log_density: LogDensity, diffusion: Diffusion, skew: Skew | Non
     - `log_density`: `z -> ()`, up to a constant.
     - `diffusion`: σ, `(t, z) -> (d, m)`, as for `rf.ItoSDE`.
     - `skew`: Q, `(t, z) -> (d, d)` with Qᵀ = −Q, or None. `rf.SkewNetwork` is one that can learn.
+    - `score`: ∇log p, `z -> (d,)`, in place of `log_density`, where that is all that is known: learned from
+      data, say. Samplers that accept or refuse moves need the log density.
 
     ```python
     import jax.numpy as jnp
@@ -66,9 +90,22 @@ def targeted_sde(log_density: LogDensity, diffusion: Diffusion, skew: Skew | Non
     cauchy = lambda z: -jnp.log1p(z[0] ** 2)
     sde = rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
     sde.drift(0.0, jnp.array([3.0]))  # 0: this σ needs no drift
+    rf.targeted_sde(diffusion=rf.ConstantDiffusion(jnp.eye(2)), score=lambda z: -z)  # keeps N(0, I)
     ```
     """
-    return TargetedSDE(log_density, diffusion, skew)
+    if diffusion is None:
+        raise TypeError("targeted_sde needs a diffusion, such as rf.ConstantDiffusion(jnp.eye(2))")
+    return TargetedSDE(log_density, diffusion, skew, score)
+
+
+def known_density(sde: TargetedSDE) -> LogDensity:
+    """The target's log density; refused where only its score is known."""
+    if sde.log_density is None:
+        raise TypeError(
+            "this needs the log density, and the target is known by its score alone: take rf.Unadjusted, or "
+            "give rf.targeted_sde a log_density"
+        )
+    return sde.log_density
 
 
 def overdamped_langevin(
@@ -190,13 +227,18 @@ class SkewNetwork(eqx.Module):
         return matrix - matrix.T
 
 
-def as_target(log_density: LogDensity) -> LogDensity:
-    """The same function, held fixed, and refused if it does not return one number.
+def still(target: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """The same function, held fixed.
 
     A target is given, not learned: arrays it holds, the data of a posterior say, get no gradient.
     """
-    still = lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf
-    log_density = jax.tree.map(still, log_density)
+    fix = lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf
+    return jax.tree.map(fix, target)
+
+
+def as_target(log_density: LogDensity) -> LogDensity:
+    """The same function, held fixed, and refused if it does not return one number."""
+    log_density = still(log_density)
 
     def checked(z: Array) -> Array:
         value = jnp.asarray(log_density(z))

@@ -1,0 +1,62 @@
+"""Noise for a flow that was fitted without, and back."""
+
+import jax.numpy as jnp
+
+from .._checks import check_positive
+from ..sde import ConstantDiffusion, Diffusion, FadingDiffusion, NoDiffusion, TransportSDE
+from ._flow import StochasticFlow
+
+
+def with_noise(
+    flow: StochasticFlow, diffusion: Diffusion | float | None, *, fading: float | None = 0.5
+) -> StochasticFlow:
+    """The flow with this noise in place of what it has, and the same law at every time: `rf.TransportSDE`.
+
+    The noise is free to choose after training, as often as one likes: more of it, another kind, none. Then it
+    can be trained by itself, by any objective, with `frozen=lambda flow: flow.sde.transport`.
+
+    The law is the same as far as velocity and score belong together. They do after `rf.Interpolant()`; a
+    likelihood fit with noise moves the velocity with no regard to that. A learned proposal belongs to the old
+    noise, and is left out.
+
+    **Arguments:**
+
+    - `flow`: one with an `rf.TransportSDE`, which is what `rf.fit` with `rf.Interpolant()` returns.
+    - `diffusion`: Σ(t, z), any diffusion; a number λ for λI; an `rf.FadingDiffusion` as it is; None for no noise.
+    - `fading`: p in σ = (1 − t/T)^p Σ, ½ or more (`rf.FadingDiffusion`); None for σ = Σ as it is, where the score
+      is finite up to the end.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    key = jax.random.key(0)
+    transport = rf.NormalTransport(rf.VelocityNetwork(2, width=8, key=key), jnp.zeros(2), jnp.ones(2))
+    flow = rf.StochasticFlow(rf.TransportSDE(transport), rf.Normal(jnp.zeros(2)))
+    noisy = rf.with_noise(flow, 0.5)
+    other = rf.with_noise(noisy, rf.FullDiffusion(2, width=8, key=key))
+    again = rf.with_noise(other, None)  # the ODE
+    ```
+    """
+    if not isinstance(flow.sde, TransportSDE):
+        raise TypeError(
+            f"with_noise needs a flow whose score is known, that of an rf.TransportSDE, got "
+            f"{type(flow.sde).__name__}: fit it with rf.Interpolant(), or give rf.GivenTransport a score"
+        )
+    if diffusion is None or isinstance(diffusion, NoDiffusion):
+        noise = NoDiffusion()
+    else:
+        if isinstance(diffusion, float | int):
+            check_positive("diffusion", diffusion)
+            diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension))
+        whole = fading is None or isinstance(diffusion, FadingDiffusion)
+        noise = diffusion if whole else FadingDiffusion(diffusion, flow.t1, fading)
+    return StochasticFlow(
+        TransportSDE(flow.sde.transport, noise),
+        flow.base,
+        flow.t1,
+        flow.driver,
+        flow.divergence,
+        flow.correction,
+        flow.integrator,
+    )

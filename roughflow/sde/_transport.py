@@ -1,0 +1,185 @@
+"""A law that a velocity carries along, and noise that it does not feel."""
+
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._checks import check_positive, is_traced
+from ._fading import FadingDiffusion, remaining
+from ._given import GIVEN
+from ._networks import NoDiffusion
+from ._noise import Noise, check_own_noise
+from ._sde import AbstractSDE, Diffusion, Drift
+from ._spread import spread_and_divergence
+
+
+class AbstractTransport(eqx.Module):
+    """A velocity v(t, z), and the score of the law p that it carries along:
+
+        ∇log p(t, z) = g(t, z)/(1 − t/t1),
+
+    or g itself where `t1` is None: g stays finite up to the end, where the score may not.
+    """
+
+    velocity: eqx.AbstractVar[Drift]
+    t1: eqx.AbstractVar[float | None]
+
+    @abc.abstractmethod
+    def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
+        """v and g, from one evaluation."""
+
+
+class NormalTransport(AbstractTransport):
+    """From a normal law to data along straight lines: the score follows from the velocity.
+
+    Where z ~ N(m, diag(c²)) and x ~ data are independent and v is the velocity of (1 − s) z + s x, s = t/T,
+    the law at time t has the score
+
+        ∇log p(t, y) = (s T v(t, y) − y + m)/(c² (1 − s)).
+
+    **Arguments:** `velocity`, `(t, z) -> (d,)`, such as `rf.VelocityNetwork`; `loc` m and `scale` c of the
+    base, `(d,)` each; `t1`, T. `rf.fit` with `rf.Interpolant()` returns a flow with one of these.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    # N(0, 1) to N(0, 1): the law at time t has the variance a = (1 − t)² + t²
+    velocity = lambda t, z: (2 * t - 1) / ((1 - t) ** 2 + t**2) * z
+    transport = rf.NormalTransport(velocity, jnp.zeros(1), jnp.ones(1))
+    sde = rf.TransportSDE(transport, rf.FadingDiffusion(rf.ConstantDiffusion(jnp.eye(1))))
+    ```
+    """
+
+    velocity: Drift
+    loc: Array = eqx.field(metadata=GIVEN)
+    scale: Array = eqx.field(metadata=GIVEN)
+    t1: float
+
+    def __init__(self, velocity: Drift, loc: Array, scale: Array, t1: float = 1.0):
+        check_positive("scale", scale)
+        check_positive("t1", t1)
+        if jnp.ndim(loc) != 1 or jnp.shape(loc) != jnp.shape(scale):
+            raise ValueError(
+                f"loc and scale must have one shape (d,), got {jnp.shape(loc)} and {jnp.shape(scale)}"
+            )
+        self.velocity = velocity
+        self.loc, self.scale = jnp.asarray(loc, float), jnp.asarray(scale, float)
+        self.t1 = t1
+
+    def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
+        velocity = self.velocity(t, z)
+        start = z - t * velocity  # E[z | y]: s T = t
+        return velocity, (self.loc.astype(z.dtype) - start) / self.scale.astype(z.dtype) ** 2
+
+
+class LearnedTransport(AbstractTransport):
+    """From any base to data along straight lines: a network learns the score beside the velocity.
+
+    Where z ~ p₀ and x ~ data are independent, the law of y = (1 − s) z + s x, s = t/T, has the score
+
+        ∇log p(t, y) = E[∇log p₀(z) | y]/(1 − s).
+
+    **Arguments:** `network`, `(t, z) -> (2d,)`: the velocity, and the expectation above;
+    `rf.VelocityNetwork(d, score=True)` is one. `t1`, T. `rf.Interpolant()` trains both.
+
+    ```python
+    import jax
+    import roughflow as rf
+
+    network = rf.VelocityNetwork(2, width=16, score=True, key=jax.random.key(0))
+    sde = rf.TransportSDE(rf.LearnedTransport(network))
+    ```
+    """
+
+    network: Drift
+    t1: float = 1.0
+
+    def velocity(self, t: Array, z: Array) -> Array:
+        return self.network(t, z)[: z.shape[0]]
+
+    def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
+        velocity, pull = jnp.split(self.network(t, z), 2)
+        return velocity, pull
+
+
+class GivenTransport(AbstractTransport):
+    """A velocity and a score that are known on their own, both finite at all times.
+
+    **Arguments:** `velocity` and `score`, `(t, z) -> (d,)` each; the score is given, not trained.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    # a standard normal law that widens to N(0, e²) over unit time
+    transport = rf.GivenTransport(lambda t, z: z, lambda t, z: -z * jnp.exp(-2 * t))
+    sde = rf.TransportSDE(transport, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
+    ```
+    """
+
+    velocity: Drift
+    score: Drift = eqx.field(metadata=GIVEN)
+    t1: None = None
+
+    def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
+        return self.velocity(t, z), self.score(t, z)
+
+
+class TransportSDE(AbstractSDE):
+    """The Itô SDE with any noise σ(t, z) whose law at every time is that of dZ = v(t, Z) dt:
+
+        dZ = [v + ½ div(σσᵀ) + ½ σσᵀ ∇log p] dt + σ dB
+
+    (Albergo, Boffi & Vanden-Eijnden 2023). Where velocity and score are learned and so inexact, the score
+    pulls paths back to p, and the law comes closer to it with noise than without.
+
+    On a transport along straight lines the score has a factor 1/(1 − t/T). An `rf.FadingDiffusion` takes that
+    into account, so that the drift is finite up to T; any other σ gives a drift that is not, at T itself.
+
+    **Arguments:** `transport`, such as `rf.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
+    `rf.ItoSDE`. Velocity and score come from one evaluation of one network, held once: training moves both.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    transport = rf.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)  # N(0, I), which stays
+    sde = rf.TransportSDE(transport, rf.ConstantDiffusion(jnp.eye(2)))
+    sde.drift(0.0, jnp.ones(2))  # −½ z: an Ornstein–Uhlenbeck process
+    ```
+    """
+
+    transport: AbstractTransport
+    diffusion: Diffusion = NoDiffusion()
+
+    def __check_init__(self):
+        check_own_noise(self.diffusion)
+        if not isinstance(self.diffusion, FadingDiffusion) or self.transport.t1 is None:
+            return
+        check_own_noise(self.diffusion.diffusion)
+        ends = self.transport.t1, self.diffusion.t1
+        if not any(is_traced(end) for end in ends) and ends[0] != ends[1]:
+            raise ValueError(f"the transport ends at t1 = {ends[0]}, but its noise fades until {ends[1]}")
+
+    def drift(self, t: Array, z: Array) -> Array:
+        if isinstance(self.diffusion, NoDiffusion):
+            return self.transport.velocity(t, z)
+        velocity, pull = self.transport.velocity_and_pull(t, z)
+        noise, square, quotient = self._faded(t, z)
+        spread, divergence = spread_and_divergence(noise, z)
+        return velocity + quotient * (spread @ pull) + square * divergence
+
+    def _faded(self, t: Array, z: Array) -> tuple[Callable[[Array], Noise], Array, Array]:
+        """Σ, f² and f²/(1 − t/T) for σ = f Σ: the quotient is of powers, so that no 0/0 arises at T."""
+        diffusion, one = self.diffusion, jnp.ones((), z.dtype)
+        singular = self.transport.t1 is not None
+        if isinstance(diffusion, FadingDiffusion):
+            square = diffusion.faded(t, z, 2 * diffusion.power)
+            quotient = diffusion.faded(t, z, 2 * diffusion.power - singular)
+            return lambda y: diffusion.diffusion(t, y), square, quotient
+        quotient = one / remaining(t, self.transport.t1, z) if singular else one
+        return lambda y: self.noise(t, y), one, quotient

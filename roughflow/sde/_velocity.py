@@ -1,0 +1,75 @@
+"""A network for velocities."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_count, check_key, check_positive
+from ._given import GIVEN
+from ._networks import MLP, Activation
+
+LATE = 1.02  # where log(LATE − s) would be infinite: beyond the end, so that it is fine up to it
+
+
+class VelocityNetwork(eqx.Module):
+    """v(t, z) from a network that sees fine detail in space and haste at the end.
+
+    With s = t/T it is a multi-layer perceptron of z, of s, log(1.02 − s), the sine and cosine of πs and 2πs, and
+    of sines and cosines of random projections of z (Tancik et al. 2020), which are given and not trained.
+    Without these a network learns smooth functions first and fine ones hardly at all. It starts at rest, v = 0.
+
+    **Arguments:**
+
+    - `dimension`: of z.
+    - `width`, `depth`: of the hidden layers.
+    - `features`: how many projections, each with a sine and a cosine; 0 for none.
+    - `frequency`: standard deviation of the projections' entries, for z of about unit size.
+    - `t1`: T.
+    - `activation`: a smooth one.
+    - `score`: with twice the outputs, the second half for `rf.LearnedTransport`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    velocity = rf.VelocityNetwork(2, width=32, depth=2, key=jax.random.key(0))
+    flow = rf.StochasticFlow(rf.ItoSDE(velocity, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    ```
+    """
+
+    network: MLP
+    waves: Array = eqx.field(metadata=GIVEN)  # (d, features)
+    t1: float
+
+    def __init__(
+        self,
+        dimension: int,
+        width: int = 128,
+        depth: int = 3,
+        features: int = 64,
+        frequency: float = 1.5,
+        t1: float = 1.0,
+        activation: Activation = jax.nn.silu,
+        *,
+        score: bool = False,
+        key: PRNGKeyArray,
+    ):
+        check_count("dimension", dimension)
+        check_positive("frequency", frequency)
+        check_positive("t1", t1)
+        if features < 0:
+            raise ValueError(f"features must be a whole number, at least 0, got {features}")
+        key_waves, key_network = jax.random.split(check_key(key))
+        self.waves = frequency * jax.random.normal(key_waves, (dimension, features))
+        sizes = dimension + 6 + 2 * features, (2 if score else 1) * dimension
+        self.network = MLP(*sizes, width, depth, activation, scale=0.0, key=key_network)
+        self.t1 = t1
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        s = jnp.reshape(jnp.asarray(t, z.dtype) / self.t1, (1,))
+        angles = jnp.concatenate([z @ self.waves.astype(z.dtype), np.pi * s, 2 * np.pi * s])
+        # Beyond the end, where nothing was learned, it goes on as at the end.
+        haste = jnp.log(LATE - jnp.minimum(s, 1))
+        return self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
