@@ -25,21 +25,30 @@ def covariance(t):
     return (1 - s) ** 2 * jnp.diag(C0**2) + s**2 * S1
 
 
+def inverse(a):
+    """Of a 2 × 2 matrix, written out: it compiles in no time."""
+    adjugate = jnp.array([[a[1, 1], -a[0, 1]], [-a[1, 0], a[0, 0]]])
+    return adjugate / determinant(a)
+
+
+def determinant(a):
+    return a[0, 0] * a[1, 1] - a[0, 1] * a[1, 0]
+
+
 def velocity(t, y):
     """E[x − z | y]/T = (M1 − M0 + (s S1 − (1 − s) C0²) cov⁻¹ (y − mean))/T."""
     s = t / T
     change = s * S1 - (1 - s) * jnp.diag(C0**2)
-    return (M1 - M0 + change @ jnp.linalg.solve(covariance(t), y - mean(t))) / T
+    return (M1 - M0 + change @ inverse(covariance(t)) @ (y - mean(t))) / T
 
 
 def log_law(t, y):
     gap, square = y - mean(t), covariance(t)
-    half = 0.5 * jnp.linalg.slogdet(2 * np.pi * square)[1]
-    return -0.5 * gap @ jnp.linalg.solve(square, gap) - half
+    return -0.5 * gap @ inverse(square) @ gap - 0.5 * jnp.log(determinant(2 * np.pi * square))
 
 
 def exact_score(t, y):
-    return jax.grad(log_law, argnums=1)(t, y)
+    return -inverse(covariance(t)) @ (y - mean(t))
 
 
 def two_heads(t, y):
@@ -110,7 +119,7 @@ def test_the_law_does_not_feel_the_noise(name, places, key):
     without = rates(rf.ItoSDE(velocity, rf.NoDiffusion()), *places)
     truth = -jax.vmap(jax.grad(log_law))(*places)
     np.testing.assert_allclose(without, truth, atol=1e-9)
-    for transport in TRANSPORTS.values():
+    for transport in TRANSPORTS.values() if name == "swirling" else (TRANSPORTS["normal"],):
         sde = rf.TransportSDE(transport, diffusions(key)[name])
         np.testing.assert_allclose(rates(sde, *places), truth, atol=1e-8)
 
@@ -123,9 +132,11 @@ def test_all_is_finite_up_to_the_end(kind, power):
     z = jnp.array([0.3, -0.7])
     np.testing.assert_array_equal(sde.noise(jnp.asarray(T), z), np.zeros((2, 3)))
     last, near = jnp.asarray(T), jnp.asarray(T * (1 - 1e-9))
-    for function in (sde.drift, lambda t, z: jax.jacfwd(sde.drift, argnums=1)(t, z)):
-        np.testing.assert_allclose(function(last, z), function(near, z), atol=1e-3)
-    assert np.all(np.isfinite(jax.jacfwd(sde.drift)(last, z)))
+    values = eqx.filter_jit(lambda t: (sde.drift(t, z), *jax.jacfwd(sde.drift, argnums=(0, 1))(t, z)))
+    at_last, at_near = values(last), values(near)
+    for one, two in zip(at_last[::2], at_near[::2], strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-3)
+    assert np.all(np.isfinite(at_last[1]))
     # With p = ½ and a score that grows as 1/(1 − s), its pull lasts to the end.
     spread = 0.5 * swirling(last, z) @ swirling(last, z).T
     pull = spread @ two_heads(last, z)[2:] if power == 0.5 and kind != "given" else 0
@@ -134,7 +145,7 @@ def test_all_is_finite_up_to_the_end(kind, power):
 
 def flow_of(diffusion, **settings):
     sde = rf.TransportSDE(TRANSPORTS["normal"], rf.NoDiffusion())
-    flow = rf.StochasticFlow(sde, BASE, T, rf.KarhunenLoeve(4), integrator=rf.FixedGrid(steps=24))
+    flow = rf.StochasticFlow(sde, BASE, T, rf.KarhunenLoeve(4), integrator=rf.FixedGrid(rf.RK4(), steps=24))
     return rf.with_noise(flow, diffusion, **settings)
 
 
@@ -155,16 +166,17 @@ def test_paths_go_there_and_back_along_the_noisy_flow(fading, key):
 def test_simulated_paths_have_the_moments_of_the_law_at_every_time(power, key):
     """With the noise, and without it, at a third of the way and at the end."""
     flow = flow_of(0.7, fading=power)
-    z = BASE.sample(key=key, shape=(20_000,))
+    key_start, key_noise = jax.random.split(key)
+    z = BASE.sample(key=key_start, shape=(20_000,))
     for t in (T / 3, T):
-        x = rf.simulate(flow.sde, z, key=key, t1=t, steps=64)
+        x = rf.simulate(flow.sde, z, key=key_noise, t1=t, steps=64)
         np.testing.assert_allclose(np.mean(x, axis=0), mean(t), atol=0.05)
         np.testing.assert_allclose(np.cov(x.T), covariance(t), atol=0.06)
 
 
 def test_the_density_of_the_noisy_flow_is_the_closed_form(key):
     """The law at the end is N(M1, S1), with constant noise and without; the driver leaves a little out."""
-    x = M1 + jax.random.normal(key, (8, 2)) @ np.linalg.cholesky(S1).T
+    x = M1[None] + jax.random.normal(key, (8, 2)) @ np.linalg.cholesky(S1).T
     truth = jax.vmap(lambda y: log_law(T, y))(x)
     ode = flow_of(None).estimate(x, key=key)
     np.testing.assert_allclose(ode.log_prob, truth, atol=1e-6)

@@ -22,9 +22,10 @@ def with_noise(
     **Arguments:**
 
     - `flow`: one with an `rf.TransportSDE`, which is what `rf.fit` with `rf.Interpolant()` returns.
-    - `diffusion`: Σ(t, z), any diffusion; a number λ for λI; an `rf.FadingDiffusion` as it is; None for no noise.
-    - `fading`: p in σ = (1 − t/T)^p Σ, ½ or more (`rf.FadingDiffusion`); None for σ = Σ as it is, where the score
-      is finite up to the end.
+    - `diffusion`: Σ(t, z), any diffusion; a number λ for λI; an `rf.FadingDiffusion` as it is; None for no
+      noise.
+    - `fading`: p in σ = (1 − t/T)^p Σ, ½ or more (`rf.FadingDiffusion`); None for σ = Σ as it is, where the
+      score is finite up to the end.
 
     ```python
     import jax, jax.numpy as jnp

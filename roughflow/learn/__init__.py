@@ -5,8 +5,12 @@ from ._files import whole_file as whole_file
 from ._fit import Fitted as Fitted, fit as fit
 from ._fit_density import fit_density as fit_density
 from ._history import History as History
+from ._interpolant import Interpolant as Interpolant
 from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
-from ._objective import AbstractObjective as AbstractObjective, Remembering as Remembering
+from ._objective import (
+    AbstractObjective as AbstractObjective,
+    AbstractStatefulObjective as AbstractStatefulObjective,
+)
 from ._reverse_kl import ReverseKL as ReverseKL
 from ._save import load as load, save as save
 from ._standardised import Standardised as Standardised, standardising as standardising

@@ -15,7 +15,7 @@ from ._files import read_archive, write_archive
 from ._fingerprint import difference, fingerprint
 from ._history import History
 
-VERSION = 2
+VERSION = 3
 SECONDS = 30.0  # between two writes
 
 
@@ -26,23 +26,31 @@ class Progress:
     step: int
     parameters: Any
     optimiser: Any
+    state: Any  # of the objective
     best: Any  # parameters at the lowest validation loss
     streak: int  # of steps that were not finite
     history: History
 
     @staticmethod
-    def start(parameters: Any, optimiser: Any) -> "Progress":
-        return Progress(0, parameters, optimiser, parameters, 0, History())
+    def start(parameters: Any, optimiser: Any, state: Any) -> "Progress":
+        return Progress(0, parameters, optimiser, state, parameters, 0, History())
 
-    def advanced(self, parameters: Any, optimiser: Any, streak: int, history: History) -> "Progress":
-        return Progress(history.loss.size, parameters, optimiser, self.best, streak, history)
+    def advanced(
+        self, parameters: Any, optimiser: Any, state: Any, streak: int, history: History
+    ) -> "Progress":
+        return Progress(history.loss.size, parameters, optimiser, state, self.best, streak, history)
 
-    def validated(self, loss) -> "Progress":
-        """With one more look at the validation data; the best parameters are kept."""
+    def validated(self, loss: float, parameters: Any) -> "Progress":
+        """With one more look at the validation data, with these parameters; the best are kept."""
         lowest = np.min(_ranked(self.history.validation_loss), initial=np.inf)
-        best = self.parameters if float(loss) < lowest else self.best
-        history = self.history.with_validation(self.step, float(loss))
+        best = parameters if loss < lowest else self.best
+        history = self.history.with_validation(self.step, loss)
         return dataclasses.replace(self, best=best, history=history)
+
+    @property
+    def changing(self) -> tuple[Any, ...]:
+        """The trees that steps change."""
+        return self.parameters, self.optimiser, self.state, self.best
 
     def stale(self, patience: int | None) -> bool:
         """Whether `patience` looks have passed since the best one."""
@@ -74,7 +82,8 @@ class Checkpoint:
         for name, value in fixed.items():
             described |= fingerprint(value, name)
         # Of what a run changes, the shapes.
-        for tree, what in ((start.parameters, "parameters"), (start.optimiser, "optimiser")):
+        changed = {"parameters": start.parameters, "optimiser": start.optimiser, "state": start.state}
+        for what, tree in changed.items():
             for place, leaf in jax.tree_util.tree_leaves_with_path(tree):
                 name = jax.tree_util.keystr(place, simple=True, separator=".")
                 described[f"shape of {what}.{name}"] = f"{leaf.dtype}{list(leaf.shape)}"
@@ -99,18 +108,17 @@ class Checkpoint:
         told = difference(header["settings"], self.settings)
         if told is not None:
             raise ValueError(f"checkpoint {self.path} belongs to another run: {told}")
-        trees = (start.parameters, start.optimiser, start.best)
-        leaves, structure = jax.tree.flatten(trees)
+        leaves, structure = jax.tree.flatten(start.changing)
         restored = [jnp.asarray(arrays[f"leaf/{i}"], a.dtype) for i, a in enumerate(leaves)]
-        parameters, optimiser, best = jax.tree.unflatten(structure, restored)
+        changing = jax.tree.unflatten(structure, restored)
         series = {n.removeprefix("history/"): a for n, a in arrays.items() if n.startswith("history/")}
         history = History.from_arrays(series)
-        return Progress(header["step"], parameters, optimiser, best, header["streak"], history)
+        return Progress(header["step"], *changing, header["streak"], history)
 
     def save(self, now: Progress, at_once: bool) -> None:
         if not at_once and time.monotonic() - self.written < SECONDS:
             return
-        leaves = jax.tree.leaves((now.parameters, now.optimiser, now.best))
+        leaves = jax.tree.leaves(now.changing)
         arrays = {f"leaf/{i}": np.asarray(a) for i, a in enumerate(leaves)}
         arrays |= {f"history/{name}": a for name, a in now.history.to_arrays().items()}
         header = {"kind": "checkpoint", "version": VERSION, "step": now.step, "streak": now.streak}

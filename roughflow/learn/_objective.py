@@ -1,7 +1,7 @@
 """What a fit makes small."""
 
 import abc
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Self
 
 import equinox as eqx
 from jaxtyping import Array, PRNGKeyArray
@@ -11,7 +11,59 @@ from jaxtyping import Array, PRNGKeyArray
 LOST = 1000.0
 
 
-class AbstractObjective(eqx.Module):
+class AbstractStatefulObjective(eqx.Module):
+    """A loss of a model that takes something along from step to step, such as chains that move.
+
+    `start` makes the state, a pytree of arrays, and `step` moves it on. It is not trained, and a checkpoint
+    keeps it. `rf.AbstractObjective` is the common case without any.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    class Walk(rf.AbstractStatefulObjective):
+        uses_data = False
+
+        def start(self, model, *, key):
+            return jnp.zeros(1)
+
+        def step(self, model, x, state, *, key):
+            moved = 0.9 * state + 0.1 * jax.random.normal(key, (1,))
+            return jnp.mean((model - state) ** 2), (moved, {"place": moved[0]})
+
+    fitted = rf.fit(jnp.ones(1), key=jax.random.key(0), objective=Walk(), steps=20, progress=False)
+    fitted.state  # where the walk has got to
+    ```
+    """
+
+    uses_data: eqx.AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def start(self, model: Any, *, key: PRNGKeyArray) -> Any:
+        """The state before the first step."""
+
+    @abc.abstractmethod
+    def step(
+        self, model: Any, x: Array | None, state: Any, *, key: PRNGKeyArray
+    ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
+        """The loss of a batch, a number to differentiate; the next state, and figures to report."""
+
+    def prepare(self, model: Any, *, key: PRNGKeyArray) -> Self:
+        """The objective for this model, with parts made to measure; or an error, for a model that it is not
+        for."""
+        del model, key
+        return self
+
+    def learns(self, model: Any) -> Any:
+        """The part of the model, or tuple of parts, that it trains."""
+        return model
+
+    def leave(self, model: Any) -> Any:
+        """The fitted model, with what the objective learned that belongs to it."""
+        return model
+
+
+class AbstractObjective(AbstractStatefulObjective):
     """A loss of a model. Parameters the objective holds itself, a proposal's network say, are trained too;
     not what it is given, a target.
 
@@ -31,30 +83,18 @@ class AbstractObjective(eqx.Module):
     ```
     """
 
-    uses_data: eqx.AbstractClassVar[bool]
-
     @abc.abstractmethod
     def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
         """The loss of a batch, a number to differentiate, and figures to report beside it."""
 
+    def start(self, model: Any, *, key: PRNGKeyArray) -> tuple[()]:
+        """Nothing to take along."""
+        del model, key
+        return ()
 
-@runtime_checkable
-class Prepared(Protocol):
-    """An objective that makes parts of itself to measure, when it first meets the model."""
-
-    def prepare(self, model: Any, *, key: PRNGKeyArray) -> AbstractObjective: ...
-
-
-@runtime_checkable
-class Remembering(Protocol):
-    """An objective with a state that a step moves on, such as chains: its own floating-point arrays, without
-    a gradient. What a step leaves behind is the figure `memory`; `remember` takes it in for the next."""
-
-    def remember(self, memory: Any) -> AbstractObjective: ...
-
-
-@runtime_checkable
-class Leaving(Protocol):
-    """An objective that leaves with the model something that it learned, such as where to look for paths."""
-
-    def leave(self, model: Any) -> Any: ...
+    def step(
+        self, model: Any, x: Array | None, state: tuple[()], *, key: PRNGKeyArray
+    ) -> tuple[Array, tuple[tuple[()], dict[str, Array]]]:
+        """The loss, no state, and the figures."""
+        loss, figures = self(model, x, key=key)
+        return loss, (state, figures)

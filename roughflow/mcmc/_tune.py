@@ -1,7 +1,7 @@
 """Samplers that tune themselves."""
 
 from os import PathLike
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -10,8 +10,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from ..density import log_abs_det
-from ..learn import AbstractObjective, History, fit
-from ..sde import LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
+from ..learn import AbstractStatefulObjective, History, fit
+from ..sde import GIVEN, LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
 from ._adjusted_flow import AdjustedFlow, Climbing
 from ._sampler import accept
 from ._warm_up import ACCEPTANCE, adapt, climbing_gradients, least_steps, warm_up
@@ -40,7 +40,7 @@ class Tuned(eqx.Module):
     interrupted: bool
 
 
-class SpeedMeasure(AbstractObjective):
+class SpeedMeasure(AbstractStatefulObjective):
     """−E[log min(1, a)] − β E[log |det σ(z)|] over chains that move as the sampler learns.
 
     The larger the moves, the fewer are accepted: the sampler is to have moves as large as it can, in every
@@ -48,15 +48,19 @@ class SpeedMeasure(AbstractObjective):
     β follows the acceptance until it is `ACCEPTANCE`.
     """
 
-    chains: Climbing
-    log_beta: Array
+    chains: Climbing = eqx.field(metadata=GIVEN)  # where they begin
     uses_data: ClassVar[bool] = False
 
-    def __call__(
-        self, model: AdjustedFlow, x: Array | None, *, key: PRNGKeyArray
-    ) -> tuple[Array, dict[str, Any]]:
+    def start(self, model: AdjustedFlow, *, key: PRNGKeyArray) -> tuple[Climbing, Array]:
+        """The chains, and log β."""
+        del model, key
+        return self.chains, -jnp.log(jnp.asarray(self.chains.z.shape[1], float))
+
+    def step(
+        self, model: AdjustedFlow, x: Array | None, state: tuple[Climbing, Array], *, key: PRNGKeyArray
+    ) -> tuple[Array, tuple[tuple[Climbing, Array], dict[str, Array]]]:
         del x
-        chains, log_beta = jax.lax.stop_gradient((self.chains, self.log_beta))
+        chains, log_beta = state
         keys = jax.random.split(key, (2, chains.z.shape[0]))
         there, log_ratio, _ = jax.vmap(model.propose)(keys[0], chains)
         moved, info = jax.vmap(accept)(keys[1], log_ratio, there, chains)
@@ -64,12 +68,9 @@ class SpeedMeasure(AbstractObjective):
         volume = jnp.mean(log_abs_det(noise))
         acceptance = jnp.mean(info.acceptance)
         loss = jnp.mean(_cost(log_ratio)) - jnp.exp(log_beta) * volume
-        log_beta = log_beta + QUICK * (acceptance - ACCEPTANCE)
-        memory = jax.lax.stop_gradient((moved, log_beta))
-        return loss, {"acceptance": acceptance, "log_volume": volume, "memory": memory}
-
-    def remember(self, memory: tuple[Climbing, Array]) -> "SpeedMeasure":
-        return SpeedMeasure(*memory)
+        next_beta = log_beta + QUICK * (acceptance - ACCEPTANCE)
+        state = jax.lax.stop_gradient((moved, next_beta))
+        return loss, (state, {"acceptance": acceptance, "log_volume": volume})
 
 
 def _cost(log_ratio: Array) -> Array:
@@ -135,7 +136,7 @@ def tune_sampler(
     diffusion = LocalDiffusion(dimension, centre=jnp.median(z, axis=0), scale=scale, width=width, key=key_net)
     sampler = AdjustedFlow(targeted_sde(log_density, diffusion, skew), 1.0, SUBSTEPS)
     sampler.check(z)
-    objective = SpeedMeasure(jax.vmap(sampler.init)(z), jnp.log(jnp.asarray(1 / dimension)))
+    objective = SpeedMeasure(jax.vmap(sampler.init)(z))
     fitted = fit(
         sampler,
         key=key_fit,
@@ -148,8 +149,8 @@ def tune_sampler(
         resume=resume,
         progress=progress,
     )
-    assert isinstance(fitted.objective, SpeedMeasure)
-    sampler, z = AdjustedFlow(fitted.model.sde, 1.0), fitted.objective.chains.z
+    chains_now, _ = fitted.state
+    sampler, z = AdjustedFlow(fitted.model.sde, 1.0), chains_now.z
     taken = climbing + chains * (first + GRADIENTS * fitted.history.loss.size)
     if fitted.interrupted:
         return Tuned(sampler, z, taken, fitted.history, True)

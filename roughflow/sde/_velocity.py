@@ -16,9 +16,10 @@ LATE = 1.02  # where log(LATE − s) would be infinite: beyond the end, so that 
 class VelocityNetwork(eqx.Module):
     """v(t, z) from a network that sees fine detail in space and haste at the end.
 
-    With s = t/T it is a multi-layer perceptron of z, of s, log(1.02 − s), the sine and cosine of πs and 2πs, and
-    of sines and cosines of random projections of z (Tancik et al. 2020), which are given and not trained.
-    Without these a network learns smooth functions first and fine ones hardly at all. It starts at rest, v = 0.
+    With s = t/T it is a multi-layer perceptron of z, of s, log(1.02 − s), the sine and cosine of πs and 2πs,
+    and of sines and cosines of random projections of z (Tancik et al. 2020), which are given and not trained.
+    Without these a network learns smooth functions first, and fine ones hardly at all. It starts at rest,
+    v = 0.
 
     **Arguments:**
 

@@ -1,0 +1,161 @@
+"""The steps of a fit: many at a time on the device, looks at validation data, and reasons to stop."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+from tqdm.auto import tqdm
+
+from .._checks import NonFiniteError
+from .._programs import jit
+from ._checkpoint import Checkpoint, Progress
+from ._history import History
+from ._interrupt import Interrupt
+from ._maximum_likelihood import MaximumLikelihood
+from ._optimiser import Optimiser
+from ._rows import Known, Sampler, draw
+
+DISPATCH = 256  # steps on the device between two looks at it, at most
+SECONDS = 1.0  # that such a stretch should take
+HOPELESS = 20  # steps in a row that are not finite end a run
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One run: what its steps are made of, and when it ends."""
+
+    rest: Any  # of model and objective, what is not trained
+    optimiser: Optimiser
+    data: Array | Sampler | None
+    held_out: Array | None
+    batch_size: int
+    steps: int
+    every: int
+    patience: int | None
+    key: PRNGKeyArray
+    key_validation: PRNGKeyArray
+
+    def run(self, now: Progress, store: Checkpoint | None, interrupt: Interrupt, progress: bool) -> Progress:
+        """Stretches of steps on the device, until the end or a reason to stop."""
+        save = lambda at_once=False: None if store is None else store.save(now, at_once)
+        length = 1
+        with _bar(now.step, self.steps, progress) as bar:
+            while now.step < self.steps and not interrupt.wanted and not now.stale(self.patience):
+                if now.step == 0 and not now.history.validation_loss.size:
+                    now = self._look(now)
+                stop = min(self.steps, (now.step // self.every + 1) * self.every)
+                began = time.perf_counter()
+                count = min(length, DISPATCH, stop - now.step)
+                now = self._advance(now, count)
+                seconds = time.perf_counter() - began
+                # The first stretch compiles: it says nothing about the next.
+                length = max(1, int(count * SECONDS / seconds)) if length > 1 else 2
+                bar.update(count)
+                bar.set_postfix_str(self._figures(now.history))
+                if now.streak >= HOPELESS:
+                    save(at_once=True)
+                    self._explain(now)
+                if now.step % self.every == 0 or now.step == self.steps:
+                    now = self._look(now)
+                save()
+        save(at_once=True)
+        return now
+
+    def settled(self, now: Progress) -> Any:
+        """The parameters to judge and to return."""
+        return self.optimiser.settled(now.parameters, now.optimiser)
+
+    def _advance(self, now: Progress, count: int) -> Progress:
+        """`count` more steps, or fewer if too many in a row come to nothing."""
+        carried = (now.parameters, now.optimiser, now.state, jnp.asarray(now.streak))
+        # As arrays: a plain number would be compiled in.
+        span = jnp.asarray(now.step), jnp.asarray(count)
+        carried, taken, loss, figures = _advance(
+            carried, self.rest, self.optimiser, self.data, self.batch_size, self.key, *span
+        )
+        parameters, optimiser, state, streak = carried
+        taken = int(taken)
+        series = {name: np.asarray(values[:taken], float) for name, values in figures.items()}
+        history = now.history.with_steps(np.asarray(loss[:taken], float), series)
+        return now.advanced(parameters, optimiser, state, int(streak), history)
+
+    def _look(self, now: Progress) -> Progress:
+        """One more look at the validation data, if there are any."""
+        if self.held_out is None:
+            return now
+        parameters = self.settled(now)
+        loss = _validate(parameters, self.rest, now.state, self.held_out, self.key_validation)
+        return now.validated(float(loss), parameters)
+
+    def _explain(self, now: Progress) -> None:
+        """Raise, with the reason if a solve outside the jit gives one."""
+        model, objective = eqx.combine(now.parameters, self.rest)
+        advice = "lower learning_rate or clip, or start from smaller networks"
+        told = f"{now.streak} steps in a row up to step {now.step} were not finite"
+        key_batch, key_loss = jax.random.split(jax.random.fold_in(self.key, now.step - 1))
+        try:
+            objective.step(model, draw(self.data, self.batch_size, key_batch), now.state, key=key_loss)
+        except Exception as error:
+            raise NonFiniteError(f"{told}: {error}; {advice}") from error
+        raise NonFiniteError(f"{told}: the loss or its gradient overflows, or is NaN; {advice}")
+
+    def _figures(self, history: History) -> str:
+        """What the bar says beside the time that is left."""
+        parts = [f"loss {history.recent():.4f}"]
+        if isinstance(self.data, Known) and isinstance(self.rest[1], MaximumLikelihood):
+            parts.append(f"excess {history.recent() - self.data.entropy:.4f}")
+        parts += [f"{name.replace('_', ' ')} {history.recent(name):.3g}" for name in history.figures]
+        if history.validation_loss.size:
+            parts.append(f"validation {history.validation_loss[-1]:.4f}")
+        if history.skipped:
+            parts.append(f"skipped {history.skipped}")
+        return ", ".join(parts)
+
+
+@jit
+def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, first, count):
+    """`count` steps from the step `first` on, as one program: the count may vary without compiling."""
+
+    def loss_of(parameters, state, x, key):
+        model, objective = eqx.combine(parameters, rest)
+        return objective.step(model, x, state, key=key)
+
+    def one(carry):
+        (parameters, moments, state, streak), done, losses, figures = carry
+        key_batch, key_loss = jax.random.split(jax.random.fold_in(key, first + done))
+        x = draw(data, batch_size, key_batch)
+        value = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, (moved, report)), slope = value(parameters, state, x, key_loss)
+        fine = _all_finite((loss, slope))
+        stepped = (*optimiser.step(slope, moments, parameters), moved)
+        keep = lambda new, old: jnp.where(fine, new, old)
+        kept = jax.tree.map(keep, stepped, (parameters, moments, state))
+        losses = losses.at[done].set(jnp.where(fine, loss, jnp.nan))
+        figures = {name: values.at[done].set(report[name]) for name, values in figures.items()}
+        return (*kept, jnp.where(fine, 0, streak + 1)), done + 1, losses, figures
+
+    going = lambda carry: (carry[1] < count) & (carry[0][3] < HOPELESS)
+    example = jax.eval_shape(lambda: draw(data, batch_size, key))
+    loss, (_, report) = jax.eval_shape(loss_of, carried[0], carried[2], example, key)
+    blank = lambda like: jnp.full(DISPATCH, jnp.nan, like.dtype)
+    carry = (carried, jnp.asarray(0), blank(loss), {name: blank(value) for name, value in report.items()})
+    return jax.lax.while_loop(going, one, carry)
+
+
+@jit
+def _validate(parameters, rest, state, data: Array, key: PRNGKeyArray) -> Array:
+    model, objective = eqx.combine(parameters, rest)
+    return objective.step(model, data, state, key=key)[0]
+
+
+def _all_finite(tree: Any) -> Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def _bar(done: int, steps: int, progress: bool):
+    return tqdm(total=steps, initial=done, disable=not progress, unit="step", dynamic_ncols=True)

@@ -1,0 +1,86 @@
+"""How parameters move in a step: a limit on the gradient, a rate that rises and falls, an average behind."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from .._checks import check_positive
+
+ADAM = optax.scale_by_adam()  # one object, so that a second fit finds its program compiled
+WARM = 100  # steps in which the rate rises, at most
+
+
+class Rate(eqx.Module):
+    """A learning rate that rises to its peak in a straight line, and falls to zero along a cosine."""
+
+    peak: float
+    warm: float
+    steps: float
+
+    def __call__(self, count: Array) -> Array:
+        rising = count / jnp.maximum(self.warm, 1.0)
+        fallen = (count - self.warm) / (self.steps + 1 - self.warm)
+        falling = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(fallen, 0, 1)))
+        return self.peak * jnp.where(count < self.warm, rising, falling)
+
+
+class Optimiser(eqx.Module):
+    """Everything between a gradient and the parameters, with the interface of optax.
+
+    Numbers are fields and no closures: with another rate or limit the compiled program is the same.
+    """
+
+    transform: optax.GradientTransformation
+    rate: Rate | None  # None for a transformation that has its own
+    clip: float | None
+    decay: float | None  # of the average
+
+    def init(self, parameters: Any) -> tuple[Any, Array, Any]:
+        """The transformation's state, the number of steps taken, and the average."""
+        average = None if self.decay is None else jax.tree.map(jnp.copy, parameters)
+        return self.transform.init(parameters), jnp.asarray(0), average
+
+    def step(self, slope: Any, state: tuple[Any, Array, Any], parameters: Any) -> tuple[Any, Any]:
+        """The parameters after a step along this gradient, and the state."""
+        inner, count, average = state
+        if self.clip is not None:
+            slope, _ = optax.clip_by_global_norm(self.clip).update(slope, optax.EmptyState())  # pyright: ignore[reportArgumentType]
+        updates, inner = self.transform.update(slope, inner, parameters)
+        if self.rate is not None:
+            rate = self.rate(count)
+            updates = jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates)
+        parameters = optax.apply_updates(parameters, updates)
+        if self.decay is not None:
+            # At first the average forgets faster: it is to leave the start behind.
+            decay = jnp.minimum(self.decay, (1 + count) / (10 + count))
+            mix = lambda old, new: old + (1 - decay).astype(old.dtype) * (new - old)
+            average = jax.tree.map(mix, average, parameters)
+        return parameters, (inner, count + 1, average)
+
+    def settled(self, parameters: Any, state: tuple[Any, Array, Any]) -> Any:
+        """What to judge and to return: the average, if there is one."""
+        return parameters if self.decay is None else state[2]
+
+
+def make_optimiser(
+    transform: optax.GradientTransformation | None,
+    learning_rate: float,
+    steps: int,
+    clip: float | None,
+    average: float | None,
+) -> Optimiser:
+    """Adam with a rate that rises and falls, or the transformation that is given."""
+    rate = None
+    if transform is None:
+        check_positive("learning_rate", learning_rate)
+        rate = Rate(float(learning_rate), float(min(WARM, steps // 10)), float(steps))
+    if clip is not None:
+        check_positive("clip", clip)
+    if average is not None and not 0 < average < 1:
+        raise ValueError(f"average must lie between 0 and 1, 0.999 say, got {average}")
+    plain = lambda value: None if value is None else float(value)
+    return Optimiser(ADAM if transform is None else transform, rate, plain(clip), plain(average))
