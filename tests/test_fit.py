@@ -110,6 +110,94 @@ def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_run(key, tmp_
         fit(key, checkpoint=file, resume=True)
 
 
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_the_average_is_what_is_returned_and_a_cut_run_has_the_same(key, tmp_path, average):
+    """a ← a + (1 − d)(p − a) with d = min(average, (1 + n)/(10 + n)), p the parameters after each step."""
+    settings = {"steps": 60, "optimiser": optax.sgd(0.1), "clip": None, "average": average}
+    whole = fit(key, **settings)
+    # Runs of one step more each say where the parameters were.
+    path = [fit(key, **(settings | {"steps": n, "average": None})).model["place"] for n in (1, 2, 3)]
+    mean = np.zeros(2)
+    for n, place in enumerate(path):
+        mean = mean + (1 - min(0.9, (1 + n) / (10 + n))) * (place - mean)
+    short = fit(key, **(settings | {"steps": 3})).model["place"]
+    np.testing.assert_allclose(short, path[-1] if average is None else mean, rtol=1e-12)
+    file = tmp_path / "run.checkpoint"
+    first = fit(key, checkpoint=file, validation=DATA[:7], every=9, **settings)
+    again = fit(key, checkpoint=file, validation=DATA[:7], every=9, resume=True, **settings)
+    assert same(first.model, again.model)
+    with pytest.raises(ValueError, match=r"another run: average was"):
+        fit(key, checkpoint=file, resume=True, validation=DATA[:7], every=9, **(settings | {"average": 0.5}))
+    assert not same(whole.model, {"place": path[-1], "other": whole.model["other"]})
+
+
+def test_an_averaged_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path, interrupt_when_written):
+    settings = {"steps": 3000, "validation": 0.2, "every": 50, "average": 0.99}
+    whole = fit(key, **settings)
+    file = tmp_path / "run.checkpoint"
+    with interrupt_when_written(file):
+        half = fit(key, checkpoint=file, **settings)
+    assert half.interrupted
+    rest = fit(key, checkpoint=file, resume=True, **settings)
+    assert same(whole.model, rest.model)
+    assert np.array_equal(whole.history.validation_loss, rest.history.validation_loss)
+
+
+TRACED = []
+
+
+class Traced(rf.AbstractObjective):
+    """Notes each time it is compiled."""
+
+    uses_data = True
+
+    def __call__(self, model, x, *, key):
+        TRACED.append(x.shape)
+        return jnp.mean((model[None] - x) ** 2), {}
+
+
+def test_a_second_fit_compiles_nothing_whatever_its_numbers(key):
+    run = lambda **changes: rf.fit(
+        jnp.zeros(2), DATA, key=key, objective=Traced(), **(SETTINGS | {"average": 0.9} | changes)
+    )
+    run(validation=0.1)
+    count = len(TRACED)
+    assert count > 0
+    run(validation=0.1)
+    run(validation=0.1, steps=150, learning_rate=0.02, clip=3.0, average=0.99)
+    assert len(TRACED) == count
+
+
+class Walk(rf.AbstractStatefulObjective):
+    """A chain beside the model, whose place is the state."""
+
+    uses_data = False
+
+    def start(self, model, *, key):
+        return {"place": jnp.ones(1), "count": jnp.asarray(0)}
+
+    def step(self, model, x, state, *, key):
+        bad = state["count"] == 5  # a step that comes to nothing leaves the chain where it is
+        moved = {"place": state["place"] + jax.random.normal(key, (1,)), "count": state["count"] + 1}
+        loss = jnp.mean((model - state["place"]) ** 2)
+        once = bad & (jax.random.uniform(key) < 0.5)
+        return jnp.where(once, jnp.nan, loss), (moved, {"place": state["place"][0]})
+
+
+def test_a_state_is_carried_from_step_to_step_and_kept_in_the_checkpoint(key, tmp_path):
+    run = lambda **changes: rf.fit(
+        jnp.zeros(1), key=key, objective=Walk(), **({"steps": 40, "progress": False} | changes)
+    )
+    fitted = run()
+    places = fitted.history.figures["place"]
+    assert places[0] == 1
+    assert len(set(places)) > 30
+    assert fitted.state["count"] == 40 - fitted.history.skipped
+    file = tmp_path / "run.checkpoint"
+    run(checkpoint=file)
+    assert same(run(checkpoint=file, resume=True).state, fitted.state)
+
+
 def bell(z, loc):
     return -0.5 * jnp.sum((z - loc) ** 2)
 

@@ -126,3 +126,33 @@ def test_a_log_density_that_is_not_a_number_is_refused(key):
         ValueError, match=r"log_density must return one number for z of shape \(2,\), got \(2,\)"
     ):
         rf.sample_chain(sde, jnp.zeros(2), key=key, num_steps=3, dt=0.1)
+
+
+@pytest.mark.parametrize("name", ["cauchy", "banana"])
+def test_a_score_will_do_in_place_of_a_log_density(name, key):
+    dimension, log_density = TARGETS[name]
+    known = random_sde(dimension, log_density, key)
+    sde = rf.targeted_sde(diffusion=known.diffusion, skew=known.skew, score=jax.grad(log_density))
+    points = jax.random.normal(key, (8, dimension))
+    drifts = lambda sde: jax.vmap(lambda z: sde.drift(0.0, z))(points)
+    np.testing.assert_allclose(drifts(sde), drifts(known), rtol=1e-12)
+    z = 0.1 * jnp.ones(dimension)
+    for build in (rf.Adjusted, rf.AdjustedFlow):
+        with pytest.raises(TypeError, match=r" needs the log density, and its target has a score alone"):
+            build(sde, 0.1)
+    chain = rf.sample_chain(rf.Unadjusted(sde, 0.01), z, key=key, num_steps=3)
+    assert np.all(np.isfinite(chain.samples))
+
+
+def test_a_target_is_one_thing(key):
+    noise = rf.ConstantDiffusion(jnp.eye(2))
+    with pytest.raises(TypeError, match=r"^a target is its log_density or its score: give one of the two"):
+        rf.targeted_sde(diffusion=noise)
+    with pytest.raises(TypeError, match=r"^a target is its log_density or its score: give one of the two"):
+        rf.targeted_sde(lambda z: -z @ z, noise, score=lambda z: -z)
+    with pytest.raises(TypeError, match=r"^targeted_sde needs a diffusion"):
+        rf.targeted_sde(lambda z: -z @ z)
+    with pytest.raises(ValueError, match=r"^score must return shape \(2,\) .* got \(\)"):
+        rf.targeted_sde(diffusion=noise, score=lambda z: -z @ z).drift(0.0, jnp.ones(2))
+    with pytest.raises(TypeError, match=r"^ProportionalDiffusion takes its size from the drift"):
+        rf.targeted_sde(lambda z: -z @ z, rf.ProportionalDiffusion(0.1))

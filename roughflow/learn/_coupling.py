@@ -16,9 +16,10 @@ def coupled(z: Array, x: Array, weight: float | Array, key: PRNGKeyArray) -> Arr
 def sinkhorn(z: Array, x: Array, weight: float | Array) -> Array:
     """The logarithm of the plan P that minimises Σᵢⱼ Pᵢⱼ |zᵢ − xⱼ|² + ε Σᵢⱼ Pᵢⱼ log Pᵢⱼ with equal marginals.
 
-    ε is `weight` times the mean squared distance (Cuturi 2013). Rows and columns are scaled in turn, in
-    logarithms, the columns last.
+    ε is `weight` times the mean squared distance of the two about their means, which do not matter to the
+    plan (Cuturi 2013). Rows and columns are scaled in turn, in logarithms, the columns last.
     """
+    z, x = z - jnp.mean(z, axis=0, keepdims=True), x - jnp.mean(x, axis=0, keepdims=True)
     squares = jnp.sum((z[:, None] - x[None]) ** 2, axis=-1)
     score = -squares / (weight * jnp.mean(squares))
     rows, columns = -jnp.log(z.shape[0]), -jnp.log(x.shape[0])

@@ -26,7 +26,7 @@ from ._trainable import trainable
 @dataclass(frozen=True)
 class Fitted:
     """What a fit returns: the `model`; the `objective`, with what it learned itself; the `history`;
-    `interrupted`, whether it was stopped by hand before its time; and the `state` the objective was left in."""
+    `interrupted`, whether it was stopped by hand before its time; the `state` the objective was left in."""
 
     model: Any
     objective: AbstractStatefulObjective

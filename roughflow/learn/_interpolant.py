@@ -22,26 +22,26 @@ from ._objective import AbstractObjective
 
 
 class Interpolant(AbstractObjective):
-    """The velocity of straight lines from the base to the data (Lipman et al. 2023; Liu et al. 2023; Albergo &
-    Vanden-Eijnden 2023). With z ~ base, x ~ data, s = t/T and y = (1 − s) z + s x it minimises
+    """The velocity of straight lines from the base to the data (Lipman et al. 2023; Liu et al. 2023; Albergo
+    & Vanden-Eijnden 2023). With z ~ base, x ~ data, s = t/T and y = (1 − s) z + s x it minimises
 
         E |T v(t, y) − (x − z)|²/d,
 
     one evaluation of the drift v a sample. The minimum is the velocity E[x − z | y]/T, whose ODE carries
     the base to the law of the data. The loss does not come to zero, nor is it a likelihood.
 
-    The model is a flow without noise, or one with an `rf.TransportSDE`. Its velocity alone is trained, not its
-    base or noise. From an `rf.Normal` base the model returned has an `rf.TransportSDE`, which knows the score
-    of its law too: `rf.with_noise` adds noise to it. From another base, an `rf.LearnedTransport` learns
+    The model is a flow without noise, or one with an `rf.TransportSDE`. Its velocity alone is trained, not
+    its base or noise. From an `rf.Normal` base the model returned has an `rf.TransportSDE`, which knows the
+    score of its law too: `rf.with_noise` adds noise to it. From another base, an `rf.LearnedTransport` learns
     its score along: ∇log p₀(z) is regressed on y as well.
 
     **Arguments:**
 
-    - `late`: times are s = 1 − uᵃ with u uniform and a = `late`: for a > 1 more of them are near the end, where
-      the velocity has most to tell. 1 is uniform.
-    - `coupling`: pair the points of a batch by optimal transport (Tong et al. 2024), entropic with this weight
-      as a share of the mean squared distance, 0.05 say: lines cross less, and the ODE needs fewer steps. The
-      score is then not known, and noise cannot be added.
+    - `late`: times are s = 1 − uᵃ with u uniform and a = `late`: for a > 1 more of them are near the end,
+      where the velocity has most to tell. 1 is uniform.
+    - `coupling`: pair the points of a batch by optimal transport (Tong et al. 2024), entropic with this
+      weight as a share of the mean squared distance, 0.05 say: lines cross less, and the ODE needs fewer
+      steps. The score is then not known, and noise cannot be added.
 
     ```python
     import jax, jax.numpy as jnp

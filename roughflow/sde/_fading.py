@@ -15,8 +15,8 @@ class FadingDiffusion(eqx.Module):
     """σ(t, z) = (1 − t/T)^p Σ(t, z): noise that is gone at time T.
 
     With p ≥ ½ it is what `rf.TransportSDE` can add to a velocity up to T: the score there grows as
-    1/(1 − t/T), and σσᵀ times it stays finite. With p = ½ the pull of the score lasts to the end; with p = 1 it fades
-    too, and σ is smooth in time, so that a solver of high order keeps its order.
+    1/(1 − t/T), and σσᵀ times it stays finite. With p = ½ the pull of the score lasts to the end; with p = 1
+    it fades too, and σ is smooth in time, so that a solver of high order keeps its order.
 
     **Arguments:** `diffusion` Σ, `(t, z) -> (d, m)`, of any form; `t1`, T; `power`, p.
 
