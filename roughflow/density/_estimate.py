@@ -95,9 +95,11 @@ def from_log_weights(
     lost = jnp.sum(jnp.isneginf(log_weights), axis=0)
     none = jnp.zeros_like(lost)
     terms = relative_weights(log_weights, group)
-    error = weights_error(terms)
+    error, tail = weights_error(terms), pareto_k(jax.lax.stop_gradient(log_weights))
     if tempered is not None:
         error = jnp.where(tempered, DOUBT * error, error)
+        # Shares of the descendants of K particles are no larger than K times their mean: they have no tail.
+        tail = jnp.where(tempered, jnp.nan, tail)
     value = log_mean(log_weights) + log_bias(terms)
     return Estimate(
         log_prob=value,
@@ -107,7 +109,7 @@ def from_log_weights(
         num_paths=jnp.full(log_weights.shape[1:], count),
         escaped=none if searched else lost,
         unfound=lost if searched else none,
-        pareto_k=pareto_k(jax.lax.stop_gradient(log_weights)),
+        pareto_k=tail,
         fell_back=fell_back,
         tempered=jnp.zeros_like(fell_back) if tempered is None else tempered,
         unmet=jnp.zeros(log_weights.shape[1:], bool),

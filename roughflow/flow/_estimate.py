@@ -57,7 +57,7 @@ class Estimate(eqx.Module):
     - `unfound`: how many have no weight because a search for one that ends at x failed (`rf.Endpoint`); there
       may be one all the same.
     - `pareto_k`: the shape of the weights' tail; their variance is finite below ½. NaN with fewer than
-      25 paths.
+      25 paths, and where particles were moved, whose weights are bounded.
     - `fell_back`: where the proposal found no way to x, so that paths were drawn from the prior.
     - `tempered`: where importance weights were poor, so that particles were moved to the paths that lead
       to x.

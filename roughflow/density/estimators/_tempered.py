@@ -18,7 +18,7 @@ from ._particles import Particles, temper
 from ._pull_back import log_joint, random_solves, solve_keys, tried
 
 TRIAL = 32  # paths looked at before it is decided how to go on
-POOR = 0.2  # effective fraction of them below which weights are poor
+POOR = 0.35  # effective fraction of them below which weights are poor
 PARTICLES = 256  # at least, where they are
 BLOCK = 2**13  # particles that are moved together
 EXACT = 64  # dimensions up to which a density is worth its exact divergence
@@ -34,7 +34,7 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
        with `rf.Laplace`. If not, the law is made wider and the prior has a share in it.
     2. Where their weights are good, others are drawn and weighed. What chooses is not what counts: if it
        were, estimates would be low, for weights that miss something look good.
-    3. Where they are poor (an effective fraction below 0.2, or a heavy tail), particles are moved from the
+    3. Where they are poor (an effective fraction below 0.35, or a heavy tail), particles are moved from the
        proposal q to the law of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to 1,
        reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate is unbiased
        for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few of the
