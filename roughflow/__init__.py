@@ -41,6 +41,7 @@ from .driver import (
 from .flow import (
     StochasticFlow as StochasticFlow,
     neural_flow as neural_flow,
+    velocity_flow as velocity_flow,
     with_noise as with_noise,
     Normal as Normal,
     Estimate as Estimate,

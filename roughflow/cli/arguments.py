@@ -83,30 +83,33 @@ def _fit(commands) -> None:
     parser = _command(
         commands,
         "fit",
-        "Fit a density to the rows of a table. The state of the run is kept in MODEL.rf.checkpoint until the "
-        "model is written: Ctrl-C stops it, --resume goes on to the same numbers.",
+        "Fit a density to the rows of a table: by regression first, then by likelihood. The state of the run "
+        "is kept in MODEL.rf.checkpoint until the model is written: Ctrl-C stops it, --resume goes on to the "
+        "same numbers.",
         "fit flowers.csv --columns length,width --out flowers.rf",
     )
     parser.add_argument("data", type=Path, metavar="DATA", help="a .csv file with a header, .npy or .parquet")
     parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="the model to write")
     parser.add_argument("--columns", type=_names, metavar="A,B,C", help="default: all")
+    parser.add_argument(
+        "--given",
+        type=_names,
+        metavar="A,B,C",
+        help="columns to condition on: the density is that of the others given these",
+    )
     add = lambda option, kind, default, text: parser.add_argument(
         option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
-    parser.add_argument(
-        "--noise",
-        type=_not_negative,
-        metavar="N",
-        help="size of the noise for standardised data, 0 for none; default: 0.5, and 0 from five columns on",
-    )
-    add("--steps", _count, 2000, "of the optimiser")
-    add("--batch-size", _count, 256, "rows a step")
-    add("--width", _count, 64, "of the network")
+    add("--noise", _not_negative, 0.0, "size of the noise for standardised data, 0 for none")
+    told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
+    told("--steps", _count, "of the regression; default: 20000, fewer for few rows")
+    told("--likelihood-steps", _whole, "of the likelihood stage; default: 300, or 150 from four columns on")
+    told("--width", _count, "of the network; default: 128, or 64 for few rows")
     add("--depth", _count, 3, "of the network")
-    add("--paths", _count, 4, "random paths a row, in training")
-    add("--learning-rate", _positive, 3e-3, "of the optimiser")
+    add("--batch-size", _count, 512, "rows per step of the regression")
+    add("--learning-rate", _positive, 2e-3, "of the regression")
     add("--validation", _share, 0.1, "share of the rows set aside to choose the best model by, 0 for none")
-    add("--patience", _whole, 5, "looks at them (20 a run) without a better value that end it, 0 for never")
+    add("--patience", _whole, 5, "looks at them (20 a stage) without a better value that end it, 0 for never")
     _seed(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
     parser.add_argument(

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 import roughflow as rf
+from roughflow.learn import second_file
 
 from .checkpoint import check_checkpoint, stopped
 from .output import check_writable
 from .refused import Refused
 from .table import Table, read_table
 
-LOOKS = 20  # at the validation data, in the course of a run
 # In single precision a number has seven digits: a column this many times its own spread away from zero
 # keeps fewer than three of them.
 FAR = 1e4
@@ -25,38 +25,58 @@ def fit(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
     checkpoint = arguments.out.with_name(arguments.out.name + ".checkpoint")
     check_checkpoint(checkpoint, arguments)
-    table = read_table(arguments.data, arguments.columns)
+    table = _read(arguments)
     train, held_out = _split(table, arguments.validation, arguments.seed)
     _check_rows(arguments.data, table, train)
     if checkpoint.exists() and not arguments.resume:
-        checkpoint.unlink()  # as --force asked
+        _remove(checkpoint)  # as --force asked
     try:
         fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
         return stopped(arguments, checkpoint, "interrupted")
     if fitted.interrupted:
-        return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size}")
+        stage = list(fitted.stages)[-1]
+        return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size} of {stage}")
     rf.save(arguments.out, fitted.model)
-    checkpoint.unlink(missing_ok=True)
+    _remove(checkpoint)
     _report(arguments.out, table, fitted, train, held_out)
     return 0
 
 
+def _read(arguments: argparse.Namespace) -> Table:
+    """The table, with the columns that are given last."""
+    if arguments.given is None:
+        return read_table(arguments.data, arguments.columns)
+    columns = arguments.columns or read_table(arguments.data).columns
+    own = [name for name in columns if name not in arguments.given]
+    if not own:
+        raise Refused("--given names all columns: there is none left to have a density")
+    return read_table(arguments.data, [*own, *arguments.given])
+
+
+def _remove(checkpoint: Path) -> None:
+    for file in (checkpoint, second_file(checkpoint)):
+        file.unlink(missing_ok=True)
+
+
 def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint: Path) -> rf.Fitted:
+    context = len(arguments.given or ())
+    own = len(columns) - context
+    parts = lambda rows: (rows[:, :own], rows[:, own:])
     return rf.fit_density(
-        train,
+        train[:, :own],
+        given=train[:, own:] if context else None,
         key=jax.random.key(arguments.seed),
         noise=arguments.noise,
         width=arguments.width,
         depth=arguments.depth,
-        num_paths=arguments.paths,
         columns=columns,
-        validation=held_out if len(held_out) else 0.0,
-        patience=(arguments.patience or None) if len(held_out) else None,
+        validation=(parts(held_out) if context else held_out) if len(held_out) else 0.0,
+        patience=arguments.patience or None,
         steps=arguments.steps,
+        likelihood_steps=arguments.likelihood_steps,
         batch_size=arguments.batch_size,
         learning_rate=arguments.learning_rate,
-        every=max(1, math.ceil(arguments.steps / LOOKS)),
         checkpoint=checkpoint,
         resume=arguments.resume,
         progress=not arguments.quiet,
@@ -97,16 +117,21 @@ def _check_rows(path: Path, table: Table, train: np.ndarray) -> None:
 def _report(out: Path, table: Table, fitted: rf.Fitted, train: np.ndarray, held_out: np.ndarray) -> None:
     history = fitted.history
     print(f"rows        {len(table.rows)}: {len(train)} to train on, {len(held_out)} to validate on")
-    print(f"columns     {', '.join(table.columns)}")
-    print(f"steps       {history.loss.size}" + (f", {history.skipped} skipped" if history.skipped else ""))
-    if len(held_out):
-        matrix = np.asarray(fitted.model.matrix, float)
+    own = len(table.columns) - fitted.model.context
+    given = f" given {', '.join(table.columns[own:])}" if fitted.model.context else ""
+    print(f"columns     {', '.join(table.columns[:own])}{given}")
+    for stage, steps in fitted.stages.items():
+        skipped = f", {steps.skipped} skipped" if steps.skipped else ""
+        print(f"{stage:<11} {steps.loss.size} steps{skipped}")
+    if len(held_out) and "likelihood" in fitted.stages:
+        loc, matrix = (np.asarray(part, float) for part in (fitted.model.loc, fitted.model.matrix))
+        # What is given counts as N(0, 1) in the loss: out again with it.
         log_volume = float(np.sum(np.log(np.abs(np.diagonal(matrix)))))
-        reached = -float(np.min(history.validation_loss)) - log_volume
-        normal = _gaussian(np.asarray(fitted.model.loc, float), matrix, held_out)
-        print(
-            f"validation  {reached:.4f} nats a row; the Gaussian with their mean and covariance {normal:.4f}"
-        )
+        unconditional = -float(np.min(history.validation_loss)) - log_volume
+        reached = unconditional - _gaussian(loc[own:], matrix[own:, own:], held_out[:, own:])
+        normal = _gaussian(loc[:own], matrix[:own, :own], held_out[:, :own])
+        told = "the Gaussian with their mean and covariance"
+        print(f"validation  {reached:.4f} nats per row; {told} {normal:.4f}")
     print(f"model       {out}")
 
 

@@ -18,6 +18,11 @@ def sample(arguments: argparse.Namespace) -> int:
         if out.suffix.lower() not in (".csv", ".npy"):
             raise Refused(f"{out}: the name of the samples ends in .csv or .npy")
     model = read_model(arguments.model)
+    if model.context:
+        given = ", ".join(columns_of(model)[-model.context :])
+        raise Refused(
+            f"{arguments.model} is a density given {given}: draw in Python, model.sample(given=...)"
+        )
     rows = np.asarray(model.sample(key=jax.random.key(arguments.seed), shape=(arguments.count,)))
     escaped = int(np.sum(~np.isfinite(rows).all(axis=1)))
     if escaped:

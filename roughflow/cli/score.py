@@ -41,8 +41,10 @@ def _estimate(model: rf.Standardised, rows: np.ndarray, arguments: argparse.Name
     with tqdm(total=len(rows), unit="row", disable=quiet, dynamic_ncols=True) as bar:
         for i, first in enumerate(range(0, len(rows), CHUNK)):
             x = rows[first : first + CHUNK]
-            chunk_key = jax.random.fold_in(key, i)
-            parts.append(model.estimate(x, key=chunk_key, estimator=estimator, tolerance=arguments.tolerance))
+            own = x.shape[1] - model.context
+            settings = {"estimator": estimator, "tolerance": arguments.tolerance}
+            settings |= {"given": x[:, own:]} if model.context else {}
+            parts.append(model.estimate(x[:, :own], key=jax.random.fold_in(key, i), **settings))
             bar.update(len(x))
     estimate = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
     if estimate.warning:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
-from ..sde import ConstantDiffusion, FullDiffusion, ItoSDE, NoDiffusion, RestoringDrift
+from ..sde import ConstantDiffusion, FullDiffusion, ItoSDE, NoDiffusion, RestoringDrift, VelocityNetwork
 from ._base import Normal
 from ._divergence import ExactDivergence, HutchinsonDivergence
 from ._fixed_grid import FixedGrid
@@ -14,6 +14,7 @@ from ._flow import StochasticFlow
 
 FULL = 2  # dimensions in which the noise depends on the state; the cost of that grows with the square
 MANY = 17  # dimensions from which the divergence is estimated
+GRID = 16  # steps for a velocity, which is fastest near the end
 
 
 def neural_flow(
@@ -51,3 +52,28 @@ def neural_flow(
     integrator = FixedGrid(steps=8 if noise == 0 else None)
     base = Normal(jnp.zeros(dimension))
     return StochasticFlow(ItoSDE(drift, diffusion), base, integrator=integrator, divergence=divergence)
+
+
+def velocity_flow(
+    dimension: int,
+    *,
+    context: int = 0,
+    width: int = 128,
+    depth: int = 3,
+    features: int = 64,
+    key: PRNGKeyArray,
+) -> StochasticFlow:
+    """A flow without noise for `rf.Interpolant` to train: an `rf.VelocityNetwork` from a normal base.
+
+    **Arguments:** those of `rf.VelocityNetwork`. With a `context` the flow has that many dimensions more.
+
+    ```python
+    import jax
+    import roughflow as rf
+
+    flow = rf.velocity_flow(2, width=16, depth=2, key=jax.random.key(0))
+    ```
+    """
+    velocity = VelocityNetwork(dimension, width, depth, features, context=context, key=key)
+    base = Normal(jnp.zeros(dimension + context))
+    return StochasticFlow(ItoSDE(velocity, NoDiffusion()), base, integrator=FixedGrid(steps=GRID))

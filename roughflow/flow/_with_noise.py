@@ -22,8 +22,8 @@ def with_noise(
     **Arguments:**
 
     - `flow`: one with an `rf.TransportSDE`, which is what `rf.fit` with `rf.Interpolant()` returns.
-    - `diffusion`: Σ(t, z), any diffusion; a number λ for λI; an `rf.FadingDiffusion` as it is; None for no
-      noise.
+    - `diffusion`: Σ(t, z), any diffusion; a number λ for λI, on all coordinates but those that are
+      given; an `rf.FadingDiffusion` as it is; None for no noise.
     - `fading`: p in σ = (1 − t/T)^p Σ, ½ or more (`rf.FadingDiffusion`); None for σ = Σ as it is, where the
       score is finite up to the end.
 
@@ -49,7 +49,8 @@ def with_noise(
     else:
         if isinstance(diffusion, float | int):
             check_positive("diffusion", diffusion)
-            diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension))
+            own = flow.dimension - flow.sde.transport.context
+            diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension, own))
         whole = fading is None or isinstance(diffusion, FadingDiffusion)
         noise = diffusion if whole else FadingDiffusion(diffusion, flow.t1, fading)
     return StochasticFlow(

@@ -1,7 +1,5 @@
 """A stochastic flow as a scikit-learn density estimator."""
 
-import math
-
 import jax
 import numpy as np
 from sklearn.base import BaseEstimator, DensityMixin
@@ -10,11 +8,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 import roughflow as rf
 
-LOOKS = 20  # at the validation data, in the course of a fit
-
 
 class StochasticFlowDensity(DensityMixin, BaseEstimator):
-    """The density of a table's rows, as that of a neural SDE fitted to them by maximum likelihood.
+    """The density of a table's rows, as that of a neural SDE fitted to them by `rf.fit_density`.
 
     It numbers among scikit-learn's density estimators, beside `GaussianMixture` and `KernelDensity`: it goes
     into a `Pipeline` and is tuned by `GridSearchCV`. Rows are standardised by `fit`, so no scaler is
@@ -28,14 +24,14 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     **Parameters:**
 
     - `noise`: size of the noise in units of the standardised data; 0 for a continuous normalizing flow,
-      whose density is exact; None for 0.5 in up to four dimensions and 0 beyond.
-    - `width`, `depth`: of the network.
-    - `num_paths`: paths a row in training.
-    - `steps`, `batch_size`, `learning_rate`: of the optimiser.
+      whose density is exact.
+    - `width`, `depth`: of the network; a width of None is chosen by the number of rows.
+    - `steps`, `likelihood_steps`: of the two stages; None to choose them by the size of the table.
+    - `batch_size`, `learning_rate`: of the regression.
     - `validation_fraction`: share of the rows set aside to choose the best model by; 0 for none.
-    - `patience`: looks at them, one every twentieth of the steps, without a better value that end the
+    - `patience`: looks at them, one every twentieth of a stage, without a better value that end the
       fit early; None to take all steps.
-    - `score_paths`: paths a row in `score_samples`; None for the default of `model_.estimate`.
+    - `score_paths`: paths per row in `score_samples`; None for the default of `model_.estimate`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None.
     - `verbose`: show a progress bar.
 
@@ -47,7 +43,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     from roughflow.interop.sklearn import StochasticFlowDensity
 
     X = load_iris(as_frame=True).data
-    density = StochasticFlowDensity(noise=0.0, width=8, depth=1, steps=20, random_state=0).fit(X)
+    density = StochasticFlowDensity(width=8, depth=1, steps=20, likelihood_steps=2, random_state=0).fit(X)
     density.score_samples(X).shape  # (150,)
     density.sample(5).shape  # (5, 4)
     ```
@@ -55,13 +51,13 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
 
     def __init__(
         self,
-        noise=None,
-        width=32,
-        depth=2,
-        num_paths=4,
-        steps=500,
-        batch_size=256,
-        learning_rate=3e-3,
+        noise=0.0,
+        width=None,
+        depth=3,
+        steps=None,
+        likelihood_steps=None,
+        batch_size=512,
+        learning_rate=2e-3,
         validation_fraction=0.1,
         patience=5,
         score_paths=64,
@@ -71,8 +67,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         self.noise = noise
         self.width = width
         self.depth = depth
-        self.num_paths = num_paths
         self.steps = steps
+        self.likelihood_steps = likelihood_steps
         self.batch_size = batch_size
         self.learning_rate = learning_rate
         self.validation_fraction = validation_fraction
@@ -93,15 +89,14 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
             noise=self.noise,
             width=self.width,
             depth=self.depth,
-            num_paths=self.num_paths,
             columns=[str(name) for name in getattr(self, "feature_names_in_", ())],
             validation=self.validation_fraction,
             # Too few rows to set any aside are no reason to refuse them.
             patience=self.patience if held_out else None,
             steps=self.steps,
+            likelihood_steps=self.likelihood_steps,
             batch_size=self.batch_size,
             learning_rate=self.learning_rate,
-            every=max(1, math.ceil(self.steps / LOOKS)),
             progress=bool(self.verbose),
         )
         self.model_ = fitted.model

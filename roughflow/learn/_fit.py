@@ -1,7 +1,7 @@
 """One fit, for any objective."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -26,13 +26,15 @@ from ._trainable import trainable
 @dataclass(frozen=True)
 class Fitted:
     """What a fit returns: the `model`; the `objective`, with what it learned itself; the `history`;
-    `interrupted`, whether it was stopped by hand before its time; the `state` the objective was left in."""
+    `interrupted`, whether it was stopped by hand before its time; the `state` the objective was left in; and,
+    of a fit in several, the histories of its `stages` by name."""
 
     model: Any
     objective: AbstractStatefulObjective
     history: History
     interrupted: bool
     state: Any = ()
+    stages: Mapping[str, History] = field(default_factory=dict)
 
 
 def fit(
@@ -53,7 +55,7 @@ def fit(
     patience: int | None = None,
     checkpoint: str | PathLike | None = None,
     resume: bool = False,
-    progress: bool = True,
+    progress: bool | str = True,
 ) -> Fitted:
     """Make an objective small over the parameters of a model: all its floating-point arrays but those of a
     target it is given.
@@ -78,7 +80,7 @@ def fit(
       The model with the lowest loss there is the one returned, and `patience` looks without a lower
       one end the run.
     - `checkpoint`: a file to keep the state of the run in; `resume=True` goes on from it.
-    - `progress`: show a bar.
+    - `progress`: show a bar; a text is shown before it.
 
     A step whose loss or gradient is not finite is skipped and counted; twenty in a row are an error.
 

@@ -42,6 +42,8 @@ class Interpolant(AbstractObjective):
     - `coupling`: pair the points of a batch by optimal transport (Tong et al. 2024), entropic with this
       weight as a share of the mean squared distance, 0.05 say: lines cross less, and the ODE needs fewer
       steps. The score is then not known, and noise cannot be added.
+    - `context`: for a conditional density, how many of the last coordinates are given. They are the same at
+      all times, and the model must leave them where they are.
 
     ```python
     import jax, jax.numpy as jnp
@@ -58,10 +60,14 @@ class Interpolant(AbstractObjective):
 
     late: float
     coupling: float | None
+    context: int = eqx.field(static=True)
     uses_data: ClassVar[bool] = True
 
-    def __init__(self, late: float = 2.0, coupling: float | None = None):
+    def __init__(self, late: float = 2.0, coupling: float | None = None, *, context: int = 0):
         check_positive("late", late)
+        if context and coupling is not None:
+            raise ValueError("a coupling would tie rows to what is given of others: leave one of them out")
+        self.context = context
         if coupling is not None:
             check_positive("coupling", coupling)
         self.late = float(late)
@@ -104,10 +110,11 @@ class Interpolant(AbstractObjective):
             return model
         sde, base = model.sde, model.base
         if not isinstance(sde, TransportSDE):
-            moved = TransportSDE(NormalTransport(sde.drift, base.loc, base.scale, model.t1))
+            moved = TransportSDE(NormalTransport(sde.drift, base.loc, base.scale, model.t1, self.context))
         elif isinstance(sde.transport, NormalTransport):
             velocity = sde.transport.velocity
-            moved = TransportSDE(NormalTransport(velocity, base.loc, base.scale, model.t1), sde.diffusion)
+            transport = NormalTransport(velocity, base.loc, base.scale, model.t1, self.context)
+            moved = TransportSDE(transport, sde.diffusion)
         else:
             return model
         return eqx.tree_at(lambda flow: flow.sde, model, moved)
@@ -121,6 +128,8 @@ class Interpolant(AbstractObjective):
         z = jax.lax.stop_gradient(model.base.sample(key=key_base, shape=(count,))).astype(x.dtype)
         if self.coupling is not None:
             z = coupled(z, x, self.coupling, key_pair)
+        own = x.shape[1] - self.context
+        z = jnp.concatenate([z[:, :own], x[:, own:]], axis=1)
         # Times spread evenly over the batch, with one shift for all: each is uniform by itself.
         shift = jax.random.uniform(key_time, (), x.dtype)
         u = jnp.mod(jnp.arange(count, dtype=x.dtype) / count + shift, 1)

@@ -40,7 +40,9 @@ class Loop:
     key: PRNGKeyArray
     key_validation: PRNGKeyArray
 
-    def run(self, now: Progress, store: Checkpoint | None, interrupt: Interrupt, progress: bool) -> Progress:
+    def run(
+        self, now: Progress, store: Checkpoint | None, interrupt: Interrupt, progress: bool | str
+    ) -> Progress:
         """Stretches of steps on the device, until the end or a reason to stop."""
         save = lambda at_once=False: None if store is None else store.save(now, at_once)
         length = 1
@@ -157,5 +159,6 @@ def _all_finite(tree: Any) -> Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
-def _bar(done: int, steps: int, progress: bool):
-    return tqdm(total=steps, initial=done, disable=not progress, unit="step", dynamic_ncols=True)
+def _bar(done: int, steps: int, progress: bool | str):
+    name = progress if isinstance(progress, str) else None
+    return tqdm(total=steps, initial=done, disable=not progress, desc=name, unit="step", dynamic_ncols=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
@@ -14,8 +15,11 @@ from ..flow import AbstractEstimator, StochasticFlow
 class Standardised(eqx.Module):
     """x = m + L y, y from a flow: log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
 
+    With a `context` of k > 0 it is a conditional density: the last k coordinates are what is `given`. The
+    flow starts them from N(0, I) and leaves them there, so that p(y | given) is its density over theirs.
+
     **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, lower triangular `(d, d)`; `columns`, the
-    names of the coordinates, if they have any. `standardising(data)` finds m and L.
+    names of the coordinates, if they have any; `context`, k. `standardising(data)` finds m and L.
 
     ```python
     import jax, jax.numpy as jnp
@@ -32,11 +36,16 @@ class Standardised(eqx.Module):
     loc: np.ndarray  # in double precision: a small spread around a large number keeps its digits
     matrix: np.ndarray
     columns: tuple[str, ...] = eqx.field(static=True, default=())
+    context: int = eqx.field(static=True, default=0)
 
-    def standardise(self, x: Array | np.ndarray) -> Array:
+    def standardise(self, x: Array | np.ndarray, given: Array | np.ndarray | None = None) -> Array:
         """y = L⁻¹(x − m), in double precision where x is known."""
-        check_vector("x", x, self.flow.dimension)
+        check_vector("x", x, self.flow.dimension - self.context)
         check_finite("x", x)
+        return self.unit(self._with(x, given))
+
+    def unit(self, x: Array | np.ndarray) -> Array:
+        """The same for rows that have what is given as their last columns."""
         if is_traced(x) or is_traced(self.matrix):
             offset = x - jnp.expand_dims(self.loc, range(x.ndim - 1))
             return jnp.einsum("ij,...j->...i", jnp.linalg.inv(jnp.asarray(self.matrix, offset.dtype)), offset)
@@ -48,23 +57,61 @@ class Standardised(eqx.Module):
         x: Array | np.ndarray,
         *,
         key: PRNGKeyArray,
+        given: Array | np.ndarray | None = None,
         estimator: AbstractEstimator | None = None,
         **settings: Any,
     ) -> Any:
         """As `StochasticFlow.estimate`, with the same settings."""
-        estimate = self.flow.estimate(self.standardise(x), key=key, estimator=estimator, **settings)
-        log_volume = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix)))))
-        return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value - log_volume)
+        y = self.standardise(x, given)
+        estimate = self.flow.estimate(y, key=key, estimator=estimator, **settings)
+        own = self.flow.dimension - self.context
+        shift = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
+        # The context's own density goes out again: it was N(0, I) from start to end.
+        shift = shift - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
+        return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value + shift)
 
     def log_prob(
-        self, x: Array | np.ndarray, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None
+        self,
+        x: Array | np.ndarray,
+        *,
+        key: PRNGKeyArray,
+        given: Array | np.ndarray | None = None,
+        estimator: AbstractEstimator | None = None,
     ) -> Array:
-        return self.estimate(x, key=key, estimator=estimator).log_prob
+        return self.estimate(x, key=key, given=given, estimator=estimator).log_prob
 
-    def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
-        y = self.flow.sample(key=key, shape=shape)
+    def sample(
+        self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: Array | np.ndarray | None = None
+    ) -> Array:
+        """Rows `(*shape, d)`; with `given` of shape `(..., k)`, `(*shape, ..., d)`: `shape` for each."""
+        own = self.flow.dimension - self.context
+        if not self.context:
+            y = self.flow.sample(key=key, shape=shape)
+        else:
+            some = self._with(np.zeros((*np.shape(given)[:-1], own)), given)
+            shape = (*shape, *some.shape[:-1])
+            key_start, key_path, key_solve = jax.random.split(key, 3)
+            start = self.flow.base.sample(key=key_start, shape=shape)
+            fixed = jnp.broadcast_to(self.unit(some)[..., own:], (*shape, self.context))
+            start = jnp.concatenate([start[..., :own], fixed.astype(start.dtype)], axis=-1)
+            path = self.flow.sample_path(key=key_path, shape=shape)
+            y = self.flow.push_forward(start, path, key=key_solve)[0]
         spread = jnp.einsum("ij,...j->...i", jnp.asarray(self.matrix, y.dtype), y)
-        return jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(len(shape))) + spread
+        return (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(len(shape))) + spread)[..., :own]
+
+    def _with(self, x: Array | np.ndarray, given: Array | np.ndarray | None) -> Array | np.ndarray:
+        """The rows with what is given as their last columns."""
+        if (given is not None) != bool(self.context):
+            need = f"given, with {self.context} columns" if self.context else "no given"
+            raise ValueError(f"the model needs {need}: it is a density of {self.flow.dimension} columns")
+        if given is None:
+            return x
+        check_vector("given", given, self.context)
+        check_finite("given", given)
+        batch = jnp.broadcast_shapes(np.shape(x)[:-1], np.shape(given)[:-1])
+        module = jnp if is_traced(x) or is_traced(given) else np
+        wide = lambda a: module.broadcast_to(a, (*batch, a.shape[-1]))
+        return module.concatenate([wide(module.asarray(x)), wide(module.asarray(given))], axis=-1)
 
 
 def standardising(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

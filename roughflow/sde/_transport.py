@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ class AbstractTransport(eqx.Module):
 
     velocity: eqx.AbstractVar[Drift]
     t1: eqx.AbstractVar[float | None]
+    context: eqx.AbstractVar[int]  # how many of the last coordinates are given: no noise may move them
 
     @abc.abstractmethod
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
@@ -41,7 +43,8 @@ class NormalTransport(AbstractTransport):
         ∇log p(t, y) = (s T v(t, y) − y + m)/(c² (1 − s)).
 
     **Arguments:** `velocity`, `(t, z) -> (d,)`, such as `rf.VelocityNetwork`; `loc` m and `scale` c of the
-    base, `(d,)` each; `t1`, T. `rf.fit` with `rf.Interpolant()` returns a flow with one of these.
+    base, `(d,)` each; `t1`, T; `context`, how many of the last coordinates are given and do not move.
+    `rf.fit` with `rf.Interpolant()` returns a flow with one of these.
 
     ```python
     import jax.numpy as jnp
@@ -58,8 +61,9 @@ class NormalTransport(AbstractTransport):
     loc: Array = eqx.field(metadata=GIVEN)
     scale: Array = eqx.field(metadata=GIVEN)
     t1: float
+    context: int = eqx.field(static=True)
 
-    def __init__(self, velocity: Drift, loc: Array, scale: Array, t1: float = 1.0):
+    def __init__(self, velocity: Drift, loc: Array, scale: Array, t1: float = 1.0, context: int = 0):
         check_positive("scale", scale)
         check_positive("t1", t1)
         if jnp.ndim(loc) != 1 or jnp.shape(loc) != jnp.shape(scale):
@@ -69,6 +73,7 @@ class NormalTransport(AbstractTransport):
         self.velocity = velocity
         self.loc, self.scale = jnp.asarray(loc, float), jnp.asarray(scale, float)
         self.t1 = t1
+        self.context = context
 
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
         velocity = self.velocity(t, z)
@@ -97,6 +102,7 @@ class LearnedTransport(AbstractTransport):
 
     network: Drift
     t1: float = 1.0
+    context: ClassVar[int] = 0
 
     def velocity(self, t: Array, z: Array) -> Array:
         return self.network(t, z)[: z.shape[0]]
@@ -124,6 +130,7 @@ class GivenTransport(AbstractTransport):
     velocity: Drift
     score: Drift = eqx.field(metadata=GIVEN)
     t1: None = None
+    context: ClassVar[int] = 0
 
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
         return self.velocity(t, z), self.score(t, z)

@@ -18,17 +18,24 @@ class VelocityNetwork(eqx.Module):
 
     With s = t/T it is a multi-layer perceptron of z, of s, log(1.02 − s), the sine and cosine of πs and 2πs,
     and of sines and cosines of random projections of z (Tancik et al. 2020), which are given and not trained.
-    Without these a network learns smooth functions first, and fine ones hardly at all. It starts at rest,
-    v = 0.
+    Without these a network learns smooth functions first, and fine ones hardly at all. To it is added
+
+        (2s − 1)/((1 − s)² + s²) z/T,
+
+    the velocity of straight lines from N(0, I) to N(0, I), so that the network, which starts at zero, learns
+    how the data differ from a normal law.
+
+    With a `context` of k > 0, the last k coordinates of z are what is given: they do not move.
 
     **Arguments:**
 
-    - `dimension`: of z.
+    - `dimension`: of z, without the context.
     - `width`, `depth`: of the hidden layers.
     - `features`: how many projections, each with a sine and a cosine; 0 for none.
     - `frequency`: standard deviation of the projections' entries, for z of about unit size.
     - `t1`: T.
     - `activation`: a smooth one.
+    - `context`: k.
     - `score`: with twice the outputs, the second half for `rf.LearnedTransport`.
 
     ```python
@@ -43,6 +50,7 @@ class VelocityNetwork(eqx.Module):
     network: MLP
     waves: Array = eqx.field(metadata=GIVEN)  # (d, features)
     t1: float
+    context: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -54,6 +62,7 @@ class VelocityNetwork(eqx.Module):
         t1: float = 1.0,
         activation: Activation = jax.nn.silu,
         *,
+        context: int = 0,
         score: bool = False,
         key: PRNGKeyArray,
     ):
@@ -63,8 +72,12 @@ class VelocityNetwork(eqx.Module):
         if features < 0:
             raise ValueError(f"features must be a whole number, at least 0, got {features}")
         key_waves, key_network = jax.random.split(check_key(key))
-        self.waves = frequency * jax.random.normal(key_waves, (dimension, features))
-        sizes = dimension + 6 + 2 * features, (2 if score else 1) * dimension
+        if context and score:
+            raise ValueError("a score is learned for a density without a context")
+        inputs = dimension + context
+        self.waves = frequency * jax.random.normal(key_waves, (inputs, features))
+        sizes = inputs + 6 + 2 * features, (2 if score else 1) * dimension
+        self.context = context
         self.network = MLP(*sizes, width, depth, activation, scale=0.0, key=key_network)
         self.t1 = t1
 
@@ -73,4 +86,7 @@ class VelocityNetwork(eqx.Module):
         angles = jnp.concatenate([z @ self.waves.astype(z.dtype), np.pi * s, 2 * np.pi * s])
         # Beyond the end, where nothing was learned, it goes on as at the end.
         haste = jnp.log(LATE - jnp.minimum(s, 1))
-        return self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
+        out = self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
+        own = z.shape[0] - self.context
+        normal = (2 * s - 1) / ((1 - s) ** 2 + s**2) / self.t1 * z[:own]
+        return jnp.concatenate([out[:own] + normal, out[own:], jnp.zeros(self.context, z.dtype)])
