@@ -18,8 +18,7 @@ import pytest
 import roughflow as rf
 from roughflow.cli import main
 
-# Without noise a fit compiles in seconds; what the noise does is tested elsewhere.
-TINY = ["--noise", "0", "--steps", "2", "--width", "4", "--depth", "1", "--paths", "1", "--quiet"]
+TINY = ["--steps", "2", "--likelihood-steps", "2", "--width", "4", "--depth", "1", "--quiet"]
 
 
 def write(path, header, rows):
@@ -111,7 +110,7 @@ def test_fit_reports_the_gaussian_it_started_from(fitted):
     said = (fitted / "said.txt").read_text()
     assert "rows        200: 180 to train on, 20 to validate on" in said
     assert "columns     c, a" in said
-    assert "steps       2" in said
+    assert "regression  2 steps\nlikelihood  2 steps\n" in said
     assert f"model       {fitted}/new/model.rf" in said
     words = next(line for line in said.splitlines() if line.startswith("validation")).split()
     assert float(words[1]) == pytest.approx(float(words[-1]), abs=1e-3)

@@ -18,7 +18,7 @@ from roughflow.interop.sklearn import StochasticFlowDensity
 
 def tiny(**settings):
     """Compiles in seconds: without noise, and with as small a network as can be."""
-    cheap = dict(noise=0.0, width=4, depth=1, num_paths=1, steps=2, score_paths=2, random_state=0)
+    cheap = dict(width=4, depth=1, steps=2, likelihood_steps=2, score_paths=2, random_state=0)
     return StochasticFlowDensity(**cheap | settings)
 
 

@@ -82,7 +82,6 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         del y
         X = np.asarray(validate_data(self, X, dtype=np.float64, ensure_min_samples=2))
         seed = _seed(self.random_state)
-        held_out = round(self.validation_fraction * len(X))
         fitted = rf.fit_density(
             X,
             key=jax.random.key(seed),
@@ -91,8 +90,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
             depth=self.depth,
             columns=[str(name) for name in getattr(self, "feature_names_in_", ())],
             validation=self.validation_fraction,
-            # Too few rows to set any aside are no reason to refuse them.
-            patience=self.patience if held_out else None,
+            patience=self.patience,
             steps=self.steps,
             likelihood_steps=self.likelihood_steps,
             batch_size=self.batch_size,

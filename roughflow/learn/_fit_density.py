@@ -68,7 +68,8 @@ def fit_density(
     - `patience`: looks at them, one every twentieth of a stage, without a better one that end it.
     - `steps`, `likelihood_steps`: of the stages; if None, up to 20,000 and 300, fewer with few rows and with
       many columns. Without any steps of likelihood that stage is left out.
-    - `batch_size`, `learning_rate`: of the regression.
+    - `batch_size`, `learning_rate`: of the regression; likelihood takes batches of 256 and a quarter of the
+      rate.
     - `checkpoint`: a file to keep the state of the run in, with another beside it for the second stage;
       `resume=True` goes on from them.
     - `progress`: show a bar, which names the stage.
@@ -102,9 +103,9 @@ def fit_density(
     model = Standardised(flow, *table.units(), tuple(columns), table.context)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
     files = _Files.beside(checkpoint)
-    stages = _Stages(train, held_out, patience, progress, resume)
+    stages = _Stages(train, held_out, learning_rate, patience, progress, resume)
     count = _regression_steps(len(train)) if steps is None else check_count("steps", steps)
-    first = stages.regression(flow, table.context, count, batch_size, learning_rate, key_first, files.first)
+    first = stages.regression(flow, table.context, count, batch_size, key_first, files.first)
     count = _likelihood_steps(table.dimension) if likelihood_steps is None else int(likelihood_steps)
     if count and not first.interrupted:
         last = stages.likelihood(first.model, count, key_second, files.second)
@@ -123,6 +124,7 @@ class _Stages:
 
     train: Array
     held_out: Array
+    learning_rate: float
     patience: int | None
     progress: bool
     resume: bool
@@ -133,7 +135,6 @@ class _Stages:
         context: int,
         steps: int,
         batch_size: int,
-        learning_rate: float,
         key: PRNGKeyArray,
         file: Path | None,
     ) -> Fitted:
@@ -146,7 +147,7 @@ class _Stages:
             objective=Interpolant(context=context),
             steps=steps,
             batch_size=batch_size,
-            learning_rate=learning_rate,
+            learning_rate=self.learning_rate,
             average=0.999,
             **self._shared("regression", steps, jnp.tile(self.held_out, (often, 1)), file),
         )
@@ -161,7 +162,7 @@ class _Stages:
             objective=MaximumLikelihood(1),
             steps=check_count("likelihood_steps", steps),
             batch_size=256,
-            learning_rate=5e-4,
+            learning_rate=self.learning_rate / 4,
             average=0.98,
             frozen=lambda flow: flow.base,
             **self._shared("likelihood", steps, self.held_out, file),

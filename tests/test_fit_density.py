@@ -1,0 +1,149 @@
+"""From a table to a density: two stages, what is given, and tables that have none."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import roughflow as rf
+from roughflow.learn import second_file
+
+TINY = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 2, "batch_size": 64, "progress": False}
+ROWS = np.random.default_rng(0).normal([100, -5], [10, 0.1], (80, 2))
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return rf.fit_density(ROWS, key=jax.random.key(0), columns=["a", "b"], **TINY)
+
+
+def test_before_it_learns_a_model_is_the_normal_law_of_the_data(key):
+    """Each stage hardly moves: regression by a small rate, likelihood not at all."""
+    settings = TINY | {"steps": 1, "likelihood_steps": 0, "learning_rate": 1e-9}
+    model = rf.fit_density(ROWS, key=key, validation=0.0, **settings).model
+    got = model.log_prob(ROWS[:5], key=key)
+    truth = stats.multivariate_normal(ROWS.mean(axis=0), np.cov(ROWS.T, bias=True)).logpdf(ROWS[:5])
+    np.testing.assert_allclose(got, truth, atol=1e-4)
+
+
+def test_a_fit_has_both_stages(fitted):
+    assert {name: history.loss.size for name, history in fitted.stages.items()} == {
+        "regression": 20,
+        "likelihood": 2,
+    }
+    assert fitted.history.loss.size == 2
+    assert fitted.model.columns == ("a", "b")
+    assert isinstance(fitted.model.flow.sde, rf.TransportSDE)
+
+
+def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
+    """It leaves the law nearly as it is, for a velocity that is nearly right."""
+    noisy = rf.fit_density(ROWS, key=jax.random.key(0), noise=0.5, **TINY).model
+    assert noisy.flow.noise_dim == 2
+    later = dataclasses.replace(fitted.model, flow=rf.with_noise(fitted.model.flow, 0.5))
+    x = ROWS[:4]
+    values = [m.log_prob(x, key=key) for m in (noisy, later)]
+    np.testing.assert_allclose(*values, atol=1e-8)
+    np.testing.assert_allclose(values[0], fitted.model.log_prob(x, key=key), atol=0.5)
+
+
+@pytest.mark.parametrize("stage", ["regression", "likelihood"])
+def test_a_run_cut_in_either_stage_goes_on_to_the_same_bits(fitted, tmp_path, stage, interrupt_when_written):
+    file = tmp_path / "run.checkpoint"
+    cut = file if stage == "regression" else second_file(file)
+    settings = TINY | {"columns": ["a", "b"], "key": jax.random.key(0), "checkpoint": file}
+    with interrupt_when_written(cut):
+        first = rf.fit_density(ROWS, **settings)
+    if stage == "regression":
+        assert first.interrupted
+        assert list(first.stages) == ["regression"]
+    again = rf.fit_density(ROWS, resume=True, **settings)
+    assert not again.interrupted
+    for one, other in zip(jax.tree.leaves(again.model), jax.tree.leaves(fitted.model), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ------------------------------------------------------------------------------------------ what is given
+
+
+@pytest.fixture(scope="module")
+def conditional():
+    """y | x ~ N(2 + 3x, 0.5²): in the units of the data, with what is given far from standard."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(10, 2, (4000, 1))
+    y = 2 + 3 * x + 0.5 * rng.normal(size=(4000, 1))
+    settings = {"width": 32, "depth": 2, "steps": 1500, "likelihood_steps": 20, "batch_size": 256}
+    return rf.fit_density(y, given=x, key=jax.random.key(0), **settings, progress=False).model
+
+
+def test_a_conditional_density_is_found(conditional, key):
+    x = np.linspace(7, 13, 40)[:, None]
+    y = 2 + 3 * x + 0.5 * np.random.default_rng(2).normal(size=x.shape)
+    got = conditional.log_prob(y, given=x, key=key)
+    truth = stats.norm(2 + 3 * x[:, 0], 0.5).logpdf(y[:, 0])
+    assert abs(np.mean(truth - got)) < 0.15
+    # It integrates to one over y, for every x.
+    grid = np.linspace(20, 50, 1501)[:, None]
+    density = np.exp(conditional.log_prob(grid, given=np.array([11.0]), key=key))
+    assert np.trapezoid(density, grid[:, 0]) == pytest.approx(1, abs=2e-3)
+
+
+def test_samples_belong_to_what_is_given(conditional, key):
+    draws = conditional.sample(key=key, shape=(500,), given=np.array([[8.0], [12.0]]))
+    assert draws.shape == (500, 2, 1)
+    np.testing.assert_allclose(draws.mean(axis=0)[:, 0], [26, 38], atol=0.3)
+    np.testing.assert_allclose(draws.std(axis=0)[:, 0], 0.5, atol=0.2)
+
+
+def test_noise_leaves_what_is_given_alone(conditional, key):
+    noisy = dataclasses.replace(conditional, flow=rf.with_noise(conditional.flow, 0.5))
+    assert noisy.flow.noise_dim == 1
+    start = jnp.array([[0.3, 1.2]])
+    path = noisy.flow.sample_path(key=key, shape=(1,))
+    assert float(noisy.flow.push_forward(start, path)[0][0, 1]) == pytest.approx(1.2, abs=1e-12)
+    y, x = np.array([[32.2], [31.5]]), np.array([[10.0], [10.0]])
+    value = conditional.log_prob(y, given=x, key=key)
+    estimate = noisy.estimate(y, given=x, key=key, estimator=rf.PullBack(512))
+    np.testing.assert_allclose(estimate.log_prob, value, atol=0.25)
+
+
+def test_a_model_asks_for_what_is_given(conditional, fitted, key):
+    with pytest.raises(ValueError, match="needs given, with 1 columns"):
+        conditional.log_prob(np.zeros((2, 1)), key=key)
+    with pytest.raises(ValueError, match="needs no given"):
+        fitted.model.log_prob(ROWS[:2], given=np.zeros((2, 1)), key=key)
+    with pytest.raises(ValueError, match="they go together"):
+        rf.fit_density(ROWS, given=ROWS[:3], key=key, **TINY)
+
+
+def test_a_conditional_model_comes_back(conditional, tmp_path, key):
+    rf.save(tmp_path / "model.rf", conditional)
+    y, x = np.array([[32.0]]), np.array([[10.0]])
+    value = rf.load(tmp_path / "model.rf").log_prob(y, given=x, key=key)
+    np.testing.assert_array_equal(value, conditional.log_prob(y, given=x, key=key))
+
+
+# ------------------------------------------------------------------------------- tables without a density
+
+
+def test_tables_without_a_density_are_refused(key):
+    fit = lambda rows: rf.fit_density(rows, key=key, **TINY)
+    with pytest.raises(ValueError, match="column 1 is constant"):
+        fit(np.stack([ROWS[:, 0], np.full(len(ROWS), 3.0)], axis=1))
+    with pytest.raises(ValueError, match="column 0 is constant"):
+        fit(np.repeat(ROWS[:1], 50, axis=0))
+    with pytest.raises(ValueError, match=r"beyond 1e\+100: rescale them"):
+        fit(np.where(np.arange(len(ROWS))[:, None] == 3, 1e300, ROWS))
+    with pytest.raises(ValueError, match="share of the data"):
+        rf.fit_density(ROWS, key=key, validation=1.5, **TINY)
+    with pytest.raises(ValueError, match="validation has 1 columns"):
+        rf.fit_density(ROWS, key=key, validation=ROWS[:5, :1], **TINY)
+
+
+def test_a_column_of_few_values_is_said(key):
+    rows = np.stack([ROWS[:, 0], np.arange(len(ROWS)) % 3], axis=1)
+    with pytest.warns(UserWarning, match="column 1 has only 3 different values"):
+        rf.fit_density(rows, key=key, **TINY | {"steps": 1, "likelihood_steps": 0})
