@@ -97,7 +97,12 @@ class LearnedTransport(AbstractTransport):
     """
 
     network: Drift
-    t1: float = 1.0
+    t1: float
+
+    def __init__(self, network: Drift, t1: float = 1.0):
+        check_positive("t1", t1)
+        self.network = network
+        self.t1 = t1
 
     def velocity(self, t: Array, z: Array) -> Array:
         return self.network(t, z)[: z.shape[0]]
@@ -124,7 +129,12 @@ class GivenTransport(AbstractTransport):
 
     velocity: Drift
     score: Drift = eqx.field(metadata=GIVEN)
-    t1: None = None
+    t1: None
+
+    def __init__(self, velocity: Drift, score: Drift):
+        self.velocity = velocity
+        self.score = score
+        self.t1 = None
 
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
         return self.velocity(t, z), self.score(t, z)
