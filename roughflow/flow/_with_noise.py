@@ -3,7 +3,14 @@
 import jax.numpy as jnp
 
 from .._checks import check_positive
-from ..sde import ConstantDiffusion, Diffusion, FadingDiffusion, NoDiffusion, TransportSDE
+from ..sde import (
+    ConstantDiffusion,
+    Diffusion,
+    FadingDiffusion,
+    NoDiffusion,
+    ProportionalDiffusion,
+    TransportSDE,
+)
 from ._flow import StochasticFlow
 
 
@@ -44,17 +51,15 @@ def with_noise(
             f"with_noise needs a flow whose score is known, that of an rf.TransportSDE, got "
             f"{type(flow.sde).__name__}: fit it with rf.Interpolant(), or give rf.GivenTransport a score"
         )
-    if diffusion is None or isinstance(diffusion, NoDiffusion):
-        noise = NoDiffusion()
-    else:
-        if isinstance(diffusion, float | int):
-            check_positive("diffusion", diffusion)
-            own = flow.dimension - flow.sde.transport.context
-            diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension, own))
-        whole = fading is None or isinstance(diffusion, FadingDiffusion)
-        noise = diffusion if whole else FadingDiffusion(diffusion, flow.t1, fading)
+    if isinstance(diffusion, float | int):
+        check_positive("diffusion", diffusion)
+        own = flow.dimension - flow.sde.transport.context
+        diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension, own))
+    as_it_is = NoDiffusion | FadingDiffusion | ProportionalDiffusion
+    if diffusion is not None and fading is not None and not isinstance(diffusion, as_it_is):
+        diffusion = FadingDiffusion(diffusion, flow.t1, fading)
     return StochasticFlow(
-        TransportSDE(flow.sde.transport, noise),
+        TransportSDE(flow.sde.transport, diffusion),
         flow.base,
         flow.t1,
         flow.driver,

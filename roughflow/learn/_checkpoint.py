@@ -110,10 +110,10 @@ class Checkpoint:
             raise ValueError(f"checkpoint {self.path} belongs to another run: {told}")
         leaves, structure = jax.tree.flatten(start.changing)
         restored = [jnp.asarray(arrays[f"leaf/{i}"], a.dtype) for i, a in enumerate(leaves)]
-        changing = jax.tree.unflatten(structure, restored)
+        parameters, optimiser, state, best = jax.tree.unflatten(structure, restored)
         series = {n.removeprefix("history/"): a for n, a in arrays.items() if n.startswith("history/")}
         history = History.from_arrays(series)
-        return Progress(header["step"], *changing, header["streak"], history)
+        return Progress(header["step"], parameters, optimiser, state, best, header["streak"], history)
 
     def save(self, now: Progress, at_once: bool) -> None:
         if not at_once and time.monotonic() - self.written < SECONDS:

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -101,8 +101,13 @@ class LearnedTransport(AbstractTransport):
     """
 
     network: Drift
-    t1: float = 1.0
+    t1: float
     context: ClassVar[int] = 0
+
+    def __init__(self, network: Drift, t1: float = 1.0):
+        check_positive("t1", t1)
+        self.network = network
+        self.t1 = t1
 
     def velocity(self, t: Array, z: Array) -> Array:
         return self.network(t, z)[: z.shape[0]]
@@ -129,8 +134,13 @@ class GivenTransport(AbstractTransport):
 
     velocity: Drift
     score: Drift = eqx.field(metadata=GIVEN)
-    t1: None = None
+    t1: None
     context: ClassVar[int] = 0
+
+    def __init__(self, velocity: Drift, score: Drift):
+        self.velocity = velocity
+        self.score = score
+        self.t1 = None
 
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
         return self.velocity(t, z), self.score(t, z)
@@ -148,7 +158,8 @@ class TransportSDE(AbstractSDE):
     into account, so that the drift is finite up to T; any other σ gives a drift that is not, at T itself.
 
     **Arguments:** `transport`, such as `rf.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
-    `rf.ItoSDE`. Velocity and score come from one evaluation of one network, held once: training moves both.
+    `rf.ItoSDE`, or None. Velocity and score come from one evaluation of one network, held once: training
+    moves both.
 
     ```python
     import jax.numpy as jnp
@@ -161,7 +172,11 @@ class TransportSDE(AbstractSDE):
     """
 
     transport: AbstractTransport
-    diffusion: Diffusion = NoDiffusion()
+    diffusion: Diffusion
+
+    def __init__(self, transport: AbstractTransport, diffusion: Diffusion | None = None):
+        self.transport = transport
+        self.diffusion = NoDiffusion() if diffusion is None else diffusion
 
     def __check_init__(self):
         check_own_noise(self.diffusion)
@@ -183,10 +198,11 @@ class TransportSDE(AbstractSDE):
     def _faded(self, t: Array, z: Array) -> tuple[Callable[[Array], Noise], Array, Array]:
         """Σ, f² and f²/(1 − t/T) for σ = f Σ: the quotient is of powers, so that no 0/0 arises at T."""
         diffusion, one = self.diffusion, jnp.ones((), z.dtype)
-        singular = self.transport.t1 is not None
+        end = cast(float | None, self.transport.t1)
+        singular = end is not None
         if isinstance(diffusion, FadingDiffusion):
             square = diffusion.faded(t, z, 2 * diffusion.power)
             quotient = diffusion.faded(t, z, 2 * diffusion.power - singular)
             return lambda y: diffusion.diffusion(t, y), square, quotient
-        quotient = one / remaining(t, self.transport.t1, z) if singular else one
+        quotient = one / remaining(t, end, z) if end is not None else one
         return lambda y: self.noise(t, y), one, quotient
