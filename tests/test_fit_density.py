@@ -11,7 +11,15 @@ from scipy import stats
 import roughflow as rf
 from roughflow.learn import second_file
 
-TINY = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 2, "batch_size": 64, "progress": False}
+TINY = {
+    "width": 8,
+    "depth": 1,
+    "steps": 20,
+    "likelihood_steps": 2,
+    "batch_size": 64,
+    "patience": None,
+    "progress": False,
+}
 ROWS = np.random.default_rng(0).normal([100, -5], [10, 0.1], (80, 2))
 
 
