@@ -54,8 +54,11 @@ def with_noise(
     if isinstance(diffusion, float | int):
         check_positive("diffusion", diffusion)
         diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension))
-    as_it_is = NoDiffusion | FadingDiffusion | ProportionalDiffusion
-    if diffusion is not None and fading is not None and not isinstance(diffusion, as_it_is):
+    if not (
+        diffusion is None
+        or fading is None
+        or isinstance(diffusion, NoDiffusion | FadingDiffusion | ProportionalDiffusion)
+    ):
         diffusion = FadingDiffusion(diffusion, flow.t1, fading)
     return StochasticFlow(
         TransportSDE(flow.sde.transport, diffusion),
