@@ -55,8 +55,11 @@ def with_noise(
         check_positive("diffusion", diffusion)
         own = flow.dimension - flow.sde.transport.context
         diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension, own))
-    as_it_is = NoDiffusion | FadingDiffusion | ProportionalDiffusion
-    if diffusion is not None and fading is not None and not isinstance(diffusion, as_it_is):
+    if not (
+        diffusion is None
+        or fading is None
+        or isinstance(diffusion, NoDiffusion | FadingDiffusion | ProportionalDiffusion)
+    ):
         diffusion = FadingDiffusion(diffusion, flow.t1, fading)
     return StochasticFlow(
         TransportSDE(flow.sde.transport, diffusion),
