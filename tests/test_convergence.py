@@ -27,6 +27,7 @@ def example():
     return module
 
 
+@pytest.mark.slow
 def test_density_and_gradient_converge(example):
     """Both noises in one test: they share what is compiled."""
     for noise, twist in example.NOISES.items():

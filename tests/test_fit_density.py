@@ -47,6 +47,7 @@ def test_a_fit_has_both_stages(fitted):
     assert isinstance(fitted.model.flow.sde, rf.TransportSDE)
 
 
+@pytest.mark.slow
 def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     """It leaves the law nearly as it is, for a velocity that is nearly right."""
     noisy = rf.fit_density(ROWS, key=jax.random.key(0), noise=0.5, **TINY).model
@@ -81,9 +82,9 @@ def test_a_run_cut_in_either_stage_goes_on_to_the_same_bits(fitted, tmp_path, st
 def conditional():
     """y | x ~ N(2 + 3x, 0.5²): in the units of the data, with what is given far from standard."""
     rng = np.random.default_rng(1)
-    x = rng.normal(10, 2, (4000, 1))
-    y = 2 + 3 * x + 0.5 * rng.normal(size=(4000, 1))
-    settings = {"width": 32, "depth": 2, "steps": 1500, "likelihood_steps": 20, "batch_size": 256}
+    x = rng.normal(10, 2, (1500, 1))
+    y = 2 + 3 * x + 0.5 * rng.normal(size=(1500, 1))
+    settings = {"width": 32, "depth": 2, "steps": 1000, "likelihood_steps": 20, "batch_size": 256}
     return rf.fit_density(y, given=x, key=jax.random.key(0), **settings, progress=False).model
 
 

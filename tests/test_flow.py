@@ -24,7 +24,12 @@ def density_two_ways(flow, x, path):
     return flow.log_prob_given_path(x, path), flow.base.log_prob(z) + log_det
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=lambda d: type(d).__name__)
+# The second driver has its turn with `make test-all`.
+@pytest.mark.parametrize(
+    "driver",
+    [DRIVERS[0], *(pytest.param(driver, marks=pytest.mark.slow) for driver in DRIVERS[1:])],
+    ids=lambda d: type(d).__name__,
+)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 def test_density_is_base_plus_dense_log_determinant(problem, driver, key):
     values = []

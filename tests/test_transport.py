@@ -149,7 +149,7 @@ def flow_of(diffusion, **settings):
     return rf.with_noise(flow, diffusion, **settings)
 
 
-@pytest.mark.parametrize("fading", [0.5, 1.0])
+@pytest.mark.parametrize("fading", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_paths_go_there_and_back_along_the_noisy_flow(fading, key):
     flow = flow_of(swirling, fading=fading)
     path = flow.sample_path(key=key, shape=(64,))
@@ -174,6 +174,7 @@ def test_simulated_paths_have_the_moments_of_the_law_at_every_time(power, key):
         np.testing.assert_allclose(np.cov(x.T), covariance(t), atol=0.06)
 
 
+@pytest.mark.slow
 def test_the_density_of_the_noisy_flow_is_the_closed_form(key):
     """The law at the end is N(M1, S1), with constant noise and without; the driver leaves a little out."""
     x = M1[None] + jax.random.normal(key, (8, 2)) @ np.linalg.cholesky(S1).T
@@ -234,10 +235,14 @@ def test_what_cannot_be_is_refused(key):
         rf.with_noise(flow_of(None), rf.ProportionalDiffusion(0.1))
 
 
-def test_a_velocity_network_starts_at_rest_and_its_waves_are_given(key):
+def test_a_velocity_network_starts_as_that_of_a_normal_law_and_its_waves_are_given(key):
     network = rf.VelocityNetwork(3, width=8, depth=2, features=5, t1=T, key=key)
     z = jax.random.normal(key, (3,))
-    np.testing.assert_array_equal(network(0.4, z), np.zeros(3))
+    s = 0.4 / T
+    np.testing.assert_allclose(network(0.4, z), (2 * s - 1) / ((1 - s) ** 2 + s**2) * z / T, rtol=1e-12)
+    half = rf.VelocityNetwork(2, width=8, depth=2, features=5, context=1, key=key)
+    assert half(0.4, z).shape == (3,)
+    assert half(0.4, z)[2] == 0
     awake = eqx.tree_at(lambda n: n.network.weights[-1], network, replace_fn=lambda w: w + 1)
     assert np.all(np.isfinite(jax.jacfwd(awake)(T, z)))
     assert np.all(np.isfinite(jax.jacfwd(awake, argnums=1)(T, z)))

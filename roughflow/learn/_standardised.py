@@ -88,7 +88,7 @@ class Standardised(eqx.Module):
         if not self.context:
             y = self.flow.sample(key=key, shape=shape)
         else:
-            some = self._with(np.zeros((*np.shape(given)[:-1], own)), given)
+            some = self._with(np.zeros(own), given)
             shape = (*shape, *some.shape[:-1])
             key_start, key_path, key_solve = jax.random.split(key, 3)
             start = self.flow.base.sample(key=key_start, shape=shape)

@@ -39,8 +39,8 @@ class Table:
     ) -> "Table":
         """With a share of the rows held out, or with others that are."""
         if not isinstance(validation, float | int):
-            pair = validation if isinstance(validation, tuple) else (validation, None)
-            rows, context = _joined("validation", *pair)
+            held_out, given = validation if isinstance(validation, tuple) else (validation, None)
+            rows, context = _joined("validation", held_out, given)
             if (rows.shape[1], context) != (self.train.shape[1], self.context):
                 raise ValueError(
                     f"validation has {rows.shape[1]} columns, {context} of them given; the data "
