@@ -1,11 +1,11 @@
 """What an estimate costs: `python -m benchmarks.estimate_speed`.
 
-On a flow that `rf.fit_density` fitted to the banana, in float32: warm seconds for 1000 points with 64 paths
-each by the default, by `rf.PullBack(64, rf.Laplace())` and by the proposal the model has learned; then 10,000
-points by default. On a plain Ornstein–Uhlenbeck flow in float64, in a new process: seconds of the first call,
-and of the first call for a second SDE of the same shape whose numbers, plain Python ones, are others. Peak
-memory is that of each process. The model is kept in the temporary directory. The lines at the end say what
-was asked for and whether it holds.
+On a neural SDE fitted to the banana by maximum likelihood, in float32: warm seconds for 1000 points with 64
+paths each by the default, by `rf.PullBack(64, rf.Laplace())` and by the proposal the model has learned;
+then 10,000 points by default. On a plain Ornstein–Uhlenbeck flow in float64, in a new process: seconds of
+the first call, and of the first call for a second SDE of the same shape whose numbers, plain Python ones,
+are others. Peak memory is that of each process. The model is kept in the temporary directory. The lines at
+the end say what was asked for and whether it holds.
 """
 
 import argparse

@@ -1,22 +1,33 @@
-"""A first look: train the banana flow, score it, draw it, keep it."""
+"""A first look: fit a banana from a table, score it, draw it, keep it."""
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 import roughflow as rf
 from roughflow import plots
 from roughflow.datasets import Banana
 
-from ._run import Run, paper_flow
+from ._run import Run
 
-STEPS = 500
+ROWS, HELD_OUT, TEST, DRAWN = 20_000, 2000, 10_000, 4000
+STEPS, LIKELIHOOD = 6000, 60
+NOISE = 0.5
 EXTENT = (-4.0, 4.0, -10.0, 5.0)
+RESOLUTION = 160  # of the map, per side
 
 
-def demo(out: Path, *, seed: int = 0, progress: bool = True) -> dict:
-    """A stochastic flow learns the banana: `demo.png`, `demo-training.png`, `demo.json`, `demo-banana.rf`.
+def demo(
+    out: Path,
+    *,
+    seed: int = 0,
+    progress: bool = True,
+    steps: int = STEPS,
+    likelihood_steps: int = LIKELIHOOD,
+) -> dict:
+    """A flow learns the banana: `demo.png`, `demo-training.png`, `demo.json`, `demo-banana.rf`.
 
     ```python
     from pathlib import Path
@@ -26,20 +37,53 @@ def demo(out: Path, *, seed: int = 0, progress: bool = True) -> dict:
     ```
     """
     run, law = Run(Path(out), "demo", None, seed, progress, resume=False), Banana()
-    flow = paper_flow(1.0, key=run.key("net"), width=32, depth=2, grid=4)
-    model = run.train("banana", flow, law, steps=STEPS)
-    run.say("demo: scoring on fresh data, with error bars")
-    figures = {"entropy": law.entropy} | run.excess(model, law, paths=16, count=1000)
-    figure, axes = plt.subplots(1, 3, figsize=(9.6, 4.4), layout="constrained")
-    plots.density(law.log_prob, extent=EXTENT, ax=axes[0])
-    axes[0].set_title("the law of the data", fontsize=11)
-    plots.density(run.log_density(model), extent=EXTENT, ax=axes[1], resolution=120)
-    axes[1].set_title(f"the flow, excess {figures['excess']:.3f} nats", fontsize=11)
-    samples = model.flow.sample(key=run.key("draw"), shape=(4000,))
-    plots.samples(samples, extent=EXTENT, ax=axes[2])
-    axes[2].set_title("samples of the flow", fontsize=11)
-    run.finish(figure, figures)
+    draw = lambda label, count: np.asarray(law.sample(key=run.key(label), shape=(count,)))
+    fitted = rf.fit_density(
+        draw("data", ROWS),
+        key=run.key("fit"),
+        validation=draw("validation", HELD_OUT),
+        width=64,
+        steps=steps,
+        likelihood_steps=likelihood_steps,
+        progress=progress,
+    )
+    if fitted.interrupted:
+        raise KeyboardInterrupt
+    rf.save(run.out / "demo-banana.rf", fitted.model)
+    run.say("demo: scoring on fresh data")
+    figures = {"entropy": law.entropy, "rows": ROWS} | _score(run, fitted.model, law, draw("test", TEST))
+    run.finish(_panels(run, fitted.model, law, figures["excess"]), figures)
     curve, ax = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
-    plots.training(rf.History(loss=np.asarray(model.loss)), entropy=law.entropy, ax=ax)
+    plots.training(fitted.stages["regression"], ax=ax)
+    ax.set_ylabel("loss of the regression")
     plots.save(curve, run.out / "demo-training.png")
     return figures
+
+
+def _score(run: Run, model: rf.Standardised, law: Banana, x: np.ndarray) -> dict:
+    estimate = model.estimate(x, key=run.key("score"))
+    gap = np.asarray(law.log_prob(x)) - np.asarray(estimate.log_prob)
+    return {
+        "excess": float(gap.mean()),
+        "excess_sampling_error": float(gap.std() / len(x) ** 0.5),
+        "largest_total_error": float(np.max(estimate.total_error)),
+        "test_points": len(x),
+    }
+
+
+def _panels(run: Run, model: rf.Standardised, law: Banana, excess: float) -> Figure:
+    """The law, its density by the flow, and samples without and with noise on the way."""
+    figure, axes = plt.subplots(1, 4, figsize=(12.6, 4.4), layout="constrained")
+    plots.density(law.log_prob, extent=EXTENT, ax=axes[0])
+    axes[0].set_title("the law of the data", fontsize=11)
+    density = lambda z: model.log_prob(z, key=run.key("map"))
+    plots.density(density, extent=EXTENT, ax=axes[1], resolution=RESOLUTION)
+    axes[1].set_title(f"the flow, excess {excess:.3f} nats", fontsize=11)
+    plots.samples(model.sample(key=run.key("draw"), shape=(DRAWN,)), extent=EXTENT, ax=axes[2])
+    axes[2].set_title("samples of the flow", fontsize=11)
+    noisy = rf.Standardised(rf.with_noise(model.flow, NOISE), model.loc, model.matrix)
+    plots.samples(noisy.sample(key=run.key("noisy"), shape=(DRAWN,)), extent=EXTENT, ax=axes[3])
+    axes[3].set_title(f"with noise added since, λ = {NOISE:g}", fontsize=11)
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    return figure
