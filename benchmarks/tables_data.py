@@ -9,6 +9,9 @@ the rows do not exceed, unless it is named here because most rows are rounded fu
 Rows are split 80/10/10 for training, validation and test; a table of less than 1,000 rows in five folds, in
 each of which an eighth of the rows that are not tested is for validation. The columns are divided by the
 training rows' standard deviation once their mean is taken off: log-likelihoods are in those units.
+
+The weather is split by days. Hours in a row, and three airports at the same hour, hardly differ: with
+neighbours of the test rows among those to fit to, kernels around them gain a nat by remembering.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,12 +48,19 @@ def splits(name: str) -> list[Split]:
     if name in TOYS:
         return [toy(name)]
     rows = jittered(name)
+    if name in DAYS:
+        days = DAYS[name]()
+        order = np.random.default_rng(0).permutation(np.unique(days))
+        return [standardised(*(rows[np.isin(days, part)] for part in in_three(order)))]
     order = np.random.default_rng(0).permutation(len(rows))[:MOST]
     if len(order) < FEW:
         parts = np.array_split(order, FOLDS)
         return [fold(rows, parts, i) for i in range(FOLDS)]
-    cuts = [round(0.8 * len(order)), round(0.9 * len(order))]
-    return [standardised(*(rows[part] for part in np.split(order, cuts)))]
+    return [standardised(*(rows[part] for part in in_three(order)))]
+
+
+def in_three(order: np.ndarray) -> list[np.ndarray]:
+    return np.split(order, [round(0.8 * len(order)), round(0.9 * len(order))])
 
 
 def fold(rows: np.ndarray, parts: list[np.ndarray], which: int) -> Split:
@@ -144,9 +154,24 @@ def diamonds() -> Columns:
 def weather() -> Columns:
     """Hourly at New York's airports: temperature and dew point, mostly in steps of about 1 °F, the wind's
     direction and speed (one of 1,048 miles an hour left out), and pressure."""
+    return hours()[:-2]
+
+
+def hours() -> Columns:
+    """The weather, and its month and day."""
     sane = lambda f: f["wind_speed"] < 100
-    rest = dict.fromkeys(("wind_dir", "wind_speed", "pressure"))
+    rest = dict.fromkeys(("wind_dir", "wind_speed", "pressure", "month", "day"))
     return of_r("nycflights13", "weather", sane, temp=1.0, dewp=1.0, **rest)
+
+
+def weather_days() -> np.ndarray:
+    (month, _), (day, _) = hours()[-2:]
+    return 31 * month + day
+
+
+def households() -> Columns:
+    """Spanish households: the share of food in what they spend, what they spend, and the head's age."""
+    return of_r("Ecdat", "BudgetFood", lambda f: f["wfood"] > 0, wfood=None, totexp=None, age=None)
 
 
 def flights() -> Columns:
@@ -188,7 +213,11 @@ TABLES: Mapping[str, Callable[[], Columns]] = {
     "quakes": quakes,
     "chicago": chicago,
     "weather": weather,
+    "households": households,
     "flights": flights,
     "diamonds": diamonds,
 }
 """What is measured or counted; the toys are by name in `rf.datasets.LAWS`."""
+
+DAYS: Mapping[str, Callable[[], np.ndarray]] = {"weather": weather_days}
+"""The day of each row, where rows of a day resemble each other so much that whole days are set aside."""
