@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tabular bench-sampling clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-sampling clean
 
 install: .venv/installed
 
@@ -60,8 +60,12 @@ bench-coverage: install
 bench-estimate: install
 	$(BIN)/python -m benchmarks.estimate_speed
 
-bench-tabular: install
-	$(BIN)/python -m benchmarks.tabular
+.venv/peers: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[peers]'
+	touch $@
+
+bench-tables: .venv/peers
+	$(BIN)/python -m benchmarks.tables
 
 bench-sampling: install
 	$(BIN)/python -m benchmarks.sampling
