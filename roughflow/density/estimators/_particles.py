@@ -17,10 +17,11 @@ GOAL = 0.25  # share of moves to be accepted
 
 
 class Particles(eqx.Module):
-    """K paths of each of B points, equally likely under the law of the path given x, and K independent
-    log-weights whose mean estimates p(x)."""
+    """K paths of each of B points, equally likely under the law of the path given x, log p(x, ω) there, and K
+    independent log-weights whose mean estimates p(x)."""
 
     omega: Array  # (B, K, W)
+    joint: Array  # (B, K)
     log_weights: Array  # (B, K)
 
     def weights(self, joint: Array) -> Array:
@@ -52,11 +53,12 @@ def temper(
     lengths = jnp.stack([0.5 * one, 2.4 / max(omega.shape[2], 1) ** 0.5 * one])
     root = jnp.broadcast_to(jnp.arange(size), (batch, size))
     share = jnp.full((batch, size), 1 / size, omega.dtype)
-    values = (joint(omega), law.log_prob(omega))
-    start = _State(omega, *values, root, share, 0 * one, 0 * one, lengths, jnp.asarray(0))
+    unknown = jnp.full_like(share, -jnp.inf)
+    start = _State(omega, unknown, unknown, root, share, 0 * one, 0 * one, lengths, jnp.asarray(0))
 
     def step(now: _State) -> _State:
         key = jax.vmap(lambda key: jax.random.fold_in(key, now.count))(keys)
+        now = _moves(joint, law, now, key)
         ratio = jnp.where(jnp.isneginf(now.joint), -jnp.inf, now.joint - now.proposed)
         last = now.count == TEMPERATURES - 1
         beta = jnp.where(last, 1, _next_beta(ratio, now.beta)).astype(omega.dtype)
@@ -76,13 +78,12 @@ def temper(
         leaves = lambda s: (s.omega, s.joint, s.proposed, s.root, s.share, s.beta, s.log_mean)
         spread = eqx.tree_at(leaves, now, (*moved, jnp.full_like(share, 1 / size), beta, log_mean))
         new = _where(now.beta >= 1, now, _where(arrived, stay, spread))
-        moved = _moves(joint, law, new, key, new.beta >= 1)
-        return eqx.tree_at(lambda s: s.count, moved, now.count + 1)
+        return eqx.tree_at(lambda s: s.count, new, now.count + 1)
 
     going = lambda now: jnp.any(now.beta < 1) & (now.count < TEMPERATURES)
     end = jax.lax.while_loop(going, step, start)
     some = _resample(end.share, 0.5 * one, count)
-    return Particles(_take(end.omega, some), _by_root(end, count))
+    return Particles(_take(end.omega, some), _take(end.joint, some), _by_root(end, count))
 
 
 def _by_root(end: _State, count: int) -> Array:
@@ -118,8 +119,13 @@ def _next_beta(ratio: Array, beta: Array) -> Array:
     return jnp.where(effective(one) >= KEPT, 1, jnp.maximum(low, beta + 1e-6))
 
 
-def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray, still: Array) -> _State:
-    """Metropolis–Hastings moves that keep q^(1−β) p(x, ω)^β, all particles of a point at once."""
+def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray) -> _State:
+    """Metropolis–Hastings moves that keep q^(1−β) p(x, ω)^β, all particles of a point at once; those of a
+    point that has arrived stay.
+
+    The first time round they stay too, and log p(x, ω) is found where they are: one program does both.
+    """
+    first, still = now.count == 0, now.beta >= 1
 
     def energy(joint: Array, proposed: Array) -> Array:
         beta = now.beta[:, None]
@@ -137,15 +143,16 @@ def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray, still: Array) ->
         length = state.lengths[kind]
         along, ratio = law.autoregress(state.omega, noise, jnp.sqrt(1 - length**2)[:, None, None])
         across = _along_particles(state.omega, length, bits[:, :2, 0])
-        omega = jnp.where(kind == 0, along, across)
+        omega = jnp.where(first, state.omega, jnp.where(kind == 0, along, across))
         value, proposed = joint(omega), law.log_prob(omega)
         change = energy(value, proposed) - energy(state.joint, state.proposed)
         change = change + jnp.where(kind == 0, ratio, 0)
-        accept = (jnp.log(uniform) < change) & ~still[:, None]
+        accept = ((jnp.log(uniform) < change) & ~still[:, None]) | first
         keep = lambda new, old: jnp.where(jnp.expand_dims(accept, range(2, new.ndim)), new, old)
         # Longer where too many moves are accepted, shorter where too few are.
         rate = jnp.mean(jnp.where(change > 0, 1, jnp.exp(jnp.minimum(change, 0))), axis=1)
-        length = jnp.clip(length * jnp.exp(1.5 * (rate - GOAL)), 1e-4, jnp.where(kind == 0, 0.999, 10.0))
+        longer = jnp.clip(length * jnp.exp(1.5 * (rate - GOAL)), 1e-4, jnp.where(kind == 0, 0.999, 10.0))
+        length = jnp.where(first, length, longer)
         return eqx.tree_at(
             lambda s: (s.omega, s.joint, s.proposed, s.lengths),
             state,
@@ -157,7 +164,7 @@ def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray, still: Array) ->
             ),
         )
 
-    return jax.lax.fori_loop(0, 2 * ROUNDS, move, now)
+    return jax.lax.fori_loop(0, jnp.where(first, 1, 2 * ROUNDS), move, now)
 
 
 def _along_particles(omega: Array, length: Array, bits: Array) -> Array:

@@ -101,7 +101,7 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
         flow = _exact(flow)
         particles = _moved(flow, target.x, law, keys, count)
         solves = solve_keys(flow, keys, count)
-        joint = log_joint(flow, target.x, particles.omega, solves)
+        joint = _known((flow, target.x), particles.omega, solves, particles.joint)
         return Weights(particles.weights(joint), particles.omega, joint, solves)
 
     def log_joint(
@@ -109,6 +109,22 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
     ) -> Array:
         del law
         return log_joint(_exact(flow), target.x, paths, keys)
+
+
+@eqx.filter_custom_jvp
+def _known(
+    given: tuple[StochasticFlow, Array], omega: Array, keys: PRNGKeyArray | None, value: Array
+) -> Array:
+    """log p(x, ω), whose value is known already: a solve is needed only for its derivative."""
+    del given, omega, keys
+    return value
+
+
+@_known.def_jvp
+def _known_jvp(primals, tangents):
+    (given, omega, keys, value), (moved, *_) = primals, tangents
+    joint = lambda given: log_joint(*given, omega, keys)
+    return value, eqx.filter_jvp(joint, (given,), (moved,))[1]
 
 
 def _exact(flow: StochasticFlow) -> StochasticFlow:
@@ -142,7 +158,7 @@ def _moved(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray, cou
         return temper(joint, law, law.sample(noise), keys, count)
 
     blank = Particles(
-        jnp.zeros((len(x), count, law.centre.shape[-1]), x.dtype), jnp.zeros((len(x), count), x.dtype)
+        jnp.zeros((len(x), count, law.centre.shape[-1]), x.dtype), *(jnp.zeros((len(x), count), x.dtype),) * 2
     )
     rows = (*constant((x, law)), keys)
     return constant(for_some(law.poor, move, rows, blank, max(1, BLOCK // total)))

@@ -36,6 +36,14 @@ class Weighed(NamedTuple):
     divergence_error: Array | None
 
 
+class _Drawn(NamedTuple):
+    """Log-weights `(B, K)`, where they should be improved `(B,)`, and the few paths that matter most."""
+
+    log_weights: Array
+    poor: Array
+    few: Weights
+
+
 class Sampler:
     """An estimator at work on the rows of `x`: its law is found once, paths are drawn as often as asked.
 
@@ -107,26 +115,32 @@ class Sampler:
 
     def _weighed(self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool) -> Weighed:
         padded, first = self._padded(rows), self._padded(places)
+        laws = self.places[padded]
         setting = (self.estimator, self.flow, self.coarse, self.target, self.law, self.keys)
-        done = self._run(_weights, *setting, padded, self.places[padded], first, count, self.group, checked)
-        done = done if len(padded) == len(rows) else _take(done, slice(len(rows)))
-        if not isinstance(self.estimator, AbstractImprovingChart) or self.coarse is not None:
-            return done  # two drivers are compared path by path
-        return self._improved(done, rows, places, checked)
+        drawn = self._run(_weights, *setting, padded, laws, first, count, self.group)
+        plain, poor, errors = drawn.log_weights, drawn.poor, (None, None)
+        # Two drivers are compared path by path.
+        if isinstance(self.estimator, AbstractImprovingChart) and self.coarse is None:
+            drawn = self._improved(drawn, padded, first, len(rows))
+        if checked:
+            setting = (self.estimator, self.flow, self.target, self.law)
+            errors = self._run(_errors, *setting, padded, laws, drawn.few)
+        return _take(Weighed(drawn.log_weights, plain, poor, *errors), slice(len(rows)))
 
-    def _improved(self, done: Weighed, rows: np.ndarray, places: np.ndarray, checked: bool) -> Weighed:
-        """Better weights where they are poor: of all rows if it is not known where, as inside a jit."""
+    def _improved(self, drawn: _Drawn, rows: np.ndarray, places: np.ndarray, count: int) -> _Drawn:
+        """Better weights where they are poor, of the first `count` rows: of all if it is not known where, as
+        inside a jit."""
         setting = (self.estimator, self.flow, self.target, self.law, self.keys)
-        if is_traced(done.poor):
-            return self._run(_improve, *setting, rows, self.places[rows], places, done, checked)
-        poor = np.flatnonzero(np.asarray(done.poor))
+        if is_traced(drawn.poor):
+            return self._run(_improve, *setting, rows, self.places[rows], places, drawn)
+        poor = np.flatnonzero(np.asarray(drawn.poor)[:count])
         if not poor.size:
-            return done
+            return drawn
         some = self._padded(poor)
         at = (rows[some], self.places[rows[some]], places[some])
-        better = self._run(_improve, *setting, *at, _take(done, some), checked)
+        better = self._run(_improve, *setting, *at, _take(drawn, some))
         put = lambda old, new: old.at[poor].set(new[: len(poor)])
-        return jax.tree.map(put, done, better)
+        return jax.tree.map(put, drawn, better)
 
     def _run(self, function, *arguments):
         """Call a jitted function; its errors are one line, and name the part of the model to blame."""
@@ -165,9 +179,7 @@ def _law(estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, ro
 
 
 @jit
-def _weights(
-    estimator, flow, coarse, target, law, keys, rows, laws, first, count: int, group: int, checked: bool
-) -> Weighed:
+def _weights(estimator, flow, coarse, target, law, keys, rows, laws, first, count: int, group: int) -> _Drawn:
     (target, keys), law = _take((target, keys), rows), _take(law, laws)
     places = first[:, None] + jnp.arange(count)[None]
     latent = Latent(flow, fixed_start=target.start is not None)
@@ -176,40 +188,43 @@ def _weights(
     weights = estimator.weigh(flow, target, law, noise, own(_folded(keys, RUN), places))
     improves = isinstance(estimator, AbstractImprovingChart)
     poor = law.poor if improves else jnp.zeros(len(target.x), bool)
-    errors = _checked(estimator, constant(flow), target, law, constant(weights)) if checked else (None, None)
-    return Weighed(weights.log_weights, weights.log_weights, poor, *errors)
+    return _Drawn(weights.log_weights, poor, _few(constant(weights)))
 
 
 @jit
-def _improve(estimator, flow, target, law, keys, rows, laws, first, done: Weighed, checked: bool) -> Weighed:
+def _improve(estimator, flow, target, law, keys, rows, laws, first, drawn: _Drawn) -> _Drawn:
     (target, keys), law = _take((target, keys), rows), _take(law, laws)
     run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at))(keys, first)
-    weights = estimator.improve(flow, target, law, run, done.log_weights.shape[1])
-    errors = _checked(estimator, constant(flow), target, law, constant(weights)) if checked else (None, None)
-    choose = lambda new, old: jnp.where(jnp.expand_dims(done.poor, range(1, new.ndim)), new, old)
-    log_weights, errors = jax.tree.map(choose, (weights.log_weights, errors), (done.log_weights, done[3:]))
-    return Weighed(log_weights, done.plain, done.poor, *errors)
+    weights = estimator.improve(flow, target, law, run, drawn.log_weights.shape[1])
+    new = _Drawn(weights.log_weights, drawn.poor, _few(constant(weights)))
+    choose = lambda new, old: jnp.where(jnp.expand_dims(drawn.poor, range(1, new.ndim)), new, old)
+    return jax.tree.map(choose, new, drawn)
 
 
-def _checked(estimator, flow, target, law, weights: Weights) -> tuple[Array, Array | None]:
+@jit
+def _errors(estimator, flow, target, law, rows, laws, few: Weights) -> tuple[Array, Array | None]:
     """The solver's error, and that of a random divergence, seen on a few paths of each point.
 
     Halving the steps moves log p(x, path) by Δ. A point's log p moves by the mean Δ over paths that are drawn
     by weight; its few Δ's own spread is allowed for.
     """
-    flow = flow.without_errors()
-    few = _by_weight(weights.log_weights, min(FEW, weights.log_weights.shape[1]))
-    paths = jnp.take_along_axis(weights.paths, few[..., None], axis=1)
-    joint = jnp.take_along_axis(weights.joint, few, axis=1)
-    keys = None if weights.keys is None else jnp.take_along_axis(weights.keys, few, axis=1)
-    finer = estimator.log_joint(flow.with_finer_steps(), target, law, paths, keys)
-    solver = _mean_and_spread(finer - joint)
-    if keys is None:
+    target, law = _take(target, rows), _take(law, laws)
+    flow, target, law = constant((flow.without_errors(), target, law))
+    finer = estimator.log_joint(flow.with_finer_steps(), target, law, few.paths, few.keys)
+    solver = _mean_and_spread(finer - few.joint)
+    if few.keys is None:
         return solver, None
     # log E exp(log p + e) exceeds log p by half the variance of e, for normal errors e.
-    other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(keys)
-    change = estimator.log_joint(flow, target, law, paths, other) - joint
+    other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(few.keys)
+    change = estimator.log_joint(flow, target, law, few.paths, other) - few.joint
     return solver, 0.25 * jnp.mean(change**2, axis=1)
+
+
+def _few(weights: Weights) -> Weights:
+    """Of the paths of each point those few that stand for all."""
+    places = _by_weight(weights.log_weights, min(FEW, weights.log_weights.shape[1]))
+    take = lambda a: jnp.take_along_axis(a, jnp.expand_dims(places, range(2, a.ndim)), axis=1)
+    return jax.tree.map(take, weights)
 
 
 def _mean_and_spread(change: Array) -> Array:
