@@ -255,8 +255,9 @@ ESTIMATORS = {
 class Always(rf.Tempered):
     """Calls all weights poor: particles are moved for every point."""
 
-    def poor(self, log_weights):
-        return jnp.ones(len(log_weights), bool)
+    def prepare(self, flow, target, keys, cloud):
+        law = super().prepare(flow, target, keys, cloud)
+        return eqx.tree_at(lambda law: law.poor, law, jnp.ones_like(law.poor))
 
 
 def widened(estimator, flow, x, key):

@@ -71,9 +71,16 @@ def is_slow(name):
     return module.startswith(("roughflow.density", "roughflow.learn", "roughflow.mcmc"))
 
 
+@pytest.mark.parametrize("file", ["README.md", pytest.param("docs/learning.md", marks=pytest.mark.slow)])
+def test_examples_of_a_page_run(file, tmp_path):
+    """The blocks of a page may build on one another."""
+    text = (README.parent / file).read_text(encoding="utf-8")
+    blocks = examples(text) if file == "README.md" else ["".join(examples(text))]
+    run({file: "".join(f"```python\n{block}```\n" for block in blocks)}, tmp_path)
+
+
 def test_examples_run(tmp_path):
-    texts = {name: text for name, text in docstrings() if not is_slow(name)}
-    run({"README.md": README.read_text(encoding="utf-8"), **texts}, tmp_path)
+    run({name: text for name, text in docstrings() if not is_slow(name)}, tmp_path)
 
 
 @pytest.mark.slow

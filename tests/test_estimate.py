@@ -134,7 +134,11 @@ def test_a_search_that_fails_is_told_and_leaves_the_gradient_finite(key):
     np.testing.assert_allclose(slope, (value(2 + h) - value(2 - h)) / (2 * h), rtol=1e-4)
 
 
-@pytest.mark.parametrize("estimator", [rf.Tempered(64, SHAKEN), Always(64)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "estimator",
+    [pytest.param(rf.Tempered(64, SHAKEN), marks=pytest.mark.slow), Always(64)],
+    ids=["some", "all"],
+)
 def test_values_are_the_same_inside_jit_and_grad(estimator, key):
     """Also where particles are moved: outside a jit only the points that need it are."""
     x = jnp.array([[0.4], [-0.7], [9.0]])

@@ -302,6 +302,7 @@ LANGEVIN = np.array([[0.0, 1.0], [-2.0, -0.5]])
 STARTS = np.array([[0.5, -1.0], [0.0, 0.0], [1.0, 2.0]])
 
 
+@pytest.mark.slow
 def test_transition_density_of_langevin_dynamics_with_noise_in_the_velocity_only(key):
     """A start for each x; three functions of the driver reach both position and velocity."""
     noise = np.array([[0.0], [0.8]])

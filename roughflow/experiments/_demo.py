@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
@@ -62,7 +63,7 @@ def demo(
 
 def _score(run: Run, model: rf.Standardised, law: Banana, x: np.ndarray) -> dict:
     estimate = model.estimate(x, key=run.key("score"))
-    gap = np.asarray(law.log_prob(x)) - np.asarray(estimate.log_prob)
+    gap = np.asarray(law.log_prob(jnp.asarray(x))) - np.asarray(estimate.log_prob)
     return {
         "excess": float(gap.mean()),
         "excess_sampling_error": float(gap.std() / len(x) ** 0.5),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_count, check_key
+from .._checks import check_count, check_key, check_positive
 from ..flow import ExactDivergence, HutchinsonDivergence, StochasticFlow, velocity_flow, with_noise
 from ._fit import Fitted, fit
 from ._interpolant import Interpolant
@@ -90,7 +90,10 @@ def fit_density(
     ```
     """
     key_split, key_model, key_first, key_second = jax.random.split(check_key(key), 4)
-    table = Table.of(data, given).split(validation, key_split)
+    if noise:
+        check_positive("noise", noise)
+    whole = Table.of(data, given)
+    table = whole.split(validation, key_split)
     small = len(table.train) < SMALL
     flow = velocity_flow(
         table.dimension,
@@ -100,7 +103,7 @@ def fit_density(
         features=0 if small else 64,
         key=key_model,
     )
-    model = Standardised(flow, *table.units(), tuple(columns), table.context)
+    model = Standardised(flow, *whole.units(), tuple(columns), table.context)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
     files = _Files.beside(checkpoint)
     stages = _Stages(train, held_out, learning_rate, patience, progress, resume)

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..sde import tanh
+from ..sde import silu, tanh
 
 # Where a class is looked for, in this order: by its own name, in the modules of its package that are public.
 # No file makes any other module be imported.
@@ -35,6 +35,7 @@ _ACTIVATIONS = (
 )
 FUNCTIONS: dict[str, Callable] = {
     "tanh": tanh,
+    "roughflow.silu": silu,
     "jax.tanh": jnp.tanh,
     "sin": jnp.sin,
     "cos": jnp.cos,

@@ -20,6 +20,7 @@ from ._networks import (
     FullDiffusion as FullDiffusion,
     NoDiffusion as NoDiffusion,
     RestoringDrift as RestoringDrift,
+    silu as silu,
     tanh as tanh,
 )
 from ._noise import (

@@ -32,6 +32,11 @@ def _tanh_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
     return y, tangents[0] * (1 - y * y)
 
 
+def silu(x: Array) -> Array:
+    """x/(1 + e⁻ˣ); a plain function, which JAX's own is not: a network that holds it can be pickled."""
+    return x * jax.nn.sigmoid(x)
+
+
 def check_smooth(activation: Activation) -> None:
     """Refuse an activation whose derivative jumps.
 

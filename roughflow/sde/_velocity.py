@@ -8,7 +8,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
 from ._given import GIVEN
-from ._networks import MLP, Activation
+from ._networks import MLP, Activation, silu
 
 LATE = 1.02  # where log(LATE − s) would be infinite: beyond the end, so that it is fine up to it
 
@@ -60,7 +60,7 @@ class VelocityNetwork(eqx.Module):
         features: int = 64,
         frequency: float = 1.5,
         t1: float = 1.0,
-        activation: Activation = jax.nn.silu,
+        activation: Activation = silu,
         *,
         context: int = 0,
         score: bool = False,

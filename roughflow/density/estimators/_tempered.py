@@ -123,7 +123,7 @@ def _known(
 @_known.def_jvp
 def _known_jvp(primals, tangents):
     (given, omega, keys, value), (moved, *_) = primals, tangents
-    joint = lambda given: log_joint(*given, omega, keys)
+    joint = lambda given: log_joint(given[0], given[1], omega, keys)
     return value, eqx.filter_jvp(joint, (given,), (moved,))[1]
 
 
