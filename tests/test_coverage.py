@@ -94,9 +94,8 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "PullBack-Prior" else pytest.mark.slow) for n in CHECKED]
-)
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.slow
 def test_truth_is_within_two_standard_errors_nineteen_times_in_twenty(name):
     check(name, CHECKED[name], 4, seed=1)
 

@@ -71,6 +71,7 @@ def test_pull_back_gradient(key):
     check_gradient(lambda rate, x: jnp.sum(bound(curved(rate), x, key=key)))
 
 
+@pytest.mark.slow
 def test_endpoint_gradient_goes_through_the_newton_solve(key):
     """With the proposal held where it is, as the estimator's own gradient holds it."""
     estimator = rf.Endpoint(4)

@@ -105,7 +105,9 @@ def test_batches_broadcast_and_agree_with_single_points(key):
 
 @pytest.mark.parametrize("driver", DRIVERS, ids=lambda d: type(d).__name__)
 @pytest.mark.parametrize(
-    "integrator", [rf.FixedGrid(steps=100), rf.Adaptive(rtol=1e-10, atol=1e-10)], ids=["fixed", "adaptive"]
+    "integrator",
+    [rf.FixedGrid(steps=100), pytest.param(rf.Adaptive(rtol=1e-10, atol=1e-10), marks=pytest.mark.slow)],
+    ids=["fixed", "adaptive"],
 )
 def test_per_sample_end_times(integrator, driver, key):
     """Stopping along a path, and a horizon per path, agree with one solve for each."""

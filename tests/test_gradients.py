@@ -37,7 +37,7 @@ CASES = [
     pytest.param(integrator, driver, id=f"{name}-{label}", marks=[pytest.mark.slow] * slow)
     for name, integrator in (INTEGRATORS | SLOW).items()
     for driver, label, slow in (
-        (KL, "KL", name in SLOW or name.startswith(("tsit5", "midpoint-constant"))),
+        (KL, "KL", name in SLOW or name.startswith(("tsit5", "midpoint-constant", "heun-constant"))),
         (PL, "PL", name not in QUICK_PL),
     )
 ]

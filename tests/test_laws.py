@@ -36,7 +36,12 @@ FINE = rf.FixedGrid(rf.RK4(), steps=64)
 # ------------------------------------------------------------------------------------- linear laws
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+LATER = ("Tempered-Amortised-shaken", "Endpoint-Prior")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LATER)) for n in ESTIMATORS]
+)
 def test_every_estimator_finds_the_law_of_a_linear_sde(name, key):
     """Truncated as the driver truncates it. Eight estimates at each of eight points, pooled."""
     estimator, largest = ESTIMATORS[name]

@@ -70,6 +70,7 @@ def test_flow_chains_have_the_cauchy_law(key):
     assert kolmogorov(chain, cauchy_distribution) < 0.022
 
 
+@pytest.mark.slow
 def test_flow_chains_keep_the_law_of_a_banana_with_any_noise(key):
     """Begun in the law they stay in it, though σ and Q are as they come; 0.023 is the 1 % point."""
     sde = rf.targeted_sde(BANANA, local(key), rf.SkewNetwork(2, width=8, scale=0.3, key=key))
