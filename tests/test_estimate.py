@@ -428,3 +428,19 @@ def test_no_lapack_where_two_calls_could_wait_for_each_other(dimension, key):
         program = jax.jit(lambda x, e=estimator: flow.log_prob(x, key=key, estimator=e)).lower(x).as_text()
         assert "lapack" not in program
         assert "while" in program
+
+
+def test_a_law_that_contracts_strongly_is_told(key):
+    """Wells with slopes of nine: backwards a solve spreads by e⁹, and particles miss paths. A linear law that
+    contracts as much is exact."""
+    wells = rf.ItoSDE(lambda t, z: 3 * jnp.sin(3 * z), lambda t, z: 1 + 0.7 * jnp.sin(4 * z)[:, None])
+    x = jnp.array([[-2.2], [0.6]])
+    flow = rf.StochasticFlow(wells, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(4))
+    estimate = flow.estimate(x, key=key, solver=False)
+    assert np.all(estimate.tempered)
+    assert np.all(estimate.steep)
+    assert np.all(estimate.suspect)
+    assert "contracts strongly" in estimate.warning
+    narrow = rf.StochasticFlow(ou().sde, rf.Normal(jnp.zeros(1), 0.01), driver=rf.KarhunenLoeve(4))
+    estimate = narrow.estimate(jnp.zeros((1, 1)), key=key, solver=False)
+    assert not np.any(estimate.steep)

@@ -74,17 +74,18 @@ def _score(run: Run, model: rf.Standardised, law: Banana, x: np.ndarray) -> dict
 
 def _panels(run: Run, model: rf.Standardised, law: Banana, excess: float) -> Figure:
     """The law, its density by the flow, and samples without and with noise on the way."""
-    figure, axes = plt.subplots(1, 4, figsize=(12.6, 4.4), layout="constrained")
-    plots.density(law.log_prob, extent=EXTENT, ax=axes[0])
+    figure, axes = plt.subplots(1, 4, figsize=(11.4, 4.4), layout="constrained")
+    top = float(jnp.exp(law.log_prob(jnp.zeros(2))))  # the law's own peak: one scale for both maps
+    plots.density(law.log_prob, extent=EXTENT, ax=axes[0], maximum=top)
     axes[0].set_title("the law of the data", fontsize=11)
     density = lambda z: model.log_prob(z, key=run.key("map"))
-    plots.density(density, extent=EXTENT, ax=axes[1], resolution=RESOLUTION)
+    plots.density(density, extent=EXTENT, ax=axes[1], resolution=RESOLUTION, maximum=top)
     axes[1].set_title(f"the flow, excess {excess:.3f} nats", fontsize=11)
     plots.samples(model.sample(key=run.key("draw"), shape=(DRAWN,)), extent=EXTENT, ax=axes[2])
     axes[2].set_title("samples of the flow", fontsize=11)
     noisy = rf.Standardised(rf.with_noise(model.flow, NOISE), model.loc, model.matrix)
     plots.samples(noisy.sample(key=run.key("noisy"), shape=(DRAWN,)), extent=EXTENT, ax=axes[3])
-    axes[3].set_title(f"with noise added since, λ = {NOISE:g}", fontsize=11)
+    axes[3].set_title(f"the same with noise, λ = {NOISE:g}", fontsize=11)
     for ax in axes[1:]:
         ax.set_ylabel("")
     return figure

@@ -62,6 +62,8 @@ class Estimate(eqx.Module):
     - `tempered`: where importance weights were poor, so that particles were moved to the paths that lead
       to x.
     - `unmet`: where the tolerance asked for was not met.
+    - `steep`: where particles were moved, and a backward solve spreads so much that they may have missed some
+      of the paths. None if it was not looked at.
 
     ```python
     import jax, jax.numpy as jnp
@@ -87,6 +89,7 @@ class Estimate(eqx.Module):
     unmet: Array
     solver_error: Array | None = None
     truncation_error: Array | None = None
+    steep: Array | None = None
 
     @property
     def total_error(self) -> Array:
@@ -114,6 +117,7 @@ class Estimate(eqx.Module):
         worst = float(jnp.min(self.effective_paths)) if few.size and not is_traced(few) else 0.0
         none = jnp.zeros(self.log_prob.shape, bool)
         coarse = none if self.solver_error is None else self.solver_error > COARSE
+        steep = none if self.steep is None else self.steep
         finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
         scarce = f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {worst:.1f})"
         return [
@@ -128,6 +132,10 @@ class Estimate(eqx.Module):
                 "miss paths that a search did not find: use rf.Tempered or rf.PullBack",
             ),
             (coarse, "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive"),
+            (
+                steep,
+                "lie where the SDE contracts strongly, so that paths may be missed: compare with rf.Endpoint",
+            ),
             (self.divergence_error > COARSE, "are biased by the divergence's probes: raise num_probes"),
             (~finite, "have a value or an error bar that is not finite"),
             (self.unmet, "did not meet the tolerance within max_paths: raise either"),

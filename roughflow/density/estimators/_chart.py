@@ -73,3 +73,7 @@ class AbstractImprovingChart(AbstractChart):
         self, flow: StochasticFlow, target: Target, law: Any, keys: PRNGKeyArray, count: int
     ) -> Weights:
         """Other paths, `count` of them, for the points whose weights are poor; anything elsewhere."""
+
+    @abc.abstractmethod
+    def doubtful(self, law: Any) -> Array:
+        """Where even those may not see all ways to x, `(B,)`."""

@@ -12,7 +12,7 @@ from ..._checks import check_positive, is_traced
 from ..._programs import jit
 from ...flow import FEW_PATHS, Accuracy, Estimate, StochasticFlow
 from .._estimate import from_log_weights, log_mean
-from ._chart import AbstractChart
+from ._chart import AbstractChart, AbstractImprovingChart
 from ._weights import Sampler, Weighed
 
 GROWTH = 4  # how many times more paths a round may bring
@@ -62,15 +62,16 @@ def in_shape(estimate: Estimate, batch: tuple[int, ...]) -> Estimate:
 
 def summary(sampler: Sampler, weighed: Weighed, points: np.ndarray) -> Estimate:
     """The estimate that the weights of some points make."""
-    missed, searches = sampler.law.missed, sampler.estimator.searches
-    return _summary(weighed, sampler.group, missed, sampler.places[points], searches)
+    return _summary(sampler.estimator, sampler.law, weighed, sampler.group, sampler.places[points])
 
 
 @jit
-def _summary(weighed: Weighed, group: int, missed: Array, places: Any, searches: bool) -> Estimate:
+def _summary(estimator: AbstractChart, law: Any, weighed: Weighed, group: int, places: Any) -> Estimate:
     # Particles that start from the prior find their way; their weights say if they did not.
-    fell_back = missed[places] & ~weighed.poor
-    estimate = from_log_weights(weighed.log_weights.T, group, fell_back, weighed.poor, searches)
+    fell_back, searched = law.missed[places] & ~weighed.poor, estimator.searches
+    estimate = from_log_weights(weighed.log_weights.T, group, fell_back, weighed.poor, searched)
+    if isinstance(estimator, AbstractImprovingChart):
+        estimate = dataclasses.replace(estimate, steep=estimator.doubtful(law)[places])
     if weighed.solver_error is None:
         return estimate
     rounding = 8 * jnp.finfo(estimate.log_prob.dtype).eps * (1 + jnp.abs(estimate.log_prob))

@@ -20,6 +20,9 @@ from ._pull_back import log_joint, random_solves, solve_keys, tried
 TRIAL = 32  # paths looked at before it is decided how to go on
 POOR = 0.35  # effective fraction of them below which weights are poor
 PARTICLES = 256  # at least, where they are
+# Factor by which a backward solve spreads, in the base's units: beyond, paths to x fill slabs so thin that
+# particles do not find from one to the next.
+STEEP = 20.0
 BLOCK = 2**13  # particles that are moved together
 EXACT = 64  # dimensions up to which a density is worth its exact divergence
 
@@ -103,6 +106,9 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
         solves = solve_keys(flow, keys, count)
         joint = _known((flow, target.x), particles.omega, solves, particles.joint)
         return Weights(particles.weights(joint), particles.omega, joint, solves)
+
+    def doubtful(self, law: Mixture) -> Array:
+        return law.poor & (law.steepness > STEEP)
 
     def log_joint(
         self, flow: StochasticFlow, target: Target, law: Mixture, paths: Array, keys: PRNGKeyArray | None

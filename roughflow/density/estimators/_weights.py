@@ -21,7 +21,7 @@ PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
 # What keys are folded with, beside places of paths.
 SEARCH, PILOT, RUN, PARTICLES, FRESH = (2**32 - i for i in range(1, 6))
-FEW = 2  # paths on which a solver's error is seen
+FEW = 4  # paths on which a solver's error is seen
 
 
 class Weighed(NamedTuple):
@@ -205,8 +205,8 @@ def _improve(estimator, flow, target, law, keys, rows, laws, first, drawn: _Draw
 def _errors(estimator, flow, target, law, rows, laws, few: Weights) -> tuple[Array, Array | None]:
     """The solver's error, and that of a random divergence, seen on a few paths of each point.
 
-    Halving the steps moves log p(x, path) by Δ. A point's log p moves by the mean Δ over paths that are drawn
-    by weight; its few Δ's own spread is allowed for.
+    Halving the steps moves log p(x, path) by Δ. A point's log p moves by log E exp(Δ) over paths that are
+    drawn by weight; its few Δ's own spread is allowed for.
     """
     target, law = _take(target, rows), _take(law, laws)
     flow, target, law = constant((flow.without_errors(), target, law))
@@ -228,9 +228,10 @@ def _few(weights: Weights) -> Weights:
 
 
 def _mean_and_spread(change: Array) -> Array:
-    """|mean| over the second axis, and its standard error; infinite where it is not a number."""
+    """|log mean exp| over the second axis, and the mean's standard error; infinite where it is not a
+    number."""
     spread = jnp.std(change, axis=1) / max(1, change.shape[1] - 1) ** 0.5
-    size = jnp.abs(jnp.mean(change, axis=1)) + spread
+    size = jnp.abs(jax.nn.logsumexp(change, axis=1) - jnp.log(change.shape[1])) + spread
     return jnp.where(jnp.isfinite(size), size, jnp.inf)
 
 

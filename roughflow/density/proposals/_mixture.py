@@ -36,6 +36,17 @@ class Mixture(eqx.Module):
     def dimension(self) -> int:
         return self.normal.shape[2]
 
+    @property
+    def steepness(self) -> Array:
+        """How far the start moves with the path, per unit and dimension: |det N₀|^(−1/d) of the steepest
+        component, `(B,)`."""
+        batch, count = self.log_share.shape
+        start = jnp.reshape(self.normal[..., : self.dimension], (batch * count, *(self.dimension,) * 2))
+        log_volume = jnp.reshape(log_abs_det(start), (batch, count))
+        return jnp.exp(
+            -jnp.min(jnp.where(jnp.isfinite(self.log_share), log_volume, 0), axis=1) / self.dimension
+        )
+
     def sample(self, noise: Array) -> Array:
         """ω `(B, K, W)` made from standard normal numbers `(B, K, d + W + SPARE)`."""
         centre, kick = self._drawn(noise, self._pick(noise))
