@@ -116,5 +116,7 @@ def tried(
     far = jnp.max(density, axis=1, keepdims=True) - density
     near = jnp.take_along_axis(weights, jnp.argmin(far, axis=1)[:, None], axis=1)
     equal = jnp.all(jnp.abs(weights - near) < EQUAL * (1 + far), axis=1)
-    chosen = law.defended(~equal | law.missed)
-    return chosen, joint - chosen.log_prob(omega)
+    even = equal & ~law.missed
+    chosen = law.defended(~even)
+    # Equal ones are equal: how they differ far out, where hardly any will be drawn, does not count.
+    return chosen, jnp.where(even[:, None], 0, joint - chosen.log_prob(omega))
