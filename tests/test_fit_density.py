@@ -128,6 +128,8 @@ def test_samples_belong_to_what_is_given(conditional, key):
 def test_noise_leaves_what_is_given_alone(conditional, key):
     noisy = dataclasses.replace(conditional, flow=rf.with_noise(conditional.flow, 0.5))
     assert noisy.flow.noise_dim == 1
+    with pytest.raises(ValueError, match="the last 1 of 2 coordinates are given"):
+        rf.with_noise(conditional.flow, rf.FullDiffusion(2, width=4, key=key))
     start = jnp.array([[0.3, 1.2]])
     path = noisy.flow.sample_path(key=key, shape=(1,))
     assert float(noisy.flow.push_forward(start, path)[0][0, 1]) == pytest.approx(1.2, abs=1e-12)
@@ -142,6 +144,8 @@ def test_a_model_asks_for_what_is_given(conditional, fitted, key):
         conditional.log_prob(np.zeros((2, 1)), key=key)
     with pytest.raises(ValueError, match="needs no given"):
         fitted.model.log_prob(ROWS[:2], given=np.zeros((2, 1)), key=key)
+    with pytest.raises(ValueError, match="needs no given"):
+        fitted.model.sample(given=np.zeros((2, 1)), key=key)
     with pytest.raises(ValueError, match="they go together"):
         rf.fit_density(ROWS, given=ROWS[:3], key=key, **TINY)
 

@@ -15,7 +15,7 @@ roughflow gives densities to stochastic differential equations. From the command
 numbers into a density: fit a model to the rows, ask how likely other rows are, draw new ones.
 
 commands, in the order you will meet them:
-  demo        fit a banana in a minute, and draw what was learned
+  demo        fit a banana in minutes, and draw what was learned
                 roughflow demo --out figures
   fit         fit a density to the rows of a table (.csv with a header, .npy, .parquet)
                 roughflow fit flowers.csv --columns length,width --out flowers.rf
@@ -109,7 +109,12 @@ def _fit(commands) -> None:
     add("--batch-size", _count, 512, "rows per step of the regression")
     add("--learning-rate", _positive, 2e-3, "of the regression")
     add("--validation", _share, 0.1, "share of the rows set aside to choose the best model by, 0 for none")
-    add("--patience", _whole, 5, "looks at them (20 a stage) without a better value that end it, 0 for never")
+    add(
+        "--patience",
+        _whole,
+        5,
+        "looks at them (20 per stage) without a better value that end it, 0 for never",
+    )
     _seed(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
     parser.add_argument(

@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -31,7 +32,9 @@ def fit(arguments: argparse.Namespace) -> int:
     if checkpoint.exists() and not arguments.resume:
         _remove(checkpoint)  # as --force asked
     try:
-        fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda said, *_: print(f"roughflow: warning: {said}", file=sys.stderr)
+            fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
         return stopped(arguments, checkpoint, "interrupted")
     if fitted.interrupted:

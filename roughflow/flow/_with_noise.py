@@ -10,6 +10,7 @@ from ..sde import (
     NoDiffusion,
     ProportionalDiffusion,
     TransportSDE,
+    noise_matrix,
 )
 from ._flow import StochasticFlow
 
@@ -61,8 +62,10 @@ def with_noise(
         or isinstance(diffusion, NoDiffusion | FadingDiffusion | ProportionalDiffusion)
     ):
         diffusion = FadingDiffusion(diffusion, flow.t1, fading)
+    sde = TransportSDE(flow.sde.transport, diffusion)
+    _check_given(sde, flow.dimension)
     return StochasticFlow(
-        TransportSDE(flow.sde.transport, diffusion),
+        sde,
         flow.base,
         flow.t1,
         flow.driver,
@@ -70,3 +73,16 @@ def with_noise(
         flow.correction,
         flow.integrator,
     )
+
+
+def _check_given(sde: TransportSDE, dimension: int) -> None:
+    """Refuse noise that would move what is given, and with it the law."""
+    given = sde.transport.context
+    if not given:
+        return
+    sigma = noise_matrix(sde.noise(jnp.zeros(()), jnp.zeros(dimension)))
+    if jnp.any(sigma[-given:] != 0):
+        raise ValueError(
+            f"the last {given} of {dimension} coordinates are given, and this noise would move them: its "
+            "matrix must have zeros in these rows"
+        )

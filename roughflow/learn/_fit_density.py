@@ -53,7 +53,7 @@ def fit_density(
 
     Each stage returns what was best on the rows set aside. Before the first step the model is the normal law
     with the mean and covariance of the data, so few rows leave it near that law. `noise` is added at the
-    end and leaves the law as it is (`rf.with_noise`): a stochastic flow is often the better density, but
+    end and leaves the law as it is (`rf.with_noise`): a stochastic flow may be the better density, but
     each value takes many paths and has an error bar. It can be added later too, or taken away.
 
     **Arguments:**
@@ -92,7 +92,7 @@ def fit_density(
     key_split, key_model, key_first, key_second = jax.random.split(check_key(key), 4)
     if noise:
         check_positive("noise", noise)
-    whole = Table.of(data, given)
+    whole = Table.of(data, given, columns)
     table = whole.split(validation, key_split)
     small = len(table.train) < SMALL
     flow = velocity_flow(

@@ -92,6 +92,8 @@ class Interpolant(AbstractObjective):
         transport = _transport(model)
         if isinstance(transport, GivenTransport):
             raise TypeError("Interpolant would part the velocity of an rf.GivenTransport from its score")
+        if self.context and isinstance(transport, LearnedTransport):
+            raise TypeError("a score is learned for a density without a context: take an rf.Normal base")
         if self.coupling is not None:
             raise ValueError(
                 "with a coupling the score of an rf.TransportSDE would be wrong: give Interpolant a flow of "

@@ -85,10 +85,10 @@ class Standardised(eqx.Module):
     ) -> Array:
         """Rows `(*shape, d)`; with `given` of shape `(..., k)`, `(*shape, ..., d)`: `shape` for each."""
         own = self.flow.dimension - self.context
+        some = self._with(np.zeros(own), given)
         if not self.context:
             y = self.flow.sample(key=key, shape=shape)
         else:
-            some = self._with(np.zeros(own), given)
             shape = (*shape, *some.shape[:-1])
             key_start, key_path, key_solve = jax.random.split(key, 3)
             start = self.flow.base.sample(key=key_start, shape=shape)

@@ -1,6 +1,7 @@
 """The rows of a table: what is modelled, what is given, what is set aside."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -24,9 +25,9 @@ class Table:
     context: int
 
     @staticmethod
-    def of(data: ArrayLike, given: ArrayLike | None) -> "Table":
+    def of(data: ArrayLike, given: ArrayLike | None, names: Sequence[str]) -> "Table":
         rows, context = _joined("data", data, given)
-        _warn_of_few_values(rows[:, : rows.shape[1] - context])
+        _warn_of_few_values(rows[:, : rows.shape[1] - context], names)
         return Table(rows, rows[:0], context)
 
     @property
@@ -87,13 +88,14 @@ def _rows(name: str, data: ArrayLike) -> np.ndarray:
     return rows
 
 
-def _warn_of_few_values(rows: np.ndarray) -> None:
+def _warn_of_few_values(rows: np.ndarray, names: Sequence[str]) -> None:
     """A density of a discrete column grows without bound."""
     for i, column in enumerate(rows.T):
         values = len(np.unique(column))
         if 1 < values <= min(FEW, len(rows) // 2):
+            name = repr(names[i]) if names else i
             warnings.warn(
-                f"column {i} has only {values} different values, so its density may grow without bound: "
+                f"column {name} has only {values} different values, so its density may grow without bound: "
                 "leave it out, give it as a condition (given=), or add noise of the size of its steps",
                 stacklevel=4,
             )
