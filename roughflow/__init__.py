@@ -90,6 +90,7 @@ from .learn import (
     History as History,
     AbstractObjective as AbstractObjective,
     AbstractStatefulObjective as AbstractStatefulObjective,
+    Marginals as Marginals,
     MaximumLikelihood as MaximumLikelihood,
     Interpolant as Interpolant,
     ReverseKL as ReverseKL,

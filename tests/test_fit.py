@@ -341,12 +341,39 @@ def test_validation_keeps_the_best_model_and_ends_a_stale_run(key):
     """Validation data elsewhere: the best model is the one that has just passed them."""
     aside = np.full((10, 2), 0.5)
     fitted = fit(key, validation=aside, every=10, patience=3, steps=1000)
-    losses = fitted.history.validation_loss
-    assert fitted.history.loss.size < 1000
-    assert losses.size == np.argmin(losses) + 1 + 3
+    losses, steps = fitted.history.validation_loss, fitted.history.validation_step
+    stale = next(i for i in range(losses.size) if i - np.argmin(losses[: i + 1]) == 3)
+    # A quarter of the steps taken until then are left, from the best model on and at a falling rate.
+    assert fitted.history.loss.size == steps[stale] + steps[stale] // 4
+    assert steps[-1] == fitted.history.loss.size
+    assert losses[stale + 1] < losses[stale]
     at_best = float(jnp.mean((fitted.model["place"] - 0.5) ** 2))
     assert at_best < 1.5
     assert at_best < float(jnp.mean((DATA.mean(axis=0) - 0.5) ** 2))
+
+
+def test_a_run_that_cools_down_ends_nearer_the_minimum(key):
+    """Minibatches of noisy data: at the full rate the model jumps about, and no look is better for long."""
+    data = np.random.default_rng(0).normal(size=(200, 2))
+    settings = {"steps": 100_000, "batch_size": 4, "learning_rate": 0.3, "every": 20, "progress": False}
+    fitted = rf.fit(
+        jnp.full(2, 3.0), data, key=key, objective=Near(), validation=data, patience=10, **settings
+    )
+    losses = fitted.history.validation_loss
+    stale = next(i for i in range(losses.size) if i - np.argmin(losses[: i + 1]) == 10)
+    assert fitted.history.loss.size < 10_000
+    floor = np.mean((data - data.mean(axis=0)) ** 2)
+    before, after = np.mean(losses[5 : stale + 1]) - floor, losses[-1] - floor
+    assert after < 0.3 * before
+
+
+class Near(rf.AbstractObjective):
+    """The squared distance."""
+
+    uses_data = True
+
+    def __call__(self, model, x, *, key):
+        return jnp.mean((model[None] - x) ** 2), {}
 
 
 class Blind(rf.AbstractObjective):

@@ -62,6 +62,39 @@ def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     np.testing.assert_allclose(values[0], fitted.model.log_prob(x, key=key), atol=0.5)
 
 
+def test_the_best_noise_is_chosen_on_the_rows_set_aside(key):
+    """A velocity that is nearly right gains nothing by noise: none is chosen, and it is worth trying."""
+    model = rf.fit_density(ROWS, key=key, noise="best", **TINY).model
+    assert model.flow.noise_dim in (0, 2)
+    with pytest.raises(ValueError, match="chosen on rows set aside"):
+        rf.fit_density(ROWS, key=key, noise="best", validation=0.0, **TINY)
+
+
+def test_a_budget_may_be_in_seconds_and_a_run_resumed_keeps_its_steps(key, tmp_path, monkeypatch):
+    settings = TINY | {"steps": None, "likelihood_steps": 0, "seconds": 2.0, "key": key}
+    file = tmp_path / "run.checkpoint"
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, file)
+        first = rf.fit_density(ROWS, checkpoint=file, **settings)
+    assert first.interrupted
+    again = rf.fit_density(ROWS, checkpoint=file, resume=True, **settings)
+    planned = rf.learn._checkpoint.steps_of(file)
+    assert again.history.loss.size == planned > 40
+    with pytest.raises(ValueError, match="two budgets"):
+        rf.fit_density(ROWS, key=key, seconds=1.0, **TINY)
+
+
+def test_few_rows_are_smoothed_in_training_and_not_learned_by_heart(key):
+    """Twelve rows of a normal law: with smoothing their own likelihood stays near that of others."""
+    rng = np.random.default_rng(3)
+    rows, others = rng.normal(size=(12, 2)), rng.normal(size=(500, 2))
+    settings = TINY | {"width": 32, "depth": 2, "steps": 800, "likelihood_steps": 0, "validation": 0.0}
+    settings |= {"learning_rate": 2e-2}
+    score = lambda model: float(np.mean(model.log_prob(others, key=key)))
+    smooth, sharp = (rf.fit_density(rows, key=key, smoothing=h, **settings).model for h in (None, 0.0))
+    assert score(smooth) > score(sharp) + 0.1
+
+
 def interrupt_at(monkeypatch, file):
     """Press Ctrl-C, once, when the first step of a stage is written to its file."""
     write_archive = rf.learn._checkpoint.write_archive

@@ -103,17 +103,24 @@ def _fit(commands) -> None:
     add("--noise", _not_negative, 0.0, "size of the noise for standardised data, 0 for none")
     told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
     told("--steps", _count, "of the regression; default: 20000, fewer for few rows")
-    told("--likelihood-steps", _whole, "of the likelihood stage; default: 300, or 150 from four columns on")
-    told("--width", _count, "of the network; default: 128, or 64 for few rows")
+    told(
+        "--likelihood-steps",
+        _whole,
+        "of the likelihood stage; default: 100 or 60, none with few rows per column",
+    )
+    told("--seconds", _positive, "budget for both stages, after compilation, in place of steps")
+    told("--width", _count, "of the network; default: 128, or 256 from 20,000 rows on")
+    told(
+        "--batch-size", _count, "rows per step of the regression; default: 512, or 256 if the network is wide"
+    )
     add("--depth", _count, 3, "of the network")
-    add("--batch-size", _count, 512, "rows per step of the regression")
     add("--learning-rate", _positive, 2e-3, "of the regression")
     add("--validation", _share, 0.1, "share of the rows set aside to choose the best model by, 0 for none")
     add(
         "--patience",
         _whole,
         5,
-        "looks at them (20 per stage) without a better value that end it, 0 for never",
+        "looks at them without a better value that end a stage, 0 for never",
     )
     _seed(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import roughflow as rf
-from roughflow.learn import second_file
+from roughflow.learn import LIKELIHOOD_ROWS, second_file
 
 from .checkpoint import check_checkpoint, stopped
 from .output import check_writable
@@ -78,6 +78,7 @@ def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint
         patience=arguments.patience or None,
         steps=arguments.steps,
         likelihood_steps=arguments.likelihood_steps,
+        seconds=arguments.seconds,
         batch_size=arguments.batch_size,
         learning_rate=arguments.learning_rate,
         checkpoint=checkpoint,
@@ -127,19 +128,22 @@ def _report(out: Path, table: Table, fitted: rf.Fitted, train: np.ndarray, held_
         skipped = f", {steps.skipped} skipped" if steps.skipped else ""
         print(f"{stage:<11} {steps.loss.size} steps{skipped}")
     if len(held_out) and "likelihood" in fitted.stages:
-        loc, matrix = (np.asarray(part, float) for part in (fitted.model.loc, fitted.model.matrix))
-        # What is given counts as N(0, 1) in the loss: out again with it.
+        model, rows = fitted.model, held_out[:LIKELIHOOD_ROWS]
+        loc, matrix = (np.asarray(part, float) for part in (model.loc, model.matrix))
         log_volume = float(np.sum(np.log(np.abs(np.diagonal(matrix)))))
+        if model.marginals is not None:
+            log_volume -= float(np.mean(np.sum(model.marginals.forward(rows[:, :own])[1], axis=1)))
+        # What is given counts as N(0, 1) in the loss: out again with it.
         unconditional = -float(np.min(history.validation_loss)) - log_volume
-        reached = unconditional - _gaussian(loc[own:], matrix[own:, own:], held_out[:, own:])
-        normal = _gaussian(loc[:own], matrix[:own, :own], held_out[:, :own])
+        reached = unconditional - _gaussian(loc[own:], matrix[own:, own:], rows[:, own:])
+        normal = _gaussian(*rf.standardising(train[:, :own]), rows[:, :own])
         told = "the Gaussian with their mean and covariance"
         print(f"validation  {reached:.4f} nats per row; {told} {normal:.4f}")
     print(f"model       {out}")
 
 
 def _gaussian(loc: np.ndarray, matrix: np.ndarray, rows: np.ndarray) -> float:
-    """The mean log density of rows under the normal law that the fit starts from."""
+    """The mean log density of rows under a normal law."""
     unit = np.linalg.solve(matrix, (rows - loc).T)
     square = np.mean(np.sum(unit**2, axis=0))
     log_volume = np.sum(np.log(np.abs(np.diagonal(matrix))))

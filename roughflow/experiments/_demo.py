@@ -1,5 +1,6 @@
 """A first look: fit a banana from a table, score it, draw it, keep it."""
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def _panels(run: Run, model: rf.Standardised, law: Banana, excess: float) -> Fig
     axes[1].set_title(f"the flow, excess {excess:.3f} nats", fontsize=11)
     plots.samples(model.sample(key=run.key("draw"), shape=(DRAWN,)), extent=EXTENT, ax=axes[2])
     axes[2].set_title("samples of the flow", fontsize=11)
-    noisy = rf.Standardised(rf.with_noise(model.flow, NOISE), model.loc, model.matrix)
+    noisy = dataclasses.replace(model, flow=rf.with_noise(model.flow, NOISE))
     plots.samples(noisy.sample(key=run.key("noisy"), shape=(DRAWN,)), extent=EXTENT, ax=axes[3])
     axes[3].set_title(f"the same with noise, λ = {NOISE:g}", fontsize=11)
     for ax in axes[1:]:

@@ -3,9 +3,14 @@
 from ._evidence import EvidenceBound as EvidenceBound, evidence_bound as evidence_bound
 from ._files import whole_file as whole_file
 from ._fit import Fitted as Fitted, fit as fit
-from ._fit_density import fit_density as fit_density, second_file as second_file
+from ._fit_density import (
+    LIKELIHOOD_ROWS as LIKELIHOOD_ROWS,
+    fit_density as fit_density,
+    second_file as second_file,
+)
 from ._history import History as History
 from ._interpolant import Interpolant as Interpolant
+from ._marginals import Marginals as Marginals
 from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
 from ._objective import (
     AbstractObjective as AbstractObjective,

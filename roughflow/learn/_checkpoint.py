@@ -52,12 +52,15 @@ class Progress:
         """The trees that steps change."""
         return self.parameters, self.optimiser, self.state, self.best
 
-    def stale(self, patience: int | None) -> bool:
-        """Whether `patience` looks have passed since the best one."""
+    def stale_from(self, patience: int | None) -> int | None:
+        """The step of the first look that came `patience` looks after the best one until then."""
+        if patience is None:
+            return None
         losses = _ranked(self.history.validation_loss)
-        if patience is None or not losses.size:
-            return False
-        return losses.size - 1 - int(np.argmin(losses)) >= patience
+        for i in range(losses.size):
+            if i - int(np.argmin(losses[: i + 1])) >= patience:
+                return int(self.history.validation_step[i])
+        return None
 
 
 def _ranked(losses: np.ndarray) -> np.ndarray:
@@ -124,3 +127,8 @@ class Checkpoint:
         header = {"kind": "checkpoint", "version": VERSION, "step": now.step, "streak": now.streak}
         write_archive(self.path, header | {"settings": self.settings}, arrays)
         self.written = time.monotonic()
+
+
+def steps_of(path: Path) -> int:
+    """How many steps the run in this file was to take."""
+    return int(read_archive(path, "checkpoint", VERSION)[0]["settings"]["steps"])

@@ -77,8 +77,8 @@ def fit(
       that decay by this factor a step: it smooths out the noise of minibatches.
     - `frozen`: a function of the model that returns the part, or tuple of parts, not to train.
     - `validation`: data to look at every `every` steps, or what share of `data` to set aside for it.
-      The model with the lowest loss there is the one returned, and `patience` looks without a lower
-      one end the run.
+      The model with the lowest loss there is the one returned. After `patience` looks without a lower
+      one the run goes back to that model and ends soon, with steps at a rate that falls to zero.
     - `checkpoint`: a file to keep the state of the run in; `resume=True` goes on from it.
     - `progress`: show a bar; a text is shown before it.
 
@@ -119,7 +119,7 @@ def fit(
         now = loop.run(now, store, interrupt, progress)
     judged = np.any(now.history.validation_loss < np.inf)
     best_model, best_objective = eqx.combine(now.best if judged else loop.settled(now), rest)
-    stopped = interrupt.wanted and now.step < steps
+    stopped = interrupt.wanted and now.step < loop.cooling(now)[1]
     return Fitted(best_objective.leave(best_model), best_objective, now.history, stopped, now.state)
 
 

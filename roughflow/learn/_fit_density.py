@@ -2,28 +2,44 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key, check_positive
 from ..flow import ExactDivergence, HutchinsonDivergence, StochasticFlow, velocity_flow, with_noise
+from ._checkpoint import steps_of
 from ._fit import Fitted, fit
 from ._interpolant import Interpolant
+from ._marginals import fit_marginals
 from ._maximum_likelihood import MaximumLikelihood
+from ._smoothed import Smoothed
 from ._standardised import Standardised
-from ._table import Table
+from ._table import Bound, Table
 
-SMALL = 2000  # rows below which a smaller network learns less by heart
+# By the size of the table, as measured on 18 of them: fine waves help in the plane, given rows enough, and
+# mislead in more dimensions; a wider network needs rows.
+WAVES, WAVY, WIDE = 2000, 2, 20_000  # rows and columns for waves, rows for the wider network
+SPARSE = 30  # rows per column below which they are smoothed, and likelihood is left out
+SMOOTHING = 0.3
+# Nats per column that maps of the columns must gain, with few rows and with many: given rows enough, a flow
+# learns such things by itself, and maps bend what lies on a line or a plane.
+WORTH = (0.05, 0.5)
 MANY = 8  # columns above which likelihood is trained with probes of the divergence
 LOOKED_AT = 4096  # rows to validate the regression on: those set aside, as often as it takes
-LOOKS = 20  # at them, in the course of a stage
+LIKELIHOOD_ROWS = 1000  # rows to validate likelihood on, at most: each takes a solve
+TIMED = 40  # steps that say how many a budget of seconds allows
+NOISES, NOISED = (0.25, 0.5, 1.0), 500  # sizes of noise to choose from, and the rows to choose by
+LOOKS = {"regression": 20, "likelihood": 10}  # at them
 
 
 def fit_density(
@@ -31,7 +47,11 @@ def fit_density(
     *,
     key: PRNGKeyArray,
     given: ArrayLike | None = None,
-    noise: float = 0.0,
+    noise: float | Literal["best"] = 0.0,
+    bounds: Mapping[str | int, Bound] | None = None,
+    rounding: Mapping[str | int, float] | None = None,
+    marginals: bool | None = None,
+    smoothing: float | None = None,
     width: int | None = None,
     depth: int = 3,
     columns: Sequence[str] = (),
@@ -39,7 +59,8 @@ def fit_density(
     patience: int | None = 5,
     steps: int | None = None,
     likelihood_steps: int | None = None,
-    batch_size: int = 512,
+    seconds: float | None = None,
+    batch_size: int | None = None,
     learning_rate: float = 2e-3,
     checkpoint: str | os.PathLike | None = None,
     resume: bool = False,
@@ -61,15 +82,32 @@ def fit_density(
     - `data`: one row per sample.
     - `given`: for the conditional density p(data | given), the rows of what is given. The model's methods
       then take `given` too.
-    - `noise`: its size, in units of the standardised data; 0 for none.
-    - `width`, `depth`: of the network; the width is 128, or 64 with few rows, unless told otherwise.
+    - `noise`: its size, in units of the standardised data; 0 for none; "best" for the one of 0, 0.25,
+      0.5 and 1 with the highest likelihood on the rows set aside.
+    - `bounds`: of columns, by name or number, `{"share": (0, 1), "income": (0, None)}`: the density is zero
+      beyond them. Every row must lie within.
+    - `rounding`: of columns, `{"age": 1.0}`: uniform noise of that width is added to rows that were rounded,
+      which have no density as they are.
+    - `marginals`: whether each column is first mapped to a nearly normal one, with as many knots as
+      cross-validation bears out (`rf.Marginals`): heavy tails, edges and spikes of a column are then not for
+      the flow to learn. If None, where that alone gains 0.5 nats per column, or 0.05 with less than 30 rows
+      per column: given rows enough, a flow does better by itself.
+    - `smoothing`: noise that is added to the rows in training, anew in each step, in units of the
+      standardised data: few rows are then not learned by heart. If None, 0.3 for tables with less than 30
+      rows per column, otherwise none.
+    - `width`, `depth`: of the network; the width is 128, or 256 from 20,000 rows on, unless told otherwise.
     - `columns`: names to keep with the model.
     - `validation`: what share of the rows to set aside, or such rows; with `given` a pair of both.
-    - `patience`: looks at them, one every twentieth of a stage, without a better one that end it.
-    - `steps`, `likelihood_steps`: of the stages; if None, up to 20,000 and 300, fewer with few rows and with
-      many columns. Without any steps of likelihood that stage is left out.
-    - `batch_size`, `learning_rate`: of the regression; likelihood takes batches of 256 and a quarter of the
-      rate.
+    - `patience`: looks at them, one every twentieth of the regression and every tenth of the likelihood
+      stage, without a better one, after which a stage goes back to the best and ends (`rf.fit`).
+    - `steps`, `likelihood_steps`: of the stages; if None, up to 20,000 and 100, fewer with few rows and with
+      many columns, and none of likelihood with less than 30 rows per column: it would learn them by heart.
+      Without any steps of likelihood that stage is left out.
+    - `seconds`: in place of `steps`, how long both stages may take together, once they are compiled: a few
+      steps are timed, and as many taken as the budget allows, three in four of its seconds for the
+      regression.
+    - `batch_size`, `learning_rate`: of the regression; if None, batches of 512 rows, or 256 for the wider
+      network. Likelihood takes batches of 256 and a quarter of the rate.
     - `checkpoint`: a file to keep the state of the run in, with another beside it for the second stage;
       `resume=True` goes on from them.
     - `progress`: show a bar, which names the stage.
@@ -90,56 +128,109 @@ def fit_density(
     ```
     """
     key_split, key_model, key_first, key_second = jax.random.split(check_key(key), 4)
-    if noise:
+    if noise not in (0, "best"):
         check_positive("noise", noise)
-    whole = Table.of(data, given, columns)
-    table = whole.split(validation, key_split)
-    small = len(table.train) < SMALL
+    if seconds is not None and steps is not None:
+        raise ValueError("steps and seconds are two budgets for one fit: give one of them")
+    whole = Table.of(data, given, columns, bounds or {}, rounding or {})
+    table = whole.split(validation, key_split).dequantised(jax.random.fold_in(key_split, 1))
+    rows, dimension = len(table.train), table.dimension
+    wide = rows >= WIDE and dimension + table.context > WAVY
     flow = velocity_flow(
-        table.dimension,
+        dimension,
         context=table.context,
-        width=(64 if small else 128) if width is None else width,
+        width=(256 if wide else 128) if width is None else width,
         depth=depth,
-        features=0 if small else 64,
+        features=64 if rows >= WAVES and dimension + table.context <= WAVY else 0,
         key=key_model,
     )
-    model = Standardised(flow, *whole.units(), tuple(columns), table.context)
+    sparse = rows < SPARSE * dimension
+    least = {True: -np.inf, False: np.inf, None: WORTH[0] if sparse else WORTH[1]}[marginals]
+    maps = fit_marginals(table.train, dimension, least, table.bounds)
+    model = Standardised(flow, *whole.units(maps), tuple(columns), table.context, maps)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
     files = _Files.beside(checkpoint)
-    stages = _Stages(train, held_out, learning_rate, patience, progress, resume)
-    count = _regression_steps(len(train)) if steps is None else check_count("steps", steps)
-    first = stages.regression(flow, table.context, count, batch_size, key_first, files.first)
-    count = _likelihood_steps(table.dimension) if likelihood_steps is None else int(likelihood_steps)
+    stages = _Stages(
+        _smoothed(train, SMOOTHING * sparse if smoothing is None else smoothing, table.context),
+        held_out,
+        learning_rate,
+        patience,
+        progress,
+        resume,
+    )
+    batch_size = (256 if wide else 512) if batch_size is None else batch_size
+    count = _regression_steps(rows) if steps is None else check_count("steps", steps)
+    regression = partial(stages.regression, flow, table.context, batch_size, key_first)
+    first = regression(files.first, stages.affordable(regression, files.first, seconds, 0.75, count))
+    # Each step of likelihood takes a backward solve with a tangent for each column.
+    several = 0 if sparse else 100 if dimension <= 3 else 60
+    count = several if likelihood_steps is None else int(likelihood_steps)
+    last, histories = first, {"regression": first.history}
     if count and not first.interrupted:
-        last = stages.likelihood(first.model, count, key_second, files.second)
-        histories = {"regression": first.history, "likelihood": last.history}
-    else:
-        last, histories = first, {"regression": first.history}
+        likelihood = partial(stages.likelihood, first.model, key_second)
+        last = likelihood(files.second, stages.affordable(likelihood, files.second, seconds, 0.25, count))
+        histories["likelihood"] = last.history
     # Probes are for training: a density is worth its exact divergence.
     flow = eqx.tree_at(lambda f: f.divergence, last.model, ExactDivergence())
+    if noise == "best":
+        noise = _best_noise(flow, held_out[:NOISED], key_second)
     flow = with_noise(flow, noise) if noise else flow
     return dataclasses.replace(last, model=eqx.tree_at(lambda m: m.flow, model, flow), stages=histories)
+
+
+def _best_noise(flow: StochasticFlow, rows: Array, key: PRNGKeyArray) -> float:
+    """The size of noise with the highest likelihood; what is not clearly better than none is not worth its
+    paths."""
+    if not len(rows):
+        raise ValueError("the best noise is chosen on rows set aside: set validation, to 0.1 say")
+    plain = flow.log_prob(rows, key=key)
+    best, gain = 0.0, 0.0
+    for size in NOISES:
+        gains = np.asarray(with_noise(flow, size).log_prob(rows, key=key) - plain)
+        if gains.mean() > max(gain, 2 * gains.std() / len(gains) ** 0.5):
+            best, gain = size, float(gains.mean())
+    return best
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stages:
     """What the two stages share."""
 
-    train: Array
+    train: Array | Smoothed
     held_out: Array
     learning_rate: float
     patience: int | None
     progress: bool
     resume: bool
 
+    def affordable(
+        self,
+        stage: Callable[[Path | None, int], Fitted],
+        file: Path | None,
+        seconds: float | None,
+        share: float,
+        otherwise: int,
+    ) -> int:
+        """How many steps of a stage its share of the seconds pays for; a run that is resumed keeps what it
+        began with."""
+        if seconds is None:
+            return otherwise
+        check_positive("seconds", seconds)
+        if self.resume and file is not None and file.exists():
+            return steps_of(file)
+        stage(None, TIMED)  # compiles
+        began = time.perf_counter()
+        stage(None, TIMED)
+        return max(1, int(share * seconds * TIMED / (time.perf_counter() - began)))
+
     def regression(
         self,
         flow: StochasticFlow,
         context: int,
-        steps: int,
         batch_size: int,
         key: PRNGKeyArray,
         file: Path | None,
+        steps: int,
     ) -> Fitted:
         # A row is seen at one time and with one start of the base: few rows must be seen often.
         often = max(1, LOOKED_AT // max(1, len(self.held_out)))
@@ -155,7 +246,7 @@ class _Stages:
             **self._shared("regression", steps, jnp.tile(self.held_out, (often, 1)), file),
         )
 
-    def likelihood(self, flow: StochasticFlow, steps: int, key: PRNGKeyArray, file: Path | None) -> Fitted:
+    def likelihood(self, flow: StochasticFlow, key: PRNGKeyArray, file: Path | None, steps: int) -> Fitted:
         if flow.dimension > MANY:
             flow = eqx.tree_at(lambda f: f.divergence, flow, HutchinsonDivergence())
         return fit(
@@ -168,14 +259,14 @@ class _Stages:
             learning_rate=self.learning_rate / 4,
             average=0.98,
             frozen=lambda flow: flow.base,
-            **self._shared("likelihood", steps, self.held_out, file),
+            **self._shared("likelihood", steps, self.held_out[:LIKELIHOOD_ROWS], file),
         )
 
     def _shared(self, name: str, steps: int, held_out: Array, file: Path | None) -> dict[str, Any]:
         some = len(held_out) > 0
         return {
             "validation": held_out if some else 0.0,
-            "every": -(-steps // LOOKS),
+            "every": -(-steps // LOOKS[name]),
             "patience": self.patience if some else None,
             "progress": name if self.progress else False,
             "checkpoint": file,
@@ -203,10 +294,12 @@ def second_file(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name + ".likelihood")
 
 
+def _smoothed(rows: Array, width: float, context: int) -> Array | Smoothed:
+    if width == 0:
+        return rows
+    check_positive("smoothing", width)
+    return Smoothed(rows, float(width), context)
+
+
 def _regression_steps(rows: int) -> int:
     return min(20_000, max(2000, 4 * rows))
-
-
-def _likelihood_steps(columns: int) -> int:
-    """Each takes a backward solve with a tangent for each column."""
-    return 300 if columns <= 3 else 150

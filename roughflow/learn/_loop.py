@@ -1,7 +1,7 @@
 """The steps of a fit: many at a time on the device, looks at validation data, and reasons to stop."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +22,7 @@ from ._rows import Known, Sampler, draw
 
 DISPATCH = 256  # steps on the device between two looks at it, at most
 SECONDS = 1.0  # that such a stretch should take
+COOLING = 4  # a run that learns no more ends with steps at a falling rate, one for so many that it has taken
 HOPELESS = 20  # steps in a row that are not finite end a run
 
 
@@ -47,10 +48,10 @@ class Loop:
         save = lambda at_once=False: None if store is None else store.save(now, at_once)
         length = 1
         with _bar(now.step, self.steps, progress) as bar:
-            while now.step < self.steps and not interrupt.wanted and not now.stale(self.patience):
+            while now.step < self.cooling(now)[1] and not interrupt.wanted:
                 if now.step == 0 and not now.history.validation_loss.size:
                     now = self._look(now)
-                stop = min(self.steps, (now.step // self.every + 1) * self.every)
+                stop = min(self.cooling(now)[1], (now.step // self.every + 1) * self.every)
                 began = time.perf_counter()
                 count = min(length, DISPATCH, stop - now.step)
                 now = self._advance(now, count)
@@ -62,11 +63,18 @@ class Loop:
                 if now.streak >= HOPELESS:
                     save(at_once=True)
                     self._explain(now)
-                if now.step % self.every == 0 or now.step == self.steps:
+                if now.step in (stop, self.steps):
                     now = self._look(now)
                 save()
         save(at_once=True)
         return now
+
+    def cooling(self, now: Progress) -> tuple[int, int]:
+        """The steps from and until which the rate falls to zero once patience is at an end."""
+        start = now.stale_from(self.patience)
+        if start is None:
+            return self.steps, self.steps
+        return start, min(self.steps, start + max(1, start // COOLING))
 
     def settled(self, now: Progress) -> Any:
         """The parameters to judge and to return."""
@@ -76,7 +84,7 @@ class Loop:
         """`count` more steps, or fewer if too many in a row come to nothing."""
         carried = (now.parameters, now.optimiser, now.state, jnp.asarray(now.streak))
         # As arrays: a plain number would be compiled in.
-        span = jnp.asarray(now.step), jnp.asarray(count)
+        span = tuple(jnp.asarray(number) for number in (now.step, count, *self.cooling(now)))
         carried, taken, loss, figures = _advance(
             carried, self.rest, self.optimiser, self.data, self.batch_size, self.key, *span
         )
@@ -92,7 +100,12 @@ class Loop:
             return now
         parameters = self.settled(now)
         loss = _validate(parameters, self.rest, now.state, self.held_out, self.key_validation)
-        return now.validated(float(loss), parameters)
+        now = now.validated(float(loss), parameters)
+        judged = np.any(now.history.validation_loss < np.inf)
+        if now.step != now.stale_from(self.patience) or not judged:
+            return now
+        # The best are behind: the last steps, at a falling rate, go from there.
+        return replace(now, parameters=now.best, optimiser=self.optimiser.back_to(now.best, now.optimiser))
 
     def _explain(self, now: Progress) -> None:
         """Raise, with the reason if a solve outside the jit gives one."""
@@ -120,8 +133,9 @@ class Loop:
 
 
 @jit
-def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, first, count):
-    """`count` steps from the step `first` on, as one program: the count may vary without compiling."""
+def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, first, count, start, end):
+    """`count` steps from the step `first` on, as one program: the count may vary without compiling. From the
+    step `start` to `end` the rate falls to zero."""
 
     def loss_of(parameters, state, x, key):
         model, objective = eqx.combine(parameters, rest)
@@ -134,7 +148,11 @@ def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, fi
         value = jax.value_and_grad(loss_of, has_aux=True)
         (loss, (moved, report)), slope = value(parameters, state, x, key_loss)
         fine = _all_finite((loss, slope))
-        stepped = (*optimiser.step(slope, moments, parameters), moved)
+        left = (end - first - done) / jnp.maximum(end - start, 1)
+        stepped = (
+            *optimiser.step(slope, moments, parameters, jnp.where(first + done < start, 1, left)),
+            moved,
+        )
         keep = lambda new, old: jnp.where(fine, new, old)
         kept = jax.tree.map(keep, stepped, (parameters, moments, state))
         losses = losses.at[done].set(jnp.where(fine, loss, jnp.nan))

@@ -44,15 +44,16 @@ class Optimiser(eqx.Module):
         average = None if self.decay is None else jax.tree.map(jnp.copy, parameters)
         return self.transform.init(parameters), jnp.asarray(0), average
 
-    def step(self, slope: Any, state: tuple[Any, Array, Any], parameters: Any) -> tuple[Any, Any]:
-        """The parameters after a step along this gradient, and the state."""
+    def step(
+        self, slope: Any, state: tuple[Any, Array, Any], parameters: Any, share: Array
+    ) -> tuple[Any, Any]:
+        """The parameters after a step along this gradient, at this share of the rate, and the state."""
         inner, count, average = state
         if self.clip is not None:
             slope, _ = optax.clip_by_global_norm(self.clip).update(slope, optax.EmptyState())  # pyright: ignore[reportArgumentType]
         updates, inner = self.transform.update(slope, inner, parameters)
-        if self.rate is not None:
-            rate = self.rate(count)
-            updates = jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates)
+        share = share if self.rate is None else -share * self.rate(count)
+        updates = jax.tree.map(lambda u: share.astype(u.dtype) * u, updates)
         parameters = optax.apply_updates(parameters, updates)
         if self.decay is not None:
             # At first the average forgets faster: it is to leave the start behind.
@@ -60,6 +61,11 @@ class Optimiser(eqx.Module):
             mix = lambda old, new: old + (1 - decay).astype(old.dtype) * (new - old)
             average = jax.tree.map(mix, average, parameters)
         return parameters, (inner, count + 1, average)
+
+    def back_to(self, parameters: Any, state: tuple[Any, Array, Any]) -> tuple[Any, Array, Any]:
+        """The state of a run that goes on from these parameters."""
+        inner, count, _ = state
+        return inner, count, None if self.decay is None else parameters
 
     def settled(self, parameters: Any, state: tuple[Any, Array, Any]) -> Any:
         """What to judge and to return: the average, if there is one."""

@@ -10,16 +10,21 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_finite, check_vector, is_traced
 from ..flow import AbstractEstimator, StochasticFlow
+from ._marginals import Marginals
 
 
 class Standardised(eqx.Module):
     """x = m + L y, y from a flow: log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
 
+    With `marginals` g, a monotone map of each column, it is g(x) = m + L y, and log p(x) has Σ log g′(x)
+    more.
+
     With a `context` of k > 0 it is a conditional density: the last k coordinates are what is `given`. The
     flow starts them from N(0, I) and leaves them there, so that p(y | given) is its density over theirs.
 
     **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, lower triangular `(d, d)`; `columns`, the
-    names of the coordinates, if they have any; `context`, k. `standardising(data)` finds m and L.
+    names of the coordinates, if they have any; `context`, k; `marginals`, an `rf.Marginals` or None.
+    `standardising(data)` finds m and L.
 
     ```python
     import jax, jax.numpy as jnp
@@ -37,15 +42,15 @@ class Standardised(eqx.Module):
     matrix: np.ndarray
     columns: tuple[str, ...] = eqx.field(static=True, default=())
     context: int = eqx.field(static=True, default=0)
+    marginals: Marginals | None = None  # of all columns but those that are given
 
     def standardise(self, x: Array | np.ndarray, given: Array | np.ndarray | None = None) -> Array:
-        """y = L⁻¹(x − m), in double precision where x is known."""
-        check_vector("x", x, self.flow.dimension - self.context)
-        check_finite("x", x)
-        return self.unit(self._with(x, given))
+        """y = L⁻¹(g(x) − m), in double precision where x is known."""
+        return self.unit(self._checked(x, given))
 
     def unit(self, x: Array | np.ndarray) -> Array:
         """The same for rows that have what is given as their last columns."""
+        x = self._mapped(x)[0]
         if is_traced(x) or is_traced(self.matrix):
             offset = x - jnp.expand_dims(self.loc, range(x.ndim - 1))
             return jnp.einsum("ij,...j->...i", jnp.linalg.inv(jnp.asarray(self.matrix, offset.dtype)), offset)
@@ -62,10 +67,12 @@ class Standardised(eqx.Module):
         **settings: Any,
     ) -> Any:
         """As `StochasticFlow.estimate`, with the same settings."""
-        y = self.standardise(x, given)
+        rows = self._checked(x, given)
+        y = self.unit(rows)
         estimate = self.flow.estimate(y, key=key, estimator=estimator, **settings)
         own = self.flow.dimension - self.context
         shift = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
+        shift = shift + jnp.asarray(self._mapped(rows)[1], y.dtype)
         # The context's own density goes out again: it was N(0, I) from start to end.
         shift = shift - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
         return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value + shift)
@@ -97,7 +104,22 @@ class Standardised(eqx.Module):
             path = self.flow.sample_path(key=key_path, shape=shape)
             y = self.flow.push_forward(start, path, key=key_solve)[0]
         spread = jnp.einsum("ij,...j->...i", jnp.asarray(self.matrix, y.dtype), y)
-        return (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(len(shape))) + spread)[..., :own]
+        mapped = (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(len(shape))) + spread)[..., :own]
+        return mapped if self.marginals is None else self.marginals.inverse(mapped)
+
+    def _mapped(self, x: Array | np.ndarray) -> tuple[Any, Any]:
+        """g(x), with what is given as it is, and Σ log g′(x)."""
+        if self.marginals is None:
+            return x, 0.0
+        own = self.flow.dimension - self.context
+        u, log_slope = self.marginals.forward(x[..., :own])
+        module = np if isinstance(u, np.ndarray) else jnp
+        return module.concatenate([u, x[..., own:]], axis=-1), module.sum(log_slope, axis=-1)
+
+    def _checked(self, x: Array | np.ndarray, given: Array | np.ndarray | None) -> Array | np.ndarray:
+        check_vector("x", x, self.flow.dimension - self.context)
+        check_finite("x", x)
+        return self._with(x, given)
 
     def _with(self, x: Array | np.ndarray, given: Array | np.ndarray | None) -> Array | np.ndarray:
         """The rows with what is given as their last columns."""

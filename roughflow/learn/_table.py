@@ -1,7 +1,7 @@
 """The rows of a table: what is modelled, what is given, what is set aside."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -9,10 +9,14 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_finite
+from .._checks import check_finite, check_positive
+from ._marginals import Marginals
 from ._standardised import standardising
 
 FEW = 20  # distinct values of a column that make it look discrete
+SPIKE = 0.05  # share of the rows at one value
+FAR = 100.0  # widths of the middle half from the middle
+Bound = tuple[float | None, float | None]
 LARGEST = 1e100  # of which the square is still a number
 
 
@@ -23,12 +27,43 @@ class Table:
     train: np.ndarray
     held_out: np.ndarray
     context: int
+    bounds: tuple[np.ndarray, np.ndarray] | None  # of the columns that are modelled
+    rounding: np.ndarray  # of all columns, 0 where there is none
 
     @staticmethod
-    def of(data: ArrayLike, given: ArrayLike | None, names: Sequence[str]) -> "Table":
+    def of(
+        data: ArrayLike,
+        given: ArrayLike | None,
+        names: Sequence[str],
+        bounds: Mapping[str | int, Bound],
+        rounding: Mapping[str | int, float],
+    ) -> "Table":
         rows, context = _joined("data", data, given)
-        _warn_of_few_values(rows[:, : rows.shape[1] - context], names)
-        return Table(rows, rows[:0], context)
+        own = rows.shape[1] - context
+        for i in range(own):
+            if _place(i, names) not in {_place(name, names) for name in (*rounding, *bounds)}:
+                _warn_of(rows[:, i], repr(names[i]) if names else str(i))
+        lower, upper = np.full(own, -np.inf), np.full(own, np.inf)
+        for name, (low, high) in bounds.items():
+            i = _column(name, names, own)
+            lower[i], upper[i] = -np.inf if low is None else low, np.inf if high is None else high
+        width = np.zeros(rows.shape[1])
+        for name, step in rounding.items():
+            check_positive("rounding", step)
+            width[_column(name, names, own)] = step
+        table = Table(rows, rows[:0], context, (lower, upper) if bounds else None, width)
+        table._check_bounds(rows)
+        return table
+
+    def _check_bounds(self, rows: np.ndarray) -> None:
+        if self.bounds is None:
+            return
+        own, half = rows[:, : self.dimension], self.rounding[: self.dimension] / 2
+        out = ~np.all((own - half > self.bounds[0]) & (own + half < self.bounds[1]), axis=0)
+        if out.any():
+            i = int(np.argmax(out))
+            limits = " and ".join(f"{bound[i]:g}" for bound in self.bounds)
+            raise ValueError(f"column {i} has values that are not strictly between its bounds {limits}")
 
     @property
     def dimension(self) -> int:
@@ -47,6 +82,7 @@ class Table:
                     f"validation has {rows.shape[1]} columns, {context} of them given; the data "
                     f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
                 )
+            self._check_bounds(rows)
             return replace(self, held_out=rows)
         if not 0 <= validation < 1:
             raise ValueError(f"validation must be a share of the data between 0 and 1, got {validation}")
@@ -54,10 +90,19 @@ class Table:
         order = np.asarray(jax.random.permutation(key, len(self.train)))
         return replace(self, train=self.train[order[aside:]], held_out=self.train[order[:aside]])
 
-    def units(self) -> tuple[np.ndarray, np.ndarray]:
+    def dequantised(self, key: PRNGKeyArray) -> "Table":
+        """With uniform noise, as wide as the rounding, on the columns that were rounded."""
+        if not np.any(self.rounding):
+            return self
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
+        spread = lambda rows: rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
+        return replace(self, train=spread(self.train), held_out=spread(self.held_out))
+
+    def units(self, marginals: Marginals | None) -> tuple[np.ndarray, np.ndarray]:
         """Mean and lower triangular matrix that standardise the rows: what is given column by column, so that
         its units do not mix with those of the rest."""
         target, given = np.split(self.train, [self.dimension], axis=1)
+        target = target if marginals is None else marginals.forward(target)[0]
         loc, matrix = standardising(target)
         if not self.context:
             return loc, matrix
@@ -88,14 +133,41 @@ def _rows(name: str, data: ArrayLike) -> np.ndarray:
     return rows
 
 
-def _warn_of_few_values(rows: np.ndarray, names: Sequence[str]) -> None:
-    """A density of a discrete column grows without bound."""
-    for i, column in enumerate(rows.T):
-        values = len(np.unique(column))
-        if 1 < values <= min(FEW, len(rows) // 2):
-            name = repr(names[i]) if names else i
-            warnings.warn(
-                f"column {name} has only {values} different values, so its density may grow without bound: "
-                "leave it out, give it as a condition (given=), or add noise of the size of its steps",
-                stacklevel=4,
-            )
+def _column(name: str | int, names: Sequence[str], own: int) -> int:
+    """The place of a column, by name or number."""
+    place = _place(name, names)
+    if not isinstance(place, int) or not 0 <= place < own:
+        raise ValueError(f"there is no column {name!r} to model; there are {', '.join(names) or own}")
+    return place
+
+
+def _place(name: str | int, names: Sequence[str]) -> str | int:
+    return list(names).index(name) if name in names else name  # pyright: ignore[reportArgumentType]
+
+
+def _warn_of(column: np.ndarray, name: str) -> None:
+    """Say what a density of this column would make of it."""
+    values, counts = np.unique(column, return_counts=True)
+    quarters = np.quantile(column, [0.25, 0.5, 0.75])
+    reach, width = np.max(np.abs(column - quarters[1])), quarters[2] - quarters[0]
+    if len(values) == 1:
+        return  # refused elsewhere
+    if len(values) <= min(FEW, len(column) // 2):
+        told = (
+            f"has only {len(values)} different values, so its density may grow without bound: leave it out, "
+            "give it as a condition (given=), or say how wide its steps are (rounding=)"
+        )
+    elif counts.max() > max(SPIKE * len(column), 2):
+        share, where = counts.max() / len(column), values[np.argmax(counts)]
+        told = (
+            f"has {share:.0%} of its rows at {where:g}, where a density would grow without bound: leave them "
+            "out, or say how it was rounded (rounding=)"
+        )
+    elif reach > FAR * width:
+        told = (
+            f"reaches {reach / width:.0f} times the width of its middle half: take logarithms, give its "
+            "bounds (bounds=), or have it mapped (marginals=True)"
+        )
+    else:
+        return
+    warnings.warn(f"column {name} {told}", stacklevel=4)
