@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-sampling clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-sampling clean
 
 install: .venv/installed
 
@@ -66,6 +66,9 @@ bench-estimate: install
 
 bench-tables: .venv/peers
 	$(BIN)/python -m benchmarks.tables
+
+bench-conditional: .venv/peers
+	$(BIN)/python -m benchmarks.conditional
 
 bench-sampling: install
 	$(BIN)/python -m benchmarks.sampling

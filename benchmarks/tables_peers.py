@@ -86,9 +86,11 @@ def kernel_log_prob(
     return out - constant[:, None] - np.linalg.slogdet(factor)[1]
 
 
-def flowjax(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: int) -> np.ndarray:
+def flowjax(
+    train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: int, context: int = 0
+) -> np.ndarray:
     """flowjax's own example of density estimation: a masked autoregressive flow of rational quadratic splines
-    with 8 knots on [−4, 4], learning rate 1e-3, all else by default.
+    with 8 knots on [−4, 4], learning rate 1e-3, all else by default. The last `context` columns are given.
 
     `fit_to_data` would set rows aside itself: it is given those that all methods have.
     """
@@ -98,15 +100,19 @@ def flowjax(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: i
     from flowjax.train import fit_to_data, loops
 
     key_flow, key_fit = jax.random.split(jax.random.key(seed))
+    own = train.shape[1] - context
     flow = masked_autoregressive_flow(
         key_flow,
-        base_dist=Normal(jnp.zeros(train.shape[1])),
+        base_dist=Normal(jnp.zeros(own)),
         transformer=RationalQuadraticSpline(knots=8, interval=4),
+        cond_dim=context or None,
     )
-    parts = [[jnp.asarray(part, jnp.float32)] for part in (train, validation)]
+    pieces = lambda rows: [jnp.asarray(part, jnp.float32) for part in np.split(rows, [own], axis=1)]
+    parts = [pieces(rows)[: 2 if context else 1] for rows in (train, validation, test)]
+    *parts, tested = parts
     with mock.patch.object(loops, "train_val_split", return_value=parts):
-        flow, _ = fit_to_data(key_fit, flow, parts[0], show_progress=False, **flowjax_settings())
-    return np.asarray(eqx.filter_jit(flow.log_prob)(jnp.asarray(test, jnp.float32)), float)
+        flow, _ = fit_to_data(key_fit, flow, tuple(parts[0]), show_progress=False, **flowjax_settings())
+    return np.asarray(eqx.filter_jit(flow.log_prob)(*tested), float)
 
 
 @functools.cache
