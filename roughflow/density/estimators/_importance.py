@@ -1,6 +1,7 @@
 """p(x) as a mean of weights over random paths, until it is known well enough."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ def summary(sampler: Sampler, weighed: Weighed, points: np.ndarray) -> Estimate:
     return _summary(sampler.estimator, sampler.law, weighed, sampler.group, sampler.places[points])
 
 
-@jit
+@partial(jit, level=0)
 def _summary(estimator: AbstractChart, law: Any, weighed: Weighed, group: int, places: Any) -> Estimate:
     # Particles that start from the prior find their way; their weights say if they did not.
     fell_back, searched = law.missed[places] & ~weighed.poor, estimator.searches

@@ -2,6 +2,7 @@
 the chunks."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -165,20 +166,20 @@ class Sampler:
         return np.resize(rows, 2 ** math.ceil(math.log2(len(rows))))
 
 
-@jit
+@partial(jit, level=1)
 def _cloud(flow: StochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
     latent = constant(Latent(flow)).quiet()
     places = jnp.arange(Cloud.size(latent))
     return Cloud.of(latent, normal_numbers(jax.random.fold_in(key, SEARCH), places, latent.size, dtype))
 
 
-@jit
+@partial(jit, level=1)
 def _law(estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, rows, cloud: Cloud | None):
     target, keys = _take((target, keys), rows)
     return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
 
 
-@jit
+@partial(jit, level=1)
 def _weights(estimator, flow, coarse, target, law, keys, rows, laws, first, count: int, group: int) -> _Drawn:
     (target, keys), law = _take((target, keys), rows), _take(law, laws)
     places = first[:, None] + jnp.arange(count)[None]
@@ -191,6 +192,7 @@ def _weights(estimator, flow, coarse, target, law, keys, rows, laws, first, coun
     return _Drawn(weights.log_weights, poor, _few(constant(weights)))
 
 
+# Not quick: particles are moved for seconds, and a program that runs a tenth longer would show.
 @jit
 def _improve(estimator, flow, target, law, keys, rows, laws, first, drawn: _Drawn) -> _Drawn:
     (target, keys), law = _take((target, keys), rows), _take(law, laws)
@@ -201,7 +203,7 @@ def _improve(estimator, flow, target, law, keys, rows, laws, first, drawn: _Draw
     return jax.tree.map(choose, new, drawn)
 
 
-@jit
+@partial(jit, level=1)
 def _errors(estimator, flow, target, law, rows, laws, few: Weights) -> tuple[Array, Array | None]:
     """The solver's error, and that of a random divergence, seen on a few paths of each point.
 
