@@ -28,7 +28,7 @@ class AbstractImportanceEstimator(AbstractChart):
     def estimate(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
         sampler = Sampler(self, flow, x, key)
         points = np.arange(sampler.size)
-        weighed = sampler.weighed(points, np.zeros(len(points), int), checked=accuracy.solver)
+        weighed = sampler.weighed(points, np.zeros(len(points), int), checked=accuracy.solver, again=True)
         if accuracy.tolerance is None:
             estimate = summary(sampler, weighed, points)
         elif is_traced(weighed.log_weights):
