@@ -430,6 +430,30 @@ def test_no_lapack_where_two_calls_could_wait_for_each_other(dimension, key):
         assert "while" in program
 
 
+class Hopeful(rf.Tempered):
+    """Calls no weights poor beforehand."""
+
+    def prepare(self, flow, target, keys, cloud):
+        law = super().prepare(flow, target, keys, cloud)
+        return eqx.tree_at(lambda law: law.poor, law, jnp.zeros_like(law.poor))
+
+
+def test_weights_that_turn_out_poor_are_improved_after_all(key):
+    """What would be suspect is estimated by particles, inside a jit too; a bound keeps what it drew."""
+    estimator, x = Hopeful(64, rf.Prior()), jnp.array([[0.9], [2.0]])
+    flow = ou(scale=0.05)
+    estimate = flow.estimate(x, key=key, estimator=estimator, solver=False)
+    assert np.all(estimate.tempered)
+    assert not np.any(estimate.suspect)
+    truth = ou_law(scale=0.05, driver=THREE).logpdf(x)
+    assert np.all(np.abs(estimate.log_prob - truth) < 3 * estimate.total_error)
+    traced = jax.jit(lambda x: flow.estimate(x, key=key, estimator=estimator, solver=False).log_prob)(x)
+    np.testing.assert_allclose(traced, estimate.log_prob, rtol=1e-9)
+    sampler = Sampler(estimator, flow, x, key)
+    plain = sampler.weighed(np.arange(2), np.zeros(2, int))
+    np.testing.assert_array_equal(plain.log_weights, plain.plain)
+
+
 def test_a_law_that_contracts_strongly_is_told(key):
     """Wells with slopes of nine: backwards a solve spreads by e⁹, and particles miss paths. A linear law that
     contracts as much is exact."""

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from roughflow.density._estimate import from_log_weights, log_mean
-from roughflow.density.estimators._particles import temper
+from roughflow.density.estimators._particles import Particles, temper
 from roughflow.density.proposals import SPARE, Mixture
 
 RUNS, KEPT, PARTICLES, WIDTH = 256, 64, 256, 3
@@ -95,3 +95,19 @@ def test_weights_that_are_all_lost_are_zero_and_end(key):
     """A density that is zero everywhere: no NaN, no endless loop."""
     weights = moved(lambda omega: jnp.full(omega.shape[:2], -jnp.inf), key).log_weights
     assert np.all(np.isneginf(weights))
+
+
+def test_runs_are_averaged_and_paths_taken_by_their_share():
+    """The first has nothing before it; the last says three times as much as the others."""
+    run = lambda value, at: Particles(
+        jnp.full((1, 64, 2), at), jnp.full((1, 64), value), jnp.log(jnp.linspace(0.5, 1.5, 64))[None] + value
+    )
+    now = run(0.0, 7.0)
+    for i, value in enumerate([0.0, 0.0, np.log(3.0)]):
+        now = now.pooled(run(value, float(i)), jnp.asarray(i))
+    np.testing.assert_allclose(log_mean(now.log_weights.T), np.log(5 / 3), rtol=1e-12)
+    assert abs(np.sum(now.omega[0, :, 0] == 2) - 0.6 * 64) < 2
+    assert not np.any(now.omega == 7)
+    np.testing.assert_allclose(now.joint, jnp.where(now.omega[..., 0] == 2, np.log(3.0), 0))
+    lost = run(-jnp.inf, 1.0)
+    assert np.all(np.isneginf(lost.pooled(lost, jnp.asarray(1)).log_weights))

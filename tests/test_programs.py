@@ -127,6 +127,36 @@ def test_gradients_and_batches_pass_through():
     np.testing.assert_allclose(jax.jit(lambda x: power(x, 3.0))(2.0), 12)
 
 
+@pytest.fixture
+def unset(monkeypatch):
+    """No options of the user's, and none known yet."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    _programs.known_options.cache_clear()
+    yield monkeypatch
+    _programs.known_options.cache_clear()
+
+
+def test_options_that_are_not_known_or_that_the_user_has_set_are_left_out(unset):
+    unset.setattr(_programs, "QUICK", {"xla_no_such_option": True})
+    assert _programs.known_options(1) == {_programs.LEVEL: 1}
+    assert jit(lambda x: 2 * x, level=1)(3.0) == 6
+    unset.setenv("XLA_FLAGS", f"--{_programs.LEVEL}=0")
+    _programs.known_options.cache_clear()
+    assert _programs.known_options(1) == {}
+
+
+def test_quickly_compiled_programs_become_parts_of_others(unset):
+    """Where options are refused: inside a jit or grad, also of what a function closes over."""
+    assert _programs.known_options(0)
+    power = jit(lambda x, rate: x**2 * rate, level=0)
+    assert power(2.0, 3.0) == 12
+    np.testing.assert_allclose(jax.grad(lambda x: power(x, 3.0))(2.0), 12)
+    np.testing.assert_allclose(jax.vmap(lambda x: power(x, 3.0))(jnp.arange(3.0)), [0, 3, 12])
+    np.testing.assert_allclose(jax.jit(lambda x: power(x, 3.0))(2.0), 12)
+    np.testing.assert_allclose(jax.jit(lambda: power(2.0, 3.0))(), 12)
+    np.testing.assert_allclose(jax.grad(lambda rate: jit(lambda x: x * rate, level=0)(2.0))(3.0), 2)
+
+
 @pytest.mark.skipif(not memory_maps(), reason="this system does not tell")
 def test_programs_are_dropped_before_there_are_too_many():
     """A search over sizes, in a process of its own, with a limit that is soon reached."""

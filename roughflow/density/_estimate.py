@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..flow import Estimate
+from ..flow import FEW_PATHS, HEAVY, Estimate
 from ._pareto import pareto_k
 
 # Particles of one run share what their moves did not reach: between runs, estimates spread so much more than
@@ -28,6 +28,19 @@ def relative_weights(log_weights: Array, group: int) -> Array:
     value = jax.lax.stop_gradient(log_mean(log_weights))
     relative = jnp.exp(jax.lax.stop_gradient(log_weights) - jnp.where(jnp.isfinite(value), value, 0)[None])
     return jnp.mean(jnp.reshape(relative, (-1, group, *relative.shape[1:])), axis=1)
+
+
+def effective_paths(log_weights: Array) -> Array:
+    """(Σw)²/Σw² over the first axis; 0 where all weights are."""
+    relative = relative_weights(log_weights, 1)
+    some = jnp.any(jnp.isfinite(log_weights), axis=0)
+    return jnp.where(some, log_weights.shape[0] / jnp.maximum(jnp.mean(relative**2, axis=0), 1), 0)
+
+
+def unreliable(log_weights: Array) -> Array:
+    """Where an estimate from these log-weights, over the first axis, would be suspect."""
+    few = effective_paths(log_weights) < min(FEW_PATHS, 0.99 * log_weights.shape[0])
+    return few | (pareto_k(log_weights) > HEAVY)
 
 
 def standard_error(terms: Array) -> Array:
@@ -90,7 +103,6 @@ def from_log_weights(
     `searched` says what a weight of zero means: a path that a search did not find, or one that escaped.
     """
     count = log_weights.shape[0]
-    relative = relative_weights(log_weights, 1)
     some = jnp.any(jnp.isfinite(log_weights), axis=0)
     lost = jnp.sum(jnp.isneginf(log_weights), axis=0)
     none = jnp.zeros_like(lost)
@@ -105,7 +117,7 @@ def from_log_weights(
         log_prob=value,
         standard_error=jnp.where(some, error, jnp.inf),
         divergence_error=jnp.zeros_like(value),
-        effective_paths=jnp.where(some, count / jnp.maximum(jnp.mean(relative**2, axis=0), 1), 0),
+        effective_paths=effective_paths(log_weights),
         num_paths=jnp.full(log_weights.shape[1:], count),
         escaped=none if searched else lost,
         unfound=lost if searched else none,

@@ -1,6 +1,7 @@
 """p(x) as a mean of weights over random paths, until it is known well enough."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ class AbstractImportanceEstimator(AbstractChart):
     def estimate(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
         sampler = Sampler(self, flow, x, key)
         points = np.arange(sampler.size)
-        weighed = sampler.weighed(points, np.zeros(len(points), int), checked=accuracy.solver)
+        weighed = sampler.weighed(points, np.zeros(len(points), int), checked=accuracy.solver, again=True)
         if accuracy.tolerance is None:
             estimate = summary(sampler, weighed, points)
         elif is_traced(weighed.log_weights):
@@ -65,7 +66,7 @@ def summary(sampler: Sampler, weighed: Weighed, points: np.ndarray) -> Estimate:
     return _summary(sampler.estimator, sampler.law, weighed, sampler.group, sampler.places[points])
 
 
-@jit
+@partial(jit, level=0)
 def _summary(estimator: AbstractChart, law: Any, weighed: Weighed, group: int, places: Any) -> Estimate:
     # Particles that start from the prior find their way; their weights say if they did not.
     fell_back, searched = law.missed[places] & ~weighed.poor, estimator.searches

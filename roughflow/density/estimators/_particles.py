@@ -30,6 +30,22 @@ class Particles(eqx.Module):
         slope = jnp.where(jnp.isfinite(joint), joint - jax.lax.stop_gradient(joint), 0)
         return self.log_weights + jnp.mean(slope, axis=1, keepdims=True)
 
+    def pooled(self, new: "Particles", runs: Array) -> "Particles":
+        """These, of `runs` runs, with those of another: weights are averaged, and paths taken from either as
+        often as its part of p(x) says."""
+        count = self.log_weights.shape[1]
+        before = jnp.log(runs.astype(self.joint.dtype)) + self.log_weights
+        total = jnp.logaddexp(before, new.log_weights)
+        log_part = jax.nn.logsumexp(new.log_weights, axis=1) - jax.nn.logsumexp(total, axis=1)
+        part = jnp.where(jnp.isnan(log_part), 1, jnp.exp(log_part))[:, None]
+        place = jnp.arange(count, dtype=part.dtype)[None]
+        newer = jnp.floor((place + 1) * part) > jnp.floor(place * part)
+        return Particles(
+            jnp.where(newer[..., None], new.omega, self.omega),
+            jnp.where(newer, new.joint, self.joint),
+            total - jnp.log(runs + 1.0).astype(total.dtype),
+        )
+
 
 class _State(eqx.Module):
     omega: Array

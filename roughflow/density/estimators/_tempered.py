@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from ..._checks import check_count
-from ...flow import HEAVY, ExactDivergence, HutchinsonDivergence, StochasticFlow
+from ...flow import FEW_PATHS, HEAVY, ExactDivergence, HutchinsonDivergence, StochasticFlow
+from .._estimate import effective_paths
 from .._pareto import pareto_k
 from ..proposals import SPARE, AbstractProposal, Laplace, Mixture, normal_numbers
 from ..surface import Cloud, Latent, Target, constant, for_some
@@ -20,6 +21,7 @@ from ._pull_back import log_joint, random_solves, solve_keys, tried
 TRIAL = 32  # paths looked at before it is decided how to go on
 POOR = 0.35  # effective fraction of them below which weights are poor
 PARTICLES = 256  # at least, where they are
+RUNS = 4  # of particles, at most, where one leaves few effective paths
 # Factor by which a backward solve spreads, in the base's units: beyond, paths to x fill slabs so thin that
 # particles do not find from one to the next.
 STEEP = 20.0
@@ -37,11 +39,13 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
        with `rf.Laplace`. If not, the law is made wider and the prior has a share in it.
     2. Where their weights are good, others are drawn and weighed. What chooses is not what counts: if it
        were, estimates would be low, for weights that miss something look good.
-    3. Where they are poor (an effective fraction below 0.35, or a heavy tail), particles are moved from the
+    3. Where they are poor (an effective fraction below 0.35, or a heavy tail), or where the others turn out
+       such that their estimate would be suspect, particles are moved from the
        proposal q to the law of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to 1,
        reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate is unbiased
        for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few of the
        first particles, so that the error bar is that of independent weights (Lee & Whiteley 2018).
+       Where few of these are effective, up to four runs are averaged.
        `Estimate.tempered` says where.
 
     With `rf.HutchinsonDivergence` in up to 64 dimensions the divergence is taken exactly here: probes are
@@ -147,24 +151,33 @@ def _poor(log_weights: Array) -> Array:
 
 
 def _moved(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray, count: int) -> Particles:
-    """Particles for the points whose weights are poor; for the others nothing."""
+    """Particles for the points whose weights are poor; for the others nothing. Where a run leaves few
+    effective paths it is averaged with others."""
     quiet = constant(flow.without_errors())
     total = count * -(-PARTICLES // count)
 
     def move(rows: tuple) -> Particles:
-        x, law, keys = rows
+        x, law, keys, run = rows
         size = law.normal.shape[-1] + SPARE
-        noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(total), size, x.dtype))(keys)
+        noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(total), size, x.dtype))(run)
         solves = solve_keys(quiet, keys, total)
 
         def joint(at: Array) -> Array:
             value = log_joint(quiet, x, at, solves)
             return jnp.where(jnp.isnan(value), -jnp.inf, value)
 
-        return temper(joint, law, law.sample(noise), keys, count)
+        return temper(joint, law, law.sample(noise), run, count)
+
+    def another(i: Array, now: Particles) -> Particles:
+        few = effective_paths(now.log_weights.T) < min(2 * FEW_PATHS, 0.99 * count)
+        chosen = law.poor & (few | (i == 0))
+        run = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
+        rows = (*constant((x, law)), keys, run)
+        new = now.pooled(for_some(chosen, move, rows, now, max(1, BLOCK // total)), i)
+        pick = lambda a, b: jnp.where(jnp.expand_dims(chosen, range(1, a.ndim)), a, b)
+        return jax.tree.map(pick, new, now)
 
     blank = Particles(
         jnp.zeros((len(x), count, law.centre.shape[-1]), x.dtype), *(jnp.zeros((len(x), count), x.dtype),) * 2
     )
-    rows = (*constant((x, law)), keys)
-    return constant(for_some(law.poor, move, rows, blank, max(1, BLOCK // total)))
+    return constant(jax.lax.fori_loop(0, RUNS, another, blank))

@@ -2,8 +2,10 @@
 the chunks."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from ..._checks import NonFiniteError, check_finite, check_key, check_vector, is
 from ..._programs import jit
 from ...driver import AbstractDriver
 from ...flow import StochasticFlow, one_line_errors
+from .._estimate import unreliable
 from ..proposals import SPARE, normal_numbers
 from ..surface import Cloud, Latent, Target, constant
 from ._chart import AbstractChart, AbstractImprovingChart, Weights
@@ -21,7 +24,7 @@ PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
 # What keys are folded with, beside places of paths.
 SEARCH, PILOT, RUN, PARTICLES, FRESH = (2**32 - i for i in range(1, 6))
-FEW = 4  # paths on which a solver's error is seen
+FEW = 16  # paths on which a solver's error is seen: of four the mean of exp(Δ) is mostly chance
 
 
 class Weighed(NamedTuple):
@@ -98,34 +101,47 @@ class Sampler:
         """Log-weights `(B, K)` of the first K paths of every point."""
         return self.weighed(np.arange(self.size), np.zeros(self.size, int)).log_weights
 
-    def weighed(self, points: np.ndarray, first: np.ndarray, checked: bool = False) -> Weighed:
+    def weighed(
+        self, points: np.ndarray, first: np.ndarray, checked: bool = False, again: bool = False
+    ) -> Weighed:
         """Log-weights `(len(points), K)` of K paths for some of the points, by place in x; the paths of
-        a point are the K from its place `first` on in its sequence of paths."""
+        a point are the K from its place `first` on in its sequence of paths.
+
+        With `again`, weights that turn out so poor that their estimate would be suspect are improved as well,
+        here and whenever this sampler is asked for more of these points. That chooses by the weights: it
+        is for estimates that would have been distrusted, not for what has to be unbiased.
+        """
         count = self.estimator.num_paths
         each = min(count, self.pairs)
         parts = math.ceil(count / each)
         rows = np.repeat(points, parts)
         places = np.repeat(first, parts) + np.tile(np.arange(parts) * each, len(points))
         jobs = _chunks(np.arange(len(rows)), max(1, self.pairs // each))
-        done = _joined([self._weighed(rows[job], places[job], each, checked) for job in jobs])
+        done = _joined([self._weighed(rows[job], places[job], each, checked, again) for job in jobs])
         if parts == 1:
             return done
         weights = [jnp.reshape(a, (len(points), parts * each))[:, :count] for a in done[:2]]
         return Weighed(*weights, *jax.tree.map(lambda a: a[::parts], done[2:]))
 
-    def _weighed(self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool) -> Weighed:
+    def _weighed(
+        self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
+    ) -> Weighed:
         padded, first = self._padded(rows), self._padded(places)
         laws = self.places[padded]
         setting = (self.estimator, self.flow, self.coarse, self.target, self.law, self.keys)
         drawn = self._run(_weights, *setting, padded, laws, first, count, self.group)
-        plain, poor, errors = drawn.log_weights, drawn.poor, (None, None)
+        plain, errors = drawn.log_weights, (None, None)
         # Two drivers are compared path by path.
         if isinstance(self.estimator, AbstractImprovingChart) and self.coarse is None:
+            if again:
+                drawn = drawn._replace(poor=_poor_after_all(drawn.poor, plain))
+                poor = self.law.poor.at[laws].max(drawn.poor)
+                self.law = eqx.tree_at(lambda law: law.poor, self.law, poor)
             drawn = self._improved(drawn, padded, first, len(rows))
         if checked:
             setting = (self.estimator, self.flow, self.target, self.law)
             errors = self._run(_errors, *setting, padded, laws, drawn.few)
-        return _take(Weighed(drawn.log_weights, plain, poor, *errors), slice(len(rows)))
+        return _take(Weighed(drawn.log_weights, plain, drawn.poor, *errors), slice(len(rows)))
 
     def _improved(self, drawn: _Drawn, rows: np.ndarray, places: np.ndarray, count: int) -> _Drawn:
         """Better weights where they are poor, of the first `count` rows: of all if it is not known where, as
@@ -165,20 +181,20 @@ class Sampler:
         return np.resize(rows, 2 ** math.ceil(math.log2(len(rows))))
 
 
-@jit
+@partial(jit, level=1)
 def _cloud(flow: StochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
     latent = constant(Latent(flow)).quiet()
     places = jnp.arange(Cloud.size(latent))
     return Cloud.of(latent, normal_numbers(jax.random.fold_in(key, SEARCH), places, latent.size, dtype))
 
 
-@jit
+@partial(jit, level=1)
 def _law(estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, rows, cloud: Cloud | None):
     target, keys = _take((target, keys), rows)
     return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
 
 
-@jit
+@partial(jit, level=1)
 def _weights(estimator, flow, coarse, target, law, keys, rows, laws, first, count: int, group: int) -> _Drawn:
     (target, keys), law = _take((target, keys), rows), _take(law, laws)
     places = first[:, None] + jnp.arange(count)[None]
@@ -191,6 +207,12 @@ def _weights(estimator, flow, coarse, target, law, keys, rows, laws, first, coun
     return _Drawn(weights.log_weights, poor, _few(constant(weights)))
 
 
+@partial(jit, level=0)
+def _poor_after_all(poor: Array, log_weights: Array) -> Array:
+    return poor | unreliable(log_weights.T)
+
+
+# Not quick: particles are moved for seconds, and a program that runs a tenth longer would show.
 @jit
 def _improve(estimator, flow, target, law, keys, rows, laws, first, drawn: _Drawn) -> _Drawn:
     (target, keys), law = _take((target, keys), rows), _take(law, laws)
@@ -201,7 +223,7 @@ def _improve(estimator, flow, target, law, keys, rows, laws, first, drawn: _Draw
     return jax.tree.map(choose, new, drawn)
 
 
-@jit
+@partial(jit, level=1)
 def _errors(estimator, flow, target, law, rows, laws, few: Weights) -> tuple[Array, Array | None]:
     """The solver's error, and that of a random divergence, seen on a few paths of each point.
 
