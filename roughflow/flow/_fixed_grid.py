@@ -36,7 +36,7 @@ class FixedGrid(AbstractIntegrator):
     - `escape_rate`: a sample whose velocity exceeds this many times its own size (plus one) per
       horizon counts as having escaped to infinity.
     - `late`: the times of the steps are s = 1 − (1 − u)ᵃ for even u, a = `late`: 1 for steps of one length, 2
-      for ones that shrink to nothing towards the end, where a velocity learned from data is fastest, and noise
+      for ones that shrink to nothing towards the end, where a velocity learned from data is fastest and noise
       that fades as √(1 − s) has no derivative: methods of high order come to 3/2 there for a = 1, to 3 for 2.
 
     ```python
