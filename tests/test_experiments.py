@@ -59,16 +59,18 @@ def small(monkeypatch):
 
 
 def test_a_regression_is_kept_and_scored_with_noise_and_without(tmp_path, small):
-    law, run = Banana(), Run(tmp_path, "trial", None, 0, progress=False, resume=True)
-    regressed = run.regress("a", law, steps=5, width=4)
+    """Two steps of ten are asked for, and so ten of fifty."""
+    law, run = Banana(), Run(tmp_path, "trial", 2, 0, progress=False, resume=True)
+    regressed = run.regress("a", law, steps=50, beside=10, width=4)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["trial-a.rf"]
     small.setattr("roughflow.fit_density", lambda *a, **k: pytest.fail("trained again"))
-    again = run.regress("a", law, steps=5, width=4)
+    again = run.regress("a", law, steps=50, beside=10, width=4)
     plain, noisy = run.excess_with(again, law, 0.0), run.excess_with(again, law, 0.5)
     assert (plain["test_points"], noisy["test_points"], noisy["num_paths"]) == (60, 20, 8)
     x = law.sample(key=run.key("test"), shape=(60,))
     values = regressed.model.log_prob(x, key=run.key("any"))
     np.testing.assert_allclose(plain["excess"], np.mean(law.log_prob(x) - values), atol=1e-5)
+    assert plain["training_steps"] == 10
     assert abs(noisy["excess"] - plain["excess"]) < 1
     assert again.noisy(0.5).flow.noise_dim == 2
     density = np.exp(run.histogram(again.noisy(0.5), (-4.0, 4.0, -8.0, 4.0)))

@@ -53,7 +53,7 @@ def fig2(run: Run) -> dict:
     }
     one = rf.MaximumLikelihood(1, rf.Prior())
     one_path = run.train("one-path", paper_flow(NOISE, key=key), law, steps=STEPS, objective=one)
-    regressed = run.regress("regression", law, steps=REGRESSION, width=WIDTH)
+    regressed = run.regress("regression", law, steps=REGRESSION, beside=STEPS, width=WIDTH)
     staying = {
         "staying-identity": rf.staying_sde(regressed.model, rf.ConstantDiffusion(jnp.eye(2))),
         "staying-along": rf.staying_sde(regressed.model, along),
@@ -84,13 +84,14 @@ def fig2(run: Run) -> dict:
 
 
 def _draw(law: Banana, sdes: dict, walks: dict, figures: dict) -> Figure:
-    figure, axes = plt.subplots(1, 4, figsize=(10.6, 6.8), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 4, figsize=(10.6, 6.5), layout="constrained", sharey=True)
     excess = lambda name: f"{figures[name]['excess']:.3f}"
-    noisy = f"{excess('regression-noise')} ± {figures['regression-noise']['excess_sampling_error']:.3f}"
+    error = figures["regression-noise"]["excess_sampling_error"]
+    noisy = f"{excess('regression-noise')} ± {error:.3f} with λ = {NOISE:g}"
     titles = {
         "identity": f"maximum likelihood, σ = I\nexcess {excess('identity')}",
         "learned": f"maximum likelihood, σ learned\nexcess {excess('learned')}",
-        "staying-identity": f"regression, then σ = I\nexcess {excess('regression')}, with λ = {NOISE:g} {noisy}",
+        "staying-identity": f"regression, then σ = I\nexcess {excess('regression')}; {noisy}",
         "staying-along": "the same regression,\nthen σ along the curve",
     }
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
@@ -105,9 +106,7 @@ def _draw(law: Banana, sdes: dict, walks: dict, figures: dict) -> Figure:
     lines = [
         Line2D([], [], color="black", linewidth=1.3, label="axes of σ on the curve $x_2 = -x_1^2$"),
         Line2D([], [], color="#D55E00", label=f"a path for {PAPER_HORIZON:g} units of time, from ○ to ●"),
-        Line2D(
-            [], [], linestyle="", label=f"off by: Kolmogorov's distance, {CHAINS} paths of {WALK:,} steps"
-        ),
+        Line2D([], [], linestyle="", label=f"off by: Kolmogorov's distance, {CHAINS} × {WALK:,} steps"),
     ]
     figure.legend(handles=lines, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure

@@ -33,7 +33,7 @@ def fig3(run: Run) -> dict:
         figures["likelihood"][label] = run.excess(model, law)
         points = plots.grid(law.extent, MAP)
         above[label] = run.log_density(model)(points.reshape(-1, 2)).reshape(points.shape[:2])
-    regressed = run.regress("regression", law, steps=REGRESSION)
+    regressed = run.regress("regression", law, steps=REGRESSION, beside=STEPS)
     for noise in AFTERWARDS:
         label = f"{noise:g}"
         run.say(f"{run.name}: scoring regression with λ = {label}")

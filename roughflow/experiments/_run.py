@@ -99,8 +99,14 @@ class Run:
 
         return Trained(**self._kept(label, fit))
 
-    def regress(self, label: str, law: AbstractLaw, *, steps: int, width: int = WIDTH) -> Regressed:
-        """The new way: `rf.fit_density` without its steps of likelihood, so that nothing is solved."""
+    def regress(
+        self, label: str, law: AbstractLaw, *, steps: int, beside: int, width: int = WIDTH
+    ) -> Regressed:
+        """The new way: `rf.fit_density` without its steps of likelihood, so that nothing is solved.
+
+        `steps` beside the `beside` steps of `train`: where others than these are asked for, in proportion.
+        """
+        steps = steps if self.steps is None else -(-steps * self.steps // beside)
         rows = np.asarray(law.sample(key=self.key("rows"), shape=(ROWS,)))
 
         def fit(settings: dict) -> tuple[rf.Fitted, dict]:
@@ -109,7 +115,7 @@ class Run:
                 key=self.key(label),
                 width=width,
                 validation=0.0,
-                steps=self.steps or steps,
+                steps=steps,
                 likelihood_steps=0,
                 **settings,
             )

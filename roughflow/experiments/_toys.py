@@ -33,7 +33,7 @@ def toys(run: Run) -> dict:
         plots.density(truth, extent=law.extent, ax=column[0], maximum=top)
         column[0].set_title(name, fontsize=9)
         by_likelihood = run.train(f"{name}-CNF", paper_flow(0.0, key=run.key("net")), law, steps=STEPS)
-        regressed = run.regress(f"{name}-regression", law, steps=REGRESSION, width=WIDTH)
+        regressed = run.regress(f"{name}-regression", law, steps=REGRESSION, beside=STEPS, width=WIDTH)
         scored = {
             "CNF": run.excess(by_likelihood, law),
             "regression": run.excess_with(regressed, law, 0.0),
