@@ -23,7 +23,7 @@ ROWS, WIDTH = 200_000, 128  # of the regression
 TEST, NOISY_TEST = 4000, 1000  # fresh points to score on
 # Paths per point: by a learned proposal; from the prior, for noise added afterwards; where none was found.
 SCORED, FROM_PRIOR, MANY = 128, 64, 4096
-HISTOGRAM, PIXELS = 100_000, 64  # samples, and cells along a side
+HISTOGRAM, PIXELS = 50_000, 64  # samples, and cells along a side
 
 
 class Trained(eqx.Module):
