@@ -1,17 +1,16 @@
 """Figure 3: the star, with more and more noise, in training and after it."""
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.figure import Figure
 
 from roughflow import plots
 from roughflow.datasets import Star
 
-from ._run import Regressed, Run, paper_flow
+from ._run import PIXELS, Run, paper_flow
 
 STEPS, REGRESSION = 600, 10_000
 IN_TRAINING, AFTERWARDS = (0.0, 0.1, 0.5, 1.0), (0.0, 0.25, 0.5, 1.0)
-MAP, TOP = 64, 0.35  # cells a side, and the density shown darkest
+TOP = 0.35  # the density shown darkest
 
 
 def fig3(run: Run) -> dict:
@@ -31,24 +30,16 @@ def fig3(run: Run) -> dict:
         model = run.train(label, paper_flow(noise, key=run.key("net")), law, steps=STEPS)
         run.say(f"{run.name}: scoring λ = {label}")
         figures["likelihood"][label] = run.excess(model, law)
-        points = plots.grid(law.extent, MAP)
+        points = plots.grid(law.extent, PIXELS)
         above[label] = run.log_density(model)(points.reshape(-1, 2)).reshape(points.shape[:2])
     regressed = run.regress("regression", law, steps=REGRESSION, beside=STEPS)
     for noise in AFTERWARDS:
         label = f"{noise:g}"
         run.say(f"{run.name}: scoring regression with λ = {label}")
         figures["regression"][label] = run.excess_with(regressed, law, noise)
-        below[label] = _map(run, regressed, noise, law)
+        below[label] = run.picture(regressed, noise, law.extent)
     plots.save(_curves(figures), run.out / "fig3-noise.png")
     return run.finish(_maps(law, above, below, figures), figures)
-
-
-def _map(run: Run, regressed: Regressed, noise: float, law: Star) -> np.ndarray:
-    if noise:
-        return run.histogram(regressed.noisy(noise), law.extent)
-    points = plots.grid(law.extent, MAP)
-    values = regressed.model.log_prob(points.reshape(-1, 2), key=run.key("map"))
-    return np.asarray(values).reshape(points.shape[:2])
 
 
 def _maps(law: Star, above: dict, below: dict, figures: dict) -> Figure:

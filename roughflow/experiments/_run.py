@@ -196,6 +196,15 @@ class Run:
         """log p for a map of the plane."""
         return lambda z: trained.flow.log_prob(z, key=self.key("map"), estimator=trained.cheap)
 
+    def picture(self, regressed: Regressed, noise: float, extent: plots.Window) -> np.ndarray:
+        """log p at `plots.grid(extent, PIXELS)`: exact without noise, a histogram with it."""
+        if noise:
+            return self.histogram(regressed.noisy(noise), extent)
+        points = plots.grid(extent, PIXELS)
+        flat = points.reshape(-1, 2)
+        estimate = regressed.model.estimate(flat, key=self.key("map"), solver=False)
+        return np.asarray(estimate.log_prob).reshape(points.shape[:2])
+
     def histogram(self, model: rf.Standardised, extent: plots.Window) -> np.ndarray:
         """log p in the cells of `plots.grid(extent, PIXELS)` from samples: with noise far cheaper than a
         density in each, and as true."""

@@ -7,7 +7,7 @@ import numpy as np
 from roughflow import plots
 from roughflow.datasets import LAWS
 
-from ._run import Run, paper_flow
+from ._run import PIXELS, Run, paper_flow
 
 STEPS, REGRESSION, WIDTH = 400, 3000, 64
 NOISE = 0.5
@@ -24,9 +24,9 @@ def toys(run: Run) -> dict:
     """
     figures: dict = {}
     shape = len(ROWS), len(LAWS)
-    figure, axes = plt.subplots(*shape, figsize=(14, 6.6), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(*shape, figsize=(1.55 * len(LAWS), 6.6), layout="constrained", squeeze=False)
     for column, (name, law) in zip(axes.T, LAWS.items(), strict=True):
-        points = plots.grid(law.extent, 100)
+        points = plots.grid(law.extent, PIXELS)
         flat = jnp.asarray(points.reshape(-1, 2))
         truth = np.asarray(law.log_prob(jnp.asarray(points)))
         top = np.quantile(np.exp(truth), 0.995)
@@ -41,8 +41,8 @@ def toys(run: Run) -> dict:
         }
         maps = [
             np.asarray(run.log_density(by_likelihood)(flat)).reshape(points.shape[:2]),
-            np.asarray(regressed.model.log_prob(flat, key=run.key("map"))).reshape(points.shape[:2]),
-            run.histogram(regressed.noisy(NOISE), law.extent),
+            run.picture(regressed, 0.0, law.extent),
+            run.picture(regressed, NOISE, law.extent),
         ]
         for ax, found, values in zip(column[1:], scored.values(), maps, strict=True):
             plots.density(values, extent=law.extent, ax=ax, maximum=top)
