@@ -98,6 +98,7 @@ from .learn import (
     EvidenceBound as EvidenceBound,
     stationarity as stationarity,
     confinement as confinement,
+    staying_sde as staying_sde,
     Standardised as Standardised,
     standardising as standardising,
     fit_density as fit_density,

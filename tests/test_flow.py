@@ -216,6 +216,43 @@ def test_order_of_every_fixed_grid_method(method, order, key):
     assert abs(np.log2(coarse / fine) - order) < 0.35
 
 
+@pytest.mark.parametrize("driver", [rf.KarhunenLoeve(3), rf.PiecewiseLinear(3)], ids=["smooth", "pieces"])
+def test_steps_that_shrink_towards_the_end(driver, key):
+    """Even in u where 1 − s = (1 − u)², and no step crosses a jump of the path's slope."""
+    path = driver.sample(key=key)
+    times = np.asarray(rf.FixedGrid(steps=6, late=2.0).grid(path, None))
+    knots = np.concatenate([[0.0], driver.jumps, [1.0]])
+    assert np.all(np.isin(knots, times))
+    even = 1 - np.sqrt(1 - times)
+    each = 6 // (len(knots) - 1)
+    for i in range(len(knots) - 1):
+        inside = even[each * i : each * (i + 1) + 1]
+        np.testing.assert_allclose(np.diff(inside), (inside[-1] - inside[0]) / each, atol=1e-9)
+    plain = rf.FixedGrid(steps=6).grid(path, None)
+    np.testing.assert_allclose(plain, np.arange(7) / 6, atol=1e-15)
+    assert rf.FixedGrid(steps=6, late=2.0).finer(driver, 1).late == 2.0
+
+
+def test_noise_that_fades_as_a_root_costs_less_order_on_late_steps(key):
+    """Its error is that of the last step, h^3/2: h is 1/n with even steps, 1/n² with late ones."""
+    faded = rf.FadingDiffusion(lambda t, z: jnp.cos(z)[:, None])
+    sde = rf.StratonovichSDE(lambda t, z: jnp.sin(t + z), faded)
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
+    path, x = flow.sample_path(key=key), jnp.linspace(-3, 3, 64)[:, None]
+
+    def log_prob(steps, late):
+        solver = rf.FixedGrid(rf.RK4(), steps=steps, late=late)
+        return eqx.tree_at(lambda f: f.integrator, flow, solver).log_prob_given_path(x, path)
+
+    truth = log_prob(400, 2.0)
+    error = {
+        late: [np.sqrt(np.mean((log_prob(n, late) - truth) ** 2)) for n in (16, 32)] for late in (1.0, 2.0)
+    }
+    order = {late: np.log2(coarse / fine) for late, (coarse, fine) in error.items()}
+    np.testing.assert_allclose([order[1.0], order[2.0]], [1.5, 3.0], atol=0.2)
+    assert error[2.0][1] < 0.05 * error[1.0][1]
+
+
 def test_known_values_inside_a_jit_are_checked_without_tracing(key):
     """x and an end time that a jitted function closes over are known, and must not become tracers."""
     problem = ou_1d()

@@ -149,6 +149,21 @@ def flow_of(diffusion, **settings):
     return rf.with_noise(flow, diffusion, **settings)
 
 
+def test_steps_shrink_towards_the_end_where_noise_fades():
+    """As many as were asked for; a grid that shrinks in its own way, and one without noise, stay."""
+    plain = flow_of(None)
+    assert plain.integrator == rf.FixedGrid(rf.RK4(), steps=24)
+    assert flow_of(0.5).integrator == rf.FixedGrid(rf.RK4(), steps=24, late=2.0)
+    assert flow_of(0.5, fading=None).integrator == plain.integrator
+    for given, expected in [
+        (rf.FixedGrid(), rf.FixedGrid(steps=16, late=2.0)),
+        (rf.FixedGrid(steps=5, late=1.5), rf.FixedGrid(steps=5, late=1.5)),
+        (rf.Adaptive(), rf.Adaptive()),
+    ]:
+        flow = eqx.tree_at(lambda f: f.integrator, plain, given)
+        assert rf.with_noise(flow, 0.5).integrator == expected
+
+
 @pytest.mark.parametrize("fading", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_paths_go_there_and_back_along_the_noisy_flow(fading, key):
     flow = flow_of(swirling, fading=fading)

@@ -210,7 +210,9 @@ def _reproduce(commands) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
     )
-    parser.add_argument("--steps", type=_count, metavar="N", help="of each fit; default: the figure's own")
+    parser.add_argument(
+        "--steps", type=_count, metavar="N", help="of each fit; of a regression, in proportion"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from where a run was cut short")
     _seed(parser)
     _quiet(parser)

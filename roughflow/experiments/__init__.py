@@ -31,8 +31,8 @@ def run(
 ) -> dict:
     """Do one of `EXPERIMENTS`: write `NAME.png` and `NAME.json` to the folder `out`, return the numbers.
 
-    `steps` replaces the number of training steps; with `resume` models that are there already are read,
-    and one that was interrupted goes on.
+    `steps` replaces the number of training steps, and changes that of regressions in proportion; with
+    `resume` models that are there already are read, and one that was interrupted goes on.
 
     ```python
     from pathlib import Path

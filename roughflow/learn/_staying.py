@@ -1,0 +1,75 @@
+"""The SDE that stays where the data are, from a model of them."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array
+
+from ..flow import StochasticFlow
+from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
+from ._standardised import Standardised
+
+
+class FittedScore(eqx.Module):
+    """∇log p of what a model was fitted to, a little blurred, in the data's own units."""
+
+    transport: NormalTransport
+    loc: Array
+    matrix: Array
+    at: float
+
+    def __call__(self, x: Array) -> Array:
+        transport, s, left = self.transport, self.at, 1 - self.at
+        matrix, start = self.matrix.astype(x.dtype), transport.loc.astype(x.dtype)
+        unit = solve_triangular(matrix, x - self.loc.astype(x.dtype), lower=True)
+        # On the way, at s, the data are s times as large: the blur is around s·unit, not around unit.
+        t = jnp.asarray(s * transport.t1, x.dtype)
+        _, pull = transport.velocity_and_pull(t, s * unit + left * start)
+        return solve_triangular(matrix, s * pull / left, lower=True, trans="T")
+
+
+def staying_sde(
+    model: Standardised | StochasticFlow, diffusion: Diffusion, *, at: float = 0.9
+) -> TargetedSDE:
+    """The SDE with this noise whose stationary law is that of the data, from a model fitted to them by
+    regression: `rf.targeted_sde` with the score that the model knows.
+
+    Its paths go on for as long as one likes and stay where the data are, for any noise σ. `rf.simulate` and
+    `rf.sample_chain` with `rf.Unadjusted` follow them.
+
+    **Arguments:**
+
+    - `model`: that of `rf.fit_density(..., likelihood_steps=0)`, or of `rf.fit` with `rf.Interpolant()` from
+      an `rf.Normal` base. Steps of likelihood part the velocity a little from its score.
+    - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the data's units.
+    - `at`: when on the way, 1 being the end, the score is read. At the end itself it is 0/0; at s it is that
+      of the data with noise of (1 − s)/s times the model's base added. Nearer to the end there is less blur,
+      and more of the errors of the velocity, which count 1/(1 − s) times.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    data = rf.datasets.Banana().sample(key=jax.random.key(0), shape=(500,))
+    settings = {"width": 8, "steps": 20, "likelihood_steps": 0, "progress": False}
+    model = rf.fit_density(data, key=jax.random.key(1), **settings).model
+    sde = rf.staying_sde(model, rf.ConstantDiffusion(jnp.eye(2)))
+    path = rf.simulate(sde, data[0], key=jax.random.key(2), t1=5.0, steps=100, trajectory=True)
+    ```
+    """
+    flow = model.flow if isinstance(model, Standardised) else model
+    transport = flow.sde.transport if isinstance(flow.sde, TransportSDE) else None
+    if not isinstance(transport, NormalTransport):
+        raise TypeError(
+            "staying_sde needs a model whose score is known: fit it with rf.Interpolant() from an rf.Normal "
+            "base, or give rf.targeted_sde a score"
+        )
+    if transport.context:
+        raise ValueError("staying_sde needs a density of all coordinates, and this one is conditional")
+    if not 0 < at < 1:
+        raise ValueError(f"at must lie between 0 and 1, both excluded, got {at}")
+    if isinstance(model, Standardised):
+        loc, matrix = jnp.asarray(model.loc, float), jnp.asarray(model.matrix, float)
+    else:
+        loc, matrix = jnp.zeros(flow.dimension), jnp.eye(flow.dimension)
+    return targeted_sde(score=FittedScore(transport, loc, matrix, float(at)), diffusion=diffusion)
