@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-sampling clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-noise bench-sampling clean
 
 install: .venv/installed
 
@@ -69,6 +69,9 @@ bench-tables: .venv/peers
 
 bench-conditional: .venv/peers
 	$(BIN)/python -m benchmarks.conditional
+
+bench-noise: install
+	$(BIN)/python -m benchmarks.noise
 
 bench-sampling: install
 	$(BIN)/python -m benchmarks.sampling

@@ -74,10 +74,9 @@ def examine(name: str, plain: rf.Standardised) -> Iterator[str]:
 
 def two_samples(first: np.ndarray, second: np.ndarray) -> float:
     directions = np.random.default_rng(0).normal(size=(first.shape[1], DIRECTIONS))
-    tests = [
-        stats.ks_2samp(*pair) for pair in zip((first @ directions).T, (second @ directions).T, strict=True)
-    ]
-    return min(1.0, DIRECTIONS * min(test.pvalue for test in tests))
+    pairs = zip((first @ directions).T, (second @ directions).T, strict=True)
+    least = min(stats.ks_2samp(*pair).pvalue for pair in pairs)
+    return min(1.0, DIRECTIONS * float(least))
 
 
 if __name__ == "__main__":
