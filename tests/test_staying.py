@@ -32,6 +32,23 @@ def test_the_score_is_that_of_the_blurred_data_in_their_own_units(at):
         np.testing.assert_allclose(sde.drift(jnp.zeros(()), jnp.asarray(x)), expected, rtol=1e-8)
 
 
+def test_maps_of_the_columns_bend_the_score_too():
+    """u = log x is normal: x is log-normal, blurred in u."""
+    line, none = np.array([[-1.0, 1.0]] * 2), np.full(2, np.inf)
+    maps = rf.Marginals(line, line, np.ones((2, 2)), np.zeros(2), none)
+    plain = eqx.tree_at(lambda m: m.marginals, model(), maps, is_leaf=lambda part: part is None)
+    sde = rf.staying_sde(plain, rf.ConstantDiffusion(jnp.eye(2)), at=0.9)
+    covariance = MATRIX @ MATRIX.T * (1 + 1 / 81)
+
+    def log_density(x):
+        u = jnp.log(x)
+        return -0.5 * (u - LOC) @ jnp.linalg.solve(covariance, u - LOC) - jnp.sum(u)
+
+    for x in (jnp.array([0.3, 2.0]), jnp.array([30.0, 0.1])):
+        expected = 0.5 * jax.grad(log_density)(x)
+        np.testing.assert_allclose(sde.drift(jnp.zeros(()), x), expected, rtol=1e-8)
+
+
 def test_a_flow_is_in_its_own_units_and_its_base_may_lie_elsewhere():
     """From N(5, I) to N(5, I), which moves as the one around zero."""
     shifted = lambda t, y: velocity(t, y - 5)

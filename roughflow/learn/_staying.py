@@ -1,12 +1,14 @@
 """The SDE that stays where the data are, from a model of them."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array
 
 from ..flow import StochasticFlow
 from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
+from ._marginals import Marginals
 from ._standardised import Standardised
 
 
@@ -17,8 +19,18 @@ class FittedScore(eqx.Module):
     loc: Array
     matrix: Array
     at: float
+    marginals: Marginals | None = None
 
     def __call__(self, x: Array) -> Array:
+        """With maps g of the columns, u = g(x): ∇ₓ = g′(x) ∇ᵤlog p(u) + ∇ₓ log g′(x)."""
+        maps = self.marginals
+        if maps is None:
+            return self._score(x)
+        mapped, back = jax.vjp(lambda y: maps.forward(y)[0], x)
+        bend = jax.grad(lambda y: jnp.sum(maps.forward(y)[1]))(x)
+        return back(self._score(mapped))[0] + bend
+
+    def _score(self, x: Array) -> Array:
         transport, s, left = self.transport, self.at, 1 - self.at
         matrix, start = self.matrix.astype(x.dtype), transport.loc.astype(x.dtype)
         unit = solve_triangular(matrix, x - self.loc.astype(x.dtype), lower=True)
@@ -70,6 +82,7 @@ def staying_sde(
         raise ValueError(f"at must lie between 0 and 1, both excluded, got {at}")
     if isinstance(model, Standardised):
         loc, matrix = jnp.asarray(model.loc, float), jnp.asarray(model.matrix, float)
+        score = FittedScore(transport, loc, matrix, float(at), model.marginals)
     else:
-        loc, matrix = jnp.zeros(flow.dimension), jnp.eye(flow.dimension)
-    return targeted_sde(score=FittedScore(transport, loc, matrix, float(at)), diffusion=diffusion)
+        score = FittedScore(transport, jnp.zeros(flow.dimension), jnp.eye(flow.dimension), float(at))
+    return targeted_sde(score=score, diffusion=diffusion)
