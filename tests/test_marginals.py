@@ -119,6 +119,13 @@ def test_rounded_rows_are_spread_over_their_steps(key):
     assert model.sample(key=key, shape=(4000,)).var() == pytest.approx(rows.var() + 1 / 12, rel=0.15)
 
 
+def test_a_rounded_column_may_be_constant(key):
+    """Noise as wide as the step gives it a density: uniform."""
+    rows = np.stack([np.random.default_rng(3).normal(size=200), np.zeros(200)], axis=1)
+    model = rf.fit_density(rows, key=key, rounding={1: 1.0}, **TINY).model
+    assert model.sample(key=key, shape=(2000,))[:, 1].std() == pytest.approx(12**-0.5, rel=0.2)
+
+
 def test_what_cannot_be_within_bounds_is_refused(key):
     rows = np.random.default_rng(4).uniform(size=(80, 2))
     fit = lambda **settings: rf.fit_density(rows, key=key, **settings, **TINY)

@@ -132,8 +132,8 @@ def fit_density(
         check_positive("noise", noise)
     if seconds is not None and steps is not None:
         raise ValueError("steps and seconds are two budgets for one fit: give one of them")
-    whole = Table.of(data, given, columns, bounds or {}, rounding or {})
-    table = whole.split(validation, key_split).dequantised(jax.random.fold_in(key_split, 1))
+    table = Table.of(data, given, columns, bounds or {}, rounding or {}).split(validation, key_split)
+    table = table.dequantised(jax.random.fold_in(key_split, 1))
     rows, dimension = len(table.train), table.dimension
     wide = rows >= WIDE and dimension + table.context > WAVY
     flow = velocity_flow(
@@ -147,7 +147,7 @@ def fit_density(
     sparse = rows < SPARSE * dimension
     least = {True: -np.inf, False: np.inf, None: WORTH[0] if sparse else WORTH[1]}[marginals]
     maps = fit_marginals(table.train, dimension, least, table.bounds)
-    model = Standardised(flow, *whole.units(maps), tuple(columns), table.context, maps)
+    model = Standardised(flow, *table.units(maps), tuple(columns), table.context, maps)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
     files = _Files.beside(checkpoint)
     stages = _Stages(
