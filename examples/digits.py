@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("figures/digits.png"))
     parser.add_argument("--steps", type=int)
     arguments = parser.parse_args()
-    levels = np.random.default_rng(0).permutation(load_digits().data.astype(float))
+    levels = np.random.default_rng(0).permutation(np.asarray(load_digits(return_X_y=True)[0], float))
     train, test = levels[TEST:], levels[:TEST]
     keys = jax.random.split(jax.random.key(0), 3)
     rounding = dict.fromkeys(range(64), 1.0)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,8 +36,8 @@ class Table:
         data: ArrayLike,
         given: ArrayLike | None,
         names: Sequence[str],
-        bounds: Mapping[str | int, Bound],
-        rounding: Mapping[str | int, float],
+        bounds: Mapping[Any, Bound],
+        rounding: Mapping[Any, float],
     ) -> "Table":
         rows, context = _joined("data", data, given)
         own = rows.shape[1] - context
