@@ -172,6 +172,15 @@ def test_samples_that_escape_have_no_value(key):
     assert np.all(np.isfinite(value[~escaped]))
 
 
+def test_a_field_that_overflows_far_out_leads_nowhere(key):
+    """Backwards this drift takes prior paths out to where it is not a number."""
+    drift = lambda t, z: jnp.where(jnp.abs(z) > 20, jnp.nan, -4 * z)
+    sde = rf.ItoSDE(drift, rf.ConstantDiffusion(jnp.eye(1)))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), 0.5), driver=THREE)
+    _, value = rf.UpperBound(8, PRIOR)(flow.without_errors(), key=key, shape=(64,))
+    assert np.all(np.isfinite(value))
+
+
 # ------------------------------------------------------------------------------------ both sides
 
 

@@ -62,6 +62,7 @@ def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     np.testing.assert_allclose(values[0], fitted.model.log_prob(x, key=key), atol=0.5)
 
 
+@pytest.mark.slow
 def test_the_best_noise_is_chosen_on_the_rows_set_aside(key):
     """A velocity that is nearly right gains nothing by noise: none is chosen, and it is worth trying."""
     model = rf.fit_density(ROWS, key=key, noise="best", **TINY).model

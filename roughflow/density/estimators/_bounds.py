@@ -118,6 +118,8 @@ def _upper(
         noise = jax.random.normal(key_path, (count, fresh, latent.size + SPARE), z.dtype)
         omega = law.sample(noise)
         solves = solve_keys(flow, jax.random.split(key_solve, count), fresh)
-        rest = log_joint(flow, place, omega, solves) - law.log_prob(omega)
+        rest = log_joint(flow, place, omega, solves)
+        # Far out a field may overflow to NaN before its solve counts as escaped: it leads nowhere either.
+        rest = jnp.where(jnp.isnan(rest), -jnp.inf, rest) - law.log_prob(omega)
         weights = jnp.concatenate([first, rest], axis=1)
     return z, jnp.where(escaped, -jnp.inf, log_mean(weights.T))
