@@ -35,7 +35,7 @@ def main() -> None:
     told = f"{score.mean() + 64 * np.log(17):.1f} ± {score.std() / TEST**0.5:.1f}"
     print(f"log-likelihood of {TEST} digits left out: {told} nats each, for grey levels in [0, 1)")
     drawn = np.asarray(fitted.model.sample(key=keys[2], shape=(ROWS * COLUMNS,)))
-    figure, axes = plt.subplots(1, 2, figsize=(9.6, 2.5), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 2.2), layout="constrained", gridspec_kw={"wspace": 0.08})
     for ax, images, title in zip(axes, (test, drawn), ("digits", "samples of the flow"), strict=True):
         ax.imshow(sheet(images), cmap="Greys", vmin=0, vmax=16, interpolation="nearest")
         ax.set_title(title, fontsize=11)

@@ -101,8 +101,9 @@ def fit_density(
     - `patience`: looks at them, one every twentieth of the regression and every tenth of the likelihood
       stage, without a better one, after which a stage goes back to the best and ends (`rf.fit`).
     - `steps`, `likelihood_steps`: of the stages; if None, up to 20,000 and 100, fewer with few rows and with
-      many columns, and none of likelihood with less than 30 rows per column: it would learn them by heart.
-      Without any steps of likelihood that stage is left out.
+      many columns. None of likelihood with less than 30 rows per column, which it would learn by heart, nor
+      for the wider network with four columns or more, where it gains little for its time. Without any that
+      stage is left out.
     - `seconds`: in place of `steps`, how long both stages may take together, once they are compiled: a few
       steps are timed, and as many taken as the budget allows, three in four of its seconds for the
       regression.
@@ -162,8 +163,10 @@ def fit_density(
     count = _regression_steps(rows) if steps is None else check_count("steps", steps)
     regression = partial(stages.regression, flow, table.context, batch_size, key_first)
     first = regression(files.first, stages.affordable(regression, files.first, seconds, 0.75, count))
-    # Each step of likelihood takes a backward solve with a tangent for each column.
-    several = 0 if sparse else 100 if dimension <= 3 else 60
+    # Each step of likelihood takes a backward solve with a tangent for each column. After a long regression of
+    # a wide network it gains next to nothing.
+    several = 100 if dimension <= 3 else 0 if wide else 60
+    several = 0 if sparse else several
     count = several if likelihood_steps is None else int(likelihood_steps)
     last, histories = first, {"regression": first.history}
     if count and not first.interrupted:
