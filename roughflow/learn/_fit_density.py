@@ -163,8 +163,8 @@ def fit_density(
     count = _regression_steps(rows) if steps is None else check_count("steps", steps)
     regression = partial(stages.regression, flow, table.context, batch_size, key_first)
     first = regression(files.first, stages.affordable(regression, files.first, seconds, 0.75, count))
-    # Each step of likelihood takes a backward solve with a tangent for each column. After a long regression of
-    # a wide network it gains next to nothing.
+    # Each step of likelihood takes a backward solve with a tangent for each column. After a long regression
+    # of a wide network it gains next to nothing.
     several = 100 if dimension <= 3 else 0 if wide else 60
     several = 0 if sparse else several
     count = several if likelihood_steps is None else int(likelihood_steps)
