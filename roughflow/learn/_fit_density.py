@@ -22,21 +22,15 @@ from ._fit import Fitted, fit
 from ._interpolant import Interpolant
 from ._marginals import fit_marginals
 from ._maximum_likelihood import MaximumLikelihood
+from ._sizes import Sizes
 from ._smoothed import Smoothed
 from ._standardised import Standardised
 from ._table import Bound, Table
 
-# By the size of the table, as measured on 18 of them: fine waves help in the plane, given rows enough, and
-# mislead in more dimensions; a wider network needs rows.
-WAVES, WAVY, WIDE = 2000, 2, 20_000  # rows and columns for waves, rows for the wider network
-SPARSE = 30  # rows per column below which they are smoothed, and likelihood is left out
-SMOOTHING = 0.3
-# Nats per column that maps of the columns must gain, with few rows and with many: given rows enough, a flow
-# learns such things by itself, and maps bend what lies on a line or a plane.
-WORTH = (0.05, 0.5)
 MANY = 8  # columns above which likelihood is trained with probes of the divergence
 LOOKED_AT = 4096  # rows to validate the regression on: those set aside, as often as it takes
 LIKELIHOOD_ROWS = 1000  # rows to validate likelihood on, at most: each takes a solve
+SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget of seconds
 TIMED = 40  # steps that say how many a budget of seconds allows
 NOISES, NOISED = (0.25, 0.5, 1.0), 500  # sizes of noise to choose from, and the rows to choose by
 LOOKS = {"regression": 20, "likelihood": 10}  # at them
@@ -135,43 +129,32 @@ def fit_density(
         raise ValueError("steps and seconds are two budgets for one fit: give one of them")
     table = Table.of(data, given, columns, bounds or {}, rounding or {}).split(validation, key_split)
     table = table.dequantised(jax.random.fold_in(key_split, 1))
-    rows, dimension = len(table.train), table.dimension
-    wide = rows >= WIDE and dimension + table.context > WAVY
+    chosen = Sizes(len(table.train), table.dimension, table.context)
     flow = velocity_flow(
-        dimension,
+        table.dimension,
         context=table.context,
-        width=(256 if wide else 128) if width is None else width,
+        width=chosen.width if width is None else width,
         depth=depth,
-        features=64 if rows >= WAVES and dimension + table.context <= WAVY else 0,
+        features=chosen.features,
         key=key_model,
     )
-    sparse = rows < SPARSE * dimension
-    least = {True: -np.inf, False: np.inf, None: WORTH[0] if sparse else WORTH[1]}[marginals]
-    maps = fit_marginals(table.train, dimension, least, table.bounds)
+    least = {True: -np.inf, False: np.inf, None: chosen.worth}[marginals]
+    maps = fit_marginals(table.train, table.dimension, least, table.bounds)
     model = Standardised(flow, *table.units(maps), tuple(columns), table.context, maps)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
+    train = _smoothed(train, chosen.smoothing if smoothing is None else smoothing, table.context)
     files = _Files.beside(checkpoint)
-    stages = _Stages(
-        _smoothed(train, SMOOTHING * sparse if smoothing is None else smoothing, table.context),
-        held_out,
-        learning_rate,
-        patience,
-        progress,
-        resume,
-    )
-    batch_size = (256 if wide else 512) if batch_size is None else batch_size
-    count = _regression_steps(rows) if steps is None else check_count("steps", steps)
-    regression = partial(stages.regression, flow, table.context, batch_size, key_first)
-    first = regression(files.first, stages.affordable(regression, files.first, seconds, 0.75, count))
-    # Each step of likelihood takes a backward solve with a tangent for each column. After a long regression
-    # of a wide network it gains next to nothing.
-    several = 100 if dimension <= 3 else 0 if wide else 60
-    several = 0 if sparse else several
-    count = several if likelihood_steps is None else int(likelihood_steps)
+    stages = _Stages(train, held_out, learning_rate, patience, progress, resume)
+    settings = (flow, table.context, chosen.batch_size if batch_size is None else batch_size, key_first)
+    count = chosen.steps if steps is None else check_count("steps", steps)
+    count = stages.affordable(stages.regression, settings, files.first, seconds, count)
+    first = stages.regression(*settings, files.first, count)
+    count = chosen.likelihood_steps if likelihood_steps is None else int(likelihood_steps)
     last, histories = first, {"regression": first.history}
     if count and not first.interrupted:
-        likelihood = partial(stages.likelihood, first.model, key_second)
-        last = likelihood(files.second, stages.affordable(likelihood, files.second, seconds, 0.25, count))
+        settings = (first.model, key_second)
+        count = stages.affordable(stages.likelihood, settings, files.second, seconds, count)
+        last = stages.likelihood(*settings, files.second, count)
         histories["likelihood"] = last.history
     # Probes are for training: a density is worth its exact divergence.
     flow = eqx.tree_at(lambda f: f.divergence, last.model, ExactDivergence())
@@ -208,10 +191,10 @@ class _Stages:
 
     def affordable(
         self,
-        stage: Callable[[Path | None, int], Fitted],
+        stage: Callable[..., Fitted],
+        settings: tuple[Any, ...],
         file: Path | None,
         seconds: float | None,
-        share: float,
         otherwise: int,
     ) -> int:
         """How many steps of a stage its share of the seconds pays for; a run that is resumed keeps what it
@@ -221,10 +204,11 @@ class _Stages:
         check_positive("seconds", seconds)
         if self.resume and file is not None and file.exists():
             return steps_of(file)
-        stage(None, TIMED)  # compiles
+        quiet = partial(stage.__func__, dataclasses.replace(self, progress=False, resume=False))  # pyright: ignore[reportFunctionMemberAccess]
+        quiet(*settings, None, TIMED)  # compiles
         began = time.perf_counter()
-        stage(None, TIMED)
-        return max(1, int(share * seconds * TIMED / (time.perf_counter() - began)))
+        quiet(*settings, None, TIMED)
+        return max(1, int(SHARES[stage.__name__] * seconds * TIMED / (time.perf_counter() - began)))
 
     def regression(
         self,
@@ -302,7 +286,3 @@ def _smoothed(rows: Array, width: float, context: int) -> Array | Smoothed:
         return rows
     check_positive("smoothing", width)
     return Smoothed(rows, float(width), context)
-
-
-def _regression_steps(rows: int) -> int:
-    return min(20_000, max(2000, 4 * rows))

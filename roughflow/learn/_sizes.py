@@ -1,0 +1,62 @@
+"""What `fit_density` chooses by the size of a table: each was better on the tables of `benchmarks.tables`."""
+
+from dataclasses import dataclass
+
+WAVES = 2000  # rows from which fine waves of the state help in the plane; in more dimensions they mislead
+WIDE = 20_000  # rows from which a wider network pays
+SPARSE = 30  # rows per column below which a network learns them by heart, unless it is kept from that
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a table with so many `rows` to train on, `columns` to model and others that are given."""
+
+    rows: int
+    columns: int
+    context: int
+
+    @property
+    def sparse(self) -> bool:
+        return self.rows < SPARSE * self.columns
+
+    @property
+    def plane(self) -> bool:
+        return self.columns + self.context <= 2
+
+    @property
+    def wide(self) -> bool:
+        return self.rows >= WIDE and not self.plane
+
+    @property
+    def width(self) -> int:
+        return 256 if self.wide else 128
+
+    @property
+    def batch_size(self) -> int:
+        return 256 if self.wide else 512
+
+    @property
+    def features(self) -> int:
+        return 64 if self.plane and self.rows >= WAVES else 0
+
+    @property
+    def worth(self) -> float:
+        """Nats per column that maps of the columns must gain: given rows enough, a flow learns such things by
+        itself, and maps bend what lies on a line or a plane."""
+        return 0.05 if self.sparse else 0.5
+
+    @property
+    def smoothing(self) -> float:
+        return 0.3 if self.sparse else 0.0
+
+    @property
+    def steps(self) -> int:
+        return min(20_000, max(2000, 4 * self.rows))
+
+    @property
+    def likelihood_steps(self) -> int:
+        """Each takes a backward solve with a tangent for each column. After a long regression of a wide
+        network it gains next to nothing."""
+        if self.sparse:
+            return 0
+        return 100 if self.columns <= 3 else 0 if self.wide else 60
