@@ -114,6 +114,7 @@ def _fit(commands) -> None:
         "--batch-size", _count, "rows per step of the regression; default: 512, or 256 if the network is wide"
     )
     add("--depth", _count, 3, "of the network")
+    add("--batch-size", _count, 512, "rows per step of the regression")
     add("--learning-rate", _positive, 2e-3, "of the regression")
     add("--validation", _share, 0.1, "share of the rows set aside to choose the best model by, 0 for none")
     add(

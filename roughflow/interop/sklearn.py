@@ -27,7 +27,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
       whose density is exact.
     - `width`, `depth`: of the network; a width of None is chosen by the number of rows.
     - `steps`, `likelihood_steps`: of the two stages; None to choose them by the size of the table.
-    - `batch_size`, `learning_rate`: of the regression; a batch size of None is chosen too.
+    - `batch_size`, `learning_rate`: of the regression.
     - `validation_fraction`: share of the rows set aside to choose the best model by; 0 for none.
     - `patience`: looks at them, one every twentieth of a stage, without a better value that end the
       fit early; None to take all steps.
@@ -56,7 +56,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         depth=3,
         steps=None,
         likelihood_steps=None,
-        batch_size=None,
+        batch_size=512,
         learning_rate=2e-3,
         validation_fraction=0.1,
         patience=5,

@@ -54,7 +54,7 @@ def fit_density(
     steps: int | None = None,
     likelihood_steps: int | None = None,
     seconds: float | None = None,
-    batch_size: int | None = None,
+    batch_size: int = 512,
     learning_rate: float = 2e-3,
     checkpoint: str | os.PathLike | None = None,
     resume: bool = False,
@@ -101,8 +101,8 @@ def fit_density(
     - `seconds`: in place of `steps`, how long both stages may take together, once they are compiled: a few
       steps are timed, and as many taken as the budget allows, three in four of its seconds for the
       regression.
-    - `batch_size`, `learning_rate`: of the regression; if None, batches of 512 rows, or 256 for the wider
-      network. Likelihood takes batches of 256 and a quarter of the rate.
+    - `batch_size`, `learning_rate`: of the regression; likelihood takes batches of 256 and a quarter of the
+      rate.
     - `checkpoint`: a file to keep the state of the run in, with another beside it for the second stage;
       `resume=True` goes on from them.
     - `progress`: show a bar, which names the stage.
@@ -145,7 +145,7 @@ def fit_density(
     train = _smoothed(train, chosen.smoothing if smoothing is None else smoothing, table.context)
     files = _Files.beside(checkpoint)
     stages = _Stages(train, held_out, learning_rate, patience, progress, resume)
-    settings = (flow, table.context, chosen.batch_size if batch_size is None else batch_size, key_first)
+    settings = (flow, table.context, batch_size, key_first)
     count = chosen.steps if steps is None else check_count("steps", steps)
     count = stages.affordable(stages.regression, settings, files.first, seconds, count)
     first = stages.regression(*settings, files.first, count)

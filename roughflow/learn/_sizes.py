@@ -32,10 +32,6 @@ class Sizes:
         return 256 if self.wide else 128
 
     @property
-    def batch_size(self) -> int:
-        return 256 if self.wide else 512
-
-    @property
     def features(self) -> int:
         return 64 if self.plane and self.rows >= WAVES else 0
 
