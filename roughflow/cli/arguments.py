@@ -110,9 +110,6 @@ def _fit(commands) -> None:
     )
     told("--seconds", _positive, "budget for both stages, after compilation, in place of steps")
     told("--width", _count, "of the network; default: 128, or 256 from 20,000 rows on")
-    told(
-        "--batch-size", _count, "rows per step of the regression; default: 512, or 256 if the network is wide"
-    )
     add("--depth", _count, 3, "of the network")
     add("--batch-size", _count, 512, "rows per step of the regression")
     add("--learning-rate", _positive, 2e-3, "of the regression")
