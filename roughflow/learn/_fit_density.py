@@ -127,8 +127,9 @@ def fit_density(
         check_positive("noise", noise)
     if seconds is not None and steps is not None:
         raise ValueError("steps and seconds are two budgets for one fit: give one of them")
-    table = Table.of(data, given, columns, bounds or {}, rounding or {}).split(validation, key_split)
-    table = table.dequantised(jax.random.fold_in(key_split, 1))
+    whole = Table.of(data, given, columns, bounds or {}, rounding or {})
+    whole = whole.dequantised(jax.random.fold_in(key_split, 2))
+    table = whole.split(validation, key_split)
     chosen = Sizes(len(table.train), table.dimension, table.context)
     flow = velocity_flow(
         table.dimension,
@@ -140,7 +141,7 @@ def fit_density(
     )
     least = {True: -np.inf, False: np.inf, None: chosen.worth}[marginals]
     maps = fit_marginals(table.train, table.dimension, least, table.bounds)
-    model = Standardised(flow, *table.units(maps), tuple(columns), table.context, maps)
+    model = Standardised(flow, *whole.units(maps), tuple(columns), table.context, maps)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
     train = _smoothed(train, chosen.smoothing if smoothing is None else smoothing, table.context)
     files = _Files.beside(checkpoint)

@@ -84,7 +84,7 @@ class Table:
                     f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
                 )
             self._check_bounds(rows)
-            return replace(self, held_out=rows)
+            return replace(self, held_out=self._spread(rows, jax.random.fold_in(key, 1)))
         if not 0 <= validation < 1:
             raise ValueError(f"validation must be a share of the data between 0 and 1, got {validation}")
         aside = round(validation * len(self.train))
@@ -93,11 +93,13 @@ class Table:
 
     def dequantised(self, key: PRNGKeyArray) -> "Table":
         """With uniform noise, as wide as the rounding, on the columns that were rounded."""
+        return replace(self, train=self._spread(self.train, key))
+
+    def _spread(self, rows: np.ndarray, key: PRNGKeyArray) -> np.ndarray:
         if not np.any(self.rounding):
-            return self
+            return rows
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
-        spread = lambda rows: rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
-        return replace(self, train=spread(self.train), held_out=spread(self.held_out))
+        return rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
 
     def units(self, marginals: Marginals | None) -> tuple[np.ndarray, np.ndarray]:
         """Mean and lower triangular matrix that standardise the rows: what is given column by column, so that
