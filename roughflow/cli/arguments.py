@@ -103,11 +103,7 @@ def _fit(commands) -> None:
     add("--noise", _not_negative, 0.0, "size of the noise for standardised data, 0 for none")
     told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
     told("--steps", _count, "of the regression; default: 20000, fewer for few rows")
-    told(
-        "--likelihood-steps",
-        _whole,
-        "of the likelihood stage; default: 100 or 60, none with few rows per column",
-    )
+    told("--likelihood-steps", _whole, "of the likelihood stage; default: 100, 60 or 0, by the table's size")
     told("--seconds", _positive, "budget for both stages, after compilation, in place of steps")
     told("--width", _count, "of the network; default: 128, or 256 from 20,000 rows on")
     add("--depth", _count, 3, "of the network")

@@ -18,6 +18,8 @@ from ._outcome import FINE, NON_FINITE, Outcome, start_of
 from ._reversible import reversible_scan
 from ._runge_kutta import Span, order_of, runge_kutta
 
+LATE = 2.0  # for what is fastest at the end: steps that shrink towards it
+
 
 class FixedGrid(AbstractIntegrator):
     """A fixed number of steps of an explicit Runge–Kutta method over the horizon.

@@ -9,12 +9,12 @@ from .._checks import check_count, check_key, check_positive
 from ..sde import ConstantDiffusion, FullDiffusion, ItoSDE, NoDiffusion, RestoringDrift, VelocityNetwork
 from ._base import Normal
 from ._divergence import ExactDivergence, HutchinsonDivergence
-from ._fixed_grid import FixedGrid
+from ._fixed_grid import LATE, FixedGrid
 from ._flow import StochasticFlow
 
 FULL = 2  # dimensions in which the noise depends on the state; the cost of that grows with the square
 MANY = 17  # dimensions from which the divergence is estimated
-GRID, LATE = 16, 2.0  # steps for a velocity, which is fastest near the end
+GRID = 16  # steps for a velocity, which is fastest near the end
 
 
 def neural_flow(

@@ -12,12 +12,10 @@ from ..sde import (
     TransportSDE,
     noise_matrix,
 )
-from ._fixed_grid import FixedGrid, default_steps
+from ._fixed_grid import LATE, FixedGrid, default_steps
 from ._flow import StochasticFlow
 from ._integrator import AbstractIntegrator
 from ._runge_kutta import order_of
-
-LATE = 2.0
 
 
 def with_noise(

@@ -29,8 +29,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     - `steps`, `likelihood_steps`: of the two stages; None to choose them by the size of the table.
     - `batch_size`, `learning_rate`: of the regression.
     - `validation_fraction`: share of the rows set aside to choose the best model by; 0 for none.
-    - `patience`: looks at them, one every twentieth of a stage, without a better value that end the
-      fit early; None to take all steps.
+    - `patience`: looks at them without a better value after which a stage goes back to its best model and
+      ends; None to take all steps.
     - `score_paths`: paths per row in `score_samples`; None for the default of `model_.estimate`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None.
     - `verbose`: show a progress bar.

@@ -32,6 +32,7 @@ LOOKED_AT = 4096  # rows to validate the regression on: those set aside, as ofte
 LIKELIHOOD_ROWS = 1000  # rows to validate likelihood on, at most: each takes a solve
 SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget of seconds
 TIMED = 40  # steps that say how many a budget of seconds allows
+WORTHWHILE = 0.002  # nats that noise must gain
 NOISES, NOISED = (0.25, 0.5, 1.0), 500  # sizes of noise to choose from, and the rows to choose by
 LOOKS = {"regression": 20, "likelihood": 10}  # at them
 
@@ -166,12 +167,12 @@ def fit_density(
 
 
 def _best_noise(flow: StochasticFlow, rows: Array, key: PRNGKeyArray) -> float:
-    """The size of noise with the highest likelihood; what is not clearly better than none is not worth its
-    paths."""
+    """The size of noise with the highest likelihood; what is not clearly better than none, or better by next
+    to nothing, is not worth its paths."""
     if not len(rows):
         raise ValueError("the best noise is chosen on rows set aside: set validation, to 0.1 say")
     plain = flow.log_prob(rows, key=key)
-    best, gain = 0.0, 0.0
+    best, gain = 0.0, WORTHWHILE
     for size in NOISES:
         gains = np.asarray(with_noise(flow, size).log_prob(rows, key=key) - plain)
         if gains.mean() > max(gain, 2 * gains.std() / len(gains) ** 0.5):

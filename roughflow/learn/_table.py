@@ -41,8 +41,9 @@ class Table:
     ) -> "Table":
         rows, context = _joined("data", data, given)
         own = rows.shape[1] - context
+        treated = {_place(name, names) for name in (*rounding, *bounds)}
         for i in range(own):
-            if _place(i, names) not in {_place(name, names) for name in (*rounding, *bounds)}:
+            if i not in treated:
                 _warn_of(rows[:, i], repr(names[i]) if names else str(i))
         lower, upper = np.full(own, -np.inf), np.full(own, np.inf)
         for name, (low, high) in bounds.items():
