@@ -70,7 +70,7 @@ def test_the_logarithm_of_a_mean_of_few_weights_is_not_low():
     assert abs(bias) < abs(before) / 3
 
 
-@pytest.mark.parametrize("count", [256, 1000])
+@pytest.mark.parametrize("count", [256, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_error_bar_of_weights_that_are_bumps(size, count):
     """Of paths that mostly miss: a few weights like one another, the rest next to nothing. No tail there."""

@@ -153,6 +153,7 @@ def test_values_are_the_same_inside_jit_and_grad(estimator, key):
     assert np.all(np.isfinite(slope))
 
 
+@pytest.mark.slow
 def test_a_fitted_model_estimates_with_the_proposal_it_has_learned(key, tmp_path):
     """And so does the one that is read back from a file; without it the numbers are others."""
     data = ou_law(driver=THREE).rvs(64, random_state=0)[:, None]
@@ -418,7 +419,7 @@ def test_single_precision():
     assert float(done.stdout) < 1e-3
 
 
-@pytest.mark.parametrize("dimension", [2, 10])
+@pytest.mark.parametrize("dimension", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_no_lapack_where_two_calls_could_wait_for_each_other(dimension, key):
     """Two batched LAPACK calls at once can stop a CPU with few cores for ever; see `_linear`."""
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(dimension))

@@ -14,6 +14,7 @@ from scipy import stats
 import roughflow as rf
 from roughflow.learn import second_file
 from roughflow.learn._fit_density import _best_noise
+from roughflow.learn._smoothed import Smoothed
 
 TINY = {
     "width": 8,
@@ -63,7 +64,7 @@ def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     np.testing.assert_allclose(values[0], fitted.model.log_prob(x, key=key), atol=0.5)
 
 
-@pytest.mark.parametrize(("start", "best"), [(1.0, 0.0), (0.5, 1.0)])
+@pytest.mark.parametrize(("start", "best"), [pytest.param(1.0, 0.0, marks=pytest.mark.slow), (0.5, 1.0)])
 def test_the_best_noise_is_chosen_on_the_rows_set_aside(start, best, key):
     """N(0, 1), which nothing moves but the score: from there noise gains nothing, from N(0, ¼) the most does
     most to widen it."""
@@ -90,6 +91,33 @@ def test_a_budget_may_be_in_seconds_and_a_run_resumed_keeps_its_steps(key, tmp_p
     assert again.history.loss.size == planned > 40
     with pytest.raises(ValueError, match="two budgets"):
         rf.fit_density(ROWS, key=key, seconds=1.0, **TINY)
+
+
+def test_smoothed_rows_have_the_noise_asked_for(key):
+    """Two widths, 0.3 and 2, around the rows, none of it on what is given."""
+    rows = jnp.array([[1.0, 2.0, 3.0]])
+    drawn = Smoothed(rows, 0.3, 0.1, context=1).sample(key=key, shape=(40_000,))
+    np.testing.assert_array_equal(drawn[:, 2], 3.0)
+    noise = drawn[:, :2] - rows[:, :2]
+    np.testing.assert_allclose(jnp.var(noise, axis=0), 0.9 * 0.3**2 + 0.1 * 2**2, rtol=0.05)
+    np.testing.assert_allclose(jnp.mean(jnp.abs(noise) > 2.0, axis=0), 0.1 * 2 * stats.norm.sf(1), rtol=0.1)
+
+
+def test_outliers_to_be_make_heavier_tails(key):
+    """Normal rows, half of them with noise: far out ½N(0, 1) + ½N(0, 5) is 3.3 nats more."""
+    rows = np.random.default_rng(0).normal(size=(1000, 3))
+    settings = TINY | {"width": 16, "depth": 2, "steps": 400, "likelihood_steps": 0, "learning_rate": 1e-2}
+    settings |= {"validation": 0.0, "marginals": False}
+    far = rows[:50] * 4 / np.linalg.norm(rows[:50], axis=1, keepdims=True)
+    fit = lambda share: rf.fit_density(rows, key=key, outliers=share, **settings).model
+    score = lambda model: float(np.mean(model.log_prob(far, key=key)))
+    assert 1.5 < score(fit(0.5)) - score(fit(0.0)) < 4.5
+
+
+@pytest.mark.parametrize("settings", [{"smoothing": -0.1}, {"outliers": 1.0}, {"outliers": -0.1}])
+def test_noise_in_training_that_makes_no_sense_is_refused(settings, key):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        rf.fit_density(ROWS, key=key, **TINY, **settings)
 
 
 def test_few_rows_are_smoothed_in_training_and_not_learned_by_heart(key):
@@ -166,6 +194,7 @@ def test_samples_belong_to_what_is_given(conditional, key):
     np.testing.assert_allclose(draws.std(axis=0)[:, 0], 0.5, atol=0.2)
 
 
+@pytest.mark.slow
 def test_noise_leaves_what_is_given_alone(conditional, key):
     noisy = dataclasses.replace(conditional, flow=rf.with_noise(conditional.flow, 0.5))
     assert noisy.flow.noise_dim == 1

@@ -48,7 +48,7 @@ def test_density_is_base_plus_dense_log_determinant(problem, driver, key):
     [
         rf.FixedGrid(steps=200),
         rf.FixedGrid(steps=200, gradient=rf.ConstantMemory()),
-        rf.Adaptive(rtol=1e-11, atol=1e-11),
+        pytest.param(rf.Adaptive(rtol=1e-11, atol=1e-11), marks=pytest.mark.slow),
     ],
     ids=["fixed", "reversible", "adaptive"],
 )

@@ -37,7 +37,12 @@ CASES = [
     pytest.param(integrator, driver, id=f"{name}-{label}", marks=[pytest.mark.slow] * slow)
     for name, integrator in (INTEGRATORS | SLOW).items()
     for driver, label, slow in (
-        (KL, "KL", name in SLOW or name.startswith(("tsit5", "midpoint-constant", "heun-constant"))),
+        (
+            KL,
+            "KL",
+            name in SLOW
+            or name.startswith(("tsit5", "midpoint-constant", "heun-constant", "adaptive-constant")),
+        ),
         (PL, "PL", name not in QUICK_PL),
     )
 ]
@@ -94,6 +99,7 @@ def test_gradients_match_central_differences(integrator, driver, key):
         np.testing.assert_allclose(analytic, numerical, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_parameters_in_closures_are_seen(key):
     """A drift that closes over a traced weight gets its gradient in every mode."""
     x = jnp.array([[0.3], [-0.4]])

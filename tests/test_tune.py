@@ -124,6 +124,7 @@ def tune(key, target=CAUCHY, d=1, **settings):
     return rf.tune_sampler(target, z0, key=key, width=8, progress=False, **settings)
 
 
+@pytest.mark.slow
 def test_tuning_finds_noise_that_grows_with_the_distance(key):
     """σ(x)/√(1 + x²), flat where it is best, falls by three from 0 to 3 if σ stays constant."""
     tuned = tune(key, num_gradients=40_000, learning_rate=1e-2)

@@ -8,7 +8,7 @@ from roughflow.datasets import Star
 
 from ._run import PIXELS, Run, paper_flow
 
-STEPS, REGRESSION = 600, 10_000
+STEPS, REGRESSION = 600, 20_000
 IN_TRAINING, AFTERWARDS = (0.0, 0.1, 0.5, 1.0), (0.0, 0.25, 0.5, 1.0)
 TOP = 0.35  # the density shown darkest
 

@@ -47,6 +47,7 @@ def fit_density(
     rounding: Mapping[Any, float] | None = None,
     marginals: bool | None = None,
     smoothing: float | None = None,
+    outliers: float | None = None,
     width: int | None = None,
     depth: int = 3,
     columns: Sequence[str] = (),
@@ -90,6 +91,9 @@ def fit_density(
     - `smoothing`: noise that is added to the rows in training, anew in each step, in units of the
       standardised data: few rows are then not learned by heart. If None, 0.3 for tables with less than 30
       rows per column, otherwise none.
+    - `outliers`: what share of the rows, drawn anew in each step, has noise of twice the width of the whole
+      table: new rows may lie where none was seen, which a flow would rule out with all confidence. If None,
+      0.02 from four columns on.
     - `width`, `depth`: of the network; the width is 128, or 256 from 20,000 rows on, unless told otherwise.
     - `columns`: names to keep with the model.
     - `validation`: what share of the rows to set aside, or such rows; with `given` a pair of both.
@@ -144,7 +148,12 @@ def fit_density(
     maps = fit_marginals(table.train, table.dimension, least, table.bounds)
     model = Standardised(flow, *whole.units(maps), tuple(columns), table.context, maps)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
-    train = _smoothed(train, chosen.smoothing if smoothing is None else smoothing, table.context)
+    train = _smoothed(
+        train,
+        chosen.smoothing if smoothing is None else smoothing,
+        chosen.outliers if outliers is None else outliers,
+        table.context,
+    )
     files = _Files.beside(checkpoint)
     stages = _Stages(train, held_out, learning_rate, patience, progress, resume)
     settings = (flow, table.context, batch_size, key_first)
@@ -283,8 +292,9 @@ def second_file(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name + ".likelihood")
 
 
-def _smoothed(rows: Array, width: float, context: int) -> Array | Smoothed:
-    if width == 0:
-        return rows
-    check_positive("smoothing", width)
-    return Smoothed(rows, float(width), context)
+def _smoothed(rows: Array, width: float, outliers: float, context: int) -> Array | Smoothed:
+    if width < 0:
+        raise ValueError(f"smoothing must not be negative, got {width}")
+    if not 0 <= outliers < 1:
+        raise ValueError(f"outliers must be a share of the rows between 0 and 1, got {outliers}")
+    return rows if width == outliers == 0 else Smoothed(rows, float(width), float(outliers), context)

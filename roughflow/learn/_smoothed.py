@@ -1,21 +1,28 @@
-"""Rows with noise around them, new in each step: few rows are then not learned by heart."""
+"""Rows with noise around them, new in each step: few rows are then not learned by heart, and no place near
+them is ruled out."""
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
+
+FAR = 2.0  # the noise of outliers-to-be, in units of the standardised rows
 
 
 class Smoothed(eqx.Module):
     """A kernel density as data for a fit: rows drawn with replacement, with normal noise of standard
-    deviation `width` on all columns but the last `context`."""
+    deviation `width` on all columns but the last `context`. A share of them, `outliers`, has noise of `FAR`,
+    wider than the standardised rows themselves."""
 
     rows: Array
     width: float
+    outliers: float
     context: int = eqx.field(static=True, default=0)
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
-        key_row, key_noise = jax.random.split(key)
+        key_row, key_noise, key_far = jax.random.split(key, 3)
         rows = self.rows[jax.random.randint(key_row, shape, 0, len(self.rows))]
         own = rows.shape[-1] - self.context
-        noise = self.width * jax.random.normal(key_noise, (*shape, own), rows.dtype)
+        far = jax.random.bernoulli(key_far, self.outliers, (*shape, 1))
+        noise = jnp.where(far, FAR, self.width) * jax.random.normal(key_noise, (*shape, own), rows.dtype)
         return rows.at[..., :own].add(noise)
