@@ -52,7 +52,7 @@ def test_a_trained_model_is_kept_and_scored(key, tmp_path, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Everything in small, so that an experiment is over in a minute."""
-    sizes = {"ROWS": 3000, "TEST": 60, "NOISY_TEST": 20, "SCORED": 8, "FROM_PRIOR": 8, "HISTOGRAM": 2000}
+    sizes = {"ROWS": 3000, "TEST": 60, "NOISY_TEST": 20, "SCORED": 8, "HISTOGRAM": 2000}
     for name, value in sizes.items():
         monkeypatch.setattr(_run, name, value)
     return monkeypatch

@@ -17,7 +17,8 @@ from ._run import Run, kolmogorov, paper_flow
 STEPS, REGRESSION, WIDTH = 600, 6000, 64
 WALK, CHAINS = 10_000, 64  # Euler–Maruyama steps of a path; paths, of which the first is drawn
 # The time a path takes: `autocorrelation_time` of the staying ones says how much of the law it can have seen.
-HORIZON, PAPER_HORIZON = 1000.0, 100.0
+# Larger noise, along the curve, sees it sooner and needs shorter steps.
+HORIZONS, PAPER_HORIZON = {"staying-identity": 1000.0, "staying-along": 300.0}, 100.0
 EXTENT = (-4.0, 4.0, -12.0, 5.0)
 NOISE = 1.0
 
@@ -73,7 +74,7 @@ def fig2(run: Run) -> dict:
     sdes = {name: model.flow.sde for name, model in paper.items()} | staying
     walks = {}
     for name, sde in sdes.items():
-        horizon = HORIZON if name in staying else PAPER_HORIZON
+        horizon = HORIZONS.get(name, PAPER_HORIZON)
         paths = walk(sde, horizon, key=run.key("walk"))
         walks[name] = paths[:, 0]
         figures[name] = figures.get(name, {}) | recurrence(walks[name]) | distances(paths, data)
@@ -114,8 +115,8 @@ def _draw(law: Banana, sdes: dict, walks: dict, figures: dict) -> Figure:
 
 def _same_time(name: str, path: np.ndarray) -> np.ndarray:
     """Some thousand points of the path, over the same time in all panels."""
-    if name.startswith("staying"):
-        return path[: 1 + round(WALK * PAPER_HORIZON / HORIZON)]
+    if name in HORIZONS:
+        return path[: 1 + round(WALK * PAPER_HORIZON / HORIZONS[name])]
     return path[:: max(1, WALK // 2500)]
 
 

@@ -21,9 +21,8 @@ from roughflow.datasets import AbstractLaw
 BATCH, PATHS, RATE = 64, 4, 3e-3  # of the paper's recipe, in which a step with noise takes half a second
 ROWS, WIDTH = 200_000, 128  # of the regression
 TEST, NOISY_TEST = 4000, 1000  # fresh points to score on
-# Paths per point: by a learned proposal; from the prior, for noise added afterwards; where none was found.
-SCORED, FROM_PRIOR, MANY = 128, 64, 4096
-HISTOGRAM, PIXELS = 50_000, 64  # samples, and cells along a side
+SCORED, MANY = 128, 4096  # paths per point by a learned proposal; where none was found
+HISTOGRAM, PIXELS = 150_000, 96  # samples, and cells along a side
 
 
 class Trained(eqx.Module):
@@ -153,17 +152,16 @@ class Run:
     def excess_with(
         self, regressed: Regressed, law: AbstractLaw, noise: float, *, count: int | None = None
     ) -> dict:
-        """The same with this noise added afterwards, by paths from the prior."""
-        estimator = rf.PullBack(FROM_PRIOR if noise else 1, rf.Prior())
+        """The same with this noise added afterwards, by the default estimator."""
         count = count or (NOISY_TEST if noise else TEST)
-        return self._scored(regressed, regressed.noisy(noise), law, estimator, count)
+        return self._scored(regressed, regressed.noisy(noise), law, None, count)
 
     def _scored(
         self,
         fitted: Trained | Regressed,
         model: rf.StochasticFlow | rf.Standardised,
         law: AbstractLaw,
-        estimator: rf.PullBack,
+        estimator: rf.PullBack | None,
         count: int,
     ) -> dict:
         # The first of the same points for all models.
@@ -172,7 +170,7 @@ class Run:
         estimate = model.estimate(x, key=self.key("score"), estimator=estimator)
         value = np.array(estimate.log_prob, float)
         lost = np.flatnonzero(np.isneginf(value))
-        if lost.size:
+        if lost.size and estimator is not None:
             # No path was found to these: many say at least how low they are.
             many = rf.PullBack(MANY, estimator.proposal)
             value[lost] = model.log_prob(x[lost], key=self.key("lost"), estimator=many)
