@@ -52,7 +52,7 @@ def test_a_trained_model_is_kept_and_scored(key, tmp_path, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Everything in small, so that an experiment is over in a minute."""
-    sizes = {"ROWS": 3000, "TEST": 60, "NOISY_TEST": 20, "SCORED": 8, "HISTOGRAM": 2000}
+    sizes = {"ROWS": 3000, "TEST": 60, "NOISY_TEST": 20, "SCORED": 8, "HISTOGRAM": 2000, "PIXELS": 64}
     for name, value in sizes.items():
         monkeypatch.setattr(_run, name, value)
     return monkeypatch
@@ -66,7 +66,7 @@ def test_a_regression_is_kept_and_scored_with_noise_and_without(tmp_path, small)
     small.setattr("roughflow.fit_density", lambda *a, **k: pytest.fail("trained again"))
     again = run.regress("a", law, steps=50, beside=10, width=4)
     plain, noisy = run.excess_with(again, law, 0.0), run.excess_with(again, law, 0.5)
-    assert (plain["test_points"], noisy["test_points"], noisy["num_paths"]) == (60, 20, 8)
+    assert (plain["test_points"], noisy["test_points"], noisy["num_paths"]) == (60, 20, 64)
     x = law.sample(key=run.key("test"), shape=(60,))
     values = regressed.model.log_prob(x, key=run.key("any"))
     np.testing.assert_allclose(plain["excess"], np.mean(law.log_prob(x) - values), atol=1e-5)
