@@ -220,9 +220,9 @@ def race_verdicts(ratios: Mapping[str, float]) -> Iterator[str]:
         yield f"{word}: mean square error at equal time {GAIN:g} times smaller on {name}: {ratio:.2g} times"
 
 
-def verdict(claim: str, figures: Mapping[str, np.ndarray], limit: float) -> str:
+def verdict(claim: str, metrics: Mapping[str, np.ndarray], limit: float) -> str:
     """One line: whether the largest figure of each law is within the limit, and what it is."""
-    worst = {name: float(np.max(np.abs(values))) for name, values in figures.items()}
+    worst = {name: float(np.max(np.abs(values))) for name, values in metrics.items()}
     word = "holds" if all(value <= limit for value in worst.values()) else "FALLS SHORT"
     shown = [f"{name} {value:.2g}{'' if value <= limit else ' (!)'}" for name, value in worst.items()]
     return f"{word}: {claim}; worst: {', '.join(shown)}"

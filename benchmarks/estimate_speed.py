@@ -54,10 +54,10 @@ def main() -> None:
         return
     with jax.enable_x64(False):
         banana_density()  # trained here, if it has to be, and not in a process whose memory is measured
-    figures = {name: in_new_process(name) for name in PARTS}
-    print("\n".join(report(figures["fitted"], figures["first"])))
+    metrics = {name: in_new_process(name) for name in PARTS}
+    print("\n".join(report(metrics["fitted"], metrics["first"])))
     print("\nWhat was asked for\n")
-    print("\n".join(verdicts(figures["fitted"], figures["first"])), flush=True)
+    print("\n".join(verdicts(metrics["fitted"], metrics["first"])), flush=True)
 
 
 def in_new_process(part: str) -> Figures:

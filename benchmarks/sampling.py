@@ -128,7 +128,7 @@ def mala(target: Target, places: Array, key) -> rf.Chain:
     sde = rf.overdamped_langevin(target.log_density, target.dimension)
 
     def run(dt: float, steps: int) -> rf.Chain:
-        return rf.sample_chain(rf.Adjusted(sde, jnp.asarray(dt)), places, key=key, num_steps=steps)
+        return rf.sample_chain(rf.AdjustedSampler(sde, jnp.asarray(dt)), places, key=key, num_steps=steps)
 
     def worst(dt: float) -> float:
         data = arviz.convert_to_dataset({"z": np.asarray(run(dt, PILOT).samples)})

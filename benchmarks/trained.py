@@ -61,7 +61,7 @@ def banana_density() -> rf.Standardised:
     data = LAWS["banana"].sample(key=key_data, shape=(ROWS,))
     flow = rf.neural_flow(2, key=key_fit)
 
-    units = rf.standardising(data)
+    units = rf.standardisation(data)
 
     def make():
         rows = rf.Standardised(flow, *units).standardise(data)

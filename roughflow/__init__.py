@@ -100,7 +100,7 @@ from .learn import (
     confinement as confinement,
     staying_sde as staying_sde,
     Standardised as Standardised,
-    standardising as standardising,
+    standardisation as standardisation,
     fit_density as fit_density,
     save as save,
     load as load,
@@ -108,9 +108,9 @@ from .learn import (
 )
 from .mcmc import (
     AbstractSampler as AbstractSampler,
-    Unadjusted as Unadjusted,
-    Adjusted as Adjusted,
-    AdjustedFlow as AdjustedFlow,
+    UnadjustedSampler as UnadjustedSampler,
+    AdjustedSampler as AdjustedSampler,
+    FlowSampler as FlowSampler,
     LinearlyImplicitEuler as LinearlyImplicitEuler,
     Minibatch as Minibatch,
     SamplerState as SamplerState,

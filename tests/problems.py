@@ -12,7 +12,7 @@ from scipy import linalg, stats
 
 import roughflow as rf
 from roughflow.density._estimate import from_log_weights
-from roughflow.density.estimators._weights import Sampler
+from roughflow.density.estimators._weights import EstimatorRun
 
 
 @dataclass(frozen=True)
@@ -262,10 +262,10 @@ class Always(rf.Tempered):
 
 def widened(estimator, flow, x, key):
     """The estimate as if trial weights had differed at every point: a wider law, and the prior's share."""
-    sampler = Sampler(estimator, flow, x, key)
-    sampler.law = sampler.law.defended(jnp.ones(len(sampler.law.missed), bool))
-    missed = sampler.law.missed[sampler.places]
-    return from_log_weights(sampler.all_log_weights().T, sampler.group, missed)
+    run = EstimatorRun(estimator, flow, x, key)
+    run.law = run.law.defended(jnp.ones(len(run.law.missed), bool))
+    missed = run.law.missed[run.places]
+    return from_log_weights(run.all_log_weights().T, run.group, missed)
 
 
 CAUCHY = lambda z: -jnp.log1p(z[0] ** 2)  # a log density, up to a constant

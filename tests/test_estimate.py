@@ -27,7 +27,7 @@ from scipy import stats
 
 import roughflow as rf
 from roughflow.density._estimate import from_log_weights
-from roughflow.density.estimators._weights import Sampler
+from roughflow.density.estimators._weights import EstimatorRun
 from roughflow.density.surface import Target
 
 # ---------------------------------------------------------------------------------- gradients
@@ -75,7 +75,7 @@ def test_pull_back_gradient(key):
 def test_endpoint_gradient_goes_through_the_newton_solve(key):
     """With the proposal held where it is, as the estimator's own gradient holds it."""
     estimator = rf.Endpoint(4)
-    law = Sampler(estimator, curved(jnp.array(0.5)), jnp.array([[0.7], [-1.5]]), key).law
+    law = EstimatorRun(estimator, curved(jnp.array(0.5)), jnp.array([[0.7], [-1.5]]), key).law
     delta = law.sample(jax.random.normal(key, (2, 1, 4 + 1)))
 
     @jax.jit
@@ -450,8 +450,8 @@ def test_weights_that_turn_out_poor_are_improved_after_all(key):
     assert np.all(np.abs(estimate.log_prob - truth) < 3 * estimate.total_error)
     traced = jax.jit(lambda x: flow.estimate(x, key=key, estimator=estimator, solver=False).log_prob)(x)
     np.testing.assert_allclose(traced, estimate.log_prob, rtol=1e-9)
-    sampler = Sampler(estimator, flow, x, key)
-    plain = sampler.weighed(np.arange(2), np.zeros(2, int))
+    run = EstimatorRun(estimator, flow, x, key)
+    plain = run.weighed(np.arange(2), np.zeros(2, int))
     np.testing.assert_array_equal(plain.log_weights, plain.plain)
 
 

@@ -16,11 +16,11 @@ from roughflow.experiments._run import Run, paper_flow
 
 def test_figure_1_and_its_numbers(tmp_path):
     """Both approximations end where the Brownian path ends, and miss it on the way."""
-    figures = experiments.run("fig1", tmp_path)
-    assert json.loads((tmp_path / "fig1.json").read_text()) == figures
+    metrics = experiments.run("fig1", tmp_path)
+    assert json.loads((tmp_path / "fig1.json").read_text()) == metrics
     assert (tmp_path / "fig1.png").stat().st_size > 10_000
-    np.testing.assert_allclose(list(figures["endpoint"].values()), figures["endpoint"]["Brownian"], rtol=1e-5)
-    assert all(0.05 < gap < 2 for gap in figures["largest_gap"].values())
+    np.testing.assert_allclose(list(metrics["endpoint"].values()), metrics["endpoint"]["Brownian"], rtol=1e-5)
+    assert all(0.05 < gap < 2 for gap in metrics["largest_gap"].values())
 
 
 def test_an_unknown_experiment_is_refused(tmp_path):
@@ -40,13 +40,13 @@ def test_a_trained_model_is_kept_and_scored(key, tmp_path, monkeypatch):
     again = run.train("a", flow, law, steps=3)
     pairs = zip(jax.tree.leaves(trained.flow), jax.tree.leaves(again.flow), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
-    figures = run.excess(again, law, count=500)
+    metrics = run.excess(again, law, count=500)
     x = law.sample(key=run.key("test"), shape=(4000,))[:500]
     given = again.flow.log_prob_given_path(x, again.flow.sample_path(key=key))
-    np.testing.assert_allclose(figures["excess"], np.mean(law.log_prob(x) - given), atol=1e-5)
-    assert figures["training_steps"] == 3
-    assert figures["lost_points"] == 0
-    assert figures["solver_error"] < 0.01
+    np.testing.assert_allclose(metrics["excess"], np.mean(law.log_prob(x) - given), atol=1e-5)
+    assert metrics["training_steps"] == 3
+    assert metrics["lost_points"] == 0
+    assert metrics["solver_error"] < 0.01
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_the_larger_experiments_write_their_figures(name, tmp_path, small):
     small.setattr(_fig3, "IN_TRAINING", (0.0, 0.5))
     small.setattr(_fig3, "AFTERWARDS", (0.0, 0.5))
     small.setattr(_toys, "LAWS", {"banana": Banana()})
-    figures = experiments.run(name, tmp_path, steps=3, progress=False)
-    assert json.loads((tmp_path / f"{name}.json").read_text()) == figures
+    metrics = experiments.run(name, tmp_path, steps=3, progress=False)
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == metrics
     written = {"fig3": ["fig3.png", "fig3-noise.png"]}.get(name, [f"{name}.png"])
     assert all((tmp_path / file).stat().st_size > 10_000 for file in written)
     assert not list(tmp_path.glob("*.checkpoint"))

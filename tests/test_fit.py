@@ -54,7 +54,7 @@ def test_it_finds_the_minimum_and_trains_the_objective_too(key):
     fitted = fit(key)
     np.testing.assert_allclose(fitted.model["place"], DATA.mean(axis=0), atol=0.05)
     np.testing.assert_allclose(fitted.objective.bend, 2, atol=0.02)
-    assert fitted.history.loss.shape == fitted.history.figures["size"].shape == (300,)
+    assert fitted.history.loss.shape == fitted.history.metrics["size"].shape == (300,)
     assert not fitted.interrupted
     assert fitted.history.skipped == 0
 
@@ -189,7 +189,7 @@ def test_a_state_is_carried_from_step_to_step_and_kept_in_the_checkpoint(key, tm
         jnp.zeros(1), key=key, objective=Walk(), **({"steps": 40, "progress": False} | changes)
     )
     fitted = run()
-    places = fitted.history.figures["place"]
+    places = fitted.history.metrics["place"]
     assert places[0] == 1
     assert len(set(places)) > 30
     assert fitted.state["count"] == 40 - fitted.history.skipped
@@ -476,7 +476,7 @@ def test_maximum_likelihood_finds_a_normal_law(key, proposal):
     truth = 0.5 * np.log(2 * np.pi * np.e * 0.49)
     assert abs(fitted.history.recent() - truth) < 0.1
     assert fitted.history.recent("effective_paths") > (3 if proposal is None else 5)
-    assert fitted.history.figures["lost"].max() == 0
+    assert fitted.history.metrics["lost"].max() == 0
 
 
 def test_one_path_from_the_prior_is_the_paper_s_bound(key):
@@ -537,8 +537,8 @@ def test_no_sde_makes_the_stationary_loss_negative(key):
         flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), t1=1e-6)
         for seed in range(5):
             key = jax.random.key(seed)
-            _, figures = rf.MaximumLikelihood(1, rf.Prior(), stationary=1.0)(flow, x, key=key)
-            assert figures["moved"] > 0
+            _, metrics = rf.MaximumLikelihood(1, rf.Prior(), stationary=1.0)(flow, x, key=key)
+            assert metrics["moved"] > 0
 
 
 def test_stationary_adds_what_the_sde_moves_and_what_it_lets_go(key):
@@ -546,10 +546,10 @@ def test_stationary_adds_what_the_sde_moves_and_what_it_lets_go(key):
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), t1=2.0)
     x = jax.random.normal(key, (64, 1))
     plain, _ = rf.MaximumLikelihood(2, rf.Prior())(flow, x, key=key)
-    loss, figures = rf.MaximumLikelihood(2, rf.Prior(), stationary=3.0)(flow, x, key=key)
-    assert figures["moved"] > 0.01
-    assert figures["away"] > 0.5  # LV/V > 0.6, asked −0.25
-    np.testing.assert_allclose(loss, plain + 3 * (figures["moved"] + figures["away"]), rtol=1e-12)
+    loss, metrics = rf.MaximumLikelihood(2, rf.Prior(), stationary=3.0)(flow, x, key=key)
+    assert metrics["moved"] > 0.01
+    assert metrics["away"] > 0.5  # LV/V > 0.6, asked −0.25
+    np.testing.assert_allclose(loss, plain + 3 * (metrics["moved"] + metrics["away"]), rtol=1e-12)
     with pytest.raises(ValueError, match="weight"):
         rf.MaximumLikelihood(stationary=-1)
 
@@ -592,8 +592,8 @@ def test_paths_that_do_not_reach_a_point_are_counted_and_leave_gradients_finite(
     )
     x = jnp.array([[0.1], [5.0]])
     loss = lambda flow: rf.MaximumLikelihood(2, rf.Prior())(flow, x, key=key)
-    (value, figures), slope = eqx.filter_value_and_grad(loss, has_aux=True)(flow)
-    assert figures["lost"] == 0.5
+    (value, metrics), slope = eqx.filter_value_and_grad(loss, has_aux=True)(flow)
+    assert metrics["lost"] == 0.5
     # The point that is lost counts 1000 nats, and the other one what it does alone.
     x = x[:1]
     np.testing.assert_allclose(value, (1000 + loss(flow)[0]) / 2, rtol=1e-3)

@@ -13,7 +13,7 @@ SPREAD = lambda t, z: jnp.sqrt(1 + z**2)[:, None]
 
 def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_law(key):
     """A wrong proposal ratio (σ's determinant left out, say) would show in the tails."""
-    sampler = rf.Adjusted(rf.targeted_sde(CAUCHY, SPREAD), dt=1.5)
+    sampler = rf.AdjustedSampler(rf.targeted_sde(CAUCHY, SPREAD), dt=1.5)
     chain = rf.sample_chain(sampler, jnp.zeros((500, 1)), key=key, num_steps=200, burn_in=200, thin=10)
     assert chain.samples.shape == (500, 20, 1)
     assert chain.gradients == 400
@@ -26,7 +26,7 @@ def test_adjusted_chains_have_the_law_of_a_correlated_gaussian_with_a_random_net
     covariance = np.array([[1.0, 0.9], [0.9, 2.0]])
     precision = jnp.asarray(np.linalg.inv(covariance))
     noise, skew = rf.FullDiffusion(2, width=8, key=key), rf.SkewNetwork(2, width=8, key=key)
-    sampler = rf.Adjusted(rf.targeted_sde(lambda z: -0.5 * z @ precision @ z, noise, skew), dt=0.3)
+    sampler = rf.AdjustedSampler(rf.targeted_sde(lambda z: -0.5 * z @ precision @ z, noise, skew), dt=0.3)
     chain = rf.sample_chain(sampler, jnp.zeros((200, 2)), key=key, num_steps=500, burn_in=100, thin=5)
     found = np.cov(np.reshape(chain.samples, (-1, 2)).T)
     np.testing.assert_allclose(found, covariance, atol=0.12)
@@ -42,7 +42,7 @@ def test_unadjusted_langevin_has_the_variance_that_euler_gives_it(key):
 def test_the_implicit_scheme_keeps_a_stiff_gaussian_at_any_step(key):
     target = lambda z: -0.5 * (z[0] ** 2 + 1e4 * z[1] ** 2)
     sde = rf.overdamped_langevin(target, 2)
-    sampler = rf.Unadjusted(sde, 2.0, rf.LinearlyImplicitEuler())
+    sampler = rf.UnadjustedSampler(sde, 2.0, rf.LinearlyImplicitEuler())
     chain = rf.sample_chain(sampler, jnp.zeros((400, 2)), key=key, num_steps=4000, burn_in=4000, thin=40)
     np.testing.assert_allclose(np.std(chain, axis=(0, 1)), [1, 1e-2], rtol=0.05)
     explicit = rf.sample_chain(sde, jnp.ones((2, 2)), key=key, num_steps=50, dt=2.0)
@@ -121,7 +121,8 @@ BAD = {
     ),
     "square": (
         lambda: rf.targeted_sde(CAUCHY, lambda t, z: jnp.ones((1, 3))),
-        r"^Adjusted needs as many noises as dimensions, got σ of shape \(1, 3\): take rf.Unadjusted$",
+        r"^AdjustedSampler needs as many noises as dimensions, got σ of shape \(1, 3\): "
+        r"take rf.UnadjustedSampler$",
     ),
 }
 
@@ -130,15 +131,15 @@ BAD = {
 def test_bad_targets_are_refused_in_one_line(name, key):
     build, message = BAD[name]
     with pytest.raises(ValueError, match=message):
-        rf.sample_chain(rf.Adjusted(build(), dt=0.1), jnp.zeros(1), key=key, num_steps=3)
+        rf.sample_chain(rf.AdjustedSampler(build(), dt=0.1), jnp.zeros(1), key=key, num_steps=3)
 
 
 def test_a_sampler_that_cannot_be_adjusted_says_so(key):
-    with pytest.raises(TypeError, match=r"^Adjusted needs the SDE of rf\.targeted_sde, got ItoSDE$"):
-        rf.Adjusted(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), dt=0.1)
+    with pytest.raises(TypeError, match=r"^AdjustedSampler needs the SDE of rf\.targeted_sde, got ItoSDE$"):
+        rf.AdjustedSampler(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), dt=0.1)
     target = rf.Minibatch(lambda z: -z @ z, lambda z, y: y, jnp.zeros(3), batch_size=1)
-    with pytest.raises(TypeError, match=r"got rf\.Minibatch: take rf\.Unadjusted$"):
-        rf.Adjusted(rf.overdamped_langevin(target, 1), dt=0.1)
+    with pytest.raises(TypeError, match=r"got rf\.Minibatch: take rf\.UnadjustedSampler$"):
+        rf.AdjustedSampler(rf.overdamped_langevin(target, 1), dt=0.1)
     with pytest.raises(
         ValueError, match=r"^thin must be at most num_steps and burn_in not below 0, got 4 and 0"
     ):

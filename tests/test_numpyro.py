@@ -111,7 +111,9 @@ def test_a_flow_as_guide_under_svi(key):
 def gaussian_chain():
     sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2)
     starts = 2 * jax.random.normal(jax.random.key(3), (4, 2))
-    return rf.sample_chain(rf.Adjusted(sde, 1.5), starts, key=jax.random.key(1), num_steps=4000, burn_in=100)
+    return rf.sample_chain(
+        rf.AdjustedSampler(sde, 1.5), starts, key=jax.random.key(1), num_steps=4000, burn_in=100
+    )
 
 
 def test_arviz_reads_a_chain(gaussian_chain):
@@ -127,7 +129,7 @@ def test_arviz_reads_a_chain(gaussian_chain):
 
 
 def test_blackjax_runs_a_sampler_to_the_same_law(key):
-    sampler = rf.Adjusted(rf.overdamped_langevin(lambda z: -0.5 * z @ z / 4, 1), dt=4.0)
+    sampler = rf.AdjustedSampler(rf.overdamped_langevin(lambda z: -0.5 * z @ z / 4, 1), dt=4.0)
     state, (states, infos) = blackjax.util.run_inference_algorithm(
         key, as_blackjax(sampler), num_steps=20_000, initial_position=jnp.zeros(1)
     )

@@ -13,7 +13,7 @@ from scipy import integrate, stats
 import roughflow as rf
 from roughflow.density._estimate import from_log_weights
 from roughflow.density._pareto import pareto_k
-from roughflow.density.estimators._weights import Sampler
+from roughflow.density.estimators._weights import EstimatorRun
 from roughflow.density.proposals import SPARE, Mixture
 from roughflow.density.surface import Latent
 
@@ -254,11 +254,11 @@ def test_a_law_that_is_too_narrow_is_widened(key):
     """A start with heavy tails: far out the tangent law looks in the wrong place, a wide one everywhere."""
     flow = rf.StochasticFlow(ou().sde, Student(jnp.zeros(1)), 1.0, THREE, integrator=ou().integrator)
     x, estimator = np.array([[0.0], [4.0], [6.0], [8.0]]), rf.PullBack(256, rf.Laplace())
-    sampler = Sampler(estimator, flow, x, key)
-    assert np.all(sampler.law.prior == 0.3)
-    plain = sampler.law.defended(jnp.zeros(4, bool))
-    sampler.law = eqx.tree_at(lambda law: law.scale, plain, jnp.ones_like(plain.scale))
-    narrow = from_log_weights(sampler.all_log_weights().T, 1, sampler.law.missed)
+    run = EstimatorRun(estimator, flow, x, key)
+    assert np.all(run.law.prior == 0.3)
+    plain = run.law.defended(jnp.zeros(4, bool))
+    run.law = eqx.tree_at(lambda law: law.scale, plain, jnp.ones_like(plain.scale))
+    narrow = from_log_weights(run.all_log_weights().T, 1, run.law.missed)
     wide = flow.estimate(x, key=key, estimator=estimator)
     # The sum of e⁻¹ Z₀ and a normal number, by quadrature.
     noise = np.sqrt(ou_law(scale=0.0, driver=THREE).cov[0, 0])

@@ -34,13 +34,13 @@ def divergence(mean, t1=1.0):
 def test_the_loss_bounds_the_divergence_and_nears_it(num_paths, key):
     mean, evidence = 1.5, 0.5 * np.log(2 * np.pi)
     objective = rf.ReverseKL(Shifted(jnp.array([mean])), num_paths, batch=2000)
-    loss, figures = objective(langevin(jnp.array([mean])), None, key=key)
+    loss, metrics = objective(langevin(jnp.array([mean])), None, key=key)
     excess = float(loss) - (divergence(mean) - evidence)
     # The gap is I(Z; start, path but for its endpoint): ½ log of a ratio of variances for K = 0.
     assert excess > (0.1 if num_paths == 0 else -0.02)
     assert excess < (1.0 if num_paths == 0 else 0.06)
-    np.testing.assert_allclose(figures["evidence_bound"], -loss)
-    assert figures["evidence_bound"] < evidence + 0.02
+    np.testing.assert_allclose(metrics["evidence_bound"], -loss)
+    assert metrics["evidence_bound"] < evidence + 0.02
 
 
 def test_the_target_is_not_trained_and_the_penalty_leaves_it_alone(key):
@@ -81,9 +81,9 @@ def test_a_sample_that_escapes_is_no_gain(key):
     flow = rf.StochasticFlow(
         rf.ItoSDE(lambda t, z: z**3, rf.ConstantDiffusion(jnp.eye(1))), rf.Normal(jnp.zeros(1), 3.0)
     )
-    loss, figures = rf.ReverseKL(Shifted(jnp.zeros(1)), 0, batch=64)(flow, None, key=key)
-    assert 0.3 < figures["lost"] < 1
-    assert loss > 990 * figures["lost"]
+    loss, metrics = rf.ReverseKL(Shifted(jnp.zeros(1)), 0, batch=64)(flow, None, key=key)
+    assert 0.3 < metrics["lost"] < 1
+    assert loss > 990 * metrics["lost"]
 
 
 def test_the_penalty_is_the_sum_of_absolute_values(key):

@@ -137,10 +137,10 @@ def test_a_score_will_do_in_place_of_a_log_density(name, key):
     drifts = lambda sde: jax.vmap(lambda z: sde.drift(0.0, z))(points)
     np.testing.assert_allclose(drifts(sde), drifts(known), rtol=1e-12)
     z = 0.1 * jnp.ones(dimension)
-    for build in (rf.Adjusted, rf.AdjustedFlow):
+    for build in (rf.AdjustedSampler, rf.FlowSampler):
         with pytest.raises(TypeError, match=r" needs the log density, and its target has a score alone"):
             build(sde, 0.1)
-    chain = rf.sample_chain(rf.Unadjusted(sde, 0.01), z, key=key, num_steps=3)
+    chain = rf.sample_chain(rf.UnadjustedSampler(sde, 0.01), z, key=key, num_steps=3)
     assert np.all(np.isfinite(chain.samples))
 
 

@@ -31,7 +31,7 @@ def local(key, d=2):
 
 def test_a_step_is_undone_by_its_opposite_and_its_volume_is_exact(key):
     """The midpoint rule is its own inverse, and log |det| is that of the map that was made."""
-    sampler = rf.AdjustedFlow(rf.targeted_sde(BANANA, local(key)), 1.0, substeps=3)
+    sampler = rf.FlowSampler(rf.targeted_sde(BANANA, local(key)), 1.0, substeps=3)
     z, xi = jnp.array([0.3, -1.2]), jnp.array([0.8, -0.6])
     flow = eqx.filter_jit(sampler._flow)
     y, log_det, found = flow(z, xi)
@@ -47,7 +47,7 @@ def test_a_step_is_undone_by_its_opposite_and_its_volume_is_exact(key):
 def test_the_mean_of_a_move_is_the_stratonovich_drift_in_units_of_the_noise(key):
     skew = rf.SkewNetwork(2, width=8, key=key)
     sde = rf.targeted_sde(BANANA, local(key), skew)
-    sampler, z = rf.AdjustedFlow(sde, 1.0), jnp.array([0.4, -0.9])
+    sampler, z = rf.FlowSampler(sde, 1.0), jnp.array([0.4, -0.9])
     found = sde.noise(0.0, z) @ sampler._mean(sampler.init(z))
     np.testing.assert_allclose(found, rf.to_stratonovich(sde).drift(0.0, z), atol=1e-10)
 
@@ -56,14 +56,15 @@ def test_with_constant_noise_it_is_mala(key):
     sde = rf.overdamped_langevin(BANANA, 2, scale=jnp.array([[1.0, 0.0], [0.5, 0.7]]))
     z = jax.random.normal(key, (4, 2))
     chains = [
-        rf.sample_chain(kind(sde, 0.5), z, key=key, num_steps=30) for kind in (rf.Adjusted, rf.AdjustedFlow)
+        rf.sample_chain(kind(sde, 0.5), z, key=key, num_steps=30)
+        for kind in (rf.AdjustedSampler, rf.FlowSampler)
     ]
     np.testing.assert_allclose(chains[0].samples, chains[1].samples, atol=1e-9)
 
 
 def test_flow_chains_have_the_cauchy_law(key):
     """In steps so long that lines would miss: without the volume's term this is far off."""
-    sampler = rf.AdjustedFlow(rf.targeted_sde(CAUCHY, SPREAD), dt=4.0)
+    sampler = rf.FlowSampler(rf.targeted_sde(CAUCHY, SPREAD), dt=4.0)
     chain = rf.sample_chain(sampler, jnp.zeros((500, 1)), key=key, num_steps=60, burn_in=60, thin=3)
     assert chain.gradients == 120
     assert 0.6 < chain.acceptance.mean() < 0.9
@@ -74,7 +75,7 @@ def test_flow_chains_have_the_cauchy_law(key):
 def test_flow_chains_keep_the_law_of_a_banana_with_any_noise(key):
     """Begun in the law they stay in it, though σ and Q are as they come; 0.023 is the 1 % point."""
     sde = rf.targeted_sde(BANANA, local(key), rf.SkewNetwork(2, width=8, scale=0.3, key=key))
-    sampler = rf.AdjustedFlow(sde, dt=0.6, substeps=1)
+    sampler = rf.FlowSampler(sde, dt=0.6, substeps=1)
     e = jax.random.normal(key, (5000, 2))
     start = jnp.stack([e[:, 0], 2**0.5 * e[:, 1] - e[:, 0] ** 2], axis=1)
     chain = rf.sample_chain(sampler, start, key=key, num_steps=30, thin=30)
@@ -101,7 +102,7 @@ def test_flow_chains_keep_their_law_in_unequal_units(key):
 
     e = jax.random.normal(key, (10_000, 2))
     start = jnp.stack([long * e[:, 0], short * (e[:, 1] + e[:, 0] ** 2)], axis=1)
-    sampler = rf.AdjustedFlow(rf.targeted_sde(target, noise), dt=1.0)
+    sampler = rf.FlowSampler(rf.targeted_sde(target, noise), dt=1.0)
     chain = rf.sample_chain(sampler, start, key=key, num_steps=40, thin=40)
     a, b = (chain.samples[:, 0] / jnp.array([[long, short]])).T
     assert chain.acceptance.mean() > 0.4
@@ -150,7 +151,7 @@ def test_tuning_cut_in_two_ends_where_the_whole_does(key, tmp_path, interrupt_wh
     rest = tune(key, checkpoint=file, resume=True, **settings)
     assert rest.gradients == whole.gradients
     assert np.array_equal(rest.z, whole.z)
-    assert np.array_equal(rest.history.figures["acceptance"], whole.history.figures["acceptance"])
+    assert np.array_equal(rest.history.metrics["acceptance"], whole.history.metrics["acceptance"])
 
 
 def test_climbing_stops_where_the_mass_is(key):
@@ -171,7 +172,7 @@ def test_bad_input_to_tuning_is_refused(key):
         tune(key, num_gradients=100, climb=False)
     with pytest.raises(ValueError, match=r"^log_density is nan at the start"):
         tune(key, target=lambda z: jnp.sqrt(z[0] - 50), num_gradients=10_000)
-    with pytest.raises(TypeError, match=r"^AdjustedFlow needs the SDE of rf\.targeted_sde, got ItoSDE$"):
-        rf.AdjustedFlow(rf.ItoSDE(lambda t, z: -z, SPREAD), 1.0)
+    with pytest.raises(TypeError, match=r"^FlowSampler needs the SDE of rf\.targeted_sde, got ItoSDE$"):
+        rf.FlowSampler(rf.ItoSDE(lambda t, z: -z, SPREAD), 1.0)
     with pytest.raises(ValueError, match=r"shapes \(2,\) and \(2, 2\), got \(2,\) and \(3, 3\)$"):
         rf.LocalDiffusion(2, scale=jnp.eye(3), key=key)

@@ -11,15 +11,15 @@ FIGURES = ("fig1", "fig2", "fig3", "fig4", "toys")
 
 def demo(arguments: argparse.Namespace) -> int:
     experiments = _experiments(arguments.out)
-    figures = experiments.demo(arguments.out, seed=arguments.seed, progress=not arguments.quiet)
-    _tell(figures, arguments.out)
+    metrics = experiments.demo(arguments.out, seed=arguments.seed, progress=not arguments.quiet)
+    _tell(metrics, arguments.out)
     return 0
 
 
 def reproduce(arguments: argparse.Namespace) -> int:
     experiments = _experiments(arguments.out)
     for name in FIGURES if arguments.name == "all" else (arguments.name,):
-        figures = experiments.run(
+        metrics = experiments.run(
             name,
             arguments.out,
             steps=arguments.steps,
@@ -28,7 +28,7 @@ def reproduce(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
         )
         print(name)
-        _tell(figures, arguments.out)
+        _tell(metrics, arguments.out)
     return 0
 
 
@@ -48,9 +48,9 @@ def _experiments(out: Path) -> Any:
     return experiments
 
 
-def _tell(figures: dict[str, Any], out: Path, indent: str = "") -> None:
+def _tell(metrics: dict[str, Any], out: Path, indent: str = "") -> None:
     """Figures by name, one a line; those of a part under its name."""
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if isinstance(value, dict):
             print(f"{indent}{name}")
             _tell(value, out, indent + "  ")

@@ -136,7 +136,7 @@ def _report(out: Path, table: Table, fitted: rf.Fitted, train: np.ndarray, held_
         # What is given counts as N(0, 1) in the loss: out again with it.
         unconditional = -float(np.min(history.validation_loss)) - log_volume
         reached = unconditional - _gaussian(loc[own:], matrix[own:, own:], rows[:, own:])
-        normal = _gaussian(*rf.standardising(train[:, :own]), rows[:, :own])
+        normal = _gaussian(*rf.standardisation(train[:, :own]), rows[:, :own])
         told = "the Gaussian with their mean and covariance"
         print(f"validation  {reached:.4f} nats per row; {told} {normal:.4f}")
     print(f"model       {out}")

@@ -13,7 +13,7 @@ import roughflow as rf
 from .model import read_model, read_rows_for
 from .output import check_writable, write_csv
 
-FIGURES = ("log_prob", "total_error", "effective_paths")
+COLUMNS = ("log_prob", "total_error", "effective_paths")
 CHUNK = 4096  # rows between two steps of the bar
 
 
@@ -23,16 +23,16 @@ def score(arguments: argparse.Namespace) -> int:
         check_writable(arguments.out, force=arguments.force, inputs=inputs)
     model = read_model(arguments.model)
     table = read_rows_for(model, arguments.data)
-    figures = _estimate(model, table.rows, arguments)
-    write_csv(arguments.out, FIGURES, figures)
-    values = figures[0]
+    columns = _estimate(model, table.rows, arguments)
+    write_csv(arguments.out, COLUMNS, columns)
+    values = columns[0]
     error = np.std(values) / len(values) ** 0.5 if np.all(np.isfinite(values)) else np.inf
     print(f"mean log_prob {np.mean(values):.4f} over {len(values)} rows (± {error:.2g})", file=sys.stderr)
     return 0
 
 
 def _estimate(model: rf.Standardised, rows: np.ndarray, arguments: argparse.Namespace) -> list[np.ndarray]:
-    """The figures of all rows; random numbers depend on the seed and on a row's place in the file."""
+    """The columns for all rows; random numbers depend on the seed and on a row's place in the file."""
     paths = arguments.paths
     estimator = None if paths is None else rf.default_estimator(model.flow, paths)
     key = jax.random.key(arguments.seed)
@@ -49,7 +49,7 @@ def _estimate(model: rf.Standardised, rows: np.ndarray, arguments: argparse.Name
     estimate = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
     if estimate.warning:
         print(f"roughflow: warning: {_advice(estimate.warning)}", file=sys.stderr)
-    return [np.asarray(getattr(estimate, name)) for name in FIGURES]
+    return [np.asarray(getattr(estimate, name)) for name in COLUMNS]
 
 
 def _advice(warning: str) -> str:

@@ -139,7 +139,7 @@ def _report(arguments: argparse.Namespace, tuned: rf.Tuned, chain: rf.Chain) -> 
     print(f"sampling    {spent} gradients, acceptance {accepted:.2f}")
     _quality(chain)
     if arguments.noise:
-        print(f"noise       {arguments.noise}: rf.AdjustedFlow(rf.targeted_sde(f, rf.load(...)), 1.0)")
+        print(f"noise       {arguments.noise}: rf.FlowSampler(rf.targeted_sde(f, rf.load(...)), 1.0)")
     print(f"draws       {arguments.out}")
 
 

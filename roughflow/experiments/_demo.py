@@ -53,13 +53,13 @@ def demo(
         raise KeyboardInterrupt
     rf.save(run.out / "demo-banana.rf", fitted.model)
     run.say("demo: scoring on fresh data")
-    figures = {"entropy": law.entropy, "rows": ROWS} | _score(run, fitted.model, law, draw("test", TEST))
-    run.finish(_panels(run, fitted.model, law, figures["excess"]), figures)
+    metrics = {"entropy": law.entropy, "rows": ROWS} | _score(run, fitted.model, law, draw("test", TEST))
+    run.finish(_panels(run, fitted.model, law, metrics["excess"]), metrics)
     curve, ax = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
     plots.training(fitted.stages["regression"], ax=ax)
     ax.set_ylabel("loss of the regression")
     plots.save(curve, run.out / "demo-training.png")
-    return figures
+    return metrics
 
 
 def _score(run: Run, model: rf.Standardised, law: Banana, x: np.ndarray) -> dict:

@@ -61,15 +61,15 @@ def fig2(run: Run) -> dict:
     }
 
     data = np.asarray(law.sample(key=run.key("data"), shape=(100_000,)))
-    figures: dict = {"entropy": law.entropy, "data_median": np.median(data, axis=0).tolist()}
+    metrics: dict = {"entropy": law.entropy, "data_median": np.median(data, axis=0).tolist()}
     for name, model in (paper | {"one-path": one_path}).items():
         run.say(f"{run.name}: scoring {name}")
-        figures[name] = run.excess(model, law)
+        metrics[name] = run.excess(model, law)
         if name != "identity":
-            figures[name] |= alignment(model.flow.sde)
+            metrics[name] |= alignment(model.flow.sde)
     for name, noise in (("regression", 0.0), ("regression-noise", NOISE)):
         run.say(f"{run.name}: scoring {name}")
-        figures[name] = run.excess_with(regressed, law, noise)
+        metrics[name] = run.excess_with(regressed, law, noise)
 
     sdes = {name: model.flow.sde for name, model in paper.items()} | staying
     walks = {}
@@ -77,17 +77,17 @@ def fig2(run: Run) -> dict:
         horizon = HORIZONS.get(name, PAPER_HORIZON)
         paths = walk(sde, horizon, key=run.key("walk"))
         walks[name] = paths[:, 0]
-        figures[name] = figures.get(name, {}) | recurrence(walks[name]) | distances(paths, data)
+        metrics[name] = metrics.get(name, {}) | recurrence(walks[name]) | distances(paths, data)
         if name in staying:
-            figures[name]["autocorrelation_time"] = autocorrelation_time(paths, horizon)
-            figures[name]["walk_time"] = horizon
-    return run.finish(_draw(law, sdes, walks, figures), figures)
+            metrics[name]["autocorrelation_time"] = autocorrelation_time(paths, horizon)
+            metrics[name]["walk_time"] = horizon
+    return run.finish(_draw(law, sdes, walks, metrics), metrics)
 
 
-def _draw(law: Banana, sdes: dict, walks: dict, figures: dict) -> Figure:
+def _draw(law: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure:
     figure, axes = plt.subplots(1, 4, figsize=(10.6, 6.5), layout="constrained", sharey=True)
-    excess = lambda name: f"{figures[name]['excess']:.3f}"
-    error = figures["regression-noise"]["excess_sampling_error"]
+    excess = lambda name: f"{metrics[name]['excess']:.3f}"
+    error = metrics["regression-noise"]["excess_sampling_error"]
     noisy = f"{excess('regression-noise')} ± {error:.3f} with λ = {NOISE:g}"
     titles = {
         "identity": f"maximum likelihood, σ = I\nexcess {excess('identity')}",
@@ -100,7 +100,7 @@ def _draw(law: Banana, sdes: dict, walks: dict, figures: dict) -> Figure:
         # Far outside nothing is seen, and numbers beyond all bounds upset the drawing.
         plots.trajectory(np.clip(_same_time(name, walks[name]), -1e3, 1e3), ax=ax)
         arrows(ax, sdes[name])
-        distance = max(figures[name]["pooled_kolmogorov"])
+        distance = max(metrics[name]["pooled_kolmogorov"])
         ax.set_title(f"{title}\npaths off the data by {distance:.2f}", fontsize=9)
         ax.set(xlim=EXTENT[:2], ylim=EXTENT[2:])
         ax.set_ylabel(ax.get_ylabel() if ax is axes[0] else "")

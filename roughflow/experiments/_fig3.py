@@ -23,26 +23,26 @@ def fig3(run: Run) -> dict:
     that all of it takes minutes; `--steps` gives them more. Densities below with noise are histograms.
     """
     law = Star()
-    figures: dict = {"entropy": law.entropy, "likelihood": {}, "regression": {}}
+    metrics: dict = {"entropy": law.entropy, "likelihood": {}, "regression": {}}
     above, below = {}, {}
     for noise in IN_TRAINING:
         label = f"{noise:g}"
         model = run.train(label, paper_flow(noise, key=run.key("net")), law, steps=STEPS)
         run.say(f"{run.name}: scoring λ = {label}")
-        figures["likelihood"][label] = run.excess(model, law)
+        metrics["likelihood"][label] = run.excess(model, law)
         points = plots.grid(law.extent, PIXELS)
         above[label] = run.log_density(model)(points.reshape(-1, 2)).reshape(points.shape[:2])
     regressed = run.regress("regression", law, steps=REGRESSION, beside=STEPS)
     for noise in AFTERWARDS:
         label = f"{noise:g}"
         run.say(f"{run.name}: scoring regression with λ = {label}")
-        figures["regression"][label] = run.excess_with(regressed, law, noise)
+        metrics["regression"][label] = run.excess_with(regressed, law, noise)
         below[label] = run.picture(regressed, noise, law.extent)
-    plots.save(_curves(figures), run.out / "fig3-noise.png")
-    return run.finish(_maps(law, above, below, figures), figures)
+    plots.save(_curves(metrics), run.out / "fig3-noise.png")
+    return run.finish(_maps(law, above, below, metrics), metrics)
 
 
-def _maps(law: Star, above: dict, below: dict, figures: dict) -> Figure:
+def _maps(law: Star, above: dict, below: dict, metrics: dict) -> Figure:
     columns = 1 + max(len(above), len(below))
     size = (2.3 * columns, 5.4)
     figure, axes = plt.subplots(2, columns, figsize=size, layout="constrained", sharex=True, sharey=True)
@@ -53,14 +53,14 @@ def _maps(law: Star, above: dict, below: dict, figures: dict) -> Figure:
     for row, maps, kind in ((axes[0, 1:], above, "likelihood"), (axes[1, 1:], below, "regression")):
         for ax, (label, values) in zip(row, maps.items(), strict=True):
             plots.density(values, extent=law.extent, ax=ax, maximum=TOP)
-            ax.set_title(f"λ = {label}: excess {_number(figures[kind][label])}", fontsize=9)
+            ax.set_title(f"λ = {label}: excess {_number(metrics[kind][label])}", fontsize=9)
     for ax in axes[0, 1:]:
         ax.set_xlabel("")
     for ax in axes[:, 1]:
         ax.tick_params(labelleft=True)
     for ax in axes[:, 2:].ravel():
         ax.set_ylabel("")
-    steps = {kind: figures[kind]["0"]["training_steps"] for kind in ("likelihood", "regression")}
+    steps = {kind: metrics[kind]["0"]["training_steps"] for kind in ("likelihood", "regression")}
     axes[0, 1].set_ylabel(f"maximum likelihood with\nnoise λ, {steps['likelihood']:,} steps", fontsize=9)
     axes[1, 1].set_ylabel(f"regression, {steps['regression']:,} steps,\nnoise λ afterwards", fontsize=9)
     return figure
@@ -71,14 +71,14 @@ def _number(scored: dict) -> str:
     return value.replace("-", "−")
 
 
-def _curves(figures: dict) -> Figure:
+def _curves(metrics: dict) -> Figure:
     figure, ax = plt.subplots(figsize=(4.4, 3.2), layout="constrained")
     looks = {
         "likelihood": ("s--", plots.VERMILION, "maximum likelihood with noise"),
         "regression": ("o-", plots.BLUE, "regression, noise afterwards"),
     }
     for kind, (style, colour, label) in looks.items():
-        scored = figures[kind]
+        scored = metrics[kind]
         noises = [float(noise) for noise in scored]
         values = [found["excess"] for found in scored.values()]
         # The scatter over points has the estimator's in it already.

@@ -38,21 +38,21 @@ def fig4(run: Run) -> dict:
     −2σ²x/(1+x²) + ½σ′, which does not: the last panel shows where it goes with the same σ.
     """
     models = {f"seed-{seed}": _train(run, seed) for seed in range(SEEDS)}
-    figures: dict = {}
+    metrics: dict = {}
     samples: dict[str, np.ndarray] = {}
     for name, model in models.items():
         samples[name] = np.asarray(model.sample(key=run.key("draw"), shape=(SAMPLES,)))[:, 0]
         ratio = noise(model, INSIDE) / np.sqrt(1 + INSIDE**2)
         middle = 0.5 * (ratio.max() + ratio.min())
-        figures[name] = {
+        metrics[name] = {
             "ratio_smallest": float(ratio.min()),
             "ratio_largest": float(ratio.max()),
             "ratio_varies_by": float(ratio.max() / middle - 1),
             "kolmogorov_distance": kolmogorov(samples[name], distribution),
         }
     long = {kind: _long_run(run, models["seed-0"], kind) for kind in ("corrected", "printed")}
-    figures["long_run_kolmogorov_distance"] = {kind: kolmogorov(z, distribution) for kind, z in long.items()}
-    return run.finish(_draw(models, samples["seed-0"], long), figures)
+    metrics["long_run_kolmogorov_distance"] = {kind: kolmogorov(z, distribution) for kind, z in long.items()}
+    return run.finish(_draw(models, samples["seed-0"], long), metrics)
 
 
 def _train(run: Run, seed: int) -> rf.StochasticFlow:

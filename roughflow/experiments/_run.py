@@ -214,12 +214,12 @@ class Run:
         with np.errstate(divide="ignore"):
             return np.log(counts.T / HISTOGRAM / cell)
 
-    def finish(self, figure: Figure, figures: dict) -> dict:
+    def finish(self, figure: Figure, metrics: dict) -> dict:
         """Write the figure and its numbers."""
         plots.save(figure, self.out / f"{self.name}.png")
         with rf.whole_file(self.out / f"{self.name}.json") as draft:
-            draft.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        return figures
+            draft.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        return metrics
 
     def say(self, text: str) -> None:
         if self.progress:

@@ -22,7 +22,7 @@ def toys(run: Run) -> dict:
     so that all of it takes minutes: Figures 2 and 3 show the paper's way with noise. The last row is scored
     on 300 points, and shows a histogram of samples.
     """
-    figures: dict = {}
+    metrics: dict = {}
     shape = len(ROWS), len(LAWS)
     figure, axes = plt.subplots(*shape, figsize=(1.55 * len(LAWS), 6.6), layout="constrained", squeeze=False)
     for column, (name, law) in zip(axes.T, LAWS.items(), strict=True):
@@ -47,9 +47,9 @@ def toys(run: Run) -> dict:
         for ax, found, values in zip(column[1:], scored.values(), maps, strict=True):
             plots.density(values, extent=law.extent, ax=ax, maximum=top)
             ax.set_title(f"excess {found['excess']:.3f}", fontsize=8)
-        figures[name] = {"entropy": law.entropy} | scored
+        metrics[name] = {"entropy": law.entropy} | scored
     for ax in axes.ravel():
         ax.set(xticks=[], yticks=[], xlabel="", ylabel="")
     for ax, label in zip(axes[:, 0], ROWS, strict=True):
         ax.set_ylabel(label, fontsize=9)
-    return run.finish(figure, figures)
+    return run.finish(figure, metrics)

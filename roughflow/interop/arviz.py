@@ -27,7 +27,8 @@ def to_arviz(
     from roughflow.interop.arviz import to_arviz
 
     sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2)
-    chain = rf.sample_chain(rf.Adjusted(sde, 1.0), jnp.zeros((4, 2)), key=jax.random.key(0), num_steps=500)
+    sampler, start = rf.AdjustedSampler(sde, 1.0), jnp.zeros((4, 2))
+    chain = rf.sample_chain(sampler, start, key=jax.random.key(0), num_steps=500)
     arviz.rhat(to_arviz(chain, names=["x", "y"]))
     ```
     """

@@ -32,7 +32,7 @@ def as_blackjax(sampler: rf.AbstractSampler) -> SamplingAlgorithm:
     import roughflow as rf
     from roughflow.interop.blackjax import as_blackjax
 
-    sampler = rf.Adjusted(rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2), dt=1.0)
+    sampler = rf.AdjustedSampler(rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2), dt=1.0)
     kernel = as_blackjax(sampler)
     state, (states, infos) = blackjax.util.run_inference_algorithm(
         jax.random.key(0), kernel, num_steps=100, initial_position=jnp.zeros(2)

@@ -64,7 +64,7 @@ def target_from_model(model: Callable, *args: Any, key: PRNGKeyArray, **kwargs: 
 
     target = target_from_model(model, jnp.array([1.0, 2.0, 4.0]), key=jax.random.key(0))
     sde = rf.overdamped_langevin(target, target.dimension, scale=0.5)
-    chain = rf.sample_chain(rf.Adjusted(sde, 0.5), target.start, key=jax.random.key(1), num_steps=100)
+    chain = rf.sample_chain(rf.AdjustedSampler(sde, 0.5), target.start, key=jax.random.key(1), num_steps=100)
     target.constrain(chain.samples)["scale"].shape  # (100,)
     ```
     """

@@ -18,6 +18,6 @@ from ._objective import (
 )
 from ._reverse_kl import ReverseKL as ReverseKL
 from ._save import load as load, save as save
-from ._standardised import Standardised as Standardised, standardising as standardising
+from ._standardised import Standardised as Standardised, standardisation as standardisation
 from ._stationarity import confinement as confinement, stationarity as stationarity
 from ._staying import staying_sde as staying_sde

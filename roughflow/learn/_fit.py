@@ -19,7 +19,7 @@ from ._loop import Loop
 from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractStatefulObjective
 from ._optimiser import make_optimiser
-from ._rows import Sampler, split
+from ._rows import DataSource, split
 from ._trainable import trainable
 
 
@@ -39,7 +39,7 @@ class Fitted:
 
 def fit(
     model: Any,
-    data: Array | np.ndarray | Sampler | None = None,
+    data: Array | np.ndarray | DataSource | None = None,
     *,
     key: PRNGKeyArray,
     objective: AbstractStatefulObjective | None = None,

@@ -7,15 +7,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class History:
-    """Figures of a fit as arrays.
+    """Metrics of a fit as arrays.
 
     - `step`, `loss`: one number a step; NaN where the step was skipped.
-    - `figures`: what the objective reports beside the loss, by name (`effective_paths`, …), one a step.
+    - `metrics`: what the objective reports beside the loss, by name (`effective_paths`, …), one a step.
     - `validation_step`, `validation_loss`: one number a look at the validation data.
     """
 
     loss: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    figures: dict[str, np.ndarray] = field(default_factory=dict)
+    metrics: dict[str, np.ndarray] = field(default_factory=dict)
     validation_step: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     validation_loss: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
@@ -28,10 +28,10 @@ class History:
         """How many steps were not taken, because the loss or a gradient was not finite."""
         return int(np.sum(np.isnan(self.loss)))
 
-    def with_steps(self, loss: np.ndarray, figures: dict[str, np.ndarray]) -> "History":
-        old = {name: self.figures.get(name, np.zeros(0)) for name in figures}
-        joined = {name: np.concatenate([old[name], figures[name]]) for name in figures}
-        return self._replace(loss=np.concatenate([self.loss, loss]), figures=joined)
+    def with_steps(self, loss: np.ndarray, metrics: dict[str, np.ndarray]) -> "History":
+        old = {name: self.metrics.get(name, np.zeros(0)) for name in metrics}
+        joined = {name: np.concatenate([old[name], metrics[name]]) for name in metrics}
+        return self._replace(loss=np.concatenate([self.loss, loss]), metrics=joined)
 
     def with_validation(self, step: int, loss: float) -> "History":
         return self._replace(
@@ -40,19 +40,21 @@ class History:
         )
 
     def recent(self, name: str | None = None, count: int = 100) -> float:
-        """The mean of the last figures, to show."""
-        last = (self.loss if name is None else self.figures[name])[-count:]
+        """The mean of the last metrics, to show."""
+        last = (self.loss if name is None else self.metrics[name])[-count:]
         last = last[np.isfinite(last)]
         return float(last.mean()) if last.size else float("nan")
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "figures"}
-        return plain | {f"figures/{name}": values for name, values in self.figures.items()}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "metrics"}
+        return plain | {f"metrics/{name}": values for name, values in self.metrics.items()}
 
     @staticmethod
     def from_arrays(arrays: dict[str, np.ndarray]) -> "History":
-        figures = {n.removeprefix("figures/"): a for n, a in arrays.items() if n.startswith("figures/")}
-        return History(figures=figures, **{n: a for n, a in arrays.items() if "/" not in n})
+        # Until version 0.2 metrics were called figures.
+        split = [(n.partition("/"), a) for n, a in arrays.items()]
+        metrics = {name: a for (kind, _, name), a in split if kind in ("metrics", "figures") and name}
+        return History(metrics=metrics, **{n: a for n, a in arrays.items() if "/" not in n})
 
     def _replace(self, **changes) -> "History":
         return History(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))

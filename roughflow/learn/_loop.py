@@ -18,7 +18,7 @@ from ._history import History
 from ._interrupt import Interrupt
 from ._maximum_likelihood import MaximumLikelihood
 from ._optimiser import Optimiser
-from ._rows import Known, Sampler, draw
+from ._rows import DataSource, KnownEntropy, draw
 
 DISPATCH = 256  # steps on the device between two looks at it, at most
 SECONDS = 1.0  # that such a stretch should take
@@ -32,7 +32,7 @@ class Loop:
 
     rest: Any  # of model and objective, what is not trained
     optimiser: Optimiser
-    data: Array | Sampler | None
+    data: Array | DataSource | None
     held_out: Array | None
     batch_size: int
     steps: int
@@ -59,7 +59,7 @@ class Loop:
                 # The first stretch compiles: it says nothing about the next.
                 length = max(1, int(count * SECONDS / seconds)) if length > 1 else 2
                 bar.update(count)
-                bar.set_postfix_str(self._figures(now.history))
+                bar.set_postfix_str(self._metrics(now.history))
                 if now.streak >= HOPELESS:
                     save(at_once=True)
                     self._explain(now)
@@ -85,12 +85,12 @@ class Loop:
         carried = (now.parameters, now.optimiser, now.state, jnp.asarray(now.streak))
         # As arrays: a plain number would be compiled in.
         span = tuple(jnp.asarray(number) for number in (now.step, count, *self.cooling(now)))
-        carried, taken, loss, figures = _advance(
+        carried, taken, loss, metrics = _advance(
             carried, self.rest, self.optimiser, self.data, self.batch_size, self.key, *span
         )
         parameters, optimiser, state, streak = carried
         taken = int(taken)
-        series = {name: np.asarray(values[:taken], float) for name, values in figures.items()}
+        series = {name: np.asarray(values[:taken], float) for name, values in metrics.items()}
         history = now.history.with_steps(np.asarray(loss[:taken], float), series)
         return now.advanced(parameters, optimiser, state, int(streak), history)
 
@@ -119,12 +119,12 @@ class Loop:
             raise NonFiniteError(f"{told}: {error}; {advice}") from error
         raise NonFiniteError(f"{told}: the loss or its gradient overflows, or is NaN; {advice}")
 
-    def _figures(self, history: History) -> str:
+    def _metrics(self, history: History) -> str:
         """What the bar says beside the time that is left."""
         parts = [f"loss {history.recent():.4f}"]
-        if isinstance(self.data, Known) and isinstance(self.rest[1], MaximumLikelihood):
+        if isinstance(self.data, KnownEntropy) and isinstance(self.rest[1], MaximumLikelihood):
             parts.append(f"excess {history.recent() - self.data.entropy:.4f}")
-        parts += [f"{name.replace('_', ' ')} {history.recent(name):.3g}" for name in history.figures]
+        parts += [f"{name.replace('_', ' ')} {history.recent(name):.3g}" for name in history.metrics]
         if history.validation_loss.size:
             parts.append(f"validation {history.validation_loss[-1]:.4f}")
         if history.skipped:
@@ -142,7 +142,7 @@ def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, fi
         return objective.step(model, x, state, key=key)
 
     def one(carry):
-        (parameters, moments, state, streak), done, losses, figures = carry
+        (parameters, moments, state, streak), done, losses, metrics = carry
         key_batch, key_loss = jax.random.split(jax.random.fold_in(key, first + done))
         x = draw(data, batch_size, key_batch)
         value = jax.value_and_grad(loss_of, has_aux=True)
@@ -156,8 +156,8 @@ def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, fi
         keep = lambda new, old: jnp.where(fine, new, old)
         kept = jax.tree.map(keep, stepped, (parameters, moments, state))
         losses = losses.at[done].set(jnp.where(fine, loss, jnp.nan))
-        figures = {name: values.at[done].set(report[name]) for name, values in figures.items()}
-        return (*kept, jnp.where(fine, 0, streak + 1)), done + 1, losses, figures
+        metrics = {name: values.at[done].set(report[name]) for name, values in metrics.items()}
+        return (*kept, jnp.where(fine, 0, streak + 1)), done + 1, losses, metrics
 
     going = lambda carry: (carry[1] < count) & (carry[0][3] < HOPELESS)
     example = jax.eval_shape(lambda: draw(data, batch_size, key))

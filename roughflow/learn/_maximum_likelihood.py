@@ -107,13 +107,13 @@ class MaximumLikelihood(AbstractObjective):
         loss = jnp.mean(jnp.where(lost, LOST, -value))
         relative = jax.lax.stop_gradient(jax.nn.softmax(jnp.where(lost[:, None], 0, log_weights), axis=-1))
         effective = jnp.mean(1 / jnp.sum(relative**2, axis=-1))
-        figures = {"effective_paths": effective, "lost": jnp.mean(lost)}
+        metrics = {"effective_paths": effective, "lost": jnp.mean(lost)}
         if not self.stationary:
-            return loss, figures
+            return loss, metrics
         keys = jax.random.split(jax.random.fold_in(key, 1))
         moved = squared_rate(model.sde, x, key=keys[0])
         away = confinement(model.sde, x, key=keys[1], rate=0.5 / model.t1)
-        return loss + self.stationary * (moved + away), figures | {"moved": moved, "away": away}
+        return loss + self.stationary * (moved + away), metrics | {"moved": moved, "away": away}
 
 
 def _exact(model: StochasticFlow) -> bool:

@@ -29,6 +29,9 @@ NAMESPACES: dict[str, tuple[str, ...]] = {
     "lineax": ("lineax",),
     "optimistix": ("optimistix",),
 }
+# What classes and fields were called in older files.
+RENAMED = {"Unadjusted": "UnadjustedSampler", "Adjusted": "AdjustedSampler", "AdjustedFlow": "FlowSampler"}
+RENAMED_FIELDS = {("Laplace", "starts"): "num_starts"}
 _ACTIVATIONS = (
     *("relu", "relu6", "elu", "selu", "celu", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu"),
     *("soft_sign", "softplus", "squareplus", "silu", "mish", "gelu", "sigmoid", "log_sigmoid", "identity"),
@@ -78,6 +81,7 @@ def class_of(name: str, known: dict[str, type]) -> type:
         raise UnknownName(
             f"the file holds a {qualified} of {module}: give it, as load(path, classes=[{qualified}])"
         )
+    qualified = RENAMED.get(qualified, qualified)
     found = [_found(namespace, qualified) for namespace in NAMESPACES[package]]
     there = [value for value in found if value is not None]
     if not there and qualified.isidentifier():

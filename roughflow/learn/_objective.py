@@ -46,7 +46,7 @@ class AbstractStatefulObjective(eqx.Module):
     def step(
         self, model: Any, x: Array | None, state: Any, *, key: PRNGKeyArray
     ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
-        """The loss of a batch, a number to differentiate; the next state, and figures to report."""
+        """The loss of a batch, a number to differentiate; the next state, and metrics to report."""
 
     def prepare(self, model: Any, *, key: PRNGKeyArray) -> Self:
         """The objective for this model, with parts made to measure; or an error, for a model that it is not
@@ -85,7 +85,7 @@ class AbstractObjective(AbstractStatefulObjective):
 
     @abc.abstractmethod
     def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
-        """The loss of a batch, a number to differentiate, and figures to report beside it."""
+        """The loss of a batch, a number to differentiate, and metrics to report beside it."""
 
     def start(self, model: Any, *, key: PRNGKeyArray) -> tuple[()]:
         """Nothing to take along."""
@@ -95,6 +95,6 @@ class AbstractObjective(AbstractStatefulObjective):
     def step(
         self, model: Any, x: Array | None, state: tuple[()], *, key: PRNGKeyArray
     ) -> tuple[Array, tuple[tuple[()], dict[str, Array]]]:
-        """The loss, no state, and the figures."""
-        loss, figures = self(model, x, key=key)
-        return loss, (state, figures)
+        """The loss, no state, and the metrics."""
+        loss, metrics = self(model, x, key=key)
+        return loss, (state, metrics)

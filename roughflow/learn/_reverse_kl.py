@@ -89,8 +89,8 @@ class ReverseKL(AbstractObjective):
         gaps = self.gaps(model, key=key)
         lost = jnp.isnan(gaps)
         divergence = jnp.mean(jnp.where(lost, LOST, gaps))
-        figures = {"evidence_bound": -divergence, "lost": jnp.mean(lost)}
-        return divergence + self.l1 * _size(model), figures
+        metrics = {"evidence_bound": -divergence, "lost": jnp.mean(lost)}
+        return divergence + self.l1 * _size(model), metrics
 
     def gaps(self, model: StochasticFlow, *, key: PRNGKeyArray) -> Array:
         """The bound's term for each of `batch` samples; NaN for one that escaped."""

@@ -12,40 +12,40 @@ from ._objective import AbstractStatefulObjective
 
 
 @runtime_checkable
-class Sampler(Protocol):
+class DataSource(Protocol):
     """A law that gives fresh data in each step, such as those of `rf.datasets`."""
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array: ...
 
 
 @runtime_checkable
-class Known(Sampler, Protocol):
+class KnownEntropy(DataSource, Protocol):
     """A law whose entropy is known: no model has a smaller expected negative log-likelihood."""
 
     @property
     def entropy(self) -> float: ...
 
 
-def draw(data: Array | Sampler | None, size: int, key: PRNGKeyArray) -> Array | None:
+def draw(data: Array | DataSource | None, size: int, key: PRNGKeyArray) -> Array | None:
     """A batch: rows drawn with replacement, or all if there are no more."""
     if data is None:
         return None
-    if isinstance(data, Sampler):
+    if isinstance(data, DataSource):
         return data.sample(key=key, shape=(size,))
     return data if len(data) <= size else data[jax.random.randint(key, (size,), 0, len(data))]
 
 
 def split(
-    data: Array | np.ndarray | Sampler | None,
+    data: Array | np.ndarray | DataSource | None,
     validation: float | Array | np.ndarray,
     objective: AbstractStatefulObjective,
     key: PRNGKeyArray,
-) -> tuple[Array | Sampler | None, Array | None]:
+) -> tuple[Array | DataSource | None, Array | None]:
     """Data to train on and, if asked for, data to validate on."""
     if (data is not None) != objective.uses_data:
         need = "needs data" if objective.uses_data else "takes no data"
         raise ValueError(f"{type(objective).__name__} {need}: call fit(model, data, ...) accordingly")
-    if data is None or isinstance(data, Sampler):
+    if data is None or isinstance(data, DataSource):
         if isinstance(validation, float | int):
             if validation:
                 raise ValueError("a share to validate on must come from an array: give validation data")

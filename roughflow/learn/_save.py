@@ -12,7 +12,7 @@ import numpy as np
 
 from ._files import read_archive, write_archive
 from ._fit import Fitted
-from ._names import FUNCTIONS, UnknownName, class_of, function_name, name_of
+from ._names import FUNCTIONS, RENAMED_FIELDS, UnknownName, class_of, function_name, name_of
 from ._valid import check_module
 
 # 1 named classes by the private modules they were in, and kept no dtype of NumPy's scalars.
@@ -148,7 +148,8 @@ def _decode(value: Any, arrays: dict[str, np.ndarray], known: dict[str, type], d
     if "dict" in value:
         return {name: within(part) for name, part in value["dict"].items()}
     cls = class_of(value["module"], known)
-    return _build(cls, {name: within(part) for name, part in value["fields"].items()})
+    parts = ((RENAMED_FIELDS.get((cls.__name__, n)) or n, part) for n, part in value["fields"].items())
+    return _build(cls, {name: within(part) for name, part in parts})
 
 
 def _decode_array(value: dict[str, str], arrays: dict[str, np.ndarray]) -> Any:

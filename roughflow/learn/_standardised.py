@@ -24,14 +24,14 @@ class Standardised(eqx.Module):
 
     **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, lower triangular `(d, d)`; `columns`, the
     names of the coordinates, if they have any; `context`, k; `marginals`, an `rf.Marginals` or None.
-    `standardising(data)` finds m and L.
+    `standardisation(data)` finds m and L.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
     data = 100 + 5 * jax.random.normal(jax.random.key(0), (500, 2))
-    loc, matrix = rf.standardising(data)
+    loc, matrix = rf.standardisation(data)
     model = rf.Standardised(rf.neural_flow(2, key=jax.random.key(1)), loc, matrix)
     model.log_prob(data[:3], key=jax.random.key(2)).shape  # (3,)
     ```
@@ -136,14 +136,14 @@ class Standardised(eqx.Module):
         return module.concatenate([wide(module.asarray(x)), wide(module.asarray(given))], axis=-1)
 
 
-def standardising(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The mean of the data's rows and the lower triangular L with LLᵀ their covariance.
 
     ```python
     import jax
     import roughflow as rf
 
-    loc, matrix = rf.standardising(jax.random.normal(jax.random.key(0), (100, 3)))
+    loc, matrix = rf.standardisation(jax.random.normal(jax.random.key(0), (100, 3)))
     ```
     """
     rows = np.asarray(data, np.float64)

@@ -47,7 +47,7 @@ def staying_sde(
     regression: `rf.targeted_sde` with the score that the model knows.
 
     Its paths go on for as long as one likes and stay where the data are, for any noise σ. `rf.simulate` and
-    `rf.sample_chain` with `rf.Unadjusted` follow them.
+    `rf.sample_chain` with `rf.UnadjustedSampler` follow them.
 
     **Arguments:**
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from .._checks import check_finite, check_positive
 from ._marginals import Marginals
-from ._standardised import standardising
+from ._standardised import standardisation
 
 FEW = 20  # distinct values of a column that make it look discrete
 SPIKE = 0.05  # share of the rows at one value
@@ -107,7 +107,7 @@ class Table:
         its units do not mix with those of the rest."""
         target, given = np.split(self.train, [self.dimension], axis=1)
         target = target if marginals is None else marginals.forward(target)[0]
-        loc, matrix = standardising(target)
+        loc, matrix = standardisation(target)
         if not self.context:
             return loc, matrix
         spread = given.std(axis=0)

@@ -1,14 +1,14 @@
 """Stage 6, samplers built from targeted diffusions."""
 
-from ._adjusted_flow import AdjustedFlow as AdjustedFlow
 from ._chain import Chain as Chain, sample_chain as sample_chain
+from ._flow_sampler import FlowSampler as FlowSampler
 from ._minibatch import Minibatch as Minibatch
 from ._sampler import (
     AbstractSampler as AbstractSampler,
-    Adjusted as Adjusted,
+    AdjustedSampler as AdjustedSampler,
     SamplerInfo as SamplerInfo,
     SamplerState as SamplerState,
-    Unadjusted as Unadjusted,
+    UnadjustedSampler as UnadjustedSampler,
 )
 from ._stiff import LinearlyImplicitEuler as LinearlyImplicitEuler
 from ._tune import Tuned as Tuned, tune_sampler as tune_sampler

@@ -9,7 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_count, check_key
 from .._programs import jit
 from ..sde import AbstractSDE
-from ._sampler import AbstractSampler, SamplerState, Unadjusted
+from ._sampler import AbstractSampler, SamplerState, UnadjustedSampler
 
 
 class Chain(eqx.Module):
@@ -43,7 +43,8 @@ def sample_chain(
 
     **Arguments:**
 
-    - `sampler`: `rf.AdjustedFlow`, `rf.Adjusted` or `rf.Unadjusted`; or an SDE, for `rf.Unadjusted(sde, dt)`.
+    - `sampler`: `rf.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; or an SDE, for
+      `rf.UnadjustedSampler(sde, dt)`.
     - `z0`: `(d,)`, or `(chains, d)`; a trained flow's `sample` is a warm start.
     - `num_steps`: steps kept, after `burn_in` that are not; of these every `thin`-th.
 
@@ -63,7 +64,7 @@ def sample_chain(
     if isinstance(sampler, AbstractSDE):
         if dt is None:
             raise TypeError("sample_chain needs dt, the size of a step")
-        sampler = Unadjusted(sampler, dt)
+        sampler = UnadjustedSampler(sampler, dt)
     elif dt is not None:
         raise TypeError("dt belongs to the sampler: leave it out, or pass the SDE instead")
     z0 = jnp.asarray(z0, float)

@@ -12,7 +12,7 @@ from .._checks import check_count
 
 
 class Minibatch(eqx.Module):
-    """log p(z) + Σᵢ log p(dataᵢ | z), of which `rf.Unadjusted` sees a fresh minibatch in each step:
+    """log p(z) + Σᵢ log p(dataᵢ | z), of which `rf.UnadjustedSampler` sees a fresh minibatch in each step:
 
         log p(z) + N/n Σ_{i in batch} log p(dataᵢ | z),
 

@@ -21,7 +21,7 @@ class SamplerState(eqx.Module):
     z: Array
 
 
-class Known(SamplerState):
+class AdjustedState(SamplerState):
     """And what a step from there, or to there, needs to know."""
 
     log_density: Array
@@ -55,7 +55,7 @@ class AbstractSampler(eqx.Module):
         """Refuse a start, or a target, that no chain can begin with."""
 
 
-class Unadjusted(AbstractSampler):
+class UnadjustedSampler(AbstractSampler):
     """Steps of a scheme for the SDE, every one accepted: cheap, and off by what dt is off.
 
     **Arguments:** `sde`, any that keeps the law one wants; `dt`; `scheme`, `rf.EulerMaruyama()` or
@@ -65,7 +65,7 @@ class Unadjusted(AbstractSampler):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    sampler = rf.Unadjusted(rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2), dt=0.1)
+    sampler = rf.UnadjustedSampler(rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2), dt=0.1)
     state = sampler.init(jnp.zeros(2))
     state, info = sampler.step(jax.random.key(0), state)
     ```
@@ -79,7 +79,7 @@ class Unadjusted(AbstractSampler):
         check_positive("dt", self.dt)
 
     def check(self, z: Array) -> None:
-        check_start("Unadjusted", self.sde, z, square=False)
+        check_start("UnadjustedSampler", self.sde, z, square=False)
 
     def init(self, z: Array) -> SamplerState:
         return SamplerState(z)
@@ -95,7 +95,7 @@ class Unadjusted(AbstractSampler):
         return SamplerState(self.scheme.step(sde, t, dt, z, increment)), SamplerInfo(one == 1, one)
 
 
-class Adjusted(AbstractSampler):
+class AdjustedSampler(AbstractSampler):
     """An Euler–Maruyama step as a proposal, accepted with the probability of Metropolis and Hastings:
 
         q(y | z) = N(y; z + μ(z) dt, dt σσᵀ(z)),     a = min(1, p(y) q(z | y)/p(z) q(y | z)).
@@ -110,7 +110,8 @@ class Adjusted(AbstractSampler):
 
     cauchy = lambda z: -jnp.log1p(z[0] ** 2)
     sde = rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
-    chain = rf.sample_chain(rf.Adjusted(sde, dt=1.0), jnp.zeros(1), key=jax.random.key(0), num_steps=1000)
+    sampler = rf.AdjustedSampler(sde, dt=1.0)
+    chain = rf.sample_chain(sampler, jnp.zeros(1), key=jax.random.key(0), num_steps=1000)
     ```
     """
 
@@ -119,18 +120,18 @@ class Adjusted(AbstractSampler):
 
     def __check_init__(self):
         check_positive("dt", self.dt)
-        check_adjustable("Adjusted", self.sde)
+        check_adjustable("AdjustedSampler", self.sde)
 
     def check(self, z: Array) -> None:
-        check_start("Adjusted", self.sde, z, square=True)
+        check_start("AdjustedSampler", self.sde, z, square=True)
 
-    def init(self, z: Array) -> Known:
+    def init(self, z: Array) -> AdjustedState:
         t = jnp.zeros((), z.dtype)
         noise = noise_matrix(self.sde.noise(t, z))
-        return Known(z, as_target(known_density(self.sde))(z), self.sde.drift(t, z), noise)
+        return AdjustedState(z, as_target(known_density(self.sde))(z), self.sde.drift(t, z), noise)
 
-    def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[Known, SamplerInfo]:
-        assert isinstance(state, Known)
+    def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[AdjustedState, SamplerInfo]:
+        assert isinstance(state, AdjustedState)
         key_move, key_accept = jax.random.split(key)
         dt = jnp.asarray(self.dt, state.z.dtype)
         kick = jnp.sqrt(dt) * jax.random.normal(key_move, state.z.shape, state.z.dtype)
@@ -141,7 +142,7 @@ class Adjusted(AbstractSampler):
         return accept(key_accept, log_ratio, there, state)
 
 
-def _log_move(start: Known, y: Array, dt: Array) -> Array:
+def _log_move(start: AdjustedState, y: Array, dt: Array) -> Array:
     """log q(y | z) but for its constant."""
     gap = y - start.z - start.drift * dt
     whitened = solve(start.noise[None], gap[None, :, None])[0, :, 0]
@@ -164,9 +165,11 @@ def check_adjustable(name: str, sde: AbstractSDE) -> None:
     if not isinstance(sde, TargetedSDE):
         raise TypeError(f"{name} needs the SDE of rf.targeted_sde, got {type(sde).__name__}")
     if sde.log_density is None:
-        raise TypeError(f"{name} needs the log density, and its target has a score alone: take rf.Unadjusted")
+        raise TypeError(
+            f"{name} needs the log density, and its target has a score alone: take rf.UnadjustedSampler"
+        )
     if isinstance(sde.log_density, Minibatch):
-        raise TypeError(f"{name} needs the whole log density, got rf.Minibatch: take rf.Unadjusted")
+        raise TypeError(f"{name} needs the whole log density, got rf.Minibatch: take rf.UnadjustedSampler")
 
 
 def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
@@ -175,7 +178,7 @@ def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
     if square and count != z.shape[-1]:
         raise ValueError(
             f"{name} needs as many noises as dimensions, got σ of shape ({z.shape[-1]}, {count}): "
-            "take rf.Unadjusted"
+            "take rf.UnadjustedSampler"
         )
     if isinstance(sde, TargetedSDE) and not is_traced(z):
         _check_target(sde, jnp.reshape(z, (-1, z.shape[-1])))

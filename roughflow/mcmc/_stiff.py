@@ -20,7 +20,7 @@ class LinearlyImplicitEuler(AbstractScheme):
     import roughflow as rf
 
     sde = rf.overdamped_langevin(lambda z: -0.5 * (z[0] ** 2 + 1e4 * z[1] ** 2), 2)
-    sampler = rf.Unadjusted(sde, 0.5, rf.LinearlyImplicitEuler())
+    sampler = rf.UnadjustedSampler(sde, 0.5, rf.LinearlyImplicitEuler())
     chain = rf.sample_chain(sampler, jnp.zeros(2), key=jax.random.key(0), num_steps=100)
     ```
     """

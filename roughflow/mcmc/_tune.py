@@ -12,7 +12,7 @@ from .._checks import check_count, check_key
 from ..density import log_abs_det
 from ..learn import AbstractStatefulObjective, History, fit
 from ..sde import GIVEN, LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
-from ._adjusted_flow import AdjustedFlow, Climbing
+from ._flow_sampler import FlowSampler, GradientState
 from ._sampler import accept
 from ._warm_up import ACCEPTANCE, adapt, climbing_gradients, least_steps, warm_up
 
@@ -26,14 +26,14 @@ QUICK = 0.02  # rate at which the weight of the volume follows the acceptance
 class Tuned(eqx.Module):
     """What `rf.tune_sampler` returns.
 
-    - `sampler`: an `rf.AdjustedFlow`; nothing in it changes any more.
+    - `sampler`: an `rf.FlowSampler`; nothing in it changes any more.
     - `z`: where the chains have got to, `(chains, d)`, to start sampling from.
     - `gradients`: how many gradients of the log density it all took, of all chains together.
-    - `history`: of the training: `figures["acceptance"]` and `figures["log_volume"]`, a number a step.
+    - `history`: of the training: `metrics["acceptance"]` and `metrics["log_volume"]`, a number a step.
     - `interrupted`: whether it was stopped by hand before its time.
     """
 
-    sampler: AdjustedFlow
+    sampler: FlowSampler
     z: Array
     gradients: int
     history: History
@@ -48,17 +48,17 @@ class SpeedMeasure(AbstractStatefulObjective):
     β follows the acceptance until it is `ACCEPTANCE`.
     """
 
-    chains: Climbing = eqx.field(metadata=GIVEN)  # where they begin
+    chains: GradientState = eqx.field(metadata=GIVEN)  # where they begin
     uses_data: ClassVar[bool] = False
 
-    def start(self, model: AdjustedFlow, *, key: PRNGKeyArray) -> tuple[Climbing, Array]:
+    def start(self, model: FlowSampler, *, key: PRNGKeyArray) -> tuple[GradientState, Array]:
         """The chains, and log β."""
         del model, key
         return self.chains, -jnp.log(jnp.asarray(self.chains.z.shape[1], float))
 
     def step(
-        self, model: AdjustedFlow, x: Array | None, state: tuple[Climbing, Array], *, key: PRNGKeyArray
-    ) -> tuple[Array, tuple[tuple[Climbing, Array], dict[str, Array]]]:
+        self, model: FlowSampler, x: Array | None, state: tuple[GradientState, Array], *, key: PRNGKeyArray
+    ) -> tuple[Array, tuple[tuple[GradientState, Array], dict[str, Array]]]:
         del x
         chains, log_beta = state
         keys = jax.random.split(key, (2, chains.z.shape[0]))
@@ -97,7 +97,7 @@ def tune_sampler(
     """Learn the noise σ(z) with which chains for a target move best, and return that sampler.
 
     A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. From there an `rf.LocalDiffusion`
-    learns, on chains that move along, to make the moves of `rf.AdjustedFlow` as large as they can be for the
+    learns, on chains that move along, to make the moves of `rf.FlowSampler` as large as they can be for the
     share of them that is accepted (Titsias & Dellaportas 2019). The rest sets dt. Then all is fixed, so
     the sampler's law is the target's, however well it has learned.
 
@@ -134,7 +134,7 @@ def tune_sampler(
     mala, z = warm_up(log_density, z0, key=key_warm, num_steps=first, climb=climb)
     scale = jnp.sqrt(mala.dt) * noise_matrix(mala.sde.noise(jnp.zeros(()), z[0]))
     diffusion = LocalDiffusion(dimension, centre=jnp.median(z, axis=0), scale=scale, width=width, key=key_net)
-    sampler = AdjustedFlow(targeted_sde(log_density, diffusion, skew), 1.0, SUBSTEPS)
+    sampler = FlowSampler(targeted_sde(log_density, diffusion, skew), 1.0, SUBSTEPS)
     sampler.check(z)
     objective = SpeedMeasure(jax.vmap(sampler.init)(z))
     fitted = fit(
@@ -150,12 +150,12 @@ def tune_sampler(
         progress=progress,
     )
     chains_now, _ = fitted.state
-    sampler, z = AdjustedFlow(fitted.model.sde, 1.0), chains_now.z
+    sampler, z = FlowSampler(fitted.model.sde, 1.0), chains_now.z
     taken = climbing + chains * (first + GRADIENTS * fitted.history.loss.size)
     if fitted.interrupted:
         return Tuned(sampler, z, taken, fitted.history, True)
     places, dt = adapt(sampler, z, key_last, last)
-    return Tuned(AdjustedFlow(sampler.sde, dt), places[-1], taken + chains * last, fitted.history, False)
+    return Tuned(FlowSampler(sampler.sde, dt), places[-1], taken + chains * last, fitted.history, False)
 
 
 def _plan(budget: int, climbing: int, chains: int, dimension: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_count, check_key
 from .._programs import jit
 from ..sde import LogDensity, as_target, overdamped_langevin
-from ._sampler import AbstractSampler, Adjusted, SamplerState
+from ._sampler import AbstractSampler, AdjustedSampler, SamplerState
 
 ACCEPTANCE = 0.574  # of Langevin proposals at their best, in many dimensions (Roberts & Rosenthal 1998)
 ROUNDS = 4
@@ -19,8 +19,8 @@ CLIMBERS, TRIALS, DRAWS = 4, 16, 512  # chains that climb; draws to judge a plac
 
 def warm_up(
     log_density: LogDensity, z0: Array, *, key: PRNGKeyArray, num_steps: int = 2000, climb: bool = True
-) -> tuple[Adjusted, Array]:
-    """MALA for a target: an `rf.Adjusted` sampler with constant noise, and where its chains have got to.
+) -> tuple[AdjustedSampler, Array]:
+    """MALA for a target: an `rf.AdjustedSampler` with constant noise, and where its chains have got to.
 
     First a few chains climb towards a mode (Newton's method). Each place on their way, with the curvature
     there, makes a normal law; of these the one nearest to the target (by E[log p − log q], as Pathfinder has
@@ -52,12 +52,12 @@ def warm_up(
         )
     length = num_steps // ROUNDS
     scale, dt = jnp.eye(z.shape[1]), jnp.asarray(0.1)
-    Adjusted(overdamped_langevin(log_density, z.shape[1]), dt).check(z)
+    AdjustedSampler(overdamped_langevin(log_density, z.shape[1]), dt).check(z)
     key, key_climb = jax.random.split(check_key(key))
     if climb:
         scale, z = _climb(log_density, z, key_climb)
         dt = jnp.asarray(z.shape[1] ** (-1 / 3))
-    sampler = Adjusted(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
+    sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     sampler.check(z)
     for i, key_round in enumerate(jax.random.split(key, ROUNDS)):
         states, dt = adapt(sampler, z, key_round, length)
@@ -69,7 +69,7 @@ def warm_up(
             scale = jnp.where(moved, _spread(places), scale)
             # Steps are now in units of the target's own size.
             dt = jnp.asarray(z.shape[1] ** (-1 / 3))
-        sampler = Adjusted(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
+        sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     return sampler, z
 
 

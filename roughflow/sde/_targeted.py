@@ -102,8 +102,8 @@ def known_density(sde: TargetedSDE) -> LogDensity:
     """The target's log density; refused where only its score is known."""
     if sde.log_density is None:
         raise TypeError(
-            "this needs the log density, and the target is known by its score alone: take rf.Unadjusted, or "
-            "give rf.targeted_sde a log_density"
+            "this needs the log density, and the target is known by its score alone: take "
+            "rf.UnadjustedSampler, or give rf.targeted_sde a log_density"
         )
     return sde.log_density
 

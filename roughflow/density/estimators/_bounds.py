@@ -15,7 +15,7 @@ from ..proposals import SPARE, AbstractProposal, Laplace, normal_numbers
 from ..surface import Cloud, Latent, constant
 from ._importance import AbstractImportanceEstimator
 from ._pull_back import TRIAL, PullBack, log_joint, solve_keys, tried
-from ._weights import Sampler
+from ._weights import EstimatorRun
 
 
 class LowerBound(eqx.Module):
@@ -45,9 +45,9 @@ class LowerBound(eqx.Module):
 
     def log_weights(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray) -> Array:
         """log w₁, …, log w_K at each x, shape `(..., K)`; the bound is the logarithm of their mean."""
-        sampler = Sampler(self.estimator, flow, x, key)
-        weights = sampler.all_log_weights()
-        return jnp.reshape(weights, (*sampler.batch, weights.shape[-1]))
+        run = EstimatorRun(self.estimator, flow, x, key)
+        weights = run.all_log_weights()
+        return jnp.reshape(weights, (*run.batch, weights.shape[-1]))
 
 
 class UpperBound(eqx.Module):

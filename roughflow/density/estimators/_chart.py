@@ -38,7 +38,7 @@ class AbstractChart(AbstractEstimator):
         """Refuse a flow this estimator cannot do."""
 
     @abc.abstractmethod
-    def starts(self, x: Array) -> Array | None:
+    def start_points(self, x: Array) -> Array | None:
         """Fixed starting points, of the shape of x; None if they are drawn from the base."""
 
     @abc.abstractmethod

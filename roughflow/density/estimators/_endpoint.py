@@ -128,7 +128,7 @@ class Endpoint(AbstractImportanceEstimator):
             name = type(self.proposal).__name__
             raise ValueError(f"Endpoint takes rf.Laplace or rf.Prior, got {name}: use rf.PullBack with that")
 
-    def starts(self, x: Array) -> Array | None:
+    def start_points(self, x: Array) -> Array | None:
         if self.start is None:
             return None
         shape = self.start.shape
@@ -150,7 +150,7 @@ class Endpoint(AbstractImportanceEstimator):
         latent, target = constant((_latent(flow, target), target))
         if not isinstance(self.proposal, Laplace):
             return constant(_prior_law(latent, target))
-        law = constant(_laplace_law(latent, target, keys, cloud, self.proposal.starts))
+        law = constant(_laplace_law(latent, target, keys, cloud, self.proposal.num_starts))
         size = latent.size + SPARE
         noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(TRIAL), size, target.x.dtype))(keys)
         weights = self.weigh(flow.without_errors(), target, law, noise, keys).log_weights

@@ -14,7 +14,7 @@ from ..._programs import jit
 from ...flow import FEW_PATHS, Accuracy, Estimate, StochasticFlow
 from .._estimate import from_log_weights, log_mean
 from ._chart import AbstractChart, AbstractImprovingChart
-from ._weights import Sampler, Weighed
+from ._weights import EstimatorRun, Weighed
 
 GROWTH = 4  # how many times more paths a round may bring
 # A standard error from K paths is itself known to about 2/√K of its size where weights are skewed, and
@@ -26,16 +26,16 @@ class AbstractImportanceEstimator(AbstractChart):
     """Importance sampling in the coordinates of a chart."""
 
     def estimate(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
-        sampler = Sampler(self, flow, x, key)
-        points = np.arange(sampler.size)
-        weighed = sampler.weighed(points, np.zeros(len(points), int), checked=accuracy.solver, again=True)
+        run = EstimatorRun(self, flow, x, key)
+        points = np.arange(run.size)
+        weighed = run.weighed(points, np.zeros(len(points), int), checked=accuracy.solver, again=True)
         if accuracy.tolerance is None:
-            estimate = summary(sampler, weighed, points)
+            estimate = summary(run, weighed, points)
         elif is_traced(weighed.log_weights):
             raise ValueError("tolerance needs values to look at: inside jit or grad set num_paths instead")
         else:
             check_positive("tolerance", accuracy.tolerance)
-            estimate = _until(sampler, weighed, accuracy.tolerance, accuracy.max_paths)
+            estimate = _until(run, weighed, accuracy.tolerance, accuracy.max_paths)
         if flow.noise_dim == 0 and weighed.divergence_error is None:
             # Without noise every path is the same.
             estimate = dataclasses.replace(estimate, standard_error=jnp.zeros_like(estimate.log_prob))
@@ -43,16 +43,16 @@ class AbstractImportanceEstimator(AbstractChart):
             fine = finer_log_weights(self, flow, x, key)
             error = 2 * jnp.abs(log_mean(fine.T) - log_mean(weighed.plain.T))
             estimate = dataclasses.replace(estimate, truncation_error=error)
-        return in_shape(estimate, sampler.batch)
+        return in_shape(estimate, run.batch)
 
 
 def finer_log_weights(
     estimator: AbstractImportanceEstimator, flow: StochasticFlow, x: Array, key: PRNGKeyArray
 ) -> Array:
     """The log-weights with twice the driver's functions, along paths that share their coefficients with
-    those that a sampler draws from the same key."""
+    those that a run draws from the same key."""
     refined = flow.with_driver(flow.driver.refined())
-    return Sampler(estimator, refined, x, key, coarse=flow.driver).all_log_weights()
+    return EstimatorRun(estimator, refined, x, key, coarse=flow.driver).all_log_weights()
 
 
 def in_shape(estimate: Estimate, batch: tuple[int, ...]) -> Estimate:
@@ -61,9 +61,9 @@ def in_shape(estimate: Estimate, batch: tuple[int, ...]) -> Estimate:
     return jax.tree.map(lambda a: jnp.reshape(a, batch), estimate)
 
 
-def summary(sampler: Sampler, weighed: Weighed, points: np.ndarray) -> Estimate:
+def summary(run: EstimatorRun, weighed: Weighed, points: np.ndarray) -> Estimate:
     """The estimate that the weights of some points make."""
-    return _summary(sampler.estimator, sampler.law, weighed, sampler.group, sampler.places[points])
+    return _summary(run.estimator, run.law, weighed, run.group, run.places[points])
 
 
 @partial(jit, level=0)
@@ -83,13 +83,13 @@ def _summary(estimator: AbstractChart, law: Any, weighed: Weighed, group: int, p
     return dataclasses.replace(estimate, divergence_error=weighed.divergence_error)
 
 
-def _until(sampler: Sampler, weighed: Weighed, tolerance: float, max_paths: int) -> Estimate:
+def _until(run: EstimatorRun, weighed: Weighed, tolerance: float, max_paths: int) -> Estimate:
     """Rounds of more paths for the points whose standard error is above the tolerance."""
-    size = sampler.estimator.num_paths
+    size = run.estimator.num_paths
     have = list(np.asarray(weighed.log_weights))
     while True:
         counts = np.array([len(weights) for weights in have])
-        quality = np.array([_quality(weights, sampler.group) for weights in have])
+        quality = np.array([_quality(weights, run.group) for weights in have])
         bar = quality[:, 0] * (1 + DOUBT / counts**0.5)
         unmet = (bar > tolerance) | (quality[:, 1] < min(FEW_PATHS, 0.99 * size))
         open_points = np.flatnonzero(unmet & (counts + size <= max_paths))
@@ -101,10 +101,10 @@ def _until(sampler: Sampler, weighed: Weighed, tolerance: float, max_paths: int)
         rounds = ((np.minimum(wanted, max_paths) - counts) // size).astype(int).clip(1)[open_points]
         points = np.repeat(open_points, rounds)
         step = np.concatenate([np.arange(r) for r in rounds])
-        fresh = sampler.weighed(points, counts[points] + size * step)
+        fresh = run.weighed(points, counts[points] + size * step)
         for point, weights in zip(points, np.asarray(fresh.log_weights), strict=True):
             have[point] = np.concatenate([have[point], weights])
-    return _gather(have, weighed, sampler, unmet)
+    return _gather(have, weighed, run, unmet)
 
 
 def _quality(log_weights: np.ndarray, group: int) -> tuple[float, float]:
@@ -120,7 +120,7 @@ def _quality(log_weights: np.ndarray, group: int) -> tuple[float, float]:
     return float(variance**0.5), float(effective)
 
 
-def _gather(have: list[np.ndarray], weighed: Weighed, sampler: Sampler, unmet: np.ndarray) -> Estimate:
+def _gather(have: list[np.ndarray], weighed: Weighed, run: EstimatorRun, unmet: np.ndarray) -> Estimate:
     """One estimate from weights that differ in number between points."""
     counts = np.array([len(weights) for weights in have])
     parts, order = [], []
@@ -128,7 +128,7 @@ def _gather(have: list[np.ndarray], weighed: Weighed, sampler: Sampler, unmet: n
         points = np.flatnonzero(counts == count)
         weights = jnp.asarray(np.stack([have[i] for i in points]))
         rest = jax.tree.map(lambda a, points=points: a[points], weighed[2:])
-        parts.append(summary(sampler, Weighed(weights, weights, *rest), points))
+        parts.append(summary(run, Weighed(weights, weights, *rest), points))
         order.append(points)
     back = np.argsort(np.concatenate(order))
     estimate = jax.tree.map(lambda *a: jnp.concatenate(a)[back], *parts)

@@ -54,7 +54,7 @@ class PullBack(AbstractImportanceEstimator):
     def check(self, flow: StochasticFlow) -> None:
         del flow
 
-    def starts(self, x: Array) -> None:
+    def start_points(self, x: Array) -> None:
         del x
 
     def prepare(

@@ -12,7 +12,7 @@ from .._estimate import from_log_weights, log_mean, relative_weights, standard_e
 from ..proposals import Laplace
 from ._importance import AbstractImportanceEstimator, finer_log_weights, in_shape
 from ._pull_back import PullBack
-from ._weights import Sampler
+from ._weights import EstimatorRun
 
 
 class Richardson(AbstractEstimator):
@@ -42,15 +42,15 @@ class Richardson(AbstractEstimator):
     def estimate(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
         if accuracy.tolerance is not None:
             raise ValueError("Richardson takes no tolerance: set num_paths of its estimator")
-        sampler = Sampler(self.estimator, flow, x, key)
-        coarse = sampler.all_log_weights().T
+        run = EstimatorRun(self.estimator, flow, x, key)
+        coarse = run.all_log_weights().T
         fine = finer_log_weights(self.estimator, flow, x, key).T
         share = 1 / (2**self.order - 1)
         change = log_mean(fine) - log_mean(coarse)
-        terms = (1 + share) * relative_weights(fine, sampler.group)
-        terms = terms - share * relative_weights(coarse, sampler.group)
-        missed, searches = sampler.law.missed[sampler.places], self.estimator.searches
-        estimate = from_log_weights(fine, sampler.group, missed, searched=searches)
+        terms = (1 + share) * relative_weights(fine, run.group)
+        terms = terms - share * relative_weights(coarse, run.group)
+        missed, searches = run.law.missed[run.places], self.estimator.searches
+        estimate = from_log_weights(fine, run.group, missed, searched=searches)
         estimate = dataclasses.replace(
             estimate,
             log_prob=log_mean(fine) + share * change,
@@ -58,4 +58,4 @@ class Richardson(AbstractEstimator):
             # What the extrapolation moved: what is left is smaller.
             truncation_error=share * jnp.abs(change) if accuracy.truncation else None,
         )
-        return in_shape(estimate, sampler.batch)
+        return in_shape(estimate, run.batch)

@@ -14,7 +14,7 @@ from .._estimate import from_log_weights, log_mean, standard_error
 from ..proposals import Laplace
 from ._importance import AbstractImportanceEstimator, in_shape
 from ._pull_back import PullBack
-from ._weights import Sampler
+from ._weights import EstimatorRun
 
 
 class Unbiased(AbstractEstimator):
@@ -65,18 +65,18 @@ class Unbiased(AbstractEstimator):
                 "Unbiased draws how many paths to use, so its key must be known: call it outside jit"
             )
         key_paths, key_levels = jax.random.split(check_key(key))
-        sampler = Sampler(self.estimator, flow, x, key_paths)
-        count = sampler.size
+        run = EstimatorRun(self.estimator, flow, x, key_paths)
+        count = run.size
         levels = self._levels(key_levels, count * self.replicates)
         # Blocks of K paths, in the order of points and replicates; each a stretch of its point's paths.
         points = np.repeat(np.repeat(np.arange(count), self.replicates), 2**levels)
         stretch = np.arange(len(points)) - np.searchsorted(points, points)
-        weights = sampler.weighed(points, stretch * self.estimator.num_paths).log_weights
+        weights = run.weighed(points, stretch * self.estimator.num_paths).log_weights
         values = self._combine(log_mean(weights.T), levels)
         values = jnp.reshape(values, (count, self.replicates)).T
         total = lambda a: jax.ops.segment_sum(a.astype(float), jnp.asarray(points), count).astype(a.dtype)
-        missed, searches = sampler.law.missed[sampler.places], self.estimator.searches
-        blocks = from_log_weights(weights.T, sampler.group, missed[points], searched=searches)
+        missed, searches = run.law.missed[run.places], self.estimator.searches
+        blocks = from_log_weights(weights.T, run.group, missed[points], searched=searches)
         estimate = dataclasses.replace(
             jax.tree.map(total, blocks),
             log_prob=jnp.mean(values, axis=0),
@@ -87,7 +87,7 @@ class Unbiased(AbstractEstimator):
             tempered=jnp.zeros(count, bool),
             unmet=jnp.zeros(count, bool),
         )
-        return in_shape(estimate, sampler.batch)
+        return in_shape(estimate, run.batch)
 
     def _probability(self, level: np.ndarray) -> np.ndarray:
         """p_j for j = 1, 2, …"""

@@ -47,11 +47,11 @@ class _Drawn(NamedTuple):
     few: Weights
 
 
-class Sampler:
+class EstimatorRun:
     """An estimator at work on the rows of `x`: its law is found once, paths are drawn as often as asked.
 
     With `coarse`, the flow's driver is the refinement of that one, and paths share their coefficients
-    with those that a sampler of the coarse flow draws from the same key.
+    with those that a run of the coarse flow draws from the same key.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Sampler:
         if not x.size:
             raise ValueError(f"x holds no points, its shape is {x.shape}")
         estimator.check(flow)
-        start = estimator.starts(x)
+        start = estimator.start_points(x)
         self.batch = x.shape[:-1]
         flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
         self.estimator, self.flow, self.coarse = estimator, flow, coarse
@@ -108,7 +108,7 @@ class Sampler:
         a point are the K from its place `first` on in its sequence of paths.
 
         With `again`, weights that turn out so poor that their estimate would be suspect are improved as well,
-        here and whenever this sampler is asked for more of these points. That chooses by the weights: it
+        here and whenever this run is asked for more of these points. That chooses by the weights: it
         is for estimates that would have been distrusted, not for what has to be unbiased.
         """
         count = self.estimator.num_paths

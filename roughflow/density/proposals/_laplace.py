@@ -29,7 +29,7 @@ class Laplace(AbstractProposal):
 
     **Arguments:**
 
-    - `starts`: from how many points the search starts.
+    - `num_starts`: from how many points the search starts.
     - `draws`: `rf.Independent()`, `rf.Antithetic()` or `rf.Sobol()`.
 
     ```python
@@ -42,20 +42,20 @@ class Laplace(AbstractProposal):
     ```
     """
 
-    starts: int = eqx.field(static=True, default=12)
+    num_starts: int = eqx.field(static=True, default=12)
     draws: AbstractDraws = Independent()
     wants_cloud: ClassVar[bool] = True
     may_be_exact: ClassVar[bool] = True
 
     def __check_init__(self):
-        check_count("starts", self.starts)
+        check_count("num_starts", self.num_starts)
 
     def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
         del keys
         assert cloud is not None
         # A constant of the estimator: derivatives see the weights, not where paths are drawn.
         latent, x = constant((latent, x))
-        near = constant(cloud.nearest(x, self.starts - 1))
+        near = constant(cloud.nearest(x, self.num_starts - 1))
         begin = jnp.concatenate([jnp.zeros((len(x), 1, latent.size), x.dtype), near], axis=1)
         modes = find_modes(latent.quiet(), Target(x, None), begin).best(MODES)
         return constant(_tangents(modes, latent.start_size))

@@ -14,7 +14,7 @@ NEWTON = 8  # steps at most
 ANOTHER = 1e-3  # times the noise, from where a solution is another one
 
 
-class Climbing(SamplerState):
+class GradientState(SamplerState):
     """Where a chain is, how likely that is, and which way is up. Nothing here depends on σ or dt, so both may
     change while a chain runs."""
 
@@ -22,7 +22,7 @@ class Climbing(SamplerState):
     gradient: Array
 
 
-class AdjustedFlow(AbstractSampler):
+class FlowSampler(AbstractSampler):
     """A step along a random ODE, accepted with the probability of Metropolis, Hastings and Green.
 
     Given ξ, the ODE dy/ds = σ(y) ξ, 0 ≤ s ≤ 1, takes z to y = Φ_ξ(z), and −ξ takes y back to z. With
@@ -33,8 +33,8 @@ class AdjustedFlow(AbstractSampler):
     which keeps p exactly, whatever σ, m and dt are (Green 1995). m = σ⁻¹ times the Stratonovich drift of
     the SDE, m = ½(σᵀ∇log p + div σ) and with a skew Q also σ⁻¹(Q∇log p + div Q), makes it a step of that SDE
     to first order in dt. With constant σ it is MALA; where σ(T(u)) is the derivative of a map T at u, it is
-    MALA for u, but for the error of the solver. `rf.Adjusted` proposes along straight lines instead, which
-    must be short where σ turns.
+    MALA for u, but for the error of the solver. `rf.AdjustedSampler` proposes along straight lines instead,
+    which must be short where σ turns.
 
     The ODE is solved by `substeps` of the implicit midpoint rule, which −ξ undoes, and whose determinant is
     known, so the solver's error does not change the law. Its equations are solved to rounding by Newton's
@@ -48,7 +48,7 @@ class AdjustedFlow(AbstractSampler):
     import roughflow as rf
 
     cauchy = lambda z: -jnp.log1p(z[0] ** 2)
-    sampler = rf.AdjustedFlow(rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None]), dt=4.0)
+    sampler = rf.FlowSampler(rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None]), dt=4.0)
     chain = rf.sample_chain(sampler, jnp.zeros(1), key=jax.random.key(0), num_steps=1000)
     ```
     """
@@ -60,16 +60,16 @@ class AdjustedFlow(AbstractSampler):
     def __check_init__(self):
         check_positive("dt", self.dt)
         check_count("substeps", self.substeps)
-        check_adjustable("AdjustedFlow", self.sde)
+        check_adjustable("FlowSampler", self.sde)
 
     def check(self, z: Array) -> None:
-        check_start("AdjustedFlow", self.sde, z, square=True)
+        check_start("FlowSampler", self.sde, z, square=True)
 
-    def init(self, z: Array) -> Climbing:
-        return Climbing(z, *jax.value_and_grad(as_target(known_density(self.sde)))(z))
+    def init(self, z: Array) -> GradientState:
+        return GradientState(z, *jax.value_and_grad(as_target(known_density(self.sde)))(z))
 
-    def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[Climbing, SamplerInfo]:
-        assert isinstance(state, Climbing)
+    def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[GradientState, SamplerInfo]:
+        assert isinstance(state, GradientState)
         key_move, key_accept = jax.random.split(key)
         there, log_ratio, xi = self.propose(key_move, state)
         # The way back must be found too, and lead back: else the reverse move would not be what this one
@@ -80,7 +80,7 @@ class AdjustedFlow(AbstractSampler):
         returns = found & jnp.all(jnp.abs(back - state.z) < close)
         return accept(key_accept, jnp.where(returns, log_ratio, -jnp.inf), there, state)
 
-    def propose(self, key: PRNGKeyArray, state: Climbing) -> tuple[Climbing, Array, Array]:
+    def propose(self, key: PRNGKeyArray, state: GradientState) -> tuple[GradientState, Array, Array]:
         """A place to go to, log a (−inf if there is none), and ξ; gradients pass through all."""
         dt = jnp.asarray(self.dt, state.z.dtype)
         mean = dt * self._mean(state)
@@ -96,7 +96,7 @@ class AdjustedFlow(AbstractSampler):
     def _noise(self, z: Array) -> Array:
         return noise_matrix(self.sde.noise(jnp.zeros((), z.dtype), z))
 
-    def _mean(self, state: Climbing) -> Array:
+    def _mean(self, state: GradientState) -> Array:
         """m of the class's formula."""
         z, up = state.z, state.gradient
         axes = jnp.eye(z.shape[0], dtype=z.dtype)
