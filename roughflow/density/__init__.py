@@ -22,4 +22,3 @@ from .proposals import (
     Prior as Prior,
     Sobol as Sobol,
 )
-from .surface import log_abs_det as log_abs_det, solve as solve

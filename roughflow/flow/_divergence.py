@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_positive
-from ..sde import UNROLL
+from .._linear import UNROLL
 
 VectorField = Callable[[Array], Array]
 

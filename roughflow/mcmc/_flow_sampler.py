@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
-from ..density import log_abs_det, solve
+from .._linear import log_abs_det, solve
 from ..sde import TargetedSDE, as_target, known_density, noise_matrix
 from ._sampler import AbstractSampler, SamplerInfo, SamplerState, accept, check_adjustable, check_start
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_positive, is_traced
-from ..density import log_abs_det, solve
+from .._linear import log_abs_det, solve
 from ..flow import AbstractScheme, EulerMaruyama
 from ..sde import AbstractSDE, TargetedSDE, as_target, known_density, noise_dimension, noise_matrix
 from ._minibatch import Minibatch, with_minibatches

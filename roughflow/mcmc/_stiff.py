@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..density import solve
+from .._linear import solve
 from ..flow import AbstractScheme
 from ..sde import AbstractSDE, apply_noise, to_ito
 

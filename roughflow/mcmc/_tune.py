@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
-from ..density import log_abs_det
+from .._linear import log_abs_det
 from ..learn import AbstractStatefulObjective, History, fit
 from ..sde import GIVEN, LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
 from ._flow_sampler import FlowSampler, GradientState

@@ -24,7 +24,6 @@ from ._networks import (
     tanh as tanh,
 )
 from ._noise import (
-    UNROLL as UNROLL,
     Noise as Noise,
     ProportionalDiffusion as ProportionalDiffusion,
     apply_noise as apply_noise,

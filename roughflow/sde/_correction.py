@@ -18,7 +18,8 @@ from jax.extend.core import Var
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key, is_traced
-from ._noise import UNROLL, Noise, apply_noise, noise_column, noise_row, noise_shape
+from .._linear import UNROLL
+from ._noise import Noise, apply_noise, noise_column, noise_row, noise_shape
 from ._sde import AbstractSDE, ItoSDE, StratonovichSDE
 
 

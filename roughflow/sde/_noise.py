@@ -7,9 +7,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array
 
-# Sums of up to this many terms over columns, rows or directions are written out: separate arrays fuse
-# better on a CPU than one stacked array. Above it, one batched product keeps the program small.
-UNROLL = 8
+from .._linear import UNROLL
 
 Noise = Array | lx.AbstractLinearOperator
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from ..._checks import check_count, is_traced
+from ..._linear import log_abs_det
 from ...flow import StochasticFlow
 from ..proposals import SPARE, AbstractProposal, Laplace, Prior, normal_numbers
 from ..surface import (
@@ -18,7 +19,6 @@ from ..surface import (
     constant,
     end_and_jacobian,
     find_modes,
-    log_abs_det,
     normal_space,
     solve_end,
 )

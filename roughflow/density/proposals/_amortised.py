@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from ..._checks import check_key
+from ..._linear import UNROLL
 from ...flow import StochasticFlow
-from ...sde import MLP, UNROLL
+from ...sde import MLP
 from ..surface import Cloud, Latent
 from ._draws import AbstractDraws, Independent
 from ._mixture import Mixture, one_component

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..surface import log_abs_det, solve
+from ..._linear import log_abs_det, solve
 
 SPARE = 1  # standard normal numbers beyond one for each coordinate of ξ: it chooses the component
 # Where the surface of ways to x is curved, a tangent Gaussian is too narrow more often than too wide.

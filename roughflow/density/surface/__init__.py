@@ -3,7 +3,6 @@
 from ._cloud import Cloud as Cloud
 from ._end import solve_end as solve_end
 from ._latent import Latent as Latent, Target as Target, constant as constant
-from ._linear import log_abs_det as log_abs_det, solve as solve
 from ._modes import (
     Modes as Modes,
     end_and_jacobian as end_and_jacobian,

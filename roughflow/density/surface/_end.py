@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..._linear import solve
 from ._latent import Latent, Target, constant
-from ._linear import solve
 from ._some import for_some
 
 STEPS = 12  # from one matrix

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..._linear import log_abs_det
 from ...flow import NoDivergence, StochasticFlow, Whitened
 from ...sde import ExactCorrection, with_explicit_parameters
-from ._linear import log_abs_det
 
 
 class Target(eqx.Module):

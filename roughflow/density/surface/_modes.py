@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..._linear import orthonormal, solve
 from ._latent import Latent, Target
-from ._linear import orthonormal, solve
 
 ITERATIONS = 12
 LENGTHS = (1.0, 0.4, 0.1)  # of the step, tried at each iteration

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ...sde import UNROLL
+# Sums of up to this many terms over columns, rows or directions are written out: separate arrays fuse
+# better on a CPU than one stacked array. Above it, one batched product keeps the program small.
+UNROLL = 8
 
 
 def solve(matrix: Array, right: Array) -> Array:
