@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 import roughflow as rf
 from roughflow import plots
@@ -53,9 +53,12 @@ def training(history: rf.History) -> Figure:
 def solver_errors(errors: np.ndarray) -> Figure:
     """How far the solver's steps move log p, row by row."""
     figure, ax = _curves("solver's error of log p (nats)", "rows")
-    shown = np.maximum(errors, LEAST)
-    ax.hist(shown, np.geomspace(shown.min() / 1.5, shown.max() * 1.5, BINS + 1), color=plots.BLUE)
+    shown = np.log10(np.maximum(errors, LEAST))
+    # From one power of ten to another: on less a logarithmic scale has next to no numbers.
+    ends = np.floor(shown.min()), np.floor(shown.max()) + 1
+    ax.hist(10**shown, np.logspace(*ends, BINS + 1), color=plots.BLUE)
     ax.set_xscale("log")
+    ax.xaxis.set_minor_formatter(NullFormatter())
     return figure
 
 

@@ -29,7 +29,7 @@ figure { margin: 0; max-width: 32rem }
 figcaption { font-size: .9rem; color: var(--soft) }
 img { display: block; width: 100%; height: auto }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e7ea; --soft: #9aa5af; --paper: #161a1d; --line: #363d44; --warn: #3a2e1c }
+  :root { --ink: #e4e7ea; --soft: #9aa5af; --paper: #171717; --line: #363d44; --warn: #3a2e1c }
   img { filter: invert(.91) hue-rotate(180deg) }  /* white turns into the page's own dark; hues stay */
 }
 """
