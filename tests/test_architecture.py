@@ -18,15 +18,15 @@ ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough":
 # So do the folders inside the density stage.
 DENSITY = ["surface", "proposals", "estimators"]
 # What every stage may use, in this order too.
-COMMON = ["_checks", "_programs", "_linear"]
+COMMON = ["_checks", "_programs", "_linear", "_trainable", "_show"]
 ALLOWED |= {part: set(COMMON[:i]) for i, part in enumerate(COMMON)}
 # These stand on top and see only what a user sees: `import roughflow`.
-ON_TOP = {"interop", "cli", "plots", "datasets", "experiments"}
+ON_TOP = {"interop", "cli", "plots", "datasets", "experiments", "report"}
 # Where a package outside may be imported.
 CONFINED = {
     "optax": {"learn"},
     "diffrax": {"driver", "flow", "density", "series"},
-    "matplotlib": {"plots", "experiments"},
+    "matplotlib": {"plots", "experiments", "report"},
 }
 HEAVY = ["matplotlib", "sklearn", "torch", "numpyro", "blackjax", "arviz"]
 

@@ -262,6 +262,6 @@ def test_a_velocity_network_starts_as_that_of_a_normal_law_and_its_waves_are_giv
     assert np.all(np.isfinite(jax.jacfwd(awake)(T, z)))
     assert np.all(np.isfinite(jax.jacfwd(awake, argnums=1)(T, z)))
     assert not np.allclose(awake(0.4, z), awake(0.5, z))
-    trained = rf.learn._trainable.trainable(network)
+    trained = rf._trainable.trainable(network)
     assert trained.waves is False
     assert all(trained.network.weights)

@@ -92,6 +92,12 @@ def _fit(commands) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="the model to write")
     parser.add_argument("--columns", type=_names, metavar="A,B,C", help="default: all")
     parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="REPORT.html",
+        help="also write a page on the fit, to send on",
+    )
+    parser.add_argument(
         "--given",
         type=_names,
         metavar="A,B,C",

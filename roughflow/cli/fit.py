@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from roughflow.learn import LIKELIHOOD_ROWS, second_file
 from .checkpoint import check_checkpoint, stopped
 from .output import check_writable
 from .refused import Refused
+from .report import check_report, report
 from .table import Table, read_table
 
 # In single precision a number has seven digits: a column this many times its own spread away from zero
@@ -24,16 +26,19 @@ FAR = 1e4
 
 def fit(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
+    check_report(arguments)
     checkpoint = arguments.out.with_name(arguments.out.name + ".checkpoint")
     check_checkpoint(checkpoint, arguments)
     table = _read(arguments)
     train, held_out = _split(table, arguments.validation, arguments.seed)
-    _check_rows(arguments.data, table, train)
+    said: list[str] = []
+    _check_rows(arguments.data, table, train, said)
     if checkpoint.exists() and not arguments.resume:
         _remove(checkpoint)  # as --force asked
+    began = time.perf_counter()
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda said, *_: print(f"roughflow: warning: {said}", file=sys.stderr)
+            warnings.showwarning = lambda text, *_: _warn(str(text), said)
             fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
         return stopped(arguments, checkpoint, "interrupted")
@@ -43,7 +48,16 @@ def fit(arguments: argparse.Namespace) -> int:
     rf.save(arguments.out, fitted.model)
     _remove(checkpoint)
     _report(arguments.out, table, fitted, train, held_out)
+    if arguments.report is not None:
+        report(arguments, fitted, train, held_out, said, time.perf_counter() - began)
+        print(f"report      {arguments.report}")
     return 0
+
+
+def _warn(text: str, said: list[str]) -> None:
+    """Tell at once, and keep for the report."""
+    print(f"roughflow: warning: {text}", file=sys.stderr)
+    said.append(text)
 
 
 def _read(arguments: argparse.Namespace) -> Table:
@@ -95,7 +109,7 @@ def _split(table: Table, share: float, seed: int) -> tuple[np.ndarray, np.ndarra
     return rows[order[aside:]], rows[order[:aside]]
 
 
-def _check_rows(path: Path, table: Table, train: np.ndarray) -> None:
+def _check_rows(path: Path, table: Table, train: np.ndarray, said: list[str]) -> None:
     """Refuse rows that have no density, by the names of their columns; warn of those with few digits."""
     count, dimension = len(table.rows), len(table.columns)
     if len(train) <= dimension:
@@ -111,10 +125,10 @@ def _check_rows(path: Path, table: Table, train: np.ndarray) -> None:
                 f"--columns {others}"
             )
         if abs(column.mean()) > FAR * spread and not jax.config.jax_enable_x64:  # pyright: ignore
-            print(
-                f"roughflow: warning: column {name!r} is {column.mean():g} ± {spread:g}: samples in single "
-                "precision will be blurred; subtract a constant from it, or set JAX_ENABLE_X64=1",
-                file=sys.stderr,
+            _warn(
+                f"column {name!r} is {column.mean():g} ± {spread:g}: samples in single precision will be "
+                "blurred; subtract a constant from it, or set JAX_ENABLE_X64=1",
+                said,
             )
 
 

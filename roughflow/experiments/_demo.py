@@ -1,6 +1,7 @@
 """A first look: fit a banana from a table, score it, draw it, keep it."""
 
 import dataclasses
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 import roughflow as rf
 from roughflow import plots
 from roughflow.datasets import Banana
+from roughflow.report import write_report
 
 from ._run import Run
 
@@ -29,7 +31,8 @@ def demo(
     steps: int = STEPS,
     likelihood_steps: int = LIKELIHOOD,
 ) -> dict:
-    """A flow learns the banana: `demo.png`, `demo-training.png`, `demo.json`, `demo-banana.rf`.
+    """A flow learns the banana: `demo.png`, `demo-training.png`, `demo.json`, `demo-banana.rf`,
+    and all of it on a page, `demo.html`.
 
     ```python
     from pathlib import Path
@@ -40,8 +43,9 @@ def demo(
     """
     run, law = Run(Path(out), "demo", None, seed, progress, resume=False), Banana()
     draw = lambda label, count: np.asarray(law.sample(key=run.key(label), shape=(count,)))
+    data, began = draw("data", ROWS), time.perf_counter()
     fitted = rf.fit_density(
-        draw("data", ROWS),
+        data,
         key=run.key("fit"),
         validation=draw("validation", HELD_OUT),
         width=64,
@@ -51,14 +55,25 @@ def demo(
     )
     if fitted.interrupted:
         raise KeyboardInterrupt
+    seconds = time.perf_counter() - began
     rf.save(run.out / "demo-banana.rf", fitted.model)
+    test = draw("test", TEST)
     run.say("demo: scoring on fresh data")
-    metrics = {"entropy": law.entropy, "rows": ROWS} | _score(run, fitted.model, law, draw("test", TEST))
+    metrics = {"entropy": law.entropy, "rows": ROWS} | _score(run, fitted.model, law, test)
     run.finish(_panels(run, fitted.model, law, metrics["excess"]), metrics)
     curve, ax = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
     plots.training(fitted.stages["regression"], ax=ax)
     ax.set_ylabel("loss of the regression")
     plots.save(curve, run.out / "demo-training.png")
+    write_report(
+        run.out / "demo.html",
+        fitted,
+        data,
+        held_out=test,
+        key=run.key("report"),
+        title="A banana, learned from samples",
+        made={"command": f"roughflow demo --seed {seed}", "seed": str(seed), "seconds": f"{seconds:.1f}"},
+    )
     return metrics
 
 

@@ -6,10 +6,13 @@ import importlib
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import is_traced
+from .._show import ENDS, count, is_known, table
 
 # Fewer effective paths than this, and a standard error estimated from them means little.
 FEW_PATHS = 5.0
@@ -101,18 +104,18 @@ class Estimate(eqx.Module):
     def suspect(self) -> Array:
         """Where the estimate should not be trusted, for one of the reasons in `warning`."""
         suspect = jnp.zeros(self.log_prob.shape, bool)
-        for bad, _ in self._reasons():
+        for _, bad, _ in self._reasons():
             suspect = suspect | bad
         return suspect
 
     @property
     def warning(self) -> str | None:
         """One line when some estimates should not be trusted, else None."""
-        found = [f"{int(jnp.sum(bad))} {text}" for bad, text in self._reasons() if bool(jnp.any(bad))]
+        found = [f"{int(jnp.sum(bad))} {text}" for _, bad, text in self._reasons() if bool(jnp.any(bad))]
         return f"of {self.log_prob.size} estimates, {'; '.join(found)}" if found else None
 
-    def _reasons(self) -> list[tuple[Array, str]]:
-        """What may be wrong, where, and the remedy."""
+    def _reasons(self) -> list[tuple[str, Array, str]]:
+        """What may be wrong in a word, where, and the remedy."""
         few = self.effective_paths < jnp.minimum(FEW_PATHS, 0.99 * self.num_paths)
         worst = float(jnp.min(self.effective_paths)) if few.size and not is_traced(few) else 0.0
         none = jnp.zeros(self.log_prob.shape, bool)
@@ -121,32 +124,80 @@ class Estimate(eqx.Module):
         finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
         scarce = f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {worst:.1f})"
         return [
-            (few, f"{scarce}: raise num_paths"),
+            ("few paths", few, f"{scarce}: raise num_paths"),
             (
+                "heavy tail",
                 self.pareto_k > HEAVY,
                 f"have weights with a heavy tail (Pareto k > {HEAVY}): raise num_paths",
             ),
-            (self.fell_back, "found no likely path and drew from the prior: x may be out of reach"),
             (
+                "from the prior",
+                self.fell_back,
+                "found no likely path and drew from the prior: x may be out of reach",
+            ),
+            (
+                "unfound paths",
                 self.unfound > UNFOUND * self.num_paths,
                 "miss paths that a search did not find: use rf.Tempered or rf.PullBack",
             ),
-            (coarse, "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive"),
             (
+                "coarse steps",
+                coarse,
+                "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive",
+            ),
+            (
+                "steep",
                 steep,
                 "lie where the SDE contracts strongly, so that paths may be missed: compare with rf.Endpoint",
             ),
-            (self.divergence_error > COARSE, "are biased by the divergence's probes: raise num_probes"),
-            (~finite, "have a value or an error bar that is not finite"),
-            (self.unmet, "did not meet the tolerance within max_paths: raise either"),
+            (
+                "few probes",
+                self.divergence_error > COARSE,
+                "are biased by the divergence's probes: raise num_probes",
+            ),
+            ("not finite", ~finite, "have a value or an error bar that is not finite"),
+            ("unmet", self.unmet, "did not meet the tolerance within max_paths: raise either"),
         ]
 
     def __repr__(self) -> str:
-        if is_traced(self.log_prob):
-            return f"Estimate(log_prob={self.log_prob})"
-        warning = self.warning
-        told = f"log_prob={self.log_prob}, total_error={self.total_error}"
-        return f"Estimate({told})" if warning is None else f"Estimate({told}, warning={warning!r})"
+        needed = (self.log_prob, self.standard_error, self.effective_paths, self.num_paths, self.tempered)
+        if not is_known(*needed, *jax.tree.leaves(self)):
+            return eqx.tree_pformat(self)
+        # Inside a jit even numbers that are known would be traced.
+        with jax.ensure_compile_time_eval():
+            size, warning = self.log_prob.size, self.warning
+            lines = [f"Estimate of log p at {count(size, 'point')}"]
+            if size:
+                lines += self._table()
+            if size > 1:
+                lines.append(f"  {self._summary()}")
+        return "\n".join(lines if warning is None else [*lines, f"  warning: {warning}"])
+
+    def _table(self) -> list[str]:
+        """The points one a line, those in the middle left out if there are many."""
+        reasons = [*self._reasons(), ("tempered", self.tempered, "")]
+        flags = [(name, np.ravel(where)) for name, where, _ in reasons]
+        value, error, paths, most = (
+            np.ravel(part) for part in (self.log_prob, self.total_error, self.effective_paths, self.num_paths)
+        )
+        place = lambda i: ", ".join(str(int(k)) for k in np.unravel_index(i, self.log_prob.shape)) or "x"
+        row = lambda i: (
+            place(i),
+            f"{value[i]:.4f}",
+            f"{error[i]:.2g}",
+            f"{paths[i]:.1f} of {most[i]}",
+            ", ".join(name for name, where in flags if where[i]),
+        )
+        shown = range(value.size) if value.size <= 2 * ENDS else [*range(ENDS), *range(-ENDS, 0)]
+        rows = [row(i % value.size) for i in shown]
+        if len(rows) < value.size:
+            rows.insert(ENDS, ("…", "…", "…", "…", ""))
+        return table(("point", "log_prob", "total error", "effective paths", "flags"), rows)
+
+    def _summary(self) -> str:
+        error, suspect = jnp.max(self.total_error), int(jnp.sum(self.suspect))
+        mean = f"mean log_prob {jnp.mean(self.log_prob):.4f}, largest total error {error:.2g}"
+        return f"{mean}, {suspect or 'none'} of {self.log_prob.size} suspect"
 
 
 class AbstractEstimator(eqx.Module):

@@ -9,10 +9,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, PRNGKeyArray
 
 from ..driver import Path
-from ..sde import AbstractCorrection, AbstractSDE, apply_noise, stratonovich_coefficients
+from ..sde import (
+    AbstractCorrection,
+    AbstractSDE,
+    StratonovichSDE,
+    apply_noise,
+    stratonovich_coefficients,
+)
 from ._divergence import AbstractDivergence
 from ._outcome import ESCAPED, FINE, NON_FINITE
 
@@ -139,3 +145,23 @@ def _guarded_jvp(primals, tangents):
 
 def _size(z: Array) -> Array:
     return jnp.max(jnp.abs(z), axis=-1)
+
+
+def signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dim) -> Array | None:
+    """Random signs for the correction; a Stratonovich SDE has no use for any."""
+    if isinstance(sde, StratonovichSDE):
+        return None
+    return draw(correction, key, batch, noise_dim)
+
+
+def split(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """Two keys from one, or two arrays of keys from an array."""
+    keys = jax.vmap(jax.random.split)(key) if key.ndim else jax.random.split(key)
+    return keys[..., 0], keys[..., 1]
+
+
+def draw(source: AbstractDivergence | AbstractCorrection, key, batch, size: int) -> Array | None:
+    """Random numbers for a batch from one key, or for each sample from its own."""
+    if key is None or not key.ndim:
+        return source.draw(key, batch, size)
+    return jax.vmap(lambda one: source.draw(one, (), size))(key)

@@ -16,15 +16,15 @@ from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
     AbstractCorrection,
     AbstractSDE,
-    StratonovichSDE,
     checked_correction,
     noise_dimension,
     with_explicit_parameters,
 )
 from ._base import Base
+from ._described import described
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
 from ._estimate import AbstractEstimator, Accuracy, Estimate, default_estimator
-from ._field import Field
+from ._field import Field, draw, signs, split
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
 from ._outcome import FINE, Outcome, failed, raise_failures
@@ -114,6 +114,9 @@ class StochasticFlow(eqx.Module):
         self.integrator = FixedGrid() if integrator is None else integrator
         self.raises = True
         self.proposal = None
+
+    def __repr__(self) -> str:
+        return described(self)
 
     def with_driver(self, driver: AbstractDriver) -> Self:
         """The same flow on other paths: train on Karhunen–Loève, test on piecewise linear ones."""
@@ -359,39 +362,19 @@ def _integrate(
     key: PRNGKeyArray | None,
     reverse: bool,
 ) -> Outcome:
-    keys = (None, None) if key is None else _split(key)
+    keys = (None, None) if key is None else split(key)
     batch = z.shape[:1]
     field = Field(
         sde=with_explicit_parameters(flow.sde, z[0]),
         correction=flow.correction,
         divergence=flow.divergence,
         path=path,
-        signs=_signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dim),
-        probes=_draw(flow.divergence, keys[1], batch, flow.dimension),
+        signs=signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dim),
+        probes=draw(flow.divergence, keys[1], batch, flow.dimension),
         safe=flow.base.sample(key=jax.random.key(0)).astype(z.dtype),
         escape_rate=flow.integrator.escape_rate,
     )
     return flow.integrator.integrate(field, z, fraction, reverse=reverse)
-
-
-def _signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dim) -> Array | None:
-    """Random signs for the correction; a Stratonovich SDE has no use for any."""
-    if isinstance(sde, StratonovichSDE):
-        return None
-    return _draw(correction, key, batch, noise_dim)
-
-
-def _split(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Two keys from one, or two arrays of keys from an array."""
-    keys = jax.vmap(jax.random.split)(key) if key.ndim else jax.random.split(key)
-    return keys[..., 0], keys[..., 1]
-
-
-def _draw(source: AbstractDivergence | AbstractCorrection, key, batch, size: int) -> Array | None:
-    """Random numbers for a batch from one key, or for each sample from its own."""
-    if key is None or not key.ndim:
-        return source.draw(key, batch, size)
-    return jax.vmap(lambda one: source.draw(one, (), size))(key)
 
 
 def _over_batch(function: Callable[[Array], Array], z: Array) -> Array:

@@ -1,7 +1,7 @@
 """One fit, for any objective."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -12,6 +12,9 @@ import optax
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
+from .._show import count, listed, named, num_parameters
+from .._trainable import trainable
+from ..flow import StochasticFlow
 from ._checkpoint import Checkpoint, Progress
 from ._history import History
 from ._interrupt import Interrupt
@@ -20,7 +23,7 @@ from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractStatefulObjective
 from ._optimiser import make_optimiser
 from ._rows import DataSource, split
-from ._trainable import trainable
+from ._standardised import Standardised
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,17 @@ class Fitted:
     interrupted: bool
     state: Any = ()
     stages: Mapping[str, History] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        histories = self.stages or {named(self.objective): self.history}
+        parts = [(name, history.told()) for name, history in histories.items()]
+        # What is not of the flow was found before any training.
+        trained = self.model.flow if isinstance(self.model, Standardised) else self.model
+        told = isinstance(self.model, Standardised | StochasticFlow)
+        model = repr(self.model).splitlines()[0] if told else named(self.model)
+        size = f"{num_parameters(trained):,}"
+        title = "Fitted, interrupted" if self.interrupted else "Fitted"
+        return listed(title, [("model", model), ("parameters", size), *parts])
 
 
 def fit(
@@ -120,7 +134,16 @@ def fit(
     judged = np.any(now.history.validation_loss < np.inf)
     best_model, best_objective = eqx.combine(now.best if judged else loop.settled(now), rest)
     stopped = interrupt.wanted and now.step < loop.cooling(now)[1]
-    return Fitted(best_objective.leave(best_model), best_objective, now.history, stopped, now.state)
+    history = replace(now.history, ended=_ended(now.step, steps, patience, stopped))
+    return Fitted(best_objective.leave(best_model), best_objective, history, stopped, now.state)
+
+
+def _ended(step: int, steps: int, patience: int | None, stopped: bool) -> str | None:
+    """Why before the last step, if it was."""
+    if step >= steps:
+        return None
+    why = "interrupted" if stopped else f"no better in {count(patience or 0, 'look')} at the validation data"
+    return f"at step {step:,} of {steps:,}: {why}"
 
 
 def _trained(

@@ -1,8 +1,11 @@
 """What happened during a fit."""
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
+
+from .._show import count
 
 
 @dataclass(frozen=True)
@@ -12,12 +15,14 @@ class History:
     - `step`, `loss`: one number a step; NaN where the step was skipped.
     - `metrics`: what the objective reports beside the loss, by name (`effective_paths`, …), one a step.
     - `validation_step`, `validation_loss`: one number a look at the validation data.
+    - `ended`: why the fit ended before its last step; None if it did not.
     """
 
     loss: np.ndarray = field(default_factory=lambda: np.zeros(0))
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
     validation_step: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     validation_loss: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    ended: str | None = None
 
     @property
     def step(self) -> np.ndarray:
@@ -39,6 +44,23 @@ class History:
             validation_loss=np.append(self.validation_loss, loss),
         )
 
+    def __repr__(self) -> str:
+        return f"History: {self.told()}"
+
+    def told(self) -> str:
+        """All of it in a line."""
+        parts = [count(self.loss.size, "step")]
+        if self.loss.size:
+            parts.append(f"loss {self.recent():.4f}")
+        looks = self.validation_loss
+        if np.any(np.isfinite(looks)):
+            best = int(np.nanargmin(looks))
+            at = self.validation_step[best]
+            parts.append(f"validation {looks[-1]:.4f}, best {looks[best]:.4f} at step {at:,}")
+        if self.skipped:
+            parts.append(f"{self.skipped:,} skipped")
+        return ", ".join(parts) + (f"; ended {self.ended}" if self.ended else "")
+
     def recent(self, name: str | None = None, count: int = 100) -> float:
         """The mean of the last metrics, to show."""
         last = (self.loss if name is None else self.metrics[name])[-count:]
@@ -46,7 +68,8 @@ class History:
         return float(last.mean()) if last.size else float("nan")
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "metrics"}
+        # Why it ended is known only once it has, and then from the rest.
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("metrics", "ended")}
         return plain | {f"metrics/{name}": values for name, values in self.metrics.items()}
 
     @staticmethod
@@ -54,7 +77,8 @@ class History:
         # Until version 0.2 metrics were called figures.
         split = [(n.partition("/"), a) for n, a in arrays.items()]
         metrics = {name: a for (kind, _, name), a in split if kind in ("metrics", "figures") and name}
-        return History(metrics=metrics, **{n: a for n, a in arrays.items() if "/" not in n})
+        plain: dict[str, Any] = {name: values for name, values in arrays.items() if "/" not in name}
+        return History(metrics=metrics, **plain)
 
     def _replace(self, **changes) -> "History":
         return History(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))

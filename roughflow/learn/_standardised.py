@@ -1,5 +1,6 @@
 """A flow of standardised data, in the data's own units."""
 
+import textwrap
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_finite, check_vector, is_traced
+from .._show import count, listed, shortened
 from ..flow import AbstractEstimator, StochasticFlow
 from ._marginals import Marginals
 
@@ -43,6 +45,26 @@ class Standardised(eqx.Module):
     columns: tuple[str, ...] = eqx.field(static=True, default=())
     context: int = eqx.field(static=True, default=0)
     marginals: Marginals | None = None  # of all columns but those that are given
+
+    def __repr__(self) -> str:
+        own = self.flow.dimension - self.context
+        names = self.columns or tuple(f"x{i + 1}" for i in range(self.flow.dimension))
+        parts = [("columns", ", ".join(shortened([self._within(i, names[i]) for i in range(own)])))]
+        if self.context:
+            parts.append(("given", ", ".join(shortened(names[own:]))))
+        if self.marginals is not None:
+            parts.append(("marginals", f"mapped to nearly normal ones, {self.marginals.x.shape[1]} knots"))
+        title = f"Standardised: density of {count(own, 'column')} in units of the data"
+        return f"{listed(title, parts)}\n{textwrap.indent(repr(self.flow), '  ')}"
+
+    def _within(self, i: int, name: str) -> str:
+        """The name of a column, with its bounds."""
+        maps = self.marginals
+        if maps is None or maps.lower is None or maps.upper is None:
+            return name
+        low, high = float(maps.lower[i]), float(maps.upper[i])
+        left, right = (f"{low:g} < " if low > -np.inf else ""), (f" < {high:g}" if high < np.inf else "")
+        return f"{left}{name}{right}"
 
     def standardise(self, x: Array | np.ndarray, given: Array | np.ndarray | None = None) -> Array:
         """y = L⁻¹(g(x) − m), in double precision where x is known."""

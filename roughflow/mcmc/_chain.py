@@ -8,8 +8,11 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from .._programs import jit
+from .._show import count, is_known, table
 from ..sde import AbstractSDE
 from ._sampler import AbstractSampler, SamplerState, UnadjustedSampler
+
+SHOWN = 8  # coordinates in the printed summary
 
 
 class Chain(eqx.Module):
@@ -27,6 +30,35 @@ class Chain(eqx.Module):
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         del copy
         return np.asarray(self.samples, dtype)
+
+    def __repr__(self) -> str:
+        if not is_known(self.samples, self.acceptance):
+            return eqx.tree_pformat(self)
+        samples, dimension = self.samples, self.samples.shape[-1]
+        samples = np.asarray(samples[None] if samples.ndim == 2 else samples)[..., :SHOWN]
+        size = f"{count(samples.shape[0], 'chain')} × {count(samples.shape[1], 'draw')} × {dimension}-D"
+        accepted = np.asarray(self.acceptance)
+        spread = f" ({accepted.min():.2f} to {accepted.max():.2f})" if np.ptp(accepted) > 0.005 else ""
+        title = f"Chain: {size}, acceptance {accepted.mean():.2f}{spread}, {self.gradients:,} gradients each"
+        with np.errstate(all="ignore"):  # draws that left for infinity are told as they are
+            rows = [
+                (f"z[{i}]", f"{z.mean():.4g}", f"{z.std():.4g}", f"{split_rhat(z):.3f}")
+                for i, z in enumerate(np.moveaxis(samples, -1, 0).astype(float))
+            ]
+        more = [f"  … and {dimension - SHOWN} more"] if dimension > SHOWN else []
+        return "\n".join([title, *table(("", "mean", "sd", "R-hat"), rows), *more])
+
+
+def split_rhat(draws: np.ndarray) -> float:
+    """R-hat of one coordinate `(chains, draws)`, each chain cut in two (Gelman et al. 2013): near 1 where all
+    parts are of one law. NaN with fewer than four draws a chain."""
+    half = draws.shape[1] // 2
+    if half < 2:
+        return float("nan")
+    parts = np.concatenate([draws[:, :half], draws[:, -half:]])
+    within = parts.var(axis=1, ddof=1).mean()
+    between = parts.mean(axis=1).var(ddof=1)
+    return float(np.sqrt((half - 1) / half + between / within)) if within > 0 else float("nan")
 
 
 def sample_chain(

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array
 
+from .._show import listed
 from ._noise import Noise, ProportionalDiffusion, noise_shape
+from ._notation import equation, noise_part, part
 
 Drift = Callable[[Array, Array], Array]
 Diffusion = Callable[[Array, Array], Noise] | ProportionalDiffusion
@@ -29,6 +31,17 @@ class AbstractSDE(eqx.Module):
         if isinstance(self.diffusion, ProportionalDiffusion):
             return self.diffusion.of_drift(self.drift(t, z))
         return self.diffusion(t, z)
+
+    def equation(self) -> str:
+        """The SDE as it is written."""
+        return equation("μ(t, Z)", self.diffusion)
+
+    def parts(self) -> list[tuple[str, str]]:
+        """What the symbols in the equation stand for."""
+        return [("μ", part(self.drift)), *noise_part(self.diffusion)]
+
+    def __repr__(self) -> str:
+        return listed(f"{type(self).__name__}: {self.equation()}", self.parts())
 
 
 class ItoSDE(AbstractSDE):
@@ -65,6 +78,9 @@ class StratonovichSDE(AbstractSDE):
 
     drift: Drift
     diffusion: Diffusion
+
+    def equation(self) -> str:
+        return equation("μ(t, Z)", self.diffusion, "∘ dB")
 
 
 def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:

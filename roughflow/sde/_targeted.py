@@ -11,6 +11,7 @@ from .._checks import check_count, check_positive
 from ._given import GIVEN
 from ._networks import MLP, ConstantDiffusion
 from ._noise import check_own_noise
+from ._notation import equation, noise_part, part
 from ._sde import AbstractSDE, Diffusion, ItoSDE
 from ._spread import spread_and_divergence
 
@@ -44,6 +45,15 @@ class TargetedSDE(AbstractSDE):
         if (self.log_density is None) == (self.score is None):
             raise TypeError("a target is its log_density or its score: give one of the two")
         check_own_noise(self.diffusion)
+
+    def equation(self) -> str:
+        plain, turned = "½ σσᵀ ∇log p + ½ div(σσᵀ)", "(½ σσᵀ + Q) ∇log p + div(½ σσᵀ + Q)"
+        return equation(f"[{plain if self.skew is None else turned}]", self.diffusion, sigma="σ")
+
+    def parts(self) -> list[tuple[str, str]]:
+        target = ("p", part(self.log_density)) if self.score is None else ("∇log p", part(self.score))
+        skew = [] if self.skew is None else [("Q", part(self.skew))]
+        return [target, *noise_part(self.diffusion), *skew]
 
     def drift(self, t: Array, z: Array) -> Array:
         skew = self.skew

@@ -13,6 +13,7 @@ from ._fading import FadingDiffusion, remaining
 from ._given import GIVEN
 from ._networks import NoDiffusion
 from ._noise import Noise, check_own_noise
+from ._notation import equation, noise_part, part
 from ._sde import AbstractSDE, Diffusion, Drift
 from ._spread import spread_and_divergence
 
@@ -186,6 +187,14 @@ class TransportSDE(AbstractSDE):
         ends = self.transport.t1, self.diffusion.t1
         if not any(is_traced(end) for end in ends) and ends[0] != ends[1]:
             raise ValueError(f"the transport ends at t1 = {ends[0]}, but its noise fades until {ends[1]}")
+
+    def equation(self) -> str:
+        if isinstance(self.diffusion, NoDiffusion):
+            return equation("v(t, Z)", self.diffusion)
+        return equation("[v + ½ div(σσᵀ) + ½ σσᵀ ∇log p]", self.diffusion, sigma="σ")
+
+    def parts(self) -> list[tuple[str, str]]:
+        return [("v", part(self.transport)), *noise_part(self.diffusion)]
 
     def drift(self, t: Array, z: Array) -> Array:
         if isinstance(self.diffusion, NoDiffusion):

@@ -1,0 +1,77 @@
+"""What objects say of themselves in a terminal or notebook; `eqx.tree_pprint` has the whole tree."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from ._checks import is_traced
+from ._trainable import trainable
+
+ENDS = 5  # items shown at each end of a long list
+HIDDEN = ("escape_rate", "max_steps")  # safeguards that say nothing about what is computed
+
+
+def is_known(*values: Any) -> bool:
+    """Whether all of these are arrays with numbers in them: not traced, not shapes, not left out."""
+    return all(isinstance(value, jax.Array | np.ndarray) and not is_traced(value) for value in values)
+
+
+def number(value: Any) -> str:
+    """A number of a model in a few digits; inside a `jit` it is not known."""
+    try:
+        return f"{float(value):.4g}"
+    except TypeError:  # what JAX raises for a number not known yet is one too
+        return "?"
+
+
+def count(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'' if number == 1 else 's'}"
+
+
+def named(value: Any) -> str:
+    """An object or function by its name."""
+    name = getattr(value, "__name__", None) or type(value).__name__
+    return "a lambda" if name == "<lambda>" else name
+
+
+def settings(value: Any) -> str:
+    """An object with those of its fields that are plain numbers, or modules, by their names."""
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    parts = [(field.name, getattr(value, field.name, None)) for field in fields]
+    plain = lambda part: named(part) if isinstance(part, eqx.Module) else f"{part:g}"
+    shown = lambda name, part: name not in HIDDEN and isinstance(part, int | float | eqx.Module)
+    told = [f"{name}={plain(part)}" for name, part in parts if shown(name, part)]
+    return f"{named(value)}({', '.join(told)})"
+
+
+def num_parameters(*trees: Any) -> int:
+    """How many numbers training can move."""
+    parts = [eqx.filter(tree, trainable(tree)) for tree in trees]
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(parts))
+
+
+def shortened(items: Sequence[str], most: int = 2 * ENDS) -> list[str]:
+    """Items, with those in the middle left out if there are too many."""
+    if len(items) <= most:
+        return list(items)
+    return [*items[: most // 2], "…", *items[-(most // 2) :]]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines with numbers flush right under their names, the last column flush left."""
+    lines = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    side = lambda i: "<" if i == len(header) - 1 else ">"
+    pad = lambda line: "  ".join(f"{cell:{side(i)}{widths[i]}}" for i, cell in enumerate(line))
+    return [f"  {pad(line)}".rstrip() for line in lines]
+
+
+def listed(title: str, parts: Iterable[tuple[str, str]]) -> str:
+    """A title, and beneath it a name and its text a line."""
+    parts = list(parts)
+    width = max((len(name) for name, _ in parts), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in parts)])

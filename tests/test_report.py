@@ -1,0 +1,138 @@
+"""The page on a fit: one file that needs no other, with everything in it."""
+
+import base64
+import csv
+import re
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import roughflow as rf
+from roughflow import experiments, report
+from roughflow.cli import main
+from roughflow.experiments import _demo
+
+NAMES = ('<b>"bold"</b> & co', "$x$", "long " * 12, "d", "e", "<f>")
+TINY = ["--steps", "3", "--likelihood-steps", "2", "--width", "4", "--depth", "1", "--quiet"]
+IMAGE = re.compile(r'src="data:image/png;base64,([A-Za-z0-9+/=]+)"')
+
+
+def images(page):
+    return [base64.b64decode(data, validate=True) for data in IMAGE.findall(page)]
+
+
+def assert_whole(page):
+    """No word of the page is fetched from elsewhere, and its images are PNG."""
+    rest = IMAGE.sub("", page)
+    assert not re.search(r"http|src=|href=|url\(|@import|<script|<link", rest)
+    assert images(page)
+    assert all(image.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in image for image in images(page))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Of a fit from the command line to columns with difficult names, one of few values."""
+    folder = tmp_path_factory.mktemp("report")
+    rows = np.random.default_rng(0).normal(3, 2, (60, len(NAMES)))
+    rows[:, 4] = np.arange(60) % 3
+    data = folder / "a & b.csv"
+    with data.open("w", newline="") as file:
+        csv.writer(file).writerows([NAMES, *rows])
+    command = ["fit", str(data), "--out", f"{folder}/m.rf", "--report", f"{folder}/new/page.html", *TINY]
+    assert main([*command, "--seed", "3"]) == 0
+    assert [file.name for file in (folder / "new").iterdir()] == ["page.html"]
+    return (folder / "new" / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_page_needs_nothing_else(page):
+    assert_whole(page)
+    # Five columns, their ten pairs, two stages, the solver's error.
+    assert len(images(page)) == 5 + 10 + 2 + 1
+
+
+def test_the_page_says_how_it_was_made_and_how_good_it_is(page):
+    assert "<title>The density of a &amp; b.csv</title>" in page
+    for text in ("--steps 3", "<dd>54 to fit, 6 set aside</dd>", f"roughflow {rf.__version__}", "<dd>3</dd>"):
+        assert text in page
+    for text in ("log-likelihood", "Gaussian", "3 steps; took all its steps", "2 steps; took all its steps"):
+        assert text in page
+    assert "exact but for the steps of the solver" in page
+    assert "<li>column &#x27;e&#x27; has only 3 different values" in page
+
+
+def test_names_are_escaped(page):
+    assert "&lt;b&gt;&quot;bold&quot;&lt;/b&gt; &amp; co" in page
+    assert "<b>" not in page
+    assert "left out: &lt;f&gt;." in page
+    assert "<f>" not in page
+
+
+def small_fit(key, rows, **settings):
+    tiny = {"width": 4, "depth": 1, "steps": 2, "likelihood_steps": 0, "progress": False}
+    return rf.fit_density(rows, key=key, **tiny, **settings)
+
+
+def test_one_column_given_another(key, tmp_path):
+    """What is given is shown beside its column; the Gaussian is conditioned too."""
+    rows = np.random.default_rng(0).normal(size=(80, 2)) @ np.array([[1.0, 2.0], [0.0, 0.1]])
+    fitted = small_fit(key, rows[:, :1], given=rows[:, 1:], columns=("y", "x"), validation=0.0)
+    written = report.write_report(tmp_path / "r.html", fitted, rows, key=key, notes=["<mind>"])
+    page = written.read_text(encoding="utf-8")
+    assert_whole(page)
+    assert len(images(page)) == 4
+    assert "<dt>given</dt><dd>x</dd>" in page
+    assert "rows it was trained on: none were set aside" in page
+    assert "<li>&lt;mind&gt;</li>" in page
+    # y given x is normal with this variance: log p is −½ log 2πe s² on average.
+    residual = rows[:, 0] - np.polyval(np.polyfit(rows[:, 1], rows[:, 0], 1), rows[:, 1])
+    truth = -0.5 * np.log(2 * np.pi * np.e * residual.var())
+    told = float(re.search(r"<dt>Gaussian</dt><dd>(-?[\d.]+)", page).group(1))
+    np.testing.assert_allclose(told, truth, atol=0.01)
+
+
+def test_error_bars_are_checked_where_there_is_noise():
+    """Honest ones are found honest; an estimate that is not finite is left out."""
+    draws = np.random.default_rng(0).normal(0, 0.1, (2, 4001))
+    draws[0, 0] = -np.inf
+    count, none = draws.shape[1:], jnp.zeros(draws.shape[1:])
+    of = lambda value: rf.Estimate(
+        jnp.asarray(value),
+        *(jnp.full(count, 0.1), none, jnp.full(count, 40.0), jnp.full(count, 64), none, none, none),
+        *[jnp.zeros(count, bool)] * 3,
+    )
+    section = report._Judged(of(draws[0]), of(draws[1]), np.zeros(count), True).section()
+    assert "at 4000 rows" in section
+    assert re.search(r"one error bar at 6[789]% of them and by less than two at 9[456]%", section)
+    assert "0.1 nats in the middle, on 40 effective paths of 64" in section
+    assert_whole(section)
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch, capsys):
+    data, out = tmp_path / "data.csv", tmp_path / "m.rf"
+    data.write_text("a,b\n" + "".join(f"{i},{i * i}\n" for i in range(30)))
+    fit = lambda path: main(["fit", str(data), "--out", str(out), "--report", str(path), *TINY])
+    assert fit(out) == 2
+    assert "--report and --out both name" in capsys.readouterr().err
+    assert fit(data) == 2
+    assert "is what is read from" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "roughflow.report")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "roughflow.report._page")
+    monkeypatch.delitem(sys.modules, "roughflow.report._figures")
+    assert fit(tmp_path / "r.html") == 2
+    assert "a report needs matplotlib" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.csv"]
+
+
+def test_the_demo_writes_one_too(tmp_path, monkeypatch):
+    for name, value in {"ROWS": 200, "HELD_OUT": 40, "TEST": 30, "DRAWN": 50}.items():
+        monkeypatch.setattr(_demo, name, value)
+    monkeypatch.setattr(_demo, "_panels", lambda *_: report.draw.calibration(np.zeros(3)))
+    experiments.demo(tmp_path, seed=2, progress=False, steps=3, likelihood_steps=2)
+    page = (tmp_path / "demo.html").read_text(encoding="utf-8")
+    assert_whole(page)
+    assert "roughflow demo --seed 2" in page
+    assert "200 to fit, 30 set aside" in page
