@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-noise bench-sampling clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-noise bench-sampling docs clean
 
 install: .venv/installed
 
@@ -76,5 +76,13 @@ bench-noise: install
 bench-sampling: install
 	$(BIN)/python -m benchmarks.sampling
 
+# Pages that need no network to be read: open site/index.html.
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache build dist figures
+	rm -rf .venv .pytest_cache .ruff_cache build dist figures site

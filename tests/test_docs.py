@@ -71,7 +71,11 @@ def is_slow(name):
     return module.startswith(("roughflow.density", "roughflow.learn", "roughflow.mcmc"))
 
 
-@pytest.mark.parametrize("file", ["README.md", pytest.param("docs/learning.md", marks=pytest.mark.slow)])
+SLOW_PAGES = ("index", "learning", "tutorials/sde", "tutorials/table", "tutorials/samples")
+PAGES = ["README.md", *(pytest.param(f"docs/{page}.md", marks=pytest.mark.slow) for page in SLOW_PAGES)]
+
+
+@pytest.mark.parametrize("file", PAGES)
 def test_examples_of_a_page_run(file, tmp_path):
     """The blocks of a page may build on one another."""
     text = (README.parent / file).read_text(encoding="utf-8")

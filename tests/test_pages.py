@@ -1,0 +1,65 @@
+"""The pages hang together: every public name has its place, every link and every test they name exists."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_docs import public
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def without_code(text):
+    """A fenced block has no links, headings or claims."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page):
+    """Those that MkDocs and GitHub give to the headings of a page, which agree for plain words."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+def test_every_public_name_is_on_one_page_of_the_reference():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
+    shown = Counter(re.findall(r"^::: roughflow\.(\w+)$", text, flags=re.MULTILINE))
+    assert [name for name, count in shown.items() if count > 1] == []
+    assert set(shown) - {"datasets", "plots"} == set(public())
+
+
+def test_every_page_is_in_the_navigation_and_exists():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    files = re.findall(r": (\S+\.md)$", nav, flags=re.MULTILINE)
+    assert len(files) == len(set(files))
+    assert set(files) == {page.relative_to(DOCS).as_posix() for page in PAGES[1:]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", ["theory", "errata"])
+def test_the_tests_that_are_named_exist(name):
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    named = re.findall(r"(test_\w+\.py)::(test_\w+)", text)
+    assert named
+    there = {file: _functions(ROOT / "tests" / file) for file, _ in named}
+    assert [f"{file}::{test}" for file, test in named if test not in there[file]] == []
+
+
+def _functions(path):
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
