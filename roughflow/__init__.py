@@ -2,6 +2,8 @@
 
 from .sde import (  # noqa: I001  (pipeline order)
     AbstractSDE as AbstractSDE,
+    AbstractItoSDE as AbstractItoSDE,
+    AbstractStratonovichSDE as AbstractStratonovichSDE,
     ItoSDE as ItoSDE,
     StratonovichSDE as StratonovichSDE,
     to_stratonovich as to_stratonovich,

@@ -1,5 +1,7 @@
 """What is modelled: the correction between the two calculi, structured noise, networks."""
 
+from typing import Any
+
 import diffrax
 import equinox as eqx
 import jax
@@ -341,3 +343,37 @@ def test_tanh_has_the_derivatives_of_tanh():
     for _ in range(4):
         np.testing.assert_allclose(jax.vmap(ours)(x), jax.vmap(theirs)(x), rtol=1e-11, atol=1e-13)
         ours, theirs = jax.grad(ours), jax.grad(theirs)
+
+
+class Geometric(rf.AbstractStratonovichSDE):
+    """dZ = a Z dt + b Z ∘ dB, as a user may write it."""
+
+    a: float
+    b: float
+
+    @property
+    def drift(self):
+        return lambda t, z: self.a * z
+
+    @property
+    def diffusion(self):
+        return lambda t, z: self.b * z[:, None]
+
+
+def test_an_sde_of_ones_own_is_read_in_the_calculus_of_its_class(key):
+    z = jnp.array([2.0])
+    assert rf.to_stratonovich(Geometric(0.1, 0.3)).drift(0.0, z) == pytest.approx(0.2)
+    assert rf.to_ito(Geometric(0.1, 0.3)).drift(0.0, z) == pytest.approx(0.2 + 0.045 * 2)
+    flow = rf.StochasticFlow(Geometric(0.1, 0.3), rf.Normal(jnp.ones(1)))
+    same = rf.StochasticFlow(rf.StratonovichSDE(flow.sde.drift, flow.sde.diffusion), flow.base)
+    path = flow.sample_path(key=key)
+    np.testing.assert_allclose(flow.log_prob_given_path(z, path), same.log_prob_given_path(z, path))
+
+
+def test_an_sde_without_a_calculus_is_refused():
+    class Neither(rf.AbstractSDE):
+        drift: Any
+        diffusion: Any
+
+    with pytest.raises(TypeError, match="must be an ItoSDE or StratonovichSDE, got Neither"):
+        rf.StochasticFlow(Neither(lambda t, z: z, lambda t, z: z[:, None]), rf.Normal(jnp.zeros(1)))

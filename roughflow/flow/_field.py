@@ -15,7 +15,7 @@ from ..driver import Path
 from ..sde import (
     AbstractCorrection,
     AbstractSDE,
-    StratonovichSDE,
+    AbstractStratonovichSDE,
     apply_noise,
     stratonovich_coefficients,
 )
@@ -149,7 +149,7 @@ def _size(z: Array) -> Array:
 
 def signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dim) -> Array | None:
     """Random signs for the correction; a Stratonovich SDE has no use for any."""
-    if isinstance(sde, StratonovichSDE):
+    if isinstance(sde, AbstractStratonovichSDE):
         return None
     return draw(correction, key, batch, noise_dim)
 

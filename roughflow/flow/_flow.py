@@ -15,7 +15,9 @@ from .._programs import jit
 from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
     AbstractCorrection,
+    AbstractItoSDE,
     AbstractSDE,
+    AbstractStratonovichSDE,
     checked_correction,
     noise_dimension,
     with_explicit_parameters,
@@ -87,7 +89,7 @@ class StochasticFlow(eqx.Module):
         correction: AbstractCorrection | None = None,
         integrator: AbstractIntegrator | None = None,
     ):
-        if not isinstance(sde, AbstractSDE):
+        if not isinstance(sde, AbstractItoSDE | AbstractStratonovichSDE):
             raise TypeError(f"sde must be an ItoSDE or StratonovichSDE, got {type(sde).__name__}")
         if not isinstance(base, Base):
             raise TypeError(

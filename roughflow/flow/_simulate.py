@@ -12,8 +12,8 @@ from .._checks import check_key, check_positive, is_traced
 from .._programs import jit
 from ..sde import (
     AbstractSDE,
+    AbstractStratonovichSDE,
     ExactCorrection,
-    StratonovichSDE,
     apply_noise,
     noise_dimension,
     noise_matrix,
@@ -42,7 +42,7 @@ class EulerMaruyama(AbstractScheme):
     """
 
     def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
-        if isinstance(sde, StratonovichSDE):
+        if isinstance(sde, AbstractStratonovichSDE):
             sigma, correction = ExactCorrection()(lambda y: sde.noise(t, y), z, None)
             drift = sde.drift(t, z) + correction
         else:
@@ -160,7 +160,7 @@ def simulate(
         expected = ("steps", *z0.shape[:-1], noise_dim)
         raise ValueError(f"increments must have shape {expected}, got {increments.shape}")
     if scheme is None:
-        scheme = StratonovichHeun() if isinstance(sde, StratonovichSDE) else EulerMaruyama()
+        scheme = StratonovichHeun() if isinstance(sde, AbstractStratonovichSDE) else EulerMaruyama()
     if isinstance(scheme, Milstein) and not is_traced(z0):
         # At the start, and at a point in no special position.
         first = jnp.reshape(z0, (-1, z0.shape[-1]))[0]

@@ -30,7 +30,9 @@ from ._noise import (
     noise_matrix as noise_matrix,
 )
 from ._sde import (
+    AbstractItoSDE as AbstractItoSDE,
     AbstractSDE as AbstractSDE,
+    AbstractStratonovichSDE as AbstractStratonovichSDE,
     Diffusion as Diffusion,
     Drift as Drift,
     ItoSDE as ItoSDE,

@@ -20,7 +20,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_key, is_traced
 from .._linear import UNROLL
 from ._noise import Noise, apply_noise, noise_column, noise_row, noise_shape
-from ._sde import AbstractSDE, ItoSDE, StratonovichSDE
+from ._sde import AbstractItoSDE, AbstractSDE, AbstractStratonovichSDE, ItoSDE, StratonovichSDE
 
 
 class AbstractCorrection(eqx.Module):
@@ -137,7 +137,7 @@ def checked_correction(
 
     Signs that are fixed along a path change the law unless every choice of them gives the same correction.
     """
-    if not isinstance(correction, SampledCorrection) or isinstance(sde, StratonovichSDE):
+    if not isinstance(correction, SampledCorrection) or isinstance(sde, AbstractStratonovichSDE):
         return ExactCorrection() if correction is None else correction
     points = base.sample(key=jax.random.key(0), shape=(8,))
     if is_traced(points) or same_for_all_signs(sde, points, key=jax.random.key(1)):
@@ -164,7 +164,7 @@ def stratonovich_coefficients(
     sde: AbstractSDE, correction: AbstractCorrection, t: Array, z: Array, signs: Array | None
 ) -> tuple[Array, Noise]:
     """μ̃ and σ at one point; σ is evaluated once for both."""
-    if isinstance(sde, StratonovichSDE):
+    if isinstance(sde, AbstractStratonovichSDE):
         return sde.drift(t, z), sde.noise(t, z)
     sigma, change = correction(lambda y: sde.noise(t, y), z, signs)
     return sde.drift(t, z) - change, sigma
@@ -190,7 +190,7 @@ class CorrectedDrift(eqx.Module):
         return self.sde.drift(t, z) + self.sign * correction(diffusion, z, signs)[1]
 
 
-def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> StratonovichSDE:
+def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractStratonovichSDE:
     """The Stratonovich SDE with the same solution: the drift becomes μ − ½ Σⱼ (Dσⱼ) σⱼ.
 
     Exact without a `key`. With one, the one-product estimate ½ D[σ(·) ε] (σ ε) for the signs ε that
@@ -208,12 +208,12 @@ def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> Str
     sde.drift(0.0, jnp.ones(1))  # 0.1 − 0.3²/2 = 0.055
     ```
     """
-    if isinstance(sde, StratonovichSDE):
+    if isinstance(sde, AbstractStratonovichSDE):
         return sde
     return StratonovichSDE(CorrectedDrift(sde, -1, _typed(key)), sde.noise)
 
 
-def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractSDE:
+def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractItoSDE:
     """The Itô SDE with the same solution: the drift becomes μ̃ + ½ Σⱼ (Dσⱼ) σⱼ. See `to_stratonovich`.
 
     ```python
@@ -224,7 +224,7 @@ def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractSDE:
     sde.drift(0.0, jnp.ones(1))  # 0.5
     ```
     """
-    if not isinstance(sde, StratonovichSDE):
+    if isinstance(sde, AbstractItoSDE):
         return sde
     return ItoSDE(CorrectedDrift(sde, +1, _typed(key)), sde.noise)
 

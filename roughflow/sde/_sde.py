@@ -19,8 +19,8 @@ Diffusion = Callable[[Array, Array], Noise] | ProportionalDiffusion
 class AbstractSDE(eqx.Module):
     """A drift μ(t, z) with values in Rᵈ and a diffusion σ(t, z) with values in R^{d×m}.
 
-    Both are written for one point, `z` of shape `(d,)`. The calculus is the type: subclasses are
-    `ItoSDE` and `StratonovichSDE`, and nothing else decides how dB is read.
+    Both are written for one point, `z` of shape `(d,)`. The calculus is the type; nothing else decides how
+    dB is read: an SDE of your own subclasses `rf.AbstractItoSDE` or `rf.AbstractStratonovichSDE`.
     """
 
     drift: eqx.AbstractVar[Drift]
@@ -44,7 +44,18 @@ class AbstractSDE(eqx.Module):
         return listed(f"{type(self).__name__}: {self.equation()}", self.parts())
 
 
-class ItoSDE(AbstractSDE):
+class AbstractItoSDE(AbstractSDE):
+    """dB is read in the Itô sense."""
+
+
+class AbstractStratonovichSDE(AbstractSDE):
+    """dB is read in the Stratonovich sense."""
+
+    def equation(self) -> str:
+        return equation("μ(t, Z)", self.diffusion, "∘ dB")
+
+
+class ItoSDE(AbstractItoSDE):
     """dZ = μ(t, Z) dt + σ(t, Z) dB in the Itô sense.
 
     **Arguments:**
@@ -65,7 +76,7 @@ class ItoSDE(AbstractSDE):
     diffusion: Diffusion
 
 
-class StratonovichSDE(AbstractSDE):
+class StratonovichSDE(AbstractStratonovichSDE):
     """dZ = μ(t, Z) dt + σ(t, Z) ∘ dB in the Stratonovich sense. Arguments as for `ItoSDE`.
 
     ```python
@@ -79,9 +90,6 @@ class StratonovichSDE(AbstractSDE):
     drift: Drift
     diffusion: Diffusion
 
-    def equation(self) -> str:
-        return equation("μ(t, Z)", self.diffusion, "∘ dB")
-
 
 def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
     """The same SDE with what its functions close over turned into parameters, for points like `z`.
@@ -91,8 +99,7 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
     """
     t = jnp.zeros((), z.dtype)
     drift = eqx.filter_closure_convert(sde.drift, t, z)
-    # Any SDE that is not Stratonovich is Itô, `TargetedSDE` too.
-    kind = StratonovichSDE if isinstance(sde, StratonovichSDE) else ItoSDE
+    kind = StratonovichSDE if isinstance(sde, AbstractStratonovichSDE) else ItoSDE
     return kind(drift, eqx.filter_closure_convert(sde.noise, t, z))
 
 

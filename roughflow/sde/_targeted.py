@@ -12,7 +12,7 @@ from ._given import GIVEN
 from ._networks import MLP, ConstantDiffusion
 from ._noise import check_own_noise
 from ._notation import equation, noise_part, part
-from ._sde import AbstractSDE, Diffusion, ItoSDE
+from ._sde import AbstractItoSDE, Diffusion, ItoSDE
 from ._spread import spread_and_divergence
 
 LogDensity = Callable[[Array], Array]
@@ -20,7 +20,7 @@ Score = Callable[[Array], Array]
 Skew = Callable[[Array, Array], Array]
 
 
-class TargetedSDE(AbstractSDE):
+class TargetedSDE(AbstractItoSDE):
     """The Itô SDE of `rf.targeted_sde`. σ and Q are held once, so that training moves them together
     with the drift they determine."""
 

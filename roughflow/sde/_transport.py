@@ -14,7 +14,7 @@ from ._given import GIVEN
 from ._networks import NoDiffusion
 from ._noise import Noise, check_own_noise
 from ._notation import equation, noise_part, part
-from ._sde import AbstractSDE, Diffusion, Drift
+from ._sde import AbstractItoSDE, Diffusion, Drift
 from ._spread import spread_and_divergence
 
 
@@ -147,7 +147,7 @@ class GivenTransport(AbstractTransport):
         return self.velocity(t, z), self.score(t, z)
 
 
-class TransportSDE(AbstractSDE):
+class TransportSDE(AbstractItoSDE):
     """The Itô SDE with any noise σ(t, z) whose law at every time is that of dZ = v(t, Z) dt:
 
         dZ = [v + ½ div(σσᵀ) + ½ σσᵀ ∇log p] dt + σ dB
