@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from .arguments import parse
 from .refused import Refused
+from .start import keep_programs, sign_of_life
 
 BAD_INPUT = 2
 FAILED = 1
@@ -40,8 +41,10 @@ def _run(argv: list[str]) -> int:
         arguments = parse(argv)
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
+    keep_programs()
     # Imported now, for JAX takes its time: --help and a mistyped option do not wait for it.
-    from .commands import COMMANDS
+    with sign_of_life():
+        from .commands import COMMANDS
 
     return COMMANDS[arguments.command](arguments)
 

@@ -1,0 +1,62 @@
+"""Before JAX is imported: a sign of life, and a place for what it compiles."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+DAYS = 30  # that a compiled program is kept
+
+
+@contextlib.contextmanager
+def sign_of_life() -> Iterator[None]:
+    """Say on a terminal that the program has started, until the block ends."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print("starting …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def keep_programs() -> None:
+    """Have JAX keep compiled programs in the user's cache folder: a second run need not wait for them.
+
+    JAX reads its settings from the environment as it is imported. JAX_COMPILATION_CACHE_DIR names another
+    folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
+    """
+    if "jax" in sys.modules or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _drop_old(folder)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+
+
+def cache_folder() -> Path:
+    """Where this platform keeps what can be made again."""
+    home = Path(os.path.expanduser("~"))
+    if sys.platform == "darwin":
+        usual = home / "Library" / "Caches"
+    elif sys.platform == "win32":
+        usual = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    else:
+        usual = home / ".cache"
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # By the convention a relative path is invalid.
+    return (Path(named) if os.path.isabs(named) else usual) / "roughflow" / "programs"
+
+
+def _drop_old(folder: Path) -> None:
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may have been first
+            if time.time() - file.stat().st_mtime > DAYS * 86400:
+                file.unlink()
