@@ -17,6 +17,8 @@ BROKEN_PIPE = 128 + 13  # and SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what goes wrong is told in one line, never a traceback."""
+    if sys.stdout is None:  # closed by whoever started the program
+        return _tell(Refused("standard output is closed: leave it open, or send it to a file"), BAD_INPUT)
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()

@@ -27,7 +27,7 @@ from ._trainable import trainable
 class Fitted:
     """What a fit returns: the `model`; the `objective`, with what it learned itself; the `history`;
     `interrupted`, whether it was stopped by hand before its time; the `state` the objective was left in; and,
-    of a fit in several, the histories of its `stages` by name."""
+    of a fit in several, the histories of its `stages` by name, and how many steps each had `planned`."""
 
     model: Any
     objective: AbstractStatefulObjective
@@ -35,6 +35,7 @@ class Fitted:
     interrupted: bool
     state: Any = ()
     stages: Mapping[str, History] = field(default_factory=dict)
+    planned: Mapping[str, int] = field(default_factory=dict)
 
 
 def fit(
