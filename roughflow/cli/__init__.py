@@ -2,17 +2,24 @@
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from .arguments import parse
 from .refused import Refused
-from .start import keep_programs, sign_of_life
+from .start import INTERRUPTED as INTERRUPTED, keep_programs, starting
 
 BAD_INPUT = 2
 FAILED = 1
-INTERRUPTED = 128 + 2  # as a shell reports SIGINT
-BROKEN_PIPE = 128 + 13  # and SIGPIPE
+BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
+
+
+def program() -> int:
+    """`main` as a program of its own: what is pressed while Python puts its things away is of no use."""
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +52,7 @@ def _run(argv: list[str]) -> int:
         return int(done.code or 0)
     keep_programs()
     # Imported now, for JAX takes its time: --help and a mistyped option do not wait for it.
-    with sign_of_life():
+    with starting():
         from .commands import COMMANDS
 
     return COMMANDS[arguments.command](arguments)

@@ -37,14 +37,13 @@ def fit(arguments: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda said, *_: print(f"roughflow: warning: {said}", file=sys.stderr)
             fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
-        if not fitted.interrupted:
-            out = _free(arguments.out, arguments.force)
-            rf.save(out, fitted.model)
+        if fitted.interrupted:
+            stage = list(fitted.stages)[-1]
+            return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size} of {stage}")
+        out = _free(arguments.out, arguments.force)
+        rf.save(out, fitted.model)
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
         return stopped(arguments, checkpoint, "interrupted")
-    if fitted.interrupted:
-        stage = list(fitted.stages)[-1]
-        return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size} of {stage}")
     _remove(checkpoint)
     report(out, table, fitted, train, held_out, arguments)
     return 0

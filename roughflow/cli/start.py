@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +12,30 @@ from pathlib import Path
 DAYS = 30  # that a compiled program is kept
 
 
+INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+
+
 @contextlib.contextmanager
-def sign_of_life() -> Iterator[None]:
-    """Say on a terminal that the program has started, until the block ends."""
+def starting() -> Iterator[None]:
+    """Say on a terminal that the program is starting, until the block ends. Ctrl-C ends it at once: while JAX
+    is imported an exception might be lost in it, and there is nothing yet to put in order."""
     shown = sys.stderr.isatty()
     if shown:
         print("starting …", end="", file=sys.stderr, flush=True)
+    alone = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, _leave) if alone else None
     try:
         yield
     finally:
+        if alone:
+            signal.signal(signal.SIGINT, before)
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _leave(*_) -> None:
+    os.write(2, b"roughflow: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 def keep_programs() -> None:

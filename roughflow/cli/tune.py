@@ -116,8 +116,8 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
     _check_places(target, name, np.asarray(start[0]))
     if not np.any(np.isfinite(jax.vmap(target)(start))):
         raise Refused(
-            f"{name} is not finite wherever a chain would start, around {np.asarray(centre).tolist()}: give it an "
-            "attribute `start` where log p is finite"
+            f"{name} is not finite where the chains start, around {np.asarray(centre).tolist()}: give it an "
+            "attribute `start`, a point where log p is finite"
         )
     return start
 

@@ -362,7 +362,7 @@ def _integrate(
     keys = (None, None) if key is None else _split(key)
     batch = z.shape[:1]
     field = Field(
-        sde=with_explicit_parameters(flow.sde, z[0]),
+        sde=with_explicit_parameters(flow.sde, jnp.zeros(flow.dimension, z.dtype)),
         correction=flow.correction,
         divergence=flow.divergence,
         path=path,

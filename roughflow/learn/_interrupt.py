@@ -31,7 +31,7 @@ class Interrupt:
 
 
 class Held(Interrupt):
-    """While active, Ctrl-C waits until the end: a file half written is of no use. The second one is as usual."""
+    """While active, the first Ctrl-C waits until the end: half a file is of no use."""
 
     def __exit__(self, *_) -> None:
         super().__exit__()

@@ -90,13 +90,14 @@ def noise_dimension(sde: AbstractSDE, dimension: int) -> int:
     drift = _shape_of("drift", sde.drift, dimension)
     if drift != (dimension,):
         raise ValueError(
-            f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, which the base draws, got {drift}"
+            f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, as the base draws it, "
+            f"got {drift}"
         )
     diffusion = _shape_of("diffusion", sde.noise, dimension)
     if len(diffusion) != 2 or diffusion[0] != dimension:
         raise ValueError(
-            f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, which the base draws, "
-            f"got {diffusion}"
+            f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, as the base draws "
+            f"it, got {diffusion}"
         )
     return diffusion[1]
 
@@ -109,7 +110,7 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"{name} fails for z of shape {(dimension,)}, which the base draws: {reason}"
+            f"{name} fails for z of shape {(dimension,)}, as the base draws it: {reason}"
         ) from error
     if not isinstance(value, jax.ShapeDtypeStruct | lx.AbstractLinearOperator):
         raise ValueError(f"{name} must return one array, got {type(value).__name__}")
