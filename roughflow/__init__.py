@@ -1,20 +1,20 @@
 """roughflow: densities for stochastic differential equations."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import plots as plots
     from ._public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """The public names, once one is asked for: JAX takes its time, and `roughflow --help` does not need it.
     `rf.plots` comes by itself: it needs matplotlib."""
     if name == "plots":
-        return importlib.import_module(".plots", __name__)
+        return _importlib.import_module(".plots", __name__)
     _load()
     if name in globals():
         return globals()[name]
@@ -27,5 +27,5 @@ def __dir__() -> list[str]:
 
 
 def _load() -> None:
-    public = vars(importlib.import_module("._public", __name__))
+    public = vars(_importlib.import_module("._public", __name__))
     globals().update({name: value for name, value in public.items() if not name.startswith("_")})

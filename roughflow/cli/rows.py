@@ -88,7 +88,7 @@ def _refuse_nameless(path: Path, there: Sequence[str]) -> NoReturn:
     )
 
 
-def fault(name: str, text: str, number: float | None) -> str:
+def fault(name: str, shown: object, number: float | None) -> str:
     """Why a cell cannot be used."""
     large = number is not None and math.isfinite(number)
-    return f"{name!r} is {text.strip() or 'empty'!r}" + (f", too large (beyond {LARGEST:g})" if large else "")
+    return f"{name!r} is {shown}" + (f", too large (beyond {LARGEST:g})" if large else "")

@@ -80,6 +80,6 @@ def _finite_rows(path: Path, columns: Sequence[str], rows: np.ndarray) -> np.nda
     usable = np.abs(rows) <= LARGEST  # which NaN is not
     for row in np.flatnonzero(~usable.all(axis=1)):
         column = int(np.argmin(usable[row]))
-        faults.add(int(row) + 1, fault(columns[column], str(rows[row, column]), rows[row, column]))
+        faults.add(int(row) + 1, fault(columns[column], rows[row, column], rows[row, column]))
     faults.refuse()
     return rows

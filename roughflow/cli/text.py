@@ -143,7 +143,10 @@ def _numbers(
             continue
         if len(header) == 1 and 1 < len(line[0].split()) == len(header[0].split()):
             _refuse_separator(path, "spaces")
-        faults.add(source.begun, fault(header[bad], line[bad], _number(line[bad])) + source.quote)
+        faults.add(
+            source.begun,
+            fault(header[bad], repr(line[bad].strip() or "empty"), _number(line[bad])) + source.quote,
+        )
     faults.refuse()
 
 
