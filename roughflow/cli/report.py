@@ -44,7 +44,7 @@ def _steps(history: rf.History, planned: int, patience: int) -> str:
     skipped = f", {history.skipped} skipped" if history.skipped else ""
     if taken >= planned:
         return f"{taken} steps{skipped}"
-    best = int(history.validation_step[np.nanargmin(history.validation_loss)])
+    best = int(history.validation_step[np.argmin(np.nan_to_num(history.validation_loss, nan=np.inf))])
     why = f"no better on the rows set aside since step {best} (--patience {patience})"
     return f"{taken} of {planned} steps{skipped}: {why}"
 
