@@ -474,7 +474,8 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     assert sorted(os.listdir()) == ["data.csv", "model.rf.checkpoint", "whole.rf"]
 
     assert "--resume goes on from it, --force starts afresh" in refused(*command)
-    assert "another run" in refused(*command, "--resume", "--seed", "1")
+    assert "--resume takes the same table, --seed" in refused(*command, "--resume", "--seed", "1")
+    assert "another run" in refused(*command, "--resume", "--validation", "0.2")
     assert "steps was 6, now 7" in refused(*command, "--resume", "--steps", "7")
     good = (tmp_path / "data.csv").read_text()
     table(tmp_path / "data.csv", seed=1)

@@ -42,6 +42,12 @@ def fit(arguments: argparse.Namespace) -> int:
             return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size} of {stage}")
         out = _free(arguments.out, arguments.force)
         rf.save(out, fitted.model)
+    except ValueError as error:
+        if "belongs to another run" not in str(error):
+            raise
+        # The table is split by some of the options, and seen as split.
+        remedy = "--resume takes the same table, --seed, --validation and --columns; --force starts afresh"
+        raise Refused(f"{error}; {remedy}") from None
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
         return stopped(arguments, checkpoint, "interrupted")
     _remove(checkpoint)
