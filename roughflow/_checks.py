@@ -42,6 +42,16 @@ def check_count(name: str, value: Any) -> int:
     return int(value)
 
 
+def as_shape(shape: Any) -> tuple[int, ...]:
+    """A shape as a tuple: a whole number stands for one axis."""
+    axes = (shape,) if isinstance(shape, int | np.integer) else shape
+    if not isinstance(axes, tuple | list) or not all(
+        isinstance(n, int | np.integer) and n >= 0 for n in axes
+    ):
+        raise ValueError(f"shape must be a tuple of whole numbers that are not negative, got {shape!r}")
+    return tuple(int(n) for n in axes)
+
+
 def check_positive(name: str, value: Any) -> None:
     """Refuse a number, or array of numbers, that is not finite and above zero.
 

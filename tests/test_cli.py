@@ -2,13 +2,13 @@
 
 import contextlib
 import csv
+import gzip
 import io
 import os
 import signal
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ import pytest
 
 import roughflow as rf
 from roughflow.cli import main
+from roughflow.cli.start import keep_programs
+from roughflow.learn import progress_bar
 
 TINY = ["--steps", "2", "--likelihood-steps", "2", "--width", "4", "--depth", "1", "--quiet"]
 
@@ -90,19 +92,48 @@ def test_version(capsys):
 
 
 def test_options_are_read_before_anything_heavy_is_imported():
-    """By the commands themselves: only the package's own `__init__` imports JAX."""
     code = (
-        "import sys, types; package = types.ModuleType('roughflow'); package.__path__ = [sys.argv[1]]; "
-        "package.__version__ = '0'; "
-        "sys.modules['roughflow'] = package; from roughflow.cli import main; "
-        "assert main(['fit', '--help']) == 0 and main(['fit']) == 2; "
+        "import sys; from roughflow.cli import main; "
+        "assert main(['--version']) == 0 and main(['fit', '--help']) == 0 and main(['fitt']) == 2; "
         "print([name for name in ('jax', 'numpy') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(rf.__file__).parent)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(tmp_path, monkeypatch):
+    """Those not used for a month go; a folder of the user's own choice is left alone."""
+    monkeypatch.delitem(sys.modules, "jax")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
+    keep_programs()
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "mine"
+    assert os.listdir(tmp_path) == []
+    folder = tmp_path / "roughflow" / "programs"
+    folder.mkdir(parents=True)
+    (folder / "old").touch()
+    (folder / "new").touch()
+    os.utime(folder / "old", (0, 0))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    keep_programs()
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(folder)
+    assert os.listdir(folder) == ["new"]
+
+
+def test_interrupted_while_it_starts():
+    """JAX might lose the exception: the program ends at once, in one line."""
+    code = (
+        "import os, signal; from roughflow.cli.start import starting\n"
+        "with starting(): os.kill(os.getpid(), signal.SIGINT); print('on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "roughflow: interrupted\n")
+
+
+def test_standard_output_that_is_closed(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["--version"]) == 2
+    assert "standard output is closed" in capsys.readouterr().err
 
 
 def test_fit_reports_the_gaussian_it_started_from(fitted):
@@ -188,7 +219,7 @@ def test_bad_tables(refused, tmp_path):
     (tmp_path / "header.csv").write_text("a,b\n")
     assert "no rows" in fit("header.csv")
     (tmp_path / "data.txt").write_text("a,b\n1,2\n")
-    assert "ends in .csv, .npy or .parquet" in fit("data.txt")
+    assert "ends in .csv, .tsv (or either with .gz), .npy or .parquet" in fit("data.txt")
     (tmp_path / "folder.csv").mkdir()
     assert "is a folder" in fit("folder.csv")
     (tmp_path / "latin.csv").write_bytes("größe,b\n1,2\n".encode("latin-1"))
@@ -214,13 +245,109 @@ def test_bad_rows_are_named_by_their_lines(refused, tmp_path):
     (tmp_path / "nan.csv").write_text("a,b\n1,2\n\n3,nan\n5,6\n7,\n8,inf\n")
     assert "lines 4, 6, 7 cannot be used, the first because 'b' is 'nan'" in fit("nan.csv")
     (tmp_path / "text.csv").write_text('a,b\n1,2\n"two\nlines",3\n4,5\n')
-    assert "line 4 cannot be used" in fit("text.csv")
+    assert "line 3 cannot be used" in fit("text.csv")
     (tmp_path / "many.csv").write_text("a\n1\n" + "one\n" * 20)
     assert "lines 3, 4, 5, 6, 7 and 15 more" in fit("many.csv")
     (tmp_path / "ragged.csv").write_text("a,b\n1,2\n3\n")
-    assert "line 3 cannot be used, the first because it has 1 cells under 2 names" in fit("ragged.csv")
+    assert "line 3 cannot be used, the first because it has 1 cell under 2 names" in fit("ragged.csv")
     np.save(tmp_path / "nan.npy", [[1.0, 2.0], [np.nan, 3.0]])
     assert "row 2 cannot be used, the first because 'x1' is nan" in fit("nan.npy")
+
+
+def test_tables_that_are_not_what_their_names_say(refused, tmp_path):
+    fit = lambda name, text: (tmp_path / name).write_text(text) and refused("fit", name, "--out", "m.rf")
+    index = fit("index.csv", ",a,b\n0,1,2\n")
+    assert "column 1 has no name, as pandas writes its index" in index
+    assert "with --columns a,b" in index
+    assert "column 3 has no name: its first line ends with" in fit("end.csv", "a,b,\n1,2,\n")
+    assert "3 cells under 2 names, and ends with a separator" in fit("ends.csv", "a,b\n1,2,\n")
+    assert "separated by spaces, not commas" in fit("space.csv", "a b\n1 2\n")
+    assert "separated by bars, not commas" in fit("bar.csv", "a|b\n1|2\n")
+    assert "separated by tabs, not commas: name it .tsv" in fit("tab.csv", "a\tb\n1\t2\n")
+    quote = fit("quote.csv", 'a,b\n"1,2\n3,4\n5,6\n')
+    assert "line 2 cannot be used" in quote
+    assert "a quote opened there ends on line 4 or never" in quote
+    assert "line 3 cannot be used, the first because 'a' is '1e200', too large" in fit(
+        "l.csv", "a\n1\n1e200\n"
+    )
+    assert "is not compressed by gzip" in fit("plain.csv.gz", "a,b\n1,2\n")
+    (tmp_path / "packed.csv").write_bytes(gzip.compress(b"a,b\n1,2\n"))
+    assert "is compressed: call it packed.csv.gz" in refused("fit", "packed.csv", "--out", "m.rf")
+    np.save(tmp_path / "none.npy", np.zeros((0, 2)))
+    assert "none.npy has no rows" in refused("fit", "none.npy", "--out", "m.rf")
+
+
+def test_tables_with_tabs_compressed_and_from_standard_input(fitted, tmp_path, capsys, monkeypatch):
+    """The same rows give the same scores, in whatever form they come and go."""
+    score = lambda data, *out: main(["score", f"{fitted}/model.rf", str(data), "--quiet", *out])
+    text = (fitted / "data.csv").read_text()
+    assert score(fitted / "data.csv") == 0
+    expected = capsys.readouterr().out
+    (tmp_path / "data.tsv").write_text(text.replace(",", "\t"))
+    (tmp_path / "data.csv.gz").write_bytes(gzip.compress(text.encode()))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.chdir(tmp_path)
+    for data in ("data.tsv", "data.csv.gz", "-"):
+        assert score(data, "--out", "-") == 0
+        assert capsys.readouterr().out == expected
+    assert score("data.tsv", "--out", "s.tsv") == score("data.tsv", "--out", "s.csv.gz") == 0
+    assert (tmp_path / "s.tsv").read_text() == expected.replace(",", "\t")
+    assert gzip.decompress((tmp_path / "s.csv.gz").read_bytes()).decode() == expected
+    assert not (tmp_path / "-").exists()
+
+
+def test_standard_input_is_read_once_for_what_is_given(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(table(tmp_path / "data.csv").read_text()))
+    assert (
+        main(["fit", "-", "--given", "a", "--out", f"{tmp_path}/m.rf", *TINY, "--likelihood-steps", "0"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "columns     b given a" in said
+    assert "the Gaussian with their mean and covariance" in said
+    assert rf.load(tmp_path / "m.rf").columns == ("b", "a")
+
+
+def test_many_samples_are_drawn_in_blocks(fitted, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["roughflow.cli.sample"], "CHUNK", 4)
+    command = ["sample", f"{fitted}/model.rf", "-n", "10", "--out"]
+    assert main([*command, f"{tmp_path}/s.csv"]) == main([*command, f"{tmp_path}/s.npy"]) == 0
+    rows = np.load(tmp_path / "s.npy")
+    assert rows.shape == (10, 2)
+    assert len(np.unique(rows[:, 0])) == 10
+    np.testing.assert_array_equal(read(tmp_path / "s.csv")[1].astype(rows.dtype), rows)
+
+
+def test_a_log_has_few_lines(capsys):
+    with progress_bar(1000, name="regression") as bar:
+        assert capsys.readouterr().err == "regression: compiling …\n"
+        for _ in range(700):
+            bar.update(1)
+            bar.set_postfix_str("loss 1")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 6
+    assert lines[0] == "regression: step 125 of 1000 after 0 s, loss 1"
+    assert lines[-1] == "regression: step 700 of 1000 after 0 s"
+
+
+def test_a_fit_says_why_it_ended(tmp_path, capsys):
+    """At this rate every look but the first is worse."""
+    table(tmp_path / "data.csv", rows=60)
+    options = ["--steps", "400", "--patience", "1", "--learning-rate", "3", "--likelihood-steps", "0"]
+    assert main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *TINY, *options]) == 0
+    said = capsys.readouterr().out
+    assert " of 400 steps: no better on the rows set aside since step " in said
+    assert "(--patience 1)" in said
+
+
+def test_a_model_that_another_run_wrote_meanwhile_is_kept(tmp_path, capsys, monkeypatch):
+    table(tmp_path / "data.csv")
+    out, fit_density = tmp_path / "m.rf", rf.fit_density
+    slow = lambda *a, **k: (fit_density(*a, **k), out.write_text("another's"))[0]
+    monkeypatch.setattr(rf, "fit_density", slow)
+    assert main(["fit", f"{tmp_path}/data.csv", "--out", str(out), *TINY]) == 0
+    assert out.read_text() == "another's"
+    assert rf.load(tmp_path / "m-2.rf").columns == ("a", "b")
+    assert "m-2.rf" in capsys.readouterr().err
 
 
 def test_rows_without_a_density(refused, tmp_path):
@@ -229,6 +356,10 @@ def test_rows_without_a_density(refused, tmp_path):
     assert "column 'b' is always 7, so it has no density: leave it out, with --columns a" in fit("still.csv")
     table(tmp_path / "one.csv", rows=1)
     assert "one.csv has 1 row" in fit("one.csv")
+    table(tmp_path / "sixty.csv", rows=60)
+    left = fit("sixty.csv", "--validation", "0.99")
+    assert "1 of 60 rows are left to train on, 3 are the least" in left
+    assert "lower --validation" in left
     write(tmp_path / "line.csv", ["a", "b"], [[i, 2 * i] for i in range(20)])
     assert "linearly dependent" in fit("line.csv")
 
@@ -241,6 +372,7 @@ def test_rows_without_a_density(refused, tmp_path):
         (["--noise", "-1"], "--noise: a number of at least 0"),
         (["--noise", "nan"], "--noise"),
         (["--seed", "one"], "--seed"),
+        (["--seed", "99999999999"], "--seed: a whole number from 0 to 2147483647 is wanted"),
         (["--validation", "1"], "--validation: a share"),
         (["--learning-rate", "0"], "--learning-rate"),
         (["--columns", "a,,b"], "--columns"),
@@ -267,8 +399,12 @@ def test_bad_places_to_write_to(refused, tmp_path, fitted):
     assert "is a folder" in refused("fit", data, "--out", ".")
     assert "--force" in refused("score", model, data, "--out", "there.rf")
     assert "what is read from" in refused("score", model, data, "--out", data, "--force")
-    assert "ends in .csv or .npy" in refused("sample", model, "--out", "samples.txt")
+    assert "or .npy" in refused("sample", model, "--out", "samples.txt")
     assert "is a file" in refused("demo", "--out", "there.rf")
+    assert "a device or a pipe" in refused("sample", model, "--out", "/dev/null", "--force")
+    assert "cannot write /proc/s.csv" in refused("sample", model, "--out", "/proc/s.csv")
+    assert "name a file" in refused("fit", data, "--out", "-")
+    assert "the name of the scores ends in .csv" in refused("score", model, data, "--out", "scores.npy")
     assert (tmp_path / "there.rf").read_text() == "mine"
 
 
@@ -277,6 +413,11 @@ def test_force_overwrites(fitted, tmp_path):
     out.write_text("mine")
     assert main(["sample", f"{fitted}/model.rf", "-n", "5", "--out", str(out), "--force"]) == 0
     assert read(out)[1].shape == (5, 2)
+    link = tmp_path / "link.csv"
+    link.symlink_to(out)
+    assert main(["sample", f"{fitted}/model.rf", "-n", "3", "--out", str(link), "--force"]) == 0
+    assert link.is_symlink()
+    assert read(out)[1].shape == (3, 2)
 
 
 def test_bad_models(refused, tmp_path, fitted):
@@ -333,7 +474,8 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     assert sorted(os.listdir()) == ["data.csv", "model.rf.checkpoint", "whole.rf"]
 
     assert "--resume goes on from it, --force starts afresh" in refused(*command)
-    assert "another run" in refused(*command, "--resume", "--seed", "1")
+    assert "--resume takes the same table, --seed" in refused(*command, "--resume", "--seed", "1")
+    assert "another run" in refused(*command, "--resume", "--validation", "0.2")
     assert "steps was 6, now 7" in refused(*command, "--resume", "--steps", "7")
     good = (tmp_path / "data.csv").read_text()
     table(tmp_path / "data.csv", seed=1)
@@ -354,6 +496,12 @@ def bell(z):
 
 def two(z):
     return z[:2]
+
+def second(z):
+    return -(z[1] ** 2)
+
+def nowhere(z):
+    return jnp.where(z[0] > 100, 0.0, -jnp.inf)
 
 def pair(z):
     return z @ jnp.ones(2)
@@ -389,7 +537,9 @@ def test_bad_targets(targets, refused):
     assert "must return one number for z, got shape (1,)" in tune("targets:two")
     assert "targets:pair fails for z of shape (1,); it must be written with jax.numpy" in tune("targets:pair")
     assert "--gradients must be at least" in tune("targets:bell", "--gradients", "10")
-    assert "d.csv is what is read from" in tune("targets:bell", "--noise", "d.csv")
+    assert "--noise d.csv is where something else goes" in tune("targets:bell", "--noise", "d.csv")
+    assert "index 1 is out of bounds" in tune("targets:second")
+    assert "not finite where the chains start, around [0.0]" in tune("targets:nowhere")
     assert "importing lacking failed: AttributeError" in tune("lacking:f")
     assert "its dimension must be a whole number" in refused("tune", "targets:HALF", "--out", "d.csv")
     assert "does not say its dimension: give --dimension" in refused("tune", "targets:bell", "--out", "d.csv")

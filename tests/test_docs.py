@@ -33,7 +33,7 @@ print(json.dumps(failures))
 
 def public():
     """The public objects by name: classes and functions, not the stages themselves."""
-    names = {name: value for name, value in vars(rf).items() if not name.startswith("_")}
+    names = {name: getattr(rf, name) for name in dir(rf) if not name.startswith("_")}
     return {name: value for name, value in names.items() if not inspect.ismodule(value)}
 
 

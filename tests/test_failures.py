@@ -59,6 +59,19 @@ def test_wrong_shape_of_diffusion(kind, diffusion, shape):
         rf.StochasticFlow(kind(DRIFT, diffusion), BASE)
 
 
+def test_an_index_that_is_out_of_range():
+    """JAX would take the last coordinate instead."""
+    with refused(ValueError, "drift fails for z of shape (2,)", "index 2 is out of bounds"):
+        rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z * z[2], NOISE), BASE)
+    with refused(ValueError, "diffusion fails for z of shape (2,)", "index 5 is out of bounds"):
+        rf.StochasticFlow(rf.ItoSDE(DRIFT, lambda t, z: z[5] * jnp.ones((2, 3))), BASE)
+
+
+def test_a_base_of_another_dimension_is_named():
+    with refused(ValueError, "z of shape (3,), as the base draws it", "got (2, 3)"):
+        rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), rf.Normal(jnp.zeros(3)))
+
+
 @pytest.mark.parametrize("shape", [(3,), (4, 1), ()])
 def test_wrong_shape_of_x(shape, key):
     flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)

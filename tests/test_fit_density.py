@@ -236,12 +236,55 @@ def test_tables_without_a_density_are_refused(key):
         fit(np.stack([ROWS[:, 0], np.full(len(ROWS), 3.0)], axis=1))
     with pytest.raises(ValueError, match="column 0 is constant"):
         fit(np.repeat(ROWS[:1], 50, axis=0))
-    with pytest.raises(ValueError, match=r"beyond 1e\+100: rescale them"):
+    with pytest.raises(ValueError, match=r"column \d of data has values beyond 1e\+30: rescale them"):
         fit(np.where(np.arange(len(ROWS))[:, None] == 3, 1e300, ROWS))
     with pytest.raises(ValueError, match="share of the data"):
         rf.fit_density(ROWS, key=key, validation=1.5, **TINY)
     with pytest.raises(ValueError, match="validation has 1 columns"):
         rf.fit_density(ROWS, key=key, validation=ROWS[:5, :1], **TINY)
+
+
+def test_numbers_too_small_masked_or_complex_are_refused(key):
+    fit = lambda rows: rf.fit_density(rows, key=key, **TINY)
+    with pytest.raises(ValueError, match=r"column 0 of data varies by .*e-49 only: rescale it"):
+        fit(ROWS * 1e-50)
+    with pytest.raises(ValueError, match="masked in places"):
+        fit(np.ma.masked_array(ROWS, mask=ROWS > 110))
+    with pytest.raises(ValueError, match="complex: give real and imaginary parts"):
+        fit(ROWS + 1j)
+
+
+def test_a_data_frame_keeps_its_names(key):
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame(ROWS, columns=["length", "width"])
+    quick = TINY | {"steps": 1, "likelihood_steps": 0}
+    assert rf.fit_density(frame, key=key, **quick).model.columns == ("length", "width")
+    model = rf.fit_density(frame[["width"]], given=ROWS[:, :1], key=key, **quick).model
+    assert model.columns == ("width", "x2")
+    with pytest.raises(ValueError, match="column 'kind' of data holds 'x', not numbers"):
+        rf.fit_density(frame.assign(kind="x"), key=key, **quick)
+    with pytest.raises(ValueError, match=r"column 'day' of data holds '2020-01-01.*', not numbers"):
+        rf.fit_density(frame.assign(day=pd.Timestamp("2020-01-01")), key=key, **quick)
+    with pytest.raises(ValueError, match="not finite, first in row 3, column 'width'"):
+        rf.fit_density(frame.assign(width=frame["width"].where(frame.index != 3)), key=key, **quick)
+
+
+def test_the_columns_named_are_those_there_are(key):
+    with pytest.raises(ValueError, match="columns has 1 names for 2 columns"):
+        rf.fit_density(ROWS, key=key, columns=["a"], **TINY)
+    with pytest.raises(ValueError, match="columns has 1 names for 1 columns and 1 given"):
+        rf.fit_density(ROWS[:, :1], given=ROWS[:, 1:], key=key, columns=["a"], **TINY)
+
+
+def test_samples_of_any_shape(fitted, key):
+    assert fitted.model.sample(key=key, shape=5).shape == (5, 2)
+    assert fitted.model.sample(key=key, shape=(3, 0)).shape == (3, 0, 2)
+    assert fitted.model.flow.sample(key=key, shape=0).shape == (0, 2)
+    for shape in (-1, (2, -1), 2.5):
+        with pytest.raises(ValueError, match="shape must be a tuple of whole numbers that are not negative"):
+            fitted.model.sample(key=key, shape=shape)
+        with pytest.raises(ValueError, match="shape must be a tuple"):
+            fitted.model.flow.sample(key=key, shape=shape)
 
 
 def test_a_column_of_few_values_is_said(key):

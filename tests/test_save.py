@@ -420,6 +420,31 @@ def test_wrong_files_get_one_line(key, tmp_path):
         rf.load(file)
 
 
+def test_ctrl_c_waits_until_a_file_is_written(tmp_path, key, monkeypatch):
+    """Half an archive could not even be closed."""
+    writestr = zipfile.ZipFile.writestr
+
+    def pressed(archive, name, data):
+        writestr(archive, name, data)
+        if name == "header.json":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        rf.save(tmp_path / "flow.rf", flow_of(key))
+    assert rf.load(tmp_path / "flow.rf").dimension == 2
+
+
+def test_files_are_written_through_links_and_not_over_pipes(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    rf.save(tmp_path / "link", rf.Normal(jnp.zeros(2)))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").is_file()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="a device or a pipe, not a file to write"):
+        rf.save(tmp_path / "pipe", rf.Normal(jnp.zeros(2)))
+
+
 def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     """A process that saves one model after another is killed, again and again."""
     file = tmp_path / "model.rf"

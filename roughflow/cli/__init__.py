@@ -2,20 +2,30 @@
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from .arguments import parse
 from .refused import Refused
+from .start import INTERRUPTED as INTERRUPTED, keep_programs, starting
 
 BAD_INPUT = 2
 FAILED = 1
-INTERRUPTED = 128 + 2  # as a shell reports SIGINT
-BROKEN_PIPE = 128 + 13  # and SIGPIPE
+BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
+
+
+def program() -> int:
+    """`main` as a program of its own: what is pressed while Python puts its things away is of no use."""
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what goes wrong is told in one line, never a traceback."""
+    if sys.stdout is None:  # closed by whoever started the program
+        return _tell(Refused("standard output is closed: leave it open, or send it to a file"), BAD_INPUT)
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
@@ -40,8 +50,10 @@ def _run(argv: list[str]) -> int:
         arguments = parse(argv)
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
+    keep_programs()
     # Imported now, for JAX takes its time: --help and a mistyped option do not wait for it.
-    from .commands import COMMANDS
+    with starting():
+        from .commands import COMMANDS
 
     return COMMANDS[arguments.command](arguments)
 

@@ -17,7 +17,7 @@ numbers into a density: fit a model to the rows, ask how likely other rows are, 
 commands, in the order you will meet them:
   demo        fit a banana in minutes, and draw what was learned
                 roughflow demo --out figures
-  fit         fit a density to the rows of a table (.csv with a header, .npy, .parquet)
+  fit         fit a density to the rows of a table (.csv with a header, .tsv, .npy, .parquet)
                 roughflow fit flowers.csv --columns length,width --out flowers.rf
   score       the log density of each row of a table, with its standard error
                 roughflow score flowers.rf more.csv --out scores.csv
@@ -28,6 +28,9 @@ commands, in the order you will meet them:
   reproduce   the figures of Hodgkinson et al. (2020), with their numbers
                 roughflow reproduce fig1 --out figures
 """
+TABLES = (
+    "a .csv or .tsv file with a header, either with .gz too, .npy or .parquet; - for CSV from standard input"
+)
 EPILOG = (
     "`roughflow COMMAND --help` lists a command's options. A model is one file; `rf.load` reads it in Python."
 )
@@ -88,7 +91,7 @@ def _fit(commands) -> None:
         "same numbers.",
         "fit flowers.csv --columns length,width --out flowers.rf",
     )
-    parser.add_argument("data", type=Path, metavar="DATA", help="a .csv file with a header, .npy or .parquet")
+    parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
     parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="the model to write")
     parser.add_argument("--columns", type=_names, metavar="A,B,C", help="default: all")
     parser.add_argument(
@@ -139,8 +142,8 @@ def _score(commands) -> None:
         "score flowers.rf more.csv --tolerance 0.01 --out scores.csv",
     )
     parser.add_argument("model", type=Path, metavar="MODEL.rf")
-    parser.add_argument("data", type=Path, metavar="DATA", help="a .csv file with a header, .npy or .parquet")
-    parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default: standard output")
+    parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
+    parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default, and -: standard output")
     parser.add_argument(
         "--tolerance", type=_positive, metavar="E", help="add paths until standard errors are below"
     )
@@ -159,7 +162,10 @@ def _sample(commands) -> None:
         "-n", dest="count", type=_count, default=1000, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=".csv or .npy; default: CSV to standard output"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=".csv, .tsv, .csv.gz or .npy; default, and -: CSV to standard output",
     )
     _seed(parser)
     _force(parser)
@@ -179,7 +185,11 @@ def _tune(commands) -> None:
         "--dimension", type=_count, metavar="D", help="of z; default: the target's own `dimension`"
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DRAWS", help="the draws to write, .csv or .npy"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DRAWS",
+        help="the draws to write, .csv, .tsv, .csv.gz or .npy",
     )
     parser.add_argument("--noise", type=Path, metavar="NOISE.rf", help="where to keep the noise it learned")
     add = lambda option, default, text: parser.add_argument(
@@ -219,7 +229,9 @@ def _reproduce(commands) -> None:
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="of all randomness; default: 0")
+    parser.add_argument(
+        "--seed", type=_seed_number, default=0, metavar="N", help="of all randomness; default: 0"
+    )
 
 
 def _force(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +239,7 @@ def _force(parser: argparse.ArgumentParser) -> None:
 
 
 def _quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
 def _number(kind: Callable, accept: Callable[[float], bool], description: str) -> Callable[[str], float]:
@@ -245,7 +257,8 @@ def _number(kind: Callable, accept: Callable[[float], bool], description: str) -
 
 _count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
 # JAX takes a seed of 32 bits where 64 are not switched on.
-_whole = _number(int, lambda n: 0 <= n < 2**31, "a whole number of at least 0")
+_seed_number = _number(int, lambda n: 0 <= n < 2**31, f"a whole number from 0 to {2**31 - 1}")
+_whole = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 _positive = _number(float, lambda v: v > 0, "a number above 0")
 _not_negative = _number(float, lambda v: v >= 0, "a number of at least 0")
 _share = _number(float, lambda v: 0 <= v < 1, "a share, from 0 to below 1,")

@@ -5,8 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from . import INTERRUPTED
 from .refused import Refused
+from .start import INTERRUPTED
 
 
 def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:

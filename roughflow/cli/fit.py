@@ -1,7 +1,7 @@
 """`roughflow fit`: from a table to a model."""
 
 import argparse
-import math
+import itertools
 import sys
 import time
 import warnings
@@ -11,13 +11,15 @@ import jax
 import numpy as np
 
 import roughflow as rf
-from roughflow.learn import LIKELIHOOD_ROWS, second_file
+from roughflow.learn import second_file
 
 from .checkpoint import check_checkpoint, stopped
 from .output import check_writable
 from .refused import Refused
 from .report import check_report, report
-from .table import Table, read_table
+from .rows import Table, table_name
+from .summary import summary
+from .table import read_table
 
 # In single precision a number has seven digits: a column this many times its own spread away from zero
 # keeps fewer than three of them.
@@ -32,7 +34,7 @@ def fit(arguments: argparse.Namespace) -> int:
     table = _read(arguments)
     train, held_out = _split(table, arguments.validation, arguments.seed)
     said: list[str] = []
-    _check_rows(arguments.data, table, train, said)
+    _check_rows(arguments, table, train, said)
     if checkpoint.exists() and not arguments.resume:
         _remove(checkpoint)  # as --force asked
     began = time.perf_counter()
@@ -40,14 +42,21 @@ def fit(arguments: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda text, *_: _warn(str(text), said)
             fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
+        if fitted.interrupted:
+            stage = list(fitted.stages)[-1]
+            return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size} of {stage}")
+        out = _free(arguments.out, arguments.force)
+        rf.save(out, fitted.model)
+    except ValueError as error:
+        if "belongs to another run" not in str(error):
+            raise
+        # The table is split by some of the options, and seen as split.
+        remedy = "--resume takes the same table, --seed, --validation and --columns; --force starts afresh"
+        raise Refused(f"{error}; {remedy}") from None
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
         return stopped(arguments, checkpoint, "interrupted")
-    if fitted.interrupted:
-        stage = list(fitted.stages)[-1]
-        return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size} of {stage}")
-    rf.save(arguments.out, fitted.model)
     _remove(checkpoint)
-    _report(arguments.out, table, fitted, train, held_out)
+    summary(out, table, fitted, train, held_out)
     if arguments.report is not None:
         report(arguments, fitted, train, held_out, said, time.perf_counter() - began)
         print(f"report      {arguments.report}")
@@ -60,15 +69,29 @@ def _warn(text: str, said: list[str]) -> None:
     said.append(text)
 
 
+def _free(out: Path, force: bool) -> Path:
+    """Where the model goes: what another run wrote there meanwhile is not overwritten."""
+    if force or not out.exists():
+        return out
+    others = (out.with_stem(f"{out.stem}-{i}") for i in itertools.count(2))
+    free = next(path for path in others if not path.exists())
+    print(f"roughflow: warning: {out} was written meanwhile: this model goes to {free}", file=sys.stderr)
+    return free
+
+
 def _read(arguments: argparse.Namespace) -> Table:
     """The table, with the columns that are given last."""
     if arguments.given is None:
         return read_table(arguments.data, arguments.columns)
-    columns = arguments.columns or read_table(arguments.data).columns
-    own = [name for name in columns if name not in arguments.given]
+    wanted = (
+        None if arguments.columns is None else list(dict.fromkeys([*arguments.columns, *arguments.given]))
+    )
+    # Read once: standard input cannot be read again.
+    table = read_table(arguments.data, wanted)
+    own = [name for name in table.columns if name not in arguments.given]
     if not own:
         raise Refused("--given names all columns: there is none left to have a density")
-    return read_table(arguments.data, [*own, *arguments.given])
+    return table.chosen(arguments.data, [*own, *arguments.given])
 
 
 def _remove(checkpoint: Path) -> None:
@@ -109,13 +132,19 @@ def _split(table: Table, share: float, seed: int) -> tuple[np.ndarray, np.ndarra
     return rows[order[aside:]], rows[order[:aside]]
 
 
-def _check_rows(path: Path, table: Table, train: np.ndarray, said: list[str]) -> None:
+def _check_rows(arguments: argparse.Namespace, table: Table, train: np.ndarray, said: list[str]) -> None:
     """Refuse rows that have no density, by the names of their columns; warn of those with few digits."""
-    count, dimension = len(table.rows), len(table.columns)
+    path, count, dimension = table_name(arguments.data), len(table.rows), len(table.columns)
+    if dimension < count and len(train) <= dimension:
+        least = f"{dimension + 1} are the least for its columns"
+        raise Refused(
+            f"{path}: {len(train)} of {count} rows are left to train on, {least}: lower --validation"
+        )
     if len(train) <= dimension:
         have = "1 row" if count == 1 else f"{count} rows"
-        need = f"{dimension + 1 + count - len(train)} are the least for its columns, hundreds are better"
-        raise Refused(f"{path} has {have}: {need}")
+        raise Refused(
+            f"{path} has {have}: {dimension + 2} are the least for its columns, hundreds are better"
+        )
     for name, column in zip(table.columns, train.T, strict=True):
         spread = column.std()
         if column.min() == column.max():
@@ -130,35 +159,3 @@ def _check_rows(path: Path, table: Table, train: np.ndarray, said: list[str]) ->
                 "blurred; subtract a constant from it, or set JAX_ENABLE_X64=1",
                 said,
             )
-
-
-def _report(out: Path, table: Table, fitted: rf.Fitted, train: np.ndarray, held_out: np.ndarray) -> None:
-    history = fitted.history
-    print(f"rows        {len(table.rows)}: {len(train)} to train on, {len(held_out)} to validate on")
-    own = len(table.columns) - fitted.model.context
-    given = f" given {', '.join(table.columns[own:])}" if fitted.model.context else ""
-    print(f"columns     {', '.join(table.columns[:own])}{given}")
-    for stage, steps in fitted.stages.items():
-        skipped = f", {steps.skipped} skipped" if steps.skipped else ""
-        print(f"{stage:<11} {steps.loss.size} steps{skipped}")
-    if len(held_out) and "likelihood" in fitted.stages:
-        model, rows = fitted.model, held_out[:LIKELIHOOD_ROWS]
-        loc, matrix = (np.asarray(part, float) for part in (model.loc, model.matrix))
-        log_volume = float(np.sum(np.log(np.abs(np.diagonal(matrix)))))
-        if model.marginals is not None:
-            log_volume -= float(np.mean(np.sum(model.marginals.forward(rows[:, :own])[1], axis=1)))
-        # What is given counts as N(0, 1) in the loss: out again with it.
-        unconditional = -float(np.min(history.validation_loss)) - log_volume
-        reached = unconditional - _gaussian(loc[own:], matrix[own:, own:], rows[:, own:])
-        normal = _gaussian(*rf.standardisation(train[:, :own]), rows[:, :own])
-        told = "the Gaussian with their mean and covariance"
-        print(f"validation  {reached:.4f} nats per row; {told} {normal:.4f}")
-    print(f"model       {out}")
-
-
-def _gaussian(loc: np.ndarray, matrix: np.ndarray, rows: np.ndarray) -> float:
-    """The mean log density of rows under a normal law."""
-    unit = np.linalg.solve(matrix, (rows - loc).T)
-    square = np.mean(np.sum(unit**2, axis=0))
-    log_volume = np.sum(np.log(np.abs(np.diagonal(matrix))))
-    return float(-0.5 * square - 0.5 * len(loc) * math.log(2 * math.pi) - log_volume)

@@ -7,7 +7,8 @@ import numpy as np
 import roughflow as rf
 
 from .refused import Refused
-from .table import Table, counted, read_table
+from .rows import Table, counted, table_name
+from .table import read_table
 
 
 def read_model(path: Path) -> rf.Standardised:
@@ -32,7 +33,7 @@ def read_rows_for(model: rf.Standardised, path: Path) -> Table:
     table = read_table(path, model.columns if by_name else None)
     if len(table.columns) != model.flow.dimension:
         raise Refused(
-            f"{path} has {len(table.columns)} columns, and the model {model.flow.dimension}: "
+            f"{table_name(path)} has {len(table.columns)} columns, and the model {model.flow.dimension}: "
             f"{', '.join(columns_of(model))}"
         )
     return table

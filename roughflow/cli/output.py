@@ -1,9 +1,12 @@
-"""Files that are written whole, or not at all."""
+"""Files that are written whole, or not at all, and standard output."""
 
+import contextlib
 import csv
-import os
+import gzip
+import io
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -12,41 +15,81 @@ import numpy as np
 import roughflow as rf
 
 from .refused import Refused
+from .text import STANDARD, is_compressed, is_text, separator
 
 
 def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:
     """Refuse a place to write to before any work is done for it."""
+    if path == STANDARD:
+        raise Refused("standard output, -, cannot take this: name a file")
     if path.is_dir():
         raise Refused(f"{path} is a folder: name a file in it")
+    if path.exists() and not path.is_file():
+        raise Refused(f"{path} is a device or a pipe, not a file: name a file to write to")
     if any(path.resolve() == source.resolve() for source in inputs):
         raise Refused(f"{path} is what is read from: name another file to write to")
     if path.exists() and not force:
         raise Refused(f"{path} exists: --force overwrites it, or name another file")
-    folder = path.absolute().parent
+    folder = path.resolve().parent
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
         raise Refused(f"cannot write {path}: {folder} is a file, not a folder")
-    if not os.access(folder, os.W_OK):
-        raise Refused(f"cannot write {path}: no permission to write in {folder}")
+    try:
+        # Permissions do not tell all: a file system may be read-only.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise Refused(f"cannot write {path}: {error.strerror} in {folder}") from None
 
 
-def write_csv(path: Path | None, header: Sequence[str], columns: Sequence[np.ndarray]) -> None:
-    """Columns of equal length as CSV, to a file, or to standard output if there is none."""
-
-    def write(file: IO) -> None:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        # As text, NumPy's numbers are the shortest that read back the same, in their own precision.
-        writer.writerows(zip(*(map(str, column) for column in columns), strict=True))
-
-    if path is None:
-        write(sys.stdout)
+def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inputs: Iterable[Path]) -> None:
+    """The same for a table, which may go to standard output: no name, or `-`."""
+    if path is None or path == STANDARD:
         return
-    with rf.whole_file(path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
-        write(file)
+    check_writable(path, force=force, inputs=inputs)
+    if not (is_text(path) or (arrays and is_array(path))):
+        endings = ".csv, .tsv (or either with .gz)" + (" or .npy" if arrays else "")
+        raise Refused(f"{path}: the name of {what} ends in {endings}")
 
 
-def write_npy(path: Path, array: np.ndarray) -> None:
+def is_array(path: Path | None) -> bool:
+    return path is not None and path.suffix.lower() == ".npy"
+
+
+def write_table(path: Path | None, header: Sequence[str], blocks: Iterable[Sequence[np.ndarray]]) -> None:
+    """Blocks of columns of equal length as text, to a file or to standard output."""
+    with _text(path) as file:
+        between = "," if path is None else separator(path)
+        writer = csv.writer(file, lineterminator="\n", delimiter=between)
+        writer.writerow(header)
+        for columns in blocks:
+            # As text, NumPy's numbers are the shortest that read back the same, in their own precision.
+            writer.writerows(zip(*(map(str, column) for column in columns), strict=True))
+
+
+@contextlib.contextmanager
+def _text(path: Path | None) -> Iterator[IO[str]]:
+    if path is None or path == STANDARD:
+        yield sys.stdout
+        return
+    with rf.whole_file(path) as draft, open(draft, "wb") as raw:
+        if is_compressed(path):
+            # Without the time, so that the same table is the same file.
+            with (
+                gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
+                io.TextIOWrapper(packed, "utf-8", newline="") as file,
+            ):
+                yield file
+        else:
+            with io.TextIOWrapper(raw, "utf-8", newline="") as file:
+                yield file
+
+
+def write_npy(path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
+    """Blocks of rows as one array of this shape."""
     with rf.whole_file(path) as draft, open(draft, "wb") as file:
-        np.save(file, array, allow_pickle=False)
+        for i, block in enumerate(blocks):
+            if i == 0:
+                described = {"descr": block.dtype.str, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_2_0(file, described)
+            file.write(np.ascontiguousarray(block).tobytes())

@@ -2,33 +2,52 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
+import roughflow as rf
+
 from .model import columns_of, read_model
-from .output import check_writable, write_csv, write_npy
+from .output import check_table, is_array, write_npy, write_table
 from .refused import Refused
+
+CHUNK = 2**16  # rows that are drawn at a time, so that memory does not limit how many
 
 
 def sample(arguments: argparse.Namespace) -> int:
     out = arguments.out
-    if out is not None:
-        check_writable(out, force=arguments.force, inputs=[arguments.model])
-        if out.suffix.lower() not in (".csv", ".npy"):
-            raise Refused(f"{out}: the name of the samples ends in .csv or .npy")
+    check_table(out, "the samples", arrays=True, force=arguments.force, inputs=[arguments.model])
     model = read_model(arguments.model)
     if model.context:
         given = ", ".join(columns_of(model)[-model.context :])
         raise Refused(
             f"{arguments.model} is a density given {given}: draw in Python, model.sample(given=...)"
         )
-    rows = np.asarray(model.sample(key=jax.random.key(arguments.seed), shape=(arguments.count,)))
-    escaped = int(np.sum(~np.isfinite(rows).all(axis=1)))
-    if escaped:
-        print(f"roughflow: warning: {escaped} of {len(rows)} samples escaped to infinity", file=sys.stderr)
-    if out is not None and out.suffix.lower() == ".npy":
-        write_npy(out, rows)
+    escaped = 0
+
+    def blocks() -> Iterator[np.ndarray]:
+        nonlocal escaped
+        for rows in _blocks(model, arguments.count, jax.random.key(arguments.seed)):
+            escaped += int(np.sum(~np.isfinite(rows).all(axis=1)))
+            yield rows
+
+    if is_array(out):
+        write_npy(out, (arguments.count, model.flow.dimension), blocks())
     else:
-        write_csv(out, columns_of(model), list(rows.T))
+        write_table(out, columns_of(model), (list(rows.T) for rows in blocks()))
+    if escaped:
+        told = f"{escaped} of {arguments.count} samples escaped to infinity"
+        print(f"roughflow: warning: {told}", file=sys.stderr)
     return 0
+
+
+def _blocks(model: rf.Standardised, count: int, key: jax.Array) -> Iterator[np.ndarray]:
+    if count <= CHUNK:
+        yield np.asarray(model.sample(key=key, shape=(count,)))
+        return
+    for i, first in enumerate(range(0, count, CHUNK)):
+        # All of one size, the last one cut: another would be compiled anew.
+        rows = np.asarray(model.sample(key=jax.random.fold_in(key, i), shape=(CHUNK,)))
+        yield rows[: count - first]

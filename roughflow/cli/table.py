@@ -1,138 +1,42 @@
-"""A table of numbers from a file, with every row that is not one named by its line."""
+"""A table of numbers from a file, or from standard input."""
 
-import array
-import csv
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .refused import Refused
-
-SHOWN = 5  # lines that a message names
-
-
-@dataclass(frozen=True)
-class Table:
-    """Finite numbers, `(rows, columns)`. `named` is False where the names only count the columns."""
-
-    columns: tuple[str, ...]
-    rows: np.ndarray
-    named: bool = True
+from .rows import LARGEST, Faults, Table, counted, fault, places_of, table_name
+from .text import STANDARD, is_text, read_text
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
-    """The named columns of a file in that order, or all of them."""
-    readers: dict[str, Callable] = {".csv": _read_csv, ".npy": _read_npy, ".parquet": _read_parquet}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise Refused(f"{path}: the name of a table ends in .csv, .npy or .parquet")
-    if path.is_dir():
-        raise Refused(f"{path} is a folder, not a table")
-    if not path.exists():
-        raise Refused(f"there is no file {path}")
-    if not path.stat().st_size:
-        raise Refused(f"{path} is empty")
-    try:
+    """The named columns of a file in that order, or all of them; `-` is standard input, as CSV."""
+    if path == STANDARD:
+        table = read_text(path, columns)
+    else:
+        reader = _reader(path)
+        if path.is_dir():
+            raise Refused(f"{path} is a folder, not a table")
+        if not path.exists():
+            raise Refused(f"there is no file {path}")
+        if path.is_file() and not path.stat().st_size:
+            raise Refused(f"{path} is empty")
         table = reader(path, columns)
-    except UnicodeDecodeError:
-        raise Refused(f"{path} is not text in UTF-8: save it as CSV UTF-8") from None
     if not len(table.rows):
-        raise Refused(f"{path} has column names but no rows")
+        raise Refused(f"{table_name(path)} has no rows")
     return table
 
 
-def counted(dimension: int) -> tuple[str, ...]:
-    """Names for columns that have none."""
-    return tuple(f"x{i + 1}" for i in range(dimension))
-
-
-class _Faults:
-    """Lines that cannot be used: how many, and the first few."""
-
-    def __init__(self, path: Path, unit: str):
-        self.path, self.unit = path, unit
-        self.count, self.places, self.first = 0, [], ""
-
-    def add(self, place: int, what: str) -> None:
-        self.count += 1
-        self.first = self.first or what
-        if len(self.places) < SHOWN:
-            self.places.append(str(place))
-
-    def refuse(self) -> None:
-        if not self.count:
-            return
-        more = f" and {self.count - len(self.places)} more" if self.count > len(self.places) else ""
-        which = f"{self.unit}{'s' * (self.count > 1)} {', '.join(self.places)}{more}"
-        remedy = "mend or remove them, or choose other columns"
-        raise Refused(f"{self.path}: {which} cannot be used, the first because {self.first}: {remedy}")
-
-
-def _places(path: Path, there: Sequence[str], wanted: Sequence[str] | None) -> list[int]:
-    """Where the wanted columns are among those there are."""
-    if len(set(there)) < len(there):
-        twice = next(name for i, name in enumerate(there) if name in there[:i])
-        raise Refused(f"{path} has two columns named {twice!r}: rename one")
-    missing = [name for name in wanted or () if name not in there]
-    if missing:
-        raise Refused(f"{path} has no column {', '.join(map(repr, missing))}; it has {', '.join(there)}")
-    return [there.index(name) for name in (there if wanted is None else wanted)]
-
-
-def _read_csv(path: Path, columns: Sequence[str] | None) -> Table:
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file)
-        try:
-            header = [name.strip() for name in next((line for line in lines if line), [])]
-            places = _places(path, _header(path, header), columns)
-            rows = array.array("d", _csv_numbers(path, lines, header, places))
-        except csv.Error as error:
-            raise Refused(f"{path}, line {lines.line_num}: {error}") from None
-    return Table(tuple(header[i] for i in places), np.asarray(rows).reshape(-1, len(places)))
-
-
-def _header(path: Path, header: list[str]) -> list[str]:
-    if not header:
-        raise Refused(f"{path} is empty")
-    if any(_number(name) is not None for name in header):
+def _reader(path: Path) -> Callable[[Path, Sequence[str] | None], Table]:
+    if is_text(path):
+        return read_text
+    readers = {".npy": _read_npy, ".parquet": _read_parquet}
+    if path.suffix.lower() not in readers:
         raise Refused(
-            f"{path}: the first line has a number, not the names of the columns: put their names there"
+            f"{path}: the name of a table ends in .csv, .tsv (or either with .gz), .npy or .parquet"
         )
-    if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
-        raise Refused(f"{path}: the columns are not separated by commas: save it as CSV with commas")
-    return header
-
-
-def _csv_numbers(path: Path, lines, header: list[str], places: list[int]) -> Iterator[float]:
-    """The numbers in the rows after the header, and in the end a complaint about rows without."""
-    faults = _Faults(path, "line")
-    for line in lines:
-        if not line:
-            continue
-        if len(line) != len(header):
-            faults.add(lines.line_num, f"it has {len(line)} cells under {len(header)} names")
-            continue
-        numbers = [_number(line[i]) for i in places]
-        bad = next((i for i, number in zip(places, numbers, strict=True) if not _finite(number)), None)
-        if bad is None:
-            yield from (number for number in numbers if number is not None)
-        else:
-            faults.add(lines.line_num, f"{header[bad]!r} is {line[bad].strip() or 'empty'!r}")
-    faults.refuse()
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _finite(number: float | None) -> bool:
-    return number is not None and math.isfinite(number)
+    return readers[path.suffix.lower()]
 
 
 def _read_npy(path: Path, columns: Sequence[str] | None) -> Table:
@@ -146,7 +50,7 @@ def _read_npy(path: Path, columns: Sequence[str] | None) -> Table:
     if rows.dtype.kind not in "fiub":
         raise Refused(f"{path} holds {rows.dtype}: save real numbers")
     names = counted(rows.shape[1])
-    places = _places(path, names, columns)
+    places = places_of(path, names, columns)
     chosen = tuple(names[i] for i in places)
     return Table(chosen, _finite_rows(path, chosen, rows[:, places].astype(float)), named=False)
 
@@ -161,7 +65,7 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Table:
         table = pq.read_table(path)
     except pa.ArrowException as error:
         raise Refused(f"{path} is not a parquet file, or is damaged ({str(error).splitlines()[0]})") from None
-    names = [table.column_names[i] for i in _places(path, table.column_names, columns)]
+    names = [table.column_names[i] for i in places_of(path, table.column_names, columns)]
     for name in names:
         kind = table.column(name).type
         fine = [pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean]
@@ -172,10 +76,10 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Table:
 
 
 def _finite_rows(path: Path, columns: Sequence[str], rows: np.ndarray) -> np.ndarray:
-    faults = _Faults(path, "row")
-    finite = np.isfinite(rows)
-    for row in np.flatnonzero(~finite.all(axis=1)):
-        column = int(np.argmin(finite[row]))
-        faults.add(int(row) + 1, f"{columns[column]!r} is {rows[row, column]}")
+    faults = Faults(path, "row")
+    usable = np.abs(rows) <= LARGEST  # which NaN is not
+    for row in np.flatnonzero(~usable.all(axis=1)):
+        column = int(np.argmin(usable[row]))
+        faults.add(int(row) + 1, fault(columns[column], rows[row, column], rows[row, column]))
     faults.refuse()
     return rows

@@ -16,18 +16,21 @@ import numpy as np
 import roughflow as rf
 
 from .checkpoint import check_checkpoint, stopped
-from .output import check_writable, write_csv, write_npy
+from .output import check_table, check_writable, is_array, write_npy, write_table
 from .refused import Refused
+from .text import STANDARD
 
 
 def tune(arguments: argparse.Namespace) -> int:
     out = arguments.out
-    if out.suffix.lower() not in (".csv", ".npy"):
-        raise Refused(f"{out}: the name of the draws ends in .csv or .npy")
+    if out == STANDARD:
+        raise Refused("the draws go to a file, beside which the run is kept: name one, not -")
     checkpoint = out.with_name(out.name + ".checkpoint")
-    check_writable(out, force=arguments.force)
+    check_table(out, "the draws", arrays=True, force=arguments.force, inputs=[])
     if arguments.noise:
-        check_writable(arguments.noise, force=arguments.force, inputs=[out, checkpoint])
+        if arguments.noise.resolve() in (out.resolve(), checkpoint.resolve()):
+            raise Refused(f"--noise {arguments.noise} is where something else goes: name another file")
+        check_writable(arguments.noise, force=arguments.force)
     check_checkpoint(checkpoint, arguments)
     target = _target(arguments.target)
     key_start, key_tune, key_draw = jax.random.split(jax.random.key(arguments.seed), 3)
@@ -110,7 +113,24 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
         ) from None
     if value.shape != ():
         raise Refused(f"{name} must return one number for z, got shape {value.shape}")
+    _check_places(target, name, np.asarray(start[0]))
+    if not np.any(np.isfinite(jax.vmap(target)(start))):
+        raise Refused(
+            f"{name} is not finite where the chains start, around {np.asarray(centre).tolist()}: give it an "
+            "attribute `start`, a point where log p is finite"
+        )
     return start
+
+
+def _check_places(target: Any, name: str, z: np.ndarray) -> None:
+    """An index that is out of range takes the last place in JAX; NumPy refuses it."""
+    try:
+        with np.errstate(all="ignore"):
+            target(z)
+    except IndexError as error:
+        raise Refused(f"{name} fails for z of shape {z.shape}: {_first(error)}") from None
+    except Exception:
+        return  # it wants arrays of JAX, and may have them
 
 
 def _first(error: BaseException) -> str:
@@ -125,12 +145,12 @@ def _noise(tuned: rf.Tuned) -> Any:
 
 
 def _write(out, samples: np.ndarray) -> None:
-    if out.suffix.lower() == ".npy":
-        return write_npy(out, samples)
+    if is_array(out):
+        return write_npy(out, samples.shape, [samples])
     chains, draws, dimension = samples.shape
     columns = [np.repeat(np.arange(chains), draws), np.tile(np.arange(draws), chains)]
     columns += list(samples.reshape(-1, dimension).T)
-    return write_csv(out, ["chain", "draw", *(f"z{i}" for i in range(dimension))], columns)
+    return write_table(out, ["chain", "draw", *(f"z{i}" for i in range(dimension))], [columns])
 
 
 def _report(arguments: argparse.Namespace, tuned: rf.Tuned, chain: rf.Chain) -> None:
@@ -160,4 +180,7 @@ def _quality(chain: rf.Chain) -> None:
         values: Any = arviz.rhat(data), arviz.ess(data), arviz.ess(data, method="tail")
     rhat, bulk, tail = float(values[0]["z"].max()), float(values[1]["z"].min()), float(values[2]["z"].min())
     print(f"effective   {bulk:.0f} draws of {chain.samples[..., 0].size}, {tail:.0f} in the tails")
+    if chain.samples.shape[0] == 1:
+        print("R-hat       compares chains: run two or more")
+        return
     print(f"R-hat       {rhat:.3f}" + (": not yet one law, spend more gradients" if rhat > 1.01 else ""))

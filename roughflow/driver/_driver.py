@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._checks import check_key, check_positive
+from .._checks import as_shape, check_key, check_positive
 
 
 class AbstractDriver(eqx.Module):
@@ -74,7 +74,7 @@ class AbstractDriver(eqx.Module):
         t1: float | Array = 1.0,
     ) -> "Path":
         """Draw independent paths, `shape` of them, each with `noise_dim` components."""
-        size = (*shape, self.num_functions, noise_dim)
+        size = (*as_shape(shape), self.num_functions, noise_dim)
         return Path(self, jax.random.normal(check_key(key), size), t1)
 
     def refined(self) -> "AbstractDriver":

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_finite, check_key, check_positive, check_vector, is_traced
+from .._checks import as_shape, check_finite, check_key, check_positive, check_vector, is_traced
 from .._programs import jit
 from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
@@ -247,7 +247,7 @@ class StochasticFlow(eqx.Module):
         """Starting points, their paths, and a key for the solve."""
         key_base, key_path, key_solve = jax.random.split(check_key(key), 3)
         path = self.sample_path(key=key_path, shape=shape, t1=t1) if path is None else path
-        batch = jnp.broadcast_shapes(shape, path.batch_shape)
+        batch = jnp.broadcast_shapes(as_shape(shape), path.batch_shape)
         return self.base.sample(key=key_base, shape=batch), path, key_solve
 
     def push_forward(
@@ -299,7 +299,7 @@ class StochasticFlow(eqx.Module):
         batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
         flat = math.prod(batch)
         dtype = jnp.result_type(z.dtype, path.coefficients.dtype)
-        points = jnp.reshape(jnp.broadcast_to(z, (*batch, self.dimension)), (flat, -1))
+        points = jnp.reshape(jnp.broadcast_to(z, (*batch, self.dimension)), (flat, self.dimension))
         path = path.reshape(batch, flat)
         fraction = None
         if t1 is not None:
@@ -367,7 +367,7 @@ def _integrate(
     keys = (None, None) if key is None else split(key)
     batch = z.shape[:1]
     field = Field(
-        sde=with_explicit_parameters(flow.sde, z[0]),
+        sde=with_explicit_parameters(flow.sde, jnp.zeros(flow.dimension, z.dtype)),
         correction=flow.correction,
         divergence=flow.divergence,
         path=path,

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ._interrupt import Held
+
 # Archives are written as they are, not compressed; whoever does that later, numbers do not shrink by more.
 EXPANDS = 100
 SLACK = 2**20  # bytes that any archive may unpack to
@@ -35,7 +37,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """A draft to write to, beside `path`, that is moved there in one step when the block ends well.
 
     Whoever is stopped on the way, by an error, a kill or a full disk, leaves the old file as it was.
-    Folders are made as needed.
+    Folders are made as needed; of a link, what it leads to is replaced.
 
     ```python
     import roughflow as rf
@@ -44,9 +46,10 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         draft.write_text("all of it, or none")
     ```
     """
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a file to write")
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        raise ValueError(f"{path} is {kind}, not a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, for a move is one step only within a file system; with the same ending, that may
     # say the format.
@@ -71,7 +74,7 @@ def write_archive(
     path: str | os.PathLike, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
     """Write a zip file with `header.json` and each array as an `.npy` file."""
-    with whole_file(path) as draft, zipfile.ZipFile(draft, "w") as archive:
+    with Held(), whole_file(path) as draft, zipfile.ZipFile(draft, "w") as archive:
         archive.writestr("header.json", json.dumps(header, indent=1))
         for name, array in arrays.items():
             buffer = io.BytesIO()

@@ -22,6 +22,7 @@ from ._fit import Fitted, fit
 from ._interpolant import Interpolant
 from ._marginals import fit_marginals
 from ._maximum_likelihood import MaximumLikelihood
+from ._numbers import names_of
 from ._sizes import Sizes
 from ._smoothed import Smoothed
 from ._standardised import Standardised
@@ -95,7 +96,7 @@ def fit_density(
       table: new rows may lie where none was seen, which a flow would rule out with all confidence. If None,
       0.02 from four columns on.
     - `width`, `depth`: of the network; the width is 128, or 256 from 20,000 rows on, unless told otherwise.
-    - `columns`: names to keep with the model.
+    - `columns`: names of all columns to keep with the model, those given last; if none, a DataFrame's own.
     - `validation`: what share of the rows to set aside, or such rows; with `given` a pair of both.
     - `patience`: looks at them, one every twentieth of the regression and every tenth of the likelihood
       stage, without a better one, after which a stage goes back to the best and ends (`rf.fit`).
@@ -132,6 +133,7 @@ def fit_density(
         check_positive("noise", noise)
     if seconds is not None and steps is not None:
         raise ValueError("steps and seconds are two budgets for one fit: give one of them")
+    columns = names_of(columns, data, given)
     whole = Table.of(data, given, columns, bounds or {}, rounding or {})
     whole = whole.dequantised(jax.random.fold_in(key_split, 2))
     table = whole.split(validation, key_split)
@@ -146,7 +148,7 @@ def fit_density(
     )
     least = {True: -np.inf, False: np.inf, None: chosen.worth}[marginals]
     maps = fit_marginals(table.train, table.dimension, least, table.bounds)
-    model = Standardised(flow, *whole.units(maps), tuple(columns), table.context, maps)
+    model = Standardised(flow, *whole.units(maps), columns, table.context, maps)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
     train = _smoothed(
         train,
@@ -172,7 +174,8 @@ def fit_density(
     if noise == "best":
         noise = _best_noise(flow, held_out[:NOISED], key_second)
     flow = with_noise(flow, noise) if noise else flow
-    return dataclasses.replace(last, model=eqx.tree_at(lambda m: m.flow, model, flow), stages=histories)
+    model = eqx.tree_at(lambda m: m.flow, model, flow)
+    return dataclasses.replace(last, model=model, stages=histories)
 
 
 def _best_noise(flow: StochasticFlow, rows: Array, key: PRNGKeyArray) -> float:

@@ -9,6 +9,7 @@ class Interrupt:
 
     def __init__(self):
         self.wanted = False
+        self.pressed = signal.SIGINT
         self._before: dict = {}
 
     def __enter__(self) -> "Interrupt":
@@ -25,5 +26,14 @@ class Interrupt:
 
     def _note(self, number, frame) -> None:
         del frame
-        self.wanted = True
+        self.wanted, self.pressed = True, number
         signal.signal(number, self._before[number])
+
+
+class Held(Interrupt):
+    """While active, the first Ctrl-C waits until the end: half a file is of no use."""
+
+    def __exit__(self, *_) -> None:
+        super().__exit__()
+        if self.wanted:
+            signal.raise_signal(self.pressed)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
-from tqdm.auto import tqdm
 
 from .._checks import NonFiniteError
 from .._programs import jit
+from ._bar import progress_bar
 from ._checkpoint import Checkpoint, Progress
 from ._history import History
 from ._interrupt import Interrupt
@@ -47,7 +47,8 @@ class Loop:
         """Stretches of steps on the device, until the end or a reason to stop."""
         save = lambda at_once=False: None if store is None else store.save(now, at_once)
         length = 1
-        with _bar(now.step, self.steps, progress) as bar:
+        name = progress if isinstance(progress, str) else ""
+        with progress_bar(self.steps, done=now.step, name=name, shown=bool(progress)) as bar:
             while now.step < self.cooling(now)[1] and not interrupt.wanted:
                 if now.step == 0 and not now.history.validation_loss.size:
                     now = self._look(now)
@@ -175,8 +176,3 @@ def _validate(parameters, rest, state, data: Array, key: PRNGKeyArray) -> Array:
 
 def _all_finite(tree: Any) -> Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
-
-
-def _bar(done: int, steps: int, progress: bool | str):
-    name = progress if isinstance(progress, str) else None
-    return tqdm(total=steps, initial=done, disable=not progress, desc=name, unit="step", dynamic_ncols=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_finite, check_vector, is_traced
+from .._checks import as_shape, check_finite, check_vector, is_traced
 from .._show import count, listed, shortened
 from ..flow import AbstractEstimator, StochasticFlow
 from ._marginals import Marginals
@@ -113,7 +113,7 @@ class Standardised(eqx.Module):
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: Array | np.ndarray | None = None
     ) -> Array:
         """Rows `(*shape, d)`; with `given` of shape `(..., k)`, `(*shape, ..., d)`: `shape` for each."""
-        own = self.flow.dimension - self.context
+        shape, own = as_shape(shape), self.flow.dimension - self.context
         some = self._with(np.zeros(own), given)
         if not self.context:
             y = self.flow.sample(key=key, shape=shape)

@@ -10,15 +10,15 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_finite, check_positive
+from .._checks import check_positive
 from ._marginals import Marginals
+from ._numbers import joined
 from ._standardised import standardisation
 
 FEW = 20  # distinct values of a column that make it look discrete
 SPIKE = 0.05  # share of the rows at one value
 FAR = 100.0  # widths of the middle half from the middle
 Bound = tuple[float | None, float | None]
-LARGEST = 1e100  # of which the square is still a number
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Table:
         bounds: Mapping[Any, Bound],
         rounding: Mapping[Any, float],
     ) -> "Table":
-        rows, context = _joined("data", data, given)
+        rows, context = joined("data", data, given, names)
         own = rows.shape[1] - context
         treated = {_place(name, names) for name in (*rounding, *bounds)}
         for i in range(own):
@@ -78,7 +78,7 @@ class Table:
         """With a share of the rows held out, or with others that are."""
         if not isinstance(validation, float | int):
             held_out, given = validation if isinstance(validation, tuple) else (validation, None)
-            rows, context = _joined("validation", held_out, given)
+            rows, context = joined("validation", held_out, given)
             if (rows.shape[1], context) != (self.train.shape[1], self.context):
                 raise ValueError(
                     f"validation has {rows.shape[1]} columns, {context} of them given; the data "
@@ -115,26 +115,6 @@ class Table:
         whole[: self.dimension, : self.dimension] = matrix
         whole[self.dimension :, self.dimension :] = np.diag(np.where(spread > 0, spread, 1))
         return np.concatenate([loc, given.mean(axis=0)]), whole
-
-
-def _joined(name: str, data: ArrayLike, given: ArrayLike | None) -> tuple[np.ndarray, int]:
-    rows = _rows(name, data)
-    if given is None:
-        return rows, 0
-    context = _rows("given", given)
-    if len(context) != len(rows):
-        raise ValueError(f"{name} has {len(rows)} rows, given {len(context)}: they go together")
-    return np.concatenate([rows, context], axis=1), context.shape[1]
-
-
-def _rows(name: str, data: ArrayLike) -> np.ndarray:
-    rows = np.asarray(data, np.float64)
-    if rows.ndim != 2 or not rows.size:
-        raise ValueError(f"{name} must have shape (rows, dimensions), got {rows.shape}")
-    check_finite(name, rows)
-    if np.max(np.abs(rows)) > LARGEST:
-        raise ValueError(f"{name} has values beyond {LARGEST:g}: rescale them, or take logarithms")
-    return rows
 
 
 def _column(name: str | int, names: Sequence[str], own: int) -> int:

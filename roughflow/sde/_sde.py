@@ -1,11 +1,14 @@
 """What is modelled: a drift, a diffusion, and the calculus they are meant in."""
 
+import types
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array
 
 from .._show import listed
@@ -105,13 +108,19 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
 
 def noise_dimension(sde: AbstractSDE, dimension: int) -> int:
     """m, the number of Brownian motions; refuses a drift or diffusion of the wrong shape."""
+    for name in ("drift", "diffusion"):
+        _check_places(name, getattr(sde, name, None), dimension)
     drift = _shape_of("drift", sde.drift, dimension)
     if drift != (dimension,):
-        raise ValueError(f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, got {drift}")
+        raise ValueError(
+            f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, as the base draws it, "
+            f"got {drift}"
+        )
     diffusion = _shape_of("diffusion", sde.noise, dimension)
     if len(diffusion) != 2 or diffusion[0] != dimension:
         raise ValueError(
-            f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, got {diffusion}"
+            f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, as the base draws "
+            f"it, got {diffusion}"
         )
     return diffusion[1]
 
@@ -123,7 +132,22 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
         value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {reason}") from error
+        raise ValueError(
+            f"{name} fails for z of shape {(dimension,)}, as the base draws it: {reason}"
+        ) from error
     if not isinstance(value, jax.ShapeDtypeStruct | lx.AbstractLinearOperator):
         raise ValueError(f"{name} must return one array, got {type(value).__name__}")
     return noise_shape(value)
+
+
+def _check_places(name: str, function: Any, dimension: int) -> None:
+    """An index that is out of range takes the last place in JAX; NumPy refuses it. Networks need no look."""
+    if not isinstance(function, types.FunctionType):
+        return
+    try:
+        with np.errstate(all="ignore"):
+            function(0.0, np.zeros(dimension))
+    except IndexError as error:
+        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {error}") from error
+    except Exception:
+        return  # it wants arrays of JAX, and may have them

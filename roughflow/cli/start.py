@@ -1,0 +1,77 @@
+"""Before JAX is imported: a sign of life, and a place for what it compiles."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+DAYS = 30  # that a compiled program is kept
+
+
+INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Say on a terminal that the program is starting, until the block ends. Ctrl-C ends it at once: while JAX
+    is imported an exception might be lost in it, and there is nothing yet to put in order."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print("starting …", end="", file=sys.stderr, flush=True)
+    alone = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, _leave) if alone else None
+    try:
+        yield
+    finally:
+        if alone:
+            signal.signal(signal.SIGINT, before)
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _leave(*_) -> None:
+    os.write(2, b"roughflow: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def keep_programs() -> None:
+    """Have JAX keep compiled programs in the user's cache folder: a second run need not wait for them.
+
+    JAX reads its settings from the environment as it is imported. JAX_COMPILATION_CACHE_DIR names another
+    folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
+    """
+    if "jax" in sys.modules or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _drop_old(folder)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+
+
+def cache_folder() -> Path:
+    """Where this platform keeps what can be made again."""
+    home = Path(os.path.expanduser("~"))
+    if sys.platform == "darwin":
+        usual = home / "Library" / "Caches"
+    elif sys.platform == "win32":
+        usual = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    else:
+        usual = home / ".cache"
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # By the convention a relative path is invalid.
+    return (Path(named) if os.path.isabs(named) else usual) / "roughflow" / "programs"
+
+
+def _drop_old(folder: Path) -> None:
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may have been first
+            if time.time() - file.stat().st_mtime > DAYS * 86400:
+                file.unlink()
