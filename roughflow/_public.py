@@ -119,6 +119,7 @@ from .mcmc import (
     Chain as Chain,
     sample_chain as sample_chain,
     warm_up as warm_up,
+    WarmedUp as WarmedUp,
     tune_sampler as tune_sampler,
     Tuned as Tuned,
 )

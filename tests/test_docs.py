@@ -15,7 +15,15 @@ import roughflow as rf
 README = Path(__file__).parents[1] / "README.md"
 # Made by the library, never by the user.
 NO_EXAMPLE = {"Outcome", "Fitted", "History", "NonFiniteError", "OutOfStepsError"}
-NO_EXAMPLE |= {"Chain", "SamplerState", "TargetedSDE", "AbstractSampler", "Tuned", "EvidenceBound"}
+NO_EXAMPLE |= {
+    "Chain",
+    "SamplerState",
+    "TargetedSDE",
+    "AbstractSampler",
+    "Tuned",
+    "WarmedUp",
+    "EvidenceBound",
+}
 
 # One process for all examples: what one compiles, the next finds compiled. It is a fresh one, so that they
 # run with JAX's own defaults and not with the tests' float64.

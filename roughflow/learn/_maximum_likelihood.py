@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import is_traced
-from ..density import AbstractProposal, Amortised, Endpoint, LowerBound, Prior, PullBack, log_mean
+from ..density import AbstractProposal, Amortised, LowerBound, Prior, PullBack, log_mean
 from ..flow import ExactDivergence, StochasticFlow
 from ._objective import LOST, AbstractObjective
 from ._stationarity import confinement, squared_rate
@@ -33,8 +33,6 @@ class MaximumLikelihood(AbstractObjective):
     - `num_paths`: K.
     - `proposal`: by default an `rf.Amortised` one that `rf.fit` makes and trains; `rf.Prior()` for the
       plain bound.
-    - `endpoint`: take `rf.Endpoint` for the weights, not `rf.PullBack`: no solve goes backwards, but each
-      path costs several.
     - `stationary`: a weight. The likelihood asks for the law of the data at the flow's end time and for
       nothing after: the SDE may leave it again. `rf.stationarity` and `rf.confinement` (at rate 1/2T),
       with this weight in the loss, teach it to stay near the data; a long path has their law only as far
@@ -62,13 +60,11 @@ class MaximumLikelihood(AbstractObjective):
         self,
         num_paths: int = 8,
         proposal: AbstractProposal | None = None,
-        endpoint: bool = False,
         stationary: float = 0.0,
     ):
         if not stationary >= 0:
             raise ValueError(f"stationary is a weight, at least 0, got {stationary}")
-        kind = Endpoint if endpoint else PullBack
-        self.bound = LowerBound(kind(num_paths, Prior() if proposal is None else proposal))
+        self.bound = LowerBound(PullBack(num_paths, Prior() if proposal is None else proposal))
         self.learns_proposal = proposal is None
         self.stationary = float(stationary)
 

@@ -12,4 +12,4 @@ from ._sampler import (
 )
 from ._stiff import LinearlyImplicitEuler as LinearlyImplicitEuler
 from ._tune import Tuned as Tuned, tune_sampler as tune_sampler
-from ._warm_up import warm_up as warm_up
+from ._warm_up import WarmedUp as WarmedUp, warm_up as warm_up

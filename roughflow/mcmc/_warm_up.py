@@ -1,5 +1,7 @@
 """A constant noise and a step that suit a target, found by trying."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,16 @@ FAR = 3.0  # standard deviations
 CLIMBERS, TRIALS, DRAWS = 4, 16, 512  # chains that climb; draws to judge a place by, and to begin from
 
 
+class WarmedUp(NamedTuple):
+    """What `rf.warm_up` returns: a `sampler`, and where its chains have got to, `z`, `(chains, d)`."""
+
+    sampler: AdjustedSampler
+    z: Array
+
+
 def warm_up(
     log_density: LogDensity, z0: Array, *, key: PRNGKeyArray, num_steps: int = 2000, climb: bool = True
-) -> tuple[AdjustedSampler, Array]:
+) -> WarmedUp:
     """MALA for a target: an `rf.AdjustedSampler` with constant noise, and where its chains have got to.
 
     First a few chains climb towards a mode (Newton's method). Each place on their way, with the curvature
@@ -37,8 +46,8 @@ def warm_up(
     import roughflow as rf
 
     target = lambda z: -0.5 * (z[0] ** 2 + (z[1] / 100) ** 2)
-    sampler, z = rf.warm_up(target, jnp.zeros((8, 2)), key=jax.random.key(0), num_steps=400)
-    chain = rf.sample_chain(sampler, z, key=jax.random.key(1), num_steps=1000)
+    warm = rf.warm_up(target, jnp.zeros((8, 2)), key=jax.random.key(0), num_steps=400)
+    chain = rf.sample_chain(warm.sampler, warm.z, key=jax.random.key(1), num_steps=1000)
     ```
     """
     z = jnp.asarray(z0, float)
@@ -70,7 +79,7 @@ def warm_up(
             # Steps are now in units of the target's own size.
             dt = jnp.asarray(z.shape[1] ** (-1 / 3))
         sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
-    return sampler, z
+    return WarmedUp(sampler, z)
 
 
 def least_steps(chains: int, dimension: int) -> int:
