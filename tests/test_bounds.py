@@ -146,6 +146,7 @@ def test_the_bound_from_above_trains_an_amortised_proposal(key):
     assert bound(jax.tree.map(lambda a, b: a - 0.01 * b, SHAKEN, slope)) < before
 
 
+@pytest.mark.slow
 def test_the_bound_from_above_takes_any_number_of_noises(key):
     """One noise for two dimensions: a start belongs to each path all the same."""
     drift, noise = np.array([[-1.0, 0.5], [0.0, -0.7]]), np.array([[0.6], [0.3]])

@@ -33,16 +33,12 @@ SLOW = {
 KL, PL = rf.KarhunenLoeve(4), rf.PiecewiseLinear(3)
 # Jumps of the path's slope concern the grid, not the method, so piecewise linear paths need fewer cases.
 QUICK_PL = {"dopri5-backpropagation", "dopri5-constant-memory"}
+QUICK_KL = QUICK_PL | {"midpoint-backpropagation", "rk4-backpropagation", "adaptive-backpropagation"}
 CASES = [
     pytest.param(integrator, driver, id=f"{name}-{label}", marks=[pytest.mark.slow] * slow)
     for name, integrator in (INTEGRATORS | SLOW).items()
     for driver, label, slow in (
-        (
-            KL,
-            "KL",
-            name in SLOW
-            or name.startswith(("tsit5", "midpoint-constant", "heun-constant", "adaptive-constant")),
-        ),
+        (KL, "KL", name not in QUICK_KL),
         (PL, "PL", name not in QUICK_PL),
     )
 ]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import roughflow as rf
-from roughflow import experiments, report
+from roughflow import experiments
 from roughflow.cli import main
 from roughflow.experiments import _demo
+from roughflow.report import _report as report
 
 NAMES = ('<b>"bold"</b> & co', "$x$", "long " * 12, "d", "e", "<f>")
 TINY = ["--steps", "3", "--likelihood-steps", "2", "--width", "4", "--depth", "1", "--quiet"]
@@ -120,6 +121,7 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
     monkeypatch.delitem(sys.modules, "roughflow.report")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "roughflow.report._report")
     monkeypatch.delitem(sys.modules, "roughflow.report._page")
     monkeypatch.delitem(sys.modules, "roughflow.report._figures")
     assert fit(tmp_path / "r.html") == 2
@@ -127,6 +129,7 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.csv"]
 
 
+@pytest.mark.slow
 def test_the_demo_writes_one_too(tmp_path, monkeypatch):
     for name, value in {"ROWS": 200, "HELD_OUT": 40, "TEST": 30, "DRAWN": 50}.items():
         monkeypatch.setattr(_demo, name, value)
