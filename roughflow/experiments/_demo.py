@@ -60,7 +60,7 @@ def demo(
     test = draw("test", TEST)
     run.say("demo: scoring on fresh data")
     metrics = {"entropy": law.entropy, "rows": ROWS} | _score(run, fitted.model, law, test)
-    run.finish(_panels(run, fitted.model, law, metrics["excess"]), metrics)
+    run.finish(_panels(run, fitted.model, law, metrics), metrics)
     curve, ax = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
     plots.training(fitted.stages["regression"], ax=ax)
     ax.set_ylabel("loss of the regression")
@@ -88,15 +88,16 @@ def _score(run: Run, model: rf.Standardised, law: Banana, x: np.ndarray) -> dict
     }
 
 
-def _panels(run: Run, model: rf.Standardised, law: Banana, excess: float) -> Figure:
+def _panels(run: Run, model: rf.Standardised, law: Banana, metrics: dict) -> Figure:
     """The law, its density by the flow, and samples without and with noise on the way."""
     figure, axes = plt.subplots(1, 4, figsize=(11.4, 4.4), layout="constrained")
     top = float(jnp.exp(law.log_prob(jnp.zeros(2))))  # the law's own peak: one scale for both maps
     plots.density(law.log_prob, extent=EXTENT, ax=axes[0], maximum=top)
-    axes[0].set_title("the law of the data", fontsize=11)
+    axes[0].set_title("the true density", fontsize=11)
     density = lambda z: model.log_prob(z, key=run.key("map"))
     plots.density(density, extent=EXTENT, ax=axes[1], resolution=RESOLUTION, maximum=top)
-    axes[1].set_title(f"the flow, excess {excess:.3f} nats", fontsize=11)
+    excess = f"{metrics['excess']:.3f} ± {metrics['excess_sampling_error']:.3f}"
+    axes[1].set_title(f"the flow, excess {excess}", fontsize=11)
     plots.samples(model.sample(key=run.key("draw"), shape=(DRAWN,)), extent=EXTENT, ax=axes[2])
     axes[2].set_title("samples of the flow", fontsize=11)
     noisy = dataclasses.replace(model, flow=rf.with_noise(model.flow, NOISE))
