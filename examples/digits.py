@@ -1,7 +1,7 @@
 """Handwritten digits, 8 × 8 grey levels: a density of 64 columns, and what is drawn from it.
 
 Fits scikit-learn's 1,797 digits and writes `digits.png`: some of them, and as many samples. A column is a
-whole number from 0 to 16, so it is said to be rounded to 1. Two minutes on two cores.
+whole number from 0 to 16, so it is said to be rounded to 1. A minute on two cores.
 """
 
 import argparse

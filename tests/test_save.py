@@ -529,3 +529,17 @@ def test_a_standardised_model_may_be_an_argument_of_a_jit(key):
     )
     inside = eqx.filter_jit(lambda model, x: model.log_prob(x, key=key))(model, jnp.asarray(DATA[:3]))
     np.testing.assert_allclose(inside, model.log_prob(DATA[:3], key=key), rtol=1e-9)
+
+
+def test_fields_and_metrics_by_their_old_names_are_read(tmp_path):
+    file = tmp_path / "laplace.rf"
+    rf.save(file, rf.Laplace(num_starts=3))
+    with zipfile.ZipFile(file) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts["header.json"] = parts["header.json"].replace(b'"num_starts"', b'"starts"')
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    assert rf.load(file).num_starts == 3
+    history = rf.History.from_arrays({"loss": np.zeros(2), "figures/lost": np.ones(2)})
+    np.testing.assert_array_equal(history.metrics["lost"], 1)
