@@ -1,10 +1,10 @@
 """Conditional densities p(y | x) by two methods: `python -m benchmarks.conditional`.
 
-`rf.fit_density(y, given=x)` and flowjax's spline flow with the same condition, both as they come, on a law
-whose p(y | x) is known, for which the excess over it is shown, and on a real table: the price of a diamond
-given its six measures (`benchmarks.tables_data`). Errors are standard errors over the test rows; seconds are
-those of fitting and scoring, compiling included. The lines at the end say what was asked for and whether it
-holds. Needs the extra `peers`.
+`rf.fit_density(y, given=x)` and flowjax's spline flow with the same condition, both as they come, on a
+distribution whose p(y | x) is known, for which the excess over it is shown, and on a real table: the price of
+a diamond given its six measures (`benchmarks.tables_data`). Errors are standard errors over the test rows;
+seconds are those of fitting and scoring, compiling included. The lines at the end say what was asked for and
+whether it holds. Needs the extra `peers`.
 """
 
 import time

@@ -4,11 +4,11 @@ About 1000 random cases in float64: SDEs of four families, their numbers drawn a
 each flow's own samples. For each number of paths and each family: the share of estimates within two bars of
 the truth, the share flagged as `suspect`, and the median bar. The bar of a normal error would cover 95 %.
 
-Linear SDEs and geometric Brownian motion have their law on the truncated driver in closed form: Z_T, or its
-logarithm, is an affine map of normal numbers, and the map is read off the flow. Neural SDEs, with noise that
-depends on the state, have a long run (`benchmarks.long_run`), whose error is part of the bar; points where it
-is above 0.1, those of one flow that contracts strongly, are left out. Long runs are kept; `--fresh` makes
-them anew.
+Linear SDEs and geometric Brownian motion have their distribution on the truncated driver in closed form: Z_T,
+or its logarithm, is an affine map of normal numbers, and the map is read off the flow. Neural SDEs, with
+noise that depends on the state, have a long run (`benchmarks.long_run`), whose error is part of the bar;
+points where it is above 0.1, those of one flow that contracts strongly, are left out. Long runs are kept;
+`--fresh` makes them anew.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from scipy import stats
 
 import roughflow as rf
 from benchmarks.density import Columns, print_header, print_row
-from benchmarks.hard_laws import Reference, exact
+from benchmarks.hard_problems import Reference, exact
 from benchmarks.kept import kept_arrays, kept_file
-from benchmarks.laws import LogNormalBase
 from benchmarks.long_run import PullBackChart, long_run
+from benchmarks.problems import LogNormalBase
 
 PATHS = (16, 64, 256)
 BARS, LOW, HIGH = 2.0, 0.92, 0.99
@@ -128,7 +128,7 @@ def geometric(key: PRNGKeyArray) -> rf.StochasticFlow:
     return rf.StochasticFlow(sde, LogNormalBase(jnp.zeros(1), 0.5 * jnp.ones(1)))
 
 
-def normal_law(flow: rf.StochasticFlow, x: np.ndarray, log: bool) -> Reference:
+def normal_density(flow: rf.StochasticFlow, x: np.ndarray, log: bool) -> Reference:
     """log p where Z_T, or log Z_T, is an affine map of the normal numbers that make start and path."""
     d, shape = flow.dimension, (flow.driver.num_functions, flow.noise_dim)
     take = jnp.log if log else lambda z: z
@@ -144,7 +144,7 @@ def normal_law(flow: rf.StochasticFlow, x: np.ndarray, log: bool) -> Reference:
     return exact(np.atleast_1d(value - (y.sum(axis=1) if log else 0)))
 
 
-def simulated_law(flow: rf.StochasticFlow, x: np.ndarray) -> Reference:
+def simulated_density(flow: rf.StochasticFlow, x: np.ndarray) -> Reference:
     found = long_run(PullBackChart(flow), x, draws=DRAWS, key=jax.random.key(0))
     return Reference(found.log_prob, found.standard_error)
 
@@ -152,10 +152,10 @@ def simulated_law(flow: rf.StochasticFlow, x: np.ndarray) -> Reference:
 FLOWS, POINTS = 10, 25  # of a family, and of a flow
 Family = tuple[Callable[[PRNGKeyArray], rf.StochasticFlow], Callable[..., Reference]]
 FAMILIES: Mapping[str, Family] = {
-    "linear": (linear, partial(normal_law, log=False)),
-    "neural-1": (partial(neural, 1), simulated_law),
-    "neural-2": (partial(neural, 2), simulated_law),
-    "geometric": (geometric, partial(normal_law, log=True)),
+    "linear": (linear, partial(normal_density, log=False)),
+    "neural-1": (partial(neural, 1), simulated_density),
+    "neural-2": (partial(neural, 2), simulated_density),
+    "geometric": (geometric, partial(normal_density, log=True)),
 }
 
 
@@ -228,7 +228,7 @@ def print_result(label: str, result: Result) -> None:
 
 
 def verdicts(totals: Mapping[int, Result]) -> Iterator[str]:
-    """Where a linear law leaves no Monte Carlo error there is nothing to be covered."""
+    """Where a linear SDE leaves no Monte Carlo error there is nothing to be covered."""
     for paths, result in totals.items():
         noisy = result.total_error > FLOOR
         share = np.mean(result.bars[noisy] <= BARS)

@@ -1,10 +1,10 @@
 """Densities against the truth: `python -m benchmarks.density [--only ou-1 cir ...]`, in float64.
 
-For laws with a known density (`benchmarks.laws`), at the centre and three standard deviations out: the
-paper's estimator, the mean of p(x | path) over 1000 paths, beside `flow.estimate` as it comes, 64 paths; then
-with `tolerance=1e-2`; then the mean square error of both at equal time. Errors are in log p and contain what
-the driver leaves out. Seconds are those of a warm call for all points of a law. The lines at the end say
-what was asked for and whether it holds.
+For problems with a known density (`benchmarks.problems`), at the centre and three standard deviations out:
+the paper's estimator, the mean of p(x | path) over 1000 paths, beside `flow.estimate` as it comes, 64 paths;
+then with `tolerance=1e-2`; then the mean square error of both at equal time. Errors are in log p and contain
+what the driver leaves out. Seconds are those of a warm call for all points of a problem. The lines at the end
+say what was asked for and whether it holds.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import roughflow as rf
-from benchmarks.laws import LAWS, Law
+from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.timing import first_call, interleave
 
 PRIOR = rf.PullBack(num_paths=1000)
@@ -31,7 +31,7 @@ CLIP = 20.0  # nats, for an estimate of −inf
 # Rows are printed as they come, so widths are set beforehand.
 Columns = tuple[tuple[str, int], ...]
 POINTS: Columns = (
-    ("law and point", 16),
+    ("problem and point", 17),
     ("true log p", 10),
     ("prior error", 11),
     ("s.e.", 6),
@@ -44,7 +44,7 @@ POINTS: Columns = (
     (f"> 3 s.e. of {KEYS}", 14),
 )
 MEETING: Columns = (
-    ("law", 16),
+    ("problem", 16),
     ("worst error", 11),
     ("s.e. there", 10),
     ("paths", 10),
@@ -53,7 +53,7 @@ MEETING: Columns = (
     ("warning", 8),
 )
 RACING: Columns = (
-    ("law", 16),
+    ("problem", 16),
     ("default s", 9),
     ("prior s", 8),
     ("prior paths", 11),
@@ -66,74 +66,76 @@ RACING: Columns = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What the first two parts showed of a law."""
+    """What the first two parts showed of a problem."""
 
-    law: Law
+    problem: Problem
     runs: list[rf.Estimate]  # the default's, for keys 0, 1, …
     met: rf.Estimate  # with the tolerance
 
     @property
     def bars(self) -> np.ndarray:
         """The default's errors in standard errors, `(KEYS, k)`."""
-        return np.array([in_bars(self.law, run) for run in self.runs])
+        return np.array([in_bars(self.problem, run) for run in self.runs])
 
 
 def main() -> None:
     options = parse_arguments()
     jax.config.update("jax_enable_x64", True)
-    laws, runs = {}, {}
+    problems, runs = {}, {}
     print(
         f"1. {PRIOR.num_paths} paths from the prior, pulled back, and the default estimator with 64 paths\n"
     )
     print_header(POINTS)
-    for name in LAWS:
-        if name in (options.only or LAWS):
-            laws[name] = LAWS[name]()
-            runs[name] = compare(name, laws[name])
+    for name in PROBLEMS:
+        if name in (options.only or PROBLEMS):
+            problems[name] = PROBLEMS[name]()
+            runs[name] = compare(name, problems[name])
     print(f"\n2. The default estimator with tolerance={TOLERANCE:g}\n")
     print_header(MEETING)
-    met = {name: meet(name, law) for name, law in laws.items()}
+    met = {name: meet(name, problem) for name, problem in problems.items()}
     print(f"\n3. Mean square error at equal time, over points and {KEYS} keys; errors clipped at {CLIP:g}\n")
     print_header(RACING)
-    ratios = {name: race(name, laws[name], runs[name]) for name in RACE if name in laws}
+    ratios = {name: race(name, problems[name], runs[name]) for name in RACE if name in problems}
     print("\n4. What was asked for\n")
-    findings = {name: Finding(laws[name], runs[name], met[name]) for name in laws}
+    findings = {name: Finding(problems[name], runs[name], met[name]) for name in problems}
     print("\n".join([*verdicts(findings), *race_verdicts(ratios)]), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=list(LAWS), metavar="LAW", help=", ".join(LAWS))
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PROBLEMS), metavar="PROBLEM", help=", ".join(PROBLEMS)
+    )
     return parser.parse_args()
 
 
-def compare(name: str, law: Law) -> list[rf.Estimate]:
-    """Print a law's rows; the default's estimates for all keys, the first of which is the one printed."""
-    by_default, from_prior = partial(estimate, law), partial(estimate, law, estimator=PRIOR)
+def compare(name: str, problem: Problem) -> list[rf.Estimate]:
+    """Print a problem's rows; the default's estimates for all keys, the first of which is the one printed."""
+    by_default, from_prior = partial(estimate, problem), partial(estimate, problem, estimator=PRIOR)
     compiling = first_call(by_default)
-    default, prior = estimate(law, truncation=True), from_prior()
+    default, prior = estimate(problem, truncation=True), from_prior()
     times = interleave({"default": by_default, "prior": from_prior}, 3)
     seconds = {which: np.median(t) for which, t in times.items()}
-    runs = [estimate(law, key) for key in range(KEYS)]
-    beyond = np.sum([in_bars(law, run) > BARS for run in runs], axis=0)
+    runs = [estimate(problem, key) for key in range(KEYS)]
+    beyond = np.sum([in_bars(problem, run) > BARS for run in runs], axis=0)
     print(
-        f"{name}: {law.setting}; {seconds['prior']:.3f} s from the prior, {seconds['default']:.3f} s "
+        f"{name}: {problem.setting}; {seconds['prior']:.3f} s from the prior, {seconds['default']:.3f} s "
         f"by default ({compiling:.0f} s the first time)"
     )
-    for i, label in enumerate(law.labels):
+    for i, label in enumerate(problem.labels):
         print_row(
             POINTS,
             f"  {label}",
-            f"{law.truth[i]:.4f}",
-            f"{errors(law, prior)[i]:+.3f}",
+            f"{problem.truth[i]:.4f}",
+            f"{errors(problem, prior)[i]:+.3f}",
             f"{prior.standard_error[i]:.3f}",
             f"{prior.effective_paths[i]:.1f}",
             f"{prior.escaped[i]}",
-            f"{errors(law, default)[i]:+.1e}",
+            f"{errors(problem, default)[i]:+.1e}",
             f"{default.standard_error[i]:.1e}",
             f"{default.effective_paths[i]:.1f}",
             f"{default.truncation_error[i]:.1e}",
-            "" if law.goal == "bias" else f"{beyond[i]}",
+            "" if problem.goal == "bias" else f"{beyond[i]}",
         )
     for which, warning in (("prior", prior.warning), ("default", default.warning)):
         if warning:
@@ -141,19 +143,19 @@ def compare(name: str, law: Law) -> list[rf.Estimate]:
     return runs
 
 
-def meet(name: str, law: Law) -> rf.Estimate:
+def meet(name: str, problem: Problem) -> rf.Estimate:
     """Print what became of a tolerance."""
-    run = partial(estimate, law, tolerance=TOLERANCE)
+    run = partial(estimate, problem, tolerance=TOLERANCE)
     compiling = first_call(run)
     start = time.perf_counter()
     met = run()
     seconds = time.perf_counter() - start
-    worst = np.argmax(np.abs(errors(law, met)))
+    worst = np.argmax(np.abs(errors(problem, met)))
     used = np.unique(met.num_paths)
     print_row(
         MEETING,
         name,
-        f"{errors(law, met)[worst]:+.1e}",
+        f"{errors(problem, met)[worst]:+.1e}",
         f"{met.standard_error[worst]:.1e}",
         "-".join(str(count) for count in (used[0], used[-1])[: used.size]),
         f"{seconds:.2f}",
@@ -163,12 +165,15 @@ def meet(name: str, law: Law) -> rf.Estimate:
     return met
 
 
-def race(name: str, law: Law, runs: list[rf.Estimate]) -> float:
+def race(name: str, problem: Problem, runs: list[rf.Estimate]) -> float:
     """The prior's mean square error over the default's, with as many paths as take the same time."""
-    paths, default_s, prior_s = equal_time(law)
-    default = np.array([errors(law, run) for run in runs])
+    paths, default_s, prior_s = equal_time(problem)
+    default = np.array([errors(problem, run) for run in runs])
     prior = np.array(
-        [errors(law, estimate(law, key, estimator=rf.PullBack(num_paths=paths))) for key in range(KEYS)]
+        [
+            errors(problem, estimate(problem, key, estimator=rf.PullBack(num_paths=paths)))
+            for key in range(KEYS)
+        ]
     )
     mse = [np.mean(np.minimum(np.abs(error), CLIP) ** 2) for error in (default, prior)]
     print_row(
@@ -185,12 +190,12 @@ def race(name: str, law: Law, runs: list[rf.Estimate]) -> float:
     return mse[1] / mse[0]
 
 
-def equal_time(law: Law) -> tuple[int, float, float]:
+def equal_time(problem: Problem) -> tuple[int, float, float]:
     """How many paths from the prior take as long as the default, and the seconds of both."""
     paths = PRIOR.num_paths
     for _ in range(5):
-        prior = partial(estimate, law, estimator=rf.PullBack(num_paths=paths))
-        times = interleave({"default": partial(estimate, law), "prior": prior}, 5)
+        prior = partial(estimate, problem, estimator=rf.PullBack(num_paths=paths))
+        times = interleave({"default": partial(estimate, problem), "prior": prior}, 5)
         default_s, prior_s = np.median(times["default"]), np.median(times["prior"])
         if 0.9 < prior_s / default_s < 1.2:
             break
@@ -199,10 +204,10 @@ def equal_time(law: Law) -> tuple[int, float, float]:
 
 
 def verdicts(findings: Mapping[str, Finding]) -> Iterator[str]:
-    exact = {n: errors(f.law, f.runs[0]) for n, f in findings.items() if f.law.goal == "bias"}
+    exact = {n: errors(f.problem, f.runs[0]) for n, f in findings.items() if f.problem.goal == "bias"}
     if exact:
         yield verdict(f"OU and GBM within {BIAS:g} of the truth with 64 paths", exact, BIAS)
-    bars = {n: f.bars for n, f in findings.items() if f.law.goal == "bars"}
+    bars = {n: f.bars for n, f in findings.items() if f.problem.goal == "bars"}
     if bars:
         first = {n: b[0] for n, b in bars.items()}
         yield verdict(
@@ -210,7 +215,7 @@ def verdicts(findings: Mapping[str, Finding]) -> Iterator[str]:
         )
         every = np.concatenate([b.ravel() for b in bars.values()])
         yield f"  (with {KEYS} keys {np.sum(every > BARS)} of {every.size} estimates were further off)"
-    missed = {n: errors(f.law, f.met) for n, f in findings.items()}
+    missed = {n: errors(f.problem, f.met) for n, f in findings.items()}
     yield verdict(f"with tolerance={TOLERANCE:g} within {MISS:g} of the truth", missed, MISS)
 
 
@@ -221,24 +226,24 @@ def race_verdicts(ratios: Mapping[str, float]) -> Iterator[str]:
 
 
 def verdict(claim: str, metrics: Mapping[str, np.ndarray], limit: float) -> str:
-    """One line: whether the largest figure of each law is within the limit, and what it is."""
+    """One line: whether the largest number of each problem is within the limit, and what it is."""
     worst = {name: float(np.max(np.abs(values))) for name, values in metrics.items()}
     word = "holds" if all(value <= limit for value in worst.values()) else "FALLS SHORT"
     shown = [f"{name} {value:.2g}{'' if value <= limit else ' (!)'}" for name, value in worst.items()]
     return f"{word}: {claim}; worst: {', '.join(shown)}"
 
 
-def estimate(law: Law, key: int = 0, **arguments) -> rf.Estimate:
-    return jax.block_until_ready(law.flow.estimate(law.x, key=jax.random.key(key), **arguments))
+def estimate(problem: Problem, key: int = 0, **arguments) -> rf.Estimate:
+    return jax.block_until_ready(problem.flow.estimate(problem.x, key=jax.random.key(key), **arguments))
 
 
-def errors(law: Law, estimate: rf.Estimate) -> np.ndarray:
-    return np.asarray(estimate.log_prob) - law.truth
+def errors(problem: Problem, estimate: rf.Estimate) -> np.ndarray:
+    return np.asarray(estimate.log_prob) - problem.truth
 
 
-def in_bars(law: Law, estimate: rf.Estimate) -> np.ndarray:
+def in_bars(problem: Problem, estimate: rf.Estimate) -> np.ndarray:
     """Errors in standard errors; one within `FLOOR` passes whatever its bar is."""
-    return np.abs(errors(law, estimate)) / (np.asarray(estimate.standard_error) + FLOOR / BARS)
+    return np.abs(errors(problem, estimate)) / (np.asarray(estimate.standard_error) + FLOOR / BARS)
 
 
 def print_header(columns: Columns) -> None:

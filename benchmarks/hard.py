@@ -1,11 +1,12 @@
 """The default estimator where it is hard: `python -m benchmarks.hard [--only fold star-0.5 ...]`.
 
-Laws with several bundles of paths to a point, folds, explosions and strong contraction, in float64, and three
-flows fitted to data, in float32 (`benchmarks.hard_laws`). For each point: the reference and its standard
-error; the error of `flow.estimate(x, key=jax.random.key(0))` as it comes, its `total_error`, how many bars
-the error is (a bar holds both errors) and whether the estimate is flagged as `suspect`; then over all keys
-how many estimates are more than three bars off and not flagged, and how many are flagged. The fitted flows
-have a line for all their points, over all keys. Seconds are those of a call for all points of a law.
+Problems with several bundles of paths to a point, folds, explosions and strong contraction, in float64, and
+three flows fitted to data, in float32 (`benchmarks.hard_problems`). For each point: the reference and its
+standard error; the error of `flow.estimate(x, key=jax.random.key(0))` as it comes, its `total_error`, how
+many bars the error is (a bar holds both errors) and whether the estimate is flagged as `suspect`; then over
+all keys how many estimates are more than three bars off and not flagged, and how many are flagged. The fitted
+flows have a line for all their points, over all keys. Seconds are those of a call for all points of a
+problem.
 
 Models and references are made once and kept in the temporary directory: half an hour on two cores.
 `--fresh` makes them anew. The lines at the end say what was asked for and whether it holds.
@@ -20,7 +21,7 @@ import numpy as np
 
 import roughflow as rf
 from benchmarks.density import Columns, print_header, print_row
-from benchmarks.hard_laws import LAWS, SINGLE, HardLaw, Reference, reference
+from benchmarks.hard_problems import PROBLEMS, SINGLE, HardProblem, Reference, reference
 from benchmarks.timing import first_call, timed
 
 KEYS = 20
@@ -30,7 +31,7 @@ BIASED, BIAS, CLOSE, CLOSE_BARS = "star-0.5", 0.01, 0.93, 2.0
 CLIP = 20.0  # nats, for an estimate of −inf
 
 POINTS: Columns = (
-    ("law and point", 16),
+    ("problem and point", 17),
     ("reference", 10),
     ("s.e.", 7),
     ("error", 8),
@@ -41,7 +42,7 @@ POINTS: Columns = (
     ("keys flagged", 12),
 )
 SUMMARY: Columns = (
-    ("law", 12),
+    ("problem", 12),
     ("reference s.e.", 14),
     ("mean error", 10),
     ("rms error", 9),
@@ -54,7 +55,7 @@ SUMMARY: Columns = (
 
 @dataclass(frozen=True)
 class Finding:
-    """The default's answers on a law: everything (keys, points)."""
+    """The default's answers on a problem: everything (keys, points)."""
 
     error: np.ndarray
     total_error: np.ndarray
@@ -69,12 +70,12 @@ class Finding:
 
 def main() -> None:
     options = parse_arguments()
-    chosen = [name for name in LAWS if name in (options.only or LAWS)]
+    chosen = [name for name in PROBLEMS if name in (options.only or PROBLEMS)]
     findings = {}
     for single in (False, True):
         group = [name for name in chosen if (name in SINGLE) == single]
         if group:
-            print("\nFlows fitted to data, float32\n" if single else "Hard laws, float64\n")
+            print("\nFlows fitted to data, float32\n" if single else "Hard problems, float64\n")
             print_header(SUMMARY if single else POINTS)
         for name in group:
             with jax.enable_x64(not single):
@@ -85,21 +86,23 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=list(LAWS), metavar="LAW", help=", ".join(LAWS))
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PROBLEMS), metavar="PROBLEM", help=", ".join(PROBLEMS)
+    )
     parser.add_argument("--keys", type=int, default=KEYS, help=f"how many, {KEYS} unless told")
     parser.add_argument("--fresh", action="store_true", help="train and compute references anew")
     return parser.parse_args()
 
 
 def examine(name: str, keys: int, fresh: bool) -> Finding:
-    """Print what the default makes of a law."""
-    law = LAWS[name](fresh=fresh) if name in SINGLE else LAWS[name]()
-    truth = reference(name, law, fresh=fresh)
-    compiling, warm = first_call(lambda: estimate(law)), timed(lambda: estimate(law))
-    runs = [estimate(law, key) for key in range(keys)]
+    """Print what the default makes of a problem."""
+    problem = PROBLEMS[name](fresh=fresh) if name in SINGLE else PROBLEMS[name]()
+    truth = reference(name, problem, fresh=fresh)
+    compiling, warm = first_call(lambda: estimate(problem)), timed(lambda: estimate(problem))
+    runs = [estimate(problem, key) for key in range(keys)]
     found = compare(truth, runs)
-    print(f"{name}: {law.setting}; {warm:.2f} s ({compiling:.0f} s the first time)")
-    (print_summary if law.single else print_points)(name, law, truth, found)
+    print(f"{name}: {problem.setting}; {warm:.2f} s ({compiling:.0f} s the first time)")
+    (print_summary if problem.single else print_points)(name, problem, truth, found)
     if runs[0].warning:
         print(f"  {runs[0].warning}", flush=True)
     return found
@@ -112,9 +115,9 @@ def compare(truth: Reference, runs: list[rf.Estimate]) -> Finding:
     return Finding(error, total, bars, gather("suspect"))
 
 
-def print_points(name: str, law: HardLaw, truth: Reference, found: Finding) -> None:
+def print_points(name: str, problem: HardProblem, truth: Reference, found: Finding) -> None:
     del name
-    for i, label in enumerate(law.labels):
+    for i, label in enumerate(problem.labels):
         print_row(
             POINTS,
             f"  {label}",
@@ -129,8 +132,8 @@ def print_points(name: str, law: HardLaw, truth: Reference, found: Finding) -> N
         )
 
 
-def print_summary(name: str, law: HardLaw, truth: Reference, found: Finding) -> None:
-    del law
+def print_summary(name: str, problem: HardProblem, truth: Reference, found: Finding) -> None:
+    del problem
     print_row(
         SUMMARY,
         f"  {name}",
@@ -160,7 +163,7 @@ def verdicts(findings: Mapping[str, Finding]) -> Iterator[str]:
     missed = {name: int(found.wrong[0].sum()) for name, found in findings.items() if found.wrong[0].any()}
     claim = f"with key 0 every estimate within {BARS:g} bars or flagged"
     yield holds(not missed, f"{claim}; those that are not: {missed or 'none'}")
-    for group, single in (("hard laws", False), ("fitted flows", True)):
+    for group, single in (("hard problems", False), ("fitted flows", True)):
         part = {name: found for name, found in findings.items() if (name in SINGLE) == single}
         if part:
             wrong = {name: found.wrong for name, found in part.items()}
@@ -175,7 +178,7 @@ def verdicts(findings: Mapping[str, Finding]) -> Iterator[str]:
 
 
 def at_most(limit: float, claim: str, cases: Mapping[str, np.ndarray]) -> str:
-    """One line: the share of the cases that are true, in all and for each law."""
+    """One line: the share of the cases that are true, in all and for each problem."""
     share = np.mean(np.concatenate([values.ravel() for values in cases.values()]))
     each = ", ".join(f"{name} {values.mean():.1%}" for name, values in cases.items())
     return holds(bool(share <= limit), f"{claim} at most {limit:.0%}: {share:.2%} ({each})")
@@ -185,8 +188,8 @@ def holds(true: bool, claim: str) -> str:
     return f"{'holds' if true else 'FALLS SHORT'}: {claim}"
 
 
-def estimate(law: HardLaw, key: int = 0) -> rf.Estimate:
-    return jax.block_until_ready(law.flow.estimate(law.x, key=jax.random.key(key)))
+def estimate(problem: HardProblem, key: int = 0) -> rf.Estimate:
+    return jax.block_until_ready(problem.flow.estimate(problem.x, key=jax.random.key(key)))
 
 
 if __name__ == "__main__":

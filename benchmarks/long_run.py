@@ -4,10 +4,10 @@ p(x) = E g(x, δ) over independent standard normal numbers δ. In the pull-back 
 p(x | path). In the endpoint chart δ is the start and the path less its first coefficient, that one is solved
 for, and g is its density over the determinant of the map.
 
-No mode is ever searched for: draws from the prior say where the mass is, a normal law with their weighted
-mean and covariance covers all of it, several bundles included, and draws of both are pooled (population Monte
-Carlo, Cappé et al. 2004; balance heuristic, Veach & Guibas 1995). A quarter of the draws comes from the prior
-to the end, so no weight is larger than four times the prior's.
+No mode is ever searched for: draws from the prior say where the mass is, a normal distribution with their
+weighted mean and covariance covers all of it, several bundles included, and draws of both are pooled
+(population Monte Carlo, Cappé et al. 2004; balance heuristic, Veach & Guibas 1995). A quarter of the draws
+comes from the prior to the end, so no weight is larger than four times the prior's.
 """
 
 import abc
@@ -42,7 +42,7 @@ class LongRun:
 
 
 class Normals(eqx.Module):
-    """One normal law a point: mean (k, size) and the Cholesky factor of its covariance."""
+    """One normal distribution a point: mean (k, size) and the Cholesky factor of its covariance."""
 
     mean: Array
     root: Array
@@ -81,8 +81,8 @@ class EndpointChart(AbstractChart):
     """δ is the start, whitened, and ω₁, ω₂, …; g = N(ω₀; 0, I) / |det ∂Z_T/∂ω₀| at the ω₀ that leads to x,
     zero where Newton's method finds none.
 
-    For a base `rf.Normal` and a square diffusion. It is right if no other ω₀ leads to x: the law it is used
-    for has noise close to the identity.
+    For a base `rf.Normal` and a square diffusion. It is right if no other ω₀ leads to x: the problem it is
+    used for has noise close to the identity.
     """
 
     newton: int = eqx.field(static=True, default=8)

@@ -1,11 +1,11 @@
-"""Noise added afterwards leaves the law as it is: `python -m benchmarks.noise [--only banana star moons]`.
+"""Noise afterwards leaves the distribution as it is: `python -m benchmarks.noise [--only banana star moons]`.
 
-Three laws fitted by regression alone, then with noise λ = 0.25, 0.5, 1 and with a full σ(t, z) from a random
-network, by `rf.with_noise`. For each: the mean log-likelihood less that of the ODE, by the default estimator,
-on fresh points of the law, with the standard error of the difference; what the estimator flags; and the
-p-value of a two-sample test of 4,000 samples of the SDE against as many of the ODE (Kolmogorov–Smirnov along
-20 directions, Bonferroni). Models are kept in the temporary directory. The lines at the end say what was
-asked for and whether it holds.
+Three distributions fitted by regression alone, then with noise λ = 0.25, 0.5, 1 and with a full σ(t, z) from
+a random network, by `rf.with_noise`. For each: the mean log-likelihood less that of the ODE, by the default
+estimator, on fresh points of the distribution, with the standard error of the difference; what the estimator
+flags; and the p-value of a two-sample test of 4,000 samples of the SDE against as many of the ODE
+(Kolmogorov–Smirnov along 20 directions, Bonferroni). Models are kept in the temporary directory. The lines at
+the end say what was asked for and whether it holds.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from benchmarks.density import Columns, print_header, print_row
 from benchmarks.kept import FOLDER, kept_file
 from benchmarks.tables import standard_error, verdict
 
-LAWS = ("banana", "star", "moons")
+NAMES = ("banana", "star", "moons")
 ROWS, STEPS, POINTS, SAMPLES, DIRECTIONS = 100_000, 8000, 200, 4000, 20
 LOSS, LEVEL = 0.02, 0.01
-TABLE: Columns = (("law", 8), ("noise", 8), ("gain", 18), ("flagged", 7), ("p-value", 8))
+TABLE: Columns = (("data", 8), ("noise", 8), ("gain", 18), ("flagged", 7), ("p-value", 8))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=LAWS, default=LAWS)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     print_header(TABLE)
     lines = []
     for name in parser.parse_args().only:
@@ -39,11 +39,11 @@ def main() -> None:
 
 
 def fitted(name: str) -> rf.Standardised:
-    """The law's density by regression."""
+    """The distribution's density by regression."""
     file = kept_file("noise", name, ROWS, STEPS).with_suffix(".rf")
     if not file.exists():
-        law, keys = rf.datasets.LAWS[name], jax.random.split(jax.random.key(0))
-        data = np.asarray(law.sample(key=keys[0], shape=(ROWS,)))
+        distribution, keys = rf.datasets.DISTRIBUTIONS[name], jax.random.split(jax.random.key(0))
+        data = np.asarray(distribution.sample(key=keys[0], shape=(ROWS,)))
         model = rf.fit_density(data, key=keys[1], steps=STEPS, likelihood_steps=0, patience=None).model
         FOLDER.mkdir(exist_ok=True)
         rf.save(file, model)
@@ -57,7 +57,7 @@ def noises() -> dict[str, float | rf.FullDiffusion]:
 
 def examine(name: str, plain: rf.Standardised) -> Iterator[str]:
     keys = jax.random.split(jax.random.key(2), 4)
-    x = np.asarray(rf.datasets.LAWS[name].sample(key=keys[0], shape=(POINTS,)))
+    x = np.asarray(rf.datasets.DISTRIBUTIONS[name].sample(key=keys[0], shape=(POINTS,)))
     before = np.asarray(plain.log_prob(x, key=keys[1]))
     draw = lambda model, key: np.asarray(model.sample(key=key, shape=(SAMPLES,)))
     own = draw(plain, keys[2])

@@ -70,10 +70,10 @@ def fold(rows: np.ndarray, parts: list[np.ndarray], which: int) -> Split:
 
 
 def toy(name: str) -> Split:
-    law = rf.datasets.LAWS[name]
+    distribution = rf.datasets.DISTRIBUTIONS[name]
     seed = TOYS.index(name)
-    sample = law.sample(key=jax.random.key(seed), shape=(TRAIN + VALIDATE + TEST,))
-    truth = np.asarray(jax.jit(law.log_prob)(jnp.asarray(sample[-TEST:])), float)
+    sample = distribution.sample(key=jax.random.key(seed), shape=(TRAIN + VALIDATE + TEST,))
+    truth = np.asarray(jax.jit(distribution.log_prob)(jnp.asarray(sample[-TEST:])), float)
     rows = np.asarray(sample, float)
     return standardised(*np.split(rows, [TRAIN, TRAIN + VALIDATE]), truth=truth)
 
@@ -217,7 +217,7 @@ TABLES: Mapping[str, Callable[[], Columns]] = {
     "flights": flights,
     "diamonds": diamonds,
 }
-"""What is measured or counted; the toys are by name in `rf.datasets.LAWS`."""
+"""What is measured or counted; the toys are by name in `rf.datasets.DISTRIBUTIONS`."""
 
 DAYS: Mapping[str, Callable[[], np.ndarray]] = {"weather": weather_days}
 """The day of each row, where rows of a day resemble each other so much that whole days are set aside."""

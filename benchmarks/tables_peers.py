@@ -31,7 +31,7 @@ def gaussian(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: 
 
 
 def mixture(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: int) -> np.ndarray:
-    """Normal laws with full covariances; how many, and what is added to their variances, by validation.
+    """Normals with full covariances; how many, and what is added to their variances, by validation.
 
     A component has rows enough for its covariance, twice over. Both searches go upwards, and end when what is
     added makes it worse, or when so do `FRUITLESS` numbers of components in a row.

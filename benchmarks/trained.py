@@ -11,14 +11,14 @@ import jax
 
 import roughflow as rf
 from benchmarks.kept import kept_file, kept_tree
-from roughflow.datasets import LAWS
+from roughflow.datasets import DISTRIBUTIONS
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A law of `roughflow.datasets`, a flow, and how long to train it."""
+    """A distribution of `roughflow.datasets`, a flow, and how long to train it."""
 
-    law: str
+    distribution: str
     noise: float
     width: int = 32
     depth: int = 3
@@ -42,23 +42,25 @@ def trained_flow(recipe: Recipe, *, fresh: bool = False) -> rf.StochasticFlow:
     """The flow, with a proposal; four minutes on two cores the first time."""
     key_flow, key_fit = jax.random.split(jax.random.key(recipe.seed))
     flow = rf.neural_flow(2, noise=recipe.noise, width=recipe.width, depth=recipe.depth, key=key_flow)
-    law = LAWS[recipe.law]
+    distribution = DISTRIBUTIONS[recipe.distribution]
 
     def make():
         settings = {"steps": recipe.steps, "batch_size": recipe.batch, "learning_rate": recipe.rate}
         objective = rf.MaximumLikelihood(recipe.paths)
         frozen = lambda flow: flow.base
-        return finished(rf.fit(flow, law, key=key_fit, objective=objective, frozen=frozen, **settings)).sde
+        return finished(
+            rf.fit(flow, distribution, key=key_fit, objective=objective, frozen=frozen, **settings)
+        ).sde
 
     file = kept_file("flow", repr(sorted(asdict(recipe).items())))
     sde = kept_tree(file, flow.sde, make, fresh=fresh)
-    return with_learned_proposal(eqx.tree_at(lambda f: f.sde, flow, sde), law, fresh=fresh)
+    return with_learned_proposal(eqx.tree_at(lambda f: f.sde, flow, sde), distribution, fresh=fresh)
 
 
 def banana_density() -> rf.Standardised:
     """A neural SDE fitted to 2000 points of the banana by maximum likelihood, standardised."""
     key_data, key_fit = jax.random.split(jax.random.key(0))
-    data = LAWS["banana"].sample(key=key_data, shape=(ROWS,))
+    data = DISTRIBUTIONS["banana"].sample(key=key_data, shape=(ROWS,))
     flow = rf.neural_flow(2, key=key_fit)
 
     units = rf.standardisation(data)

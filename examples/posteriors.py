@@ -67,7 +67,7 @@ def posterior(target: ModelTarget, *, key) -> rf.Chain:
 
 
 def evidence(target: ModelTarget, chain: rf.Chain, *, key) -> rf.EvidenceBound:
-    """From the normal law with the chains' mean and covariance, an SDE that keeps the posterior."""
+    """From the normal distribution with the chains' mean and covariance, an SDE that keeps the posterior."""
     places = jnp.reshape(chain.samples, (-1, target.dimension))
     centre, root = jnp.mean(places, axis=0), jnp.linalg.cholesky(jnp.cov(places.T))
     volume = jnp.sum(jnp.log(jnp.diagonal(root)))

@@ -72,7 +72,7 @@ def draw(samples, density, base):
     x, y = centres(X_EDGES), centres(Y_EDGES)
     start = np.exp(base.log_prob(jnp.stack(jnp.meshgrid(x, y), axis=-1)))
     for axes in (left, right):
-        # The ellipse that holds 95 % of a normal law: its density there is 5 % of the highest.
+        # The ellipse that holds 95 % of a normal distribution: its density there is 5 % of the highest.
         axes.contour(x, y, start, levels=[0.05 * start.max()], colors="#00796b", linestyles="--")
         axes.set(aspect="equal", xlabel="$x_1$", xlim=extent[:2], ylim=extent[2:])
     left.plot([], [], "--", color="#00796b", label="95 % of $Z_0$")

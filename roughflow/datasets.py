@@ -1,16 +1,16 @@
-"""Laws on the plane whose density is known: data to fit, and the truth to compare with.
+"""Distributions on the plane whose density is known: data to fit, and the truth to compare with.
 
 They have the shapes and the scale that papers on normalizing flows draw, with one change: every density is
 exact, so that the excess of a model over the truth is a number.
 
 ```python
 import jax
-from roughflow.datasets import LAWS
+from roughflow.datasets import DISTRIBUTIONS
 
-law = LAWS["two-spirals"]
-data = law.sample(key=jax.random.key(0), shape=(1000,))  # (1000, 2)
--law.log_prob(data).mean()  # the truth's loss on these data
-law.entropy  # its expected loss, 2.5406 nats: no model's is lower
+distribution = DISTRIBUTIONS["two-spirals"]
+data = distribution.sample(key=jax.random.key(0), shape=(1000,))  # (1000, 2)
+-distribution.log_prob(data).mean()  # the truth's loss on these data
+distribution.entropy  # its expected loss, 2.5406 nats: no model's is lower
 ```
 """
 
@@ -33,11 +33,12 @@ Window = tuple[float, float, float, float]
 LOG_2PI = math.log(2 * math.pi)
 
 
-class AbstractLaw(eqx.Module):
-    """A law on the plane with its density. Those here have no parameters: all who name one mean the same law.
+class AbstractDistribution(eqx.Module):
+    """A distribution on the plane with its density. Those here have no parameters: all who
+    name one mean the same.
 
     - `entropy`: −E log p(Z) in nats, the least that the expected negative log-likelihood of a model can be.
-    - `extent`: (left, right, bottom, top) of a window that shows the law.
+    - `extent`: (left, right, bottom, top) of a window that shows the distribution.
 
     It has what a flow asks of its base, so a flow may also start from one.
 
@@ -45,9 +46,9 @@ class AbstractLaw(eqx.Module):
     import jax
     from roughflow.datasets import Moons
 
-    law = Moons()
-    x = law.sample(key=jax.random.key(0), shape=(100,))  # (100, 2)
-    law.log_prob(x).shape  # (100,)
+    distribution = Moons()
+    x = distribution.sample(key=jax.random.key(0), shape=(100,))  # (100, 2)
+    distribution.log_prob(x).shape  # (100,)
     ```
     """
 
@@ -77,8 +78,8 @@ class AbstractLaw(eqx.Module):
     def _log_prob(self, z: Array) -> Array: ...
 
 
-class AbstractSmoothLaw(AbstractLaw):
-    """A law in the middle of the plane with a smooth density. Its entropy is an integral on a grid."""
+class AbstractSmoothDistribution(AbstractDistribution):
+    """One in the middle of the plane with a smooth density. Its entropy is an integral on a grid."""
 
     extent: ClassVar[Window] = (-4.0, 4.0, -4.0, 4.0)
 
@@ -88,17 +89,17 @@ class AbstractSmoothLaw(AbstractLaw):
 
 
 @functools.lru_cache
-def _entropy_on_grid(law: AbstractLaw) -> float:
-    """−∫ p log p by the trapezoidal rule: the finest law, the star, is resolved to 2e-5, the rest to 1e-6."""
+def _entropy_on_grid(distribution: AbstractDistribution) -> float:
+    """−∫ p log p by the trapezoidal rule: the finest, the star, is resolved to 2e-5, the rest to 1e-6."""
     side, step = np.linspace(-5, 5, 161, retstep=True)
     grid = np.stack(np.meshgrid(side, side), axis=-1)
     with jax.ensure_compile_time_eval():
-        log_prob = np.asarray(jax.jit(law.log_prob)(jnp.asarray(grid)), float)
+        log_prob = np.asarray(jax.jit(distribution.log_prob)(jnp.asarray(grid)), float)
     density = np.exp(log_prob)
     return float(-np.sum(density * np.where(density > 0, log_prob, 0)) * step**2)
 
 
-# --------------------------------------------------------------------- what several laws need
+# --------------------------------------------------------------------- what several of them need
 
 
 def _quadrature(num_nodes: int) -> tuple[Array, Array]:
@@ -161,10 +162,10 @@ def _log_normal(residual: Array, scale: float) -> Array:
     return -0.5 * (residual / scale) ** 2 - 0.5 * LOG_2PI - math.log(scale)
 
 
-# ------------------------------------------------------------------------------------- laws
+# ----------------------------------------------------------------------------- distributions
 
 
-class Banana(AbstractLaw):
+class Banana(AbstractDistribution):
     """x ~ N(0, 1), y | x ~ N(−x², 2). Its entropy is 1 + ln 2π + ½ ln 2."""
 
     extent: ClassVar[Window] = (-3.5, 3.5, -11.0, 4.0)
@@ -182,7 +183,7 @@ class Banana(AbstractLaw):
         return _log_normal(x, 1.0) + _log_normal(y + x**2, math.sqrt(2))
 
 
-class Star(AbstractSmoothLaw):
+class Star(AbstractSmoothDistribution):
     """θ ~ U(−π, π), r | θ ~ N(2/√(1 + ½ sin 10θ), 0.15²), z = r (cos θ, sin θ): ten thin petals.
 
     A point z has the polar coordinates (|z|, θ) and (−|z|, θ + π), so that
@@ -209,7 +210,7 @@ class Star(AbstractSmoothLaw):
         return 2 / jnp.sqrt(1 + 0.5 * jnp.sin(10 * angle))
 
 
-class Moons(AbstractSmoothLaw):
+class Moons(AbstractSmoothDistribution):
     """Two interleaved half circles of radius 2, the second the first turned by π, with noise N(0, 0.2² I)."""
 
     noise: ClassVar[float] = 0.2
@@ -228,8 +229,8 @@ class Moons(AbstractSmoothLaw):
         return jnp.stack([x - 1, y - 0.5], axis=-1)
 
 
-class EightGaussians(AbstractSmoothLaw):
-    """Eight normal laws of scale 1/√8, equally likely, around a circle of radius √8."""
+class EightGaussians(AbstractSmoothDistribution):
+    """Eight normal distributions of scale 1/√8, equally likely, around a circle of radius √8."""
 
     noise: ClassVar[float] = 8**-0.5
 
@@ -245,7 +246,7 @@ class EightGaussians(AbstractSmoothLaw):
         return _polar(jnp.asarray(8**0.5), which * (math.pi / 4))
 
 
-class Checkerboard(AbstractLaw):
+class Checkerboard(AbstractDistribution):
     """Uniform on every other one of the sixteen squares of side 2 in [−4, 4]². Its entropy is ln 32."""
 
     extent: ClassVar[Window] = (-4.5, 4.5, -4.5, 4.5)
@@ -266,7 +267,7 @@ class Checkerboard(AbstractLaw):
         return jnp.where(on, -math.log(32), -jnp.inf).astype(z.dtype)
 
 
-class TwoSpirals(AbstractSmoothLaw):
+class TwoSpirals(AbstractSmoothDistribution):
     """Two spirals of one and a half turns, r = t/3 for t = 3π√u and u ~ U(0, 1), with noise N(0, 0.1² I)."""
 
     noise: ClassVar[float] = 0.1
@@ -285,8 +286,8 @@ class TwoSpirals(AbstractSmoothLaw):
         return _polar(math.pi * s, math.pi * (1 - 3 * s))
 
 
-class Pinwheel(AbstractSmoothLaw):
-    """Five normal laws, drawn out along rays from the origin, then twisted.
+class Pinwheel(AbstractSmoothDistribution):
+    """Five normal distributions, drawn out along rays from the origin, then twisted.
 
     A point w of the mixture, with means 2 (cos 2πk/5, sin 2πk/5) and scales 0.6 along the ray and 0.2 across
     it, is turned by the angle ½ ln(1 + |w|²). The angle depends on the radius only, so the twist keeps
@@ -311,7 +312,7 @@ class Pinwheel(AbstractSmoothLaw):
         return jnp.log(jnp.hypot(jnp.hypot(1.0, z[..., 0]), z[..., 1]))
 
 
-class Rings(AbstractSmoothLaw):
+class Rings(AbstractSmoothDistribution):
     """Four circles of radius R = ¾, 1½, 2¼, 3, equally likely, with noise N(0, 0.08² I).
 
     Each gives N(z; 0, σ² I) averaged over a circle: exp(−(|z|² + R²)/2σ²) I₀(|z| R/σ²) / 2πσ².
@@ -336,7 +337,7 @@ class Rings(AbstractSmoothLaw):
         return jax.nn.logsumexp(jnp.stack(rings), axis=0) - math.log(4) - LOG_2PI - 2 * math.log(self.noise)
 
 
-class SwissRoll(AbstractSmoothLaw):
+class SwissRoll(AbstractSmoothDistribution):
     """A spiral of one and a half turns, r = t/5 for t ~ U(3π/2, 9π/2), with noise N(0, 0.2² I)."""
 
     noise: ClassVar[float] = 0.2
@@ -354,7 +355,7 @@ class SwissRoll(AbstractSmoothLaw):
         return _polar(angle / 5, angle)
 
 
-LAWS: Mapping[str, AbstractLaw] = MappingProxyType(
+DISTRIBUTIONS: Mapping[str, AbstractDistribution] = MappingProxyType(
     {
         "banana": Banana(),
         "star": Star(),
@@ -367,4 +368,4 @@ LAWS: Mapping[str, AbstractLaw] = MappingProxyType(
         "swiss-roll": SwissRoll(),
     }
 )
-"""The nine laws by name."""
+"""The nine distributions by name."""

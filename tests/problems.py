@@ -136,11 +136,11 @@ def nonlinear_3d():
 PROBLEMS = [ou_1d(), ou_4d(), brownian_with_drift(), gbm_1d(), gbm_2d(), nonlinear_3d()]
 
 
-# -------------------------------------------------------------------------- linear laws, in closed form
+# -------------------------------------------------------------------------- linear SDEs, in closed form
 
 
 class LogNormal(eqx.Module):
-    """exp N(loc, scale²), a base on half of space; or there the gamma law with this shape and scale."""
+    """exp N(loc, scale²), a base on half of space; or a gamma distribution there, by shape and scale."""
 
     loc: jax.Array
     scale: jax.Array
@@ -178,8 +178,8 @@ def linear(drift, noise, base, driver=THREE, t1=1.0):
     return rf.StochasticFlow(sde, base, t1, driver, integrator=rf.FixedGrid(rf.RK4(), steps=64))
 
 
-def linear_law(drift, noise, mean, covariance, driver=None, t1=1.0):
-    """The law of Z at t1, driven by a smooth `driver` or, without one, by Brownian motion.
+def linear_distribution(drift, noise, mean, covariance, driver=None, t1=1.0):
+    """The distribution of Z at t1, driven by a smooth `driver` or, without one, by Brownian motion.
 
     Z_T = e^{AT} Z₀ + ∫ e^{A(T−t)} S Ḃ dt is linear in the path's coefficients; integrals by Gauss's rule.
     """
@@ -202,8 +202,8 @@ def ou(rate=1.0, noise=1.2, mean=1.0, scale=0.5, driver=THREE):
     return linear(jnp.reshape(-rate, (1, 1)), jnp.reshape(noise, (1, 1)), base, driver)
 
 
-def ou_law(rate=1.0, noise=1.2, mean=1.0, scale=0.5, driver=None):
-    return linear_law(
+def ou_distribution(rate=1.0, noise=1.2, mean=1.0, scale=0.5, driver=None):
+    return linear_distribution(
         np.array([[-rate]]), np.array([[noise]]), np.array([mean]), np.eye(1) * scale**2, driver
     )
 
@@ -256,26 +256,26 @@ class Always(rf.Tempered):
     """Calls all weights poor: particles are moved for every point."""
 
     def prepare(self, flow, target, keys, cloud):
-        law = super().prepare(flow, target, keys, cloud)
-        return eqx.tree_at(lambda law: law.poor, law, jnp.ones_like(law.poor))
+        distribution = super().prepare(flow, target, keys, cloud)
+        return eqx.tree_at(lambda d: d.poor, distribution, jnp.ones_like(distribution.poor))
 
 
 def widened(estimator, flow, x, key):
-    """The estimate as if trial weights had differed at every point: a wider law, and the prior's share."""
+    """The estimate as if trial weights had differed at every point: wider, with the prior's share."""
     run = EstimatorRun(estimator, flow, x, key)
-    run.law = run.law.defended(jnp.ones(len(run.law.missed), bool))
-    missed = run.law.missed[run.places]
+    run.distribution = run.distribution.defended(jnp.ones(len(run.distribution.missed), bool))
+    missed = run.distribution.missed[run.places]
     return from_log_weights(run.all_log_weights().T, run.group, missed)
 
 
 CAUCHY = lambda z: -jnp.log1p(z[0] ** 2)  # a log density, up to a constant
 
 
-def cauchy_distribution(x):
+def cauchy_cdf(x):
     return 0.5 + np.arctan(x) / np.pi
 
 
-def kolmogorov(samples, distribution):
-    """The largest gap between the distribution of the samples and that of a law."""
+def kolmogorov(samples, cdf):
+    """The largest gap between the distribution functions of the samples and the truth."""
     samples = np.sort(np.ravel(samples))
-    return np.max(np.abs(distribution(samples) - (np.arange(len(samples)) + 0.5) / len(samples)))
+    return np.max(np.abs(cdf(samples) - (np.arange(len(samples)) + 0.5) / len(samples)))

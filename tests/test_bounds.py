@@ -1,10 +1,10 @@
-"""Bounds on log p from both sides, against the law of a linear SDE."""
+"""Bounds on log p from both sides, against the distribution of a linear SDE."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import SHAKEN, THREE, linear, linear_law, ou, ou_law
+from problems import SHAKEN, THREE, linear, linear_distribution, ou, ou_distribution
 
 import roughflow as rf
 
@@ -41,14 +41,14 @@ def lower(count, key, rate=1.0):
 
 
 def test_the_bound_from_below_rises_with_its_paths_and_stays_below(key):
-    truth = (ou_law(**NARROW, driver=THREE).logpdf([0.9]), 0.0)
+    truth = (ou_distribution(**NARROW, driver=THREE).logpdf([0.9]), 0.0)
     one, eight, many = (mean_and_error(lower(count, key)) for count in (1, 8, 64))
     assert above(eight, one)
     assert above(many, eight)
     assert above(truth, many)
     assert truth[0] - many[0] < 0.2
     # Of one path it is E log p(x | path): the noise in Z₀ = e (x − ∫) makes the mean of a square.
-    added = ou_law(scale=0.0, driver=THREE).cov[0, 0] * np.exp(2.0)
+    added = ou_distribution(scale=0.0, driver=THREE).cov[0, 0] * np.exp(2.0)
     expected = 1 - 0.5 * np.log(2 * np.pi * 0.09) - ((0.9 * np.e - 1.0) ** 2 + added) / (2 * 0.09)
     assert close(one, expected)
 
@@ -68,7 +68,7 @@ def test_gradient_of_the_bound_from_below(key):
 @pytest.mark.slow
 def test_the_bound_from_below_trains_an_amortised_proposal(key):
     """Its gradient reaches the network and points towards a tighter bound."""
-    x = jnp.asarray(ou_law(driver=THREE).rvs(COUNT, random_state=0))[:, None]
+    x = jnp.asarray(ou_distribution(driver=THREE).rvs(COUNT, random_state=0))[:, None]
     bound = lambda proposal: jnp.mean(rf.LowerBound(rf.PullBack(8, proposal))(ou(), x, key=key))
     before, slope = jax.value_and_grad(bound)(SHAKEN)
     h = 1e-5
@@ -82,7 +82,7 @@ def test_the_bound_from_below_trains_an_amortised_proposal(key):
 # ------------------------------------------------------------------------------------ from above
 
 
-LAW = ou_law(**WIDE, driver=THREE)
+TRUTH = ou_distribution(**WIDE, driver=THREE)
 PRIOR = rf.Prior()
 
 
@@ -96,13 +96,13 @@ def upper(bound, key, rate=1.0):
 def excess(bound, key):
     """The bound over E log p(Z), sample by sample: that leaves less to chance."""
     z, value = upper(bound, key)
-    return mean_and_error(value - LAW.logpdf(z))
+    return mean_and_error(value - TRUTH.logpdf(z))
 
 
 def test_the_bound_from_above_falls_with_its_paths_and_stays_above(key):
     none, few = (excess(rf.UpperBound(fresh, PRIOR), key) for fresh in (0, 4))
-    # Alone with the path that made it, the sample has a normal law of known variance.
-    assert close(none, 0.5 * np.log(LAW.cov[0, 0] / (np.exp(-2.0) * 1.5**2)))
+    # Alone with the path that made it, the sample has a normal distribution of known variance.
+    assert close(none, 0.5 * np.log(TRUTH.cov[0, 0] / (np.exp(-2.0) * 1.5**2)))
     assert above(none, few)
     assert above(few, (0.0, 0.0))
 
@@ -118,24 +118,24 @@ def test_the_bound_from_above_comes_near_with_many_paths(key):
 @pytest.mark.slow
 @pytest.mark.parametrize("fresh", [0, 2])
 def test_around_the_likeliest_path_the_bound_from_above_is_exact_on_a_linear_sde(fresh, key):
-    """The tangent law is that of the path given Z, in one dimension and with fewer noises than dimensions."""
+    """The tangent proposal is p(path | Z), in one dimension and with fewer noises than dimensions."""
     z, value = upper(rf.UpperBound(fresh), key)
-    np.testing.assert_allclose(value, LAW.logpdf(z), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(value, TRUTH.logpdf(z), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("proposal", [PRIOR, SHAKEN], ids=["Prior", "Amortised"])
 def test_the_samples_of_a_bound_from_above_are_those_of_the_flow(proposal, key):
     """Whatever the proposal; and the bound is one."""
     z, value = (np.asarray(a) for a in upper(rf.UpperBound(4, proposal), key))
-    deviation = np.sqrt(LAW.cov[0, 0])
-    assert abs(z.mean() - LAW.mean[0]) < 4 * deviation / np.sqrt(COUNT)
-    assert abs(z.var() / LAW.cov[0, 0] - 1) < 4 * np.sqrt(2 / COUNT)
-    assert above(mean_and_error(value - LAW.logpdf(z)), (0.0, 0.0))
+    deviation = np.sqrt(TRUTH.cov[0, 0])
+    assert abs(z.mean() - TRUTH.mean[0]) < 4 * deviation / np.sqrt(COUNT)
+    assert abs(z.var() / TRUTH.cov[0, 0] - 1) < 4 * np.sqrt(2 / COUNT)
+    assert above(mean_and_error(value - TRUTH.logpdf(z)), (0.0, 0.0))
 
 
 @pytest.mark.parametrize("proposal", [PRIOR, SHAKEN], ids=["Prior", "Amortised"])
 def test_gradient_of_the_bound_from_above(proposal, key):
-    """Through the samples too: they move with the parameter, and the proposal's law with them."""
+    """Through the samples too: they move with the parameter, and the proposal's distribution with them."""
     check_gradient(lambda rate: jnp.mean(upper(rf.UpperBound(4, proposal), key, rate)[1]))
 
 
@@ -151,9 +151,9 @@ def test_the_bound_from_above_takes_any_number_of_noises(key):
     """One noise for two dimensions: a start belongs to each path all the same."""
     drift, noise = np.array([[-1.0, 0.5], [0.0, -0.7]]), np.array([[0.6], [0.3]])
     flow = linear(drift, noise, rf.Normal(jnp.zeros(2), 0.5))
-    law = linear_law(drift, noise, np.zeros(2), 0.25 * np.eye(2), THREE)
+    distribution = linear_distribution(drift, noise, np.zeros(2), 0.25 * np.eye(2), THREE)
     z, value = rf.UpperBound(2)(flow, key=key, shape=(16,))
-    np.testing.assert_allclose(value, law.logpdf(z), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(value, distribution.logpdf(z), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("fresh", [-1, 1.5])

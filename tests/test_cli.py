@@ -138,7 +138,7 @@ def test_standard_output_that_is_closed(capsys, monkeypatch):
 
 
 def test_fit_reports_the_gaussian_it_started_from(fitted):
-    """After two small steps the model is still near the normal law, in the units of the data."""
+    """After two small steps the model is still near the normal distribution, in the units of the data."""
     said = (fitted / "said.txt").read_text()
     assert "rows        200: 180 to train on, 20 to validate on" in said
     assert "columns     c, a" in said
@@ -146,7 +146,7 @@ def test_fit_reports_the_gaussian_it_started_from(fitted):
     assert f"model       {fitted}/new/model.rf" in said
     words = next(line for line in said.splitlines() if line.startswith("validation")).split()
     assert float(words[1]) == pytest.approx(float(words[-1]), abs=1e-3)
-    # Of a normal law with standard deviation 2 in two dimensions.
+    # Of a normal distribution with standard deviation 2 in two dimensions.
     assert float(words[-1]) == pytest.approx(-(np.log(2 * np.pi) + 1 + 2 * np.log(2)), abs=0.7)
 
 
@@ -548,7 +548,7 @@ def test_bad_targets(targets, refused):
 
 @pytest.mark.slow
 def test_tune_draws_from_a_density_stops_and_goes_on(targets, refused, capsys, monkeypatch):
-    """A normal law around 3, also from a run that was cut in two: the same draws to the last digit."""
+    """A normal target around 3, also from a run that was cut in two: the same draws to the last digit."""
     small = ["--dimension", "1", "--chains", "16", "--gradients", "9000", "--draws", "40", "--thin", "5"]
     command = ["tune", "targets:bell", "--quiet", *small, "--out"]
     assert main([*command, "whole.csv", "--noise", "noise.rf"]) == 0

@@ -1,10 +1,10 @@
-"""How often the truth lies within two standard errors, over random laws, points and keys."""
+"""How often the truth lies within two standard errors, over random SDEs, points and keys."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import ESTIMATORS, THREE, ou, ou_law, widened
+from problems import ESTIMATORS, THREE, ou, ou_distribution, widened
 
 from roughflow.density._estimate import from_log_weights, log_mean
 
@@ -12,13 +12,13 @@ POINTS = 64
 
 
 def cases(count, driver, seed):
-    """Random linear laws with closed form, points drawn from each, and a key."""
+    """Random linear SDEs with closed form, points drawn from each, and a key."""
     rng = np.random.default_rng(seed)
     for i in range(count):
         numbers = (rng.uniform(0.3, 1.5), rng.uniform(0.6, 1.4), rng.normal(), rng.uniform(0.4, 1.0))
-        law = ou_law(*numbers, driver=driver)
-        x = law.rvs(POINTS, random_state=rng)[:, None]
-        yield ou(*numbers), x, law.logpdf(x), jax.random.fold_in(jax.random.key(seed), i)
+        distribution = ou_distribution(*numbers, driver=driver)
+        x = distribution.rvs(POINTS, random_state=rng)[:, None]
+        yield ou(*numbers), x, distribution.logpdf(x), jax.random.fold_in(jax.random.key(seed), i)
 
 
 def percent(inside, counted):
@@ -32,10 +32,10 @@ def report(name, inside, counted, suspect):
     return trusted
 
 
-def check(name, estimate_at, laws, seed):
-    """Against the law the finite driver has: a standard error is all there is."""
+def check(name, estimate_at, count, seed):
+    """Against the distribution the finite driver has: a standard error is all there is."""
     error, deviation, suspect = [], [], []
-    for flow, x, truth, key in cases(laws, THREE, seed):
+    for flow, x, truth, key in cases(count, THREE, seed):
         estimate = estimate_at(flow, x, key)
         error.append(np.abs(estimate.log_prob - truth))
         deviation.append(estimate.standard_error)
@@ -102,7 +102,7 @@ def test_truth_is_within_two_standard_errors_nineteen_times_in_twenty(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
-def test_truth_is_within_two_standard_errors_over_fifty_laws(name):
+def test_truth_is_within_two_standard_errors_over_fifty_sdes(name):
     check(name, CHECKED[name], 50, seed=2)
 
 

@@ -1,4 +1,4 @@
-"""Laws on the plane: the density has mass one and is that of the samples, and the entropy is its own."""
+"""Data sets: the density has mass one and is that of the samples, and the entropy is its own."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 import roughflow as rf
-from roughflow.datasets import LAWS, _entropy_on_grid
+from roughflow.datasets import DISTRIBUTIONS, _entropy_on_grid
 
 # What each entropy is: in closed form, or from −∫ p log p on a grid seven times as fine as the library's.
 ENTROPIES = {
@@ -25,9 +25,9 @@ ENTROPIES = {
     "swiss-roll": 2.669646,
 }
 CELL, NODES = 0.4, 10
-WINDOWS = {name: (-4.8, 4.8, -4.8, 4.8) for name in LAWS} | {"banana": (-4.8, 4.8, -24.0, 5.2)}
+WINDOWS = {name: (-4.8, 4.8, -4.8, 4.8) for name in DISTRIBUTIONS} | {"banana": (-4.8, 4.8, -24.0, 5.2)}
 
-every_law = pytest.mark.parametrize("name", LAWS)
+every_distribution = pytest.mark.parametrize("name", DISTRIBUTIONS)
 
 
 def edges(name):
@@ -49,14 +49,14 @@ def cell_masses(name):
 
 @functools.cache
 def samples(name):
-    draw = jax.jit(lambda key: LAWS[name].sample(key=key, shape=(100_000,)))
+    draw = jax.jit(lambda key: DISTRIBUTIONS[name].sample(key=key, shape=(100_000,)))
     return np.asarray(draw(jax.random.key(20)))
 
 
 @functools.cache
 def log_prob(name):
     """Compiled once for all tests; they call it with 64 points."""
-    return jax.jit(LAWS[name].log_prob)
+    return jax.jit(DISTRIBUTIONS[name].log_prob)
 
 
 def agreement(name, points):
@@ -69,41 +69,41 @@ def agreement(name, points):
     return stats.chi2.sf(np.sum((counts - expected) ** 2 / np.maximum(expected, 1e-6)), len(expected) - 1)
 
 
-@every_law
+@every_distribution
 def test_density_has_mass_one(name):
     assert cell_masses(name).sum() == pytest.approx(1, abs=1e-4)
 
 
-@every_law
+@every_distribution
 def test_samples_have_the_density(name):
     points = samples(name)[:30_000]
     assert points.shape == (30_000, 2)
     assert agreement(name, points) > 1e-4
-    # The test would see a law that is only a little different.
+    # The test would see a distribution that is only a little different.
     assert agreement(name, 1.03 * points) < 1e-6
 
 
-@every_law
+@every_distribution
 def test_entropy(name):
-    law = LAWS[name]
-    assert isinstance(law.entropy, float)
-    assert law.entropy == pytest.approx(ENTROPIES[name], abs=5e-5)
+    distribution = DISTRIBUTIONS[name]
+    assert isinstance(distribution.entropy, float)
+    assert distribution.entropy == pytest.approx(ENTROPIES[name], abs=5e-5)
     surprise = -np.asarray(log_prob(name)(samples(name)))
     error = surprise.std() / math.sqrt(surprise.size)
-    assert abs(surprise.mean() - law.entropy) < 4 * error + 1e-12
+    assert abs(surprise.mean() - distribution.entropy) < 4 * error + 1e-12
 
 
 def test_entropy_by_another_road():
-    """Eight normal laws that hardly overlap: ln 8 more than one; and the star's by polar coordinates."""
+    """Eight normals that hardly overlap: ln 8 more than one; and the star's by polar coordinates."""
     one = math.log(2 * math.pi * math.e / 8)
-    assert LAWS["eight-gaussians"].entropy == pytest.approx(one + math.log(8), abs=0.01)
+    assert DISTRIBUTIONS["eight-gaussians"].entropy == pytest.approx(one + math.log(8), abs=0.01)
     # H(r, θ) + E ln r, with r > 0 but for a chance below 1e-26.
     angle = np.linspace(0, 2 * np.pi, 2000, endpoint=False)
     nodes, weights = np.polynomial.hermite_e.hermegauss(20)
     radius = (2 / np.sqrt(1 + 0.5 * np.sin(10 * angle)))[:, None] + 0.15 * nodes[None]
     log_radius = np.mean(np.log(radius) @ weights) / weights.sum()
     entropy = 0.5 * math.log(2 * math.pi * math.e * 0.15**2) + math.log(2 * math.pi) + log_radius
-    assert LAWS["star"].entropy == pytest.approx(entropy, abs=5e-5)
+    assert DISTRIBUTIONS["star"].entropy == pytest.approx(entropy, abs=5e-5)
 
 
 def turn(radius, angle):
@@ -135,18 +135,18 @@ def test_density_along_a_curve(name):
     np.testing.assert_allclose(log_prob(name)(points)[:16], expected, rtol=0, atol=1e-8)
 
 
-@every_law
+@every_distribution
 def test_gradient_is_that_of_the_density(name):
     points, h = samples(name)[:64].copy(), 1e-5
     points[0] = 0  # where polar coordinates are not smooth
-    gradient = np.asarray(jax.jit(jax.vmap(jax.grad(LAWS[name].log_prob)))(points))
+    gradient = np.asarray(jax.jit(jax.vmap(jax.grad(DISTRIBUTIONS[name].log_prob)))(points))
     assert np.all(np.isfinite(gradient))
     for axis, shift in enumerate(h * np.eye(2)):
         quotient = (log_prob(name)(points + shift) - log_prob(name)(points - shift)) / (2 * h)
         np.testing.assert_allclose(gradient[1:, axis], quotient[1:], rtol=1e-5, atol=1e-4)
 
 
-@every_law
+@every_distribution
 def test_either_precision_and_never_nan(name):
     points = samples(name)[:64].copy()
     points[:4] = [[0.0, 0.0], [30.0, -30.0], [-1e3, 1e3], [1e25, 1e25]]
@@ -158,38 +158,40 @@ def test_either_precision_and_never_nan(name):
         assert np.all(found[1:4] < -1e3)
 
 
-@every_law
+@every_distribution
 def test_shapes(name):
-    law = LAWS[name]
+    distribution = DISTRIBUTIONS[name]
     for shape in [(), (3, 4), (0,)]:
-        drawn = jax.eval_shape(lambda shape=shape: law.sample(key=jax.random.key(0), shape=shape))
+        drawn = jax.eval_shape(lambda shape=shape: distribution.sample(key=jax.random.key(0), shape=shape))
         assert drawn.shape == (*shape, 2)
-        assert jax.eval_shape(law.log_prob, drawn).shape == shape
-    assert jax.eval_shape(law.log_prob, np.zeros(2, int)).dtype == jnp.float64
+        assert jax.eval_shape(distribution.log_prob, drawn).shape == shape
+    assert jax.eval_shape(distribution.log_prob, np.zeros(2, int)).dtype == jnp.float64
 
 
 def test_checkerboard_has_no_density_off_its_squares():
     points = jnp.array([[1.0, 1.0], [-3.0, 1.0], [1.0, -1.0], [5.0, 5.0], [-5.0, 3.0]])
     expected = [-math.log(32)] * 2 + [-math.inf] * 3
-    np.testing.assert_allclose(LAWS["checkerboard"].log_prob(points), expected)
+    np.testing.assert_allclose(DISTRIBUTIONS["checkerboard"].log_prob(points), expected)
 
 
 @pytest.mark.parametrize("over_points", [lambda f: f, jax.vmap], ids=["array", "vmap"])
 def test_memory_does_not_grow_with_the_quadrature(over_points):
     """10,000 points and their gradients, along 1024 nodes: not a fifth of the points × nodes matrix."""
-    total = lambda z: jnp.sum(over_points(LAWS["two-spirals"].log_prob)(z))
+    total = lambda z: jnp.sum(over_points(DISTRIBUTIONS["two-spirals"].log_prob)(z))
     compiled = jax.jit(jax.grad(total)).lower(jnp.zeros((10_000, 2))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 10_000 * 1024 * 8 / 5
 
 
 def test_entropy_is_a_number_inside_a_jit():
     _entropy_on_grid.cache_clear()
-    excess = jax.jit(lambda x: x - LAWS["star"].entropy)(3.0)
+    excess = jax.jit(lambda x: x - DISTRIBUTIONS["star"].entropy)(3.0)
     assert float(excess) == pytest.approx(3.0 - ENTROPIES["star"], abs=5e-5)
 
 
-def test_a_flow_starts_from_a_law(key):
-    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: 0.1 * jnp.eye(2)), LAWS["moons"])
+def test_a_flow_starts_from_a_distribution(key):
+    flow = rf.StochasticFlow(
+        rf.ItoSDE(lambda t, z: -z, lambda t, z: 0.1 * jnp.eye(2)), DISTRIBUTIONS["moons"]
+    )
     path = flow.driver.path(jnp.zeros((6, 2)))  # dz/dt = −z: z(1) = z(0)/e
     x = samples("moons")[:64]
     given = jax.jit(flow.log_prob_given_path)(x / math.e, path)
@@ -198,6 +200,6 @@ def test_a_flow_starts_from_a_law(key):
 
 def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match=r"jax\.random\.key"):
-        LAWS["moons"].sample(key=jax.random.PRNGKey(0))
+        DISTRIBUTIONS["moons"].sample(key=jax.random.PRNGKey(0))
     with pytest.raises(ValueError, match=r"\(\.\.\., 2\), got \(5, 3\)"):
-        LAWS["moons"].log_prob(jnp.zeros((5, 3)))
+        DISTRIBUTIONS["moons"].log_prob(jnp.zeros((5, 3)))

@@ -8,7 +8,7 @@ import pytest
 
 import roughflow as rf
 
-LAWS = [jax.random.rademacher, jax.random.normal]
+DISTRIBUTIONS = [jax.random.rademacher, jax.random.normal]
 PROBES = 4000
 
 RATE = np.array([[-1.0, 0.8, 0.3], [-0.5, 0.4, -0.6], [0.9, 0.2, 0.7]])
@@ -48,24 +48,24 @@ def estimates(hutchinson, z, key):
     return guesses, rf.ExactDivergence()(field, z, None)[1], values, field(z)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda f: f.__name__)
-def test_hutchinson_is_right_on_average(law, key):
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda f: f.__name__)
+def test_hutchinson_is_right_on_average(distribution, key):
     """Over 4000 draws within three standard errors; and it does vary."""
     z = jax.random.normal(key, (6,))
-    guesses, exact, values, value = estimates(rf.HutchinsonDivergence(law=law), z, key)
+    guesses, exact, values, value = estimates(rf.HutchinsonDivergence(distribution=distribution), z, key)
     spread = np.std(guesses, ddof=1)
     assert spread > 0.1
     assert abs(np.mean(guesses) - exact) < 3 * spread / np.sqrt(PROBES)
     np.testing.assert_allclose(values, np.broadcast_to(value, values.shape), rtol=1e-12)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("number", [4, 16])
-def test_more_probes_less_variance(law, number, key):
+def test_more_probes_less_variance(distribution, number, key):
     """Few probes and many are computed in different ways; both average independent estimates."""
     z = jax.random.normal(key, (6,))
-    one, exact, _, _ = estimates(rf.HutchinsonDivergence(law=law), z, key)
-    many, _, _, _ = estimates(rf.HutchinsonDivergence(number, law), z, key)
+    one, exact, _, _ = estimates(rf.HutchinsonDivergence(distribution=distribution), z, key)
+    many, _, _, _ = estimates(rf.HutchinsonDivergence(number, distribution), z, key)
     assert abs(np.mean(many) - exact) < 3 * np.std(many) / np.sqrt(PROBES)
     ratio = np.var(one) / np.var(many)
     # A ratio of variances from 4000 draws each is good to some percent.

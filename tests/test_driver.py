@@ -1,4 +1,4 @@
-"""What drives an SDE: paths with the law of Brownian motion, and a given path projected on them."""
+"""What drives an SDE: paths with the distribution of Brownian motion, and a given path projected on them."""
 
 import diffrax
 import equinox as eqx
@@ -135,7 +135,7 @@ def test_path_is_a_control_for_diffrax(driver, key):
     np.testing.assert_allclose(solution.ys[0], np.exp(path.evaluate(2.0)), rtol=1e-4)
 
 
-# -------------------------------------------------------------------------- the law of a path
+# -------------------------------------------------------------------------- the distribution of a path
 
 
 @every_driver
@@ -231,7 +231,7 @@ def test_fine_path_on_coarser_drivers(horizon, key):
 
 
 def test_projected_coefficients_are_standard_normal(key):
-    """The law of the projection of a Brownian path is the driver's own."""
+    """The distribution of the projection of a Brownian path is the driver's own."""
     fine = rf.PiecewiseLinear(256).sample(key=key, shape=(4000,), t1=2.5)
     coefficients = eqx.filter_jit(rf.KarhunenLoeve(4).project)(fine, resolution=256).coefficients[..., 0]
     covariance = np.cov(coefficients, rowvar=False)

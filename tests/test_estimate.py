@@ -19,9 +19,9 @@ from problems import (
     LogNormal,
     double_well,
     gbm_1d,
-    linear_law,
+    linear_distribution,
     ou,
-    ou_law,
+    ou_distribution,
 )
 from scipy import stats
 
@@ -75,36 +75,38 @@ def test_pull_back_gradient(key):
 def test_endpoint_gradient_goes_through_the_newton_solve(key):
     """With the proposal held where it is, as the estimator's own gradient holds it."""
     estimator = rf.Endpoint(4)
-    law = EstimatorRun(estimator, curved(jnp.array(0.5)), jnp.array([[0.7], [-1.5]]), key).law
-    delta = law.sample(jax.random.normal(key, (2, 1, 4 + 1)))
+    distribution = EstimatorRun(
+        estimator, curved(jnp.array(0.5)), jnp.array([[0.7], [-1.5]]), key
+    ).distribution
+    delta = distribution.sample(jax.random.normal(key, (2, 1, 4 + 1)))
 
     @jax.jit
     def value(rate, x):
-        return jnp.sum(estimator.log_joint(curved(rate), Target(x, None), law, delta, None))
+        return jnp.sum(estimator.log_joint(curved(rate), Target(x, None), distribution, delta, None))
 
     check_gradient(value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Tempered", "PullBack-Laplace", "Endpoint-Laplace"])
-def test_gradient_around_the_likeliest_path_is_that_of_the_law(name, key):
+def test_gradient_around_the_likeliest_path_is_that_of_the_density(name, key):
     """On average: the proposal is held fixed, so that paths with equal weights have slopes that differ."""
     x, h = jnp.linspace(-1, 2, 64)[:, None], 1e-5
     value = lambda rate: ou(rate).log_prob(x, key=key, estimator=ESTIMATORS[name][0])
     slope = jax.jvp(value, (1.0,), (1.0,))[1]
-    law = lambda rate: ou_law(rate, driver=THREE).logpdf(x)
-    error = np.asarray(slope - (law(1 + h) - law(1 - h)) / (2 * h))
+    truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf(x)
+    error = np.asarray(slope - (truth(1 + h) - truth(1 - h)) / (2 * h))
     assert abs(error.mean()) < 4 * error.std() / 8
     assert error.std() < 1
 
 
-def test_gradient_of_moved_particles_is_that_of_the_law(key):
+def test_gradient_of_moved_particles_is_that_of_the_density(key):
     """Fisher's identity: the mean over particles of the slopes of log p(x, path), on average over points."""
     x, h = jnp.linspace(-1, 2, 64)[:, None], 1e-5
     value = lambda rate: ou(rate).log_prob(x, key=key, estimator=Always(64))
     slope = jax.jvp(value, (1.0,), (1.0,))[1]
-    law = lambda rate: ou_law(rate, driver=THREE).logpdf(x)
-    error = np.asarray(slope - (law(1 + h) - law(1 - h)) / (2 * h))
+    truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf(x)
+    error = np.asarray(slope - (truth(1 + h) - truth(1 - h)) / (2 * h))
     assert abs(error.mean()) < 4 * error.std() / 8
     assert error.std() < 0.5
 
@@ -156,7 +158,7 @@ def test_values_are_the_same_inside_jit_and_grad(estimator, key):
 @pytest.mark.slow
 def test_a_fitted_model_estimates_with_the_proposal_it_has_learned(key, tmp_path):
     """And so does the one that is read back from a file; without it the numbers are others."""
-    data = ou_law(driver=THREE).rvs(64, random_state=0)[:, None]
+    data = ou_distribution(driver=THREE).rvs(64, random_state=0)[:, None]
     model = rf.fit(ou(), data, key=key, objective=rf.MaximumLikelihood(4), steps=3, progress=False).model
     assert isinstance(model.proposal, rf.Amortised)
     assert rf.default_estimator(model).proposal is model.proposal
@@ -253,12 +255,12 @@ def test_a_point_out_of_reach_leaves_the_others_as_they_are(key):
 
 @pytest.mark.parametrize("rate", [5.0, 40.0])
 def test_the_error_of_the_solvers_steps_is_in_the_error_bar(rate, key):
-    """Eight steps are too few for a stiff law: it is right, or suspect, and says what to do."""
+    """Eight steps are too few for a stiff SDE: it is right, or suspect, and says what to do."""
     sde = rf.ItoSDE(Linear(jnp.array([[-rate]])), rf.ConstantDiffusion(np.sqrt(2 * rate) * jnp.eye(1)))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=THREE)
     x = np.array([[0.0], [2.0]])
     noise = np.sqrt(2 * rate) * np.eye(1)
-    truth = linear_law(np.array([[-rate]]), noise, np.zeros(1), np.eye(1), THREE).logpdf(x)
+    truth = linear_distribution(np.array([[-rate]]), noise, np.zeros(1), np.eye(1), THREE).logpdf(x)
     estimate = flow.estimate(x, key=key, estimator=rf.Tempered(16))
     right = np.abs(estimate.log_prob - truth) < 3 * estimate.total_error
     assert np.all(right | estimate.suspect)
@@ -318,7 +320,7 @@ def test_a_tolerance_is_met_by_more_paths_where_they_are_needed(one_by_one, key)
     assert not np.any(estimate.unmet)
     assert estimate.warning is None
     assert len(set(estimate.num_paths.tolist())) > 1
-    error = np.abs(estimate.log_prob - ou_law(driver=THREE).logpdf(POINTS))
+    error = np.abs(estimate.log_prob - ou_distribution(driver=THREE).logpdf(POINTS))
     assert np.all(error < 4 * estimate.standard_error)
     # The paths added are those that come next: as many at once would have been the same.
     most = int(np.argmax(estimate.num_paths))
@@ -352,7 +354,7 @@ def test_a_tolerance_is_refused_where_there_are_no_values(one_by_one, key):
 
 
 def test_a_tolerance_where_nothing_has_weight_comes_to_an_end(one_by_one, key):
-    """A start on half of space, which the law never leaves: no density below zero, no division by it."""
+    """A start on half of space, which paths never leave: no density below zero, no division by it."""
     base = LogNormal(jnp.array([0.2]), jnp.array([0.3]))
     flow = rf.StochasticFlow(gbm_1d().ito, base, 1.0, THREE)
     estimate = flow.estimate(
@@ -401,11 +403,11 @@ def test_chunks_do_not_change_the_numbers_of_endpoint(draws, key, monkeypatch):
 SINGLE = """
 import jax, jax.numpy as jnp, numpy as np
 import roughflow as rf
-from problems import ou, ou_law
+from problems import ou, ou_distribution
 x = jnp.array([[0.1], [-1.0], [2.0]])
 estimate = ou().estimate(x, key=jax.random.key(0), )
 assert estimate.log_prob.dtype == "float32" and estimate.standard_error.dtype == "float32"
-print(np.max(np.abs(estimate.log_prob - ou_law(driver=ou().driver).logpdf(x))))
+print(np.max(np.abs(estimate.log_prob - ou_distribution(driver=ou().driver).logpdf(x))))
 """
 
 
@@ -435,8 +437,8 @@ class Hopeful(rf.Tempered):
     """Calls no weights poor beforehand."""
 
     def prepare(self, flow, target, keys, cloud):
-        law = super().prepare(flow, target, keys, cloud)
-        return eqx.tree_at(lambda law: law.poor, law, jnp.zeros_like(law.poor))
+        distribution = super().prepare(flow, target, keys, cloud)
+        return eqx.tree_at(lambda d: d.poor, distribution, jnp.zeros_like(distribution.poor))
 
 
 def test_weights_that_turn_out_poor_are_improved_after_all(key):
@@ -446,7 +448,7 @@ def test_weights_that_turn_out_poor_are_improved_after_all(key):
     estimate = flow.estimate(x, key=key, estimator=estimator, solver=False)
     assert np.all(estimate.tempered)
     assert not np.any(estimate.suspect)
-    truth = ou_law(scale=0.05, driver=THREE).logpdf(x)
+    truth = ou_distribution(scale=0.05, driver=THREE).logpdf(x)
     assert np.all(np.abs(estimate.log_prob - truth) < 3 * estimate.total_error)
     traced = jax.jit(lambda x: flow.estimate(x, key=key, estimator=estimator, solver=False).log_prob)(x)
     np.testing.assert_allclose(traced, estimate.log_prob, rtol=1e-9)
@@ -455,8 +457,8 @@ def test_weights_that_turn_out_poor_are_improved_after_all(key):
     np.testing.assert_array_equal(plain.log_weights, plain.plain)
 
 
-def test_a_law_that_contracts_strongly_is_told(key):
-    """Wells with slopes of nine: backwards a solve spreads by e⁹, and particles miss paths. A linear law that
+def test_an_sde_that_contracts_strongly_is_told(key):
+    """Wells with slopes of nine: backwards a solve spreads by e⁹, and particles miss paths. A linear SDE that
     contracts as much is exact."""
     wells = rf.ItoSDE(lambda t, z: 3 * jnp.sin(3 * z), lambda t, z: 1 + 0.7 * jnp.sin(4 * z)[:, None])
     x = jnp.array([[0.6]])

@@ -32,18 +32,18 @@ def test_an_unknown_experiment_is_refused(tmp_path):
 
 def test_a_trained_model_is_kept_and_scored(key, tmp_path, monkeypatch):
     """Resumed, the experiment reads its model and does not train again; the truth itself has no excess."""
-    law, flow = Banana(), paper_flow(0.0, key=key, width=4, depth=1)
+    distribution, flow = Banana(), paper_flow(0.0, key=key, width=4, depth=1)
     run = Run(tmp_path, "trial", None, 0, progress=False, resume=True)
-    trained = run.train("a", flow, law, steps=3)
+    trained = run.train("a", flow, distribution, steps=3)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["trial-a.rf"]
     monkeypatch.setattr("roughflow.fit", lambda *a, **k: pytest.fail("trained again"))
-    again = run.train("a", flow, law, steps=3)
+    again = run.train("a", flow, distribution, steps=3)
     pairs = zip(jax.tree.leaves(trained.flow), jax.tree.leaves(again.flow), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)
-    metrics = run.excess(again, law, count=500)
-    x = law.sample(key=run.key("test"), shape=(4000,))[:500]
+    metrics = run.excess(again, distribution, count=500)
+    x = distribution.sample(key=run.key("test"), shape=(4000,))[:500]
     given = again.flow.log_prob_given_path(x, again.flow.sample_path(key=key))
-    np.testing.assert_allclose(metrics["excess"], np.mean(law.log_prob(x) - given), atol=1e-5)
+    np.testing.assert_allclose(metrics["excess"], np.mean(distribution.log_prob(x) - given), atol=1e-5)
     assert metrics["training_steps"] == 3
     assert metrics["lost_points"] == 0
     assert metrics["solver_error"] < 0.01
@@ -60,16 +60,16 @@ def small(monkeypatch):
 
 def test_a_regression_is_kept_and_scored_with_noise_and_without(tmp_path, small):
     """Two steps of ten are asked for, and so ten of fifty."""
-    law, run = Banana(), Run(tmp_path, "trial", 2, 0, progress=False, resume=True)
-    regressed = run.regress("a", law, steps=50, beside=10, width=4)
+    distribution, run = Banana(), Run(tmp_path, "trial", 2, 0, progress=False, resume=True)
+    regressed = run.regress("a", distribution, steps=50, beside=10, width=4)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["trial-a.rf"]
     small.setattr("roughflow.fit_density", lambda *a, **k: pytest.fail("trained again"))
-    again = run.regress("a", law, steps=50, beside=10, width=4)
-    plain, noisy = run.excess_with(again, law, 0.0), run.excess_with(again, law, 0.5)
+    again = run.regress("a", distribution, steps=50, beside=10, width=4)
+    plain, noisy = run.excess_with(again, distribution, 0.0), run.excess_with(again, distribution, 0.5)
     assert (plain["test_points"], noisy["test_points"], noisy["num_paths"]) == (60, 20, 64)
-    x = law.sample(key=run.key("test"), shape=(60,))
+    x = distribution.sample(key=run.key("test"), shape=(60,))
     values = regressed.model.log_prob(x, key=run.key("any"))
-    np.testing.assert_allclose(plain["excess"], np.mean(law.log_prob(x) - values), atol=1e-5)
+    np.testing.assert_allclose(plain["excess"], np.mean(distribution.log_prob(x) - values), atol=1e-5)
     assert plain["training_steps"] == 10
     assert abs(noisy["excess"] - plain["excess"]) < 1
     assert again.noisy(0.5).flow.noise_dim == 2
@@ -79,7 +79,7 @@ def test_a_regression_is_kept_and_scored_with_noise_and_without(tmp_path, small)
     assert 0.8 < density.sum() * cell <= 1
 
 
-def test_paths_that_have_the_law_of_the_data_are_near_it_and_forget_at_the_known_rate(key):
+def test_paths_that_have_the_distribution_of_the_data_are_near_it_and_forget_at_the_known_rate(key):
     """An Ornstein–Uhlenbeck process: correlations e^(−t/τ), and the time 2τ."""
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(2))
     start = jax.random.normal(key, (64, 2))
@@ -97,7 +97,7 @@ def test_the_larger_experiments_write_their_figures(name, tmp_path, small):
     small.setattr(_fig2, "WALK", 200)
     small.setattr(_fig3, "IN_TRAINING", (0.0, 0.5))
     small.setattr(_fig3, "AFTERWARDS", (0.0, 0.5))
-    small.setattr(_toys, "LAWS", {"banana": Banana()})
+    small.setattr(_toys, "DISTRIBUTIONS", {"banana": Banana()})
     metrics = experiments.run(name, tmp_path, steps=3, progress=False)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == metrics
     written = {"fig3": ["fig3.png", "fig3-noise.png"]}.get(name, [f"{name}.png"])

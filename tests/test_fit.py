@@ -466,7 +466,7 @@ def flow_of(noise, key):
 @pytest.mark.parametrize(
     "proposal", [None, pytest.param(rf.Prior(), marks=pytest.mark.slow)], ids=["learned", "prior"]
 )
-def test_maximum_likelihood_finds_a_normal_law(key, proposal):
+def test_maximum_likelihood_finds_a_normal_distribution(key, proposal):
     """N(1, 0.7²) from N(0, 1) with noise: the loss comes near the entropy."""
     data = 1 + 0.7 * jax.random.normal(key, (2000, 1))
     # Paths that do not learn where to look take more of them, and more steps.
@@ -489,7 +489,7 @@ def test_one_path_from_the_prior_is_the_paper_s_bound(key):
     assert many < one
 
 
-def test_stationarity_is_zero_for_the_law_an_sde_keeps_and_only_for_it(key):
+def test_stationarity_is_zero_for_the_distribution_an_sde_keeps_and_only_for_it(key):
     """Langevin of a correlated Gaussian with state-dependent noise: μ = ½(−σσᵀC⁻¹z + div σσᵀ)."""
     covariance = np.array([[1.0, 0.6], [0.6, 2.0]])
     precision = np.linalg.inv(covariance)
@@ -502,7 +502,8 @@ def test_stationarity_is_zero_for_the_law_an_sde_keeps_and_only_for_it(key):
     assert abs(rate(sde, x)) < 3e-4
     assert rate(sde, x + 0.5) > 0.003
     assert rate(sde, 1.3 * x) > 0.003
-    assert rate(rf.StratonovichSDE(sde.drift, sde.diffusion), x) > 0.003  # another law: Ito's term is lacking
+    # Without Itô's term it keeps another distribution.
+    assert rate(rf.StratonovichSDE(sde.drift, sde.diffusion), x) > 0.003
     np.testing.assert_allclose(rate(rf.to_stratonovich(sde), x), rate(sde, x), atol=1e-12)
 
 
@@ -523,7 +524,7 @@ def test_confinement_is_zero_for_an_sde_that_comes_back_and_not_for_one_that_wan
 
 
 def test_stationarity_does_not_mind_the_order_of_the_sample(key):
-    """Halves of sorted data are two laws: the SDE that keeps the whole moves each of them."""
+    """Halves of sorted data are two distributions: the SDE that keeps the whole moves each of them."""
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(1))
     x = jnp.sort(jax.random.normal(key, (4096, 1)), axis=0)
     assert abs(rf.stationarity(sde, x, key=key)) < 2e-3

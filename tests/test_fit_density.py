@@ -33,7 +33,7 @@ def fitted():
     return rf.fit_density(ROWS, key=jax.random.key(0), columns=["a", "b"], **TINY)
 
 
-def test_before_it_learns_a_model_is_the_normal_law_of_the_data(key):
+def test_before_it_learns_a_model_is_the_normal_distribution_of_the_data(key):
     """Each stage hardly moves: regression by a small rate, likelihood not at all."""
     settings = TINY | {"steps": 1, "likelihood_steps": 0, "learning_rate": 1e-9}
     model = rf.fit_density(ROWS, key=key, validation=0.0, **settings).model
@@ -54,7 +54,7 @@ def test_a_fit_has_both_stages(fitted):
 
 @pytest.mark.slow
 def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
-    """It leaves the law nearly as it is, for a velocity that is nearly right."""
+    """It leaves the distribution nearly as it is, for a velocity that is nearly right."""
     noisy = rf.fit_density(ROWS, key=jax.random.key(0), noise=0.5, **TINY).model
     assert noisy.flow.noise_dim == 2
     later = dataclasses.replace(fitted.model, flow=rf.with_noise(fitted.model.flow, 0.5))
@@ -121,7 +121,7 @@ def test_noise_in_training_that_makes_no_sense_is_refused(settings, key):
 
 
 def test_few_rows_are_smoothed_in_training_and_not_learned_by_heart(key):
-    """Twelve rows of a normal law: with smoothing their own likelihood stays near that of others."""
+    """Twelve rows of a normal distribution: with smoothing their own likelihood stays near that of others."""
     rng = np.random.default_rng(3)
     rows, others = rng.normal(size=(12, 2)), rng.normal(size=(500, 2))
     settings = TINY | {"width": 32, "depth": 2, "steps": 800, "likelihood_steps": 0, "validation": 0.0}

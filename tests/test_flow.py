@@ -72,7 +72,7 @@ def test_geometric_brownian_motion_given_a_path_is_exact(key):
     np.testing.assert_allclose(flow.log_prob_given_path(problem.x, path), expected[:, 0], rtol=1e-9)
 
 
-def test_average_over_paths_is_the_law_of_the_sde(key):
+def test_average_over_paths_is_the_density_of_the_sde(key):
     """Ornstein–Uhlenbeck: E p(x | path) is the normal density; also catches a wrong driver scale."""
     problem = ou_1d()
     flow = rf.StochasticFlow(problem.ito, problem.base, 1.0, rf.PiecewiseLinear(32))
@@ -83,7 +83,7 @@ def test_average_over_paths_is_the_law_of_the_sde(key):
     assert abs(given.mean() - truth) < 3 * given.std() / np.sqrt(given.size) + 1e-3
 
 
-def test_samples_follow_the_law_of_the_sde(key):
+def test_samples_follow_the_distribution_of_the_sde(key):
     problem = ou_1d()
     flow = rf.StochasticFlow(problem.ito, problem.base, 1.0, rf.KarhunenLoeve(20))
     x = np.asarray(flow.sample(key=key, shape=(20_000,)))[:, 0]

@@ -1,4 +1,4 @@
-"""Regression on straight lines: between normal laws the velocity it should find is known."""
+"""Regression on straight lines: between normal distributions the velocity it should find is known."""
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ class Target(eqx.Module):
 
 
 class Exact(eqx.Module):
-    """The velocity between the two laws, with numbers that should stay at zero."""
+    """The velocity between the two distributions, with numbers that should stay at zero."""
 
     shift: jax.Array
     slope: jax.Array

@@ -115,7 +115,7 @@ def test_samples_of_a_mapped_model_have_its_density(bounded, key):
 def test_rounded_rows_are_spread_over_their_steps(key):
     rows = np.random.default_rng(3).poisson(3, (400, 1)).astype(float)
     model = rf.fit_density(rows, key=key, rounding={"count": 1.0}, columns=["count"], **TINY).model
-    # The normal law it starts from has the variance of the rows and that of the noise, or hardly less.
+    # The normal it starts from has the variance of the rows and that of the noise, or hardly less.
     assert model.sample(key=key, shape=(4000,)).var() == pytest.approx(rows.var() + 1 / 12, rel=0.15)
 
 

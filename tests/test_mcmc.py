@@ -1,17 +1,17 @@
-"""Markov chains have the laws they are meant to have."""
+"""Markov chains have the distributions they are meant to have."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import CAUCHY, cauchy_distribution, kolmogorov
+from problems import CAUCHY, cauchy_cdf, kolmogorov
 
 import roughflow as rf
 
 SPREAD = lambda t, z: jnp.sqrt(1 + z**2)[:, None]
 
 
-def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_law(key):
+def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_distribution(key):
     """A wrong proposal ratio (σ's determinant left out, say) would show in the tails."""
     sampler = rf.AdjustedSampler(rf.targeted_sde(CAUCHY, SPREAD), dt=1.5)
     chain = rf.sample_chain(sampler, jnp.zeros((500, 1)), key=key, num_steps=200, burn_in=200, thin=10)
@@ -19,10 +19,10 @@ def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_la
     assert chain.gradients == 400
     assert 0.3 < chain.acceptance.mean() < 0.9
     # 10,000 values, neighbours somewhat alike: 0.0136 would be the 5 % point if they were independent.
-    assert kolmogorov(chain, cauchy_distribution) < 0.025
+    assert kolmogorov(chain, cauchy_cdf) < 0.025
 
 
-def test_adjusted_chains_have_the_law_of_a_correlated_gaussian_with_a_random_network(key):
+def test_adjusted_chains_have_the_distribution_of_a_correlated_gaussian_with_a_random_network(key):
     covariance = np.array([[1.0, 0.9], [0.9, 2.0]])
     precision = jnp.asarray(np.linalg.inv(covariance))
     noise, skew = rf.FullDiffusion(2, width=8, key=key), rf.SkewNetwork(2, width=8, key=key)

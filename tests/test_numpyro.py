@@ -64,13 +64,13 @@ def test_a_flow_is_a_distribution(key):
     flow = rf.StochasticFlow(
         rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2)), rf.Normal(jnp.ones(2)), driver=rf.Legendre(4)
     )
-    law = FlowDistribution(flow, key=key)
+    distribution = FlowDistribution(flow, key=key)
     x = jnp.array([[0.1, 0.4], [1.0, -2.0]])
     spread = np.sqrt(np.exp(-2) + (1 - np.exp(-2)) / 2)
     truth = stats.norm.logpdf(x, np.exp(-1), spread).sum(axis=1)
-    np.testing.assert_allclose(jax.jit(law.log_prob)(x), truth, atol=1e-4)
-    assert law.event_shape == (2,)
-    samples = law.sample(jax.random.PRNGKey(0), (2000,))
+    np.testing.assert_allclose(jax.jit(distribution.log_prob)(x), truth, atol=1e-4)
+    assert distribution.event_shape == (2,)
+    samples = distribution.sample(jax.random.PRNGKey(0), (2000,))
     np.testing.assert_allclose(samples.mean(axis=0), np.exp(-1), atol=0.1)
 
 
@@ -128,7 +128,7 @@ def test_arviz_reads_a_chain(gaussian_chain):
         to_arviz(gaussian_chain, names="xyz")
 
 
-def test_blackjax_runs_a_sampler_to_the_same_law(key):
+def test_blackjax_runs_a_sampler_to_the_same_distribution(key):
     sampler = rf.AdjustedSampler(rf.overdamped_langevin(lambda z: -0.5 * z @ z / 4, 1), dt=4.0)
     state, (states, infos) = blackjax.util.run_inference_algorithm(
         key, as_blackjax(sampler), num_steps=20_000, initial_position=jnp.zeros(1)

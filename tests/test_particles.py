@@ -1,4 +1,4 @@
-"""Particles moved from a proposal to a law whose constant is known."""
+"""Particles moved from a proposal to a distribution whose constant is known."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ RUNS, KEPT, PARTICLES, WIDTH = 256, 64, 256, 3
 LOG_CONSTANT = -4.0
 MEAN = np.array([2.0, -1.0, 1.5])
 ROOT = np.array([[0.4, 0, 0], [0.3, 0.3, 0], [-0.2, 0.1, 0.5]])
-LAW = stats.multivariate_normal(MEAN, ROOT @ ROOT.T)
+TRUTH = stats.multivariate_normal(MEAN, ROOT @ ROOT.T)
 
 
 def normal(omega, mean=MEAN):
@@ -53,10 +53,10 @@ def proposal():
 
 
 def moved(joint, key):
-    law, keys = proposal(), jax.random.split(key, RUNS)
-    noise = jax.random.normal(key, (RUNS, PARTICLES, law.normal.shape[-1] + SPARE))
-    run = jax.jit(lambda law, noise, keys: temper(joint, law, law.sample(noise), keys, KEPT))
-    return run(law, noise, keys)
+    mixture, keys = proposal(), jax.random.split(key, RUNS)
+    noise = jax.random.normal(key, (RUNS, PARTICLES, mixture.normal.shape[-1] + SPARE))
+    run = jax.jit(lambda mixture, noise, keys: temper(joint, mixture, mixture.sample(noise), keys, KEPT))
+    return run(mixture, noise, keys)
 
 
 @pytest.mark.parametrize("joint", [normal, cut, two], ids=["normal", "cut", "two"])
@@ -74,14 +74,14 @@ def test_the_constant_comes_out_within_its_error_bar(joint, key):
     assert np.sqrt(np.mean(score**2)) > 0.3
 
 
-def test_particles_follow_the_law(key):
+def test_particles_follow_the_distribution(key):
     """Its mean and covariance, over all runs; and both of two places have the share they should."""
     omega = np.asarray(moved(normal, key).omega)
     middle = omega.mean(axis=1)
     assert np.all(np.abs(middle.mean(axis=0) - MEAN) < 4 * middle.std(axis=0) / np.sqrt(RUNS))
     second = np.einsum("rki,rkj->rij", omega - MEAN, omega - MEAN) / KEPT
     error = second.std(axis=0) / np.sqrt(RUNS)
-    assert np.all(np.abs(second.mean(axis=0) - LAW.cov) < 4 * error)
+    assert np.all(np.abs(second.mean(axis=0) - TRUTH.cov) < 4 * error)
     assert np.all(error < 0.02)
     both = moved(two, key)
     share = np.mean(np.asarray(both.omega)[..., 0] > 0, axis=1)

@@ -1,4 +1,4 @@
-"""Where paths are drawn: laws with the density they say they have, draws with honest error bars, tails."""
+"""Where paths are drawn: mixtures with the density they say they have, honest error bars, tails."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import AMORTISED, SHAKEN, THREE, linear, ou, ou_law
+from problems import AMORTISED, SHAKEN, THREE, linear, ou, ou_distribution
 from scipy import integrate, stats
 
 import roughflow as rf
@@ -17,13 +17,13 @@ from roughflow.density.estimators._weights import EstimatorRun
 from roughflow.density.proposals import SPARE, Mixture
 from roughflow.density.surface import Latent
 
-# ---------------------------------------------------------------------- laws of a path's coefficients
+# ---------------------------------------------------------------------- mixtures of coefficients
 
 WIDTH, DIMENSION, BATCH = 3, 2, 2
 
 
 def mixture(components, prior=0.0, scale=1.0, tilted=True, seed=7):
-    """Laws of three coefficients for two points, with rows across two dimensions and three coefficients."""
+    """Mixtures of three coefficients for two points, with normals across two dimensions and them."""
     keys = jax.random.split(jax.random.key(seed), 4)
     shape = (BATCH, components)
     rows = jax.random.normal(keys[0], (*shape, DIMENSION + WIDTH, DIMENSION))
@@ -41,12 +41,12 @@ def mixture(components, prior=0.0, scale=1.0, tilted=True, seed=7):
 
 
 def learned():
-    """The law of a network with a tilt, one dimension and three coefficients."""
+    """The distribution of a network with a tilt, one dimension and three coefficients."""
     x = jnp.array([[0.3], [-1.5]])
-    return SHAKEN.law(Latent(ou()), x, None, None)
+    return SHAKEN.distribution(Latent(ou()), x, None, None)
 
 
-LAWS = {
+MIXTURES = {
     "one": lambda: mixture(1, tilted=False),
     "one, tilted": lambda: mixture(1),
     "three": lambda: mixture(3),
@@ -58,16 +58,16 @@ LAWS = {
 }
 
 
-def noise(key, law, count):
-    return jax.random.normal(key, (BATCH, count, law.normal.shape[-1] + SPARE))
+def noise(key, distribution, count):
+    return jax.random.normal(key, (BATCH, count, distribution.normal.shape[-1] + SPARE))
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_a_law_has_the_density_it_says(name, key):
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_has_the_density_it_says(name, key):
     """E_q[g/q] is the mass of g, which is one: for a normal g in the bulk of q and for one off its middle."""
-    law = LAWS[name]()
-    omega = law.sample(noise(key, law, 100_000))
-    for points, log_q in zip(omega, law.log_prob(omega), strict=True):
+    distribution = MIXTURES[name]()
+    omega = distribution.sample(noise(key, distribution, 100_000))
+    for points, log_q in zip(omega, distribution.log_prob(omega), strict=True):
         covariance = np.cov(points, rowvar=False)
         for size, shift in ((0.6, 0.0), (0.4, 1.0)):
             middle = points.mean(axis=0) + shift * np.linalg.cholesky(covariance).sum(axis=1)
@@ -77,25 +77,25 @@ def test_a_law_has_the_density_it_says(name, key):
             assert error < 0.03
 
 
-def test_a_tilted_law_has_the_precision_of_a_plane_seen_along_the_start():
+def test_a_tilted_mixture_has_the_precision_of_a_plane_seen_along_the_start():
     """Its density at two points, from I + GᵀG with G = N₀⁻¹N₁."""
-    law = mixture(1, scale=1.6)
+    distribution = mixture(1, scale=1.6)
     omega = jax.random.normal(jax.random.key(1), (BATCH, 2, WIDTH))
     for i in range(BATCH):
-        start, path = np.split(np.asarray(law.normal[i, 0]), [DIMENSION], axis=1)
+        start, path = np.split(np.asarray(distribution.normal[i, 0]), [DIMENSION], axis=1)
         slope = np.linalg.solve(start, path)
-        scale = np.diag(law.scale[i, 0])
+        scale = np.diag(distribution.scale[i, 0])
         covariance = scale @ np.linalg.inv(np.eye(WIDTH) + slope.T @ slope) @ scale
-        truth = stats.multivariate_normal(law.centre[i, 0], covariance).logpdf(omega[i])
-        np.testing.assert_allclose(law.log_prob(omega)[i], truth, rtol=1e-10)
+        truth = stats.multivariate_normal(distribution.centre[i, 0], covariance).logpdf(omega[i])
+        np.testing.assert_allclose(distribution.log_prob(omega)[i], truth, rtol=1e-10)
 
 
 def test_a_path_has_no_coefficients_without_noise():
-    """The law of nothing has density one."""
-    law = rf.Prior().law(Latent(still()), jnp.zeros((3, 2)), None, None)
-    omega = law.sample(jnp.zeros((3, 1, 2 + SPARE)))
+    """The distribution of nothing has density one."""
+    distribution = rf.Prior().distribution(Latent(still()), jnp.zeros((3, 2)), None, None)
+    omega = distribution.sample(jnp.zeros((3, 1, 2 + SPARE)))
     assert omega.shape == (3, 1, 0)
-    np.testing.assert_array_equal(law.log_prob(omega), np.zeros((3, 1)))
+    np.testing.assert_array_equal(distribution.log_prob(omega), np.zeros((3, 1)))
 
 
 def still():
@@ -103,15 +103,17 @@ def still():
 
 
 @pytest.mark.parametrize("name", ["three", "three, with the prior", "learned"])
-def test_a_move_along_a_component_keeps_its_law(name, key):
-    """Draws of the whole law, reweighted by the ratio that the move returns, still follow the law: E of the
-    ratio times q(ω′)/q(ω) is one, and so is a mean under it."""
-    law = LAWS[name]()
+def test_a_move_along_a_component_keeps_its_distribution(name, key):
+    """Draws of the whole distribution, reweighted by the ratio that the move returns, still follow the
+    distribution: E of the ratio times q(ω′)/q(ω) is one, and so is a mean under it."""
+    distribution = MIXTURES[name]()
     keys = jax.random.split(key)
-    omega = law.sample(noise(keys[0], law, 50_000))
-    moved, ratio = law.autoregress(omega, noise(keys[1], law, 50_000), jnp.full((BATCH, 50_000, 1), 0.6))
+    omega = distribution.sample(noise(keys[0], distribution, 50_000))
+    moved, ratio = distribution.autoregress(
+        omega, noise(keys[1], distribution, 50_000), jnp.full((BATCH, 50_000, 1), 0.6)
+    )
     assert np.all(np.abs(moved - omega) > 0)
-    accept = np.exp(np.minimum(law.log_prob(moved) - law.log_prob(omega) + ratio, 0))
+    accept = np.exp(np.minimum(distribution.log_prob(moved) - distribution.log_prob(omega) + ratio, 0))
     # Metropolis and Hastings: the mean of any f after the move is that before it.
     for f in (
         lambda a: a[..., 0],
@@ -124,31 +126,35 @@ def test_a_move_along_a_component_keeps_its_law(name, key):
         assert np.all(error < 0.02)
 
 
-def test_a_law_of_one_component_accepts_every_move_along_it(key):
+def test_a_mixture_of_one_component_accepts_every_move_along_it(key):
     """Nothing but that component is to be kept."""
-    law = mixture(1)
-    omega = law.sample(noise(key, law, 50))
-    moved, ratio = law.autoregress(omega, noise(jax.random.key(1), law, 50), jnp.full((BATCH, 50, 1), 0.3))
-    np.testing.assert_allclose(law.log_prob(moved) - law.log_prob(omega) + ratio, 0, atol=1e-10)
+    distribution = mixture(1)
+    omega = distribution.sample(noise(key, distribution, 50))
+    moved, ratio = distribution.autoregress(
+        omega, noise(jax.random.key(1), distribution, 50), jnp.full((BATCH, 50, 1), 0.3)
+    )
+    np.testing.assert_allclose(
+        distribution.log_prob(moved) - distribution.log_prob(omega) + ratio, 0, atol=1e-10
+    )
 
 
 def test_only_the_points_that_need_it_are_defended():
-    law, where = mixture(2), jnp.array([True, False])
-    defended = law.defended(where)
+    distribution, where = mixture(2), jnp.array([True, False])
+    defended = distribution.defended(where)
     np.testing.assert_allclose(defended.prior, [0.3, 0.0])
-    np.testing.assert_allclose(defended.scale[0] / law.scale[0], 1.15)
-    np.testing.assert_array_equal(defended.scale[1], law.scale[1])
+    np.testing.assert_allclose(defended.scale[0] / distribution.scale[0], 1.15)
+    np.testing.assert_array_equal(defended.scale[1], distribution.scale[1])
     # What was missed is the prior's alone.
-    lost = eqx.tree_at(lambda law: law.missed, law, jnp.array([True, True])).defended(where)
+    lost = eqx.tree_at(lambda d: d.missed, distribution, jnp.array([True, True])).defended(where)
     np.testing.assert_array_equal(lost.prior, [1.0, 1.0])
 
 
 def test_a_share_of_the_prior_bounds_the_weights(key):
-    """Nowhere is a defended law less than three tenths of the prior."""
-    law = mixture(3, scale=0.05).defended(jnp.ones(BATCH, bool))
+    """Nowhere is a defended distribution less than three tenths of the prior."""
+    distribution = mixture(3, scale=0.05).defended(jnp.ones(BATCH, bool))
     omega = 3 * jax.random.normal(key, (BATCH, 1000, WIDTH))
     normal = np.sum(stats.norm.logpdf(omega), axis=-1)
-    assert np.all(law.log_prob(omega) > normal + math.log(0.3) - 1e-9)
+    assert np.all(distribution.log_prob(omega) > normal + math.log(0.3) - 1e-9)
 
 
 def test_an_amortised_proposal_for_another_flow_is_refused(key):
@@ -162,9 +168,11 @@ def test_an_amortised_proposal_for_another_flow_is_refused(key):
 def test_an_amortised_proposal_draws_the_functions_it_was_not_made_for_from_the_prior(key):
     """So that a flow trained on three functions can be asked about with six."""
     x, omega = jnp.array([[0.3], [-1.5]]), jax.random.normal(key, (2, 5, 6))
-    law = SHAKEN.law(Latent(ou(driver=rf.KarhunenLoeve(6))), x, None, None)
+    distribution = SHAKEN.distribution(Latent(ou(driver=rf.KarhunenLoeve(6))), x, None, None)
     added = np.sum(stats.norm.logpdf(omega[..., 3:]), axis=-1)
-    np.testing.assert_allclose(law.log_prob(omega), learned().log_prob(omega[..., :3]) + added, rtol=1e-10)
+    np.testing.assert_allclose(
+        distribution.log_prob(omega), learned().log_prob(omega[..., :3]) + added, rtol=1e-10
+    )
 
 
 # ---------------------------------------------------------------------------------- random numbers
@@ -179,7 +187,7 @@ def test_the_standard_error_of_every_kind_of_draws_is_honest(name, key):
     """The same x two hundred times over, each time with numbers of its own."""
     x = np.full((200, 1), 0.9)
     estimate = ou().estimate(x, key=key, estimator=rf.PullBack(256, rf.Prior(DRAWS[name])))
-    error = estimate.log_prob - ou_law(driver=THREE).logpdf(x)
+    error = estimate.log_prob - ou_distribution(driver=THREE).logpdf(x)
     assert abs(error.mean()) < 4 * error.std() / np.sqrt(200)
     assert 0.7 < np.sqrt(np.mean((error / estimate.standard_error) ** 2)) < 1.4
     assert error.std() < {"Independent": 0.2, "Antithetic": 0.2, "Sobol": 0.07}[name]  # half as much
@@ -209,7 +217,7 @@ def test_antithetic_numbers_are_opposite_in_pairs(key):
 
 
 def test_sobol_numbers_are_spread_evenly_in_each_group(key):
-    """Of eight groups of eight, each has one number in every eighth of the normal law."""
+    """Of eight groups of eight, each has one number in every eighth of the normal distribution."""
     every = numbers(rf.Sobol(), key, np.arange(64)).reshape(8, 8, 3)
     eighths = np.sort(np.floor(8 * stats.norm.cdf(every)), axis=1)
     np.testing.assert_array_equal(eighths, np.broadcast_to(np.arange(8)[:, None], (8, 8, 3)))
@@ -244,24 +252,24 @@ def test_pareto_k_of_few_equal_or_no_weights(key):
 
 
 class Student(rf.Normal):
-    """Student's law with two degrees of freedom, made from normal numbers as if it were normal."""
+    """Student's distribution with two degrees of freedom, made from normal numbers as if it were normal."""
 
     def log_prob(self, z):
         return jnp.sum(jax.scipy.stats.t.logpdf(z, 2.0, self.loc, self.scale))
 
 
-def test_a_law_that_is_too_narrow_is_widened(key):
-    """A start with heavy tails: far out the tangent law looks in the wrong place, a wide one everywhere."""
+def test_a_proposal_that_is_too_narrow_is_widened(key):
+    """A start with heavy tails: far out the tangent looks in the wrong place, a wide one everywhere."""
     flow = rf.StochasticFlow(ou().sde, Student(jnp.zeros(1)), 1.0, THREE, integrator=ou().integrator)
     x, estimator = np.array([[0.0], [4.0], [6.0], [8.0]]), rf.PullBack(256, rf.Laplace())
     run = EstimatorRun(estimator, flow, x, key)
-    assert np.all(run.law.prior == 0.3)
-    plain = run.law.defended(jnp.zeros(4, bool))
-    run.law = eqx.tree_at(lambda law: law.scale, plain, jnp.ones_like(plain.scale))
-    narrow = from_log_weights(run.all_log_weights().T, 1, run.law.missed)
+    assert np.all(run.distribution.prior == 0.3)
+    plain = run.distribution.defended(jnp.zeros(4, bool))
+    run.distribution = eqx.tree_at(lambda d: d.scale, plain, jnp.ones_like(plain.scale))
+    narrow = from_log_weights(run.all_log_weights().T, 1, run.distribution.missed)
     wide = flow.estimate(x, key=key, estimator=estimator)
     # The sum of e⁻¹ Z₀ and a normal number, by quadrature.
-    noise = np.sqrt(ou_law(scale=0.0, driver=THREE).cov[0, 0])
+    noise = np.sqrt(ou_distribution(scale=0.0, driver=THREE).cov[0, 0])
     given = lambda z, x: stats.t.pdf(z, 2) * stats.norm.pdf(x, np.exp(-1.0) * z, noise)
     density = [integrate.quad(given, -60, 60, (v,), points=[0, v * np.e], limit=500)[0] for v in x[:, 0]]
     truth = np.log(density)

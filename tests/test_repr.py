@@ -111,7 +111,7 @@ def test_sdes_are_told_in_their_notation(key):
     assert line(rf.TransportSDE(transport)) == "dZ = v(t, Z) dt"
     noisy = rf.TransportSDE(transport, rf.FadingDiffusion(rf.ConstantDiffusion(jnp.eye(2))))
     assert line(noisy) == "dZ = [v + ½ div(σσᵀ) + ½ σσᵀ ∇log p] dt + σ dB"
-    # The random waves of a velocity are not trained, and the normal law's mean and scale are given.
+    # The random waves of a velocity are not trained, and the normal distribution's mean and scale are given.
     network = sum(leaf.size for leaf in jax.tree.leaves(flow.sde.drift.network))
     assert f"NormalTransport of VelocityNetwork, {network:,} parameters" in repr(noisy)
 

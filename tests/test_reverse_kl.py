@@ -11,7 +11,7 @@ import roughflow as rf
 
 
 class Shifted(eqx.Module):
-    """−½|z − m|², the normal law N(m, 1) without its constant."""
+    """−½|z − m|², the normal distribution N(m, 1) without its constant."""
 
     mean: jax.Array
 
@@ -20,13 +20,13 @@ class Shifted(eqx.Module):
 
 
 def langevin(mean):
-    """dZ = ½(m − Z) dt + dB from N(0, 1), driven by enough functions that the law is the SDE's."""
+    """dZ = ½(m − Z) dt + dB from N(0, 1), driven by enough functions that the distribution is the SDE's."""
     sde = rf.targeted_sde(Shifted(mean), rf.ConstantDiffusion(jnp.eye(1)))
     return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.Legendre(4))
 
 
 def divergence(mean, t1=1.0):
-    """The law at T is N(m(1 − e^{−T/2}), 1), so KL = ½m² e^{−T}."""
+    """The distribution at T is N(m(1 − e^{−T/2}), 1), so KL = ½m² e^{−T}."""
     return 0.5 * mean**2 * np.exp(-t1)
 
 

@@ -482,7 +482,7 @@ DATA = np.random.default_rng(1).multivariate_normal([100.0, -3.0], [[25.0, 4.0],
 
 
 def test_densities_are_in_the_units_of_the_data(key):
-    """An untrained neural flow is N(0, I), so the model is the normal law with the data's moments."""
+    """An untrained neural flow is N(0, I), so the model is the normal with the data's moments."""
     flow = rf.neural_flow(2, noise=0.5, width=4, depth=1, key=key).with_driver(rf.Legendre(4))
     model = rf.Standardised(flow, *rf.standardisation(DATA))
     mean, covariance = DATA.mean(axis=0), np.cov(DATA.T, bias=True)

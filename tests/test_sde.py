@@ -202,10 +202,10 @@ def test_sampled_correction_is_exact_for_noise_of_each_coordinate_alone(key):
     np.testing.assert_allclose(rf.to_stratonovich(sde, key=key).drift(T0, z), exact, rtol=1e-12)
 
 
-def test_a_sampled_correction_that_would_change_the_law_is_not_taken(key):
-    """Signs that stay fixed along a path make another law, unless all of them give the same correction."""
+def test_a_sampled_correction_that_would_change_the_distribution_is_not_taken(key):
+    """Signs that stay fixed along a path change the distribution, unless all give the same correction."""
     problem = nonlinear_3d()
-    with pytest.warns(UserWarning, match=r"^SampledCorrection would change the law"):
+    with pytest.warns(UserWarning, match=r"^SampledCorrection would change the distribution"):
         flow = rf.StochasticFlow(problem.ito, problem.base, correction=rf.SampledCorrection())
     assert isinstance(flow.correction, rf.ExactCorrection)
     alone = rf.ItoSDE(lambda t, z: -z, lambda t, z: lx.DiagonalLinearOperator(1 + 0.5 * jnp.sin(z)))

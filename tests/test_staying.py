@@ -1,4 +1,4 @@
-"""The SDE that stays where the data are: for a normal law its score is known."""
+"""The SDE that stays where the data are: for a normal distribution its score is known."""
 
 import equinox as eqx
 import jax
@@ -59,7 +59,7 @@ def test_a_flow_is_in_its_own_units_and_its_base_may_lie_elsewhere():
     np.testing.assert_allclose(sde.drift(jnp.zeros(()), jnp.array([0.0, 6.0])), expected, rtol=1e-8)
 
 
-def test_paths_come_to_the_law_and_stay_whatever_the_noise(key):
+def test_paths_come_to_the_distribution_and_stay_whatever_the_noise(key):
     sigma = lambda t, z: jnp.array([[2.0, 0.0], [0.0, 0.7]]) * (1 + 0.3 * jnp.sin(z[0]))
     sde = rf.staying_sde(model(), sigma)
     start = jnp.zeros((4000, 2))
@@ -80,7 +80,7 @@ def test_what_has_no_score_or_a_condition_is_refused():
 
 
 def test_the_score_is_given_and_not_trained():
-    """Training the noise leaves the law alone."""
+    """Training the noise leaves the distribution alone."""
     sde = rf.staying_sde(model(), rf.FullDiffusion(2, width=4, key=jax.random.key(0)))
     slope = eqx.filter_grad(lambda sde: jnp.sum(sde.drift(jnp.zeros(()), jnp.ones(2))))(sde)
     assert not np.any(slope.score.matrix)

@@ -1,4 +1,4 @@
-"""SDEs that leave a given law as it is, whatever their noise: the Fokker–Planck equation says so."""
+"""SDEs that leave a given distribution as it is, whatever their noise: the Fokker–Planck equation says so."""
 
 import equinox as eqx
 import jax
@@ -76,7 +76,7 @@ def test_the_target_is_invariant_whatever_the_networks(name, key):
         assert np.max(np.abs(residual(rf.ItoSDE(without, sde.diffusion)))) > 1e-3
 
 
-def test_the_printed_drift_of_the_cauchy_sampler_misses_the_cauchy_law():
+def test_the_printed_drift_of_the_cauchy_sampler_misses_the_cauchy_distribution():
     """Hodgkinson et al. (2020) print −2σ²x/(1+x²) + ½σ′ for −σ²x/(1+x²) + σσ′."""
     _, log_density = TARGETS["cauchy"]
     sigma = lambda t, z: jnp.sqrt(1 + z**2)[:, None]
@@ -87,7 +87,7 @@ def test_the_printed_drift_of_the_cauchy_sampler_misses_the_cauchy_law():
 
 
 @pytest.mark.parametrize("build", [rf.underdamped_langevin, rf.sghmc])
-def test_momenta_keep_the_law_of_the_place(build):
+def test_momenta_keep_the_distribution_of_the_place(build):
     """π(q) exp(−p²/2M) is invariant; with gradient noise left out of the kicks it is not."""
     _, log_density = TARGETS["banana"]
     sde = build(log_density, 2, friction=1.7, mass=0.6)

@@ -1,4 +1,4 @@
-"""Noise added to a velocity afterwards: the law does not feel it, whatever the noise, at any time."""
+"""Noise added to a velocity afterwards: the distribution does not feel it, at any time."""
 
 import equinox as eqx
 import jax
@@ -42,7 +42,7 @@ def velocity(t, y):
     return (M1 - M0 + change @ inverse(covariance(t)) @ (y - mean(t))) / T
 
 
-def log_law(t, y):
+def log_density(t, y):
     gap, square = y - mean(t), covariance(t)
     return -0.5 * gap @ inverse(square) @ gap - 0.5 * jnp.log(determinant(2 * np.pi * square))
 
@@ -80,10 +80,10 @@ def diffusions(key):
 
 
 def moved(sde, t, z):
-    """∇·(μp − ½ ∇·(σσᵀp))/p at z: minus the rate at which the law changes, by exact derivatives."""
+    """∇·(μp − ½ ∇·(σσᵀp))/p at z: minus the rate at which the distribution changes, by exact derivatives."""
 
     def flux(y):
-        p = lambda x: jnp.exp(log_law(t, x) - jax.lax.stop_gradient(log_law(t, z)))
+        p = lambda x: jnp.exp(log_density(t, x) - jax.lax.stop_gradient(log_density(t, z)))
 
         def spread(x):
             sigma = sde.noise(t, x)
@@ -107,17 +107,17 @@ def places(key):
 
 
 @pytest.mark.parametrize("kind", list(TRANSPORTS))
-def test_the_score_is_that_of_the_law(kind, places):
+def test_the_score_is_that_of_the_distribution(kind, places):
     pull = jax.vmap(lambda t, z: TRANSPORTS[kind].velocity_and_pull(t, z)[1])(*places)
     left = 1 if kind == "given" else (1 - places[0] / T)[:, None]
     np.testing.assert_allclose(pull / left, jax.vmap(exact_score)(*places), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["swirling", "smooth", "network", "diagonal", "plain"])
-def test_the_law_does_not_feel_the_noise(name, places, key):
-    """The velocity alone moves the law as it should, and so it does with any noise."""
+def test_the_distribution_does_not_feel_the_noise(name, places, key):
+    """The velocity alone moves the distribution as it should, and so it does with any noise."""
     without = rates(rf.ItoSDE(velocity, rf.NoDiffusion()), *places)
-    truth = -jax.vmap(jax.grad(log_law))(*places)
+    truth = -jax.vmap(jax.grad(log_density))(*places)
     np.testing.assert_allclose(without, truth, atol=1e-9)
     for transport in TRANSPORTS.values() if name == "swirling" else (TRANSPORTS["normal"],):
         sde = rf.TransportSDE(transport, diffusions(key)[name])
@@ -178,7 +178,7 @@ def test_paths_go_there_and_back_along_the_noisy_flow(fading, key):
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])
-def test_simulated_paths_have_the_moments_of_the_law_at_every_time(power, key):
+def test_simulated_paths_have_the_moments_of_the_distribution_at_every_time(power, key):
     """With the noise, and without it, at a third of the way and at the end."""
     flow = flow_of(0.7, fading=power)
     key_start, key_noise = jax.random.split(key)
@@ -191,9 +191,9 @@ def test_simulated_paths_have_the_moments_of_the_law_at_every_time(power, key):
 
 @pytest.mark.slow
 def test_the_density_of_the_noisy_flow_is_the_closed_form(key):
-    """The law at the end is N(M1, S1), with constant noise and without; the driver leaves a little out."""
+    """At the end it is N(M1, S1), with constant noise and without; the driver leaves a little out."""
     x = M1[None] + jax.random.normal(key, (8, 2)) @ np.linalg.cholesky(S1).T
-    truth = jax.vmap(lambda y: log_law(T, y))(x)
+    truth = jax.vmap(lambda y: log_density(T, y))(x)
     ode = flow_of(None).estimate(x, key=key)
     np.testing.assert_allclose(ode.log_prob, truth, atol=1e-6)
     noisy = flow_of(0.5, fading=1.0).estimate(x, key=key)
@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused(key):
         rf.with_noise(flow_of(None), rf.ProportionalDiffusion(0.1))
 
 
-def test_a_velocity_network_starts_as_that_of_a_normal_law_and_its_waves_are_given(key):
+def test_a_velocity_network_starts_as_that_of_a_normal_distribution_and_its_waves_are_given(key):
     network = rf.VelocityNetwork(3, width=8, depth=2, features=5, t1=T, key=key)
     z = jax.random.normal(key, (3,))
     s = 0.4 / T

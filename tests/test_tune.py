@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import CAUCHY, cauchy_distribution, kolmogorov
+from problems import CAUCHY, cauchy_cdf, kolmogorov
 
 import roughflow as rf
 
@@ -62,18 +62,18 @@ def test_with_constant_noise_it_is_mala(key):
     np.testing.assert_allclose(chains[0].samples, chains[1].samples, atol=1e-9)
 
 
-def test_flow_chains_have_the_cauchy_law(key):
+def test_flow_chains_have_the_cauchy_distribution(key):
     """In steps so long that lines would miss: without the volume's term this is far off."""
     sampler = rf.FlowSampler(rf.targeted_sde(CAUCHY, SPREAD), dt=4.0)
     chain = rf.sample_chain(sampler, jnp.zeros((500, 1)), key=key, num_steps=60, burn_in=60, thin=3)
     assert chain.gradients == 120
     assert 0.6 < chain.acceptance.mean() < 0.9
-    assert kolmogorov(chain, cauchy_distribution) < 0.022
+    assert kolmogorov(chain, cauchy_cdf) < 0.022
 
 
 @pytest.mark.slow
-def test_flow_chains_keep_the_law_of_a_banana_with_any_noise(key):
-    """Begun in the law they stay in it, though σ and Q are as they come; 0.023 is the 1 % point."""
+def test_flow_chains_keep_the_distribution_of_a_banana_with_any_noise(key):
+    """Begun in the distribution they stay in it, though σ and Q are as they come; 0.023 is the 1 % point."""
     sde = rf.targeted_sde(BANANA, local(key), rf.SkewNetwork(2, width=8, scale=0.3, key=key))
     sampler = rf.FlowSampler(sde, dt=0.6, substeps=1)
     e = jax.random.normal(key, (5000, 2))
@@ -87,7 +87,7 @@ def test_flow_chains_keep_the_law_of_a_banana_with_any_noise(key):
 
 
 @pytest.mark.slow
-def test_flow_chains_keep_their_law_in_unequal_units(key):
+def test_flow_chains_keep_their_distribution_in_unequal_units(key):
     """A banana of 10⁵ by 10⁻², bent on both axes: a solver that stops too soon shrinks its variance."""
     long, short = 1e5, 1e-2
 
@@ -134,7 +134,7 @@ def test_tuning_finds_noise_that_grows_with_the_distance(key):
     assert ratio.max() / ratio.min() < 2
     chain = rf.sample_chain(tuned.sampler, jnp.tile(tuned.z, (32, 1)), key=key, num_steps=60, thin=3)
     assert 0.45 < chain.acceptance.mean() < 0.7
-    assert kolmogorov(chain, cauchy_distribution) < 0.022
+    assert kolmogorov(chain, cauchy_cdf) < 0.022
     assert 39_000 < tuned.gradients <= 40_000
 
 

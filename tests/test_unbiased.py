@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import THREE, ou, ou_law
+from problems import THREE, ou, ou_distribution
 
 import roughflow as rf
 
@@ -19,8 +19,8 @@ def in_errors(values, truth):
 
 def check(replicates, key):
     """The same x many times over; the slope is in the rate of the drift."""
-    law = lambda rate: ou_law(rate, driver=THREE).logpdf([X])
-    slope = (law(1 + 1e-5) - law(1 - 1e-5)) / 2e-5
+    truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf([X])
+    slope = (truth(1 + 1e-5) - truth(1 - 1e-5)) / 2e-5
     estimator = rf.Unbiased(rf.PullBack(8), replicates)
 
     def value(rate):
@@ -28,15 +28,15 @@ def check(replicates, key):
         return estimate.log_prob, estimate
 
     values, slopes, estimate = jax.jvp(value, (1.0,), (1.0,), has_aux=True)
-    print(f"off by {in_errors(values, law(1)):.2f} and {in_errors(slopes, slope):.2f} standard errors")
-    assert abs(in_errors(values, law(1.0))) < 3
+    print(f"off by {in_errors(values, truth(1)):.2f} and {in_errors(slopes, slope):.2f} standard errors")
+    assert abs(in_errors(values, truth(1.0))) < 3
     assert abs(in_errors(slopes, slope)) < 3
-    assert 0.7 < np.sqrt(np.mean(((values - law(1.0)) / estimate.standard_error) ** 2)) < 1.4
+    assert 0.7 < np.sqrt(np.mean(((values - truth(1.0)) / estimate.standard_error) ** 2)) < 1.4
     # Σⱼ 2ʲ pⱼ blocks of eight paths, with a tail that the mean of a few thousand hardly sees.
     blocks = (2**1.5 - 1) / (2**0.5 - 1)
     assert abs(np.mean(estimate.num_paths) / (replicates * 8 * blocks) - 1) < 0.25
     bound = rf.LowerBound(rf.PullBack(8))(ou(), jnp.full((POINTS * replicates, 1), X), key=key)
-    assert in_errors(bound, law(1.0)) < -5
+    assert in_errors(bound, truth(1.0)) < -5
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def _reached(fitted: rf.Fitted, rows: np.ndarray, own: int) -> float:
 
 
 def _gaussian(loc: np.ndarray, matrix: np.ndarray, rows: np.ndarray) -> float:
-    """The mean log density of rows under a normal law."""
+    """The mean log density of rows under a normal distribution."""
     unit = np.linalg.solve(matrix, (rows - loc).T)
     square = np.mean(np.sum(unit**2, axis=0))
     log_volume = np.sum(np.log(np.abs(np.diagonal(matrix))))

@@ -183,4 +183,5 @@ def _quality(chain: rf.Chain) -> None:
     if chain.samples.shape[0] == 1:
         print("R-hat       compares chains: run two or more")
         return
-    print(f"R-hat       {rhat:.3f}" + (": not yet one law, spend more gradients" if rhat > 1.01 else ""))
+    remedy = ": not yet one distribution, spend more gradients" if rhat > 1.01 else ""
+    print(f"R-hat       {rhat:.3f}{remedy}")

@@ -10,7 +10,7 @@ from ..flow import FEW_PATHS, HEAVY, Estimate
 from ._pareto import pareto_k
 
 # Particles of one run share what their moves did not reach: between runs, estimates spread so much more than
-# the weights of one run say (measured on laws whose paths to x lie on curved surfaces).
+# the weights of one run say (measured on SDEs whose paths to x lie on curved surfaces).
 DOUBT = 1.5
 
 
@@ -55,10 +55,10 @@ def weights_error(weights: Array) -> Array:
 
     By the delta method it is that of the mean. But few weights with a long tail to the right, as products
     of many factors have, seldom show it: their sample variance is too small more often than not. So the
-    variance is that of the weights or that of the lognormal law with their upper quantiles, whichever
-    is larger, unless there are many and the largest shows that there is no such tail. Half the square of the
-    largest weight's share is added, for one like it that may be missing, and there is an allowance for K,
-    as Student's t has.
+    variance is that of the weights or that of the lognormal distribution with their upper quantiles,
+    whichever is larger, unless there are many and the largest shows that there is no such tail. Half the
+    square of the largest weight's share is added, for one like it that may be missing, and there is an
+    allowance for K, as Student's t has.
     """
     count = weights.shape[0]
     if count == 1:

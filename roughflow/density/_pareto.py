@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 
 def pareto_k(log_weights: Array) -> Array:
-    """The shape k of a generalised Pareto law fitted to the largest weights, over the first axis.
+    """The shape k of a generalised Pareto distribution fitted to the largest weights, over the first axis.
 
     Weights with k < ½ have a finite variance; above 0.7 the estimate should not be trusted (Vehtari,
     Simpson, Gelman, Yao & Gabry 2024). The fit is that of Zhang & Stephens (2009), drawn towards ½ with the

@@ -1,4 +1,4 @@
-"""What drives an SDE: a law over smooth random paths, and one path of it as data.
+"""What drives an SDE: a distribution over smooth random paths, and one path of it as data.
 
 A Brownian driver is an orthonormal family e₀, …, e_{n−1} of L²[0, 1]. With independent standard
 normal coefficients ω it stands for white noise, and on the horizon [0, T]
@@ -22,7 +22,7 @@ from .._checks import as_shape, check_key, check_positive
 
 
 class AbstractDriver(eqx.Module):
-    """The law of a random path. Times inside a driver run over [0, 1]; a path knows its horizon.
+    """The distribution of a random path. Times inside a driver run over [0, 1]; a path knows its horizon.
 
     A new driver says how many functions it has, what they integrate to, what a path's slope is, and
     where that slope jumps:

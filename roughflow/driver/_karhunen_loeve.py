@@ -14,7 +14,7 @@ SQRT2 = 2.0**0.5
 class KarhunenLoeve(AbstractDriver):
     """B(t) = ω₀ t/√T + Σ_{k=1}^{n−1} ωₖ √(2T) sin(kπt/T)/(kπ), smooth.
 
-    The endpoint B(T) = √T ω₀ has its exact law for every n, so an SDE with constant coefficients
+    The endpoint B(T) = √T ω₀ has its exact distribution for every n, so an SDE with constant coefficients
     keeps its exact density. The paper trains with n from 4 to 10.
 
     ```python

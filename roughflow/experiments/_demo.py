@@ -41,8 +41,8 @@ def demo(
     experiments.demo(Path("figures"))
     ```
     """
-    run, law = Run(Path(out), "demo", None, seed, progress, resume=False), Banana()
-    draw = lambda label, count: np.asarray(law.sample(key=run.key(label), shape=(count,)))
+    run, banana = Run(Path(out), "demo", None, seed, progress, resume=False), Banana()
+    draw = lambda label, count: np.asarray(banana.sample(key=run.key(label), shape=(count,)))
     data, began = draw("data", ROWS), time.perf_counter()
     fitted = rf.fit_density(
         data,
@@ -59,8 +59,8 @@ def demo(
     rf.save(run.out / "demo-banana.rf", fitted.model)
     test = draw("test", TEST)
     run.say("demo: scoring on fresh data")
-    metrics = {"entropy": law.entropy, "rows": ROWS} | _score(run, fitted.model, law, test)
-    run.finish(_panels(run, fitted.model, law, metrics), metrics)
+    metrics = {"entropy": banana.entropy, "rows": ROWS} | _score(run, fitted.model, banana, test)
+    run.finish(_panels(run, fitted.model, banana, metrics), metrics)
     curve, ax = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
     plots.training(fitted.stages["regression"], ax=ax)
     ax.set_ylabel("loss of the regression")
@@ -77,9 +77,9 @@ def demo(
     return metrics
 
 
-def _score(run: Run, model: rf.Standardised, law: Banana, x: np.ndarray) -> dict:
+def _score(run: Run, model: rf.Standardised, banana: Banana, x: np.ndarray) -> dict:
     estimate = model.estimate(x, key=run.key("score"))
-    gap = np.asarray(law.log_prob(jnp.asarray(x))) - np.asarray(estimate.log_prob)
+    gap = np.asarray(banana.log_prob(jnp.asarray(x))) - np.asarray(estimate.log_prob)
     return {
         "excess": float(gap.mean()),
         "excess_sampling_error": float(gap.std() / len(x) ** 0.5),
@@ -88,11 +88,11 @@ def _score(run: Run, model: rf.Standardised, law: Banana, x: np.ndarray) -> dict
     }
 
 
-def _panels(run: Run, model: rf.Standardised, law: Banana, metrics: dict) -> Figure:
-    """The law, its density by the flow, and samples without and with noise on the way."""
+def _panels(run: Run, model: rf.Standardised, banana: Banana, metrics: dict) -> Figure:
+    """The distribution, its density by the flow, and samples without and with noise on the way."""
     figure, axes = plt.subplots(1, 4, figsize=(11.4, 4.4), layout="constrained")
-    top = float(jnp.exp(law.log_prob(jnp.zeros(2))))  # the law's own peak: one scale for both maps
-    plots.density(law.log_prob, extent=EXTENT, ax=axes[0], maximum=top)
+    top = float(jnp.exp(banana.log_prob(jnp.zeros(2))))  # its own peak: one scale for both maps
+    plots.density(banana.log_prob, extent=EXTENT, ax=axes[0], maximum=top)
     axes[0].set_title("the true density", fontsize=11)
     density = lambda z: model.log_prob(z, key=run.key("map"))
     plots.density(density, extent=EXTENT, ax=axes[1], resolution=RESOLUTION, maximum=top)

@@ -16,8 +16,8 @@ from ._run import Run, kolmogorov, paper_flow
 
 STEPS, REGRESSION, WIDTH = 600, 6000, 64
 WALK, CHAINS = 10_000, 64  # Euler–Maruyama steps of a path; paths, of which the first is drawn
-# The time a path takes: `autocorrelation_time` of the staying ones says how much of the law it can have seen.
-# Larger noise, along the curve, sees it sooner and needs shorter steps.
+# The time a path takes: `autocorrelation_time` of the staying ones says how much of the distribution it can
+# have seen. Larger noise, along the curve, sees it sooner and needs shorter steps.
 HORIZONS, PAPER_HORIZON = {"staying-identity": 1000.0, "staying-along": 300.0}, 100.0
 EXTENT = (-4.0, 4.0, -12.0, 5.0)
 NOISE = 1.0
@@ -41,35 +41,35 @@ def fig2(run: Run) -> dict:
     The paper's models get 600 steps with 64 points each, and are scored on 1000 points, so that all of it
     takes minutes; `--steps` gives them more.
     """
-    law, key = Banana(), run.key("net")
+    banana, key = Banana(), run.key("net")
     paper = {
         "identity": run.train(
             "identity",
             paper_flow(NOISE, key=key, learned=False),
-            law,
+            banana,
             steps=STEPS,
             frozen=lambda f: (f.base, f.sde.diffusion),
         ),
-        "learned": run.train("learned", paper_flow(NOISE, key=key), law, steps=STEPS),
+        "learned": run.train("learned", paper_flow(NOISE, key=key), banana, steps=STEPS),
     }
     one = rf.MaximumLikelihood(1, rf.Prior())
-    one_path = run.train("one-path", paper_flow(NOISE, key=key), law, steps=STEPS, objective=one)
-    regressed = run.regress("regression", law, steps=REGRESSION, beside=STEPS, width=WIDTH)
+    one_path = run.train("one-path", paper_flow(NOISE, key=key), banana, steps=STEPS, objective=one)
+    regressed = run.regress("regression", banana, steps=REGRESSION, beside=STEPS, width=WIDTH)
     staying = {
         "staying-identity": rf.staying_sde(regressed.model, rf.ConstantDiffusion(jnp.eye(2))),
         "staying-along": rf.staying_sde(regressed.model, along),
     }
 
-    data = np.asarray(law.sample(key=run.key("data"), shape=(100_000,)))
-    metrics: dict = {"entropy": law.entropy, "data_median": np.median(data, axis=0).tolist()}
+    data = np.asarray(banana.sample(key=run.key("data"), shape=(100_000,)))
+    metrics: dict = {"entropy": banana.entropy, "data_median": np.median(data, axis=0).tolist()}
     for name, model in (paper | {"one-path": one_path}).items():
         run.say(f"{run.name}: scoring {name}")
-        metrics[name] = run.excess(model, law)
+        metrics[name] = run.excess(model, banana)
         if name != "identity":
             metrics[name] |= alignment(model.flow.sde)
     for name, noise in (("regression", 0.0), ("regression-noise", NOISE)):
         run.say(f"{run.name}: scoring {name}")
-        metrics[name] = run.excess_with(regressed, law, noise)
+        metrics[name] = run.excess_with(regressed, banana, noise)
 
     sdes = {name: model.flow.sde for name, model in paper.items()} | staying
     walks = {}
@@ -81,10 +81,10 @@ def fig2(run: Run) -> dict:
         if name in staying:
             metrics[name]["autocorrelation_time"] = autocorrelation_time(paths, horizon)
             metrics[name]["walk_time"] = horizon
-    return run.finish(_draw(law, sdes, walks, metrics), metrics)
+    return run.finish(_draw(banana, sdes, walks, metrics), metrics)
 
 
-def _draw(law: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure:
+def _draw(banana: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure:
     figure, axes = plt.subplots(1, 4, figsize=(10.6, 6.5), layout="constrained", sharey=True)
     excess = lambda name: f"{metrics[name]['excess']:.3f}"
     error = metrics["regression-noise"]["excess_sampling_error"]
@@ -96,7 +96,7 @@ def _draw(law: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure:
         "staying-along": "the same regression,\nthen σ along the curve",
     }
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
-        plots.density(law.log_prob, extent=EXTENT, ax=ax)
+        plots.density(banana.log_prob, extent=EXTENT, ax=ax)
         # Far outside nothing is seen, and numbers beyond all bounds upset the drawing.
         plots.trajectory(np.clip(_same_time(name, walks[name]), -1e3, 1e3), ax=ax)
         arrows(ax, sdes[name])
@@ -129,8 +129,8 @@ def walk(sde: rf.AbstractSDE, horizon: float, *, key) -> np.ndarray:
 
 def distances(paths: np.ndarray, data: np.ndarray) -> dict:
     """Kolmogorov's distance of each coordinate from the data's, for one path and for all of them."""
-    laws = [_empirical(data[:, i]) for i in range(2)]
-    far = lambda values: [kolmogorov(values[..., i].ravel(), laws[i]) for i in range(2)]
+    cdfs = [_empirical(data[:, i]) for i in range(2)]
+    far = lambda values: [kolmogorov(values[..., i].ravel(), cdfs[i]) for i in range(2)]
     return {"walk_kolmogorov": far(paths[:, 0]), "pooled_kolmogorov": far(paths[::10])}
 
 

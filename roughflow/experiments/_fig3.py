@@ -22,37 +22,37 @@ def fig3(run: Run) -> dict:
     The models above, the paper's way, get 600 steps with 64 points each and are scored on 1000 points, so
     that all of it takes minutes; `--steps` gives them more. Densities below with noise are histograms.
     """
-    law = Star()
-    metrics: dict = {"entropy": law.entropy, "likelihood": {}, "regression": {}}
+    star = Star()
+    metrics: dict = {"entropy": star.entropy, "likelihood": {}, "regression": {}}
     above, below = {}, {}
     for noise in IN_TRAINING:
         label = f"{noise:g}"
-        model = run.train(label, paper_flow(noise, key=run.key("net")), law, steps=STEPS)
+        model = run.train(label, paper_flow(noise, key=run.key("net")), star, steps=STEPS)
         run.say(f"{run.name}: scoring λ = {label}")
-        metrics["likelihood"][label] = run.excess(model, law)
-        points = plots.grid(law.extent, PIXELS)
+        metrics["likelihood"][label] = run.excess(model, star)
+        points = plots.grid(star.extent, PIXELS)
         above[label] = run.log_density(model)(points.reshape(-1, 2)).reshape(points.shape[:2])
-    regressed = run.regress("regression", law, steps=REGRESSION, beside=STEPS)
+    regressed = run.regress("regression", star, steps=REGRESSION, beside=STEPS)
     for noise in AFTERWARDS:
         label = f"{noise:g}"
         run.say(f"{run.name}: scoring regression with λ = {label}")
-        metrics["regression"][label] = run.excess_with(regressed, law, noise)
-        below[label] = run.picture(regressed, noise, law.extent)
+        metrics["regression"][label] = run.excess_with(regressed, star, noise)
+        below[label] = run.picture(regressed, noise, star.extent)
     plots.save(_curves(metrics), run.out / "fig3-noise.png")
-    return run.finish(_maps(law, above, below, metrics), metrics)
+    return run.finish(_maps(star, above, below, metrics), metrics)
 
 
-def _maps(law: Star, above: dict, below: dict, metrics: dict) -> Figure:
+def _maps(star: Star, above: dict, below: dict, metrics: dict) -> Figure:
     columns = 1 + max(len(above), len(below))
     size = (2.3 * columns, 5.4)
     figure, axes = plt.subplots(2, columns, figsize=size, layout="constrained", sharex=True, sharey=True)
-    plots.density(law.log_prob, extent=law.extent, resolution=200, ax=axes[0, 0], maximum=TOP)
+    plots.density(star.log_prob, extent=star.extent, resolution=200, ax=axes[0, 0], maximum=TOP)
     axes[0, 0].set_title("data", fontsize=10)
     axes[0, 0].tick_params(labelbottom=True)
     axes[1, 0].set_visible(False)
     for row, maps, kind in ((axes[0, 1:], above, "likelihood"), (axes[1, 1:], below, "regression")):
         for ax, (label, values) in zip(row, maps.items(), strict=True):
-            plots.density(values, extent=law.extent, ax=ax, maximum=TOP)
+            plots.density(values, extent=star.extent, ax=ax, maximum=TOP)
             ax.set_title(f"λ = {label}: excess {_number(metrics[kind][label])}", fontsize=9)
     for ax in axes[0, 1:]:
         ax.set_xlabel("")

@@ -1,4 +1,4 @@
-"""Figure 4: an SDE that learns to reach the Cauchy law."""
+"""Figure 4: an SDE that learns to reach the Cauchy distribution."""
 
 from typing import Any
 
@@ -21,20 +21,20 @@ INSIDE = np.linspace(-4, 4, 161)
 
 
 class Cauchy(eqx.Module):
-    """log 1/(1 + x²), the Cauchy law but for its constant."""
+    """log 1/(1 + x²), the Cauchy distribution but for its constant."""
 
     def __call__(self, z: jax.Array) -> jax.Array:
         return -jnp.log1p(z[0] ** 2)
 
 
-def distribution(x: np.ndarray) -> np.ndarray:
+def cdf(x: np.ndarray) -> np.ndarray:
     return 0.5 + np.arctan(x) / np.pi
 
 
 def fig4(run: Run) -> dict:
-    """σ learned so that N(0, 1) comes to the Cauchy law by time 1, for three seeds.
+    """σ learned so that N(0, 1) comes to the Cauchy distribution by time 1, for three seeds.
 
-    The drift is the one that keeps the Cauchy law, −σ²x/(1+x²) + σσ′. Hodgkinson et al. (2020) print
+    The drift is the one that keeps the Cauchy distribution, −σ²x/(1+x²) + σσ′. Hodgkinson et al. (2020) print
     −2σ²x/(1+x²) + ½σ′, which does not: the last panel shows where it goes with the same σ.
     """
     models = {f"seed-{seed}": _train(run, seed) for seed in range(SEEDS)}
@@ -48,10 +48,10 @@ def fig4(run: Run) -> dict:
             "ratio_smallest": float(ratio.min()),
             "ratio_largest": float(ratio.max()),
             "ratio_varies_by": float(ratio.max() / middle - 1),
-            "kolmogorov_distance": kolmogorov(samples[name], distribution),
+            "kolmogorov_distance": kolmogorov(samples[name], cdf),
         }
     long = {kind: _long_run(run, models["seed-0"], kind) for kind in ("corrected", "printed")}
-    metrics["long_run_kolmogorov_distance"] = {kind: kolmogorov(z, distribution) for kind, z in long.items()}
+    metrics["long_run_kolmogorov_distance"] = {kind: kolmogorov(z, cdf) for kind, z in long.items()}
     return run.finish(_draw(models, samples["seed-0"], long), metrics)
 
 

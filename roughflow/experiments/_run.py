@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import roughflow as rf
 from roughflow import plots
-from roughflow.datasets import AbstractLaw
+from roughflow.datasets import AbstractDistribution
 
 BATCH, PATHS, RATE = 64, 4, 3e-3  # of the paper's recipe, in which a step with noise takes half a second
 ROWS, WIDTH = 200_000, 128  # of the regression
@@ -47,7 +47,7 @@ class Regressed(eqx.Module):
     seconds: float
 
     def noisy(self, noise: float) -> rf.Standardised:
-        """The same law, with noise added afterwards; 0 for none."""
+        """The same distribution, with noise added afterwards; 0 for none."""
         flow = rf.with_noise(self.model.flow, noise or None)
         return eqx.tree_at(lambda model: model.flow, self.model, flow)
 
@@ -71,7 +71,7 @@ class Run:
         self,
         label: str,
         flow: rf.StochasticFlow,
-        law: AbstractLaw,
+        distribution: AbstractDistribution,
         *,
         steps: int,
         rate: float = RATE,
@@ -79,12 +79,12 @@ class Run:
         objective: rf.MaximumLikelihood | None = None,
         frozen=lambda flow: flow.base,
     ) -> Trained:
-        """The paper's way: fit a flow to fresh samples of a law by maximum likelihood."""
+        """The paper's way: fit a flow to fresh samples of a distribution by maximum likelihood."""
 
         def fit(settings: dict) -> tuple[rf.Fitted, dict]:
             fitted = rf.fit(
                 flow,
-                law,
+                distribution,
                 key=self.key(label),
                 objective=objective or rf.MaximumLikelihood(PATHS),
                 steps=self.steps or steps,
@@ -99,14 +99,14 @@ class Run:
         return Trained(**self._kept(label, fit))
 
     def regress(
-        self, label: str, law: AbstractLaw, *, steps: int, beside: int, width: int = WIDTH
+        self, label: str, distribution: AbstractDistribution, *, steps: int, beside: int, width: int = WIDTH
     ) -> Regressed:
         """The new way: `rf.fit_density` without its steps of likelihood, so that nothing is solved.
 
         `steps` beside the `beside` steps of `train`: where others than these are asked for, in proportion.
         """
         steps = steps if self.steps is None else -(-steps * self.steps // beside)
-        rows = np.asarray(law.sample(key=self.key("rows"), shape=(ROWS,)))
+        rows = np.asarray(distribution.sample(key=self.key("rows"), shape=(ROWS,)))
 
         def fit(settings: dict) -> tuple[rf.Fitted, dict]:
             fitted = rf.fit_density(
@@ -142,30 +142,39 @@ class Run:
         checkpoint.unlink(missing_ok=True)
         return parts
 
-    def excess(self, trained: Trained, law: AbstractLaw, *, count: int | None = None) -> dict:
+    def excess(
+        self, trained: Trained, distribution: AbstractDistribution, *, count: int | None = None
+    ) -> dict:
         """−E log p over that of the truth on fresh points, by the proposal that was learned: a little too
         high where it has not learned all paths, which `effective_paths` shows."""
         noisy = trained.flow.noise_dim > 0
         estimator = rf.PullBack(SCORED if noisy else 1, trained.proposal)
-        return self._scored(trained, trained.flow, law, estimator, count or (NOISY_TEST if noisy else TEST))
+        return self._scored(
+            trained, trained.flow, distribution, estimator, count or (NOISY_TEST if noisy else TEST)
+        )
 
     def excess_with(
-        self, regressed: Regressed, law: AbstractLaw, noise: float, *, count: int | None = None
+        self,
+        regressed: Regressed,
+        distribution: AbstractDistribution,
+        noise: float,
+        *,
+        count: int | None = None,
     ) -> dict:
         """The same with this noise added afterwards, by the default estimator."""
         count = count or (NOISY_TEST if noise else TEST)
-        return self._scored(regressed, regressed.noisy(noise), law, None, count)
+        return self._scored(regressed, regressed.noisy(noise), distribution, None, count)
 
     def _scored(
         self,
         fitted: Trained | Regressed,
         model: rf.StochasticFlow | rf.Standardised,
-        law: AbstractLaw,
+        distribution: AbstractDistribution,
         estimator: rf.PullBack | None,
         count: int,
     ) -> dict:
         # The first of the same points for all models.
-        x = law.sample(key=self.key("test"), shape=(TEST,))[:count]
+        x = distribution.sample(key=self.key("test"), shape=(TEST,))[:count]
         began = time.perf_counter()
         estimate = model.estimate(x, key=self.key("score"), estimator=estimator)
         value = np.array(estimate.log_prob, float)
@@ -174,7 +183,7 @@ class Run:
             # No path was found to these: many say at least how low they are.
             many = rf.PullBack(MANY, estimator.proposal)
             value[lost] = model.log_prob(x[lost], key=self.key("lost"), estimator=many)
-        gap = np.asarray(law.log_prob(x), float) - value
+        gap = np.asarray(distribution.log_prob(x), float) - value
         return {
             "excess": float(gap.mean()),
             "excess_sampling_error": float(gap.std() / count**0.5),
@@ -226,11 +235,11 @@ class Run:
             print(text, flush=True)
 
 
-def kolmogorov(samples: np.ndarray, distribution: Callable[[np.ndarray], np.ndarray | jax.Array]) -> float:
-    """The largest gap between the samples' distribution function and a law's."""
+def kolmogorov(samples: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray | jax.Array]) -> float:
+    """The largest gap between the samples' distribution function and a given one."""
     samples = np.sort(samples)
     ranks = np.arange(len(samples) + 1) / len(samples)
-    truth = np.asarray(distribution(samples))
+    truth = np.asarray(cdf(samples))
     return float(max(np.max(truth - ranks[:-1]), np.max(ranks[1:] - truth)))
 
 

@@ -1,4 +1,4 @@
-"""The law of Z₀."""
+"""The distribution of Z₀."""
 
 import math
 from typing import Protocol, runtime_checkable
@@ -24,9 +24,9 @@ class Base(Protocol):
 class Whitened(Base, Protocol):
     """A base that says how to make one of its points from standard normal numbers u of shape `(d,)`.
 
-    Any smooth one-to-one map onto the base's support will do, `log_prob` remains the law; the closer the map
-    takes normal numbers to the base's law, the better. A base on a part of space needs it, so that
-    searches for a start stay there.
+    Any smooth one-to-one map onto the base's support will do, `log_prob` remains the density; the closer the
+    map takes normal numbers to the base's distribution, the better. A base on a part of space needs it, so
+    that searches for a start stay there.
     """
 
     def from_normal(self, u: Array) -> Array: ...

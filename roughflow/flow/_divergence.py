@@ -59,7 +59,7 @@ class HutchinsonDivergence(AbstractDivergence):
     **Arguments:**
 
     - `num_probes`: how many to average.
-    - `law`: `jax.random.rademacher` (the default, least variance) or `jax.random.normal`.
+    - `distribution`: `jax.random.rademacher` (the default, least variance) or `jax.random.normal`.
 
     The probes are drawn anew for each sample of each solve and stay fixed along it, so that the
     field remains a smooth function of time; a method that uses this takes a `key`.
@@ -76,17 +76,17 @@ class HutchinsonDivergence(AbstractDivergence):
     """
 
     num_probes: int = eqx.field(static=True)
-    law: Callable = eqx.field(static=True)
+    distribution: Callable = eqx.field(static=True)
 
-    def __init__(self, num_probes: int = 1, law: Callable = jax.random.rademacher):
+    def __init__(self, num_probes: int = 1, distribution: Callable = jax.random.rademacher):
         check_positive("num_probes", num_probes)
         self.num_probes = num_probes
-        self.law = law
+        self.distribution = distribution
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> Array:
         if key is None:
             raise TypeError("HutchinsonDivergence draws probes: pass key=jax.random.key(seed)")
-        return self.law(key, (*shape, self.num_probes, dimension), float)
+        return self.distribution(key, (*shape, self.num_probes, dimension), float)
 
     def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
         assert probes is not None

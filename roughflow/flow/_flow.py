@@ -43,10 +43,10 @@ class StochasticFlow(eqx.Module):
     **Arguments:**
 
     - `sde`: an `ItoSDE` or `StratonovichSDE`.
-    - `base`: the law of Z₀, `rf.Normal(loc, scale)` or any object with `sample(*, key, shape=())` and
-      `log_prob(z)`; its parameters are trained with the rest.
+    - `base`: the distribution of Z₀, `rf.Normal(loc, scale)` or any object with `sample(*, key, shape=())`
+      and `log_prob(z)`; its parameters are trained with the rest.
     - `t1`: the end time T.
-    - `driver`: the law of the path.
+    - `driver`: the distribution of the path.
     - `divergence`: `rf.ExactDivergence()`, or `rf.HutchinsonDivergence()` in high dimension.
     - `correction`: `rf.ExactCorrection()`, or `rf.SampledCorrection()` where each noise moves one coordinate.
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); each takes the way
@@ -141,7 +141,7 @@ class StochasticFlow(eqx.Module):
     def sample_path(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), t1: float | Array | None = None
     ) -> Path:
-        """Draw paths from the driver's law. `t1`, if given, replaces the flow's end time: a number,
+        """Draw paths from the driver's distribution. `t1`, if given, replaces the flow's end time: a number,
         or an array of `shape` for a horizon per path."""
         horizon = self.t1 if t1 is None else t1
         return self.driver.sample(key=check_key(key), shape=shape, noise_dim=self.noise_dim, t1=horizon)

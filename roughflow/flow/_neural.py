@@ -20,7 +20,7 @@ GRID = 16  # steps for a velocity, which is fastest near the end
 def neural_flow(
     dimension: int, *, noise: float = 0.5, width: int = 64, depth: int = 3, key: PRNGKeyArray
 ) -> StochasticFlow:
-    """A neural SDE from a standard normal base that is, before training, that normal law.
+    """A neural SDE from a standard normal base that is, before training, that normal distribution.
 
     The drift is `rf.RestoringDrift`. The noise is `rf.FullDiffusion` in two dimensions, otherwise
     a trainable constant matrix. From 17 dimensions on the divergence is Hutchinson's.

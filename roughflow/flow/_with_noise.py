@@ -21,14 +21,14 @@ from ._runge_kutta import order_of
 def with_noise(
     flow: StochasticFlow, diffusion: Diffusion | float | None, *, fading: float | None = 0.5
 ) -> StochasticFlow:
-    """The flow with this noise in place of what it has, and the same law at every time: `rf.TransportSDE`.
+    """The flow with this noise in place of its own, the same distribution at every time: `rf.TransportSDE`.
 
     The noise is free to choose after training, as often as one likes: more of it, another kind, none. Then it
     can be trained by itself, by any objective, with `frozen=lambda flow: flow.sde.transport`.
 
-    The law is the same as far as velocity and score belong together. They do after `rf.Interpolant()`; a
-    likelihood fit with noise moves the velocity with no regard to that. A learned proposal belongs to the old
-    noise, and is left out.
+    The distribution is the same as far as velocity and score belong together. They do after
+    `rf.Interpolant()`; a likelihood fit with noise moves the velocity with no regard to that. A learned
+    proposal belongs to the old noise, and is left out.
 
     Noise that fades, and the score that it brings in, change fastest towards the end. An `rf.FixedGrid` with
     steps of one length gets steps that shrink towards it, `late=2`, as many as before.
@@ -96,7 +96,7 @@ def _towards_the_end(flow: StochasticFlow) -> AbstractIntegrator:
 
 
 def _check_given(sde: TransportSDE, dimension: int) -> None:
-    """Refuse noise that would move what is given, and with it the law."""
+    """Refuse noise that would move what is given, and with it the distribution."""
     given = sde.transport.context
     if not given:
         return

@@ -38,7 +38,7 @@ def evidence_bound(
     (`rf.UpperBound`).
 
     **Arguments:** `flow`, one that comes near the target, such as an SDE that keeps it (`rf.targeted_sde`)
-    from a normal law that is near; `log_density`; `num_samples` of the flow; `num_paths`, K.
+    from a normal distribution that is near; `log_density`; `num_samples` of the flow; `num_paths`, K.
 
     ```python
     import jax, jax.numpy as jnp

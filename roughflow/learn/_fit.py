@@ -80,7 +80,7 @@ def fit(
     **Arguments:**
 
     - `model`: a pytree, usually an `rf.StochasticFlow`.
-    - `data`: an array with one row a sample, or a law to draw fresh samples from in each step.
+    - `data`: an array with one row a sample, or a distribution to draw fresh samples from in each step.
     - `objective`: `rf.MaximumLikelihood()` if none is given.
     - `steps`, `batch_size`: how many, and of how many rows (drawn with replacement; all, if there are no
       more).

@@ -65,14 +65,15 @@ def fit_density(
 ) -> Fitted:
     """The density of a table's rows, in two stages, in the table's own units.
 
-    1. **Regression** (`rf.Interpolant`): the velocity that carries a normal law to the standardised rows. No
-       equation is solved, so thousands of steps take a minute.
+    1. **Regression** (`rf.Interpolant`): the velocity that carries a normal distribution to the standardised
+       rows. No equation is solved, so thousands of steps take a minute.
     2. **Likelihood** (`rf.MaximumLikelihood`): a few steps more, for the last tenths of a nat.
 
-    Each stage returns what was best on the rows set aside. Before the first step the model is the normal law
-    with the mean and covariance of the data, so few rows leave it near that law. `noise` is added at the
-    end and leaves the law as it is (`rf.with_noise`): a stochastic flow may be the better density, but
-    each value takes many paths and has an error bar. It can be added later too, or taken away.
+    Each stage returns what was best on the rows set aside. Before the first step the model is the normal
+    distribution with the mean and covariance of the data, so few rows leave it near that distribution.
+    `noise` is added at the end and leaves the distribution as it is (`rf.with_noise`): a stochastic flow may
+    be the better density, but each value takes many paths and has an error bar. It can be added later too, or
+    taken away.
 
     **Arguments:**
 

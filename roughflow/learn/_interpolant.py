@@ -28,12 +28,12 @@ class Interpolant(AbstractObjective):
         E |T v(t, y) − (x − z)|²/d,
 
     one evaluation of the drift v a sample. The minimum is the velocity E[x − z | y]/T, whose ODE carries
-    the base to the law of the data. The loss does not come to zero, nor is it a likelihood.
+    the base to the distribution of the data. The loss does not come to zero, nor is it a likelihood.
 
     The model is a flow without noise, or one with an `rf.TransportSDE`. Its velocity alone is trained, not
     its base or noise. From an `rf.Normal` base the model returned has an `rf.TransportSDE`, which knows the
-    score of its law too: `rf.with_noise` adds noise to it. From another base, an `rf.LearnedTransport` learns
-    its score along: ∇log p₀(z) is regressed on y as well.
+    score of its distribution too: `rf.with_noise` adds noise to it. From another base, an
+    `rf.LearnedTransport` learns its score along: ∇log p₀(z) is regressed on y as well.
 
     **Arguments:**
 

@@ -26,7 +26,7 @@ class Marginals(eqx.Module):
 
     **Arguments:** the knots' `x` and `u`, both increasing, and the `slope` of g there, `(d, K)` each; the
     bounds `lower` and `upper`, `(d,)` each, infinite where there are none, or None. `rf.fit_density` finds
-    them: where knots are quantiles of a column and u those of a normal law, g(x) is nearly normal.
+    them: where knots are quantiles of a column and u those of a normal distribution, g(x) is nearly normal.
 
     ```python
     import numpy as np
@@ -147,8 +147,8 @@ def fit_marginals(
     bounds: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Marginals | None:
     """Maps for the first `own` columns, with as many knots each as cross-validation bears out. Straight ones
-    if they gain less than `least` nats per column over a normal law without them, in the median row: a few
-    rows far out must not decide alone. None if there is nothing to map."""
+    if they gain less than `least` nats per column over a normal distribution without them, in the median row:
+    a few rows far out must not decide alone. None if there is nothing to map."""
     if bounds is not None:
         moved = unbounded(np, rows[:, :own], *bounds)[0]
         rows = np.concatenate([moved, rows[:, own:]], axis=1)
@@ -193,8 +193,8 @@ def _knots(column: np.ndarray, count: int) -> _Knot:
 
 
 def _tail(level: float, beyond: np.ndarray, otherwise: float) -> float:
-    """The slope with which the values beyond the last knot are as far from it, on average, as a normal law's
-    beyond `level`."""
+    """The slope with which the values beyond the last knot are as far from it, on average, as a normal
+    distribution's beyond `level`."""
     beyond = beyond[beyond > 0]
     if not beyond.size:
         return otherwise
@@ -233,7 +233,7 @@ def _log_normal(train: np.ndarray, test: np.ndarray, count: int) -> np.ndarray:
 
 
 def _gain(train: np.ndarray, test: np.ndarray, counts: list[int]) -> np.ndarray:
-    """What the maps add to the log-density of a normal law, for each row of `test`."""
+    """What the maps add to the log-density of a normal distribution, for each row of `test`."""
     marginals, own = _together(train, counts), len(counts)
 
     def mapped(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

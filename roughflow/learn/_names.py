@@ -31,7 +31,10 @@ NAMESPACES: dict[str, tuple[str, ...]] = {
 }
 # What classes and fields were called in older files.
 RENAMED = {"Unadjusted": "UnadjustedSampler", "Adjusted": "AdjustedSampler", "AdjustedFlow": "FlowSampler"}
-RENAMED_FIELDS = {("Laplace", "starts"): "num_starts"}
+RENAMED_FIELDS = {
+    ("Laplace", "starts"): "num_starts",
+    ("HutchinsonDivergence", "law"): "distribution",
+}
 _ACTIVATIONS = (
     *("relu", "relu6", "elu", "selu", "celu", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu"),
     *("soft_sign", "softplus", "squareplus", "silu", "mish", "gelu", "sigmoid", "log_sigmoid", "identity"),

@@ -1,4 +1,4 @@
-"""The data of a fit: rows of an array, or a law to draw from."""
+"""The data of a fit: rows of an array, or a distribution to draw from."""
 
 from typing import Protocol, runtime_checkable
 
@@ -13,14 +13,14 @@ from ._objective import AbstractStatefulObjective
 
 @runtime_checkable
 class DataSource(Protocol):
-    """A law that gives fresh data in each step, such as those of `rf.datasets`."""
+    """A distribution that gives fresh data in each step, such as those of `rf.datasets`."""
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array: ...
 
 
 @runtime_checkable
 class KnownEntropy(DataSource, Protocol):
-    """A law whose entropy is known: no model has a smaller expected negative log-likelihood."""
+    """A distribution whose entropy is known: no model has a smaller expected negative log-likelihood."""
 
     @property
     def entropy(self) -> float: ...

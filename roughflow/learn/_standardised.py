@@ -175,10 +175,12 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     loc, scale = rows.mean(axis=0), rows.std(axis=0)
     still = np.flatnonzero(scale <= 1e-10 * np.maximum(np.abs(loc), 1e-300))
     if still.size:
-        raise ValueError(f"column {still[0]} is constant: its law has no density; leave it out")
+        raise ValueError(f"column {still[0]} is constant: its distribution has no density; leave it out")
     unit = (rows - loc) / scale
     # A touch of ridge: columns that depend on one another nearly are still told apart.
     correlation = unit.T @ unit / len(rows) + 1e-6 * np.eye(rows.shape[1])
     if np.linalg.eigvalsh(correlation)[0] < 2e-6:
-        raise ValueError("the columns are linearly dependent, so their law has no density: leave some out")
+        raise ValueError(
+            "the columns are linearly dependent, so their distribution has no density: leave some out"
+        )
     return loc, scale[:, None] * np.linalg.cholesky(correlation)

@@ -1,4 +1,4 @@
-"""Does an SDE keep the law of a sample, and does it come back from outside?"""
+"""Does an SDE keep the distribution of a sample, and does it come back from outside?"""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ LONGEST, SHORTEST = 0.05, 2.0
 
 
 def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 128) -> Array:
-    """How fast an SDE moves the law of the sample x: zero if it keeps it.
+    """How fast an SDE moves the distribution of the sample x: zero if it keeps it.
 
-    A law p is invariant if and only if E_p[Lφ] = 0 for every test function φ, with the generator
+    A distribution p is invariant if and only if E_p[Lφ] = 0 for every test function φ, with the generator
     Lφ = μ·∇φ + ½ tr(σσᵀ∇²φ) (Hansen & Scheinkman 1995). Here φ(z) = cos(w·z + b)/(|w| + |w|²), for random
     w and b in units of the sample's spread:
 

@@ -43,8 +43,8 @@ class FittedScore(eqx.Module):
 def staying_sde(
     model: Standardised | StochasticFlow, diffusion: Diffusion, *, at: float = 0.9
 ) -> TargetedSDE:
-    """The SDE with this noise whose stationary law is that of the data, from a model fitted to them by
-    regression: `rf.targeted_sde` with the score that the model knows.
+    """The SDE with this noise whose stationary distribution is that of the data, from a model fitted to them
+    by regression: `rf.targeted_sde` with the score that the model knows.
 
     Its paths go on for as long as one likes and stay where the data are, for any noise σ. `rf.simulate` and
     `rf.sample_chain` with `rf.UnadjustedSampler` follow them.

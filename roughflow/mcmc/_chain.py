@@ -51,7 +51,7 @@ class Chain(eqx.Module):
 
 def split_rhat(draws: np.ndarray) -> float:
     """R-hat of one coordinate `(chains, draws)`, each chain cut in two (Gelman et al. 2013): near 1 where all
-    parts are of one law. NaN with fewer than four draws a chain."""
+    parts are of one distribution. NaN with fewer than four draws a chain."""
     half = draws.shape[1] // 2
     if half < 2:
         return float("nan")

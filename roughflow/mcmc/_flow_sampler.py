@@ -37,9 +37,9 @@ class FlowSampler(AbstractSampler):
     which must be short where σ turns.
 
     The ODE is solved by `substeps` of the implicit midpoint rule, which −ξ undoes, and whose determinant is
-    known, so the solver's error does not change the law. Its equations are solved to rounding by Newton's
-    method; a move for which that fails, in either direction, or that does not come back, is refused. A step
-    takes one gradient of the log density.
+    known, so the solver's error does not change the distribution. Its equations are solved to rounding by
+    Newton's method; a move for which that fails, in either direction, or that does not come back, is refused.
+    A step takes one gradient of the log density.
 
     **Arguments:** `sde`, an `rf.targeted_sde` with as many noises as dimensions; `dt`; `substeps`.
 
@@ -127,7 +127,7 @@ class FlowSampler(AbstractSampler):
 
     def _middle(self, z: Array, half: Array) -> tuple[Array, Array]:
         """The m with m = z + σ(m) half, by Newton's method, and whether it was found: to rounding, in each
-        coordinate, since an error as small as a tolerance would still be seen in the law.
+        coordinate, since an error as small as a tolerance would still be seen in the distribution.
 
         The search is a constant to derivatives; a last step has those of the solution (implicit function
         theorem).

@@ -58,7 +58,7 @@ class AbstractSampler(eqx.Module):
 class UnadjustedSampler(AbstractSampler):
     """Steps of a scheme for the SDE, every one accepted: cheap, and off by what dt is off.
 
-    **Arguments:** `sde`, any that keeps the law one wants; `dt`; `scheme`, `rf.EulerMaruyama()` or
+    **Arguments:** `sde`, any that keeps the distribution one wants; `dt`; `scheme`, `rf.EulerMaruyama()` or
     `rf.LinearlyImplicitEuler()` for stiff targets.
 
     ```python
@@ -100,7 +100,8 @@ class AdjustedSampler(AbstractSampler):
 
         q(y | z) = N(y; z + μ(z) dt, dt σσᵀ(z)),     a = min(1, p(y) q(z | y)/p(z) q(y | z)).
 
-    σ may depend on the state; with constant σ it is MALA. The law of the chain is p exactly, whatever dt is.
+    σ may depend on the state; with constant σ it is MALA. The distribution of the chain is p exactly,
+    whatever dt is.
 
     **Arguments:** `sde`, an `rf.targeted_sde` with as many noises as dimensions; `dt`.
 
@@ -161,7 +162,7 @@ def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tu
 
 
 def check_adjustable(name: str, sde: AbstractSDE) -> None:
-    """Refuse an SDE whose law is not known, or not wholly."""
+    """Refuse an SDE whose distribution is not known, or not wholly."""
     if not isinstance(sde, TargetedSDE):
         raise TypeError(f"{name} needs the SDE of rf.targeted_sde, got {type(sde).__name__}")
     if sde.log_density is None:

@@ -99,7 +99,7 @@ def tune_sampler(
     A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. From there an `rf.LocalDiffusion`
     learns, on chains that move along, to make the moves of `rf.FlowSampler` as large as they can be for the
     share of them that is accepted (Titsias & Dellaportas 2019). The rest sets dt. Then all is fixed, so
-    the sampler's law is the target's, however well it has learned.
+    the sampler's distribution is the target's, however well it has learned.
 
     **Arguments:**
 

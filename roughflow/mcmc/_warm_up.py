@@ -32,11 +32,11 @@ def warm_up(
     """MALA for a target: an `rf.AdjustedSampler` with constant noise, and where its chains have got to.
 
     First a few chains climb towards a mode (Newton's method). Each place on their way, with the curvature
-    there, makes a normal law; of these the one nearest to the target (by E[log p − log q], as Pathfinder has
-    it, Zhang et al. 2022) gives a first σ and places for all chains. That is not the mode where the mode is
-    far from the mass, as in a funnel. Then, in four rounds, the chains move, the step dt follows their
-    acceptance towards 0.574 (Robbins & Monro), and after each round but the last σσᵀ becomes the covariance
-    of their places. Nothing is adapted after that, so the sampler's law is exact.
+    there, makes a normal distribution; of these the one nearest to the target (by E[log p − log q], as
+    Pathfinder has it, Zhang et al. 2022) gives a first σ and places for all chains. That is not the mode
+    where the mode is far from the mass, as in a funnel. Then, in four rounds, the chains move, the step dt
+    follows their acceptance towards 0.574 (Robbins & Monro), and after each round but the last σσᵀ becomes
+    the covariance of their places. Nothing is adapted after that, so the sampler's distribution is exact.
 
     **Arguments:** `log_density`; `z0`, `(chains, d)`, a few chains at least; `num_steps` in all, each a
     gradient a chain, hundreds of them; `climb`, whether to climb first: without, the chains begin at z0.
@@ -90,20 +90,20 @@ def least_steps(chains: int, dimension: int) -> int:
 
 @jit
 def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array]:
-    """A root of the covariance of the best normal law on the way up, and as many places from it as chains."""
+    """A root of the covariance of the best normal on the way up, and as many places from it as chains."""
     target = as_target(log_density)
     lengths = 0.5 ** jnp.arange(10.0)
     key_trial, key_draw, key_choose = jax.random.split(key, 3)
     trials = jax.random.normal(key_trial, (TRIALS, z.shape[1]), z.dtype)
 
     def uphill(y: Array, _) -> tuple[Array, tuple[Array, Array, Array]]:
-        """Newton's step, with the curvature's absolute value, as long as it pays best; the normal law."""
+        """Newton's step, with the curvature's absolute value, as long as it pays best; the normal there."""
         covariance = _inverse_curvature(target, y)
         root = _root(covariance)
         step = covariance @ jax.grad(target)(y)
         values = jax.vmap(target)(y[None] + trials @ root.T)
         inside = jnp.isfinite(values)
-        # Of a law that is cut off at the edge of the support, by Jensen: log of the share that is inside.
+        # Of a normal that is cut off at the edge of the support, by Jensen: log of the share inside.
         share = jnp.mean(inside)
         bound = jnp.sum(jnp.where(inside, values, 0)) / jnp.maximum(jnp.sum(inside), 1)
         bound += jnp.log(share) + jnp.linalg.slogdet(root)[1]
@@ -171,7 +171,7 @@ def _spread(places: Array) -> Array:
     rows = jnp.reshape(places, (-1, places.shape[-1]))
     low, middle, high = jnp.quantile(rows, jnp.array([0.25, 0.5, 0.75], rows.dtype), axis=0)
     gap = rows - middle[None]
-    width = (high - low) / 1.349  # of a normal law, its standard deviation
+    width = (high - low) / 1.349  # of a normal distribution, its standard deviation
     radius = jnp.sqrt(jnp.mean((gap / jnp.where(width > 0, width, 1)[None]) ** 2, axis=1))
     rows = gap * (FAR / jnp.maximum(radius, FAR))[:, None]
     covariance = jnp.atleast_2d(jnp.cov(rows.T))

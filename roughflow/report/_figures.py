@@ -63,7 +63,7 @@ def solver_errors(errors: np.ndarray) -> Figure:
 
 
 def calibration(scaled: np.ndarray) -> Figure:
-    """Differences of two estimates in units of their error bar, beside the normal law of honest ones."""
+    """Differences of two estimates in units of their error bar, beside the standard normal of honest ones."""
     figure, ax = _curves("difference / error bar", "density")
     bins = np.linspace(-REACH, REACH, BINS // 2 + 1)
     heights = np.histogram(scaled, bins)[0] / max(1, scaled.size) / np.diff(bins)

@@ -133,7 +133,7 @@ class _Judged:
 
 
 def _gaussian(data: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Log densities of rows under the normal law with the mean and covariance of the data."""
+    """Log densities of rows under the normal distribution with the mean and covariance of the data."""
     loc, matrix = rf.standardisation(data)
     unit = np.linalg.solve(matrix, (rows - loc).T)
     return np.sum(stats.norm.logpdf(unit), axis=0) - np.sum(np.log(np.abs(np.diagonal(matrix))))

@@ -83,9 +83,9 @@ class SampledCorrection(AbstractCorrection):
     """c = ½ D[σ(·) ε] (σ ε) with random signs ε: one product whatever m.
 
     It is c on average over ε. But the signs stay fixed along a path, and a drift that is right on average
-    over paths makes another law. So a flow takes it only where every ε gives the same: where each noise
-    moves one coordinate, and by an amount that depends on that coordinate alone. Elsewhere the flow warns
-    and takes `rf.ExactCorrection()`.
+    over paths makes another distribution. So a flow takes it only where every ε gives the same: where each
+    noise moves one coordinate, and by an amount that depends on that coordinate alone. Elsewhere the flow
+    warns and takes `rf.ExactCorrection()`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -133,9 +133,10 @@ def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool
 def checked_correction(
     sde: AbstractSDE, correction: AbstractCorrection | None, base: Any
 ) -> AbstractCorrection:
-    """The correction asked for, where it leaves the law as it is; else the exact one, with a warning.
+    """The correction asked for, where it keeps the distribution; else the exact one, with a warning.
 
-    Signs that are fixed along a path change the law unless every choice of them gives the same correction.
+    Signs that are fixed along a path change the distribution unless every choice of them gives the same
+    correction.
     """
     if not isinstance(correction, SampledCorrection) or isinstance(sde, AbstractStratonovichSDE):
         return ExactCorrection() if correction is None else correction
@@ -143,8 +144,8 @@ def checked_correction(
     if is_traced(points) or same_for_all_signs(sde, points, key=jax.random.key(1)):
         return correction
     warnings.warn(
-        "SampledCorrection would change the law: its random signs cancel only where each noise moves one "
-        "coordinate and depends on that one alone; ExactCorrection takes its place",
+        "SampledCorrection would change the distribution: its random signs cancel only where each noise "
+        "moves one coordinate and depends on that one alone; ExactCorrection takes its place",
         stacklevel=4,
     )
     return ExactCorrection()

@@ -246,7 +246,7 @@ class RestoringDrift(eqx.Module):
     """μ(t, z) = −½ c² z + N(t, z), N a network whose output starts at zero.
 
     With constant noise of size c the first term alone keeps N(0, I) as it is, so that a flow from a
-    standard normal base starts to learn as that normal law.
+    standard normal base starts to learn as that normal distribution.
 
     ```python
     import jax, jax.numpy as jnp

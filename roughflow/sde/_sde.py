@@ -85,7 +85,7 @@ class StratonovichSDE(AbstractStratonovichSDE):
     ```python
     import roughflow as rf
 
-    # the same law as dZ = 0.1 Z dt + 0.3 Z dB in the Itô sense
+    # the same distribution as dZ = 0.1 Z dt + 0.3 Z dB in the Itô sense
     geometric = rf.StratonovichSDE(lambda t, z: (0.1 - 0.045) * z, lambda t, z: 0.3 * z[:, None])
     ```
     """

@@ -1,6 +1,6 @@
-"""What noise asks of a drift, so that a law does not feel it.
+"""What noise asks of a drift, so that a distribution does not feel it.
 
-A law p does not move, or moves as it did, when the noise σ dB comes together with the drift
+A distribution p does not move, or moves as it did, when the noise σ dB comes together with the drift
 
     (D + Q) ∇log p + Γ,     D = ½ σσᵀ,     Γᵢ = Σⱼ ∂ⱼ(D + Q)ᵢⱼ,
 

@@ -1,4 +1,4 @@
-"""SDEs that leave a given law as it is."""
+"""SDEs that leave a given distribution as it is."""
 
 from collections.abc import Callable
 
@@ -163,7 +163,7 @@ def underdamped_langevin(
 
         dq = p/M dt,     dp = (∇log π(q) − C p/M) dt + √(2C) dB,
 
-    the complete recipe with D = diag(0, C) and Q = [[0, −I], [I, 0]] for the law π(q) exp(−p²/2M).
+    the complete recipe with D = diag(0, C) and Q = [[0, −I], [I, 0]] for the distribution π(q) exp(−p²/2M).
 
     ```python
     import jax.numpy as jnp

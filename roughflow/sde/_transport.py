@@ -1,4 +1,4 @@
-"""A law that a velocity carries along, and noise that it does not feel."""
+"""A distribution that a velocity carries along, and noise that it does not feel."""
 
 import abc
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from ._spread import spread_and_divergence
 
 
 class AbstractTransport(eqx.Module):
-    """A velocity v(t, z), and the score of the law p that it carries along:
+    """A velocity v(t, z), and the score of the distribution p that it carries along:
 
         ∇log p(t, z) = g(t, z)/(1 − t/t1),
 
@@ -36,10 +36,10 @@ class AbstractTransport(eqx.Module):
 
 
 class NormalTransport(AbstractTransport):
-    """From a normal law to data along straight lines: the score follows from the velocity.
+    """From a normal distribution to data along straight lines: the score follows from the velocity.
 
     Where z ~ N(m, diag(c²)) and x ~ data are independent and v is the velocity of (1 − s) z + s x, s = t/T,
-    the law at time t has the score
+    the distribution at time t has the score
 
         ∇log p(t, y) = (s T v(t, y) − y + m)/(c² (1 − s)).
 
@@ -51,7 +51,7 @@ class NormalTransport(AbstractTransport):
     import jax.numpy as jnp
     import roughflow as rf
 
-    # N(0, 1) to N(0, 1): the law at time t has the variance a = (1 − t)² + t²
+    # N(0, 1) to N(0, 1): the distribution at time t has the variance a = (1 − t)² + t²
     velocity = lambda t, z: (2 * t - 1) / ((1 - t) ** 2 + t**2) * z
     transport = rf.NormalTransport(velocity, jnp.zeros(1), jnp.ones(1))
     sde = rf.TransportSDE(transport, rf.FadingDiffusion(rf.ConstantDiffusion(jnp.eye(1))))
@@ -85,7 +85,7 @@ class NormalTransport(AbstractTransport):
 class LearnedTransport(AbstractTransport):
     """From any base to data along straight lines: a network learns the score beside the velocity.
 
-    Where z ~ p₀ and x ~ data are independent, the law of y = (1 − s) z + s x, s = t/T, has the score
+    Where z ~ p₀ and x ~ data are independent, the distribution of y = (1 − s) z + s x, s = t/T, has the score
 
         ∇log p(t, y) = E[∇log p₀(z) | y]/(1 − s).
 
@@ -127,7 +127,7 @@ class GivenTransport(AbstractTransport):
     import jax.numpy as jnp
     import roughflow as rf
 
-    # a standard normal law that widens to N(0, e²) over unit time
+    # a standard normal distribution that widens to N(0, e²) over unit time
     transport = rf.GivenTransport(lambda t, z: z, lambda t, z: -z * jnp.exp(-2 * t))
     sde = rf.TransportSDE(transport, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
     ```
@@ -148,12 +148,12 @@ class GivenTransport(AbstractTransport):
 
 
 class TransportSDE(AbstractItoSDE):
-    """The Itô SDE with any noise σ(t, z) whose law at every time is that of dZ = v(t, Z) dt:
+    """The Itô SDE with any noise σ(t, z) whose distribution at every time is that of dZ = v(t, Z) dt:
 
         dZ = [v + ½ div(σσᵀ) + ½ σσᵀ ∇log p] dt + σ dB
 
     (Albergo, Boffi & Vanden-Eijnden 2023). Where velocity and score are learned and so inexact, the score
-    pulls paths back to p, and the law comes closer to it with noise than without.
+    pulls paths back to p, and the distribution comes closer to it with noise than without.
 
     On a transport along straight lines the score has a factor 1/(1 − t/T). An `rf.FadingDiffusion` takes that
     into account, so that the drift is finite up to T; any other σ gives a drift that is not, at T itself.

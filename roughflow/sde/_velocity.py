@@ -23,7 +23,7 @@ class VelocityNetwork(eqx.Module):
         (2s − 1)/((1 − s)² + s²) z/T,
 
     the velocity of straight lines from N(0, I) to N(0, I), so that the network, which starts at zero, learns
-    how the data differ from a normal law.
+    how the data differ from a normal distribution.
 
     With a `context` of k > 0, the last k coordinates of z are what is given: they do not move.
 

@@ -56,10 +56,10 @@ class UpperBound(eqx.Module):
         E log p(Z) ≤ E log 1/(K+1) (w₀ + w₁ + … + w_K),      wₖ = p(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z),
 
     ω₀ the path that made Z and ω₁, …, ω_K drawn from the proposal q, tighter as K grows (Sobolev & Vetrov
-    2019; for q the prior, Yin & Zhou 2018). It holds for every q, for ω₀ is a draw from the law of the path
-    given Z, and is the tighter the nearer q comes to that law: with K = 0 it exceeds E log p(Z) by the mean
-    of KL(p(ω | Z) ‖ q(ω | Z)). To each path belongs one start, so no way to Z is left out, and a path from
-    which there is none rightly counts as zero.
+    2019; for q the prior, Yin & Zhou 2018). It holds for every q, for ω₀ is a draw from the distribution of
+    the path given Z, and is the tighter the nearer q comes to that distribution: with K = 0 it exceeds E log
+    p(Z) by the mean of KL(p(ω | Z) ‖ q(ω | Z)). To each path belongs one start, so no way to Z is left out,
+    and a path from which there is none rightly counts as zero.
 
     **Arguments:** `fresh`, the number K; it may be 0. `proposal`: `rf.Laplace()`, the default; an
     `rf.Amortised(...)`, which the bound trains when it is made small; `rf.Prior()`, the loosest.
@@ -98,7 +98,7 @@ def _upper(
     flow: StochasticFlow, proposal: AbstractProposal, key: PRNGKeyArray, count: int, fresh: int
 ) -> tuple[Array, Array]:
     latent = Latent(flow)
-    key_own, key_law, key_path, key_solve, key_cloud = jax.random.split(key, 5)
+    key_own, key_proposal, key_path, key_solve, key_cloud = jax.random.split(key, 5)
     z, given, path = flow.sample_and_log_prob_given_path(key=key_own, shape=(count,))
     escaped = ~jnp.all(jnp.isfinite(z), axis=-1)
     # A sample that escaped has no finite place to ask about.
@@ -108,18 +108,18 @@ def _upper(
         quiet = constant(latent).quiet()
         places = jnp.arange(Cloud.size(quiet))
         cloud = Cloud.of(quiet, normal_numbers(key_cloud, places, latent.size, z.dtype))
-    law = proposal.law(latent, place, jax.random.split(key_law, count), cloud)
+    distribution = proposal.distribution(latent, place, jax.random.split(key_proposal, count), cloud)
     if proposal.may_be_exact:
-        law = tried(flow, place, law, jax.random.split(key_law, count), TRIAL)[0]
+        distribution = tried(flow, place, distribution, jax.random.split(key_proposal, count), TRIAL)[0]
     own = jnp.reshape(path.coefficients, (count, 1, -1))
-    first = given[:, None] + flow.driver.log_prob(path.coefficients)[:, None] - law.log_prob(own)
+    first = given[:, None] + flow.driver.log_prob(path.coefficients)[:, None] - distribution.log_prob(own)
     weights = first
     if fresh:
         noise = jax.random.normal(key_path, (count, fresh, latent.size + SPARE), z.dtype)
-        omega = law.sample(noise)
+        omega = distribution.sample(noise)
         solves = solve_keys(flow, jax.random.split(key_solve, count), fresh)
         rest = log_joint(flow, place, omega, solves)
         # Far out a field may overflow to NaN before its solve counts as escaped: it leads nowhere either.
-        rest = jnp.where(jnp.isnan(rest), -jnp.inf, rest) - law.log_prob(omega)
+        rest = jnp.where(jnp.isnan(rest), -jnp.inf, rest) - distribution.log_prob(omega)
         weights = jnp.concatenate([first, rest], axis=1)
     return z, jnp.where(escaped, -jnp.inf, log_mean(weights.T))

@@ -22,10 +22,10 @@ class Weights(NamedTuple):
 
 
 class AbstractChart(AbstractEstimator):
-    """p(x) = E w, w the weight of a path drawn from a law that was chosen for x beforehand.
+    """p(x) = E w, w the weight of a path drawn from a distribution that was chosen for x beforehand.
 
-    A law is a pytree with one entry of the leading axis per point. Everything below is traced: it works on a
-    batch of points, B of them, with K paths each, and knows no values.
+    A distribution is a pytree with one entry of the leading axis per point. Everything below is traced: it
+    works on a batch of points, B of them, with K paths each, and knows no values.
     """
 
     num_paths: eqx.AbstractVar[int]
@@ -43,37 +43,37 @@ class AbstractChart(AbstractEstimator):
 
     @abc.abstractmethod
     def prepare(self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None) -> Any:
-        """The law to draw paths from."""
+        """The distribution to draw paths from."""
 
     @abc.abstractmethod
-    def settled(self, law: Any) -> Any:
-        """The law, once it is known for all points: a last look with values at hand, where there are any."""
+    def settled(self, distribution: Any) -> Any:
+        """The distribution, known for all points: a last look with values at hand, where there are any."""
 
     @abc.abstractmethod
     def weigh(
-        self, flow: StochasticFlow, target: Target, law: Any, noise: Array, keys: PRNGKeyArray
+        self, flow: StochasticFlow, target: Target, distribution: Any, noise: Array, keys: PRNGKeyArray
     ) -> Weights:
         """K paths made from standard normal numbers `(B, K, D + SPARE)`; `keys` `(B, K)` for what else
         is random."""
 
     @abc.abstractmethod
     def log_joint(
-        self, flow: StochasticFlow, target: Target, law: Any, paths: Array, keys: PRNGKeyArray | None
+        self, flow: StochasticFlow, target: Target, distribution: Any, paths: Array, keys: PRNGKeyArray | None
     ) -> Array:
         """The log-density of paths and x, `(B, F)`, in the chart's coordinates; `keys` `(B, F)` as in
         `Weights`."""
 
 
 class AbstractImprovingChart(AbstractChart):
-    """A chart with a remedy for poor weights. Its law says where they are, in a field `poor` `(B,)`: decided
-    beforehand, for an estimate that looked at its own weights to choose would be low."""
+    """A chart with a remedy for poor weights. Its distribution says where they are, in a field `poor` `(B,)`:
+    decided beforehand, for an estimate that looked at its own weights to choose would be low."""
 
     @abc.abstractmethod
     def improve(
-        self, flow: StochasticFlow, target: Target, law: Any, keys: PRNGKeyArray, count: int
+        self, flow: StochasticFlow, target: Target, distribution: Any, keys: PRNGKeyArray, count: int
     ) -> Weights:
         """Other paths, `count` of them, for the points whose weights are poor; anything elsewhere."""
 
     @abc.abstractmethod
-    def doubtful(self, law: Any) -> Array:
+    def doubtful(self, distribution: Any) -> Array:
         """Where even those may not see all ways to x, `(B,)`."""

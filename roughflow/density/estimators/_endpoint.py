@@ -25,16 +25,16 @@ from ..surface import (
 from ._chart import Weights
 from ._importance import AbstractImportanceEstimator
 
-TRIAL = 16  # paths looked at before the law is fixed
-UNEVEN = 1.0  # nats by which their weights may differ, or a wider law is drawn from
+TRIAL = 16  # paths looked at before the distribution is fixed
+UNEVEN = 1.0  # nats by which their weights may differ, or a wider distribution is drawn from
 WIDER, PRIOR_SHARE = 1.3, 0.25  # how much wider, and the prior's part in it
 SINGULAR = (
     "the noise does not move the end in every direction, so Endpoint cannot solve for it; use rf.PullBack, "
-    "with a law for the start"
+    "with a distribution for the start"
 )
 
 
-class EndpointLaw(eqx.Module):
+class EndpointDistribution(eqx.Module):
     """δ normal around the free part of `centre`, orthogonal to `rows`; wider, and partly the prior, if
     `wide`."""
 
@@ -87,9 +87,9 @@ class Endpoint(AbstractImportanceEstimator):
     weights are equal, and any number of noises will do. With `rf.Prior()` R is the endpoint B(T) of the path,
     in the directions that move the end most, which takes as many noises as dimensions.
 
-    From a fixed start it is the estimator to use, for there the pull-back does not exist. With a law for the
-    start prefer the default, `rf.Tempered`: here one root is counted for each δ, so a law that folds space so
-    that there are several is estimated low, and a path that the search does not find has no weight:
+    From a fixed start it is the estimator to use, for there the pull-back does not exist. With a distribution
+    for the start prefer the default, `rf.Tempered`: here one root is counted for each δ, so an SDE that folds
+    space so that there are several is estimated low, and a path that the search does not find has no weight:
     `Estimate.unfound` counts them, and more than one in twenty are a warning. It costs d + 1 solves per
     Newton step; no backward solve can escape, which is why strongly contracting SDEs are its ground too.
 
@@ -97,8 +97,8 @@ class Endpoint(AbstractImportanceEstimator):
 
     - `num_paths`: how many paths per point.
     - `proposal`: `rf.Laplace()` or `rf.Prior()`.
-    - `start`: a point z₀ of shape `(d,)`, or one for each x, `(..., d)`. The law of the flow's base is
-      then not used: what is estimated is the transition density from z₀.
+    - `start`: a point z₀ of shape `(d,)`, or one for each x, `(..., d)`. The distribution of the flow's base
+      is then not used: what is estimated is the transition density from z₀.
 
     ```python
     import jax, jax.numpy as jnp
@@ -146,43 +146,57 @@ class Endpoint(AbstractImportanceEstimator):
 
     def prepare(
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
-    ) -> EndpointLaw:
+    ) -> EndpointDistribution:
         latent, target = constant((_latent(flow, target), target))
         if not isinstance(self.proposal, Laplace):
-            return constant(_prior_law(latent, target))
-        law = constant(_laplace_law(latent, target, keys, cloud, self.proposal.num_starts))
+            return constant(_prior_distribution(latent, target))
+        distribution = constant(_laplace_distribution(latent, target, keys, cloud, self.proposal.num_starts))
         size = latent.size + SPARE
         noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(TRIAL), size, target.x.dtype))(keys)
-        weights = self.weigh(flow.without_errors(), target, law, noise, keys).log_weights
+        weights = self.weigh(flow.without_errors(), target, distribution, noise, keys).log_weights
         uneven = ~(jnp.max(weights, axis=1) - jnp.min(weights, axis=1) < UNEVEN)
-        return eqx.tree_at(lambda law: law.wide, law, uneven & ~law.missed)
+        return eqx.tree_at(lambda d: d.wide, distribution, uneven & ~distribution.missed)
 
-    def settled(self, law: EndpointLaw) -> EndpointLaw:
+    def settled(self, distribution: EndpointDistribution) -> EndpointDistribution:
         """Refuse noise that does not move the end in every direction, whatever x is."""
-        degenerate = jnp.all(law.singular)
+        degenerate = jnp.all(distribution.singular)
         if is_traced(degenerate):
-            return eqx.tree_at(lambda a: a.rows, law, eqx.error_if(law.rows, degenerate, SINGULAR))
+            return eqx.tree_at(
+                lambda d: d.rows, distribution, eqx.error_if(distribution.rows, degenerate, SINGULAR)
+            )
         if bool(degenerate):
             raise ValueError(SINGULAR)
-        return law
+        return distribution
 
     def weigh(
-        self, flow: StochasticFlow, target: Target, law: EndpointLaw, noise: Array, keys: PRNGKeyArray
+        self,
+        flow: StochasticFlow,
+        target: Target,
+        distribution: EndpointDistribution,
+        noise: Array,
+        keys: PRNGKeyArray,
     ) -> Weights:
         del keys
-        delta = law.sample(noise)
-        joint = self.log_joint(flow, target, law, delta, None)
-        return Weights(joint - law.log_prob(delta), delta, joint, None)
+        delta = distribution.sample(noise)
+        joint = self.log_joint(flow, target, distribution, delta, None)
+        return Weights(joint - distribution.log_prob(delta), delta, joint, None)
 
     def log_joint(
-        self, flow: StochasticFlow, target: Target, law: EndpointLaw, paths: Array, keys: PRNGKeyArray | None
+        self,
+        flow: StochasticFlow,
+        target: Target,
+        distribution: EndpointDistribution,
+        paths: Array,
+        keys: PRNGKeyArray | None,
     ) -> Array:
         del keys
         latent = _latent(flow, target)
         batch, count, _ = paths.shape
         each = lambda a: jnp.repeat(a, count, axis=0)
         delta = jnp.reshape(paths, (batch * count, -1))
-        xi, matrix, solved = solve_end(latent, target.repeat(count), each(law.rows), delta, each(law.centre))
+        xi, matrix, solved = solve_end(
+            latent, target.repeat(count), each(distribution.rows), delta, each(distribution.centre)
+        )
         value = latent.log_prior(xi) - log_abs_det(matrix)
         return jnp.reshape(jnp.where(solved & jnp.isfinite(value), value, -jnp.inf), (batch, count))
 
@@ -191,9 +205,9 @@ def _latent(flow: StochasticFlow, target: Target) -> Latent:
     return Latent(flow, fixed_start=target.start is not None)
 
 
-def _laplace_law(
+def _laplace_distribution(
     latent: Latent, target: Target, keys: PRNGKeyArray, cloud: Cloud | None, starts: int
-) -> EndpointLaw:
+) -> EndpointDistribution:
     """Around the likeliest way found, along the surface's normal space there."""
     batch = len(target.x)
     middle = jnp.zeros((batch, 1, latent.size), target.x.dtype)
@@ -208,14 +222,14 @@ def _laplace_law(
     frame = jnp.eye(latent.flow.dimension, latent.size, dtype=middle.dtype)[None]
     rows = jnp.where(usable[:, None, None], modes.rows[:, 0], frame)
     centre = jnp.where(found[:, None], modes.xi[:, 0], 0)
-    return EndpointLaw(centre, rows, ~usable, ~found, jnp.zeros_like(found))
+    return EndpointDistribution(centre, rows, ~usable, ~found, jnp.zeros_like(found))
 
 
-def _prior_law(latent: Latent, target: Target) -> EndpointLaw:
+def _prior_distribution(latent: Latent, target: Target) -> EndpointDistribution:
     rows, reached = endpoint_rows(latent, target)
     batch = len(target.x)
     none = jnp.zeros(batch, bool)
-    return EndpointLaw(
+    return EndpointDistribution(
         jnp.zeros((batch, latent.size), rows.dtype),
         jnp.broadcast_to(rows, (batch, *rows.shape)),
         none | ~reached,

@@ -63,16 +63,18 @@ def in_shape(estimate: Estimate, batch: tuple[int, ...]) -> Estimate:
 
 def summary(run: EstimatorRun, weighed: Weighed, points: np.ndarray) -> Estimate:
     """The estimate that the weights of some points make."""
-    return _summary(run.estimator, run.law, weighed, run.group, run.places[points])
+    return _summary(run.estimator, run.distribution, weighed, run.group, run.places[points])
 
 
 @partial(jit, level=0)
-def _summary(estimator: AbstractChart, law: Any, weighed: Weighed, group: int, places: Any) -> Estimate:
+def _summary(
+    estimator: AbstractChart, distribution: Any, weighed: Weighed, group: int, places: Any
+) -> Estimate:
     # Particles that start from the prior find their way; their weights say if they did not.
-    fell_back, searched = law.missed[places] & ~weighed.poor, estimator.searches
+    fell_back, searched = distribution.missed[places] & ~weighed.poor, estimator.searches
     estimate = from_log_weights(weighed.log_weights.T, group, fell_back, weighed.poor, searched)
     if isinstance(estimator, AbstractImprovingChart):
-        estimate = dataclasses.replace(estimate, steep=estimator.doubtful(law)[places])
+        estimate = dataclasses.replace(estimate, steep=estimator.doubtful(distribution)[places])
     if weighed.solver_error is None:
         return estimate
     rounding = 8 * jnp.finfo(estimate.log_prob.dtype).eps * (1 + jnp.abs(estimate.log_prob))

@@ -1,4 +1,4 @@
-"""Particles moved from a proposal to the law of the path given x (Del Moral, Doucet & Jasra 2006)."""
+"""Particles moved from a proposal to p(path | x) (Del Moral, Doucet & Jasra 2006)."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,8 @@ GOAL = 0.25  # share of moves to be accepted
 
 
 class Particles(eqx.Module):
-    """K paths of each of B points, equally likely under the law of the path given x, log p(x, ω) there, and K
-    independent log-weights whose mean estimates p(x)."""
+    """K paths of each of B points, equally likely under the distribution of the path given x, log p(x, ω)
+    there, and K independent log-weights whose mean estimates p(x)."""
 
     omega: Array  # (B, K, W)
     joint: Array  # (B, K)
@@ -60,10 +60,10 @@ class _State(eqx.Module):
 
 
 def temper(
-    joint: Callable[[Array], Array], law: Mixture, omega: Array, keys: PRNGKeyArray, count: int
+    joint: Callable[[Array], Array], mixture: Mixture, omega: Array, keys: PRNGKeyArray, count: int
 ) -> Particles:
-    """Move ω `(B, P, W)`, drawn from `law`, to the law with the unnormalised log-density `joint`; P is a
-    multiple of `count`, the number K of particles to return."""
+    """Move ω `(B, P, W)`, drawn from `mixture`, to the distribution with the unnormalised log-density
+    `joint`; P is a multiple of `count`, the number K of particles to return."""
     batch, size = omega.shape[:2]
     one = jnp.ones(batch, omega.dtype)
     lengths = jnp.stack([0.5 * one, 2.4 / max(omega.shape[2], 1) ** 0.5 * one])
@@ -74,7 +74,7 @@ def temper(
 
     def step(now: _State) -> _State:
         key = jax.vmap(lambda key: jax.random.fold_in(key, now.count))(keys)
-        now = _moves(joint, law, now, key)
+        now = _moves(joint, mixture, now, key)
         ratio = jnp.where(jnp.isneginf(now.joint), -jnp.inf, now.joint - now.proposed)
         last = now.count == TEMPERATURES - 1
         beta = jnp.where(last, 1, _next_beta(ratio, now.beta)).astype(omega.dtype)
@@ -135,7 +135,7 @@ def _next_beta(ratio: Array, beta: Array) -> Array:
     return jnp.where(effective(one) >= KEPT, 1, jnp.maximum(low, beta + 1e-6))
 
 
-def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray) -> _State:
+def _moves(joint, mixture: Mixture, now: _State, key: PRNGKeyArray) -> _State:
     """Metropolis–Hastings moves that keep q^(1−β) p(x, ω)^β, all particles of a point at once; those of a
     point that has arrived stay.
 
@@ -147,7 +147,7 @@ def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray) -> _State:
         beta = now.beta[:, None]
         return _times(beta[:, 0], joint) + (1 - beta) * proposed
 
-    count, width = now.joint.shape[1], law.normal.shape[-1] + SPARE
+    count, width = now.joint.shape[1], mixture.normal.shape[-1] + SPARE
 
     def move(i: Array, state: _State) -> _State:
         # All of a move's random numbers at once: few things take longer to compile.
@@ -157,10 +157,10 @@ def _moves(joint, law: Mixture, now: _State, key: PRNGKeyArray) -> _State:
         uniform = uniform_numbers(bits[..., width], state.omega.dtype)
         kind = i % 2
         length = state.lengths[kind]
-        along, ratio = law.autoregress(state.omega, noise, jnp.sqrt(1 - length**2)[:, None, None])
+        along, ratio = mixture.autoregress(state.omega, noise, jnp.sqrt(1 - length**2)[:, None, None])
         across = _along_particles(state.omega, length, bits[:, :2, 0])
         omega = jnp.where(first, state.omega, jnp.where(kind == 0, along, across))
-        value, proposed = joint(omega), law.log_prob(omega)
+        value, proposed = joint(omega), mixture.log_prob(omega)
         change = energy(value, proposed) - energy(state.joint, state.proposed)
         change = change + jnp.where(kind == 0, ratio, 0)
         accept = ((jnp.log(uniform) < change) & ~still[:, None]) | first

@@ -15,7 +15,7 @@ from ..surface import Cloud, Latent, Target, constant
 from ._chart import Weights
 from ._importance import AbstractImportanceEstimator
 
-TRIAL = 8  # paths looked at before the law is fixed
+TRIAL = 8  # paths looked at before the distribution is fixed
 EQUAL = 0.01  # weights whose logarithms differ by no more than this are all equal
 
 
@@ -60,24 +60,31 @@ class PullBack(AbstractImportanceEstimator):
     def prepare(
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> Mixture:
-        law = self.proposal.law(Latent(flow), target.x, keys, cloud)
-        return tried(flow, target.x, law, keys, TRIAL)[0] if self.proposal.may_be_exact else law
+        distribution = self.proposal.distribution(Latent(flow), target.x, keys, cloud)
+        if not self.proposal.may_be_exact:
+            return distribution
+        return tried(flow, target.x, distribution, keys, TRIAL)[0]
 
-    def settled(self, law: Mixture) -> Mixture:
-        return law
+    def settled(self, distribution: Mixture) -> Mixture:
+        return distribution
 
     def weigh(
-        self, flow: StochasticFlow, target: Target, law: Mixture, noise: Array, keys: PRNGKeyArray
+        self, flow: StochasticFlow, target: Target, distribution: Mixture, noise: Array, keys: PRNGKeyArray
     ) -> Weights:
-        omega = law.sample(noise)
+        omega = distribution.sample(noise)
         solves = keys if random_solves(flow) else None
         joint = log_joint(flow, target.x, omega, solves)
-        return Weights(joint - law.log_prob(omega), omega, joint, solves)
+        return Weights(joint - distribution.log_prob(omega), omega, joint, solves)
 
     def log_joint(
-        self, flow: StochasticFlow, target: Target, law: Mixture, paths: Array, keys: PRNGKeyArray | None
+        self,
+        flow: StochasticFlow,
+        target: Target,
+        distribution: Mixture,
+        paths: Array,
+        keys: PRNGKeyArray | None,
     ) -> Array:
-        del law
+        del distribution
         return log_joint(flow, target.x, paths, keys)
 
 
@@ -99,24 +106,24 @@ def random_solves(flow: StochasticFlow) -> bool:
 
 
 def tried(
-    flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray, count: int
+    flow: StochasticFlow, x: Array, mixture: Mixture, keys: PRNGKeyArray, count: int
 ) -> tuple[Mixture, Array]:
-    """The law, wider and with a share of the prior unless a few weights are all equal, as they are on a
+    """The mixture, wider and with a share of the prior unless a few weights are all equal, as they are on a
     linear SDE; and the log-weights `(B, count)` that say so. Decided on draws of their own, before those that
     count."""
-    flow, x, law = constant((flow.without_errors(), x, law))
-    trial = law.defended(jnp.ones(len(x), bool))
-    size = flow.dimension + law.centre.shape[-1] + SPARE
+    flow, x, mixture = constant((flow.without_errors(), x, mixture))
+    trial = mixture.defended(jnp.ones(len(x), bool))
+    size = flow.dimension + mixture.centre.shape[-1] + SPARE
     noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(count), size, x.dtype))(keys)
     omega = trial.sample(noise)
-    density = law.log_components(omega)
+    density = mixture.log_components(omega)
     joint = log_joint(flow, x, omega, solve_keys(flow, keys, count))
     weights = joint - density
     # Far out, where the logarithms are large, a solver's error is too.
     far = jnp.max(density, axis=1, keepdims=True) - density
     near = jnp.take_along_axis(weights, jnp.argmin(far, axis=1)[:, None], axis=1)
     equal = jnp.all(jnp.abs(weights - near) < EQUAL * (1 + far), axis=1)
-    even = equal & ~law.missed
-    chosen = law.defended(~even)
+    even = equal & ~mixture.missed
+    chosen = mixture.defended(~even)
     # Equal ones are equal: how they differ far out, where hardly any will be drawn, does not count.
     return chosen, jnp.where(even[:, None], 0, joint - chosen.log_prob(omega))

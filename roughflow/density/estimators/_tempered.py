@@ -36,17 +36,16 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
     paths are drawn near. Point by point:
 
     1. A few paths drawn from the proposal show whether all weights are equal, as they are on a linear SDE
-       with `rf.Laplace`. If not, the law is made wider and the prior has a share in it.
+       with `rf.Laplace`. If not, the distribution is made wider and the prior has a share in it.
     2. Where their weights are good, others are drawn and weighed. What chooses is not what counts: if it
        were, estimates would be low, for weights that miss something look good.
     3. Where they are poor (an effective fraction below 0.35, or a heavy tail), or where the others turn out
        such that their estimate would be suspect, particles are moved from the
-       proposal q to the law of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to 1,
-       reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate is unbiased
+       proposal q to the distribution of the path given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to
+       1, reweighted, resampled and moved at each β (Del Moral, Doucet & Jasra 2006). The estimate is unbiased
        for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few of the
-       first particles, so that the error bar is that of independent weights (Lee & Whiteley 2018).
-       Where few of these are effective, up to four runs are averaged.
-       `Estimate.tempered` says where.
+       first particles, so that the error bar is that of independent weights (Lee & Whiteley 2018). Where few
+       of these are effective, up to four runs are averaged. `Estimate.tempered` says where.
 
     With `rf.HutchinsonDivergence` in up to 64 dimensions the divergence is taken exactly here: probes are
     for training.
@@ -81,43 +80,48 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> Mixture:
         flow = _exact(flow)
-        law = self.proposal.law(Latent(flow), target.x, keys, cloud)
-        law, weights = tried(flow, target.x, law, keys, TRIAL)
-        return eqx.tree_at(lambda law: law.poor, law, constant(_poor(weights)))
+        distribution = self.proposal.distribution(Latent(flow), target.x, keys, cloud)
+        distribution, weights = tried(flow, target.x, distribution, keys, TRIAL)
+        return eqx.tree_at(lambda d: d.poor, distribution, constant(_poor(weights)))
 
-    def settled(self, law: Mixture) -> Mixture:
-        return law
+    def settled(self, distribution: Mixture) -> Mixture:
+        return distribution
 
     def weigh(
-        self, flow: StochasticFlow, target: Target, law: Mixture, noise: Array, keys: PRNGKeyArray
+        self, flow: StochasticFlow, target: Target, distribution: Mixture, noise: Array, keys: PRNGKeyArray
     ) -> Weights:
-        flow, law = _exact(flow), constant(law)
-        omega = law.sample(noise)
+        flow, distribution = _exact(flow), constant(distribution)
+        omega = distribution.sample(noise)
         solves = keys if random_solves(flow) else None
         joint = log_joint(flow, target.x, omega, solves)
-        return Weights(joint - law.log_prob(omega), omega, joint, solves)
+        return Weights(joint - distribution.log_prob(omega), omega, joint, solves)
 
     def improve(
         self,
         flow: StochasticFlow,
         target: Target,
-        law: Mixture,
+        distribution: Mixture,
         keys: PRNGKeyArray,
         count: int,
     ) -> Weights:
         flow = _exact(flow)
-        particles = _moved(flow, target.x, law, keys, count)
+        particles = _moved(flow, target.x, distribution, keys, count)
         solves = solve_keys(flow, keys, count)
         joint = _known((flow, target.x), particles.omega, solves, particles.joint)
         return Weights(particles.weights(joint), particles.omega, joint, solves)
 
-    def doubtful(self, law: Mixture) -> Array:
-        return law.poor & (law.steepness > STEEP)
+    def doubtful(self, distribution: Mixture) -> Array:
+        return distribution.poor & (distribution.steepness > STEEP)
 
     def log_joint(
-        self, flow: StochasticFlow, target: Target, law: Mixture, paths: Array, keys: PRNGKeyArray | None
+        self,
+        flow: StochasticFlow,
+        target: Target,
+        distribution: Mixture,
+        paths: Array,
+        keys: PRNGKeyArray | None,
     ) -> Array:
-        del law
+        del distribution
         return log_joint(_exact(flow), target.x, paths, keys)
 
 
@@ -150,15 +154,15 @@ def _poor(log_weights: Array) -> Array:
     return ~(effective > POOR) | (pareto_k(log_weights.T) > HEAVY)
 
 
-def _moved(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray, count: int) -> Particles:
+def _moved(flow: StochasticFlow, x: Array, mixture: Mixture, keys: PRNGKeyArray, count: int) -> Particles:
     """Particles for the points whose weights are poor; for the others nothing. Where a run leaves few
     effective paths it is averaged with others."""
     quiet = constant(flow.without_errors())
     total = count * -(-PARTICLES // count)
 
     def move(rows: tuple) -> Particles:
-        x, law, keys, run = rows
-        size = law.normal.shape[-1] + SPARE
+        x, mixture, keys, run = rows
+        size = mixture.normal.shape[-1] + SPARE
         noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(total), size, x.dtype))(run)
         solves = solve_keys(quiet, keys, total)
 
@@ -166,18 +170,19 @@ def _moved(flow: StochasticFlow, x: Array, law: Mixture, keys: PRNGKeyArray, cou
             value = log_joint(quiet, x, at, solves)
             return jnp.where(jnp.isnan(value), -jnp.inf, value)
 
-        return temper(joint, law, law.sample(noise), run, count)
+        return temper(joint, mixture, mixture.sample(noise), run, count)
 
     def another(i: Array, now: Particles) -> Particles:
         few = effective_paths(now.log_weights.T) < min(2 * FEW_PATHS, 0.99 * count)
-        chosen = law.poor & (few | (i == 0))
+        chosen = mixture.poor & (few | (i == 0))
         run = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
-        rows = (*constant((x, law)), keys, run)
+        rows = (*constant((x, mixture)), keys, run)
         new = now.pooled(for_some(chosen, move, rows, now, max(1, BLOCK // total)), i)
         pick = lambda a, b: jnp.where(jnp.expand_dims(chosen, range(1, a.ndim)), a, b)
         return jax.tree.map(pick, new, now)
 
     blank = Particles(
-        jnp.zeros((len(x), count, law.centre.shape[-1]), x.dtype), *(jnp.zeros((len(x), count), x.dtype),) * 2
+        jnp.zeros((len(x), count, mixture.centre.shape[-1]), x.dtype),
+        *(jnp.zeros((len(x), count), x.dtype),) * 2,
     )
     return constant(jax.lax.fori_loop(0, RUNS, another, blank))

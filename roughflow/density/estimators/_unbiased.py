@@ -75,7 +75,7 @@ class Unbiased(AbstractEstimator):
         values = self._combine(log_mean(weights.T), levels)
         values = jnp.reshape(values, (count, self.replicates)).T
         total = lambda a: jax.ops.segment_sum(a.astype(float), jnp.asarray(points), count).astype(a.dtype)
-        missed, searches = run.law.missed[run.places], self.estimator.searches
+        missed, searches = run.distribution.missed[run.places], self.estimator.searches
         blocks = from_log_weights(weights.T, run.group, missed[points], searched=searches)
         estimate = dataclasses.replace(
             jax.tree.map(total, blocks),

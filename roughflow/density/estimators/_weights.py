@@ -29,8 +29,8 @@ FEW = 16  # paths on which a solver's error is seen: of four the mean of exp(Δ)
 
 class Weighed(NamedTuple):
     """What became of the paths of B points: log-weights `(B, K)`, as they were at first (`plain`) and
-    with those improved that the law said would be `poor`; and, where that was looked at, the change of
-    log p(x) when the solver's steps are halved, and what a random divergence adds, `(B,)` both."""
+    with those improved that the distribution said would be `poor`; and, where that was looked at, the change
+    of log p(x) when the solver's steps are halved, and what a random divergence adds, `(B,)` both."""
 
     log_weights: Array
     plain: Array
@@ -48,7 +48,7 @@ class _Drawn(NamedTuple):
 
 
 class EstimatorRun:
-    """An estimator at work on the rows of `x`: its law is found once, paths are drawn as often as asked.
+    """An estimator at work on the points `x`: it prepares once, and draws paths as often as asked.
 
     With `coarse`, the flow's driver is the refinement of that one, and paths share their coefficients
     with those that a run of the coarse flow draws from the same key.
@@ -86,13 +86,13 @@ class EstimatorRun:
             cloud = self._run(_cloud, flow, key, x.dtype)
         chunks = _chunks(np.arange(self.size), max(1, self.pairs // 64))
         ask = (estimator, flow, self.target, self.keys)
-        laws = [self._run(_law, *ask, self._padded(chunk), cloud) for chunk in chunks]
-        # Chunks are padded: where the law of each point has come to lie.
+        parts = [self._run(_prepare, *ask, self._padded(chunk), cloud) for chunk in chunks]
+        # Chunks are padded: where the distribution of each point has come to lie.
         sizes = [len(self._padded(chunk)) for chunk in chunks]
         begins = np.cumsum([0, *sizes[:-1]])
         self.places = np.concatenate([b + np.arange(len(c)) for b, c in zip(begins, chunks, strict=True)])
         try:
-            self.law = estimator.settled(_joined(laws))
+            self.distribution = estimator.settled(_joined(parts))
         except ValueError:
             self._find_not_finite()
             raise
@@ -127,26 +127,26 @@ class EstimatorRun:
         self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
     ) -> Weighed:
         padded, first = self._padded(rows), self._padded(places)
-        laws = self.places[padded]
-        setting = (self.estimator, self.flow, self.coarse, self.target, self.law, self.keys)
-        drawn = self._run(_weights, *setting, padded, laws, first, count, self.group)
+        entries = self.places[padded]
+        setting = (self.estimator, self.flow, self.coarse, self.target, self.distribution, self.keys)
+        drawn = self._run(_weights, *setting, padded, entries, first, count, self.group)
         plain, errors = drawn.log_weights, (None, None)
         # Two drivers are compared path by path.
         if isinstance(self.estimator, AbstractImprovingChart) and self.coarse is None:
             if again:
                 drawn = drawn._replace(poor=_poor_after_all(drawn.poor, plain))
-                poor = self.law.poor.at[laws].max(drawn.poor)
-                self.law = eqx.tree_at(lambda law: law.poor, self.law, poor)
+                poor = self.distribution.poor.at[entries].max(drawn.poor)
+                self.distribution = eqx.tree_at(lambda d: d.poor, self.distribution, poor)
             drawn = self._improved(drawn, padded, first, len(rows))
         if checked:
-            setting = (self.estimator, self.flow, self.target, self.law)
-            errors = self._run(_errors, *setting, padded, laws, drawn.few)
+            setting = (self.estimator, self.flow, self.target, self.distribution)
+            errors = self._run(_errors, *setting, padded, entries, drawn.few)
         return _take(Weighed(drawn.log_weights, plain, drawn.poor, *errors), slice(len(rows)))
 
     def _improved(self, drawn: _Drawn, rows: np.ndarray, places: np.ndarray, count: int) -> _Drawn:
         """Better weights where they are poor, of the first `count` rows: of all if it is not known where, as
         inside a jit."""
-        setting = (self.estimator, self.flow, self.target, self.law, self.keys)
+        setting = (self.estimator, self.flow, self.target, self.distribution, self.keys)
         if is_traced(drawn.poor):
             return self._run(_improve, *setting, rows, self.places[rows], places, drawn)
         poor = np.flatnonzero(np.asarray(drawn.poor)[:count])
@@ -189,21 +189,23 @@ def _cloud(flow: StochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
 
 
 @partial(jit, level=1)
-def _law(estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, rows, cloud: Cloud | None):
+def _prepare(estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, rows, cloud: Cloud | None):
     target, keys = _take((target, keys), rows)
     return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
 
 
 @partial(jit, level=1)
-def _weights(estimator, flow, coarse, target, law, keys, rows, laws, first, count: int, group: int) -> _Drawn:
-    (target, keys), law = _take((target, keys), rows), _take(law, laws)
+def _weights(
+    estimator, flow, coarse, target, distribution, keys, rows, entries, first, count: int, group: int
+) -> _Drawn:
+    (target, keys), distribution = _take((target, keys), rows), _take(distribution, entries)
     places = first[:, None] + jnp.arange(count)[None]
     latent = Latent(flow, fixed_start=target.start is not None)
     noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
     own = jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))
-    weights = estimator.weigh(flow, target, law, noise, own(_folded(keys, RUN), places))
+    weights = estimator.weigh(flow, target, distribution, noise, own(_folded(keys, RUN), places))
     improves = isinstance(estimator, AbstractImprovingChart)
-    poor = law.poor if improves else jnp.zeros(len(target.x), bool)
+    poor = distribution.poor if improves else jnp.zeros(len(target.x), bool)
     return _Drawn(weights.log_weights, poor, _few(constant(weights)))
 
 
@@ -214,31 +216,31 @@ def _poor_after_all(poor: Array, log_weights: Array) -> Array:
 
 # Not quick: particles are moved for seconds, and a program that runs a tenth longer would show.
 @jit
-def _improve(estimator, flow, target, law, keys, rows, laws, first, drawn: _Drawn) -> _Drawn:
-    (target, keys), law = _take((target, keys), rows), _take(law, laws)
+def _improve(estimator, flow, target, distribution, keys, rows, entries, first, drawn: _Drawn) -> _Drawn:
+    (target, keys), distribution = _take((target, keys), rows), _take(distribution, entries)
     run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at))(keys, first)
-    weights = estimator.improve(flow, target, law, run, drawn.log_weights.shape[1])
+    weights = estimator.improve(flow, target, distribution, run, drawn.log_weights.shape[1])
     new = _Drawn(weights.log_weights, drawn.poor, _few(constant(weights)))
     choose = lambda new, old: jnp.where(jnp.expand_dims(drawn.poor, range(1, new.ndim)), new, old)
     return jax.tree.map(choose, new, drawn)
 
 
 @partial(jit, level=1)
-def _errors(estimator, flow, target, law, rows, laws, few: Weights) -> tuple[Array, Array | None]:
+def _errors(estimator, flow, target, distribution, rows, entries, few: Weights) -> tuple[Array, Array | None]:
     """The solver's error, and that of a random divergence, seen on a few paths of each point.
 
     Halving the steps moves log p(x, path) by Δ. A point's log p moves by log E exp(Δ) over paths that are
     drawn by weight; its few Δ's own spread is allowed for.
     """
-    target, law = _take(target, rows), _take(law, laws)
-    flow, target, law = constant((flow.without_errors(), target, law))
-    finer = estimator.log_joint(flow.with_finer_steps(), target, law, few.paths, few.keys)
+    target, distribution = _take(target, rows), _take(distribution, entries)
+    flow, target, distribution = constant((flow.without_errors(), target, distribution))
+    finer = estimator.log_joint(flow.with_finer_steps(), target, distribution, few.paths, few.keys)
     solver = _mean_and_spread(finer - few.joint)
     if few.keys is None:
         return solver, None
     # log E exp(log p + e) exceeds log p by half the variance of e, for normal errors e.
     other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(few.keys)
-    change = estimator.log_joint(flow, target, law, few.paths, other) - few.joint
+    change = estimator.log_joint(flow, target, distribution, few.paths, other) - few.joint
     return solver, 0.25 * jnp.mean(change**2, axis=1)
 
 

@@ -1,4 +1,4 @@
-"""Which paths to look at: laws of a path's coefficients given x."""
+"""Which paths to look at: distributions of a path's coefficients given x."""
 
 from ._amortised import Amortised as Amortised
 from ._draws import (

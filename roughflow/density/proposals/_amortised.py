@@ -21,11 +21,12 @@ class Amortised(AbstractProposal):
     """Draw the path's coefficients ω = m + S u, S diagonal, u normal with precision I + GᵀG; m, S and G
     `(d, nm)` by a network of x and of the flow's end time.
 
-    On a linear SDE the law of the path given x has this form, S = I: G says how the start that belongs to
-    a path moves with it, in units of the base's spread. In more than 8 dimensions G is zero.
+    On a linear SDE the distribution of the path given x has this form, S = I: G says how the start that
+    belongs to a path moves with it, in units of the base's spread. In more than 8 dimensions G is zero.
 
     Untrained it is the prior. Train it with the model: the K-path bound (`rf.LowerBound`) is largest
-    when the proposal is the law of the path given x (Burda et al. 2016), and gradients reach the network.
+    when the proposal is the distribution of the path given x (Burda et al. 2016), and gradients reach the
+    network.
 
     Coefficients it was not made for, those of a driver with more functions, it draws from the prior.
 
@@ -64,7 +65,7 @@ class Amortised(AbstractProposal):
         )
         self.draws = Independent() if draws is None else draws
 
-    def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
+    def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
         del keys, cloud
         flow, (d, n, m) = latent.flow, self.sizes
         if (flow.dimension, flow.noise_dim) != (d, m) or flow.driver.num_functions < n:
@@ -78,11 +79,11 @@ class Amortised(AbstractProposal):
         mean, log_scale, tilt = jnp.split(out, [d + n * m, 2 * (d + n * m)], axis=1)
         more = ((0, 0), (0, latent.path_size - n * m))
         mean, log_scale = (jnp.pad(part[:, d:], more) for part in (mean, log_scale))
-        law = one_component(mean, jnp.exp(log_scale), d)
+        distribution = one_component(mean, jnp.exp(log_scale), d)
         if not tilt.size:  # many dimensions, or a file from before there was one
-            return law
+            return distribution
         slope = jnp.pad(jnp.reshape(tilt, (-1, d, n * m)), ((0, 0), *more))
-        return eqx.tree_at(lambda law: law.normal, law, _across(slope)[:, None])
+        return eqx.tree_at(lambda d: d.normal, distribution, _across(slope)[:, None])
 
 
 def _across(slope: Array) -> Array:

@@ -21,11 +21,11 @@ class Laplace(AbstractProposal):
     """Draw paths from tangent Gaussians at the likeliest paths that end at x, all of them that are found.
 
     Near ξ*, a point of least energy with Φ(ξ*) = x, the surface Φ = x is flat and ξ given x is normal there:
-    ξ* + (I − JᵀJJᵀ⁻¹J) ε. On a linear SDE that is the exact law. Elsewhere paths may come in several bundles:
-    the search starts from those of a few thousand forward draws of the flow that end nearest to x, equal ends
-    are merged, and each is given its share. Unless the weights of a few paths drawn first are all equal, one
-    path in three or so is drawn from the prior, so that a bundle that was missed shows, and weights stay
-    bounded. Where no path to x is found the prior takes over, and `Estimate.fell_back` says so.
+    ξ* + (I − JᵀJJᵀ⁻¹J) ε. On a linear SDE that is the exact distribution. Elsewhere paths may come in several
+    bundles: the search starts from those of a few thousand forward draws of the flow that end nearest to x,
+    equal ends are merged, and each is given its share. Unless the weights of a few paths drawn first are all
+    equal, one path in three or so is drawn from the prior, so that a bundle that was missed shows, and
+    weights stay bounded. Where no path to x is found the prior takes over, and `Estimate.fell_back` says so.
 
     **Arguments:**
 
@@ -50,7 +50,7 @@ class Laplace(AbstractProposal):
     def __check_init__(self):
         check_count("num_starts", self.num_starts)
 
-    def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
+    def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
         del keys
         assert cloud is not None
         # A constant of the estimator: derivatives see the weights, not where paths are drawn.

@@ -1,4 +1,4 @@
-"""The law that paths are drawn from: for each x a mixture of normal laws, and a share of the prior."""
+"""What paths are drawn from: for each x a mixture of normal distributions, and a share of the prior."""
 
 import math
 
@@ -12,16 +12,16 @@ from ..._linear import log_abs_det, solve
 SPARE = 1  # standard normal numbers beyond one for each coordinate of ξ: it chooses the component
 # Where the surface of ways to x is curved, a tangent Gaussian is too narrow more often than too wide.
 WIDER = 1.15
-PRIOR_SHARE = 0.3  # of a law that may miss something
+PRIOR_SHARE = 0.3  # of a distribution that may miss something
 
 
 class Mixture(eqx.Module):
-    """Laws of ω `(W,)`, the path's coefficients, for B points with M components each.
+    """Distributions of ω `(W,)`, the path's coefficients, for B points with M components each.
 
     Component m is ω = c + S u, S diagonal, u normal with precision I + GᵀG, G `(d, W)`. That is what a normal
-    law of ξ = (start, path) on a plane, seen along the start, looks like: with N = (N₀, N₁) orthonormal rows
-    across the plane, G = N₀⁻¹N₁, u = ε₁ − N₁ᵀ(N₀ε₀ + N₁ε₁), and its volume is |det N₀|. N = (I, 0) makes u
-    standard normal. Beside the components there is the prior, with the share `prior`.
+    distribution of ξ = (start, path) on a plane, seen along the start, looks like: with N = (N₀, N₁)
+    orthonormal rows across the plane, G = N₀⁻¹N₁, u = ε₁ − N₁ᵀ(N₀ε₀ + N₁ε₁), and its volume is |det N₀|. N =
+    (I, 0) makes u standard normal. Beside the components there is the prior, with the share `prior`.
     """
 
     centre: Array  # c, (B, M, W)
@@ -66,8 +66,8 @@ class Mixture(eqx.Module):
         """ω′ = c + ρ(ω − c) + √(1 − ρ²) S u, and the logarithm of the component's density at ω over that
         at ω′.
 
-        The component is drawn, whatever ω is, and the move keeps its law (Neal 1998; Cotter et al. 2013).
-        `noise` is as for `sample`, `stay` is ρ, `(B, K, 1)`.
+        The component is drawn, whatever ω is, and the move keeps its distribution (Neal 1998; Cotter et al.
+        2013). `noise` is as for `sample`, `stay` is ρ, `(B, K, 1)`.
         """
         pick = self._pick(noise)
         centre, kick = self._drawn(noise, pick)
@@ -106,9 +106,7 @@ class Mixture(eqx.Module):
         """Wider, and with a share of the prior, at the points `where`."""
         share = jnp.where(where, PRIOR_SHARE, 0.0).astype(self.prior.dtype)
         scale = self.scale * jnp.where(where, WIDER, 1.0).astype(self.scale.dtype)[:, None, None]
-        return eqx.tree_at(
-            lambda law: (law.prior, law.scale), self, (jnp.where(self.missed, 1, share), scale)
-        )
+        return eqx.tree_at(lambda d: (d.prior, d.scale), self, (jnp.where(self.missed, 1, share), scale))
 
     def _pick(self, noise: Array) -> Array:
         """Which component each draw is from, by its spare number: `(B, K, M)`, none for the prior."""
@@ -122,7 +120,7 @@ class Mixture(eqx.Module):
 
 
 def one_component(centre: Array, scale: Array, dimension: int) -> Mixture:
-    """The law with independent normal coefficients, centre and scale `(B, W)`."""
+    """The distribution with independent normal coefficients, centre and scale `(B, W)`."""
     batch, size = centre.shape
     frame = jnp.eye(dimension, dimension + size, dtype=centre.dtype)
     return Mixture(

@@ -12,7 +12,7 @@ from ._proposal import AbstractProposal
 
 
 class Prior(AbstractProposal):
-    """Draw paths from their own law, whatever x is. `draws` may be `rf.Independent()` (the default),
+    """Draw paths from their own distribution, whatever x is. `draws` may be `rf.Independent()` (the default),
     `rf.Antithetic()` or `rf.Sobol()`.
 
     ```python
@@ -26,7 +26,7 @@ class Prior(AbstractProposal):
     wants_cloud: ClassVar[bool] = False
     may_be_exact: ClassVar[bool] = False
 
-    def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
+    def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
         del keys, cloud
         zeros = jnp.zeros((len(x), latent.path_size), x.dtype)
         return one_component(zeros, zeros + 1, latent.flow.dimension)

@@ -1,4 +1,4 @@
-"""What every proposal offers: a law of the path's coefficients for each x."""
+"""What every proposal offers: a distribution of the path's coefficients for each x."""
 
 import abc
 
@@ -13,9 +13,9 @@ from ._mixture import Mixture
 class AbstractProposal(eqx.Module):
     """Chooses where to draw the paths that may lead to x; `rf.Prior` is one.
 
-    A proposal says whether it looks at forward draws of the flow (`wants_cloud`), and whether its law is the
-    exact one on some SDEs (`may_be_exact`): an estimator then looks at a few weights first, and only if they
-    differ makes the law wider and gives the prior a share.
+    A proposal says whether it looks at forward draws of the flow (`wants_cloud`), and whether its
+    distribution is the exact one on some SDEs (`may_be_exact`): an estimator then looks at a few weights
+    first, and only if they differ makes the distribution wider and gives the prior a share.
     """
 
     draws: eqx.AbstractVar[AbstractDraws]
@@ -23,5 +23,5 @@ class AbstractProposal(eqx.Module):
     may_be_exact: eqx.AbstractClassVar[bool]
 
     @abc.abstractmethod
-    def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
-        """The law for each row of x `(B, d)`, with one key per row."""
+    def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
+        """The distribution for each row of x `(B, d)`, with one key per row."""

@@ -15,7 +15,7 @@ from ...sde import ExactCorrection, with_explicit_parameters
 
 
 class Target(eqx.Module):
-    """Where to end, `x` `(B, d)`, and where from: `start` `(B, d)`, or None for the law of the base."""
+    """Where to end, `x` `(B, d)`, and where from: `start` `(B, d)`, or None for a draw from the base."""
 
     x: Array
     start: Array | None

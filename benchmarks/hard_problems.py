@@ -1,9 +1,9 @@
-"""Laws that are hard to estimate, for `benchmarks.hard`: bundles of paths, folds, explosions, contraction.
+"""Hard problems, for `benchmarks.hard`: bundles of paths, folds, explosions, contraction.
 
 Each comes with a reference that is not made as the default estimator makes its answer: a closed form, a
-quadrature, or a long run (`benchmarks.long_run`), which needs no mode to be found. It is that of the law on
-the same truncated driver, solved with smaller steps where those of the flow tell; of a fitted flow, which was
-trained with its steps, as it is solved. References are kept (`benchmarks.kept`).
+quadrature, or a long run (`benchmarks.long_run`), which needs no mode to be found. It is that of the
+flow on the same truncated driver, solved with smaller steps where those of the flow tell; of a fitted
+flow, which was trained with its steps, as it is solved. References are kept (`benchmarks.kept`).
 """
 
 import ast
@@ -23,7 +23,7 @@ import roughflow as rf
 from benchmarks.kept import kept_arrays, kept_file
 from benchmarks.long_run import EndpointChart, LongRun, MonotoneChart, PullBackChart, long_run
 from benchmarks.trained import RECIPES, trained_flow
-from roughflow.datasets import LAWS as DATA
+from roughflow.datasets import DISTRIBUTIONS
 
 POINTS = 200  # of a trained flow
 
@@ -37,7 +37,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class HardLaw:
+class HardProblem:
     """A flow, some points, and how the reference is made. `single`: in float32, many points, no labels."""
 
     flow: rf.StochasticFlow
@@ -51,38 +51,38 @@ class HardLaw:
         return ["(" + ", ".join(f"{a:.3g}" for a in point) + ")" for point in self.x]
 
 
-def cubic() -> HardLaw:
+def cubic() -> HardProblem:
     """dZ = 2Z³ dt + ½ dB: forward paths explode, backward ones contract. Two coefficients: a quadrature."""
     sde = rf.ItoSDE(lambda t, z: 2 * z**3, lambda t, z: jnp.array([[0.5]]))
     flow = _flow(sde, jnp.zeros(1), 1.0, rf.KarhunenLoeve(2), 32)
     x = np.array([[0.5], [1.5], [3.0]])
-    return HardLaw(flow, x, "KarhunenLoeve(2); reference: quadrature", lambda: grid_2d(flow, x))
+    return HardProblem(flow, x, "KarhunenLoeve(2); reference: quadrature", lambda: grid_2d(flow, x))
 
 
-def fold() -> HardLaw:
+def fold() -> HardProblem:
     """Drift 3|z|²Jz, which turns the faster the further out: x is reached with any number of turns.
 
-    On white noise the law would be N(0, 1.25 I). Fast turns average slow noise out, so on three functions
-    its tails are far lighter; simulated radii agree. The flow's steps cost 0.09 at the last point.
+    On white noise the distribution would be N(0, 1.25 I). Fast turns average slow noise out, so on three
+    functions its tails are far lighter; simulated radii agree. The flow's steps cost 0.09 at the last point.
     """
     drift = lambda t, z: 3 * jnp.sum(z**2) * jnp.stack([-z[1], z[0]])
     flow = _flow(rf.ItoSDE(drift, lambda t, z: jnp.eye(2)), jnp.zeros(2), 0.5, rf.KarhunenLoeve(3), 32)
     x = np.array([[0.5, 0], [1.5, 0], [2.5, 0]])
     run = partial(long_run, PullBackChart(_solved(flow, 96)), x, draws=2**17, key=jax.random.key(1))
-    return HardLaw(flow, x, "KarhunenLoeve(3); reference: 2^17 paths", run)
+    return HardProblem(flow, x, "KarhunenLoeve(3); reference: 2^17 paths", run)
 
 
-def two_bundles() -> HardLaw:
+def two_bundles() -> HardProblem:
     """dZ₁ = dB₁, dZ₂ = 3Z₁² dt + 0.3 dB₂: to be high, Z₁ must have gone far to either side and come back."""
     drift = lambda t, z: jnp.stack([jnp.zeros_like(z[0]), 3 * z[0] ** 2])
     sde = rf.ItoSDE(drift, lambda t, z: jnp.diag(jnp.array([1.0, 0.3])))
     flow = _flow(sde, jnp.zeros(2), 0.1, rf.KarhunenLoeve(6), 16)
     x = np.array([[0.0, 3], [0, 5], [0.5, 4], [0, 1]])
     truth = lambda: exact(two_bundles_density(x, functions=6))
-    return HardLaw(flow, x, "KarhunenLoeve(6); reference: closed form", truth)
+    return HardProblem(flow, x, "KarhunenLoeve(6); reference: closed form", truth)
 
 
-def wiggly() -> HardLaw:
+def wiggly() -> HardProblem:
     """Drift 3 sin 3z, noise 1 + 0.7 sin 4z: wells, into which paths contract, and noise that comes and goes.
 
     Backwards a solve spreads by e⁹, and p(x | path) is all spikes: 2^18 paths leave standard errors from 0.05
@@ -92,10 +92,10 @@ def wiggly() -> HardLaw:
     flow = _flow(sde, jnp.zeros(1), 1.0, rf.KarhunenLoeve(4), 16)
     x = np.linspace(-3, 3, 16)[:, None]
     run = partial(long_run, MonotoneChart(_solved(flow, 32)), x, draws=2**13, key=jax.random.key(2))
-    return HardLaw(flow, x, "KarhunenLoeve(4); reference: 2^13 endpoints solved for", run)
+    return HardProblem(flow, x, "KarhunenLoeve(4); reference: 2^13 endpoints solved for", run)
 
 
-def rotation() -> HardLaw:
+def rotation() -> HardProblem:
     """dZ = 3JZ ∘ dB turns the start N((1.5, 0), 0.3² I) by the angle 3B(1), and B(1) is exact on this driver.
 
     Turns more or less lead to the same x, so the path's first coefficient has several modes.
@@ -104,13 +104,13 @@ def rotation() -> HardLaw:
     flow = _flow(sde, jnp.array([1.5, 0.0]), 0.3, rf.KarhunenLoeve(3), 64)
     x = np.array([[1.5, 0], [0, 1.5], [-1.5, 0], [0, -1.2], [1.0, 1.5]])
     truth = lambda: exact(rotation_density(x, loc=np.array([1.5, 0.0]), scale=0.3, turn=3.0))
-    return HardLaw(flow, x, "KarhunenLoeve(3); reference: closed form", truth)
+    return HardProblem(flow, x, "KarhunenLoeve(3); reference: closed form", truth)
 
 
-def double_well() -> HardLaw:
-    """The double well of `benchmarks.laws`, drift (x − x³, x − y), with twenty functions.
+def double_well() -> HardProblem:
+    """The double well of `benchmarks.problems`, drift (x − x³, x − y), with twenty functions.
 
-    The Fokker–Planck equation is the law of infinitely many: −2.14, −1.76, −3.70, −8.33, −8.08 at these
+    The Fokker–Planck equation has the density of infinitely many: −2.14, −1.76, −3.70, −8.33, −8.08 at these
     points, 0.02 to 0.06 from that of twenty. The reference solves for the endpoint, forwards: nothing escapes
     there.
     """
@@ -120,20 +120,22 @@ def double_well() -> HardLaw:
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), driver=rf.KarhunenLoeve(20))
     x = np.array([[0.0, 0], [1, 1], [-1, 1], [2, -1], [2.2, 3]])
     run = partial(long_run, EndpointChart(flow), x, draws=2**14, key=jax.random.key(3))
-    return HardLaw(flow, x, "KarhunenLoeve(20); reference: 2^14 endpoints solved for", run)
+    return HardProblem(flow, x, "KarhunenLoeve(20); reference: 2^14 endpoints solved for", run)
 
 
-def trained(name: str, fresh: bool = False) -> HardLaw:
-    """A flow fitted to data, at points of the data's own law, in float32."""
+def trained(name: str, fresh: bool = False) -> HardProblem:
+    """A flow fitted to data, at points of the data's own distribution, in float32."""
     recipe = RECIPES[name]
     flow = trained_flow(recipe, fresh=fresh)
-    x = np.asarray(DATA[recipe.law].sample(key=jax.random.key(4), shape=(POINTS,)))
+    x = np.asarray(DISTRIBUTIONS[recipe.distribution].sample(key=jax.random.key(4), shape=(POINTS,)))
     run = partial(long_run, PullBackChart(flow), x, draws=2**13, key=jax.random.key(5))
-    setting = f"{recipe.law}, noise {recipe.noise:g}, {recipe.steps} steps; reference: 2^13 paths a point"
-    return HardLaw(flow, x, setting, run, single=True)
+    setting = (
+        f"{recipe.distribution}, noise {recipe.noise:g}, {recipe.steps} steps; reference: 2^13 paths a point"
+    )
+    return HardProblem(flow, x, setting, run, single=True)
 
 
-LAWS: Mapping[str, Callable[..., HardLaw]] = {
+PROBLEMS: Mapping[str, Callable[..., HardProblem]] = {
     "cubic": cubic,
     "fold": fold,
     "two-bundles": two_bundles,
@@ -145,13 +147,13 @@ LAWS: Mapping[str, Callable[..., HardLaw]] = {
 SINGLE = tuple(RECIPES)
 
 
-def reference(name: str, law: HardLaw, *, fresh: bool = False) -> Reference:
-    """The reference of a law, from the file that keeps it if there is one."""
-    model = eqx.filter((law.flow.sde, law.flow.base), eqx.is_array)
-    file = kept_file("reference", name, _code(LAWS[name]), law.setting, law.x, model)
+def reference(name: str, problem: HardProblem, *, fresh: bool = False) -> Reference:
+    """The reference of a problem, from the file that keeps it if there is one."""
+    model = eqx.filter((problem.flow.sde, problem.flow.base), eqx.is_array)
+    file = kept_file("reference", name, _code(PROBLEMS[name]), problem.setting, problem.x, model)
 
     def make() -> list[np.ndarray]:
-        found = law.refer()
+        found = problem.refer()
         if isinstance(found, LongRun):
             return [found.log_prob, found.standard_error]
         return [found.value, found.error]
@@ -159,8 +161,8 @@ def reference(name: str, law: HardLaw, *, fresh: bool = False) -> Reference:
     return Reference(*kept_arrays(file, make, fresh=fresh))
 
 
-def _code(builder: Callable[..., HardLaw]) -> str:
-    """What a law's function does, without its text: a reference is for that."""
+def _code(builder: Callable[..., HardProblem]) -> str:
+    """What a problem's function does, without its text: a reference is for that."""
     function = builder.func if isinstance(builder, partial) else builder
     (definition,) = ast.parse(inspect.getsource(function)).body
     assert isinstance(definition, ast.FunctionDef)

@@ -1,4 +1,4 @@
-"""log p(x) of an SDE with error bars, against laws whose density is known."""
+"""log p(x) with error bars, for SDEs whose density is known."""
 
 import equinox as eqx
 import jax
@@ -19,11 +19,11 @@ from problems import (
     gbm_1d,
     gbm_2d,
     linear,
-    linear_law,
+    linear_distribution,
     ou,
     ou_1d,
     ou_4d,
-    ou_law,
+    ou_distribution,
 )
 from scipy import stats
 
@@ -33,7 +33,7 @@ from roughflow.density.surface import Latent
 FINE = rf.FixedGrid(rf.RK4(), steps=64)
 
 
-# ------------------------------------------------------------------------------------- linear laws
+# ------------------------------------------------------------------------------------- linear SDEs
 
 
 LATER = ("Tempered-Amortised-shaken", "Endpoint-Prior")
@@ -42,14 +42,14 @@ LATER = ("Tempered-Amortised-shaken", "Endpoint-Prior")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LATER)) for n in ESTIMATORS]
 )
-def test_every_estimator_finds_the_law_of_a_linear_sde(name, key):
+def test_every_estimator_finds_the_distribution_of_a_linear_sde(name, key):
     """Truncated as the driver truncates it. Eight estimates at each of eight points, pooled."""
     estimator, largest = ESTIMATORS[name]
     for numbers in ((1.0, 1.2, 1.0, 0.5), (0.5, 0.8, -0.5, 1.0)):
-        law = ou_law(*numbers, driver=THREE)
-        x = law.mean + np.linspace(-1.75, 1.75, 8)[:, None] * np.sqrt(law.cov[0, 0])
+        distribution = ou_distribution(*numbers, driver=THREE)
+        x = distribution.mean + np.linspace(-1.75, 1.75, 8)[:, None] * np.sqrt(distribution.cov[0, 0])
         estimate = ou(*numbers).estimate(np.repeat(x, 8, axis=0), key=key, estimator=estimator)
-        gap = np.reshape(estimate.log_prob, (8, 8)) - law.logpdf(x)[:, None]
+        gap = np.reshape(estimate.log_prob, (8, 8)) - distribution.logpdf(x)[:, None]
         error = np.reshape(estimate.standard_error, (8, 8))
         assert np.all(np.abs(gap.mean(axis=1)) < 4 * np.sqrt(np.sum(error**2, axis=1)) / 8 + 1e-6)
         assert np.all(error < largest)
@@ -59,20 +59,22 @@ def test_every_estimator_finds_the_law_of_a_linear_sde(name, key):
 def test_an_amortised_proposal_starts_as_the_prior(key):
     """And no longer is when something has trained it."""
     omega = jax.random.normal(key, (5, 7, 3))
-    law = lambda proposal: proposal.law(Latent(ou()), jnp.linspace(-1, 2, 5)[:, None], None, None)
+    mixture = lambda proposal: proposal.distribution(
+        Latent(ou()), jnp.linspace(-1, 2, 5)[:, None], None, None
+    )
     normal = np.sum(stats.norm.logpdf(omega), axis=-1)
-    np.testing.assert_allclose(law(AMORTISED).log_prob(omega), normal, rtol=1e-12)
-    assert np.all(np.abs(law(SHAKEN).log_prob(omega) - normal) > 1e-8)
+    np.testing.assert_allclose(mixture(AMORTISED).log_prob(omega), normal, rtol=1e-12)
+    assert np.all(np.abs(mixture(SHAKEN).log_prob(omega) - normal) > 1e-8)
 
 
 @pytest.mark.slow
 def test_ornstein_uhlenbeck_is_exact_but_for_truncation(key):
-    """On a linear law every path has the same weight, in the tails too."""
+    """On a linear SDE every path has the same weight, in the tails too."""
     problem = ou_1d()
     flow = rf.StochasticFlow(problem.ito, problem.base, 1.0, rf.KarhunenLoeve(20))
     x = jnp.array([[0.1], [-2.0], [2.5]])
     estimate = flow.estimate(x, key=key, estimator=rf.Tempered(num_paths=4))
-    truth = ou_law(2.0, 1.3, 1.0, 0.5).logpdf(x)
+    truth = ou_distribution(2.0, 1.3, 1.0, 0.5).logpdf(x)
     np.testing.assert_allclose(estimate.log_prob, truth, rtol=0, atol=2e-4)
     assert np.all(estimate.standard_error < 1e-8)
     np.testing.assert_allclose(estimate.effective_paths, 4, rtol=1e-8)
@@ -85,12 +87,14 @@ def test_fewer_noises_than_dimensions(key):
     problem = ou_4d()
     flow = rf.StochasticFlow(problem.ito, problem.base, problem.t1, rf.KarhunenLoeve(12))
     covariance = np.diag(np.asarray(problem.base.scale) ** 2)
-    truth = linear_law(OU4_DRIFT, OU4_NOISE, np.zeros(4), covariance, t1=problem.t1).logpdf(problem.x)
+    truth = linear_distribution(OU4_DRIFT, OU4_NOISE, np.zeros(4), covariance, t1=problem.t1).logpdf(
+        problem.x
+    )
     log_prob = flow.log_prob(problem.x, key=key, estimator=rf.Tempered(num_paths=2))
     np.testing.assert_allclose(log_prob, truth, rtol=0, atol=2e-3)
 
 
-# ---------------------------------------------------------------------------------- nonlinear laws
+# ---------------------------------------------------------------------------------- nonlinear SDEs
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ CIR = (2.0, 0.06, 0.15)
 
 @pytest.mark.slow
 def test_cox_ingersoll_ross_from_a_base_on_half_of_space_stays_stationary(key):
-    """From its stationary law, a gamma law, which the map from normal numbers only resembles."""
+    """From its stationary distribution, a gamma, which the map from normal numbers only resembles."""
     kappa, theta, s = CIR
     shape, scale = 2 * kappa * theta / s**2, s**2 / (2 * kappa)
     flow = cir(LogNormal(jnp.log(jnp.array([theta])), jnp.array([shape**-0.5]), (shape, scale)))
@@ -266,7 +270,7 @@ def test_the_default_sees_both_bundles_of_paths(key):
     right_or_suspect(estimate, np.repeat(truth, 4))
 
 
-def test_the_default_on_a_law_that_explodes(key):
+def test_the_default_on_an_sde_that_explodes(key):
     """dZ = 2Z³ dt + ½ dB on two functions: p(x) is an integral over two coefficients, here over a grid."""
     sde = rf.ItoSDE(lambda t, z: 2 * z**3, rf.ConstantDiffusion(0.5 * jnp.eye(1)))
     flow = rf.StochasticFlow(
@@ -291,10 +295,10 @@ def test_random_probes_are_for_training_only(key):
     drift, noise = 0.6 * rng.normal(size=(20, 20)) / np.sqrt(20) - 0.5 * np.eye(20), 0.5 * np.eye(20)
     flow = linear(drift, noise, rf.Normal(jnp.zeros(20)))
     flow = eqx.tree_at(lambda f: f.divergence, flow, rf.HutchinsonDivergence(1))
-    law = linear_law(drift, noise, np.zeros(20), np.eye(20), THREE)
-    x = law.rvs(2, random_state=1)
+    distribution = linear_distribution(drift, noise, np.zeros(20), np.eye(20), THREE)
+    x = distribution.rvs(2, random_state=1)
     estimate = flow.estimate(x, key=key, estimator=rf.Tempered(4))
-    np.testing.assert_allclose(estimate.log_prob, law.logpdf(x), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(estimate.log_prob, distribution.logpdf(x), rtol=0, atol=1e-4)
     np.testing.assert_array_equal(estimate.divergence_error, 0)
     probed = flow.estimate(x, key=key, estimator=rf.PullBack(16))
     assert np.all(probed.divergence_error > 0.01)
@@ -311,11 +315,11 @@ STARTS = np.array([[0.5, -1.0], [0.0, 0.0], [1.0, 2.0]])
 def test_transition_density_of_langevin_dynamics_with_noise_in_the_velocity_only(key):
     """A start for each x; three functions of the driver reach both position and velocity."""
     noise = np.array([[0.0], [0.8]])
-    laws = [linear_law(LANGEVIN, noise, start, np.zeros((2, 2)), THREE) for start in STARTS]
-    x = np.stack([law.mean + np.linalg.cholesky(law.cov) @ [1.0, -0.5] for law in laws])
+    known = [linear_distribution(LANGEVIN, noise, start, np.zeros((2, 2)), THREE) for start in STARTS]
+    x = np.stack([one.mean + np.linalg.cholesky(one.cov) @ [1.0, -0.5] for one in known])
     estimator = rf.Endpoint(4, start=STARTS)
     estimate = linear(LANGEVIN, noise, rf.Normal(jnp.zeros(2))).estimate(x, key=key, estimator=estimator)
-    truth = [law.logpdf(point) for law, point in zip(laws, x, strict=True)]
+    truth = [one.logpdf(point) for one, point in zip(known, x, strict=True)]
     np.testing.assert_allclose(estimate.log_prob, truth, rtol=0, atol=1e-6)
     assert np.all(estimate.standard_error < 1e-6)
     still = linear(LANGEVIN, 0 * noise, rf.Normal(jnp.zeros(2)))
@@ -334,14 +338,14 @@ def test_a_start_of_the_wrong_shape_is_refused(shape, key):
 def test_transition_density_of_ornstein_uhlenbeck(proposal, key):
     x, start = np.array([[0.1], [-1.0], [1.5]]), 0.7
     estimate = ou().estimate(x, key=key, estimator=rf.Endpoint(512, proposal, start=jnp.array([start])))
-    truth = ou_law(mean=start, scale=0.0, driver=THREE).logpdf(x)
+    truth = ou_distribution(mean=start, scale=0.0, driver=THREE).logpdf(x)
     assert np.all(np.abs(estimate.log_prob - truth) < 3 * estimate.standard_error + 1e-6)
     assert np.all(estimate.standard_error < (1e-6 if isinstance(proposal, rf.Laplace) else 0.1))
 
 
 @pytest.mark.slow
 def test_transition_density_of_cox_ingersoll_ross(key):
-    """Against the noncentral chi-squared law."""
+    """Against the noncentral chi-squared distribution."""
     kappa, theta, s = CIR
     decay = np.exp(-kappa / 12)
     c = 2 * kappa / (s**2 * (1 - decay))
@@ -350,8 +354,8 @@ def test_transition_density_of_cox_ingersoll_ross(key):
     flow = cir(rf.Normal(jnp.array([theta]), 1e-3))
     estimator = rf.Endpoint(start=start[:, None])
     estimate = flow.estimate(x[:, None], key=key, estimator=estimator, truncation=True)
-    law = stats.ncx2(4 * kappa * theta / s**2, 2 * c * start * decay)
-    error = np.abs(estimate.log_prob - law.logpdf(2 * c * x) - np.log(2 * c))
+    distribution = stats.ncx2(4 * kappa * theta / s**2, 2 * c * start * decay)
+    error = np.abs(estimate.log_prob - distribution.logpdf(2 * c * x) - np.log(2 * c))
     assert np.all(error < 3 * estimate.standard_error + estimate.truncation_error)
     assert np.all(estimate.standard_error + estimate.truncation_error < 0.05)
 
@@ -360,11 +364,11 @@ def test_transition_density_of_cox_ingersoll_ross(key):
 
 
 def out_by(numbers, driver, estimator, key, **settings):
-    """The estimate at points where truncation shows, and its error against the SDE's own law."""
-    law = ou_law(*numbers)
-    x = law.mean + np.linspace(-0.5, 0.5, 64)[:, None] * np.sqrt(law.cov[0, 0])
+    """The estimate at points where truncation shows, and its error against the SDE's own distribution."""
+    distribution = ou_distribution(*numbers)
+    x = distribution.mean + np.linspace(-0.5, 0.5, 64)[:, None] * np.sqrt(distribution.cov[0, 0])
     estimate = ou(*numbers, driver=driver).estimate(x, key=key, estimator=estimator, **settings)
-    return estimate, np.abs(estimate.log_prob - law.logpdf(x))
+    return estimate, np.abs(estimate.log_prob - distribution.logpdf(x))
 
 
 def test_truncation_error_bounds_what_the_driver_leaves_out(key):

@@ -1,4 +1,4 @@
-"""Laws whose density is known, for `benchmarks.density`: exactly, or by a method that is not roughflow's.
+"""Problems whose density is known, for `benchmarks.density`: exactly, or by a method that is not roughflow's.
 
 Each comes with the driver a careful user would choose. `rf.Legendre` is spectrally accurate on a linear SDE
 with additive noise, so six functions do. The logarithm of geometric Brownian motion needs B(T) alone, and
@@ -24,7 +24,7 @@ TAIL = stats.norm.cdf(list(SIDES.values()))  # the same three places as quantile
 
 
 @dataclass(frozen=True)
-class Law:
+class Problem:
     """A flow, some points, and the truth there. `goal` names what is asked of the default estimator."""
 
     flow: rf.StochasticFlow
@@ -71,7 +71,7 @@ class GammaBase(eqx.Module):
 
 
 class SechBase(eqx.Module):
-    """The law with density sech(y)/π, by its inverse distribution function log tan(πp/2)."""
+    """The density sech(y)/π, by its inverse distribution function log tan(πp/2)."""
 
     def from_normal(self, u: Array) -> Array:
         # By symmetry from the lower tail, where p keeps its digits.
@@ -85,25 +85,25 @@ class SechBase(eqx.Module):
         return jnp.sum(jnp.log(2 / jnp.pi) - jnp.logaddexp(z, -z), axis=-1)
 
 
-def ou_1d() -> Law:
+def ou_1d() -> Problem:
     sde = rf.ItoSDE(lambda t, z: -2.0 * z, lambda t, z: jnp.array([[1.3]]))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1), 0.5), driver=rf.Legendre(6))
     variance = 0.25 * np.exp(-4.0) + 1.3**2 / 4 * (1 - np.exp(-4.0))
-    law = stats.norm(np.exp(-2.0), variance**0.5)
-    x = law.ppf(TAIL)
-    return Law(flow, tuple(SIDES), x[:, None], law.logpdf(x), "bias", "Legendre(6)")
+    known = stats.norm(np.exp(-2.0), variance**0.5)
+    x = known.ppf(TAIL)
+    return Problem(flow, tuple(SIDES), x[:, None], known.logpdf(x), "bias", "Legendre(6)")
 
 
-def ou_2d() -> Law:
+def ou_2d() -> Problem:
     return _ou(2)
 
 
-def ou_10d() -> Law:
+def ou_10d() -> Problem:
     return _ou(10)
 
 
-def _ou(d: int) -> Law:
-    """A random stable drift matrix and a full noise matrix: the law is normal, by matrix exponentials."""
+def _ou(d: int) -> Problem:
+    """A random stable drift matrix and a full noise matrix: a normal density, by matrix exponentials."""
     rng = np.random.default_rng(d + 1)
     drift = 0.6 * rng.standard_normal((d, d)) / d**0.5 - 1.5 * np.eye(d)
     noise = 0.5 * rng.standard_normal((d, d)) / d**0.5 + 0.5 * np.eye(d)
@@ -116,7 +116,7 @@ def _ou(d: int) -> Law:
     mean, covariance = grow @ loc, grow @ np.diag(scale**2) @ grow.T + added
     labels, x = _around(mean, covariance)
     truth = stats.multivariate_normal.logpdf(x, mean, covariance)
-    return Law(flow, labels, x, truth, "bias", "Legendre(6)")
+    return Problem(flow, labels, x, truth, "bias", "Legendre(6)")
 
 
 def _around(mean: np.ndarray, covariance: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
@@ -128,16 +128,16 @@ def _around(mean: np.ndarray, covariance: np.ndarray) -> tuple[tuple[str, ...], 
     return ("centre", "+3 sd, z1", "-3 sd, z1", "+3 sd, main", "-3 sd, main"), x
 
 
-def gbm_1d(rate: float = 0.3, sigma: float = 0.6) -> Law:
-    """From a lognormal start the law is lognormal."""
+def gbm_1d(rate: float = 0.3, sigma: float = 0.6) -> Problem:
+    """From a lognormal start the distribution is lognormal."""
     sde = rf.ItoSDE(lambda t, z: rate * z, lambda t, z: sigma * z[:, None])
     flow = rf.StochasticFlow(sde, LogNormalBase(jnp.log(jnp.array([2.0])), jnp.array([0.3])))
-    law = stats.norm(np.log(2.0) + rate - 0.5 * sigma**2, np.hypot(0.3, sigma))
-    y = law.ppf(TAIL)
-    return Law(flow, tuple(SIDES), np.exp(y)[:, None], law.logpdf(y) - y, "bias", "KarhunenLoeve(6)")
+    known = stats.norm(np.log(2.0) + rate - 0.5 * sigma**2, np.hypot(0.3, sigma))
+    y = known.ppf(TAIL)
+    return Problem(flow, tuple(SIDES), np.exp(y)[:, None], known.logpdf(y) - y, "bias", "KarhunenLoeve(6)")
 
 
-def gbm_2d() -> Law:
+def gbm_2d() -> Problem:
     rate, noise = np.array([0.2, -0.1]), np.array([[0.5, 0.0], [0.3, 0.4]])
     loc, scale = np.log([1.0, 2.0]), np.array([0.2, 0.3])
     diffusion = lambda t, z: z[:, None] * jnp.asarray(noise)
@@ -147,22 +147,22 @@ def gbm_2d() -> Law:
     covariance = np.diag(scale**2) + noise @ noise.T
     labels, y = _around(mean, covariance)
     truth = stats.multivariate_normal.logpdf(y, mean, covariance) - y.sum(axis=1)
-    return Law(flow, labels, np.exp(y), truth, "bias", "KarhunenLoeve(6)")
+    return Problem(flow, labels, np.exp(y), truth, "bias", "KarhunenLoeve(6)")
 
 
 KAPPA, THETA, SIGMA = 1.0, 1.0, 3**-0.5  # of the CIR process; 2κθ/σ² = 6
 
 
-def cir() -> Law:
+def cir() -> Problem:
     """In equilibrium: gamma at the start and at the end."""
     shape, rate = 2 * KAPPA * THETA / SIGMA**2, 2 * KAPPA / SIGMA**2
-    law = stats.gamma(shape, scale=1 / rate)
-    x = law.ppf(TAIL)
-    return _cir(GammaBase(shape, rate), x, law.logpdf(x))
+    known = stats.gamma(shape, scale=1 / rate)
+    x = known.ppf(TAIL)
+    return _cir(GammaBase(shape, rate), x, known.logpdf(x))
 
 
-def cir_relaxing() -> Law:
-    """From a gamma law out of equilibrium, by quadrature over the start of the noncentral χ² transition."""
+def cir_relaxing() -> Problem:
+    """From a gamma start out of equilibrium, by quadrature over it of the noncentral χ² transition."""
     start = GammaBase(10.0, 5.0)
     nodes, weights = special.roots_genlaguerre(60, start.shape - 1)
     weights = weights / weights.sum()
@@ -175,22 +175,22 @@ def cir_relaxing() -> Law:
     return _cir(start, x, truth)
 
 
-def _cir(base: GammaBase, x: np.ndarray, truth: np.ndarray) -> Law:
+def _cir(base: GammaBase, x: np.ndarray, truth: np.ndarray) -> Problem:
     diffusion = lambda t, z: SIGMA * jnp.sqrt(jnp.maximum(z, 1e-12))[:, None]
     sde = rf.ItoSDE(lambda t, z: KAPPA * (THETA - z), diffusion)
     flow = rf.StochasticFlow(sde, base, driver=rf.KarhunenLoeve(12))
-    return Law(flow, tuple(SIDES), x[:, None], truth, "bars", "KarhunenLoeve(12)")
+    return Problem(flow, tuple(SIDES), x[:, None], truth, "bars", "KarhunenLoeve(12)")
 
 
-def sech(c: float = 1.0) -> Law:
+def sech(c: float = 1.0) -> Problem:
     """dY = −½c² tanh(Y) dt + c dB, in its equilibrium sech(y)/π with standard deviation π/2."""
     sde = rf.ItoSDE(lambda t, z: -0.5 * c**2 * jnp.tanh(z), lambda t, z: jnp.array([[c]]))
     flow = rf.StochasticFlow(sde, SechBase(), driver=rf.KarhunenLoeve(16))
     x = 0.5 * np.pi * np.array(list(SIDES.values()))
-    return Law(flow, tuple(SIDES), x[:, None], -np.log(np.pi * np.cosh(x)), "bars", "KarhunenLoeve(16)")
+    return Problem(flow, tuple(SIDES), x[:, None], -np.log(np.pi * np.cosh(x)), "bars", "KarhunenLoeve(16)")
 
 
-def banana() -> Law:
+def banana() -> Problem:
     """A small continuous normalizing flow fitted to a banana; its own density by an accurate solve."""
     drift = _fit(rf.MLP(2, 2, width=16, depth=2, key=jax.random.key(0)))
     flow = _noiseless(drift, rf.FixedGrid(steps=16))
@@ -198,7 +198,7 @@ def banana() -> Law:
     places = {"centre": (0, 0), "-3 sd, arm": (-3, 4.5), "+3 sd, arm": (3, 4.5), "+3 sd, across": (0, 0.9)}
     x = np.array(list(places.values()), float)
     truth = exact.log_prob_given_path(x, exact.sample_path(key=jax.random.key(0)))
-    return Law(flow, tuple(places), x, np.asarray(truth), "bars", "no noise, 16 steps")
+    return Problem(flow, tuple(places), x, np.asarray(truth), "bars", "no noise, 16 steps")
 
 
 def _noiseless(drift: rf.MLP, integrator) -> rf.StochasticFlow:
@@ -227,7 +227,7 @@ def _fit(drift: rf.MLP, steps: int = 300, batch: int = 256) -> rf.MLP:
     )
 
 
-def double_well() -> Law:
+def double_well() -> Problem:
     """Drift (x − x³, x − y), noise that does not commute; most backward paths escape.
 
     Its truth is the Fokker–Planck equation, which owes nothing to this library. The areas between the two
@@ -241,7 +241,7 @@ def double_well() -> Law:
     x = np.array([[0.0, 0], [1, 1], [-1, 1], [2, -1], [2.2, 3]])
     labels = tuple(f"({a:g}, {b:g})" for a, b in x)
     truth = np.log(fokker_planck(flow.sde, x))
-    return Law(flow, labels, x, truth, "bars", "KarhunenLoeve(64)")
+    return Problem(flow, labels, x, truth, "bars", "KarhunenLoeve(64)")
 
 
 def _rows(entries: list) -> Array:
@@ -254,7 +254,7 @@ def fokker_planck(
     """The density at time 1 from N(0, I) in the plane, at the rows of x.
 
     ∂p/∂t = −Σᵢ ∂ᵢ(bᵢ p) + ½ Σᵢⱼ ∂ᵢⱼ(aᵢⱼ p), a = σσᵀ, by Fourier series on a square and the classical
-    Runge–Kutta method. The law must be negligible at the sides. For the double well 192 functions and
+    Runge–Kutta method. The density must be negligible at the sides. For the double well 192 functions and
     10000 steps change no logarithm by 3e-4.
     """
     side = jnp.linspace(-half, half, size, endpoint=False)
@@ -287,7 +287,7 @@ def fokker_planck(
     return np.asarray(jnp.einsum("kx,xy,ky->k", phases[0], spectrum, phases[1]).real)
 
 
-LAWS: Mapping[str, Callable[[], Law]] = {
+PROBLEMS: Mapping[str, Callable[[], Problem]] = {
     "ou-1": ou_1d,
     "ou-2": ou_2d,
     "ou-10": ou_10d,
