@@ -130,7 +130,7 @@ def geometric(key: PRNGKeyArray) -> rf.StochasticFlow:
 
 def normal_density(flow: rf.StochasticFlow, x: np.ndarray, log: bool) -> Reference:
     """log p where Z_T, or log Z_T, is an affine map of the normal numbers that make start and path."""
-    d, shape = flow.dimension, (flow.driver.num_functions, flow.noise_dim)
+    d, shape = flow.dimension, (flow.driver.num_functions, flow.noise_dimension)
     take = jnp.log if log else lambda z: z
 
     def end(xi: Array) -> Array:

@@ -68,11 +68,11 @@ class PullBackChart(AbstractChart):
 
     @property
     def size(self) -> int:
-        return self.flow.driver.num_functions * self.flow.noise_dim
+        return self.flow.driver.num_functions * self.flow.noise_dimension
 
     def log_g(self, x: Array, delta: Array) -> Array:
         flow = self.flow
-        shape = (*delta.shape[:-1], flow.driver.num_functions, flow.noise_dim)
+        shape = (*delta.shape[:-1], flow.driver.num_functions, flow.noise_dimension)
         path = flow.driver.path(jnp.reshape(delta, shape), flow.t1)
         return flow.without_errors().log_prob_given_path(x[:, None], path)
 

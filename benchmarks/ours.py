@@ -37,7 +37,7 @@ def density(workload: Workload, model, integrator: rf.AbstractIntegrator) -> Obj
 
     def log_prob(weights: list[jax.Array]) -> jax.Array:
         flow = rf.StochasticFlow(rf.ItoSDE(*model(weights)), base, integrator=integrator)
-        shape = (len(workload.x), flow.driver.num_functions, flow.noise_dim)
+        shape = (len(workload.x), flow.driver.num_functions, flow.noise_dimension)
         path = flow.driver.path(jnp.reshape(jnp.asarray(workload.noise), shape))
         return flow.log_prob_given_path(workload.x, path)
 

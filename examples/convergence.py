@@ -83,7 +83,7 @@ def projections(driver: type, sizes: tuple[int, ...], fine: rf.Path) -> rf.Path:
 def errors(twist: float, sizes: tuple[int, ...], num_paths: int, resolution: int) -> dict:
     """{driver: (errors of log p, errors of its gradient)}, each `(sizes, paths, times)`."""
     fine = rf.PiecewiseLinear(resolution).sample(
-        key=jax.random.key(0), noise_dim=2, shape=(num_paths,), t1=HORIZON
+        key=jax.random.key(0), noise_dimension=2, shape=(num_paths,), t1=HORIZON
     )
     true_value, true_gradient = value_and_gradient(jnp.asarray(twist), fine)
     found = {}

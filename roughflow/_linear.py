@@ -36,16 +36,18 @@ def log_abs_det(matrix: Array) -> Array:
 
 
 def orthonormal(matrix: Array) -> tuple[Array, Array]:
-    """Orthonormal rows `(B, d, D)` with the span of the matrix's rows, and how much each row of it adds to
-    the span of those before, `(B, d)`; not to be differentiated. Gram and Schmidt's way, twice over."""
+    """Orthonormal directions `(B, d, D)` that span the matrix's rows, and how much each row adds to the span
+    of those before, `(B, d)`; not to be differentiated. Gram and Schmidt's way, twice over."""
 
     def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows, sizes = state
-        row = matrix[:, i]
+        directions, sizes = state
+        direction = matrix[:, i]
         for _ in range(2):
-            row = row - jnp.einsum("bij,bi->bj", rows, jnp.einsum("bij,bj->bi", rows, row))
-        size = jnp.sqrt(jnp.sum(row**2, axis=-1))
-        return rows.at[:, i].set(row / size[:, None]), sizes.at[:, i].set(size)
+            direction = direction - jnp.einsum(
+                "bij,bi->bj", directions, jnp.einsum("bij,bj->bi", directions, direction)
+            )
+        size = jnp.sqrt(jnp.sum(direction**2, axis=-1))
+        return directions.at[:, i].set(direction / size[:, None]), sizes.at[:, i].set(size)
 
     blank = jnp.zeros_like(matrix), jnp.zeros_like(matrix[..., 0])
     return jax.lax.fori_loop(0, matrix.shape[1], step, blank)

@@ -188,7 +188,7 @@ def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colo
     import roughflow as rf
     from roughflow import plots
 
-    path = rf.KarhunenLoeve(50).sample(key=jax.random.key(0), noise_dim=2)
+    path = rf.KarhunenLoeve(50).sample(key=jax.random.key(0), noise_dimension=2)
     plots.trajectory(jax.vmap(path.evaluate)(jnp.linspace(0, 1, 500)))
     ```
     """

@@ -44,7 +44,7 @@ def project(driver, path):
 @every_horizon
 @every_driver
 def test_path_starts_at_zero_and_has_its_derivative(driver, horizon, key):
-    path = driver.sample(key=key, noise_dim=2, t1=horizon)
+    path = driver.sample(key=key, noise_dimension=2, t1=horizon)
     times = horizon * np.array([0.03, 0.17, 0.33, 0.55, 0.71, 0.93])
     h = 1e-5
     quotient = (values_at(path, times + h) - values_at(path, times - h)) / (2 * h)
@@ -77,7 +77,7 @@ def test_path_is_the_sum_it_is_documented_to_be(driver):
 
 @every_driver
 def test_increments(driver, key):
-    path = driver.sample(key=key, noise_dim=2, t1=2.0)
+    path = driver.sample(key=key, noise_dimension=2, t1=2.0)
     early, late = values_at(path, jnp.array([0.3, 1.4]))
     np.testing.assert_allclose(path.evaluate(0.3, 1.4), late - early, atol=1e-14)
     np.testing.assert_allclose(path.evaluate(1.4, 0.3), early - late, atol=1e-14)
@@ -109,7 +109,7 @@ def test_only_a_piecewise_linear_path_jumps():
 @every_driver
 def test_horizon_per_path(driver, key):
     horizons = jnp.array([0.5, 1.0, 3.0])
-    paths = driver.sample(key=key, noise_dim=2, shape=(3,), t1=horizons)
+    paths = driver.sample(key=key, noise_dimension=2, shape=(3,), t1=horizons)
     times = jnp.array([0.2, 0.7, 0.7])
     for i in range(3):
         alone = driver.path(paths.coefficients[i], horizons[i])
@@ -174,9 +174,9 @@ def test_karhunen_loeve_covariance_converges_and_is_exact_at_the_end():
 @every_driver
 def test_sample_covariance(driver, horizon, key):
     """Of two independent components at three times, within four standard errors entry by entry."""
-    paths = driver.sample(key=key, noise_dim=2, shape=(20_000,), t1=horizon)
+    paths = driver.sample(key=key, noise_dimension=2, shape=(20_000,), t1=horizon)
     assert paths.batch_shape == (20_000,)
-    assert paths.noise_dim == 2
+    assert paths.noise_dimension == 2
     s = np.array([0.4, 0.8, 1.0])
     values = np.moveaxis(np.asarray(values_at(paths, horizon * s)), 0, 2).reshape(20_000, 6)
     integrals = driver.integrals(s)
@@ -189,7 +189,7 @@ def test_sample_covariance(driver, horizon, key):
 
 @every_driver
 def test_log_prob_is_that_of_standard_normals(driver, key):
-    coefficients = driver.sample(key=key, noise_dim=2, shape=(3, 4)).coefficients
+    coefficients = driver.sample(key=key, noise_dimension=2, shape=(3, 4)).coefficients
     expected = stats.norm.logpdf(coefficients).sum(axis=(-2, -1))
     assert expected.shape == (3, 4)
     np.testing.assert_allclose(driver.log_prob(coefficients), expected, rtol=1e-12)
@@ -201,7 +201,7 @@ def test_log_prob_is_that_of_standard_normals(driver, key):
 @every_horizon
 @every_driver
 def test_a_path_is_its_own_projection(driver, horizon, key):
-    path = driver.sample(key=key, noise_dim=2, t1=horizon)
+    path = driver.sample(key=key, noise_dimension=2, t1=horizon)
     atol = 1e-10 if isinstance(driver, rf.PiecewiseLinear) else 1e-5
     again = project(driver, path)
     np.testing.assert_allclose(again.coefficients, path.coefficients, rtol=0, atol=atol)
@@ -211,7 +211,7 @@ def test_a_path_is_its_own_projection(driver, horizon, key):
 @every_horizon
 def test_fine_path_on_coarser_drivers(horizon, key):
     """On a grid the values on the grid stay; on waves the path is approached, its end exactly."""
-    fine = rf.PiecewiseLinear(1024).sample(key=key, noise_dim=2, t1=horizon)
+    fine = rf.PiecewiseLinear(1024).sample(key=key, noise_dimension=2, t1=horizon)
     times = horizon * np.linspace(0, 1, 257)
     truth = values_at(fine, times)
     coarse = project(rf.PiecewiseLinear(16), fine)
@@ -245,7 +245,7 @@ def test_batches_of_paths_project_like_each_alone(driver, key):
     horizons = jnp.array([0.5, 1.0, 3.0])
     fine = rf.PiecewiseLinear(64)
     for t1 in (2.0, horizons):
-        paths = fine.sample(key=key, noise_dim=2, shape=(3,), t1=t1)
+        paths = fine.sample(key=key, noise_dimension=2, shape=(3,), t1=t1)
         together = project(driver, paths)
         assert together.coefficients.shape == (3, driver.num_functions, 2)
         for i in range(3):
@@ -257,7 +257,7 @@ def test_batches_of_paths_project_like_each_alone(driver, key):
 @every_driver
 def test_projection_of_an_interpolation(driver, key):
     """The same path given by its values, as any diffrax path may be."""
-    path = rf.PiecewiseLinear(8).sample(key=key, noise_dim=2, t1=2.0)
+    path = rf.PiecewiseLinear(8).sample(key=key, noise_dimension=2, t1=2.0)
     times = jnp.linspace(0, 2.0, 9)
     interpolation = diffrax.LinearInterpolation(times, values_at(path, times))
     got, expected = project(driver, interpolation), project(driver, path)

@@ -72,7 +72,7 @@ def test_a_regression_is_kept_and_scored_with_noise_and_without(tmp_path, small)
     np.testing.assert_allclose(plain["excess"], np.mean(distribution.log_prob(x) - values), atol=1e-5)
     assert plain["training_steps"] == 10
     assert abs(noisy["excess"] - plain["excess"]) < 1
-    assert again.noisy(0.5).flow.noise_dim == 2
+    assert again.noisy(0.5).flow.noise_dimension == 2
     density = np.exp(run.histogram(again.noisy(0.5), (-4.0, 4.0, -8.0, 4.0)))
     assert density.shape == (64, 43)  # the lowest row first, cells that are square
     cell = (8 / 43) * (12 / 64)

@@ -84,7 +84,7 @@ def test_wrong_shape_of_x(shape, key):
 
 def test_wrong_shape_of_path(key):
     flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
-    path = rf.KarhunenLoeve(6).sample(key=key, noise_dim=2, shape=(4,))
+    path = rf.KarhunenLoeve(6).sample(key=key, noise_dimension=2, shape=(4,))
     with refused(ValueError, "path", "(..., n, 3)", "(2, 3)", "got (4, 6, 2)"):
         flow.log_prob_given_path(jnp.zeros(2), path)
 

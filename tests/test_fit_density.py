@@ -56,7 +56,7 @@ def test_a_fit_has_both_stages(fitted):
 def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     """It leaves the distribution nearly as it is, for a velocity that is nearly right."""
     noisy = rf.fit_density(ROWS, key=jax.random.key(0), noise=0.5, **TINY).model
-    assert noisy.flow.noise_dim == 2
+    assert noisy.flow.noise_dimension == 2
     later = dataclasses.replace(fitted.model, flow=rf.with_noise(fitted.model.flow, 0.5))
     x = ROWS[:4]
     values = [m.log_prob(x, key=key) for m in (noisy, later)]
@@ -197,7 +197,7 @@ def test_samples_belong_to_what_is_given(conditional, key):
 @pytest.mark.slow
 def test_noise_leaves_what_is_given_alone(conditional, key):
     noisy = dataclasses.replace(conditional, flow=rf.with_noise(conditional.flow, 0.5))
-    assert noisy.flow.noise_dim == 1
+    assert noisy.flow.noise_dimension == 1
     with pytest.raises(ValueError, match="the last 1 of 2 coordinates are given"):
         rf.with_noise(conditional.flow, rf.FullDiffusion(2, width=4, key=key))
     start = jnp.array([[0.3, 1.2]])

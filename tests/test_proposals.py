@@ -23,16 +23,16 @@ WIDTH, DIMENSION, BATCH = 3, 2, 2
 
 
 def mixture(components, prior=0.0, scale=1.0, tilted=True, seed=7):
-    """Mixtures of three coefficients for two points, with normals across two dimensions and them."""
+    """Mixtures of three coefficients for two points, each with directions across its plane."""
     keys = jax.random.split(jax.random.key(seed), 4)
     shape = (BATCH, components)
-    rows = jax.random.normal(keys[0], (*shape, DIMENSION + WIDTH, DIMENSION))
+    directions = jax.random.normal(keys[0], (*shape, DIMENSION + WIDTH, DIMENSION))
     # Near (I, 0), so that the start sees every plane.
-    rows = (0.5 if tilted else 0.0) * rows + jnp.eye(DIMENSION + WIDTH, DIMENSION)[None, None]
+    directions = (0.5 if tilted else 0.0) * directions + jnp.eye(DIMENSION + WIDTH, DIMENSION)[None, None]
     return Mixture(
         1.2 * jax.random.normal(keys[1], (*shape, WIDTH)),
         scale * jnp.exp(0.2 * jax.random.normal(keys[2], (*shape, WIDTH))),
-        jnp.swapaxes(jnp.linalg.qr(rows)[0], 2, 3),
+        jnp.swapaxes(jnp.linalg.qr(directions)[0], 2, 3),
         jax.nn.log_softmax(jax.random.normal(keys[3], shape)),
         jnp.full(BATCH, prior),
         jnp.zeros(BATCH, bool),

@@ -213,7 +213,7 @@ def test_files_of_version_0_1_0_load_and_give_the_same_densities():
     for name in ("mlp_full", "restoring", "diagonal", "proportional", "no_noise", "fitted"):
         model = rf.load(FILES / f"{name}.rf")
         flow = model.flow if isinstance(model, rf.Standardised) else model
-        size = flow.driver.num_functions, flow.noise_dim
+        size = flow.driver.num_functions, flow.noise_dimension
         path = flow.driver.path(jnp.cos(jnp.arange(size[0] * size[1])).reshape(size), flow.t1)
         x = jnp.asarray(points[:, : flow.dimension])
         value = flow.log_prob_given_path(x, path, key=jax.random.key(3))
@@ -364,7 +364,7 @@ DAMAGE = {
     "a number for a module": lambda h: fields_of(h).update(integrator=3),
     "another kind of module": lambda h: fields_of(h).update(driver=fields_of(h)["integrator"]),
     "a number for a function": lambda h: fields_of(h, "sde", "drift").update(activation=1.0),
-    "text for a whole number": lambda h: fields_of(h).update(noise_dim="2"),
+    "text for a whole number": lambda h: fields_of(h).update(noise_dimension="2"),
     "an array that is static": lambda h: fields_of(h, "sde", "diffusion").update(scale={"array": "array/0"}),
     "a list for a tuple": lambda h: fields_of(h, "sde", "drift").update(weights={"list": []}),
     "a tuple of text": lambda h: fields_of(h, "sde", "drift").update(weights={"tuple": ["a", "b"]}),

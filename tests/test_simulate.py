@@ -20,9 +20,9 @@ SCHEMES = {
 every_scheme = pytest.mark.parametrize(("scheme", "order"), SCHEMES.values(), ids=SCHEMES.keys())
 
 
-def brownian(level, paths, noise_dim, seed=0):
+def brownian(level, paths, noise_dimension, seed=0):
     """Increments over [0, 1] on 2^level steps."""
-    normal = np.random.default_rng(seed).normal(size=(2**level, paths, noise_dim))
+    normal = np.random.default_rng(seed).normal(size=(2**level, paths, noise_dimension))
     return normal * 2 ** (-level / 2)
 
 

@@ -202,12 +202,12 @@ def test_the_density_of_the_noisy_flow_is_the_closed_form(key):
 
 def test_noise_is_turned_up_down_and_off(key):
     flow = flow_of(None)
-    assert flow.noise_dim == 0
+    assert flow.noise_dimension == 0
     louder = rf.with_noise(rf.with_noise(flow, 0.5), swirling)
-    assert louder.noise_dim == 3
+    assert louder.noise_dimension == 3
     assert louder.sde.diffusion.t1 == T
     off = rf.with_noise(louder, None)
-    assert off.noise_dim == 0
+    assert off.noise_dimension == 0
     z = jnp.ones(2)
     np.testing.assert_array_equal(off.sde.drift(0.3, z), velocity(0.3, z))
     fading = rf.FadingDiffusion(swirling, T, 2.0)
@@ -235,7 +235,7 @@ def test_a_noisy_flow_is_saved_and_loaded(key, tmp_path):
         back = rf.load(tmp_path / "flow")
         z = jnp.array([0.2, 0.4])
         np.testing.assert_array_equal(back.sde.drift(0.3, z), noisy.sde.drift(0.3, z))
-        assert rf.with_noise(back, None).noise_dim == 0
+        assert rf.with_noise(back, None).noise_dimension == 0
 
 
 def test_what_cannot_be_is_refused(key):

@@ -17,7 +17,7 @@ def default_estimator(flow: StochasticFlow, num_paths: int = 64) -> AbstractImpo
     rf.default_estimator(flow, num_paths=16)
     ```
     """
-    if flow.noise_dim == 0:
+    if flow.noise_dimension == 0:
         return PullBack(num_paths=1)
     if isinstance(flow.proposal, AbstractProposal):
         return Tempered(num_paths, flow.proposal)

@@ -69,12 +69,12 @@ class AbstractDriver(eqx.Module):
         self,
         *,
         key: PRNGKeyArray,
-        noise_dim: int = 1,
+        noise_dimension: int = 1,
         shape: tuple[int, ...] = (),
         t1: float | Array = 1.0,
     ) -> "Path":
-        """Draw independent paths, `shape` of them, each with `noise_dim` components."""
-        size = (*as_shape(shape), self.num_functions, noise_dim)
+        """Draw independent paths, `shape` of them, each with `noise_dimension` components."""
+        size = (*as_shape(shape), self.num_functions, noise_dimension)
         return Path(self, jax.random.normal(check_key(key), size), t1)
 
     def refined(self) -> "AbstractDriver":
@@ -124,7 +124,7 @@ class Path(diffrax.AbstractPath):
     import jax
     import roughflow as rf
 
-    path = rf.KarhunenLoeve(6).sample(key=jax.random.key(0), noise_dim=2)
+    path = rf.KarhunenLoeve(6).sample(key=jax.random.key(0), noise_dimension=2)
     path.evaluate(0.5), path.derivative(0.5)  # both of shape (2,)
     ```
     """
@@ -154,7 +154,7 @@ class Path(diffrax.AbstractPath):
         return self.coefficients.shape[:-2]
 
     @property
-    def noise_dim(self) -> int:
+    def noise_dimension(self) -> int:
         return self.coefficients.shape[-1]
 
     def evaluate(self, t0: ArrayLike, t1: ArrayLike | None = None, left: bool = True) -> Array:

@@ -21,7 +21,7 @@ class KarhunenLoeve(AbstractDriver):
     import jax
     import roughflow as rf
 
-    path = rf.KarhunenLoeve(6).sample(key=jax.random.key(0), noise_dim=2, t1=2.0)
+    path = rf.KarhunenLoeve(6).sample(key=jax.random.key(0), noise_dimension=2, t1=2.0)
     ```
     """
 

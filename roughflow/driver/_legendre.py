@@ -20,7 +20,7 @@ class Legendre(AbstractDriver):
     import jax
     import roughflow as rf
 
-    path = rf.Legendre(6).sample(key=jax.random.key(0), noise_dim=2, t1=2.0)
+    path = rf.Legendre(6).sample(key=jax.random.key(0), noise_dimension=2, t1=2.0)
     ```
     """
 

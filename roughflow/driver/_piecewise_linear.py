@@ -23,7 +23,7 @@ class PiecewiseLinear(AbstractDriver):
     import jax
     import roughflow as rf
 
-    path = rf.PiecewiseLinear(64).sample(key=jax.random.key(0), noise_dim=2)
+    path = rf.PiecewiseLinear(64).sample(key=jax.random.key(0), noise_dimension=2)
     path = rf.PiecewiseLinear([0.0, 0.1, 0.3, 1.0]).sample(key=jax.random.key(0))
     ```
     """

@@ -36,7 +36,7 @@ class Trained(eqx.Module):
     @property
     def cheap(self) -> rf.PullBack:
         """Densities for a map: with the learned proposal a few paths do."""
-        return rf.PullBack(1 if self.flow.noise_dim == 0 else 32, self.proposal)
+        return rf.PullBack(1 if self.flow.noise_dimension == 0 else 32, self.proposal)
 
 
 class Regressed(eqx.Module):
@@ -147,7 +147,7 @@ class Run:
     ) -> dict:
         """−E log p over that of the truth on fresh points, by the proposal that was learned: a little too
         high where it has not learned all paths, which `effective_paths` shows."""
-        noisy = trained.flow.noise_dim > 0
+        noisy = trained.flow.noise_dimension > 0
         estimator = rf.PullBack(SCORED if noisy else 1, trained.proposal)
         return self._scored(
             trained, trained.flow, distribution, estimator, count or (NOISY_TEST if noisy else TEST)

@@ -79,8 +79,8 @@ class Adaptive(AbstractIntegrator):
         )
         return jax.tree.map(lambda a: a[:, 0], outcome)
 
-    def finer(self, driver: AbstractDriver, noise_dim: int) -> "Adaptive":
-        del driver, noise_dim
+    def finer(self, driver: AbstractDriver, noise_dimension: int) -> "Adaptive":
+        del driver, noise_dimension
         return Adaptive(
             self.solver,
             self.rtol / 16,

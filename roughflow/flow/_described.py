@@ -15,8 +15,8 @@ def described(flow: Any) -> str:
         return eqx.tree_pformat(flow)
     start = f"Z(0) ~ {named(flow.base)}({flow.dimension}-D), t in [0, {number(flow.t1)}]"
     parts = flow.sde.parts()
-    if flow.noise_dim:
-        parts.append(("driver", f"{settings(flow.driver)}, {flow.noise_dim}-D noise"))
+    if flow.noise_dimension:
+        parts.append(("driver", f"{settings(flow.driver)}, {flow.noise_dimension}-D noise"))
     parts.append(("integrator", settings(flow.integrator)))
     if not isinstance(flow.divergence, ExactDivergence):
         parts.append(("divergence", settings(flow.divergence)))

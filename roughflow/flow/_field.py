@@ -147,11 +147,11 @@ def _size(z: Array) -> Array:
     return jnp.max(jnp.abs(z), axis=-1)
 
 
-def signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dim) -> Array | None:
+def signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dimension) -> Array | None:
     """Random signs for the correction; a Stratonovich SDE has no use for any."""
     if isinstance(sde, AbstractStratonovichSDE):
         return None
-    return draw(correction, key, batch, noise_dim)
+    return draw(correction, key, batch, noise_dimension)
 
 
 def split(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:

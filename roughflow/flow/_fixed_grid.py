@@ -96,15 +96,15 @@ class FixedGrid(AbstractIntegrator):
         )
         return outcome
 
-    def finer(self, driver: AbstractDriver, noise_dim: int) -> "FixedGrid":
-        steps = self.steps or default_steps(order_of(self.method), driver, noise_dim)
+    def finer(self, driver: AbstractDriver, noise_dimension: int) -> "FixedGrid":
+        steps = self.steps or default_steps(order_of(self.method), driver, noise_dimension)
         pieces = driver.jumps.size + 1
         whole = pieces * math.ceil(steps / pieces)
         return FixedGrid(self.method, 2 * whole, self.gradient, self.escape_rate, self.late)
 
     def grid(self, path: Path, fraction: Array | None) -> Array:
         """The times of the steps, `(N + 1,)`, or `(N + 1, B)` if samples stop at their own times."""
-        steps = self.steps or default_steps(order_of(self.method), path.driver, path.noise_dim)
+        steps = self.steps or default_steps(order_of(self.method), path.driver, path.noise_dimension)
         knots = np.concatenate([[0.0], path.driver.jumps, [1.0]])
         pieces = knots.size - 1
         each = math.ceil(steps / pieces)
@@ -123,13 +123,13 @@ class FixedGrid(AbstractIntegrator):
         return jnp.minimum(jnp.expand_dims(times, range(1, 1 + fraction.ndim)), fraction[None])
 
 
-def default_steps(order: int, driver: AbstractDriver, noise_dim: int) -> int:
+def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> int:
     """Enough for the fastest wave of a smooth driver, fewer for methods of higher order.
 
     Without noise there are no waves to follow, and half the least number will do.
     """
     per_wave, least = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.3, 8))
-    if not noise_dim:
+    if not noise_dimension:
         return least // 2
     waves = 1 if driver.jumps.size else driver.num_functions
     return max(least, math.ceil(per_wave * waves))

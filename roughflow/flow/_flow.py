@@ -76,7 +76,7 @@ class StochasticFlow(eqx.Module):
     integrator: AbstractIntegrator
     raises: bool
     dimension: int = eqx.field(static=True)
-    noise_dim: int = eqx.field(static=True)
+    noise_dimension: int = eqx.field(static=True)
     proposal: Any = None  # where to look for paths to x, if that was learned with the flow
 
     def __init__(
@@ -105,7 +105,7 @@ class StochasticFlow(eqx.Module):
         if len(point.shape) != 1:
             raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")
         self.dimension = point.shape[0]
-        self.noise_dim = noise_dimension(sde, self.dimension)
+        self.noise_dimension = noise_dimension(sde, self.dimension)
         self.sde = sde
         self.base = base
         # A plain number, so that nothing mistakes the end time for a parameter to train.
@@ -130,7 +130,7 @@ class StochasticFlow(eqx.Module):
 
     def with_finer_steps(self) -> Self:
         """The same flow, solved with half the step, or a sixteenth of the tolerance."""
-        finer = self.integrator.finer(self.driver, self.noise_dim)
+        finer = self.integrator.finer(self.driver, self.noise_dimension)
         return eqx.tree_at(lambda flow: flow.integrator, self, finer)
 
     def without_errors(self) -> Self:
@@ -144,7 +144,9 @@ class StochasticFlow(eqx.Module):
         """Draw paths from the driver's distribution. `t1`, if given, replaces the flow's end time: a number,
         or an array of `shape` for a horizon per path."""
         horizon = self.t1 if t1 is None else t1
-        return self.driver.sample(key=check_key(key), shape=shape, noise_dim=self.noise_dim, t1=horizon)
+        return self.driver.sample(
+            key=check_key(key), shape=shape, noise_dimension=self.noise_dimension, t1=horizon
+        )
 
     def log_prob_given_path(
         self,
@@ -263,8 +265,8 @@ class StochasticFlow(eqx.Module):
         A sample that escapes ends at infinity, with an infinite log-determinant.
         """
         outcome = self.solve(z, path, t1=t1, key=key, reverse=False)
-        end = jnp.where(outcome.escaped[..., None], jnp.inf, outcome.z)
-        return end, jnp.where(outcome.escaped, jnp.inf, outcome.log_change)
+        end = jnp.where(outcome.has_escaped[..., None], jnp.inf, outcome.z)
+        return end, jnp.where(outcome.has_escaped, jnp.inf, outcome.log_change)
 
     def pull_back(
         self,
@@ -280,7 +282,7 @@ class StochasticFlow(eqx.Module):
         is −inf and the point returned is the last finite one.
         """
         outcome = self.solve(x, path, t1=t1, key=key, reverse=True)
-        return outcome.z, jnp.where(outcome.escaped, -jnp.inf, outcome.log_change)
+        return outcome.z, jnp.where(outcome.has_escaped, -jnp.inf, outcome.log_change)
 
     def solve(
         self,
@@ -339,10 +341,10 @@ class StochasticFlow(eqx.Module):
                 "driver.project turns any diffrax path into one"
             )
         check_vector(name, z, self.dimension)
-        if path.noise_dim != self.noise_dim:
+        if path.noise_dimension != self.noise_dimension:
             raise ValueError(
-                f"path coefficients must have shape (..., n, {self.noise_dim}) to match the "
-                f"diffusion's shape {(self.dimension, self.noise_dim)}, got {path.coefficients.shape}"
+                f"path coefficients must have shape (..., n, {self.noise_dimension}) to match the "
+                f"diffusion's shape {(self.dimension, self.noise_dimension)}, got {path.coefficients.shape}"
             )
         if t1 is not None:
             check_positive("t1", t1)
@@ -371,7 +373,7 @@ def _integrate(
         correction=flow.correction,
         divergence=flow.divergence,
         path=path,
-        signs=signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dim),
+        signs=signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dimension),
         probes=draw(flow.divergence, keys[1], batch, flow.dimension),
         safe=flow.base.sample(key=jax.random.key(0)).astype(z.dtype),
         escape_rate=flow.integrator.escape_rate,

@@ -29,5 +29,5 @@ class AbstractIntegrator(eqx.Module):
         """
 
     @abc.abstractmethod
-    def finer(self, driver: AbstractDriver, noise_dim: int) -> "AbstractIntegrator":
+    def finer(self, driver: AbstractDriver, noise_dimension: int) -> "AbstractIntegrator":
         """This integrator with half the step, or a tighter tolerance, to see the error of its own."""

@@ -31,7 +31,7 @@ class Outcome(eqx.Module):
     time: Array
 
     @property
-    def escaped(self) -> Array:
+    def has_escaped(self) -> Array:
         return self.status == ESCAPED
 
 

@@ -148,17 +148,16 @@ def simulate(
     z0 = z0 if jnp.issubdtype(z0.dtype, jnp.floating) else z0.astype(float)
     if not z0.ndim:
         raise ValueError("z0 must have shape (..., d), got ()")
-    noise_dim = noise_dimension(sde, z0.shape[-1])
+    expected = (*z0.shape[:-1], noise_dimension(sde, z0.shape[-1]))
     if increments is None:
         if key is None:
             raise TypeError("simulate needs key=jax.random.key(seed), or increments")
         check_positive("steps", steps)
-        shape = (steps, *z0.shape[:-1], noise_dim)
+        shape = (steps, *expected)
         increments = jnp.sqrt(t1 / steps) * jax.random.normal(check_key(key), shape, z0.dtype)
     increments = jnp.asarray(increments)
-    if increments.shape[1:] != (*z0.shape[:-1], noise_dim):
-        expected = ("steps", *z0.shape[:-1], noise_dim)
-        raise ValueError(f"increments must have shape {expected}, got {increments.shape}")
+    if increments.shape[1:] != expected:
+        raise ValueError(f"increments must have shape {('steps', *expected)}, got {increments.shape}")
     if scheme is None:
         scheme = StratonovichHeun() if isinstance(sde, AbstractStratonovichSDE) else EulerMaruyama()
     if isinstance(scheme, Milstein) and not is_traced(z0):

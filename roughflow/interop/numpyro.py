@@ -132,7 +132,7 @@ class FlowDistribution(dist.Distribution):
 
 def _estimator(flow: rf.StochasticFlow) -> rf.AbstractEstimator:
     """A smooth one: no particles that are accepted or not."""
-    if not flow.noise_dim:
+    if not flow.noise_dimension:
         return rf.PullBack(1)
     return rf.PullBack(8, rf.Laplace() if flow.proposal is None else flow.proposal)
 

@@ -80,11 +80,11 @@ class Interpolant(AbstractObjective):
             raise TypeError(f"Interpolant trains an rf.StochasticFlow, got {type(model).__name__}")
         if isinstance(model.sde, TransportSDE):
             self._check_transport(model)
-        elif not isinstance(model.sde, ItoSDE | StratonovichSDE) or model.noise_dim:
+        elif not isinstance(model.sde, ItoSDE | StratonovichSDE) or model.noise_dimension:
             raise TypeError(
                 "Interpolant finds the velocity of an ODE: give it a flow of rf.ItoSDE(velocity, "
                 f"rf.NoDiffusion()), and add noise after with rf.with_noise; got {type(model.sde).__name__} "
-                f"with {model.noise_dim} noises"
+                f"with {model.noise_dimension} noises"
             )
         return self
 

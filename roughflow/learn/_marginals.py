@@ -94,10 +94,10 @@ class Marginals(eqx.Module):
     def _pieces(self, xp: Any, at: Any, knots: Any) -> tuple["_Knot", "_Knot", Any]:
         """The knots on either side of each entry, and whether it lies between them."""
         if xp is np:
-            columns = [np.searchsorted(row, at[..., j], "right") for j, row in enumerate(knots)]
+            columns = [np.searchsorted(own, at[..., j], "right") for j, own in enumerate(knots)]
             place = np.stack(columns, axis=-1)
         else:
-            find = lambda row, column: jnp.searchsorted(row, column, side="right")
+            find = lambda own, column: jnp.searchsorted(own, column, side="right")
             place = jax.vmap(find, (0, -1), -1)(jnp.asarray(knots, at.dtype), at)
         low = xp.clip(place - 1, 0, knots.shape[1] - 2)
         column = xp.arange(knots.shape[0])

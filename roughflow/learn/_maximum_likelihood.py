@@ -70,7 +70,7 @@ class MaximumLikelihood(AbstractObjective):
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "MaximumLikelihood":
         """With a proposal made for this model; without noise one path says it all."""
-        if model.noise_dim == 0:
+        if model.noise_dimension == 0:
             return MaximumLikelihood(1, Prior(), stationary=self.stationary)
         if not self.learns_proposal:
             return self
@@ -88,7 +88,7 @@ class MaximumLikelihood(AbstractObjective):
         self, model: StochasticFlow, x: Array | None, *, key: PRNGKeyArray
     ) -> tuple[Array, dict[str, Array]]:
         assert x is not None
-        if self.bound.estimator.num_paths > 1 and model.noise_dim and not _exact(model):
+        if self.bound.estimator.num_paths > 1 and model.noise_dimension and not _exact(model):
             # Measured in 30 dimensions: the "likelihood" rose by 700 nats while the density fell.
             raise ValueError(
                 "num_paths must be 1 with a divergence that is estimated: the mean of exp(log p + error) "

@@ -34,6 +34,7 @@ RENAMED = {"Unadjusted": "UnadjustedSampler", "Adjusted": "AdjustedSampler", "Ad
 RENAMED_FIELDS = {
     ("Laplace", "starts"): "num_starts",
     ("HutchinsonDivergence", "law"): "distribution",
+    ("StochasticFlow", "noise_dim"): "noise_dimension",
 }
 _ACTIVATIONS = (
     *("relu", "relu6", "elu", "selu", "celu", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu"),

@@ -73,7 +73,7 @@ class ReverseKL(AbstractObjective):
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "ReverseKL":
         """With a proposal made for this model."""
-        if not self.learns_proposal or model.noise_dim == 0:
+        if not self.learns_proposal or model.noise_dimension == 0:
             return self
         return eqx.tree_at(lambda o: o.bound.proposal, self, Amortised(model, width=64, key=key))
 

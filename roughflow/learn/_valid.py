@@ -36,8 +36,10 @@ def _check_flow(flow: StochasticFlow) -> None:
         return  # many flows in one, as `eqx.filter_vmap` makes them: no one of them can be asked
     point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
     sizes = (*point.shape, noise_dimension(flow.sde, flow.dimension))
-    if sizes != (flow.dimension, flow.noise_dim):
-        raise ValueError(f"base and diffusion have sizes {sizes}, not {(flow.dimension, flow.noise_dim)}")
+    if sizes != (flow.dimension, flow.noise_dimension):
+        raise ValueError(
+            f"base and diffusion have sizes {sizes}, not {(flow.dimension, flow.noise_dimension)}"
+        )
 
 
 def _fits(value: Any, kind: Any, *, static: bool) -> bool:

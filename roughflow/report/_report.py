@@ -87,7 +87,7 @@ class _Judged:
 
     @staticmethod
     def of(model: rf.Standardised, data: np.ndarray, rows: np.ndarray, keys: PRNGKeyArray) -> "_Judged":
-        noisy = model.flow.noise_dim > 0
+        noisy = model.flow.noise_dimension > 0
         rows = rows[: NOISY if noisy else SCORED]
         own = rows.shape[1] - model.context
         given = rows[:, own:] if model.context else None

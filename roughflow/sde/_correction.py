@@ -27,7 +27,7 @@ class AbstractCorrection(eqx.Module):
     """How the correction is computed."""
 
     @abc.abstractmethod
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dim: int) -> Array | None:
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> Array | None:
         """The random signs one solve needs, or None if it needs none."""
 
     @abc.abstractmethod
@@ -49,8 +49,8 @@ class ExactCorrection(AbstractCorrection):
     ```
     """
 
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dim: int) -> None:
-        del key, shape, noise_dim
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> None:
+        del key, shape, noise_dimension
 
     def __call__(
         self, diffusion: Callable[[Array], Noise], z: Array, signs: Array | None
@@ -98,10 +98,10 @@ class SampledCorrection(AbstractCorrection):
     ```
     """
 
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dim: int) -> Array:
+    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> Array:
         if key is None:
             raise TypeError("SampledCorrection draws random signs: pass key=jax.random.key(seed)")
-        return jax.random.rademacher(key, (*shape, noise_dim), float)
+        return jax.random.rademacher(key, (*shape, noise_dimension), float)
 
     def __call__(
         self, diffusion: Callable[[Array], Noise], z: Array, signs: Array | None

@@ -100,9 +100,9 @@ def _upper(
     latent = Latent(flow)
     key_own, key_proposal, key_path, key_solve, key_cloud = jax.random.split(key, 5)
     z, given, path = flow.sample_and_log_prob_given_path(key=key_own, shape=(count,))
-    escaped = ~jnp.all(jnp.isfinite(z), axis=-1)
+    has_escaped = ~jnp.all(jnp.isfinite(z), axis=-1)
     # A sample that escaped has no finite place to ask about.
-    place = jnp.where(escaped[:, None], 0, z)
+    place = jnp.where(has_escaped[:, None], 0, z)
     cloud = None
     if proposal.wants_cloud:
         quiet = constant(latent).quiet()
@@ -122,4 +122,4 @@ def _upper(
         # Far out a field may overflow to NaN before its solve counts as escaped: it leads nowhere either.
         rest = jnp.where(jnp.isnan(rest), -jnp.inf, rest) - distribution.log_prob(omega)
         weights = jnp.concatenate([first, rest], axis=1)
-    return z, jnp.where(escaped, -jnp.inf, log_mean(weights.T))
+    return z, jnp.where(has_escaped, -jnp.inf, log_mean(weights.T))

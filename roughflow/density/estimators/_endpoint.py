@@ -35,11 +35,11 @@ SINGULAR = (
 
 
 class EndpointDistribution(eqx.Module):
-    """δ normal around the free part of `centre`, orthogonal to `rows`; wider, and partly the prior, if
+    """δ normal around the free part of `centre`, orthogonal to `directions`; wider, and partly the prior, if
     `wide`."""
 
     centre: Array  # (B, D)
-    rows: Array  # R, (B, d, D)
+    directions: Array  # R, (B, d, D)
     singular: Array  # (B,): where the noise does not move the end in every direction
     missed: Array  # (B,)
     wide: Array  # (B,)
@@ -61,8 +61,8 @@ class EndpointDistribution(eqx.Module):
         return self._free(jnp.where(from_prior, noise, around))
 
     def log_prob(self, delta: Array) -> Array:
-        """Its log-density on the complement of the rows, `(B, K)`."""
-        size = self.rows.shape[2] - self.rows.shape[1]
+        """Its log-density on the complement of the directions, `(B, K)`."""
+        size = self.directions.shape[2] - self.directions.shape[1]
         log_normal = lambda y: -0.5 * jnp.sum(y**2, axis=-1) - 0.5 * size * math.log(2 * math.pi)
         offset = delta - self._free(self.centre[:, None])
         around = log_normal(offset / self._scale[..., None]) - size * jnp.log(self._scale)
@@ -70,16 +70,16 @@ class EndpointDistribution(eqx.Module):
         return jnp.logaddexp(jnp.log1p(-share) + around, jnp.log(share) + log_normal(delta))
 
     def _free(self, xi: Array) -> Array:
-        along = jnp.einsum("bij,bkj->bki", self.rows, xi)
-        return xi - jnp.einsum("bij,bki->bkj", self.rows, along)
+        along = jnp.einsum("bij,bkj->bki", self.directions, xi)
+        return xi - jnp.einsum("bij,bki->bkj", self.directions, along)
 
 
 class Endpoint(AbstractImportanceEstimator):
     """Paths drawn around the likeliest one, each bent so that it ends at x: for transition densities.
 
     Write Z_T = Φ(ξ) with ξ standard normal in R^D: all path coefficients, and the whitened start unless it is
-    fixed. Split R^D along d orthonormal rows R. Draw the part δ of ξ orthogonal to them from the proposal q,
-    and solve for the r in Rᵈ that brings the end to x:
+    fixed. Split R^D along d orthonormal directions R. Draw the part δ of ξ orthogonal to them from the
+    proposal q, and solve for the r in Rᵈ that brings the end to x:
 
         Φ(δ + Rᵀ r) = x,      p(x) = E [ φ(ξ) / (|det DΦ(ξ) Rᵀ| q(δ)) ],   ξ = δ + Rᵀ r.
 
@@ -137,7 +137,7 @@ class Endpoint(AbstractImportanceEstimator):
         return jnp.broadcast_to(self.start.astype(x.dtype), x.shape)
 
     def check(self, flow: StochasticFlow) -> None:
-        d, m = flow.dimension, flow.noise_dim
+        d, m = flow.dimension, flow.noise_dimension
         if m < d and isinstance(self.proposal, Prior):
             raise ValueError(
                 f"Endpoint with Prior needs at least as many noises as dimensions, got a {d} x {m} "
@@ -161,9 +161,8 @@ class Endpoint(AbstractImportanceEstimator):
         """Refuse noise that does not move the end in every direction, whatever x is."""
         degenerate = jnp.all(distribution.singular)
         if is_traced(degenerate):
-            return eqx.tree_at(
-                lambda d: d.rows, distribution, eqx.error_if(distribution.rows, degenerate, SINGULAR)
-            )
+            checked = eqx.error_if(distribution.directions, degenerate, SINGULAR)
+            return eqx.tree_at(lambda d: d.directions, distribution, checked)
         if bool(degenerate):
             raise ValueError(SINGULAR)
         return distribution
@@ -195,7 +194,7 @@ class Endpoint(AbstractImportanceEstimator):
         each = lambda a: jnp.repeat(a, count, axis=0)
         delta = jnp.reshape(paths, (batch * count, -1))
         xi, matrix, solved = solve_end(
-            latent, target.repeat(count), each(distribution.rows), delta, each(distribution.centre)
+            latent, target.repeat(count), each(distribution.directions), delta, each(distribution.centre)
         )
         value = latent.log_prior(xi) - log_abs_det(matrix)
         return jnp.reshape(jnp.where(solved & jnp.isfinite(value), value, -jnp.inf), (batch, count))
@@ -218,29 +217,30 @@ def _laplace_distribution(
     else:
         begin = cloud.nearest(target.x, starts - 1)
     modes = find_modes(latent.quiet(), target, jnp.concatenate([middle, begin], axis=1)).best(1)
-    found, usable = modes.found, modes.reached[:, 0] & jnp.all(jnp.isfinite(modes.rows[:, 0]), axis=(1, 2))
+    found = modes.found
+    usable = modes.reached[:, 0] & jnp.all(jnp.isfinite(modes.directions[:, 0]), axis=(1, 2))
     frame = jnp.eye(latent.flow.dimension, latent.size, dtype=middle.dtype)[None]
-    rows = jnp.where(usable[:, None, None], modes.rows[:, 0], frame)
+    directions = jnp.where(usable[:, None, None], modes.directions[:, 0], frame)
     centre = jnp.where(found[:, None], modes.xi[:, 0], 0)
-    return EndpointDistribution(centre, rows, ~usable, ~found, jnp.zeros_like(found))
+    return EndpointDistribution(centre, directions, ~usable, ~found, jnp.zeros_like(found))
 
 
 def _prior_distribution(latent: Latent, target: Target) -> EndpointDistribution:
-    rows, reached = endpoint_rows(latent, target)
+    directions, reached = endpoint_directions(latent, target)
     batch = len(target.x)
     none = jnp.zeros(batch, bool)
     return EndpointDistribution(
-        jnp.zeros((batch, latent.size), rows.dtype),
-        jnp.broadcast_to(rows, (batch, *rows.shape)),
+        jnp.zeros((batch, latent.size), directions.dtype),
+        jnp.broadcast_to(directions, (batch, *directions.shape)),
         none | ~reached,
         none,
         none,
     )
 
 
-def endpoint_rows(latent: Latent, target: Target) -> tuple[Array, Array]:
-    """Orthonormal rows `(d, D)`: the endpoint B(T), in the directions that move Z_T most; and whether it
-    moves in all directions.
+def endpoint_directions(latent: Latent, target: Target) -> tuple[Array, Array]:
+    """Orthonormal directions `(d, D)`: those of the endpoint B(T) that move Z_T most; and whether it moves in
+    all of them.
 
     B(T) is the combination g = (∫eₖ)ₖ of the coefficients; of its m components the row space of
     ∂Φ/∂B(T) at the middle path is taken. Any choice is valid, so one serves for all x.
@@ -252,9 +252,9 @@ def endpoint_rows(latent: Latent, target: Target) -> tuple[Array, Array]:
     middle = jnp.zeros((1, latent.size), dtype)
     start = None if target.start is None else target.start[:1]
     jacobian = end_and_jacobian(latent, middle, start)[1][0]
-    blocks = jnp.reshape(jacobian[:, latent.start_size :], (flow.dimension, -1, flow.noise_dim))
+    blocks = jnp.reshape(jacobian[:, latent.start_size :], (flow.dimension, -1, flow.noise_dimension))
     push = jnp.einsum("ikj,k->ij", blocks, weights)
-    rows, _, reached = normal_space(push[None])
-    rows = jnp.where(reached[0], rows[0], jnp.eye(*push.shape, dtype=dtype))
-    rows = jnp.reshape(jnp.einsum("k,ij->ikj", weights, rows), (flow.dimension, -1))
-    return jnp.pad(rows, ((0, 0), (latent.start_size, 0))), reached[0]
+    directions, _, reached = normal_space(push[None])
+    directions = jnp.where(reached[0], directions[0], jnp.eye(*push.shape, dtype=dtype))
+    directions = jnp.reshape(jnp.einsum("k,ij->ikj", weights, directions), (flow.dimension, -1))
+    return jnp.pad(directions, ((0, 0), (latent.start_size, 0))), reached[0]

@@ -36,7 +36,7 @@ class AbstractImportanceEstimator(AbstractChart):
         else:
             check_positive("tolerance", accuracy.tolerance)
             estimate = _until(run, weighed, accuracy.tolerance, accuracy.max_paths)
-        if flow.noise_dim == 0 and weighed.divergence_error is None:
+        if flow.noise_dimension == 0 and weighed.divergence_error is None:
             # Without noise every path is the same.
             estimate = dataclasses.replace(estimate, standard_error=jnp.zeros_like(estimate.log_prob))
         if accuracy.truncation:

@@ -90,7 +90,7 @@ class PullBack(AbstractImportanceEstimator):
 
 def log_joint(flow: StochasticFlow, x: Array, omega: Array, keys: PRNGKeyArray | None) -> Array:
     """log p(x | ω) φ(ω) `(B, K)` for x `(B, d)` and ω `(B, K, W)`; −inf where the backward solve escapes."""
-    coefficients = jnp.reshape(omega, (*omega.shape[:2], flow.driver.num_functions, flow.noise_dim))
+    coefficients = jnp.reshape(omega, (*omega.shape[:2], flow.driver.num_functions, flow.noise_dimension))
     path = flow.driver.path(coefficients, flow.t1)
     given = flow.log_prob_given_path(x[:, None], path, key=keys)
     return given + flow.driver.log_prob(coefficients)

@@ -160,8 +160,8 @@ def _moved(flow: StochasticFlow, x: Array, mixture: Mixture, keys: PRNGKeyArray,
     quiet = constant(flow.without_errors())
     total = count * -(-PARTICLES // count)
 
-    def move(rows: tuple) -> Particles:
-        x, mixture, keys, run = rows
+    def move(some: tuple) -> Particles:
+        x, mixture, keys, run = some
         size = mixture.normal.shape[-1] + SPARE
         noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(total), size, x.dtype))(run)
         solves = solve_keys(quiet, keys, total)
@@ -176,8 +176,8 @@ def _moved(flow: StochasticFlow, x: Array, mixture: Mixture, keys: PRNGKeyArray,
         few = effective_paths(now.log_weights.T) < min(2 * FEW_PATHS, 0.99 * count)
         chosen = mixture.poor & (few | (i == 0))
         run = jax.vmap(lambda key: jax.random.fold_in(key, i))(keys)
-        rows = (*constant((x, mixture)), keys, run)
-        new = now.pooled(for_some(chosen, move, rows, now, max(1, BLOCK // total)), i)
+        batch = (*constant((x, mixture)), keys, run)
+        new = now.pooled(for_some(chosen, move, batch, now, max(1, BLOCK // total)), i)
         pick = lambda a, b: jnp.where(jnp.expand_dims(chosen, range(1, a.ndim)), a, b)
         return jax.tree.map(pick, new, now)
 

@@ -114,19 +114,19 @@ class EstimatorRun:
         count = self.estimator.num_paths
         each = min(count, self.pairs)
         parts = math.ceil(count / each)
-        rows = np.repeat(points, parts)
+        each_point = np.repeat(points, parts)
         places = np.repeat(first, parts) + np.tile(np.arange(parts) * each, len(points))
-        jobs = _chunks(np.arange(len(rows)), max(1, self.pairs // each))
-        done = _joined([self._weighed(rows[job], places[job], each, checked, again) for job in jobs])
+        jobs = _chunks(np.arange(len(each_point)), max(1, self.pairs // each))
+        done = _joined([self._weighed(each_point[job], places[job], each, checked, again) for job in jobs])
         if parts == 1:
             return done
         weights = [jnp.reshape(a, (len(points), parts * each))[:, :count] for a in done[:2]]
         return Weighed(*weights, *jax.tree.map(lambda a: a[::parts], done[2:]))
 
     def _weighed(
-        self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
+        self, points: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
     ) -> Weighed:
-        padded, first = self._padded(rows), self._padded(places)
+        padded, first = self._padded(points), self._padded(places)
         entries = self.places[padded]
         setting = (self.estimator, self.flow, self.coarse, self.target, self.distribution, self.keys)
         drawn = self._run(_weights, *setting, padded, entries, first, count, self.group)
@@ -137,23 +137,23 @@ class EstimatorRun:
                 drawn = drawn._replace(poor=_poor_after_all(drawn.poor, plain))
                 poor = self.distribution.poor.at[entries].max(drawn.poor)
                 self.distribution = eqx.tree_at(lambda d: d.poor, self.distribution, poor)
-            drawn = self._improved(drawn, padded, first, len(rows))
+            drawn = self._improved(drawn, padded, first, len(points))
         if checked:
             setting = (self.estimator, self.flow, self.target, self.distribution)
             errors = self._run(_errors, *setting, padded, entries, drawn.few)
-        return _take(Weighed(drawn.log_weights, plain, drawn.poor, *errors), slice(len(rows)))
+        return _take(Weighed(drawn.log_weights, plain, drawn.poor, *errors), slice(len(points)))
 
-    def _improved(self, drawn: _Drawn, rows: np.ndarray, places: np.ndarray, count: int) -> _Drawn:
-        """Better weights where they are poor, of the first `count` rows: of all if it is not known where, as
-        inside a jit."""
+    def _improved(self, drawn: _Drawn, points: np.ndarray, places: np.ndarray, count: int) -> _Drawn:
+        """Better weights where they are poor, of the first `count` points: of all if it is not known where,
+        as inside a jit."""
         setting = (self.estimator, self.flow, self.target, self.distribution, self.keys)
         if is_traced(drawn.poor):
-            return self._run(_improve, *setting, rows, self.places[rows], places, drawn)
+            return self._run(_improve, *setting, points, self.places[points], places, drawn)
         poor = np.flatnonzero(np.asarray(drawn.poor)[:count])
         if not poor.size:
             return drawn
         some = self._padded(poor)
-        at = (rows[some], self.places[rows[some]], places[some])
+        at = (points[some], self.places[points[some]], places[some])
         better = self._run(_improve, *setting, *at, _take(drawn, some))
         put = lambda old, new: old.at[poor].set(new[: len(poor)])
         return jax.tree.map(put, drawn, better)
@@ -174,11 +174,11 @@ class EstimatorRun:
         self.flow.pull_back(self.target.x[:64], paths, key=key)
         self.flow.push_forward(self.flow.base.sample(key=key, shape=(64,)), paths, key=key)
 
-    def _padded(self, rows: np.ndarray) -> np.ndarray:
-        """The rows, repeated up to a power of two: few shapes, so few compilations."""
+    def _padded(self, indices: np.ndarray) -> np.ndarray:
+        """The indices, repeated up to a power of two: few shapes, so few compilations."""
         if is_traced(self.target.x):
-            return rows  # inside a jit this is compiled in any case
-        return np.resize(rows, 2 ** math.ceil(math.log2(len(rows))))
+            return indices  # inside a jit this is compiled in any case
+        return np.resize(indices, 2 ** math.ceil(math.log2(len(indices))))
 
 
 @partial(jit, level=1)
@@ -189,16 +189,18 @@ def _cloud(flow: StochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
 
 
 @partial(jit, level=1)
-def _prepare(estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, rows, cloud: Cloud | None):
-    target, keys = _take((target, keys), rows)
+def _prepare(
+    estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, points, cloud: Cloud | None
+):
+    target, keys = _take((target, keys), points)
     return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
 
 
 @partial(jit, level=1)
 def _weights(
-    estimator, flow, coarse, target, distribution, keys, rows, entries, first, count: int, group: int
+    estimator, flow, coarse, target, distribution, keys, points, entries, first, count: int, group: int
 ) -> _Drawn:
-    (target, keys), distribution = _take((target, keys), rows), _take(distribution, entries)
+    (target, keys), distribution = _take((target, keys), points), _take(distribution, entries)
     places = first[:, None] + jnp.arange(count)[None]
     latent = Latent(flow, fixed_start=target.start is not None)
     noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
@@ -216,8 +218,8 @@ def _poor_after_all(poor: Array, log_weights: Array) -> Array:
 
 # Not quick: particles are moved for seconds, and a program that runs a tenth longer would show.
 @jit
-def _improve(estimator, flow, target, distribution, keys, rows, entries, first, drawn: _Drawn) -> _Drawn:
-    (target, keys), distribution = _take((target, keys), rows), _take(distribution, entries)
+def _improve(estimator, flow, target, distribution, keys, points, entries, first, drawn: _Drawn) -> _Drawn:
+    (target, keys), distribution = _take((target, keys), points), _take(distribution, entries)
     run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at))(keys, first)
     weights = estimator.improve(flow, target, distribution, run, drawn.log_weights.shape[1])
     new = _Drawn(weights.log_weights, drawn.poor, _few(constant(weights)))
@@ -226,13 +228,15 @@ def _improve(estimator, flow, target, distribution, keys, rows, entries, first, 
 
 
 @partial(jit, level=1)
-def _errors(estimator, flow, target, distribution, rows, entries, few: Weights) -> tuple[Array, Array | None]:
+def _errors(
+    estimator, flow, target, distribution, points, entries, few: Weights
+) -> tuple[Array, Array | None]:
     """The solver's error, and that of a random divergence, seen on a few paths of each point.
 
     Halving the steps moves log p(x, path) by Δ. A point's log p moves by log E exp(Δ) over paths that are
     drawn by weight; its few Δ's own spread is allowed for.
     """
-    target, distribution = _take(target, rows), _take(distribution, entries)
+    target, distribution = _take(target, points), _take(distribution, entries)
     flow, target, distribution = constant((flow.without_errors(), target, distribution))
     finer = estimator.log_joint(flow.with_finer_steps(), target, distribution, few.paths, few.keys)
     solver = _mean_and_spread(finer - few.joint)
@@ -289,8 +293,8 @@ def _joined(parts: list):
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
 
-def _take(tree, rows):
-    return jax.tree.map(lambda a: a[rows], tree)
+def _take(tree, indices):
+    return jax.tree.map(lambda a: a[indices], tree)
 
 
 def _chunks(items: np.ndarray, size: int) -> list[np.ndarray]:

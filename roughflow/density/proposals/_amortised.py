@@ -57,8 +57,8 @@ class Amortised(AbstractProposal):
         *,
         key: PRNGKeyArray,
     ):
-        self.sizes = (flow.dimension, flow.driver.num_functions, flow.noise_dim)
-        path = flow.driver.num_functions * flow.noise_dim
+        self.sizes = (flow.dimension, flow.driver.num_functions, flow.noise_dimension)
+        path = flow.driver.num_functions * flow.noise_dimension
         outputs = 2 * (flow.dimension + path) + (flow.dimension * path if flow.dimension <= UNROLL else 0)
         self.network = MLP(
             flow.dimension, outputs, width, depth, time_dependent=True, scale=0.0, key=check_key(key)
@@ -68,13 +68,13 @@ class Amortised(AbstractProposal):
     def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
         del keys, cloud
         flow, (d, n, m) = latent.flow, self.sizes
-        if (flow.dimension, flow.noise_dim) != (d, m) or flow.driver.num_functions < n:
+        if (flow.dimension, flow.noise_dimension) != (d, m) or flow.driver.num_functions < n:
             raise ValueError(
                 f"the proposal was made for {d} dimensions, {n} functions and {m} noises, the flow has "
-                f"{flow.dimension}, {flow.driver.num_functions} and {flow.noise_dim}: make one with "
+                f"{flow.dimension}, {flow.driver.num_functions} and {flow.noise_dimension}: make one with "
                 "rf.Amortised(flow, key=key)"
             )
-        out = jax.vmap(lambda row: self.network(jnp.asarray(flow.t1, row.dtype), row))(x)
+        out = jax.vmap(lambda point: self.network(jnp.asarray(flow.t1, point.dtype), point))(x)
         # The network has outputs for the start as well, which the path and x determine.
         mean, log_scale, tilt = jnp.split(out, [d + n * m, 2 * (d + n * m)], axis=1)
         more = ((0, 0), (0, latent.path_size - n * m))
@@ -87,13 +87,13 @@ class Amortised(AbstractProposal):
 
 
 def _across(slope: Array) -> Array:
-    """Orthonormal rows `(B, d, d + W)` that span those of (I, G), by Gram and Schmidt's way."""
+    """Orthonormal directions `(B, d, d + W)` that span the rows of (I, G), by Gram and Schmidt's way."""
     eye = jnp.eye(slope.shape[1], dtype=slope.dtype)
     table = jnp.concatenate([jnp.broadcast_to(eye, (len(slope), *eye.shape)), slope], axis=2)
-    rows: list[Array] = []
+    directions: list[Array] = []
     for i in range(slope.shape[1]):
-        row = table[:, i]
-        for before in rows:
-            row = row - jnp.sum(row * before, axis=1, keepdims=True) * before
-        rows.append(row / jnp.linalg.norm(row, axis=1, keepdims=True))
-    return jnp.stack(rows, axis=1)
+        direction = table[:, i]
+        for before in directions:
+            direction = direction - jnp.sum(direction * before, axis=1, keepdims=True) * before
+        directions.append(direction / jnp.linalg.norm(direction, axis=1, keepdims=True))
+    return jnp.stack(directions, axis=1)

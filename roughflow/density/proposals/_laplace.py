@@ -69,11 +69,11 @@ def _tangents(modes: Modes, start: int) -> Mixture:
     missed = ~jnp.isfinite(top[:, 0])
     floored = jnp.maximum(log_share, jnp.where(jnp.isfinite(top), top, 0) + jnp.log(FLOOR))
     log_share = jax.nn.log_softmax(jnp.where(found | missed[:, None], floored, -jnp.inf), axis=1)
-    frame = jnp.eye(modes.rows.shape[2], modes.rows.shape[3], dtype=modes.rows.dtype)
+    frame = jnp.eye(modes.directions.shape[2], modes.directions.shape[3], dtype=modes.directions.dtype)
     return Mixture(
         jnp.where(found[..., None], modes.xi[..., start:], 0),
         jnp.ones_like(modes.xi[..., start:]),
-        jnp.where(found[..., None, None], modes.rows, frame[None, None]),
+        jnp.where(found[..., None, None], modes.directions, frame[None, None]),
         log_share,
         jnp.where(missed, 1.0, 0.0).astype(modes.xi.dtype),
         missed,

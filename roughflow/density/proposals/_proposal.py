@@ -24,4 +24,4 @@ class AbstractProposal(eqx.Module):
 
     @abc.abstractmethod
     def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
-        """The distribution for each row of x `(B, d)`, with one key per row."""
+        """The distribution for each point of x `(B, d)`, with one key per point."""

@@ -25,8 +25,8 @@ class Cloud(eqx.Module):
     @staticmethod
     def of(latent: Latent, xi: Array) -> "Cloud":
         """The cloud of these draws of ξ `(N, D)`."""
-        end, escaped = latent.end(xi, None)
-        lost = escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
+        end, has_escaped = latent.end(xi, None)
+        lost = has_escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
         return Cloud(xi, jnp.where(lost[:, None], jnp.inf, end))
 
     def nearest(self, x: Array, count: int) -> Array:
@@ -44,6 +44,6 @@ class Cloud(eqx.Module):
 
 
 def _distance(a: Array, b: Array) -> Array:
-    """Squared distances `(B, N)` between rows, one coordinate at a time: no array of all differences."""
+    """Squared distances `(B, N)` between points, one coordinate at a time: no array of all differences."""
     total = jnp.zeros((len(a), len(b)), a.dtype)
     return jax.lax.fori_loop(0, a.shape[1], lambda i, t: t + (a[:, i, None] - b[None, :, i]) ** 2, total)

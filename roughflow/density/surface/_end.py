@@ -17,24 +17,24 @@ LONGEST = 10.0  # standard deviations a step may go at once
 
 
 def solve_end(
-    latent: Latent, target: Target, rows: Array, delta: Array, centre: Array
+    latent: Latent, target: Target, directions: Array, delta: Array, centre: Array
 ) -> tuple[Array, Array, Array]:
-    """The ξ = δ + Rᵀr with Φ(ξ) = x, one per row; DΦ(ξ) Rᵀ there; and whether it was found.
+    """The ξ = δ + Rᵀr with Φ(ξ) = x, one per point; DΦ(ξ) Rᵀ there; and whether it was found.
 
-    The search starts from the part of `centre` `(B, D)` along the rows. Where that fails the solution is
+    The search starts from the part of `centre` `(B, D)` along R. Where that fails the solution is
     followed from the centre, whose end is known, as δ and x move from there to where they should be.
     Derivatives are those of the solution (implicit function theorem), not of the search for it; they are
     zero where none was found, and ξ is then the centre.
     """
     # The search is a constant to derivatives: only then can its loop stop early.
-    surface = constant(Surface(latent.quiet(), target, delta, rows))
+    surface = constant(Surface(latent.quiet(), target, delta, directions))
     middle = constant(centre)
     r, solved = _search(surface, middle)
-    r = jnp.where(solved[:, None], r, jnp.einsum("bij,bj->bi", rows, middle))
-    safe = jnp.where(solved[:, None], delta, middle - _along(rows, middle))
-    eye = jnp.eye(rows.shape[1], dtype=r.dtype)[None]
-    here = Surface(latent, target, safe, rows)
-    found = constant(Surface(latent.quiet(), target, safe, rows))
+    r = jnp.where(solved[:, None], r, jnp.einsum("bij,bj->bi", directions, middle))
+    safe = jnp.where(solved[:, None], delta, middle - _along(directions, middle))
+    eye = jnp.eye(directions.shape[1], dtype=r.dtype)[None]
+    here = Surface(latent, target, safe, directions)
+    found = constant(Surface(latent.quiet(), target, safe, directions))
     slope = jnp.where(solved[:, None, None], found.matrix(r), eye)
     gap = jnp.where(solved[:, None], here.gap(r)[0], 0)
     r = _implicit(r, slope, gap)
@@ -42,26 +42,26 @@ def solve_end(
 
 
 class Surface(eqx.Module):
-    """r ↦ Φ(δ + Rᵀr) − x for each row of a batch."""
+    """r ↦ Φ(δ + Rᵀr) − x for each point of a batch."""
 
     latent: Latent
     target: Target
     delta: Array  # (B, D)
-    rows: Array  # (B, d, D)
+    directions: Array  # (B, d, D)
 
     def xi(self, r: Array) -> Array:
-        return _at(self.delta, self.rows, r)
+        return _at(self.delta, self.directions, r)
 
     def gap(self, r: Array) -> tuple[Array, Array]:
         """x − Φ, `(B, d)`, and who escaped."""
-        end, escaped = self.latent.end(self.xi(r), self.target.start)
-        return self.target.x - end, escaped
+        end, has_escaped = self.latent.end(self.xi(r), self.target.start)
+        return self.target.x - end, has_escaped
 
     def matrix(self, r: Array) -> Array:
         """DΦ(ξ) Rᵀ, `(B, d, d)`: d Jacobian–vector products of one solve."""
         end = lambda xi: self.latent.end(xi, self.target.start)[0]
         tangent = jax.linearize(end, self.xi(r))[1]
-        columns = jax.lax.map(tangent, jnp.swapaxes(self.rows, 0, 1))
+        columns = jax.lax.map(tangent, jnp.swapaxes(self.directions, 0, 1))
         return jnp.moveaxis(columns, 0, -1)
 
 
@@ -80,23 +80,25 @@ def _implicit_jvp(primals, tangents):
 
 def _search(surface: Surface, centre: Array) -> tuple[Array, Array]:
     """Everyone at once from the centre; then those who are not there, step by step."""
-    begin = jnp.einsum("bij,bj->bi", surface.rows, centre)
+    begin = jnp.einsum("bij,bj->bi", surface.directions, centre)
     r, done = _quasi_newton(surface, begin)
 
     def follow(some: tuple) -> tuple[Array, Array]:
-        target, delta, rows, centre, r = some
+        target, delta, directions, centre, r = some
         known = surface.latent.end(centre, target.start)[0]
-        home = centre - _along(rows, centre)
+        home = centre - _along(directions, centre)
 
         def stage(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             part = (i + 1) / STAGES
             aim = eqx.tree_at(lambda t: t.x, target, known + part * (target.x - known))
-            return _quasi_newton(Surface(surface.latent, aim, home + part * (delta - home), rows), state[0])
+            return _quasi_newton(
+                Surface(surface.latent, aim, home + part * (delta - home), directions), state[0]
+            )
 
         return jax.lax.fori_loop(0, STAGES, stage, (r, jnp.zeros(len(r), bool)))
 
-    rows = (surface.target, surface.delta, surface.rows, centre, begin)
-    return for_some(~done, follow, rows, (r, done), BLOCK)
+    batch = (surface.target, surface.delta, surface.directions, centre, begin)
+    return for_some(~done, follow, batch, (r, done), BLOCK)
 
 
 def _quasi_newton(surface: Surface, r: Array) -> tuple[Array, Array]:
@@ -112,9 +114,9 @@ def _quasi_newton(surface: Surface, r: Array) -> tuple[Array, Array]:
     def step(state):
         r, gap, change, length, matrix, done, count = state
         move = length[:, None] * change
-        new, escaped = surface.gap(r + move)
+        new, has_escaped = surface.gap(r + move)
         simplified = size(_solve(matrix, new))
-        accepted = ~escaped & (simplified < size(change)) & ~done
+        accepted = ~has_escaped & (simplified < size(change)) & ~done
         # M s = gap − new: what the ends say of the last step.
         missed = (gap - new) - jnp.einsum("bij,bj->bi", matrix, move)
         square = jnp.sum(move**2, axis=-1)[:, None, None]
@@ -130,11 +132,11 @@ def _quasi_newton(surface: Surface, r: Array) -> tuple[Array, Array]:
         _, _, change, length, _, done, count = state
         return (count < STEPS) & ~jnp.all(done | (length < SHORTEST * _whole(change)))
 
-    gap, escaped = surface.gap(r)
+    gap, has_escaped = surface.gap(r)
     matrix = surface.matrix(r)
     change = _solve(matrix, gap)
-    done = ~escaped & (size(change) < tolerance * (1 + size(r)))
-    length = jnp.where(escaped, 0, _whole(change))
+    done = ~has_escaped & (size(change) < tolerance * (1 + size(r)))
+    length = jnp.where(has_escaped, 0, _whole(change))
     state = (r, gap, change, length, matrix, done, 0)
     r, _, change, _, _, done, _ = jax.lax.while_loop(going, step, state)
     return jnp.where(done[:, None], r + change, r), done  # the last step is short, and already known
@@ -145,13 +147,13 @@ def _whole(change: Array) -> Array:
     return LONGEST / jnp.maximum(jnp.linalg.norm(change, axis=-1), LONGEST)
 
 
-def _at(delta: Array, rows: Array, r: Array) -> Array:
-    return delta + jnp.einsum("bij,bi->bj", rows, r)
+def _at(delta: Array, directions: Array, r: Array) -> Array:
+    return delta + jnp.einsum("bij,bi->bj", directions, r)
 
 
-def _along(rows: Array, xi: Array) -> Array:
+def _along(directions: Array, xi: Array) -> Array:
     """RᵀRξ."""
-    return jnp.einsum("bij,bi->bj", rows, jnp.einsum("bij,bj->bi", rows, xi))
+    return jnp.einsum("bij,bi->bj", directions, jnp.einsum("bij,bj->bi", directions, xi))
 
 
 def _solve(matrix: Array, right: Array) -> Array:

@@ -1,7 +1,7 @@
 """The flow as a map of standard normal numbers: Z_T = Φ(ξ), ξ = (whitened start, path coefficients).
 
 Everything random in Z_T is in ξ in R^D, D = d + nm, or nm if the start is given, so p(x) is an integral
-over the surface Φ(ξ) = x. All functions take a batch, one ξ a row.
+over the surface Φ(ξ) = x. All functions take a batch, one ξ for each point.
 """
 
 import equinox as eqx
@@ -54,7 +54,7 @@ class Latent(eqx.Module):
 
     @property
     def path_size(self) -> int:
-        return self.flow.driver.num_functions * self.flow.noise_dim
+        return self.flow.driver.num_functions * self.flow.noise_dimension
 
     @property
     def size(self) -> int:
@@ -62,7 +62,7 @@ class Latent(eqx.Module):
 
     def coefficients(self, xi: Array) -> Array:
         """The path's part of ξ, `(..., n, m)`."""
-        shape = (*xi.shape[:-1], self.flow.driver.num_functions, self.flow.noise_dim)
+        shape = (*xi.shape[:-1], self.flow.driver.num_functions, self.flow.noise_dimension)
         return jnp.reshape(xi[..., self.start_size :], shape)
 
     def end(self, xi: Array, start: Array | None) -> tuple[Array, Array]:
@@ -70,7 +70,7 @@ class Latent(eqx.Module):
         path = self.flow.driver.path(self.coefficients(xi), self.flow.t1)
         begin = jax.vmap(self._from_normal)(xi[:, : self.start_size]) if start is None else start
         outcome = self.flow.solve(begin, path, reverse=False)
-        return outcome.z, outcome.escaped
+        return outcome.z, outcome.has_escaped
 
     def quiet(self) -> "Latent":
         """For a search, that may try what no path does: a solve that fails there is a NaN, not an error."""

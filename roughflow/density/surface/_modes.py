@@ -24,13 +24,13 @@ SAME = 0.3  # two points this close, in standard deviations, are one
 class Modes(eqx.Module):
     """The points ξ* found for each x, and the surface's normal space there; S of them, from S starts.
 
-    `rows` are orthonormal and span the rows of J, if it has full rank: `reached`. `score` is minus the
+    `directions` are orthonormal and span the rows of J, if it has full rank: `reached`. `score` is minus the
     logarithm of the mass of the tangent Gaussian, ½|ξ*|² + log √det JJᵀ: infinite where the search did not
     come to the surface, or came to a point found before.
     """
 
     xi: Array  # (B, S, D)
-    rows: Array  # (B, S, d, D)
+    directions: Array  # (B, S, d, D)
     reached: Array  # (B, S)
     score: Array  # (B, S)
 
@@ -47,7 +47,7 @@ class Modes(eqx.Module):
 
 
 def find_modes(latent: Latent, target: Target, begin: Array) -> Modes:
-    """Search from every row of `begin` `(B, S, D)`."""
+    """Search from every point of `begin` `(B, S, D)`."""
     starts = begin.shape[1]
     modes = _search(latent, target.repeat(starts), jnp.reshape(begin, (-1, latent.size)))
     return _merged(jax.tree.map(lambda a: jnp.reshape(a, (-1, starts, *a.shape[1:])), modes))
@@ -65,7 +65,7 @@ def _merged(modes: Modes) -> Modes:
 
 
 def _search(latent: Latent, target: Target, xi: Array) -> Modes:
-    """Descend from each row of `xi`."""
+    """Descend from each point of `xi`."""
     many = target.repeat(len(LENGTHS))
 
     def merit(xi: Array, gap: Array, penalty: Array) -> Array:
@@ -84,9 +84,9 @@ def _search(latent: Latent, target: Target, xi: Array) -> Modes:
         lengths = jnp.asarray(LENGTHS, xi.dtype)
         tried = xi[:, None] + lengths[None, :, None] * direction[:, None]
         flat = jnp.reshape(tried, (-1, xi.shape[1]))
-        ends, escaped = latent.end(flat, many.start)
+        ends, has_escaped = latent.end(flat, many.start)
         values = merit(flat, many.x - ends, jnp.repeat(penalty, len(LENGTHS)))
-        values = jnp.where(escaped | ~jnp.isfinite(values), jnp.inf, values)
+        values = jnp.where(has_escaped | ~jnp.isfinite(values), jnp.inf, values)
         values = jnp.reshape(values, tried.shape[:2])
         best = jnp.argmin(values, axis=1)
         better = jnp.min(values, axis=1) < merit(xi, gap, penalty)
@@ -100,26 +100,26 @@ def _search(latent: Latent, target: Target, xi: Array) -> Modes:
     blank = jnp.zeros((len(xi), target.x.shape[1], xi.shape[1]), xi.dtype)
     start = (xi, target.x, blank, jnp.ones(len(xi), xi.dtype), jnp.zeros(len(xi), bool), 0)
     xi, end, jacobian, *_ = jax.lax.while_loop(going, step, start)
-    rows, volume, reached = normal_space(jacobian)
+    directions, volume, reached = normal_space(jacobian)
     off = jnp.sqrt(jnp.sum((target.x - end) * solve_gram(jacobian, target.x - end), axis=-1))
     score = 0.5 * jnp.sum(xi**2, axis=-1) + volume
     fine = (off < NEAR) & reached & jnp.isfinite(score)
-    return Modes(xi, rows, reached, jnp.where(fine, score, jnp.inf))
+    return Modes(xi, directions, reached, jnp.where(fine, score, jnp.inf))
 
 
 def end_and_jacobian(latent: Latent, xi: Array, start: Array | None) -> tuple[Array, Array]:
-    """Φ(ξ) `(B, d)` and DΦ(ξ) `(B, d, D)`; samples do not touch one another, so a row costs one vjp."""
+    """Φ(ξ) `(B, d)` and DΦ(ξ) `(B, d, D)`; samples do not touch one another, so a row of it costs one vjp."""
     end, pull = jax.vjp(lambda y: latent.end(y, start)[0], xi)
     basis = jnp.eye(end.shape[1], dtype=end.dtype)
-    rows = jax.lax.map(lambda e: pull(jnp.broadcast_to(e, end.shape))[0], basis)
-    return end, jnp.swapaxes(rows, 0, 1)
+    gradients = jax.lax.map(lambda e: pull(jnp.broadcast_to(e, end.shape))[0], basis)
+    return end, jnp.swapaxes(gradients, 0, 1)
 
 
 def normal_space(jacobian: Array) -> tuple[Array, Array, Array]:
-    """Orthonormal rows with the span of J's `(B, d, D)`, log √det JJᵀ, and whether J has full rank."""
-    rows, sizes = orthonormal(jacobian)
+    """Orthonormal directions that span the rows of J `(B, d, D)`, log √det JJᵀ, and whether there are d."""
+    directions, sizes = orthonormal(jacobian)
     reached = jnp.min(sizes, axis=-1) > 100 * jnp.finfo(sizes.dtype).eps * jnp.max(sizes, axis=-1)
-    return rows, jnp.sum(jnp.log(sizes), axis=-1), reached
+    return directions, jnp.sum(jnp.log(sizes), axis=-1), reached
 
 
 def solve_gram(jacobian: Array, right: Array) -> Array:

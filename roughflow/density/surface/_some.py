@@ -1,4 +1,4 @@
-"""Work for some of the rows of a batch, at a cost in proportion to how many they are."""
+"""Work for some of the points of a batch, at a cost in proportion to how many they are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def for_some(chosen: Array, function: Callable[[Any], Any], rows: Any, old: Any, block: int) -> Any:
-    """`old`, with the rows that are `chosen` replaced by `function(rows)`.
+def for_some(chosen: Array, function: Callable[[Any], Any], batch: Any, old: Any, block: int) -> Any:
+    """`old`, with the entries that are `chosen` replaced by `function(batch)`.
 
-    `rows` and `old` are pytrees with one entry of the leading axis per row. The chosen ones are gathered
+    `batch` and `old` are pytrees with one entry of the leading axis per point. The chosen ones are gathered
     `block` at a time, in a loop on the device that ends with the last of them: which they are need not be
     known when the program is compiled, so the same work is done inside a `jit` and outside.
     """
@@ -23,8 +23,8 @@ def for_some(chosen: Array, function: Callable[[Any], Any], rows: Any, old: Any,
 
     def step(i: Array, new: Any) -> Any:
         places = jax.lax.dynamic_slice_in_dim(order, i * block, block)
-        result = function(jax.tree.map(lambda a: a[places], rows))
-        # Rows beyond the last chosen one are written to no place.
+        result = function(jax.tree.map(lambda a: a[places], batch))
+        # Entries beyond the last chosen one are written to no place.
         target = jnp.where(i * block + jnp.arange(block) < count, places, size)
         return jax.tree.map(lambda a, b: a.at[target].set(b, mode="drop"), new, result)
 
