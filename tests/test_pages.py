@@ -4,9 +4,12 @@ import ast
 import re
 from collections import Counter
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 from test_docs import public
+
+from roughflow import datasets, plots
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,6 +33,15 @@ def test_every_public_name_is_on_one_page_of_the_reference():
     shown = Counter(re.findall(r"^::: roughflow\.(\w+)$", text, flags=re.MULTILINE))
     assert [name for name, count in shown.items() if count > 1] == []
     assert set(shown) - {"datasets", "plots"} == set(public())
+
+
+@pytest.mark.parametrize("module", [datasets, plots], ids=["datasets", "plots"])
+def test_the_datasets_and_plots_are_all_on_their_page(module):
+    name = module.__name__.rpartition(".")[2]
+    text = (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
+    shown = re.findall(rf"^::: roughflow\.{name}\.(\w+)$", text, flags=re.MULTILINE)
+    kinds = (type, FunctionType) if module is datasets else FunctionType
+    assert sorted(shown) == sorted(key for key, value in vars(module).items() if isinstance(value, kinds))
 
 
 def test_every_page_is_in_the_navigation_and_exists():
