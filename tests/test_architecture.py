@@ -116,7 +116,24 @@ def test_the_order_is_really_read():
 
 def test_files_fit_in_the_head():
     lengths = {str(f.relative_to(PACKAGE)): len(f.read_text(encoding="utf-8").splitlines()) for f in FILES}
-    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
+def test_functions_fit_on_a_screen():
+    lengths = {
+        f"{file.relative_to(PACKAGE)}: {node.name}": length_of(node)
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+def length_of(function):
+    """Its lines, without its docstring."""
+    lines = lambda node: node.end_lineno - node.lineno + 1
+    documented = ast.get_docstring(function, clean=False) is not None
+    return lines(function) - (lines(function.body[0]) if documented else 0)
 
 
 def test_one_word_has_one_meaning():

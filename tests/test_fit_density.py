@@ -13,7 +13,7 @@ from scipy import stats
 
 import roughflow as rf
 from roughflow.learn import second_file
-from roughflow.learn._fit_density import _best_noise
+from roughflow.learn._best_noise import best_noise
 from roughflow.learn._smoothed import Smoothed
 
 TINY = {
@@ -71,7 +71,7 @@ def test_the_best_noise_is_chosen_on_the_rows_set_aside(start, best, key):
     transport = rf.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)
     flow = rf.StochasticFlow(rf.TransportSDE(transport), rf.Normal(jnp.zeros(1), start))
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1)))
-    assert _best_noise(flow, rows, key) == best
+    assert best_noise(flow, rows, key) == best
 
 
 def test_the_best_noise_needs_rows_set_aside(key):

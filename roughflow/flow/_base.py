@@ -84,3 +84,19 @@ class Normal(eqx.Module):
         residual = (z - jnp.expand_dims(self.loc, lead)) / jnp.expand_dims(self.scale, lead)
         constant = 0.5 * self.loc.size * math.log(2 * math.pi) + jnp.sum(self.log_scale)
         return -0.5 * jnp.sum(residual**2, axis=-1) - constant
+
+
+def dimension_of(base: Base) -> int:
+    """The d of its points `(d,)`; what is no base is refused."""
+    if not isinstance(base, Base):
+        raise TypeError(f"base must have sample(*, key, shape=()) and log_prob(z), got {type(base).__name__}")
+    point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
+    if len(point.shape) != 1:
+        raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")
+    return point.shape[0]
+
+
+def log_prob_of(base: Base, z: Array) -> Array:
+    """The log-density at a batch of any shape, `(..., d)`, from that at one point."""
+    flat = jax.vmap(base.log_prob)(jnp.reshape(z, (-1, z.shape[-1])))
+    return jnp.reshape(flat, z.shape[:-1])

@@ -1,17 +1,13 @@
 """A stochastic normalizing flow: an SDE, where it starts, what drives it, and how it is solved."""
 
-import math
-from collections.abc import Callable
 from typing import Any, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import as_shape, check_finite, check_key, check_positive, check_vector, is_traced
-from .._programs import jit
+from .._checks import as_shape, check_key, check_positive
 from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
     AbstractCorrection,
@@ -20,16 +16,15 @@ from ..sde import (
     AbstractStratonovichSDE,
     checked_correction,
     noise_dimension,
-    with_explicit_parameters,
 )
-from ._base import Base
+from ._base import Base, dimension_of, log_prob_of
 from ._described import described
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
 from ._estimate import AbstractEstimator, Accuracy, Estimate, default_estimator
-from ._field import Field, draw, signs, split
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
-from ._outcome import FINE, Outcome, failed, raise_failures
+from ._outcome import Outcome
+from ._solve import solve
 
 
 class StochasticFlow(eqx.Module):
@@ -91,20 +86,13 @@ class StochasticFlow(eqx.Module):
     ):
         if not isinstance(sde, AbstractItoSDE | AbstractStratonovichSDE):
             raise TypeError(f"sde must be an ItoSDE or StratonovichSDE, got {type(sde).__name__}")
-        if not isinstance(base, Base):
-            raise TypeError(
-                f"base must have sample(*, key, shape=()) and log_prob(z), got {type(base).__name__}"
-            )
+        self.dimension = dimension_of(base)
         check_positive("t1", t1)
         if jnp.ndim(t1):
             raise ValueError(
                 f"t1 must be one number, got shape {jnp.shape(t1)}; end times that differ between samples "
                 "go to sample_path or to the density's method"
             )
-        point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
-        if len(point.shape) != 1:
-            raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")
-        self.dimension = point.shape[0]
         self.noise_dimension = noise_dimension(sde, self.dimension)
         self.sde = sde
         self.base = base
@@ -164,7 +152,7 @@ class StochasticFlow(eqx.Module):
         numbers.
         """
         z, log_change = self.pull_back(x, path, t1=t1, key=key)
-        log_base = _over_batch(self.base.log_prob, z)
+        log_base = log_prob_of(self.base, z)
         # An escaped sample keeps a finite z, so no NaN can come back through this `where`.
         return jnp.where(jnp.isneginf(log_change), -jnp.inf, log_base + log_change)
 
@@ -241,7 +229,7 @@ class StochasticFlow(eqx.Module):
         stop = None if path is None else t1
         z, path, key = self._draw(key, shape, path, t1)
         x, log_change = self.push_forward(z, path, t1=stop, key=key)
-        return x, _over_batch(self.base.log_prob, z) - log_change, path
+        return x, log_prob_of(self.base, z) - log_change, path
 
     def _draw(
         self, key: PRNGKeyArray, shape: tuple[int, ...], path: Path | None, t1: float | Array | None
@@ -294,94 +282,4 @@ class StochasticFlow(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Outcome:
         """The solve behind every method, with what became of each sample."""
-        z = jnp.asarray(z)
-        self._check("x" if reverse else "z", z, path, t1, key)
-        # The one place where batches are formed: everything below sees one leading axis.
-        stops = () if t1 is None else jnp.shape(t1)
-        batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
-        flat = math.prod(batch)
-        dtype = jnp.result_type(z.dtype, path.coefficients.dtype)
-        points = jnp.reshape(jnp.broadcast_to(z, (*batch, self.dimension)), (flat, self.dimension))
-        path = path.reshape(batch, flat)
-        fraction = None
-        if t1 is not None:
-            t1 = jnp.asarray(t1, dtype)
-            t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,)) if t1.ndim else t1
-            fraction = t1 / path.t1
-        if key is not None and key.ndim:
-            if key.shape != batch:
-                raise TypeError(
-                    f"key must be a single key, got an array of keys of shape {key.shape}; one key for each "
-                    f"sample would have shape {batch}"
-                )
-            key = jnp.reshape(key, (flat,))
-        # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.
-        nan = jnp.any(jnp.isnan(points), axis=-1)
-        points = jnp.where(nan[:, None], 0, points).astype(dtype)
-        outcome = _integrate(self, points, path, fraction, key, reverse)
-        if self.raises:
-            outcome = raise_failures(outcome, self.sde, path)
-        else:
-            nan = nan | failed(outcome)
-        outcome = Outcome(
-            jnp.where(nan[:, None], jnp.nan, outcome.z),
-            jnp.where(nan, jnp.nan, outcome.log_change),
-            jnp.where(nan, FINE, outcome.status),
-            outcome.time,
-        )
-        return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), outcome)
-
-    def _check(
-        self, name: str, z: Array, path: Path, t1: float | Array | None, key: PRNGKeyArray | None
-    ) -> None:
-        """Refuse what cannot be solved, before anything is compiled."""
-        if not isinstance(path, Path):
-            raise TypeError(
-                f"path must come from flow.sample_path or driver.path, got {type(path).__name__}; "
-                "driver.project turns any diffrax path into one"
-            )
-        check_vector(name, z, self.dimension)
-        if path.noise_dimension != self.noise_dimension:
-            raise ValueError(
-                f"path coefficients must have shape (..., n, {self.noise_dimension}) to match the "
-                f"diffusion's shape {(self.dimension, self.noise_dimension)}, got {path.coefficients.shape}"
-            )
-        if t1 is not None:
-            check_positive("t1", t1)
-            known = not is_traced(t1) and not is_traced(path.t1)
-            if known and np.any(np.asarray(t1) > np.asarray(path.t1) * (1 + 1e-6)):
-                raise ValueError(f"t1 must not lie beyond the path's end at {path.t1}, got {t1}")
-        check_finite(name, z)
-        check_finite("path coefficients", path.coefficients)
-        if key is not None:
-            check_key(key, many=True)
-
-
-@jit
-def _integrate(
-    flow: StochasticFlow,
-    z: Array,
-    path: Path,
-    fraction: Array | None,
-    key: PRNGKeyArray | None,
-    reverse: bool,
-) -> Outcome:
-    keys = (None, None) if key is None else split(key)
-    batch = z.shape[:1]
-    field = Field(
-        sde=with_explicit_parameters(flow.sde, jnp.zeros(flow.dimension, z.dtype)),
-        correction=flow.correction,
-        divergence=flow.divergence,
-        path=path,
-        signs=signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dimension),
-        probes=draw(flow.divergence, keys[1], batch, flow.dimension),
-        safe=flow.base.sample(key=jax.random.key(0)).astype(z.dtype),
-        escape_rate=flow.integrator.escape_rate,
-    )
-    return flow.integrator.integrate(field, z, fraction, reverse=reverse)
-
-
-def _over_batch(function: Callable[[Array], Array], z: Array) -> Array:
-    """Apply a function of one point to a batch of any shape."""
-    flat = jax.vmap(function)(jnp.reshape(z, (-1, z.shape[-1])))
-    return jnp.reshape(flat, z.shape[:-1])
+        return solve(self, z, path, t1, key, reverse)

@@ -4,11 +4,7 @@ from ._bar import progress_bar as progress_bar
 from ._evidence import EvidenceBound as EvidenceBound, evidence_bound as evidence_bound
 from ._files import whole_file as whole_file
 from ._fit import Fitted as Fitted, fit as fit
-from ._fit_density import (
-    LIKELIHOOD_ROWS as LIKELIHOOD_ROWS,
-    fit_density as fit_density,
-    second_file as second_file,
-)
+from ._fit_density import fit_density as fit_density
 from ._history import History as History
 from ._interpolant import Interpolant as Interpolant
 from ._marginals import Marginals as Marginals
@@ -19,6 +15,7 @@ from ._objective import (
 )
 from ._reverse_kl import ReverseKL as ReverseKL
 from ._save import load as load, save as save
+from ._stages import LIKELIHOOD_ROWS as LIKELIHOOD_ROWS, second_file as second_file
 from ._standardised import Standardised as Standardised, standardisation as standardisation
 from ._stationarity import confinement as confinement, stationarity as stationarity
 from ._staying import staying_sde as staying_sde

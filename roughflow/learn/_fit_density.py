@@ -2,40 +2,27 @@
 
 import dataclasses
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key, check_positive
-from ..flow import ExactDivergence, HutchinsonDivergence, StochasticFlow, velocity_flow, with_noise
-from ._checkpoint import steps_of
-from ._fit import Fitted, fit
-from ._interpolant import Interpolant
+from ..flow import ExactDivergence, velocity_flow, with_noise
+from ._best_noise import best_noise
+from ._fit import Fitted
 from ._marginals import fit_marginals
-from ._maximum_likelihood import MaximumLikelihood
 from ._numbers import names_of
 from ._sizes import Sizes
-from ._smoothed import Smoothed
+from ._smoothed import smoothed
+from ._stages import Stages
 from ._standardised import Standardised
 from ._table import Bound, Table
-
-MANY = 8  # columns above which likelihood is trained with probes of the divergence
-LOOKED_AT = 4096  # rows to validate the regression on: those set aside, as often as it takes
-LIKELIHOOD_ROWS = 1000  # rows to validate likelihood on, at most: each takes a solve
-SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget of seconds
-TIMED = 40  # steps that say how many a budget of seconds allows
-WORTHWHILE = 0.002  # nats that noise must gain
-NOISES, NOISED = (0.25, 0.5, 1.0), 500  # sizes of noise to choose from, and the rows to choose by
-LOOKS = {"regression": 20, "likelihood": 10}  # at them
 
 
 def fit_density(
@@ -132,173 +119,57 @@ def fit_density(
     key_split, key_model, key_first, key_second = jax.random.split(check_key(key), 4)
     if noise not in (0, "best"):
         check_positive("noise", noise)
-    if seconds is not None and steps is not None:
-        raise ValueError("steps and seconds are two budgets for one fit: give one of them")
+    if seconds is not None:
+        check_positive("seconds", seconds)
+        if steps is not None:
+            raise ValueError("steps and seconds are two budgets for one fit: give one of them")
     columns = names_of(columns, data, given)
     whole = Table.of(data, given, columns, bounds or {}, rounding or {})
     whole = whole.dequantised(jax.random.fold_in(key_split, 2))
     table = whole.split(validation, key_split)
     chosen = Sizes(len(table.train), table.dimension, table.context)
+    model = _untrained(whole, table, chosen, width, depth, marginals, columns, key_model)
+    train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
+    train = smoothed(train, smoothing, outliers, chosen)
+    file = None if checkpoint is None else Path(checkpoint)
+    stages = Stages(train, held_out, learning_rate, patience, progress, resume, seconds, file)
+    last = stages.both(
+        model.flow,
+        table.context,
+        batch_size,
+        chosen.steps if steps is None else check_count("steps", steps),
+        chosen.likelihood_steps if likelihood_steps is None else int(likelihood_steps),
+        key_first,
+        key_second,
+    )
+    # Probes are for training: a density is worth its exact divergence.
+    flow = eqx.tree_at(lambda f: f.divergence, last.model, ExactDivergence())
+    if noise == "best":
+        noise = best_noise(flow, held_out, key_second)
+    flow = with_noise(flow, noise) if noise else flow
+    return dataclasses.replace(last, model=eqx.tree_at(lambda m: m.flow, model, flow))
+
+
+def _untrained(
+    whole: Table,
+    table: Table,
+    chosen: Sizes,
+    width: int | None,
+    depth: int,
+    marginals: bool | None,
+    columns: tuple[str, ...],
+    key: PRNGKeyArray,
+) -> Standardised:
+    """The normal distribution of the whole table, with a velocity yet to be learned, and the maps of its
+    columns that the rows to train on bear out."""
     flow = velocity_flow(
         table.dimension,
         context=table.context,
         width=chosen.width if width is None else width,
         depth=depth,
         features=chosen.features,
-        key=key_model,
+        key=key,
     )
     least = {True: -np.inf, False: np.inf, None: chosen.worth}[marginals]
     maps = fit_marginals(table.train, table.dimension, least, table.bounds)
-    model = Standardised(flow, *whole.units(maps), columns, table.context, maps)
-    train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
-    train = _smoothed(
-        train,
-        chosen.smoothing if smoothing is None else smoothing,
-        chosen.outliers if outliers is None else outliers,
-        table.context,
-    )
-    files = _Files.beside(checkpoint)
-    stages = _Stages(train, held_out, learning_rate, patience, progress, resume)
-    settings = (flow, table.context, batch_size, key_first)
-    count = chosen.steps if steps is None else check_count("steps", steps)
-    count = stages.affordable(stages.regression, settings, files.first, seconds, count)
-    first = stages.regression(*settings, files.first, count)
-    count = chosen.likelihood_steps if likelihood_steps is None else int(likelihood_steps)
-    last, histories = first, {"regression": first.history}
-    if count and not first.interrupted:
-        settings = (first.model, key_second)
-        count = stages.affordable(stages.likelihood, settings, files.second, seconds, count)
-        last = stages.likelihood(*settings, files.second, count)
-        histories["likelihood"] = last.history
-    # Probes are for training: a density is worth its exact divergence.
-    flow = eqx.tree_at(lambda f: f.divergence, last.model, ExactDivergence())
-    if noise == "best":
-        noise = _best_noise(flow, held_out[:NOISED], key_second)
-    flow = with_noise(flow, noise) if noise else flow
-    model = eqx.tree_at(lambda m: m.flow, model, flow)
-    return dataclasses.replace(last, model=model, stages=histories)
-
-
-def _best_noise(flow: StochasticFlow, rows: Array, key: PRNGKeyArray) -> float:
-    """The size of noise with the highest likelihood; what is not clearly better than none, or better by next
-    to nothing, is not worth its paths."""
-    if not len(rows):
-        raise ValueError("the best noise is chosen on rows set aside: set validation, to 0.1 say")
-    plain = flow.log_prob(rows, key=key)
-    best, gain = 0.0, WORTHWHILE
-    for size in NOISES:
-        gains = np.asarray(with_noise(flow, size).log_prob(rows, key=key) - plain)
-        if gains.mean() > max(gain, 2 * gains.std() / len(gains) ** 0.5):
-            best, gain = size, float(gains.mean())
-    return best
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stages:
-    """What the two stages share."""
-
-    train: Array | Smoothed
-    held_out: Array
-    learning_rate: float
-    patience: int | None
-    progress: bool
-    resume: bool
-
-    def affordable(
-        self,
-        stage: Callable[..., Fitted],
-        settings: tuple[Any, ...],
-        file: Path | None,
-        seconds: float | None,
-        otherwise: int,
-    ) -> int:
-        """How many steps of a stage its share of the seconds pays for; a run that is resumed keeps what it
-        began with."""
-        if seconds is None:
-            return otherwise
-        check_positive("seconds", seconds)
-        if self.resume and file is not None and file.exists():
-            return steps_of(file)
-        quiet = partial(stage.__func__, dataclasses.replace(self, progress=False, resume=False))  # pyright: ignore[reportFunctionMemberAccess]
-        quiet(*settings, None, TIMED)  # compiles
-        began = time.perf_counter()
-        quiet(*settings, None, TIMED)
-        return max(1, int(SHARES[stage.__name__] * seconds * TIMED / (time.perf_counter() - began)))
-
-    def regression(
-        self,
-        flow: StochasticFlow,
-        context: int,
-        batch_size: int,
-        key: PRNGKeyArray,
-        file: Path | None,
-        steps: int,
-    ) -> Fitted:
-        # A row is seen at one time and with one start of the base: few rows must be seen often.
-        often = max(1, LOOKED_AT // max(1, len(self.held_out)))
-        return fit(
-            flow,
-            self.train,
-            key=key,
-            objective=Interpolant(context=context),
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=self.learning_rate,
-            average=0.999,
-            **self._shared("regression", steps, jnp.tile(self.held_out, (often, 1)), file),
-        )
-
-    def likelihood(self, flow: StochasticFlow, key: PRNGKeyArray, file: Path | None, steps: int) -> Fitted:
-        if flow.dimension > MANY:
-            flow = eqx.tree_at(lambda f: f.divergence, flow, HutchinsonDivergence())
-        return fit(
-            flow,
-            self.train,
-            key=key,
-            objective=MaximumLikelihood(1),
-            steps=check_count("likelihood_steps", steps),
-            batch_size=256,
-            learning_rate=self.learning_rate / 4,
-            average=0.98,
-            frozen=lambda flow: flow.base,
-            **self._shared("likelihood", steps, self.held_out[:LIKELIHOOD_ROWS], file),
-        )
-
-    def _shared(self, name: str, steps: int, held_out: Array, file: Path | None) -> dict[str, Any]:
-        some = len(held_out) > 0
-        return {
-            "validation": held_out if some else 0.0,
-            "every": -(-steps // LOOKS[name]),
-            "patience": self.patience if some else None,
-            "progress": name if self.progress else False,
-            "checkpoint": file,
-            "resume": self.resume and file is not None and file.exists(),
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Files:
-    """Where the stages keep their state."""
-
-    first: Path | None
-    second: Path | None
-
-    @staticmethod
-    def beside(checkpoint: str | os.PathLike | None) -> "_Files":
-        if checkpoint is None:
-            return _Files(None, None)
-        first = Path(checkpoint)
-        return _Files(first, second_file(first))
-
-
-def second_file(checkpoint: Path) -> Path:
-    """Where the second stage of a run that is kept in `checkpoint` is kept."""
-    return checkpoint.with_name(checkpoint.name + ".likelihood")
-
-
-def _smoothed(rows: Array, width: float, outliers: float, context: int) -> Array | Smoothed:
-    if width < 0:
-        raise ValueError(f"smoothing must not be negative, got {width}")
-    if not 0 <= outliers < 1:
-        raise ValueError(f"outliers must be a share of the rows between 0 and 1, got {outliers}")
-    return rows if width == outliers == 0 else Smoothed(rows, float(width), float(outliers), context)
+    return Standardised(flow, *whole.units(maps), columns, table.context, maps)

@@ -19,12 +19,12 @@ from .._estimate import unreliable
 from ..proposals import SPARE, normal_numbers
 from ..surface import Cloud, Latent, Target, constant
 from ._chart import AbstractChart, AbstractImprovingChart, Weights
+from ._few import few_of, mean_and_spread
 
 PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
 # What keys are folded with, beside places of paths.
 SEARCH, PILOT, RUN, PARTICLES, FRESH = (2**32 - i for i in range(1, 6))
-FEW = 16  # paths on which a solver's error is seen: of four the mean of exp(Δ) is mostly chance
 
 
 class Weighed(NamedTuple):
@@ -208,7 +208,7 @@ def _weights(
     weights = estimator.weigh(flow, target, distribution, noise, own(_folded(keys, RUN), places))
     improves = isinstance(estimator, AbstractImprovingChart)
     poor = distribution.poor if improves else jnp.zeros(len(target.x), bool)
-    return _Drawn(weights.log_weights, poor, _few(constant(weights)))
+    return _Drawn(weights.log_weights, poor, few_of(constant(weights)))
 
 
 @partial(jit, level=0)
@@ -222,7 +222,7 @@ def _improve(estimator, flow, target, distribution, keys, points, entries, first
     (target, keys), distribution = _take((target, keys), points), _take(distribution, entries)
     run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at))(keys, first)
     weights = estimator.improve(flow, target, distribution, run, drawn.log_weights.shape[1])
-    new = _Drawn(weights.log_weights, drawn.poor, _few(constant(weights)))
+    new = _Drawn(weights.log_weights, drawn.poor, few_of(constant(weights)))
     choose = lambda new, old: jnp.where(jnp.expand_dims(drawn.poor, range(1, new.ndim)), new, old)
     return jax.tree.map(choose, new, drawn)
 
@@ -239,37 +239,13 @@ def _errors(
     target, distribution = _take(target, points), _take(distribution, entries)
     flow, target, distribution = constant((flow.without_errors(), target, distribution))
     finer = estimator.log_joint(flow.with_finer_steps(), target, distribution, few.paths, few.keys)
-    solver = _mean_and_spread(finer - few.joint)
+    solver = mean_and_spread(finer - few.joint)
     if few.keys is None:
         return solver, None
     # log E exp(log p + e) exceeds log p by half the variance of e, for normal errors e.
     other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(few.keys)
     change = estimator.log_joint(flow, target, distribution, few.paths, other) - few.joint
     return solver, 0.25 * jnp.mean(change**2, axis=1)
-
-
-def _few(weights: Weights) -> Weights:
-    """Of the paths of each point those few that stand for all."""
-    places = _by_weight(weights.log_weights, min(FEW, weights.log_weights.shape[1]))
-    take = lambda a: jnp.take_along_axis(a, jnp.expand_dims(places, range(2, a.ndim)), axis=1)
-    return jax.tree.map(take, weights)
-
-
-def _mean_and_spread(change: Array) -> Array:
-    """|log mean exp| over the second axis, and the mean's standard error; infinite where it is not a
-    number."""
-    spread = jnp.std(change, axis=1) / max(1, change.shape[1] - 1) ** 0.5
-    size = jnp.abs(jax.nn.logsumexp(change, axis=1) - jnp.log(change.shape[1])) + spread
-    return jnp.where(jnp.isfinite(size), size, jnp.inf)
-
-
-def _by_weight(log_weights: Array, count: int) -> Array:
-    """Places `(B, count)` of paths at even steps of the summed weight: those that matter, each about as often
-    as it does."""
-    share = jax.nn.softmax(jnp.where(jnp.isnan(log_weights), -jnp.inf, log_weights), axis=1)
-    level = (jnp.arange(count) + 0.5) / count
-    below = jnp.cumsum(share, axis=1)[:, None] < level[None, :, None].astype(share.dtype)
-    return jnp.minimum(jnp.sum(below, axis=2), log_weights.shape[1] - 1)
 
 
 def _noise(draws, latent: Latent, coarse: AbstractDriver | None, keys, places, group, dtype) -> Array:
