@@ -1,0 +1,41 @@
+"""Stage 7, observed series: transition densities, maximum likelihood, standard errors."""
+
+from ._bridges import Effort as Effort
+from ._coordinates import (
+    AbstractCoordinates as AbstractCoordinates,
+    Arc as Arc,
+    Columns as Columns,
+    Logarithm as Logarithm,
+    Root as Root,
+    Unchanged as Unchanged,
+)
+from ._fit_sde import fit_sde as fit_sde
+from ._fitted import FittedSDE as FittedSDE
+from ._parameters import (
+    ANY as ANY,
+    CORRELATION as CORRELATION,
+    POSITIVE as POSITIVE,
+    TRIANGULAR as TRIANGULAR,
+    UNIT as UNIT,
+    Domain as Domain,
+)
+from ._transition import (
+    TransitionEstimate as TransitionEstimate,
+    transition_estimate as transition_estimate,
+    transition_log_prob as transition_log_prob,
+)
+from .models import (
+    CKLS as CKLS,
+    AbstractNamedSDE as AbstractNamedSDE,
+    BrownianMotion as BrownianMotion,
+    ConstantElasticity as ConstantElasticity,
+    CoxIngersollRoss as CoxIngersollRoss,
+    DoubleWell as DoubleWell,
+    FitzHughNagumo as FitzHughNagumo,
+    GeometricBrownianMotion as GeometricBrownianMotion,
+    Heston as Heston,
+    Jacobi as Jacobi,
+    LotkaVolterra as LotkaVolterra,
+    OrnsteinUhlenbeck as OrnsteinUhlenbeck,
+    ParametricSDE as ParametricSDE,
+)

@@ -1,0 +1,304 @@
+"""The density of x₁ given x₀ by the paths that lead from one to the other.
+
+With a start that is fixed the random ODE's flow has no density given its path. But it has one given all but d
+of the path's coefficients: with h(ω) the end of the solve along ω, φ the normal density and R any d
+orthonormal directions,
+
+    p(x₁ | x₀) = ∫ φ(ω) δ(h(ω) − x₁) dω = E_v [ φ(ω) / (φ(v) |det Dh(ω) R|) ],   ω = c + v + R r,
+
+where v is standard normal in the complement of R, and r solves h(c + v + R r) = x₁. Any centre c and any R
+will do; the weights are all equal on a linear SDE, and nearly so over a short time on others, if c is the
+likeliest path that ends at x₁, and the rows of Dh(c) span R. Both come from a few steps of Gauss and Newton:
+ω ← Jᵀ(JJᵀ)⁻¹(x₁ − h(ω) + Jω).
+
+All of it is smooth in the parameters of the SDE, with the same random numbers v for all of them: derivatives
+are those of the numbers that are returned.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._checks import check_count
+from .._linear import log_abs_det, solve
+from ..driver import Legendre
+from ..sde import AbstractSDE, ExactCorrection, noise_matrix, stratonovich_coefficients
+from ._coordinates import AbstractCoordinates
+
+CLIMB = 4  # steps to the likeliest path
+NEWTON = 4  # steps back to x₁, from a path close to the likeliest one
+LEAST = 0.1  # precision of the draws, 1 being that of all paths
+FOUND = 1e-5  # how near to x₁, in its standard deviations, a path has to end; times 1e4 in float32
+
+
+class Effort(eqx.Module):
+    """How much work goes into each transition: `num_functions` of the driver, `num_paths` in pairs of
+    opposites, and `num_steps` of the classical Runge–Kutta method.
+
+    ```python
+    import roughflow as rf
+
+    rf.Effort(num_functions=4, num_paths=16, num_steps=8).more()
+    ```
+    """
+
+    num_functions: int = eqx.field(static=True, default=2)
+    num_paths: int = eqx.field(static=True, default=8)
+    num_steps: int = eqx.field(static=True, default=3)
+
+    def __check_init__(self):
+        for name in ("num_functions", "num_paths", "num_steps"):
+            check_count(name, getattr(self, name))
+        if self.num_paths % 2:
+            raise ValueError(f"num_paths must be even, paths come in pairs; got {self.num_paths}")
+
+    @staticmethod
+    def for_stiffness(rate: float) -> "Effort":
+        """What does for a drift whose derivative, times dt, is as large as this."""
+        for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 6)), (12.0, Effort(8, 16, 12))):
+            if rate < limit:
+                return effort
+        return Effort(16, 32, min(96, int(2 * rate)))
+
+    def grid(self) -> tuple[float, np.ndarray]:
+        """The length of a step on [0, 1], and the times of all stages."""
+        h = 1 / self.num_steps
+        return h, (np.arange(self.num_steps)[:, None] * h + h * np.array([0, 0.5, 0.5, 1])).ravel()
+
+    def more(self) -> "Effort":
+        """Twice of everything, to see what is left out."""
+        return Effort(2 * self.num_functions, 2 * self.num_paths, 2 * self.num_steps)
+
+
+class Transition(eqx.Module):
+    """From `start` at `time` to `end` a span `dt` later, in the coordinates of the solve."""
+
+    start: Array  # (d,)
+    end: Array  # (d,)
+    time: Array
+    dt: Array
+
+
+class Bridges(eqx.Module):
+    """Weighted paths from start to end of one transition, the second half of them opposite to the first."""
+
+    log_weights: Array  # (K,)
+    found: Array  # (K,)
+
+    def log_mean(self) -> tuple[Array, Array]:
+        """The logarithm of the mean weight, and its standard error.
+
+        Half of the variance of the mean is added, by which its logarithm is low on average.
+        """
+        weights = jnp.where(self.found, self.log_weights, -jnp.inf)
+        top = jax.lax.stop_gradient(jnp.max(weights))
+        top = jnp.where(jnp.isfinite(top), top, 0)
+        pairs = jnp.mean(jnp.reshape(jnp.exp(weights - top), (2, -1)), axis=0)
+        mean = jnp.mean(pairs)
+        variance = jnp.sum((pairs / mean - 1) ** 2) / (pairs.size * max(pairs.size - 1, 1))
+        return top + jnp.log(mean) + 0.5 * variance, jax.lax.stop_gradient(jnp.sqrt(variance))
+
+
+class Chart(eqx.Module):
+    """Where the paths of a transition are drawn: around `centre`, along all but the directions of `rows`."""
+
+    centre: Array  # (n m,)
+    rows: Array  # (d, n m), orthonormal
+    factor: Array  # (n m, n m), lower triangular: the precision of the draws is its square
+
+    def draw(self, noise: Array) -> Array:
+        """Draws v `(K, n m)` across the rows, from standard normal numbers."""
+        spread = solve(self.factor.T[None], noise.T[None])[0].T
+        return spread - (spread @ self.rows.T) @ self.rows
+
+    def log_prob(self, v: Array) -> Array:
+        """The log-density of a draw, but for the constant of standard normal numbers."""
+        return jnp.sum(jnp.log(jnp.diag(self.factor))) - 0.5 * jnp.sum((v @ self.factor) ** 2)
+
+
+def bridges(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition, noise: Array, effort: Effort
+) -> Bridges:
+    """Paths for one transition from standard normal numbers `(K, n m)`."""
+    held = jax.lax.stop_gradient
+    # Any chart serves, and any place to expand at; what they are made of need not be differentiated.
+    still = Ends(held(sde), held(coordinates), held(step), effort, None)
+    chart = held(_chart(still, still.step.end, noise.shape[-1]))
+    plain = Ends(sde, coordinates, step, effort, None)
+    ends = Ends(sde, coordinates, step, effort, _average(plain, held(still.stages(chart.centre))))
+    return jax.vmap(lambda v: _weigh(ends, step.end, chart, v))(chart.draw(noise))
+
+
+def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:
+    """Around the likeliest path to the end, as wide as its second derivatives say."""
+
+    def climb(omega: Array, _) -> tuple[Array, Array]:
+        value, slope = _linear(end_of, omega)
+        gap = end - value + slope @ omega
+        return slope.T @ _solved(slope @ slope.T, gap), slope
+
+    centre, slopes = jax.lax.scan(climb, jnp.zeros(size, end.dtype), None, length=CLIMB)
+    slope = slopes[-1]
+    # On the surface h = end, −½|ω|² falls from its top as −½ vᵀ(I − λ·D²h)v, where centre = Jᵀλ.
+    multiplier = _solved(slope @ slope.T, slope @ centre)
+    bend = jax.jacfwd(jax.jacfwd(lambda omega: multiplier @ end_of(omega)))(centre)
+    rows = _orthonormal(slope)
+    across = jnp.eye(size, dtype=end.dtype) - rows.T @ rows
+    return Chart(centre, rows, _cholesky(jnp.eye(size, dtype=end.dtype) - across @ bend @ across))
+
+
+def _weigh(end_of: Callable[[Array], Array], end: Array, chart: Chart, v: Array) -> Bridges:
+    """Solve for the path of centre + v + rowsᵀ r that ends at `end`, and weigh it."""
+    path = lambda r: chart.centre + v + r @ chart.rows
+
+    def newton(r: Array, _) -> tuple[Array, tuple[Array, Array]]:
+        value, slope = _linear(lambda r: end_of(path(r)), r)
+        return r + _solved(slope, end - value), (r, slope)
+
+    # The last step but one is there already, and so are its derivatives: each step squares their errors.
+    last, (r, slope) = jax.lax.scan(newton, jnp.zeros_like(end), None, length=NEWTON)
+    gap, r, slope = last - r[-1], r[-1], slope[-1]
+    omega = path(r)
+    log_weight = -0.5 * (omega @ omega) - 0.5 * end.size * jnp.log(2 * jnp.pi) - chart.log_prob(v)
+    near = FOUND if end.dtype == jnp.float64 else 1e4 * FOUND
+    return Bridges(log_weight - log_abs_det(slope[None])[0], jnp.max(jnp.abs(gap)) < near)
+
+
+def _linear(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array]:
+    """A function's value `(d,)` and its derivative `(d, size)`, both by one solve in forward mode."""
+    pushed = lambda direction: jax.jvp(function, (at,), (direction,))
+    value, columns = jax.vmap(pushed, out_axes=(None, 0))(jnp.eye(at.size, dtype=at.dtype))
+    return value, columns.T
+
+
+class Averaged(eqx.Module):
+    """What the part of a path that n functions leave out does to the drift, at each stage of a solve: a
+    value and a derivative at some place.
+
+    B − Bₙ is small and quick, and vanishes at both ends. Moving the state along it and averaging, it acts as
+    a change of drift, ½ V(s) Σⱼ [σⱼ, [σⱼ, μ̃]] with V the variance of B − Bₙ: exactly so to the first order in
+    V, if the noises commute. Without it n functions leave an error of order 1/n.
+    """
+
+    place: Array  # (M, d)
+    value: Array  # (M, d)
+    slope: Array  # (M, d, d)
+
+
+class Ends(eqx.Module):
+    """Where the random ODE ends, as a function of its path's coefficients ω `(n m,)`; in coordinates."""
+
+    sde: AbstractSDE
+    coordinates: AbstractCoordinates
+    step: Transition
+    effort: Effort
+    averaged: Averaged | None
+
+    def __call__(self, omega: Array) -> Array:
+        return self._solve(omega)[0]
+
+    def stages(self, omega: Array) -> Array:
+        """The places `(M, d)` of all the stages of a solve."""
+        return self._solve(omega)[1]
+
+    def _solve(self, omega: Array) -> tuple[Array, Array]:
+        dt, kind = self.step.dt, self.step.start.dtype
+        h, times = self.effort.grid()
+        driver = Legendre(self.effort.num_functions)
+        slopes = driver.slope(jnp.asarray(times, kind), jnp.reshape(omega, (1, driver.num_functions, -1)))
+
+        def stage(carry: tuple[Array, Array, Array], now: tuple):
+            y, last, total = carry
+            s, slope, (part, weight, final), averaged = now
+            place = y + part * last
+            drift, noise = self.fields(self.step.time + s * dt, place)
+            velocity = drift * dt + jnp.sqrt(dt) * (noise @ slope)
+            if averaged is not None:
+                velocity = velocity + averaged.value + averaged.slope @ (place - averaged.place)
+            total = total + weight * velocity
+            return (y + final * total, velocity, (1 - final) * total), place
+
+        # The classical method: how much of the last velocity to go, its weight, and where a step ends. The
+        # stages of all steps are one loop, so that the field is compiled once.
+        table = [[0, h / 6, 0], [h / 2, h / 3, 0], [h / 2, h / 3, 0], [h, h / 6, 1]]
+        table = jnp.asarray(np.tile(table, (self.effort.num_steps, 1)), kind)
+        zero = jnp.zeros_like(self.step.start)
+        stages = (jnp.asarray(times, kind), slopes, table, self.averaged)
+        (end, _, _), places = jax.lax.scan(stage, (self.step.start, zero, zero), stages)
+        return end, places
+
+    def fields(self, t: Array, y: Array) -> tuple[Array, Array]:
+        """The Stratonovich drift `(d,)` and the noise `(d, m)` in coordinates."""
+        x = self.coordinates.to_state(y)
+        drift, sigma = stratonovich_coefficients(self.sde, ExactCorrection(), t, x, None)
+        pull = lambda v: self.coordinates.pull_back(x, v)
+        return pull(drift), jax.vmap(pull, in_axes=1, out_axes=1)(noise_matrix(sigma))
+
+
+def _average(ends: Ends, places: Array) -> Averaged:
+    """What is left out, at the places `(M, d)` of the stages."""
+    kind, dt = places.dtype, ends.step.dt
+    _, times = ends.effort.grid()
+    times = jnp.asarray(times, kind)
+    left = times - jnp.sum(Legendre(ends.effort.num_functions).integrals(times) ** 2, axis=-1)
+
+    def change(s: Array, variance: Array, y: Array) -> Array:
+        fields = jax.jit(lambda y: ends.fields(ends.step.time + s * dt, y))  # traced once
+        return 0.5 * variance * dt**2 * _double_brackets(fields, y)
+
+    value = jax.vmap(change)(times, left, places)
+    return Averaged(places, value, jax.vmap(jax.jacfwd(change, argnums=2))(times, left, places))
+
+
+def _double_brackets(fields: Callable[[Array], tuple[Array, Array]], y: Array) -> Array:
+    """Σⱼ [σⱼ, [σⱼ, μ̃]] with [σ, μ] = Dμ σ − Dσ μ."""
+    total = jnp.zeros_like(y)
+    for j in range(jax.eval_shape(fields, y)[1].shape[1]):
+        noise = lambda y, j=j: fields(y)[1][:, j]
+        inner = lambda y, noise=noise: _bracket(noise, lambda y: fields(y)[0], y)
+        total = total + _bracket(noise, inner, y)
+    return total
+
+
+def _bracket(one: Callable[[Array], Array], other: Callable[[Array], Array], y: Array) -> Array:
+    at_one, at_other = one(y), other(y)
+    return jax.jvp(other, (y,), (at_one,))[1] - jax.jvp(one, (y,), (at_other,))[1]
+
+
+def stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
+    """dt times the largest row sum of the drift's derivative in coordinates, at the start of a transition."""
+    inner = Transition(coordinates.from_state(step.start), step.end, step.time, step.dt)
+    drift = lambda y: Ends(sde, coordinates, inner, Effort(), None).fields(step.time, y)[0]
+    return step.dt * jnp.max(jnp.sum(jnp.abs(jax.jacfwd(drift)(inner.start)), axis=1))
+
+
+def _solved(matrix: Array, right: Array) -> Array:
+    return solve(matrix[None], right[None, :, None])[0, :, 0]
+
+
+def _orthonormal(rows: Array) -> Array:
+    """Gram and Schmidt's way, to be differentiated: few rows, far from parallel."""
+    done: list[Array] = []
+    for row in rows:
+        for other in done:
+            row = row - (row @ other) * other
+        done.append(row / jnp.linalg.norm(row))
+    return jnp.stack(done)
+
+
+def _cholesky(matrix: Array) -> Array:
+    """The lower triangular factor of a symmetric matrix; pivots are kept from falling below `LEAST`."""
+    size = len(matrix)
+    place = jnp.arange(size)
+
+    def column(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        rest, factor = state
+        pivot = jnp.maximum(rest[j, j], LEAST)
+        new = jnp.where(place > j, rest[:, j] / jnp.sqrt(pivot), 0).at[j].set(jnp.sqrt(pivot))
+        return rest - jnp.outer(new, new), factor.at[:, j].set(new)
+
+    return jax.lax.fori_loop(0, size, column, (matrix, jnp.zeros_like(matrix)))[1]

@@ -1,0 +1,148 @@
+"""Coordinates in which an SDE is solved: its state space as a whole line, its noise as even as can be."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._linear import log_abs_det
+
+
+class AbstractCoordinates(eqx.Module):
+    """A change of variables x = g(y) between states x and coordinates y, `(d,)` each.
+
+    Stratonovich SDEs change variables as ODEs do: the coordinates move by Dg(y)⁻¹ times what the state moves
+    by. Where they make the noise even (Lamperti 1964), short transitions are nearly normal.
+    """
+
+    @abc.abstractmethod
+    def to_state(self, y: Array) -> Array:
+        """g(y)."""
+
+    @abc.abstractmethod
+    def from_state(self, x: Array) -> Array:
+        """g⁻¹(x)."""
+
+    @abc.abstractmethod
+    def contains(self, x: Array) -> Array:
+        """Whether x is in the state space."""
+
+    def pull_back(self, x: Array, v: Array) -> Array:
+        """How the coordinates move where the state at x moves by v."""
+        return jax.jvp(self.from_state, (x,), (v,))[1]
+
+    def log_volume(self, x: Array) -> Array:
+        """log |det Dg⁻¹(x)|, which turns a density in y into one in x."""
+        return log_abs_det(jax.jacfwd(self.from_state)(x)[None])[0]
+
+
+class Unchanged(AbstractCoordinates):
+    """y = x, for states that may be any numbers.
+
+    ```python
+    import roughflow as rf
+
+    rf.Unchanged().to_state(1.0)
+    ```
+    """
+
+    def to_state(self, y: Array) -> Array:
+        return y
+
+    def from_state(self, x: Array) -> Array:
+        return x
+
+    def contains(self, x: Array) -> Array:
+        return jnp.all(jnp.isfinite(x), axis=-1)
+
+
+class Logarithm(AbstractCoordinates):
+    """y = log x, for positive states with noise in proportion to them.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    rf.Logarithm().from_state(jnp.ones(1))
+    ```
+    """
+
+    def to_state(self, y: Array) -> Array:
+        return jnp.exp(y)
+
+    def from_state(self, x: Array) -> Array:
+        return jnp.log(x)
+
+    def contains(self, x: Array) -> Array:
+        return jnp.all(jnp.isfinite(x) & (x > 0), axis=-1)
+
+
+class Root(AbstractCoordinates):
+    """y = 2√x, for positive states with noise in proportion to √x.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    rf.Root().from_state(jnp.ones(1))
+    ```
+    """
+
+    def to_state(self, y: Array) -> Array:
+        return 0.25 * y**2
+
+    def from_state(self, x: Array) -> Array:
+        return 2 * jnp.sqrt(x)
+
+    def contains(self, x: Array) -> Array:
+        return jnp.all(jnp.isfinite(x) & (x > 0), axis=-1)
+
+
+class Arc(AbstractCoordinates):
+    """x = sin²(y/2), for states in (0, 1) with noise in proportion to √(x(1 − x)).
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    rf.Arc().from_state(jnp.full(1, 0.5))  # π/2
+    ```
+    """
+
+    def to_state(self, y: Array) -> Array:
+        return jnp.sin(0.5 * y) ** 2
+
+    def from_state(self, x: Array) -> Array:
+        return 2 * jnp.arcsin(jnp.sqrt(x))
+
+    def contains(self, x: Array) -> Array:
+        return jnp.all((x > 0) & (x < 1), axis=-1)
+
+
+class Columns(AbstractCoordinates):
+    """Coordinates of its own for each component of the state.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    rf.Columns(rf.Logarithm(), rf.Root()).from_state(jnp.ones(2))
+    ```
+    """
+
+    parts: tuple[AbstractCoordinates, ...]
+
+    def __init__(self, *parts: AbstractCoordinates):
+        self.parts = parts
+
+    def to_state(self, y: Array) -> Array:
+        return jnp.stack([part.to_state(y[i]) for i, part in enumerate(self.parts)])
+
+    def from_state(self, x: Array) -> Array:
+        return jnp.stack([part.from_state(x[i]) for i, part in enumerate(self.parts)])
+
+    def contains(self, x: Array) -> Array:
+        inside = [part.contains(x[..., i : i + 1]) for i, part in enumerate(self.parts)]
+        return jnp.all(jnp.stack(inside), axis=0)

@@ -1,0 +1,158 @@
+"""Maximum likelihood for an SDE observed at some times."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+from scipy import optimize
+
+from .._checks import check_count, check_key
+from ..sde import AbstractSDE, noise_dimension
+from ._bridges import Effort
+from ._coordinates import AbstractCoordinates
+from ._fitted import FittedSDE
+from ._likelihood import Likelihood
+from ._observed import Observed, transitions
+from ._parameters import Domain, Parameters
+from ._transition import choose_effort, coordinates_of, exact_log_probs
+from .models import AbstractNamedSDE
+
+SPREAD = 0.5  # of further starts, in the free parameters
+NEWTON = 5  # steps to polish with
+DECREMENT = 1e-6  # nats left to gain, at which polishing ends
+REFINED = 3  # times at most
+
+
+def fit_sde(
+    sde: AbstractSDE,
+    times: Any,
+    values: Any,
+    *,
+    key: PRNGKeyArray,
+    domains: Mapping[str, Domain] | None = None,
+    num_starts: int = 2,
+    exact: bool = True,
+    effort: Effort | None = None,
+    tolerance: float = 0.02,
+    coordinates: AbstractCoordinates | None = None,
+) -> FittedSDE:
+    """Fit the parameters of an SDE to a series by maximum likelihood, given its first value.
+
+    All floats in `sde` are parameters, and start from where they are. The likelihood is the product of the
+    transition densities (`rf.transition_log_prob`); it is maximised by a quasi-Newton method (BFGS) in
+    coordinates without bounds, and polished by Newton's method with the observed information, from which the
+    standard errors come.
+
+    **Arguments:**
+
+    - `sde`: a named SDE such as `rf.CoxIngersollRoss(...)`, an SDE of your own whose fields are
+      parameters, or `rf.ParametricSDE`.
+    - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, or dates, which count in years.
+      Missing values (NaN) make longer gaps. Lists of both are a panel: independent series, one SDE.
+    - `domains`: where parameters may lie, by name, such as `{"sigma": rf.POSITIVE}`; a named SDE knows
+      its own.
+    - `num_starts`: the first is the SDE as it is given, others are near it.
+    - `exact`: whether to take exact transitions where the SDE knows them.
+    - `effort`: functions, paths and steps of each transition; chosen, and raised until the log-likelihood at
+      the maximum is known to `tolerance` nats, if None.
+
+    ```python
+    import jax, jax.numpy as jnp, numpy as np
+    import roughflow as rf
+
+    times = np.arange(200) / 12
+    true = rf.OrnsteinUhlenbeck(1.0, 0.5, 0.2)
+    x = [0.5]
+    for i in range(199):
+        x.append(0.5 + (x[-1] - 0.5) * np.exp(-1 / 12) + 0.055 * np.sin(12.9898 * i**2) )
+    result = rf.fit_sde(true, times, np.array(x), key=jax.random.key(0))
+    print(result.summary())
+    ```
+    """
+    series, sde = _panel(times, values, coordinates_of(sde, coordinates)), as_floats(sde)
+    steps = transitions(series)
+    noise_dimension(sde, steps.start.shape[-1])
+    own = sde.domains if isinstance(sde, AbstractNamedSDE) else {}
+    parameters = Parameters.of(sde, {**own, **(domains or {})})
+    if not parameters.names:
+        raise ValueError(f"{type(sde).__name__} has no floats among its fields: there is nothing to fit")
+    known = exact and exact_log_probs(sde, steps) is not None
+    chosen = None if known else effort or choose_effort(sde, coordinates_of(sde, coordinates), steps)
+    key_paths, key_starts = jax.random.split(check_key(key))
+    likelihood = Likelihood(parameters, steps, key_paths, chosen, coordinates)
+    start = parameters.to_free(parameters.values(sde))
+    free = _best(likelihood, _starts(start, check_count("num_starts", num_starts), key_starts))
+    free, information = _polished(likelihood, free)
+    refined = 0.0
+    for _ in range(0 if known else REFINED):
+        more = likelihood.effort.more() if likelihood.effort else None
+        refined = likelihood.with_effort(more).value(free) - likelihood.total(free)[0]
+        if abs(refined) < tolerance or effort is not None:
+            break
+        likelihood = likelihood.with_effort(more)
+        free, information = _polished(likelihood, free)
+    return FittedSDE(likelihood, tuple(series), free, information, abs(refined), tolerance)
+
+
+def _panel(times: Any, values: Any, coordinates: AbstractCoordinates) -> list[Observed]:
+    if isinstance(values, list) and values and np.ndim(values[0]) > 0:
+        if not isinstance(times, Sequence) or len(times) != len(values):
+            raise ValueError("a panel needs a list of times for its list of values, one for each series")
+        return [Observed.of(t, v, coordinates) for t, v in zip(times, values, strict=True)]
+    return [Observed.of(times, values, coordinates)]
+
+
+def as_floats(sde: AbstractSDE) -> AbstractSDE:
+    """The SDE with plain floats among its fields as arrays, so that they can be replaced."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, float) else leaf, sde)
+
+
+def _starts(first: np.ndarray, count: int, key: PRNGKeyArray) -> list[np.ndarray]:
+    noise = np.asarray(jax.random.normal(key, (count - 1, len(first))), float)
+    return [first, *(first + SPREAD * row for row in noise)]
+
+
+def _best(likelihood: Likelihood, starts: list[np.ndarray]) -> np.ndarray:
+    """The best end of quasi-Newton searches from all starts that are within reach."""
+
+    def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
+        value, slope = likelihood.total(free)
+        return -value, -slope
+
+    found = []
+    for start in starts:
+        if np.isfinite(likelihood.total(start)[0]):
+            end = optimize.minimize(
+                loss, start, jac=True, method="BFGS", options={"gtol": 1e-3, "maxiter": 200}
+            )
+            found.append((float(end.fun), end.x))
+    if not found:
+        raise ValueError(
+            "the likelihood is zero at the SDE as it is given: start from parameters under which the series "
+            "is possible"
+        )
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _polished(likelihood: Likelihood, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Newton's method from near the maximum, and the information there."""
+    value, slope = likelihood.total(free)
+    information = likelihood.information(free)
+    for _ in range(NEWTON):
+        if not _is_positive(information):
+            break
+        move = np.linalg.solve(information, slope)
+        if 0.5 * slope @ move < DECREMENT:
+            break
+        new, new_slope = likelihood.total(free + move)
+        if not new > value - 1e-3:
+            break
+        free, value, slope = free + move, new, new_slope
+        information = likelihood.information(free)
+    return free, information
+
+
+def _is_positive(matrix: np.ndarray) -> bool:
+    return bool(np.isfinite(matrix).all()) and float(np.linalg.eigvalsh(matrix)[0]) > 0

@@ -1,0 +1,206 @@
+"""What a fit of an SDE found, and how well it is known."""
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from .._show import table
+from ._bridges import Effort
+from ._likelihood import Likelihood
+from ._observed import Observed
+
+NEAR = 0.05  # of a standard error: a search that would move further has not converged
+SINGULAR = 1e-10  # least eigenvalue of the information, relative to the largest in units of its diagonal
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FittedSDE:
+    """An SDE fitted by `rf.fit_sde`.
+
+    `params`, `standard_errors` and `robust_errors` are dictionaries by name: the second from the observed
+    information, the third from the sandwich of it and the scores (White 1982), right even if the SDE is not.
+    `sde` is the SDE with the estimates in it; `log_likelihood`, `aic` and `bic` compare models of one series.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+    result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), np.arange(60) / 12, x, key=jax.random.key(0))
+    result.params, result.standard_errors, result.confint(), result.aic
+    ```
+    """
+
+    likelihood: Likelihood
+    series: tuple[Observed, ...]
+    free: np.ndarray
+    free_information: np.ndarray
+    likelihood_error: float  # how far the log-likelihood moves with twice the effort
+    tolerance: float
+
+    @cached_property
+    def sde(self) -> Any:
+        """The SDE with the estimates as its parameters."""
+        return self.likelihood.sde(jnp.asarray(self.free, float))
+
+    @cached_property
+    def estimates(self) -> np.ndarray:
+        """The parameters, `(p,)`."""
+        return np.asarray(self.likelihood.parameters.from_free(jnp.asarray(self.free, float)), float)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.likelihood.parameters.names
+
+    @property
+    def params(self) -> dict[str, float]:
+        return dict(zip(self.names, self.estimates.tolist(), strict=True))
+
+    @cached_property
+    def _scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.likelihood.scores(self.free)
+
+    @property
+    def log_likelihood(self) -> float:
+        return float(self._scores[0].sum())
+
+    @property
+    def num_transitions(self) -> int:
+        return len(self._scores[0])
+
+    @property
+    def effort(self) -> Effort | None:
+        """The work that went into each transition; None if they are exact."""
+        return self.likelihood.effort
+
+    @property
+    def aic(self) -> float:
+        return 2 * len(self.names) - 2 * self.log_likelihood
+
+    @property
+    def bic(self) -> float:
+        return len(self.names) * float(np.log(self.num_transitions)) - 2 * self.log_likelihood
+
+    @cached_property
+    def covariance(self) -> np.ndarray:
+        """Of the estimates, from the observed information; NaN where they are not identified."""
+        scale = self._jacobian()
+        return self._inverse() * np.outer(scale, scale)
+
+    @cached_property
+    def robust_covariance(self) -> np.ndarray:
+        """Of the estimates, from the sandwich of the information and the scores."""
+        scores, scale = self._scores[1], self._jacobian()
+        inverse = self._inverse()
+        return inverse @ (scores.T @ scores) @ inverse * np.outer(scale, scale)
+
+    @property
+    def correlation(self) -> np.ndarray:
+        """Of the estimates, `(p, p)`."""
+        error = np.sqrt(np.diag(self.covariance))
+        return self.covariance / np.outer(error, error)
+
+    @property
+    def standard_errors(self) -> dict[str, float]:
+        return dict(zip(self.names, np.sqrt(np.diag(self.covariance)).tolist(), strict=True))
+
+    @property
+    def robust_errors(self) -> dict[str, float]:
+        return dict(zip(self.names, np.sqrt(np.diag(self.robust_covariance)).tolist(), strict=True))
+
+    def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
+        """Intervals by name. They are made where the parameter has no bounds, so that a positive parameter's
+        interval is positive."""
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level}")
+        width = stats.norm.ppf(0.5 + 0.5 * level) * np.sqrt(np.diag(self._inverse()))
+        domains = self.likelihood.parameters.domains
+        ends = zip(self.names, domains, self.free - width, self.free + width, strict=True)
+        return {name: (float(d.from_free(low)), float(d.from_free(high))) for name, d, low, high in ends}
+
+    @property
+    def identified(self) -> bool:
+        """Whether the information is positive definite; if not, the series cannot tell parameters apart."""
+        matrix = self.free_information
+        if not np.isfinite(matrix).all() or not (np.diag(matrix) > 0).all():
+            return False
+        scale = 1 / np.sqrt(np.diag(matrix))
+        values = np.linalg.eigvalsh(matrix * np.outer(scale, scale))
+        return bool(values[0] > SINGULAR * values[-1])
+
+    @property
+    def distance(self) -> float:
+        """How far Newton's method would still move the estimates, in standard errors."""
+        slope = self._scores[1].sum(axis=0)
+        return float(np.sqrt(max(slope @ self._inverse() @ slope, 0))) if self.identified else np.nan
+
+    @property
+    def converged(self) -> bool:
+        return self.identified and self.distance < NEAR
+
+    @property
+    def warning(self) -> str | None:
+        """One line where the estimates should not be trusted, else None."""
+        if not self.identified:
+            return (
+                "the parameters are not identified: the information is singular at the estimates, so there "
+                "are no standard errors; fix a parameter, or fit a simpler SDE"
+            )
+        if not self.converged:
+            return f"the search did not converge: it would move by {self.distance:.2g} standard errors more"
+        if self.likelihood_error > self.tolerance:
+            known = f"the log-likelihood is known only to {self.likelihood_error:.2g} nats"
+            return f"{known}: raise effort, or tolerance"
+        return None
+
+    def _jacobian(self) -> np.ndarray:
+        """The derivatives of the parameters in the free ones, each of its own."""
+        slope = lambda domain, value: float(jax.grad(domain.from_free)(float(value)))
+        return np.array(
+            [slope(*pair) for pair in zip(self.likelihood.parameters.domains, self.free, strict=True)]
+        )
+
+    def _inverse(self) -> np.ndarray:
+        if not self.identified:
+            return np.full_like(self.free_information, np.nan)
+        return np.linalg.inv(self.free_information)
+
+    def summary(self, level: float = 0.95) -> str:
+        """A table of estimates, standard errors and intervals, and what describes the fit."""
+        errors, robust, intervals = self.standard_errors, self.robust_errors, self.confint(level)
+        rows = [
+            (
+                name,
+                f"{value:.6g}",
+                f"{errors[name]:.4g}",
+                f"{robust[name]:.4g}",
+                f"{value / errors[name]:.2f}" if np.isfinite(errors[name]) else "nan",
+                f"[{intervals[name][0]:.5g}, {intervals[name][1]:.5g}]",
+            )
+            for name, value in self.params.items()
+        ]
+        head = ("parameter", "estimate", "std. error", "robust", "z", f"{100 * level:g} % interval")
+        effort = self.likelihood.effort
+        how = (
+            "exact"
+            if effort is None
+            else (
+                f"{effort.num_functions} functions, {effort.num_paths} paths, {effort.num_steps} steps; "
+                f"± {self.likelihood_error:.2g} nats"
+            )
+        )
+        lines = [
+            f"{type(self.sde).__name__} by maximum likelihood, {self.num_transitions:,} transitions",
+            *table(head, rows),
+            f"  log-likelihood {self.log_likelihood:.4f}   AIC {self.aic:.2f}   BIC {self.bic:.2f}",
+            f"  transitions: {how}",
+        ]
+        return "\n".join(lines if self.warning is None else [*lines, f"  warning: {self.warning}"])
+
+    def __repr__(self) -> str:
+        return self.summary()

@@ -1,0 +1,114 @@
+"""The parameters of an SDE as a vector without constraints, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+Entry = tuple[int, tuple[int, ...]]  # which leaf, and where in it
+
+
+class Domain(eqx.Module):
+    """Where a parameter lies: between `low` and `high`, either of which may be infinite. With `triangular`,
+    a square matrix whose diagonal lies there, with zeros above it and anything below."""
+
+    low: float = eqx.field(static=True, default=-np.inf)
+    high: float = eqx.field(static=True, default=np.inf)
+    triangular: bool = eqx.field(static=True, default=False)
+
+    def to_free(self, value: np.ndarray) -> np.ndarray:
+        """The parameter as a number without bounds."""
+        if np.isfinite(self.low) and np.isfinite(self.high):
+            part = (value - self.low) / (self.high - self.low)
+            return np.log(part) - np.log1p(-part)
+        if np.isfinite(self.low):
+            return np.log(value - self.low)
+        return -np.log(self.high - value) if np.isfinite(self.high) else value
+
+    def from_free(self, free: Array) -> Array:
+        if np.isfinite(self.low) and np.isfinite(self.high):
+            return self.low + (self.high - self.low) * jax.nn.sigmoid(free)
+        if np.isfinite(self.low):
+            return self.low + jnp.exp(free)
+        return self.high - jnp.exp(-free) if np.isfinite(self.high) else free
+
+    def contains(self, value: np.ndarray) -> bool:
+        return bool(np.all(np.isfinite(value) & (value > self.low) & (value < self.high)))
+
+
+ANY = Domain()
+POSITIVE = Domain(low=0.0)
+UNIT = Domain(low=0.0, high=1.0)
+CORRELATION = Domain(low=-1.0, high=1.0)
+TRIANGULAR = Domain(low=0.0, triangular=True)
+
+
+class Parameters(eqx.Module):
+    """Names, domains and places of all the numbers in an SDE that a fit moves."""
+
+    names: tuple[str, ...] = eqx.field(static=True)
+    domains: tuple[Domain, ...] = eqx.field(static=True)
+    entries: tuple[Entry, ...] = eqx.field(static=True)
+    template: Any
+
+    @staticmethod
+    def of(sde: eqx.Module, domains: Mapping[str, Domain]) -> "Parameters":
+        """All the floats in `sde`; `domains` by the names of fields, or of their parts."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(sde)
+        names, kinds, entries, known = [], [], [], set()
+        for i, (path, leaf) in enumerate(leaves):
+            if not (eqx.is_inexact_array(leaf) or isinstance(leaf, float)):
+                continue
+            field = _name(path)
+            top = _name(path[-1:])
+            known |= {field, top}
+            domain = domains.get(field, domains.get(top, ANY))
+            for place in np.ndindex(np.shape(leaf)):
+                row, column = place if domain.triangular and place else (0, 0)
+                if column > row:
+                    continue
+                names.append(field + (f"[{','.join(map(str, place))}]" if place else ""))
+                kinds.append(Domain(domain.low, domain.high) if row == column else ANY)
+                entries.append((i, place))
+        if wrong := set(domains) - known:
+            raise ValueError(
+                f"no parameter is called {', '.join(sorted(wrong))}: there are {', '.join(names)}"
+            )
+        return Parameters(tuple(names), tuple(kinds), tuple(entries), sde)
+
+    def values(self, sde: Any) -> np.ndarray:
+        """The parameters of an SDE like the template, `(p,)`."""
+        leaves = jax.tree.leaves(sde)
+        return np.array([np.asarray(leaves[i], float)[place] for i, place in self.entries])
+
+    def to_free(self, values: np.ndarray) -> np.ndarray:
+        for name, domain, value in zip(self.names, self.domains, values, strict=True):
+            if not domain.contains(value):
+                raise ValueError(f"{name} must lie between {domain.low:g} and {domain.high:g}, got {value:g}")
+        return np.array([float(d.to_free(v)) for d, v in zip(self.domains, values, strict=True)])
+
+    def from_free(self, free: Array) -> Array:
+        """The parameters `(p,)` for numbers without bounds `(p,)`."""
+        return jnp.stack([domain.from_free(free[i]) for i, domain in enumerate(self.domains)])
+
+    def sde(self, values: Array) -> Any:
+        """The SDE with these parameters."""
+        leaves, structure = jax.tree.flatten(self.template)
+        for value, (i, place) in zip(values, self.entries, strict=True):
+            leaf = jnp.asarray(leaves[i], values.dtype)
+            leaves[i] = leaf.at[place].set(value) if place else value
+        return jax.tree.unflatten(structure, leaves)
+
+
+def _name(path: tuple) -> str:
+    return (
+        "".join(jax.tree_util.keystr((part,)) for part in path)
+        .lstrip(".")
+        .replace("['", ".")
+        .replace("']", "")
+        .lstrip(".")
+    )

@@ -1,0 +1,193 @@
+"""Transition densities: log p(x₁ | x₀) of an SDE a span of time later, for many transitions at once."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
+
+from .._checks import check_finite, check_key, check_positive, is_traced
+from .._programs import jit
+from ..sde import AbstractSDE, noise_dimension
+from ._bridges import Effort, Transition, bridges, stiffness
+from ._coordinates import AbstractCoordinates, Unchanged
+from .models import AbstractNamedSDE
+
+CHUNK = 2048  # transitions at a time
+LOOK = 256  # of them to see how stiff an SDE is
+
+
+class TransitionEstimate(eqx.Module):
+    """log p(x₁ | x₀) with its Monte Carlo error; every field but `effort` has the batch shape.
+
+    `log_prob`; `standard_error`, one standard deviation; `unfound`, how many of the paths to x₁ were not
+    found; `effort`, the functions, paths and steps of each, None if the density is known exactly.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.CKLS(0.2, 0.07, 0.8, 1.4)
+    x = jnp.array([[0.05], [0.06]])
+    rf.transition_estimate(sde, x[0], x[1], 1 / 12, key=jax.random.key(0))
+    ```
+    """
+
+    log_prob: Array
+    standard_error: Array
+    unfound: Array
+    effort: Effort | None
+
+
+def transition_log_prob(
+    sde: AbstractSDE,
+    x0: ArrayLike,
+    x1: ArrayLike,
+    dt: ArrayLike,
+    *,
+    key: PRNGKeyArray,
+    t0: ArrayLike = 0.0,
+    exact: bool = True,
+    effort: Effort | None = None,
+    coordinates: AbstractCoordinates | None = None,
+) -> Array:
+    """log p(x₁ at t₀ + dt | x₀ at t₀), batched.
+
+    Exact where the SDE knows its transitions and `exact` is True; else by weighted paths from x₀ to x₁. The
+    same key gives the same random numbers whatever the parameters of the SDE, so that a likelihood is smooth
+    in them; it may be differentiated.
+
+    **Arguments:** `x0` and `x1` of shape `(..., d)`; `dt` and `t0` numbers, or arrays of the batch shape;
+    `effort`, how much work goes into each transition, chosen from how fast the drift changes over dt if None;
+    `coordinates`, the variables to solve in, those of a named SDE or the states themselves if None.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.CoxIngersollRoss(kappa=3.0, mu=0.3, sigma=0.2)
+    x = jnp.array([[0.28], [0.31], [0.30]])
+    rf.transition_log_prob(sde, x[:-1], x[1:], 1 / 12, key=jax.random.key(0))
+    ```
+    """
+    options = {"t0": t0, "exact": exact, "effort": effort, "coordinates": coordinates}
+    return transition_estimate(sde, x0, x1, dt, key=key, **options).log_prob
+
+
+def transition_estimate(
+    sde: AbstractSDE,
+    x0: ArrayLike,
+    x1: ArrayLike,
+    dt: ArrayLike,
+    *,
+    key: PRNGKeyArray,
+    t0: ArrayLike = 0.0,
+    exact: bool = True,
+    effort: Effort | None = None,
+    coordinates: AbstractCoordinates | None = None,
+) -> TransitionEstimate:
+    """As `rf.transition_log_prob`, with the error of each number.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.CoxIngersollRoss(kappa=3.0, mu=0.3, sigma=0.2)
+    rf.transition_estimate(sde, jnp.full(1, 0.28), jnp.full(1, 0.3), 0.1, key=jax.random.key(0), exact=False)
+    ```
+    """
+    check_positive("dt", dt)
+    start, end = jnp.asarray(x0, float), jnp.asarray(x1, float)
+    if not start.ndim or not end.ndim or start.shape[-1] != end.shape[-1]:
+        raise ValueError(
+            f"x0 and x1 must have shapes (..., d) with the same d, got {start.shape} and {end.shape}"
+        )
+    for name, value in (("x0", start), ("x1", end)):
+        check_finite(name, value)
+    batch = jnp.broadcast_shapes(start.shape[:-1], end.shape[:-1], jnp.shape(dt), jnp.shape(t0))
+    points = lambda x: jnp.reshape(jnp.broadcast_to(x, (*batch, x.shape[-1])), (-1, x.shape[-1]))
+    numbers = lambda t: jnp.reshape(jnp.broadcast_to(jnp.asarray(t, start.dtype), batch), (-1,))
+    many = Transition(points(start), points(end), numbers(t0), numbers(dt))
+    coordinates = coordinates_of(sde, coordinates)
+    check_inside(coordinates, many)
+    noise_dimension(sde, start.shape[-1])
+    if exact and (known := exact_log_probs(sde, many)) is not None:
+        zero = jnp.zeros(batch, start.dtype)
+        return TransitionEstimate(jnp.reshape(known, batch), zero, zero.astype(int), None)
+    effort = effort or choose_effort(sde, coordinates, many)
+    values = log_probs(sde, coordinates, many, check_key(key), effort)
+    value, error, unfound = (jnp.reshape(part, batch) for part in values)
+    return TransitionEstimate(value, error, unfound, effort)
+
+
+def coordinates_of(sde: AbstractSDE, coordinates: AbstractCoordinates | None) -> AbstractCoordinates:
+    if coordinates is not None:
+        return coordinates
+    return sde.coordinates if isinstance(sde, AbstractNamedSDE) else Unchanged()
+
+
+def check_inside(coordinates: AbstractCoordinates, many: Transition) -> None:
+    """Refuse states outside the state space. Traced values pass."""
+    if is_traced(many.start) or is_traced(many.end):
+        return
+    for name, x in (("x0", many.start), ("x1", many.end)):
+        inside = np.asarray(coordinates.contains(x))
+        if not inside.all():
+            row = int(np.argmin(inside))
+            raise ValueError(
+                f"{name} has a value outside the state space, first {np.asarray(x[row])} in row {row}"
+            )
+
+
+@functools.partial(jit, level=1)
+def exact_log_probs(sde: AbstractSDE, many: Transition) -> Array | None:
+    """The densities of many transitions, if the SDE knows them."""
+    if not isinstance(sde, AbstractNamedSDE):
+        return None
+    return jax.vmap(lambda step: sde.exact_log_prob(step.start, step.end, step.dt))(many)
+
+
+def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
+    """From how much the drift changes over the longest span, in relation to itself."""
+    if is_traced(many.dt) or any(is_traced(leaf) for leaf in jax.tree.leaves(sde)):
+        return Effort(4, 8, 6)
+    places = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))
+    some = jax.tree.map(lambda a: a[places], many)
+    some = Transition(some.start, some.end, some.time, jnp.full_like(some.dt, jnp.max(many.dt)))
+    return Effort.for_stiffness(float(jnp.max(_stiffness(sde, coordinates, some))))
+
+
+@functools.partial(jit, level=0)
+def _stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Array:
+    return jax.vmap(lambda step: stiffness(sde, coordinates, step))(many)
+
+
+@functools.partial(jit, level=1)
+def log_probs(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
+) -> tuple[Array, Array, Array]:
+    """log p, its standard error, and the paths not found, `(N,)` each."""
+    return transition_values(sde, coordinates, many, key, effort)
+
+
+def transition_values(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
+) -> tuple[Array, Array, Array]:
+    """As `log_probs`, to be part of another program."""
+    columns = noise_dimension(sde, many.start.shape[-1])
+
+    def one(arguments: tuple[Transition, PRNGKeyArray]) -> tuple[Array, Array, Array]:
+        step, key = arguments
+        shape = (effort.num_paths // 2, effort.num_functions * columns)
+        noise = jax.random.normal(key, shape, step.start.dtype)
+        inner = Transition(
+            coordinates.from_state(step.start), coordinates.from_state(step.end), step.time, step.dt
+        )
+        drawn = bridges(sde, coordinates, inner, jnp.concatenate([noise, -noise]), effort)
+        value, error = drawn.log_mean()
+        return value + coordinates.log_volume(step.end), error, jnp.sum(~drawn.found)
+
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(many.dt)))
+    return jax.lax.map(one, (many, keys), batch_size=CHUNK)

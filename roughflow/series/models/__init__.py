@@ -1,0 +1,21 @@
+"""SDEs by their names, one class each; and an SDE from functions and a dictionary."""
+
+from ._functions import ParametricSDE as ParametricSDE
+from ._linear import (
+    BrownianMotion as BrownianMotion,
+    GeometricBrownianMotion as GeometricBrownianMotion,
+    OrnsteinUhlenbeck as OrnsteinUhlenbeck,
+)
+from ._named import AbstractNamedSDE as AbstractNamedSDE
+from ._rates import (
+    CKLS as CKLS,
+    ConstantElasticity as ConstantElasticity,
+    CoxIngersollRoss as CoxIngersollRoss,
+    Jacobi as Jacobi,
+)
+from ._systems import (
+    DoubleWell as DoubleWell,
+    FitzHughNagumo as FitzHughNagumo,
+    Heston as Heston,
+    LotkaVolterra as LotkaVolterra,
+)

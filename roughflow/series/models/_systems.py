@@ -1,0 +1,157 @@
+"""A double well, and three systems of two components."""
+
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._coordinates import Columns, Logarithm, Root, Unchanged
+from .._parameters import ANY, CORRELATION, POSITIVE
+from ._named import AbstractNamedSDE, parameter
+
+
+class DoubleWell(AbstractNamedSDE):
+    """dX = (aX − bX³) dt + σ dB: two wells at ±√(a/b).
+
+    ```python
+    import roughflow as rf
+
+    sde = rf.DoubleWell(a=1.0, b=1.0, sigma=0.5)
+    ```
+    """
+
+    a: Array = eqx.field(converter=parameter)
+    b: Array = eqx.field(converter=parameter)
+    sigma: Array = eqx.field(converter=parameter)
+    domains: ClassVar = {"a": ANY, "b": POSITIVE, "sigma": POSITIVE}
+
+    @property
+    def coordinates(self) -> Unchanged:
+        return Unchanged()
+
+    def drift(self, t: Array, z: Array) -> Array:
+        return self.a * z - self.b * z**3
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        return jnp.broadcast_to(self.sigma, (1, 1))
+
+    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
+        return None
+
+
+class LotkaVolterra(AbstractNamedSDE):
+    """Prey dX = X(α − βY) dt + σ₁X dB₁ and predators dY = Y(δX − γ) dt + σ₂Y dB₂, both positive.
+
+    ```python
+    import roughflow as rf
+
+    sde = rf.LotkaVolterra(alpha=0.5, beta=0.03, gamma=0.8, delta=0.03, sigma1=0.2, sigma2=0.2)
+    ```
+    """
+
+    alpha: Array = eqx.field(converter=parameter)
+    beta: Array = eqx.field(converter=parameter)
+    gamma: Array = eqx.field(converter=parameter)
+    delta: Array = eqx.field(converter=parameter)
+    sigma1: Array = eqx.field(converter=parameter)
+    sigma2: Array = eqx.field(converter=parameter)
+    domains: ClassVar = dict.fromkeys(("alpha", "beta", "gamma", "delta", "sigma1", "sigma2"), POSITIVE)
+
+    @property
+    def coordinates(self) -> Logarithm:
+        return Logarithm()
+
+    def drift(self, t: Array, z: Array) -> Array:
+        return z * jnp.stack([self.alpha - self.beta * z[1], self.delta * z[0] - self.gamma])
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        return jnp.diag(jnp.stack([self.sigma1, self.sigma2]) * z)
+
+    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
+        return None
+
+
+class Heston(AbstractNamedSDE):
+    """A price dS = μS dt + √V S dB₁ with variance dV = κ(θ − V) dt + σ√V (ρ dB₁ + √(1 − ρ²) dB₂)
+    (Heston 1993); both S and V are observed.
+
+    ```python
+    import roughflow as rf
+
+    sde = rf.Heston(mu=0.05, kappa=3.0, theta=0.1, sigma=0.25, rho=-0.7)
+    ```
+    """
+
+    mu: Array = eqx.field(converter=parameter)
+    kappa: Array = eqx.field(converter=parameter)
+    theta: Array = eqx.field(converter=parameter)
+    sigma: Array = eqx.field(converter=parameter)
+    rho: Array = eqx.field(converter=parameter)
+    domains: ClassVar = {
+        "mu": ANY,
+        "kappa": POSITIVE,
+        "theta": POSITIVE,
+        "sigma": POSITIVE,
+        "rho": CORRELATION,
+    }
+
+    @property
+    def coordinates(self) -> Columns:
+        return Columns(Logarithm(), Root())
+
+    def drift(self, t: Array, z: Array) -> Array:
+        return jnp.stack([self.mu * z[0], self.kappa * (self.theta - z[1])])
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        root, other = jnp.sqrt(z[1]), jnp.sqrt(1 - self.rho**2)
+        zero = jnp.zeros_like(root)
+        return jnp.stack(
+            [
+                jnp.stack([root * z[0], zero]),
+                jnp.stack([self.sigma * root * self.rho, self.sigma * root * other]),
+            ]
+        )
+
+    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
+        return None
+
+
+class FitzHughNagumo(AbstractNamedSDE):
+    """A neuron: dX = (X − X³ − Y + s)/ε dt + σ₁ dB₁ and dY = (γX − Y + β) dt + σ₂ dB₂.
+
+    ```python
+    import roughflow as rf
+
+    sde = rf.FitzHughNagumo(epsilon=0.1, s=0.0, gamma=1.5, beta=0.8, sigma1=0.3, sigma2=0.3)
+    ```
+    """
+
+    epsilon: Array = eqx.field(converter=parameter)
+    s: Array = eqx.field(converter=parameter)
+    gamma: Array = eqx.field(converter=parameter)
+    beta: Array = eqx.field(converter=parameter)
+    sigma1: Array = eqx.field(converter=parameter)
+    sigma2: Array = eqx.field(converter=parameter)
+    domains: ClassVar = {
+        "epsilon": POSITIVE,
+        "s": ANY,
+        "gamma": ANY,
+        "beta": ANY,
+        "sigma1": POSITIVE,
+        "sigma2": POSITIVE,
+    }
+
+    @property
+    def coordinates(self) -> Unchanged:
+        return Unchanged()
+
+    def drift(self, t: Array, z: Array) -> Array:
+        fast = (z[0] - z[0] ** 3 - z[1] + self.s) / self.epsilon
+        return jnp.stack([fast, self.gamma * z[0] - z[1] + self.beta])
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        return jnp.diag(jnp.stack([self.sigma1, self.sigma2]))
+
+    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
+        return None
