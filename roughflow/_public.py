@@ -66,6 +66,7 @@ from .flow import (
     StratonovichHeun as StratonovichHeun,
     StratonovichMidpoint as StratonovichMidpoint,
     Milstein as Milstein,
+    LinearlyImplicitEuler as LinearlyImplicitEuler,
 )
 from .density import (
     default_estimator as default_estimator,
@@ -113,7 +114,6 @@ from .mcmc import (
     UnadjustedSampler as UnadjustedSampler,
     AdjustedSampler as AdjustedSampler,
     FlowSampler as FlowSampler,
-    LinearlyImplicitEuler as LinearlyImplicitEuler,
     Minibatch as Minibatch,
     SamplerState as SamplerState,
     Chain as Chain,

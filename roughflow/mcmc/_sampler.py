@@ -80,6 +80,8 @@ class UnadjustedSampler(AbstractSampler):
 
     def check(self, z: Array) -> None:
         check_start("UnadjustedSampler", self.sde, z, square=False)
+        if not is_traced(z):
+            self.scheme.check(self.sde, jnp.reshape(z, (-1, z.shape[-1]))[0])
 
     def init(self, z: Array) -> SamplerState:
         return SamplerState(z)
