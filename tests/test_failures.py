@@ -109,8 +109,10 @@ def test_wrong_end_time(t1, key):
 
 def test_end_time_beyond_the_path(key):
     flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
-    with refused(ValueError, "t1"):
+    with refused(ValueError, "t1", "beyond the path's end at 1.0, got 2.0", "sample_path"):
         flow.log_prob_given_path(jnp.zeros(2), flow.sample_path(key=key), t1=2.0)
+    with refused(ValueError, "t1", "beyond the path's end"):
+        flow.sample(key=key, t1=2.0)
 
 
 def test_wrong_sde_or_base():
@@ -233,6 +235,22 @@ def test_one_broken_sample_is_found_in_a_batch(key):
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
     with refused(rf.NonFiniteError, "drift returned", "t = 1", "z = [7]"):
         flow.log_prob_given_path(jnp.array([[0.0], [7.0], [1.0]]), flow.sample_path(key=key))
+
+
+def test_the_outcome_says_why_each_solve_ended(key):
+    """dZ = Z³ dt, NaN below −1: near zero it arrives, from 2 it leaves for infinity by t = 1/8."""
+    sde = rf.ItoSDE(lambda t, z: jnp.where(z < -1, jnp.nan, z**3), rf.NoDiffusion())
+    z, codes = jnp.array([[0.1], [2.0], [-2.0]]), rf.Status
+    for integrator, told in (
+        (rf.FixedGrid(steps=16), [codes.FINE, codes.ESCAPED, codes.NON_FINITE]),
+        (rf.Adaptive(max_steps=16, per_sample=True), [codes.FINE, codes.OUT_OF_STEPS, codes.NON_FINITE]),
+    ):
+        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=integrator).without_errors()
+        outcome = flow.solve(z, flow.sample_path(key=key), reverse=False)
+        assert [rf.Status(code) for code in outcome.status.tolist()] == told
+    inside = jax.jit(lambda z: flow.solve(z, flow.sample_path(key=key), reverse=False).status)
+    assert inside(jnp.array([[jnp.nan]])) == rf.Status.NON_FINITE
+    assert all(code.message and "\n" not in code.message for code in rf.Status)
 
 
 def test_data_that_are_nan_are_refused_and_not_taken_for_data_far_away(key):

@@ -29,7 +29,7 @@ from ._estimate import AbstractEstimator, Accuracy, Estimate, default_estimator
 from ._field import Field, draw, signs, split
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
-from ._outcome import FINE, Outcome, failed, raise_failures
+from ._outcome import Outcome, Status, failed, raise_failures
 
 
 class StochasticFlow(eqx.Module):
@@ -52,7 +52,9 @@ class StochasticFlow(eqx.Module):
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); each takes the way
       gradients are computed.
 
-    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast.
+    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. In all of
+    them `t1` is the time at which Z is looked at, one for all or one a sample: by default the end of the path,
+    and not beyond it.
     Samples that leave for infinity in finite time have density zero, log-density −inf. A drift or
     diffusion that returns NaN, or a solver out of steps, is an error.
 
@@ -141,8 +143,8 @@ class StochasticFlow(eqx.Module):
     def sample_path(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), t1: float | Array | None = None
     ) -> Path:
-        """Draw paths from the driver's law. `t1`, if given, replaces the flow's end time: a number,
-        or an array of `shape` for a horizon per path."""
+        """Draw paths from the driver's law, on [0, t1]: by default to the flow's end time. `t1` is a number,
+        or an array of `shape` for an end per path."""
         horizon = self.t1 if t1 is None else t1
         return self.driver.sample(key=check_key(key), shape=shape, noise_dim=self.noise_dim, t1=horizon)
 
@@ -156,8 +158,7 @@ class StochasticFlow(eqx.Module):
     ) -> Array:
         """log p(x | path), Algorithm 1: one solve backwards from the end of the path.
 
-        `x` has shape `(..., d)` and the path coefficients `(..., n, m)`; batch axes broadcast. With
-        `t1`, the density at that earlier time along the same path, one for all or one a sample. `key`,
+        `x` has shape `(..., d)` and the path coefficients `(..., n, m)`; batch axes broadcast. `key`,
         one for all or one a sample, is needed only by a divergence or correction that draws random
         numbers.
         """
@@ -218,14 +219,13 @@ class StochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> Array:
-        """Draw Z_T, each sample on a path of its own, or on the given path or paths.
+        """Draw Z at time `t1`, each sample on a path of its own, or on the given path or paths.
 
-        `t1` replaces the end time: of the paths drawn, or, along a given path, the time to stop at.
+        Paths of its own end where the flow does; for longer ones give `path=flow.sample_path(..., t1=...)`.
         """
         flow = eqx.tree_at(lambda f: f.divergence, self, NoDivergence())
-        stop = None if path is None else t1
-        z, path, key = self._draw(key, shape, path, t1)
-        return flow.push_forward(z, path, t1=stop, key=key)[0]
+        z, path, key = self._draw(key, shape, path)
+        return flow.push_forward(z, path, t1=t1, key=key)[0]
 
     def sample_and_log_prob_given_path(
         self,
@@ -235,18 +235,17 @@ class StochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> tuple[Array, Array, Path]:
-        """Draw Z_T and log p(Z_T | path) in one forward solve; also returns the path or paths."""
-        stop = None if path is None else t1
-        z, path, key = self._draw(key, shape, path, t1)
-        x, log_change = self.push_forward(z, path, t1=stop, key=key)
+        """What `sample` draws and log p(Z | path) in one forward solve; also returns the path or paths."""
+        z, path, key = self._draw(key, shape, path)
+        x, log_change = self.push_forward(z, path, t1=t1, key=key)
         return x, _over_batch(self.base.log_prob, z) - log_change, path
 
     def _draw(
-        self, key: PRNGKeyArray, shape: tuple[int, ...], path: Path | None, t1: float | Array | None
+        self, key: PRNGKeyArray, shape: tuple[int, ...], path: Path | None
     ) -> tuple[Array, Path, PRNGKeyArray]:
         """Starting points, their paths, and a key for the solve."""
         key_base, key_path, key_solve = jax.random.split(check_key(key), 3)
-        path = self.sample_path(key=key_path, shape=shape, t1=t1) if path is None else path
+        path = self.sample_path(key=key_path, shape=shape) if path is None else path
         batch = jnp.broadcast_shapes(as_shape(shape), path.batch_shape)
         return self.base.sample(key=key_base, shape=batch), path, key_solve
 
@@ -324,7 +323,7 @@ class StochasticFlow(eqx.Module):
         outcome = Outcome(
             jnp.where(nan[:, None], jnp.nan, outcome.z),
             jnp.where(nan, jnp.nan, outcome.log_change),
-            jnp.where(nan, FINE, outcome.status),
+            jnp.where(nan & ~failed(outcome), Status.NON_FINITE, outcome.status),
             outcome.time,
         )
         return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), outcome)
@@ -348,7 +347,10 @@ class StochasticFlow(eqx.Module):
             check_positive("t1", t1)
             known = not is_traced(t1) and not is_traced(path.t1)
             if known and np.any(np.asarray(t1) > np.asarray(path.t1) * (1 + 1e-6)):
-                raise ValueError(f"t1 must not lie beyond the path's end at {path.t1}, got {t1}")
+                raise ValueError(
+                    f"t1 must not lie beyond the path's end at {path.t1}, got {t1}: draw a longer one, "
+                    "flow.sample_path(key=key, t1=...)"
+                )
         check_finite(name, z)
         check_finite("path coefficients", path.coefficients)
         if key is not None:

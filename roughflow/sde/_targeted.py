@@ -21,25 +21,13 @@ Skew = Callable[[Array, Array], Array]
 
 
 class TargetedSDE(AbstractItoSDE):
-    """The Itô SDE of `rf.targeted_sde`. σ and Q are held once, so that training moves them together
-    with the drift they determine."""
+    """What `rf.targeted_sde` makes. σ and Q are held once, so that training moves them together with the
+    drift they determine."""
 
     log_density: LogDensity | None = eqx.field(metadata=GIVEN)
     diffusion: Diffusion
     skew: Skew | None
-    score: Score | None = eqx.field(metadata=GIVEN, default=None)
-
-    def __init__(
-        self,
-        log_density: LogDensity | None,
-        diffusion: Diffusion,
-        skew: Skew | None = None,
-        score: Score | None = None,
-    ):
-        self.log_density = log_density
-        self.diffusion = diffusion
-        self.skew = skew
-        self.score = score
+    score: Score | None = eqx.field(metadata=GIVEN, default=None)  # which files of 0.1.0 lack
 
     def __check_init__(self):
         if (self.log_density is None) == (self.score is None):

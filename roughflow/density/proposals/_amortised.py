@@ -13,7 +13,7 @@ from ...flow import StochasticFlow
 from ...sde import MLP
 from ..surface import Cloud, Latent
 from ._draws import AbstractDraws, Independent
-from ._mixture import Mixture, one_component
+from ._mixture import Mixture
 from ._proposal import AbstractProposal
 
 
@@ -78,7 +78,7 @@ class Amortised(AbstractProposal):
         mean, log_scale, tilt = jnp.split(out, [d + n * m, 2 * (d + n * m)], axis=1)
         more = ((0, 0), (0, latent.path_size - n * m))
         mean, log_scale = (jnp.pad(part[:, d:], more) for part in (mean, log_scale))
-        law = one_component(mean, jnp.exp(log_scale), d)
+        law = Mixture.of(mean, jnp.exp(log_scale), d)
         if not tilt.size:  # many dimensions, or a file from before there was one
             return law
         slope = jnp.pad(jnp.reshape(tilt, (-1, d, n * m)), ((0, 0), *more))
