@@ -6,6 +6,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from problems import gbm_2d, ou_1d
@@ -68,8 +69,49 @@ def test_an_index_that_is_out_of_range():
 
 
 def test_a_base_of_another_dimension_is_named():
-    with refused(ValueError, "z of shape (3,), as the base draws it", "got (2, 3)"):
+    wrong = "base has dimension 3, but drift and diffusion have 2: "
+    with refused(ValueError, wrong, "diffusion must return shape (3, m)", "got (2, 3)"):
         rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), rf.Normal(jnp.zeros(3)))
+    network = rf.MLP(20, 20, width=3, key=jax.random.key(0))
+    for base, sde in (
+        (3, rf.ItoSDE(lambda t, z: jnp.stack([z[1], -z[0]]), rf.ConstantDiffusion(jnp.eye(2)))),
+        (1, rf.ItoSDE(lambda t, z: jnp.stack([z[1], -z[0]]), NOISE)),
+        (2, rf.ItoSDE(network, rf.DiagonalDiffusion(20, width=3, key=jax.random.key(0)))),
+    ):
+        true = 20 if sde.drift is network else 2
+        with refused(ValueError, f"base has dimension {base}, but drift and diffusion have {true}: drift"):
+            rf.StochasticFlow(sde, rf.Normal(jnp.zeros(base)))
+    with refused(ValueError, "z0 has dimension 3, but drift and diffusion have 2"):
+        rf.simulate(rf.ItoSDE(DRIFT, NOISE), jnp.zeros(3), key=jax.random.key(0))
+
+
+class Wrapped(eqx.Module):
+    """A network of Equinox as a diffusion."""
+
+    network: eqx.nn.MLP
+
+    def __call__(self, t, z):
+        return jnp.diag(self.network(z))
+
+
+def test_a_kink_in_the_diffusion_is_found_in_any_network(key):
+    """eqx.nn.MLP has relu by default. A drift, and a Stratonovich diffusion, may have it."""
+    make = lambda activation: eqx.nn.MLP(2, 2, 3, 1, activation=activation, key=key)
+    kinked, drift = make(jax.nn.relu), lambda t, z: make(jax.nn.relu)(z)
+    for diffusion, name in (
+        (Wrapped(kinked), "relu"),
+        (lambda t, z: jnp.diag(kinked(z)), "relu"),
+        (Wrapped(make(jax.nn.leaky_relu)), "leaky_relu"),
+        (
+            lambda t, z: lx.DiagonalLinearOperator(jax.lax.cond(t > 0, jax.nn.hard_tanh, jnp.tanh, z)),
+            "hard_tanh",
+        ),
+    ):
+        with refused(ValueError, f"diffusion has the activation {name},", "silently wrong", "softplus"):
+            rf.StochasticFlow(rf.ItoSDE(drift, diffusion), BASE)
+        rf.StochasticFlow(rf.StratonovichSDE(drift, diffusion), BASE)
+    for smooth in (jax.nn.softplus, jax.nn.silu, jax.nn.gelu, jnp.tanh):
+        rf.StochasticFlow(rf.ItoSDE(drift, Wrapped(make(smooth))), BASE)
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 1), ()])

@@ -51,6 +51,50 @@ def test_a_subclass_needs_no_private_type(name):
     assert {f"{member}: {part.__name__}" for member, part in ours if part not in shown} == set()
 
 
+def functions():
+    """Every public function, constructor and method."""
+    for name, value in public().items():
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            methods = {"": vars(value).get("__init__"), **vars(value)}
+            for method, function in methods.items():
+                if inspect.isfunction(function) and not method.startswith("_"):
+                    yield f"{name}.{method}", function
+
+
+def test_no_function_takes_arguments_it_does_not_name():
+    kinds = {name: [p.kind for p in inspect.signature(f).parameters.values()] for name, f in functions()}
+    assert len(kinds) > 100
+    assert [name for name, kind in kinds.items() if inspect.Parameter.VAR_KEYWORD in kind] == []
+
+
+NETWORKS = [
+    *("MLP", "FullDiffusion", "DiagonalDiffusion", "RestoringDrift", "LocalDiffusion", "SkewNetwork"),
+    *("VelocityNetwork", "Amortised", "neural_flow", "velocity_flow"),
+]
+
+
+def test_networks_are_made_alike():
+    """What it is for, then width, depth and activation; the rest by keyword."""
+    taking = {n for n, v in public().items() if "width" in str(_signature(v))}
+    assert taking - {"fit_density", "tune_sampler"} == set(NETWORKS)
+    for name in NETWORKS:
+        parameters = _signature(public()[name]).parameters
+        placed = [p for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        assert [p.name for p in placed[-3:]] == ["width", "depth", "activation"], name
+        assert all(p.default is inspect.Parameter.empty for p in placed[:-3]), name
+        # The rest of these is a function of time as it is.
+        by_itself = {"VelocityNetwork", "velocity_flow", "Amortised"}
+        assert ("time_dependent" in parameters) == (name not in by_itself), name
+
+
+def _signature(value):
+    return (
+        None if issubclass(type(value), type) and issubclass(value, Exception) else inspect.signature(value)
+    )
+
+
 class Midpoint(rf.AbstractIntegrator):
     """An integrator as a user writes it: the explicit midpoint rule on 64 steps."""
 

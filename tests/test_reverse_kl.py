@@ -33,7 +33,7 @@ def divergence(mean, t1=1.0):
 @pytest.mark.parametrize("num_paths", [0, 32])
 def test_the_loss_bounds_the_divergence_and_nears_it(num_paths, key):
     mean, evidence = 1.5, 0.5 * np.log(2 * np.pi)
-    objective = rf.ReverseKL(Shifted(jnp.array([mean])), num_paths, batch=2000)
+    objective = rf.ReverseKL(Shifted(jnp.array([mean])), num_paths, batch_size=2000)
     loss, metrics = objective(langevin(jnp.array([mean])), None, key=key)
     excess = float(loss) - (divergence(mean) - evidence)
     # The gap is I(Z; start, path but for its endpoint): ½ log of a ratio of variances for K = 0.
@@ -45,7 +45,7 @@ def test_the_loss_bounds_the_divergence_and_nears_it(num_paths, key):
 
 def test_the_target_is_not_trained_and_the_penalty_leaves_it_alone(key):
     flow = langevin(jnp.array([1.5]))
-    objective = rf.ReverseKL(Shifted(jnp.array([1.5])), 1, batch=16, l1=100.0)
+    objective = rf.ReverseKL(Shifted(jnp.array([1.5])), 1, batch_size=16, l1=100.0)
     fitted = rf.fit(
         flow,
         key=key,
@@ -67,7 +67,12 @@ def test_decay_of_weights_leaves_what_is_given_alone(key):
     flow = rf.StochasticFlow(rf.targeted_sde(target, noise), rf.Normal(jnp.ones(1)))
     decay = optax.adamw(0.1, weight_decay=0.5)
     fitted = rf.fit(
-        flow, key=key, objective=rf.ReverseKL(target, 0, batch=8), steps=3, optimiser=decay, progress=False
+        flow,
+        key=key,
+        objective=rf.ReverseKL(target, 0, batch_size=8),
+        steps=3,
+        optimiser=decay,
+        progress=False,
     )
     sde = fitted.model.sde
     assert fitted.objective.log_density.mean == sde.log_density.mean == 1.5
@@ -81,14 +86,14 @@ def test_a_sample_that_escapes_is_no_gain(key):
     flow = rf.StochasticFlow(
         rf.ItoSDE(lambda t, z: z**3, rf.ConstantDiffusion(jnp.eye(1))), rf.Normal(jnp.zeros(1), 3.0)
     )
-    loss, metrics = rf.ReverseKL(Shifted(jnp.zeros(1)), 0, batch=64)(flow, None, key=key)
+    loss, metrics = rf.ReverseKL(Shifted(jnp.zeros(1)), 0, batch_size=64)(flow, None, key=key)
     assert 0.3 < metrics["lost"] < 1
     assert loss > 990 * metrics["lost"]
 
 
 def test_the_penalty_is_the_sum_of_absolute_values(key):
     flow, target = langevin(jnp.array([1.5])), Shifted(jnp.array([1.5]))
-    losses = [rf.ReverseKL(target, 1, batch=16, l1=l1)(flow, None, key=key)[0] for l1 in (0.0, 0.25)]
+    losses = [rf.ReverseKL(target, 1, batch_size=16, l1=l1)(flow, None, key=key)[0] for l1 in (0.0, 0.25)]
     np.testing.assert_allclose(losses[1] - losses[0], 0.25)
 
 

@@ -18,6 +18,7 @@ from ..sde import (
     AbstractItoSDE,
     AbstractSDE,
     AbstractStratonovichSDE,
+    check_kinks,
     checked_correction,
     noise_dimension,
     with_explicit_parameters,
@@ -52,9 +53,9 @@ class StochasticFlow(eqx.Module):
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); each takes the way
       gradients are computed.
 
-    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. In all of
-    them `t1` is the time at which Z is looked at, one for all or one a sample: by default the end of the path,
-    and not beyond it.
+    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. In all
+    of them `t1` is the time at which Z is looked at, one for all or one a sample: by default the end of the
+    path, and not beyond it.
     Samples that leave for infinity in finite time have density zero, log-density −inf. A drift or
     diffusion that returns NaN, or a solver out of steps, is an error.
 
@@ -108,6 +109,7 @@ class StochasticFlow(eqx.Module):
             raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")
         self.dimension = point.shape[0]
         self.noise_dim = noise_dimension(sde, self.dimension)
+        check_kinks(sde, self.dimension)
         self.sde = sde
         self.base = base
         # A plain number, so that nothing mistakes the end time for a parameter to train.

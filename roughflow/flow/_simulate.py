@@ -51,7 +51,7 @@ def simulate(
     z0 = z0 if jnp.issubdtype(z0.dtype, jnp.floating) else z0.astype(float)
     if not z0.ndim:
         raise ValueError("z0 must have shape (..., d), got ()")
-    noise_dim = noise_dimension(sde, z0.shape[-1])
+    noise_dim = noise_dimension(sde, z0.shape[-1], "z0")
     if increments is None:
         if key is None:
             raise TypeError("simulate needs key=jax.random.key(seed), or increments")

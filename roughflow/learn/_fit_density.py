@@ -143,7 +143,7 @@ def fit_density(
         context=table.context,
         width=chosen.width if width is None else width,
         depth=depth,
-        features=chosen.features,
+        num_features=chosen.num_features,
         key=key_model,
     )
     least = {True: -np.inf, False: np.inf, None: chosen.worth}[marginals]

@@ -31,7 +31,16 @@ NAMESPACES: dict[str, tuple[str, ...]] = {
 }
 # What classes and fields were called in older files.
 RENAMED = {"Unadjusted": "UnadjustedSampler", "Adjusted": "AdjustedSampler", "AdjustedFlow": "FlowSampler"}
-RENAMED_FIELDS = {("Laplace", "starts"): "num_starts"}
+RENAMED_FIELDS = {
+    ("Laplace", "starts"): "num_starts",
+    ("Sobol", "replicates"): "num_replicates",
+    ("Unbiased", "replicates"): "num_replicates",
+    ("UpperBound", "fresh"): "num_paths",
+    ("ReverseKL", "batch"): "batch_size",
+    ("FlowSampler", "substeps"): "num_substeps",
+    ("Chain", "gradients"): "num_gradients",
+    ("Tuned", "gradients"): "num_gradients",
+}
 _ACTIVATIONS = (
     *("relu", "relu6", "elu", "selu", "celu", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu"),
     *("soft_sign", "softplus", "squareplus", "silu", "mish", "gelu", "sigmoid", "log_sigmoid", "identity"),

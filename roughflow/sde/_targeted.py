@@ -9,7 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
 from ._given import GIVEN
-from ._networks import MLP, ConstantDiffusion
+from ._networks import MLP, Activation, ConstantDiffusion, tanh
 from ._noise import check_own_noise
 from ._notation import equation, noise_part, part
 from ._sde import AbstractItoSDE, Diffusion, ItoSDE
@@ -27,7 +27,19 @@ class TargetedSDE(AbstractItoSDE):
     log_density: LogDensity | None = eqx.field(metadata=GIVEN)
     diffusion: Diffusion
     skew: Skew | None
-    score: Score | None = eqx.field(metadata=GIVEN, default=None)  # which files of 0.1.0 lack
+    score: Score | None = eqx.field(metadata=GIVEN, default=None)
+
+    def __init__(
+        self,
+        log_density: LogDensity | None,
+        diffusion: Diffusion,
+        skew: Skew | None = None,
+        score: Score | None = None,
+    ):
+        self.log_density = log_density
+        self.diffusion = diffusion
+        self.skew = skew
+        self.score = score
 
     def __check_init__(self):
         if (self.log_density is None) == (self.score is None):
@@ -213,11 +225,21 @@ class SkewNetwork(eqx.Module):
     network: MLP
 
     def __init__(
-        self, dimension: int, width: int = 64, depth: int = 1, *, scale: float = 1.0, key: PRNGKeyArray
+        self,
+        dimension: int,
+        width: int = 64,
+        depth: int = 1,
+        activation: Activation = tanh,
+        *,
+        time_dependent: bool = False,
+        scale: float = 1.0,
+        key: PRNGKeyArray,
     ):
         check_count("dimension", dimension)
         size = dimension * (dimension - 1) // 2
-        self.network = MLP(dimension, size, width, depth, scale=scale, key=key)
+        self.network = MLP(
+            dimension, size, width, depth, activation, time_dependent=time_dependent, scale=scale, key=key
+        )
 
     def __call__(self, t: Array, z: Array) -> Array:
         lower = jnp.tril_indices(z.shape[0], -1)

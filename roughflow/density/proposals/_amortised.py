@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from ..._checks import check_key
 from ..._linear import UNROLL
 from ...flow import StochasticFlow
-from ...sde import MLP
+from ...sde import MLP, Activation, tanh
 from ..surface import Cloud, Latent
 from ._draws import AbstractDraws, Independent
 from ._mixture import Mixture
@@ -29,7 +28,7 @@ class Amortised(AbstractProposal):
 
     Coefficients it was not made for, those of a driver with more functions, it draws from the prior.
 
-    **Arguments:** `flow`, for its sizes; `width` and `depth` of the network; `draws`.
+    **Arguments:** `flow`, for its sizes; `width`, `depth` and `activation` of the network; `draws`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -52,16 +51,16 @@ class Amortised(AbstractProposal):
         flow: StochasticFlow,
         width: int = 32,
         depth: int = 2,
-        draws: AbstractDraws | None = None,
+        activation: Activation = tanh,
         *,
+        draws: AbstractDraws | None = None,
         key: PRNGKeyArray,
     ):
         self.sizes = (flow.dimension, flow.driver.num_functions, flow.noise_dim)
         path = flow.driver.num_functions * flow.noise_dim
         outputs = 2 * (flow.dimension + path) + (flow.dimension * path if flow.dimension <= UNROLL else 0)
-        self.network = MLP(
-            flow.dimension, outputs, width, depth, time_dependent=True, scale=0.0, key=check_key(key)
-        )
+        sizes = flow.dimension, outputs
+        self.network = MLP(*sizes, width, depth, activation, time_dependent=True, scale=0.0, key=key)
         self.draws = Independent() if draws is None else draws
 
     def law(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
