@@ -47,7 +47,7 @@ def density(workload: Workload, model, integrator: rf.AbstractIntegrator) -> Obj
 def simulation_objectives(workload: Workload) -> dict[str, Objective]:
     def end(model, weights: list[jax.Array]) -> jax.Array:
         sde = rf.StratonovichSDE(*model(weights))
-        noise = jnp.asarray(workload.noise)
+        noise = jnp.swapaxes(jnp.asarray(workload.noise), 0, 1)
         scheme = rf.StratonovichMidpoint()
         return jnp.sum(rf.simulate(sde, workload.x, increments=noise, scheme=scheme) ** 2, axis=-1)
 

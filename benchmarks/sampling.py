@@ -84,21 +84,21 @@ def compare(name: str, target: Target, key) -> None:
     )
     places = tuned.z[:CHAINS]
     chain = rf.sample_chain(tuned.sampler, places, key=keys[2], num_steps=STEPS)
-    rows = {"tuned": measure(chain, chain.gradients * CHAINS, tuned.gradients, began)}
+    rows = {"tuned": measure(chain, chain.num_gradients * CHAINS, tuned.num_gradients, began)}
     began = time.perf_counter()
     chain = mala(target, places, keys[2])
-    rows["MALA"] = measure(chain, chain.gradients * CHAINS, 0, began)
+    rows["MALA"] = measure(chain, chain.num_gradients * CHAINS, 0, began)
     began = time.perf_counter()
     sampler, warm = rf.warm_up(target.log_density, start, key=keys[1], num_steps=WARM_UP)
     chain = rf.sample_chain(sampler, warm[:CHAINS], key=keys[2], num_steps=LONG)
-    rows["MALA, warmed up"] = measure(chain, chain.gradients * CHAINS, WARM_UP * len(start), began)
+    rows["MALA, warmed up"] = measure(chain, chain.num_gradients * CHAINS, WARM_UP * len(start), began)
     began = time.perf_counter()
     rows["NUTS"] = measure(*nuts(target, start[:CHAINS], keys[3]), began)
     print(f"\n{name}: gradients an effective sample")
     print(format_table(HEADER, [[entry, *row.cells] for entry, row in rows.items()]))
     ours, best = rows["tuned"], rows["MALA"]
     saved = min(best.bulk - ours.bulk, best.tail - ours.tail)
-    even = f"even after {tuned.gradients / saved:.0f} effective samples" if saved > 0 else "never even"
+    even = f"even after {tuned.num_gradients / saved:.0f} effective samples" if saved > 0 else "never even"
     print(
         f"MALA / tuned: {best.bulk / ours.bulk:.1f} bulk, {best.tail / ours.tail:.1f} tail; "
         f"NUTS / tuned: {rows['NUTS'].bulk / ours.bulk:.1f}, {rows['NUTS'].tail / ours.tail:.1f}; "

@@ -62,7 +62,9 @@ def posterior(target: ModelTarget, *, key) -> rf.Chain:
     start = target.start + 0.1 * jax.random.normal(keys[0], (CHAINS, target.dimension))
     sampler, z = rf.warm_up(target, start, key=keys[1], num_steps=4000)
     chain = rf.sample_chain(sampler, z, key=keys[2], num_steps=STEPS, thin=10)
-    print(f"acceptance {chain.acceptance.mean():.2f}, {chain.gradients} gradients a chain, {CHAINS} chains")
+    print(
+        f"acceptance {chain.acceptance.mean():.2f}, {chain.num_gradients} gradients a chain, {CHAINS} chains"
+    )
     return chain
 
 
@@ -89,7 +91,7 @@ def main() -> None:
     data = SCHOOLS if arguments.data is None else json.loads(arguments.data.read_text(encoding="utf-8"))
     arrays = {key: jnp.asarray(value, float) for key, value in data.items() if isinstance(value, list)}
     keys = jax.random.split(jax.random.key(0), 3)
-    target = target_from_model(MODELS[arguments.name], **arrays, key=keys[0])
+    target = target_from_model(MODELS[arguments.name], key=keys[0], model_kwargs=arrays)
     chain = posterior(target, key=keys[1])
     print(arviz.summary(to_arviz(chain, constrain=target.constrain)))
     bound = evidence(target, chain, key=keys[2])

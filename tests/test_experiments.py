@@ -1,6 +1,7 @@
 """The experiments write what they say, and keep the work they have done."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import roughflow as rf
 from roughflow import experiments
 from roughflow.datasets import Banana
-from roughflow.experiments import _fig2, _fig3, _run, _toys
+from roughflow.experiments import _fig2, _fig3, _fig4, _run, _toys
 from roughflow.experiments._run import Run, paper_flow
 
 
@@ -51,8 +52,8 @@ def test_a_trained_model_is_kept_and_scored(key, tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Everything in small, so that an experiment is over in a minute."""
-    sizes = {"ROWS": 3000, "TEST": 60, "NOISY_TEST": 20, "SCORED": 8, "HISTOGRAM": 2000, "PIXELS": 64}
+    """Little data and few points, as many for one purpose as for another: what is compiled serves all."""
+    sizes = {"ROWS": 3000, "TEST": 4, "NOISY_TEST": 4, "SCORED": 32, "HISTOGRAM": 2000, "PIXELS": 64}
     for name, value in sizes.items():
         monkeypatch.setattr(_run, name, value)
     return monkeypatch
@@ -66,8 +67,8 @@ def test_a_regression_is_kept_and_scored_with_noise_and_without(tmp_path, small)
     small.setattr("roughflow.fit_density", lambda *a, **k: pytest.fail("trained again"))
     again = run.regress("a", distribution, steps=50, beside=10, width=4)
     plain, noisy = run.excess_with(again, distribution, 0.0), run.excess_with(again, distribution, 0.5)
-    assert (plain["test_points"], noisy["test_points"], noisy["num_paths"]) == (60, 20, 64)
-    x = distribution.sample(key=run.key("test"), shape=(60,))
+    assert (plain["test_points"], noisy["test_points"], noisy["num_paths"]) == (4, 4, 64)
+    x = distribution.sample(key=run.key("test"), shape=(4,))
     values = regressed.model.log_prob(x, key=run.key("any"))
     np.testing.assert_allclose(plain["excess"], np.mean(distribution.log_prob(x) - values), atol=1e-5)
     assert plain["training_steps"] == 10
@@ -91,15 +92,68 @@ def test_paths_that_have_the_distribution_of_the_data_are_near_it_and_forget_at_
     assert min(far["pooled_kolmogorov"]) > 0.3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["fig2", "fig3", "toys"])
-def test_the_larger_experiments_write_their_figures(name, tmp_path, small):
-    small.setattr(_fig2, "WALK", 200)
-    small.setattr(_fig3, "IN_TRAINING", (0.0, 0.5))
-    small.setattr(_fig3, "AFTERWARDS", (0.0, 0.5))
-    small.setattr(_toys, "DISTRIBUTIONS", {"banana": Banana()})
-    metrics = experiments.run(name, tmp_path, steps=3, progress=False)
+@pytest.fixture
+def tiny(small):
+    """Small networks, short paths, pictures of four points."""
+    for module, name, value in (
+        *((module, "PIXELS", 2) for module in (_run, _fig3, _toys)),
+        *((module, "paper_flow", partial(paper_flow, width=4, depth=1)) for module in (_fig2, _fig3, _toys)),
+        (_run, "WIDTH", 4),
+        (_fig2, "WIDTH", 4),
+        (_toys, "WIDTH", 4),
+        (_fig2, "REGRESSION", _fig2.STEPS),
+        (_fig3, "REGRESSION", _fig3.STEPS),
+        (_toys, "REGRESSION", _toys.STEPS),
+        (_fig2, "WALK", 100),
+        (_fig2, "CHAINS", 4),
+        (_fig2, "HORIZONS", {"staying-identity": 2.0, "staying-along": 1.0}),
+        (_fig2, "PAPER_HORIZON", 1.0),
+        (_fig3, "IN_TRAINING", (0.0, 0.5)),
+        (_fig3, "AFTERWARDS", (0.0, 0.5)),
+        (_fig4, "BATCH", 8),
+        (_fig4, "SAMPLES", 50),
+        (_fig4, "LONG", 50),
+        (_toys, "DISTRIBUTIONS", {"banana": Banana()}),
+        (_toys, "POINTS", 4),
+    ):
+        small.setattr(module, name, value)
+
+
+# The models each keeps, and one of its numbers by the way to it.
+WRITTEN = {
+    "fig2": (["identity", "learned", "one-path", "regression"], ["staying-along", "pooled_kolmogorov"]),
+    "fig3": (["0", "0.5", "regression"], ["regression", "0.5", "excess"]),
+    "fig4": (["seed-0", "seed-1", "seed-2"], ["long_run_kolmogorov_distance", "printed"]),
+    "toys": (["banana-CNF", "banana-regression"], ["banana", "regression-noise", "excess"]),
+}
+
+
+# Figures 2 and 3 train more models, each of which takes its time to compile.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("fig2", "fig3") else ()) for name in WRITTEN],
+)
+def test_the_experiments_write_their_figures_and_numbers(name, tmp_path, tiny):
+    models, way = WRITTEN[name]
+    metrics = experiments.run(name, tmp_path, steps=2, progress=False)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == metrics
-    written = {"fig3": ["fig3.png", "fig3-noise.png"]}.get(name, [f"{name}.png"])
-    assert all((tmp_path / file).stat().st_size > 10_000 for file in written)
-    assert not list(tmp_path.glob("*.checkpoint"))
+    figures = ["fig3.png", "fig3-noise.png"] if name == "fig3" else [f"{name}.png"]
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *figures,
+        f"{name}.json",
+        *(f"{name}-{model}.rf" for model in models),
+    }
+    assert all((tmp_path / file).stat().st_size > 10_000 for file in figures)
+    found = metrics
+    for step in way:
+        found = found[step]
+    assert np.all(np.isfinite(found))
+    steps = [part["training_steps"] for part in _scored(metrics)]
+    assert steps == [2] * len(steps)
+
+
+def _scored(metrics):
+    """All entries that tell how a model was trained."""
+    parts = [part for part in metrics.values() if isinstance(part, dict)]
+    own = [metrics] if "training_steps" in metrics else []
+    return [*own, *(found for part in parts for found in _scored(part))]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from problems import gbm_2d, ou_1d
@@ -68,8 +69,49 @@ def test_an_index_that_is_out_of_range():
 
 
 def test_a_base_of_another_dimension_is_named():
-    with refused(ValueError, "z of shape (3,), as the base draws it", "got (2, 3)"):
+    wrong = "base has dimension 3, but drift and diffusion have 2: "
+    with refused(ValueError, wrong, "diffusion must return shape (3, m)", "got (2, 3)"):
         rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), rf.Normal(jnp.zeros(3)))
+    network = rf.MLP(20, 20, width=3, key=jax.random.key(0))
+    for base, sde in (
+        (3, rf.ItoSDE(lambda t, z: jnp.stack([z[1], -z[0]]), rf.ConstantDiffusion(jnp.eye(2)))),
+        (1, rf.ItoSDE(lambda t, z: jnp.stack([z[1], -z[0]]), NOISE)),
+        (2, rf.ItoSDE(network, rf.DiagonalDiffusion(20, width=3, key=jax.random.key(0)))),
+    ):
+        true = 20 if sde.drift is network else 2
+        with refused(ValueError, f"base has dimension {base}, but drift and diffusion have {true}: drift"):
+            rf.StochasticFlow(sde, rf.Normal(jnp.zeros(base)))
+    with refused(ValueError, "z0 has dimension 3, but drift and diffusion have 2"):
+        rf.simulate(rf.ItoSDE(DRIFT, NOISE), jnp.zeros(3), key=jax.random.key(0))
+
+
+class Wrapped(eqx.Module):
+    """A network of Equinox as a diffusion."""
+
+    network: eqx.nn.MLP
+
+    def __call__(self, t, z):
+        return jnp.diag(self.network(z))
+
+
+def test_a_kink_in_the_diffusion_is_found_in_any_network(key):
+    """eqx.nn.MLP has relu by default. A drift, and a Stratonovich diffusion, may have it."""
+    make = lambda activation: eqx.nn.MLP(2, 2, 3, 1, activation=activation, key=key)
+    kinked, drift = make(jax.nn.relu), lambda t, z: make(jax.nn.relu)(z)
+    for diffusion, name in (
+        (Wrapped(kinked), "relu"),
+        (lambda t, z: jnp.diag(kinked(z)), "relu"),
+        (Wrapped(make(jax.nn.leaky_relu)), "leaky_relu"),
+        (
+            lambda t, z: lx.DiagonalLinearOperator(jax.lax.cond(t > 0, jax.nn.hard_tanh, jnp.tanh, z)),
+            "hard_tanh",
+        ),
+    ):
+        with refused(ValueError, f"diffusion has the activation {name},", "silently wrong", "softplus"):
+            rf.StochasticFlow(rf.ItoSDE(drift, diffusion), BASE)
+        rf.StochasticFlow(rf.StratonovichSDE(drift, diffusion), BASE)
+    for smooth in (jax.nn.softplus, jax.nn.silu, jax.nn.gelu, jnp.tanh):
+        rf.StochasticFlow(rf.ItoSDE(drift, Wrapped(make(smooth))), BASE)
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 1), ()])
@@ -109,8 +151,10 @@ def test_wrong_end_time(t1, key):
 
 def test_end_time_beyond_the_path(key):
     flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
-    with refused(ValueError, "t1"):
+    with refused(ValueError, "t1", "beyond the path's end at 1.0, got 2.0", "sample_path"):
         flow.log_prob_given_path(jnp.zeros(2), flow.sample_path(key=key), t1=2.0)
+    with refused(ValueError, "t1", "beyond the path's end"):
+        flow.sample(key=key, t1=2.0)
 
 
 def test_wrong_sde_or_base():
@@ -233,6 +277,22 @@ def test_one_broken_sample_is_found_in_a_batch(key):
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
     with refused(rf.NonFiniteError, "drift returned", "t = 1", "z = [7]"):
         flow.log_prob_given_path(jnp.array([[0.0], [7.0], [1.0]]), flow.sample_path(key=key))
+
+
+def test_the_outcome_says_why_each_solve_ended(key):
+    """dZ = Z³ dt, NaN below −1: near zero it arrives, from 2 it leaves for infinity by t = 1/8."""
+    sde = rf.ItoSDE(lambda t, z: jnp.where(z < -1, jnp.nan, z**3), rf.NoDiffusion())
+    z, codes = jnp.array([[0.1], [2.0], [-2.0]]), rf.Status
+    for integrator, told in (
+        (rf.FixedGrid(steps=16), [codes.FINE, codes.ESCAPED, codes.NON_FINITE]),
+        (rf.Adaptive(max_steps=16, per_sample=True), [codes.FINE, codes.OUT_OF_STEPS, codes.NON_FINITE]),
+    ):
+        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=integrator).without_errors()
+        outcome = flow.solve(z, flow.sample_path(key=key), reverse=False)
+        assert [rf.Status(code) for code in outcome.status.tolist()] == told
+    inside = jax.jit(lambda z: flow.solve(z, flow.sample_path(key=key), reverse=False).status)
+    assert inside(jnp.array([[jnp.nan]])) == rf.Status.NON_FINITE
+    assert all(code.message and "\n" not in code.message for code in rf.Status)
 
 
 def test_data_that_are_nan_are_refused_and_not_taken_for_data_far_away(key):

@@ -270,7 +270,7 @@ def test_a_run_is_the_same_in_another_process(finished):
     [
         ({"steps": 50}, r"model.integrator.steps was None, now 50$"),
         ({"driver": 3}, r"model.driver.num_functions was 2, now 3$"),
-        ({"batch": 9}, r"objective.batch was 8, now 9$"),
+        ({"batch": 9}, r"objective.batch_size was 8, now 9$"),
         ({"l1": 0.5}, r"objective.l1 was 0.0, now 0.5$"),
         ({"target": lambda z: bell(z, 1.0)}, r"log_density was functools.partial, now test_fit.<lambda>$"),
         (

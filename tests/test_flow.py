@@ -185,13 +185,17 @@ def test_float32_throughout(integrator, key):
     np.testing.assert_allclose(single, flow.log_prob_given_path(x, path), rtol=0, atol=2e-4)
 
 
-def test_sampling_along_a_given_path_stops_where_told(key):
+def test_sampling_stops_where_told_along_a_given_path_and_along_its_own(key):
     flow = rf.StochasticFlow(gbm_1d().ito, rf.Normal(jnp.array([2.0]), 1e-9), 1.0)
     path = flow.sample_path(key=key)
     expected, _ = flow.push_forward(jnp.array([2.0]), path, t1=0.4)
     np.testing.assert_allclose(flow.sample(key=key, path=path, t1=0.4), expected, rtol=1e-6)
     x, _, _ = flow.sample_and_log_prob_given_path(key=key, path=path, t1=0.4)
     np.testing.assert_allclose(x, expected, rtol=1e-6)
+    x, _, path = flow.sample_and_log_prob_given_path(key=key, t1=0.4)
+    assert path.t1 == 1.0
+    np.testing.assert_array_equal(flow.sample(key=key, t1=0.4), x)
+    np.testing.assert_allclose(flow.push_forward(jnp.array([2.0]), path, t1=0.4)[0], x, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

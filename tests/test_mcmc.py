@@ -16,7 +16,7 @@ def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_di
     sampler = rf.AdjustedSampler(rf.targeted_sde(CAUCHY, SPREAD), dt=1.5)
     chain = rf.sample_chain(sampler, jnp.zeros((500, 1)), key=key, num_steps=200, burn_in=200, thin=10)
     assert chain.samples.shape == (500, 20, 1)
-    assert chain.gradients == 400
+    assert chain.num_gradients == 400
     assert 0.3 < chain.acceptance.mean() < 0.9
     # 10,000 values, neighbours somewhat alike: 0.0136 would be the 5 % point if they were independent.
     assert kolmogorov(chain, cauchy_cdf) < 0.025

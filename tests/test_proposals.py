@@ -229,7 +229,7 @@ def test_numbers_of_paths_that_do_not_make_whole_groups_are_refused():
     for count in (7, 24, 4):
         with pytest.raises(ValueError, match=rf"^num_paths must be 8 times a power of two, got {count}$"):
             rf.Sobol().group(count)
-    with pytest.raises(ValueError, match=r"^replicates must be at least 2"):
+    with pytest.raises(ValueError, match=r"^num_replicates must be at least 2"):
         rf.Sobol(1)
 
 

@@ -106,7 +106,7 @@ def test_sdes_are_told_in_their_notation(key):
     target = lambda z: -0.5 * z @ z
     assert "∇log p" in line(rf.overdamped_langevin(target, 2))
     assert "Q" in line(rf.underdamped_langevin(target, 2))
-    flow = rf.velocity_flow(2, width=4, depth=1, features=3, key=key)
+    flow = rf.velocity_flow(2, width=4, depth=1, num_features=3, key=key)
     transport = rf.NormalTransport(flow.sde.drift, jnp.zeros(2), jnp.ones(2))
     assert line(rf.TransportSDE(transport)) == "dZ = v(t, Z) dt"
     noisy = rf.TransportSDE(transport, rf.FadingDiffusion(rf.ConstantDiffusion(jnp.eye(2))))

@@ -235,7 +235,7 @@ def test_samplers_and_targets_of_version_0_1_0_load():
     expected = json.loads((FILES / "expected.json").read_text())
     sampler, sde = rf.load(FILES / "sampler.rf"), rf.load(FILES / "momenta.rf")
     assert isinstance(sampler, rf.FlowSampler)
-    assert (sampler.dt, sampler.substeps) == (0.5, 4)
+    assert (sampler.dt, sampler.num_substeps) == (0.5, 4)
     t, z = jnp.array(0.5), jnp.array([0.3, -0.2])
     values = np.concatenate([np.ravel(sampler.sde.noise(t, z)), np.ravel(sampler.sde.skew(t, z))])
     np.testing.assert_allclose(values, expected["sampler"], rtol=1e-9)

@@ -16,18 +16,20 @@ SCHEMES = {
     "Heun": (rf.StratonovichHeun(), 1.0),
     "midpoint": (rf.StratonovichMidpoint(), 1.0),
     "Milstein": (rf.Milstein(), 1.0),
+    "linearly implicit": (rf.LinearlyImplicitEuler(), 0.5),
 }
 every_scheme = pytest.mark.parametrize(("scheme", "order"), SCHEMES.values(), ids=SCHEMES.keys())
 
 
 def brownian(level, paths, noise_dimension, seed=0):
     """Increments over [0, 1] on 2^level steps."""
-    normal = np.random.default_rng(seed).normal(size=(2**level, paths, noise_dimension))
+    normal = np.random.default_rng(seed).normal(size=(paths, 2**level, noise_dimension))
     return normal * 2 ** (-level / 2)
 
 
 def coarsened(increments, level):
-    return jnp.asarray(increments.reshape(2**level, -1, *increments.shape[1:]).sum(axis=1))
+    paths, _, noise_dimension = increments.shape
+    return jnp.asarray(increments.reshape(paths, 2**level, -1, noise_dimension).sum(axis=2))
 
 
 def strong_order(sde, z0, truth, increments, scheme):
@@ -46,7 +48,7 @@ def strong_order(sde, z0, truth, increments, scheme):
 def test_strong_order_on_geometric_brownian_motion(scheme, order):
     mu, sigma = 0.2, 0.8
     increments = brownian(8, PATHS, 1)
-    truth = np.exp(mu - sigma**2 / 2 + sigma * increments.sum(axis=0))
+    truth = np.exp(mu - sigma**2 / 2 + sigma * increments.sum(axis=1))
     found = strong_order(gbm_1d(mu, sigma).ito, jnp.ones((PATHS, 1)), truth, increments, scheme)
     assert abs(found - order) < 0.15
 
@@ -55,8 +57,8 @@ def test_euler_maruyama_has_strong_order_one_for_additive_noise():
     """Ornstein–Uhlenbeck dZ = −2Z dt + 1.3 dB, the exact solution from a grid 32 times finer."""
     increments = brownian(13, 500, 1)
     times = (np.arange(2**13) + 0.5) / 2**13
-    weights = np.exp(-2 * (1 - times))[:, None, None]
-    truth = np.exp(-2.0) + 1.3 * np.sum(weights * increments, axis=0)
+    weights = np.exp(-2 * (1 - times))[:, None]
+    truth = np.exp(-2.0) + 1.3 * np.sum(weights * increments, axis=1)
     found = strong_order(ou_1d().ito, jnp.ones((500, 1)), truth, increments, rf.EulerMaruyama())
     assert abs(found - 1) < 0.15
 
@@ -65,7 +67,7 @@ def test_milstein_has_strong_order_one_for_diagonal_noise():
     rates, sigmas = np.array([0.2, -0.3]), np.array([0.8, 0.5])
     sde = rf.ItoSDE(lambda t, z: jnp.asarray(rates) * z, lambda t, z: jnp.diag(jnp.asarray(sigmas) * z))
     increments = brownian(8, PATHS, 2)
-    truth = np.exp(rates - sigmas**2 / 2 + sigmas * increments.sum(axis=0))
+    truth = np.exp(rates - sigmas**2 / 2 + sigmas * increments.sum(axis=1))
     found = strong_order(sde, jnp.ones((PATHS, 2)), truth, increments, rf.Milstein())
     assert abs(found - 1) < 0.15
 
@@ -77,8 +79,8 @@ def test_noise_that_does_not_commute():
         lambda t, z: jnp.stack([jnp.array([1.0, 0.0]), jnp.stack([jnp.zeros_like(z[0]), z[0]])]),
     )
     increments = brownian(12, 1000, 2)
-    x = np.cumsum(increments[..., 0], axis=0) - 0.5 * increments[..., 0]
-    truth = np.stack([increments[..., 0].sum(axis=0), np.sum(x * increments[..., 1], axis=0)], axis=-1)
+    x = np.cumsum(increments[..., 0], axis=1) - 0.5 * increments[..., 0]
+    truth = np.stack([increments[..., 0].sum(axis=1), np.sum(x * increments[..., 1], axis=1)], axis=-1)
     found = strong_order(sde, jnp.zeros((1000, 2)), truth, increments, rf.StratonovichHeun())
     assert abs(found - 0.5) < 0.15
     with pytest.raises(ValueError, match=r"Milstein needs commutative noise.*StratonovichHeun") as caught:
@@ -93,7 +95,11 @@ def test_milstein_refuses_noise_that_commutes_only_where_it_starts():
         lambda t, z: jnp.stack([jnp.array([1.0, 0.0]), jnp.stack([jnp.zeros_like(z[0]), z[0] ** 2])]),
     )
     with pytest.raises(ValueError, match="Milstein needs commutative noise"):
-        rf.simulate(sde, jnp.zeros((3, 2)), increments=jnp.ones((4, 3, 2)), scheme=rf.Milstein())
+        rf.simulate(sde, jnp.zeros((3, 2)), increments=jnp.ones((3, 4, 2)), scheme=rf.Milstein())
+    with pytest.raises(ValueError, match="Milstein needs commutative noise"):
+        rf.sample_chain(
+            rf.UnadjustedSampler(sde, 0.1, rf.Milstein()), jnp.zeros(2), key=jax.random.key(0), num_steps=1
+        )
 
 
 # ------------------------------------------------------------------------------ both calculi
@@ -144,19 +150,21 @@ def test_trajectory_starts_at_the_start_and_ends_at_the_end(key):
     z0 = jax.random.normal(key, (2, 4, 3))
     end = rf.simulate(problem.ito, z0, key=key, t1=0.7, steps=10)
     whole = rf.simulate(problem.ito, z0, key=key, t1=0.7, steps=10, trajectory=True)
-    assert whole.shape == (11, 2, 4, 3)
-    np.testing.assert_array_equal(whole[0], z0)
-    np.testing.assert_array_equal(whole[-1], end)
+    assert whole.shape == (2, 4, 11, 3)
+    np.testing.assert_array_equal(whole[..., 0, :], z0)
+    np.testing.assert_array_equal(whole[..., -1, :], end)
+    chain = rf.sample_chain(problem.ito, z0[0], key=key, num_steps=10, dt=0.07)
+    assert chain.samples.shape == whole[0, :, 1:].shape  # the same axes
 
 
 def test_batch_shapes_and_given_increments(key):
     """A batch of any shape is its samples one by one on their own increments."""
     sde = nonlinear_3d().ito
     z0 = jax.random.normal(key, (2, 4, 3))
-    increments = 0.3 * jax.random.normal(key, (10, 2, 4, 2))
+    increments = 0.3 * jax.random.normal(key, (2, 4, 10, 2))
     together = rf.simulate(sde, z0, increments=increments, t1=0.7)
     assert together.shape == (2, 4, 3)
-    alone = rf.simulate(sde, z0[1, 2], increments=increments[:, 1, 2], t1=0.7)
+    alone = rf.simulate(sde, z0[1, 2], increments=increments[1, 2], t1=0.7)
     np.testing.assert_allclose(together[1, 2], alone, rtol=1e-12)
 
 
@@ -194,7 +202,7 @@ def test_float32_in_float32_out(key):
         ({}, TypeError, "simulate needs key"),
         ({"key": jax.random.PRNGKey(0)}, TypeError, "old-style"),
         ({"key": 0}, TypeError, "key must come from"),
-        ({"increments": jnp.ones((4, 2, 3))}, ValueError, r"\('steps', 2, 1\), got \(4, 2, 3\)"),
+        ({"increments": jnp.ones((4, 2, 1))}, ValueError, r"\(2, 'steps', 1\), got \(4, 2, 1\)"),
         ({"key": jax.random.key(0), "t1": 0.0}, ValueError, "t1 must be positive"),
         ({"key": jax.random.key(0), "steps": 0}, ValueError, "steps must be positive"),
         ({"key": jax.random.key(0), "z0": jnp.ones(())}, ValueError, "z0 must have shape"),

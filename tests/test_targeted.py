@@ -53,7 +53,7 @@ def random_sde(dimension, log_density, key):
 class Corrupted(eqx.Module):
     """A drift that is off by a little."""
 
-    sde: rf.TargetedSDE
+    sde: rf.AbstractItoSDE
 
     def __call__(self, t, z):
         return self.sde.drift(t, z) + 1e-4 * z

@@ -217,7 +217,7 @@ def test_noise_is_turned_up_down_and_off(key):
 
 def test_velocity_and_score_are_one_network(key):
     """Were the velocity held twice, training would move the copies apart."""
-    network = rf.VelocityNetwork(2, width=4, depth=1, features=3, key=key)
+    network = rf.VelocityNetwork(2, width=4, depth=1, num_features=3, key=key)
     transport = rf.NormalTransport(network, jnp.zeros(2), jnp.ones(2))
     flow = rf.with_noise(rf.StochasticFlow(rf.TransportSDE(transport), rf.Normal(jnp.zeros(2))), 0.5)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
@@ -251,11 +251,11 @@ def test_what_cannot_be_is_refused(key):
 
 
 def test_a_velocity_network_starts_as_that_of_a_normal_distribution_and_its_waves_are_given(key):
-    network = rf.VelocityNetwork(3, width=8, depth=2, features=5, t1=T, key=key)
+    network = rf.VelocityNetwork(3, width=8, depth=2, num_features=5, t1=T, key=key)
     z = jax.random.normal(key, (3,))
     s = 0.4 / T
     np.testing.assert_allclose(network(0.4, z), (2 * s - 1) / ((1 - s) ** 2 + s**2) * z / T, rtol=1e-12)
-    half = rf.VelocityNetwork(2, width=8, depth=2, features=5, context=1, key=key)
+    half = rf.VelocityNetwork(2, width=8, depth=2, num_features=5, context=1, key=key)
     assert half(0.4, z).shape == (3,)
     assert half(0.4, z)[2] == 0
     awake = eqx.tree_at(lambda n: n.network.weights[-1], network, replace_fn=lambda w: w + 1)

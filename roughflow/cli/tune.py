@@ -154,8 +154,8 @@ def _write(out, samples: np.ndarray) -> None:
 
 
 def _report(arguments: argparse.Namespace, tuned: rf.Tuned, chain: rf.Chain) -> None:
-    print(f"learning    {tuned.gradients} gradients, {tuned.history.loss.size} steps")
-    spent, accepted = chain.gradients * arguments.chains, float(chain.acceptance.mean())
+    print(f"learning    {tuned.num_gradients} gradients, {tuned.history.loss.size} steps")
+    spent, accepted = chain.num_gradients * arguments.chains, float(chain.acceptance.mean())
     print(f"sampling    {spent} gradients, acceptance {accepted:.2f}")
     _quality(chain)
     if arguments.noise:

@@ -19,6 +19,8 @@ from .proposals import (
     Antithetic as Antithetic,
     Independent as Independent,
     Laplace as Laplace,
+    Mixture as Mixture,
     Prior as Prior,
     Sobol as Sobol,
 )
+from .surface import Cloud as Cloud, Latent as Latent

@@ -76,7 +76,7 @@ def fig2(run: Run) -> dict:
     for name, sde in sdes.items():
         horizon = HORIZONS.get(name, PAPER_HORIZON)
         paths = walk(sde, horizon, key=run.key("walk"))
-        walks[name] = paths[:, 0]
+        walks[name] = paths[0]
         metrics[name] = metrics.get(name, {}) | recurrence(walks[name]) | distances(paths, data)
         if name in staying:
             metrics[name]["autocorrelation_time"] = autocorrelation_time(paths, horizon)
@@ -121,7 +121,7 @@ def _same_time(name: str, path: np.ndarray) -> np.ndarray:
 
 
 def walk(sde: rf.AbstractSDE, horizon: float, *, key) -> np.ndarray:
-    """Euler–Maruyama paths from the middle of the data, `(10001, 64, 2)`."""
+    """Euler–Maruyama paths from the middle of the data, `(64, 10001, 2)`."""
     start = jnp.tile(jnp.array([0.0, -1.0]), (CHAINS, 1))
     paths = np.asarray(rf.simulate(sde, start, key=key, t1=horizon, steps=WALK, trajectory=True))
     return np.where(np.isfinite(paths), paths, np.inf)
@@ -131,16 +131,16 @@ def distances(paths: np.ndarray, data: np.ndarray) -> dict:
     """Kolmogorov's distance of each coordinate from the data's, for one path and for all of them."""
     cdfs = [_empirical(data[:, i]) for i in range(2)]
     far = lambda values: [kolmogorov(values[..., i].ravel(), cdfs[i]) for i in range(2)]
-    return {"walk_kolmogorov": far(paths[:, 0]), "pooled_kolmogorov": far(paths[::10])}
+    return {"walk_kolmogorov": far(paths[0]), "pooled_kolmogorov": far(paths[:, ::10])}
 
 
 def autocorrelation_time(paths: np.ndarray, horizon: float) -> float:
     """1 + 2 Σ of the autocorrelations, in units of time, of the slower coordinate: up to where they first
     fall below 0.05, on the mean over all paths."""
     centred = paths - paths.mean(axis=(0, 1))
-    size = len(paths)
-    spectrum = np.abs(np.fft.rfft(centred, 2 * size, axis=0)) ** 2
-    covariance = np.fft.irfft(spectrum, axis=0)[:size].mean(axis=1)  # (lags, 2)
+    size = paths.shape[1]
+    spectrum = np.abs(np.fft.rfft(centred, 2 * size, axis=1)) ** 2
+    covariance = np.fft.irfft(spectrum, axis=1)[:, :size].mean(axis=0)  # (lags, 2)
     correlation = covariance / covariance[0] * size / (size - np.arange(size))[:, None]
     last = [int(np.argmax(c < 0.05)) for c in correlation.T]
     sums = [1 + 2 * correlation[1:end, i].sum() for i, end in enumerate(last)]

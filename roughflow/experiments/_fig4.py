@@ -69,7 +69,7 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
     fitted = rf.fit(
         _flow(diffusion),
         key=key_fit,
-        objective=rf.ReverseKL(Cauchy(), PATHS, batch=BATCH, l1=L1),
+        objective=rf.ReverseKL(Cauchy(), PATHS, batch_size=BATCH, l1=L1),
         steps=run.steps or STEPS,
         learning_rate=RATE,
         frozen=lambda f: f.base,

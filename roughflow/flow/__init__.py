@@ -15,19 +15,25 @@ from ._estimate import (
     Accuracy as Accuracy,
     Estimate as Estimate,
 )
+from ._field import Field as Field
 from ._fixed_grid import FixedGrid as FixedGrid
 from ._flow import StochasticFlow as StochasticFlow
-from ._gradient import Backpropagation as Backpropagation, ConstantMemory as ConstantMemory
+from ._gradient import (
+    AbstractGradient as AbstractGradient,
+    Backpropagation as Backpropagation,
+    ConstantMemory as ConstantMemory,
+)
 from ._integrator import AbstractIntegrator as AbstractIntegrator
 from ._neural import neural_flow as neural_flow, velocity_flow as velocity_flow
-from ._outcome import Outcome as Outcome, one_line_errors as one_line_errors
+from ._outcome import Outcome as Outcome, Status as Status, one_line_errors as one_line_errors
 from ._runge_kutta import RK4 as RK4, RK6 as RK6
-from ._simulate import (
+from ._schemes import (
     AbstractScheme as AbstractScheme,
     EulerMaruyama as EulerMaruyama,
+    LinearlyImplicitEuler as LinearlyImplicitEuler,
     Milstein as Milstein,
     StratonovichHeun as StratonovichHeun,
     StratonovichMidpoint as StratonovichMidpoint,
-    simulate as simulate,
 )
+from ._simulate import simulate as simulate
 from ._with_noise import with_noise as with_noise

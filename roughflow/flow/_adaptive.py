@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from ..driver import AbstractDriver
-from ._field import Field, guarded
+from ._field import Field
 from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
 from ._integrator import ESCAPE_RATE, AbstractIntegrator
-from ._outcome import ESCAPED, FINE, NON_FINITE, OUT_OF_STEPS, Outcome
+from ._outcome import Outcome, Status
 
 # z (B, d); ∫ div (B,); and two clocks (B,) that start to run when a sample escapes, or when its model
 # stops being finite, and go on to the end.
@@ -115,12 +115,12 @@ class Adaptive(AbstractIntegrator):
         assert solution.ys is not None
         z, log_change, clocks = jax.tree.map(lambda a: a[0], solution.ys)
         escape_clock, broken_clock = (jax.lax.stop_gradient(clock) for clock in clocks)
-        status = jnp.where(broken_clock != 0, NON_FINITE, FINE)
+        status = jnp.where(broken_clock != 0, Status.NON_FINITE, Status.FINE)
         # What an escaped sample meets out there is not the model's fault.
-        status = jnp.where(jnp.abs(escape_clock) > jnp.abs(broken_clock), ESCAPED, status)
+        status = jnp.where(jnp.abs(escape_clock) > jnp.abs(broken_clock), Status.ESCAPED, status)
         done = solution.result == diffrax.RESULTS.successful
-        status = jnp.where(done, status, OUT_OF_STEPS)
-        time = (end - jnp.where(status == ESCAPED, escape_clock, broken_clock)) * fraction
+        status = jnp.where(done, status, Status.OUT_OF_STEPS)
+        time = (end - jnp.where(status == Status.ESCAPED, escape_clock, broken_clock)) * fraction
         return Outcome(z, log_change, status, time)
 
     def _controller(self, norm, jump_times: Array | None):
@@ -141,10 +141,10 @@ def _rate(u: ArrayLike, state: State, args: tuple[Field, Array]) -> State:
     """The augmented right-hand side in u = s/fraction."""
     field, fraction = args
     z, _, clocks = state
-    velocity, divergence, status = guarded(field, u * fraction, z, z, None)
+    velocity, divergence, status = field.guarded(jnp.asarray(u * fraction), z, z)
     column = fraction[:, None] if fraction.ndim else fraction
-    escaping = (clocks[0] != 0) | (status == ESCAPED)
-    breaking = (clocks[1] != 0) | (status == NON_FINITE)
+    escaping = (clocks[0] != 0) | (status == Status.ESCAPED)
+    breaking = (clocks[1] != 0) | (status == Status.NON_FINITE)
     ticking = tuple(jnp.where(on, jnp.ones_like(divergence), 0) for on in (escaping, breaking))
     return velocity * column, divergence * fraction, (ticking[0], ticking[1])
 

@@ -20,7 +20,7 @@ from ..sde import (
     stratonovich_coefficients,
 )
 from ._divergence import AbstractDivergence
-from ._outcome import ESCAPED, FINE, NON_FINITE
+from ._outcome import Status
 
 # What backpropagation keeps of an evaluation, by name: where it was and whether it went well. The
 # rest it computes again.
@@ -60,6 +60,20 @@ class Field(eqx.Module):
         ]
         return jax.vmap(self._point, in_axes=axes)(*arguments)
 
+    def guarded(
+        self, s: Array, z: Array, start: Array, *, slope_at: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        """The field with trouble told apart: dz/ds, divergence, and the `rf.Status` `(B,)` of each sample.
+
+        A sample has **escaped** if it would travel its own size in less than 1/escape_rate of the horizon, or
+        if it overflowed after a leap from `start`, the state at the beginning of the step. Otherwise a
+        value that is not finite is the model's fault. Either way one sample must not spoil a batch: a field
+        that is not finite is set to zero, and one that is too fast is slowed down, smoothly, so that an
+        adaptive solver that shares its steps is not held up at the edge. Below a hundredth of the escape
+        rate the factor is one to the last bit.
+        """
+        return _guarded(self, s, z, start, slope_at)
+
     def split(self) -> tuple["Field", "Field"]:
         """This field as one of batches of one, and the axes to map over."""
         batched = [
@@ -93,30 +107,21 @@ class Field(eqx.Module):
 
 
 @eqx.filter_custom_jvp
-def guarded(
+def _guarded(
     field: Field, s: Array, z: Array, start: Array, slope_at: Array | None
 ) -> tuple[Array, Array, Array]:
-    """The field with trouble told apart: dz/ds, divergence, status `(B,)`.
-
-    A sample has **escaped** if it would travel its own size in less than 1/escape_rate of the horizon,
-    or if it overflowed after a leap from `start`, the state at the beginning of the step. Otherwise a
-    value that is not finite is the model's fault. Either way one sample must not spoil a batch: a field
-    that is not finite is set to zero, and one that is too fast is slowed down, smoothly, so that an
-    adaptive solver that shares its steps is not held up at the edge. Below a hundredth of the escape
-    rate the factor is one to the last bit.
-    """
     velocity, divergence = field(s, z, slope_at=slope_at)
     finite = jnp.all(jnp.isfinite(velocity), axis=-1) & jnp.isfinite(divergence)
     haste = _size(velocity) / (field.escape_rate * (1 + _size(z)))
     leapt = ~(_size(z - start) <= 1 + _size(start))
-    trouble = jnp.where(leapt | (haste >= 1), ESCAPED, NON_FINITE)
-    status = jnp.where(finite & (haste < 1), FINE, trouble)
+    trouble = jnp.where(leapt | (haste >= 1), Status.ESCAPED, Status.NON_FINITE)
+    status = jnp.where(finite & (haste < 1), Status.FINE, trouble)
     brake = jnp.where(finite, 1 / (1 + haste**8), 0)
     velocity = jnp.where(finite[:, None], velocity * brake[:, None], 0)
     return velocity, jnp.where(finite, divergence * brake, 0), status
 
 
-@guarded.def_jvp
+@_guarded.def_jvp
 def _guarded_jvp(primals, tangents):
     """Zero tangents for samples in trouble.
 
@@ -125,10 +130,10 @@ def _guarded_jvp(primals, tangents):
     """
     field, s, z, start, slope_at = primals
     d_field, d_s, d_z, _, d_slope_at = tangents
-    velocity, divergence, status = guarded(field, s, z, start, slope_at)
+    velocity, divergence, status = _guarded(field, s, z, start, slope_at)
     # Named here, where a checkpoint can see it: else the backward pass evaluates the field once more.
     status = checkpoint_name(status, KEPT[1])
-    fine = status == FINE
+    fine = status == Status.FINE
 
     def evaluate(field, s, z, slope_at):
         return field(s, z, slope_at=slope_at)

@@ -14,7 +14,7 @@ from ..driver import AbstractDriver, Path
 from ._field import Field
 from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
 from ._integrator import ESCAPE_RATE, AbstractIntegrator
-from ._outcome import FINE, NON_FINITE, Outcome, start_of
+from ._outcome import Outcome, Status, start_of
 from ._reversible import reversible_scan
 from ._runge_kutta import Span, order_of, runge_kutta
 
@@ -141,9 +141,9 @@ def _sticky_step(field: Field, now: Outcome, span: Span, method: diffrax.Abstrac
     One whose model is not finite moves to the point where that shows, for the message.
     """
     step = runge_kutta(field, span, now.z, method)
-    was_fine = now.status == FINE
-    fine = was_fine & (step.status == FINE)
-    broke = was_fine & (step.status == NON_FINITE)
+    was_fine = now.status == Status.FINE
+    fine = was_fine & (step.status == Status.FINE)
+    broke = was_fine & (step.status == Status.NON_FINITE)
     return Outcome(
         jnp.where(fine[:, None], now.z + step.change, jnp.where(broke[:, None], step.culprit, now.z)),
         jnp.where(fine, now.log_change + step.log_change, now.log_change),

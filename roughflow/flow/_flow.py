@@ -14,6 +14,7 @@ from ..sde import (
     AbstractItoSDE,
     AbstractSDE,
     AbstractStratonovichSDE,
+    check_kinks,
     checked_correction,
     noise_dimension,
 )
@@ -47,7 +48,9 @@ class StochasticFlow(eqx.Module):
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); each takes the way
       gradients are computed.
 
-    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast.
+    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. In all
+    of them `t1` is the time at which Z is looked at, one for all or one a sample: by default the end of the
+    path, and not beyond it.
     Samples that leave for infinity in finite time have density zero, log-density −inf. A drift or
     diffusion that returns NaN, or a solver out of steps, is an error.
 
@@ -94,6 +97,7 @@ class StochasticFlow(eqx.Module):
                 "go to sample_path or to the density's method"
             )
         self.noise_dimension = noise_dimension(sde, self.dimension)
+        check_kinks(sde, self.dimension)
         self.sde = sde
         self.base = base
         # A plain number, so that nothing mistakes the end time for a parameter to train.
@@ -129,8 +133,8 @@ class StochasticFlow(eqx.Module):
     def sample_path(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), t1: float | Array | None = None
     ) -> Path:
-        """Draw paths from the driver's distribution. `t1`, if given, replaces the flow's end time: a number,
-        or an array of `shape` for a horizon per path."""
+        """Draw paths from the driver's distribution, on [0, t1]: by default to the flow's end time. `t1` is a
+        number, or an array of `shape` for an end per path."""
         horizon = self.t1 if t1 is None else t1
         return self.driver.sample(
             key=check_key(key), shape=shape, noise_dimension=self.noise_dimension, t1=horizon
@@ -146,8 +150,7 @@ class StochasticFlow(eqx.Module):
     ) -> Array:
         """log p(x | path), Algorithm 1: one solve backwards from the end of the path.
 
-        `x` has shape `(..., d)` and the path coefficients `(..., n, m)`; batch axes broadcast. With
-        `t1`, the density at that earlier time along the same path, one for all or one a sample. `key`,
+        `x` has shape `(..., d)` and the path coefficients `(..., n, m)`; batch axes broadcast. `key`,
         one for all or one a sample, is needed only by a divergence or correction that draws random
         numbers.
         """
@@ -208,14 +211,13 @@ class StochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> Array:
-        """Draw Z_T, each sample on a path of its own, or on the given path or paths.
+        """Draw Z at time `t1`, each sample on a path of its own, or on the given path or paths.
 
-        `t1` replaces the end time: of the paths drawn, or, along a given path, the time to stop at.
+        Paths of its own end where the flow does; for longer ones give `path=flow.sample_path(..., t1=...)`.
         """
         flow = eqx.tree_at(lambda f: f.divergence, self, NoDivergence())
-        stop = None if path is None else t1
-        z, path, key = self._draw(key, shape, path, t1)
-        return flow.push_forward(z, path, t1=stop, key=key)[0]
+        z, path, key = self._draw(key, shape, path)
+        return flow.push_forward(z, path, t1=t1, key=key)[0]
 
     def sample_and_log_prob_given_path(
         self,
@@ -225,18 +227,17 @@ class StochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> tuple[Array, Array, Path]:
-        """Draw Z_T and log p(Z_T | path) in one forward solve; also returns the path or paths."""
-        stop = None if path is None else t1
-        z, path, key = self._draw(key, shape, path, t1)
-        x, log_change = self.push_forward(z, path, t1=stop, key=key)
+        """What `sample` draws and log p(Z | path) in one forward solve; also returns the path or paths."""
+        z, path, key = self._draw(key, shape, path)
+        x, log_change = self.push_forward(z, path, t1=t1, key=key)
         return x, log_prob_of(self.base, z) - log_change, path
 
     def _draw(
-        self, key: PRNGKeyArray, shape: tuple[int, ...], path: Path | None, t1: float | Array | None
+        self, key: PRNGKeyArray, shape: tuple[int, ...], path: Path | None
     ) -> tuple[Array, Path, PRNGKeyArray]:
         """Starting points, their paths, and a key for the solve."""
         key_base, key_path, key_solve = jax.random.split(check_key(key), 3)
-        path = self.sample_path(key=key_path, shape=shape, t1=t1) if path is None else path
+        path = self.sample_path(key=key_path, shape=shape) if path is None else path
         batch = jnp.broadcast_shapes(as_shape(shape), path.batch_shape)
         return self.base.sample(key=key_base, shape=batch), path, key_solve
 

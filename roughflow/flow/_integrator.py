@@ -10,12 +10,16 @@ from ._field import Field
 from ._gradient import AbstractGradient
 from ._outcome import Outcome
 
-# A state that would travel its own size in this fraction of the horizon is gone (see `guarded`).
+# A state that would travel its own size in this fraction of the horizon is gone (see `Field.guarded`).
 ESCAPE_RATE = 1e5
 
 
 class AbstractIntegrator(eqx.Module):
-    """Solves the random ODE of a batch as one system."""
+    """Solves the random ODE of a batch as one system: `rf.FixedGrid` and `rf.Adaptive` do.
+
+    One of your own calls the field as `field.guarded`, which tells samples in trouble apart, and returns an
+    `rf.Outcome`. Its `escape_rate` is a static field.
+    """
 
     gradient: eqx.AbstractVar[AbstractGradient]
     escape_rate: eqx.AbstractVar[float]

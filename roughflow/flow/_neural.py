@@ -6,7 +6,17 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
-from ..sde import ConstantDiffusion, FullDiffusion, ItoSDE, NoDiffusion, RestoringDrift, VelocityNetwork
+from ..sde import (
+    Activation,
+    ConstantDiffusion,
+    FullDiffusion,
+    ItoSDE,
+    NoDiffusion,
+    RestoringDrift,
+    VelocityNetwork,
+    silu,
+    tanh,
+)
 from ._base import Normal
 from ._divergence import ExactDivergence, HutchinsonDivergence
 from ._fixed_grid import LATE, FixedGrid
@@ -18,15 +28,22 @@ GRID = 16  # steps for a velocity, which is fastest near the end
 
 
 def neural_flow(
-    dimension: int, *, noise: float = 0.5, width: int = 64, depth: int = 3, key: PRNGKeyArray
+    dimension: int,
+    width: int = 64,
+    depth: int = 3,
+    activation: Activation = tanh,
+    *,
+    time_dependent: bool = False,
+    noise: float = 0.5,
+    key: PRNGKeyArray,
 ) -> StochasticFlow:
     """A neural SDE from a standard normal base that is, before training, that normal distribution.
 
     The drift is `rf.RestoringDrift`. The noise is `rf.FullDiffusion` in two dimensions, otherwise
     a trainable constant matrix. From 17 dimensions on the divergence is Hutchinson's.
 
-    **Arguments:** `dimension`; `noise`, the size λ of the noise, 0 for a continuous normalizing flow;
-    `width` and `depth` of the drift's network.
+    **Arguments:** `dimension`; `width` and `depth` of the drift's network; `activation` and `time_dependent`
+    of all networks; `noise`, the size λ of the noise, 0 for a continuous normalizing flow.
 
     ```python
     import jax
@@ -39,11 +56,15 @@ def neural_flow(
     if noise != 0:
         check_positive("noise", noise)
     key_drift, key_noise = jax.random.split(check_key(key))
-    drift = RestoringDrift(dimension, noise, width, depth, key=key_drift)
+    drift = RestoringDrift(
+        dimension, noise, width, depth, activation, time_dependent=time_dependent, key=key_drift
+    )
     if noise == 0:
         diffusion = NoDiffusion()
     elif dimension == FULL:
-        diffusion = FullDiffusion(dimension, width=width, scale=noise, key=key_noise)
+        diffusion = FullDiffusion(
+            dimension, width, 1, activation, time_dependent=time_dependent, scale=noise, key=key_noise
+        )
         diffusion = eqx.tree_at(lambda d: d.network.weights[-1], diffusion, replace_fn=jnp.zeros_like)
     else:
         diffusion = ConstantDiffusion(noise * jnp.eye(dimension))
@@ -56,11 +77,12 @@ def neural_flow(
 
 def velocity_flow(
     dimension: int,
-    *,
-    context: int = 0,
     width: int = 128,
     depth: int = 3,
-    features: int = 64,
+    activation: Activation = silu,
+    *,
+    num_features: int = 64,
+    context: int = 0,
     key: PRNGKeyArray,
 ) -> StochasticFlow:
     """A flow without noise for `rf.Interpolant` to train: an `rf.VelocityNetwork` from a normal base.
@@ -74,7 +96,9 @@ def velocity_flow(
     flow = rf.velocity_flow(2, width=16, depth=2, key=jax.random.key(0))
     ```
     """
-    velocity = VelocityNetwork(dimension, width, depth, features, context=context, key=key)
+    velocity = VelocityNetwork(
+        dimension, width, depth, activation, num_features=num_features, context=context, key=key
+    )
     base = Normal(jnp.zeros(dimension + context))
     integrator = FixedGrid(steps=GRID, late=LATE)
     return StochasticFlow(ItoSDE(velocity, NoDiffusion()), base, integrator=integrator)

@@ -1,6 +1,7 @@
 """What became of a solve: failure is a value, with a reason, until somebody asks to raise it."""
 
 import contextlib
+import enum
 
 import equinox as eqx
 import jax
@@ -12,7 +13,50 @@ from .._checks import NonFiniteError, OutOfStepsError, is_traced
 from ..driver import Path
 from ..sde import AbstractSDE
 
-FINE, ESCAPED, NON_FINITE, OUT_OF_STEPS = range(4)
+
+class Status(enum.IntEnum):
+    """Why the solve of a sample ended: the codes in `rf.Outcome.status`, each with a `message`.
+
+    - `FINE`: it arrived.
+    - `ESCAPED`: it left for infinity in finite time, which is an answer: density zero.
+    - `NON_FINITE`: drift or diffusion returned NaN or infinity. Raised as `rf.NonFiniteError`.
+    - `OUT_OF_STEPS`: an adaptive solve used up its steps. Raised as `rf.OutOfStepsError`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: z**3, rf.NoDiffusion())  # from z = 2 it is at infinity by t = 1/8
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
+    outcome = flow.solve(jnp.array([[0.1], [2.0]]), flow.sample_path(key=jax.random.key(0)), reverse=False)
+    [rf.Status(code).name for code in outcome.status.tolist()]  # ["FINE", "ESCAPED"]
+    ```
+    """
+
+    FINE = 0
+    ESCAPED = 1
+    NON_FINITE = 2
+    OUT_OF_STEPS = 3
+
+    @property
+    def message(self) -> str:
+        """What happened, and what to do about it, in one line."""
+        return _MESSAGES[self]
+
+
+_MESSAGES = {
+    Status.FINE: "the solve arrived at its end",
+    Status.ESCAPED: "the sample left for infinity in finite time: its density is zero",
+    Status.NON_FINITE: (
+        "drift or diffusion, or a derivative of one, is not finite along the path: "
+        "call log_prob_given_path outside jax.jit to see which, when and where"
+    ),
+    Status.OUT_OF_STEPS: (
+        "the adaptive solve ran out of steps: raise max_steps, loosen rtol and atol, set per_sample=True "
+        "if many samples escape, or choose a stiff solver such as diffrax.Kvaerno5()"
+    ),
+}
+_ERRORS = {Status.OUT_OF_STEPS: OutOfStepsError, Status.NON_FINITE: NonFiniteError}
 
 
 class Outcome(eqx.Module):
@@ -20,8 +64,7 @@ class Outcome(eqx.Module):
 
     - `z`: the final states `(B, d)`; of a sample in trouble, its last good state.
     - `log_change`: ∫ div over the solve `(B,)`, with the sign of the direction.
-    - `status`: `(B,)` of FINE, ESCAPED (left for infinity in finite time), NON_FINITE (the model
-      returned NaN or infinity), OUT_OF_STEPS.
+    - `status`: `(B,)`, why it ended, a code of `rf.Status`.
     - `time`: `(B,)`, in fractions of the horizon: when a sample got into trouble.
     """
 
@@ -32,18 +75,18 @@ class Outcome(eqx.Module):
 
     @property
     def has_escaped(self) -> Array:
-        return self.status == ESCAPED
+        return self.status == Status.ESCAPED
 
 
 def start_of(z: Array) -> Outcome:
     """A solve that has not moved yet."""
     zeros = jnp.zeros(z.shape[:1], z.dtype)
-    return Outcome(z, zeros, jnp.full(z.shape[:1], FINE), zeros)
+    return Outcome(z, zeros, jnp.full(z.shape[:1], Status.FINE), zeros)
 
 
 def failed(outcome: Outcome) -> Array:
     """Which samples came to no answer; an escape is one."""
-    return (outcome.status == NON_FINITE) | (outcome.status == OUT_OF_STEPS)
+    return (outcome.status == Status.NON_FINITE) | (outcome.status == Status.OUT_OF_STEPS)
 
 
 def raise_failures(outcome: Outcome, sde: AbstractSDE, path: Path) -> Outcome:
@@ -54,14 +97,13 @@ def raise_failures(outcome: Outcome, sde: AbstractSDE, path: Path) -> Outcome:
     """
     status = outcome.status
     if is_traced(status):
-        checks = ((OUT_OF_STEPS, _steps_message()), (NON_FINITE, _traced_message()))
         z = outcome.z
-        for code, message in checks:
-            z = eqx.error_if(z, status == code, message)
+        for code in _ERRORS:
+            z = eqx.error_if(z, status == code, code.message)
         return eqx.tree_at(lambda o: o.z, outcome, z)
-    if bool(jnp.any(status == OUT_OF_STEPS)):
-        raise OutOfStepsError(_steps_message())
-    if bool(jnp.any(status == NON_FINITE)):
+    if bool(jnp.any(status == Status.OUT_OF_STEPS)):
+        raise OutOfStepsError(Status.OUT_OF_STEPS.message)
+    if bool(jnp.any(status == Status.NON_FINITE)):
         raise NonFiniteError(_describe(outcome, sde, path))
     return outcome
 
@@ -72,29 +114,15 @@ def one_line_errors():
     try:
         yield
     except eqx.EquinoxRuntimeError as error:
-        for message, kind in ((_steps_message(), OutOfStepsError), (_traced_message(), NonFiniteError)):
-            if message in str(error):
-                raise kind(message) from None
+        for code, kind in _ERRORS.items():
+            if code.message in str(error):
+                raise kind(code.message) from None
         raise
-
-
-def _steps_message() -> str:
-    return (
-        "the adaptive solve ran out of steps: raise max_steps, loosen rtol and atol, set per_sample=True "
-        "if many samples escape, or choose a stiff solver such as diffrax.Kvaerno5()"
-    )
-
-
-def _traced_message() -> str:
-    return (
-        "drift or diffusion, or a derivative of one, is not finite along the path: "
-        "call log_prob_given_path outside jax.jit to see which, when and where"
-    )
 
 
 def _describe(outcome: Outcome, sde: AbstractSDE, path: Path) -> str:
     """Name the part that is not finite, at the first sample that met it."""
-    i = int(jnp.argmax(outcome.status == NON_FINITE))
+    i = int(jnp.argmax(outcome.status == Status.NON_FINITE))
     time, z = (np.asarray(jax.lax.stop_gradient(a[i])) for a in (outcome.time, outcome.z))
     horizon = float(jax.lax.stop_gradient(path.t1[i] if path.t1.ndim else path.t1))
     # An adaptive solve knows the time only to a fraction of a step: look around it.

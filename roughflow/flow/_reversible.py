@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._field import Field
-from ._outcome import FINE, NON_FINITE, Outcome, start_of
+from ._outcome import Outcome, Status, start_of
 from ._runge_kutta import Span, runge_kutta
 
 # The two copies, each a state (B, d) and the integral of the divergence (B,).
@@ -40,8 +40,8 @@ def _solve(
     def step(carry: tuple[Pair, Outcome], span: Span) -> tuple[tuple[Pair, Outcome], None]:
         pair, told = carry
         pair, status, time, culprit = _advance(field, pair, span, method, coupling)
-        first = told.status == FINE
-        broke = (first & (status == NON_FINITE))[:, None]
+        first = told.status == Status.FINE
+        broke = (first & (status == Status.NON_FINITE))[:, None]
         told = Outcome(
             jnp.where(broke, culprit, told.z),
             told.log_change,
@@ -52,7 +52,7 @@ def _solve(
 
     (pair, told), _ = jax.lax.scan(step, ((copy, copy), start), spans)
     (z, log_change), _ = pair
-    z = jnp.where((told.status == NON_FINITE)[:, None], told.z, z)
+    z = jnp.where((told.status == Status.NON_FINITE)[:, None], told.z, z)
     return Outcome(z, log_change, told.status, told.time), pair
 
 
@@ -64,7 +64,7 @@ def _advance(
     y = jax.tree.map(lambda a, b, c: coupling * a + (1 - coupling) * b + c, y, w, there[:2])
     back = runge_kutta(field, (span[1], span[0]), y[0], method)
     w = jax.tree.map(jnp.subtract, w, back[:2])
-    first = there.status == FINE
+    first = there.status == Status.FINE
     status = jnp.where(first, back.status, there.status)
     time = jnp.where(first, back.time, there.time)
     return (y, w), status, time, jnp.where(first[:, None], back.culprit, there.culprit)

@@ -9,8 +9,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ._field import KEPT, Field, guarded
-from ._outcome import FINE
+from ._field import KEPT, Field
+from ._outcome import Status
 
 Span = tuple[Array, Array]
 
@@ -94,8 +94,8 @@ def runge_kutta(field: Field, span: Span, z: Array, method: diffrax.AbstractERK)
         # On a path with corners the slope is read strictly inside the step.
         slope_at = start + h * jnp.clip(node, 0.01, 0.99) if jumps else None
         y = checkpoint_name(z + _scale(h, jnp.tensordot(coefficients, velocities, 1)), KEPT[0])
-        velocity, divergence, now = guarded(field, s, y, z, slope_at)
-        first = (step.status == FINE) & (now != FINE)
+        velocity, divergence, now = field.guarded(s, y, z, slope_at=slope_at)
+        first = (step.status == Status.FINE) & (now != Status.FINE)
         step = Step(
             step.change + _scale(h * weight, velocity),
             step.log_change + _scale(h * weight, divergence),
@@ -106,7 +106,7 @@ def runge_kutta(field: Field, span: Span, z: Array, method: diffrax.AbstractERK)
         return (velocities.at[i].set(velocity), step), None
 
     zeros = jnp.zeros_like(z[:, 0])
-    nothing = Step(jnp.zeros_like(z), zeros, jnp.full(z.shape[:1], FINE), zeros, z)
+    nothing = Step(jnp.zeros_like(z), zeros, jnp.full(z.shape[:1], Status.FINE), zeros, z)
     velocities = jnp.zeros((nodes.size, *z.shape), z.dtype)
     policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
     (_, step), _ = jax.lax.scan(

@@ -13,7 +13,7 @@ from .._programs import jit
 from ..driver import Path
 from ..sde import with_explicit_parameters
 from ._field import Field, draw, signs, split
-from ._outcome import FINE, Outcome, failed, raise_failures
+from ._outcome import Outcome, Status, failed, raise_failures
 
 if TYPE_CHECKING:
     from ._flow import StochasticFlow
@@ -54,7 +54,7 @@ def solve(
     outcome = Outcome(
         jnp.where(nan[:, None], jnp.nan, outcome.z),
         jnp.where(nan, jnp.nan, outcome.log_change),
-        jnp.where(nan, FINE, outcome.status),
+        jnp.where(nan & ~failed(outcome), Status.NON_FINITE, outcome.status),
         outcome.time,
     )
     return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), outcome)
@@ -96,7 +96,10 @@ def _check(
         check_positive("t1", t1)
         known = not is_traced(t1) and not is_traced(path.t1)
         if known and np.any(np.asarray(t1) > np.asarray(path.t1) * (1 + 1e-6)):
-            raise ValueError(f"t1 must not lie beyond the path's end at {path.t1}, got {t1}")
+            raise ValueError(
+                f"t1 must not lie beyond the path's end at {path.t1}, got {t1}: draw a longer one, "
+                "flow.sample_path(key=key, t1=...)"
+            )
     check_finite(name, z)
     check_finite("path coefficients", path.coefficients)
     if key is not None:

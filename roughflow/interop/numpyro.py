@@ -48,10 +48,13 @@ class ModelTarget(eqx.Module):
         return ravel_pytree(self.inverse({name: jnp.asarray(values[name]) for name in self.names}))[0]
 
 
-def target_from_model(model: Callable, *args: Any, key: PRNGKeyArray, **kwargs: Any) -> ModelTarget:
+def target_from_model(
+    model: Callable, *args: Any, key: PRNGKeyArray, model_kwargs: Mapping[str, Any] | None = None
+) -> ModelTarget:
     """The unconstrained log density of a NumPyro model and its data.
 
-    **Arguments:** `model`, and what it is called with; `key`, to find a point where the density is finite.
+    **Arguments:** `model`, and what it is called with, by name in `model_kwargs`; `key`, to find a point
+    where the density is finite.
 
     ```python
     import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -68,6 +71,7 @@ def target_from_model(model: Callable, *args: Any, key: PRNGKeyArray, **kwargs: 
     target.constrain(chain.samples)["scale"].shape  # (100,)
     ```
     """
+    kwargs = dict(model_kwargs or {})
     info = initialize_model(key, model, model_args=args, model_kwargs=kwargs)
     first: dict = info.param_info.z
     start, unravel = ravel_pytree(first)

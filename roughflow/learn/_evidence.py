@@ -53,7 +53,7 @@ def evidence_bound(
         raise ValueError("num_samples must be at least 2, for a standard error, got 1")
     chunks = -(-num_samples // CHUNK)
     proposal = flow.proposal if isinstance(flow.proposal, AbstractProposal) else Laplace()
-    objective = ReverseKL(log_density, num_paths, batch=min(CHUNK, num_samples), proposal=proposal)
+    objective = ReverseKL(log_density, num_paths, batch_size=min(CHUNK, num_samples), proposal=proposal)
     values = [_values(objective, flow, k) for k in jax.random.split(check_key(key), chunks)]
     values = jnp.concatenate(values)[:num_samples]
     lost = int(jnp.sum(~jnp.isfinite(values)))

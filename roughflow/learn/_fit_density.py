@@ -167,7 +167,7 @@ def _untrained(
         context=table.context,
         width=chosen.width if width is None else width,
         depth=depth,
-        features=chosen.features,
+        num_features=chosen.num_features,
         key=key,
     )
     least = {True: -np.inf, False: np.inf, None: chosen.worth}[marginals]

@@ -35,6 +35,13 @@ RENAMED_FIELDS = {
     ("Laplace", "starts"): "num_starts",
     ("HutchinsonDivergence", "law"): "distribution",
     ("StochasticFlow", "noise_dim"): "noise_dimension",
+    ("Sobol", "replicates"): "num_replicates",
+    ("Unbiased", "replicates"): "num_replicates",
+    ("UpperBound", "fresh"): "num_paths",
+    ("ReverseKL", "batch"): "batch_size",
+    ("FlowSampler", "substeps"): "num_substeps",
+    ("Chain", "gradients"): "num_gradients",
+    ("Tuned", "gradients"): "num_gradients",
 }
 _ACTIVATIONS = (
     *("relu", "relu6", "elu", "selu", "celu", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu"),

@@ -30,7 +30,7 @@ class ReverseKL(AbstractObjective):
 
     - `log_density`: `z -> ()`.
     - `num_paths`: K.
-    - `batch`: samples a step.
+    - `batch_size`: samples a step.
     - `l1`: weight of the sum of all parameters' absolute values.
     - `proposal`: by default an `rf.Amortised` one that `rf.fit` makes and trains. With `rf.Prior()` and K = 0
       it is the loss of Hodgkinson et al. (2020), which charges the flow for all the path says about Z, and
@@ -43,7 +43,7 @@ class ReverseKL(AbstractObjective):
     key, target = jax.random.key(0), lambda z: -0.5 * jnp.sum((z - 1) ** 2)
     sde = rf.targeted_sde(target, rf.ConstantDiffusion(jnp.eye(1)))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
-    objective = rf.ReverseKL(target, num_paths=4, batch=32)
+    objective = rf.ReverseKL(target, num_paths=4, batch_size=32)
     fitted = rf.fit(flow, key=key, objective=objective, steps=5, frozen=lambda f: f.base, progress=False)
     ```
     """
@@ -51,7 +51,7 @@ class ReverseKL(AbstractObjective):
     log_density: LogDensity = eqx.field(metadata=GIVEN)
     bound: UpperBound
     learns_proposal: bool = eqx.field(static=True)
-    batch: int = eqx.field(static=True)
+    batch_size: int = eqx.field(static=True)
     l1: float = eqx.field(static=True)
     uses_data: ClassVar[bool] = False
 
@@ -59,7 +59,7 @@ class ReverseKL(AbstractObjective):
         self,
         log_density: LogDensity,
         num_paths: int = 16,
-        batch: int = 256,
+        batch_size: int = 256,
         l1: float = 0.0,
         proposal: AbstractProposal | None = None,
     ):
@@ -68,7 +68,7 @@ class ReverseKL(AbstractObjective):
         self.log_density = log_density
         self.bound = UpperBound(num_paths, Prior() if proposal is None else proposal)
         self.learns_proposal = proposal is None
-        self.batch = check_count("batch", batch)
+        self.batch_size = check_count("batch_size", batch_size)
         self.l1 = float(l1)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "ReverseKL":
@@ -93,8 +93,8 @@ class ReverseKL(AbstractObjective):
         return divergence + self.l1 * _size(model), metrics
 
     def gaps(self, model: StochasticFlow, *, key: PRNGKeyArray) -> Array:
-        """The bound's term for each of `batch` samples; NaN for one that escaped."""
-        z, log_prob = self.bound(model.without_errors(), key=key, shape=(self.batch,))
+        """The bound's term for each of `batch_size` samples; NaN for one that escaped."""
+        z, log_prob = self.bound(model.without_errors(), key=key, shape=(self.batch_size,))
         lost = jnp.isneginf(log_prob)
         value = log_prob - jax.vmap(as_target(self.log_density))(jnp.where(lost[:, None], 0, z))
         return jnp.where(lost, jnp.nan, value)

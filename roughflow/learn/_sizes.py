@@ -32,7 +32,7 @@ class Sizes:
         return 256 if self.wide else 128
 
     @property
-    def features(self) -> int:
+    def num_features(self) -> int:
         return 64 if self.plane and self.rows >= WAVES else 0
 
     @property

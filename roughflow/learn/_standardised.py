@@ -11,7 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import as_shape, check_finite, check_vector, is_traced
 from .._show import count, listed, shortened
-from ..flow import AbstractEstimator, StochasticFlow
+from ..flow import AbstractEstimator, Estimate, StochasticFlow
 from ._marginals import Marginals
 
 
@@ -86,12 +86,23 @@ class Standardised(eqx.Module):
         key: PRNGKeyArray,
         given: Array | np.ndarray | None = None,
         estimator: AbstractEstimator | None = None,
-        **settings: Any,
-    ) -> Any:
-        """As `StochasticFlow.estimate`, with the same settings."""
+        tolerance: float | None = None,
+        max_paths: int = 2**16,
+        truncation: bool = False,
+        solver: bool = True,
+    ) -> Estimate:
+        """As `StochasticFlow.estimate`, in the data's own units."""
         rows = self._checked(x, given)
         y = self.unit(rows)
-        estimate = self.flow.estimate(y, key=key, estimator=estimator, **settings)
+        estimate = self.flow.estimate(
+            y,
+            key=key,
+            estimator=estimator,
+            tolerance=tolerance,
+            max_paths=max_paths,
+            truncation=truncation,
+            solver=solver,
+        )
         own = self.flow.dimension - self.context
         shift = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
         shift = shift + jnp.asarray(self._mapped(rows)[1], y.dtype)
@@ -107,7 +118,7 @@ class Standardised(eqx.Module):
         given: Array | np.ndarray | None = None,
         estimator: AbstractEstimator | None = None,
     ) -> Array:
-        return self.estimate(x, key=key, given=given, estimator=estimator).log_prob
+        return self.estimate(x, key=key, given=given, estimator=estimator, solver=False).log_prob
 
     def sample(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: Array | np.ndarray | None = None

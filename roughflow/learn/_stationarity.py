@@ -12,7 +12,7 @@ from ..sde import AbstractSDE, noise_matrix, to_ito
 LONGEST, SHORTEST = 0.05, 2.0
 
 
-def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 128) -> Array:
+def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: int = 128) -> Array:
     """How fast an SDE moves the distribution of the sample x: zero if it keeps it.
 
     A distribution p is invariant if and only if E_p[Lφ] = 0 for every test function φ, with the generator
@@ -36,30 +36,30 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 
     rf.stationarity(sde, x, key=key), rf.stationarity(sde, 1 + x, key=key)  # 0.0002 and 0.28
     ```
     """
-    rates = _rates(sde, x, key, waves)
+    rates = _rates(sde, x, key, num_waves)
     rates = jax.random.permutation(jax.random.fold_in(key, 3), rates)
     half = x.shape[0] // 2
     return jnp.mean(jnp.mean(rates[:half], axis=0) * jnp.mean(rates[half:], axis=0))
 
 
-def squared_rate(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, waves: int = 128) -> Array:
+def squared_rate(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: int = 128) -> Array:
     """`stationarity` as a loss: each square that of the mean over the whole sample, so never below zero.
 
     It exceeds E[Lφ]² by the variance of that mean, Var(Lφ)/N.
     """
-    return jnp.mean(jnp.mean(_rates(sde, x, key, waves), axis=0) ** 2)
+    return jnp.mean(jnp.mean(_rates(sde, x, key, num_waves), axis=0) ** 2)
 
 
-def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, waves: int) -> Array:
-    """Lφ at each point of the sample for each of the random φ, `(N, waves)`."""
+def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, num_waves: int) -> Array:
+    """Lφ at each point of the sample for each of the random φ, `(N, num_waves)`."""
     _check_sample(x)
     sde = to_ito(sde)
     key_wave, key_length, key_phase = jax.random.split(check_key(key), 3)
     lengths = jax.random.uniform(
-        key_length, (waves, 1), x.dtype, minval=np.log(LONGEST), maxval=np.log(SHORTEST)
+        key_length, (num_waves, 1), x.dtype, minval=np.log(LONGEST), maxval=np.log(SHORTEST)
     )
-    unit = jnp.exp(lengths) * jax.random.normal(key_wave, (waves, x.shape[1]), x.dtype)
-    phase = jax.random.uniform(key_phase, (waves,), x.dtype, maxval=2 * np.pi)
+    unit = jnp.exp(lengths) * jax.random.normal(key_wave, (num_waves, x.shape[1]), x.dtype)
+    phase = jax.random.uniform(key_phase, (num_waves,), x.dtype, maxval=2 * np.pi)
     wave = unit / _spread(x)[None]
 
     def generator(z: Array) -> Array:
@@ -73,7 +73,7 @@ def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, waves: int) -> Array:
 
 
 def confinement(
-    sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, rate: float = 1.0, points: int = 128
+    sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, rate: float = 1.0, num_points: int = 128
 ) -> Array:
     """How far an SDE is from coming back to the sample x from outside at this rate: zero if it does.
 
@@ -100,9 +100,9 @@ def confinement(
     centre, spread = jnp.mean(x, axis=0), _spread(x)
     radius = jnp.max(jnp.linalg.norm((x - centre[None]) / spread[None], axis=1))
     key_direction, key_radius = jax.random.split(check_key(key))
-    direction = jax.random.normal(key_direction, (points, x.shape[1]), x.dtype)
+    direction = jax.random.normal(key_direction, (num_points, x.shape[1]), x.dtype)
     direction = direction / jnp.linalg.norm(direction, axis=1, keepdims=True)
-    reach = jax.random.uniform(key_radius, (points, 1), x.dtype, minval=1.0, maxval=3.0)
+    reach = jax.random.uniform(key_radius, (num_points, 1), x.dtype, minval=1.0, maxval=3.0)
 
     def relative_growth(v: Array) -> Array:
         t, z = jnp.zeros((), v.dtype), centre + spread * v

@@ -10,6 +10,5 @@ from ._sampler import (
     SamplerState as SamplerState,
     UnadjustedSampler as UnadjustedSampler,
 )
-from ._stiff import LinearlyImplicitEuler as LinearlyImplicitEuler
 from ._tune import Tuned as Tuned, tune_sampler as tune_sampler
 from ._warm_up import WarmedUp as WarmedUp, warm_up as warm_up

@@ -20,12 +20,12 @@ class Chain(eqx.Module):
 
     - `samples`: `(draws, d)`, or `(chains, draws, d)` if it started at several points.
     - `acceptance`: the mean probability of accepting a step, of each chain.
-    - `gradients`: how many gradients of the log density each chain took.
+    - `num_gradients`: how many gradients of the log density each chain took.
     """
 
     samples: Array
     acceptance: Array
-    gradients: int
+    num_gradients: int
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         del copy
@@ -39,7 +39,9 @@ class Chain(eqx.Module):
         size = f"{count(samples.shape[0], 'chain')} × {count(samples.shape[1], 'draw')} × {dimension}-D"
         accepted = np.asarray(self.acceptance)
         spread = f" ({accepted.min():.2f} to {accepted.max():.2f})" if np.ptp(accepted) > 0.005 else ""
-        title = f"Chain: {size}, acceptance {accepted.mean():.2f}{spread}, {self.gradients:,} gradients each"
+        title = (
+            f"Chain: {size}, acceptance {accepted.mean():.2f}{spread}, {self.num_gradients:,} gradients each"
+        )
         with np.errstate(all="ignore"):  # draws that left for infinity are told as they are
             rows = [
                 (f"z[{i}]", f"{z.mean():.4g}", f"{z.std():.4g}", f"{split_rhat(z):.3f}")

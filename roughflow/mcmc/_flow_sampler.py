@@ -36,12 +36,12 @@ class FlowSampler(AbstractSampler):
     MALA for u, but for the error of the solver. `rf.AdjustedSampler` proposes along straight lines instead,
     which must be short where σ turns.
 
-    The ODE is solved by `substeps` of the implicit midpoint rule, which −ξ undoes, and whose determinant is
-    known, so the solver's error does not change the distribution. Its equations are solved to rounding by
+    The ODE is solved by `num_substeps` of the implicit midpoint rule, which −ξ undoes, and whose determinant
+    is known, so the solver's error does not change the distribution. Its equations are solved to rounding by
     Newton's method; a move for which that fails, in either direction, or that does not come back, is refused.
     A step takes one gradient of the log density.
 
-    **Arguments:** `sde`, an `rf.targeted_sde` with as many noises as dimensions; `dt`; `substeps`.
+    **Arguments:** `sde`, an `rf.targeted_sde` with as many noises as dimensions; `dt`; `num_substeps`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -55,11 +55,11 @@ class FlowSampler(AbstractSampler):
 
     sde: TargetedSDE
     dt: float | Array
-    substeps: int = eqx.field(static=True, default=4)
+    num_substeps: int = eqx.field(static=True, default=4)
 
     def __check_init__(self):
         check_positive("dt", self.dt)
-        check_count("substeps", self.substeps)
+        check_count("num_substeps", self.num_substeps)
         check_adjustable("FlowSampler", self.sde)
 
     def check(self, z: Array) -> None:
@@ -112,7 +112,7 @@ class FlowSampler(AbstractSampler):
 
     def _flow(self, z: Array, xi: Array) -> tuple[Array, Array, Array]:
         """Φ_ξ(z), log |det DΦ_ξ(z)|, and whether the equations were solved."""
-        half, eye = 0.5 / self.substeps * xi, jnp.eye(z.shape[0], dtype=z.dtype)
+        half, eye = 0.5 / self.num_substeps * xi, jnp.eye(z.shape[0], dtype=z.dtype)
 
         def substep(carry: tuple[Array, Array, Array], _) -> tuple[tuple[Array, Array, Array], None]:
             z, log_det, found = carry
@@ -122,7 +122,7 @@ class FlowSampler(AbstractSampler):
             return (2 * middle - z, log_det, found & solved), None
 
         start = z, jnp.zeros((), z.dtype), jnp.asarray(True)
-        y, log_det, found = jax.lax.scan(substep, start, length=self.substeps)[0]
+        y, log_det, found = jax.lax.scan(substep, start, length=self.num_substeps)[0]
         return y, log_det, found & jnp.all(jnp.isfinite(y)) & jnp.isfinite(log_det)
 
     def _middle(self, z: Array, half: Array) -> tuple[Array, Array]:

@@ -80,6 +80,8 @@ class UnadjustedSampler(AbstractSampler):
 
     def check(self, z: Array) -> None:
         check_start("UnadjustedSampler", self.sde, z, square=False)
+        if not is_traced(z):
+            self.scheme.check(self.sde, jnp.reshape(z, (-1, z.shape[-1]))[0])
 
     def init(self, z: Array) -> SamplerState:
         return SamplerState(z)
@@ -175,7 +177,7 @@ def check_adjustable(name: str, sde: AbstractSDE) -> None:
 
 def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
     """Refuse a start, or a target, that no chain can begin with."""
-    count = noise_dimension(sde, z.shape[-1])
+    count = noise_dimension(sde, z.shape[-1], "z0")
     if square and count != z.shape[-1]:
         raise ValueError(
             f"{name} needs as many noises as dimensions, got σ of shape ({z.shape[-1]}, {count}): "

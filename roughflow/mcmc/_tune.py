@@ -28,14 +28,14 @@ class Tuned(eqx.Module):
 
     - `sampler`: an `rf.FlowSampler`; nothing in it changes any more.
     - `z`: where the chains have got to, `(chains, d)`, to start sampling from.
-    - `gradients`: how many gradients of the log density it all took, of all chains together.
+    - `num_gradients`: how many gradients of the log density it all took, of all chains together.
     - `history`: of the training: `metrics["acceptance"]` and `metrics["log_volume"]`, a number a step.
     - `interrupted`: whether it was stopped by hand before its time.
     """
 
     sampler: FlowSampler
     z: Array
-    gradients: int
+    num_gradients: int
     history: History
     interrupted: bool
 

@@ -12,9 +12,11 @@ from ._correction import (
 )
 from ._fading import FadingDiffusion as FadingDiffusion
 from ._given import GIVEN as GIVEN
+from ._kinks import check_kinks as check_kinks
 from ._local import LocalDiffusion as LocalDiffusion
 from ._networks import (
     MLP as MLP,
+    Activation as Activation,
     ConstantDiffusion as ConstantDiffusion,
     DiagonalDiffusion as DiagonalDiffusion,
     FullDiffusion as FullDiffusion,

@@ -8,7 +8,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
 from ._given import GIVEN
-from ._networks import MLP
+from ._networks import MLP, Activation, tanh
 
 FULL = 16  # dimensions up to which shears are learned
 LARGEST = 15.0  # logarithm of a scale
@@ -23,8 +23,8 @@ class LocalDiffusion(eqx.Module):
     as one before it moves, as a funnel needs it, B bends, as a banana does. (Any σσᵀ has one triangular root;
     among all its roots, learning drifts.) It starts at N = 0, E = I, so σ = S. S and c are not trained.
 
-    **Arguments:** `dimension`; `centre`, c; `scale`, S; `width`, `depth` of the network; `full`, whether
-    there is an N, by default up to 16 dimensions.
+    **Arguments:** `dimension`; `width`, `depth`, `activation` of the network; `centre`, c; `scale`, S;
+    `full`, whether there is an N, by default up to 16 dimensions.
 
     ```python
     import jax, jax.numpy as jnp
@@ -45,17 +45,22 @@ class LocalDiffusion(eqx.Module):
     def __init__(
         self,
         dimension: int,
-        *,
-        centre: Array | None = None,
-        scale: Array | None = None,
         width: int = 32,
         depth: int = 1,
+        activation: Activation = tanh,
+        *,
+        time_dependent: bool = False,
+        centre: Array | None = None,
+        scale: Array | None = None,
         full: bool | None = None,
         key: PRNGKeyArray,
     ):
         d = check_count("dimension", dimension)
         full = 1 < d <= FULL if full is None else full
-        self.network = MLP(2 * d, d * d if full else d, width, depth, scale=0.0, key=key)
+        sizes = 2 * d, d * d if full else d
+        self.network = MLP(
+            *sizes, width, depth, activation, time_dependent=time_dependent, scale=0.0, key=key
+        )
         self.slopes = jnp.zeros((d, 2 * d))
         self.shears = jnp.zeros((2, d, d)) if full else None
         self.centre = jnp.zeros(d) if centre is None else jnp.asarray(centre, float)

@@ -144,8 +144,8 @@ class FullDiffusion(eqx.Module):
         depth: int = 1,
         activation: Activation = tanh,
         *,
-        scale: float = 1.0,
         time_dependent: bool = False,
+        scale: float = 1.0,
         key: PRNGKeyArray,
     ):
         if dimension < 2:
@@ -260,8 +260,20 @@ class RestoringDrift(eqx.Module):
     network: MLP
     rate: float
 
-    def __init__(self, dimension: int, noise: float, width: int = 64, depth: int = 3, *, key: PRNGKeyArray):
-        self.network = MLP(dimension, dimension, width, depth, scale=0.0, key=key)
+    def __init__(
+        self,
+        dimension: int,
+        noise: float,
+        width: int = 64,
+        depth: int = 3,
+        activation: Activation = tanh,
+        *,
+        time_dependent: bool = False,
+        key: PRNGKeyArray,
+    ):
+        self.network = MLP(
+            dimension, dimension, width, depth, activation, time_dependent=time_dependent, scale=0.0, key=key
+        )
         self.rate = 0.5 * float(noise) ** 2
 
     def __call__(self, t: Array, z: Array) -> Array:

@@ -106,21 +106,47 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
     return kind(drift, eqx.filter_closure_convert(sde.noise, t, z))
 
 
-def noise_dimension(sde: AbstractSDE, dimension: int) -> int:
-    """m, the number of Brownian motions; refuses a drift or diffusion of the wrong shape."""
+def noise_dimension(sde: AbstractSDE, dimension: int, of: str = "base") -> int:
+    """m, the number of Brownian motions, for points as what is called `of` has them.
+
+    A drift or diffusion of the wrong shape is refused. Where both would be right in one other dimension, it
+    is said that `of` has the wrong one.
+    """
+    try:
+        return _fitted(sde, dimension)
+    except ValueError as error:
+        others = [d for d in _likely_dimensions(sde) if d != dimension and _fits(sde, d)]
+        if len(others) != 1:
+            raise
+        message = f"{of} has dimension {dimension}, but drift and diffusion have {others[0]}: {error}"
+        raise ValueError(message) from error
+
+
+def _likely_dimensions(sde: AbstractSDE) -> list[int]:
+    """Small ones, and the sizes of arrays that the SDE holds."""
+    arrays = [leaf for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)]
+    return sorted({*range(1, 17), *(size for array in arrays for size in array.shape if size)})
+
+
+def _fits(sde: AbstractSDE, dimension: int) -> bool:
+    try:
+        _fitted(sde, dimension)
+    except ValueError:
+        return False
+    return True
+
+
+def _fitted(sde: AbstractSDE, dimension: int) -> int:
+    """m, of drift and diffusion that have the right shapes."""
     for name in ("drift", "diffusion"):
         _check_places(name, getattr(sde, name, None), dimension)
     drift = _shape_of("drift", sde.drift, dimension)
     if drift != (dimension,):
-        raise ValueError(
-            f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, as the base draws it, "
-            f"got {drift}"
-        )
+        raise ValueError(f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, got {drift}")
     diffusion = _shape_of("diffusion", sde.noise, dimension)
     if len(diffusion) != 2 or diffusion[0] != dimension:
         raise ValueError(
-            f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, as the base draws "
-            f"it, got {diffusion}"
+            f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, got {diffusion}"
         )
     return diffusion[1]
 
@@ -132,9 +158,7 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
         value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"{name} fails for z of shape {(dimension,)}, as the base draws it: {reason}"
-        ) from error
+        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {reason}") from error
     if not isinstance(value, jax.ShapeDtypeStruct | lx.AbstractLinearOperator):
         raise ValueError(f"{name} must return one array, got {type(value).__name__}")
     return noise_shape(value)

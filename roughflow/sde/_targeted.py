@@ -9,7 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
 from ._given import GIVEN
-from ._networks import MLP, ConstantDiffusion
+from ._networks import MLP, Activation, ConstantDiffusion, tanh
 from ._noise import check_own_noise
 from ._notation import equation, noise_part, part
 from ._sde import AbstractItoSDE, Diffusion, ItoSDE
@@ -21,8 +21,8 @@ Skew = Callable[[Array, Array], Array]
 
 
 class TargetedSDE(AbstractItoSDE):
-    """The Itô SDE of `rf.targeted_sde`. σ and Q are held once, so that training moves them together
-    with the drift they determine."""
+    """What `rf.targeted_sde` makes. σ and Q are held once, so that training moves them together with the
+    drift they determine."""
 
     log_density: LogDensity | None = eqx.field(metadata=GIVEN)
     diffusion: Diffusion
@@ -225,11 +225,21 @@ class SkewNetwork(eqx.Module):
     network: MLP
 
     def __init__(
-        self, dimension: int, width: int = 64, depth: int = 1, *, scale: float = 1.0, key: PRNGKeyArray
+        self,
+        dimension: int,
+        width: int = 64,
+        depth: int = 1,
+        activation: Activation = tanh,
+        *,
+        time_dependent: bool = False,
+        scale: float = 1.0,
+        key: PRNGKeyArray,
     ):
         check_count("dimension", dimension)
         size = dimension * (dimension - 1) // 2
-        self.network = MLP(dimension, size, width, depth, scale=scale, key=key)
+        self.network = MLP(
+            dimension, size, width, depth, activation, time_dependent=time_dependent, scale=scale, key=key
+        )
 
     def __call__(self, t: Array, z: Array) -> Array:
         lower = jnp.tril_indices(z.shape[0], -1)

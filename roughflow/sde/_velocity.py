@@ -31,10 +31,10 @@ class VelocityNetwork(eqx.Module):
 
     - `dimension`: of z, without the context.
     - `width`, `depth`: of the hidden layers.
-    - `features`: how many projections, each with a sine and a cosine; 0 for none.
+    - `activation`: a smooth one.
+    - `num_features`: how many projections, each with a sine and a cosine; 0 for none.
     - `frequency`: standard deviation of the projections' entries, for z of about unit size.
     - `t1`: T.
-    - `activation`: a smooth one.
     - `context`: k.
     - `score`: with twice the outputs, the second half for `rf.LearnedTransport`.
 
@@ -48,7 +48,7 @@ class VelocityNetwork(eqx.Module):
     """
 
     network: MLP
-    waves: Array = eqx.field(metadata=GIVEN)  # (d, features)
+    waves: Array = eqx.field(metadata=GIVEN)  # (d, num_features)
     t1: float
     context: int = eqx.field(static=True)
 
@@ -57,11 +57,11 @@ class VelocityNetwork(eqx.Module):
         dimension: int,
         width: int = 128,
         depth: int = 3,
-        features: int = 64,
-        frequency: float = 1.5,
-        t1: float = 1.0,
         activation: Activation = silu,
         *,
+        num_features: int = 64,
+        frequency: float = 1.5,
+        t1: float = 1.0,
         context: int = 0,
         score: bool = False,
         key: PRNGKeyArray,
@@ -69,14 +69,14 @@ class VelocityNetwork(eqx.Module):
         check_count("dimension", dimension)
         check_positive("frequency", frequency)
         check_positive("t1", t1)
-        if features < 0:
-            raise ValueError(f"features must be a whole number, at least 0, got {features}")
+        if num_features < 0:
+            raise ValueError(f"num_features must be a whole number, at least 0, got {num_features}")
         key_waves, key_network = jax.random.split(check_key(key))
         if context and score:
             raise ValueError("a score is learned for a density without a context")
         inputs = dimension + context
-        self.waves = frequency * jax.random.normal(key_waves, (inputs, features))
-        sizes = inputs + 6 + 2 * features, (2 if score else 1) * dimension
+        self.waves = frequency * jax.random.normal(key_waves, (inputs, num_features))
+        sizes = inputs + 6 + 2 * num_features, (2 if score else 1) * dimension
         self.context = context
         self.network = MLP(*sizes, width, depth, activation, scale=0.0, key=key_network)
         self.t1 = t1

@@ -61,25 +61,25 @@ class UpperBound(eqx.Module):
     p(Z) by the mean of KL(p(ω | Z) ‖ q(ω | Z)). To each path belongs one start, so no way to Z is left out,
     and a path from which there is none rightly counts as zero.
 
-    **Arguments:** `fresh`, the number K; it may be 0. `proposal`: `rf.Laplace()`, the default; an
-    `rf.Amortised(...)`, which the bound trains when it is made small; `rf.Prior()`, the loosest.
+    **Arguments:** `num_paths`, the number K of fresh ones; it may be 0. `proposal`: `rf.Laplace()`, the
+    default; an `rf.Amortised(...)`, which the bound trains when it is made small; `rf.Prior()`, the loosest.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
-    z, bound = rf.UpperBound(fresh=16)(flow, key=jax.random.key(0), shape=(100,))
+    z, bound = rf.UpperBound(num_paths=16)(flow, key=jax.random.key(0), shape=(100,))
     jnp.mean(bound)  # not below E log p(Z), but for chance
     ```
     """
 
-    fresh: int = eqx.field(static=True, default=16)
+    num_paths: int = eqx.field(static=True, default=16)
     proposal: AbstractProposal = Laplace()
 
     def __check_init__(self):
-        if self.fresh:
-            check_count("fresh", self.fresh)
+        if self.num_paths:
+            check_count("num_paths", self.num_paths)
 
     def __call__(
         self, flow: StochasticFlow, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class UpperBound(eqx.Module):
         A sample that escaped is at infinity, with the value −inf.
         """
         with one_line_errors():
-            z, value = _upper(flow, self.proposal, check_key(key), math.prod(shape), self.fresh)
+            z, value = _upper(flow, self.proposal, check_key(key), math.prod(shape), self.num_paths)
         return jnp.reshape(z, (*shape, flow.dimension)), jnp.reshape(value, shape)
 
 

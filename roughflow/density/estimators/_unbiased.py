@@ -32,7 +32,7 @@ class Unbiased(AbstractEstimator):
     **Arguments:**
 
     - `estimator`: whose weights; its `num_paths` is K.
-    - `replicates`: how many independent Y are averaged; their spread is the standard error.
+    - `num_replicates`: how many independent Y are averaged; their spread is the standard error.
     - `decay`: of the probabilities, between 1 and 2.
 
     The number of paths is itself random, so the key must be known: outside `jit`, though gradients
@@ -43,23 +43,23 @@ class Unbiased(AbstractEstimator):
     import roughflow as rf
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
-    estimator = rf.Unbiased(rf.PullBack(num_paths=8), replicates=100)
+    estimator = rf.Unbiased(rf.PullBack(num_paths=8), num_replicates=100)
     flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator).log_prob
     ```
     """
 
     estimator: AbstractImportanceEstimator = PullBack(num_paths=16, proposal=Laplace())
-    replicates: int = eqx.field(static=True, default=8)
+    num_replicates: int = eqx.field(static=True, default=8)
     decay: float = eqx.field(static=True, default=1.5)
 
     def __check_init__(self):
-        check_count("replicates", self.replicates)
+        check_count("num_replicates", self.num_replicates)
         if not 1 < self.decay < 2:
             raise ValueError(f"decay must lie between 1 and 2 for finite cost and variance, got {self.decay}")
 
     def estimate(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
         if accuracy.tolerance is not None or accuracy.truncation:
-            raise ValueError("Unbiased takes neither tolerance nor truncation: set replicates instead")
+            raise ValueError("Unbiased takes neither tolerance nor truncation: set num_replicates instead")
         if is_traced(key):
             raise ValueError(
                 "Unbiased draws how many paths to use, so its key must be known: call it outside jit"
@@ -67,13 +67,13 @@ class Unbiased(AbstractEstimator):
         key_paths, key_levels = jax.random.split(check_key(key))
         run = EstimatorRun(self.estimator, flow, x, key_paths)
         count = run.size
-        levels = self._levels(key_levels, count * self.replicates)
+        levels = self._levels(key_levels, count * self.num_replicates)
         # Blocks of K paths, in the order of points and replicates; each a stretch of its point's paths.
-        points = np.repeat(np.repeat(np.arange(count), self.replicates), 2**levels)
+        points = np.repeat(np.repeat(np.arange(count), self.num_replicates), 2**levels)
         stretch = np.arange(len(points)) - np.searchsorted(points, points)
         weights = run.weighed(points, stretch * self.estimator.num_paths).log_weights
         values = self._combine(log_mean(weights.T), levels)
-        values = jnp.reshape(values, (count, self.replicates)).T
+        values = jnp.reshape(values, (count, self.num_replicates)).T
         total = lambda a: jax.ops.segment_sum(a.astype(float), jnp.asarray(points), count).astype(a.dtype)
         missed, searches = run.distribution.missed[run.places], self.estimator.searches
         blocks = from_log_weights(weights.T, run.group, missed[points], searched=searches)

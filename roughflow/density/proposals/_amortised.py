@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from ..._checks import check_key
 from ..._linear import UNROLL
 from ...flow import StochasticFlow
-from ...sde import MLP
+from ...sde import MLP, Activation, tanh
 from ..surface import Cloud, Latent
 from ._draws import AbstractDraws, Independent
-from ._mixture import Mixture, one_component
+from ._mixture import Mixture
 from ._proposal import AbstractProposal
 
 
@@ -30,7 +29,7 @@ class Amortised(AbstractProposal):
 
     Coefficients it was not made for, those of a driver with more functions, it draws from the prior.
 
-    **Arguments:** `flow`, for its sizes; `width` and `depth` of the network; `draws`.
+    **Arguments:** `flow`, for its sizes; `width`, `depth` and `activation` of the network; `draws`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -53,16 +52,16 @@ class Amortised(AbstractProposal):
         flow: StochasticFlow,
         width: int = 32,
         depth: int = 2,
-        draws: AbstractDraws | None = None,
+        activation: Activation = tanh,
         *,
+        draws: AbstractDraws | None = None,
         key: PRNGKeyArray,
     ):
         self.sizes = (flow.dimension, flow.driver.num_functions, flow.noise_dimension)
         path = flow.driver.num_functions * flow.noise_dimension
         outputs = 2 * (flow.dimension + path) + (flow.dimension * path if flow.dimension <= UNROLL else 0)
-        self.network = MLP(
-            flow.dimension, outputs, width, depth, time_dependent=True, scale=0.0, key=check_key(key)
-        )
+        sizes = flow.dimension, outputs
+        self.network = MLP(*sizes, width, depth, activation, time_dependent=True, scale=0.0, key=key)
         self.draws = Independent() if draws is None else draws
 
     def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
@@ -79,7 +78,7 @@ class Amortised(AbstractProposal):
         mean, log_scale, tilt = jnp.split(out, [d + n * m, 2 * (d + n * m)], axis=1)
         more = ((0, 0), (0, latent.path_size - n * m))
         mean, log_scale = (jnp.pad(part[:, d:], more) for part in (mean, log_scale))
-        distribution = one_component(mean, jnp.exp(log_scale), d)
+        distribution = Mixture.of(mean, jnp.exp(log_scale), d)
         if not tilt.size:  # many dimensions, or a file from before there was one
             return distribution
         slope = jnp.pad(jnp.reshape(tilt, (-1, d, n * m)), ((0, 0), *more))

@@ -99,8 +99,8 @@ class Antithetic(AbstractDraws):
 class Sobol(AbstractDraws):
     """Randomised quasi-Monte Carlo: a scrambled Sobol' sequence with random digital shifts.
 
-    The paths fall into `replicates` independent shifts of one point set, and the standard error comes
-    from the spread between them. `num_paths` is `replicates` times a power of two.
+    The paths fall into `num_replicates` independent shifts of one point set, and the standard error comes
+    from the spread between them. `num_paths` is `num_replicates` times a power of two.
 
     ```python
     import roughflow as rf
@@ -109,16 +109,16 @@ class Sobol(AbstractDraws):
     ```
     """
 
-    replicates: int = eqx.field(static=True, default=8)
+    num_replicates: int = eqx.field(static=True, default=8)
 
     def __check_init__(self):
-        if check_count("replicates", self.replicates) < 2:
-            raise ValueError("replicates must be at least 2: their spread is the standard error")
+        if check_count("num_replicates", self.num_replicates) < 2:
+            raise ValueError("num_replicates must be at least 2: their spread is the standard error")
 
     def group(self, num_paths: int) -> int:
-        each, rest = divmod(num_paths, self.replicates)
+        each, rest = divmod(num_paths, self.num_replicates)
         if rest or each & (each - 1) or not each:
-            raise ValueError(f"num_paths must be {self.replicates} times a power of two, got {num_paths}")
+            raise ValueError(f"num_paths must be {self.num_replicates} times a power of two, got {num_paths}")
         return each
 
     def normal(self, key: PRNGKeyArray, places: Array, group: int, size: int, dtype: np.dtype) -> Array:

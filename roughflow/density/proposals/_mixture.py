@@ -23,6 +23,14 @@ class Mixture(eqx.Module):
     orthonormal directions across the plane, G = N₀⁻¹N₁, u = ε₁ − N₁ᵀ(N₀ε₀ + N₁ε₁), and its volume is
     |det N₀|. N = (I, 0) makes u standard normal. Beside the components there is the prior, with the share
     `prior`.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    mixture = rf.Mixture.of(jnp.zeros((3, 6)), jnp.ones((3, 6)), dimension=2)  # for three points, the prior
+    mixture.log_prob(jnp.zeros((3, 10, 6))).shape  # (3, 10), of ten paths each
+    ```
     """
 
     centre: Array  # c, (B, M, W)
@@ -32,6 +40,21 @@ class Mixture(eqx.Module):
     prior: Array  # (B,)
     missed: Array  # (B,): where no way to x was found, so that the prior stands in
     poor: Array  # (B,): where a few weights were so uneven that others would be too
+
+    @staticmethod
+    def of(centre: Array, scale: Array, dimension: int) -> "Mixture":
+        """One component with independent normal coefficients, centre and scale `(B, W)`, and no prior."""
+        batch, size = centre.shape
+        frame = jnp.eye(dimension, dimension + size, dtype=centre.dtype)
+        return Mixture(
+            centre[:, None],
+            scale[:, None],
+            jnp.broadcast_to(frame, (batch, 1, *frame.shape)),
+            jnp.zeros((batch, 1), centre.dtype),
+            jnp.zeros(batch, centre.dtype),
+            jnp.zeros(batch, bool),
+            jnp.zeros(batch, bool),
+        )
 
     @property
     def dimension(self) -> int:
@@ -118,21 +141,6 @@ class Mixture(eqx.Module):
         # Rounding must not leave a gap below 1 where the prior has no share.
         upper = jnp.where((self.prior == 0)[:, None] & (upper >= upper[:, -1:]), 2, upper)
         return (uniform >= lower[:, None]) & (uniform < upper[:, None]) & (share > 0)[:, None]
-
-
-def one_component(centre: Array, scale: Array, dimension: int) -> Mixture:
-    """The distribution with independent normal coefficients, centre and scale `(B, W)`."""
-    batch, size = centre.shape
-    frame = jnp.eye(dimension, dimension + size, dtype=centre.dtype)
-    return Mixture(
-        centre[:, None],
-        scale[:, None],
-        jnp.broadcast_to(frame, (batch, 1, *frame.shape)),
-        jnp.zeros((batch, 1), centre.dtype),
-        jnp.zeros(batch, centre.dtype),
-        jnp.zeros(batch, bool),
-        jnp.zeros(batch, bool),
-    )
 
 
 def log_standard(omega: Array) -> Array:

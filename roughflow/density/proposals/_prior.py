@@ -7,7 +7,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from ..surface import Cloud, Latent
 from ._draws import AbstractDraws, Independent
-from ._mixture import Mixture, one_component
+from ._mixture import Mixture
 from ._proposal import AbstractProposal
 
 
@@ -29,4 +29,4 @@ class Prior(AbstractProposal):
     def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:
         del keys, cloud
         zeros = jnp.zeros((len(x), latent.path_size), x.dtype)
-        return one_component(zeros, zeros + 1, latent.flow.dimension)
+        return Mixture.of(zeros, zeros + 1, latent.flow.dimension)

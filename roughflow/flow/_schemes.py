@@ -1,0 +1,159 @@
+"""Schemes of simulation: one step along an SDE, with the Brownian increment over it."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._linear import solve
+from ..sde import (
+    AbstractSDE,
+    AbstractStratonovichSDE,
+    ExactCorrection,
+    apply_noise,
+    noise_matrix,
+    stratonovich_coefficients,
+    to_ito,
+)
+
+
+class AbstractScheme(eqx.Module):
+    """One step of a simulation: from z at t over dt, with the Brownian increment over it."""
+
+    @abc.abstractmethod
+    def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
+        """The next state of one sample, shape `(d,)`."""
+
+    def check(self, sde: AbstractSDE, z: Array) -> None:
+        """Refuse an SDE that the scheme is not for, looking at it at z, shape `(d,)`; before a simulation."""
+
+
+class EulerMaruyama(AbstractScheme):
+    """z + μ dt + σ ΔB with the Itô drift μ. Strong order ½, or 1 if the noise is additive.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.EulerMaruyama())
+    ```
+    """
+
+    def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
+        if isinstance(sde, AbstractStratonovichSDE):
+            sigma, correction = ExactCorrection()(lambda y: sde.noise(t, y), z, None)
+            drift = sde.drift(t, z) + correction
+        else:
+            drift, sigma = sde.drift(t, z), sde.noise(t, z)
+        return z + drift * dt + apply_noise(sigma, increment)
+
+
+class StratonovichHeun(AbstractScheme):
+    """Heun's method on μ̃ dt + σ ΔB with the Stratonovich drift μ̃.
+
+    Strong order 1 if the noise is commutative (one noise, diagonal, additive), ½ otherwise.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.StratonovichHeun())
+    ```
+    """
+
+    def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
+        first = _slope(sde, t, dt, z, increment)
+        second = _slope(sde, t + dt, dt, z + first, increment)
+        return z + 0.5 * (first + second)
+
+
+class StratonovichMidpoint(AbstractScheme):
+    """The midpoint rule on μ̃ dt + σ ΔB; strong orders as for `StratonovichHeun`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    scheme = rf.StratonovichMidpoint()
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=scheme)
+    ```
+    """
+
+    def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
+        half = z + 0.5 * _slope(sde, t, dt, z, increment)
+        return z + _slope(sde, t + 0.5 * dt, dt, half, increment)
+
+
+class Milstein(AbstractScheme):
+    """z + μ̃ dt + σ ΔB + ½ D[σ(·) ΔB] (σ ΔB): strong order 1, for commutative noise.
+
+    This is Milstein's scheme, Σⱼₖ (Dσⱼ) σₖ ½(ΔBⱼ ΔBₖ − δⱼₖ dt) added to Euler–Maruyama, in which
+    the δ term turns the Itô drift into the Stratonovich drift μ̃. Noise that does not commute needs
+    Lévy areas, and is refused.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.diag(1 + z**2))
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.Milstein())
+    ```
+    """
+
+    def check(self, sde: AbstractSDE, z: Array) -> None:
+        # At the start, and at a point in no special position.
+        _check_commutative(sde, z)
+        _check_commutative(sde, z + 0.1 * jnp.sqrt(1.0 + jnp.arange(z.size, dtype=z.dtype)))
+
+    def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
+        drift, sigma = stratonovich_coefficients(sde, ExactCorrection(), t, z, None)
+        kick = apply_noise(sigma, increment)
+        _, bend = jax.jvp(lambda y: apply_noise(sde.noise(t, y), increment), (z,), (kick,))
+        return z + drift * dt + kick + 0.5 * bend
+
+
+class LinearlyImplicitEuler(AbstractScheme):
+    """z + (I − ½ dt J)⁻¹ (μ dt + σ ΔB), J the derivative of the Itô drift μ (Rosenbrock).
+
+    On a Gaussian target it keeps the covariance exactly, whatever dt, as the trapezoidal rule does; a
+    step costs d derivatives of the drift and a linear solve.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.overdamped_langevin(lambda z: -0.5 * (z[0] ** 2 + 1e4 * z[1] ** 2), 2)
+    sampler = rf.UnadjustedSampler(sde, 0.5, rf.LinearlyImplicitEuler())
+    chain = rf.sample_chain(sampler, jnp.zeros(2), key=jax.random.key(0), num_steps=100)
+    ```
+    """
+
+    def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
+        sde = to_ito(sde)
+        drift, slope = sde.drift(t, z), jax.jacfwd(lambda y: sde.drift(t, y))(z)
+        move = drift * dt + apply_noise(sde.noise(t, z), increment)
+        matrix = jnp.eye(z.shape[0], dtype=z.dtype) - 0.5 * dt * slope
+        return z + solve(matrix[None], move[None, :, None])[0, :, 0]
+
+
+def _slope(sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
+    drift, sigma = stratonovich_coefficients(sde, ExactCorrection(), t, z, None)
+    return drift * dt + apply_noise(sigma, increment)
+
+
+def _check_commutative(sde: AbstractSDE, z: Array) -> None:
+    """Refuse noise whose columns' vector fields do not commute at z: (Dσⱼ) σₖ ≠ (Dσₖ) σⱼ."""
+    t = jnp.zeros((), z.dtype)
+    sigma, tangent = jax.linearize(lambda y: noise_matrix(sde.noise(t, y)), z)
+    products = jax.vmap(tangent, in_axes=1)(sigma)  # [k, i, j]: (Dσⱼ σₖ)ᵢ
+    gap = jnp.max(jnp.abs(products - jnp.swapaxes(products, 0, 2)))
+    if float(gap) > 1e-4 * (1 + float(jnp.max(jnp.abs(products)))):
+        raise ValueError(
+            "Milstein needs commutative noise, and this diffusion's columns do not commute; "
+            "use rf.StratonovichHeun() or rf.EulerMaruyama()"
+        )
