@@ -1,6 +1,5 @@
 """Stage 7, observed series: transition densities, maximum likelihood, standard errors."""
 
-from ._bridges import Effort as Effort
 from ._coordinates import (
     AbstractCoordinates as AbstractCoordinates,
     Arc as Arc,
@@ -9,6 +8,7 @@ from ._coordinates import (
     Root as Root,
     Unchanged as Unchanged,
 )
+from ._ends import Effort as Effort
 from ._fit_sde import fit_sde as fit_sde
 from ._fitted import FittedSDE as FittedSDE
 from ._parameters import (

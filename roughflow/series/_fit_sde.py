@@ -10,8 +10,8 @@ from scipy import optimize
 
 from .._checks import check_count, check_key
 from ..sde import AbstractSDE, noise_dimension
-from ._bridges import Effort
 from ._coordinates import AbstractCoordinates
+from ._ends import Effort
 from ._fitted import FittedSDE
 from ._likelihood import Likelihood
 from ._observed import Observed, transitions

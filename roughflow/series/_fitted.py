@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 from .._show import table
-from ._bridges import Effort
+from ._ends import Effort
 from ._likelihood import Likelihood
 from ._observed import Observed
 

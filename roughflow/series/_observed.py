@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._bridges import Transition
 from ._coordinates import AbstractCoordinates
+from ._ends import Transition
 
 YEAR = 365.25 * 24 * 3600  # seconds; dates are counted in years
 FEWEST = 3

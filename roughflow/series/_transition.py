@@ -11,8 +11,9 @@ from jaxtyping import Array, ArrayLike, PRNGKeyArray
 from .._checks import check_finite, check_key, check_positive, is_traced
 from .._programs import jit
 from ..sde import AbstractSDE, noise_dimension
-from ._bridges import Effort, Transition, bridges, stiffness
+from ._bridges import bridges
 from ._coordinates import AbstractCoordinates, Unchanged
+from ._ends import Effort, Transition, stiffness
 from .models import AbstractNamedSDE
 
 CHUNK = 2048  # transitions at a time
