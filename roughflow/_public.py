@@ -135,6 +135,7 @@ from .series import (
     Effort as Effort,
     fit_sde as fit_sde,
     FittedSDE as FittedSDE,
+    Residuals as Residuals,
     AbstractNamedSDE as AbstractNamedSDE,
     ParametricSDE as ParametricSDE,
     BrownianMotion as BrownianMotion,

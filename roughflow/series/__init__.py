@@ -8,6 +8,7 @@ from ._coordinates import (
     Root as Root,
     Unchanged as Unchanged,
 )
+from ._diagnostics import Residuals as Residuals
 from ._ends import Effort as Effort
 from ._fit_sde import fit_sde as fit_sde
 from ._fitted import FittedSDE as FittedSDE
