@@ -76,6 +76,7 @@ def test_endpoint_gradient_goes_through_the_newton_solve(key):
     """With the proposal held where it is, as the estimator's own gradient holds it."""
     estimator = rf.Endpoint(4)
     law = EstimatorRun(estimator, curved(jnp.array(0.5)), jnp.array([[0.7], [-1.5]]), key).law
+    law = jax.tree.map(lambda a: a[:2], law)
     delta = law.sample(jax.random.normal(key, (2, 1, 4 + 1)))
 
     @jax.jit

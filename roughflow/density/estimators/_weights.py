@@ -3,7 +3,7 @@ the chunks."""
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,11 +17,16 @@ from ...driver import AbstractDriver
 from ...flow import StochasticFlow, one_line_errors
 from .._estimate import unreliable
 from ..proposals import SPARE, normal_numbers
-from ..surface import Cloud, Latent, Target, constant
+from ..surface import Cloud, Latent, Target, constant, in_blocks
 from ._chart import AbstractChart, AbstractImprovingChart, Weights
 
 PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
+MOST = 2**14  # points in a chunk
+MODES = 64  # paths that finding a law counts as
+# Programs are compiled for chunks of one size for up to SMALL points, of another beyond, and go through the
+# points that are there in blocks of so many, and of so many pairs, at most. On a GPU small blocks do not pay.
+SMALL, SMALL_BLOCK, LARGE_BLOCK = 256, (32, 2**9), (1024, 2**14)
 # What keys are folded with, beside places of paths.
 SEARCH, PILOT, RUN, PARTICLES, FRESH = (2**32 - i for i in range(1, 6))
 FEW = 16  # paths on which a solver's error is seen: of four the mean of exp(Δ) is mostly chance
@@ -58,12 +63,12 @@ class EstimatorRun:
         self,
         estimator: AbstractChart,
         flow: StochasticFlow,
-        x: Array,
+        x: Any,
         key: PRNGKeyArray,
         coarse: AbstractDriver | None = None,
     ):
         base = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
-        x = jnp.asarray(x)
+        x = x if is_traced(x) else np.asarray(x)
         x = x.astype(jnp.result_type(x, base))
         check_vector("x", x, flow.dimension)
         check_finite("x", x)
@@ -72,30 +77,34 @@ class EstimatorRun:
         estimator.check(flow)
         start = estimator.start_points(x)
         self.batch = x.shape[:-1]
-        flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
-        self.estimator, self.flow, self.coarse = estimator, flow, coarse
-        self.target = jax.tree.map(flat, Target(x, start))
-        # Random numbers belong to a point's place in x, so that chunks do not change them.
         self.size = math.prod(self.batch)
-        self.keys = jax.random.split(check_key(key), self.size)
-        self.group = estimator.proposal.draws.group(estimator.num_paths)
+        self.estimator, self.flow, self.coarse = estimator, flow, coarse
         latent = Latent(flow, fixed_start=start is not None)
         self.pairs = max(1, min(PAIRS, NUMBERS // max(1, max(flow.dimension, 8) * latent.size)))
+        # Inside a jit the number of points is compiled in, and derivatives are better off without loops.
+        known = not is_traced(jnp.asarray(0.0))
+        self.straight = not known or any(map(is_traced, jax.tree.leaves((estimator, flow, x, key))))
+        flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
+        self.target = self.padded(jax.tree.map(flat, Target(x, start)))
+        # Random numbers belong to a point's place in x: neither chunks nor what fills them up change them.
+        self.keys = jax.random.split(check_key(key), len(self.target.x))
+        self.group = estimator.proposal.draws.group(estimator.num_paths)
         cloud = None
         if estimator.proposal.wants_cloud and start is None:
             cloud = self._run(_cloud, flow, key, x.dtype)
-        chunks = _chunks(np.arange(self.size), max(1, self.pairs // 64))
-        ask = (estimator, flow, self.target, self.keys)
-        laws = [self._run(_law, *ask, self._padded(chunk), cloud) for chunk in chunks]
-        # Chunks are padded: where the law of each point has come to lie.
-        sizes = [len(self._padded(chunk)) for chunk in chunks]
-        begins = np.cumsum([0, *sizes[:-1]])
-        self.places = np.concatenate([b + np.arange(len(c)) for b, c in zip(begins, chunks, strict=True)])
+        ask = (estimator, flow, self.target, self.keys, cloud)
+        laws = [self._run(_law, *ask, chunk) for chunk in self._chunks(np.arange(self.size), MODES)]
         try:
+            # Of the points in their order, and then of some once more.
             self.law = estimator.settled(_joined(laws))
         except ValueError:
             self._find_not_finite()
             raise
+
+    @property
+    def missed(self) -> Array:
+        """Where no likely path was found."""
+        return cut(self.law.missed, self.size)
 
     def all_log_weights(self) -> Array:
         """Log-weights `(B, K)` of the first K paths of every point."""
@@ -116,47 +125,47 @@ class EstimatorRun:
         parts = math.ceil(count / each)
         rows = np.repeat(points, parts)
         places = np.repeat(first, parts) + np.tile(np.arange(parts) * each, len(points))
-        jobs = _chunks(np.arange(len(rows)), max(1, self.pairs // each))
-        done = _joined([self._weighed(rows[job], places[job], each, checked, again) for job in jobs])
+        jobs = self._chunks(np.arange(len(rows)), each)
+        done = _joined([self._weighed(rows, places, job, each, checked, again) for job in jobs])
+        done = cut(done, len(rows))
         if parts == 1:
             return done
         weights = [jnp.reshape(a, (len(points), parts * each))[:, :count] for a in done[:2]]
         return Weighed(*weights, *jax.tree.map(lambda a: a[::parts], done[2:]))
 
     def _weighed(
-        self, rows: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
+        self, rows: np.ndarray, places: np.ndarray, job: "_Chunk", count: int, checked: bool, again: bool
     ) -> Weighed:
-        padded, first = self._padded(rows), self._padded(places)
-        laws = self.places[padded]
+        chunk, first = job.of(rows), places[job.rows]
         setting = (self.estimator, self.flow, self.coarse, self.target, self.law, self.keys)
-        drawn = self._run(_weights, *setting, padded, laws, first, count, self.group)
+        drawn = self._run(_weights, *setting, chunk, first, count, self.group)
         plain, errors = drawn.log_weights, (None, None)
         # Two drivers are compared path by path.
         if isinstance(self.estimator, AbstractImprovingChart) and self.coarse is None:
             if again:
-                drawn = drawn._replace(poor=_poor_after_all(drawn.poor, plain))
-                poor = self.law.poor.at[laws].max(drawn.poor)
-                self.law = eqx.tree_at(lambda law: law.poor, self.law, poor)
-            drawn = self._improved(drawn, padded, first, len(rows))
+                poor, everywhere = _poor_after_all(drawn.poor, plain, self.law.poor, chunk.rows)
+                drawn = drawn._replace(poor=poor)
+                self.law = eqx.tree_at(lambda law: law.poor, self.law, everywhere)
+            drawn = self._improved(drawn, chunk, first)
         if checked:
             setting = (self.estimator, self.flow, self.target, self.law)
-            errors = self._run(_errors, *setting, padded, laws, drawn.few)
-        return _take(Weighed(drawn.log_weights, plain, drawn.poor, *errors), slice(len(rows)))
+            errors = self._run(_errors, *setting, chunk, drawn.few)
+        return Weighed(drawn.log_weights, plain, drawn.poor, *errors)
 
-    def _improved(self, drawn: _Drawn, rows: np.ndarray, places: np.ndarray, count: int) -> _Drawn:
-        """Better weights where they are poor, of the first `count` rows: of all if it is not known where, as
-        inside a jit."""
-        setting = (self.estimator, self.flow, self.target, self.law, self.keys)
+    def _improved(self, drawn: _Drawn, chunk: "_Chunk", places: np.ndarray) -> _Drawn:
+        """Better weights where they are poor: of all if it is not known where, as inside a jit."""
         if is_traced(drawn.poor):
-            return self._run(_improve, *setting, rows, self.places[rows], places, drawn)
-        poor = np.flatnonzero(np.asarray(drawn.poor)[:count])
-        if not poor.size:
-            return drawn
-        some = self._padded(poor)
-        at = (rows[some], self.places[rows[some]], places[some])
-        better = self._run(_improve, *setting, *at, _take(drawn, some))
-        put = lambda old, new: old.at[poor].set(new[: len(poor)])
-        return jax.tree.map(put, drawn, better)
+            which = _Chunk(np.arange(len(chunk.rows)), None, 1)
+        else:
+            poor = np.flatnonzero(np.asarray(drawn.poor)[: chunk.known])
+            if not poor.size:
+                return drawn
+            if self.straight:
+                which = _Chunk(np.resize(poor, 2 ** math.ceil(math.log2(len(poor)))), None, 1)
+            else:
+                (which,) = self._chunks(poor, drawn.log_weights.shape[1])
+        setting = (self.estimator, self.flow, self.target, self.law, self.keys)
+        return self._run(_improve, *setting, chunk.rows, places, drawn, which)
 
     def _run(self, function, *arguments):
         """Call a jitted function; its errors are one line, and name the part of the model to blame."""
@@ -174,11 +183,48 @@ class EstimatorRun:
         self.flow.pull_back(self.target.x[:64], paths, key=key)
         self.flow.push_forward(self.flow.base.sample(key=key, shape=(64,)), paths, key=key)
 
-    def _padded(self, rows: np.ndarray) -> np.ndarray:
-        """The rows, repeated up to a power of two: few shapes, so few compilations."""
-        if is_traced(self.target.x):
-            return rows  # inside a jit this is compiled in any case
-        return np.resize(rows, 2 ** math.ceil(math.log2(len(rows))))
+    def padded(self, rows):
+        """Rows as many as a program is compiled for, some of them twice; as they are inside a jit."""
+        count = len(jax.tree.leaves(rows)[0])
+        if self.straight:
+            return rows
+        places = np.resize(np.arange(count), max(SMALL, 2 ** math.ceil(math.log2(count))))
+        return jax.tree.map(lambda a: a[places] if is_traced(a) else np.asarray(a)[places], rows)
+
+    def _chunks(self, items: np.ndarray, each: int) -> list["_Chunk"]:
+        """Items that take `each` paths, in chunks that fit in memory."""
+        most = 2 ** int(math.log2(max(1, min(MOST, self.pairs // each))))
+        if self.straight:
+            return [_Chunk(part, None, 1) for part in _parts(items, most)]
+        small = len(items) <= SMALL and jax.default_backend() == "cpu"
+        size = min(SMALL, most) if small else most
+        rows, pairs = SMALL_BLOCK if small else LARGE_BLOCK
+        block = min(size, rows, 2 ** int(math.log2(max(1, pairs // each))))
+        parts = _parts(items, size)
+        return [_Chunk(np.resize(part, size), np.asarray(len(part)), block) for part in parts]
+
+
+class _Chunk(eqx.Module):
+    """Places to work on: the first `count` of them, which the others repeat; all of them if it is None."""
+
+    rows: np.ndarray
+    count: np.ndarray | None
+    block: int = eqx.field(static=True)
+
+    @property
+    def known(self) -> int:
+        return len(self.rows) if self.count is None else int(self.count)
+
+    def of(self, items: np.ndarray) -> "_Chunk":
+        return _Chunk(items[self.rows], self.count, self.block)
+
+    def map(self, function, rows):
+        return in_blocks(function, rows, self.count, self.block)
+
+
+def cut(tree, count: int):
+    """The first `count` rows, without a program to compile where there are values."""
+    return jax.tree.map(lambda a: a[:count] if is_traced(a) else jax.device_put(np.asarray(a)[:count]), tree)
 
 
 @partial(jit, level=1)
@@ -189,57 +235,75 @@ def _cloud(flow: StochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
 
 
 @partial(jit, level=1)
-def _law(estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, rows, cloud: Cloud | None):
-    target, keys = _take((target, keys), rows)
-    return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
+def _law(estimator, flow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None, chunk: _Chunk):
+    def law(rows):
+        target, keys = rows
+        return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
+
+    return chunk.map(law, _take((target, keys), chunk.rows))
 
 
 @partial(jit, level=1)
-def _weights(estimator, flow, coarse, target, law, keys, rows, laws, first, count: int, group: int) -> _Drawn:
-    (target, keys), law = _take((target, keys), rows), _take(law, laws)
-    places = first[:, None] + jnp.arange(count)[None]
-    latent = Latent(flow, fixed_start=target.start is not None)
-    noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
-    own = jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))
-    weights = estimator.weigh(flow, target, law, noise, own(_folded(keys, RUN), places))
-    improves = isinstance(estimator, AbstractImprovingChart)
-    poor = law.poor if improves else jnp.zeros(len(target.x), bool)
-    return _Drawn(weights.log_weights, poor, _few(constant(weights)))
+def _weights(estimator, flow, coarse, target, law, keys, chunk: _Chunk, first, count, group) -> _Drawn:
+    def weights(rows) -> _Drawn:
+        target, keys, law, first = rows
+        places = first[:, None] + jnp.arange(count)[None]
+        latent = Latent(flow, fixed_start=target.start is not None)
+        noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
+        own = jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))
+        weights = estimator.weigh(flow, target, law, noise, own(_folded(keys, RUN), places))
+        improves = isinstance(estimator, AbstractImprovingChart)
+        poor = law.poor if improves else jnp.zeros(len(target.x), bool)
+        return _Drawn(weights.log_weights, poor, _few(constant(weights)))
+
+    return chunk.map(weights, (*_take((target, keys, law), chunk.rows), first))
 
 
 @partial(jit, level=0)
-def _poor_after_all(poor: Array, log_weights: Array) -> Array:
-    return poor | unreliable(log_weights.T)
+def _poor_after_all(poor: Array, log_weights: Array, everywhere: Array, rows) -> tuple[Array, Array]:
+    """Where weights are poor, or turned out to be: of these rows, and of all."""
+    poor = poor | unreliable(log_weights.T)
+    return poor, everywhere.at[rows].max(poor)
 
 
 # Not quick: particles are moved for seconds, and a program that runs a tenth longer would show.
 @jit
-def _improve(estimator, flow, target, law, keys, rows, laws, first, drawn: _Drawn) -> _Drawn:
-    (target, keys), law = _take((target, keys), rows), _take(law, laws)
-    run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at))(keys, first)
-    weights = estimator.improve(flow, target, law, run, drawn.log_weights.shape[1])
-    new = _Drawn(weights.log_weights, drawn.poor, _few(constant(weights)))
-    choose = lambda new, old: jnp.where(jnp.expand_dims(drawn.poor, range(1, new.ndim)), new, old)
-    return jax.tree.map(choose, new, drawn)
+def _improve(estimator, flow, target, law, keys, rows, first, drawn: _Drawn, which: _Chunk) -> _Drawn:
+    def improve(rows) -> _Drawn:
+        target, keys, law, first, drawn = rows
+        fold = lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at)
+        weights = estimator.improve(
+            flow, target, law, jax.vmap(fold)(keys, first), drawn.log_weights.shape[1]
+        )
+        new = _Drawn(weights.log_weights, drawn.poor, _few(constant(weights)))
+        choose = lambda new, old: jnp.where(jnp.expand_dims(drawn.poor, range(1, new.ndim)), new, old)
+        return jax.tree.map(choose, new, drawn)
+
+    some = (*_take((target, keys, law), rows[which.rows]), *_take((first, drawn), which.rows))
+    return jax.tree.map(lambda old, new: old.at[which.rows].set(new), drawn, which.map(improve, some))
 
 
 @partial(jit, level=1)
-def _errors(estimator, flow, target, law, rows, laws, few: Weights) -> tuple[Array, Array | None]:
+def _errors(estimator, flow, target, law, chunk: _Chunk, few: Weights) -> tuple[Array, Array | None]:
     """The solver's error, and that of a random divergence, seen on a few paths of each point.
 
     Halving the steps moves log p(x, path) by Δ. A point's log p moves by log E exp(Δ) over paths that are
     drawn by weight; its few Δ's own spread is allowed for.
     """
-    target, law = _take(target, rows), _take(law, laws)
-    flow, target, law = constant((flow.without_errors(), target, law))
-    finer = estimator.log_joint(flow.with_finer_steps(), target, law, few.paths, few.keys)
-    solver = _mean_and_spread(finer - few.joint)
-    if few.keys is None:
-        return solver, None
-    # log E exp(log p + e) exceeds log p by half the variance of e, for normal errors e.
-    other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(few.keys)
-    change = estimator.log_joint(flow, target, law, few.paths, other) - few.joint
-    return solver, 0.25 * jnp.mean(change**2, axis=1)
+    quiet = constant(flow.without_errors())
+
+    def errors(rows) -> tuple[Array, Array | None]:
+        target, law, few = rows
+        finer = estimator.log_joint(quiet.with_finer_steps(), target, law, few.paths, few.keys)
+        solver = _mean_and_spread(finer - few.joint)
+        if few.keys is None:
+            return solver, None
+        # log E exp(log p + e) exceeds log p by half the variance of e, for normal errors e.
+        other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(few.keys)
+        change = estimator.log_joint(quiet, target, law, few.paths, other) - few.joint
+        return solver, 0.25 * jnp.mean(change**2, axis=1)
+
+    return chunk.map(errors, (*constant(_take((target, law), chunk.rows)), few))
 
 
 def _few(weights: Weights) -> Weights:
@@ -291,5 +355,5 @@ def _take(tree, rows):
     return jax.tree.map(lambda a: a[rows], tree)
 
 
-def _chunks(items: np.ndarray, size: int) -> list[np.ndarray]:
+def _parts(items: np.ndarray, size: int) -> list[np.ndarray]:
     return [items[i : i + size] for i in range(0, len(items), size)]
