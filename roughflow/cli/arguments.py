@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import roughflow as rf
 
@@ -109,8 +109,34 @@ def _fit(commands) -> None:
     add = lambda option, kind, default, text: parser.add_argument(
         option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
-    add("--noise", _not_negative, 0.0, "size of the noise for standardised data, 0 for none")
     told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
+    parser.add_argument(
+        "--noise",
+        type=_noise,
+        default=0.0,
+        metavar="N",
+        help="size of the noise in units of the standardised data, 0 for none; best for the size with the "
+        "highest likelihood on the rows set aside; default: %(default)s",
+    )
+    parser.add_argument(
+        "--bounds",
+        type=_bounds,
+        metavar="A=LOW:HIGH,...",
+        help="of columns, beyond which the density is zero: share=0:1,income=0: for two of them",
+    )
+    parser.add_argument(
+        "--rounding",
+        type=_rounding,
+        metavar="A=N,...",
+        help="how wide the steps are of columns that were rounded: age=1,height=0.5",
+    )
+    parser.add_argument(
+        "--marginals",
+        action=argparse.BooleanOptionalAction,
+        help="map each column to a nearly normal one first; default: where cross-validation bears it out",
+    )
+    told("--smoothing", _not_negative, "noise on the rows in training; default: 0.3 for few rows, else 0")
+    told("--outliers", _share, "share of rows thrown far out; default: 0.02 from four columns on")
     told("--steps", _count, "of the regression; default: 20000, fewer for few rows")
     told("--likelihood-steps", _whole, "of the likelihood stage; default: 100, 60 or 0, by the table's size")
     told("--seconds", _positive, "budget for both stages, after compilation, in place of steps")
@@ -191,7 +217,9 @@ def _tune(commands) -> None:
         metavar="DRAWS",
         help="the draws to write, .csv, .tsv, .csv.gz or .npy",
     )
-    parser.add_argument("--noise", type=Path, metavar="NOISE.rf", help="where to keep the noise it learned")
+    parser.add_argument(
+        "--noise-out", type=Path, metavar="NOISE.rf", help="where to keep the noise it learned"
+    )
     add = lambda option, default, text: parser.add_argument(
         option, type=_count, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
@@ -262,6 +290,41 @@ _whole = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 _positive = _number(float, lambda v: v > 0, "a number above 0")
 _not_negative = _number(float, lambda v: v >= 0, "a number of at least 0")
 _share = _number(float, lambda v: 0 <= v < 1, "a share, from 0 to below 1,")
+
+
+def _noise(text: str) -> float | str:
+    return text if text == "best" else _size(text)
+
+
+_size = _number(float, lambda v: v >= 0, "best, or a number of at least 0,")
+
+
+def _by_column(text: str, value: Callable[[str], Any], example: str) -> dict[str, Any]:
+    """Values by the names of columns: A=VALUE,B=VALUE."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    names = [name.strip() for name, _, _ in parts]
+    try:
+        if not all(names) or len(set(names)) < len(names):
+            raise ValueError
+        return {name: value(part) for name, (_, _, part) in zip(names, parts, strict=True)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"different columns with their values, {example}, are wanted, got {text!r}"
+        ) from None
+
+
+def _bounds(text: str) -> dict[str, tuple[float | None, float | None]]:
+    def limits(part: str) -> tuple[float | None, float | None]:
+        low, colon, high = part.partition(":")
+        if not colon or not (low + high).strip():
+            raise ValueError
+        return tuple(float(limit) if limit.strip() else None for limit in (low, high))  # pyright: ignore
+
+    return _by_column(text, limits, "share=0:1,income=0:")
+
+
+def _rounding(text: str) -> dict[str, float]:
+    return _by_column(text, float, "age=1,height=0.5")
 
 
 def _names(text: str) -> list[str]:

@@ -11,6 +11,7 @@ from ._fit_density import (
 )
 from ._history import History as History
 from ._interpolant import Interpolant as Interpolant
+from ._lock import held as held
 from ._marginals import Marginals as Marginals
 from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
 from ._objective import (

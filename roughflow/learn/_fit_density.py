@@ -16,6 +16,7 @@ from jaxtyping import Array, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key, check_positive
+from ..faq import see
 from ..flow import ExactDivergence, HutchinsonDivergence, StochasticFlow, velocity_flow, with_noise
 from ._checkpoint import steps_of
 from ._fit import Fitted, fit
@@ -132,11 +133,15 @@ def fit_density(
     if noise not in (0, "best"):
         check_positive("noise", noise)
     if seconds is not None and steps is not None:
-        raise ValueError("steps and seconds are two budgets for one fit: give one of them")
+        told = "steps and seconds are two budgets for one fit: give one of them"
+        raise ValueError(told + see("budgets-and-validation"))
     columns = names_of(columns, data, given)
     whole = Table.of(data, given, columns, bounds or {}, rounding or {})
     whole = whole.dequantised(jax.random.fold_in(key_split, 2))
     table = whole.split(validation, key_split)
+    if noise == "best" and not len(table.held_out):
+        told = "the best noise is chosen on rows set aside: set validation, to 0.1 say"
+        raise ValueError(told + see("budgets-and-validation"))
     chosen = Sizes(len(table.train), table.dimension, table.context)
     flow = velocity_flow(
         table.dimension,
@@ -181,8 +186,6 @@ def fit_density(
 def _best_noise(flow: StochasticFlow, rows: Array, key: PRNGKeyArray) -> float:
     """The size of noise with the highest likelihood; what is not clearly better than none, or better by next
     to nothing, is not worth its paths."""
-    if not len(rows):
-        raise ValueError("the best noise is chosen on rows set aside: set validation, to 0.1 say")
     plain = flow.log_prob(rows, key=key)
     best, gain = 0.0, WORTHWHILE
     for size in NOISES:
