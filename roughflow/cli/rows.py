@@ -8,6 +8,8 @@ from typing import NoReturn
 
 import numpy as np
 
+from roughflow.faq import see
+
 from .refused import Refused
 
 SHOWN = 5  # lines that a message names
@@ -57,6 +59,7 @@ class Faults:
         remedy = "mend or remove them, or choose other columns"
         raise Refused(
             f"{table_name(self.path)}: {which} cannot be used, the first because {self.first}: {remedy}"
+            + see("tables")
         )
 
 

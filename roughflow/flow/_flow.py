@@ -13,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import as_shape, check_finite, check_key, check_positive, check_vector, is_traced
 from .._programs import jit
 from ..driver import AbstractDriver, KarhunenLoeve, Path
+from ..faq import see
 from ..sde import (
     AbstractCorrection,
     AbstractItoSDE,
@@ -310,7 +311,7 @@ class StochasticFlow(eqx.Module):
             if key.shape != batch:
                 raise TypeError(
                     f"key must be a single key, got an array of keys of shape {key.shape}; one key for each "
-                    f"sample would have shape {batch}"
+                    f"sample would have shape {batch}{see('keys')}"
                 )
             key = jnp.reshape(key, (flat,))
         # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.

@@ -10,6 +10,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key, check_positive, is_traced
 from .._programs import jit
+from ..faq import see
 from ..sde import (
     AbstractSDE,
     AbstractStratonovichSDE,
@@ -151,7 +152,7 @@ def simulate(
     noise_dim = noise_dimension(sde, z0.shape[-1])
     if increments is None:
         if key is None:
-            raise TypeError("simulate needs key=jax.random.key(seed), or increments")
+            raise TypeError("simulate needs key=jax.random.key(seed), or increments" + see("keys"))
         check_positive("steps", steps)
         shape = (steps, *z0.shape[:-1], noise_dim)
         increments = jnp.sqrt(t1 / steps) * jax.random.normal(check_key(key), shape, z0.dtype)
@@ -211,5 +212,5 @@ def _check_commutative(sde: AbstractSDE, z: Array) -> None:
     if float(gap) > 1e-4 * (1 + float(jnp.max(jnp.abs(products)))):
         raise ValueError(
             "Milstein needs commutative noise, and this diffusion's columns do not commute; "
-            "use rf.StratonovichHeun() or rf.EulerMaruyama()"
+            "use rf.StratonovichHeun() or rf.EulerMaruyama()" + see("refused-methods")
         )

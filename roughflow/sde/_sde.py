@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._show import listed
+from ..faq import see
 from ._noise import Noise, ProportionalDiffusion, noise_shape
 from ._notation import equation, noise_part, part
 
@@ -114,13 +115,13 @@ def noise_dimension(sde: AbstractSDE, dimension: int) -> int:
     if drift != (dimension,):
         raise ValueError(
             f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, as the base draws it, "
-            f"got {drift}"
+            f"got {drift}{see('shapes')}"
         )
     diffusion = _shape_of("diffusion", sde.noise, dimension)
     if len(diffusion) != 2 or diffusion[0] != dimension:
         raise ValueError(
             f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, as the base draws "
-            f"it, got {diffusion}"
+            f"it, got {diffusion}{see('shapes')}"
         )
     return diffusion[1]
 
@@ -133,10 +134,10 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"{name} fails for z of shape {(dimension,)}, as the base draws it: {reason}"
+            f"{name} fails for z of shape {(dimension,)}, as the base draws it: {reason}{see('shapes')}"
         ) from error
     if not isinstance(value, jax.ShapeDtypeStruct | lx.AbstractLinearOperator):
-        raise ValueError(f"{name} must return one array, got {type(value).__name__}")
+        raise ValueError(f"{name} must return one array, got {type(value).__name__}{see('shapes')}")
     return noise_shape(value)
 
 
@@ -148,6 +149,6 @@ def _check_places(name: str, function: Any, dimension: int) -> None:
         with np.errstate(all="ignore"):
             function(0.0, np.zeros(dimension))
     except IndexError as error:
-        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {error}") from error
+        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {error}{see('shapes')}") from error
     except Exception:
         return  # it wants arrays of JAX, and may have them
