@@ -13,8 +13,8 @@ import roughflow as rf
 from roughflow.faq import see
 from roughflow.learn import held, second_file
 
+from .exits import INTERRUPTED
 from .refused import Refused
-from .start import INTERRUPTED
 
 # What may differ when a run goes on: where things are, and how much is said.
 FREE = frozenset(

@@ -185,13 +185,14 @@ def _quality(chain: rf.Chain) -> None:
             print("for effective draws and R-hat: pip install 'roughflow[interop]'")
             return
         data = to_arviz(chain)
-        values: Any = arviz.rhat(data), arviz.ess(data), arviz.ess(data, method="tail")
-    rhat, bulk, tail = float(values[0]["z"].max()), float(values[1]["z"].min()), float(values[2]["z"].min())
+        values: Any = arviz.ess(data), arviz.ess(data, method="tail")
+        several = chain.samples.shape[0] > 1
+        spread: Any = arviz.rhat(data) if several else None
+    bulk, tail = (float(value["z"].min()) for value in values)
     print(f"effective   {bulk:.0f} draws of {chain.samples[..., 0].size}, {tail:.0f} in the tails")
-    if chain.samples.shape[0] == 1:
+    if spread is None:
         print("R-hat       compares chains: run two or more")
         return
-    print(
-        f"R-hat       {rhat:.3f}"
-        + (f": not yet one distribution, spend more gradients{see('r-hat')}" if rhat > 1.01 else "")
-    )
+    rhat = float(spread["z"].max())
+    told = f": not yet one distribution, spend more gradients{see('r-hat')}" if rhat > 1.01 else ""
+    print(f"R-hat       {rhat:.3f}{told}")

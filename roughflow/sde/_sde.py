@@ -115,13 +115,13 @@ def noise_dimension(sde: AbstractSDE, dimension: int) -> int:
     if drift != (dimension,):
         raise ValueError(
             f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, as the base draws it, "
-            f"got {drift}{see('shapes')}"
+            f"got {drift}: is the base's dimension the right one?{see('shapes')}"
         )
     diffusion = _shape_of("diffusion", sde.noise, dimension)
     if len(diffusion) != 2 or diffusion[0] != dimension:
         raise ValueError(
             f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, as the base draws "
-            f"it, got {diffusion}{see('shapes')}"
+            f"it, got {diffusion}: is the base's dimension the right one?{see('shapes')}"
         )
     return diffusion[1]
 
