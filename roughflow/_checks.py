@@ -8,6 +8,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PRNGKeyArray
 
+from .faq import see
+
 
 class NonFiniteError(RuntimeError):
     """The drift or the diffusion returned NaN or infinity where it should not."""
@@ -27,12 +29,13 @@ def check_key(key: Any, *, many: bool = False) -> PRNGKeyArray:
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if many or key.shape == ():
             return key
-        raise TypeError(f"key must be a single key, got an array of keys of shape {key.shape}")
+        raise TypeError(f"key must be a single key, got an array of keys of shape {key.shape}{see('keys')}")
     if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32:
         raise TypeError(
             "key is an old-style uint32 key (jax.random.PRNGKey); make one with jax.random.key(seed)"
+            + see("keys")
         )
-    raise TypeError(f"key must come from jax.random.key(seed), got {type(key).__name__}")
+    raise TypeError(f"key must come from jax.random.key(seed), got {type(key).__name__}{see('keys')}")
 
 
 def check_count(name: str, value: Any) -> int:
@@ -68,9 +71,8 @@ def check_vector(name: str, value: Array | np.ndarray, dimension: int) -> None:
     """Refuse an array whose last axis is not `dimension` long."""
     shape = jnp.shape(value)
     if not shape or shape[-1] != dimension:
-        raise ValueError(
-            f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
-        )
+        told = f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
+        raise ValueError(told + see("shapes"))
 
 
 def check_finite(name: str, value: Array | np.ndarray) -> None:

@@ -264,8 +264,7 @@ def widened(estimator, flow, x, key):
     """The estimate as if trial weights had differed at every point: wider, with the prior's share."""
     run = EstimatorRun(estimator, flow, x, key)
     run.distribution = run.distribution.defended(jnp.ones(len(run.distribution.missed), bool))
-    missed = run.distribution.missed[run.places]
-    return from_log_weights(run.all_log_weights().T, run.group, missed)
+    return from_log_weights(run.all_log_weights().T, run.group, run.missed)
 
 
 CAUCHY = lambda z: -jnp.log1p(z[0] ** 2)  # a log density, up to a constant

@@ -209,7 +209,7 @@ def test_parquet(fitted, tmp_path, capsys):
 def test_parquet_names_the_package_it_needs(refused, tmp_path, monkeypatch):
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install pyarrow" in refused("fit", "data.parquet", "--out", "m.rf")
+    assert "pip install 'roughflow[parquet]'" in refused("fit", "data.parquet", "--out", "m.rf")
 
 
 def test_bad_tables(refused, tmp_path):
@@ -350,6 +350,37 @@ def test_a_model_that_another_run_wrote_meanwhile_is_kept(tmp_path, capsys, monk
     assert "m-2.rf" in capsys.readouterr().err
 
 
+def test_a_fit_takes_what_fit_density_takes(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(rf, "fit_density", lambda *_, **options: given.update(options) or exit(7))
+    table(tmp_path / "data.csv")
+    options = ["--bounds", "a=-9:,b=-9:99", "--rounding", "a=0.5", "--noise", "best", "--outliers", "0.1"]
+    with pytest.raises(SystemExit):
+        main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *options, "--no-marginals"])
+    assert given["bounds"] == {"a": (-9, None), "b": (-9, 99)}
+    assert given["rounding"] == {"a": 0.5}
+    assert (given["noise"], given["outliers"]) == ("best", 0.1)
+    assert (given["marginals"], given["smoothing"]) == (False, None)
+
+
+def test_a_warning_names_the_options_of_the_command_line(tmp_path, capsys):
+    write(tmp_path / "data.csv", ["a", "b"], [[i % 3, i**1.5] for i in range(30)])
+    assert main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *TINY]) == 0
+    said = capsys.readouterr().err
+    assert "column 'a' has only 3 different values" in said
+    assert "(--given), or say how wide its steps are (--rounding) (see faq: few-different-values)" in said
+
+
+def test_two_fits_at_once_do_not_share_a_file(refused, tmp_path):
+    table(tmp_path / "data.csv")
+    with rf.learn.held(tmp_path / "m.rf", "busy"):
+        assert "another run is at work on m.rf: wait" in refused("fit", "data.csv", "--out", "m.rf", *TINY)
+    with rf.learn.held(tmp_path / "n.rf.checkpoint", "busy"):
+        assert "is in use by another run" in refused("fit", "data.csv", "--out", "n.rf", *TINY)
+    assert main(["fit", "data.csv", "--out", "m.rf", *TINY]) == 0
+    assert sorted(os.listdir()) == ["data.csv", "m.rf"]
+
+
 def test_rows_without_a_density(refused, tmp_path):
     fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *TINY, *options)
     write(tmp_path / "still.csv", ["a", "b"], [[i, 7] for i in range(20)])
@@ -369,8 +400,19 @@ def test_rows_without_a_density(refused, tmp_path):
     [
         (["--steps", "0"], "--steps: a whole number of at least 1 is wanted, got '0'"),
         (["--steps", "2.5"], "--steps"),
-        (["--noise", "-1"], "--noise: a number of at least 0"),
+        (["--noise", "-1"], "--noise: best, or a number of at least 0"),
         (["--noise", "nan"], "--noise"),
+        (
+            ["--bounds", "a=0"],
+            "--bounds: different columns with their values, share=0:1,income=0:, are wanted",
+        ),
+        (["--bounds", "c=0:"], "there is no column 'c' to model; there are a, b"),
+        (["--bounds", "a=0:1"], "not strictly between its bounds 0 and 1"),
+        (["--rounding", "a=1,a=2"], "--rounding: different columns"),
+        (["--rounding", "a=-1"], "rounding must be positive"),
+        (["--smoothing", "-1"], "--smoothing: a number of at least 0"),
+        (["--outliers", "1"], "--outliers: a share"),
+        (["--noise", "best", "--validation", "0"], "the best noise is chosen on rows set aside"),
         (["--seed", "one"], "--seed"),
         (["--seed", "99999999999"], "--seed: a whole number from 0 to 2147483647 is wanted"),
         (["--validation", "1"], "--validation: a share"),
@@ -471,12 +513,15 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     assert "stopped at step 1" in said
     assert "roughflow fit data.csv --out model.rf" in said
     assert said.endswith(" --resume\n")
-    assert sorted(os.listdir()) == ["data.csv", "model.rf.checkpoint", "whole.rf"]
+    kept = ["model.rf.checkpoint", "model.rf.checkpoint.options"]
+    assert sorted(os.listdir()) == ["data.csv", *kept, "whole.rf"]
 
     assert "--resume goes on from it, --force starts afresh" in refused(*command)
-    assert "--resume takes the same table, --seed" in refused(*command, "--resume", "--seed", "1")
-    assert "another run" in refused(*command, "--resume", "--validation", "0.2")
-    assert "steps was 6, now 7" in refused(*command, "--resume", "--steps", "7")
+    others = [("seed", 0, 1), ("validation", 0.1, 0.2), ("steps", 6, 7), ("noise", 0.0, 0.5), ("width", 4, 5)]
+    for option, before, now in others:
+        said = refused(*command, "--resume", f"--{option}", now)
+        assert f"holds a run with --{option} {before}, this one is with --{option} {now}:" in said
+    assert "a run without --rounding, this one is with" in refused(*command, "--resume", "--rounding", "a=1")
     good = (tmp_path / "data.csv").read_text()
     table(tmp_path / "data.csv", seed=1)
     assert "another run: data" in refused(*command, "--resume")
@@ -537,7 +582,7 @@ def test_bad_targets(targets, refused):
     assert "must return one number for z, got shape (1,)" in tune("targets:two")
     assert "targets:pair fails for z of shape (1,); it must be written with jax.numpy" in tune("targets:pair")
     assert "--gradients must be at least" in tune("targets:bell", "--gradients", "10")
-    assert "--noise d.csv is where something else goes" in tune("targets:bell", "--noise", "d.csv")
+    assert "--noise-out d.csv is where something else goes" in tune("targets:bell", "--noise-out", "d.csv")
     assert "index 1 is out of bounds" in tune("targets:second")
     assert "not finite where the chains start, around [0.0]" in tune("targets:nowhere")
     assert "importing lacking failed: AttributeError" in tune("lacking:f")
@@ -551,7 +596,7 @@ def test_tune_draws_from_a_density_stops_and_goes_on(targets, refused, capsys, m
     """A normal target around 3, also from a run that was cut in two: the same draws to the last digit."""
     small = ["--dimension", "1", "--chains", "16", "--gradients", "9000", "--draws", "40", "--thin", "5"]
     command = ["tune", "targets:bell", "--quiet", *small, "--out"]
-    assert main([*command, "whole.csv", "--noise", "noise.rf"]) == 0
+    assert main([*command, "whole.csv", "--noise-out", "noise.rf"]) == 0
     assert "acceptance 0." in capsys.readouterr().out
     header, *rows = (targets / "whole.csv").read_text().split()
     assert header == "chain,draw,z0"

@@ -21,9 +21,9 @@ def without_code(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def anchors(page):
+def anchors(text, level="#+"):
     """Those that MkDocs and GitHub give to the headings of a page, which agree for plain words."""
-    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    headings = re.findall(rf"^{level} (.+)$", without_code(text), flags=re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
@@ -59,9 +59,25 @@ def test_links_lead_somewhere(page):
             continue
         file, _, anchor = link.partition("#")
         target = page.parent / file if file else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
             broken.append(link)
     assert broken == []
+
+
+def test_messages_and_the_faq_name_one_another():
+    """What a message refers to is there, and nothing is explained that no message refers to."""
+    calls = [
+        node
+        for file in (ROOT / "roughflow").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "see"
+    ]
+    named = {node.args[0].value for node in calls}
+    messages = (
+        (DOCS / "faq.md").read_text(encoding="utf-8").partition("## Questions")[2].partition("\n## ")[2]
+    )
+    explained = anchors(messages, "###")
+    assert named == explained
 
 
 @pytest.mark.parametrize("name", ["theory", "errata"])

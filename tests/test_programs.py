@@ -87,6 +87,15 @@ def test_a_flow_with_other_numbers_needs_no_other_program(key):
     assert not np.allclose(one, two)
 
 
+def test_another_number_of_points_needs_no_other_program(key):
+    flow = rf.StochasticFlow(rf.ItoSDE(Pull(1.0), lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
+    x = np.linspace(-1, 1, 40)[:, None]
+    five = flow.estimate(x[:5], key=key)
+    with no_new_program():
+        forty = flow.estimate(x, key=key)
+    np.testing.assert_allclose(forty.log_prob[:5], five.log_prob, rtol=1e-12)
+
+
 def test_code_that_looks_at_its_numbers_works_too(key):
     z, noise = 2 * jnp.ones((5, 1)), rf.ConstantDiffusion(jnp.zeros((1, 1)))
     end = lambda rate: rf.simulate(rf.ItoSDE(Steep(rate), noise), z, key=key, steps=1000)[0, 0]

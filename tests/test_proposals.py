@@ -264,9 +264,9 @@ def test_a_proposal_that_is_too_narrow_is_widened(key):
     x, estimator = np.array([[0.0], [4.0], [6.0], [8.0]]), rf.PullBack(256, rf.Laplace())
     run = EstimatorRun(estimator, flow, x, key)
     assert np.all(run.distribution.prior == 0.3)
-    plain = run.distribution.defended(jnp.zeros(4, bool))
+    plain = run.distribution.defended(jnp.zeros_like(run.distribution.missed))
     run.distribution = eqx.tree_at(lambda d: d.scale, plain, jnp.ones_like(plain.scale))
-    narrow = from_log_weights(run.all_log_weights().T, 1, run.distribution.missed)
+    narrow = from_log_weights(run.all_log_weights().T, 1, run.missed)
     wide = flow.estimate(x, key=key, estimator=estimator)
     # The sum of e⁻¹ Z₀ and a normal number, by quadrature.
     noise = np.sqrt(ou_distribution(scale=0.0, driver=THREE).cov[0, 0])

@@ -6,13 +6,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .arguments import parse
+from .exits import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from .refused import Refused
-from .start import INTERRUPTED as INTERRUPTED, keep_programs, starting
-
-BAD_INPUT = 2
-FAILED = 1
-BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
 
 def program() -> int:
@@ -46,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    # Imported within `main`, which knows what to do with Ctrl-C.
+    from .arguments import parse
+    from .start import keep_programs, starting
+
     try:
         arguments = parse(argv)
     except SystemExit as done:  # --help and --version

@@ -1,13 +1,13 @@
 """The commands and their options. Nothing heavy is imported here, so that help is there at once."""
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import roughflow as rf
 
+from . import values
 from .refused import Refused
 
 TOUR = """\
@@ -93,7 +93,7 @@ def _fit(commands) -> None:
     )
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
     parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="the model to write")
-    parser.add_argument("--columns", type=_names, metavar="A,B,C", help="default: all")
+    parser.add_argument("--columns", type=values.names, metavar="A,B,C", help="default: all")
     parser.add_argument(
         "--report",
         type=Path,
@@ -102,35 +102,69 @@ def _fit(commands) -> None:
     )
     parser.add_argument(
         "--given",
-        type=_names,
+        type=values.names,
         metavar="A,B,C",
         help="columns to condition on: the density is that of the others given these",
     )
-    add = lambda option, kind, default, text: parser.add_argument(
-        option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
-    )
-    add("--noise", _not_negative, 0.0, "size of the noise for standardised data, 0 for none")
-    told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
-    told("--steps", _count, "of the regression; default: 20000, fewer for few rows")
-    told("--likelihood-steps", _whole, "of the likelihood stage; default: 100, 60 or 0, by the table's size")
-    told("--seconds", _positive, "budget for both stages, after compilation, in place of steps")
-    told("--width", _count, "of the network; default: 128, or 256 from 20,000 rows on")
-    add("--depth", _count, 3, "of the network")
-    add("--batch-size", _count, 512, "rows per step of the regression")
-    add("--learning-rate", _positive, 2e-3, "of the regression")
-    add("--validation", _share, 0.1, "share of the rows set aside to choose the best model by, 0 for none")
-    add(
-        "--patience",
-        _whole,
-        5,
-        "looks at them without a better value that end a stage, 0 for never",
-    )
+    _fit_model(parser)
+    _fit_training(parser)
     _seed(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
     parser.add_argument(
         "--force", action="store_true", help="overwrite MODEL.rf, and a checkpoint not resumed"
     )
     _quiet(parser)
+
+
+def _fit_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--noise",
+        type=values.noise,
+        default=0.0,
+        metavar="N",
+        help="size of the noise in units of the standardised data, 0 for none; best for the size with the "
+        "highest likelihood on the rows set aside; default: %(default)s",
+    )
+    parser.add_argument(
+        "--bounds",
+        type=values.bounds,
+        metavar="A=LOW:HIGH,...",
+        help="of columns, beyond which the density is zero: share=0:1,income=0: for two of them",
+    )
+    parser.add_argument(
+        "--rounding",
+        type=values.rounding,
+        metavar="A=N,...",
+        help="how wide the steps are of columns that were rounded: age=1,height=0.5",
+    )
+    parser.add_argument(
+        "--marginals",
+        action=argparse.BooleanOptionalAction,
+        help="map each column to a nearly normal one first; default: where cross-validation bears it out",
+    )
+
+
+def _fit_training(parser: argparse.ArgumentParser) -> None:
+    add = lambda option, kind, default, text: parser.add_argument(
+        option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
+    )
+    told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
+    told("--smoothing", values.not_negative, "noise on rows in training; default: 0.3 for few rows, else 0")
+    told("--outliers", values.share, "share of rows thrown far out; default: 0.02 from four columns on")
+    told("--steps", values.count, "of the regression; default: 20000, fewer for few rows")
+    told("--likelihood-steps", values.whole, "of the likelihood; default: 100, 60 or 0, by the table's size")
+    told("--seconds", values.positive, "budget for both stages, after compilation, in place of steps")
+    told("--width", values.count, "of the network; default: 128, or 256 from 20,000 rows on")
+    add("--depth", values.count, 3, "of the network")
+    add("--batch-size", values.count, 512, "rows per step of the regression")
+    add("--learning-rate", values.positive, 2e-3, "of the regression")
+    add("--validation", values.share, 0.1, "share of rows set aside to choose the best model by, 0 for none")
+    add(
+        "--patience",
+        values.whole,
+        5,
+        "looks at them without a better value that end a stage, 0 for never",
+    )
 
 
 def _score(commands) -> None:
@@ -145,9 +179,9 @@ def _score(commands) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
     parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default, and -: standard output")
     parser.add_argument(
-        "--tolerance", type=_positive, metavar="E", help="add paths until standard errors are below"
+        "--tolerance", type=values.positive, metavar="E", help="add paths until standard errors are below"
     )
-    parser.add_argument("--paths", type=_count, metavar="N", help="random paths a row, to start with")
+    parser.add_argument("--paths", type=values.count, metavar="N", help="random paths a row, to start with")
     _seed(parser)
     _force(parser)
     _quiet(parser)
@@ -159,7 +193,7 @@ def _sample(commands) -> None:
     )
     parser.add_argument("model", type=Path, metavar="MODEL.rf")
     parser.add_argument(
-        "-n", dest="count", type=_count, default=1000, metavar="N", help="default: %(default)s"
+        "-n", dest="count", type=values.count, default=1000, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
         "--out",
@@ -182,7 +216,7 @@ def _tune(commands) -> None:
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION")
     parser.add_argument(
-        "--dimension", type=_count, metavar="D", help="of z; default: the target's own `dimension`"
+        "--dimension", type=values.count, metavar="D", help="of z; default: the target's own `dimension`"
     )
     parser.add_argument(
         "--out",
@@ -191,14 +225,16 @@ def _tune(commands) -> None:
         metavar="DRAWS",
         help="the draws to write, .csv, .tsv, .csv.gz or .npy",
     )
-    parser.add_argument("--noise", type=Path, metavar="NOISE.rf", help="where to keep the noise it learned")
+    parser.add_argument(
+        "--noise-out", type=Path, metavar="NOISE.rf", help="where to keep the noise it learned"
+    )
     add = lambda option, default, text: parser.add_argument(
-        option, type=_count, default=default, metavar="N", help=f"{text}; default: %(default)s"
+        option, type=values.count, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
     add("--chains", 64, "chains, side by side")
     add("--gradients", 500_000, "of log p to spend on learning, of all chains together")
     add("--draws", 1000, "to keep of each chain")
-    parser.add_argument("--thin", type=_count, default=1, metavar="N", help="steps a draw; default: 1")
+    parser.add_argument("--thin", type=values.count, default=1, metavar="N", help="steps a draw; default: 1")
     _seed(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
     parser.add_argument("--force", action="store_true", help="overwrite DRAWS, and a checkpoint not resumed")
@@ -221,7 +257,7 @@ def _reproduce(commands) -> None:
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
     )
     parser.add_argument(
-        "--steps", type=_count, metavar="N", help="of each fit; of a regression, in proportion"
+        "--steps", type=values.count, metavar="N", help="of each fit; of a regression, in proportion"
     )
     parser.add_argument("--resume", action="store_true", help="go on from where a run was cut short")
     _seed(parser)
@@ -230,7 +266,7 @@ def _reproduce(commands) -> None:
 
 def _seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seed", type=_seed_number, default=0, metavar="N", help="of all randomness; default: 0"
+        "--seed", type=values.seed_number, default=0, metavar="N", help="of all randomness; default: 0"
     )
 
 
@@ -240,32 +276,3 @@ def _force(parser: argparse.ArgumentParser) -> None:
 
 def _quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress")
-
-
-def _number(kind: Callable, accept: Callable[[float], bool], description: str) -> Callable[[str], float]:
-    def read(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and accept(value)):
-            raise argparse.ArgumentTypeError(f"{description} is wanted, got {text!r}")
-        return value
-
-    return read
-
-
-_count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
-# JAX takes a seed of 32 bits where 64 are not switched on.
-_seed_number = _number(int, lambda n: 0 <= n < 2**31, f"a whole number from 0 to {2**31 - 1}")
-_whole = _number(int, lambda n: n >= 0, "a whole number of at least 0")
-_positive = _number(float, lambda v: v > 0, "a number above 0")
-_not_negative = _number(float, lambda v: v >= 0, "a number of at least 0")
-_share = _number(float, lambda v: 0 <= v < 1, "a share, from 0 to below 1,")
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"different names with commas between them are wanted, got {text!r}")
-    return names

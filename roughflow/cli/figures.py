@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from roughflow.faq import see
+
 from .refused import Refused
 
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "toys")
@@ -44,7 +46,9 @@ def _experiments(out: Path) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("roughflow"):
             raise
-        raise Refused(f"figures need {error.name}: pip install 'roughflow[plots]'") from None
+        raise Refused(
+            f"figures need {error.name}: pip install 'roughflow[plots]'{see('not-installed')}"
+        ) from None
     return experiments
 
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 import roughflow as rf
-from roughflow.learn import second_file
+from roughflow.faq import see
 
-from .checkpoint import check_checkpoint, stopped
+from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .output import check_writable
 from .refused import Refused
 from .report import check_report, report
@@ -29,14 +29,18 @@ FAR = 1e4
 def fit(arguments: argparse.Namespace) -> int:
     check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
     check_report(arguments)
-    checkpoint = arguments.out.with_name(arguments.out.name + ".checkpoint")
+    with alone(arguments):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    checkpoint = checkpoint_of(arguments.out)
     check_checkpoint(checkpoint, arguments)
     table = _read(arguments)
     train, held_out = _split(table, arguments.validation, arguments.seed)
     said: list[str] = []
     _check_rows(arguments, table, train, said)
-    if checkpoint.exists() and not arguments.resume:
-        _remove(checkpoint)  # as --force asked
+    begin(checkpoint, arguments)
     began = time.perf_counter()
     try:
         with warnings.catch_warnings():
@@ -50,12 +54,10 @@ def fit(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         if "belongs to another run" not in str(error):
             raise
-        # The table is split by some of the options, and seen as split.
-        remedy = "--resume takes the same table, --seed, --validation and --columns; --force starts afresh"
-        raise Refused(f"{error}; {remedy}") from None
+        raise Refused(f"{error}; --resume takes the same table, --force starts afresh") from None
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
         return stopped(arguments, checkpoint, "interrupted")
-    _remove(checkpoint)
+    remove(checkpoint)
     summary(out, table, fitted, train, held_out)
     if arguments.report is not None:
         report(arguments, fitted, train, held_out, said, time.perf_counter() - began)
@@ -64,7 +66,9 @@ def fit(arguments: argparse.Namespace) -> int:
 
 
 def _warn(text: str, said: list[str]) -> None:
-    """Tell at once, and keep for the report."""
+    """Tell at once, in the command line's own names, and keep for the report."""
+    for name in ("given=", "rounding=", "bounds=", "marginals=True"):
+        text = text.replace(f"({name})", f"(--{name.partition('=')[0]})")
     print(f"roughflow: warning: {text}", file=sys.stderr)
     said.append(text)
 
@@ -75,7 +79,8 @@ def _free(out: Path, force: bool) -> Path:
         return out
     others = (out.with_stem(f"{out.stem}-{i}") for i in itertools.count(2))
     free = next(path for path in others if not path.exists())
-    print(f"roughflow: warning: {out} was written meanwhile: this model goes to {free}", file=sys.stderr)
+    told = f"{out} was written meanwhile: this model goes to {free}{see('two-runs')}"
+    print(f"roughflow: warning: {told}", file=sys.stderr)
     return free
 
 
@@ -94,11 +99,6 @@ def _read(arguments: argparse.Namespace) -> Table:
     return table.chosen(arguments.data, [*own, *arguments.given])
 
 
-def _remove(checkpoint: Path) -> None:
-    for file in (checkpoint, second_file(checkpoint)):
-        file.unlink(missing_ok=True)
-
-
 def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint: Path) -> rf.Fitted:
     context = len(arguments.given or ())
     own = len(columns) - context
@@ -108,6 +108,11 @@ def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint
         given=train[:, own:] if context else None,
         key=jax.random.key(arguments.seed),
         noise=arguments.noise,
+        bounds=arguments.bounds,
+        rounding=arguments.rounding,
+        marginals=arguments.marginals,
+        smoothing=arguments.smoothing,
+        outliers=arguments.outliers,
         width=arguments.width,
         depth=arguments.depth,
         columns=columns,
@@ -139,11 +144,13 @@ def _check_rows(arguments: argparse.Namespace, table: Table, train: np.ndarray, 
         least = f"{dimension + 1} are the least for its columns"
         raise Refused(
             f"{path}: {len(train)} of {count} rows are left to train on, {least}: lower --validation"
+            + see("no-density")
         )
     if len(train) <= dimension:
         have = "1 row" if count == 1 else f"{count} rows"
         raise Refused(
             f"{path} has {have}: {dimension + 2} are the least for its columns, hundreds are better"
+            + see("no-density")
         )
     for name, column in zip(table.columns, train.T, strict=True):
         spread = column.std()
@@ -151,11 +158,11 @@ def _check_rows(arguments: argparse.Namespace, table: Table, train: np.ndarray, 
             others = ",".join(other for other in table.columns if other != name) or "..."
             raise Refused(
                 f"{path}: column {name!r} is always {column[0]:g}, so it has no density: leave it out, with "
-                f"--columns {others}"
+                f"--columns {others}{see('no-density')}"
             )
         if abs(column.mean()) > FAR * spread and not jax.config.jax_enable_x64:  # pyright: ignore
             _warn(
                 f"column {name!r} is {column.mean():g} ± {spread:g}: samples in single precision will be "
-                "blurred; subtract a constant from it, or set JAX_ENABLE_X64=1",
+                "blurred; subtract a constant from it, or set JAX_ENABLE_X64=1" + see("few-digits"),
                 said,
             )

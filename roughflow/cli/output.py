@@ -13,6 +13,7 @@ from typing import IO
 import numpy as np
 
 import roughflow as rf
+from roughflow.faq import see
 
 from .refused import Refused
 from .text import STANDARD, is_compressed, is_text, separator
@@ -29,7 +30,7 @@ def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> N
     if any(path.resolve() == source.resolve() for source in inputs):
         raise Refused(f"{path} is what is read from: name another file to write to")
     if path.exists() and not force:
-        raise Refused(f"{path} exists: --force overwrites it, or name another file")
+        raise Refused(f"{path} exists: --force overwrites it, or name another file{see('files-that-exist')}")
     folder = path.resolve().parent
     while not folder.exists():
         folder = folder.parent

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import roughflow as rf
+from roughflow.faq import see
 
 from .output import check_writable
 from .refused import Refused
@@ -27,7 +28,9 @@ def check_report(arguments: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("roughflow"):
             raise
-        raise Refused(f"a report needs {error.name}: pip install 'roughflow[plots]'") from None
+        raise Refused(
+            f"a report needs {error.name}: pip install 'roughflow[plots]'{see('not-installed')}"
+        ) from None
 
 
 def report(

@@ -8,6 +8,8 @@ from typing import NoReturn
 
 import numpy as np
 
+from roughflow.faq import see
+
 from .refused import Refused
 
 SHOWN = 5  # lines that a message names
@@ -54,10 +56,10 @@ class Faults:
             return
         more = f" and {self.count - len(self.places)} more" if self.count > len(self.places) else ""
         which = f"{self.unit}{'s' * (self.count > 1)} {', '.join(self.places)}{more}"
-        remedy = "mend or remove them, or choose other columns"
-        raise Refused(
-            f"{table_name(self.path)}: {which} cannot be used, the first because {self.first}: {remedy}"
-        )
+        many = self.count > 1
+        why = f"{'the first ' * many}because {self.first}"
+        remedy = f"mend or remove {'them' if many else 'it'}, or choose other columns{see('tables')}"
+        raise Refused(f"{table_name(self.path)}: {which} cannot be used, {why}: {remedy}")
 
 
 def places_of(path: Path, there: Sequence[str], wanted: Sequence[str] | None) -> list[int]:

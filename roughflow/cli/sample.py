@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 import roughflow as rf
+from roughflow.faq import see
 
 from .model import columns_of, read_model
 from .output import check_table, is_array, write_npy, write_table
@@ -38,7 +39,7 @@ def sample(arguments: argparse.Namespace) -> int:
     else:
         write_table(out, columns_of(model), (list(rows.T) for rows in blocks()))
     if escaped:
-        told = f"{escaped} of {arguments.count} samples escaped to infinity"
+        told = f"{escaped} of {arguments.count} samples escaped to infinity{see('escaped-samples')}"
         print(f"roughflow: warning: {told}", file=sys.stderr)
     return 0
 

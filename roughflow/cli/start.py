@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .exits import INTERRUPTED
+
 DAYS = 30  # that a compiled program is kept
-
-
-INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import roughflow as rf
+from roughflow.faq import see
 from roughflow.learn import LIKELIHOOD_ROWS
 
 from .rows import Table
@@ -25,7 +26,7 @@ def summary(
     print(f"columns     {', '.join(table.columns[:own])}{given}")
     for stage, history in fitted.stages.items():
         skipped = f", {history.skipped} skipped" if history.skipped else ""
-        ended = f"; ended {history.ended}" if history.ended else ""
+        ended = f"; ended {history.ended}{see('ended-early')}" if history.ended else ""
         print(f"{stage:<11} {history.loss.size} steps{skipped}{ended}")
     if len(held_out):
         rows = held_out[:LIKELIHOOD_ROWS]
@@ -34,7 +35,8 @@ def summary(
         told = "the Gaussian with their mean and covariance"
         print(f"validation  {reached:.4f} nats per row; {told} {normal:.4f}")
         if reached < normal:
-            print("            no better than that Gaussian: more rows, fewer columns or more steps may help")
+            told = "no better than that Gaussian: more rows, fewer columns or more steps may help"
+            print(f"            {told}{see('no-better-than-a-gaussian')}")
     print(f"model       {out}")
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from roughflow.faq import see
+
 from .refused import Refused
 from .rows import LARGEST, Faults, Table, counted, fault, places_of, table_name
 from .text import STANDARD, is_text, read_text
@@ -60,7 +62,8 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Table:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise Refused("reading a .parquet file needs pyarrow: pip install pyarrow") from None
+        told = "reading a .parquet file needs pyarrow: pip install 'roughflow[parquet]'"
+        raise Refused(told + see("not-installed")) from None
     try:
         table = pq.read_table(path)
     except pa.ArrowException as error:

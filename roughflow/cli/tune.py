@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import roughflow as rf
+from roughflow.faq import see
 
-from .checkpoint import check_checkpoint, stopped
+from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .output import check_table, check_writable, is_array, write_npy, write_table
 from .refused import Refused
 from .text import STANDARD
@@ -25,18 +26,25 @@ def tune(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out == STANDARD:
         raise Refused("the draws go to a file, beside which the run is kept: name one, not -")
-    checkpoint = out.with_name(out.name + ".checkpoint")
+    checkpoint = checkpoint_of(out)
     check_table(out, "the draws", arrays=True, force=arguments.force, inputs=[])
-    if arguments.noise:
-        if arguments.noise.resolve() in (out.resolve(), checkpoint.resolve()):
-            raise Refused(f"--noise {arguments.noise} is where something else goes: name another file")
-        check_writable(arguments.noise, force=arguments.force)
+    if arguments.noise_out:
+        if arguments.noise_out.resolve() in (out.resolve(), checkpoint.resolve()):
+            raise Refused(
+                f"--noise-out {arguments.noise_out} is where something else goes: name another file"
+            )
+        check_writable(arguments.noise_out, force=arguments.force)
+    with alone(arguments):
+        return _run(arguments, checkpoint)
+
+
+def _run(arguments: argparse.Namespace, checkpoint: Path) -> int:
+    out = arguments.out
     check_checkpoint(checkpoint, arguments)
     target = _target(arguments.target)
     key_start, key_tune, key_draw = jax.random.split(jax.random.key(arguments.seed), 3)
     start = _start(target, arguments, key_start)
-    if checkpoint.exists() and not arguments.resume:
-        checkpoint.unlink()  # as --force asked
+    begin(checkpoint, arguments)
     try:
         tuned = _tune(target, start, arguments, checkpoint, key_tune)
         if tuned.interrupted:
@@ -45,10 +53,10 @@ def tune(arguments: argparse.Namespace) -> int:
         chain = rf.sample_chain(tuned.sampler, tuned.z, key=key_draw, num_steps=steps, thin=arguments.thin)
     except KeyboardInterrupt:  # the second one, or while it draws
         return stopped(arguments, checkpoint, "interrupted")
-    if arguments.noise:
-        rf.save(arguments.noise, _noise(tuned))
+    if arguments.noise_out:
+        rf.save(arguments.noise_out, _noise(tuned))
     _write(out, np.asarray(chain.samples))
-    checkpoint.unlink(missing_ok=True)
+    remove(checkpoint)
     _report(arguments, tuned, chain)
     return 0
 
@@ -65,7 +73,7 @@ def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: P
             progress=not arguments.quiet,
         )
     except rf.NonFiniteError:
-        checkpoint.unlink(missing_ok=True)  # there is nothing to go on to from there
+        remove(checkpoint)  # there is nothing to go on to from there
         raise
     except ValueError as error:
         raise Refused(str(error).replace("num_gradients", "--gradients")) from None
@@ -117,7 +125,7 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
     if not np.any(np.isfinite(jax.vmap(target)(start))):
         raise Refused(
             f"{name} is not finite where the chains start, around {np.asarray(centre).tolist()}: give it an "
-            "attribute `start`, a point where log p is finite"
+            "attribute `start`, a point where log p is finite" + see("refused-start")
         )
     return start
 
@@ -158,8 +166,8 @@ def _report(arguments: argparse.Namespace, tuned: rf.Tuned, chain: rf.Chain) -> 
     spent, accepted = chain.num_gradients * arguments.chains, float(chain.acceptance.mean())
     print(f"sampling    {spent} gradients, acceptance {accepted:.2f}")
     _quality(chain)
-    if arguments.noise:
-        print(f"noise       {arguments.noise}: rf.FlowSampler(rf.targeted_sde(f, rf.load(...)), 1.0)")
+    if arguments.noise_out:
+        print(f"noise       {arguments.noise_out}: rf.FlowSampler(rf.targeted_sde(f, rf.load(...)), 1.0)")
     print(f"draws       {arguments.out}")
 
 
@@ -177,11 +185,14 @@ def _quality(chain: rf.Chain) -> None:
             print("for effective draws and R-hat: pip install 'roughflow[interop]'")
             return
         data = to_arviz(chain)
-        values: Any = arviz.rhat(data), arviz.ess(data), arviz.ess(data, method="tail")
-    rhat, bulk, tail = float(values[0]["z"].max()), float(values[1]["z"].min()), float(values[2]["z"].min())
+        values: Any = arviz.ess(data), arviz.ess(data, method="tail")
+        several = chain.samples.shape[0] > 1
+        spread: Any = arviz.rhat(data) if several else None
+    bulk, tail = (float(value["z"].min()) for value in values)
     print(f"effective   {bulk:.0f} draws of {chain.samples[..., 0].size}, {tail:.0f} in the tails")
-    if chain.samples.shape[0] == 1:
+    if spread is None:
         print("R-hat       compares chains: run two or more")
         return
-    remedy = ": not yet one distribution, spend more gradients" if rhat > 1.01 else ""
-    print(f"R-hat       {rhat:.3f}{remedy}")
+    rhat = float(spread["z"].max())
+    told = f": not yet one distribution, spend more gradients{see('r-hat')}" if rhat > 1.01 else ""
+    print(f"R-hat       {rhat:.3f}{told}")

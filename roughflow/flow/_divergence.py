@@ -11,6 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_positive
 from .._linear import UNROLL
+from ..faq import see
 
 VectorField = Callable[[Array], Array]
 
@@ -85,7 +86,7 @@ class HutchinsonDivergence(AbstractDivergence):
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> Array:
         if key is None:
-            raise TypeError("HutchinsonDivergence draws probes: pass key=jax.random.key(seed)")
+            raise TypeError("HutchinsonDivergence draws probes: pass key=jax.random.key(seed)" + see("keys"))
         return self.distribution(key, (*shape, self.num_probes, dimension), float)
 
     def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import is_traced
 from .._show import ENDS, count, is_known, table
+from ..faq import see
 
 # Fewer effective paths than this, and a standard error estimated from them means little.
 FEW_PATHS = 5.0
@@ -124,39 +125,50 @@ class Estimate(eqx.Module):
         finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
         scarce = f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {worst:.1f})"
         return [
-            ("few paths", few, f"{scarce}: raise num_paths"),
+            ("few paths", few, f"{scarce}: raise num_paths{see('few-effective-paths')}"),
             (
                 "heavy tail",
                 self.pareto_k > HEAVY,
-                f"have weights with a heavy tail (Pareto k > {HEAVY}): raise num_paths",
+                f"have weights with a heavy tail (Pareto k > {HEAVY}): raise num_paths{see('heavy-tail')}",
             ),
             (
                 "from the prior",
                 self.fell_back,
-                "found no likely path and drew from the prior: x may be out of reach",
+                "found no likely path and drew from the prior: x may be out of reach" + see("no-likely-path"),
             ),
             (
                 "unfound paths",
                 self.unfound > UNFOUND * self.num_paths,
-                "miss paths that a search did not find: use rf.Tempered or rf.PullBack",
+                "miss paths that a search did not find: use rf.Tempered or rf.PullBack"
+                + see("unfound-paths"),
             ),
             (
                 "coarse steps",
                 coarse,
-                "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive",
+                "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive"
+                + see("coarse-steps"),
             ),
             (
                 "steep",
                 steep,
-                "lie where the SDE contracts strongly, so that paths may be missed: compare with rf.Endpoint",
+                "lie where the SDE contracts strongly, so that paths may be missed: compare with rf.Endpoint"
+                + see("strong-contraction"),
             ),
             (
                 "few probes",
                 self.divergence_error > COARSE,
-                "are biased by the divergence's probes: raise num_probes",
+                "are biased by the divergence's probes: raise num_probes" + see("few-probes"),
             ),
-            ("not finite", ~finite, "have a value or an error bar that is not finite"),
-            ("unmet", self.unmet, "did not meet the tolerance within max_paths: raise either"),
+            (
+                "not finite",
+                ~finite,
+                "have a value or an error bar that is not finite" + see("not-finite"),
+            ),
+            (
+                "unmet",
+                self.unmet,
+                "did not meet the tolerance within max_paths: raise either" + see("tolerance-not-met"),
+            ),
         ]
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from .._checks import check_positive
 from ..driver import AbstractDriver, Path
+from ..faq import see
 from ._field import Field
 from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
 from ._integrator import ESCAPE_RATE, AbstractIntegrator
@@ -67,12 +68,12 @@ class FixedGrid(AbstractIntegrator):
         if isinstance(method, diffrax.Euler):
             raise ValueError(
                 "Euler's method converges to the wrong equation on a random path; use a method of order "
-                "2 or more, or rf.simulate with rf.EulerMaruyama()"
+                "2 or more, or rf.simulate with rf.EulerMaruyama()" + see("refused-methods")
             )
         if not isinstance(method, diffrax.AbstractERK):
             raise TypeError(
                 f"FixedGrid takes explicit Runge-Kutta methods, got {type(method).__name__}; "
-                "use rf.Adaptive for any other diffrax solver"
+                "use rf.Adaptive for any other diffrax solver" + see("refused-methods")
             )
         if steps is not None and steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")

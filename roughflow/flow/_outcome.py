@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from .._checks import NonFiniteError, OutOfStepsError, is_traced
 from ..driver import Path
+from ..faq import see
 from ..sde import AbstractSDE
 
 
@@ -49,11 +50,11 @@ _MESSAGES = {
     Status.ESCAPED: "the sample left for infinity in finite time: its density is zero",
     Status.NON_FINITE: (
         "drift or diffusion, or a derivative of one, is not finite along the path: "
-        "call log_prob_given_path outside jax.jit to see which, when and where"
+        "call log_prob_given_path outside jax.jit to see which, when and where" + see("model-not-finite")
     ),
     Status.OUT_OF_STEPS: (
         "the adaptive solve ran out of steps: raise max_steps, loosen rtol and atol, set per_sample=True "
-        "if many samples escape, or choose a stiff solver such as diffrax.Kvaerno5()"
+        "if many samples escape, or choose a stiff solver such as diffrax.Kvaerno5()" + see("out-of-steps")
     ),
 }
 _ERRORS = {Status.OUT_OF_STEPS: OutOfStepsError, Status.NON_FINITE: NonFiniteError}
@@ -132,9 +133,11 @@ def _describe(outcome: Outcome, sde: AbstractSDE, path: Path) -> str:
         for name, part in (("drift", sde.drift), ("diffusion", sde.noise)):
             values = jax.tree.leaves(eqx.filter(part(jnp.asarray(t), jnp.asarray(z)), eqx.is_array))
             if not all(bool(jnp.all(jnp.isfinite(a))) for a in values):
-                return f"{name} returned a value that is not finite {_place(t, z)}"
+                return f"{name} returned a value that is not finite {_place(t, z)}{see('model-not-finite')}"
     place = _place(horizon * time, z)
-    return f"drift or diffusion, or a derivative of one, stopped being finite {place}"
+    return (
+        f"drift or diffusion, or a derivative of one, stopped being finite {place}{see('model-not-finite')}"
+    )
 
 
 def _place(t: np.ndarray, z: np.ndarray) -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._linear import solve
+from ..faq import see
 from ..sde import (
     AbstractSDE,
     AbstractStratonovichSDE,
@@ -155,5 +156,5 @@ def _check_commutative(sde: AbstractSDE, z: Array) -> None:
     if float(gap) > 1e-4 * (1 + float(jnp.max(jnp.abs(products)))):
         raise ValueError(
             "Milstein needs commutative noise, and this diffusion's columns do not commute; "
-            "use rf.StratonovichHeun() or rf.EulerMaruyama()"
+            "use rf.StratonovichHeun() or rf.EulerMaruyama()" + see("refused-methods")
         )

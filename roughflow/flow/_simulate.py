@@ -8,6 +8,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key, check_positive, is_traced
 from .._programs import jit
+from ..faq import see
 from ..sde import AbstractSDE, AbstractStratonovichSDE, noise_dimension
 from ._schemes import AbstractScheme, EulerMaruyama, StratonovichHeun
 
@@ -54,7 +55,7 @@ def simulate(
     columns = noise_dimension(sde, z0.shape[-1], "z0")
     if increments is None:
         if key is None:
-            raise TypeError("simulate needs key=jax.random.key(seed), or increments")
+            raise TypeError("simulate needs key=jax.random.key(seed), or increments" + see("keys"))
         check_positive("steps", steps)
         shape = (steps, *z0.shape[:-1], columns)
         increments = jnp.sqrt(t1 / steps) * jax.random.normal(check_key(key), shape, z0.dtype)

@@ -11,6 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_finite, check_key, check_positive, check_vector, is_traced
 from .._programs import jit
 from ..driver import Path
+from ..faq import see
 from ..sde import with_explicit_parameters
 from ._field import Field, draw, signs, split
 from ._outcome import Outcome, Status, failed, raise_failures
@@ -67,7 +68,7 @@ def _one_for_each(key: PRNGKeyArray | None, batch: tuple[int, ...]) -> PRNGKeyAr
     if key.shape != batch:
         raise TypeError(
             f"key must be a single key, got an array of keys of shape {key.shape}; one key for each "
-            f"sample would have shape {batch}"
+            f"sample would have shape {batch}{see('keys')}"
         )
     return jnp.reshape(key, (math.prod(batch),))
 

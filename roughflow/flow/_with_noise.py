@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from .._checks import check_positive
+from ..faq import see
 from ..sde import (
     ConstantDiffusion,
     Diffusion,
@@ -57,6 +58,7 @@ def with_noise(
         raise TypeError(
             f"with_noise needs a flow whose score is known, that of an rf.TransportSDE, got "
             f"{type(flow.sde).__name__}: fit it with rf.Interpolant(), or give rf.GivenTransport a score"
+            + see("noise-afterwards")
         )
     if isinstance(diffusion, float | int):
         check_positive("diffusion", diffusion)

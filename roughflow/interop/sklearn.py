@@ -24,7 +24,12 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     **Parameters:**
 
     - `noise`: size of the noise in units of the standardised data; 0 for a continuous normalizing flow,
-      whose density is exact.
+      whose density is exact; "best" to choose it by the rows set aside.
+    - `bounds`, `rounding`: of columns, by name or number: `{"share": (0, 1), "income": (0, None)}`, beyond
+      which the density is zero, and `{"age": 1.0}`, how wide the steps of rounded values are.
+    - `marginals`: whether columns are first mapped to nearly normal ones; None to let cross-validation say.
+    - `smoothing`, `outliers`: the size of the noise on the rows in training, and the share of rows that are
+      thrown far out; None to choose them by the size of the table.
     - `width`, `depth`: of the network; a width of None is chosen by the number of rows.
     - `steps`, `likelihood_steps`: of the two stages; None to choose them by the size of the table.
     - `batch_size`, `learning_rate`: of the regression.
@@ -52,6 +57,11 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     def __init__(
         self,
         noise=0.0,
+        bounds=None,
+        rounding=None,
+        marginals=None,
+        smoothing=None,
+        outliers=None,
         width=None,
         depth=3,
         steps=None,
@@ -65,6 +75,11 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         verbose=False,
     ):
         self.noise = noise
+        self.bounds = bounds
+        self.rounding = rounding
+        self.marginals = marginals
+        self.smoothing = smoothing
+        self.outliers = outliers
         self.width = width
         self.depth = depth
         self.steps = steps
@@ -86,6 +101,11 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
             X,
             key=jax.random.key(seed),
             noise=self.noise,
+            bounds=self.bounds,
+            rounding=self.rounding,
+            marginals=self.marginals,
+            smoothing=self.smoothing,
+            outliers=self.outliers,
             width=self.width,
             depth=self.depth,
             columns=[str(name) for name in getattr(self, "feature_names_in_", ())],

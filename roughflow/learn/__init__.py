@@ -7,6 +7,7 @@ from ._fit import Fitted as Fitted, fit as fit
 from ._fit_density import fit_density as fit_density
 from ._history import History as History
 from ._interpolant import Interpolant as Interpolant
+from ._lock import held as held
 from ._marginals import Marginals as Marginals
 from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
 from ._objective import (

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..faq import see
 from ._files import read_archive, write_archive
 from ._fingerprint import difference, fingerprint
 from ._history import History
 
-VERSION = 3
+VERSION = 4
 SECONDS = 30.0  # between two writes
 
 
@@ -96,7 +97,7 @@ class Checkpoint:
         if self.path.exists():
             raise ValueError(
                 f"checkpoint {self.path} exists: resume=True goes on from it; delete it or name another to "
-                "start afresh"
+                "start afresh" + see("checkpoints")
             )
         return start
 
@@ -106,11 +107,11 @@ class Checkpoint:
         if header["version"] < VERSION:
             raise ValueError(
                 f"checkpoint {self.path} was written by an older roughflow, which did not note all that a "
-                "run depends on: delete it or name another to start afresh"
+                "run depends on: delete it or name another to start afresh" + see("checkpoints")
             )
         told = difference(header["settings"], self.settings)
         if told is not None:
-            raise ValueError(f"checkpoint {self.path} belongs to another run: {told}")
+            raise ValueError(f"checkpoint {self.path} belongs to another run: {told}{see('checkpoints')}")
         leaves, structure = jax.tree.flatten(start.changing)
         restored = [jnp.asarray(arrays[f"leaf/{i}"], a.dtype) for i, a in enumerate(leaves)]
         parameters, optimiser, state, best = jax.tree.unflatten(structure, restored)

@@ -8,6 +8,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import NonFiniteError, check_count, check_key
 from .._programs import jit
 from ..density import AbstractProposal, Laplace
+from ..faq import see
 from ..flow import StochasticFlow
 from ..sde import LogDensity
 from ._reverse_kl import ReverseKL
@@ -60,7 +61,7 @@ def evidence_bound(
     if lost:
         raise NonFiniteError(
             f"{lost} of {values.size} samples escaped, or have no finite density: give the flow more solver "
-            "steps, integrator=rf.FixedGrid(steps=16) say, or a smaller t1"
+            "steps, integrator=rf.FixedGrid(steps=16) say, or a smaller t1" + see("escaped-samples")
         )
     return EvidenceBound(jnp.mean(values), jnp.std(values, ddof=1) / values.size**0.5)
 

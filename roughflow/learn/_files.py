@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..faq import see
 from ._interrupt import Held
 
 # Archives are written as they are, not compressed; whoever does that later, numbers do not shrink by more.
@@ -94,15 +95,17 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path}") from None
     except RecursionError:
-        raise ValueError(f"{path} is damaged: its parts lie too deep within one another") from None
+        told = f"{path} is damaged: its parts lie too deep within one another"
+        raise ValueError(told + see("loading")) from None
     except UNREADABLE as error:
-        raise ValueError(f"{path} is not a roughflow {kind}, or is damaged ({error})") from None
+        told = f"{path} is not a roughflow {kind}, or is damaged ({error})"
+        raise ValueError(told + see("loading")) from None
     if not isinstance(header, dict) or header.get("kind") != kind:
-        raise ValueError(f"{path} is not a roughflow {kind}")
+        raise ValueError(f"{path} is not a roughflow {kind}{see('loading')}")
     if not isinstance(header.get("version"), int) or header["version"] > version:
         raise ValueError(
             f"{path} was written by a later roughflow (format {header.get('version')}, this one reads up to "
-            f"{version}): upgrade to read it"
+            f"{version}): upgrade to read it{see('loading')}"
         )
     return header, arrays
 

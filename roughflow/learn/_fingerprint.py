@@ -118,6 +118,8 @@ def _names(code: types.CodeType) -> list[str]:
 def _array(value: Any) -> str:
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
+        if value.ndim == 1:
+            return str(value.tolist())
     values = np.asarray(value)
     return f"{values.dtype}{list(values.shape)} {_digest(values.tobytes())}"
 

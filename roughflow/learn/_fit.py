@@ -1,6 +1,7 @@
 """One fit, for any objective."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -14,10 +15,12 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_count, check_key
 from .._show import count, listed, named, num_parameters
 from .._trainable import trainable
+from ..faq import see
 from ..flow import StochasticFlow
 from ._checkpoint import Checkpoint, Progress
 from ._history import History
 from ._interrupt import Interrupt
+from ._lock import held
 from ._loop import Loop
 from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractStatefulObjective
@@ -116,7 +119,9 @@ def fit(
     objective = objective.prepare(model, key=key_objective)
     train, held_out = split(data, validation, objective, key_split)
     if patience is not None and held_out is None:
-        raise ValueError("patience needs validation data: set validation, to 0.1 say")
+        raise ValueError(
+            "patience needs validation data: set validation, to 0.1 say" + see("budgets-and-validation")
+        )
     moves = make_optimiser(optimiser, learning_rate, steps, clip, average)
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
     state = objective.start(model, key=jax.random.fold_in(key_objective, 1))
@@ -128,9 +133,8 @@ def fit(
         settings |= {"learning_rate": float(learning_rate), "clip": moves.clip, "average": moves.decay}
         fixed = {"data": train, "validation": held_out, "key": key, "model": rest[0], "objective": rest[1]}
         store = Checkpoint.open(checkpoint, settings, start, fixed | {"optimiser": moves})
-    now = _begin(store, start, resume)
-    with Interrupt() as interrupt:
-        now = loop.run(now, store, interrupt, progress)
+    with _alone(checkpoint), Interrupt() as interrupt:
+        now = loop.run(_begin(store, start, resume), store, interrupt, progress)
     judged = np.any(now.history.validation_loss < np.inf)
     best_model, best_objective = eqx.combine(now.best if judged else loop.settled(now), rest)
     stopped = interrupt.wanted and now.step < loop.cooling(now)[1]
@@ -158,9 +162,15 @@ def _trained(
     return learned, trainable(objective)
 
 
+def _alone(checkpoint: str | PathLike | None) -> AbstractContextManager[None]:
+    """Refuse to share a checkpoint with another run."""
+    told = f"checkpoint {checkpoint} is in use by another run: wait for that, or name another"
+    return nullcontext() if checkpoint is None else held(checkpoint, told + see("checkpoints"))
+
+
 def _begin(store: Checkpoint | None, start: Progress, resume: bool) -> Progress:
     if store is None:
         if resume:
-            raise ValueError("resume needs a checkpoint to go on from")
+            raise ValueError("resume needs a checkpoint to go on from" + see("checkpoints"))
         return start
     return store.load(start) if resume else store.begin(start)

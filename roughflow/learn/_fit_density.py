@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key, check_positive
+from ..faq import see
 from ..flow import ExactDivergence, velocity_flow, with_noise
 from ._best_noise import best_noise
 from ._fit import Fitted
@@ -119,14 +120,17 @@ def fit_density(
     key_split, key_model, key_first, key_second = jax.random.split(check_key(key), 4)
     if noise not in (0, "best"):
         check_positive("noise", noise)
-    if seconds is not None:
-        check_positive("seconds", seconds)
-        if steps is not None:
-            raise ValueError("steps and seconds are two budgets for one fit: give one of them")
+    _check_budget(steps, seconds)
     columns = names_of(columns, data, given)
     whole = Table.of(data, given, columns, bounds or {}, rounding or {})
     whole = whole.dequantised(jax.random.fold_in(key_split, 2))
     table = whole.split(validation, key_split)
+    if noise == "best" and not len(table.held_out):
+        told = "the best noise is chosen on rows set aside: set validation, to 0.1 say"
+        raise ValueError(told + see("budgets-and-validation"))
+    if noise == "best" and not len(table.held_out):
+        told = "the best noise is chosen on rows set aside: set validation, to 0.1 say"
+        raise ValueError(told + see("budgets-and-validation"))
     chosen = Sizes(len(table.train), table.dimension, table.context)
     model = _untrained(whole, table, chosen, width, depth, marginals, columns, key_model)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
@@ -148,6 +152,15 @@ def fit_density(
         noise = best_noise(flow, held_out, key_second)
     flow = with_noise(flow, noise) if noise else flow
     return dataclasses.replace(last, model=eqx.tree_at(lambda m: m.flow, model, flow))
+
+
+def _check_budget(steps: int | None, seconds: float | None) -> None:
+    if seconds is None:
+        return
+    check_positive("seconds", seconds)
+    if steps is not None:
+        told = "steps and seconds are two budgets for one fit: give one of them"
+        raise ValueError(told + see("budgets-and-validation"))
 
 
 def _untrained(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_positive
+from ..faq import see
 from ..flow import Normal, StochasticFlow
 from ..sde import (
     GivenTransport,
@@ -84,7 +85,7 @@ class Interpolant(AbstractObjective):
             raise TypeError(
                 "Interpolant finds the velocity of an ODE: give it a flow of rf.ItoSDE(velocity, "
                 f"rf.NoDiffusion()), and add noise after with rf.with_noise; got {type(model.sde).__name__} "
-                f"with {model.noise_dimension} noises"
+                f"with {model.noise_dimension} noises{see('velocities')}"
             )
         return self
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError
 from .._programs import jit
+from ..faq import see
 from ._bar import progress_bar
 from ._checkpoint import Checkpoint, Progress
 from ._history import History
@@ -111,7 +112,7 @@ class Loop:
     def _explain(self, now: Progress) -> None:
         """Raise, with the reason if a solve outside the jit gives one."""
         model, objective = eqx.combine(now.parameters, self.rest)
-        advice = "lower learning_rate or clip, or start from smaller networks"
+        advice = "lower learning_rate or clip, or start from smaller networks" + see("training-not-finite")
         told = f"{now.streak} steps in a row up to step {now.step} were not finite"
         key_batch, key_loss = jax.random.split(jax.random.fold_in(self.key, now.step - 1))
         try:

@@ -9,6 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import is_traced
 from ..density import AbstractProposal, Amortised, LowerBound, Prior, PullBack, log_mean
+from ..faq import see
 from ..flow import ExactDivergence, StochasticFlow
 from ._objective import LOST, AbstractObjective
 from ._stationarity import confinement, squared_rate
@@ -93,6 +94,7 @@ class MaximumLikelihood(AbstractObjective):
             raise ValueError(
                 "num_paths must be 1 with a divergence that is estimated: the mean of exp(log p + error) "
                 "grows with the error, and training would feed it; or take divergence=rf.ExactDivergence()"
+                + see("numbers-of-paths")
             )
         # In training a failed solve is a NaN, for the loop to skip; with values at hand it is an error.
         flow = model.without_errors() if is_traced(x) else model

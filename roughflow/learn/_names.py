@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ..faq import see
 from ..sde import silu, tanh
 
 # Where a class is looked for, in this order: by its own name, in the modules of its package that are public.
@@ -91,14 +92,15 @@ def class_of(name: str, known: dict[str, type]) -> type:
             return same[0]
         raise UnknownName(
             f"the file holds a {qualified} of {module}: give it, as load(path, classes=[{qualified}])"
+            + see("loading")
         )
     qualified = RENAMED.get(qualified, qualified)
     found = [_found(namespace, qualified) for namespace in NAMESPACES[package]]
     there = [value for value in found if value is not None]
     if not there and qualified.isidentifier():
-        raise UnknownName(f"the file holds {name}, which the installed {package} lacks")
+        raise UnknownName(f"the file holds {name}, which the installed {package} lacks{see('loading')}")
     if not (there and isinstance(there[0], type) and issubclass(there[0], eqx.Module)):
-        raise UnknownName(f"the file names {name}, which is not a part of a model")
+        raise UnknownName(f"the file names {name}, which is not a part of a model{see('loading')}")
     return there[0]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..faq import see
+
 LARGEST, SMALLEST = 1e30, 1e-30  # values, and spreads of columns, that single precision can work with
 
 
@@ -45,29 +47,33 @@ def joined(
 
 def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
     if np.ma.is_masked(data):
-        raise ValueError(f"{name} is masked in places: fill them, or leave those rows out")
+        raise ValueError(f"{name} is masked in places: fill them, or leave those rows out{see('no-density')}")
     label = lambda i: repr(names[i]) if names else str(i)
     array = np.asarray(data)
     if array.ndim != 2 or not array.size:
         raise ValueError(f"{name} must have shape (rows, dimensions), got {array.shape}")
     if array.dtype.kind == "c":
-        raise ValueError(f"{name} is complex: give real and imaginary parts as columns of their own")
+        told = f"{name} is complex: give real and imaginary parts as columns of their own"
+        raise ValueError(told + see("no-density"))
     rows = np.stack([_column(name, label(i), array[:, i]) for i in range(array.shape[1])], axis=1)
     finite = np.isfinite(rows)
     if not finite.all():
         row = int(np.argmin(finite.all(axis=1)))
         column = label(int(np.argmin(finite[row])))
-        raise ValueError(f"{name} has a value that is not finite, first in row {row}, column {column}")
+        told = f"{name} has a value that is not finite, first in row {row}, column {column}"
+        raise ValueError(told + see("no-density"))
     if np.max(np.abs(rows)) > LARGEST:
         column = label(int(np.argmax(np.max(np.abs(rows), axis=0))))
         raise ValueError(
             f"column {column} of {name} has values beyond {LARGEST:g}: rescale them, or take logarithms"
+            + see("no-density")
         )
     spread = rows.max(axis=0) - rows.min(axis=0)
     small = (spread > 0) & (spread < SMALLEST)
     if small.any():
         column = int(np.argmax(small))
-        raise ValueError(f"column {label(column)} of {name} varies by {spread[column]:g} only: rescale it")
+        told = f"column {label(column)} of {name} varies by {spread[column]:g} only: rescale it"
+        raise ValueError(told + see("no-density"))
     return rows
 
 
@@ -77,7 +83,7 @@ def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
         odd = next((value for value in values if not _is_number(value)), None)
         if odd is not None:
             told = f"column {label} of {name} holds {str(odd)!r}, not numbers"
-            raise ValueError(f"{told}: leave it out, or turn it into numbers")
+            raise ValueError(f"{told}: leave it out, or turn it into numbers{see('no-density')}")
     return values.astype(np.float64)
 
 

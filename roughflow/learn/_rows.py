@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_finite
+from ..faq import see
 from ._objective import AbstractStatefulObjective
 
 
@@ -55,7 +56,8 @@ def split(
     if not isinstance(validation, float | int):
         return rows, _rows("validation", validation)
     if not 0 <= validation < 1:
-        raise ValueError(f"validation must be a share of the data between 0 and 1, got {validation}")
+        told = f"validation must be a share of the data between 0 and 1, got {validation}"
+        raise ValueError(told + see("budgets-and-validation"))
     aside = round(validation * len(rows))
     if aside in (0, len(rows)):
         return rows, None

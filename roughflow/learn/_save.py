@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..faq import see
 from ._files import read_archive, write_archive
 from ._fit import Fitted
 from ._names import FUNCTIONS, RENAMED_FIELDS, UnknownName, class_of, function_name, name_of
@@ -42,7 +43,7 @@ def save(path: str | PathLike, model: Any) -> None:
     ```
     """
     if isinstance(model, Fitted):
-        raise ValueError("what a fit returns holds more than a model: save fitted.model")
+        raise ValueError("what a fit returns holds more than a model: save fitted.model" + see("saving"))
     arrays: dict[str, np.ndarray] = {}
     structure = _encode(model, "model", arrays)
     write_archive(path, {"kind": "model", "version": VERSION, "structure": structure}, arrays)
@@ -71,7 +72,7 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
         raise
     except Exception as error:
         # Whatever is wrong with it, it was not written like this.
-        raise ValueError(f"{path} is damaged: {_one_line(error)}") from None
+        raise ValueError(f"{path} is damaged: {_one_line(error)}{see('loading')}") from None
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 0) -> Any:
@@ -98,6 +99,7 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 
     kind = getattr(value, "__qualname__", type(value).__name__)
     raise ValueError(
         f"{place} cannot be saved, it is {kind}: make it an eqx.Module with its numbers as fields"
+        + see("saving")
     )
 
 
@@ -107,6 +109,7 @@ def _public_name(cls: type, place: str) -> str:
     except ValueError as error:
         raise ValueError(
             f"{place} cannot be saved: {error}; make it an eqx.Module with its numbers as fields"
+            + see("saving")
         ) from None
 
 
@@ -123,7 +126,7 @@ def _encode_array(
         more = {"dtype": plain.dtype.name}
         plain = plain.view(f"u{plain.dtype.itemsize}")
     if plain.dtype.kind not in "biufc" or more.get("key", "fry") not in KEYS:
-        raise ValueError(f"{place} cannot be saved, it is an array of {value.dtype}")
+        raise ValueError(f"{place} cannot be saved, it is an array of {value.dtype}{see('saving')}")
     name = f"array/{len(arrays)}"
     arrays[name] = plain
     return {tag: name} | more

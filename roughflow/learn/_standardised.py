@@ -11,6 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import as_shape, check_finite, check_vector, is_traced
 from .._show import count, listed, shortened
+from ..faq import see
 from ..flow import AbstractEstimator, Estimate, StochasticFlow
 from ._marginals import Marginals
 
@@ -118,6 +119,7 @@ class Standardised(eqx.Module):
         given: Array | np.ndarray | None = None,
         estimator: AbstractEstimator | None = None,
     ) -> Array:
+        """log p(x): the value of `estimate` without its error bars."""
         return self.estimate(x, key=key, given=given, estimator=estimator, solver=False).log_prob
 
     def sample(
@@ -186,12 +188,14 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     loc, scale = rows.mean(axis=0), rows.std(axis=0)
     still = np.flatnonzero(scale <= 1e-10 * np.maximum(np.abs(loc), 1e-300))
     if still.size:
-        raise ValueError(f"column {still[0]} is constant: its distribution has no density; leave it out")
+        told = f"column {still[0]} is constant: its distribution has no density; leave it out"
+        raise ValueError(told + see("no-density"))
     unit = (rows - loc) / scale
     # A touch of ridge: columns that depend on one another nearly are still told apart.
     correlation = unit.T @ unit / len(rows) + 1e-6 * np.eye(rows.shape[1])
     if np.linalg.eigvalsh(correlation)[0] < 2e-6:
         raise ValueError(
             "the columns are linearly dependent, so their distribution has no density: leave some out"
+            + see("no-density")
         )
     return loc, scale[:, None] * np.linalg.cholesky(correlation)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array
 
+from ..faq import see
 from ..flow import StochasticFlow
 from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
 from ._marginals import Marginals
@@ -74,7 +75,7 @@ def staying_sde(
     if not isinstance(transport, NormalTransport):
         raise TypeError(
             "staying_sde needs a model whose score is known: fit it with rf.Interpolant() from an rf.Normal "
-            "base, or give rf.targeted_sde a score"
+            "base, or give rf.targeted_sde a score" + see("noise-afterwards")
         )
     if transport.context:
         raise ValueError("staying_sde needs a density of all coordinates, and this one is conditional")

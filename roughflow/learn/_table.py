@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_positive
+from ..faq import see
 from ._marginals import Marginals
 from ._numbers import joined
 from ._standardised import standardisation
@@ -65,7 +66,8 @@ class Table:
         if out.any():
             i = int(np.argmax(out))
             limits = " and ".join(f"{bound[i]:g}" for bound in self.bounds)
-            raise ValueError(f"column {i} has values that are not strictly between its bounds {limits}")
+            told = f"column {i} has values that are not strictly between its bounds {limits}"
+            raise ValueError(told + see("no-density"))
 
     @property
     def dimension(self) -> int:
@@ -87,7 +89,8 @@ class Table:
             self._check_bounds(rows)
             return replace(self, held_out=self._spread(rows, jax.random.fold_in(key, 1)))
         if not 0 <= validation < 1:
-            raise ValueError(f"validation must be a share of the data between 0 and 1, got {validation}")
+            told = f"validation must be a share of the data between 0 and 1, got {validation}"
+            raise ValueError(told + see("budgets-and-validation"))
         aside = round(validation * len(self.train))
         order = np.asarray(jax.random.permutation(key, len(self.train)))
         return replace(self, train=self.train[order[aside:]], held_out=self.train[order[:aside]])
@@ -140,17 +143,18 @@ def _warn_of(column: np.ndarray, name: str) -> None:
         told = (
             f"has only {len(values)} different values, so its density may grow without bound: leave it out, "
             "give it as a condition (given=), or say how wide its steps are (rounding=)"
+            + see("few-different-values")
         )
     elif counts.max() > max(SPIKE * len(column), 2):
         share, where = counts.max() / len(column), values[np.argmax(counts)]
         told = (
             f"has {share:.0%} of its rows at {where:g}, where a density would grow without bound: leave them "
-            "out, or say how it was rounded (rounding=)"
+            "out, or say how it was rounded (rounding=)" + see("few-different-values")
         )
     elif reach > FAR * width:
         told = (
             f"reaches {reach / width:.0f} times the width of its middle half: take logarithms, give its "
-            "bounds (bounds=), or have it mapped (marginals=True)"
+            "bounds (bounds=), or have it mapped (marginals=True)" + see("far-reaching-tails")
         )
     else:
         return

@@ -10,6 +10,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_positive, is_traced
 from .._linear import log_abs_det, solve
+from ..faq import see
 from ..flow import AbstractScheme, EulerMaruyama
 from ..sde import AbstractSDE, TargetedSDE, as_target, known_density, noise_dimension, noise_matrix
 from ._minibatch import Minibatch, with_minibatches
@@ -166,13 +167,16 @@ def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tu
 def check_adjustable(name: str, sde: AbstractSDE) -> None:
     """Refuse an SDE whose distribution is not known, or not wholly."""
     if not isinstance(sde, TargetedSDE):
-        raise TypeError(f"{name} needs the SDE of rf.targeted_sde, got {type(sde).__name__}")
+        told = f"{name} needs the SDE of rf.targeted_sde, got {type(sde).__name__}"
+        raise TypeError(told + see("no-adjustment"))
     if sde.log_density is None:
         raise TypeError(
             f"{name} needs the log density, and its target has a score alone: take rf.UnadjustedSampler"
+            + see("no-adjustment")
         )
     if isinstance(sde.log_density, Minibatch):
-        raise TypeError(f"{name} needs the whole log density, got rf.Minibatch: take rf.UnadjustedSampler")
+        told = f"{name} needs the whole log density, got rf.Minibatch: take rf.UnadjustedSampler"
+        raise TypeError(told + see("no-adjustment"))
 
 
 def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
@@ -181,7 +185,7 @@ def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
     if square and count != z.shape[-1]:
         raise ValueError(
             f"{name} needs as many noises as dimensions, got σ of shape ({z.shape[-1]}, {count}): "
-            "take rf.UnadjustedSampler"
+            "take rf.UnadjustedSampler" + see("no-adjustment")
         )
     if isinstance(sde, TargetedSDE) and not is_traced(z):
         _check_target(sde, jnp.reshape(z, (-1, z.shape[-1])))
@@ -193,7 +197,8 @@ def _check_target(sde: TargetedSDE, z: Array) -> None:
         bad = jnp.flatnonzero(~jnp.isfinite(values))
         if bad.size:
             i = int(bad[0])
-            raise ValueError(f"log_density is {values[i]} at the start {z[i]}: begin where it is finite")
+            told = f"log_density is {values[i]} at the start {z[i]}: begin where it is finite"
+            raise ValueError(told + see("refused-start"))
     if sde.skew is None:
         return
     turn = sde.skew(jnp.zeros((), z.dtype), z[0])
@@ -202,4 +207,5 @@ def _check_target(sde: TargetedSDE, z: Array) -> None:
     ):
         raise ValueError(
             f"skew must return a {z.shape[1]} × {z.shape[1]} matrix with Qᵀ = −Q, got {turn.tolist()}"
+            + see("skew-matrix")
         )

@@ -10,6 +10,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from .._linear import log_abs_det
+from ..faq import see
 from ..learn import AbstractStatefulObjective, History, fit
 from ..sde import GIVEN, LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
 from ._flow_sampler import FlowSampler, GradientState
@@ -165,5 +166,6 @@ def _plan(budget: int, climbing: int, chains: int, dimension: int) -> tuple[int,
     needed = least_steps(chains, dimension)
     if last < 1 or first < needed:
         least = climbing + chains * round(max(1 / FINISH, needed / WARM_UP))
-        raise ValueError(f"num_gradients must be at least {least} for {chains} chains, got {budget}")
+        told = f"num_gradients must be at least {least} for {chains} chains, got {budget}"
+        raise ValueError(told + see("too-few-steps"))
     return first, (each - first - last) // GRADIENTS, last

@@ -9,6 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from .._programs import jit
+from ..faq import see
 from ..sde import LogDensity, as_target, overdamped_langevin
 from ._sampler import AbstractSampler, AdjustedSampler, SamplerState
 
@@ -57,7 +58,7 @@ def warm_up(
     if check_count("num_steps", num_steps) < least:
         raise ValueError(
             f"num_steps must be at least {least} for {z.shape[0]} chains in {z.shape[1]} dimensions, to find "
-            f"the spread of their places, got {num_steps}"
+            f"the spread of their places, got {num_steps}{see('too-few-steps')}"
         )
     length = num_steps // ROUNDS
     scale, dt = jnp.eye(z.shape[1]), jnp.asarray(0.1)

@@ -19,6 +19,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key, is_traced
 from .._linear import UNROLL
+from ..faq import see
 from ._noise import Noise, apply_noise, noise_column, noise_row, noise_shape
 from ._sde import AbstractItoSDE, AbstractSDE, AbstractStratonovichSDE, ItoSDE, StratonovichSDE
 
@@ -100,7 +101,8 @@ class SampledCorrection(AbstractCorrection):
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> Array:
         if key is None:
-            raise TypeError("SampledCorrection draws random signs: pass key=jax.random.key(seed)")
+            told = "SampledCorrection draws random signs: pass key=jax.random.key(seed)"
+            raise TypeError(told + see("keys"))
         return jax.random.rademacher(key, (*shape, noise_dimension), float)
 
     def __call__(
@@ -145,7 +147,8 @@ def checked_correction(
         return correction
     warnings.warn(
         "SampledCorrection would change the distribution: its random signs cancel only where each noise "
-        "moves one coordinate and depends on that one alone; ExactCorrection takes its place",
+        "moves one coordinate and depends on that one alone; ExactCorrection takes its place"
+        + see("sampled-correction"),
         stacklevel=4,
     )
     return ExactCorrection()

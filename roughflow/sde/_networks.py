@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
+from ..faq import see
 
 Activation = Callable[[Array], Array]
 
@@ -51,7 +52,7 @@ def check_smooth(activation: Activation) -> None:
         name = getattr(activation, "__name__", repr(activation))
         raise ValueError(
             f"activation {name} has a derivative that jumps, so the Itô correction's own derivative "
-            "would be silently wrong; use a smooth one such as tanh, softplus, silu or gelu"
+            "would be silently wrong; use a smooth one such as tanh, softplus, silu or gelu" + see("kinks")
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._show import listed
+from ..faq import see
 from ._noise import Noise, ProportionalDiffusion, noise_shape
 from ._notation import equation, noise_part, part
 
@@ -142,11 +143,15 @@ def _fitted(sde: AbstractSDE, dimension: int) -> int:
         _check_places(name, getattr(sde, name, None), dimension)
     drift = _shape_of("drift", sde.drift, dimension)
     if drift != (dimension,):
-        raise ValueError(f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, got {drift}")
+        raise ValueError(
+            f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, got {drift}"
+            + see("shapes")
+        )
     diffusion = _shape_of("diffusion", sde.noise, dimension)
     if len(diffusion) != 2 or diffusion[0] != dimension:
         raise ValueError(
             f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, got {diffusion}"
+            + see("shapes")
         )
     return diffusion[1]
 
@@ -158,9 +163,9 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
         value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {reason}") from error
+        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {reason}{see('shapes')}") from error
     if not isinstance(value, jax.ShapeDtypeStruct | lx.AbstractLinearOperator):
-        raise ValueError(f"{name} must return one array, got {type(value).__name__}")
+        raise ValueError(f"{name} must return one array, got {type(value).__name__}{see('shapes')}")
     return noise_shape(value)
 
 
@@ -172,6 +177,6 @@ def _check_places(name: str, function: Any, dimension: int) -> None:
         with np.errstate(all="ignore"):
             function(0.0, np.zeros(dimension))
     except IndexError as error:
-        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {error}") from error
+        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {error}{see('shapes')}") from error
     except Exception:
         return  # it wants arrays of JAX, and may have them

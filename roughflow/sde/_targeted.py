@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
+from ..faq import see
 from ._given import GIVEN
 from ._networks import MLP, Activation, ConstantDiffusion, tanh
 from ._noise import check_own_noise
@@ -113,7 +114,7 @@ def known_density(sde: TargetedSDE) -> LogDensity:
     if sde.log_density is None:
         raise TypeError(
             "this needs the log density, and the target is known by its score alone: take "
-            "rf.UnadjustedSampler, or give rf.targeted_sde a log_density"
+            "rf.UnadjustedSampler, or give rf.targeted_sde a log_density" + see("no-adjustment")
         )
     return sde.log_density
 

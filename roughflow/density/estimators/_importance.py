@@ -11,9 +11,11 @@ from jaxtyping import Array, PRNGKeyArray
 
 from ..._checks import check_positive, is_traced
 from ..._programs import jit
+from ...faq import see
 from ...flow import FEW_PATHS, Accuracy, Estimate, StochasticFlow
 from .._estimate import from_log_weights, log_mean
 from ._chart import AbstractChart, AbstractImprovingChart
+from ._chunks import cut
 from ._weights import EstimatorRun, Weighed
 
 GROWTH = 4  # how many times more paths a round may bring
@@ -32,7 +34,8 @@ class AbstractImportanceEstimator(AbstractChart):
         if accuracy.tolerance is None:
             estimate = summary(run, weighed, points)
         elif is_traced(weighed.log_weights):
-            raise ValueError("tolerance needs values to look at: inside jit or grad set num_paths instead")
+            told = "tolerance needs values to look at: inside jit or grad set num_paths instead"
+            raise ValueError(told + see("inside-jit"))
         else:
             check_positive("tolerance", accuracy.tolerance)
             estimate = _until(run, weighed, accuracy.tolerance, accuracy.max_paths)
@@ -56,14 +59,14 @@ def finer_log_weights(
 
 
 def in_shape(estimate: Estimate, batch: tuple[int, ...]) -> Estimate:
-    if estimate.log_prob.shape == batch:
-        return estimate
-    return jax.tree.map(lambda a: jnp.reshape(a, batch), estimate)
+    shaped = lambda a: jnp.reshape(a, batch) if is_traced(a) else jax.device_put(np.reshape(a, batch))
+    return jax.tree.map(shaped, estimate)
 
 
 def summary(run: EstimatorRun, weighed: Weighed, points: np.ndarray) -> Estimate:
     """The estimate that the weights of some points make."""
-    return _summary(run.estimator, run.distribution, weighed, run.group, run.places[points])
+    weighed, places = run.padded((weighed, points))
+    return cut(_summary(run.estimator, run.distribution, weighed, run.group, places), len(points))
 
 
 @partial(jit, level=0)

@@ -49,7 +49,7 @@ class Richardson(AbstractEstimator):
         change = log_mean(fine) - log_mean(coarse)
         terms = (1 + share) * relative_weights(fine, run.group)
         terms = terms - share * relative_weights(coarse, run.group)
-        missed, searches = run.distribution.missed[run.places], self.estimator.searches
+        missed, searches = run.missed, self.estimator.searches
         estimate = from_log_weights(fine, run.group, missed, searched=searches)
         estimate = dataclasses.replace(
             estimate,

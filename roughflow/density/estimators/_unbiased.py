@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from ..._checks import check_count, check_key, is_traced
+from ...faq import see
 from ...flow import AbstractEstimator, Accuracy, Estimate, StochasticFlow
 from .._estimate import from_log_weights, log_mean, standard_error
 from ..proposals import Laplace
@@ -63,6 +64,7 @@ class Unbiased(AbstractEstimator):
         if is_traced(key):
             raise ValueError(
                 "Unbiased draws how many paths to use, so its key must be known: call it outside jit"
+                + see("inside-jit")
             )
         key_paths, key_levels = jax.random.split(check_key(key))
         run = EstimatorRun(self.estimator, flow, x, key_paths)
@@ -75,7 +77,7 @@ class Unbiased(AbstractEstimator):
         values = self._combine(log_mean(weights.T), levels)
         values = jnp.reshape(values, (count, self.num_replicates)).T
         total = lambda a: jax.ops.segment_sum(a.astype(float), jnp.asarray(points), count).astype(a.dtype)
-        missed, searches = run.distribution.missed[run.places], self.estimator.searches
+        missed, searches = run.missed, self.estimator.searches
         blocks = from_log_weights(weights.T, run.group, missed[points], searched=searches)
         estimate = dataclasses.replace(
             jax.tree.map(total, blocks),

@@ -3,7 +3,7 @@ the chunks."""
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,10 +19,12 @@ from .._estimate import unreliable
 from ..proposals import SPARE, normal_numbers
 from ..surface import Cloud, Latent, Target, constant
 from ._chart import AbstractChart, AbstractImprovingChart, Weights
+from ._chunks import Chunk, chunks, cut, padded
 from ._few import few_of, mean_and_spread
 
 PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
+MODES = 64  # paths that preparing for a point counts as
 # What keys are folded with, beside places of paths.
 SEARCH, PILOT, RUN, PARTICLES, FRESH = (2**32 - i for i in range(1, 6))
 
@@ -58,12 +60,12 @@ class EstimatorRun:
         self,
         estimator: AbstractChart,
         flow: StochasticFlow,
-        x: Array,
+        x: Any,
         key: PRNGKeyArray,
         coarse: AbstractDriver | None = None,
     ):
         base = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
-        x = jnp.asarray(x)
+        x = x if is_traced(x) else np.asarray(x)
         x = x.astype(jnp.result_type(x, base))
         check_vector("x", x, flow.dimension)
         check_finite("x", x)
@@ -72,30 +74,34 @@ class EstimatorRun:
         estimator.check(flow)
         start = estimator.start_points(x)
         self.batch = x.shape[:-1]
-        flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
-        self.estimator, self.flow, self.coarse = estimator, flow, coarse
-        self.target = jax.tree.map(flat, Target(x, start))
-        # Random numbers belong to a point's place in x, so that chunks do not change them.
         self.size = math.prod(self.batch)
-        self.keys = jax.random.split(check_key(key), self.size)
-        self.group = estimator.proposal.draws.group(estimator.num_paths)
+        self.estimator, self.flow, self.coarse = estimator, flow, coarse
         latent = Latent(flow, fixed_start=start is not None)
         self.pairs = max(1, min(PAIRS, NUMBERS // max(1, max(flow.dimension, 8) * latent.size)))
+        # Inside a jit the number of points is compiled in, and derivatives are better off without loops.
+        known = not is_traced(jnp.asarray(0.0))
+        self.straight = not known or any(map(is_traced, jax.tree.leaves((estimator, flow, x, key))))
+        flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
+        self.target = self.padded(jax.tree.map(flat, Target(x, start)))
+        # Random numbers belong to a point's place in x: neither chunks nor what fills them up change them.
+        self.keys = jax.random.split(check_key(key), len(self.target.x))
+        self.group = estimator.proposal.draws.group(estimator.num_paths)
         cloud = None
         if estimator.proposal.wants_cloud and start is None:
             cloud = self._run(_cloud, flow, key, x.dtype)
-        chunks = _chunks(np.arange(self.size), max(1, self.pairs // 64))
-        ask = (estimator, flow, self.target, self.keys)
-        parts = [self._run(_prepare, *ask, self._padded(chunk), cloud) for chunk in chunks]
-        # Chunks are padded: where the distribution of each point has come to lie.
-        sizes = [len(self._padded(chunk)) for chunk in chunks]
-        begins = np.cumsum([0, *sizes[:-1]])
-        self.places = np.concatenate([b + np.arange(len(c)) for b, c in zip(begins, chunks, strict=True)])
+        ask = (estimator, flow, self.target, self.keys, cloud)
+        parts = [self._run(_prepare, *ask, chunk) for chunk in self._chunks(np.arange(self.size), MODES)]
         try:
+            # Of the points in their order, and then of some once more.
             self.distribution = estimator.settled(_joined(parts))
         except ValueError:
             self._find_not_finite()
             raise
+
+    @property
+    def missed(self) -> Array:
+        """Where no likely path was found."""
+        return cut(self.distribution.missed, self.size)
 
     def all_log_weights(self) -> Array:
         """Log-weights `(B, K)` of the first K paths of every point."""
@@ -116,47 +122,47 @@ class EstimatorRun:
         parts = math.ceil(count / each)
         each_point = np.repeat(points, parts)
         places = np.repeat(first, parts) + np.tile(np.arange(parts) * each, len(points))
-        jobs = _chunks(np.arange(len(each_point)), max(1, self.pairs // each))
-        done = _joined([self._weighed(each_point[job], places[job], each, checked, again) for job in jobs])
+        jobs = self._chunks(np.arange(len(each_point)), each)
+        done = _joined([self._weighed(job, each_point, places, each, checked, again) for job in jobs])
+        done = cut(done, len(each_point))
         if parts == 1:
             return done
         weights = [jnp.reshape(a, (len(points), parts * each))[:, :count] for a in done[:2]]
         return Weighed(*weights, *jax.tree.map(lambda a: a[::parts], done[2:]))
 
     def _weighed(
-        self, points: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
+        self, job: Chunk, points: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
     ) -> Weighed:
-        padded, first = self._padded(points), self._padded(places)
-        entries = self.places[padded]
+        chunk, first = job.of(points), places[job.indices]
         setting = (self.estimator, self.flow, self.coarse, self.target, self.distribution, self.keys)
-        drawn = self._run(_weights, *setting, padded, entries, first, count, self.group)
+        drawn = self._run(_weights, *setting, chunk, first, count, self.group)
         plain, errors = drawn.log_weights, (None, None)
         # Two drivers are compared path by path.
         if isinstance(self.estimator, AbstractImprovingChart) and self.coarse is None:
             if again:
-                drawn = drawn._replace(poor=_poor_after_all(drawn.poor, plain))
-                poor = self.distribution.poor.at[entries].max(drawn.poor)
-                self.distribution = eqx.tree_at(lambda d: d.poor, self.distribution, poor)
-            drawn = self._improved(drawn, padded, first, len(points))
+                poor, everywhere = _poor_after_all(drawn.poor, plain, self.distribution.poor, chunk.indices)
+                drawn = drawn._replace(poor=poor)
+                self.distribution = eqx.tree_at(lambda d: d.poor, self.distribution, everywhere)
+            drawn = self._improved(drawn, chunk, first)
         if checked:
             setting = (self.estimator, self.flow, self.target, self.distribution)
-            errors = self._run(_errors, *setting, padded, entries, drawn.few)
-        return _take(Weighed(drawn.log_weights, plain, drawn.poor, *errors), slice(len(points)))
+            errors = self._run(_errors, *setting, chunk, drawn.few)
+        return Weighed(drawn.log_weights, plain, drawn.poor, *errors)
 
-    def _improved(self, drawn: _Drawn, points: np.ndarray, places: np.ndarray, count: int) -> _Drawn:
-        """Better weights where they are poor, of the first `count` points: of all if it is not known where,
-        as inside a jit."""
-        setting = (self.estimator, self.flow, self.target, self.distribution, self.keys)
+    def _improved(self, drawn: _Drawn, chunk: Chunk, places: np.ndarray) -> _Drawn:
+        """Better weights where they are poor: of all if it is not known where, as inside a jit."""
         if is_traced(drawn.poor):
-            return self._run(_improve, *setting, points, self.places[points], places, drawn)
-        poor = np.flatnonzero(np.asarray(drawn.poor)[:count])
-        if not poor.size:
-            return drawn
-        some = self._padded(poor)
-        at = (points[some], self.places[points[some]], places[some])
-        better = self._run(_improve, *setting, *at, _take(drawn, some))
-        put = lambda old, new: old.at[poor].set(new[: len(poor)])
-        return jax.tree.map(put, drawn, better)
+            which = Chunk.whole(np.arange(len(chunk.indices)))
+        else:
+            poor = np.flatnonzero(np.asarray(drawn.poor)[: chunk.known])
+            if not poor.size:
+                return drawn
+            if self.straight:
+                which = Chunk.whole(np.resize(poor, 2 ** math.ceil(math.log2(len(poor)))))
+            else:
+                (which,) = self._chunks(poor, drawn.log_weights.shape[1])
+        setting = (self.estimator, self.flow, self.target, self.distribution, self.keys)
+        return self._run(_improve, *setting, chunk.indices, places, drawn, which)
 
     def _run(self, function, *arguments):
         """Call a jitted function; its errors are one line, and name the part of the model to blame."""
@@ -174,11 +180,12 @@ class EstimatorRun:
         self.flow.pull_back(self.target.x[:64], paths, key=key)
         self.flow.push_forward(self.flow.base.sample(key=key, shape=(64,)), paths, key=key)
 
-    def _padded(self, indices: np.ndarray) -> np.ndarray:
-        """The indices, repeated up to a power of two: few shapes, so few compilations."""
-        if is_traced(self.target.x):
-            return indices  # inside a jit this is compiled in any case
-        return np.resize(indices, 2 ** math.ceil(math.log2(len(indices))))
+    def padded(self, batch):
+        """As many entries as a program is compiled for; as they are inside a jit."""
+        return batch if self.straight else padded(batch)
+
+    def _chunks(self, items: np.ndarray, each: int) -> list[Chunk]:
+        return chunks(items, self.pairs // each, each, self.straight)
 
 
 @partial(jit, level=1)
@@ -189,63 +196,76 @@ def _cloud(flow: StochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
 
 
 @partial(jit, level=1)
-def _prepare(
-    estimator, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, points, cloud: Cloud | None
-):
-    target, keys = _take((target, keys), points)
-    return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
+def _prepare(estimator, flow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None, chunk: Chunk):
+    def prepare(given):
+        target, keys = given
+        return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
+
+    return chunk.map(prepare, _take((target, keys), chunk.indices))
 
 
 @partial(jit, level=1)
-def _weights(
-    estimator, flow, coarse, target, distribution, keys, points, entries, first, count: int, group: int
-) -> _Drawn:
-    (target, keys), distribution = _take((target, keys), points), _take(distribution, entries)
-    places = first[:, None] + jnp.arange(count)[None]
-    latent = Latent(flow, fixed_start=target.start is not None)
-    noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
-    own = jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))
-    weights = estimator.weigh(flow, target, distribution, noise, own(_folded(keys, RUN), places))
-    improves = isinstance(estimator, AbstractImprovingChart)
-    poor = distribution.poor if improves else jnp.zeros(len(target.x), bool)
-    return _Drawn(weights.log_weights, poor, few_of(constant(weights)))
+def _weights(estimator, flow, coarse, target, distribution, keys, chunk, first, count, group) -> _Drawn:
+    def weights(given) -> _Drawn:
+        target, keys, distribution, first = given
+        places = first[:, None] + jnp.arange(count)[None]
+        latent = Latent(flow, fixed_start=target.start is not None)
+        noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
+        own = jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))
+        weights = estimator.weigh(flow, target, distribution, noise, own(_folded(keys, RUN), places))
+        improves = isinstance(estimator, AbstractImprovingChart)
+        poor = distribution.poor if improves else jnp.zeros(len(target.x), bool)
+        return _Drawn(weights.log_weights, poor, few_of(constant(weights)))
+
+    return chunk.map(weights, (*_take((target, keys, distribution), chunk.indices), first))
 
 
 @partial(jit, level=0)
-def _poor_after_all(poor: Array, log_weights: Array) -> Array:
-    return poor | unreliable(log_weights.T)
+def _poor_after_all(poor: Array, log_weights: Array, everywhere: Array, points) -> tuple[Array, Array]:
+    """Where weights are poor, or turned out to be: of these points, and of all."""
+    poor = poor | unreliable(log_weights.T)
+    return poor, everywhere.at[points].max(poor)
 
 
 # Not quick: particles are moved for seconds, and a program that runs a tenth longer would show.
 @jit
-def _improve(estimator, flow, target, distribution, keys, points, entries, first, drawn: _Drawn) -> _Drawn:
-    (target, keys), distribution = _take((target, keys), points), _take(distribution, entries)
-    run = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at))(keys, first)
-    weights = estimator.improve(flow, target, distribution, run, drawn.log_weights.shape[1])
-    new = _Drawn(weights.log_weights, drawn.poor, few_of(constant(weights)))
-    choose = lambda new, old: jnp.where(jnp.expand_dims(drawn.poor, range(1, new.ndim)), new, old)
-    return jax.tree.map(choose, new, drawn)
+def _improve(estimator, flow, target, distribution, keys, points, first, drawn, which: Chunk) -> _Drawn:
+    def improve(given) -> _Drawn:
+        target, keys, distribution, first, drawn = given
+        fold = lambda key, at: jax.random.fold_in(jax.random.fold_in(key, PARTICLES), at)
+        weights = estimator.improve(
+            flow, target, distribution, jax.vmap(fold)(keys, first), drawn.log_weights.shape[1]
+        )
+        new = _Drawn(weights.log_weights, drawn.poor, few_of(constant(weights)))
+        choose = lambda new, old: jnp.where(jnp.expand_dims(drawn.poor, range(1, new.ndim)), new, old)
+        return jax.tree.map(choose, new, drawn)
+
+    at = which.indices
+    some = (*_take((target, keys, distribution), points[at]), *_take((first, drawn), at))
+    return jax.tree.map(lambda old, new: old.at[at].set(new), drawn, which.map(improve, some))
 
 
 @partial(jit, level=1)
-def _errors(
-    estimator, flow, target, distribution, points, entries, few: Weights
-) -> tuple[Array, Array | None]:
+def _errors(estimator, flow, target, distribution, chunk: Chunk, few: Weights) -> tuple[Array, Array | None]:
     """The solver's error, and that of a random divergence, seen on a few paths of each point.
 
     Halving the steps moves log p(x, path) by Δ. A point's log p moves by log E exp(Δ) over paths that are
     drawn by weight; its few Δ's own spread is allowed for.
     """
-    target, distribution = _take(target, points), _take(distribution, entries)
-    flow, target, distribution = constant((flow.without_errors(), target, distribution))
-    finer = estimator.log_joint(flow.with_finer_steps(), target, distribution, few.paths, few.keys)
-    solver = mean_and_spread(finer - few.joint)
-    if few.keys is None:
-        return solver, None
-    # log E exp(log p + e) exceeds log p by half the variance of e, for normal errors e.
-    other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(few.keys)
-    change = estimator.log_joint(flow, target, distribution, few.paths, other) - few.joint
-    return solver, 0.25 * jnp.mean(change**2, axis=1)
+    quiet = constant(flow.without_errors())
+
+    def errors(given) -> tuple[Array, Array | None]:
+        target, distribution, few = given
+        finer = estimator.log_joint(quiet.with_finer_steps(), target, distribution, few.paths, few.keys)
+        solver = mean_and_spread(finer - few.joint)
+        if few.keys is None:
+            return solver, None
+        # log E exp(log p + e) exceeds log p by half the variance of e, for normal errors e.
+        other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(few.keys)
+        change = estimator.log_joint(quiet, target, distribution, few.paths, other) - few.joint
+        return solver, 0.25 * jnp.mean(change**2, axis=1)
+
+    return chunk.map(errors, (*constant(_take((target, distribution), chunk.indices)), few))
 
 
 def _noise(draws, latent: Latent, coarse: AbstractDriver | None, keys, places, group, dtype) -> Array:
@@ -271,7 +291,3 @@ def _joined(parts: list):
 
 def _take(tree, indices):
     return jax.tree.map(lambda a: a[indices], tree)
-
-
-def _chunks(items: np.ndarray, size: int) -> list[np.ndarray]:
-    return [items[i : i + size] for i in range(0, len(items), size)]

@@ -10,6 +10,7 @@ from jaxtyping import Array, PRNGKeyArray
 from scipy.stats import qmc
 
 from ..._checks import check_count
+from ...faq import see
 
 
 def random_bits(key: PRNGKeyArray, places: Array, size: int) -> Array:
@@ -88,7 +89,9 @@ class Antithetic(AbstractDraws):
 
     def group(self, num_paths: int) -> int:
         if num_paths % 2:
-            raise ValueError(f"num_paths must be even for antithetic paths, got {num_paths}")
+            raise ValueError(
+                f"num_paths must be even for antithetic paths, got {num_paths}{see('numbers-of-paths')}"
+            )
         return 2
 
     def normal(self, key: PRNGKeyArray, places: Array, group: int, size: int, dtype: np.dtype) -> Array:
@@ -118,7 +121,8 @@ class Sobol(AbstractDraws):
     def group(self, num_paths: int) -> int:
         each, rest = divmod(num_paths, self.num_replicates)
         if rest or each & (each - 1) or not each:
-            raise ValueError(f"num_paths must be {self.num_replicates} times a power of two, got {num_paths}")
+            told = f"num_paths must be {self.num_replicates} times a power of two, got {num_paths}"
+            raise ValueError(told + see("numbers-of-paths"))
         return each
 
     def normal(self, key: PRNGKeyArray, places: Array, group: int, size: int, dtype: np.dtype) -> Array:

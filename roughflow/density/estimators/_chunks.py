@@ -1,0 +1,67 @@
+"""Chunks of points that fit in memory, of few sizes: another number of points compiles nothing anew."""
+
+import math
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from ..._checks import is_traced
+from ..surface import in_blocks
+
+MOST = 2**14  # points in a chunk
+# Programs are compiled for chunks of one size for up to SMALL points, of another beyond, and go through the
+# points that are there in blocks of so many, and of so many pairs, at most. On a GPU small blocks do not pay.
+SMALL, SMALL_BLOCK, LARGE_BLOCK = 256, (32, 2**9), (1024, 2**14)
+
+
+class Chunk(eqx.Module):
+    """Indices to work on: the first `count` of them, which the others repeat; all of them if it is None."""
+
+    indices: np.ndarray
+    count: np.ndarray | None
+    block: int = eqx.field(static=True)
+
+    @staticmethod
+    def whole(indices: np.ndarray) -> "Chunk":
+        """All of the indices at once."""
+        return Chunk(indices, None, 1)
+
+    @property
+    def known(self) -> int:
+        return len(self.indices) if self.count is None else int(self.count)
+
+    def of(self, items: np.ndarray) -> "Chunk":
+        return Chunk(items[self.indices], self.count, self.block)
+
+    def map(self, function, batch):
+        return in_blocks(function, batch, self.count, self.block)
+
+
+def chunks(items: np.ndarray, fitting: int, each: int, straight: bool) -> list[Chunk]:
+    """Items that take `each` paths, in chunks of no more than are `fitting` in memory; those that are
+    `straight` are not filled up."""
+    most = 2 ** int(math.log2(max(1, min(MOST, fitting))))
+    if straight:
+        return [Chunk.whole(part) for part in _parts(items, most)]
+    small = len(items) <= SMALL and jax.default_backend() == "cpu"
+    size = min(SMALL, most) if small else most
+    points, pairs = SMALL_BLOCK if small else LARGE_BLOCK
+    block = min(size, points, 2 ** int(math.log2(max(1, pairs // each))))
+    return [Chunk(np.resize(part, size), np.asarray(len(part)), block) for part in _parts(items, size)]
+
+
+def padded(batch):
+    """As many entries as a program is compiled for, some of them twice."""
+    count = len(jax.tree.leaves(batch)[0])
+    places = np.resize(np.arange(count), max(SMALL, 2 ** math.ceil(math.log2(count))))
+    return jax.tree.map(lambda a: a[places] if is_traced(a) else np.asarray(a)[places], batch)
+
+
+def cut(batch, count: int):
+    """The first `count` entries, without a program to compile where there are values."""
+    return jax.tree.map(lambda a: a[:count] if is_traced(a) else jax.device_put(np.asarray(a)[:count]), batch)
+
+
+def _parts(items: np.ndarray, size: int) -> list[np.ndarray]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
