@@ -11,7 +11,7 @@ from ._correction import (
     to_stratonovich as to_stratonovich,
 )
 from ._fading import FadingDiffusion as FadingDiffusion
-from ._given import GIVEN as GIVEN
+from ._untrained import GIVEN as GIVEN
 from ._kinks import check_kinks as check_kinks
 from ._local import LocalDiffusion as LocalDiffusion
 from ._networks import (

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
-from ._given import GIVEN
+from ._untrained import GIVEN
 from ._networks import MLP, Activation, tanh
 
 FULL = 16  # dimensions up to which shears are learned

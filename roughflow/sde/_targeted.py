@@ -9,7 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
 from ..faq import see
-from ._given import GIVEN
+from ._untrained import GIVEN
 from ._networks import MLP, Activation, ConstantDiffusion, tanh
 from ._noise import check_own_noise
 from ._notation import equation, noise_part, part

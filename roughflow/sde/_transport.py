@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from .._checks import check_positive, is_traced
 from ._fading import FadingDiffusion, remaining
-from ._given import GIVEN
+from ._untrained import GIVEN
 from ._networks import NoDiffusion
 from ._noise import Noise, check_own_noise
 from ._notation import equation, noise_part, part
