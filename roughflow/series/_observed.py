@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..faq import see
 from ._coordinates import AbstractCoordinates
 from ._ends import Transition
 
@@ -48,7 +49,7 @@ class Observed(eqx.Module):
         if not inside.all():
             row = _first(inside)
             raise ValueError(
-                f"values leave the state space of the SDE, first at time {when[row]:g}: {what[row]}"
+                f"values leave the state space of the SDE, first at time {when[row]:g}: {what[row]}{see('series')}"
             )
         if still := [i for i in range(what.shape[1]) if np.ptp(what[:, i]) == 0]:
             raise ValueError(
@@ -84,7 +85,9 @@ def _check_order(times: np.ndarray) -> None:
         return
     row = _first(steps > 0) + 1
     what = "the same time twice" if steps[row - 1] == 0 else "a time before the one above it"
-    raise ValueError(f"times must increase: number {row} is {what}; sort the series and drop duplicates")
+    raise ValueError(
+        f"times must increase: number {row} is {what}; sort the series and drop duplicates{see('series')}"
+    )
 
 
 def _first(good: np.ndarray) -> int:
