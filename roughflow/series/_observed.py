@@ -48,9 +48,8 @@ class Observed(eqx.Module):
         inside = np.asarray(coordinates.contains(jnp.asarray(what)))
         if not inside.all():
             row = _first(inside)
-            raise ValueError(
-                f"values leave the state space of the SDE, first at time {when[row]:g}: {what[row]}{see('series')}"
-            )
+            told = f"values leave the state space of the SDE, first at time {when[row]:g}: {what[row]}"
+            raise ValueError(told + see("series"))
         if still := [i for i in range(what.shape[1]) if np.ptp(what[:, i]) == 0]:
             raise ValueError(
                 f"values do not change in column {still[0]}: a constant series says nothing of an SDE"
