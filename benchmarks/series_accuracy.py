@@ -15,18 +15,35 @@ import numpy as np
 from jaxtyping import Array
 
 import roughflow as rf
+from benchmarks.density import Columns, print_header, print_row
 from benchmarks.series_peers import euler, local_linear, milstein, pedersen
-from benchmarks.timing import format_table, interleave, timed, verdict
+from benchmarks.timing import interleave, timed, verdict
 
 SPANS = {"1/250": 1 / 250, "1/12": 1 / 12, "1/2": 1 / 2, "1": 1.0}
 PLACES = np.linspace(-2.5, 2.5, 11)
-TIMES = 50  # each place
+TIMES = 20  # each place
 LIMITS = {"1/250": 5e-4, "1/12": 5e-4, "1": 5e-3}
 FASTER = 20.0
 ROUNDS = 5
-LONGEST = 4.0  # seconds of a call to Pedersen's
-HEADER = ["SDE and dt", "roughflow", "in x itself", "Euler", "Milstein", "local linear"]
-RACE = ["SDE and dt", "ms", "mean error", "Pedersen M", "paths", "ms", "mean error", "M", "paths", "ratio"]
+LONGEST = 2.0  # seconds of a call to Pedersen's
+ERRORS: Columns = (
+    ("SDE and dt", 13),
+    ("roughflow", 10),
+    ("in x itself", 11),
+    ("Euler", 9),
+    ("Milstein", 9),
+    ("local linear", 12),
+)
+RACE: Columns = (
+    ("SDE and dt", 13),
+    ("ms", 7),
+    ("mean error", 10),
+    ("M then", 6),
+    ("ms", 7),
+    ("mean error", 10),
+    ("M to equal", 10),
+    ("ratio", 9),
+)
 
 
 @dataclass(frozen=True)
@@ -82,23 +99,22 @@ def cases() -> dict[str, Case]:
 
 
 def accuracy(only: list[str] | None) -> Iterator[str]:
-    """Yields two tables, then what was asked for."""
-    yield "Largest error of the log-density within 2.5 standard deviations, nats"
-    worst, races, rows = {}, {}, []
-    for name, one in cases().items():
-        for label, dt in SPANS.items():
-            if only and label not in only:
-                continue
-            problem = Problem.of(one, dt)
-            worst[name, label] = np.abs(problem.error(problem.ours())).max()
-            rows.append([f"{name}, {label}", *problem.largest()])
-            races[name, label] = race(problem)
-    yield format_table(HEADER, rows)
-    count = len(PLACES) * TIMES
-    yield f"\nBeside Pedersen's, at equal time and at equal mean error; {count} transitions an axis"
-    yield format_table(RACE, [[f"{name}, {label}", *races[name, label].cells()] for name, label in races])
-    yield ""
-    yield from verdicts(worst, {key: result.ratio for key, result in races.items()})
+    """Prints two tables, row by row, then yields what was asked for."""
+    problems = {
+        (name, label): Problem.of(one, dt)
+        for name, one in cases().items()
+        for label, dt in SPANS.items()
+        if not only or label in only
+    }
+    print("Largest error of the log-density within 2.5 standard deviations, nats\n")
+    print_header(ERRORS)
+    worst = {where: problem.largest(", ".join(where)) for where, problem in problems.items()}
+    print("\nMilliseconds and mean error of ours; Pedersen's with M steps in that time; M for our error, and")
+    print(f"how much more time that takes. {TIMES * len(PLACES)} transitions an axis\n")
+    print_header(RACE)
+    ratios = {where: race(", ".join(where), problem) for where, problem in problems.items()}
+    print()
+    yield from verdicts(worst, ratios)
 
 
 @dataclass(frozen=True)
@@ -143,73 +159,71 @@ class Problem:
     def mean_error(self, value: Array) -> float:
         return float(np.mean(np.minimum(np.abs(self.error(value)), 20.0)))
 
-    def largest(self) -> list[str]:
-        """The largest error of each method; without coordinates only where an SDE has some."""
+    def largest(self, label: str) -> float:
+        """Print the largest error of each method, without coordinates only where an SDE has some; ours."""
         arguments = self.case.sde, self.x0, self.x1, jnp.asarray(self.dt)
         values = [self.ours(), None, euler(*arguments), None, None]
         if self.case.positive:
             values[1] = self.ours(coordinates=rf.Unchanged())
         if self.case.start.size == 1:
             values[3:] = [milstein(*arguments), local_linear(*arguments)]
-        return ["" if value is None else f"{np.abs(self.error(value)).max():.1e}" for value in values]
+        found = [None if value is None else np.abs(self.error(value)).max() for value in values]
+        print_row(ERRORS, label, *("" if value is None else f"{value:.1e}" for value in found))
+        return found[0]
+
+
+def race(label: str, problem: Problem) -> float:
+    """Print a row; how many times longer Pedersen's takes for our mean error, at least."""
+    seconds, error = warm(problem.ours), problem.mean_error(problem.ours())
+    tried: list[Try] = [measure(problem, 1)]
+    while tried[-1].error > error and 8 * tried[-1].seconds < LONGEST:
+        tried.append(measure(problem, 2 * tried[-1].num_steps))
+    equal = measure(problem, steps_for(tried, seconds))
+    ratio = time_to(tried, error) / seconds
+    mark = "> " if tried[-1].error > error else ""
+    print_row(
+        RACE,
+        label,
+        f"{1e3 * seconds:.1f}",
+        f"{error:.1e}",
+        f"{equal.num_steps}",
+        f"{1e3 * equal.seconds:.1f}",
+        f"{equal.error:.1e}",
+        f"{mark}{tried[-1].num_steps}",
+        f"{mark}{ratio:.3g}",
+    )
+    return ratio
 
 
 @dataclass(frozen=True)
-class Race:
-    """Seconds and mean error of ours and of Pedersen's in as much time; then how much work it takes
-    Pedersen's to have our error, and how much more time; `reached` says whether it was tried so far."""
+class Try:
+    """Pedersen's with M small steps: seconds and mean error."""
 
-    ours: tuple[float, float]
-    equal: tuple[int, float, float]
-    last: int
-    ratio: float
-    reached: bool
-
-    def cells(self) -> list[str]:
-        (our_s, our_error), (steps, seconds, error) = self.ours, self.equal
-        own = [f"{1e3 * our_s:.1f}", f"{our_error:.1e}"]
-        same = [f"{steps}", f"{paths(steps)}", f"{1e3 * seconds:.1f}", f"{error:.1e}"]
-        mark = "" if self.reached else "> "
-        return [*own, *same, f"{mark}{self.last}", f"{mark}{paths(self.last)}", f"{mark}{self.ratio:.3g}"]
+    num_steps: int
+    seconds: float
+    error: float
 
 
-def paths(num_steps: int) -> int:
-    return 4 * num_steps**2
+def measure(problem: Problem, num_steps: int) -> Try:
+    call = partial(problem.pedersen, num_steps, 4 * num_steps**2)
+    return Try(num_steps, warm(call), problem.mean_error(call()))
 
 
-def race(problem: Problem) -> Race:
-    ours = warm(problem.ours), problem.mean_error(problem.ours())
-    tried, steps = [], 1
-    while True:
-        call = partial(problem.pedersen, steps, paths(steps))
-        error = problem.mean_error(call())
-        tried.append((steps, warm(call), error))
-        if error <= ours[1] or 8 * tried[-1][1] > LONGEST:
-            break
-        steps *= 2
-    reached = error <= ours[1]
-    return Race(
-        ours, at_equal_time(problem, tried, ours[0]), steps, time_to(tried, ours[1]) / ours[0], reached
-    )
+def steps_for(tried: list[Try], seconds: float) -> int:
+    """M that takes about so long: time goes with M³."""
+    known = next((one for one in tried if one.seconds > 0.3 * seconds), tried[-1])
+    return max(1, round(known.num_steps * (seconds / known.seconds) ** (1 / 3)))
 
 
-def at_equal_time(problem: Problem, tried: list, seconds: float) -> tuple[int, float, float]:
-    """M, seconds and mean error of Pedersen's in about so many seconds."""
-    # Time goes with M³; the cheapest that is measured well says how much.
-    known = next((one for one in tried if one[1] > 0.3 * seconds), tried[-1])
-    steps = max(1, round(known[0] * (seconds / known[1]) ** (1 / 3)))
-    call = partial(problem.pedersen, steps, paths(steps))
-    return steps, warm(call), problem.mean_error(call())
-
-
-def time_to(tried: list, error: float) -> float:
+def time_to(tried: list[Try], error: float) -> float:
     """Seconds for an error, between the last two tries on a logarithmic scale; those of the last, if it is
     not reached."""
-    if tried[-1][2] > error or len(tried) == 1:
-        return tried[-1][1]
-    (_, s0, e0), (_, s1, e1) = tried[-2:]
-    part = np.log(e0 / error) / np.log(e0 / max(e1, 1e-300))
-    return float(s0 * (s1 / s0) ** part)
+    last = tried[-1]
+    if last.error > error or len(tried) == 1:
+        return last.seconds
+    before = tried[-2]
+    part = np.log(before.error / error) / np.log(before.error / max(last.error, 1e-300))
+    return float(before.seconds * (last.seconds / before.seconds) ** part)
 
 
 def warm(call: Callable[[], object]) -> float:
