@@ -16,6 +16,7 @@ import roughflow as rf
 from roughflow.sde import AbstractItoSDE
 
 FLOOR = 1e-10  # where Euler's paths of a positive state are held
+BLOCK = 256  # of Pedersen's paths
 
 
 @eqx.filter_jit
@@ -85,12 +86,12 @@ def pedersen(
     x1: Array,
     dt: Array | float,
     key: PRNGKeyArray,
-    num_steps: int,
-    num_paths: int,
+    num_steps: Array,
+    num_blocks: Array,
     positive: bool,
 ) -> Array:
-    """The mean of Euler's density of the last of `num_steps` small steps, over `num_paths` paths of each
-    transition."""
+    """The mean of Euler's density of the last of `num_steps` small steps, over `num_blocks` times `BLOCK`
+    paths of each transition. Both numbers may change without compiling anew."""
     h = dt / num_steps
     inside = (lambda x: jnp.maximum(x, FLOOR)) if positive else (lambda x: x)
     zero = jnp.zeros(())
@@ -98,14 +99,18 @@ def pedersen(
     def move(x: Array, noise: Array) -> Array:
         return inside(x + sde.drift(zero, x) * h + jnp.sqrt(h) * (sde.diffusion(zero, x) @ noise))
 
-    def step(i: Array, x: Array) -> Array:
-        noise = jax.random.normal(jax.random.fold_in(key, i), x.shape, x.dtype)
-        return jax.vmap(jax.vmap(move))(x, noise)
+    def block(j: Array, total: Array) -> Array:
+        def step(i: Array, x: Array) -> Array:
+            noise = jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, j), i), x.shape, x.dtype)
+            return jax.vmap(jax.vmap(move))(x, noise)
 
-    start = jnp.broadcast_to(x0[:, None], (len(x0), num_paths, x0.shape[1]))
-    last = jax.lax.fori_loop(0, num_steps - 1, step, start)
-    each = jax.vmap(jax.vmap(lambda a, b: _euler(sde, a, b, h), in_axes=(0, None)))(last, x1)
-    return jax.nn.logsumexp(each, axis=1) - jnp.log(num_paths)
+        start = jnp.broadcast_to(x0[:, None], (len(x0), BLOCK, x0.shape[1]))
+        last = jax.lax.fori_loop(0, num_steps - 1, step, start)
+        each = jax.vmap(jax.vmap(lambda a, b: _euler(sde, a, b, h), in_axes=(0, None)))(last, x1)
+        return jnp.logaddexp(total, jax.nn.logsumexp(each, axis=1))
+
+    total = jax.lax.fori_loop(0, num_blocks, block, jnp.full(len(x0), -jnp.inf))
+    return total - jnp.log(BLOCK * num_blocks)
 
 
 def euler_cir(x: np.ndarray, dt: float, start: np.ndarray) -> np.ndarray:
