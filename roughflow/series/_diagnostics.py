@@ -13,6 +13,7 @@ from .._programs import jit
 from ..sde import AbstractSDE, noise_dimension
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Ends, Transition
+from ._transition import in_chunks
 
 DRAWS = 1024  # of each transition, to see where in them the value that came lies
 CHUNK = 256  # transitions at a time
@@ -69,7 +70,7 @@ def _below(sde, coordinates, steps: Transition, effort: Effort, key: PRNGKeyArra
         return jnp.sum(drawn[:, 0] < end[0])
 
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(steps.dt)))
-    return jax.lax.map(one, (steps, keys), batch_size=CHUNK)
+    return in_chunks(one, (steps, keys), len(steps.dt), CHUNK)
 
 
 def _draw(sde, coordinates, step: Transition, effort: Effort, key: PRNGKeyArray, count: int) -> Array:
