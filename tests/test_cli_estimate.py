@@ -19,10 +19,9 @@ from roughflow.cli.first_guess import KINDS, first_guess
 mpl.use("Agg")
 
 COLUMNS = ["--time", "date", "--value", "rate"]
-TRUE = rf.OrnsteinUhlenbeck(0.5, 4.0, 0.6)
 
 
-def vasicek(count=241, seed=3):
+def vasicek(count=121, seed=3):
     """Monthly values of dX = 0.5(4 − X) dt + 0.6 dB."""
     rng, x = np.random.default_rng(seed), [4.0]
     decay = np.exp(-0.5 / 12)
@@ -62,14 +61,14 @@ def test_a_series_of_dates_with_gaps(tmp_path, capsys):
     """The figures and the numbers, those of the library for the same series in years."""
     x = vasicek()
     cells = [f"{value:.6f}" for value in x]
-    cells[100], cells[150] = "", "NA"
+    cells[100], cells[50] = "", "NA"
     file = table(tmp_path / "series.csv", months(len(x)), cells)
     out = tmp_path / "new" / "figures"
     options = ["--model", "vasicek", "--scale", "0.01", "--out", str(out)]
     assert main(["estimate", str(file), *COLUMNS, *options]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert "OrnsteinUhlenbeck by maximum likelihood, 238 transitions" in said.out
+    assert "OrnsteinUhlenbeck by maximum likelihood, 118 transitions" in said.out
     assert sorted(os.listdir(out)) == ["estimate.json", "estimate.png"]
     assert (out / "estimate.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "estimate.json").read_text())
@@ -182,10 +181,6 @@ def test_a_search_starts_near_the_truth():
         guess = first_guess(name, dt * np.arange(5001), np.asarray(x))
         assert type(guess) is type(sde)
         # Of Euler's own path: what is left is the error of 100 units of time.
-        np.testing.assert_allclose(
-            jax.tree.leaves(guess)[-1 - (name in ("ckls", "cev"))],
-            true[-1 - (name in ("ckls", "cev"))],
-            rtol=0.2,
-        )
-        for parameter, value in zip(jax.tree.leaves(guess), true, strict=True):
-            assert abs(parameter - value) < 0.75
+        for field in sde.domains:
+            close = {"rtol": 0.2} if field == "sigma" else {"atol": 0.5}
+            np.testing.assert_allclose(getattr(guess, field), getattr(sde, field), **close)

@@ -14,7 +14,7 @@ import roughflow as rf
 from ._style import BLUE, COLUMN, GREY, SKY, SMALL, TEXT, VERMILION, curves
 
 BANDS = (0.9, 0.5)  # shares of paths that a fan holds
-LAGS, BINS, PATHS = 20, 20, 4000
+LAGS, BINS, PATHS = 20, 20, 2000
 REACH, POINTS = 3.0, 4001  # of the grid for a stationary density: how many ranges beyond the series
 NEGLIGIBLE = 1e-3  # density at an end of the grid, relative to the highest, at which it may end
 AHEAD, SHOWN = 0.25, 0.5  # of the span of a series: how far to look ahead, and back beside it
