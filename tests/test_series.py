@@ -252,6 +252,8 @@ def test_transitions_out_of_the_state_space_and_of_other_shapes_are_refused(key)
     with pytest.raises(ValueError, match="dt must be positive"):
         rf.transition_log_prob(CIR, np.array([0.1]), np.array([0.2]), -0.1, key=key)
     with pytest.raises(ValueError, match="no parameter is called tau"):
-        rf.fit_sde(CIR, np.arange(4), np.ones(4) + 0.1 * np.arange(4), key=key, domains={"tau": rf.POSITIVE})
+        rf.fit_sde(
+            CIR, np.arange(4), np.ones(4) + 0.1 * np.arange(4), key=key, domains={"tau": rf.Domain(low=0.0)}
+        )
     with pytest.raises(ValueError, match="must be even"):
         rf.Effort(2, 3, 2)

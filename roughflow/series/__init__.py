@@ -12,14 +12,7 @@ from ._diagnostics import Residuals as Residuals
 from ._ends import Effort as Effort
 from ._fit_sde import fit_sde as fit_sde
 from ._fitted import FittedSDE as FittedSDE
-from ._parameters import (
-    ANY as ANY,
-    CORRELATION as CORRELATION,
-    POSITIVE as POSITIVE,
-    TRIANGULAR as TRIANGULAR,
-    UNIT as UNIT,
-    Domain as Domain,
-)
+from ._parameters import Domain as Domain
 from ._transition import (
     TransitionEstimate as TransitionEstimate,
     transition_estimate as transition_estimate,

@@ -51,7 +51,7 @@ def fit_sde(
       parameters, or `rf.ParametricSDE`.
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, or dates, which count in years.
       Missing values (NaN) make longer gaps. Lists of both are a panel: independent series, one SDE.
-    - `domains`: where parameters may lie, by name, such as `{"sigma": rf.POSITIVE}`; a named SDE knows
+    - `domains`: where parameters may lie, by name, such as `{"sigma": rf.Domain(low=0.0)}`; a named SDE knows
       its own.
     - `num_starts`: the first is the SDE as it is given, others are near it.
     - `exact`: whether to take exact transitions where the SDE knows them.

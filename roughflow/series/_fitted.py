@@ -12,6 +12,7 @@ from scipy import stats
 
 from .._checks import check_count, check_key
 from .._show import table
+from ..faq import see
 from ._coordinates import AbstractCoordinates
 from ._diagnostics import Residuals, forecast, residuals
 from ._ends import Effort
@@ -154,13 +155,14 @@ class FittedSDE:
         if not self.identified:
             return (
                 "the parameters are not identified: the information is singular at the estimates, so there "
-                "are no standard errors; fix a parameter, or fit a simpler SDE"
+                f"are no standard errors; fix a parameter, or fit a simpler SDE{see('not-identified')}"
             )
         if not self.converged:
-            return f"the search did not converge: it would move by {self.distance:.2g} standard errors more"
+            told = f"the search did not converge: it would move by {self.distance:.2g} standard errors more"
+            return told + see("not-converged")
         if self.likelihood_error > self.tolerance:
             known = f"the log-likelihood is known only to {self.likelihood_error:.2g} nats"
-            return f"{known}: raise effort, or tolerance"
+            return f"{known}: raise effort, or tolerance{see('not-converged')}"
         return None
 
     def _jacobian(self) -> np.ndarray:
