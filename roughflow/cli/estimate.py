@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 import roughflow as rf
+from roughflow.faq import see
 from roughflow.learn import progress_bar
 
 from .estimate_options import MODELS
@@ -108,7 +109,9 @@ def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedS
     times, values = series.observed()
     if (name in POSITIVE and values.min() <= 0) or (name in SHARES and values.max() >= 1):
         wanted = "between 0 and 1" if name in SHARES else "above 0"
-        return f"values must lie {wanted}, and they are from {values.min():g} to {values.max():g}"
+        return (
+            f"values must lie {wanted}, and they are from {values.min():g} to {values.max():g}{see('series')}"
+        )
     key = jax.random.key(arguments.seed)
     try:
         return rf.fit_sde(first_guess(name, times, values), times, values, key=key, exact=arguments.exact)

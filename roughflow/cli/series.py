@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from roughflow.faq import see
+
 from .refused import Refused
 from .rows import LARGEST, Faults, fault, table_name
 from .table import check_readable
@@ -116,16 +118,16 @@ def _check_order(path: Path, name: str, lines: list[int], times: np.ndarray) -> 
     what = "the same as" if times[row] == times[row - 1] else "before"
     raise Refused(
         f"{table_name(path)}, line {lines[row]}: {name!r} is {what} that of the line above: sort the series, "
-        "and keep one row for each time"
+        f"and keep one row for each time{see('series')}"
     )
 
 
 def _check_values(path: Path, name: str, values: np.ndarray) -> None:
     if len(values) < FEWEST:
         count = f"{len(values)} value{'s' * (len(values) != 1)}"
-        least = f"{FEWEST} are the least, hundreds are better"
+        least = f"{FEWEST} are the least, hundreds are better{see('series')}"
         raise Refused(f"{table_name(path)} has {count} of {name!r}: {least}")
     if np.ptp(values) == 0:
         raise Refused(
-            f"{table_name(path)}: {name!r} is always {values[0]:g}: a constant series says nothing of an SDE"
+            f"{table_name(path)}: {name!r} is always {values[0]:g}: a constant series says nothing of an SDE{see('series')}"
         )
