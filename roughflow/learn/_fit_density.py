@@ -128,9 +128,6 @@ def fit_density(
     if noise == "best" and not len(table.held_out):
         told = "the best noise is chosen on rows set aside: set validation, to 0.1 say"
         raise ValueError(told + see("budgets-and-validation"))
-    if noise == "best" and not len(table.held_out):
-        told = "the best noise is chosen on rows set aside: set validation, to 0.1 say"
-        raise ValueError(told + see("budgets-and-validation"))
     chosen = Sizes(len(table.train), table.dimension, table.context)
     model = _untrained(whole, table, chosen, width, depth, marginals, columns, key_model)
     train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
