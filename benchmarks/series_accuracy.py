@@ -27,7 +27,7 @@ TIMES = 20  # each place
 LIMITS = {"1/250": 5e-4, "1/12": 5e-4, "1": 5e-3}
 FASTER = 20.0
 STEPS = (2, 4, 8, 16, 32)  # small ones, of Pedersen's
-BUDGETS = (1, 5, 25)  # times ours
+BUDGETS = (1, 6, 36)  # times ours
 ROUNDS = 3
 ERRORS: Columns = (
     ("SDE and dt", 13),
