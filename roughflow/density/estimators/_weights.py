@@ -26,7 +26,8 @@ MOST = 2**14  # points in a chunk
 MODES = 64  # paths that finding a law counts as
 # Programs are compiled for chunks of one size for up to SMALL points, of another beyond, and go through the
 # points that are there in blocks of so many, and of so many pairs, at most. On a GPU small blocks do not pay.
-SMALL, SMALL_BLOCK, LARGE_BLOCK = 256, (32, 2**9), (1024, 2**14)
+SMALL, SMALL_BLOCK = 256, (32, 2**9)
+LARGE, LARGE_BLOCK = 2048, (1024, 2**14)
 # What keys are folded with, beside places of paths.
 SEARCH, PILOT, RUN, PARTICLES, FRESH = (2**32 - i for i in range(1, 6))
 FEW = 16  # paths on which a solver's error is seen: of four the mean of exp(Δ) is mostly chance
@@ -188,7 +189,8 @@ class EstimatorRun:
         count = len(jax.tree.leaves(rows)[0])
         if self.straight:
             return rows
-        places = np.resize(np.arange(count), max(SMALL, 2 ** math.ceil(math.log2(count))))
+        size = SMALL if count <= SMALL else max(LARGE, 2 ** math.ceil(math.log2(count)))
+        places = np.resize(np.arange(count), size)
         return jax.tree.map(lambda a: a[places] if is_traced(a) else np.asarray(a)[places], rows)
 
     def _chunks(self, items: np.ndarray, each: int) -> list["_Chunk"]:
