@@ -203,7 +203,7 @@ def test_parquet(fitted, tmp_path, capsys):
     assert "column 'name' holds string, not numbers" in capsys.readouterr().err
     pq.write_table(pa.table({"c": [1.0, None], "a": [1, 2]}), tmp_path / "null.parquet")
     assert main(["score", f"{fitted}/model.rf", str(tmp_path / "null.parquet")]) == 2
-    assert "row 2 cannot be used, the first because 'c' is nan" in capsys.readouterr().err
+    assert "row 2 cannot be used, because 'c' is nan" in capsys.readouterr().err
 
 
 def test_parquet_names_the_package_it_needs(refused, tmp_path, monkeypatch):
@@ -250,9 +250,9 @@ def test_bad_rows_are_named_by_their_lines(refused, tmp_path):
     (tmp_path / "many.csv").write_text("a\n1\n" + "one\n" * 20)
     assert "lines 3, 4, 5, 6, 7 and 15 more" in fit("many.csv")
     (tmp_path / "ragged.csv").write_text("a,b\n1,2\n3\n")
-    assert "line 3 cannot be used, the first because it has 1 cell under 2 names" in fit("ragged.csv")
+    assert "line 3 cannot be used, because it has 1 cell under 2 names" in fit("ragged.csv")
     np.save(tmp_path / "nan.npy", [[1.0, 2.0], [np.nan, 3.0]])
-    assert "row 2 cannot be used, the first because 'x1' is nan" in fit("nan.npy")
+    assert "row 2 cannot be used, because 'x1' is nan" in fit("nan.npy")
 
 
 def test_tables_that_are_not_what_their_names_say(refused, tmp_path):
@@ -268,9 +268,7 @@ def test_tables_that_are_not_what_their_names_say(refused, tmp_path):
     quote = fit("quote.csv", 'a,b\n"1,2\n3,4\n5,6\n')
     assert "line 2 cannot be used" in quote
     assert "a quote opened there ends on line 4 or never" in quote
-    assert "line 3 cannot be used, the first because 'a' is '1e200', too large" in fit(
-        "l.csv", "a\n1\n1e200\n"
-    )
+    assert "line 3 cannot be used, because 'a' is '1e200', too large" in fit("l.csv", "a\n1\n1e200\n")
     assert "is not compressed by gzip" in fit("plain.csv.gz", "a,b\n1,2\n")
     (tmp_path / "packed.csv").write_bytes(gzip.compress(b"a,b\n1,2\n"))
     assert "is compressed: call it packed.csv.gz" in refused("fit", "packed.csv", "--out", "m.rf")

@@ -80,6 +80,15 @@ def test_a_fit_can_be_pickled(fitted, table):
     np.testing.assert_array_equal(copy.score_samples(table), fitted.score_samples(table))
 
 
+def test_options_mean_what_they_mean_to_fit_density(table):
+    """Bounds by the names of the columns, and rows that were rounded."""
+    options = {"bounds": {"height": (0, None)}, "rounding": {1: 0.01}, "smoothing": 0.1, "outliers": 0.05}
+    density = tiny(**options, marginals=False, likelihood_steps=0).fit(table)
+    np.testing.assert_array_equal(density.model_.marginals.lower, [0, -np.inf])
+    assert np.isfinite(density.score(table))
+    assert clone(density).get_params()["rounding"] == {1: 0.01}
+
+
 @pytest.mark.parametrize(
     ("rows", "settings", "reason"),
     [
@@ -89,6 +98,11 @@ def test_a_fit_can_be_pickled(fitted, table):
         ([[i, np.nan] for i in range(9)], {}, "NaN"),
         ([[i, i**2] for i in range(9)], {"noise": -1.0}, "noise must be positive"),
         ([[i, i**2] for i in range(9)], {"steps": 0}, "steps must be a positive"),
+        ([[i, i**2] for i in range(9)], {"noise": "best", "validation_fraction": 0}, "rows set aside"),
+        ([[i, i**2] for i in range(9)], {"bounds": {0: (1, 9)}}, "not strictly between its bounds 1 and 9"),
+        ([[i, i**2] for i in range(9)], {"rounding": {5: 1.0}}, "there is no column 5"),
+        ([[i, i**2] for i in range(9)], {"outliers": 1.0}, "outliers must be a share"),
+        ([[i, i**2] for i in range(9)], {"smoothing": -1.0}, "smoothing must not be negative"),
         ([[i, i**2] for i in range(9)], {"validation_fraction": 1.0}, "validation must be a share"),
     ],
 )
