@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-noise bench-sampling docs clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-noise bench-sampling bench-series docs clean
 
 install: .venv/installed
 
@@ -75,6 +75,9 @@ bench-noise: install
 
 bench-sampling: install
 	$(BIN)/python -m benchmarks.sampling
+
+bench-series: install
+	$(BIN)/python -m benchmarks.series
 
 # Pages that need no network to be read: open site/index.html.
 .venv/docs: .venv/installed

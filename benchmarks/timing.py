@@ -75,3 +75,8 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells))
     return "\n".join(lines)
+
+
+def verdict(holds: bool, claim: str, shown: str) -> str:
+    """One line: what was asked for, whether it holds, and what was found."""
+    return f"{'holds' if holds else 'FALLS SHORT'}: {claim}: {shown}"

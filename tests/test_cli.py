@@ -76,12 +76,15 @@ def refused(capsys, tmp_path, monkeypatch):
 def test_help_is_a_tour(capsys):
     assert main(["--help"]) == 0
     tour = capsys.readouterr().out
-    places = [tour.index(f"\n  {name} ") for name in ("demo", "fit", "score", "sample", "tune", "reproduce")]
+    places = [
+        tour.index(f"\n  {name} ")
+        for name in ("demo", "fit", "score", "sample", "tune", "estimate", "reproduce")
+    ]
     assert places == sorted(places)
     assert tour.count("roughflow fit ") == 1
 
 
-@pytest.mark.parametrize("command", ["demo", "fit", "score", "sample", "tune", "reproduce"])
+@pytest.mark.parametrize("command", ["demo", "fit", "score", "sample", "tune", "estimate", "reproduce"])
 def test_each_command_has_help_with_an_example(command, capsys):
     assert main([command, "--help"]) == 0
     assert f"example: roughflow {command} " in " ".join(capsys.readouterr().out.split())

@@ -79,7 +79,14 @@ def is_slow(name):
     return module.startswith(("roughflow.density", "roughflow.learn", "roughflow.mcmc"))
 
 
-SLOW_PAGES = ("index", "learning", "tutorials/sde", "tutorials/table", "tutorials/samples")
+SLOW_PAGES = (
+    "index",
+    "learning",
+    "tutorials/sde",
+    "tutorials/table",
+    "tutorials/samples",
+    "tutorials/series",
+)
 PAGES = ["README.md", *(pytest.param(f"docs/{page}.md", marks=pytest.mark.slow) for page in SLOW_PAGES)]
 
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import roughflow as rf
 
-from . import values
+from . import estimate_options, values
 from .refused import Refused
 
 TOUR = """\
@@ -25,6 +25,8 @@ commands, in the order you will meet them:
                 roughflow sample flowers.rf -n 1000 --out new.csv
   tune        learn a sampler for a density of your own, and draw from it
                 roughflow tune model:log_density --dimension 2 --out draws.csv
+  estimate    fit a named SDE to a series of dates and values, with standard errors
+                roughflow estimate rates.csv --time date --value rate --model cir
   reproduce   the figures of Hodgkinson et al. (2020), with their numbers
                 roughflow reproduce fig1 --out figures
 """
@@ -50,11 +52,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="roughflow"
     )
-    for add in (_demo, _fit, _score, _sample, _tune, _reproduce):
+    for add in (_demo, _fit, _score, _sample, _tune, _estimate, _reproduce):
         add(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
-        parser.error("name a command: demo, fit, score, sample, tune or reproduce")
+        parser.error("name a command: demo, fit, score, sample, tune, estimate or reproduce")
     arguments.argv = list(argv)
     return arguments
 
@@ -238,6 +240,14 @@ def _tune(commands) -> None:
     _seed(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
     parser.add_argument("--force", action="store_true", help="overwrite DRAWS, and a checkpoint not resumed")
+    _quiet(parser)
+
+
+def _estimate(commands) -> None:
+    parser = _command(commands, "estimate", estimate_options.DESCRIPTION, estimate_options.EXAMPLE)
+    estimate_options.add(parser)
+    _seed(parser)
+    _force(parser)
     _quiet(parser)
 
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 
+from .estimate import estimate
 from .figures import demo, reproduce
 from .fit import fit
 from .sample import sample
@@ -15,5 +16,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "score": score,
     "sample": sample,
     "tune": tune,
+    "estimate": estimate,
     "reproduce": reproduce,
 }

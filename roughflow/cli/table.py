@@ -18,16 +18,20 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
         table = read_text(path, columns)
     else:
         reader = _reader(path)
-        if path.is_dir():
-            raise Refused(f"{path} is a folder, not a table")
-        if not path.exists():
-            raise Refused(f"there is no file {path}")
-        if path.is_file() and not path.stat().st_size:
-            raise Refused(f"{path} is empty")
+        check_readable(path)
         table = reader(path, columns)
     if not len(table.rows):
         raise Refused(f"{table_name(path)} has no rows")
     return table
+
+
+def check_readable(path: Path) -> None:
+    if path.is_dir():
+        raise Refused(f"{path} is a folder, not a table")
+    if not path.exists():
+        raise Refused(f"there is no file {path}")
+    if path.is_file() and not path.stat().st_size:
+        raise Refused(f"{path} is empty")
 
 
 def _reader(path: Path) -> Callable[[Path, Sequence[str] | None], Table]:

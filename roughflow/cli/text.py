@@ -40,10 +40,33 @@ def _kind(path: Path) -> str:
 
 def read_text(path: Path, columns: Sequence[str] | None) -> Table:
     """The named columns in that order, or all of them."""
+    with _lines(path) as source:
+        return _read(path, source, columns)
+
+
+def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """Each line's number, and the text in the named columns, in that order."""
+    faults = Faults(path, "line")
+    with _lines(path) as source:
+        lines = iter(source)
+        header = [name.strip() for name in next(lines, [])]
+        places = places_of(path, _header(path, header), columns)
+        for line in _whole(source, lines, header, faults):
+            yield source.begun, [line[i].strip() for i in places]
+    faults.refuse()
+
+
+@contextlib.contextmanager
+def _lines(path: Path) -> Iterator["_Lines"]:
+    """The rows of a file, whatever is wrong with it told in one line."""
     name = table_name(path)
     try:
         with _opened(path) as file:
-            return _read(path, _Lines(file, separator(path)), columns)
+            source = _Lines(file, separator(path))
+            try:
+                yield source
+            except csv.Error as error:
+                raise Refused(f"{name}, line {source.begun}: {error}") from None
     except UnicodeDecodeError:
         raise Refused(f"{name} is not text in UTF-8: save it as CSV UTF-8") from None
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -93,12 +116,9 @@ class _Lines:
 
 def _read(path: Path, source: _Lines, columns: Sequence[str] | None) -> Table:
     lines = iter(source)
-    try:
-        header = [name.strip() for name in next(lines, [])]
-        places = places_of(path, _header(path, header), columns)
-        rows = array.array("d", _numbers(path, source, lines, header, places))
-    except csv.Error as error:
-        raise Refused(f"{table_name(path)}, line {source.begun}: {error}") from None
+    header = [name.strip() for name in next(lines, [])]
+    places = places_of(path, _header(path, header), columns)
+    rows = array.array("d", _numbers(path, source, lines, header, places))
     return Table(tuple(header[i] for i in places), np.asarray(rows).reshape(-1, len(places)))
 
 
@@ -106,7 +126,7 @@ def _header(path: Path, header: list[str]) -> list[str]:
     name = table_name(path)
     if not header:
         raise Refused(f"{name} is empty")
-    if any(_number(cell) is not None for cell in header):
+    if any(as_number(cell) is not None for cell in header):
         raise Refused(
             f"{name}: the first line has a number, not the names of the columns: put their names there"
         )
@@ -128,13 +148,8 @@ def _numbers(
 ) -> Iterator[float]:
     """The numbers in the rows after the header, and in the end a complaint about rows without."""
     faults = Faults(path, "line")
-    for line in lines:
-        if len(line) != len(header):
-            ends = ", and ends with a separator" if line[-1] == "" and len(line) == len(header) + 1 else ""
-            told = f"it has {len(line)} cell{'s' * (len(line) > 1)} under {len(header)} names{ends}"
-            faults.add(source.begun, told + source.quote)
-            continue
-        numbers = [_number(line[i]) for i in places]
+    for line in _whole(source, lines, header, faults):
+        numbers = [as_number(line[i]) for i in places]
         bad = next(
             (i for i, n in zip(places, numbers, strict=True) if n is None or not abs(n) <= LARGEST), None
         )
@@ -145,12 +160,25 @@ def _numbers(
             _refuse_separator(path, "spaces")
         faults.add(
             source.begun,
-            fault(header[bad], repr(line[bad].strip() or "empty"), _number(line[bad])) + source.quote,
+            fault(header[bad], repr(line[bad].strip() or "empty"), as_number(line[bad])) + source.quote,
         )
     faults.refuse()
 
 
-def _number(text: str) -> float | None:
+def _whole(
+    source: _Lines, lines: Iterator[list[str]], header: list[str], faults: Faults
+) -> Iterator[list[str]]:
+    """The rows with a cell for each name; others are faults."""
+    for line in lines:
+        if len(line) == len(header):
+            yield line
+            continue
+        ends = ", and ends with a separator" if line[-1] == "" and len(line) == len(header) + 1 else ""
+        told = f"it has {len(line)} cell{'s' * (len(line) > 1)} under {len(header)} names{ends}"
+        faults.add(source.begun, told + source.quote)
+
+
+def as_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:

@@ -14,7 +14,7 @@ from ..faq import see
 from ._files import read_archive, write_archive
 from ._fit import Fitted
 from ._names import FUNCTIONS, RENAMED_FIELDS, UnknownName, class_of, function_name, name_of
-from ._valid import check_module
+from ._valid_file import check_module
 
 # 1 named classes by the private modules they were in, and kept no dtype of NumPy's scalars.
 VERSION = 2

@@ -20,6 +20,7 @@ from ._paths import (
 )
 from ._plane import density as density, grid as grid, samples as samples
 from ._save import save as save
+from ._series import fan as fan, fitted_sde as fitted_sde
 from ._style import (
     BLUE as BLUE,
     COLUMN as COLUMN,

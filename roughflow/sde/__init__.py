@@ -11,7 +11,6 @@ from ._correction import (
     to_stratonovich as to_stratonovich,
 )
 from ._fading import FadingDiffusion as FadingDiffusion
-from ._given import GIVEN as GIVEN
 from ._kinks import check_kinks as check_kinks
 from ._local import LocalDiffusion as LocalDiffusion
 from ._networks import (
@@ -64,4 +63,5 @@ from ._transport import (
     NormalTransport as NormalTransport,
     TransportSDE as TransportSDE,
 )
+from ._untrained import GIVEN as GIVEN
 from ._velocity import VelocityNetwork as VelocityNetwork

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
-from ._given import GIVEN
 from ._networks import MLP, Activation, tanh
+from ._untrained import GIVEN
 
 FULL = 16  # dimensions up to which shears are learned
 LARGEST = 15.0  # logarithm of a scale

@@ -9,12 +9,12 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
 from ..faq import see
-from ._given import GIVEN
 from ._networks import MLP, Activation, ConstantDiffusion, tanh
 from ._noise import check_own_noise
 from ._notation import equation, noise_part, part
 from ._sde import AbstractItoSDE, Diffusion, ItoSDE
 from ._spread import spread_and_divergence
+from ._untrained import GIVEN
 
 LogDensity = Callable[[Array], Array]
 Score = Callable[[Array], Array]

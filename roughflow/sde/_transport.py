@@ -10,12 +10,12 @@ from jaxtyping import Array
 
 from .._checks import check_positive, is_traced
 from ._fading import FadingDiffusion, remaining
-from ._given import GIVEN
 from ._networks import NoDiffusion
 from ._noise import Noise, check_own_noise
 from ._notation import equation, noise_part, part
 from ._sde import AbstractItoSDE, Diffusion, Drift
 from ._spread import spread_and_divergence
+from ._untrained import GIVEN
 
 
 class AbstractTransport(eqx.Module):

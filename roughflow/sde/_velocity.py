@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
-from ._given import GIVEN
 from ._networks import MLP, Activation, silu
+from ._untrained import GIVEN
 
 LATE = 1.02  # where log(LATE − s) would be infinite: beyond the end, so that it is fine up to it
 

@@ -1,6 +1,5 @@
 """Stage 7, observed series: transition densities, maximum likelihood, standard errors."""
 
-from ._bridges import Effort as Effort
 from ._coordinates import (
     AbstractCoordinates as AbstractCoordinates,
     Arc as Arc,
@@ -9,16 +8,11 @@ from ._coordinates import (
     Root as Root,
     Unchanged as Unchanged,
 )
+from ._diagnostics import Residuals as Residuals
+from ._ends import Effort as Effort
 from ._fit_sde import fit_sde as fit_sde
 from ._fitted import FittedSDE as FittedSDE
-from ._parameters import (
-    ANY as ANY,
-    CORRELATION as CORRELATION,
-    POSITIVE as POSITIVE,
-    TRIANGULAR as TRIANGULAR,
-    UNIT as UNIT,
-    Domain as Domain,
-)
+from ._parameters import Domain as Domain
 from ._transition import (
     TransitionEstimate as TransitionEstimate,
     transition_estimate as transition_estimate,

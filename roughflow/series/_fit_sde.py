@@ -10,8 +10,8 @@ from scipy import optimize
 
 from .._checks import check_count, check_key
 from ..sde import AbstractSDE, noise_dimension
-from ._bridges import Effort
 from ._coordinates import AbstractCoordinates
+from ._ends import Effort
 from ._fitted import FittedSDE
 from ._likelihood import Likelihood
 from ._observed import Observed, transitions
@@ -51,7 +51,7 @@ def fit_sde(
       parameters, or `rf.ParametricSDE`.
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, or dates, which count in years.
       Missing values (NaN) make longer gaps. Lists of both are a panel: independent series, one SDE.
-    - `domains`: where parameters may lie, by name, such as `{"sigma": rf.POSITIVE}`; a named SDE knows
+    - `domains`: where parameters may lie, by name, such as `{"sigma": rf.Domain(low=0.0)}`; a named SDE knows
       its own.
     - `num_starts`: the first is the SDE as it is given, others are near it.
     - `exact`: whether to take exact transitions where the SDE knows them.

@@ -7,15 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 from scipy import stats
 
+from .._checks import check_count, check_key
 from .._show import table
-from ._bridges import Effort
+from ..faq import see
+from ._coordinates import AbstractCoordinates
+from ._diagnostics import Residuals, forecast, residuals
+from ._ends import Effort
 from ._likelihood import Likelihood
 from ._observed import Observed
+from ._transition import choose_effort, coordinates_of
 
 NEAR = 0.05  # of a standard error: a search that would move further has not converged
-SINGULAR = 1e-10  # least eigenvalue of the information, relative to the largest in units of its diagonal
+SINGULAR = 1e-7  # least eigenvalue of the information, relative to the largest in units of its diagonal
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -149,13 +155,14 @@ class FittedSDE:
         if not self.identified:
             return (
                 "the parameters are not identified: the information is singular at the estimates, so there "
-                "are no standard errors; fix a parameter, or fit a simpler SDE"
+                f"are no standard errors; fix a parameter, or fit a simpler SDE{see('not-identified')}"
             )
         if not self.converged:
-            return f"the search did not converge: it would move by {self.distance:.2g} standard errors more"
+            told = f"the search did not converge: it would move by {self.distance:.2g} standard errors more"
+            return told + see("not-converged")
         if self.likelihood_error > self.tolerance:
             known = f"the log-likelihood is known only to {self.likelihood_error:.2g} nats"
-            return f"{known}: raise effort, or tolerance"
+            return f"{known}: raise effort, or tolerance{see('not-converged')}"
         return None
 
     def _jacobian(self) -> np.ndarray:
@@ -169,6 +176,43 @@ class FittedSDE:
         if not self.identified:
             return np.full_like(self.free_information, np.nan)
         return np.linalg.inv(self.free_information)
+
+    def residuals(self, *, key: PRNGKeyArray) -> Residuals:
+        """Uniform under the model, with tests that they are."""
+        return residuals(self.sde, self._coordinates, self.likelihood.steps, self._effort, check_key(key))
+
+    def forecast(self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000) -> np.ndarray:
+        """Paths `(num_paths, T, d)` of the SDE from the last value, at `times` `(T,)` counted from it."""
+        ahead = np.atleast_1d(np.asarray(times, float))
+        if not (np.diff(ahead, prepend=0.0) > 0).all():
+            raise ValueError("times must be positive, counted from the last value, and increase")
+        last, when = self.series[-1].values[-1], self.series[-1].times[-1]
+        # In steps no longer than those of the series, for which the effort was chosen.
+        longest = float(np.max(self.likelihood.steps.dt))
+        parts = np.ceil(np.diff(ahead, prepend=0.0) / longest).astype(int)
+        grid = np.interp(np.arange(parts.sum() + 1), np.cumsum([0, *parts]), np.concatenate([[0.0], ahead]))
+        model = (self.sde, self._coordinates, jnp.asarray(last, float), jnp.asarray(when + grid))
+        paths = forecast(*model, self._effort, check_key(key), check_count("num_paths", num_paths))
+        return np.asarray(paths)[:, np.cumsum(parts) - 1]
+
+    def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
+        """Twice the difference to the log-likelihood of a nested model, fitted to the same series, and its
+        p-value by the χ² distribution (Wilks 1938)."""
+        more = len(self.names) - len(simpler.names)
+        if more <= 0 or self.num_transitions != simpler.num_transitions:
+            raise ValueError(
+                "likelihood_ratio needs a model with fewer parameters, fitted to the same series"
+            )
+        statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
+        return statistic, float(stats.chi2.sf(max(statistic, 0.0), more))
+
+    @property
+    def _coordinates(self) -> AbstractCoordinates:
+        return coordinates_of(self.sde, self.likelihood.coordinates)
+
+    @property
+    def _effort(self) -> Effort:
+        return self.effort or choose_effort(self.sde, self._coordinates, self.likelihood.steps)
 
     def summary(self, level: float = 0.95) -> str:
         """A table of estimates, standard errors and intervals, and what describes the fit."""

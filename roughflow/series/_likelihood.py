@@ -11,8 +11,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
 from ..sde import AbstractSDE
-from ._bridges import Effort, Transition
 from ._coordinates import AbstractCoordinates
+from ._ends import Effort, Transition
 from ._parameters import Parameters
 from ._transition import coordinates_of, transition_values
 from .models import AbstractNamedSDE

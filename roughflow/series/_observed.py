@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._bridges import Transition
+from ..faq import see
 from ._coordinates import AbstractCoordinates
+from ._ends import Transition
 
 YEAR = 365.25 * 24 * 3600  # seconds; dates are counted in years
 FEWEST = 3
@@ -47,9 +48,8 @@ class Observed(eqx.Module):
         inside = np.asarray(coordinates.contains(jnp.asarray(what)))
         if not inside.all():
             row = _first(inside)
-            raise ValueError(
-                f"values leave the state space of the SDE, first at time {when[row]:g}: {what[row]}"
-            )
+            told = f"values leave the state space of the SDE, first at time {when[row]:g}: {what[row]}"
+            raise ValueError(told + see("series"))
         if still := [i for i in range(what.shape[1]) if np.ptp(what[:, i]) == 0]:
             raise ValueError(
                 f"values do not change in column {still[0]}: a constant series says nothing of an SDE"
@@ -84,7 +84,9 @@ def _check_order(times: np.ndarray) -> None:
         return
     row = _first(steps > 0) + 1
     what = "the same time twice" if steps[row - 1] == 0 else "a time before the one above it"
-    raise ValueError(f"times must increase: number {row} is {what}; sort the series and drop duplicates")
+    raise ValueError(
+        f"times must increase: number {row} is {what}; sort the series and drop duplicates{see('series')}"
+    )
 
 
 def _first(good: np.ndarray) -> int:

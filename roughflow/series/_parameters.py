@@ -14,7 +14,14 @@ Entry = tuple[int, tuple[int, ...]]  # which leaf, and where in it
 
 class Domain(eqx.Module):
     """Where a parameter lies: between `low` and `high`, either of which may be infinite. With `triangular`,
-    a square matrix whose diagonal lies there, with zeros above it and anything below."""
+    a square matrix whose diagonal lies there, with zeros above it and anything below.
+
+    ```python
+    import roughflow as rf
+
+    positive, share = rf.Domain(low=0.0), rf.Domain(low=0.0, high=1.0)
+    ```
+    """
 
     low: float = eqx.field(static=True, default=-np.inf)
     high: float = eqx.field(static=True, default=np.inf)

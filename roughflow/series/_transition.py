@@ -1,6 +1,8 @@
 """Transition densities: log p(x₁ | x₀) of an SDE a span of time later, for many transitions at once."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,8 +13,9 @@ from jaxtyping import Array, ArrayLike, PRNGKeyArray
 from .._checks import check_finite, check_key, check_positive, is_traced
 from .._programs import jit
 from ..sde import AbstractSDE, noise_dimension
-from ._bridges import Effort, Transition, bridges, stiffness
+from ._bridges import bridges
 from ._coordinates import AbstractCoordinates, Unchanged
+from ._ends import Effort, Transition, stiffness
 from .models import AbstractNamedSDE
 
 CHUNK = 2048  # transitions at a time
@@ -190,4 +193,15 @@ def transition_values(
         return value + coordinates.log_volume(step.end), error, jnp.sum(~drawn.found)
 
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(many.dt)))
-    return jax.lax.map(one, (many, keys), batch_size=CHUNK)
+    return in_chunks(one, (many, keys), len(many.dt), CHUNK)
+
+
+def in_chunks(function: Callable, items: Any, count: int, most: int) -> Any:
+    """A function of one item for `count` of them, `most` or fewer at a time, all chunks of one size: a
+    program for what is left over would take as long to compile."""
+    parts = -(-count // most)
+    size = -(-count // parts)
+    places = jnp.minimum(jnp.arange(parts * size), count - 1)
+    chunks = jax.tree.map(lambda a: jnp.reshape(a[places], (parts, size, *a.shape[1:])), items)
+    done = jax.lax.map(jax.vmap(function), chunks)
+    return jax.tree.map(lambda a: jnp.reshape(a, (parts * size, *a.shape[2:]))[:count], done)

@@ -20,7 +20,7 @@ from ..proposals import SPARE, normal_numbers
 from ..surface import Cloud, Latent, Target, constant
 from ._chart import AbstractChart, AbstractImprovingChart, Weights
 from ._chunks import Chunk, chunks, cut, padded
-from ._few import few_of, mean_and_spread
+from ._looked_at import few_of, mean_and_spread
 
 PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up

@@ -9,4 +9,4 @@ from ._modes import (
     find_modes as find_modes,
     normal_space as normal_space,
 )
-from ._some import for_some as for_some, in_blocks as in_blocks
+from ._part_of_a_batch import for_some as for_some, in_blocks as in_blocks

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from ..._linear import solve
 from ._latent import Latent, Target, constant
-from ._some import for_some
+from ._part_of_a_batch import for_some
 
 STEPS = 12  # from one matrix
 STAGES = 4  # of the way from a path that is known, for those that were not found at once

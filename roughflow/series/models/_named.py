@@ -24,14 +24,14 @@ class AbstractNamedSDE(AbstractItoSDE):
     `exact_log_prob` what its transitions are, where that is known.
 
     ```python
-    import jax.numpy as jnp
+    import jax, jax.numpy as jnp
     import roughflow as rf
 
     class Logistic(rf.AbstractNamedSDE):
         rate: float
         capacity: float
         sigma: float
-        domains = {"rate": rf.POSITIVE, "capacity": rf.POSITIVE, "sigma": rf.POSITIVE}
+        domains = {name: rf.Domain(low=0.0) for name in ("rate", "capacity", "sigma")}
 
         @property
         def coordinates(self):

@@ -1,0 +1,89 @@
+"""What likelihoods and fits cost, for `benchmarks.series`: each measured in a new process.
+
+Beside the seconds that pass stand those of the processor, which other programs disturb less.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import numpy as np
+
+import roughflow as rf
+from benchmarks.estimate_speed import peak_memory
+from benchmarks.series_coverage import LENGTH, MONTH, START, cir_series
+from benchmarks.timing import timed, verdict
+from roughflow.series._likelihood import Likelihood
+from roughflow.series._observed import Observed
+from roughflow.series._parameters import Parameters
+from roughflow.series._transition import choose_effort
+
+MANY, ROUNDS = 5000, 5
+WARM, FIRST, MEMORY, FIT = 2.0, 10.0, 2048.0, 30.0  # seconds, seconds, MiB, seconds
+
+
+def speed() -> Iterator[str]:
+    """Yields what was measured, then what was asked for."""
+    likelihood, fit = in_new_process("likelihood"), in_new_process("fit")
+    yield f"log-likelihood and scores of {MANY} CIR transitions, dt = 1/12"
+    yield f"  first call {shown(likelihood, 'first')}, warm {shown(likelihood, 'warm')}"
+    yield f"  peak memory {likelihood['memory']:.0f} MiB"
+    yield f"fit of {LENGTH} CIR values as it comes, exact=False"
+    yield f"  in a new process {shown(fit, 'first')}, of another series then {shown(fit, 'second')}\n"
+    for claim, value, limit in (
+        (f"a warm likelihood with scores takes less than {WARM:g} s", likelihood["warm"], WARM),
+        (f"its first call less than {FIRST:g} s", likelihood["first"], FIRST),
+        (f"and less than {MEMORY:g} MiB", likelihood["memory"], MEMORY),
+        (f"a whole fit takes less than {FIT:g} s", fit["first"], FIT),
+    ):
+        yield verdict(value <= limit, claim, f"{value:.2f}")
+
+
+def shown(metrics: Mapping[str, float], what: str) -> str:
+    return f"{metrics[what]:.2f} s (processor {metrics[f'{what} processor']:.2f} s)"
+
+
+def in_new_process(what: str) -> Mapping[str, float]:
+    command = [sys.executable, "-m", "benchmarks.series_speed", what]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def likelihood_times() -> dict[str, float]:
+    sde = rf.CoxIngersollRoss(*START.tolist())
+    observed = Observed.of(MONTH * np.arange(MANY + 1), cir_series(0, MANY + 1), sde.coordinates)
+    steps, parameters = observed.transitions(), Parameters.of(sde, sde.domains)
+    effort = choose_effort(sde, sde.coordinates, steps)
+    likelihood = Likelihood(parameters, steps, jax.random.key(0), effort, None)
+    call = lambda: likelihood.scores(np.log(START))
+    first, warm = both("first", call), [both("warm", call) for _ in range(ROUNDS)]
+    return first | {name: float(np.median([one[name] for one in warm])) for name in warm[0]}
+
+
+def fit_times() -> dict[str, float]:
+    sde, times = rf.CoxIngersollRoss(*START.tolist()), MONTH * np.arange(LENGTH)
+    fit = lambda seed: rf.fit_sde(sde, times, cir_series(seed), key=jax.random.key(seed), exact=False)
+    return both("first", lambda: fit(0).summary()) | both("second", lambda: fit(1).summary())
+
+
+def both(name: str, call: Callable[[], object]) -> dict[str, float]:
+    """Seconds that pass, and of the processor."""
+    start = time.process_time()
+    passed = timed(call)
+    return {name: passed, f"{name} processor": time.process_time() - start}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("likelihood", "fit"), help="printed as JSON")
+    jax.config.update("jax_enable_x64", True)
+    metrics = likelihood_times() if parser.parse_args().what == "likelihood" else fit_times()
+    print(json.dumps(metrics | {"memory": peak_memory() * 1e6 / 2**20}))
+
+
+if __name__ == "__main__":
+    main()

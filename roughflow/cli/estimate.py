@@ -1,0 +1,209 @@
+"""`roughflow estimate`: from a series to a named SDE."""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import roughflow as rf
+from roughflow.faq import see
+from roughflow.learn import progress_bar
+
+from .estimate_options import MODELS
+from .first_guess import first_guess
+from .output import check_writable
+from .refused import Refused
+from .series import Series, read_series
+
+FIGURES, NUMBERS = "estimate.png", "estimate.json"
+SHARES = {"jacobi"}  # models of values between 0 and 1
+POSITIVE = {"gbm", "cir", "ckls", "cev"} | SHARES
+EFFORT = ("num_functions", "num_paths", "num_steps")
+
+
+def estimate(arguments: argparse.Namespace) -> int:
+    if arguments.model is None and not arguments.compare:
+        raise Refused(f"name a model, --model {'|'.join(MODELS)}, or --compare them")
+    files = [] if arguments.out is None else [arguments.out / FIGURES, arguments.out / NUMBERS]
+    for file in [*files, *([] if arguments.json is None else [arguments.json])]:
+        check_writable(file, force=arguments.force, inputs=[arguments.data])
+    plots = None if arguments.out is None else _plots()
+    series = read_series(arguments.data, arguments.time, arguments.value, arguments.scale)
+    with _double_precision():
+        return _estimate(arguments, series, plots)
+
+
+@contextlib.contextmanager
+def _double_precision() -> Iterator[None]:
+    """Second derivatives of a sum over a series need all digits."""
+    before = jax.config.jax_enable_x64  # pyright: ignore
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def _estimate(arguments: argparse.Namespace, series: Series, plots: Any) -> int:
+    compared = _compare(arguments, series) if arguments.compare else {}
+    name = arguments.model or _best(compared)
+    result = compared.get(name) or _fit(name, arguments, series)
+    if isinstance(result, str):
+        raise Refused(f"{name}: {result}")
+    if not result.identified:
+        raise Refused(f"{name}: {result.warning}")
+    if compared:
+        print(_comparison(compared), end="\n\n")
+    print(result.summary())
+    if result.warning:
+        print(f"roughflow: warning: {result.warning}", file=sys.stderr)
+    if arguments.out is not None or arguments.json is not None:
+        _write(arguments, series, name, result, compared, plots)
+    return 0
+
+
+def _write(
+    arguments: argparse.Namespace,
+    series: Series,
+    name: str,
+    result: rf.FittedSDE,
+    compared: dict[str, rf.FittedSDE | str],
+    plots: Any,
+) -> None:
+    """The files that were asked for, once all that goes into them is there."""
+    key = jax.random.fold_in(jax.random.key(arguments.seed), 1)
+    residuals = result.residuals(key=key)
+    tests = f"Ljung–Box p = {residuals.ljung_box:.3g}, uniformity p = {residuals.uniformity:.3g}"
+    print(f"  residuals: {tests}")
+    numbers = _finite(_numbers(arguments, series, name, result, residuals, compared))
+    text = json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
+    if arguments.out is not None:
+        value = arguments.value + ("" if arguments.scale == 1 else f" × {arguments.scale:g}")
+        labels = {"time_label": "year" if series.dated else arguments.time, "value_label": value}
+        figure = plots.fitted_sde(result, key=key, residuals=residuals, origin=series.origin, **labels)
+        plots.save(figure, arguments.out / FIGURES)
+        _write_text(arguments.out / NUMBERS, text)
+        print(f"written to {arguments.out}")
+    if arguments.json is not None:
+        _write_text(arguments.json, text)
+
+
+def _plots() -> Any:
+    try:
+        import roughflow.plots as plots
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("roughflow"):
+            raise
+        raise Refused(f"figures need {error.name}: pip install 'roughflow[plots]'") from None
+    return plots
+
+
+def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedSDE | str:
+    """The fit, or why there is none."""
+    times, values = series.observed()
+    if (name in POSITIVE and values.min() <= 0) or (name in SHARES and values.max() >= 1):
+        wanted = "between 0 and 1" if name in SHARES else "above 0"
+        return (
+            f"values must lie {wanted}, and they are from {values.min():g} to {values.max():g}{see('series')}"
+        )
+    key = jax.random.key(arguments.seed)
+    try:
+        return rf.fit_sde(first_guess(name, times, values), times, values, key=key, exact=arguments.exact)
+    except ValueError as error:
+        return str(error)
+
+
+def _compare(arguments: argparse.Namespace, series: Series) -> dict[str, rf.FittedSDE | str]:
+    results = {}
+    with progress_bar(len(MODELS), name="compare", unit="model", shown=not arguments.quiet) as bar:
+        for name in MODELS:
+            results[name] = _fit(name, arguments, series)
+            bar.update(1)
+            bar.set_postfix_str(name)
+    return results
+
+
+def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
+    """The least AIC among those with standard errors."""
+    fits = {name: r.aic for name, r in compared.items() if isinstance(r, rf.FittedSDE) and r.identified}
+    if not fits:
+        raise Refused(f"no model could be fitted: {'; '.join(f'{n}, {why}' for n, why in _whys(compared))}")
+    return min(fits, key=lambda name: fits[name])
+
+
+def _whys(compared: dict[str, rf.FittedSDE | str]) -> list[tuple[str, str]]:
+    """What is to be said of models, by name."""
+    said = {name: r if isinstance(r, str) else r.warning for name, r in compared.items()}
+    return [(name, why) for name, why in said.items() if why]
+
+
+def _comparison(compared: dict[str, rf.FittedSDE | str]) -> str:
+    """A table of the fits, the best first; and below it what is to be said of some."""
+    best = _best(compared)
+    fits = {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
+    # One that is not identified is not to be compared.
+    order = sorted(fits, key=lambda name: (not fits[name].identified, fits[name].aic))
+    lines = [f"  {'model':<12} {'log-likelihood':>14} {'parameters':>10} {'AIC':>12} {'BIC':>12}"]
+    for name in order:
+        r = fits[name]
+        mark = "  best" if name == best else "  see below" if r.warning else ""
+        numbers = f"{r.log_likelihood:>14.3f} {len(r.params):>10} {r.aic:>12.2f} {r.bic:>12.2f}"
+        lines.append(f"  {name:<12} {numbers}{mark}")
+    return "\n".join([*lines, *(f"  {name}: {why}" for name, why in _whys(compared))])
+
+
+def _numbers(arguments, series: Series, name: str, result: rf.FittedSDE, residuals, compared) -> dict:
+    effort = result.effort
+    return {
+        "version": rf.__version__,
+        "series": {
+            "file": str(arguments.data),
+            "time": arguments.time,
+            "value": arguments.value,
+            "first": str(series.times[0]),
+            "last": str(series.times[-1]),
+            "rows": len(series.times),
+            "missing": series.missing,
+            "scale": arguments.scale,
+        },
+        "seed": arguments.seed,
+        **_described(name, result),
+        "standard_errors": result.standard_errors,
+        "robust_errors": result.robust_errors,
+        "intervals_95": result.confint(),
+        "correlation": result.correlation.tolist(),
+        "converged": result.converged,
+        "transitions": result.num_transitions,
+        "effort": None if effort is None else {part: getattr(effort, part) for part in EFFORT},
+        "log_likelihood_error": result.likelihood_error,
+        "residuals": {"ljung_box": residuals.ljung_box, "uniformity": residuals.uniformity},
+        "compared": [
+            {"model": other, "warning": r} if isinstance(r, str) else _described(other, r)
+            for other, r in compared.items()
+        ],
+    }
+
+
+def _described(name: str, result: rf.FittedSDE) -> dict:
+    fit = {part: getattr(result, part) for part in ("params", "log_likelihood", "aic", "bic", "warning")}
+    return {"model": name, "equation": MODELS[name], **fit}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: null in their place."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_text(path: Path, text: str) -> None:
+    with rf.whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")

@@ -1,0 +1,181 @@
+"""An SDE fitted to a series: what was observed, what the SDE makes of it, and what comes next."""
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import integrate, stats
+
+import roughflow as rf
+
+from ._style import BLUE, COLUMN, GREY, SKY, SMALL, TEXT, VERMILION, curves
+
+BANDS = (0.9, 0.5)  # shares of paths that a fan holds
+LAGS, BINS, PATHS = 20, 20, 2000
+REACH, POINTS = 3.0, 4001  # of the grid for a stationary density: how many ranges beyond the series
+NEGLIGIBLE = 1e-3  # density at an end of the grid, relative to the highest, at which it may end
+AHEAD, SHOWN = 0.25, 0.5  # of the span of a series: how far to look ahead, and back beside it
+
+
+def fan(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
+    """The median of one-dimensional paths over time, and what 50 and 90 % of them lie within: `times` `(T,)`,
+    `paths` `(K, T)`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    times = jnp.linspace(0, 1, 50)
+    brownian = rf.KarhunenLoeve(20).sample(key=jax.random.key(0), shape=(1000,))
+    plots.fan(times, jax.vmap(brownian.evaluate, out_axes=1)(times)[..., 0])
+    ```
+    """
+    times, paths = np.asarray(times), np.asarray(paths)
+    if paths.ndim != 2 or times.shape != paths.shape[1:]:
+        raise ValueError(f"paths must have shape (K, T) for times (T,), got {paths.shape} and {times.shape}")
+    ax = curves(ax, "time", "value")
+    for share, alpha in zip(BANDS, (0.3, 0.5), strict=True):
+        low, high = np.quantile(paths, [0.5 - share / 2, 0.5 + share / 2], axis=0)
+        ax.fill_between(
+            times, low, high, color=SKY, alpha=alpha, linewidth=0, label=f"{100 * share:g} % of paths"
+        )
+    ax.plot(times, np.median(paths, axis=0), color=BLUE, linewidth=1.5, label="median")
+    return ax
+
+
+def fitted_sde(
+    result: rf.FittedSDE,
+    *,
+    key: PRNGKeyArray,
+    residuals: rf.Residuals | None = None,
+    figure: Figure | None = None,
+    origin: float = 0.0,
+    time_label: str = "time",
+    value_label: str = "value",
+) -> Figure:
+    """One page on a fit to one series of one component: the series within the stationary distribution of the
+    SDE, where it has one, with values that came as a surprise; its residuals, and their autocorrelation; and
+    a forecast.
+
+    **Arguments:** `residuals`, if they are there already; `origin`, what to call time 0, such as the year of
+    the first date.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+    from roughflow import plots
+
+    x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+    result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), np.arange(60) / 12, x, key=jax.random.key(0))
+    plots.fitted_sde(result, key=jax.random.key(1), origin=2020.0, time_label="year")
+    ```
+    """
+    if len(result.series) != 1 or result.series[0].values.shape[1] != 1:
+        raise ValueError("result must be a fit to one series of one component")
+    times, values = origin + result.series[0].times, result.series[0].values[:, 0]
+    key_residuals, key_forecast = jax.random.split(key)
+    residuals = residuals or result.residuals(key=key_residuals)
+    uniform = np.asarray(residuals.uniform)
+    span = times[-1] - times[0]
+    ahead = np.linspace(0, AHEAD * span, 41)[1:]
+    paths = np.asarray(result.forecast(ahead, key=key_forecast, num_paths=PATHS))[..., 0]
+    if figure is None:
+        figure = plt.figure(figsize=(2 * COLUMN + 0.3, 1.8 * COLUMN), layout="constrained")
+    axes = figure.subplot_mosaic(
+        [["series", "series"], ["histogram", "autocorrelation"], ["forecast", "forecast"]]
+    )
+    _series(axes["series"], times, values, uniform, _stationary(result.sde, values))
+    _histogram(axes["histogram"], uniform, residuals.uniformity)
+    _autocorrelation(axes["autocorrelation"], stats.norm.ppf(uniform), residuals.ljung_box)
+    recent = times >= times[-1] - SHOWN * span
+    last = np.full((len(paths), 1), values[-1])
+    fan(times[-1] + np.concatenate([[0.0], ahead]), np.hstack([last, paths]), ax=axes["forecast"])
+    axes["forecast"].plot(times[recent], values[recent], color=GREY, linewidth=1.0, label="observed")
+    axes["forecast"].set_title("forecast", fontsize=TEXT, loc="left")
+    for name in ("series", "forecast"):
+        curves(axes[name], time_label, value_label).margins(x=0.01)
+        axes[name].legend(frameon=False, fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    names = ", ".join(f"{name} {value:.4g}" for name, value in result.params.items())
+    figure.suptitle(f"{type(result.sde).__name__}: {names}", fontsize=TEXT, x=0.01, ha="left")
+    return figure
+
+
+def _series(
+    ax: Axes,
+    times: np.ndarray,
+    values: np.ndarray,
+    uniform: np.ndarray,
+    stationary: tuple[float, float] | None,
+) -> None:
+    """The series, and which values lie outside of what was to be expected of them 19 times in 20."""
+    if stationary is not None:
+        ax.axhspan(
+            *stationary, color=SKY, alpha=0.25, linewidth=0, label="95 % of the\nstationary distribution"
+        )
+    ax.plot(times, values, color=BLUE, linewidth=1.0, label="observed")
+    outside = np.flatnonzero(np.abs(uniform - 0.5) > 0.475) + 1
+    told = f"outside one-step\n95 % intervals: {100 * outside.size / uniform.size:.1f} %"
+    ax.plot(times[outside], values[outside], "o", color=VERMILION, markersize=3, mew=0, label=told)
+    ax.set_title("series", fontsize=TEXT, loc="left")
+
+
+def _histogram(ax: Axes, uniform: np.ndarray, p: float) -> None:
+    bins = max(5, min(BINS, uniform.size // 10))
+    ax.hist(uniform, bins=bins, range=(0, 1), density=True, color=SKY, edgecolor="white", linewidth=0.5)
+    # Of as many uniform numbers 95 % of the bars would end within.
+    low, high = stats.binom.ppf([0.025, 0.975], uniform.size, 1 / bins) * bins / uniform.size
+    ax.axhspan(low, high, color=GREY, alpha=0.2, linewidth=0)
+    ax.axhline(1.0, color=GREY, linewidth=0.8, linestyle="--")
+    curves(ax, "residual", "density").set_xlim(0, 1)
+    ax.set_title(f"residuals; uniform, p = {p:.2g}", fontsize=TEXT, loc="left")
+
+
+def _autocorrelation(ax: Axes, normal: np.ndarray, p: float) -> None:
+    centred = normal - normal.mean()
+    lags = np.arange(1, min(LAGS, normal.size // 2) + 1)
+    rho = np.array([centred[k:] @ centred[:-k] for k in lags]) / (centred @ centred)
+    bound = 1.96 / normal.size**0.5
+    ax.axhspan(-bound, bound, color=GREY, alpha=0.2, linewidth=0)
+    ax.vlines(lags, 0, rho, color=BLUE, linewidth=2.0)
+    ax.axhline(0.0, color=GREY, linewidth=0.8)
+    widest = max(1.3 * np.abs(rho).max(), 2 * bound)
+    curves(ax, "lag", "correlation").set(xlim=(0, lags[-1] + 1), ylim=(-widest, widest))
+    ax.set_title(f"autocorrelation; Ljung–Box, p = {p:.2g}", fontsize=TEXT, loc="left")
+
+
+def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] | None:
+    """What 95 % of the stationary distribution lie within; None if it reaches much further than the values.
+
+    Its density is σ⁻² exp(∫ 2μ/σ² dx) up to a constant, on a grid that is even in the SDE's coordinates.
+    """
+    if not isinstance(sde, rf.AbstractNamedSDE):
+        return None
+    coordinates, time = sde.coordinates, jnp.zeros(())
+    known = np.asarray(coordinates.from_state(jnp.asarray(values)[:, None]))[:, 0]
+    wide = REACH * np.ptp(known)
+    grid = jnp.linspace(known.min() - wide, known.max() + wide, POINTS)[:, None]
+    states = coordinates.to_state(grid)
+    # Beyond an end of the state space coordinates turn back.
+    within = np.isclose(coordinates.from_state(states), grid)[:, 0] & np.asarray(coordinates.contains(states))
+    y = grid[within]
+
+    def parts(y: Array) -> tuple[Array, Array]:
+        x = coordinates.to_state(y)
+        drift, noise = sde.drift(time, x)[0], jnp.asarray(sde.diffusion(time, x))[0, 0]  # pyright: ignore[reportCallIssue]
+        return 2 * drift / noise**2, -2 * jnp.log(noise)
+
+    slope, log_noise = map(np.asarray, jax.vmap(parts)(y))
+    x, y = np.asarray(coordinates.to_state(y))[:, 0], np.asarray(y)[:, 0]
+    log_density = integrate.cumulative_trapezoid(slope, x, initial=0) + log_noise
+    log_density += np.log(np.abs(np.gradient(x, y)))
+    density = np.exp(log_density - log_density.max())
+    # At an end of the state space a density may be large.
+    if not np.isfinite(density).all() or (density[[0, -1]] * within[[0, -1]] > NEGLIGIBLE).any():
+        return None
+    share = integrate.cumulative_trapezoid(density, y, initial=0)
+    low, high = np.interp([0.025, 0.975], share / share[-1], x)
+    return float(low), float(high)

@@ -1,0 +1,104 @@
+"""What a fitted SDE says of the series it was fitted to, and of what comes after it."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+from scipy import stats
+
+from .._programs import jit
+from ..sde import AbstractSDE, noise_dimension
+from ._coordinates import AbstractCoordinates
+from ._ends import Effort, Ends, Transition
+from ._transition import in_chunks
+
+DRAWS = 1024  # of each transition, to see where in them the value that came lies
+CHUNK = 256  # transitions at a time
+LAGS = 20
+
+
+class Residuals(eqx.Module):
+    """Generalised residuals of a series: `uniform` `(N,)`, P(X ≤ x | what came before), which under the model
+    are independent and uniform (Rosenblatt 1952). `ljung_box` is the p-value of the test of Ljung & Box
+    (1978) that they are not correlated, of as many as 20 lags; `uniformity` that of Kolmogorov and Smirnov's.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+    result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), np.arange(60) / 12, x, key=jax.random.key(0))
+    result.residuals(key=jax.random.key(1)).uniformity
+    ```
+    """
+
+    uniform: np.ndarray
+    ljung_box: float
+    uniformity: float
+
+
+def residuals(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, steps: Transition, effort: Effort, key: PRNGKeyArray
+) -> Residuals:
+    """By simulation: the share of draws from x₀ that end below x₁, for SDEs of one component."""
+    if steps.start.shape[-1] != 1:
+        raise ValueError(f"residuals are for series of one component, this one has {steps.start.shape[-1]}")
+    below = np.asarray(_below(sde, coordinates, steps, effort, key), float)
+    # Half a draw up, so never 0 or 1.
+    uniform = (below + 0.5) / (DRAWS + 1)
+    normal = stats.norm.ppf(uniform)
+    return Residuals(uniform, ljung_box(normal), float(stats.kstest(uniform, "uniform").pvalue))
+
+
+def ljung_box(values: np.ndarray) -> float:
+    """The p-value of Q = n(n + 2) Σ ρₖ²/(n − k)."""
+    n, centred = len(values), values - values.mean()
+    lags = np.arange(1, min(LAGS, n // 5) + 1)
+    rho = np.array([centred[k:] @ centred[:-k] for k in lags]) / (centred @ centred)
+    return float(stats.chi2.sf(n * (n + 2) * np.sum(rho**2 / (n - lags)), len(lags)))
+
+
+@functools.partial(jit, level=1)
+def _below(sde, coordinates, steps: Transition, effort: Effort, key: PRNGKeyArray) -> Array:
+    def one(arguments: tuple[Transition, PRNGKeyArray]) -> Array:
+        step, key = arguments
+        start, end = coordinates.from_state(step.start), coordinates.from_state(step.end)
+        drawn = _draw(sde, coordinates, Transition(start, end, step.time, step.dt), effort, key, DRAWS)
+        return jnp.sum(drawn[:, 0] < end[0])
+
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(steps.dt)))
+    return in_chunks(one, (steps, keys), len(steps.dt), CHUNK)
+
+
+def _draw(sde, coordinates, step: Transition, effort: Effort, key: PRNGKeyArray, count: int) -> Array:
+    """Ends `(count, d)` of a transition, in coordinates."""
+    size = effort.num_functions * noise_dimension(sde, step.start.shape[-1])
+    omega = jax.random.normal(key, (count, size), step.start.dtype)
+    return jax.vmap(Ends(sde, coordinates, step, effort, None))(omega)
+
+
+@functools.partial(jit, level=1)
+def forecast(
+    sde: AbstractSDE,
+    coordinates: AbstractCoordinates,
+    start: Array,
+    times: Array,
+    effort: Effort,
+    key: PRNGKeyArray,
+    num_paths: int,
+) -> Array:
+    """Paths `(num_paths, T, d)` from a state at times[0] to the other times."""
+
+    def path(key: PRNGKeyArray) -> Array:
+        def step(y: Array, now: tuple[Array, Array, PRNGKeyArray]) -> tuple[Array, Array]:
+            time, dt, key = now
+            new = _draw(sde, coordinates, Transition(y, y, time, dt), effort, key, 1)[0]
+            return new, coordinates.to_state(new)
+
+        keys = jax.random.split(key, len(times) - 1)
+        return jax.lax.scan(step, coordinates.from_state(start), (times[:-1], jnp.diff(times), keys))[1]
+
+    return jax.vmap(path)(jax.random.split(key, num_paths))

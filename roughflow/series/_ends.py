@@ -1,0 +1,163 @@
+"""The random ODE of one transition: where it ends, as a function of its path's coefficients."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._checks import check_count
+from ..driver import Legendre
+from ..sde import AbstractSDE, ExactCorrection, noise_matrix, stratonovich_coefficients
+from ._coordinates import AbstractCoordinates
+
+
+class Effort(eqx.Module):
+    """How much work goes into each transition: `num_functions` of the driver, `num_paths` in pairs of
+    opposites, and `num_steps` of the classical Runge–Kutta method.
+
+    ```python
+    import roughflow as rf
+
+    rf.Effort(num_functions=4, num_paths=16, num_steps=8).more()
+    ```
+    """
+
+    num_functions: int = eqx.field(static=True, default=2)
+    num_paths: int = eqx.field(static=True, default=8)
+    num_steps: int = eqx.field(static=True, default=3)
+
+    def __check_init__(self):
+        for name in ("num_functions", "num_paths", "num_steps"):
+            check_count(name, getattr(self, name))
+        if self.num_paths % 2:
+            raise ValueError(f"num_paths must be even, paths come in pairs; got {self.num_paths}")
+
+    @staticmethod
+    def for_stiffness(rate: float) -> "Effort":
+        """What does for a drift whose derivative, times dt, is as large as this."""
+        for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 6)), (12.0, Effort(8, 16, 12))):
+            if rate < limit:
+                return effort
+        return Effort(16, 32, min(96, int(2 * rate)))
+
+    def grid(self) -> tuple[float, np.ndarray]:
+        """The length of a step on [0, 1], and the times of all stages."""
+        h = 1 / self.num_steps
+        return h, (np.arange(self.num_steps)[:, None] * h + h * np.array([0, 0.5, 0.5, 1])).ravel()
+
+    def more(self) -> "Effort":
+        """Twice of everything, to see what is left out."""
+        return Effort(2 * self.num_functions, 2 * self.num_paths, 2 * self.num_steps)
+
+
+class Transition(eqx.Module):
+    """From `start` at `time` to `end` a span `dt` later, in the coordinates of the solve."""
+
+    start: Array  # (d,)
+    end: Array  # (d,)
+    time: Array
+    dt: Array
+
+
+class Averaged(eqx.Module):
+    """What the part of a path that n functions leave out does to the drift, at each stage of a solve: a
+    value and a derivative at some place.
+
+    B − Bₙ is small and quick, and vanishes at both ends. Moving the state along it and averaging, it acts as
+    a change of drift, ½ V(s) Σⱼ [σⱼ, [σⱼ, μ̃]] with V the variance of B − Bₙ: exactly so to the first order in
+    V, if the noises commute. Without it n functions leave an error of order 1/n.
+    """
+
+    place: Array  # (M, d)
+    value: Array  # (M, d)
+    slope: Array  # (M, d, d)
+
+
+class Ends(eqx.Module):
+    """Where the random ODE ends, as a function of its path's coefficients ω `(n m,)`; in coordinates."""
+
+    sde: AbstractSDE
+    coordinates: AbstractCoordinates
+    step: Transition
+    effort: Effort
+    averaged: Averaged | None
+
+    def __call__(self, omega: Array) -> Array:
+        return self._solve(omega)[0]
+
+    def stages(self, omega: Array) -> Array:
+        """The places `(M, d)` of all the stages of a solve."""
+        return self._solve(omega)[1]
+
+    def _solve(self, omega: Array) -> tuple[Array, Array]:
+        dt, kind = self.step.dt, self.step.start.dtype
+        h, times = self.effort.grid()
+        driver = Legendre(self.effort.num_functions)
+        slopes = driver.slope(jnp.asarray(times, kind), jnp.reshape(omega, (1, driver.num_functions, -1)))
+
+        def stage(carry: tuple[Array, Array, Array], now: tuple):
+            y, last, total = carry
+            s, slope, (part, weight, final), averaged = now
+            place = y + part * last
+            drift, noise = self.fields(self.step.time + s * dt, place)
+            velocity = drift * dt + jnp.sqrt(dt) * (noise @ slope)
+            if averaged is not None:
+                velocity = velocity + averaged.value + averaged.slope @ (place - averaged.place)
+            total = total + weight * velocity
+            return (y + final * total, velocity, (1 - final) * total), place
+
+        # The classical method: how much of the last velocity to go, its weight, and where a step ends. The
+        # stages of all steps are one loop, so that the field is compiled once.
+        table = [[0, h / 6, 0], [h / 2, h / 3, 0], [h / 2, h / 3, 0], [h, h / 6, 1]]
+        table = jnp.asarray(np.tile(table, (self.effort.num_steps, 1)), kind)
+        zero = jnp.zeros_like(self.step.start)
+        stages = (jnp.asarray(times, kind), slopes, table, self.averaged)
+        (end, _, _), places = jax.lax.scan(stage, (self.step.start, zero, zero), stages)
+        return end, places
+
+    def fields(self, t: Array, y: Array) -> tuple[Array, Array]:
+        """The Stratonovich drift `(d,)` and the noise `(d, m)` in coordinates."""
+        x = self.coordinates.to_state(y)
+        drift, sigma = stratonovich_coefficients(self.sde, ExactCorrection(), t, x, None)
+        pull = lambda v: self.coordinates.pull_back(x, v)
+        return pull(drift), jax.vmap(pull, in_axes=1, out_axes=1)(noise_matrix(sigma))
+
+
+def average(ends: Ends, places: Array) -> Averaged:
+    """What is left out, at the places `(M, d)` of the stages."""
+    kind, dt = places.dtype, ends.step.dt
+    _, times = ends.effort.grid()
+    times = jnp.asarray(times, kind)
+    left = times - jnp.sum(Legendre(ends.effort.num_functions).integrals(times) ** 2, axis=-1)
+
+    def change(s: Array, variance: Array, y: Array) -> Array:
+        fields = jax.jit(lambda y: ends.fields(ends.step.time + s * dt, y))  # traced once
+        return 0.5 * variance * dt**2 * _double_brackets(fields, y)
+
+    value = jax.vmap(change)(times, left, places)
+    return Averaged(places, value, jax.vmap(jax.jacfwd(change, argnums=2))(times, left, places))
+
+
+def _double_brackets(fields: Callable[[Array], tuple[Array, Array]], y: Array) -> Array:
+    """Σⱼ [σⱼ, [σⱼ, μ̃]] with [σ, μ] = Dμ σ − Dσ μ."""
+    total = jnp.zeros_like(y)
+    for j in range(jax.eval_shape(fields, y)[1].shape[1]):
+        noise = lambda y, j=j: fields(y)[1][:, j]
+        inner = lambda y, noise=noise: _bracket(noise, lambda y: fields(y)[0], y)
+        total = total + _bracket(noise, inner, y)
+    return total
+
+
+def _bracket(one: Callable[[Array], Array], other: Callable[[Array], Array], y: Array) -> Array:
+    at_one, at_other = one(y), other(y)
+    return jax.jvp(other, (y,), (at_one,))[1] - jax.jvp(one, (y,), (at_other,))[1]
+
+
+def stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
+    """dt times the largest row sum of the drift's derivative in coordinates, at the start of a transition."""
+    inner = Transition(coordinates.from_state(step.start), step.end, step.time, step.dt)
+    drift = lambda y: Ends(sde, coordinates, inner, Effort(), None).fields(step.time, y)[0]
+    return step.dt * jnp.max(jnp.sum(jnp.abs(jax.jacfwd(drift)(inner.start)), axis=1))

@@ -1,0 +1,186 @@
+"""`roughflow estimate`: what it prints and writes for a series, and what it says when something is wrong."""
+
+import gzip
+import io
+import json
+import os
+import sys
+
+import jax
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+import roughflow as rf
+from roughflow.cli import main
+from roughflow.cli.estimate_options import MODELS
+from roughflow.cli.first_guess import KINDS, first_guess
+
+mpl.use("Agg")
+
+COLUMNS = ["--time", "date", "--value", "rate"]
+
+
+def vasicek(count=121, seed=3):
+    """Monthly values of dX = 0.5(4 − X) dt + 0.6 dB."""
+    rng, x = np.random.default_rng(seed), [4.0]
+    decay = np.exp(-0.5 / 12)
+    for noise in 0.6 * np.sqrt(1 - decay**2) * rng.normal(size=count - 1):
+        x.append(4 + decay * (x[-1] - 4) + noise)
+    return np.array(x)
+
+
+def months(count):
+    return [str(np.datetime64("2000-01") + i) for i in range(count)]
+
+
+def table(path, times, values):
+    path.write_text("".join(f"{t},{v}\n" for t, v in [("date", "rate"), *zip(times, values, strict=True)]))
+    return path
+
+
+@pytest.fixture
+def refused(capsys, tmp_path, monkeypatch):
+    """Estimate from these times and values: it must be refused in one line, with nothing written."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(times, values, *options):
+        table(tmp_path / "series.csv", times, values)
+        code = main(["estimate", "series.csv", *COLUMNS, "--out", "figures", "--quiet", *options])
+        said = capsys.readouterr()
+        assert (code, said.out) == (2, "")
+        assert said.err.startswith("roughflow: error: ")
+        assert said.err.count("\n") == 1
+        assert os.listdir(tmp_path) == ["series.csv"]
+        return said.err
+
+    return run
+
+
+def test_a_series_of_dates_with_gaps(tmp_path, capsys):
+    """The figures and the numbers, those of the library for the same series in years."""
+    x = vasicek()
+    cells = [f"{value:.6f}" for value in x]
+    cells[100], cells[50] = "", "NA"
+    file = table(tmp_path / "series.csv", months(len(x)), cells)
+    out = tmp_path / "new" / "figures"
+    options = ["--model", "vasicek", "--scale", "0.01", "--out", str(out)]
+    assert main(["estimate", str(file), *COLUMNS, *options]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert "OrnsteinUhlenbeck by maximum likelihood, 118 transitions" in said.out
+    assert sorted(os.listdir(out)) == ["estimate.json", "estimate.png"]
+    assert (out / "estimate.png").read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((out / "estimate.json").read_text())
+    assert numbers["series"]["missing"] == 2
+    there = np.array([cell not in ("", "NA") for cell in cells])
+    times = np.array([np.datetime64(month, "D") for month in months(len(x))])[there]
+    start = rf.OrnsteinUhlenbeck(1.0, 0.04, 0.01)
+    known = rf.fit_sde(start, times, np.round(x, 6)[there] / 100, key=jax.random.key(0))
+    assert numbers["params"] == pytest.approx(known.params, rel=1e-4)
+    assert numbers["standard_errors"] == pytest.approx(known.standard_errors, rel=1e-3)
+    assert numbers["log_likelihood"] == pytest.approx(known.log_likelihood, abs=1e-5)
+    for name, error in numbers["standard_errors"].items():
+        true = {"kappa": 0.5, "mu": 0.04, "sigma": 0.006}[name]
+        assert abs(numbers["params"][name] - true) < 3 * error
+    # A second time they are not overwritten, unless asked for.
+    assert main(["estimate", str(file), *COLUMNS, *options]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [".tsv", ".csv.gz", "-"])
+def test_other_tables_and_times_as_numbers(form, tmp_path, monkeypatch, capsys):
+    text = "".join(f"{t},x,{v}\n" for t, v in [("date", "rate"), *enumerate(vasicek(60))])
+    file = tmp_path / f"series{form}"
+    if form == ".tsv":
+        file.write_text(text.replace(",", "\t"))
+    elif form == ".csv.gz":
+        file.write_bytes(gzip.compress(text.encode()))
+    else:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    out = tmp_path / "numbers.json"
+    where = "-" if form == "-" else str(file)
+    assert main(["estimate", where, *COLUMNS, "--model", "brownian", "--json", str(out)]) == 0
+    numbers = json.loads(out.read_text())
+    x = vasicek(60)
+    assert numbers["params"]["mu"] == pytest.approx((x[-1] - x[0]) / 59, rel=1e-4)
+    assert numbers["params"]["sigma"] == pytest.approx(np.std(np.diff(x)), rel=1e-4)
+    assert "residuals: Ljung–Box p = " in capsys.readouterr().out
+
+
+def test_models_are_compared(tmp_path, capsys, monkeypatch):
+    """The best first; one that cannot be is said to, with why."""
+    from roughflow.cli import estimate
+
+    some = {name: MODELS[name] for name in ("brownian", "vasicek", "cir")}
+    monkeypatch.setattr(estimate, "MODELS", some)
+    file = table(tmp_path / "series.csv", np.arange(240) / 12, vasicek(240) - 4)
+    assert main(["estimate", str(file), *COLUMNS, "--compare", "--quiet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["model", "log-likelihood", "parameters", "AIC", "BIC"]
+    rows = [line.split() for line in lines[1:3]]
+    assert {row[0]: row[2] for row in rows} == {"brownian": "2", "vasicek": "3"}
+    assert [len(row) for row in rows] == [6, 5]
+    assert rows[0][5] == "best"
+    assert float(rows[0][3]) < float(rows[1][3])
+    assert lines[3].startswith("  cir: values must lie above 0, and they are from -")
+    named = {"brownian": "BrownianMotion", "vasicek": "OrnsteinUhlenbeck"}
+    assert lines[5].startswith(named[rows[0][0]])
+
+
+X = [1.0, 2.0, 1.5, 1.7, 1.2, 1.9]
+BAD = {
+    "a time that is missing": (["0", "1", "", "3", "4", "5"], X, "cir", "line 4 cannot be used"),
+    "a time that is not a number": ([0, 1, "nan", 3, 4, 5], X, "cir", "'date' is 'nan'"),
+    "no such day": ([*months(5), "2001-02-30"], X, "cir", "'date' is '2001-02-30'"),
+    "dates and numbers": ([*months(5), "7"], X, "cir", "line 7 cannot be used"),
+    "dates without dashes": ([f"2001010{i}" for i in range(1, 7)], X, "cir", "without dashes"),
+    "newest first": (months(6)[::-1], X, "cir", "line 3: 'date' is before"),
+    "a time twice": ([0, 1, 2, 2, 4, 5], X, "cir", "line 5: 'date' is the same"),
+    "a value that is none": (range(6), [*X[:5], "low"], "cir", "'rate' is 'low'"),
+    "below zero": (range(6), [*X[:5], -1], "cir", "cir: values must lie above 0"),
+    "not a share": (range(6), X, "jacobi", "jacobi: values must lie between 0 and 1"),
+    "constant": (range(6), [1.5] * 6, "vasicek", "'rate' is always 1.5"),
+    "two values": (range(2), X[:2], "vasicek", "has 2 values of 'rate'"),
+    "only missing ones": (range(2), ["", "nan"], "vasicek", "has 0 values of 'rate'"),
+    "not identified": (range(3), [1.0, 2.0, 1.5], "vasicek", "vasicek: the parameters are not identified"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_series_are_refused_in_one_line(case, refused):
+    times, values, model, expected = BAD[case]
+    assert expected in refused(times, values, "--model", model)
+
+
+def test_bad_options_are_refused_in_one_line(refused):
+    assert "no column 'price'" in refused(range(6), X, "--model", "cir", "--value", "price")
+    assert "both name" in refused(range(6), X, "--model", "cir", "--value", "date")
+    assert "or --compare" in refused(range(6), X)
+    assert "'heston'" in refused(range(6), X, "--model", "heston")
+    assert "above 0" in refused(range(6), X, "--model", "cir", "--scale", "0")
+
+
+def test_a_search_starts_near_the_truth():
+    """The moments of a long series, for each model with values of its kind."""
+    assert set(KINDS) == set(MODELS)
+    dt = 0.02
+    for name, true in {
+        "brownian": (0.5, 0.2),
+        "gbm": (0.05, 0.2),
+        "vasicek": (1.0, 2.0, 0.3),
+        "cir": (1.0, 2.0, 0.3),
+        "ckls": (1.0, 2.0, 0.3, 0.8),
+        "cev": (0.05, 0.2, 0.5),
+        "jacobi": (1.0, 0.5, 0.3),
+        "double-well": (1.0, 1.0, 0.7),
+    }.items():
+        sde, start = KINDS[name](*true), np.array([0.5 if name == "jacobi" else 1.0])
+        key = jax.random.key(1)
+        x = rf.simulate(sde, start, key=key, t1=5000 * dt, steps=5000, trajectory=True)[:, 0]
+        guess = first_guess(name, dt * np.arange(5001), np.asarray(x))
+        assert type(guess) is type(sde)
+        # Of Euler's own path: what is left is the error of 100 units of time.
+        for field in sde.domains:
+            close = {"rtol": 0.2} if field == "sigma" else {"atol": 0.5}
+            np.testing.assert_allclose(getattr(guess, field), getattr(sde, field), **close)

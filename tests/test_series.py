@@ -1,0 +1,259 @@
+"""Transition densities and fits of observed series, against closed forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special, stats
+
+import roughflow as rf
+from roughflow.series._bessel import log_bessel_i
+
+CIR = rf.CoxIngersollRoss(3.0, 0.3, 0.2)
+VASICEK = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)
+PLANE = rf.OrnsteinUhlenbeck([[1.0, 0.4], [-0.3, 0.7]], [0.1, -0.2], [[0.4, 0.0], [0.2, 0.3]])
+SPOTS = np.linspace(-2.5, 2.5, 5)[:, None]
+
+
+def cir_log_prob(sde, x0, x1, dt):
+    """By SciPy's noncentral χ²."""
+    kappa, mu, sigma = (float(part) for part in (sde.kappa, sde.mu, sde.sigma))
+    c = 2 * kappa / (sigma**2 * (1 - np.exp(-kappa * dt)))
+    spread = 2 * c * x0 * np.exp(-kappa * dt)
+    return np.log(2 * c) + stats.ncx2.logpdf(2 * c * x1, 4 * kappa * mu / sigma**2, spread)
+
+
+def vasicek_series(sde, count, dt, seed=0):
+    """A series drawn from the exact transitions."""
+    rng, x = np.random.default_rng(seed), [float(sde.mu)]
+    kappa, mu, sigma = (float(part) for part in (sde.kappa, sde.mu, sde.sigma))
+    steps = np.broadcast_to(dt, count - 1)
+    for step in steps:
+        decay = np.exp(-kappa * step)
+        spread = sigma * np.sqrt((1 - decay**2) / (2 * kappa))
+        x.append(mu + (x[-1] - mu) * decay + spread * rng.normal())
+    return np.concatenate([[0.0], np.cumsum(steps)]), np.array(x)
+
+
+@pytest.mark.parametrize("q", [-0.5, 0.3, 40.0, 700.0])
+def test_the_bessel_function_is_scipys(q):
+    z = np.array([1.0, 60.0, 600.0, 1900.0, 2100.0, 5e4])
+    known = special.ive(q, z) > 0
+    expected = np.log(special.ive(q, z[known])) + z[known]
+    np.testing.assert_allclose(
+        jax.vmap(lambda z: log_bessel_i(q, z))(z[known]), expected, rtol=1e-11, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(("dt", "most"), [(1 / 250, 1e-5), (1 / 12, 2e-4), (1.0, 5e-3)])
+def test_cir_transitions_are_those_of_the_noncentral_chi_square(dt, most, key):
+    spread = 0.2 * np.sqrt(0.3 * (1 - np.exp(-6 * dt)) / 6)
+    x0, x1 = np.array([0.3]), 0.3 + spread * SPOTS
+    expected = cir_log_prob(CIR, 0.3, x1[:, 0], dt)
+    np.testing.assert_allclose(rf.transition_log_prob(CIR, x0, x1, dt, key=key), expected, atol=1e-9)
+    estimate = rf.transition_estimate(CIR, x0, x1, dt, key=key, exact=False)
+    np.testing.assert_allclose(estimate.log_prob, expected, rtol=0, atol=most)
+    assert int(estimate.unfound.sum()) == 0
+
+
+@pytest.mark.parametrize("sde", [VASICEK, PLANE], ids=["line", "plane"])
+def test_linear_transitions_need_no_luck(sde, key):
+    """All weights are equal, so that the error bar is zero; what n functions leave out falls fast."""
+    d = sde.mu.size
+    x0, x1 = jnp.full(d, 0.3), 0.2 + 0.2 * SPOTS * np.arange(1, d + 1)
+    exact = rf.transition_log_prob(sde, x0, x1, 0.2, key=key)
+    effort = rf.Effort(4, 4, 8)
+    estimate = rf.transition_estimate(sde, x0, x1, 0.2, key=key, exact=False, effort=effort)
+    np.testing.assert_allclose(estimate.log_prob, exact, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(estimate.standard_error, 0, atol=1e-12)
+
+
+def test_the_plane_is_that_of_a_matrix_exponential(key):
+    """Against Kalman's way: the covariance by quadrature."""
+    kappa, sigma = np.asarray(PLANE.kappa), np.asarray(PLANE.sigma)
+    s, weights = np.polynomial.legendre.leggauss(30)
+    powers = [np.asarray(jax.scipy.linalg.expm(-kappa * 0.25 * (1 + t))) @ sigma for t in s]
+    covariance = 0.25 * sum(w * power @ power.T for w, power in zip(weights, powers, strict=True))
+    x0, x1 = np.array([0.4, 0.1]), np.array([0.2, 0.3])
+    mean = PLANE.mu + np.asarray(jax.scipy.linalg.expm(-kappa * 0.5)) @ (x0 - np.asarray(PLANE.mu))
+    expected = stats.multivariate_normal.logpdf(x1, mean, covariance)
+    np.testing.assert_allclose(rf.transition_log_prob(PLANE, x0, x1, 0.5, key=key), expected, atol=1e-10)
+
+
+def test_any_coordinates_and_any_calculus_give_one_density(key):
+    """CIR in the state itself, and as a Stratonovich SDE in its logarithm."""
+    x0, x1, dt = np.array([0.3]), np.array([[0.25], [0.36]]), 1 / 12
+    expected = cir_log_prob(CIR, 0.3, x1[:, 0], dt)
+    effort = rf.Effort(2, 16, 4)
+    plain = rf.ParametricSDE(
+        lambda t, x, p: p["k"] * (p["m"] - x),
+        lambda t, x, p: p["s"] * jnp.sqrt(x)[:, None],
+        {"k": 3.0, "m": 0.3, "s": 0.2},
+    )
+    for sde, coordinates in ((plain, None), (rf.to_stratonovich(plain), rf.Logarithm())):
+        found = rf.transition_log_prob(sde, x0, x1, dt, key=key, effort=effort, coordinates=coordinates)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+
+
+def test_a_transition_is_differentiable_in_the_parameters(key):
+    x0, x1 = np.array([[0.28], [0.33]]), np.array([[0.31], [0.29]])
+    effort = rf.Effort(2, 8, 3)
+
+    def total(kappa, **options):
+        sde = rf.CoxIngersollRoss(kappa, 0.3, 0.2)
+        return jnp.sum(rf.transition_log_prob(sde, x0, x1, 1 / 12, key=key, **options))
+
+    exact = jax.jacfwd(total)(3.0)
+    found = jax.jacfwd(lambda kappa: total(kappa, exact=False, effort=effort))(3.0)
+    assert abs(exact) > 0.01
+    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def series():
+    """Irregular times."""
+    rng = np.random.default_rng(1)
+    return vasicek_series(VASICEK, 400, rng.uniform(0.02, 0.2, 399))
+
+
+def test_a_fit_is_that_of_the_closed_form(series):
+    """Exact transitions against SciPy's optimum of the normal likelihood; generic ones against exact ones."""
+    times, x = series
+    start = rf.OrnsteinUhlenbeck(1.0, 0.3, 0.3)
+    exact = rf.fit_sde(start, times, x, key=jax.random.key(0))
+    generic = rf.fit_sde(start, times, x, key=jax.random.key(0), exact=False, num_starts=1)
+    assert exact.converged
+    assert generic.converged
+    assert exact.effort is None
+    errors = np.array(list(exact.standard_errors.values()))
+    assert np.all(np.abs(exact.estimates - generic.estimates) < 0.01 * errors)
+    assert abs(exact.log_likelihood - generic.log_likelihood) < 0.02
+    np.testing.assert_allclose(list(generic.standard_errors.values()), errors, rtol=0.05)
+    assert np.all(np.abs(exact.estimates - [2.0, 0.1, 0.5]) < 3 * errors)
+
+    def normal(kappa, mu, sigma):
+        decay = np.exp(-kappa * np.diff(times))
+        spread = sigma * np.sqrt((1 - decay**2) / (2 * kappa))
+        return stats.norm.logpdf(x[1:], mu + (x[:-1] - mu) * decay, spread).sum()
+
+    best = normal(*exact.estimates)
+    np.testing.assert_allclose(exact.log_likelihood, best, rtol=1e-10)
+    for move in np.eye(3):
+        curve = [normal(*(exact.estimates + side * 0.1 * errors * move)) for side in (-1, 0, 1)]
+        assert curve[1] > max(curve[0], curve[2])
+    np.testing.assert_allclose(exact.aic, 6 - 2 * best)
+    text = exact.summary()
+    assert "kappa" in text
+    assert "AIC" in text
+    assert "warning" not in text
+
+
+def test_intervals_respect_domains_and_errors_have_two_kinds(series):
+    result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.3, 0.3), *series, key=jax.random.key(0))
+    low, high = result.confint()["sigma"]
+    assert 0 < low < result.params["sigma"] < high
+    assert set(result.robust_errors) == set(result.standard_errors)
+    # The model is right, so both kinds agree.
+    ratio = np.array(list(result.robust_errors.values())) / list(result.standard_errors.values())
+    assert np.all((ratio > 0.6) & (ratio < 1.6))
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        result.confint(2.0)
+
+
+def test_residuals_are_uniform_under_the_model_and_not_under_another(series):
+    result = rf.fit_sde(VASICEK, *series, key=jax.random.key(0), num_starts=1)
+    found = result.residuals(key=jax.random.key(1))
+    assert found.uniform.shape == (399,)
+    assert found.uniformity > 0.01
+    assert found.ljung_box > 0.01
+    wrong = rf.fit_sde(rf.BrownianMotion(0.0, 0.5), *series, key=jax.random.key(0), num_starts=1)
+    assert wrong.residuals(key=jax.random.key(1)).ljung_box < found.ljung_box
+    # Vasicek's model is Brownian motion with one more parameter.
+    statistic, p = result.likelihood_ratio(wrong)
+    assert statistic > 20
+    assert p < 1e-4
+
+
+def test_forecasts_have_the_moments_of_the_model(series):
+    result = rf.fit_sde(VASICEK, *series, key=jax.random.key(0), num_starts=1)
+    paths = result.forecast([0.1, 3.0], key=jax.random.key(2), num_paths=4000)
+    kappa, mu, sigma = result.estimates
+    assert paths.shape == (4000, 2, 1)
+    for i, t in enumerate((0.1, 3.0)):
+        decay = np.exp(-kappa * t)
+        spread = sigma * np.sqrt((1 - decay**2) / (2 * kappa))
+        mean = mu + (series[1][-1] - mu) * decay
+        assert abs(paths[:, i, 0].mean() - mean) < 4 * spread / 4000**0.5
+        np.testing.assert_allclose(paths[:, i, 0].std(), spread, rtol=0.05)
+
+
+def test_missing_values_are_longer_gaps_and_panels_are_sums(series):
+    times, x = series
+    key = jax.random.key(0)
+    holes = x.copy()
+    holes[10:20] = np.nan
+    kept = ~np.isnan(holes)
+    one = rf.fit_sde(VASICEK, times, holes, key=key, num_starts=1)
+    two = rf.fit_sde(VASICEK, times[kept], x[kept], key=key, num_starts=1)
+    assert one.params == two.params
+    panel = rf.fit_sde(VASICEK, [times[:200], times[200:]], [x[:200], x[200:]], key=key, num_starts=1)
+    assert panel.num_transitions == len(x) - 2
+
+
+def test_dates_count_in_years():
+    days = np.datetime64("2020-01-01") + np.arange(100)
+    times, x = vasicek_series(VASICEK, 100, 1 / 365.25)
+    one = rf.fit_sde(VASICEK, days, x, key=jax.random.key(0), num_starts=1)
+    two = rf.fit_sde(VASICEK, times, x, key=jax.random.key(0), num_starts=1)
+    np.testing.assert_allclose(one.estimates, two.estimates, rtol=1e-5)
+
+
+def test_parameters_that_cannot_be_told_apart_are_reported(series):
+    """Only the product of two of them matters."""
+    twice = rf.ParametricSDE(
+        lambda t, x, p: -p["a"] * p["b"] * x,
+        lambda t, x, p: p["s"] * jnp.eye(1),
+        {"a": 1.0, "b": 2.0, "s": 0.5},
+    )
+    effort = rf.Effort(2, 2, 2)
+    result = rf.fit_sde(twice, *series, key=jax.random.key(0), num_starts=1, effort=effort)
+    assert not result.identified
+    assert not result.converged
+    assert "not identified" in result.warning
+    assert "not identified" in result.summary()
+    assert np.isnan(list(result.standard_errors.values())).all()
+
+
+@pytest.mark.parametrize(
+    ("times", "values", "told"),
+    [
+        ([0, 2, 1], [1, 2, 3], "a time before the one above"),
+        ([0, 1, 1], [1, 2, 3], "the same time twice"),
+        ([0, 1, 2], [1, -2, 3], "leave the state space.*-2"),
+        ([0, 1, 2], [2, 2, 2], "do not change"),
+        ([0, 1], [1, 2], "at least 3"),
+        ([0, 1, np.nan], [1, 2, 3], "times must be finite"),
+        ([0, 1, 2], [1, np.inf, 2], "finite"),
+        ([0, 1, 2, 3], [1, 2, 3], "shape"),
+        (["a", "b", "c"], [1, 2, 3], "numbers or dates"),
+    ],
+)
+def test_a_series_that_is_none_is_refused_in_one_line(times, values, told):
+    with pytest.raises(ValueError, match=told) as error:
+        rf.fit_sde(CIR, np.array(times), np.array(values, float), key=jax.random.key(0))
+    assert "\n" not in str(error.value)
+
+
+def test_transitions_out_of_the_state_space_and_of_other_shapes_are_refused(key):
+    with pytest.raises(ValueError, match="outside the state space"):
+        rf.transition_log_prob(CIR, np.array([-0.1]), np.array([0.1]), 0.1, key=key)
+    with pytest.raises(ValueError, match="same d"):
+        rf.transition_log_prob(CIR, np.array([0.1]), np.array([0.1, 0.2]), 0.1, key=key)
+    with pytest.raises(ValueError, match="dt must be positive"):
+        rf.transition_log_prob(CIR, np.array([0.1]), np.array([0.2]), -0.1, key=key)
+    with pytest.raises(ValueError, match="no parameter is called tau"):
+        rf.fit_sde(
+            CIR, np.arange(4), np.ones(4) + 0.1 * np.arange(4), key=key, domains={"tau": rf.Domain(low=0.0)}
+        )
+    with pytest.raises(ValueError, match="must be even"):
+        rf.Effort(2, 3, 2)
