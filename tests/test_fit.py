@@ -103,7 +103,7 @@ def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_run(key, tmp_
         fit(key, checkpoint=file, resume=True, steps=301)
     with pytest.raises(ValueError, match=r"another run: data is different"):
         fit(key, data=DATA + 1, checkpoint=file, resume=True)
-    with pytest.raises(ValueError, match=r"shape of parameters.0.other was float64\[1\], now float64\[2\]$"):
+    with pytest.raises(ValueError, match=r"shape of parameters.0.other was float64\[1\], now float64\[2\]"):
         fit(key, {"place": jnp.zeros(2), "other": jnp.ones(2)}, checkpoint=file, resume=True)
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"is not a roughflow checkpoint, or is damaged"):
@@ -268,18 +268,18 @@ def test_a_run_is_the_same_in_another_process(finished):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 50}, r"model.integrator.steps was None, now 50$"),
-        ({"driver": 3}, r"model.driver.num_functions was 2, now 3$"),
-        ({"batch": 9}, r"objective.batch_size was 8, now 9$"),
-        ({"l1": 0.5}, r"objective.l1 was 0.0, now 0.5$"),
-        ({"target": lambda z: bell(z, 1.0)}, r"log_density was functools.partial, now test_fit.<lambda>$"),
+        ({"steps": 50}, r"model.integrator.steps was None, now 50"),
+        ({"driver": 3}, r"model.driver.num_functions was 2, now 3"),
+        ({"batch": 9}, r"objective.batch_size was 8, now 9"),
+        ({"l1": 0.5}, r"objective.l1 was 0.0, now 0.5"),
+        ({"target": lambda z: bell(z, 1.0)}, r"log_density was functools.partial, now test_fit.<lambda>"),
         (
             {"target": functools.partial(bell, loc=jnp.array([2.0]))},
-            r"log_density.keywords.loc is different$",
+            r"log_density.keywords.loc is different",
         ),
         (
             {"target": functools.partial(far, loc=jnp.array([1.0]))},
-            r"log_density.function was test_fit.bell, now test_fit.far$",
+            r"log_density.function was test_fit.bell, now test_fit.far",
         ),
         ({"optimiser": optax.adam(1e-3)}, r"another run: optimiser\..*"),
     ],

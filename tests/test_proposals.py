@@ -224,10 +224,10 @@ def test_sobol_numbers_are_spread_evenly_in_each_group(key):
 
 
 def test_numbers_of_paths_that_do_not_make_whole_groups_are_refused():
-    with pytest.raises(ValueError, match=r"^num_paths must be even[^\n]*got 7$"):
+    with pytest.raises(ValueError, match=r"^num_paths must be even[^\n]*got 7"):
         rf.Antithetic().group(7)
     for count in (7, 24, 4):
-        with pytest.raises(ValueError, match=rf"^num_paths must be 8 times a power of two, got {count}$"):
+        with pytest.raises(ValueError, match=rf"^num_paths must be 8 times a power of two, got {count}"):
             rf.Sobol().group(count)
     with pytest.raises(ValueError, match=r"^num_replicates must be at least 2"):
         rf.Sobol(1)

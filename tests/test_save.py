@@ -124,7 +124,7 @@ def test_a_network_of_equinox_comes_back(key, tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (np.array(["a"]), r"^model.value cannot be saved, it is an array of <U1$"),
+        (np.array(["a"]), r"^model.value cannot be saved, it is an array of <U1"),
         (
             rf.ExactCorrection().draw,
             r"^model.value cannot be saved: BoundMethod is no public class of equinox",
@@ -140,7 +140,7 @@ def test_what_cannot_be_saved_is_named(value, message, tmp_path):
 
 def test_what_a_fit_returns_is_not_a_model(tmp_path):
     fitted = rf.Fitted(rf.Normal(jnp.zeros(1)), rf.MaximumLikelihood(), rf.History(), False)
-    with pytest.raises(ValueError, match=r"save fitted\.model$"):
+    with pytest.raises(ValueError, match=r"save fitted\.model"):
         rf.save(tmp_path / "m.rf", fitted)
 
 
@@ -317,7 +317,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path):
     rf.save(file, rf.Normal(jnp.zeros(1)))
     with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("array/9.npy", bytes(80_000_000))
-    with pytest.raises(ValueError, match=r"damaged \(\d+ bytes that unpack to 80\d+\)$"):
+    with pytest.raises(ValueError, match=r"damaged \(\d+ bytes that unpack to 80\d+\)"):
         rf.load(file)
 
 
@@ -338,7 +338,7 @@ def test_a_file_that_nests_without_end_is_refused(depth, tmp_path):
     structure = '{"list":[' * depth + "null" + "]}" * depth
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("header.json", f'{{"kind":"model","version":1,"structure":{structure}}}')
-    with pytest.raises(ValueError, match=r"is damaged: .* within one another$"):
+    with pytest.raises(ValueError, match=r"is damaged: .* within one another"):
         rf.load(file)
 
 

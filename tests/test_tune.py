@@ -168,11 +168,11 @@ def test_climbing_stops_where_the_mass_is(key):
 def test_bad_input_to_tuning_is_refused(key):
     with pytest.raises(ValueError, match=r"^z0 must have shape \(chains, d\), got \(2,\)$"):
         rf.tune_sampler(BANANA, jnp.zeros(2), key=key)
-    with pytest.raises(ValueError, match=r"^num_gradients must be at least 640 for 16 chains, got 100$"):
+    with pytest.raises(ValueError, match=r"^num_gradients must be at least 640 for 16 chains, got 100"):
         tune(key, num_gradients=100, climb=False)
     with pytest.raises(ValueError, match=r"^log_density is nan at the start"):
         tune(key, target=lambda z: jnp.sqrt(z[0] - 50), num_gradients=10_000)
-    with pytest.raises(TypeError, match=r"^FlowSampler needs the SDE of rf\.targeted_sde, got ItoSDE$"):
+    with pytest.raises(TypeError, match=r"^FlowSampler needs the SDE of rf\.targeted_sde, got ItoSDE"):
         rf.FlowSampler(rf.ItoSDE(lambda t, z: -z, SPREAD), 1.0)
     with pytest.raises(ValueError, match=r"shapes \(2,\) and \(2, 2\), got \(2,\) and \(3, 3\)$"):
         rf.LocalDiffusion(2, scale=jnp.eye(3), key=key)

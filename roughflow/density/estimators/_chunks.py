@@ -12,7 +12,8 @@ from ..surface import in_blocks
 MOST = 2**14  # points in a chunk
 # Programs are compiled for chunks of one size for up to SMALL points, of another beyond, and go through the
 # points that are there in blocks of so many, and of so many pairs, at most. On a GPU small blocks do not pay.
-SMALL, SMALL_BLOCK, LARGE_BLOCK = 256, (32, 2**9), (1024, 2**14)
+SMALL, SMALL_BLOCK = 256, (32, 2**9)
+LARGE, LARGE_BLOCK = 2048, (1024, 2**14)
 
 
 class Chunk(eqx.Module):
@@ -54,7 +55,8 @@ def chunks(items: np.ndarray, fitting: int, each: int, straight: bool) -> list[C
 def padded(batch):
     """As many entries as a program is compiled for, some of them twice."""
     count = len(jax.tree.leaves(batch)[0])
-    places = np.resize(np.arange(count), max(SMALL, 2 ** math.ceil(math.log2(count))))
+    size = SMALL if count <= SMALL else max(LARGE, 2 ** math.ceil(math.log2(count)))
+    places = np.resize(np.arange(count), size)
     return jax.tree.map(lambda a: a[places] if is_traced(a) else np.asarray(a)[places], batch)
 
 
