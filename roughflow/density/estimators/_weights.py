@@ -88,7 +88,7 @@ class EstimatorRun:
         flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
         self.target = self.padded(jax.tree.map(flat, Target(x, start)))
         # Random numbers belong to a point's place in x: neither chunks nor what fills them up change them.
-        self.keys = jax.random.split(check_key(key), len(self.target.x))
+        self.keys = _split(check_key(key), len(self.target.x))
         self.group = estimator.proposal.draws.group(estimator.num_paths)
         cloud = None
         if estimator.proposal.wants_cloud and start is None:
@@ -227,6 +227,11 @@ class _Chunk(eqx.Module):
 def cut(tree, count: int):
     """The first `count` rows, without a program to compile where there are values."""
     return jax.tree.map(lambda a: a[:count] if is_traced(a) else jax.device_put(np.asarray(a)[:count]), tree)
+
+
+@partial(jit, level=0)
+def _split(key: PRNGKeyArray, count: int) -> PRNGKeyArray:
+    return jax.random.split(key, count)
 
 
 @partial(jit, level=1)
