@@ -84,7 +84,7 @@ class EstimatorRun:
         flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
         self.target = self.padded(jax.tree.map(flat, Target(x, start)))
         # Random numbers belong to a point's place in x: neither chunks nor what fills them up change them.
-        self.keys = jax.random.split(check_key(key), len(self.target.x))
+        self.keys = _split(check_key(key), len(self.target.x))
         self.group = estimator.proposal.draws.group(estimator.num_paths)
         cloud = None
         if estimator.proposal.wants_cloud and start is None:
@@ -186,6 +186,11 @@ class EstimatorRun:
 
     def _chunks(self, items: np.ndarray, each: int) -> list[Chunk]:
         return chunks(items, self.pairs // each, each, self.straight)
+
+
+@partial(jit, level=0)
+def _split(key: PRNGKeyArray, count: int) -> PRNGKeyArray:
+    return jax.random.split(key, count)
 
 
 @partial(jit, level=1)
