@@ -24,7 +24,7 @@ MODELS = {  # and where to start
 def series():
     """Years and rates."""
     try:
-        from statsmodels.datasets import macrodata
+        from statsmodels.datasets import macrodata  # pyright: ignore[reportMissingImports]
     except ImportError:
         sys.exit("this example needs statsmodels: pip install statsmodels")
     data = macrodata.load_pandas().data
