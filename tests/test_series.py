@@ -8,6 +8,7 @@ from scipy import special, stats
 
 import roughflow as rf
 from roughflow.series._bessel import log_bessel_i
+from roughflow.series._observed import as_years
 
 CIR = rf.CoxIngersollRoss(3.0, 0.3, 0.2)
 VASICEK = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)
@@ -206,6 +207,13 @@ def test_dates_count_in_years():
     one = rf.fit_sde(VASICEK, days, x, key=jax.random.key(0), num_starts=1)
     two = rf.fit_sde(VASICEK, times, x, key=jax.random.key(0), num_starts=1)
     np.testing.assert_allclose(one.estimates, two.estimates, rtol=1e-5)
+
+
+def test_months_and_years_count_as_their_first_days():
+    months = np.array(["2020-01", "2020-02", "2021-01"], "datetime64[M]")
+    np.testing.assert_allclose(as_years(months), [0, 31 / 365.25, 366 / 365.25])
+    np.testing.assert_allclose(as_years(months.astype("datetime64[ns]")), as_years(months))
+    np.testing.assert_allclose(as_years(months.astype("datetime64[Y]")), [0, 0, 366 / 365.25])
 
 
 def test_parameters_that_cannot_be_told_apart_are_reported(series):

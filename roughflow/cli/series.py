@@ -128,5 +128,5 @@ def _check_values(path: Path, name: str, values: np.ndarray) -> None:
         least = f"{FEWEST} are the least, hundreds are better{see('series')}"
         raise Refused(f"{table_name(path)} has {count} of {name!r}: {least}")
     if np.ptp(values) == 0:
-        told = f"{table_name(path)}: {name!r} is always {values[0]:g}: a constant says nothing of an SDE"
-        raise Refused(told + see("series"))
+        told = f"a constant series says nothing of an SDE{see('series')}"
+        raise Refused(f"{table_name(path)}: {name!r} is always {values[0]:g}: {told}")

@@ -70,6 +70,7 @@ def as_years(times: Any) -> np.ndarray:
     """Times as numbers: dates in years from the first of them, numbers as they are."""
     array = np.asarray(times)
     if array.dtype.kind == "M":
+        array = array.astype("datetime64[us]")  # months and years too have a first day
         seconds = (array - array[0]) / np.timedelta64(1, "s")
         return np.asarray(seconds, float) / YEAR
     try:
