@@ -329,9 +329,10 @@ def test_words_for_values_hold_no_address_and_no_order_of_a_hash():
 
 
 def test_a_checkpoint_of_an_older_version_is_named(finished, tmp_path):
+    from roughflow.learn._checkpoint import VERSION
     from roughflow.learn._files import read_archive, write_archive
 
-    header, arrays = read_archive(finished, "checkpoint", 3)
+    header, arrays = read_archive(finished, "checkpoint", VERSION)
     write_archive(tmp_path / "old.checkpoint", header | {"version": 1}, arrays)
     with pytest.raises(ValueError, match=r"was written by an older roughflow"):
         run(tmp_path / "old.checkpoint", resume=True)
