@@ -119,7 +119,7 @@ def _weigh(end_of: Callable[[Array], Array], end: Array, chart: Chart, v: Array)
 
 
 def _linear(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array]:
-    """A function's value `(d,)` and its derivative `(d, size)`, both by one solve in forward mode."""
+    """A function's value `(d,)` and its derivative `(d, size)`, both by one evaluation in forward mode."""
     pushed = lambda direction: jax.jvp(function, (at,), (direction,))
     value, columns = jax.vmap(pushed, out_axes=(None, 0))(jnp.eye(at.size, dtype=at.dtype))
     return value, columns.T

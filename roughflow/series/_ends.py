@@ -1,7 +1,5 @@
 """The random ODE of one transition: where it ends, as a function of its path's coefficients."""
 
-from collections.abc import Callable
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,8 @@ from .._checks import check_count
 from ..driver import Legendre
 from ..sde import AbstractSDE, ExactCorrection, noise_matrix, stratonovich_coefficients
 from ._coordinates import AbstractCoordinates
+
+WIDTH = 0.05  # of differences, in standard deviations of a transition
 
 
 class Effort(eqx.Module):
@@ -134,26 +134,36 @@ def average(ends: Ends, places: Array) -> Averaged:
     left = times - jnp.sum(Legendre(ends.effort.num_functions).integrals(times) ** 2, axis=-1)
 
     def change(s: Array, variance: Array, y: Array) -> Array:
-        fields = jax.jit(lambda y: ends.fields(ends.step.time + s * dt, y))  # traced once
-        return 0.5 * variance * dt**2 * _double_brackets(fields, y)
+        return 0.5 * variance * dt**2 * _double_brackets(ends, ends.step.time + s * dt, y)
 
-    value = jax.vmap(change)(times, left, places)
-    return Averaged(places, value, jax.vmap(jax.jacfwd(change, argnums=2))(times, left, places))
+    def expand(s: Array, variance: Array, y: Array) -> tuple[Array, Array]:
+        # Differences, not derivatives: one more of those would take as long to compile as all the rest.
+        noise = ends.fields(ends.step.time + s * dt, y)[1]
+        width = jax.lax.stop_gradient(jnp.sqrt(dt * jnp.sum(noise**2, axis=1)))
+        width = WIDTH * jnp.where(width > 0, width, jnp.abs(y) + 1)
+        moves = jnp.concatenate([jnp.diag(width), -jnp.diag(width), jnp.zeros_like(y)[None]])
+        values = jax.vmap(lambda move: change(s, variance, y + move))(moves)
+        ahead, behind = values[: y.size], values[y.size : -1]
+        return values[-1], ((ahead - behind) / (2 * width[:, None])).T
+
+    return Averaged(places, *jax.vmap(expand)(times, left, places))
 
 
-def _double_brackets(fields: Callable[[Array], tuple[Array, Array]], y: Array) -> Array:
+def _double_brackets(ends: Ends, t: Array, y: Array) -> Array:
     """Σⱼ [σⱼ, [σⱼ, μ̃]] with [σ, μ] = Dμ σ − Dσ μ."""
-    total = jnp.zeros_like(y)
-    for j in range(jax.eval_shape(fields, y)[1].shape[1]):
-        noise = lambda y, j=j: fields(y)[1][:, j]
-        inner = lambda y, noise=noise: _bracket(noise, lambda y: fields(y)[0], y)
-        total = total + _bracket(noise, inner, y)
-    return total
+    fields = jax.jit(lambda y: ends.fields(t, y))  # traced once
 
+    def one(j: int) -> Array:
+        noise = lambda y: fields(y)[1][:, j]
 
-def _bracket(one: Callable[[Array], Array], other: Callable[[Array], Array], y: Array) -> Array:
-    at_one, at_other = one(y), other(y)
-    return jax.jvp(other, (y,), (at_one,))[1] - jax.jvp(one, (y,), (at_other,))[1]
+        def inner(y: Array) -> Array:
+            (drift, _), (along, _) = jax.jvp(fields, (y,), (noise(y),))
+            return along - jax.jvp(noise, (y,), (drift,))[1]
+
+        bracket, along = jax.jvp(inner, (y,), (noise(y),))
+        return along - jax.jvp(noise, (y,), (bracket,))[1]
+
+    return sum((one(j) for j in range(jax.eval_shape(fields, y)[1].shape[1])), jnp.zeros_like(y))
 
 
 def stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
