@@ -16,6 +16,7 @@ are those of the numbers that are returned.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -74,13 +75,17 @@ def bridges(
     sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition, noise: Array, effort: Effort
 ) -> Bridges:
     """Paths for one transition from standard normal numbers `(K, n m)`."""
-    held = jax.lax.stop_gradient
     # Any chart serves, and any place to expand at; what they are made of need not be differentiated.
-    still = Ends(held(sde), held(coordinates), held(step), effort, None)
-    chart = held(_chart(still, still.step.end, noise.shape[-1]))
+    still = Ends(_held(sde), _held(coordinates), _held(step), effort, None)
+    chart = _held(_chart(still, still.step.end, noise.shape[-1]))
     plain = Ends(sde, coordinates, step, effort, None)
-    ends = Ends(sde, coordinates, step, effort, average(plain, held(still.stages(chart.centre))))
+    ends = Ends(sde, coordinates, step, effort, average(plain, _held(still.stages(chart.centre))))
     return jax.vmap(lambda v: _weigh(ends, step.end, chart, v))(chart.draw(noise))
+
+
+def _held(tree: Any) -> Any:
+    """Not to be differentiated."""
+    return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
 
 
 def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:

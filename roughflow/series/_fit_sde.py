@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
-from scipy import optimize
 
 from .._checks import check_count, check_key
 from ..sde import AbstractSDE, noise_dimension
@@ -16,6 +15,7 @@ from ._fitted import FittedSDE
 from ._likelihood import Likelihood
 from ._observed import Observed, transitions
 from ._parameters import Domain, Parameters
+from ._search import climb
 from ._transition import choose_effort, coordinates_of, exact_log_probs
 from .models import AbstractNamedSDE
 
@@ -32,6 +32,7 @@ def fit_sde(
     *,
     key: PRNGKeyArray,
     domains: Mapping[str, Domain] | None = None,
+    penalty: Mapping[str, float] | None = None,
     num_starts: int = 2,
     exact: bool = True,
     effort: Effort | None = None,
@@ -53,6 +54,9 @@ def fit_sde(
       Missing values (NaN) make longer gaps. Lists of both are a panel: independent series, one SDE.
     - `domains`: where parameters may lie, by name, such as `{"sigma": rf.Domain(low=0.0)}`; a named SDE knows
       its own.
+    - `penalty`: λ by name, such as `{"network": 1.0}`: ½λθ² is taken from the log-likelihood for each of the
+      parameters θ of that name or inside of that field. A network needs one, as a series does not determine
+      all of its weights; it acts as a normal prior of variance 1/λ.
     - `num_starts`: the first is the SDE as it is given, others are near it.
     - `exact`: whether to take exact transitions where the SDE knows them.
     - `effort`: functions, paths and steps of each transition; chosen, and raised until the log-likelihood at
@@ -81,7 +85,8 @@ def fit_sde(
     known = exact and exact_log_probs(sde, steps) is not None
     chosen = None if known else effort or choose_effort(sde, coordinates_of(sde, coordinates), steps)
     key_paths, key_starts = jax.random.split(check_key(key))
-    likelihood = Likelihood(parameters, steps, key_paths, chosen, coordinates)
+    held = parameters.penalties(penalty or {})
+    likelihood = Likelihood(parameters, steps, key_paths, chosen, coordinates, held)
     start = parameters.to_free(parameters.values(sde))
     free = _best(likelihood, _starts(start, check_count("num_starts", num_starts), key_starts))
     free, information = _polished(likelihood, free)
@@ -117,23 +122,17 @@ def _starts(first: np.ndarray, count: int, key: PRNGKeyArray) -> list[np.ndarray
 def _best(likelihood: Likelihood, starts: list[np.ndarray]) -> np.ndarray:
     """The best end of quasi-Newton searches from all starts that are within reach."""
 
-    def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
-        value, slope = likelihood.total(free)
-        return -value, -slope
-
     found = []
     for start in starts:
         if np.isfinite(likelihood.total(start)[0]):
-            end = optimize.minimize(
-                loss, start, jac=True, method="BFGS", options={"gtol": 1e-3, "maxiter": 200}
-            )
-            found.append((float(end.fun), end.x))
+            end = climb(likelihood.total, start, likelihood.score_information)
+            found.append((likelihood.total(end)[0], end))
     if not found:
         raise ValueError(
             "the likelihood is zero at the SDE as it is given: start from parameters under which the series "
             "is possible"
         )
-    return min(found, key=lambda pair: pair[0])[1]
+    return max(found, key=lambda pair: pair[0])[1]
 
 
 def _polished(likelihood: Likelihood, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,23 +1,25 @@
 """What a fit of an SDE found, and how well it is known."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import ArrayLike, PRNGKeyArray
 from scipy import stats
 
 from .._checks import check_count, check_key
-from .._show import table
 from ..faq import see
 from ._coordinates import AbstractCoordinates
 from ._diagnostics import Residuals, forecast, residuals
 from ._ends import Effort
 from ._likelihood import Likelihood
 from ._observed import Observed
+from ._search import check_level, profile_interval
+from ._summary import summary
 from ._transition import choose_effort, coordinates_of
 
 NEAR = 0.05  # of a standard error: a search that would move further has not converged
@@ -86,11 +88,20 @@ class FittedSDE:
 
     @property
     def aic(self) -> float:
-        return 2 * len(self.names) - 2 * self.log_likelihood
+        return 2 * self.num_effective - 2 * self.log_likelihood
 
     @property
     def bic(self) -> float:
-        return len(self.names) * float(np.log(self.num_transitions)) - 2 * self.log_likelihood
+        return self.num_effective * float(np.log(self.num_transitions)) - 2 * self.log_likelihood
+
+    @property
+    def num_effective(self) -> float:
+        """How many parameters the series determines: all of them, but for those with a penalty, which count
+        by the part tr(I − λ(information)⁻¹) that is not the penalty's (Moody 1992)."""
+        penalty = self.likelihood.penalty
+        if not penalty.any():
+            return len(self.names)
+        return len(self.names) - float(penalty @ np.diag(self._inverse()))
 
     @cached_property
     def covariance(self) -> np.ndarray:
@@ -122,12 +133,42 @@ class FittedSDE:
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
         """Intervals by name. They are made where the parameter has no bounds, so that a positive parameter's
         interval is positive."""
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level}")
-        width = stats.norm.ppf(0.5 + 0.5 * level) * np.sqrt(np.diag(self._inverse()))
+        width = stats.norm.ppf(0.5 + 0.5 * check_level(level)) * np.sqrt(np.diag(self._inverse()))
         domains = self.likelihood.parameters.domains
         ends = zip(self.names, domains, self.free - width, self.free + width, strict=True)
         return {name: (float(d.from_free(low)), float(d.from_free(high))) for name, d, low, high in ends}
+
+    def profile(self, name: str, level: float = 0.95) -> tuple[float, float]:
+        """The interval of one parameter by its profile likelihood: all that a likelihood-ratio test would not
+        reject. Better than `confint` where the likelihood is skewed, and slower: a search for each end of it
+        that is tried. An end is that of the parameter's domain if the likelihood does not fall far enough."""
+        if name not in self.names:
+            raise ValueError(f"no parameter is called {name}: there are {', '.join(self.names)}")
+        if not self.identified:
+            raise ValueError(f"there is no profile of {name}: {self.warning}")
+        place = self.names.index(name)
+        where = (self.free, self.free_information, place, check_level(level))
+        domain = self.likelihood.parameters.domains[place]
+        low, high = (jnp.asarray(end) for end in profile_interval(self.likelihood.total, *where))
+        return float(domain.from_free(low)), float(domain.from_free(high))
+
+    def delta_method(self, function: Callable[[Any], ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
+        """A smooth function of the fitted SDE, a number or an array, and its standard errors, to the first
+        order in those of the parameters: a half-life, or the drift on a grid, say.
+
+        ```python
+        import jax, jax.numpy as jnp, numpy as np
+        import roughflow as rf
+
+        x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+        result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), np.arange(60) / 12, x, key=jax.random.key(0))
+        half_life, error = result.delta_method(lambda sde: jnp.log(2) / sde.kappa)
+        ```
+        """
+        of_free = lambda free: jnp.asarray(function(self.likelihood.sde(free)))
+        at = jnp.asarray(self.free, float)
+        slope = np.asarray(jax.jacfwd(of_free)(at))
+        return np.asarray(of_free(at)), np.sqrt(np.sum(slope @ self._inverse() * slope, axis=-1))
 
     @property
     def identified(self) -> bool:
@@ -141,9 +182,14 @@ class FittedSDE:
 
     @property
     def distance(self) -> float:
-        """How far Newton's method would still move the estimates, in standard errors."""
-        slope = self._scores[1].sum(axis=0)
-        return float(np.sqrt(max(slope @ self._inverse() @ slope, 0))) if self.identified else np.nan
+        """How far Newton's method would still move the estimates, in standard errors: the root of the mean
+        square."""
+        slope = self._scores[1].sum(axis=0) - self.likelihood.penalty * self.free
+        return (
+            float(np.sqrt(max(slope @ self._inverse() @ slope, 0) / len(slope)))
+            if self.identified
+            else np.nan
+        )
 
     @property
     def converged(self) -> bool:
@@ -155,7 +201,7 @@ class FittedSDE:
         if not self.identified:
             return (
                 "the parameters are not identified: the information is singular at the estimates, so there "
-                f"are no standard errors; fix a parameter, or fit a simpler SDE{see('not-identified')}"
+                f"are no standard errors; fix a parameter, fit a simpler SDE, or give a penalty{see('not-identified')}"
             )
         if not self.converged:
             told = f"the search did not converge: it would move by {self.distance:.2g} standard errors more"
@@ -216,35 +262,7 @@ class FittedSDE:
 
     def summary(self, level: float = 0.95) -> str:
         """A table of estimates, standard errors and intervals, and what describes the fit."""
-        errors, robust, intervals = self.standard_errors, self.robust_errors, self.confint(level)
-        rows = [
-            (
-                name,
-                f"{value:.6g}",
-                f"{errors[name]:.4g}",
-                f"{robust[name]:.4g}",
-                f"{value / errors[name]:.2f}" if np.isfinite(errors[name]) else "nan",
-                f"[{intervals[name][0]:.5g}, {intervals[name][1]:.5g}]",
-            )
-            for name, value in self.params.items()
-        ]
-        head = ("parameter", "estimate", "std. error", "robust", "z", f"{100 * level:g} % interval")
-        effort = self.likelihood.effort
-        how = (
-            "exact"
-            if effort is None
-            else (
-                f"{effort.num_functions} functions, {effort.num_paths} paths, {effort.num_steps} steps; "
-                f"± {self.likelihood_error:.2g} nats"
-            )
-        )
-        lines = [
-            f"{type(self.sde).__name__} by maximum likelihood, {self.num_transitions:,} transitions",
-            *table(head, rows),
-            f"  log-likelihood {self.log_likelihood:.4f}   AIC {self.aic:.2f}   BIC {self.bic:.2f}",
-            f"  transitions: {how}",
-        ]
-        return "\n".join(lines if self.warning is None else [*lines, f"  warning: {self.warning}"])
+        return summary(self, level)
 
     def __repr__(self) -> str:
         return self.summary()

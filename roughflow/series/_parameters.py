@@ -1,5 +1,6 @@
 """The parameters of an SDE as a vector without constraints, and back."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +88,21 @@ class Parameters(eqx.Module):
             )
         return Parameters(tuple(names), tuple(kinds), tuple(entries), sde)
 
+    def penalties(self, penalty: Mapping[str, float]) -> np.ndarray:
+        """λ `(p,)` of ½ Σ λᵢ θᵢ², by the names of fields: all inside of one, a network say, share its."""
+        found = np.zeros(len(self.names))
+        for field, strength in penalty.items():
+            if not (np.isfinite(strength) and strength > 0):
+                raise ValueError(f"the penalty of {field} must be positive, got {strength}")
+            inside = [i for i, name in enumerate(self.names) if _within(name, field)]
+            if not inside:
+                fields = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in self.names)
+                raise ValueError(f"no parameter is called {field}: there are {', '.join(fields)}")
+            if bounded := [self.names[i] for i in inside if self.domains[i] != ANY]:
+                raise ValueError(f"{bounded[0]} has bounds: only parameters without them can have a penalty")
+            found[inside] = strength
+        return found
+
     def values(self, sde: Any) -> np.ndarray:
         """The parameters of an SDE like the template, `(p,)`."""
         leaves = jax.tree.leaves(sde)
@@ -105,10 +121,16 @@ class Parameters(eqx.Module):
     def sde(self, values: Array) -> Any:
         """The SDE with these parameters."""
         leaves, structure = jax.tree.flatten(self.template)
-        for value, (i, place) in zip(values, self.entries, strict=True):
+        for i in dict.fromkeys(i for i, _ in self.entries):
+            mine = np.array([k for k, (j, _) in enumerate(self.entries) if j == i])
+            places = tuple(np.array([self.entries[k][1] for k in mine]).T)
             leaf = jnp.asarray(leaves[i], values.dtype)
-            leaves[i] = leaf.at[place].set(value) if place else value
+            leaves[i] = leaf.at[places].set(values[mine]) if places else values[mine[0]]
         return jax.tree.unflatten(structure, leaves)
+
+
+def _within(name: str, field: str) -> bool:
+    return name == field or name.startswith((f"{field}.", f"{field}["))
 
 
 def _name(path: tuple) -> str:

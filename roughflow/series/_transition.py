@@ -179,21 +179,27 @@ def transition_values(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
 ) -> tuple[Array, Array, Array]:
     """As `log_probs`, to be part of another program."""
-    columns = noise_dimension(sde, many.start.shape[-1])
+    one = lambda item: transition_value(sde, coordinates, item[0], item[1], effort)
+    return in_chunks(one, (many, keys_of(key, many)), len(many.dt), CHUNK)
 
-    def one(arguments: tuple[Transition, PRNGKeyArray]) -> tuple[Array, Array, Array]:
-        step, key = arguments
-        shape = (effort.num_paths // 2, effort.num_functions * columns)
-        noise = jax.random.normal(key, shape, step.start.dtype)
-        inner = Transition(
-            coordinates.from_state(step.start), coordinates.from_state(step.end), step.time, step.dt
-        )
-        drawn = bridges(sde, coordinates, inner, jnp.concatenate([noise, -noise]), effort)
-        value, error = drawn.log_mean()
-        return value + coordinates.log_volume(step.end), error, jnp.sum(~drawn.found)
 
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(many.dt)))
-    return in_chunks(one, (many, keys), len(many.dt), CHUNK)
+def keys_of(key: PRNGKeyArray, many: Transition) -> PRNGKeyArray:
+    """One for each transition."""
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(many.dt)))
+
+
+def transition_value(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition, key: PRNGKeyArray, effort: Effort
+) -> tuple[Array, Array, Array]:
+    """log p of one transition, its standard error, and the paths not found."""
+    columns = noise_dimension(sde, step.start.shape[-1])
+    noise = jax.random.normal(key, (effort.num_paths // 2, effort.num_functions * columns), step.start.dtype)
+    inner = Transition(
+        coordinates.from_state(step.start), coordinates.from_state(step.end), step.time, step.dt
+    )
+    drawn = bridges(sde, coordinates, inner, jnp.concatenate([noise, -noise]), effort)
+    value, error = drawn.log_mean()
+    return value + coordinates.log_volume(step.end), error, jnp.sum(~drawn.found)
 
 
 def in_chunks(function: Callable, items: Any, count: int, most: int) -> Any:

@@ -1,0 +1,145 @@
+"""What is said about a fitted SDE beyond its estimates: profiles, functions of parameters, networks."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import optimize
+
+import roughflow as rf
+from roughflow.series._likelihood import MANY, Likelihood
+from roughflow.series._observed import Observed
+from roughflow.series._parameters import Parameters
+
+rng = np.random.default_rng(5)
+TIMES = np.arange(120) / 12
+RATE = 0.05 + 0.01 * np.cumsum(rng.normal(size=120) - 0.2 * np.sin(np.arange(120)))
+
+
+@pytest.fixture(scope="module")
+def vasicek():
+    return rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.05, 0.03), TIMES, RATE, key=jax.random.key(0))
+
+
+def test_a_profile_ends_where_the_likelihood_ratio_test_rejects(vasicek):
+    """The maximum over the others by a search of another kind, from the closed form in NumPy."""
+
+    def log_likelihood(kappa, mu, log_sigma):
+        decay, sigma = np.exp(-kappa / 12), np.exp(log_sigma)
+        variance = sigma**2 * (1 - decay**2) / (2 * kappa)
+        gap = RATE[1:] - mu - (RATE[:-1] - mu) * decay
+        return -0.5 * np.sum(gap**2 / variance + np.log(2 * np.pi * variance))
+
+    def profile(kappa):
+        loss = lambda others: -log_likelihood(kappa, *others)
+        start = [vasicek.params["mu"], np.log(vasicek.params["sigma"])]
+        options = {"xatol": 1e-8, "fatol": 1e-8, "maxiter": 4000}
+        return -optimize.minimize(loss, start, method="Nelder-Mead", options=options).fun
+
+    low, high = vasicek.profile("kappa", level=0.8)
+    assert low < vasicek.params["kappa"] < high
+    falls = [vasicek.log_likelihood - profile(end) for end in (low, high)]
+    np.testing.assert_allclose(falls, 0.5 * 1.6424, atol=5e-3)  # half of χ²'s 80 % point
+
+
+def test_a_profile_of_nothing_is_refused(vasicek):
+    with pytest.raises(ValueError, match="no parameter is called theta: there are kappa, mu, sigma"):
+        vasicek.profile("theta")
+    with pytest.raises(ValueError, match="level must lie between 0 and 1"):
+        vasicek.profile("kappa", level=95)
+
+
+def test_the_error_of_a_function_of_the_parameters(vasicek):
+    """Of a half-life, log 2 / κ, and of two numbers at once."""
+    kappa, error = vasicek.params["kappa"], vasicek.standard_errors["kappa"]
+    value, of_it = vasicek.delta_method(lambda sde: jnp.log(2) / sde.kappa)
+    np.testing.assert_allclose([value, of_it], [np.log(2) / kappa, np.log(2) / kappa**2 * error], rtol=1e-6)
+    _, both = vasicek.delta_method(lambda sde: jnp.stack([sde.kappa, 2 * sde.mu]))
+    np.testing.assert_allclose(both, [error, 2 * vasicek.standard_errors["mu"]], rtol=1e-6)
+
+
+def test_a_penalty_holds_a_parameter_back_by_its_closed_form(key):
+    """The drift of Brownian motion: μ(T + λσ²) = X(T) − X(0)."""
+    strength = 200.0
+    start = rf.BrownianMotion(0.1, 0.05)
+    result = rf.fit_sde(start, TIMES, RATE, penalty={"mu": strength}, key=key)
+    mu, sigma = result.params["mu"], result.params["sigma"]
+    span = TIMES[-1] - TIMES[0]
+    np.testing.assert_allclose(mu * (span + strength * sigma**2), RATE[-1] - RATE[0], rtol=1e-4)
+    known = span / sigma**2
+    np.testing.assert_allclose(result.num_effective, 1 + known / (known + strength), rtol=1e-3)
+    assert "1 parameters with a penalty" in result.summary()
+    assert result.aic == 2 * result.num_effective - 2 * result.log_likelihood
+
+
+@pytest.mark.parametrize(
+    ("penalty", "message"),
+    [
+        ({"theta": 1.0}, "no parameter is called theta: there are mu, sigma"),
+        ({"sigma": 1.0}, "sigma has bounds"),
+        ({"mu": 0.0}, "the penalty of mu must be positive"),
+    ],
+)
+def test_penalties_that_mean_nothing_are_refused(penalty, message, key):
+    with pytest.raises(ValueError, match=message):
+        rf.fit_sde(rf.BrownianMotion(0.1, 0.05), TIMES, RATE, penalty=penalty, key=key)
+
+
+class NetworkDrift(rf.AbstractItoSDE):
+    network: eqx.nn.MLP
+    sigma: jax.Array
+
+    def drift(self, t, z):
+        return self.network(z)
+
+    def diffusion(self, t, z):
+        return self.sigma * jnp.eye(1)
+
+
+def network_drift(key):
+    return NetworkDrift(eqx.nn.MLP(1, 1, 5, 1, activation=jnp.tanh, key=key), jnp.asarray(1.0))
+
+
+def test_scores_of_many_parameters_are_those_of_few(key):
+    """They go backwards, one by one; the sum of them against a difference of the likelihood."""
+    sde, effort = network_drift(key), rf.Effort(1, 2, 1)
+    parameters = Parameters.of(sde, {"sigma": rf.Domain(low=0.0)})
+    series = Observed.of(TIMES[:8], 10 * RATE[:8], rf.Unchanged())
+    held = parameters.penalties({"network": 2.0})
+    likelihood = Likelihood(parameters, series.transitions(), key, effort, None, held)
+    free = parameters.to_free(parameters.values(sde))
+    assert free.size >= MANY
+    slope = likelihood.total(free)[1]
+    for direction in np.random.default_rng(0).normal(size=(3, free.size)):
+        ahead, behind = (likelihood.value(free + h * direction) for h in (1e-5, -1e-5))
+        np.testing.assert_allclose(slope @ direction, (ahead - behind) / 2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_network_finds_the_drift_within_its_bands(key):
+    """Of a double well, 2z − 2z³."""
+    key_path, key_net, key_fit = jax.random.split(key, 3)
+    truth = lambda x: 2 * x - 2 * x**3
+    well = rf.ItoSDE(lambda t, z: truth(z), lambda t, z: jnp.full((1, 1), 0.8))
+    fine = rf.simulate(well, jnp.ones(1), key=key_path, t1=60.0, steps=6000, trajectory=True)
+    values = np.asarray(fine[::20, 0])
+    result = rf.fit_sde(
+        network_drift(key_net),
+        0.2 * np.arange(len(values)),
+        values,
+        penalty={"network": 0.3},
+        domains={"sigma": rf.Domain(low=0.0)},
+        num_starts=1,
+        effort=rf.Effort(2, 4, 3),
+        tolerance=0.5,
+        key=key_fit,
+    )
+    assert result.converged
+    assert 3 < result.num_effective < 10
+    grid = np.linspace(-1.25, 1.25, 11)
+    drift, error = result.delta_method(lambda sde: jax.vmap(sde.network)(grid[:, None])[:, 0])
+    assert np.mean(np.abs(drift - truth(grid)) < 2 * error) >= 0.9
+    assert (error < 1.0).all()
+    assert np.corrcoef(drift, truth(grid))[0, 1] > 0.9
+    assert f"and {len(result.names) - 1} parameters with a penalty" in result.summary()
