@@ -1,23 +1,27 @@
 """What a fit of an SDE found, and how well it is known."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 from scipy import stats
 
 from .._checks import check_count, check_key
 from .._show import table
 from ..faq import see
+from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._diagnostics import Residuals, forecast, residuals
 from ._ends import Effort
 from ._likelihood import Likelihood
 from ._observed import Observed
+from ._posterior import SeriesPosterior
+from ._series_likelihood import SeriesLikelihood
 from ._transition import choose_effort, coordinates_of
 
 NEAR = 0.05  # of a standard error: a search that would move further has not converged
@@ -205,6 +209,20 @@ class FittedSDE:
             )
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
         return statistic, float(stats.chi2.sf(max(statistic, 0.0), more))
+
+    @property
+    def series_likelihood(self) -> SeriesLikelihood:
+        """The log-likelihood of this series as a function of the SDE, as by `rf.series_likelihood`, with the
+        effort of the fit."""
+        return self.likelihood.of_sde
+
+    def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
+        """The log-density, for a sampler, of the parameters given the series and a log prior `sde -> ()`, by
+        default one that is flat in the parameters."""
+        if not self.identified:
+            raise ValueError(f"there is no posterior to sample from: {self.warning}")
+        place = (jnp.asarray(part, float) for part in (self.free, np.linalg.cholesky(self._inverse())))
+        return SeriesPosterior(self.likelihood.parameters, self.likelihood.of_sde, log_prior, *place)
 
     @property
     def _coordinates(self) -> AbstractCoordinates:

@@ -1,33 +1,41 @@
 """The log-likelihood of a series as a function of parameters without bounds, with scores."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array
 
 from .._programs import jit
-from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
+from ._forward import linear
 from ._parameters import Parameters
-from ._transition import coordinates_of, transition_values
-from .models import AbstractNamedSDE
+from ._series_likelihood import SeriesLikelihood
 
 STEP = 1e-4  # of differences of gradients, for the information
 
 
 class Likelihood(eqx.Module):
-    """Σ log p(xᵢ₊₁ | xᵢ) for an SDE with free parameters. `effort` is None for exact transitions."""
+    """The log-likelihood of a series for an SDE with free parameters."""
 
     parameters: Parameters
-    steps: Transition
-    key: PRNGKeyArray
-    effort: Effort | None
-    coordinates: AbstractCoordinates | None
+    of_sde: SeriesLikelihood
+
+    @property
+    def steps(self) -> Transition:
+        return self.of_sde.steps
+
+    @property
+    def effort(self) -> Effort | None:
+        return self.of_sde.effort
+
+    @property
+    def coordinates(self) -> AbstractCoordinates | None:
+        return self.of_sde.coordinates
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """log p `(N,)` of each transition, its derivatives `(N, p)` in the free parameters, and its error."""
@@ -55,35 +63,21 @@ class Likelihood(eqx.Module):
             rows.append((behind - ahead) / (2 * move[i]))
         return 0.5 * (np.array(rows) + np.array(rows).T)
 
-    def log_probs(self, sde: AbstractSDE) -> tuple[Array, Array]:
-        if self.effort is None:
-            assert isinstance(sde, AbstractNamedSDE)
-            values = jax.vmap(lambda step: sde.exact_log_prob(step.start, step.end, step.dt))(self.steps)
-            assert values is not None
-            return values, jnp.zeros_like(values)
-        coordinates = coordinates_of(sde, self.coordinates)
-        value, error, _ = transition_values(sde, coordinates, self.steps, self.key, self.effort)
-        return value, error
-
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))
 
     def with_effort(self, effort: Effort | None) -> "Likelihood":
-        return Likelihood(self.parameters, self.steps, self.key, effort, self.coordinates)
+        return Likelihood(self.parameters, dataclasses.replace(self.of_sde, effort=effort))
 
 
 @functools.partial(jit, level=1)
 def _value(likelihood: Likelihood, free: Array) -> Array:
-    return jnp.sum(likelihood.log_probs(likelihood.sde(free))[0])
+    return jnp.sum(likelihood.of_sde.log_probs(likelihood.sde(free))[0])
 
 
 @functools.partial(jit, level=1)
 def _scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Array]:
     """Parameters are few, so derivatives go forwards: all transitions' scores come with their sum."""
-
-    def values(free: Array) -> Any:
-        return likelihood.log_probs(likelihood.sde(free))
-
-    pushed = lambda direction: jax.jvp(values, (free,), (direction,))
-    (value, error), (slopes, _) = jax.vmap(pushed, out_axes=(None, 0))(jnp.eye(free.size, dtype=free.dtype))
-    return value, slopes.T, error
+    values = lambda free: likelihood.of_sde.log_probs(likelihood.sde(free))
+    (value, error), (slopes, _) = linear(values, free)
+    return value, slopes, error
