@@ -118,8 +118,9 @@ def test_samplers_agree_with_one_another_and_with_maximum_likelihood(series):
     numpyro = pytest.importorskip("numpyro")
     kinds = {"kappa": (1.0, 0.5), "sigma": (0.4, 0.3)}
     prior = {name: numpyro.distributions.LogNormal(np.log(m), s) for name, (m, s) in kinds.items()}
-    prior["mu"] = numpyro.distributions.Normal(0.0, 1.0)
-    result = rf.fit_sde(rf.OrnsteinUhlenbeck(*POINT), *series, key=jax.random.key(0), num_starts=1)
+    prior["mu"] = numpyro.distributions.Normal(0.1, 0.1)
+    domains = {"kappa": Domain(low=0.0)}
+    result = rf.fit_sde(rf.OrnsteinUhlenbeck(*POINT), *series, key=jax.random.key(0), domains=domains)
 
     def model():
         values = {name: numpyro.sample(name, distribution) for name, distribution in prior.items()}
