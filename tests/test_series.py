@@ -84,7 +84,7 @@ def test_the_plane_is_that_of_a_matrix_exponential(key):
 @pytest.mark.parametrize("kappa", [-1.0, 0.0, 1e-6, 0.02, 3.0])
 def test_the_line_is_a_plane_of_one_dimension(kappa):
     """The closed form with its derivative, also where κ is zero or the process explodes."""
-    step = jnp.full(1, 0.3), jnp.full(1, 0.5), jnp.asarray(0.25)
+    step = jnp.full(1, 0.3), jnp.full(1, 0.7), jnp.asarray(0.25)
     line = lambda k: rf.OrnsteinUhlenbeck(k, 0.2, 0.4).exact_log_prob(*step)
     matrix = lambda k: rf.OrnsteinUhlenbeck(k * jnp.eye(1), [0.2], [[0.4]]).exact_log_prob(*step)
     found, expected = jax.value_and_grad(line)(kappa), jax.jvp(jax.jit(matrix), (kappa,), (1.0,))
