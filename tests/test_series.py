@@ -81,6 +81,16 @@ def test_the_plane_is_that_of_a_matrix_exponential(key):
     np.testing.assert_allclose(rf.transition_log_prob(PLANE, x0, x1, 0.5, key=key), expected, atol=1e-10)
 
 
+@pytest.mark.parametrize("kappa", [-1.0, 0.0, 1e-6, 0.02, 3.0])
+def test_the_line_is_a_plane_of_one_dimension(kappa):
+    """The closed form with its derivative, also where κ is zero or the process explodes."""
+    step = jnp.full(1, 0.3), jnp.full(1, 0.7), jnp.asarray(0.25)
+    line = lambda k: rf.OrnsteinUhlenbeck(k, 0.2, 0.4).exact_log_prob(*step)
+    matrix = lambda k: rf.OrnsteinUhlenbeck(k * jnp.eye(1), [0.2], [[0.4]]).exact_log_prob(*step)
+    found, expected = jax.value_and_grad(line)(kappa), jax.jvp(jax.jit(matrix), (kappa,), (1.0,))
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
 def test_any_coordinates_and_any_calculus_give_one_density(key):
     """CIR in the state itself, and as a Stratonovich SDE in its logarithm."""
     x0, x1, dt = np.array([0.3]), np.array([[0.25], [0.36]]), 1 / 12

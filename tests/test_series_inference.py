@@ -11,6 +11,7 @@ import roughflow as rf
 from roughflow.series._likelihood import MANY, Likelihood
 from roughflow.series._observed import Observed
 from roughflow.series._parameters import Parameters
+from roughflow.series._series_likelihood import SeriesLikelihood
 
 rng = np.random.default_rng(5)
 TIMES = np.arange(120) / 12
@@ -107,7 +108,8 @@ def test_scores_of_many_parameters_are_those_of_few(key):
     parameters = Parameters.of(sde, {"sigma": rf.Domain(low=0.0)})
     series = Observed.of(TIMES[:8], 10 * RATE[:8], rf.Unchanged())
     held = parameters.penalties({"network": 2.0})
-    likelihood = Likelihood(parameters, series.transitions(), key, effort, None, held)
+    of_sde = SeriesLikelihood(series.transitions(), key, effort, None)
+    likelihood = Likelihood(parameters, of_sde, held)
     free = parameters.to_free(parameters.values(sde))
     assert free.size >= MANY
     slope = likelihood.total(free)[1]

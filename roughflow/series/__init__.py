@@ -1,4 +1,4 @@
-"""Stage 7, observed series: transition densities, maximum likelihood, standard errors."""
+"""Stage 7, observed series: transition densities, maximum likelihood, standard errors, posteriors."""
 
 from ._coordinates import (
     AbstractCoordinates as AbstractCoordinates,
@@ -13,6 +13,8 @@ from ._ends import Effort as Effort
 from ._fit_sde import fit_sde as fit_sde
 from ._fitted import FittedSDE as FittedSDE
 from ._parameters import Domain as Domain
+from ._posterior import SeriesPosterior as SeriesPosterior
+from ._series_likelihood import SeriesLikelihood as SeriesLikelihood, series_likelihood as series_likelihood
 from ._transition import (
     TransitionEstimate as TransitionEstimate,
     transition_estimate as transition_estimate,

@@ -2,17 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
+from numpy.polynomial import Polynomial
 
-TERMS = 768  # of the series, around the largest
-LARGE = 2000.0  # beyond, the asymptotic expansion has an error below 1e-13
+TERMS = 128  # of the series
+LARGE = 64.0  # beyond, the asymptotic expansion has an error below 1e-14
+ORDER = 8  # of that expansion
 
 
 def log_bessel_i(order: Array, z: Array) -> Array:
     """log I_q(z) for q > −1 and z > 0, with derivatives in both.
 
-    By its series Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)), of which the largest terms count; for large q or z by
-    Debye's expansion (Abramowitz & Stegun 1972, 9.7.7).
+    By its series Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)); for large q or z by Debye's expansion (Abramowitz &
+    Stegun 1972, 9.7.7).
     """
     large = jnp.hypot(order, z) > LARGE
     # Each is asked only where it holds, so that derivatives stay finite.
@@ -22,9 +25,7 @@ def log_bessel_i(order: Array, z: Array) -> Array:
 
 
 def _series(order: Array, z: Array) -> Array:
-    # The largest term has k (k + q) = z²/4.
-    peak = jax.lax.stop_gradient(0.5 * (jnp.hypot(order, z) - order))
-    k = jnp.maximum(jnp.floor(peak) - TERMS // 2, 0) + jnp.arange(TERMS)
+    k = jnp.arange(TERMS, dtype=jnp.result_type(float))
     gamma = jax.scipy.special.gammaln
     return jax.nn.logsumexp((2 * k + order) * jnp.log(0.5 * z) - gamma(k + 1) - gamma(k + order + 1))
 
@@ -32,9 +33,19 @@ def _series(order: Array, z: Array) -> Array:
 def _debye(order: Array, z: Array) -> Array:
     root = jnp.hypot(order, z)
     p = order / root
-    # u₁/q and u₂/q² in terms that stay finite as q → 0.
-    first = (3 - 5 * p**2) / (24 * root)
-    second = (81 - 462 * p**2 + 385 * p**4) / (1152 * root**2)
-    third = (30375 - 369603 * p**2 + 765765 * p**4 - 425425 * p**6) / (414720 * root**3)
+    # uₖ(p)/qᵏ in terms that stay finite as q → 0.
+    parts = (jnp.polyval(jnp.asarray(c, root.dtype), p**2) / root**k for k, c in enumerate(_POLYNOMIALS, 1))
     exponent = root - order * jnp.arcsinh(order / z)
-    return exponent - 0.5 * jnp.log(2 * jnp.pi * root) + jnp.log1p(first + second + third)
+    return exponent - 0.5 * jnp.log(2 * jnp.pi * root) + jnp.log1p(sum(parts))
+
+
+def _polynomials() -> list[np.ndarray]:
+    """uₖ(p)/pᵏ for k = 1, 2, …, as polynomials in p², highest power first (9.3.10)."""
+    u, found = Polynomial([1.0]), []
+    for k in range(1, ORDER + 1):
+        u = Polynomial([0, 0, 0.5, 0, -0.5]) * u.deriv() + (Polynomial([1, 0, -5]) * u).integ() / 8
+        found.append(u.coef[k::2][::-1])
+    return found
+
+
+_POLYNOMIALS = _polynomials()

@@ -27,6 +27,7 @@ from .._linear import log_abs_det, solve
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Ends, Transition, average
+from ._forward import linear
 
 CLIMB = 4  # steps to the likeliest path
 NEWTON = 4  # steps back to x₁, from a path close to the likeliest one
@@ -92,7 +93,7 @@ def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:
     """Around the likeliest path to the end, as wide as its second derivatives say."""
 
     def climb(omega: Array, _) -> tuple[Array, Array]:
-        value, slope = _linear(end_of, omega)
+        value, slope = linear(end_of, omega)
         gap = end - value + slope @ omega
         return slope.T @ _solved(slope @ slope.T, gap), slope
 
@@ -111,7 +112,7 @@ def _weigh(end_of: Callable[[Array], Array], end: Array, chart: Chart, v: Array)
     path = lambda r: chart.centre + v + r @ chart.rows
 
     def newton(r: Array, _) -> tuple[Array, tuple[Array, Array]]:
-        value, slope = _linear(lambda r: end_of(path(r)), r)
+        value, slope = linear(lambda r: end_of(path(r)), r)
         return r + _solved(slope, end - value), (r, slope)
 
     # The last step but one is there already, and so are its derivatives: each step squares their errors.
@@ -121,13 +122,6 @@ def _weigh(end_of: Callable[[Array], Array], end: Array, chart: Chart, v: Array)
     log_weight = -0.5 * (omega @ omega) - 0.5 * end.size * jnp.log(2 * jnp.pi) - chart.log_prob(v)
     near = FOUND if end.dtype == jnp.float64 else 1e4 * FOUND
     return Bridges(log_weight - log_abs_det(slope[None])[0], jnp.max(jnp.abs(gap)) < near)
-
-
-def _linear(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array]:
-    """A function's value `(d,)` and its derivative `(d, size)`, both by one evaluation in forward mode."""
-    pushed = lambda direction: jax.jvp(function, (at,), (direction,))
-    value, columns = jax.vmap(pushed, out_axes=(None, 0))(jnp.eye(at.size, dtype=at.dtype))
-    return value, columns.T
 
 
 def _solved(matrix: Array, right: Array) -> Array:

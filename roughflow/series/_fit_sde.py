@@ -1,6 +1,6 @@
 """Maximum likelihood for an SDE observed at some times."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,15 +8,16 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from .._checks import check_count, check_key
-from ..sde import AbstractSDE, noise_dimension
+from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort
 from ._fitted import FittedSDE
 from ._likelihood import Likelihood
-from ._observed import Observed, transitions
+from ._observed import panel, transitions
 from ._parameters import Domain, Parameters
 from ._search import climb
-from ._transition import choose_effort, coordinates_of, exact_log_probs
+from ._series_likelihood import SeriesLikelihood
+from ._transition import coordinates_of
 from .models import AbstractNamedSDE
 
 SPREAD = 0.5  # of further starts, in the free parameters
@@ -75,23 +76,20 @@ def fit_sde(
     print(result.summary())
     ```
     """
-    series, sde = _panel(times, values, coordinates_of(sde, coordinates)), as_floats(sde)
-    steps = transitions(series)
-    noise_dimension(sde, steps.start.shape[-1])
+    series, sde = panel(times, values, coordinates_of(sde, coordinates)), as_floats(sde)
     own = sde.domains if isinstance(sde, AbstractNamedSDE) else {}
     parameters = Parameters.of(sde, {**own, **(domains or {})})
     if not parameters.names:
         raise ValueError(f"{type(sde).__name__} has no floats among its fields: there is nothing to fit")
-    known = exact and exact_log_probs(sde, steps) is not None
-    chosen = None if known else effort or choose_effort(sde, coordinates_of(sde, coordinates), steps)
     key_paths, key_starts = jax.random.split(check_key(key))
-    held = parameters.penalties(penalty or {})
-    likelihood = Likelihood(parameters, steps, key_paths, chosen, coordinates, held)
+    options = {"exact": exact, "effort": effort, "coordinates": coordinates}
+    of_sde = SeriesLikelihood.of(sde, transitions(series), key=key_paths, **options)
+    likelihood = Likelihood(parameters, of_sde, parameters.penalties(penalty or {}))
     start = parameters.to_free(parameters.values(sde))
     free = _best(likelihood, _starts(start, check_count("num_starts", num_starts), key_starts))
     free, information = _polished(likelihood, free)
     refined = 0.0
-    for _ in range(0 if known else REFINED):
+    for _ in range(REFINED if likelihood.effort else 0):
         more = likelihood.effort.more() if likelihood.effort else None
         refined = likelihood.with_effort(more).value(free) - likelihood.total(free)[0]
         if abs(refined) < tolerance or effort is not None:
@@ -99,14 +97,6 @@ def fit_sde(
         likelihood = likelihood.with_effort(more)
         free, information = _polished(likelihood, free)
     return FittedSDE(likelihood, tuple(series), free, information, abs(refined), tolerance)
-
-
-def _panel(times: Any, values: Any, coordinates: AbstractCoordinates) -> list[Observed]:
-    if isinstance(values, list) and values and np.ndim(values[0]) > 0:
-        if not isinstance(times, Sequence) or len(times) != len(values):
-            raise ValueError("a panel needs a list of times for its list of values, one for each series")
-        return [Observed.of(t, v, coordinates) for t, v in zip(times, values, strict=True)]
-    return [Observed.of(times, values, coordinates)]
 
 
 def as_floats(sde: AbstractSDE) -> AbstractSDE:

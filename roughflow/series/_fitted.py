@@ -8,17 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
 from scipy import stats
 
 from .._checks import check_count, check_key
 from ..faq import see
+from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._diagnostics import Residuals, forecast, residuals
 from ._ends import Effort
 from ._likelihood import Likelihood
 from ._observed import Observed
+from ._posterior import SeriesPosterior
 from ._search import check_level, profile_interval
+from ._series_likelihood import SeriesLikelihood
 from ._summary import summary
 from ._transition import choose_effort, coordinates_of
 
@@ -200,8 +203,8 @@ class FittedSDE:
         """One line where the estimates should not be trusted, else None."""
         if not self.identified:
             return (
-                "the parameters are not identified: the information is singular at the estimates, so there "
-                f"are no standard errors; fix a parameter, fit a simpler SDE, or give a penalty{see('not-identified')}"
+                "the parameters are not identified: the information is singular at the estimates, so there are "
+                f"no standard errors; fix one, fit a simpler SDE, or give a penalty{see('not-identified')}"
             )
         if not self.converged:
             told = f"the search did not converge: it would move by {self.distance:.2g} standard errors more"
@@ -251,6 +254,26 @@ class FittedSDE:
             )
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
         return statistic, float(stats.chi2.sf(max(statistic, 0.0), more))
+
+    @property
+    def series_likelihood(self) -> SeriesLikelihood:
+        """The log-likelihood of this series as a function of the SDE, as by `rf.series_likelihood`, with the
+        effort of the fit."""
+        return self.likelihood.of_sde
+
+    def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
+        """The log-density, for a sampler, of the parameters given the series and a log prior `sde -> ()`, by
+        default one that is flat in the parameters. The penalties of the fit are part of it."""
+        if not self.identified:
+            raise ValueError(f"there is no posterior to sample from: {self.warning}")
+        place = (jnp.asarray(part, float) for part in (self.free, np.linalg.cholesky(self._inverse())))
+        about = (
+            self.likelihood.parameters,
+            self.likelihood.of_sde,
+            log_prior,
+            jnp.asarray(self.likelihood.penalty),
+        )
+        return SeriesPosterior(*about, *place)
 
     @property
     def _coordinates(self) -> AbstractCoordinates:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -14,24 +13,32 @@ from jaxtyping import Array, PRNGKeyArray
 from .._programs import jit
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
+from ._forward import linear
 from ._parameters import Parameters
-from ._transition import CHUNK, coordinates_of, in_chunks, keys_of, transition_value
-from .models import AbstractNamedSDE
+from ._series_likelihood import SeriesLikelihood
 
 STEP = 1e-4  # of differences of gradients, for the information
 MANY = 16  # parameters, from which on scores go backwards, and the information is theirs
 
 
 class Likelihood(eqx.Module):
-    """Σ log p(xᵢ₊₁ | xᵢ) − ½ Σ λⱼ θⱼ² for an SDE with free parameters θ, most often with penalties λ of 0.
-    `effort` is None for exact transitions."""
+    """The log-likelihood of a series for an SDE with free parameters θ, less penalties ½ Σ λⱼ θⱼ²."""
 
     parameters: Parameters
-    steps: Transition
-    key: PRNGKeyArray
-    effort: Effort | None
-    coordinates: AbstractCoordinates | None
-    penalty: np.ndarray  # (p,)
+    of_sde: SeriesLikelihood
+    penalty: np.ndarray  # (p,), most often zero
+
+    @property
+    def steps(self) -> Transition:
+        return self.of_sde.steps
+
+    @property
+    def effort(self) -> Effort | None:
+        return self.of_sde.effort
+
+    @property
+    def coordinates(self) -> AbstractCoordinates | None:
+        return self.of_sde.coordinates
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """log p `(N,)` of each transition, its derivatives `(N, p)` in the free parameters, and its error."""
@@ -67,49 +74,29 @@ class Likelihood(eqx.Module):
         slopes = self.scores(free)[1]
         return slopes.T @ slopes + np.diag(self.penalty)
 
-    def log_prob(self, free: Array, step: Transition, key: PRNGKeyArray) -> tuple[Array, Array]:
-        """log p of one transition, and its error."""
-        sde = self.sde(free)
-        if self.effort is None:
-            assert isinstance(sde, AbstractNamedSDE)
-            value = sde.exact_log_prob(step.start, step.end, step.dt)
-            assert value is not None
-            return value, jnp.zeros_like(value)
-        coordinates = coordinates_of(sde, self.coordinates)
-        return transition_value(sde, coordinates, step, key, self.effort)[:2]
-
-    def of_each(self, function: Callable[[Transition, PRNGKeyArray], Any]) -> Any:
-        """A function of a transition and its key for all of them."""
-        items = (self.steps, keys_of(self.key, self.steps))
-        return in_chunks(lambda item: function(*item), items, len(self.steps.dt), CHUNK)
-
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))
 
     def with_effort(self, effort: Effort | None) -> "Likelihood":
-        return dataclasses.replace(self, effort=effort)
+        return dataclasses.replace(self, of_sde=dataclasses.replace(self.of_sde, effort=effort))
 
 
 @functools.partial(jit, level=1)
 def _value(likelihood: Likelihood, free: Array) -> Array:
-    return jnp.sum(likelihood.of_each(lambda step, key: likelihood.log_prob(free, step, key)[0]))
+    return jnp.sum(likelihood.of_sde.log_probs(likelihood.sde(free))[0])
 
 
 @functools.partial(jit, level=1)
 def _scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Array]:
     """log p of all transitions, their scores, and their errors."""
 
-    def forwards(step: Transition, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
-        pushed = lambda along: jax.jvp(lambda f: likelihood.log_prob(f, step, key), (free,), (along,))
-        (value, error), (slopes, _) = jax.vmap(pushed, out_axes=(None, 0))(
-            jnp.eye(free.size, dtype=free.dtype)
-        )
+    def one(step: Transition, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
+        log_prob = lambda free: likelihood.of_sde.log_prob(likelihood.sde(free), step, key)
+        # Forwards takes less time to compile; backwards takes as long for many parameters as for few.
+        if free.size < MANY:
+            (value, error), (slopes, _) = linear(log_prob, free)
+        else:
+            (value, error), slopes = jax.value_and_grad(log_prob, has_aux=True)(free)
         return value, slopes, error
 
-    def backwards(step: Transition, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
-        graded = jax.value_and_grad(lambda f: likelihood.log_prob(f, step, key), has_aux=True)
-        (value, error), slopes = graded(free)
-        return value, slopes, error
-
-    # In either direction one by one, as all of their scores are wanted; forwards compiles in less time.
-    return likelihood.of_each(forwards if free.size < MANY else backwards)
+    return likelihood.of_sde.of_each(one)

@@ -61,6 +61,15 @@ class Observed(eqx.Module):
         return Transition(values[:-1], values[1:], times[:-1], jnp.asarray(np.diff(self.times), float))
 
 
+def panel(times: Any, values: Any, coordinates: AbstractCoordinates) -> list[Observed]:
+    """One series, or each of a list of them."""
+    if isinstance(values, list) and values and np.ndim(values[0]) > 0:
+        if not isinstance(times, Sequence) or len(times) != len(values):
+            raise ValueError("a panel needs a list of times for its list of values, one for each series")
+        return [Observed.of(t, v, coordinates) for t, v in zip(times, values, strict=True)]
+    return [Observed.of(times, values, coordinates)]
+
+
 def transitions(series: Sequence[Observed]) -> Transition:
     """All transitions of a panel."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *(one.transitions() for one in series))

@@ -44,6 +44,14 @@ class Domain(eqx.Module):
             return self.low + jnp.exp(free)
         return self.high - jnp.exp(-free) if np.isfinite(self.high) else free
 
+    def log_slope(self, free: Array) -> Array:
+        """The logarithm of the derivative of `from_free`."""
+        if np.isfinite(self.low) and np.isfinite(self.high):
+            return np.log(self.high - self.low) + jax.nn.log_sigmoid(free) + jax.nn.log_sigmoid(-free)
+        if np.isfinite(self.low):
+            return free
+        return -free if np.isfinite(self.high) else jnp.zeros_like(free)
+
     def contains(self, value: np.ndarray) -> bool:
         return bool(np.all(np.isfinite(value) & (value > self.low) & (value < self.high)))
 
@@ -117,6 +125,10 @@ class Parameters(eqx.Module):
     def from_free(self, free: Array) -> Array:
         """The parameters `(p,)` for numbers without bounds `(p,)`."""
         return jnp.stack([domain.from_free(free[i]) for i, domain in enumerate(self.domains)])
+
+    def log_slope(self, free: Array) -> Array:
+        """The logarithm of the determinant of the derivative of `from_free`."""
+        return sum((d.log_slope(free[i]) for i, d in enumerate(self.domains)), jnp.zeros((), free.dtype))
 
     def sde(self, values: Array) -> Any:
         """The SDE with these parameters."""

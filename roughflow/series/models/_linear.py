@@ -115,6 +115,10 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
         return self._matrices()[2]
 
     def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> Array:
+        if not self.mu.ndim:
+            mean = self.mu + (x0[0] - self.mu) * jnp.exp(-self.kappa * dt)
+            variance = self.sigma**2 * dt * _decayed(2 * self.kappa * dt)
+            return jax.scipy.stats.norm.logpdf(x1[0], mean, jnp.sqrt(variance))
         kappa, mu, sigma = self._matrices()
         d = mu.size
         # Van Loan (1978): both e^{−κ dt} and the covariance from one exponential.
@@ -125,3 +129,11 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
         gap = x1 - mu - grow @ (x0 - mu)
         square = gap @ solve(covariance[None], gap[None, :, None])[0, :, 0]
         return -0.5 * (square + log_abs_det(covariance[None])[0] + d * jnp.log(2 * jnp.pi))
+
+
+def _decayed(x: Array) -> Array:
+    """(1 − e⁻ˣ)/x, the mean of e⁻ˢ over 0 < s < x, with its derivatives at zero too."""
+    small = jnp.abs(x) < 0.01
+    far = jnp.where(small, 1, x)
+    near = jnp.polyval(jnp.array([-1 / 720, 1 / 120, -1 / 24, 1 / 6, -1 / 2, 1], x.dtype), x)
+    return jnp.where(small, near, -jnp.expm1(-far) / far)

@@ -1,0 +1,48 @@
+"""Derivatives that go forwards, even where they are asked for backwards.
+
+A transition nests derivatives of its own, and is compiled several times quicker if the outer ones go forwards
+too. Parameters are few, so going forwards once for each of them costs little.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array
+
+
+def linear(function: Callable[[Array], Any], at: Array) -> tuple[Any, Any]:
+    """A function's value at a point `(p,)`, and its derivative with a last axis of p more."""
+    pushed = lambda direction: jax.jvp(function, (at,), (direction,))
+    return jax.vmap(pushed, out_axes=(None, -1))(jnp.eye(at.size, dtype=at.dtype))
+
+
+@eqx.filter_custom_jvp
+def forwards(tree: Any, *, function: Callable[[Any], Any]) -> Any:
+    """`function(tree)`. Derivatives of all orders go forwards, in those floats of the tree that are
+    differentiated; what reverse mode has left to do is one product with a matrix."""
+    return function(tree)
+
+
+@forwards.def_jvp
+def _forwards_jvp(primals: tuple, tangents: tuple, *, function: Callable[[Any], Any]) -> tuple[Any, Any]:
+    (tree,), (direction,) = primals, tangents
+    moves = jax.tree.map(lambda part: part is not None, direction, is_leaf=lambda part: part is None)
+    value, slopes = forwards(tree, function=_Linear(function, moves))
+    along = ravel_pytree(direction)[0]
+    return value, jax.tree.map(lambda slope: slope @ along, slopes)
+
+
+class _Linear(eqx.Module):
+    """A function's value and its derivative in the floats that move."""
+
+    function: Callable[[Any], Any]
+    moves: Any  # a tree of bools
+
+    def __call__(self, tree: Any) -> tuple[Any, Any]:
+        moving, still = eqx.partition(tree, self.moves)
+        at, unravel = ravel_pytree(moving)
+        return linear(lambda x: self.function(eqx.combine(unravel(x), still)), at)
