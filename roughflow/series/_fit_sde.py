@@ -5,15 +5,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import ArrayLike, PRNGKeyArray
 from scipy import optimize
 
 from .._checks import check_count, check_key
 from ..sde import AbstractSDE, noise_dimension
-from ._coordinates import AbstractCoordinates
+from ._coordinates import AbstractCoordinates, Unchanged
 from ._ends import Effort
 from ._fitted import FittedSDE
 from ._likelihood import Likelihood
+from ._measured import AnyLikelihood, MeasuredLikelihood, check_noise, inner_states, measured
 from ._observed import Observed, transitions
 from ._parameters import Domain, Parameters
 from ._transition import choose_effort, coordinates_of, exact_log_probs
@@ -37,6 +38,7 @@ def fit_sde(
     effort: Effort | None = None,
     tolerance: float = 0.02,
     coordinates: AbstractCoordinates | None = None,
+    measurement_noise: ArrayLike | None = None,
 ) -> FittedSDE:
     """Fit the parameters of an SDE to a series by maximum likelihood, given its first value.
 
@@ -57,6 +59,10 @@ def fit_sde(
     - `exact`: whether to take exact transitions where the SDE knows them.
     - `effort`: functions, paths and steps of each transition; chosen, and raised until the log-likelihood at
       the maximum is known to `tolerance` nats, if None.
+    - `measurement_noise`: if values are states with normal errors, their standard deviation, a number or one
+      of each column. It is where the search starts: they are parameters too, called `measurement_noise`.
+      The states are integrated out, the first of them with a flat prior. Values may then lie outside the
+      state space.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -71,29 +77,41 @@ def fit_sde(
     print(result.summary())
     ```
     """
-    series, sde = _panel(times, values, coordinates_of(sde, coordinates)), as_floats(sde)
-    steps = transitions(series)
+    space = coordinates_of(sde, coordinates)
+    series, sde = _panel(times, values, space if measurement_noise is None else Unchanged()), as_floats(sde)
+    noise, states = None, series
+    if measurement_noise is not None:
+        noise = check_noise(measurement_noise, series[0].values.shape[1])
+        states = inner_states(series, noise, space)
+    steps = transitions(states)
     noise_dimension(sde, steps.start.shape[-1])
     own = sde.domains if isinstance(sde, AbstractNamedSDE) else {}
     parameters = Parameters.of(sde, {**own, **(domains or {})})
     if not parameters.names:
         raise ValueError(f"{type(sde).__name__} has no floats among its fields: there is nothing to fit")
     known = exact and exact_log_probs(sde, steps) is not None
-    chosen = None if known else effort or choose_effort(sde, coordinates_of(sde, coordinates), steps)
+    chosen = None if known and noise is None else effort or choose_effort(sde, space, steps)
     key_paths, key_starts = jax.random.split(check_key(key))
-    likelihood = Likelihood(parameters, steps, key_paths, chosen, coordinates)
-    start = parameters.to_free(parameters.values(sde))
+    likelihood: AnyLikelihood = Likelihood(parameters, steps, key_paths, chosen, coordinates)
+    if noise is not None:
+        likelihood = measured(likelihood, series, states, noise, exact=known)
+    parameters = likelihood.parameters
+    start = parameters.to_free(parameters.values(parameters.template))
     free = _best(likelihood, _starts(start, check_count("num_starts", num_starts), key_starts))
     free, information = _polished(likelihood, free)
-    refined = 0.0
-    for _ in range(0 if known else REFINED):
-        more = likelihood.effort.more() if likelihood.effort else None
-        refined = likelihood.with_effort(more).value(free) - likelihood.total(free)[0]
-        if abs(refined) < tolerance or effort is not None:
+    error = 0.0
+    for _ in range(REFINED):
+        more = likelihood.more()
+        if more is None:
             break
-        likelihood = likelihood.with_effort(more)
+        error = abs(more.value(free) - likelihood.total(free)[0])
+        if isinstance(likelihood, MeasuredLikelihood):
+            error = max(error, likelihood.error(free))
+        if error < tolerance or effort is not None:
+            break
+        likelihood = more
         free, information = _polished(likelihood, free)
-    return FittedSDE(likelihood, tuple(series), free, information, abs(refined), tolerance)
+    return FittedSDE(likelihood, tuple(series), free, information, error, tolerance)
 
 
 def _panel(times: Any, values: Any, coordinates: AbstractCoordinates) -> list[Observed]:
@@ -114,7 +132,7 @@ def _starts(first: np.ndarray, count: int, key: PRNGKeyArray) -> list[np.ndarray
     return [first, *(first + SPREAD * row for row in noise)]
 
 
-def _best(likelihood: Likelihood, starts: list[np.ndarray]) -> np.ndarray:
+def _best(likelihood: AnyLikelihood, starts: list[np.ndarray]) -> np.ndarray:
     """The best end of quasi-Newton searches from all starts that are within reach."""
 
     def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
@@ -136,7 +154,7 @@ def _best(likelihood: Likelihood, starts: list[np.ndarray]) -> np.ndarray:
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _polished(likelihood: Likelihood, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _polished(likelihood: AnyLikelihood, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Newton's method from near the maximum, and the information there."""
     value, slope = likelihood.total(free)
     information = likelihood.information(free)

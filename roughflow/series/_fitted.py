@@ -16,7 +16,8 @@ from ..faq import see
 from ._coordinates import AbstractCoordinates
 from ._diagnostics import Residuals, forecast, residuals
 from ._ends import Effort
-from ._likelihood import Likelihood
+from ._filter import PARTICLES, Filtered, filtered_residuals, particle_filter
+from ._measured import AnyLikelihood, MeasuredLikelihood, smoothed
 from ._observed import Observed
 from ._transition import choose_effort, coordinates_of
 
@@ -42,7 +43,7 @@ class FittedSDE:
     ```
     """
 
-    likelihood: Likelihood
+    likelihood: AnyLikelihood
     series: tuple[Observed, ...]
     free: np.ndarray
     free_information: np.ndarray
@@ -77,11 +78,11 @@ class FittedSDE:
 
     @property
     def num_transitions(self) -> int:
-        return len(self._scores[0])
+        return len(self.likelihood.steps.dt)
 
     @property
     def effort(self) -> Effort | None:
-        """The work that went into each transition; None if they are exact."""
+        """The work that went into each transition, and into states with errors; None if all is exact."""
         return self.likelihood.effort
 
     @property
@@ -100,7 +101,10 @@ class FittedSDE:
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
-        """Of the estimates, from the sandwich of the information and the scores."""
+        """Of the estimates, from the sandwich of the information and the scores; NaN with measurement noise,
+        where values have no scores of their own."""
+        if self._measured is not None:
+            return np.full_like(self.free_information, np.nan)
         scores, scale = self._scores[1], self._jacobian()
         inverse = self._inverse()
         return inverse @ (scores.T @ scores) @ inverse * np.outer(scale, scale)
@@ -162,7 +166,8 @@ class FittedSDE:
             return told + see("not-converged")
         if self.likelihood_error > self.tolerance:
             known = f"the log-likelihood is known only to {self.likelihood_error:.2g} nats"
-            return f"{known}: raise effort, or tolerance{see('not-converged')}"
+            uneven = "" if self._measured is None else ", as draws of the states have uneven weights"
+            return f"{known}{uneven}: raise effort, or tolerance{see('not-converged')}"
         return None
 
     def _jacobian(self) -> np.ndarray:
@@ -179,20 +184,28 @@ class FittedSDE:
 
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
         """Uniform under the model, with tests that they are."""
+        if self._measured is not None:
+            return filtered_residuals(self._filtered(key, PARTICLES))
         return residuals(self.sde, self._coordinates, self.likelihood.steps, self._effort, check_key(key))
 
     def forecast(self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000) -> np.ndarray:
-        """Paths `(num_paths, T, d)` of the SDE from the last value, at `times` `(T,)` counted from it."""
+        """Paths `(num_paths, T, d)` of the SDE from the last value, at `times` `(T,)` counted from it; with
+        measurement noise from what is known of the last state."""
         ahead = np.atleast_1d(np.asarray(times, float))
         if not (np.diff(ahead, prepend=0.0) > 0).all():
             raise ValueError("times must be positive, counted from the last value, and increase")
-        last, when = self.series[-1].values[-1], self.series[-1].times[-1]
+        key, when = check_key(key), self.series[-1].times[-1]
+        last = jnp.asarray(self.series[-1].values[-1:], float)
+        if self._measured is not None:
+            key, key_filter = jax.random.split(key)
+            last = self._filtered(key_filter, max(num_paths, PARTICLES)).last
+        start = jnp.resize(last, (check_count("num_paths", num_paths), last.shape[1]))
         # In steps no longer than those of the series, for which the effort was chosen.
         longest = float(np.max(self.likelihood.steps.dt))
         parts = np.ceil(np.diff(ahead, prepend=0.0) / longest).astype(int)
         grid = np.interp(np.arange(parts.sum() + 1), np.cumsum([0, *parts]), np.concatenate([[0.0], ahead]))
-        model = (self.sde, self._coordinates, jnp.asarray(last, float), jnp.asarray(when + grid))
-        paths = forecast(*model, self._effort, check_key(key), check_count("num_paths", num_paths))
+        model = (self.sde, self._coordinates, start, jnp.asarray(when + grid))
+        paths = forecast(*model, self._effort, key)
         return np.asarray(paths)[:, np.cumsum(parts) - 1]
 
     def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
@@ -207,6 +220,24 @@ class FittedSDE:
         return statistic, float(stats.chi2.sf(max(statistic, 0.0), more))
 
     @property
+    def smoothed(self) -> tuple[np.ndarray, np.ndarray]:
+        """With measurement noise, the likeliest states `(n, d)` given all values, those of one series after
+        those of another; and their standard deviations."""
+        if self._measured is None:
+            raise ValueError("smoothed is for fits with measurement_noise: without it values are the states")
+        path, deviation = smoothed(self._measured, jnp.asarray(self.free, float))
+        return np.asarray(path), np.asarray(deviation)
+
+    @property
+    def _measured(self) -> MeasuredLikelihood | None:
+        return self.likelihood if isinstance(self.likelihood, MeasuredLikelihood) else None
+
+    def _filtered(self, key: PRNGKeyArray, count: int) -> Filtered:
+        assert self._measured is not None
+        joint = self._measured.joint(jnp.asarray(self.free, float))
+        return particle_filter(joint, check_key(key), count)
+
+    @property
     def _coordinates(self) -> AbstractCoordinates:
         return coordinates_of(self.sde, self.likelihood.coordinates)
 
@@ -216,28 +247,23 @@ class FittedSDE:
 
     def summary(self, level: float = 0.95) -> str:
         """A table of estimates, standard errors and intervals, and what describes the fit."""
-        errors, robust, intervals = self.standard_errors, self.robust_errors, self.confint(level)
+        errors, intervals = self.standard_errors, self.confint(level)
+        robust = None if self._measured is not None else self.robust_errors
         rows = [
             (
                 name,
                 f"{value:.6g}",
                 f"{errors[name]:.4g}",
-                f"{robust[name]:.4g}",
+                *([] if robust is None else [f"{robust[name]:.4g}"]),
                 f"{value / errors[name]:.2f}" if np.isfinite(errors[name]) else "nan",
                 f"[{intervals[name][0]:.5g}, {intervals[name][1]:.5g}]",
             )
             for name, value in self.params.items()
         ]
-        head = ("parameter", "estimate", "std. error", "robust", "z", f"{100 * level:g} % interval")
-        effort = self.likelihood.effort
-        how = (
-            "exact"
-            if effort is None
-            else (
-                f"{effort.num_functions} functions, {effort.num_paths} paths, {effort.num_steps} steps; "
-                f"± {self.likelihood_error:.2g} nats"
-            )
-        )
+        kinds = ("std. error",) if robust is None else ("std. error", "robust")
+        head = ("parameter", "estimate", *kinds, "z", f"{100 * level:g} % interval")
+        how = self.likelihood.described()
+        how += "" if self.effort is None else f"; ± {self.likelihood_error:.2g} nats"
         lines = [
             f"{type(self.sde).__name__} by maximum likelihood, {self.num_transitions:,} transitions",
             *table(head, rows),

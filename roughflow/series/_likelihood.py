@@ -68,8 +68,15 @@ class Likelihood(eqx.Module):
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))
 
-    def with_effort(self, effort: Effort | None) -> "Likelihood":
-        return Likelihood(self.parameters, self.steps, self.key, effort, self.coordinates)
+    def more(self) -> "Likelihood | None":
+        """With twice the effort; None if there is nothing to gain."""
+        return self.effort and Likelihood(
+            self.parameters, self.steps, self.key, self.effort.more(), self.coordinates
+        )
+
+    def described(self) -> str:
+        """The work that goes into it, in words."""
+        return "exact" if self.effort is None else self.effort.described()
 
 
 @functools.partial(jit, level=1)
