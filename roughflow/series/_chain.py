@@ -1,4 +1,4 @@
-"""Normal distributions of a chain of states, each tied to the next one alone: block-tridiagonal precisions."""
+"""Normal distributions of states each tied to the next one alone, with block-tridiagonal precisions."""
 
 import equinox as eqx
 import jax
@@ -46,7 +46,15 @@ class Chain(eqx.Module):
             solved = _backward(factor, own - tie.T @ later)
             return solved, solved
 
-        return jax.lax.scan(state, jnp.zeros_like(right[0]), (self.diagonal, self.below, right), reverse=True)[1]
+        return jax.lax.scan(
+            state, jnp.zeros_like(right[0]), (self.diagonal, self.below, right), reverse=True
+        )[1]
+
+    def memory(self) -> Array:
+        """How many states away correlations have fallen to 1 %, about: as in a stationary chain."""
+        ties = jnp.mean(jnp.sum(self.below**2, axis=2), axis=0)
+        own = jnp.mean(jnp.sum(self.diagonal**2, axis=2), axis=0)
+        return 2 * jnp.log(0.01) / jnp.log(jnp.clip(jnp.max(ties / own), 1e-4, 0.9999))
 
     def variances(self) -> Array:
         """The covariance matrix `(n, d, d)` of each state."""

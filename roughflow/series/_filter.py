@@ -40,11 +40,14 @@ def particle_filter(joint: Joint, key: PRNGKeyArray, count: int) -> Filtered:
         one = lambda z, key: draw(joint.sde, coordinates, Transition(z, z, time, dt), joint.effort, key, 1)[0]
         moved = jax.vmap(one)(particles, jax.random.split(key_move, count))
         # A flat prior: the first state is around the first value, if inside the state space.
-        fresh = value + joint.noise * jax.random.normal(key_start, particles.shape)
+        normal = jax.random.normal(key_start, particles.shape)
+        fresh = jax.vmap(lambda normal: value + joint.noise * normal)(normal)
         inside = coordinates.contains(fresh)
-        fresh = jax.vmap(coordinates.from_state)(jnp.where(inside[:, None], fresh, fresh[jnp.argmax(inside)]))
+        fresh = jax.vmap(coordinates.from_state)(
+            fresh[jnp.where(inside, jnp.arange(count), jnp.argmax(inside))]
+        )
         states = jax.vmap(coordinates.to_state)(moved)
-        log_g = jnp.sum(jax.scipy.stats.norm.logpdf(value, states, joint.noise), axis=1)
+        log_g = jax.vmap(lambda x: jnp.sum(jax.scipy.stats.norm.logpdf(value, x, joint.noise)))(states)
         log_w = jnp.where(first, jnp.where(inside, 0.0, -jnp.inf), log_g)
         uniform = jnp.mean(jax.scipy.stats.norm.cdf(value[0], states[:, 0], joint.noise[0]))
         log_prob = jax.nn.logsumexp(log_w) - jnp.log(count)

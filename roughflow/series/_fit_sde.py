@@ -14,7 +14,7 @@ from ._coordinates import AbstractCoordinates, Unchanged
 from ._ends import Effort
 from ._fitted import FittedSDE
 from ._likelihood import Likelihood
-from ._measured import AnyLikelihood, MeasuredLikelihood, check_noise, inner_states, measured
+from ._measured import AnyLikelihood, check_noise, inner_states, measured
 from ._observed import Observed, transitions
 from ._parameters import Domain, Parameters
 from ._transition import choose_effort, coordinates_of, exact_log_probs
@@ -24,6 +24,7 @@ SPREAD = 0.5  # of further starts, in the free parameters
 NEWTON = 5  # steps to polish with
 DECREMENT = 1e-6  # nats left to gain, at which polishing ends
 REFINED = 3  # times at most
+TOLERANCE = (0.02, 0.1)  # nats, without and with measurement noise
 
 
 def fit_sde(
@@ -36,7 +37,7 @@ def fit_sde(
     num_starts: int = 2,
     exact: bool = True,
     effort: Effort | None = None,
-    tolerance: float = 0.02,
+    tolerance: float | None = None,
     coordinates: AbstractCoordinates | None = None,
     measurement_noise: ArrayLike | None = None,
 ) -> FittedSDE:
@@ -58,7 +59,7 @@ def fit_sde(
     - `num_starts`: the first is the SDE as it is given, others are near it.
     - `exact`: whether to take exact transitions where the SDE knows them.
     - `effort`: functions, paths and steps of each transition; chosen, and raised until the log-likelihood at
-      the maximum is known to `tolerance` nats, if None.
+      the maximum is known to `tolerance` nats, if None: 0.02 of them, or 0.1 with measurement noise.
     - `measurement_noise`: if values are states with normal errors, their standard deviation, a number or one
       of each column. It is where the search starts: they are parameters too, called `measurement_noise`.
       The states are integrated out, the first of them with a flat prior. Values may then lie outside the
@@ -77,6 +78,7 @@ def fit_sde(
     print(result.summary())
     ```
     """
+    tolerance = tolerance or TOLERANCE[measurement_noise is not None]
     space = coordinates_of(sde, coordinates)
     series, sde = _panel(times, values, space if measurement_noise is None else Unchanged()), as_floats(sde)
     noise, states = None, series
@@ -99,18 +101,13 @@ def fit_sde(
     start = parameters.to_free(parameters.values(parameters.template))
     free = _best(likelihood, _starts(start, check_count("num_starts", num_starts), key_starts))
     free, information = _polished(likelihood, free)
-    error = 0.0
+    error = likelihood.error(free)
     for _ in range(REFINED):
-        more = likelihood.more()
-        if more is None:
-            break
-        error = abs(more.value(free) - likelihood.total(free)[0])
-        if isinstance(likelihood, MeasuredLikelihood):
-            error = max(error, likelihood.error(free))
         if error < tolerance or effort is not None:
             break
-        likelihood = more
+        likelihood = likelihood.more()
         free, information = _polished(likelihood, free)
+        error = likelihood.error(free)
     return FittedSDE(likelihood, tuple(series), free, information, error, tolerance)
 
 

@@ -68,11 +68,14 @@ class Likelihood(eqx.Module):
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))
 
-    def more(self) -> "Likelihood | None":
-        """With twice the effort; None if there is nothing to gain."""
-        return self.effort and Likelihood(
-            self.parameters, self.steps, self.key, self.effort.more(), self.coordinates
-        )
+    def error(self, free: np.ndarray) -> float:
+        """How far the log-likelihood moves with twice the effort."""
+        return 0.0 if self.effort is None else abs(self.more().value(free) - self.total(free)[0])
+
+    def more(self) -> "Likelihood":
+        """With twice the effort."""
+        effort = self.effort and self.effort.more()
+        return Likelihood(self.parameters, self.steps, self.key, effort, self.coordinates)
 
     def described(self) -> str:
         """The work that goes into it, in words."""

@@ -70,12 +70,17 @@ class MeasuredLikelihood(eqx.Module):
         """−vᵢᵀ ∂² log-likelihood vⱼ for the rows v of `moves`: all i = j, and the pairs that are not zero."""
         p = len(free)
         places = [(i, i) for i in range(p)] + list(zip(*np.nonzero(pairs), strict=True))
-        ends = [(moves[i], -moves[i]) if i == j else (moves[i] + moves[j], -moves[i] - moves[j]) for i, j in places]
+        ends = [
+            (moves[i], -moves[i]) if i == j else (moves[i] + moves[j], -moves[i] - moves[j])
+            for i, j in places
+        ]
         second = np.empty(len(places))
         # As many at a time as for a gradient, so that one program does for both.
         for k in range(0, len(places), p):
             some = [*ends[k : k + p], *ends[: max(0, k + p - len(ends))]]
-            values = self._around(free, np.array([pair[0] for pair in some] + [pair[1] for pair in some]))[0].sum(axis=1)
+            values = self._around(free, np.array([pair[0] for pair in some] + [pair[1] for pair in some]))[
+                0
+            ].sum(axis=1)
             curve = 2 * values[0] - values[1 : p + 1] - values[p + 1 :]
             second[k : k + p] = curve[: len(second[k : k + p])]
         matrix = np.diag(second[:p])
@@ -90,8 +95,10 @@ class MeasuredLikelihood(eqx.Module):
         return np.asarray(values), np.asarray(errors)
 
     def error(self, free: np.ndarray) -> float:
-        """The Monte Carlo error of the log-likelihood."""
-        return float(np.sqrt(np.sum(self.scores(free)[2] ** 2)))
+        """The Monte Carlo error of the log-likelihood, or how far twice the effort moves it if further."""
+        values, _, errors = self.scores(free)
+        moved = 0.0 if self.exact else abs(self.more().value(free) - values.sum())
+        return max(float(np.sqrt(np.sum(errors**2))), moved)
 
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))[0]
@@ -143,14 +150,21 @@ def check_noise(noise: ArrayLike, dimension: int) -> np.ndarray:
         )
     given = np.asarray(noise, float)
     if given.shape not in ((), (dimension,)):
-        raise ValueError(f"{NAME} must be a number, or one for each of {dimension} columns; got shape {given.shape}")
+        raise ValueError(
+            f"{NAME} must be a number, or one for each of {dimension} columns; got shape {given.shape}"
+        )
     if not (np.isfinite(given) & (given > 0)).all():
         raise ValueError(f"{NAME} must be positive, the standard deviation to start from; got {noise}")
     return given
 
 
 def measured(
-    plain: Likelihood, series: Sequence[Observed], states: Sequence[Observed], noise: np.ndarray, *, exact: bool
+    plain: Likelihood,
+    series: Sequence[Observed],
+    states: Sequence[Observed],
+    noise: np.ndarray,
+    *,
+    exact: bool,
 ) -> MeasuredLikelihood:
     """The likelihood of series with errors, from that of states near them."""
     assert plain.effort is not None
@@ -190,7 +204,9 @@ def _stacked(series: Sequence[Observed]) -> Values:
     )
 
 
-def inner_states(series: Sequence[Observed], noise: np.ndarray, coordinates: AbstractCoordinates) -> list[Observed]:
+def inner_states(
+    series: Sequence[Observed], noise: np.ndarray, coordinates: AbstractCoordinates
+) -> list[Observed]:
     """The series with values outside the state space, or so near its end that they may be, replaced by the
     nearest that are not: states to start from."""
     values = np.concatenate([one.values for one in series])
