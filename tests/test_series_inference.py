@@ -109,7 +109,7 @@ def test_scores_of_many_parameters_are_those_of_few(key):
     series = Observed.of(TIMES[:8], 10 * RATE[:8], rf.Unchanged())
     held = parameters.penalties({"network": 2.0})
     of_sde = SeriesLikelihood(series.transitions(), key, effort, None)
-    likelihood = Likelihood(parameters, of_sde, held)
+    likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=held)
     free = parameters.to_free(parameters.values(sde))
     assert free.size >= MANY
     slope = likelihood.total(free)[1]

@@ -114,7 +114,8 @@ def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedS
         )
     key = jax.random.key(arguments.seed)
     try:
-        return rf.fit_sde(first_guess(name, times, values), times, values, key=key, exact=arguments.exact)
+        options = {"exact": arguments.exact, "measurement_noise": arguments.measurement_noise}
+        return rf.fit_sde(first_guess(name, times, values), times, values, key=key, **options)
     except ValueError as error:
         return str(error)
 

@@ -52,6 +52,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="to multiply values by, 0.01 for percent",
     )
     parser.add_argument(
+        "--measurement-noise",
+        type=values.positive,
+        metavar="X",
+        help="values have normal errors; the standard deviation that its search starts from, once scaled",
+    )
+    parser.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=True,

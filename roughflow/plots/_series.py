@@ -155,7 +155,9 @@ def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] 
     if not isinstance(sde, rf.AbstractNamedSDE):
         return None
     coordinates, time = sde.coordinates, jnp.zeros(())
-    known = np.asarray(coordinates.from_state(jnp.asarray(values)[:, None]))[:, 0]
+    known = jnp.asarray(values)[:, None]
+    known = known[np.asarray(coordinates.contains(known))]  # with measurement noise some may be outside
+    known = np.asarray(coordinates.from_state(known))[:, 0]
     wide = REACH * np.ptp(known)
     grid = jnp.linspace(known.min() - wide, known.max() + wide, POINTS)[:, None]
     states = coordinates.to_state(grid)

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
 from scipy import stats
 
 from .._programs import jit
@@ -47,8 +47,11 @@ def residuals(
     if steps.start.shape[-1] != 1:
         raise ValueError(f"residuals are for series of one component, this one has {steps.start.shape[-1]}")
     below = np.asarray(_below(sde, coordinates, steps, effort, key), float)
-    # Half a draw up, so never 0 or 1.
-    uniform = (below + 0.5) / (DRAWS + 1)
+    return tested((below + 0.5) / (DRAWS + 1))  # half a draw up, so never 0 or 1
+
+
+def tested(uniform: np.ndarray) -> Residuals:
+    """Residuals with the tests of them."""
     normal = stats.norm.ppf(uniform)
     return Residuals(uniform, ljung_box(normal), float(stats.kstest(uniform, "uniform").pvalue))
 
@@ -66,18 +69,29 @@ def _below(sde, coordinates, steps: Transition, effort: Effort, key: PRNGKeyArra
     def one(arguments: tuple[Transition, PRNGKeyArray]) -> Array:
         step, key = arguments
         start, end = coordinates.from_state(step.start), coordinates.from_state(step.end)
-        drawn = _draw(sde, coordinates, Transition(start, end, step.time, step.dt), effort, key, DRAWS)
+        drawn = draw(sde, coordinates, Transition(start, end, step.time, step.dt), effort, key, DRAWS)
         return jnp.sum(drawn[:, 0] < end[0])
 
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(steps.dt)))
     return in_chunks(one, (steps, keys), len(steps.dt), CHUNK)
 
 
-def _draw(sde, coordinates, step: Transition, effort: Effort, key: PRNGKeyArray, count: int) -> Array:
+def draw(sde, coordinates, step: Transition, effort: Effort, key: PRNGKeyArray, count: int) -> Array:
     """Ends `(count, d)` of a transition, in coordinates."""
     size = effort.num_functions * noise_dimension(sde, step.start.shape[-1])
     omega = jax.random.normal(key, (count, size), step.start.dtype)
     return jax.vmap(Ends(sde, coordinates, step, effort, None))(omega)
+
+
+def refined(times: ArrayLike, longest: float) -> tuple[np.ndarray, np.ndarray]:
+    """A grid from 0 through all times ahead without a step that is longer, and their places behind its 0."""
+    ahead = np.atleast_1d(np.asarray(times, float))
+    gaps = np.diff(ahead, prepend=0.0)
+    if not (gaps > 0).all():
+        raise ValueError("times must be positive, counted from the last value, and increase")
+    ends = np.cumsum(np.ceil(gaps / longest).astype(int))
+    grid = np.interp(np.arange(ends[-1] + 1), np.append(0, ends), np.append(0.0, ahead))
+    return grid, ends - 1
 
 
 @functools.partial(jit, level=1)
@@ -88,17 +102,16 @@ def forecast(
     times: Array,
     effort: Effort,
     key: PRNGKeyArray,
-    num_paths: int,
 ) -> Array:
-    """Paths `(num_paths, T, d)` from a state at times[0] to the other times."""
+    """Paths `(K, T, d)` from states `(K, d)` at times[0] to the other times."""
 
-    def path(key: PRNGKeyArray) -> Array:
+    def path(start: Array, key: PRNGKeyArray) -> Array:
         def step(y: Array, now: tuple[Array, Array, PRNGKeyArray]) -> tuple[Array, Array]:
             time, dt, key = now
-            new = _draw(sde, coordinates, Transition(y, y, time, dt), effort, key, 1)[0]
+            new = draw(sde, coordinates, Transition(y, y, time, dt), effort, key, 1)[0]
             return new, coordinates.to_state(new)
 
         keys = jax.random.split(key, len(times) - 1)
         return jax.lax.scan(step, coordinates.from_state(start), (times[:-1], jnp.diff(times), keys))[1]
 
-    return jax.vmap(path)(jax.random.split(key, num_paths))
+    return jax.vmap(path)(start, jax.random.split(key, len(start)))

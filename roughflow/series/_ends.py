@@ -48,6 +48,9 @@ class Effort(eqx.Module):
         h = 1 / self.num_steps
         return h, (np.arange(self.num_steps)[:, None] * h + h * np.array([0, 0.5, 0.5, 1])).ravel()
 
+    def described(self) -> str:
+        return f"{self.num_functions} functions, {self.num_paths} paths, {self.num_steps} steps"
+
     def more(self) -> "Effort":
         """Twice of everything, to see what is left out."""
         return Effort(2 * self.num_functions, 2 * self.num_paths, 2 * self.num_steps)

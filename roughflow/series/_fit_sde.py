@@ -5,14 +5,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import ArrayLike, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from ..sde import AbstractSDE
-from ._coordinates import AbstractCoordinates
+from ._coordinates import AbstractCoordinates, Unchanged
 from ._ends import Effort
 from ._fitted import FittedSDE
-from ._likelihood import Likelihood
+from ._likelihood import AbstractLikelihood, Likelihood
+from ._measured import check_noise, inner_states, measured
 from ._observed import panel, transitions
 from ._parameters import Domain, Parameters
 from ._search import climb
@@ -24,6 +25,7 @@ SPREAD = 0.5  # of further starts, in the free parameters
 NEWTON = 5  # steps to polish with
 DECREMENT = 1e-6  # nats left to gain, at which polishing ends
 REFINED = 3  # times at most
+TOLERANCE = (0.02, 0.1)  # nats, without and with measurement noise
 
 
 def fit_sde(
@@ -37,8 +39,9 @@ def fit_sde(
     num_starts: int = 2,
     exact: bool = True,
     effort: Effort | None = None,
-    tolerance: float = 0.02,
+    tolerance: float | None = None,
     coordinates: AbstractCoordinates | None = None,
+    measurement_noise: ArrayLike | None = None,
 ) -> FittedSDE:
     """Fit the parameters of an SDE to a series by maximum likelihood, given its first value.
 
@@ -61,7 +64,11 @@ def fit_sde(
     - `num_starts`: the first is the SDE as it is given, others are near it.
     - `exact`: whether to take exact transitions where the SDE knows them.
     - `effort`: functions, paths and steps of each transition; chosen, and raised until the log-likelihood at
-      the maximum is known to `tolerance` nats, if None.
+      the maximum is known to `tolerance` nats, if None: 0.02 of them, or 0.1 with measurement noise.
+    - `measurement_noise`: if values are states with normal errors, their standard deviation, a number or one
+      of each column. It is where the search starts: they are parameters too, called `measurement_noise`.
+      The states are integrated out, the first of them with a flat prior. Values may then lie outside the
+      state space.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -76,27 +83,36 @@ def fit_sde(
     print(result.summary())
     ```
     """
-    series, sde = panel(times, values, coordinates_of(sde, coordinates)), as_floats(sde)
+    tolerance = tolerance or TOLERANCE[measurement_noise is not None]
+    space = coordinates_of(sde, coordinates)
+    series, sde = panel(times, values, space if measurement_noise is None else Unchanged()), as_floats(sde)
+    noise, states = None, series
+    if measurement_noise is not None:
+        noise = check_noise(measurement_noise, series[0].values.shape[1])
+        states = inner_states(series, noise, space)
     own = sde.domains if isinstance(sde, AbstractNamedSDE) else {}
     parameters = Parameters.of(sde, {**own, **(domains or {})})
     if not parameters.names:
         raise ValueError(f"{type(sde).__name__} has no floats among its fields: there is nothing to fit")
     key_paths, key_starts = jax.random.split(check_key(key))
     options = {"exact": exact, "effort": effort, "coordinates": coordinates}
-    of_sde = SeriesLikelihood.of(sde, transitions(series), key=key_paths, **options)
-    likelihood = Likelihood(parameters, of_sde, parameters.penalties(penalty or {}))
-    start = parameters.to_free(parameters.values(sde))
+    of_sde = SeriesLikelihood.of(sde, transitions(states), key=key_paths, **options)
+    held = parameters.penalties(penalty or {})
+    likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=held)  # pyright: ignore[reportCallIssue]
+    if noise is not None:
+        likelihood = measured(likelihood, series, states, noise, effort)
+    parameters = likelihood.parameters
+    start = parameters.to_free(parameters.values(parameters.template))
     free = _best(likelihood, _starts(start, check_count("num_starts", num_starts), key_starts))
     free, information = _polished(likelihood, free)
-    refined = 0.0
-    for _ in range(REFINED if likelihood.effort else 0):
-        more = likelihood.effort.more() if likelihood.effort else None
-        refined = likelihood.with_effort(more).value(free) - likelihood.total(free)[0]
-        if abs(refined) < tolerance or effort is not None:
+    error = likelihood.error(free)
+    for _ in range(REFINED):
+        if error < tolerance or effort is not None:
             break
-        likelihood = likelihood.with_effort(more)
+        likelihood = likelihood.more()
         free, information = _polished(likelihood, free)
-    return FittedSDE(likelihood, tuple(series), free, information, abs(refined), tolerance)
+        error = likelihood.error(free)
+    return FittedSDE(likelihood, tuple(series), free, information, error, tolerance)
 
 
 def as_floats(sde: AbstractSDE) -> AbstractSDE:
@@ -109,13 +125,13 @@ def _starts(first: np.ndarray, count: int, key: PRNGKeyArray) -> list[np.ndarray
     return [first, *(first + SPREAD * row for row in noise)]
 
 
-def _best(likelihood: Likelihood, starts: list[np.ndarray]) -> np.ndarray:
+def _best(likelihood: AbstractLikelihood, starts: list[np.ndarray]) -> np.ndarray:
     """The best end of quasi-Newton searches from all starts that are within reach."""
 
     found = []
     for start in starts:
         if np.isfinite(likelihood.total(start)[0]):
-            end = climb(likelihood.total, start, likelihood.score_information)
+            end = climb(likelihood.total, start, likelihood.quick_information)
             found.append((likelihood.total(end)[0], end))
     if not found:
         raise ValueError(
@@ -125,7 +141,7 @@ def _best(likelihood: Likelihood, starts: list[np.ndarray]) -> np.ndarray:
     return max(found, key=lambda pair: pair[0])[1]
 
 
-def _polished(likelihood: Likelihood, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Newton's method from near the maximum, and the information there."""
     value, slope = likelihood.total(free)
     information = likelihood.information(free)

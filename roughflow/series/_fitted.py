@@ -12,17 +12,18 @@ from jaxtyping import Array, ArrayLike, PRNGKeyArray
 from scipy import stats
 
 from .._checks import check_count, check_key
-from ..faq import see
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
-from ._diagnostics import Residuals, forecast, residuals
+from ._diagnostics import Residuals, forecast, refined, residuals
 from ._ends import Effort
-from ._likelihood import Likelihood
+from ._filter import PARTICLES, Filtered, filtered_residuals, particle_filter
+from ._likelihood import AbstractLikelihood, Likelihood
+from ._measured import MeasuredLikelihood, smoothed
 from ._observed import Observed
 from ._posterior import SeriesPosterior
 from ._search import check_level, profile_interval
 from ._series_likelihood import SeriesLikelihood
-from ._summary import summary
+from ._summary import summary, warning
 from ._transition import choose_effort, coordinates_of
 
 NEAR = 0.05  # of a standard error: a search that would move further has not converged
@@ -47,7 +48,7 @@ class FittedSDE:
     ```
     """
 
-    likelihood: Likelihood
+    likelihood: AbstractLikelihood
     series: tuple[Observed, ...]
     free: np.ndarray
     free_information: np.ndarray
@@ -70,7 +71,10 @@ class FittedSDE:
 
     @property
     def params(self) -> dict[str, float]:
-        return dict(zip(self.names, self.estimates.tolist(), strict=True))
+        return self._by_name(self.estimates)
+
+    def _by_name(self, numbers: np.ndarray) -> dict[str, float]:
+        return dict(zip(self.names, numbers.tolist(), strict=True))
 
     @cached_property
     def _scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -82,11 +86,11 @@ class FittedSDE:
 
     @property
     def num_transitions(self) -> int:
-        return len(self._scores[0])
+        return len(self.likelihood.steps.dt)
 
     @property
     def effort(self) -> Effort | None:
-        """The work that went into each transition; None if they are exact."""
+        """The work that went into each transition, and into states with errors; None if all is exact."""
         return self.likelihood.effort
 
     @property
@@ -114,7 +118,10 @@ class FittedSDE:
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
-        """Of the estimates, from the sandwich of the information and the scores."""
+        """Of the estimates, from the sandwich of the information and the scores; NaN with measurement noise,
+        where values have no scores of their own."""
+        if self._measured is not None:
+            return np.full_like(self.free_information, np.nan)
         scores, scale = self._scores[1], self._jacobian()
         inverse = self._inverse()
         return inverse @ (scores.T @ scores) @ inverse * np.outer(scale, scale)
@@ -127,11 +134,11 @@ class FittedSDE:
 
     @property
     def standard_errors(self) -> dict[str, float]:
-        return dict(zip(self.names, np.sqrt(np.diag(self.covariance)).tolist(), strict=True))
+        return self._by_name(np.sqrt(np.diag(self.covariance)))
 
     @property
     def robust_errors(self) -> dict[str, float]:
-        return dict(zip(self.names, np.sqrt(np.diag(self.robust_covariance)).tolist(), strict=True))
+        return self._by_name(np.sqrt(np.diag(self.robust_covariance)))
 
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
         """Intervals by name. They are made where the parameter has no bounds, so that a positive parameter's
@@ -201,25 +208,11 @@ class FittedSDE:
     @property
     def warning(self) -> str | None:
         """One line where the estimates should not be trusted, else None."""
-        if not self.identified:
-            return (
-                "the parameters are not identified: the information is singular at the estimates, so there are "
-                f"no standard errors; fix one, fit a simpler SDE, or give a penalty{see('not-identified')}"
-            )
-        if not self.converged:
-            told = f"the search did not converge: it would move by {self.distance:.2g} standard errors more"
-            return told + see("not-converged")
-        if self.likelihood_error > self.tolerance:
-            known = f"the log-likelihood is known only to {self.likelihood_error:.2g} nats"
-            return f"{known}: raise effort, or tolerance{see('not-converged')}"
-        return None
+        return warning(self)
 
     def _jacobian(self) -> np.ndarray:
         """The derivatives of the parameters in the free ones, each of its own."""
-        slope = lambda domain, value: float(jax.grad(domain.from_free)(float(value)))
-        return np.array(
-            [slope(*pair) for pair in zip(self.likelihood.parameters.domains, self.free, strict=True)]
-        )
+        return np.diag(jax.jacfwd(self.likelihood.parameters.from_free)(jnp.asarray(self.free, float)))
 
     def _inverse(self) -> np.ndarray:
         if not self.identified:
@@ -228,21 +221,24 @@ class FittedSDE:
 
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
         """Uniform under the model, with tests that they are."""
+        if self._measured is not None:
+            return filtered_residuals(self._filtered(key, PARTICLES))
         return residuals(self.sde, self._coordinates, self.likelihood.steps, self._effort, check_key(key))
 
     def forecast(self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000) -> np.ndarray:
-        """Paths `(num_paths, T, d)` of the SDE from the last value, at `times` `(T,)` counted from it."""
-        ahead = np.atleast_1d(np.asarray(times, float))
-        if not (np.diff(ahead, prepend=0.0) > 0).all():
-            raise ValueError("times must be positive, counted from the last value, and increase")
-        last, when = self.series[-1].values[-1], self.series[-1].times[-1]
+        """Paths `(num_paths, T, d)` of the SDE from the last value, at `times` `(T,)` counted from it; with
+        measurement noise from what is known of the last state."""
         # In steps no longer than those of the series, for which the effort was chosen.
-        longest = float(np.max(self.likelihood.steps.dt))
-        parts = np.ceil(np.diff(ahead, prepend=0.0) / longest).astype(int)
-        grid = np.interp(np.arange(parts.sum() + 1), np.cumsum([0, *parts]), np.concatenate([[0.0], ahead]))
-        model = (self.sde, self._coordinates, jnp.asarray(last, float), jnp.asarray(when + grid))
-        paths = forecast(*model, self._effort, check_key(key), check_count("num_paths", num_paths))
-        return np.asarray(paths)[:, np.cumsum(parts) - 1]
+        grid, places = refined(times, float(np.max(self.likelihood.steps.dt)))
+        key, when = check_key(key), self.series[-1].times[-1]
+        last = jnp.asarray(self.series[-1].values[-1:], float)
+        if self._measured is not None:
+            key, key_filter = jax.random.split(key)
+            last = self._filtered(key_filter, max(num_paths, PARTICLES)).last
+        start = jnp.resize(last, (check_count("num_paths", num_paths), last.shape[1]))
+        model = (self.sde, self._coordinates, start, jnp.asarray(when + grid))
+        paths = forecast(*model, self._effort, key)
+        return np.asarray(paths)[:, places]
 
     def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
         """Twice the difference to the log-likelihood of a nested model, fitted to the same series, and its
@@ -259,6 +255,8 @@ class FittedSDE:
     def series_likelihood(self) -> SeriesLikelihood:
         """The log-likelihood of this series as a function of the SDE, as by `rf.series_likelihood`, with the
         effort of the fit."""
+        if not isinstance(self.likelihood, Likelihood):
+            raise ValueError("with measurement noise the likelihood is no function of the SDE alone")
         return self.likelihood.of_sde
 
     def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
@@ -267,13 +265,26 @@ class FittedSDE:
         if not self.identified:
             raise ValueError(f"there is no posterior to sample from: {self.warning}")
         place = (jnp.asarray(part, float) for part in (self.free, np.linalg.cholesky(self._inverse())))
-        about = (
-            self.likelihood.parameters,
-            self.likelihood.of_sde,
-            log_prior,
-            jnp.asarray(self.likelihood.penalty),
-        )
-        return SeriesPosterior(*about, *place)
+        about = (self.likelihood.parameters, self.series_likelihood, log_prior)
+        return SeriesPosterior(*about, jnp.asarray(self.likelihood.penalty), *place)
+
+    @property
+    def smoothed(self) -> tuple[np.ndarray, np.ndarray]:
+        """With measurement noise, the likeliest states `(n, d)` given all values, those of one series after
+        those of another; and their standard deviations."""
+        if self._measured is None:
+            raise ValueError("smoothed is for fits with measurement_noise: without it values are the states")
+        path, deviation = smoothed(self._measured, jnp.asarray(self.free, float))
+        return np.asarray(path), np.asarray(deviation)
+
+    @property
+    def _measured(self) -> MeasuredLikelihood | None:
+        return self.likelihood if isinstance(self.likelihood, MeasuredLikelihood) else None
+
+    def _filtered(self, key: PRNGKeyArray, count: int) -> Filtered:
+        assert self._measured is not None
+        joint = self._measured.joint(jnp.asarray(self.free, float))
+        return particle_filter(joint, check_key(key), count)
 
     @property
     def _coordinates(self) -> AbstractCoordinates:

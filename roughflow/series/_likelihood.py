@@ -1,8 +1,9 @@
 """The log-likelihood of a series as a function of parameters without bounds, with scores."""
 
+import abc
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -21,12 +22,66 @@ STEP = 1e-4  # of differences of gradients, for the information
 MANY = 16  # parameters, from which on scores go backwards, and the information is theirs
 
 
-class Likelihood(eqx.Module):
-    """The log-likelihood of a series for an SDE with free parameters θ, less penalties ½ Σ λⱼ θⱼ²."""
+class AbstractLikelihood(eqx.Module):
+    """A log-likelihood of free parameters θ, less penalties ½ Σ λⱼ θⱼ²."""
+
+    parameters: eqx.AbstractVar[Parameters]
+    penalty: eqx.AbstractVar[np.ndarray]  # (p,), most often zero
+    steps: eqx.AbstractVar[Transition]
+    effort: eqx.AbstractVar[Effort | None]
+    coordinates: eqx.AbstractVar[AbstractCoordinates | None]
+
+    @abc.abstractmethod
+    def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """log p `(N,)` of each part, its derivatives `(N, p)` in the free parameters, and its error."""
+
+    @abc.abstractmethod
+    def log_likelihood(self, free: np.ndarray) -> float:
+        """Without penalties."""
+
+    @abc.abstractmethod
+    def information(self, free: np.ndarray) -> np.ndarray:
+        """Minus the second derivatives of the penalised log-likelihood, `(p, p)`."""
+
+    @abc.abstractmethod
+    def quick_information(self, free: np.ndarray) -> np.ndarray:
+        """About the same, to begin a search with."""
+
+    @abc.abstractmethod
+    def error(self, free: np.ndarray) -> float:
+        """Of the log-likelihood, in nats."""
+
+    @abc.abstractmethod
+    def more(self) -> Self:
+        """With twice the effort."""
+
+    @abc.abstractmethod
+    def described(self) -> str:
+        """The work that goes into it, in words."""
+
+    @abc.abstractmethod
+    def sde(self, free: Array) -> Any:
+        """The SDE with these parameters."""
+
+    def value(self, free: np.ndarray) -> float:
+        """The penalised log-likelihood."""
+        return self.log_likelihood(free) - 0.5 * float(self.penalty @ free**2)
+
+    def total(self, free: np.ndarray) -> tuple[float, np.ndarray]:
+        """The penalised log-likelihood and its gradient; −inf where some part is out of reach."""
+        value, slopes, _ = self.scores(free)
+        if not np.isfinite(value).all() or not np.isfinite(slopes).all():
+            return -np.inf, np.zeros(len(free))
+        value = float(value.sum()) - 0.5 * float(self.penalty @ free**2)
+        return value, slopes.sum(axis=0) - self.penalty * free
+
+
+class Likelihood(AbstractLikelihood):
+    """That of a series of states: a product of transition densities."""
 
     parameters: Parameters
     of_sde: SeriesLikelihood
-    penalty: np.ndarray  # (p,), most often zero
+    penalty: np.ndarray
 
     @property
     def steps(self) -> Transition:
@@ -41,27 +96,17 @@ class Likelihood(eqx.Module):
         return self.of_sde.coordinates
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """log p `(N,)` of each transition, its derivatives `(N, p)` in the free parameters, and its error."""
+        """As of its class, for each transition."""
         value, slopes, error = _scores(self, jnp.asarray(free, float))
         return np.asarray(value), np.asarray(slopes), np.asarray(error)
 
-    def total(self, free: np.ndarray) -> tuple[float, np.ndarray]:
-        """The penalised log-likelihood and its gradient; −inf where some transition is out of reach."""
-        value, slopes, _ = self.scores(free)
-        if not np.isfinite(value).all() or not np.isfinite(slopes).all():
-            return -np.inf, np.zeros(len(free))
-        value = float(value.sum()) - 0.5 * float(self.penalty @ free**2)
-        return value, slopes.sum(axis=0) - self.penalty * free
-
-    def value(self, free: np.ndarray) -> float:
-        """The penalised log-likelihood alone."""
-        return float(_value(self, jnp.asarray(free, float))) - 0.5 * float(self.penalty @ free**2)
+    def log_likelihood(self, free: np.ndarray) -> float:
+        return float(_value(self, jnp.asarray(free, float)))
 
     def information(self, free: np.ndarray) -> np.ndarray:
-        """Of the penalised log-likelihood, `(p, p)`: by central differences of its gradient or, if parameters
-        are many, from the outer product of the scores (Berndt, Hall, Hall & Hausman 1974)."""
+        """By central differences of the gradient or, if parameters are many, from the scores."""
         if len(free) >= MANY:
-            return self.score_information(free)
+            return self.quick_information(free)
         rows = []
         for i in range(len(free)):
             move = np.zeros(len(free))
@@ -70,15 +115,24 @@ class Likelihood(eqx.Module):
             rows.append((behind - ahead) / (2 * move[i]))
         return 0.5 * (np.array(rows) + np.array(rows).T)
 
-    def score_information(self, free: np.ndarray) -> np.ndarray:
+    def quick_information(self, free: np.ndarray) -> np.ndarray:
+        """The outer product of the scores (Berndt, Hall, Hall & Hausman 1974)."""
         slopes = self.scores(free)[1]
         return slopes.T @ slopes + np.diag(self.penalty)
 
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))
 
-    def with_effort(self, effort: Effort | None) -> "Likelihood":
+    def error(self, free: np.ndarray) -> float:
+        """How far the log-likelihood moves with twice the effort."""
+        return 0.0 if self.effort is None else abs(self.more().value(free) - self.total(free)[0])
+
+    def more(self) -> "Likelihood":
+        effort = self.effort and self.effort.more()
         return dataclasses.replace(self, of_sde=dataclasses.replace(self.of_sde, effort=effort))
+
+    def described(self) -> str:
+        return "exact" if self.effort is None else self.effort.described()
 
 
 @functools.partial(jit, level=1)

@@ -10,7 +10,7 @@ Total = Callable[[np.ndarray], tuple[float, np.ndarray]]
 ROUNDS, ITERATIONS = 6, 40
 NEAR = 0.02  # standard errors from the maximum, at which a search ends
 GRADIENT = 1e-3
-RIDGE, TINY = 1e-6, 1e-12  # added to an information in units of its diagonal, and the least of these
+RIDGE, TINY = 1e-6, 1e-12  # the least eigenvalue in units of the diagonal, and the least of these
 LOST = 1e-3  # nats, to which a profile follows the others' maximum
 FURTHER = 10.0  # Wald's distance, how far an interval is looked for
 
@@ -43,10 +43,10 @@ def climb(total: Total, start: np.ndarray, information: Callable[[np.ndarray], n
 
 
 def _inverse(information: np.ndarray) -> np.ndarray:
-    """Of a matrix that may be singular: then as if a little more were known."""
-    scale = np.sqrt(np.maximum(np.diag(information), TINY))
-    whole = information / np.outer(scale, scale) + RIDGE * np.eye(len(information))
-    inverse = np.linalg.inv(whole) / np.outer(scale, scale)
+    """A positive definite one, of a matrix that may be singular or worse."""
+    scale = np.sqrt(np.maximum(np.abs(np.diag(information)), TINY))
+    values, vectors = np.linalg.eigh(information / np.outer(scale, scale))
+    inverse = (vectors / np.maximum(np.abs(values), RIDGE)) @ vectors.T / np.outer(scale, scale)
     return 0.5 * (inverse + inverse.T)
 
 

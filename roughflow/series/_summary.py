@@ -1,10 +1,12 @@
-"""A fit as a table, like those of R and statsmodels."""
+"""A fit in words: a table, like those of R and statsmodels, and what not to trust."""
 
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .._show import table
+from ..faq import see
+from ._measured import MeasuredLikelihood
 
 if TYPE_CHECKING:
     from ._fitted import FittedSDE
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
 
 def summary(result: "FittedSDE", level: float) -> str:
     """A table of estimates, standard errors and intervals, and what describes the fit."""
-    head = ("parameter", "estimate", "std. error", "robust", "z", f"{100 * level:g} % interval")
+    kinds = ("std. error", "robust") if _has_robust(result) else ("std. error",)
+    head = ("parameter", "estimate", *kinds, "z", f"{100 * level:g} % interval")
     lines = [
         f"{type(result.sde).__name__} by maximum likelihood, {result.num_transitions:,} transitions",
         *table(head, _rows(result, level)),
@@ -32,7 +35,7 @@ def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
             name,
             f"{result.params[name]:.6g}",
             f"{errors[name]:.4g}",
-            f"{robust[name]:.4g}",
+            *([f"{robust[name]:.4g}"] if _has_robust(result) else []),
             f"{result.params[name] / errors[name]:.2f}" if np.isfinite(errors[name]) else "nan",
             f"[{intervals[name][0]:.5g}, {intervals[name][1]:.5g}]",
         )
@@ -48,10 +51,27 @@ def _penalised(result: "FittedSDE") -> list[str]:
     return [f"  and {held} parameters with a penalty, as good as {count:.1f} without"]
 
 
+def _has_robust(result: "FittedSDE") -> bool:
+    """Not so with measurement noise: values have no scores of their own."""
+    return not isinstance(result.likelihood, MeasuredLikelihood)
+
+
 def _how(result: "FittedSDE") -> str:
-    if (effort := result.effort) is None:
-        return "exact"
-    return (
-        f"{effort.num_functions} functions, {effort.num_paths} paths, {effort.num_steps} steps; "
-        f"± {result.likelihood_error:.2g} nats"
-    )
+    how = result.likelihood.described()
+    return how if result.effort is None else f"{how}; ± {result.likelihood_error:.2g} nats"
+
+
+def warning(result: "FittedSDE") -> str | None:
+    """One line where the estimates should not be trusted, else None."""
+    if not result.identified:
+        told = "the parameters are not identified: the information is singular at the estimates, so there "
+        told += "are no standard errors; fix one, fit a simpler SDE, or give a penalty"
+        return told + see("not-identified")
+    if not result.converged:
+        told = f"the search did not converge: it would move by {result.distance:.2g} standard errors more"
+        return told + see("not-converged")
+    if result.likelihood_error > result.tolerance:
+        known = f"the log-likelihood is known only to {result.likelihood_error:.2g} nats"
+        uneven = "" if _has_robust(result) else ", as draws of the states have uneven weights"
+        return f"{known}{uneven}: raise effort, or tolerance{see('not-converged')}"
+    return None

@@ -1,0 +1,265 @@
+"""States that were not observed, behind values that were: their density, its mode, and draws around it.
+
+Values are states with normal errors, Yᵢ = X(tᵢ) + εᵢ. With the states in coordinates, and a flat prior for
+the first of a series, the joint density is
+
+    log g(y₀ | x₀) + Σ log p(xᵢ₊₁ | xᵢ) + log g(yᵢ₊₁ | xᵢ₊₁),
+
+and the likelihood its integral over all the states: by importance sampling from the normal distribution with
+the mode and the second derivatives of the joint density, which is that of the states if the SDE is linear.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from ..sde import AbstractSDE, noise_dimension
+from ._bridges import bridges
+from ._chain import Chain
+from ._coordinates import AbstractCoordinates
+from ._ends import Effort, Transition
+from ._transition import in_chunks
+from .models import AbstractNamedSDE
+
+MOST = 100  # steps to the mode
+SLACK = 0.1  # nats that a step may lose: derivatives are those of weighted paths with their chart held
+NEAR = 1e-12  # nats left to gain, at which the mode is found
+DAMPING, FACTOR = 1e-2, 10.0  # the least that is not zero, and what it changes by
+CHUNK = 1024  # transitions of draws at a time
+
+
+class Values(eqx.Module):
+    """Observed values of all series, one after the other."""
+
+    values: Array  # (n, d)
+    first: Array  # (n,), whether a series begins there
+    series: Array  # (n,), which one it is
+    before: Array  # (N,), the place of the state that each transition starts from
+    times: Array  # (N,), of transitions
+    dt: Array  # (N,)
+    count: int = eqx.field(static=True)  # of series
+
+
+class Joint(eqx.Module):
+    """The joint density of states in coordinates and values."""
+
+    sde: AbstractSDE
+    noise: Array  # (d,), standard deviations of the errors
+    observed: Values
+    coordinates: AbstractCoordinates
+    effort: Effort
+    exact: bool = eqx.field(static=True)
+
+    def inside(self, z: Array) -> Array:
+        """Whether coordinates `(d,)` are those of a state."""
+        x = self.coordinates.to_state(z)
+        back = self.coordinates.from_state(jnp.where(self.coordinates.contains(x), x, jnp.nan))
+        return jnp.all(jnp.abs(back - z) < 1e-6 * (1 + jnp.abs(z)))
+
+    def error(self, z: Array, value: Array, first: Array) -> Array:
+        """log g of one value; with the flat prior in the state where a series begins."""
+        x = self.coordinates.to_state(z)
+        log_prob = jnp.sum(jax.scipy.stats.norm.logpdf(value, x, self.noise))
+        return log_prob - jnp.where(first, self.coordinates.log_volume(x), 0)
+
+    def likeliest(self, start: Array, end: Array, time: Array, dt: Array) -> Array:
+        """The log-density in coordinates of a transition: exact, or by its likeliest path alone."""
+        if self.exact:
+            return self._known(start, end, dt)
+        size = self.effort.num_functions * noise_dimension(self.sde, start.size)
+        step, zero = Transition(start, end, time, dt), jnp.zeros((1, size), start.dtype)
+        return bridges(self.sde, self.coordinates, step, zero, self.effort).log_weights[0]
+
+    def transition(self, start: Array, end: Array, time: Array, dt: Array, noise: Array) -> Array:
+        """The same, exact, or by an estimate that is right on average."""
+        if self.exact:
+            return self._known(start, end, dt)
+        drawn = bridges(self.sde, self.coordinates, Transition(start, end, time, dt), noise, self.effort)
+        weights = jnp.where(drawn.found, drawn.log_weights, -jnp.inf)
+        return jax.nn.logsumexp(weights) - jnp.log(len(noise))
+
+    def _known(self, start: Array, end: Array, dt: Array) -> Array:
+        assert isinstance(self.sde, AbstractNamedSDE)
+        x0, x1 = self.coordinates.to_state(start), self.coordinates.to_state(end)
+        value = self.sde.exact_log_prob(x0, x1, dt)
+        assert value is not None
+        return value - self.coordinates.log_volume(x1)
+
+
+class Expansion(eqx.Module):
+    """The joint density around a path of states, to the second order."""
+
+    path: Array  # (n, d)
+    value: Array
+    own: Array  # (n, d), gradients of the terms of values
+    ties: Array  # (N, 2d), gradients of transitions, at both ends
+    slope: Array  # (n, d), the sum of them
+    diagonal: Array  # (n, d, d), of the negative second derivatives
+    below: Array  # (n, d, d)
+
+    @staticmethod
+    def at(joint: Joint, path: Array) -> "Expansion":
+        d, observed = path.shape[1], joint.observed
+        of_value = lambda z, value, first: _second(lambda z: joint.error(z, value, first), z)
+        value, own, bend = jax.vmap(of_value)(path, observed.values, observed.first)
+
+        def of_transition(item: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            both, time, dt = item
+            return _second(lambda both: joint.likeliest(both[:d], both[d:], time, dt), both)
+
+        i = observed.before
+        both = jnp.concatenate([path[i], path[i + 1]], axis=1)
+        step, ties, bends = in_chunks(of_transition, (both, observed.times, observed.dt), len(i), CHUNK)
+        slope = own.at[i].add(ties[:, :d]).at[i + 1].add(ties[:, d:])
+        bend = bend.at[i].add(bends[:, :d, :d]).at[i + 1].add(bends[:, d:, d:])
+        below = jnp.zeros_like(bend).at[i].set(-bends[:, d:, :d])
+        total = jnp.sum(value) + jnp.sum(step)
+        total = jnp.where(jnp.all(jax.vmap(joint.inside)(path)), total, -jnp.inf)
+        return Expansion(path, total, own, ties, slope, -bend, below)
+
+    @staticmethod
+    def nowhere(path: Array, count: int) -> "Expansion":
+        """Less than any other, with `count` transitions."""
+        n, d = path.shape
+        zero, blank = jnp.zeros_like(path), jnp.zeros((n, d, d), path.dtype)
+        ties = jnp.zeros((count, 2 * d), path.dtype)
+        return Expansion(path, jnp.full((), -jnp.inf, path.dtype), zero, ties, zero, blank, blank)
+
+
+class Search(eqx.Module):
+    """Newton's method for the mode, damped where it goes astray (Levenberg 1944, Marquardt 1963)."""
+
+    best: Expansion
+    damping: Array
+    next: Array  # (n, d)
+    valid: Array  # whether there was a step to take
+    count: Array
+    found: Array
+
+    @staticmethod
+    def mode(joint: Joint, start: Array) -> "Search":
+        nowhere, zero = Expansion.nowhere(start, len(joint.observed.dt)), jnp.zeros((), start.dtype)
+        yes, no = jnp.ones((), bool), jnp.zeros((), bool)
+        search = Search(nowhere, zero, start, yes, jnp.zeros((), int), no)
+        going = lambda search: ~search.found & (search.count < MOST)
+        return jax.lax.while_loop(going, lambda search: search.step(joint), search)
+
+    def step(self, joint: Joint) -> "Search":
+        new = Expansion.at(joint, self.next)
+        finite = jnp.isfinite(new.value) & jnp.all(jnp.isfinite(new.slope))
+        better = finite & (new.value >= self.best.value - SLACK)
+        best = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, self.best)
+        less = jnp.where(self.damping > DAMPING, self.damping / FACTOR, 0)
+        more = jnp.maximum(FACTOR * self.damping, DAMPING)
+        damping = jnp.where(better & self.valid, less, more)
+        scale = jnp.abs(jnp.diagonal(best.diagonal, axis1=1, axis2=2))
+        added = jax.vmap(jnp.diag)(damping * scale)
+        chain = Chain.of(best.diagonal + added, best.below)
+        move = chain.backward(chain.forward(best.slope[..., None]))[..., 0]
+        gain = 0.5 * jnp.sum(best.slope * move)
+        valid = jnp.isfinite(gain)
+        path = jnp.where(valid, best.path + move, best.path)
+        found = better & valid & (damping == 0) & (gain < NEAR)
+        return Search(best, damping, path, valid, self.count + 1, found)
+
+
+def log_likelihood(joint: Joint, mode: Expansion, key: PRNGKeyArray) -> tuple[Array, Array]:
+    """The log-likelihood of each series, and its standard error, `(count,)` each.
+
+    log w of a draw is a sum over states, and what is odd in the draw, o = Σ oᵢ, adds ½ Var o to the logarithm
+    of the mean: most of its error, where w is uneven, is that of the sample variance of o. As oᵢ and oⱼ far
+    from each other are independent, the sum of the covariances of near ones alone has a much smaller error;
+    it is put in its place.
+    """
+    observed, (n, d) = joint.observed, mode.path.shape
+    chain = Chain.of(mode.diagonal, mode.below)
+    half = jax.random.normal(key, (n, d, num_draws(joint.effort) // 2), mode.path.dtype)
+    normal = jnp.concatenate([half, -half], axis=2)
+    moves = jnp.moveaxis(chain.backward(normal), 2, 1)  # (n, M, d)
+    paths = mode.path[:, None] + moves
+    drawn = chain.half_log_det()[:, None] + jnp.sum(jax.scipy.stats.norm.logpdf(normal), axis=1)
+    errors = jax.vmap(jax.vmap(joint.error, in_axes=(0, None, None)))(paths, observed.values, observed.first)
+    errors = jnp.where(jax.vmap(jax.vmap(joint.inside))(paths), errors, -jnp.inf)
+    steps = _transitions(joint, paths, key)
+    by_series = lambda parts: jnp.zeros((observed.count, parts.shape[1])).at[observed.series].add(parts)
+    local = errors.at[observed.before].add(steps)
+    weights = by_series(local - drawn)
+    weights = jnp.where(jnp.isnan(weights), -jnp.inf, weights)
+    # The odd part, without what is linear: that of all states is zero at the mode.
+    i = observed.before
+    linear = jnp.einsum("nmd,nd->nm", moves, mode.own)
+    linear = linear.at[i].add(jnp.einsum("nmd,nd->nm", moves[i], mode.ties[:, :d]))
+    linear = linear.at[i].add(jnp.einsum("nmd,nd->nm", moves[i + 1], mode.ties[:, d:]))
+    odd = 0.5 * jnp.subtract(*jnp.split(local - linear, 2, axis=1))
+    odd = jnp.where(jnp.isfinite(odd), odd, 0)
+    excess = 0.5 * (by_series(odd) ** 2 - by_series(odd * _near_sums(odd, chain.memory())))
+    return jax.vmap(_log_mean)(weights, excess)
+
+
+def _log_mean(weights: Array, excess: Array) -> tuple[Array, Array]:
+    """The logarithm of the mean of weights `(M,)`, the second half opposite to the first, less the mean of
+    `excess` `(M/2,)`; and its standard error."""
+    top = jnp.max(weights)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    pairs = jnp.mean(jnp.reshape(jnp.exp(weights - top), (2, -1)), axis=0)
+    mean = jnp.mean(pairs)
+    relative = pairs / mean
+    error = jnp.std(relative - excess, ddof=1) / jnp.sqrt(pairs.size)
+    # The logarithm of a mean is low on average.
+    low = 0.5 * jnp.var(relative, ddof=1) / pairs.size
+    return top + jnp.log(mean) + low - jnp.mean(excess), error
+
+
+def _near_sums(terms: Array, reach: Array) -> Array:
+    """For each of `terms` `(n, K)` the sum of those within `reach` states of it, smooth in the reach."""
+    n = len(terms)
+    sums = jnp.concatenate([jnp.zeros_like(terms[:1]), jnp.cumsum(terms, axis=0)])
+
+    def upto(place: Array) -> Array:
+        place = jnp.clip(place, 0, n)
+        low = jnp.minimum(jnp.floor(place).astype(int), n - 1)
+        part = (place - low)[:, None]
+        return (1 - part) * sums[low] + part * sums[low + 1]
+
+    return upto(jnp.arange(n) + 1 + reach) - upto(jnp.arange(n) - reach)
+
+
+def _transitions(joint: Joint, paths: Array, key: PRNGKeyArray) -> Array:
+    """Of all draws `(n, M, d)`, `(N, M)`."""
+    observed, (_, draws, d) = joint.observed, paths.shape
+    size = joint.effort.num_functions * noise_dimension(joint.sde, d)
+
+    def one(item: tuple[Array, Array, Array, Array, Array]) -> Array:
+        start, end, time, dt, i = item
+        half = jax.random.normal(jax.random.fold_in(key, i), (draws, num_inner(joint.effort) // 2, size))
+        noise = jnp.concatenate([half, -half], axis=1)
+        return jax.vmap(lambda a, b, v: joint.transition(a, b, time, dt, v))(start, end, noise)
+
+    i = observed.before
+    items = (paths[i], paths[i + 1], observed.times, observed.dt, i)
+    return in_chunks(one, items, len(i), max(CHUNK // draws, 1))
+
+
+def num_draws(effort: Effort) -> int:
+    """Of all the states."""
+    return 4 * effort.num_paths
+
+
+def num_inner(effort: Effort) -> int:
+    """Paths of each transition of a draw: few, as there are many draws."""
+    return 2 * max(effort.num_paths // 8, 1)
+
+
+def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array, Array]:
+    """A function's value, gradient and second derivatives, forwards."""
+
+    def first(at: Array) -> tuple[Array, tuple[Array, Array]]:
+        pushed = lambda direction: jax.jvp(function, (at,), (direction,))
+        value, slope = jax.vmap(pushed, out_axes=(None, 0))(jnp.eye(at.size, dtype=at.dtype))
+        return slope, (value, slope)
+
+    bend, (value, slope) = jax.jacfwd(first, has_aux=True)(at)
+    return value, slope, bend

@@ -1,0 +1,146 @@
+"""Series observed with errors, against Kalman's filter and a particle filter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import linalg
+
+import roughflow as rf
+from roughflow.series._filter import particle_filter
+from roughflow.series._latent import Joint, Search, log_likelihood
+from roughflow.series._measured import _stacked
+from roughflow.series._observed import Observed
+
+LINE = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)
+PLANE = rf.OrnsteinUhlenbeck([[1.0, 0.4], [-0.3, 0.7]], [0.1, -0.2], [[0.4, 0.0], [0.2, 0.3]])
+EFFORT = rf.Effort(2, 8, 3)
+CIR = rf.CoxIngersollRoss(0.8, 0.05, 0.12)
+
+
+def matrices(kappa, sigma, dt):
+    """e^{−κ dt}, and the covariance of a transition by Van Loan's way."""
+    d = len(kappa)
+    power = linalg.expm(np.block([[kappa, sigma @ sigma.T], [np.zeros((d, d)), -kappa.T]]) * dt)
+    return power[d:, d:].T, power[d:, d:].T @ power[:d, d:]
+
+
+def kalman(kappa, mu, sigma, noise, times, y):
+    """log p(y₁, … | y₀) with a flat prior for the first state."""
+    kappa, sigma = np.atleast_2d(kappa), np.atleast_2d(sigma)
+    mu, error = np.atleast_1d(mu), np.diag(np.broadcast_to(noise, len(kappa)) ** 2)
+    mean, variance, total = y[0], error, 0.0
+    for value, dt in zip(y[1:], np.diff(times), strict=True):
+        grow, covariance = matrices(kappa, sigma, dt)
+        mean, variance = mu + grow @ (mean - mu), grow @ variance @ grow.T + covariance
+        spread, gap = variance + error, value - mean
+        total -= 0.5 * (gap @ np.linalg.solve(spread, gap) + np.linalg.slogdet(2 * np.pi * spread)[1])
+        gain = variance @ np.linalg.inv(spread)
+        mean, variance = mean + gain @ gap, variance - gain @ variance
+    return total
+
+
+def observed(sde, noise, count=100, seed=0):
+    """Irregular times, and values of a linear SDE with errors."""
+    rng = np.random.default_rng(seed)
+    kappa, mu, sigma = (np.asarray(part) for part in sde._matrices())
+    times, x = np.cumsum(rng.uniform(0.02, 0.2, count)), [mu]
+    for dt in np.diff(times):
+        grow, covariance = matrices(kappa, sigma, dt)
+        x.append(mu + grow @ (x[-1] - mu) + np.linalg.cholesky(covariance) @ rng.normal(size=len(mu)))
+    return times, np.array(x) + noise * rng.normal(size=(count, len(mu)))
+
+
+def joint_of(sde, noise, series, *, exact, effort=EFFORT):
+    noise = jnp.broadcast_to(jnp.asarray(noise, float), series[0].values.shape[1:])
+    return Joint(sde, noise, _stacked(series), sde.coordinates, effort, exact)
+
+
+@jax.jit
+def laplace(joint, start, key):
+    return log_likelihood(joint, Search.mode(joint, start).best, key)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paths"])
+@pytest.mark.parametrize(
+    ("sde", "noise"), [(LINE, 0.05), (PLANE, np.array([0.05, 0.1]))], ids=["line", "plane"]
+)
+def test_linear_series_with_errors_need_no_luck(sde, noise, exact, key):
+    """A panel of two, so that one filter's result is added to another's."""
+    series = [observed(sde, noise, count, seed) for seed, count in enumerate((60, 40))]
+    parts = [Observed(*one) for one in series]
+    _, mu, _ = sde._matrices()
+    joint = joint_of(sde, noise, parts, exact=exact)
+    value, error = laplace(joint, jnp.asarray(np.concatenate([y for _, y in series])), key)
+    expected = [kalman(sde.kappa, mu, sde.sigma, noise, *one) for one in series]
+    np.testing.assert_allclose(value, expected, rtol=0, atol=1e-8 if exact else 5e-3)
+    np.testing.assert_allclose(error, 0, atol=1e-9)
+
+
+def test_a_fit_with_errors_is_that_of_kalmans_filter():
+    times, y = observed(LINE, 0.1)
+    start = rf.OrnsteinUhlenbeck(1.0, 0.3, 0.3)
+    result = rf.fit_sde(start, times, y, key=jax.random.key(0), measurement_noise=0.05, num_starts=1)
+    assert result.converged
+    assert result.names == ("kappa", "mu", "sigma", "measurement_noise")
+
+    def loss(free):
+        return -kalman(free[0], free[1], np.exp(free[2]), np.exp(free[3]), times, y)
+
+    np.testing.assert_allclose(result.log_likelihood, -loss(result.free), rtol=0, atol=1e-8)
+    h = 1e-3 * np.eye(4)
+    slope = [(loss(result.free + a) - loss(result.free - a)) / 2e-3 for a in h]
+    moved = lambda a, b: loss(result.free + a + b) - loss(result.free + a - b)
+    information = np.array([[(moved(a, b) + moved(-a, -b)) / 4e-6 for b in h] for a in h])
+    errors = np.sqrt(np.diag(np.linalg.inv(information)))
+    np.testing.assert_allclose(np.sqrt(np.diag(np.linalg.inv(result.free_information))), errors, rtol=1e-3)
+    assert np.all(np.abs(np.linalg.solve(information, slope)) < 1e-2 * errors)
+    # Values have no scores of their own.
+    assert np.isnan(list(result.robust_errors.values())).all()
+    assert "robust" not in result.summary()
+    assert "32 draws of the states" in result.summary()
+    assert result.warning is None
+    # What is known of the states is what Kalman's filter knows of the last.
+    states, deviations = result.smoothed
+    paths = result.forecast([1e-3], key=jax.random.key(1), num_paths=2000)
+    assert abs(paths.mean() - states[-1, 0]) < 5 * deviations[-1, 0] / 2000**0.5
+    np.testing.assert_allclose(paths.std(), deviations[-1, 0], rtol=0.15)
+    residuals = result.residuals(key=jax.random.key(2))
+    assert residuals.uniform.shape == (99,)
+    assert residuals.uniformity > 0.01
+
+
+def test_cir_with_errors_is_that_of_a_particle_filter(key):
+    """Some values are negative, which no state is."""
+    fine = rf.simulate(CIR, jnp.full(1, 0.03), key=jax.random.key(4), t1=6.0, steps=1200, trajectory=True)
+    y = np.asarray(fine[::20]) + 0.015 * np.random.default_rng(0).normal(size=(61, 1))
+    assert (y < 0).any()
+    joint = joint_of(CIR, 0.015, [Observed(np.arange(61) / 10, y)], exact=True, effort=rf.Effort(3, 64, 3))
+    (value,), (error,) = laplace(joint, CIR.coordinates.from_state(jnp.maximum(y, 0.015)), key)
+    runs = [particle_filter(joint, jax.random.fold_in(key, i), 4096).log_prob.sum() for i in range(3)]
+    print(value, error, np.mean(runs), np.std(runs))
+    assert error < 0.05
+    assert abs(value - np.mean(runs)) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("noise", "told"),
+    [
+        (0.0, "must be positive.*0.0"),
+        (-1.0, "must be positive.*-1"),
+        (np.nan, "must be positive"),
+        ([0.1, 0.1], r"one for each of 1 columns; got shape \(2,\)"),
+        (9.0, "no value lies inside the state space"),
+    ],
+)
+def test_noise_that_is_none_is_refused_in_one_line(noise, told):
+    values = 1 + 0.3 * np.sin(np.arange(30) ** 2)
+    with pytest.raises(ValueError, match=told) as error:
+        rf.fit_sde(CIR, np.arange(30), values, key=jax.random.key(0), measurement_noise=noise)
+    assert "\n" not in str(error.value)
+
+
+def test_single_precision_is_refused():
+    values = 1 + 0.3 * np.sin(np.arange(30) ** 2)
+    with jax.enable_x64(False), pytest.raises(ValueError, match="jax_enable_x64"):
+        rf.fit_sde(CIR, np.arange(30), values, key=jax.random.key(0), measurement_noise=0.1)
