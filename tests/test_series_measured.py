@@ -118,7 +118,6 @@ def test_cir_with_errors_is_that_of_a_particle_filter(key):
     joint = joint_of(CIR, 0.015, [Observed(np.arange(61) / 10, y)], exact=True, effort=rf.Effort(3, 64, 3))
     (value,), (error,) = laplace(joint, CIR.coordinates.from_state(jnp.maximum(y, 0.015)), key)
     runs = [particle_filter(joint, jax.random.fold_in(key, i), 4096).log_prob.sum() for i in range(3)]
-    print(value, error, np.mean(runs), np.std(runs))
     assert error < 0.05
     assert abs(value - np.mean(runs)) < 0.2
 
