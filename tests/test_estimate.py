@@ -54,10 +54,7 @@ def curved(rate):
 
 
 def check_gradient(value):
-    """The gradient of `value(rate, x)` in both arguments against central differences.
-
-    Bounds are differentiated, not estimates: what these add for the bias of a logarithm is a constant.
-    """
+    """The gradient of `value(rate, x)` in both arguments against central differences."""
     rate, x = jnp.array(0.5), jnp.array([[0.7], [-1.5]])
     d_rate, d_x = jax.grad(value, argnums=(0, 1))(rate, x)
     h, up = 1e-4, jnp.array([[1e-4], [0.0]])
@@ -66,6 +63,12 @@ def check_gradient(value):
 
 
 def test_pull_back_gradient(key):
+    """Of the estimate as it is returned, the allowance for the logarithm's bias included."""
+    estimator = rf.PullBack(8)
+    check_gradient(lambda rate, x: jnp.sum(curved(rate).log_prob(x, key=key, estimator=estimator)))
+
+
+def test_bound_gradient(key):
     """With a proposal that itself depends on x, and so has a part in the gradient."""
     bound = rf.LowerBound(rf.PullBack(8, SHAKEN))
     check_gradient(lambda rate, x: jnp.sum(bound(curved(rate), x, key=key)))

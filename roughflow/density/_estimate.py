@@ -25,14 +25,14 @@ def log_mean(log_weights: Array) -> Array:
 
 def relative_weights(log_weights: Array, group: int) -> Array:
     """Weights over their mean, those of a group averaged: independent, with mean 1; `(K / group, ...)`."""
-    value = jax.lax.stop_gradient(log_mean(log_weights))
-    relative = jnp.exp(jax.lax.stop_gradient(log_weights) - jnp.where(jnp.isfinite(value), value, 0)[None])
+    value = log_mean(log_weights)
+    relative = jnp.exp(log_weights - jnp.where(jnp.isfinite(value), value, 0)[None])
     return jnp.mean(jnp.reshape(relative, (-1, group, *relative.shape[1:])), axis=1)
 
 
 def effective_paths(log_weights: Array) -> Array:
     """(Σw)²/Σw² over the first axis; 0 where all weights are."""
-    relative = relative_weights(log_weights, 1)
+    relative = relative_weights(jax.lax.stop_gradient(log_weights), 1)
     some = jnp.any(jnp.isfinite(log_weights), axis=0)
     return jnp.where(some, log_weights.shape[0] / jnp.maximum(jnp.mean(relative**2, axis=0), 1), 0)
 
@@ -106,13 +106,13 @@ def from_log_weights(
     some = jnp.any(jnp.isfinite(log_weights), axis=0)
     lost = jnp.sum(jnp.isneginf(log_weights), axis=0)
     none = jnp.zeros_like(lost)
-    terms = relative_weights(log_weights, group)
-    error, tail = weights_error(terms), pareto_k(jax.lax.stop_gradient(log_weights))
+    held = jax.lax.stop_gradient(log_weights)  # error bars have no derivatives
+    error, tail = weights_error(relative_weights(held, group)), pareto_k(held)
     if tempered is not None:
         error = jnp.where(tempered, DOUBT * error, error)
         # Shares of the descendants of K particles are no larger than K times their mean: they have no tail.
         tail = jnp.where(tempered, jnp.nan, tail)
-    value = log_mean(log_weights) + log_bias(terms)
+    value = log_mean(log_weights) + log_bias(relative_weights(log_weights, group))
     return Estimate(
         log_prob=value,
         standard_error=jnp.where(some, error, jnp.inf),
