@@ -250,6 +250,8 @@ def test_bad_rows_are_named_by_their_lines(refused, tmp_path):
     assert "lines 4, 6, 7 cannot be used, the first because 'b' is 'nan'" in fit("nan.csv")
     (tmp_path / "text.csv").write_text('a,b\n1,2\n"two\nlines",3\n4,5\n')
     assert "line 3 cannot be used" in fit("text.csv")
+    (tmp_path / "dates.csv").write_text("day,a\n2024-01-31,2\n")
+    assert "'day' is '2024-01-31', a date (roughflow estimate fits SDEs to series)" in fit("dates.csv")
     (tmp_path / "many.csv").write_text("a\n1\n" + "one\n" * 20)
     assert "lines 3, 4, 5, 6, 7 and 15 more" in fit("many.csv")
     (tmp_path / "ragged.csv").write_text("a,b\n1,2\n3\n")

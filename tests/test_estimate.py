@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -27,7 +29,8 @@ from scipy import stats
 
 import roughflow as rf
 from roughflow.density._estimate import from_log_weights
-from roughflow.density.estimators._weights import EstimatorRun
+from roughflow.density.estimators import _importance
+from roughflow.density.estimators._weights import EstimatorRun, Weighed
 from roughflow.density.surface import Target
 
 # ---------------------------------------------------------------------------------- gradients
@@ -54,10 +57,7 @@ def curved(rate):
 
 
 def check_gradient(value):
-    """The gradient of `value(rate, x)` in both arguments against central differences.
-
-    Bounds are differentiated, not estimates: what these add for the bias of a logarithm is a constant.
-    """
+    """The gradient of `value(rate, x)` in both arguments against central differences."""
     rate, x = jnp.array(0.5), jnp.array([[0.7], [-1.5]])
     d_rate, d_x = jax.grad(value, argnums=(0, 1))(rate, x)
     h, up = 1e-4, jnp.array([[1e-4], [0.0]])
@@ -66,6 +66,12 @@ def check_gradient(value):
 
 
 def test_pull_back_gradient(key):
+    """Of the estimate as it is returned, the allowance for the logarithm's bias included."""
+    estimator = rf.PullBack(8)
+    check_gradient(lambda rate, x: jnp.sum(curved(rate).log_prob(x, key=key, estimator=estimator)))
+
+
+def test_bound_gradient(key):
     """With a proposal that itself depends on x, and so has a part in the gradient."""
     bound = rf.LowerBound(rf.PullBack(8, SHAKEN))
     check_gradient(lambda rate, x: jnp.sum(bound(curved(rate), x, key=key)))
@@ -326,6 +332,21 @@ def test_a_tolerance_is_met_by_more_paths_where_they_are_needed(one_by_one, key)
     at_once = ou().estimate(POINTS, key=key, estimator=rf.PullBack(int(estimate.num_paths[most])))
     np.testing.assert_allclose(estimate.log_prob[most], at_once.log_prob[most], rtol=1e-12)
     np.testing.assert_allclose(estimate.standard_error[most], at_once.standard_error[most], rtol=1e-10)
+
+
+def test_a_tolerance_is_met_by_the_errors_of_particles(monkeypatch):
+    """Which are larger than those of the same weights of single paths; these weights are made up."""
+    rng = np.random.default_rng(0)
+
+    def draw(points, _):
+        weights = jnp.asarray(rng.normal(size=(len(points), 64)))
+        return Weighed(weights, weights, jnp.ones(len(points), bool), None, None)
+
+    run: Any = SimpleNamespace(estimator=SimpleNamespace(num_paths=64), group=1, weighed=draw)
+    monkeypatch.setattr(_importance, "_gather", lambda have, *_: have)
+    for weights in _importance._until(run, draw(range(3), 0), 0.05, 2**16):
+        estimate = from_log_weights(jnp.asarray(weights)[:, None], 1, jnp.zeros(1, bool), jnp.ones(1, bool))
+        assert estimate.standard_error[0] <= 0.05
 
 
 def test_a_tolerance_that_is_met_at_once_changes_nothing(one_by_one, key):

@@ -68,6 +68,11 @@ def test_an_index_that_is_out_of_range():
         rf.StochasticFlow(rf.ItoSDE(DRIFT, lambda t, z: z[5] * jnp.ones((2, 3))), BASE)
 
 
+def test_a_drift_without_time():
+    with refused(ValueError, "drift fails", "it is called as drift(t, z)"):
+        rf.StochasticFlow(rf.ItoSDE(lambda z: -z, NOISE), BASE)
+
+
 def test_a_base_of_another_dimension_is_named():
     wrong = "base has dimension 3, but drift and diffusion have 2: "
     with refused(ValueError, wrong, "diffusion must return shape (3, m)", "got (2, 3)"):

@@ -52,6 +52,12 @@ def test_a_fit_has_both_stages(fitted):
     assert isinstance(fitted.model.flow.sde, rf.TransportSDE)
 
 
+def test_patience_does_not_end_a_short_run(key):
+    """Though at this rate every step is for the worse."""
+    settings = TINY | {"patience": 5, "learning_rate": 3.0, "likelihood_steps": 0}
+    assert rf.fit_density(ROWS, key=key, **settings).history.loss.size == 20
+
+
 @pytest.mark.slow
 def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     """It leaves the distribution nearly as it is, for a velocity that is nearly right."""

@@ -3,6 +3,7 @@
 import array
 import contextlib
 import csv
+import datetime
 import gzip
 import io
 import sys
@@ -158,11 +159,19 @@ def _numbers(
             continue
         if len(header) == 1 and 1 < len(line[0].split()) == len(header[0].split()):
             _refuse_separator(path, "spaces")
-        faults.add(
-            source.begun,
-            fault(header[bad], repr(line[bad].strip() or "empty"), as_number(line[bad])) + source.quote,
-        )
+        cell = line[bad].strip()
+        why = fault(header[bad], repr(cell or "empty"), as_number(cell)) + _series(cell)
+        faults.add(source.begun, why + source.quote)
     faults.refuse()
+
+
+def _series(cell: str) -> str:
+    """Where a date belongs."""
+    try:
+        datetime.datetime.fromisoformat(cell)
+    except ValueError:
+        return ""
+    return ", a date (roughflow estimate fits SDEs to series)"
 
 
 def _whole(

@@ -1,6 +1,7 @@
 """What weights of paths say about log p(x)."""
 
 from statistics import NormalDist
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +26,14 @@ def log_mean(log_weights: Array) -> Array:
 
 def relative_weights(log_weights: Array, group: int) -> Array:
     """Weights over their mean, those of a group averaged: independent, with mean 1; `(K / group, ...)`."""
-    value = jax.lax.stop_gradient(log_mean(log_weights))
-    relative = jnp.exp(jax.lax.stop_gradient(log_weights) - jnp.where(jnp.isfinite(value), value, 0)[None])
+    value = log_mean(log_weights)
+    relative = jnp.exp(log_weights - jnp.where(jnp.isfinite(value), value, 0)[None])
     return jnp.mean(jnp.reshape(relative, (-1, group, *relative.shape[1:])), axis=1)
 
 
 def effective_paths(log_weights: Array) -> Array:
     """(Σw)²/Σw² over the first axis; 0 where all weights are."""
-    relative = relative_weights(log_weights, 1)
+    relative = relative_weights(jax.lax.stop_gradient(log_weights), 1)
     some = jnp.any(jnp.isfinite(log_weights), axis=0)
     return jnp.where(some, log_weights.shape[0] / jnp.maximum(jnp.mean(relative**2, axis=0), 1), 0)
 
@@ -50,7 +51,7 @@ def standard_error(terms: Array) -> Array:
     return jnp.std(terms, axis=0, ddof=1) / terms.shape[0] ** 0.5
 
 
-def weights_error(weights: Array) -> Array:
+def weights_error(weights: Any, xp: Any = jnp) -> Any:
     """The standard error of the logarithm of a mean of K independent weights, mean 1, over the first axis.
 
     By the delta method it is that of the mean. But few weights with a long tail to the right, as products
@@ -58,25 +59,25 @@ def weights_error(weights: Array) -> Array:
     variance is that of the weights or that of the lognormal distribution with their upper quantiles,
     whichever is larger, unless there are many and the largest shows that there is no such tail. Half the
     square of the largest weight's share is added, for one like it that may be missing, and there is an
-    allowance for K, as Student's t has.
+    allowance for K, as Student's t has. `xp` is the module whose arrays they are.
     """
     count = weights.shape[0]
     if count == 1:
-        return jnp.full(weights.shape[1:], jnp.inf, weights.dtype)
-    ranked = jnp.sort(weights, axis=0)
+        return xp.full(weights.shape[1:], xp.inf, weights.dtype)
+    ranked = xp.sort(weights, axis=0)
     # Quantiles above the middle: up to three weights in ten are next to nothing, those of the prior's paths.
     upper, middle = (_quantile(ranked, level) for level in (0.9, 0.7))
     some = middle > 0
-    spread = jnp.where(some, jnp.log(jnp.where(some, upper / jnp.where(some, middle, 1), 1)) / 0.7572, 0)
+    spread = xp.where(some, xp.log(xp.where(some, upper / xp.where(some, middle, 1), 1)) / 0.7572, 0)
     if count >= 256:
         # So many would show it. Bounded weights, most of them small, have no such tail.
         beyond = NormalDist().inv_cdf(1 - 0.5 / count) - 1.2816
-        reach = jnp.log(jnp.where(some, ranked[-1] / jnp.where(some, upper, 1), 1)) / beyond
-        spread = jnp.minimum(spread, 1.3 * reach)
-    lognormal = jnp.expm1(jnp.minimum(spread**2, 4.0))
-    variance = jnp.maximum(jnp.var(weights, axis=0, ddof=1), lognormal) / count
-    variance = variance + 0.5 * jnp.where(variance > 0, (ranked[-1] - ranked[0]) / count, 0) ** 2
-    return jnp.sqrt(variance) * (1 + 1.2 / (count - 1))
+        reach = xp.log(xp.where(some, ranked[-1] / xp.where(some, upper, 1), 1)) / beyond
+        spread = xp.minimum(spread, 1.3 * reach)
+    lognormal = xp.expm1(xp.minimum(spread**2, 4.0))
+    variance = xp.maximum(xp.var(weights, axis=0, ddof=1), lognormal) / count
+    variance = variance + 0.5 * xp.where(variance > 0, (ranked[-1] - ranked[0]) / count, 0) ** 2
+    return xp.sqrt(variance) * (1 + 1.2 / (count - 1))
 
 
 def log_bias(weights: Array) -> Array:
@@ -87,7 +88,7 @@ def log_bias(weights: Array) -> Array:
     return 0.5 * jnp.var(weights, axis=0, ddof=1) / weights.shape[0]
 
 
-def _quantile(ranked: Array, level: float) -> Array:
+def _quantile(ranked: Any, level: float) -> Any:
     """Between the two nearest of values ranked along the first axis."""
     place = level * (ranked.shape[0] - 1)
     low = int(place)
@@ -106,13 +107,13 @@ def from_log_weights(
     some = jnp.any(jnp.isfinite(log_weights), axis=0)
     lost = jnp.sum(jnp.isneginf(log_weights), axis=0)
     none = jnp.zeros_like(lost)
-    terms = relative_weights(log_weights, group)
-    error, tail = weights_error(terms), pareto_k(jax.lax.stop_gradient(log_weights))
+    held = jax.lax.stop_gradient(log_weights)  # error bars have no derivatives
+    error, tail = weights_error(relative_weights(held, group)), pareto_k(held)
     if tempered is not None:
         error = jnp.where(tempered, DOUBT * error, error)
         # Shares of the descendants of K particles are no larger than K times their mean: they have no tail.
         tail = jnp.where(tempered, jnp.nan, tail)
-    value = log_mean(log_weights) + log_bias(terms)
+    value = log_mean(log_weights) + log_bias(relative_weights(log_weights, group))
     return Estimate(
         log_prob=value,
         standard_error=jnp.where(some, error, jnp.inf),

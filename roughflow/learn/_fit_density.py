@@ -87,8 +87,8 @@ def fit_density(
     - `width`, `depth`: of the network; the width is 128, or 256 from 20,000 rows on, unless told otherwise.
     - `columns`: names of all columns to keep with the model, those given last; if none, a DataFrame's own.
     - `validation`: what share of the rows to set aside, or such rows; with `given` a pair of both.
-    - `patience`: looks at them, one every twentieth of the regression and every tenth of the likelihood
-      stage, without a better one, after which a stage goes back to the best and ends (`rf.fit`).
+    - `patience`: looks at them, one every twentieth of the regression (but 25 steps) and every tenth of the
+      likelihood stage, without a better one, after which a stage goes back to the best and ends (`rf.fit`).
     - `steps`, `likelihood_steps`: of the stages; if None, up to 20,000 and 100, fewer with few rows and with
       many columns. None of likelihood with less than 30 rows per column, which it would learn by heart, nor
       for the wider network with four columns or more, where it gains little for its time. Without any that

@@ -25,6 +25,7 @@ LIKELIHOOD_ROWS = 1000  # rows to validate likelihood on, at most: each takes a 
 SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget of seconds
 TIMED = 40  # steps that say how many a budget of seconds allows
 LOOKS = {"regression": 20, "likelihood": 10}  # at them
+APART = {"regression": 25, "likelihood": 1}  # steps from one to the next, at least: patience counts looks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Stages:
         some = len(held_out) > 0
         return {
             "validation": held_out if some else 0.0,
-            "every": -(-steps // LOOKS[name]),
+            "every": max(APART[name], -(-steps // LOOKS[name])),
             "patience": self.patience if some else None,
             "progress": name if self.progress else False,
             "checkpoint": file,

@@ -163,6 +163,8 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
         value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
+        if isinstance(error, TypeError) and "positional argument" in reason:
+            reason += f"; it is called as {name}(t, z)"
         raise ValueError(f"{name} fails for z of shape {(dimension,)}: {reason}{see('shapes')}") from error
     if not isinstance(value, jax.ShapeDtypeStruct | lx.AbstractLinearOperator):
         raise ValueError(f"{name} must return one array, got {type(value).__name__}{see('shapes')}")

@@ -13,7 +13,7 @@ from ..._checks import check_positive, is_traced
 from ..._programs import jit
 from ...faq import see
 from ...flow import FEW_PATHS, Accuracy, Estimate, StochasticFlow
-from .._estimate import from_log_weights, log_mean
+from .._estimate import DOUBT, from_log_weights, log_mean, weights_error
 from ._chart import AbstractChart, AbstractImprovingChart
 from ._chunks import cut
 from ._weights import EstimatorRun, Weighed
@@ -21,7 +21,7 @@ from ._weights import EstimatorRun, Weighed
 GROWTH = 4  # how many times more paths a round may bring
 # A standard error from K paths is itself known to about 2/√K of its size where weights are skewed, and
 # rounds stop on low ones: what must be below the tolerance is two such errors up.
-DOUBT = 4
+MARGIN = 4
 
 
 class AbstractImportanceEstimator(AbstractChart):
@@ -92,10 +92,11 @@ def _until(run: EstimatorRun, weighed: Weighed, tolerance: float, max_paths: int
     """Rounds of more paths for the points whose standard error is above the tolerance."""
     size = run.estimator.num_paths
     have = list(np.asarray(weighed.log_weights))
+    doubt = np.where(weighed.poor, DOUBT, 1.0)
     while True:
         counts = np.array([len(weights) for weights in have])
         quality = np.array([_quality(weights, run.group) for weights in have])
-        bar = quality[:, 0] * (1 + DOUBT / counts**0.5)
+        bar = quality[:, 0] * doubt * (1 + MARGIN / counts**0.5)
         unmet = (bar > tolerance) | (quality[:, 1] < min(FEW_PATHS, 0.99 * size))
         open_points = np.flatnonzero(unmet & (counts + size <= max_paths))
         if not open_points.size:
@@ -113,7 +114,7 @@ def _until(run: EstimatorRun, weighed: Weighed, tolerance: float, max_paths: int
 
 
 def _quality(log_weights: np.ndarray, group: int) -> tuple[float, float]:
-    """Standard error of log p and effective paths, for a look between rounds."""
+    """Standard error of log p and effective paths, for a look between rounds: NumPy compiles nothing."""
     log_weights = log_weights.astype(float)  # for −1e300
     weights = np.exp(log_weights - max(log_weights.max(), -1e300))
     mean = weights.mean()
@@ -121,8 +122,7 @@ def _quality(log_weights: np.ndarray, group: int) -> tuple[float, float]:
         return np.inf, 0.0
     terms = (weights / mean).reshape(-1, group).mean(axis=1)
     effective = len(weights) / np.mean((weights / mean) ** 2)
-    variance = terms.var(ddof=1) / len(terms) + 0.5 * ((terms.max() - terms.min()) / len(terms)) ** 2
-    return float(variance**0.5), float(effective)
+    return float(weights_error(terms, np)), float(effective)
 
 
 def _gather(have: list[np.ndarray], weighed: Weighed, run: EstimatorRun, unmet: np.ndarray) -> Estimate:

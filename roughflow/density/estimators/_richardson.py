@@ -3,6 +3,7 @@
 import dataclasses
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
@@ -49,6 +50,7 @@ class Richardson(AbstractEstimator):
         change = log_mean(fine) - log_mean(coarse)
         terms = (1 + share) * relative_weights(fine, run.group)
         terms = terms - share * relative_weights(coarse, run.group)
+        terms = jax.lax.stop_gradient(terms)
         missed, searches = run.missed, self.estimator.searches
         estimate = from_log_weights(fine, run.group, missed, searched=searches)
         estimate = dataclasses.replace(
