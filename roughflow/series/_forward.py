@@ -1,7 +1,7 @@
 """Derivatives that go forwards, even where they are asked for backwards.
 
-A transition nests derivatives of its own. With four parameters the outer ones compile in half the time if they
-go forwards too, and run in a third: parameters are few, and all are pushed forwards at once.
+A transition nests derivatives of its own. With four parameters the outer ones compile in half the time if
+they go forwards too, and run in a third: parameters are few, and all are pushed forwards at once.
 """
 
 from collections.abc import Callable
