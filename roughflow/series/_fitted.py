@@ -21,13 +21,12 @@ from ._likelihood import AbstractLikelihood, Likelihood
 from ._measured import MeasuredLikelihood, smoothed
 from ._observed import Observed
 from ._posterior import SeriesPosterior
-from ._search import check_level, profile_interval
+from ._search import check_level, is_regular, profile_interval
 from ._series_likelihood import SeriesLikelihood
 from ._summary import summary, warning
 from ._transition import choose_effort, coordinates_of
 
 NEAR = 0.05  # of a standard error: a search that would move further has not converged
-SINGULAR = 1e-7  # least eigenvalue of the information, relative to the largest in units of its diagonal
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -183,12 +182,7 @@ class FittedSDE:
     @property
     def identified(self) -> bool:
         """Whether the information is positive definite; if not, the series cannot tell parameters apart."""
-        matrix = self.free_information
-        if not np.isfinite(matrix).all() or not (np.diag(matrix) > 0).all():
-            return False
-        scale = 1 / np.sqrt(np.diag(matrix))
-        values = np.linalg.eigvalsh(matrix * np.outer(scale, scale))
-        return bool(values[0] > SINGULAR * values[-1])
+        return is_regular(self.free_information)
 
     @property
     def distance(self) -> float:

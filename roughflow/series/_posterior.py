@@ -22,16 +22,16 @@ class SeriesPosterior(eqx.Module):
     `rf.overdamped_langevin` a sampler needs no warm-up.
 
     ```python
-    import jax, jax.numpy as jnp, numpy as np
+    import jax, numpy as np
     import roughflow as rf
 
-    x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
-    result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), np.arange(60) / 12, x, key=jax.random.key(0))
-    posterior = result.posterior(log_prior=lambda sde: -0.5 * jnp.log(sde.kappa / 10) ** 2)
+    times, x = np.arange(60) / 12, np.cumsum(np.sin(np.arange(60) ** 2))
+    result = rf.fit_sde(rf.BrownianMotion(0.0, 1.0), times, x, key=jax.random.key(0))
+    posterior = result.posterior(log_prior=lambda sde: -0.5 * sde.mu**2)
     sde = rf.overdamped_langevin(posterior, posterior.dimension, scale=posterior.scale)
     starts = posterior.starts(4, key=jax.random.key(1))
     chain = rf.sample_chain(rf.AdjustedSampler(sde, 0.8), starts, key=jax.random.key(2), num_steps=100)
-    posterior.constrain(chain.samples)["kappa"].mean()
+    posterior.constrain(chain.samples)["sigma"].mean()
     ```
     """
 

@@ -11,6 +11,7 @@ ROUNDS, ITERATIONS = 6, 40
 NEAR = 0.02  # standard errors from the maximum, at which a search ends
 GRADIENT = 1e-3
 RIDGE, TINY = 1e-6, 1e-12  # the least eigenvalue in units of the diagonal, and the least of these
+SINGULAR = 1e-7  # least eigenvalue, relative to the largest, of an information that is not singular
 LOST = 1e-3  # nats, to which a profile follows the others' maximum
 FURTHER = 10.0  # Wald's distance, how far an interval is looked for
 
@@ -19,6 +20,15 @@ def check_level(level: float) -> float:
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level}")
     return level
+
+
+def is_regular(information: np.ndarray) -> bool:
+    """Whether a matrix is positive definite, and by more than rounding."""
+    if not np.isfinite(information).all() or not (np.diag(information) > 0).all():
+        return False
+    scale = np.sqrt(np.diag(information))
+    values = np.linalg.eigvalsh(information / np.outer(scale, scale))
+    return bool(values[0] > SINGULAR * values[-1])
 
 
 def climb(total: Total, start: np.ndarray, information: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -119,9 +119,8 @@ def series_likelihood(
     """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()` for a sampler.
 
     It is a smooth function without randomness, for `jax.jit`, `jax.vmap` and `jax.grad`: effort and random
-    numbers are the same in every call. Derivatives are made in forward mode even under `jax.grad`, in a
-    fraction of the time that reverse mode would take to compile. Where a transition is out of reach it is
-    −inf, with derivatives of zero.
+    numbers are the same in every call. Derivatives are made in forward mode even under `jax.grad`, which is
+    quicker for few parameters. Where a transition is out of reach it is −inf, with derivatives of zero.
 
     **Arguments:** `sde`, one of the kind that it will be called with, near where it matters: it says whether
     transitions are known exactly, and if not what effort does; the others as in `rf.fit_sde`. The
