@@ -1,4 +1,4 @@
-"""Fits of three simulated series for `benchmarks.series`, beside exact ones or the truth."""
+"""Fits of four simulated series for `benchmarks.series`, beside exact ones or the truth."""
 
 from collections.abc import Iterator, Mapping
 
@@ -21,6 +21,8 @@ def fits() -> Iterator[str]:
     yield from heston()
     yield ""
     yield from irregular()
+    yield ""
+    yield from with_errors()
 
 
 def plane() -> Iterator[str]:
@@ -77,6 +79,35 @@ def irregular() -> Iterator[str]:
     apart = float(np.max(np.abs(changes[False] - changes[True]) / bars))
     claim = f"estimates change as exact ones do, to {ALIKE:g} standard errors"
     yield verdict(apart <= ALIKE, claim, f"{apart:.2g}")
+
+
+def with_errors() -> Iterator[str]:
+    """An Ornstein–Uhlenbeck process with errors of measurement, beside Kalman's filter."""
+    true, noise = rf.OrnsteinUhlenbeck(2.0, 0.5, 0.3), 0.02
+    times = np.arange(501) / 12
+    y = linear_series(true, times, seed=1)[:, 0] + noise * np.random.default_rng(2).standard_normal(501)
+    options = {"measurement_noise": 0.05, "key": jax.random.key(0), "num_starts": 1}
+    ours = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.3, 0.5), times, y, exact=False, **options)
+    yield "OU with errors of measurement, 500 transitions, dt = 1/12"
+    yield beside(dict(kappa=2.0, mu=0.5, sigma=0.3, measurement_noise=noise), ours)
+    known = kalman(*(ours.params[name] for name in ours.names), times[1], y)
+    shown = f"{ours.log_likelihood:.5f} and {known:.5f}"
+    good = abs(ours.log_likelihood - known) <= SAME
+    yield verdict(good, f"log-likelihood within {SAME:g} nats of Kalman's filter", shown)
+
+
+def kalman(kappa: float, mu: float, sigma: float, noise: float, dt: float, y: np.ndarray) -> float:
+    """The log-likelihood of a series with errors, given its first value and nothing else of its state."""
+    decay, total = np.exp(-kappa * dt), 0.0
+    mean, variance = y[0], noise**2
+    for value in y[1:]:
+        mean = mu + decay * (mean - mu)
+        variance = decay**2 * variance + sigma**2 * (1 - decay**2) / (2 * kappa)
+        spread = variance + noise**2
+        total -= 0.5 * ((value - mean) ** 2 / spread + np.log(2 * np.pi * spread))
+        gain = variance / spread
+        mean, variance = mean + gain * (value - mean), (1 - gain) * variance
+    return float(total)
 
 
 def fit(sde: rf.AbstractNamedSDE, times: np.ndarray, x: np.ndarray, *, exact: bool) -> rf.FittedSDE:

@@ -18,9 +18,7 @@ from benchmarks.estimate_speed import peak_memory
 from benchmarks.series_coverage import LENGTH, MONTH, START, cir_series
 from benchmarks.timing import timed, verdict
 from roughflow.series._likelihood import Likelihood
-from roughflow.series._observed import Observed
 from roughflow.series._parameters import Parameters
-from roughflow.series._transition import choose_effort
 
 MANY, ROUNDS = 5000, 5
 WARM, FIRST, MEMORY, FIT = 2.0, 10.0, 2048.0, 30.0  # seconds, seconds, MiB, seconds
@@ -55,10 +53,10 @@ def in_new_process(what: str) -> Mapping[str, float]:
 
 def likelihood_times() -> dict[str, float]:
     sde = rf.CoxIngersollRoss(*START.tolist())
-    observed = Observed.of(MONTH * np.arange(MANY + 1), cir_series(0, MANY + 1), sde.coordinates)
-    steps, parameters = observed.transitions(), Parameters.of(sde, sde.domains)
-    effort = choose_effort(sde, sde.coordinates, steps)
-    likelihood = Likelihood(parameters, steps, jax.random.key(0), effort, None)
+    times, x = MONTH * np.arange(MANY + 1), cir_series(0, MANY + 1)
+    parameters = Parameters.of(sde, sde.domains)
+    of_sde = rf.series_likelihood(sde, times, x, key=jax.random.key(0), exact=False)
+    likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=np.zeros(len(START)))
     call = lambda: likelihood.scores(np.log(START))
     first, warm = both("first", call), [both("warm", call) for _ in range(ROUNDS)]
     return first | {name: float(np.median([one[name] for one in warm])) for name in warm[0]}
