@@ -4,7 +4,8 @@ accuracy: transition log-densities of SDEs that know theirs, by the machinery fo
 Euler's, Milstein's, local linearisation and Pedersen's. speed: a likelihood with its scores of 5,000
 transitions, and a whole fit. coverage: whether intervals of 95 % cover, in 200 simulated series; what is done
 is kept in the temporary directory. fits: two components with correlated noise, Heston's model, a series with
-half of its values gone, and one with errors of measurement. The lines at the end of each say what was asked for and whether it holds.
+half of its values gone, and one with errors of measurement. The lines at the end of each say what was asked
+for and whether it holds.
 """
 
 import argparse
