@@ -275,3 +275,12 @@ def test_transitions_out_of_the_state_space_and_of_other_shapes_are_refused(key)
         )
     with pytest.raises(ValueError, match="must be even"):
         rf.Effort(2, 3, 2)
+
+
+def test_a_transition_too_long_for_its_paths_is_told(key):
+    """From one well to the other, or to where it was: by the Fokker–Planck equation −1.993 and 0.364."""
+    well = rf.ItoSDE(lambda t, z: z - z**3, lambda t, z: jnp.full((1, 1), 0.7))
+    x1, dt = np.array([[1.0], [-1.0]]), np.array([3.0, 0.25])
+    with pytest.warns(UserWarning, match="1 of 2 transitions have errors above 0.1: they are too long"):
+        value = rf.transition_log_prob(well, -np.ones(1), x1, dt, key=key, effort=rf.Effort(4, 16, 8))
+    assert abs(value[1] - 0.364) < 0.005

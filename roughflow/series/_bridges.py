@@ -42,7 +42,8 @@ class Bridges(eqx.Module):
     found: Array  # (K,)
 
     def log_mean(self) -> tuple[Array, Array]:
-        """The logarithm of the mean weight, and its standard error.
+        """The logarithm of the mean weight, and its standard error, with what paths that were not found may
+        have had.
 
         Half of the variance of the mean is added, by which its logarithm is low on average.
         """
@@ -52,7 +53,9 @@ class Bridges(eqx.Module):
         pairs = jnp.mean(jnp.reshape(jnp.exp(weights - top), (2, -1)), axis=0)
         mean = jnp.mean(pairs)
         variance = jnp.sum((pairs / mean - 1) ** 2) / (pairs.size * max(pairs.size - 1, 1))
-        return top + jnp.log(mean) + 0.5 * variance, jax.lax.stop_gradient(jnp.sqrt(variance))
+        error = jnp.sqrt(variance) - jnp.log(jnp.mean(self.found))
+        error = jnp.where(jnp.isnan(error), jnp.inf, error)
+        return top + jnp.log(mean) + 0.5 * variance, jax.lax.stop_gradient(error)
 
 
 class Chart(eqx.Module):

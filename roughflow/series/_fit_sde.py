@@ -136,7 +136,7 @@ def _best(likelihood: AbstractLikelihood, starts: list[np.ndarray]) -> np.ndarra
     if not found:
         raise ValueError(
             "the likelihood is zero at the SDE as it is given: start from parameters under which the series "
-            "is possible"
+            "is possible, or raise effort if its values are far apart in time"
         )
     return max(found, key=lambda pair: pair[0])[1]
 

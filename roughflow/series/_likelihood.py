@@ -17,6 +17,7 @@ from ._ends import Effort, Transition
 from ._forward import linear
 from ._parameters import Parameters
 from ._series_likelihood import SeriesLikelihood
+from ._transition import DOUBTFUL
 
 STEP = 1e-4  # of differences of gradients, for the information
 MANY = 16  # parameters, from which on scores go backwards, and the information is theirs
@@ -124,8 +125,12 @@ class Likelihood(AbstractLikelihood):
         return self.parameters.sde(self.parameters.from_free(free))
 
     def error(self, free: np.ndarray) -> float:
-        """How far the log-likelihood moves with twice the effort."""
-        return 0.0 if self.effort is None else abs(self.more().value(free) - self.total(free)[0])
+        """How far the log-likelihood moves with twice the effort, or the errors of suspect transitions."""
+        if self.effort is None:
+            return 0.0
+        values, _, errors = self.scores(free)
+        moved = abs(self.more().log_likelihood(free) - float(values.sum()))
+        return max(moved, float(errors[~(errors < DOUBTFUL)].sum()))
 
     def more(self) -> "Likelihood":
         effort = self.effort and self.effort.more()

@@ -1,6 +1,7 @@
 """Transition densities: log p(x₁ | x₀) of an SDE a span of time later, for many transitions at once."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from .._checks import check_finite, check_key, check_positive, is_traced
 from .._programs import jit
+from ..faq import see
 from ..sde import AbstractSDE, noise_dimension
 from ._bridges import bridges
 from ._coordinates import AbstractCoordinates, Unchanged
@@ -19,14 +21,18 @@ from ._ends import Effort, Transition, stiffness
 from .models import AbstractNamedSDE
 
 CHUNK = 2048  # transitions at a time
+DOUBTFUL = 0.1  # nats, the error of a transition that is suspect
 LOOK = 256  # of them to see how stiff an SDE is
 
 
 class TransitionEstimate(eqx.Module):
     """log p(x₁ | x₀) with its Monte Carlo error; every field but `effort` has the batch shape.
 
-    `log_prob`; `standard_error`, one standard deviation; `unfound`, how many of the paths to x₁ were not
-    found; `effort`, the functions, paths and steps of each, None if the density is known exactly.
+    `log_prob`, NaN where no path was found; `standard_error`, one standard deviation, and what paths that
+    were not found may have had; `unfound`, how many of the paths to x₁ were not; `effort`, functions, paths
+    and steps of each, None if the density is known exactly. `suspect` says where not to trust it: paths are
+    drawn around the likeliest one, so a span in which the SDE forgets its start, or may take another way, is
+    too long. `warning` says so in words.
 
     ```python
     import jax, jax.numpy as jnp
@@ -42,6 +48,20 @@ class TransitionEstimate(eqx.Module):
     standard_error: Array
     unfound: Array
     effort: Effort | None
+
+    @property
+    def suspect(self) -> Array:
+        """Where the error is above 0.1, or not known."""
+        return ~(self.standard_error < DOUBTFUL)
+
+    @property
+    def warning(self) -> str | None:
+        """One line where some transitions should not be trusted, else None."""
+        count = int(jnp.sum(self.suspect))
+        if not count:
+            return None
+        which = f"{count} of {self.suspect.size} transitions have errors above {DOUBTFUL:g}"
+        return f"{which}: they are too long for paths around the likeliest one{see('long-transitions')}"
 
 
 def transition_log_prob(
@@ -60,7 +80,8 @@ def transition_log_prob(
 
     Exact where the SDE knows its transitions and `exact` is True; else by weighted paths from x₀ to x₁. The
     same key gives the same random numbers whatever the parameters of the SDE, so that a likelihood is smooth
-    in them; it may be differentiated.
+    in them; it may be differentiated. Where a span is too long for that there is a warning, unless it is part
+    of another program: `rf.transition_estimate` has the errors.
 
     **Arguments:** `x0` and `x1` of shape `(..., d)`; `dt` and `t0` numbers, or arrays of the batch shape;
     `effort`, how much work goes into each transition, chosen from how fast the drift changes over dt if None;
@@ -76,7 +97,10 @@ def transition_log_prob(
     ```
     """
     options = {"t0": t0, "exact": exact, "effort": effort, "coordinates": coordinates}
-    return transition_estimate(sde, x0, x1, dt, key=key, **options).log_prob
+    estimate = transition_estimate(sde, x0, x1, dt, key=key, **options)
+    if not is_traced(estimate.log_prob) and estimate.warning is not None:
+        warnings.warn(estimate.warning, stacklevel=2)
+    return estimate.log_prob
 
 
 def transition_estimate(
