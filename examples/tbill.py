@@ -14,10 +14,11 @@ import roughflow as rf
 from roughflow import plots
 
 FIGURE = Path(__file__).parents[1] / "figures" / "tbill.png"
-MODELS = {  # and where to start
-    "Vasicek": (rf.OrnsteinUhlenbeck, (0.3, 0.05, 0.02)),
-    "Cox, Ingersoll and Ross": (rf.CoxIngersollRoss, (0.3, 0.05, 0.07)),
-    "CKLS": (rf.CKLS, (0.3, 0.05, 0.3, 1.0)),
+MODELS = {  # where to start, and in which coordinates
+    "Vasicek": (rf.OrnsteinUhlenbeck, (0.3, 0.05, 0.02), None),
+    "Cox, Ingersoll and Ross": (rf.CoxIngersollRoss, (0.3, 0.05, 0.07), None),
+    # Logarithms are its own, but rates of 0.1 % are far out in them.
+    "CKLS": (rf.CKLS, (0.3, 0.05, 0.3, 0.7), rf.Root()),
 }
 
 
@@ -35,8 +36,10 @@ def main():
     jax.config.update("jax_enable_x64", True)
     times, rates = series()
     key_fit, key_draw = jax.random.split(jax.random.key(0))
-    fit = lambda kind, start: rf.fit_sde(kind(*start), times, rates, key=key_fit)
-    fits = {name: fit(*model) for name, model in MODELS.items()}
+    fits = {
+        name: rf.fit_sde(kind(*start), times, rates, key=key_fit, coordinates=coordinates)
+        for name, (kind, start, coordinates) in MODELS.items()
+    }
     for name, result in fits.items():
         print(f"{name}, AIC {result.aic:.2f}\n{result.summary()}\n")
     best = min(fits.values(), key=lambda result: result.aic)

@@ -158,6 +158,35 @@ def test_approximations_of_a_path(key):
         plots.approximations(np.zeros((25, 2)), {}, times=times)
 
 
+# --------------------------------------------------------------------------------- series
+
+
+def test_bands_are_those_of_the_delta_method(key):
+    """Of κ(μ − x) by hand; of a noise of one size they are the interval of its parameter."""
+    x = np.convolve(np.sin(12.9898 * np.arange(80) ** 2), 0.8 ** np.arange(20), mode="valid")
+    result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), np.arange(len(x)) / 4, x, key=key)
+    states = np.array([0.8, 1.1])
+    drift, noise = plots.bands(result, states, level=0.9).axes
+    kappa, mu, _ = result.estimates
+    slope = np.stack([mu - states, np.full(2, kappa)], axis=1)
+    error = np.sqrt(np.sum(slope @ result.covariance[:2, :2] * slope, axis=1))
+    np.testing.assert_allclose(lines(drift)["estimate"].get_ydata(), kappa * (mu - states))
+    ends = [kappa * (mu - states) - 1.6449 * error, kappa * (mu - states) + 1.6449 * error]
+    np.testing.assert_allclose(band(drift, states), ends, rtol=1e-4)
+    np.testing.assert_allclose(band(noise, states).T, [result.confint(0.9)["sigma"]] * 2)
+    low, high = plots.bands(result).axes[0].get_xlim()
+    np.testing.assert_allclose([low, high], [x.min(), x.max()])
+    with pytest.raises(ValueError, match="level must lie"):
+        plots.bands(result, level=95)
+
+
+def band(ax, x):
+    """The lower and the upper end of what is filled, at each x."""
+    points = ax.collections[0].get_paths()[0].vertices
+    at = [points[np.isclose(points[:, 0], one), 1] for one in x]
+    return np.array([[ends.min(), ends.max()] for ends in at]).T
+
+
 # -------------------------------------------------------------------------- how it went
 
 

@@ -12,6 +12,7 @@ axes = plots.density(Moons().log_prob, extent=Moons.extent, colour_bar=True)
 ```
 """
 
+from ._bands import bands as bands
 from ._diagnostics import HEAVY_TAIL as HEAVY_TAIL, diagnostics as diagnostics
 from ._paths import (
     approximations as approximations,

@@ -1,4 +1,9 @@
-"""Stage 7, observed series: transition densities, maximum likelihood, standard errors, posteriors."""
+"""Stage 7, observed series: transition densities, maximum likelihood, standard errors, posteriors.
+
+From one transition (`_ends`, `_bridges`, `_transition`) to the likelihood of a series (`_series_likelihood`)
+or of one with errors (`_measured_likelihood`, on `_hidden_states`); its maximum (`_fit_sde`, `_search`), and
+what comes of that (`_fitted`, `_profile`, `_residuals`, `_forecast`, `_posterior`).
+"""
 
 from ._coordinates import (
     AbstractCoordinates as AbstractCoordinates,
@@ -8,12 +13,12 @@ from ._coordinates import (
     Root as Root,
     Unchanged as Unchanged,
 )
-from ._diagnostics import Residuals as Residuals
 from ._ends import Effort as Effort
 from ._fit_sde import fit_sde as fit_sde
 from ._fitted import FittedSDE as FittedSDE
 from ._parameters import Domain as Domain
 from ._posterior import SeriesPosterior as SeriesPosterior
+from ._residuals import Residuals as Residuals
 from ._series_likelihood import SeriesLikelihood as SeriesLikelihood, series_likelihood as series_likelihood
 from ._transition import (
     TransitionEstimate as TransitionEstimate,

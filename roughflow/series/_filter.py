@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
-from ._diagnostics import Residuals, draw, tested
 from ._ends import Transition
-from ._latent import Joint
+from ._forecast import draw
+from ._hidden_states import Joint
+from ._residuals import Residuals, tested
 
 PARTICLES = 2048
 

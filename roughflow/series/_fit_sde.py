@@ -13,7 +13,7 @@ from ._coordinates import AbstractCoordinates, Unchanged
 from ._ends import Effort
 from ._fitted import FittedSDE
 from ._likelihood import AbstractLikelihood, Likelihood
-from ._measured import check_noise, inner_states, measured
+from ._measured_likelihood import check_noise, inner_states, measured
 from ._observed import panel, transitions
 from ._parameters import Domain, Parameters
 from ._search import climb

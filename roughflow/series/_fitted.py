@@ -14,14 +14,16 @@ from scipy import stats
 from .._checks import check_count, check_key
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
-from ._diagnostics import Residuals, forecast, refined, residuals
 from ._ends import Effort
 from ._filter import PARTICLES, Filtered, filtered_residuals, particle_filter
+from ._forecast import forecast, refined
 from ._likelihood import AbstractLikelihood, Likelihood
-from ._measured import MeasuredLikelihood, smoothed
+from ._measured_likelihood import MeasuredLikelihood, smoothed
 from ._observed import Observed
 from ._posterior import SeriesPosterior
-from ._search import check_level, is_regular, profile_interval
+from ._profile import profile_interval
+from ._residuals import Residuals, residuals
+from ._search import check_level, is_regular
 from ._series_likelihood import SeriesLikelihood
 from ._summary import summary, warning
 from ._transition import choose_effort, coordinates_of

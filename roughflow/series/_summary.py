@@ -6,7 +6,7 @@ import numpy as np
 
 from .._show import table
 from ..faq import see
-from ._measured import MeasuredLikelihood
+from ._measured_likelihood import MeasuredLikelihood
 
 if TYPE_CHECKING:
     from ._fitted import FittedSDE

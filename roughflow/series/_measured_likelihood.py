@@ -15,7 +15,7 @@ from ..faq import see
 from ._chain import Chain
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
-from ._latent import Joint, Search, Values, log_likelihood, num_draws
+from ._hidden_states import Joint, Search, Values, log_likelihood, num_draws
 from ._likelihood import AbstractLikelihood, Likelihood
 from ._observed import Observed
 from ._parameters import POSITIVE, Parameters

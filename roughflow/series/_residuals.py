@@ -1,4 +1,4 @@
-"""What a fitted SDE says of the series it was fitted to, and of what comes after it."""
+"""Residuals of a series under the SDE fitted to it, and tests of them."""
 
 import functools
 
@@ -6,13 +6,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 from scipy import stats
 
 from .._programs import jit
-from ..sde import AbstractSDE, noise_dimension
+from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Ends, Transition
+from ._ends import Effort, Transition
+from ._forecast import draw
 from ._transition import in_chunks
 
 DRAWS = 1024  # of each transition, to see where in them the value that came lies
@@ -74,44 +75,3 @@ def _below(sde, coordinates, steps: Transition, effort: Effort, key: PRNGKeyArra
 
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(steps.dt)))
     return in_chunks(one, (steps, keys), len(steps.dt), CHUNK)
-
-
-def draw(sde, coordinates, step: Transition, effort: Effort, key: PRNGKeyArray, count: int) -> Array:
-    """Ends `(count, d)` of a transition, in coordinates."""
-    size = effort.num_functions * noise_dimension(sde, step.start.shape[-1])
-    omega = jax.random.normal(key, (count, size), step.start.dtype)
-    return jax.vmap(Ends(sde, coordinates, step, effort, None))(omega)
-
-
-def refined(times: ArrayLike, longest: float) -> tuple[np.ndarray, np.ndarray]:
-    """A grid from 0 through all times ahead without a step that is longer, and their places behind its 0."""
-    ahead = np.atleast_1d(np.asarray(times, float))
-    gaps = np.diff(ahead, prepend=0.0)
-    if not (gaps > 0).all():
-        raise ValueError("times must be positive, counted from the last value, and increase")
-    ends = np.cumsum(np.ceil(gaps / longest).astype(int))
-    grid = np.interp(np.arange(ends[-1] + 1), np.append(0, ends), np.append(0.0, ahead))
-    return grid, ends - 1
-
-
-@functools.partial(jit, level=1)
-def forecast(
-    sde: AbstractSDE,
-    coordinates: AbstractCoordinates,
-    start: Array,
-    times: Array,
-    effort: Effort,
-    key: PRNGKeyArray,
-) -> Array:
-    """Paths `(K, T, d)` from states `(K, d)` at times[0] to the other times."""
-
-    def path(start: Array, key: PRNGKeyArray) -> Array:
-        def step(y: Array, now: tuple[Array, Array, PRNGKeyArray]) -> tuple[Array, Array]:
-            time, dt, key = now
-            new = draw(sde, coordinates, Transition(y, y, time, dt), effort, key, 1)[0]
-            return new, coordinates.to_state(new)
-
-        keys = jax.random.split(key, len(times) - 1)
-        return jax.lax.scan(step, coordinates.from_state(start), (times[:-1], jnp.diff(times), keys))[1]
-
-    return jax.vmap(path)(start, jax.random.split(key, len(start)))
