@@ -278,6 +278,16 @@ def test_transitions_out_of_the_state_space_and_of_other_shapes_are_refused(key)
         rf.Effort(2, 3, 2)
 
 
+def test_a_great_change_is_reached_by_the_likeliest_path(key):
+    """A rate that falls to a tenth within a quarter: in its logarithm, as CKLS is solved, and in its root."""
+    sde, x0, x1 = rf.CKLS(0.02, 0.034, 0.0767, 0.547), np.array([0.0117]), np.array([0.0012])
+    values = [
+        rf.transition_log_prob(sde, x0, x1, 0.25, key=key, effort=rf.Effort(4, 8, 6), coordinates=way)
+        for way in (None, rf.Root())
+    ]
+    np.testing.assert_allclose(*values, atol=0.01)
+
+
 def test_a_transition_too_long_for_its_paths_is_told(key):
     """From one well to the other, or to where it was: by the Fokker–Planck equation −1.993 and 0.364."""
     well = rf.ItoSDE(lambda t, z: z - z**3, lambda t, z: jnp.full((1, 1), 0.7))

@@ -29,7 +29,8 @@ from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Ends, Transition, average
 from ._forward import linear
 
-CLIMB = 4  # steps to the likeliest path
+# Steps to the likeliest path, and how much of the way that is left each goes: at once some end elsewhere.
+CLIMB = (1 / 4, 1 / 3, 1 / 2, 1, 1, 1, 1)
 NEWTON = 4  # steps back to x₁, from a path close to the likeliest one
 LEAST = 0.1  # precision of the draws, 1 being that of all paths
 FOUND = 1e-5  # how near to x₁, in its standard deviations, a path has to end; times 1e4 in float32
@@ -95,12 +96,12 @@ def _held(tree: Any) -> Any:
 def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:
     """Around the likeliest path to the end, as wide as its second derivatives say."""
 
-    def climb(omega: Array, _) -> tuple[Array, Array]:
+    def climb(omega: Array, part: Array) -> tuple[Array, Array]:
         value, slope = linear(end_of, omega)
-        gap = end - value + slope @ omega
+        gap = part * (end - value) + slope @ omega
         return slope.T @ _solved(slope @ slope.T, gap), slope
 
-    centre, slopes = jax.lax.scan(climb, jnp.zeros(size, end.dtype), None, length=CLIMB)
+    centre, slopes = jax.lax.scan(climb, jnp.zeros(size, end.dtype), jnp.asarray(CLIMB, end.dtype))
     slope = slopes[-1]
     # On the surface h = end, −½|ω|² falls from its top as −½ vᵀ(I − λ·D²h)v, where centre = Jᵀλ.
     multiplier = _solved(slope @ slope.T, slope @ centre)

@@ -109,7 +109,10 @@ def fit_sde(
     for _ in range(REFINED):
         if error < tolerance or effort is not None:
             break
-        likelihood = likelihood.more()
+        further = likelihood.more()
+        if not np.isfinite(further.total(free)[0]):
+            break
+        likelihood = further
         free, information = _polished(likelihood, free)
         error = likelihood.error(free)
     return FittedSDE(likelihood, tuple(series), free, information, error, tolerance)

@@ -130,7 +130,8 @@ class Likelihood(AbstractLikelihood):
             return 0.0
         values, _, errors = self.scores(free)
         moved = abs(self.more().log_likelihood(free) - float(values.sum()))
-        return max(moved, float(errors[~(errors < DOUBTFUL)].sum()))
+        doubtful = float(errors[~(errors < DOUBTFUL)].sum())
+        return max(moved, doubtful) if np.isfinite(moved) else np.inf
 
     def more(self) -> "Likelihood":
         effort = self.effort and self.effort.more()
