@@ -28,7 +28,8 @@ NO_EXAMPLE |= {
 # One process for all examples: what one compiles, the next finds compiled. It is a fresh one, so that they
 # run with JAX's own defaults and not with the tests' float64.
 RUNNER = """
-import json, sys, traceback
+import gc, json, sys, traceback
+gc.set_threshold(100_000, 20, 50)
 failures = {}
 for name, code in json.load(sys.stdin).items():
     try:
