@@ -28,7 +28,8 @@ NO_EXAMPLE |= {
 # One process for all examples: what one compiles, the next finds compiled. It is a fresh one, so that they
 # run with JAX's own defaults and not with the tests' float64.
 RUNNER = """
-import json, sys, traceback
+import gc, json, sys, traceback
+gc.set_threshold(100_000, 20, 50)
 failures = {}
 for name, code in json.load(sys.stdin).items():
     try:
@@ -73,10 +74,13 @@ def test_every_public_object_has_an_example():
     assert [name for name in sorted(needed) if not examples(docstring(public()[name]))] == []
 
 
-def is_slow(name):
-    """Whether a docstring is one of a stage whose examples take long to compile."""
-    module = public()[name.partition(".")[0]].__module__
-    return module.startswith(("roughflow.density", "roughflow.learn", "roughflow.mcmc"))
+# Examples of these take long to compile.
+SLOW = {"density", "learn", "mcmc"}
+
+
+def stage(name):
+    """The stage that a public object, or a method of one, belongs to."""
+    return public()[name.partition(".")[0]].__module__.split(".")[1]
 
 
 SLOW_PAGES = (
@@ -99,12 +103,16 @@ def test_examples_of_a_page_run(file, tmp_path):
 
 
 def test_examples_run(tmp_path):
-    run({name: text for name, text in docstrings() if not is_slow(name)}, tmp_path)
+    run({name: text for name, text in docstrings() if stage(name) not in {*SLOW, "series"}}, tmp_path)
+
+
+def test_examples_of_series_run(tmp_path):
+    run({name: text for name, text in docstrings() if stage(name) == "series"}, tmp_path)
 
 
 @pytest.mark.slow
 def test_examples_of_densities_learning_and_chains_run(tmp_path):
-    run({name: text for name, text in docstrings() if is_slow(name)}, tmp_path)
+    run({name: text for name, text in docstrings() if stage(name) in SLOW}, tmp_path)
 
 
 @pytest.mark.parametrize("module", [rf.datasets, rf.plots], ids=["datasets", "plots"])

@@ -111,8 +111,11 @@ def tiny(small):
         (_fig3, "IN_TRAINING", (0.0, 0.5)),
         (_fig3, "AFTERWARDS", (0.0, 0.5)),
         (_fig4, "BATCH", 8),
+        (_fig4, "WIDTH", 4),
+        (_fig4, "DEPTH", 1),
         (_fig4, "SAMPLES", 50),
         (_fig4, "LONG", 50),
+        (_fig4, "WALK", 100),
         (_toys, "DISTRIBUTIONS", {"banana": Banana()}),
         (_toys, "POINTS", 4),
     ):

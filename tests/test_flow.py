@@ -103,7 +103,9 @@ def test_batches_broadcast_and_agree_with_single_points(key):
     np.testing.assert_allclose(table[:, 2], flow.log_prob_given_path(x[:, 0], lone), rtol=1e-12)
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "driver", [pytest.param(DRIVERS[0], marks=pytest.mark.slow), DRIVERS[1]], ids=lambda d: type(d).__name__
+)
 @pytest.mark.parametrize(
     "integrator",
     [rf.FixedGrid(steps=100), pytest.param(rf.Adaptive(rtol=1e-10, atol=1e-10), marks=pytest.mark.slow)],

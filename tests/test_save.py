@@ -446,33 +446,42 @@ def test_files_are_written_through_links_and_not_over_pipes(tmp_path):
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
-    """A process that saves one model after another is killed, again and again."""
+    """A process that saves one model after another is killed, again and again; each is a copy of one that has
+    imported what it needs."""
     file = tmp_path / "model.rf"
     script = textwrap.dedent(f"""
+        import itertools, os, sys
         import numpy as np
         from roughflow.learn._files import write_archive
-        i = 0
-        print("ready", flush=True)
-        while True:
-            i += 1
-            header = {{"kind": "model", "version": 1, "i": i}}
-            write_archive({str(file)!r}, header, {{"a": np.full(300_000, i)}})
+        for _ in sys.stdin:
+            writer = os.fork()
+            if writer == 0:
+                for i in itertools.count(1):
+                    header = {{"kind": "model", "version": 1, "i": i}}
+                    write_archive({str(file)!r}, header, {{"a": np.full(300_000, i)}})
+            print(writer, flush=True)
+            os.waitpid(writer, 0)
+            print("killed", flush=True)
     """)
     from roughflow.learn._files import read_archive
 
     seen, rng = set(), np.random.default_rng(0)
-    for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
-        process.stdout.readline()
-        while not file.exists():
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0.02, 0.2))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        header, arrays = read_archive(file, "model", 1)
-        assert np.all(arrays["a"] == header["i"])
-        seen.add(header["i"])
+        for _ in range(8):
+            print("another", file=process.stdin, flush=True)
+            writer = int(process.stdout.readline())
+            while not file.exists():
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.02, 0.2))
+            os.kill(writer, signal.SIGKILL)
+            assert process.stdout.readline() == "killed\n"
+            header, arrays = read_archive(file, "model", 1)
+            assert np.all(arrays["a"] == header["i"])
+            seen.add(header["i"])
     assert len(seen) > 1
 
 

@@ -61,9 +61,14 @@ def laplace(joint, start, key):
     return log_likelihood(joint, Search.mode(joint, start).best, key)
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paths"])
 @pytest.mark.parametrize(
-    ("sde", "noise"), [(LINE, 0.05), (PLANE, np.array([0.05, 0.1]))], ids=["line", "plane"]
+    ("sde", "noise", "exact"),
+    [
+        pytest.param(LINE, 0.05, True, id="line-exact"),
+        pytest.param(LINE, 0.05, False, id="line-paths"),
+        pytest.param(PLANE, np.array([0.05, 0.1]), True, id="plane-exact"),
+        pytest.param(PLANE, np.array([0.05, 0.1]), False, id="plane-paths", marks=pytest.mark.slow),
+    ],
 )
 def test_linear_series_with_errors_need_no_luck(sde, noise, exact, key):
     """A panel of two, so that one filter's result is added to another's."""

@@ -16,7 +16,9 @@ from ._run import Run, kolmogorov
 STEPS, RATE, BATCH, L1 = 1000, 3e-3, 512, 1e-4
 PATHS = 0  # drawn afresh: none is enough here, and with 4 or 16 the fit was lost
 SEEDS = 3
+WIDTH, DEPTH = 32, 3
 SAMPLES, LONG = 20_000, 10_000
+WALK = 5000  # steps of the long run
 INSIDE = np.linspace(-4, 4, 161)
 
 
@@ -65,7 +67,7 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
     run.say(f"{run.name}: training seed {seed}")
     key_net, key_fit = jax.random.split(run.key(f"seed {seed}"))
     # σ must grow with |x|, which a network of tanh cannot.
-    diffusion = rf.DiagonalDiffusion(1, width=32, depth=3, activation=jax.nn.softplus, key=key_net)
+    diffusion = rf.DiagonalDiffusion(1, width=WIDTH, depth=DEPTH, activation=jax.nn.softplus, key=key_net)
     fitted = rf.fit(
         _flow(diffusion),
         key=key_fit,
@@ -95,7 +97,7 @@ def _long_run(run: Run, model: rf.StochasticFlow, kind: str) -> np.ndarray:
     printed = lambda t, z: -2 * sigma(z) ** 2 * z / (1 + z**2) + 0.5 * slope(z)
     sde = model.sde if kind == "corrected" else rf.ItoSDE(printed, model.sde.diffusion)
     start = jax.random.normal(run.key("long start"), (LONG, 1))
-    return np.asarray(rf.simulate(sde, start, key=run.key("long"), t1=10.0, steps=5000))[:, 0]
+    return np.asarray(rf.simulate(sde, start, key=run.key("long"), t1=10.0, steps=WALK))[:, 0]
 
 
 def noise(model: rf.StochasticFlow, x: np.ndarray) -> np.ndarray:
