@@ -75,6 +75,7 @@ bench-noise: install
 
 bench-sampling: install
 	$(BIN)/python -m benchmarks.sampling
+	$(BIN)/python -m benchmarks.sampling_speed
 
 bench-series: install
 	$(BIN)/python -m benchmarks.series

@@ -2,13 +2,85 @@
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from problems import CAUCHY, cauchy_cdf, kolmogorov
 
 import roughflow as rf
+from roughflow.sde import noise_matrix
 
 SPREAD = lambda t, z: jnp.sqrt(1 + z**2)[:, None]
+
+
+class MetropolisHastings(rf.AbstractSampler):
+    """`rf.AdjustedSampler` by its formula, with dense matrices."""
+
+    sde: rf.AbstractItoSDE
+    dt: float
+
+    def init(self, z):
+        return rf.SamplerState(z)
+
+    def check(self, z):
+        del z
+
+    def step(self, key, state):
+        key_move, key_accept = jax.random.split(key)
+        at = lambda y: (y + self.dt * self.sde.drift(0.0, y), noise_matrix(self.sde.noise(0.0, y)))
+        kick = self.dt**0.5 * jax.random.normal(key_move, state.z.shape)
+        mean, sigma = at(state.z)
+        there = rf.SamplerState(mean + sigma @ kick)
+        log_q = lambda y, mean, sigma: jax.scipy.stats.multivariate_normal.logpdf(
+            y, mean, self.dt * sigma @ sigma.T
+        )
+        log_p = self.sde.log_density
+        ratio = log_p(there.z) + log_q(state.z, *at(there.z)) - log_p(state.z) - log_q(there.z, mean, sigma)
+        acceptance = jnp.exp(jnp.minimum(ratio, 0))
+        accepted = jax.random.uniform(key_accept) < acceptance
+        moved = rf.SamplerState(jnp.where(accepted, there.z, state.z))
+        return moved, rf.SamplerInfo(accepted, acceptance)
+
+
+LOWER = np.eye(3) + 0.3 * np.tril(np.ones((3, 3)))
+TURN = lambda t, z: jnp.array([[0.0, 1, 0], [-1, 0, 2], [0, -2, 0]])
+NOISES = {
+    "diagonal": (rf.ConstantDiffusion(jnp.array([0.5, 1, 2])), TURN),
+    "matrix": (rf.ConstantDiffusion(LOWER), None),
+    "turned": (rf.ConstantDiffusion(LOWER), TURN),
+    "diagonal, by coordinate": (lambda t, z: lx.DiagonalLinearOperator(jnp.sqrt(1 + z**2)), None),
+    "diagonal, mixed": (lambda t, z: lx.DiagonalLinearOperator(jnp.sqrt(1 + z**2 + z[::-1] ** 2)), TURN),
+    "general": (lambda t, z: LOWER * (1 + 0.3 * jnp.cos(z))[None] + jnp.outer(z, z) / 20, TURN),
+}
+
+
+@pytest.mark.parametrize("name", list(NOISES))
+def test_a_step_is_the_same_whatever_is_known_of_its_noise(name, key):
+    diffusion, skew = NOISES[name]
+    sde = rf.targeted_sde(lambda z: -0.5 * z @ z - 0.1 * jnp.sum(z**4), diffusion, skew)
+    keys, z = jax.random.split(key, 40), 0.7 * jax.random.normal(key, (40, 3))
+    run = lambda sampler: jax.jit(jax.vmap(lambda k, z: sampler.step(k, sampler.init(z))))(keys, z)
+    (state, info), (expected, told) = run(rf.AdjustedSampler(sde, 0.4)), run(MetropolisHastings(sde, 0.4))
+    np.testing.assert_allclose(state.z, expected.z, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(info.acceptance, told.acceptance, rtol=1e-10)
+    assert 0.1 < np.mean(info.acceptance) < 0.99
+
+
+def test_constant_noise_costs_what_mala_costs():
+    """Nothing in a step is as large as a matrix, and with a full one nothing is solved."""
+    bell = lambda z: -0.5 * jnp.sum(z**2)
+
+    def program(scale):
+        sampler = rf.AdjustedSampler(rf.overdamped_langevin(bell, 30, scale=scale), 0.1)
+        step = lambda z: sampler.step(jax.random.key(0), sampler.init(z))[0].z
+        return str(jax.make_jaxpr(step)(jnp.ones(30)))
+
+    for scale in (1.0, jnp.ones(30)):
+        assert "30,30" not in program(scale)
+    full = program(jnp.eye(30))
+    assert full.count("dot_general") == 3  # at the start, forth, and at the new place
+    assert "custom_linear_solve" not in full
+    assert "while" not in full
 
 
 def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_distribution(key):

@@ -13,8 +13,10 @@ from problems import PROBLEMS, gbm_1d, gbm_2d, nonlinear_3d
 
 import roughflow as rf
 from roughflow.sde import noise_dimension, noise_matrix
-from roughflow.sde._correction import depends_on
+from roughflow.sde._dependence import depends_on, is_entrywise
 from roughflow.sde._networks import tanh
+from roughflow.sde._slopes import diagonal_slopes
+from roughflow.sde._spread import spread_at
 
 T0 = jnp.asarray(0.4)
 STATE_DEPENDENT = [gbm_1d(), gbm_2d(), nonlinear_3d()]
@@ -129,6 +131,34 @@ def test_any_lineax_operator_will_do(key):
 )
 def test_dependence_on_the_state_is_seen(diffusion, expected):
     assert depends_on(lambda z: diffusion(T0, z), jnp.ones(3)) is expected
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (lambda z: jnp.sqrt(1 + z**2), True),
+        (lambda z: jax.nn.softplus(jnp.where(z > 0, z, jnp.arange(3.0))), True),
+        (lambda z: jnp.arange(3.0), True),
+        (lambda z: z + z[::-1], False),
+        (lambda z: jnp.sin(z) * jnp.sum(z), False),
+        (lambda z: jax.jit(lambda y: jnp.roll(y, 1) * y)(z), False),
+        (lambda z: jnp.ones((3, 3)) @ z, False),
+    ],
+    ids=["root", "softplus", "constant", "reversed", "sum", "jit", "product"],
+)
+def test_a_diagonal_that_depends_on_a_coordinate_each_takes_one_product(entries, expected, key):
+    """Either way the drift's terms are right; the program has a product for each direction or one for all."""
+    assert is_entrywise(entries, jnp.ones(3)) is expected
+    noise = lambda y: lx.DiagonalLinearOperator(entries(y))
+    z = points(3, key)[0]
+    found, dense = spread_at(noise, z), spread_at(lambda y: jnp.diag(entries(y)), z)
+    slope = jnp.array([1.0, -2, 0.5])
+    np.testing.assert_allclose(found.drift(slope, 0.7), dense.drift(slope, 0.7), rtol=1e-12)
+    for y in points(3, key):
+        expected_correction = dense_correction(lambda t, x: noise(x), T0, y)
+        np.testing.assert_allclose(rf.ExactCorrection()(noise, y, None)[1], expected_correction, atol=1e-13)
+    size = len(jax.make_jaxpr(lambda y: diagonal_slopes(noise, y))(jnp.ones(3)).jaxpr.eqns)
+    assert (size < 20) is expected
 
 
 def test_no_work_where_the_diffusion_does_not_depend_on_the_state():
@@ -304,8 +334,11 @@ def test_constant_and_no_diffusion(key):
     diffusion = rf.ConstantDiffusion(matrix)
     np.testing.assert_array_equal(diffusion(T0, jnp.ones(3)), matrix)
     assert rf.NoDiffusion()(T0, jnp.ones(3)).shape == (3, 0)
-    with pytest.raises(ValueError, match=r"\(d, m\), got \(3,\)"):
-        rf.ConstantDiffusion(jnp.ones(3))
+    np.testing.assert_array_equal(
+        noise_matrix(rf.ConstantDiffusion(jnp.arange(3))(T0, jnp.ones(3))), np.diag(range(3))
+    )
+    with pytest.raises(ValueError, match=r"\(d, m\), or \(d,\) if diagonal, got \(\)"):
+        rf.ConstantDiffusion(jnp.ones(()))
 
 
 def test_no_diffusion_is_an_ordinary_flow(key):

@@ -7,7 +7,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
 from .._linear import log_abs_det, solve
-from ..sde import TargetedSDE, as_target, known_density, noise_matrix
+from ..sde import TargetedSDE, as_target, known_density, noise_matrix, solve_noise
 from ._sampler import AbstractSampler, SamplerInfo, SamplerState, accept, check_adjustable, check_start
 
 NEWTON = 8  # steps at most
@@ -98,17 +98,10 @@ class FlowSampler(AbstractSampler):
 
     def _mean(self, state: GradientState) -> Array:
         """m of the class's formula."""
-        z, up = state.z, state.gradient
-        axes = jnp.eye(z.shape[0], dtype=z.dtype)
-        slopes = jax.vmap(lambda axis: jax.jvp(self._noise, (z,), (axis,))[1])(axes)
-        sigma = self._noise(z)
-        mean = 0.5 * (sigma.T @ up + jnp.einsum("iij->j", slopes))
-        if self.sde.skew is None:
-            return mean
-        skew = lambda y: self.sde.skew(jnp.zeros((), y.dtype), y)  # pyright: ignore[reportOptionalCall]
-        turns = jax.vmap(lambda axis: jax.jvp(skew, (z,), (axis,))[1])(axes)
-        along = skew(z) @ up + jnp.einsum("jij->i", turns)
-        return mean + _solve(sigma, along[:, None])[:, 0]
+        t = jnp.zeros((), state.z.dtype)
+        spread, turn = self.sde.spread(t, state.z), self.sde.turn(t, state.z, state.gradient)
+        mean = spread.pull(state.gradient)
+        return mean if turn is None else mean + solve_noise(spread.sigma, turn)
 
     def _flow(self, z: Array, xi: Array) -> tuple[Array, Array, Array]:
         """Φ_ξ(z), log |det DΦ_ξ(z)|, and whether the equations were solved."""

@@ -9,10 +9,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_positive, is_traced
-from .._linear import log_abs_det, solve
 from ..faq import see
 from ..flow import AbstractScheme, EulerMaruyama
-from ..sde import AbstractSDE, TargetedSDE, as_target, known_density, noise_dimension, noise_matrix
+from ..sde import (
+    AbstractSDE,
+    Noise,
+    TargetedSDE,
+    apply_noise,
+    as_target,
+    known_density,
+    noise_dimension,
+    noise_log_det,
+    plain_noise,
+    solve_noise,
+)
 from ._minibatch import Minibatch, with_minibatches
 
 
@@ -22,12 +32,21 @@ class SamplerState(eqx.Module):
     z: Array
 
 
+class LocalNoise(eqx.Module):
+    """σ at the place of a chain."""
+
+    sigma: Noise
+    log_det: Array
+
+
 class AdjustedState(SamplerState):
-    """And what a step from there, or to there, needs to know."""
+    """And what a step from there, or to there, needs to know: the drift σ · pull + rest, and σ where it
+    depends on the place. A constant is no part of it, or each chain would carry its own."""
 
     log_density: Array
-    drift: Array
-    noise: Array
+    pull: Array
+    rest: Array | None
+    noise: LocalNoise | None
 
 
 class SamplerInfo(eqx.Module):
@@ -131,26 +150,43 @@ class AdjustedSampler(AbstractSampler):
 
     def init(self, z: Array) -> AdjustedState:
         t = jnp.zeros((), z.dtype)
-        noise = noise_matrix(self.sde.noise(t, z))
-        return AdjustedState(z, as_target(known_density(self.sde))(z), self.sde.drift(t, z), noise)
+        log_density, slope = jax.value_and_grad(as_target(known_density(self.sde)))(z)
+        spread, rest = self.sde.spread(t, z), self.sde.turn(t, z, slope)
+        if spread.correction is None:
+            return AdjustedState(z, log_density, spread.pull(slope), rest, None)
+        rest = spread.correction if rest is None else spread.correction + rest
+        noise = LocalNoise(spread.sigma, noise_log_det(spread.sigma))
+        return AdjustedState(z, log_density, spread.pull(slope), rest, noise)
 
     def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[AdjustedState, SamplerInfo]:
         assert isinstance(state, AdjustedState)
         key_move, key_accept = jax.random.split(key)
         dt = jnp.asarray(self.dt, state.z.dtype)
         kick = jnp.sqrt(dt) * jax.random.normal(key_move, state.z.shape, state.z.dtype)
-        y = state.z + state.drift * dt + state.noise @ kick
-        there = self.init(y)
+        # All in units of the noise, in which q is standard normal, but for dt.
+        move = dt * state.pull + kick
+        sigma = self._sigma(state)
+        y = state.z + apply_noise(sigma, move)
+        there = self.init(y if state.rest is None else y + dt * state.rest)
         log_ratio = there.log_density - state.log_density
-        log_ratio += _log_move(there, state.z, dt) - _log_move(state, y, dt)
+        if state.noise is not None and there.noise is not None:
+            log_ratio += state.noise.log_det - there.noise.log_det
+            move = solve_noise(there.noise.sigma, there.z - state.z + dt * _known(there.rest))
+        elif state.rest is not None:
+            move += solve_noise(sigma, dt * (state.rest + _known(there.rest)))
+        back = move + dt * there.pull  # what kick would lead from there to here, but for its sign
+        log_ratio -= 0.5 * jnp.sum((back - kick) * (back + kick)) / dt
         return accept(key_accept, log_ratio, there, state)
 
+    def _sigma(self, state: AdjustedState) -> Noise:
+        if state.noise is not None:
+            return state.noise.sigma
+        return plain_noise(self.sde.noise(jnp.zeros((), state.z.dtype), state.z))
 
-def _log_move(start: AdjustedState, y: Array, dt: Array) -> Array:
-    """log q(y | z) but for its constant."""
-    gap = y - start.z - start.drift * dt
-    whitened = solve(start.noise[None], gap[None, :, None])[0, :, 0]
-    return -0.5 * jnp.sum(whitened**2) / dt - log_abs_det(start.noise[None])[0]
+
+def _known(rest: Array | None) -> Array:
+    assert rest is not None
+    return rest
 
 
 State = TypeVar("State", bound=SamplerState)

@@ -28,7 +28,10 @@ from ._noise import (
     Noise as Noise,
     ProportionalDiffusion as ProportionalDiffusion,
     apply_noise as apply_noise,
+    noise_log_det as noise_log_det,
     noise_matrix as noise_matrix,
+    plain_noise as plain_noise,
+    solve_noise as solve_noise,
 )
 from ._sde import (
     AbstractItoSDE as AbstractItoSDE,

@@ -13,15 +13,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Var
+import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key, is_traced
-from .._linear import UNROLL
 from ..faq import see
-from ._noise import Noise, apply_noise, noise_column, noise_row, noise_shape
+from ._dependence import depends_on
+from ._noise import Noise, apply_noise, has_diagonal, noise_column, noise_row, noise_shape
 from ._sde import AbstractItoSDE, AbstractSDE, AbstractStratonovichSDE, ItoSDE, StratonovichSDE
+from ._slopes import Index, axis, diagonal_slopes, sum_over
 
 
 class AbstractCorrection(eqx.Module):
@@ -39,7 +39,8 @@ class AbstractCorrection(eqx.Module):
 
 
 class ExactCorrection(AbstractCorrection):
-    """c = ½ Σⱼ (Dσⱼ) σⱼ, one Jacobian-vector product a column, none if σ does not depend on z.
+    """c = ½ Σⱼ (Dσⱼ) σⱼ, one Jacobian-vector product a column, none if σ does not depend on z, and one in all
+    for a diagonal operator whose entries depend on a coordinate each.
 
     ```python
     import jax.numpy as jnp
@@ -59,25 +60,23 @@ class ExactCorrection(AbstractCorrection):
         del signs
         if not depends_on(diffusion, z):
             return diffusion(z), jnp.zeros_like(z)
+        if has_diagonal(eqx.filter_eval_shape(diffusion, z)):
+            entries, slopes = diagonal_slopes(diffusion, z)
+            return lx.DiagonalLinearOperator(entries), 0.5 * entries * slopes
         # Linearised once: all products share σ's value, and so does the backward pass.
         sigma, tangent = jax.linearize(diffusion, z)
         dimension, columns = noise_shape(sigma)
 
         # Σⱼ (Dσⱼ) σⱼ = Σₖ (∂ₖσ) (row k of σ)ᵀ: whichever sum is shorter. Directions eₖ are constants, so
         # in a tie the second, in which a batch shares their first-layer products.
-        def along_row(k: Array | np.integer) -> Array:
-            direction = jnp.zeros_like(z).at[k].set(1)
-            return apply_noise(tangent(direction), noise_row(sigma, k))
+        def along_row(k: Index) -> Array:
+            return apply_noise(tangent(axis(z, k)), noise_row(sigma, k))
 
-        def along_column(j: Array | np.integer) -> Array:
+        def along_column(j: Index) -> Array:
             return noise_column(tangent(noise_column(sigma, j)), j)
 
         term, terms = (along_row, dimension) if dimension <= columns else (along_column, columns)
-        if terms <= UNROLL:
-            total = sum((term(i) for i in np.arange(terms)), jnp.zeros_like(z))
-        else:
-            total = jnp.sum(jax.vmap(term)(jnp.arange(terms)), axis=0)
-        return sigma, 0.5 * total
+        return sigma, 0.5 * sum_over(terms, term, jnp.zeros_like(z))
 
 
 class SampledCorrection(AbstractCorrection):
@@ -152,16 +151,6 @@ def checked_correction(
         stacklevel=4,
     )
     return ExactCorrection()
-
-
-def depends_on(function: Callable[[Array], Noise], z: Array) -> bool:
-    """Whether any output of `function` is computed from `z`; errs on the side of yes."""
-    jaxpr = jax.make_jaxpr(lambda y: jax.tree.leaves(eqx.filter(function(y), eqx.is_array)))(z).jaxpr
-    reached = set(jaxpr.invars)
-    for equation in jaxpr.eqns:
-        if any(isinstance(v, Var) and v in reached for v in equation.invars):
-            reached.update(equation.outvars)
-    return any(isinstance(v, Var) and v in reached for v in jaxpr.outvars)
 
 
 def stratonovich_coefficients(

@@ -218,11 +218,14 @@ class NoDiffusion(eqx.Module):
 class ConstantDiffusion(eqx.Module):
     """σ = one trainable (d, m) matrix, the same everywhere: no correction is computed for it.
 
+    Or a diagonal one, given by its entries (d,): applied in O(d), and diagonal it stays.
+
     ```python
     import jax.numpy as jnp
     import roughflow as rf
 
     diffusion = rf.ConstantDiffusion(jnp.eye(2))
+    diagonal = rf.ConstantDiffusion(jnp.ones(2))
     ```
     """
 
@@ -230,17 +233,17 @@ class ConstantDiffusion(eqx.Module):
 
     def __init__(self, matrix: Array):
         matrix = jnp.asarray(matrix, float)
-        if matrix.ndim != 2:
-            raise ValueError(f"matrix must have shape (d, m), got {matrix.shape}")
+        if matrix.ndim not in (1, 2):
+            raise ValueError(f"matrix must have shape (d, m), or (d,) if diagonal, got {matrix.shape}")
         self.matrix = matrix
 
     def __check_init__(self):
-        if self.matrix.ndim < 2:
+        if self.matrix.ndim < 1:
             raise ValueError(f"matrix has shape {self.matrix.shape}")
 
-    def __call__(self, t: Array, z: Array) -> Array:
+    def __call__(self, t: Array, z: Array) -> Array | lx.DiagonalLinearOperator:
         del t, z
-        return self.matrix
+        return lx.DiagonalLinearOperator(self.matrix) if self.matrix.ndim == 1 else self.matrix
 
 
 class RestoringDrift(eqx.Module):

@@ -7,7 +7,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array
 
-from .._linear import UNROLL
+from .._linear import UNROLL, log_abs_det, solve
 
 Noise = Array | lx.AbstractLinearOperator
 
@@ -30,11 +30,52 @@ def apply_noise(sigma: Noise, increment: Array) -> Array:
     return sigma @ increment
 
 
+def apply_transposed(sigma: Noise, v: Array) -> Array:
+    """σᵀ v; O(d) for a diagonal operator."""
+    if isinstance(sigma, lx.AbstractLinearOperator):
+        return sigma.T.mv(v)
+    if 0 < sigma.shape[0] <= UNROLL:
+        rows = [sigma[i] * v[i] for i in range(sigma.shape[0])]
+        return sum(rows[1:], rows[0])
+    return v @ sigma
+
+
+def solve_noise(sigma: Noise, v: Array) -> Array:
+    """σ⁻¹ v, for as many noises as dimensions; infinite or NaN where σ is singular. O(d) if diagonal."""
+    if has_diagonal(sigma):
+        return v / noise_diagonal(sigma)
+    return solve(noise_matrix(sigma)[None], v[None, :, None])[0, :, 0]
+
+
+def noise_log_det(sigma: Noise) -> Array:
+    """log |det σ|, for as many noises as dimensions. O(d) if diagonal."""
+    if has_diagonal(sigma):
+        return jnp.sum(jnp.log(jnp.abs(noise_diagonal(sigma))))
+    return log_abs_det(noise_matrix(sigma)[None])[0]
+
+
+def has_diagonal(sigma: Noise | jax.ShapeDtypeStruct) -> bool:
+    """Whether σ is an operator that is known to be diagonal; also of what `jax.eval_shape` makes of it."""
+    return (
+        isinstance(sigma, lx.AbstractLinearOperator)
+        and lx.is_diagonal(sigma)
+        and len(set(noise_shape(sigma))) == 1
+    )
+
+
+def noise_diagonal(sigma: Noise) -> Array:
+    """The entries of a σ that `has_diagonal`."""
+    assert isinstance(sigma, lx.AbstractLinearOperator)
+    return lx.diagonal(sigma)
+
+
+def plain_noise(sigma: Noise) -> Noise:
+    """σ in one of two forms, arrays and nothing else: a diagonal operator where it is one, else a matrix."""
+    return lx.DiagonalLinearOperator(noise_diagonal(sigma)) if has_diagonal(sigma) else noise_matrix(sigma)
+
+
 def noise_row(sigma: Noise, k: Array | np.integer) -> Array:
     """Row k of σ: how each Brownian motion pushes the k-th coordinate."""
-    if isinstance(sigma, lx.DiagonalLinearOperator):
-        diagonal = lx.diagonal(sigma)
-        return jnp.where(jnp.arange(diagonal.size) == k, diagonal, 0)
     return noise_matrix(sigma)[k]
 
 

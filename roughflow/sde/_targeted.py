@@ -13,7 +13,7 @@ from ._networks import MLP, Activation, ConstantDiffusion, tanh
 from ._noise import check_own_noise
 from ._notation import equation, noise_part, part
 from ._sde import AbstractItoSDE, Diffusion, ItoSDE
-from ._spread import spread_and_divergence
+from ._spread import Spread, spread_at, turn_at
 from ._untrained import GIVEN
 
 LogDensity = Callable[[Array], Array]
@@ -57,10 +57,18 @@ class TargetedSDE(AbstractItoSDE):
         return [target, *noise_part(self.diffusion), *skew]
 
     def drift(self, t: Array, z: Array) -> Array:
+        slope = self._slope(z)
+        drift, turn = self.spread(t, z).drift(slope), self.turn(t, z, slope)
+        return drift if turn is None else drift + turn
+
+    def spread(self, t: Array, z: Array) -> Spread:
+        """σ, and what its slopes add to the drift."""
+        return spread_at(lambda y: self.noise(t, y), z)
+
+    def turn(self, t: Array, z: Array, slope: Array) -> Array | None:
+        """Q ∇log p + div Q, where there is a Q."""
         skew = self.skew
-        turn = None if skew is None else lambda y: skew(t, y)
-        spread, divergence = spread_and_divergence(lambda y: self.noise(t, y), z, turn)
-        return spread @ self._slope(z) + divergence
+        return None if skew is None else turn_at(lambda y: skew(t, y), z, slope)
 
     def _slope(self, z: Array) -> Array:
         """∇log p(z)."""
@@ -122,7 +130,8 @@ def known_density(sde: TargetedSDE) -> LogDensity:
 def overdamped_langevin(
     log_density: LogDensity, dimension: int, *, scale: float | Array = 1.0
 ) -> TargetedSDE:
-    """dZ = ½ SSᵀ ∇log p dt + S dB, with S a number times I, or a matrix (a preconditioner).
+    """dZ = ½ SSᵀ ∇log p dt + S dB, with S a number times I, the entries `(d,)` of a diagonal matrix, or a
+    matrix (a preconditioner).
 
     ```python
     import jax.numpy as jnp
@@ -133,7 +142,7 @@ def overdamped_langevin(
     """
     scale = jnp.asarray(scale, float)
     return targeted_sde(
-        log_density, ConstantDiffusion(scale * jnp.eye(dimension) if scale.ndim == 0 else scale)
+        log_density, ConstantDiffusion(jnp.full(dimension, scale) if scale.ndim == 0 else scale)
     )
 
 

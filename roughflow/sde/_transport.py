@@ -14,7 +14,7 @@ from ._networks import NoDiffusion
 from ._noise import Noise, check_own_noise
 from ._notation import equation, noise_part, part
 from ._sde import AbstractItoSDE, Diffusion, Drift
-from ._spread import spread_and_divergence
+from ._spread import spread_at
 from ._untrained import GIVEN
 
 
@@ -201,8 +201,7 @@ class TransportSDE(AbstractItoSDE):
             return self.transport.velocity(t, z)
         velocity, pull = self.transport.velocity_and_pull(t, z)
         noise, square, quotient = self._faded(t, z)
-        spread, divergence = spread_and_divergence(noise, z)
-        return velocity + quotient * (spread @ pull) + square * divergence
+        return velocity + spread_at(noise, z).drift(quotient * pull, square)
 
     def _faded(self, t: Array, z: Array) -> tuple[Callable[[Array], Noise], Array, Array]:
         """Σ, f² and f²/(1 − t/T) for σ = f Σ: the quotient is of powers, so that no 0/0 arises at T."""
