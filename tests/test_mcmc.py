@@ -60,7 +60,7 @@ def test_a_step_is_the_same_whatever_is_known_of_its_noise(name, key):
     sde = rf.targeted_sde(lambda z: -0.5 * z @ z - 0.1 * jnp.sum(z**4), diffusion, skew)
     keys, z = jax.random.split(key, 40), 0.7 * jax.random.normal(key, (40, 3))
     run = lambda sampler: jax.jit(jax.vmap(lambda k, z: sampler.step(k, sampler.init(z))))(keys, z)
-    (state, info), (expected, told) = run(rf.AdjustedSampler(sde, 0.4)), run(MetropolisHastings(sde, 0.4))
+    (state, info), (expected, told) = run(rf.AdjustedSampler(sde, 0.1)), run(MetropolisHastings(sde, 0.1))
     np.testing.assert_allclose(state.z, expected.z, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(info.acceptance, told.acceptance, rtol=1e-10)
     assert 0.1 < np.mean(info.acceptance) < 0.99
@@ -190,6 +190,10 @@ BAD = {
     "skew": (
         lambda: rf.targeted_sde(CAUCHY, SPREAD, lambda t, z: jnp.ones((1, 1))),
         r"^skew must return a 1 × 1 matrix with Qᵀ = −Q, got \[\[1.0\]\]",
+    ),
+    "still": (
+        lambda: rf.overdamped_langevin(CAUCHY, 1, scale=0.0),
+        r"^AdjustedSampler needs noise in every direction, got a singular σ at the start \[0.0\]",
     ),
     "square": (
         lambda: rf.targeted_sde(CAUCHY, lambda t, z: jnp.ones((1, 3))),

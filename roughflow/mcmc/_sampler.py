@@ -18,6 +18,7 @@ from ..sde import (
     apply_noise,
     as_target,
     known_density,
+    noise_diagonal,
     noise_dimension,
     noise_log_det,
     plain_noise,
@@ -147,6 +148,15 @@ class AdjustedSampler(AbstractSampler):
 
     def check(self, z: Array) -> None:
         check_start("AdjustedSampler", self.sde, z, square=True)
+        # A constant σ is never inverted, so that nothing would tell later.
+        first = jnp.reshape(z, (-1, z.shape[-1]))[0]
+        sigma = plain_noise(self.sde.noise(jnp.zeros((), z.dtype), first))
+        entries = sigma if isinstance(sigma, jax.Array) else noise_diagonal(sigma)[:, None]
+        if is_traced(z) or is_traced(entries):
+            return
+        if bool(jnp.any(jnp.all(entries == 0, axis=1))):
+            told = f"needs noise in every direction, got a singular σ at the start {first.tolist()}"
+            raise ValueError(f"AdjustedSampler {told}: take rf.UnadjustedSampler" + see("no-adjustment"))
 
     def init(self, z: Array) -> AdjustedState:
         t = jnp.zeros((), z.dtype)

@@ -28,6 +28,7 @@ from ._noise import (
     Noise as Noise,
     ProportionalDiffusion as ProportionalDiffusion,
     apply_noise as apply_noise,
+    noise_diagonal as noise_diagonal,
     noise_log_det as noise_log_det,
     noise_matrix as noise_matrix,
     plain_noise as plain_noise,
