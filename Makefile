@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-noise bench-sampling bench-series docs clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-noise bench-sampling bench-series docs test-browser clean
 
 install: .venv/installed
 
@@ -87,6 +87,13 @@ bench-series: install
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+.venv/browser: .venv/docs
+	$(BIN)/python -m pip install --quiet --editable '.[browser]'
+	touch $@
+
+test-browser: docs .venv/browser
+	$(BIN)/python -m pytest -n 0 tests/test_browser.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build dist figures site
