@@ -306,3 +306,12 @@ def test_the_logarithm_of_a_mean_of_few_weights_is_right_on_average(key):
     np.testing.assert_allclose(error.mean(), value.std(), rtol=0.15)
     half = Bridges(jnp.zeros(8), jnp.arange(8) < 4).log_mean()  # their opposites were not found
     np.testing.assert_allclose(half[1], np.log(2), atol=1e-12)
+
+
+def test_a_fit_with_transitions_that_are_too_long_says_so(key):
+    """Values of a double well far apart in time: some paths from one well to the other are not found."""
+    values = np.array([-1.0, 1.0, -1.0, 1.0, -0.9, 0.9])
+    well = rf.ParametricSDE(lambda t, x, p: x - x**3, lambda t, x, p: p["s"] * jnp.eye(1), {"s": 0.7})
+    options = {"domains": {"s": rf.Domain(low=0.0)}, "effort": rf.Effort(4, 16, 8), "num_starts": 1}
+    result = rf.fit_sde(well, 3.0 * np.arange(6), values, key=key, **options)
+    assert "transitions are too long for their paths: raise effort" in result.warning

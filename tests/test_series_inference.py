@@ -71,6 +71,8 @@ def test_a_penalty_holds_a_parameter_back_by_its_closed_form(key):
     known = span / sigma**2
     np.testing.assert_allclose(result.num_effective, 1 + known / (known + strength), rtol=1e-3)
     assert "1 parameters with a penalty" in result.summary()
+    with pytest.raises(ValueError, match="likelihood_ratio is for fits without a penalty"):
+        rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.05, 0.05), TIMES, RATE, key=key).likelihood_ratio(result)
     assert result.aic == 2 * result.num_effective - 2 * result.log_likelihood
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import ArrayLike, PRNGKeyArray
 
-from .._checks import check_count, check_key
+from .._checks import check_count, check_key, check_positive
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates, Unchanged
 from ._ends import Effort
@@ -83,7 +83,8 @@ def fit_sde(
     print(result.summary())
     ```
     """
-    tolerance = tolerance or TOLERANCE[measurement_noise is not None]
+    tolerance = TOLERANCE[measurement_noise is not None] if tolerance is None else tolerance
+    check_positive("tolerance", tolerance)
     space = coordinates_of(sde, coordinates)
     series, sde = panel(times, values, space if measurement_noise is None else Unchanged()), as_floats(sde)
     noise, states = None, series

@@ -191,11 +191,8 @@ class FittedSDE:
         """How far Newton's method would still move the estimates, in standard errors: the root of the mean
         square."""
         slope = self._scores[1].sum(axis=0) - self.likelihood.penalty * self.free
-        return (
-            float(np.sqrt(max(slope @ self._inverse() @ slope, 0) / len(slope)))
-            if self.identified
-            else np.nan
-        )
+        square = max(slope @ self._inverse() @ slope, 0) if self.identified else np.nan
+        return float(np.sqrt(square / len(slope)))
 
     @property
     def converged(self) -> bool:
@@ -244,6 +241,8 @@ class FittedSDE:
             raise ValueError(
                 "likelihood_ratio needs a model with fewer parameters, fitted to the same series"
             )
+        if self.likelihood.penalty.any() or simpler.likelihood.penalty.any():
+            raise ValueError("likelihood_ratio is for fits without a penalty: compare aic")
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
         return statistic, float(stats.chi2.sf(max(statistic, 0.0), more))
 

@@ -21,6 +21,7 @@ from ._bridges import bridges
 from ._chain import Chain
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
+from ._forward import linear
 from ._transition import in_chunks
 from .models import AbstractNamedSDE
 
@@ -257,8 +258,7 @@ def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array
     """A function's value, gradient and second derivatives, forwards."""
 
     def first(at: Array) -> tuple[Array, tuple[Array, Array]]:
-        pushed = lambda direction: jax.jvp(function, (at,), (direction,))
-        value, slope = jax.vmap(pushed, out_axes=(None, 0))(jnp.eye(at.size, dtype=at.dtype))
+        value, slope = linear(function, at)
         return slope, (value, slope)
 
     bend, (value, slope) = jax.jacfwd(first, has_aux=True)(at)

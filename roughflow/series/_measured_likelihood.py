@@ -94,7 +94,8 @@ class MeasuredLikelihood(AbstractLikelihood):
         """The Monte Carlo error of the log-likelihood, or how far twice the effort moves it if further."""
         values, _, errors = self.scores(free)
         moved = 0.0 if self.exact else abs(self.more().log_likelihood(free) - values.sum())
-        return max(float(np.sqrt(np.sum(errors**2))), moved)
+        drawn = float(np.sqrt(np.sum(errors**2)))
+        return max(drawn, moved) if np.isfinite([drawn, moved]).all() else np.inf
 
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))[0]

@@ -3,7 +3,6 @@
 import functools
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
@@ -14,7 +13,7 @@ from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
 from ._forecast import draw
-from ._transition import in_chunks
+from ._transition import in_chunks, keys_of
 
 DRAWS = 1024  # of each transition, to see where in them the value that came lies
 CHUNK = 256  # transitions at a time
@@ -73,5 +72,4 @@ def _below(sde, coordinates, steps: Transition, effort: Effort, key: PRNGKeyArra
         drawn = draw(sde, coordinates, Transition(start, end, step.time, step.dt), effort, key, DRAWS)
         return jnp.sum(drawn[:, 0] < end[0])
 
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(steps.dt)))
-    return in_chunks(one, (steps, keys), len(steps.dt), CHUNK)
+    return in_chunks(one, (steps, keys_of(key, steps)), len(steps.dt), CHUNK)

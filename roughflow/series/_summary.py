@@ -7,6 +7,7 @@ import numpy as np
 from .._show import table
 from ..faq import see
 from ._measured_likelihood import MeasuredLikelihood
+from ._transition import DOUBTFUL
 
 if TYPE_CHECKING:
     from ._fitted import FittedSDE
@@ -63,6 +64,11 @@ def _how(result: "FittedSDE") -> str:
 
 def warning(result: "FittedSDE") -> str | None:
     """One line where the estimates should not be trusted, else None."""
+    # Values that are not known may explain all that follows.
+    errors = result.likelihood.scores(result.free)[2]
+    if _has_robust(result) and (suspect := int(np.sum(~(errors < DOUBTFUL)))):
+        told = f"{suspect} of {result.num_transitions} transitions are too long for their paths"
+        return f"{told}: raise effort{see('long-transitions')}"
     if not result.identified:
         told = "the parameters are not identified: the information is singular at the estimates, so there "
         told += "are no standard errors; fix one, fit a simpler SDE, or give a penalty"
