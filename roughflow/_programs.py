@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -53,9 +54,7 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
     # What arguments look like to code that asks for the value of a float.
     asking: set[Any] = set()
 
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        drop_programs()
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         leaves, structure = jax.tree.flatten((args, kwargs))
         if not any(_is_float(leaf) for leaf in leaves) or structure in asking:
             return compiled(*args, **kwargs)
@@ -69,7 +68,22 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
             asking.add(structure)
             return result
 
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        drop_programs()
+        with exact_products():
+            return run(*args, **kwargs)
+
     return call
+
+
+def exact_products() -> AbstractContextManager[object]:
+    """Products of matrices to the precision of their type, where the user has not said otherwise. GPUs keep
+    ten bits of float32 by default, which is 0.01 nats of a log-density, for little or no time gained."""
+    said = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return (
+        nullcontext() if said or jax.default_backend() == "cpu" else jax.default_matmul_precision("highest")
+    )
 
 
 def _quick(function: Callable[Arguments, Result], level: int) -> Callable[Arguments, Result]:

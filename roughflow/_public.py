@@ -63,6 +63,7 @@ from .flow import (
     Outcome as Outcome,
     Status as Status,
     simulate as simulate,
+    suited_grid as suited_grid,
     AbstractScheme as AbstractScheme,
     EulerMaruyama as EulerMaruyama,
     StratonovichHeun as StratonovichHeun,

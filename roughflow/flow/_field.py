@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PRNGKeyArray
 
+from .._programs import exact_products
 from ..driver import Path
 from ..sde import (
     AbstractCorrection,
@@ -58,7 +59,8 @@ class Field(eqx.Module):
             None if a is None or a.ndim == base else 0
             for a, base in zip(arguments, (0, 1, 1, 0, 1, 2), strict=True)
         ]
-        return jax.vmap(self._point, in_axes=axes)(*arguments)
+        with exact_products():
+            return jax.vmap(self._point, in_axes=axes)(*arguments)
 
     def guarded(
         self, s: Array, z: Array, start: Array, *, slope_at: Array | None = None

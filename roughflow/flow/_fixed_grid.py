@@ -1,6 +1,7 @@
 """Explicit Runge–Kutta on a fixed grid: the fast way, and the default."""
 
 import math
+from typing import Any
 
 import diffrax
 import equinox as eqx
@@ -91,7 +92,7 @@ class FixedGrid(AbstractIntegrator):
         if isinstance(self.gradient, ConstantMemory):
             return reversible_scan((field, z), spans, self.method, self.gradient.coupling)
         outcome, _ = jax.lax.scan(
-            lambda now, span: (_sticky_step(field, now, span, self.method), None),
+            lambda now, span: (sticky_step(field, now, span, self.method), None),
             start_of(z),
             spans,
         )
@@ -109,12 +110,7 @@ class FixedGrid(AbstractIntegrator):
         knots = np.concatenate([[0.0], path.driver.jumps, [1.0]])
         pieces = knots.size - 1
         each = math.ceil(steps / pieces)
-        inner = np.arange(each) / each
-        # Evenly in u, where 1 − s = (1 − u)^late; the knots themselves to the last bit.
-        even = 1 - (1 - knots) ** (1 / self.late)
-        between = 1 - (1 - even[:-1, None] - np.diff(even)[:, None] * inner) ** self.late
-        between[:, 0] = knots[:-1]
-        times = np.append(between.ravel(), 1.0)
+        times = self.time(np.arange(each * pieces + 1), each, knots, np)
         if fraction is None:
             return jnp.asarray(times)
         if pieces == 1:
@@ -122,6 +118,17 @@ class FixedGrid(AbstractIntegrator):
         # Knots stay where they are; a sample that has arrived takes steps of no length.
         times = jnp.asarray(times, fraction.dtype)
         return jnp.minimum(jnp.expand_dims(times, range(1, 1 + fraction.ndim)), fraction[None])
+
+    def time(self, place: Any, each: Any, knots: np.ndarray, xp: Any = jnp) -> Any:
+        """When the step at a place begins, if there are `each` between two knots: even in u, where
+        1 − s = (1 − u)^late; the knots themselves to the last bit. `xp` is the module whose arrays these
+        are."""
+        even = 1 - (1 - knots) ** (1 / self.late)
+        piece = xp.minimum(place // each, knots.size - 2)
+        inner = place - each * piece
+        u = xp.asarray(even)[piece] + xp.asarray(np.diff(even))[piece] * (inner / each)
+        between = xp.where(inner == each, xp.asarray(knots)[piece + 1], 1 - (1 - u) ** self.late)
+        return xp.where(inner == 0, xp.asarray(knots)[piece], between)
 
 
 def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> int:
@@ -136,7 +143,7 @@ def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> i
     return max(least, math.ceil(per_wave * waves))
 
 
-def _sticky_step(field: Field, now: Outcome, span: Span, method: diffrax.AbstractERK) -> Outcome:
+def sticky_step(field: Field, now: Outcome, span: Span, method: diffrax.AbstractERK) -> Outcome:
     """Advance the samples that are fine; one that got into trouble stays where it last was fine.
 
     One whose model is not finite moves to the point where that shows, for the message.
