@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-tables bench-conditional bench-noise bench-sampling bench-series docs test-browser clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series docs test-browser clean
 
 install: .venv/installed
 
@@ -59,6 +59,9 @@ bench-coverage: install
 
 bench-estimate: install
 	$(BIN)/python -m benchmarks.estimate_speed
+
+bench-first: install
+	$(BIN)/python -m benchmarks.first_calls
 
 .venv/peers: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[peers]'

@@ -260,6 +260,13 @@ class Always(rf.Tempered):
         return eqx.tree_at(lambda d: d.poor, distribution, jnp.ones_like(distribution.poor))
 
 
+@eqx.filter_jit
+def made(log_weights, *, fell_back=None, **settings):
+    """The estimates that weights `(K, B)` make."""
+    none = jnp.zeros(log_weights.shape[1], bool)
+    return from_log_weights(log_weights, 1, none if fell_back is None else fell_back, **settings)
+
+
 def widened(estimator, flow, x, key):
     """The estimate as if trial weights had differed at every point: wider, with the prior's share."""
     run = EstimatorRun(estimator, flow, x, key)

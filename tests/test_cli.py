@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -17,8 +18,8 @@ import numpy as np
 import pytest
 
 import roughflow as rf
-from roughflow.cli import main
-from roughflow.cli.start import keep_programs
+from roughflow.cli import main, start
+from roughflow.cli.start import cache_folder, keep_programs
 from roughflow.learn import progress_bar
 
 TINY = ["--steps", "2", "--likelihood-steps", "2", "--width", "4", "--depth", "1", "--quiet"]
@@ -106,22 +107,30 @@ def test_options_are_read_before_anything_heavy_is_imported():
 
 
 def test_compiled_programs_are_kept_in_the_users_cache(tmp_path, monkeypatch):
-    """Those not used for a month go; a folder of the user's own choice is left alone."""
+    """Small ones too; those made a month ago go, and the oldest of too many. A folder of the user's own
+    choice is left alone."""
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
     keep_programs()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "mine"
     assert os.listdir(tmp_path) == []
-    folder = tmp_path / "roughflow" / "programs"
+    folder = cache_folder()
+    assert folder.parent == tmp_path / "roughflow" / "programs"
     folder.mkdir(parents=True)
-    (folder / "old").touch()
-    (folder / "new").touch()
-    os.utime(folder / "old", (0, 0))
+    for name, age in (("new", 0), ("large", 60), ("next", 120), ("old", 1e9)):
+        (folder / name).write_bytes(bytes(600_000 if name == "large" else 10))
+        os.utime(folder / name, (time.time() - age,) * 2)
+    monkeypatch.setattr(start, "MEGABYTES", 0.6)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     keep_programs()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(folder)
+    assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
     assert os.listdir(folder) == ["new"]
+    # On a processor that knows other instructions they would not run.
+    monkeypatch.setattr(start, "_processor", lambda: "another")
+    assert cache_folder() != folder
 
 
 def test_interrupted_while_it_starts():

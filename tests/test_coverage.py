@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import ESTIMATORS, THREE, ou, ou_distribution, widened
+from problems import ESTIMATORS, THREE, made, ou, ou_distribution, widened
 
-from roughflow.density._estimate import from_log_weights, log_mean
+from roughflow.density._estimate import log_mean
 
 POINTS = 64
 
@@ -48,11 +48,6 @@ def check(name, estimate_at, count, seed):
     assert 90 <= report(name, error < 2 * deviation, counted, suspect) <= most
 
 
-def made(log_weights):
-    """The estimates that weights `(K, B)` make."""
-    return from_log_weights(jnp.asarray(log_weights), 1, jnp.zeros(log_weights.shape[1], bool))
-
-
 @pytest.mark.parametrize("count", [16, 64])
 @pytest.mark.parametrize("spread", [0.25, 0.5, 1.0])
 def test_the_error_bar_of_few_skewed_weights(spread, count):
@@ -64,8 +59,8 @@ def test_the_error_bar_of_few_skewed_weights(spread, count):
 
 def test_the_logarithm_of_a_mean_of_few_weights_is_not_low():
     """Which it would be by half the variance of the mean."""
-    weights = np.random.default_rng(0).normal(size=(16, 40_000)) - 0.5
-    bias, before = np.mean(made(weights).log_prob), np.mean(log_mean(jnp.asarray(weights)))
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(16, 40_000)) - 0.5)
+    bias, before = np.mean(made(weights).log_prob), np.mean(log_mean(weights))
     assert abs(before + 0.5 * (np.e - 1) / 16) < 0.015
     assert abs(bias) < abs(before) / 3
 

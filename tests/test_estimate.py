@@ -22,13 +22,13 @@ from problems import (
     double_well,
     gbm_1d,
     linear_distribution,
+    made,
     ou,
     ou_distribution,
 )
 from scipy import stats
 
 import roughflow as rf
-from roughflow.density._estimate import from_log_weights
 from roughflow.density.estimators import _importance
 from roughflow.density.estimators._weights import EstimatorRun, Weighed
 from roughflow.density.surface import Target
@@ -307,11 +307,6 @@ def test_a_value_that_is_not_finite_is_suspect(name, key):
     assert "64 have a value or an error bar that is not finite" in estimate.warning
 
 
-def made(log_weights, **settings):
-    """The estimate that weights `(K, B)` make."""
-    return from_log_weights(jnp.asarray(log_weights), 1, jnp.zeros(log_weights.shape[1], bool), **settings)
-
-
 def test_paths_that_were_not_found_are_counted_and_more_than_one_in_twenty_are_a_warning():
     weights = np.zeros((64, 3))
     weights[:3, 1] = weights[:4, 2] = -np.inf
@@ -362,7 +357,7 @@ def test_a_tolerance_is_met_by_the_errors_of_particles(monkeypatch):
     run: Any = SimpleNamespace(estimator=SimpleNamespace(num_paths=64), group=1, weighed=draw)
     monkeypatch.setattr(_importance, "_gather", lambda have, *_: have)
     for weights in _importance._until(run, draw(range(3), 0), 0.05, 2**16):
-        estimate = from_log_weights(jnp.asarray(weights)[:, None], 1, jnp.zeros(1, bool), jnp.ones(1, bool))
+        estimate = made(np.asarray(weights)[:, None], tempered=np.ones(1, bool))
         assert estimate.standard_error[0] <= 0.05
 
 

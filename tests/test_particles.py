@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import made
 from scipy import stats
 
-from roughflow.density._estimate import from_log_weights, log_mean
+from roughflow.density._estimate import log_mean
 from roughflow.density.estimators._particles import Particles, temper
 from roughflow.density.proposals import SPARE, Mixture
 
@@ -65,7 +66,7 @@ def test_the_constant_comes_out_within_its_error_bar(joint, key):
     weights = moved(joint, key).log_weights
     ratio = np.exp(log_mean(weights.T) - LOG_CONSTANT)
     assert abs(ratio.mean() - 1) < 4 * ratio.std() / np.sqrt(RUNS)
-    estimate = from_log_weights(weights.T, 1, jnp.zeros(RUNS, bool), jnp.ones(RUNS, bool))
+    estimate = made(weights.T, tempered=jnp.ones(RUNS, bool))
     trusted = ~np.asarray(estimate.suspect)
     assert np.mean(trusted) > 0.5
     score = (np.abs(estimate.log_prob - LOG_CONSTANT) / estimate.standard_error)[trusted]

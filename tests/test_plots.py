@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
 import pytest
-from problems import from_log_weights
+from problems import made
 
 import roughflow as rf
 
@@ -219,7 +219,7 @@ def test_training_without_validation_and_with_a_gap():
 def test_diagnostics_say_what_is_suspect(key):
     spread = jnp.linspace(0.1, 3.0, 40)
     log_weights = spread[None] * jax.random.normal(key, (200, 40))
-    estimate = from_log_weights(log_weights.at[:, 7].set(-jnp.inf), 1, jnp.zeros(40, bool))
+    estimate = made(log_weights.at[:, 7].set(-jnp.inf))
     figure = plots.diagnostics(estimate)
     left, middle, right = figure.axes
     assert [ax.get_ylabel() for ax in figure.axes] == [
@@ -240,7 +240,7 @@ def test_diagnostics_say_what_is_suspect(key):
 
 
 def test_diagnostics_of_a_good_estimate(key):
-    estimate = from_log_weights(0.01 * jax.random.normal(key, (20, 6)), 1, jnp.zeros(6, bool))
+    estimate = made(0.01 * jax.random.normal(key, (20, 6)))
     figure = plots.diagnostics(estimate)
     assert figure.get_suptitle() == "none of 6 estimates is suspect"
     assert figure.axes[2].get_title() == "6 not shown (nan)"
@@ -276,7 +276,7 @@ def test_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 def test_nothing_is_cut_off(tmp_path):
     """The border is white, so no label reaches over it, and the layout found room for all."""
     step = np.arange(50)
-    estimate = from_log_weights(jnp.zeros((30, 4)), 1, jnp.ones(4, bool))
+    estimate = made(jnp.zeros((30, 4)), fell_back=jnp.ones(4, bool))
     figures = {
         "density": plots.density(log_normal, extent=EXTENT, resolution=10, colour_bar=True).figure,
         "training": plots.training(History(step, 1e4 + step), entropy=1e4).figure,

@@ -24,6 +24,7 @@ TARGETS = {
 }
 
 
+@eqx.filter_jit
 def stationary_residual(sde, log_density, z):
     """∇·(μp − ½ ∇·(σσᵀp))/p at z, by exact derivatives: zero if p is invariant."""
     t = jnp.zeros(())
@@ -41,6 +42,7 @@ def stationary_residual(sde, log_density, z):
     return jnp.trace(jax.jacfwd(flux)(z))
 
 
+@eqx.filter_jit
 def random_sde(dimension, log_density, key):
     """Random networks for σ and Q, of a size that matters."""
     keys = jax.random.split(key)
@@ -134,7 +136,7 @@ def test_a_score_will_do_in_place_of_a_log_density(name, key):
     known = random_sde(dimension, log_density, key)
     sde = rf.targeted_sde(diffusion=known.diffusion, skew=known.skew, score=jax.grad(log_density))
     points = jax.random.normal(key, (8, dimension))
-    drifts = lambda sde: jax.vmap(lambda z: sde.drift(0.0, z))(points)
+    drifts = lambda sde: jax.jit(jax.vmap(lambda z: sde.drift(0.0, z)))(points)
     np.testing.assert_allclose(drifts(sde), drifts(known), rtol=1e-12)
     z = 0.1 * jnp.ones(dimension)
     for build in (rf.AdjustedSampler, rf.FlowSampler):

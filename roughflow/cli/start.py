@@ -1,7 +1,9 @@
 """Before JAX is imported: a sign of life, and a place for what it compiles."""
 
 import contextlib
+import hashlib
 import os
+import platform
 import signal
 import sys
 import threading
@@ -12,6 +14,9 @@ from pathlib import Path
 from .exits import INTERRUPTED
 
 DAYS = 30  # that a compiled program is kept
+MEGABYTES = 500  # that they may take; the oldest go first
+# JAX would keep only those that took a second to compile, and a command needs a hundred small ones.
+ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 
 
 @contextlib.contextmanager
@@ -53,10 +58,13 @@ def keep_programs() -> None:
         return
     if os.access(folder, os.W_OK):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+        for name, value in ALL.items():
+            os.environ.setdefault(name, value)
 
 
 def cache_folder() -> Path:
-    """Where this platform keeps what can be made again."""
+    """Where this platform keeps what can be made again, for processors like this one: they are programs in
+    machine code, and a home may be shared between machines."""
     home = Path(os.path.expanduser("~"))
     if sys.platform == "darwin":
         usual = home / "Library" / "Caches"
@@ -66,11 +74,30 @@ def cache_folder() -> Path:
         usual = home / ".cache"
     named = os.environ.get("XDG_CACHE_HOME", "")
     # By the convention a relative path is invalid.
-    return (Path(named) if os.path.isabs(named) else usual) / "roughflow" / "programs"
+    root = Path(named) if os.path.isabs(named) else usual
+    return root / "roughflow" / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:8]
+
+
+def _processor() -> str:
+    """What tells processors apart that do not run the same code."""
+    told = f"{platform.machine()} {platform.processor()}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return told
+    features = {line for line in lines if line.lower().startswith(("flags", "features"))}
+    return " ".join([told, *sorted(features)])
 
 
 def _drop_old(folder: Path) -> None:
+    """Those made a month ago, and the oldest of those that take more room than they should."""
+    files = []
     for file in folder.iterdir():
         with contextlib.suppress(OSError):  # another process may have been first
-            if time.time() - file.stat().st_mtime > DAYS * 86400:
+            files.append((file.stat().st_mtime, file.stat().st_size, file))
+    room = MEGABYTES * 1e6
+    for modified, size, file in sorted(files, reverse=True):
+        room -= size
+        if room < 0 or time.time() - modified > DAYS * 86400:
+            with contextlib.suppress(OSError):
                 file.unlink()

@@ -1,0 +1,66 @@
+"""What a first call costs: `python -m benchmarks.first_calls`.
+
+Each in a process of its own: with nothing compiled, and once more with what the first process left in JAX's
+compilation cache. Seconds on the clock and of the processors, imports included, and how many programs were
+compiled. The last two hardly depend on what else the machine does.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.timing import format_table, verdict
+
+ROWS = "import jax, numpy as np, roughflow as rf; rows = np.random.default_rng(0).normal(size=(1000, 2))"
+FIT = "key=jax.random.key(0), steps=2, progress=False"
+CALLS = {
+    "roughflow --help": "from roughflow.cli import main; main(['--help'])",
+    "import of all": "import roughflow; roughflow.fit",
+    "fit_density, 2 steps of regression": f"{ROWS}; rf.fit_density(rows, {FIT}, likelihood_steps=0)",
+    "fit_density, 2 steps of each stage": f"{ROWS}; rf.fit_density(rows, {FIT}, likelihood_steps=2)",
+    "estimate": (
+        f"{ROWS}; flow = rf.neural_flow(2, key=jax.random.key(0)); "
+        "flow.estimate(rows[0], key=jax.random.key(1))"
+    ),
+    "sample_chain": (
+        f"{ROWS}; sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2); "
+        "rf.sample_chain(sde, np.zeros(2), key=jax.random.key(0), num_steps=1000, dt=0.1)"
+    ),
+}
+LIMITS_S = {name: 0.5 if name == "roughflow --help" else 5 for name in CALLS}
+
+
+def main() -> None:
+    rows, first = [], {}
+    for name, code in CALLS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            first[name], again = measured(code, Path(folder)), measured(code, Path(folder))
+        numbers = [*first[name], *again[:2]]
+        rows.append([name, *(f"{x:.2f}" if isinstance(x, float) else str(x) for x in numbers)])
+    print(format_table(["first call", "s", "CPU s", "programs", "again: s", "CPU s"], rows))
+    for name, limit in LIMITS_S.items():
+        seconds = first[name][0]
+        print(verdict(seconds < limit, f"{name} in less than {limit:g} s", f"{seconds:.2f} s"))
+
+
+def measured(code: str, folder: Path) -> tuple[float, float, int]:
+    """Seconds of a process and of its processors, and the programs that `folder` has when it is done."""
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env=os.environ | settings, stdout=subprocess.DEVNULL, check=True)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    processors = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return seconds, processors, sum(1 for _ in folder.glob("*-cache"))
+
+
+if __name__ == "__main__":
+    main()
