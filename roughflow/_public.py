@@ -109,6 +109,7 @@ from .learn import (
     Standardised as Standardised,
     standardisation as standardisation,
     fit_density as fit_density,
+    ParquetTable as ParquetTable,
     save as save,
     load as load,
     whole_file as whole_file,

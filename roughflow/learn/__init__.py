@@ -14,6 +14,7 @@ from ._objective import (
     AbstractObjective as AbstractObjective,
     AbstractStatefulObjective as AbstractStatefulObjective,
 )
+from ._parquet import ParquetTable as ParquetTable
 from ._reverse_kl import ReverseKL as ReverseKL
 from ._save import load as load, save as save
 from ._stages import LIKELIHOOD_ROWS as LIKELIHOOD_ROWS, second_file as second_file
