@@ -77,6 +77,11 @@ class Devices:
         plain = lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) else leaf
         return jax.tree.map(plain, tree)
 
+    @property
+    def own(self) -> list[Any]:
+        """Those of this process; none if none was named."""
+        return [] if self.mesh is None else list(self.mesh.local_devices)
+
     def agreed(self, numbers: Sequence[int]) -> list[int]:
         """The least that any process has of each number: what goes by a clock or a key press differs."""
         if not self.several:

@@ -110,6 +110,7 @@ from .learn import (
     standardisation as standardisation,
     fit_density as fit_density,
     ParquetTable as ParquetTable,
+    estimate_chunks as estimate_chunks,
     save as save,
     load as load,
     whole_file as whole_file,

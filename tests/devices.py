@@ -1,5 +1,5 @@
-"""One fit, as a program: `python devices.py OUT SETTINGS [PORT PROCESS]`. Run by test_devices.py with simulated
-devices, and as one of two processes."""
+"""One fit, as a program: `python devices.py OUT SETTINGS [PORT PROCESS]`. Run by test_devices.py with
+simulated devices, and as one of two processes."""
 
 import json
 import sys

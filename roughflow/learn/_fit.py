@@ -121,7 +121,7 @@ def fit(
     objective = MaximumLikelihood() if objective is None else objective
     steps, batch_size = check_count("steps", steps), check_count("batch_size", batch_size)
     every, patience = check_count("every", every), None if patience is None else int(patience)
-    key_split, key_run, key_validation, key_objective = jax.random.split(check_key(key), 4)
+    key_split, *keys, key_objective = jax.random.split(check_key(key), 4)
     objective = objective.prepare(model, key=key_objective)
     train, held_out = split(data, validation, objective, key_split)
     if patience is not None and held_out is None:
@@ -132,19 +132,7 @@ def fit(
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
     state = objective.start(model, key=jax.random.fold_in(key_objective, 1))
     start = Progress.start(parameters, moves.init(parameters), state)
-    loop = Loop(
-        rest,
-        moves,
-        train,
-        held_out,
-        batch_size,
-        steps,
-        every,
-        patience,
-        key_run,
-        key_validation,
-        Devices.of(devices),
-    )
+    loop = Loop(rest, moves, train, held_out, batch_size, steps, every, patience, Devices.of(devices), *keys)
     store = None
     if checkpoint is not None:
         settings = {"steps": steps, "batch_size": batch_size, "every": every, "patience": patience}

@@ -13,7 +13,7 @@ from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key, check_positive
-from .._devices import Devices, DevicesLike
+from .._devices import DevicesLike
 from ..faq import see
 from ..flow import ExactDivergence, velocity_flow, with_noise
 from ._batches import UnitBatches
@@ -126,15 +126,11 @@ def fit_density(
     ```
     """
     key_split, key_model, key_first, key_second = jax.random.split(check_key(key), 4)
-    if noise not in (0, "best"):
-        check_positive("noise", noise)
-    _check_budget(steps, seconds)
-    places = Devices.of(devices)
+    _check(noise, steps, seconds)
     source = None
     if isinstance(data, ParquetTable):
         source, data, given, validation = _looked_at(data, given, validation, key_split)
-        columns = columns or source.columns
-    columns = names_of(columns, data, given)
+    columns = names_of(columns or getattr(source, "columns", ()), data, given)
     whole = Table.of(data, given, columns, bounds or {}, rounding or {})
     if source is not None:
         whole.check_bounds(source.extremes)
@@ -145,13 +141,13 @@ def fit_density(
         raise ValueError(told + see("budgets-and-validation"))
     chosen = Sizes(len(table.train if source is None else source), table.dimension, table.context)
     model = _untrained(whole, table, chosen, width, depth, marginals, columns, key_model)
-    held_out, noise_on_rows = model.unit(table.held_out), chosen.noise(smoothing, outliers)
+    held_out, spread = model.unit(table.held_out), chosen.noise(smoothing, outliers)
     if source is None:
-        train = smoothed(model.unit(table.train), *noise_on_rows, chosen.context)
+        train = smoothed(model.unit(table.train), *spread, chosen.context)
     else:
-        train = UnitBatches(source, model, table.rounding, *noise_on_rows)
+        train = UnitBatches(source, model, table.rounding, *spread)
     file = None if checkpoint is None else Path(checkpoint)
-    stages = Stages(train, held_out, learning_rate, patience, progress, resume, seconds, file, places)
+    stages = Stages(train, held_out, learning_rate, patience, progress, resume, seconds, file, devices)
     last = stages.both(
         model.flow,
         table.context,
@@ -161,12 +157,16 @@ def fit_density(
         key_first,
         key_second,
     )
-    # Probes are for training: a density is worth its exact divergence.
-    flow = eqx.tree_at(lambda f: f.divergence, last.model, ExactDivergence())
-    if noise == "best":
-        noise = best_noise(flow, held_out, key_second)
-    flow = with_noise(flow, noise) if noise else flow
+    flow = _finished(last.model, noise, held_out, key_second)
     return dataclasses.replace(last, model=eqx.tree_at(lambda m: m.flow, model, flow))
+
+
+def _finished(flow: Any, noise: float | Literal["best"], held_out: Any, key: PRNGKeyArray) -> Any:
+    """What was fitted, with noise if any is asked for."""
+    # Probes are for training: a density is worth its exact divergence.
+    flow = eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
+    noise = best_noise(flow, held_out, key) if noise == "best" else noise
+    return with_noise(flow, noise) if noise else flow
 
 
 def _looked_at(
@@ -183,7 +183,9 @@ def _looked_at(
     return table, *parts(table.some(LOOKED_AT, rng_of(key, 1)).astype(np.float64)), validation
 
 
-def _check_budget(steps: int | None, seconds: float | None) -> None:
+def _check(noise: float | Literal["best"], steps: int | None, seconds: float | None) -> None:
+    if noise not in (0, "best"):
+        check_positive("noise", noise)
     if seconds is None:
         return
     check_positive("seconds", seconds)

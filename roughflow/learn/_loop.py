@@ -44,9 +44,9 @@ class Loop:
     steps: int
     every: int
     patience: int | None
+    devices: Devices
     key: PRNGKeyArray
     key_validation: PRNGKeyArray
-    devices: Devices
 
     def placed(self) -> "Loop":
         """With all that it does not change on its devices."""
@@ -58,11 +58,8 @@ class Loop:
     ) -> Progress:
         """From here to the end, or to a reason to stop."""
         with together():
-            return (
-                self.placed()
-                ._run(now.moved(self.devices.put), store, interrupt, progress)
-                .moved(self.devices.back)
-            )
+            now = self.placed()._run(now.moved(self.devices.put), store, interrupt, progress)
+            return now.moved(self.devices.back)
 
     def _run(
         self, now: Progress, store: Checkpoint | None, interrupt: Interrupt, progress: bool | str

@@ -65,7 +65,7 @@ class ParquetTable:
         given: Sequence[str] = (),
         folder: str | os.PathLike | None = None,
     ):
-        file = opened(path)
+        file = parquet_file(path)
         wanted = (
             [name for name in file.schema_arrow.names if name not in given] if columns is None else columns
         )
@@ -131,7 +131,7 @@ def rng_of(key: PRNGKeyArray, *numbers: int) -> np.random.Generator:
     return np.random.default_rng([*np.asarray(jax.random.key_data(key)).ravel().tolist(), *numbers])
 
 
-def opened(path: str | os.PathLike) -> Any:
+def parquet_file(path: str | os.PathLike) -> Any:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
-from .._devices import Devices
+from .._devices import Devices, DevicesLike
 from ..flow import HutchinsonDivergence, StochasticFlow
 from ._batches import UnitBatches
 from ._checkpoint import steps_of
@@ -42,7 +42,7 @@ class Stages:
     resume: bool
     seconds: float | None
     checkpoint: Path | None
-    devices: Devices
+    devices: DevicesLike
 
     def both(
         self,
@@ -83,7 +83,7 @@ class Stages:
         began = time.perf_counter()
         quiet(*settings, None, TIMED)
         afforded = int(SHARES[stage.__name__] * seconds * TIMED / (time.perf_counter() - began))
-        return self.devices.agreed([max(1, afforded)])[0]
+        return Devices.of(self.devices).agreed([max(1, afforded)])[0]
 
     def regression(
         self,
@@ -132,7 +132,7 @@ class Stages:
             "patience": self.patience if some else None,
             "progress": name if self.progress else False,
             "checkpoint": file,
-            "devices": self.devices.mesh,
+            "devices": self.devices,
             "resume": self.resume and file is not None and file.exists(),
         }
 
