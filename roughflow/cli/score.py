@@ -22,18 +22,20 @@ def score(arguments: argparse.Namespace) -> int:
     inputs = [arguments.model, arguments.data]
     check_table(arguments.out, "the scores", arrays=False, force=arguments.force, inputs=inputs)
     model = read_model(arguments.model)
+    total, chunks = chunks_for(model, arguments.data, CHUNK)
     done = _Done()
-    write_table(arguments.out, COLUMNS, done.noted(_estimates(model, arguments)))
+    write_table(arguments.out, COLUMNS, done.noted(_estimates(model, total, chunks, arguments)))
     if done.warnings.line:
         print(f"roughflow: warning: {_advice(done.warnings.line)}", file=sys.stderr)
     print(f"mean log_prob {done.mean:.4f} over {done.count} rows (± {done.error:.2g})", file=sys.stderr)
     return 0
 
 
-def _estimates(model: rf.Standardised, arguments: argparse.Namespace) -> Iterator[rf.Estimate]:
+def _estimates(
+    model: rf.Standardised, total: int, chunks: Iterator[np.ndarray], arguments: argparse.Namespace
+) -> Iterator[rf.Estimate]:
     """Of all rows; random numbers depend on the seed and on a row's place in the file."""
     paths = arguments.paths
-    total, chunks = chunks_for(model, arguments.data, CHUNK)
     estimates = rf.estimate_chunks(
         model,
         chunks,
