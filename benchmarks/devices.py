@@ -1,7 +1,7 @@
 """One fit on one device, on two, and in two processes: the same parameters, and how many steps a second.
 
-Devices are cores: one device is pinned to one, two devices and two processes share two. Runs are repeated, and
-the fastest counts: other programs on the machine only ever slow a run down.
+Devices are cores: one device is pinned to one, two devices and two processes share two. Runs are repeated,
+and the fastest counts: other programs on the machine only ever slow a run down.
 """
 
 import os
