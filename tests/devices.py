@@ -2,7 +2,12 @@
 simulated devices, and as one of two processes."""
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
+from pathlib import Path
 
 import jax
 
@@ -18,6 +23,8 @@ def main(out, settings, port=None, process=None):
 
     key = jax.random.key(0)
     found = {}
+    if settings.pop("cut", False):
+        threading.Thread(target=press, args=(Path(settings["checkpoint"]),), daemon=True).start()
     for count in settings.pop("devices"):
         data = settings.get("data") or jax.random.normal(key, (300, 2)) ** 3
         if isinstance(data, str):
@@ -37,8 +44,15 @@ def main(out, settings, port=None, process=None):
             **{name: value for name, value in settings.items() if name != "data"},
         )
         leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(fitted.model) if hasattr(leaf, "dtype")]
-        found[str(count)] = np.concatenate([*leaves, fitted.history.validation_loss])
+        found[str(count)] = np.concatenate([*leaves, fitted.history.loss])
     np.savez(out, **found)
+
+
+def press(checkpoint):
+    """Ctrl-C, as soon as there is something to go on from."""
+    while not checkpoint.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def test_the_same_parameters_on_any_number_of_devices(one_device, devices):
     np.testing.assert_allclose(one_device[devices], one_device["None"], rtol=1e-9, atol=1e-12)
 
 
+def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
+    run = {"steps": 400, "checkpoint": str(tmp_path / "run")}
+    done(start(tmp_path / "cut.npz", run | {"devices": [2], "cut": True}, 4))
+    done(start(tmp_path / "on.npz", run | {"devices": [4], "resume": True}, 4))
+    done(start(tmp_path / "whole.npz", {"steps": 400, "devices": [1]}, 1))
+    cut, on, whole = (np.load(tmp_path / f"{name}.npz") for name in ("cut", "on", "whole"))
+    assert cut["2"].size < on["4"].size
+    np.testing.assert_allclose(on["4"], whole["1"], rtol=1e-7, atol=1e-9)
+
+
 def test_two_processes_fit_as_one(tmp_path, one_device):
     with socket.socket() as free:
         free.bind(("localhost", 0))

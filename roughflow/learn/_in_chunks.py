@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._checks import check_key
 from .._devices import Devices, DevicesLike
-from ..flow import Estimate, StochasticFlow
+from ..flow import AbstractEstimator, Estimate, StochasticFlow
 from ._standardised import Standardised
 
 AHEAD = 2  # chunks for each device that wait to be worked on, or to be asked for
@@ -23,7 +23,11 @@ def estimate_chunks(
     *,
     key: PRNGKeyArray,
     devices: DevicesLike = None,
-    **settings: Any,
+    estimator: AbstractEstimator | None = None,
+    tolerance: float | None = None,
+    max_paths: int = 2**16,
+    truncation: bool = False,
+    solver: bool = True,
 ) -> Iterator[Estimate]:
     """The estimates of chunks of points, one after the other: as many points as there are, in the memory that
     a few chunks take.
@@ -38,7 +42,7 @@ def estimate_chunks(
     - `chunks`: of points, `(rows, dimension)`: a list, or an iterator that reads or makes them as it goes. A
       few thousand rows each are good; of one size, for another compiles anew.
     - `devices`: how many, or which: each chunk goes to the next of them.
-    - `settings`: those of `estimate`, such as `tolerance`.
+    - the rest as for `StochasticFlow.estimate`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -46,12 +50,14 @@ def estimate_chunks(
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
     chunks = (jnp.full((4, 1), x) for x in range(3))
-    settings = {"estimator": rf.PullBack(num_paths=16)}
-    for estimate in rf.estimate_chunks(flow, chunks, key=jax.random.key(0), **settings):
+    estimator = rf.PullBack(num_paths=16)
+    for estimate in rf.estimate_chunks(flow, chunks, key=jax.random.key(0), estimator=estimator):
         print(estimate.log_prob)
     ```
     """
     key = check_key(key)
+    settings: dict[str, Any] = {"estimator": estimator, "tolerance": tolerance, "max_paths": max_paths}
+    settings |= {"truncation": truncation, "solver": solver}
     own = Devices.of(devices).own
 
     def estimate(i: int, x: Any) -> Estimate:
