@@ -13,6 +13,7 @@ import pytest
 
 import roughflow as rf
 from roughflow.cli import main, table as cli_table
+from roughflow.learn._parquet import rng_of
 
 PROGRAM = Path(__file__).parent / "devices.py"
 
@@ -109,6 +110,9 @@ def test_batches_go_by_the_key_and_leave_out_what_is_set_aside(rows):
     assert len(rest) == 800
     assert len(aside) == 200
     assert {row.tobytes() for row in drawn(1)}.isdisjoint({row.tobytes() for row in aside})
+    steps = [rest.batch(9, rng_of(jax.random.key(0), step)) for step in (0, 1, 0)]
+    np.testing.assert_array_equal(steps[0], steps[2])
+    assert np.any(steps[0] != steps[1])
     every = rest.some(10**6, np.random.default_rng(0))
     assert len({row.tobytes() for row in (*every, *aside)}) == 1000
 
