@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series docs test-browser clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series bench-devices docs test-browser clean
 
 install: .venv/installed
 
@@ -82,6 +82,9 @@ bench-sampling: install
 
 bench-series: install
 	$(BIN)/python -m benchmarks.series
+
+bench-devices: install
+	$(BIN)/python -m benchmarks.devices
 
 # Pages that need no network to be read: open site/index.html.
 .venv/docs: .venv/installed

@@ -110,6 +110,8 @@ from .learn import (
     Standardised as Standardised,
     standardisation as standardisation,
     fit_density as fit_density,
+    ParquetTable as ParquetTable,
+    estimate_chunks as estimate_chunks,
     save as save,
     load as load,
     whole_file as whole_file,

@@ -97,10 +97,7 @@ def _fit(commands) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="the model to write")
     parser.add_argument("--columns", type=values.names, metavar="A,B,C", help="default: all")
     parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="REPORT.html",
-        help="also write a page on the fit, to send on",
+        "--report", type=Path, metavar="REPORT.html", help="also write a page on the fit, to send on"
     )
     parser.add_argument(
         "--given",
@@ -110,6 +107,16 @@ def _fit(commands) -> None:
     )
     _fit_model(parser)
     _fit_training(parser)
+    _devices(parser)
+    parser.add_argument(
+        "--join",
+        nargs="?",
+        const="",
+        type=values.process,
+        metavar="HOST:PORT,I,N",
+        help="be one of several processes that fit together, all started with the same options: process I of "
+        "N, the first of them at HOST; under Slurm or Open MPI plain --join",
+    )
     _seed(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
     parser.add_argument(
@@ -161,12 +168,7 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", values.count, 512, "rows per step of the regression")
     add("--learning-rate", values.positive, 2e-3, "of the regression")
     add("--validation", values.share, 0.1, "share of rows set aside to choose the best model by, 0 for none")
-    add(
-        "--patience",
-        values.whole,
-        5,
-        "looks at them without a better value that end a stage, 0 for never",
-    )
+    add("--patience", values.whole, 5, "looks at them without a better value that end a stage, 0 for never")
 
 
 def _score(commands) -> None:
@@ -184,6 +186,7 @@ def _score(commands) -> None:
         "--tolerance", type=values.positive, metavar="E", help="add paths until standard errors are below"
     )
     parser.add_argument("--paths", type=values.count, metavar="N", help="random paths a row, to start with")
+    _devices(parser)
     _seed(parser)
     _force(parser)
     _quiet(parser)
@@ -272,6 +275,12 @@ def _reproduce(commands) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from where a run was cut short")
     _seed(parser)
     _quiet(parser)
+
+
+def _devices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", type=values.count, metavar="N", help="split the work between so many; default: one"
+    )
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from .refused import Refused
 # What may differ when a run goes on: where things are, and how much is said.
 FREE = frozenset(
     {"command", "argv", "data", "out", "noise_out", "report", "resume", "force", "quiet", "draws", "thin"}
+    | {"devices", "join"}
 )
 
 

@@ -8,18 +8,19 @@ import warnings
 from pathlib import Path
 
 import jax
-import numpy as np
 
 import roughflow as rf
 from roughflow.faq import see
 
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
+from .exits import INTERRUPTED
+from .fit_rows import FitRows, fit_rows
+from .join import joined, together
 from .output import check_writable
 from .refused import Refused
 from .report import check_report, report
-from .rows import Table, table_name
+from .rows import table_name
 from .summary import summary
-from .table import read_table
 
 # In single precision a number has seven digits: a column this many times its own spread away from zero
 # keeps fewer than three of them.
@@ -27,25 +28,37 @@ FAR = 1e4
 
 
 def fit(arguments: argparse.Namespace) -> int:
-    check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
-    check_report(arguments)
-    with alone(arguments):
-        return _run(arguments)
+    with joined(arguments.join):
+        if jax.process_index():
+            return _follow(arguments)
+        check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
+        check_report(arguments)
+        with alone(arguments):
+            return _run(arguments)
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """The part of a process that is not the first: it writes nothing, and says nothing."""
+    rows = fit_rows(arguments)
+    together()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return INTERRUPTED if _fit(arguments, rows, checkpoint_of(arguments.out)).interrupted else 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
     checkpoint = checkpoint_of(arguments.out)
     check_checkpoint(checkpoint, arguments)
-    table = _read(arguments)
-    train, held_out = _split(table, arguments.validation, arguments.seed)
+    rows = fit_rows(arguments)
     said: list[str] = []
-    _check_rows(arguments, table, train, said)
+    _check_rows(arguments, rows, said)
     begin(checkpoint, arguments)
+    together()
     began = time.perf_counter()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda text, *_: _warn(str(text), said)
-            fitted = _fit(arguments, table.columns, train, held_out, checkpoint)
+            fitted = _fit(arguments, rows, checkpoint)
         if fitted.interrupted:
             stage = list(fitted.stages)[-1]
             return stopped(arguments, checkpoint, f"stopped at step {fitted.history.loss.size} of {stage}")
@@ -58,9 +71,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # the second one: the first ends a run in good order
         return stopped(arguments, checkpoint, "interrupted")
     remove(checkpoint)
-    summary(out, table, fitted, train, held_out)
+    summary(out, rows, fitted)
     if arguments.report is not None:
-        report(arguments, fitted, train, held_out, said, time.perf_counter() - began)
+        report(arguments, fitted, rows.train, rows.held_out, said, time.perf_counter() - began)
         print(f"report      {arguments.report}")
     return 0
 
@@ -84,28 +97,9 @@ def _free(out: Path, force: bool) -> Path:
     return free
 
 
-def _read(arguments: argparse.Namespace) -> Table:
-    """The table, with the columns that are given last."""
-    if arguments.given is None:
-        return read_table(arguments.data, arguments.columns)
-    wanted = (
-        None if arguments.columns is None else list(dict.fromkeys([*arguments.columns, *arguments.given]))
-    )
-    # Read once: standard input cannot be read again.
-    table = read_table(arguments.data, wanted)
-    own = [name for name in table.columns if name not in arguments.given]
-    if not own:
-        raise Refused("--given names all columns: there is none left to have a density")
-    return table.chosen(arguments.data, [*own, *arguments.given])
-
-
-def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint: Path) -> rf.Fitted:
-    context = len(arguments.given or ())
-    own = len(columns) - context
-    parts = lambda rows: (rows[:, :own], rows[:, own:])
+def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.Fitted:
     return rf.fit_density(
-        train[:, :own],
-        given=train[:, own:] if context else None,
+        **rows.arguments(),
         key=jax.random.key(arguments.seed),
         noise=arguments.noise,
         bounds=arguments.bounds,
@@ -115,8 +109,6 @@ def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint
         outliers=arguments.outliers,
         width=arguments.width,
         depth=arguments.depth,
-        columns=columns,
-        validation=(parts(held_out) if context else held_out) if len(held_out) else 0.0,
         patience=arguments.patience or None,
         steps=arguments.steps,
         likelihood_steps=arguments.likelihood_steps,
@@ -126,36 +118,29 @@ def _fit(arguments, columns, train: np.ndarray, held_out: np.ndarray, checkpoint
         checkpoint=checkpoint,
         resume=arguments.resume,
         progress=not arguments.quiet,
+        devices=arguments.devices,
     )
 
 
-def _split(table: Table, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows to validate on; at least one of these if any are asked for."""
-    rows = table.rows
-    aside = max(1, round(share * len(rows))) if share else 0
-    order = np.random.default_rng(seed).permutation(len(rows))
-    return rows[order[aside:]], rows[order[:aside]]
-
-
-def _check_rows(arguments: argparse.Namespace, table: Table, train: np.ndarray, said: list[str]) -> None:
+def _check_rows(arguments: argparse.Namespace, rows: FitRows, said: list[str]) -> None:
     """Refuse rows that have no density, by the names of their columns; warn of those with few digits."""
-    path, count, dimension = table_name(arguments.data), len(table.rows), len(table.columns)
-    if dimension < count and len(train) <= dimension:
+    path, count, dimension = table_name(arguments.data), rows.total, len(rows.columns)
+    if dimension < count and rows.num_train <= dimension:
         least = f"{dimension + 1} are the least for its columns"
         raise Refused(
-            f"{path}: {len(train)} of {count} rows are left to train on, {least}: lower --validation"
+            f"{path}: {rows.num_train} of {count} rows are left to train on, {least}: lower --validation"
             + see("no-density")
         )
-    if len(train) <= dimension:
+    if rows.num_train <= dimension:
         have = "1 row" if count == 1 else f"{count} rows"
         raise Refused(
             f"{path} has {have}: {dimension + 2} are the least for its columns, hundreds are better"
             + see("no-density")
         )
-    for name, column in zip(table.columns, train.T, strict=True):
+    for name, column in zip(rows.columns, rows.train.T, strict=True):
         spread = column.std()
         if column.min() == column.max():
-            others = ",".join(other for other in table.columns if other != name) or "..."
+            others = ",".join(other for other in rows.columns if other != name) or "..."
             raise Refused(
                 f"{path}: column {name!r} is always {column[0]:g}, so it has no density: leave it out, with "
                 f"--columns {others}{see('no-density')}"

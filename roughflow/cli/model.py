@@ -1,5 +1,6 @@
 """A model from its file, and the columns of a table that belong to it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,8 @@ import numpy as np
 import roughflow as rf
 
 from .refused import Refused
-from .rows import Table, counted, table_name
-from .table import read_table
+from .rows import counted, table_name
+from .table import read_chunks
 
 
 def read_model(path: Path) -> rf.Standardised:
@@ -27,13 +28,14 @@ def columns_of(model: rf.Standardised) -> tuple[str, ...]:
     return model.columns or counted(model.flow.dimension)
 
 
-def read_rows_for(model: rf.Standardised, path: Path) -> Table:
-    """The model's columns of a table: by name where both have names, otherwise by place."""
+def chunks_for(model: rf.Standardised, path: Path, size: int) -> tuple[int, Iterator[np.ndarray]]:
+    """How many rows a table has, and the model's columns of them, `size` rows at a time: by name where both
+    have names, otherwise by place."""
     by_name = model.columns and path.suffix.lower() != ".npy"
-    table = read_table(path, model.columns if by_name else None)
-    if len(table.columns) != model.flow.dimension:
+    columns, count, chunks = read_chunks(path, model.columns if by_name else None, size)
+    if len(columns) != model.flow.dimension:
         raise Refused(
-            f"{table_name(path)} has {len(table.columns)} columns, and the model {model.flow.dimension}: "
+            f"{table_name(path)} has {len(columns)} columns, and the model {model.flow.dimension}: "
             f"{', '.join(columns_of(model))}"
         )
-    return table
+    return count, chunks

@@ -39,10 +39,11 @@ def counted(dimension: int) -> tuple[str, ...]:
 
 
 class Faults:
-    """Lines that cannot be used: how many, and the first few."""
+    """Lines that cannot be used: how many, and the first few. Of a file that is worked on as it is read, the
+    first one ends it."""
 
-    def __init__(self, path: Path, unit: str):
-        self.path, self.unit = path, unit
+    def __init__(self, path: Path, unit: str, at_once: bool = False):
+        self.path, self.unit, self.at_once = path, unit, at_once
         self.count, self.places, self.first = 0, [], ""
 
     def add(self, place: int, what: str) -> None:
@@ -50,6 +51,8 @@ class Faults:
         self.first = self.first or what
         if len(self.places) < SHOWN:
             self.places.append(str(place))
+        if self.at_once:
+            self.refuse()
 
     def refuse(self) -> None:
         if not self.count:

@@ -2,53 +2,82 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import roughflow as rf
+from roughflow.flow import Warnings
 from roughflow.learn import progress_bar
 
-from .model import read_model, read_rows_for
+from .model import chunks_for, read_model
 from .output import check_table, write_table
 
 COLUMNS = ("log_prob", "total_error", "effective_paths")
-CHUNK = 4096  # rows between two steps of the bar
+CHUNK = 4096  # rows that are scored at a time, and written: memory does not limit how many there are
 
 
 def score(arguments: argparse.Namespace) -> int:
     inputs = [arguments.model, arguments.data]
     check_table(arguments.out, "the scores", arrays=False, force=arguments.force, inputs=inputs)
     model = read_model(arguments.model)
-    table = read_rows_for(model, arguments.data)
-    columns = _estimate(model, table.rows, arguments)
-    write_table(arguments.out, COLUMNS, [columns])
-    values = columns[0]
-    error = np.std(values) / len(values) ** 0.5 if np.all(np.isfinite(values)) else np.inf
-    print(f"mean log_prob {np.mean(values):.4f} over {len(values)} rows (± {error:.2g})", file=sys.stderr)
+    total, chunks = chunks_for(model, arguments.data, CHUNK)
+    done = _Done()
+    write_table(arguments.out, COLUMNS, done.noted(_estimates(model, total, chunks, arguments)))
+    if done.warnings.line:
+        print(f"roughflow: warning: {_advice(done.warnings.line)}", file=sys.stderr)
+    print(f"mean log_prob {done.mean:.4f} over {done.count} rows (± {done.error:.2g})", file=sys.stderr)
     return 0
 
 
-def _estimate(model: rf.Standardised, rows: np.ndarray, arguments: argparse.Namespace) -> list[np.ndarray]:
-    """The columns for all rows; random numbers depend on the seed and on a row's place in the file."""
+def _estimates(
+    model: rf.Standardised, total: int, chunks: Iterator[np.ndarray], arguments: argparse.Namespace
+) -> Iterator[rf.Estimate]:
+    """Of all rows; random numbers depend on the seed and on a row's place in the file."""
     paths = arguments.paths
-    estimator = None if paths is None else rf.default_estimator(model.flow, paths)
-    key = jax.random.key(arguments.seed)
-    parts = []
-    with progress_bar(len(rows), name="score", unit="row", shown=not arguments.quiet) as bar:
-        for i, first in enumerate(range(0, len(rows), CHUNK)):
-            x = rows[first : first + CHUNK]
-            own = x.shape[1] - model.context
-            settings = {"estimator": estimator, "tolerance": arguments.tolerance}
-            settings |= {"given": x[:, own:]} if model.context else {}
-            parts.append(model.estimate(x[:, :own], key=jax.random.fold_in(key, i), **settings))
-            bar.update(len(x))
+    estimates = rf.estimate_chunks(
+        model,
+        chunks,
+        key=jax.random.key(arguments.seed),
+        devices=arguments.devices,
+        estimator=None if paths is None else rf.default_estimator(model.flow, paths),
+        tolerance=arguments.tolerance,
+    )
+    with progress_bar(total, name="score", unit="row", shown=not arguments.quiet) as bar:
+        for estimate in estimates:
+            yield estimate
+            bar.update(len(estimate.log_prob))
             bar.set_postfix_str("")
-    estimate = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-    if estimate.warning:
-        print(f"roughflow: warning: {_advice(estimate.warning)}", file=sys.stderr)
-    return [np.asarray(getattr(estimate, name)) for name in COLUMNS]
+
+
+class _Done:
+    """What is to be said in the end of rows that went by."""
+
+    def __init__(self):
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.warnings = Warnings()
+
+    def noted(self, estimates: Iterator[rf.Estimate]) -> Iterator[list[np.ndarray]]:
+        """The columns to write."""
+        for estimate in estimates:
+            self.warnings.add(estimate)
+            columns = [np.asarray(getattr(estimate, name)) for name in COLUMNS]
+            self._add(columns[0].astype(float))
+            yield columns
+
+    def _add(self, values: np.ndarray) -> None:
+        """Mean and squares about it, of what there was and of these (Chan et al. 1979)."""
+        with np.errstate(invalid="ignore"):
+            both, apart = self.count + len(values), values.mean() - self.mean
+            self.squares += np.sum((values - values.mean()) ** 2) + apart**2 * self.count * len(values) / both
+            self.mean += apart * len(values) / both
+        self.count = both
+
+    @property
+    def error(self) -> float:
+        """Of the mean."""
+        return self.squares**0.5 / self.count if np.isfinite(self.squares) else np.inf
 
 
 def _advice(warning: str) -> str:

@@ -10,28 +10,23 @@ import roughflow as rf
 from roughflow.faq import see
 from roughflow.learn import LIKELIHOOD_ROWS
 
-from .rows import Table
+from .fit_rows import FitRows
 
 
-def summary(
-    out: Path,
-    table: Table,
-    fitted: rf.Fitted,
-    train: np.ndarray,
-    held_out: np.ndarray,
-) -> None:
-    print(f"rows        {len(table.rows)}: {len(train)} to train on, {len(held_out)} to validate on")
-    own = len(table.columns) - fitted.model.context
-    given = f" given {', '.join(table.columns[own:])}" if fitted.model.context else ""
-    print(f"columns     {', '.join(table.columns[:own])}{given}")
+def summary(out: Path, rows: FitRows, fitted: rf.Fitted) -> None:
+    held_out = rows.held_out
+    print(f"rows        {rows.total}: {rows.num_train} to train on, {len(held_out)} to validate on")
+    own = len(rows.columns) - rows.context
+    given = f" given {', '.join(rows.columns[own:])}" if rows.context else ""
+    print(f"columns     {', '.join(rows.columns[:own])}{given}")
     for stage, history in fitted.stages.items():
         skipped = f", {history.skipped} skipped" if history.skipped else ""
         ended = f"; ended {history.ended}{see('ended-early')}" if history.ended else ""
         print(f"{stage:<11} {history.loss.size} steps{skipped}{ended}")
     if len(held_out):
-        rows = held_out[:LIKELIHOOD_ROWS]
-        reached = _reached(fitted, rows, own)
-        normal = _gaussian(*rf.standardisation(train[:, :own]), rows[:, :own])
+        judged = held_out[:LIKELIHOOD_ROWS]
+        reached = _reached(fitted, judged, own)
+        normal = _gaussian(*rf.standardisation(rows.train[:, :own]), judged[:, :own])
         told = "the Gaussian with their mean and covariance"
         print(f"validation  {reached:.4f} nats per row; {told} {normal:.4f}")
         if reached < normal:

@@ -1,15 +1,19 @@
 """A table of numbers from a file, or from standard input."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+import roughflow as rf
 from roughflow.faq import see
+from roughflow.learn import parquet_file, parquet_rows
 
 from .refused import Refused
 from .rows import LARGEST, Faults, Table, counted, fault, places_of, table_name
-from .text import STANDARD, is_text, read_text
+from .text import STANDARD, is_text, read_text, text_chunks
+
+LARGE = 2**26  # bytes of a file that is not read at once
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
@@ -23,6 +27,48 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
     if not len(table.rows):
         raise Refused(f"{table_name(path)} has no rows")
     return table
+
+
+def read_chunks(
+    path: Path, columns: Sequence[str] | None, size: int
+) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
+    """The names, the number of rows, and the rows, `size` at a time: those of a large file are read as they
+    are asked for."""
+    if path == STANDARD or not path.is_file() or path.stat().st_size < LARGE:
+        table = read_table(path, columns)
+        return table.columns, len(table.rows), _parts([table.rows], size)
+    if is_text(path):
+        return text_chunks(path, columns, size)
+    if path.suffix.lower() == ".parquet":
+        file = parquet_file(path)
+        names = tuple(file.schema_arrow.names[i] for i in places_of(path, file.schema_arrow.names, columns))
+        return names, file.metadata.num_rows, _parts(parquet_rows(file, path, names), size)
+    table = _read_npy(path, columns, mapped=True)
+    blocks = (table.rows[i : i + size] for i in range(0, len(table.rows), size))
+    checked = (_finite_rows(path, table.columns, np.array(rows, float)) for rows in blocks)
+    return table.columns, len(table.rows), checked
+
+
+def table_on_disk(path: Path, columns: Sequence[str] | None, given: Sequence[str]) -> rf.ParquetTable | None:
+    """A Parquet file whose numbers would not fit in memory with room to spare."""
+    if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE:
+        return None
+    metadata = parquet_file(path).metadata
+    if metadata.num_rows * (metadata.num_columns if columns is None else len(columns)) * 8 < 2 * LARGE:
+        return None
+    return rf.ParquetTable(path, columns, given=given)
+
+
+def _parts(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """The rows of the blocks, `size` at a time."""
+    rest: list[np.ndarray] = []
+    for block in blocks:
+        rows = np.concatenate([*rest, block])
+        whole = len(rows) // size * size
+        yield from (rows[i : i + size] for i in range(0, whole, size))
+        rest = [rows[whole:]]
+    if rest and len(rest[0]):
+        yield rest[0]
 
 
 def check_readable(path: Path) -> None:
@@ -45,9 +91,9 @@ def _reader(path: Path) -> Callable[[Path, Sequence[str] | None], Table]:
     return readers[path.suffix.lower()]
 
 
-def _read_npy(path: Path, columns: Sequence[str] | None) -> Table:
+def _read_npy(path: Path, columns: Sequence[str] | None, mapped: bool = False) -> Table:
     try:
-        rows = np.load(path, allow_pickle=False)
+        rows = np.load(path, allow_pickle=False, mmap_mode="r" if mapped else None)
     except (ValueError, EOFError, OSError) as error:
         raise Refused(f"{path} is not an array that numpy.save wrote, or is damaged ({error})") from None
     if not isinstance(rows, np.ndarray) or rows.ndim != 2 or not rows.shape[1]:
@@ -58,6 +104,8 @@ def _read_npy(path: Path, columns: Sequence[str] | None) -> Table:
     names = counted(rows.shape[1])
     places = places_of(path, names, columns)
     chosen = tuple(names[i] for i in places)
+    if mapped and chosen == names:
+        return Table(chosen, rows, named=False)
     return Table(chosen, _finite_rows(path, chosen, rows[:, places].astype(float)), named=False)
 
 

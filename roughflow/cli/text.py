@@ -6,6 +6,7 @@ import csv
 import datetime
 import gzip
 import io
+import itertools
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,29 @@ def read_text(path: Path, columns: Sequence[str] | None) -> Table:
     """The named columns in that order, or all of them."""
     with _lines(path) as source:
         return _read(path, source, columns)
+
+
+def text_chunks(
+    path: Path, columns: Sequence[str] | None, size: int
+) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
+    """The same of a large file: the names, how many rows there are at most, and the rows as they are asked
+    for, `size` at a time."""
+    with _lines(path) as source:
+        header = [name.strip() for name in next(iter(source), [])]
+        places = places_of(path, _header(path, header), columns)
+    unpacked = gzip.open if is_compressed(path) else open
+    with unpacked(path, "rb") as file:
+        lines = sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+
+    def chunks() -> Iterator[np.ndarray]:
+        with _lines(path) as source:
+            lines = iter(source)
+            next(lines)
+            numbers = _numbers(path, source, lines, header, places, at_once=True)
+            while len(rows := array.array("d", itertools.islice(numbers, size * len(places)))):
+                yield np.asarray(rows).reshape(-1, len(places))
+
+    return tuple(header[i] for i in places), lines, chunks()
 
 
 def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
@@ -145,10 +169,15 @@ def _refuse_separator(path: Path, found: str) -> None:
 
 
 def _numbers(
-    path: Path, source: _Lines, lines: Iterator[list[str]], header: list[str], places: list[int]
+    path: Path,
+    source: _Lines,
+    lines: Iterator[list[str]],
+    header: list[str],
+    places: list[int],
+    at_once: bool = False,
 ) -> Iterator[float]:
     """The numbers in the rows after the header, and in the end a complaint about rows without."""
-    faults = Faults(path, "line")
+    faults = Faults(path, "line", at_once)
     for line in _whole(source, lines, header, faults):
         numbers = [as_number(line[i]) for i in places]
         bad = next(

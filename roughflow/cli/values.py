@@ -68,3 +68,14 @@ def names(text: str) -> list[str]:
     if not all(names) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"different names with commas between them are wanted, got {text!r}")
     return names
+
+
+def process(text: str) -> tuple[str, int, int]:
+    """One of several processes: where the first is, which this is, and how many there are."""
+    try:
+        address, which, count = text.split(",")
+        if ":" not in address or not 0 <= int(which) < int(count):
+            raise ValueError
+        return address, int(which), int(count)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"HOST:PORT,I,N with I below N is wanted, got {text!r}") from None

@@ -14,6 +14,7 @@ from ._estimate import (
     AbstractEstimator as AbstractEstimator,
     Accuracy as Accuracy,
     Estimate as Estimate,
+    Warnings as Warnings,
 )
 from ._field import Field as Field
 from ._fixed_grid import FixedGrid as FixedGrid

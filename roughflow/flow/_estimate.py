@@ -105,17 +105,18 @@ class Estimate(eqx.Module):
     def suspect(self) -> Array:
         """Where the estimate should not be trusted, for one of the reasons in `warning`."""
         suspect = jnp.zeros(self.log_prob.shape, bool)
-        for _, bad, _ in self._reasons():
+        for _, bad, _ in self.reasons():
             suspect = suspect | bad
         return suspect
 
     @property
     def warning(self) -> str | None:
         """One line when some estimates should not be trusted, else None."""
-        found = [f"{int(jnp.sum(bad))} {text}" for _, bad, text in self._reasons() if bool(jnp.any(bad))]
-        return f"of {self.log_prob.size} estimates, {'; '.join(found)}" if found else None
+        warnings = Warnings()
+        warnings.add(self)
+        return warnings.line
 
-    def _reasons(self) -> list[tuple[str, Array, str]]:
+    def reasons(self) -> list[tuple[str, Array, str]]:
         """What may be wrong in a word, where, and the remedy."""
         few = self.effective_paths < jnp.minimum(FEW_PATHS, 0.99 * self.num_paths)
         worst = float(jnp.min(self.effective_paths)) if few.size and not is_traced(few) else 0.0
@@ -187,7 +188,7 @@ class Estimate(eqx.Module):
 
     def _table(self) -> list[str]:
         """The points one a line, those in the middle left out if there are many."""
-        reasons = [*self._reasons(), ("tempered", self.tempered, "")]
+        reasons = [*self.reasons(), ("tempered", self.tempered, "")]
         flags = [(name, np.ravel(where)) for name, where, _ in reasons]
         value, error, paths, most = (
             np.ravel(part) for part in (self.log_prob, self.total_error, self.effective_paths, self.num_paths)
@@ -210,6 +211,26 @@ class Estimate(eqx.Module):
         error, suspect = jnp.max(self.total_error), int(jnp.sum(self.suspect))
         mean = f"mean log_prob {jnp.mean(self.log_prob):.4f}, largest total error {error:.2g}"
         return f"{mean}, {suspect or 'none'} of {self.log_prob.size} suspect"
+
+
+class Warnings:
+    """What is to be said of estimates that come in parts, without keeping them."""
+
+    def __init__(self):
+        self.size, self.found = 0, {}
+
+    def add(self, estimate: Estimate) -> None:
+        self.size += estimate.log_prob.size
+        for name, bad, text in estimate.reasons():
+            if count := int(jnp.sum(bad)):
+                before, said = self.found.get(name, (0, text))
+                # Texts differ in one digit at most, that of the fewest effective paths.
+                self.found[name] = before + count, min(said, text)
+
+    @property
+    def line(self) -> str | None:
+        told = "; ".join(f"{count} {text}" for count, text in self.found.values())
+        return f"of {self.size} estimates, {told}" if told else None
 
 
 class AbstractEstimator(eqx.Module):

@@ -6,6 +6,7 @@ from ._files import whole_file as whole_file
 from ._fit import Fitted as Fitted, fit as fit
 from ._fit_density import fit_density as fit_density
 from ._history import History as History
+from ._in_chunks import estimate_chunks as estimate_chunks
 from ._interpolant import Interpolant as Interpolant
 from ._lock import held as held
 from ._marginals import Marginals as Marginals
@@ -13,6 +14,11 @@ from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
 from ._objective import (
     AbstractObjective as AbstractObjective,
     AbstractStatefulObjective as AbstractStatefulObjective,
+)
+from ._parquet import (
+    ParquetTable as ParquetTable,
+    parquet_file as parquet_file,
+    parquet_rows as parquet_rows,
 )
 from ._reverse_kl import ReverseKL as ReverseKL
 from ._save import load as load, save as save

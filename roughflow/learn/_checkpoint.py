@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._devices import leads
 from ..faq import see
 from ._files import read_archive, write_archive
 from ._fingerprint import difference, fingerprint
@@ -52,6 +54,11 @@ class Progress:
     def changing(self) -> tuple[Any, ...]:
         """The trees that steps change."""
         return self.parameters, self.optimiser, self.state, self.best
+
+    def moved(self, where: Callable[[Any], Any]) -> "Progress":
+        """The same run on other devices."""
+        parameters, optimiser, state, best = (where(tree) for tree in self.changing)
+        return dataclasses.replace(self, parameters=parameters, optimiser=optimiser, state=state, best=best)
 
     def stale_from(self, patience: int | None) -> int | None:
         """The step of the first look that came `patience` looks after the best one until then."""
@@ -120,7 +127,7 @@ class Checkpoint:
         return Progress(header["step"], parameters, optimiser, state, best, header["streak"], history)
 
     def save(self, now: Progress, at_once: bool) -> None:
-        if not at_once and time.monotonic() - self.written < SECONDS:
+        if not leads() or (not at_once and time.monotonic() - self.written < SECONDS):
             return
         leaves = jax.tree.leaves(now.changing)
         arrays = {f"leaf/{i}": np.asarray(a) for i, a in enumerate(leaves)}

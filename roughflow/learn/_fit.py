@@ -13,10 +13,12 @@ import optax
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
+from .._devices import Devices, DevicesLike, leads
 from .._show import count, listed, named, num_parameters
 from .._trainable import trainable
 from ..faq import see
 from ..flow import StochasticFlow
+from ._batches import Batches
 from ._checkpoint import Checkpoint, Progress
 from ._history import History
 from ._interrupt import Interrupt
@@ -56,7 +58,7 @@ class Fitted:
 
 def fit(
     model: Any,
-    data: Array | np.ndarray | DataSource | None = None,
+    data: Array | np.ndarray | DataSource | Batches | None = None,
     *,
     key: PRNGKeyArray,
     objective: AbstractStatefulObjective | None = None,
@@ -73,6 +75,7 @@ def fit(
     checkpoint: str | PathLike | None = None,
     resume: bool = False,
     progress: bool | str = True,
+    devices: DevicesLike = None,
 ) -> Fitted:
     """Make an objective small over the parameters of a model: all its floating-point arrays but those of a
     target it is given.
@@ -83,7 +86,8 @@ def fit(
     **Arguments:**
 
     - `model`: a pytree, usually an `rf.StochasticFlow`.
-    - `data`: an array with one row a sample, or a distribution to draw fresh samples from in each step.
+    - `data`: an array with one row a sample, an `rf.ParquetTable`, or a distribution to draw fresh samples
+      from in each step.
     - `objective`: `rf.MaximumLikelihood()` if none is given.
     - `steps`, `batch_size`: how many, and of how many rows (drawn with replacement; all, if there are no
       more).
@@ -98,6 +102,8 @@ def fit(
       one the run goes back to that model and ends soon, with steps at a rate that falls to zero.
     - `checkpoint`: a file to keep the state of the run in; `resume=True` goes on from it.
     - `progress`: show a bar; a text is shown before it.
+    - `devices`: how many devices to split each batch between, or which, or a `jax.sharding.Mesh` of them; see
+      the page on scale. The numbers are those of one device, to rounding, and a run may go on with others.
 
     A step whose loss or gradient is not finite is skipped and counted; twenty in a row are an error.
 
@@ -115,7 +121,7 @@ def fit(
     objective = MaximumLikelihood() if objective is None else objective
     steps, batch_size = check_count("steps", steps), check_count("batch_size", batch_size)
     every, patience = check_count("every", every), None if patience is None else int(patience)
-    key_split, key_run, key_validation, key_objective = jax.random.split(check_key(key), 4)
+    key_split, *keys, key_objective = jax.random.split(check_key(key), 4)
     objective = objective.prepare(model, key=key_objective)
     train, held_out = split(data, validation, objective, key_split)
     if patience is not None and held_out is None:
@@ -126,7 +132,7 @@ def fit(
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
     state = objective.start(model, key=jax.random.fold_in(key_objective, 1))
     start = Progress.start(parameters, moves.init(parameters), state)
-    loop = Loop(rest, moves, train, held_out, batch_size, steps, every, patience, key_run, key_validation)
+    loop = Loop(rest, moves, train, held_out, batch_size, steps, every, patience, Devices.of(devices), *keys)
     store = None
     if checkpoint is not None:
         settings = {"steps": steps, "batch_size": batch_size, "every": every, "patience": patience}
@@ -165,7 +171,7 @@ def _trained(
 def _alone(checkpoint: str | PathLike | None) -> AbstractContextManager[None]:
     """Refuse to share a checkpoint with another run."""
     told = f"checkpoint {checkpoint} is in use by another run: wait for that, or name another"
-    return nullcontext() if checkpoint is None else held(checkpoint, told + see("checkpoints"))
+    return nullcontext() if checkpoint is None or not leads() else held(checkpoint, told + see("checkpoints"))
 
 
 def _begin(store: Checkpoint | None, start: Progress, resume: bool) -> Progress:

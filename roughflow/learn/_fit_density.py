@@ -13,21 +13,26 @@ from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key, check_positive
+from .._devices import DevicesLike
 from ..faq import see
 from ..flow import ExactDivergence, velocity_flow, with_noise
+from ._batches import UnitBatches
 from ._best_noise import best_noise
 from ._fit import Fitted
 from ._marginals import fit_marginals
 from ._numbers import names_of
+from ._parquet import ParquetTable, rng_of
 from ._sizes import Sizes
 from ._smoothed import smoothed
 from ._stages import Stages
 from ._standardised import Standardised
 from ._table import Bound, Table
 
+LOOKED_AT = 100_000  # rows of a table on disk that stand for all of them
+
 
 def fit_density(
-    data: ArrayLike,
+    data: ArrayLike | ParquetTable,
     *,
     key: PRNGKeyArray,
     given: ArrayLike | None = None,
@@ -50,6 +55,7 @@ def fit_density(
     checkpoint: str | os.PathLike | None = None,
     resume: bool = False,
     progress: bool = True,
+    devices: DevicesLike = None,
 ) -> Fitted:
     """The density of a table's rows, in two stages, in the table's own units.
 
@@ -65,7 +71,8 @@ def fit_density(
 
     **Arguments:**
 
-    - `data`: one row per sample.
+    - `data`: one row per sample; or an `rf.ParquetTable`, whose rows need not fit in memory. What depends on
+      all rows is then found from 100,000 of them, and what is given goes by the names of columns.
     - `given`: for the conditional density p(data | given), the rows of what is given. The model's methods
       then take `given` too.
     - `noise`: its size, in units of the standardised data; 0 for none; "best" for the one of 0, 0.25,
@@ -101,6 +108,7 @@ def fit_density(
     - `checkpoint`: a file to keep the state of the run in, with another beside it for the second stage;
       `resume=True` goes on from them.
     - `progress`: show a bar, which names the stage.
+    - `devices`: to split each batch between, as for `rf.fit`.
 
     The `model` of the result is an `rf.Standardised`; `history` is that of the last stage, and `stages` has
     all of them by name.
@@ -118,22 +126,28 @@ def fit_density(
     ```
     """
     key_split, key_model, key_first, key_second = jax.random.split(check_key(key), 4)
-    if noise not in (0, "best"):
-        check_positive("noise", noise)
-    _check_budget(steps, seconds)
-    columns = names_of(columns, data, given)
+    _check(noise, steps, seconds)
+    source = None
+    if isinstance(data, ParquetTable):
+        source, data, given, validation = _looked_at(data, given, validation, key_split)
+    columns = names_of(columns or getattr(source, "columns", ()), data, given)
     whole = Table.of(data, given, columns, bounds or {}, rounding or {})
+    if source is not None:
+        whole.check_bounds(source.extremes)
     whole = whole.dequantised(jax.random.fold_in(key_split, 2))
     table = whole.split(validation, key_split)
     if noise == "best" and not len(table.held_out):
         told = "the best noise is chosen on rows set aside: set validation, to 0.1 say"
         raise ValueError(told + see("budgets-and-validation"))
-    chosen = Sizes(len(table.train), table.dimension, table.context)
+    chosen = Sizes(len(table.train if source is None else source), table.dimension, table.context)
     model = _untrained(whole, table, chosen, width, depth, marginals, columns, key_model)
-    train, held_out = (model.unit(rows) for rows in (table.train, table.held_out))
-    train = smoothed(train, smoothing, outliers, chosen)
+    held_out, spread = model.unit(table.held_out), chosen.noise(smoothing, outliers)
+    if source is None:
+        train = smoothed(model.unit(table.train), *spread, chosen.context)
+    else:
+        train = UnitBatches(source, model, table.rounding, *spread)
     file = None if checkpoint is None else Path(checkpoint)
-    stages = Stages(train, held_out, learning_rate, patience, progress, resume, seconds, file)
+    stages = Stages(train, held_out, learning_rate, patience, progress, resume, seconds, file, devices)
     last = stages.both(
         model.flow,
         table.context,
@@ -143,15 +157,35 @@ def fit_density(
         key_first,
         key_second,
     )
-    # Probes are for training: a density is worth its exact divergence.
-    flow = eqx.tree_at(lambda f: f.divergence, last.model, ExactDivergence())
-    if noise == "best":
-        noise = best_noise(flow, held_out, key_second)
-    flow = with_noise(flow, noise) if noise else flow
+    flow = _finished(last.model, noise, held_out, key_second)
     return dataclasses.replace(last, model=eqx.tree_at(lambda m: m.flow, model, flow))
 
 
-def _check_budget(steps: int | None, seconds: float | None) -> None:
+def _finished(flow: Any, noise: float | Literal["best"], held_out: Any, key: PRNGKeyArray) -> Any:
+    """What was fitted, with noise if any is asked for."""
+    # Probes are for training: a density is worth its exact divergence.
+    flow = eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
+    noise = best_noise(flow, held_out, key) if noise == "best" else noise
+    return with_noise(flow, noise) if noise else flow
+
+
+def _looked_at(
+    table: ParquetTable, given: Any, validation: Any, key: PRNGKeyArray
+) -> tuple[ParquetTable, np.ndarray, np.ndarray | None, Any]:
+    """The table to draw batches from, some of its rows, in place of all of them, and rows to validate on."""
+    if given is not None:
+        raise ValueError("given goes with an array: rf.ParquetTable(path, given=[...]) names columns")
+    own = len(table.columns) - table.context
+    parts = lambda rows: (rows[:, :own], rows[:, own:] if table.context else None)
+    if isinstance(validation, float | int):
+        table, held_out = table.split(validation, key=key)
+        validation = (parts(held_out) if table.context else held_out) if len(held_out) else 0.0
+    return table, *parts(table.some(LOOKED_AT, rng_of(key, 1)).astype(np.float64)), validation
+
+
+def _check(noise: float | Literal["best"], steps: int | None, seconds: float | None) -> None:
+    if noise not in (0, "best"):
+        check_positive("noise", noise)
     if seconds is None:
         return
     check_positive("seconds", seconds)

@@ -1,5 +1,6 @@
 """The steps of a fit: many at a time on the device, looks at validation data, and reasons to stop."""
 
+import functools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,17 +12,21 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError
+from .._devices import Devices, leads, together
 from .._programs import jit
 from ..faq import see
 from ._bar import progress_bar
+from ._batches import Batches
 from ._checkpoint import Checkpoint, Progress
 from ._history import History
 from ._interrupt import Interrupt
 from ._maximum_likelihood import MaximumLikelihood
 from ._optimiser import Optimiser
-from ._rows import DataSource, KnownEntropy, draw
+from ._parquet import rng_of
+from ._rows import Data, Drawn, KnownEntropy, draw
 
 DISPATCH = 256  # steps on the device between two looks at it, at most
+ROOM = 2**22  # numbers that are drawn on the host for one stretch, at most
 SECONDS = 1.0  # that such a stretch should take
 COOLING = 4  # a run that learns no more ends with steps at a falling rate, one for so many that it has taken
 HOPELESS = 20  # steps in a row that are not finite end a run
@@ -33,29 +38,47 @@ class Loop:
 
     rest: Any  # of model and objective, what is not trained
     optimiser: Optimiser
-    data: Array | DataSource | None
+    data: Data
     held_out: Array | None
     batch_size: int
     steps: int
     every: int
     patience: int | None
+    devices: Devices
     key: PRNGKeyArray
     key_validation: PRNGKeyArray
+
+    def placed(self) -> "Loop":
+        """With all that it does not change on its devices."""
+        names = ("rest", "data", "held_out", "key", "key_validation")
+        return replace(self, **{name: self.devices.put(getattr(self, name)) for name in names})
 
     def run(
         self, now: Progress, store: Checkpoint | None, interrupt: Interrupt, progress: bool | str
     ) -> Progress:
-        """Stretches of steps on the device, until the end or a reason to stop."""
+        """From here to the end, or to a reason to stop."""
+        with together():
+            now = self.placed()._run(now.moved(self.devices.put), store, interrupt, progress)
+            return now.moved(self.devices.back)
+
+    def _run(
+        self, now: Progress, store: Checkpoint | None, interrupt: Interrupt, progress: bool | str
+    ) -> Progress:
+        """Stretches of steps on the device."""
         save = lambda at_once=False: None if store is None else store.save(now, at_once)
         length = 1
         name = progress if isinstance(progress, str) else ""
-        with progress_bar(self.steps, done=now.step, name=name, shown=bool(progress)) as bar:
-            while now.step < self.cooling(now)[1] and not interrupt.wanted:
+        with progress_bar(self.steps, done=now.step, name=name, shown=bool(progress) and leads()) as bar:
+            while now.step < self.cooling(now)[1]:
+                length, going = self.devices.agreed((length, not interrupt.wanted))
+                if not going:
+                    interrupt.wanted = True
+                    break
                 if now.step == 0 and not now.history.validation_loss.size:
                     now = self._look(now)
                 stop = min(self.cooling(now)[1], (now.step // self.every + 1) * self.every)
                 began = time.perf_counter()
-                count = min(length, DISPATCH, stop - now.step)
+                count = min(length, self._longest, stop - now.step)
                 now = self._advance(now, count)
                 seconds = time.perf_counter() - began
                 # The first stretch compiles: it says nothing about the next.
@@ -84,11 +107,12 @@ class Loop:
 
     def _advance(self, now: Progress, count: int) -> Progress:
         """`count` more steps, or fewer if too many in a row come to nothing."""
-        carried = (now.parameters, now.optimiser, now.state, jnp.asarray(now.streak))
+        carried = (now.parameters, now.optimiser, now.state, self.devices.put(jnp.asarray(now.streak)))
         # As arrays: a plain number would be compiled in.
-        span = tuple(jnp.asarray(number) for number in (now.step, count, *self.cooling(now)))
+        span = self.devices.put(tuple(jnp.asarray(n) for n in (now.step, count, *self.cooling(now))))
+        data = self._drawn(now.step, count)
         carried, taken, loss, metrics = _advance(
-            carried, self.rest, self.optimiser, self.data, self.batch_size, self.key, *span
+            self.devices, carried, self.rest, self.optimiser, data, self.batch_size, self.key, *span
         )
         parameters, optimiser, state, streak = carried
         taken = int(taken)
@@ -96,12 +120,32 @@ class Loop:
         history = now.history.with_steps(np.asarray(loss[:taken], float), series)
         return now.advanced(parameters, optimiser, state, int(streak), history)
 
+    @functools.cached_property
+    def _longest(self) -> int:
+        """How many steps a stretch may have."""
+        if not isinstance(self.data, Batches):
+            return DISPATCH
+        return max(1, min(DISPATCH, ROOM // self._batch(self.data, 0).size))
+
+    def _drawn(self, first: int, count: int) -> Any:
+        """The data for the next steps, drawn now if only the host has them."""
+        if not isinstance(self.data, Batches):
+            return self.data
+        rows = np.stack([self._batch(self.data, first + i) for i in range(count)])
+        # Always as many, so that one program does for all.
+        rows = np.pad(rows, ((0, self._longest - count), (0, 0), (0, 0)))
+        return Drawn(self.devices.put_rows(rows, axis=1))
+
+    def _batch(self, data: Batches, step: int) -> np.ndarray:
+        rows = data.batch(self.batch_size, rng_of(self.key, step))
+        return rows.astype(jax.dtypes.canonicalize_dtype(float))
+
     def _look(self, now: Progress) -> Progress:
         """One more look at the validation data, if there are any."""
         if self.held_out is None:
             return now
         parameters = self.settled(now)
-        loss = _validate(parameters, self.rest, now.state, self.held_out, self.key_validation)
+        loss = _validate(self.devices, parameters, self.rest, now.state, self.held_out, self.key_validation)
         now = now.validated(float(loss), parameters)
         judged = np.any(now.history.validation_loss < np.inf)
         if now.step != now.stale_from(self.patience) or not judged:
@@ -116,7 +160,8 @@ class Loop:
         told = f"{now.streak} steps in a row up to step {now.step} were not finite"
         key_batch, key_loss = jax.random.split(jax.random.fold_in(self.key, now.step - 1))
         try:
-            objective.step(model, draw(self.data, self.batch_size, key_batch), now.state, key=key_loss)
+            x = draw(self._drawn(now.step - 1, 1), self.batch_size, key_batch)
+            objective.step(model, x, now.state, key=key_loss)
         except Exception as error:
             raise NonFiniteError(f"{told}: {error}; {advice}") from error
         raise NonFiniteError(f"{told}: the loss or its gradient overflows, or is NaN; {advice}")
@@ -135,7 +180,19 @@ class Loop:
 
 
 @jit
-def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, first, count, start, end):
+def _advance(
+    devices: Devices,
+    carried,
+    rest,
+    optimiser: Optimiser,
+    data,
+    batch_size: int,
+    key,
+    first,
+    count,
+    start,
+    end,
+):
     """`count` steps from the step `first` on, as one program: the count may vary without compiling. From the
     step `start` to `end` the rate falls to zero."""
 
@@ -146,7 +203,7 @@ def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, fi
     def one(carry):
         (parameters, moments, state, streak), done, losses, metrics = carry
         key_batch, key_loss = jax.random.split(jax.random.fold_in(key, first + done))
-        x = draw(data, batch_size, key_batch)
+        x = devices.split(draw(data, batch_size, key_batch, done))
         value = jax.value_and_grad(loss_of, has_aux=True)
         (loss, (moved, report)), slope = value(parameters, state, x, key_loss)
         fine = _all_finite((loss, slope))
@@ -166,13 +223,13 @@ def _advance(carried, rest, optimiser: Optimiser, data, batch_size: int, key, fi
     loss, (_, report) = jax.eval_shape(loss_of, carried[0], carried[2], example, key)
     blank = lambda like: jnp.full(DISPATCH, jnp.nan, like.dtype)
     carry = (carried, jnp.asarray(0), blank(loss), {name: blank(value) for name, value in report.items()})
-    return jax.lax.while_loop(going, one, carry)
+    return devices.same(jax.lax.while_loop(going, one, carry))
 
 
 @jit
-def _validate(parameters, rest, state, data: Array, key: PRNGKeyArray) -> Array:
+def _validate(devices: Devices, parameters, rest, state, data: Array, key: PRNGKeyArray) -> Array:
     model, objective = eqx.combine(parameters, rest)
-    return objective.step(model, data, state, key=key)[0]
+    return devices.same(objective.step(model, devices.split(data), state, key=key)[0])
 
 
 def _all_finite(tree: Any) -> Array:

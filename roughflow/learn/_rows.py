@@ -1,7 +1,8 @@
-"""The data of a fit: rows of an array, or a distribution to draw from."""
+"""The data of a fit: rows of an array or of a table on disk, or a distribution to draw from."""
 
 from typing import Protocol, runtime_checkable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_finite
 from ..faq import see
+from ._batches import Batches
 from ._objective import AbstractStatefulObjective
+from ._parquet import ParquetTable
 
 
 @runtime_checkable
@@ -27,26 +30,43 @@ class KnownEntropy(DataSource, Protocol):
     def entropy(self) -> float: ...
 
 
-def draw(data: Array | DataSource | None, size: int, key: PRNGKeyArray) -> Array | None:
-    """A batch: rows drawn with replacement, or all if there are no more."""
+class Drawn(eqx.Module):
+    """Batches that were drawn on the host for the next steps, `(steps, size, dimension)`."""
+
+    rows: Array
+
+
+Data = Array | DataSource | Batches | None
+
+
+def draw(
+    data: Array | DataSource | Drawn | None, size: int, key: PRNGKeyArray, place: int | Array = 0
+) -> Array | None:
+    """A batch: rows drawn with replacement, or all if there are no more; of batches drawn before, that at
+    `place`."""
     if data is None:
         return None
+    if isinstance(data, Drawn):
+        return data.rows[place]
     if isinstance(data, DataSource):
         return data.sample(key=key, shape=(size,))
     return data if len(data) <= size else data[jax.random.randint(key, (size,), 0, len(data))]
 
 
 def split(
-    data: Array | np.ndarray | DataSource | None,
+    data: Array | np.ndarray | DataSource | Batches | None,
     validation: float | Array | np.ndarray,
     objective: AbstractStatefulObjective,
     key: PRNGKeyArray,
-) -> tuple[Array | DataSource | None, Array | None]:
+) -> tuple[Data, Array | None]:
     """Data to train on and, if asked for, data to validate on."""
     if (data is not None) != objective.uses_data:
         need = "needs data" if objective.uses_data else "takes no data"
         raise ValueError(f"{type(objective).__name__} {need}: call fit(model, data, ...) accordingly")
-    if data is None or isinstance(data, DataSource):
+    if isinstance(data, ParquetTable) and isinstance(validation, float | int):
+        rest, aside = data.split(validation, key=key)
+        return rest, _rows("validation", aside) if len(aside) else None
+    if data is None or isinstance(data, DataSource | Batches):
         if isinstance(validation, float | int):
             if validation:
                 raise ValueError("a share to validate on must come from an array: give validation data")

@@ -51,6 +51,16 @@ class Sizes:
         lose 100 nats on the row that turns up there."""
         return 0.0 if self.columns + self.context <= 3 else 0.02
 
+    def noise(self, smoothing: float | None, outliers: float | None) -> tuple[float, float]:
+        """Both as told, or as the size of the table has it."""
+        width = self.smoothing if smoothing is None else smoothing
+        share = self.outliers if outliers is None else outliers
+        if width < 0:
+            raise ValueError(f"smoothing must not be negative, got {width}")
+        if not 0 <= share < 1:
+            raise ValueError(f"outliers must be a share of the rows between 0 and 1, got {share}")
+        return float(width), float(share)
+
     @property
     def steps(self) -> int:
         return min(20_000, max(2000, 4 * self.rows))

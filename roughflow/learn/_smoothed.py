@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from ._sizes import Sizes
-
 FAR = 2.0  # the noise of outliers-to-be, in units of the standardised rows
 
 
@@ -38,12 +36,6 @@ class Smoothed(eqx.Module):
         return rows.at[..., :own].add(noise)
 
 
-def smoothed(rows: Array, width: float | None, outliers: float | None, chosen: Sizes) -> Array | Smoothed:
-    """The rows with noise, or as they are if there is none. What is None goes by the size of the table."""
-    width = chosen.smoothing if width is None else width
-    outliers = chosen.outliers if outliers is None else outliers
-    if width < 0:
-        raise ValueError(f"smoothing must not be negative, got {width}")
-    if not 0 <= outliers < 1:
-        raise ValueError(f"outliers must be a share of the rows between 0 and 1, got {outliers}")
-    return rows if width == outliers == 0 else Smoothed(rows, float(width), float(outliers), chosen.context)
+def smoothed(rows: Array, width: float, outliers: float, context: int) -> Array | Smoothed:
+    """The rows with noise, or as they are if there is none."""
+    return rows if width == outliers == 0 else Smoothed(rows, width, outliers, context)

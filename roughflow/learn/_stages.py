@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
+from .._devices import Devices, DevicesLike
 from ..flow import HutchinsonDivergence, StochasticFlow
+from ._batches import UnitBatches
 from ._checkpoint import steps_of
 from ._fit import Fitted, fit
 from ._interpolant import Interpolant
@@ -32,7 +34,7 @@ APART = {"regression": 25, "likelihood": 1}  # steps from one to the next, at le
 class Stages:
     """Regression, then likelihood, on the same rows."""
 
-    train: Array | Smoothed
+    train: Array | Smoothed | UnitBatches
     held_out: Array
     learning_rate: float
     patience: int | None
@@ -40,6 +42,7 @@ class Stages:
     resume: bool
     seconds: float | None
     checkpoint: Path | None
+    devices: DevicesLike
 
     def both(
         self,
@@ -79,7 +82,8 @@ class Stages:
         quiet(*settings, None, TIMED)  # compiles
         began = time.perf_counter()
         quiet(*settings, None, TIMED)
-        return max(1, int(SHARES[stage.__name__] * seconds * TIMED / (time.perf_counter() - began)))
+        afforded = int(SHARES[stage.__name__] * seconds * TIMED / (time.perf_counter() - began))
+        return Devices.of(self.devices).agreed([max(1, afforded)])[0]
 
     def regression(
         self,
@@ -128,6 +132,7 @@ class Stages:
             "patience": self.patience if some else None,
             "progress": name if self.progress else False,
             "checkpoint": file,
+            "devices": self.devices,
             "resume": self.resume and file is not None and file.exists(),
         }
 

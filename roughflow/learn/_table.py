@@ -55,10 +55,11 @@ class Table:
             check_positive("rounding", step)
             width[_column(name, names, own)] = step
         table = Table(rows, rows[:0], context, (lower, upper) if bounds else None, width)
-        table._check_bounds(rows)
+        table.check_bounds(rows)
         return table
 
-    def _check_bounds(self, rows: np.ndarray) -> None:
+    def check_bounds(self, rows: np.ndarray) -> None:
+        """Refuse rows that do not lie between the bounds."""
         if self.bounds is None:
             return
         own, half = rows[:, : self.dimension], self.rounding[: self.dimension] / 2
@@ -86,7 +87,7 @@ class Table:
                     f"validation has {rows.shape[1]} columns, {context} of them given; the data "
                     f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
                 )
-            self._check_bounds(rows)
+            self.check_bounds(rows)
             return replace(self, held_out=self._spread(rows, jax.random.fold_in(key, 1)))
         if not 0 <= validation < 1:
             told = f"validation must be a share of the data between 0 and 1, got {validation}"

@@ -1,0 +1,59 @@
+"""One fit, as a program: `python devices.py OUT SETTINGS [PORT PROCESS]`. Run by test_devices.py with
+simulated devices, and as one of two processes."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+
+
+def main(out, settings, port=None, process=None):
+    settings = json.loads(settings)
+    jax.config.update("jax_enable_x64", True)
+    if port is not None:
+        jax.distributed.initialize(f"localhost:{port}", 2, int(process), heartbeat_timeout_seconds=20)
+    import numpy as np
+
+    import roughflow as rf
+
+    key = jax.random.key(0)
+    found = {}
+    if settings.pop("cut", False):
+        threading.Thread(target=press, args=(Path(settings["checkpoint"]),), daemon=True).start()
+    for count in settings.pop("devices"):
+        data = settings.get("data") or jax.random.normal(key, (300, 2)) ** 3
+        if isinstance(data, str):
+            data = rf.ParquetTable(data)
+        flow = rf.velocity_flow(2, width=8, depth=1, key=key)
+        fitted = rf.fit(
+            flow,
+            data,
+            key=key,
+            objective=rf.Interpolant(),
+            batch_size=30,  # which four devices do not share evenly
+            validation=0.1,
+            every=5,
+            average=0.9,
+            progress=False,
+            devices=count,
+            **{name: value for name, value in settings.items() if name != "data"},
+        )
+        leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(fitted.model) if hasattr(leaf, "dtype")]
+        found[str(count)] = np.concatenate([*leaves, fitted.history.loss])
+    np.savez(out, **found)
+
+
+def press(checkpoint):
+    """Ctrl-C, as soon as there is something to go on from."""
+    while not checkpoint.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

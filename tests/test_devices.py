@@ -1,0 +1,176 @@
+"""Fits on several devices and in several processes, and of tables on disk: the numbers are those of one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import roughflow as rf
+from roughflow.cli import main, table as cli_table
+from roughflow.learn._parquet import rng_of
+
+PROGRAM = Path(__file__).parent / "devices.py"
+
+
+def start(out, settings, devices, *process):
+    """`devices.py` in a process of its own, with simulated devices."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    command = [sys.executable, str(PROGRAM), str(out), json.dumps(settings), *map(str, process)]
+    path = f"{PROGRAM.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": path}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def done(process):
+    said = process.communicate()[1]
+    assert process.returncode == 0, said
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path_factory.mktemp("rows") / "rows.parquet"
+    x, y = np.random.default_rng(0).normal(size=(2, 1000))
+    pq.write_table(pa.table({"x": x, "y": x**2 + y}), file, row_group_size=300)
+    return file
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """The numbers of a run on one, two and four devices, by their number."""
+    out = tmp_path_factory.mktemp("one")
+    done(start(out / "all.npz", {"devices": [None, 1, 2, 4], "steps": 12}, 4))
+    return dict(np.load(out / "all.npz"))
+
+
+@pytest.mark.parametrize("devices", ["1", "2", "4"])
+def test_the_same_parameters_on_any_number_of_devices(one_device, devices):
+    np.testing.assert_allclose(one_device[devices], one_device["None"], rtol=1e-9, atol=1e-12)
+
+
+def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
+    run = {"steps": 400, "checkpoint": str(tmp_path / "run")}
+    done(start(tmp_path / "cut.npz", run | {"devices": [2], "cut": True}, 4))
+    done(start(tmp_path / "on.npz", run | {"devices": [4], "resume": True}, 4))
+    done(start(tmp_path / "whole.npz", {"steps": 400, "devices": [1]}, 1))
+    cut, on, whole = (np.load(tmp_path / f"{name}.npz") for name in ("cut", "on", "whole"))
+    assert cut["2"].size < on["4"].size
+    np.testing.assert_allclose(on["4"], whole["1"], rtol=1e-7, atol=1e-9)
+
+
+def test_two_processes_fit_as_one(tmp_path, one_device):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    settings = {"devices": [None], "steps": 12, "checkpoint": str(tmp_path / "run")}
+    outs = [tmp_path / f"{i}.npz" for i in range(2)]
+    for process in [start(out, settings, 1, port, i) for i, out in enumerate(outs)]:
+        done(process)
+    for out in outs:
+        np.testing.assert_allclose(np.load(out)["None"], one_device["None"], rtol=1e-9, atol=1e-12)
+    assert (tmp_path / "run").exists()
+
+
+def flow_and_settings(file, devices=None, **more):
+    flow = rf.velocity_flow(2, width=8, depth=1, key=jax.random.key(0))
+    settings = {"objective": rf.Interpolant(), "batch_size": 30, "every": 5, "validation": 0.1}
+    settings |= {"key": jax.random.key(1), "progress": False, "steps": 12, "devices": devices}
+    return rf.fit(flow, rf.ParquetTable(file), **(settings | more))
+
+
+def numbers(fitted):
+    leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(fitted.model) if hasattr(leaf, "dtype")]
+    return np.concatenate([*leaves, fitted.history.loss])
+
+
+def test_a_run_from_disk_goes_on_where_it_was_cut(rows, tmp_path, interrupt_when_written):
+    whole = flow_and_settings(rows, steps=600)
+    file = tmp_path / "run"
+    with interrupt_when_written(file):
+        cut = flow_and_settings(rows, steps=600, checkpoint=file)
+    # On a mesh, too: how many devices there are is no part of the run.
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("any",))
+    resumed = flow_and_settings(rows, devices=mesh, steps=600, checkpoint=file, resume=True)
+    assert cut.history.loss.size <= 600 == resumed.history.loss.size
+    np.testing.assert_allclose(numbers(resumed), numbers(whole), rtol=1e-12)
+
+
+def test_batches_go_by_the_key_and_leave_out_what_is_set_aside(rows):
+    table = rf.ParquetTable(rows, ["y"], given=["x"])
+    assert (table.columns, table.context, table.shape) == (("y", "x"), 1, (1000, 2))
+    rest, aside = table.split(0.2, key=jax.random.key(0))
+    drawn = lambda seed: rest.batch(4000, np.random.default_rng(seed))
+    np.testing.assert_array_equal(drawn(0), drawn(0))
+    assert len(rest) == 800
+    assert len(aside) == 200
+    assert {row.tobytes() for row in drawn(1)}.isdisjoint({row.tobytes() for row in aside})
+    steps = [rest.batch(9, rng_of(jax.random.key(0), step)) for step in (0, 1, 0)]
+    np.testing.assert_array_equal(steps[0], steps[2])
+    assert np.any(steps[0] != steps[1])
+    every = rest.some(10**6, np.random.default_rng(0))
+    assert len({row.tobytes() for row in (*every, *aside)}) == 1000
+
+
+def test_a_density_from_disk_is_that_from_memory(rows):
+    settings = {"key": jax.random.key(0), "width": 16, "depth": 1, "steps": 300, "likelihood_steps": 0}
+    table = rf.ParquetTable(rows)
+    settings |= {"progress": False, "rounding": {"x": 0.01}, "bounds": {"y": (-10, None)}}
+    in_memory = {"data": table.some(1000, np.random.default_rng(0)), "columns": table.columns}
+    fits = [rf.fit_density(**data, **settings) for data in ({"data": table}, in_memory)]
+    (one, two), (same, _) = [[fit.history.validation_loss[i] for fit in fits] for i in (-1, 0)]
+    assert one == pytest.approx(two, abs=0.2)
+    assert one < same
+    with pytest.raises(ValueError, match="not strictly between its bounds"):
+        rf.fit_density(table, **(settings | {"bounds": {"y": (0, None)}}))
+
+
+def test_what_cannot_be_read_is_named(rows, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"a": [1.0, None], "b": ["x", "y"]}), tmp_path / "odd.parquet")
+    wrong = {"a": "row 2 has nan in column 'a'", "b": "holds string", "c": "it has a, b"}
+    for column, told in wrong.items():
+        with pytest.raises(ValueError, match=told):
+            rf.ParquetTable(tmp_path / "odd.parquet", [column])
+    with pytest.raises(ValueError, match="devices must be between 1 and"):
+        flow_and_settings(rows, devices=64)
+
+
+def test_the_command_line_streams_large_files(rows, tmp_path, monkeypatch, capsys):
+    """The same scores, whether a file is read at once or as it goes, and on however many devices."""
+    fit = ["fit", str(rows), "--steps", "10", "--width", "8", "--depth", "1", "--quiet", "--out"]
+    x = rf.ParquetTable(rows).some(1000, np.random.default_rng(0))
+    np.savetxt(tmp_path / "rows.csv", x, delimiter=",", header="x,y", comments="", fmt="%.17g")
+    np.save(tmp_path / "rows.npy", x)
+    assert main([*fit, str(tmp_path / "memory.rf")]) == 0
+    score = lambda data, *more: main(["score", str(tmp_path / "memory.rf"), str(data), "--quiet", *more])
+    monkeypatch.setattr("roughflow.cli.score.CHUNK", 256)
+    files = [rows, tmp_path / "rows.csv", tmp_path / "rows.npy"]
+    capsys.readouterr()
+    assert score(rows) == 0
+    expected = capsys.readouterr()
+    monkeypatch.setattr(cli_table, "LARGE", 0)
+    assert main([*fit, str(tmp_path / "disk.rf")]) == 0
+    assert "1000: 900 to train on, 100 to validate on" in capsys.readouterr().out
+    for file in files:
+        assert score(file, "--devices", "1") == 0
+        assert capsys.readouterr() == expected
+
+
+def test_chunks_on_several_devices(key, monkeypatch):
+    """Chunks in their order, each with random numbers of its own, whichever thread works on them."""
+    flow = rf.neural_flow(2, noise=0.3, width=4, depth=1, key=key)
+    points = np.random.default_rng(0).normal(size=(5, 8, 2))
+    settings = {"key": key, "estimator": rf.PullBack(4)}
+    plain = list(rf.estimate_chunks(flow, points, **settings))
+    monkeypatch.setattr("roughflow._devices.Devices.own", jax.devices()[:1] * 2)
+    for one, two in zip(plain, rf.estimate_chunks(flow, points, **settings), strict=True):
+        np.testing.assert_array_equal(one.log_prob, two.log_prob)
+    assert np.ptp([part.log_prob[0] for part in rf.estimate_chunks(flow, points[[0, 0]], **settings)]) > 0
