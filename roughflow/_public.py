@@ -38,6 +38,12 @@ from .driver import (
     KarhunenLoeve as KarhunenLoeve,
     Legendre as Legendre,
     PiecewiseLinear as PiecewiseLinear,
+    FractionalBrownian as FractionalBrownian,
+    FractionalLegendre as FractionalLegendre,
+    GaussianDriver as GaussianDriver,
+    TimeChanged as TimeChanged,
+    Correlated as Correlated,
+    fractional_noise as fractional_noise,
 )
 from .flow import (
     StochasticFlow as StochasticFlow,
