@@ -45,6 +45,11 @@ from .driver import (
     Correlated as Correlated,
     fractional_noise as fractional_noise,
 )
+from .rough import (
+    RoughPath as RoughPath,
+    lift as lift,
+    brownian_lift as brownian_lift,
+)
 from .flow import (
     StochasticFlow as StochasticFlow,
     neural_flow as neural_flow,
@@ -74,6 +79,7 @@ from .flow import (
     StratonovichHeun as StratonovichHeun,
     StratonovichMidpoint as StratonovichMidpoint,
     Milstein as Milstein,
+    Davie as Davie,
     LinearlyImplicitEuler as LinearlyImplicitEuler,
 )
 from .density import (
