@@ -164,6 +164,7 @@ from .series import (
     LotkaVolterra as LotkaVolterra,
     Heston as Heston,
     FitzHughNagumo as FitzHughNagumo,
+    FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck,
     Domain as Domain,
     AbstractCoordinates as AbstractCoordinates,
     Unchanged as Unchanged,

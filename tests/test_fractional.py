@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import integrate, stats
+from scipy import integrate, linalg, stats
 
 import roughflow as rf
+from roughflow.series._whole_likelihood import toeplitz_log_probs
 
 HURST = [0.35, 0.5, 0.7]
 
@@ -186,3 +187,82 @@ def test_a_flow_with_a_fractional_driver_is_saved(tmp_path, key):
         np.testing.assert_array_equal(again.integrals(jnp.ones(())), driver.integrals(jnp.ones(())))
         assert again.hurst == driver.hurst
     assert jax.tree.leaves(flow.driver) == []
+
+
+# --------------------------------------------------------------------------------- series with memory
+
+MODEL = rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, 0.3)
+
+
+@pytest.mark.parametrize("hurst", [0.15, 0.5, 0.85])
+def test_innovations_have_their_covariance(hurst):
+    """Of neighbours in three intervals, against sums over a fine grid."""
+    model, dt, cells = rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, hurst), 0.3, 300
+    base = 0.5 - 0.5 * np.cos(np.pi * np.arange(cells + 1) / cells)
+    knots = dt * np.concatenate([base[:-1], 1 + base[:-1], 2 + base])
+    steps = np.diff(np.diff(covariance(hurst, knots, knots), axis=0), axis=1)
+    middle = 0.5 * (knots[1:] + knots[:-1])
+    ends = dt * np.arange(1, 4)[:, None]
+    inside = (middle < ends) & (middle > ends - dt)
+    weights = np.where(inside, 0.6 * np.exp(-1.3 * (ends - middle)), 0)
+    got = linalg.toeplitz(model.autocovariance(jnp.asarray(dt), 2))
+    np.testing.assert_allclose(weights @ steps @ weights.T, got, atol=3e-5)
+
+
+def test_schur_algorithm_is_the_normal_density():
+    gamma, x = np.asarray(MODEL.autocovariance(jnp.asarray(0.1), 7)), np.sin(np.arange(8.0))
+    value, error = toeplitz_log_probs(jnp.asarray(gamma), jnp.asarray(x))
+    matrix = linalg.toeplitz(gamma)
+    np.testing.assert_allclose(value.sum(), stats.multivariate_normal(np.zeros(8), matrix).logpdf(x))
+    np.testing.assert_allclose(error, linalg.solve(np.linalg.cholesky(matrix), x), rtol=1e-10)
+
+
+def test_samples_have_the_distribution_of_the_model(key):
+    x = np.asarray(MODEL.sample(0.5, 0.1, 12, key=key, shape=(20_000,)))
+    expected = gaussian_end(0.3, 1.3, 0.6, 1.2)
+    np.testing.assert_allclose(x[:, -1].var(), expected, rtol=4 * np.sqrt(2 / 20_000) + 1e-3)
+    mean = 0.2 + 0.3 * np.exp(-1.3 * 1.2)
+    assert abs(x[:, -1].mean() - mean) < 4 * np.sqrt(expected / 20_000)
+
+
+def test_a_hurst_exponent_is_estimated(key):
+    times = 0.05 * np.arange(401)
+    x = MODEL.sample(0.2, 0.05, 400, key=key)
+    result = rf.fit_sde(rf.FractionalOrnsteinUhlenbeck(1.0, 0.0, 1.0, 0.5), times, x, key=key)
+    assert result.warning is None
+    low, high = result.confint()["hurst"]
+    assert low < 0.3 < high < 0.45
+    # Robust errors are near the others, as the model is right.
+    ratio = result.robust_errors["hurst"] / result.standard_errors["hurst"]
+    assert 0.7 < ratio < 1.4
+    assert result.residuals(key=key).uniformity > 1e-3
+    # What comes next starts from the last value, and knows the past.
+    ahead = result.forecast([0.05, 0.5], key=key, num_paths=2000)
+    assert ahead.shape == (2000, 2, 1)
+    assert ahead[:, 0].std() < ahead[:, 1].std()
+    simpler = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0), times, x, key=key)
+    assert result.likelihood_ratio(simpler)[1] < 1e-3
+
+
+def test_without_memory_the_likelihood_is_that_of_transitions(key):
+    times, x = 0.1 * np.arange(50), np.sin(np.arange(50.0) ** 2)
+    whole = rf.fit_sde(rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, 0.5), times, x, key=key).likelihood
+    free = whole.parameters.to_free(np.array([1.3, 0.2, 0.6, 0.5]))
+    known = rf.series_likelihood(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6), times, x, key=key)
+    np.testing.assert_allclose(
+        whole.log_likelihood(free), known(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6)), rtol=1e-10
+    )
+
+
+def test_what_memory_does_not_allow_is_refused(key):
+    times, x = 0.1 * np.arange(20), np.sin(np.arange(20.0) ** 2)
+    with pytest.raises(TypeError, match="transitions need Brownian motion"):
+        rf.transition_log_prob(MODEL, x[:1], x[1:2], 0.1, key=key)
+    with pytest.raises(TypeError, match="transitions need Brownian motion"):
+        rf.series_likelihood(MODEL, times, x, key=key)
+    with pytest.raises(ValueError, match="at even times"):
+        rf.fit_sde(MODEL, times**2, x, key=key)
+    with pytest.raises(ValueError, match="measurement_noise is for SDEs without memory"):
+        rf.fit_sde(MODEL, times, x, key=key, measurement_noise=0.1)
+    with pytest.raises(TypeError, match="sde must be an ItoSDE or StratonovichSDE"):
+        rf.StochasticFlow(MODEL, rf.Normal(jnp.zeros(1)))
