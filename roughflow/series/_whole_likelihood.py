@@ -20,6 +20,7 @@ from ._residuals import Residuals, tested
 from .models import FractionalOrnsteinUhlenbeck
 
 EVEN = 1e-3  # of a step, by which times may be off
+TINY = 1e-15  # so that no residual is at the end of its range
 
 
 class WholeLikelihood(AbstractLikelihood):
@@ -77,7 +78,7 @@ class WholeLikelihood(AbstractLikelihood):
     def residuals(self, free: np.ndarray) -> Residuals:
         """Uniform under the model: each value's place in its distribution given all before it."""
         normal = np.concatenate([np.asarray(e) for _, e in self.parts(self.sde(jnp.asarray(free, float)))])
-        return tested(stats.norm.cdf(normal))
+        return tested(np.clip(stats.norm.cdf(normal), TINY, 1 - TINY))
 
     def parts(self, sde: FractionalOrnsteinUhlenbeck) -> list[tuple[Array, Array]]:
         """log p and the standardised prediction error of each value, of each series."""
