@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series bench-devices docs test-browser clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series bench-rough bench-devices docs test-browser clean
 
 install: .venv/installed
 
@@ -34,6 +34,7 @@ figures: install
 	$(BIN)/python examples/convergence.py
 	$(BIN)/python examples/spiral.py
 	$(BIN)/python examples/bundles.py
+	$(BIN)/python examples/rough.py
 
 .venv/benchmarks: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[benchmarks]'
@@ -85,6 +86,9 @@ bench-series: install
 
 bench-devices: install
 	$(BIN)/python -m benchmarks.devices
+
+bench-rough: .venv/benchmarks
+	$(BIN)/python -m benchmarks.rough
 
 # Pages that need no network to be read: open site/index.html.
 .venv/docs: .venv/installed

@@ -38,6 +38,17 @@ from .driver import (
     KarhunenLoeve as KarhunenLoeve,
     Legendre as Legendre,
     PiecewiseLinear as PiecewiseLinear,
+    FractionalBrownian as FractionalBrownian,
+    FractionalLegendre as FractionalLegendre,
+    GaussianDriver as GaussianDriver,
+    TimeChanged as TimeChanged,
+    Correlated as Correlated,
+    fractional_noise as fractional_noise,
+)
+from .rough import (
+    RoughPath as RoughPath,
+    lift as lift,
+    brownian_lift as brownian_lift,
 )
 from .flow import (
     StochasticFlow as StochasticFlow,
@@ -69,6 +80,7 @@ from .flow import (
     StratonovichHeun as StratonovichHeun,
     StratonovichMidpoint as StratonovichMidpoint,
     Milstein as Milstein,
+    Davie as Davie,
     LinearlyImplicitEuler as LinearlyImplicitEuler,
 )
 from .density import (
@@ -155,6 +167,7 @@ from .series import (
     LotkaVolterra as LotkaVolterra,
     Heston as Heston,
     FitzHughNagumo as FitzHughNagumo,
+    FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck,
     Domain as Domain,
     AbstractCoordinates as AbstractCoordinates,
     Unchanged as Unchanged,

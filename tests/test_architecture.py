@@ -14,7 +14,7 @@ PACKAGE = Path(roughflow.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # In pipeline order: a stage imports only stages before it.
-STAGES = ["sde", "driver", "flow", "density", "learn", "mcmc", "series"]
+STAGES = ["sde", "driver", "rough", "flow", "density", "learn", "mcmc", "series"]
 ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}}
 # So do the folders inside the density stage.
 DENSITY = ["surface", "proposals", "estimators"]

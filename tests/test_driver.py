@@ -10,15 +10,26 @@ from scipy import stats
 
 import roughflow as rf
 
-DRIVERS = {
+BROWNIAN = {
     "Karhunen-Loeve": rf.KarhunenLoeve(6),
     "Legendre": rf.Legendre(5),
     "uniform": rf.PiecewiseLinear(5),
     "grid": rf.PiecewiseLinear([0.0, 0.1, 0.4, 1.0]),
 }
+ALIKE = BROWNIAN | {
+    "fractional": rf.FractionalBrownian(0.4, 5),
+    "fractional grid": rf.FractionalBrownian(0.7, [0.0, 0.1, 0.4, 1.0]),
+    "fractional Legendre": rf.FractionalLegendre(0.35, 5),
+    "Gaussian": rf.GaussianDriver(lambda s, t: s * t * (1 + s * t), 2, hurst=1.5),
+    "time-changed": rf.TimeChanged(rf.PiecewiseLinear(5), lambda s: 0.5 * s * (1 + s)),
+}
+CORRELATION = np.array([[1.0, 0.5], [0.5, 1.0]])
+DRIVERS = ALIKE | {"correlated": rf.Correlated(rf.FractionalLegendre(0.7, 3), CORRELATION)}
 HORIZONS = [1.0, 2.5]
 
 every_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS.keys())
+every_brownian = pytest.mark.parametrize("driver", BROWNIAN.values(), ids=BROWNIAN.keys())
+every_scalar = pytest.mark.parametrize("driver", ALIKE.values(), ids=ALIKE.keys())
 every_horizon = pytest.mark.parametrize("horizon", HORIZONS)
 
 
@@ -54,7 +65,7 @@ def test_path_starts_at_zero_and_has_its_derivative(driver, horizon, key):
     np.testing.assert_allclose(values_at(path, jnp.zeros(1))[0], 0, atol=1e-15)
 
 
-@every_driver
+@every_brownian
 def test_path_is_the_sum_it_is_documented_to_be(driver):
     """B = ω₀ t/√T + Σ ωₖ √(2T) sin(kπt/T)/(kπ), or √T Σ ωₖ √(2k+1) ∫Pₖ, or ω_k √Δ_k gained on interval k."""
     horizon, n = 2.5, driver.num_functions
@@ -120,7 +131,7 @@ def test_horizon_per_path(driver, key):
         driver.path(paths.coefficients, horizons[:2])
 
 
-@every_driver
+@every_scalar
 def test_path_is_a_control_for_diffrax(driver, key):
     """dy = y dB along a smooth path has the solution exp(B)."""
     path = driver.sample(key=key, t1=2.0)
@@ -138,7 +149,7 @@ def test_path_is_a_control_for_diffrax(driver, key):
 # -------------------------------------------------------------------------- the distribution of a path
 
 
-@every_driver
+@every_brownian
 def test_functions_are_orthonormal(driver):
     """By Gauss's rule in each of a hundred cells, whose borders the jumps are among."""
     n, cells = driver.num_functions, 100
@@ -173,18 +184,19 @@ def test_karhunen_loeve_covariance_converges_and_is_exact_at_the_end():
 @every_horizon
 @every_driver
 def test_sample_covariance(driver, horizon, key):
-    """Of two independent components at three times, within four standard errors entry by entry."""
+    """Of two components at three times, within four standard errors entry by entry."""
     paths = driver.sample(key=key, noise_dimension=2, shape=(20_000,), t1=horizon)
     assert paths.batch_shape == (20_000,)
     assert paths.noise_dimension == 2
     s = np.array([0.4, 0.8, 1.0])
     values = np.moveaxis(np.asarray(values_at(paths, horizon * s)), 0, 2).reshape(20_000, 6)
     integrals = driver.integrals(s)
-    expected = np.kron(np.eye(2), horizon * integrals @ integrals.T)
+    components = CORRELATION if isinstance(driver, rf.Correlated) else np.eye(2)
+    expected = np.kron(components, horizon ** (2 * driver.hurst) * integrals @ integrals.T)
     products = values[:, :, None] * values[:, None, :]
     error = 4 * products.std(axis=0) / np.sqrt(20_000)
     assert np.all(np.abs(products.mean(axis=0) - expected) < error)
-    assert stats.kstest(values[:, 2] / np.sqrt(horizon), "norm").pvalue > 1e-3
+    assert stats.kstest(values[:, 2] / np.sqrt(expected[2, 2]), "norm").pvalue > 1e-3
 
 
 @every_driver
@@ -202,7 +214,7 @@ def test_log_prob_is_that_of_standard_normals(driver, key):
 @every_driver
 def test_a_path_is_its_own_projection(driver, horizon, key):
     path = driver.sample(key=key, noise_dimension=2, t1=horizon)
-    atol = 1e-10 if isinstance(driver, rf.PiecewiseLinear) else 1e-5
+    atol = 1e-10 if driver.jumps.size else 1e-5
     again = project(driver, path)
     np.testing.assert_allclose(again.coefficients, path.coefficients, rtol=0, atol=atol)
     assert again.t1 == horizon
@@ -275,7 +287,7 @@ def test_a_refined_path_projects_on_the_path_it_refines(driver, key):
     refined = driver.refined()
     assert refined.num_functions == 2 * driver.num_functions
     fine = refined.path(driver.refine(coarse, more), 2.5)
-    atol = 1e-10 if isinstance(driver, rf.PiecewiseLinear) else 2e-5
+    atol = 1e-10 if driver.jumps.size else 2e-5
     np.testing.assert_allclose(project(driver, fine).coefficients, coarse, rtol=0, atol=atol)
     # An orthogonal map of normal numbers.
     squares = jnp.sum(coarse**2 + more**2, axis=(-2, -1))

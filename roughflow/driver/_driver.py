@@ -6,10 +6,12 @@ normal coefficients ω it stands for white noise, and on the horizon [0, T]
     Ḃ(t) = T^{-1/2} Σₖ ωₖ eₖ(t/T),      B(t) = T^{1/2} Σₖ ωₖ ∫₀^{t/T} eₖ.
 
 The coefficients of a given Brownian path are ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t): projection.
+
+Other Gaussian processes have functions eₖ that are not orthonormal, and may scale as another power of T.
 """
 
 import abc
-from typing import Self
+from typing import ClassVar, Self
 
 import diffrax
 import equinox as eqx
@@ -25,7 +27,9 @@ class AbstractDriver(eqx.Module):
     """The distribution of a random path. Times inside a driver run over [0, 1]; a path knows its horizon.
 
     A new driver says how many functions it has, what they integrate to, what a path's slope is, and
-    where that slope jumps:
+    where that slope jumps; one of another process than Brownian motion also that it is not `brownian`, how
+    its paths scale with the horizon (`hurst`), and what the coefficients of a given path are
+    (`coefficients_of`):
 
     ```python
     import equinox as eqx, jax.numpy as jnp, numpy as np
@@ -47,6 +51,12 @@ class AbstractDriver(eqx.Module):
     """
 
     num_functions: eqx.AbstractVar[int]
+    # H in B(t) = Tᴴ B₁(t/T): how a path on [0, T] scales with T. That of Brownian motion is ½.
+    hurst: ClassVar[float] = 0.5
+    # Whether it stands for Brownian motion of independent components: only then has an Itô SDE a meaning.
+    brownian: ClassVar[bool] = True
+    # How many components its paths have; None if any number, independent of each other.
+    num_components: ClassVar[int | None] = None
 
     @abc.abstractmethod
     def integrals(self, s: Array) -> Array:
@@ -60,6 +70,10 @@ class AbstractDriver(eqx.Module):
     @abc.abstractmethod
     def jumps(self) -> np.ndarray:
         """The times strictly inside (0, 1) where the slope jumps, increasing."""
+
+    def value(self, s: Array, coefficients: Array) -> Array:
+        """Σₖ ωₖ ∫₀ˢ eₖ, shape `(..., m)`; `s` is a scalar or has the coefficients' batch shape."""
+        return jnp.einsum("...n,...nm->...m", self.integrals(s), coefficients)
 
     def path(self, coefficients: Array, t1: float | Array = 1.0) -> "Path":
         """The path with these coefficients, shape `(..., n, m)`, on [0, t1]."""
@@ -94,10 +108,10 @@ class AbstractDriver(eqx.Module):
         return jnp.sum(jax.scipy.stats.norm.logpdf(coefficients), axis=(-2, -1))
 
     def project(self, path: diffrax.AbstractPath, *, resolution: int = 4096) -> "Path":
-        """The path of this driver that a given Brownian path has as its projection.
+        """The path of this driver that a given path of the process it stands for has as its projection.
 
-        ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), with the given path read on `resolution` intervals and linear
-        between: exact for a `PiecewiseLinear` path, to O(1/resolution²) for a smooth one. The same
+        For Brownian motion ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), with the given path read on `resolution` intervals
+        and linear between: exact for a `PiecewiseLinear` path, to O(1/resolution²) for a smooth one. The same
         fine path projected on more and more functions is how drivers are coupled.
         """
         knots = np.union1d(np.linspace(0.0, 1.0, resolution + 1), self.jumps)
@@ -106,12 +120,20 @@ class AbstractDriver(eqx.Module):
         start = jnp.asarray(path.t0, float)
         horizon = jnp.asarray(path.t1, float) - start
         values = jax.vmap(lambda s: path.evaluate(start + s * horizon))(jnp.asarray(knots))
-        # The mean of eₖ over each interval, against the path's increment there.
-        weights = jnp.diff(self.integrals(jnp.asarray(knots)), axis=0)
-        weights = weights / jnp.asarray(np.diff(knots))[:, None]
-        coefficients = jnp.einsum("kn,k...m->...nm", weights, jnp.diff(values, axis=0))
-        root = jnp.sqrt(horizon)
-        return Path(self, coefficients / (root[..., None, None] if root.ndim else root), horizon)
+        scale = power(horizon, self.hurst)
+        increments = jnp.diff(values, axis=0) / (scale[None, ..., None] if scale.ndim else scale)
+        return Path(self, self.coefficients_of(knots, increments), horizon)
+
+    def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
+        """The coefficients `(..., n, m)` of a path on [0, 1] with these increments `(N, ..., m)` between the
+        knots `(N + 1,)`, the driver's jumps among them: the mean of eₖ over each interval, against them."""
+        weights = jnp.diff(self.integrals(jnp.asarray(knots)), axis=0) / jnp.asarray(np.diff(knots))[:, None]
+        return jnp.einsum("kn,k...m->...nm", weights, increments)
+
+
+def power(horizon: Array, exponent: float) -> Array:
+    """Tᴴ."""
+    return jnp.sqrt(horizon) if exponent == 0.5 else horizon**exponent
 
 
 class Path(diffrax.AbstractPath):
@@ -142,6 +164,11 @@ class Path(diffrax.AbstractPath):
                 f"path coefficients must have shape (..., {driver.num_functions}, m) "
                 f"to match the driver, got {shape}"
             )
+        if driver.num_components not in (None, shape[-1]):
+            raise ValueError(
+                f"{type(driver).__name__} has {driver.num_components} components, so path coefficients must "
+                f"have shape (..., {driver.num_functions}, {driver.num_components}), got {shape}"
+            )
         self.driver = driver
         self.coefficients = jnp.asarray(coefficients)
         self.t1 = jnp.asarray(t1, self.coefficients.dtype)
@@ -161,9 +188,8 @@ class Path(diffrax.AbstractPath):
         """B(t0), shape `(..., m)`; or the increment B(t1) − B(t0)."""
         if t1 is not None:
             return self.evaluate(t1, left=left) - self.evaluate(t0, left=left)
-        weights = self.driver.integrals(jnp.asarray(t0) / self.t1)
-        value = jnp.einsum("...n,...nm->...m", weights, self.coefficients)
-        return self._column(jnp.sqrt(self.t1)) * value
+        value = self.driver.value(jnp.asarray(t0) / self.t1, self.coefficients)
+        return self._column(power(self.t1, self.driver.hurst)) * value
 
     def derivative(self, t: ArrayLike, left: bool = True) -> Array:
         """Ḃ(t), shape `(..., m)`; at a jump the limit from the left, or from the right."""
@@ -174,8 +200,8 @@ class Path(diffrax.AbstractPath):
         return self.unit_slope(s) / self._column(self.t1)
 
     def unit_slope(self, s: Array) -> Array:
-        """dB/ds for s = t/T: √T Σₖ ωₖ eₖ(s)."""
-        return self._column(jnp.sqrt(self.t1)) * self.driver.slope(s, self.coefficients)
+        """dB/ds for s = t/T: √T Σₖ ωₖ eₖ(s), or another power of T by the driver's `hurst`."""
+        return self._column(power(self.t1, self.driver.hurst)) * self.driver.slope(s, self.coefficients)
 
     def _column(self, scale: Array) -> Array:
         return scale[..., None] if scale.ndim else scale

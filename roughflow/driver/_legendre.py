@@ -30,15 +30,10 @@ class Legendre(AbstractDriver):
         self.num_functions = check_count("num_functions", num_functions)
 
     def integrals(self, s: Array) -> Array:
-        # (2k + 1) Pₖ = P′ₖ₊₁ − P′ₖ₋₁
-        s = jnp.asarray(s)
-        p = _polynomials(2 * s - 1, self.num_functions + 1)
-        rest = [(p[k + 1] - p[k - 1]) / (2 * (2 * k + 1) ** 0.5) for k in range(1, self.num_functions)]
-        return jnp.stack([s, *rest], axis=-1)
+        return integrated_polynomials(jnp.asarray(s), self.num_functions)
 
     def slope(self, s: Array, coefficients: Array) -> Array:
-        p = _polynomials(2 * jnp.asarray(s, coefficients.dtype) - 1, self.num_functions)
-        basis = jnp.stack([(2 * k + 1) ** 0.5 * p[k] for k in range(self.num_functions)], axis=-1)
+        basis = orthonormal_polynomials(jnp.asarray(s, coefficients.dtype), self.num_functions)
         return jnp.einsum("...n,...nm->...m", basis, coefficients)
 
     def refined(self) -> "Legendre":
@@ -47,6 +42,19 @@ class Legendre(AbstractDriver):
     @property
     def jumps(self) -> np.ndarray:
         return np.array([])
+
+
+def orthonormal_polynomials(s: Array, count: int) -> Array:
+    """√(2k+1) Pₖ(2s − 1) for k < count, along a last axis."""
+    p = _polynomials(2 * s - 1, count)
+    return jnp.stack([(2 * k + 1) ** 0.5 * p[k] for k in range(count)], axis=-1)
+
+
+def integrated_polynomials(s: Array, count: int) -> Array:
+    """What they integrate to from 0 to s, by (2k + 1) Pₖ = P′ₖ₊₁ − P′ₖ₋₁."""
+    p = _polynomials(2 * s - 1, count + 1)
+    rest = [(p[k + 1] - p[k - 1]) / (2 * (2 * k + 1) ** 0.5) for k in range(1, count)]
+    return jnp.stack([s, *rest], axis=-1)
 
 
 def _polynomials(y: Array, count: int) -> list[Array]:

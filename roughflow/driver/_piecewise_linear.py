@@ -32,19 +32,8 @@ class PiecewiseLinear(AbstractDriver):
     knots: tuple[float, ...] = eqx.field(static=True)
 
     def __init__(self, grid: int | Sequence[float] | np.ndarray):
-        if isinstance(grid, int | np.integer):
-            check_positive("grid", grid)
-            knots = np.linspace(0.0, 1.0, int(grid) + 1)
-        else:
-            times = np.asarray(grid, float)
-            rising = times.ndim == 1 and times.size > 1 and np.all(np.diff(times) > 0)
-            if not rising or times[0] != 0 or not np.isfinite(times[-1]):
-                raise ValueError(
-                    f"grid must be a positive number or increasing times that start at 0, got {grid}"
-                )
-            knots = times / times[-1]
-        self.num_functions = knots.size - 1
-        self.knots = tuple(knots.tolist())
+        self.knots = as_knots(grid)
+        self.num_functions = len(self.knots) - 1
 
     def integrals(self, s: Array) -> Array:
         s = jnp.asarray(s)[..., None]
@@ -53,7 +42,7 @@ class PiecewiseLinear(AbstractDriver):
 
     def slope(self, s: Array, coefficients: Array) -> Array:
         start, width = self._pieces(coefficients.dtype)
-        piece = jnp.clip(jnp.searchsorted(start, s, side="right") - 1, 0, self.num_functions - 1)
+        piece = piece_of(start, s)
         if piece.ndim == 0 or coefficients.ndim == 2:
             chosen = jnp.take(coefficients, piece, axis=-2)
         else:
@@ -62,8 +51,7 @@ class PiecewiseLinear(AbstractDriver):
         return chosen / (root[..., None] if root.ndim else root)
 
     def refined(self) -> "PiecewiseLinear":
-        knots = np.asarray(self.knots)
-        return PiecewiseLinear(np.sort(np.concatenate([knots, (knots[:-1] + knots[1:]) / 2])))
+        return PiecewiseLinear(halved(self.knots))
 
     def refine(self, coefficients: Array, more: Array) -> Array:
         # Each interval is halved: the mean of the two slopes is the old one, their difference is new.
@@ -77,3 +65,26 @@ class PiecewiseLinear(AbstractDriver):
     def _pieces(self, dtype: np.dtype) -> tuple[Array, Array]:
         knots = np.asarray(self.knots)
         return jnp.asarray(knots[:-1], dtype), jnp.asarray(np.diff(knots), dtype)
+
+
+def as_knots(grid: int | Sequence[float] | np.ndarray) -> tuple[float, ...]:
+    """0 = s₀ < … < sₙ = 1, from a number of equal intervals or times that start at 0."""
+    if isinstance(grid, int | np.integer):
+        check_positive("grid", grid)
+        return tuple(np.linspace(0.0, 1.0, int(grid) + 1).tolist())
+    times = np.asarray(grid, float)
+    rising = times.ndim == 1 and times.size > 1 and np.all(np.diff(times) > 0)
+    if not rising or times[0] != 0 or not np.isfinite(times[-1]):
+        raise ValueError(f"grid must be a positive number or increasing times that start at 0, got {grid}")
+    return tuple((times / times[-1]).tolist())
+
+
+def halved(knots: tuple[float, ...]) -> np.ndarray:
+    """The knots and the middles between them."""
+    old = np.asarray(knots)
+    return np.sort(np.concatenate([old, (old[:-1] + old[1:]) / 2]))
+
+
+def piece_of(start: Array, s: Array) -> Array:
+    """The number of the interval that s lies in, of those that begin at `start`."""
+    return jnp.clip(jnp.searchsorted(start, s, side="right") - 1, 0, start.size - 1)

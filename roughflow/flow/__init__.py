@@ -30,6 +30,7 @@ from ._outcome import Outcome as Outcome, Status as Status, one_line_errors as o
 from ._runge_kutta import RK4 as RK4, RK6 as RK6
 from ._schemes import (
     AbstractScheme as AbstractScheme,
+    Davie as Davie,
     EulerMaruyama as EulerMaruyama,
     LinearlyImplicitEuler as LinearlyImplicitEuler,
     Milstein as Milstein,

@@ -21,6 +21,7 @@ from ..sde import (
 from ._base import Base, dimension_of, log_prob_of
 from ._described import described
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
+from ._driven import check_driven
 from ._estimate import AbstractEstimator, Accuracy, Estimate, default_estimator
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
@@ -42,7 +43,8 @@ class StochasticFlow(eqx.Module):
     - `base`: the distribution of Z₀, `rf.Normal(loc, scale)` or any object with `sample(*, key, shape=())`
       and `log_prob(z)`; its parameters are trained with the rest.
     - `t1`: the end time T.
-    - `driver`: the distribution of the path.
+    - `driver`: the distribution of the path. One of another process than Brownian motion is for a
+      `StratonovichSDE`.
     - `divergence`: `rf.ExactDivergence()`, or `rf.HutchinsonDivergence()` in high dimension.
     - `correction`: `rf.ExactCorrection()`, or `rf.SampledCorrection()` where each noise moves one coordinate.
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); each takes the way
@@ -98,11 +100,13 @@ class StochasticFlow(eqx.Module):
             )
         self.noise_dimension = noise_dimension(sde, self.dimension)
         check_kinks(sde, self.dimension)
+        driver = KarhunenLoeve(6) if driver is None else driver
+        check_driven(sde, driver, self.dimension)
         self.sde = sde
         self.base = base
         # A plain number, so that nothing mistakes the end time for a parameter to train.
         self.t1 = float(t1)
-        self.driver = KarhunenLoeve(6) if driver is None else driver
+        self.driver = driver
         self.divergence = ExactDivergence() if divergence is None else divergence
         self.correction = checked_correction(sde, correction, base)
         self.integrator = FixedGrid() if integrator is None else integrator
@@ -114,6 +118,7 @@ class StochasticFlow(eqx.Module):
 
     def with_driver(self, driver: AbstractDriver) -> Self:
         """The same flow on other paths: train on Karhunen–Loève, test on piecewise linear ones."""
+        check_driven(self.sde, driver, self.dimension)
         return eqx.tree_at(lambda flow: flow.driver, self, driver)
 
     def with_proposal(self, proposal: Any) -> Self:

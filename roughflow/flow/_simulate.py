@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key, check_positive, is_traced
 from .._programs import jit
 from ..faq import see
+from ..rough import RoughPath, brownian_lift
 from ..sde import AbstractSDE, AbstractStratonovichSDE, noise_dimension
-from ._schemes import AbstractScheme, EulerMaruyama, StratonovichHeun
+from ._schemes import AbstractScheme, Davie, EulerMaruyama, StratonovichHeun
 
 
 def simulate(
@@ -22,6 +24,7 @@ def simulate(
     steps: int = 1000,
     scheme: AbstractScheme | None = None,
     increments: Array | None = None,
+    path: RoughPath | None = None,
     trajectory: bool = False,
 ) -> Array:
     """Simulate dZ = μ dt + σ dB from `z0` to `t1` on `steps` equal steps.
@@ -32,8 +35,10 @@ def simulate(
     - `z0`: shape `(..., d)`, one start per sample.
     - `scheme`: `rf.EulerMaruyama()`, the default for an Itô SDE; `rf.StratonovichHeun()`, the default for a
       Stratonovich one; `rf.StratonovichMidpoint()`; `rf.Milstein()` for commutative noise;
-      `rf.LinearlyImplicitEuler()` for stiff drifts.
+      `rf.Davie()` for any, with Lévy areas; `rf.LinearlyImplicitEuler()` for stiff drifts.
     - `increments`: Brownian increments of shape `(..., steps, m)` to use instead of a `key`.
+    - `path`: a rough path of batch shape `(...)` to follow by `rf.Davie()` instead of a `key`; its times take
+      the place of `t1` and `steps`. A Stratonovich SDE takes a geometric one, an Itô SDE the Itô lift.
     - `trajectory`: return the whole trajectory, shape `(..., steps + 1, d)`, instead of Z at t1. Time is the
       axis before the last, as it is in the chains of `rf.sample_chain`.
 
@@ -53,49 +58,90 @@ def simulate(
     if not z0.ndim:
         raise ValueError("z0 must have shape (..., d), got ()")
     columns = noise_dimension(sde, z0.shape[-1], "z0")
-    if increments is None:
-        if key is None:
-            raise TypeError("simulate needs key=jax.random.key(seed), or increments" + see("keys"))
-        check_positive("steps", steps)
-        shape = (steps, *z0.shape[:-1], columns)
-        increments = jnp.sqrt(t1 / steps) * jax.random.normal(check_key(key), shape, z0.dtype)
+    batch, times = z0.shape[:-1], None
+    if path is not None:
+        scheme = _check_path(sde, path, scheme, (*batch, "steps", columns))
+        times, noise = path.times, (path.increments, path.areas)
+    elif increments is not None:
+        noise = (jnp.asarray(increments),)
+        if (*noise[0].shape[:-2], *noise[0].shape[-1:]) != (*batch, columns):
+            expected = (*batch, "steps", columns)
+            raise ValueError(f"increments must have shape {expected}, got {noise[0].shape}")
+    elif key is None:
+        raise TypeError("simulate needs key=jax.random.key(seed), increments, or a path" + see("keys"))
     else:
-        increments = jnp.asarray(increments)
-        if (*increments.shape[:-2], *increments.shape[-1:]) != (*z0.shape[:-1], columns):
-            expected = (*z0.shape[:-1], "steps", columns)
-            raise ValueError(f"increments must have shape {expected}, got {increments.shape}")
-        increments = jnp.moveaxis(increments, -2, 0)
+        check_positive("steps", steps)
+        noise = _drawn(sde, scheme, check_key(key), (*batch, steps, columns), t1, z0.dtype)
     if scheme is None:
         scheme = StratonovichHeun() if isinstance(sde, AbstractStratonovichSDE) else EulerMaruyama()
     if z0.size and not is_traced(z0):
         scheme.check(sde, jnp.reshape(z0, (-1, z0.shape[-1]))[0])
-    return _simulate(sde, z0, t1, scheme, increments, trajectory)
+    count = noise[0].shape[len(batch)]
+    times = jnp.asarray(t1 / count, z0.dtype) * jnp.arange(count + 1) if times is None else times
+    noise = jax.tree.map(lambda a: jnp.moveaxis(jnp.asarray(a, z0.dtype), len(batch), 0), noise)
+    return _simulate(sde, z0, times, scheme, noise, trajectory)
+
+
+def _drawn(
+    sde: AbstractSDE,
+    scheme: AbstractScheme | None,
+    key: PRNGKeyArray,
+    shape: tuple[int, ...],
+    t1: float,
+    dtype: np.dtype,
+) -> tuple[Array, ...]:
+    """Brownian increments `(..., steps, m)` and, for a scheme that needs them, areas."""
+    *batch, steps, columns = shape
+    if isinstance(scheme, Davie):
+        options = {"noise_dimension": columns, "shape": tuple(batch), "t1": t1}
+        rough = brownian_lift(steps, key=key, num_functions=scheme.num_functions, **options)
+        rough = rough if isinstance(sde, AbstractStratonovichSDE) else rough.ito()
+        return rough.increments, rough.areas
+    # Drawn with time first.
+    normal = jax.random.normal(key, (steps, *batch, columns), dtype)
+    return (jnp.sqrt(t1 / steps) * jnp.moveaxis(normal, 0, -2),)
+
+
+def _check_path(
+    sde: AbstractSDE, path: RoughPath, scheme: AbstractScheme | None, expected: tuple
+) -> AbstractScheme:
+    if scheme is not None and not isinstance(scheme, Davie):
+        raise ValueError(f"a rough path is followed by rf.Davie(), not by {type(scheme).__name__}")
+    shape = path.increments.shape
+    if (*shape[:-2], *shape[-1:]) != (*expected[:-2], *expected[-1:]):
+        raise ValueError(f"path must have increments of shape {expected}, got {shape}")
+    if isinstance(sde, AbstractStratonovichSDE) != path.geometric:
+        remedy = "rf.to_stratonovich(sde), or for Brownian motion path.ito()"
+        remedy = remedy if path.geometric else "rf.to_ito(sde), or path.stratonovich()"
+        kind = "a geometric rough path" if path.geometric else "the Itô lift"
+        told = f"{kind} gives {type(sde).__name__} another meaning: give {remedy}"
+        raise ValueError(told + see("other-drivers"))
+    return scheme or Davie()
 
 
 @jit
 def _simulate(
     sde: AbstractSDE,
     z0: Array,
-    t1: float | Array,
+    times: Array,
     scheme: AbstractScheme,
-    increments: Array,
+    noise: tuple[Array, ...],
     trajectory: bool,
 ) -> Array:
-    """`increments` are `(steps, ..., m)` here, as the scan reads them."""
-    steps = increments.shape[0]
-    dt = jnp.asarray(t1 / steps, z0.dtype)
+    """`noise` has increments `(steps, ..., m)` here, as the scan reads them, and maybe areas."""
+    steps = noise[0].shape[0]
     batch = z0.shape[:-1]
     z0 = jnp.reshape(z0, (-1, z0.shape[-1]))
-    increments = jnp.reshape(increments, (steps, z0.shape[0], -1))
+    flat = lambda a: jnp.reshape(a, (steps, z0.shape[0], *a.shape[1 + len(batch) :]))
 
-    def step(z: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array | None]:
-        t, increment = inputs
-        advance: Callable = lambda y, b: scheme.step(sde, t, dt, y, b)
-        z = jax.vmap(advance)(z, increment)
+    def step(z: Array, inputs: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array | None]:
+        t, dt, noise = inputs
+        advance: Callable = lambda y, parts: scheme.step(sde, t, dt, y, *parts)
+        z = jax.vmap(advance)(z, noise)
         return z, z if trajectory else None
 
-    times = dt * jnp.arange(steps)
-    last, states = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), z0, (times, increments))
+    inputs = (times[:-1], jnp.diff(times), jax.tree.map(flat, noise))
+    last, states = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), z0, inputs)
     if not trajectory:
         return jnp.reshape(last, (*batch, -1))
     whole = jnp.swapaxes(jnp.concatenate([z0[None], states]), 0, 1)

@@ -10,6 +10,7 @@ from ._correction import (
     to_ito as to_ito,
     to_stratonovich as to_stratonovich,
 )
+from ._dependence import depends_on as depends_on
 from ._fading import FadingDiffusion as FadingDiffusion
 from ._kinks import check_kinks as check_kinks
 from ._local import LocalDiffusion as LocalDiffusion

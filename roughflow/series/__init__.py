@@ -1,8 +1,9 @@
 """Stage 7, observed series: transition densities, maximum likelihood, standard errors, posteriors.
 
-From one transition (`_ends`, `_bridges`, `_transition`) to the likelihood of a series (`_series_likelihood`)
-or of one with errors (`_measured_likelihood`, on `_hidden_states`); its maximum (`_fit_sde`, `_search`), and
-what comes of that (`_fitted`, `_profile`, `_residuals`, `_forecast`, `_posterior`).
+From one transition (`_ends`, `_bridges`, `_transition`) to the likelihood of a series (`_series_likelihood`),
+of one with errors (`_measured_likelihood`, on `_hidden_states`) or with memory (`_whole_likelihood`); its
+maximum (`_fit_sde`, `_search`), and what comes of that (`_fitted`, `_profile`, `_residuals`, `_forecast`,
+`_posterior`).
 """
 
 from ._coordinates import (
@@ -33,6 +34,7 @@ from .models import (
     CoxIngersollRoss as CoxIngersollRoss,
     DoubleWell as DoubleWell,
     FitzHughNagumo as FitzHughNagumo,
+    FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck,
     GeometricBrownianMotion as GeometricBrownianMotion,
     Heston as Heston,
     Jacobi as Jacobi,

@@ -19,7 +19,8 @@ from ._parameters import Domain, Parameters
 from ._search import climb
 from ._series_likelihood import SeriesLikelihood
 from ._transition import coordinates_of
-from .models import AbstractNamedSDE
+from ._whole_likelihood import WholeLikelihood
+from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # of further starts, in the free parameters
 NEWTON = 5  # steps to polish with
@@ -29,7 +30,7 @@ TOLERANCE = (0.02, 0.1)  # nats, without and with measurement noise
 
 
 def fit_sde(
-    sde: AbstractSDE,
+    sde: AbstractSDE | FractionalOrnsteinUhlenbeck,
     times: Any,
     values: Any,
     *,
@@ -53,7 +54,8 @@ def fit_sde(
     **Arguments:**
 
     - `sde`: a named SDE such as `rf.CoxIngersollRoss(...)`, an SDE of your own whose fields are
-      parameters, or `rf.ParametricSDE`.
+      parameters, or `rf.ParametricSDE`; `rf.FractionalOrnsteinUhlenbeck` for a Hurst exponent, by the joint
+      density of a series at even times.
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, or dates, which count in years.
       Missing values (NaN) make longer gaps. Lists of both are a panel: independent series, one SDE.
     - `domains`: where parameters may lie, by name, such as `{"sigma": rf.Domain(low=0.0)}`; a named SDE knows
@@ -91,17 +93,22 @@ def fit_sde(
     if measurement_noise is not None:
         noise = check_noise(measurement_noise, series[0].values.shape[1])
         states = inner_states(series, noise, space)
-    own = sde.domains if isinstance(sde, AbstractNamedSDE) else {}
+    own = sde.domains if isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck) else {}
     parameters = Parameters.of(sde, {**own, **(domains or {})})
     if not parameters.names:
         raise ValueError(f"{type(sde).__name__} has no floats among its fields: there is nothing to fit")
     key_paths, key_starts = jax.random.split(check_key(key))
-    options = {"exact": exact, "effort": effort, "coordinates": coordinates}
-    of_sde = SeriesLikelihood.of(sde, transitions(states), key=key_paths, **options)
     held = parameters.penalties(penalty or {})
-    likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=held)  # pyright: ignore[reportCallIssue]
-    if noise is not None:
-        likelihood = measured(likelihood, series, states, noise, effort)
+    if isinstance(sde, FractionalOrnsteinUhlenbeck):
+        if noise is not None:
+            raise ValueError("measurement_noise is for SDEs without memory")
+        likelihood = WholeLikelihood.of(parameters, held, series)
+    else:
+        options = {"exact": exact, "effort": effort, "coordinates": coordinates}
+        of_sde = SeriesLikelihood.of(sde, transitions(states), key=key_paths, **options)
+        likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=held)  # pyright: ignore[reportCallIssue]
+        if noise is not None:
+            likelihood = measured(likelihood, series, states, noise, effort)
     parameters = likelihood.parameters
     start = parameters.to_free(parameters.values(parameters.template))
     free = _best(likelihood, _starts(start, check_count("num_starts", num_starts), key_starts))
@@ -119,7 +126,7 @@ def fit_sde(
     return FittedSDE(likelihood, tuple(series), free, information, error, tolerance)
 
 
-def as_floats(sde: AbstractSDE) -> AbstractSDE:
+def as_floats(sde: Any) -> Any:
     """The SDE with plain floats among its fields as arrays, so that they can be replaced."""
     return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, float) else leaf, sde)
 

@@ -27,6 +27,7 @@ from ._search import check_level, is_regular
 from ._series_likelihood import SeriesLikelihood
 from ._summary import summary, warning
 from ._transition import choose_effort, coordinates_of
+from ._whole_likelihood import WholeLikelihood
 
 NEAR = 0.05  # of a standard error: a search that would move further has not converged
 
@@ -214,6 +215,8 @@ class FittedSDE:
 
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
         """Uniform under the model, with tests that they are."""
+        if isinstance(self.likelihood, WholeLikelihood):
+            return self.likelihood.residuals(self.free)
         if self._measured is not None:
             return filtered_residuals(self._filtered(key, PARTICLES))
         return residuals(self.sde, self._coordinates, self.likelihood.steps, self._effort, check_key(key))
@@ -221,6 +224,8 @@ class FittedSDE:
     def forecast(self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000) -> np.ndarray:
         """Paths `(num_paths, T, d)` of the SDE from the last value, at `times` `(T,)` counted from it; with
         measurement noise from what is known of the last state."""
+        if isinstance(self.likelihood, WholeLikelihood):
+            return self.likelihood.forecast(self.free, times, check_key(key), num_paths)
         # In steps no longer than those of the series, for which the effort was chosen.
         grid, places = refined(times, float(np.max(self.likelihood.steps.dt)))
         key, when = check_key(key), self.series[-1].times[-1]
@@ -229,8 +234,7 @@ class FittedSDE:
             key, key_filter = jax.random.split(key)
             last = self._filtered(key_filter, max(num_paths, PARTICLES)).last
         start = jnp.resize(last, (check_count("num_paths", num_paths), last.shape[1]))
-        model = (self.sde, self._coordinates, start, jnp.asarray(when + grid))
-        paths = forecast(*model, self._effort, key)
+        paths = forecast(self.sde, self._coordinates, start, jnp.asarray(when + grid), self._effort, key)
         return np.asarray(paths)[:, places]
 
     def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
@@ -238,9 +242,8 @@ class FittedSDE:
         p-value by the χ² distribution (Wilks 1938)."""
         more = len(self.names) - len(simpler.names)
         if more <= 0 or self.num_transitions != simpler.num_transitions:
-            raise ValueError(
-                "likelihood_ratio needs a model with fewer parameters, fitted to the same series"
-            )
+            told = "likelihood_ratio needs a model with fewer parameters, fitted to the same series"
+            raise ValueError(told)
         if self.likelihood.penalty.any() or simpler.likelihood.penalty.any():
             raise ValueError("likelihood_ratio is for fits without a penalty: compare aic")
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
@@ -251,7 +254,7 @@ class FittedSDE:
         """The log-likelihood of this series as a function of the SDE, as by `rf.series_likelihood`, with the
         effort of the fit."""
         if not isinstance(self.likelihood, Likelihood):
-            raise ValueError("with measurement noise the likelihood is no function of the SDE alone")
+            raise ValueError("with measurement noise or memory the likelihood is no product of transitions")
         return self.likelihood.of_sde
 
     def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:

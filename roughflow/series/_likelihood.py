@@ -77,6 +77,17 @@ class AbstractLikelihood(eqx.Module):
         return value, slopes.sum(axis=0) - self.penalty * free
 
 
+def information_by_differences(likelihood: AbstractLikelihood, free: np.ndarray) -> np.ndarray:
+    """By central differences of the gradient."""
+    rows = []
+    for i in range(len(free)):
+        move = np.zeros(len(free))
+        move[i] = STEP * max(1.0, abs(free[i]))
+        ahead, behind = likelihood.total(free + move)[1], likelihood.total(free - move)[1]
+        rows.append((behind - ahead) / (2 * move[i]))
+    return 0.5 * (np.array(rows) + np.array(rows).T)
+
+
 class Likelihood(AbstractLikelihood):
     """That of a series of states: a product of transition densities."""
 
@@ -108,13 +119,7 @@ class Likelihood(AbstractLikelihood):
         """By central differences of the gradient or, if parameters are many, from the scores."""
         if len(free) >= MANY:
             return self.quick_information(free)
-        rows = []
-        for i in range(len(free)):
-            move = np.zeros(len(free))
-            move[i] = STEP * max(1.0, abs(free[i]))
-            ahead, behind = self.total(free + move)[1], self.total(free - move)[1]
-            rows.append((behind - ahead) / (2 * move[i]))
-        return 0.5 * (np.array(rows) + np.array(rows).T)
+        return information_by_differences(self, free)
 
     def quick_information(self, free: np.ndarray) -> np.ndarray:
         """The outer product of the scores (Berndt, Hall, Hall & Hausman 1974)."""

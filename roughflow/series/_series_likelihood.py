@@ -17,6 +17,7 @@ from ._forward import forwards
 from ._observed import panel, transitions
 from ._transition import (
     CHUNK,
+    check_memory,
     choose_effort,
     coordinates_of,
     exact_log_probs,
@@ -136,6 +137,7 @@ def series_likelihood(
     jax.grad(lambda kappa: likelihood(rf.OrnsteinUhlenbeck(kappa, 1.0, 1.0)))(2.0)
     ```
     """
+    check_memory(sde)
     steps = transitions(panel(times, values, coordinates_of(sde, coordinates)))
     options = {"exact": exact, "effort": effort, "coordinates": coordinates}
     return SeriesLikelihood.of(sde, steps, key=check_key(key), **options)

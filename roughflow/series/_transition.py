@@ -18,7 +18,7 @@ from ..sde import AbstractSDE, noise_dimension
 from ._bridges import bridges
 from ._coordinates import AbstractCoordinates, Unchanged
 from ._ends import Effort, Transition, stiffness
-from .models import AbstractNamedSDE
+from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 CHUNK = 2048  # transitions at a time
 DOUBTFUL = 0.1  # nats, the error of a transition that is suspect
@@ -125,6 +125,7 @@ def transition_estimate(
     rf.transition_estimate(sde, jnp.full(1, 0.28), jnp.full(1, 0.3), 0.1, key=jax.random.key(0), exact=False)
     ```
     """
+    check_memory(sde)
     check_positive("dt", dt)
     start, end = jnp.asarray(x0, float), jnp.asarray(x1, float)
     if not start.ndim or not end.ndim or start.shape[-1] != end.shape[-1]:
@@ -149,10 +150,18 @@ def transition_estimate(
     return TransitionEstimate(value, error, unfound, effort)
 
 
-def coordinates_of(sde: AbstractSDE, coordinates: AbstractCoordinates | None) -> AbstractCoordinates:
+def coordinates_of(sde: Any, coordinates: AbstractCoordinates | None) -> AbstractCoordinates:
     if coordinates is not None:
         return coordinates
     return sde.coordinates if isinstance(sde, AbstractNamedSDE) else Unchanged()
+
+
+def check_memory(sde: Any) -> None:
+    if isinstance(sde, FractionalOrnsteinUhlenbeck):
+        raise TypeError(
+            f"transitions need Brownian motion, and {type(sde).__name__} has memory: rf.fit_sde takes the "
+            "series as a whole" + see("other-drivers")
+        )
 
 
 def check_inside(coordinates: AbstractCoordinates, many: Transition) -> None:

@@ -1,5 +1,6 @@
 """SDEs by their names, one class each; and an SDE from functions and a dictionary."""
 
+from ._fractional import FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck
 from ._functions import ParametricSDE as ParametricSDE
 from ._linear import (
     BrownianMotion as BrownianMotion,

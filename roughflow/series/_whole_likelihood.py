@@ -1,0 +1,155 @@
+"""The log-likelihood of series with memory: of each as a whole, and jointly normal."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+from scipy import linalg, stats
+
+from .._programs import jit
+from ..faq import see
+from ._ends import Transition
+from ._likelihood import AbstractLikelihood, information_by_differences
+from ._observed import Observed, transitions
+from ._parameters import Parameters
+from ._residuals import Residuals, tested
+from .models import FractionalOrnsteinUhlenbeck
+
+EVEN = 1e-3  # of a step, by which times may be off
+TINY = 1e-15  # so that no residual is at the end of its range
+
+
+class WholeLikelihood(AbstractLikelihood):
+    """log p(x₁, … | x₀), in parts log p(xᵢ | x₀, …, xᵢ₋₁)."""
+
+    parameters: Parameters
+    penalty: np.ndarray
+    steps: Transition
+    values: tuple[np.ndarray, ...]
+    gaps: tuple[float, ...]
+    effort: None = None
+    coordinates: None = None
+
+    @staticmethod
+    def of(parameters: Parameters, penalty: np.ndarray, series: Sequence[Observed]) -> "WholeLikelihood":
+        if not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            raise ValueError(
+                "a series with memory needs double precision: "
+                f'jax.config.update("jax_enable_x64", True){see("series")}'
+            )
+        values = tuple(one.values[:, 0] for one in series)
+        if series[0].values.shape[1] != 1:
+            raise ValueError(f"this SDE has one component, values have {series[0].values.shape[1]} columns")
+        gaps = tuple(_even(one.times) for one in series)
+        return WholeLikelihood(
+            parameters=parameters, penalty=penalty, steps=transitions(series), values=values, gaps=gaps
+        )
+
+    def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        value, slopes = _scores(self, jnp.asarray(free, float))
+        return np.asarray(value), np.asarray(slopes), np.zeros(len(value))
+
+    def log_likelihood(self, free: np.ndarray) -> float:
+        return float(self.scores(free)[0].sum())
+
+    def information(self, free: np.ndarray) -> np.ndarray:
+        return information_by_differences(self, free)
+
+    def quick_information(self, free: np.ndarray) -> np.ndarray:
+        slopes = self.scores(free)[1]
+        return slopes.T @ slopes + np.diag(self.penalty)
+
+    def error(self, free: np.ndarray) -> float:
+        return 0.0
+
+    def more(self) -> "WholeLikelihood":
+        return self
+
+    def described(self) -> str:
+        return "exact, those of one series jointly normal"
+
+    def sde(self, free: Array) -> FractionalOrnsteinUhlenbeck:
+        return self.parameters.sde(self.parameters.from_free(free))
+
+    def residuals(self, free: np.ndarray) -> Residuals:
+        """Uniform under the model: each value's place in its distribution given all before it."""
+        normal = np.concatenate([np.asarray(e) for _, e in self.parts(self.sde(jnp.asarray(free, float)))])
+        return tested(np.clip(stats.norm.cdf(normal), TINY, 1 - TINY))
+
+    def parts(self, sde: FractionalOrnsteinUhlenbeck) -> list[tuple[Array, Array]]:
+        """log p and the standardised prediction error of each value, of each series."""
+        pairs = zip(self.values, self.gaps, strict=True)
+        return [
+            toeplitz_log_probs(
+                sde.autocovariance(jnp.asarray(dt), len(x) - 2), sde.innovations(jnp.asarray(x), dt)
+            )
+            for x, dt in pairs
+        ]
+
+    def forecast(self, free: np.ndarray, ahead: Any, key: PRNGKeyArray, count: int) -> np.ndarray:
+        """Paths `(count, T, 1)` after the last series, given all of it."""
+        sde, values, dt = self.sde(jnp.asarray(free, float)), self.values[-1], self.gaps[-1]
+        times = np.atleast_1d(np.asarray(ahead, float))
+        places = np.rint(times / dt).astype(int)
+        rising = len(times) and times[0] > 0 and (np.diff(times) > 0).all()
+        if not rising or np.abs(places * dt - times).max() > EVEN * dt:
+            raise ValueError(f"times must increase, and be multiples of the step of the series, {dt:g}")
+        n, m = len(values) - 1, int(places[-1])
+        gamma = np.asarray(sde.autocovariance(jnp.asarray(dt), n + m - 1))
+        past = np.asarray(sde.innovations(jnp.asarray(values), dt))
+        cross = gamma[np.abs(np.arange(n)[:, None] - (n + np.arange(m)))]
+        weights = linalg.solve_toeplitz(gamma[:n], cross)
+        spread = linalg.cholesky(linalg.toeplitz(gamma[:m]) - cross.T @ weights, lower=True)
+        noise = past @ weights + np.asarray(jax.random.normal(key, (count, m))) @ spread.T
+        mu, decay = float(sde.mu), float(np.exp(-sde.kappa * dt))
+        paths, now = [], np.full(count, values[-1] - mu)
+        for xi in noise.T:
+            now = decay * now + xi
+            paths.append(mu + now)
+        return np.stack(paths, axis=1)[:, places - 1, None]
+
+
+@functools.partial(jit, level=1)
+def _scores(likelihood: WholeLikelihood, free: Array) -> tuple[Array, Array]:
+    def log_probs(free: Array) -> tuple[Array, Array]:
+        value = jnp.concatenate([part for part, _ in likelihood.parts(likelihood.sde(free))])
+        return value, value
+
+    slopes, value = jax.jacfwd(log_probs, has_aux=True)(free)
+    return value, slopes
+
+
+def toeplitz_log_probs(gamma: Array, x: Array) -> tuple[Array, Array]:
+    """log p(xᵢ | x₀, …, xᵢ₋₁) `(n,)` of a stationary normal sequence with autocovariance γ `(n,)`, and its
+    standardised prediction errors: by Schur's algorithm, in O(n²) and without a matrix."""
+    ahead = gamma / jnp.sqrt(gamma[0])
+    shift = lambda a: jnp.concatenate([a[1:], jnp.zeros_like(a[:1])])
+
+    def step(carry: tuple[Array, Array, Array], _: None) -> tuple:
+        # `ahead` is the current column of Cholesky's factor, from its diagonal on.
+        ahead, back, rest = carry
+        error = rest[0] / ahead[0]
+        value = -0.5 * error**2 - jnp.log(ahead[0]) - 0.5 * jnp.log(2 * jnp.pi)
+        back, rest = shift(back), shift(rest - error * ahead)
+        rho = back[0] / ahead[0]
+        root = jnp.sqrt(1 - rho**2)
+        return ((ahead - rho * back) / root, (back - rho * ahead) / root, rest), (value, error)
+
+    start = (ahead, ahead.at[0].set(0.0), x)
+    return jax.lax.scan(step, start, None, length=x.size)[1]
+
+
+def _even(times: np.ndarray) -> float:
+    """The step of times that come at even distances."""
+    steps = np.diff(times)
+    dt = float((times[-1] - times[0]) / len(steps))
+    if np.abs(steps - dt).max() > EVEN * dt:
+        raise ValueError(
+            "a series with memory needs values at even times, without gaps: number the trading days, say"
+            + see("series")
+        )
+    return dt

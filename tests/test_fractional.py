@@ -1,0 +1,268 @@
+"""Fractional Brownian motion and other Gaussian processes as drivers, and what they do to an SDE."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import integrate, linalg, stats
+
+import roughflow as rf
+from roughflow.series._whole_likelihood import toeplitz_log_probs
+
+HURST = [0.35, 0.5, 0.7]
+
+
+def covariance(hurst, s, t):
+    s, t = np.asarray(s)[:, None], np.asarray(t)[None]
+    return 0.5 * (s ** (2 * hurst) + t ** (2 * hurst) - np.abs(s - t) ** (2 * hurst))
+
+
+# --------------------------------------------------------------------------------- the drivers
+
+
+@pytest.mark.parametrize("hurst", HURST)
+@pytest.mark.parametrize("grid", [7, [0.0, 0.1, 0.15, 1.0]], ids=["uniform", "grid"])
+def test_covariance_is_exact_on_the_grid(hurst, grid):
+    driver = rf.FractionalBrownian(hurst, grid)
+    s = np.asarray(driver.knots)
+    values = driver.integrals(s)
+    np.testing.assert_allclose(values @ values.T, covariance(hurst, s, s), atol=1e-13)
+    assert driver.hurst == hurst
+
+
+@pytest.mark.parametrize("hurst", HURST)
+def test_moments_of_polynomials_are_exact(hurst):
+    """Var B(1), Cov(B(1), ∫B), Var ∫B and those of ∫sB, against closed forms and quadrature."""
+    driver = rf.FractionalLegendre(hurst, 3)
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+    s, weights = (nodes + 1) / 2, weights / 2
+    paths = driver.integrals(s)
+    functionals = np.stack([driver.integrals(1.0), weights @ paths, (weights * s) @ paths])
+    got = functionals @ functionals.T
+    h = 2 * hurst
+    kernel = lambda t, s: 0.5 * (s**h + t**h - abs(s - t) ** h)
+    both = lambda power: (
+        2
+        * integrate.dblquad(lambda t, s: kernel(t, s) * (t * s) ** power, 0, 1, 0, lambda s: s, epsabs=1e-11)[
+            0
+        ]
+    )
+    end = integrate.quad(lambda s: kernel(1.0, s), 0, 1)[0]
+    np.testing.assert_allclose(
+        [got[0, 0], got[0, 1], got[1, 1], got[2, 2]], [1, end, 1 / (h + 2), both(1)], rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_without_memory_it_is_brownian_motion(count):
+    s = np.linspace(0, 1, 9)
+    for ours, other in (
+        (rf.FractionalLegendre(0.5, count), rf.Legendre(count)),
+        (rf.FractionalBrownian(0.5, count), rf.PiecewiseLinear(count)),
+    ):
+        np.testing.assert_allclose(ours.integrals(s), other.integrals(s), atol=1e-12)
+        assert ours.brownian
+
+
+def test_a_covariance_function_gives_its_process():
+    """Fractional Brownian motion by its covariance is that by its exact moments, to what is documented."""
+    hurst = 0.4
+    kernel = lambda s, t: 0.5 * (s ** (2 * hurst) + t ** (2 * hurst) - jnp.abs(s - t) ** (2 * hurst))
+    given, exact = rf.GaussianDriver(kernel, 8, hurst=hurst), rf.FractionalLegendre(hurst, 8)
+    np.testing.assert_allclose(given.root @ given.root.T, exact.root @ exact.root.T, atol=2e-4)
+    # A smooth process has no variance left for more polynomials, and is drawn all the same.
+    smooth = rf.GaussianDriver(lambda s, t: jnp.exp(-((s - t) ** 2)), 24)
+    s = np.linspace(0, 1, 6)
+    values = smooth.integrals(s)
+    kernel = np.exp(-((s[:, None] - s) ** 2))
+    expected = kernel - kernel[:, :1] - kernel[:1] + 1  # of B − B(0)
+    np.testing.assert_allclose(values @ values.T, expected, atol=1e-5)
+
+
+def test_a_clock_and_a_correlation():
+    s = np.array([0.2, 0.5, 1.0])
+    clocked = rf.TimeChanged(rf.FractionalBrownian(0.4, [0.0, 0.04, 0.25, 1.0]), lambda s: s**2)
+    values = clocked.integrals(s)
+    np.testing.assert_allclose(values @ values.T, covariance(0.4, s**2, s**2), atol=1e-12)
+    np.testing.assert_allclose(clocked.jumps, [0.2, 0.5], atol=1e-12)
+
+
+@pytest.mark.parametrize("hurst", [0.2, 0.7])
+def test_fractional_noise_has_its_covariance(hurst, key):
+    noise = rf.fractional_noise(hurst, 48, key=key, shape=(5, 4001), t1=2.0)
+    assert noise.shape == (5, 4001, 48)
+    places = np.array([3, 24, 48])
+    values = np.cumsum(noise, axis=-1).reshape(-1, 48)[:, places - 1]
+    products = values[:, :, None] * values[:, None, :]
+    gap = products.mean(axis=0) - covariance(hurst, places / 24, places / 24)
+    assert np.all(np.abs(gap) < 4 * products.std(axis=0) / np.sqrt(len(values)))
+    # The two halves of a complex transform are independent.
+    pairs = (values[: len(values) // 2, 2] * values[-(len(values) // 2) :, 2]).mean()
+    assert abs(pairs) < 4 * values[:, 2].var() / np.sqrt(len(values) // 2)
+
+
+# --------------------------------------------------------------------------------- what they drive
+
+
+def gaussian_end(hurst, rate, scale, horizon, cells=1500):
+    """The variance of ∫ e^{−κ(T−t)} σ dB, from increments on a fine grid."""
+    knots = horizon * (0.5 - 0.5 * np.cos(np.pi * np.arange(cells + 1) / cells))
+    steps = np.diff(np.diff(covariance(hurst, knots, knots), axis=0), axis=1)
+    weights = scale * np.exp(-rate * (horizon - 0.5 * (knots[1:] + knots[:-1])))
+    return weights @ steps @ weights
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [rf.FractionalLegendre(0.4, 8), rf.FractionalBrownian(0.7, 16)],
+    ids=["Legendre", "grid"],
+)
+def test_density_of_a_fractional_ornstein_uhlenbeck_process(driver, key):
+    horizon, rate, scale = 1.5, 1.2, 0.7
+    sde = rf.StratonovichSDE(lambda t, z: -rate * z, lambda t, z: jnp.full((1, 1), scale))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.full(1, 0.3), 0.4), t1=horizon, driver=driver)
+    variance = gaussian_end(driver.hurst, rate, scale, horizon) + np.exp(-2 * rate * horizon) * 0.16
+    end = stats.norm(0.3 * np.exp(-rate * horizon), np.sqrt(variance))
+    x = end.ppf(np.array([0.001, 0.2, 0.5, 0.9]))[:, None]
+    got = flow.log_prob(x, key=key, estimator=rf.PullBack(32, rf.Laplace()))
+    np.testing.assert_allclose(got, end.logpdf(x[:, 0]), atol=5e-3)
+
+
+def test_an_ito_sde_is_refused_with_the_remedy():
+    ito = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
+    base = rf.Normal(jnp.zeros(1))
+    with pytest.raises(ValueError, match=r"Itô SDE no meaning: write it as a StratonovichSDE"):
+        rf.StochasticFlow(ito, base, driver=rf.FractionalBrownian(0.4, 8))
+    with pytest.raises(ValueError, match=r"StratonovichSDE"):
+        rf.StochasticFlow(ito, base).with_driver(rf.FractionalLegendre(0.7, 8))
+    rf.StochasticFlow(ito, base, driver=rf.FractionalLegendre(0.5, 8))
+
+
+def test_paths_too_rough_for_the_theorem_are_refused():
+    base, very_rough = rf.Normal(jnp.zeros(2)), rf.FractionalLegendre(0.3, 8)
+    flow = lambda diffusion: rf.StochasticFlow(
+        rf.StratonovichSDE(lambda t, z: -z, diffusion), base, driver=very_rough
+    )
+    with pytest.raises(ValueError, match=r"hurst = 0\.3 is too rough .* more than 1/3"):
+        flow(lambda t, z: jnp.diag(1 + z**2))
+    flow(lambda t, z: jnp.eye(2))
+    flow(lambda t, z: z[:, None])
+
+
+def test_the_number_of_components_is_checked(key):
+    driver = rf.Correlated(rf.Legendre(4), [[1.0, 0.5], [0.5, 1.0]])
+    sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(3))
+    with pytest.raises(ValueError, match=r"Correlated has 2 components, but the diffusion has 3 columns"):
+        rf.StochasticFlow(sde, rf.Normal(jnp.zeros(3)), driver=driver)
+    with pytest.raises(ValueError, match=r"Correlated has 2 components"):
+        driver.sample(key=key)
+
+
+@pytest.mark.parametrize("hurst", [0.0, 1.0, -0.2, np.nan])
+def test_wrong_exponents_are_refused(hurst, key):
+    for make in (
+        lambda: rf.FractionalBrownian(hurst, 4),
+        lambda: rf.FractionalLegendre(hurst, 4),
+        lambda: rf.fractional_noise(hurst, 4, key=key),
+    ):
+        with pytest.raises(ValueError, match="hurst must lie between 0 and 1"):
+            make()
+
+
+def test_wrong_parts_are_refused():
+    with pytest.raises(ValueError, match="clock must increase"):
+        rf.TimeChanged(rf.Legendre(2), lambda s: 2 * s)
+    with pytest.raises(ValueError, match="correlation must be a positive definite matrix"):
+        rf.Correlated(rf.Legendre(2), [[1.0, 2.0], [2.0, 1.0]])
+    with pytest.raises(ValueError, match="covariance must be positive semi-definite"):
+        rf.GaussianDriver(lambda s, t: -s * t, 2).integrals(jnp.ones(()))
+
+
+def test_a_flow_with_a_fractional_driver_is_saved(tmp_path, key):
+    sde = rf.StratonovichSDE(rf.MLP(1, 1, key=key), rf.ConstantDiffusion(jnp.eye(1)))
+    for driver in (rf.FractionalBrownian(0.4, 3), rf.Correlated(rf.FractionalLegendre(0.7, 3), [[2.0]])):
+        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=driver)
+        rf.save(tmp_path / "flow.rf", flow)
+        again = rf.load(tmp_path / "flow.rf").driver
+        np.testing.assert_array_equal(again.integrals(jnp.ones(())), driver.integrals(jnp.ones(())))
+        assert again.hurst == driver.hurst
+    assert jax.tree.leaves(flow.driver) == []
+
+
+# --------------------------------------------------------------------------------- series with memory
+
+MODEL = rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, 0.3)
+
+
+@pytest.mark.parametrize("hurst", [0.15, 0.5, 0.85])
+def test_innovations_have_their_covariance(hurst):
+    """Of neighbours in three intervals, against sums over a fine grid."""
+    model, dt, cells = rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, hurst), 0.3, 300
+    base = 0.5 - 0.5 * np.cos(np.pi * np.arange(cells + 1) / cells)
+    knots = dt * np.concatenate([base[:-1], 1 + base[:-1], 2 + base])
+    steps = np.diff(np.diff(covariance(hurst, knots, knots), axis=0), axis=1)
+    middle = 0.5 * (knots[1:] + knots[:-1])
+    ends = dt * np.arange(1, 4)[:, None]
+    inside = (middle < ends) & (middle > ends - dt)
+    weights = np.where(inside, 0.6 * np.exp(-1.3 * (ends - middle)), 0)
+    got = linalg.toeplitz(model.autocovariance(jnp.asarray(dt), 2))
+    np.testing.assert_allclose(weights @ steps @ weights.T, got, atol=3e-5)
+
+
+def test_schur_algorithm_is_the_normal_density():
+    gamma, x = np.asarray(MODEL.autocovariance(jnp.asarray(0.1), 7)), np.sin(np.arange(8.0))
+    value, error = toeplitz_log_probs(jnp.asarray(gamma), jnp.asarray(x))
+    matrix = linalg.toeplitz(gamma)
+    np.testing.assert_allclose(value.sum(), stats.multivariate_normal(np.zeros(8), matrix).logpdf(x))
+    np.testing.assert_allclose(error, linalg.solve(np.linalg.cholesky(matrix), x), rtol=1e-10)
+
+
+def test_samples_have_the_distribution_of_the_model(key):
+    x = np.asarray(MODEL.sample(0.5, 0.1, 12, key=key, shape=(20_000,)))
+    expected = gaussian_end(0.3, 1.3, 0.6, 1.2)
+    np.testing.assert_allclose(x[:, -1].var(), expected, rtol=4 * np.sqrt(2 / 20_000) + 1e-3)
+    mean = 0.2 + 0.3 * np.exp(-1.3 * 1.2)
+    assert abs(x[:, -1].mean() - mean) < 4 * np.sqrt(expected / 20_000)
+
+
+def test_a_hurst_exponent_is_estimated(key):
+    times = 0.05 * np.arange(401)
+    x = MODEL.sample(0.2, 0.05, 400, key=key)
+    result = rf.fit_sde(rf.FractionalOrnsteinUhlenbeck(1.0, 0.0, 1.0, 0.5), times, x, key=key)
+    assert result.warning is None
+    low, high = result.confint()["hurst"]
+    assert low < 0.3 < high < 0.45
+    # Robust errors are near the others, as the model is right.
+    ratio = result.robust_errors["hurst"] / result.standard_errors["hurst"]
+    assert 0.7 < ratio < 1.4
+    assert result.residuals(key=key).uniformity > 1e-3
+    # What comes next starts from the last value, and knows the past.
+    ahead = result.forecast([0.05, 0.5], key=key, num_paths=2000)
+    assert ahead.shape == (2000, 2, 1)
+    assert ahead[:, 0].std() < ahead[:, 1].std()
+    simpler = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0), times, x, key=key)
+    assert result.likelihood_ratio(simpler)[1] < 1e-3
+
+
+def test_without_memory_the_likelihood_is_that_of_transitions(key):
+    times, x = 0.1 * np.arange(50), np.sin(np.arange(50.0) ** 2)
+    whole = rf.fit_sde(rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, 0.5), times, x, key=key).likelihood
+    free = whole.parameters.to_free(np.array([1.3, 0.2, 0.6, 0.5]))
+    known = rf.series_likelihood(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6), times, x, key=key)
+    np.testing.assert_allclose(
+        whole.log_likelihood(free), known(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6)), rtol=1e-10
+    )
+
+
+def test_what_memory_does_not_allow_is_refused(key):
+    times, x = 0.1 * np.arange(20), np.sin(np.arange(20.0) ** 2)
+    with pytest.raises(TypeError, match="transitions need Brownian motion"):
+        rf.transition_log_prob(MODEL, x[:1], x[1:2], 0.1, key=key)
+    with pytest.raises(TypeError, match="transitions need Brownian motion"):
+        rf.series_likelihood(MODEL, times, x, key=key)
+    with pytest.raises(ValueError, match="at even times"):
+        rf.fit_sde(MODEL, times**2, x, key=key)
+    with pytest.raises(ValueError, match="measurement_noise is for SDEs without memory"):
+        rf.fit_sde(MODEL, times, x, key=key, measurement_noise=0.1)
+    with pytest.raises(TypeError, match="sde must be an ItoSDE or StratonovichSDE"):
+        rf.StochasticFlow(MODEL, rf.Normal(jnp.zeros(1)))
