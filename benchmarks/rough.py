@@ -7,7 +7,6 @@
 - gaussian: log p of fractional Ornstein–Uhlenbeck processes against their normal distribution.
 - hurst: how often the interval of a Hurst exponent has the truth, in 100 series of 600 steps.
 - speed: 10,000 paths of 1024 steps of fractional noise, against the package fbm.
-- learn: a neural SDE with H = 0.4 and with H = ½ on data of H = 0.4.
 
 The lines at the end say what was asked for and whether it holds.
 """
@@ -23,7 +22,6 @@ from scipy import linalg, stats
 
 import roughflow as rf
 from benchmarks.rough_drivers import compare
-from benchmarks.rough_learning import learn
 from benchmarks.tables import verdict
 
 ROUND_OFF = 1e-12
@@ -196,7 +194,6 @@ PARTS: dict[str, Callable] = {
     "gaussian": gaussian,
     "hurst": hurst,
     "speed": speed,
-    "learn": learn,
 }
 
 if __name__ == "__main__":

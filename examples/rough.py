@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Array
+from matplotlib.ticker import LogLocator, NullLocator
 
 import roughflow as rf
 
@@ -107,7 +108,10 @@ def draw(results: dict[str, dict[str, np.ndarray]]) -> None:
             axes.loglog(SIZES, found[kind], line, marker=marker, markersize=4, color=color, label=name)
         axes.set_title(title, fontsize=10)
         axes.set_xticks(SIZES, [str(n) for n in SIZES])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[1]:
         axes.set_xlabel("number of functions $n$")

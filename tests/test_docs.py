@@ -90,6 +90,7 @@ SLOW_PAGES = (
     "tutorials/table",
     "tutorials/samples",
     "tutorials/series",
+    "rough",
 )
 PAGES = ["README.md", *(pytest.param(f"docs/{page}.md", marks=pytest.mark.slow) for page in SLOW_PAGES)]
 
