@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series bench-rough bench-devices docs test-browser clean
+.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series bench-growth bench-rough bench-devices docs test-browser clean
 
 install: .venv/installed
 
@@ -86,6 +86,9 @@ bench-series: install
 
 bench-devices: install
 	$(BIN)/python -m benchmarks.devices
+
+bench-growth: install
+	$(BIN)/python -m benchmarks.growth
 
 bench-rough: .venv/benchmarks
 	$(BIN)/python -m benchmarks.rough

@@ -145,11 +145,11 @@ def test_what_cannot_be_read_is_named(rows, tmp_path):
 
 def test_the_command_line_streams_large_files(rows, tmp_path, monkeypatch, capsys):
     """The same scores, whether a file is read at once or as it goes, and on however many devices."""
-    fit = ["fit", str(rows), "--steps", "10", "--width", "8", "--depth", "1", "--quiet", "--out"]
+    fit = ["fit", str(rows), "--steps", "10", "--likelihood-steps", "0", "--width", "8", "--depth", "1"]
     x = rf.ParquetTable(rows).some(1000, np.random.default_rng(0))
     np.savetxt(tmp_path / "rows.csv", x, delimiter=",", header="x,y", comments="", fmt="%.17g")
     np.save(tmp_path / "rows.npy", x)
-    assert main([*fit, str(tmp_path / "memory.rf")]) == 0
+    assert main([*fit, "--quiet", "--out", str(tmp_path / "memory.rf")]) == 0
     score = lambda data, *more: main(["score", str(tmp_path / "memory.rf"), str(data), "--quiet", *more])
     monkeypatch.setattr("roughflow.cli.score.CHUNK", 256)
     files = [rows, tmp_path / "rows.csv", tmp_path / "rows.npy"]
@@ -157,7 +157,7 @@ def test_the_command_line_streams_large_files(rows, tmp_path, monkeypatch, capsy
     assert score(rows) == 0
     expected = capsys.readouterr()
     monkeypatch.setattr(cli_table, "LARGE", 0)
-    assert main([*fit, str(tmp_path / "disk.rf")]) == 0
+    assert main([*fit, "--quiet", "--out", str(tmp_path / "disk.rf")]) == 0
     assert "1000: 900 to train on, 100 to validate on" in capsys.readouterr().out
     for file in files:
         assert score(file, "--devices", "1") == 0

@@ -274,7 +274,7 @@ def test_a_point_out_of_reach_leaves_the_others_as_they_are(key):
     np.testing.assert_array_equal(estimate.suspect, [False, True])
 
 
-@pytest.mark.parametrize("rate", [5.0, 40.0])
+@pytest.mark.parametrize("rate", [pytest.param(5.0, marks=pytest.mark.slow), 40.0])
 def test_the_error_of_the_solvers_steps_is_in_the_error_bar(rate, key):
     """Eight steps are too few for a stiff SDE: it is right, or suspect, and says what to do."""
     sde = rf.ItoSDE(Linear(jnp.array([[-rate]])), rf.ConstantDiffusion(np.sqrt(2 * rate) * jnp.eye(1)))

@@ -59,6 +59,7 @@ def small(monkeypatch):
     return monkeypatch
 
 
+@pytest.mark.slow
 def test_a_regression_is_kept_and_scored_with_noise_and_without(tmp_path, small):
     """Two steps of ten are asked for, and so ten of fifty."""
     distribution, run = Banana(), Run(tmp_path, "trial", 2, 0, progress=False, resume=True)
