@@ -28,7 +28,6 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
         "roughflow, its networks, default grid": density(workload, library_model, default),
         "roughflow, its networks, RK4 x 20": density(workload, library_model, rk4),
         "roughflow, a user's functions, RK4 x 20": density(workload, user_model, rk4),
-        "roughflow, its networks, RK6 x 1": density(workload, library_model, rf.FixedGrid(rf.RK6(), steps=1)),
         "roughflow, its networks, adaptive 1e-5": density(workload, library_model, rf.Adaptive()),
     }
 
