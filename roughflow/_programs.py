@@ -81,9 +81,9 @@ def exact_products() -> AbstractContextManager[object]:
     """Products of matrices to the precision of their type, where the user has not said otherwise. GPUs keep
     ten bits of float32 by default, which is 0.01 nats of a log-density, for little or no time gained."""
     said = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
-    return (
-        nullcontext() if said or jax.default_backend() == "cpu" else jax.default_matmul_precision("highest")
-    )
+    if said or jax.default_backend() == "cpu":
+        return nullcontext()
+    return jax.default_matmul_precision("highest")
 
 
 def _quick(function: Callable[Arguments, Result], level: int) -> Callable[Arguments, Result]:

@@ -33,9 +33,8 @@ def browser():
 def test_pages_fit_and_nothing_is_missing(browser, width, scheme):
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     faults = []
-    for file in sorted(
-        set(SITE.rglob("*.html")) - {SITE / "404.html"}
-    ):  # which a server shows, from any folder
+    # A server shows 404.html, from any folder.
+    for file in sorted(set(SITE.rglob("*.html")) - {SITE / "404.html"}):
         page, name = context.new_page(), file.relative_to(SITE)
         told = lambda what, name=name: faults.append(f"{name}: {what}")
         page.on("console", lambda message, told=told: message.type == "error" and told(message.text))

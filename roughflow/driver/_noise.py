@@ -1,6 +1,5 @@
 """Stationary Gaussian sequences by circulant embedding."""
 
-import functools
 import math
 
 import jax
@@ -53,7 +52,7 @@ def stationary_noise(autocovariance: np.ndarray, *, key: PRNGKeyArray, shape: tu
     return jnp.reshape(pairs, (-1, length // 2))[:count].reshape(*as_shape(shape), length // 2)
 
 
-@functools.partial(jit, level=None)
+@jit
 def _drawn(weights: Array, keys: Array, size: int) -> Array:
     """Real and imaginary parts of one transform are two sequences."""
 

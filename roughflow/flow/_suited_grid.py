@@ -47,14 +47,14 @@ def suited_grid(
     rf.suited_grid(flow, jax.random.normal(key, (100, 2)), key=key).integrator.steps
     ```
     """
-    steps = suited_steps(flow, x, key=key, tolerance=tolerance, least=least)
+    steps = _suited_steps(flow, x, key, tolerance, least)
     return flow if steps is None else with_steps(flow, steps)
 
 
-def suited_steps(
-    flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, tolerance: float | None = None, least: int = LEAST
+def _suited_steps(
+    flow: StochasticFlow, x: Array, key: PRNGKeyArray, tolerance: float | None, least: int
 ) -> int | None:
-    """The number of steps that `suited_grid` takes; None if there is none."""
+    """How many; None if there is no such number."""
     grid = flow.integrator
     if not isinstance(grid, FixedGrid):
         return None
