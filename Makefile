@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series bench-growth bench-rough bench-devices docs test-browser clean
+.PHONY: install demo test test-all lint format figures bench bench-gpu bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series bench-growth bench-rough bench-devices docs test-browser clean
 
 install: .venv/installed
 
@@ -42,6 +42,9 @@ figures: install
 
 bench: .venv/benchmarks
 	$(BIN)/python -m benchmarks.speed
+
+bench-gpu: .venv/benchmarks
+	$(BIN)/python -m benchmarks.gpu
 
 bench-memory: install
 	$(BIN)/python -m benchmarks.memory

@@ -48,7 +48,7 @@ def make_entry(workload: Workload, objective: Objective, compiled: bool, probe=F
         initial = leaves(workload)
         values = objective(initial)
         gradient = torch.autograd.grad(sign * values.mean(), initial)
-        return values.detach().numpy(), flatten(gradient)
+        return values.detach().cpu().numpy(), flatten([g.cpu() for g in gradient])
 
     return Entry(step, evaluate, probe, COMPILE_LIMIT_S if compiled else None)
 
@@ -89,7 +89,7 @@ def density_entries(workload: Workload, compiled: bool) -> dict[str, Entry]:
 
 
 def constants(workload: Workload) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.from_numpy(a) for a in (workload.x, workload.noise, workload.probe))
+    return tuple(torch.as_tensor(a) for a in (workload.x, workload.noise, workload.probe))
 
 
 def adjoint_solve(workload: Workload, field: Field, weights: Sequence[Tensor]) -> Tensor:
