@@ -100,8 +100,8 @@ def adjoint_solve(workload: Workload, field: Field, weights: Sequence[Tensor]) -
 
     z, log_det = odeint_adjoint(
         augmented,
-        (x, torch.zeros(len(x))),
-        torch.tensor([1.0, 0.0]),
+        (x, x.new_zeros(len(x))),
+        x.new_tensor([1.0, 0.0]),
         rtol=TOLERANCE,
         atol=TOLERANCE,
         method="dopri5",
@@ -112,8 +112,8 @@ def adjoint_solve(workload: Workload, field: Field, weights: Sequence[Tensor]) -
 
 def rk4_solve(workload: Workload, field: Field, weights: Sequence[Tensor]) -> Tensor:
     z, coefficients, probe = constants(workload)
-    log_det, h = torch.zeros(len(z)), -1.0 / STEPS
-    for t in torch.linspace(1.0, 0.0, STEPS + 1)[:-1]:
+    log_det, h = z.new_zeros(len(z)), -1.0 / STEPS
+    for t in torch.linspace(1.0, 0.0, STEPS + 1, device=z.device)[:-1]:
         f1, d1 = field(weights, t, z, coefficients, probe)
         f2, d2 = field(weights, t + h / 2, z + h / 2 * f1, coefficients, probe)
         f3, d3 = field(weights, t + h / 2, z + h / 2 * f2, coefficients, probe)

@@ -21,7 +21,7 @@ def mlp(layers: Sequence[tuple[Tensor, Tensor]], z: Tensor) -> Tensor:
 
 def brownian_derivative(t: Tensor, coefficients: Tensor) -> Tensor:
     """Of the Karhunen-Loeve expansion on [0, 1]: (batch, n, 2) -> (batch, 2)."""
-    k = torch.arange(coefficients.shape[1])
+    k = torch.arange(coefficients.shape[1], device=coefficients.device)
     basis = torch.where(k == 0, 1.0, 2**0.5 * torch.cos(torch.pi * k * t))
     return torch.einsum("k,bkj->bj", basis, coefficients)
 
@@ -43,7 +43,7 @@ def autograd_vjp(function: Callable[[Tensor], Tensor], z: Tensor):
 
 def unit(z: Tensor, i: int) -> Tensor:
     """The i-th basis vector for every sample."""
-    return torch.eye(2)[i].repeat(len(z), 1)
+    return torch.eye(2, device=z.device)[i].repeat(len(z), 1)
 
 
 def velocity(weights, t, z, coefficients, vjp=autograd_vjp) -> Tensor:
