@@ -1,8 +1,9 @@
 """Where a batch is worked on: on one device, on several, or on those of several processes."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from .faq import see
 
 # What collectives and the service that keeps processes together say when one of them does not answer.
 LOST = ("Gloo", "NCCL", "coordination", "heartbeat", "Connection", "Socket closed")
 DevicesLike = int | Sequence[jax.Device] | Mesh | None
+_AT_WORK: ContextVar[Mesh | None] = ContextVar("_AT_WORK", default=None)  # on what is being traced
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,15 @@ class Devices:
         """Inside a jit: each device works on its part of the rows; XLA fills up what does not come out
         even."""
         return self._constrained(batch, () if self.mesh is None else (self.mesh.axis_names,))
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Inside a jit: what `by_rows` does in here it does on these devices."""
+        before = _AT_WORK.set(self.mesh)
+        try:
+            yield
+        finally:
+            _AT_WORK.reset(before)
 
     def same(self, tree: Any) -> Any:
         """Inside a jit: every device has all of it."""
@@ -114,6 +127,37 @@ class Devices:
         sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
         fix = lambda leaf: jax.lax.with_sharding_constraint(leaf, sharding) if eqx.is_array(leaf) else leaf
         return jax.tree.map(fix, tree)
+
+
+def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
+    """`function(shared, *rows)`, whose result has one entry for each row and depends on it alone: each device
+    does its own rows, if they come out even.
+
+    Left to XLA, the devices would add up derivatives in `shared` in every step of a loop, array by array.
+    Here they do so at the end, all at once.
+    """
+    mesh = _AT_WORK.get()
+    if mesh is None or mesh.size == 1 or len(rows[0]) % mesh.size:
+        return function(shared, *rows)
+    dynamic, static = eqx.partition(shared, eqx.is_array)
+    trained, fixed = eqx.partition(dynamic, eqx.is_inexact_array)
+    vector, back = ravel_pytree(trained)
+
+    def part(vector: Array, fixed: Any, *rows: Array) -> Any:
+        return function(eqx.combine(back(vector), fixed, static), *rows)
+
+    own = PartitionSpec(mesh.axis_names)
+    everywhere = (PartitionSpec(), PartitionSpec())
+    return _each(part, mesh, (*everywhere, *[own] * len(rows)), own)(vector, fixed, *rows)
+
+
+def _each(function: Callable[..., Any], mesh: Mesh, ins: Any, out: Any) -> Callable[..., Any]:
+    """`jax.shard_map`, under the name and with the option that this version of JAX has."""
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map(function, mesh, ins, out, check_rep=False)
 
 
 def _first(count: int) -> list[Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_positive
+from .._devices import by_rows
 from ..faq import see
 from ..flow import Normal, StochasticFlow
 from ..sde import (
@@ -140,11 +141,12 @@ class Interpolant(AbstractObjective):
         y = (1 - s)[:, None] * z + s[:, None] * x
         if isinstance(model.sde, TransportSDE) and isinstance(model.sde.transport, LearnedTransport):
             pulls = jax.vmap(jax.grad(jax.lax.stop_gradient(model.base).log_prob))(z)
-            both = jax.vmap(model.sde.transport.velocity_and_pull)(s * model.t1, y)
+            of_rows = lambda transport, t, y: jax.vmap(transport.velocity_and_pull)(t, y)
+            both = by_rows(of_rows, model.sde.transport, s * model.t1, y)
             missed = jnp.mean((both[1] - pulls) ** 2)
             return jnp.mean((model.t1 * both[0] - (x - z)) ** 2) + missed, {"score_error": missed}
         velocity = _transport(model).velocity if isinstance(model.sde, TransportSDE) else model.sde.drift
-        moved = jax.vmap(velocity)(s * model.t1, y)
+        moved = by_rows(lambda velocity, t, y: jax.vmap(velocity)(t, y), velocity, s * model.t1, y)
         return jnp.mean((model.t1 * moved - (x - z)) ** 2), {}
 
 

@@ -198,7 +198,8 @@ def _advance(
 
     def loss_of(parameters, state, x, key):
         model, objective = eqx.combine(parameters, rest)
-        return objective.step(model, x, state, key=key)
+        with devices.at_work():
+            return objective.step(model, x, state, key=key)
 
     def one(carry):
         (parameters, moments, state, streak), done, losses, metrics = carry
@@ -229,7 +230,8 @@ def _advance(
 @jit
 def _validate(devices: Devices, parameters, rest, state, data: Array, key: PRNGKeyArray) -> Array:
     model, objective = eqx.combine(parameters, rest)
-    return devices.same(objective.step(model, devices.split(data), state, key=key)[0])
+    with devices.at_work():
+        return devices.same(objective.step(model, devices.split(data), state, key=key)[0])
 
 
 def _all_finite(tree: Any) -> Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import is_traced
+from .._devices import by_rows
 from ..density import AbstractProposal, Amortised, LowerBound, Prior, PullBack, log_mean
 from ..faq import see
 from ..flow import ExactDivergence, StochasticFlow
@@ -98,7 +99,7 @@ class MaximumLikelihood(AbstractObjective):
             )
         # In training a failed solve is a NaN, for the loop to skip; with values at hand it is an error.
         flow = model.without_errors() if is_traced(x) else model
-        log_weights = self.bound.log_weights(flow, x, key=key)
+        log_weights = self._log_weights(flow, x, key)
         value = log_mean(log_weights.T)
         # A point that none of its paths reaches says nothing about where to go, but it is not forgotten.
         lost = jnp.isneginf(value)
@@ -112,6 +113,13 @@ class MaximumLikelihood(AbstractObjective):
         moved = squared_rate(model.sde, x, key=keys[0])
         away = confinement(model.sde, x, key=keys[1], rate=0.5 / model.t1)
         return loss + self.stationary * (moved + away), metrics | {"moved": moved, "away": away}
+
+    def _log_weights(self, flow: StochasticFlow, x: Array, key: PRNGKeyArray) -> Array:
+        # What is looked for near forward draws is looked for near the same ones, whatever x is.
+        if not is_traced(x) or self.bound.estimator.proposal.wants_cloud:
+            return self.bound.log_weights(flow, x, key=key)
+        weigh = lambda given, x, keys: given[0].log_weights(given[1], x, key=keys)
+        return by_rows(weigh, (self.bound, flow), x, jax.random.split(key, len(x)))
 
 
 def _exact(model: StochasticFlow) -> bool:

@@ -17,23 +17,33 @@ LARGE, LARGE_BLOCK = 2048, (1024, 2**14)
 
 
 class Chunk(eqx.Module):
-    """Indices to work on: the first `count` of them, which the others repeat; all of them if it is None."""
+    """Indices to work on: the first `count` of them, which the others repeat; all of them if it is None.
+    `ordered` says that they count up from zero."""
 
     indices: np.ndarray
     count: np.ndarray | None
     block: int = eqx.field(static=True)
+    ordered: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def whole(indices: np.ndarray) -> "Chunk":
         """All of the indices at once."""
-        return Chunk(indices, None, 1)
+        return Chunk(indices, None, 1, np.array_equal(indices, np.arange(len(indices))))
 
     @property
     def known(self) -> int:
         return len(self.indices) if self.count is None else int(self.count)
 
     def of(self, items: np.ndarray) -> "Chunk":
+        if self.count is None:
+            return Chunk.whole(items[self.indices])
         return Chunk(items[self.indices], self.count, self.block)
+
+    def take(self, batch):
+        """The entries of a batch at the indices. All of them are left where they are: they may be split
+        between devices, and a look at single places would bring them together on each."""
+        every = lambda a: self.ordered and len(a) == len(self.indices)
+        return jax.tree.map(lambda a: a if every(a) else a[self.indices], batch)
 
     def map(self, function, batch):
         return in_blocks(function, batch, self.count, self.block)

@@ -84,7 +84,9 @@ class EstimatorRun:
         flat = lambda a: jnp.reshape(a, (-1, flow.dimension))
         self.target = self.padded(jax.tree.map(flat, Target(x, start)))
         # Random numbers belong to a point's place in x: neither chunks nor what fills them up change them.
-        self.keys = _split(check_key(key), len(self.target.x))
+        # Points that are part of a batch, in a fit on several devices, come with keys of their own.
+        key = check_key(key, many=self.straight)
+        self.keys = key if key.ndim else _split(key, len(self.target.x))
         self.group = estimator.proposal.draws.group(estimator.num_paths)
         cloud = None
         if estimator.proposal.wants_cloud and start is None:
@@ -206,7 +208,7 @@ def _prepare(estimator, flow, target: Target, keys: PRNGKeyArray, cloud: Cloud |
         target, keys = given
         return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
 
-    return chunk.map(prepare, _take((target, keys), chunk.indices))
+    return chunk.map(prepare, chunk.take((target, keys)))
 
 
 @partial(jit, level=1)
@@ -222,7 +224,7 @@ def _weights(estimator, flow, coarse, target, distribution, keys, chunk, first, 
         poor = distribution.poor if improves else jnp.zeros(len(target.x), bool)
         return _Drawn(weights.log_weights, poor, few_of(constant(weights)))
 
-    return chunk.map(weights, (*_take((target, keys, distribution), chunk.indices), first))
+    return chunk.map(weights, (*chunk.take((target, keys, distribution)), first))
 
 
 @partial(jit, level=0)
@@ -270,7 +272,7 @@ def _errors(estimator, flow, target, distribution, chunk: Chunk, few: Weights) -
         change = estimator.log_joint(quiet, target, distribution, few.paths, other) - few.joint
         return solver, 0.25 * jnp.mean(change**2, axis=1)
 
-    return chunk.map(errors, (*constant(_take((target, distribution), chunk.indices)), few))
+    return chunk.map(errors, (*constant(chunk.take((target, distribution))), few))
 
 
 def _noise(draws, latent: Latent, coarse: AbstractDriver | None, keys, places, group, dtype) -> Array:
