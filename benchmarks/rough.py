@@ -4,6 +4,7 @@
 - davie: strong orders of Davie's scheme with and without Lévy areas, on noise that does not commute, and its
   distance from the random ODE along the same path.
 - drivers: strong error and bias of log p against n, for three drivers on three distributions.
+- learning: a neural SDE with the right Hurst exponent against one with H = ½, held-out log-likelihood.
 - gaussian: log p of fractional Ornstein–Uhlenbeck processes against their normal distribution.
 - hurst: how often the interval of a Hurst exponent has the truth, in 100 series of 600 steps.
 - speed: 10,000 paths of 1024 steps of fractional noise, against the package fbm.
@@ -22,6 +23,7 @@ from scipy import linalg, stats
 
 import roughflow as rf
 from benchmarks.rough_drivers import compare
+from benchmarks.rough_learning import learn
 from benchmarks.tables import verdict
 
 ROUND_OFF = 1e-12
@@ -34,7 +36,7 @@ def main() -> None:
     lines = []
     for name in parser.parse_args().only:
         print(f"\n{name}", flush=True)
-        lines += list(PARTS[name]() or ())
+        lines += list(PARTS[name]())
     print("\n" + "\n".join(lines), flush=True)
 
 
@@ -115,12 +117,12 @@ def covariance(rates: np.ndarray, scale: np.ndarray, hurst: float, horizon: floa
     gap = np.abs(knots[:, None] - knots) ** (2 * hurst)
     steps = 0.5 * (gap[1:, :-1] + gap[:-1, 1:] - gap[1:, 1:] - gap[:-1, :-1])
     left = horizon - 0.5 * (knots[1:] + knots[:-1])
-    weights = np.stack([linalg.expm(rates * t) @ scale for t in left])
+    weights = linalg.expm(rates * left[:, None, None]) @ scale
     return np.einsum("ajm,ab,bkm->jk", weights, steps, weights, optimize=True)
 
 
 def gaussian() -> Iterator[str]:
-    horizon, spread = 1.5, 0.4
+    horizon, spread, estimator = 1.5, 0.4, rf.PullBack(64, rf.Laplace(num_starts=1))  # one way leads to x
     models = {
         1: (np.array([[-1.2]]), np.array([[0.7]])),
         2: (np.array([[-1.0, 0.8], [-0.5, -0.4]]), np.array([[0.7, 0.2], [0.0, 0.5]])),
@@ -136,7 +138,8 @@ def gaussian() -> Iterator[str]:
             )
             for driver in (rf.FractionalLegendre(hurst, 8), rf.FractionalBrownian(hurst, 32)):
                 flow = rf.StochasticFlow(sde, rf.Normal(jnp.asarray(start), spread), horizon, driver)
-                gap = float(np.abs(flow.log_prob(x, key=jax.random.key(0)) - end.logpdf(x)).max())
+                log_prob = flow.log_prob(x, key=jax.random.key(0), estimator=estimator)
+                gap = float(np.abs(log_prob - end.logpdf(x)).max())
                 name = f"{d}-D, H = {hurst:g}, {type(driver).__name__}({driver.num_functions})"
                 yield verdict(gap < 5e-3, f"{name}: log p is off by {gap:.1e} nats at the most")
     for hurst in (0.4, 0.7):
@@ -191,6 +194,7 @@ PARTS: dict[str, Callable] = {
     "algebra": algebra,
     "davie": davie,
     "drivers": compare,
+    "learning": learn,
     "gaussian": gaussian,
     "hurst": hurst,
     "speed": speed,

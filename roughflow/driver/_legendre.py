@@ -13,8 +13,9 @@ class Legendre(AbstractDriver):
     """Ḃ(t) = T^{-1/2} Σ_{k<n} ωₖ √(2k+1) Pₖ(2t/T − 1), a polynomial of degree n − 1.
 
     It keeps the exact joint distribution of B(T), ∫B dt, ∫t B dt, … up to n of them, so what a smooth linear
-    functional of the path loses falls faster than any power of n: with additive noise, a few
-    functions do what takes `rf.KarhunenLoeve` dozens. Its slope is steepest at both ends, √(2k+1).
+    functional of the path loses falls faster than any power of n: with additive noise and a nearly linear
+    drift, a few functions do what takes `rf.KarhunenLoeve` dozens. Its slope is steepest at both ends,
+    √(2k+1).
 
     ```python
     import jax

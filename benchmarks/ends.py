@@ -1,0 +1,41 @@
+"""Densities of the end of a flow from fixed starts, in one dimension, along paths that are given up to one
+direction: what `rf.Endpoint` does, for paths that several flows are to have in common."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+import roughflow as rf
+
+NEWTON = 4
+
+
+def log_prob_along(
+    flow: rf.StochasticFlow, start: Array, x: Array, rest: rf.Path, direction: Array, newton: int = NEWTON
+) -> Array:
+    """log p(x | start, all of the path but its part along the unit vector `direction` `(..., n)`); batched.
+
+    The r with Z_T = x is found by Newton's method; the density is φ(r)/|∂Z_T/∂r|, to be differentiated in
+    whatever the flow holds.
+    """
+    flow = flow.without_errors()
+    along = jnp.sum(direction * rest.coefficients[..., 0], axis=-1)
+    free = rest.coefficients[..., 0] - direction * along[..., None]
+
+    def end(r: Array) -> Array:
+        path = rf.Path(rest.driver, (free + direction * r[..., None])[..., None], rest.t1)
+        return flow.push_forward(start[..., None], path)[0][..., 0]
+
+    def with_slope(r: Array) -> tuple[Array, Array]:
+        return jax.jvp(end, (r,), (jnp.ones_like(r),))
+
+    def step(r: Array, _: None) -> tuple[Array, None]:
+        value, slope = with_slope(r)
+        return r - (value - x) / slope, None
+
+    r = jnp.zeros(jnp.broadcast_shapes(start.shape, x.shape, rest.batch_shape), rest.coefficients.dtype)
+    r = jax.lax.stop_gradient(jax.lax.scan(step, r, None, length=newton)[0])
+    # Once more, so that r depends on the flow as the implicit function theorem has it.
+    value, slope = with_slope(r)
+    r = r - (value - x) / jax.lax.stop_gradient(slope)
+    return jax.scipy.stats.norm.logpdf(r) - jnp.log(jnp.abs(with_slope(r)[1]))
