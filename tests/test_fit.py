@@ -461,7 +461,8 @@ def test_bad_settings_get_one_line(key, changes, message):
 
 def flow_of(noise, key):
     drift, diffusion = rf.MLP(1, 1, width=8, depth=1, key=key), rf.ConstantDiffusion(noise * jnp.eye(1))
-    return rf.StochasticFlow(rf.ItoSDE(drift, diffusion), rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
+    sde, integrator = rf.ItoSDE(drift, diffusion), rf.FixedGrid(rf.RK4(), steps=6)
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2), integrator=integrator)
 
 
 @pytest.mark.parametrize(
