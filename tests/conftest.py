@@ -13,8 +13,11 @@ from pathlib import Path
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_disable_hlo_passes=while-loop-invariant-code-motion",
 )
+# With a process for each core, threads of NumPy's would wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What one process has compiled the others find, and so does the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache/programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

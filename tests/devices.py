@@ -1,5 +1,5 @@
-"""One fit, as a program: `python devices.py OUT SETTINGS [PORT PROCESS]`. Run by test_devices.py with
-simulated devices, and as one of two processes."""
+"""Fits one after another, as a program: `python devices.py OUT SETTINGS [PORT PROCESS]`. Run by
+test_devices.py with simulated devices, and as one of two processes."""
 
 import json
 import os
@@ -21,18 +21,15 @@ def main(out, settings, port=None, process=None):
 
     import roughflow as rf
 
-    key = jax.random.key(0)
     found = {}
-    if settings.pop("cut", False):
-        threading.Thread(target=press, args=(Path(settings["checkpoint"]),), daemon=True).start()
-    for count in settings.pop("devices"):
-        data = settings.get("data") or jax.random.normal(key, (300, 2)) ** 3
-        if isinstance(data, str):
-            data = rf.ParquetTable(data)
-        flow = rf.velocity_flow(2, width=8, depth=1, key=key)
+    for run in settings:
+        if run.pop("cut", False):
+            threading.Thread(target=press, args=(Path(run["checkpoint"]),), daemon=True).start()
+        name, count = run.pop("name"), run.pop("devices")
+        key = jax.random.key(0)
         fitted = rf.fit(
-            flow,
-            data,
+            rf.velocity_flow(2, width=8, depth=1, key=key),
+            jax.random.normal(key, (300, 2)) ** 3,
             key=key,
             objective=rf.Interpolant(),
             batch_size=30,  # which four devices do not share evenly
@@ -41,10 +38,10 @@ def main(out, settings, port=None, process=None):
             average=0.9,
             progress=False,
             devices=count,
-            **{name: value for name, value in settings.items() if name != "data"},
+            **run,
         )
         leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(fitted.model) if hasattr(leaf, "dtype")]
-        found[str(count)] = np.concatenate([*leaves, fitted.history.loss])
+        found[name] = np.concatenate([*leaves, fitted.history.loss])
     np.savez(out, **found)
 
 

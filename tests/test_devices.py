@@ -45,7 +45,8 @@ def rows(tmp_path_factory):
 def one_device(tmp_path_factory):
     """The numbers of a run on one, two and four devices, by their number."""
     out = tmp_path_factory.mktemp("one")
-    done(start(out / "all.npz", {"devices": [None, 1, 2, 4], "steps": 12}, 4))
+    runs = [{"name": str(count), "devices": count, "steps": 12} for count in (None, 1, 2, 4)]
+    done(start(out / "all.npz", runs, 4))
     return dict(np.load(out / "all.npz"))
 
 
@@ -56,24 +57,24 @@ def test_the_same_parameters_on_any_number_of_devices(one_device, devices):
 
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     run = {"steps": 400, "checkpoint": str(tmp_path / "run")}
-    done(start(tmp_path / "cut.npz", run | {"devices": [2], "cut": True}, 4))
-    done(start(tmp_path / "on.npz", run | {"devices": [4], "resume": True}, 4))
-    done(start(tmp_path / "whole.npz", {"steps": 400, "devices": [1]}, 1))
-    cut, on, whole = (np.load(tmp_path / f"{name}.npz") for name in ("cut", "on", "whole"))
-    assert cut["2"].size < on["4"].size
-    np.testing.assert_allclose(on["4"], whole["1"], rtol=1e-7, atol=1e-9)
+    cut = run | {"name": "cut", "devices": 2, "cut": True}
+    on = run | {"name": "on", "devices": 4, "resume": True}
+    done(start(tmp_path / "runs.npz", [cut, on, {"name": "whole", "devices": 1, "steps": 400}], 4))
+    runs = np.load(tmp_path / "runs.npz")
+    assert runs["cut"].size < runs["on"].size
+    np.testing.assert_allclose(runs["on"], runs["whole"], rtol=1e-7, atol=1e-9)
 
 
 def test_two_processes_fit_as_one(tmp_path, one_device):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    settings = {"devices": [None], "steps": 12, "checkpoint": str(tmp_path / "run")}
+    settings = [{"name": "all", "devices": None, "steps": 12, "checkpoint": str(tmp_path / "run")}]
     outs = [tmp_path / f"{i}.npz" for i in range(2)]
     for process in [start(out, settings, 1, port, i) for i, out in enumerate(outs)]:
         done(process)
     for out in outs:
-        np.testing.assert_allclose(np.load(out)["None"], one_device["None"], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(np.load(out)["all"], one_device["None"], rtol=1e-9, atol=1e-12)
     assert (tmp_path / "run").exists()
 
 

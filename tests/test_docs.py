@@ -83,7 +83,7 @@ def stage(name):
     return public()[name.partition(".")[0]].__module__.split(".")[1]
 
 
-SLOW_PAGES = (
+PAGES = (
     "index",
     "learning",
     "tutorials/sde",
@@ -92,36 +92,32 @@ SLOW_PAGES = (
     "tutorials/series",
     "rough",
 )
-PAGES = ["README.md", *(pytest.param(f"docs/{page}.md", marks=pytest.mark.slow) for page in SLOW_PAGES)]
 
 
-@pytest.mark.parametrize("file", PAGES)
-def test_examples_of_a_page_run(file, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_of_a_page_run(page, tmp_path):
     """The blocks of a page may build on one another."""
-    text = (README.parent / file).read_text(encoding="utf-8")
-    blocks = examples(text) if file == "README.md" else ["".join(examples(text))]
-    run({file: "".join(f"```python\n{block}```\n" for block in blocks)}, tmp_path)
+    text = (README.parent / f"docs/{page}.md").read_text(encoding="utf-8")
+    run({page: "```python\n" + "".join(examples(text)) + "```\n"}, tmp_path)
 
 
 def test_examples_run(tmp_path):
-    run({name: text for name, text in docstrings() if stage(name) not in {*SLOW, "series"}}, tmp_path)
-
-
-def test_examples_of_series_run(tmp_path):
-    run({name: text for name, text in docstrings() if stage(name) == "series"}, tmp_path)
+    """All but the slow ones at once: importing takes longer than most of them."""
+    quick = {name: text for name, text in docstrings() if stage(name) not in SLOW}
+    pages = {"README.md": README.read_text(encoding="utf-8")}
+    for module in (rf.datasets, rf.plots):
+        own = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+        texts = {name: docstring(value) for name, value in own.items() if not name.startswith("_")}
+        assert [name for name, text in texts.items() if not examples(text)] == []
+        pages |= {module.__name__: module.__doc__ or ""}
+        pages |= {f"{module.__name__}.{name}": text for name, text in texts.items()}
+    run(quick | pages, tmp_path)
 
 
 @pytest.mark.slow
 def test_examples_of_densities_learning_and_chains_run(tmp_path):
     run({name: text for name, text in docstrings() if stage(name) in SLOW}, tmp_path)
-
-
-@pytest.mark.parametrize("module", [rf.datasets, rf.plots], ids=["datasets", "plots"])
-def test_examples_of_a_module_run(module, tmp_path):
-    own = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
-    texts = {name: docstring(value) for name, value in own.items() if not name.startswith("_")}
-    assert [name for name, text in texts.items() if not examples(text)] == []
-    run({module.__name__: module.__doc__ or "", **texts}, tmp_path)
 
 
 def run(sources, folder):

@@ -132,10 +132,10 @@ WRITTEN = {
 }
 
 
-# Figures 2 and 3 train more models, each of which takes its time to compile.
+# The others train more models, each of which takes its time to compile.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("fig2", "fig3") else ()) for name in WRITTEN],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "fig4")) for name in WRITTEN],
 )
 def test_the_experiments_write_their_figures_and_numbers(name, tmp_path, tiny):
     models, way = WRITTEN[name]

@@ -461,7 +461,8 @@ def test_bad_settings_get_one_line(key, changes, message):
 
 def flow_of(noise, key):
     drift, diffusion = rf.MLP(1, 1, width=8, depth=1, key=key), rf.ConstantDiffusion(noise * jnp.eye(1))
-    return rf.StochasticFlow(rf.ItoSDE(drift, diffusion), rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
+    sde, integrator = rf.ItoSDE(drift, diffusion), rf.FixedGrid(rf.RK4(), steps=6)
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2), integrator=integrator)
 
 
 @pytest.mark.parametrize(
@@ -471,9 +472,9 @@ def test_maximum_likelihood_finds_a_normal_distribution(key, proposal):
     """N(1, 0.7²) from N(0, 1) with noise: the loss comes near the entropy."""
     data = 1 + 0.7 * jax.random.normal(key, (2000, 1))
     # Paths that do not learn where to look take more of them, and more steps.
-    paths, steps = (4, 200) if proposal is None else (16, 500)
-    objective = rf.MaximumLikelihood(paths, proposal)
-    fitted = rf.fit(flow_of(0.5, key), data, key=key, objective=objective, steps=steps, progress=False)
+    paths, steps = (4, 300) if proposal is None else (16, 500)
+    settings = {"objective": rf.MaximumLikelihood(paths, proposal), "steps": steps, "batch_size": 64}
+    fitted = rf.fit(flow_of(0.5, key), data, key=key, **settings, progress=False)
     truth = 0.5 * np.log(2 * np.pi * np.e * 0.49)
     assert abs(fitted.history.recent() - truth) < 0.1
     assert fitted.history.recent("effective_paths") > (3 if proposal is None else 5)

@@ -18,11 +18,13 @@ EFFORT = rf.Effort(2, 8, 3)
 CIR = rf.CoxIngersollRoss(0.8, 0.05, 0.12)
 
 
-def matrices(kappa, sigma, dt):
-    """e^{−κ dt}, and the covariance of a transition by Van Loan's way."""
+def matrices(kappa, sigma, times):
+    """e^{−κ dt}, and the covariance, of each transition by Van Loan's way."""
     d = len(kappa)
-    power = linalg.expm(np.block([[kappa, sigma @ sigma.T], [np.zeros((d, d)), -kappa.T]]) * dt)
-    return power[d:, d:].T, power[d:, d:].T @ power[:d, d:]
+    block = np.block([[kappa, sigma @ sigma.T], [np.zeros((d, d)), -kappa.T]])
+    power = linalg.expm(block * np.diff(times)[:, None, None])
+    grow = np.swapaxes(power[:, d:, d:], 1, 2)
+    return zip(grow, grow @ power[:, :d, d:], strict=True)
 
 
 def kalman(kappa, mu, sigma, noise, times, y):
@@ -30,8 +32,7 @@ def kalman(kappa, mu, sigma, noise, times, y):
     kappa, sigma = np.atleast_2d(kappa), np.atleast_2d(sigma)
     mu, error = np.atleast_1d(mu), np.diag(np.broadcast_to(noise, len(kappa)) ** 2)
     mean, variance, total = y[0], error, 0.0
-    for value, dt in zip(y[1:], np.diff(times), strict=True):
-        grow, covariance = matrices(kappa, sigma, dt)
+    for value, (grow, covariance) in zip(y[1:], matrices(kappa, sigma, times), strict=True):
         mean, variance = mu + grow @ (mean - mu), grow @ variance @ grow.T + covariance
         spread, gap = variance + error, value - mean
         total -= 0.5 * (gap @ np.linalg.solve(spread, gap) + np.linalg.slogdet(2 * np.pi * spread)[1])
@@ -45,8 +46,7 @@ def observed(sde, noise, count=100, seed=0):
     rng = np.random.default_rng(seed)
     kappa, mu, sigma = (np.asarray(part) for part in sde._matrices())
     times, x = np.cumsum(rng.uniform(0.02, 0.2, count)), [mu]
-    for dt in np.diff(times):
-        grow, covariance = matrices(kappa, sigma, dt)
+    for grow, covariance in matrices(kappa, sigma, times):
         x.append(mu + grow @ (x[-1] - mu) + np.linalg.cholesky(covariance) @ rng.normal(size=len(mu)))
     return times, np.array(x) + noise * rng.normal(size=(count, len(mu)))
 
