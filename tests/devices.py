@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import equinox as eqx
 import jax
 
 
@@ -26,12 +27,17 @@ def main(out, settings, port=None, process=None):
         if run.pop("cut", False):
             threading.Thread(target=press, args=(Path(run["checkpoint"]),), daemon=True).start()
         name, count = run.pop("name"), run.pop("devices")
-        key = jax.random.key(0)
+        key, solved = jax.random.key(0), []
+        if run.pop("likelihood", False):
+            objective, flow = rf.MaximumLikelihood(2, rf.Prior()), rf.neural_flow(2, 8, 1, key=key)
+            flow = eqx.tree_at(lambda flow: flow.integrator, flow, told_of(solved))
+        else:
+            objective, flow = rf.Interpolant(), rf.velocity_flow(2, 8, 1, key=key)
         fitted = rf.fit(
-            rf.velocity_flow(2, width=8, depth=1, key=key),
+            flow,
             jax.random.normal(key, (300, 2)) ** 3,
             key=key,
-            objective=rf.Interpolant(),
+            objective=objective,
             batch_size=30,  # which four devices do not share evenly
             validation=0.1,
             every=5,
@@ -42,7 +48,20 @@ def main(out, settings, port=None, process=None):
         )
         leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(fitted.model) if hasattr(leaf, "dtype")]
         found[name] = np.concatenate([*leaves, fitted.history.loss])
+        found[f"{name} solved"] = np.array(solved)
     np.savez(out, **found)
+
+
+def told_of(solved):
+    """An integrator that writes down how many paths it solves at a time."""
+    import roughflow as rf
+
+    class Told(rf.FixedGrid):
+        def integrate(self, field, z, fraction, *, reverse):
+            solved.append(len(z))
+            return super().integrate(field, z, fraction, reverse=reverse)
+
+    return Told(steps=2)
 
 
 def press(checkpoint):

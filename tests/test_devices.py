@@ -46,6 +46,7 @@ def one_device(tmp_path_factory):
     """The numbers of a run on one, two and four devices, by their number."""
     out = tmp_path_factory.mktemp("one")
     runs = [{"name": str(count), "devices": count, "steps": 12} for count in (None, 1, 2, 4)]
+    runs += [{"name": f"likelihood {n}", "devices": n, "steps": 4, "likelihood": True} for n in (1, 2)]
     done(start(out / "all.npz", runs, 4))
     return dict(np.load(out / "all.npz"))
 
@@ -53,6 +54,13 @@ def one_device(tmp_path_factory):
 @pytest.mark.parametrize("devices", ["1", "2", "4"])
 def test_the_same_parameters_on_any_number_of_devices(one_device, devices):
     np.testing.assert_allclose(one_device[devices], one_device["None"], rtol=1e-9, atol=1e-12)
+
+
+def test_a_likelihood_is_split_between_devices(one_device):
+    """The same parameters, and each device solves for its own half of the 30 rows, with two paths each."""
+    np.testing.assert_allclose(one_device["likelihood 2"], one_device["likelihood 1"], rtol=1e-9, atol=1e-12)
+    assert 60 in one_device["likelihood 1 solved"]
+    assert 30 in one_device["likelihood 2 solved"] and 60 not in one_device["likelihood 2 solved"]
 
 
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
