@@ -106,5 +106,5 @@ def learn() -> Iterator[str]:
         for span, part in zip(SPANS, gain, strict=True):
             print(f"    span {span:g}: gain {told(part)}")
         every = gain.ravel()
-        claim = f"data with H = {truth:g}: that H gains {told(every)} nats a transition over H = {other:g}"
+        claim = f"data with H = {truth:g}: that H gains {told(every)} nats per transition over H = {other:g}"
         yield verdict(every.mean() > 2 * standard_error(every), claim)

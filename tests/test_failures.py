@@ -205,6 +205,13 @@ def test_wrong_key(bad, message, key):
             call()
 
 
+def test_an_estimate_takes_a_single_key_inside_a_jit_too(key):
+    flow, keys = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE), jax.random.split(key, 3)
+    estimate = lambda keys: flow.estimate(jnp.zeros((3, 2)), key=keys).log_prob
+    with pytest.raises(TypeError, match="key must be a single key, got an array"):
+        jax.eval_shape(estimate, keys)
+
+
 # -------------------------------------------------------------------- a model that is not finite
 
 

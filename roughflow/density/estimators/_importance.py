@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from ..._checks import check_positive, is_traced
+from ..._checks import check_key, check_positive, is_traced
 from ..._programs import jit
 from ...faq import see
 from ...flow import FEW_PATHS, Accuracy, Estimate, StochasticFlow
@@ -28,7 +28,7 @@ class AbstractImportanceEstimator(AbstractChart):
     """Importance sampling in the coordinates of a chart."""
 
     def estimate(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
-        run = EstimatorRun(self, flow, x, key)
+        run = EstimatorRun(self, flow, x, check_key(key))
         points = np.arange(run.size)
         weighed = run.weighed(points, np.zeros(len(points), int), checked=accuracy.solver, again=True)
         if accuracy.tolerance is None:
