@@ -1,5 +1,6 @@
 """roughflow's own entries: its networks, and the same model written by a user in plain JAX."""
 
+import time
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import roughflow as rf
 from benchmarks.peers_jax import Objective, make_entry
 from benchmarks.timing import Entry
-from benchmarks.workloads import DRIFT_SIZES, SIGMA_SIZES, STEPS, Workload, split_layers
+from benchmarks.workloads import DRIFT_SIZES, LEARNING_RATE, SIGMA_SIZES, STEPS, Workload, split_layers
 
 
 def roughflow_entries(workload: Workload) -> dict[str, Entry]:
@@ -33,11 +34,39 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
 
 
 def suited_steps(workload: Workload) -> int | None:
-    sde = rf.ItoSDE(*library_model([jnp.asarray(weight) for weight in workload.weights]))
-    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)))
+    flow = library_flow(workload)
     integrator = rf.suited_grid(flow, jnp.asarray(workload.x), key=jax.random.key(0)).integrator
     assert isinstance(integrator, rf.FixedGrid)
     return integrator.steps
+
+
+def library_flow(workload: Workload) -> rf.StochasticFlow:
+    sde = rf.ItoSDE(*library_model([jnp.asarray(weight) for weight in workload.weights]))
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)))
+
+
+def seconds_per_step(workload: Workload, steps: int = 300) -> float:
+    """Of `rf.fit` as it comes, which chooses its grid by itself: the second half of a fit, compiled before.
+
+    A small rate, so that the model, and with it the grid, stays put.
+    """
+    objective = rf.MaximumLikelihood(1, rf.Prior())
+    settings = {"batch_size": len(workload.x), "learning_rate": LEARNING_RATE, "progress": False}
+
+    def seconds(steps: int) -> float:
+        start = time.perf_counter()
+        rf.fit(
+            library_flow(workload),
+            workload.x,
+            key=jax.random.key(0),
+            objective=objective,
+            steps=steps,
+            **settings,
+        )
+        return time.perf_counter() - start
+
+    seconds(steps)
+    return (seconds(2 * steps) - seconds(steps)) / steps
 
 
 def density(workload: Workload, model, integrator: rf.AbstractIntegrator) -> Objective:

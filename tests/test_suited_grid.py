@@ -8,6 +8,7 @@ import pytest
 
 import roughflow as rf
 from roughflow.flow._suited_grid import STILL, _values, with_steps
+from roughflow.learn import _checkpoint, _grid
 
 
 def turning(rate, **settings):
@@ -67,3 +68,76 @@ def test_what_cannot_be_suited_comes_back_as_it_is(key):
     assert rf.suited_grid(wild, x, key=key).integrator.steps is None
     adaptive = turning(1.0, integrator=rf.Adaptive())
     assert eqx.tree_equal(rf.suited_grid(adaptive, x, key=key), adaptive)
+
+
+class Stretch(eqx.Module):
+    """dz = rate·z dt: z(1) is N(0, e^(2·rate)), and the larger the rate, the more steps that takes."""
+
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return self.rate * z
+
+
+def stretched(key, **settings):
+    """A fit in which the rate grows, towards 5, with a look at the steps every twenty."""
+    grid = rf.FixedGrid(steps=settings.pop("grid", None))
+    sde = rf.ItoSDE(Stretch(jnp.zeros(())), rf.NoDiffusion())
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=grid)
+    data = np.exp(5) * np.random.default_rng(0).normal(size=(64, 1))
+    settings = {"steps": 100, "every": 20, "learning_rate": 0.3, "clip": None, "progress": False} | settings
+    return rf.fit(flow, data, key=key, frozen=lambda flow: flow.base, **settings)
+
+
+@pytest.fixture
+def every_fit_looks(monkeypatch):
+    monkeypatch.setattr(_grid, "LONG", 0)
+
+
+def off(flow):
+    """How far log p is from that of N(0, e^(2·rate))."""
+    scale = jnp.exp(flow.sde.drift.rate)
+    x = scale * jnp.linspace(-2, 2, 9)[:, None]
+    truth = jax.scipy.stats.norm.logpdf(x[:, 0], scale=scale)
+    return float(jnp.max(jnp.abs(flow.log_prob(x, key=jax.random.key(0)) - truth)))
+
+
+def test_a_fit_takes_the_steps_that_its_model_needs_as_it_changes(every_fit_looks, key, monkeypatch):
+    seen, needed = [], _grid.GridLook.needed
+
+    def noted(self, model, now):
+        seen.append(needed(self, model, now))
+        return seen[-1]
+
+    monkeypatch.setattr(_grid.GridLook, "needed", noted)
+    fitted = stretched(key)
+    assert len(seen) == 6
+    assert seen[0] == 2
+    assert sorted(seen) == seen
+    assert fitted.model.integrator.steps == seen[-1] > 4  # what it would have taken by itself
+    assert off(fitted.model) < 1e-3 < 5e-3 < off(with_steps(fitted.model, 4))
+
+
+def test_a_fit_keeps_the_steps_it_is_given_and_a_short_one_its_own(every_fit_looks, key, monkeypatch):
+    assert stretched(key, grid=3).model.integrator.steps == 3
+    monkeypatch.setattr(_grid, "LONG", 200)
+    assert stretched(key, steps=40).model.integrator.steps is None
+
+
+def test_a_fit_that_chooses_its_steps_can_be_cut_in_two(every_fit_looks, key, tmp_path, monkeypatch):
+    file, whole = tmp_path / "run.checkpoint", stretched(key)
+    needed, looks = _grid.GridLook.needed, []
+
+    def cut(self, model, now):
+        looks.append(now)
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+        return needed(self, model, now)
+
+    monkeypatch.setattr(_checkpoint, "SECONDS", 0)
+    monkeypatch.setattr(_grid.GridLook, "needed", cut)
+    with pytest.raises(KeyboardInterrupt):
+        stretched(key, checkpoint=file)
+    rest = stretched(key, checkpoint=file, resume=True)
+    assert eqx.tree_equal(rest.model, whole.model)
+    assert looks[4] == looks[3]  # it went on with the steps it had

@@ -38,5 +38,10 @@ from ._schemes import (
     StratonovichMidpoint as StratonovichMidpoint,
 )
 from ._simulate import simulate as simulate
-from ._suited_grid import suited_grid as suited_grid
+from ._suited_grid import (
+    LEAST as LEAST,
+    suited_grid as suited_grid,
+    suited_steps as suited_steps,
+    with_steps as with_steps,
+)
 from ._with_noise import with_noise as with_noise

@@ -34,8 +34,8 @@ class FixedGrid(AbstractIntegrator):
       with the Stratonovich drift.
     - `steps`: how many over the horizon; by default what resolves the driver's fastest wave. A
       piecewise linear path gets at least one step a piece, and no step crosses a jump of its slope.
-      Nothing checks that the steps also resolve a stiff or long-running model: compare with twice as
-      many, or use `rf.Adaptive`.
+      Whether they also resolve the model, a stiff or long-running one say, `rf.fit` looks at if nothing is
+      said here, and an estimate reports it (`solver_error`).
     - `gradient`: `rf.Backpropagation()` or `rf.ConstantMemory()`.
     - `escape_rate`: a sample whose velocity exceeds this many times its own size (plus one) per
       horizon counts as having escaped to infinity.
@@ -99,17 +99,23 @@ class FixedGrid(AbstractIntegrator):
         return outcome
 
     def finer(self, driver: AbstractDriver, noise_dimension: int) -> "FixedGrid":
+        return self.with_steps(2 * self.count(driver, noise_dimension))
+
+    def with_steps(self, steps: int) -> "FixedGrid":
+        """The same with so many steps."""
+        return FixedGrid(self.method, steps, self.gradient, self.escape_rate, self.late)
+
+    def count(self, driver: AbstractDriver, noise_dimension: int) -> int:
+        """How many steps are taken: as many in each piece of the path."""
         steps = self.steps or default_steps(order_of(self.method), driver, noise_dimension)
         pieces = driver.jumps.size + 1
-        whole = pieces * math.ceil(steps / pieces)
-        return FixedGrid(self.method, 2 * whole, self.gradient, self.escape_rate, self.late)
+        return pieces * math.ceil(steps / pieces)
 
     def grid(self, path: Path, fraction: Array | None) -> Array:
         """The times of the steps, `(N + 1,)`, or `(N + 1, B)` if samples stop at their own times."""
-        steps = self.steps or default_steps(order_of(self.method), path.driver, path.noise_dimension)
         knots = np.concatenate([[0.0], path.driver.jumps, [1.0]])
         pieces = knots.size - 1
-        each = math.ceil(steps / pieces)
+        each = self.count(path.driver, path.noise_dimension) // pieces
         times = self.time(np.arange(each * pieces + 1), each, knots, np)
         if fraction is None:
             return jnp.asarray(times)

@@ -69,10 +69,7 @@ def neural_flow(
     else:
         diffusion = ConstantDiffusion(noise * jnp.eye(dimension))
     divergence = HutchinsonDivergence() if dimension >= MANY else ExactDivergence()
-    # Without noise nothing tells the default grid how fast the field will be: it would take 4 steps.
-    integrator = FixedGrid(steps=8 if noise == 0 else None)
-    base = Normal(jnp.zeros(dimension))
-    return StochasticFlow(ItoSDE(drift, diffusion), base, integrator=integrator, divergence=divergence)
+    return StochasticFlow(ItoSDE(drift, diffusion), Normal(jnp.zeros(dimension)), divergence=divergence)
 
 
 def velocity_flow(

@@ -47,14 +47,14 @@ def suited_grid(
     rf.suited_grid(flow, jax.random.normal(key, (100, 2)), key=key).integrator.steps
     ```
     """
-    steps = _suited_steps(flow, x, key, tolerance, least)
+    steps = suited_steps(flow, x, key, tolerance, least)
     return flow if steps is None else with_steps(flow, steps)
 
 
-def _suited_steps(
+def suited_steps(
     flow: StochasticFlow, x: Array, key: PRNGKeyArray, tolerance: float | None, least: int
 ) -> int | None:
-    """How many; None if there is no such number."""
+    """How many steps; None if there is no such number."""
     grid = flow.integrator
     if not isinstance(grid, FixedGrid):
         return None
@@ -79,10 +79,8 @@ def _suited_steps(
 
 def with_steps(flow: StochasticFlow, steps: int) -> StochasticFlow:
     """The flow with so many steps of its fixed grid."""
-    grid = flow.integrator
-    assert isinstance(grid, FixedGrid)
-    grid = FixedGrid(grid.method, steps, grid.gradient, grid.escape_rate, grid.late)
-    return eqx.tree_at(lambda flow: flow.integrator, flow, grid)
+    assert isinstance(flow.integrator, FixedGrid)
+    return eqx.tree_at(lambda flow: flow.integrator, flow, flow.integrator.with_steps(steps))
 
 
 def _change(coarse: np.ndarray, fine: np.ndarray) -> float:

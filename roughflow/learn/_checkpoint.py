@@ -33,6 +33,7 @@ class Progress:
     best: Any  # parameters at the lowest validation loss
     streak: int  # of steps that were not finite
     history: History
+    grid: int | None = None  # steps that the model is solved with; None for its own
 
     @staticmethod
     def start(parameters: Any, optimiser: Any, state: Any) -> "Progress":
@@ -41,7 +42,9 @@ class Progress:
     def advanced(
         self, parameters: Any, optimiser: Any, state: Any, streak: int, history: History
     ) -> "Progress":
-        return Progress(history.loss.size, parameters, optimiser, state, self.best, streak, history)
+        return Progress(
+            history.loss.size, parameters, optimiser, state, self.best, streak, history, self.grid
+        )
 
     def validated(self, loss: float, parameters: Any) -> "Progress":
         """With one more look at the validation data, with these parameters; the best are kept."""
@@ -124,7 +127,8 @@ class Checkpoint:
         parameters, optimiser, state, best = jax.tree.unflatten(structure, restored)
         series = {n.removeprefix("history/"): a for n, a in arrays.items() if n.startswith("history/")}
         history = History.from_arrays(series)
-        return Progress(header["step"], parameters, optimiser, state, best, header["streak"], history)
+        at, streak, grid = header["step"], header["streak"], header.get("grid")
+        return Progress(at, parameters, optimiser, state, best, streak, history, grid)
 
     def save(self, now: Progress, at_once: bool) -> None:
         if not leads() or (not at_once and time.monotonic() - self.written < SECONDS):
@@ -133,6 +137,7 @@ class Checkpoint:
         arrays = {f"leaf/{i}": np.asarray(a) for i, a in enumerate(leaves)}
         arrays |= {f"history/{name}": a for name, a in now.history.to_arrays().items()}
         header = {"kind": "checkpoint", "version": VERSION, "step": now.step, "streak": now.streak}
+        header |= {"grid": now.grid}
         write_archive(self.path, header | {"settings": self.settings}, arrays)
         self.written = time.monotonic()
 

@@ -18,6 +18,7 @@ from ..faq import see
 from ._bar import progress_bar
 from ._batches import Batches
 from ._checkpoint import Checkpoint, Progress
+from ._grid import GridLook, solved_with
 from ._history import History
 from ._interrupt import Interrupt
 from ._maximum_likelihood import MaximumLikelihood
@@ -44,6 +45,7 @@ class Loop:
     steps: int
     every: int
     patience: int | None
+    grid_look: GridLook | None
     devices: Devices
     key: PRNGKeyArray
     key_validation: PRNGKeyArray
@@ -75,7 +77,7 @@ class Loop:
                     interrupt.wanted = True
                     break
                 if now.step == 0 and not now.history.validation_loss.size:
-                    now = self._look(now)
+                    now = self._look(self._resolved(now))
                 stop = min(self.cooling(now)[1], (now.step // self.every + 1) * self.every)
                 began = time.perf_counter()
                 count = min(length, self._longest, stop - now.step)
@@ -89,7 +91,7 @@ class Loop:
                     save(at_once=True)
                     self._explain(now)
                 if now.step in (stop, self.steps):
-                    now = self._look(now)
+                    now = self._look(self._resolved(now))
                 save()
         save(at_once=True)
         return now
@@ -105,6 +107,14 @@ class Loop:
         """The parameters to judge and to return."""
         return self.optimiser.settled(now.parameters, now.optimiser)
 
+    def _resolved(self, now: Progress) -> Progress:
+        """With as many steps of a solve as the model needs, if that is to be looked at."""
+        if self.grid_look is None:
+            return now
+        model = self.devices.back(eqx.combine(now.parameters[0], self.rest[0]))
+        needed = self.devices.agreed([self.grid_look.needed(model, now.grid) or 0])[0]
+        return replace(now, grid=needed or None)
+
     def _advance(self, now: Progress, count: int) -> Progress:
         """`count` more steps, or fewer if too many in a row come to nothing."""
         carried = (now.parameters, now.optimiser, now.state, self.devices.put(jnp.asarray(now.streak)))
@@ -112,7 +122,7 @@ class Loop:
         span = self.devices.put(tuple(jnp.asarray(n) for n in (now.step, count, *self.cooling(now))))
         data = self._drawn(now.step, count)
         carried, taken, loss, metrics = _advance(
-            self.devices, carried, self.rest, self.optimiser, data, self.batch_size, self.key, *span
+            self.devices, carried, self.rest, now.grid, self.optimiser, data, self.batch_size, self.key, *span
         )
         parameters, optimiser, state, streak = carried
         taken = int(taken)
@@ -145,7 +155,8 @@ class Loop:
         if self.held_out is None:
             return now
         parameters = self.settled(now)
-        loss = _validate(self.devices, parameters, self.rest, now.state, self.held_out, self.key_validation)
+        setting = (parameters, self.rest, now.grid, now.state)
+        loss = _validate(self.devices, *setting, self.held_out, self.key_validation)
         now = now.validated(float(loss), parameters)
         judged = np.any(now.history.validation_loss < np.inf)
         if now.step != now.stale_from(self.patience) or not judged:
@@ -155,7 +166,7 @@ class Loop:
 
     def _explain(self, now: Progress) -> None:
         """Raise, with the reason if a solve outside the jit gives one."""
-        model, objective = eqx.combine(now.parameters, self.rest)
+        model, objective = _combined(now.parameters, self.rest, now.grid)
         advice = "lower learning_rate or clip, or start from smaller networks" + see("training-not-finite")
         told = f"{now.streak} steps in a row up to step {now.step} were not finite"
         key_batch, key_loss = jax.random.split(jax.random.fold_in(self.key, now.step - 1))
@@ -184,6 +195,7 @@ def _advance(
     devices: Devices,
     carried,
     rest,
+    grid: int | None,
     optimiser: Optimiser,
     data,
     batch_size: int,
@@ -197,7 +209,7 @@ def _advance(
     step `start` to `end` the rate falls to zero."""
 
     def loss_of(parameters, state, x, key):
-        model, objective = eqx.combine(parameters, rest)
+        model, objective = _combined(parameters, rest, grid)
         with devices.at_work():
             return objective.step(model, x, state, key=key)
 
@@ -228,10 +240,18 @@ def _advance(
 
 
 @jit
-def _validate(devices: Devices, parameters, rest, state, data: Array, key: PRNGKeyArray) -> Array:
-    model, objective = eqx.combine(parameters, rest)
+def _validate(
+    devices: Devices, parameters, rest, grid: int | None, state, data: Array, key: PRNGKeyArray
+) -> Array:
+    model, objective = _combined(parameters, rest, grid)
     with devices.at_work():
         return devices.same(objective.step(model, devices.split(data), state, key=key)[0])
+
+
+def _combined(parameters: Any, rest: Any, grid: int | None) -> tuple[Any, Any]:
+    """Model and objective, the model solved with so many steps."""
+    model, objective = eqx.combine(parameters, rest)
+    return solved_with(model, grid), objective
 
 
 def _all_finite(tree: Any) -> Array:

@@ -57,6 +57,7 @@ class MaximumLikelihood(AbstractObjective):
     learns_proposal: bool = eqx.field(static=True)
     stationary: float = eqx.field(static=True)
     uses_data: ClassVar[bool] = True
+    solves: ClassVar[bool] = True
 
     def __init__(
         self,

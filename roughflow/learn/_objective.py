@@ -1,7 +1,7 @@
 """What a fit makes small."""
 
 import abc
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 from jaxtyping import Array, PRNGKeyArray
@@ -37,6 +37,9 @@ class AbstractStatefulObjective(eqx.Module):
     """
 
     uses_data: eqx.AbstractClassVar[bool]
+    # Whether its losses are log-densities of the model, at the data or at its own samples: a long fit then
+    # sees to it that the model is solved with the steps these need.
+    solves: ClassVar[bool] = False
 
     @abc.abstractmethod
     def start(self, model: Any, *, key: PRNGKeyArray) -> Any:

@@ -54,6 +54,7 @@ class ReverseKL(AbstractObjective):
     batch_size: int = eqx.field(static=True)
     l1: float = eqx.field(static=True)
     uses_data: ClassVar[bool] = False
+    solves: ClassVar[bool] = True
 
     def __init__(
         self,
