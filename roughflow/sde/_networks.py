@@ -1,6 +1,7 @@
 """Networks for drift and diffusion, smooth ones only: the correction and the divergence differentiate
 them."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
+from .._programs import jit
 from ..faq import see
 
 Activation = Callable[[Array], Array]
@@ -46,9 +48,11 @@ def check_smooth(activation: Activation) -> None:
     derivative is a delta function automatic differentiation does not see, so the density would be
     silently wrong.
     """
+    if activation in (tanh, silu):
+        return
     with jax.ensure_compile_time_eval():
         points = jnp.asarray(np.linspace(-8.0, 8.0, 16_001), jnp.float32)
-        slopes = np.asarray(jax.vmap(jax.grad(activation))(points))
+        slopes = np.asarray(jax.jit(jax.vmap(jax.grad(activation)))(points))
     if not np.all(np.isfinite(slopes)) or np.max(np.abs(np.diff(slopes))) > 0.05:
         name = getattr(activation, "__name__", repr(activation))
         raise ValueError(
@@ -92,15 +96,9 @@ class MLP(eqx.Module):
         key: PRNGKeyArray,
     ):
         check_smooth(activation)
-        sizes = [in_size + time_dependent, *[width] * depth, out_size]
-        keys = jax.random.split(check_key(key), depth + 1)
-        scales = [1.0] * depth + [scale]
+        sizes = (in_size + time_dependent, *(width,) * depth, out_size)
         # Stored (in, out) and applied as z @ W: under a vmap this is one plain matrix product.
-        self.weights = tuple(
-            s * jax.random.normal(k, (i, o)) / np.sqrt(i)
-            for k, i, o, s in zip(keys, sizes[:-1], sizes[1:], scales, strict=True)
-        )
-        self.biases = tuple(jnp.zeros(o) for o in sizes[1:])
+        self.weights, self.biases = _initial(check_key(key), sizes, scale)
         self.activation = activation
         self.time_dependent = time_dependent
 
@@ -117,6 +115,26 @@ class MLP(eqx.Module):
         for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
             z = self.activation(_product(z, weight) + bias)
         return _product(z, self.weights[-1]) + self.biases[-1]
+
+
+@functools.partial(jit, level=0)
+def _initial(
+    key: PRNGKeyArray, sizes: tuple[int, ...], scale: float
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Random weights, those of the last layer with the factor `scale`, and biases of zero; one program for
+    all of them."""
+    keys = jax.random.split(key, len(sizes) - 1)
+    weights = [
+        jax.random.normal(k, (i, o)) / np.sqrt(i)
+        for k, (i, o) in zip(keys, itertools.pairwise(sizes), strict=True)
+    ]
+    return (*weights[:-1], scale * weights[-1]), tuple(jnp.zeros(o) for o in sizes[1:])
+
+
+@functools.partial(jit, level=0)
+def normal_matrix(key: PRNGKeyArray, rows: int, columns: int, scale: float) -> Array:
+    """Independent normal entries with standard deviation `scale`."""
+    return scale * jax.random.normal(key, (rows, columns))
 
 
 def _product(z: Array, weight: Array) -> Array:
