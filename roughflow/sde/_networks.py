@@ -1,7 +1,6 @@
 """Networks for drift and diffusion, smooth ones only: the correction and the divergence differentiate
 them."""
 
-import functools
 import itertools
 from collections.abc import Callable
 
@@ -13,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
-from .._programs import jit
 from ..faq import see
+from ._random_weights import random_weights
 
 Activation = Callable[[Array], Array]
 THIN = 4  # inputs, or outputs, that are few
@@ -98,7 +97,7 @@ class MLP(eqx.Module):
         check_smooth(activation)
         sizes = (in_size + time_dependent, *(width,) * depth, out_size)
         # Stored (in, out) and applied as z @ W: under a vmap this is one plain matrix product.
-        self.weights, self.biases = _initial(check_key(key), sizes, scale)
+        self.weights, self.biases = random_weights(check_key(key), sizes, scale)
         self.activation = activation
         self.time_dependent = time_dependent
 
@@ -115,26 +114,6 @@ class MLP(eqx.Module):
         for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
             z = self.activation(_product(z, weight) + bias)
         return _product(z, self.weights[-1]) + self.biases[-1]
-
-
-@functools.partial(jit, level=0)
-def _initial(
-    key: PRNGKeyArray, sizes: tuple[int, ...], scale: float
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Random weights, those of the last layer with the factor `scale`, and biases of zero; one program for
-    all of them."""
-    keys = jax.random.split(key, len(sizes) - 1)
-    weights = [
-        jax.random.normal(k, (i, o)) / np.sqrt(i)
-        for k, (i, o) in zip(keys, itertools.pairwise(sizes), strict=True)
-    ]
-    return (*weights[:-1], scale * weights[-1]), tuple(jnp.zeros(o) for o in sizes[1:])
-
-
-@functools.partial(jit, level=0)
-def normal_matrix(key: PRNGKeyArray, rows: int, columns: int, scale: float) -> Array:
-    """Independent normal entries with standard deviation `scale`."""
-    return scale * jax.random.normal(key, (rows, columns))
 
 
 def _product(z: Array, weight: Array) -> Array:

@@ -7,7 +7,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
 from .._keys import split
-from ._networks import MLP, Activation, normal_matrix, silu
+from ._networks import MLP, Activation, silu
+from ._random_weights import normal_matrix
 from ._untrained import GIVEN
 
 LATE = 1.02  # where log(LATE − s) would be infinite: beyond the end, so that it is fine up to it
