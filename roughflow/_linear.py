@@ -13,11 +13,13 @@ from jaxtyping import Array
 # Sums of up to this many terms over columns, rows or directions are written out: separate arrays fuse
 # better on a CPU than one stacked array. Above it, one batched product keeps the program small.
 UNROLL = 8
+# Systems up to this size are too; for larger ones a loop runs as fast, and compiles faster.
+SMALL = 3
 
 
 def solve(matrix: Array, right: Array) -> Array:
     """A⁻¹B for `matrix` `(B, d, d)` and `right` `(B, d, k)`; infinite or NaN where A is singular."""
-    if matrix.shape[-1] <= UNROLL:
+    if matrix.shape[-1] <= SMALL:
         return _eliminate(matrix, right)[0]
     # Derivatives come from the equation, not from the steps of the elimination.
     return jax.lax.custom_linear_solve(
@@ -30,7 +32,7 @@ def solve(matrix: Array, right: Array) -> Array:
 
 def log_abs_det(matrix: Array) -> Array:
     """log |det A|, `(B,)`."""
-    if matrix.shape[-1] <= UNROLL:
+    if matrix.shape[-1] <= SMALL:
         return _eliminate(matrix, matrix[..., :0])[1]
     return _log_abs_det(matrix)
 
@@ -85,24 +87,30 @@ def _sweep(matrix: Array, right: Array) -> tuple[Array, Array]:
 
 
 def _eliminate(matrix: Array, right: Array) -> tuple[Array, Array]:
-    """Gauss's elimination with partial pivoting: A⁻¹B, by operations linear in B, and log |det A|."""
+    """Gauss's elimination with partial pivoting: A⁻¹B, by operations linear in B, and log |det A|.
+
+    Rows are arrays of their own: gathers would take longer to compile, and to run.
+    """
     d = matrix.shape[-1]
-    place = jnp.arange(d)[None, :, None]
+    rows = [(matrix[:, i], right[:, i]) for i in range(d)]
     log_det = jnp.zeros(matrix.shape[:1], matrix.dtype)
     for i in range(d):
-        best = i + jnp.argmax(jnp.abs(matrix[:, i:, i]), axis=1)[:, None, None]
-        matrix, right = (_swap(table, i, best, place) for table in (matrix, right))
-        pivot = matrix[:, i : i + 1, i : i + 1]
-        log_det = log_det + jnp.log(jnp.abs(pivot[:, 0, 0]))
-        factor = jnp.where(place > i, matrix[:, :, i : i + 1] / pivot, 0)
-        matrix, right = (table - factor * table[:, i : i + 1] for table in (matrix, right))
-    rows: list[Array] = []
+        for k in range(i + 1, d):
+            larger = (jnp.abs(rows[k][0][:, i]) > jnp.abs(rows[i][0][:, i]))[:, None]
+            pick = lambda new, old, larger=larger: jnp.where(larger, new, old)
+            rows[i], rows[k] = jax.tree.map(pick, rows[k], rows[i]), jax.tree.map(pick, rows[i], rows[k])
+        pivot = rows[i][0][:, i : i + 1]
+        log_det = log_det + jnp.log(jnp.abs(pivot[:, 0]))
+        for k in range(i + 1, d):
+            factor = rows[k][0][:, i : i + 1] / pivot
+            rows[k] = jax.tree.map(lambda row, top, factor=factor: row - factor * top, rows[k], rows[i])
+    solved: list[Array] = []
     for i in reversed(range(d)):
-        rest = right[:, i]
-        for j, row in zip(range(i + 1, d), reversed(rows), strict=True):
-            rest = rest - matrix[:, i, j : j + 1] * row
-        rows.append(rest / matrix[:, i, i : i + 1])
-    return jnp.stack(rows[::-1], axis=1), log_det
+        row, rest = rows[i]
+        for j, found in zip(range(i + 1, d), reversed(solved), strict=True):
+            rest = rest - row[:, j : j + 1] * found
+        solved.append(rest / row[:, i : i + 1])
+    return jnp.stack(solved[::-1], axis=1), log_det
 
 
 def _swap(table: Array, i: int | Array, best: Array, place: Array) -> Array:

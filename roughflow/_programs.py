@@ -120,12 +120,15 @@ def known_options(level: int) -> dict[str, bool | int]:
         return {}
     given = os.environ.get("XLA_FLAGS", "")
     options = {**QUICK, LEVEL: level}
-    return {name: value for name, value in options.items() if name not in given and _is_known(name, value)}
+    options = {name: value for name, value in options.items() if name not in given}
+    if _are_known(options):
+        return options
+    return {name: value for name, value in options.items() if _are_known({name: value})}
 
 
-def _is_known(option: str, value: bool | int) -> bool:
+def _are_known(options: dict[str, bool | int]) -> bool:
     try:
-        jax.jit(lambda: 0, compiler_options={option: value}).lower().compile()
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
     except (RuntimeError, ValueError):
         return False
     return True

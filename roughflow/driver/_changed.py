@@ -7,8 +7,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array
-from scipy import optimize
 
 from ._driver import AbstractDriver
 
@@ -82,7 +82,9 @@ class TimeChanged(AbstractDriver):
     def jumps(self) -> np.ndarray:
         gap = lambda s, jump: float(self.clock(jnp.asarray(s))) - jump
         with jax.ensure_compile_time_eval():
-            found = [optimize.brentq(gap, 0.0, 1.0, args=(jump,), xtol=1e-15) for jump in self.driver.jumps]
+            found = [
+                scipy.optimize.brentq(gap, 0.0, 1.0, args=(jump,), xtol=1e-15) for jump in self.driver.jumps
+            ]
         return np.array(found, float)
 
 

@@ -6,9 +6,10 @@ from typing import Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key, check_positive
+from .._checks import check_key, check_positive, is_traced
 
 
 @runtime_checkable
@@ -58,8 +59,9 @@ class Normal(eqx.Module):
                 f"got {loc.shape} and {jnp.shape(scale)}"
             )
         self.loc = loc
-        # The logarithm is what is trained, so that the scale stays positive.
-        self.log_scale = jnp.log(jnp.broadcast_to(jnp.asarray(scale, float), loc.shape))
+        # The logarithm is what is trained, so that the scale stays positive. NumPy compiles nothing.
+        xp = jnp if is_traced(scale) else np
+        self.log_scale = jnp.asarray(xp.log(xp.broadcast_to(xp.asarray(scale, loc.dtype), loc.shape)))
 
     def __check_init__(self):
         if not self.loc.ndim or self.loc.shape != self.log_scale.shape:

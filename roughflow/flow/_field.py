@@ -113,8 +113,10 @@ def _guarded(
     field: Field, s: Array, z: Array, start: Array, slope_at: Array | None
 ) -> tuple[Array, Array, Array]:
     velocity, divergence = field(s, z, slope_at=slope_at)
-    finite = jnp.all(jnp.isfinite(velocity), axis=-1) & jnp.isfinite(divergence)
-    haste = _size(velocity) / (field.escape_rate * (1 + _size(z)))
+    # XLA works out the field once more for each use of it: the size alone says whether all of it is finite.
+    speed = _size(velocity)
+    finite = jnp.isfinite(speed) & jnp.isfinite(divergence)
+    haste = speed / (field.escape_rate * (1 + _size(z)))
     leapt = ~(_size(z - start) <= 1 + _size(start))
     trouble = jnp.where(leapt | (haste >= 1), Status.ESCAPED, Status.NON_FINITE)
     status = jnp.where(finite & (haste < 1), Status.FINE, trouble)

@@ -1,11 +1,12 @@
 """A flow to start from, when all that is known is the dimension."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
+from .._keys import split
 from ..sde import (
     Activation,
     ConstantDiffusion,
@@ -55,7 +56,7 @@ def neural_flow(
     check_count("dimension", dimension)
     if noise != 0:
         check_positive("noise", noise)
-    key_drift, key_noise = jax.random.split(check_key(key))
+    key_drift, key_noise = split(check_key(key))
     drift = RestoringDrift(
         dimension, noise, width, depth, activation, time_dependent=time_dependent, key=key_drift
     )
@@ -65,11 +66,16 @@ def neural_flow(
         diffusion = FullDiffusion(
             dimension, width, 1, activation, time_dependent=time_dependent, scale=noise, key=key_noise
         )
-        diffusion = eqx.tree_at(lambda d: d.network.weights[-1], diffusion, replace_fn=jnp.zeros_like)
+        diffusion = eqx.tree_at(lambda d: d.network.weights[-1], diffusion, replace_fn=_nothing)
     else:
-        diffusion = ConstantDiffusion(noise * jnp.eye(dimension))
+        diffusion = ConstantDiffusion(jnp.asarray(noise * np.eye(dimension), float))
     divergence = HutchinsonDivergence() if dimension >= MANY else ExactDivergence()
-    return StochasticFlow(ItoSDE(drift, diffusion), Normal(jnp.zeros(dimension)), divergence=divergence)
+    base = Normal(jnp.asarray(np.zeros(dimension), float))
+    return StochasticFlow(ItoSDE(drift, diffusion), base, divergence=divergence)
+
+
+def _nothing(weights: Array) -> Array:
+    return jnp.asarray(np.zeros(weights.shape, weights.dtype))
 
 
 def velocity_flow(
@@ -96,6 +102,6 @@ def velocity_flow(
     velocity = VelocityNetwork(
         dimension, width, depth, activation, num_features=num_features, context=context, key=key
     )
-    base = Normal(jnp.zeros(dimension + context))
+    base = Normal(jnp.asarray(np.zeros(dimension + context), float))
     integrator = FixedGrid(steps=GRID, late=LATE)
     return StochasticFlow(ItoSDE(velocity, NoDiffusion()), base, integrator=integrator)

@@ -14,6 +14,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from .._devices import Devices, DevicesLike, leads
+from .._keys import fold_in, split as split_key
 from .._show import count, listed, named, num_parameters
 from .._trainable import trainable
 from ..faq import see
@@ -27,7 +28,7 @@ from ._lock import held
 from ._loop import Loop
 from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractStatefulObjective
-from ._optimiser import make_optimiser
+from ._optimiser import make_optimiser, start_of
 from ._rows import DataSource, split
 from ._standardised import Standardised
 
@@ -127,7 +128,7 @@ def fit(
     objective = MaximumLikelihood() if objective is None else objective
     steps, batch_size = check_count("steps", steps), check_count("batch_size", batch_size)
     every, patience = check_count("every", every), None if patience is None else int(patience)
-    key_split, *keys, key_objective = jax.random.split(check_key(key), 4)
+    key_split, *keys, key_objective = split_key(check_key(key), 4)
     objective = objective.prepare(model, key=key_objective)
     train, held_out = split(data, validation, objective, key_split)
     if patience is not None and held_out is None:
@@ -136,9 +137,9 @@ def fit(
         )
     moves = make_optimiser(optimiser, learning_rate, steps, clip, average)
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
-    state = objective.start(model, key=jax.random.fold_in(key_objective, 1))
-    start = Progress.start(parameters, moves.init(parameters), state)
-    look = GridLook.of(model, objective, train, steps, jax.random.fold_in(keys[0], steps))
+    state = objective.start(model, key=fold_in(key_objective, 1))
+    start = Progress.start(parameters, start_of(moves, parameters), state)
+    look = GridLook.of(model, objective, train, steps, fold_in(key_objective, 2))
     budget = (batch_size, steps, every, patience)
     loop = Loop(rest, moves, train, held_out, *budget, look, Devices.of(devices), *keys)
     store = None

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import equinox as eqx
-import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key, check_positive
 from .._devices import DevicesLike
+from .._keys import split
 from ..faq import see
 from ..flow import ExactDivergence, velocity_flow, with_noise
 from ._batches import UnitBatches
@@ -125,7 +125,7 @@ def fit_density(
     second.model.log_prob(data[:5, 1:], given=data[:5, :1], key=jax.random.key(2))
     ```
     """
-    key_split, key_model, key_first, key_second = jax.random.split(check_key(key), 4)
+    key_split, key_model, key_first, key_second = split(check_key(key), 4)
     _check(noise, steps, seconds)
     source = None
     if isinstance(data, ParquetTable):
@@ -134,7 +134,7 @@ def fit_density(
     whole = Table.of(data, given, columns, bounds or {}, rounding or {})
     if source is not None:
         whole.check_bounds(source.extremes)
-    whole = whole.dequantised(jax.random.fold_in(key_split, 2))
+    whole = whole.dequantised(key_split)
     table = whole.split(validation, key_split)
     if noise == "best" and not len(table.held_out):
         told = "the best noise is chosen on rows set aside: set validation, to 0.1 say"

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
+from .._keys import split
 from ..flow import LEAST, FixedGrid, StochasticFlow, suited_steps, with_steps
 from ._batches import Batches
 from ._objective import AbstractStatefulObjective
@@ -37,7 +37,7 @@ class GridLook:
         """For so many steps of training, if the objective solves a model that leaves its grid open."""
         if steps < LONG or not (objective.solves and _is_open(model)):
             return None
-        key_rows, key = jax.random.split(key)
+        key_rows, key = split(key)
         drawn = isinstance(data, Batches)
         x = data.batch(ROWS, rng_of(key_rows, 0)) if drawn else draw(data, ROWS, key_rows)
         return GridLook(None if x is None else jnp.asarray(x, float), key)

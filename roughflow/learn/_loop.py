@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ DISPATCH = 256  # steps on the device between two looks at it, at most
 ROOM = 2**22  # numbers that are drawn on the host for one stretch, at most
 SECONDS = 1.0  # that such a stretch should take
 COOLING = 4  # a run that learns no more ends with steps at a falling rate, one for so many that it has taken
+FEW = 16  # steps of a run that spends more time on compiling than on them
 HOPELESS = 20  # steps in a row that are not finite end a run
 
 
@@ -121,14 +123,20 @@ class Loop:
         # As arrays: a plain number would be compiled in.
         span = self.devices.put(tuple(jnp.asarray(n) for n in (now.step, count, *self.cooling(now))))
         data = self._drawn(now.step, count)
-        carried, taken, loss, metrics = _advance(
+        advance, _ = self._programs
+        carried, taken, loss, metrics = advance(
             self.devices, carried, self.rest, now.grid, self.optimiser, data, self.batch_size, self.key, *span
         )
         parameters, optimiser, state, streak = carried
         taken = int(taken)
-        series = {name: np.asarray(values[:taken], float) for name, values in metrics.items()}
-        history = now.history.with_steps(np.asarray(loss[:taken], float), series)
+        series = {name: np.asarray(values, float)[:taken] for name, values in metrics.items()}
+        history = now.history.with_steps(np.asarray(loss, float)[:taken], series)
         return now.advanced(parameters, optimiser, state, int(streak), history)
+
+    @property
+    def _programs(self) -> tuple[Callable[..., Any], Callable[..., Array]]:
+        """What takes steps, and what validates."""
+        return (_advance_soon, _validate_soon) if self.steps <= FEW else (_advance, _validate)
 
     @functools.cached_property
     def _longest(self) -> int:
@@ -155,8 +163,9 @@ class Loop:
         if self.held_out is None:
             return now
         parameters = self.settled(now)
+        _, validate = self._programs
         setting = (parameters, self.rest, now.grid, now.state)
-        loss = _validate(self.devices, *setting, self.held_out, self.key_validation)
+        loss = validate(self.devices, *setting, self.held_out, self.key_validation)
         now = now.validated(float(loss), parameters)
         judged = np.any(now.history.validation_loss < np.inf)
         if now.step != now.stale_from(self.patience) or not judged:
@@ -190,8 +199,7 @@ class Loop:
         return ", ".join(parts)
 
 
-@jit
-def _advance(
+def _take_steps(
     devices: Devices,
     carried,
     rest,
@@ -208,6 +216,8 @@ def _advance(
     """`count` steps from the step `first` on, as one program: the count may vary without compiling. From the
     step `start` to `end` the rate falls to zero."""
 
+    pack = optimiser.packing(carried[0])
+
     def loss_of(parameters, state, x, key):
         model, objective = _combined(parameters, rest, grid)
         with devices.at_work():
@@ -218,7 +228,8 @@ def _advance(
         key_batch, key_loss = jax.random.split(jax.random.fold_in(key, first + done))
         x = devices.split(draw(data, batch_size, key_batch, done))
         value = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (moved, report)), slope = value(parameters, state, x, key_loss)
+        (loss, (moved, report)), slope = value(pack.undone(parameters), state, x, key_loss)
+        slope = pack(slope)
         fine = _all_finite((loss, slope))
         left = (end - first - done) / jnp.maximum(end - start, 1)
         stepped = (
@@ -235,17 +246,23 @@ def _advance(
     example = jax.eval_shape(lambda: draw(data, batch_size, key))
     loss, (_, report) = jax.eval_shape(loss_of, carried[0], carried[2], example, key)
     blank = lambda like: jnp.full(DISPATCH, jnp.nan, like.dtype)
-    carry = (carried, jnp.asarray(0), blank(loss), {name: blank(value) for name, value in report.items()})
-    return devices.same(jax.lax.while_loop(going, one, carry))
+    metrics = {name: blank(value) for name, value in report.items()}
+    carry = ((*pack(carried[:2]), *carried[2:]), jnp.asarray(0), blank(loss), metrics)
+    carried, *told = jax.lax.while_loop(going, one, carry)
+    return devices.same(((*pack.undone(carried[:2]), *carried[2:]), *told))
 
 
-@jit
-def _validate(
+def _validation_loss(
     devices: Devices, parameters, rest, grid: int | None, state, data: Array, key: PRNGKeyArray
 ) -> Array:
     model, objective = _combined(parameters, rest, grid)
     with devices.at_work():
         return devices.same(objective.step(model, devices.split(data), state, key=key)[0])
+
+
+# For a few steps it does not pay to compile programs that run a seventh faster.
+_advance, _advance_soon = jit(_take_steps), jit(_take_steps, level=1)
+_validate, _validate_soon = jit(_validation_loss), jit(_validation_loss, level=1)
 
 
 def _combined(parameters: Any, rest: Any, grid: int | None) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from scipy import stats
 from scipy.special import log_ndtr, ndtri
 
 from .._checks import is_traced
@@ -198,7 +197,7 @@ def _tail(level: float, beyond: np.ndarray, otherwise: float) -> float:
     beyond = beyond[beyond > 0]
     if not beyond.size:
         return otherwise
-    excess = np.exp(stats.norm.logpdf(level) - log_ndtr(-level)) - level
+    excess = np.exp(_log_density(level) - log_ndtr(-level)) - level
     return float(excess / beyond.mean())
 
 
@@ -229,7 +228,11 @@ def _count(column: np.ndarray) -> int:
 
 def _log_normal(train: np.ndarray, test: np.ndarray, count: int) -> np.ndarray:
     u, log_slope = _together(train[:, None], [count]).forward(test[:, None])
-    return (stats.norm.logpdf(u) + log_slope)[:, 0]
+    return (_log_density(u) + log_slope)[:, 0]
+
+
+def _log_density(u: Any) -> Any:
+    return -0.5 * (u**2 + np.log(2 * np.pi))
 
 
 def _gain(train: np.ndarray, test: np.ndarray, counts: list[int]) -> np.ndarray:
@@ -248,7 +251,8 @@ def _log_gaussian(train: np.ndarray, test: np.ndarray) -> np.ndarray:
     loc, scale = train.mean(axis=0), train.std(axis=0)
     unit, other = (train - loc) / scale, (test - loc) / scale
     covariance = unit.T @ unit / len(unit) + 1e-6 * np.eye(len(loc))
-    return stats.multivariate_normal(np.zeros(len(loc)), covariance).logpdf(other) - np.log(scale).sum()
+    squares = np.sum(other * np.linalg.solve(covariance, other.T).T, axis=1)
+    return -0.5 * (squares + np.linalg.slogdet(2 * np.pi * covariance)[1]) - np.log(scale).sum()
 
 
 def _clear(gains: np.ndarray) -> bool:

@@ -1,14 +1,18 @@
 """How parameters move in a step: a limit on the gradient, a rate that rises and falls, an average behind."""
 
+import functools
+from collections import defaultdict
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array
 
 from .._checks import check_positive
+from .._programs import jit
 
 ADAM = optax.scale_by_adam()  # one object, so that a second fit finds its program compiled
 WARM = 100  # steps in which the rate rises, at most
@@ -62,6 +66,11 @@ class Optimiser(eqx.Module):
             average = jax.tree.map(mix, average, parameters)
         return parameters, (inner, count + 1, average)
 
+    def packing(self, parameters: Any) -> "Packing":
+        """How parameters and state are held from step to step: packed, if the transformation treats all
+        numbers alike."""
+        return Packing(None if self.rate is None else parameters)
+
     def back_to(self, parameters: Any, state: tuple[Any, Array, Any]) -> tuple[Any, Array, Any]:
         """The state of a run that goes on from these parameters."""
         inner, count, _ = state
@@ -70,6 +79,54 @@ class Optimiser(eqx.Module):
     def settled(self, parameters: Any, state: tuple[Any, Array, Any]) -> Any:
         """What to judge and to return: the average, if there is one."""
         return parameters if self.decay is None else state[2]
+
+
+@functools.partial(jit, level=0)
+def start_of(optimiser: Optimiser, parameters: Any) -> tuple[Any, Array, Any]:
+    """The state that a run begins with."""
+    return optimiser.init(parameters)
+
+
+class Packing:
+    """Trees shaped as the parameters, each as one vector for each type of number: an update is then a few
+    operations in all and not a few for each array, which take most of a step's time to compile."""
+
+    def __init__(self, like: Any):
+        self.leaves, self.structure = jax.tree.flatten(like)
+
+    def __call__(self, tree: Any) -> Any:
+        """With every part that is shaped as the parameters packed; one array alone stays as it is."""
+        return tree if len(self.leaves) < 2 else jax.tree.map(self._packed, tree, is_leaf=self._alike)
+
+    def undone(self, tree: Any) -> Any:
+        if len(self.leaves) < 2:
+            return tree
+        return jax.tree.map(self._unpacked, tree, is_leaf=lambda part: isinstance(part, _Packed))
+
+    def _alike(self, part: Any) -> bool:
+        return jax.tree.structure(part) == self.structure
+
+    def _packed(self, part: Any) -> Any:
+        if not self._alike(part):
+            return part
+        by_type: dict[np.dtype, list[Array]] = {}
+        for leaf in jax.tree.leaves(part):
+            by_type.setdefault(leaf.dtype, []).append(jnp.ravel(leaf))
+        return _Packed([jnp.concatenate(leaves) for leaves in by_type.values()])
+
+    def _unpacked(self, part: Any) -> Any:
+        if not isinstance(part, _Packed):
+            return part
+        vectors, done, leaves = {vector.dtype: vector for vector in part.vectors}, defaultdict(int), []
+        for leaf in self.leaves:
+            start = done[leaf.dtype]
+            done[leaf.dtype] = start + leaf.size
+            leaves.append(jnp.reshape(vectors[leaf.dtype][start : start + leaf.size], leaf.shape))
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+class _Packed(eqx.Module):
+    vectors: list[Array]
 
 
 def make_optimiser(

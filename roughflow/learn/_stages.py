@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
@@ -105,7 +105,7 @@ class Stages:
             batch_size=batch_size,
             learning_rate=self.learning_rate,
             average=0.999,
-            **self._shared("regression", steps, jnp.tile(self.held_out, (often, 1)), file),
+            **self._shared("regression", steps, np.tile(self.held_out, (often, 1)), file),
         )
 
     def likelihood(self, flow: StochasticFlow, key: PRNGKeyArray, file: Path | None, steps: int) -> Fitted:
@@ -121,10 +121,10 @@ class Stages:
             learning_rate=self.learning_rate / 4,
             average=0.98,
             frozen=lambda flow: flow.base,
-            **self._shared("likelihood", steps, self.held_out[:LIKELIHOOD_ROWS], file),
+            **self._shared("likelihood", steps, np.asarray(self.held_out)[:LIKELIHOOD_ROWS], file),
         )
 
-    def _shared(self, name: str, steps: int, held_out: Array, file: Path | None) -> dict[str, Any]:
+    def _shared(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
         some = len(held_out) > 0
         return {
             "validation": held_out if some else 0.0,

@@ -3,14 +3,17 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_positive
+from .._keys import fold_in
+from .._programs import jit
 from ..faq import see
 from ._marginals import Marginals
 from ._numbers import joined
@@ -88,22 +91,22 @@ class Table:
                     f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
                 )
             self.check_bounds(rows)
-            return replace(self, held_out=self._spread(rows, jax.random.fold_in(key, 1)))
+            return replace(self, held_out=self._spread(rows, key, 1))
         if not 0 <= validation < 1:
             told = f"validation must be a share of the data between 0 and 1, got {validation}"
             raise ValueError(told + see("budgets-and-validation"))
         aside = round(validation * len(self.train))
-        order = np.asarray(jax.random.permutation(key, len(self.train)))
+        order = np.asarray(_permutation(key, len(self.train)))
         return replace(self, train=self.train[order[aside:]], held_out=self.train[order[:aside]])
 
     def dequantised(self, key: PRNGKeyArray) -> "Table":
         """With uniform noise, as wide as the rounding, on the columns that were rounded."""
-        return replace(self, train=self._spread(self.train, key))
+        return replace(self, train=self._spread(self.train, key, 2))
 
-    def _spread(self, rows: np.ndarray, key: PRNGKeyArray) -> np.ndarray:
+    def _spread(self, rows: np.ndarray, key: PRNGKeyArray, number: int) -> np.ndarray:
         if not np.any(self.rounding):
             return rows
-        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(fold_in(key, number))).ravel())
         return rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
 
     def units(self, marginals: Marginals | None) -> tuple[np.ndarray, np.ndarray]:
@@ -119,6 +122,11 @@ class Table:
         whole[: self.dimension, : self.dimension] = matrix
         whole[self.dimension :, self.dimension :] = np.diag(np.where(spread > 0, spread, 1))
         return np.concatenate([loc, given.mean(axis=0)]), whole
+
+
+@partial(jit, level=1)
+def _permutation(key: PRNGKeyArray, count: int) -> Array:
+    return jax.random.permutation(key, count)
 
 
 def _column(name: str | int, names: Sequence[str], own: int) -> int:

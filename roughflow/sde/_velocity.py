@@ -1,13 +1,14 @@
 """A network for velocities."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
+from .._keys import split
 from ._networks import MLP, Activation, silu
+from ._random_weights import normal_matrix
 from ._untrained import GIVEN
 
 LATE = 1.02  # where log(LATE − s) would be infinite: beyond the end, so that it is fine up to it
@@ -71,11 +72,11 @@ class VelocityNetwork(eqx.Module):
         check_positive("t1", t1)
         if num_features < 0:
             raise ValueError(f"num_features must be a whole number, at least 0, got {num_features}")
-        key_waves, key_network = jax.random.split(check_key(key))
+        key_waves, key_network = split(check_key(key))
         if context and score:
             raise ValueError("a score is learned for a density without a context")
         inputs = dimension + context
-        self.waves = frequency * jax.random.normal(key_waves, (inputs, num_features))
+        self.waves = normal_matrix(key_waves, inputs, num_features, frequency)
         sizes = inputs + 6 + 2 * num_features, (2 if score else 1) * dimension
         self.context = context
         self.network = MLP(*sizes, width, depth, activation, scale=0.0, key=key_network)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
-from scipy import stats
 
 from .._checks import check_count, check_key
 from ..sde import AbstractSDE
@@ -145,7 +145,7 @@ class FittedSDE:
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
         """Intervals by name. They are made where the parameter has no bounds, so that a positive parameter's
         interval is positive."""
-        width = stats.norm.ppf(0.5 + 0.5 * check_level(level)) * np.sqrt(np.diag(self._inverse()))
+        width = scipy.stats.norm.ppf(0.5 + 0.5 * check_level(level)) * np.sqrt(np.diag(self._inverse()))
         domains = self.likelihood.parameters.domains
         ends = zip(self.names, domains, self.free - width, self.free + width, strict=True)
         return {name: (float(d.from_free(low)), float(d.from_free(high))) for name, d, low, high in ends}
@@ -247,7 +247,7 @@ class FittedSDE:
         if self.likelihood.penalty.any() or simpler.likelihood.penalty.any():
             raise ValueError("likelihood_ratio is for fits without a penalty: compare aic")
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
-        return statistic, float(stats.chi2.sf(max(statistic, 0.0), more))
+        return statistic, float(scipy.stats.chi2.sf(max(statistic, 0.0), more))
 
     @property
     def series_likelihood(self) -> SeriesLikelihood:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize, stats
+import scipy
 
 from ._search import Total, climb
 
@@ -22,7 +22,7 @@ def profile_interval(
     inverse = np.linalg.inv(information)
     follow = inverse[others, place] / inverse[place, place]  # how the others move with it
     error = float(np.sqrt(inverse[place, place]))
-    edge = float(np.sqrt(stats.chi2.ppf(level, 1)))
+    edge = float(np.sqrt(scipy.stats.chi2.ppf(level, 1)))
     inner = information[np.ix_(others, others)]
 
     def beyond(distance: float) -> float:
@@ -51,4 +51,4 @@ def _root(beyond: Callable[[float], float], start: float) -> float:
         inside, outside = outside, 1.5 * outside
         if abs(outside) > FURTHER * abs(start):
             return float(np.copysign(np.inf, start))
-    return float(optimize.brentq(beyond, inside, outside, xtol=LOST))  # pyright: ignore[reportArgumentType]
+    return float(scipy.optimize.brentq(beyond, inside, outside, xtol=LOST))  # pyright: ignore[reportArgumentType]

@@ -5,8 +5,8 @@ import functools
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
-from scipy import stats
 
 from .._programs import jit
 from ..sde import AbstractSDE
@@ -52,8 +52,8 @@ def residuals(
 
 def tested(uniform: np.ndarray) -> Residuals:
     """Residuals with the tests of them."""
-    normal = stats.norm.ppf(uniform)
-    return Residuals(uniform, ljung_box(normal), float(stats.kstest(uniform, "uniform").pvalue))
+    normal = scipy.stats.norm.ppf(uniform)
+    return Residuals(uniform, ljung_box(normal), float(scipy.stats.kstest(uniform, "uniform").pvalue))
 
 
 def ljung_box(values: np.ndarray) -> float:
@@ -61,7 +61,7 @@ def ljung_box(values: np.ndarray) -> float:
     n, centred = len(values), values - values.mean()
     lags = np.arange(1, min(LAGS, n // 5) + 1)
     rho = np.array([centred[k:] @ centred[:-k] for k in lags]) / (centred @ centred)
-    return float(stats.chi2.sf(n * (n + 2) * np.sum(rho**2 / (n - lags)), len(lags)))
+    return float(scipy.stats.chi2.sf(n * (n + 2) * np.sum(rho**2 / (n - lags)), len(lags)))
 
 
 @functools.partial(jit, level=1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize
+import scipy
 
 Total = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
@@ -46,7 +46,7 @@ def climb(total: Total, start: np.ndarray, information: Callable[[np.ndarray], n
         if slope @ inverse @ slope < NEAR**2:
             break
         options = {"gtol": GRADIENT, "maxiter": ITERATIONS, "hess_inv0": inverse}
-        free = optimize.minimize(loss, free, jac=True, method="BFGS", options=options).x
+        free = scipy.optimize.minimize(loss, free, jac=True, method="BFGS", options=options).x
     return free
 
 

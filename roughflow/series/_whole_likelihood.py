@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
-from scipy import linalg, stats
 
 from .._programs import jit
 from ..faq import see
@@ -78,7 +78,7 @@ class WholeLikelihood(AbstractLikelihood):
     def residuals(self, free: np.ndarray) -> Residuals:
         """Uniform under the model: each value's place in its distribution given all before it."""
         normal = np.concatenate([np.asarray(e) for _, e in self.parts(self.sde(jnp.asarray(free, float)))])
-        return tested(np.clip(stats.norm.cdf(normal), TINY, 1 - TINY))
+        return tested(np.clip(scipy.stats.norm.cdf(normal), TINY, 1 - TINY))
 
     def parts(self, sde: FractionalOrnsteinUhlenbeck) -> list[tuple[Array, Array]]:
         """log p and the standardised prediction error of each value, of each series."""
@@ -102,8 +102,8 @@ class WholeLikelihood(AbstractLikelihood):
         gamma = np.asarray(sde.autocovariance(jnp.asarray(dt), n + m - 1))
         past = np.asarray(sde.innovations(jnp.asarray(values), dt))
         cross = gamma[np.abs(np.arange(n)[:, None] - (n + np.arange(m)))]
-        weights = linalg.solve_toeplitz(gamma[:n], cross)
-        spread = linalg.cholesky(linalg.toeplitz(gamma[:m]) - cross.T @ weights, lower=True)
+        weights = scipy.linalg.solve_toeplitz(gamma[:n], cross)
+        spread = scipy.linalg.cholesky(scipy.linalg.toeplitz(gamma[:m]) - cross.T @ weights, lower=True)
         noise = past @ weights + np.asarray(jax.random.normal(key, (count, m))) @ spread.T
         mu, decay = float(sde.mu), float(np.exp(-sde.kappa * dt))
         paths, now = [], np.full(count, values[-1] - mu)

@@ -6,8 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
-from scipy.stats import qmc
 
 from ..._checks import check_count
 from ...faq import see
@@ -126,7 +126,7 @@ class Sobol(AbstractDraws):
         return each
 
     def normal(self, key: PRNGKeyArray, places: Array, group: int, size: int, dtype: np.dtype) -> Array:
-        points = qmc.Sobol(size, scramble=True, rng=np.random.default_rng(0)).random(group)
+        points = scipy.stats.qmc.Sobol(size, scramble=True, rng=np.random.default_rng(0)).random(group)
         bits = jnp.asarray((points * 2.0**32).astype(np.uint32))
         shift = random_bits(key, places // group, size)
         return normal_quantile(bits[places % group] ^ shift, dtype)
