@@ -75,5 +75,10 @@ class AbstractImprovingChart(AbstractChart):
         """Other paths, `count` of them, for the points whose weights are poor; anything elsewhere."""
 
     @abc.abstractmethod
+    def second(self, flow: StochasticFlow) -> AbstractChart | None:
+        """A chart that draws from the same distribution, whose weights may be good where these are poor;
+        None if there is none for this flow."""
+
+    @abc.abstractmethod
     def doubtful(self, distribution: Any) -> Array:
         """Where even those may not see all ways to x, `(B,)`."""

@@ -35,41 +35,38 @@ SINGULAR = (
 
 
 class EndpointDistribution(eqx.Module):
-    """δ normal around the free part of `centre`, orthogonal to `directions`; wider, and partly the prior, if
-    `wide`."""
+    """δ normal around the free part of `centre`, orthogonal to `directions`, and a share of the prior."""
 
     centre: Array  # (B, D)
     directions: Array  # R, (B, d, D)
     singular: Array  # (B,): where the noise does not move the end in every direction
     missed: Array  # (B,)
-    wide: Array  # (B,)
-
-    @property
-    def _prior(self) -> Array:
-        share = jnp.where(self.wide, PRIOR_SHARE, 0.0)
-        return jnp.where(self.missed, 1.0, share)[:, None].astype(self.centre.dtype)
-
-    @property
-    def _scale(self) -> Array:
-        return jnp.where(self.wide, WIDER, 1.0)[:, None].astype(self.centre.dtype)
+    scale: Array  # (B,)
+    prior: Array  # (B,)
 
     def sample(self, noise: Array) -> Array:
         """δ `(B, K, D)`."""
         noise, spare = noise[..., :-SPARE], noise[..., -SPARE:]
-        around = self.centre[:, None] + self._scale[..., None] * noise
-        from_prior = jax.scipy.special.ndtr(spare) < self._prior[..., None]
-        return self._free(jnp.where(from_prior, noise, around))
+        around = self.centre[:, None] + self.scale[:, None, None] * noise
+        from_prior = jax.scipy.special.ndtr(spare) < self.prior[:, None, None]
+        return self.free(jnp.where(from_prior, noise, around))
 
     def log_prob(self, delta: Array) -> Array:
         """Its log-density on the complement of the directions, `(B, K)`."""
         size = self.directions.shape[2] - self.directions.shape[1]
         log_normal = lambda y: -0.5 * jnp.sum(y**2, axis=-1) - 0.5 * size * math.log(2 * math.pi)
-        offset = delta - self._free(self.centre[:, None])
-        around = log_normal(offset / self._scale[..., None]) - size * jnp.log(self._scale)
-        share = self._prior
+        offset = delta - self.free(self.centre[:, None])
+        scale, share = self.scale[:, None], self.prior[:, None]
+        around = log_normal(offset / scale[..., None]) - size * jnp.log(scale)
         return jnp.logaddexp(jnp.log1p(-share) + around, jnp.log(share) + log_normal(delta))
 
-    def _free(self, xi: Array) -> Array:
+    def defended(self, where: Array) -> "EndpointDistribution":
+        """Wider, and with a share of the prior, at the points `where`."""
+        wider = jnp.where(where, WIDER, self.scale), jnp.where(where, PRIOR_SHARE, self.prior)
+        return eqx.tree_at(lambda d: (d.scale, d.prior), self, wider)
+
+    def free(self, xi: Array) -> Array:
+        """The part of ξ `(B, K, D)` that is orthogonal to the directions."""
         along = jnp.einsum("bij,bkj->bki", self.directions, xi)
         return xi - jnp.einsum("bij,bki->bkj", self.directions, along)
 
@@ -155,7 +152,7 @@ class Endpoint(AbstractImportanceEstimator):
         noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(TRIAL), size, target.x.dtype))(keys)
         weights = self.weigh(flow.without_errors(), target, distribution, noise, keys).log_weights
         uneven = ~(jnp.max(weights, axis=1) - jnp.min(weights, axis=1) < UNEVEN)
-        return eqx.tree_at(lambda d: d.wide, distribution, uneven & ~distribution.missed)
+        return distribution.defended(uneven & ~distribution.missed)
 
     def settled(self, distribution: EndpointDistribution) -> EndpointDistribution:
         """Refuse noise that does not move the end in every direction, whatever x is."""
@@ -222,19 +219,21 @@ def _laplace_distribution(
     frame = jnp.eye(latent.flow.dimension, latent.size, dtype=middle.dtype)[None]
     directions = jnp.where(usable[:, None, None], modes.directions[:, 0], frame)
     centre = jnp.where(found[:, None], modes.xi[:, 0], 0)
-    return EndpointDistribution(centre, directions, ~usable, ~found, jnp.zeros_like(found))
+    share = jnp.where(found, 0.0, 1.0).astype(centre.dtype)
+    return EndpointDistribution(centre, directions, ~usable, ~found, jnp.ones_like(share), share)
 
 
 def _prior_distribution(latent: Latent, target: Target) -> EndpointDistribution:
     directions, reached = endpoint_directions(latent, target)
     batch = len(target.x)
-    none = jnp.zeros(batch, bool)
+    none, one = jnp.zeros(batch, bool), jnp.ones(batch, directions.dtype)
     return EndpointDistribution(
         jnp.zeros((batch, latent.size), directions.dtype),
         jnp.broadcast_to(directions, (batch, *directions.shape)),
         none | ~reached,
         none,
-        none,
+        one,
+        0 * one,
     )
 
 

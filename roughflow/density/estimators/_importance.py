@@ -1,5 +1,6 @@
 """p(x) as a mean of weights over random paths, until it is known well enough."""
 
+import copy
 import dataclasses
 from functools import partial
 from typing import Any
@@ -12,8 +13,9 @@ from jaxtyping import Array, PRNGKeyArray
 from ..._checks import check_key, check_positive, is_traced
 from ..._programs import jit
 from ...faq import see
-from ...flow import FEW_PATHS, Accuracy, Estimate, StochasticFlow
-from .._estimate import DOUBT, from_log_weights, log_mean, weights_error
+from ...flow import FEW_PATHS, HEAVY, Accuracy, Estimate, StochasticFlow
+from .._estimate import DOUBT, effective_paths, from_log_weights, log_mean, weights_error
+from .._pareto import pareto_k
 from ._chart import AbstractChart, AbstractImprovingChart
 from ._chunks import cut
 from ._weights import EstimatorRun, Weighed
@@ -22,6 +24,8 @@ GROWTH = 4  # how many times more paths a round may bring
 # A standard error from K paths is itself known to about 2/√K of its size where weights are skewed, and
 # rounds stop on low ones: what must be below the tolerance is two such errors up.
 MARGIN = 4
+TRIAL = 2**30  # where in a point's sequence of paths those lie that a second chart is tried on
+GOOD = 0.5  # effective fraction of them above which it is the one to go on with
 
 
 class AbstractImportanceEstimator(AbstractChart):
@@ -92,7 +96,20 @@ def _until(run: EstimatorRun, weighed: Weighed, tolerance: float, max_paths: int
     """Rounds of more paths for the points whose standard error is above the tolerance."""
     size = run.estimator.num_paths
     have = list(np.asarray(weighed.log_weights))
+    second, better = _second_chart(run, weighed, tolerance)
+    weighed = weighed._replace(poor=np.asarray(weighed.poor) & ~better)
     doubt = np.where(weighed.poor, DOUBT, 1.0)
+
+    def draw(points: np.ndarray, first: np.ndarray) -> None:
+        for chart, mine in ((run, ~better[points]), (second, better[points])):
+            if mine.any():
+                fresh = np.asarray(chart.weighed(points[mine], first[mine]).log_weights)
+                for point, weights in zip(points[mine], fresh, strict=True):
+                    have[point] = np.concatenate([have[point], weights])
+
+    for point in (again := np.flatnonzero(better)):
+        have[point] = have[point][:0]
+    draw(again, np.zeros(len(again), int))
     while True:
         counts = np.array([len(weights) for weights in have])
         quality = np.array([_quality(weights, run.group) for weights in have])
@@ -107,10 +124,33 @@ def _until(run: EstimatorRun, weighed: Weighed, tolerance: float, max_paths: int
         rounds = ((np.minimum(wanted, max_paths) - counts) // size).astype(int).clip(1)[open_points]
         points = np.repeat(open_points, rounds)
         step = np.concatenate([np.arange(r) for r in rounds])
-        fresh = run.weighed(points, counts[points] + size * step)
-        for point, weights in zip(points, np.asarray(fresh.log_weights), strict=True):
-            have[point] = np.concatenate([have[point], weights])
+        draw(points, counts[points] + size * step)
     return _gather(have, weighed, run, unmet)
+
+
+def _second_chart(run: EstimatorRun, weighed: Weighed, tolerance: float) -> tuple[EstimatorRun, np.ndarray]:
+    """A run of the second chart, and the points where it is to go on: those with poor weights that are good
+    there, seen on paths that do not count."""
+    better = np.zeros(len(weighed.poor), bool)
+    estimator = run.estimator
+    if not isinstance(estimator, AbstractImprovingChart) or not np.any(weighed.poor):
+        return run, better
+    now, chart = summary(run, weighed, np.arange(run.size)), estimator.second(run.flow)
+    met, steep = np.asarray(now.standard_error) <= tolerance, np.asarray(now.steep)
+    points = np.flatnonzero(np.asarray(weighed.poor) & ~met & ~steep & ~np.asarray(run.missed))
+    if chart is None or not points.size:
+        return run, better
+    second = copy.copy(run)
+    second.estimator = chart
+    trial = second.weighed(points, np.full(len(points), TRIAL)).log_weights
+    better[points] = cut(_good(run.padded(trial)), len(points))
+    return second, better
+
+
+@partial(jit, level=0)
+def _good(log_weights: Array) -> Array:
+    count = log_weights.shape[1]
+    return (effective_paths(log_weights.T) > GOOD * count) & ~(pareto_k(log_weights.T) > HEAVY)
 
 
 def _quality(log_weights: np.ndarray, group: int) -> tuple[float, float]:

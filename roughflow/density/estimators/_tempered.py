@@ -13,6 +13,7 @@ from .._estimate import effective_paths
 from .._pareto import pareto_k
 from ..proposals import SPARE, AbstractProposal, Laplace, Mixture, normal_numbers
 from ..surface import Cloud, Latent, Target, constant, for_some
+from ._both_charts import BothCharts
 from ._chart import AbstractImprovingChart, Weights
 from ._importance import AbstractImportanceEstimator
 from ._particles import Particles, temper
@@ -46,6 +47,10 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
        for p(x) but for the choice of the β's. Each weight is that of all the descendants of a few of the
        first particles, so that the error bar is that of independent weights (Lee & Whiteley 2018). Where few
        of these are effective, up to four runs are averaged. `Estimate.tempered` says where.
+
+    Where weights are poor and a `tolerance` is asked for, paths that a search bends to x are tried beside
+    those pulled back, weighed as draws from one distribution (Veach & Guibas 1995); where these weights are
+    good, as where most backward solves escape, rounds of them take the place of particles.
 
     With `rf.HutchinsonDivergence` in up to 64 dimensions the divergence is taken exactly here: probes are
     for training.
@@ -109,6 +114,9 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
         solves = solve_keys(flow, keys, count)
         joint = _known((flow, target.x), particles.omega, solves, particles.joint)
         return Weights(particles.weights(joint), particles.omega, joint, solves)
+
+    def second(self, flow: StochasticFlow) -> BothCharts | None:
+        return BothCharts(self.num_paths, self.proposal) if BothCharts.suits(flow) else None
 
     def doubtful(self, distribution: Mixture) -> Array:
         return distribution.poor & (distribution.steepness > STEEP)

@@ -1,7 +1,7 @@
 """The surface of all ways to reach x: the map Φ, its likeliest points, and solving for an end."""
 
 from ._cloud import Cloud as Cloud
-from ._end import solve_end as solve_end
+from ._end import end_along as end_along, find_end as find_end, solve_end as solve_end
 from ._latent import Latent as Latent, Target as Target, constant as constant
 from ._modes import (
     Modes as Modes,

@@ -26,10 +26,8 @@ def solve_end(
     Derivatives are those of the solution (implicit function theorem), not of the search for it; they are
     zero where none was found, and ξ is then the centre.
     """
-    # The search is a constant to derivatives: only then can its loop stop early.
-    surface = constant(Surface(latent.quiet(), target, delta, directions))
     middle = constant(centre)
-    r, solved = _search(surface, middle)
+    r, solved = find_end(latent, target, directions, delta, middle)
     r = jnp.where(solved[:, None], r, jnp.einsum("bij,bj->bi", directions, middle))
     safe = jnp.where(solved[:, None], delta, middle - _along(directions, middle))
     eye = jnp.eye(directions.shape[1], dtype=r.dtype)[None]
@@ -39,6 +37,14 @@ def solve_end(
     gap = jnp.where(solved[:, None], here.gap(r)[0], 0)
     r = _implicit(r, slope, gap)
     return here.xi(r), jnp.where(solved[:, None, None], here.matrix(r), eye), solved
+
+
+def find_end(
+    latent: Latent, target: Target, directions: Array, delta: Array, centre: Array
+) -> tuple[Array, Array]:
+    """The r `(B, d)` of `solve_end`, and whether it was found; nothing else of it."""
+    # The search is a constant to derivatives: only then can its loop stop early.
+    return _search(constant(Surface(latent.quiet(), target, delta, directions)), constant(centre))
 
 
 class Surface(eqx.Module):
@@ -58,11 +64,15 @@ class Surface(eqx.Module):
         return self.target.x - end, has_escaped
 
     def matrix(self, r: Array) -> Array:
-        """DΦ(ξ) Rᵀ, `(B, d, d)`: d Jacobian–vector products of one solve."""
-        end = lambda xi: self.latent.end(xi, self.target.start)[0]
-        tangent = jax.linearize(end, self.xi(r))[1]
-        columns = jax.lax.map(tangent, jnp.swapaxes(self.directions, 0, 1))
-        return jnp.moveaxis(columns, 0, -1)
+        """DΦ(ξ) Rᵀ, `(B, d, d)`."""
+        return end_along(self.latent, self.target, self.directions, self.xi(r))
+
+
+def end_along(latent: Latent, target: Target, directions: Array, xi: Array) -> Array:
+    """How the end moves along k directions `(B, k, D)`, DΦ(ξ) Rᵀ, `(B, d, k)`: k Jacobian–vector products of
+    one solve."""
+    tangent = jax.linearize(lambda xi: latent.end(xi, target.start)[0], xi)[1]
+    return jnp.moveaxis(jax.lax.map(tangent, jnp.swapaxes(directions, 0, 1)), 0, -1)
 
 
 @jax.custom_jvp

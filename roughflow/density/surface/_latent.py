@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..._linear import log_abs_det
-from ...flow import NoDivergence, StochasticFlow, Whitened
+from ...flow import Base, NoDivergence, Normal, StochasticFlow, Whitened
 from ...sde import ExactCorrection, with_explicit_parameters
 
 
@@ -37,10 +37,7 @@ class Latent(eqx.Module):
 
     def __init__(self, flow: StochasticFlow, *, fixed_start: bool = False):
         self.fixed_start = fixed_start
-        self.affine = None
-        if not fixed_start and not isinstance(flow.base, Whitened):
-            draws = jax.lax.stop_gradient(flow.base.sample(key=jax.random.key(0), shape=(4096,)))
-            self.affine = jnp.mean(draws, axis=0), jnp.std(draws, axis=0)
+        self.affine = None if fixed_start else _mean_and_spread(flow.base)
         # The end is all that is wanted of a solve, and it must be a function of ξ alone.
         # Parameters that functions close over are brought to light, for `constant` to find.
         point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
@@ -91,11 +88,30 @@ class Latent(eqx.Module):
             return self.flow.base.from_normal(u)
         return self.affine[0] + self.affine[1] * u
 
+    def pull_back(self, x: Array, omega: Array) -> tuple[Array, Array]:
+        """The ξ `(B, K, D)` with Φ(ξ) = x whose paths are ω `(B, K, W)`, and which of them escape; for a base
+        that is whitened by its mean and spread."""
+        assert self.affine is not None
+        mean, spread = (a[None, None] for a in self.affine)
+        shape = (*omega.shape[:2], self.flow.driver.num_functions, self.flow.noise_dimension)
+        path = self.flow.driver.path(jnp.reshape(omega, shape), self.flow.t1)
+        outcome = self.flow.solve(x[:, None], path, reverse=True)
+        return jnp.concatenate([(outcome.z - mean) / spread, omega], axis=-1), outcome.has_escaped
+
     def refine(self, noise: Array, more: Array) -> Array:
         """Numbers for twice the functions, `(..., d + 2nm)`, that share what this ξ has."""
         start, path = noise[..., : self.start_size], self.coefficients(noise)
         finer = self.flow.driver.refine(path, jnp.reshape(more, path.shape))
         return jnp.concatenate([start, jnp.reshape(finer, (*noise.shape[:-1], -1))], axis=-1)
+
+
+def _mean_and_spread(base: Base) -> tuple[Array, Array] | None:
+    if isinstance(base, Normal):
+        return base.loc, base.scale
+    if isinstance(base, Whitened):
+        return None
+    draws = jax.lax.stop_gradient(base.sample(key=jax.random.key(0), shape=(4096,)))
+    return jnp.mean(draws, axis=0), jnp.std(draws, axis=0)
 
 
 def constant(tree):
