@@ -35,7 +35,7 @@ def test_ways_that_the_search_leaves_out_are_not_missed(key):
 
 
 def test_a_tolerance_is_met_where_backward_solves_escape(key):
-    """The search does it. The value is that of 2^15 endpoints: in one dimension there is one root."""
+    """The search does it. The value is a quadrature over both coefficients, pulled back with 64 steps."""
     sde = rf.ItoSDE(lambda t, z: z - z**3, lambda t, z: jnp.eye(1))
     flow = rf.StochasticFlow(
         sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2), integrator=rf.FixedGrid(steps=16)
