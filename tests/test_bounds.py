@@ -8,7 +8,7 @@ from problems import SHAKEN, THREE, linear, linear_distribution, ou, ou_distribu
 
 import roughflow as rf
 
-COUNT = 2048
+COUNT = 1024
 # From a narrow start one path says little, from a wide one its endpoint does.
 NARROW, WIDE = {"scale": 0.3}, {"scale": 1.5}
 
@@ -133,7 +133,9 @@ def test_the_samples_of_a_bound_from_above_are_those_of_the_flow(proposal, key):
     assert above(mean_and_error(value - TRUTH.logpdf(z)), (0.0, 0.0))
 
 
-@pytest.mark.parametrize("proposal", [PRIOR, SHAKEN], ids=["Prior", "Amortised"])
+@pytest.mark.parametrize(
+    "proposal", [pytest.param(PRIOR, marks=pytest.mark.slow), SHAKEN], ids=["Prior", "Amortised"]
+)
 def test_gradient_of_the_bound_from_above(proposal, key):
     """Through the samples too: they move with the parameter, and the proposal's distribution with them."""
     check_gradient(lambda rate: jnp.mean(upper(rf.UpperBound(4, proposal), key, rate)[1]))

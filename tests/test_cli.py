@@ -356,7 +356,8 @@ def test_a_model_that_another_run_wrote_meanwhile_is_kept(tmp_path, capsys, monk
     out, fit_density = tmp_path / "m.rf", rf.fit_density
     slow = lambda *a, **k: (fit_density(*a, **k), out.write_text("another's"))[0]
     monkeypatch.setattr(rf, "fit_density", slow)
-    assert main(["fit", f"{tmp_path}/data.csv", "--out", str(out), *TINY]) == 0
+    options = [*TINY, "--likelihood-steps", "0"]
+    assert main(["fit", f"{tmp_path}/data.csv", "--out", str(out), *options]) == 0
     assert out.read_text() == "another's"
     assert rf.load(tmp_path / "m-2.rf").columns == ("a", "b")
     assert "m-2.rf" in capsys.readouterr().err

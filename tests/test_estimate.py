@@ -142,16 +142,21 @@ def cubic(rate=2.0):
     return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
 
 
-def test_a_search_that_fails_is_told_and_leaves_the_gradient_finite(key):
-    """Paths that were not found have weight zero and no part in the slope; above one in twenty, a warning."""
+@pytest.mark.slow
+def test_a_search_that_fails_is_told(key):
+    """Paths that were not found have weight zero; above one in twenty, a warning."""
     x, estimator = jnp.array([[0.5], [1.5]]), rf.Endpoint(256, rf.Prior())
     estimate = cubic().estimate(x, key=key, estimator=estimator, solver=False)
     assert np.all(estimate.unfound > 0.05 * 256)
     np.testing.assert_array_equal(estimate.escaped, 0)
     assert np.all(estimate.suspect)
     assert re.search(r"2 miss paths that a search did not find: use rf\.Tempered", estimate.warning)
-    value = lambda rate: jnp.sum(rf.LowerBound(estimator)(cubic(rate), x, key=key))
-    value, h = jax.jit(jax.value_and_grad(value)), 1e-5
+
+
+def test_a_search_that_fails_leaves_the_gradient_finite(key):
+    """Paths that were not found have no part in the slope."""
+    x, bound = jnp.array([[0.5], [1.5]]), rf.LowerBound(rf.Endpoint(64, rf.Prior()))
+    value, h = jax.jit(jax.value_and_grad(lambda rate: jnp.sum(bound(cubic(rate), x, key=key)))), 1e-5
     slope = (value(2.0 + h)[0] - value(2.0 - h)[0]) / (2 * h)
     np.testing.assert_allclose(value(2.0)[1], slope, rtol=1e-4)
 
@@ -266,7 +271,7 @@ def test_a_point_out_of_reach_leaves_the_others_as_they_are(key):
     sde = rf.ItoSDE(lambda t, z: 0.1 * z, diffusion)
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1), 0.1), driver=rf.KarhunenLoeve(2))
     x, estimator = np.array([[1], [0]]), rf.Endpoint(16, start=jnp.array([0.9]))
-    estimate = flow.estimate(x, key=key, estimator=estimator)
+    estimate = flow.estimate(x, key=key, estimator=estimator, solver=False)
     truth = stats.lognorm.logpdf(1.0, 0.3, scale=0.9 * np.exp(0.1 - 0.045))
     assert abs(estimate.log_prob[0] - truth) < 3 * estimate.total_error[0]
     assert estimate.total_error[0] < 1e-3
@@ -274,15 +279,23 @@ def test_a_point_out_of_reach_leaves_the_others_as_they_are(key):
     np.testing.assert_array_equal(estimate.suspect, [False, True])
 
 
-@pytest.mark.parametrize("rate", [pytest.param(5.0, marks=pytest.mark.slow), 40.0])
-def test_the_error_of_the_solvers_steps_is_in_the_error_bar(rate, key):
+@pytest.mark.parametrize(
+    ("rate", "estimator"),
+    [
+        pytest.param(5.0, rf.Tempered(16), marks=pytest.mark.slow),
+        pytest.param(40.0, rf.Tempered(16), marks=pytest.mark.slow),
+        (40.0, rf.PullBack(16, rf.Laplace())),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, eqx.Module) else None,
+)
+def test_the_error_of_the_solvers_steps_is_in_the_error_bar(rate, estimator, key):
     """Eight steps are too few for a stiff SDE: it is right, or suspect, and says what to do."""
     sde = rf.ItoSDE(Linear(jnp.array([[-rate]])), rf.ConstantDiffusion(np.sqrt(2 * rate) * jnp.eye(1)))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=THREE)
     x = np.array([[0.0], [2.0]])
     noise = np.sqrt(2 * rate) * np.eye(1)
     truth = linear_distribution(np.array([[-rate]]), noise, np.zeros(1), np.eye(1), THREE).logpdf(x)
-    estimate = flow.estimate(x, key=key, estimator=rf.Tempered(16))
+    estimate = flow.estimate(x, key=key, estimator=estimator)
     right = np.abs(estimate.log_prob - truth) < 3 * estimate.total_error
     assert np.all(right | estimate.suspect)
     assert np.all(estimate.total_error >= estimate.solver_error)
@@ -291,12 +304,12 @@ def test_the_error_of_the_solvers_steps_is_in_the_error_bar(rate, key):
     else:
         assert np.any(estimate.solver_error > 0.5)
         assert "depend on the solver's steps: take more, rf.FixedGrid(steps=...)" in estimate.warning
-    blind = flow.estimate(x, key=key, estimator=rf.Tempered(16), solver=False)
+    blind = flow.estimate(x, key=key, estimator=estimator, solver=False)
     assert blind.solver_error is None
     np.testing.assert_array_equal(blind.log_prob, estimate.log_prob)
 
 
-@pytest.mark.parametrize("name", ["Tempered", "PullBack-Prior"])
+@pytest.mark.parametrize("name", [pytest.param("Tempered", marks=pytest.mark.slow), "PullBack-Prior"])
 def test_a_value_that_is_not_finite_is_suspect(name, key):
     """Where errors are switched off a model that gives NaN has a NaN, or nothing, for a density."""
     x = jnp.linspace(-1, 2, 64)[:, None]
@@ -332,8 +345,8 @@ POINTS = np.array([[0.4], [-0.7], [1.3]])
 
 
 def test_a_tolerance_is_met_by_more_paths_where_they_are_needed(one_by_one, key):
-    estimate = ou().estimate(POINTS, key=key, estimator=rf.PullBack(64), tolerance=0.05)
-    assert np.all(estimate.standard_error <= 0.05)
+    estimate = ou().estimate(POINTS, key=key, estimator=rf.PullBack(64), tolerance=0.1)
+    assert np.all(estimate.standard_error <= 0.1)
     assert not np.any(estimate.unmet)
     assert estimate.warning is None
     assert len(set(estimate.num_paths.tolist())) > 1
@@ -453,16 +466,23 @@ def test_single_precision():
     assert float(done.stdout) < 1e-3
 
 
-@pytest.mark.parametrize("dimension", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_no_lapack_where_two_calls_could_wait_for_each_other(dimension, key):
+@pytest.mark.parametrize(
+    ("dimension", "estimator"),
+    [
+        (2, rf.Tempered(2)),
+        *(pytest.param(d, rf.Endpoint(2), marks=pytest.mark.slow) for d in (2, 10)),
+        pytest.param(10, rf.Tempered(2), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, eqx.Module) else None,
+)
+def test_no_lapack_where_two_calls_could_wait_for_each_other(dimension, estimator, key):
     """Two batched LAPACK calls at once can stop a CPU with few cores for ever; see `_linear`."""
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(dimension))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(dimension)), driver=THREE)
     x = jnp.zeros((4, dimension))
-    for estimator in (rf.Tempered(2), rf.Endpoint(2)):
-        program = jax.jit(lambda x, e=estimator: flow.log_prob(x, key=key, estimator=e)).lower(x).as_text()
-        assert "lapack" not in program
-        assert "while" in program
+    program = jax.jit(lambda x: flow.log_prob(x, key=key, estimator=estimator)).lower(x).as_text()
+    assert "lapack" not in program
+    assert "while" in program
 
 
 class Hopeful(rf.Tempered):
@@ -473,7 +493,8 @@ class Hopeful(rf.Tempered):
         return eqx.tree_at(lambda d: d.poor, distribution, jnp.zeros_like(distribution.poor))
 
 
-def test_weights_that_turn_out_poor_are_improved_after_all(key):
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "jit"])
+def test_weights_that_turn_out_poor_are_improved_after_all(traced, key):
     """What would be suspect is estimated by particles, inside a jit too; a bound keeps what it drew."""
     estimator, x = Hopeful(64, rf.Prior()), jnp.array([[0.9], [2.0]])
     flow = ou(scale=0.05)
@@ -482,8 +503,9 @@ def test_weights_that_turn_out_poor_are_improved_after_all(key):
     assert not np.any(estimate.suspect)
     truth = ou_distribution(scale=0.05, driver=THREE).logpdf(x)
     assert np.all(np.abs(estimate.log_prob - truth) < 3 * estimate.total_error)
-    traced = jax.jit(lambda x: flow.estimate(x, key=key, estimator=estimator, solver=False).log_prob)(x)
-    np.testing.assert_allclose(traced, estimate.log_prob, rtol=1e-9)
+    if traced:
+        inside = jax.jit(lambda x: flow.estimate(x, key=key, estimator=estimator, solver=False).log_prob)(x)
+        np.testing.assert_allclose(inside, estimate.log_prob, rtol=1e-9)
     run = EstimatorRun(estimator, flow, x, key)
     plain = run.weighed(np.arange(2), np.zeros(2, int))
     np.testing.assert_array_equal(plain.log_weights, plain.plain)

@@ -439,7 +439,10 @@ def test_escapes_from_where_the_model_overflows_at_once(dtype, key):
     check_escapes(flow, x, [False, True, False, True], key, 1e-12 if dtype == "float64" else 1e-4)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("cubic 2-D", "float64"), ("exponential", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("cubic 2-D", "float64"), pytest.param("exponential", "float32", marks=pytest.mark.slow)],
+)
 def test_escapes_of_an_adaptive_solve(name, dtype, key):
     """Steps are shared, so the others agree with themselves alone to the tolerance of the solve."""
     shape, x, gone = ESCAPES[name]

@@ -99,7 +99,7 @@ def test_adjusted_chains_have_the_distribution_of_a_correlated_gaussian_with_a_r
     precision = jnp.asarray(np.linalg.inv(covariance))
     noise, skew = rf.FullDiffusion(2, width=8, key=key), rf.SkewNetwork(2, width=8, key=key)
     sampler = rf.AdjustedSampler(rf.targeted_sde(lambda z: -0.5 * z @ precision @ z, noise, skew), dt=0.3)
-    chain = rf.sample_chain(sampler, jnp.zeros((200, 2)), key=key, num_steps=500, burn_in=100, thin=5)
+    chain = rf.sample_chain(sampler, jnp.zeros((500, 2)), key=key, num_steps=100, burn_in=100, thin=5)
     found = np.cov(np.reshape(chain.samples, (-1, 2)).T)
     np.testing.assert_allclose(found, covariance, atol=0.12)
 
@@ -112,11 +112,11 @@ def test_unadjusted_langevin_has_the_variance_that_euler_gives_it(key):
 
 
 def test_the_implicit_scheme_keeps_a_stiff_gaussian_at_any_step(key):
-    target = lambda z: -0.5 * (z[0] ** 2 + 1e4 * z[1] ** 2)
+    target = lambda z: -0.5 * (z[0] ** 2 + 1e3 * z[1] ** 2)
     sde = rf.overdamped_langevin(target, 2)
     sampler = rf.UnadjustedSampler(sde, 2.0, rf.LinearlyImplicitEuler())
-    chain = rf.sample_chain(sampler, jnp.zeros((400, 2)), key=key, num_steps=4000, burn_in=4000, thin=40)
-    np.testing.assert_allclose(np.std(chain, axis=(0, 1)), [1, 1e-2], rtol=0.05)
+    chain = rf.sample_chain(sampler, jnp.zeros((400, 2)), key=key, num_steps=800, burn_in=800, thin=40)
+    np.testing.assert_allclose(np.std(chain, axis=(0, 1)), [1, 1e3**-0.5], rtol=0.05)
     explicit = rf.sample_chain(sde, jnp.ones((2, 2)), key=key, num_steps=50, dt=2.0)
     assert not np.all(np.abs(explicit.samples) < 1e6)
 
@@ -129,7 +129,7 @@ def test_minibatches_are_right_on_average_and_reach_the_posterior(key):
     np.testing.assert_allclose(guesses.mean(), target(z), atol=4 * float(guesses.std()) / 4000**0.5)
     assert guesses.std() > 1
     chain = rf.sample_chain(
-        rf.overdamped_langevin(target, 1), jnp.zeros((64, 1)), key=key, num_steps=2000, dt=1e-3, burn_in=500
+        rf.overdamped_langevin(target, 1), jnp.zeros((64, 1)), key=key, num_steps=500, dt=1e-3, burn_in=200
     )
     np.testing.assert_allclose(np.mean(chain), float(data.sum()) / 201, atol=0.02)
     friction = rf.sghmc(target, 1, friction=5.0)

@@ -1,5 +1,7 @@
 """Particles moved from a proposal to a distribution whose constant is known."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,10 @@ def proposal():
     )
 
 
-def moved(joint, key):
+@functools.cache
+def moved(joint):
+    """Compiled and run once for all tests of one density."""
+    key = jax.random.key(20)
     mixture, keys = proposal(), jax.random.split(key, RUNS)
     noise = jax.random.normal(key, (RUNS, PARTICLES, mixture.normal.shape[-1] + SPARE))
     run = jax.jit(lambda mixture, noise, keys: temper(joint, mixture, mixture.sample(noise), keys, KEPT))
@@ -61,9 +66,9 @@ def moved(joint, key):
 
 
 @pytest.mark.parametrize("joint", [normal, cut, two], ids=["normal", "cut", "two"])
-def test_the_constant_comes_out_within_its_error_bar(joint, key):
+def test_the_constant_comes_out_within_its_error_bar(joint):
     """Over many runs: unbiased, and within two error bars nineteen times in twenty, or suspect."""
-    weights = moved(joint, key).log_weights
+    weights = moved(joint).log_weights
     ratio = np.exp(log_mean(weights.T) - LOG_CONSTANT)
     assert abs(ratio.mean() - 1) < 4 * ratio.std() / np.sqrt(RUNS)
     estimate = made(weights.T, tempered=jnp.ones(RUNS, bool))
@@ -75,16 +80,16 @@ def test_the_constant_comes_out_within_its_error_bar(joint, key):
     assert np.sqrt(np.mean(score**2)) > 0.3
 
 
-def test_particles_follow_the_distribution(key):
+def test_particles_follow_the_distribution():
     """Its mean and covariance, over all runs; and both of two places have the share they should."""
-    omega = np.asarray(moved(normal, key).omega)
+    omega = np.asarray(moved(normal).omega)
     middle = omega.mean(axis=1)
     assert np.all(np.abs(middle.mean(axis=0) - MEAN) < 4 * middle.std(axis=0) / np.sqrt(RUNS))
     second = np.einsum("rki,rkj->rij", omega - MEAN, omega - MEAN) / KEPT
     error = second.std(axis=0) / np.sqrt(RUNS)
     assert np.all(np.abs(second.mean(axis=0) - TRUTH.cov) < 4 * error)
     assert np.all(error < 0.02)
-    both = moved(two, key)
+    both = moved(two)
     share = np.mean(np.asarray(both.omega)[..., 0] > 0, axis=1)
     # Weighed by what each run says of p(x): runs that found more of one place count as they should.
     weight = np.exp(log_mean(both.log_weights.T) - LOG_CONSTANT)
@@ -92,9 +97,9 @@ def test_particles_follow_the_distribution(key):
     assert abs(gap.mean()) < 4 * gap.std() / np.sqrt(RUNS)
 
 
-def test_weights_that_are_all_lost_are_zero_and_end(key):
+def test_weights_that_are_all_lost_are_zero_and_end():
     """A density that is zero everywhere: no NaN, no endless loop."""
-    weights = moved(lambda omega: jnp.full(omega.shape[:2], -jnp.inf), key).log_weights
+    weights = moved(lambda omega: jnp.full(omega.shape[:2], -jnp.inf)).log_weights
     assert np.all(np.isneginf(weights))
 
 

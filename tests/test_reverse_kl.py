@@ -68,6 +68,7 @@ def test_the_target_is_not_trained_and_the_penalty_leaves_it_alone(key):
     assert fitted.model.sde.diffusion.matrix < 1  # the penalty pulls at what can be learned
 
 
+@pytest.mark.slow
 def test_decay_of_weights_leaves_what_is_given_alone(key):
     """The target, in the flow and in the objective, and what a diffusion measures places by."""
     target = Shifted(jnp.array([1.5]))
