@@ -378,7 +378,8 @@ def test_a_fit_takes_what_fit_density_takes(tmp_path, monkeypatch):
 
 def test_a_warning_names_the_options_of_the_command_line(tmp_path, capsys):
     write(tmp_path / "data.csv", ["a", "b"], [[i % 3, i**1.5] for i in range(30)])
-    assert main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *TINY]) == 0
+    options = [*TINY, "--likelihood-steps", "0"]
+    assert main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *options]) == 0
     said = capsys.readouterr().err
     assert "column 'a' has only 3 different values" in said
     assert "(--given), or say how wide its steps are (--rounding) (see faq: few-different-values)" in said

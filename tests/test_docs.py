@@ -1,5 +1,6 @@
 """What is public is documented, and every example in the README and the docstrings runs as it stands."""
 
+import ast
 import inspect
 import json
 import os
@@ -75,7 +76,7 @@ def test_every_public_object_has_an_example():
 
 
 # Examples of these take long to compile.
-SLOW = {"density", "learn", "mcmc"}
+SLOW = {"density", "learn", "mcmc", "series"}
 
 
 def stage(name):
@@ -102,22 +103,41 @@ def test_examples_of_a_page_run(page, tmp_path):
     run({page: "```python\n" + "".join(examples(text)) + "```\n"}, tmp_path)
 
 
+def of_module(module):
+    """The docstrings of a module that is public as a whole, and of its functions."""
+    own = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    texts = {name: docstring(value) for name, value in own.items() if not name.startswith("_")}
+    return {module.__name__: module.__doc__ or ""} | {f"{module.__name__}.{n}": t for n, t in texts.items()}
+
+
+def test_every_function_of_a_public_module_has_an_example():
+    for module in (rf.datasets, rf.plots):
+        assert [name for name, text in of_module(module).items() if not examples(text)] == []
+
+
+def test_examples_name_what_there_is():
+    """Those of `make test-all` too: they parse, and what they take from the library is there."""
+    texts = dict(docstrings()) | of_module(rf.datasets) | of_module(rf.plots)
+    texts |= {page: (README.parent / f"docs/{page}.md").read_text(encoding="utf-8") for page in PAGES}
+    for name, text in texts.items():
+        for node in ast.walk(ast.parse("".join(examples(text)), name)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rf":
+                assert hasattr(rf, node.attr), f"{name}: there is no rf.{node.attr}"
+
+
+def test_examples_of_the_readme_and_the_datasets_run(tmp_path):
+    run({"README.md": README.read_text(encoding="utf-8")} | of_module(rf.datasets), tmp_path)
+
+
 def test_examples_run(tmp_path):
     """All but the slow ones at once: importing takes longer than most of them."""
-    quick = {name: text for name, text in docstrings() if stage(name) not in SLOW}
-    pages = {"README.md": README.read_text(encoding="utf-8")}
-    for module in (rf.datasets, rf.plots):
-        own = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
-        texts = {name: docstring(value) for name, value in own.items() if not name.startswith("_")}
-        assert [name for name, text in texts.items() if not examples(text)] == []
-        pages |= {module.__name__: module.__doc__ or ""}
-        pages |= {f"{module.__name__}.{name}": text for name, text in texts.items()}
-    run(quick | pages, tmp_path)
+    run({name: text for name, text in docstrings() if stage(name) not in SLOW}, tmp_path)
 
 
 @pytest.mark.slow
-def test_examples_of_densities_learning_and_chains_run(tmp_path):
-    run({name: text for name, text in docstrings() if stage(name) in SLOW}, tmp_path)
+def test_examples_that_take_long_run(tmp_path):
+    slow = {name: text for name, text in docstrings() if stage(name) in SLOW}
+    run(slow | of_module(rf.plots), tmp_path)
 
 
 def run(sources, folder):

@@ -418,7 +418,7 @@ def test_a_poor_estimate_warns(one_by_one, key):
     assert estimate.effective_paths < 5
 
 
-@pytest.mark.parametrize("pairs", [3, 10])
+@pytest.mark.parametrize("pairs", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_chunks_do_not_change_the_numbers(pairs, key, monkeypatch):
     """Chunks of paths and of points; probes are random too."""
     flow = double_well(driver=THREE, divergence=rf.HutchinsonDivergence())

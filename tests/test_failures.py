@@ -418,9 +418,9 @@ ESCAPES = {
     [
         ("cubic", rf.Backpropagation(), "float64"),
         ("cubic", rf.ConstantMemory(), "float32"),
-        ("cubic 2-D", rf.Backpropagation(), "float32"),
+        pytest.param("cubic 2-D", rf.Backpropagation(), "float32", marks=pytest.mark.slow),
         ("cubic 2-D", rf.ConstantMemory(), "float64"),
-        ("exponential", rf.Backpropagation(), "float64"),
+        pytest.param("exponential", rf.Backpropagation(), "float64", marks=pytest.mark.slow),
         ("exponential", rf.Backpropagation(), "float32"),
     ],
     ids=lambda p: type(p).__name__ if isinstance(p, eqx.Module) else p,

@@ -532,6 +532,7 @@ def test_stationarity_does_not_mind_the_order_of_the_sample(key):
     assert abs(rf.stationarity(sde, x, key=key)) < 2e-3
 
 
+@pytest.mark.slow
 def test_no_sde_makes_the_stationary_loss_negative(key):
     """Drift to the right in one half of the data and to the left in the other, as strong as one likes."""
     x = jnp.sort(jax.random.normal(key, (64, 1)), axis=0)
@@ -588,6 +589,7 @@ def test_a_model_gains_nothing_by_losing_points(key):
     assert many > 990 * lost["lost"]
 
 
+@pytest.mark.slow
 def test_paths_that_do_not_reach_a_point_are_counted_and_leave_gradients_finite(key):
     """dZ = −Z³ dt: backwards from far out every path escapes."""
     flow = rf.StochasticFlow(

@@ -76,7 +76,7 @@ def test_the_best_noise_is_chosen_on_the_rows_set_aside(start, best, key):
     most to widen it."""
     transport = rf.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)
     flow = rf.StochasticFlow(rf.TransportSDE(transport), rf.Normal(jnp.zeros(1), start))
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1)))
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(60, 1)))
     assert best_noise(flow, rows, key) == best
 
 
@@ -109,6 +109,7 @@ def test_smoothed_rows_have_the_noise_asked_for(key):
     np.testing.assert_allclose(jnp.mean(jnp.abs(noise) > 2.0, axis=0), 0.1 * 2 * stats.norm.sf(1), rtol=0.1)
 
 
+@pytest.mark.slow
 def test_outliers_to_be_make_heavier_tails(key):
     """Normal rows, half of them with noise: far out ½N(0, 1) + ½N(0, 5) is 3.3 nats more."""
     rows = np.random.default_rng(0).normal(size=(1000, 3))
@@ -126,6 +127,7 @@ def test_noise_in_training_that_makes_no_sense_is_refused(settings, key):
         rf.fit_density(ROWS, key=key, **TINY, **settings)
 
 
+@pytest.mark.slow
 def test_few_rows_are_smoothed_in_training_and_not_learned_by_heart(key):
     """Twelve rows of a normal distribution: with smoothing their own likelihood stays near that of others."""
     rng = np.random.default_rng(3)

@@ -24,13 +24,20 @@ def density_two_ways(flow, x, path):
     return flow.log_prob_given_path(x, path), flow.base.log_prob(z) + log_det
 
 
-# The second driver has its turn with `make test-all`.
+# Problems that are like another, and the second driver, have their turn with `make test-all`.
+ALIKE = ("OU 1-D", "Brownian motion with drift", "GBM 1-D")
+
+
 @pytest.mark.parametrize(
     "driver",
     [DRIVERS[0], *(pytest.param(driver, marks=pytest.mark.slow) for driver in DRIVERS[1:])],
     ids=lambda d: type(d).__name__,
 )
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "problem",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.name in ALIKE)) for p in PROBLEMS],
+    ids=lambda p: p.name,
+)
 def test_density_is_base_plus_dense_log_determinant(problem, driver, key):
     values = []
     for sde in (problem.ito, problem.stratonovich):
@@ -42,15 +49,26 @@ def test_density_is_base_plus_dense_log_determinant(problem, driver, key):
     np.testing.assert_allclose(values[0], values[1], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("driver", DRIVERS, ids=lambda d: type(d).__name__)
+ROUND_TRIPS = {
+    "fixed": rf.FixedGrid(steps=200),
+    "reversible": rf.FixedGrid(steps=200, gradient=rf.ConstantMemory()),
+    "adaptive": rf.Adaptive(rtol=1e-11, atol=1e-11),
+}
+
+
 @pytest.mark.parametrize(
-    "integrator",
+    ("integrator", "driver"),
     [
-        rf.FixedGrid(steps=200),
-        rf.FixedGrid(steps=200, gradient=rf.ConstantMemory()),
-        pytest.param(rf.Adaptive(rtol=1e-11, atol=1e-11), marks=pytest.mark.slow),
+        pytest.param(
+            ROUND_TRIPS[name],
+            driver,
+            id=f"{name}-{type(driver).__name__}",
+            marks=[pytest.mark.slow]
+            * ((name, driver) not in (("fixed", DRIVERS[1]), ("reversible", DRIVERS[0]))),
+        )
+        for name in ROUND_TRIPS
+        for driver in DRIVERS
     ],
-    ids=["fixed", "reversible", "adaptive"],
 )
 def test_forward_and_backward_invert_each_other(integrator, driver, key):
     problem = nonlinear_3d()

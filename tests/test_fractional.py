@@ -114,7 +114,10 @@ def gaussian_end(hurst, rate, scale, horizon, cells=1500):
 
 @pytest.mark.parametrize(
     "driver",
-    [rf.FractionalLegendre(0.4, 8), rf.FractionalBrownian(0.7, 16)],
+    [
+        rf.FractionalLegendre(0.4, 8),
+        pytest.param(rf.FractionalBrownian(0.7, 16), marks=pytest.mark.slow),
+    ],
     ids=["Legendre", "grid"],
 )
 def test_density_of_a_fractional_ornstein_uhlenbeck_process(driver, key):

@@ -31,8 +31,8 @@ SLOW = {
     "kvaerno5-constant-memory": rf.Adaptive(diffrax.Kvaerno5(), gradient=CONSTANT, **TIGHT),
 }
 KL, PL = rf.KarhunenLoeve(4), rf.PiecewiseLinear(3)
-# Jumps of the path's slope concern the grid, not the method: with `make test` each kind of method has its turn
-# on one kind of paths.
+# Jumps of the path's slope concern the grid, not the method: with `make test` each kind of method has its
+# turn on one kind of paths.
 QUICK_PL = {"dopri5-backpropagation", "heun-constant-memory"}
 QUICK_KL = {"rk4-backpropagation", "adaptive-backpropagation"}
 CASES = [

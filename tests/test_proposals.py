@@ -182,7 +182,9 @@ DRAWS = {"Independent": rf.Independent(), "Antithetic": rf.Antithetic(), "Sobol"
 every_draw = pytest.mark.parametrize("name", DRAWS)
 
 
-@every_draw
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "Independent")) for name in DRAWS]
+)
 def test_the_standard_error_of_every_kind_of_draws_is_honest(name, key):
     """The same x two hundred times over, each time with numbers of its own."""
     x = np.full((200, 1), 0.9)
@@ -259,6 +261,7 @@ class Student(rf.Normal):
         return jnp.sum(jax.scipy.stats.t.logpdf(z, 2.0, self.loc, self.scale))
 
 
+@pytest.mark.slow
 def test_a_proposal_that_is_too_narrow_is_widened(key):
     """A start with heavy tails: far out the tangent looks in the wrong place, a wide one everywhere."""
     flow = rf.StochasticFlow(ou().sde, Student(jnp.zeros(1)), 1.0, THREE, integrator=ou().integrator)

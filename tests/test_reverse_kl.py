@@ -30,7 +30,7 @@ def divergence(mean, t1=1.0):
     return 0.5 * mean**2 * np.exp(-t1)
 
 
-@pytest.mark.parametrize("num_paths", [0, 32])
+@pytest.mark.parametrize("num_paths", [0, pytest.param(32, marks=pytest.mark.slow)])
 def test_the_loss_bounds_the_divergence_and_nears_it(num_paths, key):
     """Given its path Z is N(M, a²), a = e^(−T/2), and N(m(1 − a), 1) by itself. So with paths of the prior
 

@@ -278,6 +278,7 @@ def test_transitions_out_of_the_state_space_and_of_other_shapes_are_refused(key)
         rf.Effort(2, 3, 2)
 
 
+@pytest.mark.slow
 def test_a_great_change_is_reached_by_the_likeliest_path(key):
     """A rate that falls to a tenth within a quarter: in its logarithm, as CKLS is solved, and in its root."""
     sde, x0, x1 = rf.CKLS(0.02, 0.034, 0.0767, 0.547), np.array([0.0117]), np.array([0.0012])
@@ -308,6 +309,7 @@ def test_the_logarithm_of_a_mean_of_few_weights_is_right_on_average(key):
     np.testing.assert_allclose(half[1], np.log(2), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_fit_with_transitions_that_are_too_long_says_so(key):
     """Values of a double well far apart in time: some paths from one well to the other are not found."""
     values = np.array([-1.0, 1.0, -1.0, 1.0, -0.9, 0.9])

@@ -61,7 +61,9 @@ class Corrupted(eqx.Module):
         return self.sde.drift(t, z) + 1e-4 * z
 
 
-@pytest.mark.parametrize("name", list(TARGETS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "mixture")) for name in TARGETS]
+)
 def test_the_target_is_invariant_whatever_the_networks(name, key):
     dimension, log_density = TARGETS[name]
     sde = random_sde(dimension, log_density, key)
