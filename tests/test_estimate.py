@@ -284,7 +284,7 @@ def test_a_point_out_of_reach_leaves_the_others_as_they_are(key):
     [
         pytest.param(5.0, rf.Tempered(16), marks=pytest.mark.slow),
         pytest.param(40.0, rf.Tempered(16), marks=pytest.mark.slow),
-        (40.0, rf.PullBack(16, rf.Laplace())),
+        (10.0, rf.PullBack(16, rf.Laplace())),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, eqx.Module) else None,
 )
