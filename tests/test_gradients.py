@@ -33,7 +33,7 @@ SLOW = {
 KL, PL = rf.KarhunenLoeve(4), rf.PiecewiseLinear(3)
 # Jumps of the path's slope concern the grid, not the method: with `make test` each kind of method has its
 # turn on one kind of paths.
-QUICK_PL = {"dopri5-backpropagation", "heun-constant-memory"}
+QUICK_PL = {"dopri5-backpropagation", "dopri5-constant-memory"}
 QUICK_KL = {"rk4-backpropagation", "adaptive-backpropagation"}
 CASES = [
     pytest.param(integrator, driver, id=f"{name}-{label}", marks=[pytest.mark.slow] * slow)

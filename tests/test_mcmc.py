@@ -99,7 +99,7 @@ def test_adjusted_chains_have_the_distribution_of_a_correlated_gaussian_with_a_r
     precision = jnp.asarray(np.linalg.inv(covariance))
     noise, skew = rf.FullDiffusion(2, width=8, key=key), rf.SkewNetwork(2, width=8, key=key)
     sampler = rf.AdjustedSampler(rf.targeted_sde(lambda z: -0.5 * z @ precision @ z, noise, skew), dt=0.3)
-    chain = rf.sample_chain(sampler, jnp.zeros((500, 2)), key=key, num_steps=100, burn_in=100, thin=5)
+    chain = rf.sample_chain(sampler, jnp.zeros((200, 2)), key=key, num_steps=500, burn_in=100, thin=5)
     found = np.cov(np.reshape(chain.samples, (-1, 2)).T)
     np.testing.assert_allclose(found, covariance, atol=0.12)
 
