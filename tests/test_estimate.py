@@ -365,7 +365,8 @@ def test_a_tolerance_is_met_by_the_errors_of_particles(monkeypatch):
 
     def draw(points, _):
         weights = jnp.asarray(rng.normal(size=(len(points), 64)))
-        return Weighed(weights, weights, jnp.ones(len(points), bool), None, None)
+        remedy, doubt = np.zeros(len(points), int), np.zeros(len(points), bool)
+        return Weighed(weights, weights, jnp.asarray(remedy), jnp.asarray(doubt), None, None)
 
     run: Any = SimpleNamespace(estimator=SimpleNamespace(num_paths=64), group=1, weighed=draw)
     monkeypatch.setattr(_importance, "_gather", lambda have, *_: have)
@@ -509,38 +510,3 @@ def test_weights_that_turn_out_poor_are_improved_after_all(traced, key):
     run = EstimatorRun(estimator, flow, x, key)
     plain = run.weighed(np.arange(2), np.zeros(2, int))
     np.testing.assert_array_equal(plain.log_weights, plain.plain)
-
-
-class Wells(eqx.Module):
-    """Drift `depth` sin 3z − `rate` z."""
-
-    depth: float
-    rate: float
-
-    def __call__(self, t, z):
-        return self.depth * jnp.sin(3 * z) - self.rate * z
-
-
-class Ripples(eqx.Module):
-    height: float
-
-    def __call__(self, t, z):
-        return 1 + self.height * jnp.sin(4 * z)[:, None]
-
-
-def test_an_sde_that_contracts_strongly_is_told(key):
-    """Wells with slopes of nine: backwards a solve spreads by e⁹, and particles miss paths. A linear SDE that
-    contracts as much is exact."""
-
-    def estimate(depth, rate, height, scale):
-        sde = rf.ItoSDE(Wells(depth, rate), Ripples(height))
-        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), scale), driver=rf.KarhunenLoeve(4))
-        return flow.estimate(jnp.array([[0.6]]), key=key, solver=False)
-
-    wells = estimate(3.0, 0.0, 0.7, 1.0)
-    assert np.all(wells.tempered)
-    assert np.all(wells.steep)
-    assert np.all(wells.suspect)
-    assert "contracts strongly" in wells.warning
-    assert not np.any(estimate(0.0, 9.0, 0.0, 1.0).steep)
-    assert not np.any(estimate(0.0, 1.0, 0.0, 0.01).steep)

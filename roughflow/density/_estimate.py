@@ -44,6 +44,14 @@ def unreliable(log_weights: Array) -> Array:
     return few | (pareto_k(log_weights) > HEAVY)
 
 
+def compared(log_weights: Array, others: Array) -> tuple[Array, tuple[Array, Array]]:
+    """How far the estimates of two sets of particles, over the first axis, are apart, in their errors; and
+    these errors."""
+    both = (jax.lax.stop_gradient(log_weights), jax.lax.stop_gradient(others))
+    first, second = (DOUBT * weights_error(relative_weights(weights, 1)) for weights in both)
+    return jnp.abs(log_mean(both[0]) - log_mean(both[1])) / jnp.hypot(first, second), (first, second)
+
+
 def standard_error(terms: Array) -> Array:
     """Of the mean of independent terms over the first axis; infinite for a single one."""
     if terms.shape[0] == 1:

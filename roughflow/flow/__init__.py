@@ -11,6 +11,7 @@ from ._divergence import (
 from ._estimate import (
     FEW_PATHS as FEW_PATHS,
     HEAVY as HEAVY,
+    UNFOUND as UNFOUND,
     AbstractEstimator as AbstractEstimator,
     Accuracy as Accuracy,
     Estimate as Estimate,

@@ -67,7 +67,7 @@ class Estimate(eqx.Module):
       to x.
     - `unmet`: where the tolerance asked for was not met.
     - `steep`: where particles were moved, and a backward solve spreads so much that they may have missed some
-      of the paths. None if it was not looked at.
+      of the paths, also of those that were bent to x. None if it was not looked at.
 
     ```python
     import jax, jax.numpy as jnp

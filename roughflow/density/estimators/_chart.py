@@ -64,21 +64,44 @@ class AbstractChart(AbstractEstimator):
         `Weights`."""
 
 
-class AbstractImprovingChart(AbstractChart):
-    """A chart with a remedy for poor weights. Its distribution says where they are, in a field `poor` `(B,)`:
-    decided beforehand, for an estimate that looked at its own weights to choose would be low."""
+class Improved(NamedTuple):
+    """Weights in place of poor ones, and where even these may not see all ways to x."""
+
+    weights: Weights
+    doubt: Array  # (B,)
+
+
+class AbstractRemedy(eqx.Module):
+    """Other paths for points whose weights are poor."""
+
+    @abc.abstractmethod
+    def at(self, distribution: Any) -> Array:
+        """The points it is for, `(B,)`, by the chart's distribution."""
 
     @abc.abstractmethod
     def improve(
         self, flow: StochasticFlow, target: Target, distribution: Any, keys: PRNGKeyArray, count: int
-    ) -> Weights:
-        """Other paths, `count` of them, for the points whose weights are poor; anything elsewhere."""
+    ) -> Improved:
+        """`count` paths for each of those points, with weights that are NaN where it gave up; anything
+        elsewhere."""
+
+    @abc.abstractmethod
+    def log_joint(
+        self, flow: StochasticFlow, target: Target, distribution: Any, paths: Array, keys: PRNGKeyArray | None
+    ) -> Array:
+        """As that of a chart, in the coordinates of these paths."""
+
+
+class AbstractImprovingChart(AbstractChart):
+    """A chart with remedies for poor weights. Its distribution says where they are, in a field `poor` `(B,)`:
+    decided beforehand, for an estimate that looked at its own weights to choose would be low."""
+
+    @abc.abstractmethod
+    def remedies(self, flow: StochasticFlow) -> tuple[AbstractRemedy, ...]:
+        """In the order in which each takes over from those before, at its points. The first has the chart's
+        own coordinates."""
 
     @abc.abstractmethod
     def second(self, flow: StochasticFlow) -> AbstractChart | None:
         """A chart that draws from the same distribution, whose weights may be good where these are poor;
         None if there is none for this flow."""
-
-    @abc.abstractmethod
-    def doubtful(self, distribution: Any) -> Array:
-        """Where even those may not see all ways to x, `(B,)`."""

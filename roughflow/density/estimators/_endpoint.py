@@ -21,6 +21,7 @@ from ..surface import (
     find_modes,
     normal_space,
     solve_end,
+    solve_near,
 )
 from ._chart import Weights
 from ._importance import AbstractImportanceEstimator
@@ -186,15 +187,35 @@ class Endpoint(AbstractImportanceEstimator):
         keys: PRNGKeyArray | None,
     ) -> Array:
         del keys
-        latent = _latent(flow, target)
-        batch, count, _ = paths.shape
-        each = lambda a: jnp.repeat(a, count, axis=0)
-        delta = jnp.reshape(paths, (batch * count, -1))
-        xi, matrix, solved = solve_end(
-            latent, target.repeat(count), each(distribution.directions), delta, each(distribution.centre)
-        )
-        value = latent.log_prior(xi) - log_abs_det(matrix)
-        return jnp.reshape(jnp.where(solved & jnp.isfinite(value), value, -jnp.inf), (batch, count))
+        latent, centre = _latent(flow, target), distribution.centre
+        return log_joint_at_end(latent, target, distribution.directions, paths, centre)
+
+
+def log_joint_at_end(
+    latent: Latent, target: Target, directions: Array, delta: Array, centre: Array, on_line: bool = False
+) -> Array:
+    """log φ(ξ) − log |det DΦ(ξ) Rᵀ| `(B, K)`, ξ = δ + Rᵀr the path of δ `(B, K, D)` that ends at x; −inf
+    where none was found. The search starts from `centre` `(B, D)`."""
+    count = delta.shape[1]
+    target, directions, centre = jax.tree.map(
+        lambda a: jnp.repeat(a, count, axis=0), (target, directions, centre)
+    )
+    flat = jnp.reshape(delta, (-1, delta.shape[2]))
+    return _log_joint(latent, *solve_end(latent, target, directions, flat, centre, on_line), delta.shape[:2])
+
+
+def log_joint_near(latent: Latent, target: Target, directions: Array, delta: Array, r: Array) -> Array:
+    """The same for the root that is found from r `(B, K, d)`, if one is."""
+    count = delta.shape[1]
+    target, directions = jax.tree.map(lambda a: jnp.repeat(a, count, axis=0), (target, directions))
+    flat = lambda a: jnp.reshape(a, (-1, a.shape[2]))
+    near = solve_near(latent, target, directions, flat(delta), flat(r))
+    return _log_joint(latent, *near, delta.shape[:2])
+
+
+def _log_joint(latent: Latent, xi: Array, matrix: Array, solved: Array, shape: tuple[int, ...]) -> Array:
+    value = latent.log_prior(xi) - log_abs_det(matrix)
+    return jnp.reshape(jnp.where(solved & jnp.isfinite(value), value, -jnp.inf), shape)
 
 
 def _latent(flow: StochasticFlow, target: Target) -> Latent:

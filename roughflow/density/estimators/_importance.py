@@ -81,7 +81,7 @@ def _summary(
     fell_back, searched = distribution.missed[places] & ~weighed.poor, estimator.searches
     estimate = from_log_weights(weighed.log_weights.T, group, fell_back, weighed.poor, searched)
     if isinstance(estimator, AbstractImprovingChart):
-        estimate = dataclasses.replace(estimate, steep=estimator.doubtful(distribution)[places])
+        estimate = dataclasses.replace(estimate, steep=weighed.doubt)
     if weighed.solver_error is None:
         return estimate
     rounding = 8 * jnp.finfo(estimate.log_prob.dtype).eps * (1 + jnp.abs(estimate.log_prob))
@@ -97,7 +97,7 @@ def _until(run: EstimatorRun, weighed: Weighed, tolerance: float, max_paths: int
     size = run.estimator.num_paths
     have = list(np.asarray(weighed.log_weights))
     second, better = _second_chart(run, weighed, tolerance)
-    weighed = weighed._replace(poor=np.asarray(weighed.poor) & ~better)
+    weighed = weighed._replace(remedy=np.where(better, -1, weighed.remedy))
     doubt = np.where(weighed.poor, DOUBT, 1.0)
 
     def draw(points: np.ndarray, first: np.ndarray) -> None:
@@ -136,8 +136,9 @@ def _second_chart(run: EstimatorRun, weighed: Weighed, tolerance: float) -> tupl
     if not isinstance(estimator, AbstractImprovingChart) or not np.any(weighed.poor):
         return run, better
     now, chart = summary(run, weighed, np.arange(run.size)), estimator.second(run.flow)
-    met, steep = np.asarray(now.standard_error) <= tolerance, np.asarray(now.steep)
-    points = np.flatnonzero(np.asarray(weighed.poor) & ~met & ~steep & ~np.asarray(run.missed))
+    met = np.asarray(now.standard_error) <= tolerance
+    own = (np.asarray(weighed.remedy) == 0) & ~np.asarray(weighed.doubt)
+    points = np.flatnonzero(own & ~met & ~np.asarray(run.missed))
     if chart is None or not points.size:
         return run, better
     second = copy.copy(run)

@@ -118,12 +118,16 @@ def tried(
     omega = trial.sample(noise)
     density = mixture.log_components(omega)
     joint = log_joint(flow, x, omega, solve_keys(flow, keys, count))
+    even = are_even(joint, density) & ~mixture.missed
+    chosen = mixture.defended(~even)
+    # Equal ones are equal: how they differ far out, where hardly any will be drawn, does not count.
+    return chosen, jnp.where(even[:, None], 0, joint - chosen.log_prob(omega))
+
+
+def are_even(joint: Array, density: Array) -> Array:
+    """Whether weights are all equal, `(B,)`: those of paths with these log-densities, `(B, K)`."""
     weights = joint - density
     # Far out, where the logarithms are large, a solver's error is too.
     far = jnp.max(density, axis=1, keepdims=True) - density
     near = jnp.take_along_axis(weights, jnp.argmin(far, axis=1)[:, None], axis=1)
-    equal = jnp.all(jnp.abs(weights - near) < EQUAL * (1 + far), axis=1)
-    even = equal & ~mixture.missed
-    chosen = mixture.defended(~even)
-    # Equal ones are equal: how they differ far out, where hardly any will be drawn, does not count.
-    return chosen, jnp.where(even[:, None], 0, joint - chosen.log_prob(omega))
+    return jnp.all(jnp.abs(weights - near) < EQUAL * (1 + far), axis=1)

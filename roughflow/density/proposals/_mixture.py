@@ -1,6 +1,7 @@
 """What paths are drawn from: for each x a mixture of normal distributions, and a share of the prior."""
 
 import math
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ SPARE = 1  # standard normal numbers beyond one for each coordinate of ξ: it ch
 # Where the surface of ways to x is curved, a tangent Gaussian is too narrow more often than too wide.
 WIDER = 1.15
 PRIOR_SHARE = 0.3  # of a distribution that may miss something
+EDGE = 1e-3  # volume of a plane, as seen, below which it is seen edge on
 
 
 class Mixture(eqx.Module):
@@ -69,6 +71,45 @@ class Mixture(eqx.Module):
         log_volume = jnp.reshape(log_abs_det(start), (batch, count))
         return jnp.exp(
             -jnp.min(jnp.where(jnp.isfinite(self.log_share), log_volume, 0), axis=1) / self.dimension
+        )
+
+    @property
+    def modes(self) -> Array:
+        """The ξ* whose paths the centres are, `(B, M, D)`: as points of least energy they are across the
+        plane, ξ* = Nᵀa, so that the path says what a is."""
+        start, path = jnp.split(self.normal, [self.dimension], axis=-1)
+        flat = lambda a: jnp.reshape(a, (math.prod(a.shape[:2]), *a.shape[2:]))
+        ridge = jnp.finfo(path.dtype).eps * jnp.eye(self.dimension, dtype=path.dtype)
+        gram = flat(jnp.einsum("bmij,bmkj->bmik", path, path)) + ridge[None]
+        across = solve(gram, flat(jnp.einsum("bmij,bmj->bmi", path, self.centre))[..., None])
+        across = jnp.reshape(across, (*self.centre.shape[:2], self.dimension))
+        return jnp.concatenate([jnp.einsum("bmij,bmi->bmj", start, across), self.centre], axis=-1)
+
+    @property
+    def middle(self) -> Array:
+        """The mode with the largest share, `(B, D)`."""
+        best = jnp.argmax(self.log_share, axis=1)[:, None, None]
+        return jnp.take_along_axis(self.modes, best, axis=1)[:, 0]
+
+    def seen_along(self, turn: Callable[[Array], Array]) -> "Mixture":
+        """The same planes in other orthonormal coordinates of ξ, seen along the first d of these; no wider,
+        and without the prior. What contains such a direction, and so is no plane there, is left out."""
+        d = self.dimension
+        normal = turn(self.normal)
+        flat = jnp.reshape(normal[..., :d], (math.prod(normal.shape[:2]), d, d))
+        across = jnp.reshape(log_abs_det(flat), self.log_share.shape) > math.log(EDGE)
+        frame = jnp.eye(*normal.shape[2:], dtype=normal.dtype)
+        kept = across & jnp.isfinite(self.log_share)
+        none = ~jnp.any(kept, axis=1)
+        log_share = jnp.where(kept | none[:, None], jnp.where(kept, self.log_share, 0), -jnp.inf)
+        return Mixture(
+            turn(self.modes)[..., d:],
+            jnp.ones_like(self.scale),
+            jnp.where(kept[..., None, None], normal, frame[None, None]),
+            jax.nn.log_softmax(log_share, axis=1),
+            jnp.where(none, 1, 0).astype(self.prior.dtype),
+            none,
+            self.poor,
         )
 
     def sample(self, noise: Array) -> Array:
