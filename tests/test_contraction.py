@@ -9,7 +9,7 @@ import scipy
 from problems import ou_distribution
 
 import roughflow as rf
-from roughflow.density.estimators import _moved
+from roughflow.density.estimators import _remedies
 from roughflow.density.estimators._weights import EstimatorRun
 from roughflow.density.surface import Latent, Target, Turned
 from roughflow.density.surface._end import find_on_line
@@ -81,7 +81,7 @@ def test_wells_are_estimated_forwards(key):
     assert np.all(np.abs(estimate.log_prob - np.array(truth)) < 3 * estimate.total_error)
     assert np.all(estimate.total_error < 0.5)
     pulled = EstimatorRun(rf.Tempered(), flow, X, key)
-    assert np.all(_moved.uphill(pulled.distribution)[:2])
+    assert np.all(_remedies.uphill(pulled.distribution)[:2])
 
 
 @pytest.mark.slow
@@ -123,10 +123,10 @@ def test_several_ends_of_the_noise_are_told(monkeypatch, key):
     )
     x = jnp.array([[2.2, 0.0]])
     run = EstimatorRun(rf.Tempered(), flow, x, key)
-    monkeypatch.setattr(_moved, "UPHILL", 0.0)
+    monkeypatch.setattr(_remedies, "UPHILL", 0.0)
     distribution = jax.tree.map(lambda a: a[:1], run.distribution)
     distribution = eqx.tree_at(lambda d: d.poor, distribution, jnp.ones(1, bool))
-    improved = _moved.BentParticles().improve(flow, Target(x, None), distribution, run.keys[:1], 64)
+    improved = _remedies.BentParticles().improve(flow, Target(x, None), distribution, run.keys[:1], 64)
     assert np.all(improved.doubt)
 
 

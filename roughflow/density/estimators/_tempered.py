@@ -15,8 +15,8 @@ from ..surface import Cloud, Latent, Target, constant
 from ._both_charts import BothCharts
 from ._chart import AbstractImprovingChart, AbstractRemedy, Weights
 from ._importance import AbstractImportanceEstimator
-from ._moved import BentParticles, PulledParticles, exact, uphill
 from ._pull_back import log_joint, random_solves, tried
+from ._remedies import BentParticles, PulledParticles, exact, uphill
 
 TRIAL = 32  # paths looked at before it is decided how to go on
 POOR = 0.35  # effective fraction of them below which weights are poor

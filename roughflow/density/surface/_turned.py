@@ -1,6 +1,6 @@
 """ξ in coordinates whose first d are the endpoint B(T) of the noise: from there x is solved for, forwards.
 
-B(T) = √|g|² · r with r = gᵀω/|g|, g = (∫eₖ)ₖ, one number for each of the d noises. A reflection of the
+B(T) = |g| r with r = gᵀω/|g|, g = (∫eₖ)ₖ, one number for each of the d noises. A reflection of the
 coefficients, function by function, takes g to the first axis, so that
 
     ξ = (start, ω)  ↔  (r, u),    u = (start, the other n − 1 rows of the reflected ω),
