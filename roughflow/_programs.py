@@ -83,7 +83,7 @@ def exact_products() -> AbstractContextManager[object]:
     said = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
     if said or jax.default_backend() == "cpu":
         return nullcontext()
-    return jax.default_matmul_precision("highest")
+    return jax.default_matmul_precision("float32")
 
 
 def _quick(function: Callable[Arguments, Result], level: int) -> Callable[Arguments, Result]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
 from ..faq import see
+from ._jets import has_kernel, network
 from ._random_weights import random_weights
 
 Activation = Callable[[Array], Array]
@@ -111,6 +112,8 @@ class MLP(eqx.Module):
     def __call__(self, t: Array, z: Array) -> Array:
         if self.time_dependent:
             z = jnp.concatenate([z, jnp.reshape(jnp.asarray(t, z.dtype), (1,))])
+        if self.activation is tanh and has_kernel(self.weights, z):
+            return network(z, self.weights, self.biases[:-1]) + self.biases[-1]
         for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
             z = self.activation(_product(z, weight) + bias)
         return _product(z, self.weights[-1]) + self.biases[-1]
