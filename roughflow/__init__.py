@@ -1,6 +1,9 @@
 """roughflow: densities for stochastic differential equations."""
 
+import ast as _ast
+import functools as _functools
 import importlib as _importlib
+import pkgutil as _pkgutil
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
@@ -11,21 +14,27 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """The public names, once one is asked for: JAX takes its time, and `roughflow --help` does not need it.
-    `rf.plots` comes by itself: it needs matplotlib."""
+    """A public name, once it is asked for, with no more than its stage needs: JAX takes its time, and
+    `roughflow --help` does not need it. `rf.plots` comes by itself: it needs matplotlib."""
     if name == "plots":
         return _importlib.import_module(".plots", __name__)
-    _load()
-    if name in globals():
-        return globals()[name]
-    raise AttributeError(f"module 'roughflow' has no attribute {name!r}")
+    if name not in _places():
+        raise AttributeError(f"module 'roughflow' has no attribute {name!r}")
+    place = _importlib.import_module(_places()[name], __name__)
+    globals()[name] = value = getattr(place, name) if _places()[name] != f".{name}" else place
+    return value
 
 
 def __dir__() -> list[str]:
-    _load()
-    return sorted({*globals(), "plots"})
+    return sorted({*globals(), *_places(), "plots"})
 
 
-def _load() -> None:
-    public = vars(_importlib.import_module("._public", __name__))
-    globals().update({name: value for name, value in public.items() if not name.startswith("_")})
+@_functools.cache
+def _places() -> dict[str, str]:
+    """Which module has which public name, the stages' own among them: what `_public` says, without importing
+    it."""
+    text = _pkgutil.get_data(__name__, "_public.py")
+    assert text is not None
+    imports = [node for node in _ast.parse(text).body if isinstance(node, _ast.ImportFrom)]
+    stages = {node.module: f".{node.module}" for node in imports if node.module}
+    return stages | {a.name: f".{node.module or a.name}" for node in imports for a in node.names}

@@ -1,4 +1,4 @@
-"""All that is public: `roughflow` has these names, and imports this module when the first is asked for."""
+"""All that is public: `roughflow` has these names, and imports the stage of one when it is asked for."""
 
 from .sde import (  # noqa: I001  (pipeline order)
     AbstractSDE as AbstractSDE,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array
-from scipy import special
 
 from .._checks import check_count
 from ._driver import AbstractDriver
@@ -156,7 +156,7 @@ def _refinement(hurst: float, knots: tuple[float, ...]) -> tuple[np.ndarray, np.
 def _moments_root(hurst: float, count: int) -> np.ndarray:
     """Of the covariance of ∫eⱼ dB, the eⱼ orthonormal polynomials: with S the sum of both cross-correlations
     of eⱼ and eₖ it is −H ∫₀¹ u²ᴴ⁻¹ S′(u) du, by quadrature exact but for rounding."""
-    jacobi, jacobi_weights = special.roots_jacobi(count + 1, 0.0, 2 * hurst - 1)
+    jacobi, jacobi_weights = scipy.special.roots_jacobi(count + 1, 0.0, 2 * hurst - 1)
     lags, lag_weights = (jacobi + 1) / 2, jacobi_weights / 2 ** (2 * hurst)
     nodes, weights = np.polynomial.legendre.leggauss(count + 1)
     gram = np.zeros((count, count))

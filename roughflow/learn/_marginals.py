@@ -6,8 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array
-from scipy.special import log_ndtr, ndtri
 
 from .._checks import is_traced
 
@@ -179,7 +179,7 @@ def _knots(column: np.ndarray, count: int) -> _Knot:
     apart = np.flatnonzero(np.diff(x, prepend=-np.inf) > NARROW * scale)
     if len(apart) < 2:
         return _knots(column, 0)
-    x, u = x[apart], ndtri(levels[apart])
+    x, u = x[apart], scipy.special.ndtri(levels[apart])
     width, mean = np.diff(x), np.diff(u) / np.diff(x)
     slope = np.empty(len(x))
     # The geometric mean of both sides' slopes, weighted by the other side's width: monotone, and smooth.
@@ -197,7 +197,7 @@ def _tail(level: float, beyond: np.ndarray, otherwise: float) -> float:
     beyond = beyond[beyond > 0]
     if not beyond.size:
         return otherwise
-    excess = np.exp(_log_density(level) - log_ndtr(-level)) - level
+    excess = np.exp(_log_density(level) - scipy.special.log_ndtr(-level)) - level
     return float(excess / beyond.mean())
 
 
