@@ -29,7 +29,7 @@ from problems import (
 from scipy import stats
 
 import roughflow as rf
-from roughflow.density.estimators import _importance
+from roughflow.density.estimators import _importance, _weights
 from roughflow.density.estimators._weights import EstimatorRun, Weighed
 from roughflow.density.surface import Target
 
@@ -234,6 +234,18 @@ def test_a_model_that_is_not_finite_is_an_error_of_one_line(name, key):
     x = jnp.linspace(-1, 2, 64)[:, None]
     with pytest.raises(rf.NonFiniteError, match=r"^[^\n]*drift[^\n]*$"):
         ou(np.nan).estimate(x, key=key, estimator=ESTIMATORS[name][0])
+
+
+def test_no_program_raises_where_nothing_fails(key, monkeypatch):
+    """JAX's cache on disk keeps none that may, and a second process would compile it anew."""
+    asked, weigh = [], _weights.weigh
+    record = lambda estimator, flow, *rest: asked.append(flow.raises) or weigh(estimator, flow, *rest)
+    monkeypatch.setattr(_weights, "weigh", record)
+    ou().estimate(jnp.zeros((1, 1)), key=key, estimator=rf.PullBack(2))
+    assert asked == [False]
+    with pytest.raises(rf.NonFiniteError):
+        ou(np.nan).estimate(jnp.zeros((1, 1)), key=key, estimator=rf.PullBack(2))
+    assert asked == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -449,6 +461,7 @@ def test_chunks_do_not_change_the_numbers_of_endpoint(draws, key, monkeypatch):
 SINGLE = """
 import jax, jax.numpy as jnp, numpy as np
 import roughflow as rf
+from roughflow.density.estimators import _weights
 from problems import ou, ou_distribution
 x = jnp.array([[0.1], [-1.0], [2.0]])
 estimate = ou().estimate(x, key=jax.random.key(0), )

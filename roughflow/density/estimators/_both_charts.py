@@ -44,6 +44,7 @@ class BothCharts(AbstractImportanceEstimator):
     num_paths: int = eqx.field(static=True, default=64)
     proposal: AbstractProposal = Laplace()
     searches: ClassVar[bool] = False
+    shows_failures: ClassVar[bool] = False
 
     @staticmethod
     def suits(flow: StochasticFlow) -> bool:

@@ -32,6 +32,8 @@ class AbstractChart(AbstractEstimator):
     proposal: eqx.AbstractVar[AbstractProposal]
     # What a weight of zero is: a path that a search did not find, or one that escaped.
     searches: eqx.AbstractClassVar[bool]
+    # Whether the weight of a path whose solve failed is NaN, so that no program has to raise to tell.
+    shows_failures: eqx.AbstractClassVar[bool]
 
     @abc.abstractmethod
     def check(self, flow: StochasticFlow) -> None:

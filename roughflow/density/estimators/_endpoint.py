@@ -112,6 +112,7 @@ class Endpoint(AbstractImportanceEstimator):
     proposal: AbstractProposal
     start: Array | None
     searches: ClassVar[bool] = True
+    shows_failures: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class PullBack(AbstractImportanceEstimator):
     )
     proposal: AbstractProposal = Prior()
     searches: ClassVar[bool] = False
+    shows_failures: ClassVar[bool] = True
 
     def check(self, flow: StochasticFlow) -> None:
         del flow

@@ -70,6 +70,7 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
     )
     proposal: AbstractProposal = Laplace()
     searches: ClassVar[bool] = False
+    shows_failures: ClassVar[bool] = True
 
     def check(self, flow: StochasticFlow) -> None:
         del flow

@@ -137,8 +137,7 @@ class EstimatorRun:
         self, job: Chunk, points: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
     ) -> Weighed:
         chunk, first = job.of(points), places[job.indices]
-        setting = (self.estimator, self.flow, self.coarse, self.target, self.distribution, self.keys)
-        drawn = self._run(weigh, *setting, chunk, first, count, self.group)
+        drawn = self._drawn(chunk, first, count)
         plain, errors = drawn.log_weights, (None, None)
         # Two drivers are compared path by path.
         remedies = ()
@@ -154,6 +153,17 @@ class EstimatorRun:
             for place, remedy in enumerate(remedies[1:], 1):
                 errors = self._other_errors(remedy, drawn.remedy == place, drawn, chunk, errors)
         return Weighed(drawn.log_weights, plain, drawn.remedy, drawn.doubt, *errors)
+
+    def _drawn(self, chunk: Chunk, first: np.ndarray, count: int) -> Drawn:
+        """Paths and their weights. A program that may raise takes longer to compile, and JAX's cache on disk
+        does not keep it: so first without errors, and again to raise where a weight is not a number."""
+        setting = (self.coarse, self.target, self.distribution, self.keys)
+        draw = lambda flow: self._run(weigh, self.estimator, flow, *setting, chunk, first, count, self.group)
+        if self.straight or not self.estimator.shows_failures:
+            return draw(self.flow)
+        drawn = draw(self.flow.without_errors())
+        fine = not is_traced(drawn.log_weights) and not np.isnan(drawn.log_weights).any()
+        return drawn if fine else draw(self.flow)
 
     def _improved(
         self,
