@@ -98,6 +98,14 @@ def dimension_of(base: Base) -> int:
     return point.shape[0]
 
 
+def some_point(base: Base, dimension: int) -> Array:
+    """A point `(d,)` where samples start; made from given numbers where a base takes them, because every
+    program with a solve in it would have to draw random ones."""
+    if isinstance(base, Whitened):
+        return base.from_normal(jnp.asarray(np.random.default_rng(0).normal(size=dimension)))
+    return base.sample(key=jax.random.key(0))
+
+
 def log_prob_of(base: Base, z: Array) -> Array:
     """The log-density at a batch of any shape, `(..., d)`, from that at one point."""
     flat = jax.vmap(base.log_prob)(jnp.reshape(z, (-1, z.shape[-1])))

@@ -13,6 +13,7 @@ from .._programs import jit
 from ..driver import Path
 from ..faq import see
 from ..sde import with_explicit_parameters
+from ._base import some_point
 from ._field import Field, draw, signs, split
 from ._outcome import Outcome, Status, failed, raise_failures
 
@@ -125,7 +126,7 @@ def _integrate(
         path=path,
         signs=signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dimension),
         probes=draw(flow.divergence, keys[1], batch, flow.dimension),
-        safe=flow.base.sample(key=jax.random.key(0)).astype(z.dtype),
+        safe=some_point(flow.base, flow.dimension).astype(z.dtype),
         escape_rate=flow.integrator.escape_rate,
     )
     return flow.integrator.integrate(field, z, fraction, reverse=reverse)
