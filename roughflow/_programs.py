@@ -22,8 +22,10 @@ MAPS = Path("/proc/self/maps")
 LIMIT = 15_000
 EVERY = 32  # programs compiled between two looks
 
-# On a CPU these take half the time to compile. At level 1 programs run as fast, to a few parts in a hundred;
-# at level 0 a solve takes three times as long. Not every version of XLA knows all of them.
+# On a CPU these take half the time to compile. But at level 1 a solve with networks takes half as long again,
+# a simulation twice as long, a chain up to five times; at level 0 a solve takes three times as long. Without
+# the fusion emitters, that is: with them level 1 costs little, and gains little. Not every version of XLA
+# knows all of them.
 QUICK: Mapping[str, bool | int] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 2,
