@@ -4,6 +4,7 @@ Kernels run interpreted here; that they compile and what they gain is for `pytho
 """
 
 import itertools
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -56,13 +57,20 @@ def test_large_networks_have_no_kernel():
     assert not kernels.fits((3, 64, 64, 3), 2)  # products of ten kinds
 
 
-def test_what_was_said_of_precision_counts(monkeypatch):
+def test_where_there_are_kernels(monkeypatch):
     weights, _ = parameters((2, 16, 2))
     z = points(1, 2)[0]
     assert not _jets.has_kernel(weights, z)  # no GPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+    device = SimpleNamespace(compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
     assert _jets.has_kernel(weights, z)
+    assert not _jets.has_kernel(weights, z.astype(float))
+    for other in ("7.5", "gfx90a", ""):  # no bfloat16, another maker
+        device.compute_capability = other
+        assert not _jets.has_kernel(weights, z)
+    device.compute_capability = "10.0"
     with jax.default_matmul_precision("highest"):
         assert not _jets.has_kernel(weights, z)
     monkeypatch.setattr(jax, "device_count", lambda: 2)

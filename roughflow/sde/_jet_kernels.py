@@ -198,5 +198,7 @@ def _call(kernel: Callable, programs: int, warps: int, **how: Any) -> Callable:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    parameters = triton.CompilerParams(num_warps=warps, num_stages=1)
+    # The name before JAX 0.8.
+    settings = getattr(triton, "CompilerParams", None) or getattr(triton, "TritonCompilerParams")  # noqa: B009
+    parameters = settings(num_warps=warps, num_stages=1)
     return pl.pallas_call(kernel, grid=(programs,), compiler_params=parameters, **how)

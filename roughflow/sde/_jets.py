@@ -27,12 +27,19 @@ PRECISIONS = (None, "float32")
 
 
 def has_kernel(weights: Sequence[Array], z: Array) -> bool:
-    """Whether a tanh network is best evaluated by a kernel: where there is one GPU, and in float32."""
-    if jax.default_backend() != "gpu" or jax.device_count() > 1:
+    """Whether a tanh network is best evaluated by a kernel: on one GPU of NVIDIA's that knows bfloat16, and
+    in float32."""
+    if jax.default_backend() != "gpu" or jax.device_count() > 1 or not _knows_bfloat16():
         return False
     said = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     single = all(a.dtype == jnp.float32 for a in (z, *weights))
     return single and said in PRECISIONS and weights[0].ndim == 2 and kernels.fits(_sizes(weights), 0)
+
+
+def _knows_bfloat16() -> bool:
+    """GPUs of other makers have no number here, those before Ampere a smaller one."""
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    return capability[:1].isdigit() and float(capability) >= 8.0
 
 
 def network(z: Array, weights: Sequence[Array], biases: Sequence[Array]) -> Array:
