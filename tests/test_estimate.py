@@ -461,10 +461,9 @@ def test_chunks_do_not_change_the_numbers_of_endpoint(draws, key, monkeypatch):
 SINGLE = """
 import jax, jax.numpy as jnp, numpy as np
 import roughflow as rf
-from roughflow.density.estimators import _weights
 from problems import ou, ou_distribution
 x = jnp.array([[0.1], [-1.0], [2.0]])
-estimate = ou().estimate(x, key=jax.random.key(0), )
+estimate = ou().estimate(x, key=jax.random.key(0))
 assert estimate.log_prob.dtype == "float32" and estimate.standard_error.dtype == "float32"
 print(np.max(np.abs(estimate.log_prob - ou_distribution(driver=ou().driver).logpdf(x))))
 """
