@@ -1,9 +1,11 @@
 """Compiled programs: no more of them than need be, and never more than a process can hold."""
 
+import contextlib
+import contextvars
 import functools
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -23,14 +25,14 @@ LIMIT = 15_000
 EVERY = 32  # programs compiled between two looks
 
 # On a CPU these take half the time to compile. But at level 1 a solve with networks takes half as long again,
-# a simulation twice as long, a chain up to five times; at level 0 a solve takes three times as long. Without
-# the fusion emitters, that is: with them level 1 costs little, and gains little. Not every version of XLA
-# knows all of them.
-QUICK: Mapping[str, bool | int] = {
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 2,
-}
+# a simulation twice as long, a chain up to five times; at level 0 a solve takes three times as long. That is
+# for want of the fusion emitters: with them level 1 runs as fast as any, and compiles a little faster. Not
+# every version of XLA knows all of them.
+EMITTERS = "xla_cpu_use_fusion_emitters"
+QUICK: Mapping[str, bool | int] = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 2}
 LEVEL = "xla_backend_optimization_level"
+
+_long: contextvars.ContextVar[bool] = contextvars.ContextVar("long", default=False)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -50,7 +52,7 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
     that another number finds it compiled; only code that asks for their value (`if rate > 1`, `math.exp`) has
     a program for each. And when the programs of this process have become too many, they are dropped, to
     be compiled again as needed. With a `level`, 1 or 0, less time goes into compiling: 0 for programs that do
-    little.
+    little; more of it again where there is much to do (`runs_long`).
     """
     compiled = eqx.filter_jit(function) if level is None else _quick(function, level)
     # What arguments look like to code that asks for the value of a float.
@@ -79,6 +81,16 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
     return call
 
 
+@contextlib.contextmanager
+def runs_long(long: bool) -> Iterator[None]:
+    """Programs that are called within are worth the time to compile them well, if `long`."""
+    before = _long.set(long)
+    try:
+        yield
+    finally:
+        _long.reset(before)
+
+
 def exact_products() -> AbstractContextManager[object]:
     """Products of matrices to the precision of their type, where the user has not said otherwise. GPUs keep
     ten bits of float32 by default, which is 0.01 nats of a log-density, for little or no time gained.
@@ -97,8 +109,10 @@ def _quick(function: Callable[Arguments, Result], level: int) -> Callable[Argume
     plain = eqx.filter_jit(function)
 
     @functools.cache
-    def alone() -> Callable[Arguments, Result]:
+    def alone(long: bool) -> Callable[Arguments, Result]:
         options = known_options(level)
+        if long:
+            options = {name: value for name, value in options.items() if name != EMITTERS}
         if not options:
             return plain
         return eqx.filter_jit(function, compiler_options=options)  # pyright: ignore[reportCallIssue]
@@ -107,7 +121,7 @@ def _quick(function: Callable[Arguments, Result], level: int) -> Callable[Argume
         if is_traced(jnp.asarray(0.0)) or any(map(is_traced, jax.tree.leaves((args, kwargs)))):
             return plain(*args, **kwargs)
         try:
-            return alone()(*args, **kwargs)
+            return alone(_long.get())(*args, **kwargs)
         except ValueError as error:
             # What is differentiated may hide in a function that closes over it.
             if "compiler_options" not in str(error):

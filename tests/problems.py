@@ -255,8 +255,8 @@ ESTIMATORS = {
 class Always(rf.Tempered):
     """Calls all weights poor: particles are moved for every point."""
 
-    def prepare(self, flow, target, keys, cloud):
-        distribution = super().prepare(flow, target, keys, cloud)
+    def decide(self, flow, distribution, trial):
+        distribution = super().decide(flow, distribution, trial)
         return eqx.tree_at(lambda d: d.poor, distribution, jnp.ones_like(distribution.poor))
 
 
@@ -270,7 +270,7 @@ def made(log_weights, *, fell_back=None, **settings):
 def widened(estimator, flow, x, key):
     """The estimate as if trial weights had differed at every point: wider, with the prior's share."""
     run = EstimatorRun(estimator, flow, x, key)
-    run.distribution = run.distribution.defended(jnp.ones(len(run.distribution.missed), bool))
+    run.distribution = run.distribution.defended()
     return from_log_weights(run.all_log_weights().T, run.group, run.missed)
 
 

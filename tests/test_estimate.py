@@ -501,8 +501,8 @@ def test_no_lapack_where_two_calls_could_wait_for_each_other(dimension, estimato
 class Hopeful(rf.Tempered):
     """Calls no weights poor beforehand."""
 
-    def prepare(self, flow, target, keys, cloud):
-        distribution = super().prepare(flow, target, keys, cloud)
+    def decide(self, flow, distribution, trial):
+        distribution = super().decide(flow, distribution, trial)
         return eqx.tree_at(lambda d: d.poor, distribution, jnp.zeros_like(distribution.poor))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import roughflow as rf
 from roughflow import _programs
-from roughflow._programs import jit, memory_maps
+from roughflow._programs import jit, memory_maps, runs_long
 
 EVENTS = []
 jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: EVENTS.append(event))
@@ -164,6 +164,33 @@ def test_quickly_compiled_programs_become_parts_of_others(unset):
     np.testing.assert_allclose(jax.jit(lambda x: power(x, 3.0))(2.0), 12)
     np.testing.assert_allclose(jax.jit(lambda: power(2.0, 3.0))(), 12)
     np.testing.assert_allclose(jax.grad(lambda rate: jit(lambda x: x * rate, level=0)(2.0))(3.0), 2)
+
+
+def test_what_runs_long_is_compiled_with_more_care(unset):
+    """Within `runs_long` and nowhere else, another program of the same function."""
+    made, compile_with = [], eqx.filter_jit
+
+    def filter_jit(function, compiler_options=None):
+        made.append(compiler_options)
+        return compile_with(function)
+
+    unset.setattr(_programs.eqx, "filter_jit", filter_jit)
+    double = jit(lambda x: 2 * x, level=1)
+    for long in (False, True, False):
+        with runs_long(long):
+            assert double(3.0) == 6
+    double(4.0)
+    quick, careful = [options for options in made if options]
+    assert set(quick) - set(careful) == {_programs.EMITTERS}
+
+
+def test_the_trial_and_the_paths_that_count_are_one_program(key, caplog):
+    """As the most expensive part of an estimate, it is compiled once."""
+    flow = rf.StochasticFlow(rf.ItoSDE(Pull(1.5), lambda t, z: jnp.ones((1, 1))), rf.Normal(jnp.ones(1)))
+    with jax.log_compiles():
+        flow.estimate(np.zeros((3, 1)), key=key)
+    compiled = [text for text in caplog.messages if text.startswith("Compiling jit(weigh)")]
+    assert len(compiled) == 1
 
 
 @pytest.mark.skipif(not memory_maps(), reason="this system does not tell")

@@ -18,7 +18,6 @@ from ._importance import AbstractImportanceEstimator
 from ._pull_back import log_joint, tried
 
 SEARCHED = 3  # paths of a group that a search bends to x; one more is drawn and pulled back
-TRIAL = 8  # paths looked at before the distribution is fixed
 MOST = 16  # dimensions up to which a search for an end is cheap enough
 WIDER = 0.4  # by how much the variance is larger, over √(number of coefficients)
 SAME = 0.1  # standard deviations within which two roots are one: two solvers found them
@@ -62,7 +61,15 @@ class BothCharts(AbstractImportanceEstimator):
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> Mixture:
         distribution = self.proposal.distribution(Latent(flow), target.x, keys, cloud)
-        return tried(flow, target.x, distribution, keys, TRIAL)[0]
+        return tried(flow, target.x, distribution, keys)
+
+    @property
+    def num_tried(self) -> int:
+        return 0  # in coordinates of their own, when it prepares
+
+    def decide(self, flow: StochasticFlow, distribution: Mixture, trial: Weights) -> Mixture:
+        del flow, trial
+        return distribution
 
     def settled(self, distribution: Mixture) -> Mixture:
         return distribution

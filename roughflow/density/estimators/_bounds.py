@@ -14,7 +14,7 @@ from .._estimate import log_mean
 from ..proposals import SPARE, AbstractProposal, Laplace, normal_numbers
 from ..surface import Cloud, Latent, constant
 from ._importance import AbstractImportanceEstimator
-from ._pull_back import TRIAL, PullBack, log_joint, solve_keys, tried
+from ._pull_back import PullBack, log_joint, solve_keys, tried
 from ._weights import EstimatorRun
 
 
@@ -110,7 +110,7 @@ def _upper(
         cloud = Cloud.of(quiet, normal_numbers(key_cloud, places, latent.size, z.dtype))
     distribution = proposal.distribution(latent, place, jax.random.split(key_proposal, count), cloud)
     if proposal.may_be_exact:
-        distribution = tried(flow, place, distribution, jax.random.split(key_proposal, count), TRIAL)[0]
+        distribution = tried(flow, place, distribution, jax.random.split(key_proposal, count))
     own = jnp.reshape(path.coefficients, (count, 1, -1))
     first = given[:, None] + flow.driver.log_prob(path.coefficients)[:, None] - distribution.log_prob(own)
     weights = first

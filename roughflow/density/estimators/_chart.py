@@ -45,7 +45,16 @@ class AbstractChart(AbstractEstimator):
 
     @abc.abstractmethod
     def prepare(self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None) -> Any:
-        """The distribution to draw paths from."""
+        """The distribution to draw paths from, or those of the trial if there is one."""
+
+    @property
+    @abc.abstractmethod
+    def num_tried(self) -> int:
+        """How many paths are looked at before the distribution is fixed: the trial. There is none if 0."""
+
+    @abc.abstractmethod
+    def decide(self, flow: StochasticFlow, distribution: Any, trial: Weights) -> Any:
+        """The distribution to draw paths from, by what became of those of the trial."""
 
     @abc.abstractmethod
     def settled(self, distribution: Any) -> Any:

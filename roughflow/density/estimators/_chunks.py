@@ -11,9 +11,10 @@ from ..surface import in_blocks
 
 MOST = 2**14  # points in a chunk
 # Programs are compiled for chunks of one size for up to SMALL points, of another beyond, and go through the
-# points that are there in blocks of so many, and of so many pairs, at most. On a GPU small blocks do not pay.
+# points that are there in blocks of so many points, and of so many pairs of a point and a path, at most. On a
+# GPU small blocks do not pay.
 SMALL, SMALL_BLOCK = 256, (32, 2**9)
-LARGE, LARGE_BLOCK = 2048, (1024, 2**14)
+LARGE, LARGE_BLOCK, GPU_BLOCK = 2048, (256, 2**13), (1024, 2**14)
 
 
 class Chunk(eqx.Module):
@@ -22,13 +23,13 @@ class Chunk(eqx.Module):
 
     indices: np.ndarray
     count: np.ndarray | None
-    block: int = eqx.field(static=True)
+    block: tuple[int, int] = eqx.field(static=True)
     ordered: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def whole(indices: np.ndarray) -> "Chunk":
         """All of the indices at once."""
-        return Chunk(indices, None, 1, np.array_equal(indices, np.arange(len(indices))))
+        return Chunk(indices, None, (1, 1), np.array_equal(indices, np.arange(len(indices))))
 
     @property
     def known(self) -> int:
@@ -45,20 +46,23 @@ class Chunk(eqx.Module):
         every = lambda a: self.ordered and len(a) == len(self.indices)
         return jax.tree.map(lambda a: a if every(a) else a[self.indices], batch)
 
-    def map(self, function, batch):
-        return in_blocks(function, batch, self.count, self.block)
+    def map(self, function, batch, each: int):
+        """A function of the batch, that works on `each` paths per point."""
+        points, pairs = self.block
+        block = min(len(self.indices), points, 2 ** int(math.log2(max(1, pairs // each))))
+        return in_blocks(function, batch, self.count, block)
 
 
-def chunks(items: np.ndarray, fitting: int, each: int, straight: bool) -> list[Chunk]:
-    """Items that take `each` paths, in chunks of no more than are `fitting` in memory; those that are
-    `straight` are not filled up."""
+def chunks(items: np.ndarray, fitting: int, straight: bool) -> list[Chunk]:
+    """Items in chunks of no more than are `fitting` in memory; those that are `straight` are not filled
+    up."""
     most = 2 ** int(math.log2(max(1, min(MOST, fitting))))
     if straight:
         return [Chunk.whole(part) for part in _parts(items, most)]
-    small = len(items) <= SMALL and jax.default_backend() == "cpu"
+    on_cpu = jax.default_backend() == "cpu"
+    small = len(items) <= SMALL and on_cpu
     size = min(SMALL, most) if small else most
-    points, pairs = SMALL_BLOCK if small else LARGE_BLOCK
-    block = min(size, points, 2 ** int(math.log2(max(1, pairs // each))))
+    block = SMALL_BLOCK if small else LARGE_BLOCK if on_cpu else GPU_BLOCK
     return [Chunk(np.resize(part, size), np.asarray(len(part)), block) for part in _parts(items, size)]
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, PRNGKeyArray
 from ..._checks import check_count, is_traced
 from ..._linear import log_abs_det
 from ...flow import StochasticFlow
-from ..proposals import SPARE, AbstractProposal, Laplace, Prior, normal_numbers
+from ..proposals import SPARE, AbstractProposal, Laplace, Prior, normal_numbers, uniform_of
 from ..surface import (
     Cloud,
     Latent,
@@ -49,7 +49,7 @@ class EndpointDistribution(eqx.Module):
         """δ `(B, K, D)`."""
         noise, spare = noise[..., :-SPARE], noise[..., -SPARE:]
         around = self.centre[:, None] + self.scale[:, None, None] * noise
-        from_prior = jax.scipy.special.ndtr(spare) < self.prior[:, None, None]
+        from_prior = uniform_of(spare) < self.prior[:, None, None]
         return self.free(jnp.where(from_prior, noise, around))
 
     def log_prob(self, delta: Array) -> Array:
@@ -149,10 +149,17 @@ class Endpoint(AbstractImportanceEstimator):
         latent, target = constant((_latent(flow, target), target))
         if not isinstance(self.proposal, Laplace):
             return constant(_prior_distribution(latent, target))
-        distribution = constant(_laplace_distribution(latent, target, keys, cloud, self.proposal.num_starts))
-        size = latent.size + SPARE
-        noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(TRIAL), size, target.x.dtype))(keys)
-        weights = self.weigh(flow.without_errors(), target, distribution, noise, keys).log_weights
+        return constant(_laplace_distribution(latent, target, keys, cloud, self.proposal.num_starts))
+
+    @property
+    def num_tried(self) -> int:
+        return TRIAL if isinstance(self.proposal, Laplace) else 0
+
+    def decide(
+        self, flow: StochasticFlow, distribution: EndpointDistribution, trial: Weights
+    ) -> EndpointDistribution:
+        del flow
+        weights = trial.log_weights
         uneven = ~(jnp.max(weights, axis=1) - jnp.min(weights, axis=1) < UNEVEN)
         return distribution.defended(uneven & ~distribution.missed)
 
@@ -272,7 +279,7 @@ def endpoint_directions(latent: Latent, target: Target) -> tuple[Array, Array]:
     weights = weights / jnp.linalg.norm(weights)
     middle = jnp.zeros((1, latent.size), dtype)
     start = None if target.start is None else target.start[:1]
-    jacobian = end_and_jacobian(latent, middle, start)[1][0]
+    jacobian = end_and_jacobian(latent, middle, start)[2][0]
     blocks = jnp.reshape(jacobian[:, latent.start_size :], (flow.dimension, -1, flow.noise_dimension))
     push = jnp.einsum("ikj,k->ij", blocks, weights)
     directions, _, reached = normal_space(push[None])

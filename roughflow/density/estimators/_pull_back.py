@@ -62,9 +62,15 @@ class PullBack(AbstractImportanceEstimator):
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> Mixture:
         distribution = self.proposal.distribution(Latent(flow), target.x, keys, cloud)
-        if not self.proposal.may_be_exact:
-            return distribution
-        return tried(flow, target.x, distribution, keys, TRIAL)[0]
+        return constant(distribution.defended()) if self.num_tried else distribution
+
+    @property
+    def num_tried(self) -> int:
+        return TRIAL if self.proposal.may_be_exact else 0
+
+    def decide(self, flow: StochasticFlow, distribution: Mixture, trial: Weights) -> Mixture:
+        del flow
+        return distribution.narrowed(are_even(distribution, trial))
 
     def settled(self, distribution: Mixture) -> Mixture:
         return distribution
@@ -106,26 +112,26 @@ def random_solves(flow: StochasticFlow) -> bool:
     return not (isinstance(flow.divergence, ExactDivergence) and isinstance(flow.correction, ExactCorrection))
 
 
-def tried(
-    flow: StochasticFlow, x: Array, mixture: Mixture, keys: PRNGKeyArray, count: int
-) -> tuple[Mixture, Array]:
+def tried(flow: StochasticFlow, x: Array, mixture: Mixture, keys: PRNGKeyArray) -> Mixture:
     """The mixture, wider and with a share of the prior unless a few weights are all equal, as they are on a
-    linear SDE; and the log-weights `(B, count)` that say so. Decided on draws of their own, before those that
-    count."""
+    linear SDE. Decided on draws of their own, before those that count."""
     flow, x, mixture = constant((flow.without_errors(), x, mixture))
-    trial = mixture.defended(jnp.ones(len(x), bool))
+    wide = mixture.defended()
     size = flow.dimension + mixture.centre.shape[-1] + SPARE
-    noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(count), size, x.dtype))(keys)
-    omega = trial.sample(noise)
-    density = mixture.log_components(omega)
-    joint = log_joint(flow, x, omega, solve_keys(flow, keys, count))
-    even = are_even(joint, density) & ~mixture.missed
-    chosen = mixture.defended(~even)
-    # Equal ones are equal: how they differ far out, where hardly any will be drawn, does not count.
-    return chosen, jnp.where(even[:, None], 0, joint - chosen.log_prob(omega))
+    noise = jax.vmap(lambda key: normal_numbers(key, jnp.arange(TRIAL), size, x.dtype))(keys)
+    omega = wide.sample(noise)
+    joint = log_joint(flow, x, omega, solve_keys(flow, keys, TRIAL))
+    return wide.narrowed(are_even(wide, Weights(joint, omega, joint, None)))
 
 
-def are_even(joint: Array, density: Array) -> Array:
+def are_even(distribution: Mixture, trial: Weights) -> Array:
+    """Whether the weights of all paths that were tried would be equal, `(B,)`, if they were drawn from the
+    distribution's components as they were found, neither wider nor with a share of the prior."""
+    density = distribution.narrowed(jnp.ones_like(distribution.missed)).log_components(trial.paths)
+    return are_equal(trial.joint, density) & ~distribution.missed
+
+
+def are_equal(joint: Array, density: Array) -> Array:
     """Whether weights are all equal, `(B,)`: those of paths with these log-densities, `(B, K)`."""
     weights = joint - density
     # Far out, where the logarithms are large, a solver's error is too.

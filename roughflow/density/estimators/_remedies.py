@@ -12,7 +12,7 @@ from ..surface import Latent, Target, Turned, constant, for_some
 from ._chart import AbstractRemedy, Improved, Weights
 from ._endpoint import log_joint_at_end, log_joint_near
 from ._particles import Particles, temper
-from ._pull_back import are_even, log_joint, random_solves, solve_keys
+from ._pull_back import are_equal, log_joint, random_solves, solve_keys
 
 EXACT = 64  # dimensions up to which a density is worth its exact divergence
 PARTICLES = 256  # at least
@@ -112,7 +112,7 @@ class BentParticles(AbstractRemedy):
         wide = eqx.tree_at(lambda d: (d.scale, d.prior), narrow, (scale, share))
         omega = wide.sample(_noise(keys, TRIAL, count, latent.size + SPARE, dtype))
         joint = self.log_joint(flow.without_errors(), target, distribution, omega, None)
-        even = are_even(joint, narrow.log_components(omega)) & ~narrow.missed
+        even = are_equal(joint, narrow.log_components(omega)) & ~narrow.missed
         choose = lambda a, b: jnp.where(jnp.expand_dims(even, range(1, a.ndim)), a, b)
         # In one dimension a bracket without a root says that there is none.
         lost = jnp.mean(jnp.isneginf(joint), axis=1) > UNFOUND

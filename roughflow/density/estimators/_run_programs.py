@@ -14,10 +14,11 @@ from ...flow import StochasticFlow
 from .._estimate import compared, unreliable
 from ..proposals import SPARE, normal_numbers
 from ..surface import Cloud, Latent, Target, constant
-from ._chart import AbstractRemedy, Weights
+from ._chart import AbstractChart, AbstractRemedy, Weights
 from ._chunks import Chunk
 from ._looked_at import few_of, mean_and_spread
 
+SEARCH_PATHS = 64  # paths that the search for a point counts as
 VAGUE = 0.5  # an error, in nats, beyond which an estimate confirms nothing
 # What keys are folded with, beside places of paths.
 SEARCH, PILOT, RUN, PARTICLES, FRESH = (2**32 - i for i in range(1, 6))
@@ -33,8 +34,10 @@ class Drawn(NamedTuple):
 
 
 @partial(jit, level=0)
-def split_keys(key: PRNGKeyArray, count: int) -> PRNGKeyArray:
-    return jax.random.split(key, count)
+def keys_of_points(key: PRNGKeyArray, count: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """A key for each point, unless they have keys of their own, and another for its trial."""
+    keys = key if key.ndim else jax.random.split(key, count)
+    return keys, _folded(keys, PILOT)
 
 
 @partial(jit, level=1)
@@ -46,26 +49,36 @@ def forward_draws(flow: StochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
 
 @partial(jit, level=1)
 def prepare(estimator, flow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None, chunk: Chunk):
-    def of_some(given):
-        target, keys = given
-        return estimator.prepare(flow, target, _folded(keys, PILOT), cloud)
-
-    return chunk.map(of_some, chunk.take((target, keys)))
+    return chunk.map(
+        lambda given: estimator.prepare(flow, *given, cloud), chunk.take((target, keys)), SEARCH_PATHS
+    )
 
 
 @partial(jit, level=1)
-def weigh(estimator, flow, coarse, target, distribution, keys, chunk, first, count, group) -> Drawn:
-    def weights(given) -> Drawn:
+def weigh(estimator, flow, coarse, target, distribution, keys, chunk, first, count, group) -> Weights:
+    def weights(given) -> Weights:
         target, keys, distribution, first = given
         places = first[:, None] + jnp.arange(count)[None]
         latent = Latent(flow, fixed_start=target.start is not None)
         noise = _noise(estimator.proposal.draws, latent, coarse, keys, places, group, target.x.dtype)
         own = jax.vmap(lambda key, at: jax.vmap(lambda i: jax.random.fold_in(key, i))(at))
-        weights = estimator.weigh(flow, target, distribution, noise, own(_folded(keys, RUN), places))
-        sure = jnp.zeros(len(target.x), bool)
-        return Drawn(weights.log_weights, few_of(constant(weights)), sure - 1, sure)
+        return estimator.weigh(flow, target, distribution, noise, own(_folded(keys, RUN), places))
 
-    return chunk.map(weights, (*chunk.take((target, keys, distribution)), first))
+    return chunk.map(weights, (*chunk.take((target, keys, distribution)), first), count)
+
+
+@partial(jit, level=0)
+def decide(estimator: AbstractChart, flow, distribution, trial: Weights, chunk: Chunk):
+    return chunk.map(
+        lambda given: estimator.decide(flow, *given), (chunk.take(distribution), trial), estimator.num_tried
+    )
+
+
+@partial(jit, level=0)
+def drawn_of(parts: list[Weights]) -> Drawn:
+    weights = jax.tree.map(lambda *a: jnp.concatenate(a, axis=1), *parts)
+    sure = jnp.zeros(len(weights.joint), bool)
+    return Drawn(weights.log_weights, few_of(constant(weights)), sure - 1, sure)
 
 
 @partial(jit, level=0)
@@ -109,7 +122,9 @@ def improve(
     # No particles for those that fill up the chunk.
     where = where[at] if which.count is None else where[at] & (jnp.arange(len(at)) < which.count)
     some = (*_take((target, keys, distribution), points[at]), *_take((first, drawn), at), where)
-    return jax.tree.map(lambda old, new: old.at[at].set(new), drawn, which.map(of_some, some))
+    return jax.tree.map(
+        lambda old, new: old.at[at].set(new), drawn, which.map(of_some, some, drawn.log_weights.shape[1])
+    )
 
 
 @partial(jit, level=1)
@@ -134,7 +149,7 @@ def look_at_errors(
         change = estimator.log_joint(quiet, target, distribution, few.paths, other) - few.joint
         return solver, 0.25 * jnp.mean(change**2, axis=1)
 
-    return chunk.map(errors, (*constant(chunk.take((target, distribution))), few))
+    return chunk.map(errors, (*constant(chunk.take((target, distribution))), few), few.joint.shape[1])
 
 
 def _noise(draws, latent: Latent, coarse: AbstractDriver | None, keys, places, group, dtype) -> Array:

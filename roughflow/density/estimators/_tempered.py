@@ -15,7 +15,7 @@ from ..surface import Cloud, Latent, Target, constant
 from ._both_charts import BothCharts
 from ._chart import AbstractImprovingChart, AbstractRemedy, Weights
 from ._importance import AbstractImportanceEstimator
-from ._pull_back import log_joint, random_solves, tried
+from ._pull_back import are_even, log_joint, random_solves
 from ._remedies import BentParticles, PulledParticles, exact, uphill
 
 TRIAL = 32  # paths looked at before it is decided how to go on
@@ -81,14 +81,22 @@ class Tempered(AbstractImprovingChart, AbstractImportanceEstimator):
     def prepare(
         self, flow: StochasticFlow, target: Target, keys: PRNGKeyArray, cloud: Cloud | None
     ) -> Mixture:
-        flow = exact(flow)
-        distribution = self.proposal.distribution(Latent(flow), target.x, keys, cloud)
-        distribution, weights = tried(flow, target.x, distribution, keys, TRIAL)
-        poor = _poor(weights)
-        if BentParticles.suits(flow):
+        distribution = self.proposal.distribution(Latent(exact(flow)), target.x, keys, cloud)
+        return constant(distribution.defended())
+
+    @property
+    def num_tried(self) -> int:
+        return TRIAL
+
+    def decide(self, flow: StochasticFlow, distribution: Mixture, trial: Weights) -> Mixture:
+        even = are_even(distribution, trial)
+        distribution = distribution.narrowed(even)
+        # Equal ones are equal: how they differ far out, where hardly any will be drawn, does not count.
+        poor = _poor(jnp.where(even[:, None], 0, trial.log_weights))
+        if BentParticles.suits(exact(flow)):
             # Slabs that no path of the trial has hit leave weights that look good.
             poor = poor | uphill(distribution)
-        return eqx.tree_at(lambda d: d.poor, distribution, constant(poor))
+        return eqx.tree_at(lambda d: d.poor, distribution, poor)
 
     def settled(self, distribution: Mixture) -> Mixture:
         return distribution

@@ -11,25 +11,30 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from ..._checks import NonFiniteError, check_finite, check_key, check_vector, is_traced
+from ..._programs import runs_long
 from ...driver import AbstractDriver
 from ...flow import StochasticFlow, one_line_errors
-from ..surface import Latent, Target
-from ._chart import AbstractChart, AbstractImprovingChart, AbstractRemedy
+from ..surface import Target, constant
+from ._chart import AbstractChart, AbstractImprovingChart, AbstractRemedy, Weights
 from ._chunks import Chunk, chunks, cut, padded
 from ._run_programs import (
+    SEARCH_PATHS,
     Drawn,
+    decide,
+    drawn_of,
     forward_draws,
     improve,
+    keys_of_points,
     look_at_errors,
     points_of,
     prepare,
-    split_keys,
     weigh,
 )
 
 PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
-MODES = 64  # paths that preparing for a point counts as
+LONG = 1024  # points whose work takes longer than to compile it well
+MANY = 4  # trials' paths up to which the others are drawn a trial's at a time
 
 
 class Weighed(NamedTuple):
@@ -77,8 +82,8 @@ class EstimatorRun:
         self.batch = x.shape[:-1]
         self.size = math.prod(self.batch)
         self.estimator, self.flow, self.coarse = estimator, flow, coarse
-        latent = Latent(flow, fixed_start=start is not None)
-        self.pairs = max(1, min(PAIRS, NUMBERS // max(1, max(flow.dimension, 8) * latent.size)))
+        size = flow.driver.num_functions * flow.noise_dimension + (flow.dimension if start is None else 0)
+        self.pairs = max(1, min(PAIRS, NUMBERS // max(1, max(flow.dimension, 8) * size)))
         # Inside a jit the number of points is compiled in, and derivatives are better off without loops.
         known = not is_traced(jnp.asarray(0.0))
         self.straight = not known or any(map(is_traced, jax.tree.leaves((estimator, flow, x, key))))
@@ -86,17 +91,15 @@ class EstimatorRun:
         self.target = self.padded(jax.tree.map(flat, Target(x, start)))
         # Random numbers belong to a point's place in x: neither chunks nor what fills them up change them.
         # Points that are part of a batch, in a fit on several devices, come with keys of their own.
-        key = check_key(key, many=self.straight)
-        self.keys = key if key.ndim else split_keys(key, len(self.target.x))
+        self.key = check_key(key, many=self.straight)
+        self.keys, self.trial_keys = keys_of_points(self.key, len(self.target.x))
         self.group = estimator.proposal.draws.group(estimator.num_paths)
-        cloud = None
-        if estimator.proposal.wants_cloud and start is None:
-            cloud = self._run(forward_draws, flow, key, x.dtype)
-        ask = (estimator, flow, self.target, self.keys, cloud)
-        parts = [self._run(prepare, *ask, chunk) for chunk in self._chunks(np.arange(self.size), MODES)]
+        # Of the points in their order, and then of some once more.
+        self.distribution = self._found()
+        if estimator.num_tried:
+            self.distribution = _joined([self._decided(chunk) for chunk in self._every_chunk()])
         try:
-            # Of the points in their order, and then of some once more.
-            self.distribution = estimator.settled(_joined(parts))
+            self.distribution = estimator.settled(self.distribution)
         except ValueError:
             self._find_not_finite()
             raise
@@ -137,7 +140,7 @@ class EstimatorRun:
         self, job: Chunk, points: np.ndarray, places: np.ndarray, count: int, checked: bool, again: bool
     ) -> Weighed:
         chunk, first = job.of(points), places[job.indices]
-        drawn = self._drawn(chunk, first, count)
+        drawn = drawn_of(self._drawn(chunk, first, count))
         plain, errors = drawn.log_weights, (None, None)
         # Two drivers are compared path by path.
         remedies = ()
@@ -151,18 +154,47 @@ class EstimatorRun:
         if checked:
             errors = self._errors(self.estimator, drawn, chunk)
             for place, remedy in enumerate(remedies[1:], 1):
-                errors = self._other_errors(remedy, drawn.remedy == place, drawn, chunk, errors)
+                errors = self._other_errors(remedy, place, drawn, chunk, errors)
         return Weighed(drawn.log_weights, plain, drawn.remedy, drawn.doubt, *errors)
 
-    def _drawn(self, chunk: Chunk, first: np.ndarray, count: int) -> Drawn:
-        """Paths and their weights. A program that may raise takes longer to compile, and JAX's cache on disk
-        does not keep it: so first without errors, and again to raise where a weight is not a number."""
-        setting = (self.coarse, self.target, self.distribution, self.keys)
-        draw = lambda flow: self._run(weigh, self.estimator, flow, *setting, chunk, first, count, self.group)
+    def _found(self):
+        """What the trial's paths are drawn from, or all of them if there is none."""
+        cloud = None
+        if self.estimator.proposal.wants_cloud and self.target.start is None:
+            cloud = self._run(forward_draws, self.flow, self.key, self.target.x.dtype)
+        ask = (self.estimator, self.flow, self.target, self.trial_keys, cloud)
+        return _joined([self._run(prepare, *ask, chunk) for chunk in self._every_chunk()])
+
+    def _decided(self, chunk: Chunk):
+        """What paths are drawn from, by what a few look like that do not count."""
+        flow, target = self.flow, self.target
+        if self.straight or self.estimator.shows_failures:
+            flow = flow.without_errors()
+        if self.straight:
+            flow, target = constant((flow, target))
+        first = np.zeros(len(chunk.indices), int)
+        setting = (self.coarse, target, self.distribution, self.trial_keys, chunk)
+        trial = self._run(weigh, self.estimator, flow, *setting, first, self.estimator.num_tried, self.group)
+        return self._run(decide, self.estimator, flow, self.distribution, trial, chunk)
+
+    def _drawn(self, chunk: Chunk, first: np.ndarray, count: int) -> list[Weights]:
+        """Paths and their weights; as many at once as in the trial if they are not MANY times more: one
+        program serves both.
+
+        A program that may raise takes longer to compile, and JAX's cache on disk does not keep it: so first
+        without errors, and again to raise where a weight is not a number."""
+        tried = self.estimator.num_tried
+        shared = tried and count % tried == 0 and count <= MANY * tried and not self.straight
+        each = tried if shared else count
+        setting = (self.coarse, self.target, self.distribution, self.keys, chunk)
+        draw = lambda flow: [
+            self._run(weigh, self.estimator, flow, *setting, first + place, each, self.group)
+            for place in range(0, count, each)
+        ]
         if self.straight or not self.estimator.shows_failures:
             return draw(self.flow)
         drawn = draw(self.flow.without_errors())
-        fine = not is_traced(drawn.log_weights) and not np.isnan(drawn.log_weights).any()
+        fine = not any(is_traced(part.log_weights) or np.isnan(part.log_weights).any() for part in drawn)
         return drawn if fine else draw(self.flow)
 
     def _improved(
@@ -191,17 +223,17 @@ class EstimatorRun:
     def _errors(self, chart: AbstractChart | AbstractRemedy, drawn: Drawn, chunk: Chunk):
         return self._run(look_at_errors, chart, self.flow, self.target, self.distribution, chunk, drawn.few)
 
-    def _other_errors(self, remedy: AbstractRemedy, where: Array, drawn: Drawn, chunk: Chunk, errors):
+    def _other_errors(self, remedy: AbstractRemedy, place: int, drawn: Drawn, chunk: Chunk, errors):
         """The errors, with those of paths in other coordinates in their place."""
-        if not is_traced(where) and not np.any(where):
+        if not is_traced(drawn.remedy) and not np.any(np.asarray(drawn.remedy) == place):
             return errors
-        other = self._errors(remedy, drawn, chunk)
+        where, other = drawn.remedy == place, self._errors(remedy, drawn, chunk)
         return jax.tree.map(lambda new, old: jnp.where(where, new, old), other, errors)
 
     def _run(self, function, *arguments):
         """Call a jitted function; its errors are one line, and name the part of the model to blame."""
         try:
-            with one_line_errors():
+            with one_line_errors(), runs_long(self.size >= LONG):
                 return function(*arguments)
         except NonFiniteError:
             self._find_not_finite()
@@ -218,8 +250,11 @@ class EstimatorRun:
         """As many entries as a program is compiled for; as they are inside a jit."""
         return batch if self.straight else padded(batch)
 
+    def _every_chunk(self) -> list[Chunk]:
+        return self._chunks(np.arange(self.size), SEARCH_PATHS)
+
     def _chunks(self, items: np.ndarray, each: int) -> list[Chunk]:
-        return chunks(items, self.pairs // each, each, self.straight)
+        return chunks(items, self.pairs // each, self.straight)
 
 
 def _joined(parts: list):

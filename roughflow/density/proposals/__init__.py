@@ -12,6 +12,6 @@ from ._draws import (
     uniform_numbers as uniform_numbers,
 )
 from ._laplace import Laplace as Laplace
-from ._mixture import SPARE as SPARE, Mixture as Mixture
+from ._mixture import SPARE as SPARE, Mixture as Mixture, uniform_of as uniform_of
 from ._prior import Prior as Prior
 from ._proposal import AbstractProposal as AbstractProposal

@@ -167,21 +167,32 @@ class Mixture(eqx.Module):
         log_volume = log_volume + jnp.sum(jnp.log(self.scale), axis=-1)
         return -0.5 * squares - 0.5 * omega.shape[-1] * math.log(2 * math.pi) - log_volume[:, None]
 
-    def defended(self, where: Array) -> "Mixture":
-        """Wider, and with a share of the prior, at the points `where`."""
-        share = jnp.where(where, PRIOR_SHARE, 0.0).astype(self.prior.dtype)
-        scale = self.scale * jnp.where(where, WIDER, 1.0).astype(self.scale.dtype)[:, None, None]
-        return eqx.tree_at(lambda d: (d.prior, d.scale), self, (jnp.where(self.missed, 1, share), scale))
+    def defended(self) -> "Mixture":
+        """Wider, and with a share of the prior."""
+        share = jnp.where(self.missed, 1, PRIOR_SHARE).astype(self.prior.dtype)
+        return eqx.tree_at(lambda d: (d.prior, d.scale), self, (share, WIDER * self.scale))
+
+    def narrowed(self, where: Array) -> "Mixture":
+        """As before it was defended, at the points `where`."""
+        share = jnp.where(where, self.missed.astype(self.prior.dtype), self.prior)
+        scale = jnp.where(where[:, None, None], self.scale / WIDER, self.scale)
+        return eqx.tree_at(lambda d: (d.prior, d.scale), self, (share, scale))
 
     def _pick(self, noise: Array) -> Array:
         """Which component each draw is from, by its spare number: `(B, K, M)`, none for the prior."""
-        uniform = jax.scipy.special.ndtr(noise[..., -1])[..., None]
+        uniform = uniform_of(noise[..., -1:])
         share = jnp.exp(self.log_share) * (1 - self.prior)[:, None]
         upper = jnp.cumsum(share, axis=1)
         lower = upper - share
         # Rounding must not leave a gap below 1 where the prior has no share.
         upper = jnp.where((self.prior == 0)[:, None] & (upper >= upper[:, -1:]), 2, upper)
         return (uniform >= lower[:, None]) & (uniform < upper[:, None]) & (share > 0)[:, None]
+
+
+def uniform_of(normal: Array) -> Array:
+    """The standard normal distribution function, with an error of 1e-16 whatever its size: all that
+    a comparison needs, and compiled in a fraction of the time of one with exact tails."""
+    return 0.5 * (1 + jax.lax.erf(normal / 2**0.5))
 
 
 def log_standard(omega: Array) -> Array:
