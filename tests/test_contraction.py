@@ -1,12 +1,14 @@
 """SDEs that contract strongly: backwards a solve spreads, so that paths are bent to x, forwards."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy
-from problems import ou_distribution
+from problems import made, ou_distribution
 
 import roughflow as rf
 from roughflow.density.estimators import _remedies
@@ -44,9 +46,9 @@ def contracting(depth=3.0, rate=0.0, height=0.7, scale=1.0, sources=1):
     return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), scale), driver=rf.KarhunenLoeve(2), integrator=grid)
 
 
-def by_quadrature(flow, x, size=41):
+def by_quadrature(flow, points, size=41):
     """p(x) = ∫∫ φ(z₀) φ(ω₁) φ(ω₀) / |∂Z/∂ω₀| over start and second coefficient, ω₀ by bisection: Z grows with
-    it. By the trapezoidal rule."""
+    it. By the trapezoidal rule, at each of the points."""
     side = np.linspace(-5, 5, size)
     start, second = (jnp.asarray(a.ravel())[:, None] for a in np.meshgrid(side, side))
 
@@ -54,13 +56,13 @@ def by_quadrature(flow, x, size=41):
         path = flow.driver.path(jnp.stack([first, second], axis=1), flow.t1)
         return flow.push_forward(start, path)[0]
 
-    def halve(_, sides):
-        middle = 0.5 * (sides[0] + sides[1])
-        below = end(middle) < x
-        return jnp.where(below, middle, sides[0]), jnp.where(below, sides[1], middle)
-
     @jax.jit
-    def terms():
+    def terms(x):
+        def halve(_, sides):
+            middle = 0.5 * (sides[0] + sides[1])
+            below = end(middle) < x
+            return jnp.where(below, middle, sides[0]), jnp.where(below, sides[1], middle)
+
         far = jnp.full_like(start, 8.0)
         root = jax.lax.fori_loop(0, 36, halve, (-far, far))[0]
         value, slope = jax.jvp(end, (root,), (jnp.ones_like(root),))
@@ -68,17 +70,36 @@ def by_quadrature(flow, x, size=41):
         density = logpdf(root) + logpdf(start) + logpdf(second) - jnp.log(jnp.abs(slope))
         return jnp.where(jnp.abs(value - x) < 1e-6, density, -jnp.inf)
 
-    return scipy.special.logsumexp(np.asarray(terms())) + 2 * np.log(side[1] - side[0])
+    sums = [scipy.special.logsumexp(np.asarray(terms(x[0]))) for x in points]
+    return np.array(sums) + 2 * np.log(side[1] - side[0])
 
 
+def test_bent_paths_have_the_density():
+    """Wells with slopes of nine. The density of the particles' coordinates and x, summed over the former by
+    the trapezoidal rule, is that of x."""
+    flow, side = contracting(), jnp.linspace(-5, 5, 21)
+    u = jnp.stack(jnp.meshgrid(side, side), axis=-1).reshape(-1, 2)
+    distribution = rf.Prior().distribution(Latent(flow), X, None, None)
+    log_joint = eqx.filter_jit(_remedies.BentParticles().log_joint)
+    joint = log_joint(flow, Target(X, None), distribution, jnp.broadcast_to(u, (2, *u.shape)), None)
+    found = scipy.special.logsumexp(np.asarray(joint), axis=1) + 2 * np.log(side[1] - side[0])
+    np.testing.assert_allclose(found, by_quadrature(flow, X, size=21), atol=1e-3)
+
+
+def test_where_paths_may_be_missed_that_is_told():
+    estimate = dataclasses.replace(made(jnp.zeros((64, 2))), steep=np.array([False, True]))
+    np.testing.assert_array_equal(estimate.suspect, [False, True])
+    assert "1 lie where the SDE contracts strongly" in str(estimate.warning)
+
+
+@pytest.mark.slow
 def test_wells_are_estimated_forwards(key):
     """Wells with slopes of nine: backwards a solve spreads by e⁹, and particles pulled back miss paths."""
     flow = contracting()
     estimate = flow.estimate(X, key=key, solver=False)
     assert np.all(estimate.tempered)
     assert not np.any(estimate.suspect)
-    truth = [by_quadrature(flow, x[0]) for x in X]
-    assert np.all(np.abs(estimate.log_prob - np.array(truth)) < 3 * estimate.total_error)
+    assert np.all(np.abs(estimate.log_prob - by_quadrature(flow, X)) < 3 * estimate.total_error)
     assert np.all(estimate.total_error < 0.5)
     pulled = EstimatorRun(rf.Tempered(), flow, X, key)
     assert np.all(_remedies.uphill(pulled.distribution)[:2])
@@ -91,10 +112,11 @@ def test_wells_inside_jit_and_their_gradient(key):
 
     value, slope = jax.jit(lambda depth: jax.jvp(log_prob, (depth,), (1.0,)))(3.0)
     np.testing.assert_allclose(value, log_prob(3.0), rtol=1e-6)
-    quadrature = lambda depth: np.array([by_quadrature(contracting(depth), x[0]) for x in X])
+    quadrature = lambda depth: by_quadrature(contracting(depth), X)
     np.testing.assert_allclose(slope, (quadrature(3.01) - quadrature(2.99)) / 0.02, atol=0.1)
 
 
+@pytest.mark.slow
 def test_where_paths_cannot_be_bent_that_is_told(key):
     """From two sources the end of the noise is not determined by that of the path."""
     estimate = contracting(sources=2).estimate(X[1:], key=key, solver=False)
@@ -103,6 +125,7 @@ def test_where_paths_cannot_be_bent_that_is_told(key):
     assert "contracts strongly" in str(estimate.warning)
 
 
+@pytest.mark.slow
 def test_a_linear_sde_that_contracts_is_exact(key):
     """Backwards the solver's errors grow by e⁹, forwards they do not."""
     estimate = contracting(0.0, 9.0, 0.0, 1.0).estimate(X, key=key, solver=False)
