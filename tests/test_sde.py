@@ -150,13 +150,18 @@ def test_a_diagonal_that_depends_on_a_coordinate_each_takes_one_product(entries,
     """Either way the drift's terms are right; the program has a product for each direction or one for all."""
     assert is_entrywise(entries, jnp.ones(3)) is expected
     noise = lambda y: lx.DiagonalLinearOperator(entries(y))
-    z = points(3, key)[0]
-    found, dense = spread_at(noise, z), spread_at(lambda y: jnp.diag(entries(y)), z)
     slope = jnp.array([1.0, -2, 0.5])
-    np.testing.assert_allclose(found.drift(slope, 0.7), dense.drift(slope, 0.7), rtol=1e-12)
-    for y in points(3, key):
-        expected_correction = dense_correction(lambda t, x: noise(x), T0, y)
-        np.testing.assert_allclose(rf.ExactCorrection()(noise, y, None)[1], expected_correction, atol=1e-13)
+
+    @jax.jit
+    @jax.vmap
+    def both_ways(z):
+        drifts = [spread_at(way, z).drift(slope, 0.7) for way in (noise, lambda y: jnp.diag(entries(y)))]
+        dense = dense_correction(lambda t, x: noise(x), T0, z)
+        return *drifts, rf.ExactCorrection()(noise, z, None)[1], dense
+
+    drift, dense_drift, correction, dense = both_ways(points(3, key))
+    np.testing.assert_allclose(drift, dense_drift, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(correction, dense, atol=1e-13)
     size = len(jax.make_jaxpr(lambda y: diagonal_slopes(noise, y))(jnp.ones(3)).jaxpr.eqns)
     assert (size < 20) is expected
 
