@@ -44,7 +44,7 @@ def flow_of(velocity, base=BASE, t1=T):
     return rf.StochasticFlow(rf.ItoSDE(velocity, rf.NoDiffusion()), base, t1)
 
 
-@pytest.mark.parametrize("late", [1.0, 2.0])
+@pytest.mark.parametrize("late", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_the_gradient_vanishes_at_the_exact_velocity_and_only_there(late, key):
     x = Target().sample(key=key, shape=(200_000,))
     objective = rf.Interpolant(late)

@@ -94,6 +94,7 @@ def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_di
     assert kolmogorov(chain, cauchy_cdf) < 0.025
 
 
+@pytest.mark.slow
 def test_adjusted_chains_have_the_distribution_of_a_correlated_gaussian_with_a_random_network(key):
     covariance = np.array([[1.0, 0.9], [0.9, 2.0]])
     precision = jnp.asarray(np.linalg.inv(covariance))
@@ -132,11 +133,17 @@ def test_minibatches_are_right_on_average_and_reach_the_posterior(key):
         rf.overdamped_langevin(target, 1), jnp.zeros((64, 1)), key=key, num_steps=500, dt=1e-3, burn_in=200
     )
     np.testing.assert_allclose(np.mean(chain), float(data.sum()) / 201, atol=0.02)
+
+
+@pytest.mark.slow
+def test_minibatches_are_seen_inside_a_friction_too(key):
+    data = 1 + jax.random.normal(key, (200,))
+    target = rf.Minibatch(lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2, data, batch_size=20)
     friction = rf.sghmc(target, 1, friction=5.0)
     moved = rf.sample_chain(friction, jnp.zeros((4, 2)), key=key, num_steps=10, dt=1e-3)
     exact = rf.sghmc(lambda z: target(z), 1, friction=5.0)
     still = rf.sample_chain(exact, jnp.zeros((4, 2)), key=key, num_steps=10, dt=1e-3)
-    assert not np.allclose(moved.samples, still.samples, atol=1e-6)  # the minibatch is seen inside it too
+    assert not np.allclose(moved.samples, still.samples, atol=1e-6)
 
 
 def test_one_start_is_one_chain_and_the_same_key_the_same_chain(key):
@@ -152,11 +159,14 @@ def test_a_warm_up_too_short_to_find_a_spread_is_refused(key):
     for steps in (1, 8, 16, 43):
         with pytest.raises(ValueError, match=r"^num_steps must be at least 44 for 1 chains in 2 dimensions"):
             rf.warm_up(bell, jnp.zeros((1, 2)), key=key, num_steps=steps)
-    for chains, steps in ((1, 44), (8, 4)):
-        sampler, z = rf.warm_up(bell, jnp.zeros((chains, 2)), key=key, num_steps=steps)
-        assert np.all(np.isfinite(z))
-        widths = np.linalg.svd(sampler.sde.diffusion.matrix, compute_uv=False)
-        assert 0.01 < widths.min() < widths.max() < 10
+
+
+@pytest.mark.parametrize(("chains", "steps"), [(1, 44), pytest.param(8, 4, marks=pytest.mark.slow)])
+def test_a_warm_up_just_long_enough_finds_one(chains, steps, key):
+    sampler, z = rf.warm_up(lambda z: -0.5 * z @ z, jnp.zeros((chains, 2)), key=key, num_steps=steps)
+    assert np.all(np.isfinite(z))
+    widths = np.linalg.svd(sampler.sde.diffusion.matrix, compute_uv=False)
+    assert 0.01 < widths.min() < widths.max() < 10
 
 
 def test_chains_that_stood_still_do_not_make_the_noise_vanish(key):

@@ -64,7 +64,7 @@ def test_a_flow_is_a_distribution(key):
     flow = rf.StochasticFlow(
         rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2)), rf.Normal(jnp.ones(2)), driver=rf.Legendre(4)
     )
-    distribution = FlowDistribution(flow, key=key)
+    distribution = FlowDistribution(flow, key=key, estimator=rf.PullBack(8, rf.Laplace()))
     x = jnp.array([[0.1, 0.4], [1.0, -2.0]])
     spread = np.sqrt(np.exp(-2) + (1 - np.exp(-2)) / 2)
     truth = stats.norm.logpdf(x, np.exp(-1), spread).sum(axis=1)
@@ -74,6 +74,7 @@ def test_a_flow_is_a_distribution(key):
     np.testing.assert_allclose(samples.mean(axis=0), np.exp(-1), atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_flow_as_prior_under_nuts(key):
     """exp(−1) N(1, 1) observed with noise ½: the posterior is known."""
     y = jnp.array([1.0, -1.0])

@@ -87,12 +87,15 @@ def test_a_flow_with_other_numbers_needs_no_other_program(key):
     assert not np.allclose(one, two)
 
 
-def test_another_number_of_points_needs_no_other_program(key):
+@pytest.mark.parametrize(
+    "estimator", [rf.PullBack(8, rf.Laplace()), pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_another_number_of_points_needs_no_other_program(estimator, key):
     flow = rf.StochasticFlow(rf.ItoSDE(Pull(1.0), lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
     x = np.linspace(-1, 1, 40)[:, None]
-    five = flow.estimate(x[:5], key=key)
+    five = flow.estimate(x[:5], key=key, estimator=estimator)
     with no_new_program():
-        forty = flow.estimate(x, key=key)
+        forty = flow.estimate(x, key=key, estimator=estimator)
     np.testing.assert_allclose(forty.log_prob[:5], five.log_prob, rtol=1e-12)
 
 
