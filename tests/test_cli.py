@@ -31,7 +31,8 @@ def write(path, header, rows):
     return path
 
 
-def table(path, rows=24, columns=("a", "b"), seed=0):
+def table(path, rows=200, columns=("a", "b"), seed=0):
+    """As many rows as `fitted` has, unless asked for others: one program fits them all."""
     return write(path, columns, np.random.default_rng(seed).normal(3, 2, (rows, len(columns))))
 
 

@@ -75,13 +75,15 @@ def test_every_public_object_has_an_example():
     assert [name for name in sorted(needed) if not examples(docstring(public()[name]))] == []
 
 
-# Examples of these take long to compile.
+# Examples of these take long to compile: of whole stages, and some others.
 SLOW = {"density", "learn", "mcmc", "series"}
+LONG = {"StochasticFlow.estimate", "Estimate", "SampledCorrection", "HutchinsonDivergence"}
+LONG |= {"LocalDiffusion", "SkewNetwork", "RoughPath", "Davie"}
 
 
-def stage(name):
-    """The stage that a public object, or a method of one, belongs to."""
-    return public()[name.partition(".")[0]].__module__.split(".")[1]
+def takes_long(name):
+    """Whether the example of a public object, or of a method of one, does."""
+    return name in LONG or public()[name.partition(".")[0]].__module__.split(".")[1] in SLOW
 
 
 PAGES = (
@@ -125,18 +127,15 @@ def test_examples_name_what_there_is():
                 assert hasattr(rf, node.attr), f"{name}: there is no rf.{node.attr}"
 
 
-def test_examples_of_the_readme_and_the_datasets_run(tmp_path):
-    run({"README.md": README.read_text(encoding="utf-8")} | of_module(rf.datasets), tmp_path)
-
-
 def test_examples_run(tmp_path):
     """All but the slow ones at once: importing takes longer than most of them."""
-    run({name: text for name, text in docstrings() if stage(name) not in SLOW}, tmp_path)
+    quick = {name: text for name, text in docstrings() if not takes_long(name)}
+    run({"README.md": README.read_text(encoding="utf-8")} | of_module(rf.datasets) | quick, tmp_path)
 
 
 @pytest.mark.slow
 def test_examples_that_take_long_run(tmp_path):
-    slow = {name: text for name, text in docstrings() if stage(name) in SLOW}
+    slow = {name: text for name, text in docstrings() if takes_long(name)}
     run(slow | of_module(rf.plots), tmp_path)
 
 

@@ -132,11 +132,9 @@ WRITTEN = {
 }
 
 
-# The others train more models, each of which takes its time to compile.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "fig4")) for name in WRITTEN],
-)
+# Each of them trains several models; with `make test` the one that trains none has its turn, above.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
 def test_the_experiments_write_their_figures_and_numbers(name, tmp_path, tiny):
     models, way = WRITTEN[name]
     metrics = experiments.run(name, tmp_path, steps=2, progress=False)

@@ -417,11 +417,11 @@ ESCAPES = {
     ("name", "gradient", "dtype"),
     [
         ("cubic", rf.Backpropagation(), "float64"),
-        ("cubic", rf.ConstantMemory(), "float32"),
+        pytest.param("cubic", rf.ConstantMemory(), "float32", marks=pytest.mark.slow),
         pytest.param("cubic 2-D", rf.Backpropagation(), "float32", marks=pytest.mark.slow),
         ("cubic 2-D", rf.ConstantMemory(), "float64"),
         pytest.param("exponential", rf.Backpropagation(), "float64", marks=pytest.mark.slow),
-        ("exponential", rf.Backpropagation(), "float32"),
+        pytest.param("exponential", rf.Backpropagation(), "float32", marks=pytest.mark.slow),
     ],
     ids=lambda p: type(p).__name__ if isinstance(p, eqx.Module) else p,
 )
@@ -441,7 +441,11 @@ def test_escapes_from_where_the_model_overflows_at_once(dtype, key):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("cubic 2-D", "float64"), pytest.param("exponential", "float32", marks=pytest.mark.slow)],
+    [
+        ("cubic", "float64"),
+        pytest.param("cubic 2-D", "float64", marks=pytest.mark.slow),
+        pytest.param("exponential", "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_escapes_of_an_adaptive_solve(name, dtype, key):
     """Steps are shared, so the others agree with themselves alone to the tolerance of the solve."""

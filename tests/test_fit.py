@@ -485,7 +485,8 @@ def test_one_path_from_the_prior_is_the_paper_s_bound(key):
     """−E log p(x | path), and more paths are below it."""
     flow, x = flow_of(0.8, key), jax.random.normal(key, (512, 1))
     keys = jax.random.split(key, 3)
-    one, many = (rf.MaximumLikelihood(k, rf.Prior())(flow, x, key=keys[0])[0] for k in (1, 32))
+    loss = eqx.filter_jit(lambda objective: objective(flow, x, key=keys[0])[0])
+    one, many = (loss(rf.MaximumLikelihood(k, rf.Prior())) for k in (1, 32))
     given = flow.log_prob_given_path(x, flow.sample_path(key=keys[1], shape=(512,)))
     assert abs(one + given.mean()) < 4 * float(given.std()) * np.sqrt(2 / 512)
     assert many < one
@@ -500,7 +501,7 @@ def test_stationarity_is_zero_for_the_distribution_an_sde_keeps_and_only_for_it(
         lambda t, z: z - 0.5 * square(z) * (precision @ z), lambda t, z: jnp.sqrt(square(z)) * jnp.eye(2)
     )
     x = jax.random.normal(key, (20_000, 2)) @ np.linalg.cholesky(covariance).T
-    rate = lambda sde, x: float(rf.stationarity(sde, x, key=key))
+    rate = eqx.filter_jit(lambda sde, x: rf.stationarity(sde, x, key=key))
     assert abs(rate(sde, x)) < 3e-4
     assert rate(sde, x + 0.5) > 0.003
     assert rate(sde, 1.3 * x) > 0.003
@@ -549,8 +550,9 @@ def test_stationary_adds_what_the_sde_moves_and_what_it_lets_go(key):
     sde = rf.ItoSDE(lambda t, z: 0.3 * z, lambda t, z: jnp.eye(1))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), t1=2.0)
     x = jax.random.normal(key, (64, 1))
-    plain, _ = rf.MaximumLikelihood(2, rf.Prior())(flow, x, key=key)
-    loss, metrics = rf.MaximumLikelihood(2, rf.Prior(), stationary=3.0)(flow, x, key=key)
+    value = eqx.filter_jit(lambda objective: objective(flow, x, key=key))
+    plain, _ = value(rf.MaximumLikelihood(2, rf.Prior()))
+    loss, metrics = value(rf.MaximumLikelihood(2, rf.Prior(), stationary=3.0))
     assert metrics["moved"] > 0.01
     assert metrics["away"] > 0.5  # LV/V > 0.6, asked −0.25
     np.testing.assert_allclose(loss, plain + 3 * (metrics["moved"] + metrics["away"]), rtol=1e-12)
@@ -564,7 +566,8 @@ def test_many_paths_with_an_estimated_divergence_are_refused(key):
     x = jax.random.normal(key, (3, 20))
     with pytest.raises(ValueError, match="num_paths must be 1 with a divergence that is estimated"):
         rf.MaximumLikelihood(2)(flow, x, key=key)
-    assert np.isfinite(rf.MaximumLikelihood(1, rf.Prior())(flow, x, key=key)[0])
+    one = rf.MaximumLikelihood(1, rf.Prior())
+    assert np.isfinite(jax.jit(lambda x: one(flow, x, key=key)[0])(x))
 
 
 def test_without_noise_one_path_is_taken(key):
@@ -582,7 +585,8 @@ def test_a_model_gains_nothing_by_losing_points(key):
     )
     x = jax.random.normal(key, (64, 1))
     objective = rf.MaximumLikelihood(2, rf.Prior())
-    (none, kept), (many, lost) = (objective(flow(a), x, key=key) for a in (1e-3, 5.0))
+    loss = jax.jit(lambda a: objective(flow(a), x, key=key))
+    (none, kept), (many, lost) = loss(1e-3), loss(5.0)
     assert kept["lost"] == 0
     assert lost["lost"] > 0.5
     assert none < 3
