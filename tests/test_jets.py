@@ -36,7 +36,13 @@ def assert_close(found, expected, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order"), [((2, 16, 16, 16, 2), 1), ((3, 32, 1), 2), ((2, 16, 16, 3), 0), ((1, 16, 16, 1), 2)]
+    ("sizes", "order"),
+    [
+        pytest.param((2, 16, 16, 16, 2), 1, marks=pytest.mark.slow),
+        ((3, 32, 1), 2),
+        ((2, 16, 16, 3), 0),
+        pytest.param((1, 16, 16, 1), 2, marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_agree_with_the_plain_jets_and_their_pull_back(sizes, order, monkeypatch):
     monkeypatch.setattr(kernels, "at_once", lambda: 3)  # each goes through blocks of its own
@@ -101,6 +107,7 @@ def derivatives():
     return found(eqx.filter(flow, eqx.is_inexact_array))
 
 
+@pytest.mark.slow
 def test_a_flow_has_the_same_densities_and_gradients(monkeypatch):
     plain = derivatives()
     use_primitives(monkeypatch)
@@ -114,12 +121,20 @@ def test_higher_derivatives_and_weights_of_many_networks(monkeypatch):
     value = lambda z: (jnp.tanh(z @ weights[0] + biases[0]) @ weights[1] + biases[1])[0]
     ours = lambda z: network(0.0, z)[0]
     z = jnp.array([0.3, -0.7])
-    thrice = lambda f: jax.jacfwd(jax.hessian(f))(z)
+    thrice = lambda f: jax.jit(jax.jacfwd(jax.hessian(f)))(z)
     np.testing.assert_allclose(thrice(ours), thrice(value), rtol=2e-4, atol=1e-5)
+    # As in a flow: the weights' gradient of a slope, and how it moves with z.
+    slope = lambda network, y: jnp.sum(jax.grad(lambda y: network(0.0, y)[0])(y))
+    plain = lambda weights, y: jnp.sum(
+        jax.grad(lambda y: (jnp.tanh(y @ weights[0] + biases[0]) @ weights[1])[0])(y)
+    )
+    gradient = lambda f, at: lambda y: jax.tree.leaves(eqx.filter_grad(f)(at, y))[:2]
+    moved = lambda f, at: jax.jit(lambda y: jax.jvp(gradient(f, at), (y,), (y + 1,)))(z)
+    assert_close(moved(slope, network), moved(plain, weights), 1e-4)
     many = eqx.filter_vmap(lambda key: rf.MLP(2, 1, width=16, depth=1, key=key))(
         jax.random.split(jax.random.key(1), 3)
     )
-    found = eqx.filter_vmap(lambda one: jax.grad(lambda y: one(0.0, y)[0])(z))(many)
+    found = eqx.filter_jit(eqx.filter_vmap(lambda one: jax.grad(lambda y: one(0.0, y)[0])(z)))(many)
     for i in range(3):
         one = jax.tree.map(lambda a, i=i: a[i], eqx.filter(many, eqx.is_array))
         first, last = one.weights
