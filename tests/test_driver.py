@@ -131,7 +131,15 @@ def test_horizon_per_path(driver, key):
         driver.path(paths.coefficients, horizons[:2])
 
 
-@every_scalar
+# diffrax compiles a solve for each: a smooth path, one with corners and one that is not Brownian will do.
+@pytest.mark.parametrize(
+    "driver",
+    [
+        pytest.param(driver, marks=[pytest.mark.slow] * (name not in ("Legendre", "grid", "fractional")))
+        for name, driver in ALIKE.items()
+    ],
+    ids=ALIKE.keys(),
+)
 def test_path_is_a_control_for_diffrax(driver, key):
     """dy = y dB along a smooth path has the solution exp(B)."""
     path = driver.sample(key=key, t1=2.0)

@@ -145,6 +145,7 @@ def rms(a, b):
     return float(jnp.sqrt(jnp.mean(jnp.sum((a - b) ** 2, axis=-1))))
 
 
+@pytest.mark.slow
 def test_strong_order_with_and_without_areas(key):
     """One and a half, for noise that does not commute; the limit is that of the random ODE."""
     steps, z0 = 1024, jnp.broadcast_to(jnp.array([0.5, -0.3]), (200, 2))

@@ -47,7 +47,14 @@ def test_the_bessel_function_is_scipys(q):
     )
 
 
-@pytest.mark.parametrize(("dt", "most"), [(1 / 250, 1e-5), (1 / 12, 2e-4), (1.0, 5e-3)])
+@pytest.mark.parametrize(
+    ("dt", "most"),
+    [
+        pytest.param(1 / 250, 1e-5, marks=pytest.mark.slow),
+        (1 / 12, 2e-4),
+        pytest.param(1.0, 5e-3, marks=pytest.mark.slow),
+    ],
+)
 def test_cir_transitions_are_those_of_the_noncentral_chi_square(dt, most, key):
     spread = 0.2 * np.sqrt(0.3 * (1 - np.exp(-6 * dt)) / 6)
     x0, x1 = np.array([0.3]), 0.3 + spread * SPOTS
@@ -58,7 +65,7 @@ def test_cir_transitions_are_those_of_the_noncentral_chi_square(dt, most, key):
     assert int(estimate.unfound.sum()) == 0
 
 
-@pytest.mark.parametrize("sde", [VASICEK, PLANE], ids=["line", "plane"])
+@pytest.mark.parametrize("sde", [pytest.param(VASICEK, marks=pytest.mark.slow), PLANE], ids=["line", "plane"])
 def test_linear_transitions_need_no_luck(sde, key):
     """All weights are equal, so that the error bar is zero; what n functions leave out falls fast."""
     d = sde.mu.size

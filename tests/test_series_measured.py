@@ -64,7 +64,7 @@ def laplace(joint, start, key):
 @pytest.mark.parametrize(
     ("sde", "noise", "exact"),
     [
-        pytest.param(LINE, 0.05, True, id="line-exact"),
+        pytest.param(LINE, 0.05, True, id="line-exact", marks=pytest.mark.slow),
         pytest.param(LINE, 0.05, False, id="line-paths"),
         pytest.param(PLANE, np.array([0.05, 0.1]), True, id="plane-exact"),
         pytest.param(PLANE, np.array([0.05, 0.1]), False, id="plane-paths", marks=pytest.mark.slow),
@@ -115,6 +115,7 @@ def test_a_fit_with_errors_is_that_of_kalmans_filter():
     assert residuals.uniformity > 0.01
 
 
+@pytest.mark.slow
 def test_cir_with_errors_is_that_of_a_particle_filter(key):
     """Some values are negative, which no state is."""
     fine = rf.simulate(CIR, jnp.full(1, 0.03), key=jax.random.key(4), t1=6.0, steps=1200, trajectory=True)

@@ -219,13 +219,18 @@ def test_bad_input(arguments, error, message):
 # --------------------------------------------------------------- the same limit by random ODEs
 
 
+METHODS = [diffrax.Heun(), diffrax.Midpoint(), rf.RK4(), diffrax.Dopri5(), diffrax.Tsit5()]
+QUICK = ("Heun-KarhunenLoeve", "Dopri5-PiecewiseLinear")
+
+
 @pytest.mark.parametrize(
-    "driver", [rf.KarhunenLoeve(6), rf.PiecewiseLinear(64)], ids=lambda d: type(d).__name__
-)
-@pytest.mark.parametrize(
-    "method",
-    [diffrax.Heun(), diffrax.Midpoint(), rf.RK4(), diffrax.Dopri5(), diffrax.Tsit5()],
-    ids=lambda m: type(m).__name__,
+    ("method", "driver"),
+    [
+        pytest.param(method, driver, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for method in METHODS
+        for driver in (rf.KarhunenLoeve(6), rf.PiecewiseLinear(64))
+        for name in [f"{type(method).__name__}-{type(driver).__name__}"]
+    ],
 )
 def test_every_fixed_grid_method_has_the_mean_of_the_ito_equation(method, driver, key):
     """E Z₁ = e^μ for σ = 1, at the default number of steps; Euler's method would lose two fifths."""
