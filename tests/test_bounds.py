@@ -29,8 +29,9 @@ def close(first, value):
 
 def check_gradient(value, rate=1.0, h=1e-5):
     """In a parameter of the drift, random numbers held fixed."""
-    slope = jax.grad(value)(rate)
-    np.testing.assert_allclose(slope, (value(rate + h) - value(rate - h)) / (2 * h), rtol=1e-6)
+    both = jax.jit(jax.value_and_grad(value))
+    slope, (ahead, behind) = both(rate)[1], (both(rate + side * h)[0] for side in (1, -1))
+    np.testing.assert_allclose(slope, (ahead - behind) / (2 * h), rtol=1e-6)
 
 
 # ------------------------------------------------------------------------------------ from below
@@ -42,15 +43,21 @@ def lower(count, key, rate=1.0):
 
 def test_the_bound_from_below_rises_with_its_paths_and_stays_below(key):
     truth = (ou_distribution(**NARROW, driver=THREE).logpdf([0.9]), 0.0)
-    one, eight, many = (mean_and_error(lower(count, key)) for count in (1, 8, 64))
-    assert above(eight, one)
-    assert above(many, eight)
+    one, many = (mean_and_error(lower(count, key)) for count in (1, 64))
+    assert above(many, one)
     assert above(truth, many)
     assert truth[0] - many[0] < 0.2
     # Of one path it is E log p(x | path): the noise in Z₀ = e (x − ∫) makes the mean of a square.
     added = ou_distribution(scale=0.0, driver=THREE).cov[0, 0] * np.exp(2.0)
     expected = 1 - 0.5 * np.log(2 * np.pi * 0.09) - ((0.9 * np.e - 1.0) ** 2 + added) / (2 * 0.09)
     assert close(one, expected)
+
+
+@pytest.mark.slow
+def test_the_bound_from_below_rises_with_each_path_more(key):
+    one, eight, many = (mean_and_error(lower(count, key)) for count in (1, 8, 64))
+    assert above(eight, one)
+    assert above(many, eight)
 
 
 def test_the_bound_from_below_keeps_the_shape_of_a_batch(key):

@@ -179,7 +179,7 @@ def conditional():
     rng = np.random.default_rng(1)
     x = rng.normal(10, 2, (1500, 1))
     y = 2 + 3 * x + 0.5 * rng.normal(size=(1500, 1))
-    settings = {"width": 32, "depth": 2, "steps": 600, "likelihood_steps": 20, "batch_size": 64}
+    settings = {"width": 32, "depth": 2, "steps": 1500, "likelihood_steps": 0, "batch_size": 64}
     return rf.fit_density(y, given=x, key=jax.random.key(0), **settings, progress=False).model
 
 

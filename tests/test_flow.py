@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import PROBLEMS, gbm_1d, nonlinear_3d, ou_1d
+from problems import PROBLEMS, gbm_1d, gbm_2d, nonlinear_3d, ou_1d
 from scipy import stats
 
 import roughflow as rf
@@ -25,7 +25,7 @@ def density_two_ways(flow, x, path):
 
 
 # Problems that are like another, and the second driver, have their turn with `make test-all`.
-ALIKE = ("OU 1-D", "Brownian motion with drift", "GBM 1-D")
+ALIKE = ("OU 1-D", "Brownian motion with drift", "GBM 1-D", "GBM 2-D, correlated")
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,7 @@ ROUND_TRIPS = {
             ROUND_TRIPS[name],
             driver,
             id=f"{name}-{type(driver).__name__}",
-            marks=[pytest.mark.slow]
-            * ((name, driver) not in (("fixed", DRIVERS[1]), ("reversible", DRIVERS[0]))),
+            marks=[pytest.mark.slow] * ((name, driver) != ("fixed", DRIVERS[1])),
         )
         for name in ROUND_TRIPS
         for driver in DRIVERS
@@ -110,10 +109,10 @@ def test_samples_follow_the_distribution_of_the_sde(key):
 
 
 def test_batches_broadcast_and_agree_with_single_points(key):
-    problem = nonlinear_3d()
+    problem = gbm_2d()
     flow = rf.StochasticFlow(problem.ito, problem.base, integrator=rf.FixedGrid(steps=20))
     paths = flow.sample_path(key=key, shape=(4,))
-    x = jax.random.normal(key, (3, 1, 3))
+    x = jax.random.normal(key, (3, 1, 2))
     table = flow.log_prob_given_path(x, paths)
     assert table.shape == (3, 4)
     lone = eqx.tree_at(lambda p: p.coefficients, paths, paths.coefficients[2])
@@ -190,7 +189,11 @@ def test_same_key_same_numbers(key):
 
 @pytest.mark.parametrize(
     "integrator",
-    [rf.FixedGrid(steps=20), rf.FixedGrid(steps=20, gradient=rf.ConstantMemory()), rf.Adaptive()],
+    [
+        rf.FixedGrid(steps=20),
+        pytest.param(rf.FixedGrid(steps=20, gradient=rf.ConstantMemory()), marks=pytest.mark.slow),
+        pytest.param(rf.Adaptive(), marks=pytest.mark.slow),
+    ],
     ids=["fixed", "reversible", "adaptive"],
 )
 def test_float32_throughout(integrator, key):

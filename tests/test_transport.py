@@ -113,7 +113,13 @@ def test_the_score_is_that_of_the_distribution(kind, places):
     np.testing.assert_allclose(pull / left, jax.vmap(exact_score)(*places), atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["swirling", "smooth", "network", "diagonal", "plain"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "swirling",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("smooth", "network", "diagonal", "plain")),
+    ],
+)
 def test_the_distribution_does_not_feel_the_noise(name, places, key):
     """The velocity alone moves the distribution as it should, and so it does with any noise."""
     without = rates(rf.ItoSDE(velocity, rf.NoDiffusion()), *places)
@@ -125,7 +131,7 @@ def test_the_distribution_does_not_feel_the_noise(name, places, key):
 
 
 @pytest.mark.parametrize("kind", list(TRANSPORTS))
-@pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("power", [0.5, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.75, 1.0))])
 def test_all_is_finite_up_to_the_end(kind, power):
     """At T itself drift and derivatives are what they come to just before it."""
     sde = rf.TransportSDE(TRANSPORTS[kind], rf.FadingDiffusion(swirling, T, power))
@@ -164,9 +170,13 @@ def test_steps_shrink_towards_the_end_where_noise_fades():
         assert rf.with_noise(flow, 0.5).integrator == expected
 
 
-@pytest.mark.parametrize("fading", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
-def test_paths_go_there_and_back_along_the_noisy_flow(fading, key):
-    flow = flow_of(swirling, fading=fading)
+@pytest.mark.parametrize(
+    ("noise", "fading"),
+    [(0.5, 1.0), *(pytest.param(swirling, power, marks=pytest.mark.slow) for power in (0.5, 1.0))],
+    ids=["constant", "swirling-root", "swirling-smooth"],
+)
+def test_paths_go_there_and_back_along_the_noisy_flow(noise, fading, key):
+    flow = flow_of(noise, fading=fading)
     path = flow.sample_path(key=key, shape=(64,))
     z = BASE.sample(key=key, shape=(64,))
     x, log_det = flow.push_forward(z, path)
@@ -183,7 +193,7 @@ def test_paths_go_there_and_back_along_the_noisy_flow(fading, key):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(slope))
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0])
+@pytest.mark.parametrize("power", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_simulated_paths_have_the_moments_of_the_distribution_at_every_time(power, key):
     """With the noise, and without it, at a third of the way and at the end."""
     flow = flow_of(0.7, fading=power)
@@ -239,8 +249,8 @@ def test_a_noisy_flow_is_saved_and_loaded(key, tmp_path):
         noisy = rf.with_noise(flow, rf.FullDiffusion(2, width=4, key=key), fading=1.0)
         rf.save(tmp_path / "flow", noisy)
         back = rf.load(tmp_path / "flow")
-        z = jnp.array([0.2, 0.4])
-        np.testing.assert_array_equal(back.sde.drift(0.3, z), noisy.sde.drift(0.3, z))
+        drift = eqx.filter_jit(lambda flow: flow.sde.drift(0.3, jnp.array([0.2, 0.4])))
+        np.testing.assert_array_equal(drift(back), drift(noisy))
         assert rf.with_noise(back, None).noise_dimension == 0
 
 
@@ -265,8 +275,7 @@ def test_a_velocity_network_starts_as_that_of_a_normal_distribution_and_its_wave
     assert half(0.4, z).shape == (3,)
     assert half(0.4, z)[2] == 0
     awake = eqx.tree_at(lambda n: n.network.weights[-1], network, replace_fn=lambda w: w + 1)
-    assert np.all(np.isfinite(jax.jacfwd(awake)(T, z)))
-    assert np.all(np.isfinite(jax.jacfwd(awake, argnums=1)(T, z)))
+    assert all(np.all(np.isfinite(slope)) for slope in jax.jit(jax.jacfwd(awake, argnums=(0, 1)))(T, z))
     assert not np.allclose(awake(0.4, z), awake(0.5, z))
     trained = rf._trainable.trainable(network)
     assert trained.waves is False
