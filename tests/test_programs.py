@@ -88,7 +88,7 @@ def test_a_flow_with_other_numbers_needs_no_other_program(key):
 
 
 @pytest.mark.parametrize(
-    "estimator", [rf.PullBack(8, rf.Laplace()), pytest.param(None, marks=pytest.mark.slow)]
+    "estimator", [rf.PullBack(8), pytest.param(None, marks=pytest.mark.slow)], ids=["PullBack", "default"]
 )
 def test_another_number_of_points_needs_no_other_program(estimator, key):
     flow = rf.StochasticFlow(rf.ItoSDE(Pull(1.0), lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))

@@ -206,18 +206,35 @@ def test_a_class_that_has_moved_is_known_by_its_name(tmp_path):
 # ------------------------------------------------------------------------------ files of old versions
 
 
-def test_files_of_version_0_1_0_load_and_give_the_same_densities():
+OLD_FLOWS = ("mlp_full", "restoring", "diagonal", "proportional", "no_noise", "fitted")
+
+
+def old_flow(name):
+    model = rf.load(FILES / f"{name}.rf")
+    return model.flow if isinstance(model, rf.Standardised) else model
+
+
+# Each is compiled: with `make test` one has its turn, and the others are loaded and asked for a drift.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "mlp_full")) for name in OLD_FLOWS]
+)
+def test_flows_of_version_0_1_0_give_the_same_densities(name):
     """Written by version 0.1.0 from flows of every kind, with their densities at two points on one path."""
-    points = np.array([[0.3, -0.2, 0.5], [1.0, 0.4, -0.7]])
+    points, flow = np.array([[0.3, -0.2, 0.5], [1.0, 0.4, -0.7]]), old_flow(name)
     expected = json.loads((FILES / "expected.json").read_text())
-    for name in ("mlp_full", "restoring", "diagonal", "proportional", "no_noise", "fitted"):
-        model = rf.load(FILES / f"{name}.rf")
-        flow = model.flow if isinstance(model, rf.Standardised) else model
-        size = flow.driver.num_functions, flow.noise_dimension
-        path = flow.driver.path(jnp.cos(jnp.arange(size[0] * size[1])).reshape(size), flow.t1)
-        x = jnp.asarray(points[:, : flow.dimension])
-        value = flow.log_prob_given_path(x, path, key=jax.random.key(3))
-        np.testing.assert_allclose(value, expected[name], rtol=1e-9, err_msg=name)
+    size = flow.driver.num_functions, flow.noise_dimension
+    path = flow.driver.path(jnp.cos(jnp.arange(size[0] * size[1])).reshape(size), flow.t1)
+    x = jnp.asarray(points[:, : flow.dimension])
+    value = flow.log_prob_given_path(x, path, key=jax.random.key(3))
+    np.testing.assert_allclose(value, expected[name], rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", OLD_FLOWS)
+def test_flows_of_version_0_1_0_load(name):
+    flow = old_flow(name)
+    z = jnp.full(flow.dimension, 0.3)
+    assert np.all(np.isfinite(flow.sde.drift(jnp.asarray(0.5), z)))
+    assert np.all(np.isfinite(flow.base.log_prob(z)))
 
 
 def test_parts_of_models_of_version_0_1_0_load():
@@ -495,9 +512,10 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
 DATA = np.random.default_rng(1).multivariate_normal([100.0, -3.0], [[25.0, 4.0], [4.0, 2.0]], 400)
 
 
-def test_densities_are_in_the_units_of_the_data(key):
+@pytest.mark.parametrize("noise", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_densities_are_in_the_units_of_the_data(noise, key):
     """An untrained neural flow is N(0, I), so the model is the normal with the data's moments."""
-    flow = rf.neural_flow(2, noise=0.5, width=4, depth=1, key=key).with_driver(rf.Legendre(4))
+    flow = rf.neural_flow(2, noise=noise, width=4, depth=1, key=key).with_driver(rf.Legendre(4))
     model = rf.Standardised(flow, *rf.standardisation(DATA))
     mean, covariance = DATA.mean(axis=0), np.cov(DATA.T, bias=True)
     gap = np.linalg.solve(covariance, (DATA[:5] - mean).T).T

@@ -11,10 +11,19 @@ from roughflow.flow._suited_grid import STILL, _values, with_steps
 from roughflow.learn import _checkpoint, _grid
 
 
+class Turning(eqx.Module):
+    """With its rate as a number, so that one program serves all."""
+
+    rate: float
+
+    def __call__(self, t, z):
+        return self.rate * jnp.sum(z**2) * jnp.stack([-z[1], z[0]])
+
+
 def turning(rate, **settings):
     """dz = rate·(−z₂, z₁)·|z|² dt from N(0, I): volumes stay, so log p is that of the start."""
-    drift = lambda t, z: rate * jnp.sum(z**2) * jnp.stack([-z[1], z[0]])
-    return rf.StochasticFlow(rf.ItoSDE(drift, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)), **settings)
+    sde = rf.ItoSDE(Turning(rate), rf.NoDiffusion())
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), **settings)
 
 
 def error(flow, x):
