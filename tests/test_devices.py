@@ -41,19 +41,18 @@ def rows(tmp_path_factory):
     return file
 
 
+def numbers_of(runs, folder):
+    """The numbers of runs on up to four devices. One process does them all: what one of them compiles, the
+    next one on as many devices finds compiled."""
+    done(start(folder / "all.npz", runs, 4))
+    return dict(np.load(folder / "all.npz"))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The numbers of runs on one, two and four devices. One process does them all: what one of them compiles,
-    the next one on as many devices finds compiled."""
-    out = tmp_path_factory.mktemp("runs")
     runs = [{"name": str(count), "devices": count, "steps": 12} for count in (None, 4)]
-    long = {"steps": 400, "checkpoint": str(out / "run")}
-    runs += [long | {"name": "cut", "devices": None, "cut": True}]
-    runs += [long | {"name": "on", "devices": 4, "resume": True}]
-    runs += [{"name": "whole", "devices": None, "steps": 400}]
     runs += [{"name": f"likelihood {n}", "devices": n, "steps": 4, "likelihood": True} for n in (None, 2)]
-    done(start(out / "all.npz", runs, 4))
-    return dict(np.load(out / "all.npz"))
+    return numbers_of(runs, tmp_path_factory.mktemp("runs"))
 
 
 def test_the_same_parameters_on_several_devices(runs):
@@ -68,7 +67,13 @@ def test_a_likelihood_is_split_between_devices(runs):
     assert 60 not in runs["likelihood 2 solved"]
 
 
-def test_a_run_goes_on_with_another_number_of_devices(runs):
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
+    """With `make test` one from disk does, on a mesh."""
+    long = {"steps": 400, "checkpoint": str(tmp_path / "run")}
+    cut = long | {"name": "cut", "devices": None, "cut": True}
+    on = long | {"name": "on", "devices": 4, "resume": True}
+    runs = numbers_of([cut, on, {"name": "whole", "devices": None, "steps": 400}], tmp_path)
     assert runs["cut"].size < runs["on"].size
     np.testing.assert_allclose(runs["on"], runs["whole"], rtol=1e-7, atol=1e-9)
 
