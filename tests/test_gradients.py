@@ -32,7 +32,7 @@ SLOW = {
 }
 KL, PL = rf.KarhunenLoeve(4), rf.PiecewiseLinear(3)
 # In the plane, with `make test`. The other kinds of gradients have their turn on a line, without networks:
-# that compiles in a third of the time.
+# that is less to compile.
 QUICK = "rk4-backpropagation-KL"
 LINE = {
     "dopri5-constant-memory": (INTEGRATORS["dopri5-constant-memory"], PL),
