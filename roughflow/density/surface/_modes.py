@@ -14,8 +14,8 @@ from jaxtyping import Array
 from ..._linear import orthonormal, solve
 from ._latent import Latent, Target
 
-ITERATIONS = 12
-LENGTHS = (1.0, 0.4, 0.1)  # of the step, tried at each iteration
+ITERATIONS = 12  # solves for an end and its derivative, one more to begin with
+LENGTHS = (1.0, 0.4, 0.1)  # of a step, tried one after another until one is better
 SETTLED = 1e-2  # a step this short, in standard deviations, ends the search
 NEAR = 0.1  # a point this close to the surface, in standard deviations, was found
 SAME = 0.3  # two points this close, in standard deviations, are one
