@@ -279,7 +279,7 @@ def endpoint_directions(latent: Latent, target: Target) -> tuple[Array, Array]:
     weights = weights / jnp.linalg.norm(weights)
     middle = jnp.zeros((1, latent.size), dtype)
     start = None if target.start is None else target.start[:1]
-    jacobian = end_and_jacobian(latent, middle, start)[2][0]
+    jacobian = end_and_jacobian(latent, middle, start)[1][0]
     blocks = jnp.reshape(jacobian[:, latent.start_size :], (flow.dimension, -1, flow.noise_dimension))
     push = jnp.einsum("ikj,k->ij", blocks, weights)
     directions, _, reached = normal_space(push[None])

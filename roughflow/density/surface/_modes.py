@@ -14,8 +14,8 @@ from jaxtyping import Array
 from ..._linear import orthonormal, solve
 from ._latent import Latent, Target
 
-ITERATIONS = 12  # solves for an end and its derivative, one more to begin with
-LENGTHS = (1.0, 0.4, 0.1)  # of a step, tried one after another until one is better
+ITERATIONS = 12
+LENGTHS = (1.0, 0.4, 0.1)  # of the step, tried at each iteration
 SETTLED = 1e-2  # a step this short, in standard deviations, ends the search
 NEAR = 0.1  # a point this close to the surface, in standard deviations, was found
 SAME = 0.3  # two points this close, in standard deviations, are one
@@ -66,35 +66,39 @@ def _merged(modes: Modes) -> Modes:
 
 def _search(latent: Latent, target: Target, xi: Array) -> Modes:
     """Descend from each point of `xi`."""
+    many = target.repeat(len(LENGTHS))
 
-    def merit(xi: Array, end: Array, penalty: Array) -> Array:
-        return 0.5 * jnp.sum(xi**2, axis=-1) + penalty * jnp.sum(jnp.abs(target.x - end), axis=-1)
+    def merit(xi: Array, gap: Array, penalty: Array) -> Array:
+        return 0.5 * jnp.sum(xi**2, axis=-1) + penalty * jnp.sum(jnp.abs(gap), axis=-1)
 
     def step(state):
-        xi, end, jacobian, penalty, tries, settled, count = state
-        multiplier = solve_gram(jacobian, target.x - end + jnp.einsum("bij,bj->bi", jacobian, xi))
+        xi, end, jacobian, penalty, settled, count = state
+        gap = target.x - end
+        multiplier = solve_gram(jacobian, gap + jnp.einsum("bij,bj->bi", jacobian, xi))
         # An exact penalty must exceed the multipliers.
         penalty = jnp.maximum(penalty, 2 * jnp.max(jnp.abs(multiplier), axis=-1))
         direction = jnp.einsum("bij,bi->bj", jacobian, multiplier) - xi
         # The first time round nothing is known yet: it finds the end and its derivative where it is.
-        first = count == 0
-        direction = jnp.where(jnp.isfinite(direction) & ~first, direction, 0)
-        move = jnp.asarray(LENGTHS, xi.dtype)[tries][:, None] * direction
-        # A longer solve than one for the end alone, but the only one: a whole step is mostly the right one.
-        new, has_escaped, slope = end_and_jacobian(latent, xi + move, target.start)
-        better = ~has_escaped & (merit(xi + move, new, penalty) < merit(xi, end, penalty))
-        moves = first | (better & ~settled)
-        keep = lambda new, old: jnp.where(jnp.expand_dims(moves, range(1, new.ndim)), new, old)
-        short = jnp.linalg.norm(move, axis=-1) < SETTLED
-        last = tries == len(LENGTHS) - 1
-        settled = settled | (~first & jnp.where(better, short, short | last))
-        tries = jnp.where(moves | last, 0, tries + 1)
-        return keep(xi + move, xi), keep(new, end), keep(slope, jacobian), penalty, tries, settled, count + 1
+        direction = jnp.where(jnp.isfinite(direction) & (count > 0), direction, 0)
+        # All lengths in one solve: one program to compile instead of three.
+        lengths = jnp.asarray(LENGTHS, xi.dtype)
+        tried = xi[:, None] + lengths[None, :, None] * direction[:, None]
+        flat = jnp.reshape(tried, (-1, xi.shape[1]))
+        ends, has_escaped = latent.end(flat, many.start)
+        values = merit(flat, many.x - ends, jnp.repeat(penalty, len(LENGTHS)))
+        values = jnp.where(has_escaped | ~jnp.isfinite(values), jnp.inf, values)
+        values = jnp.reshape(values, tried.shape[:2])
+        best = jnp.argmin(values, axis=1)
+        better = jnp.min(values, axis=1) < merit(xi, gap, penalty)
+        length = jnp.where(better & ~settled, lengths[best], 0)
+        moved = length * jnp.linalg.norm(direction, axis=-1)
+        xi = xi + length[:, None] * direction
+        settled = settled | ((moved < SETTLED) & (count > 0))
+        return xi, *end_and_jacobian(latent, xi, target.start), penalty, settled, count + 1
 
     going = lambda state: (state[-1] <= ITERATIONS) & ~jnp.all(state[-2])
     blank = jnp.zeros((len(xi), target.x.shape[1], xi.shape[1]), xi.dtype)
-    tries = jnp.zeros(len(xi), int)
-    start = (xi, target.x, blank, jnp.ones(len(xi), xi.dtype), tries, tries > 0, 0)
+    start = (xi, target.x, blank, jnp.ones(len(xi), xi.dtype), jnp.zeros(len(xi), bool), 0)
     xi, end, jacobian, *_ = jax.lax.while_loop(going, step, start)
     directions, volume, reached = normal_space(jacobian)
     off = jnp.sqrt(jnp.sum((target.x - end) * solve_gram(jacobian, target.x - end), axis=-1))
@@ -103,13 +107,12 @@ def _search(latent: Latent, target: Target, xi: Array) -> Modes:
     return Modes(xi, directions, reached, jnp.where(fine, score, jnp.inf))
 
 
-def end_and_jacobian(latent: Latent, xi: Array, start: Array | None) -> tuple[Array, Array, Array]:
-    """Φ(ξ) `(B, d)`, which samples escaped on the way, and DΦ(ξ) `(B, d, D)`; samples do not touch one
-    another, so a row of it costs one vjp."""
-    end, pull, has_escaped = jax.vjp(lambda y: latent.end(y, start), xi, has_aux=True)
+def end_and_jacobian(latent: Latent, xi: Array, start: Array | None) -> tuple[Array, Array]:
+    """Φ(ξ) `(B, d)` and DΦ(ξ) `(B, d, D)`; samples do not touch one another, so a row of it costs one vjp."""
+    end, pull = jax.vjp(lambda y: latent.end(y, start)[0], xi)
     basis = jnp.eye(end.shape[1], dtype=end.dtype)
     gradients = jax.lax.map(lambda e: pull(jnp.broadcast_to(e, end.shape))[0], basis)
-    return end, has_escaped, jnp.swapaxes(gradients, 0, 1)
+    return end, jnp.swapaxes(gradients, 0, 1)
 
 
 def normal_space(jacobian: Array) -> tuple[Array, Array, Array]:
