@@ -279,7 +279,7 @@ def test_the_default_on_an_sde_that_explodes(key):
     given = given + np.sum(stats.norm.logpdf(nodes), axis=(1, 2))
     truth = np.log(np.sum(np.exp(given), axis=1)) + 2 * np.log(side[1] - side[0])
     np.testing.assert_allclose(truth, [-1.9648, -4.1397, -6.1766], rtol=0, atol=1e-3)
-    estimate = flow.estimate(np.repeat(x, 4, axis=0), key=key, solver=False)
+    estimate = flow.estimate(np.repeat(x, 4, axis=0), key=key)
     right_or_suspect(estimate, np.repeat(truth, 4))
 
 
