@@ -1,12 +1,11 @@
 """Compiled programs: no more of them than need be, and never more than a process can hold."""
 
-import contextlib
 import contextvars
 import functools
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,9 +24,9 @@ LIMIT = 15_000
 EVERY = 32  # programs compiled between two looks
 
 # On a CPU these take half the time to compile. But at level 1 a solve with networks takes half as long again,
-# a simulation twice as long, a chain up to five times; at level 0 a solve takes three times as long. That is
-# for want of the fusion emitters: with them level 1 runs as fast as any, and compiles a little faster. Not
-# every version of XLA knows all of them.
+# a simulation twice as long, a chain up to five times; at level 0 a solve takes three times as long. At level
+# 1 that is for want of the fusion emitters: with them it runs as fast as at any, and takes five seconds more
+# to compile an estimate. Not every version of XLA knows all of them.
 EMITTERS = "xla_cpu_use_fusion_emitters"
 QUICK: Mapping[str, bool | int] = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 2}
 LEVEL = "xla_backend_optimization_level"
@@ -81,7 +80,7 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
     return call
 
 
-@contextlib.contextmanager
+@contextmanager
 def runs_long(long: bool) -> Iterator[None]:
     """Programs that are called within are worth the time to compile them well, if `long`."""
     before = _long.set(long)

@@ -65,7 +65,7 @@ class BothCharts(AbstractImportanceEstimator):
 
     @property
     def num_tried(self) -> int:
-        return 0  # in coordinates of their own, when it prepares
+        return 0  # `prepare` does it, with paths that are pulled back
 
     def decide(self, flow: StochasticFlow, distribution: Mixture, trial: Weights) -> Mixture:
         del flow, trial

@@ -34,7 +34,7 @@ from ._run_programs import (
 PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
 LONG = 1024  # points whose work takes longer than to compile it well
-MANY = 4  # trials' paths up to which the others are drawn a trial's at a time
+MANY = 4  # times the paths of the trial: up to so many are drawn in parts as large as the trial
 
 
 class Weighed(NamedTuple):
@@ -82,6 +82,7 @@ class EstimatorRun:
         self.batch = x.shape[:-1]
         self.size = math.prod(self.batch)
         self.estimator, self.flow, self.coarse = estimator, flow, coarse
+        # As `Latent.size`: to make one compiles programs.
         size = flow.driver.num_functions * flow.noise_dimension + (flow.dimension if start is None else 0)
         self.pairs = max(1, min(PAIRS, NUMBERS // max(1, max(flow.dimension, 8) * size)))
         # Inside a jit the number of points is compiled in, and derivatives are better off without loops.
