@@ -13,7 +13,7 @@ from problems import made, ou_distribution
 import roughflow as rf
 from roughflow.density.estimators import _remedies
 from roughflow.density.estimators._weights import EstimatorRun
-from roughflow.density.surface import Latent, Target, Turned
+from roughflow.density.surface import Latent, Target, Turned, end_along
 from roughflow.density.surface._end import find_on_line
 
 X = jnp.array([[-0.7], [0.6]])
@@ -184,3 +184,40 @@ def test_a_root_on_a_line_is_found_and_that_there_is_none(key):
     near = found & (np.abs(r[:, 0]) < 8)  # further out the steps are too long for the ends to be smooth
     assert np.sum(near) > 25
     np.testing.assert_allclose(end(r)[near], x[near], atol=1e-4)
+
+
+INTEGRATORS = {
+    "backpropagation": rf.FixedGrid(steps=16),
+    "constant memory": rf.FixedGrid(steps=16, gradient=rf.ConstantMemory()),
+    "adaptive": rf.Adaptive(rtol=1e-8, atol=1e-8),
+}
+
+
+def along_the_start(name, xi):
+    """How ends move with ξ₁, and the ends' map."""
+    flow = rf.StochasticFlow(
+        rf.ItoSDE(Wells(0.5, 0.8), Ripples(0.3)),
+        rf.Normal(jnp.zeros(1)),
+        1.0,
+        rf.KarhunenLoeve(3),
+        integrator=INTEGRATORS[name],
+    )
+    directions = jnp.eye(4)[None, :1].repeat(2, axis=0)
+    end = lambda h: Latent(flow).end(xi + h * directions[:, 0], None)[0]
+    return end_along(Latent(flow), Target(X, None), directions, xi)[..., 0], end
+
+
+@pytest.mark.parametrize(
+    "name", ["backpropagation", "constant memory", pytest.param("adaptive", marks=pytest.mark.slow)]
+)
+def test_a_path_can_be_bent_whatever_solves_it(name, key):
+    """Not every solve has a forward mode."""
+    along, end = along_the_start(name, jax.random.normal(key, (2, 4)))
+    np.testing.assert_allclose(along, (end(1e-4) - end(-1e-4)) / 2e-4, rtol=1e-4)
+
+
+def test_a_second_derivative_of_an_adaptive_solve_is_refused(key):
+    """XLA would not finish compiling it."""
+    slope = jax.grad(lambda xi: jnp.sum(along_the_start("adaptive", xi)[0]))
+    with pytest.raises(TypeError, match=r"give the flow an rf\.FixedGrid"):
+        jax.make_jaxpr(slope)(jax.random.normal(key, (2, 4)))

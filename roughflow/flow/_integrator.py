@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from ..driver import AbstractDriver
 from ._field import Field
-from ._gradient import AbstractGradient
+from ._gradient import AbstractGradient, ConstantMemory
 from ._outcome import Outcome
 
 # A state that would travel its own size in this fraction of the horizon is gone (see `Field.guarded`).
@@ -23,6 +23,11 @@ class AbstractIntegrator(eqx.Module):
 
     gradient: eqx.AbstractVar[AbstractGradient]
     escape_rate: eqx.AbstractVar[float]
+
+    @property
+    def forward_mode(self) -> bool:
+        """Whether `jax.jvp` goes through a solve; `jax.vjp` always does."""
+        return not isinstance(self.gradient, ConstantMemory)
 
     @abc.abstractmethod
     def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..._linear import solve
+from ...flow import FixedGrid
 from ._latent import Latent, Target, constant
+from ._modes import end_and_jacobian
 from ._part_of_a_batch import for_some
 
 STEPS = 12  # from one matrix
@@ -137,9 +139,27 @@ class Surface(eqx.Module):
 
 def end_along(latent: Latent, target: Target, directions: Array, xi: Array) -> Array:
     """How the end moves along k directions `(B, k, D)`, DΦ(ξ) Rᵀ, `(B, d, k)`: k Jacobian–vector products of
-    one solve."""
+    one solve, or d gradients where that has no forward mode."""
+    if not latent.flow.integrator.forward_mode:
+        jacobian = end_and_jacobian(latent, xi, target.start)[1]
+        fixed = isinstance(latent.flow.integrator, FixedGrid)
+        return jnp.einsum("bdj,bkj->bdk", jacobian if fixed else _once(jacobian), directions)
     tangent = jax.linearize(lambda xi: latent.end(xi, target.start)[0], xi)[1]
     return jnp.moveaxis(jax.lax.map(tangent, jnp.swapaxes(directions, 0, 1)), 0, -1)
+
+
+@jax.custom_jvp
+def _once(jacobian: Array) -> Array:
+    """Of a solve that XLA would not finish compiling the second derivative of: loops within loops."""
+    return jacobian
+
+
+@_once.defjvp
+def _once_jvp(primals, tangents):
+    raise TypeError(
+        "the derivative of a density by rf.Endpoint takes second derivatives of a solve, which rf.Adaptive "
+        "does not have: give the flow an rf.FixedGrid"
+    )
 
 
 @jax.custom_jvp
