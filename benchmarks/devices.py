@@ -1,8 +1,8 @@
-"""Fits on one device, on two, and in two processes: the same parameters, and how many steps a second.
+"""Fits on one device, on two, and in two processes: the same parameters, and how many steps per second.
 
 By regression, whose steps are short, and by maximum likelihood, whose steps solve equations.
-Devices are cores: one device is pinned to one, two devices and two processes share two. Runs are repeated,
-and the fastest counts: other programs on the machine only ever slow a run down.
+Devices are cores: one device is pinned to one, two devices and two processes share two. Runs are repeated
+in turn, and the fastest of each counts: other programs on the machine only ever slow a run down.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 STEPS, WARM_UP = 200, 20  # of these more than quick programs are made for
-REPEATS = 2
+REPEATS = 4
 PORT = 9870
 
 
@@ -23,28 +23,28 @@ def main():
     for objective, told in OBJECTIVES.items():
         print(f"\n{STEPS} steps by {objective}, {told}\n")
         print(f"{'':24} {'steps/s':>8} {'times':>6} {'difference':>11}", flush=True)
-        first = None
-        for name, setting in SETTINGS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                found, speed = measured(Path(folder), name, objective, *setting)
-            first = (found, speed) if first is None else first
-            apart = np.max(np.abs(found - first[0]))
-            print(f"{name:24} {speed:8.1f} {speed / first[1]:6.2f} {apart:11.1e}", flush=True)
+        rates = {name: [] for name in SETTINGS}
+        parameters = {}
+        for i in range(REPEATS):
+            for name, setting in SETTINGS.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    parameters[name], rate = measured(Path(folder), name, objective, *setting, PORT + i)
+                rates[name].append(rate)
+        first = next(iter(SETTINGS))
+        for name in SETTINGS:
+            apart = np.max(np.abs(parameters[name] - parameters[first]))
+            times = max(rates[name]) / max(rates[first])
+            print(f"{name:24} {max(rates[name]):8.1f} {times:6.2f} {apart:11.1e}", flush=True)
 
 
-def measured(folder, name, objective, cores, devices, processes):
-    """The parameters, and the largest number of steps a second."""
-    rates = []
-    for i in range(REPEATS):
-        outs = [folder / f"{p}.npz" for p in range(processes)]
-        started = [
-            start(out, cores[p], objective, devices, p, processes, PORT + i) for p, out in enumerate(outs)
-        ]
-        if any(process.wait() for process in started):
-            raise SystemExit(f"{name} failed")
-        found = np.load(outs[0])
-        rates.append(STEPS / found["seconds"])
-    return found["parameters"], max(rates)
+def measured(folder, name, objective, cores, devices, processes, port):
+    """The parameters, and the number of steps per second."""
+    outs = [folder / f"{p}.npz" for p in range(processes)]
+    started = [start(out, cores[p], objective, devices, p, processes, port) for p, out in enumerate(outs)]
+    if any(process.wait() for process in started):
+        raise SystemExit(f"{name} failed")
+    found = np.load(outs[0])
+    return found["parameters"], STEPS / found["seconds"]
 
 
 OBJECTIVES = {

@@ -49,6 +49,11 @@ def main(out, settings, port=None, process=None):
         leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(fitted.model) if hasattr(leaf, "dtype")]
         found[name] = np.concatenate([*leaves, fitted.history.loss])
         found[f"{name} solved"] = np.array(solved)
+    if hasattr(os, "SCHED_BATCH"):
+        threads = map(int, os.listdir("/proc/self/task"))
+        found["policies"] = np.array([os.sched_getscheduler(thread) for thread in threads])
+    else:
+        found["policies"] = np.zeros(1, int)
     np.savez(out, **found)
 
 

@@ -220,7 +220,7 @@ def _take_steps(
 
     def loss_of(parameters, state, x, key):
         model, objective = _combined(parameters, rest, grid)
-        with devices.at_work():
+        with devices.at_work(parameters):
             return objective.step(model, x, state, key=key)
 
     def one(carry):
