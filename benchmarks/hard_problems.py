@@ -130,7 +130,8 @@ def trained(name: str, fresh: bool = False) -> HardProblem:
     x = np.asarray(DISTRIBUTIONS[recipe.distribution].sample(key=jax.random.key(4), shape=(POINTS,)))
     run = partial(long_run, PullBackChart(flow), x, draws=2**13, key=jax.random.key(5))
     setting = (
-        f"{recipe.distribution}, noise {recipe.noise:g}, {recipe.steps} steps; reference: 2^13 paths a point"
+        f"{recipe.distribution}, noise {recipe.noise:g}, {recipe.steps} steps; "
+        "reference: 2^13 paths per point"
     )
     return HardProblem(flow, x, setting, run, single=True)
 

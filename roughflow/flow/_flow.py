@@ -51,7 +51,7 @@ class StochasticFlow(eqx.Module):
       gradients are computed.
 
     Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. In all
-    of them `t1` is the time at which Z is looked at, one for all or one a sample: by default the end of the
+    of them `t1` is the time at which Z is looked at, one for all or one per sample: by default the end of the
     path, and not beyond it.
     Samples that leave for infinity in finite time have density zero, log-density −inf. A drift or
     diffusion that returns NaN, or a solver out of steps, is an error.
@@ -156,7 +156,7 @@ class StochasticFlow(eqx.Module):
         """log p(x | path), Algorithm 1: one solve backwards from the end of the path.
 
         `x` has shape `(..., d)` and the path coefficients `(..., n, m)`; batch axes broadcast. `key`,
-        one for all or one a sample, is needed only by a divergence or correction that draws random
+        one for all or one per sample, is needed only by a divergence or correction that draws random
         numbers.
         """
         z, log_change = self.pull_back(x, path, t1=t1, key=key)

@@ -140,5 +140,5 @@ def order_of(method: diffrax.AbstractERK) -> int:
 
 
 def _scale(h: Array, value: Array) -> Array:
-    """h·value, h a scalar or one number a sample."""
+    """h·value, h a scalar or one number per sample."""
     return (h[:, None] if h.ndim < value.ndim and h.ndim else h) * value

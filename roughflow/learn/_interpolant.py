@@ -29,7 +29,7 @@ class Interpolant(AbstractObjective):
 
         E |T v(t, y) − (x − z)|²/d,
 
-    one evaluation of the drift v a sample. The minimum is the velocity E[x − z | y]/T, whose ODE carries
+    one evaluation of the drift v per sample. The minimum is the velocity E[x − z | y]/T, whose ODE carries
     the base to the distribution of the data. The loss does not come to zero, nor is it a likelihood.
 
     The model is a flow without noise, or one with an `rf.TransportSDE`. Its velocity alone is trained, not
