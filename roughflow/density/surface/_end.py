@@ -157,8 +157,8 @@ def _once(jacobian: Array) -> Array:
 @_once.defjvp
 def _once_jvp(primals, tangents):
     raise TypeError(
-        "the derivative of a density by rf.Endpoint takes second derivatives of a solve, which rf.Adaptive "
-        "does not have: give the flow an rf.FixedGrid"
+        "where paths are bent to x (rf.Endpoint, or the default), the derivative of a density takes second "
+        "derivatives of a solve, which rf.Adaptive does not have: give the flow an rf.FixedGrid"
     )
 
 
