@@ -14,7 +14,7 @@ import roughflow as rf
 from roughflow.density.estimators import _remedies
 from roughflow.density.estimators._weights import EstimatorRun
 from roughflow.density.surface import Latent, Target, Turned, end_along
-from roughflow.density.surface._end import find_on_line
+from roughflow.density.surface._end import find_on_line, solve_near
 
 X = jnp.array([[-0.7], [0.6]])
 
@@ -183,7 +183,27 @@ def test_a_root_on_a_line_is_found_and_that_there_is_none(key):
     assert not found[39]
     near = found & (np.abs(r[:, 0]) < 8)  # further out the steps are too long for the ends to be smooth
     assert np.sum(near) > 25
-    np.testing.assert_allclose(end(r)[near], x[near], atol=1e-4)
+    np.testing.assert_allclose(end(r)[near], x[near], atol=1e-9)
+
+
+def test_a_root_does_not_depend_on_what_is_searched_for_beside_it(key):
+    """Searches that have failed do not go on for as long as others do."""
+    latent, size = Latent(contracting()), 1024
+    delta = jax.random.normal(key, (size, latent.size)).at[:, 1].set(0)
+    along = jnp.zeros((size, 1, latent.size)).at[:, :, 1].set(1)
+    x = jnp.linspace(-2.5, 2.5, size)[:, None]
+    begin = 2 * jax.random.normal(jax.random.fold_in(key, 1), (size, 1))
+    search = lambda given: solve_near(latent, Target(given[0], None), *given[1:])[::2]
+    given = (x, along, delta, begin)
+    (xi, found), (alone, found_alone) = jax.jit(lambda: (search(given), one_by_one(search, given)))()
+    np.testing.assert_array_equal(found, found_alone)
+    assert 0.2 < np.mean(found) < 0.8
+    np.testing.assert_allclose(xi[found], alone[found], atol=1e-12)
+
+
+def one_by_one(function, batch):
+    alone = lambda entry: jax.tree.map(lambda a: a[0], function(jax.tree.map(lambda a: a[None], entry)))
+    return jax.lax.map(alone, batch)
 
 
 INTEGRATORS = {

@@ -120,13 +120,14 @@ class MLP(eqx.Module):
 
 
 def _product(z: Array, weight: Array) -> Array:
-    """z W. A product with few rows or columns, for a whole batch, is faster written out: it fuses with what
-    comes before or after."""
+    """z W. On a GPU a product with few rows or columns, for a whole batch, is faster written out: it fuses
+    with what comes before or after."""
     rows, columns = weight.shape
-    if rows <= THIN:
-        return sum((z[k] * weight[k] for k in range(1, rows)), z[0] * weight[0])
-    if columns <= THIN and jax.default_backend() != "cpu":
-        return jnp.stack([jnp.sum(z * weight[:, k]) for k in range(columns)])
+    if jax.default_backend() != "cpu":
+        if rows <= THIN:
+            return sum((z[k] * weight[k] for k in range(1, rows)), z[0] * weight[0])
+        if columns <= THIN:
+            return jnp.stack([jnp.sum(z * weight[:, k]) for k in range(columns)])
     # Weights first: few outputs make the gradient's product tall and thin, which a CPU does ten times
     # faster this way round.
     return weight.T @ z if columns <= THIN else z @ weight

@@ -89,7 +89,7 @@ def find_on_line(
 
 def _between(gap, ends: tuple[Array, Array], values: tuple[Array, Array], chosen: Array) -> Array:
     """Where a function of each entry is zero, between two ends where its signs differ; of those `chosen`."""
-    tolerance = max(4 * jnp.finfo(ends[0].dtype).eps, 1e-10)
+    tolerance = 4 * jnp.finfo(ends[0].dtype).eps
 
     def part(a, b, c, fa, fb, fc):
         """How far from a to b to look next: by inverse quadratic interpolation where that is safe."""
@@ -207,13 +207,15 @@ def _quasi_newton(surface: Surface, r: Array) -> tuple[Array, Array]:
     """
     tolerance = 100 * jnp.finfo(r.dtype).eps ** 0.75
     size = lambda step: jnp.linalg.norm(step, axis=-1)
+    has_failed = lambda change, length: length < SHORTEST * _whole(change)
 
     def step(state):
         r, gap, change, length, matrix, done, count = state
         move = length[:, None] * change
         new, has_escaped = surface.gap(r + move)
         simplified = size(_solve(matrix, new))
-        accepted = ~has_escaped & (simplified < size(change)) & ~done
+        # What has failed stays so, however long others take: a root does not depend on who is beside it.
+        accepted = ~has_escaped & (simplified < size(change)) & ~done & ~has_failed(change, length)
         # M s = gap − new: what the ends say of the last step.
         missed = (gap - new) - jnp.einsum("bij,bj->bi", matrix, move)
         square = jnp.sum(move**2, axis=-1)[:, None, None]
@@ -227,7 +229,7 @@ def _quasi_newton(surface: Surface, r: Array) -> tuple[Array, Array]:
 
     def going(state):
         _, _, change, length, _, done, count = state
-        return (count < STEPS) & ~jnp.all(done | (length < SHORTEST * _whole(change)))
+        return (count < STEPS) & ~jnp.all(done | has_failed(change, length))
 
     gap, has_escaped = surface.gap(r)
     matrix = surface.matrix(r)
