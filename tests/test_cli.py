@@ -548,6 +548,24 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     assert all(jax.tree.leaves(same))
 
 
+def test_a_command_that_is_terminated_leaves_no_draft(fitted, tmp_path, capsys, monkeypatch):
+    """As a batch system does it, by SIGTERM, which would end Python on the spot."""
+
+    def chunks(*args, **settings):
+        for estimate in estimate_chunks(*args, **settings):
+            yield estimate
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    estimate_chunks, before = rf.estimate_chunks, signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(rf, "estimate_chunks", chunks)
+    monkeypatch.chdir(tmp_path)
+    command = ["score", f"{fitted}/model.rf", f"{fitted}/data.csv", "--out", "scores.csv", "--quiet"]
+    assert main(command) == 143
+    assert capsys.readouterr().err == "roughflow: interrupted\n"
+    assert os.listdir() == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 TARGETS = """\
 import jax.numpy as jnp
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .exits import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
+from .exits import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, TERMINATED, Terminated
 from .refused import Refused
 
 
@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as pressed:
         print("roughflow: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return TERMINATED if isinstance(pressed, Terminated) else INTERRUPTED
     # The library refuses an argument by a ValueError and reports a failed solve by a RuntimeError.
     except (Refused, ValueError, OSError) as error:
         return _tell(error, BAD_INPUT)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     # Imported within `main`, which knows what to do with Ctrl-C.
     from .arguments import parse
-    from .start import keep_programs, starting
+    from .start import keep_programs, starting, stoppable
 
     try:
         arguments = parse(argv)
@@ -54,7 +54,8 @@ def _run(argv: list[str]) -> int:
     with starting():
         from .commands import COMMANDS
 
-    return COMMANDS[arguments.command](arguments)
+    with stoppable():
+        return COMMANDS[arguments.command](arguments)
 
 
 def _tell(error: BaseException, code: int) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .exits import INTERRUPTED
+from .exits import INTERRUPTED, Terminated
 
 DAYS = 30  # that a compiled program is kept
 MEGABYTES = 500  # that they may take; the oldest go first
@@ -35,6 +35,22 @@ def starting() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """A SIGTERM within the block raises `Terminated`, so that what was being written is put in order."""
+    alone = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _stop) if alone else None
+    try:
+        yield
+    finally:
+        if alone:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _stop(*_) -> None:
+    raise Terminated
 
 
 def _leave(*_) -> None:
