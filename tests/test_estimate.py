@@ -124,9 +124,13 @@ def test_moved_particles_have_the_gradient_of_the_density(key):
     assert np.all(tempered)
     truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf(x)
     np.testing.assert_allclose(value, truth(1.0), atol=1e-6)
-    error = np.asarray(slope - (truth(1 + h) - truth(1 - h)) / (2 * h))
+    true_slope = (truth(1 + h) - truth(1 - h)) / (2 * h)
+    error = np.asarray(slope - true_slope)
     assert abs(error.mean()) < 4 * error.std() / 8
     assert error.std() < 0.5
+    # As steep as it should be: half of it would not do.
+    size = np.sum(true_slope**2)
+    assert abs(np.sum(slope * true_slope) / size - 1) < 4 * error.std() / size**0.5
 
 
 @pytest.mark.slow
@@ -149,9 +153,13 @@ def test_values_and_gradients_of_moved_particles(key):
     np.testing.assert_allclose(d_rate, np.sum(slope), rtol=1e-9)
     assert np.all(np.isfinite(d_x))
     truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf(x)
-    error = np.asarray(slope - (truth(1 + h) - truth(1 - h)) / (2 * h))
+    true_slope = (truth(1 + h) - truth(1 - h)) / (2 * h)
+    error = np.asarray(slope - true_slope)
     assert abs(error.mean()) < 4 * error.std() / 8
     assert error.std() < 0.5
+    # As steep as it should be: half of it would not do.
+    size = np.sum(true_slope**2)
+    assert abs(np.sum(slope * true_slope) / size - 1) < 4 * error.std() / size**0.5
 
 
 class Cubic(eqx.Module):

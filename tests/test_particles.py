@@ -11,7 +11,7 @@ from problems import made
 from scipy import stats
 
 from roughflow.density._estimate import log_mean
-from roughflow.density.estimators._particles import Particles, temper
+from roughflow.density.estimators._particles import Particles, _resample, temper
 from roughflow.density.proposals import SPARE, Mixture
 
 RUNS, KEPT, PARTICLES, WIDTH = 256, 64, 256, 3
@@ -110,6 +110,15 @@ def test_particles_follow_the_distribution():
     weight = np.exp(log_mean(both.log_weights.T) - LOG_CONSTANT)
     gap = weight * (share - 0.25)
     assert abs(gap.mean()) < 4 * gap.std() / np.sqrt(RUNS)
+
+
+def test_shares_that_are_equal_but_for_rounding_choose_no_particle():
+    """Every fourth is taken, whatever its share is in the tenth digit."""
+    excess = np.random.default_rng(0).normal(size=(512, PARTICLES))
+    keys = jax.random.split(jax.random.key(20), 512)
+    places = _resample(jnp.asarray((1 + 1e-10 * excess) / PARTICLES), keys, KEPT)
+    taken = np.take_along_axis(excess, np.asarray(places), axis=1)
+    assert abs(taken.mean()) < 4 / np.sqrt(taken.size)
 
 
 def test_weights_that_are_all_lost_are_zero_and_end():

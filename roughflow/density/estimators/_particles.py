@@ -71,9 +71,10 @@ def temper(
     share = jnp.full((batch, size), 1 / size, omega.dtype)
     unknown = jnp.full_like(share, -jnp.inf)
     start = _State(omega, unknown, unknown, root, share, 0 * one, 0 * one, lengths, jnp.asarray(0))
+    folded = lambda number: jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
     def step(now: _State) -> _State:
-        key = jax.vmap(lambda key: jax.random.fold_in(key, now.count))(keys)
+        key = folded(now.count)
         now = _moves(joint, mixture, now, key)
         ratio = jnp.where(jnp.isneginf(now.joint), -jnp.inf, now.joint - now.proposed)
         last = now.count == TEMPERATURES - 1
@@ -88,8 +89,7 @@ def temper(
         stay = eqx.tree_at(
             lambda s: (s.share, s.beta, s.log_mean), now, (share, jnp.where(arrived, 1, beta), log_mean)
         )
-        bits = jax.vmap(lambda k: random_bits(k, jnp.arange(1), 1)[0, 0])(key)
-        places = _resample(share, uniform_numbers(bits, omega.dtype), size)
+        places = _resample(share, key, size)
         moved = [_take(a, places) for a in (now.omega, now.joint, now.proposed, now.root)]
         leaves = lambda s: (s.omega, s.joint, s.proposed, s.root, s.share, s.beta, s.log_mean)
         spread = eqx.tree_at(leaves, now, (*moved, jnp.full_like(share, 1 / size), beta, log_mean))
@@ -98,7 +98,7 @@ def temper(
 
     going = lambda now: jnp.any(now.beta < 1) & (now.count < TEMPERATURES)
     end = jax.lax.while_loop(going, step, start)
-    some = _resample(end.share, 0.5 * one, count)
+    some = _resample(end.share, folded(TEMPERATURES), count)
     return Particles(_take(end.omega, some), _take(end.joint, some), _by_root(end, count))
 
 
@@ -194,9 +194,12 @@ def _along_particles(omega: Array, length: Array, bits: Array) -> Array:
     return omega + (length / 2**0.5)[:, None, None] * (one - other)
 
 
-def _resample(share: Array, uniform: Array, count: int) -> Array:
-    """Systematic resampling: places `(B, count)`, each about as often as its share says."""
-    level = (jnp.arange(count)[None] + uniform[:, None]) / count
+def _resample(share: Array, keys: PRNGKeyArray, count: int) -> Array:
+    """Systematic resampling: places `(B, count)`, each as often as its share says, on average over the random
+    number that shifts them all. Without it equal shares may end where places are looked for: then rounding
+    would choose between two particles, and rather the one with more weight."""
+    bits = jax.vmap(lambda key: random_bits(key, jnp.arange(1), 1)[0, 0])(keys)
+    level = (jnp.arange(count)[None] + uniform_numbers(bits, share.dtype)[:, None]) / count
     upper = jnp.cumsum(share, axis=1)
     places = jax.vmap(lambda u, v: jnp.searchsorted(u, v, side="right"))(upper / upper[:, -1:], level)
     return jnp.minimum(places, share.shape[1] - 1)
