@@ -33,7 +33,7 @@ from ._run_programs import (
 
 PAIRS = 2**17  # of a point and a path that are solved together
 NUMBERS = 2**26  # that a chunk's directions and components may take up
-LONG = 1024  # points whose work takes longer than to compile it well
+LONG = 128  # points whose work takes longer than to compile it well
 MANY = 4  # times the paths of the trial: up to so many are drawn in parts as large as the trial
 
 
