@@ -24,9 +24,9 @@ LIMIT = 15_000
 EVERY = 32  # programs compiled between two looks
 
 # On a CPU these take half the time to compile. But at level 1 a solve with networks takes half as long again,
-# a simulation twice as long, a chain up to five times; at level 0 a solve takes three times as long. At level
-# 1 that is for want of the fusion emitters: with them it runs as fast as at any, and takes five seconds more
-# to compile an estimate. Not every version of XLA knows all of them.
+# an estimate or a simulation twice as long and more, a chain up to five times; at level 0 a solve takes three
+# times as long. At level 1 that is for want of the fusion emitters: with them it runs as fast as at any, and
+# takes five seconds more to compile an estimate. Not every version of XLA knows all of them.
 EMITTERS = "xla_cpu_use_fusion_emitters"
 QUICK: Mapping[str, bool | int] = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 2}
 LEVEL = "xla_backend_optimization_level"

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .exits import INTERRUPTED, Terminated
@@ -26,27 +26,30 @@ def starting() -> Iterator[None]:
     shown = sys.stderr.isatty()
     if shown:
         print("starting …", end="", file=sys.stderr, flush=True)
-    alone = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, _leave) if alone else None
     try:
-        yield
+        with _handled(signal.SIGINT, _leave):
+            yield
     finally:
-        if alone:
-            signal.signal(signal.SIGINT, before)
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
+def stoppable() -> contextlib.AbstractContextManager[None]:
     """A SIGTERM within the block raises `Terminated`, so that what was being written is put in order."""
-    alone = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _stop) if alone else None
+    return _handled(signal.SIGTERM, _stop)
+
+
+@contextlib.contextmanager
+def _handled(number: signal.Signals, handler: Callable[..., None]) -> Iterator[None]:
+    """Within the block a signal is for `handler`. Only the main thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        if alone:
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def _stop(*_) -> None:
