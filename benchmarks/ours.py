@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 import roughflow as rf
 from benchmarks.peers_jax import Objective, make_entry
@@ -23,7 +24,7 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
     """The grid that suits the model takes 2 steps on W0 and 7 on W1; one that knows nothing of it 4 and 8."""
     default, rk4 = rf.FixedGrid(), rf.FixedGrid(rf.RK4(), steps=STEPS)
     suited = rf.FixedGrid(steps=suited_steps(workload))
-    return {
+    objectives = {
         "roughflow, its networks, suited grid": density(workload, library_model, suited),
         "roughflow, a user's functions, suited grid": density(workload, user_model, suited),
         "roughflow, its networks, default grid": density(workload, library_model, default),
@@ -31,6 +32,10 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
         "roughflow, a user's functions, RK4 x 20": density(workload, user_model, rk4),
         "roughflow, its networks, adaptive 1e-5": density(workload, library_model, rf.Adaptive()),
     }
+    if workload.noise.size:
+        split = density(workload, library_model, suited, devices=jax.device_count())
+        objectives[f"roughflow, its networks, suited grid, {jax.device_count()} devices"] = split
+    return objectives
 
 
 def suited_steps(workload: Workload) -> int | None:
@@ -69,16 +74,22 @@ def seconds_per_step(workload: Workload, steps: int = 300) -> float:
     return (seconds(2 * steps) - seconds(steps)) / steps
 
 
-def density(workload: Workload, model, integrator: rf.AbstractIntegrator) -> Objective:
+def density(
+    workload: Workload, model, integrator: rf.AbstractIntegrator, devices: int | None = None
+) -> Objective:
+    """With `devices`, each has its part of the rows."""
     base = rf.Normal(jnp.zeros(2))
 
-    def log_prob(weights: list[jax.Array]) -> jax.Array:
+    def log_prob(weights: list[jax.Array], x: jax.Array, noise: jax.Array) -> jax.Array:
         flow = rf.StochasticFlow(rf.ItoSDE(*model(weights)), base, integrator=integrator)
-        shape = (len(workload.x), flow.driver.num_functions, flow.noise_dimension)
-        path = flow.driver.path(jnp.reshape(jnp.asarray(workload.noise), shape))
-        return flow.log_prob_given_path(workload.x, path)
+        shape = (len(x), flow.driver.num_functions, flow.noise_dimension)
+        return flow.log_prob_given_path(x, flow.driver.path(jnp.reshape(noise, shape)))
 
-    return log_prob
+    if devices is not None:
+        rows = PartitionSpec("rows")
+        mesh, ins = Mesh(jax.devices()[:devices], ("rows",)), (PartitionSpec(), rows, rows)
+        log_prob = jax.shard_map(log_prob, mesh=mesh, in_specs=ins, out_specs=rows, check_vma=False)
+    return lambda weights: log_prob(weights, jnp.asarray(workload.x), jnp.asarray(workload.noise))
 
 
 def simulation_objectives(workload: Workload) -> dict[str, Objective]:

@@ -11,6 +11,7 @@ import warnings
 from functools import cache
 from importlib.metadata import version
 
+import jax
 import numpy as np
 
 from benchmarks.ours import roughflow_entries, seconds_per_step
@@ -26,6 +27,7 @@ HEADER = ["entry", "ms", "quartiles", "ratio", "first s", "max error", "gradient
 
 def main() -> None:
     options = parse_arguments()
+    jax.config.update("jax_num_cpu_devices", THREADS)  # one is used, but by the entry that names them
     warnings.filterwarnings("ignore")  # peers' deprecations would break up the tables
     packages = ("jax", "diffrax", "torch", "torchdiffeq", "torchsde", "zuko")
     print(", ".join(f"{name} {version(name)}" for name in packages))

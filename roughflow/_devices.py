@@ -144,11 +144,14 @@ def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
         return function(shared, *rows)
     known = {id(leaf) for leaf in trained}
     dynamic, static = eqx.partition(shared, eqx.is_array)
-    moving, fixed = eqx.partition(dynamic, lambda leaf: id(leaf) in known)
+    # Arrays without entries are made anew: as an argument here they make JAX 0.11's compiler crash.
+    full, empty = eqx.partition(dynamic, lambda leaf: leaf.size > 0)
+    moving, fixed = eqx.partition(full, lambda leaf: id(leaf) in known)
     vector, back = ravel_pytree(moving)
 
     def part(vector: Array, fixed: Any, *rows: Array) -> Any:
-        return function(eqx.combine(back(vector), fixed, static), *rows)
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
+        return function(eqx.combine(back(vector), fixed, blank, static), *rows)
 
     own = PartitionSpec(mesh.axis_names)
     everywhere = (PartitionSpec(), PartitionSpec())
@@ -172,7 +175,8 @@ def _first(count: int) -> list[Any]:
     least = min(map(len, there))
     if not 1 <= count <= least:
         each = " in each process" if len(there) > 1 else ""
-        raise ValueError(f"devices must be between 1 and {least}, there are no more{each}; got {count}")
+        told = f"devices must be between 1 and {least}, there are no more{each}; got {count}"
+        raise ValueError(told + see("several-devices"))
     return [device for part in there for device in part[:count]]
 
 

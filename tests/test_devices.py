@@ -84,6 +84,32 @@ def test_devices_add_up_the_derivatives_that_are_wanted_and_once():
     assert re.findall(r"f64\[([\d,]*)\] = psum\[", program) == ["20"]
 
 
+def test_no_array_without_entries_goes_between_devices():
+    """JAX 0.11's compiler crashes of one: a velocity without waves has them."""
+    velocity = rf.VelocityNetwork(2, 8, 1, num_features=0, key=jax.random.key(0))
+    assert velocity.waves.size == 0
+    moved = lambda velocity, t, z: jax.vmap(velocity)(t, z)
+
+    def loss(velocity):
+        with Devices(AbstractMesh((2,), ("rows",))).at_work(velocity.network):  # pyright: ignore[reportArgumentType]
+            return jnp.sum(by_rows(moved, velocity, jnp.ones(4), jnp.ones((4, 2))) ** 2)
+
+    (split,) = [e for e in jax.make_jaxpr(loss)(velocity).eqns if e.primitive.name == "shard_map"]
+    assert all(variable.aval.size for variable in split.invars)
+    program = str(jax.make_jaxpr(jax.grad(lambda z: jnp.sum(velocity(jnp.ones(()), z))))(jnp.ones(2)))
+    assert not re.search(r"f64\[(\d+,)?0\]", program)
+
+
+def test_a_command_makes_devices_of_a_cpu(tmp_path):
+    table, model = tmp_path / "rows.csv", tmp_path / "model.rf"
+    np.savetxt(table, np.random.default_rng(0).normal(size=(60, 2)), delimiter=",", header="x,y", comments="")
+    small = ["--steps", "2", "--likelihood-steps", "0", "--width", "4", "--batch-size", "32", "--quiet"]
+    command = [sys.executable, "-m", "roughflow.cli", "fit", str(table), "--out", str(model), *small]
+    run = subprocess.run([*command, "--devices", "2"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert model.exists()
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     """With `make test` one from disk does, on a mesh."""

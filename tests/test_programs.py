@@ -157,6 +157,15 @@ def test_options_that_are_not_known_or_that_the_user_has_set_are_left_out(unset)
     assert _programs.known_options(1) == {}
 
 
+def test_on_a_gpu_every_program_is_spared_the_search_for_kernels(unset):
+    unset.setattr(jax, "default_backend", lambda: "gpu")
+    for level in (None, 0, 1):
+        assert _programs.known_options(level) == {"xla_gpu_enable_triton_gemm": False}
+    unset.undo()
+    _programs.known_options.cache_clear()
+    assert _programs.known_options(None) == {}
+
+
 def test_quickly_compiled_programs_become_parts_of_others(unset):
     """Where options are refused: inside a jit or grad, also of what a function closes over."""
     assert _programs.known_options(0)

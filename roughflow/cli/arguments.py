@@ -279,7 +279,10 @@ def _reproduce(commands) -> None:
 
 def _devices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--devices", type=values.count, metavar="N", help="split the work between so many; default: one"
+        "--devices",
+        type=values.count,
+        metavar="N",
+        help="split the work between so many, of a CPU's cores if there is nothing else; default: one",
     )
 
 

@@ -1,4 +1,5 @@
-"""Several processes that work together (`--join`): how they meet, and how one ends when another is gone."""
+"""Devices (`--devices`), and several processes that work together (`--join`): how they meet, and how one ends
+when another is gone."""
 
 import atexit
 import contextlib
@@ -15,6 +16,7 @@ from roughflow.faq import see
 from .exits import FAILED
 from .refused import Refused
 
+CORES = 256  # of one CPU, at most
 SILENT = 20  # seconds without a sign of life after which a process counts as gone
 # Where one is gone JAX may end the others at once, from a thread that Python knows nothing of. A small
 # process beside each has the last word: it waits for this one to end, and speaks if that was not in order.
@@ -28,6 +30,17 @@ GONE = (
     "roughflow: error: a process of this run is gone, so that this one ended too: start all of them again, "
     "with --resume" + see("several-devices")
 )
+
+
+def devices_of_cpu(count: int | None) -> None:
+    """Make so many devices of a CPU's cores, if a number was said and JAX is not yet at work; too large a number
+    is refused later, as there are no more.
+
+    One device hardly uses a second core: the operations of a step are too small to be shared.
+    """
+    with contextlib.suppress(RuntimeError):
+        if count is not None:
+            jax.config.update("jax_num_cpu_devices", min(count, CORES))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import roughflow as rf
 from roughflow.flow import Warnings
 from roughflow.learn import progress_bar
 
+from .join import devices_of_cpu
 from .model import chunks_for, read_model
 from .output import check_table, write_table
 
@@ -19,6 +20,7 @@ CHUNK = 4096  # rows that are scored at a time, and written: memory does not lim
 
 
 def score(arguments: argparse.Namespace) -> int:
+    devices_of_cpu(arguments.devices)
     inputs = [arguments.model, arguments.data]
     check_table(arguments.out, "the scores", arrays=False, force=arguments.force, inputs=inputs)
     model = read_model(arguments.model)

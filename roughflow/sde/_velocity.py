@@ -84,10 +84,14 @@ class VelocityNetwork(eqx.Module):
 
     def __call__(self, t: Array, z: Array) -> Array:
         s = jnp.reshape(jnp.asarray(t, z.dtype) / self.t1, (1,))
-        angles = jnp.concatenate([z @ self.waves.astype(z.dtype), np.pi * s, 2 * np.pi * s])
+        # Nothing rather than arrays without entries: between devices they make JAX 0.11's compiler crash.
+        waves = [z @ self.waves.astype(z.dtype)] if self.waves.size else []
+        angles = jnp.concatenate([*waves, np.pi * s, 2 * np.pi * s])
         # Beyond the end, where nothing was learned, it goes on as at the end.
         haste = jnp.log(LATE - jnp.minimum(s, 1))
         out = self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
         own = z.shape[0] - self.context
         normal = (2 * s - 1) / ((1 - s) ** 2 + s**2) / self.t1 * z[:own]
-        return jnp.concatenate([out[:own] + normal, out[own:], jnp.zeros(self.context, z.dtype)])
+        more = [out[own:]] if len(out) > own else []
+        given = [jnp.zeros(self.context, z.dtype)] if self.context else []
+        return jnp.concatenate([out[:own] + normal, *more, *given])

@@ -14,7 +14,7 @@ MOST = 2**14  # points in a chunk
 # points that are there in blocks of so many points, and of so many pairs of a point and a path, at most. On a
 # GPU small blocks do not pay.
 SMALL, SMALL_BLOCK = 256, (32, 2**9)
-LARGE, LARGE_BLOCK, GPU_BLOCK = 2048, (256, 2**13), (1024, 2**14)
+LARGE, LARGE_BLOCK, GPU_BLOCK = 2048, (256, 2**13), (1024, 2**16)
 
 
 class Chunk(eqx.Module):
