@@ -33,8 +33,8 @@ GONE = (
 
 
 def devices_of_cpu(count: int | None) -> None:
-    """Make so many devices of a CPU's cores, if a number was said and JAX is not yet at work; too large a number
-    is refused later, as there are no more.
+    """Make so many devices of a CPU's cores, if a number was said and JAX is not yet at work. Too many are
+    refused later: there are no more.
 
     One device hardly uses a second core: the operations of a step are too small to be shared.
     """
