@@ -180,6 +180,8 @@ def test_quickly_compiled_programs_become_parts_of_others(unset):
 
 def test_what_runs_long_is_compiled_with_more_care(unset):
     """Within `runs_long` and nowhere else, another program of the same function."""
+    if _programs.EMITTERS not in _programs.known_options(1):
+        pytest.skip("this version of XLA has no such option")
     made, compile_with = [], eqx.filter_jit
 
     def filter_jit(function, compiler_options=None):
