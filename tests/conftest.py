@@ -11,13 +11,16 @@ from pathlib import Path
 
 # Most of a run is compiling small programs that run once; examples in subprocesses inherit this. Without
 # optimisation, and with XLA's older way to fuse loops, that takes a third of the time.
-# JAX 0.11 ends the process of a flag that it does not know.
+# JAX 0.11 has another name for that, and ends the process of a flag that it does not know.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_disable_hlo_passes=while-loop-invariant-code-motion"
-    + " --xla_cpu_use_fusion_emitters=false"
-    * (tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)),
+    + (
+        "--xla_cpu_use_fusion_emitters=false "
+        if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
+        else "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    )
+    + "--xla_cpu_parallel_codegen_split_count=1 --xla_disable_hlo_passes=while-loop-invariant-code-motion",
 )
 # With a process for each core, threads of NumPy's would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
