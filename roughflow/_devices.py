@@ -38,7 +38,8 @@ class Devices:
         """So many devices of each process, these devices, or those of a mesh. If nothing is said, the one
         that JAX takes by itself, or all of them where there are several processes."""
         if isinstance(devices, Mesh):
-            return Devices(devices)
+            # `jax.make_mesh` makes one on which every operation has to say how its result is split.
+            return Devices(Mesh(devices.devices, devices.axis_names))
         if devices is None:
             if jax.process_count() == 1:
                 return Devices()

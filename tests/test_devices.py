@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 import roughflow as rf
 from roughflow._devices import Devices, by_rows
@@ -20,6 +20,7 @@ from roughflow.cli import main, table as cli_table
 from roughflow.learn._parquet import rng_of
 
 PROGRAM = Path(__file__).parent / "devices.py"
+MESH = AbstractMesh((2,), ("rows",), axis_types=(AxisType.Auto,))
 
 
 def start(out, settings, devices, *process):
@@ -77,11 +78,17 @@ def test_devices_add_up_the_derivatives_that_are_wanted_and_once():
     value = lambda shared, x: jnp.sin(jnp.cos(x @ shared[0]["w"] + shared[0]["b"][None]) @ shared[1])
 
     def loss(trained):
-        with Devices(AbstractMesh((2,), ("rows",))).at_work(trained):  # pyright: ignore[reportArgumentType]
+        with Devices(MESH).at_work(trained):  # pyright: ignore[reportArgumentType]
             return jnp.sum(by_rows(value, (trained, fixed), x))
 
     program = str(jax.make_jaxpr(jax.grad(loss))({"w": jnp.ones((3, 5)), "b": jnp.ones(5)}))
     assert re.findall(r"f64\[([\d,]*)\] = psum\[", program) == ["20"]
+
+
+def test_a_mesh_as_jax_makes_it_will_do():
+    x = jnp.arange(4.0)
+    devices = Devices.of(jax.make_mesh((1,), ("rows",)))
+    np.testing.assert_array_equal(jax.jit(devices.split)(devices.put_rows(np.asarray(x), axis=0)), x)
 
 
 def test_no_array_without_entries_goes_between_devices():
@@ -91,7 +98,7 @@ def test_no_array_without_entries_goes_between_devices():
     moved = lambda velocity, t, z: jax.vmap(velocity)(t, z)
 
     def loss(velocity):
-        with Devices(AbstractMesh((2,), ("rows",))).at_work(velocity.network):  # pyright: ignore[reportArgumentType]
+        with Devices(MESH).at_work(velocity.network):  # pyright: ignore[reportArgumentType]
             return jnp.sum(by_rows(moved, velocity, jnp.ones(4), jnp.ones((4, 2))) ** 2)
 
     (split,) = [e for e in jax.make_jaxpr(loss)(velocity).eqns if e.primitive.name == "shard_map"]
