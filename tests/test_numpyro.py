@@ -1,9 +1,13 @@
 """The doors to NumPyro, ArviZ and BlackJAX."""
 
+import os
+import subprocess
+import sys
 import warnings
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import pytest
 from scipy import stats
@@ -14,12 +18,12 @@ numpyro = pytest.importorskip("numpyro")
 blackjax = pytest.importorskip("blackjax")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ announces its successor when it is imported
-    arviz = pytest.importorskip("arviz")
+    pytest.importorskip("roughflow.interop.arviz")
 
 import numpyro.distributions as dist  # noqa: E402
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO  # noqa: E402
 
-from roughflow.interop.arviz import to_arviz  # noqa: E402
+from roughflow.interop.arviz import arviz, to_arviz  # noqa: E402
 from roughflow.interop.blackjax import as_blackjax  # noqa: E402
 from roughflow.interop.numpyro import FlowDistribution, target_from_model  # noqa: E402
 
@@ -127,6 +131,26 @@ def test_arviz_reads_a_chain(gaussian_chain):
     assert named.posterior["norm"].shape == (4, 4000)
     with pytest.raises(ValueError, match=r"^there are 2 coordinates, but 3 names$"):
         to_arviz(gaussian_chain, names="xyz")
+
+
+def test_arviz_is_imported_by_two_processes_at_once(tmp_path):
+    """The other process moves the draft of ArviZ's note of the day first."""
+    moved_before = """
+import pathlib
+replace = pathlib.Path.replace
+def twice(draft, file):
+    replace(draft, file)
+    return replace(draft, file)
+pathlib.Path.replace = twice
+from roughflow.interop.arviz import arviz
+print(arviz.ess.__name__)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", moved_before]
+    fonts = {"MPLCONFIGDIR": matplotlib.get_cachedir()}  # not looked for anew
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | fonts
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.stdout == "ess\n", run.stderr
+    assert (tmp_path / "arviz" / "daily_warning").exists()  # so its cache is there, and the note was made
 
 
 def test_blackjax_runs_a_sampler_to_the_same_distribution(key):

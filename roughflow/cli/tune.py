@@ -178,9 +178,7 @@ def _quality(chain: rf.Chain) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ArviZ announces its successor
         try:
-            import arviz
-
-            from roughflow.interop.arviz import to_arviz
+            from roughflow.interop.arviz import arviz, to_arviz
         except ModuleNotFoundError:
             print("for effective draws and R-hat: pip install 'roughflow[interop]'")
             return

@@ -2,11 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import arviz
 import numpy as np
 from jaxtyping import Array
 
 import roughflow as rf
+
+try:
+    import arviz
+except FileNotFoundError:
+    # Once per day ArviZ notes in the user's cache that it has announced its successor, by a draft that all
+    # processes share: of two that import it at once, one finds the draft moved. The note is there now.
+    import arviz
 
 
 def to_arviz(
