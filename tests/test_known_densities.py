@@ -368,11 +368,17 @@ def out_by(numbers, driver, estimator, key, **settings):
 
 
 def test_truncation_error_bounds_what_the_driver_leaves_out(key):
-    """And extrapolation by the order it falls with takes most of it away."""
+    """And extrapolation by the order it falls with takes most of it away; where it is large that is told."""
     estimator = ESTIMATORS["PullBack-Laplace"][0]
     estimate, error = out_by((), THREE, estimator, key, truncation=True, solver=False)
     assert np.all(error < estimate.truncation_error)
     assert np.all(estimate.truncation_error < 10 * error)
+    assert estimate.warning is None
+    faster, _ = out_by((12.0,), THREE, estimator, key, truncation=True, solver=False)
+    large = np.asarray(faster.truncation_error) > 0.5
+    assert large.any()
+    np.testing.assert_array_equal(faster.suspect, large)
+    assert faster.warning.startswith(f"of 64 estimates, {large.sum()} depend on the driver's functions")
     _, left = out_by((), THREE, rf.Richardson(estimator, order=3), key, solver=False)
     assert np.all(left < error / 5)
 

@@ -20,7 +20,29 @@ FEW_PATHS = 5.0
 # Above this the mean weight converges too slowly for its standard error to mean much.
 HEAVY = 0.7
 UNFOUND = 0.05  # of the paths searched for: more than this that were not found may hide a good part of p(x)
-COARSE = 0.5  # nats by which the solver's steps may move log p: beyond, the difference itself is a guess
+# Nats by which the solver's steps, or the driver's functions, may move log p: beyond, the difference itself
+# is a guess.
+COARSE = 0.5
+
+# What may be wrong with an estimate: in a word, and what is said of it.
+REASONS = {
+    "few paths": f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {{worst:.1f}}): "
+    + f"raise num_paths{see('few-effective-paths')}",
+    "heavy tail": f"have weights with a heavy tail (Pareto k > {HEAVY}): raise num_paths{see('heavy-tail')}",
+    "from the prior": "found no likely path and drew from the prior: x may be out of reach"
+    + see("no-likely-path"),
+    "unfound paths": "miss paths that a search did not find: use rf.Tempered or rf.PullBack"
+    + see("unfound-paths"),
+    "coarse steps": "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive"
+    + see("coarse-steps"),
+    "few functions": "depend on the driver's functions, or do not tell how much: take more, or rf.Richardson"
+    + see("few-functions"),
+    "steep": "lie where the SDE contracts strongly, so that paths may be missed: compare with rf.Endpoint"
+    + see("strong-contraction"),
+    "few probes": "are biased by the divergence's probes: raise num_probes" + see("few-probes"),
+    "not finite": "have a value or an error bar that is not finite" + see("not-finite"),
+    "unmet": "did not meet the tolerance within max_paths: raise either" + see("tolerance-not-met"),
+}
 
 
 class Accuracy(eqx.Module):
@@ -121,56 +143,21 @@ class Estimate(eqx.Module):
         few = self.effective_paths < jnp.minimum(FEW_PATHS, 0.99 * self.num_paths)
         worst = float(jnp.min(self.effective_paths)) if few.size and not is_traced(few) else 0.0
         none = jnp.zeros(self.log_prob.shape, bool)
-        coarse = none if self.solver_error is None else self.solver_error > COARSE
-        steep = none if self.steep is None else self.steep
+        beyond = lambda error: none if error is None else error > COARSE
         finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
-        scarce = f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {worst:.1f})"
-        return [
-            ("few paths", few, f"{scarce}: raise num_paths{see('few-effective-paths')}"),
-            (
-                "heavy tail",
-                self.pareto_k > HEAVY,
-                f"have weights with a heavy tail (Pareto k > {HEAVY}): raise num_paths{see('heavy-tail')}",
-            ),
-            (
-                "from the prior",
-                self.fell_back,
-                "found no likely path and drew from the prior: x may be out of reach" + see("no-likely-path"),
-            ),
-            (
-                "unfound paths",
-                self.unfound > UNFOUND * self.num_paths,
-                "miss paths that a search did not find: use rf.Tempered or rf.PullBack"
-                + see("unfound-paths"),
-            ),
-            (
-                "coarse steps",
-                coarse,
-                "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive"
-                + see("coarse-steps"),
-            ),
-            (
-                "steep",
-                steep,
-                "lie where the SDE contracts strongly, so that paths may be missed: compare with rf.Endpoint"
-                + see("strong-contraction"),
-            ),
-            (
-                "few probes",
-                self.divergence_error > COARSE,
-                "are biased by the divergence's probes: raise num_probes" + see("few-probes"),
-            ),
-            (
-                "not finite",
-                ~finite,
-                "have a value or an error bar that is not finite" + see("not-finite"),
-            ),
-            (
-                "unmet",
-                self.unmet,
-                "did not meet the tolerance within max_paths: raise either" + see("tolerance-not-met"),
-            ),
-        ]
+        where = {
+            "few paths": few,
+            "heavy tail": self.pareto_k > HEAVY,
+            "from the prior": self.fell_back,
+            "unfound paths": self.unfound > UNFOUND * self.num_paths,
+            "coarse steps": beyond(self.solver_error),
+            "few functions": beyond(self.truncation_error),
+            "steep": none if self.steep is None else self.steep,
+            "few probes": beyond(self.divergence_error),
+            "not finite": ~finite,
+            "unmet": self.unmet,
+        }
+        return [(name, bad, REASONS[name].format(worst=worst)) for name, bad in where.items()]
 
     def __repr__(self) -> str:
         needed = (self.log_prob, self.standard_error, self.effective_paths, self.num_paths, self.tempered)
