@@ -6,11 +6,13 @@ import gzip
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -548,22 +550,64 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     assert all(jax.tree.leaves(same))
 
 
-def test_a_command_that_is_terminated_leaves_no_draft(fitted, tmp_path, capsys, monkeypatch):
-    """As a batch system does it, by SIGTERM, which would end Python on the spot."""
+@pytest.fixture
+def terminated(monkeypatch):
+    """As a batch system does it, by SIGTERM, which would end Python on the spot: after so many chunks."""
 
-    def chunks(*args, **settings):
-        for estimate in estimate_chunks(*args, **settings):
-            yield estimate
-            os.kill(os.getpid(), signal.SIGTERM)
+    def after(count):
+        def chunks(*args, **settings):
+            after.first = settings["first"]
+            for i, estimate in enumerate(estimate_chunks(*args, **settings)):
+                if i == count:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield estimate
 
-    estimate_chunks, before = rf.estimate_chunks, signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(rf, "estimate_chunks", chunks)
+        monkeypatch.setattr(rf, "estimate_chunks", chunks)
+
+    estimate_chunks = rf.estimate_chunks
+    return after
+
+
+def test_a_command_that_is_terminated_leaves_no_draft(fitted, tmp_path, capsys, monkeypatch, terminated):
+    before = signal.getsignal(signal.SIGTERM)
+    terminated(0)
     monkeypatch.chdir(tmp_path)
     command = ["score", f"{fitted}/model.rf", f"{fitted}/data.csv", "--out", "scores.csv", "--quiet"]
     assert main(command) == 143
-    assert capsys.readouterr().err == "roughflow: interrupted\n"
+    told = "stopped at row 0 of 200 before there was anything to keep"
+    assert capsys.readouterr().err == f"roughflow: {told}\n"
     assert os.listdir() == []
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("name", ["scores.csv", "scores.tsv.gz"])
+def test_scores_that_were_cut_short_go_on(fitted, tmp_path, capsys, monkeypatch, terminated, refused, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("roughflow.cli.score.CHUNK", 64)
+    score = ["score", f"{fitted}/model.rf", f"{fitted}/data.csv", "--quiet"]
+    command = [*score, "--out", name]
+    assert main([*score, "--out", f"whole-{name}"]) == 0
+    said = capsys.readouterr().err
+    terminated(2)
+    assert main(command) == 143
+    again = shlex.join(["roughflow", *command, "--resume"])
+    told = f"stopped at row 128 of 200, kept in {name}.checkpoint; go on with: {again}"
+    assert capsys.readouterr().err == f"roughflow: {told}\n"
+
+    assert "holds a run that was cut short" in refused(*command)
+    assert "with --seed 0, this one is with --seed 1" in refused(*command, "--resume", "--seed", "1")
+    rows = (fitted / "data.csv").read_text().splitlines(keepends=True)
+    Path("other.csv").write_text("".join([rows[0], *reversed(rows[1:])]))
+    assert "has changed" in refused("score", score[1], "other.csv", "--out", name, "--resume")
+    with open(f"{name}.checkpoint.rows", "ab") as file:
+        file.write(1000 * b"half a chunk\n")  # of a process that was killed as it wrote
+    terminated(None)
+    assert main([*command, "--resume"]) == 0
+    assert terminated.first == 2  # so that chunks have the random numbers of their place
+    assert capsys.readouterr().err == said
+    assert Path(name).read_bytes() == Path(f"whole-{name}").read_bytes()
+    assert sorted(os.listdir()) == sorted(["other.csv", name, f"whole-{name}"])
+    assert "--resume goes on with a file" in refused(*score, "--resume")
 
 
 TARGETS = """\

@@ -237,7 +237,10 @@ def test_chunks_on_several_devices(key, monkeypatch):
     points = np.random.default_rng(0).normal(size=(5, 8, 2))
     settings = {"key": key, "estimator": rf.PullBack(4), "solver": False}
     plain = list(rf.estimate_chunks(flow, points, **settings))
+    last = lambda: next(rf.estimate_chunks(flow, points[4:], first=4, **settings))
+    np.testing.assert_array_equal(last().log_prob, plain[4].log_prob)
     monkeypatch.setattr("roughflow._devices.Devices.own", jax.devices()[:1] * 2)
+    np.testing.assert_array_equal(last().log_prob, plain[4].log_prob)
     for one, two in zip(plain, rf.estimate_chunks(flow, points, **settings), strict=True):
         np.testing.assert_array_equal(one.log_prob, two.log_prob)
     assert np.ptp([part.log_prob[0] for part in rf.estimate_chunks(flow, points[[0, 0]], **settings)]) > 0

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 import numpyro.distributions as dist  # noqa: E402
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO  # noqa: E402
 
-from roughflow.interop.arviz import arviz, to_arviz  # noqa: E402
+from roughflow.interop.arviz import BEFORE_1, arviz, to_arviz  # noqa: E402
 from roughflow.interop.blackjax import as_blackjax  # noqa: E402
 from roughflow.interop.numpyro import FlowDistribution, target_from_model  # noqa: E402
 
@@ -123,9 +123,11 @@ def gaussian_chain():
 
 def test_arviz_reads_a_chain(gaussian_chain):
     data = to_arviz(gaussian_chain, names=["x", "y"])
-    assert float(arviz.rhat(data).to_array().max()) < 1.01
-    assert float(arviz.ess(data).to_array().min()) > 1000
-    assert arviz.plot_trace(data).shape == (2, 2)
+    rhat, effective = arviz.rhat(data), arviz.ess(data)
+    for name in ("x", "y"):
+        assert float(rhat[name]) < 1.01
+        assert float(effective[name]) > 1000
+    assert arviz.plot_trace(data) is not None
     assert to_arviz(gaussian_chain).posterior["z"].shape == (4, 4000, 2)
     named = to_arviz(gaussian_chain, constrain=lambda z: {"norm": jnp.linalg.norm(z, axis=-1)})
     assert named.posterior["norm"].shape == (4, 4000)
@@ -133,6 +135,7 @@ def test_arviz_reads_a_chain(gaussian_chain):
         to_arviz(gaussian_chain, names="xyz")
 
 
+@pytest.mark.skipif(not BEFORE_1, reason="ArviZ makes no note of the day")
 def test_arviz_is_imported_by_two_processes_at_once(tmp_path):
     """The other process moves the draft of ArviZ's note of the day first."""
     moved_before = """

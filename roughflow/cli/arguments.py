@@ -118,10 +118,7 @@ def _fit(commands) -> None:
         "N, the first of them at HOST; under Slurm or Open MPI plain --join",
     )
     _seed(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
-    parser.add_argument(
-        "--force", action="store_true", help="overwrite MODEL.rf, and a checkpoint not resumed"
-    )
+    _resume(parser, "MODEL.rf")
     _quiet(parser)
 
 
@@ -185,10 +182,10 @@ def _score(commands) -> None:
     parser.add_argument(
         "--tolerance", type=values.positive, metavar="E", help="add paths until standard errors are below"
     )
-    parser.add_argument("--paths", type=values.count, metavar="N", help="random paths a row, to start with")
+    parser.add_argument("--paths", type=values.count, metavar="N", help="random paths per row, to start with")
     _devices(parser)
     _seed(parser)
-    _force(parser)
+    _resume(parser, "SCORES.csv")
     _quiet(parser)
 
 
@@ -241,8 +238,7 @@ def _tune(commands) -> None:
     add("--draws", 1000, "to keep of each chain")
     parser.add_argument("--thin", type=values.count, default=1, metavar="N", help="steps a draw; default: 1")
     _seed(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
-    parser.add_argument("--force", action="store_true", help="overwrite DRAWS, and a checkpoint not resumed")
+    _resume(parser, "DRAWS")
     _quiet(parser)
 
 
@@ -287,9 +283,13 @@ def _devices(parser: argparse.ArgumentParser) -> None:
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seed", type=values.seed_number, default=0, metavar="N", help="of all randomness; default: 0"
-    )
+    told = "of all randomness; default: 0"
+    parser.add_argument("--seed", type=values.seed_number, default=0, metavar="N", help=told)
+
+
+def _resume(parser: argparse.ArgumentParser, out: str) -> None:
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
+    parser.add_argument("--force", action="store_true", help=f"overwrite {out}, and a checkpoint not resumed")
 
 
 def _force(parser: argparse.ArgumentParser) -> None:

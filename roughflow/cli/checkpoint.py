@@ -18,13 +18,18 @@ from .refused import Refused
 
 # What may differ when a run goes on: where things are, and how much is said.
 FREE = frozenset(
-    {"command", "argv", "data", "out", "noise_out", "report", "resume", "force", "quiet", "draws", "thin"}
-    | {"devices", "join"}
+    {"command", "argv", "data", "model", "out", "noise_out", "report", "resume", "force", "quiet"}
+    | {"draws", "thin", "devices", "join"}
 )
 
 
 def checkpoint_of(out: Path) -> Path:
     return out.with_name(out.name + ".checkpoint")
+
+
+def rows_of(checkpoint: Path) -> Path:
+    """Where the rows are that a command has written so far."""
+    return checkpoint.with_name(checkpoint.name + ".rows")
 
 
 @contextlib.contextmanager
@@ -72,7 +77,7 @@ def begin(checkpoint: Path, arguments: argparse.Namespace) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    for file in (checkpoint, second_file(checkpoint), _notes(checkpoint)):
+    for file in (checkpoint, second_file(checkpoint), rows_of(checkpoint), _notes(checkpoint)):
         file.unlink(missing_ok=True)
 
 
@@ -82,7 +87,7 @@ def stopped(arguments: argparse.Namespace, checkpoint: Path, what: str) -> int:
     if checkpoint.exists():
         print(tell + shlex.join(["roughflow", *again, "--resume"]), file=sys.stderr)
     else:
-        print(f"roughflow: {what} before the first step", file=sys.stderr)
+        print(f"roughflow: {what} before there was anything to keep", file=sys.stderr)
     return INTERRUPTED
 
 

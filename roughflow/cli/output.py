@@ -60,12 +60,29 @@ def is_array(path: Path | None) -> bool:
 def write_table(path: Path | None, header: Sequence[str], blocks: Iterable[Sequence[np.ndarray]]) -> None:
     """Blocks of columns of equal length as text, to a file or to standard output."""
     with _text(path) as file:
-        between = "," if path is None else separator(path)
-        writer = csv.writer(file, lineterminator="\n", delimiter=between)
-        writer.writerow(header)
+        _write_rows(file, path, [header])
         for columns in blocks:
-            # As text, NumPy's numbers are the shortest that read back the same, in their own precision.
-            writer.writerows(zip(*(map(str, column) for column in columns), strict=True))
+            _write_rows(file, path, _cells(columns))
+
+
+def table_bytes(path: Path, columns: Sequence[np.ndarray], header: Sequence[str] | None) -> bytes:
+    """Rows as they are in the file `path`, with a header or without. Compressed parts one after the other are
+    a compressed file."""
+    text = io.StringIO(newline="")
+    _write_rows(text, path, [] if header is None else [header])
+    _write_rows(text, path, _cells(columns))
+    data = text.getvalue().encode()
+    return gzip.compress(data, mtime=0) if is_compressed(path) else data
+
+
+def _write_rows(file: IO[str], path: Path | None, rows: Iterable[Iterable[str]]) -> None:
+    between = "," if path is None else separator(path)
+    csv.writer(file, lineterminator="\n", delimiter=between).writerows(rows)
+
+
+def _cells(columns: Sequence[np.ndarray]) -> Iterator[tuple[str, ...]]:
+    # As text, NumPy's numbers are the shortest that read back the same, in their own precision.
+    return zip(*(map(str, column) for column in columns), strict=True)
 
 
 @contextlib.contextmanager

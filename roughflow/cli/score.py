@@ -3,17 +3,23 @@
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
 
 import roughflow as rf
-from roughflow.flow import Warnings
 from roughflow.learn import progress_bar
 
+from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, stopped
+from .exits import TERMINATED, Terminated
 from .join import devices_of_cpu
+from .kept_rows import KeptRows
 from .model import chunks_for, read_model
 from .output import check_table, write_table
+from .refused import Refused
+from .tally import Tally
+from .text import STANDARD
 
 COLUMNS = ("log_prob", "total_error", "effective_paths")
 CHUNK = 4096  # rows that are scored at a time, and written: memory does not limit how many there are
@@ -23,18 +29,45 @@ def score(arguments: argparse.Namespace) -> int:
     devices_of_cpu(arguments.devices)
     inputs = [arguments.model, arguments.data]
     check_table(arguments.out, "the scores", arrays=False, force=arguments.force, inputs=inputs)
+    if arguments.out is not None and arguments.out != STANDARD:
+        with alone(arguments):
+            return _to_file(arguments, arguments.out)
+    if arguments.resume:
+        raise Refused("--resume goes on with a file: name it, with --out")
     model = read_model(arguments.model)
     total, chunks = chunks_for(model, arguments.data, CHUNK)
-    done = _Done()
-    write_table(arguments.out, COLUMNS, done.noted(_estimates(model, total, chunks, arguments)))
-    if done.warnings.line:
-        print(f"roughflow: warning: {_advice(done.warnings.line)}", file=sys.stderr)
-    print(f"mean log_prob {done.mean:.4f} over {done.count} rows (± {done.error:.2g})", file=sys.stderr)
-    return 0
+    tally = Tally()
+    write_table(arguments.out, COLUMNS, map(_columns, _estimates(model, total, chunks, arguments, 0, tally)))
+    return _tell(tally)
+
+
+def _to_file(arguments: argparse.Namespace, out: Path) -> int:
+    """What is done is kept, for a table may take hours."""
+    checkpoint = checkpoint_of(out)
+    check_checkpoint(checkpoint, arguments)
+    model = read_model(arguments.model)
+    kept = KeptRows(out, checkpoint, COLUMNS, sources=[arguments.model])
+    tally = Tally.of(kept.resume()) if arguments.resume else Tally()
+    total, chunks = chunks_for(model, arguments.data, CHUNK)
+    left = kept.reading(chunks)
+    begin(checkpoint, arguments)
+    try:
+        for estimate in _estimates(model, total, left, arguments, kept.chunks, tally):
+            kept.add(_columns(estimate), tally.notes)
+        kept.finish()
+    except KeyboardInterrupt as pressed:
+        code = stopped(arguments, checkpoint, f"stopped at row {kept.rows} of {total}")
+        return TERMINATED if isinstance(pressed, Terminated) else code
+    return _tell(tally)
 
 
 def _estimates(
-    model: rf.Standardised, total: int, chunks: Iterator[np.ndarray], arguments: argparse.Namespace
+    model: rf.Standardised,
+    total: int,
+    chunks: Iterator[np.ndarray],
+    arguments: argparse.Namespace,
+    first: int,
+    tally: Tally,
 ) -> Iterator[rf.Estimate]:
     """Of all rows; random numbers depend on the seed and on a row's place in the file."""
     paths = arguments.paths
@@ -42,44 +75,29 @@ def _estimates(
         model,
         chunks,
         key=jax.random.key(arguments.seed),
+        first=first,
         devices=arguments.devices,
         estimator=None if paths is None else rf.default_estimator(model.flow, paths),
         tolerance=arguments.tolerance,
     )
-    with progress_bar(total, name="score", unit="row", shown=not arguments.quiet) as bar:
+    shown = not arguments.quiet
+    with progress_bar(total, done=tally.count, name="score", unit="row", shown=shown) as bar:
         for estimate in estimates:
+            tally.add(estimate)
             yield estimate
             bar.update(len(estimate.log_prob))
             bar.set_postfix_str("")
 
 
-class _Done:
-    """What is to be said in the end of rows that went by."""
+def _columns(estimate: rf.Estimate) -> list[np.ndarray]:
+    return [np.asarray(getattr(estimate, name)) for name in COLUMNS]
 
-    def __init__(self):
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
-        self.warnings = Warnings()
 
-    def noted(self, estimates: Iterator[rf.Estimate]) -> Iterator[list[np.ndarray]]:
-        """The columns to write."""
-        for estimate in estimates:
-            self.warnings.add(estimate)
-            columns = [np.asarray(getattr(estimate, name)) for name in COLUMNS]
-            self._add(columns[0].astype(float))
-            yield columns
-
-    def _add(self, values: np.ndarray) -> None:
-        """Mean and squares about it, of what there was and of these (Chan et al. 1979)."""
-        with np.errstate(invalid="ignore"):
-            both, apart = self.count + len(values), values.mean() - self.mean
-            self.squares += np.sum((values - values.mean()) ** 2) + apart**2 * self.count * len(values) / both
-            self.mean += apart * len(values) / both
-        self.count = both
-
-    @property
-    def error(self) -> float:
-        """Of the mean."""
-        return self.squares**0.5 / self.count if np.isfinite(self.squares) else np.inf
+def _tell(tally: Tally) -> int:
+    if tally.warnings.line:
+        print(f"roughflow: warning: {_advice(tally.warnings.line)}", file=sys.stderr)
+    print(f"mean log_prob {tally.mean:.4f} over {tally.count} rows (± {tally.error:.2g})", file=sys.stderr)
+    return 0
 
 
 def _advice(warning: str) -> str:

@@ -1,6 +1,7 @@
-"""ArviZ: chains as InferenceData."""
+"""ArviZ: chains as it takes them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array
@@ -14,14 +15,17 @@ except FileNotFoundError:
     # processes share: of two that import it at once, one finds the draft moved. The note is there now.
     import arviz
 
+BEFORE_1 = int(arviz.__version__.partition(".")[0]) < 1
+
 
 def to_arviz(
     chain: rf.Chain,
     *,
     names: Sequence[str] | None = None,
     constrain: Callable[[Array], Mapping[str, Array]] | None = None,
-) -> arviz.InferenceData:
-    """A chain, or many, for ArviZ to summarise and plot.
+) -> Any:
+    """A chain, or many, for ArviZ to summarise and plot: a `DataTree` of xarray, or before ArviZ 1.0 its own
+    `InferenceData`.
 
     **Arguments:** `chain`, of `rf.sample_chain`; `names` of the coordinates, or `constrain`, a function from
     samples `(..., d)` to values by name, such as that of `target_from_model`. Without either there is one
@@ -49,4 +53,5 @@ def to_arviz(
         values = {name: samples[..., i] for i, name in enumerate(names)}
     else:
         values = {"z": samples}
-    return arviz.from_dict(posterior={name: np.asarray(value) for name, value in values.items()})
+    groups: dict[str, Any] = {"posterior": {name: np.asarray(value) for name, value in values.items()}}
+    return arviz.from_dict(**groups) if BEFORE_1 else arviz.from_dict(groups)

@@ -22,6 +22,7 @@ def estimate_chunks(
     chunks: Iterable[Any],
     *,
     key: PRNGKeyArray,
+    first: int = 0,
     devices: DevicesLike = None,
     estimator: AbstractEstimator | None = None,
     tolerance: float | None = None,
@@ -41,6 +42,8 @@ def estimate_chunks(
       columns of a chunk.
     - `chunks`: of points, `(rows, dimension)`: a list, or an iterator that reads or makes them as it goes. A
       few thousand rows each are good; of one size, for another compiles anew.
+    - `first`: the place of the first of these chunks among all, if some were done before: work that was cut
+      short goes on to the same numbers.
     - `devices`: how many, or which: each chunk goes to the next of them.
     - the rest as for `StochasticFlow.estimate`.
 
@@ -71,12 +74,12 @@ def estimate_chunks(
             return jax.tree.map(np.asarray, estimate(i, x))
 
     if len(own) < 2:
-        yield from (estimate(i, x) for i, x in enumerate(chunks))
+        yield from (estimate(i, x) for i, x in enumerate(chunks, first))
         return
     waiting: deque[Future[Estimate]] = deque()
     with ThreadPoolExecutor(len(own)) as pool:
         try:
-            for i, x in enumerate(chunks):
+            for i, x in enumerate(chunks, first):
                 waiting.append(pool.submit(on, own[i % len(own)], i, x))
                 if len(waiting) == AHEAD * len(own):
                     yield waiting.popleft().result()
