@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import os
 import signal
 import threading
@@ -75,3 +76,42 @@ def interrupt_when_written():
         thread.join()
 
     return pressed
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory):
+    """A folder with a table, and a model of two of its three columns, in an order of their own."""
+    from commands import TINY, table
+
+    from roughflow.cli import main
+
+    folder = tmp_path_factory.mktemp("fitted")
+    table(folder / "data.csv", rows=200, columns=("a", "b", "c"))
+    command = ["fit", f"{folder}/data.csv", "--out", f"{folder}/new/model.rf", "--columns", "c,a", *TINY]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main([*command, "--learning-rate", "1e-6"]) == 0
+    assert os.listdir(folder / "new") == ["model.rf"]
+    (folder / "new" / "model.rf").rename(folder / "model.rf")
+    (folder / "said.txt").write_text(said.getvalue())
+    return folder
+
+
+@pytest.fixture
+def refused(capsys, tmp_path, monkeypatch):
+    """Run a command in a folder of its own: it must be refused in one line, with nothing written."""
+    from roughflow.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*command):
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        code = main([str(word) for word in command])
+        said = capsys.readouterr()
+        assert code == 2
+        assert said.out == ""
+        assert said.err.startswith("roughflow: error: ")
+        assert said.err.count("\n") == 1
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        return said.err
+
+    return run

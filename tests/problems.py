@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scipy import linalg, stats
 
 import roughflow as rf
@@ -285,3 +286,27 @@ def kolmogorov(samples, cdf):
     """The largest gap between the distribution functions of the samples and the truth."""
     samples = np.sort(np.ravel(samples))
     return np.max(np.abs(cdf(samples) - (np.arange(len(samples)) + 0.5) / len(samples)))
+
+
+class Curved(eqx.Module):
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return self.rate * jnp.tanh(z) - z
+
+
+class Waves(eqx.Module):
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return (1 + 0.3 * jnp.sin(self.rate * z))[:, None]
+
+
+def curved(rate):
+    """A flow with a parameter in drift and noise."""
+    sde = rf.ItoSDE(Curved(rate), Waves(rate))
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=THREE)
+
+
+INTEGRATORS = {"fixed": rf.FixedGrid(rf.RK4(), steps=50), "adaptive": rf.Adaptive()}
+every_integrator = pytest.mark.parametrize("integrator", INTEGRATORS.values(), ids=INTEGRATORS.keys())

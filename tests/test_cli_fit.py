@@ -1,0 +1,176 @@
+"""`roughflow fit`: what it says, what it refuses, and that it goes on where it was cut."""
+
+import csv
+import os
+import re
+
+import jax
+import numpy as np
+import pytest
+from commands import TINY, interrupt_after, table, write
+
+import roughflow as rf
+from roughflow.cli import main
+
+
+def test_fit_reports_the_gaussian_it_started_from(fitted):
+    """After two small steps the model is still near the normal distribution, in the units of the data."""
+    said = (fitted / "said.txt").read_text()
+    assert "rows        200: 180 to train on, 20 to validate on" in said
+    assert "columns     c, a" in said
+    assert "regression  2 steps\nlikelihood  2 steps\n" in said
+    assert f"model       {fitted}/new/model.rf" in said
+    words = next(line for line in said.splitlines() if line.startswith("validation")).split()
+    assert float(words[1]) == pytest.approx(float(words[-1]), abs=1e-3)
+    # Of a normal distribution with standard deviation 2 in two dimensions.
+    assert float(words[-1]) == pytest.approx(-(np.log(2 * np.pi) + 1 + 2 * np.log(2)), abs=0.7)
+
+
+def test_a_fit_says_why_it_ended(tmp_path, capsys):
+    """At this rate every look but the first is worse."""
+    table(tmp_path / "data.csv", rows=60)
+    options = ["--steps", "400", "--patience", "1", "--learning-rate", "3", "--likelihood-steps", "0"]
+    assert main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *TINY, *options]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"steps; ended at step \d+ of 400: no better in 1 look at the validation data", said)
+
+
+def test_a_model_that_another_run_wrote_meanwhile_is_kept(tmp_path, capsys, monkeypatch):
+    table(tmp_path / "data.csv")
+    out, fit_density = tmp_path / "m.rf", rf.fit_density
+    slow = lambda *a, **k: (fit_density(*a, **k), out.write_text("another's"))[0]
+    monkeypatch.setattr(rf, "fit_density", slow)
+    options = [*TINY, "--likelihood-steps", "0"]
+    assert main(["fit", f"{tmp_path}/data.csv", "--out", str(out), *options]) == 0
+    assert out.read_text() == "another's"
+    assert rf.load(tmp_path / "m-2.rf").columns == ("a", "b")
+    assert "m-2.rf" in capsys.readouterr().err
+
+
+def test_a_fit_takes_what_fit_density_takes(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(rf, "fit_density", lambda *_, **options: given.update(options) or exit(7))
+    table(tmp_path / "data.csv")
+    options = ["--bounds", "a=-9:,b=-9:99", "--rounding", "a=0.5", "--noise", "best", "--outliers", "0.1"]
+    with pytest.raises(SystemExit):
+        main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *options, "--no-marginals"])
+    assert given["bounds"] == {"a": (-9, None), "b": (-9, 99)}
+    assert given["rounding"] == {"a": 0.5}
+    assert (given["noise"], given["outliers"]) == ("best", 0.1)
+    assert (given["marginals"], given["smoothing"]) == (False, None)
+
+
+def test_a_warning_names_the_options_of_the_command_line(tmp_path, capsys):
+    write(tmp_path / "data.csv", ["a", "b"], [[i % 3, i**1.5] for i in range(30)])
+    options = [*TINY, "--likelihood-steps", "0"]
+    assert main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *options]) == 0
+    said = capsys.readouterr().err
+    assert "column 'a' has only 3 different values" in said
+    assert "(--given), or say how wide its steps are (--rounding) (see faq: few-different-values)" in said
+
+
+def test_two_fits_at_once_do_not_share_a_file(refused, tmp_path):
+    table(tmp_path / "data.csv")
+    with rf.learn.held(tmp_path / "m.rf", "busy"):
+        assert "another run is at work on m.rf: wait" in refused("fit", "data.csv", "--out", "m.rf", *TINY)
+    with rf.learn.held(tmp_path / "n.rf.checkpoint", "busy"):
+        assert "is in use by another run" in refused("fit", "data.csv", "--out", "n.rf", *TINY)
+    assert main(["fit", "data.csv", "--out", "m.rf", *TINY]) == 0
+    assert sorted(os.listdir()) == ["data.csv", "m.rf"]
+
+
+def test_rows_without_a_density(refused, tmp_path):
+    fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *TINY, *options)
+    write(tmp_path / "still.csv", ["a", "b"], [[i, 7] for i in range(20)])
+    assert "column 'b' is always 7, so it has no density: leave it out, with --columns a" in fit("still.csv")
+    table(tmp_path / "one.csv", rows=1)
+    assert "one.csv has 1 row" in fit("one.csv")
+    table(tmp_path / "sixty.csv", rows=60)
+    left = fit("sixty.csv", "--validation", "0.99")
+    assert "1 of 60 rows are left to train on, 3 are the least" in left
+    assert "lower --validation" in left
+    write(tmp_path / "line.csv", ["a", "b"], [[i, 2 * i] for i in range(20)])
+    assert "linearly dependent" in fit("line.csv")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--steps", "0"], "--steps: a whole number of at least 1 is wanted, got '0'"),
+        (["--steps", "2.5"], "--steps"),
+        (["--noise", "-1"], "--noise: best, or a number of at least 0"),
+        (["--noise", "nan"], "--noise"),
+        (
+            ["--bounds", "a=0"],
+            "--bounds: different columns with their values, share=0:1,income=0:, are wanted",
+        ),
+        (["--bounds", "c=0:"], "there is no column 'c' to model; there are a, b"),
+        (["--bounds", "a=0:1"], "not strictly between its bounds 0 and 1"),
+        (["--rounding", "a=1,a=2"], "--rounding: different columns"),
+        (["--rounding", "a=-1"], "rounding must be positive"),
+        (["--smoothing", "-1"], "--smoothing: a number of at least 0"),
+        (["--outliers", "1"], "--outliers: a share"),
+        (["--noise", "best", "--validation", "0"], "the best noise is chosen on rows set aside"),
+        (["--seed", "one"], "--seed"),
+        (["--seed", "99999999999"], "--seed: a whole number from 0 to 2147483647 is wanted"),
+        (["--validation", "1"], "--validation: a share"),
+        (["--learning-rate", "0"], "--learning-rate"),
+        (["--columns", "a,,b"], "--columns"),
+        (["--step", "5"], "unrecognized arguments: --step 5"),
+    ],
+)
+def test_bad_options(refused, tmp_path, options, reason):
+    table(tmp_path / "data.csv")
+    assert reason in refused("fit", "data.csv", "--out", "m.rf", *options)
+
+
+def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
+    table(tmp_path / "data.csv")
+    command = ["fit", "data.csv", "--out", "model.rf", *TINY, "--steps", "6"]
+    assert "no checkpoint model.rf.checkpoint to go on from" in refused(*command, "--resume")
+    assert main([*command[:3], "whole.rf", *command[4:]]) == 0
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        capsys.readouterr()
+        assert main(command) == 130
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "stopped at step 1" in said
+    assert "roughflow fit data.csv --out model.rf" in said
+    assert said.endswith(" --resume\n")
+    kept = ["model.rf.checkpoint", "model.rf.checkpoint.options"]
+    assert sorted(os.listdir()) == ["data.csv", *kept, "whole.rf"]
+
+    assert "--resume goes on from it, --force starts afresh" in refused(*command)
+    others = [("seed", 0, 1), ("validation", 0.1, 0.2), ("steps", 6, 7), ("noise", 0.0, 0.5), ("width", 4, 5)]
+    for option, before, now in others:
+        said = refused(*command, "--resume", f"--{option}", now)
+        assert f"holds a run with --{option} {before}, this one is with --{option} {now}:" in said
+    assert "a run without --rounding, this one is with" in refused(*command, "--resume", "--rounding", "a=1")
+    good = (tmp_path / "data.csv").read_text()
+    table(tmp_path / "data.csv", seed=1)
+    assert "another run: data" in refused(*command, "--resume")
+    (tmp_path / "data.csv").write_text(good)
+
+    assert main([*command, "--resume"]) == 0
+    assert sorted(os.listdir()) == ["data.csv", "model.rf", "whole.rf"]
+    same = jax.tree.map(np.array_equal, *(rf.load(tmp_path / name) for name in ("model.rf", "whole.rf")))
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.slow
+def test_a_noisy_fit_scores_better_than_the_gaussian(tmp_path, capsys):
+    """The whole way, with the default noise: two well separated lumps are no Gaussian."""
+    rng = np.random.default_rng(0)
+    rows = np.concatenate([rng.normal(-3, 0.5, (300, 1)), rng.normal(3, 0.5, (300, 1))]) * 10 + 500
+    write(tmp_path / "lumps.csv", ["height"], rows)
+    command = ["fit", f"{tmp_path}/lumps.csv", "--out", f"{tmp_path}/m.rf", "--steps", "150", "--quiet"]
+    assert main([*command, "--width", "16", "--depth", "2"]) == 0
+    words = next(s for s in capsys.readouterr().out.splitlines() if s.startswith("validation")).split()
+    assert float(words[1]) > float(words[-1]) + 0.3
+    write(tmp_path / "some.csv", ["height"], rows[::10])
+    assert main(["score", f"{tmp_path}/m.rf", f"{tmp_path}/some.csv", "--tolerance", "0.05"]) == 0
+    _, *scores = csv.reader(capsys.readouterr().out.splitlines())
+    scores = np.array(scores, float)
+    assert np.mean(scores[:, 0]) == pytest.approx(float(words[1]), abs=0.3)
+    assert np.mean(scores[:, 1] < 0.05) > 0.95

@@ -1,0 +1,166 @@
+"""Tables that are read and written: formats, bad rows, bad places."""
+
+import gzip
+import io
+import sys
+
+import numpy as np
+import pytest
+from commands import TINY, read, table
+
+import roughflow as rf
+from roughflow.cli import main
+
+
+def test_parquet(fitted, tmp_path, capsys):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    header, rows = read(fitted / "data.csv")
+    good = {name: column for name, column in zip(header, rows.T, strict=True)}
+    pq.write_table(pa.table(good | {"name": ["x"] * 200}), tmp_path / "data.parquet")
+    assert main(["score", f"{fitted}/model.rf", str(tmp_path / "data.parquet")]) == 0
+    from_parquet = capsys.readouterr().out
+    assert main(["score", f"{fitted}/model.rf", f"{fitted}/data.csv"]) == 0
+    assert capsys.readouterr().out == from_parquet
+    assert main(["fit", str(tmp_path / "data.parquet"), "--out", str(tmp_path / "m.rf")]) == 2
+    assert "column 'name' holds string, not numbers" in capsys.readouterr().err
+    pq.write_table(pa.table({"c": [1.0, None], "a": [1, 2]}), tmp_path / "null.parquet")
+    assert main(["score", f"{fitted}/model.rf", str(tmp_path / "null.parquet")]) == 2
+    assert "row 2 cannot be used, because 'c' is nan" in capsys.readouterr().err
+
+
+def test_parquet_names_the_package_it_needs(refused, tmp_path, monkeypatch):
+    (tmp_path / "data.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install 'roughflow[parquet]'" in refused("fit", "data.parquet", "--out", "m.rf")
+
+
+def test_bad_tables(refused, tmp_path):
+    fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *options)
+    assert "there is no file none.csv" in fit("none.csv")
+    (tmp_path / "empty.csv").touch()
+    assert "empty.csv is empty" in fit("empty.csv")
+    (tmp_path / "header.csv").write_text("a,b\n")
+    assert "no rows" in fit("header.csv")
+    (tmp_path / "data.txt").write_text("a,b\n1,2\n")
+    assert "ends in .csv, .tsv (or either with .gz), .npy or .parquet" in fit("data.txt")
+    (tmp_path / "folder.csv").mkdir()
+    assert "is a folder" in fit("folder.csv")
+    (tmp_path / "latin.csv").write_bytes("größe,b\n1,2\n".encode("latin-1"))
+    assert "UTF-8" in fit("latin.csv")
+    (tmp_path / "semicolon.csv").write_text("a;b\n1;2\n")
+    assert "commas" in fit("semicolon.csv")
+    (tmp_path / "headless.csv").write_text("1,2\n3,4\n")
+    assert "names" in fit("headless.csv")
+    (tmp_path / "twice.csv").write_text("a,a\n3,4\n")
+    assert "two columns named 'a'" in fit("twice.csv")
+    (tmp_path / "bad.npy").write_bytes(b"not an array")
+    assert "damaged" in fit("bad.npy")
+    np.save(tmp_path / "flat.npy", np.zeros(3))
+    assert "(rows, columns) is wanted, got (3,)" in fit("flat.npy")
+    np.save(tmp_path / "pickle.npy", np.array([{}]), allow_pickle=True)
+    assert "not an array" in fit("pickle.npy")
+    table(tmp_path / "data.csv")
+    assert "no column 'z'; it has a, b" in fit("data.csv", "--columns", "a,z")
+
+
+def test_bad_rows_are_named_by_their_lines(refused, tmp_path):
+    fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *options)
+    (tmp_path / "nan.csv").write_text("a,b\n1,2\n\n3,nan\n5,6\n7,\n8,inf\n")
+    assert "lines 4, 6, 7 cannot be used, the first because 'b' is 'nan'" in fit("nan.csv")
+    (tmp_path / "text.csv").write_text('a,b\n1,2\n"two\nlines",3\n4,5\n')
+    assert "line 3 cannot be used" in fit("text.csv")
+    (tmp_path / "dates.csv").write_text("day,a\n2024-01-31,2\n")
+    assert "'day' is '2024-01-31', a date (roughflow estimate fits SDEs to series)" in fit("dates.csv")
+    (tmp_path / "many.csv").write_text("a\n1\n" + "one\n" * 20)
+    assert "lines 3, 4, 5, 6, 7 and 15 more" in fit("many.csv")
+    (tmp_path / "ragged.csv").write_text("a,b\n1,2\n3\n")
+    assert "line 3 cannot be used, because it has 1 cell under 2 names" in fit("ragged.csv")
+    np.save(tmp_path / "nan.npy", [[1.0, 2.0], [np.nan, 3.0]])
+    assert "row 2 cannot be used, because 'x1' is nan" in fit("nan.npy")
+
+
+def test_tables_that_are_not_what_their_names_say(refused, tmp_path):
+    fit = lambda name, text: (tmp_path / name).write_text(text) and refused("fit", name, "--out", "m.rf")
+    index = fit("index.csv", ",a,b\n0,1,2\n")
+    assert "column 1 has no name, as pandas writes its index" in index
+    assert "with --columns a,b" in index
+    assert "column 3 has no name: its first line ends with" in fit("end.csv", "a,b,\n1,2,\n")
+    assert "3 cells under 2 names, and ends with a separator" in fit("ends.csv", "a,b\n1,2,\n")
+    assert "separated by spaces, not commas" in fit("space.csv", "a b\n1 2\n")
+    assert "separated by bars, not commas" in fit("bar.csv", "a|b\n1|2\n")
+    assert "separated by tabs, not commas: name it .tsv" in fit("tab.csv", "a\tb\n1\t2\n")
+    quote = fit("quote.csv", 'a,b\n"1,2\n3,4\n5,6\n')
+    assert "line 2 cannot be used" in quote
+    assert "a quote opened there ends on line 4 or never" in quote
+    assert "line 3 cannot be used, because 'a' is '1e200', too large" in fit("l.csv", "a\n1\n1e200\n")
+    assert "is not compressed by gzip" in fit("plain.csv.gz", "a,b\n1,2\n")
+    (tmp_path / "packed.csv").write_bytes(gzip.compress(b"a,b\n1,2\n"))
+    assert "is compressed: call it packed.csv.gz" in refused("fit", "packed.csv", "--out", "m.rf")
+    np.save(tmp_path / "none.npy", np.zeros((0, 2)))
+    assert "none.npy has no rows" in refused("fit", "none.npy", "--out", "m.rf")
+
+
+def test_tables_with_tabs_compressed_and_from_standard_input(fitted, tmp_path, capsys, monkeypatch):
+    """The same rows give the same scores, in whatever form they come and go."""
+    score = lambda data, *out: main(["score", f"{fitted}/model.rf", str(data), "--quiet", *out])
+    text = (fitted / "data.csv").read_text()
+    assert score(fitted / "data.csv") == 0
+    expected = capsys.readouterr().out
+    (tmp_path / "data.tsv").write_text(text.replace(",", "\t"))
+    (tmp_path / "data.csv.gz").write_bytes(gzip.compress(text.encode()))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.chdir(tmp_path)
+    for data in ("data.tsv", "data.csv.gz", "-"):
+        assert score(data, "--out", "-") == 0
+        assert capsys.readouterr().out == expected
+    assert score("data.tsv", "--out", "s.tsv") == score("data.tsv", "--out", "s.csv.gz") == 0
+    assert (tmp_path / "s.tsv").read_text() == expected.replace(",", "\t")
+    assert gzip.decompress((tmp_path / "s.csv.gz").read_bytes()).decode() == expected
+    assert not (tmp_path / "-").exists()
+
+
+def test_standard_input_is_read_once_for_what_is_given(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(table(tmp_path / "data.csv").read_text()))
+    assert (
+        main(["fit", "-", "--given", "a", "--out", f"{tmp_path}/m.rf", *TINY, "--likelihood-steps", "0"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "columns     b given a" in said
+    assert "the Gaussian with their mean and covariance" in said
+    assert rf.load(tmp_path / "m.rf").columns == ("b", "a")
+
+
+def test_bad_places_to_write_to(refused, tmp_path, fitted):
+    data, model = fitted / "data.csv", fitted / "model.rf"
+    (tmp_path / "there.rf").write_text("mine")
+    assert "--force overwrites it" in refused("fit", data, "--out", "there.rf")
+    assert "there.rf is a file, not a folder" in refused("fit", data, "--out", "there.rf/m.rf")
+    assert "is a folder" in refused("fit", data, "--out", ".")
+    assert "--force" in refused("score", model, data, "--out", "there.rf")
+    assert "what is read from" in refused("score", model, data, "--out", data, "--force")
+    assert "or .npy" in refused("sample", model, "--out", "samples.txt")
+    assert "is a file" in refused("demo", "--out", "there.rf")
+    assert "a device or a pipe" in refused("sample", model, "--out", "/dev/null", "--force")
+    assert "cannot write /proc/s.csv" in refused("sample", model, "--out", "/proc/s.csv")
+    assert "name a file" in refused("fit", data, "--out", "-")
+    assert "the name of the scores ends in .csv" in refused("score", model, data, "--out", "scores.npy")
+    assert (tmp_path / "there.rf").read_text() == "mine"
+
+
+def test_force_overwrites(fitted, tmp_path):
+    out = tmp_path / "s.csv"
+    out.write_text("mine")
+    assert main(["sample", f"{fitted}/model.rf", "-n", "5", "--out", str(out), "--force"]) == 0
+    assert read(out)[1].shape == (5, 2)
+    link = tmp_path / "link.csv"
+    link.symlink_to(out)
+    assert main(["sample", f"{fitted}/model.rf", "-n", "3", "--out", str(link), "--force"]) == 0
+    assert link.is_symlink()
+    assert read(out)[1].shape == (3, 2)
+
+
+def test_tables_that_do_not_fit_the_model(refused, tmp_path, fitted):
+    table(tmp_path / "other.csv", columns=("a", "b"))
+    assert "has no column 'c'; it has a, b" in refused("score", fitted / "model.rf", "other.csv")
+    np.save(tmp_path / "three.npy", np.zeros((4, 3)))
+    assert "has 3 columns, and the model 2: c, a" in refused("score", fitted / "model.rf", "three.npy")

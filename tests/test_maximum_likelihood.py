@@ -1,0 +1,159 @@
+"""Maximum likelihood, and what keeps a model where its data are."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import roughflow as rf
+
+
+def flow_of(noise, key):
+    drift, diffusion = rf.MLP(1, 1, width=8, depth=1, key=key), rf.ConstantDiffusion(noise * jnp.eye(1))
+    sde, integrator = rf.ItoSDE(drift, diffusion), rf.FixedGrid(rf.RK4(), steps=6)
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2), integrator=integrator)
+
+
+@pytest.mark.parametrize(
+    "proposal", [None, pytest.param(rf.Prior(), marks=pytest.mark.slow)], ids=["learned", "prior"]
+)
+def test_maximum_likelihood_finds_a_normal_distribution(key, proposal):
+    """N(1, 0.7²) from N(0, 1) with noise: the loss comes near the entropy."""
+    data = 1 + 0.7 * jax.random.normal(key, (2000, 1))
+    # Paths that do not learn where to look take more of them, and more steps.
+    paths, steps = (4, 300) if proposal is None else (16, 500)
+    settings = {"objective": rf.MaximumLikelihood(paths, proposal), "steps": steps, "batch_size": 64}
+    fitted = rf.fit(flow_of(0.5, key), data, key=key, **settings, progress=False)
+    truth = 0.5 * np.log(2 * np.pi * np.e * 0.49)
+    assert abs(fitted.history.recent() - truth) < 0.1
+    assert fitted.history.recent("effective_paths") > (3 if proposal is None else 5)
+    assert fitted.history.metrics["lost"].max() == 0
+
+
+def test_one_path_from_the_prior_is_the_paper_s_bound(key):
+    """−E log p(x | path), and more paths are below it."""
+    flow, x = flow_of(0.8, key), jax.random.normal(key, (512, 1))
+    keys = jax.random.split(key, 3)
+    loss = eqx.filter_jit(lambda objective: objective(flow, x, key=keys[0])[0])
+    one, many = (loss(rf.MaximumLikelihood(k, rf.Prior())) for k in (1, 32))
+    given = flow.log_prob_given_path(x, flow.sample_path(key=keys[1], shape=(512,)))
+    assert abs(one + given.mean()) < 4 * float(given.std()) * np.sqrt(2 / 512)
+    assert many < one
+
+
+def test_stationarity_is_zero_for_the_distribution_an_sde_keeps_and_only_for_it(key):
+    """Langevin of a correlated Gaussian with state-dependent noise: μ = ½(−σσᵀC⁻¹z + div σσᵀ)."""
+    covariance = np.array([[1.0, 0.6], [0.6, 2.0]])
+    precision = np.linalg.inv(covariance)
+    square = lambda z: 1 + z @ z  # σσᵀ = (1 + |z|²) I, of divergence 2z
+    sde = rf.ItoSDE(
+        lambda t, z: z - 0.5 * square(z) * (precision @ z), lambda t, z: jnp.sqrt(square(z)) * jnp.eye(2)
+    )
+    x = jax.random.normal(key, (20_000, 2)) @ np.linalg.cholesky(covariance).T
+    rate = eqx.filter_jit(lambda sde, x: rf.stationarity(sde, x, key=key))
+    assert abs(rate(sde, x)) < 3e-4
+    assert rate(sde, x + 0.5) > 0.003
+    assert rate(sde, 1.3 * x) > 0.003
+    # Without Itô's term it keeps another distribution.
+    assert rate(rf.StratonovichSDE(sde.drift, sde.diffusion), x) > 0.003
+    np.testing.assert_allclose(rate(rf.to_stratonovich(sde), x), rate(sde, x), atol=1e-12)
+
+
+def test_confinement_is_zero_for_an_sde_that_comes_back_and_not_for_one_that_wanders(key):
+    """dZ = −a(Z − c) dt + s dB: far from c, LV/V is −2a but for the noise, s²d/V."""
+    centre, spread = np.array([5.0, -2.0]), np.array([3.0, 0.1])
+    x = jax.random.normal(key, (256, 2)) @ np.diag(spread) + centre[None]
+
+    def away(rate, noise, centre=centre, asked=1.0):
+        sde = rf.ItoSDE(lambda t, z: -rate * (z - centre), lambda t, z: noise * jnp.diag(spread))
+        return float(rf.confinement(sde, x, key=key, rate=asked))
+
+    assert away(0.9, 0.1) == 0
+    np.testing.assert_allclose(away(0.0, 0.0), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(away(0.25, 0.0, np.asarray(x.mean(axis=0)), asked=2.0), 1.5**2, rtol=1e-6)
+    assert away(0.9, 10.0) > 0.1  # noise alone carries it off
+    assert away(0.9, 0.1, centre + 100) > 0.1  # it comes back, to another place
+
+
+def test_stationarity_does_not_mind_the_order_of_the_sample(key):
+    """Halves of sorted data are two distributions: the SDE that keeps the whole moves each of them."""
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(1))
+    x = jnp.sort(jax.random.normal(key, (4096, 1)), axis=0)
+    assert abs(rf.stationarity(sde, x, key=key)) < 2e-3
+
+
+@pytest.mark.slow
+def test_no_sde_makes_the_stationary_loss_negative(key):
+    """Drift to the right in one half of the data and to the left in the other, as strong as one likes."""
+    x = jnp.sort(jax.random.normal(key, (64, 1)), axis=0)
+    for drift in (lambda t, z: 1e3 * jnp.tanh(9 * z), lambda t, z: 1e3 * jnp.cos(400 * z)):
+        sde = rf.ItoSDE(drift, lambda t, z: jnp.eye(1))
+        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), t1=1e-6)
+        for seed in range(5):
+            key = jax.random.key(seed)
+            _, metrics = rf.MaximumLikelihood(1, rf.Prior(), stationary=1.0)(flow, x, key=key)
+            assert metrics["moved"] > 0
+
+
+def test_stationary_adds_what_the_sde_moves_and_what_it_lets_go(key):
+    sde = rf.ItoSDE(lambda t, z: 0.3 * z, lambda t, z: jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), t1=2.0)
+    x = jax.random.normal(key, (64, 1))
+    value = eqx.filter_jit(lambda objective: objective(flow, x, key=key))
+    plain, _ = value(rf.MaximumLikelihood(2, rf.Prior()))
+    loss, metrics = value(rf.MaximumLikelihood(2, rf.Prior(), stationary=3.0))
+    assert metrics["moved"] > 0.01
+    assert metrics["away"] > 0.5  # LV/V > 0.6, asked −0.25
+    np.testing.assert_allclose(loss, plain + 3 * (metrics["moved"] + metrics["away"]), rtol=1e-12)
+    with pytest.raises(ValueError, match="weight"):
+        rf.MaximumLikelihood(stationary=-1)
+
+
+def test_many_paths_with_an_estimated_divergence_are_refused(key):
+    """log mean exp(log w + error) exceeds log mean w: training would make the error large."""
+    flow = rf.neural_flow(20, noise=0.5, width=4, depth=1, key=key)
+    x = jax.random.normal(key, (3, 20))
+    with pytest.raises(ValueError, match="num_paths must be 1 with a divergence that is estimated"):
+        rf.MaximumLikelihood(2)(flow, x, key=key)
+    one = rf.MaximumLikelihood(1, rf.Prior())
+    assert np.isfinite(jax.jit(lambda x: one(flow, x, key=key)[0])(x))
+
+
+def test_without_noise_one_path_is_taken(key):
+    flow = rf.neural_flow(2, noise=0.0, width=4, depth=1, key=key)
+    x = jax.random.normal(key, (8, 2))
+    fitted = rf.fit(flow, x, key=key, objective=rf.MaximumLikelihood(8), steps=1, progress=False)
+    assert fitted.objective.bound.estimator.num_paths == 1
+
+
+def test_a_model_gains_nothing_by_losing_points(key):
+    """dZ = −a Z³ dt: the larger a, the more of the data no path reaches."""
+    drift = lambda a: lambda t, z: -a * z**3
+    flow = lambda a: rf.StochasticFlow(
+        rf.ItoSDE(drift(a), rf.ConstantDiffusion(0.3 * jnp.eye(1))), rf.Normal(jnp.zeros(1))
+    )
+    x = jax.random.normal(key, (64, 1))
+    objective = rf.MaximumLikelihood(2, rf.Prior())
+    loss = jax.jit(lambda a: objective(flow(a), x, key=key))
+    (none, kept), (many, lost) = loss(1e-3), loss(5.0)
+    assert kept["lost"] == 0
+    assert lost["lost"] > 0.5
+    assert none < 3
+    assert many > 990 * lost["lost"]
+
+
+@pytest.mark.slow
+def test_paths_that_do_not_reach_a_point_are_counted_and_leave_gradients_finite(key):
+    """dZ = −Z³ dt: backwards from far out every path escapes."""
+    flow = rf.StochasticFlow(
+        rf.ItoSDE(lambda t, z: -(z**3), rf.ConstantDiffusion(0.1 * jnp.eye(1))), rf.Normal(jnp.zeros(1))
+    )
+    x = jnp.array([[0.1], [5.0]])
+    loss = lambda flow: rf.MaximumLikelihood(2, rf.Prior())(flow, x, key=key)
+    (value, metrics), slope = eqx.filter_value_and_grad(loss, has_aux=True)(flow)
+    assert metrics["lost"] == 0.5
+    # The point that is lost counts 1000 nats, and the other one what it does alone.
+    x = x[:1]
+    np.testing.assert_allclose(value, (1000 + loss(flow)[0]) / 2, rtol=1e-3)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(slope))
