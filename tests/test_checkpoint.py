@@ -187,14 +187,17 @@ def test_a_run_is_the_same_in_another_process(finished):
         ({"driver": 3}, r"model.driver.num_functions was 2, now 3"),
         ({"batch": 9}, r"objective.batch_size was 8, now 9"),
         ({"l1": 0.5}, r"objective.l1 was 0.0, now 0.5"),
-        ({"target": lambda z: bell(z, 1.0)}, r"log_density was functools.partial, now test_fit.<lambda>"),
+        (
+            {"target": lambda z: bell(z, 1.0)},
+            r"log_density was functools.partial, now test_checkpoint.<lambda>",
+        ),
         (
             {"target": functools.partial(bell, loc=jnp.array([2.0]))},
             r"log_density.keywords.loc is different",
         ),
         (
             {"target": functools.partial(far, loc=jnp.array([1.0]))},
-            r"log_density.function was test_fit.bell, now test_fit.far",
+            r"log_density.function was test_checkpoint.bell, now test_checkpoint.far",
         ),
         ({"optimiser": optax.adam(1e-3)}, r"another run: optimiser\..*"),
     ],
