@@ -19,7 +19,7 @@ commands, in the order you will meet them:
                 roughflow demo --out figures
   fit         fit a density to the rows of a table (.csv with a header, .tsv, .npy, .parquet)
                 roughflow fit flowers.csv --columns length,width --out flowers.rf
-  score       the log density of each row of a table, with its standard error
+  score       the log density of each row of a table, with its error bar
                 roughflow score flowers.rf more.csv --out scores.csv
   sample      draw new rows
                 roughflow sample flowers.rf -n 1000 --out new.csv
@@ -172,7 +172,7 @@ def _score(commands) -> None:
     parser = _command(
         commands,
         "score",
-        "The log density of each row, its standard error, and how many equally weighted paths it rests "
+        "The log density of each row, its total error, and how many equally weighted paths it rests "
         "on, as CSV. Columns are found by their names; those of an .npy file by their places.",
         "score flowers.rf more.csv --tolerance 0.01 --out scores.csv",
     )
