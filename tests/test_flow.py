@@ -120,6 +120,33 @@ def test_batches_broadcast_and_agree_with_single_points(key):
     np.testing.assert_allclose(table[:, 2], flow.log_prob_given_path(x[:, 0], lone), rtol=1e-12)
 
 
+def test_blocks_of_a_large_batch_agree_with_small_batches(monkeypatch, key):
+    """Ends, keys and paths of their own, in blocks that do not come out even: values and gradients."""
+    monkeypatch.setattr("roughflow.flow._blocks.BLOCK", 4)
+    problem = nonlinear_3d()
+    flow = rf.StochasticFlow(
+        problem.ito, problem.base, divergence=rf.HutchinsonDivergence(), integrator=rf.FixedGrid(steps=8)
+    )
+    x = jax.random.normal(key, (11, 3))
+    path, keys = flow.sample_path(key=key, shape=(11,)), jax.random.split(key, 11)
+    stops = jnp.linspace(0.2, 1.0, 11)
+
+    @jax.jit
+    def log_probs(x, path, stops, keys):
+        def loss(x):
+            values = flow.log_prob_given_path(x, path, t1=stops, key=keys)
+            return jnp.sum(jnp.sin(values)), values
+
+        slope, values = jax.grad(loss, has_aux=True)(x)
+        return jnp.concatenate([slope, values[:, None]], axis=1)
+
+    together = log_probs(x, path, stops, keys)
+    for some in (slice(0, 6), slice(5, 11)):
+        paths = eqx.tree_at(lambda p: p.coefficients, path, path.coefficients[some])
+        apart = log_probs(x[some], paths, stops[some], keys[some])
+        np.testing.assert_allclose(together[some], apart, rtol=1e-10)
+
+
 @pytest.mark.parametrize(
     "driver", [pytest.param(DRIVERS[0], marks=pytest.mark.slow), DRIVERS[1]], ids=lambda d: type(d).__name__
 )

@@ -76,8 +76,8 @@ class Field(eqx.Module):
         """
         return _guarded(self, s, z, start, slope_at)
 
-    def split(self) -> tuple["Field", "Field"]:
-        """This field as one of batches of one, and the axes to map over."""
+    def split(self, size: int = 1) -> tuple["Field", "Field"]:
+        """This field as one of batches of `size`, and the axes to map over."""
         batched = [
             (lambda f: f.path.coefficients, self.path.coefficients.ndim == 3),
             (lambda f: f.path.t1, self.path.t1.ndim == 1),
@@ -88,7 +88,7 @@ class Field(eqx.Module):
         field, axes = self, jax.tree.map(lambda _: None, self)
         for leaf, present in batched:
             if present:
-                field = eqx.tree_at(leaf, field, replace_fn=lambda a: a[:, None])
+                field = eqx.tree_at(leaf, field, replace_fn=lambda a: batches(a, size))
                 axes = eqx.tree_at(leaf, axes, 0, is_leaf=lambda a: a is None)
         return field, axes
 
@@ -106,6 +106,13 @@ class Field(eqx.Module):
             return horizon * drift + apply_noise(sigma, slope)
 
         return self.divergence(vector_field, z, probes)
+
+
+def batches(a: Array, size: int) -> Array:
+    """`(B, ...)` as batches of `size`, the last filled up with the first entries."""
+    count = -(-len(a) // size)
+    full = jnp.concatenate([a, a[: count * size - len(a)]]) if len(a) % size else a
+    return jnp.reshape(full, (count, size, *a.shape[1:]))
 
 
 @eqx.filter_custom_jvp

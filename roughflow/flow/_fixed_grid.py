@@ -1,6 +1,7 @@
 """Explicit Runge–Kutta on a fixed grid: the fast way, and the default."""
 
 import math
+from functools import partial
 from typing import Any
 
 import diffrax
@@ -13,6 +14,7 @@ from jaxtyping import Array
 from .._checks import check_positive
 from ..driver import AbstractDriver, Path
 from ..faq import see
+from ._blocks import block_by_block
 from ._field import Field
 from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
 from ._integrator import ESCAPE_RATE, AbstractIntegrator
@@ -86,6 +88,9 @@ class FixedGrid(AbstractIntegrator):
         self.late = float(late)
 
     def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
+        return block_by_block(partial(self._solve, reverse=reverse), field, z, fraction)
+
+    def _solve(self, field: Field, z: Array, fraction: Array | None, reverse: bool) -> Outcome:
         grid = self.grid(field.path, fraction).astype(z.dtype)
         grid = grid[::-1] if reverse else grid
         spans = (grid[:-1], grid[1:])
