@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -35,6 +36,12 @@ def start(out, settings, devices, *process):
 def done(process):
     said = process.communicate()[1]
     assert process.returncode == 0, said
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +136,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
 
 
 def test_two_processes_fit_as_one(tmp_path, runs):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     settings = [{"name": "all", "devices": None, "steps": 12, "checkpoint": str(tmp_path / "run")}]
     outs = [tmp_path / f"{i}.npz" for i in range(2)]
     for process in [start(out, settings, 1, port, i) for i, out in enumerate(outs)]:
@@ -142,6 +147,45 @@ def test_two_processes_fit_as_one(tmp_path, runs):
         # No thread displaces the one that it waits for; one may have been born while they were counted.
         assert np.mean(found["policies"] == getattr(os, "SCHED_BATCH", 0)) > 0.9
     assert (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_joined_end_in_good_order(tmp_path):
+    """One that is killed ends the other with a line and leaves a checkpoint; bad input has its exit code."""
+    table, model = tmp_path / "rows.csv", tmp_path / "model.rf"
+    np.savetxt(table, np.random.default_rng(0).normal(size=(60, 2)), delimiter=",", header="x,y", comments="")
+    checkpoint = model.with_name("model.rf.checkpoint")
+    fit = ["fit", str(table), "--out", str(model), "--steps", "10000000", "--likelihood-steps", "0"]
+
+    def joined():
+        port = free_port()
+        for i in range(2):
+            command = [
+                sys.executable,
+                "-m",
+                "roughflow.cli",
+                *fit,
+                "--width",
+                "4",
+                "--patience",
+                "0",
+                "--quiet",
+            ]
+            command += ["--join", f"localhost:{port},{i},2"]
+            yield subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    first, second = joined()
+    while not checkpoint.exists() and first.poll() is None:
+        time.sleep(0.1)
+    second.kill()
+    assert "is gone" in first.communicate(timeout=60)[1]
+    assert first.returncode == 1
+    assert checkpoint.exists()
+    model.touch()
+    first, second = joined()
+    assert "exists: --force overwrites it" in first.communicate(timeout=60)[1]
+    assert first.returncode == 2
+    second.communicate(timeout=60)
 
 
 def flow_and_settings(file, devices=None, **more):

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from roughflow.faq import see
 
-from .exits import FAILED
+from .exits import BAD_INPUT, FAILED
 from .refused import Refused
 
 CORES = 256  # of one CPU, at most
@@ -53,9 +53,10 @@ def joined(process: tuple[str, int, int] | str | None) -> Iterator[None]:
     _meet(process)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         # The others may be gone: there is nobody to take leave of.
-        atexit.register(_leave)
+        bad_input = isinstance(error, Refused | ValueError | OSError)
+        atexit.register(_leave, BAD_INPUT if bad_input else FAILED)
         raise
     finally:
         witness.communicate("in good order")
@@ -80,7 +81,7 @@ def _meet(process: tuple[str, int, int] | str) -> None:
         ) from None
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(FAILED)
+    os._exit(code)
