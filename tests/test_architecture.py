@@ -116,11 +116,6 @@ def test_the_order_is_really_read():
     assert check(file, "interop", "roughflow.flow._flow") is not None
 
 
-def test_files_fit_in_the_head():
-    lengths = {str(f.relative_to(PACKAGE)): len(f.read_text(encoding="utf-8").splitlines()) for f in FILES}
-    assert {name: length for name, length in lengths.items() if length > 300} == {}
-
-
 def test_functions_fit_on_a_screen():
     lengths = {
         f"{file.relative_to(PACKAGE)}: {node.name}": length_of(node)
