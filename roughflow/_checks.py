@@ -1,5 +1,8 @@
 """What the library refuses, and the sentence it says: one line, the argument's name, the remedy."""
 
+import re
+import sys
+import warnings
 from typing import Any
 
 import jax
@@ -9,6 +12,10 @@ from jax.core import Tracer
 from jaxtyping import Array, PRNGKeyArray
 
 from .faq import see
+
+# Packages between a warning and the user's program.
+INTERNAL = ("roughflow.", "jax.", "equinox.", "sklearn.", "joblib.")
+_told: set[tuple[str, int, str]] = set()
 
 
 class NonFiniteError(RuntimeError):
@@ -22,6 +29,21 @@ class OutOfStepsError(RuntimeError):
 def is_traced(value: Any) -> bool:
     """Whether a value stands for one not known yet, inside a `jit`, `grad` or `vmap`."""
     return isinstance(value, Tracer)
+
+
+def warn(message: str) -> None:
+    """Warn of the line of the user's program that called the library, however deep within it this is. A
+    search of scikit-learn over many fits warns once of each thing, whatever its numbers are."""
+    frame, level, searching = sys._getframe(1), 2, False
+    while frame.f_back is not None and (name := frame.f_globals.get("__name__", "")).startswith(INTERNAL):
+        searching |= name.startswith("sklearn.model_selection")
+        frame, level = frame.f_back, level + 1
+    if searching:
+        told = (frame.f_code.co_filename, frame.f_lineno, re.sub(r"[-+.\d]+", "", message))
+        if told in _told:
+            return
+        _told.add(told)
+    warnings.warn(message, stacklevel=level)
 
 
 def check_key(key: Any, *, many: bool = False) -> PRNGKeyArray:

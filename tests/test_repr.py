@@ -187,6 +187,9 @@ def test_a_chain_is_summed_up(key):
 def test_rhat_is_that_of_arviz(key):
     arviz = pytest.importorskip("arviz")
     draws = np.cumsum(np.asarray(jax.random.normal(key, (4, 200))), axis=1)
-    from roughflow.mcmc._chain import split_rhat
+    wide = np.arange(1, 5)[:, None] * np.asarray(jax.random.normal(key, (4, 200)))
+    from roughflow.mcmc._chain import rank_rhat
 
-    np.testing.assert_allclose(split_rhat(draws), float(arviz.rhat(draws, method="split")), rtol=1e-6)
+    for chains in (draws, wide, wide**3):
+        np.testing.assert_allclose(rank_rhat(chains), float(arviz.rhat(chains)), rtol=1e-6)
+    assert rank_rhat(wide) > 1.1  # chains of one mean and of different widths

@@ -1,6 +1,7 @@
 """The scikit-learn estimator keeps scikit-learn's contract."""
 
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -160,3 +161,16 @@ def test_a_search_over_the_noise_in_a_pipeline(table):
     search.fit(table)
     assert np.all(np.isfinite(search.cv_results_["mean_test_score"]))
     assert search.best_estimator_.score_samples(table).shape == (60,)
+
+
+def test_a_search_warns_once_and_names_the_line_that_started_it():
+    """The tails of the first column are warned of in each of four fits, with other numbers."""
+    rows = np.random.default_rng(1).normal(size=(60, 2))
+    rows[:6, 0] *= 1e4
+    density, rates = tiny(marginals=False, likelihood_steps=0), {"learning_rate": [1e-3, 2e-3]}
+    search = GridSearchCV(density, rates, cv=2, refit=False, scoring=lambda *_: 0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        search.fit(rows)
+    told = [warning for warning in caught if "times the width of its middle half" in str(warning.message)]
+    assert [warning.filename for warning in told] == [__file__]

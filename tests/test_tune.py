@@ -1,5 +1,7 @@
 """Steps along the flow of the noise, and samplers that learn their noise."""
 
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -170,8 +172,32 @@ def test_climbing_stops_where_the_mass_is(key):
     start = jax.random.normal(key, (8, 5))
     _, z = rf.warm_up(Landscape(jnp.array(False)), start, key=key, num_steps=40)
     assert jnp.all(jnp.abs(z[:, 0]) < 10)  # its top is at z₀ = −18
-    _, z = rf.warm_up(Landscape(jnp.array(True)), start, key=key, num_steps=40)
+    with pytest.warns(UserWarning, match=r"^8 of 8 starting points z0 "):
+        _, z = rf.warm_up(Landscape(jnp.array(True)), start, key=key, num_steps=40)
     assert jnp.all(jnp.abs(z - 1e3) < 6)
+
+
+def two_modes(z):
+    """0.3 N(6, I) + 0.7 N(−6, I)."""
+    mode = lambda centre, share: jnp.log(share) - 0.5 * jnp.sum((z - centre) ** 2)
+    return jnp.logaddexp(mode(6, 0.3), mode(-6, 0.7))
+
+
+def test_starting_points_in_two_modes_are_kept_and_r_hat_shows_both(key):
+    side = jnp.where(jnp.arange(64) < 32, 1.0, -1.0)[:, None]
+    start = 6 * side + jax.random.normal(key, (64, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler, z = rf.warm_up(two_modes, start, key=key, num_steps=40)
+    assert 0.25 < np.mean(np.asarray(z) > 0) < 0.6  # a few have moved towards the truth, 0.3
+    chain = rf.sample_chain(sampler, z, key=key, num_steps=20)
+    assert float(repr(chain).splitlines()[2].split()[-1]) > 1.5
+    # From far away they are moved: to both modes, by their mass, and not unnoticed.
+    with pytest.warns(UserWarning, match=r"^64 of 64 starting points z0 .* were replaced") as caught:
+        _, z = rf.warm_up(two_modes, 1e3 * start, key=key, num_steps=40)
+    assert caught[0].filename == __file__
+    assert np.all(np.abs(np.abs(z) - 6) < 5)
+    assert 0.1 < np.mean(np.asarray(z) > 0) < 0.5
 
 
 def test_bad_input_to_tuning_is_refused(key):

@@ -63,15 +63,18 @@ def _run(arguments: argparse.Namespace, checkpoint: Path) -> int:
 
 def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: Path, key) -> rf.Tuned:
     try:
-        return rf.tune_sampler(
-            target,
-            start,
-            key=key,
-            num_gradients=arguments.gradients,
-            checkpoint=checkpoint,
-            resume=arguments.resume,
-            progress=not arguments.quiet,
-        )
+        with warnings.catch_warnings():
+            # They are drawn at random here: nobody chose them.
+            warnings.filterwarnings("ignore", message=".*starting points z0")
+            return rf.tune_sampler(
+                target,
+                start,
+                key=key,
+                num_gradients=arguments.gradients,
+                checkpoint=checkpoint,
+                resume=arguments.resume,
+                progress=not arguments.quiet,
+            )
     except rf.NonFiniteError:
         remove(checkpoint)  # there is nothing to go on to from there
         raise

@@ -1,6 +1,5 @@
 """The rows of a table: what is modelled, what is given, what is set aside."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_positive
+from .._checks import check_positive, warn
 from .._keys import fold_in
 from .._programs import jit
 from ..faq import see
@@ -167,4 +166,4 @@ def _warn_of(column: np.ndarray, name: str) -> None:
         )
     else:
         return
-    warnings.warn(f"column {name} {told}", stacklevel=4)
+    warn(f"column {name} {told}")

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
@@ -44,23 +45,31 @@ class Chain(eqx.Module):
         )
         with np.errstate(all="ignore"):  # draws that left for infinity are told as they are
             rows = [
-                (f"z[{i}]", f"{z.mean():.4g}", f"{z.std():.4g}", f"{split_rhat(z):.3f}")
+                (f"z[{i}]", f"{z.mean():.4g}", f"{z.std():.4g}", f"{rank_rhat(z):.3f}")
                 for i, z in enumerate(np.moveaxis(samples, -1, 0).astype(float))
             ]
         more = [f"  … and {dimension - SHOWN} more"] if dimension > SHOWN else []
         return "\n".join([title, *table(("", "mean", "sd", "R-hat"), rows), *more])
 
 
-def split_rhat(draws: np.ndarray) -> float:
-    """R-hat of one coordinate `(chains, draws)`, each chain cut in two (Gelman et al. 2013): near 1 where all
-    parts are of one distribution. NaN with fewer than four draws a chain."""
+def rank_rhat(draws: np.ndarray) -> float:
+    """R-hat of one coordinate `(chains, draws)` by ranks, the larger of that of the draws and of their
+    distances from the median (Vehtari et al. 2021): near 1 where all chains have one distribution, whether
+    they differ in place or in width. NaN with fewer than four draws a chain."""
     half = draws.shape[1] // 2
-    if half < 2:
+    if half < 2 or not np.isfinite(draws).all():
         return float("nan")
     parts = np.concatenate([draws[:, :half], draws[:, -half:]])
-    within = parts.var(axis=1, ddof=1).mean()
-    between = parts.mean(axis=1).var(ddof=1)
-    return float(np.sqrt((half - 1) / half + between / within)) if within > 0 else float("nan")
+    return max(_rhat(parts), _rhat(np.abs(parts - np.median(parts))))
+
+
+def _rhat(parts: np.ndarray) -> float:
+    ranks = scipy.stats.rankdata(parts).reshape(parts.shape)
+    normal = scipy.special.ndtri((ranks - 0.375) / (parts.size + 0.25))
+    within, between = normal.var(axis=1, ddof=1).mean(), normal.mean(axis=1).var(ddof=1)
+    if within == 0:
+        return float("inf" if between else "nan")
+    return float(np.sqrt(1 - 1 / parts.shape[1] + between / within))
 
 
 def sample_chain(

@@ -106,13 +106,14 @@ def tune_sampler(
 
     - `log_density`: `z -> ()`, up to a constant, on all of space: take the logarithm of what must be
       positive, as `roughflow.interop.numpyro.target_from_model` does.
-    - `z0`: `(chains, d)`, where chains begin; 32 to 128 of them are good. With `climb` all of them begin
-      around one mode: leave it out where there are several, and begin near all.
+    - `z0`: `(chains, d)`, where chains begin; 32 to 128 of them are good. Where there are several modes begin
+      near all: chains that stay in one of them have an R-hat far above 1.
     - `num_gradients`: the budget, in gradients of the log density, of all chains together. A step of the
       training takes three a chain.
     - `skew`: a Q for `rf.targeted_sde`, such as `rf.SkewNetwork`, to learn along with σ.
     - `width` of the network; `learning_rate`.
-    - `climb`: as in `rf.warm_up`.
+    - `climb`: as in `rf.warm_up`. Starting points of a very low log density are replaced, with a warning;
+      `climb=False` keeps them all.
     - `checkpoint`, `resume`, `progress`: as in `rf.fit`.
 
     ```python

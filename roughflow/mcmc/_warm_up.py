@@ -5,9 +5,10 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key
+from .._checks import check_count, check_key, warn
 from .._programs import jit
 from ..faq import see
 from ..sde import LogDensity, as_target, overdamped_langevin
@@ -17,7 +18,9 @@ ACCEPTANCE = 0.574  # of Langevin proposals at their best, in many dimensions (R
 ROUNDS = 4
 CLIMB = 50  # steps of Newton's method
 FAR = 3.0  # standard deviations
-CLIMBERS, TRIALS, DRAWS = 4, 16, 512  # chains that climb; draws to judge a place by, and to begin from
+CLIMBERS = 4  # chains that climb
+TRIALS = 16  # draws to judge a place by
+DRAWS = 512  # from the normals of all climbers, to move chains to
 
 
 class WarmedUp(NamedTuple):
@@ -32,15 +35,17 @@ def warm_up(
 ) -> WarmedUp:
     """MALA for a target: an `rf.AdjustedSampler` with constant noise, and where its chains have got to.
 
-    First a few chains climb towards a mode (Newton's method). Each place on their way, with the curvature
-    there, makes a normal distribution; of these the one nearest to the target (by E[log p − log q], as
-    Pathfinder has it, Zhang et al. 2022) gives a first σ and places for all chains. That is not the mode
-    where the mode is far from the mass, as in a funnel. Then, in four rounds, the chains move, the step dt
+    First four of the chains climb towards a mode (Newton's method). Each place on their way, with the
+    curvature there, makes a normal distribution; each climber keeps the one nearest to the target (by
+    E[log p − log q], as Pathfinder has it, Zhang et al. 2022). That is not the mode where the mode is far
+    from the mass, as in a funnel. The best of the four gives a first σ. Chains that start far below the
+    log density of draws from their mixture are moved to such draws, chosen by importance resampling, with
+    a warning; the others keep their starting points. Then, in four rounds, the chains move, the step dt
     follows their acceptance towards 0.574 (Robbins & Monro), and after each round but the last σσᵀ becomes
     the covariance of their places. Nothing is adapted after that, so the sampler's distribution is exact.
 
     **Arguments:** `log_density`; `z0`, `(chains, d)`, a few chains at least; `num_steps` in all, each a
-    gradient a chain, hundreds of them; `climb`, whether to climb first: without, the chains begin at z0.
+    gradient a chain, hundreds of them; `climb`, whether to climb first: without, all chains begin at z0.
 
     ```python
     import jax, jax.numpy as jnp
@@ -65,7 +70,13 @@ def warm_up(
     AdjustedSampler(overdamped_langevin(log_density, z.shape[1]), dt).check(z)
     key, key_climb = jax.random.split(check_key(key))
     if climb:
-        scale, z = _climb(log_density, z, key_climb)
+        scale, z, moved = _climb(log_density, z, key_climb)
+        if moved:
+            warn(
+                f"{int(moved)} of {len(z)} starting points z0 lie far below the log density of the mass that "
+                "was found, and were replaced by draws from there: climb=False keeps them"
+                + see("moved-starts")
+            )
         dt = jnp.asarray(z.shape[1] ** (-1 / 3))
     sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     sampler.check(z)
@@ -90,12 +101,29 @@ def least_steps(chains: int, dimension: int) -> int:
 
 
 @jit
-def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array]:
-    """A root of the covariance of the best normal on the way up, and as many places from it as chains."""
+def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
+    """A root of the covariance of the best normal, places for all chains, and how many were moved."""
     target = as_target(log_density)
-    lengths = 0.5 ** jnp.arange(10.0)
-    key_trial, key_draw, key_choose = jax.random.split(key, 3)
+    key_trial, key_draw = jax.random.split(key)
     trials = jax.random.normal(key_trial, (TRIALS, z.shape[1]), z.dtype)
+    # Climbers from all over z0: those that begin in different modes find each its own.
+    climbers = z[np.unique(np.linspace(0, len(z) - 1, CLIMBERS).round().astype(int))]
+    # One after another: the matrices are small, and LAPACK takes no batches well.
+    centres, roots, bounds = jax.lax.map(lambda y: _best_normal(target, y, trials), climbers)
+    best = jnp.argmax(bounds)
+    draws, heights = _resample(target, centres, roots, bounds, key_draw, len(z))
+    fine = jnp.isfinite(bounds[best]) & jnp.all(jnp.isfinite(heights))
+    # Twice as far below the highest draw as the lowest draw is.
+    low = 2 * jnp.min(heights) - jnp.max(heights)
+    moved = fine & (jax.vmap(target)(z) < low)
+    scale = jnp.where(fine, roots[best], jnp.eye(z.shape[1], dtype=z.dtype))
+    return scale, jnp.where(moved[:, None], draws, z), jnp.sum(moved)
+
+
+def _best_normal(target: LogDensity, start: Array, trials: Array) -> tuple[Array, Array, Array]:
+    """Of the normals on the way up from a start the one nearest to the target: its mean, a root of its
+    covariance, and E[log p − log q] but for a constant, −inf if there is none."""
+    lengths = 0.5 ** jnp.arange(10.0)
 
     def uphill(y: Array, _) -> tuple[Array, tuple[Array, Array, Array]]:
         """Newton's step, with the curvature's absolute value, as long as it pays best; the normal there."""
@@ -108,29 +136,45 @@ def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array,
         share = jnp.mean(inside)
         bound = jnp.sum(jnp.where(inside, values, 0)) / jnp.maximum(jnp.sum(inside), 1)
         bound += jnp.log(share) + jnp.linalg.slogdet(root)[1]
+        bound = jnp.where(jnp.all(jnp.isfinite(root)), bound, -jnp.inf)
         tries = jnp.concatenate([y[None] + lengths[:, None] * step[None], y[None]])
         heights = jax.vmap(target)(tries)
         best = jnp.argmax(jnp.where(jnp.isnan(heights), -jnp.inf, heights))
         return tries[best], (y, root, jnp.where(jnp.isnan(bound), -jnp.inf, bound))
 
-    # One chain after another: the matrices are small, and LAPACK takes no batches well.
-    ways = jax.lax.map(lambda y: jax.lax.scan(uphill, y, length=CLIMB)[1], z[:CLIMBERS])
-    places, roots, bounds = jax.tree.map(lambda a: jnp.reshape(a, (-1, *a.shape[2:])), ways)
-    best = jnp.argmax(bounds)
-    unit = jax.random.normal(key_draw, (DRAWS, z.shape[1]), z.dtype)
-    around = places[best][None] + unit @ roots[best].T
-    log_weight = jax.vmap(target)(around) + 0.5 * jnp.sum(unit**2, axis=1)
-    usable = jnp.isfinite(log_weight)
-    weight = jax.nn.softmax(jnp.where(usable, log_weight, -jnp.inf))
-    chosen = jax.random.choice(key_choose, DRAWS, (z.shape[0],), p=jnp.where(usable, weight, 0))
-    fine = jnp.any(usable) & jnp.isfinite(bounds[best]) & jnp.all(jnp.isfinite(roots[best]))
-    scale = jnp.where(fine, roots[best], jnp.eye(z.shape[1], dtype=z.dtype))
-    return scale, jnp.where(fine, around[chosen], z)
+    normals = jax.lax.scan(uphill, start, length=CLIMB)[1]
+    best = jnp.argmax(normals[2])
+    return jax.tree.map(lambda leaf: leaf[best], normals)
+
+
+def _resample(
+    target: LogDensity, centres: Array, roots: Array, bounds: Array, key: PRNGKeyArray, count: int
+) -> tuple[Array, Array]:
+    """Draws from the mixture of the normals, chosen with weights p/q: places near the modes that were found,
+    in proportion to their mass; and log p there, −inf where there is none."""
+    key_unit, key_choose = jax.random.split(key)
+    usable = jnp.isfinite(bounds)
+    roots = jnp.where(usable[:, None, None], roots, jnp.eye(roots.shape[-1], dtype=roots.dtype)[None])
+    unit = jax.random.normal(key_unit, (len(roots), DRAWS // len(roots), roots.shape[-1]), roots.dtype)
+    draws = jnp.reshape(centres[:, None] + unit @ jnp.swapaxes(roots, 1, 2), (-1, roots.shape[-1]))
+    own = jnp.repeat(usable, unit.shape[1])
+
+    def log_normal(centre: Array, root: Array) -> Array:
+        gaps = jax.scipy.linalg.solve_triangular(root, (draws - centre[None]).T, lower=True)
+        return -0.5 * jnp.sum(gaps**2, axis=0) - jnp.sum(jnp.log(jnp.abs(jnp.diagonal(root))))
+
+    log_parts = jnp.where(usable[:, None], jax.vmap(log_normal)(centres, roots), -jnp.inf)
+    heights = jax.vmap(target)(draws)
+    log_weight = heights - jax.nn.logsumexp(log_parts, axis=0)
+    inside = own & jnp.isfinite(log_weight)
+    weight = jax.nn.softmax(jnp.where(inside, log_weight, -jnp.inf))
+    chosen = jax.random.choice(key_choose, len(draws), (count,), p=jnp.where(inside, weight, 0))
+    return draws[chosen], jnp.where(jnp.any(inside), heights[chosen], -jnp.inf)
 
 
 def climbing_gradients(dimension: int, chains: int) -> int:
     """What `_climb` takes, a Hessian counted as 2d gradients and a value as one."""
-    return min(CLIMBERS, chains) * CLIMB * (2 * dimension + 12 + TRIALS) + DRAWS
+    return min(CLIMBERS, chains) * CLIMB * (2 * dimension + 12 + TRIALS) + DRAWS + chains
 
 
 def _inverse_curvature(target: LogDensity, y: Array) -> Array:

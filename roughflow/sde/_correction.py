@@ -6,7 +6,6 @@
 """
 
 import abc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key, is_traced
+from .._checks import check_key, is_traced, warn
 from ..faq import see
 from ._dependence import depends_on
 from ._noise import Noise, apply_noise, has_diagonal, noise_column, noise_row, noise_shape
@@ -144,11 +143,10 @@ def checked_correction(
     points = base.sample(key=jax.random.key(0), shape=(8,))
     if is_traced(points) or same_for_all_signs(sde, points, key=jax.random.key(1)):
         return correction
-    warnings.warn(
+    warn(
         "SampledCorrection would change the distribution: its random signs cancel only where each noise "
         "moves one coordinate and depends on that one alone; ExactCorrection takes its place"
-        + see("sampled-correction"),
-        stacklevel=4,
+        + see("sampled-correction")
     )
     return ExactCorrection()
 

@@ -1,7 +1,6 @@
 """Transition densities: log p(x₁ | x₀) of an SDE a span of time later, for many transitions at once."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._checks import check_finite, check_key, check_positive, is_traced
+from .._checks import check_finite, check_key, check_positive, is_traced, warn
 from .._programs import jit
 from ..faq import see
 from ..sde import AbstractSDE, noise_dimension
@@ -99,7 +98,7 @@ def transition_log_prob(
     options = {"t0": t0, "exact": exact, "effort": effort, "coordinates": coordinates}
     estimate = transition_estimate(sde, x0, x1, dt, key=key, **options)
     if not is_traced(estimate.log_prob) and estimate.warning is not None:
-        warnings.warn(estimate.warning, stacklevel=2)
+        warn(estimate.warning)
     return estimate.log_prob
 
 
