@@ -9,7 +9,7 @@ from scipy import special, stats
 import roughflow as rf
 from roughflow.series._bessel import log_bessel_i
 from roughflow.series._bridges import Bridges
-from roughflow.series._observed import as_years
+from roughflow.series._observed import panel
 
 CIR = rf.CoxIngersollRoss(3.0, 0.3, 0.2)
 VASICEK = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)
@@ -228,10 +228,11 @@ def test_dates_count_in_years():
 
 
 def test_months_and_years_count_as_their_first_days():
-    months = np.array(["2020-01", "2020-02", "2021-01"], "datetime64[M]")
-    np.testing.assert_allclose(as_years(months), [0, 31 / 365.25, 366 / 365.25])
-    np.testing.assert_allclose(as_years(months.astype("datetime64[ns]")), as_years(months))
-    np.testing.assert_allclose(as_years(months.astype("datetime64[Y]")), [0, 0, 366 / 365.25])
+    months, x = np.array(["2020-01", "2020-02", "2021-01"], "datetime64[M]"), np.arange(3)
+    for times in (months, months.astype("datetime64[ns]"), months.astype("datetime64[D]")):
+        np.testing.assert_allclose(panel(times, x)[0].times, [0, 31 / 365.25, 366 / 365.25])
+    years = np.array(["2020", "2021", "2022"], "datetime64[Y]")
+    np.testing.assert_allclose(panel(years, x)[0].times, [0, 366 / 365.25, 731 / 365.25])
 
 
 def test_parameters_that_cannot_be_told_apart_are_reported(series):
@@ -261,7 +262,7 @@ def test_parameters_that_cannot_be_told_apart_are_reported(series):
         ([0, 1, np.nan], [1, 2, 3], "times must be finite"),
         ([0, 1, 2], [1, np.inf, 2], "finite"),
         ([0, 1, 2, 3], [1, 2, 3], "shape"),
-        (["a", "b", "c"], [1, 2, 3], "numbers or dates"),
+        (["a", "b", "c"], [1, 2, 3], "numbers, dates or"),
     ],
 )
 def test_a_series_that_is_none_is_refused_in_one_line(times, values, told):

@@ -9,7 +9,7 @@ from scipy import linalg
 import roughflow as rf
 from roughflow.series._filter import particle_filter
 from roughflow.series._hidden_states import Joint, Search, log_likelihood
-from roughflow.series._measured_likelihood import _stacked
+from roughflow.series._measured_likelihood import stacked
 from roughflow.series._observed import Observed
 
 LINE = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)
@@ -53,7 +53,7 @@ def observed(sde, noise, count=100, seed=0):
 
 def joint_of(sde, noise, series, *, exact, effort=EFFORT):
     noise = jnp.broadcast_to(jnp.asarray(noise, float), series[0].values.shape[1:])
-    return Joint(sde, noise, _stacked(series), sde.coordinates, effort, exact)
+    return Joint(sde, noise, stacked(series), sde.coordinates, effort, exact)
 
 
 @jax.jit

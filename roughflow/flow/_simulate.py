@@ -57,7 +57,7 @@ def simulate(
     z0 = z0 if jnp.issubdtype(z0.dtype, jnp.floating) else z0.astype(float)
     if not z0.ndim:
         raise ValueError("z0 must have shape (..., d), got ()")
-    columns = noise_dimension(sde, z0.shape[-1], "z0")
+    columns = noise_dimension(sde, z0.shape[-1], f"z0 has dimension {z0.shape[-1]}")
     batch, times = z0.shape[:-1], None
     if path is not None:
         scheme = _check_path(sde, path, scheme, (*batch, "steps", columns))

@@ -227,7 +227,7 @@ def check_adjustable(name: str, sde: AbstractSDE) -> None:
 
 def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
     """Refuse a start, or a target, that no chain can begin with."""
-    count = noise_dimension(sde, z.shape[-1], "z0")
+    count = noise_dimension(sde, z.shape[-1], f"z0 has dimension {z.shape[-1]}")
     if square and count != z.shape[-1]:
         raise ValueError(
             f"{name} needs as many noises as dimensions, got σ of shape ({z.shape[-1]}, {count}): "

@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -29,6 +29,7 @@ class AbstractSDE(eqx.Module):
 
     drift: eqx.AbstractVar[Drift]
     diffusion: eqx.AbstractVar[Diffusion]
+    dimension: ClassVar[int | None] = None  # d, where it does not follow from the shapes
 
     def noise(self, t: Array, z: Array) -> Noise:
         """σ(t, z), in whatever form the diffusion was given."""
@@ -107,19 +108,22 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
     return kind(drift, eqx.filter_closure_convert(sde.noise, t, z))
 
 
-def noise_dimension(sde: AbstractSDE, dimension: int, of: str = "base") -> int:
-    """m, the number of Brownian motions, for points as what is called `of` has them.
+def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None) -> int:
+    """m, the number of Brownian motions that drive an SDE on points of this dimension.
 
-    A drift or diffusion of the wrong shape is refused. Where both would be right in one other dimension, it
-    is said that `of` has the wrong one.
+    A drift or diffusion of the wrong shape is refused. Where the SDE has another dimension, or both would be
+    right in one other dimension, the message begins with `subject`, by default that of a base.
     """
+    subject = subject or f"base has dimension {dimension}"
+    if sde.dimension not in (None, dimension):
+        raise ValueError(f"{subject}, but {type(sde).__name__} has dimension {sde.dimension}{see('shapes')}")
     try:
         return _fitted(sde, dimension)
     except ValueError as error:
         others = [d for d in _likely_dimensions(sde) if d != dimension and _fits(sde, d)]
         if len(others) != 1:
             raise
-        message = f"{of} has dimension {dimension}, but drift and diffusion have {others[0]}: {error}"
+        message = f"{subject}, but drift and diffusion have {others[0]}: {error}"
         raise ValueError(message) from error
 
 

@@ -9,12 +9,12 @@ from jaxtyping import ArrayLike, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
 from ..sde import AbstractSDE
-from ._coordinates import AbstractCoordinates, Unchanged
+from ._coordinates import AbstractCoordinates
 from ._ends import Effort
 from ._fitted import FittedSDE
 from ._likelihood import AbstractLikelihood, Likelihood
 from ._measured_likelihood import check_noise, inner_states, measured
-from ._observed import panel, transitions
+from ._observed import check_dimension, check_inside, panel, transitions
 from ._parameters import Domain, Parameters
 from ._search import climb
 from ._series_likelihood import SeriesLikelihood
@@ -56,8 +56,10 @@ def fit_sde(
     - `sde`: a named SDE such as `rf.CoxIngersollRoss(...)`, an SDE of your own whose fields are
       parameters, or `rf.ParametricSDE`; `rf.FractionalOrnsteinUhlenbeck` for a Hurst exponent, by the joint
       density of a series at even times.
-    - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, or dates, which count in years.
-      Missing values (NaN) make longer gaps. Lists of both are a panel: independent series, one SDE.
+    - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (in years) or dates (in
+      years from the first date, in UTC if they have a time zone), as arrays, lists or from pandas. Missing
+      values (NaN, masked, None) make longer gaps. Lists of both are a panel: independent series of one SDE,
+      whose dates are counted from the first date of all.
     - `domains`: where parameters may lie, by name, such as `{"sigma": rf.Domain(low=0.0)}`; a named SDE knows
       its own.
     - `penalty`: λ by name, such as `{"network": 1.0}`: ½λθ² is taken from the log-likelihood for each of the
@@ -88,9 +90,12 @@ def fit_sde(
     tolerance = TOLERANCE[measurement_noise is not None] if tolerance is None else tolerance
     check_positive("tolerance", tolerance)
     space = coordinates_of(sde, coordinates)
-    series, sde = panel(times, values, space if measurement_noise is None else Unchanged()), as_floats(sde)
+    series, sde = panel(times, values), as_floats(sde)
+    check_dimension(sde, series)
     noise, states = None, series
-    if measurement_noise is not None:
+    if measurement_noise is None:
+        check_inside(space, series)
+    else:
         noise = check_noise(measurement_noise, series[0].values.shape[1])
         states = inner_states(series, noise, space)
     own = sde.domains if isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck) else {}

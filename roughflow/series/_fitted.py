@@ -16,10 +16,10 @@ from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort
 from ._filter import PARTICLES, Filtered, filtered_residuals, particle_filter
-from ._forecast import forecast, refined
+from ._forecast import check_memory, forecast, refined
 from ._likelihood import AbstractLikelihood, Likelihood
-from ._measured_likelihood import MeasuredLikelihood, smoothed
-from ._observed import Observed
+from ._measured_likelihood import MeasuredLikelihood, smoothed, stacked
+from ._observed import Observed, same_data
 from ._posterior import SeriesPosterior
 from ._profile import profile_interval
 from ._residuals import Residuals, residuals
@@ -221,29 +221,66 @@ class FittedSDE:
             return filtered_residuals(self._filtered(key, PARTICLES))
         return residuals(self.sde, self._coordinates, self.likelihood.steps, self._effort, check_key(key))
 
-    def forecast(self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000) -> np.ndarray:
-        """Paths `(num_paths, T, d)` of the SDE from the last value, at `times` `(T,)` counted from it; with
-        measurement noise from what is known of the last state."""
+    def forecast(
+        self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000, series: int | None = None
+    ) -> np.ndarray:
+        """Paths `(num_paths, T, d)` of the SDE from the last value at `times` `(T,)`.
+
+        With measurement noise they start from draws of the last state given all values.
+
+        **Arguments:** `times`, dates if the series had dates; or numbers or timedeltas counted from the last
+        value. `series`, which series of a panel to continue, 0 for the first.
+
+        ```python
+        import jax, numpy as np
+        import roughflow as rf
+
+        x, months = 1 + 0.3 * np.sin(np.arange(60) ** 2), np.datetime64("2020-01") + np.arange(60)
+        result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), months, x, key=jax.random.key(0))
+        paths = result.forecast(np.array(["2025-01", "2025-07"], "datetime64"), key=jax.random.key(1))
+        low, median, high = np.quantile(paths[..., 0], [0.05, 0.5, 0.95], axis=0)
+        ```
+        """
+        place, key = self._place(series), check_key(key)
+        one = self.series[place]
+        ahead = one.ahead(times)
+        check_memory(check_count("num_paths", num_paths) * len(ahead) * one.values.shape[1])
         if isinstance(self.likelihood, WholeLikelihood):
-            return self.likelihood.forecast(self.free, times, check_key(key), num_paths)
+            return self.likelihood.forecast(self.free, ahead, key, num_paths, place)
         # In steps no longer than those of the series, for which the effort was chosen.
-        grid, places = refined(times, float(np.max(self.likelihood.steps.dt)))
-        key, when = check_key(key), self.series[-1].times[-1]
-        last = jnp.asarray(self.series[-1].values[-1:], float)
+        grid, places = refined(ahead, float(np.max(self.likelihood.steps.dt)))
+        last = jnp.asarray(one.values[-1:], float)
         if self._measured is not None:
             key, key_filter = jax.random.split(key)
-            last = self._filtered(key_filter, max(num_paths, PARTICLES)).last
-        start = jnp.resize(last, (check_count("num_paths", num_paths), last.shape[1]))
-        paths = forecast(self.sde, self._coordinates, start, jnp.asarray(when + grid), self._effort, key)
+            last = self._filtered(key_filter, max(num_paths, PARTICLES), place).last
+        start = jnp.resize(last, (num_paths, last.shape[1]))
+        when = jnp.asarray(one.times[-1] + grid)
+        paths = forecast(self.sde, self._coordinates, start, when, self._effort, key)
         return np.asarray(paths)[:, places]
+
+    def _place(self, series: int | None) -> int:
+        """Which series of a panel is meant."""
+        count = len(self.series)
+        if series is None and count == 1:
+            return 0
+        if not isinstance(series, int | np.integer) or not 0 <= series < count:
+            given = "none" if series is None else repr(series)
+            raise ValueError(f"series must be one of 0 to {count - 1}, a series of the panel; got {given}")
+        return int(series)
 
     def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
         """Twice the difference to the log-likelihood of a nested model, fitted to the same series, and its
         p-value by the χ² distribution (Wilks 1938)."""
         more = len(self.names) - len(simpler.names)
-        if more <= 0 or self.num_transitions != simpler.num_transitions:
-            told = "likelihood_ratio needs a model with fewer parameters, fitted to the same series"
-            raise ValueError(told)
+        if more <= 0:
+            raise ValueError(
+                f"likelihood_ratio needs a model with fewer than {len(self.names)} parameters, "
+                f"got one with {len(simpler.names)}"
+            )
+        if not same_data(self.series, simpler.series):
+            raise ValueError(
+                "likelihood_ratio needs two fits of the same data, and these have other times or values"
+            )
         if self.likelihood.penalty.any() or simpler.likelihood.penalty.any():
             raise ValueError("likelihood_ratio is for fits without a penalty: compare aic")
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
@@ -279,9 +316,12 @@ class FittedSDE:
     def _measured(self) -> MeasuredLikelihood | None:
         return self.likelihood if isinstance(self.likelihood, MeasuredLikelihood) else None
 
-    def _filtered(self, key: PRNGKeyArray, count: int) -> Filtered:
+    def _filtered(self, key: PRNGKeyArray, count: int, place: int | None = None) -> Filtered:
+        """Of all series, or of one."""
         assert self._measured is not None
         joint = self._measured.joint(jnp.asarray(self.free, float))
+        if place is not None:
+            joint = dataclasses.replace(joint, observed=stacked([self.series[place]]))
         return particle_filter(joint, check_key(key), count)
 
     @property

@@ -5,12 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
 from ..sde import AbstractSDE, noise_dimension
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Ends, Transition
+
+LARGEST = 2e8  # numbers of a forecast, 1.6 GB
 
 
 def draw(sde, coordinates, step: Transition, effort: Effort, key: PRNGKeyArray, count: int) -> Array:
@@ -20,15 +22,22 @@ def draw(sde, coordinates, step: Transition, effort: Effort, key: PRNGKeyArray, 
     return jax.vmap(Ends(sde, coordinates, step, effort, None))(omega)
 
 
-def refined(times: ArrayLike, longest: float) -> tuple[np.ndarray, np.ndarray]:
+def refined(ahead: np.ndarray, longest: float) -> tuple[np.ndarray, np.ndarray]:
     """A grid from 0 through all times ahead without a step that is longer, and their places behind its 0."""
-    ahead = np.atleast_1d(np.asarray(times, float))
-    gaps = np.diff(ahead, prepend=0.0)
-    if not (gaps > 0).all():
-        raise ValueError("times must be positive, counted from the last value, and increase")
-    ends = np.cumsum(np.ceil(gaps / longest).astype(int))
+    ends = np.cumsum(np.ceil(np.diff(ahead, prepend=0.0) / longest))
+    check_memory(ends[-1])
+    ends = ends.astype(int)
     grid = np.interp(np.arange(ends[-1] + 1), np.append(0, ends), np.append(0.0, ahead))
     return grid, ends - 1
+
+
+def check_memory(count: float) -> None:
+    """Refuse a forecast of too many numbers."""
+    if count > LARGEST:
+        raise ValueError(
+            f"the forecast would hold {count:.2g} numbers, more than {LARGEST:.2g}: "
+            "give fewer or nearer times, or a smaller num_paths"
+        )
 
 
 @functools.partial(jit, level=1)

@@ -163,7 +163,7 @@ def measured(
     sde, exact = plain.parameters.template, plain.effort is None
     effort = effort or plain.effort or choose_effort(sde, coordinates_of(sde, plain.coordinates), plain.steps)
     start = jnp.asarray(np.concatenate([one.values for one in states]), float)
-    parameters, values = _with_noise(plain.parameters, noise), _stacked(series)
+    parameters, values = _with_noise(plain.parameters, noise), stacked(series)
     return MeasuredLikelihood(
         parameters=parameters,
         steps=plain.steps,
@@ -189,7 +189,7 @@ def _with_noise(parameters: Parameters, noise: np.ndarray) -> Parameters:
     )
 
 
-def _stacked(series: Sequence[Observed]) -> Values:
+def stacked(series: Sequence[Observed]) -> Values:
     """All series, one after the other."""
     sizes = [len(one.times) for one in series]
     first = np.concatenate([np.arange(size) == 0 for size in sizes])

@@ -1,73 +1,179 @@
-"""A series as transitions: checked, and with missing values as longer gaps."""
+"""Series as they are observed: times and values checked, with missing values as longer gaps."""
 
+import dataclasses
+import datetime
 from collections.abc import Sequence
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..faq import see
+from ..sde import AbstractSDE, noise_dimension
 from ._coordinates import AbstractCoordinates
 from ._ends import Transition
+from .models import FractionalOrnsteinUhlenbeck
 
-YEAR = 365.25 * 24 * 3600  # seconds; dates are counted in years
-FEWEST = 3
+YEAR = 365.25 * 24 * 3600  # seconds
+SECOND = np.timedelta64(1, "s")
+FEWEST = 3  # values of a series
+NUMBERS, DATES, ZONED, SPANS = "numbers", "dates", "dates with a time zone", "timedeltas"
 
 
-class Observed(eqx.Module):
-    """One series: `times` `(N,)` and `values` `(N, d)` without those that are missing."""
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Times of one kind: numbers as floats, timedeltas as floats in years, dates as datetime64.
+
+    Dates with a time zone are in UTC.
+    """
+
+    kind: str
+    array: np.ndarray
+
+    @staticmethod
+    def of(times: Any) -> "Times":
+        array = _as_array(times)
+        if array.dtype.kind == "O":
+            kind, array = _from_objects(array)
+        else:
+            kind = {"M": DATES, "m": SPANS, "f": NUMBERS, "i": NUMBERS, "u": NUMBERS}.get(
+                array.dtype.kind, ""
+            )
+        if not kind:
+            hint = "; np.array(times, 'datetime64') reads dates" if array.dtype.kind in "SU" else ""
+            raise ValueError(f"times must be numbers, dates or timedeltas, got {array.dtype}{hint}")
+        if array.ndim != 1 or not array.size:
+            raise ValueError(f"times must have shape (N,), got {array.shape}")
+        missing = np.isnat(array) if array.dtype.kind in "Mm" else ~np.isfinite(array)
+        if missing.any():
+            row = _first(~missing)
+            raise ValueError(f"times must be finite, the first that is not is number {row}: {array[row]}")
+        return Times(kind, array if kind in (DATES, ZONED) else _in_years(array))
+
+    def since(self, origin: np.datetime64 | None) -> np.ndarray:
+        """As numbers: dates in years from `origin`."""
+        if origin is None:
+            return self.array
+        whole = self.array.astype("datetime64[us]")  # months and years too have a first day
+        seconds = (whole - origin) / SECOND + (self.array - whole) / SECOND
+        return np.asarray(seconds, float) / YEAR
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """One series without missing values: `times` `(N,)` and `values` `(N, d)`.
+
+    `kind` says what times were given as. Dates are in years from `origin`, the first date of the panel.
+    """
 
     times: np.ndarray
     values: np.ndarray
+    kind: str = NUMBERS
+    origin: np.datetime64 | None = None
 
     @staticmethod
-    def of(times: Any, values: Any, coordinates: AbstractCoordinates) -> "Observed":
-        when, what = as_years(times), np.asarray(values, float)
-        if what.ndim == 1:
-            what = what[:, None]
-        if when.ndim != 1 or what.ndim != 2 or len(when) != len(what):
+    def of(times: Times, values: np.ndarray, origin: np.datetime64 | None) -> "Observed":
+        if len(times.array) != len(values):
             raise ValueError(
-                f"times must have shape (N,) and values (N,) or (N, d), got {when.shape} and {what.shape}"
+                "times must have shape (N,) and values (N,) or (N, d), got "
+                f"{times.array.shape} and {values.shape}"
             )
-        if not np.isfinite(when).all():
+        missing = np.isnan(values).all(axis=1)
+        when, values, shown = times.since(origin)[~missing], values[~missing], times.array[~missing]
+        if not np.isfinite(values).all():
+            row = _first(np.asarray(np.isfinite(values).all(axis=1)))
             raise ValueError(
-                f"times must be finite, the first that is not is number {_first(np.isfinite(when))}"
-            )
-        missing = np.isnan(what).all(axis=1)
-        when, what = when[~missing], what[~missing]
-        if not np.isfinite(what).all():
-            row = _first(np.asarray(np.isfinite(what).all(axis=1)))
-            raise ValueError(
-                f"values must be finite, or missing as a whole: at time {when[row]:g} they are {what[row]}"
+                f"values must be finite, or missing as a whole: at time {shown[row]} they are {values[row]}"
             )
         if len(when) < FEWEST:
             raise ValueError(f"a series needs at least {FEWEST} values, got {len(when)}")
         _check_order(when)
-        inside = np.asarray(coordinates.contains(jnp.asarray(what)))
-        if not inside.all():
-            row = _first(inside)
-            told = f"values leave the state space of the SDE, first at time {when[row]:g}: {what[row]}"
-            raise ValueError(told + see("series"))
-        if still := [i for i in range(what.shape[1]) if np.ptp(what[:, i]) == 0]:
+        if still := [i for i in range(values.shape[1]) if np.ptp(values[:, i]) == 0]:
             raise ValueError(
                 f"values do not change in column {still[0]}: a constant series says nothing of an SDE"
             )
-        return Observed(when, what)
+        return Observed(when, values, times.kind, origin)
 
     def transitions(self) -> Transition:
         values, times = jnp.asarray(self.values, float), jnp.asarray(self.times, float)
         return Transition(values[:-1], values[1:], times[:-1], jnp.asarray(np.diff(self.times), float))
 
+    def shown(self, row: int) -> str:
+        """One of the times as it was given."""
+        if self.origin is None:
+            return f"{self.times[row]:g}"
+        microseconds = np.timedelta64(round(self.times[row] * YEAR * 1e6), "us")
+        return str(self.origin + microseconds).removesuffix("T00:00:00.000000")
 
-def panel(times: Any, values: Any, coordinates: AbstractCoordinates) -> list[Observed]:
-    """One series, or each of a list of them."""
-    if isinstance(values, list) and values and np.ndim(values[0]) > 0:
-        if not isinstance(times, Sequence) or len(times) != len(values):
-            raise ValueError("a panel needs a list of times for its list of values, one for each series")
-        return [Observed.of(t, v, coordinates) for t, v in zip(times, values, strict=True)]
-    return [Observed.of(times, values, coordinates)]
+    def ahead(self, times: Any) -> np.ndarray:
+        """Times after the last value as numbers counted from it: dates are dates, numbers and timedeltas are
+        counted from the last value already."""
+        later = Times.of(np.atleast_1d(_as_array(times)))
+        dated = later.kind in (DATES, ZONED)
+        fits = later.kind in (NUMBERS, self.kind) or (later.kind == SPANS and self.origin is not None)
+        if not fits:
+            raise ValueError(f"times of a forecast are {later.kind}, those of the series are {self.kind}")
+        numbers = later.since(self.origin) - self.times[-1] if dated else later.array
+        if not (np.diff(numbers, prepend=0.0) > 0).all():
+            last = self.shown(-1) if dated else "counted from it"
+            raise ValueError(
+                f"times of a forecast must be after the last value, {last}, and increase; got {_few(later.array)}"
+            )
+        return numbers
+
+
+def panel(times: Any, values: Any) -> list[Observed]:
+    """One series, or each of a list of them. Dates are counted from the first date of all."""
+    if _is_nested(times) or _is_nested(values):
+        if not _is_nested(times) or len(times) != len(values):
+            raise ValueError(
+                "a panel needs a list of times for its list of values, one for each series; "
+                "the rows of one series must be an array"
+            )
+        whens, whats = [Times.of(one) for one in times], [as_columns(one) for one in values]
+    else:
+        whens, whats = [Times.of(times)], [as_columns(values)]
+    kinds = {when.kind for when in whens}
+    if len(kinds) > 1:
+        raise ValueError(f"times of all series must be of one kind, got {' and '.join(sorted(kinds))}")
+    counts = {what.shape[1] for what in whats}
+    if len(counts) > 1:
+        given = " and ".join(map(str, sorted(counts)))
+        raise ValueError(f"all series must have the same number of columns, got {given}")
+    origin = None
+    if kinds <= {DATES, ZONED}:
+        origin = min(when.array.min().astype("datetime64[us]") for when in whens)
+    return [Observed.of(when, what, origin) for when, what in zip(whens, whats, strict=True)]
+
+
+def _is_nested(data: Any) -> bool:
+    """Whether these are several arrays."""
+    return isinstance(data, list | tuple) and len(data) > 0 and np.ndim(data[0]) > 0
+
+
+def check_dimension(sde: AbstractSDE | FractionalOrnsteinUhlenbeck, series: Sequence[Observed]) -> None:
+    """Refuse values with another number of columns than the SDE has components."""
+    count = series[0].values.shape[1]
+    subject = f"values have {count} column{'s' * (count > 1)}"
+    if isinstance(sde, AbstractSDE):
+        noise_dimension(sde, count, subject)
+    elif count != 1:
+        raise ValueError(f"{subject}, but {type(sde).__name__} has dimension 1{see('shapes')}")
+
+
+def check_inside(coordinates: AbstractCoordinates, series: Sequence[Observed]) -> None:
+    """Refuse values outside the state space."""
+    for one in series:
+        inside = np.asarray(coordinates.contains(jnp.asarray(one.values)))
+        if not inside.all():
+            row = _first(inside)
+            message = (
+                f"values leave the state space of the SDE, first at time {one.shown(row)}: {one.values[row]}"
+            )
+            raise ValueError(message + see("series"))
 
 
 def transitions(series: Sequence[Observed]) -> Transition:
@@ -75,17 +181,98 @@ def transitions(series: Sequence[Observed]) -> Transition:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *(one.transitions() for one in series))
 
 
-def as_years(times: Any) -> np.ndarray:
-    """Times as numbers: dates in years from the first of them, numbers as they are."""
-    array = np.asarray(times)
-    if array.dtype.kind == "M":
-        array = array.astype("datetime64[us]")  # months and years too have a first day
-        seconds = (array - array[0]) / np.timedelta64(1, "s")
-        return np.asarray(seconds, float) / YEAR
-    try:
+def same_data(one: Sequence[Observed], other: Sequence[Observed]) -> bool:
+    """Whether two panels have the same times and values."""
+    pairs = zip(one, other, strict=False)
+    same = (np.array_equal(a.times, b.times) and np.array_equal(a.values, b.values) for a, b in pairs)
+    return len(one) == len(other) and all(same)
+
+
+def as_columns(values: Any) -> np.ndarray:
+    """Values `(N,)` or `(N, d)` as floats `(N, d)`, NaN where they are missing."""
+    array = _as_array(values)
+    if array.dtype.kind == "O":
+        rest = {type(x).__name__ for x in array.ravel() if not (_is_number(x) or _is_missing(x))}
+        if rest:
+            raise ValueError(f"values must be numbers, got {' and '.join(sorted(rest))}")
+        array = np.array([np.nan if _is_missing(x) else float(x) for x in array.ravel()]).reshape(array.shape)
+    if array.dtype.kind not in "fiu":
+        raise ValueError(f"values must be real numbers, got {array.dtype}")
+    if array.ndim not in (1, 2) or not array.size:
+        raise ValueError(f"values must have shape (N,) or (N, d), got {array.shape}")
+    return np.asarray(array[:, None] if array.ndim == 1 else array, float)
+
+
+def _as_array(values: Any) -> np.ndarray:
+    """An array with NaN or NaT where a masked array is masked."""
+    if not isinstance(values, np.ma.MaskedArray):
+        try:
+            return np.asarray(values)
+        except ValueError:  # rows of different lengths
+            return np.asarray(values, object)
+    kind = values.dtype.kind
+    missing = values.dtype.type("NaT") if kind in "Mm" else np.nan
+    return np.ma.filled(values.astype(float) if kind in "iub" else values, missing)
+
+
+def _from_objects(array: np.ndarray) -> tuple[str, np.ndarray]:
+    """What kind of times Python objects are, and an array of them."""
+    kinds = {_kind(value) for value in array.ravel()}
+    if len(kinds) != 1 or "" in kinds:
+        given = sorted({type(value).__name__ for value in array.ravel()} if "" in kinds else kinds)
+        raise ValueError(f"times must be numbers, dates or timedeltas of one kind, got {' and '.join(given)}")
+    kind = kinds.pop()
+    if kind == NUMBERS:
+        return kind, array.astype(float)
+    moments = np.array([_moment(value) for value in array.ravel()])
+    return kind, moments.reshape(array.shape)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.datetime64) or hasattr(value, "to_timestamp"):  # a period of pandas
+        return DATES
+    if isinstance(value, datetime.datetime) and value.tzinfo is not None:
+        return ZONED
+    if isinstance(value, datetime.date):
+        return DATES
+    if isinstance(value, datetime.timedelta | np.timedelta64):
+        return SPANS
+    return NUMBERS if _is_number(value) else ""
+
+
+def _moment(value: Any) -> np.datetime64 | np.timedelta64:
+    """A date in UTC, or a timedelta."""
+    if isinstance(value, np.datetime64 | np.timedelta64):
+        return value
+    value = value.to_timestamp() if hasattr(value, "to_timestamp") else value
+    for convert in ("to_datetime64", "to_timedelta64"):  # of pandas, with nanoseconds
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    if isinstance(value, datetime.datetime) and value.tzinfo is not None:
+        value = value.astimezone(datetime.UTC).replace(tzinfo=None)
+    if isinstance(value, datetime.date):
+        return np.datetime64(value, "us")
+    return np.timedelta64(value)
+
+
+def _in_years(array: np.ndarray) -> np.ndarray:
+    """Timedeltas in years, numbers as they are."""
+    if array.dtype.kind != "m":
         return np.asarray(array, float)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"times must be numbers or dates, got {array.dtype}") from error
+    unit = np.datetime_data(array.dtype)[0]
+    if unit == "generic":
+        raise ValueError("times are timedeltas without a unit: give one, such as timedelta64[D]")
+    if unit in "YM":
+        return array.astype(f"timedelta64[{unit}]").astype(float) / (1 if unit == "Y" else 12)
+    return array / SECOND / YEAR
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | Decimal) and not isinstance(value, bool | np.bool)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value is np.ma.masked or type(value).__name__ == "NAType"  # of pandas
 
 
 def _check_order(times: np.ndarray) -> None:
@@ -97,6 +284,11 @@ def _check_order(times: np.ndarray) -> None:
     raise ValueError(
         f"times must increase: number {row} is {what}; sort the series and drop duplicates{see('series')}"
     )
+
+
+def _few(array: np.ndarray) -> str:
+    """The first elements of an array."""
+    return ", ".join(map(str, array[:3])) + (", …" if len(array) > 3 else "")
 
 
 def _first(good: np.ndarray) -> int:

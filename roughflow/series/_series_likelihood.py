@@ -10,11 +10,11 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
 from .._programs import jit
-from ..sde import AbstractSDE, noise_dimension
+from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
 from ._forward import forwards
-from ._observed import panel, transitions
+from ._observed import check_dimension, check_inside, panel, transitions
 from ._transition import (
     CHUNK,
     check_memory,
@@ -60,7 +60,6 @@ class SeriesLikelihood(eqx.Module):
         coordinates: AbstractCoordinates | None,
     ) -> "SeriesLikelihood":
         """With exact transitions, or the effort that is given or does for this SDE."""
-        noise_dimension(sde, steps.start.shape[-1])
         if exact and exact_log_probs(sde, steps) is not None:
             return SeriesLikelihood(steps, key, None, coordinates)
         effort = effort or choose_effort(sde, coordinates_of(sde, coordinates), steps)
@@ -138,6 +137,8 @@ def series_likelihood(
     ```
     """
     check_memory(sde)
-    steps = transitions(panel(times, values, coordinates_of(sde, coordinates)))
+    series = panel(times, values)
+    check_dimension(sde, series)
+    check_inside(coordinates_of(sde, coordinates), series)
     options = {"exact": exact, "effort": effort, "coordinates": coordinates}
-    return SeriesLikelihood.of(sde, steps, key=check_key(key), **options)
+    return SeriesLikelihood.of(sde, transitions(series), key=check_key(key), **options)

@@ -137,9 +137,9 @@ def transition_estimate(
     points = lambda x: jnp.reshape(jnp.broadcast_to(x, (*batch, x.shape[-1])), (-1, x.shape[-1]))
     numbers = lambda t: jnp.reshape(jnp.broadcast_to(jnp.asarray(t, start.dtype), batch), (-1,))
     many = Transition(points(start), points(end), numbers(t0), numbers(dt))
+    noise_dimension(sde, start.shape[-1], f"x0 and x1 have dimension {start.shape[-1]}")
     coordinates = coordinates_of(sde, coordinates)
     check_inside(coordinates, many)
-    noise_dimension(sde, start.shape[-1])
     if exact and (known := exact_log_probs(sde, many)) is not None:
         zero = jnp.zeros(batch, start.dtype)
         return TransitionEstimate(jnp.reshape(known, batch), zero, zero.astype(int), None)

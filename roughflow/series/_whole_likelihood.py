@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._programs import jit
 from ..faq import see
 from ._ends import Transition
+from ._forecast import check_memory
 from ._likelihood import AbstractLikelihood, information_by_differences
 from ._observed import Observed, transitions
 from ._parameters import Parameters
@@ -42,8 +42,6 @@ class WholeLikelihood(AbstractLikelihood):
                 f'jax.config.update("jax_enable_x64", True){see("series")}'
             )
         values = tuple(one.values[:, 0] for one in series)
-        if series[0].values.shape[1] != 1:
-            raise ValueError(f"this SDE has one component, values have {series[0].values.shape[1]} columns")
         gaps = tuple(_even(one.times) for one in series)
         return WholeLikelihood(
             parameters=parameters, penalty=penalty, steps=transitions(series), values=values, gaps=gaps
@@ -90,14 +88,15 @@ class WholeLikelihood(AbstractLikelihood):
             for x, dt in pairs
         ]
 
-    def forecast(self, free: np.ndarray, ahead: Any, key: PRNGKeyArray, count: int) -> np.ndarray:
-        """Paths `(count, T, 1)` after the last series, given all of it."""
-        sde, values, dt = self.sde(jnp.asarray(free, float)), self.values[-1], self.gaps[-1]
-        times = np.atleast_1d(np.asarray(ahead, float))
-        places = np.rint(times / dt).astype(int)
-        rising = len(times) and times[0] > 0 and (np.diff(times) > 0).all()
-        if not rising or np.abs(places * dt - times).max() > EVEN * dt:
-            raise ValueError(f"times must increase, and be multiples of the step of the series, {dt:g}")
+    def forecast(
+        self, free: np.ndarray, ahead: np.ndarray, key: PRNGKeyArray, count: int, place: int
+    ) -> np.ndarray:
+        """Paths `(count, T, 1)` after one of the series, given all of it, at times counted from its end."""
+        sde, values, dt = self.sde(jnp.asarray(free, float)), self.values[place], self.gaps[place]
+        places = np.rint(ahead / dt).astype(int)
+        if np.abs(places * dt - ahead).max() > EVEN * dt:
+            raise ValueError(f"times of a forecast must be multiples of the step of the series, {dt:g}")
+        check_memory(int(places[-1]) * (count + len(values) + int(places[-1])))
         n, m = len(values) - 1, int(places[-1])
         gamma = np.asarray(sde.autocovariance(jnp.asarray(dt), n + m - 1))
         past = np.asarray(sde.innovations(jnp.asarray(values), dt))

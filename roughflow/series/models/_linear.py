@@ -25,6 +25,7 @@ class BrownianMotion(AbstractNamedSDE):
 
     mu: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 1
     domains: ClassVar = {"mu": ANY, "sigma": POSITIVE}
 
     @property
@@ -53,6 +54,7 @@ class GeometricBrownianMotion(AbstractNamedSDE):
 
     mu: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 1
     domains: ClassVar = {"mu": ANY, "sigma": POSITIVE}
 
     @property
@@ -97,6 +99,10 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
                 "kappa, mu and sigma must be three numbers, or have shapes (d, d), (d,) and (d, d); got "
                 f"{self.kappa.shape}, {self.mu.shape} and {self.sigma.shape}"
             )
+
+    @property
+    def dimension(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.mu.size
 
     @property
     def coordinates(self) -> Unchanged:

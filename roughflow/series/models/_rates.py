@@ -25,6 +25,7 @@ class CoxIngersollRoss(AbstractNamedSDE):
     kappa: Array = eqx.field(converter=parameter)
     mu: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 1
     domains: ClassVar = {"kappa": POSITIVE, "mu": POSITIVE, "sigma": POSITIVE}
 
     @property
@@ -60,6 +61,7 @@ class CKLS(AbstractNamedSDE):
     mu: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
     gamma: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 1
     domains: ClassVar = {"kappa": ANY, "mu": ANY, "sigma": POSITIVE, "gamma": ANY}
 
     @property
@@ -89,6 +91,7 @@ class ConstantElasticity(AbstractNamedSDE):
     mu: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
     gamma: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 1
     domains: ClassVar = {"mu": ANY, "sigma": POSITIVE, "gamma": ANY}
 
     @property
@@ -118,6 +121,7 @@ class Jacobi(AbstractNamedSDE):
     kappa: Array = eqx.field(converter=parameter)
     mu: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 1
     domains: ClassVar = {"kappa": POSITIVE, "mu": UNIT, "sigma": POSITIVE}
 
     @property

@@ -24,6 +24,7 @@ class DoubleWell(AbstractNamedSDE):
     a: Array = eqx.field(converter=parameter)
     b: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 1
     domains: ClassVar = {"a": ANY, "b": POSITIVE, "sigma": POSITIVE}
 
     @property
@@ -56,6 +57,7 @@ class LotkaVolterra(AbstractNamedSDE):
     delta: Array = eqx.field(converter=parameter)
     sigma1: Array = eqx.field(converter=parameter)
     sigma2: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 2
     domains: ClassVar = dict.fromkeys(("alpha", "beta", "gamma", "delta", "sigma1", "sigma2"), POSITIVE)
 
     @property
@@ -88,6 +90,7 @@ class Heston(AbstractNamedSDE):
     theta: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
     rho: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 2
     domains: ClassVar = {
         "mu": ANY,
         "kappa": POSITIVE,
@@ -133,6 +136,7 @@ class FitzHughNagumo(AbstractNamedSDE):
     beta: Array = eqx.field(converter=parameter)
     sigma1: Array = eqx.field(converter=parameter)
     sigma2: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 2
     domains: ClassVar = {
         "epsilon": POSITIVE,
         "s": ANY,
