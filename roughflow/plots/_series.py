@@ -53,16 +53,16 @@ def fitted_sde(
     key: PRNGKeyArray,
     residuals: rf.Residuals | None = None,
     figure: Figure | None = None,
-    origin: float = 0.0,
-    time_label: str = "time",
+    origin: float | None = None,
+    time_label: str | None = None,
     value_label: str = "value",
 ) -> Figure:
     """One page on a fit to one series of one component: the series within the stationary distribution of the
     SDE, where it has one, with values that came as a surprise; its residuals, and their autocorrelation; and
     a forecast.
 
-    **Arguments:** `residuals`, if they are there already; `origin`, what to call time 0, such as the year of
-    the first date.
+    **Arguments:** `residuals`, if they are there already; `origin`, what to call time 0, by default the year
+    of the first date, or 0 for times that are numbers.
 
     ```python
     import jax, numpy as np
@@ -71,11 +71,14 @@ def fitted_sde(
 
     x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
     result = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), np.arange(60) / 12, x, key=jax.random.key(0))
-    plots.fitted_sde(result, key=jax.random.key(1), origin=2020.0, time_label="year")
+    plots.fitted_sde(result, key=jax.random.key(1), time_label="year")
     ```
     """
     if len(result.series) != 1 or result.series[0].values.shape[1] != 1:
         raise ValueError("result must be a fit to one series of one component")
+    first = result.series[0].origin
+    origin = _year(first) if origin is None else origin
+    time_label = time_label or ("time" if first is None else "year")
     times, values = origin + result.series[0].times, result.series[0].values[:, 0]
     key_residuals, key_forecast = jax.random.split(key)
     residuals = residuals or result.residuals(key=key_residuals)
@@ -104,6 +107,14 @@ def fitted_sde(
     return figure
 
 
+def _year(date: np.datetime64 | None) -> float:
+    """A date as a year with a fraction; 0 without one."""
+    if date is None:
+        return 0.0
+    year = date.astype("datetime64[Y]")
+    return 1970.0 + float(year.astype(int)) + float((date - year) / np.timedelta64(1, "D")) / 365.25
+
+
 def _series(
     ax: Axes,
     times: np.ndarray,
@@ -125,12 +136,13 @@ def _series(
 
 def _histogram(ax: Axes, uniform: np.ndarray, p: float) -> None:
     bins = max(5, min(BINS, uniform.size // 10))
-    ax.hist(uniform, bins=bins, range=(0, 1), density=True, color=SKY, edgecolor="white", linewidth=0.5)
     # Of as many uniform numbers 95 % of the bars would end within.
     low, high = stats.binom.ppf([0.025, 0.975], uniform.size, 1 / bins) * bins / uniform.size
     ax.axhspan(low, high, color=GREY, alpha=0.2, linewidth=0)
+    density, edges = np.histogram(uniform, bins, (0, 1), density=True)
+    ax.stairs(density, edges, baseline=None, color=BLUE, linewidth=1.2)
     ax.axhline(1.0, color=GREY, linewidth=0.8, linestyle="--")
-    curves(ax, "residual", "density").set_xlim(0, 1)
+    curves(ax, "residual", "density").set(xlim=(0, 1), ylim=(0, 1.1 * max(high, density.max())))
     ax.set_title(f"residuals; uniform, p = {p:.2g}", fontsize=TEXT, loc="left")
 
 

@@ -15,7 +15,6 @@ from ..faq import see
 from ..sde import AbstractSDE, noise_dimension
 from ._coordinates import AbstractCoordinates
 from ._ends import Transition
-from .models import FractionalOrnsteinUhlenbeck
 
 YEAR = 365.25 * 24 * 3600  # seconds
 SECOND = np.timedelta64(1, "s")
@@ -118,10 +117,8 @@ class Observed:
             raise ValueError(f"times of a forecast are {later.kind}, those of the series are {self.kind}")
         numbers = later.since(self.origin) - self.times[-1] if dated else later.array
         if not (np.diff(numbers, prepend=0.0) > 0).all():
-            last = self.shown(-1) if dated else "counted from it"
-            raise ValueError(
-                f"times of a forecast must be after the last value, {last}, and increase; got {_few(later.array)}"
-            )
+            rule = f"be after the last value, {self.shown(-1) if dated else 'counted from it'},"
+            raise ValueError(f"times of a forecast must {rule} and increase; got {_few(later.array)}")
         return numbers
 
 
@@ -154,13 +151,13 @@ def _is_nested(data: Any) -> bool:
     return isinstance(data, list | tuple) and len(data) > 0 and np.ndim(data[0]) > 0
 
 
-def check_dimension(sde: AbstractSDE | FractionalOrnsteinUhlenbeck, series: Sequence[Observed]) -> None:
+def check_dimension(sde: Any, series: Sequence[Observed]) -> None:
     """Refuse values with another number of columns than the SDE has components."""
     count = series[0].values.shape[1]
     subject = f"values have {count} column{'s' * (count > 1)}"
     if isinstance(sde, AbstractSDE):
         noise_dimension(sde, count, subject)
-    elif count != 1:
+    elif count != 1:  # a process with memory
         raise ValueError(f"{subject}, but {type(sde).__name__} has dimension 1{see('shapes')}")
 
 
