@@ -10,8 +10,8 @@ DEBYE = 8  # of the asymptotic expansion
 LARGE = 80.0  # beyond, the asymptotic expansion has an error below 1e-13
 
 
-def log_bessel_i(order: Array, z: Array) -> Array:
-    """log I_q(z) for q > −1 and z > 0, with derivatives in both.
+def log_bessel_ie(order: Array, z: Array) -> Array:
+    """log I_q(z) − z for q > −1 and z > 0, with derivatives in both.
 
     By its series Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)); for large q or z by
     Debye's expansion (Abramowitz & Stegun 1972, 9.7.7).
@@ -28,7 +28,7 @@ def _series(order: Array, z: Array) -> Array:
     quarter = 0.25 * z**2
     term = lambda i, rest: 1 + rest * quarter / ((TERMS - i) * (TERMS - i + order))
     total = jax.lax.fori_loop(0, TERMS, term, jnp.ones_like(quarter))
-    return order * jnp.log(0.5 * z) - jax.scipy.special.gammaln(order + 1) + jnp.log(total)
+    return order * jnp.log(0.5 * z) - jax.scipy.special.gammaln(order + 1) + jnp.log(total) - z
 
 
 def _debye(order: Array, z: Array) -> Array:
@@ -37,7 +37,7 @@ def _debye(order: Array, z: Array) -> Array:
     # Σ uₖ/qᵏ in terms that stay finite as q → 0: with p = q/root, uₖ has powers of p from k to 3k.
     terms = [jnp.polyval(jnp.asarray(row), square) for row in _coefficients()]
     rest = jnp.polyval(jnp.stack([*terms[::-1], jnp.zeros_like(root)]), 1 / root)
-    exponent = root - order * jnp.arcsinh(order / z)
+    exponent = order**2 / (root + z) - order * jnp.arcsinh(order / z)  # less z
     return exponent - 0.5 * jnp.log(2 * jnp.pi * root) + jnp.log1p(rest)
 
 

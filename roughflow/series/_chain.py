@@ -18,8 +18,8 @@ class Chain(eqx.Module):
 
         def state(carried: Array, blocks: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
             own, next_ = blocks
-            factor = _cholesky(own - carried)
-            tie = _forward(factor, next_.T).T
+            factor = cholesky(own - carried)
+            tie = solve_lower(factor, next_.T).T
             return tie @ tie.T, (factor, tie)
 
         return Chain(*jax.lax.scan(state, jnp.zeros_like(diagonal[0]), (diagonal, below))[1])
@@ -33,7 +33,7 @@ class Chain(eqx.Module):
 
         def state(carried: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             factor, tie, own = now
-            solved = _forward(factor, own - carried)
+            solved = solve_lower(factor, own - carried)
             return tie @ solved, solved
 
         return jax.lax.scan(state, jnp.zeros_like(right[0]), (self.diagonal, self.below, right))[1]
@@ -43,7 +43,7 @@ class Chain(eqx.Module):
 
         def state(later: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             factor, tie, own = now
-            solved = _backward(factor, own - tie.T @ later)
+            solved = _solve_upper(factor, own - tie.T @ later)
             return solved, solved
 
         return jax.lax.scan(
@@ -62,25 +62,27 @@ class Chain(eqx.Module):
 
         def state(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
             factor, tie = now
-            half = _backward(factor, unit)
+            half = _solve_upper(factor, unit)
             own = half @ (unit + tie.T @ later @ tie) @ half.T
             return own, own
 
         return jax.lax.scan(state, jnp.zeros_like(unit), (self.diagonal, self.below), reverse=True)[1]
 
 
-def _cholesky(matrix: Array) -> Array:
-    """Of a small matrix, written out."""
+def cholesky(matrix: Array, *, semidefinite: bool = False) -> Array:
+    """Of a small matrix, written out; NaN if it is not positive definite, unless zero pivots are allowed."""
     columns: list[Array] = []
     rest = matrix
     for j in range(len(matrix)):
-        column = jnp.where(jnp.arange(len(matrix)) >= j, rest[:, j], 0) / jnp.sqrt(rest[j, j])
+        pivot = jnp.where(rest[j, j] > 0, rest[j, j], jnp.inf) if semidefinite else rest[j, j]
+        column = jnp.where(jnp.arange(len(matrix)) >= j, rest[:, j], 0) / jnp.sqrt(pivot)
         rest = rest - column[:, None] * column[None, :]
         columns.append(column)
     return jnp.stack(columns, axis=1)
 
 
-def _forward(lower: Array, right: Array) -> Array:
+def solve_lower(lower: Array, right: Array) -> Array:
+    """L⁻¹ times `right`, a vector or a matrix, for a small lower triangular L."""
     rows: list[Array] = []
     for i in range(len(lower)):
         rest = right[i]
@@ -90,7 +92,7 @@ def _forward(lower: Array, right: Array) -> Array:
     return jnp.stack(rows)
 
 
-def _backward(lower: Array, right: Array) -> Array:
+def _solve_upper(lower: Array, right: Array) -> Array:
     rows: list[Array] = []
     for i in reversed(range(len(lower))):
         rest = right[i]

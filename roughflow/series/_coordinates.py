@@ -29,6 +29,12 @@ class AbstractCoordinates(eqx.Module):
     def contains(self, x: Array) -> Array:
         """Whether x is in the state space."""
 
+    def is_inside(self, y: Array) -> Array:
+        """Whether y are the coordinates of a state."""
+        x = self.to_state(y)
+        back = self.from_state(jnp.where(self.contains(x), x, jnp.nan))
+        return jnp.all(jnp.abs(back - y) < 1e-6 * (1 + jnp.abs(y)))
+
     def pull_back(self, x: Array, v: Array) -> Array:
         """How the coordinates move where the state at x moves by v."""
         return jax.jvp(self.from_state, (x,), (v,))[1]

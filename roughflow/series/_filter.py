@@ -9,10 +9,9 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
-from ._ends import Transition
-from ._forecast import draw
 from ._hidden_states import Joint
-from ._residuals import Residuals, tested
+from ._residuals import LIMIT, Residuals, distance, tested
+from ._simulation import draw, is_known, refined, warn_of_exits
 
 PARTICLES = 2048
 
@@ -26,8 +25,18 @@ class Filtered(eqx.Module):
     last: Array
 
 
-@functools.partial(jit, level=1)
 def particle_filter(joint: Joint, key: PRNGKeyArray, count: int) -> Filtered:
+    """With exact transitions, or in steps so short that halving them does not change the result."""
+    if is_known(joint.sde, joint.observed.values[0]):
+        return _run(joint, key, count, jnp.asarray(1))
+    change = lambda a, b: distance(np.asarray(a.uniform), np.asarray(b.uniform), count)
+    found = refined(lambda num_steps: _run(joint, key, count, num_steps), change, LIMIT)
+    warn_of_exits(int(jnp.isnan(found.last).any(axis=1).sum()), count)
+    return found
+
+
+@functools.partial(jit, level=1)
+def _run(joint: Joint, key: PRNGKeyArray, count: int, num_steps: Array) -> Filtered:
     """By particles that move as the SDE says, and are chosen anew after each value (Gordon, Salmond & Smith
     1993), systematically (Carpenter, Clifford & Fearnhead 1999)."""
     observed, coordinates = joint.observed, joint.coordinates
@@ -38,19 +47,17 @@ def particle_filter(joint: Joint, key: PRNGKeyArray, count: int) -> Filtered:
     def step(particles: Array, now: tuple) -> tuple[Array, tuple[Array, Array]]:
         (value, first, time, dt), key = now
         key_move, key_start, key_choice = jax.random.split(key, 3)
-        one = lambda z, key: draw(joint.sde, coordinates, Transition(z, z, time, dt), joint.effort, key, 1)[0]
+        one = lambda x, key: draw(joint.sde, coordinates, x, time, dt, num_steps, key)
         moved = jax.vmap(one)(particles, jax.random.split(key_move, count))
         # A flat prior: the first state is around the first value, if inside the state space.
         normal = jax.random.normal(key_start, particles.shape)
         fresh = jax.vmap(lambda normal: value + joint.noise * normal)(normal)
         inside = coordinates.contains(fresh)
-        fresh = jax.vmap(coordinates.from_state)(
-            fresh[jnp.where(inside, jnp.arange(count), jnp.argmax(inside))]
-        )
-        states = jax.vmap(coordinates.to_state)(moved)
-        log_g = jax.vmap(lambda x: jnp.sum(jax.scipy.stats.norm.logpdf(value, x, joint.noise)))(states)
+        fresh = fresh[jnp.where(inside, jnp.arange(count), jnp.argmax(inside))]
+        log_g = jax.vmap(lambda x: jnp.sum(jax.scipy.stats.norm.logpdf(value, x, joint.noise)))(moved)
+        log_g = jnp.where(jnp.isnan(log_g), -jnp.inf, log_g)
         log_w = jnp.where(first, jnp.where(inside, 0.0, -jnp.inf), log_g)
-        uniform = jnp.mean(jax.scipy.stats.norm.cdf(value[0], states[:, 0], joint.noise[0]))
+        uniform = jnp.nanmean(jax.scipy.stats.norm.cdf(value[0], moved[:, 0], joint.noise[0]))
         log_prob = jax.nn.logsumexp(log_w) - jnp.log(count)
         chosen = _systematic(jax.nn.softmax(log_w), key_choice)
         return jnp.where(first, fresh, moved)[chosen], (uniform, log_prob)
@@ -58,7 +65,7 @@ def particle_filter(joint: Joint, key: PRNGKeyArray, count: int) -> Filtered:
     start = jnp.zeros((count, observed.values.shape[1]), observed.values.dtype)  # replaced at the first value
     last, (uniform, log_prob) = jax.lax.scan(step, start, (many, jax.random.split(key, len(observed.first))))
     later = observed.before + 1
-    return Filtered(uniform[later], log_prob[later], jax.vmap(coordinates.to_state)(last))
+    return Filtered(uniform[later], log_prob[later], last)
 
 
 def _systematic(weights: Array, key: PRNGKeyArray) -> Array:

@@ -16,7 +16,7 @@ from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort
 from ._filter import PARTICLES, Filtered, filtered_residuals, particle_filter
-from ._forecast import check_memory, forecast, refined
+from ._forecast import check_memory, forecast
 from ._likelihood import AbstractLikelihood, Likelihood
 from ._measured_likelihood import MeasuredLikelihood, smoothed, stacked
 from ._observed import Observed, same_data
@@ -26,7 +26,7 @@ from ._residuals import Residuals, residuals
 from ._search import check_level, is_regular
 from ._series_likelihood import SeriesLikelihood
 from ._summary import summary, warning
-from ._transition import choose_effort, coordinates_of
+from ._transition import coordinates_of
 from ._whole_likelihood import WholeLikelihood
 
 NEAR = 0.05  # of a standard error: a search that would move further has not converged
@@ -219,7 +219,7 @@ class FittedSDE:
             return self.likelihood.residuals(self.free)
         if self._measured is not None:
             return filtered_residuals(self._filtered(key, PARTICLES))
-        return residuals(self.sde, self._coordinates, self.likelihood.steps, self._effort, check_key(key))
+        return residuals(self.sde, self._coordinates, self.likelihood.steps, check_key(key))
 
     def forecast(
         self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000, series: int | None = None
@@ -247,16 +247,13 @@ class FittedSDE:
         check_memory(check_count("num_paths", num_paths) * len(ahead) * one.values.shape[1])
         if isinstance(self.likelihood, WholeLikelihood):
             return self.likelihood.forecast(self.free, ahead, key, num_paths, place)
-        # In steps no longer than those of the series, for which the effort was chosen.
-        grid, places = refined(ahead, float(np.max(self.likelihood.steps.dt)))
         last = jnp.asarray(one.values[-1:], float)
         if self._measured is not None:
             key, key_filter = jax.random.split(key)
             last = self._filtered(key_filter, max(num_paths, PARTICLES), place).last
         start = jnp.resize(last, (num_paths, last.shape[1]))
-        when = jnp.asarray(one.times[-1] + grid)
-        paths = forecast(self.sde, self._coordinates, start, when, self._effort, key)
-        return np.asarray(paths)[:, places]
+        when = jnp.asarray(one.times[-1] + np.append(0.0, ahead))
+        return forecast(self.sde, self._coordinates, start, when, key)
 
     def _place(self, series: int | None) -> int:
         """Which series of a panel is meant."""
@@ -327,10 +324,6 @@ class FittedSDE:
     @property
     def _coordinates(self) -> AbstractCoordinates:
         return coordinates_of(self.sde, self.likelihood.coordinates)
-
-    @property
-    def _effort(self) -> Effort:
-        return self.effort or choose_effort(self.sde, self._coordinates, self.likelihood.steps)
 
     def summary(self, level: float = 0.95) -> str:
         """A table of estimates, standard errors and intervals, and what describes the fit."""

@@ -1,34 +1,43 @@
-"""What comes after a series: draws of one transition, and paths of many."""
+"""Paths after the end of a series."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
-from ..sde import AbstractSDE, noise_dimension
+from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Ends, Transition
+from ._simulation import draw, is_known, refined, warn_of_exits
+
+PILOT_PATHS = 8192  # at least, to see whether shorter steps make a difference
+LEVEL = 0.001  # of the test that they do
 
 LARGEST = 2e8  # numbers of a forecast, 1.6 GB
 
 
-def draw(sde, coordinates, step: Transition, effort: Effort, key: PRNGKeyArray, count: int) -> Array:
-    """Ends `(count, d)` of a transition, in coordinates."""
-    size = effort.num_functions * noise_dimension(sde, step.start.shape[-1])
-    omega = jax.random.normal(key, (count, size), step.start.dtype)
-    return jax.vmap(Ends(sde, coordinates, step, effort, None))(omega)
+def forecast(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, start: Array, times: Array, key: PRNGKeyArray
+) -> np.ndarray:
+    """Paths `(K, T, d)` from states `(K, d)` at times[0] to the other times.
 
-
-def refined(ahead: np.ndarray, longest: float) -> tuple[np.ndarray, np.ndarray]:
-    """A grid from 0 through all times ahead without a step that is longer, and their places behind its 0."""
-    ends = np.cumsum(np.ceil(np.diff(ahead, prepend=0.0) / longest))
-    check_memory(ends[-1])
-    ends = ends.astype(int)
-    grid = np.interp(np.arange(ends[-1] + 1), np.append(0, ends), np.append(0.0, ahead))
-    return grid, ends - 1
+    By exact transitions, or in steps so short that halving them does not change the distribution.
+    """
+    if is_known(sde, start[0]):
+        paths = _paths(sde, coordinates, start, times, jnp.asarray(1), key)
+    else:
+        # A test of Kolmogorov and Smirnov for each time and component.
+        tests = (len(times) - 1) * start.shape[1]
+        count = max(len(start), min(PILOT_PATHS, int(LARGEST / tests)))
+        many = jnp.resize(start, (count, start.shape[1]))
+        run = lambda num_steps: np.asarray(_paths(sde, coordinates, many, times, num_steps, key))
+        limit = np.sqrt(-np.log(0.5 * LEVEL / tests) / len(many))
+        paths = refined(run, _distance, limit)[: len(start)]
+    warn_of_exits(int(np.isnan(paths[:, -1]).any(axis=-1).sum()), len(paths))
+    return np.asarray(paths)
 
 
 def check_memory(count: float) -> None:
@@ -41,23 +50,24 @@ def check_memory(count: float) -> None:
 
 
 @functools.partial(jit, level=1)
-def forecast(
-    sde: AbstractSDE,
-    coordinates: AbstractCoordinates,
-    start: Array,
-    times: Array,
-    effort: Effort,
-    key: PRNGKeyArray,
-) -> Array:
-    """Paths `(K, T, d)` from states `(K, d)` at times[0] to the other times."""
-
+def _paths(sde, coordinates, start: Array, times: Array, num_steps: Array, key: PRNGKeyArray) -> Array:
     def path(start: Array, key: PRNGKeyArray) -> Array:
-        def step(y: Array, now: tuple[Array, Array, PRNGKeyArray]) -> tuple[Array, Array]:
-            time, dt, key = now
-            new = draw(sde, coordinates, Transition(y, y, time, dt), effort, key, 1)[0]
-            return new, coordinates.to_state(new)
+        def step(x: Array, now: tuple[Array, Array, PRNGKeyArray]) -> tuple[Array, Array]:
+            new = draw(sde, coordinates, x, *now[:2], num_steps, now[2])
+            return new, new
 
         keys = jax.random.split(key, len(times) - 1)
-        return jax.lax.scan(step, coordinates.from_state(start), (times[:-1], jnp.diff(times), keys))[1]
+        return jax.lax.scan(step, start, (times[:-1], jnp.diff(times), keys))[1]
 
     return jax.vmap(path)(start, jax.random.split(key, len(start)))
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest Kolmogorov distance between the distributions `(K, T, d)` of two sets of paths."""
+    columns = zip(a.reshape(len(a), -1).T, b.reshape(len(b), -1).T, strict=True)
+    # Paths that left the state space count as one more value.
+    return max(float(scipy.stats.ks_2samp(_filled(x), _filled(y)).statistic) for x, y in columns)
+
+
+def _filled(column: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(column), -np.inf, column)

@@ -23,7 +23,7 @@ from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
 from ._forward import linear
 from ._transition import in_chunks
-from .models import AbstractNamedSDE
+from .models import exact_transition
 
 MOST = 100  # steps to the mode
 SLACK = 0.1  # nats that a step may lose: derivatives are those of weighted paths with their chart held
@@ -54,12 +54,6 @@ class Joint(eqx.Module):
     effort: Effort
     exact: bool = eqx.field(static=True)
 
-    def inside(self, z: Array) -> Array:
-        """Whether coordinates `(d,)` are those of a state."""
-        x = self.coordinates.to_state(z)
-        back = self.coordinates.from_state(jnp.where(self.coordinates.contains(x), x, jnp.nan))
-        return jnp.all(jnp.abs(back - z) < 1e-6 * (1 + jnp.abs(z)))
-
     def error(self, z: Array, value: Array, first: Array) -> Array:
         """log g of one value; with the flat prior in the state where a series begins."""
         x = self.coordinates.to_state(z)
@@ -83,11 +77,10 @@ class Joint(eqx.Module):
         return jax.nn.logsumexp(weights) - jnp.log(len(noise))
 
     def _known(self, start: Array, end: Array, dt: Array) -> Array:
-        assert isinstance(self.sde, AbstractNamedSDE)
         x0, x1 = self.coordinates.to_state(start), self.coordinates.to_state(end)
-        value = self.sde.exact_log_prob(x0, x1, dt)
-        assert value is not None
-        return value - self.coordinates.log_volume(x1)
+        known = exact_transition(self.sde, x0, dt)
+        assert known is not None
+        return known.log_prob(x1) - self.coordinates.log_volume(x1)
 
 
 class Expansion(eqx.Module):
@@ -118,7 +111,7 @@ class Expansion(eqx.Module):
         bend = bend.at[i].add(bends[:, :d, :d]).at[i + 1].add(bends[:, d:, d:])
         below = jnp.zeros_like(bend).at[i].set(-bends[:, d:, :d])
         total = jnp.sum(value) + jnp.sum(step)
-        total = jnp.where(jnp.all(jax.vmap(joint.inside)(path)), total, -jnp.inf)
+        total = jnp.where(jnp.all(jax.vmap(joint.coordinates.is_inside)(path)), total, -jnp.inf)
         return Expansion(path, total, own, ties, slope, -bend, below)
 
     @staticmethod
@@ -183,7 +176,7 @@ def log_likelihood(joint: Joint, mode: Expansion, key: PRNGKeyArray) -> tuple[Ar
     paths = mode.path[:, None] + moves
     drawn = chain.half_log_det()[:, None] + jnp.sum(jax.scipy.stats.norm.logpdf(normal), axis=1)
     errors = jax.vmap(jax.vmap(joint.error, in_axes=(0, None, None)))(paths, observed.values, observed.first)
-    errors = jnp.where(jax.vmap(jax.vmap(joint.inside))(paths), errors, -jnp.inf)
+    errors = jnp.where(jax.vmap(jax.vmap(joint.coordinates.is_inside))(paths), errors, -jnp.inf)
     steps = _transitions(joint, paths, key)
     by_series = lambda parts: jnp.zeros((observed.count, parts.shape[1])).at[observed.series].add(parts)
     local = errors.at[observed.before].add(steps)

@@ -3,6 +3,7 @@
 import functools
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy
@@ -11,11 +12,14 @@ from jaxtyping import Array, PRNGKeyArray
 from .._programs import jit
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Transition
-from ._forecast import draw
+from ._ends import Transition
+from ._simulation import draw, refined, warn_of_exits
 from ._transition import in_chunks, keys_of
+from .models import exact_transition
 
-DRAWS = 1024  # of each transition, to see where in them the value that came lies
+DRAWS = 1024  # of each transition, where its distribution is not known
+LIMIT = 0.015  # root mean square by which residuals may change with steps of half the length
+TINY = 1e-15  # so that no residual is at the end of its range
 CHUNK = 256  # transitions at a time
 LAGS = 20
 
@@ -41,13 +45,25 @@ class Residuals(eqx.Module):
 
 
 def residuals(
-    sde: AbstractSDE, coordinates: AbstractCoordinates, steps: Transition, effort: Effort, key: PRNGKeyArray
+    sde: AbstractSDE, coordinates: AbstractCoordinates, steps: Transition, key: PRNGKeyArray
 ) -> Residuals:
-    """By simulation: the share of draws from x₀ that end below x₁, for SDEs of one component."""
+    """P(X ≤ x₁ | x₀), exact or by the share of draws from x₀ that end below x₁; for SDEs of one component."""
     if steps.start.shape[-1] != 1:
         raise ValueError(f"residuals are for series of one component, this one has {steps.start.shape[-1]}")
-    below = np.asarray(_below(sde, coordinates, steps, effort, key), float)
-    return tested((below + 0.5) / (DRAWS + 1))  # half a draw up, so never 0 or 1
+    known = jax.vmap(lambda step: exact_transition(sde, step.start, step.dt))(steps)
+    if known is not None:
+        return tested(np.clip(known.cdf(steps.end), TINY, 1 - TINY))
+    run = lambda num_steps: [np.asarray(a) for a in _below(sde, coordinates, steps, num_steps, key)]
+    share, exits = refined(run, lambda a, b: distance(a[0], b[0], DRAWS), LIMIT)
+    warn_of_exits(int(exits.sum()), DRAWS * len(exits))
+    return tested(share)
+
+
+def distance(a: np.ndarray, b: np.ndarray, count: int) -> float:
+    """How far two sets of probabilities are from each other, less what is to be expected of shares of `count`
+    draws; a root mean square."""
+    noise = np.mean(a * (1 - a) + b * (1 - b)) / count
+    return float(np.sqrt(max(np.mean((a - b) ** 2) - noise, 0)))
 
 
 def tested(uniform: np.ndarray) -> Residuals:
@@ -65,11 +81,13 @@ def ljung_box(values: np.ndarray) -> float:
 
 
 @functools.partial(jit, level=1)
-def _below(sde, coordinates, steps: Transition, effort: Effort, key: PRNGKeyArray) -> Array:
-    def one(arguments: tuple[Transition, PRNGKeyArray]) -> Array:
+def _below(sde, coordinates, steps: Transition, num_steps: Array, key: PRNGKeyArray) -> tuple[Array, Array]:
+    """The share of draws below x₁, half a draw up so that it is never 0 or 1; and how many are NaN."""
+
+    def one(arguments: tuple[Transition, PRNGKeyArray]) -> tuple[Array, Array]:
         step, key = arguments
-        start, end = coordinates.from_state(step.start), coordinates.from_state(step.end)
-        drawn = draw(sde, coordinates, Transition(start, end, step.time, step.dt), effort, key, DRAWS)
-        return jnp.sum(drawn[:, 0] < end[0])
+        one = lambda key: draw(sde, coordinates, step.start, step.time, step.dt, num_steps, key)[0]
+        drawn = jax.vmap(one)(jax.random.split(key, DRAWS))
+        return (jnp.sum(drawn < step.end[0]) + 0.5) / (DRAWS + 1), jnp.sum(jnp.isnan(drawn))
 
     return in_chunks(one, (steps, keys_of(key, steps)), len(steps.dt), CHUNK)

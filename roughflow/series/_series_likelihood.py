@@ -25,7 +25,7 @@ from ._transition import (
     keys_of,
     transition_value,
 )
-from .models import AbstractNamedSDE
+from .models import exact_transition
 
 
 class SeriesLikelihood(eqx.Module):
@@ -76,13 +76,13 @@ class SeriesLikelihood(eqx.Module):
     def log_prob(self, sde: AbstractSDE, step: Transition, key: PRNGKeyArray) -> tuple[Array, Array]:
         """log p of one transition, and its error."""
         if self.effort is None:
-            known = isinstance(sde, AbstractNamedSDE)
-            value = sde.exact_log_prob(step.start, step.end, step.dt) if known else None
-            if value is None:
+            known = exact_transition(sde, step.start, step.dt)
+            if known is None:
                 raise ValueError(
                     f"the transitions of {type(sde).__name__} are not known exactly, and this likelihood is "
                     "of an SDE whose are: make one by rf.series_likelihood for each kind of SDE"
                 )
+            value = known.log_prob(step.end)
             return value, jnp.zeros_like(value)
         coordinates = coordinates_of(sde, self.coordinates)
         return transition_value(sde, coordinates, step, key, self.effort)[:2]

@@ -17,7 +17,7 @@ from ..sde import AbstractSDE, noise_dimension
 from ._bridges import bridges
 from ._coordinates import AbstractCoordinates, Unchanged
 from ._ends import Effort, Transition, stiffness
-from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
+from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck, exact_transition
 
 CHUNK = 2048  # transitions at a time
 DOUBTFUL = 0.1  # nats, the error of a transition that is suspect
@@ -179,9 +179,12 @@ def check_inside(coordinates: AbstractCoordinates, many: Transition) -> None:
 @functools.partial(jit, level=1)
 def exact_log_probs(sde: AbstractSDE, many: Transition) -> Array | None:
     """The densities of many transitions, if the SDE knows them."""
-    if not isinstance(sde, AbstractNamedSDE):
-        return None
-    return jax.vmap(lambda step: sde.exact_log_prob(step.start, step.end, step.dt))(many)
+
+    def one(step: Transition) -> Array | None:
+        known = exact_transition(sde, step.start, step.dt)
+        return None if known is None else known.log_prob(step.end)
+
+    return jax.vmap(one)(many)
 
 
 def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:

@@ -1,5 +1,10 @@
 """SDEs by their names, one class each; and an SDE from functions and a dictionary."""
 
+from ._distributions import (
+    AbstractDistribution as AbstractDistribution,
+    Normal as Normal,
+    Transformed as Transformed,
+)
 from ._fractional import FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck
 from ._functions import ParametricSDE as ParametricSDE
 from ._linear import (
@@ -7,7 +12,7 @@ from ._linear import (
     GeometricBrownianMotion as GeometricBrownianMotion,
     OrnsteinUhlenbeck as OrnsteinUhlenbeck,
 )
-from ._named import AbstractNamedSDE as AbstractNamedSDE
+from ._named import AbstractNamedSDE as AbstractNamedSDE, exact_transition as exact_transition
 from ._rates import (
     CKLS as CKLS,
     ConstantElasticity as ConstantElasticity,

@@ -3,13 +3,13 @@
 from typing import ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..._linear import log_abs_det, solve
 from .._coordinates import Logarithm, Unchanged
+from .._linear_sde import decayed, linear_moments
 from .._parameters import ANY, POSITIVE, TRIANGULAR
+from ._distributions import Normal, Transformed
 from ._named import AbstractNamedSDE, parameter
 
 
@@ -38,8 +38,8 @@ class BrownianMotion(AbstractNamedSDE):
     def diffusion(self, t: Array, z: Array) -> Array:
         return jnp.broadcast_to(self.sigma, (1, 1))
 
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> Array:
-        return jax.scipy.stats.norm.logpdf(x1 - x0, self.mu * dt, self.sigma * jnp.sqrt(dt))[0]
+    def exact_transition(self, x0: Array, dt: Array) -> Normal:
+        return Normal(x0 + self.mu * dt, (self.sigma**2 * dt)[None, None])
 
 
 class GeometricBrownianMotion(AbstractNamedSDE):
@@ -67,10 +67,9 @@ class GeometricBrownianMotion(AbstractNamedSDE):
     def diffusion(self, t: Array, z: Array) -> Array:
         return self.sigma * z[:, None]
 
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> Array:
+    def exact_transition(self, x0: Array, dt: Array) -> Transformed:
         mean = jnp.log(x0) + (self.mu - 0.5 * self.sigma**2) * dt
-        y = jnp.log(x1)
-        return (jax.scipy.stats.norm.logpdf(y, mean, self.sigma * jnp.sqrt(dt)) - y)[0]
+        return Transformed(Logarithm(), Normal(mean, (self.sigma**2 * dt)[None, None]))
 
 
 class OrnsteinUhlenbeck(AbstractNamedSDE):
@@ -120,26 +119,10 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
     def diffusion(self, t: Array, z: Array) -> Array:
         return self._matrices()[2]
 
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> Array:
-        if not self.mu.ndim:
-            mean = self.mu + (x0[0] - self.mu) * jnp.exp(-self.kappa * dt)
-            variance = self.sigma**2 * dt * _decayed(2 * self.kappa * dt)
-            return jax.scipy.stats.norm.logpdf(x1[0], mean, jnp.sqrt(variance))
+    def exact_transition(self, x0: Array, dt: Array) -> Normal:
         kappa, mu, sigma = self._matrices()
-        d = mu.size
-        # Van Loan (1978): both e^{−κ dt} and the covariance from one exponential.
-        block = jnp.block([[kappa, sigma @ sigma.T], [jnp.zeros((d, d)), -kappa.T]])
-        power = jax.scipy.linalg.expm(block * dt)
-        grow = power[d:, d:].T
-        covariance = grow @ power[:d, d:]
-        gap = x1 - mu - grow @ (x0 - mu)
-        square = gap @ solve(covariance[None], gap[None, :, None])[0, :, 0]
-        return -0.5 * (square + log_abs_det(covariance[None])[0] + d * jnp.log(2 * jnp.pi))
-
-
-def _decayed(x: Array) -> Array:
-    """(1 − e⁻ˣ)/x, the mean of e⁻ˢ over 0 < s < x, with its derivatives at zero too."""
-    small = jnp.abs(x) < 0.01
-    far = jnp.where(small, 1, x)
-    near = jnp.polyval(jnp.array([-1 / 720, 1 / 120, -1 / 24, 1 / 6, -1 / 2, 1], x.dtype), x)
-    return jnp.where(small, near, -jnp.expm1(-far) / far)
+        if mu.size == 1:
+            mean = mu + (x0 - mu) * jnp.exp(-kappa[0, 0] * dt)
+            return Normal(mean, sigma**2 * dt * decayed(2 * kappa * dt))
+        change, _, covariance = linear_moments(-kappa, sigma @ sigma.T, dt)
+        return Normal(x0 + change @ (x0 - mu), covariance)

@@ -7,9 +7,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ...sde import AbstractItoSDE
+from ...sde import AbstractItoSDE, AbstractSDE
 from .._coordinates import AbstractCoordinates
 from .._parameters import Domain
+from ._distributions import AbstractDistribution
 
 
 def parameter(value: float | Array) -> Array:
@@ -21,7 +22,7 @@ class AbstractNamedSDE(AbstractItoSDE):
     """An Itô SDE whose fields are its parameters.
 
     `domains` says where they may lie, by their names; `coordinates` in which variables it is solved;
-    `exact_log_prob` what its transitions are, where that is known.
+    `exact_transition` how X(t + dt) is distributed, where that is known.
 
     ```python
     import jax, jax.numpy as jnp
@@ -43,9 +44,6 @@ class AbstractNamedSDE(AbstractItoSDE):
         def diffusion(self, t, z):
             return self.sigma * z[:, None]
 
-        def exact_log_prob(self, x0, x1, dt):
-            return None
-
     rf.transition_log_prob(Logistic(1.0, 2.0, 0.3), jnp.ones(1), jnp.ones(1), 0.1, key=jax.random.key(0))
     ```
     """
@@ -57,6 +55,19 @@ class AbstractNamedSDE(AbstractItoSDE):
     def coordinates(self) -> AbstractCoordinates:
         """The variables in which the SDE is solved."""
 
-    @abc.abstractmethod
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> Array | None:
-        """log p(x₁ | x₀) a span dt later, one transition, points `(d,)`; None if it is not known."""
+    def exact_transition(self, x0: Array, dt: Array) -> AbstractDistribution | None:
+        """The distribution of X(t + dt) given X(t) = x₀ `(d,)`; None, the default, if it is not known.
+
+        Any module with `log_prob(x1)`, for x₁ of shape `(d,)`, `sample(key)` and, if d = 1, `cdf(x1)`.
+        """
+        return None
+
+    def short_transition(self, x0: Array, dt: Array) -> AbstractDistribution | None:
+        """The same for short spans alone, right to the first order in dt, to simulate with; None, the
+        default, for that of the SDE made linear at x₀ in its coordinates."""
+        return None
+
+
+def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribution | None:
+    """Of any SDE, None if it is not known."""
+    return sde.exact_transition(x0, dt) if isinstance(sde, AbstractNamedSDE) else None

@@ -6,9 +6,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._bessel import log_bessel_i
 from .._coordinates import Arc, Logarithm, Root
+from .._linear_sde import decayed
 from .._parameters import ANY, POSITIVE, UNIT
+from ._distributions import Beta, NoncentralChiSquare
 from ._named import AbstractNamedSDE, parameter
 
 
@@ -38,13 +39,16 @@ class CoxIngersollRoss(AbstractNamedSDE):
     def diffusion(self, t: Array, z: Array) -> Array:
         return self.sigma * jnp.sqrt(z)[:, None]
 
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> Array:
-        """A noncentral χ² distribution, with a Bessel function of order q."""
-        decay = jnp.exp(-self.kappa * dt)
-        c = 2 * self.kappa / (self.sigma**2 * (1 - decay))
-        q = 2 * self.kappa * self.mu / self.sigma**2 - 1
-        u, v = c * x0[0] * decay, c * x1[0]
-        return jnp.log(c) - u - v + 0.5 * q * jnp.log(v / u) + log_bessel_i(q, 2 * jnp.sqrt(u * v))
+    def exact_transition(self, x0: Array, dt: Array) -> NoncentralChiSquare:
+        return square_root_transition(self.kappa, self.mu, self.sigma, x0, dt)
+
+
+def square_root_transition(
+    kappa: Array, mu: Array, sigma: Array, x0: Array, dt: Array
+) -> NoncentralChiSquare:
+    """Of dX = κ(μ − X) dt + σ√X dB."""
+    scale = 0.25 * sigma**2 * dt * decayed(kappa * dt)
+    return NoncentralChiSquare(scale, 4 * kappa * mu / sigma**2, x0[0] * jnp.exp(-kappa * dt) / scale)
 
 
 class CKLS(AbstractNamedSDE):
@@ -74,9 +78,6 @@ class CKLS(AbstractNamedSDE):
     def diffusion(self, t: Array, z: Array) -> Array:
         return self.sigma * _power(z, self.gamma)[:, None]
 
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
-        return None
-
 
 class ConstantElasticity(AbstractNamedSDE):
     """dX = μX dt + σX^γ dB, X > 0 (Cox 1975).
@@ -103,9 +104,6 @@ class ConstantElasticity(AbstractNamedSDE):
 
     def diffusion(self, t: Array, z: Array) -> Array:
         return self.sigma * _power(z, self.gamma)[:, None]
-
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
-        return None
 
 
 class Jacobi(AbstractNamedSDE):
@@ -134,8 +132,14 @@ class Jacobi(AbstractNamedSDE):
     def diffusion(self, t: Array, z: Array) -> Array:
         return self.sigma * jnp.sqrt(z * (1 - z))[:, None]
 
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
-        return None
+    def short_transition(self, x0: Array, dt: Array) -> Beta:
+        """The beta distribution with the exact mean and variance, which is exact for long spans too."""
+        # With m the mean, V' = σ²m(1 − m) − (2κ + σ²)V.
+        gap, rate = x0[0] - self.mu, 2 * self.kappa + self.sigma**2
+        decay = lambda a: jnp.exp(-a * dt) * dt * decayed((rate - a) * dt)
+        mean = self.mu + gap * jnp.exp(-self.kappa * dt)
+        inner = self.mu * (1 - self.mu) * decay(0.0) + gap * (1 - 2 * self.mu) * decay(self.kappa)
+        return Beta(mean, self.sigma**2 * (inner - gap**2 * decay(2 * self.kappa)))
 
 
 def _power(z: Array, exponent: Array) -> Array:

@@ -3,12 +3,16 @@
 from typing import ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
 
 from .._coordinates import Columns, Logarithm, Root, Unchanged
 from .._parameters import ANY, CORRELATION, POSITIVE
+from ._distributions import AbstractDistribution, NoncentralChiSquare, Normal, Transformed
 from ._named import AbstractNamedSDE, parameter
+from ._rates import square_root_transition
 
 
 class DoubleWell(AbstractNamedSDE):
@@ -36,9 +40,6 @@ class DoubleWell(AbstractNamedSDE):
 
     def diffusion(self, t: Array, z: Array) -> Array:
         return jnp.broadcast_to(self.sigma, (1, 1))
-
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
-        return None
 
 
 class LotkaVolterra(AbstractNamedSDE):
@@ -69,9 +70,6 @@ class LotkaVolterra(AbstractNamedSDE):
 
     def diffusion(self, t: Array, z: Array) -> Array:
         return jnp.diag(jnp.stack([self.sigma1, self.sigma2]) * z)
-
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
-        return None
 
 
 class Heston(AbstractNamedSDE):
@@ -116,8 +114,39 @@ class Heston(AbstractNamedSDE):
             ]
         )
 
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
-        return None
+    def short_transition(self, x0: Array, dt: Array) -> AbstractDistribution:
+        variance = square_root_transition(self.kappa, self.theta, self.sigma, x0[1:], dt)
+        return _HestonStep(self, x0, dt, variance)
+
+
+class _HestonStep(AbstractDistribution):
+    """The variance V' is a noncentral χ². Given it, log S' is normal with ∫V dt = ½(V + V')dt (Andersen
+    2008)."""
+
+    sde: Heston
+    start: Array  # (2,)
+    dt: Array
+    variance: NoncentralChiSquare
+
+    def _price(self, later: Array) -> Transformed:
+        sde, (price, now) = self.sde, self.start
+        total = 0.5 * self.dt * (now + later)
+        shock = (
+            later - now - sde.kappa * (sde.theta * self.dt - total)
+        ) / sde.sigma  # ∫√V dB of the variance
+        mean = jnp.log(price) + sde.mu * self.dt - 0.5 * total + sde.rho * shock
+        return Transformed(Logarithm(), Normal(mean[None], ((1 - sde.rho**2) * total)[None, None]))
+
+    def log_prob(self, x: Array) -> Array:
+        return self.variance.log_prob(x[1:]) + self._price(x[1]).log_prob(x[:1])
+
+    def sample(self, key: PRNGKeyArray) -> Array:
+        key_variance, key_price = jax.random.split(key)
+        later = jnp.maximum(self.variance.sample(key_variance), jnp.finfo(self.start.dtype).tiny)
+        return jnp.append(self._price(later[0]).sample(key_price), later)
+
+    def cdf(self, x: Array) -> np.ndarray:
+        raise NotImplementedError("of two components")
 
 
 class FitzHughNagumo(AbstractNamedSDE):
@@ -156,6 +185,3 @@ class FitzHughNagumo(AbstractNamedSDE):
 
     def diffusion(self, t: Array, z: Array) -> Array:
         return jnp.diag(jnp.stack([self.sigma1, self.sigma2]))
-
-    def exact_log_prob(self, x0: Array, x1: Array, dt: Array) -> None:
-        return None

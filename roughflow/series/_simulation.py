@@ -1,0 +1,113 @@
+"""Draws of one transition: exact where its distribution is known, else in steps that are linear SDEs."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from ..faq import see
+from ..sde import AbstractSDE
+from ._coordinates import AbstractCoordinates
+from ._ends import Effort, Ends, Transition
+from ._linear_sde import linear_step
+from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
+
+FIRST_STEPS, MAX_STEPS = 8, 1024  # of each transition
+
+
+def draw(
+    sde: AbstractSDE,
+    coordinates: AbstractCoordinates,
+    x: Array,
+    time: Array,
+    dt: Array,
+    num_steps: Array,
+    key: PRNGKeyArray,
+) -> Array:
+    """The state `(d,)` a span dt after x; NaN if it left the state space."""
+    known = exact_transition(sde, x, dt)
+    if known is not None:
+        return known.sample(key)
+    h = dt / num_steps
+
+    def step(i: Array, x: Array) -> Array:
+        new = short_transition(sde, coordinates, x, time + i * h, h).sample(jax.random.fold_in(key, i))
+        return jnp.where(coordinates.contains(new), new, jnp.nan)
+
+    return jax.lax.fori_loop(0, num_steps, step, x)
+
+
+def short_transition(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, x: Array, time: Array, dt: Array
+) -> AbstractDistribution:
+    """How the state is distributed a short span dt after x.
+
+    That of the linear SDE with noise σ(y) and drift f(y) + Df(y)(Y − y) + (∂f/∂t + ½ Σⱼ D²f(y)[σⱼ, σⱼ]) t in
+    coordinates (Ozaki 1992, Shoji & Ozaki 1998): stable however fast the SDE contracts, exact if it is
+    linear, and else right to the first order in dt, or to the second if its noise is even.
+    """
+    own = sde.short_transition(x, dt) if isinstance(sde, AbstractNamedSDE) else None
+    if own is not None:
+        return own
+    y = coordinates.from_state(x)
+    fields = Ends(sde, coordinates, Transition(y, y, time, dt), Effort(), None).fields
+    noise = fields(time, y)[1]
+
+    def drift(t: Array, y: Array) -> Array:
+        """Itô's: with ½ Σⱼ Dσⱼ σⱼ in it."""
+        value, noise = fields(t, y)
+        along = lambda j: jax.jvp(lambda y: fields(t, y)[1][:, j], (y,), (noise[:, j],))[1]
+        return value + 0.5 * sum(along(j) for j in range(noise.shape[1]))
+
+    def second(v: Array) -> Array:
+        first = lambda y: jax.jvp(lambda y: drift(time, y), (y,), (v,))[1]
+        return jax.jvp(first, (y,), (v,))[1]
+
+    value, later = jax.jvp(lambda t: drift(t, y), (time,), (jnp.ones_like(time),))
+    later = later + 0.5 * jnp.sum(jax.vmap(second, in_axes=1)(noise), axis=0)
+    rate = jax.jacfwd(lambda y: drift(time, y))(y)
+    # Where paths part faster than in one step, the line does not hold: its slope is bounded there.
+    growth = jnp.max(jnp.diag(rate) + jnp.sum(jnp.abs(rate), axis=1) - jnp.abs(jnp.diag(rate)))
+    rate = rate - jnp.maximum(growth - 1 / dt, 0) * jnp.eye(y.size)
+    mean, covariance = linear_step(rate, value, later, noise @ noise.T, dt)
+    return Transformed(coordinates, Normal(y + mean, covariance))
+
+
+def is_known(sde: AbstractSDE, x: Array) -> bool:
+    """Whether transitions from states like x `(d,)` are known exactly."""
+    return eqx.filter_eval_shape(exact_transition, sde, x, jnp.ones((), x.dtype)) is not None
+
+
+def refined(run: Callable[[Array], Any], change: Callable[[Any, Any], float], limit: float) -> Any:
+    """`run(num_steps)` with steps halved until that changes the result by less than `limit`, a probability.
+
+    There is a warning if 1024 steps are not enough.
+    """
+    steps, new, moved = FIRST_STEPS, run(jnp.asarray(FIRST_STEPS)), np.inf
+    while steps < MAX_STEPS:
+        steps, old = 2 * steps, new
+        new = run(jnp.asarray(steps))
+        moved = change(old, new)
+        if moved < limit:
+            return new
+    warnings.warn(
+        f"simulated probabilities still change by {moved:.2g} at {steps} steps per transition: they are not "
+        f"reliable{see('long-transitions')}",
+        stacklevel=4,
+    )
+    return new
+
+
+def warn_of_exits(exits: int, count: int) -> None:
+    """Warn of paths that left the state space."""
+    if exits:
+        warnings.warn(
+            f"{exits} of {count} simulated paths left the state space, and are NaN from there on: the SDE "
+            f"reaches its boundary{see('long-transitions')}",
+            stacklevel=4,
+        )
