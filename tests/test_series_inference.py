@@ -5,12 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import optimize
+import scipy
+from scipy import optimize, stats
 
 import roughflow as rf
 from roughflow.series._likelihood import MANY, Likelihood
 from roughflow.series._observed import Observed
 from roughflow.series._parameters import Parameters
+from roughflow.series._residuals import tested
 from roughflow.series._series_likelihood import SeriesLikelihood
 
 rng = np.random.default_rng(5)
@@ -21,6 +23,51 @@ RATE = 0.05 + 0.01 * np.cumsum(rng.normal(size=120) - 0.2 * np.sin(np.arange(120
 @pytest.fixture(scope="module")
 def vasicek():
     return rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.05, 0.03), TIMES, RATE, key=jax.random.key(0))
+
+
+def normal_series(rng, shape):
+    """Residuals and scores of independent normal numbers with estimated mean and deviation."""
+    x = rng.normal(size=shape)
+    white = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)
+    for row in white:
+        yield stats.norm.cdf(row), np.stack([row, row**2 - 1], axis=1)
+
+
+def test_tests_of_residuals_have_their_level_though_parameters_were_estimated():
+    """400 series; the test of Kolmogorov and Smirnov rejects none of them."""
+    drawn = list(normal_series(np.random.default_rng(0), (400, 200)))
+    found = [tested(uniform, scores, np.zeros(2)) for uniform, scores in drawn]
+    for p in ([one.uniformity for one in found], [one.ljung_box for one in found]):
+        assert 0.02 < np.mean(np.array(p) < 0.05) < 0.08
+        assert 0.42 < np.mean(np.array(p) < 0.5) < 0.58
+    plain = [tested(uniform, None, np.zeros(2)).uniformity for uniform, _ in drawn]
+    assert np.mean(np.array(plain) < 0.05) < 0.02
+
+
+def test_tests_of_residuals_reject_other_models():
+    """Heavy tails and skewness, after fitting mean and deviation; a moving average."""
+    rng = np.random.default_rng(1)
+    for x in (rng.standard_t(3, size=300), rng.gamma(4.0, size=300)):
+        white = (x - x.mean()) / x.std()
+        scores = np.stack([white, white**2 - 1], axis=1)
+        assert tested(stats.norm.cdf(white), scores, np.zeros(2)).uniformity < 1e-3
+    noise = rng.normal(size=301)
+    white = (noise[1:] + 0.4 * noise[:-1]) / np.hypot(1, 0.4)
+    scores = np.stack([white, white**2 - 1], axis=1)
+    assert tested(stats.norm.cdf(white), scores, np.zeros(2)).ljung_box < 1e-3
+
+
+def test_degrees_of_freedom_fall_with_those_estimated():
+    """An autoregression takes one of the test of Ljung and Box (1978)."""
+    rng, level, count = np.random.default_rng(2), [], 400
+    for _ in range(count):
+        x = scipy.signal.lfilter([1], [1, -0.3], rng.normal(size=250))
+        slope = x[1:] @ x[:-1] / (x[:-1] @ x[:-1])
+        gap = x[1:] - slope * x[:-1]
+        white = gap / gap.std()
+        scores = np.stack([white * x[:-1], white**2 - 1], axis=1)
+        level.append(tested(stats.norm.cdf(white), scores, np.zeros(2)).ljung_box < 0.5)
+    assert abs(np.mean(level) - 0.5) < 3 * 0.5 / count**0.5
 
 
 def test_a_profile_ends_where_the_likelihood_ratio_test_rejects(vasicek):

@@ -132,7 +132,7 @@ def test_jacobi_is_simulated_where_it_reaches_its_ends_too(sigma):
     below = np.interp(arc(0.2), centres, np.cumsum(density) * (centres[1] - centres[0]))
     series = Observed(np.array([0.0, dt]), np.array([[x0], [0.2]]))
     found = residuals(sde, sde.coordinates, series.transitions(), jax.random.key(1))
-    assert abs(found.uniform[0] - below) < 0.06
+    assert abs(found[0] - below) < 0.06
 
 
 def test_a_beta_step_has_the_moments_of_jacobi():

@@ -10,7 +10,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
 from ._hidden_states import Joint
-from ._residuals import LIMIT, Residuals, distance, tested
+from ._residuals import LIMIT, distance
 from ._simulation import draw, is_known, refined, warn_of_exits
 
 PARTICLES = 2048
@@ -77,9 +77,9 @@ def _systematic(weights: Array, key: PRNGKeyArray) -> Array:
     return jax.random.permutation(key_order, jnp.minimum(places, count - 1))
 
 
-def filtered_residuals(filtered: Filtered) -> Residuals:
+def filtered_residuals(filtered: Filtered) -> np.ndarray:
     """Of series of one component."""
     if filtered.last.shape[1] != 1:
         raise ValueError(f"residuals are for series of one component, this one has {filtered.last.shape[1]}")
     least = 0.5 / (len(filtered.last) + 1)
-    return tested(np.clip(np.asarray(filtered.uniform, float), least, 1 - least))
+    return np.clip(np.asarray(filtered.uniform, float), least, 1 - least)

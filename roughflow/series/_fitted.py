@@ -22,7 +22,7 @@ from ._measured_likelihood import MeasuredLikelihood, smoothed, stacked
 from ._observed import Observed, same_data
 from ._posterior import SeriesPosterior
 from ._profile import profile_interval
-from ._residuals import Residuals, residuals
+from ._residuals import Residuals, residuals, tested
 from ._search import check_level, is_regular
 from ._series_likelihood import SeriesLikelihood
 from ._summary import summary, warning
@@ -215,11 +215,14 @@ class FittedSDE:
 
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
         """Uniform under the model, with tests that they are."""
-        if isinstance(self.likelihood, WholeLikelihood):
-            return self.likelihood.residuals(self.free)
         if self._measured is not None:
-            return filtered_residuals(self._filtered(key, PARTICLES))
-        return residuals(self.sde, self._coordinates, self.likelihood.steps, check_key(key))
+            uniform = filtered_residuals(self._filtered(key, PARTICLES))
+            return tested(uniform, None, self.likelihood.penalty)
+        if isinstance(self.likelihood, WholeLikelihood):
+            uniform = self.likelihood.residuals(self.free)
+        else:
+            uniform = residuals(self.sde, self._coordinates, self.likelihood.steps, check_key(key))
+        return tested(uniform, self._scores[1], self.likelihood.penalty)
 
     def forecast(
         self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000, series: int | None = None

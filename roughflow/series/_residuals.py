@@ -21,13 +21,18 @@ DRAWS = 1024  # of each transition, where its distribution is not known
 LIMIT = 0.015  # root mean square by which residuals may change with steps of half the length
 TINY = 1e-15  # so that no residual is at the end of its range
 CHUNK = 256  # transitions at a time
-LAGS = 20
+LAGS, POLYNOMIALS = 20, 4
+LEAST_VARIANCE = 0.1  # of a direction, 1 without estimation, that a test keeps
 
 
 class Residuals(eqx.Module):
-    """Generalised residuals of a series: `uniform` `(N,)`, P(X ≤ x | what came before), which under the model
-    are independent and uniform (Rosenblatt 1952). `ljung_box` is the p-value of the test of Ljung & Box
-    (1978) that they are not correlated, of as many as 20 lags; `uniformity` that of Kolmogorov and Smirnov's.
+    """Generalised residuals of a series, and tests of them.
+
+    `uniform` `(N,)` is P(X ≤ x | earlier values): under the model independent and uniform (Rosenblatt 1952).
+    `uniformity` is the p-value of Neyman's smooth test (1937) with four Legendre polynomials, `ljung_box`
+    that of the test of Ljung & Box (1978) against correlation at up to 20 lags. Residuals of estimated
+    parameters are more even than those of the true ones; the scores of the fit say by how much, so that both
+    tests have their level. With measurement noise there are no scores, and the tests reject too seldom.
 
     ```python
     import jax, numpy as np
@@ -46,17 +51,17 @@ class Residuals(eqx.Module):
 
 def residuals(
     sde: AbstractSDE, coordinates: AbstractCoordinates, steps: Transition, key: PRNGKeyArray
-) -> Residuals:
-    """P(X ≤ x₁ | x₀), exact or by the share of draws from x₀ that end below x₁; for SDEs of one component."""
+) -> np.ndarray:
+    """P(X ≤ x₁ | x₀) of all transitions, exact or by the share of draws from x₀ that end below x₁."""
     if steps.start.shape[-1] != 1:
         raise ValueError(f"residuals are for series of one component, this one has {steps.start.shape[-1]}")
     known = jax.vmap(lambda step: exact_transition(sde, step.start, step.dt))(steps)
     if known is not None:
-        return tested(np.clip(known.cdf(steps.end), TINY, 1 - TINY))
+        return np.clip(known.cdf(steps.end), TINY, 1 - TINY)
     run = lambda num_steps: [np.asarray(a) for a in _below(sde, coordinates, steps, num_steps, key)]
     share, exits = refined(run, lambda a, b: distance(a[0], b[0], DRAWS), LIMIT)
     warn_of_exits(int(exits.sum()), DRAWS * len(exits))
-    return tested(share)
+    return share
 
 
 def distance(a: np.ndarray, b: np.ndarray, count: int) -> float:
@@ -66,18 +71,56 @@ def distance(a: np.ndarray, b: np.ndarray, count: int) -> float:
     return float(np.sqrt(max(np.mean((a - b) ** 2) - noise, 0)))
 
 
-def tested(uniform: np.ndarray) -> Residuals:
-    """Residuals with the tests of them."""
+def tested(uniform: np.ndarray, scores: np.ndarray | None, penalty: np.ndarray) -> Residuals:
+    """Residuals with their tests, given the scores `(N, p)` of the parameters that were estimated."""
+    effect = Estimation(scores, penalty) if scores is not None else None
     normal = scipy.stats.norm.ppf(uniform)
-    return Residuals(uniform, ljung_box(normal), float(scipy.stats.kstest(uniform, "uniform").pvalue))
+    return Residuals(uniform, ljung_box(normal, effect), smooth_test(uniform, effect))
 
 
-def ljung_box(values: np.ndarray) -> float:
-    """The p-value of Q = n(n + 2) Σ ρₖ²/(n − k)."""
+class Estimation:
+    """What estimating the parameters takes from the covariance of N^{−½} Σ φ(uᵢ), for functions φ of
+    residuals `(N, K)`: C J⁻¹ Cᵀ with C = E φ sᵀ and J = E s sᵀ, s the scores (Pierce 1982)."""
+
+    def __init__(self, scores: np.ndarray, penalty: np.ndarray):
+        self.scores = scores
+        self.inverse = np.linalg.pinv(scores.T @ scores + np.diag(penalty), hermitian=True)
+
+    def covariance(self, functions: np.ndarray) -> np.ndarray:
+        cross = functions.T @ self.scores
+        return cross @ self.inverse @ cross.T / len(functions)
+
+
+def smooth_test(uniform: np.ndarray, effect: Estimation | None) -> float:
+    """The p-value of Neyman's smooth test: Σ (N^{−½} Σᵢ φₖ(uᵢ))² is χ² for normalised Legendre polynomials.
+
+    With estimated parameters in the metric of the covariance I − C J⁻¹ Cᵀ, without directions that estimation
+    takes away almost entirely.
+    """
+    orders = np.arange(1, POLYNOMIALS + 1)
+    values = np.sqrt(2 * orders + 1) * scipy.special.eval_legendre(orders, 2 * uniform[:, None] - 1)
+    total = values.sum(axis=0) / np.sqrt(len(uniform))
+    covariance = np.eye(POLYNOMIALS) - (0 if effect is None else effect.covariance(values))
+    variances, directions = np.linalg.eigh(covariance)
+    kept = variances > LEAST_VARIANCE
+    statistic = np.sum((total @ directions[:, kept]) ** 2 / variances[kept])
+    return float(scipy.stats.chi2.sf(statistic, kept.sum()))
+
+
+def ljung_box(values: np.ndarray, effect: Estimation | None) -> float:
+    """The p-value of Q = n(n + 2) Σ ρₖ²/(n − k), χ² with as many degrees of freedom as there are lags, less
+    the trace of what estimation takes."""
     n, centred = len(values), values - values.mean()
     lags = np.arange(1, min(LAGS, n // 5) + 1)
-    rho = np.array([centred[k:] @ centred[:-k] for k in lags]) / (centred @ centred)
-    return float(scipy.stats.chi2.sf(n * (n + 2) * np.sum(rho**2 / (n - lags)), len(lags)))
+    products = np.zeros((n, len(lags)))
+    for k in lags:
+        products[k:, k - 1] = centred[k:] * centred[:-k] / np.mean(centred**2)
+    statistic = (n + 2) / n * np.sum(products.sum(axis=0) ** 2 / (n - lags))
+    freedom = float(len(lags))
+    if effect is not None:
+        by_chance = len(lags) * effect.scores.shape[1] / n  # the trace for functions without correlation
+        freedom = max(freedom - np.trace(effect.covariance(products)) + by_chance, 1.0)
+    return float(scipy.stats.chi2.sf(statistic, freedom))
 
 
 @functools.partial(jit, level=1)

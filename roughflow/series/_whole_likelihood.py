@@ -16,11 +16,10 @@ from ._forecast import check_memory
 from ._likelihood import AbstractLikelihood, information_by_differences
 from ._observed import Observed, transitions
 from ._parameters import Parameters
-from ._residuals import Residuals, tested
+from ._residuals import TINY
 from .models import FractionalOrnsteinUhlenbeck
 
 EVEN = 1e-3  # of a step, by which times may be off
-TINY = 1e-15  # so that no residual is at the end of its range
 
 
 class WholeLikelihood(AbstractLikelihood):
@@ -73,10 +72,10 @@ class WholeLikelihood(AbstractLikelihood):
     def sde(self, free: Array) -> FractionalOrnsteinUhlenbeck:
         return self.parameters.sde(self.parameters.from_free(free))
 
-    def residuals(self, free: np.ndarray) -> Residuals:
+    def residuals(self, free: np.ndarray) -> np.ndarray:
         """Uniform under the model: each value's place in its distribution given all before it."""
         normal = np.concatenate([np.asarray(e) for _, e in self.parts(self.sde(jnp.asarray(free, float)))])
-        return tested(np.clip(scipy.stats.norm.cdf(normal), TINY, 1 - TINY))
+        return np.clip(scipy.stats.norm.cdf(normal), TINY, 1 - TINY)
 
     def parts(self, sde: FractionalOrnsteinUhlenbeck) -> list[tuple[Array, Array]]:
         """log p and the standardised prediction error of each value, of each series."""
