@@ -1,5 +1,6 @@
 """`roughflow estimate`: what it prints and writes for a series, and what it says when something is wrong."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -10,11 +11,13 @@ import jax
 import matplotlib as mpl
 import numpy as np
 import pytest
+from scipy import stats
 
 import roughflow as rf
 from roughflow.cli import main
 from roughflow.cli.estimate_options import MODELS
 from roughflow.cli.first_guess import KINDS, first_guess
+from roughflow.cli.refused import Refused
 
 mpl.use("Agg")
 
@@ -117,15 +120,83 @@ def test_models_are_compared(tmp_path, capsys, monkeypatch):
     file = table(tmp_path / "series.csv", np.arange(240) / 12, vasicek(240) - 4)
     assert main(["estimate", str(file), *COLUMNS, "--compare", "--quiet"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["model", "log-likelihood", "parameters", "AIC", "BIC"]
+    assert lines[0].split() == ["model", "log-likelihood", "parameters", "AIC", "ΔAIC", "BIC"]
     rows = [line.split() for line in lines[1:3]]
     assert {row[0]: row[2] for row in rows} == {"brownian": "2", "vasicek": "3"}
-    assert [len(row) for row in rows] == [6, 5]
-    assert rows[0][5] == "best"
-    assert float(rows[0][3]) < float(rows[1][3])
+    assert [len(row) for row in rows] == [7, 6]
+    assert rows[0][6] == "best"
+    assert rows[0][4] == "0.00"
+    assert float(rows[1][4]) == pytest.approx(float(rows[1][3]) - float(rows[0][3]), abs=0.011)
     assert lines[3].startswith("  cir: values must lie above 0, and they are from -")
     named = {"brownian": "BrownianMotion", "vasicek": "OrnsteinUhlenbeck"}
     assert lines[5].startswith(named[rows[0][0]])
+
+
+def test_models_that_cannot_be_told_apart_are_tied(tmp_path, capsys, monkeypatch):
+    """Far from zero the noise of CIR is as good as constant."""
+    from roughflow.cli import estimate
+
+    monkeypatch.setattr(estimate, "MODELS", {name: MODELS[name] for name in ("cir", "brownian", "vasicek")})
+    file = table(tmp_path / "series.csv", np.arange(240) / 12, 1000 + vasicek(240))
+    assert main(["estimate", str(file), *COLUMNS, "--compare", "--quiet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    marks = {line.split()[0]: line.split()[6:] for line in lines[1:4]}
+    tied = {name for name, mark in marks.items() if mark == ["tied"]}
+    assert {"cir", "vasicek"} <= tied
+    assert lines[4].endswith(
+        f"are tied; the summary is of {'brownian' if 'brownian' in tied else lines[1].split()[0]}"
+    )
+
+
+def test_an_unreliable_fit_is_not_ranked_first():
+    from roughflow.cli.estimate import _best, _comparison
+
+    series = np.arange(600) / 12, vasicek(600)
+    good = rf.fit_sde(rf.BrownianMotion(0.0, 0.6), *series, key=jax.random.key(0), num_starts=1)
+    better = rf.fit_sde(rf.OrnsteinUhlenbeck(0.5, 4.0, 0.6), *series, key=jax.random.key(0), num_starts=1)
+    assert better.aic < good.aic
+    assert _best({"vasicek": better, "brownian": good}) == "vasicek"
+    doubtful = dataclasses.replace(better, likelihood_error=1.0)  # nats
+    compared = {"vasicek": doubtful, "brownian": good}
+    assert _best(compared) == "brownian"
+    rows = [line.split() for line in _comparison(compared).splitlines()]
+    assert [row[0] for row in rows[1:]] == ["brownian", "vasicek", "vasicek:"]
+    assert rows[1][4:] == ["0.00", rows[1][5], "best"]
+    assert rows[2][4] == "–"
+    assert rows[2][6:] == ["see", "below"]
+    with pytest.raises(Refused, match="could be fitted reliably: vasicek, the log-likelihood is known"):
+        _best({"vasicek": doubtful})
+
+
+def test_forecasts_as_numbers(tmp_path, capsys):
+    """Quantiles of the fitted SDE at dates, with a time zone, and at years after the last value."""
+    x = vasicek()
+    stamps = [f"{month}-01T02:00:00+02:00" for month in months(len(x))]
+    file = table(tmp_path / "series.csv", stamps, x)
+    command = ["estimate", str(file), *COLUMNS, "--model", "vasicek", "--quiet"]
+    out = tmp_path / "figures"
+    ahead = "2010-07-01T00:00Z, 2020-01-01T00:00Z"
+    assert main([*command, "--forecast", ahead, "--out", str(out)]) == 0
+    assert sorted(os.listdir(out)) == ["estimate.json", "estimate.png", "forecast.csv"]
+    lines = [line.split(",") for line in (out / "forecast.csv").read_text().splitlines()]
+    assert lines[0] == ["time", "q05", "q25", "q50", "q75", "q95"]
+    assert [line[0] for line in lines[1:]] == ["2010-07-01T00:00:00Z", "2020-01-01T00:00:00Z"]
+    numbers = json.loads((out / "estimate.json").read_text())
+    assert numbers["series"]["first"] == "2000-01-01T00:00:00Z"
+    kappa, mu, sigma = numbers["params"].values()
+    for line, days in zip(lines[1:], (181, 3652), strict=True):
+        decay = np.exp(-kappa * days / 365.25)
+        spread = sigma * np.sqrt((1 - decay**2) / (2 * kappa))
+        levels = np.array([0.05, 0.25, 0.5, 0.75, 0.95])
+        known = stats.norm.ppf(levels, mu + (x[-1] - mu) * decay, spread)
+        np.testing.assert_allclose(np.array(line[1:], float), known, rtol=0, atol=0.06 * spread)
+    assert numbers["forecast"]["q50"] == [float(line[3]) for line in lines[1:]]
+    capsys.readouterr()
+    assert main([*command, "--forecast", "10", "--parameter-uncertainty"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    wider = np.array(said[-1].split()[1:], float)
+    last = np.array(lines[2][1:], float)
+    assert wider[-1] - wider[0] > 1.03 * (last[-1] - last[0])
 
 
 X = [1.0, 2.0, 1.5, 1.7, 1.2, 1.9]
@@ -134,6 +205,13 @@ BAD = {
     "a time that is not a number": ([0, 1, "nan", 3, 4, 5], X, "cir", "'date' is 'nan'"),
     "no such day": ([*months(5), "2001-02-30"], X, "cir", "'date' is '2001-02-30'"),
     "dates and numbers": ([*months(5), "7"], X, "cir", "line 7 cannot be used"),
+    "dates of the US": ([f"01/{i:02}/2024" for i in range(1, 7)], X, "cir", "2024-01-31 (year-month-day)"),
+    "a date without a time zone": (
+        [f"2024-01-0{i}T00:00{'Z' * (i < 5)}" for i in range(1, 7)],
+        X,
+        "cir",
+        "lines 6, 7 cannot be used, the first because 'date' is '2024-01-05T00:00', without a time zone",
+    ),
     "dates without dashes": ([f"2001010{i}" for i in range(1, 7)], X, "cir", "without dashes"),
     "newest first": (months(6)[::-1], X, "cir", "line 3: 'date' is before"),
     "a time twice": ([0, 1, 2, 2, 4, 5], X, "cir", "line 5: 'date' is the same"),
@@ -159,6 +237,25 @@ def test_bad_options_are_refused_in_one_line(refused):
     assert "or --compare" in refused(range(6), X)
     assert "'heston'" in refused(range(6), X, "--model", "heston")
     assert "above 0" in refused(range(6), X, "--model", "cir", "--scale", "0")
+    assert "give --forecast" in refused(range(6), X, "--model", "cir", "--parameter-uncertainty")
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ("2000-06-01", "increasing times after 2000-06-01; got '2000-06-01'"),
+        ("2001-02-30", "increasing times after 2000-06-01"),
+        ("2,1", "increasing times after the last value, counted from it; got '2,1'"),
+        ("1e40", "increasing times after"),
+        ("soon", "takes dates such as 2000-06-01, or numbers, with commas between them; got 'soon'"),
+        ("2001-01-01T00:00Z", "takes dates such as 2000-06-01"),
+        ("", "takes dates"),
+    ],
+)
+def test_bad_times_of_forecasts_are_refused_in_one_line(times, expected, refused):
+    assert expected in refused(months(6), X, "--model", "cir", "--forecast", times)
+    if times.startswith("2001"):
+        assert "--forecast takes numbers" in refused(range(6), X, "--model", "cir", "--forecast", times)
 
 
 def test_a_search_starts_near_the_truth():

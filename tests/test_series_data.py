@@ -4,12 +4,16 @@ import datetime as dt
 
 import jax
 import jax.numpy as jnp
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.patches import StepPatch
 
 import roughflow as rf
 from roughflow.series._observed import panel
+
+mpl.use("Agg")
 
 KEY = jax.random.key(0)
 X = np.array([1.0, 2.0, 1.5, 3.0])
@@ -238,3 +242,26 @@ def test_a_forecast_says_which_series_of_a_panel_it_continues():
     for series in (None, 3, -1, 1.0):
         with pytest.raises(ValueError, match="series must be one of 0 to 2, a series of the panel; got"):
             result.forecast([0.1], key=KEY, series=series)
+
+
+def test_forecasts_with_the_uncertainty_of_the_parameters():
+    """Brownian motion over a span h: a variance of σ²h, and of h² times that of the drift beside it."""
+    x = np.cumsum(np.random.default_rng(0).normal(size=101))
+    result = rf.fit_sde(rf.BrownianMotion(0.0, 1.0), np.arange(101), x, key=KEY, num_starts=1)
+    drift, sigma = result.params.values()
+    for uncertain in (False, True):
+        paths = result.forecast([100.0], key=KEY, num_paths=4000, parameter_uncertainty=uncertain)
+        spread = np.sqrt(100 * sigma**2 + uncertain * (100 * result.standard_errors["mu"]) ** 2)
+        assert abs(paths.mean() - x[-1] - 100 * drift) < 4 * spread / 4000**0.5
+        np.testing.assert_allclose(paths.std(), spread, rtol=0.05)
+
+
+def test_a_page_on_a_fit_has_the_years_of_its_dates(dated):
+    """And the bars of the residuals over the band of their expected range, not below."""
+    figure = rf.plots.fitted_sde(dated, key=KEY)
+    series, histogram = figure.axes[:2]
+    assert series.get_xlabel() == "year"
+    np.testing.assert_allclose(series.lines[0].get_xdata()[[0, -1]], [2000, 2009 + 334 / 365.25], atol=0.003)
+    band, bars = histogram.patches
+    assert isinstance(bars, StepPatch)
+    assert band.get_zorder() <= bars.get_zorder()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import roughflow as rf
 from roughflow.faq import see
@@ -17,20 +18,27 @@ from roughflow.learn import progress_bar
 
 from .estimate_options import MODELS
 from .first_guess import first_guess
-from .output import check_writable
+from .output import check_writable, write_table
 from .refused import Refused
 from .series import Series, read_series
 
-FIGURES, NUMBERS = "estimate.png", "estimate.json"
+FIGURES, NUMBERS, FORECAST = "estimate.png", "estimate.json", "forecast.csv"
 SHARES = {"jacobi"}  # models of values between 0 and 1
 POSITIVE = {"gbm", "cir", "ckls", "cev"} | SHARES
 EFFORT = ("num_functions", "num_paths", "num_steps")
+TIE = 0.5  # difference of AIC below which models are tied
+QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
+NUM_PATHS = 10_000  # of a forecast
+YEAR = np.timedelta64(31_557_600, "s")
 
 
 def estimate(arguments: argparse.Namespace) -> int:
     if arguments.model is None and not arguments.compare:
         raise Refused(f"name a model, --model {'|'.join(MODELS)}, or --compare them")
-    files = [] if arguments.out is None else [arguments.out / FIGURES, arguments.out / NUMBERS]
+    if arguments.parameter_uncertainty and arguments.forecast is None:
+        raise Refused("--parameter-uncertainty is for forecasts: give --forecast TIMES")
+    names = [FIGURES, NUMBERS, *([] if arguments.forecast is None else [FORECAST])]
+    files = [] if arguments.out is None else [arguments.out / name for name in names]
     for file in [*files, *([] if arguments.json is None else [arguments.json])]:
         check_writable(file, force=arguments.force, inputs=[arguments.data])
     plots = None if arguments.out is None else _plots()
@@ -51,6 +59,7 @@ def _double_precision() -> Iterator[None]:
 
 
 def _estimate(arguments: argparse.Namespace, series: Series, plots: Any) -> int:
+    ahead = None if arguments.forecast is None else series.times_ahead(arguments.forecast)
     compared = _compare(arguments, series) if arguments.compare else {}
     name = arguments.model or _best(compared)
     result = compared.get(name) or _fit(name, arguments, series)
@@ -58,14 +67,40 @@ def _estimate(arguments: argparse.Namespace, series: Series, plots: Any) -> int:
         raise Refused(f"{name}: {result}")
     if not result.identified:
         raise Refused(f"{name}: {result.warning}")
+    forecast = {} if ahead is None else _forecast(arguments, series, result, ahead)
     if compared:
         print(_comparison(compared), end="\n\n")
     print(result.summary())
+    if forecast:
+        print(_forecast_table(forecast))
     if result.warning:
         print(f"roughflow: warning: {result.warning}", file=sys.stderr)
     if arguments.out is not None or arguments.json is not None:
-        _write(arguments, series, name, result, compared, plots)
+        _write(arguments, series, name, result, compared, forecast, plots)
     return 0
+
+
+def _forecast(
+    arguments: argparse.Namespace, series: Series, result: rf.FittedSDE, ahead: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Quantiles by name, at times as text."""
+    key = jax.random.fold_in(jax.random.key(arguments.seed), 2)
+    options = {"num_paths": NUM_PATHS, "parameter_uncertainty": arguments.parameter_uncertainty}
+    try:
+        paths = result.forecast(ahead, key=key, **options)[..., 0]
+    except ValueError as error:
+        raise Refused(f"--forecast: {error}") from None
+    quantiles = np.quantile(paths, list(QUANTILES.values()), axis=0)
+    times = np.array([series.shown(time) for time in ahead])
+    return {"time": times, **dict(zip(QUANTILES, quantiles, strict=True))}
+
+
+def _forecast_table(forecast: dict[str, np.ndarray]) -> str:
+    width = max(12, *(len(time) for time in forecast["time"]))
+    lines = [f"  {'forecast':<{width}}" + "".join(f" {name:>12}" for name in list(forecast)[1:])]
+    for time, *numbers in zip(*forecast.values(), strict=True):
+        lines.append(f"  {time:<{width}}" + "".join(f" {number:>12.6g}" for number in numbers))
+    return "\n".join(lines)
 
 
 def _write(
@@ -74,6 +109,7 @@ def _write(
     name: str,
     result: rf.FittedSDE,
     compared: dict[str, rf.FittedSDE | str],
+    forecast: dict[str, np.ndarray],
     plots: Any,
 ) -> None:
     """The files that were asked for, once all that goes into them is there."""
@@ -81,13 +117,16 @@ def _write(
     residuals = result.residuals(key=key)
     tests = f"Ljung–Box p = {residuals.ljung_box:.3g}, uniformity p = {residuals.uniformity:.3g}"
     print(f"  residuals: {tests}")
-    numbers = _finite(_numbers(arguments, series, name, result, residuals, compared))
-    text = json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
+    numbers = _numbers(arguments, series, name, result, residuals, compared)
+    numbers |= {"forecast": {part: column.tolist() for part, column in forecast.items()}} if forecast else {}
+    text = json.dumps(_finite(numbers), indent=2, ensure_ascii=False) + "\n"
     if arguments.out is not None:
         value = arguments.value + ("" if arguments.scale == 1 else f" × {arguments.scale:g}")
         labels = {"time_label": "year" if series.dated else arguments.time, "value_label": value}
-        figure = plots.fitted_sde(result, key=key, residuals=residuals, origin=series.origin, **labels)
+        figure = plots.fitted_sde(result, key=key, residuals=residuals, **labels)
         plots.save(figure, arguments.out / FIGURES)
+        if forecast:
+            write_table(arguments.out / FORECAST, list(forecast), [list(forecast.values())])
         _write_text(arguments.out / NUMBERS, text)
         print(f"written to {arguments.out}")
     if arguments.json is not None:
@@ -115,7 +154,8 @@ def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedS
     key = jax.random.key(arguments.seed)
     try:
         options = {"exact": arguments.exact, "measurement_noise": arguments.measurement_noise}
-        return rf.fit_sde(first_guess(name, times, values), times, values, key=key, **options)
+        years = (times - times[0]) / YEAR if series.dated else times
+        return rf.fit_sde(first_guess(name, years, values), times, values, key=key, **options)
     except ValueError as error:
         return str(error)
 
@@ -130,12 +170,30 @@ def _compare(arguments: argparse.Namespace, series: Series) -> dict[str, rf.Fitt
     return results
 
 
-def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
-    """The least AIC among those with standard errors."""
-    fits = {name: r.aic for name, r in compared.items() if isinstance(r, rf.FittedSDE) and r.identified}
+def _reliable(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
+    """The fits without a warning, by AIC."""
+    fits = {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
+    names = [name for name, r in fits.items() if r.converged and r.warning is None]
+    return {name: fits[name] for name in sorted(names, key=lambda name: fits[name].aic)}
+
+
+def _tied(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
+    """The reliable fits with the lowest AIC: several where the differences are small or not known."""
+    fits = _reliable(compared)
     if not fits:
-        raise Refused(f"no model could be fitted: {'; '.join(f'{n}, {why}' for n, why in _whys(compared))}")
-    return min(fits, key=lambda name: fits[name])
+        return {}
+    least = next(iter(fits.values()))
+    error = lambda r: 2 * (r.likelihood_error + least.likelihood_error)
+    return {name: r for name, r in fits.items() if r is least or r.aic - least.aic < TIE + error(r)}
+
+
+def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
+    """Of the models with the lowest AIC the one with the fewest parameters."""
+    tied = _tied(compared)
+    if not tied:
+        whys = "; ".join(f"{name}, {why}" for name, why in _whys(compared))
+        raise Refused(f"no model could be fitted reliably: {whys}")
+    return min(tied, key=lambda name: (len(tied[name].params), tied[name].aic))
 
 
 def _whys(compared: dict[str, rf.FittedSDE | str]) -> list[tuple[str, str]]:
@@ -145,17 +203,19 @@ def _whys(compared: dict[str, rf.FittedSDE | str]) -> list[tuple[str, str]]:
 
 
 def _comparison(compared: dict[str, rf.FittedSDE | str]) -> str:
-    """A table of the fits, the best first; and below it what is to be said of some."""
-    best = _best(compared)
-    fits = {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
-    # One that is not identified is not to be compared.
-    order = sorted(fits, key=lambda name: (not fits[name].identified, fits[name].aic))
-    lines = [f"  {'model':<12} {'log-likelihood':>14} {'parameters':>10} {'AIC':>12} {'BIC':>12}"]
-    for name in order:
-        r = fits[name]
-        mark = "  best" if name == best else "  see below" if r.warning else ""
-        numbers = f"{r.log_likelihood:>14.3f} {len(r.params):>10} {r.aic:>12.2f} {r.bic:>12.2f}"
-        lines.append(f"  {name:<12} {numbers}{mark}")
+    """A table of the fits by AIC, unreliable ones last; and below it what is to be said of some."""
+    reliable, tied = _reliable(compared), _tied(compared)
+    fits = reliable | {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
+    marks = dict.fromkeys(fits, "  see below") | dict.fromkeys(reliable, "")
+    marks |= dict.fromkeys(tied, "  tied" if len(tied) > 1 else "  best")
+    head = f"{'log-likelihood':>14} {'parameters':>10} {'AIC':>12} {'ΔAIC':>8} {'BIC':>12}"
+    lines = [f"  {'model':<12} {head}"]
+    for name, r in fits.items():
+        change = f"{r.aic - next(iter(reliable.values())).aic:.2f}" if name in reliable else "–"
+        numbers = f"{r.log_likelihood:>14.3f} {len(r.params):>10} {r.aic:>12.2f} {change:>8} {r.bic:>12.2f}"
+        lines.append(f"  {name:<12} {numbers}{marks[name]}")
+    if len(tied) > 1:
+        lines.append(f"  {', '.join(tied)} are tied; the summary is of {_best(compared)}")
     return "\n".join([*lines, *(f"  {name}: {why}" for name, why in _whys(compared))])
 
 
@@ -167,8 +227,8 @@ def _numbers(arguments, series: Series, name: str, result: rf.FittedSDE, residua
             "file": str(arguments.data),
             "time": arguments.time,
             "value": arguments.value,
-            "first": str(series.times[0]),
-            "last": str(series.times[-1]),
+            "first": series.shown(series.times[0]),
+            "last": series.shown(series.times[-1]),
             "rows": len(series.times),
             "missing": series.missing,
             "scale": arguments.scale,

@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="the SDE; with --compare the best by AIC unless named",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="fit all models the series is possible under, and rank them"
+        "--compare", action="store_true", help="fit all models the series is possible under, and rank by AIC"
     )
     parser.add_argument(
         "--scale",
@@ -64,6 +64,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="take exact transition densities where they are known; default: yes",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write figures, estimate.png, and estimate.json there"
+        "--forecast",
+        metavar="TIMES",
+        help="print quantiles at these times, with commas between them: dates, or numbers counted from the "
+        "last value, in years if the series has dates",
+    )
+    parser.add_argument(
+        "--parameter-uncertainty",
+        action="store_true",
+        help="forecasts include the errors of the estimates",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write figures, estimate.png, and estimate.json there; forecast.csv with --forecast",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")

@@ -1,5 +1,6 @@
 """A series from a table: dates or numbers in one column, values in another."""
 
+import datetime
 import math
 import re
 from dataclasses import dataclass
@@ -14,18 +15,20 @@ from .rows import LARGEST, Faults, fault, table_name
 from .table import check_readable
 from .text import STANDARD, as_number, is_text, read_cells
 
-DATE = re.compile(r"\d{4}-\d\d(-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?)?)?")
-DAY, DAYS_A_YEAR = np.timedelta64(1, "D"), 365.25
+DATE = re.compile(r"\d{4}-\d\d(-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?(?P<zone>Z|[+-]\d\d:?\d\d)?)?)?")
+OTHER_DATE = re.compile(r"\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-\d{4}")
 FEWEST = 3  # values, for two transitions
 MISSING = {"", "na", "nan", "n/a", "null", "."}  # as pandas, R and FRED write it
 
 
 @dataclass(frozen=True)
 class Series:
-    """`times` `(N,)`, dates or numbers as they are in the file, and `values` `(N,)`, NaN where missing."""
+    """`times` `(N,)`, numbers or dates, in UTC where they have a time zone, and `values` `(N,)`, NaN where
+    missing."""
 
     times: np.ndarray
     values: np.ndarray
+    zoned: bool = False
 
     @property
     def dated(self) -> bool:
@@ -36,21 +39,30 @@ class Series:
         return int(np.isnan(self.values).sum())
 
     def observed(self) -> tuple[np.ndarray, np.ndarray]:
-        """What is not missing, with numbers as times: dates in years from the first of them."""
+        """What is not missing."""
         there = ~np.isnan(self.values)
-        times = self.times[there]
-        if self.dated and times.size:
-            times = (times - times[0]) / DAY / DAYS_A_YEAR
-        return times, self.values[there]
+        return self.times[there], self.values[there]
 
-    @property
-    def origin(self) -> float:
-        """The year of the calendar from which dates are counted; 0 for numbers."""
-        if not self.dated:
-            return 0.0
-        first = self.times[~np.isnan(self.values)][0]
-        year = first.astype("datetime64[Y]")
-        return 1970.0 + float(year.astype(int)) + float((first - year) / DAY) / DAYS_A_YEAR
+    def shown(self, time: np.datetime64 | float) -> str:
+        """A time as text."""
+        text = str(time).removesuffix(".000000") if self.dated else str(time)
+        return text + "Z" if self.zoned else text.removesuffix("T00:00:00")
+
+    def times_ahead(self, text: str) -> np.ndarray:
+        """Times of a forecast: dates, or numbers counted from the last value; with commas between them."""
+        last, cells = self.observed()[0][-1], [cell.strip() for cell in text.split(",")]
+        numbers = [number for cell in cells if (number := as_number(cell)) is not None]
+        if len(numbers) == len(cells):
+            times = np.array([0.0, *numbers])
+        elif self.dated and all(_zoned(cell) == self.zoned for cell in cells):
+            times = np.array([last, *map(_date, cells)])
+        else:
+            dates = f"dates such as {self.shown(last)}, or " if self.dated else ""
+            raise Refused(f"--forecast takes {dates}numbers, with commas between them; got {text!r}")
+        if not (times[1:] > times[:-1]).all() or (len(numbers) and not times[-1] <= LARGEST):
+            after = "the last value, counted from it" if len(numbers) else self.shown(last)
+            raise Refused(f"--forecast takes increasing times after {after}; got {text!r}")
+        return times[1:]
 
 
 def read_series(path: Path, time: str, value: str, scale: float) -> Series:
@@ -71,33 +83,49 @@ def read_series(path: Path, time: str, value: str, scale: float) -> Series:
     values = np.array([_value(value, line, row[1], faults) for line, row in cells])
     faults.refuse()
     _check_order(path, time, lines, times)
-    series = Series(times, values * scale)
+    series = Series(times, values * scale, bool(_zoned(cells[0][1][0])))
     _check_values(path, value, series.observed()[1])
     return series
 
 
 def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Faults) -> np.ndarray:
     """Dates if the first cell is one, else numbers."""
-    if DATE.fullmatch(cells[0]):
-        return np.array([_date(name, *pair, faults) for pair in zip(lines, cells, strict=True)])
+    zoned = _zoned(cells[0])
+    if zoned is not None:
+        dates = [_date(cell) for cell in cells]
+        for line, cell, date in zip(lines, cells, dates, strict=True):
+            if np.isnat(date):
+                faults.add(line, f"{name!r} is {cell or 'empty'!r}, not a date such as 2024-01-31")
+            elif _zoned(cell) != zoned:
+                faults.add(line, f"{name!r} is {cell!r}, {'without' if zoned else 'with'} a time zone")
+        return np.array(dates)
     numbers = [as_number(cell) for cell in cells]
     for line, cell, number in zip(lines, cells, numbers, strict=True):
         if number is None or not abs(number) <= LARGEST:
-            faults.add(line, f"{fault(name, repr(cell or 'empty'), number)}, not a date such as 2024-01-31")
+            other = " (year-month-day)" if OTHER_DATE.fullmatch(cell) else ""
+            why = f"{fault(name, repr(cell or 'empty'), number)}, not a date such as 2024-01-31{other}"
+            faults.add(line, why)
     # 20240131 is a number too, but not one to count with.
     if all(re.fullmatch(r"(1[789]|20)\d\d[01]\d[0-3]\d", cell) for cell in cells):
         raise Refused(f"{table_name(path)}: {name!r} is {cells[0]}, a date without dashes: write 2024-01-31")
     return np.array([math.nan if number is None else number for number in numbers])
 
 
-def _date(name: str, line: int, cell: str, faults: Faults) -> np.datetime64:
+def _zoned(cell: str) -> bool | None:
+    """Whether a date has a time zone; None if it is not a date."""
+    match = DATE.fullmatch(cell)
+    return None if match is None else match["zone"] is not None
+
+
+def _date(cell: str) -> np.datetime64:
+    """A date, in UTC if it has a time zone; NaT if it is none."""
     try:
-        if DATE.fullmatch(cell):
-            return np.datetime64(cell, "us")
-    except ValueError:  # a month with too many days
-        pass
-    faults.add(line, f"{name!r} is {cell or 'empty'!r}, not a date such as 2024-01-31")
-    return np.datetime64("NaT", "us")
+        if _zoned(cell):
+            moment = datetime.datetime.fromisoformat(cell).astimezone(datetime.UTC)
+            return np.datetime64(moment.replace(tzinfo=None), "us")
+        return np.datetime64(cell if _zoned(cell) is not None else "NaT", "us")
+    except (ValueError, OverflowError):  # a month with too many days
+        return np.datetime64("NaT", "us")
 
 
 def _value(name: str, line: int, cell: str, faults: Faults) -> float:

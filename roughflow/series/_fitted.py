@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,14 +226,24 @@ class FittedSDE:
         return tested(uniform, self._scores[1], self.likelihood.penalty)
 
     def forecast(
-        self, times: Any, *, key: PRNGKeyArray, num_paths: int = 1000, series: int | None = None
+        self,
+        times: Any,
+        *,
+        key: PRNGKeyArray,
+        num_paths: int = 1000,
+        series: int | None = None,
+        parameter_uncertainty: bool = False,
     ) -> np.ndarray:
         """Paths `(num_paths, T, d)` of the SDE from the last value at `times` `(T,)`.
 
-        With measurement noise they start from draws of the last state given all values.
+        With measurement noise they start from draws of the last state given all values, at the estimates.
 
-        **Arguments:** `times`, dates if the series had dates; or numbers or timedeltas counted from the last
-        value. `series`, which series of a panel to continue, 0 for the first.
+        **Arguments:**
+
+        - `times`: dates if the series had dates; or numbers or timedeltas counted from the last value.
+        - `series`: which series of a panel to continue, 0 for the first.
+        - `parameter_uncertainty`: whether each path has parameters of its own, drawn from the normal
+          distribution of the estimates where they have no bounds, as in `confint`.
 
         ```python
         import jax, numpy as np
@@ -248,15 +259,31 @@ class FittedSDE:
         one = self.series[place]
         ahead = one.ahead(times)
         check_memory(check_count("num_paths", num_paths) * len(ahead) * one.values.shape[1])
+        free = None
+        if parameter_uncertainty:
+            key, key_parameters = jax.random.split(key)
+            free = self._draw_free(key_parameters, num_paths)
         if isinstance(self.likelihood, WholeLikelihood):
-            return self.likelihood.forecast(self.free, ahead, key, num_paths, place)
+            if free is None:
+                return self.likelihood.forecast(self.free, ahead, key, num_paths, place)
+            pairs = zip(free, jax.random.split(key, num_paths), strict=True)
+            return np.concatenate([self.likelihood.forecast(one, ahead, k, 1, place) for one, k in pairs])
         last = jnp.asarray(one.values[-1:], float)
         if self._measured is not None:
             key, key_filter = jax.random.split(key)
             last = self._filtered(key_filter, max(num_paths, PARTICLES), place).last
         start = jnp.resize(last, (num_paths, last.shape[1]))
         when = jnp.asarray(one.times[-1] + np.append(0.0, ahead))
-        return forecast(self.sde, self._coordinates, start, when, key)
+        sde = self.sde if free is None else eqx.filter_vmap(self.likelihood.sde)(jnp.asarray(free))
+        return forecast(sde, self._coordinates, start, when, key, each=free is not None)
+
+    def _draw_free(self, key: PRNGKeyArray, count: int) -> np.ndarray:
+        """Draws `(count, p)` from the normal distribution of the free parameters."""
+        if not self.identified:
+            raise ValueError(f"there is no distribution of the parameters: {self.warning}")
+        values, vectors = np.linalg.eigh(self._inverse())
+        normal = np.asarray(jax.random.normal(key, (count, len(self.free))), float)
+        return self.free + (normal * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 
     def _place(self, series: int | None) -> int:
         """Which series of a panel is meant."""

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,26 +16,33 @@ from ._simulation import draw, is_known, refined, warn_of_exits
 
 PILOT_PATHS = 8192  # at least, to see whether shorter steps make a difference
 LEVEL = 0.001  # of the test that they do
-
 LARGEST = 2e8  # numbers of a forecast, 1.6 GB
 
 
 def forecast(
-    sde: AbstractSDE, coordinates: AbstractCoordinates, start: Array, times: Array, key: PRNGKeyArray
+    sde: AbstractSDE,
+    coordinates: AbstractCoordinates,
+    start: Array,
+    times: Array,
+    key: PRNGKeyArray,
+    each: bool = False,
 ) -> np.ndarray:
     """Paths `(K, T, d)` from states `(K, d)` at times[0] to the other times.
 
-    By exact transitions, or in steps so short that halving them does not change the distribution.
+    By exact transitions, or in steps so short that halving them does not change the distribution. With `each`
+    every path has an SDE of its own: all arrays in `sde` have an axis K in front.
     """
-    if is_known(sde, start[0]):
-        paths = _paths(sde, coordinates, start, times, jnp.asarray(1), key)
+    rows = lambda places: jax.tree.map(lambda a: a[places] if each and eqx.is_array(a) else a, sde)
+    if is_known(rows(0), start[0]):
+        paths = _paths(sde, coordinates, start, times, jnp.asarray(1), key, each)
     else:
         # A test of Kolmogorov and Smirnov for each time and component.
         tests = (len(times) - 1) * start.shape[1]
         count = max(len(start), min(PILOT_PATHS, int(LARGEST / tests)))
-        many = jnp.resize(start, (count, start.shape[1]))
-        run = lambda num_steps: np.asarray(_paths(sde, coordinates, many, times, num_steps, key))
-        limit = np.sqrt(-np.log(0.5 * LEVEL / tests) / len(many))
+        places = jnp.arange(count) % len(start)
+        many = (rows(places), coordinates, start[places], times)
+        run = lambda num_steps: np.asarray(_paths(*many, num_steps, key, each))
+        limit = np.sqrt(-np.log(0.5 * LEVEL / tests) / count)
         paths = refined(run, _distance, limit)[: len(start)]
     warn_of_exits(int(np.isnan(paths[:, -1]).any(axis=-1).sum()), len(paths))
     return np.asarray(paths)
@@ -50,8 +58,16 @@ def check_memory(count: float) -> None:
 
 
 @functools.partial(jit, level=1)
-def _paths(sde, coordinates, start: Array, times: Array, num_steps: Array, key: PRNGKeyArray) -> Array:
-    def path(start: Array, key: PRNGKeyArray) -> Array:
+def _paths(
+    sde: AbstractSDE,
+    coordinates: AbstractCoordinates,
+    start: Array,
+    times: Array,
+    num_steps: Array,
+    key: PRNGKeyArray,
+    each: bool,
+) -> Array:
+    def path(sde: AbstractSDE, start: Array, key: PRNGKeyArray) -> Array:
         def step(x: Array, now: tuple[Array, Array, PRNGKeyArray]) -> tuple[Array, Array]:
             new = draw(sde, coordinates, x, *now[:2], num_steps, now[2])
             return new, new
@@ -59,7 +75,8 @@ def _paths(sde, coordinates, start: Array, times: Array, num_steps: Array, key: 
         keys = jax.random.split(key, len(times) - 1)
         return jax.lax.scan(step, start, (times[:-1], jnp.diff(times), keys))[1]
 
-    return jax.vmap(path)(start, jax.random.split(key, len(start)))
+    axes = (eqx.if_array(0) if each else None, 0, 0)
+    return eqx.filter_vmap(path, in_axes=axes)(sde, start, jax.random.split(key, len(start)))
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
