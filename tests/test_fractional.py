@@ -255,6 +255,10 @@ def test_without_memory_the_likelihood_is_that_of_transitions(key):
     np.testing.assert_allclose(
         whole.log_likelihood(free), known(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6)), rtol=1e-10
     )
+    # Forecasts take parameters for all paths, or for each.
+    options = (np.array([0.1, 0.5]), key, 4, 0)
+    each = whole.forecast(np.tile(free, (4, 1)), *options)
+    np.testing.assert_allclose(each, whole.forecast(free, *options), rtol=1e-9)
 
 
 def test_what_memory_does_not_allow_is_refused(key):

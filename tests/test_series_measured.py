@@ -1,5 +1,7 @@
 """Series observed with errors, against Kalman's filter and a particle filter."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,12 @@ def test_a_fit_with_errors_is_that_of_kalmans_filter():
     paths = result.forecast([1e-3], key=jax.random.key(1), num_paths=2000)
     assert abs(paths.mean() - states[-1, 0]) < 5 * deviations[-1, 0] / 2000**0.5
     np.testing.assert_allclose(paths.std(), deviations[-1, 0], rtol=0.15)
+    # Of a panel, each series has a last state of its own.
+    other = dataclasses.replace(result.series[0], values=result.series[0].values + 1)
+    two = dataclasses.replace(result, series=(other, *result.series))
+    first, last = (two.forecast([1e-3], key=jax.random.key(1), series=i).mean() for i in (0, 1))
+    assert abs(last - states[-1, 0]) < 0.5 * deviations[-1, 0]
+    assert 0.5 < first - last < 1.1
     residuals = result.residuals(key=jax.random.key(2))
     assert residuals.uniform.shape == (99,)
     assert residuals.uniformity > 0.01

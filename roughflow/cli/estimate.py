@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,13 @@ def estimate(arguments: argparse.Namespace) -> int:
         check_writable(file, force=arguments.force, inputs=[arguments.data])
     plots = None if arguments.out is None else _plots()
     series = read_series(arguments.data, arguments.time, arguments.value, arguments.scale)
-    with _double_precision():
+    with _double_precision(), warnings.catch_warnings():
+        warnings.showwarning = lambda text, *_: _warn(text)
         return _estimate(arguments, series, plots)
+
+
+def _warn(text: object) -> None:
+    print(f"roughflow: warning: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -74,7 +80,7 @@ def _estimate(arguments: argparse.Namespace, series: Series, plots: Any) -> int:
     if forecast:
         print(_forecast_table(forecast))
     if result.warning:
-        print(f"roughflow: warning: {result.warning}", file=sys.stderr)
+        _warn(result.warning)
     if arguments.out is not None or arguments.json is not None:
         _write(arguments, series, name, result, compared, forecast, plots)
     return 0
@@ -90,7 +96,7 @@ def _forecast(
         paths = result.forecast(ahead, key=key, **options)[..., 0]
     except ValueError as error:
         raise Refused(f"--forecast: {error}") from None
-    quantiles = np.quantile(paths, list(QUANTILES.values()), axis=0)
+    quantiles = np.nanquantile(paths, list(QUANTILES.values()), axis=0)
     times = np.array([series.shown(time) for time in ahead])
     return {"time": times, **dict(zip(QUANTILES, quantiles, strict=True))}
 

@@ -22,7 +22,7 @@ AHEAD, SHOWN = 0.25, 0.5  # of the span of a series: how far to look ahead, and 
 
 def fan(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
     """The median of one-dimensional paths over time, and what 50 and 90 % of them lie within: `times` `(T,)`,
-    `paths` `(K, T)`.
+    `paths` `(K, T)`. Paths that are NaN, as those that left the state space, are left out.
 
     ```python
     import jax, jax.numpy as jnp
@@ -39,11 +39,11 @@ def fan(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
         raise ValueError(f"paths must have shape (K, T) for times (T,), got {paths.shape} and {times.shape}")
     ax = curves(ax, "time", "value")
     for share, alpha in zip(BANDS, (0.3, 0.5), strict=True):
-        low, high = np.quantile(paths, [0.5 - share / 2, 0.5 + share / 2], axis=0)
+        low, high = np.nanquantile(paths, [0.5 - share / 2, 0.5 + share / 2], axis=0)
         ax.fill_between(
             times, low, high, color=SKY, alpha=alpha, linewidth=0, label=f"{100 * share:g} % of paths"
         )
-    ax.plot(times, np.median(paths, axis=0), color=BLUE, linewidth=1.5, label="median")
+    ax.plot(times, np.nanmedian(paths, axis=0), color=BLUE, linewidth=1.5, label="median")
     return ax
 
 

@@ -264,10 +264,7 @@ class FittedSDE:
             key, key_parameters = jax.random.split(key)
             free = self._draw_free(key_parameters, num_paths)
         if isinstance(self.likelihood, WholeLikelihood):
-            if free is None:
-                return self.likelihood.forecast(self.free, ahead, key, num_paths, place)
-            pairs = zip(free, jax.random.split(key, num_paths), strict=True)
-            return np.concatenate([self.likelihood.forecast(one, ahead, k, 1, place) for one, k in pairs])
+            return self.likelihood.forecast(self.free if free is None else free, ahead, key, num_paths, place)
         last = jnp.asarray(one.values[-1:], float)
         if self._measured is not None:
             key, key_filter = jax.random.split(key)

@@ -90,25 +90,39 @@ class WholeLikelihood(AbstractLikelihood):
     def forecast(
         self, free: np.ndarray, ahead: np.ndarray, key: PRNGKeyArray, count: int, place: int
     ) -> np.ndarray:
-        """Paths `(count, T, 1)` after one of the series, given all of it, at times counted from its end."""
-        sde, values, dt = self.sde(jnp.asarray(free, float)), self.values[place], self.gaps[place]
+        """Paths `(count, T, 1)` after one of the series, given all of it, at times counted from its end; with
+        free parameters `(p,)`, or `(count, p)` with each path's own."""
+        values, dt = self.values[place], self.gaps[place]
         places = np.rint(ahead / dt).astype(int)
         if np.abs(places * dt - ahead).max() > EVEN * dt:
             raise ValueError(f"times of a forecast must be multiples of the step of the series, {dt:g}")
-        check_memory(int(places[-1]) * (count + len(values) + int(places[-1])))
         n, m = len(values) - 1, int(places[-1])
-        gamma = np.asarray(sde.autocovariance(jnp.asarray(dt), n + m - 1))
-        past = np.asarray(sde.innovations(jnp.asarray(values), dt))
-        cross = gamma[np.abs(np.arange(n)[:, None] - (n + np.arange(m)))]
-        weights = scipy.linalg.solve_toeplitz(gamma[:n], cross)
-        spread = scipy.linalg.cholesky(scipy.linalg.toeplitz(gamma[:m]) - cross.T @ weights, lower=True)
-        noise = past @ weights + np.asarray(jax.random.normal(key, (count, m))) @ spread.T
-        mu, decay = float(sde.mu), float(np.exp(-sde.kappa * dt))
-        paths, now = [], np.full(count, values[-1] - mu)
+        check_memory(m * (count + n + m))
+        sdes = jax.vmap(self.sde)(jnp.atleast_2d(jnp.asarray(free, float)))
+        gammas, pasts = map(np.asarray, _moments(sdes, jnp.asarray(values), jnp.asarray(dt), n + m - 1))
+        normal = np.split(np.asarray(jax.random.normal(key, (count, m))), len(gammas))
+        noise = np.concatenate([_continued(*part) for part in zip(gammas, pasts, normal, strict=True)])
+        mu, decay = np.asarray(sdes.mu), np.exp(-np.asarray(sdes.kappa) * dt)
+        paths, now = [], np.full(count, values[-1]) - mu
         for xi in noise.T:
             now = decay * now + xi
             paths.append(mu + now)
         return np.stack(paths, axis=1)[:, places - 1, None]
+
+
+@functools.partial(jit, level=1)
+def _moments(sdes: FractionalOrnsteinUhlenbeck, values: Array, dt: Array, count: int) -> tuple[Array, Array]:
+    """The autocovariances and the innovations of a series, for each of several SDEs."""
+    return jax.vmap(lambda sde: (sde.autocovariance(dt, count), sde.innovations(values, dt)))(sdes)
+
+
+def _continued(gamma: np.ndarray, past: np.ndarray, normal: np.ndarray) -> np.ndarray:
+    """Draws `(K, m)` of a stationary normal sequence after its first n values, from standard normal ones."""
+    n, m = len(past), normal.shape[1]
+    cross = gamma[np.abs(np.arange(n)[:, None] - (n + np.arange(m)))]
+    weights = scipy.linalg.solve_toeplitz(gamma[:n], cross)
+    spread = scipy.linalg.cholesky(scipy.linalg.toeplitz(gamma[:m]) - cross.T @ weights, lower=True)
+    return past @ weights + normal @ spread.T
 
 
 @functools.partial(jit, level=1)
