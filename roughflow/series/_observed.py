@@ -42,8 +42,7 @@ class Times:
                 array.dtype.kind, ""
             )
         if not kind:
-            hint = "; np.array(times, 'datetime64') reads dates" if array.dtype.kind in "SU" else ""
-            raise ValueError(f"times must be numbers, dates or timedeltas, got {array.dtype}{hint}")
+            raise ValueError(f"times must be numbers, dates or timedeltas, got {array.dtype}{_hint(array)}")
         if array.ndim != 1 or not array.size:
             raise ValueError(f"times must have shape (N,), got {array.shape}")
         missing = np.isnat(array) if array.dtype.kind in "Mm" else ~np.isfinite(array)
@@ -217,12 +216,19 @@ def _from_objects(array: np.ndarray) -> tuple[str, np.ndarray]:
     kinds = {_kind(value) for value in array.ravel()}
     if len(kinds) != 1 or "" in kinds:
         given = sorted({type(value).__name__ for value in array.ravel()} if "" in kinds else kinds)
-        raise ValueError(f"times must be numbers, dates or timedeltas of one kind, got {' and '.join(given)}")
+        given = " and ".join(given) + _hint(array)
+        raise ValueError(f"times must be numbers, dates or timedeltas of one kind, got {given}")
     kind = kinds.pop()
     if kind == NUMBERS:
         return kind, array.astype(float)
     moments = np.array([_moment(value) for value in array.ravel()])
     return kind, moments.reshape(array.shape)
+
+
+def _hint(array: np.ndarray) -> str:
+    """How to read dates from text."""
+    is_text = array.size and isinstance(array.ravel()[0], str | bytes)
+    return "; np.array(times, 'datetime64') reads dates" if is_text else ""
 
 
 def _kind(value: Any) -> str:
