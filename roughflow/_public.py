@@ -107,6 +107,8 @@ from .density import (
 from .learn import (
     fit as fit,
     Fitted as Fitted,
+    FittedDensity as FittedDensity,
+    Score as Score,
     History as History,
     AbstractObjective as AbstractObjective,
     AbstractStatefulObjective as AbstractStatefulObjective,

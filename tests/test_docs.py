@@ -15,8 +15,19 @@ import roughflow as rf
 
 README = Path(__file__).parents[1] / "README.md"
 # Made by the library, never by the user.
-NO_EXAMPLE = {"Outcome", "Field", "Latent", "Cloud", "Fitted", "History", "NonFiniteError", "OutOfStepsError"}
+NO_EXAMPLE = {
+    "Outcome",
+    "Field",
+    "Latent",
+    "Cloud",
+    "Fitted",
+    "Score",
+    "History",
+    "NonFiniteError",
+    "OutOfStepsError",
+}
 NO_EXAMPLE |= {
+    "Score",
     "Chain",
     "SamplerState",
     "SamplerInfo",

@@ -81,7 +81,7 @@ def test_the_best_noise_is_chosen_on_the_rows_set_aside(start, best, key):
 
 
 def test_the_best_noise_needs_rows_set_aside(key):
-    with pytest.raises(ValueError, match="chosen on rows set aside"):
+    with pytest.raises(ValueError, match="chosen on validation rows"):
         rf.fit_density(ROWS, key=key, noise="best", validation=0.0, **TINY)
 
 
@@ -295,7 +295,12 @@ def test_samples_of_any_shape(fitted, key):
             fitted.model.flow.sample(key=key, shape=shape)
 
 
-def test_a_column_of_few_values_is_said(key):
-    rows = np.stack([ROWS[:, 0], np.arange(len(ROWS)) % 3], axis=1)
-    with pytest.warns(UserWarning, match="column 1 has only 3 different values"):
-        rf.fit_density(rows, key=key, **TINY | {"steps": 1, "likelihood_steps": 0})
+def test_rounded_columns_are_said_in_one_line(key):
+    rows = np.stack([ROWS[:, 0], np.arange(len(ROWS)) % 3, ROWS[:, 1].round(1)], axis=1)
+    with pytest.warns(UserWarning, match="rounded values") as caught:
+        rf.fit_density(rows, key=key, family="gaussian")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    said = str(caught[0].message)
+    assert said.startswith("columns 1, 2 hold rounded values (in steps of 1, 0.1)")
+    assert 'pass rounding="auto"' in said

@@ -58,12 +58,18 @@ def test_the_page_needs_nothing_else(page):
 
 def test_the_page_says_how_it_was_made_and_how_good_it_is(page):
     assert "<title>The density of a &amp; b.csv</title>" in page
-    for text in ("--steps 3", "<dd>54 to fit, 6 set aside</dd>", f"roughflow {rf.__version__}", "<dd>3</dd>"):
+    for text in (
+        "--steps 3",
+        "<dd>60, 6 of them for validation</dd>",
+        f"roughflow {rf.__version__}",
+        "<dd>3</dd>",
+    ):
         assert text in page
     for text in ("log-likelihood", "Gaussian", "3 steps; took all its steps", "2 steps; took all its steps"):
         assert text in page
     assert "exact but for the steps of the solver" in page
-    assert "<li>column &#x27;$x$&#x27; has only 3 different values" in page
+    assert "<li>column &#x27;$x$&#x27; holds rounded values (in steps of 1)" in page
+    assert "(validation rows)" in page
 
 
 def test_names_are_escaped(page):
@@ -87,7 +93,7 @@ def test_one_column_given_another(key, tmp_path):
     assert_whole(page)
     assert len(images(page)) == 4
     assert "<dt>given</dt><dd>x</dd>" in page
-    assert "rows it was trained on: none were set aside" in page
+    assert "rows (rows it was fitted to)" in page
     assert "<li>&lt;mind&gt;</li>" in page
     # y given x is normal with this variance: log p is −½ log 2πe s² on average.
     residual = rows[:, 0] - np.polyval(np.polyfit(rows[:, 1], rows[:, 0], 1), rows[:, 1])

@@ -99,7 +99,11 @@ def test_options_mean_what_they_mean_to_fit_density(table):
         ([[i, np.nan] for i in range(9)], {}, "NaN"),
         ([[i, i**2] for i in range(9)], {"noise": -1.0}, "noise must be positive"),
         ([[i, i**2] for i in range(9)], {"steps": 0}, "steps must be a positive"),
-        ([[i, i**2] for i in range(9)], {"noise": "best", "validation_fraction": 0}, "rows set aside"),
+        (
+            [[i, i**2] for i in range(9)],
+            {"noise": "best", "validation_fraction": 0},
+            "chosen on validation rows",
+        ),
         ([[i, i**2] for i in range(9)], {"bounds": {0: (1, 9)}}, "not strictly between its bounds 1 and 9"),
         ([[i, i**2] for i in range(9)], {"rounding": {5: 1.0}}, "there is no column 5"),
         ([[i, i**2] for i in range(9)], {"outliers": 1.0}, "outliers must be a share"),

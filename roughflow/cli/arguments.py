@@ -105,6 +105,11 @@ def _fit(commands) -> None:
         metavar="A,B,C",
         help="columns to condition on: the density is that of the others given these",
     )
+    parser.add_argument(
+        "--groups",
+        metavar="A",
+        help="a column of numbers that is not modelled: rows with one number are validated together",
+    )
     _fit_model(parser)
     _fit_training(parser)
     _devices(parser)
@@ -124,6 +129,12 @@ def _fit(commands) -> None:
 
 def _fit_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--family",
+        choices=("gaussian", "marginals", "flow"),
+        help="a Gaussian, one of mapped columns, or a flow; default: the best by cross-validation for small "
+        "tables; a flow for others, and with --steps or --seconds",
+    )
+    parser.add_argument(
         "--noise",
         type=values.noise,
         default=0.0,
@@ -140,8 +151,8 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounding",
         type=values.rounding,
-        metavar="A=N,...",
-        help="how wide the steps are of columns that were rounded: age=1,height=0.5",
+        metavar="A=N,...|auto",
+        help="how wide the steps are of columns that were rounded: age=1,height=0.5; auto to find them",
     )
     parser.add_argument(
         "--marginals",

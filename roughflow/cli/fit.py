@@ -74,15 +74,16 @@ def _run(arguments: argparse.Namespace) -> int:
     remove(checkpoint)
     summary(out, rows, fitted)
     if arguments.report is not None:
-        report(arguments, fitted, rows.train, rows.held_out, said, time.perf_counter() - began)
+        report(arguments, fitted, rows.rows, said, time.perf_counter() - began)
         print(f"report      {arguments.report}")
     return 0
 
 
 def _warn(text: str, said: list[str]) -> None:
     """Tell at once, in the command line's own names, and keep for the report."""
-    for name in ("given=", "rounding=", "bounds=", "marginals=True"):
+    for name in ("given=", "groups=", "bounds=", "marginals=True"):
         text = text.replace(f"({name})", f"(--{name.partition('=')[0]})")
+    text = text.replace('rounding="auto"', "--rounding auto")
     print(f"roughflow: warning: {text}", file=sys.stderr)
     said.append(text)
 
@@ -98,10 +99,12 @@ def _free(out: Path, force: bool) -> Path:
     return free
 
 
-def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.Fitted:
+def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.FittedDensity:
     return rf.fit_density(
         **rows.arguments(),
         key=jax.random.key(arguments.seed),
+        validation=arguments.validation,
+        family=arguments.family,
         noise=arguments.noise,
         bounds=arguments.bounds,
         rounding=arguments.rounding,
@@ -125,20 +128,10 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
 
 def _check_rows(arguments: argparse.Namespace, rows: FitRows, said: list[str]) -> None:
     """Refuse rows that have no density, by the names of their columns; warn of those with few digits."""
-    path, count, dimension = table_name(arguments.data), rows.total, len(rows.columns)
-    if dimension < count and rows.num_train <= dimension:
-        least = f"{dimension + 1} are the least for its columns"
-        raise Refused(
-            f"{path}: {rows.num_train} of {count} rows are left to train on, {least}: lower --validation"
-            + see("no-density")
-        )
-    if rows.num_train <= dimension:
-        have = "1 row" if count == 1 else f"{count} rows"
-        raise Refused(
-            f"{path} has {have}: {dimension + 2} are the least for its columns, hundreds are better"
-            + see("no-density")
-        )
-    for name, column in zip(rows.columns, rows.train.T, strict=True):
+    path = table_name(arguments.data)
+    if rows.total < 2:
+        raise Refused(f"{path} has 1 row: two are the least, hundreds are better{see('no-density')}")
+    for name, column in zip(rows.columns, rows.rows.T, strict=True):
         spread = column.std()
         if column.min() == column.max():
             others = ",".join(other for other in rows.columns if other != name) or "..."

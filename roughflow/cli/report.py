@@ -35,9 +35,8 @@ def check_report(arguments: argparse.Namespace) -> None:
 
 def report(
     arguments: argparse.Namespace,
-    fitted: rf.Fitted,
-    train: np.ndarray,
-    held_out: np.ndarray,
+    fitted: rf.FittedDensity,
+    data: np.ndarray,
     said: Sequence[str],
     seconds: float,
 ) -> None:
@@ -46,8 +45,7 @@ def report(
     write_report(
         arguments.report,
         fitted,
-        train,
-        held_out=held_out,
+        data,
         key=jax.random.fold_in(jax.random.key(arguments.seed), 1),
         title=f"The density of {arguments.data.name}",
         made={

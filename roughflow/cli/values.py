@@ -59,8 +59,8 @@ def bounds(text: str) -> dict[str, tuple[float | None, float | None]]:
     return _by_column(text, limits, "share=0:1,income=0:")
 
 
-def rounding(text: str) -> dict[str, float]:
-    return _by_column(text, float, "age=1,height=0.5")
+def rounding(text: str) -> dict[str, float] | str:
+    return text if text == "auto" else _by_column(text, float, "age=1,height=0.5")
 
 
 def names(text: str) -> list[str]:

@@ -1,5 +1,7 @@
 """Noise for a flow that was fitted without, and back."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from .._checks import check_positive
@@ -19,9 +21,7 @@ from ._integrator import AbstractIntegrator
 from ._runge_kutta import order_of
 
 
-def with_noise(
-    flow: StochasticFlow, diffusion: Diffusion | float | None, *, fading: float | None = 0.5
-) -> StochasticFlow:
+def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float | None = 0.5) -> Any:
     """The flow with this noise in place of its own, the same distribution at every time: `rf.TransportSDE`.
 
     The noise is free to choose after training, as often as one likes: more of it, another kind, none. Then it
@@ -36,7 +36,8 @@ def with_noise(
 
     **Arguments:**
 
-    - `flow`: one with an `rf.TransportSDE`, which is what `rf.fit` with `rf.Interpolant()` returns.
+    - `flow`: one with an `rf.TransportSDE`, which is what `rf.fit` with `rf.Interpolant()` returns; or what
+      `rf.fit_density` returns, or its model, whose noise is in units of the standardised data.
     - `diffusion`: Σ(t, z), any diffusion; a number λ for λI, on all coordinates but those that are
       given; an `rf.FadingDiffusion` as it is; None for no noise.
     - `fading`: p in σ = (1 − t/T)^p Σ, ½ or more (`rf.FadingDiffusion`); None for σ = Σ as it is, where the
@@ -54,6 +55,12 @@ def with_noise(
     again = rf.with_noise(other, None)  # the ODE
     ```
     """
+    if not isinstance(flow, StochasticFlow):
+        if not hasattr(flow, "with_noise"):
+            raise TypeError(
+                f"flow must be an rf.StochasticFlow or a fitted density, got {type(flow).__name__}"
+            )
+        return flow.with_noise(diffusion, fading=fading)
     if not isinstance(flow.sde, TransportSDE):
         raise TypeError(
             f"with_noise needs a flow whose score is known, that of an rf.TransportSDE, got "

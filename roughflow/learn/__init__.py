@@ -5,6 +5,7 @@ from ._evidence import EvidenceBound as EvidenceBound, evidence_bound as evidenc
 from ._files import whole_file as whole_file
 from ._fit import Fitted as Fitted, fit as fit
 from ._fit_density import fit_density as fit_density
+from ._fitted_density import FittedDensity as FittedDensity
 from ._history import History as History
 from ._in_chunks import estimate_chunks as estimate_chunks
 from ._interpolant import Interpolant as Interpolant
@@ -22,6 +23,7 @@ from ._parquet import (
 )
 from ._reverse_kl import ReverseKL as ReverseKL
 from ._save import load as load, save as save
+from ._score import Score as Score
 from ._stages import LIKELIHOOD_ROWS as LIKELIHOOD_ROWS, second_file as second_file
 from ._standardised import Standardised as Standardised, standardisation as standardisation
 from ._stationarity import confinement as confinement, stationarity as stationarity

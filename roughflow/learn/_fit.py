@@ -1,6 +1,6 @@
 """One fit, for any objective."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -47,15 +47,18 @@ class Fitted:
     stages: Mapping[str, History] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        histories = self.stages or {named(self.objective): self.history}
-        parts = [(name, history.told()) for name, history in histories.items()]
+        return self._told()
+
+    def _told(self, first: Sequence[tuple[str, str]] = (), last: Sequence[tuple[str, str]] = ()) -> str:
+        own = {named(self.objective): self.history} if self.history.loss.size else {}
+        parts = [(name, history.told()) for name, history in (self.stages or own).items()]
         # What is not of the flow was found before any training.
         trained = self.model.flow if isinstance(self.model, Standardised) else self.model
         told = isinstance(self.model, Standardised | StochasticFlow)
         model = repr(self.model).splitlines()[0] if told else named(self.model)
         size = f"{num_parameters(trained):,}"
         title = "Fitted, interrupted" if self.interrupted else "Fitted"
-        return listed(title, [("model", model), ("parameters", size), *parts])
+        return listed(title, [("model", model), *first, ("parameters", size), *parts, *last])
 
 
 def fit(

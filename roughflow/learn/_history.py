@@ -33,6 +33,13 @@ class History:
         """How many steps were not taken, because the loss or a gradient was not finite."""
         return int(np.sum(np.isnan(self.loss)))
 
+    @property
+    def best_step(self) -> int | None:
+        """The step with the lowest validation loss; None without any."""
+        if not np.any(np.isfinite(self.validation_loss)):
+            return None
+        return int(self.validation_step[np.nanargmin(self.validation_loss)])
+
     def with_steps(self, loss: np.ndarray, metrics: dict[str, np.ndarray]) -> "History":
         old = {name: self.metrics.get(name, np.zeros(0)) for name in metrics}
         joined = {name: np.concatenate([old[name], metrics[name]]) for name in metrics}
@@ -53,10 +60,9 @@ class History:
         if self.loss.size:
             parts.append(f"loss {self.recent():.4f}")
         looks = self.validation_loss
-        if np.any(np.isfinite(looks)):
-            best = int(np.nanargmin(looks))
-            at = self.validation_step[best]
-            parts.append(f"validation {looks[-1]:.4f}, best {looks[best]:.4f} at step {at:,}")
+        if self.best_step is not None:
+            best = f"best {np.nanmin(looks):.4f} at step {self.best_step:,}"
+            parts.append(f"validation {looks[-1]:.4f}, {best}")
         if self.skipped:
             parts.append(f"{self.skipped:,} skipped")
         return ", ".join(parts) + (f"; ended {self.ended}" if self.ended else "")

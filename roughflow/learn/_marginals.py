@@ -10,10 +10,11 @@ import scipy
 from jaxtyping import Array
 
 from .._checks import is_traced
+from ._gaussian import Gaussian
+from ._split import Links, folds, mean_and_error
 
 COUNTS = (4, 8, 16, 32, 64, 128)  # of knots, tried in this order
 ROWS = 8  # at least, for each knot
-FOLDS = 5
 CLEAR = 2.0  # standard errors by which more knots must be better
 NARROW = 1e-7  # standard deviations between two knots, at least
 
@@ -144,16 +145,19 @@ def fit_marginals(
     own: int,
     least: float,
     bounds: tuple[np.ndarray, np.ndarray] | None = None,
+    links: Links | None = None,
 ) -> Marginals | None:
     """Maps for the first `own` columns, with as many knots each as cross-validation bears out. Straight ones
     if they gain less than `least` nats per column over a normal distribution without them, in the median row:
     a few rows far out must not decide alone. None if there is nothing to map."""
+    links = Links.of(rows) if links is None else links
     if bounds is not None:
         moved = unbounded(np, rows[:, :own], *bounds)[0]
         rows = np.concatenate([moved, rows[:, own:]], axis=1)
-    counts = [_count(column) for column in rows[:, :own].T] if least < np.inf else [0] * own
+    counts = [_count(column, links) for column in rows[:, :own].T] if least < np.inf else [0] * own
     if any(counts) and least > -np.inf:
-        gains = np.concatenate([_gain(rest, part, counts) for rest, part in _folds(rows)])
+        parts = folds(links.labels)
+        gains = np.concatenate([_gain(rows[rest], rows[part], counts) for rest, part in parts])
         counts = counts if np.median(gains) >= least * own else [0] * own
     if bounds is None and not any(counts):
         return None
@@ -213,15 +217,23 @@ def _padded(knots: _Knot, most: int) -> _Knot:
 # ------------------------------------------------------------------------------------------------- choice
 
 
-def _count(column: np.ndarray) -> int:
+def _count(column: np.ndarray, links: Links) -> int:
     """How many knots are clearly better than fewer, by the log-likelihood of rows left out; 0 for none."""
-    score = lambda count: np.concatenate([_log_normal(rest, part, count) for rest, part in _folds(column)])
+    parts = folds(links.labels)
+
+    def score(count: int) -> np.ndarray:
+        values = np.empty(len(column))
+        for rest, part in parts:
+            values[part] = _log_normal(column[rest], column[part], count)
+        return values
+
     chosen, best = 0, score(0)
     for count in COUNTS:
-        if count * ROWS > len(column):
+        if count * ROWS > links.distinct:
             break
         found = score(count)
-        if _clear(found - best):
+        gain, error = mean_and_error(found - best, links.labels)
+        if gain > CLEAR * error:
             chosen, best = count, found
     return chosen
 
@@ -244,22 +256,4 @@ def _gain(train: np.ndarray, test: np.ndarray, counts: list[int]) -> np.ndarray:
         return np.concatenate([u, rows[:, own:]], axis=1), log_slope.sum(axis=1)
 
     (u, _), (v, log_slope) = mapped(train), mapped(test)
-    return _log_gaussian(u, v) + log_slope - _log_gaussian(train, test)
-
-
-def _log_gaussian(train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    loc, scale = train.mean(axis=0), train.std(axis=0)
-    unit, other = (train - loc) / scale, (test - loc) / scale
-    covariance = unit.T @ unit / len(unit) + 1e-6 * np.eye(len(loc))
-    squares = np.sum(other * np.linalg.solve(covariance, other.T).T, axis=1)
-    return -0.5 * (squares + np.linalg.slogdet(2 * np.pi * covariance)[1]) - np.log(scale).sum()
-
-
-def _clear(gains: np.ndarray) -> bool:
-    return bool(gains.mean() > CLEAR * gains.std() / len(gains) ** 0.5)
-
-
-def _folds(rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each fifth of the rows, and the others before it."""
-    order = np.random.default_rng(0).permutation(len(rows))
-    return [(np.delete(rows, part, axis=0), rows[part]) for part in np.array_split(order, FOLDS)]
+    return Gaussian.of(u).log_prob(v) + log_slope - Gaussian.of(train).log_prob(test)

@@ -15,6 +15,7 @@ from jaxtyping import PRNGKeyArray
 
 from ..faq import see
 from ._numbers import LARGEST
+from ._split import check_share, identified, row_codes
 
 ROWS = 2**16  # that are read at a time
 ASIDE = 2**15  # rows to validate on, at most
@@ -108,15 +109,26 @@ class ParquetTable:
         return self._at(rng.choice(len(self), count, replace=False))
 
     def split(self, share: float, *, key: PRNGKeyArray) -> tuple["ParquetTable", np.ndarray]:
-        """The table without a share of its rows, and these, of which 32,768 are enough."""
-        if not 0 <= share < 1:
-            told = f"validation must be a share of the data between 0 and 1, got {share}"
-            raise ValueError(told + see("budgets-and-validation"))
+        """The table without a share of its rows, and these, of which 32,768 are enough. Copies of these rows
+        are left out of the table too."""
+        check_share(share)
         count = min(round(share * len(self)), ASIDE)
         chosen = self._places(rng_of(key).choice(len(self), count, replace=False))
+        held_out = np.asarray(self._rows[chosen], np.float64)
+        copies = [self.aside, chosen, *self._copies(held_out)]
         rest = copy.copy(self)
-        rest.aside = np.union1d(self.aside, chosen)
-        return rest, np.asarray(self._rows[chosen], np.float64)
+        rest.aside = np.unique(np.concatenate(copies))
+        if len(rest.aside) == len(self._rows):
+            raise ValueError("no rows are left to train on: all are copies of validation rows; give others")
+        return rest, held_out
+
+    def _copies(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """Where in the file copies of these rows are."""
+        codes = np.sort(row_codes(rows[identified(rows, len(self))])) if len(rows) else np.zeros(0)
+        for first in range(0, len(self._rows) if len(codes) else 0, ROWS):
+            own = row_codes(self._rows[first : first + ROWS])
+            place = np.minimum(np.searchsorted(codes, own), len(codes) - 1)
+            yield first + np.flatnonzero(codes[place] == own)
 
     def _at(self, places: np.ndarray) -> np.ndarray:
         return np.asarray(self._rows[self._places(places)])

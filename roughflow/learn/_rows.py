@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_finite
-from ..faq import see
 from ._batches import Batches
 from ._objective import AbstractStatefulObjective
 from ._parquet import ParquetTable
+from ._split import check_share, copies_of, hold_out
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ def split(
     objective: AbstractStatefulObjective,
     key: PRNGKeyArray,
 ) -> tuple[Data, Array | None]:
-    """Data to train on and, if asked for, data to validate on."""
+    """Data to train on and, if asked for, data to validate on: copies of a row are on one side."""
     if (data is not None) != objective.uses_data:
         need = "needs data" if objective.uses_data else "takes no data"
         raise ValueError(f"{type(objective).__name__} {need}: call fit(model, data, ...) accordingly")
@@ -68,6 +68,7 @@ def split(
         return rest, _rows("validation", aside) if len(aside) else None
     if data is None or isinstance(data, DataSource | Batches):
         if isinstance(validation, float | int):
+            check_share(validation)
             if validation:
                 raise ValueError("a share to validate on must come from an array: give validation data")
             return data, None
@@ -75,14 +76,8 @@ def split(
     rows = _rows("data", data)
     if not isinstance(validation, float | int):
         return rows, _rows("validation", validation)
-    if not 0 <= validation < 1:
-        told = f"validation must be a share of the data between 0 and 1, got {validation}"
-        raise ValueError(told + see("budgets-and-validation"))
-    aside = round(validation * len(rows))
-    if aside in (0, len(rows)):
-        return rows, None
-    order = jax.random.permutation(key, len(rows))
-    return rows[order[aside:]], rows[order[:aside]]
+    train, aside = hold_out(copies_of(np.asarray(rows)), validation, key)
+    return rows[train], rows[aside] if len(aside) else None
 
 
 def _rows(name: str, data: Array | np.ndarray) -> Array:

@@ -1,19 +1,29 @@
-"""What `fit_density` chooses by the size of a table: each was better on the tables of `benchmarks.tables`."""
+"""Defaults of `fit_density` that depend on the size of a table; `benchmarks.tables` compares them."""
 
 from dataclasses import dataclass
 
 WAVES = 2000  # rows from which fine waves of the state help in the plane; in more dimensions they mislead
 WIDE = 20_000  # rows from which a wider network pays
 SPARSE = 30  # rows per column below which a network learns them by heart, unless it is kept from that
+SMALL = 500  # rows below which densities are compared by cross-validation, not on validation rows
+TINY, TINY_PER_COLUMN = 64, 10  # rows, and rows per column, below which no flow is trained
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a table with so many `rows` to train on, `columns` to model and others that are given."""
+    """Of a table with so many distinct `rows`, `columns` to model and others that are given."""
 
     rows: int
     columns: int
     context: int
+
+    @property
+    def tiny(self) -> bool:
+        return self.rows < max(TINY, TINY_PER_COLUMN * (self.columns + self.context))
+
+    @property
+    def small(self) -> bool:
+        return self.rows < SMALL
 
     @property
     def sparse(self) -> bool:
@@ -68,7 +78,7 @@ class Sizes:
     @property
     def likelihood_steps(self) -> int:
         """Each takes a backward solve with a tangent for each column. After a long regression of a wide
-        network it gains next to nothing."""
-        if self.sparse:
+        network it gains next to nothing, and on few rows too: their first steps are already the best."""
+        if self.sparse or self.small:
             return 0
         return 100 if self.columns <= 3 else 0 if self.wide else 60

@@ -9,17 +9,15 @@ from typing import Any
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from .._checks import check_count
 from .._devices import Devices, DevicesLike
 from ..flow import HutchinsonDivergence, StochasticFlow
-from ._batches import UnitBatches
 from ._checkpoint import steps_of
 from ._fit import Fitted, fit
 from ._interpolant import Interpolant
 from ._maximum_likelihood import MaximumLikelihood
-from ._smoothed import Smoothed
 
 MANY = 8  # columns above which likelihood is trained with probes of the divergence
 LOOKED_AT = 4096  # rows to validate the regression on: those set aside, as often as it takes
@@ -34,8 +32,8 @@ APART = {"regression": 25, "likelihood": 1}  # steps from one to the next, at le
 class Stages:
     """Regression, then likelihood, on the same rows."""
 
-    train: Array | Smoothed | UnitBatches
-    held_out: Array
+    train: Any  # an array, `Smoothed` rows or `UnitBatches`
+    held_out: Any
     learning_rate: float
     patience: int | None
     progress: bool

@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
+from numpy.typing import ArrayLike
 
 from .._checks import as_shape, check_finite, check_vector, is_traced
 from .._show import count, listed, shortened
 from ..faq import see
-from ..flow import AbstractEstimator, Estimate, StochasticFlow
+from ..flow import AbstractEstimator, Estimate, StochasticFlow, with_noise
+from ._gaussian import Gaussian, check_full_rank
 from ._marginals import Marginals
+from ._numbers import is_frame, real_numbers, take
 
 
 class Standardised(eqx.Module):
@@ -25,9 +28,11 @@ class Standardised(eqx.Module):
     With a `context` of k > 0 it is a conditional density: the last k coordinates are what is `given`. The
     flow starts them from N(0, I) and leaves them there, so that p(y | given) is its density over theirs.
 
-    **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, lower triangular `(d, d)`; `columns`, the
-    names of the coordinates, if they have any; `context`, k; `marginals`, an `rf.Marginals` or None.
-    `standardisation(data)` finds m and L.
+    **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular but for the
+    regression on what is given, in its last k columns; `columns`, the names of the coordinates, if they have
+    any; `context`, k; `marginals`, an `rf.Marginals` or None. `standardisation(data)` finds m and L.
+
+    Columns of a DataFrame are matched by name where the model has `columns`; others are ignored.
 
     ```python
     import jax, jax.numpy as jnp
@@ -67,7 +72,7 @@ class Standardised(eqx.Module):
         left, right = (f"{low:g} < " if low > -np.inf else ""), (f" < {high:g}" if high < np.inf else "")
         return f"{left}{name}{right}"
 
-    def standardise(self, x: Array | np.ndarray, given: Array | np.ndarray | None = None) -> Array:
+    def standardise(self, x: ArrayLike, given: ArrayLike | None = None) -> Array:
         """y = L⁻¹(g(x) − m), in double precision where x is known."""
         return self.unit(self._checked(x, given))
 
@@ -82,10 +87,10 @@ class Standardised(eqx.Module):
 
     def estimate(
         self,
-        x: Array | np.ndarray,
+        x: ArrayLike,
         *,
         key: PRNGKeyArray,
-        given: Array | np.ndarray | None = None,
+        given: ArrayLike | None = None,
         estimator: AbstractEstimator | None = None,
         tolerance: float | None = None,
         max_paths: int = 2**16,
@@ -113,17 +118,17 @@ class Standardised(eqx.Module):
 
     def log_prob(
         self,
-        x: Array | np.ndarray,
+        x: ArrayLike,
         *,
         key: PRNGKeyArray,
-        given: Array | np.ndarray | None = None,
+        given: ArrayLike | None = None,
         estimator: AbstractEstimator | None = None,
     ) -> Array:
         """log p(x): the value of `estimate` without its error bars."""
         return self.estimate(x, key=key, given=given, estimator=estimator, solver=False).log_prob
 
     def sample(
-        self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: Array | np.ndarray | None = None
+        self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: ArrayLike | None = None
     ) -> Array:
         """Rows `(*shape, d)`; with `given` of shape `(..., k)`, `(*shape, ..., d)`: `shape` for each."""
         shape, own = as_shape(shape), self.flow.dimension - self.context
@@ -142,6 +147,11 @@ class Standardised(eqx.Module):
         mapped = (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(len(shape))) + spread)[..., :own]
         return mapped if self.marginals is None else self.marginals.inverse(mapped)
 
+    def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "Standardised":
+        """The same distribution as that of an SDE with noise, which is in units of the standardised data:
+        `rf.with_noise` of the flow."""
+        return eqx.tree_at(lambda m: m.flow, self, with_noise(self.flow, diffusion, fading=fading))
+
     def _mapped(self, x: Array | np.ndarray) -> tuple[Any, Any]:
         """g(x), with what is given as it is, and Σ log g′(x)."""
         if self.marginals is None:
@@ -151,18 +161,29 @@ class Standardised(eqx.Module):
         module = np if isinstance(u, np.ndarray) else jnp
         return module.concatenate([u, x[..., own:]], axis=-1), module.sum(log_slope, axis=-1)
 
-    def _checked(self, x: Array | np.ndarray, given: Array | np.ndarray | None) -> Array | np.ndarray:
-        check_vector("x", x, self.flow.dimension - self.context)
+    def _checked(self, x: Any, given: Any) -> Array | np.ndarray:
+        """The rows with what is given as their last columns; those of a DataFrame by name."""
+        own = self.flow.dimension - self.context
+        if self.context and given is None and self.columns and is_frame(x):
+            given = take("x", x, self.columns[own:])
+        x = self._numbers("x", x, slice(own))
+        check_vector("x", x, own)
         check_finite("x", x)
         return self._with(x, given)
 
-    def _with(self, x: Array | np.ndarray, given: Array | np.ndarray | None) -> Array | np.ndarray:
+    def _numbers(self, name: str, value: Any, which: slice) -> Array | np.ndarray:
+        if self.columns and is_frame(value):
+            value = take(name, value, self.columns[which])
+        return real_numbers(name, value)
+
+    def _with(self, x: Array | np.ndarray, given: Any) -> Array | np.ndarray:
         """The rows with what is given as their last columns."""
         if (given is not None) != bool(self.context):
             need = f"given, with {self.context} columns" if self.context else "no given"
             raise ValueError(f"the model needs {need}: it is a density of {self.flow.dimension} columns")
         if given is None:
             return x
+        given = self._numbers("given", given, slice(self.flow.dimension - self.context, None))
         check_vector("given", given, self.context)
         check_finite("given", given)
         batch = jnp.broadcast_shapes(np.shape(x)[:-1], np.shape(given)[:-1])
@@ -185,17 +206,9 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if rows.ndim != 2 or len(rows) < 2:
         raise ValueError(f"data must have shape (rows, dimensions) with at least two rows, got {rows.shape}")
     check_finite("data", rows)
-    loc, scale = rows.mean(axis=0), rows.std(axis=0)
-    still = np.flatnonzero(scale <= 1e-10 * np.maximum(np.abs(loc), 1e-300))
-    if still.size:
-        told = f"column {still[0]} is constant: its distribution has no density; leave it out"
-        raise ValueError(told + see("no-density"))
-    unit = (rows - loc) / scale
-    # A touch of ridge: columns that depend on one another nearly are still told apart.
-    correlation = unit.T @ unit / len(rows) + 1e-6 * np.eye(rows.shape[1])
-    if np.linalg.eigvalsh(correlation)[0] < 2e-6:
-        raise ValueError(
-            "the columns are linearly dependent, so their distribution has no density: leave some out"
-            + see("no-density")
-        )
-    return loc, scale[:, None] * np.linalg.cholesky(correlation)
+    if len(rows) <= rows.shape[1]:
+        told = f"data has {len(rows)} rows for {rows.shape[1]} columns, so their covariance is singular"
+        raise ValueError(f"{told}: give more rows, or fewer columns{see('no-density')}")
+    check_full_rank(rows)
+    gaussian = Gaussian.of(rows)
+    return gaussian.loc, gaussian.matrix

@@ -1,62 +1,69 @@
-"""The rows of a table: what is modelled, what is given, what is set aside."""
+"""The rows of a table: which columns are modelled and which are given, and the validation rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_positive, warn
 from .._keys import fold_in
-from .._programs import jit
 from ..faq import see
+from ._gaussian import check_full_rank
 from ._marginals import Marginals
 from ._numbers import joined
+from ._split import Links, grid_step, hold_out
 from ._standardised import standardisation
 
-FEW = 20  # distinct values of a column that make it look discrete
 SPIKE = 0.05  # share of the rows at one value
-FAR = 100.0  # widths of the middle half from the middle
+FAR = 100.0  # interquartile ranges from the median
+COARSE = 0.02  # a grid's step, in standard deviations of the column, that a flow can resolve
+WIDE = 10  # columns per row beyond which nothing can be learned
 Bound = tuple[float | None, float | None]
+Rounding = Mapping[Any, float] | Literal["auto"]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows to train on, with the `context` columns of what is given last, and rows held out."""
+    """Rows to train on, with the `context` columns of what is given last, and validation rows; which of
+    either belong together, as `links` and `held_out_labels`."""
 
     train: np.ndarray
+    links: Links
     held_out: np.ndarray
+    held_out_labels: np.ndarray
+    names: tuple[str, ...]
     context: int
     bounds: tuple[np.ndarray, np.ndarray] | None  # of the columns that are modelled
     rounding: np.ndarray  # of all columns, 0 where there is none
 
     @staticmethod
     def of(
-        data: ArrayLike,
-        given: ArrayLike | None,
-        names: Sequence[str],
+        data: Any,
+        given: Any,
+        groups: Any,
+        names: tuple[str, ...],
         bounds: Mapping[Any, Bound],
-        rounding: Mapping[Any, float],
+        rounding: Rounding,
     ) -> "Table":
         rows, context = joined("data", data, given, names)
         own = rows.shape[1] - context
-        treated = {_place(name, names) for name in (*rounding, *bounds)}
-        for i in range(own):
-            if i not in treated:
-                _warn_of(rows[:, i], repr(names[i]) if names else str(i))
+        if own > WIDE * len(rows):
+            told = f"data has {len(rows):,} rows for {own:,} columns: choose at most {WIDE * len(rows):,}"
+            raise ValueError(f"{told} of them, or take principal components{see('no-density')}")
+        _check_enough(len(rows), len(rows), "data")
         lower, upper = np.full(own, -np.inf), np.full(own, np.inf)
         for name, (low, high) in bounds.items():
             i = _column(name, names, own)
             lower[i], upper[i] = -np.inf if low is None else low, np.inf if high is None else high
-        width = np.zeros(rows.shape[1])
-        for name, step in rounding.items():
-            check_positive("rounding", step)
-            width[_column(name, names, own)] = step
-        table = Table(rows, rows[:0], context, (lower, upper) if bounds else None, width)
+        width = _rounding(rows, own, names, rounding)
+        links = Links.of(rows, groups)
+        _warn(rows[:, :own], links, names, rounding, {_place(name, names) for name in bounds})
+        none = (rows[:0], np.zeros(0, int))
+        table = Table(rows, links, *none, names, context, (lower, upper) if bounds else None, width)
         table.check_bounds(rows)
         return table
 
@@ -69,7 +76,8 @@ class Table:
         if out.any():
             i = int(np.argmax(out))
             limits = " and ".join(f"{bound[i]:g}" for bound in self.bounds)
-            told = f"column {i} has values that are not strictly between its bounds {limits}"
+            name = repr(self.names[i]) if self.names else str(i)
+            told = f"column {name} has values that are not strictly between its bounds {limits}"
             raise ValueError(told + see("no-density"))
 
     @property
@@ -81,26 +89,26 @@ class Table:
         self, validation: float | ArrayLike | tuple[ArrayLike, ArrayLike], key: PRNGKeyArray
     ) -> "Table":
         """With a share of the rows held out, or with others that are."""
-        if not isinstance(validation, float | int):
-            held_out, given = validation if isinstance(validation, tuple) else (validation, None)
-            rows, context = joined("validation", held_out, given)
-            if (rows.shape[1], context) != (self.train.shape[1], self.context):
-                raise ValueError(
-                    f"validation has {rows.shape[1]} columns, {context} of them given; the data "
-                    f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
-                )
-            self.check_bounds(rows)
-            return replace(self, held_out=self._spread(rows, key, 1))
-        if not 0 <= validation < 1:
-            told = f"validation must be a share of the data between 0 and 1, got {validation}"
-            raise ValueError(told + see("budgets-and-validation"))
-        aside = round(validation * len(self.train))
-        order = np.asarray(_permutation(key, len(self.train)))
-        return replace(self, train=self.train[order[aside:]], held_out=self.train[order[:aside]])
+        if isinstance(validation, float | int):
+            train, aside = hold_out(self.links.labels, validation, key)
+            _check_enough(len(train), len(self.train), "data", validation)
+            part = replace(self, train=self.train[train], links=self.links.at(train))
+            return replace(part, held_out=self.train[aside], held_out_labels=self.links.at(aside).labels)
+        held_out, given = validation if isinstance(validation, tuple) else (validation, None)
+        rows, context = joined("validation", held_out, given, self.names, self.context)
+        if (rows.shape[1], context) != (self.train.shape[1], self.context):
+            raise ValueError(
+                f"validation has {rows.shape[1]} columns, {context} of them given; the data "
+                f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
+            )
+        self.check_bounds(rows)
+        return replace(self, held_out=self._spread(rows, key, 1), held_out_labels=Links.of(rows).labels)
 
     def dequantised(self, key: PRNGKeyArray) -> "Table":
         """With uniform noise, as wide as the rounding, on the columns that were rounded."""
-        return replace(self, train=self._spread(self.train, key, 2))
+        rows = self._spread(self.train, key, 2)
+        check_full_rank(rows[:, : self.dimension], self.names)
+        return replace(self, train=rows)
 
     def _spread(self, rows: np.ndarray, key: PRNGKeyArray, number: int) -> np.ndarray:
         if not np.any(self.rounding):
@@ -123,9 +131,37 @@ class Table:
         return np.concatenate([loc, given.mean(axis=0)]), whole
 
 
-@partial(jit, level=1)
-def _permutation(key: PRNGKeyArray, count: int) -> Array:
-    return jax.random.permutation(key, count)
+def _check_enough(count: int, total: int, name: str, validation: float = 0.0) -> None:
+    """Two rows are the least that have a spread."""
+    if count >= 2:
+        return
+    if total < 2:
+        raise ValueError(f"{name} has 1 row: two are the least, hundreds are better{see('no-density')}")
+    told = f"validation={validation:g} leaves {count} of {total} rows to train on"
+    raise ValueError(f"{told}: lower validation{see('budgets-and-validation')}")
+
+
+def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Rounding) -> np.ndarray:
+    """The rounding of each column; with "auto", the step of those on a coarse grid."""
+    width = np.zeros(rows.shape[1])
+    if isinstance(rounding, str):
+        if rounding != "auto":
+            raise ValueError(f'rounding must be "auto" or {{column: width}}, got {rounding!r}')
+        width[:own] = [_coarse_step(column) for column in rows[:, :own].T]
+        return width
+    for name, step in rounding.items():
+        check_positive("rounding", step)
+        width[_column(name, names, own)] = step
+    return width
+
+
+def _coarse_step(column: np.ndarray) -> float:
+    """The step of the grid that a column's values lie on, if it is coarse enough to matter and values repeat;
+    otherwise 0."""
+    if len(np.unique(column)) > 0.9 * len(column):
+        return 0.0
+    step = grid_step(column)
+    return step if step > COARSE * column.std() else 0.0
 
 
 def _column(name: str | int, names: Sequence[str], own: int) -> int:
@@ -140,30 +176,57 @@ def _place(name: str | int, names: Sequence[str]) -> str | int:
     return list(names).index(name) if name in names else name  # pyright: ignore[reportArgumentType]
 
 
-def _warn_of(column: np.ndarray, name: str) -> None:
-    """Say what a density of this column would make of it."""
+def _warn(
+    rows: np.ndarray, links: Links, names: Sequence[str], rounding: Rounding, bounded: set[str | int]
+) -> None:
+    """Warn, in a line each, of rounded columns, of spikes, of far-reaching tails and of joined tables."""
+    label = lambda i: repr(names[i]) if names else str(i)
+    shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
+    say = lambda text, heading: warn(text + see(heading))
+    if links.joined:
+        told = f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
+        say(f"{told}together (groups= names other groups)", "copies-and-groups")
+    # Copies of a row are no ties: each counts once.
+    _, first = np.unique(links.copies, return_index=True)
+    rows = rows[first]
+    treated = set() if isinstance(rounding, str) else {_place(name, names) for name in rounding}
+    free = [i for i in range(rows.shape[1]) if i not in treated | bounded]
+    rounded = [i for i in range(rows.shape[1]) if i not in treated and _coarse_step(rows[:, i])]
+    if rounded and rounding != "auto":
+        steps = ", ".join(f"{_coarse_step(rows[:, i]):g}" for i in rounded)
+        say(
+            f"{shown(rounded)} hold{'s' * (len(rounded) == 1)} rounded values (in steps of {steps}), where a "
+            'density may grow without bound: pass rounding="auto", or condition on them (given=)',
+            "rounded-values",
+        )
+    spikes = [i for i in free if i not in rounded and _spike(rows[:, i])]
+    for i in spikes:
+        say(
+            f"column {label(i)} has {_spike(rows[:, i])}, where a density may grow without bound: leave "
+            "them out, or group rows that belong together (groups=)",
+            "rounded-values",
+        )
+    for i in free:
+        reach = _reach(rows[:, i]) if i not in rounded + spikes else 0.0
+        if reach > FAR:
+            say(
+                f"column {label(i)} reaches {reach:.0f} times the width of its middle half: take logarithms, "
+                "give its bounds (bounds=), or have it mapped (marginals=True)",
+                "far-reaching-tails",
+            )
+
+
+def _spike(column: np.ndarray) -> str:
+    """Values at which rows pile up, in words; "" for none."""
     values, counts = np.unique(column, return_counts=True)
-    quarters = np.quantile(column, [0.25, 0.5, 0.75])
-    reach, width = np.max(np.abs(column - quarters[1])), quarters[2] - quarters[0]
     if len(values) == 1:
-        return  # refused elsewhere
-    if len(values) <= min(FEW, len(column) // 2):
-        told = (
-            f"has only {len(values)} different values, so its density may grow without bound: leave it out, "
-            "give it as a condition (given=), or say how wide its steps are (rounding=)"
-            + see("few-different-values")
-        )
-    elif counts.max() > max(SPIKE * len(column), 2):
-        share, where = counts.max() / len(column), values[np.argmax(counts)]
-        told = (
-            f"has {share:.0%} of its rows at {where:g}, where a density would grow without bound: leave them "
-            "out, or say how it was rounded (rounding=)" + see("few-different-values")
-        )
-    elif reach > FAR * width:
-        told = (
-            f"reaches {reach / width:.0f} times the width of its middle half: take logarithms, give its "
-            "bounds (bounds=), or have it mapped (marginals=True)" + see("far-reaching-tails")
-        )
-    else:
-        return
-    warn(f"column {name} {told}")
+        return ""  # refused elsewhere
+    if counts.max() > max(SPIKE * len(column), 2):
+        return f"{counts.max() / len(column):.0%} of its rows at {values[np.argmax(counts)]:g}"
+    return "most of its values more than once" if np.sum(counts - 1) > 0.5 * len(column) else ""
+
+
+def _reach(column: np.ndarray) -> float:
+    """How far the column reaches from its median, in interquartile ranges."""
+    quarters = np.quantile(column, [0.25, 0.5, 0.75])
+    return float(np.max(np.abs(column - quarters[1])) / (quarters[2] - quarters[0] or np.inf))

@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
-from scipy import stats
 
 import roughflow as rf
 
@@ -24,7 +23,7 @@ SCORED, NOISY = 1000, 64  # rows to score, without noise and with it, where each
 
 def write_report(
     path: str | os.PathLike,
-    fitted: rf.Fitted,
+    fitted: rf.FittedDensity,
     data: np.ndarray,
     *,
     key: PRNGKeyArray,
@@ -38,7 +37,8 @@ def write_report(
     **Arguments:**
 
     - `data`: the rows it was fitted to, with what is given as their last columns.
-    - `held_out`: rows to judge it by, that it was not fitted to; without any, those it was fitted to.
+    - `held_out`: other rows to judge it by; if None, its own `score`, or, without one, the rows it was fitted
+      to.
     - `made`: how it was made, as names and texts (the command, the seed, the seconds).
     - `notes`: warnings that came up on the way.
 
@@ -53,19 +53,20 @@ def write_report(
     write_report("report.html", fitted, data[:200], held_out=data[200:], key=jax.random.key(2))
     ```
     """
-    data = np.asarray(data, float)
-    unseen = held_out is not None and len(held_out) > 0
-    keys = jax.random.split(key, 3)
-    rows = np.asarray(held_out, float) if unseen else data
-    judged = _Judged.of(fitted.model, data, rows, keys[:2])
-    counts = f"{len(data):,} to fit, " + (f"{len(rows):,} set aside" if unseen else "none set aside")
+    data, keys = np.asarray(data, float), jax.random.split(key, 3)
+    assert fitted.held_out is not None
+    aside = fitted.held_out.rows
+    own = aside if len(aside) else data
+    judged = _Judged.of(fitted, own if held_out is None else np.asarray(held_out, float), keys[:2])
+    score = (fitted.score if held_out is None else None) or judged.score(held_out is not None)
+    counts = f"{len(data):,}, " + (f"{len(aside):,} of them for validation" if len(aside) else "all to fit")
     noted = [*notes, *([judged.estimate.warning] if judged.estimate.warning else [])]
     with warnings.catch_warnings():
         # Letters that a font lacks, and axes of a single step: the page shows what there is.
         warnings.simplefilter("ignore", UserWarning)
         sections = [
             html.section("How it was made", html.pairs(_made(fitted.model, counts, made or {}))),
-            html.section("How good it is", html.pairs(_numbers(fitted, judged, unseen))),
+            html.section("How good it is", html.pairs(_numbers(fitted, score))),
             html.section("Warnings", html.bullets(noted) if noted else html.paragraph("None.")),
             *_samples(fitted.model, data, keys[2]),
             _training(fitted),
@@ -86,17 +87,21 @@ class _Judged:
     noisy: bool
 
     @staticmethod
-    def of(model: rf.Standardised, data: np.ndarray, rows: np.ndarray, keys: PRNGKeyArray) -> "_Judged":
+    def of(fitted: rf.FittedDensity, rows: np.ndarray, keys: PRNGKeyArray) -> "_Judged":
+        assert fitted.held_out is not None
+        model = fitted.model
         noisy = model.flow.noise_dimension > 0
         rows = rows[: NOISY if noisy else SCORED]
         own = rows.shape[1] - model.context
         given = rows[:, own:] if model.context else None
         first = model.estimate(rows[:, :own], key=keys[0], given=given)
         second = model.estimate(rows[:, :own], key=keys[1], given=given) if noisy else first
-        normal = _gaussian(data, rows)
-        if model.context:  # p(y | given) = p(y, given) / p(given), for the Gaussian too
-            normal = normal - _gaussian(data[:, own:], rows[:, own:])
-        return _Judged(first, second, normal, noisy)
+        return _Judged(first, second, fitted.held_out.gaussian.log_prob(rows), noisy)
+
+    def score(self, unseen: bool) -> rf.Score:
+        values = np.asarray(self.estimate.log_prob, float)
+        method = "rows it was not fitted to" if unseen else "rows it was fitted to"
+        return rf.Score.of(values, self.gaussian, np.arange(len(values)), method)
 
     def section(self) -> str:
         return self._error_bars() if self.noisy else self._solver()
@@ -132,13 +137,6 @@ class _Judged:
         return html.section("Calibration of the error bars", *parts)
 
 
-def _gaussian(data: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Log densities of rows under the normal distribution with the mean and covariance of the data."""
-    loc, matrix = rf.standardisation(data)
-    unit = np.linalg.solve(matrix, (rows - loc).T)
-    return np.sum(stats.norm.logpdf(unit), axis=0) - np.sum(np.log(np.abs(np.diagonal(matrix))))
-
-
 def _names(model: rf.Standardised) -> list[str]:
     return list(model.columns or (f"x{i + 1}" for i in range(model.flow.dimension)))
 
@@ -153,16 +151,13 @@ def _made(model: rf.Standardised, rows: str, made: Mapping[str, str]) -> dict[st
     return told | {"version": f"roughflow {rf.__version__}", "date": when}
 
 
-def _numbers(fitted: rf.Fitted, judged: _Judged, unseen: bool) -> dict[str, str]:
-    value = np.asarray(judged.estimate.log_prob, float)
-    with np.errstate(invalid="ignore"):
-        gap = value - judged.gaussian
-        error = np.std(gap) / len(gap) ** 0.5
-    rows = "rows it was not trained on" if unseen else "rows it was trained on: none were set aside"
+def _numbers(fitted: rf.FittedDensity, score: rf.Score) -> dict[str, str]:
     told = {
-        "log-likelihood": f"{np.mean(value):.4f} nats per row, over {len(value):,} {rows}",
-        "Gaussian": f"{np.mean(judged.gaussian):.4f}, with the mean and covariance of the data",
-        "gain": f"{np.mean(gap):.4f} ± {error:.2g}, over the Gaussian",
+        "family": fitted.family,
+        "log-likelihood": f"{score.mean:.4f} ± {score.standard_error:.2g} nats per row, over "
+        f"{score.num_rows:,} rows ({score.method})",
+        "Gaussian": f"{score.gaussian:.4f}, with the mean and covariance of the data",
+        "gain": f"{score.gain:.4f} ± {score.gain_error:.2g}, over the Gaussian",
     }
     for name, history in fitted.stages.items():
         skipped = f", {history.skipped:,} skipped" if history.skipped else ""
@@ -199,7 +194,7 @@ def _samples(model: rf.Standardised, data: np.ndarray, key: PRNGKeyArray) -> lis
 
 def _training(fitted: rf.Fitted) -> str:
     drawn = {
-        f"The loss in the {name} stage, smoothed, and on the rows set aside.": draw.training(history)
+        f"The loss in the {name} stage, smoothed, and on the validation rows.": draw.training(history)
         for name, history in fitted.stages.items()
         if np.isfinite(history.loss).sum() > 1
     }

@@ -1,0 +1,91 @@
+"""The density that was fitted to a table."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jaxtyping import Array, PRNGKeyArray
+from numpy.typing import ArrayLike
+
+from .._checks import check_count, check_key
+from ..flow import AbstractEstimator, Estimate
+from ._fit import Fitted
+from ._score import HeldOut, Score
+
+
+@dataclass(frozen=True)
+class FittedDensity(Fitted):
+    """What `rf.fit_density` returns: an `rf.Fitted` whose `model` is an `rf.Standardised`.
+
+    `family` is "gaussian", "marginals" or "flow": which kind of density it is. `held_out` has the validation
+    `rows`, with what is given last, and the `gaussian` with the mean and covariance of the others.
+
+    ```python
+    import jax
+    import numpy as np
+    import roughflow as rf
+
+    rows = np.random.default_rng(0).normal(size=(40, 2))
+    fitted = rf.fit_density(rows, key=jax.random.key(0))
+    fitted.family  # 'gaussian'
+    fitted.score.mean, fitted.score.standard_error, fitted.score.gaussian
+    fitted.log_prob(rows[:3]).shape  # (3,)
+    fitted.sample(5, key=jax.random.key(1)).shape  # (5, 2)
+    ```
+    """
+
+    family: str = "flow"
+    held_out: HeldOut | None = None
+    known_score: Score | None = None
+
+    @functools.cached_property
+    def score(self) -> Score | None:
+        """An `rf.learn.Score`: the log-density of rows that the model was not fitted to. None without any.
+
+        It is computed when it is first asked for, on up to 1,000 rows, or 64 for a model with noise.
+        """
+        if self.known_score is not None or self.held_out is None:
+            return self.known_score
+        return self.held_out.score(self.model)
+
+    def log_prob(
+        self, rows: ArrayLike, *, given: ArrayLike | None = None, key: PRNGKeyArray | None = None
+    ) -> Array:
+        """log p of each row, in units of the table. Columns of a DataFrame are matched by name.
+
+        A `key` matters for a model with noise alone, whose log-densities are Monte Carlo estimates.
+        """
+        return self.model.log_prob(rows, key=_or_default(key), given=given)
+
+    def estimate(
+        self,
+        rows: ArrayLike,
+        *,
+        given: ArrayLike | None = None,
+        key: PRNGKeyArray | None = None,
+        estimator: AbstractEstimator | None = None,
+        tolerance: float | None = None,
+    ) -> Estimate:
+        """log p of each row with its errors: `rf.StochasticFlow.estimate`, in units of the table."""
+        key = _or_default(key)
+        return self.model.estimate(rows, key=key, given=given, estimator=estimator, tolerance=tolerance)
+
+    def sample(self, count: int, *, key: PRNGKeyArray, given: ArrayLike | None = None) -> Array:
+        """New rows, `(count, d)`; with `given` of shape `(..., k)`, `(count, ..., d)`."""
+        return self.model.sample(key=check_key(key), shape=(check_count("count", count),), given=given)
+
+    def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "FittedDensity":
+        """The same distribution as that of an SDE with noise, in units of the standardised data:
+        `rf.with_noise`."""
+        model = self.model.with_noise(diffusion, fading=fading)
+        again = self.held_out is not None and len(self.held_out.rows)
+        return replace(self, model=model, known_score=None if again else self.known_score)
+
+    def __repr__(self) -> str:
+        score = self.known_score or self.__dict__.get("score")
+        return self._told([("family", self.family)], [("score", repr(score))] if score else [])
+
+
+def _or_default(key: PRNGKeyArray | None) -> PRNGKeyArray:
+    return jax.random.key(0) if key is None else check_key(key)
