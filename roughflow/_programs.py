@@ -17,6 +17,11 @@ import numpy as np
 
 from ._checks import is_traced
 
+try:
+    from jax import enable_x64
+except ImportError:  # JAX before 0.8
+    from jax.experimental import enable_x64  # pyright: ignore
+
 # On Linux a process may have 65,530 memory maps; one too many, and the compiler dies of a segmentation fault.
 # A compiled program takes about forty, and JAX keeps thousands of programs.
 MAPS = Path("/proc/self/maps")
@@ -92,6 +97,17 @@ def runs_long(long: bool) -> Iterator[None]:
         yield
     finally:
         _long.reset(before)
+
+
+def in_double_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run a function in double precision, whatever the precision of the user's process."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with enable_x64(True):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def exact_products() -> AbstractContextManager[object]:

@@ -195,7 +195,7 @@ def test_residuals_are_uniform_under_the_model_and_not_under_another(series):
     # Vasicek's model is Brownian motion with one more parameter.
     statistic, p = result.likelihood_ratio(wrong)
     assert statistic > 20
-    assert p < 1e-4
+    assert p < 1e-3  # by simulation, 1/2001 at least
 
 
 def test_forecasts_have_the_moments_of_the_model(series):

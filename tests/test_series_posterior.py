@@ -104,11 +104,12 @@ def test_a_posterior_is_likelihood_prior_and_jacobian(series):
     named = posterior.constrain(jnp.stack([posterior.start, posterior.start])[None])
     np.testing.assert_allclose(named["kappa"], np.full((1, 2), result.params["kappa"]))
     kappa, _, sigma = result.estimates  # of these only σ has a bound
-    expected = result.log_likelihood - kappa + np.log(sigma)
+    units = posterior.parameters.scale  # of free parameters
+    expected = result.log_likelihood - kappa + np.log(sigma) + np.log(units).sum()
     np.testing.assert_allclose(posterior(posterior.start), expected)
     np.testing.assert_allclose(result.posterior()(posterior.start), expected + kappa)
     np.testing.assert_allclose(result.series_likelihood(result.sde), result.log_likelihood)
-    slope = np.array([1.0, 1.0, sigma])
+    slope = np.array([1.0, 1.0, sigma]) * units
     np.testing.assert_allclose(
         posterior.scale @ posterior.scale.T * np.outer(slope, slope), result.covariance
     )

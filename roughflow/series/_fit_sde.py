@@ -1,13 +1,15 @@
 """Maximum likelihood for an SDE observed at some times."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jaxtyping import ArrayLike, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
+from .._programs import in_double_precision
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort
@@ -16,21 +18,20 @@ from ._likelihood import AbstractLikelihood, Likelihood
 from ._measured_likelihood import check_noise, inner_states, measured
 from ._observed import check_dimension, check_inside, panel, transitions
 from ._parameters import Domain, Parameters
-from ._search import climb
+from ._search import LOSS, climb, falls_at_boundary, polish
 from ._series_likelihood import SeriesLikelihood
 from ._transition import coordinates_of
 from ._whole_likelihood import WholeLikelihood
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
-SPREAD = 0.5  # of further starts, in the free parameters
-NEWTON = 5  # steps to polish with
-DECREMENT = 1e-6  # nats left to gain, at which polishing ends
-REFINED = 3  # times at most
+SPREAD = 0.5  # standard deviation of further starts, in the free parameters
+REFINED = 3  # times that the effort is doubled, at most
 TOLERANCE = (0.02, 0.1)  # nats, without and with measurement noise
 
 
+@in_double_precision
 def fit_sde(
-    sde: AbstractSDE | FractionalOrnsteinUhlenbeck,
+    sde: AbstractSDE | FractionalOrnsteinUhlenbeck | type[AbstractNamedSDE | FractionalOrnsteinUhlenbeck],
     times: Any,
     values: Any,
     *,
@@ -89,8 +90,10 @@ def fit_sde(
     """
     tolerance = TOLERANCE[measurement_noise is not None] if tolerance is None else tolerance
     check_positive("tolerance", tolerance)
+    check_count("num_starts", num_starts)
+    sde = cast(Any, as_floats(starting_point(sde, times, values)))
     space = coordinates_of(sde, coordinates)
-    series, sde = panel(times, values), as_floats(sde)
+    series = panel(times, values)
     check_dimension(sde, series)
     noise, states = None, series
     if measurement_noise is None:
@@ -114,21 +117,47 @@ def fit_sde(
         likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=held)  # pyright: ignore[reportCallIssue]
         if noise is not None:
             likelihood = measured(likelihood, series, states, noise, effort)
-    parameters = likelihood.parameters
-    start = parameters.to_free(parameters.values(parameters.template))
-    free = _best(likelihood, _starts(start, check_count("num_starts", num_starts), key_starts))
-    free, information = _polished(likelihood, free)
-    error = likelihood.error(free)
+    starts = [parameters.values(sde), *_moments(sde, parameters, times, values)]
+    starts = [np.append(start, [] if noise is None else noise) for start in starts]
+    maximum = _maximum(likelihood, starts, num_starts, key_starts)
+    error = maximum.likelihood.error(maximum.free)
     for _ in range(REFINED):
         if error < tolerance or effort is not None:
             break
-        further = likelihood.more()
-        if not np.isfinite(further.total(free)[0]):
+        further = maximum.likelihood.more()
+        if not np.isfinite(further.total(maximum.free)[0]):
             break
-        likelihood = further
-        free, information = _polished(likelihood, free)
-        error = likelihood.error(free)
-    return FittedSDE(likelihood, tuple(series), free, information, error, tolerance)
+        maximum = _polished(further, maximum.free)
+        error = maximum.likelihood.error(maximum.free)
+    return FittedSDE(
+        maximum.likelihood,
+        tuple(series),
+        maximum.free,
+        maximum.information,
+        maximum.falls,
+        error,
+        tolerance,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maximum:
+    """A likelihood, its maximum and the information there, and by how much it falls if a parameter is put on
+    the lower or upper end of its domain, `(2, p)`."""
+
+    likelihood: AbstractLikelihood
+    free: np.ndarray
+    information: np.ndarray
+    falls: np.ndarray
+
+
+def starting_point(sde: Any, times: Any, values: Any) -> Any:
+    """The SDE from which a search starts: the one that is given, or what a class makes of the series."""
+    if not isinstance(sde, type):
+        return sde
+    if issubclass(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck):
+        return sde.from_series(times, values)
+    raise TypeError(f"sde must be an SDE with starting values, got the class {sde.__name__}")
 
 
 def as_floats(sde: Any) -> Any:
@@ -136,14 +165,30 @@ def as_floats(sde: Any) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, float) else leaf, sde)
 
 
-def _starts(first: np.ndarray, count: int, key: PRNGKeyArray) -> list[np.ndarray]:
-    noise = np.asarray(jax.random.normal(key, (count - 1, len(first))), float)
-    return [first, *(first + SPREAD * row for row in noise)]
+def _moments(sde: Any, parameters: Parameters, times: Any, values: Any) -> list[np.ndarray]:
+    """Another start, from the moments of the series; none where they are not known, or outside a domain."""
+    if not isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck):
+        return []
+    try:
+        start = parameters.values(type(sde).from_series(times, values))
+        parameters.to_free(start)
+    except (TypeError, ValueError, np.linalg.LinAlgError):
+        return []
+    return [start]
 
 
-def _best(likelihood: AbstractLikelihood, starts: list[np.ndarray]) -> np.ndarray:
-    """The best end of quasi-Newton searches from all starts that are within reach."""
-
+def _maximum(
+    likelihood: AbstractLikelihood, points: list[np.ndarray], num_starts: int, key: PRNGKeyArray
+) -> _Maximum:
+    """The best end of quasi-Newton searches from all starts that are within reach: some points, and if they
+    are fewer than `num_starts` others near the first."""
+    parameters = likelihood.parameters
+    first, *others = (parameters.to_free(values) for values in points[:num_starts])
+    if np.isfinite(likelihood.total(first)[0]):
+        likelihood, scaled = likelihood.rescaled(first)
+        first, others = scaled, [other * parameters.scale / likelihood.parameters.scale for other in others]
+    noise = np.asarray(jax.random.normal(key, (num_starts - 1 - len(others), len(first))), float)
+    starts = [first, *others, *(first + SPREAD * row for row in noise)]
     found = []
     for start in starts:
         if np.isfinite(likelihood.total(start)[0]):
@@ -154,26 +199,15 @@ def _best(likelihood: AbstractLikelihood, starts: list[np.ndarray]) -> np.ndarra
             "the likelihood is zero at the SDE as it is given: start from parameters under which the series "
             "is possible, or raise effort if its values are far apart in time"
         )
-    return max(found, key=lambda pair: pair[0])[1]
+    return _polished(likelihood, max(found, key=lambda pair: pair[0])[1])
 
 
-def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Newton's method from near the maximum, and the information there."""
-    value, slope = likelihood.total(free)
-    information = likelihood.information(free)
-    for _ in range(NEWTON):
-        if not _is_positive(information):
-            break
-        move = np.linalg.solve(information, slope)
-        if 0.5 * slope @ move < DECREMENT:
-            break
-        new, new_slope = likelihood.total(free + move)
-        if not new > value - 1e-3:
-            break
-        free, value, slope = free + move, new, new_slope
-        information = likelihood.information(free)
-    return free, information
-
-
-def _is_positive(matrix: np.ndarray) -> bool:
-    return bool(np.isfinite(matrix).all()) and float(np.linalg.eigvalsh(matrix)[0]) > 0
+def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
+    """The maximum near a point, and the parameters that lie on a boundary there."""
+    likelihood, free = likelihood.rescaled(free)
+    domains = likelihood.parameters.domains
+    sides = np.isfinite([[domain.low for domain in domains], [domain.high for domain in domains]])
+    falls, free = falls_at_boundary(likelihood.total, free, likelihood.quick_information(free), sides)
+    inside = np.min(falls, axis=0) >= LOSS
+    free, information = polish(likelihood.total, free, likelihood.information, inside)
+    return _Maximum(likelihood, free, information, falls)

@@ -1,7 +1,7 @@
 """What a fit of an SDE found, and how well it is known."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -13,23 +13,28 @@ import scipy
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from .._checks import check_count, check_key
+from .._programs import in_double_precision
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort
 from ._filter import PARTICLES, Filtered, filtered_residuals, particle_filter
 from ._forecast import check_memory, forecast
 from ._likelihood import AbstractLikelihood, Likelihood
-from ._measured_likelihood import MeasuredLikelihood, smoothed, stacked
+from ._measured_likelihood import NAME as NOISE, MeasuredLikelihood, smoothed, stacked
 from ._observed import Observed, same_data
+from ._parameters import Domain
 from ._posterior import SeriesPosterior
 from ._profile import profile_interval
+from ._ratio import boundary_p_value, unit_root_p_value
 from ._residuals import Residuals, residuals, tested
-from ._search import check_level, is_regular
+from ._search import LOSS, check_level, is_regular
 from ._series_likelihood import SeriesLikelihood
-from ._summary import summary, warning
+from ._summary import fault, summary, warning
 from ._transition import coordinates_of
 from ._whole_likelihood import WholeLikelihood
+from .models import BrownianMotion, OrnsteinUhlenbeck
 
+TOLD_APART = 1.35  # nats: half of the quantile of ½χ²₀ + ½χ²₁ at the level of 5 % (Chernoff 1954)
 NEAR = 0.05  # of a standard error: a search that would move further has not converged
 
 
@@ -55,18 +60,52 @@ class FittedSDE:
     series: tuple[Observed, ...]
     free: np.ndarray
     free_information: np.ndarray
+    falls: np.ndarray  # (2, p), nats by which the likelihood falls at the ends of a parameter's domain
     likelihood_error: float  # how far the log-likelihood moves with twice the effort
     tolerance: float
 
-    @cached_property
+    @property
     def sde(self) -> Any:
         """The SDE with the estimates as its parameters."""
+        return _in_default_precision(self._sde)
+
+    @cached_property
+    @in_double_precision
+    def _sde(self) -> Any:
         return self.likelihood.sde(jnp.asarray(self.free, float))
 
     @cached_property
+    @in_double_precision
     def estimates(self) -> np.ndarray:
-        """The parameters, `(p,)`."""
-        return np.asarray(self.likelihood.parameters.from_free(jnp.asarray(self.free, float)), float)
+        """The parameters, `(p,)`; those on a boundary are there exactly."""
+        parameters = self.likelihood.parameters
+        inside = np.asarray(parameters.from_free(jnp.asarray(self.free, float)), float)
+        ends = np.array([domain.high if side > 0 else domain.low for domain, side in self._domains()])
+        return np.where(self.sides == 0, inside, ends)
+
+    def _domains(self) -> Iterable[tuple[Domain, int]]:
+        return zip(self.likelihood.parameters.domains, self.sides, strict=True)
+
+    @cached_property
+    def sides(self) -> np.ndarray:
+        """−1 or 1 for a parameter on the lower or upper end of its domain, else 0, `(p,)`."""
+        return np.where(self.falls[0] < LOSS, -1, np.where(self.falls[1] < LOSS, 1, 0))
+
+    @property
+    def boundary(self) -> tuple[str, ...]:
+        """The parameters whose estimate lies on the boundary of their domain."""
+        return tuple(name for name, side in zip(self.names, self.sides, strict=True) if side)
+
+    @property
+    def near_boundary(self) -> dict[str, tuple[float, float]]:
+        """The parameters that a test at the level of 5 % cannot tell from an end of their domain, with that
+        end and the nats by which the log-likelihood is lower there."""
+        found = {}
+        for name, (domain, _), falls in zip(self.names, self._domains(), self.falls.T, strict=True):
+            end = domain.low if falls[0] <= falls[1] else domain.high
+            if LOSS <= falls.min() < TOLD_APART:
+                found[name] = end, float(falls.min())
+        return found
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,12 +119,18 @@ class FittedSDE:
         return dict(zip(self.names, numbers.tolist(), strict=True))
 
     @cached_property
+    @in_double_precision
     def _scores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.likelihood.scores(self.free)
 
     @property
     def log_likelihood(self) -> float:
         return float(self._scores[0].sum())
+
+    @property
+    def transition_errors(self) -> np.ndarray:
+        """The error of each transition's log-density, `(N,)`; of each series' with measurement noise."""
+        return self._scores[2]
 
     @property
     def num_transitions(self) -> int:
@@ -115,9 +160,9 @@ class FittedSDE:
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        """Of the estimates, from the observed information; NaN where they are not identified."""
-        scale = self._jacobian()
-        return self._inverse() * np.outer(scale, scale)
+        """Of the estimates, from the observed information; NaN where they are not identified, and for
+        parameters on a boundary, given which the others are."""
+        return self._inverse() * self._scale()
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
@@ -125,9 +170,8 @@ class FittedSDE:
         where values have no scores of their own."""
         if self._measured is not None:
             return np.full_like(self.free_information, np.nan)
-        scores, scale = self._scores[1], self._jacobian()
-        inverse = self._inverse()
-        return inverse @ (scores.T @ scores) @ inverse * np.outer(scale, scale)
+        scores, inverse = self._scores[1], self._inverse()
+        return inverse @ (scores.T @ scores) @ inverse * self._scale()
 
     @property
     def correlation(self) -> np.ndarray:
@@ -145,12 +189,18 @@ class FittedSDE:
 
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
         """Intervals by name. They are made where the parameter has no bounds, so that a positive parameter's
-        interval is positive."""
+        interval is positive. A parameter on or near a boundary has the interval of its profile likelihood."""
         width = scipy.stats.norm.ppf(0.5 + 0.5 * check_level(level)) * np.sqrt(np.diag(self._inverse()))
-        domains = self.likelihood.parameters.domains
-        ends = zip(self.names, domains, self.free - width, self.free + width, strict=True)
-        return {name: (float(d.from_free(low)), float(d.from_free(high))) for name, d, low, high in ends}
+        low, high = (self._values(self.free + side * width) for side in (-1, 1))
+        found = dict(zip(self.names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+        by_profile = (*self.boundary, *self.near_boundary) if self.identified else ()
+        return found | {name: self.profile(name, level) for name in by_profile}
 
+    @in_double_precision
+    def _values(self, free: np.ndarray) -> np.ndarray:
+        return np.asarray(self.likelihood.parameters.from_free(jnp.asarray(free, float)), float)
+
+    @in_double_precision
     def profile(self, name: str, level: float = 0.95) -> tuple[float, float]:
         """The interval of one parameter by its profile likelihood: all that a likelihood-ratio test would not
         reject. Better than `confint` where the likelihood is skewed, and slower: a search for each end of it
@@ -160,11 +210,14 @@ class FittedSDE:
         if not self.identified:
             raise ValueError(f"there is no profile of {name}: {self.warning}")
         place = self.names.index(name)
-        where = (self.free, self.free_information, place, check_level(level))
-        domain = self.likelihood.parameters.domains[place]
-        low, high = (jnp.asarray(end) for end in profile_interval(self.likelihood.total, *where))
-        return float(domain.from_free(low)), float(domain.from_free(high))
+        fit = (self.free, self.free_information, self.falls, place)
+        low, high = profile_interval(self.likelihood.total, *fit, check_level(level))
+        ends = [
+            self._values(np.where(np.arange(len(self.free)) == place, end, self.free)) for end in (low, high)
+        ]
+        return float(ends[0][place]), float(ends[1][place])
 
+    @in_double_precision
     def delta_method(self, function: Callable[[Any], ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
         """A smooth function of the fitted SDE, a number or an array, and its standard errors, to the first
         order in those of the parameters: a half-life, or the drift on a grid, say.
@@ -185,14 +238,17 @@ class FittedSDE:
 
     @property
     def identified(self) -> bool:
-        """Whether the information is positive definite; if not, the series cannot tell parameters apart."""
-        return is_regular(self.free_information)
+        """Whether the information of the parameters that are not on a boundary is positive definite; if not,
+        the series cannot tell them apart."""
+        inside = self.sides == 0
+        return is_regular(self.free_information[np.ix_(inside, inside)])
 
     @property
     def distance(self) -> float:
         """How far Newton's method would still move the estimates, in standard errors: the root of the mean
         square."""
         slope = self._scores[1].sum(axis=0) - self.likelihood.penalty * self.free
+        slope = np.where(self.sides == 0, slope, 0.0)
         square = max(slope @ self._inverse() @ slope, 0) if self.identified else np.nan
         return float(np.sqrt(square / len(slope)))
 
@@ -202,18 +258,31 @@ class FittedSDE:
 
     @property
     def warning(self) -> str | None:
-        """One line where the estimates should not be trusted, else None."""
+        """One line where the estimates should not be trusted or are on a boundary, else None."""
         return warning(self)
 
-    def _jacobian(self) -> np.ndarray:
-        """The derivatives of the parameters in the free ones, each of its own."""
-        return np.diag(jax.jacfwd(self.likelihood.parameters.from_free)(jnp.asarray(self.free, float)))
+    @property
+    def reliable(self) -> bool:
+        """Whether the fit is identified, has converged, and knows its log-likelihood to the tolerance."""
+        return fault(self) is None
+
+    @in_double_precision
+    def _scale(self) -> np.ndarray:
+        """What turns a covariance of the free parameters into one of the parameters, `(p, p)`."""
+        slopes = np.diag(jax.jacfwd(self.likelihood.parameters.from_free)(jnp.asarray(self.free, float)))
+        slopes = np.where(self.sides == 0, slopes, np.nan)
+        return np.outer(slopes, slopes)
 
     def _inverse(self) -> np.ndarray:
+        """The covariance of the free parameters, 0 for those on a boundary, which count as known."""
         if not self.identified:
             return np.full_like(self.free_information, np.nan)
-        return np.linalg.inv(self.free_information)
+        inside = np.ix_(self.sides == 0, self.sides == 0)
+        found = np.zeros_like(self.free_information)
+        found[inside] = np.linalg.inv(self.free_information[inside])
+        return found
 
+    @in_double_precision
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
         """Uniform under the model, with tests that they are."""
         if self._measured is not None:
@@ -222,9 +291,10 @@ class FittedSDE:
         if isinstance(self.likelihood, WholeLikelihood):
             uniform = self.likelihood.residuals(self.free)
         else:
-            uniform = residuals(self.sde, self._coordinates, self.likelihood.steps, check_key(key))
+            uniform = residuals(self._sde, self._coordinates, self.likelihood.steps, check_key(key))
         return tested(uniform, self._scores[1], self.likelihood.penalty)
 
+    @in_double_precision
     def forecast(
         self,
         times: Any,
@@ -271,7 +341,7 @@ class FittedSDE:
             last = self._filtered(key_filter, max(num_paths, PARTICLES), place).last
         start = jnp.resize(last, (num_paths, last.shape[1]))
         when = jnp.asarray(one.times[-1] + np.append(0.0, ahead))
-        sde = self.sde if free is None else eqx.filter_vmap(self.likelihood.sde)(jnp.asarray(free))
+        sde = self._sde if free is None else eqx.filter_vmap(self.likelihood.sde)(jnp.asarray(free))
         return forecast(sde, self._coordinates, start, when, key, each=free is not None)
 
     def _draw_free(self, key: PRNGKeyArray, count: int) -> np.ndarray:
@@ -294,7 +364,9 @@ class FittedSDE:
 
     def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
         """Twice the difference to the log-likelihood of a nested model, fitted to the same series, and its
-        p-value by the χ² distribution (Wilks 1938)."""
+        p-value by the χ² distribution (Wilks 1938). Two tests have another: that there is no measurement
+        noise, which is on the boundary of its domain (a mixture of χ² distributions), and that an
+        Ornstein–Uhlenbeck process is Brownian motion, a unit root (by simulation)."""
         more = len(self.names) - len(simpler.names)
         if more <= 0:
             raise ValueError(
@@ -308,7 +380,12 @@ class FittedSDE:
         if self.likelihood.penalty.any() or simpler.likelihood.penalty.any():
             raise ValueError("likelihood_ratio is for fits without a penalty: compare aic")
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
-        return statistic, float(scipy.stats.chi2.sf(max(statistic, 0.0), more))
+        if isinstance(self._sde, OrnsteinUhlenbeck) and isinstance(simpler._sde, BrownianMotion):
+            return statistic, unit_root_p_value(statistic, simpler.likelihood.steps, *simpler.estimates)
+        noise = (
+            [name.startswith(NOISE) for name in self.names].count(True) if simpler._measured is None else 0
+        )
+        return statistic, boundary_p_value(statistic, more, noise)
 
     @property
     def series_likelihood(self) -> SeriesLikelihood:
@@ -316,18 +393,21 @@ class FittedSDE:
         effort of the fit."""
         if not isinstance(self.likelihood, Likelihood):
             raise ValueError("with measurement noise or memory the likelihood is no product of transitions")
-        return self.likelihood.of_sde
+        return _in_default_precision(self.likelihood.of_sde)
 
     def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
         """The log-density, for a sampler, of the parameters given the series and a log prior `sde -> ()`, by
         default one that is flat in the parameters. The penalties of the fit are part of it."""
         if not self.identified:
             raise ValueError(f"there is no posterior to sample from: {self.warning}")
+        if self.boundary:
+            raise ValueError(f"there is no posterior to sample from: {self.warning}")
         place = (jnp.asarray(part, float) for part in (self.free, np.linalg.cholesky(self._inverse())))
-        about = (self.likelihood.parameters, self.series_likelihood, log_prior)
+        about = (_in_default_precision(self.likelihood.parameters), self.series_likelihood, log_prior)
         return SeriesPosterior(*about, jnp.asarray(self.likelihood.penalty), *place)
 
     @property
+    @in_double_precision
     def smoothed(self) -> tuple[np.ndarray, np.ndarray]:
         """With measurement noise, the likeliest states `(n, d)` given all values, those of one series after
         those of another; and their standard deviations."""
@@ -350,7 +430,7 @@ class FittedSDE:
 
     @property
     def _coordinates(self) -> AbstractCoordinates:
-        return coordinates_of(self.sde, self.likelihood.coordinates)
+        return coordinates_of(self._sde, self.likelihood.coordinates)
 
     def summary(self, level: float = 0.95) -> str:
         """A table of estimates, standard errors and intervals, and what describes the fit."""
@@ -358,3 +438,8 @@ class FittedSDE:
 
     def __repr__(self) -> str:
         return self.summary()
+
+
+def _in_default_precision(tree: Any) -> Any:
+    """Arrays of double precision as the user's process has them: a fit is in double precision always."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, float) if eqx.is_inexact_array(leaf) else leaf, tree)

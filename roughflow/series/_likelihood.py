@@ -16,15 +16,17 @@ from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
 from ._forward import linear
 from ._parameters import Parameters
+from ._search import conditional_errors
 from ._series_likelihood import SeriesLikelihood
 from ._transition import DOUBTFUL
 
-STEP = 1e-4  # of differences of gradients, for the information
+UNIT = 10.0  # standard errors, given all other parameters, that a free parameter without bounds is counted in
+STEP = 1e-3  # standard errors, of differences of gradients for the information
 MANY = 16  # parameters, from which on scores go backwards, and the information is theirs
 
 
 class AbstractLikelihood(eqx.Module):
-    """A log-likelihood of free parameters θ, less penalties ½ Σ λⱼ θⱼ²."""
+    """A log-likelihood of free parameters θ, less penalties ½ Σ λⱼ θⱼ²; all in double precision."""
 
     parameters: eqx.AbstractVar[Parameters]
     penalty: eqx.AbstractVar[np.ndarray]  # (p,), most often zero
@@ -68,6 +70,20 @@ class AbstractLikelihood(eqx.Module):
         """The penalised log-likelihood."""
         return self.log_likelihood(free) - 0.5 * float(self.penalty @ free**2)
 
+    def rescaled(self, free: np.ndarray) -> tuple[Self, np.ndarray]:
+        """With free parameters that are counted in standard errors at `free`, and that point in them.
+
+        A search, and differences, then do not depend on the units of time and values. A parameter with a
+        penalty has a scale already, 1/√λ.
+        """
+        curve = np.diag(self.quick_information(free))
+        known = np.isfinite(curve) & (curve > 0) & (self.penalty == 0)
+        parameters = self.parameters.rescaled(
+            np.where(known, UNIT / np.sqrt(np.where(known, curve, 1.0)), 1.0)
+        )
+        factor = parameters.scale / self.parameters.scale
+        return dataclasses.replace(self, parameters=parameters), free / factor
+
     def total(self, free: np.ndarray) -> tuple[float, np.ndarray]:
         """The penalised log-likelihood and its gradient; −inf where some part is out of reach."""
         value, slopes, _ = self.scores(free)
@@ -80,9 +96,10 @@ class AbstractLikelihood(eqx.Module):
 def information_by_differences(likelihood: AbstractLikelihood, free: np.ndarray) -> np.ndarray:
     """By central differences of the gradient."""
     rows = []
+    sizes = STEP * conditional_errors(likelihood.quick_information(free))
     for i in range(len(free)):
         move = np.zeros(len(free))
-        move[i] = STEP * max(1.0, abs(free[i]))
+        move[i] = sizes[i]
         ahead, behind = likelihood.total(free + move)[1], likelihood.total(free - move)[1]
         rows.append((behind - ahead) / (2 * move[i]))
     return 0.5 * (np.array(rows) + np.array(rows).T)

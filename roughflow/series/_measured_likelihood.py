@@ -21,7 +21,7 @@ from ._observed import Observed
 from ._parameters import POSITIVE, Parameters
 from ._transition import choose_effort, coordinates_of
 
-STEP = 1e-4  # of differences, for the gradient
+STEP = 1e-4  # of differences of free parameters, for the gradient
 PART = 0.03  # of a standard error, for the information
 NAME = "measurement_noise"
 
@@ -42,7 +42,7 @@ class MeasuredLikelihood(AbstractLikelihood):
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """log p `(S,)` of each series, its derivatives `(S, p)` in the free parameters, and its error."""
-        moves = np.diag(STEP * np.maximum(1.0, np.abs(free)))
+        moves = STEP * np.eye(len(free))
         values, errors = self._around(free, np.concatenate([moves, -moves]))
         ahead, behind = np.split(values[1:], 2)
         return values[0], (ahead - behind).T / (2 * np.diag(moves)), errors[0]
@@ -53,7 +53,7 @@ class MeasuredLikelihood(AbstractLikelihood):
     def information(self, free: np.ndarray) -> np.ndarray:
         """By differences of values over a part of a standard error."""
         unit = np.eye(len(free))
-        first = STEP * np.maximum(1.0, np.abs(free))
+        first = np.full(len(free), STEP)
         curve = np.diag(self._curves(free, np.diag(first), unit[:0])) / first**2
         size = np.clip(PART / np.sqrt(np.where(curve > 0, curve, 1.0)), 1e-2 * first, 1e2 * first)
         matrix = self._curves(free, np.diag(size), np.triu(np.ones_like(unit), 1))
@@ -138,10 +138,6 @@ def _values(likelihood: MeasuredLikelihood, points: Array) -> tuple[Array, Array
 
 def check_noise(noise: ArrayLike, dimension: int) -> np.ndarray:
     """The standard deviations that a fit starts from, a number or one of each column."""
-    if not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ValueError(
-            f'{NAME} needs double precision: jax.config.update("jax_enable_x64", True){see("series")}'
-        )
     given = np.asarray(noise, float)
     if given.shape not in ((), (dimension,)):
         raise ValueError(
@@ -186,6 +182,7 @@ def _with_noise(parameters: Parameters, noise: np.ndarray) -> Parameters:
         parameters.domains + len(names) * (POSITIVE,),
         parameters.entries + tuple((leaf, place) for place in np.ndindex(noise.shape)),
         (parameters.template, noise),
+        np.append(parameters.scale, np.ones(noise.size)),
     )
 
 

@@ -1,5 +1,6 @@
 """The parameters of an SDE as a vector without constraints, and back."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -64,12 +65,17 @@ TRIANGULAR = Domain(low=0.0, triangular=True)
 
 
 class Parameters(eqx.Module):
-    """Names, domains and places of all the numbers in an SDE that a fit moves."""
+    """Names, domains and places of all the numbers in an SDE that a fit moves.
+
+    A free parameter is a number without bounds and without a unit: the logarithm or logit of a bounded
+    parameter, a multiple of `scale` of any other.
+    """
 
     names: tuple[str, ...] = eqx.field(static=True)
     domains: tuple[Domain, ...] = eqx.field(static=True)
     entries: tuple[Entry, ...] = eqx.field(static=True)
     template: Any
+    scale: np.ndarray  # (p,), 1 for bounded parameters
 
     @staticmethod
     def of(sde: eqx.Module, domains: Mapping[str, Domain]) -> "Parameters":
@@ -94,7 +100,12 @@ class Parameters(eqx.Module):
             raise ValueError(
                 f"no parameter is called {', '.join(sorted(wrong))}: there are {', '.join(names)}"
             )
-        return Parameters(tuple(names), tuple(kinds), tuple(entries), sde)
+        return Parameters(tuple(names), tuple(kinds), tuple(entries), sde, np.ones(len(names)))
+
+    def rescaled(self, factor: np.ndarray) -> "Parameters":
+        """With the scale of each parameter without bounds multiplied by `factor` `(p,)`."""
+        unbounded = np.array([domain == ANY for domain in self.domains])
+        return dataclasses.replace(self, scale=np.where(unbounded, factor, 1.0) * self.scale)
 
     def penalties(self, penalty: Mapping[str, float]) -> np.ndarray:
         """λ `(p,)` of ½ Σ λᵢ θᵢ², by the names of fields: all inside of one, a network say, share its."""
@@ -120,15 +131,18 @@ class Parameters(eqx.Module):
         for name, domain, value in zip(self.names, self.domains, values, strict=True):
             if not domain.contains(value):
                 raise ValueError(f"{name} must lie between {domain.low:g} and {domain.high:g}, got {value:g}")
-        return np.array([float(d.to_free(v)) for d, v in zip(self.domains, values, strict=True)])
+        return np.array([float(d.to_free(v)) for d, v in zip(self.domains, values, strict=True)]) / self.scale
 
     def from_free(self, free: Array) -> Array:
-        """The parameters `(p,)` for numbers without bounds `(p,)`."""
-        return jnp.stack([domain.from_free(free[i]) for i, domain in enumerate(self.domains)])
+        """The parameters `(..., p)` for numbers without bounds `(..., p)`."""
+        scaled = free * jnp.broadcast_to(jnp.asarray(self.scale, free.dtype), free.shape)
+        return jnp.stack([domain.from_free(scaled[..., i]) for i, domain in enumerate(self.domains)], axis=-1)
 
     def log_slope(self, free: Array) -> Array:
         """The logarithm of the determinant of the derivative of `from_free`."""
-        return sum((d.log_slope(free[i]) for i, d in enumerate(self.domains)), jnp.zeros((), free.dtype))
+        scale = jnp.asarray(self.scale, free.dtype)
+        slopes = [d.log_slope(free[i] * scale[i]) for i, d in enumerate(self.domains)]
+        return sum(slopes, jnp.sum(jnp.log(scale)))
 
     def sde(self, values: Array) -> Any:
         """The SDE with these parameters."""

@@ -62,5 +62,5 @@ class SeriesPosterior(eqx.Module):
 
     def constrain(self, z: Array) -> dict[str, Array]:
         """The parameters by name, for z of shape `(..., p)`."""
-        domains = zip(self.names, self.parameters.domains, strict=True)
-        return {name: domain.from_free(jnp.asarray(z)[..., i]) for i, (name, domain) in enumerate(domains)}
+        values = self.parameters.from_free(jnp.asarray(z))
+        return {name: values[..., i] for i, name in enumerate(self.names)}

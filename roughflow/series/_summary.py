@@ -63,9 +63,14 @@ def _how(result: "FittedSDE") -> str:
 
 
 def warning(result: "FittedSDE") -> str | None:
+    """One line where the estimates should not be trusted or are on a boundary, else None."""
+    return fault(result) or _boundary(result)
+
+
+def fault(result: "FittedSDE") -> str | None:
     """One line where the estimates should not be trusted, else None."""
     # Values that are not known may explain all that follows.
-    errors = result.likelihood.scores(result.free)[2]
+    errors = result.transition_errors
     if _has_robust(result) and (suspect := int(np.sum(~(errors < DOUBTFUL)))):
         told = f"{suspect} of {result.num_transitions} transitions are too long for their paths"
         return f"{told}: raise effort{see('long-transitions')}"
@@ -80,4 +85,18 @@ def warning(result: "FittedSDE") -> str | None:
         known = f"the log-likelihood is known only to {result.likelihood_error:.2g} nats"
         uneven = "" if _has_robust(result) else ", as draws of the states have uneven weights"
         return f"{known}{uneven}: raise effort, or tolerance{see('not-converged')}"
+    return None
+
+
+def _boundary(result: "FittedSDE") -> str | None:
+    if result.boundary:
+        names = " and ".join(f"{name} = {result.params[name]:g}" for name in result.boundary)
+        told = f"the maximum is on a boundary, {names}: a model without does as well"
+        return told + see("on-a-boundary")
+    if result.near_boundary:
+        name, (end, fall) = next(iter(result.near_boundary.items()))
+        told = (
+            f"{name} is not distinguishable from {end:g}: the log-likelihood there is {fall:.2g} nats lower"
+        )
+        return told + see("on-a-boundary")
     return None

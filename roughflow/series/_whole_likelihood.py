@@ -35,11 +35,6 @@ class WholeLikelihood(AbstractLikelihood):
 
     @staticmethod
     def of(parameters: Parameters, penalty: np.ndarray, series: Sequence[Observed]) -> "WholeLikelihood":
-        if not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-            raise ValueError(
-                "a series with memory needs double precision: "
-                f'jax.config.update("jax_enable_x64", True){see("series")}'
-            )
         values = tuple(one.values[:, 0] for one in series)
         gaps = tuple(_even(one.times) for one in series)
         return WholeLikelihood(

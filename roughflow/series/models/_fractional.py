@@ -1,6 +1,6 @@
 """A process with memory: its series has no transitions, but a joint normal distribution."""
 
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ from ..._checks import check_count, check_positive
 from ...driver import stationary_noise
 from ...sde import StratonovichSDE
 from .._parameters import ANY, POSITIVE, UNIT
+from ._moments import Increments, mean_reversion, root_mean_square
 from ._named import parameter
 
 NODES = 48  # of Gauss's rule
@@ -85,3 +86,13 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
         next_to = jnp.sum(w * x * c(1 - bent))
         whole = jnp.concatenate([zero[None], ahead - jnp.concatenate([next_to[None], behind])])
         return self.sigma**2 * dt ** (2 * hurst) * whole
+
+    @classmethod
+    def from_series(cls, times: Any, values: Any) -> Self:
+        """Starting values for `rf.fit_sde`: H from how second differences grow with their span (Istas & Lang
+        1997)."""
+        x, dx, dt = Increments(times, values).column()
+        kappa, mu = mean_reversion(x, dx, dt)
+        near, far = (np.mean((x[2 * k :] - 2 * x[k:-k] + x[: -2 * k]) ** 2) for k in (1, 2))
+        hurst = np.clip(0.5 * np.log2(far / near), 0.02, 0.98)
+        return cls(kappa, mu, root_mean_square(dx) / np.median(dt) ** hurst, hurst)

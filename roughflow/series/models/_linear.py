@@ -1,15 +1,17 @@
 """SDEs whose transitions are normal, or lognormal."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from .._coordinates import Logarithm, Unchanged
 from .._linear_sde import decayed, linear_moments
 from .._parameters import ANY, POSITIVE, TRIANGULAR
 from ._distributions import Normal, Transformed
+from ._moments import Increments, mean_reversion, regression, root_mean_square
 from ._named import AbstractNamedSDE, parameter
 
 
@@ -41,6 +43,12 @@ class BrownianMotion(AbstractNamedSDE):
     def exact_transition(self, x0: Array, dt: Array) -> Normal:
         return Normal(x0 + self.mu * dt, (self.sigma**2 * dt)[None, None])
 
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        _, dx, dt = some.column()
+        mu = dx.sum() / dt.sum()
+        return {"mu": mu, "sigma": root_mean_square(some.residual_sizes(dx, mu))}
+
 
 class GeometricBrownianMotion(AbstractNamedSDE):
     """dX = μX dt + σX dB, X > 0 (Black & Scholes 1973).
@@ -70,6 +78,14 @@ class GeometricBrownianMotion(AbstractNamedSDE):
     def exact_transition(self, x0: Array, dt: Array) -> Transformed:
         mean = jnp.log(x0) + (self.mu - 0.5 * self.sigma**2) * dt
         return Transformed(Logarithm(), Normal(mean, (self.sigma**2 * dt)[None, None]))
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        x, dx, dt = some.positive()
+        rise = np.log1p(np.maximum(dx / x, -0.99))
+        rate = rise.sum() / dt.sum()
+        sigma = root_mean_square(some.residual_sizes(rise, rate))
+        return {"mu": rate + 0.5 * sigma**2, "sigma": sigma}
 
 
 class OrnsteinUhlenbeck(AbstractNamedSDE):
@@ -126,3 +142,20 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
             return Normal(mean, sigma**2 * dt * decayed(2 * kappa * dt))
         change, _, covariance = linear_moments(-kappa, sigma @ sigma.T, dt)
         return Normal(x0 + change @ (x0 - mu), covariance)
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        if some.x.shape[1] == 1:
+            x, dx, dt = some.column()
+            kappa, mu = mean_reversion(x, dx, dt)
+            return {
+                "kappa": kappa,
+                "mu": mu,
+                "sigma": root_mean_square(some.residual_sizes(dx, kappa * (mu - x))),
+            }
+        ones = np.ones((len(some.x), 1))
+        slopes = regression(some.dx, some.dt, *np.concatenate([ones, some.x], axis=1).T)
+        noise = (some.dx - (slopes[0] + some.x @ slopes[1:]) * some.dt[:, None]) / np.sqrt(some.dt)[:, None]
+        kappa = -slopes[1:].T
+        mu = some.x.mean(axis=0)
+        return {"kappa": kappa, "mu": mu, "sigma": np.linalg.cholesky(noise.T @ noise / len(noise))}

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -11,6 +11,7 @@ from ...sde import AbstractItoSDE, AbstractSDE
 from .._coordinates import AbstractCoordinates
 from .._parameters import Domain
 from ._distributions import AbstractDistribution
+from ._moments import Increments
 
 
 def parameter(value: float | Array) -> Array:
@@ -66,6 +67,33 @@ class AbstractNamedSDE(AbstractItoSDE):
         """The same for short spans alone, right to the first order in dt, to simulate with; None, the
         default, for that of the SDE made linear at x₀ in its coordinates."""
         return None
+
+    @classmethod
+    def from_series(cls, times: Any, values: Any) -> Self:
+        """The SDE with parameters from the moments of a series: starting values for `rf.fit_sde`, which takes
+        the class in place of an SDE too.
+
+        ```python
+        import numpy as np
+        import roughflow as rf
+
+        x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+        rf.CoxIngersollRoss.from_series(np.arange(60) / 12, x)
+        ```
+        """
+        some = Increments(times, values)
+        count, dimension = some.x.shape[1], cls.dimension
+        if isinstance(dimension, int) and count != dimension:
+            raise ValueError(f"values have {count} columns, but {cls.__name__} has dimension {dimension}")
+        return cls(**cls.starting_values(some))
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        """Parameters by name, from the increments of a series."""
+        raise TypeError(
+            f"{cls.__name__} has no starting_values: give an SDE with parameters to start from, such as "
+            f"{cls.__name__}(...)"
+        )
 
 
 def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribution | None:

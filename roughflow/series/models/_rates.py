@@ -1,15 +1,17 @@
 """Interest rates, prices and shares: noise that grows with a power of the state."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from .._coordinates import Arc, Logarithm, Root
 from .._linear_sde import decayed
 from .._parameters import ANY, POSITIVE, UNIT
 from ._distributions import Beta, NoncentralChiSquare
+from ._moments import Increments, elasticity, mean_reversion, root_mean_square
 from ._named import AbstractNamedSDE, parameter
 
 
@@ -41,6 +43,13 @@ class CoxIngersollRoss(AbstractNamedSDE):
 
     def exact_transition(self, x0: Array, dt: Array) -> NoncentralChiSquare:
         return square_root_transition(self.kappa, self.mu, self.sigma, x0, dt)
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        x, dx, dt = some.positive()
+        kappa, mu = mean_reversion(x, dx, dt)
+        size = some.residual_sizes(dx, kappa * (mu - x))
+        return {"kappa": kappa, "mu": mu, "sigma": root_mean_square(size / np.sqrt(x))}
 
 
 def square_root_transition(
@@ -78,6 +87,14 @@ class CKLS(AbstractNamedSDE):
     def diffusion(self, t: Array, z: Array) -> Array:
         return self.sigma * _power(z, self.gamma)[:, None]
 
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        x, dx, dt = some.positive()
+        kappa, mu = mean_reversion(x, dx, dt)
+        size = some.residual_sizes(dx, kappa * (mu - x))
+        gamma = elasticity(x, size)
+        return {"kappa": kappa, "mu": mu, "sigma": root_mean_square(size / x**gamma), "gamma": gamma}
+
 
 class ConstantElasticity(AbstractNamedSDE):
     """dX = μX dt + σX^γ dB, X > 0 (Cox 1975).
@@ -104,6 +121,14 @@ class ConstantElasticity(AbstractNamedSDE):
 
     def diffusion(self, t: Array, z: Array) -> Array:
         return self.sigma * _power(z, self.gamma)[:, None]
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        x, dx, dt = some.positive()
+        mu = np.sum(dx / x) / dt.sum()
+        size = some.residual_sizes(dx, mu * x)
+        gamma = elasticity(x, size)
+        return {"mu": mu, "sigma": root_mean_square(size / x**gamma), "gamma": gamma}
 
 
 class Jacobi(AbstractNamedSDE):
@@ -140,6 +165,14 @@ class Jacobi(AbstractNamedSDE):
         mean = self.mu + gap * jnp.exp(-self.kappa * dt)
         inner = self.mu * (1 - self.mu) * decay(0.0) + gap * (1 - 2 * self.mu) * decay(self.kappa)
         return Beta(mean, self.sigma**2 * (inner - gap**2 * decay(2 * self.kappa)))
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        x, dx, dt = some.column()
+        x = np.clip(x, 1e-3, 1 - 1e-3)
+        kappa, mu = mean_reversion(x, dx, dt)
+        size = some.residual_sizes(dx, kappa * (mu - x))
+        return {"kappa": kappa, "mu": mu, "sigma": root_mean_square(size / np.sqrt(x * (1 - x)))}
 
 
 def _power(z: Array, exponent: Array) -> Array:

@@ -1,6 +1,6 @@
 """A double well, and three systems of two components."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._coordinates import Columns, Logarithm, Root, Unchanged
 from .._parameters import ANY, CORRELATION, POSITIVE
 from ._distributions import AbstractDistribution, NoncentralChiSquare, Normal, Transformed
+from ._moments import SLOWEST, Increments, mean_reversion, regression, root_mean_square
 from ._named import AbstractNamedSDE, parameter
 from ._rates import square_root_transition
 
@@ -41,6 +42,13 @@ class DoubleWell(AbstractNamedSDE):
     def diffusion(self, t: Array, z: Array) -> Array:
         return jnp.broadcast_to(self.sigma, (1, 1))
 
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        x, dx, dt = some.column()
+        a, b = regression(dx, dt, x, -(x**3))
+        b = max(b, SLOWEST / (np.mean(x**2) * dt.sum()))
+        return {"a": a, "b": b, "sigma": root_mean_square(some.residual_sizes(dx, a * x - b * x**3))}
+
 
 class LotkaVolterra(AbstractNamedSDE):
     """Prey dX = X(α − βY) dt + σ₁X dB₁ and predators dY = Y(δX − γ) dt + σ₂Y dB₂, both positive.
@@ -70,6 +78,27 @@ class LotkaVolterra(AbstractNamedSDE):
 
     def diffusion(self, t: Array, z: Array) -> Array:
         return jnp.diag(jnp.stack([self.sigma1, self.sigma2]) * z)
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        (x, dx, dt), (y, dy, _) = some.positive(0), some.positive(1)
+        prey, predators = (np.log1p(np.maximum(d / z, -0.99)) for d, z in ((dx, x), (dy, y)))
+        ones = np.ones_like(x)
+        growth, beta = regression(prey, dt, ones, -y)
+        delta, decline = regression(predators, dt, x, -ones)
+        sigma1 = root_mean_square(some.residual_sizes(prey, growth - beta * y))
+        sigma2 = root_mean_square(some.residual_sizes(predators, delta * x - decline))
+        least = SLOWEST / dt.sum()
+        rates = (growth + 0.5 * sigma1**2, beta * y.mean(), decline - 0.5 * sigma2**2, delta * x.mean())
+        alpha, eaten, gamma, fed = (max(rate, least) for rate in rates)
+        return {
+            "alpha": alpha,
+            "beta": eaten / y.mean(),
+            "gamma": gamma,
+            "delta": fed / x.mean(),
+            "sigma1": sigma1,
+            "sigma2": sigma2,
+        }
 
 
 class Heston(AbstractNamedSDE):
@@ -117,6 +146,16 @@ class Heston(AbstractNamedSDE):
     def short_transition(self, x0: Array, dt: Array) -> AbstractDistribution:
         variance = square_root_transition(self.kappa, self.theta, self.sigma, x0[1:], dt)
         return _HestonStep(self, x0, dt, variance)
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        (s, ds, dt), (v, dv, _) = some.positive(0), some.positive(1)
+        rise = np.log1p(np.maximum(ds / s, -0.99)) + 0.5 * v * dt
+        mu, (kappa, theta) = rise.sum() / dt.sum(), mean_reversion(v, dv, dt)
+        price = (rise - mu * dt) / np.sqrt(v * dt)
+        variance = (dv - kappa * (theta - v) * dt) / np.sqrt(v * dt)
+        rho = np.clip(np.corrcoef(price, variance)[0, 1], -0.95, 0.95)
+        return {"mu": mu, "kappa": kappa, "theta": theta, "sigma": root_mean_square(variance), "rho": rho}
 
 
 class _HestonStep(AbstractDistribution):
@@ -185,3 +224,21 @@ class FitzHughNagumo(AbstractNamedSDE):
 
     def diffusion(self, t: Array, z: Array) -> Array:
         return jnp.diag(jnp.stack([self.sigma1, self.sigma2]))
+
+    @classmethod
+    def starting_values(cls, some: Increments) -> dict[str, Any]:
+        (x, dx, dt), (y, dy, _) = some.column(0), some.column(1)
+        ones = np.ones_like(x)
+        rate, constant = regression(dx, dt, x - x**3 - y, ones)
+        rate = max(rate, SLOWEST / dt.sum())
+        gamma, beta = regression(dy + y * dt, dt, x, ones)
+        sigma1 = root_mean_square(some.residual_sizes(dx, rate * (x - x**3 - y) + constant))
+        sigma2 = root_mean_square(some.residual_sizes(dy, gamma * x - y + beta))
+        return {
+            "epsilon": 1 / rate,
+            "s": constant / rate,
+            "gamma": gamma,
+            "beta": beta,
+            "sigma1": sigma1,
+            "sigma2": sigma2,
+        }
