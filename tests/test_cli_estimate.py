@@ -15,8 +15,8 @@ from scipy import stats
 
 import roughflow as rf
 from roughflow.cli import main
+from roughflow.cli.estimate import KINDS
 from roughflow.cli.estimate_options import MODELS
-from roughflow.cli.first_guess import KINDS, first_guess
 from roughflow.cli.refused import Refused
 
 mpl.use("Agg")
@@ -275,7 +275,7 @@ def test_a_search_starts_near_the_truth():
         sde, start = KINDS[name](*true), np.array([0.5 if name == "jacobi" else 1.0])
         key = jax.random.key(1)
         x = rf.simulate(sde, start, key=key, t1=5000 * dt, steps=5000, trajectory=True)[:, 0]
-        guess = first_guess(name, dt * np.arange(5001), np.asarray(x))
+        guess = KINDS[name].from_series(dt * np.arange(5001), np.asarray(x))
         assert type(guess) is type(sde)
         # Of Euler's own path: what is left is the error of 100 units of time.
         for field in sde.domains:

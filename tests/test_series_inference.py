@@ -10,9 +10,9 @@ from scipy import optimize, stats
 
 import roughflow as rf
 from roughflow.series._likelihood import MANY, Likelihood
-from roughflow.series._observed import Observed
+from roughflow.series._observed import panel
 from roughflow.series._parameters import Parameters
-from roughflow.series._residuals import tested
+from roughflow.series._residuals import tested as with_tests
 from roughflow.series._series_likelihood import SeriesLikelihood
 
 rng = np.random.default_rng(5)
@@ -36,11 +36,11 @@ def normal_series(rng, shape):
 def test_tests_of_residuals_have_their_level_though_parameters_were_estimated():
     """400 series; the test of Kolmogorov and Smirnov rejects none of them."""
     drawn = list(normal_series(np.random.default_rng(0), (400, 200)))
-    found = [tested(uniform, scores, np.zeros(2)) for uniform, scores in drawn]
+    found = [with_tests(uniform, scores, np.zeros(2)) for uniform, scores in drawn]
     for p in ([one.uniformity for one in found], [one.ljung_box for one in found]):
         assert 0.02 < np.mean(np.array(p) < 0.05) < 0.08
         assert 0.42 < np.mean(np.array(p) < 0.5) < 0.58
-    plain = [tested(uniform, None, np.zeros(2)).uniformity for uniform, _ in drawn]
+    plain = [with_tests(uniform, None, np.zeros(2)).uniformity for uniform, _ in drawn]
     assert np.mean(np.array(plain) < 0.05) < 0.02
 
 
@@ -50,11 +50,11 @@ def test_tests_of_residuals_reject_other_models():
     for x in (rng.standard_t(3, size=300), rng.gamma(4.0, size=300)):
         white = (x - x.mean()) / x.std()
         scores = np.stack([white, white**2 - 1], axis=1)
-        assert tested(stats.norm.cdf(white), scores, np.zeros(2)).uniformity < 1e-3
+        assert with_tests(stats.norm.cdf(white), scores, np.zeros(2)).uniformity < 1e-3
     noise = rng.normal(size=301)
     white = (noise[1:] + 0.4 * noise[:-1]) / np.hypot(1, 0.4)
     scores = np.stack([white, white**2 - 1], axis=1)
-    assert tested(stats.norm.cdf(white), scores, np.zeros(2)).ljung_box < 1e-3
+    assert with_tests(stats.norm.cdf(white), scores, np.zeros(2)).ljung_box < 1e-3
 
 
 def test_degrees_of_freedom_fall_with_those_estimated():
@@ -66,7 +66,7 @@ def test_degrees_of_freedom_fall_with_those_estimated():
         gap = x[1:] - slope * x[:-1]
         white = gap / gap.std()
         scores = np.stack([white * x[:-1], white**2 - 1], axis=1)
-        level.append(tested(stats.norm.cdf(white), scores, np.zeros(2)).ljung_box < 0.5)
+        level.append(with_tests(stats.norm.cdf(white), scores, np.zeros(2)).ljung_box < 0.5)
     assert abs(np.mean(level) - 0.5) < 3 * 0.5 / count**0.5
 
 
@@ -155,7 +155,7 @@ def test_scores_of_many_parameters_are_those_of_few(key):
     """They go backwards, one by one; the sum of them against a difference of the likelihood."""
     sde, effort = network_drift(key), rf.Effort(1, 2, 1)
     parameters = Parameters.of(sde, {"sigma": rf.Domain(low=0.0)})
-    series = Observed.of(TIMES[:8], 10 * RATE[:8], rf.Unchanged())
+    (series,) = panel(TIMES[:8], 10 * RATE[:8])
     held = parameters.penalties({"network": 2.0})
     of_sde = SeriesLikelihood(series.transitions(), key, effort, None)
     likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=held)

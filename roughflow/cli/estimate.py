@@ -1,12 +1,10 @@
 """`roughflow estimate`: from a series to a named SDE."""
 
 import argparse
-import contextlib
 import json
 import math
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from roughflow.faq import see
 from roughflow.learn import progress_bar
 
 from .estimate_options import MODELS
-from .first_guess import first_guess
 from .output import check_writable, write_table
 from .refused import Refused
 from .series import Series, read_series
@@ -30,7 +27,16 @@ EFFORT = ("num_functions", "num_paths", "num_steps")
 TIE = 0.5  # difference of AIC below which models are tied
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 NUM_PATHS = 10_000  # of a forecast
-YEAR = np.timedelta64(31_557_600, "s")
+KINDS: dict[str, type[rf.AbstractNamedSDE]] = {
+    "brownian": rf.BrownianMotion,
+    "gbm": rf.GeometricBrownianMotion,
+    "vasicek": rf.OrnsteinUhlenbeck,
+    "cir": rf.CoxIngersollRoss,
+    "ckls": rf.CKLS,
+    "cev": rf.ConstantElasticity,
+    "jacobi": rf.Jacobi,
+    "double-well": rf.DoubleWell,
+}
 
 
 def estimate(arguments: argparse.Namespace) -> int:
@@ -44,24 +50,13 @@ def estimate(arguments: argparse.Namespace) -> int:
         check_writable(file, force=arguments.force, inputs=[arguments.data])
     plots = None if arguments.out is None else _plots()
     series = read_series(arguments.data, arguments.time, arguments.value, arguments.scale)
-    with _double_precision(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.showwarning = lambda text, *_: _warn(text)
         return _estimate(arguments, series, plots)
 
 
 def _warn(text: object) -> None:
     print(f"roughflow: warning: {text}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _double_precision() -> Iterator[None]:
-    """Second derivatives of a sum over a series need all digits."""
-    before = jax.config.jax_enable_x64  # pyright: ignore
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
 def _estimate(arguments: argparse.Namespace, series: Series, plots: Any) -> int:
@@ -160,8 +155,7 @@ def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedS
     key = jax.random.key(arguments.seed)
     try:
         options = {"exact": arguments.exact, "measurement_noise": arguments.measurement_noise}
-        years = (times - times[0]) / YEAR if series.dated else times
-        return rf.fit_sde(first_guess(name, years, values), times, values, key=key, **options)
+        return rf.fit_sde(KINDS[name], times, values, key=key, **options)
     except ValueError as error:
         return str(error)
 
@@ -177,9 +171,9 @@ def _compare(arguments: argparse.Namespace, series: Series) -> dict[str, rf.Fitt
 
 
 def _reliable(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
-    """The fits without a warning, by AIC."""
+    """The reliable fits, by AIC."""
     fits = {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
-    names = [name for name, r in fits.items() if r.converged and r.warning is None]
+    names = [name for name, r in fits.items() if r.reliable]
     return {name: fits[name] for name in sorted(names, key=lambda name: fits[name].aic)}
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from ._ends import Effort
 from ._fitted import FittedSDE
 from ._likelihood import AbstractLikelihood, Likelihood
 from ._measured_likelihood import check_noise, inner_states, measured
-from ._observed import check_dimension, check_inside, panel, transitions
+from ._observed import Observed, check_dimension, check_inside, panel, transitions
 from ._parameters import Domain, Parameters
 from ._search import LOSS, climb, falls_at_boundary, polish
 from ._series_likelihood import SeriesLikelihood
@@ -47,16 +47,17 @@ def fit_sde(
 ) -> FittedSDE:
     """Fit the parameters of an SDE to a series by maximum likelihood, given its first value.
 
-    All floats in `sde` are parameters, and start from where they are. The likelihood is the product of the
-    transition densities (`rf.transition_log_prob`); it is maximised by a quasi-Newton method (BFGS) in
-    coordinates without bounds, and polished by Newton's method with the observed information, from which the
-    standard errors come.
+    All floats in `sde` are parameters. The likelihood is the product of the transition densities
+    (`rf.transition_log_prob`). A quasi-Newton method (BFGS) and then Newton's method maximise it, in
+    coordinates without bounds and units; standard errors come from the observed information. Everything is
+    computed in double precision, also in a process that uses single precision.
 
     **Arguments:**
 
     - `sde`: a named SDE such as `rf.CoxIngersollRoss(...)`, an SDE of your own whose fields are
-      parameters, or `rf.ParametricSDE`; `rf.FractionalOrnsteinUhlenbeck` for a Hurst exponent, by the joint
-      density of a series at even times.
+      parameters, or `rf.ParametricSDE`, with starting values; or the class of a named SDE, to start from
+      moments of the series (`from_series`). `rf.FractionalOrnsteinUhlenbeck` for a Hurst exponent, by the
+      joint density of a series at even times.
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (in years) or dates (in
       years from the first date, in UTC if they have a time zone), as arrays, lists or from pandas. Missing
       values (NaN, masked, None) make longer gaps. Lists of both are a panel: independent series of one SDE,
@@ -66,7 +67,8 @@ def fit_sde(
     - `penalty`: λ by name, such as `{"network": 1.0}`: ½λθ² is taken from the log-likelihood for each of the
       parameters θ of that name or inside of that field. A network needs one, as a series does not determine
       all of its weights; it acts as a normal prior of variance 1/λ.
-    - `num_starts`: the first is the SDE as it is given, others are near it.
+    - `num_starts`: the SDE as it is given, for a named SDE the moments of the series, then points near the
+      first.
     - `exact`: whether to take exact transitions where the SDE knows them.
     - `effort`: functions, paths and steps of each transition; chosen, and raised until the log-likelihood at
       the maximum is known to `tolerance` nats, if None: 0.02 of them, or 0.1 with measurement noise.
@@ -79,47 +81,22 @@ def fit_sde(
     import jax, jax.numpy as jnp, numpy as np
     import roughflow as rf
 
-    times = np.arange(200) / 12
-    true = rf.OrnsteinUhlenbeck(1.0, 0.5, 0.2)
-    x = [0.5]
-    for i in range(199):
-        x.append(0.5 + (x[-1] - 0.5) * np.exp(-1 / 12) + 0.055 * np.sin(12.9898 * i**2) )
-    result = rf.fit_sde(true, times, np.array(x), key=jax.random.key(0))
+    truth = rf.OrnsteinUhlenbeck(kappa=3.0, mu=0.5, sigma=0.2)
+    x = rf.simulate(truth, jnp.full(1, 0.5), key=jax.random.key(0), t1=20.0, steps=240, trajectory=True)
+    result = rf.fit_sde(rf.OrnsteinUhlenbeck, np.arange(241) / 12, x, key=jax.random.key(1))
     print(result.summary())
     ```
     """
     tolerance = TOLERANCE[measurement_noise is not None] if tolerance is None else tolerance
     check_positive("tolerance", tolerance)
     check_count("num_starts", num_starts)
-    sde = cast(Any, as_floats(starting_point(sde, times, values)))
-    space = coordinates_of(sde, coordinates)
-    series = panel(times, values)
-    check_dimension(sde, series)
-    noise, states = None, series
-    if measurement_noise is None:
-        check_inside(space, series)
-    else:
-        noise = check_noise(measurement_noise, series[0].values.shape[1])
-        states = inner_states(series, noise, space)
-    own = sde.domains if isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck) else {}
-    parameters = Parameters.of(sde, {**own, **(domains or {})})
-    if not parameters.names:
-        raise ValueError(f"{type(sde).__name__} has no floats among its fields: there is nothing to fit")
+    start = as_floats(starting_point(sde, times, values))
     key_paths, key_starts = jax.random.split(check_key(key))
-    held = parameters.penalties(penalty or {})
-    if isinstance(sde, FractionalOrnsteinUhlenbeck):
-        if noise is not None:
-            raise ValueError("measurement_noise is for SDEs without memory")
-        likelihood = WholeLikelihood.of(parameters, held, series)
-    else:
-        options = {"exact": exact, "effort": effort, "coordinates": coordinates}
-        of_sde = SeriesLikelihood.of(sde, transitions(states), key=key_paths, **options)
-        likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=held)  # pyright: ignore[reportCallIssue]
-        if noise is not None:
-            likelihood = measured(likelihood, series, states, noise, effort)
-    starts = [parameters.values(sde), *_moments(sde, parameters, times, values)]
-    starts = [np.append(start, [] if noise is None else noise) for start in starts]
-    maximum = _maximum(likelihood, starts, num_starts, key_starts)
+    options = {"exact": exact, "effort": effort, "coordinates": coordinates}
+    series, noise = panel(times, values), measurement_noise
+    likelihood = _likelihood(start, series, noise, domains or {}, penalty or {}, key_paths, options)
+    moments = _moments(start, likelihood.parameters, times, values)
+    maximum = _maximum(likelihood, moments, num_starts, key_starts)
     error = maximum.likelihood.error(maximum.free)
     for _ in range(REFINED):
         if error < tolerance or effort is not None:
@@ -138,6 +115,40 @@ def fit_sde(
         error,
         tolerance,
     )
+
+
+def _likelihood(
+    sde: Any,
+    series: list[Observed],
+    measurement_noise: ArrayLike | None,
+    domains: Mapping[str, Domain],
+    penalty: Mapping[str, float],
+    key: PRNGKeyArray,
+    options: dict[str, Any],
+) -> AbstractLikelihood:
+    """That of an SDE without memory, of one with, or of values with errors."""
+    check_dimension(sde, series)
+    space = coordinates_of(sde, options["coordinates"])
+    own = sde.domains if isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck) else {}
+    parameters = Parameters.of(sde, {**own, **domains})
+    if not parameters.names:
+        raise ValueError(f"{type(sde).__name__} has no floats among its fields: there is nothing to fit")
+    penalties = parameters.penalties(penalty)
+    if isinstance(sde, FractionalOrnsteinUhlenbeck):
+        if measurement_noise is not None:
+            raise ValueError("measurement_noise is for SDEs without memory")
+        return WholeLikelihood.of(parameters, penalties, series)
+    noise, states = None, series
+    if measurement_noise is None:
+        check_inside(space, series)
+    else:
+        noise = check_noise(measurement_noise, series[0].values.shape[1])
+        states = inner_states(series, noise, space)
+    of_sde = SeriesLikelihood.of(sde, transitions(states), key=key, **options)
+    likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=penalties)  # pyright: ignore[reportCallIssue]
+    if noise is None:
+        return likelihood
+    return measured(likelihood, series, states, noise, options["effort"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,23 +181,26 @@ def _moments(sde: Any, parameters: Parameters, times: Any, values: Any) -> list[
     if not isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck):
         return []
     try:
-        start = parameters.values(type(sde).from_series(times, values))
-        parameters.to_free(start)
+        found = type(sde).from_series(times, values)
+        noisy = isinstance(parameters.template, tuple)
+        start = parameters.values((found, parameters.template[1]) if noisy else found)
+        return [parameters.to_free(start)]
     except (TypeError, ValueError, np.linalg.LinAlgError):
         return []
-    return [start]
 
 
 def _maximum(
-    likelihood: AbstractLikelihood, points: list[np.ndarray], num_starts: int, key: PRNGKeyArray
+    likelihood: AbstractLikelihood, moments: list[np.ndarray], num_starts: int, key: PRNGKeyArray
 ) -> _Maximum:
-    """The best end of quasi-Newton searches from all starts that are within reach: some points, and if they
-    are fewer than `num_starts` others near the first."""
+    """The best end of quasi-Newton searches from `num_starts` places: the SDE as it is given, the moments of
+    the series, and points near the first. Places under which the series is impossible are left out."""
     parameters = likelihood.parameters
-    first, *others = (parameters.to_free(values) for values in points[:num_starts])
+    first = parameters.to_free(parameters.values(parameters.template))
+    others = moments[: num_starts - 1]
     if np.isfinite(likelihood.total(first)[0]):
         likelihood, scaled = likelihood.rescaled(first)
-        first, others = scaled, [other * parameters.scale / likelihood.parameters.scale for other in others]
+        factor = parameters.scale / likelihood.parameters.scale
+        first, others = scaled, [other * factor for other in others]
     noise = np.asarray(jax.random.normal(key, (num_starts - 1 - len(others), len(first))), float)
     starts = [first, *others, *(first + SPREAD * row for row in noise)]
     found = []

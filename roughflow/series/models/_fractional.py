@@ -31,7 +31,6 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
 
     rough = rf.FractionalOrnsteinUhlenbeck(kappa=1.0, mu=0.0, sigma=0.5, hurst=0.2)
     x = rough.sample(0.0, 0.05, 200, key=jax.random.key(0))
-    jax.config.update("jax_enable_x64", True)
     result = rf.fit_sde(rough, 0.05 * np.arange(201), x, key=jax.random.key(1))
     result.params["hurst"], result.standard_errors["hurst"]
     ```
