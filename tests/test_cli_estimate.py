@@ -164,6 +164,13 @@ def test_an_unreliable_fit_is_not_ranked_first():
     assert rows[1][4:] == ["0.00", rows[1][5], "best"]
     assert rows[2][4] == "–"
     assert rows[2][6:] == ["see", "below"]
+    # A fit on a boundary stands for a simpler model.
+    reverting = rf.fit_sde(rf.CoxIngersollRoss(0.5, 4.0, 0.3), *series, key=jax.random.key(0), num_starts=1)
+    flat = reverting.falls * np.array([[0, 1, 1], [1, 1, 1]])  # no fall towards kappa = 0
+    at_zero = dataclasses.replace(reverting, falls=flat)
+    assert at_zero.boundary == ("kappa",)
+    assert _best({"cir": reverting, "brownian": good}) == "cir"
+    assert _best({"cir": at_zero, "brownian": good}) == "brownian"
     with pytest.raises(Refused, match="could be fitted reliably: vasicek, the log-likelihood is known"):
         _best({"vasicek": doubtful})
 

@@ -171,9 +171,9 @@ def _compare(arguments: argparse.Namespace, series: Series) -> dict[str, rf.Fitt
 
 
 def _reliable(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
-    """The reliable fits, by AIC."""
+    """The reliable fits by AIC. A fit on a boundary stands for a simpler model, and is not among them."""
     fits = {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
-    names = [name for name, r in fits.items() if r.reliable]
+    names = [name for name, r in fits.items() if r.reliable and not r.boundary]
     return {name: fits[name] for name in sorted(names, key=lambda name: fits[name].aic)}
 
 
