@@ -1,10 +1,18 @@
-"""What the library refuses, and the sentence it says: one line, the argument's name, the remedy."""
+"""Checks of arguments. Each raises a message of one line that names the argument, and what was given."""
 
+import collections.abc
+import dataclasses
+import math
+import os
 import re
 import sys
+import types
+import typing
 import warnings
+from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,36 +68,220 @@ def check_key(key: Any, *, many: bool = False) -> PRNGKeyArray:
     raise TypeError(f"key must come from jax.random.key(seed), got {type(key).__name__}{see('keys')}")
 
 
-def check_count(name: str, value: Any) -> int:
-    """Return `value` if it is a whole number of at least 1, else raise `ValueError`."""
-    if not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be a positive whole number, got {value}")
+def shown(value: Any) -> str:
+    """A value in a message: short, on one line."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}: give an instance of it"
+    if isinstance(value, jax.Array | np.ndarray) and value.size > 4:
+        return f"an array of {value.dtype} of shape {value.shape}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    if isinstance(value, eqx.Module):
+        return type(value).__name__
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return `value` if it is a whole number of at least `least`, else raise `ValueError`."""
+    if not is_whole(value) or value < least:
+        wanted = {0: "a whole number, not negative", 1: "a positive whole number"}.get(least)
+        raise ValueError(
+            f"{name} must be {wanted or f'a whole number of at least {least}'}, got {shown(value)}"
+        )
     return int(value)
 
 
-def as_shape(shape: Any) -> tuple[int, ...]:
-    """A shape as a tuple: a whole number stands for one axis."""
-    axes = (shape,) if isinstance(shape, int | np.integer) else shape
-    if not isinstance(axes, tuple | list) or not all(
-        isinstance(n, int | np.integer) and n >= 0 for n in axes
-    ):
-        raise ValueError(f"shape must be a tuple of whole numbers that are not negative, got {shape!r}")
-    return tuple(int(n) for n in axes)
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+) -> None:
+    """Refuse what is not one finite real number within the bounds. A traced value passes."""
+    if is_traced(value):
+        return
+    number = np.asarray(value) if not isinstance(value, str | bytes) else np.asarray(None)
+    fine = number.ndim == 0 and number.dtype.kind in "fiu" and np.isfinite(number)
+    if fine and above < number < below and least <= number <= most:
+        return
+    low, high = max(above, least), min(below, most)
+    if math.isfinite(low) and math.isfinite(high):
+        wanted = f"lie between {low:g} and {high:g}"
+    elif low == above == 0:
+        wanted = "be positive and finite"
+    else:
+        wanted = "be a finite number" + f" of at least {low:g}" * math.isfinite(low)
+    raise ValueError(f"{name} must {wanted}, got {shown(value)}")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse a number, or array of numbers, that is not finite and above zero.
-
-    A traced value cannot be looked at and passes.
-    """
+    """Refuse a number, or array of numbers, that is not finite and above zero. A traced value passes."""
     if is_traced(value):
         return
     array = np.asarray(value)
     if array.dtype.kind not in "fiu" or not bool(np.all(np.isfinite(array) & (array > 0))):
-        raise ValueError(f"{name} must be positive and finite, got {value}")
+        raise ValueError(f"{name} must be positive and finite, got {shown(value)}")
 
 
-def check_vector(name: str, value: Array | np.ndarray, dimension: int) -> None:
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool | np.bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_callable(name: str, value: Any, call: str) -> None:
+    """Refuse what is not a function; `call` says how it will be called."""
+    if not callable(value) or isinstance(value, type):
+        raise TypeError(f"{name} must be a function {call}, got {shown(value)}")
+
+
+def check_instance(name: str, value: Any, kind: Any, wanted: str) -> None:
+    """Refuse what is not an instance of `kind`; `wanted` says what is."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
+
+
+def check_path(name: str, value: Any) -> Path:
+    if (
+        not isinstance(value, str | os.PathLike)
+        or isinstance(os.fspath(value), bytes)
+        or not os.fspath(value)
+    ):
+        raise TypeError(f"{name} must be the name of a file, got {shown(value)}")
+    return Path(value)
+
+
+def check_input_file(path: str | os.PathLike) -> None:
+    """Refuse what cannot be read to its end: a folder, a device, a pipe, or nothing."""
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder, not a file")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no file {path}")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is a device or a pipe, not a file")
+
+
+def check_fields(module: eqx.Module) -> None:
+    """Refuse a module of the library with a field of another kind than its class says. Whoever writes a class
+    of their own may put into a field what they like."""
+    cls = type(module)
+    if not cls.__module__.startswith("roughflow."):
+        return
+    for field in dataclasses.fields(cls):
+        value = getattr(module, field.name)
+        if not _fits(value, field.type, static=bool(field.metadata.get("static"))):
+            raise TypeError(f"{field.name} must be {_wanted(field.type)}, got {shown(value)}")
+
+
+def _wanted(kind: Any) -> str:
+    """A kind in words."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_wanted(one) for one in typing.get_args(kind)))
+    if collections.abc.Callable in (kind, typing.get_origin(kind)):
+        return "a function"
+    words = {bool: "True or False", str: "text", int: "a whole number", None: "None", types.NoneType: "None"}
+    if kind in words:
+        return words[kind]
+    if kind in (float, jax.Array, np.ndarray):
+        return "a real number" if kind is float else "an array of real numbers"
+    name = getattr(kind, "__name__", str(kind))
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
+
+
+def _fits(value: Any, kind: Any, *, static: bool) -> bool:
+    """Whether a value is of a kind. Numbers and arrays of them stand for one another, as they do in a
+    model, but an array cannot be static. A kind this does not know fits all."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one, static=static) for one in arguments)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        same = len(kinds) == len(value)
+        return same and all(_fits(part, one, static=static) for part, one in zip(value, kinds, strict=True))
+    if collections.abc.Callable in (kind, origin):
+        return callable(value)
+    if kind in (None, types.NoneType):
+        return value is None
+    if kind in (bool, str):
+        return isinstance(value, kind | np.bool if kind is bool else kind)
+    if kind is int:
+        return is_whole(value)
+    if kind in (float, jax.Array, np.ndarray):
+        return (
+            isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
+        ) or (not static and _is_numeric(value))
+    if isinstance(kind, type) and issubclass(kind, eqx.Module):
+        return isinstance(value, kind)
+    return True
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray) and (
+        jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool
+    )
+
+
+def as_shape(shape: Any, numbers: int = 1) -> tuple[int, ...]:
+    """A shape as a tuple: a whole number stands for one axis. One that `numbers` for each of its places would
+    not fit in memory is refused."""
+    axes = (shape,) if is_whole(shape) else shape
+    if not isinstance(axes, tuple | list) or not all(is_whole(n) and n >= 0 for n in axes):
+        raise ValueError(f"shape must be a tuple of whole numbers that are not negative, got {shown(shape)}")
+    check_memory(f"shape {tuple(axes)}", math.prod(axes) * numbers)
+    return tuple(int(n) for n in axes)
+
+
+def check_memory(what: str, numbers: int) -> None:
+    """Refuse what would take more memory than there is: XLA would end the process."""
+    need = numbers * jax.dtypes.canonicalize_dtype(float).itemsize
+    if need > 2**28 and need > (have := _memory()):
+        raise ValueError(
+            f"{what} takes {need / 2**30:,.0f} GiB of memory, and there are {have / 2**30:,.0f}: take fewer"
+        )
+
+
+def _memory() -> int:
+    """Bytes that arrays may take on the device that JAX works on."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
+
+
+def as_real(name: str, value: Any) -> Any:
+    """An array of real numbers, of JAX or NumPy, in the precision it has; what is traced as it is. Complex
+    numbers, text, masked places and rows of different lengths are refused."""
+    if isinstance(value, jax.Array):
+        if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool):
+            raise TypeError(f"{name} must be real numbers, got {value.dtype}")
+        if jnp.issubdtype(value.dtype, jnp.complexfloating):
+            raise ValueError(f"{name} must be real numbers, got complex ones")
+        return value
+    if np.ma.is_masked(value):
+        raise ValueError(f"{name} is masked in places: fill them, or leave them out")
+    try:
+        array = np.asarray(value)
+        if array.dtype == object and array.ndim:
+            array = array.astype(complex if any(map(np.iscomplexobj, array.flat)) else float)
+    except (ValueError, TypeError):
+        raise ValueError(f"{name} must be an array of real numbers, got {shown(value)}") from None
+    if array.dtype.kind == "c":
+        raise ValueError(f"{name} must be real numbers, got complex ones")
+    if array.dtype.kind not in "fiub" and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be real numbers, got {shown(value)}")
+    return array
+
+
+def check_vector(name: str, value: Any, dimension: int) -> None:
     """Refuse an array whose last axis is not `dimension` long."""
     shape = jnp.shape(value)
     if not shape or shape[-1] != dimension:
@@ -97,7 +289,7 @@ def check_vector(name: str, value: Array | np.ndarray, dimension: int) -> None:
         raise ValueError(told + see("shapes"))
 
 
-def check_finite(name: str, value: Array | np.ndarray) -> None:
+def check_finite(name: str, value: Any) -> None:
     """Refuse NaN and infinity, naming the first row that has one. A traced value passes."""
     if is_traced(value):
         return
@@ -107,3 +299,11 @@ def check_finite(name: str, value: Array | np.ndarray) -> None:
         return
     row = int(np.argmin(rows.ravel()))
     raise ValueError(f"{name} has a value that is not finite, first in row {row}")
+
+
+def finite_array(name: str, value: Any) -> Array:
+    """An array of JAX of finite real numbers, in its default precision."""
+    array = as_real(name, value)
+    if not is_traced(array) and not np.isfinite(np.asarray(array)).all():
+        raise ValueError(f"{name} must be finite, got {shown(value)}")
+    return jnp.asarray(array, float)

@@ -1,6 +1,5 @@
 """Where a batch is worked on: on one device, on several, or on those of several processes."""
 
-import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ._checks import check_count, shown
 from .faq import see
 
 # What collectives and the service that keeps processes together say when one of them does not answer.
@@ -24,6 +24,18 @@ LOST = ("Gloo", "NCCL", "coordination", "heartbeat", "Connection", "Socket close
 DevicesLike = int | Sequence[jax.Device] | Mesh | None
 # What is being traced: on which devices, and the arrays that its derivatives are for.
 _AT_WORK: ContextVar[tuple[Mesh | None, list[Any]]] = ContextVar("_AT_WORK", default=(None, []))
+
+
+def check_backend() -> None:
+    """Raise where JAX has no device to work on, as with JAX_PLATFORMS=cuda and no GPU."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError):  # JAX itself fails in more ways than one
+        wanted = jax.config.jax_platforms  # pyright: ignore
+        raise RuntimeError(
+            f"JAX finds no device of the platform {wanted!r} that JAX_PLATFORMS asks for: unset it to use "
+            "what there is" + see("several-devices")
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -47,9 +59,9 @@ class Devices:
         elif isinstance(devices, Sequence):
             chosen = list(devices)
             if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
-                raise ValueError(f"devices must be a number, devices of JAX or a mesh, got {devices!r}")
+                raise ValueError(f"devices must be a number, devices of JAX or a mesh, got {shown(devices)}")
         else:
-            chosen = _first(operator.index(devices))
+            chosen = _first(check_count("devices", devices))
         if {device.process_index for device in chosen} != set(range(jax.process_count())):
             raise ValueError("devices must have at least one of each process" + see("several-devices"))
         return Devices(Mesh(np.array(chosen), ("rows",)))

@@ -87,6 +87,7 @@ def fitted(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("fitted")
     table(folder / "data.csv", rows=200, columns=("a", "b", "c"))
+    (folder / "new").mkdir()
     command = ["fit", f"{folder}/data.csv", "--out", f"{folder}/new/model.rf", "--columns", "c,a", *TINY]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main([*command, "--learning-rate", "1e-6"]) == 0

@@ -65,7 +65,8 @@ def check(file, part, name):
         return None
     target = rest.partition(".")[0]
     if part in ON_TOP:
-        private = target != part and any(word.startswith("_") for word in rest.split("."))
+        # The checks of arguments are for all.
+        private = target not in (part, "_checks") and any(word.startswith("_") for word in rest.split("."))
         return f"{file} imports the private {name}" if private else None
     if part and target not in ALLOWED[part] | {part} | (set() if part in COMMON else set(COMMON)):
         return f"{file} imports {name}, which comes after {part}"

@@ -66,7 +66,7 @@ def test_a_series_of_dates_with_gaps(tmp_path, capsys):
     cells = [f"{value:.6f}" for value in x]
     cells[100], cells[50] = "", "NA"
     file = table(tmp_path / "series.csv", months(len(x)), cells)
-    out = tmp_path / "new" / "figures"
+    out = tmp_path / "figures"
     options = ["--model", "vasicek", "--scale", "0.01", "--out", str(out)]
     assert main(["estimate", str(file), *COLUMNS, *options]) == 0
     said = capsys.readouterr()

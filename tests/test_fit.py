@@ -172,7 +172,7 @@ def test_a_model_that_returns_nan_is_named(key):
         ({"steps": 0}, r"^steps must be a positive whole number"),
         ({"batch_size": -1}, r"^batch_size must be a positive whole number"),
         ({"learning_rate": 0.0}, r"^learning_rate must be positive"),
-        ({"validation": 1.5}, r"^validation must be a share of the data"),
+        ({"validation": 1.5}, r"^validation must lie between 0 and 1"),
         ({"patience": 3}, r"^patience needs validation data"),
         ({"resume": True}, r"^resume needs a checkpoint"),
         ({"data": None}, r"^Distance needs data"),

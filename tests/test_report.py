@@ -42,12 +42,12 @@ def page(tmp_path_factory):
     data = folder / "a & b.csv"
     with data.open("w", newline="") as file:
         csv.writer(file).writerows([NAMES, *rows])
-    command = ["fit", str(data), "--out", f"{folder}/m.rf", "--report", f"{folder}/new/page.html", *TINY]
+    command = ["fit", str(data), "--out", f"{folder}/m.rf", "--report", f"{folder}/page.html", *TINY]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "COLUMNS", SHOWN)
         assert main([*command, "--seed", "3"]) == 0
-    assert [file.name for file in (folder / "new").iterdir()] == ["page.html"]
-    return (folder / "new" / "page.html").read_text(encoding="utf-8")
+    assert sorted(file.name for file in folder.iterdir()) == ["a & b.csv", "m.rf", "page.html"]
+    return (folder / "page.html").read_text(encoding="utf-8")
 
 
 def test_the_page_needs_nothing_else(page):
@@ -134,7 +134,7 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
     monkeypatch.delitem(sys.modules, "roughflow.report._page")
     monkeypatch.delitem(sys.modules, "roughflow.report._figures")
     assert fit(tmp_path / "r.html") == 2
-    assert "a report needs matplotlib" in capsys.readouterr().err
+    assert "figures need matplotlib" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.csv"]
 
 

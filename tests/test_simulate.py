@@ -204,7 +204,7 @@ def test_float32_in_float32_out(key):
         ({"key": 0}, TypeError, "key must come from"),
         ({"increments": jnp.ones((4, 2, 1))}, ValueError, r"\(2, 'steps', 1\), got \(4, 2, 1\)"),
         ({"key": jax.random.key(0), "t1": 0.0}, ValueError, "t1 must be positive"),
-        ({"key": jax.random.key(0), "steps": 0}, ValueError, "steps must be positive"),
+        ({"key": jax.random.key(0), "steps": 0}, ValueError, "steps must be a positive"),
         ({"key": jax.random.key(0), "z0": jnp.ones(())}, ValueError, "z0 must have shape"),
     ],
     ids=["no key", "old key", "not a key", "increments", "t1", "steps", "z0"],

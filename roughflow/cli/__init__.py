@@ -50,10 +50,14 @@ def _run(argv: list[str]) -> int:
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     keep_programs()
-    # Imported now, for JAX takes its time: --help and a mistyped option do not wait for it.
-    with starting():
-        from .commands import COMMANDS
+    from .early import look_at_input
 
+    look_at_input(arguments)
+    # Imported now, for JAX takes its time: --help, a mistyped option and a bad table do not wait for it.
+    with starting():
+        from .commands import COMMANDS, check_devices
+
+    check_devices(arguments)
     with stoppable():
         return COMMANDS[arguments.command](arguments)
 

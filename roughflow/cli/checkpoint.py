@@ -18,7 +18,7 @@ from .refused import Refused
 
 # What may differ when a run goes on: where things are, and how much is said.
 FREE = frozenset(
-    {"command", "argv", "data", "model", "out", "noise_out", "report", "resume", "force", "quiet"}
+    {"command", "argv", "data", "table", "model", "out", "noise_out", "report", "resume", "force", "quiet"}
     | {"draws", "thin", "devices", "join"}
 )
 

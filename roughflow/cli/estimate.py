@@ -16,9 +16,9 @@ from roughflow.faq import see
 from roughflow.learn import progress_bar
 
 from .estimate_options import MODELS
-from .output import check_writable, write_table
+from .output import check_writable, with_figures, write_table
 from .refused import Refused
-from .series import Series, read_series
+from .series import Series
 
 FIGURES, NUMBERS, FORECAST = "estimate.png", "estimate.json", "forecast.csv"
 SHARES = {"jacobi"}  # models of values between 0 and 1
@@ -46,13 +46,14 @@ def estimate(arguments: argparse.Namespace) -> int:
         raise Refused("--parameter-uncertainty is for forecasts: give --forecast TIMES")
     names = [FIGURES, NUMBERS, *([] if arguments.forecast is None else [FORECAST])]
     files = [] if arguments.out is None else [arguments.out / name for name in names]
+    if arguments.out is not None and not arguments.out.exists():
+        files = [arguments.out]  # a folder that is to be made
     for file in [*files, *([] if arguments.json is None else [arguments.json])]:
         check_writable(file, force=arguments.force, inputs=[arguments.data])
-    plots = None if arguments.out is None else _plots()
-    series = read_series(arguments.data, arguments.time, arguments.value, arguments.scale)
+    plots = None if arguments.out is None else with_figures("roughflow.plots")
     with warnings.catch_warnings():
         warnings.showwarning = lambda text, *_: _warn(text)
-        return _estimate(arguments, series, plots)
+        return _estimate(arguments, arguments.table, plots)
 
 
 def _warn(text: object) -> None:
@@ -132,16 +133,6 @@ def _write(
         print(f"written to {arguments.out}")
     if arguments.json is not None:
         _write_text(arguments.json, text)
-
-
-def _plots() -> Any:
-    try:
-        import roughflow.plots as plots
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("roughflow"):
-            raise
-        raise Refused(f"figures need {error.name}: pip install 'roughflow[plots]'") from None
-    return plots
 
 
 def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedSDE | str:

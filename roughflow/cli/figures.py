@@ -4,9 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from roughflow.faq import see
-
-from .refused import Refused
+from .output import check_folder, check_writable, with_figures
 
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "toys")
 
@@ -36,20 +34,11 @@ def reproduce(arguments: argparse.Namespace) -> int:
 
 def _experiments(out: Path) -> Any:
     """The experiments, once it is known that they can draw and have where to."""
-    folder = out.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise Refused(f"cannot write to {out}: {folder} is a file, not a folder")
-    try:
-        import roughflow.experiments as experiments
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("roughflow"):
-            raise
-        raise Refused(
-            f"figures need {error.name}: pip install 'roughflow[plots]'{see('not-installed')}"
-        ) from None
-    return experiments
+    if out.exists():
+        check_folder(out.absolute(), out)
+    else:
+        check_writable(out, force=False)
+    return with_figures("roughflow.experiments")
 
 
 def _tell(metrics: dict[str, Any], out: Path, indent: str = "") -> None:

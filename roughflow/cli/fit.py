@@ -15,7 +15,7 @@ from roughflow.faq import see
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .exits import INTERRUPTED
 from .fit_rows import FitRows, fit_rows
-from .join import devices_of_cpu, joined, together
+from .join import joined, together
 from .output import check_writable
 from .refused import Refused
 from .report import check_report, report
@@ -28,7 +28,6 @@ FAR = 1e4
 
 
 def fit(arguments: argparse.Namespace) -> int:
-    devices_of_cpu(arguments.devices)
     with joined(arguments.join):
         if jax.process_index():
             return _follow(arguments)

@@ -8,6 +8,7 @@ import numpy as np
 
 import roughflow as rf
 
+from .early import wanted_columns
 from .refused import Refused
 from .table import read_table, table_on_disk
 
@@ -51,9 +52,7 @@ def fit_rows(arguments: argparse.Namespace) -> FitRows:
         some = large.some(SAMPLED_ROWS, np.random.default_rng(arguments.seed)).astype(float)
         return FitRows(large.columns, large.context, len(large), some, on_disk=large)
     last = [*given, *([group] if group is not None else [])]
-    wanted = None if arguments.columns is None else list(dict.fromkeys([*arguments.columns, *last]))
-    # Read once: standard input cannot be read again.
-    table = read_table(arguments.data, wanted)
+    table = arguments.table or read_table(arguments.data, wanted_columns(arguments))
     own = [name for name in table.columns if name not in last]
     if not own:
         raise Refused("--given and --groups name all columns: there is none left to have a density")

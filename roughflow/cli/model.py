@@ -14,8 +14,6 @@ from .table import read_chunks
 
 def read_model(path: Path) -> rf.Standardised:
     """What `roughflow fit` wrote, or a plain flow that `rf.save` wrote."""
-    if path.is_dir():
-        raise Refused(f"{path} is a folder, not a model")
     model = rf.load(path)
     if isinstance(model, rf.StochasticFlow):
         model = rf.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))

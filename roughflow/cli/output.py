@@ -3,12 +3,13 @@
 import contextlib
 import csv
 import gzip
+import importlib
 import io
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -32,15 +33,34 @@ def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> N
     if path.exists() and not force:
         raise Refused(f"{path} exists: --force overwrites it, or name another file{see('files-that-exist')}")
     folder = path.resolve().parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise Refused(f"cannot write {path}: {folder} is a file, not a folder")
+    check_folder(folder, path)
     try:
         # Permissions do not tell all: a file system may be read-only.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise Refused(f"cannot write {path}: {error.strerror} in {folder}") from None
+
+
+def check_folder(folder: Path, path: Path) -> None:
+    """Refuse a folder that is not there: it may be a slip of the pen."""
+    if not folder.exists():
+        raise Refused(f"cannot write {path}: there is no folder {folder}; make it first, mkdir -p")
+    if not folder.is_dir():
+        raise Refused(f"cannot write {path}: {folder} is a file, not a folder")
+
+
+def with_figures(module: str) -> Any:
+    """A module that draws, where matplotlib is there and works."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("roughflow"):
+            raise
+        why = f"{error.name.partition('.')[0]}: pip install 'roughflow[plots]'"
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        why = f"matplotlib, which fails to load here ({type(error).__name__}: {first}): install it anew"
+    raise Refused(f"figures need {why}{see('not-installed')}")
 
 
 def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inputs: Iterable[Path]) -> None:

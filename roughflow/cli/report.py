@@ -1,7 +1,6 @@
 """`roughflow fit --report`: the page on a fit."""
 
 import argparse
-import importlib
 import shlex
 from collections.abc import Sequence
 
@@ -9,9 +8,8 @@ import jax
 import numpy as np
 
 import roughflow as rf
-from roughflow.faq import see
 
-from .output import check_writable
+from .output import check_writable, with_figures
 from .refused import Refused
 
 
@@ -23,14 +21,7 @@ def check_report(arguments: argparse.Namespace) -> None:
     check_writable(path, force=arguments.force, inputs=[arguments.data])
     if path.resolve() == arguments.out.resolve():
         raise Refused(f"--report and --out both name {path}: give each a file of its own")
-    try:
-        importlib.import_module("roughflow.report")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("roughflow"):
-            raise
-        raise Refused(
-            f"a report needs {error.name}: pip install 'roughflow[plots]'{see('not-installed')}"
-        ) from None
+    with_figures("roughflow.report")
 
 
 def report(

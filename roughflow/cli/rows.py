@@ -13,6 +13,7 @@ from roughflow.faq import see
 from .refused import Refused
 
 SHOWN = 5  # lines that a message names
+NAMED = 20  # columns that a message names
 LARGEST = 1e30  # numbers in single precision end at 3e38, and what is computed from rows is larger than they
 
 
@@ -67,17 +68,18 @@ class Faults:
 
 def places_of(path: Path, there: Sequence[str], wanted: Sequence[str] | None) -> list[int]:
     """Where the wanted columns are among those there are."""
-    if len(set(there)) < len(there):
-        twice = next(name for i, name in enumerate(there) if name in there[:i])
+    places = {name: i for i, name in enumerate(there)}
+    if len(places) < len(there):
+        twice = next(name for i, name in enumerate(there) if places[name] > i)
         raise Refused(f"{table_name(path)} has two columns named {twice!r}: rename one")
     if wanted is None and not all(there):
         _refuse_nameless(path, there)
-    missing = [name for name in wanted or () if name not in there]
+    missing = [name for name in wanted or () if name not in places]
     if missing:
-        raise Refused(
-            f"{table_name(path)} has no column {', '.join(map(repr, missing))}; it has {', '.join(there)}"
-        )
-    return [there.index(name) for name in (there if wanted is None else wanted)]
+        more = [f"… ({len(there)} in all)"] if len(there) > NAMED else []
+        names = ", ".join([*there[:NAMED], *more])
+        raise Refused(f"{table_name(path)} has no column {', '.join(map(repr, missing))}; it has {names}")
+    return [places[name] for name in (there if wanted is None else wanted)]
 
 
 def _refuse_nameless(path: Path, there: Sequence[str]) -> NoReturn:
@@ -93,7 +95,8 @@ def _refuse_nameless(path: Path, there: Sequence[str]) -> NoReturn:
     )
 
 
-def fault(name: str, shown: object, number: float | None) -> str:
+def fault(name: str, cell: str | float, number: float | None) -> str:
     """Why a cell cannot be used."""
     large = number is not None and math.isfinite(number)
+    shown = "empty" if cell == "" else repr(cell) if isinstance(cell, str) else cell
     return f"{name!r} is {shown}" + (f", too large (beyond {LARGEST:g})" if large else "")

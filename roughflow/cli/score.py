@@ -13,7 +13,6 @@ from roughflow.learn import progress_bar
 
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, stopped
 from .exits import TERMINATED, Terminated
-from .join import devices_of_cpu
 from .kept_rows import KeptRows
 from .model import chunks_for, read_model
 from .output import check_table, write_table
@@ -26,7 +25,6 @@ CHUNK = 4096  # rows that are scored at a time, and written: memory does not lim
 
 
 def score(arguments: argparse.Namespace) -> int:
-    devices_of_cpu(arguments.devices)
     inputs = [arguments.model, arguments.data]
     check_table(arguments.out, "the scores", arrays=False, force=arguments.force, inputs=inputs)
     if arguments.out is not None and arguments.out != STANDARD:

@@ -95,7 +95,7 @@ def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Fa
         dates = [_date(cell) for cell in cells]
         for line, cell, date in zip(lines, cells, dates, strict=True):
             if np.isnat(date):
-                faults.add(line, f"{name!r} is {cell or 'empty'!r}, not a date such as 2024-01-31")
+                faults.add(line, f"{fault(name, cell, None)}, not a date such as 2024-01-31")
             elif _zoned(cell) != zoned:
                 faults.add(line, f"{name!r} is {cell!r}, {'without' if zoned else 'with'} a time zone")
         return np.array(dates)
@@ -103,7 +103,7 @@ def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Fa
     for line, cell, number in zip(lines, cells, numbers, strict=True):
         if number is None or not abs(number) <= LARGEST:
             other = " (year-month-day)" if OTHER_DATE.fullmatch(cell) else ""
-            why = f"{fault(name, repr(cell or 'empty'), number)}, not a date such as 2024-01-31{other}"
+            why = f"{fault(name, cell, number)}, not a date such as 2024-01-31{other}"
             faults.add(line, why)
     # 20240131 is a number too, but not one to count with.
     if all(re.fullmatch(r"(1[789]|20)\d\d[01]\d[0-3]\d", cell) for cell in cells):
@@ -133,7 +133,7 @@ def _value(name: str, line: int, cell: str, faults: Faults) -> float:
         return math.nan
     number = as_number(cell)
     if number is None or not abs(number) <= LARGEST:
-        faults.add(line, fault(name, repr(cell), number))
+        faults.add(line, fault(name, cell, number))
         return math.nan
     return number
 

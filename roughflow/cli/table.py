@@ -7,7 +7,6 @@ import numpy as np
 
 import roughflow as rf
 from roughflow.faq import see
-from roughflow.learn import parquet_file, parquet_rows
 
 from .refused import Refused
 from .rows import LARGEST, Faults, Table, counted, fault, places_of, table_name
@@ -40,6 +39,8 @@ def read_chunks(
     if is_text(path):
         return text_chunks(path, columns, size)
     if path.suffix.lower() == ".parquet":
+        from roughflow.learn import parquet_file, parquet_rows
+
         file = parquet_file(path)
         names = tuple(file.schema_arrow.names[i] for i in places_of(path, file.schema_arrow.names, columns))
         return names, file.metadata.num_rows, _parts(parquet_rows(file, path, names), size)
@@ -49,10 +50,14 @@ def read_chunks(
     return table.columns, len(table.rows), checked
 
 
-def table_on_disk(path: Path, columns: Sequence[str] | None, given: Sequence[str]) -> rf.ParquetTable | None:
+def table_on_disk(
+    path: Path, columns: Sequence[str] | None, given: Sequence[str]
+) -> "rf.ParquetTable | None":
     """A Parquet file whose numbers would not fit in memory with room to spare."""
     if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE:
         return None
+    from roughflow.learn import parquet_file
+
     metadata = parquet_file(path).metadata
     if metadata.num_rows * (metadata.num_columns if columns is None else len(columns)) * 8 < 2 * LARGE:
         return None
@@ -76,7 +81,9 @@ def check_readable(path: Path) -> None:
         raise Refused(f"{path} is a folder, not a table")
     if not path.exists():
         raise Refused(f"there is no file {path}")
-    if path.is_file() and not path.stat().st_size:
+    if not path.is_file():
+        raise Refused(f"{path} is a device or a pipe, not a file; - reads standard input")
+    if not path.stat().st_size:
         raise Refused(f"{path} is empty")
 
 
@@ -93,8 +100,9 @@ def _reader(path: Path) -> Callable[[Path, Sequence[str] | None], Table]:
 
 def _read_npy(path: Path, columns: Sequence[str] | None, mapped: bool = False) -> Table:
     try:
-        rows = np.load(path, allow_pickle=False, mmap_mode="r" if mapped else None)
-    except (ValueError, EOFError, OSError) as error:
+        # A map takes no memory, and finds a file that is shorter than its shape says.
+        rows = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (ValueError, EOFError, OSError, MemoryError) as error:
         raise Refused(f"{path} is not an array that numpy.save wrote, or is damaged ({error})") from None
     if not isinstance(rows, np.ndarray) or rows.ndim != 2 or not rows.shape[1]:
         shape = getattr(rows, "shape", type(rows).__name__)
@@ -106,7 +114,10 @@ def _read_npy(path: Path, columns: Sequence[str] | None, mapped: bool = False) -
     chosen = tuple(names[i] for i in places)
     if mapped and chosen == names:
         return Table(chosen, rows, named=False)
-    return Table(chosen, _finite_rows(path, chosen, rows[:, places].astype(float)), named=False)
+    try:
+        return Table(chosen, _finite_rows(path, chosen, rows[:, places].astype(float)), named=False)
+    except MemoryError:
+        raise Refused(f"{path}: {len(rows)} rows of {len(chosen)} columns do not fit in memory") from None
 
 
 def _read_parquet(path: Path, columns: Sequence[str] | None) -> Table:

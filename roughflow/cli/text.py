@@ -189,7 +189,7 @@ def _numbers(
         if len(header) == 1 and 1 < len(line[0].split()) == len(header[0].split()):
             _refuse_separator(path, "spaces")
         cell = line[bad].strip()
-        why = fault(header[bad], repr(cell or "empty"), as_number(cell)) + _series(cell)
+        why = fault(header[bad], cell, as_number(cell)) + _series(cell)
         faults.add(source.begun, why + source.quote)
     faults.refuse()
 
@@ -217,7 +217,8 @@ def _whole(
 
 
 def as_number(text: str) -> float | None:
+    """The number in a cell; Python alone reads 1_000 as one."""
     try:
-        return float(text)
+        return None if "_" in text else float(text)
     except ValueError:
         return None

@@ -54,7 +54,11 @@ def bounds(text: str) -> dict[str, tuple[float | None, float | None]]:
         low, colon, high = part.partition(":")
         if not colon or not (low + high).strip():
             raise ValueError
-        return tuple(float(limit) if limit.strip() else None for limit in (low, high))  # pyright: ignore
+        limits = tuple(float(limit) if limit.strip() else None for limit in (low, high))
+        if limits[0] is not None and limits[1] is not None and not limits[0] < limits[1]:
+            told = "are reversed" if limits[0] > limits[1] else "leave nothing between them"
+            raise argparse.ArgumentTypeError(f"the bounds {part} {told}, got {text!r}")
+        return limits  # pyright: ignore
 
     return _by_column(text, limits, "share=0:1,income=0:")
 

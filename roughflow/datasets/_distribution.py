@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
+from .._checks import as_real, as_shape, check_key
+
 Window = tuple[float, float, float, float]
 
 
@@ -36,13 +38,11 @@ class AbstractDistribution(eqx.Module):
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
         """Draw `shape` points, an array of shape `(*shape, 2)`."""
-        if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-            raise TypeError(f"key must come from jax.random.key(seed), got {type(key).__name__}")
-        return self._sample(key, shape)
+        return self._sample(check_key(key), as_shape(shape, 2))
 
     def log_prob(self, z: Array) -> Array:
         """Log-density at `z` of shape `(..., 2)`, in the precision of `z`; −inf where the density is zero."""
-        z = jnp.asarray(z)
+        z = jnp.asarray(as_real("z", z))
         if z.shape[-1:] != (2,):
             raise ValueError(f"z must have shape (..., 2), got {z.shape}")
         return self._log_prob(z if jnp.issubdtype(z.dtype, jnp.floating) else z.astype(float))

@@ -1,5 +1,6 @@
 """What a flow's density is estimated with when nothing is said: the one place that knows."""
 
+from .._checks import check_count, check_instance
 from ..flow import StochasticFlow
 from .estimators import AbstractImportanceEstimator, PullBack, Tempered
 from .proposals import AbstractProposal
@@ -17,6 +18,8 @@ def default_estimator(flow: StochasticFlow, num_paths: int = 64) -> AbstractImpo
     rf.default_estimator(flow, num_paths=16)
     ```
     """
+    check_instance("flow", flow, StochasticFlow, "an rf.StochasticFlow")
+    check_count("num_paths", num_paths)
     if flow.noise_dimension == 0:
         return PullBack(num_paths=1)
     if isinstance(flow.proposal, AbstractProposal):

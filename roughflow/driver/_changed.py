@@ -10,6 +10,7 @@ import numpy as np
 import scipy
 from jaxtyping import Array
 
+from .._checks import as_real, check_callable, check_instance
 from ._driver import AbstractDriver
 
 
@@ -37,6 +38,8 @@ class TimeChanged(AbstractDriver):
     brownian: ClassVar[bool] = False
 
     def __init__(self, driver: AbstractDriver, clock: Callable[[Array], Array]):
+        check_instance("driver", driver, AbstractDriver, "a driver such as rf.KarhunenLoeve(6)")
+        check_callable("clock", clock, "from times to times")
         with jax.ensure_compile_time_eval():
             times = np.asarray(clock(jnp.linspace(0.0, 1.0, 65)), float)
         if not (np.all(np.diff(times) > 0) and np.allclose(times[[0, -1]], [0, 1], atol=1e-6)):
@@ -112,7 +115,8 @@ class Correlated(AbstractDriver):
     brownian: ClassVar[bool] = False
 
     def __init__(self, driver: AbstractDriver, correlation):
-        matrix = np.asarray(correlation, float)
+        check_instance("driver", driver, AbstractDriver, "a driver such as rf.KarhunenLoeve(6)")
+        matrix = np.asarray(as_real("correlation", correlation), float)
         square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
         if not square or not np.allclose(matrix, matrix.T) or np.linalg.eigvalsh(matrix)[0] <= 0:
             raise ValueError(f"correlation must be a positive definite matrix, got {correlation}")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._checks import as_shape, check_key, check_positive
+from .._checks import as_real, as_shape, check_count, check_fields, check_instance, check_key, check_positive
 
 
 class AbstractDriver(eqx.Module):
@@ -58,6 +58,9 @@ class AbstractDriver(eqx.Module):
     # How many components its paths have; None if any number, independent of each other.
     num_components: ClassVar[int | None] = None
 
+    def __check_init__(self):
+        check_fields(self)
+
     @abc.abstractmethod
     def integrals(self, s: Array) -> Array:
         """∫₀ˢ eₖ for every k, shape `(..., n)` for `s` of shape `(...)`."""
@@ -88,7 +91,8 @@ class AbstractDriver(eqx.Module):
         t1: float | Array = 1.0,
     ) -> "Path":
         """Draw independent paths, `shape` of them, each with `noise_dimension` components."""
-        size = (*as_shape(shape), self.num_functions, noise_dimension)
+        check_count("noise_dimension", noise_dimension, least=0)
+        size = (*as_shape(shape, self.num_functions * noise_dimension), self.num_functions, noise_dimension)
         return Path(self, jax.random.normal(check_key(key), size), t1)
 
     def refined(self) -> "AbstractDriver":
@@ -114,6 +118,8 @@ class AbstractDriver(eqx.Module):
         and linear between: exact for a `PiecewiseLinear` path, to O(1/resolution²) for a smooth one. The same
         fine path projected on more and more functions is how drivers are coupled.
         """
+        check_instance("path", path, diffrax.AbstractPath, "a path of diffrax, or of a driver")
+        check_count("resolution", resolution)
         knots = np.union1d(np.linspace(0.0, 1.0, resolution + 1), self.jumps)
         if isinstance(path, Path):
             knots = np.union1d(knots, path.driver.jumps)
@@ -157,7 +163,9 @@ class Path(diffrax.AbstractPath):
     t0: Array
 
     def __init__(self, driver: AbstractDriver, coefficients: Array, t1: float | Array = 1.0):
+        check_instance("driver", driver, AbstractDriver, "a driver such as rf.KarhunenLoeve(6)")
         check_positive("t1", t1)
+        coefficients = as_real("path coefficients", coefficients)
         shape = jnp.shape(coefficients)
         if len(shape) < 2 or shape[-2] != driver.num_functions:
             raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 import scipy
 from jaxtyping import Array
 
-from .._checks import check_count
+from .._checks import check_count, check_number
 from ._driver import AbstractDriver
 from ._piecewise_linear import as_knots, halved, piece_of
 from ._polynomials import AbstractPolynomials, derivatives, psd_root, values
@@ -128,8 +128,7 @@ class FractionalLegendre(AbstractPolynomials):
 
 
 def check_hurst(hurst: float) -> float:
-    if not 0 < float(hurst) < 1:
-        raise ValueError(f"hurst must lie between 0 and 1, got {hurst}")
+    check_number("hurst", hurst, above=0, below=1)
     return float(hurst)
 
 

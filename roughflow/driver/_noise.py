@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import as_shape, check_count, check_key, check_positive
+from .._checks import as_shape, check_count, check_key, check_memory, check_positive
 from .._programs import jit
 from ._fractional import check_hurst
 
@@ -32,8 +32,11 @@ def fractional_noise(
     ```
     """
     check_positive("t1", t1)
-    k = np.arange(check_count("steps", steps) + 1.0)
-    power = lambda lag: np.abs(lag) ** (2 * check_hurst(hurst))
+    count, hurst = check_count("steps", steps), check_hurst(hurst)
+    check_memory(f"steps={steps}", count)
+    as_shape(shape, count)
+    k = np.arange(count + 1.0)
+    power = lambda lag: np.abs(lag) ** (2 * hurst)
     autocovariance = 0.5 * (power(k + 1) + power(k - 1)) - power(k)
     return (t1 / steps) ** hurst * stationary_noise(autocovariance, key=key, shape=shape)
 

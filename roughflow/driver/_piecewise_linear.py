@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._checks import check_positive
+from .._checks import as_real, check_count, is_whole
 from ._driver import AbstractDriver
 
 
@@ -69,10 +69,9 @@ class PiecewiseLinear(AbstractDriver):
 
 def as_knots(grid: int | Sequence[float] | np.ndarray) -> tuple[float, ...]:
     """0 = s₀ < … < sₙ = 1, from a number of equal intervals or times that start at 0."""
-    if isinstance(grid, int | np.integer):
-        check_positive("grid", grid)
-        return tuple(np.linspace(0.0, 1.0, int(grid) + 1).tolist())
-    times = np.asarray(grid, float)
+    if is_whole(grid):
+        return tuple(np.linspace(0.0, 1.0, check_count("grid", grid) + 1).tolist())
+    times = np.asarray(as_real("grid", grid), float)
     rising = times.ndim == 1 and times.size > 1 and np.all(np.diff(times) > 0)
     if not rising or times[0] != 0 or not np.isfinite(times[-1]):
         raise ValueError(f"grid must be a positive number or increasing times that start at 0, got {grid}")

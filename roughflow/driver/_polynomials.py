@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._checks import check_count
+from .._checks import check_callable, check_count, check_positive
 from ._driver import AbstractDriver
 from ._legendre import integrated_polynomials, orthonormal_polynomials
 
@@ -78,9 +78,12 @@ class GaussianDriver(AbstractPolynomials):
     brownian: ClassVar[bool] = False
 
     def __init__(self, covariance: Callable[[Array, Array], Array], num_functions: int, hurst: float = 0.5):
+        check_callable("covariance", covariance, "(s, t) -> E X(s)X(t)")
+        check_positive("hurst", hurst)
         self.covariance = covariance
         self.num_functions = check_count("num_functions", num_functions)
         self.hurst = float(hurst)
+        _covariance_root(covariance, self.num_functions)
 
     @property
     def root(self) -> np.ndarray:
@@ -122,7 +125,7 @@ def derivatives(s: np.ndarray, count: int) -> np.ndarray:
 
 def psd_root(matrix: np.ndarray) -> np.ndarray:
     """Cholesky's factor of a matrix that may be singular: what has no variance left gets a zero."""
-    root, least = np.zeros_like(matrix), NOTHING * np.max(np.diag(matrix))
+    root, least = np.zeros_like(matrix), NOTHING * np.max(np.abs(np.diag(matrix)))
     for k in range(len(matrix)):
         column = matrix[k:, k] - root[k:, :k] @ root[k, :k]
         if column[0] < -1e3 * least:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
+from .._checks import check_count, check_positive
 from ..driver import AbstractDriver
 from ._field import Field
 from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
@@ -57,6 +58,9 @@ class Adaptive(AbstractIntegrator):
         per_sample: bool | None = None,
         escape_rate: float = ESCAPE_RATE,
     ):
+        check_positive("rtol", rtol)
+        check_positive("atol", atol)
+        check_count("max_steps", max_steps)
         self.solver = diffrax.Dopri5() if solver is None else solver
         self.rtol = rtol
         self.atol = atol

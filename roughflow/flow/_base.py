@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key, check_positive, is_traced
+from .._checks import (
+    as_real,
+    as_shape,
+    check_key,
+    check_positive,
+    check_vector,
+    finite_array,
+    is_traced,
+    shown,
+)
 
 
 @runtime_checkable
@@ -51,7 +60,7 @@ class Normal(eqx.Module):
     log_scale: Array
 
     def __init__(self, loc: Array, scale: float | Array = 1.0):
-        loc = jnp.asarray(loc, float)
+        loc = finite_array("loc", loc)
         check_positive("scale", scale)
         if loc.ndim != 1 or jnp.shape(scale) not in ((), loc.shape):
             raise ValueError(
@@ -73,6 +82,7 @@ class Normal(eqx.Module):
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
         """Draw `shape` points, an array of shape `(*shape, d)`."""
+        shape = as_shape(shape, self.loc.size)
         noise = jax.random.normal(check_key(key), (*shape, self.loc.size), self.loc.dtype)
         lead = range(len(shape))
         return jnp.expand_dims(self.loc, lead) + jnp.expand_dims(self.scale, lead) * noise
@@ -82,6 +92,8 @@ class Normal(eqx.Module):
 
     def log_prob(self, z: Array) -> Array:
         """Log-density at `z` of shape `(..., d)`."""
+        z = jnp.asarray(as_real("z", z))
+        check_vector("z", z, self.loc.size)
         lead = range(z.ndim - 1)
         residual = (z - jnp.expand_dims(self.loc, lead)) / jnp.expand_dims(self.scale, lead)
         constant = 0.5 * self.loc.size * math.log(2 * math.pi) + jnp.sum(self.log_scale)
@@ -90,8 +102,8 @@ class Normal(eqx.Module):
 
 def dimension_of(base: Base) -> int:
     """The d of its points `(d,)`; what is no base is refused."""
-    if not isinstance(base, Base):
-        raise TypeError(f"base must have sample(*, key, shape=()) and log_prob(z), got {type(base).__name__}")
+    if not isinstance(base, Base) or isinstance(base, type):
+        raise TypeError(f"base must have sample(*, key, shape=()) and log_prob(z), got {shown(base)}")
     point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
     if len(point.shape) != 1:
         raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_positive
+from .._checks import check_callable, check_count
 from .._linear import UNROLL
 from ..faq import see
 
@@ -80,7 +80,8 @@ class HutchinsonDivergence(AbstractDivergence):
     distribution: Callable = eqx.field(static=True)
 
     def __init__(self, num_probes: int = 1, distribution: Callable = jax.random.rademacher):
-        check_positive("num_probes", num_probes)
+        check_count("num_probes", num_probes)
+        check_callable("distribution", distribution, "(key, shape, dtype), such as jax.random.normal")
         self.num_probes = num_probes
         self.distribution = distribution
 

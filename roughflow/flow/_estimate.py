@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import is_traced
+from .._checks import check_count, check_fields, check_flag, check_positive, is_traced
 from .._show import ENDS, count, is_known, table
 from ..faq import see
 
@@ -59,6 +59,13 @@ class Accuracy(eqx.Module):
     max_paths: int = eqx.field(static=True, default=2**16)
     truncation: bool = eqx.field(static=True, default=False)
     solver: bool = eqx.field(static=True, default=True)
+
+    def __check_init__(self):
+        if self.tolerance is not None:
+            check_positive("tolerance", self.tolerance)
+        check_count("max_paths", self.max_paths)
+        check_flag("truncation", self.truncation)
+        check_flag("solver", self.solver)
 
 
 class Estimate(eqx.Module):
@@ -222,6 +229,9 @@ class Warnings:
 
 class AbstractEstimator(eqx.Module):
     """Estimates log p(x) of a flow; `rf.Tempered` and `rf.PullBack` are two."""
+
+    def __check_init__(self):
+        check_fields(self)
 
     @abc.abstractmethod
     def estimate(self, flow: Any, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:

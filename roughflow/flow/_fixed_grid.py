@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._checks import check_positive
+from .._checks import check_count, check_positive, shown
 from ..driver import AbstractDriver, Path
 from ..faq import see
 from ._blocks import block_by_block
@@ -75,13 +75,11 @@ class FixedGrid(AbstractIntegrator):
             )
         if not isinstance(method, diffrax.AbstractERK):
             raise TypeError(
-                f"FixedGrid takes explicit Runge-Kutta methods, got {type(method).__name__}; "
+                f"method must be an explicit Runge-Kutta method, got {shown(method)}; "
                 "use rf.Adaptive for any other diffrax solver" + see("refused-methods")
             )
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
         self.method = method
-        self.steps = steps
+        self.steps = None if steps is None else check_count("steps", steps)
         self.gradient = Backpropagation() if gradient is None else gradient
         self.escape_rate = escape_rate
         check_positive("late", late)

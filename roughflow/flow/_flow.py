@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import as_shape, check_key, check_positive
+from .._checks import as_shape, check_fields, check_instance, check_key, check_positive, shown
 from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..sde import (
     AbstractCorrection,
@@ -26,7 +26,7 @@ from ._estimate import AbstractEstimator, Accuracy, Estimate, default_estimator
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
 from ._outcome import Outcome
-from ._solve import solve
+from ._solve import check_path_of_driver, solve
 
 
 class StochasticFlow(eqx.Module):
@@ -89,8 +89,8 @@ class StochasticFlow(eqx.Module):
         correction: AbstractCorrection | None = None,
         integrator: AbstractIntegrator | None = None,
     ):
-        if not isinstance(sde, AbstractItoSDE | AbstractStratonovichSDE):
-            raise TypeError(f"sde must be an ItoSDE or StratonovichSDE, got {type(sde).__name__}")
+        kinds = AbstractItoSDE | AbstractStratonovichSDE
+        check_instance("sde", sde, kinds, "an ItoSDE or StratonovichSDE")
         self.dimension = dimension_of(base)
         check_positive("t1", t1)
         if jnp.ndim(t1):
@@ -101,6 +101,7 @@ class StochasticFlow(eqx.Module):
         self.noise_dimension = noise_dimension(sde, self.dimension)
         check_kinks(sde, self.dimension)
         driver = KarhunenLoeve(6) if driver is None else driver
+        _check_driver(driver)
         check_driven(sde, driver, self.dimension)
         self.sde = sde
         self.base = base
@@ -112,17 +113,21 @@ class StochasticFlow(eqx.Module):
         self.integrator = FixedGrid() if integrator is None else integrator
         self.raises = True
         self.proposal = None
+        check_fields(self)
 
     def __repr__(self) -> str:
         return described(self)
 
     def with_driver(self, driver: AbstractDriver) -> Self:
         """The same flow on other paths: train on Karhunen–Loève, test on piecewise linear ones."""
+        _check_driver(driver)
         check_driven(self.sde, driver, self.dimension)
         return eqx.tree_at(lambda flow: flow.driver, self, driver)
 
     def with_proposal(self, proposal: Any) -> Self:
         """The same flow, with densities from paths of this proposal; None takes a learned one away."""
+        if proposal is not None and not hasattr(proposal, "distribution"):
+            raise TypeError(f"proposal must be one such as rf.Laplace(), or None, got {shown(proposal)}")
         return eqx.tree_at(lambda flow: flow.proposal, self, proposal, is_leaf=lambda leaf: leaf is None)
 
     def with_finer_steps(self) -> Self:
@@ -199,8 +204,7 @@ class StochasticFlow(eqx.Module):
         ```
         """
         estimator = default_estimator(self) if estimator is None else estimator
-        if not isinstance(estimator, AbstractEstimator):
-            raise TypeError(f"estimator must be one, such as rf.Tempered(64), got {estimator!r}")
+        check_instance("estimator", estimator, AbstractEstimator, "an estimator such as rf.Tempered(64)")
         accuracy = Accuracy(tolerance, max_paths, truncation, solver)
         return estimator.estimate(self, x, key=key, accuracy=accuracy)
 
@@ -242,8 +246,11 @@ class StochasticFlow(eqx.Module):
     ) -> tuple[Array, Path, PRNGKeyArray]:
         """Starting points, their paths, and a key for the solve."""
         key_base, key_path, key_solve = jax.random.split(check_key(key), 3)
+        if path is not None:
+            check_path_of_driver(path)
+        shape = as_shape(shape, 2 * self.dimension)
         path = self.sample_path(key=key_path, shape=shape) if path is None else path
-        batch = jnp.broadcast_shapes(as_shape(shape), path.batch_shape)
+        batch = jnp.broadcast_shapes(shape, path.batch_shape)
         return self.base.sample(key=key_base, shape=batch), path, key_solve
 
     def push_forward(
@@ -289,3 +296,7 @@ class StochasticFlow(eqx.Module):
     ) -> Outcome:
         """The solve behind every method, with what became of each sample."""
         return solve(self, z, path, t1, key, reverse)
+
+
+def _check_driver(driver: AbstractDriver) -> None:
+    check_instance("driver", driver, AbstractDriver, "a driver such as rf.KarhunenLoeve(6)")

@@ -5,6 +5,7 @@ import abc
 import equinox as eqx
 from jaxtyping import Array
 
+from .._checks import check_fields, check_positive
 from ..driver import AbstractDriver
 from ._field import Field
 from ._gradient import AbstractGradient, ConstantMemory
@@ -23,6 +24,10 @@ class AbstractIntegrator(eqx.Module):
 
     gradient: eqx.AbstractVar[AbstractGradient]
     escape_rate: eqx.AbstractVar[float]
+
+    def __check_init__(self):
+        check_fields(self)
+        check_positive("escape_rate", self.escape_rate)
 
     @property
     def forward_mode(self) -> bool:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key, check_positive
+from .._checks import check_count, check_key, check_number
 from .._keys import split
 from ..sde import (
     Activation,
@@ -54,8 +54,7 @@ def neural_flow(
     ```
     """
     check_count("dimension", dimension)
-    if noise != 0:
-        check_positive("noise", noise)
+    check_number("noise", noise, least=0)
     key_drift, key_noise = split(check_key(key))
     drift = RestoringDrift(
         dimension, noise, width, depth, activation, time_dependent=time_dependent, key=key_drift

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._checks import check_count
 from .._linear import solve
 from ..faq import see
 from ..sde import (
@@ -139,6 +140,9 @@ class Davie(AbstractScheme):
     """
 
     num_functions: int = eqx.field(static=True, default=8)
+
+    def __check_init__(self):
+        check_count("num_functions", self.num_functions)
 
     def step(
         self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array, area: Array | None = None

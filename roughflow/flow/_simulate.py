@@ -1,5 +1,6 @@
 """Plain simulation of an SDE on a fine grid: samples and trajectories, no densities."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -7,11 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key, check_positive, is_traced
+from .._checks import (
+    as_real,
+    check_count,
+    check_finite,
+    check_flag,
+    check_instance,
+    check_key,
+    check_memory,
+    check_number,
+    is_traced,
+)
 from .._programs import jit
 from ..faq import see
 from ..rough import RoughPath, brownian_lift
-from ..sde import AbstractSDE, AbstractStratonovichSDE, noise_dimension
+from ..sde import AbstractSDE, AbstractStratonovichSDE, check_sde, noise_dimension
 from ._schemes import AbstractScheme, Davie, EulerMaruyama, StratonovichHeun
 
 
@@ -52,25 +63,30 @@ def simulate(
     z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), t1=5.0, steps=500)
     ```
     """
-    check_positive("t1", t1)
-    z0 = jnp.asarray(z0)
+    check_sde(sde)
+    check_number("t1", t1, above=0)
+    check_flag("trajectory", trajectory)
+    if scheme is not None:
+        check_instance("scheme", scheme, AbstractScheme, "a scheme such as rf.EulerMaruyama()")
+    z0 = jnp.asarray(as_real("z0", z0))
     z0 = z0 if jnp.issubdtype(z0.dtype, jnp.floating) else z0.astype(float)
     if not z0.ndim:
         raise ValueError("z0 must have shape (..., d), got ()")
+    check_finite("z0", z0)
     columns = noise_dimension(sde, z0.shape[-1], f"z0 has dimension {z0.shape[-1]}")
     batch, times = z0.shape[:-1], None
     if path is not None:
         scheme = _check_path(sde, path, scheme, (*batch, "steps", columns))
         times, noise = path.times, (path.increments, path.areas)
     elif increments is not None:
-        noise = (jnp.asarray(increments),)
+        noise = (jnp.asarray(as_real("increments", increments)),)
         if (*noise[0].shape[:-2], *noise[0].shape[-1:]) != (*batch, columns):
             expected = (*batch, "steps", columns)
             raise ValueError(f"increments must have shape {expected}, got {noise[0].shape}")
     elif key is None:
         raise TypeError("simulate needs key=jax.random.key(seed), increments, or a path" + see("keys"))
     else:
-        check_positive("steps", steps)
+        check_memory(f"steps={steps}", check_count("steps", steps) * math.prod(batch) * max(columns, 1))
         noise = _drawn(sde, scheme, check_key(key), (*batch, steps, columns), t1, z0.dtype)
     if scheme is None:
         scheme = StratonovichHeun() if isinstance(sde, AbstractStratonovichSDE) else EulerMaruyama()
@@ -105,6 +121,7 @@ def _drawn(
 def _check_path(
     sde: AbstractSDE, path: RoughPath, scheme: AbstractScheme | None, expected: tuple
 ) -> AbstractScheme:
+    check_instance("path", path, RoughPath, "an rf.RoughPath, as rf.lift makes it of a smooth path")
     if scheme is not None and not isinstance(scheme, Davie):
         raise ValueError(f"a rough path is followed by rf.Davie(), not by {type(scheme).__name__}")
     shape = path.increments.shape

@@ -1,14 +1,22 @@
 """One solve of a flow for any batch of points and paths: checks, one leading axis, the integrator."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_finite, check_key, check_positive, check_vector, is_traced
+from .._checks import (
+    as_real,
+    check_finite,
+    check_instance,
+    check_key,
+    check_positive,
+    check_vector,
+    is_traced,
+)
 from .._programs import jit
 from ..driver import Path
 from ..faq import see
@@ -30,8 +38,9 @@ def solve(
     reverse: bool,
 ) -> Outcome:
     """From z along the path, up to `t1` where it is given, with what became of each sample."""
-    z = jnp.asarray(z)
-    _check(flow, "x" if reverse else "z", z, path, t1, key)
+    name = "x" if reverse else "z"
+    z = jnp.asarray(as_real(name, z))
+    _check(flow, name, z, path, t1, key)
     # The one place where batches are formed: everything below sees one leading axis.
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
@@ -83,11 +92,7 @@ def _check(
     key: PRNGKeyArray | None,
 ) -> None:
     """Refuse what cannot be solved, before anything is compiled."""
-    if not isinstance(path, Path):
-        raise TypeError(
-            f"path must come from flow.sample_path or driver.path, got {type(path).__name__}; "
-            "driver.project turns any diffrax path into one"
-        )
+    check_path_of_driver(path)
     check_vector(name, z, flow.dimension)
     if path.noise_dimension != flow.noise_dimension:
         raise ValueError(
@@ -106,6 +111,11 @@ def _check(
     check_finite("path coefficients", path.coefficients)
     if key is not None:
         check_key(key, many=True)
+
+
+def check_path_of_driver(path: Any) -> None:
+    wanted = "what flow.sample_path or driver.path make (driver.project turns any diffrax path into one)"
+    check_instance("path", path, Path, wanted)
 
 
 @jit

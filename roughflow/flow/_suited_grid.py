@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key, check_positive
+from .._checks import as_real, check_count, check_instance, check_key, check_positive, check_vector
 from .._programs import jit
 from ..driver import AbstractDriver, Path
 from ._field import Field
@@ -47,7 +47,10 @@ def suited_grid(
     rf.suited_grid(flow, jax.random.normal(key, (100, 2)), key=key).integrator.steps
     ```
     """
-    steps = suited_steps(flow, x, key, tolerance, least)
+    check_instance("flow", flow, StochasticFlow, "an rf.StochasticFlow")
+    check_vector("x", as_real("x", x), flow.dimension)
+    check_count("least", least)
+    steps = suited_steps(flow, jnp.asarray(x), key, tolerance, least)
     return flow if steps is None else with_steps(flow, steps)
 
 

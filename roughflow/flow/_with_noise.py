@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._checks import check_positive
+from .._checks import check_callable, check_number, check_positive
 from ..faq import see
 from ..sde import (
     ConstantDiffusion,
@@ -55,6 +55,12 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
     again = rf.with_noise(other, None)  # the ODE
     ```
     """
+    if isinstance(diffusion, float | int):
+        check_positive("diffusion", diffusion)
+    elif diffusion is not None and not isinstance(diffusion, ProportionalDiffusion):
+        check_callable("diffusion", diffusion, "(t, z) -> (d, m), a number or None")
+    if fading is not None:
+        check_number("fading", fading, least=0.5)
     if not isinstance(flow, StochasticFlow):
         if not hasattr(flow, "with_noise"):
             raise TypeError(
@@ -68,7 +74,6 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
             + see("noise-afterwards")
         )
     if isinstance(diffusion, float | int):
-        check_positive("diffusion", diffusion)
         own = flow.dimension - flow.sde.transport.context
         diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension, own))
     if not (

@@ -8,6 +8,8 @@ from jaxtyping import Array
 
 import roughflow as rf
 
+from .._checks import check_instance
+
 try:
     import arviz
 except FileNotFoundError:
@@ -42,6 +44,7 @@ def to_arviz(
     arviz.rhat(to_arviz(chain, names=["x", "y"]))
     ```
     """
+    check_instance("chain", chain, rf.Chain, "what rf.sample_chain returns")
     samples = chain.samples if chain.samples.ndim == 3 else chain.samples[None]
     if names is not None and constrain is not None:
         raise TypeError("give names or constrain, not both")

@@ -9,6 +9,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 import roughflow as rf
 
+from .._checks import check_instance
+
 
 class BlackJAXState(NamedTuple):
     """A state as BlackJAX's own tools read it."""
@@ -39,6 +41,8 @@ def as_blackjax(sampler: rf.AbstractSampler) -> SamplingAlgorithm:
     )
     ```
     """
+
+    check_instance("sampler", sampler, rf.AbstractSampler, "a sampler such as rf.AdjustedSampler(sde, dt)")
 
     def init(position: Array, rng_key: PRNGKeyArray | None = None) -> BlackJAXState:
         del rng_key

@@ -13,6 +13,8 @@ from numpyro.infer.util import initialize_model, unconstrain_fn
 
 import roughflow as rf
 
+from .._checks import check_callable, check_instance, check_key
+
 
 class ModelTarget(eqx.Module):
     """The posterior of a NumPyro model on Rᵈ: what `target_from_model` returns.
@@ -71,6 +73,8 @@ def target_from_model(
     target.constrain(chain.samples)["scale"].shape  # (100,)
     ```
     """
+    check_callable("model", model, "of NumPyro")
+    check_key(key)
     kwargs = dict(model_kwargs or {})
     info = initialize_model(key, model, model_args=args, model_kwargs=kwargs)
     first: dict = info.param_info.z
@@ -120,8 +124,11 @@ class FlowDistribution(dist.Distribution):
         estimator: rf.AbstractEstimator | None = None,
         validate_args: bool | None = None,
     ):
+        check_instance("flow", flow, rf.StochasticFlow, "an rf.StochasticFlow")
+        if estimator is not None:
+            check_instance("estimator", estimator, rf.AbstractEstimator, "one such as rf.PullBack(8)")
         self.flow = flow
-        self.key = key
+        self.key = check_key(key)
         self.estimator = estimator or _estimator(flow)
         super().__init__(batch_shape=(), event_shape=(flow.dimension,), validate_args=validate_args)
 

@@ -1,5 +1,6 @@
 """Stage 5, learning: objectives, one fitting loop, and files that keep what was learned."""
 
+from .._devices import check_backend as check_backend
 from ._bar import progress_bar as progress_bar
 from ._evidence import EvidenceBound as EvidenceBound, evidence_bound as evidence_bound
 from ._files import whole_file as whole_file

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import NonFiniteError, check_count, check_key
+from .._checks import NonFiniteError, check_count, check_instance, check_key
 from .._programs import jit
 from ..density import AbstractProposal, Laplace
 from ..faq import see
@@ -50,8 +50,8 @@ def evidence_bound(
     bound = rf.evidence_bound(flow, target, key=jax.random.key(0), num_samples=128)  # log 2π = 1.838
     ```
     """
-    if check_count("num_samples", num_samples) < 2:
-        raise ValueError("num_samples must be at least 2, for a standard error, got 1")
+    check_instance("flow", flow, StochasticFlow, "an rf.StochasticFlow")
+    check_count("num_samples", num_samples, least=2)
     chunks = -(-num_samples // CHUNK)
     proposal = flow.proposal if isinstance(flow.proposal, AbstractProposal) else Laplace()
     objective = ReverseKL(log_density, num_paths, batch_size=min(CHUNK, num_samples), proposal=proposal)

@@ -1,6 +1,7 @@
 """Files that are there whole or not at all."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .._checks import check_input_file, check_path
 from ..faq import see
 from ._interrupt import Held
 
@@ -47,7 +49,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         draft.write_text("all of it, or none")
     ```
     """
-    path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(check_path("path", path)))
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise ValueError(f"{path} is {kind}, not a file to write")
@@ -66,8 +68,10 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         os.umask(mask)
         draft.chmod(0o666 & ~mask)
         draft.replace(path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
@@ -85,6 +89,7 @@ def write_archive(
 
 def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict, dict[str, np.ndarray]]:
     """The header and arrays of a file of this `kind`. Nothing in the file is executed."""
+    check_input_file(check_path("path", path))
     try:
         with zipfile.ZipFile(path) as archive:
             _check_size(archive, os.path.getsize(path))
@@ -92,8 +97,6 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
             names = [name for name in archive.namelist() if name.endswith(".npy")]
             read = lambda name: np.load(io.BytesIO(archive.read(name)), allow_pickle=False)
             arrays = {name.removesuffix(".npy"): read(name) for name in names}
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {path}") from None
     except RecursionError:
         told = f"{path} is damaged: its parts lie too deep within one another"
         raise ValueError(told + see("loading")) from None

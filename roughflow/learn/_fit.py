@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key
+from .._checks import check_callable, check_count, check_flag, check_instance, check_key, check_path
 from .._devices import Devices, DevicesLike, leads
 from .._keys import fold_in, split as split_key
 from .._show import count, listed, named, num_parameters
@@ -29,7 +29,7 @@ from ._loop import Loop
 from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractStatefulObjective
 from ._optimiser import make_optimiser, start_of
-from ._rows import DataSource, split
+from ._rows import DataSource, check_columns, split
 from ._standardised import Standardised
 
 
@@ -129,11 +129,15 @@ def fit(
     ```
     """
     objective = MaximumLikelihood() if objective is None else objective
-    steps, batch_size = check_count("steps", steps), check_count("batch_size", batch_size)
-    every, patience = check_count("every", every), None if patience is None else int(patience)
+    _check(objective, frozen, patience, checkpoint, resume)
+    steps, batch_size, every = (
+        check_count(name, value)
+        for name, value in (("steps", steps), ("batch_size", batch_size), ("every", every))
+    )
     key_split, *keys, key_objective = split_key(check_key(key), 4)
     objective = objective.prepare(model, key=key_objective)
     train, held_out = split(data, validation, objective, key_split)
+    check_columns(model, train, held_out)
     if patience is not None and held_out is None:
         raise ValueError(
             "patience needs validation data: set validation, to 0.1 say" + see("budgets-and-validation")
@@ -159,6 +163,17 @@ def fit(
     history = replace(now.history, ended=_ended(now.step, steps, patience, stopped))
     best_model = with_no_fewer(best_objective.leave(best_model), now.grid)
     return Fitted(best_model, best_objective, history, stopped, now.state)
+
+
+def _check(objective: Any, frozen: Any, patience: Any, checkpoint: Any, resume: Any) -> None:
+    check_instance("objective", objective, AbstractStatefulObjective, "one such as rf.MaximumLikelihood()")
+    if frozen is not None:
+        check_callable("frozen", frozen, "from the model to the part not to train")
+    if patience is not None:
+        check_count("patience", patience)
+    if checkpoint is not None:
+        check_path("checkpoint", checkpoint)
+    check_flag("resume", resume)
 
 
 def _ended(step: int, steps: int, patience: int | None, stopped: bool) -> str | None:

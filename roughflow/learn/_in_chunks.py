@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from .._checks import check_key
+from .._checks import check_count, check_instance, check_key
 from .._devices import Devices, DevicesLike
 from ..flow import AbstractEstimator, Estimate, StochasticFlow
 from ._standardised import Standardised
@@ -58,6 +58,9 @@ def estimate_chunks(
         print(estimate.log_prob)
     ```
     """
+    check_instance("model", model, StochasticFlow | Standardised, "a flow, or what rf.fit_density fits")
+    check_instance("chunks", chunks, Iterable, "a list or an iterator of arrays (rows, dimension)")
+    check_count("first", first, least=0)
     key = check_key(key)
     settings: dict[str, Any] = {"estimator": estimator, "tolerance": tolerance, "max_paths": max_paths}
     settings |= {"truncation": truncation, "solver": solver}

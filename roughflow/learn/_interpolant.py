@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_positive
+from .._checks import check_count, check_positive
 from .._devices import by_rows
 from ..faq import see
 from ..flow import Normal, StochasticFlow
@@ -69,7 +69,7 @@ class Interpolant(AbstractObjective):
         check_positive("late", late)
         if context and coupling is not None:
             raise ValueError("a coupling would tie rows to what is given of others: leave one of them out")
-        self.context = context
+        self.context = check_count("context", context, least=0)
         if coupling is not None:
             check_positive("coupling", coupling)
         self.late = float(late)

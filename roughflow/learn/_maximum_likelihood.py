@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import is_traced
+from .._checks import check_instance, check_number, is_traced
 from .._devices import by_rows
 from ..density import AbstractProposal, Amortised, LowerBound, Prior, PullBack, log_mean
 from ..faq import see
@@ -65,14 +65,14 @@ class MaximumLikelihood(AbstractObjective):
         proposal: AbstractProposal | None = None,
         stationary: float = 0.0,
     ):
-        if not stationary >= 0:
-            raise ValueError(f"stationary is a weight, at least 0, got {stationary}")
+        check_number("stationary", stationary, least=0)
         self.bound = LowerBound(PullBack(num_paths, Prior() if proposal is None else proposal))
         self.learns_proposal = proposal is None
         self.stationary = float(stationary)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "MaximumLikelihood":
         """With a proposal made for this model; without noise one path says it all."""
+        check_instance("model", model, StochasticFlow, "an rf.StochasticFlow for rf.MaximumLikelihood")
         if model.noise_dimension == 0:
             return MaximumLikelihood(1, Prior(), stationary=self.stationary)
         if not self.learns_proposal:

@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Self
 import equinox as eqx
 from jaxtyping import Array, PRNGKeyArray
 
+from .._checks import check_fields
+
 # Nats that a point counts in a loss if no path reaches it, and a sample if it escapes. It has no gradient,
 # but a model that loses it must not look better for that than one that has it.
 LOST = 1000.0
@@ -40,6 +42,9 @@ class AbstractStatefulObjective(eqx.Module):
     # Whether its losses are log-densities of the model, at the data or at its own samples: a long fit then
     # sees to it that the model is solved with the steps these need.
     solves: ClassVar[bool] = False
+
+    def __check_init__(self):
+        check_fields(self)
 
     @abc.abstractmethod
     def start(self, model: Any, *, key: PRNGKeyArray) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from .._checks import check_positive
+from .._checks import check_number, shown
 from .._programs import jit
 
 ADAM = optax.scale_by_adam()  # one object, so that a second fit finds its program compiled
@@ -139,11 +139,13 @@ def make_optimiser(
     """Adam with a rate that rises and falls, or the transformation that is given."""
     rate = None
     if transform is None:
-        check_positive("learning_rate", learning_rate)
+        check_number("learning_rate", learning_rate, above=0)
         rate = Rate(float(learning_rate), float(min(WARM, steps // 10)), float(steps))
+    elif not isinstance(transform, optax.GradientTransformation):
+        raise TypeError(f"optimiser must be one of optax, such as optax.adam(1e-3), got {shown(transform)}")
     if clip is not None:
-        check_positive("clip", clip)
-    if average is not None and not 0 < average < 1:
-        raise ValueError(f"average must lie between 0 and 1, 0.999 say, got {average}")
+        check_number("clip", clip, above=0)
+    if average is not None:
+        check_number("average", average, above=0, below=1)
     plain = lambda value: None if value is None else float(value)
     return Optimiser(ADAM if transform is None else transform, rate, plain(clip), plain(average))

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from .._checks import check_input_file, check_path
 from ..faq import see
 from ._numbers import LARGEST
 from ._split import check_share, identified, row_codes
@@ -150,6 +151,7 @@ def parquet_file(path: str | os.PathLike) -> Any:
     except ImportError:
         told = "reading a .parquet file needs pyarrow: pip install 'roughflow[parquet]'"
         raise ValueError(told + see("not-installed")) from None
+    check_input_file(check_path("path", path))
     try:
         # Nothing is read ahead: a group of rows may be as large as the file.
         return pq.ParquetFile(path, pre_buffer=False)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count
+from .._checks import check_callable, check_count, check_number
 from ..density import AbstractProposal, Amortised, Prior, UpperBound
 from ..flow import StochasticFlow
 from ..sde import GIVEN, LogDensity, TargetedSDE, as_target
@@ -64,8 +64,8 @@ class ReverseKL(AbstractObjective):
         l1: float = 0.0,
         proposal: AbstractProposal | None = None,
     ):
-        if not l1 >= 0:
-            raise ValueError(f"l1 is a weight, at least 0, got {l1}")
+        check_callable("log_density", log_density, "z -> ()")
+        check_number("l1", l1, least=0)
         self.log_density = log_density
         self.bound = UpperBound(num_paths, Prior() if proposal is None else proposal)
         self.learns_proposal = proposal is None

@@ -1,6 +1,6 @@
 """The data of a fit: rows of an array or of a table on disk, or a distribution to draw from."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_finite
+from .._checks import as_real, check_finite, check_number
+from ..flow import StochasticFlow
 from ._batches import Batches
 from ._objective import AbstractStatefulObjective
 from ._parquet import ParquetTable
@@ -63,6 +64,9 @@ def split(
     if (data is not None) != objective.uses_data:
         need = "needs data" if objective.uses_data else "takes no data"
         raise ValueError(f"{type(objective).__name__} {need}: call fit(model, data, ...) accordingly")
+    if np.ndim(validation) == 0:
+        check_number("validation", validation, least=0, below=1)
+        validation = float(validation)  # pyright: ignore[reportArgumentType]
     if isinstance(data, ParquetTable) and isinstance(validation, float | int):
         rest, aside = data.split(validation, key=key)
         return rest, _rows("validation", aside) if len(aside) else None
@@ -81,8 +85,19 @@ def split(
 
 
 def _rows(name: str, data: Array | np.ndarray) -> Array:
-    data = jnp.asarray(data, float)
+    data = jnp.asarray(as_real(name, data), float)
     if data.ndim != 2 or not data.size:
         raise ValueError(f"{name} must have shape (rows, dimensions), got {data.shape}")
     check_finite(name, data)
     return data
+
+
+def check_columns(model: Any, train: Data, held_out: Array | None) -> None:
+    """Refuse rows of another dimension than the flow that is fitted to them."""
+    if not isinstance(model, StochasticFlow):
+        return
+    for name, rows in {"data": train, "validation": held_out}.items():
+        if isinstance(rows, jax.Array) and rows.shape[1] != model.dimension:
+            raise ValueError(
+                f"{name} must have shape (rows, {model.dimension}) for this flow, got {rows.shape}"
+            )

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._checks import check_instance, check_path
+from .._devices import check_backend
 from ..faq import see
 from ._files import read_archive, write_archive
 from ._fit import Fitted
@@ -42,6 +44,7 @@ def save(path: str | PathLike, model: Any) -> None:
     flow = rf.load("flow.rf")
     ```
     """
+    check_path("path", path)
     if isinstance(model, Fitted):
         raise ValueError("what a fit returns holds more than a model: save fitted.model" + see("saving"))
     arrays: dict[str, np.ndarray] = {}
@@ -64,8 +67,10 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
     base = rf.load("base.rf")
     ```
     """
+    check_instance("classes", classes, Iterable, "classes of yours, such as (MyDrift,)")
     header, arrays = read_archive(path, "model", VERSION)
     known = {name_of(cls): cls for cls in classes}
+    check_backend()
     try:
         return _decode(header["structure"], arrays, known, 0)
     except UnknownName:

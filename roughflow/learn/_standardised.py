@@ -10,7 +10,17 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import as_shape, check_finite, check_vector, is_traced
+from .._checks import (
+    as_real,
+    as_shape,
+    check_count,
+    check_finite,
+    check_instance,
+    check_key,
+    check_vector,
+    is_traced,
+    shown,
+)
 from .._show import count, listed, shortened
 from ..faq import see
 from ..flow import AbstractEstimator, Estimate, StochasticFlow, with_noise
@@ -51,6 +61,20 @@ class Standardised(eqx.Module):
     columns: tuple[str, ...] = eqx.field(static=True, default=())
     context: int = eqx.field(static=True, default=0)
     marginals: Marginals | None = None  # of all columns but those that are given
+
+    def __check_init__(self):
+        check_instance("flow", self.flow, StochasticFlow, "an rf.StochasticFlow")
+        d = self.flow.dimension
+        for name, part, shape in (("loc", self.loc, (d,)), ("matrix", self.matrix, (d, d))):
+            # Axes before the last are those of many models in one, as `eqx.filter_vmap` makes them.
+            if np.shape(part)[-len(shape) :] != shape:
+                raise ValueError(f"{name} must have shape {shape} for this flow, got {np.shape(part)}")
+        if not is_traced(self.matrix) and np.any(np.diagonal(self.matrix, axis1=-2, axis2=-1) == 0):
+            raise ValueError("matrix must have no zero on its diagonal")
+        if check_count("context", self.context, least=0) >= d:
+            raise ValueError(f"context must be below {d}, the dimension of the flow, got {self.context}")
+        if self.columns and (len(self.columns) != d or len(set(self.columns)) < d):
+            raise ValueError(f"columns must be {d} different names, got {shown(self.columns)}")
 
     def __repr__(self) -> str:
         own = self.flow.dimension - self.context
@@ -137,7 +161,7 @@ class Standardised(eqx.Module):
             y = self.flow.sample(key=key, shape=shape)
         else:
             shape = (*shape, *some.shape[:-1])
-            key_start, key_path, key_solve = jax.random.split(key, 3)
+            key_start, key_path, key_solve = jax.random.split(check_key(key), 3)
             start = self.flow.base.sample(key=key_start, shape=shape)
             fixed = jnp.broadcast_to(self.unit(some)[..., own:], (*shape, self.context))
             start = jnp.concatenate([start[..., :own], fixed.astype(start.dtype)], axis=-1)
@@ -202,7 +226,7 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     loc, matrix = rf.standardisation(jax.random.normal(jax.random.key(0), (100, 3)))
     ```
     """
-    rows = np.asarray(data, np.float64)
+    rows = np.asarray(as_real("data", data), np.float64)
     if rows.ndim != 2 or len(rows) < 2:
         raise ValueError(f"data must have shape (rows, dimensions) with at least two rows, got {rows.shape}")
     check_finite("data", rows)

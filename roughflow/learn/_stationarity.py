@@ -1,11 +1,13 @@
 """Does an SDE keep the distribution of a sample, and does it come back from outside?"""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key
+from .._checks import as_real, check_count, check_key, check_number
 from ..sde import AbstractSDE, noise_matrix, to_ito
 
 # Waves from twenty times as long as the data are wide, which see means and variances, to half as long.
@@ -36,6 +38,7 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: in
     rf.stationarity(sde, x, key=key), rf.stationarity(sde, 1 + x, key=key)  # 0.0002 and 0.28
     ```
     """
+    x = _sample(x)
     rates = _rates(sde, x, key, num_waves)
     rates = jax.random.permutation(jax.random.fold_in(key, 3), rates)
     half = x.shape[0] // 2
@@ -52,7 +55,8 @@ def squared_rate(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: in
 
 def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, num_waves: int) -> Array:
     """Lφ at each point of the sample for each of the random φ, `(N, num_waves)`."""
-    _check_sample(x)
+    x = _sample(x)
+    check_count("num_waves", num_waves)
     sde = to_ito(sde)
     key_wave, key_length, key_phase = jax.random.split(check_key(key), 3)
     lengths = jax.random.uniform(
@@ -95,7 +99,9 @@ def confinement(
     rf.confinement(stays, x, key=key), rf.confinement(walks, x, key=key)  # 0 and 1.1
     ```
     """
-    _check_sample(x)
+    x = _sample(x)
+    check_count("num_points", num_points)
+    check_number("rate", rate, least=0)
     sde = to_ito(sde)
     centre, spread = jnp.mean(x, axis=0), _spread(x)
     radius = jnp.max(jnp.linalg.norm((x - centre[None]) / spread[None], axis=1))
@@ -113,9 +119,11 @@ def confinement(
     return jnp.mean(jax.nn.relu(growth + rate) ** 2)
 
 
-def _check_sample(x: Array) -> None:
-    if jnp.ndim(x) != 2 or x.shape[0] < 2:
-        raise ValueError(f"x must be a sample of shape (N, d) with at least 2 rows, got {jnp.shape(x)}")
+def _sample(x: Any) -> Array:
+    x = jnp.asarray(as_real("x", x))
+    if x.ndim != 2 or x.shape[0] < 2:
+        raise ValueError(f"x must be a sample of shape (N, d) with at least 2 rows, got {x.shape}")
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
 
 
 def _spread(x: Array) -> Array:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array
 
+from .._checks import check_instance, check_number
 from ..faq import see
 from ..flow import StochasticFlow
 from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
@@ -70,6 +71,9 @@ def staying_sde(
     path = rf.simulate(sde, data[0], key=jax.random.key(2), t1=5.0, steps=100, trajectory=True)
     ```
     """
+    wanted = "a flow, or what rf.fit_density fits"
+    check_instance("model", model, Standardised | StochasticFlow, wanted)
+    check_number("at", at, above=0, below=1)
     flow = model.flow if isinstance(model, Standardised) else model
     transport = flow.sde.transport if isinstance(flow.sde, TransportSDE) else None
     if not isinstance(transport, NormalTransport):
@@ -79,8 +83,6 @@ def staying_sde(
         )
     if transport.context:
         raise ValueError("staying_sde needs a density of all coordinates, and this one is conditional")
-    if not 0 < at < 1:
-        raise ValueError(f"at must lie between 0 and 1, both excluded, got {at}")
     if isinstance(model, Standardised):
         loc, matrix = jnp.asarray(model.loc, float), jnp.asarray(model.matrix, float)
         score = FittedScore(transport, loc, matrix, float(at), model.marginals)

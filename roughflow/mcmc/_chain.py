@@ -7,7 +7,7 @@ import numpy as np
 import scipy
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key
+from .._checks import check_count, check_instance, check_key, check_memory, finite_array
 from .._programs import jit
 from .._show import count, is_known, table
 from ..sde import AbstractSDE
@@ -101,18 +101,21 @@ def sample_chain(
     ```
     """
     check_count("num_steps", num_steps)
-    check_count("thin", thin)
-    if thin > num_steps or burn_in < 0:
-        raise ValueError(f"thin must be at most num_steps and burn_in not below 0, got {thin} and {burn_in}")
+    check_count("burn_in", burn_in, least=0)
+    if check_count("thin", thin) > num_steps:
+        raise ValueError(f"thin must be at most num_steps, {num_steps}, got {thin}")
+    wanted = "a sampler such as rf.AdjustedSampler(sde, dt), or an SDE"
+    check_instance("sampler", sampler, AbstractSampler | AbstractSDE, wanted)
     if isinstance(sampler, AbstractSDE):
         if dt is None:
             raise TypeError("sample_chain needs dt, the size of a step")
         sampler = UnadjustedSampler(sampler, dt)
     elif dt is not None:
         raise TypeError("dt belongs to the sampler: leave it out, or pass the SDE instead")
-    z0 = jnp.asarray(z0, float)
-    if z0.ndim not in (1, 2):
+    z0 = finite_array("z0", z0)
+    if z0.ndim not in (1, 2) or not z0.size:
         raise ValueError(f"z0 must have shape (d,) or (chains, d), got {z0.shape}")
+    check_memory(f"num_steps={num_steps}", num_steps // thin * z0.size)
     sampler.check(z0)
     starts = jnp.atleast_2d(z0)
     samples, acceptance = _run(sampler, starts, check_key(key), burn_in, num_steps, thin)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count
+from .._checks import check_callable, check_count
 
 
 class Minibatch(eqx.Module):
@@ -44,6 +44,8 @@ class Minibatch(eqx.Module):
         data: Any,
         batch_size: int,
     ):
+        check_callable("log_prior", log_prior, "z -> ()")
+        check_callable("log_likelihood", log_likelihood, "(z, row) -> ()")
         self.log_prior = log_prior
         self.log_likelihood = log_likelihood
         self.data = jax.tree.map(jnp.asarray, data)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_positive, is_traced
+from .._checks import check_fields, check_positive, is_traced
 from ..faq import see
 from ..flow import AbstractScheme, EulerMaruyama
 from ..sde import (
@@ -62,6 +62,9 @@ class AbstractSampler(eqx.Module):
 
     sde: eqx.AbstractVar[AbstractSDE]
     dt: eqx.AbstractVar[float | Array]
+
+    def __check_init__(self):
+        check_fields(self)
 
     @abc.abstractmethod
     def init(self, z: Array) -> SamplerState:

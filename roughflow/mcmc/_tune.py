@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key
+from .._checks import check_callable, check_count, check_flag, check_key, check_number
 from .._linear import log_abs_det
 from ..faq import see
 from ..learn import AbstractStatefulObjective, History, fit
 from ..sde import GIVEN, LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
 from ._flow_sampler import FlowSampler, GradientState
 from ._sampler import accept
-from ._warm_up import ACCEPTANCE, adapt, climbing_gradients, least_steps, warm_up
+from ._warm_up import ACCEPTANCE, adapt, climbing_gradients, least_steps, starts, warm_up
 
 GRADIENTS = 3  # of the log density in a training step: one to move, and the derivative of another
 WARM_UP, FINISH = 0.1, 0.05  # shares of the budget
@@ -126,9 +126,15 @@ def tune_sampler(
     chain = rf.sample_chain(tuned.sampler, tuned.z, key=jax.random.key(2), num_steps=100)
     ```
     """
-    z0 = jnp.asarray(z0, float)
-    if z0.ndim != 2:
-        raise ValueError(f"z0 must have shape (chains, d), got {z0.shape}")
+    z0 = starts("z0", z0)
+    check_callable("log_density", log_density, "z -> ()")
+    if skew is not None:
+        check_callable("skew", skew, "(t, z) -> (d, d)")
+    check_count("width", width)
+    check_number("learning_rate", learning_rate, above=0)
+    check_flag("climb", climb)
+    if resume and checkpoint is None:
+        raise ValueError("resume needs a checkpoint to go on from" + see("checkpoints"))
     chains, dimension = z0.shape
     climbing = climbing_gradients(dimension, chains) if climb else 0
     first, steps, last = _plan(check_count("num_gradients", num_gradients), climbing, *z0.shape)

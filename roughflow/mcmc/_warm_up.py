@@ -1,6 +1,6 @@
 """A constant noise and a step that suit a target, found by trying."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key, warn
+from .._checks import check_callable, check_count, check_flag, check_key, finite_array, warn
 from .._programs import jit
 from ..faq import see
 from ..sde import LogDensity, as_target, overdamped_langevin
@@ -56,9 +56,9 @@ def warm_up(
     chain = rf.sample_chain(warm.sampler, warm.z, key=jax.random.key(1), num_steps=1000)
     ```
     """
-    z = jnp.asarray(z0, float)
-    if z.ndim != 2:
-        raise ValueError(f"z0 must have shape (chains, d), got {z.shape}")
+    z = starts("z0", z0)
+    check_callable("log_density", log_density, "z -> ()")
+    check_flag("climb", climb)
     least = least_steps(*z.shape)
     if check_count("num_steps", num_steps) < least:
         raise ValueError(
@@ -92,6 +92,13 @@ def warm_up(
             dt = jnp.asarray(z.shape[1] ** (-1 / 3))
         sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     return WarmedUp(sampler, z)
+
+
+def starts(name: str, z0: Any) -> Array:
+    z = finite_array(name, z0)
+    if z.ndim != 2 or not z.size:
+        raise ValueError(f"{name} must have shape (chains, d), got {z.shape}")
+    return z
 
 
 def least_steps(chains: int, dimension: int) -> int:

@@ -11,6 +11,7 @@ from scipy import stats
 
 import roughflow as rf
 
+from .._checks import check_instance, check_number
 from ._style import BLUE, COLUMN, GREY, SKY, SMALL, curves
 
 POINTS = 200
@@ -42,11 +43,11 @@ def bands(
     drift.axhline(0.0, color=plots.GREY)
     ```
     """
+    check_instance("result", result, rf.FittedSDE, "what rf.fit_sde returns")
     values = np.concatenate([np.asarray(one.values) for one in result.series])
     if values.shape[1] != 1:
         raise ValueError(f"bands are for SDEs of one component, this one has {values.shape[1]}")
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")
+    check_number("level", level, above=0, below=1)
     x = np.linspace(values.min(), values.max(), POINTS) if x is None else np.asarray(x, float)
     states, when = jnp.asarray(x)[:, None], jnp.asarray(time, float)
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 import roughflow as rf
 
+from .._checks import check_instance
 from ._style import BLUE, COLUMN, GREY, SMALL, TEXT, VERMILION, curves
 
 # Above this the mean of the weights converges too slowly to be trusted; see `Estimate.pareto_k`.
@@ -32,6 +33,7 @@ def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figur
     plots.diagnostics(flow.estimate(x, key=jax.random.key(0), estimator=rf.PullBack(num_paths=100)))
     ```
     """
+    check_instance("estimate", estimate, rf.Estimate, "what flow.estimate returns")
     if figure is None:
         figure = plt.figure(figsize=(2 * COLUMN + 0.3, 0.75 * COLUMN), layout="constrained")
     suspect = np.ravel(estimate.suspect)

@@ -12,6 +12,7 @@ from matplotlib.collections import LineCollection
 
 import roughflow as rf
 
+from .._checks import as_real, check_number
 from ._style import BLUE, EMBER, GREEN, GREY, PURPLE, SMALL, TIME, VERMILION, add_colour_bar, curves, plane
 
 
@@ -27,7 +28,8 @@ def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colo
     plots.trajectory(jax.vmap(path.evaluate)(jnp.linspace(0, 1, 500)))
     ```
     """
-    path = np.asarray(path)
+    check_number("t1", t1, above=0)
+    path = np.asarray(as_real("path", path))
     if path.ndim != 2 or path.shape[1] != 2 or len(path) < 2:
         raise ValueError(f"path must have shape (T, 2) with T at least 2, got {path.shape}")
     ax = plane(ax, None)
@@ -57,7 +59,7 @@ def sample_paths(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) 
     plots.sample_paths(times, jax.vmap(brownian.evaluate, out_axes=1)(times)[..., 0])
     ```
     """
-    times, paths = np.asarray(times), np.asarray(paths)
+    times, paths = np.asarray(as_real("times", times)), np.asarray(as_real("paths", paths))
     if paths.ndim != 2 or times.shape != paths.shape[1:]:
         raise ValueError(f"paths must have shape (K, T) for times (T,), got {paths.shape} and {times.shape}")
     ax = curves(ax, "time $t$", "$Z_t$")

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 from matplotlib.axes import Axes
 
+from .._checks import as_real, check_count
 from ._style import BLUE, DENSITY, Window, add_colour_bar, plane
 
 
@@ -21,9 +22,15 @@ def grid(extent: Window, resolution: int = 200) -> np.ndarray:
     plots.grid((-4, 4, -2, 2), 200).shape  # (100, 200, 2)
     ```
     """
-    left, right, bottom, top = extent
-    if not (left < right and bottom < top):
+    check_count("resolution", resolution)
+    window = np.asarray(as_real("extent", extent), float)
+    if (
+        window.shape != (4,)
+        or not np.isfinite(window).all()
+        or not (window[0] < window[1] and window[2] < window[3])
+    ):
         raise ValueError(f"extent must be (left, right, bottom, top), each pair increasing, got {extent}")
+    left, right, bottom, top = window.tolist()
     pixel = max(right - left, top - bottom) / resolution
     columns, rows = max(1, round((right - left) / pixel)), max(1, round((top - bottom) / pixel))
     x = left + (np.arange(columns) + 0.5) * (right - left) / columns
@@ -64,7 +71,7 @@ def density(
         parts = [np.asarray(log_prob(flat[i : i + chunk])) for i in range(0, len(flat), chunk)]
         values = np.concatenate(parts).reshape(points.shape[:2])
     else:
-        values = np.asarray(log_prob)
+        values = np.asarray(as_real("log_prob", log_prob))
         if values.ndim != 2:
             raise ValueError(f"log_prob must be a function or have shape (rows, columns), got {values.shape}")
     if np.isnan(values).any():
@@ -87,7 +94,7 @@ def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None 
     plots.samples(Moons().sample(key=jax.random.key(0), shape=(2000,)), extent=Moons.extent)
     ```
     """
-    points = np.asarray(points)
+    points = np.asarray(as_real("points", points))
     if points.ndim != 2 or points.shape[1] != 2:
         raise ValueError(f"points must have shape (N, 2), got {points.shape}")
     ax = plane(ax, extent)

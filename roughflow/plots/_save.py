@@ -7,6 +7,8 @@ from matplotlib.figure import Figure
 
 import roughflow as rf
 
+from .._checks import check_instance
+
 
 def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
     """Write a figure, whole or not at all: a file that was there before stays until the new one is complete.
@@ -21,6 +23,7 @@ def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
     plots.save(axes.figure, f"{tempfile.mkdtemp()}/figures/points.png")
     ```
     """
+    check_instance("figure", figure, Figure, "a figure of matplotlib")
     with rf.whole_file(path) as draft:
         figure.savefig(draft, dpi=dpi, bbox_inches="tight", pad_inches=0.05)
     return Path(path)

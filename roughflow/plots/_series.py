@@ -11,6 +11,7 @@ from scipy import integrate, stats
 
 import roughflow as rf
 
+from .._checks import as_real, check_instance, check_key
 from ._style import BLUE, COLUMN, GREY, SKY, SMALL, TEXT, VERMILION, curves
 
 BANDS = (0.9, 0.5)  # shares of paths that a fan holds
@@ -34,7 +35,7 @@ def fan(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
     plots.fan(times, jax.vmap(brownian.evaluate, out_axes=1)(times)[..., 0])
     ```
     """
-    times, paths = np.asarray(times), np.asarray(paths)
+    times, paths = np.asarray(as_real("times", times)), np.asarray(as_real("paths", paths))
     if paths.ndim != 2 or times.shape != paths.shape[1:]:
         raise ValueError(f"paths must have shape (K, T) for times (T,), got {paths.shape} and {times.shape}")
     ax = curves(ax, "time", "value")
@@ -74,13 +75,14 @@ def fitted_sde(
     plots.fitted_sde(result, key=jax.random.key(1), time_label="year")
     ```
     """
+    check_instance("result", result, rf.FittedSDE, "what rf.fit_sde returns")
     if len(result.series) != 1 or result.series[0].values.shape[1] != 1:
         raise ValueError("result must be a fit to one series of one component")
     first = result.series[0].origin
     origin = _year(first) if origin is None else origin
     time_label = time_label or ("time" if first is None else "year")
     times, values = origin + result.series[0].times, result.series[0].values[:, 0]
-    key_residuals, key_forecast = jax.random.split(key)
+    key_residuals, key_forecast = jax.random.split(check_key(key))
     residuals = residuals or result.residuals(key=key_residuals)
     uniform = np.asarray(residuals.uniform)
     span = times[-1] - times[0]

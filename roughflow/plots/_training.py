@@ -5,6 +5,7 @@ from typing import Protocol
 import numpy as np
 from matplotlib.axes import Axes
 
+from .._checks import shown
 from ._style import BLUE, SKY, SMALL, VERMILION, curves
 
 
@@ -39,6 +40,8 @@ def training(
     plots.training(history, entropy=2.9)
     ```
     """
+    if not hasattr(history, "loss") or not hasattr(history, "step"):
+        raise TypeError(f"history must be that of a fit, fitted.history, got {shown(history)}")
     step, loss = np.asarray(history.step), np.asarray(history.loss)
     if not np.isfinite(loss).any():
         raise ValueError("history.loss has no finite value to draw")
@@ -46,16 +49,16 @@ def training(
     ax.plot(step, loss, color=SKY, linewidth=0.5, alpha=0.7)
     smooth = _moving_mean(loss, window or max(1, len(loss) // 50))
     ax.plot(step, smooth, color=BLUE, linewidth=1.5, label="training")
-    shown = [smooth, np.quantile(loss[np.isfinite(loss)], [0, 0.98])]
+    drawn = [smooth, np.quantile(loss[np.isfinite(loss)], [0, 0.98])]
     looks, validation = history.validation_step, history.validation_loss
     if looks is not None and validation is not None and validation.size:
         ax.plot(looks, validation, "o-", color=VERMILION, markersize=3, label="validation")
-        shown.append(validation[1:])
+        drawn.append(validation[1:])
     if entropy is not None:
         ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
-        shown.append(np.array([entropy]))
+        drawn.append(np.array([entropy]))
     # The first few losses can be so large that the rest would be a flat line.
-    low, high = np.nanmin(np.concatenate(shown)), np.nanmax(np.concatenate(shown[1:]))
+    low, high = np.nanmin(np.concatenate(drawn)), np.nanmax(np.concatenate(drawn[1:]))
     ax.set(xlim=(step[0], step[-1]), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
     ax.legend(frameon=False, fontsize=SMALL)
     return ax

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import as_shape, check_count, check_key, check_positive
+from .._checks import as_shape, check_count, check_instance, check_key, check_positive
 from .._programs import jit
 from ..driver import Path
 from ._rough_path import RoughPath
@@ -27,6 +27,7 @@ def lift(path: Path, steps: int) -> RoughPath:
     rough = rf.lift(path, 64)
     ```
     """
+    check_instance("path", path, Path, "a path of a driver: driver.project turns any diffrax path into one")
     if path.t1.ndim:
         raise ValueError("lift takes paths of one end time")
     return _lifted(path, check_count("steps", steps))
@@ -90,7 +91,7 @@ def brownian_lift(
     check_positive("t1", t1)
     n, m = check_count("num_functions", num_functions), check_count("noise_dimension", noise_dimension)
     key_path, key_rest = jax.random.split(check_key(key))
-    batch = (*as_shape(shape), check_count("steps", steps))
+    batch = (*as_shape(shape, check_count("steps", steps) * n * m), steps)
     omega = jax.random.normal(key_path, (*batch, n, m))
     areas = _polynomial_areas(omega) + _rest(key_rest, batch, n, m)
     increments = omega[..., 0, :]

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
+from .._checks import check_count, is_traced
+
 SAMPLED = 33  # times at most, of which a defect looks at all triples
 
 
@@ -42,13 +44,15 @@ class RoughPath(eqx.Module):
     geometric: bool = eqx.field(static=True, default=True)
 
     def __check_init__(self):
-        steps = jnp.shape(self.times)[0] - 1
+        steps = jnp.size(self.times) - 1
         first, second = jnp.shape(self.increments), jnp.shape(self.areas)
         if len(first) < 2 or first[-2] != steps or second != (*first, first[-1]):
             raise ValueError(
                 f"a rough path at {steps + 1} times has increments of shape (..., {steps}, m) and areas of "
                 f"shape (..., {steps}, m, m), got {first} and {second}"
             )
+        if not is_traced(self.times) and not np.all(np.diff(np.asarray(self.times)) > 0):
+            raise ValueError("times of a rough path must increase")
 
     @property
     def steps(self) -> int:
@@ -87,7 +91,7 @@ class RoughPath(eqx.Module):
 
     def coarser(self, factor: int) -> "RoughPath":
         """On each `factor`-th time of its grid."""
-        if self.steps % factor:
+        if self.steps % check_count("factor", factor):
             raise ValueError(f"factor must divide the number of steps, {self.steps}, got {factor}")
         return self.restricted(np.arange(0, self.steps + 1, factor))
 

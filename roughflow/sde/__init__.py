@@ -43,6 +43,7 @@ from ._sde import (
     Drift as Drift,
     ItoSDE as ItoSDE,
     StratonovichSDE as StratonovichSDE,
+    check_sde as check_sde,
     noise_dimension as noise_dimension,
     with_explicit_parameters as with_explicit_parameters,
 )

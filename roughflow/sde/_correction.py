@@ -19,7 +19,7 @@ from .._checks import check_key, is_traced, warn
 from ..faq import see
 from ._dependence import depends_on
 from ._noise import Noise, apply_noise, has_diagonal, noise_column, noise_row, noise_shape
-from ._sde import AbstractItoSDE, AbstractSDE, AbstractStratonovichSDE, ItoSDE, StratonovichSDE
+from ._sde import AbstractItoSDE, AbstractSDE, AbstractStratonovichSDE, ItoSDE, StratonovichSDE, check_sde
 from ._slopes import Index, axis, diagonal_slopes, sum_over
 
 
@@ -199,9 +199,11 @@ def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> Abs
     sde.drift(0.0, jnp.ones(1))  # 0.1 − 0.3²/2 = 0.055
     ```
     """
+    check_sde(sde)
+    key = _typed(key)
     if isinstance(sde, AbstractStratonovichSDE):
         return sde
-    return StratonovichSDE(CorrectedDrift(sde, -1, _typed(key)), sde.noise)
+    return StratonovichSDE(CorrectedDrift(sde, -1, key), sde.noise)
 
 
 def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractItoSDE:
@@ -215,9 +217,11 @@ def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractItoS
     sde.drift(0.0, jnp.ones(1))  # 0.5
     ```
     """
+    check_sde(sde)
+    key = _typed(key)
     if isinstance(sde, AbstractItoSDE):
         return sde
-    return ItoSDE(CorrectedDrift(sde, +1, _typed(key)), sde.noise)
+    return ItoSDE(CorrectedDrift(sde, +1, key), sde.noise)
 
 
 def _typed(key: PRNGKeyArray | None) -> PRNGKeyArray | None:

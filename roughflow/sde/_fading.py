@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array
 
-from .._checks import check_positive
+from .._checks import check_callable, check_number, check_positive
 from ._noise import Noise
 
 
@@ -35,6 +35,8 @@ class FadingDiffusion(eqx.Module):
 
     def __init__(self, diffusion: Callable[[Array, Array], Noise], t1: float = 1.0, power: float = 0.5):
         check_positive("t1", t1)
+        check_callable("diffusion", diffusion, "(t, z) -> (d, m)")
+        check_number("power", power)
         self.diffusion = diffusion
         self.t1 = t1
         self.power = float(power)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count
+from .._checks import check_count, finite_array
 from ._networks import MLP, Activation, tanh
 from ._untrained import GIVEN
 
@@ -63,8 +63,8 @@ class LocalDiffusion(eqx.Module):
         )
         self.slopes = jnp.zeros((d, 2 * d))
         self.shears = jnp.zeros((2, d, d)) if full else None
-        self.centre = jnp.zeros(d) if centre is None else jnp.asarray(centre, float)
-        self.scale = jnp.eye(d) if scale is None else jnp.asarray(scale, float)
+        self.centre = jnp.zeros(d) if centre is None else finite_array("centre", centre)
+        self.scale = jnp.eye(d) if scale is None else finite_array("scale", scale)
         if self.scale.shape != (d, d) or self.centre.shape != (d,):
             raise ValueError(
                 f"centre and scale must have shapes ({d},) and ({d}, {d}), got {self.centre.shape} and "

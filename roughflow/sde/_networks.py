@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_key
+from .._checks import check_callable, check_count, check_flag, check_key, check_number, finite_array
 from ..faq import see
 from ._jets import has_kernel, network
 from ._random_weights import random_weights
@@ -95,6 +95,13 @@ class MLP(eqx.Module):
         scale: float = 1.0,
         key: PRNGKeyArray,
     ):
+        for name, size in {"in_size": in_size, "width": width}.items():
+            check_count(name, size)
+        check_count("out_size", out_size, least=0)
+        check_count("depth", depth, least=0)
+        check_number("scale", scale)
+        check_flag("time_dependent", time_dependent)
+        check_callable("activation", activation, "of one number, such as jnp.tanh")
         check_smooth(activation)
         sizes = (in_size + time_dependent, *(width,) * depth, out_size)
         # Stored (in, out) and applied as z @ W: under a vmap this is one plain matrix product.
@@ -162,8 +169,9 @@ class FullDiffusion(eqx.Module):
         scale: float = 1.0,
         key: PRNGKeyArray,
     ):
-        if dimension < 2:
+        if check_count("dimension", dimension) < 2:
             raise ValueError("FullDiffusion needs dimension ≥ 2; use DiagonalDiffusion in one")
+        check_number("scale", scale)
         size = dimension * (dimension - 1)
         self.network = MLP(dimension, size, width, depth, activation, time_dependent=time_dependent, key=key)
         self.scale = scale
@@ -203,6 +211,7 @@ class DiagonalDiffusion(eqx.Module):
         time_dependent: bool = False,
         key: PRNGKeyArray,
     ):
+        check_count("dimension", dimension)
         self.network = MLP(
             dimension, dimension, width, depth, activation, time_dependent=time_dependent, key=key
         )
@@ -245,7 +254,7 @@ class ConstantDiffusion(eqx.Module):
     matrix: Array
 
     def __init__(self, matrix: Array):
-        matrix = jnp.asarray(matrix, float)
+        matrix = finite_array("matrix", matrix)
         if matrix.ndim not in (1, 2):
             raise ValueError(f"matrix must have shape (d, m), or (d,) if diagonal, got {matrix.shape}")
         self.matrix = matrix
@@ -288,6 +297,8 @@ class RestoringDrift(eqx.Module):
         time_dependent: bool = False,
         key: PRNGKeyArray,
     ):
+        check_count("dimension", dimension)
+        check_number("noise", noise, least=0)
         self.network = MLP(
             dimension, dimension, width, depth, activation, time_dependent=time_dependent, scale=0.0, key=key
         )

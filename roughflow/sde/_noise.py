@@ -7,6 +7,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array
 
+from .._checks import finite_array
 from .._linear import UNROLL, log_abs_det, solve
 
 Noise = Array | lx.AbstractLinearOperator
@@ -106,7 +107,7 @@ class ProportionalDiffusion(eqx.Module):
     scale: Array
 
     def __init__(self, scale: float | Array):
-        self.scale = jnp.asarray(scale, float)
+        self.scale = finite_array("scale", scale)
 
     def of_drift(self, drift: Array) -> lx.DiagonalLinearOperator:
         return lx.DiagonalLinearOperator(self.scale * drift)

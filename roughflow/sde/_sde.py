@@ -11,6 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array
 
+from .._checks import check_fields, check_instance
 from .._show import listed
 from ..faq import see
 from ._noise import Noise, ProportionalDiffusion, noise_shape
@@ -30,6 +31,9 @@ class AbstractSDE(eqx.Module):
     drift: eqx.AbstractVar[Drift]
     diffusion: eqx.AbstractVar[Diffusion]
     dimension: ClassVar[int | None] = None  # d, where it does not follow from the shapes
+
+    def __check_init__(self):
+        check_fields(self)
 
     def noise(self, t: Array, z: Array) -> Noise:
         """σ(t, z), in whatever form the diffusion was given."""
@@ -96,6 +100,10 @@ class StratonovichSDE(AbstractStratonovichSDE):
     diffusion: Diffusion
 
 
+def check_sde(sde: Any) -> None:
+    check_instance("sde", sde, AbstractSDE, "an SDE such as rf.ItoSDE(drift, diffusion)")
+
+
 def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
     """The same SDE with what its functions close over turned into parameters, for points like `z`.
 
@@ -117,6 +125,7 @@ def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None
     subject = subject or f"base has dimension {dimension}"
     if sde.dimension not in (None, dimension):
         raise ValueError(f"{subject}, but {type(sde).__name__} has dimension {sde.dimension}{see('shapes')}")
+    check_sde(sde)
     try:
         return _fitted(sde, dimension)
     except ValueError as error:

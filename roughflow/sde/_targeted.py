@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_positive
+from .._checks import check_callable, check_count, check_number, check_positive, finite_array
 from ..faq import see
 from ._networks import MLP, Activation, ConstantDiffusion, tanh
 from ._noise import check_own_noise
@@ -112,6 +112,12 @@ def targeted_sde(
     rf.targeted_sde(diffusion=rf.ConstantDiffusion(jnp.eye(2)), score=lambda z: -z)  # keeps N(0, I)
     ```
     """
+    if log_density is not None:
+        check_callable("log_density", log_density, "z -> ()")
+    if score is not None:
+        check_callable("score", score, "z -> (d,)")
+    if skew is not None:
+        check_callable("skew", skew, "(t, z) -> (d, d)")
     if diffusion is None:
         raise TypeError("targeted_sde needs a diffusion, such as rf.ConstantDiffusion(jnp.eye(2))")
     return TargetedSDE(log_density, diffusion, skew, score)
@@ -140,7 +146,11 @@ def overdamped_langevin(
     sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2)
     ```
     """
-    scale = jnp.asarray(scale, float)
+    check_count("dimension", dimension)
+    scale = finite_array("scale", scale)
+    if scale.ndim and scale.shape[0] != dimension:
+        told = f"a number, or have shape ({dimension},) or ({dimension}, m)"
+        raise ValueError(f"scale must be {told} in {dimension} dimensions, got {scale.shape}")
     return targeted_sde(
         log_density, ConstantDiffusion(jnp.full(dimension, scale) if scale.ndim == 0 else scale)
     )
@@ -183,6 +193,8 @@ def underdamped_langevin(
     sde.drift(0.0, jnp.array([1.0, 0.0, 0.0, 3.0]))  # [0, 3, -1, -6]
     ```
     """
+    check_count("dimension", dimension)
+    check_callable("log_density", log_density, "z -> ()")
     check_positive("friction", friction)
     check_positive("mass", mass)
     return targeted_sde(WithMomenta(log_density, mass), _kicks(dimension, friction), Rotation())
@@ -208,6 +220,7 @@ def sghmc(
     sde = rf.sghmc(lambda q: -0.5 * q @ q, 2, friction=2.0, gradient_noise=0.5)
     ```
     """
+    check_number("gradient_noise", gradient_noise)
     if not 0 <= gradient_noise < friction:
         raise ValueError(f"gradient_noise must lie between 0 and friction, got {gradient_noise}")
     exact = underdamped_langevin(log_density, dimension, friction=friction, mass=mass)

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._checks import check_positive, is_traced
+from .._checks import check_count, check_fields, check_instance, check_positive, finite_array, is_traced
 from ._fading import FadingDiffusion, remaining
 from ._networks import NoDiffusion
 from ._noise import Noise, check_own_noise
@@ -29,6 +29,9 @@ class AbstractTransport(eqx.Module):
     velocity: eqx.AbstractVar[Drift]
     t1: eqx.AbstractVar[float | None]
     context: eqx.AbstractVar[int]  # how many of the last coordinates are given: no noise may move them
+
+    def __check_init__(self):
+        check_fields(self)
 
     @abc.abstractmethod
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
@@ -67,12 +70,14 @@ class NormalTransport(AbstractTransport):
     def __init__(self, velocity: Drift, loc: Array, scale: Array, t1: float = 1.0, context: int = 0):
         check_positive("scale", scale)
         check_positive("t1", t1)
+        check_count("context", context, least=0)
+        loc = finite_array("loc", loc)
         if jnp.ndim(loc) != 1 or jnp.shape(loc) != jnp.shape(scale):
             raise ValueError(
                 f"loc and scale must have one shape (d,), got {jnp.shape(loc)} and {jnp.shape(scale)}"
             )
         self.velocity = velocity
-        self.loc, self.scale = jnp.asarray(loc, float), jnp.asarray(scale, float)
+        self.loc, self.scale = loc, jnp.asarray(scale, float)
         self.t1 = t1
         self.context = context
 
@@ -176,6 +181,7 @@ class TransportSDE(AbstractItoSDE):
     diffusion: Diffusion
 
     def __init__(self, transport: AbstractTransport, diffusion: Diffusion | None = None):
+        check_instance("transport", transport, AbstractTransport, "a transport such as rf.NormalTransport")
         self.transport = transport
         self.diffusion = NoDiffusion() if diffusion is None else diffusion
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key, check_positive
+from .._checks import check_count, check_flag, check_key, check_positive
 from .._keys import split
 from ._networks import MLP, Activation, silu
 from ._random_weights import normal_matrix
@@ -70,8 +70,9 @@ class VelocityNetwork(eqx.Module):
         check_count("dimension", dimension)
         check_positive("frequency", frequency)
         check_positive("t1", t1)
-        if num_features < 0:
-            raise ValueError(f"num_features must be a whole number, at least 0, got {num_features}")
+        check_count("num_features", num_features, least=0)
+        check_count("context", context, least=0)
+        check_flag("score", score)
         key_waves, key_network = split(check_key(key))
         if context and score:
             raise ValueError("a score is learned for a density without a context")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._checks import check_fields
 from .._linear import log_abs_det
 
 
@@ -16,6 +17,9 @@ class AbstractCoordinates(eqx.Module):
     Stratonovich SDEs change variables as ODEs do: the coordinates move by Dg(y)⁻¹ times what the state moves
     by. Where they make the noise even (Lamperti 1964), short transitions are nearly normal.
     """
+
+    def __check_init__(self):
+        check_fields(self)
 
     @abc.abstractmethod
     def to_state(self, y: Array) -> Array:

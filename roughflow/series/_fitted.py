@@ -12,7 +12,7 @@ import numpy as np
 import scipy
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._checks import check_count, check_key
+from .._checks import check_callable, check_count, check_instance, check_key
 from .._programs import in_double_precision
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
@@ -231,6 +231,7 @@ class FittedSDE:
         half_life, error = result.delta_method(lambda sde: jnp.log(2) / sde.kappa)
         ```
         """
+        check_callable("function", function, "of the fitted SDE")
         of_free = lambda free: jnp.asarray(function(self.likelihood.sde(free)))
         at = jnp.asarray(self.free, float)
         slope = np.asarray(jax.jacfwd(of_free)(at))
@@ -367,6 +368,7 @@ class FittedSDE:
         p-value by the χ² distribution (Wilks 1938). Two tests have another: that there is no measurement
         noise, which is on the boundary of its domain (a mixture of χ² distributions), and that an
         Ornstein–Uhlenbeck process is Brownian motion, a unit root (by simulation)."""
+        check_instance("simpler", simpler, FittedSDE, "what rf.fit_sde returns")
         more = len(self.names) - len(simpler.names)
         if more <= 0:
             raise ValueError(
@@ -398,6 +400,8 @@ class FittedSDE:
     def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
         """The log-density, for a sampler, of the parameters given the series and a log prior `sde -> ()`, by
         default one that is flat in the parameters. The penalties of the fit are part of it."""
+        if log_prior is not None:
+            check_callable("log_prior", log_prior, "sde -> ()")
         if not self.identified:
             raise ValueError(f"there is no posterior to sample from: {self.warning}")
         if self.boundary:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._checks import check_fields, check_instance
+
 Entry = tuple[int, tuple[int, ...]]  # which leaf, and where in it
 
 
@@ -28,6 +30,11 @@ class Domain(eqx.Module):
     low: float = eqx.field(static=True, default=-np.inf)
     high: float = eqx.field(static=True, default=np.inf)
     triangular: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        check_fields(self)
+        if not self.low < self.high:
+            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
 
     def to_free(self, value: np.ndarray) -> np.ndarray:
         """The parameter as a number without bounds."""
@@ -80,6 +87,8 @@ class Parameters(eqx.Module):
     @staticmethod
     def of(sde: eqx.Module, domains: Mapping[str, Domain]) -> "Parameters":
         """All the floats in `sde`; `domains` by the names of fields, or of their parts."""
+        for name, domain in domains.items():
+            check_instance(f"domains[{name!r}]", domain, Domain, "an rf.Domain")
         leaves, _ = jax.tree_util.tree_flatten_with_path(sde)
         names, kinds, entries, known = [], [], [], set()
         for i, (path, leaf) in enumerate(leaves):

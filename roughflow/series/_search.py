@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import scipy
 
+from .._checks import check_number
+
 Total = Callable[[np.ndarray], tuple[float, np.ndarray]]
 Information = Callable[[np.ndarray], np.ndarray]
 
@@ -25,8 +27,7 @@ LOSS = 1e-3  # nats that the likelihood may fall by there, if that is where the 
 
 
 def check_level(level: float) -> float:
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")
+    check_number("level", level, above=0, below=1)
     return level
 
 

@@ -10,14 +10,15 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
 from .._programs import jit
-from ..sde import AbstractSDE
+from ..sde import AbstractSDE, check_sde
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition
 from ._forward import forwards
 from ._observed import check_dimension, check_inside, panel, transitions
 from ._transition import (
     CHUNK,
-    check_memory,
+    check_effort,
+    check_no_memory,
     choose_effort,
     coordinates_of,
     exact_log_probs,
@@ -60,6 +61,7 @@ class SeriesLikelihood(eqx.Module):
         coordinates: AbstractCoordinates | None,
     ) -> "SeriesLikelihood":
         """With exact transitions, or the effort that is given or does for this SDE."""
+        check_effort(effort)
         if exact and exact_log_probs(sde, steps) is not None:
             return SeriesLikelihood(steps, key, None, coordinates)
         effort = effort or choose_effort(sde, coordinates_of(sde, coordinates), steps)
@@ -136,7 +138,8 @@ def series_likelihood(
     jax.grad(lambda kappa: likelihood(rf.OrnsteinUhlenbeck(kappa, 1.0, 1.0)))(2.0)
     ```
     """
-    check_memory(sde)
+    check_no_memory(sde)
+    check_sde(sde)
     series = panel(times, values)
     check_dimension(sde, series)
     check_inside(coordinates_of(sde, coordinates), series)

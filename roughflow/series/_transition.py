@@ -10,10 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._checks import check_finite, check_key, check_positive, is_traced, warn
+from .._checks import (
+    as_real,
+    check_finite,
+    check_instance,
+    check_key,
+    check_positive,
+    finite_array,
+    is_traced,
+    warn,
+)
 from .._programs import jit
 from ..faq import see
-from ..sde import AbstractSDE, noise_dimension
+from ..sde import AbstractSDE, check_sde, noise_dimension
 from ._bridges import bridges
 from ._coordinates import AbstractCoordinates, Unchanged
 from ._ends import Effort, Transition, stiffness
@@ -124,9 +133,12 @@ def transition_estimate(
     rf.transition_estimate(sde, jnp.full(1, 0.28), jnp.full(1, 0.3), 0.1, key=jax.random.key(0), exact=False)
     ```
     """
-    check_memory(sde)
+    check_no_memory(sde)
+    check_sde(sde)
     check_positive("dt", dt)
-    start, end = jnp.asarray(x0, float), jnp.asarray(x1, float)
+    check_key(key)
+    finite_array("t0", t0)
+    start, end = (jnp.asarray(as_real(name, x), float) for name, x in (("x0", x0), ("x1", x1)))
     if not start.ndim or not end.ndim or start.shape[-1] != end.shape[-1]:
         raise ValueError(
             f"x0 and x1 must have shapes (..., d) with the same d, got {start.shape} and {end.shape}"
@@ -139,6 +151,7 @@ def transition_estimate(
     many = Transition(points(start), points(end), numbers(t0), numbers(dt))
     noise_dimension(sde, start.shape[-1], f"x0 and x1 have dimension {start.shape[-1]}")
     coordinates = coordinates_of(sde, coordinates)
+    check_effort(effort)
     check_inside(coordinates, many)
     if exact and (known := exact_log_probs(sde, many)) is not None:
         zero = jnp.zeros(batch, start.dtype)
@@ -150,12 +163,21 @@ def transition_estimate(
 
 
 def coordinates_of(sde: Any, coordinates: AbstractCoordinates | None) -> AbstractCoordinates:
+    wanted = "an SDE such as rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0)"
+    check_instance("sde", sde, AbstractSDE | FractionalOrnsteinUhlenbeck, wanted)
     if coordinates is not None:
+        wanted = "coordinates such as rf.Logarithm()"
+        check_instance("coordinates", coordinates, AbstractCoordinates, wanted)
         return coordinates
     return sde.coordinates if isinstance(sde, AbstractNamedSDE) else Unchanged()
 
 
-def check_memory(sde: Any) -> None:
+def check_effort(effort: Any) -> None:
+    if effort is not None:
+        check_instance("effort", effort, Effort, "an rf.Effort")
+
+
+def check_no_memory(sde: Any) -> None:
     if isinstance(sde, FractionalOrnsteinUhlenbeck):
         raise TypeError(
             f"transitions need Brownian motion, and {type(sde).__name__} has memory: rf.fit_sde takes the "

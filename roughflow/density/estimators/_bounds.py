@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from ..._checks import check_count, check_key
+from ..._checks import check_count, check_fields, check_key
 from ..._programs import jit
 from ...flow import StochasticFlow, one_line_errors
 from .._estimate import log_mean
@@ -37,6 +37,9 @@ class LowerBound(eqx.Module):
     """
 
     estimator: AbstractImportanceEstimator = PullBack(num_paths=8)
+
+    def __check_init__(self):
+        check_fields(self)
 
     def __call__(self, flow: StochasticFlow, x: Array, *, key: PRNGKeyArray) -> Array:
         """One draw of the bound at each x of shape `(..., d)`."""
@@ -78,8 +81,8 @@ class UpperBound(eqx.Module):
     proposal: AbstractProposal = Laplace()
 
     def __check_init__(self):
-        if self.num_paths:
-            check_count("num_paths", self.num_paths)
+        check_count("num_paths", self.num_paths, least=0)
+        check_fields(self)
 
     def __call__(
         self, flow: StochasticFlow, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()

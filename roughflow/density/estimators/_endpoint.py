@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from ..._checks import check_count, is_traced
+from ..._checks import check_count, finite_array, is_traced, shown
 from ..._linear import log_abs_det
 from ...flow import StochasticFlow
 from ..proposals import SPARE, AbstractProposal, Laplace, Prior, normal_numbers, uniform_of
@@ -122,10 +122,10 @@ class Endpoint(AbstractImportanceEstimator):
     ):
         self.num_paths = check_count("num_paths", num_paths)
         self.proposal = Laplace() if proposal is None else proposal
-        self.start = None if start is None else jnp.asarray(start, float)
+        self.start = None if start is None else finite_array("start", start)
         if not isinstance(self.proposal, Laplace | Prior):
-            name = type(self.proposal).__name__
-            raise ValueError(f"Endpoint takes rf.Laplace or rf.Prior, got {name}: use rf.PullBack with that")
+            told = f"proposal must be rf.Laplace() or rf.Prior() for Endpoint, got {shown(self.proposal)}"
+            raise ValueError(f"{told}; rf.PullBack takes any")
 
     def start_points(self, x: Array) -> Array | None:
         if self.start is None:

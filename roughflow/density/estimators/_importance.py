@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from ..._checks import check_key, check_positive, is_traced
+from ..._checks import check_key, is_traced
 from ..._programs import jit
 from ...faq import see
 from ...flow import FEW_PATHS, HEAVY, Accuracy, Estimate, StochasticFlow
@@ -41,7 +41,6 @@ class AbstractImportanceEstimator(AbstractChart):
             told = "tolerance needs values to look at: inside jit or grad set num_paths instead"
             raise ValueError(told + see("inside-jit"))
         else:
-            check_positive("tolerance", accuracy.tolerance)
             estimate = _until(run, weighed, accuracy.tolerance, accuracy.max_paths)
         if flow.noise_dimension == 0 and weighed.divergence_error is None:
             # Without noise every path is the same.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from ..._checks import check_count, check_key, is_traced
+from ..._checks import check_count, check_key, check_number, is_traced
 from ...faq import see
 from ...flow import AbstractEstimator, Accuracy, Estimate, StochasticFlow
 from .._estimate import from_log_weights, log_mean, standard_error
@@ -55,6 +55,7 @@ class Unbiased(AbstractEstimator):
 
     def __check_init__(self):
         check_count("num_replicates", self.num_replicates)
+        check_number("decay", self.decay)
         if not 1 < self.decay < 2:
             raise ValueError(f"decay must lie between 1 and 2 for finite cost and variance, got {self.decay}")
 

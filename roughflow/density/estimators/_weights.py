@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from ..._checks import NonFiniteError, check_finite, check_key, check_vector, is_traced
+from ..._checks import NonFiniteError, as_real, check_finite, check_key, check_vector, is_traced
 from ..._programs import runs_long
 from ...driver import AbstractDriver
 from ...flow import StochasticFlow, one_line_errors
@@ -71,6 +71,7 @@ class EstimatorRun:
         coarse: AbstractDriver | None = None,
     ):
         base = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
+        x = as_real("x", x)
         x = x if is_traced(x) else np.asarray(x)
         x = x.astype(jnp.result_type(x, base))
         check_vector("x", x, flow.dimension)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
+from ..._checks import check_instance
 from ..._linear import UNROLL
 from ...flow import StochasticFlow
 from ...sde import MLP, Activation, tanh
@@ -57,6 +58,7 @@ class Amortised(AbstractProposal):
         draws: AbstractDraws | None = None,
         key: PRNGKeyArray,
     ):
+        check_instance("flow", flow, StochasticFlow, "an rf.StochasticFlow")
         self.sizes = (flow.dimension, flow.driver.num_functions, flow.noise_dimension)
         path = flow.driver.num_functions * flow.noise_dimension
         outputs = 2 * (flow.dimension + path) + (flow.dimension * path if flow.dimension <= UNROLL else 0)

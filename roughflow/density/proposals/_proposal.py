@@ -5,6 +5,7 @@ import abc
 import equinox as eqx
 from jaxtyping import Array, PRNGKeyArray
 
+from ..._checks import check_fields
 from ..surface import Cloud, Latent
 from ._draws import AbstractDraws
 from ._mixture import Mixture
@@ -42,6 +43,9 @@ class AbstractProposal(eqx.Module):
     draws: eqx.AbstractVar[AbstractDraws]
     wants_cloud: eqx.AbstractClassVar[bool]
     may_be_exact: eqx.AbstractClassVar[bool]
+
+    def __check_init__(self):
+        check_fields(self)
 
     @abc.abstractmethod
     def distribution(self, latent: Latent, x: Array, keys: PRNGKeyArray, cloud: Cloud | None) -> Mixture:

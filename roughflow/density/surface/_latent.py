@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..._checks import check_instance
 from ..._linear import log_abs_det
 from ...flow import Base, NoDivergence, Normal, StochasticFlow, Whitened
 from ...sde import ExactCorrection, with_explicit_parameters
@@ -36,6 +37,7 @@ class Latent(eqx.Module):
     fixed_start: bool = eqx.field(static=True)
 
     def __init__(self, flow: StochasticFlow, *, fixed_start: bool = False):
+        check_instance("flow", flow, StochasticFlow, "an rf.StochasticFlow")
         self.fixed_start = fixed_start
         self.affine = None if fixed_start else _mean_and_spread(flow.base)
         # The end is all that is wanted of a solve, and it must be a function of ξ alone.

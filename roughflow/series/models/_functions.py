@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..._checks import check_callable, check_instance, finite_array
 from ...sde import AbstractItoSDE
 
 
@@ -29,9 +29,12 @@ class ParametricSDE(AbstractItoSDE):
     diffusion_function: Callable[[Array, Array, dict[str, Array]], Array] = eqx.field(static=True)
 
     def __init__(self, drift: Callable, diffusion: Callable, parameters: Mapping[str, float | Array]):
+        check_callable("drift", drift, "(t, x, parameters) -> (d,)")
+        check_callable("diffusion", diffusion, "(t, x, parameters) -> (d, m)")
+        check_instance("parameters", parameters, Mapping, "a dictionary of numbers by name")
         self.drift_function = drift
         self.diffusion_function = diffusion
-        self.parameters = {name: jnp.asarray(value, float) for name, value in parameters.items()}
+        self.parameters = {name: finite_array(name, value) for name, value in parameters.items()}
 
     def drift(self, t: Array, z: Array) -> Array:
         return self.drift_function(t, z, self.parameters)

@@ -108,11 +108,11 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
     domains: ClassVar = {"kappa": ANY, "mu": ANY, "sigma": TRIANGULAR}
 
     def __check_init__(self):
-        d = self.mu.shape
-        if len(d) > 1 or not self.kappa.shape == self.sigma.shape == (*d, *d):
+        d = jnp.shape(self.mu)
+        if len(d) > 1 or not jnp.shape(self.kappa) == jnp.shape(self.sigma) == (*d, *d):
             raise ValueError(
                 "kappa, mu and sigma must be three numbers, or have shapes (d, d), (d,) and (d, d); got "
-                f"{self.kappa.shape}, {self.mu.shape} and {self.sigma.shape}"
+                f"{jnp.shape(self.kappa)}, {d} and {jnp.shape(self.sigma)}"
             )
 
     @property

@@ -1,12 +1,16 @@
 """What a named SDE says beside its drift and noise."""
 
 import abc
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
+from ..._checks import as_real, finite_array
 from ...sde import AbstractItoSDE, AbstractSDE
 from .._coordinates import AbstractCoordinates
 from .._parameters import Domain
@@ -15,8 +19,11 @@ from ._moments import Increments
 
 
 def parameter(value: float | Array) -> Array:
-    """A field of a model as an array of floats."""
-    return jnp.asarray(value, float)
+    """A field of a model as an array of floats; what is none is left for the model to refuse by its name."""
+    try:
+        return jnp.asarray(as_real("parameter", value), float)
+    except (TypeError, ValueError):
+        return value  # pyright: ignore[reportReturnType]
 
 
 class AbstractNamedSDE(AbstractItoSDE):
@@ -50,6 +57,14 @@ class AbstractNamedSDE(AbstractItoSDE):
     """
 
     domains: ClassVar[Mapping[str, Domain]]
+
+    def __check_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.metadata.get("converter") is parameter or isinstance(
+                value, float | jax.Array | np.ndarray
+            ):
+                finite_array(field.name, value)
 
     @property
     @abc.abstractmethod
