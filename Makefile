@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint format figures bench bench-gpu bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-conditional bench-noise bench-sampling bench-series bench-growth bench-rough bench-devices docs test-browser clean
+.PHONY: install demo test test-all lint format figures bench bench-gpu bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-small bench-conditional bench-noise bench-sampling bench-series bench-growth bench-rough bench-devices docs test-browser clean
 
 install: .venv/installed
 
@@ -73,6 +73,9 @@ bench-first: install
 
 bench-tables: .venv/peers
 	$(BIN)/python -m benchmarks.tables
+
+bench-small: install
+	$(BIN)/python -m benchmarks.small_tables
 
 bench-conditional: .venv/peers
 	$(BIN)/python -m benchmarks.conditional

@@ -17,7 +17,8 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
     print(f"columns     {', '.join(rows.columns[:own])}{given}")
     for stage, history in fitted.stages.items():
         skipped = f", {history.skipped} skipped" if history.skipped else ""
-        ended = f"; ended {history.ended}{see('ended-early')}" if history.ended else ""
+        early = see("ended-early") if history.loss.size else ""
+        ended = f"; ended {history.ended}{early}" if history.ended else ""
         print(f"{stage:<11} {history.loss.size} steps{skipped}{ended}")
     print(f"family      {fitted.family}")
     score = fitted.score

@@ -50,8 +50,8 @@ class Fitted:
         return self._told()
 
     def _told(self, first: Sequence[tuple[str, str]] = (), last: Sequence[tuple[str, str]] = ()) -> str:
-        own = {named(self.objective): self.history} if self.history.loss.size else {}
-        parts = [(name, history.told()) for name, history in (self.stages or own).items()]
+        histories = self.stages or {named(self.objective): self.history}
+        parts = [(name, history.told()) for name, history in histories.items()]
         # What is not of the flow was found before any training.
         trained = self.model.flow if isinstance(self.model, Standardised) else self.model
         told = isinstance(self.model, Standardised | StochasticFlow)

@@ -75,7 +75,7 @@ def fit_density(
       steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) follows, for the last tenths of a nat. Each
       stage returns the model with the lowest validation loss.
 
-    With default settings, a table of fewer than 500 distinct rows gets the family with the best
+    With default settings, a table of fewer than 500 distinct rows or groups gets the family with the best
     cross-validated score. A larger one gets a flow, unless the Gaussian is better on the validation rows. A
     more flexible family must be better by more than one standard error. No flow is trained on fewer than 64
     distinct rows, or 10 per column. `fitted.score` has the score of the chosen density.
@@ -155,8 +155,9 @@ def fit_density(
     if noise == "best" and not len(table.held_out):
         told = "the best noise is chosen on validation rows: set validation, to 0.1 say"
         raise ValueError(told + see("budgets-and-validation"))
-    count = whole.links.distinct if source is None else len(source)
-    sizes = Sizes(count, table.dimension, table.context)
+    links = whole.links
+    counts = (links.distinct, links.count) if source is None else (len(source),) * 2
+    sizes = Sizes(counts[0], table.dimension, table.context, counts[1])
     own = isinstance(validation, float | int)  # validation rows are some of the table's own
     comparison = Comparison(whole, table, sizes.small and source is None, own)
     spread = sizes.noise(smoothing, outliers)
@@ -312,9 +313,15 @@ def _closed_fit(
         held_out, score = held_out.first(0), comparison.score(values)
     elif len(held_out.rows):
         score = held_out.first(SCORED_ROWS).judged(closed.log_prob(held_out.rows[:SCORED_ROWS]))
-    objective = Interpolant(context=table.context)
     fitted = FittedDensity(
-        closed.model(table), objective, History(), False, family=family, held_out=held_out, known_score=score
+        model=closed.model(table),
+        objective=Interpolant(context=table.context),
+        history=History(),
+        interrupted=False,
+        stages={"regression": History(ended="before the first step: no flow was trained")},
+        family=family,
+        held_out=held_out,
+        known_score=score,
     )
     return fitted.with_noise(noise) if noise and noise != "best" else fitted
 

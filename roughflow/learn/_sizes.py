@@ -5,17 +5,19 @@ from dataclasses import dataclass
 WAVES = 2000  # rows from which fine waves of the state help in the plane; in more dimensions they mislead
 WIDE = 20_000  # rows from which a wider network pays
 SPARSE = 30  # rows per column below which a network learns them by heart, unless it is kept from that
-SMALL = 500  # rows below which densities are compared by cross-validation, not on validation rows
+SMALL = 500  # sets of rows below which densities are compared by cross-validation, not on validation rows
 TINY, TINY_PER_COLUMN = 64, 10  # rows, and rows per column, below which no flow is trained
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a table with so many distinct `rows`, `columns` to model and others that are given."""
+    """Of a table with so many distinct `rows` in so many `sets` that stay together, `columns` to model and
+    others that are given."""
 
     rows: int
     columns: int
     context: int
+    sets: int
 
     @property
     def tiny(self) -> bool:
@@ -23,7 +25,7 @@ class Sizes:
 
     @property
     def small(self) -> bool:
-        return self.rows < SMALL
+        return self.sets < SMALL
 
     @property
     def sparse(self) -> bool:

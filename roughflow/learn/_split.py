@@ -56,6 +56,11 @@ class Links:
             return Links(labels, copies)
         return Links(linked, copies, tuple(repeated))
 
+    @property
+    def count(self) -> int:
+        """How many sets of rows there are."""
+        return int(self.labels.max()) + 1
+
     def at(self, places: np.ndarray) -> "Links":
         """Those of some of the rows."""
         return Links(first_seen(self.labels[places]), first_seen(self.copies[places]), self.joined)
