@@ -311,6 +311,21 @@ def test_a_transition_too_long_for_its_paths_is_told(key):
     assert abs(value[1] - 0.364) < 0.005
 
 
+def test_error_bars_hold_what_paths_do_not_know(key):
+    """The truth by eigenfunctions of the generator: of a double well, and of Jacobi that reaches zero, where
+    paths by way of the boundary are missing."""
+    well, jacobi = rf.DoubleWell(1.0, 1.0, 0.5), rf.Jacobi(0.5, 0.3, 0.9)
+    effort = rf.Effort(4, 16, 6)
+    for sde, x0, x1, dt, truth in (
+        (well, -1.0, [-1.4, 0.4, 1.0], 2.0, [-1.43373357, -3.48775658, -4.59377573]),
+        (jacobi, 0.1, [0.02, 0.1, 0.3], 0.3, [1.71810945, 0.96952347, -0.11468235]),
+    ):
+        found = rf.transition_estimate(sde, np.array([x0]), np.array(x1)[:, None], dt, key=key, effort=effort)
+        good = np.abs(found.log_prob - np.array(truth)) < 3 * found.standard_error
+        assert np.all(good | found.suspect)
+        assert not np.all(found.suspect)
+
+
 def test_the_logarithm_of_a_mean_of_few_weights_is_right_on_average(key):
     """Of lognormal ones: by itself it would be low by half of its variance, 0.012."""
     normal = 0.3 * jax.random.normal(key, (50_000, 4)) - 0.045

@@ -1,6 +1,7 @@
 """Coordinates in which an SDE is solved: its state space as a whole line, its noise as even as can be."""
 
 import abc
+import math
 
 import equinox as eqx
 import jax
@@ -20,6 +21,11 @@ class AbstractCoordinates(eqx.Module):
 
     def __check_init__(self):
         check_fields(self)
+
+    @property
+    def ends(self) -> tuple[tuple[float, float], ...]:
+        """Where the coordinates of states end, one pair for each or one for all; by default nowhere."""
+        return ((-math.inf, math.inf),)
 
     @abc.abstractmethod
     def to_state(self, y: Array) -> Array:
@@ -100,6 +106,10 @@ class Root(AbstractCoordinates):
     ```
     """
 
+    @property
+    def ends(self) -> tuple[tuple[float, float], ...]:
+        return ((0.0, math.inf),)
+
     def to_state(self, y: Array) -> Array:
         return 0.25 * y**2
 
@@ -120,6 +130,10 @@ class Arc(AbstractCoordinates):
     rf.Arc().from_state(jnp.full(1, 0.5))  # π/2
     ```
     """
+
+    @property
+    def ends(self) -> tuple[tuple[float, float], ...]:
+        return ((0.0, math.pi),)
 
     def to_state(self, y: Array) -> Array:
         return jnp.sin(0.5 * y) ** 2
@@ -146,6 +160,10 @@ class Columns(AbstractCoordinates):
 
     def __init__(self, *parts: AbstractCoordinates):
         self.parts = parts
+
+    @property
+    def ends(self) -> tuple[tuple[float, float], ...]:
+        return tuple(end for part in self.parts for end in part.ends)
 
     def to_state(self, y: Array) -> Array:
         return jnp.stack([part.to_state(y[i]) for i, part in enumerate(self.parts)])

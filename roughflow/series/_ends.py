@@ -11,6 +11,7 @@ from ..driver import Legendre
 from ..sde import AbstractSDE, ExactCorrection, noise_matrix, stratonovich_coefficients
 from ._coordinates import AbstractCoordinates
 
+NEAR_BOUNDARY = 1e-3  # of the distance of a transition from it, where a boundary's drift is taken
 WIDTH = 0.05  # of differences, in standard deviations of a transition
 
 
@@ -170,7 +171,36 @@ def _double_brackets(ends: Ends, t: Array, y: Array) -> Array:
 
 
 def stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
-    """dt times the largest row sum of the drift's derivative in coordinates, at the start of a transition."""
-    inner = Transition(coordinates.from_state(step.start), step.end, step.time, step.dt)
-    drift = lambda y: Ends(sde, coordinates, inner, Effort(), None).fields(step.time, y)[0]
-    return step.dt * jnp.max(jnp.sum(jnp.abs(jax.jacfwd(drift)(inner.start)), axis=1))
+    """dt times the largest row sum of the drift's derivative in coordinates, at the start of a transition and
+    one standard deviation of each noise away from it."""
+    start = coordinates.from_state(step.start)
+    inner = Transition(start, step.end, step.time, step.dt)
+    fields = Ends(sde, coordinates, inner, Effort(), None).fields
+    moves = jnp.sqrt(step.dt) * fields(step.time, start)[1].T
+    places = start[None] + jnp.concatenate([jnp.zeros_like(start)[None], moves, -moves])
+    slopes = jax.vmap(jax.jacfwd(lambda y: fields(step.time, y)[0]))(places)
+    rates = jnp.max(jnp.sum(jnp.abs(slopes), axis=2), axis=1)
+    inside = jax.vmap(coordinates.is_inside)(places)
+    return step.dt * jnp.max(jnp.where(inside, rates, 0))
+
+
+def boundary_share(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
+    """What paths by way of a boundary that the SDE reaches add to the density of a transition, about.
+
+    With even noise σ those to the image of the end behind it weigh e^{−2yy′/(σ²dt)}, y and y′ the distances
+    of start and end from the boundary. It is reached if the drift there is less than ½σ²/y (Feller 1952).
+    """
+    start, end = coordinates.from_state(step.start), coordinates.from_state(step.end)
+    inner = Transition(start, end, step.time, step.dt)
+    fields = Ends(sde, coordinates, inner, Effort(), None).fields
+    spread = jnp.sum(fields(step.time, start)[1] ** 2, axis=1)
+    total = jnp.zeros_like(step.dt)
+    for i, pair in enumerate(np.broadcast_to(np.array(coordinates.ends), (start.size, 2))):
+        for boundary, side in zip(pair, (1, -1), strict=True):
+            if np.isfinite(boundary):
+                before, after = side * (start[i] - boundary), side * (end[i] - boundary)
+                near = NEAR_BOUNDARY * jnp.minimum(before, after)
+                drift, noise = fields(step.time, start.at[i].set(boundary + side * near))
+                reached = side * drift[i] * near < 0.5 * jnp.sum(noise[i] ** 2)
+                total += jnp.where(reached, jnp.exp(-2 * before * after / (spread[i] * step.dt)), 0)
+    return total

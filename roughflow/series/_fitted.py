@@ -127,10 +127,11 @@ class FittedSDE:
     def log_likelihood(self) -> float:
         return float(self._scores[0].sum())
 
-    @property
+    @cached_property
+    @in_double_precision
     def transition_errors(self) -> np.ndarray:
         """The error of each transition's log-density, `(N,)`; of each series' with measurement noise."""
-        return self._scores[2]
+        return self.likelihood.errors(self.free)
 
     @property
     def num_transitions(self) -> int:

@@ -18,7 +18,7 @@ from ._forward import linear
 from ._parameters import Parameters
 from ._search import conditional_errors
 from ._series_likelihood import SeriesLikelihood
-from ._transition import DOUBTFUL
+from ._transition import DOUBTFUL, coordinates_of, full_errors
 
 UNIT = 10.0  # standard errors, given all other parameters, that a free parameter without bounds is counted in
 STEP = 1e-3  # standard errors, of differences of gradients for the information
@@ -53,6 +53,10 @@ class AbstractLikelihood(eqx.Module):
     @abc.abstractmethod
     def error(self, free: np.ndarray) -> float:
         """Of the log-likelihood, in nats."""
+
+    def errors(self, free: np.ndarray) -> np.ndarray:
+        """Of log p of each part."""
+        return self.scores(free)[2]
 
     @abc.abstractmethod
     def more(self) -> Self:
@@ -150,10 +154,19 @@ class Likelihood(AbstractLikelihood):
         """How far the log-likelihood moves with twice the effort, or the errors of suspect transitions."""
         if self.effort is None:
             return 0.0
-        values, _, errors = self.scores(free)
-        moved = abs(self.more().log_likelihood(free) - float(values.sum()))
+        moved = abs(self.more().log_likelihood(free) - self.log_likelihood(free))
+        errors = self.errors(free)
         doubtful = float(errors[~(errors < DOUBTFUL)].sum())
         return max(moved, doubtful) if np.isfinite(moved) else np.inf
+
+    def errors(self, free: np.ndarray) -> np.ndarray:
+        """As by `rf.transition_estimate`."""
+        value, _, error = (jnp.asarray(part) for part in self.scores(free))
+        if self.effort is None:
+            return np.asarray(error)
+        sde = self.sde(jnp.asarray(free, float))
+        where = (sde, coordinates_of(sde, self.coordinates), self.steps, self.of_sde.key, self.effort)
+        return np.asarray(full_errors(*where, value, error))
 
     def more(self) -> "Likelihood":
         effort = self.effort and self.effort.more()

@@ -1,6 +1,5 @@
 """Draws of one transition: exact where its distribution is known, else in steps that are linear SDEs."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
+from .._checks import warn
 from ..faq import see
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
@@ -95,10 +95,9 @@ def refined(run: Callable[[Array], Any], change: Callable[[Any, Any], float], li
         moved = change(old, new)
         if moved < limit:
             return new
-    warnings.warn(
+    warn(
         f"simulated probabilities still change by {moved:.2g} at {steps} steps per transition: they are not "
-        f"reliable{see('long-transitions')}",
-        stacklevel=4,
+        f"reliable{see('long-transitions')}"
     )
     return new
 
@@ -106,8 +105,7 @@ def refined(run: Callable[[Array], Any], change: Callable[[Any, Any], float], li
 def warn_of_exits(exits: int, count: int) -> None:
     """Warn of paths that left the state space."""
     if exits:
-        warnings.warn(
+        warn(
             f"{exits} of {count} simulated paths left the state space, and are NaN from there on: the SDE "
-            f"reaches its boundary{see('long-transitions')}",
-            stacklevel=4,
+            f"reaches its boundary{see('long-transitions')}"
         )

@@ -25,22 +25,24 @@ from ..faq import see
 from ..sde import AbstractSDE, check_sde, noise_dimension
 from ._bridges import bridges
 from ._coordinates import AbstractCoordinates, Unchanged
-from ._ends import Effort, Transition, stiffness
+from ._ends import Effort, Transition, boundary_share, stiffness
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck, exact_transition
 
 CHUNK = 2048  # transitions at a time
 DOUBTFUL = 0.1  # nats, the error of a transition that is suspect
 LOOK = 256  # of them to see how stiff an SDE is
+SHORT = 0.3  # the rate, times dt, below which paths need no check
 
 
 class TransitionEstimate(eqx.Module):
-    """log p(x₁ | x₀) with its Monte Carlo error; every field but `effort` has the batch shape.
+    """log p(x₁ | x₀) with its error; every field but `effort` has the batch shape.
 
-    `log_prob`, NaN where no path was found; `standard_error`, one standard deviation, and what paths that
-    were not found may have had; `unfound`, how many of the paths to x₁ were not; `effort`, functions, paths
-    and steps of each, None if the density is known exactly. `suspect` says where not to trust it: paths are
-    drawn around the likeliest one, so a span in which the SDE forgets its start, or may take another way, is
-    too long. `warning` says so in words.
+    `log_prob`, NaN where no path was found; `standard_error`, one standard deviation, with the weight that
+    paths not found may have had, the change with twice the effort unless the span is short, and the share of
+    paths by way of a boundary of the state space; `unfound`, how many of the paths to x₁ were not found;
+    `effort`, functions, paths and steps of each, None if the density is known exactly. `suspect` says where
+    not to trust it: paths are drawn around the likeliest one, so a span in which the SDE forgets its start,
+    or may take another way, is too long. `warning` says so in words.
 
     ```python
     import jax, jax.numpy as jnp
@@ -105,7 +107,9 @@ def transition_log_prob(
     ```
     """
     options = {"t0": t0, "exact": exact, "effort": effort, "coordinates": coordinates}
-    estimate = transition_estimate(sde, x0, x1, dt, key=key, **options)
+    # Errors of a part of another program would be lost.
+    traced = any(is_traced(leaf) for leaf in jax.tree.leaves((sde, x0, x1, dt, t0)))
+    estimate = _estimate(sde, x0, x1, dt, key=key, checked=not traced, **options)
     if not is_traced(estimate.log_prob) and estimate.warning is not None:
         warn(estimate.warning)
     return estimate.log_prob
@@ -133,6 +137,23 @@ def transition_estimate(
     rf.transition_estimate(sde, jnp.full(1, 0.28), jnp.full(1, 0.3), 0.1, key=jax.random.key(0), exact=False)
     ```
     """
+    options = {"t0": t0, "exact": exact, "effort": effort, "coordinates": coordinates}
+    return _estimate(sde, x0, x1, dt, key=key, checked=True, **options)
+
+
+def _estimate(
+    sde: AbstractSDE,
+    x0: ArrayLike,
+    x1: ArrayLike,
+    dt: ArrayLike,
+    *,
+    key: PRNGKeyArray,
+    t0: ArrayLike,
+    exact: bool,
+    effort: Effort | None,
+    coordinates: AbstractCoordinates | None,
+    checked: bool,
+) -> TransitionEstimate:
     check_no_memory(sde)
     check_sde(sde)
     check_positive("dt", dt)
@@ -157,8 +178,10 @@ def transition_estimate(
         zero = jnp.zeros(batch, start.dtype)
         return TransitionEstimate(jnp.reshape(known, batch), zero, zero.astype(int), None)
     effort = effort or choose_effort(sde, coordinates, many)
-    values = log_probs(sde, coordinates, many, check_key(key), effort)
-    value, error, unfound = (jnp.reshape(part, batch) for part in values)
+    value, error, unfound = log_probs(sde, coordinates, many, check_key(key), effort)
+    if checked:
+        error = jax.lax.stop_gradient(full_errors(sde, coordinates, many, key, effort, value, error))
+    value, error, unfound = (jnp.reshape(part, batch) for part in (value, error, unfound))
     return TransitionEstimate(value, error, unfound, effort)
 
 
@@ -211,12 +234,19 @@ def exact_log_probs(sde: AbstractSDE, many: Transition) -> Array | None:
 
 def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
     """From how much the drift changes over the longest span, in relation to itself."""
+    rate = largest_rate(sde, coordinates, many)
+    return Effort(4, 8, 6) if rate is None else Effort.for_stiffness(rate)
+
+
+def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> float | None:
+    """The longest span times the largest derivative of the drift at starts and ends; None if it is traced."""
     if is_traced(many.dt) or any(is_traced(leaf) for leaf in jax.tree.leaves(sde)):
-        return Effort(4, 8, 6)
+        return None
     places = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))
     some = jax.tree.map(lambda a: a[places], many)
-    some = Transition(some.start, some.end, some.time, jnp.full_like(some.dt, jnp.max(many.dt)))
-    return Effort.for_stiffness(float(jnp.max(_stiffness(sde, coordinates, some))))
+    span = jnp.full_like(some.dt, jnp.max(many.dt))
+    both = [Transition(x, some.end, some.time, span) for x in (some.start, some.end)]
+    return max(float(jnp.max(_stiffness(sde, coordinates, one))) for one in both)
 
 
 @functools.partial(jit, level=0)
@@ -230,6 +260,29 @@ def log_probs(
 ) -> tuple[Array, Array, Array]:
     """log p, its standard error, and the paths not found, `(N,)` each."""
     return transition_values(sde, coordinates, many, key, effort)
+
+
+def full_errors(
+    sde: AbstractSDE,
+    coordinates: AbstractCoordinates,
+    many: Transition,
+    key: PRNGKeyArray,
+    effort: Effort,
+    value: Array,
+    error: Array,
+) -> Array:
+    """Errors `(N,)` of log-densities: the Monte Carlo `error`, the share of paths by way of a boundary and,
+    unless spans are short, how far twice the effort moves them."""
+    error = error + _boundary_shares(sde, coordinates, many)
+    rate = largest_rate(sde, coordinates, many)
+    if rate is None or rate >= SHORT:
+        error = jnp.hypot(error, log_probs(sde, coordinates, many, key, effort.more())[0] - value)
+    return jnp.where(jnp.isnan(error), jnp.inf, error)
+
+
+@functools.partial(jit, level=0)
+def _boundary_shares(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Array:
+    return jax.vmap(lambda step: boundary_share(sde, coordinates, step))(many)
 
 
 def transition_values(
