@@ -1,9 +1,10 @@
-"""Observed series: `python -m benchmarks.series [--part accuracy fits coverage speed]`, in float64.
+"""Observed series: `python -m benchmarks.series [--part accuracy fits coverage levels speed]`, in float64.
 
 accuracy: transition log-densities of SDEs that know theirs, by the machinery for those that do not, beside
 Euler's, Milstein's, local linearisation and Pedersen's. speed: a likelihood with its scores of 5,000
 transitions, and a whole fit. coverage: whether intervals of 95 % cover, in 200 simulated series; what is done
-is kept in the temporary directory. fits: two components with correlated noise, Heston's model, a series with
+is kept in the temporary directory. levels: intervals, forecast bands and residual tests of 200 simulated
+series of each of six processes. fits: two components with correlated noise, Heston's model, a series with
 half of its values gone, and one with errors of measurement. The lines at the end of each say what was asked
 for and whether it holds.
 """
@@ -15,9 +16,10 @@ import jax
 from benchmarks.series_accuracy import SPANS, accuracy
 from benchmarks.series_coverage import coverage
 from benchmarks.series_fits import fits
+from benchmarks.series_levels import levels
 from benchmarks.series_speed import speed
 
-PARTS = ("accuracy", "speed", "fits", "coverage")
+PARTS = ("accuracy", "speed", "fits", "coverage", "levels")
 
 
 def main() -> None:
@@ -28,6 +30,7 @@ def main() -> None:
         "speed": speed,
         "fits": fits,
         "coverage": lambda: coverage(options.series, options.fresh),
+        "levels": lambda: levels(options.series, options.fresh),
     }
     for name in PARTS:
         if name in (options.part or PARTS):
@@ -41,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=PARTS)
     parser.add_argument("--dt", nargs="+", choices=list(SPANS), help="of accuracy")
-    parser.add_argument("--series", type=int, default=200, help="of coverage")
+    parser.add_argument("--series", type=int, default=200, help="of coverage and levels")
     parser.add_argument("--fresh", action="store_true", help="fit anew what is kept")
     return parser.parse_args()
 

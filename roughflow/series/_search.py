@@ -12,7 +12,7 @@ Information = Callable[[np.ndarray], np.ndarray]
 
 ROUNDS, ITERATIONS = 6, 40  # of BFGS
 NEAR = 0.02  # standard errors from the maximum, at which BFGS ends
-GRADIENT = 1e-3  # per standard error, at which a round of BFGS ends
+GRADIENT = 1e-2  # per standard error, at which a round of BFGS ends
 RIDGE = 1e-6  # least eigenvalue of an information, in units of its diagonal, that a search uses
 FARTHEST = 30.0  # free parameters, that one round of BFGS may move by
 FLAT = 3.0  # largest standard error of a free parameter that a search uses
@@ -23,6 +23,7 @@ MOVED = 0.05  # standard errors, beyond which Newton's method needs another info
 SAME_POINT = 1e-7  # standard errors, within which it is that of the maximum
 UNCERTAIN = 0.25  # standard error of a free parameter that may be on its boundary
 TOWARDS = 10.0  # how far a free parameter is moved to be on its boundary
+FAR_BELOW = 5.0  # nats, at which the maximum is not on a boundary nor near one
 LOSS = 1e-3  # nats that the likelihood may fall by there, if that is where the maximum is
 
 
@@ -133,9 +134,13 @@ def falls_at_boundary(
         moved = free.copy()
         moved[i] += (-TOWARDS, TOWARDS)[end]
         top, others = total(free)[0], np.arange(len(free)) != i
-        if not np.isfinite(total(moved)[0]):
+        value, slope = total(moved)
+        inner = information[np.ix_(others, others)]
+        root = _inverse_root(inner)
+        falls[end, i] = top - value - 0.5 * np.sum((slope[others] @ root) ** 2)  # after a step of Newton's
+        if not falls[end, i] < FAR_BELOW:
             continue
-        rest, inner = restricted(total, moved, others), information[np.ix_(others, others)]
+        rest = restricted(total, moved, others)
         moved[others] = climb(rest, moved[others], lambda _, inner=inner: inner)
         falls[end, i] = top - total(moved)[0]
         if falls[end, i] < LOSS:
