@@ -80,6 +80,26 @@ def test_a_warning_names_the_options_of_the_command_line(tmp_path, capsys):
     assert "pass --rounding auto, or condition on them (--given) (see faq: rounded-values)" in said
 
 
+def test_a_small_table_gets_a_gaussian(tmp_path, capsys):
+    """By default; rows of one group are validated together, and rounded values are spread."""
+    rng = np.random.default_rng(0)
+    rows = np.column_stack([rng.normal(170, 10, 40).round(), rng.normal(size=40), np.arange(40) // 8])
+    write(tmp_path / "data.csv", ["height", "b", "visit"], rows)
+    command = ["fit", f"{tmp_path}/data.csv", "--groups", "visit", "--out"]
+    assert main([*command, f"{tmp_path}/m.rf", "--rounding", "auto", "--quiet"]) == 0
+    said, warned = capsys.readouterr()
+    assert not warned
+    assert "rows        40\ncolumns     height, b\n" in said
+    assert "regression  0 steps; ended before the first step: no flow was trained\n" in said
+    assert "family      gaussian" in said
+    assert scores(said)[2] == 40
+    assert rf.load(tmp_path / "m.rf").columns == ("height", "b")
+    assert main([*command, f"{tmp_path}/n.rf", "--family", "marginals", "--quiet"]) == 0
+    said, warned = capsys.readouterr()
+    assert "family      marginals" in said
+    assert "column 'height' holds rounded values (in steps of 1)" in warned
+
+
 def test_two_fits_at_once_do_not_share_a_file(refused, tmp_path):
     table(tmp_path / "data.csv")
     with rf.learn.held(tmp_path / "m.rf", "busy"):

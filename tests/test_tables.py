@@ -69,6 +69,9 @@ def test_rows_of_a_join_stay_together():
     np.testing.assert_array_equal(links.labels, record)
     assert links.distinct == 300
     assert links.joined == (0, 1)
+    with pytest.warns(UserWarning, match="columns 0, 1 repeat together, as after a join") as caught:
+        rf.fit_density(rows[:, :3], key=KEY, family="gaussian")
+    assert len(caught) == 1
 
 
 def test_equal_integers_are_no_copies():
@@ -183,6 +186,21 @@ def test_a_conditional_gaussian_is_a_regression():
     np.testing.assert_allclose(draws.mean(axis=0), [29, 41], atol=0.4)
     np.testing.assert_allclose(draws.std(axis=0), 0.5, rtol=0.3)
     assert fitted.score.mean == pytest.approx(-0.5 * np.log(2 * np.pi * np.e * 0.25), abs=0.4)
+
+
+@pytest.mark.slow
+def test_a_small_table_gets_a_flow_where_it_is_better():
+    """A ring, which neither a Gaussian nor maps of its columns know: the score is that of new rows."""
+    rng = np.random.default_rng(0)
+    angle = rng.uniform(0, 2 * np.pi, 3150)
+    ring = np.column_stack([np.cos(angle), np.sin(angle)]) + 0.1 * rng.normal(size=(3150, 2))
+    fitted = rf.fit_density(ring[:150], width=32, depth=2, key=KEY, progress=False)
+    assert fitted.family == "flow"
+    assert "likelihood" not in fitted.stages
+    assert fitted.score.method == "cross-validation"
+    assert fitted.score.gain > 0.5
+    values = np.asarray(fitted.log_prob(ring[150:]))
+    assert abs(values.mean() - fitted.score.mean) < 3 * fitted.score.standard_error
 
 
 @pytest.mark.slow

@@ -24,24 +24,27 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     **Parameters:**
 
     - `noise`: size of the noise in units of the standardised data; 0 for a continuous normalizing flow,
-      whose density is exact; "best" to choose it by the rows set aside.
+      whose density is exact; "best" to choose it by the validation rows.
+    - `family`: "gaussian", "marginals" or "flow"; None for the best by cross-validation where rows are few,
+      and for a flow otherwise, or where `steps` is set.
     - `bounds`, `rounding`: of columns, by name or number: `{"share": (0, 1), "income": (0, None)}`, beyond
-      which the density is zero, and `{"age": 1.0}`, how wide the steps of rounded values are.
+      which the density is zero, and `{"age": 1.0}`, how wide the steps of rounded values are; "auto" to find
+      them.
     - `marginals`: whether columns are first mapped to nearly normal ones; None to let cross-validation say.
     - `smoothing`, `outliers`: the size of the noise on the rows in training, and the share of rows that are
       thrown far out; None to choose them by the size of the table.
     - `width`, `depth`: of the network; a width of None is chosen by the number of rows.
     - `steps`, `likelihood_steps`: of the two stages; None to choose them by the size of the table.
     - `batch_size`, `learning_rate`: of the regression.
-    - `validation_fraction`: share of the rows set aside to choose the best model by; 0 for none.
-    - `patience`: looks at them without a better value after which a stage goes back to its best model and
-      ends; None to take all steps.
+    - `validation_fraction`: share of the rows to validate on; 0 for none.
+    - `patience`: number of validation checks without improvement before a stage goes back to its best model
+      and ends; None to take all steps.
     - `score_paths`: paths per row in `score_samples`; None for the default of `model_.estimate`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None.
     - `verbose`: show a progress bar.
 
-    **After `fit`:** `model_`, an `rf.Standardised` that `rf.save` can write; `history_`, an `rf.History`;
-    `n_features_in_`; and `feature_names_in_`, if the table had names.
+    **After `fit`:** `model_`, an `rf.Standardised` that `rf.save` can write; `family_`; `history_`, an
+    `rf.History`; `n_features_in_`; and `feature_names_in_`, if the table had names.
 
     ```python
     from sklearn.datasets import load_iris
@@ -73,8 +76,10 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         score_paths=64,
         random_state=None,
         verbose=False,
+        family=None,
     ):
         self.noise = noise
+        self.family = family
         self.bounds = bounds
         self.rounding = rounding
         self.marginals = marginals
@@ -101,6 +106,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
             X,
             key=jax.random.key(seed),
             noise=self.noise,
+            family=self.family,
             bounds=self.bounds,
             rounding=self.rounding,
             marginals=self.marginals,
@@ -118,6 +124,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
             progress=bool(self.verbose),
         )
         self.model_ = fitted.model
+        self.family_ = fitted.family
         self.history_ = fitted.history
         # A plain number, for a key of JAX cannot be pickled.
         self._score_seed = seed

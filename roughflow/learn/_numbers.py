@@ -83,9 +83,9 @@ def _checked_names(columns: Any, argument: str = "columns") -> tuple[str, ...]:
     odd = [name for name in columns if not isinstance(name, str)]
     if odd:
         raise ValueError(f"{argument} must be a list of names, got {odd[0]!r} among them")
-    twice = [name for i, name in enumerate(columns) if name in columns[:i]]
-    if twice:
-        raise ValueError(f"{argument} has the name {twice[0]!r} twice: every column needs its own")
+    if len(set(columns)) < len(columns):
+        twice = next(name for i, name in enumerate(columns) if name in columns[:i])
+        raise ValueError(f"{argument} has the name {twice!r} twice: every column needs its own")
     return columns
 
 

@@ -190,7 +190,7 @@ def _warn(
     _, first = np.unique(links.copies, return_index=True)
     rows = rows[first]
     treated = set() if isinstance(rounding, str) else {_place(name, names) for name in rounding}
-    free = [i for i in range(rows.shape[1]) if i not in treated | bounded]
+    free = [i for i in range(rows.shape[1]) if i not in treated | bounded | set(links.joined)]
     rounded = [i for i in range(rows.shape[1]) if i not in treated and _coarse_step(rows[:, i])]
     if rounded and rounding != "auto":
         steps = ", ".join(f"{_coarse_step(rows[:, i]):g}" for i in rounded)
