@@ -89,6 +89,7 @@ bench-sampling: install
 
 bench-series: install
 	$(BIN)/python -m benchmarks.series
+	$(BIN)/python -m benchmarks.transition_reference
 
 bench-devices: install
 	$(BIN)/python -m benchmarks.devices
