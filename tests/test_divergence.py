@@ -119,5 +119,5 @@ def test_a_key_is_asked_for(key):
 
 
 def test_numbers_of_probes_below_one_are_refused():
-    with pytest.raises(ValueError, match="num_probes must be positive"):
+    with pytest.raises(ValueError, match="num_probes must be a positive"):
         rf.HutchinsonDivergence(0)

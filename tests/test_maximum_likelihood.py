@@ -106,7 +106,7 @@ def test_stationary_adds_what_the_sde_moves_and_what_it_lets_go(key):
     assert metrics["moved"] > 0.01
     assert metrics["away"] > 0.5  # LV/V > 0.6, asked −0.25
     np.testing.assert_allclose(loss, plain + 3 * (metrics["moved"] + metrics["away"]), rtol=1e-12)
-    with pytest.raises(ValueError, match="weight"):
+    with pytest.raises(ValueError, match=r"^stationary must be"):
         rf.MaximumLikelihood(stationary=-1)
 
 

@@ -108,7 +108,7 @@ def test_the_penalty_is_the_sum_of_absolute_values(key):
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match=r"^l1 is a weight, at least 0, got -1$"):
+    with pytest.raises(ValueError, match=r"^l1 must be a finite number of at least 0, got -1$"):
         rf.ReverseKL(Shifted(jnp.zeros(1)), l1=-1)
 
 

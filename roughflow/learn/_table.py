@@ -182,10 +182,9 @@ def _warn(
     """Warn, in a line each, of rounded columns, of spikes, of far-reaching tails and of joined tables."""
     label = lambda i: repr(names[i]) if names else str(i)
     shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
-    say = lambda text, heading: warn(text + see(heading))
     if links.joined:
         told = f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
-        say(f"{told}together (groups= names other groups)", "copies-and-groups")
+        warn(f"{told}together (groups= names other groups){see('copies-and-groups')}")
     # Copies of a row are no ties: each counts once.
     _, first = np.unique(links.copies, return_index=True)
     rows = rows[first]
@@ -194,25 +193,23 @@ def _warn(
     rounded = [i for i in range(rows.shape[1]) if i not in treated and _coarse_step(rows[:, i])]
     if rounded and rounding != "auto":
         steps = ", ".join(f"{_coarse_step(rows[:, i]):g}" for i in rounded)
-        say(
+        warn(
             f"{shown(rounded)} hold{'s' * (len(rounded) == 1)} rounded values (in steps of {steps}), where a "
-            'density may grow without bound: pass rounding="auto", or condition on them (given=)',
-            "rounded-values",
+            'density may grow without bound: pass rounding="auto", or condition on them (given=)'
+            + see("rounded-values")
         )
     spikes = [i for i in free if i not in rounded and _spike(rows[:, i])]
     for i in spikes:
-        say(
+        warn(
             f"column {label(i)} has {_spike(rows[:, i])}, where a density may grow without bound: leave "
-            "them out, or group rows that belong together (groups=)",
-            "rounded-values",
+            "them out, or group rows that belong together (groups=)" + see("rounded-values")
         )
     for i in free:
         reach = _reach(rows[:, i]) if i not in rounded + spikes else 0.0
         if reach > FAR:
-            say(
+            warn(
                 f"column {label(i)} reaches {reach:.0f} times the width of its middle half: take logarithms, "
-                "give its bounds (bounds=), or have it mapped (marginals=True)",
-                "far-reaching-tails",
+                "give its bounds (bounds=), or have it mapped (marginals=True)" + see("far-reaching-tails")
             )
 
 
