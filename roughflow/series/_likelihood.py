@@ -154,8 +154,8 @@ class Likelihood(AbstractLikelihood):
         """How far the log-likelihood moves with twice the effort, or the errors of suspect transitions."""
         if self.effort is None:
             return 0.0
-        moved = abs(self.more().log_likelihood(free) - self.log_likelihood(free))
-        errors = self.errors(free)
+        values, _, errors = self.scores(free)
+        moved = abs(self.more().log_likelihood(free) - float(values.sum()))
         doubtful = float(errors[~(errors < DOUBTFUL)].sum())
         return max(moved, doubtful) if np.isfinite(moved) else np.inf
 
