@@ -417,6 +417,30 @@ LEARNING = [
     ("rf.ParquetTable(None)", "path"),
 ]
 
+TABLES = [
+    ("rf.fit_density(X[:1], key=KEY)", "row"),
+    ("rf.fit_density(X[:, 0], key=KEY)", "data"),
+    ("rf.fit_density(X + 1j, key=KEY)", "data"),
+    ("rf.fit_density([['a', 'b']] * 9, key=KEY)", "data"),
+    ("rf.fit_density(np.full((9, 2), nan), key=KEY)", "data"),
+    ("rf.fit_density(X, key=1)", "key"),
+    ("rf.fit_density(X, key=KEY, validation=0.999)", "validation"),
+    ("rf.fit_density(X, key=KEY, validation=1.5)", "validation"),
+    ("rf.fit_density(X, key=KEY, width=0)", "width"),
+    ("rf.fit_density(X, key=KEY, width=-3)", "width"),
+    ("rf.fit_density(X, key=KEY, patience=-1)", "patience"),
+    ("rf.fit_density(X, key=KEY, columns=('a', 'a'))", "columns"),
+    ("rf.fit_density(X, key=KEY, columns='ab')", "columns"),
+    ("rf.fit_density(X, key=KEY, columns=('a',))", "columns"),
+    ("rf.fit_density(X, key=KEY, bounds={5: (0, 1)})", "5"),
+    ("rf.fit_density(X, key=KEY, bounds={0: (1, 0)})", "bounds"),
+    ("rf.fit_density(X, key=KEY, rounding={0: -1.0})", "rounding"),
+    ("rf.fit_density(X, key=KEY, given='c')", "given"),
+    ("rf.fit_density(X, key=KEY, given=X[:5])", "given"),
+    ("rf.fit_density(X, key=KEY, outliers=1.0)", "outliers"),
+    ("rf.fit_density(X, key=KEY, smoothing=-1.0)", "smoothing"),
+]
+
 SAMPLERS = [
     ("rf.UnadjustedSampler(LANGEVIN, dt=0)", "dt"),
     ("rf.UnadjustedSampler(LANGEVIN, dt=nan)", "dt"),
@@ -587,7 +611,7 @@ AROUND = [
     ("StochasticFlowDensity().score_samples(X)", "not fitted"),
 ]
 
-TABLE = [*SDES, *DRIVERS, *FLOWS, *SIMULATION, *ESTIMATORS, *LEARNING, *SAMPLERS, *SERIES, *AROUND]
+TABLE = [*SDES, *DRIVERS, *FLOWS, *SIMULATION, *ESTIMATORS, *LEARNING, *TABLES, *SAMPLERS, *SERIES, *AROUND]
 
 
 @pytest.fixture(scope="module")
