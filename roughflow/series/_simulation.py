@@ -17,7 +17,7 @@ from ._ends import Effort, Ends, Transition
 from ._linear_sde import linear_step
 from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
 
-FIRST_STEPS, MAX_STEPS = 8, 1024  # of each transition
+FIRST_STEPS, MAX_STEPS = 2, 1024  # of each transition
 
 
 def draw(
