@@ -1,8 +1,8 @@
 """Whether what a fit says of itself is true, for `benchmarks.series`: many simulated series of six processes.
 
 Each series is fitted from its moments. Counted are intervals that hold the true parameter, forecast bands
-that hold the value that came, and residual tests (uniformity, Ljung–Box) that reject the fitted model. Series are simulated in NumPy,
-by exact transitions or by 200 small steps per value.
+that hold the value that came, and residual tests (uniformity, Ljung–Box) that reject the fitted model. Series
+are simulated in NumPy, by exact transitions or by 200 small steps per value.
 """
 
 import os

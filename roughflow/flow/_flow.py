@@ -5,6 +5,7 @@ from typing import Any, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import as_shape, check_fields, check_instance, check_key, check_positive, shown
@@ -93,9 +94,9 @@ class StochasticFlow(eqx.Module):
         check_instance("sde", sde, kinds, "an ItoSDE or StratonovichSDE")
         self.dimension = dimension_of(base)
         check_positive("t1", t1)
-        if jnp.ndim(t1):
+        if np.ndim(t1):
             raise ValueError(
-                f"t1 must be one number, got shape {jnp.shape(t1)}; end times that differ between samples "
+                f"t1 must be one number, got shape {np.shape(t1)}; end times that differ between samples "
                 "go to sample_path or to the density's method"
             )
         self.noise_dimension = noise_dimension(sde, self.dimension)
