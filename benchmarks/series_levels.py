@@ -89,7 +89,9 @@ def one_series(name: str, seed: int) -> list[np.ndarray]:
     covers = [
         low <= value <= high for (low, high), value in zip(result.confint().values(), true, strict=True)
     ]
-    options = {"num_paths": 2000, "parameter_uncertainty": result.identified}
+    # A draw of the parameters takes the whole series again where there is memory.
+    uncertain = result.identified and kind is not rf.FractionalOrnsteinUhlenbeck
+    options = {"num_paths": 2000, "parameter_uncertainty": uncertain}
     paths = result.forecast(dt * ahead, key=jax.random.key(seed + 1), **options)[..., 0]
     low, high = np.quantile(paths, [0.025, 0.975], axis=0)
     came = x[count - 1 + ahead]

@@ -102,7 +102,7 @@ def fit_sde(
         if error < tolerance or effort is not None:
             break
         further = maximum.likelihood.more()
-        if not np.isfinite(further.total(maximum.free)[0]):
+        if not further.error(maximum.free) < error:  # more effort does not help
             break
         maximum = _polished(further, maximum.free)
         error = maximum.likelihood.error(maximum.free)
