@@ -196,7 +196,7 @@ def test_measurement_noise_that_is_not_there_is_reported():
 
 
 def test_the_test_of_a_unit_root_has_its_level():
-    """Under Brownian motion without drift the χ² distribution would reject far too often: 24 % here."""
+    """Under Brownian motion without drift the χ² distribution would reject far too often."""
     rejected, by_wilks = 0, 0
     generator = np.random.default_rng(0)
     for _ in range(40):
