@@ -130,6 +130,7 @@ def levels(count: int, fresh: bool) -> Iterator[str]:
         "intervals cover, %",
         "bands cover, %",
         "uniformity, Ljung–Box reject, %",
+        "median error, standard errors",
         "unreliable, %",
     ]
     yield f"{count} series of each process; 95 % intervals and bands, tests at 5 %\n"
