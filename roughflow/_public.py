@@ -83,6 +83,15 @@ from .flow import (
     Davie as Davie,
     LinearlyImplicitEuler as LinearlyImplicitEuler,
 )
+from .transition import (
+    Effort as Effort,
+    AbstractCoordinates as AbstractCoordinates,
+    Unchanged as Unchanged,
+    Logarithm as Logarithm,
+    Root as Root,
+    Arc as Arc,
+    Columns as Columns,
+)
 from .density import (
     default_estimator as default_estimator,
     Tempered as Tempered,
@@ -149,7 +158,6 @@ from .series import (
     transition_log_prob as transition_log_prob,
     transition_estimate as transition_estimate,
     TransitionEstimate as TransitionEstimate,
-    Effort as Effort,
     fit_sde as fit_sde,
     FittedSDE as FittedSDE,
     Residuals as Residuals,
@@ -171,12 +179,6 @@ from .series import (
     FitzHughNagumo as FitzHughNagumo,
     FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck,
     Domain as Domain,
-    AbstractCoordinates as AbstractCoordinates,
-    Unchanged as Unchanged,
-    Logarithm as Logarithm,
-    Root as Root,
-    Arc as Arc,
-    Columns as Columns,
 )
 from . import datasets as datasets
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError

@@ -8,9 +8,9 @@ from scipy import special, stats
 
 import roughflow as rf
 from roughflow.series._bessel import log_bessel_ie
-from roughflow.series._bridges import Bridges
 from roughflow.series._linear_sde import linear_moments
 from roughflow.series._observed import panel
+from roughflow.transition import Bridges
 
 CIR = rf.CoxIngersollRoss(3.0, 0.3, 0.2)
 VASICEK = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)

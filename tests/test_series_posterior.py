@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import roughflow as rf
-from roughflow.series._forward import forwards
 from roughflow.series._parameters import Domain
+from roughflow.transition import forwards
 
 POINT = jnp.array([1.5, 0.2, 0.4])
 

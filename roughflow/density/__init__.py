@@ -1,4 +1,4 @@
-"""Stage 4, from p(x | path) to p(x): the surface of ways to reach x, proposals, estimators, error bars."""
+"""Stage 5, from p(x | path) to p(x): the surface of ways to reach x, proposals, estimators, error bars."""
 
 from ._default import default_estimator as default_estimator
 from ._estimate import log_mean as log_mean

@@ -1,4 +1,4 @@
-"""Stage 5, learning: objectives, one fitting loop, and files that keep what was learned."""
+"""Stage 6, learning: objectives, one fitting loop, and files that keep what was learned."""
 
 from .._devices import check_backend as check_backend
 from ._bar import progress_bar as progress_bar

@@ -1,4 +1,4 @@
-"""Stage 6, samplers built from targeted diffusions."""
+"""Stage 7, samplers built from targeted diffusions."""
 
 from ._chain import Chain as Chain, sample_chain as sample_chain
 from ._flow_sampler import FlowSampler as FlowSampler

@@ -1,20 +1,11 @@
-"""Stage 7, observed series: transition densities, maximum likelihood, standard errors, posteriors.
+"""Stage 8, observed series: transition densities, maximum likelihood, standard errors, posteriors.
 
-From one transition (`_ends`, `_bridges`, `_transition`) to the likelihood of a series (`_series_likelihood`),
+From transitions (`_transition`) to the likelihood of a series (`_series_likelihood`),
 of one with errors (`_measured_likelihood`, on `_hidden_states`) or with memory (`_whole_likelihood`); its
 maximum (`_fit_sde`, `_search`), and what comes of that (`_fitted`, `_profile`, `_residuals`, `_forecast`,
 `_posterior`).
 """
 
-from ._coordinates import (
-    AbstractCoordinates as AbstractCoordinates,
-    Arc as Arc,
-    Columns as Columns,
-    Logarithm as Logarithm,
-    Root as Root,
-    Unchanged as Unchanged,
-)
-from ._ends import Effort as Effort
 from ._fit_sde import fit_sde as fit_sde
 from ._fitted import FittedSDE as FittedSDE
 from ._parameters import Domain as Domain

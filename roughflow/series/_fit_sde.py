@@ -11,8 +11,7 @@ from jaxtyping import ArrayLike, PRNGKeyArray
 from .._checks import check_count, check_key, check_positive
 from .._programs import in_double_precision
 from ..sde import AbstractSDE
-from ._coordinates import AbstractCoordinates
-from ._ends import Effort
+from ..transition import AbstractCoordinates, Effort
 from ._fitted import FittedSDE
 from ._likelihood import AbstractLikelihood, Likelihood
 from ._measured_likelihood import check_noise, inner_states, measured

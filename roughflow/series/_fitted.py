@@ -15,8 +15,7 @@ from jaxtyping import Array, ArrayLike, PRNGKeyArray
 from .._checks import check_callable, check_count, check_instance, check_key
 from .._programs import in_double_precision
 from ..sde import AbstractSDE
-from ._coordinates import AbstractCoordinates
-from ._ends import Effort
+from ..transition import AbstractCoordinates, Effort
 from ._filter import PARTICLES, Filtered, filtered_residuals, particle_filter
 from ._forecast import check_memory, forecast
 from ._likelihood import AbstractLikelihood, Likelihood

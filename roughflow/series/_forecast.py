@@ -11,7 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
 from ..sde import AbstractSDE
-from ._coordinates import AbstractCoordinates
+from ..transition import AbstractCoordinates
 from ._simulation import draw, is_known, refined, warn_of_exits
 
 PILOT_PATHS = 8192  # at least, to see whether shorter steps make a difference

@@ -17,12 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from ..sde import AbstractSDE, noise_dimension
-from ._bridges import bridges
+from ..transition import AbstractCoordinates, Effort, Transition, bridges, in_chunks, linear
 from ._chain import Chain
-from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Transition
-from ._forward import linear
-from ._transition import in_chunks
 from .models import exact_transition
 
 MOST = 100  # steps to the mode

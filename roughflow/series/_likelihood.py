@@ -12,9 +12,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
-from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Transition
-from ._forward import linear
+from ..transition import AbstractCoordinates, Effort, Transition, linear
 from ._parameters import Parameters
 from ._search import conditional_errors
 from ._series_likelihood import SeriesLikelihood

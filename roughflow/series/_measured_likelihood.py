@@ -12,14 +12,13 @@ from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from .._programs import jit
 from ..faq import see
+from ..transition import AbstractCoordinates, Effort, Transition, choose_effort
 from ._chain import Chain
-from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Transition
 from ._hidden_states import Joint, Search, Values, log_likelihood, num_draws
 from ._likelihood import AbstractLikelihood, Likelihood
 from ._observed import Observed
 from ._parameters import POSITIVE, Parameters
-from ._transition import choose_effort, coordinates_of
+from ._transition import coordinates_of
 
 STEP = 1e-4  # of differences of free parameters, for the gradient
 PART = 0.03  # of a standard error, for the information

@@ -13,8 +13,7 @@ import numpy as np
 
 from ..faq import see
 from ..sde import AbstractSDE, noise_dimension
-from ._coordinates import AbstractCoordinates
-from ._ends import Transition
+from ..transition import AbstractCoordinates, Transition
 
 YEAR = 365.25 * 24 * 3600  # seconds
 SECOND = np.timedelta64(1, "s")

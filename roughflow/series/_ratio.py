@@ -5,7 +5,7 @@ import math
 import numpy as np
 import scipy
 
-from ._ends import Transition
+from ..transition import Transition
 
 SIMULATIONS = 2000
 

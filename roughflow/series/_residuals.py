@@ -11,10 +11,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
 from ..sde import AbstractSDE
-from ._coordinates import AbstractCoordinates
-from ._ends import Transition
+from ..transition import AbstractCoordinates, Transition, in_chunks, keys_of
 from ._simulation import draw, refined, warn_of_exits
-from ._transition import in_chunks, keys_of
 from .models import exact_transition
 
 DRAWS = 1024  # of each transition, where its distribution is not known

@@ -11,21 +11,19 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_key
 from .._programs import jit
 from ..sde import AbstractSDE, check_sde
-from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Transition
-from ._forward import forwards
-from ._observed import check_dimension, check_inside, panel, transitions
-from ._transition import (
+from ..transition import (
     CHUNK,
-    check_effort,
-    check_no_memory,
+    AbstractCoordinates,
+    Effort,
+    Transition,
     choose_effort,
-    coordinates_of,
-    exact_log_probs,
+    forwards,
     in_chunks,
     keys_of,
     transition_value,
 )
+from ._observed import check_dimension, check_inside, panel, transitions
+from ._transition import check_effort, check_no_memory, coordinates_of, exact_log_probs
 from .models import exact_transition
 
 

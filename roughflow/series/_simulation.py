@@ -12,8 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import warn
 from ..faq import see
 from ..sde import AbstractSDE
-from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Ends, Transition
+from ..transition import AbstractCoordinates, Effort, Ends, Transition
 from ._linear_sde import linear_step
 from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
 

@@ -1,7 +1,6 @@
 """Transition densities: log p(x₁ | x₀) of an SDE a span of time later, for many transitions at once."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -23,14 +22,19 @@ from .._checks import (
 from .._programs import jit
 from ..faq import see
 from ..sde import AbstractSDE, check_sde, noise_dimension
-from ._bridges import bridges
-from ._coordinates import AbstractCoordinates, Unchanged
-from ._ends import Effort, Transition, boundary_share, stiffness
+from ..transition import (
+    AbstractCoordinates,
+    Effort,
+    Transition,
+    Unchanged,
+    boundary_share,
+    choose_effort,
+    largest_rate,
+    log_probs,
+)
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck, exact_transition
 
-CHUNK = 2048  # transitions at a time
 DOUBTFUL = 0.1  # nats, the error of a transition that is suspect
-LOOK = 256  # of them to see how stiff an SDE is
 SHORT = 0.3  # the rate, times dt, below which paths need no check
 
 
@@ -232,36 +236,6 @@ def exact_log_probs(sde: AbstractSDE, many: Transition) -> Array | None:
     return jax.vmap(one)(many)
 
 
-def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
-    """From how much the drift changes over the longest span, in relation to itself."""
-    rate = largest_rate(sde, coordinates, many)
-    return Effort(4, 8, 6) if rate is None else Effort.for_stiffness(rate)
-
-
-def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> float | None:
-    """The longest span times the largest derivative of the drift at starts and ends; None if it is traced."""
-    if is_traced(many.dt) or any(is_traced(leaf) for leaf in jax.tree.leaves(sde)):
-        return None
-    places = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))
-    some = jax.tree.map(lambda a: a[places], many)
-    span = jnp.full_like(some.dt, jnp.max(many.dt))
-    both = [Transition(x, some.end, some.time, span) for x in (some.start, some.end)]
-    return max(float(jnp.max(_stiffness(sde, coordinates, one))) for one in both)
-
-
-@functools.partial(jit, level=0)
-def _stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Array:
-    return jax.vmap(lambda step: stiffness(sde, coordinates, step))(many)
-
-
-@functools.partial(jit, level=1)
-def log_probs(
-    sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
-) -> tuple[Array, Array, Array]:
-    """log p, its standard error, and the paths not found, `(N,)` each."""
-    return transition_values(sde, coordinates, many, key, effort)
-
-
 def full_errors(
     sde: AbstractSDE,
     coordinates: AbstractCoordinates,
@@ -283,41 +257,3 @@ def full_errors(
 @functools.partial(jit, level=0)
 def _boundary_shares(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Array:
     return jax.vmap(lambda step: boundary_share(sde, coordinates, step))(many)
-
-
-def transition_values(
-    sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
-) -> tuple[Array, Array, Array]:
-    """As `log_probs`, to be part of another program."""
-    one = lambda item: transition_value(sde, coordinates, item[0], item[1], effort)
-    return in_chunks(one, (many, keys_of(key, many)), len(many.dt), CHUNK)
-
-
-def keys_of(key: PRNGKeyArray, many: Transition) -> PRNGKeyArray:
-    """One for each transition."""
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(many.dt)))
-
-
-def transition_value(
-    sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition, key: PRNGKeyArray, effort: Effort
-) -> tuple[Array, Array, Array]:
-    """log p of one transition, its standard error, and the paths not found."""
-    columns = noise_dimension(sde, step.start.shape[-1])
-    noise = jax.random.normal(key, (effort.num_paths // 2, effort.num_functions * columns), step.start.dtype)
-    inner = Transition(
-        coordinates.from_state(step.start), coordinates.from_state(step.end), step.time, step.dt
-    )
-    drawn = bridges(sde, coordinates, inner, jnp.concatenate([noise, -noise]), effort)
-    value, error = drawn.log_mean()
-    return value + coordinates.log_volume(step.end), error, jnp.sum(~drawn.found)
-
-
-def in_chunks(function: Callable, items: Any, count: int, most: int) -> Any:
-    """A function of one item for `count` of them, `most` or fewer at a time, all chunks of one size: a
-    program for what is left over would take as long to compile."""
-    parts = -(-count // most)
-    size = -(-count // parts)
-    places = jnp.minimum(jnp.arange(parts * size), count - 1)
-    chunks = jax.tree.map(lambda a: jnp.reshape(a[places], (parts, size, *a.shape[1:])), items)
-    done = jax.lax.map(jax.vmap(function), chunks)
-    return jax.tree.map(lambda a: jnp.reshape(a, (parts * size, *a.shape[2:]))[:count], done)

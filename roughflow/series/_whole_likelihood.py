@@ -11,7 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
 from ..faq import see
-from ._ends import Transition
+from ..transition import Transition
 from ._forecast import check_memory
 from ._likelihood import AbstractLikelihood, information_by_differences
 from ._observed import Observed, transitions

@@ -9,9 +9,9 @@ import numpy as np
 import scipy
 from jaxtyping import Array, PRNGKeyArray
 
+from ...transition import AbstractCoordinates
 from .._bessel import log_bessel_ie
 from .._chain import cholesky, solve_lower
-from .._coordinates import AbstractCoordinates
 
 
 class AbstractDistribution(eqx.Module):

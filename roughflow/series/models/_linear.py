@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._coordinates import Logarithm, Unchanged
+from ...transition import Logarithm, Unchanged
 from .._linear_sde import decayed, linear_moments
 from .._parameters import ANY, POSITIVE, TRIANGULAR
 from ._distributions import Normal, Transformed

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ..._checks import as_real, finite_array
 from ...sde import AbstractItoSDE, AbstractSDE
-from .._coordinates import AbstractCoordinates
+from ...transition import AbstractCoordinates
 from .._parameters import Domain
 from ._distributions import AbstractDistribution
 from ._moments import Increments

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._coordinates import Arc, Logarithm, Root
+from ...transition import Arc, Logarithm, Root
 from .._linear_sde import decayed
 from .._parameters import ANY, POSITIVE, UNIT
 from ._distributions import Beta, NoncentralChiSquare

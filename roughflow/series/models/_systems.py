@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._coordinates import Columns, Logarithm, Root, Unchanged
+from ...transition import Columns, Logarithm, Root, Unchanged
 from .._parameters import ANY, CORRELATION, POSITIVE
 from ._distributions import AbstractDistribution, NoncentralChiSquare, Normal, Transformed
 from ._moments import SLOWEST, Increments, mean_reversion, regression, root_mean_square
