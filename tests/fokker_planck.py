@@ -5,7 +5,8 @@ from scipy import linalg
 
 
 def transition_density(drift, sigma, ends, start, dt, size=1500):
-    """Cell centres and the density at them of dY = drift dt + σ dB after dt, reflected at both ends.
+    """Cell centres and the density at them of dY = drift dt + σ dB after dt, reflected at both ends; for an
+    array of starts, a row for each.
 
     Rates between cells are in detailed balance with the stationary density; their symmetric generator is
     exponentiated by its eigenvectors.
@@ -21,13 +22,10 @@ def transition_density(drift, sigma, ends, start, dt, size=1500):
     diagonal[1:] -= rate * np.exp(-0.5 * change)
     values, vectors = linalg.eigh_tridiagonal(diagonal, np.full(size - 1, rate))
     root = np.exp(0.5 * (log_stationary - log_stationary.max()))
-    i = int(np.searchsorted(centres, start)) - 1
-    part = (start - centres[i]) / h
-    density = sum(
-        weight * (vectors @ (np.exp(values * dt) * vectors[j])) * root / root[j]
-        for j, weight in ((i, 1 - part), (i + 1, part))
-    )
-    return centres, density / h
+    kernel = (vectors * np.exp(values * dt)) @ vectors.T * root / root[:, None]
+    i = np.searchsorted(centres, start) - 1
+    part = np.asarray((start - centres[i]) / h)[..., None]
+    return centres, ((1 - part) * kernel[i] + part * kernel[i + 1]) / h
 
 
 def kolmogorov_distance(sample, centres, density):

@@ -83,7 +83,8 @@ def test_a_warning_names_the_options_of_the_command_line(tmp_path, capsys):
 def test_a_small_table_gets_a_gaussian(tmp_path, capsys):
     """By default; rows of one group are validated together, and rounded values are spread."""
     rng = np.random.default_rng(0)
-    rows = np.column_stack([rng.normal(170, 10, 40).round(), rng.normal(size=40), np.arange(40) // 8])
+    visit = np.arange(40) // 8
+    rows = np.column_stack([rng.normal(170, 10, 40).round(), visit + 0.1 * rng.normal(size=40), visit])
     write(tmp_path / "data.csv", ["height", "b", "visit"], rows)
     command = ["fit", f"{tmp_path}/data.csv", "--groups", "visit", "--out"]
     assert main([*command, f"{tmp_path}/m.rf", "--rounding", "auto", "--quiet"]) == 0
@@ -93,6 +94,10 @@ def test_a_small_table_gets_a_gaussian(tmp_path, capsys):
     assert "regression  0 steps; ended before the first step: no flow was trained\n" in said
     assert "family      gaussian" in said
     assert scores(said)[2] == 40
+    # A value of b says that of its visit: rows of other visits know less of it.
+    alone = ["fit", f"{tmp_path}/data.csv", "--columns", "height,b", "--rounding", "auto", "--out"]
+    assert main([*alone, f"{tmp_path}/o.rf", "--family", "gaussian", "--quiet"]) == 0
+    assert scores(capsys.readouterr().out)[0] > scores(said)[0] + 0.05
     assert rf.load(tmp_path / "m.rf").columns == ("height", "b")
     assert main([*command, f"{tmp_path}/n.rf", "--family", "marginals", "--quiet"]) == 0
     said, warned = capsys.readouterr()

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy
+from fokker_planck import transition_density
 from scipy import optimize, stats
 
 import roughflow as rf
@@ -14,6 +15,7 @@ from roughflow.series._observed import panel
 from roughflow.series._parameters import Parameters
 from roughflow.series._residuals import tested as with_tests
 from roughflow.series._series_likelihood import SeriesLikelihood
+from roughflow.transition import Transition
 
 rng = np.random.default_rng(5)
 TIMES = np.arange(120) / 12
@@ -68,6 +70,35 @@ def test_degrees_of_freedom_fall_with_those_estimated():
         scores = np.stack([white * x[:-1], white**2 - 1], axis=1)
         level.append(with_tests(stats.norm.cdf(white), scores, np.zeros(2)).ljung_box < 0.5)
     assert abs(np.mean(level) - 0.5) < 3 * 0.5 / count**0.5
+
+
+def test_the_error_of_a_log_likelihood_is_that_of_its_paths():
+    """Of 25 transitions of a double well, with 20 keys. The difference to twice the effort is no measure of
+    it: it is as random as the error, and at times small by chance."""
+    rng, dt = np.random.default_rng(0), 0.2
+    start = np.linspace(-1.3, 1.3, 25)
+    end = start + dt * (start - start**3) + 0.7 * np.sqrt(dt) * rng.normal(size=25)
+    centres, density = transition_density(lambda x: x - x**3, 0.7, (-3.5, 3.5), start, dt, 900)
+    truth = sum(np.log(np.interp(x, centres, row)) for x, row in zip(end, density, strict=True))
+    steps = Transition(*map(jnp.asarray, (start[:, None], end[:, None], np.zeros(25), np.full(25, dt))))
+    sde, effort = rf.DoubleWell(np.array(1.0), np.array(1.0), np.array(0.7)), rf.Effort(4, 8, 8)
+    parameters = Parameters.of(sde, sde.domains)
+    free, ratios = parameters.to_free(parameters.values(sde)), []
+    for seed in range(20):
+        of_sde = SeriesLikelihood(steps, jax.random.key(seed), effort, None)
+        likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=np.zeros(3))
+        drawn, moved = likelihood.total_errors(free)
+        assert moved < 0.7 * drawn  # finer paths are the same paths
+        ratios.append((likelihood.log_likelihood(free) - truth) / np.hypot(drawn, moved))
+    assert 0.5 < np.sqrt(np.mean(np.square(ratios))) < 1.6
+    assert np.max(np.abs(ratios)) < 4
+
+
+def test_effort_is_raised_against_the_larger_error():
+    effort = rf.Effort(4, 8, 8)
+    assert effort.raised(0.01, 0.05, 0.02) == rf.Effort(8, 8, 16)
+    assert effort.raised(0.04, 0.01, 0.02) == rf.Effort(4, 64, 8)  # (0.04 / 0.016)² = 6.25
+    assert effort.raised(9.0, 0.01, 0.02) == rf.Effort(4, 128, 8)
 
 
 def test_a_profile_ends_where_the_likelihood_ratio_test_rejects(vasicek):
@@ -173,11 +204,14 @@ def test_a_network_finds_the_drift_within_its_bands(key):
     key_path, key_net, key_fit = jax.random.split(key, 3)
     truth = lambda x: 2 * x - 2 * x**3
     well = rf.ItoSDE(lambda t, z: truth(z), lambda t, z: jnp.full((1, 1), 0.8))
-    fine = rf.simulate(well, jnp.ones(1), key=key_path, t1=60.0, steps=6000, trajectory=True)
-    values = np.asarray(fine[::20, 0])
+    # A series from each well: one alone may hardly see the other.
+    values = []
+    for start, key_start in zip((-1.0, 1.0), jax.random.split(key_path), strict=True):
+        fine = rf.simulate(well, jnp.full(1, start), key=key_start, t1=30.0, steps=3000, trajectory=True)
+        values.append(np.asarray(fine[::20, 0]))
     result = rf.fit_sde(
         network_drift(key_net),
-        0.2 * np.arange(len(values)),
+        [0.2 * np.arange(len(one)) for one in values],
         values,
         penalty={"network": 0.3},
         domains={"sigma": rf.Domain(low=0.0)},

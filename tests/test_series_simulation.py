@@ -72,6 +72,11 @@ def test_moments_of_any_linear_sde(rate):
     np.testing.assert_allclose(covariance, inner, rtol=1e-10, atol=1e-11)
 
 
+def test_a_slow_rate_beside_a_fast_one_keeps_its_digits():
+    change, _, _ = linear_moments(jnp.diag(jnp.array([-1e-9, -3000.0])), jnp.eye(2), jnp.asarray(1.0))
+    np.testing.assert_allclose(change[0, 0], np.expm1(-1e-9), rtol=1e-10)
+
+
 @pytest.mark.parametrize(("df", "noncentrality"), [(0.25, 0.3), (0.8, 80.0), (9.0, 2.0)])
 def test_draws_of_a_noncentral_chi_square(df, noncentrality):
     distribution = NoncentralChiSquare(jnp.asarray(0.1), jnp.asarray(df), jnp.asarray(noncentrality))

@@ -179,6 +179,19 @@ def test_a_class_without_moments_is_refused():
         rf.fit_sde(rf.StochasticFlow, TIMES, LINE, key=jax.random.key(0))  # pyright: ignore
 
 
+def test_an_exact_log_prob_is_refused():
+    class Own(rf.OrnsteinUhlenbeck):
+        def exact_transition(self, x0, dt):
+            return None
+
+        def exact_log_prob(self, x0, x1, dt):
+            return jnp.zeros(())
+
+    with pytest.raises(TypeError, match=r"Own has exact_log_prob, .* define exact_transition") as error:
+        rf.fit_sde(Own(1.0, 0.0, 1.0), TIMES, LINE, key=jax.random.key(0))
+    assert "\n" not in str(error.value)
+
+
 def test_measurement_noise_that_is_not_there_is_reported():
     key, start = jax.random.key(0), rf.OrnsteinUhlenbeck(0.8, 0.05, 0.02)
     noisy = rf.fit_sde(start, TIMES, LINE, key=key, measurement_noise=0.002, num_starts=1)

@@ -24,7 +24,7 @@ from ._whole_likelihood import WholeLikelihood
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of further starts, in the free parameters
-REFINED = 3  # times that the effort is doubled, at most
+REFINED = 3  # times that the effort is raised, at most
 TOLERANCE = (0.02, 0.1)  # nats, without and with measurement noise
 
 
@@ -96,22 +96,22 @@ def fit_sde(
     likelihood = _likelihood(start, series, noise, domains or {}, penalty or {}, key_paths, options)
     moments = _moments(start, likelihood.parameters, times, values)
     maximum = _maximum(likelihood, moments, num_starts, key_starts)
-    error = maximum.likelihood.error(maximum.free)
+    errors = maximum.likelihood.total_errors(maximum.free)
     for _ in range(REFINED):
-        if error < tolerance or effort is not None:
+        if np.hypot(*errors) < tolerance or effort is not None:
             break
-        further = maximum.likelihood.more()
-        if not further.error(maximum.free) < error:  # more effort does not help
+        further = _raised(maximum.likelihood, errors, tolerance)
+        if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more does not help
             break
         maximum = _polished(further, maximum.free)
-        error = maximum.likelihood.error(maximum.free)
+        errors = maximum.likelihood.total_errors(maximum.free)
     return FittedSDE(
         maximum.likelihood,
         tuple(series),
         maximum.free,
         maximum.information,
         maximum.falls,
-        error,
+        float(np.hypot(*errors)),
         tolerance,
     )
 
@@ -213,6 +213,13 @@ def _maximum(
             "is possible, or raise effort if its values are far apart in time"
         )
     return _polished(likelihood, max(found, key=lambda pair: pair[0])[1])
+
+
+def _raised(
+    likelihood: AbstractLikelihood, errors: tuple[float, float], tolerance: float
+) -> AbstractLikelihood:
+    assert likelihood.effort is not None  # it has errors
+    return likelihood.with_effort(likelihood.effort.raised(*errors, tolerance))
 
 
 def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:

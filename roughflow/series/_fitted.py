@@ -60,7 +60,7 @@ class FittedSDE:
     free: np.ndarray
     free_information: np.ndarray
     falls: np.ndarray  # (2, p), nats by which the likelihood falls at the ends of a parameter's domain
-    likelihood_error: float  # how far the log-likelihood moves with twice the effort
+    likelihood_error: float  # of the log-likelihood: Monte Carlo error, and how far finer paths move it
     tolerance: float
 
     @property

@@ -49,16 +49,17 @@ class AbstractLikelihood(eqx.Module):
         """About the same, to begin a search with."""
 
     @abc.abstractmethod
-    def error(self, free: np.ndarray) -> float:
-        """Of the log-likelihood, in nats."""
+    def total_errors(self, free: np.ndarray) -> tuple[float, float]:
+        """Of the log-likelihood, in nats: the Monte Carlo error, and how far twice the functions and steps
+        move it."""
 
     def errors(self, free: np.ndarray) -> np.ndarray:
         """Of log p of each part."""
         return self.scores(free)[2]
 
     @abc.abstractmethod
-    def more(self) -> Self:
-        """With twice the effort."""
+    def with_effort(self, effort: Effort) -> Self:
+        """With another effort."""
 
     @abc.abstractmethod
     def described(self) -> str:
@@ -148,14 +149,16 @@ class Likelihood(AbstractLikelihood):
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))
 
-    def error(self, free: np.ndarray) -> float:
-        """How far the log-likelihood moves with twice the effort, or the errors of suspect transitions."""
+    def total_errors(self, free: np.ndarray) -> tuple[float, float]:
+        """As of its class; errors of suspect transitions, which may not be independent, are added up."""
         if self.effort is None:
-            return 0.0
+            return 0.0, 0.0
         values, _, errors = self.scores(free)
-        moved = abs(self.more().log_likelihood(free) - float(values.sum()))
-        doubtful = float(errors[~(errors < DOUBTFUL)].sum())
-        return max(moved, doubtful) if np.isfinite(moved) else np.inf
+        finer = self.with_effort(self.effort.finer())
+        moved = abs(finer.log_likelihood(free) - float(values.sum()))
+        suspect = ~(errors < DOUBTFUL)
+        drawn = float(np.hypot(np.linalg.norm(errors[~suspect]), errors[suspect].sum()))
+        return drawn, moved if np.isfinite(moved) else np.inf
 
     def errors(self, free: np.ndarray) -> np.ndarray:
         """As by `rf.transition_estimate`."""
@@ -166,8 +169,7 @@ class Likelihood(AbstractLikelihood):
         where = (sde, coordinates_of(sde, self.coordinates), self.steps, self.of_sde.key, self.effort)
         return np.asarray(full_errors(*where, value, error))
 
-    def more(self) -> "Likelihood":
-        effort = self.effort and self.effort.more()
+    def with_effort(self, effort: Effort) -> "Likelihood":
         return dataclasses.replace(self, of_sde=dataclasses.replace(self.of_sde, effort=effort))
 
     def described(self) -> str:

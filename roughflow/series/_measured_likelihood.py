@@ -89,12 +89,13 @@ class MeasuredLikelihood(AbstractLikelihood):
         values, errors = _values(self, points)
         return np.asarray(values), np.asarray(errors)
 
-    def error(self, free: np.ndarray) -> float:
-        """The Monte Carlo error of the log-likelihood, or how far twice the effort moves it if further."""
+    def total_errors(self, free: np.ndarray) -> tuple[float, float]:
         values, _, errors = self.scores(free)
-        moved = 0.0 if self.exact else abs(self.more().log_likelihood(free) - values.sum())
-        drawn = float(np.sqrt(np.sum(errors**2)))
-        return max(drawn, moved) if np.isfinite([drawn, moved]).all() else np.inf
+        drawn, moved = float(np.linalg.norm(errors)), 0.0
+        if not self.exact:
+            finer = self.with_effort(self.effort.finer())
+            moved = abs(finer.log_likelihood(free) - float(values.sum()))
+        return drawn, moved if np.isfinite([drawn, moved]).all() else np.inf
 
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))[0]
@@ -109,9 +110,8 @@ class MeasuredLikelihood(AbstractLikelihood):
         coordinates = coordinates_of(sde, self.coordinates)
         return Joint(sde, self.noise(free), self.values, coordinates, self.effort, self.exact)
 
-    def more(self) -> "MeasuredLikelihood":
-        """With twice the effort."""
-        return eqx.tree_at(lambda one: one.effort, self, self.effort.more())
+    def with_effort(self, effort: Effort) -> "MeasuredLikelihood":
+        return eqx.tree_at(lambda one: one.effort, self, effort)
 
     def described(self) -> str:
         """The work that goes into it, in words."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
 from ..faq import see
-from ..transition import Transition
+from ..transition import Effort, Transition
 from ._forecast import check_memory
 from ._likelihood import AbstractLikelihood, information_by_differences
 from ._observed import Observed, transitions
@@ -55,10 +55,10 @@ class WholeLikelihood(AbstractLikelihood):
         slopes = self.scores(free)[1]
         return slopes.T @ slopes + np.diag(self.penalty)
 
-    def error(self, free: np.ndarray) -> float:
-        return 0.0
+    def total_errors(self, free: np.ndarray) -> tuple[float, float]:
+        return 0.0, 0.0
 
-    def more(self) -> "WholeLikelihood":
+    def with_effort(self, effort: Effort) -> "WholeLikelihood":
         return self
 
     def described(self) -> str:

@@ -1,5 +1,7 @@
 """The random ODE of one transition: where it ends, as a function of its path's coefficients."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from ._coordinates import AbstractCoordinates
 
 NEAR_BOUNDARY = 1e-3  # of the distance of a transition from it, where a boundary's drift is taken
 WIDTH = 0.05  # of differences, in standard deviations of a transition
+MARGIN = 0.8  # of the tolerance, that Monte Carlo errors are lowered to
+MAX_DOUBLINGS = 4  # of the number of paths, at a time
 
 
 class Effort(eqx.Module):
@@ -39,10 +43,11 @@ class Effort(eqx.Module):
     @staticmethod
     def for_stiffness(rate: float) -> "Effort":
         """What does for a drift whose derivative, times dt, is as large as this."""
-        for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 6)), (12.0, Effort(8, 16, 12))):
+        # Two steps for each function: with fewer, polynomials of high degree are not resolved near the ends.
+        for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 8)), (12.0, Effort(8, 16, 16))):
             if rate < limit:
                 return effort
-        return Effort(16, 32, min(96, int(2 * rate)))
+        return Effort(16, 32, min(96, max(32, int(2 * rate))))
 
     def grid(self) -> tuple[float, np.ndarray]:
         """The length of a step on [0, 1], and the times of all stages."""
@@ -55,6 +60,19 @@ class Effort(eqx.Module):
     def more(self) -> "Effort":
         """Twice of everything, to see what is left out."""
         return Effort(2 * self.num_functions, 2 * self.num_paths, 2 * self.num_steps)
+
+    def finer(self) -> "Effort":
+        """Twice the functions and steps, for the same paths with more detail."""
+        return Effort(2 * self.num_functions, self.num_paths, 2 * self.num_steps)
+
+    def raised(self, drawn: float, moved: float, tolerance: float) -> "Effort":
+        """Against the larger of two errors: the Monte Carlo error `drawn`, which falls with the root of the
+        number of paths, or what finer paths move."""
+        if moved > drawn:
+            return self.finer()
+        # Powers of two: fits of other series then find the program compiled.
+        doublings = min(math.ceil(2 * math.log2(drawn / (MARGIN * tolerance))), MAX_DOUBLINGS)
+        return Effort(self.num_functions, 2**doublings * self.num_paths, self.num_steps)
 
 
 class Transition(eqx.Module):

@@ -23,7 +23,7 @@ LOOK = 256  # of them to see how stiff an SDE is
 def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
     """From how much the drift changes over the longest span, in relation to itself."""
     rate = largest_rate(sde, coordinates, many)
-    return Effort(4, 8, 6) if rate is None else Effort.for_stiffness(rate)
+    return Effort(4, 8, 8) if rate is None else Effort.for_stiffness(rate)
 
 
 def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> float | None:
@@ -68,7 +68,9 @@ def transition_value(
 ) -> tuple[Array, Array, Array]:
     """log p of one transition, its standard error, and the paths not found."""
     columns = noise_dimension(sde, step.start.shape[-1])
-    noise = jax.random.normal(key, (effort.num_paths // 2, effort.num_functions * columns), step.start.dtype)
+    # The first functions have the same numbers however many there are: finer paths are the same paths.
+    shape = (effort.num_functions * columns, effort.num_paths // 2)
+    noise = jax.random.normal(key, shape, step.start.dtype).T
     inner = Transition(
         coordinates.from_state(step.start), coordinates.from_state(step.end), step.time, step.dt
     )

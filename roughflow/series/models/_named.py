@@ -113,4 +113,10 @@ class AbstractNamedSDE(AbstractItoSDE):
 
 def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribution | None:
     """Of any SDE, None if it is not known."""
-    return sde.exact_transition(x0, dt) if isinstance(sde, AbstractNamedSDE) else None
+    known = sde.exact_transition(x0, dt) if isinstance(sde, AbstractNamedSDE) else None
+    if known is None and hasattr(sde, "exact_log_prob"):
+        raise TypeError(
+            f"{type(sde).__name__} has exact_log_prob, which is not used any more: define "
+            "exact_transition(x0, dt), which returns a distribution with log_prob, sample and cdf"
+        )
+    return known
