@@ -255,7 +255,13 @@ def test_without_memory_the_likelihood_is_that_of_transitions(key):
     np.testing.assert_allclose(
         whole.log_likelihood(free), known(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6)), rtol=1e-10
     )
-    # Forecasts take parameters for all paths, or for each.
+    # So are forecasts: normal, with the moments of an Ornstein–Uhlenbeck process.
+    paths = whole.forecast(free, np.array([0.1, 0.5, 2.0]), key, 4000, 0)[..., 0]
+    for drawn, ahead in zip(paths.T, (0.1, 0.5, 2.0), strict=True):
+        decay = np.exp(-1.3 * ahead)
+        known = stats.norm(0.2 + (x[-1] - 0.2) * decay, 0.6 * np.sqrt((1 - decay**2) / 2.6))
+        assert stats.kstest(drawn, known.cdf).pvalue > 1e-3
+    # They take parameters for all paths, or for each.
     options = (np.array([0.1, 0.5]), key, 4, 0)
     each = whole.forecast(np.tile(free, (4, 1)), *options)
     np.testing.assert_allclose(each, whole.forecast(free, *options), rtol=1e-9)
