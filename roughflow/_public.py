@@ -51,14 +51,7 @@ from .rough import (
     brownian_lift as brownian_lift,
 )
 from .flow import (
-    StochasticFlow as StochasticFlow,
-    neural_flow as neural_flow,
-    velocity_flow as velocity_flow,
-    with_noise as with_noise,
     Normal as Normal,
-    Estimate as Estimate,
-    Accuracy as Accuracy,
-    AbstractEstimator as AbstractEstimator,
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
     HutchinsonDivergence as HutchinsonDivergence,
@@ -93,18 +86,17 @@ from .transition import (
     Columns as Columns,
 )
 from .density import (
-    default_estimator as default_estimator,
-    Tempered as Tempered,
+    StochasticFlow as StochasticFlow,
+    Estimate as Estimate,
+    Accuracy as Accuracy,
+    AbstractEstimator as AbstractEstimator,
+    Ladder as Ladder,
     PullBack as PullBack,
-    Endpoint as Endpoint,
     Unbiased as Unbiased,
-    Richardson as Richardson,
     Laplace as Laplace,
     Prior as Prior,
     Amortised as Amortised,
     AbstractProposal as AbstractProposal,
-    Latent as Latent,
-    Cloud as Cloud,
     Mixture as Mixture,
     Independent as Independent,
     Antithetic as Antithetic,
@@ -114,6 +106,9 @@ from .density import (
     UpperBound as UpperBound,
 )
 from .learn import (
+    neural_flow as neural_flow,
+    velocity_flow as velocity_flow,
+    with_noise as with_noise,
     fit as fit,
     Fitted as Fitted,
     FittedDensity as FittedDensity,

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from roughflow.density.estimators._weights import EstimatorRun
 from scipy import linalg, stats
 
 import roughflow as rf
 from roughflow.density._estimate import from_log_weights
-from roughflow.density.estimators._weights import EstimatorRun
 
 
 @dataclass(frozen=True)

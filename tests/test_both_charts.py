@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from roughflow.density.estimators._both_charts import BothCharts
 from scipy import special, stats
 
 import roughflow as rf
-from roughflow.density.estimators._both_charts import BothCharts
 
 START, SPREAD, TURN = np.array([1.5, 0.0]), 0.3, 3.0
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import scipy
 from problems import made, ou_distribution
-
-import roughflow as rf
 from roughflow.density.estimators import _remedies
 from roughflow.density.estimators._weights import EstimatorRun
 from roughflow.density.surface import Latent, Target, Turned, end_along
 from roughflow.density.surface._end import find_on_line, solve_near
+
+import roughflow as rf
 
 X = jnp.array([[-0.7], [0.6]])
 

@@ -25,11 +25,11 @@ from problems import (
     ou,
     ou_distribution,
 )
+from roughflow.density.estimators import _importance, _weights
+from roughflow.density.estimators._weights import EstimatorRun, Weighed
 from scipy import stats
 
 import roughflow as rf
-from roughflow.density.estimators import _importance, _weights
-from roughflow.density.estimators._weights import EstimatorRun, Weighed
 
 # ---------------------------------------------------------------------------------- escapes and failures
 

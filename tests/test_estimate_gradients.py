@@ -18,10 +18,10 @@ from problems import (
     ou,
     ou_distribution,
 )
-
-import roughflow as rf
 from roughflow.density.estimators._weights import EstimatorRun
 from roughflow.density.surface import Target
+
+import roughflow as rf
 
 
 def check_gradient(value):

@@ -25,10 +25,10 @@ from problems import (
     ou_4d,
     ou_distribution,
 )
+from roughflow.density.surface import Latent
 from scipy import stats
 
 import roughflow as rf
-from roughflow.density.surface import Latent
 
 FINE = rf.FixedGrid(rf.RK4(), steps=64)
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import made
+from roughflow.density.estimators._particles import Particles, _resample, temper
+from roughflow.density.proposals import SPARE, Mixture
 from scipy import stats
 
 from roughflow.density._estimate import log_mean
-from roughflow.density.estimators._particles import Particles, _resample, temper
-from roughflow.density.proposals import SPARE, Mixture
 
 RUNS, KEPT, PARTICLES, WIDTH = 256, 64, 256, 3
 LOG_CONSTANT = -4.0

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import AMORTISED, SHAKEN, THREE, linear, ou, ou_distribution
+from roughflow.density.estimators._weights import EstimatorRun
+from roughflow.density.proposals import SPARE, Mixture
+from roughflow.density.surface import Latent
 from scipy import integrate, stats
 
 import roughflow as rf
 from roughflow.density import _pareto
 from roughflow.density._estimate import from_log_weights
-from roughflow.density.estimators._weights import EstimatorRun
-from roughflow.density.proposals import SPARE, Mixture
-from roughflow.density.surface import Latent
 
 # ---------------------------------------------------------------------- mixtures of coefficients
 

@@ -191,9 +191,9 @@ def _score(commands) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
     parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default, and -: standard output")
     parser.add_argument(
-        "--tolerance", type=values.positive, metavar="E", help="add paths until standard errors are below"
+        "--tolerance", type=values.positive, metavar="E", help="add work until total errors are below"
     )
-    parser.add_argument("--paths", type=values.count, metavar="N", help="random paths per row, to start with")
+    parser.add_argument("--paths", type=values.count, metavar="N", help="random paths per row, at most")
     _devices(parser)
     _seed(parser)
     _resume(parser, "SCORES.csv")

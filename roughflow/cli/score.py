@@ -68,15 +68,14 @@ def _estimates(
     tally: Tally,
 ) -> Iterator[rf.Estimate]:
     """Of all rows; random numbers depend on the seed and on a row's place in the file."""
-    paths = arguments.paths
     estimates = rf.estimate_chunks(
         model,
         chunks,
         key=jax.random.key(arguments.seed),
         first=first,
         devices=arguments.devices,
-        estimator=None if paths is None else rf.default_estimator(model.flow, paths),
         tolerance=arguments.tolerance,
+        **({} if arguments.paths is None else {"max_paths": arguments.paths}),
     )
     shown = not arguments.quiet
     with progress_bar(total, done=tally.count, name="score", unit="row", shown=shown) as bar:
@@ -100,4 +99,4 @@ def _tell(tally: Tally) -> int:
 
 def _advice(warning: str) -> str:
     """The library's warning, with the command line's own names."""
-    return warning.replace("num_paths", "--paths").replace("max_paths: raise either", "--tolerance: raise it")
+    return warning.replace("max_paths", "--paths")

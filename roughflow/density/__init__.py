@@ -1,26 +1,26 @@
-"""Stage 5, from p(x | path) to p(x): the surface of ways to reach x, proposals, estimators, error bars."""
+"""Stage 5, from p(x | path) to p(x): flows with densities, estimators, proposals, error bars."""
 
-from ._default import default_estimator as default_estimator
-from ._estimate import log_mean as log_mean
-from .estimators import (
-    AbstractImportanceEstimator as AbstractImportanceEstimator,
-    Endpoint as Endpoint,
-    LowerBound as LowerBound,
-    PullBack as PullBack,
-    Richardson as Richardson,
-    Tempered as Tempered,
-    Unbiased as Unbiased,
-    UpperBound as UpperBound,
-)
-from .proposals import (
+from ._bounds import LowerBound as LowerBound, Unbiased as Unbiased, UpperBound as UpperBound
+from ._draws import (
     AbstractDraws as AbstractDraws,
-    AbstractProposal as AbstractProposal,
-    Amortised as Amortised,
     Antithetic as Antithetic,
     Independent as Independent,
-    Laplace as Laplace,
-    Mixture as Mixture,
-    Prior as Prior,
     Sobol as Sobol,
 )
-from .surface import Cloud as Cloud, Latent as Latent
+from ._estimate import (
+    AbstractEstimator as AbstractEstimator,
+    Accuracy as Accuracy,
+    Estimate as Estimate,
+    Warnings as Warnings,
+    log_mean as log_mean,
+)
+from ._flow import StochasticFlow as StochasticFlow
+from ._ladder import Ladder as Ladder
+from ._modes import Laplace as Laplace
+from ._paths import PullBack as PullBack
+from ._proposals import (
+    AbstractProposal as AbstractProposal,
+    Amortised as Amortised,
+    Mixture as Mixture,
+    Prior as Prior,
+)

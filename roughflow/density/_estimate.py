@@ -1,18 +1,246 @@
-"""What weights of paths say about log p(x)."""
+"""log p(x) with its error bars: the result of every estimator, and how weights of paths become one."""
 
+import abc
+import math
 from statistics import NormalDist
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
 
-from ..flow import FEW_PATHS, HEAVY, Estimate
-from ._pareto import pareto_k
+from .._checks import check_count, check_fields, check_positive, is_traced
+from .._show import ENDS, count, is_known, table
+from ..faq import see
 
-# Particles of one run share what their moves did not reach: between runs, estimates spread so much more than
-# the weights of one run say (measured on SDEs whose paths to x lie on curved surfaces).
-DOUBT = 1.5
+FEW_PATHS = 5.0  # effective paths below which their standard error means little
+HEAVY = 0.7  # Pareto k above which the mean weight converges too slowly for its standard error
+COARSE = 0.5  # nats: a solver or truncation error beyond this is itself a guess
+
+# How a value was computed; `Estimate.rung` holds places in this tuple.
+METHODS = ("exact", "paths", "learned", "modes", "particles", "grid")
+
+# What may be wrong with an estimate: in a word, and what is said of it.
+REASONS = {
+    "few paths": f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {{worst:.1f}}): "
+    + f"ask for a smaller tolerance or raise max_paths{see('few-effective-paths')}",
+    "heavy tail": f"have weights with a heavy tail (Pareto k > {HEAVY}): raise max_paths{see('heavy-tail')}",
+    "coarse steps": "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive"
+    + see("coarse-steps"),
+    "few functions": "depend on the number of the driver's functions: take more" + see("few-functions"),
+    "steep": "lie where the SDE contracts strongly, so that paths may be missed" + see("strong-contraction"),
+    "few probes": "are biased by the divergence's probes: raise num_probes" + see("few-probes"),
+    "jump": "belong to an SDE whose coefficients jump or have kinks: the density given a path misses them"
+    + see("kinked-coefficients"),
+    "fast in time": "belong to an SDE whose coefficients change faster in time than the solver's steps: take "
+    "more, rf.FixedGrid(steps=...)" + see("fast-coefficients"),
+    "not finite": "are not finite: x may be out of reach of the flow" + see("not-finite"),
+    "unmet": "did not reach the tolerance: raise max_paths" + see("tolerance-not-reached"),
+}
+
+
+class Accuracy(eqx.Module):
+    """How well log p(x) is to be known: `tolerance`, of the total error, or None for a default; `max_paths`
+    for each point; `errors`, whether more is asked for than the value.
+
+    ```python
+    import roughflow as rf
+
+    accuracy = rf.Accuracy(tolerance=0.01, max_paths=4096)
+    ```
+    """
+
+    tolerance: float | None = eqx.field(static=True, default=None)
+    max_paths: int = eqx.field(static=True, default=2**16)
+    errors: bool = eqx.field(static=True, default=True)
+
+    def __check_init__(self):
+        if self.tolerance is not None:
+            check_positive("tolerance", self.tolerance)
+        check_count("max_paths", self.max_paths)
+
+
+class Estimate(eqx.Module):
+    """log p(x) with its error bars; every field has the batch shape of x.
+
+    - `log_prob`: the logarithm of the mean weight of paths, corrected for the bias of the logarithm of a mean
+      and for what the driver's finite number of functions leaves out; or the value of a grid.
+    - `standard_error`: the Monte Carlo error of `log_prob`, one standard deviation.
+    - `solver_error`: how far `log_prob` moves when the solver takes steps half as long, seen on a few of the
+      paths that matter most; for a grid, the error of its mesh.
+    - `truncation_error`: how far `log_prob` moved when the driver's functions were doubled along the same
+      paths. What is left after that is as large if it falls as 1/n. Zero for a grid, and for a driver that
+      cannot be refined.
+    - `divergence_error`: what a divergence estimated by probes adds to `log_prob` on average; 0 for an exact
+      one.
+    - `total_error`: the sum of the four.
+    - `effective_paths`: (Σw)²/Σw², how many equally weighted paths the estimate is worth.
+    - `num_paths`: how many paths were used; none by a grid.
+    - `escaped`: how many of them left for infinity: x is not in the image of their flow.
+    - `pareto_k`: the shape of the weights' tail; their variance is finite below ½. NaN with fewer than
+      25 paths, and for particles and grids.
+    - `rung`: which method gave the value; `method` has its name: "exact", "paths" (drawn from the driver),
+      "learned" (from a proposal that was trained with the flow), "modes" (around the likeliest), "particles"
+      or "grid".
+    - `unmet`: where the tolerance asked for was not reached.
+    - `steep`: where particles may have missed paths, because backward solves spread strongly.
+    - `jump`, `fast`: whether the coefficients of the SDE jump or kink, or change faster in time than steps.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
+    estimate = flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=rf.PullBack(num_paths=100))
+    estimate.warning  # None, or one line that says what to distrust
+    ```
+    """
+
+    log_prob: Array
+    standard_error: Array
+    solver_error: Array
+    truncation_error: Array
+    divergence_error: Array
+    effective_paths: Array
+    num_paths: Array
+    escaped: Array
+    pareto_k: Array
+    rung: Array
+    unmet: Array
+    steep: Array
+    jump: Array
+    fast: Array
+
+    @staticmethod
+    def of(log_prob: Array, method: str, **parts: Any) -> "Estimate":
+        """An estimate with these parts; of those not given, errors are zero and flags are off."""
+        shape, dtype = log_prob.shape, log_prob.dtype
+        zero, none = jnp.zeros(shape, dtype), jnp.zeros(shape, bool)
+        blank: dict[str, Any] = {
+            **dict.fromkeys(("standard_error", "solver_error", "truncation_error", "divergence_error"), zero),
+            "effective_paths": jnp.full(shape, jnp.inf, dtype),
+            **dict.fromkeys(("num_paths", "escaped"), jnp.zeros(shape, int)),
+            "pareto_k": jnp.full(shape, jnp.nan, dtype),
+            "rung": jnp.full(shape, METHODS.index(method)),
+            **dict.fromkeys(("unmet", "steep", "jump", "fast"), none),
+        }
+        return Estimate(log_prob, **{**blank, **parts})
+
+    @property
+    def total_error(self) -> Array:
+        """One bar for everything: Monte Carlo, solver, truncation and divergence."""
+        return self.standard_error + self.solver_error + self.truncation_error + self.divergence_error
+
+    @property
+    def method(self) -> np.ndarray:
+        """The name of the method that gave each value."""
+        return np.array(METHODS)[np.asarray(self.rung)]
+
+    @property
+    def suspect(self) -> Array:
+        """Where the estimate should not be trusted, for one of the reasons in `warning`."""
+        suspect = jnp.zeros(self.log_prob.shape, bool)
+        for _, bad, _ in self.reasons():
+            suspect = suspect | bad
+        return suspect
+
+    @property
+    def warning(self) -> str | None:
+        """One line when some estimates should not be trusted, else None."""
+        warnings = Warnings()
+        warnings.add(self)
+        return warnings.line
+
+    def reasons(self) -> list[tuple[str, Array, str]]:
+        """What may be wrong in a word, where, and the remedy."""
+        few = self.effective_paths < jnp.minimum(FEW_PATHS, 0.99 * self.num_paths)
+        worst = float(jnp.min(self.effective_paths)) if few.size and not is_traced(few) else 0.0
+        finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
+        where = {
+            "few paths": few,
+            "heavy tail": self.pareto_k > HEAVY,
+            "coarse steps": self.solver_error > COARSE,
+            "few functions": self.truncation_error > COARSE,
+            "steep": self.steep,
+            "few probes": self.divergence_error > COARSE,
+            "jump": self.jump,
+            "fast in time": self.fast,
+            "not finite": ~finite,
+            "unmet": self.unmet,
+        }
+        return [(name, bad, REASONS[name].format(worst=worst)) for name, bad in where.items()]
+
+    def __repr__(self) -> str:
+        if not is_known(*jax.tree.leaves(self)):
+            return eqx.tree_pformat(self)
+        # Inside a jit even numbers that are known would be traced.
+        with jax.ensure_compile_time_eval():
+            size, warning = self.log_prob.size, self.warning
+            lines = [f"Estimate of log p at {count(size, 'point')}"]
+            if size:
+                lines += self._table()
+            if size > 1:
+                lines.append(f"  {self._summary()}")
+        return "\n".join(lines if warning is None else [*lines, f"  warning: {warning}"])
+
+    def _table(self) -> list[str]:
+        """The points one a line, those in the middle left out if there are many."""
+        flags = [(name, np.ravel(where)) for name, where, _ in self.reasons()]
+        value, error, paths, methods = (
+            np.ravel(part) for part in (self.log_prob, self.total_error, self.num_paths, self.method)
+        )
+        place = lambda i: ", ".join(str(int(k)) for k in np.unravel_index(i, self.log_prob.shape)) or "x"
+        row = lambda i: (
+            place(i),
+            f"{value[i]:.4f}",
+            f"{error[i]:.2g}",
+            f"{methods[i]} ({paths[i]})" if paths[i] else str(methods[i]),
+            ", ".join(name for name, where in flags if where[i]),
+        )
+        shown = range(value.size) if value.size <= 2 * ENDS else [*range(ENDS), *range(-ENDS, 0)]
+        rows = [row(i % value.size) for i in shown]
+        if len(rows) < value.size:
+            rows.insert(ENDS, ("…", "…", "…", "…", ""))
+        return table(("point", "log_prob", "total error", "method (paths)", "flags"), rows)
+
+    def _summary(self) -> str:
+        error, suspect = jnp.max(self.total_error), int(jnp.sum(self.suspect))
+        mean = f"mean log_prob {jnp.mean(self.log_prob):.4f}, largest total error {error:.2g}"
+        return f"{mean}, {suspect or 'none'} of {self.log_prob.size} suspect"
+
+
+class Warnings:
+    """What is to be said of estimates that come in parts, without keeping them."""
+
+    def __init__(self):
+        self.size, self.found = 0, {}
+
+    def add(self, estimate: Estimate) -> None:
+        self.size += estimate.log_prob.size
+        for name, bad, text in estimate.reasons():
+            if count := int(jnp.sum(bad)):
+                before, said = self.found.get(name, (0, text))
+                # Texts differ in one digit at most, that of the fewest effective paths.
+                self.found[name] = before + count, min(said, text)
+
+    @property
+    def line(self) -> str | None:
+        told = "; ".join(f"{count} {text}" for count, text in self.found.values())
+        return f"of {self.size} estimates, {told}" if told else None
+
+
+class AbstractEstimator(eqx.Module):
+    """Estimates log p(x) of a flow; `rf.PullBack` is one."""
+
+    def __check_init__(self):
+        check_fields(self)
+
+    @abc.abstractmethod
+    def estimate(self, flow: Any, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
+        """log p at `x` of shape `(..., d)`."""
 
 
 def log_mean(log_weights: Array) -> Array:
@@ -24,39 +252,10 @@ def log_mean(log_weights: Array) -> Array:
     return jnp.where(some, jnp.log(jnp.where(some, mean, 1)) + shift, -jnp.inf)
 
 
-def relative_weights(log_weights: Array, group: int) -> Array:
-    """Weights over their mean, those of a group averaged: independent, with mean 1; `(K / group, ...)`."""
-    value = log_mean(log_weights)
-    relative = jnp.exp(log_weights - jnp.where(jnp.isfinite(value), value, 0)[None])
-    return jnp.mean(jnp.reshape(relative, (-1, group, *relative.shape[1:])), axis=1)
-
-
-def effective_paths(log_weights: Array) -> Array:
-    """(Σw)²/Σw² over the first axis; 0 where all weights are."""
-    relative = relative_weights(jax.lax.stop_gradient(log_weights), 1)
-    some = jnp.any(jnp.isfinite(log_weights), axis=0)
-    return jnp.where(some, log_weights.shape[0] / jnp.maximum(jnp.mean(relative**2, axis=0), 1), 0)
-
-
-def unreliable(log_weights: Array) -> Array:
-    """Where an estimate from these log-weights, over the first axis, would be suspect."""
-    few = effective_paths(log_weights) < min(FEW_PATHS, 0.99 * log_weights.shape[0])
-    return few | (pareto_k(log_weights) > HEAVY)
-
-
-def compared(log_weights: Array, others: Array) -> tuple[Array, tuple[Array, Array]]:
-    """How far the estimates of two sets of particles, over the first axis, are apart, in their errors; and
-    these errors."""
-    both = (jax.lax.stop_gradient(log_weights), jax.lax.stop_gradient(others))
-    first, second = (DOUBT * weights_error(relative_weights(weights, 1)) for weights in both)
-    return jnp.abs(log_mean(both[0]) - log_mean(both[1])) / jnp.hypot(first, second), (first, second)
-
-
-def standard_error(terms: Array) -> Array:
-    """Of the mean of independent terms over the first axis; infinite for a single one."""
-    if terms.shape[0] == 1:
-        return jnp.full(terms.shape[1:], jnp.inf, terms.dtype)
-    return jnp.std(terms, axis=0, ddof=1) / terms.shape[0] ** 0.5
+def effective_paths(weights: Any, xp: Any = jnp) -> Any:
+    """(Σw)²/Σw² over the first axis; 0 where all weights are. `xp` is the module whose arrays they are."""
+    squares = xp.sum(weights**2, axis=0)
+    return xp.where(squares > 0, xp.sum(weights, axis=0) ** 2 / xp.where(squares > 0, squares, 1), 0)
 
 
 def weights_error(weights: Any, xp: Any = jnp) -> Any:
@@ -88,14 +287,6 @@ def weights_error(weights: Any, xp: Any = jnp) -> Any:
     return xp.sqrt(variance) * (1 + 1.2 / (count - 1))
 
 
-def log_bias(weights: Array) -> Array:
-    """What the logarithm of a mean of K independent weights, mean 1, is low by on average: half the variance
-    of the mean, to leading order."""
-    if weights.shape[0] == 1:
-        return jnp.zeros(weights.shape[1:], weights.dtype)
-    return 0.5 * jnp.var(weights, axis=0, ddof=1) / weights.shape[0]
-
-
 def _quantile(ranked: Any, level: float) -> Any:
     """Between the two nearest of values ranked along the first axis."""
     place = level * (ranked.shape[0] - 1)
@@ -104,34 +295,35 @@ def _quantile(ranked: Any, level: float) -> Any:
     return ranked[low] + (place - low) * (ranked[high] - ranked[low])
 
 
-def from_log_weights(
-    log_weights: Array, group: int, fell_back: Array, tempered: Array | None = None, searched: bool = False
-) -> Estimate:
-    """The estimate that log-weights of shape `(K, ...)` make, in independent groups of `group` paths.
+def pareto_k(weights: Any, xp: Any = jnp) -> Any:
+    """The shape k of a generalised Pareto distribution fitted to the largest weights, over the first axis.
 
-    `searched` says what a weight of zero means: a path that a search did not find, or one that escaped.
+    Weights with k < ½ have a finite variance; above 0.7 the estimate should not be trusted (Vehtari,
+    Simpson, Gelman, Yao & Gabry 2024). The fit is that of Zhang & Stephens (2009), drawn towards ½ with the
+    weight of ten observations as in the former. NaN with fewer than 25 weights; −inf where the largest
+    ones are all but equal.
     """
-    count = log_weights.shape[0]
-    some = jnp.any(jnp.isfinite(log_weights), axis=0)
-    lost = jnp.sum(jnp.isneginf(log_weights), axis=0)
-    none = jnp.zeros_like(lost)
-    held = jax.lax.stop_gradient(log_weights)  # error bars have no derivatives
-    error, tail = weights_error(relative_weights(held, group)), pareto_k(held)
-    if tempered is not None:
-        error = jnp.where(tempered, DOUBT * error, error)
-        # Shares of the descendants of K particles are no larger than K times their mean: they have no tail.
-        tail = jnp.where(tempered, jnp.nan, tail)
-    value = log_mean(log_weights) + log_bias(relative_weights(log_weights, group))
-    return Estimate(
-        log_prob=value,
-        standard_error=jnp.where(some, error, jnp.inf),
-        divergence_error=jnp.zeros_like(value),
-        effective_paths=effective_paths(log_weights),
-        num_paths=jnp.full(log_weights.shape[1:], count),
-        escaped=none if searched else lost,
-        unfound=lost if searched else none,
-        pareto_k=tail,
-        fell_back=fell_back,
-        tempered=jnp.zeros_like(fell_back) if tempered is None else tempered,
-        unmet=jnp.zeros(log_weights.shape[1:], bool),
-    )
+    count = weights.shape[0]
+    tail = min(count // 5, math.ceil(3 * count**0.5))
+    if tail < 5:
+        return xp.full(weights.shape[1:], xp.nan, weights.dtype)
+    ranked = xp.sort(weights, axis=0)
+    top = ranked[-1]
+    excess = (ranked[-tail:] - ranked[-tail - 1][None]) / xp.where(top > 0, top, 1)[None]
+    largest, quartile = excess[-1], excess[math.floor(tail / 4 + 0.5) - 1]
+    # Equal to one part in a hundred: no tail to speak of.
+    flat = ~(largest > 0.01)
+    largest = xp.where(flat, 1, largest)
+    quartile = xp.where(flat, 1, xp.maximum(quartile, 1e-6 * largest))
+    grid = 30 + math.floor(tail**0.5)
+    j = xp.arange(1, grid + 1).astype(excess.dtype) - 0.5
+    steps = xp.expand_dims(1 - xp.sqrt(grid / j), tuple(range(1, excess.ndim)))
+    b = 1 / largest[None] + steps / (3 * quartile[None])
+    k = -xp.mean(xp.log1p(-b[None] * excess[:, None]), axis=0)
+    profile = tail * (xp.log(b / k) + k - 1)
+    profile = xp.where(xp.isnan(profile), -xp.inf, profile)
+    share = xp.exp(profile - xp.max(profile, axis=0, keepdims=True))
+    b = xp.sum(b * share, axis=0) / xp.sum(share, axis=0)
+    k = xp.mean(xp.log1p(-b[None] * excess), axis=0)
+    k = (k * tail + 0.5 * 10) / (tail + 10)
+    return xp.where(flat, -xp.inf, k)

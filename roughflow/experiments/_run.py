@@ -209,7 +209,7 @@ class Run:
             return self.histogram(regressed.noisy(noise), extent)
         points = plots.grid(extent, PIXELS)
         flat = points.reshape(-1, 2)
-        estimate = regressed.model.estimate(flat, key=self.key("map"), solver=False)
+        estimate = regressed.model.estimate(flat, key=self.key("map"))
         return np.asarray(estimate.log_prob).reshape(points.shape[:2])
 
     def histogram(self, model: rf.Standardised, extent: plots.Window) -> np.ndarray:

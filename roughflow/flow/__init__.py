@@ -8,27 +8,22 @@ from ._divergence import (
     HutchinsonDivergence as HutchinsonDivergence,
     NoDivergence as NoDivergence,
 )
-from ._estimate import (
-    FEW_PATHS as FEW_PATHS,
-    HEAVY as HEAVY,
-    UNFOUND as UNFOUND,
-    AbstractEstimator as AbstractEstimator,
-    Accuracy as Accuracy,
-    Estimate as Estimate,
-    Warnings as Warnings,
-)
 from ._field import Field as Field
-from ._fixed_grid import FixedGrid as FixedGrid
-from ._flow import StochasticFlow as StochasticFlow
+from ._fixed_grid import (
+    LATE as LATE,
+    CountedGrid as CountedGrid,
+    FixedGrid as FixedGrid,
+    default_steps as default_steps,
+)
+from ._flow import AbstractStochasticFlow as AbstractStochasticFlow
 from ._gradient import (
     AbstractGradient as AbstractGradient,
     Backpropagation as Backpropagation,
     ConstantMemory as ConstantMemory,
 )
 from ._integrator import AbstractIntegrator as AbstractIntegrator
-from ._neural import neural_flow as neural_flow, velocity_flow as velocity_flow
 from ._outcome import Outcome as Outcome, Status as Status, one_line_errors as one_line_errors
-from ._runge_kutta import RK4 as RK4, RK6 as RK6
+from ._runge_kutta import RK4 as RK4, RK6 as RK6, order_of as order_of
 from ._schemes import (
     AbstractScheme as AbstractScheme,
     Davie as Davie,
@@ -45,4 +40,3 @@ from ._suited_grid import (
     suited_steps as suited_steps,
     with_steps as with_steps,
 )
-from ._with_noise import with_noise as with_noise

@@ -140,6 +140,35 @@ class FixedGrid(AbstractIntegrator):
         return xp.where(inner == 0, xp.asarray(knots)[piece], between)
 
 
+class CountedGrid(AbstractIntegrator):
+    """A fixed grid with a number of steps that is not known when it is compiled: one program for all. It has
+    no derivatives backwards."""
+
+    grid: FixedGrid
+    each: Array  # steps between two jumps of the path's slope
+    gradient: AbstractGradient
+    escape_rate: float = eqx.field(static=True)
+
+    @staticmethod
+    def of(grid: FixedGrid, each: Array) -> "CountedGrid":
+        return CountedGrid(grid=grid, each=each, gradient=grid.gradient, escape_rate=grid.escape_rate)
+
+    def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
+        assert fraction is None
+        knots = np.concatenate([[0.0], field.path.driver.jumps, [1.0]])
+        total = self.each * (knots.size - 1)
+
+        def step(i: Array, now: Outcome) -> Outcome:
+            places = (total - i, total - i - 1) if reverse else (i, i + 1)
+            start, stop = (self.grid.time(place, self.each, knots).astype(z.dtype) for place in places)
+            return sticky_step(field, now, (start, stop), self.grid.method)
+
+        return jax.lax.fori_loop(0, total, step, start_of(z))
+
+    def finer(self, driver: AbstractDriver, noise_dimension: int) -> AbstractIntegrator:
+        raise NotImplementedError("a grid to look at errors with has none of its own")
+
+
 def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> int:
     """Enough for the fastest wave of a smooth driver, fewer for methods of higher order.
 

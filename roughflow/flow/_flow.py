@@ -1,5 +1,6 @@
 """A stochastic normalizing flow: an SDE, where it starts, what drives it, and how it is solved."""
 
+import math
 from typing import Any, Self
 
 import equinox as eqx
@@ -8,8 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import as_shape, check_fields, check_instance, check_key, check_positive, shown
+from .._checks import (
+    as_real,
+    as_shape,
+    check_fields,
+    check_finite,
+    check_instance,
+    check_key,
+    check_positive,
+    check_vector,
+    is_traced,
+    shown,
+)
+from .._programs import jit
 from ..driver import AbstractDriver, KarhunenLoeve, Path
+from ..faq import see
 from ..sde import (
     AbstractCorrection,
     AbstractItoSDE,
@@ -18,19 +32,19 @@ from ..sde import (
     check_kinks,
     checked_correction,
     noise_dimension,
+    with_explicit_parameters,
 )
-from ._base import Base, dimension_of, log_prob_of
+from ._base import Base, dimension_of, log_prob_of, some_point
 from ._described import described
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
 from ._driven import check_driven
-from ._estimate import AbstractEstimator, Accuracy, Estimate, default_estimator
+from ._field import Field, draw, signs, split
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
-from ._outcome import Outcome
-from ._solve import check_path_of_driver, solve
+from ._outcome import Outcome, Status, failed, raise_failures
 
 
-class StochasticFlow(eqx.Module):
+class AbstractStochasticFlow(eqx.Module):
     """Z₀ ~ base carried to time t1 by an SDE whose Brownian motion is a smooth random path.
 
     Given the path, the SDE is the ODE dZ/dt = μ̃(t, Z) + σ(t, Z) Ḃ(t) with the Stratonovich drift μ̃,
@@ -170,49 +184,6 @@ class StochasticFlow(eqx.Module):
         # An escaped sample keeps a finite z, so no NaN can come back through this `where`.
         return jnp.where(jnp.isneginf(log_change), -jnp.inf, log_base + log_change)
 
-    def estimate(
-        self,
-        x: Array,
-        *,
-        key: PRNGKeyArray,
-        estimator: AbstractEstimator | None = None,
-        tolerance: float | None = None,
-        max_paths: int = 2**16,
-        truncation: bool = False,
-        solver: bool = True,
-    ) -> Estimate:
-        """log p(x) = log E p(x | path), with error bars: an `rf.Estimate`.
-
-        **Arguments:**
-
-        - `x`: points, shape `(..., d)`.
-        - `estimator`: if none is given, `rf.Tempered()`, with the proposal that was learned with the flow, if
-          one was; without noise one pull-back, which is exact.
-        - `tolerance`: add paths to each point until its standard error is below this, or `max_paths`
-          are spent; `warning` says if they were.
-        - `truncation`: also estimate what the driver's finite number of functions leaves out, at about
-          three times the cost.
-        - `solver`: look at a few paths with steps half as long, to see what the solver's steps leave out.
-
-        ```python
-        import jax, jax.numpy as jnp
-        import roughflow as rf
-
-        sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
-        flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
-        estimate = flow.estimate(jnp.zeros((3, 1)), key=jax.random.key(0))
-        estimate.log_prob, estimate.total_error, estimate.warning
-        ```
-        """
-        estimator = default_estimator(self) if estimator is None else estimator
-        check_instance("estimator", estimator, AbstractEstimator, "an estimator such as rf.Tempered(64)")
-        accuracy = Accuracy(tolerance, max_paths, truncation, solver)
-        return estimator.estimate(self, x, key=key, accuracy=accuracy)
-
-    def log_prob(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Array:
-        """log p(x), shape `(...)`: the value of `estimate` without its error bars."""
-        return self.estimate(x, key=key, estimator=estimator, solver=False).log_prob
-
     def sample(
         self,
         *,
@@ -301,3 +272,116 @@ class StochasticFlow(eqx.Module):
 
 def _check_driver(driver: AbstractDriver) -> None:
     check_instance("driver", driver, AbstractDriver, "a driver such as rf.KarhunenLoeve(6)")
+
+
+def solve(
+    flow: AbstractStochasticFlow,
+    z: Array,
+    path: Path,
+    t1: float | Array | None,
+    key: PRNGKeyArray | None,
+    reverse: bool,
+) -> Outcome:
+    """From z along the path, up to `t1` where it is given, with what became of each sample."""
+    name = "x" if reverse else "z"
+    z = jnp.asarray(as_real(name, z))
+    _check(flow, name, z, path, t1, key)
+    # The one place where batches are formed: everything below sees one leading axis.
+    stops = () if t1 is None else jnp.shape(t1)
+    batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
+    flat = math.prod(batch)
+    dtype = jnp.result_type(z.dtype, path.coefficients.dtype)
+    points = jnp.reshape(jnp.broadcast_to(z, (*batch, flow.dimension)), (flat, flow.dimension))
+    path = path.reshape(batch, flat)
+    fraction = None
+    if t1 is not None:
+        t1 = jnp.asarray(t1, dtype)
+        t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,)) if t1.ndim else t1
+        fraction = t1 / path.t1
+    key = _one_for_each(key, batch)
+    # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.
+    nan = jnp.any(jnp.isnan(points), axis=-1)
+    points = jnp.where(nan[:, None], 0, points).astype(dtype)
+    outcome = _integrate(flow, points, path, fraction, key, reverse)
+    if flow.raises:
+        outcome = raise_failures(outcome, flow.sde, path)
+    else:
+        nan = nan | failed(outcome)
+    outcome = Outcome(
+        jnp.where(nan[:, None], jnp.nan, outcome.z),
+        jnp.where(nan, jnp.nan, outcome.log_change),
+        jnp.where(nan & ~failed(outcome), Status.NON_FINITE, outcome.status),
+        outcome.time,
+    )
+    return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), outcome)
+
+
+def _one_for_each(key: PRNGKeyArray | None, batch: tuple[int, ...]) -> PRNGKeyArray | None:
+    """A single key as it is; keys, one for each sample, along one axis."""
+    if key is None or not key.ndim:
+        return key
+    if key.shape != batch:
+        raise TypeError(
+            f"key must be a single key, got an array of keys of shape {key.shape}; one key for each "
+            f"sample would have shape {batch}{see('keys')}"
+        )
+    return jnp.reshape(key, (math.prod(batch),))
+
+
+def _check(
+    flow: AbstractStochasticFlow,
+    name: str,
+    z: Array,
+    path: Path,
+    t1: float | Array | None,
+    key: PRNGKeyArray | None,
+) -> None:
+    """Refuse what cannot be solved, before anything is compiled."""
+    check_path_of_driver(path)
+    check_vector(name, z, flow.dimension)
+    if path.noise_dimension != flow.noise_dimension:
+        raise ValueError(
+            f"path coefficients must have shape (..., n, {flow.noise_dimension}) to match the "
+            f"diffusion's shape {(flow.dimension, flow.noise_dimension)}, got {path.coefficients.shape}"
+        )
+    if t1 is not None:
+        check_positive("t1", t1)
+        known = not is_traced(t1) and not is_traced(path.t1)
+        if known and np.any(np.asarray(t1) > np.asarray(path.t1) * (1 + 1e-6)):
+            raise ValueError(
+                f"t1 must not lie beyond the path's end at {path.t1}, got {t1}: draw a longer one, "
+                "flow.sample_path(key=key, t1=...)"
+            )
+    check_finite(name, z)
+    check_finite("path coefficients", path.coefficients)
+    if key is not None:
+        check_key(key, many=True)
+
+
+def check_path_of_driver(path: Any) -> None:
+    wanted = "what flow.sample_path or driver.path make (driver.project turns any diffrax path into one)"
+    check_instance("path", path, Path, wanted)
+
+
+@jit
+def _integrate(
+    flow: AbstractStochasticFlow,
+    z: Array,
+    path: Path,
+    fraction: Array | None,
+    key: PRNGKeyArray | None,
+    reverse: bool,
+) -> Outcome:
+    keys = (None, None) if key is None else split(key)
+    batch = z.shape[:1]
+    field = Field(
+        sde=with_explicit_parameters(flow.sde, jnp.zeros(flow.dimension, z.dtype)),
+        correction=flow.correction,
+        divergence=flow.divergence,
+        path=path,
+        signs=signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dimension),
+        probes=draw(flow.divergence, keys[1], batch, flow.dimension),
+        safe=some_point(flow.base, flow.dimension).astype(z.dtype),
+        escape_rate=flow.integrator.escape_rate,
+    )
+    return flow.integrator.integrate(field, z, fraction, reverse=reverse)

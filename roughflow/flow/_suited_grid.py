@@ -8,13 +8,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import as_real, check_count, check_instance, check_key, check_positive, check_vector
 from .._programs import jit
-from ..driver import AbstractDriver, Path
-from ._field import Field
-from ._fixed_grid import FixedGrid, sticky_step
-from ._flow import StochasticFlow
-from ._gradient import AbstractGradient
-from ._integrator import AbstractIntegrator
-from ._outcome import Outcome, start_of
+from ..driver import Path
+from ._fixed_grid import CountedGrid, FixedGrid
+from ._flow import AbstractStochasticFlow
 
 # Nats by which steps may move log p(x | path). Without noise that is all the error there is; with it Monte
 # Carlo error and the driver's finite number of functions are far larger.
@@ -24,8 +20,13 @@ POINTS = 256  # looked at
 
 
 def suited_grid(
-    flow: StochasticFlow, x: Array, *, key: PRNGKeyArray, tolerance: float | None = None, least: int = LEAST
-) -> StochasticFlow:
+    flow: AbstractStochasticFlow,
+    x: Array,
+    *,
+    key: PRNGKeyArray,
+    tolerance: float | None = None,
+    least: int = LEAST,
+) -> AbstractStochasticFlow:
     """The flow with as few steps of its `rf.FixedGrid` as leave log p(x | path) where twice as many have it.
 
     Few of the points x are looked at, each with a path of its own: the root mean square of the change is to
@@ -47,7 +48,7 @@ def suited_grid(
     rf.suited_grid(flow, jax.random.normal(key, (100, 2)), key=key).integrator.steps
     ```
     """
-    check_instance("flow", flow, StochasticFlow, "an rf.StochasticFlow")
+    check_instance("flow", flow, AbstractStochasticFlow, "an rf.StochasticFlow")
     check_vector("x", as_real("x", x), flow.dimension)
     check_count("least", least)
     steps = suited_steps(flow, jnp.asarray(x), key, tolerance, least)
@@ -55,7 +56,7 @@ def suited_grid(
 
 
 def suited_steps(
-    flow: StochasticFlow, x: Array, key: PRNGKeyArray, tolerance: float | None, least: int
+    flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, tolerance: float | None, least: int
 ) -> int | None:
     """How many steps; None if there is no such number."""
     grid = flow.integrator
@@ -80,7 +81,7 @@ def suited_steps(
     return None
 
 
-def with_steps(flow: StochasticFlow, steps: int) -> StochasticFlow:
+def with_steps(flow: AbstractStochasticFlow, steps: int) -> AbstractStochasticFlow:
     """The flow with so many steps of its fixed grid."""
     assert isinstance(flow.integrator, FixedGrid)
     return eqx.tree_at(lambda flow: flow.integrator, flow, flow.integrator.with_steps(steps))
@@ -98,34 +99,8 @@ def _change(coarse: np.ndarray, fine: np.ndarray) -> float:
 
 
 @jit
-def _values(flow: StochasticFlow, each: Array, x: Array, path: Path, key: PRNGKeyArray) -> Array:
+def _values(flow: AbstractStochasticFlow, each: Array, x: Array, path: Path, key: PRNGKeyArray) -> Array:
     grid = flow.integrator
     assert isinstance(grid, FixedGrid)
-    counted = _Counted(grid=grid, each=each, gradient=grid.gradient, escape_rate=grid.escape_rate)
-    flow = eqx.tree_at(lambda flow: flow.integrator, flow.without_errors(), counted)
+    flow = eqx.tree_at(lambda flow: flow.integrator, flow.without_errors(), CountedGrid.of(grid, each))
     return flow.log_prob_given_path(x, path, key=key)
-
-
-class _Counted(AbstractIntegrator):
-    """A fixed grid with a number of steps that is not known when it is compiled: one program for all. Not to
-    be differentiated backwards."""
-
-    grid: FixedGrid
-    each: Array  # steps between two jumps of the path's slope
-    gradient: AbstractGradient
-    escape_rate: float = eqx.field(static=True)
-
-    def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
-        assert fraction is None
-        knots = np.concatenate([[0.0], field.path.driver.jumps, [1.0]])
-        total = self.each * (knots.size - 1)
-
-        def step(i: Array, now: Outcome) -> Outcome:
-            places = (total - i, total - i - 1) if reverse else (i, i + 1)
-            start, stop = (self.grid.time(place, self.each, knots).astype(z.dtype) for place in places)
-            return sticky_step(field, now, (start, stop), self.grid.method)
-
-        return jax.lax.fori_loop(0, total, step, start_of(z))
-
-    def finer(self, driver: AbstractDriver, noise_dimension: int) -> AbstractIntegrator:
-        raise NotImplementedError("a grid to look at errors with has none of its own")

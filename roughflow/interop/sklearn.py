@@ -39,7 +39,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     - `validation_fraction`: share of the rows to validate on; 0 for none.
     - `patience`: number of validation checks without improvement before a stage goes back to its best model
       and ends; None to take all steps.
-    - `score_paths`: paths per row in `score_samples`; None for the default of `model_.estimate`.
+    - `score_paths`: paths per row in `score_samples`, at most; None for the default of `model_.estimate`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None.
     - `verbose`: show a progress bar.
 
@@ -137,11 +137,9 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         """The log density of each row, in the units of the data: shape (n_samples,)."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
-        estimator = None
-        if self.score_paths is not None:
-            estimator = rf.default_estimator(self.model_.flow, self.score_paths)
+        limit = {} if self.score_paths is None else {"max_paths": self.score_paths}
         key = jax.random.fold_in(jax.random.key(self._score_seed), 1)
-        return np.asarray(self.model_.log_prob(X, key=key, estimator=estimator), np.float64)
+        return np.asarray(self.model_.estimate(X, key=key, **limit).log_prob, np.float64)
 
     def score(self, X, y=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """The mean log density of the rows, as `GaussianMixture` has it (`KernelDensity` has the sum), so

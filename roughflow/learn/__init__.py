@@ -13,6 +13,7 @@ from ._interpolant import Interpolant as Interpolant
 from ._lock import held as held
 from ._marginals import Marginals as Marginals
 from ._maximum_likelihood import MaximumLikelihood as MaximumLikelihood
+from ._neural import neural_flow as neural_flow, velocity_flow as velocity_flow
 from ._objective import (
     AbstractObjective as AbstractObjective,
     AbstractStatefulObjective as AbstractStatefulObjective,
@@ -29,3 +30,4 @@ from ._stages import LIKELIHOOD_ROWS as LIKELIHOOD_ROWS, second_file as second_f
 from ._standardised import Standardised as Standardised, standardisation as standardisation
 from ._stationarity import confinement as confinement, stationarity as stationarity
 from ._staying import staying_sde as staying_sde
+from ._with_noise import with_noise as with_noise

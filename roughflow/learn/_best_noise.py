@@ -3,7 +3,8 @@
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from ..flow import StochasticFlow, with_noise
+from ..density import StochasticFlow
+from ._with_noise import with_noise
 
 WORTHWHILE = 0.002  # nats that noise must gain
 NOISES, ROWS = (0.25, 0.5, 1.0), 500  # sizes of noise to choose from, and the rows to choose by

@@ -7,9 +7,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError, check_count, check_instance, check_key
 from .._programs import jit
-from ..density import AbstractProposal, Laplace
+from ..density import AbstractProposal, Laplace, StochasticFlow
 from ..faq import see
-from ..flow import StochasticFlow
 from ..sde import LogDensity
 from ._reverse_kl import ReverseKL
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..flow import velocity_flow
 from ._gaussian import Gaussian
 from ._interpolant import Interpolant
 from ._marginals import Marginals, fit_marginals
+from ._neural import velocity_flow
 from ._score import SCORED_ROWS, HeldOut, Score
 from ._split import LEAVE_ONE_OUT, folds, mean_and_error
 from ._standardised import Standardised

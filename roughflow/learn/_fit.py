@@ -17,8 +17,8 @@ from .._devices import Devices, DevicesLike, leads
 from .._keys import fold_in, split as split_key
 from .._show import count, listed, named, num_parameters
 from .._trainable import trainable
+from ..density import StochasticFlow
 from ..faq import see
-from ..flow import StochasticFlow
 from ._batches import Batches
 from ._checkpoint import Checkpoint, Progress
 from ._grid import GridLook, with_no_fewer

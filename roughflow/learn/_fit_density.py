@@ -16,7 +16,7 @@ from .._checks import check_count, check_key, check_positive
 from .._devices import DevicesLike
 from .._keys import split
 from ..faq import see
-from ..flow import ExactDivergence, velocity_flow
+from ..flow import ExactDivergence
 from ._batches import UnitBatches
 from ._best_noise import best_noise
 from ._family import FAMILIES, ClosedForm, Comparison, Family
@@ -24,6 +24,7 @@ from ._fitted_density import FittedDensity
 from ._history import History
 from ._interpolant import Interpolant
 from ._marginals import fit_marginals
+from ._neural import velocity_flow
 from ._numbers import parts_of
 from ._parquet import ParquetTable, rng_of
 from ._score import SCORED_ROWS, HeldOut

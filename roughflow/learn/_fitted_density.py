@@ -9,7 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key
-from ..flow import AbstractEstimator, Estimate
+from ..density import AbstractEstimator, Estimate
 from ._fit import Fitted
 from ._score import HeldOut, Score
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._keys import split
-from ..flow import LEAST, FixedGrid, StochasticFlow, suited_steps, with_steps
+from ..density import StochasticFlow
+from ..flow import LEAST, FixedGrid, suited_steps, with_steps
 from ._batches import Batches
 from ._objective import AbstractStatefulObjective
 from ._parquet import rng_of

@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._checks import check_count, check_instance, check_key
 from .._devices import Devices, DevicesLike
-from ..flow import AbstractEstimator, Estimate, StochasticFlow
+from ..density import AbstractEstimator, Estimate, StochasticFlow
 from ._standardised import Standardised
 
 AHEAD = 2  # chunks for each device that wait to be worked on, or to be asked for
@@ -27,8 +27,6 @@ def estimate_chunks(
     estimator: AbstractEstimator | None = None,
     tolerance: float | None = None,
     max_paths: int = 2**16,
-    truncation: bool = False,
-    solver: bool = True,
 ) -> Iterator[Estimate]:
     """The estimates of chunks of points, one after the other: as many points as there are, in the memory that
     a few chunks take.
@@ -63,7 +61,6 @@ def estimate_chunks(
     check_count("first", first, least=0)
     key = check_key(key)
     settings: dict[str, Any] = {"estimator": estimator, "tolerance": tolerance, "max_paths": max_paths}
-    settings |= {"truncation": truncation, "solver": solver}
     own = Devices.of(devices).own
 
     def estimate(i: int, x: Any) -> Estimate:

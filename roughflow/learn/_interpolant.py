@@ -9,8 +9,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_positive
 from .._devices import by_rows
+from ..density import StochasticFlow
 from ..faq import see
-from ..flow import Normal, StochasticFlow
+from ..flow import Normal
 from ..sde import (
     GivenTransport,
     ItoSDE,

@@ -9,9 +9,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_instance, check_number, is_traced
 from .._devices import by_rows
-from ..density import AbstractProposal, Amortised, LowerBound, Prior, PullBack, log_mean
+from ..density import AbstractProposal, Amortised, LowerBound, Prior, PullBack, StochasticFlow, log_mean
 from ..faq import see
-from ..flow import ExactDivergence, StochasticFlow
+from ..flow import ExactDivergence
 from ._objective import LOST, AbstractObjective
 from ._stationarity import confinement, squared_rate
 

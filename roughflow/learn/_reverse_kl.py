@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_callable, check_count, check_number
-from ..density import AbstractProposal, Amortised, Prior, UpperBound
-from ..flow import StochasticFlow
+from ..density import AbstractProposal, Amortised, Prior, StochasticFlow, UpperBound
 from ..sde import GIVEN, LogDensity, TargetedSDE, as_target
 from ._objective import LOST, AbstractObjective
 

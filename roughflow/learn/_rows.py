@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import as_real, check_finite, check_number
-from ..flow import StochasticFlow
+from ..density import StochasticFlow
 from ._batches import Batches
 from ._objective import AbstractStatefulObjective
 from ._parquet import ParquetTable

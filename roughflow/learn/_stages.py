@@ -13,7 +13,8 @@ from jaxtyping import PRNGKeyArray
 
 from .._checks import check_count
 from .._devices import Devices, DevicesLike
-from ..flow import HutchinsonDivergence, StochasticFlow
+from ..density import StochasticFlow
+from ..flow import HutchinsonDivergence
 from ._checkpoint import steps_of
 from ._fit import Fitted, fit
 from ._interpolant import Interpolant

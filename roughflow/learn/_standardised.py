@@ -22,11 +22,12 @@ from .._checks import (
     shown,
 )
 from .._show import count, listed, shortened
+from ..density import AbstractEstimator, Estimate, StochasticFlow
 from ..faq import see
-from ..flow import AbstractEstimator, Estimate, StochasticFlow, with_noise
 from ._gaussian import Gaussian, check_full_rank
 from ._marginals import Marginals
 from ._numbers import is_frame, real_numbers, take
+from ._with_noise import with_noise
 
 
 class Standardised(eqx.Module):
@@ -118,8 +119,6 @@ class Standardised(eqx.Module):
         estimator: AbstractEstimator | None = None,
         tolerance: float | None = None,
         max_paths: int = 2**16,
-        truncation: bool = False,
-        solver: bool = True,
     ) -> Estimate:
         """As `StochasticFlow.estimate`, in the data's own units."""
         rows = self._checked(x, given)
@@ -130,8 +129,6 @@ class Standardised(eqx.Module):
             estimator=estimator,
             tolerance=tolerance,
             max_paths=max_paths,
-            truncation=truncation,
-            solver=solver,
         )
         own = self.flow.dimension - self.context
         shift = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
@@ -149,7 +146,7 @@ class Standardised(eqx.Module):
         estimator: AbstractEstimator | None = None,
     ) -> Array:
         """log p(x): the value of `estimate` without its error bars."""
-        return self.estimate(x, key=key, given=given, estimator=estimator, solver=False).log_prob
+        return self.estimate(x, key=key, given=given, estimator=estimator).log_prob
 
     def sample(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: ArrayLike | None = None

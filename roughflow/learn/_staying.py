@@ -7,8 +7,8 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array
 
 from .._checks import check_instance, check_number
+from ..density import StochasticFlow
 from ..faq import see
-from ..flow import StochasticFlow
 from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
 from ._marginals import Marginals
 from ._standardised import Standardised

@@ -4,7 +4,8 @@ import equinox as eqx
 import jax
 
 from .._checks import check_fields
-from ..flow import Normal, StochasticFlow
+from ..density import StochasticFlow
+from ..flow import Normal
 from ..sde import noise_dimension
 
 

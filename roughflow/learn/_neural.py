@@ -7,6 +7,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_number
 from .._keys import split
+from ..density import StochasticFlow
+from ..flow import LATE, ExactDivergence, FixedGrid, HutchinsonDivergence, Normal
 from ..sde import (
     Activation,
     ConstantDiffusion,
@@ -18,10 +20,6 @@ from ..sde import (
     silu,
     tanh,
 )
-from ._base import Normal
-from ._divergence import ExactDivergence, HutchinsonDivergence
-from ._fixed_grid import LATE, FixedGrid
-from ._flow import StochasticFlow
 
 FULL = 2  # dimensions in which the noise depends on the state; the cost of that grows with the square
 MANY = 17  # dimensions from which the divergence is estimated

@@ -5,7 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._checks import check_callable, check_number, check_positive
+from ..density import StochasticFlow
 from ..faq import see
+from ..flow import LATE, AbstractIntegrator, FixedGrid, default_steps, order_of
 from ..sde import (
     ConstantDiffusion,
     Diffusion,
@@ -15,10 +17,6 @@ from ..sde import (
     TransportSDE,
     noise_matrix,
 )
-from ._fixed_grid import LATE, FixedGrid, default_steps
-from ._flow import StochasticFlow
-from ._integrator import AbstractIntegrator
-from ._runge_kutta import order_of
 
 
 def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float | None = 0.5) -> Any:

@@ -1,14 +1,32 @@
 """Particles moved from a proposal to p(path | x) (Del Moral, Doucet & Jasra 2006)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from ..proposals import SPARE, Mixture, normal_quantile, random_bits, uniform_numbers
+from ..flow import AbstractStochasticFlow
+from ._draws import normal_numbers, normal_quantile, random_bits, uniform_numbers
+from ._estimate import FEW_PATHS, effective_paths, weights_error
+from ._modes import constant
+from ._paths import for_some, log_joint, solve_keys
+from ._proposals import Mixture
 
+PARTICLES = 256  # that are moved for a point
+KEEP = 64  # of them that are returned, and groups of them that are weighed
+RUNS = 4  # at most, where one leaves few effective paths
+BLOCK = 2**13  # particles that are moved together
+# Particles of one run share what their moves did not reach: between runs, estimates spread so much more than
+# the weights of one run say (measured on SDEs whose paths to x lie on curved surfaces).
+DOUBT = 1.5
+# Factor by which a backward solve spreads, in the base's units: beyond, paths to x fill slabs so thin that
+# particles do not find from one to the next.
+STEEP = 20.0
+RUN = 2**31 + 2  # what keys are folded with for runs
 TEMPERATURES = 12  # at most
 KEPT = 0.5  # the effective fraction of particles that a step of β leaves
 ROUNDS = 3  # of two moves at each β: one along a component of the proposal, one along the particles' spread
@@ -45,6 +63,73 @@ class Particles(eqx.Module):
             jnp.where(newer, new.joint, self.joint),
             total - jnp.log(runs + 1.0).astype(total.dtype),
         )
+
+
+def moved(
+    flow: AbstractStochasticFlow, x: Array, mixture: Mixture, keys: PRNGKeyArray, where: Array
+) -> Particles:
+    """Particles of the points `where`, one key each, moved from `mixture`; zeros for the others. Where a run
+    leaves few effective paths it is averaged with others."""
+    flow, x, mixture = constant((flow.without_errors(), x, mixture))
+    places = jnp.broadcast_to(jnp.arange(PARTICLES), (len(x), PARTICLES))
+
+    def move(given) -> Particles:
+        x, mixture, keys, run, places = given
+        draw = lambda key: normal_numbers(key, jnp.arange(PARTICLES), mixture.num_normals, x.dtype)
+        solves = solve_keys(flow, keys, places)
+
+        def joint(at: Array) -> Array:
+            value = log_joint(flow, x, at, solves)
+            return jnp.where(jnp.isnan(value), -jnp.inf, value)
+
+        return temper(joint, mixture, mixture.sample(jax.vmap(draw)(run)), run, KEEP)
+
+    def another(i: Array, now: Particles) -> Particles:
+        few = effective_paths(jnp.exp(now.log_weights - _top(now.log_weights)).T) < 2 * FEW_PATHS
+        chosen = where & (few | (i == 0))
+        run = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, RUN), i))(keys)
+        batch = (x, mixture, keys, run, places)
+        new = now.pooled(for_some(chosen, move, batch, now, max(1, BLOCK // PARTICLES)), i)
+        pick = lambda a, b: jnp.where(jnp.expand_dims(chosen, range(1, a.ndim)), a, b)
+        return jax.tree.map(pick, new, now)
+
+    zeros = jnp.zeros((len(x), KEEP), x.dtype)
+    blank = Particles(jnp.zeros((*zeros.shape, mixture.centre.shape[-1]), x.dtype), zeros, zeros)
+    return constant(jax.lax.fori_loop(0, RUNS, another, blank))
+
+
+def _top(log_weights: Array) -> Array:
+    top = jnp.max(log_weights, axis=1, keepdims=True)
+    return jnp.where(jnp.isfinite(top), top, 0)
+
+
+def particle_parts(log_weights: Any, change: Any, xp: Any = jnp) -> dict[str, Any]:
+    """Parts of an `Estimate` from the log-weights of particles `(B, K)`, and the change of log p(x, ω) on
+    twice the functions, `(B, K)`.
+
+    Shares of the descendants of K particles are no larger than K times their mean: they have no tail.
+    """
+    still = jax.lax.stop_gradient if xp is jnp else lambda a: a
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        top = still(xp.max(log_weights, axis=1))
+        shift = xp.where(xp.isfinite(top), top, 0)
+        weights = xp.exp(log_weights - shift[:, None]).T
+        some = xp.any(weights > 0, axis=0)
+        mean = xp.where(some, xp.mean(weights, axis=0), 1)
+        more = xp.exp(xp.clip(xp.where(xp.isnan(change), -80, change), -80, 80)).T
+        finer, relative = still(xp.mean(more, axis=0)), still(weights / mean)
+        variance = (DOUBT * weights_error(relative, xp)) ** 2
+        variance = variance + still(xp.var(more, axis=0, ddof=1)) / len(more) / finer**2
+        value = xp.log(mean) + shift + xp.log(finer) + 0.5 * xp.minimum(variance, 1)
+        return {
+            "log_prob": xp.where(some, value, -xp.inf),
+            "standard_error": xp.where(some, xp.sqrt(variance), xp.inf),
+            "truncation_error": xp.abs(xp.log(finer)),
+            "effective_paths": effective_paths(relative, xp),
+            "num_paths": xp.full(mean.shape, PARTICLES),
+            "escaped": xp.zeros(mean.shape, int),
+            "pareto_k": xp.full(mean.shape, xp.nan),
+        }
 
 
 class _State(eqx.Module):
@@ -147,7 +232,7 @@ def _moves(joint, mixture: Mixture, now: _State, key: PRNGKeyArray) -> _State:
         beta = now.beta[:, None]
         return _times(beta[:, 0], joint) + (1 - beta) * proposed
 
-    count, width = now.joint.shape[1], mixture.normal.shape[-1] + SPARE
+    count, width = now.joint.shape[1], mixture.num_normals
 
     def move(i: Array, state: _State) -> _State:
         # All of a move's random numbers at once: few things take longer to compile.

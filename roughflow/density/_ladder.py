@@ -1,0 +1,328 @@
+"""The default: the cheapest way to the accuracy asked for, point by point."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_key
+from .._programs import jit
+from ..flow import AbstractStochasticFlow
+from ._draws import Sobol
+from ._estimate import FEW_PATHS, HEAVY, METHODS, AbstractEstimator, Accuracy, Estimate, effective_paths
+from ._modes import Cloud, Laplace, constant
+from ._particles import STEEP, Particles, moved, particle_parts
+from ._paths import (
+    CLOUD,
+    COLUMNS,
+    GROWTH,
+    Level,
+    Levels,
+    Points,
+    PullBack,
+    Rounds,
+    by_weight,
+    checked_points,
+    draw,
+    exact,
+    for_some,
+    gathered,
+    is_inside_jit,
+    mean_and_spread,
+    mixtures,
+    point_keys,
+    refuse_tolerance,
+    solve_keys,
+    summary,
+)
+from ._proposals import AbstractProposal, Mixture, Prior, log_standard
+
+TOLERANCE = 0.02  # of the total error, where none is asked for
+FIRST = 64  # paths of the first round
+MOST = 2**12  # paths of a rung, where no tolerance is asked for
+FIXED = 256  # paths inside a jit
+EVEN = 0.25  # effective fraction of paths above which others would be no better
+LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
+DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
+APART = 3.0  # errors by which two rungs may differ
+
+
+class Ladder(AbstractEstimator):
+    """Rounds of paths until the total error is small enough; only points that need it get more. The default.
+
+    In the pull-back form each path has exactly one start (`rf.PullBack`), so no way to x can be missed that
+    paths are drawn near. Point by point:
+
+    1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 64, then four times as many,
+       until the total error is below the tolerance (0.02 by default). One path in four is solved with twice
+       the driver's functions too: the difference corrects the value, and bounds what is still left out.
+    2. Where weights are poor, or too many paths would be needed, paths are drawn from the proposal that the
+       flow has learned, if it has, and then **around the likeliest paths** to x (`rf.Laplace`).
+    3. Where these weights are poor too, **particles** are moved from there to the distribution of the path
+       given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to 1, reweighted, resampled and moved at each
+       β (Del Moral, Doucet & Jasra 2006).
+
+    `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where nothing can be looked at,
+    every point has 256 paths of the first kind, and the steps after that where weights are poor.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: 2 * z**3, lambda t, z: 0.5 * jnp.eye(1))  # explodes: paths come in bundles
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
+    estimate = flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.density.Ladder())
+    estimate.log_prob, estimate.total_error, estimate.method
+    ```
+    """
+
+    def estimate(
+        self, flow: AbstractStochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy
+    ) -> Estimate:
+        x = checked_points(flow, x)
+        if flow.noise_dimension == 0:
+            return _without_noise(flow, x, key)
+        if is_inside_jit(flow, x, key):
+            refuse_tolerance(accuracy)
+            return _fixed_budget(exact(flow), x, key)
+        tolerance, most = accuracy.tolerance, accuracy.max_paths
+        if tolerance is None:
+            tolerance, most = TOLERANCE, min(most, MOST)
+        flat, key = x.reshape(-1, x.shape[-1]), check_key(key)
+        record, which = Record(len(flat)), np.arange(len(flat))
+        for doubling in range(1 + DOUBLINGS):
+            if doubling:
+                flow = flow.with_driver(flow.driver.refined())
+            _climb(Points(flow, flat, key), which, tolerance, most, record)
+            # What more paths cannot mend more functions may.
+            which = record.truncated(0.5 * tolerance)
+            if not which.size:
+                break
+        if accuracy.tolerance is not None:
+            record.parts["unmet"] = record.total_error() > tolerance
+        return gathered([(np.arange(len(flat)), record.parts)], "paths", x.shape[:-1], x.dtype)
+
+
+def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> Estimate:
+    """One pull-back, which is exact but for the solver's steps and a random divergence."""
+    estimate = PullBack(1).estimate(flow, x, key=key, accuracy=Accuracy())
+    zero = jnp.zeros_like(estimate.log_prob)
+    parts = lambda e: (e.standard_error, e.truncation_error, e.rung)
+    return eqx.tree_at(parts, estimate, (zero, zero, jnp.zeros_like(estimate.rung)))
+
+
+class Record:
+    """The best that is known of every point: parts of an `Estimate`, arrays of NumPy; and where weights are
+    `poor`, so that they say little."""
+
+    def __init__(self, size: int):
+        self.parts: dict[str, np.ndarray] = {}
+        self.poor = np.ones(size, bool)
+
+    def put(self, which: np.ndarray, new: dict[str, np.ndarray], poor: np.ndarray, method: str) -> None:
+        """What a rung found of the points `which`. It stands unless what was known is as good and surer;
+        where both are good and differ, that is told."""
+        new = {**new, "rung": np.full(len(which), METHODS.index(method))}
+        new.setdefault("steep", np.zeros(len(which), bool))
+        for name, part in new.items():
+            if name not in self.parts:
+                self.parts[name] = np.zeros(len(self.poor), part.dtype)
+                if name == "standard_error":
+                    self.parts[name][:] = np.inf
+        old = {name: part[which] for name, part in self.parts.items()}
+        known = ~self.poor[which]
+        surer = old["standard_error"] <= new["standard_error"]
+        takes = np.where(known, ~poor & ~surer, ~(poor & surer))
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(old["log_prob"] - new["log_prob"])
+        wide = APART * np.hypot(old["standard_error"], new["standard_error"])
+        for name, part in new.items():
+            self.parts[name][which] = np.where(takes, part, old[name])
+        self.parts["steep"][which] |= known & ~poor & (apart > wide + old["truncation_error"])
+        self.poor[which] &= poor
+
+    def truncated(self, tolerance: float) -> np.ndarray:
+        """The points whose error is mostly what the driver's functions leave out."""
+        error = self.parts["truncation_error"]
+        mostly = (error > tolerance) & (error > self.parts["standard_error"])
+        return np.flatnonzero(mostly & np.isfinite(error) & ~self.poor)
+
+    def total_error(self) -> np.ndarray:
+        return sum(self.parts[f"{part}_error"] for part in ("standard", "truncation", "solver"))
+
+
+def _climb(points: Points, which: np.ndarray, tolerance: float, most: int, record: Record) -> None:
+    """Rung by rung, with the points that need the next one."""
+    learned = points.levels.flow.proposal
+    rungs: list[tuple[str, AbstractProposal]] = [("paths", Prior()), ("modes", Laplace())]
+    if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior):
+        rungs.insert(1, ("learned", learned))
+    record.poor[which] = True
+    mixture = None
+    for name, proposal in rungs:
+        mixture = mixtures(proposal, points, which)
+        if mixture is not None and name == "learned":
+            mixture = mixture.with_prior(LEARNED_SHARE)
+        rounds = Rounds(points, which, Sobol(), mixture, most)
+        needs_more = _rounds(rounds, tolerance, most, record, name)
+        mixture = jax.tree.map(lambda a, some=needs_more[which]: a[some], mixture)
+        which = which[needs_more[which]]
+        if not which.size:
+            return
+    still = record.poor[which]
+    if still.any():
+        _particles(points, which[still], jax.tree.map(lambda a: a[still], mixture), record)
+
+
+def _rounds(rounds: Rounds, tolerance: float, most: int, record: Record, name: str) -> np.ndarray:
+    """More and more paths, until the error is small enough, the weights show that they will not do, or there
+    are `most`. Returns, for every point of x, whether it needs another rung."""
+    needs_more, total = np.zeros(len(record.poor), bool), min(FIRST, most)
+    while len(rounds.which):
+        rounds.grow(total)
+        parts = rounds.parts(corrected=True)
+        error = parts["standard_error"]
+        few = parts["effective_paths"] < (2 * FEW_PATHS if total > FIRST else 0.4 * FEW_PATHS)
+        poor = few | (parts["pareto_k"] > HEAVY) | ~np.isfinite(error)
+        met = (error + parts["truncation_error"] <= tolerance) | (error <= 0.5 * tolerance)
+        uneven = parts["effective_paths"] < EVEN * total
+        # Sobol' numbers are better than that, but not always.
+        hopeless = uneven & (total * (error / tolerance) ** 2 > 4 * most)
+        ends = (met & ~poor) | few | (hopeless & (total > FIRST)) | (GROWTH * total > most)
+        which, done = rounds.finished(ends, parts)
+        record.put(which, done, poor[ends], name)
+        needs_more[which] = (poor | (uneven & ~met))[ends]
+        rounds.keep(~ends)
+        total *= GROWTH
+    return needs_more
+
+
+def _particles(points: Points, which: np.ndarray, mixture: Mixture, record: Record) -> None:
+    """The last rung, for points with poor weights."""
+    levels = points.levels
+    found = points.run(partial(_move, levels.flow), which, mixture)
+    at = lambda level: points.run(partial(_solve_at, level), which, found.omega)
+    own, more, finer = at(levels.own), levels.more_functions, at(levels.finer_steps)
+    with np.errstate(invalid="ignore"):
+        change = np.zeros_like(own) if more is None else at(more) - own
+        parts = particle_parts(found.log_weights, change, np)
+        parts["solver_error"] = mean_and_spread(finer - own, np)
+    parts["steep"] = np.asarray(mixture.steepness) > STEEP
+    poor = parts["effective_paths"] < FEW_PATHS
+    record.put(which, parts, poor, "particles")
+
+
+@partial(jit, level=1)
+def _move(flow: AbstractStochasticFlow, x, key, places, mixture: Mixture, here, block: int) -> Particles:
+    del block
+    return moved(flow, x, mixture, point_keys(key, places), here)
+
+
+@partial(jit, level=1)
+def _solve_at(level: Level, x, key, places, omega: Array, here, block: int) -> Array:
+    """log p(x | ω) `(B, K)` at given paths."""
+
+    def some(given):
+        x, place, omega = given
+        keys = point_keys(key, place)
+        return _at_level(level, x, keys, omega)
+
+    return for_some(here, some, (x, places, omega), jnp.zeros(omega.shape[:2], x.dtype), block)
+
+
+def _at_level(level: Level, x: Array, keys: PRNGKeyArray, omega: Array) -> Array:
+    """log p(x | ω) `(B, K)` at given paths; where functions are doubled, with fresh numbers for the new."""
+    count = omega.shape[1]
+    draw_more = lambda key: Sobol().normal(
+        jax.random.fold_in(key, CLOUD), jnp.arange(count), count, omega.shape[2], x.dtype
+    )
+    places = jnp.broadcast_to(jnp.arange(count), (len(x), count))
+    return level.solved(x, omega, jax.vmap(draw_more)(keys), solve_keys(level.flow, keys, places))
+
+
+def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray) -> Estimate:
+    """The same rungs as part of a program, which cannot be looked into: `FIXED` paths for every point.
+
+    Where paths lie is a constant to derivatives; only their weights have any.
+    """
+    flat = jnp.reshape(x, (-1, x.shape[-1]))
+    keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
+    still, at = constant((flow.without_errors(), flat))
+    places = jnp.broadcast_to(jnp.arange(FIXED), (len(flat), FIXED))
+    first = draw(Level(still), at, keys, None, Sobol(), places[:, :FIRST], FIXED)
+    mixture = _mixture_where(_poor(first.log_weights), still, at, keys)
+    drawn = draw(Level(still), at, keys, mixture, Sobol(), places, FIXED)
+    poor = (mixture.prior < 1) & _poor(drawn.log_weights)
+    particles = moved(still, at, mixture, keys, poor)
+    omega = jnp.where(poor[:, None, None], _tiled(particles.omega), drawn.omega)
+    known = drawn.log_weights + mixture.log_prob(drawn.omega)
+    known = jnp.where(poor[:, None], _tiled(particles.joint), known) - log_standard(omega)
+    given = _known((flow, flat), constant(omega), solve_keys(flow, keys, places), constant(known))
+    change = given - constant(given)
+    change = jnp.where(jnp.isfinite(change), change, 0)
+    weights = constant(drawn.log_weights) + change
+    moves = particles.log_weights + jnp.mean(change, axis=1, keepdims=True)
+    # Half of the paths that errors are seen on have twice the functions, all have steps of half the length.
+    chosen = by_weight(jnp.where(poor[:, None], 0, constant(weights)), COLUMNS, jnp)
+    places = jnp.concatenate([places[:, :COLUMNS], chosen], axis=1)
+    few = jnp.take_along_axis(omega, places[..., None], axis=1)
+    level = Levels(still).both(jnp.arange(2 * COLUMNS) < COLUMNS)
+    moves_by = _at_level(level, at, keys, few) - jnp.take_along_axis(known, places, axis=1)
+    finer, steps = moves_by[:, :COLUMNS], moves_by[:, COLUMNS:]
+    shares = mixture.shares(jnp)
+    parts = summary(
+        Sobol(), weights, weights[:, :COLUMNS] + finer, drawn.shares, shares, corrected=True, xp=jnp
+    )
+    others = particle_parts(moves, finer)
+    parts = {name: jnp.where(poor, others[name], part) for name, part in parts.items()}
+    log_prob = parts.pop("log_prob")
+    rung = jnp.where(poor, METHODS.index("particles"), METHODS.index("modes"))
+    rung = jnp.where(mixture.prior < 1, rung, METHODS.index("paths"))
+    parts |= {"solver_error": mean_and_spread(steps), "rung": rung}
+    parts["steep"] = poor & (mixture.steepness > STEEP)
+    estimate = Estimate.of(log_prob, "paths", **constant(parts))
+    return jax.tree.map(lambda a: jnp.reshape(a, x.shape[:-1]), estimate)
+
+
+def _tiled(a: Array) -> Array:
+    return jnp.repeat(a, FIXED // a.shape[1], axis=1)
+
+
+def _poor(log_weights: Array) -> Array:
+    """Where weights `(B, K)` are too uneven for more of their kind."""
+    top = jnp.max(log_weights, axis=1, keepdims=True)
+    weights = jnp.exp(log_weights - jnp.where(jnp.isfinite(top), top, 0))
+    return ~(effective_paths(weights.T) > 2 * FEW_PATHS)
+
+
+def _mixture_where(poor: Array, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray) -> Mixture:
+    """The learned proposal, or that around the modes, of points that are `poor`; of others the prior."""
+    learned = flow.proposal
+    if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior):
+        mixture = learned.distribution(flow, x, None).with_prior(LEARNED_SHARE)
+    else:
+        cloud = Cloud.of(flow, jax.random.fold_in(keys[0], CLOUD), x.dtype)
+        find = lambda x: Laplace().distribution(flow, x, cloud)
+        blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(find, x))
+        frame = jnp.broadcast_to(jnp.eye(*blank.normal.shape[2:], dtype=x.dtype), blank.normal.shape)
+        blank = eqx.tree_at(lambda m: (m.normal, m.scale), blank, (frame, jnp.ones_like(blank.scale)))
+        mixture = for_some(poor, find, x, blank, 64)
+    return constant(eqx.tree_at(lambda m: m.prior, mixture, jnp.where(poor, mixture.prior, 1)))
+
+
+@eqx.filter_custom_jvp
+def _known(given: tuple[AbstractStochasticFlow, Array], omega: Array, keys: Any, value: Array) -> Array:
+    """log p(x | ω), whose value is known already: a solve is needed only for its derivative."""
+    del given, omega, keys
+    return value
+
+
+@_known.def_jvp
+def _known_jvp(primals, tangents):
+    ((flow, x), omega, keys, value), (moved, *_) = primals, tangents
+    solved = lambda given: Level(given[0]).solved(given[1], omega, omega[..., :0], keys)
+    return value, eqx.filter_jvp(solved, ((flow, x),), (moved,))[1]

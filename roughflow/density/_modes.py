@@ -1,0 +1,280 @@
+"""The likeliest ways to reach x, and paths drawn around them.
+
+Write Z_T = Φ(ξ), ξ = (whitened start, path coefficients) in R^D, D = d + nm: everything random in Z_T is in
+ξ, and p(x) is an integral over the surface Φ(ξ) = x. Its points of least energy are found by
+
+    min ½|ξ|²  subject to  Φ(ξ) = x,        ξ ← Jᵀ(JJᵀ)⁻¹ (x − Φ(ξ) + Jξ),  J = DΦ(ξ)  (d × D),
+
+a Gauss–Newton iteration with a line search on energy plus constraint violation, from several starts. J
+costs d vector–Jacobian products of one forward solve, for the whole batch at once; no Hessian is formed.
+All functions take a batch, one ξ for each point.
+"""
+
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_count
+from .._linear import orthonormal, solve
+from ..flow import AbstractStochasticFlow, Base, NoDivergence, Normal, Whitened
+from ..sde import ExactCorrection, with_explicit_parameters
+from ._draws import AbstractDraws, Sobol, normal_numbers
+from ._proposals import AbstractProposal, Mixture
+
+DRAWS = 4096  # forward draws, to begin searches from
+NUMBERS = 2**22  # that they may take up
+ITERATIONS = 12
+LENGTHS = (1.0, 0.4, 0.1)  # of the step, tried at each iteration
+SETTLED = 1e-2  # a step this short, in standard deviations, ends the search
+NEAR = 0.1  # a point this close to the surface, in standard deviations, was found
+SAME = 0.3  # two points this close, in standard deviations, are one
+MODES = 8  # kept for a point, at most
+FLOOR = 0.05  # of the largest share: a mode's tangent Gaussian may be far from its true mass
+PRIOR_SHARE = 0.2  # shows a bundle that the search missed, and bounds the weights
+
+
+class Laplace(AbstractProposal):
+    """Draw paths from tangent Gaussians at the likeliest paths that end at x, all of them that are found.
+
+    Near ξ*, a point of least energy with Φ(ξ*) = x, the surface Φ = x is flat and ξ given x is normal there:
+    ξ* + (I − JᵀJJᵀ⁻¹J) ε. On a linear SDE that is the exact distribution. Elsewhere paths may come in several
+    bundles: the search starts from those of a few thousand forward draws of the flow that end nearest to x,
+    equal ends are merged, and each is given its share. One path in five is drawn from the prior, so that a
+    bundle that was missed shows, and weights stay bounded; where no way to x is found all of them are.
+    `rf.PullBack` regresses on the components' densities, whose means are known (Owen & Zhou 2000): on a
+    linear SDE nothing is left to chance, in spite of the prior's share.
+
+    **Arguments:**
+
+    - `num_starts`: from how many points the search starts.
+    - `draws`: `rf.density.Sobol()`, `rf.density.Independent()` or `rf.density.Antithetic()`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
+    estimator = rf.PullBack(num_paths=64, proposal=rf.Laplace())
+    flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator).standard_error  # 0, to rounding
+    ```
+    """
+
+    num_starts: int = eqx.field(static=True, default=12)
+    draws: AbstractDraws = Sobol()
+    wants_cloud: ClassVar[bool] = True
+
+    def __check_init__(self):
+        check_count("num_starts", self.num_starts)
+
+    def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: "Cloud") -> Mixture:
+        # A constant of the estimator: derivatives see the weights, not where paths are drawn.
+        latent, x, cloud = constant((Latent(flow), x, cloud))
+        near = cloud.nearest(x, self.num_starts - 1)
+        begin = jnp.concatenate([jnp.zeros((len(x), 1, latent.size), x.dtype), near], axis=1)
+        modes = find_modes(latent, x, begin).best(MODES)
+        return constant(modes.tangents(latent.flow.dimension))
+
+
+class Latent(eqx.Module):
+    """The map Φ of a flow. A base that does not say how to make it from normal numbers is whitened by the
+    mean and spread of its own samples."""
+
+    flow: AbstractStochasticFlow
+    affine: tuple[Array, Array] | None
+
+    def __init__(self, flow: AbstractStochasticFlow):
+        self.affine = _mean_and_spread(flow.base)
+        # The end is all that is wanted of a solve, and it must be a function of ξ alone. A search may try
+        # what no path does: a solve that fails there is a NaN, not an error.
+        # Parameters that functions close over are brought to light, for `constant` to find.
+        point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
+        sde = with_explicit_parameters(flow.sde, jnp.zeros(point.shape, point.dtype))
+        plain = (NoDivergence(), ExactCorrection(), sde)
+        parts = lambda f: (f.divergence, f.correction, f.sde)
+        self.flow = eqx.tree_at(parts, flow.without_errors(), plain)
+
+    @property
+    def size(self) -> int:
+        return self.flow.dimension + self.flow.driver.num_functions * self.flow.noise_dimension
+
+    def end(self, xi: Array) -> tuple[Array, Array]:
+        """Φ(ξ), shape `(B, d)`, and which samples escaped on the way."""
+        start, path = jnp.split(xi, [self.flow.dimension], axis=1)
+        path = jnp.reshape(path, (len(xi), self.flow.driver.num_functions, self.flow.noise_dimension))
+        outcome = self.flow.solve(
+            jax.vmap(self._from_normal)(start), self.flow.driver.path(path, self.flow.t1), reverse=False
+        )
+        return outcome.z, outcome.has_escaped
+
+    def _from_normal(self, u: Array) -> Array:
+        if self.affine is None:
+            return self.flow.base.from_normal(u)
+        return self.affine[0] + self.affine[1] * u
+
+
+def _mean_and_spread(base: Base) -> tuple[Array, Array] | None:
+    if isinstance(base, Normal):
+        return base.loc, base.scale
+    if isinstance(base, Whitened):
+        return None
+    draws = jax.lax.stop_gradient(base.sample(key=jax.random.key(0), shape=(DRAWS,)))
+    return jnp.mean(draws, axis=0), jnp.std(draws, axis=0)
+
+
+def constant(tree):
+    """A pytree, functions among its leaves, that derivatives do not see."""
+    return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_array(a) else a, tree)
+
+
+class Cloud(eqx.Module):
+    """Forward draws of the flow, ξ `(N, D)`, and where they end, `(N, d)`: they show the ways that lead near
+    x. One cloud serves every x."""
+
+    xi: Array
+    end: Array
+
+    @staticmethod
+    def of(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> "Cloud":
+        latent = constant(Latent(flow))
+        places = jnp.arange(max(64, min(DRAWS, NUMBERS // latent.size)))
+        xi = normal_numbers(key, places, latent.size, dtype)
+        end, has_escaped = latent.end(xi)
+        lost = has_escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
+        return Cloud(xi, jnp.where(lost[:, None], jnp.inf, end))
+
+    def nearest(self, x: Array, count: int) -> Array:
+        """The ξ `(B, count, D)` of the draws that end nearest to each x, in units of the ends' spread."""
+        fine = jnp.all(jnp.isfinite(self.end), axis=-1)
+        some = jnp.maximum(jnp.sum(fine), 1)
+        end = jnp.where(fine[:, None], self.end, 0)
+        mean = jnp.sum(end, axis=0) / some
+        # Spread by the mean absolute deviation: a few draws far out do not make the rest look alike.
+        offset = jnp.where(fine[:, None], jnp.abs(end - mean[None]), 0)
+        spread = jnp.sum(offset, axis=0) / some
+        unit = 1 / jnp.where(spread > 0, spread, 1)
+        gap = jnp.where(fine[None], _distance(x * unit[None], end * unit[None]), jnp.inf)
+        return self.xi[jax.lax.top_k(-gap, count)[1]]
+
+
+def _distance(a: Array, b: Array) -> Array:
+    """Squared distances `(B, N)` between points, one coordinate at a time: no array of all differences."""
+    total = jnp.zeros((len(a), len(b)), a.dtype)
+    return jax.lax.fori_loop(0, a.shape[1], lambda i, t: t + (a[:, i, None] - b[None, :, i]) ** 2, total)
+
+
+class Modes(eqx.Module):
+    """The points ξ* found for each x, and the surface's normal space there; S of them, from S starts.
+
+    `directions` are orthonormal and span the rows of J. `score` is minus the logarithm of the mass of the
+    tangent Gaussian, ½|ξ*|² + log √det JJᵀ: infinite where the search did not come to the surface, or J has
+    not full rank there, or the point was found before.
+    """
+
+    xi: Array  # (B, S, D)
+    directions: Array  # (B, S, d, D)
+    score: Array  # (B, S)
+
+    def best(self, count: int) -> "Modes":
+        """The `count` of most mass, in this order."""
+        places = jnp.argsort(self.score, axis=1)[:, :count]
+        take = lambda a: jnp.take_along_axis(a, jnp.expand_dims(places, range(2, a.ndim)), axis=1)
+        return jax.tree.map(take, self)
+
+    def tangents(self, start: int) -> Mixture:
+        """The tangent Gaussians, seen along the start, and a share of the prior; what is not a mode has
+        none."""
+        found = jnp.isfinite(self.score)
+        missed = ~jnp.any(found, axis=1)
+        log_share = jnp.where(found, -self.score, -jnp.inf)
+        top = jnp.max(log_share, axis=1, keepdims=True)
+        floored = jnp.maximum(log_share, jnp.where(jnp.isfinite(top), top, 0) + jnp.log(FLOOR))
+        log_share = jax.nn.log_softmax(jnp.where(found | missed[:, None], floored, -jnp.inf), axis=1)
+        frame = jnp.eye(*self.directions.shape[2:], dtype=self.directions.dtype)
+        return Mixture(
+            jnp.where(found[..., None], self.xi[..., start:], 0),
+            jnp.ones_like(self.xi[..., start:]),
+            jnp.where(found[..., None, None], self.directions, frame[None, None]),
+            log_share,
+            jnp.where(missed, 1.0, PRIOR_SHARE).astype(self.xi.dtype),
+        )
+
+
+def find_modes(latent: Latent, x: Array, begin: Array) -> Modes:
+    """Search from every point of `begin` `(B, S, D)`; of points that are close, that of most mass stays."""
+    starts = begin.shape[1]
+    modes = _search(latent, jnp.repeat(x, starts, axis=0), jnp.reshape(begin, (-1, latent.size)))
+    modes = jax.tree.map(lambda a: jnp.reshape(a, (-1, starts, *a.shape[1:])), modes)
+    gap = jnp.linalg.norm(modes.xi[:, :, None] - modes.xi[:, None], axis=-1)
+    place = jnp.arange(starts)
+    ahead = (modes.score[:, :, None] < modes.score[:, None]) | (
+        (modes.score[:, :, None] == modes.score[:, None]) & (place[:, None] < place[None])[None]
+    )
+    again = jnp.any(ahead & (gap < SAME), axis=1)
+    return eqx.tree_at(lambda m: m.score, modes, jnp.where(again, jnp.inf, modes.score))
+
+
+def _search(latent: Latent, x: Array, xi: Array) -> Modes:
+    """Descend from each point of `xi`."""
+    many = jnp.repeat(x, len(LENGTHS), axis=0)
+
+    def merit(xi: Array, gap: Array, penalty: Array) -> Array:
+        return 0.5 * jnp.sum(xi**2, axis=-1) + jnp.sum(penalty * jnp.abs(gap), axis=-1)
+
+    def step(state):
+        xi, end, jacobian, penalty, settled, count = state
+        gap = x - end
+        multiplier = _solve_gram(jacobian, gap + jnp.einsum("bij,bj->bi", jacobian, xi))
+        # An exact penalty must exceed the multipliers; each has the unit of its own coordinate.
+        penalty = jnp.maximum(penalty, 2 * jnp.abs(multiplier))
+        direction = jnp.einsum("bij,bi->bj", jacobian, multiplier) - xi
+        # The first time round nothing is known yet: it finds the end and its derivative where it is.
+        direction = jnp.where(jnp.isfinite(direction) & (count > 0), direction, 0)
+        # All lengths in one solve: one program to compile instead of three.
+        lengths = jnp.asarray(LENGTHS, xi.dtype)
+        tried = xi[:, None] + lengths[None, :, None] * direction[:, None]
+        flat = jnp.reshape(tried, (-1, xi.shape[1]))
+        ends, has_escaped = latent.end(flat)
+        values = merit(flat, many - ends, jnp.repeat(penalty, len(LENGTHS), axis=0))
+        values = jnp.where(has_escaped | ~jnp.isfinite(values), jnp.inf, values)
+        values = jnp.reshape(values, tried.shape[:2])
+        best = jnp.argmin(values, axis=1)
+        better = jnp.min(values, axis=1) < merit(xi, gap, penalty)
+        length = jnp.where(better & ~settled, lengths[best], 0)
+        moved = length * jnp.linalg.norm(direction, axis=-1)
+        xi = xi + length[:, None] * direction
+        settled = settled | ((moved < SETTLED) & (count > 0))
+        return xi, *_end_and_jacobian(latent, xi), penalty, settled, count + 1
+
+    going = lambda state: (state[-1] <= ITERATIONS) & ~jnp.all(state[-2])
+    blank = jnp.zeros((len(xi), x.shape[1], xi.shape[1]), xi.dtype)
+    start = (xi, x, blank, jnp.zeros_like(x), jnp.zeros(len(xi), bool), 0)
+    xi, end, jacobian, *_ = jax.lax.while_loop(going, step, start)
+    directions, sizes = orthonormal(jacobian)
+    # What a row adds to those before it, beside its own size: rows have units of their own.
+    full = jnp.all(sizes > 100 * jnp.finfo(sizes.dtype).eps * jnp.linalg.norm(jacobian, axis=-1), axis=-1)
+    off = jnp.sqrt(jnp.sum((x - end) * _solve_gram(jacobian, x - end), axis=-1))
+    score = 0.5 * jnp.sum(xi**2, axis=-1) + jnp.sum(jnp.log(sizes), axis=-1)
+    fine = (off < NEAR) & full & jnp.isfinite(score)
+    return Modes(xi, directions, jnp.where(fine, score, jnp.inf))
+
+
+def _end_and_jacobian(latent: Latent, xi: Array) -> tuple[Array, Array]:
+    """Φ(ξ) `(B, d)` and DΦ(ξ) `(B, d, D)`; samples do not touch one another, so a row of it costs one vjp."""
+    end, pull = jax.vjp(lambda y: latent.end(y)[0], xi)
+    basis = jnp.eye(end.shape[1], dtype=end.dtype)
+    gradients = jax.lax.map(lambda e: pull(jnp.broadcast_to(e, end.shape))[0], basis)
+    return end, jnp.swapaxes(gradients, 0, 1)
+
+
+def _solve_gram(jacobian: Array, right: Array) -> Array:
+    """(JJᵀ)⁻¹ r, the rows of J brought to one size first, whatever their units, and with a trace of ridge, so
+    that a degenerate J gives a poor step and not a NaN."""
+    size = jnp.linalg.norm(jacobian, axis=-1)
+    unit = 1 / jnp.where(size > 0, size, 1)
+    rows = jacobian * unit[..., None]
+    gram = jnp.einsum("bij,bkj->bik", rows, rows)
+    ridge = jnp.finfo(gram.dtype).eps * len(gram[0]) * jnp.eye(gram.shape[1], dtype=gram.dtype)[None]
+    return unit * solve(gram + ridge, (unit * right)[..., None])[..., 0]

@@ -1,0 +1,588 @@
+"""Weights of paths, each by one solve backwards from x, and what they say about log p(x)."""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import as_real, check_count, check_finite, check_key, check_vector, is_traced
+from .._programs import jit
+from ..faq import see
+from ..flow import (
+    AbstractStochasticFlow,
+    CountedGrid,
+    ExactDivergence,
+    FixedGrid,
+    HutchinsonDivergence,
+    one_line_errors,
+)
+from ..sde import ExactCorrection
+from ._draws import AbstractDraws
+from ._estimate import AbstractEstimator, Accuracy, Estimate, effective_paths, pareto_k, weights_error
+from ._modes import Cloud, constant
+from ._proposals import AbstractProposal, Mixture, Prior, log_standard
+
+EXACT = 64  # dimensions up to which a density is worth its exact divergence
+COLUMNS = 16  # paths of a point in one row of a program
+ROWS = 4096  # of a program
+PAIRS = {"cpu": 2**11, "gpu": 2**16}  # of a point and a path that are solved together
+NUMBERS = 2**26  # that they may take up
+GROWTH = 4  # how many times more paths a round brings
+CLOUD = 2**31 + 1  # what a key is folded with for forward draws
+SHARE = 4  # one path in so many is solved on twice the functions as well
+
+
+def log_joint(flow: AbstractStochasticFlow, x: Array, omega: Array, keys: PRNGKeyArray | None) -> Array:
+    """log p(x | ω) φ(ω) `(B, K)` for x `(B, d)` and ω `(B, K, W)`; −inf where the backward solve escapes."""
+    return log_given(flow, x, coefficients_of(flow, omega), keys) + log_standard(omega)
+
+
+def log_given(
+    flow: AbstractStochasticFlow, x: Array, coefficients: Array, keys: PRNGKeyArray | None
+) -> Array:
+    path = flow.driver.path(coefficients, flow.t1)
+    return flow.log_prob_given_path(x[:, None], path, key=keys)
+
+
+def coefficients_of(flow: AbstractStochasticFlow, omega: Array) -> Array:
+    return jnp.reshape(omega, (*omega.shape[:-1], flow.driver.num_functions, flow.noise_dimension))
+
+
+def solve_keys(flow: AbstractStochasticFlow, keys: PRNGKeyArray, places: Array) -> PRNGKeyArray | None:
+    """Keys `(B, K)` for solves with a random divergence, from one key for each point and the places of paths
+    `(B, K)`; none if it is exact."""
+    if isinstance(flow.divergence, ExactDivergence) and isinstance(flow.correction, ExactCorrection):
+        return None
+    own = jax.vmap(lambda key: jax.random.fold_in(key, 2**31))(keys)
+    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
+
+
+def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
+    """With the exact divergence where a density is worth it: probes are for training."""
+    if isinstance(flow.divergence, HutchinsonDivergence) and flow.dimension <= EXACT:
+        return eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
+    return flow
+
+
+class Level(NamedTuple):
+    """How finely weights are solved: the flow, its driver refined if that can be, and the steps of a fixed
+    grid as a number that is not compiled in; `fine` is 1 to use the refinement's functions, else 0. One
+    program serves all levels, but has no derivatives backwards: without `fine` the flow is solved as it is.
+    """
+
+    flow: AbstractStochasticFlow
+    fine: Any = None
+    each: Any = None
+
+    def solved(self, x: Array, omega: Array, more: Array, keys: PRNGKeyArray | None) -> Array:
+        """log p(x | ω) `(B, K)`; `more` are the standard normal numbers of the refinement."""
+        flow, coefficients = self.flow, coefficients_of(self.flow, omega)
+        if self.fine is None:
+            return log_given(flow, x, coefficients, keys)
+        refined = _refined(flow)
+        if refined is not None:
+            more = coefficients_of(flow, more) * jnp.asarray(self.fine, more.dtype)
+            coefficients = flow.driver.refine(coefficients, more)
+            flow = flow.with_driver(refined)
+        if isinstance(flow.integrator, FixedGrid):
+            counted = CountedGrid.of(flow.integrator, self.each)
+            flow = eqx.tree_at(lambda f: f.integrator, flow, counted)
+        return log_given(flow, x, coefficients, keys)
+
+
+class Levels:
+    """The levels of a flow: its own, with half the steps' length, and with twice the functions."""
+
+    def __init__(self, flow: AbstractStochasticFlow):
+        self.flow = exact(flow).without_errors()
+        grid, self.refined = flow.integrator, _refined(flow)
+        driver = flow.driver if self.refined is None else self.refined
+        pieces = driver.jumps.size + 1
+        self.each = 0
+        if isinstance(grid, FixedGrid):
+            self.each = max(1, math.ceil(grid.count(flow.driver, flow.noise_dimension) / pieces))
+
+    @property
+    def own(self) -> Level:
+        return Level(self.flow, np.float32(0), np.int32(self.each))
+
+    @property
+    def finer_steps(self) -> Level:
+        flow = self.flow if self.each else self.flow.with_finer_steps()
+        return Level(flow, np.float32(0), np.int32(2 * self.each))
+
+    def both(self, fine: Array) -> Level:
+        """Half the steps' length for all paths, and twice the functions for those that are `fine`, `(K,)`."""
+        flow = self.flow if self.each else self.flow.with_finer_steps()
+        return Level(flow, fine[None, :, None, None], np.int32(2 * self.each))
+
+    @property
+    def more_functions(self) -> Level | None:
+        """None for a driver that cannot be refined."""
+        own_pieces = self.flow.driver.jumps.size
+        each = self.each if own_pieces else 2 * self.each
+        return None if self.refined is None else Level(self.flow, np.float32(1), np.int32(each))
+
+
+def _refined(flow: AbstractStochasticFlow):
+    try:
+        return flow.driver.refined()
+    except NotImplementedError:
+        return None
+
+
+class Drawn(NamedTuple):
+    """Of K paths for each of B points: log-weights, ω, and what components have of the mixture's density."""
+
+    log_weights: Array  # (B, K)
+    omega: Array  # (B, K, W)
+    shares: Array | None  # (B, K, M + 1)
+
+
+def draw(
+    level: Level,
+    x: Array,
+    keys: PRNGKeyArray,
+    mixture: Mixture | None,
+    draws: AbstractDraws,
+    places: Array,
+    most: int,
+) -> Drawn:
+    """The paths at `places` `(B, K)` of each point's sequence, and their weights. To be part of a program."""
+    flow = level.flow
+    size = flow.driver.num_functions * flow.noise_dimension
+    first = size if mixture is None else mixture.num_normals
+    # Numbers of the refinement come last, where a sequence is least even, and where there are none too.
+    number = lambda key, at: draws.normal(key, at, most, first + size, x.dtype)
+    noise, more = jnp.split(jax.vmap(number)(keys, places), [first], axis=-1)
+    solves = solve_keys(flow, keys, places)
+    if mixture is None:
+        return Drawn(level.solved(x, noise, more, solves), noise, None)
+    omega = mixture.sample(noise)
+    components = mixture.log_components(omega)
+    density = jax.nn.logsumexp(components, axis=-1)
+    weights = level.solved(x, omega, more, solves) + log_standard(omega) - density
+    return Drawn(weights, omega, jnp.exp(components - density[..., None]))
+
+
+def for_some(chosen: Array, function, batch: Any, old: Any, block: int) -> Any:
+    """`old`, with the entries that are `chosen` replaced by `function(batch)`.
+
+    `batch` and `old` are pytrees with one entry of the leading axis per point. The chosen ones are gathered
+    `block` at a time, in a loop on the device that ends with the last of them: which they are need not be
+    known when the program is compiled, so the same work is done inside a `jit` and outside.
+    """
+    size = len(chosen)
+    block = min(block, size)
+    order = jnp.concatenate([jnp.argsort(~chosen), jnp.zeros(block, int)])
+    count = jnp.sum(chosen)
+
+    def step(i: Array, new: Any) -> Any:
+        places = jax.lax.dynamic_slice_in_dim(order, i * block, block)
+        result = function(jax.tree.map(lambda a: a[places], batch))
+        # Entries beyond the last chosen one are written to no place.
+        target = jnp.where(i * block + jnp.arange(block) < count, places, size)
+        return jax.tree.map(lambda a, b: a.at[target].set(b, mode="drop"), new, result)
+
+    return jax.lax.fori_loop(0, -(-count // block), step, old)
+
+
+class Points:
+    """Points x, outside a `jit`: rows of programs that all points and rounds share.
+
+    Random numbers belong to the key and to a point's place in x: neither the rows that are solved together
+    nor what fills them up changes them.
+    """
+
+    def __init__(self, flow: AbstractStochasticFlow, x: np.ndarray, key: PRNGKeyArray):
+        self.levels, self.x, self.key = Levels(flow), x, key
+        self.size = flow.driver.num_functions * flow.noise_dimension
+
+    def run(self, program, points: np.ndarray, others: Any, columns: int = COLUMNS) -> Any:
+        """`program(x, key, places, others, here, block)` for these points, a chunk of rows at a time.
+
+        `others` have one entry for each of the points, `here` says which rows count, and `block` of them are
+        solved together."""
+        each = sum(np.size(leaf[0]) for leaf in jax.tree.leaves(others)) + columns * (
+            len(self.x[0]) + self.size
+        )
+        rows = max(1, min(ROWS, NUMBERS // each))
+        pairs = PAIRS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        block, parts = max(1, min(rows, pairs // columns)), []
+        for begin in range(0, len(points), rows):
+            some = slice(begin, begin + rows)
+            count = len(points[some])
+            fill, here = np.resize(np.arange(count), rows), np.arange(rows) < count
+            own = jax.tree.map(lambda a, some=some, fill=fill: np.asarray(a)[some][fill], others)
+            places = points[some][fill].astype(np.uint32)
+            with one_line_errors():
+                done = program(self.x[places], self.key, places, own, here, block)
+            parts.append(jax.tree.map(lambda a, count=count: np.asarray(a)[:count], done))
+        return jax.tree.map(lambda *a: np.concatenate(a), *parts)
+
+
+def point_keys(key: PRNGKeyArray, places: Array) -> PRNGKeyArray:
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(places)
+
+
+@partial(jit, level=1)
+def _weigh(level: Level, draws: AbstractDraws, most: int, x, key, places, others, here, block: int):
+    """Log-weights of rows of paths, and the components' shares of the density they are drawn from."""
+
+    def some(given):
+        x, place, (mixture, at) = given
+        drawn = draw(level, x, point_keys(key, place), mixture, draws, at, most)
+        return drawn.log_weights, drawn.shares
+
+    mixture, at = others
+    blank = jnp.zeros(at.shape, x.dtype)
+    shares = None if mixture is None else jnp.zeros((*at.shape, mixture.log_share.shape[1] + 1), x.dtype)
+    return for_some(here, some, (x, places, others), (blank, shares), block)
+
+
+class Rounds:
+    """Weights of paths for some points, drawn from the prior or a mixture, round by round.
+
+    `coarse` `(P, K)` are those of the flow as it is, `fine` `(P, K′)` of the first K′ paths with twice the
+    functions, `shares` `(P, K, M + 1)` those of the mixture's components in its density.
+    """
+
+    def __init__(
+        self, points: Points, which: np.ndarray, draws: AbstractDraws, mixture: Mixture | None, most: int
+    ):
+        self.points, self.which, self.draws, self.mixture, self.most = points, which, draws, mixture, most
+        self.coarse = self.fine = np.zeros((len(which), 0), points.x.dtype)
+        self.shares = None if mixture is None else np.zeros((len(which), 0, 0))
+
+    def grow(self, total: int) -> None:
+        """Up to `total` paths for each point, one in `SHARE` of them, and at least a row, on twice the
+        functions."""
+        levels, now = self.points.levels, self.coarse.shape[1]
+        new, shares = self._weights(levels.own, now, total)
+        self.coarse = np.concatenate([self.coarse, new], axis=1)
+        if self.shares is not None:
+            self.shares = shares if not now else np.concatenate([self.shares, shares], axis=1)
+        more, had = levels.more_functions, self.fine.shape[1]
+        wanted = min(total, max(COLUMNS, total // SHARE))
+        if more is not None and wanted > had:
+            self.fine = np.concatenate([self.fine, self._weights(more, had, wanted)[0]], axis=1)
+
+    def keep(self, some: np.ndarray) -> None:
+        """Go on with these of the points alone."""
+        take = lambda a: None if a is None else a[some]
+        self.which, self.coarse, self.fine = (take(a) for a in (self.which, self.coarse, self.fine))
+        self.shares, self.mixture = take(self.shares), jax.tree.map(take, self.mixture)
+
+    def parts(self, corrected: bool) -> dict[str, np.ndarray]:
+        """Parts of an `Estimate` from the weights so far."""
+        means = None if self.mixture is None else self.mixture.shares()
+        parts = (self.coarse, self.fine, self.shares, means)
+        double = (None if part is None else part.astype(float) for part in parts)
+        return summary(self.draws, *double, corrected=corrected)
+
+    def finished(self, ends: np.ndarray, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, Any]]:
+        """The points that are done, and their parts, with the solver's error."""
+        parts = {name: np.asarray(part)[ends] for name, part in parts.items()}
+        parts["solver_error"] = self.solver_error()[ends]
+        return self.which[ends], parts
+
+    def solver_error(self) -> np.ndarray:
+        """How far log p moves when steps are halved: log E exp(Δ) over paths at even steps of the summed
+        weight, those that matter, each about as often as it does; the mean's own spread is allowed for."""
+        count = min(COLUMNS, self.coarse.shape[1])
+        places = by_weight(self.coarse, count)
+        places = np.pad(places, ((0, 0), (0, COLUMNS - count)), mode="edge")
+        finer, _ = self._at(self.points.levels.finer_steps, np.arange(len(self.which)), places)
+        with np.errstate(invalid="ignore"):
+            change = (finer - np.take_along_axis(self.coarse, places, axis=1))[:, :count]
+        return mean_and_spread(change, np)
+
+    def _weights(self, level: Level, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Of the paths at places from `first` to `stop`, in rows of `COLUMNS`."""
+        starts = np.arange(first, stop, COLUMNS)
+        rows = np.repeat(np.arange(len(self.which)), len(starts))
+        places = np.tile(starts, len(self.which))[:, None] + np.arange(COLUMNS)
+        weights, shares = self._at(level, rows, np.minimum(places, self.most - 1))
+        joined = lambda a: a.reshape(len(self.which), -1, *a.shape[2:])[:, : stop - first]
+        return joined(weights), None if shares is None else joined(shares)
+
+    def _at(self, level: Level, rows: np.ndarray, places: np.ndarray):
+        """Of the paths at `places` `(rows, COLUMNS)`."""
+        mixture = jax.tree.map(lambda a: np.asarray(a)[rows], self.mixture)
+        program = partial(_weigh, level, self.draws, self.most)
+        weights, shares = self.points.run(program, self.which[rows], (mixture, places.astype(np.int32)))
+        if np.isnan(weights).any():
+            explain_failure(self.points.levels.flow, self.points.x)
+        return weights, shares
+
+
+def explain_failure(flow: AbstractStochasticFlow, x: np.ndarray) -> None:
+    """Solve outside a jit, where an error can say which part of the model is not finite, and where."""
+    flow = eqx.tree_at(lambda f: f.raises, flow, True)
+    paths = flow.sample_path(key=jax.random.key(0), shape=(64, 1))
+    key = jax.random.key(1)
+    flow.pull_back(jnp.asarray(x[:64]), paths, key=key)
+    flow.push_forward(flow.base.sample(key=key, shape=(64,)), paths, key=key)
+
+
+def by_weight(log_weights: Any, count: int, xp: Any = np) -> Any:
+    """Places `(B, count)` of paths at even steps of the summed weight."""
+    finite = xp.where(xp.isfinite(log_weights), log_weights, -xp.inf)
+    top = xp.max(finite, axis=1, keepdims=True)
+    weights = xp.exp(finite - xp.where(xp.isfinite(top), top, 0))
+    share = xp.cumsum(weights, axis=1) / xp.maximum(xp.sum(weights, axis=1, keepdims=True), 1e-300)
+    level = (xp.arange(count) + 0.5) / count
+    below = xp.sum(share[:, None] < level[None, :, None], axis=2)
+    return xp.minimum(below, log_weights.shape[1] - 1)
+
+
+def mean_and_spread(change: Any, xp: Any = jnp) -> Any:
+    """|log mean exp| over the second axis, and the mean's standard error; infinite where it is not a
+    number."""
+    change = xp.where(xp.isnan(change), xp.inf, change)
+    spread = xp.std(change, axis=1) / max(1, change.shape[1] - 1) ** 0.5
+    size = xp.abs(xp.log(xp.mean(xp.exp(change), axis=1))) + spread
+    return xp.where(xp.isfinite(size), size, xp.inf)
+
+
+def summary(
+    draws: AbstractDraws, coarse: Any, fine: Any, shares: Any, means: Any, *, corrected: bool, xp: Any = np
+) -> dict[str, Any]:
+    """Parts of an `Estimate` from weights as `Rounds` has them: `(P, K)`, `(P, K′)`, `(P, K, M + 1)`; `means`
+    `(P, M + 1)` are those of the shares.
+
+    `corrected` adds to log p what twice the functions change, and takes as much as the error that is left;
+    else the error is twice that.
+    """
+    still = jax.lax.stop_gradient if xp is jnp else lambda a: a  # only the mean weight has derivatives
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        top = still(xp.max(coarse, axis=1))
+        shift = xp.where(xp.isfinite(top), top, 0)
+        weights = xp.exp(coarse - shift[:, None]).T
+        some = xp.any(weights > 0, axis=0)
+        unit = still(xp.where(some, xp.mean(weights, axis=0), 1))
+        relative = weights / unit
+        own = relative if shares is None else _regressed(relative, shares, means, still, xp)
+        terms = draws.terms(own)
+        base = xp.where(some, xp.mean(terms, axis=0), 1)
+        terms, mean, change = still(terms), still(base), xp.zeros_like(unit)
+        variance = weights_error(terms / mean, xp) ** 2
+        if fine.shape[1]:
+            finer = xp.exp(xp.minimum(fine - shift[:, None], 80)).T / unit
+            differences = draws.terms(still(finer - relative[: fine.shape[1]]))
+            total = mean + xp.mean(differences, axis=0)
+            # Where so few paths say that nothing is left, the finer ones alone do.
+            total = xp.where(total > 0, total, still(xp.mean(finer, axis=0)))
+            change = xp.log(total / mean)
+            if corrected and len(differences) == len(terms):
+                variance = weights_error((terms + differences) / total, xp) ** 2
+            elif corrected:
+                variance = variance + xp.var(differences / total, axis=0, ddof=1) / len(differences)
+        value = xp.log(base * unit) + shift + still(change if corrected else 0 * change)
+        return {
+            "log_prob": xp.where(some, value + still(0.5 * xp.minimum(variance, 1)), -xp.inf),
+            "standard_error": xp.where(some, xp.sqrt(variance), xp.inf),
+            "truncation_error": xp.where(some, xp.abs(change) * (1 if corrected else 2), xp.inf),
+            "effective_paths": effective_paths(still(weights), xp),
+            "num_paths": xp.full(unit.shape, coarse.shape[1]),
+            "escaped": xp.sum(xp.isneginf(coarse), axis=1),
+            "pareto_k": pareto_k(still(weights), xp),
+        }
+
+
+def _regressed(weights: Any, shares: Any, means: Any, still: Any, xp: Any) -> Any:
+    """Weights `(K, P)` less their regression on what each component has of the density they were drawn from,
+    whose mean is known (Owen & Zhou 2000).
+
+    Not where there are more than a quarter as many components as paths, or where the rest has no positive
+    mean.
+    """
+    offset = xp.moveaxis(shares, 1, 0) - means[None]  # (K, P, M + 1)
+    gram = xp.einsum("kpi,kpj->pij", offset, offset)
+    ridge = 100 * xp.finfo(gram.dtype).eps * xp.trace(gram, axis1=1, axis2=2) + 1e-30
+    right = xp.einsum("kpi,kp->pi", offset, still(weights - xp.mean(weights, axis=0)[None]))
+    gram = gram + ridge[:, None, None] * xp.eye(gram.shape[1], dtype=gram.dtype)[None]
+    slope = xp.linalg.solve(gram, right[..., None])[..., 0]
+    live = xp.sum(means > 0, axis=1)
+    rest = weights - xp.einsum("kpi,pi->kp", offset, slope)
+    mean = xp.mean(rest, axis=0)
+    good = (live <= len(weights) / 4) & still(mean > 0)
+    # So many coefficients were fitted.
+    wider = xp.sqrt(len(weights) / xp.maximum(len(weights) - live, 1))
+    return xp.where(good[None], mean + (rest - mean) * wider, weights)
+
+
+class PullBack(AbstractEstimator):
+    """p(x) = E p(x | path) (Hodgkinson et al. 2020), over paths ω drawn from a proposal q:
+
+        p(x) = E [ p(x | ω) φ(ω) / q(ω) ],
+
+    each weight by one solve backwards from x: to a path belongs exactly one start, so no way to x is left
+    out. Unbiased for p(x), for any noise, and cheap per path. Where p(x | ω) is concentrated its weights are
+    uneven from `rf.Prior()`, the default, and paths are lost whose backward solve escapes: look at
+    `effective_paths`. `rf.Laplace()` draws them around the likeliest ones.
+
+    The value is that of the driver as it is; `truncation_error` says what twice its functions would change.
+    With `rf.HutchinsonDivergence`, taken exactly here in up to 64 dimensions, log p(x | ω) is unbiased, and
+    p(x | ω) is not: `Estimate.divergence_error` says how much that may be.
+
+    **Arguments:** `num_paths`, how many paths per point, those of the first round where a `tolerance` is
+    asked for; `proposal`, `rf.Prior()`, `rf.Laplace()` or an `rf.Amortised(...)`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
+    estimate = flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=rf.PullBack(num_paths=1000))
+    estimate.log_prob, estimate.standard_error
+    ```
+    """
+
+    num_paths: int = eqx.field(
+        static=True, converter=lambda count: check_count("num_paths", count), default=1000
+    )
+    proposal: AbstractProposal = Prior()
+
+    def estimate(
+        self, flow: AbstractStochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy
+    ) -> Estimate:
+        x = checked_points(flow, x)
+        self.proposal.draws.check(self.num_paths)
+        if is_inside_jit(self, flow, x, key):
+            return self._traced(flow, x, key, accuracy)
+        points = Points(flow, x.reshape(-1, x.shape[-1]), check_key(key))
+        which, most = np.arange(len(points.x)), self.num_paths
+        if accuracy.tolerance is not None:
+            most = max(most, accuracy.max_paths)
+        mixture = mixtures(self.proposal, points, which)
+        rounds = Rounds(points, which, self.proposal.draws, mixture, most)
+        done, total = [], self.num_paths
+        while len(rounds.which):
+            rounds.grow(total)
+            parts = rounds.parts(corrected=False)
+            error = parts["standard_error"] + parts["truncation_error"]
+            unmet = np.zeros(len(error), bool) if accuracy.tolerance is None else error > accuracy.tolerance
+            last = accuracy.tolerance is None or GROWTH * total > most
+            ends = np.ones_like(unmet) if last else ~unmet
+            done.append(rounds.finished(ends, {**parts, "unmet": unmet}))
+            rounds.keep(~ends)
+            total *= GROWTH
+        return gathered(done, "paths", x.shape[:-1], x.dtype)
+
+    def log_weights(
+        self, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray, places: Array, most: int
+    ) -> Array:
+        """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, all below `most`,
+        with derivatives; one key for each point of x `(B, d)`. To be part of a program."""
+        mixture = mixture_of(self.proposal, exact(flow), x, keys[0])
+        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most).log_weights
+
+    def _traced(self, flow, x: Array, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
+        refuse_tolerance(accuracy)
+        flow, flat, count = exact(flow), jnp.reshape(x, (-1, x.shape[-1])), self.num_paths
+        keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
+        places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
+        mixture = mixture_of(self.proposal, flow, flat, keys[0])
+        ask = (keys, mixture, self.proposal.draws)
+        drawn = draw(Level(flow), flat, *ask, places, count)
+        estimate = traced_estimate(flow, flat, *ask, drawn, accuracy.errors)
+        return jax.tree.map(lambda a: jnp.reshape(a, x.shape[:-1]), estimate)
+
+
+def traced_estimate(
+    flow: AbstractStochasticFlow,
+    x: Array,
+    keys: PRNGKeyArray,
+    mixture: Mixture | None,
+    draws: AbstractDraws,
+    drawn: Drawn,
+    errors: bool,
+) -> Estimate:
+    """The estimate from the first K paths of each point, as part of a program; its error bars have no
+    derivatives, and cost nothing where they are not used."""
+    levels, (x, keys, mixture) = Levels(constant(flow)), constant((x, keys, mixture))
+    weights, count = drawn.log_weights, drawn.log_weights.shape[1]
+    first = lambda count: jnp.broadcast_to(jnp.arange(count), (len(x), count))
+    again = lambda level, places: draw(level, x, keys, mixture, draws, places, count).log_weights
+    fine = weights[:, :0]
+    if errors and levels.more_functions is not None:
+        fine = again(levels.more_functions, first(min(count, max(COLUMNS, count // SHARE))))
+    means = None if mixture is None else mixture.shares(jnp)
+    parts = summary(draws, weights, fine, drawn.shares, means, corrected=False, xp=jnp)
+    log_prob = parts.pop("log_prob")
+    if errors:
+        places = by_weight(constant(weights), min(COLUMNS, count), jnp)
+        change = again(levels.finer_steps, places) - jnp.take_along_axis(weights, places, axis=1)
+        parts["solver_error"] = mean_and_spread(change)
+    return Estimate.of(log_prob, "paths", **constant(parts))
+
+
+def mixture_of(proposal: AbstractProposal, flow, x: Array, key: PRNGKeyArray) -> Mixture | None:
+    """The proposal's distribution, as part of a program."""
+    cloud = Cloud.of(flow, jax.random.fold_in(key, CLOUD), x.dtype) if proposal.wants_cloud else None
+    return proposal.distribution(flow, x, cloud)
+
+
+def mixtures(proposal: AbstractProposal, points: Points, which: np.ndarray) -> Mixture | None:
+    """The same for these points, outside a `jit`."""
+    if isinstance(proposal, Prior):
+        return None
+    flow, cloud = points.levels.flow, None
+    if proposal.wants_cloud:
+        cloud = _cloud(flow, points.key, points.x.dtype)
+    program = lambda *given: _distribution(proposal, flow, cloud, *given)
+    return points.run(program, which, ())
+
+
+@partial(jit, level=1)
+def _cloud(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
+    return Cloud.of(flow, jax.random.fold_in(key, CLOUD), dtype)
+
+
+@partial(jit, level=1)
+def _distribution(proposal, flow, cloud, x, key, places, others, here, block: int) -> Mixture:
+    del key, places, others
+    like = jax.eval_shape(lambda: proposal.distribution(flow, x, cloud))
+    blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    return for_some(here, lambda x: proposal.distribution(flow, x, cloud), x, blank, block)
+
+
+def checked_points(flow: AbstractStochasticFlow, x: Any) -> Any:
+    """The points, as an array of the flow's precision."""
+    base = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
+    x = as_real("x", x)
+    x = x if is_traced(x) else np.asarray(x)
+    x = x.astype(jnp.result_type(x, base))
+    check_vector("x", x, flow.dimension)
+    check_finite("x", x)
+    if not x.size:
+        raise ValueError(f"x holds no points, its shape is {x.shape}")
+    return x
+
+
+def is_inside_jit(*given: Any) -> bool:
+    return is_traced(jnp.asarray(0.0)) or any(map(is_traced, jax.tree.leaves(given)))
+
+
+def refuse_tolerance(accuracy: Accuracy) -> None:
+    if accuracy.tolerance is not None:
+        told = "tolerance needs values to look at: inside jit or grad set num_paths instead"
+        raise ValueError(told + see("inside-jit"))
+
+
+def gathered(
+    done: list[tuple[np.ndarray, dict[str, Any]]], method: str, batch: tuple[int, ...], dtype
+) -> Estimate:
+    """One estimate from parts of some points each, in the order and shape of x."""
+    order = np.argsort(np.concatenate([which for which, _ in done]))
+    names = done[0][1]
+    parts = {name: np.concatenate([parts[name] for _, parts in done])[order] for name in names}
+    exact = lambda a: a.astype(dtype) if a.dtype.kind == "f" else a
+    parts = {name: jax.device_put(exact(part.reshape(batch))) for name, part in parts.items()}
+    return Estimate.of(parts.pop("log_prob"), method, **parts)

@@ -1,0 +1,294 @@
+"""What paths are drawn from: the driver's own distribution, or for each x a mixture of normal ones."""
+
+import abc
+import math
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_fields, check_instance
+from .._linear import UNROLL, log_abs_det, solve
+from ..flow import AbstractStochasticFlow
+from ..sde import MLP, Activation, tanh
+from ._draws import AbstractDraws, Independent, uniform_of
+
+SPARE = 1  # standard normal numbers beyond one for each coordinate of ξ: it chooses the component
+
+
+class Mixture(eqx.Module):
+    """Distributions of ω `(W,)`, the path's coefficients, for B points with M components each.
+
+    Component m is ω = c + S u, S diagonal, u normal with precision I + GᵀG, G `(d, W)`. That is what a normal
+    distribution of ξ = (start, path) on a plane, seen along the start, looks like: with N = (N₀, N₁)
+    orthonormal directions across the plane, G = N₀⁻¹N₁, u = ε₁ − N₁ᵀ(N₀ε₀ + N₁ε₁), and its volume is
+    |det N₀|. N = (I, 0) makes u standard normal. Beside the components there is the prior, with the share
+    `prior`.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    mixture = rf.density.Mixture.of(jnp.zeros((3, 6)), jnp.ones((3, 6)), dimension=2)  # for three points
+    mixture.log_prob(jnp.zeros((3, 10, 6))).shape  # (3, 10), of ten paths each
+    ```
+    """
+
+    centre: Array  # c, (B, M, W)
+    scale: Array  # S, (B, M, W)
+    normal: Array  # N, (B, M, d, d + W)
+    log_share: Array  # (B, M), of the components among themselves
+    prior: Array  # (B,)
+
+    @staticmethod
+    def of(centre: Array, scale: Array, dimension: int) -> "Mixture":
+        """One component with independent normal coefficients, centre and scale `(B, W)`, and no prior."""
+        batch, size = centre.shape
+        frame = jnp.eye(dimension, dimension + size, dtype=centre.dtype)
+        return Mixture(
+            centre[:, None],
+            scale[:, None],
+            jnp.broadcast_to(frame, (batch, 1, *frame.shape)),
+            jnp.zeros((batch, 1), centre.dtype),
+            jnp.zeros(batch, centre.dtype),
+        )
+
+    @property
+    def dimension(self) -> int:
+        return self.normal.shape[2]
+
+    @property
+    def num_normals(self) -> int:
+        """How many standard normal numbers a draw is made from."""
+        return self.normal.shape[-1] + SPARE
+
+    @property
+    def steepness(self) -> Array:
+        """How far the start moves with the path, per unit and dimension: |det N₀|^(−1/d) of the steepest
+        component, `(B,)`."""
+        volume = jnp.where(jnp.isfinite(self.log_share), self._log_volume(), 0)
+        return jnp.exp(-jnp.min(volume, axis=1) / self.dimension)
+
+    def shares(self, xp: Any = np) -> Any:
+        """Those of the components and, last, the prior, `(B, M + 1)`."""
+        own = xp.exp(self.log_share) * (1 - self.prior)[:, None]
+        return xp.concatenate([own, self.prior[:, None]], axis=1)
+
+    def with_prior(self, share: float) -> "Mixture":
+        """The same with at least this share of the prior."""
+        return eqx.tree_at(lambda m: m.prior, self, jnp.maximum(self.prior, share))
+
+    def sample(self, noise: Array) -> Array:
+        """ω `(B, K, W)` made from standard normal numbers `(B, K, num_normals)`."""
+        centre, kick = self._drawn(noise, self._pick(noise))
+        return centre + kick
+
+    def log_prob(self, omega: Array) -> Array:
+        """The log-density at ω `(B, K, W)`."""
+        return jax.nn.logsumexp(self.log_components(omega), axis=-1)
+
+    def log_components(self, omega: Array) -> Array:
+        """The log-densities of the components and, last, the prior, each with its share, `(B, K, M + 1)`."""
+        share = self.prior[:, None, None]
+        own = _log(1 - share) + self.log_share[:, None] + self._each(omega)
+        return jnp.concatenate([own, _log(share) + log_standard(omega)[..., None]], axis=-1)
+
+    def autoregress(self, omega: Array, noise: Array, stay: Array) -> tuple[Array, Array]:
+        """ω′ = c + ρ(ω − c) + √(1 − ρ²) S u, and the logarithm of the component's density at ω over that
+        at ω′.
+
+        The component is drawn, whatever ω is, and the move keeps its distribution (Neal 1998; Cotter et al.
+        2013). `noise` is as for `sample`, `stay` is ρ, `(B, K, 1)`.
+        """
+        pick = self._pick(noise)
+        centre, kick = self._drawn(noise, pick)
+        moved = centre + stay * (omega - centre) + jnp.sqrt(1 - stay**2) * kick
+
+        def log_density(at: Array) -> Array:
+            own = jnp.sum(jnp.where(pick, self._each(at), 0), axis=-1)
+            return jnp.where(jnp.any(pick, axis=-1), own, log_standard(at))
+
+        return moved, log_density(omega) - log_density(moved)
+
+    def _drawn(self, noise: Array, pick: Array) -> tuple[Array, Array]:
+        """The centre of the component that was picked, and a draw from it less that."""
+        noise, pick = noise[..., :-SPARE], pick.astype(noise.dtype)
+        across = jnp.einsum("bmij,bkj->bkmi", self.normal, noise) * pick[..., None]
+        path = noise[..., self.dimension :]
+        unit = path - jnp.einsum("bkmi,bmij->bkj", across, self.normal[..., self.dimension :])
+        # For the prior nothing is picked: centre 0 and scale 1.
+        centre = jnp.einsum("bkm,bmw->bkw", pick, self.centre)
+        scale = 1 + jnp.einsum("bkm,bmw->bkw", pick, self.scale - 1)
+        return centre, scale * unit
+
+    def _each(self, omega: Array) -> Array:
+        """The log-density of every component at ω, `(B, K, M)`."""
+        unit = (omega[:, :, None] - self.centre[:, None]) / self.scale[:, None]
+        start, path = jnp.split(self.normal, [self.dimension], axis=-1)
+        flat = lambda a: jnp.reshape(a, (math.prod(a.shape[:2]), *a.shape[2:]))
+        slope = jnp.reshape(solve(flat(start), flat(path)), path.shape)
+        across = jnp.einsum("bmij,bkmj->bkmi", slope, unit)
+        squares = jnp.sum(unit**2, axis=-1) + jnp.sum(across**2, axis=-1)
+        log_volume = self._log_volume() + jnp.sum(jnp.log(self.scale), axis=-1)
+        return -0.5 * squares - 0.5 * omega.shape[-1] * math.log(2 * math.pi) - log_volume[:, None]
+
+    def _log_volume(self) -> Array:
+        """log |det N₀|, `(B, M)`."""
+        shape = self.log_share.shape
+        start = jnp.reshape(self.normal[..., : self.dimension], (math.prod(shape), *(self.dimension,) * 2))
+        return jnp.reshape(log_abs_det(start), shape)
+
+    def _pick(self, noise: Array) -> Array:
+        """Which component each draw is from, by its spare number: `(B, K, M)`, none for the prior."""
+        uniform = uniform_of(noise[..., -1:])
+        share = jnp.exp(self.log_share) * (1 - self.prior)[:, None]
+        upper = jnp.cumsum(share, axis=1)
+        lower = upper - share
+        # Rounding must not leave a gap below 1 where the prior has no share.
+        upper = jnp.where((self.prior == 0)[:, None] & (upper >= upper[:, -1:]), 2, upper)
+        return (uniform >= lower[:, None]) & (uniform < upper[:, None]) & (share > 0)[:, None]
+
+
+def log_standard(omega: Array) -> Array:
+    """The standard normal log-density over the last axis."""
+    return -0.5 * jnp.sum(omega**2, axis=-1) - 0.5 * omega.shape[-1] * math.log(2 * math.pi)
+
+
+def _log(share: Array) -> Array:
+    some = share > 0
+    return jnp.where(some, jnp.log(jnp.where(some, share, 1)), -jnp.inf)
+
+
+class AbstractProposal(eqx.Module):
+    """Chooses where to draw the paths that may lead to x; `rf.Prior` is one.
+
+    ```python
+    from typing import ClassVar
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    class Wider(rf.density.AbstractProposal):
+        # twice the spread of the prior, whatever x is
+        draws: rf.density.AbstractDraws = rf.density.Independent()
+
+        def distribution(self, flow, x, cloud):
+            zeros = jnp.zeros((len(x), flow.driver.num_functions * flow.noise_dimension), x.dtype)
+            return rf.density.Mixture.of(zeros, zeros + 2, flow.dimension)
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
+    estimator = rf.PullBack(1000, proposal=Wider())
+    flow.log_prob(jnp.zeros((3, 1)), key=jax.random.key(0), estimator=estimator)
+    ```
+    """
+
+    draws: eqx.AbstractVar[AbstractDraws]
+    wants_cloud: ClassVar[bool] = False  # whether it looks at forward draws of the flow
+
+    def __check_init__(self):
+        check_fields(self)
+
+    @abc.abstractmethod
+    def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: Any) -> Mixture | None:
+        """The distribution for each point of x `(B, d)`; None for the prior."""
+
+
+class Prior(AbstractProposal):
+    """Draw paths from their own distribution, whatever x is. `draws` may be `rf.density.Independent()` (the
+    default), `rf.density.Antithetic()` or `rf.density.Sobol()`.
+
+    ```python
+    import roughflow as rf
+
+    estimator = rf.PullBack(num_paths=1024, proposal=rf.Prior(rf.density.Sobol()))
+    ```
+    """
+
+    draws: AbstractDraws = Independent()
+
+    def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: Any) -> None:
+        del flow, x, cloud
+
+
+class Amortised(AbstractProposal):
+    """Draw the path's coefficients ω = m + S u, S diagonal, u normal with precision I + GᵀG; m, S and G
+    `(d, nm)` by a network of x and of the flow's end time.
+
+    On a linear SDE the distribution of the path given x has this form, S = I: G says how the start that
+    belongs to a path moves with it, in units of the base's spread. In more than 8 dimensions G is zero.
+
+    Untrained it is the prior. Train it with the model: the K-path bound (`rf.density.LowerBound`) is largest
+    when the proposal is the distribution of the path given x (Burda et al. 2016), and gradients reach the
+    network.
+
+    Coefficients it was not made for, those of a driver with more functions, it draws from the prior.
+
+    **Arguments:** `flow`, for its sizes; `width`, `depth` and `activation` of the network; `draws`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
+    proposal = rf.Amortised(flow, width=16, depth=1, key=jax.random.key(0))
+    flow.log_prob(jnp.zeros(1), key=jax.random.key(1), estimator=rf.PullBack(100, proposal))
+    ```
+    """
+
+    network: MLP
+    sizes: tuple[int, int, int] = eqx.field(static=True)  # d, n, m
+    draws: AbstractDraws
+
+    def __init__(
+        self,
+        flow: AbstractStochasticFlow,
+        width: int = 32,
+        depth: int = 2,
+        activation: Activation = tanh,
+        *,
+        draws: AbstractDraws | None = None,
+        key: PRNGKeyArray,
+    ):
+        check_instance("flow", flow, AbstractStochasticFlow, "an rf.StochasticFlow")
+        self.sizes = (flow.dimension, flow.driver.num_functions, flow.noise_dimension)
+        path = flow.driver.num_functions * flow.noise_dimension
+        outputs = 2 * (flow.dimension + path) + (flow.dimension * path if flow.dimension <= UNROLL else 0)
+        sizes = flow.dimension, outputs
+        self.network = MLP(*sizes, width, depth, activation, time_dependent=True, scale=0.0, key=key)
+        self.draws = Independent() if draws is None else draws
+
+    def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: Any) -> Mixture:
+        del cloud
+        d, n, m = self.sizes
+        if (flow.dimension, flow.noise_dimension) != (d, m) or flow.driver.num_functions < n:
+            raise ValueError(
+                f"the proposal was made for {d} dimensions, {n} functions and {m} noises, the flow has "
+                f"{flow.dimension}, {flow.driver.num_functions} and {flow.noise_dimension}: make one with "
+                "rf.Amortised(flow, key=key)"
+            )
+        out = jax.vmap(lambda point: self.network(jnp.asarray(flow.t1, point.dtype), point))(x)
+        # The network has outputs for the start as well, which the path and x determine.
+        mean, log_scale, tilt = jnp.split(out, [d + n * m, 2 * (d + n * m)], axis=1)
+        more = ((0, 0), (0, (flow.driver.num_functions - n) * m))
+        mean, log_scale = (jnp.pad(part[:, d:], more) for part in (mean, log_scale))
+        distribution = Mixture.of(mean, jnp.exp(log_scale), d)
+        if not tilt.size:  # many dimensions, or a file from before there was one
+            return distribution
+        slope = jnp.pad(jnp.reshape(tilt, (-1, d, n * m)), ((0, 0), *more))
+        return eqx.tree_at(lambda d: d.normal, distribution, _across(slope)[:, None])
+
+
+def _across(slope: Array) -> Array:
+    """Orthonormal directions `(B, d, d + W)` that span the rows of (I, G), by Gram and Schmidt's way."""
+    eye = jnp.eye(slope.shape[1], dtype=slope.dtype)
+    table = jnp.concatenate([jnp.broadcast_to(eye, (len(slope), *eye.shape)), slope], axis=2)
+    directions: list[Array] = []
+    for i in range(slope.shape[1]):
+        direction = table[:, i]
+        for before in directions:
+            direction = direction - jnp.sum(direction * before, axis=1, keepdims=True) * before
+        directions.append(direction / jnp.linalg.norm(direction, axis=1, keepdims=True))
+    return jnp.stack(directions, axis=1)
