@@ -1,92 +1,200 @@
-"""Compiled programs: no more of them than need be, and never more than a process can hold."""
+"""Compiled programs: the one module that knows about compilation."""
 
 import contextvars
 import functools
-import gc
-import os
+import logging
+import sys
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
 from ._checks import is_traced
+from ._functions import MissingSignature, is_users_function, opened
 
 try:
     from jax import enable_x64
 except ImportError:  # JAX before 0.8
     from jax.experimental import enable_x64  # pyright: ignore
 
-# On Linux a process may have 65,530 memory maps; one too many, and the compiler dies of a segmentation fault.
-# A compiled program takes about forty, and JAX keeps thousands of programs.
-MAPS = Path("/proc/self/maps")
-LIMIT = 15_000
-EVERY = 32  # programs compiled between two looks
+# Programs held at a time, least recently used ones are dropped. On Linux a process may have 65,530 memory
+# maps, and the compiler crashes when there are no more; a program takes about forty.
+MAX_PROGRAMS = 512
 
-# On a CPU these take half the time to compile. But at level 1 a solve with networks takes half as long again,
-# an estimate or a simulation twice as long and more, a chain up to five times; at level 0 a solve takes three
-# times as long. At level 1 that is for want of the fusion emitters: with them it runs as fast as at any, and
-# takes five seconds more to compile an estimate. Not every version of XLA knows all of them.
+# On a CPU these halve the time to compile, or better. At level 1 a solve with networks takes half as long
+# again, an estimate or a simulation twice as long and more; at level 0 a solve takes three times as long. With
+# fusion emitters level 1 runs as fast as any, and an estimate takes five seconds more to compile.
 EMITTERS = "xla_cpu_use_fusion_emitters"
 QUICK: Mapping[str, bool | int] = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 2}
 LEVEL = "xla_backend_optimization_level"
-# On a GPU most of the time to compile goes into kernels for every product, written in Triton and tried out
-# in dozens of forms. Those of cuBLAS run as fast here, and a first fit or estimate takes a third to a half of
-# the time.
+# On a GPU most of the time to compile goes into Triton kernels for matrix products, tried out in dozens of
+# forms. Those of cuBLAS run as fast here, and a first fit or estimate takes a third to a half of the time.
 ON_GPU: Mapping[str, bool | int] = {"xla_gpu_enable_triton_gemm": False}
 
+MESSAGE_AFTER = 3.0  # seconds of compilation
+
 _long: contextvars.ContextVar[bool] = contextvars.ContextVar("long", default=False)
+_programs: OrderedDict[Any, "_Program"] = OrderedDict()
+# For programs by their arguments: signatures of functions, or that code asks for the values of floats.
+_signatures: OrderedDict[Any, dict[Any, list[Any]]] = OrderedDict()
+_asking: OrderedDict[Any, bool] = OrderedDict()
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class _Held:
-    """How many programs were compiled since the last look, and how many maps are too many."""
-
-    fresh: int = 0
-    limit: int = LIMIT
-
-
 def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> Callable[Arguments, Result]:
-    """As `eqx.filter_jit`, for programs that may be asked for again and again with other numbers.
+    """As `eqx.filter_jit`, for programs that may be called again and again with other numbers.
 
-    Plain floats in the arguments, a rate or an end time in a module, are not compiled into the program, so
-    that another number finds it compiled; only code that asks for their value (`if rate > 1`, `math.exp`) has
-    a program for each. And when the programs of this process have become too many, they are dropped, to
-    be compiled again as needed. On a CPU, with a `level`, 1 or 0, less time goes into compiling: 0 for
-    programs that do little; more of it again where there is much to do (`runs_long`).
+    Floats in the arguments, a rate or an end time in a module, are not compiled into the program. Nor are the
+    numbers in functions that a user has written (`roughflow._functions`). Code that asks for the value of a
+    float (`if rate > 1`, `math.exp`) has a program for each value. The number of programs is bounded.
+    On a CPU a `level` of 1 or 0 spends less time on compiling: 0 for programs that do little, 1 for those that
+    do more. `runs_long` overrides it where a program has much to do.
     """
-    compiled = _with_options(function, level)
-    # What arguments look like to code that asks for the value of a float.
-    asking: set[Any] = set()
-
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        if not any(_is_float(leaf) for leaf in leaves) or structure in asking:
-            return compiled(*args, **kwargs)
-        # A Python float stays one to the rules of promotion: it becomes a weakly typed array.
-        dynamic = [jnp.asarray(leaf) if _is_float(leaf) else leaf for leaf in leaves]
-        changed: tuple[Any, Any] = jax.tree.unflatten(structure, dynamic)
-        try:
-            return compiled(*changed[0], **changed[1])  # pyright: ignore[reportCallIssue]
-        except jax.errors.JAXTypeError:
-            result = compiled(*args, **kwargs)
-            asking.add(structure)
-            return result
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        drop_programs()
         with exact_products():
-            return run(*args, **kwargs)
+            return _with_opened_functions(function, level, (args, kwargs))
 
     return call
+
+
+def _with_opened_functions(function: Callable, level: int | None, arguments: tuple) -> Any:
+    """Call a program with users' functions in the arguments opened, for the signatures that it needs."""
+    leaves, structure = jax.tree.flatten(arguments)
+    users = [i for i, leaf in enumerate(leaves) if is_users_function(leaf)]
+    if not users:
+        return _with_dynamic_floats(function, level, leaves, structure)
+    key = (function, structure, *(None if i in users else _kind(leaf) for i, leaf in enumerate(leaves)))
+    signatures = _entry(_signatures, key, dict)
+    while True:
+        given = list(leaves)
+        for i in users:
+            wanted = signatures.setdefault(i, [])
+            replaced = None if None in wanted else opened(leaves[i], wanted, (function.__qualname__, i))
+            given[i] = leaves[i] if replaced is None else replaced
+        flat = jax.tree.flatten(jax.tree.unflatten(structure, given))
+        try:
+            return _with_dynamic_floats(function, level, *flat)
+        except MissingSignature as missing:
+            name, i = missing.name
+            if name != function.__qualname__:
+                raise
+            signatures[i].append(missing.signature)
+
+
+def _with_dynamic_floats(function: Callable, level: int | None, leaves: list, structure: Any) -> Any:
+    """Call a program with floats as arrays, unless it asks for their values."""
+    if not any(map(_is_float, leaves)):
+        return _run(function, level, leaves, structure)
+    key = (function, structure)
+    if _entry(_asking, key, bool):
+        return _run(function, level, leaves, structure)
+    # A Python float stays one to the rules of promotion: it becomes a weakly typed array.
+    dynamic = [jnp.asarray(leaf) if _is_float(leaf) else leaf for leaf in leaves]
+    try:
+        return _run(function, level, dynamic, structure)
+    except jax.errors.JAXTypeError:
+        result = _run(function, level, leaves, structure)
+        _asking[key] = True
+        return result
+
+
+def _run(function: Callable, level: int | None, leaves: list, structure: Any) -> Any:
+    """Call the program for arguments of this kind; compile it if there is none."""
+    dynamic = [leaf for leaf in leaves if eqx.is_array(leaf)]
+    traced = is_traced(jnp.asarray(0.0)) or any(map(is_traced, dynamic))
+    # A part of another program has no options of its own.
+    options = {} if traced else _options(level, _long.get())
+    config: Any = jax.config
+    key = (function, structure, tuple(map(_kind, leaves)), tuple(options.items()), config.jax_enable_x64)
+    static = [None if eqx.is_array(leaf) else leaf for leaf in leaves]
+    program = _entry(_programs, key, lambda: _Program(function, structure, static, options))
+    try:
+        with nullcontext() if traced or program.is_compiled else _message(), _quiet_callbacks():
+            return program(dynamic, wait=not traced)
+    except ValueError as error:
+        # What is differentiated may hide in a function that closes over it.
+        if "compiler_options" not in str(error):
+            raise
+        return _Program(function, structure, static, {})(dynamic, wait=False)
+
+
+class _Program:
+    """A function of arrays alone, compiled when it is first called. JAX drops what it has compiled with it."""
+
+    def __init__(self, function: Callable, structure: Any, static: list, options: dict[str, bool | int]):
+        rest: list[Any] = []
+
+        def run(dynamic: list) -> Any:
+            arrays = iter(dynamic)
+            leaves = [next(arrays) if take else leaf for take, leaf in zip(places, static, strict=True)]
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            result, rest[:] = _halves(function(*args, **kwargs))
+            return result
+
+        places = [leaf is None for leaf in static]
+        run.__name__ = run.__qualname__ = getattr(function, "__name__", "program")
+        self._rest = rest
+        self._compiled = jax.jit(run, compiler_options=options or None)
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self._rest)
+
+    def __call__(self, dynamic: list, *, wait: bool) -> Any:
+        try:
+            result = self._compiled(dynamic)
+            if wait:
+                jax.block_until_ready(result)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            _, found, text = str(error).rpartition("_EquinoxRuntimeError: ")
+            if not found:
+                raise
+            raise eqx.EquinoxRuntimeError(text.split("\n\n\n---")[0]) from None
+        return eqx.combine(result, self._rest[0])
+
+
+def _halves(result: Any) -> tuple[Any, list[Any]]:
+    """The arrays in a result, and a list of one: the rest of it."""
+    arrays, rest = eqx.partition(result, eqx.is_array)
+    return arrays, [rest]
+
+
+def _entry(table: OrderedDict, key: Any, make: Callable[[], Any]) -> Any:
+    """An entry of a table that holds `MAX_PROGRAMS`, those least recently used dropped."""
+    if key not in table:
+        table[key] = make()
+        while len(table) > MAX_PROGRAMS:
+            table.popitem(last=False)
+    table.move_to_end(key)
+    return table[key]
+
+
+def drop_programs() -> None:
+    """Drop all programs that the library holds."""
+    for table in (_programs, _signatures, _asking):
+        table.clear()
+
+
+def _kind(leaf: Any) -> Any:
+    """What of an argument a program depends on."""
+    if eqx.is_array(leaf):
+        return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
+    return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, float | np.floating)
 
 
 @contextmanager
@@ -122,87 +230,81 @@ def exact_products() -> AbstractContextManager[object]:
     return jax.default_matmul_precision("float32")
 
 
-def _with_options(function: Callable[Arguments, Result], level: int | None) -> Callable[Arguments, Result]:
-    """As `eqx.filter_jit`, with options that only a program of its own can have: not one that becomes part of
-    another, inside a `jit` or `grad`."""
-    plain = eqx.filter_jit(function)
-
-    @functools.cache
-    def alone(long: bool) -> Callable[Arguments, Result]:
-        options = known_options(level)
-        if long:
-            options = {name: value for name, value in options.items() if name != EMITTERS}
-        if not options:
-            return plain
-        return eqx.filter_jit(function, compiler_options=options)  # pyright: ignore[reportCallIssue]
-
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if is_traced(jnp.asarray(0.0)) or any(map(is_traced, jax.tree.leaves((args, kwargs)))):
-            return plain(*args, **kwargs)
-        try:
-            return alone(_long.get())(*args, **kwargs)
-        except ValueError as error:
-            # What is differentiated may hide in a function that closes over it.
-            if "compiler_options" not in str(error):
-                raise
-            return plain(*args, **kwargs)
-
-    return call
+def _options(level: int | None, long: bool) -> dict[str, bool | int]:
+    options = known_options(level)
+    return {name: value for name, value in options.items() if name != EMITTERS} if long else options
 
 
 @functools.cache
 def known_options(level: int | None) -> dict[str, bool | int]:
-    """Those of the options for a quick compilation that this version of XLA knows, and none that the user has
-    set."""
+    """Those of the options for a quick compilation that this version of XLA knows."""
     backend, options = jax.default_backend(), {}
     if backend == "cpu" and level is not None:
         options = {**QUICK, LEVEL: level}
     elif backend == "gpu":
-        options = ON_GPU
-    given = os.environ.get("XLA_FLAGS", "")
-    options = {name: value for name, value in options.items() if name not in given}
+        options = dict(ON_GPU)
     if _are_known(options):
         return options
     return {name: value for name, value in options.items() if _are_known({name: value})}
 
 
-def _are_known(options: dict[str, bool | int]) -> bool:
+def _are_known(options: Mapping[str, bool | int]) -> bool:
     try:
-        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+        jax.jit(lambda: 0, compiler_options=dict(options)).lower().compile()
     except (RuntimeError, ValueError):
         return False
     return True
 
 
-def drop_programs() -> None:
-    """Drop all compiled programs if they hold too many memory maps; between two calls, not within one."""
-    if _Held.fresh < EVERY or is_traced(jnp.asarray(0.0)):
-        return
-    _Held.fresh = 0
-    if memory_maps() < _Held.limit:
-        return
-    jax.clear_caches()
-    gc.collect()
-    # What somebody else holds stays: it should not make every call drop what the one before it compiled.
-    _Held.limit = max(LIMIT, 2 * memory_maps())
+class _Burst:
+    """Programs compiled one after another, told of once."""
+
+    began = ended = -np.inf
+    reported = False
 
 
-def memory_maps() -> int:
-    """How many memory maps this process has; 0 where there is no telling, and no such limit."""
+@contextmanager
+def _message() -> Iterator[None]:
+    """One line on stderr if programs take more than three seconds to compile, in interactive use."""
+    if not _is_interactive():
+        yield
+        return
+    now = time.monotonic()
+    if now - _Burst.ended > 1:
+        _Burst.began, _Burst.reported = now, False
+
+    def report() -> None:
+        if not _Burst.reported:
+            _Burst.reported = True
+            print("roughflow: compiling …", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(max(0.0, MESSAGE_AFTER - (now - _Burst.began)), report)
+    timer.daemon = True
+    timer.start()
     try:
-        return MAPS.read_bytes().count(b"\n")
-    except OSError:
-        return 0
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        _Burst.ended = time.monotonic()
 
 
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, float | np.floating)
+def _is_interactive() -> bool:
+    return "ipykernel" in sys.modules or bool(getattr(sys.stderr, "isatty", bool)())
 
 
-def _count(event: str, duration_secs: float, **_: str | int) -> None:
-    del duration_secs
-    if event.endswith("/backend_compile_duration"):
-        _Held.fresh += 1
+class _NoCallbackErrors(logging.Filter):
+    """Leaves out JAX's record of an error that is raised anyway."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.getMessage() != "jax.pure_callback failed"
 
 
-jax.monitoring.register_event_duration_secs_listener(_count)
+@contextmanager
+def _quiet_callbacks() -> Iterator[None]:
+    logger, unwanted = logging.getLogger("jax._src.callback"), _NoCallbackErrors()
+    logger.addFilter(unwanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(unwanted)

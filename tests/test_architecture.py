@@ -20,7 +20,7 @@ ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough":
 # So do the folders inside the density stage.
 DENSITY = ["surface", "proposals", "estimators"]
 # What every stage may use, in this order too.
-COMMON = ["faq", "_checks", "_devices", "_programs", "_keys", "_linear", "_trainable", "_show"]
+COMMON = ["faq", "_checks", "_devices", "_functions", "_programs", "_keys", "_linear", "_trainable", "_show"]
 ALLOWED |= {part: set(COMMON[:i]) for i, part in enumerate(COMMON)}
 # These stand on top and see only what a user sees: `import roughflow`.
 ON_TOP = {"interop", "cli", "plots", "datasets", "experiments", "report"}

@@ -1,20 +1,22 @@
 """Compiled programs: another number needs no other program, and there are never too many of them."""
 
 import contextlib
-import subprocess
-import sys
-import textwrap
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
 
 import equinox as eqx
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 
 import roughflow as rf
 from roughflow import _programs
-from roughflow._programs import jit, memory_maps, runs_long
+from roughflow._programs import jit, runs_long
 
 EVENTS = []
 jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: EVENTS.append(event))
@@ -141,20 +143,16 @@ def test_gradients_and_batches_pass_through():
 
 @pytest.fixture
 def unset(monkeypatch):
-    """No options of the user's, and none known yet."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    """No options known yet."""
     _programs.known_options.cache_clear()
     yield monkeypatch
     _programs.known_options.cache_clear()
 
 
-def test_options_that_are_not_known_or_that_the_user_has_set_are_left_out(unset):
+def test_unknown_options_are_left_out(unset):
     unset.setattr(_programs, "QUICK", {"xla_no_such_option": True})
     assert _programs.known_options(1) == {_programs.LEVEL: 1}
     assert jit(lambda x: 2 * x, level=1)(3.0) == 6
-    unset.setenv("XLA_FLAGS", f"--{_programs.LEVEL}=0")
-    _programs.known_options.cache_clear()
-    assert _programs.known_options(1) == {}
 
 
 def test_on_a_gpu_every_program_is_spared_the_search_for_kernels(unset):
@@ -182,19 +180,21 @@ def test_what_runs_long_is_compiled_with_more_care(unset):
     """Within `runs_long` and nowhere else, another program of the same function."""
     if _programs.EMITTERS not in _programs.known_options(1):
         pytest.skip("this version of XLA has no such option")
-    made, compile_with = [], eqx.filter_jit
+    made, compile_with = [], jax.jit
 
-    def filter_jit(function, compiler_options=None):
+    def recorded(function, compiler_options=None):
         made.append(compiler_options)
         return compile_with(function)
 
-    unset.setattr(_programs.eqx, "filter_jit", filter_jit)
     double = jit(lambda x: 2 * x, level=1)
+    known = _programs.known_options(1)
+    unset.setattr(_programs.jax, "jit", recorded)
     for long in (False, True, False):
         with runs_long(long):
             assert double(3.0) == 6
     double(4.0)
     quick, careful = [options for options in made if options]
+    assert known == quick
     assert set(quick) - set(careful) == {_programs.EMITTERS}
 
 
@@ -207,38 +207,212 @@ def test_the_trial_and_the_paths_that_count_are_one_program(key, caplog):
     assert len(compiled) == 1
 
 
-@pytest.mark.skipif(not memory_maps(), reason="this system does not tell")
-def test_programs_are_dropped_before_there_are_too_many():
-    """A search over sizes, in a process of its own, with a limit that is soon reached."""
-    script = textwrap.dedent("""
-        import jax.numpy as jnp, numpy as np
-        from roughflow import _programs
-        from roughflow._programs import memory_maps
+def linear(a, b=0.5):
+    """An SDE written again for each parameter."""
+    return rf.ItoSDE(
+        lambda t, z: a * jnp.stack([z[1], -z[0]]), lambda t, z: jnp.array([[b, 0.0], [0.1 * z[0], b]])
+    )
 
-        step = _programs.jit(lambda x: jnp.sin(x) + jnp.cumsum(x))
+
+def flow_of(sde, dimension=2):
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(dimension)))
+
+
+X = np.array([[0.3, -0.2], [1.0, 0.5], [0.0, 0.1]])
+
+
+@pytest.mark.parametrize("calculus", ["Itô", "Stratonovich"])
+def test_functions_written_again_reuse_programs(key, calculus):
+    """And the results are those of the functions as they are, up to rounding."""
+
+    def results(a, convert=lambda f: f):
+        sde = linear(a)
+        kind = rf.ItoSDE if calculus == "Itô" else rf.StratonovichSDE
+        sde = kind(convert(sde.drift), convert(sde.diffusion))
+        flow = flow_of(sde)
+        yield flow.sample(key=key, shape=(3,))
+        yield flow.log_prob_given_path(X, flow.sample_path(key=key))
+        yield rf.simulate(sde, X, key=key, steps=3)
+
+    list(results(1.0))
+    with no_new_program():
+        again = list(results(1.25))
+    for ours, plain in zip(again, results(1.25, jax.tree_util.Partial), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-14)
+
+
+def test_estimates_with_functions_written_again_reuse_programs(key):
+    value = lambda a: flow_of(linear(a)).estimate(X, key=key, estimator=rf.PullBack(8)).log_prob
+    value(1.0)
+    with no_new_program():
+        assert not np.allclose(value(1.5), value(1.0))
+
+
+def test_transitions_with_functions_written_again_reuse_programs(key):
+    def value(a):
+        effort = rf.Effort(2, 2, 2)
+        return rf.transition_estimate(linear(a), X[:2], X[1:], 0.1, key=key, effort=effort).log_prob
+
+    value(1.0)
+    with no_new_program():
+        assert not np.allclose(value(1.5), value(1.0))
+
+
+def test_derivatives_in_what_functions_close_over(key):
+    path = flow_of(linear(1.0)).sample_path(key=key)
+    value = lambda a: jnp.sum(flow_of(linear(a)).log_prob_given_path(X, path))
+    slope = jax.grad(value)(1.0)
+    with no_new_program():
+        other = jax.grad(value)(1.3)
+    central = lambda a: (value(a + 1e-5) - value(a - 1e-5)) / 2e-5
+    np.testing.assert_allclose([slope, other], [central(1.0), central(1.3)], rtol=1e-7)
+    np.testing.assert_allclose(jax.jit(jax.grad(value))(1.3), other, rtol=1e-12)
+
+
+@jit
+def applied(function, *arguments):
+    return function(*arguments)
+
+
+def power(a):
+    return lambda x: x**a
+
+
+def branch(a):
+    return lambda x: a * x if a > 1 else x + a
+
+
+def custom(a):
+    """A value and a rule for its derivative that both close over a number."""
+
+    @jax.custom_jvp
+    def function(x):
+        return a * x
+
+    function.defjvp(lambda primals, tangents: (function(*primals), 10 * a * tangents[0]))
+    return lambda x: function(x)
+
+
+def loop(a):
+    return lambda x: jax.lax.fori_loop(0, 3, lambda i, y: a * y, x)
+
+
+def softplus(a):
+    return lambda x: jax.nn.softplus(a * x) + jax.nn.relu(x - a)
+
+
+def matrix(a):
+    weights = a * np.arange(4.0).reshape(2, 2)
+    return lambda x: weights @ jnp.stack([x, x])
+
+
+def operator(a):
+    return lambda x: lx.DiagonalLinearOperator(a * jnp.stack([x, x]))
+
+
+@pytest.mark.parametrize("make", [power, branch, custom, loop, softplus, matrix, operator])
+@pytest.mark.parametrize("numbers", [(0.7, 1.3), (2.0, 3.0), (1.0, 2.0), (0.5, 0.5)])
+def test_opened_functions_are_the_functions(make, numbers):
+    """Whatever operations are in them, and whichever were compiled before."""
+    for a in numbers:
+        expected, tangent = jax.jvp(make(a), (1.7,), (1.0,))
+        value, slope = jax.jvp(lambda x, a=a: applied(make(a), x), (1.7,), (1.0,))
+        for ours, plain in zip(
+            jax.tree.leaves((value, slope)), jax.tree.leaves((expected, tangent)), strict=True
+        ):
+            np.testing.assert_allclose(ours, plain, rtol=1e-14)
+
+
+@pytest.mark.parametrize("make", [power, branch, softplus, matrix, operator])
+def test_other_numbers_in_a_function_need_no_other_program(make):
+    applied(make(1.2), 1.0)
+    with no_new_program():
+        applied(make(1.4), 2.0)
+
+
+def test_whole_numbers_and_shapes_in_a_function_are_part_of_the_program():
+    for n in (2, 3):
+        assert applied(lambda x, n=n: x[n], jnp.arange(5.0)) == n
+        assert applied(lambda x, n=n: x**n, jnp.asarray(2.0)) == 2**n
+        assert applied(lambda x, n=n: jnp.sum(jnp.ones(n) * x), jnp.asarray(1.0)) == n
+
+
+def test_a_function_is_traced_again_when_what_it_refers_to_has_changed():
+    state, function = {"a": 1.0}, lambda x: state["a"] * x
+    assert applied(function, 2.0) == 2
+    state["a"] = 3.0
+    assert applied(function, 2.0) == 6
+    number = 1.0
+
+    def closure(x):
+        return number * x
+
+    assert applied(closure, 2.0) == 2
+    number = 4.0
+    assert applied(closure, 2.0) == 8
+
+
+def test_types_of_numbers_in_functions_stay():
+    x = jnp.ones(2, jnp.float32)
+    for number, dtype in ((2.0, jnp.float32), (np.float64(2), jnp.float64), (np.float32(2), jnp.float32)):
+        assert applied(lambda x, number=number: number * x, x).dtype == dtype
+        assert applied(lambda x, number=number: number * x, x.astype(float)).dtype == jnp.float64
+
+
+def test_functions_of_other_things_than_arrays_stay_as_they_are():
+    assert applied(lambda name, x: x + len(name), "abc", jnp.asarray(1.0)) == 4
+    assert applied(lambda pair, x: pair["a"] * x, {"a": 2.0}, jnp.asarray(3.0)) == 6
+
+
+def test_an_error_in_a_users_function_is_raised_as_it_is():
+    def broken(x):
+        raise KeyError("a user's mistake")
+
+    with pytest.raises(KeyError, match="a user's mistake"):
+        applied(broken, 1.0)
+
+
+def test_numbers_of_functions_are_not_trained(key):
+    flow = flow_of(linear(1.0))
+    flow.log_prob_given_path(X, flow.sample_path(key=key))
+    assert len(jax.tree.leaves(eqx.filter(flow.sde, eqx.is_array))) == 0
+
+
+def test_the_number_of_programs_is_bounded(monkeypatch):
+    """Dropped ones give back their memory maps."""
+    maps = lambda: (
+        Path("/proc/self/maps").read_bytes().count(b"\n") if Path("/proc/self/maps").exists() else 0
+    )
+    step = jit(lambda x: jnp.sin(x) + jnp.cumsum(x))
+    monkeypatch.setattr(_programs, "_programs", OrderedDict())
+    monkeypatch.setattr(_programs, "MAX_PROGRAMS", 4)
+    used = []
+    for rows in range(1, 25):
+        step(np.ones(rows))
+        used.append(maps())
+    assert len(_programs._programs) == 4
+    assert used[-1] - used[3] <= used[3] - used[0] + 20
+    with no_new_program():
+        step(np.ones(24))
+    with pytest.raises(AssertionError), no_new_program():
         step(np.ones(1))
-        first = memory_maps()
-        _programs.EVERY, _programs.LIMIT = 4, first + 300
-        _programs._Held.limit = _programs.LIMIT
-        print(max(memory_maps() - first + 0 * len(step(np.ones(rows))) for rows in range(2, 62)))
-    """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    # Sixty programs would take more than 700.
-    assert 200 < int(done.stdout) < 450
 
 
-@pytest.mark.skipif(not memory_maps(), reason="this system does not tell")
-def test_programs_are_not_dropped_while_one_is_traced(monkeypatch):
-    """Nor is every call held up by maps that cannot be freed."""
-    dropped = []
-    monkeypatch.setattr(jax, "clear_caches", lambda: dropped.append(1))
-    monkeypatch.setattr(_programs._Held, "limit", 1)
-    monkeypatch.setattr(_programs, "LIMIT", 1)
-    monkeypatch.setattr(_programs._Held, "fresh", _programs.EVERY)
-    jax.eval_shape(lambda: _programs.drop_programs())
-    assert not dropped
-    _programs.drop_programs()
-    assert len(dropped) == 1
-    monkeypatch.setattr(_programs._Held, "fresh", _programs.EVERY)
-    _programs.drop_programs()
-    assert len(dropped) == 1
+def test_a_message_in_interactive_use_alone(monkeypatch, capsys):
+    monkeypatch.setattr(_programs, "MESSAGE_AFTER", 0.0)
+    slow = lambda: jit(lambda x: time.sleep(0.05) or x + 1)
+    threads = threading.active_count()
+    slow()(1.0)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(_programs, "_is_interactive", lambda: True)
+    for _ in range(2):
+        slow()(1.0)
+    assert capsys.readouterr().err == "roughflow: compiling …\n"
+    assert threading.active_count() == threads
+
+
+def test_the_process_is_left_alone():
+    """No listener, no cleared caches, no environment changed, no threads bound to cores."""
+    package = Path(rf.__file__).parent
+    for word in ("clear_caches", "jax.monitoring", "sched_setaffinity", "XLA_FLAGS"):
+        assert [path.name for path in package.rglob("*.py") if word in path.read_text()] == []

@@ -25,8 +25,8 @@ class ParametricSDE(AbstractItoSDE):
     """
 
     parameters: dict[str, Array]
-    drift_function: Callable[[Array, Array, dict[str, Array]], Array] = eqx.field(static=True)
-    diffusion_function: Callable[[Array, Array, dict[str, Array]], Array] = eqx.field(static=True)
+    drift_function: Callable[[Array, Array, dict[str, Array]], Array]
+    diffusion_function: Callable[[Array, Array, dict[str, Array]], Array]
 
     def __init__(self, drift: Callable, diffusion: Callable, parameters: Mapping[str, float | Array]):
         check_callable("drift", drift, "(t, x, parameters) -> (d,)")

@@ -1,0 +1,375 @@
+"""A user's function as data: a sequence of operations, and the numbers in it.
+
+A function that is written again, in a loop over a parameter or in a notebook cell that runs twice, is another
+object to JAX, which compiles every program with it anew. Its operations are the same as before, and only its
+numbers differ. `Opened` holds the operations as static data, which compare by structure, and the numbers as
+arrays. A program is compiled for the operations and takes the numbers as arguments.
+"""
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jaxtyping import Array
+
+from ._checks import is_traced
+
+# Functions of these packages keep their identity: they are made once, or their makers see to it.
+LIBRARIES = frozenset(
+    "blackjax diffrax equinox jax jaxlib jaxtyping lineax numpy numpyro optax optimistix roughflow scipy".split()
+)
+# Programs that are inlined, by the names that versions of JAX have for them.
+INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
+CUSTOM_RULES = {"custom_jvp_call": jax.jvp, "custom_vjp_call": jax.vjp, "custom_vjp_call_jaxpr": jax.vjp}
+# Values that cannot change while a function refers to them.
+FIXED = (bool, bytes, complex, float, int, np.generic, str, type, types.ModuleType, types.NoneType)
+
+
+class Signature(NamedTuple):
+    """The arguments that a function is traced for, and what else a trace depends on."""
+
+    structure: Any
+    types: tuple[tuple[tuple[int, ...], Any, bool], ...]  # shape, dtype and whether it is weak
+    config: tuple[Any, ...]
+
+
+class MissingSignature(BaseException):
+    """An opened function was called with arguments that it has not been traced for.
+
+    The signature is None for arguments that are not arrays. Not an `Exception`: code of the library that
+    reports a failing function must not catch it.
+    """
+
+    def __init__(self, name: Any, signature: Signature | None):
+        super().__init__(f"{name} has not been traced for {signature}")
+        self.name = name
+        self.signature = signature
+
+
+class Opened(eqx.Module):
+    """A function as its operations and its numbers, for arguments of given shapes and types."""
+
+    numbers: tuple[tuple[Array, ...], ...]
+    traces: tuple["Trace", ...] = eqx.field(static=True)
+    name: Any = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            signature, arrays = signature_of(args, kwargs)
+        except TypeError:
+            raise MissingSignature(self.name, None) from None
+        for trace, numbers in zip(self.traces, self.numbers, strict=True):
+            if trace.signature == signature:
+                return trace.run(numbers, arrays)
+        raise MissingSignature(self.name, signature)
+
+
+class Operation(NamedTuple):
+    """One primitive of a trace. Inputs are places among the values so far, ("number", i) or ("literal", x)."""
+
+    equation: JaxprEqn
+    inputs: tuple[Any, ...]
+
+    def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        primitive, context = self.equation.primitive, getattr(self.equation, "ctx", None)
+        bound: Any = primitive.get_bind_params(self.equation.params)
+        functions, parameters = bound if isinstance(bound, tuple) else ((), bound)
+        if context is None:
+            result = primitive.bind(*functions, *inputs, **parameters)
+        else:
+            with context.manager:
+                result = primitive.bind(*functions, *inputs, **parameters)
+        return result if primitive.multiple_results else [result]
+
+
+class Trace:
+    """The operations of a function for one signature. Equal ones are one object."""
+
+    def __init__(self, signature: Signature, operations: list[Operation], outputs: Any, rebuild: Callable):
+        self.signature = signature
+        self.operations = operations
+        self.outputs = outputs
+        self.rebuild = rebuild
+
+    def run(self, numbers: Sequence[Array], arrays: Sequence[Array]) -> Any:
+        values = [jnp.asarray(array) for array in arrays]
+        read = lambda place: (
+            values[place]
+            if isinstance(place, int)
+            else numbers[place[1]]
+            if place[0] == "number"
+            else place[1].val
+        )
+        for operation in self.operations:
+            values.extend(operation.run([read(place) for place in operation.inputs]))
+        return self.rebuild([jnp.asarray(read(place)) for place in self.outputs])
+
+
+_traces: weakref.WeakValueDictionary[Any, Trace] = weakref.WeakValueDictionary()
+_opened: weakref.WeakKeyDictionary[Any, tuple[Any, dict]] = weakref.WeakKeyDictionary()
+
+
+def is_users_function(leaf: Any) -> bool:
+    """Whether a leaf is a function that may be written again: not one of a library or of an imported module."""
+    if not callable(leaf) or isinstance(leaf, type | jax.Array | np.ndarray):
+        return False
+    module = getattr(leaf, "__module__", None) or ""
+    if isinstance(leaf, functools.partial):
+        return is_users_function(leaf.func)
+    if module.split(".")[0] in LIBRARIES:
+        return False
+    found: Any = sys.modules.get(module)
+    for part in getattr(leaf, "__qualname__", "<none>").split("."):
+        found = getattr(found, part, None)
+    return module == "__main__" or found is not leaf
+
+
+def signature_of(args: tuple, kwargs: dict) -> tuple[Signature, list[Any]]:
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    avals = [jax.typeof(leaf) for leaf in leaves]
+    types = tuple((aval.shape, aval.dtype, getattr(aval, "weak_type", False)) for aval in avals)
+    config: Any = jax.config
+    return Signature(structure, types, (config.jax_enable_x64, config.jax_default_matmul_precision)), leaves
+
+
+def opened(function: Callable, signatures: Sequence[Signature], name: Any = None) -> Opened | None:
+    """A function traced for these signatures, those left out for which it fails; None if it fails for all."""
+    state = _state(function)
+    known: dict[Signature, tuple[Trace, tuple[Array, ...]]] = {}
+    if state is not None and function in _opened and _opened[function][0] == state:
+        known = _opened[function][1]
+    found = []
+    for signature in signatures:
+        if signature not in known:
+            try:
+                traced = trace(function, signature)
+            except Exception:
+                continue  # the program itself will say what is wrong
+            if state is None or any(map(is_traced, traced[1])):
+                found.append(traced)
+                continue
+            known[signature] = traced
+            _opened[function] = (state, known)
+        found.append(known[signature])
+    if signatures and not found:
+        return None
+    return Opened(tuple(numbers for _, numbers in found), tuple(trace for trace, _ in found), name)
+
+
+def trace(function: Callable, signature: Signature) -> tuple[Trace, tuple[Array, ...]]:
+    """The operations of a function, and its numbers."""
+    results: list[Any] = []
+
+    def flat(*arrays: Array) -> list[Array]:
+        args, kwargs = jax.tree.unflatten(signature.structure, arrays)
+        leaves, structure = jax.tree.flatten(function(*args, **kwargs))
+        results[:] = [[None if eqx.is_array(leaf) else leaf for leaf in leaves], structure]
+        return [leaf for leaf in leaves if eqx.is_array(leaf)]
+
+    examples = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.types]
+    closed = jax.make_jaxpr(flat)(*examples)
+    rest, structure = results
+
+    def rebuild(arrays: list[Array]) -> Any:
+        left = iter(arrays)
+        return jax.tree.unflatten(structure, [next(left) if leaf is None else leaf for leaf in rest])
+
+    flattened = _Flattened(len(examples))
+    outputs = flattened.add(closed.jaxpr, closed.consts, list(range(len(examples))))
+    numbers = tuple(flattened.numbers)
+    key = (
+        signature,
+        tuple((number.shape, number.dtype) for number in numbers),
+        tuple((type(leaf), leaf) for leaf in rest),
+        structure,
+        tuple(map(_place_key, outputs)),
+        tuple(
+            (step.equation.primitive, tuple(map(_place_key, step.inputs)), _parameters_key(step.equation))
+            for step in flattened.operations
+        ),
+    )
+    same = _traces.get(key)
+    if same is None:
+        same = _traces[key] = Trace(signature, flattened.operations, outputs, rebuild)
+    return same, numbers
+
+
+class _Flattened:
+    """The operations of a program and of those it calls, one after another."""
+
+    def __init__(self, arguments: int):
+        self.count = arguments
+        self.numbers: list[Any] = []
+        self.operations: list[Operation] = []
+
+    def add(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Append a program; the places of its outputs."""
+        places: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for variable, constant in zip(jaxpr.constvars, constants, strict=True):
+            places[variable] = self._number(constant)
+        for equation in jaxpr.eqns:
+            called = _inlined(equation)
+            read = lambda i, equation=equation: self._read(places, equation, i)
+            at = [read(i) for i in range(len(equation.invars))]
+            if called is not None:
+                outputs = self.add(called.jaxpr, called.consts, at)
+            else:
+                self.operations.append(Operation(equation, tuple(at)))
+                outputs = range(self.count, self.count + len(equation.outvars))
+                self.count += len(equation.outvars)
+            places.update(zip(equation.outvars, outputs, strict=True))
+        return [self._literal(atom) if isinstance(atom, Literal) else places[atom] for atom in jaxpr.outvars]
+
+    def _read(self, places: dict[Var, Any], equation: JaxprEqn, i: int) -> Any:
+        atom = equation.invars[i]
+        if not isinstance(atom, Literal):
+            return places[atom]
+        # A square or a root is faster than a power, so such an exponent is part of the operation.
+        if equation.primitive.name == "pow" and i == 1 and float(2 * atom.val).is_integer():
+            return ("literal", atom)
+        return self._literal(atom)
+
+    def _literal(self, atom: Literal) -> Any:
+        if not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+            return ("literal", atom)
+        return self._number(np.asarray(atom.val, atom.aval.dtype))
+
+    def _number(self, value: Any) -> tuple[str, int]:
+        self.numbers.append(value if isinstance(value, jax.Array) else np.asarray(value))
+        return ("number", len(self.numbers) - 1)
+
+
+def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The program that an equation calls, if it is one of those that are inlined."""
+    if equation.primitive.name not in INLINED:
+        return None
+    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return called if isinstance(called, ClosedJaxpr) else None
+
+
+class _Identity:
+    """Equal to itself alone."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _place_key(place: Any) -> Any:
+    if isinstance(place, int) or place[0] == "number":
+        return place
+    return _literal_key(place[1])
+
+
+def _literal_key(atom: Literal) -> Any:
+    return ("literal", atom.aval.shape, atom.aval.dtype, np.asarray(atom.val).tobytes())
+
+
+def _parameters_key(equation: JaxprEqn, within: tuple = ()) -> Any:
+    parameters, name = dict(equation.params), equation.primitive.name
+    if name not in CUSTOM_RULES:
+        return _key(parameters, within)
+    called = parameters.get("call_jaxpr", parameters.get("fun_jaxpr"))
+    plain = _key(called, within)
+    return plain if plain in within else (plain, _rule_key(equation, (*within, plain)))
+
+
+def _rule_key(equation: JaxprEqn, within: tuple) -> Any:
+    """A custom rule for derivatives is what it computes: the program of the derivative."""
+    avals = [atom.aval for atom in equation.invars]
+    if not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals):
+        return _Identity(equation)
+    examples = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    value = lambda *inputs: list(Operation(equation, ()).run(inputs))
+
+    def derivative(primals: list[Array], tangents: list[Array]) -> Any:
+        if CUSTOM_RULES[equation.primitive.name] is jax.jvp:
+            return jax.jvp(value, primals, tangents)
+        results, pull = jax.vjp(value, *primals)
+        return results, pull([jnp.ones_like(result) for result in results])
+
+    return _key(jax.make_jaxpr(derivative)(examples, examples), within)
+
+
+def _key(value: Any, within: tuple) -> Any:
+    """A parameter of an operation as something to compare; by identity where nothing else will do."""
+    if isinstance(value, ClosedJaxpr):
+        return (_jaxpr_key(value.jaxpr, within), tuple(map(_Identity, value.consts)))
+    if isinstance(value, Jaxpr):
+        return _jaxpr_key(value, within)
+    if isinstance(value, dict):
+        return tuple((name, _key(part, within)) for name, part in sorted(value.items()))
+    if isinstance(value, tuple | list):
+        return (type(value), *(_key(part, within) for part in value))
+    if isinstance(value, np.ndarray):
+        return (value.shape, value.dtype, value.tobytes())
+    try:
+        hash(value)
+    except TypeError:
+        return _Identity(value)
+    return (type(value), value)
+
+
+def _jaxpr_key(jaxpr: Jaxpr, within: tuple) -> Any:
+    """A program within an operation, its numbers included."""
+    places: dict[Var, int] = {}
+    define = lambda variables: [places.setdefault(variable, len(places)) for variable in variables]
+    read = lambda atom: _literal_key(atom) if isinstance(atom, Literal) else places[atom]
+    define([*jaxpr.constvars, *jaxpr.invars])
+    arguments = tuple((variable.aval.shape, variable.aval.dtype) for variable in places)
+    steps = []
+    for equation in jaxpr.eqns:
+        inputs = tuple(map(read, equation.invars))
+        define(equation.outvars)
+        steps.append((equation.primitive, inputs, _parameters_key(equation, within)))
+    return (arguments, tuple(steps), tuple(map(read, jaxpr.outvars)))
+
+
+def _state(function: Any, seen: tuple = ()) -> Any:
+    """What a function refers to, to see whether that is still the same; None if it may change unseen."""
+    if not isinstance(function, types.FunctionType) or function in seen:
+        return None
+    referred: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        try:
+            referred.append(cell.cell_contents)
+        except ValueError:  # not set yet
+            return None
+    codes = [function.__code__]
+    for code in codes:
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+        referred.extend(function.__globals__[name] for name in code.co_names if name in function.__globals__)
+    state = [function.__code__]
+    for value in referred:
+        if isinstance(value, types.FunctionType) and is_users_function(value):
+            inner = _state(value, (*seen, function))
+            if inner is None:
+                return None
+            state.append(inner)
+        elif isinstance(value, FIXED) or _is_constant(value):
+            state.append(_Identity(value))
+        else:
+            return None
+    return tuple(state)
+
+
+def _is_constant(value: Any) -> bool:
+    """Arrays of JAX, modules of them, and functions of libraries."""
+    if isinstance(value, eqx.Module):
+        return all(isinstance(leaf, FIXED) or _is_constant(leaf) for leaf in jax.tree.leaves(value))
+    if isinstance(value, jax.Array):
+        return not is_traced(value)
+    return callable(value) and not is_users_function(value)
