@@ -24,7 +24,9 @@ from ._checks import is_traced
 
 # Functions of these packages keep their identity: they are made once, or their makers see to it.
 LIBRARIES = frozenset(
-    "blackjax diffrax equinox jax jaxlib jaxtyping lineax numpy numpyro optax optimistix roughflow scipy".split()
+    """
+    blackjax diffrax equinox jax jaxlib jaxtyping lineax numpy numpyro optax optimistix roughflow scipy
+    """.split()  # noqa: SIM905
 )
 # Programs that are inlined, by the names that versions of JAX have for them.
 INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
@@ -73,7 +75,7 @@ class Opened(eqx.Module):
 
 
 class Operation(NamedTuple):
-    """One primitive of a trace. Inputs are places among the values so far, ("number", i) or ("literal", x)."""
+    """One primitive of a trace. Inputs are places of values so far, ("number", i) or ("literal", x)."""
 
     equation: JaxprEqn
     inputs: tuple[Any, ...]
@@ -118,7 +120,7 @@ _opened: weakref.WeakKeyDictionary[Any, tuple[Any, dict]] = weakref.WeakKeyDicti
 
 
 def is_users_function(leaf: Any) -> bool:
-    """Whether a leaf is a function that may be written again: not one of a library or of an imported module."""
+    """Whether a leaf is a function that may be written again: not of a library or of an imported module."""
     if not callable(leaf) or isinstance(leaf, type | jax.Array | np.ndarray):
         return False
     module = getattr(leaf, "__module__", None) or ""
@@ -164,42 +166,67 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
     return Opened(tuple(numbers for _, numbers in found), tuple(trace for trace, _ in found), name)
 
 
+def explicit(function: Callable, *arguments: Array) -> Opened:
+    """A function with all that it closes over as arrays, for arguments like these.
+
+    Rules for derivatives that the solvers define themselves see only what they are given.
+    """
+    operations, numbers = _trace(function, signature_of(arguments, {})[0])
+    return Opened((numbers,), (Trace(*operations),), None)
+
+
 def trace(function: Callable, signature: Signature) -> tuple[Trace, tuple[Array, ...]]:
     """The operations of a function, and its numbers."""
-    results: list[Any] = []
-
-    def flat(*arrays: Array) -> list[Array]:
-        args, kwargs = jax.tree.unflatten(signature.structure, arrays)
-        leaves, structure = jax.tree.flatten(function(*args, **kwargs))
-        results[:] = [[None if eqx.is_array(leaf) else leaf for leaf in leaves], structure]
-        return [leaf for leaf in leaves if eqx.is_array(leaf)]
-
-    examples = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.types]
-    closed = jax.make_jaxpr(flat)(*examples)
-    rest, structure = results
-
-    def rebuild(arrays: list[Array]) -> Any:
-        left = iter(arrays)
-        return jax.tree.unflatten(structure, [next(left) if leaf is None else leaf for leaf in rest])
-
-    flattened = _Flattened(len(examples))
-    outputs = flattened.add(closed.jaxpr, closed.consts, list(range(len(examples))))
-    numbers = tuple(flattened.numbers)
+    (_, operations, outputs, rebuild), numbers = _trace(function, signature)
     key = (
         signature,
         tuple((number.shape, number.dtype) for number in numbers),
-        tuple((type(leaf), leaf) for leaf in rest),
-        structure,
+        rebuild.key,
         tuple(map(_place_key, outputs)),
         tuple(
             (step.equation.primitive, tuple(map(_place_key, step.inputs)), _parameters_key(step.equation))
-            for step in flattened.operations
+            for step in operations
         ),
     )
     same = _traces.get(key)
     if same is None:
-        same = _traces[key] = Trace(signature, flattened.operations, outputs, rebuild)
+        same = _traces[key] = Trace(signature, operations, outputs, rebuild)
     return same, numbers
+
+
+class _Rebuild(NamedTuple):
+    """A result from the arrays in it: its structure, and leaves, None for an array."""
+
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    @property
+    def key(self) -> Any:
+        return (self.structure, tuple((type(leaf), leaf) for leaf in self.leaves))
+
+    def __call__(self, arrays: Sequence[Array]) -> Any:
+        left = iter(arrays)
+        return jax.tree.unflatten(
+            self.structure, [next(left) if leaf is None else leaf for leaf in self.leaves]
+        )
+
+
+def _trace(function: Callable, signature: Signature) -> tuple[Any, tuple[Array, ...]]:
+    """What makes a `Trace`, and the numbers."""
+    results: list[_Rebuild] = []
+
+    def flat(*arrays: Array) -> list[Array]:
+        args, kwargs = jax.tree.unflatten(signature.structure, arrays)
+        leaves, structure = jax.tree.flatten(function(*args, **kwargs))
+        rest = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
+        results.append(_Rebuild(structure, rest))
+        return [leaf for leaf in leaves if eqx.is_array(leaf)]
+
+    examples = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in signature.types]
+    closed = jax.make_jaxpr(flat)(*examples)
+    flattened = _Flattened(len(examples))
+    outputs = flattened.add(closed.jaxpr, closed.consts, list(range(len(examples))))
+    return (signature, flattened.operations, outputs, results[-1]), tuple(flattened.numbers)
 
 
 class _Flattened:
@@ -238,9 +265,10 @@ class _Flattened:
         return self._literal(atom)
 
     def _literal(self, atom: Literal) -> Any:
-        if not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+        _, dtype = _shape_and_type(atom)
+        if not jnp.issubdtype(dtype, jnp.floating):
             return ("literal", atom)
-        return self._number(np.asarray(atom.val, atom.aval.dtype))
+        return self._number(np.asarray(atom.val, dtype))
 
     def _number(self, value: Any) -> tuple[str, int]:
         self.numbers.append(value if isinstance(value, jax.Array) else np.asarray(value))
@@ -275,7 +303,12 @@ def _place_key(place: Any) -> Any:
 
 
 def _literal_key(atom: Literal) -> Any:
-    return ("literal", atom.aval.shape, atom.aval.dtype, np.asarray(atom.val).tobytes())
+    return ("literal", _shape_and_type(atom), np.asarray(atom.val).tobytes())
+
+
+def _shape_and_type(atom: Literal | Var) -> tuple[tuple[int, ...], Any]:
+    aval: Any = atom.aval
+    return getattr(aval, "shape", ()), getattr(aval, "dtype", type(aval))
 
 
 def _parameters_key(equation: JaxprEqn, within: tuple = ()) -> Any:
@@ -289,10 +322,10 @@ def _parameters_key(equation: JaxprEqn, within: tuple = ()) -> Any:
 
 def _rule_key(equation: JaxprEqn, within: tuple) -> Any:
     """A custom rule for derivatives is what it computes: the program of the derivative."""
-    avals = [atom.aval for atom in equation.invars]
-    if not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals):
+    inputs = [_shape_and_type(atom) for atom in equation.invars]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in inputs):
         return _Identity(equation)
-    examples = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    examples = [jax.ShapeDtypeStruct(*shape_and_type) for shape_and_type in inputs]
     value = lambda *inputs: list(Operation(equation, ()).run(inputs))
 
     def derivative(primals: list[Array], tangents: list[Array]) -> Any:
@@ -329,7 +362,7 @@ def _jaxpr_key(jaxpr: Jaxpr, within: tuple) -> Any:
     define = lambda variables: [places.setdefault(variable, len(places)) for variable in variables]
     read = lambda atom: _literal_key(atom) if isinstance(atom, Literal) else places[atom]
     define([*jaxpr.constvars, *jaxpr.invars])
-    arguments = tuple((variable.aval.shape, variable.aval.dtype) for variable in places)
+    arguments = tuple(map(_shape_and_type, places))
     steps = []
     for equation in jaxpr.eqns:
         inputs = tuple(map(read, equation.invars))
@@ -352,7 +385,7 @@ def _state(function: Any, seen: tuple = ()) -> Any:
     for code in codes:
         codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
         referred.extend(function.__globals__[name] for name in code.co_names if name in function.__globals__)
-    state = [function.__code__]
+    state: list[Any] = [function.__code__]
     for value in referred:
         if isinstance(value, types.FunctionType) and is_users_function(value):
             inner = _state(value, (*seen, function))

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._checks import check_fields, check_instance
+from .._functions import explicit
 from .._show import listed
 from ..faq import see
 from ._noise import Noise, ProportionalDiffusion, noise_shape
@@ -111,9 +112,8 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
     the solvers define themselves see only what they are handed, so closures are opened first.
     """
     t = jnp.zeros((), z.dtype)
-    drift = eqx.filter_closure_convert(sde.drift, t, z)
     kind = StratonovichSDE if isinstance(sde, AbstractStratonovichSDE) else ItoSDE
-    return kind(drift, eqx.filter_closure_convert(sde.noise, t, z))
+    return kind(explicit(sde.drift, t, z), explicit(sde.noise, t, z))
 
 
 def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-import equinox as eqx
 from jaxtyping import Array
 
 from ..._checks import check_callable, check_instance, finite_array
