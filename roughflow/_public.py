@@ -77,6 +77,7 @@ from .flow import (
     LinearlyImplicitEuler as LinearlyImplicitEuler,
 )
 from .transition import (
+    ShortTime as ShortTime,
     Effort as Effort,
     AbstractCoordinates as AbstractCoordinates,
     Unchanged as Unchanged,

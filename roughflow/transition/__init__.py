@@ -1,7 +1,8 @@
 """Stage 4, short transitions: log p(x₁ | x₀) by the paths that lead from x₀ to x₁.
 
 The random ODE of one transition (`_ends`) in suitable variables (`_coordinates`), weighted paths around the
-likeliest one (`_bridges`), and the log-densities of many transitions (`_values`).
+likeliest one (`_bridges`), the log-densities of many transitions (`_values`), and the density a short while
+after a point as the base of a flow (`_short_time`).
 """
 
 from ._bridges import Bridges as Bridges, bridges as bridges
@@ -9,6 +10,7 @@ from ._coordinates import (
     AbstractCoordinates as AbstractCoordinates,
     Arc as Arc,
     Columns as Columns,
+    InCoordinates as InCoordinates,
     Logarithm as Logarithm,
     Root as Root,
     Unchanged as Unchanged,
@@ -18,9 +20,11 @@ from ._ends import (
     Ends as Ends,
     Transition as Transition,
     boundary_share as boundary_share,
+    curvature as curvature,
     stiffness as stiffness,
 )
 from ._forward import forwards as forwards, linear as linear
+from ._short_time import ShortTime as ShortTime, short_time as short_time
 from ._values import (
     CHUNK as CHUNK,
     choose_effort as choose_effort,

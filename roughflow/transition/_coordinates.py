@@ -10,6 +10,13 @@ from jaxtyping import Array
 
 from .._checks import check_fields
 from .._linear import log_abs_det
+from ..sde import (
+    AbstractSDE,
+    AbstractStratonovichSDE,
+    ExactCorrection,
+    noise_matrix,
+    stratonovich_coefficients,
+)
 
 
 class AbstractCoordinates(eqx.Module):
@@ -174,3 +181,36 @@ class Columns(AbstractCoordinates):
     def contains(self, x: Array) -> Array:
         inside = [part.contains(x[..., i : i + 1]) for i, part in enumerate(self.parts)]
         return jnp.all(jnp.stack(inside), axis=0)
+
+
+class InCoordinates(AbstractStratonovichSDE):
+    """The SDE of the coordinates y of a state, with time counted from `time` on.
+
+    Stratonovich whatever the calculus of `sde`: drift and noise are pulled back as those of an ODE.
+    """
+
+    sde: AbstractSDE
+    coordinates: AbstractCoordinates
+    time: float | Array
+
+    def __init__(
+        self, sde: AbstractSDE, coordinates: AbstractCoordinates | None = None, time: float | Array = 0.0
+    ):
+        self.sde = sde
+        self.coordinates = Unchanged() if coordinates is None else coordinates
+        self.time = time
+
+    def fields(self, t: Array, y: Array) -> tuple[Array, Array]:
+        """The Stratonovich drift `(d,)` and the noise `(d, m)`."""
+        x = self.coordinates.to_state(y)
+        drift, sigma = stratonovich_coefficients(self.sde, ExactCorrection(), self.time + t, x, None)
+        pull = lambda v: self.coordinates.pull_back(x, v)
+        return pull(drift), jax.vmap(pull, in_axes=1, out_axes=1)(noise_matrix(sigma))
+
+    def drift(self, t: Array, z: Array) -> Array:
+        return self.fields(t, z)[0]
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        x = self.coordinates.to_state(z)
+        pull = lambda v: self.coordinates.pull_back(x, v)
+        return jax.vmap(pull, in_axes=1, out_axes=1)(noise_matrix(self.sde.noise(self.time + t, x)))

@@ -10,13 +10,14 @@ from jaxtyping import Array
 
 from .._checks import check_count
 from ..driver import Legendre
-from ..sde import AbstractSDE, ExactCorrection, noise_matrix, stratonovich_coefficients
-from ._coordinates import AbstractCoordinates
+from ..sde import AbstractSDE, noise_dimension
+from ._coordinates import AbstractCoordinates, InCoordinates
 
 NEAR_BOUNDARY = 1e-3  # of the distance of a transition from it, where a boundary's drift is taken
 WIDTH = 0.05  # of differences, in standard deviations of a transition
 MARGIN = 0.8  # of the tolerance, that Monte Carlo errors are lowered to
 MAX_DOUBLINGS = 4  # of the number of paths, at a time
+CURVATURE_PATHS = 16  # pairs of opposite paths that measure how far a transition is from a linear one
 
 
 class Effort(eqx.Module):
@@ -142,10 +143,7 @@ class Ends(eqx.Module):
 
     def fields(self, t: Array, y: Array) -> tuple[Array, Array]:
         """The Stratonovich drift `(d,)` and the noise `(d, m)` in coordinates."""
-        x = self.coordinates.to_state(y)
-        drift, sigma = stratonovich_coefficients(self.sde, ExactCorrection(), t, x, None)
-        pull = lambda v: self.coordinates.pull_back(x, v)
-        return pull(drift), jax.vmap(pull, in_axes=1, out_axes=1)(noise_matrix(sigma))
+        return InCoordinates(self.sde, self.coordinates).fields(t, y)
 
 
 def average(ends: Ends, places: Array) -> Averaged:
@@ -222,3 +220,24 @@ def boundary_share(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Tra
                 reached = side * drift[i] * near < 0.5 * jnp.sum(noise[i] ** 2)
                 total += jnp.where(reached, jnp.exp(-2 * before * after / (spread[i] * step.dt)), 0)
     return total
+
+
+def curvature(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
+    """How far the end of a transition is from a linear function of its path; no unit matters.
+
+    With h(ω) the end along ω it is the root mean square of h(ω) − 2h(ω/2) + h(0) relative to that of
+    h(ω) − h(0), of the component where it is largest. It is zero for a linear SDE and any span. It is large
+    where one likeliest path does not stand for all of them: a drift that bends or branches, or noises that
+    do not commute. Infinite if a path leaves the state space.
+    """
+    effort = Effort()
+    start = coordinates.from_state(step.start)
+    ends = Ends(sde, coordinates, Transition(start, start, step.time, step.dt), effort, None)
+    size = effort.num_functions * noise_dimension(sde, start.size)
+    paths = np.random.default_rng(0).normal(size=(CURVATURE_PATHS, size))
+    paths = jnp.asarray(np.concatenate([paths, -paths]), start.dtype)
+    middle, far, near = ends(jnp.zeros_like(paths[0])), jax.vmap(ends)(paths), jax.vmap(ends)(0.5 * paths)
+    bend = jnp.mean((far - 2 * near + middle[None]) ** 2, axis=0)
+    spread = jnp.mean((far - middle[None]) ** 2, axis=0)
+    share = jnp.sqrt(jnp.max(jnp.where(bend > 0, bend / spread, jnp.where(jnp.isnan(bend), jnp.inf, 0))))
+    return jax.lax.stop_gradient(jnp.where(jnp.isnan(share), jnp.inf, share))

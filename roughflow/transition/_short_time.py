@@ -1,0 +1,125 @@
+"""The density a short while after a point, as the base of a flow over the rest of a span."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import as_shape, check_key
+from .._linear import log_abs_det, solve
+from .._programs import jit
+from ..sde import AbstractSDE, noise_dimension
+from ._coordinates import InCoordinates, Unchanged
+from ._ends import Effort, Ends, Transition
+from ._forward import linear
+from ._values import transition_value
+
+HALVINGS = 12  # of a span, to find the first part of it
+SAMPLES = 16  # ends at which the error over a first part is measured
+FIRST_ERROR = 0.01  # nats, root mean square, of the density after the first part
+UNSEEN = 4.0  # times the standard error: the error with what few functions of noises that do not commute omit
+REACH = 8.0  # standard deviations from the mean, beyond which the SDE is made linear
+FINE = 8  # times the functions and steps of an effort, for draws
+
+
+class ShortTime(eqx.Module):
+    """The distribution of Z(span) from Z(0) = start, for spans in which the SDE is nearly linear.
+
+        p(x at T | start) = ∫ p_span(z | start) p(x at T | z at span) dz
+
+    is the density at T − span of a flow with this base and the SDE from `span` on, `later`. So all that
+    estimates densities of flows serves fixed starts too.
+
+    `log_prob` weighs paths around the likeliest one to z. The random numbers are the same for all z, so it is
+    smooth. More than eight standard deviations away, where no path is found, the SDE is made linear. `sample`
+    solves the SDE along paths of more functions.
+
+    **Arguments:** `sde`; `start` `(d,)`; `span`; `effort`, the work for one log-density.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: jnp.sin(z), lambda t, z: jnp.ones((1, 1)))
+    first = rf.ShortTime(sde, jnp.zeros(1), 0.1)
+    flow = rf.StochasticFlow(first.later, first, t1=1.9)  # from 0 to 2 in all
+    flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.PullBack(256))
+    ```
+    """
+
+    sde: AbstractSDE
+    start: Array
+    span: float | Array
+    effort: Effort = Effort()
+
+    def log_prob(self, z: Array) -> Array:
+        """The log-density at `z` `(d,)`."""
+        return self.log_prob_and_error(z)[0]
+
+    def log_prob_and_error(self, z: Array) -> tuple[Array, Array]:
+        """The log-density at `z` `(d,)`, and the standard error of the weighted paths."""
+        z = jnp.asarray(z, self.start.dtype)
+        mean, slope = linear(self._ends(self.effort), self._zeros(self.effort))
+        covariance, away = slope @ slope.T, z - mean
+        square = away @ solve(covariance[None], away[None, :, None])[0, :, 0]
+        distance = jnp.sqrt(jnp.maximum(square, 1e-12))
+        near = distance < REACH
+        inside = jnp.where(near, z, mean + away * (REACH / distance))
+        step = Transition(self.start, inside, *self._times())
+        value, error, _ = transition_value(self.sde, Unchanged(), step, jax.random.key(0), self.effort)
+        constant = log_abs_det(covariance[None])[0] + z.size * jnp.log(2 * jnp.pi)
+        found = near & jnp.isfinite(value)
+        return jnp.where(found, value, -0.5 * (square + constant)), jnp.where(found, error, jnp.inf)
+
+    def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
+        """Draw `shape` points, an array of shape `(*shape, d)`."""
+        shape = as_shape(shape, self.start.size)
+        effort = Effort(FINE * self.effort.num_functions, 2, FINE * self.effort.num_steps)
+        size = self._zeros(effort).size
+        paths = jax.random.normal(check_key(key), (*shape, size), self.start.dtype)
+        drawn = jax.vmap(self._ends(effort))(jnp.reshape(paths, (-1, size)))
+        return jnp.reshape(drawn, (*shape, self.start.size))
+
+    @property
+    def later(self) -> InCoordinates:
+        """The SDE with time counted from the end of the span."""
+        return InCoordinates(self.sde, time=self.span)
+
+    def _ends(self, effort: Effort) -> Ends:
+        return Ends(self.sde, Unchanged(), Transition(self.start, self.start, *self._times()), effort, None)
+
+    def _zeros(self, effort: Effort) -> Array:
+        """The coefficients of a path that does not move."""
+        size = effort.num_functions * noise_dimension(self.sde, self.start.size)
+        return jnp.zeros(size, self.start.dtype)
+
+    def _times(self) -> tuple[Array, Array]:
+        return jnp.zeros((), self.start.dtype), jnp.asarray(self.span, self.start.dtype)
+
+
+def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, float]:
+    """The density after a first part of the span t1, and its error in nats.
+
+    The part is the longest of t1/2, t1/4, … with an error below `FIRST_ERROR`; if there is none, the one with
+    the least error.
+    """
+    spans = jnp.asarray(t1 * 0.5 ** np.arange(1, HALVINGS + 1), start.dtype)
+    errors = UNSEEN * np.asarray(_first_errors(sde, start, spans))
+    good = errors < FIRST_ERROR
+    chosen = int(np.argmax(good) if good.any() else np.argmin(errors))
+    return ShortTime(sde, start, float(spans[chosen])), float(errors[chosen])
+
+
+@functools.partial(jit, level=1)
+def _first_errors(sde: AbstractSDE, start: Array, spans: Array) -> Array:
+    """The standard error of log p after each of the spans, root mean square over ends that are drawn."""
+
+    def one(span: Array) -> Array:
+        first = ShortTime(sde, start, span)
+        ends = first.sample(key=jax.random.key(1), shape=(SAMPLES,))
+        return jnp.sqrt(jnp.mean(jax.vmap(first.log_prob_and_error)(ends)[1] ** 2))
+
+    return jax.lax.map(one, spans)
