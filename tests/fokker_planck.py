@@ -8,8 +8,8 @@ def transition_density(drift, sigma, ends, start, dt, size=1500):
     """Cell centres and the density at them of dY = drift dt + σ dB after dt, reflected at both ends; for an
     array of starts, a row for each.
 
-    Rates between cells are in detailed balance with the stationary density; their symmetric generator is
-    exponentiated by its eigenvectors.
+    A start that is a function is the density of a distribution. Rates between cells are in detailed balance
+    with the stationary density; their symmetric generator is exponentiated by its eigenvectors.
     """
     edges = np.linspace(*ends, size + 1)
     centres, h = 0.5 * (edges[1:] + edges[:-1]), edges[1] - edges[0]
@@ -22,6 +22,8 @@ def transition_density(drift, sigma, ends, start, dt, size=1500):
     diagonal[1:] -= rate * np.exp(-0.5 * change)
     values, vectors = linalg.eigh_tridiagonal(diagonal, np.full(size - 1, rate))
     root = np.exp(0.5 * (log_stationary - log_stationary.max()))
+    if callable(start):
+        return centres, vectors @ (np.exp(values * dt) * (vectors.T @ (start(centres) / root))) * root
     kernel = (vectors * np.exp(values * dt)) @ vectors.T * root / root[:, None]
     i = np.searchsorted(centres, start) - 1
     part = np.asarray((start - centres[i]) / h)[..., None]

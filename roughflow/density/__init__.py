@@ -15,6 +15,7 @@ from ._estimate import (
     log_mean as log_mean,
 )
 from ._flow import StochasticFlow as StochasticFlow
+from ._grid import Grid as Grid
 from ._ladder import Ladder as Ladder
 from ._modes import Laplace as Laplace
 from ._paths import PullBack as PullBack
