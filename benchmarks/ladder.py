@@ -87,16 +87,16 @@ def estimates(names: list[str], folder: Path, options: dict) -> None:
         flow = problem(name, folder)
         x = np.load(folder / f"{name} x.npy")
         began = time.perf_counter()
-        run = lambda flow=flow, x=x: jax.block_until_ready(
-            flow.estimate(x, key=jax.random.key(4), **options)
-        )
+        run = lambda flow=flow, x=x: jax.block_until_ready(flow.estimate(x, key=jax.random.key(4), **options))
         estimate = run()
         first, warm = time.perf_counter() - began, []
         for _ in range(ROUNDS):
             began = time.perf_counter()
             estimate = run()
             warm.append(time.perf_counter() - began)
-        methods = dict(zip(*np.unique(estimate.method, return_counts=True))) if hasattr(estimate, "method") else {}
+        methods = (
+            dict(zip(*np.unique(estimate.method, return_counts=True))) if hasattr(estimate, "method") else {}
+        )
         np.savez(
             folder / f"{name} {folder_label()}.npz",
             value=estimate.log_prob,
@@ -142,7 +142,11 @@ def main() -> None:
     estimates(a.names, folder, options)
     labels = ["new"]
     if a.beside:
-        env = {**os.environ, "VERSION_LABEL": "old", "PYTHONPATH": f"{a.beside}:{os.environ.get('PYTHONPATH', '')}"}
+        env = {
+            **os.environ,
+            "VERSION_LABEL": "old",
+            "PYTHONPATH": f"{a.beside}:{os.environ.get('PYTHONPATH', '')}",
+        }
         command = [sys.executable, __file__, "--inner", "--folder", str(folder), "--names", *a.names]
         subprocess.run(command, env=env, check=True)
         labels.append("old")

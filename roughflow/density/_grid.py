@@ -744,13 +744,16 @@ class Grid(AbstractEstimator):
         x = jnp.asarray(as_real("x", x))
         check_vector("x", x, flow.dimension)
         tolerance = self.tolerance if accuracy.tolerance is None else accuracy.tolerance
-        value, error = _estimate(flow, x, self.start, tolerance, self.largest)
+        value, error = estimate(flow, x, tolerance, self.start, self.largest)
         unmet = ~(error <= tolerance) & (accuracy.tolerance is not None)
         return Estimate.of(value, "grid", solver_error=error, unmet=unmet)
 
 
 @in_double_precision
-def _estimate(flow: Any, x: Array, start: Any, tolerance: float, largest: int | None) -> tuple[Array, Array]:
+def estimate(
+    flow: Any, x: Array, tolerance: float, start: Any = None, largest: int | None = None
+) -> tuple[Array, Array]:
+    """log p at `x` `(..., d)` and its error."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(()).dtype
     model = (explicit(flow.sde, flow.dimension), flow.base, None if start is None else jnp.asarray(start), x)
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)

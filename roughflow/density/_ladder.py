@@ -14,6 +14,7 @@ from .._programs import jit
 from ..flow import AbstractStochasticFlow
 from ._draws import Sobol
 from ._estimate import FEW_PATHS, HEAVY, METHODS, AbstractEstimator, Accuracy, Estimate, effective_paths
+from ._grid import applies as grid_applies, estimate as grid_estimate
 from ._modes import Cloud, Laplace, constant
 from ._particles import STEEP, Particles, moved, particle_parts
 from ._paths import (
@@ -45,6 +46,7 @@ TOLERANCE = 0.02  # of the total error, where none is asked for
 FIRST = 64  # paths of the first round
 MOST = 2**12  # paths of a rung, where no tolerance is asked for
 FIXED = 256  # paths inside a jit
+MANY = {1: 64, 2: 256}  # points, by dimension, from which a grid is cheaper than paths for each
 EVEN = 0.25  # effective fraction of paths above which others would be no better
 LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
 DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
@@ -62,6 +64,8 @@ class Ladder(AbstractEstimator):
        the driver's functions too: the difference corrects the value, and bounds what is still left out.
     2. Where weights are poor, or too many paths would be needed, paths are drawn from the proposal that the
        flow has learned, if it has, and then **around the likeliest paths** to x (`rf.Laplace`).
+       In one and two dimensions a **grid** comes first (`rf.density.Grid`), and if there are many points it
+       comes before everything: it costs the same for any number of them.
     3. Where these weights are poor too, **particles** are moved from there to the distribution of the path
        given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to 1, reweighted, resampled and moved at each
        β (Del Moral, Doucet & Jasra 2006).
@@ -94,10 +98,15 @@ class Ladder(AbstractEstimator):
             tolerance, most = TOLERANCE, min(most, MOST)
         flat, key = x.reshape(-1, x.shape[-1]), check_key(key)
         record, which = Record(len(flat)), np.arange(len(flat))
+        fits = grid_applies(flow) is None
+        if fits and len(flat) >= MANY[flow.dimension]:
+            which, fits = _grid(flow, flat, which, tolerance, record), False
         for doubling in range(1 + DOUBLINGS):
             if doubling:
+                fits = False
                 flow = flow.with_driver(flow.driver.refined())
-            _climb(Points(flow, flat, key), which, tolerance, most, record)
+            if which.size:
+                _climb(Points(flow, flat, key), which, tolerance, most, record, fits)
             # What more paths cannot mend more functions may.
             which = record.truncated(0.5 * tolerance)
             if not which.size:
@@ -135,14 +144,14 @@ class Record:
                     self.parts[name][:] = np.inf
         old = {name: part[which] for name, part in self.parts.items()}
         known = ~self.poor[which]
-        surer = old["standard_error"] <= new["standard_error"]
+        surer = _total(old) <= _total(new)
         takes = np.where(known, ~poor & ~surer, ~(poor & surer))
         with np.errstate(invalid="ignore"):
             apart = np.abs(old["log_prob"] - new["log_prob"])
-        wide = APART * np.hypot(old["standard_error"], new["standard_error"])
+        wide = APART * np.hypot(_total(old), _total(new))
         for name, part in new.items():
             self.parts[name][which] = np.where(takes, part, old[name])
-        self.parts["steep"][which] |= known & ~poor & (apart > wide + old["truncation_error"])
+        self.parts["steep"][which] |= known & ~poor & (apart > wide)
         self.poor[which] &= poor
 
     def truncated(self, tolerance: float) -> np.ndarray:
@@ -152,11 +161,37 @@ class Record:
         return np.flatnonzero(mostly & np.isfinite(error) & ~self.poor)
 
     def total_error(self) -> np.ndarray:
-        return sum(self.parts[f"{part}_error"] for part in ("standard", "truncation", "solver"))
+        return _total(self.parts)
 
 
-def _climb(points: Points, which: np.ndarray, tolerance: float, most: int, record: Record) -> None:
-    """Rung by rung, with the points that need the next one."""
+def _total(parts: dict[str, np.ndarray]) -> np.ndarray:
+    return parts["standard_error"] + parts["truncation_error"] + parts["solver_error"]
+
+
+def _grid(
+    flow: AbstractStochasticFlow, x: np.ndarray, which: np.ndarray, tolerance: float, record: Record
+) -> np.ndarray:
+    """The Fokker–Planck equation for the points `which`; returns those that it leaves to others."""
+    value, error = (np.asarray(part, float) for part in grid_estimate(flow, x[which], tolerance))
+    size, zero = len(which), np.zeros(len(which))
+    parts = {
+        **{"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error},
+        **{"standard_error": zero, "truncation_error": zero, "effective_paths": np.full(size, np.inf)},
+        **{
+            "num_paths": np.zeros(size, int),
+            "escaped": np.zeros(size, int),
+            "pareto_k": np.full(size, np.nan),
+        },
+    }
+    met = error <= tolerance
+    record.put(which, parts, ~met, "grid")
+    return which[~met]
+
+
+def _climb(
+    points: Points, which: np.ndarray, tolerance: float, most: int, record: Record, fits: bool
+) -> None:
+    """Rung by rung, with the points that need the next one; `fits` says whether a grid is one."""
     learned = points.levels.flow.proposal
     rungs: list[tuple[str, AbstractProposal]] = [("paths", Prior()), ("modes", Laplace())]
     if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior):
@@ -171,6 +206,9 @@ def _climb(points: Points, which: np.ndarray, tolerance: float, most: int, recor
         needs_more = _rounds(rounds, tolerance, most, record, name)
         mixture = jax.tree.map(lambda a, some=needs_more[which]: a[some], mixture)
         which = which[needs_more[which]]
+        if which.size and fits and name == "paths":
+            left = _grid(points.levels.flow, points.x, which, tolerance, record)
+            which, mixture = left, None
         if not which.size:
             return
     still = record.poor[which]

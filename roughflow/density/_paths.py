@@ -29,8 +29,8 @@ from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
 EXACT = 64  # dimensions up to which a density is worth its exact divergence
 COLUMNS = 16  # paths of a point in one row of a program
-ROWS = 4096  # of a program
-PAIRS = {"cpu": 2**11, "gpu": 2**16}  # of a point and a path that are solved together
+ROWS = 2**14  # of a program, at most
+PAIRS = {"cpu": 2**11, "gpu": 2**17}  # of a point and a path that are solved together
 NUMBERS = 2**26  # that they may take up
 GROWTH = 4  # how many times more paths a round brings
 CLOUD = 2**31 + 1  # what a key is folded with for forward draws
@@ -335,7 +335,9 @@ def by_weight(log_weights: Any, count: int, xp: Any = np) -> Any:
     finite = xp.where(xp.isfinite(log_weights), log_weights, -xp.inf)
     top = xp.max(finite, axis=1, keepdims=True)
     weights = xp.exp(finite - xp.where(xp.isfinite(top), top, 0))
-    share = xp.cumsum(weights, axis=1) / xp.maximum(xp.sum(weights, axis=1, keepdims=True), 1e-300)
+    share = xp.cumsum(weights, axis=1) / xp.maximum(
+        xp.sum(weights, axis=1, keepdims=True), xp.finfo(weights.dtype).tiny
+    )
     level = (xp.arange(count) + 0.5) / count
     below = xp.sum(share[:, None] < level[None, :, None], axis=2)
     return xp.minimum(below, log_weights.shape[1] - 1)
@@ -344,10 +346,10 @@ def by_weight(log_weights: Any, count: int, xp: Any = np) -> Any:
 def mean_and_spread(change: Any, xp: Any = jnp) -> Any:
     """|log mean exp| over the second axis, and the mean's standard error; infinite where it is not a
     number."""
-    change = xp.where(xp.isnan(change), xp.inf, change)
-    spread = xp.std(change, axis=1) / max(1, change.shape[1] - 1) ** 0.5
-    size = xp.abs(xp.log(xp.mean(xp.exp(change), axis=1))) + spread
-    return xp.where(xp.isfinite(size), size, xp.inf)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        spread = xp.std(change, axis=1) / max(1, change.shape[1] - 1) ** 0.5
+        size = xp.abs(xp.log(xp.mean(xp.exp(change), axis=1))) + spread
+        return xp.where(xp.isfinite(size), size, xp.inf)
 
 
 def summary(
