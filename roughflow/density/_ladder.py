@@ -177,11 +177,8 @@ def _grid(
     parts = {
         **{"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error},
         **{"standard_error": zero, "truncation_error": zero, "effective_paths": np.full(size, np.inf)},
-        **{
-            "num_paths": np.zeros(size, int),
-            "escaped": np.zeros(size, int),
-            "pareto_k": np.full(size, np.nan),
-        },
+        **dict.fromkeys(("num_paths", "escaped"), np.zeros(size, int)),
+        "pareto_k": np.full(size, np.nan),
     }
     met = error <= tolerance
     record.put(which, parts, ~met, "grid")
@@ -192,34 +189,48 @@ def _climb(
     points: Points, which: np.ndarray, tolerance: float, most: int, record: Record, fits: bool
 ) -> None:
     """Rung by rung, with the points that need the next one; `fits` says whether a grid is one."""
-    learned = points.levels.flow.proposal
-    rungs: list[tuple[str, AbstractProposal]] = [("paths", Prior()), ("modes", Laplace())]
-    if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior):
-        rungs.insert(1, ("learned", learned))
-    record.poor[which] = True
-    mixture = None
-    for name, proposal in rungs:
-        mixture = mixtures(proposal, points, which)
-        if mixture is not None and name == "learned":
-            mixture = mixture.with_prior(LEARNED_SHARE)
-        rounds = Rounds(points, which, Sobol(), mixture, most)
-        needs_more = _rounds(rounds, tolerance, most, record, name)
-        mixture = jax.tree.map(lambda a, some=needs_more[which]: a[some], mixture)
-        which = which[needs_more[which]]
-        if which.size and fits and name == "paths":
-            left = _grid(points.levels.flow, points.x, which, tolerance, record)
-            which, mixture = left, None
-        if not which.size:
-            return
+    flow = points.levels.flow
+    which = _rounds(Rounds(points, which, Sobol(), None, most), tolerance, most, record, "paths")
+    if fits and which.size:
+        which = _grid(flow, points.x, which, tolerance, record)
+    if which.size and isinstance(flow.proposal, AbstractProposal) and not isinstance(flow.proposal, Prior):
+        mixture = mixtures(flow.proposal, points, which).with_prior(LEARNED_SHARE)
+        which = _rounds(Rounds(points, which, Sobol(), mixture, most), tolerance, most, record, "learned")
+    if not which.size:
+        return
+    mixture = mixtures(Laplace(), points, which)
+    _around_modes(points, which, mixture, tolerance, most, record)
     still = record.poor[which]
     if still.any():
         _particles(points, which[still], jax.tree.map(lambda a: a[still], mixture), record)
 
 
+def _around_modes(
+    points: Points, which: np.ndarray, mixture: Mixture, tolerance: float, most: int, record: Record
+) -> None:
+    """Paths around the likeliest ones, and as many with twice the functions around their own: where backward
+    solves spread, what was added at random would be all that is seen."""
+    flow, finer, found = points.levels.flow, None, []
+    if points.levels.refined is not None:
+        finer = Points(flow.with_driver(points.levels.refined), points.x, points.key)
+    for some in (points,) if finer is None else (points, finer):
+        own = Record(len(points.x))
+        around = mixture if some is points else mixtures(Laplace(), some, which)
+        _rounds(Rounds(some, which, Sobol(), around, most, coupled=False), tolerance, most, own, "modes")
+        found.append(own)
+    coarse, fine = found[0], found[-1]
+    parts = {name: part[which] for name, part in fine.parts.items()}
+    with np.errstate(invalid="ignore"):
+        change = np.abs(parts["log_prob"] - coarse.parts["log_prob"][which])
+    parts["truncation_error"] = np.where(np.isnan(change), np.inf, change)
+    record.put(which, parts, fine.poor[which] | coarse.poor[which], "modes")
+
+
 def _rounds(rounds: Rounds, tolerance: float, most: int, record: Record, name: str) -> np.ndarray:
     """More and more paths, until the error is small enough, the weights show that they will not do, or there
-    are `most`. Returns, for every point of x, whether it needs another rung."""
+    are `most`. Returns the points that need another rung."""
     needs_more, total = np.zeros(len(record.poor), bool), min(FIRST, most)
+    record.poor[rounds.which] = True
     while len(rounds.which):
         rounds.grow(total)
         parts = rounds.parts(corrected=True)
@@ -236,7 +247,7 @@ def _rounds(rounds: Rounds, tolerance: float, most: int, record: Record, name: s
         needs_more[which] = (poor | (uneven & ~met))[ends]
         rounds.keep(~ends)
         total *= GROWTH
-    return needs_more
+    return np.flatnonzero(needs_more)
 
 
 def _particles(points: Points, which: np.ndarray, mixture: Mixture, record: Record) -> None:
@@ -244,11 +255,12 @@ def _particles(points: Points, which: np.ndarray, mixture: Mixture, record: Reco
     levels = points.levels
     found = points.run(partial(_move, levels.flow), which, mixture)
     at = lambda level: points.run(partial(_solve_at, level), which, found.omega)
-    own, more, finer = at(levels.own), levels.more_functions, at(levels.finer_steps)
+    own, finer, zero = at(levels.own), at(levels.finer_steps), np.zeros_like(found.joint)
     with np.errstate(invalid="ignore"):
-        change = np.zeros_like(own) if more is None else at(more) - own
-        parts = particle_parts(found.log_weights, change, np)
+        parts = particle_parts(found.log_weights, zero, np)
         parts["solver_error"] = mean_and_spread(finer - own, np)
+    # As paths around the modes saw it, in spite of their weights.
+    parts["truncation_error"] = record.parts["truncation_error"][which]
     parts["steep"] = np.asarray(mixture.steepness) > STEEP
     poor = parts["effective_paths"] < FEW_PATHS
     record.put(which, parts, poor, "particles")

@@ -253,8 +253,15 @@ class Rounds:
     """
 
     def __init__(
-        self, points: Points, which: np.ndarray, draws: AbstractDraws, mixture: Mixture | None, most: int
+        self,
+        points: Points,
+        which: np.ndarray,
+        draws: AbstractDraws,
+        mixture: Mixture | None,
+        most: int,
+        coupled: bool = True,
     ):
+        self.coupled = coupled  # whether some paths are solved on twice the functions too
         self.points, self.which, self.draws, self.mixture, self.most = points, which, draws, mixture, most
         self.coarse = self.fine = np.zeros((len(which), 0), points.x.dtype)
         self.shares = None if mixture is None else np.zeros((len(which), 0, 0))
@@ -269,7 +276,7 @@ class Rounds:
             self.shares = shares if not now else np.concatenate([self.shares, shares], axis=1)
         more, had = levels.more_functions, self.fine.shape[1]
         wanted = min(total, max(COLUMNS, total // SHARE))
-        if more is not None and wanted > had:
+        if self.coupled and more is not None and wanted > had:
             self.fine = np.concatenate([self.fine, self._weights(more, had, wanted)[0]], axis=1)
 
     def keep(self, some: np.ndarray) -> None:
@@ -335,9 +342,8 @@ def by_weight(log_weights: Any, count: int, xp: Any = np) -> Any:
     finite = xp.where(xp.isfinite(log_weights), log_weights, -xp.inf)
     top = xp.max(finite, axis=1, keepdims=True)
     weights = xp.exp(finite - xp.where(xp.isfinite(top), top, 0))
-    share = xp.cumsum(weights, axis=1) / xp.maximum(
-        xp.sum(weights, axis=1, keepdims=True), xp.finfo(weights.dtype).tiny
-    )
+    share = xp.cumsum(weights, axis=1)
+    share = share / xp.maximum(share[:, -1:], xp.finfo(share.dtype).tiny)
     level = (xp.arange(count) + 0.5) / count
     below = xp.sum(share[:, None] < level[None, :, None], axis=2)
     return xp.minimum(below, log_weights.shape[1] - 1)
