@@ -1,10 +1,13 @@
 """A stochastic normalizing flow: what the random ODE of a path gives, and its density over all paths."""
 
-from jaxtyping import Array, PRNGKeyArray
+import equinox as eqx
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._checks import check_instance
+from .._checks import check_instance, finite_array
 from ..flow import AbstractStochasticFlow
+from ..transition import short_time
 from ._estimate import AbstractEstimator, Accuracy, Estimate
+from ._grid import Grid, applies as grid_applies
 from ._ladder import Ladder
 
 
@@ -19,6 +22,7 @@ class StochasticFlow(AbstractStochasticFlow):
         estimator: AbstractEstimator | None = None,
         tolerance: float | None = None,
         max_paths: int = 2**16,
+        start: ArrayLike | None = None,
     ) -> Estimate:
         """log p(x) = log E p(x | path), with error bars: an `rf.Estimate`.
 
@@ -29,6 +33,9 @@ class StochasticFlow(AbstractStochasticFlow):
           without noise one pull-back, which is exact.
         - `tolerance`: add work to each point until its total error is below this, or `max_paths` are spent;
           `warning` says if they were. By default the aim is 0.02.
+        - `start`: a point `(d,)` that the SDE starts from, in place of the base: by a grid in one or two
+          dimensions; else the density a short while after it is the base of a flow over the rest of the time
+          (`rf.ShortTime`).
 
         ```python
         import jax, jax.numpy as jnp
@@ -40,7 +47,17 @@ class StochasticFlow(AbstractStochasticFlow):
         estimate.log_prob, estimate.total_error, estimate.warning
         ```
         """
-        return self._estimate(x, key, estimator, Accuracy(tolerance, max_paths))
+        accuracy = Accuracy(tolerance, max_paths)
+        if start is None:
+            return self._estimate(x, key, estimator, accuracy)
+        start = finite_array("start", start)
+        if start.shape != (self.dimension,):
+            raise ValueError(f"start must have shape ({self.dimension},) to match the flow, got {start.shape}")
+        if estimator is None and grid_applies(self) is None:
+            return Grid(start=start).estimate(self, x, key=key, accuracy=accuracy)
+        flow, error = self._from_point(start)
+        estimate = flow._estimate(x, key, estimator, accuracy)
+        return eqx.tree_at(lambda e: e.solver_error, estimate, estimate.solver_error + error)
 
     def log_prob(self, x: Array, *, key: PRNGKeyArray, estimator: AbstractEstimator | None = None) -> Array:
         """log p(x), shape `(...)`: the value of `estimate` without its error bars."""
@@ -52,3 +69,10 @@ class StochasticFlow(AbstractStochasticFlow):
         estimator = Ladder() if estimator is None else estimator
         check_instance("estimator", estimator, AbstractEstimator, "an estimator such as rf.PullBack(64)")
         return estimator.estimate(self, x, key=key, accuracy=accuracy)
+
+    def _from_point(self, start: Array) -> tuple["StochasticFlow", float]:
+        """The flow from a short while after a point on, and the error of its base, in nats."""
+        base, error = short_time(self.sde, start.astype(float), self.t1)
+        flow = StochasticFlow(base.later, base, self.t1 - base.span, self.driver, self.divergence)
+        parts = lambda f: (f.correction, f.integrator)
+        return eqx.tree_at(parts, flow, (self.correction, self.integrator)), error

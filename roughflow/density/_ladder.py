@@ -46,7 +46,8 @@ TOLERANCE = 0.02  # of the total error, where none is asked for
 FIRST = 64  # paths of the first round
 MOST = 2**12  # paths of a rung, where no tolerance is asked for
 FIXED = 256  # paths inside a jit
-MANY = {1: 64, 2: 256}  # points, by dimension, from which a grid is cheaper than paths for each
+# Points, by dimension, from which a grid is cheaper than paths for each. Grids run on the CPU.
+MANY, MANY_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 EVEN = 0.25  # effective fraction of paths above which others would be no better
 LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
 DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
@@ -99,7 +100,8 @@ class Ladder(AbstractEstimator):
         flat, key = x.reshape(-1, x.shape[-1]), check_key(key)
         record, which = Record(len(flat)), np.arange(len(flat))
         fits = grid_applies(flow) is None
-        if fits and len(flat) >= MANY[flow.dimension]:
+        many = MANY if jax.default_backend() == "cpu" else MANY_ON_GPU
+        if fits and len(flat) >= many[flow.dimension]:
             which, fits = _grid(flow, flat, which, tolerance, record), False
         for doubling in range(1 + DOUBLINGS):
             if doubling:
