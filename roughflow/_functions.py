@@ -77,8 +77,15 @@ class Opened(eqx.Module):
 class Operation(NamedTuple):
     """One primitive of a trace. Inputs are places of values so far, ("number", i) or ("literal", x)."""
 
-    equation: JaxprEqn
-    inputs: tuple[Any, ...]
+    equation: Any  # a JaxprEqn
+    inputs: Sequence[Any]
+
+    def read(self, values: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+        """The inputs."""
+        kinds = {"number": lambda i: numbers[i], "literal": lambda atom: atom.val}
+        return [
+            values[place] if isinstance(place, int) else kinds[place[0]](place[1]) for place in self.inputs
+        ]
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         primitive, context = self.equation.primitive, getattr(self.equation, "ctx", None)
@@ -103,16 +110,10 @@ class Trace:
 
     def run(self, numbers: Sequence[Array], arrays: Sequence[Array]) -> Any:
         values = [jnp.asarray(array) for array in arrays]
-        read = lambda place: (
-            values[place]
-            if isinstance(place, int)
-            else numbers[place[1]]
-            if place[0] == "number"
-            else place[1].val
-        )
         for operation in self.operations:
-            values.extend(operation.run([read(place) for place in operation.inputs]))
-        return self.rebuild([jnp.asarray(read(place)) for place in self.outputs])
+            values.extend(operation.run(operation.read(values, numbers)))
+        outputs = Operation(None, self.outputs).read(values, numbers)
+        return self.rebuild([jnp.asarray(output) for output in outputs])
 
 
 _traces: weakref.WeakValueDictionary[Any, Trace] = weakref.WeakValueDictionary()
@@ -229,11 +230,34 @@ def _trace(function: Callable, signature: Signature) -> tuple[Any, tuple[Array, 
     return (signature, flattened.operations, outputs, results[-1]), tuple(flattened.numbers)
 
 
+def flat_operations(
+    function: Callable, arguments: Sequence[Array], *, opaque: frozenset[str] = frozenset()
+) -> tuple[list[Operation], list[Any]]:
+    """The operations of a function of arrays, and its numbers. Functions with custom rules for derivatives
+    are flattened too, but those with names in `opaque` are one operation each."""
+    closed = jax.make_jaxpr(function)(*arguments)
+    flattened = _Flattened(len(arguments), INLINED | CUSTOM_RULES.keys() | {"checkpoint", "remat"}, opaque)
+    flattened.add(closed.jaxpr, closed.consts, list(range(len(arguments))))
+    return flattened.operations, flattened.numbers
+
+
+def name_of(equation: JaxprEqn) -> str:
+    """The name of the function that an equation calls, or of its primitive."""
+    called: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    debug_info = getattr(getattr(called, "jaxpr", called), "debug_info", None)
+    inner = equation.params.get("name", getattr(debug_info, "func_name", None))
+    return inner if isinstance(inner, str) else equation.primitive.name
+
+
 class _Flattened:
     """The operations of a program and of those it calls, one after another."""
 
-    def __init__(self, arguments: int):
+    def __init__(
+        self, arguments: int, inlined: frozenset[str] = INLINED, opaque: frozenset[str] = frozenset()
+    ):
         self.count = arguments
+        self.inlined = inlined
+        self.opaque = opaque
         self.numbers: list[Any] = []
         self.operations: list[Operation] = []
 
@@ -243,7 +267,7 @@ class _Flattened:
         for variable, constant in zip(jaxpr.constvars, constants, strict=True):
             places[variable] = self._number(constant)
         for equation in jaxpr.eqns:
-            called = _inlined(equation)
+            called = self._inlined(equation)
             read = lambda i, equation=equation: self._read(places, equation, i)
             at = [read(i) for i in range(len(equation.invars))]
             if called is not None:
@@ -254,6 +278,13 @@ class _Flattened:
                 self.count += len(equation.outvars)
             places.update(zip(equation.outvars, outputs, strict=True))
         return [self._literal(atom) if isinstance(atom, Literal) else places[atom] for atom in jaxpr.outvars]
+
+    def _inlined(self, equation: JaxprEqn) -> ClosedJaxpr | None:
+        """The program that an equation calls, if it is to be inlined."""
+        if equation.primitive.name not in self.inlined or name_of(equation) in self.opaque:
+            return None
+        called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        return ClosedJaxpr(called, ()) if isinstance(called, Jaxpr) else called
 
     def _read(self, places: dict[Var, Any], equation: JaxprEqn, i: int) -> Any:
         atom = equation.invars[i]
@@ -273,14 +304,6 @@ class _Flattened:
     def _number(self, value: Any) -> tuple[str, int]:
         self.numbers.append(value if isinstance(value, jax.Array) else np.asarray(value))
         return ("number", len(self.numbers) - 1)
-
-
-def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that an equation calls, if it is one of those that are inlined."""
-    if equation.primitive.name not in INLINED:
-        return None
-    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return called if isinstance(called, ClosedJaxpr) else None
 
 
 class _Identity:

@@ -40,3 +40,4 @@ from ._suited_grid import (
     suited_steps as suited_steps,
     with_steps as with_steps,
 )
+from ._time_resolution import unresolved_in_time as unresolved_in_time

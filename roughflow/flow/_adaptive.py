@@ -13,8 +13,8 @@ from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
 from ._integrator import ESCAPE_RATE, AbstractIntegrator
 from ._outcome import Outcome, Status
 
-# z (B, d); ∫ div (B,); and two clocks (B,) that start to run when a sample escapes, or when its model
-# stops being finite, and go on to the end.
+# (z − centre)/scale (B, d), so that tolerances have no units; ∫ div (B,); and two clocks (B,) that start to
+# run when a sample escapes, or when its model stops being finite, and go on to the end.
 State = tuple[Array, Array, tuple[Array, Array]]
 
 
@@ -24,7 +24,8 @@ class Adaptive(AbstractIntegrator):
     **Arguments:**
 
     - `solver`: any diffrax ODE solver; `diffrax.Dopri5()` by default, `diffrax.Kvaerno5()` for stiff models.
-    - `rtol`, `atol`: relative and absolute tolerance.
+    - `rtol`, `atol`: relative and absolute tolerance. States are counted in spreads of the process, from the
+      centre of the base.
     - `max_steps`: how many steps to try before giving up, with an error.
     - `gradient`: `rf.Backpropagation()` (checkpointed) or `rf.ConstantMemory()` (the continuous adjoint).
     - `per_sample`: let each sample choose its own steps instead of sharing them. By default shared,
@@ -101,7 +102,7 @@ class Adaptive(AbstractIntegrator):
 
     def _solve(self, field: Field, z: Array, fraction: Array, reverse: bool) -> Outcome:
         zeros = jnp.zeros(z.shape[:1], z.dtype)
-        state = (z, zeros, (zeros, zeros))
+        state = ((z - field.centre[None]) / field.scale[None], zeros, (zeros, zeros))
         begin, end = jnp.asarray((1.0, 0.0) if reverse else (0.0, 1.0), z.dtype)
         jumps = field.path.driver.jumps
         jump_times = None
@@ -122,6 +123,7 @@ class Adaptive(AbstractIntegrator):
         )
         assert solution.ys is not None
         z, log_change, clocks = jax.tree.map(lambda a: a[0], solution.ys)
+        z = field.centre[None] + field.scale[None] * z
         escape_clock, broken_clock = (jax.lax.stop_gradient(clock) for clock in clocks)
         status = jnp.where(broken_clock != 0, Status.NON_FINITE, Status.FINE)
         # What an escaped sample meets out there is not the model's fault.
@@ -149,12 +151,13 @@ def _rate(u: ArrayLike, state: State, args: tuple[Field, Array]) -> State:
     """The augmented right-hand side in u = s/fraction."""
     field, fraction = args
     z, _, clocks = state
+    z = field.centre[None] + field.scale[None] * z
     velocity, divergence, status = field.guarded(jnp.asarray(u * fraction), z, z)
     column = fraction[:, None] if fraction.ndim else fraction
     escaping = (clocks[0] != 0) | (status == Status.ESCAPED)
     breaking = (clocks[1] != 0) | (status == Status.NON_FINITE)
     ticking = tuple(jnp.where(on, jnp.ones_like(divergence), 0) for on in (escaping, breaking))
-    return velocity * column, divergence * fraction, (ticking[0], ticking[1])
+    return velocity * column / field.scale[None], divergence * fraction, (ticking[0], ticking[1])
 
 
 def _batch_norm(error: tuple) -> Array:

@@ -110,12 +110,13 @@ def dimension_of(base: Base) -> int:
     return point.shape[0]
 
 
-def some_point(base: Base, dimension: int) -> Array:
-    """A point `(d,)` where samples start; made from given numbers where a base takes them, because every
+def some_points(base: Base, dimension: int, count: int = 32) -> Array:
+    """Points `(count, d)` where samples start; made from given numbers where a base takes them, because every
     program with a solve in it would have to draw random ones."""
     if isinstance(base, Whitened):
-        return base.from_normal(jnp.asarray(np.random.default_rng(0).normal(size=dimension)))
-    return base.sample(key=jax.random.key(0))
+        numbers = np.random.default_rng(0).normal(size=(count, dimension))
+        return jax.vmap(base.from_normal)(jnp.asarray(numbers))
+    return base.sample(key=jax.random.key(0), shape=(count,))
 
 
 def log_prob_of(base: Base, z: Array) -> Array:

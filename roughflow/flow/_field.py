@@ -42,6 +42,8 @@ class Field(eqx.Module):
     signs: Array | None
     probes: Array | None
     safe: Array  # (d,): a point where the model is finite, since samples start there
+    centre: Array  # (d,) and
+    scale: Array  # (d,): where samples are and how far they spread, in the units of the states
     escape_rate: float = eqx.field(static=True)
 
     def __call__(self, s: Array, z: Array, *, slope_at: Array | None = None) -> tuple[Array, Array]:
@@ -67,12 +69,13 @@ class Field(eqx.Module):
     ) -> tuple[Array, Array, Array]:
         """The field with trouble told apart: dz/ds, divergence, and the `rf.Status` `(B,)` of each sample.
 
-        A sample has **escaped** if it would travel its own size in less than 1/escape_rate of the horizon, or
-        if it overflowed after a leap from `start`, the state at the beginning of the step. Otherwise a
-        value that is not finite is the model's fault. Either way one sample must not spoil a batch: a field
-        that is not finite is set to zero, and one that is too fast is slowed down, smoothly, so that an
-        adaptive solver that shares its steps is not held up at the edge. Below a hundredth of the escape
-        rate the factor is one to the last bit.
+        Distances are counted in spreads of the process, coordinate by coordinate. A sample has **escaped** if
+        it would travel as far as it is from the centre, and one spread, in less than 1/escape_rate of the
+        horizon, or if it overflowed after a leap from `start`, the state at the beginning of the step.
+        Otherwise a value that is not finite is the model's fault. Either way one sample must not spoil a
+        batch: a field that is not finite is set to zero, and one that is too fast is slowed down, smoothly,
+        so that an adaptive solver that shares its steps is not held up at the edge. Below a hundredth of the
+        escape rate the factor is one to the last bit.
         """
         return _guarded(self, s, z, start, slope_at)
 
@@ -121,10 +124,12 @@ def _guarded(
 ) -> tuple[Array, Array, Array]:
     velocity, divergence = field(s, z, slope_at=slope_at)
     # XLA works out the field once more for each use of it: the size alone says whether all of it is finite.
-    speed = _size(velocity)
+    size = lambda change: jnp.max(jnp.abs(change) / field.scale[None], axis=-1)
+    centre = field.centre[None]
+    speed = size(velocity)
     finite = jnp.isfinite(speed) & jnp.isfinite(divergence)
-    haste = speed / (field.escape_rate * (1 + _size(z)))
-    leapt = ~(_size(z - start) <= 1 + _size(start))
+    haste = speed / (field.escape_rate * (1 + size(z - centre)))
+    leapt = ~(size(z - start) <= 1 + size(start - centre))
     trouble = jnp.where(leapt | (haste >= 1), Status.ESCAPED, Status.NON_FINITE)
     status = jnp.where(finite & (haste < 1), Status.FINE, trouble)
     brake = jnp.where(finite, 1 / (1 + haste**8), 0)
@@ -157,10 +162,6 @@ def _guarded_jvp(primals, tangents):
     d_velocity = 0 * velocity if d_velocity is None else jnp.where(fine[:, None], d_velocity, 0)
     d_divergence = 0 * divergence if d_divergence is None else jnp.where(fine, d_divergence, 0)
     return (velocity, divergence, status), (d_velocity, d_divergence, None)
-
-
-def _size(z: Array) -> Array:
-    return jnp.max(jnp.abs(z), axis=-1)
 
 
 def signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dimension) -> Array | None:

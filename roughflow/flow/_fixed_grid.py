@@ -39,8 +39,8 @@ class FixedGrid(AbstractIntegrator):
       Whether they also resolve the model, a stiff or long-running one say, `rf.fit` looks at if nothing is
       said here, and an estimate reports it (`solver_error`).
     - `gradient`: `rf.Backpropagation()` or `rf.ConstantMemory()`.
-    - `escape_rate`: a sample whose velocity exceeds this many times its own size (plus one) per
-      horizon counts as having escaped to infinity.
+    - `escape_rate`: a sample that would travel this many times its distance from the centre of the base,
+      plus as many spreads of the process, in one horizon counts as having escaped to infinity.
     - `late`: the times of the steps are s = 1 − (1 − u)ᵃ for even u, a = `late`: 1 for steps of one length, 2
       for ones that shrink to nothing towards the end, where a velocity learned from data is fastest and noise
       that fades as √(1 − s) has no derivative: methods of high order come to 3/2 there for a = 1, to 3 for 2.

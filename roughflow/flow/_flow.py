@@ -32,9 +32,10 @@ from ..sde import (
     check_kinks,
     checked_correction,
     noise_dimension,
+    noise_sizes,
     with_explicit_parameters,
 )
-from ._base import Base, dimension_of, log_prob_of, some_point
+from ._base import Base, dimension_of, log_prob_of, some_points
 from ._described import described
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
 from ._driven import check_driven
@@ -363,6 +364,23 @@ def check_path_of_driver(path: Any) -> None:
     check_instance("path", path, Path, wanted)
 
 
+def centre_and_scale(
+    sde: AbstractSDE, base: Base, dimension: int, horizon: Array, dtype: Any
+) -> tuple[Array, Array, Array]:
+    """A point where samples start, where they are on average, and how far each coordinate spreads by the end:
+    the scales that distances are compared with, `(d,)` each. Not to be differentiated.
+
+    Without any spread it is how far the drift goes.
+    """
+    points = jax.lax.stop_gradient(some_points(base, dimension)).astype(dtype)
+    t, span = jnp.zeros((), dtype), jax.lax.stop_gradient(jnp.max(horizon)).astype(dtype)
+    spread = jnp.std(points, axis=0) + jnp.sqrt(span) * noise_sizes(sde.noise(t, points[0]))
+    far = span * jnp.abs(sde.drift(t, points[0]))
+    usable = lambda size: jnp.isfinite(size) & (size > 0)
+    scale = jnp.where(usable(spread), spread, jnp.where(usable(far), far, 1))
+    return points[0], jnp.mean(points, axis=0), jax.lax.stop_gradient(scale)
+
+
 @jit
 def _integrate(
     flow: AbstractStochasticFlow,
@@ -374,14 +392,18 @@ def _integrate(
 ) -> Outcome:
     keys = (None, None) if key is None else split(key)
     batch = z.shape[:1]
+    sde = with_explicit_parameters(flow.sde, jnp.zeros(flow.dimension, z.dtype))
+    safe, centre, scale = centre_and_scale(sde, flow.base, flow.dimension, path.t1, z.dtype)
     field = Field(
-        sde=with_explicit_parameters(flow.sde, jnp.zeros(flow.dimension, z.dtype)),
+        sde=sde,
         correction=flow.correction,
         divergence=flow.divergence,
         path=path,
         signs=signs(flow.sde, flow.correction, keys[0], batch, flow.noise_dimension),
         probes=draw(flow.divergence, keys[1], batch, flow.dimension),
-        safe=some_point(flow.base, flow.dimension).astype(z.dtype),
+        safe=safe,
+        centre=centre,
+        scale=scale,
         escape_rate=flow.integrator.escape_rate,
     )
     return flow.integrator.integrate(field, z, fraction, reverse=reverse)

@@ -11,7 +11,7 @@ from ._field import Field
 from ._gradient import AbstractGradient, ConstantMemory
 from ._outcome import Outcome
 
-# A state that would travel its own size in this fraction of the horizon is gone (see `Field.guarded`).
+# How many times its own size, in spreads of the process, a state may travel per horizon (`Field.guarded`).
 ESCAPE_RATE = 1e5
 
 

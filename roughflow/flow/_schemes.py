@@ -16,6 +16,7 @@ from ..sde import (
     ExactCorrection,
     apply_noise,
     noise_matrix,
+    noise_sizes,
     stratonovich_coefficients,
     to_ito,
 )
@@ -108,9 +109,11 @@ class Milstein(AbstractScheme):
     """
 
     def check(self, sde: AbstractSDE, z: Array) -> None:
-        # At the start, and at a point in no special position.
+        # At the start, and at a point in no special position, as far away as the noise goes.
         _check_commutative(sde, z)
-        _check_commutative(sde, z + 0.1 * jnp.sqrt(1.0 + jnp.arange(z.size, dtype=z.dtype)))
+        rows = noise_sizes(sde.noise(jnp.zeros((), z.dtype), z))
+        size = jnp.where(rows > 0, rows, jnp.where(z == 0, 1, jnp.abs(z)))
+        _check_commutative(sde, z + 0.1 * size * jnp.sqrt(1.0 + jnp.arange(z.size, dtype=z.dtype)))
 
     def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
         drift, sigma = stratonovich_coefficients(sde, ExactCorrection(), t, z, None)
@@ -191,8 +194,9 @@ def _products(sde: AbstractSDE, t: Array, z: Array) -> tuple[Array, Array]:
 def _check_commutative(sde: AbstractSDE, z: Array) -> None:
     """Refuse noise whose columns' vector fields do not commute at z: (Dσⱼ) σₖ ≠ (Dσₖ) σⱼ."""
     products = _products(sde, jnp.zeros((), z.dtype), z)[1]
-    gap = jnp.max(jnp.abs(products - jnp.swapaxes(products, 0, 2)))
-    if float(gap) > 1e-4 * (1 + float(jnp.max(jnp.abs(products)))):
+    # Coordinate by coordinate, because their units may differ.
+    gap = jnp.max(jnp.abs(products - jnp.swapaxes(products, 0, 2)), axis=(0, 2))
+    if bool(jnp.any(gap > 1e-4 * jnp.max(jnp.abs(products), axis=(0, 2)))):
         raise ValueError(
             "Milstein needs commutative noise, and this diffusion's columns do not commute; "
             "use rf.Davie(), rf.StratonovichHeun() or rf.EulerMaruyama()" + see("refused-methods")

@@ -12,7 +12,7 @@ from ._correction import (
 )
 from ._dependence import depends_on as depends_on
 from ._fading import FadingDiffusion as FadingDiffusion
-from ._kinks import check_kinks as check_kinks
+from ._kinks import Kink as Kink, check_kinks as check_kinks, kinks as kinks
 from ._local import LocalDiffusion as LocalDiffusion
 from ._networks import (
     MLP as MLP,
@@ -32,6 +32,7 @@ from ._noise import (
     noise_diagonal as noise_diagonal,
     noise_log_det as noise_log_det,
     noise_matrix as noise_matrix,
+    noise_sizes as noise_sizes,
     plain_noise as plain_noise,
     solve_noise as solve_noise,
 )

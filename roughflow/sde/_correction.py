@@ -123,7 +123,9 @@ def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool
         noise = lambda y: sde.noise(t, y)
         sigma, exact = ExactCorrection()(noise, point, None)
         signs = SampledCorrection().draw(key, (), noise_shape(sigma)[1])
-        return jnp.max(jnp.abs(SampledCorrection()(noise, point, signs)[1] - exact) / (1 + jnp.abs(exact)))
+        sampled = SampledCorrection()(noise, point, signs)[1]
+        size = jnp.maximum(jnp.abs(sampled), jnp.abs(exact))
+        return jnp.max(jnp.abs(sampled - exact) / jnp.where(size > 0, size, 1))
 
     keys = jax.random.split(key, len(z))
     gaps = jax.vmap(lambda t: jax.vmap(lambda point, k: gap(t, point, k))(z, keys))(times)

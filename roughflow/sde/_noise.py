@@ -90,6 +90,13 @@ def noise_matrix(sigma: Noise) -> Array:
     return sigma.as_matrix() if isinstance(sigma, lx.AbstractLinearOperator) else sigma
 
 
+def noise_sizes(sigma: Noise) -> Array:
+    """How far noise of unit variance moves each coordinate: the norms of the rows of σ, `(d,)`."""
+    if has_diagonal(sigma):
+        return jnp.abs(noise_diagonal(sigma))
+    return jnp.sqrt(jnp.sum(noise_matrix(sigma) ** 2, axis=1))
+
+
 class ProportionalDiffusion(eqx.Module):
     """σ = λ diag(μ): noise in proportion to the drift, as in the dropout analogy of Liu et al. (2019).
 
