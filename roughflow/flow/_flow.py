@@ -1,6 +1,7 @@
 """A stochastic normalizing flow: an SDE, where it starts, what drives it, and how it is solved."""
 
 import math
+from functools import partial
 from typing import Any, Self
 
 import equinox as eqx
@@ -218,13 +219,9 @@ class AbstractStochasticFlow(eqx.Module):
         self, key: PRNGKeyArray, shape: tuple[int, ...], path: Path | None
     ) -> tuple[Array, Path, PRNGKeyArray]:
         """Starting points, their paths, and a key for the solve."""
-        key_base, key_path, key_solve = jax.random.split(check_key(key), 3)
         if path is not None:
             check_path_of_driver(path)
-        shape = as_shape(shape, 2 * self.dimension)
-        path = self.sample_path(key=key_path, shape=shape) if path is None else path
-        batch = jnp.broadcast_shapes(shape, path.batch_shape)
-        return self.base.sample(key=key_base, shape=batch), path, key_solve
+        return _drawn(self, check_key(key), as_shape(shape, 2 * self.dimension), path)
 
     def push_forward(
         self,
@@ -239,8 +236,7 @@ class AbstractStochasticFlow(eqx.Module):
         A sample that escapes ends at infinity, with an infinite log-determinant.
         """
         outcome = self.solve(z, path, t1=t1, key=key, reverse=False)
-        end = jnp.where(outcome.has_escaped[..., None], jnp.inf, outcome.z)
-        return end, jnp.where(outcome.has_escaped, jnp.inf, outcome.log_change)
+        return _at_infinity(outcome)
 
     def pull_back(
         self,
@@ -271,6 +267,23 @@ class AbstractStochasticFlow(eqx.Module):
         return solve(self, z, path, t1, key, reverse)
 
 
+@partial(jit, level=0)
+def _at_infinity(outcome: Outcome) -> tuple[Array, Array]:
+    """States and log-determinants, infinite for samples that have escaped."""
+    end = jnp.where(outcome.has_escaped[..., None], jnp.inf, outcome.z)
+    return end, jnp.where(outcome.has_escaped, jnp.inf, outcome.log_change)
+
+
+@partial(jit, level=0)
+def _drawn(
+    flow: "AbstractStochasticFlow", key: PRNGKeyArray, shape: tuple[int, ...], path: Path | None
+) -> tuple[Array, Path, PRNGKeyArray]:
+    key_base, key_path, key_solve = jax.random.split(key, 3)
+    path = flow.sample_path(key=key_path, shape=shape) if path is None else path
+    batch = jnp.broadcast_shapes(shape, path.batch_shape)
+    return flow.base.sample(key=key_base, shape=batch), path, key_solve
+
+
 def _check_driver(driver: AbstractDriver) -> None:
     check_instance("driver", driver, AbstractDriver, "a driver such as rf.KarhunenLoeve(6)")
 
@@ -287,7 +300,23 @@ def solve(
     name = "x" if reverse else "z"
     z = jnp.asarray(as_real(name, z))
     _check(flow, name, z, path, t1, key)
-    # The one place where batches are formed: everything below sees one leading axis.
+    stops = () if t1 is None else jnp.shape(t1)
+    batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
+    outcome, status = _solve(flow, z, path, t1, _one_for_each(key, batch), reverse)
+    return raise_failures(outcome, status, flow.sde, path) if flow.raises else outcome
+
+
+@jit
+def _solve(
+    flow: AbstractStochasticFlow,
+    z: Array,
+    path: Path,
+    t1: float | Array | None,
+    key: PRNGKeyArray | None,
+    reverse: bool,
+) -> tuple[Outcome, Array]:
+    """The outcome, and the status without regard to NaN in z. The one place where batches are formed:
+    everything below sees one leading axis."""
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
     flat = math.prod(batch)
@@ -299,22 +328,18 @@ def solve(
         t1 = jnp.asarray(t1, dtype)
         t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,)) if t1.ndim else t1
         fraction = t1 / path.t1
-    key = _one_for_each(key, batch)
     # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.
     nan = jnp.any(jnp.isnan(points), axis=-1)
     points = jnp.where(nan[:, None], 0, points).astype(dtype)
     outcome = _integrate(flow, points, path, fraction, key, reverse)
-    if flow.raises:
-        outcome = raise_failures(outcome, flow.sde, path)
-    else:
-        nan = nan | failed(outcome)
-    outcome = Outcome(
+    nan = nan if flow.raises else nan | failed(outcome)
+    marked = Outcome(
         jnp.where(nan[:, None], jnp.nan, outcome.z),
         jnp.where(nan, jnp.nan, outcome.log_change),
         jnp.where(nan & ~failed(outcome), Status.NON_FINITE, outcome.status),
         outcome.time,
     )
-    return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), outcome)
+    return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), (marked, outcome.status))
 
 
 def _one_for_each(key: PRNGKeyArray | None, batch: tuple[int, ...]) -> PRNGKeyArray | None:
@@ -381,7 +406,6 @@ def centre_and_scale(
     return points[0], jnp.mean(points, axis=0), jax.lax.stop_gradient(scale)
 
 
-@jit
 def _integrate(
     flow: AbstractStochasticFlow,
     z: Array,

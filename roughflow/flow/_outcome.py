@@ -90,22 +90,22 @@ def failed(outcome: Outcome) -> Array:
     return (outcome.status == Status.NON_FINITE) | (outcome.status == Status.OUT_OF_STEPS)
 
 
-def raise_failures(outcome: Outcome, sde: AbstractSDE, path: Path) -> Outcome:
-    """Raise for a model that is not finite or a solver out of steps; escapes pass.
+def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path) -> Outcome:
+    """Raise for a model that is not finite or a solver out of steps, by `status`; escapes pass.
 
     With values at hand the message names the culprit, drift or diffusion, and the time. Under a
     `jit` it is a run-time error that says how to find out.
     """
-    status = outcome.status
     if is_traced(status):
         z = outcome.z
         for code in _ERRORS:
             z = eqx.error_if(z, status == code, code.message)
         return eqx.tree_at(lambda o: o.z, outcome, z)
-    if bool(jnp.any(status == Status.OUT_OF_STEPS)):
+    codes = np.asarray(status)
+    if np.any(codes == Status.OUT_OF_STEPS):
         raise OutOfStepsError(Status.OUT_OF_STEPS.message)
-    if bool(jnp.any(status == Status.NON_FINITE)):
-        raise NonFiniteError(_describe(outcome, sde, path))
+    if np.any(codes == Status.NON_FINITE):
+        raise NonFiniteError(_describe(outcome, codes, sde, path))
     return outcome
 
 
@@ -121,11 +121,11 @@ def one_line_errors():
         raise
 
 
-def _describe(outcome: Outcome, sde: AbstractSDE, path: Path) -> str:
+def _describe(outcome: Outcome, codes: np.ndarray, sde: AbstractSDE, path: Path) -> str:
     """Name the part that is not finite, at the first sample that met it."""
-    i = int(jnp.argmax(outcome.status == Status.NON_FINITE))
-    time, z = (np.asarray(jax.lax.stop_gradient(a[i])) for a in (outcome.time, outcome.z))
-    horizon = float(jax.lax.stop_gradient(path.t1[i] if path.t1.ndim else path.t1))
+    i = np.unravel_index(np.argmax(codes == Status.NON_FINITE), codes.shape)
+    time, z, t1 = (np.asarray(jax.lax.stop_gradient(a)) for a in (outcome.time, outcome.z, path.t1))
+    time, z, horizon = time[i], z[i], float(np.broadcast_to(t1, codes.shape)[i])
     # An adaptive solve knows the time only to a fraction of a step: look around it.
     offsets = np.concatenate([[0.0], *([s, -s] for s in 10.0 ** np.arange(-7, -0.5, 0.5))])
     for offset in offsets:

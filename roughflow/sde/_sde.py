@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._checks import check_fields, check_instance
-from .._functions import explicit
+from .._functions import explicit, flat_operations
 from .._show import listed
 from ..faq import see
 from ._noise import Noise, ProportionalDiffusion, noise_shape
@@ -20,6 +20,11 @@ from ._notation import equation, noise_part, part
 
 Drift = Callable[[Array, Array], Array]
 Diffusion = Callable[[Array, Array], Noise] | ProportionalDiffusion
+
+# Operations that read or write places which may be out of range.
+INDEXING = frozenset(
+    {"dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter_add", "scan", "while", "cond"}
+)
 
 
 class AbstractSDE(eqx.Module):
@@ -184,9 +189,19 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
     return noise_shape(value)
 
 
+def _may_be_out_of_range(function: Callable, dimension: int) -> bool:
+    """Whether some index is not known to be in range: JAX reads those that are by a slice."""
+    try:
+        leaves = lambda t, z: jax.tree.leaves(eqx.filter(function(t, z), eqx.is_array))
+        operations, _ = flat_operations(leaves, (jnp.zeros(()), jnp.zeros(dimension)))
+    except Exception:
+        return True
+    return not INDEXING.isdisjoint(operation.equation.primitive.name for operation in operations)
+
+
 def _check_places(name: str, function: Any, dimension: int) -> None:
     """An index that is out of range takes the last place in JAX; NumPy refuses it. Networks need no look."""
-    if not isinstance(function, types.FunctionType):
+    if not isinstance(function, types.FunctionType) or not _may_be_out_of_range(function, dimension):
         return
     try:
         with np.errstate(all="ignore"):
