@@ -392,8 +392,10 @@ def summary(
             elif corrected:
                 variance = variance + xp.var(differences / total, axis=0, ddof=1) / len(differences)
         value = xp.log(base * unit) + shift + still(change if corrected else 0 * change)
+        # The logarithm of a mean is too low by half its variance, which one path alone does not tell.
+        bias = xp.where(xp.isfinite(variance), 0.5 * xp.minimum(variance, 1), 0)
         return {
-            "log_prob": xp.where(some, value + still(0.5 * xp.minimum(variance, 1)), -xp.inf),
+            "log_prob": xp.where(some, value + still(bias), -xp.inf),
             "standard_error": xp.where(some, xp.sqrt(variance), xp.inf),
             "truncation_error": xp.where(some, xp.abs(change) * (1 if corrected else 2), xp.inf),
             "effective_paths": effective_paths(still(weights), xp),
