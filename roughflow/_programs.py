@@ -1,8 +1,8 @@
 """Compiled programs: the one module that knows about compilation."""
 
-import contextvars
 import functools
 import logging
+import os
 import sys
 import threading
 import time
@@ -28,20 +28,16 @@ except ImportError:  # JAX before 0.8
 # maps, and the compiler crashes when there are no more; a program takes about forty.
 MAX_PROGRAMS = 512
 
-# On a CPU these options cut the time to compile by half or more: 11.5 s against 31.4 s for a first estimate.
-# At level 1 a solve with networks takes half as long again, an estimate or a simulation twice as long and
-# more; at level 0 a solve takes three times as long. With fusion emitters level 1 runs as fast as any, and an
-# estimate takes five seconds more to compile.
-EMITTERS = "xla_cpu_use_fusion_emitters"
-QUICK: Mapping[str, bool | int] = {EMITTERS: False, "xla_cpu_parallel_codegen_split_count": 2}
-LEVEL = "xla_backend_optimization_level"
+# On a CPU level 1 without fusion emitters takes a third of the time to compile: a first estimate took 11.0 s of
+# processor time without these options and 4.2 s with them, a second one 0.71 s and 0.85 s. At level 0 it would
+# take 3.7 s.
+EMITTERS, LEVEL = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
 # On a GPU most of the time to compile goes into Triton kernels for matrix products, tried out in dozens of
 # forms. Those of cuBLAS run as fast here, and a first fit or estimate takes a third to a half of the time.
 ON_GPU: Mapping[str, bool | int] = {"xla_gpu_enable_triton_gemm": False}
 
 MESSAGE_AFTER = 3.0  # seconds of compilation
 
-_long: contextvars.ContextVar[bool] = contextvars.ContextVar("long", default=False)
 _programs: OrderedDict[Any, "_Program"] = OrderedDict()
 # For programs by their arguments: signatures of functions, or that code asks for the values of floats.
 _signatures: OrderedDict[Any, dict[Any, list[Any]]] = OrderedDict()
@@ -58,7 +54,7 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
     numbers in functions that a user has written (`roughflow._functions`). Code that asks for the value of a
     float (`if rate > 1`, `math.exp`) has a program for each value. The number of programs is bounded.
     On a CPU a `level` of 1 or 0 spends less time on compiling: 0 for programs that do little, 1 for those
-    that do more. `runs_long` overrides it where a program has much to do.
+    that do more, none for those that run for long.
     """
 
     @functools.wraps(function)
@@ -115,7 +111,7 @@ def _run(function: Callable, level: int | None, leaves: list, structure: Any) ->
     dynamic = [leaf for leaf in leaves if eqx.is_array(leaf)]
     traced = is_traced(jnp.asarray(0.0)) or any(map(is_traced, dynamic))
     # A part of another program has no options of its own.
-    options = {} if traced else _options(level, _long.get())
+    options = {} if traced else known_options(level)
     config: Any = jax.config
     key = (function, structure, tuple(map(_kind, leaves)), tuple(options.items()), config.jax_enable_x64)
     static = [None if eqx.is_array(leaf) else leaf for leaf in leaves]
@@ -198,16 +194,6 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, float | np.floating)
 
 
-@contextmanager
-def runs_long(long: bool) -> Iterator[None]:
-    """Programs that are called within are worth the time to compile them well, if `long`."""
-    before = _long.set(long)
-    try:
-        yield
-    finally:
-        _long.reset(before)
-
-
 def in_double_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Run a function in double precision, whatever the precision of the user's process."""
 
@@ -231,19 +217,16 @@ def exact_products() -> AbstractContextManager[object]:
     return jax.default_matmul_precision("float32")
 
 
-def _options(level: int | None, long: bool) -> dict[str, bool | int]:
-    options = known_options(level)
-    return {name: value for name, value in options.items() if name != EMITTERS} if long else options
-
-
 @functools.cache
 def known_options(level: int | None) -> dict[str, bool | int]:
-    """Those of the options for a quick compilation that this version of XLA knows."""
+    """The options for a quick compilation that this version of XLA knows and that the user has not set."""
     backend, options = jax.default_backend(), {}
     if backend == "cpu" and level is not None:
-        options = {**QUICK, LEVEL: level}
+        options = {EMITTERS: False, LEVEL: level}
     elif backend == "gpu":
         options = dict(ON_GPU)
+    given = os.environ.get("XLA_FLAGS", "")
+    options = {name: value for name, value in options.items() if name not in given}
     if _are_known(options):
         return options
     return {name: value for name, value in options.items() if _are_known({name: value})}

@@ -16,7 +16,7 @@ import pytest
 
 import roughflow as rf
 from roughflow import _programs
-from roughflow._programs import jit, runs_long
+from roughflow._programs import jit
 
 EVENTS = []
 jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: EVENTS.append(event))
@@ -143,16 +143,20 @@ def test_gradients_and_batches_pass_through():
 
 @pytest.fixture
 def unset(monkeypatch):
-    """No options known yet."""
+    """No options of the user's, and none known yet."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     _programs.known_options.cache_clear()
     yield monkeypatch
     _programs.known_options.cache_clear()
 
 
-def test_unknown_options_are_left_out(unset):
-    unset.setattr(_programs, "QUICK", {"xla_no_such_option": True})
+def test_options_that_are_unknown_or_set_by_the_user_are_left_out(unset):
+    unset.setattr(_programs, "EMITTERS", "xla_no_such_option")
     assert _programs.known_options(1) == {_programs.LEVEL: 1}
     assert jit(lambda x: 2 * x, level=1)(3.0) == 6
+    unset.setenv("XLA_FLAGS", f"--{_programs.LEVEL}=0")
+    _programs.known_options.cache_clear()
+    assert _programs.known_options(1) == {}
 
 
 def test_on_a_gpu_every_program_is_spared_the_search_for_kernels(unset):
@@ -174,28 +178,6 @@ def test_quickly_compiled_programs_become_parts_of_others(unset):
     np.testing.assert_allclose(jax.jit(lambda x: power(x, 3.0))(2.0), 12)
     np.testing.assert_allclose(jax.jit(lambda: power(2.0, 3.0))(), 12)
     np.testing.assert_allclose(jax.grad(lambda rate: jit(lambda x: x * rate, level=0)(2.0))(3.0), 2)
-
-
-def test_what_runs_long_is_compiled_with_more_care(unset):
-    """Within `runs_long` and nowhere else, another program of the same function."""
-    if _programs.EMITTERS not in _programs.known_options(1):
-        pytest.skip("this version of XLA has no such option")
-    made, compile_with = [], jax.jit
-
-    def recorded(function, compiler_options=None):
-        made.append(compiler_options)
-        return compile_with(function)
-
-    double = jit(lambda x: 2 * x, level=1)
-    known = _programs.known_options(1)
-    unset.setattr(_programs.jax, "jit", recorded)
-    for long in (False, True, False):
-        with runs_long(long):
-            assert double(3.0) == 6
-    double(4.0)
-    quick, careful = [options for options in made if options]
-    assert known == quick
-    assert set(quick) - set(careful) == {_programs.EMITTERS}
 
 
 def test_the_trial_and_the_paths_that_count_are_one_program(key, caplog):
@@ -414,5 +396,5 @@ def test_a_message_in_interactive_use_alone(monkeypatch, capsys):
 def test_the_process_is_left_alone():
     """No listener, no cleared caches, no environment changed, no threads bound to cores."""
     package = Path(rf.__file__).parent
-    for word in ("clear_caches", "jax.monitoring", "sched_setaffinity", "XLA_FLAGS"):
+    for word in ("clear_caches", "jax.monitoring", "sched_setaffinity"):
         assert [path.name for path in package.rglob("*.py") if word in path.read_text()] == []

@@ -45,6 +45,8 @@ from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
 from ._outcome import Outcome, Status, failed, raise_failures
 
+MANY = 4096  # samples, from which on a solve is worth the time to optimise its program
+
 
 class AbstractStochasticFlow(eqx.Module):
     """Z₀ ~ base carried to time t1 by an SDE whose Brownian motion is a smooth random path.
@@ -302,11 +304,11 @@ def solve(
     _check(flow, name, z, path, t1, key)
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
-    outcome, status = _solve(flow, z, path, t1, _one_for_each(key, batch), reverse)
+    run = _solve_many if math.prod(batch) >= MANY else _solve_few
+    outcome, status = run(flow, z, path, t1, _one_for_each(key, batch), reverse)
     return raise_failures(outcome, status, flow.sde, path) if flow.raises else outcome
 
 
-@jit
 def _solve(
     flow: AbstractStochasticFlow,
     z: Array,
@@ -340,6 +342,9 @@ def _solve(
         outcome.time,
     )
     return jax.tree.map(lambda a: jnp.reshape(a, (*batch, *a.shape[1:])), (marked, outcome.status))
+
+
+_solve_few, _solve_many = jit(_solve, level=1), jit(_solve)
 
 
 def _one_for_each(key: PRNGKeyArray | None, batch: tuple[int, ...]) -> PRNGKeyArray | None:
