@@ -28,9 +28,9 @@ except ImportError:  # JAX before 0.8
 # maps, and the compiler crashes when there are no more; a program takes about forty.
 MAX_PROGRAMS = 512
 
-# On a CPU level 1 without fusion emitters takes a third of the time to compile: a first estimate took 11.0 s of
-# processor time without these options and 4.2 s with them, a second one 0.71 s and 0.85 s. At level 0 it would
-# take 3.7 s.
+# On a CPU level 1 without fusion emitters takes a third of the time to compile: a first estimate took 11.0 s
+# of processor time without these options and 4.2 s with them, a second one 0.71 s and 0.85 s. At level 0 it
+# would take 3.7 s.
 EMITTERS, LEVEL = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
 # On a GPU most of the time to compile goes into Triton kernels for matrix products, tried out in dozens of
 # forms. Those of cuBLAS run as fast here, and a first fit or estimate takes a third to a half of the time.
