@@ -118,16 +118,17 @@ class Estimate(eqx.Module):
     def of(log_prob: Array, method: str, **parts: Any) -> "Estimate":
         """An estimate with these parts; of those not given, errors are zero and flags are off."""
         shape, dtype = log_prob.shape, log_prob.dtype
-        zero, none = jnp.zeros(shape, dtype), jnp.zeros(shape, bool)
+        # By NumPy, because JAX compiles a program for each shape of zeros.
+        zero, none = np.zeros(shape, dtype), np.zeros(shape, bool)
         blank: dict[str, Any] = {
             **dict.fromkeys(("standard_error", "solver_error", "truncation_error", "divergence_error"), zero),
-            "effective_paths": jnp.full(shape, jnp.inf, dtype),
-            **dict.fromkeys(("num_paths", "escaped"), jnp.zeros(shape, int)),
-            "pareto_k": jnp.full(shape, jnp.nan, dtype),
-            "rung": jnp.full(shape, METHODS.index(method)),
+            "effective_paths": np.full(shape, np.inf, dtype),
+            **dict.fromkeys(("num_paths", "escaped"), np.zeros(shape, int)),
+            "pareto_k": np.full(shape, np.nan, dtype),
+            "rung": np.full(shape, METHODS.index(method)),
             **dict.fromkeys(("unmet", "steep", "jump", "fast"), none),
         }
-        return Estimate(log_prob, **{**blank, **parts})
+        return Estimate(log_prob, **{**jax.device_put(blank), **parts})
 
     @property
     def total_error(self) -> Array:
