@@ -153,7 +153,6 @@ from .mcmc import (
 from .series import (
     transition_log_prob as transition_log_prob,
     transition_estimate as transition_estimate,
-    TransitionEstimate as TransitionEstimate,
     fit_sde as fit_sde,
     FittedSDE as FittedSDE,
     Residuals as Residuals,

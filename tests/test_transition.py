@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import linalg, stats
+from fokker_planck import transition_density
+from scipy import integrate, linalg, stats
 
 import roughflow as rf
 from roughflow._programs import jit
@@ -77,3 +78,82 @@ def test_an_sde_in_coordinates_is_the_stratonovich_one():
     y = jnp.array([0.7])
     np.testing.assert_allclose(inner.drift(1.0, y), 0.3 - 0.045, rtol=1e-12)
     np.testing.assert_allclose(inner.diffusion(1.0, y), 0.3, rtol=1e-12)
+
+
+def holds(found, truth, accuracy=1e-3):
+    """Within three error bars, given the accuracy of the reference."""
+    return np.abs(np.asarray(found.log_prob) - truth) < 3 * np.asarray(found.total_error) + accuracy
+
+
+def test_noise_that_turns_is_no_single_likeliest_path(key):
+    """Over a span of one, paths around the likeliest one are wrong by up to two nats."""
+    x = turned_places(1.0, 5, seed=1)
+    found = rf.transition_estimate(TURNED, START, x, 1.0, key=key)
+    assert set(found.method) == {"grid"}
+    assert np.all(holds(found, turned_log_prob(x, 1.0), 1e-9))
+    assert np.all(found.total_error < 0.02)
+    assert found.warning is None
+
+
+@pytest.mark.slow
+def test_both_bundles_to_a_point_are_seen(key):
+    """dZ₁ = dB₁, dZ₂ = 3Z₁² dt + 0.3 dB₂ from 0 to (0, v): Z₁ is a bridge, of either sign."""
+    sde = rf.ItoSDE(
+        lambda t, z: jnp.stack([0 * z[0], 3 * z[0] ** 2]), lambda t, z: jnp.diag(jnp.array([1.0, 0.3]))
+    )
+    x = np.array([[0.0, 1.0], [0.0, 3.0]])
+    found = rf.transition_estimate(sde, np.zeros(2), x, 1.0, key=key)
+    # 3∫Z₁² = Σ ωⱼ² 3/(jπ)²: the density by its characteristic function.
+    s, size = np.linspace(0, 40, 8001), 3 / (np.pi * np.arange(1, 4001)) ** 2
+    log_phi = -0.5 * sum(np.log1p(-2j * s * one) for one in size) - 0.045 * s**2
+    waves = np.exp(log_phi - 1j * np.outer(x[:, 1], s)).real
+    truth = np.log(integrate.trapezoid(waves, s, axis=1) / np.pi) + stats.norm.logpdf(0)
+    assert np.all(holds(found, truth))
+    assert not np.any(found.suspect)
+
+
+@pytest.mark.parametrize("dt", [0.01, 1.0, 10.0])
+def test_a_double_well_over_any_span(dt, key):
+    well, x1 = rf.DoubleWell(1.0, 1.0, 0.5), np.array([-1.2, -0.9, 0.2, 1.0])
+    x1 = x1 if dt > 0.1 else np.array([-1.1, -1.02, -0.95])
+    found = rf.transition_estimate(well, -np.ones(1), x1[:, None], dt, key=key)
+    centres, density = transition_density(lambda x: x - x**3, 0.5, (-2.6, 2.6), -1.0, dt)
+    truth = np.log(np.interp(x1, centres, density))
+    assert np.all(holds(found, truth, 5e-3 if dt < 0.1 else 1e-3))
+    assert np.all(found.total_error < 0.02)
+
+
+def test_jacobi_reflects_at_boundaries_over_any_span(key):
+    """In y with x = sin²(y/2), where the noise is even, with reflection at both ends."""
+    kappa, mu, sigma = 0.5, 0.3, 0.9
+    places = np.array([0.05, 0.3, 0.9])
+    y = 2 * np.arcsin(np.sqrt(places))
+
+    def drift(y):
+        x = np.sin(y / 2) ** 2
+        return (kappa * (mu - x) - sigma**2 / 4 * (1 - 2 * x)) / np.sqrt(x * (1 - x))
+
+    ends = (1e-9, np.pi - 1e-9)
+    for dt in (0.3, 2.0):
+        found = rf.transition_estimate(
+            rf.Jacobi(kappa, mu, sigma), np.array([0.1]), places[:, None], dt, key=key
+        )
+        start = 2 * np.arcsin(np.sqrt(0.1))
+        coarse, fine = (transition_density(drift, sigma, ends, start, dt, size) for size in (750, 1500))
+        values = [np.log(np.interp(y, *one)) for one in (coarse, fine)]
+        truth = 2 * values[1] - values[0] - 0.5 * np.log(places * (1 - places))
+        assert np.all(holds(found, truth, 0.01))
+        assert set(found.method) == {"exact"}
+
+
+def test_a_fit_knows_a_long_gap_of_jacobi(key):
+    """The likelihood of a series with a long gap is that of its expansion, with derivatives."""
+    sde, times = rf.Jacobi(1.0, 0.4, 0.5), np.array([0.0, 0.1, 0.2, 6.0])
+    values = np.array([0.3, 0.35, 0.32, 0.6])
+    likelihood = rf.series_likelihood(sde, times, values, key=key)
+    value, errors = likelihood.log_probs(sde)
+    gap = sde.expansion(jnp.array([0.32]), jnp.array([0.6]), jnp.asarray(5.8))[0]
+    assert float(value[-1]) == pytest.approx(float(gap), abs=1e-12)
+    # After so long it is close to the stationary distribution, Beta(2κμ/σ², 2κ(1 − μ)/σ²).
+    assert float(value[-1]) == pytest.approx(stats.beta.logpdf(0.6, 3.2, 4.8), abs=0.01)
+    assert float(errors[-1]) < 1e-6

@@ -8,6 +8,7 @@ from ._draws import (
     Sobol as Sobol,
 )
 from ._estimate import (
+    METHODS as METHODS,
     AbstractEstimator as AbstractEstimator,
     Accuracy as Accuracy,
     Estimate as Estimate,

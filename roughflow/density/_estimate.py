@@ -37,7 +37,8 @@ REASONS = {
     "fast in time": "belong to an SDE whose coefficients change faster in time than the solver's steps: take "
     "more, rf.FixedGrid(steps=...)" + see("fast-coefficients"),
     "not finite": "are not finite: x may be out of reach of the flow" + see("not-finite"),
-    "unmet": "did not reach the tolerance: raise max_paths" + see("tolerance-not-reached"),
+    "unmet": "did not reach the tolerance: raise max_paths, or the effort of transitions"
+    + see("tolerance-not-reached"),
 }
 
 

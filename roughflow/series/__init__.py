@@ -13,7 +13,6 @@ from ._posterior import SeriesPosterior as SeriesPosterior
 from ._residuals import Residuals as Residuals
 from ._series_likelihood import SeriesLikelihood as SeriesLikelihood, series_likelihood as series_likelihood
 from ._transition import (
-    TransitionEstimate as TransitionEstimate,
     transition_estimate as transition_estimate,
     transition_log_prob as transition_log_prob,
 )

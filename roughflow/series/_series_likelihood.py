@@ -23,8 +23,8 @@ from ..transition import (
     transition_value,
 )
 from ._observed import check_dimension, check_inside, panel, transitions
-from ._transition import check_effort, check_no_memory, coordinates_of, exact_log_probs
-from .models import exact_transition
+from ._transition import CONVERGED, check_effort, check_no_memory, coordinates_of, exact_log_probs
+from .models import exact_transition, expansion
 
 
 class SeriesLikelihood(eqx.Module):
@@ -85,7 +85,12 @@ class SeriesLikelihood(eqx.Module):
             value = known.log_prob(step.end)
             return value, jnp.zeros_like(value)
         coordinates = coordinates_of(sde, self.coordinates)
-        return transition_value(sde, coordinates, step, key, self.effort)[:2]
+        drawn = transition_value(sde, coordinates, step, key, self.effort)
+        far = expansion(sde, step.start, step.end, step.dt)
+        if far is None:
+            return drawn.log_prob, drawn.error
+        converged = far[1] < CONVERGED
+        return jnp.where(converged, far[0], drawn.log_prob), jnp.where(converged, far[1], drawn.error)
 
     def of_each(self, function: Callable[[Transition, PRNGKeyArray], Any]) -> Any:
         """A function of a transition and its key, for all of them."""

@@ -20,62 +20,33 @@ from .._checks import (
     warn,
 )
 from .._programs import jit
+from ..density import METHODS, Estimate, StochasticFlow
 from ..faq import see
+from ..flow import Normal
 from ..sde import AbstractSDE, check_sde, noise_dimension
 from ..transition import (
     AbstractCoordinates,
     Effort,
+    InCoordinates,
     Transition,
     Unchanged,
     boundary_share,
     choose_effort,
+    curvature,
     largest_rate,
     log_probs,
 )
-from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck, exact_transition
+from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck, exact_transition, expansion
 
 DOUBTFUL = 0.1  # nats, the error of a transition that is suspect
+TOLERANCE = 0.02  # nats, the error of paths beyond which another method takes over
 SHORT = 0.3  # the rate, times dt, below which paths need no check
-
-
-class TransitionEstimate(eqx.Module):
-    """log p(x₁ | x₀) with its error; every field but `effort` has the batch shape.
-
-    `log_prob`, NaN where no path was found; `standard_error`, one standard deviation, with the weight that
-    paths not found may have had, the change with twice the effort unless the span is short, and the share of
-    paths by way of a boundary of the state space; `unfound`, how many of the paths to x₁ were not found;
-    `effort`, functions, paths and steps of each, None if the density is known exactly. `suspect` says where
-    not to trust it: paths are drawn around the likeliest one, so a span in which the SDE forgets its start,
-    or may take another way, is too long. `warning` says so in words.
-
-    ```python
-    import jax, jax.numpy as jnp
-    import roughflow as rf
-
-    sde = rf.CKLS(0.2, 0.07, 0.8, 1.4)
-    x = jnp.array([[0.05], [0.06]])
-    rf.transition_estimate(sde, x[0], x[1], 1 / 12, key=jax.random.key(0))
-    ```
-    """
-
-    log_prob: Array
-    standard_error: Array
-    unfound: Array
-    effort: Effort | None
-
-    @property
-    def suspect(self) -> Array:
-        """Where the error is above 0.1, or not known."""
-        return ~(self.standard_error < DOUBTFUL)
-
-    @property
-    def warning(self) -> str | None:
-        """One line where some transitions should not be trusted, else None."""
-        count = int(jnp.sum(self.suspect))
-        if not count:
-            return None
-        which = f"{count} of {self.suspect.size} transitions have errors above {DOUBTFUL:g}"
-        return f"{which}: they are too long for paths around the likeliest one{see('long-transitions')}"
+NEARLY_LINEAR = 0.05  # curvature below which paths need no check
+BENT = 0.45  # curvature above which paths around the likeliest one are not to be trusted
+UNSEEN = 0.2  # nats: times the squared curvature, an error that twice the effort may not show
+CONVERGED = 1e-3  # error, relative to p, of an expansion that is taken
+OF_BOX = 0.002  # nats, the error of a grid from its box, which its companion shares
+MAX_STARTS = 64  # different starts and spans that are solved one by one
 
 
 def transition_log_prob(
@@ -92,14 +63,19 @@ def transition_log_prob(
 ) -> Array:
     """log p(x₁ at t₀ + dt | x₀ at t₀), batched.
 
-    Exact where the SDE knows its transitions and `exact` is True; else by weighted paths from x₀ to x₁. The
-    same key gives the same random numbers whatever the parameters of the SDE, so that a likelihood is smooth
-    in them; it may be differentiated. Where a span is too long for that there is a warning, unless it is part
-    of another program: `rf.transition_estimate` has the errors.
+    Exact where the SDE knows its transitions and `exact` is True; else by weighted paths from x₀ to x₁. Where
+    a span is too long for them, the Fokker–Planck equation is solved from x₀ on in one or two dimensions.
+    Else the density after a first part of the span (`rf.ShortTime`) is the base of a flow over the rest.
+    There is a warning where the error is still above 0.1: `rf.transition_estimate` has the errors.
+
+    The same key gives the same random numbers whatever the parameters of the SDE, so that a likelihood is
+    smooth in them. It may be differentiated. Inside `jax.jit` or `jax.grad` no error can be looked at: all
+    transitions are by paths, those that are too long too.
 
     **Arguments:** `x0` and `x1` of shape `(..., d)`; `dt` and `t0` numbers, or arrays of the batch shape;
-    `effort`, how much work goes into each transition, chosen from how fast the drift changes over dt if None;
-    `coordinates`, the variables to solve in, those of a named SDE or the states themselves if None.
+    `effort`, for paths only, how much work goes into those of each transition; if None it is chosen from how
+    fast the drift changes over dt; `coordinates`, the variables to solve in, those of a named SDE or the
+    states themselves if None.
 
     ```python
     import jax, jax.numpy as jnp
@@ -130,8 +106,13 @@ def transition_estimate(
     exact: bool = True,
     effort: Effort | None = None,
     coordinates: AbstractCoordinates | None = None,
-) -> TransitionEstimate:
-    """As `rf.transition_log_prob`, with the error of each number.
+) -> Estimate:
+    """As `rf.transition_log_prob`, with the error of each number: an `rf.Estimate`.
+
+    `method` is "exact", also for an expansion that has converged, "modes" for paths around the likeliest one,
+    "grid" for the Fokker–Planck equation, or that of a flow's estimate. `truncation_error` is the change with
+    twice the effort, with an allowance for other ways to x₁ and for paths by way of a boundary. `unmet` and
+    `suspect` where the total error is above 0.1.
 
     ```python
     import jax, jax.numpy as jnp
@@ -157,11 +138,33 @@ def _estimate(
     effort: Effort | None,
     coordinates: AbstractCoordinates | None,
     checked: bool,
-) -> TransitionEstimate:
+) -> Estimate:
     check_no_memory(sde)
     check_sde(sde)
-    check_positive("dt", dt)
     check_key(key)
+    batch, many = _broadcast(x0, x1, dt, t0)
+    dimension = many.start.shape[-1]
+    noise_dimension(sde, dimension, f"x0 and x1 have dimension {dimension}")
+    coordinates = coordinates_of(sde, coordinates)
+    check_effort(effort)
+    check_inside(coordinates, many)
+    known = exact_log_probs(sde, many) if exact else None
+    if known is not None:
+        found = Estimate.of(known, "exact")
+    else:
+        found = _by_paths(
+            sde, coordinates, many, key, effort, checked, expansions(sde, many) if exact else None
+        )
+        if checked and effort is None:
+            found = _where_too_long(sde, coordinates, many, key, found)
+        if checked:
+            found = eqx.tree_at(lambda e: e.unmet, found, ~(found.total_error < DOUBTFUL))
+    return jax.tree.map(lambda part: jnp.reshape(part, batch), found)
+
+
+def _broadcast(x0: ArrayLike, x1: ArrayLike, dt: ArrayLike, t0: ArrayLike) -> tuple[tuple, Transition]:
+    """The batch shape, and all transitions in one row."""
+    check_positive("dt", dt)
     finite_array("t0", t0)
     start, end = (jnp.asarray(as_real(name, x), float) for name, x in (("x0", x0), ("x1", x1)))
     if not start.ndim or not end.ndim or start.shape[-1] != end.shape[-1]:
@@ -173,20 +176,85 @@ def _estimate(
     batch = jnp.broadcast_shapes(start.shape[:-1], end.shape[:-1], jnp.shape(dt), jnp.shape(t0))
     points = lambda x: jnp.reshape(jnp.broadcast_to(x, (*batch, x.shape[-1])), (-1, x.shape[-1]))
     numbers = lambda t: jnp.reshape(jnp.broadcast_to(jnp.asarray(t, start.dtype), batch), (-1,))
-    many = Transition(points(start), points(end), numbers(t0), numbers(dt))
-    noise_dimension(sde, start.shape[-1], f"x0 and x1 have dimension {start.shape[-1]}")
-    coordinates = coordinates_of(sde, coordinates)
-    check_effort(effort)
-    check_inside(coordinates, many)
-    if exact and (known := exact_log_probs(sde, many)) is not None:
-        zero = jnp.zeros(batch, start.dtype)
-        return TransitionEstimate(jnp.reshape(known, batch), zero, zero.astype(int), None)
+    return batch, Transition(points(start), points(end), numbers(t0), numbers(dt))
+
+
+def _by_paths(
+    sde: AbstractSDE,
+    coordinates: AbstractCoordinates,
+    many: Transition,
+    key: PRNGKeyArray,
+    effort: Effort | None,
+    checked: bool,
+    expanded: tuple[Array, Array] | None,
+) -> Estimate:
+    """By weighted paths, or by an expansion where that has converged."""
+    converged = jnp.zeros(len(many.dt), bool) if expanded is None else expanded[1] < CONVERGED
+    if expanded is not None and not is_traced(converged) and bool(jnp.all(converged)):
+        return Estimate.of(expanded[0], "exact", solver_error=expanded[1])
     effort = effort or choose_effort(sde, coordinates, many)
-    value, error, unfound = log_probs(sde, coordinates, many, check_key(key), effort)
+    drawn = log_probs(sde, coordinates, many, key, effort)
+    value, moved = drawn.log_prob, jnp.zeros_like(drawn.error)
     if checked:
-        error = jax.lax.stop_gradient(full_errors(sde, coordinates, many, key, effort, value, error))
-    value, error, unfound = (jnp.reshape(part, batch) for part in (value, error, unfound))
-    return TransitionEstimate(value, error, unfound, effort)
+        value, moved = _checked(sde, coordinates, many, key, effort, value)
+    found = Estimate.of(
+        value,
+        "modes",
+        standard_error=jnp.where(jnp.isnan(value), jnp.inf, drawn.error),
+        truncation_error=jax.lax.stop_gradient(moved),
+        effective_paths=drawn.effective,
+        num_paths=jnp.full(value.shape, effort.num_paths),
+        escaped=drawn.unfound,
+    )
+    if expanded is None:
+        return found
+    return where(converged, Estimate.of(expanded[0], "exact", solver_error=expanded[1]), found)
+
+
+def where(condition: Array, one: Estimate, other: Estimate) -> Estimate:
+    """An estimate from two, point by point."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+def _where_too_long(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, found: Estimate
+) -> Estimate:
+    """With those transitions that paths do not know well solved from their starts on."""
+    poor = np.flatnonzero(~(np.asarray(found.total_error) <= TOLERANCE))
+    if not poor.size:
+        return found
+    columns = [np.asarray(part)[poor] for part in (many.start, many.time[:, None], many.dt[:, None])]
+    starts, group = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
+    if len(starts) > MAX_STARTS:
+        return found
+    for number in range(len(starts)):
+        which = poor[np.ravel(group) == number]
+        part = lambda tree, which=which: jax.tree.map(lambda a: a[which], tree)
+        old = part(found)
+        new = _from_point(sde, coordinates, part(many), jax.random.fold_in(key, number))
+        better = ~(new.total_error > old.total_error) & jnp.isfinite(new.log_prob)
+        found = jax.tree.map(lambda a, b, at=which: a.at[at].set(b), found, where(better, new, old))
+    return found
+
+
+def _from_point(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, some: Transition, key: PRNGKeyArray
+) -> Estimate:
+    """Of transitions from one start over one span, solved in coordinates."""
+    inner = InCoordinates(sde, coordinates, some.time[0])
+    start, ends = coordinates.from_state(some.start[0]), jax.vmap(coordinates.from_state)(some.end)
+    flow = StochasticFlow(inner, Normal(start), t1=float(some.dt[0]))
+    estimate = flow.estimate(ends, key=key, start=start)
+    volume = jax.vmap(coordinates.log_volume)(some.end)
+    grid = estimate.rung == METHODS.index("grid")
+    changed = estimate.log_prob + volume, estimate.solver_error + jnp.where(grid, OF_BOX, 0)
+    return eqx.tree_at(lambda e: (e.log_prob, e.solver_error), estimate, changed)
+
+
+@functools.partial(jit, level=1)
+def expansions(sde: AbstractSDE, many: Transition) -> tuple[Array, Array] | None:
+    """log p of many transitions by expansions, and their errors; None if the SDE has none."""
+    return jax.vmap(lambda step: expansion(sde, step.start, step.end, step.dt))(many)
 
 
 def coordinates_of(sde: Any, coordinates: AbstractCoordinates | None) -> AbstractCoordinates:
@@ -245,13 +313,37 @@ def full_errors(
     value: Array,
     error: Array,
 ) -> Array:
-    """Errors `(N,)` of log-densities: the Monte Carlo `error`, the share of paths by way of a boundary and,
-    unless spans are short, how far twice the effort moves them."""
-    error = error + _boundary_shares(sde, coordinates, many)
-    rate = largest_rate(sde, coordinates, many)
-    if rate is None or rate >= SHORT:
-        error = jnp.hypot(error, log_probs(sde, coordinates, many, key, effort.more())[0] - value)
+    """Errors `(N,)` of log-densities by paths: the Monte Carlo `error` and what `_checked` adds."""
+    error = jnp.hypot(error, _checked(sde, coordinates, many, key, effort, value)[1])
+    expanded = expansions(sde, many)
+    if expanded is not None:
+        error = jnp.where(expanded[1] < CONVERGED, expanded[1], error)
     return jnp.where(jnp.isnan(error), jnp.inf, error)
+
+
+def _checked(
+    sde: AbstractSDE,
+    coordinates: AbstractCoordinates,
+    many: Transition,
+    key: PRNGKeyArray,
+    effort: Effort,
+    value: Array,
+) -> tuple[Array, Array]:
+    """Better values, and errors that paths do not know of: how far twice the effort moves the values, unless
+    spans are short, the share of paths by way of a boundary, and an allowance for other ways to x₁."""
+    bend = _curvatures(sde, coordinates, many)
+    other = UNSEEN * bend**2 + _boundary_shares(sde, coordinates, many)
+    other = jnp.where(bend > BENT, jnp.maximum(other, DOUBTFUL), other)
+    rate = largest_rate(sde, coordinates, many)
+    if rate is None or rate >= SHORT or is_traced(bend) or bool(jnp.any(bend > NEARLY_LINEAR)):
+        more = log_probs(sde, coordinates, many, key, effort.more()).log_prob
+        other, value = other + jnp.abs(more - value), more
+    return value, jnp.where(jnp.isnan(other), jnp.inf, other)
+
+
+@functools.partial(jit, level=0)
+def _curvatures(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Array:
+    return jax.vmap(lambda step: curvature(sde, coordinates, step))(many)
 
 
 @functools.partial(jit, level=0)

@@ -27,6 +27,7 @@ from ._forward import forwards as forwards, linear as linear
 from ._short_time import ShortTime as ShortTime, short_time as short_time
 from ._values import (
     CHUNK as CHUNK,
+    Weighted as Weighted,
     choose_effort as choose_effort,
     in_chunks as in_chunks,
     keys_of as keys_of,

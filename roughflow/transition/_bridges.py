@@ -58,6 +58,14 @@ class Bridges(eqx.Module):
         error = jnp.where(jnp.isnan(error), jnp.inf, error)
         return top + jnp.log(mean) + 0.5 * variance, jax.lax.stop_gradient(error)
 
+    def effective(self) -> Array:
+        """(Σw)²/Σw², how many equally weighted paths they are worth."""
+        weights = jax.lax.stop_gradient(jnp.where(self.found, self.log_weights, -jnp.inf))
+        top = jnp.max(weights)
+        share = jnp.exp(weights - jnp.where(jnp.isfinite(top), top, 0))
+        square = jnp.sum(share**2)
+        return jnp.where(square > 0, jnp.sum(share) ** 2 / jnp.where(square > 0, square, 1), 0)
+
 
 class Chart(eqx.Module):
     """Where the paths of a transition are drawn: around `centre`, along all but the directions of `rows`."""

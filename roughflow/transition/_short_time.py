@@ -69,7 +69,8 @@ class ShortTime(eqx.Module):
         near = distance < REACH
         inside = jnp.where(near, z, mean + away * (REACH / distance))
         step = Transition(self.start, inside, *self._times())
-        value, error, _ = transition_value(self.sde, Unchanged(), step, jax.random.key(0), self.effort)
+        near_value = transition_value(self.sde, Unchanged(), step, jax.random.key(0), self.effort)
+        value, error = near_value.log_prob, near_value.error
         constant = log_abs_det(covariance[None])[0] + z.size * jnp.log(2 * jnp.pi)
         found = near & jnp.isfinite(value)
         return jnp.where(found, value, -0.5 * (square + constant)), jnp.where(found, error, jnp.inf)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,16 @@ from ._ends import Effort, Transition, stiffness
 
 CHUNK = 2048  # transitions at a time
 LOOK = 256  # of them to see how stiff an SDE is
+
+
+class Weighted(eqx.Module):
+    """log p of a transition by weighted paths, its standard error, the number of equally weighted paths it is
+    worth, and the number of paths not found."""
+
+    log_prob: Array
+    error: Array
+    effective: Array
+    unfound: Array
 
 
 def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
@@ -45,14 +56,14 @@ def _stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transit
 @functools.partial(jit, level=1)
 def log_probs(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
-) -> tuple[Array, Array, Array]:
-    """log p, its standard error, and the paths not found, `(N,)` each."""
+) -> Weighted:
+    """log p of many transitions, its errors and what paths they rest on, `(N,)` each."""
     return transition_values(sde, coordinates, many, key, effort)
 
 
 def transition_values(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
-) -> tuple[Array, Array, Array]:
+) -> Weighted:
     """As `log_probs`, to be part of another program."""
     one = lambda item: transition_value(sde, coordinates, item[0], item[1], effort)
     return in_chunks(one, (many, keys_of(key, many)), len(many.dt), CHUNK)
@@ -65,8 +76,8 @@ def keys_of(key: PRNGKeyArray, many: Transition) -> PRNGKeyArray:
 
 def transition_value(
     sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition, key: PRNGKeyArray, effort: Effort
-) -> tuple[Array, Array, Array]:
-    """log p of one transition, its standard error, and the paths not found."""
+) -> Weighted:
+    """log p of one transition."""
     columns = noise_dimension(sde, step.start.shape[-1])
     # The first functions have the same numbers however many there are: finer paths are the same paths.
     shape = (effort.num_functions * columns, effort.num_paths // 2)
@@ -76,7 +87,8 @@ def transition_value(
     )
     drawn = bridges(sde, coordinates, inner, jnp.concatenate([noise, -noise]), effort)
     value, error = drawn.log_mean()
-    return value + coordinates.log_volume(step.end), error, jnp.sum(~drawn.found)
+    value = value + coordinates.log_volume(step.end)
+    return Weighted(value, error, drawn.effective(), jnp.sum(~drawn.found))
 
 
 def in_chunks(function: Callable, items: Any, count: int, most: int) -> Any:

@@ -12,7 +12,11 @@ from ._linear import (
     GeometricBrownianMotion as GeometricBrownianMotion,
     OrnsteinUhlenbeck as OrnsteinUhlenbeck,
 )
-from ._named import AbstractNamedSDE as AbstractNamedSDE, exact_transition as exact_transition
+from ._named import (
+    AbstractNamedSDE as AbstractNamedSDE,
+    exact_transition as exact_transition,
+    expansion as expansion,
+)
 from ._rates import (
     CKLS as CKLS,
     ConstantElasticity as ConstantElasticity,

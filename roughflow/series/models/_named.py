@@ -30,7 +30,8 @@ class AbstractNamedSDE(AbstractItoSDE):
     """An Itô SDE whose fields are its parameters.
 
     `domains` says where they may lie, by their names; `coordinates` in which variables it is solved;
-    `exact_transition` how X(t + dt) is distributed, where that is known.
+    `exact_transition` how X(t + dt) is distributed, where that is known; `expansion` log p(x₁ | x₀) where it
+    is known for long spans.
 
     ```python
     import jax, jax.numpy as jnp
@@ -83,6 +84,11 @@ class AbstractNamedSDE(AbstractItoSDE):
         default, for that of the SDE made linear at x₀ in its coordinates."""
         return None
 
+    def expansion(self, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
+        """log p(x₁ | x₀) by a series that converges quickly for long spans, and the error of the part that is
+        summed, large for short ones; None, the default, if there is none."""
+        return None
+
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
         """The SDE with parameters from the moments of a series: starting values for `rf.fit_sde`, which takes
@@ -120,3 +126,8 @@ def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribu
             "exact_transition(x0, dt), which returns a distribution with log_prob, sample and cdf"
         )
     return known
+
+
+def expansion(sde: AbstractSDE, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
+    """Of any SDE, None if there is none."""
+    return sde.expansion(x0, x1, dt) if isinstance(sde, AbstractNamedSDE) else None

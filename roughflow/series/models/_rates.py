@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -13,6 +14,9 @@ from .._parameters import ANY, POSITIVE, UNIT
 from ._distributions import Beta, NoncentralChiSquare
 from ._moments import Increments, elasticity, mean_reversion, root_mean_square
 from ._named import AbstractNamedSDE, parameter
+
+TERMS = 256  # of an expansion
+LAST_TERMS = 8  # of them that show what is left out
 
 
 class CoxIngersollRoss(AbstractNamedSDE):
@@ -166,6 +170,34 @@ class Jacobi(AbstractNamedSDE):
         inner = self.mu * (1 - self.mu) * decay(0.0) + gap * (1 - 2 * self.mu) * decay(self.kappa)
         return Beta(mean, self.sigma**2 * (inner - gap**2 * decay(2 * self.kappa)))
 
+    def expansion(self, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array]:
+        """w(x₁) Σₙ e^{−λₙ dt} pₙ(x₀) pₙ(x₁), λₙ = ½σ²n(n − 1 + a + b): w is the stationary density, that of
+        Beta(a, b) with a = 2κμ/σ² and b = 2κ(1 − μ)/σ², and pₙ are Jacobi's polynomials, orthonormal under it
+        (Karlin & Taylor 1981). Boundaries that are reached reflect."""
+        total = 2 * self.kappa / self.sigma**2
+        a, b = total * self.mu, total * (1 - self.mu)
+        x, y = 2 * x0[0] - 1, 2 * x1[0] - 1
+
+        def term(state: tuple, n: Array) -> tuple[tuple, Array]:
+            (before, now, after) = state  # pₙ₋₁ and pₙ at both places, and the weight between them
+            shift, weight = _recurrence(a, b, n)
+            step = lambda z, last, new: ((z - shift) * new - after * last) / weight
+            next_ = step(x, before[0], now[0]), step(y, before[1], now[1])
+            decay = jnp.exp(-0.5 * self.sigma**2 * n * (n - 1 + total) * dt)
+            return (now, next_, weight), decay * now[0] * now[1]
+
+        zero, one = jnp.zeros_like(x), jnp.ones_like(x)
+        start = ((zero, zero), (one, one), zero)
+        terms = jax.lax.scan(term, start, jnp.arange(TERMS, dtype=x.dtype))[1]
+        terms = jnp.where(jnp.isfinite(terms), terms, jnp.inf)
+        kernel = jnp.sum(terms)
+        rounding = TERMS * jnp.finfo(x.dtype).eps * jnp.sum(jnp.abs(terms))
+        left = TERMS * jnp.max(jnp.abs(terms[-LAST_TERMS:])) + rounding
+        good = (kernel > left) & jnp.isfinite(kernel)
+        value = jnp.log(jnp.where(good, kernel, 1)) + jax.scipy.stats.beta.logpdf(x1[0], a, b)
+        error = jax.lax.stop_gradient(jnp.where(good, left / jnp.where(good, kernel, 1), jnp.inf))
+        return value, error
+
     @classmethod
     def starting_values(cls, some: Increments) -> dict[str, Any]:
         x, dx, dt = some.column()
@@ -173,6 +205,17 @@ class Jacobi(AbstractNamedSDE):
         kappa, mu = mean_reversion(x, dx, dt)
         size = some.residual_sizes(dx, kappa * (mu - x))
         return {"kappa": kappa, "mu": mu, "sigma": root_mean_square(size / np.sqrt(x * (1 - x)))}
+
+
+def _recurrence(a: Array, b: Array, n: Array) -> tuple[Array, Array]:
+    """Bₙ and Aₙ₊₁ of z pₙ = Aₙ₊₁ pₙ₊₁ + Bₙ pₙ + Aₙ pₙ₋₁, of polynomials that are orthonormal on (−1, 1) with
+    the weight (1 + z)^{a − 1}(1 − z)^{b − 1}."""
+    total, first = a + b, n == 0
+    # For n = 0 these ratios are one, also where they are 0/0.
+    ratio = lambda above, below: jnp.where(first, 1, above / jnp.where(first, 1, below))
+    shift = (a - b) / (2 * n + total) * ratio(total - 2, 2 * n + total - 2)
+    square = 4 * (n + 1) * (n + a) * (n + b) / ((2 * n + total) ** 2 * (2 * n + total + 1))
+    return shift, jnp.sqrt(square * ratio(n + total - 1, 2 * n + total - 1))
 
 
 def _power(z: Array, exponent: Array) -> Array:
