@@ -53,8 +53,18 @@ def random_sde(seed: int) -> tuple[rf.ItoSDE, int, str]:
     kind = str(rng.choice(["full", "diagonal", "degenerate"] if d > 1 else ["full", "diagonal"]))
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), "float32")
     gain, scale = 10 ** rng.uniform(-1, 1, 2) * np.array([0.6, 0.3])
-    drift = Drift(jnp.float32(gain), jnp.float32(10 ** rng.uniform(-1, 0.7)), normal(d, 16), normal(16), normal(16, d) / 4)
-    return rf.ItoSDE(drift, Noise(jnp.float32(scale), normal(d, 16), normal(16), normal(16, d * d) / 4, kind)), d, kind
+    drift = Drift(
+        jnp.float32(gain),
+        jnp.float32(10 ** rng.uniform(-1, 0.7)),
+        normal(d, 16),
+        normal(16),
+        normal(16, d) / 4,
+    )
+    return (
+        rf.ItoSDE(drift, Noise(jnp.float32(scale), normal(d, 16), normal(16), normal(16, d * d) / 4, kind)),
+        d,
+        kind,
+    )
 
 
 @eqx.filter_jit
@@ -127,7 +137,9 @@ def main() -> None:
         for why, where, _ in estimate.reasons():
             if np.any(where):
                 print(f"seed {seed} {d}-D {kind}: flagged {why}: {int(np.sum(where))}", flush=True)
-    print(f"{done} SDEs, {total} points, {compared} compared: {len(wrong)} wrong and not flagged, {len(flagged)} flagged")
+    print(
+        f"{done} SDEs, {total} points, {compared} compared: {len(wrong)} wrong and not flagged, {len(flagged)} flagged"
+    )
     print(f"{time.perf_counter() - began:.0f} s")
 
 

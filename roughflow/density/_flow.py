@@ -52,7 +52,9 @@ class StochasticFlow(AbstractStochasticFlow):
             return self._estimate(x, key, estimator, accuracy)
         start = finite_array("start", start)
         if start.shape != (self.dimension,):
-            raise ValueError(f"start must have shape ({self.dimension},) to match the flow, got {start.shape}")
+            raise ValueError(
+                f"start must have shape ({self.dimension},) to match the flow, got {start.shape}"
+            )
         if estimator is None and grid_applies(self) is None:
             return Grid(start=start).estimate(self, x, key=key, accuracy=accuracy)
         flow, error = self._from_point(start)

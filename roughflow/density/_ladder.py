@@ -11,7 +11,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
 from .._programs import jit
-from ..flow import AbstractStochasticFlow
+from ..flow import AbstractStochasticFlow, unresolved_in_time
+from ..sde import kinks
 from ._draws import Sobol
 from ._estimate import FEW_PATHS, HEAVY, METHODS, AbstractEstimator, Accuracy, Estimate, effective_paths
 from ._grid import applies as grid_applies, estimate as grid_estimate
@@ -51,6 +52,7 @@ MANY, MANY_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 EVEN = 0.25  # effective fraction of paths above which others would be no better
 LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
 DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
+FAST = 0.05  # nats that what lies between the solver's times may move log p by
 APART = 3.0  # errors by which two rungs may differ
 
 
@@ -99,7 +101,8 @@ class Ladder(AbstractEstimator):
             tolerance, most = TOLERANCE, min(most, MOST)
         flat, key = x.reshape(-1, x.shape[-1]), check_key(key)
         record, which = Record(len(flat)), np.arange(len(flat))
-        fits = grid_applies(flow) is None
+        switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
+        fits = grid_applies(flow) is None and not switches
         many = MANY if jax.default_backend() == "cpu" else MANY_ON_GPU
         if fits and len(flat) >= many[flow.dimension]:
             which, fits = _grid(flow, flat, which, tolerance, record), False
@@ -113,6 +116,8 @@ class Ladder(AbstractEstimator):
             which = record.truncated(0.5 * tolerance)
             if not which.size:
                 break
+        record.parts["jump"] = np.full(len(flat), any(switch.kind == "jump" for switch in switches))
+        record.parts["fast"] = np.full(len(flat), unresolved_in_time(flow, flat) > FAST)
         if accuracy.tolerance is not None:
             record.parts["unmet"] = record.total_error() > tolerance
         return gathered([(np.arange(len(flat)), record.parts)], "paths", x.shape[:-1], x.dtype)
