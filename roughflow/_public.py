@@ -51,6 +51,7 @@ from .rough import (
     brownian_lift as brownian_lift,
 )
 from .flow import (
+    AbstractStochasticFlow as AbstractStochasticFlow,
     Normal as Normal,
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,

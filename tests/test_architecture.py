@@ -17,8 +17,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # In pipeline order: a stage imports only stages before it.
 STAGES = ["sde", "driver", "rough", "flow", "transition", "density", "learn", "mcmc", "series"]
 ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}}
-# So do the folders inside the density stage.
-DENSITY = ["surface", "proposals", "estimators"]
+# So do the modules of the density stage: a point goes through each of them once.
+DENSITY = [
+    "draws",
+    "estimate",
+    "proposals",
+    "modes",
+    "paths",
+    "bounds",
+    "particles",
+    "grid",
+    "ladder",
+    "flow",
+]
 # What every stage may use, in this order too.
 COMMON = ["faq", "_checks", "_devices", "_functions", "_programs", "_keys", "_linear", "_trainable", "_show"]
 ALLOWED |= {part: set(COMMON[:i]) for i, part in enumerate(COMMON)}
@@ -89,16 +100,12 @@ def test_imports_keep_the_order(part):
     assert wrong == []
 
 
-def test_the_folders_of_the_density_stage_keep_their_order():
-    """The surface knows no proposal, and a proposal no estimator."""
-    wrong = []
-    for i, folder in enumerate(DENSITY):
-        files = sorted((PACKAGE / "density" / folder).glob("*.py"))
-        assert files
-        later = tuple(f"roughflow.density.{name}" for name in DENSITY[i + 1 :])
-        wrong += [
-            f"{file} imports {name}" for file in files for name in imports(file) if name.startswith(later)
-        ]
+def test_the_modules_of_the_density_stage_keep_their_order():
+    """Draws know no proposal, a proposal no estimator, and a rung of the ladder not the next one."""
+    files = {file.stem.removeprefix("_"): file for file in (PACKAGE / "density").glob("_[a-z]*.py")}
+    assert set(files) <= set(DENSITY)
+    later = lambda name: tuple(f"roughflow.density._{other}" for other in DENSITY[DENSITY.index(name) :])
+    wrong = [(name, used) for name in files for used in imports(files[name]) if used.startswith(later(name))]
     assert wrong == []
 
 
@@ -106,7 +113,7 @@ def test_the_order_is_really_read():
     """The check sees what it should, in each form an import can take."""
     file = PACKAGE / "sde" / "_sde.py"
     assert "roughflow._checks" in set(imports(PACKAGE / "sde" / "_correction.py"))
-    assert "roughflow.density.surface" in set(imports(PACKAGE / "density" / "proposals" / "_laplace.py"))
+    assert "roughflow.density._paths" in set(imports(PACKAGE / "density" / "_ladder.py"))
     assert check(file, "sde", "roughflow.flow") is not None
     assert check(file, "sde", "roughflow.StochasticFlow") is not None
     assert check(file, "sde", "optax") is not None
@@ -147,7 +154,7 @@ def test_a_name_brings_no_later_stage_and_nothing_heavy():
     """`_public` says where each name is; one that is not there is refused."""
     code = f"""
         import sys, roughflow
-        roughflow.StochasticFlow, roughflow.flow
+        roughflow.FixedGrid, roughflow.flow
         later = ("transition", "density", "learn", "mcmc", "series")
         print([stage for stage in later if f"roughflow.{{stage}}" in sys.modules])
         roughflow.fit

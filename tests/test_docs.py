@@ -18,8 +18,6 @@ README = Path(__file__).parents[1] / "README.md"
 NO_EXAMPLE = {
     "Outcome",
     "Field",
-    "Latent",
-    "Cloud",
     "Fitted",
     "Score",
     "History",

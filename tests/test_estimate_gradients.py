@@ -1,25 +1,13 @@
 """Gradients of log p(x), and of its bounds, in parameters and in x."""
 
-import re
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import (
-    ESTIMATORS,
-    SHAKEN,
-    THREE,
-    Always,
-    Linear,
-    curved,
-    linear,
-    ou,
-    ou_distribution,
-)
-from roughflow.density.estimators._weights import EstimatorRun
-from roughflow.density.surface import Target
+from fokker_planck import evolved, log_density_at
+from problems import ESTIMATORS, SHAKEN, THREE, Linear, curved, ou, ou_distribution
+from scipy import stats
 
 import roughflow as rf
 
@@ -35,9 +23,15 @@ def check_gradient(value):
 
 
 def test_pull_back_gradient(key):
-    """Of the estimate as it is returned, the allowance for the logarithm's bias included."""
+    """Of the mean weight: the allowance for the logarithm's bias has no part in it."""
     estimator = rf.PullBack(8)
-    check_gradient(lambda rate, x: jnp.sum(curved(rate).log_prob(x, key=key, estimator=estimator)))
+    bound = rf.LowerBound(estimator)
+    value = lambda rate, x: jnp.sum(curved(rate).log_prob(x, key=key, estimator=estimator))
+    plain = lambda rate, x: jnp.sum(bound(curved(rate), x, key=key))
+    rate, x = jnp.array(0.5), jnp.array([[0.7], [-1.5]])
+    check_gradient(plain)
+    for one, two in zip(jax.grad(value, (0, 1))(rate, x), jax.grad(plain, (0, 1))(rate, x), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-9)
 
 
 def test_bound_gradient(key):
@@ -47,26 +41,10 @@ def test_bound_gradient(key):
 
 
 @pytest.mark.slow
-def test_endpoint_gradient_goes_through_the_newton_solve(key):
-    """With the proposal held where it is, as the estimator's own gradient holds it."""
-    estimator = rf.Endpoint(4)
-    run = EstimatorRun(estimator, curved(jnp.array(0.5)), jnp.array([[0.7], [-1.5]]), key)
-    distribution = jax.tree.map(lambda a: a[:2], run.distribution)
-    delta = distribution.sample(jax.random.normal(key, (2, 1, 4 + 1)))
-
-    @jax.jit
-    def value(rate, x):
-        return jnp.sum(estimator.log_joint(curved(rate), Target(x, None), distribution, delta, None))
-
-    check_gradient(value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Tempered", "PullBack-Laplace", "Endpoint-Laplace"])
-def test_gradient_around_the_likeliest_path_is_that_of_the_density(name, key):
+def test_gradient_around_the_likeliest_path_is_that_of_the_density(key):
     """On average: the proposal is held fixed, so that paths with equal weights have slopes that differ."""
     x, h = jnp.linspace(-1, 2, 64)[:, None], 1e-5
-    value = lambda rate: ou(rate).log_prob(x, key=key, estimator=ESTIMATORS[name][0])
+    value = lambda rate: ou(rate).log_prob(x, key=key, estimator=ESTIMATORS["PullBack-Laplace"][0])
     slope = jax.jvp(value, (1.0,), (1.0,))[1]
     truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf(x)
     error = np.asarray(slope - (truth(1 + h) - truth(1 - h)) / (2 * h))
@@ -74,56 +52,41 @@ def test_gradient_around_the_likeliest_path_is_that_of_the_density(name, key):
     assert error.std() < 1
 
 
-def check_slopes(slope, x, h=1e-5):
-    """With respect to the rate, at 1: right on average over the points, and as steep as they should be."""
-    truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf(x)
-    true_slope = (truth(1 + h) - truth(1 - h)) / (2 * h)
-    error, size = np.asarray(slope - true_slope), np.sum(true_slope**2)
-    assert abs(error.mean()) < 4 * error.std() / error.size**0.5
-    assert error.std() < 0.5
-    assert abs(np.sum(slope * true_slope) / size - 1) < 4 * error.std() / size**0.5
+# ------------------------------------------------------------------------------- of the default, inside a jit
 
 
-def test_moved_particles_have_the_gradient_of_the_density(key):
-    """On average over points. With two noises for one dimension they are pulled back, and never bent."""
-    x = jnp.linspace(-1, 2, 64)[:, None]
-    base, noise = rf.Normal(jnp.ones(1), 0.5), 1.2 * jnp.array([[0.6, 0.8]])
-
-    @jax.jit
-    def value_and_slope(rate):
-        def ask(rate):
-            flow = linear(-rate * jnp.eye(1), noise, base)
-            estimate = flow.estimate(x, key=key, estimator=Always(64), solver=False)
-            return estimate.log_prob, estimate.tempered
-
-        return jax.jvp(ask, (rate,), (1.0,), has_aux=True)
-
-    value, slope, tempered = value_and_slope(1.0)
-    assert np.all(tempered)
-    np.testing.assert_allclose(value, ou_distribution(driver=THREE).logpdf(x), atol=1e-6)
-    check_slopes(slope, x)
+@jax.jit
+def default_both_ways(rate, x):
+    """Values, slopes in the rate by forward mode, and both gradients by reverse mode."""
+    ask = lambda rate, x: ou(rate).estimate(x, key=jax.random.key(20))
+    log_prob, linear, estimate = jax.linearize(lambda *a: (ask(*a).log_prob, ask(*a)), rate, x, has_aux=True)
+    back = jax.linear_transpose(linear, rate, x)
+    return estimate, linear(jnp.ones_like(rate), jnp.zeros_like(x)), back(jnp.ones_like(log_prob))
 
 
-@pytest.mark.slow
-def test_values_and_gradients_of_moved_particles(key):
-    """Values are the same inside jit and grad; gradients are those of the density, by Fisher's identity: the
-    mean over particles of the slopes of log p(x, path), on average over points."""
-    x = jnp.linspace(-1, 2, 64)[:, None]
-    plain = ou().estimate(x, key=key, estimator=Always(64), solver=False)
-    assert np.all(plain.tempered)
+def test_the_default_inside_jit_and_grad():
+    """Values are right within the bars, in the bulk and nine deviations out; slopes are those of the density.
 
-    @jax.jit
-    def both_ways(rate, x):
-        ask = lambda rate, x: ou(rate).log_prob(x, key=key, estimator=Always(64))
-        values, linear = jax.linearize(ask, rate, x)
-        back = jax.linear_transpose(linear, rate, x)
-        return values, linear(jnp.ones_like(rate), jnp.zeros_like(x)), back(jnp.ones_like(values))
-
-    values, slope, (d_rate, d_x) = both_ways(jnp.array(1.0), x)
-    np.testing.assert_allclose(values, plain.log_prob, rtol=1e-9)
+    On average over points in the bulk, where paths are drawn from the prior.
+    """
+    x = jnp.concatenate([jnp.linspace(-1, 2, 62), jnp.array([6.0, 9.0])])[:, None]
+    estimate, slope, (d_rate, d_x) = default_both_ways(jnp.array(1.0), x)
+    assert not np.any(estimate.suspect)
+    assert np.all(np.abs(estimate.log_prob - ou_distribution().logpdf(x)) < 4 * estimate.total_error)
+    assert list(estimate.method[-2:]) == ["modes", "modes"]
+    assert set(estimate.method) == {"paths", "modes"}
     np.testing.assert_allclose(d_rate, np.sum(slope), rtol=1e-9)
-    assert np.all(np.isfinite(d_x))
-    check_slopes(slope, x)
+    truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf(x)
+    true_slope = (truth(1 + 1e-5) - truth(1 - 1e-5)) / 2e-5
+    bulk = slice(0, 62)
+    error = np.asarray(slope - true_slope)[bulk]
+    assert abs(error.mean()) < 4 * error.std() / 62**0.5 + 0.01
+    assert error.std() < 0.3
+    distribution = ou_distribution(driver=THREE)
+    true_d_x = -(x - distribution.mean) / distribution.cov[0, 0]
+    error = np.asarray(d_x - true_d_x)[bulk]
+    assert abs(error.mean()) < 4 * error.std() / 62**0.5 + 0.01
+    assert error.std() < 0.3
 
 
 class Cubic(eqx.Module):
@@ -133,57 +96,42 @@ class Cubic(eqx.Module):
         return self.rate * z**3
 
 
-def cubic(rate=2.0):
-    """Forward paths explode, so that a search for one that ends at x may fail."""
+def cubic(rate):
     sde = rf.ItoSDE(Cubic(jnp.asarray(rate)), rf.ConstantDiffusion(0.5 * jnp.eye(1)))
-    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
+    return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
 
 
 @pytest.mark.slow
-def test_a_search_that_fails_is_told(key):
-    """Paths that were not found have weight zero; above one in twenty, a warning."""
-    x, estimator = jnp.array([[0.5], [1.5]]), rf.Endpoint(256, rf.Prior())
-    estimate = cubic().estimate(x, key=key, estimator=estimator, solver=False)
-    assert np.all(estimate.unfound > 0.05 * 256)
-    np.testing.assert_array_equal(estimate.escaped, 0)
-    assert np.all(estimate.suspect)
-    assert re.search(r"2 miss paths that a search did not find: use rf\.Tempered", estimate.warning)
+def test_an_sde_that_explodes_inside_jit_and_its_gradient(key):
+    """dZ = 2Z³ dt + ½ dB, against finite volumes that let go what explodes."""
+    x = np.array([[0.5], [1.5], [3.0]])
 
+    def truth(rate):
+        y, p = evolved(lambda y: rate * y**3, lambda y: 0.5, stats.norm.pdf, (-6, 6), 1.0)
+        return log_density_at(x[:, 0], y, p)
 
-def test_a_search_that_fails_leaves_the_gradient_finite(key):
-    """Paths that were not found have no part in the slope."""
-    x, bound = jnp.array([[0.5], [1.5]]), rf.LowerBound(rf.Endpoint(64, rf.Prior()))
-    value, h = jax.jit(jax.value_and_grad(lambda rate: jnp.sum(bound(cubic(rate), x, key=key)))), 1e-5
-    slope = (value(2.0 + h)[0] - value(2.0 - h)[0]) / (2 * h)
-    np.testing.assert_allclose(value(2.0)[1], slope, rtol=1e-4)
+    def ask(rate):
+        estimate = cubic(rate).estimate(x, key=key)
+        return estimate.log_prob, estimate
 
-
-@pytest.mark.slow
-def test_values_are_the_same_inside_jit_and_grad_where_some_particles_are_moved(key):
-    """Outside a jit only those of the points that need it are."""
-    x, estimator = jnp.array([[0.4], [-0.7], [9.0]]), rf.Tempered(64, SHAKEN)
-    ask = lambda x: ou().log_prob(x, key=key, estimator=estimator)
-    plain = ask(x)
-    assert ou().estimate(x, key=key, estimator=estimator, solver=False).tempered[2]
-    np.testing.assert_allclose(jax.jit(ask)(x), plain, rtol=1e-9)
-    value, slope = jax.value_and_grad(lambda x: jnp.sum(ask(x)))(x)
-    np.testing.assert_allclose(value, jnp.sum(plain), rtol=1e-9)
-    assert np.all(np.isfinite(slope))
+    _, slope, estimate = jax.jit(lambda rate: jax.jvp(ask, (rate,), (1.0,), has_aux=True))(2.0)
+    assert np.all(np.abs(estimate.log_prob - truth(2.0)) < 3 * estimate.total_error)
+    fine = ~np.asarray(estimate.suspect)
+    assert np.sum(fine) >= 2
+    np.testing.assert_allclose(slope[fine], ((truth(2.01) - truth(1.99)) / 0.02)[fine], atol=0.15)
 
 
 @pytest.mark.slow
 def test_a_fitted_model_estimates_with_the_proposal_it_has_learned(key, tmp_path):
-    """And so does the one that is read back from a file; without it the numbers are others."""
-    data = ou_distribution(driver=THREE).rvs(64, random_state=0)[:, None]
-    model = rf.fit(ou(), data, key=key, objective=rf.MaximumLikelihood(4), steps=3, progress=False).model
+    """Where weights of the prior's paths are poor; and so does the one that is read back from a file."""
+    data = ou_distribution(scale=0.1, driver=THREE).rvs(256, random_state=0)[:, None]
+    settings = {"objective": rf.MaximumLikelihood(4), "steps": 200, "progress": False}
+    model = rf.fit(ou(scale=0.1), data, key=key, **settings).model
     assert isinstance(model.proposal, rf.Amortised)
-    assert rf.default_estimator(model).proposal is model.proposal
-    x = np.array([[0.4], [-0.7], [1.3]])
-    values = model.log_prob(x, key=key)
-    explicit = rf.Tempered(64, model.proposal)
-    np.testing.assert_array_equal(model.with_proposal(None).log_prob(x, key=key, estimator=explicit), values)
+    x = np.array([[0.4], [-1.7], [2.3]])
+    ask = jax.jit(lambda x: model.estimate(x, key=key))
+    estimate = ask(x)
+    assert "learned" in estimate.method
     rf.save(tmp_path / "model.rf", model)
-    np.testing.assert_array_equal(
-        rf.load(tmp_path / "model.rf", classes=[Linear]).log_prob(x, key=key), values
-    )
-    assert np.all(model.with_proposal(None).log_prob(x, key=key) != values)
+    again = rf.load(tmp_path / "model.rf", classes=[Linear])
+    np.testing.assert_array_equal(jax.jit(lambda x: again.log_prob(x, key=key))(x), estimate.log_prob)

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import made
-from roughflow.density.estimators._particles import Particles, _resample, temper
-from roughflow.density.proposals import SPARE, Mixture
 from scipy import stats
 
-from roughflow.density._estimate import log_mean
+from roughflow.density import Mixture, log_mean
+from roughflow.density._particles import Particles, _resample, particle_parts, temper
 
 RUNS, KEPT, PARTICLES, WIDTH = 256, 64, 256, 3
 LOG_CONSTANT = -4.0
@@ -59,8 +58,6 @@ def proposal():
         repeat(rows[None]),
         jnp.zeros((RUNS, 1)),
         jnp.full(RUNS, 0.5),
-        jnp.zeros(RUNS, bool),
-        jnp.zeros(RUNS, bool),
     )
 
 
@@ -74,7 +71,7 @@ def moved(joint):
     """Run once for all tests of one density."""
     key = jax.random.key(20)
     mixture, keys = proposal(), jax.random.split(key, RUNS)
-    noise = jax.random.normal(key, (RUNS, PARTICLES, mixture.normal.shape[-1] + SPARE))
+    noise = jax.random.normal(key, (RUNS, PARTICLES, mixture.num_normals))
     return tempered(joint, mixture, noise, keys)
 
 
@@ -86,7 +83,7 @@ def test_the_constant_comes_out_within_its_error_bar(joint):
     weights = moved(joint).log_weights
     ratio = np.exp(log_mean(weights.T) - LOG_CONSTANT)
     assert abs(ratio.mean() - 1) < 4 * ratio.std() / np.sqrt(RUNS)
-    estimate = made(weights.T, tempered=jnp.ones(RUNS, bool))
+    estimate = made(weights, particle_parts(weights, jnp.zeros_like(weights)))
     trusted = ~np.asarray(estimate.suspect)
     assert np.mean(trusted) > 0.5
     score = (np.abs(estimate.log_prob - LOG_CONSTANT) / estimate.standard_error)[trusted]

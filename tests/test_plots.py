@@ -1,6 +1,6 @@
 """Figures show the numbers they were given, say what they show, and reach the disk whole or not at all."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -276,7 +276,7 @@ def test_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 def test_nothing_is_cut_off(tmp_path):
     """The border is white, so no label reaches over it, and the layout found room for all."""
     step = np.arange(50)
-    estimate = made(jnp.zeros((30, 4)), fell_back=jnp.ones(4, bool))
+    estimate = replace(made(jnp.zeros((30, 4))), steep=jnp.ones(4, bool))
     figures = {
         "density": plots.density(log_normal, extent=EXTENT, resolution=10, colour_bar=True).figure,
         "training": plots.training(History(step, 1e4 + step), entropy=1e4).figure,

@@ -17,19 +17,8 @@ def estimate_at(log_prob, **others):
     """An estimate with these values, and nothing wrong with it unless told."""
     value = jnp.asarray(log_prob, float)
     fill = lambda number: jnp.full(value.shape, number)
-    fields = {
-        "standard_error": fill(0.012),
-        "divergence_error": fill(0.0),
-        "effective_paths": fill(60.5),
-        "num_paths": fill(64),
-        "escaped": fill(0),
-        "unfound": fill(0),
-        "pareto_k": fill(0.1),
-        "fell_back": fill(False),
-        "tempered": fill(False),
-        "unmet": fill(False),
-    }
-    return rf.Estimate(value, **(fields | others))
+    fields = {"standard_error": fill(0.012), "effective_paths": fill(60.5), "num_paths": fill(64)}
+    return rf.Estimate.of(value, "paths", **(fields | others))
 
 
 def small_flow(key, noise=0.5):
@@ -39,7 +28,7 @@ def small_flow(key, noise=0.5):
 def test_an_estimate_is_a_table_with_its_warning():
     told = repr(estimate_at([-1.23456, -7.0], effective_paths=jnp.array([60.5, 1.5])))
     first, second = told.splitlines()[2:4]
-    assert first.split() == ["0", "-1.2346", "0.012", "60.5", "of", "64"]
+    assert first.split() == ["0", "-1.2346", "0.012", "paths", "(64)"]
     assert second.split()[:3] == ["1", "-7.0000", "0.012"]
     assert second.endswith("few paths")
     assert "1 of 2 suspect" in told
@@ -59,9 +48,9 @@ def test_an_estimate_of_any_shape_fits_a_screen(shape):
 
 
 def test_an_estimate_with_numbers_that_are_none():
-    told = repr(estimate_at([-np.inf, np.nan, np.inf], tempered=jnp.ones(3, bool)))
+    told = repr(estimate_at([-np.inf, np.nan, np.inf], unmet=jnp.ones(3, bool)))
     assert told.count("not finite") == 3  # twice as a flag, once in the warning
-    assert told.count("tempered") == 3
+    assert told.count("unmet") == 3
 
 
 def test_inside_jit_an_estimate_shows_its_shapes_and_what_is_known_its_numbers():

@@ -176,7 +176,7 @@ class Estimate(eqx.Module):
         return [(name, bad, REASONS[name].format(worst=worst)) for name, bad in where.items()]
 
     def __repr__(self) -> str:
-        if not is_known(*jax.tree.leaves(self)):
+        if not is_known(*jax.tree.leaves(self, is_leaf=lambda leaf: leaf is None)):
             return eqx.tree_pformat(self)
         # Inside a jit even numbers that are known would be traced.
         with jax.ensure_compile_time_eval():
@@ -197,7 +197,7 @@ class Estimate(eqx.Module):
         place = lambda i: ", ".join(str(int(k)) for k in np.unravel_index(i, self.log_prob.shape)) or "x"
         row = lambda i: (
             place(i),
-            f"{value[i]:.4f}",
+            _number(value[i]),
             f"{error[i]:.2g}",
             f"{methods[i]} ({paths[i]})" if paths[i] else str(methods[i]),
             ", ".join(name for name, where in flags if where[i]),
@@ -210,8 +210,12 @@ class Estimate(eqx.Module):
 
     def _summary(self) -> str:
         error, suspect = jnp.max(self.total_error), int(jnp.sum(self.suspect))
-        mean = f"mean log_prob {jnp.mean(self.log_prob):.4f}, largest total error {error:.2g}"
+        mean = f"mean log_prob {_number(jnp.mean(self.log_prob))}, largest total error {error:.2g}"
         return f"{mean}, {suspect or 'none'} of {self.log_prob.size} suspect"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 class Warnings:

@@ -151,7 +151,7 @@ class Record:
                     self.parts[name][:] = np.inf
         old = {name: part[which] for name, part in self.parts.items()}
         known = ~self.poor[which]
-        surer = _total(old) <= _total(new)
+        surer = _total(old) < _total(new)
         takes = np.where(known, ~poor & ~surer, ~(poor & surer))
         with np.errstate(invalid="ignore"):
             apart = np.abs(old["log_prob"] - new["log_prob"])
@@ -200,8 +200,8 @@ def _climb(
     which = _rounds(Rounds(points, which, Sobol(), None, most), tolerance, most, record, "paths")
     if fits and which.size:
         which = _grid(flow, points.x, which, tolerance, record)
-    if which.size and isinstance(flow.proposal, AbstractProposal) and not isinstance(flow.proposal, Prior):
-        mixture = mixtures(flow.proposal, points, which).with_prior(LEARNED_SHARE)
+    if which.size and (learned := _learned(flow)) is not None:
+        mixture = mixtures(learned, points, which).with_prior(LEARNED_SHARE)
         which = _rounds(Rounds(points, which, Sobol(), mixture, most), tolerance, most, record, "learned")
     if not which.size:
         return
@@ -210,6 +210,12 @@ def _climb(
     still = record.poor[which]
     if still.any():
         _particles(points, which[still], jax.tree.map(lambda a: a[still], mixture), record)
+
+
+def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
+    """The proposal that was trained with the flow."""
+    learned = flow.proposal
+    return learned if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior) else None
 
 
 def _around_modes(
@@ -337,7 +343,8 @@ def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray) -> 
     others = particle_parts(moves, finer)
     parts = {name: jnp.where(poor, others[name], part) for name, part in parts.items()}
     log_prob = parts.pop("log_prob")
-    rung = jnp.where(poor, METHODS.index("particles"), METHODS.index("modes"))
+    around = "modes" if _learned(flow) is None else "learned"
+    rung = jnp.where(poor, METHODS.index("particles"), METHODS.index(around))
     rung = jnp.where(mixture.prior < 1, rung, METHODS.index("paths"))
     parts |= {"solver_error": mean_and_spread(steps), "rung": rung}
     parts["steep"] = poor & (mixture.steepness > STEEP)
@@ -358,8 +365,7 @@ def _poor(log_weights: Array) -> Array:
 
 def _mixture_where(poor: Array, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray) -> Mixture:
     """The learned proposal, or that around the modes, of points that are `poor`; of others the prior."""
-    learned = flow.proposal
-    if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior):
+    if (learned := _learned(flow)) is not None:
         mixture = learned.distribution(flow, x, None).with_prior(LEARNED_SHARE)
     else:
         cloud = Cloud.of(flow, jax.random.fold_in(keys[0], CLOUD), x.dtype)

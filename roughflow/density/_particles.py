@@ -117,7 +117,7 @@ def particle_parts(log_weights: Any, change: Any, xp: Any = jnp) -> dict[str, An
         some = xp.any(weights > 0, axis=0)
         mean = xp.where(some, xp.mean(weights, axis=0), 1)
         more = xp.exp(xp.clip(xp.where(xp.isnan(change), -80, change), -80, 80)).T
-        finer, relative = still(xp.mean(more, axis=0)), still(weights / mean)
+        finer, relative = still(xp.mean(more, axis=0)), still(weights / mean[None])
         variance = (DOUBT * weights_error(relative, xp)) ** 2
         variance = variance + still(xp.var(more, axis=0, ddof=1)) / len(more) / finer**2
         value = xp.log(mean) + shift + xp.log(finer) + 0.5 * xp.minimum(variance, 1)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import as_real, check_count, check_finite, check_key, check_vector, is_traced
+from .._linear import solve
 from .._programs import jit
 from ..faq import see
 from ..flow import (
@@ -374,26 +375,26 @@ def summary(
         weights = xp.exp(coarse - shift[:, None]).T
         some = xp.any(weights > 0, axis=0)
         unit = still(xp.where(some, xp.mean(weights, axis=0), 1))
-        relative = weights / unit
+        relative = weights / unit[None]
         own = relative if shares is None else _regressed(relative, shares, means, still, xp)
         terms = draws.terms(own)
         base = xp.where(some, xp.mean(terms, axis=0), 1)
         terms, mean, change = still(terms), still(base), xp.zeros_like(unit)
-        variance = weights_error(terms / mean, xp) ** 2
+        variance = weights_error(terms / mean[None], xp) ** 2
+        # The logarithm of a mean is low by half its variance.
+        bias = 0.5 * xp.minimum(xp.var(terms / mean[None], axis=0) / max(len(terms) - 1, 1), 1)
         if fine.shape[1]:
-            finer = xp.exp(xp.minimum(fine - shift[:, None], 80)).T / unit
+            finer = xp.exp(xp.minimum(fine - shift[:, None], 80)).T / unit[None]
             differences = draws.terms(still(finer - relative[: fine.shape[1]]))
             total = mean + xp.mean(differences, axis=0)
             # Where so few paths say that nothing is left, the finer ones alone do.
             total = xp.where(total > 0, total, still(xp.mean(finer, axis=0)))
             change = xp.log(total / mean)
             if corrected and len(differences) == len(terms):
-                variance = weights_error((terms + differences) / total, xp) ** 2
+                variance = weights_error((terms + differences) / total[None], xp) ** 2
             elif corrected:
-                variance = variance + xp.var(differences / total, axis=0, ddof=1) / len(differences)
-        value = xp.log(base * unit) + shift + still(change if corrected else 0 * change)
-        # The logarithm of a mean is too low by half its variance, which one path alone does not tell.
-        bias = xp.where(xp.isfinite(variance), 0.5 * xp.minimum(variance, 1), 0)
+                variance = variance + xp.var(differences / total[None], axis=0, ddof=1) / len(differences)
+        value = xp.log(base * unit) + shift + (still(change) if corrected else 0)
         return {
             "log_prob": xp.where(some, value + still(bias), -xp.inf),
             "standard_error": xp.where(some, xp.sqrt(variance), xp.inf),
@@ -413,18 +414,20 @@ def _regressed(weights: Any, shares: Any, means: Any, still: Any, xp: Any) -> An
     mean.
     """
     offset = xp.moveaxis(shares, 1, 0) - means[None]  # (K, P, M + 1)
-    gram = xp.einsum("kpi,kpj->pij", offset, offset)
+    centred = offset - xp.mean(offset, axis=0)[None]
+    gram = xp.einsum("kpi,kpj->pij", centred, centred)
     ridge = 100 * xp.finfo(gram.dtype).eps * xp.trace(gram, axis1=1, axis2=2) + 1e-30
-    right = xp.einsum("kpi,kp->pi", offset, still(weights - xp.mean(weights, axis=0)[None]))
+    right = xp.einsum("kpi,kp->pi", centred, still(weights))
     gram = gram + ridge[:, None, None] * xp.eye(gram.shape[1], dtype=gram.dtype)[None]
-    slope = xp.linalg.solve(gram, right[..., None])[..., 0]
+    solved = np.linalg.solve if xp is np else solve
+    slope = solved(gram, right[..., None])[..., 0]
     live = xp.sum(means > 0, axis=1)
     rest = weights - xp.einsum("kpi,pi->kp", offset, slope)
     mean = xp.mean(rest, axis=0)
     good = (live <= len(weights) / 4) & still(mean > 0)
     # So many coefficients were fitted.
     wider = xp.sqrt(len(weights) / xp.maximum(len(weights) - live, 1))
-    return xp.where(good[None], mean + (rest - mean) * wider, weights)
+    return xp.where(good[None], mean[None] + (rest - mean[None]) * wider[None], weights)
 
 
 class PullBack(AbstractEstimator):
