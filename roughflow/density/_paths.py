@@ -30,8 +30,8 @@ from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
 EXACT = 64  # dimensions up to which a density is worth its exact divergence
 COLUMNS = 16  # paths of a point in one row of a program
-ROWS = 2**14  # of a program, at most
-PAIRS = {"cpu": 2**9, "gpu": 2**17}  # of a point and a path that are solved together
+ROWS = 4096  # of a program, at most
+PAIRS = {"cpu": 2**9, "gpu": 2**16}  # of a point and a path that are solved together
 NUMBERS = 2**26  # that they may take up
 GROWTH = 4  # how many times more paths a round brings
 CLOUD = 2**31 + 1  # what a key is folded with for forward draws
