@@ -35,7 +35,9 @@ from ..sde import AbstractSDE, noise_matrix, to_ito, with_explicit_parameters
 from ._estimate import AbstractEstimator, Accuracy, Estimate
 
 SIZES = {1: (64, 128, 256, 512, 1024, 2048), 2: (48, 72, 108, 160, 240, 360)}  # nodes per axis
+COARSE = {1: 64, 2: 24}  # those on which tables are checked
 TIMES = 6  # Chebyshev times of a table
+PLACES = 64  # Chebyshev places per axis of the plane where coefficients are evaluated, on larger meshes
 BLOCK = 8  # steps of one program
 CHUNK = 4096  # points at which coefficients are evaluated at once
 KEPT = (0.75, 0.66)  # share of the wavenumbers, of the solution and of its companion
@@ -45,8 +47,12 @@ WORK = 2e8  # nodes times steps of one solution
 TRIES = 40  # of one segment
 PASSES = 4
 LOWEST = 1e-6  # share of the highest density that is to be known to the tolerance
+HEADROOM = 1.2  # of the largest coefficients over those at the begin of a segment
 MARGIN = 1.5  # the most by which a box is wider than predicted
 HOPELESS = 1e4  # times the share of the outer wavenumbers that is allowed, on the largest mesh
+
+
+Numbers = Any  # an array of JAX or NumPy, or a number
 
 
 class Unresolved(RuntimeError):
@@ -64,17 +70,30 @@ class Fineness(NamedTuple):
 
 
 class Box(NamedTuple):
-    """x = centre + scale y, |yᵢ| ≤ 1; the scale is lower triangular."""
+    """x = centre + scale w(y), |yᵢ| ≤ 1; the scale is lower triangular, w the warp of each axis."""
 
     centre: np.ndarray
     scale: np.ndarray
+    skew: np.ndarray  # (d,)
 
     def places(self, size: int) -> np.ndarray:
-        return self.centre + nodes(size, len(self.centre)) @ self.scale.T
+        return self.centre + warp(nodes(size, len(self.centre)), self.skew, np)[0] @ self.scale.T
 
-    @property
-    def volume(self) -> float:
-        return float(np.prod(np.diag(self.scale)))
+    def log_volume(self, size: int) -> np.ndarray:
+        """Of x over that of y, on the mesh, `(nᵈ,)`."""
+        slopes = warp(nodes(size, len(self.centre)), self.skew, np)[1]
+        return np.sum(np.log(slopes), axis=1) + np.sum(np.log(np.diag(self.scale)))
+
+
+def warp(y: Any, skew: Any, xp: Any) -> tuple[Any, Any, Any]:
+    """w(y) = (e^{κy} − cosh κ)/sinh κ, which keeps ±1, its slope, and its derivative in κ: for long tails on
+    one side, such as those of lognormal densities."""
+    none = xp.abs(skew) < 1e-6
+    k = xp.where(none, 1.0, skew)
+    grown, sinh, cosh = xp.exp(k * y), xp.sinh(k), xp.cosh(k)
+    w = (grown - cosh) / sinh
+    by = y * grown / sinh - 1 - w * cosh / sinh
+    return xp.where(none, y, w), xp.where(none, 1.0, k * grown / sinh), xp.where(none, 0.5 * (y**2 - 1), by)
 
 
 class Segment(NamedTuple):
@@ -90,15 +109,18 @@ class Segment(NamedTuple):
     centre: np.ndarray  # (K, d)
     scale: np.ndarray  # (K, d, d)
     turn: np.ndarray  # (K, d, d), the derivative of the scale
+    skew: np.ndarray  # (K, d), linear in s
     size: int
-    cap: float = 0.0  # of the speed; where it is larger there is next to no density
+    caps: tuple[float, float] = (0.0, 0.0)  # of speed and noise; where they are larger there is no density
     noise: np.ndarray | None = None  # (K, d, d), that of the integrating factor; None where noise is additive
     blocks: int = 0
+    sparse: bool = False
 
     @staticmethod
     def between(times: tuple[float, float], boxes: tuple[Box, Box], growth: float, size: int) -> "Segment":
         share, span = 0.5 - 0.5 * np.cos(np.pi * np.arange(TIMES) / (TIMES - 1)), times[1] - times[0]
         part = np.expm1(share * math.log1p(growth)) / growth
+        part[-1] = 1  # to the bit, so that time ends where it should
         pace = span * math.log1p(growth) / growth * (1 + growth) ** share
         mix = lambda part, a, b: np.multiply.outer(1 - part, a) + np.multiply.outer(part, b)
         sizes = [np.diag(box.scale) for box in boxes]
@@ -107,29 +129,29 @@ class Segment(NamedTuple):
         diagonal = (sizes[0] * np.exp(np.multiply.outer(share, ratio)))[..., None]
         scale = diagonal * mix(share, *units)
         turn = ratio[:, None] * scale + diagonal * (units[1] - units[0])
-        return Segment(
-            mix(part, *times), pace, mix(part, boxes[0].centre, boxes[1].centre), scale, turn, size
-        )
+        centre, skew = mix(part, boxes[0].centre, boxes[1].centre), mix(share, boxes[0].skew, boxes[1].skew)
+        return Segment(mix(part, *times), pace, centre, scale, turn, skew, size)
 
 
 class GridDensity(eqx.Module):
     """The density of y on a mesh, and its error."""
 
-    values: Array  # (n,) or (n, n)
-    error: Array
+    values: Numbers  # (n,) or (n, n)
+    error: Numbers
     box: Box
     extra: float  # nats
 
-    def log_prob_and_error(self, x: Array) -> tuple[Array, Array]:
+    def log_prob_and_error(self, x: Numbers) -> tuple[Numbers, Numbers]:
         """log p at x `(N, d)` and its error, NaN and infinite outside the box or where p is below that."""
-        inverse, volume = np.linalg.inv(self.box.scale), self.box.volume
-        one = lambda x: _evaluate(self.values, self.error, self.box.centre, inverse, volume, x)
+        box = (self.box.centre, np.linalg.inv(self.box.scale), self.box.skew)
+        one = lambda x: _evaluate(self.values, self.error, *box, x)
         value, error = in_chunks(one, x, 1 << max(6, (min(len(x), CHUNK) - 1).bit_length()))
         return value, error + self.extra
 
     @property
     def log_maximum(self) -> float:
-        return math.log(float(np.max(np.asarray(self.values))) / self.box.volume)
+        density = np.asarray(self.values).ravel() * np.exp(-self.box.log_volume(len(self.values)))
+        return math.log(float(np.max(density)))
 
 
 def nodes(size: int, dimension: int) -> np.ndarray:
@@ -165,10 +187,16 @@ def in_chunks(function: Callable, x: Any, size: int) -> Any:
 
 @functools.partial(jit, level=1)
 def _evaluate(
-    values: Array, error: Array, centre: Array, inverse: Array, volume: Array, x: Array
-) -> tuple[Array, Array]:
+    values: Numbers, error: Numbers, centre: Numbers, inverse: Numbers, skew: Numbers, x: Numbers
+) -> tuple[Numbers, Numbers]:
     size, d = values.shape[0], values.ndim
-    y = (x - centre[None]) @ inverse.T
+    u = (x - centre[None]) @ inverse.T
+    none = jnp.abs(skew) < 1e-6
+    bend = jnp.where(none, 1, skew)[None]
+    inside = jnp.all(jnp.abs(u) < 1, axis=1)
+    u = jnp.where(inside[:, None], u, 0)
+    y = jnp.where(none[None], u, jnp.log(jnp.cosh(bend) + u * jnp.sinh(bend)) / bend)
+    log_volume = jnp.sum(jnp.log(warp(y, skew[None], jnp)[1]), axis=1) - jnp.sum(jnp.log(jnp.diag(inverse)))
     k = jnp.asarray(np.pi * np.fft.fftfreq(size, 1 / size))
     waves = jnp.exp(1j * k[None, None] * (y[:, :, None] + 1))  # (N, d, n)
     spectrum = jnp.fft.fftn(values) / values.size
@@ -176,19 +204,19 @@ def _evaluate(
     p = jnp.real(jnp.sum(total, axis=1))
     place = jnp.clip(jnp.round(0.5 * (jax.lax.stop_gradient(y) + 1) * size), 0, size - 1).astype(int)
     bound = error[tuple(place.T)]
-    known = jnp.all(jnp.abs(y) < 1, axis=1) & (p > 2 * bound)
+    known = inside & (p > 2 * bound)
     p = jnp.where(known, p, 1)
-    value = jnp.where(known, jnp.log(p) - jnp.log(volume), jnp.nan)
+    value = jnp.where(known, jnp.log(p) - log_volume, jnp.nan)
     bar = jnp.where(known, -jnp.log1p(-jnp.where(known, bound / p, 0)), jnp.inf)
     return value, jax.lax.stop_gradient(bar)
 
 
 @functools.partial(jit, level=1)
-def _coefficients(sde: AbstractSDE, t: Array, x: Array) -> Array:
+def _coefficients(sde: AbstractSDE, t: Numbers, x: Numbers) -> Numbers:
     """μ and the lower triangle of σσᵀ at many points: `(N, F)`, F = d + d(d + 1)/2."""
     ito, d = to_ito(sde), x.shape[1]
 
-    def one(t: Array, x: Array) -> Array:
+    def one(t: Numbers, x: Numbers) -> Numbers:
         sigma = noise_matrix(sde.noise(t, x))
         products = [jnp.sum(sigma[i] * sigma[j]) for i in range(d) for j in range(i + 1)]
         return jnp.concatenate([ito.drift(t, x), jnp.stack(products)])
@@ -196,63 +224,103 @@ def _coefficients(sde: AbstractSDE, t: Array, x: Array) -> Array:
     return jax.vmap(one)(t, x)
 
 
-def tabulate(sde: AbstractSDE, times: np.ndarray, centre: np.ndarray, scale: np.ndarray, size: int) -> Array:
-    """The coefficients on the mesh at the times of a table, `(K, nᵈ, F)`."""
-    y = nodes(size, centre.shape[1])
-    x = (centre[:, None] + np.einsum("kij,nj->kni", scale, y)).reshape(-1, centre.shape[1])
-    raw = in_chunks(lambda pair: _coefficients(sde, *pair), (np.repeat(times, len(y)), x), CHUNK)
-    return raw.reshape(len(times), len(y), -1)
+def tabulate(sde: AbstractSDE, segment: Segment) -> Numbers:
+    """The coefficients on the mesh at the times of a table, `(K, nᵈ, F)`; by interpolation between Chebyshev
+    places if they are `sparse`."""
+    if segment.sparse:
+        return spread(coefficients(sde, segment, chebyshev_places()), segment.size)
+    return coefficients(sde, segment, nodes(segment.size, segment.centre.shape[1]))
 
 
-@functools.partial(jit, level=1)
-def _in_frame(raw: Array, pace: Array, inverse: Array, drift: Array, turn: Array) -> Array:
+def coefficients(sde: AbstractSDE, segment: Segment, y: np.ndarray) -> Numbers:
+    """At places y `(M, d)` of the frame and the times of a table, `(K, M, F)`."""
+    u = warp(y[None], segment.skew[:, None], np)[0]
+    x = (segment.centre[:, None] + np.einsum("kij,knj->kni", segment.scale, u)).reshape(-1, y.shape[1])
+    raw = in_chunks(lambda pair: _coefficients(sde, *pair), (np.repeat(segment.times, len(y)), x), CHUNK)
+    return raw.reshape(len(segment.times), len(y), -1)
+
+
+def chebyshev_places() -> np.ndarray:
+    axis = np.cos(np.pi * (np.arange(PLACES) + 0.5) / PLACES)
+    return np.stack([a.ravel() for a in np.meshgrid(axis, axis, indexing="ij")], axis=1)
+
+
+def spread(few: Numbers, size: int) -> Numbers:
+    """From Chebyshev places to a mesh of the plane."""
+    xp = jnp if is_traced(few) else np
+    vandermonde = np.polynomial.chebyshev.chebvander(nodes(size, 1)[:, 0], PLACES - 1)
+    angles = np.pi * (np.arange(PLACES) + 0.5) / PLACES
+    weights = vandermonde @ (2 / PLACES * np.cos(np.multiply.outer(np.arange(PLACES), angles)))
+    weights = weights - 1 / PLACES  # half of the constant
+    table = few.reshape(len(few), PLACES, PLACES, -1)
+    table = xp.einsum("ai,kijf->kajf", weights, table)
+    return xp.einsum("bj,kajf->kabf", weights, table).reshape(len(few), size**2, -1)
+
+
+def in_frame(raw: Any, pace: Any, inverse: Any, drift: Any, turn: Any, skew: Any, xp: Any = jnp) -> Any:
     """Coefficients for y and s from those for x and t: `(K, F, n, ...)`. The centre moves with `drift`."""
     d = turn.shape[1]
     size = round(raw.shape[1] ** (1 / d))
+    u, slope, by = warp(xp.asarray(nodes(size, d))[None], skew[:, None], xp)
     raw = raw * pace[:, None, None]
-    moved = raw[..., :d] - drift[:, None] - jnp.einsum("nj,kij->kni", nodes(size, d), turn)
-    velocity = jnp.einsum("kij,knj->kin", inverse, moved)
-    noise = jnp.einsum("kia,knab,kjb->kijn", inverse, raw[..., d:][..., triangle(d)], inverse)
-    rows = jnp.stack([noise[:, i, j] for i in range(d) for j in range(i + 1)], axis=1)
-    fields = jnp.concatenate([velocity, rows], axis=1)
-    return jnp.reshape(jnp.where(jnp.isfinite(fields), fields, 0), (*fields.shape[:2], *[size] * d))
+    moved = raw[..., :d] - drift[:, None] - xp.einsum("knj,kij->kni", u, turn)
+    half = xp.einsum("kia,knab->knib", inverse, raw[..., d:][..., triangle(d)])
+    noise = xp.einsum("knib,kjb->knij", half, inverse) / (slope[..., None] * slope[..., None, :])
+    velocity = xp.einsum("kij,knj->kni", inverse, moved) - (skew[-1:] - skew[:1])[:, None] * by
+    own = xp.stack([noise[..., i, i] for i in range(d)], axis=-1)
+    velocity = velocity / slope - 0.5 * skew[:, None] * own  # w″ = κ w′
+    rows = xp.stack([noise[..., i, j] for i in range(d) for j in range(i + 1)], axis=-1)
+    fields = xp.swapaxes(xp.concatenate([velocity, rows], axis=-1), 1, 2)
+    return xp.reshape(xp.where(xp.isfinite(fields), fields, 0), (*fields.shape[:2], *[size] * d))
 
 
-def fields_of(raw: Array, segment: Segment) -> Array:
+_in_frame = jit(in_frame, level=1)
+
+
+def fields_of(raw: Numbers, segment: Segment) -> Numbers:
     """The table of a segment in its frame."""
     way = (segment.centre[-1] - segment.centre[0]) / (segment.times[-1] - segment.times[0])
     drift = np.multiply.outer(segment.pace, way)
-    return _in_frame(raw, segment.pace, np.linalg.inv(segment.scale), drift, segment.turn)
+    frame = (segment.pace, np.linalg.inv(segment.scale), drift, segment.turn, segment.skew)
+    return _in_frame(raw, *frame) if is_traced(raw) else in_frame(raw, *frame, xp=np)
 
 
 @functools.partial(jit, level=1)
 def _advance(
-    q: Array, fields: Array, cap: Array, noise: Array | None, dt: Array, weights: Array, mask: Array
-) -> Array:
+    q: Numbers,
+    fields: Numbers,
+    caps: Any,
+    noise: Numbers | None,
+    dt: Numbers,
+    weights: Numbers,
+    mask: Numbers,
+) -> Numbers:
     """Steps with the weights `(steps, 3, K)` of the table at the begin, the middle and the end of each."""
     d, shape = q.ndim, q.shape
     k = [jnp.asarray(a) for a in wavenumbers(shape[0], d)]
     pairs = [(i, j) for i in range(d) for j in range(i + 1)]
-    speed = jnp.sum(jnp.abs(fields[:, :d]), axis=1, keepdims=True)
-    drift = fields[:, :d] * jnp.where(speed > cap, cap / jnp.where(speed > cap, speed, 1), 1)
+    within = lambda size, cap: jnp.where(size > cap, cap / jnp.where(size > cap, size, 1), 1)
+    drift = fields[:, :d] * within(jnp.sum(jnp.abs(fields[:, :d]), axis=1, keepdims=True), caps[0])
+    own = [d + place for place, (i, j) in enumerate(pairs) if i == j]
+    spread = fields[:, d:] * within(jnp.sum(fields[:, np.array(own)], axis=1, keepdims=True), caps[1])
     bends = jnp.stack([-(0.5 if i == j else 1.0) * k[i] * k[j] for i, j in pairs])
     if noise is None:
-        common = fields[:, d:].reshape(TIMES, len(pairs), -1)[..., 0]
+        common = spread.reshape(TIMES, len(pairs), -1)[..., 0]
         table, factors = drift, jnp.stack([-1j * a for a in k])
     else:
         common = jnp.stack([noise[:, i, j] for i, j in pairs], axis=1)
-        rest = fields[:, d:] - jnp.reshape(common, (*common.shape, *[1] * d))
+        rest = spread - jnp.reshape(common, (*common.shape, *[1] * d))
         table = jnp.concatenate([drift, rest], axis=1)
         factors = jnp.concatenate([jnp.stack([-1j * a for a in k]), bends + 0j])
 
-    def slope(spectrum: Array, now: Array) -> Array:
+    def slope(spectrum: Numbers, now: Numbers) -> Numbers:
         values = now * jnp.fft.irfftn(spectrum, s=shape)[None]
         return mask * jnp.sum(factors * jnp.fft.rfftn(values, axes=range(1, d + 1)), axis=0)
 
     # The integral of a quadratic over each half of a step, by its values at begin, middle and end.
     halves = dt / 24 * jnp.asarray([[5.0, 8.0, -1.0], [-1.0, 8.0, 5.0]])
 
-    def step(p: Array, weight: Array) -> tuple[Array, None]:
+    def step(p: Numbers, weight: Numbers) -> tuple[Numbers, None]:
         begin, middle, end = jnp.tensordot(weight, table, 1)
         early, late = jnp.exp(jnp.tensordot(halves @ weight @ common, bends, 1))
         first = slope(p, begin)
@@ -266,14 +334,14 @@ def _advance(
     return jnp.fft.irfftn(spectrum, s=shape)
 
 
-def run(q: Array, fields: Array, segment: Segment, companion: bool = False) -> Array:
+def run(q: Numbers, fields: Numbers, segment: Segment, companion: bool = False) -> Numbers:
     """The density at the end of a segment."""
     blocks = -(-2 * segment.blocks // 3) if companion else segment.blocks
     times = (np.arange(blocks * BLOCK)[:, None] + np.array([0, 0.5, 1])) / (blocks * BLOCK)
     weights = chebyshev(2 * times - 1)[..., : TIMES - companion] @ inverse_chebyshev()[: TIMES - companion]
     mask = kept(segment.size, q.ndim, KEPT[companion])
     for block in weights.reshape(blocks, BLOCK, 3, TIMES):
-        q = _advance(q, fields, segment.cap, segment.noise, 1 / len(times), block, mask)
+        q = _advance(q, fields, segment.caps, segment.noise, 1 / len(times), block, mask)
     return q
 
 
@@ -288,14 +356,14 @@ def inverse_chebyshev() -> np.ndarray:
 
 
 @functools.partial(jit, level=1)
-def _resized(q: Array, other: Array) -> Array:
+def _resized(q: Numbers, other: Numbers) -> Numbers:
     """The same density on the larger mesh of another array."""
     new, old = other.shape[0], q.shape[0]
     spectrum = jnp.pad(jnp.fft.fftshift(jnp.fft.fftn(q)), [((new - old) // 2,) * 2] * q.ndim)
     return jnp.real(jnp.fft.ifftn(jnp.fft.ifftshift(spectrum))) * (new / old) ** q.ndim
 
 
-def resized(q: Array, size: int) -> Array:
+def resized(q: Numbers, size: int) -> Numbers:
     return q if q.shape[0] == size else _resized(q, np.zeros((size,) * q.ndim))
 
 
@@ -307,9 +375,12 @@ def tail(q: np.ndarray) -> float:
 
 
 def edge(q: np.ndarray) -> float:
-    """The largest value on the faces of the box, relative to the maximum."""
-    faces = [np.max(np.abs(np.take(q, [0, -1], axis=axis))) for axis in range(q.ndim)]
-    return float(max(faces) / np.max(np.abs(q)))
+    """The largest value on the faces of the box, relative to the maximum, without ripples of the mesh."""
+    smooth = q
+    for axis in (*range(q.ndim), *range(q.ndim)):
+        smooth = 0.5 * smooth + 0.25 * (np.roll(smooth, 1, axis) + np.roll(smooth, -1, axis))
+    least = np.minimum(np.abs(q), np.abs(smooth))
+    return float(max(np.max(np.take(least, [0, -1], axis)) for axis in range(q.ndim)) / np.max(np.abs(q)))
 
 
 class Forecast(NamedTuple):
@@ -322,6 +393,7 @@ class Forecast(NamedTuple):
     noise: np.ndarray  # σσᵀ
     middle: np.ndarray  # of the box, from the mean, in units of the root of the covariance
     width: np.ndarray
+    skew: np.ndarray
 
     @staticmethod
     def of(q: np.ndarray, box: Box, raw: np.ndarray, level: float) -> "Forecast":
@@ -340,9 +412,14 @@ class Forecast(NamedTuple):
         units = away[q.ravel() > seen * q.max()] @ np.linalg.inv(root).T
         low, high = reach * units.min(axis=0), reach * units.max(axis=0)
         now = np.diag(box.scale) / np.diag(root)
-        width = np.clip(0.52 * (high - low), 0.87 * now, 1.15 * now)
+        width = np.clip(0.5 * (high - low) + 4 / q.shape[0] * now, 0.7 * now, 1.3 * now)
         noise = (weight @ raw[:, d:])[triangle(d)]
-        return Forecast(mean, covariance, weight @ raw[:, :d], slope, noise, 0.5 * (low + high), width)
+        # The mean is to be in the middle of the mesh, unless noise is additive.
+        varied = np.ptp(raw[:, d:], axis=0).max() > 1e-12 * np.abs(raw[:, d:]).max()
+        wanted = 2 * np.arctanh(np.clip(0.5 * (low + high) / width, -0.8, 0.8)) * varied
+        wanted = np.where(np.abs(wanted) > 0.4, wanted, 0)
+        skew = box.skew + np.clip(wanted - box.skew, -0.5, 0.5)
+        return Forecast(mean, covariance, weight @ raw[:, :d], slope, noise, 0.5 * (low + high), width, skew)
 
     def path(self, span: float) -> tuple[np.ndarray, np.ndarray]:
         """Mean and covariance over a span, at 17 times."""
@@ -368,7 +445,7 @@ class Forecast(NamedTuple):
         if size[-1] - size[0] > 0.5:
             share = np.interp(0.5 * (size[0] + size[-1]), size, np.linspace(0, 1, len(size)))
             growth = max(growth, (1 / share - 1) ** 2 - 1)
-        return Box(means[-1] + root @ self.middle, root * (margin * self.width)), growth
+        return Box(means[-1] + root @ (margin * self.middle), root * (margin * self.width), self.skew), growth
 
     def span(self, longest: float) -> float:
         """How long a frame may follow it in one segment."""
@@ -387,29 +464,49 @@ class Forecast(NamedTuple):
 
 
 def prepared(
-    raw: np.ndarray, fields: Array, segment: Segment, q: Array, fineness: Fineness
-) -> tuple[Segment, float]:
-    """A segment with its steps, and the error of its table in nats."""
-    d, values = q.ndim, np.asarray(q).ravel()
+    raw: np.ndarray, fields: Numbers, segment: Segment, q: np.ndarray, fineness: Fineness
+) -> Segment:
+    """A segment with its steps; q is where there is some density."""
+    d, values = q.ndim, q.ravel()
     table = np.asarray(fields).reshape(*fields.shape[:2], -1)
     if not np.all(np.isfinite(raw[:, values > 1e-6 * values.max()])):
         raise NonFiniteError(
             f"drift or diffusion is not finite near z = {segment.centre[0]}: a grid needs both"
         )
-    where = (values > 1e-9 * values.max()) | (np.sum(nodes(segment.size, d) ** 2, axis=1) < 1.05)
-    # In units of the box log p has slopes of up to 49 seven deviations from its centre.
-    last = np.abs(np.tensordot(inverse_chebyshev()[-1], table[..., where], 1))
-    rough = 49 * last[:d].max() + 0.5 * 49**2 * last[d:].max()
-    cap = 1.1 * float(np.abs(table[:, :d][..., where]).sum(axis=1).max())
+    where = values > 0.1 * fineness.edge * values.max()
+    cap = HEADROOM * float(np.abs(table[:, :d][..., where]).sum(axis=1).max())
     top = KEPT[0] * np.pi * segment.size / 2
     spread = np.moveaxis(table[:, d:], 1, -1)[..., triangle(d)]  # (K, N, d, d)
-    noise, rate = None, cap * top
+    most = HEADROOM * float(np.trace(spread[:, where], axis1=-1, axis2=-2).max())
+    noise, rate = None, cap * top / fineness.step
     if np.ptp(spread, axis=1).max() > 1e-12 * np.abs(spread).max():
         noise = common_part(spread[:, values > 1e-4 * values.max()])
         rest = np.abs(spread[:, where] - noise[:, None]).sum(axis=(-1, -2)).max()
-        rate = max(rate, rest * top**2 / 3)
-    blocks = max(1, math.ceil(rate / fineness.step / BLOCK))
-    return segment._replace(cap=cap, noise=noise, blocks=blocks), rough
+        rate = math.hypot(rate, HEADROOM * rest * top**2 / 5)
+    blocks = max(1, math.ceil(rate / BLOCK))
+    return segment._replace(caps=(cap, most), noise=noise, blocks=blocks)
+
+
+def table_error(
+    sde: AbstractSDE, segment: Segment, q: np.ndarray, fineness: Fineness
+) -> tuple[float, Numbers | None]:
+    """The error of interpolation in time, in nats, on a coarse mesh; and the coefficients at Chebyshev
+    places, if interpolation between them does for a larger mesh."""
+    d = q.ndim
+    coarse = segment._replace(size=COARSE[d])
+    place = np.arange(coarse.size) * len(q) // coarse.size
+    where = q[np.ix_(*[place] * d)] > 0.1 * fineness.edge * q.max()
+    # In units of the box log p has slopes of up to 49, seven deviations from its centre.
+    nats = lambda gap: float(
+        49 * np.abs(gap[..., :d, where]).max() + 1200 * np.abs(gap[..., d:, where]).max()
+    )
+    fields = np.asarray(fields_of(tabulate(sde, coarse), coarse))
+    rough = nats(np.tensordot(inverse_chebyshev()[-1], fields, 1))
+    if d == 1 or segment.size <= PLACES or rough > fineness.table:
+        return rough, None
+    few = coefficients(sde, segment, chebyshev_places())
+    gap = nats(np.asarray(fields_of(spread(few, coarse.size), coarse)) - fields)
+    return rough, few if gap < fineness.table else None
 
 
 def common_part(spread: np.ndarray) -> np.ndarray:
@@ -443,16 +540,19 @@ def solve(
             break
         q = begin.density(box, size)
     first, segments, outside = box, [], 0.0
-    other, span = begin.companion(q), t1 - t
-    raw = tabulate(sde, np.array([t]), box.centre[None], box.scale[None], q.shape[0])
+    other, span, margin = begin.companion(q), t1 - t, 1.0
+    scale = box.scale[None]
+    still = Segment(np.array([t]), np.ones(1), box.centre[None], scale, scale, box.skew[None], q.shape[0])
+    raw = tabulate(sde, still)
     while t < t1:
         ahead = Forecast.of(np.asarray(q), box, np.asarray(raw[-1]), fineness.edge)
-        span = ahead.span(min(4 * span, t1 - t))
-        end, aim, segment, raw, fields, new = _segment(sde, ahead, (t, t1, span), box, q, sizes, fineness)
+        span = ahead.span(min(span, t1 - t))
+        window = (t, t1, span, max(1.0, 0.9 * margin))
+        (span, margin), box, segment, raw, fields, new = _segment(sde, ahead, window, box, q, sizes, fineness)
         outside = max(outside, edge(np.asarray(new)))
         if other is not None:
             other = run(resized(other, segment.size), fields, segment, companion=True)
-        q, t, box, span = new, end, aim, end - t
+        q, t = new, float(segment.times[-1])
         segments.append(segment)
         if sum(s.blocks * BLOCK * s.size**q.ndim for s in segments) > WORK:
             raise Unresolved("the equation takes too many steps")
@@ -465,40 +565,52 @@ def solve(
 def _segment(
     sde: AbstractSDE,
     ahead: Forecast,
-    times: tuple[float, float, float],
+    times: tuple[float, float, float, float],
     box: Box,
-    q: Array,
+    q: Numbers,
     sizes: list[int],
     fineness: Fineness,
-) -> tuple[float, Box, Segment, Array, Array, Array]:
-    """One segment from t, at most to t₁, with a box, a mesh and a span that do for it."""
-    (t, t1, span), margin, size = times, 1.0, q.shape[0]
+) -> tuple[tuple[float, float], Box, Segment, Numbers, Numbers, Numbers]:
+    """One segment from t, at most to t₁, with a box, a mesh and a span that do for it. Returns how long the
+    next may be and its margin, the box, the segment, its tables and the density."""
+    (t, t1, span, margin), size = times, q.shape[0]
+    somewhere, tables = np.asarray(q), {}
     for attempt in range(TRIES):
         end = t1 if span > 0.8 * (t1 - t) else t + span
         aim, growth = ahead.box(end - t, margin)
         segment = Segment.between((t, end), (box, aim), growth, size)
-        raw = tabulate(sde, segment.times, segment.centre, segment.scale, size)
-        fields = fields_of(raw, segment)
-        segment, rough = prepared(np.asarray(raw), fields, segment, q, fineness)
+        if (end, margin) not in tables:
+            tables[end, margin] = table_error(sde, segment, somewhere, fineness)
+        rough, few = tables[end, margin]
         if rough > fineness.table and attempt < TRIES // 2:
-            span = 0.5 * (end - t)
+            span = max(0.2, 0.9 * (fineness.table / rough) ** (1 / TIMES)) * (end - t)
             continue
+        segment = segment._replace(sparse=few is not None)
+        raw = tabulate(sde, segment) if few is None else spread(few, size)
+        fields = fields_of(raw, segment)
+        segment = prepared(np.asarray(raw), fields, segment, somewhere, fineness)
         if segment.blocks * BLOCK * size**q.ndim > WORK:
             raise Unresolved("the equation is too stiff")
         new = run(q, fields, segment)
         values = np.asarray(new)
         if not np.all(np.isfinite(values)):
             raise Unresolved("the solution is not finite")
-        if edge(values) > 10 * fineness.edge and margin < MARGIN:
-            margin = 1.15 * margin
+        reached = np.maximum(somewhere, values)
+        caps = prepared(np.asarray(raw), fields, segment, reached, fineness).caps
+        if any(now > HEADROOM * old for now, old in zip(caps, segment.caps, strict=True)):
+            somewhere = reached  # by the density, with coefficients above the caps
+        elif edge(values) > 10 * fineness.edge and margin < MARGIN:
+            margin = 1.12 * margin
         elif tail(values) > fineness.tail and size < sizes[-1]:
             size = sizes[sizes.index(size) + 1]
             q = resized(q, size)
+            somewhere = np.asarray(resized(somewhere, size))
         elif tail(values) > HOPELESS * fineness.tail:
             raise Unresolved(f"{size} nodes per axis do not resolve the density")
         else:
-            break
-    return end, aim, segment, raw, fields, new
+            longer = min(4.0, 0.9 * (fineness.table / max(rough, 1e-300)) ** (1 / TIMES))
+            return (longer * (end - t), margin), aim, segment, raw, fields, new
+    raise Unresolved("no box holds the density")
 
 
 def _difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -512,7 +624,7 @@ def _difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
 class FromDensity(eqx.Module):
     """A start from a distribution: its log-density at points `(N, d)`, and draws of it."""
 
-    log_prob: Callable[[Array], Array]
+    log_prob: Callable[[Numbers], Numbers]
     draws: np.ndarray
     time: float
 
@@ -529,19 +641,19 @@ class FromDensity(eqx.Module):
         for _ in range(8):
             middle, half = 0.5 * (low + high), 0.5 * (high - low)
             y = nodes(size, len(mean))
-            logs = np.asarray(self.log_prob(Box(mean + root @ middle, root * half).places(size)))
+            logs = np.asarray(self.log_prob(Box(mean + root @ middle, root * half, 0 * mean).places(size)))
             y = y[logs > np.nanmax(logs) + math.log(level)]
             reach = np.array([y.min(axis=0), y.max(axis=0)]) + 2 / size * np.array([[-1], [1]])
             wrong = (np.abs(reach) > 1 - 2 / size) | (np.abs(reach[1] - reach[0]) < 0.5)
             low, high = middle + half * np.where(wrong, 1.5, 1) * reach
             if not wrong.any():
                 break
-        return Box(mean + root @ (0.5 * (low + high)), root * (0.52 * (high - low)))
+        return Box(mean + root @ (0.5 * (low + high)), root * (0.52 * (high - low)), 0 * mean)
 
-    def density(self, box: Box, size: int) -> Array:
+    def density(self, box: Box, size: int) -> Numbers:
         return _on_mesh(self.log_prob(box.places(size)), box, size)
 
-    def companion(self, q: Array) -> Array:
+    def companion(self, q: Numbers) -> Numbers:
         return q
 
     def error(self, box: Box, size: int) -> float:
@@ -554,7 +666,7 @@ class FromPoint(eqx.Module):
     """A start from a point at t₀: a normal distribution a short while later."""
 
     sde: AbstractSDE
-    point: Array
+    point: Numbers
     t0: float
     span: float
 
@@ -570,16 +682,16 @@ class FromPoint(eqx.Module):
         mean, covariance = (np.asarray(a) for a in _moments(self.sde, self.point, self.t0, self.time))
         if not (np.all(np.isfinite(covariance)) and np.all(np.linalg.eigvalsh(covariance) > 0)):
             raise Unresolved("there is no density from this point")
-        return Box(mean, np.linalg.cholesky(covariance) * math.sqrt(-2.1 * math.log(level)))
+        return Box(mean, np.linalg.cholesky(covariance) * math.sqrt(-2.1 * math.log(level)), 0 * mean)
 
-    def density(self, box: Box, size: int) -> Array:
+    def density(self, box: Box, size: int) -> Numbers:
         return self.after(self.time, box, size)
 
-    def after(self, time: float, box: Box, size: int) -> Array:
+    def after(self, time: float, box: Box, size: int) -> Numbers:
         mean, covariance = _moments(self.sde, self.point, self.t0, time)
         return _on_mesh(_normal(mean, covariance, box.places(size)), box, size)
 
-    def companion(self, q: Array) -> None:
+    def companion(self, q: Numbers) -> None:
         del q
 
     def error(self, box: Box, size: int) -> float:
@@ -587,22 +699,22 @@ class FromPoint(eqx.Module):
         return 0.0
 
 
-def _on_mesh(logs: Array, box: Box, size: int) -> Array:
+def _on_mesh(logs: Numbers, box: Box, size: int) -> Numbers:
     xp = jnp if is_traced(logs) else np
-    return xp.reshape(xp.exp(logs + math.log(box.volume)), (size,) * len(box.centre))
+    return xp.reshape(xp.exp(logs + box.log_volume(size)), (size,) * len(box.centre))
 
 
 @functools.partial(jit, level=1)
-def _moments(sde: AbstractSDE, point: Array, t0: Array, t: Array) -> tuple[Array, Array]:
+def _moments(sde: AbstractSDE, point: Numbers, t0: Numbers, t: Numbers) -> tuple[Numbers, Numbers]:
     """Mean and covariance a short while after a point: m′ = E μ and C′ = E[μ(Z − m)ᵀ + (Z − m)μᵀ + σσᵀ] from
     C = 0, with expectations by the second derivatives of μ and σσᵀ."""
     ito = to_ito(sde)
 
-    def both(t: Array, z: Array) -> Array:
+    def both(t: Numbers, z: Numbers) -> Numbers:
         sigma = noise_matrix(sde.noise(t, z))
         return jnp.concatenate([ito.drift(t, z)[None], sigma @ sigma.T])
 
-    def rate(t: Array, state: Array) -> Array:
+    def rate(t: Numbers, state: Numbers) -> Numbers:
         mean, covariance = state[0], state[1:]
         slope = jax.jacfwd(both, 1)(t, mean)
         bend = jax.jacfwd(jax.jacfwd(both, 1), 1)(t, mean)
@@ -610,8 +722,8 @@ def _moments(sde: AbstractSDE, point: Array, t0: Array, t: Array) -> tuple[Array
         push = slope[0] @ covariance
         return jnp.concatenate([value[:1], value[1:] + push + push.T])
 
-    def step(state: Array, now: Array) -> tuple[Array, None]:
-        def stage(carry: tuple[Array, Array], part: Array) -> tuple[tuple[Array, Array], None]:
+    def step(state: Numbers, now: Numbers) -> tuple[Numbers, None]:
+        def stage(carry: tuple[Numbers, Numbers], part: Numbers) -> tuple[tuple[Numbers, Numbers], None]:
             last = rate(now + part[0], state + part[0] * carry[1])
             return (carry[0] + part[1] * last, last), None
 
@@ -625,17 +737,17 @@ def _moments(sde: AbstractSDE, point: Array, t0: Array, t: Array) -> tuple[Array
 
 
 @functools.partial(jit, level=1)
-def _normal(mean: Array, covariance: Array, x: Array) -> Array:
+def _normal(mean: Numbers, covariance: Numbers, x: Numbers) -> Numbers:
     return jax.vmap(lambda x: jax.scipy.stats.multivariate_normal.logpdf(x, mean, covariance))(x)
 
 
 @functools.partial(jit, level=1)
-def _log_prob(base: Any, x: Array) -> Array:
+def _log_prob(base: Any, x: Numbers) -> Numbers:
     return jax.vmap(base.log_prob)(x)
 
 
 @functools.partial(jit, level=1)
-def _draws(base: Any) -> Array:
+def _draws(base: Any) -> Numbers:
     return base.sample(key=jax.random.key(0), shape=(DRAWS,))
 
 
@@ -644,7 +756,7 @@ class BaseLogProb(eqx.Module):
 
     base: Any
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Numbers) -> Numbers:
         return in_chunks(lambda some: _log_prob(self.base, some), x, CHUNK)
 
 
@@ -661,21 +773,23 @@ def replay(sde: AbstractSDE, begin: Any, solution: Solution) -> GridDensity:
     segments = solution.segments
     q = begin.density(solution.first, segments[0].size)
     for segment in segments:
-        raw = tabulate(sde, segment.times, segment.centre, segment.scale, segment.size)
+        raw = tabulate(sde, segment)
         q = run(resized(q, segment.size), fields_of(raw, segment), segment)
     return eqx.tree_at(lambda density: density.values, solution.density, q)
 
 
 def log_prob_and_error(
-    sde: AbstractSDE, begin: Any, t1: float, x: Array, tolerance: float, largest: int | None = None
-) -> tuple[Array, Array]:
+    sde: AbstractSDE, begin: Any, t1: float, x: Numbers, tolerance: float, largest: int | None = None
+) -> tuple[Numbers, Numbers]:
     """log p at `(N, d)` and its error, from a mesh that is refined until the error is below the tolerance."""
     (still, start), points = held((sde, begin)), held(x)
     solution, value, error = None, np.full(len(x), np.nan), np.full(len(x), np.inf)
-    lowest, part = 1e-2, 1.0  # of the highest density that is to be known; of the tolerance
+    # The share of the highest density that is to be known, first as for draws; and the part of the tolerance.
+    lowest, part = min(1e-2, max(1e-5, 0.1 / max(1, len(x)))), 1.0
     for _ in range(PASSES):
-        low = max(0.3 * part * tolerance * lowest, 1e-10)
-        fineness = Fineness(low, max(0.1 * low, 1e-11), 1.6 * part**0.25, 0.3 * part * tolerance)
+        step = 1.6 if lowest > 1e-3 else 1.2
+        low = max(0.15 * part * tolerance * lowest, 1e-10)
+        fineness = Fineness(low, max(0.1 * low, 1e-11), step * part**0.25, 0.3 * part * tolerance)
         try:
             solution = solve(still, start, t1, fineness, largest)
         except Unresolved:
@@ -751,14 +865,14 @@ class Grid(AbstractEstimator):
 
 @in_double_precision
 def estimate(
-    flow: Any, x: Array, tolerance: float, start: Any = None, largest: int | None = None
-) -> tuple[Array, Array]:
+    flow: Any, x: Numbers, tolerance: float, start: Any = None, largest: int | None = None
+) -> tuple[Numbers, Numbers]:
     """log p at `x` `(..., d)` and its error."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(()).dtype
     model = (explicit(flow.sde, flow.dimension), flow.base, None if start is None else jnp.asarray(start), x)
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
 
-    def values(parameters: Any) -> tuple[Array, Array]:
+    def values(parameters: Any) -> tuple[Numbers, Numbers]:
         double = jax.tree.map(lambda a: a.astype(float), parameters)
         sde, base, start, points = eqx.combine(double, rest)
         if start is None:
@@ -767,7 +881,8 @@ def estimate(
             begin = FromPoint(sde, jnp.asarray(start, float), 0.0, flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
         pair = log_prob_and_error(sde, begin, flow.t1, points, tolerance, largest)
-        return tuple(jnp.reshape(jnp.asarray(part), x.shape[:-1]).astype(dtype) for part in pair)
+        value, error = (jnp.reshape(jnp.asarray(part), x.shape[:-1]).astype(dtype) for part in pair)
+        return value, error
 
     traced = any(is_traced(leaf) for leaf in jax.tree.leaves(parameters))
     return differentiated_in_double_precision(values)(parameters) if traced else values(parameters)
