@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import roughflow as rf
-from roughflow.flow import Warnings
+from roughflow.density import Warnings
 
 
 @dataclasses.dataclass
