@@ -52,6 +52,7 @@ MANY, MANY_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 EVEN = 0.25  # effective fraction of paths above which others would be no better
 LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
 DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
+POINTS = 8  # at which it is looked at how coefficients change in time
 FAST = 0.05  # nats that what lies between the solver's times may move log p by
 APART = 3.0  # errors by which two rungs may differ
 
@@ -99,7 +100,7 @@ class Ladder(AbstractEstimator):
         tolerance, most = accuracy.tolerance, accuracy.max_paths
         if tolerance is None:
             tolerance, most = TOLERANCE, min(most, MOST)
-        flat, key = x.reshape(-1, x.shape[-1]), check_key(key)
+        flat, key = np.asarray(x).reshape(-1, x.shape[-1]), check_key(key)
         record, which = Record(len(flat)), np.arange(len(flat))
         switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
         fits = grid_applies(flow) is None and not switches
@@ -117,7 +118,7 @@ class Ladder(AbstractEstimator):
             if not which.size:
                 break
         record.parts["jump"] = np.full(len(flat), any(switch.kind == "jump" for switch in switches))
-        record.parts["fast"] = np.full(len(flat), unresolved_in_time(flow, flat) > FAST)
+        record.parts["fast"] = np.full(len(flat), unresolved_in_time(flow, jnp.asarray(flat[:POINTS])) > FAST)
         if accuracy.tolerance is not None:
             record.parts["unmet"] = record.total_error() > tolerance
         return gathered([(np.arange(len(flat)), record.parts)], "paths", x.shape[:-1], x.dtype)
@@ -201,11 +202,13 @@ def _climb(
     if fits and which.size:
         which = _grid(flow, points.x, which, tolerance, record)
     if which.size and (learned := _learned(flow)) is not None:
-        mixture = mixtures(learned, points, which).with_prior(LEARNED_SHARE)
+        mixture = mixtures(learned, points, which)
+        mixture = None if mixture is None else mixture.with_prior(LEARNED_SHARE)
         which = _rounds(Rounds(points, which, Sobol(), mixture, most), tolerance, most, record, "learned")
     if not which.size:
         return
     mixture = mixtures(Laplace(), points, which)
+    assert mixture is not None
     _around_modes(points, which, mixture, tolerance, most, record)
     still = record.poor[which]
     if still.any():
@@ -366,7 +369,9 @@ def _poor(log_weights: Array) -> Array:
 def _mixture_where(poor: Array, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray) -> Mixture:
     """The learned proposal, or that around the modes, of points that are `poor`; of others the prior."""
     if (learned := _learned(flow)) is not None:
-        mixture = learned.distribution(flow, x, None).with_prior(LEARNED_SHARE)
+        mixture = learned.distribution(flow, x, None)
+        assert mixture is not None
+        mixture = mixture.with_prior(LEARNED_SHARE)
     else:
         cloud = Cloud.of(flow, jax.random.fold_in(keys[0], CLOUD), x.dtype)
         find = lambda x: Laplace().distribution(flow, x, cloud)

@@ -265,7 +265,7 @@ class Rounds:
         self.coupled = coupled  # whether some paths are solved on twice the functions too
         self.points, self.which, self.draws, self.mixture, self.most = points, which, draws, mixture, most
         self.coarse = self.fine = np.zeros((len(which), 0), points.x.dtype)
-        self.shares = None if mixture is None else np.zeros((len(which), 0, 0))
+        self.shares: np.ndarray | None = None if mixture is None else np.zeros((len(which), 0, 0))
 
     def grow(self, total: int) -> None:
         """Up to `total` paths for each point, one in `SHARE` of them, and at least a row, on twice the
@@ -273,7 +273,7 @@ class Rounds:
         levels, now = self.points.levels, self.coarse.shape[1]
         new, shares = self._weights(levels.own, now, total)
         self.coarse = np.concatenate([self.coarse, new], axis=1)
-        if self.shares is not None:
+        if self.shares is not None and shares is not None:
             self.shares = shares if not now else np.concatenate([self.shares, shares], axis=1)
         more, had = levels.more_functions, self.fine.shape[1]
         wanted = min(total, max(COLUMNS, total // SHARE))
@@ -282,7 +282,10 @@ class Rounds:
 
     def keep(self, some: np.ndarray) -> None:
         """Go on with these of the points alone."""
-        take = lambda a: None if a is None else a[some]
+
+        def take(a: Any) -> Any:
+            return None if a is None else a[some]
+
         self.which, self.coarse, self.fine = (take(a) for a in (self.which, self.coarse, self.fine))
         self.shares, self.mixture = take(self.shares), jax.tree.map(take, self.mixture)
 
@@ -469,7 +472,7 @@ class PullBack(AbstractEstimator):
         self.proposal.draws.check(self.num_paths)
         if is_inside_jit(self, flow, x, key):
             return self._traced(flow, x, key, accuracy)
-        points = Points(flow, x.reshape(-1, x.shape[-1]), check_key(key))
+        points = Points(flow, np.asarray(x).reshape(-1, x.shape[-1]), check_key(key))
         which, most = np.arange(len(points.x)), self.num_paths
         if accuracy.tolerance is not None:
             most = max(most, accuracy.max_paths)
