@@ -52,6 +52,7 @@ MANY, MANY_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 EVEN = 0.25  # effective fraction of paths above which others would be no better
 LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
 DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
+HEAVY_AROUND_MODES = 0.5  # Pareto k of weights around modes above which particles are moved
 POINTS = 8  # at which it is looked at how coefficients change in time
 FAST = 0.05  # nats that what lies between the solver's times may move log p by
 APART = 3.0  # errors by which two rungs may differ
@@ -104,6 +105,7 @@ class Ladder(AbstractEstimator):
         record, which = Record(len(flat)), np.arange(len(flat))
         switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
         fits = grid_applies(flow) is None and not switches
+        fast = unresolved_in_time(flow, jnp.asarray(flat[:POINTS])) > FAST
         many = MANY if jax.default_backend() == "cpu" else MANY_ON_GPU
         if fits and len(flat) >= many[flow.dimension]:
             which, fits = _grid(flow, flat, which, tolerance, record), False
@@ -118,7 +120,7 @@ class Ladder(AbstractEstimator):
             if not which.size:
                 break
         record.parts["jump"] = np.full(len(flat), any(switch.kind == "jump" for switch in switches))
-        record.parts["fast"] = np.full(len(flat), unresolved_in_time(flow, jnp.asarray(flat[:POINTS])) > FAST)
+        record.parts["fast"] = np.full(len(flat), fast)
         if accuracy.tolerance is not None:
             record.parts["unmet"] = record.total_error() > tolerance
         return gathered([(np.arange(len(flat)), record.parts)], "paths", x.shape[:-1], x.dtype)
@@ -252,7 +254,9 @@ def _rounds(rounds: Rounds, tolerance: float, most: int, record: Record, name: s
         parts = rounds.parts(corrected=True)
         error = parts["standard_error"]
         few = parts["effective_paths"] < (2 * FEW_PATHS if total > FIRST else 0.4 * FEW_PATHS)
-        poor = few | (parts["pareto_k"] > HEAVY) | ~np.isfinite(error)
+        # Tangent Gaussians have tails that many bundles of paths hide in.
+        heavy = HEAVY if rounds.mixture is None else HEAVY_AROUND_MODES
+        poor = few | (parts["pareto_k"] > heavy) | ~np.isfinite(error)
         met = (error + parts["truncation_error"] <= tolerance) | (error <= 0.5 * tolerance)
         uneven = parts["effective_paths"] < EVEN * total
         # Sobol' numbers are better than that, but not always.
