@@ -279,7 +279,7 @@ def test_chunks_on_several_devices(key, monkeypatch):
     """Chunks in their order, each with random numbers of its own, whichever thread works on them."""
     flow = rf.neural_flow(2, noise=0.3, width=4, depth=1, key=key)
     points = np.random.default_rng(0).normal(size=(5, 8, 2))
-    settings = {"key": key, "estimator": rf.PullBack(4), "solver": False}
+    settings = {"key": key, "estimator": rf.PullBack(4)}
     plain = list(rf.estimate_chunks(flow, points, **settings))
     last = lambda: next(rf.estimate_chunks(flow, points[4:], first=4, **settings))
     np.testing.assert_array_equal(last().log_prob, plain[4].log_prob)

@@ -83,7 +83,7 @@ def test_the_default_inside_jit_and_grad():
     assert abs(error.mean()) < 4 * error.std() / 62**0.5 + 0.01
     assert error.std() < 0.3
     distribution = ou_distribution(driver=THREE)
-    true_d_x = -(x - distribution.mean) / distribution.cov[0, 0]
+    true_d_x = -(np.asarray(x) - distribution.mean) / distribution.cov[0, 0]
     error = np.asarray(d_x - true_d_x)[bulk]
     assert abs(error.mean()) < 4 * error.std() / 62**0.5 + 0.01
     assert error.std() < 0.3

@@ -123,11 +123,13 @@ def gaussian_end(hurst, rate, scale, horizon, cells=1500):
 def test_density_of_a_fractional_ornstein_uhlenbeck_process(driver, key):
     horizon, rate, scale = 1.5, 1.2, 0.7
     sde = rf.StratonovichSDE(lambda t, z: -rate * z, lambda t, z: jnp.full((1, 1), scale))
-    flow = rf.StochasticFlow(sde, rf.Normal(jnp.full(1, 0.3), 0.4), t1=horizon, driver=driver)
+    steps = rf.FixedGrid(steps=48)
+    base = rf.Normal(jnp.full(1, 0.3), 0.4)
+    flow = rf.StochasticFlow(sde, base, t1=horizon, driver=driver, integrator=steps)
     variance = gaussian_end(driver.hurst, rate, scale, horizon) + np.exp(-2 * rate * horizon) * 0.16
     end = stats.norm(0.3 * np.exp(-rate * horizon), np.sqrt(variance))
     x = end.ppf(np.array([0.001, 0.2, 0.5, 0.9]))[:, None]
-    got = flow.log_prob(x, key=key, estimator=rf.PullBack(32, rf.Laplace()))
+    got = flow.log_prob(x, key=key, estimator=rf.PullBack(1024, rf.Laplace()))
     np.testing.assert_allclose(got, end.logpdf(x[:, 0]), atol=5e-3)
 
 

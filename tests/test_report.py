@@ -106,12 +106,10 @@ def test_error_bars_are_checked_where_there_is_noise():
     """Honest ones are found honest; an estimate that is not finite is left out."""
     draws = np.random.default_rng(0).normal(0, 0.1, (2, 4001))
     draws[0, 0] = -np.inf
-    count, none = draws.shape[1:], jnp.zeros(draws.shape[1:])
-    of = lambda value: rf.Estimate(
-        jnp.asarray(value),
-        *(jnp.full(count, 0.1), none, jnp.full(count, 40.0), jnp.full(count, 64), none, none, none),
-        *[jnp.zeros(count, bool)] * 3,
-    )
+    count = draws.shape[1:]
+    paths = {"effective_paths": jnp.full(count, 40.0), "num_paths": jnp.full(count, 64)}
+    bars = {"standard_error": jnp.full(count, 0.1)}
+    of = lambda value: rf.Estimate.of(jnp.asarray(value), "paths", **bars, **paths)
     section = report._Judged(of(draws[0]), of(draws[1]), np.zeros(count), True).section()
     assert "at 4000 rows" in section
     assert re.search(r"one error bar at 6[789]% of them and by less than two at 9[456]%", section)

@@ -128,7 +128,7 @@ def test_the_evidence_is_bounded_from_below_and_nearly_reached(d, key):
     """
     target = lambda z: -0.5 * jnp.sum((z - 0.2) ** 2)
     flow = rf.StochasticFlow(rf.overdamped_langevin(target, d), rf.Normal(jnp.zeros(d)), t1=2.0)
-    bound = rf.evidence_bound(flow, Cut(-np.inf), key=key, num_samples=192, num_paths=32)
+    bound = rf.evidence_bound(flow, Cut(-np.inf), key=key, num_samples=192, num_paths=256)
     gap, missing = 0.5 * d * np.log(2 * np.pi) - bound.value, d * divergence(0.2, t1=2.0)
     error = (2 * missing / 192) ** 0.5
     assert abs(gap - missing) < 4 * error

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_fields, check_key, check_number, is_traced
+from .._checks import NonFiniteError, check_count, check_fields, check_key, check_number, is_traced
 from .._programs import jit
 from ..faq import see
 from ..flow import AbstractStochasticFlow, one_line_errors
 from ._estimate import AbstractEstimator, Accuracy, Estimate, log_mean
 from ._modes import Laplace
-from ._paths import PullBack, checked_points, log_joint, mixture_of, point_keys, solve_keys
+from ._paths import PullBack, checked_points, explain_failure, log_joint, mixture_of, point_keys, solve_keys
 from ._proposals import AbstractProposal, log_standard
 
 
@@ -54,8 +54,12 @@ class LowerBound(eqx.Module):
         # Points that are part of a batch, in a fit on several devices, come with keys of their own.
         keys = key if key.ndim else point_keys(check_key(key), jnp.arange(len(flat)))
         places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
-        with one_line_errors():
-            weights = _log_weights(self.estimator, flow, flat, keys, places, count)
+        try:
+            with one_line_errors():
+                weights = _log_weights(self.estimator, flow, flat, keys, places, count)
+        except NonFiniteError:
+            explain_failure(flow, flat)
+            raise
         return jnp.reshape(weights, (*x.shape[:-1], count))
 
 

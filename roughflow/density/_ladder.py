@@ -92,7 +92,7 @@ class Ladder(AbstractEstimator):
     def estimate(
         self, flow: AbstractStochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy
     ) -> Estimate:
-        x = checked_points(flow, x)
+        x, key = checked_points(flow, x), check_key(key)
         if flow.noise_dimension == 0:
             return _without_noise(flow, x, key)
         if is_inside_jit(flow, x, key):
@@ -101,7 +101,7 @@ class Ladder(AbstractEstimator):
         tolerance, most = accuracy.tolerance, accuracy.max_paths
         if tolerance is None:
             tolerance, most = TOLERANCE, min(most, MOST)
-        flat, key = np.asarray(x).reshape(-1, x.shape[-1]), check_key(key)
+        flat = np.asarray(x).reshape(-1, x.shape[-1])
         record, which = Record(len(flat)), np.arange(len(flat))
         switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
         fits = grid_applies(flow) is None and not switches

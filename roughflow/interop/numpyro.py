@@ -98,7 +98,7 @@ class FlowDistribution(dist.Distribution):
     With noise, `log_prob` is an estimate. Its paths come from `key`, the same in every call, so NUTS and
     other methods see one smooth function; it is the density of the flow but for the estimate's error.
 
-    **Arguments:** `flow`; `key`; `estimator`, by default 8 paths of `rf.PullBack` from the proposal that
+    **Arguments:** `flow`; `key`; `estimator`, by default 16 paths of `rf.PullBack` from the proposal that
     the flow has learned, or from `rf.Laplace()`.
 
     ```python
@@ -145,7 +145,7 @@ def _estimator(flow: rf.StochasticFlow) -> rf.AbstractEstimator:
     """A smooth one: no particles that are accepted or not."""
     if not flow.noise_dimension:
         return rf.PullBack(1)
-    return rf.PullBack(8, rf.Laplace() if flow.proposal is None else flow.proposal)
+    return rf.PullBack(16, rf.Laplace() if flow.proposal is None else flow.proposal)
 
 
 def _typed(key: PRNGKeyArray) -> PRNGKeyArray:
