@@ -332,7 +332,7 @@ class Rounds:
         return weights, shares
 
 
-def explain_failure(flow: AbstractStochasticFlow, x: np.ndarray) -> None:
+def explain_failure(flow: AbstractStochasticFlow, x: Any) -> None:
     """Solve outside a jit, where an error can say which part of the model is not finite, and where."""
     flow = eqx.tree_at(lambda f: f.raises, flow, True)
     paths = flow.sample_path(key=jax.random.key(0), shape=(64, 1))
