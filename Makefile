@@ -1,8 +1,10 @@
-# `make demo` and `make test` are all a new clone needs: python3 and make.
+# A new clone needs only python3 and make: `make demo`, `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+# Benchmarks that compare with other libraries need them installed.
+EXTRAS := $(if $(filter speed gpu rough,$(NAME)),.venv/benchmarks) $(if $(filter tables conditional,$(NAME)),.venv/peers)
 
-.PHONY: install demo test test-all lint format figures bench bench-gpu bench-memory bench-dimension bench-density bench-hard bench-coverage bench-estimate bench-first bench-tables bench-small bench-conditional bench-noise bench-sampling bench-series bench-growth bench-rough bench-devices docs test-browser clean
+.PHONY: install demo test test-all lint format figures pages bench docs test-browser wheel clean
 
 install: .venv/installed
 
@@ -10,6 +12,10 @@ install: .venv/installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv/%: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	touch $@
 
 demo: install
@@ -31,89 +37,28 @@ format: install
 	$(BIN)/ruff format .
 
 figures: install
-	$(BIN)/python examples/convergence.py
-	$(BIN)/python examples/spiral.py
-	$(BIN)/python examples/bundles.py
-	$(BIN)/python examples/rough.py
+	for name in pitchfork convergence spiral bundles rough; do $(BIN)/python examples/$$name.py || exit 1; done
 
-.venv/benchmarks: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable '.[benchmarks]'
-	touch $@
+# Without NAME, list the benchmarks.
+bench: install $(EXTRAS)
+	$(BIN)/python -m benchmarks $(NAME) $(OPTIONS)
 
-bench: .venv/benchmarks
-	$(BIN)/python -m benchmarks.speed
+# Run the code of the tutorials and the gallery, and write its output and figures into docs/.
+pages: install
+	$(BIN)/python docs/_execute.py docs/index.md docs/tutorials/*.md docs/series.md docs/densities.md docs/rough.md
 
-bench-gpu: .venv/benchmarks
-	$(BIN)/python -m benchmarks.gpu
-
-bench-memory: install
-	$(BIN)/python -m benchmarks.memory
-
-bench-dimension: install
-	$(BIN)/python -m benchmarks.dimension
-
-bench-density: install
-	$(BIN)/python -m benchmarks.density
-
-bench-hard: install
-	$(BIN)/python -m benchmarks.hard
-
-bench-coverage: install
-	$(BIN)/python -m benchmarks.coverage
-
-bench-estimate: install
-	$(BIN)/python -m benchmarks.estimate_speed
-
-bench-first: install
-	$(BIN)/python -m benchmarks.first_calls
-
-.venv/peers: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable '.[peers]'
-	touch $@
-
-bench-tables: .venv/peers
-	$(BIN)/python -m benchmarks.tables
-
-bench-small: install
-	$(BIN)/python -m benchmarks.small_tables
-
-bench-conditional: .venv/peers
-	$(BIN)/python -m benchmarks.conditional
-
-bench-noise: install
-	$(BIN)/python -m benchmarks.noise
-
-bench-sampling: install
-	$(BIN)/python -m benchmarks.sampling
-	$(BIN)/python -m benchmarks.sampling_speed
-
-bench-series: install
-	$(BIN)/python -m benchmarks.series
-	$(BIN)/python -m benchmarks.transition_reference
-
-bench-devices: install
-	$(BIN)/python -m benchmarks.devices
-
-bench-growth: install
-	$(BIN)/python -m benchmarks.growth
-
-bench-rough: .venv/benchmarks
-	$(BIN)/python -m benchmarks.rough
-
-# Pages that need no network to be read: open site/index.html.
-.venv/docs: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	touch $@
-
+# The site works without a network: open site/index.html.
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-.venv/browser: .venv/docs
-	$(BIN)/python -m pip install --quiet --editable '.[browser]'
-	touch $@
-
 test-browser: docs .venv/browser
 	$(BIN)/python -m pytest -n 0 tests/test_browser.py
+
+# Build the distribution, install the wheel into a clean environment, and run the README's example and the demo there.
+wheel: .venv/release
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python .ci/check_wheel.py dist/*.whl
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build dist figures site

@@ -1,5 +1,5 @@
 """Densities of the end of a flow from fixed starts, in one dimension, along paths that are given up to one
-direction: what `rf.Endpoint` does, for paths that several flows are to have in common."""
+direction, for paths that several flows share."""
 
 import jax
 import jax.numpy as jnp

@@ -81,9 +81,8 @@ def fitted_part() -> dict[str, float]:
 
 
 def first_part() -> dict[str, float]:
-    """First calls on new SDEs, the process being new too; what they need is imported (`rf.Tempered` is the
-    default estimator)."""
-    assert rf.Tempered
+    """First calls on new SDEs in a new process, without the time of imports."""
+    assert rf.StochasticFlow
     jax.config.update("jax_enable_x64", True)
     x = jnp.linspace(-1, 1, 8)[:, None]
     flows = [ornstein_uhlenbeck(rate, scale) for rate, scale in ((2.0, 1.3), (1.5, 0.8))]

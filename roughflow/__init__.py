@@ -10,7 +10,7 @@ if _typing.TYPE_CHECKING:
     from . import plots as plots
     from ._public import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -11,7 +11,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 FAULTS = """() => {
     const root = document.documentElement, images = [...document.querySelectorAll("img")];
     const wide = root.scrollWidth > root.clientWidth ? [`${root.scrollWidth} px wide`] : [];
-    return wide.concat(images.filter(i => !i.naturalWidth).map(i => `no picture ${i.src}`));
+    const formulas = [...document.querySelectorAll(".arithmatex")];
+    return wide.concat(
+        images.filter(i => !i.naturalWidth).map(i => `no picture ${i.src}`),
+        formulas.filter(f => !f.querySelector(".katex-html")).map(f => `not typeset: ${f.textContent}`),
+    );
 }"""
 
 pytestmark = [

@@ -97,11 +97,13 @@ def takes_long(name):
 
 PAGES = (
     "index",
+    "densities",
     "learning",
     "tutorials/sde",
     "tutorials/table",
     "tutorials/samples",
     "tutorials/series",
+    "series",
     "rough",
 )
 

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import FunctionType
@@ -78,6 +80,17 @@ def test_messages_and_the_faq_name_one_another():
     )
     explained = anchors(messages, "###")
     assert named == explained
+
+
+def test_the_benchmarks_that_are_named_exist():
+    listed = subprocess.run(
+        [sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    known = re.findall(r"^  (\w+)  ", listed.stdout, flags=re.MULTILINE)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"make bench NAME=(\w+)", text))
+    assert named
+    assert named <= set(known)
 
 
 @pytest.mark.parametrize("name", ["theory", "errata"])

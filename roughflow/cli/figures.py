@@ -11,7 +11,8 @@ FIGURES = ("fig1", "fig2", "fig3", "fig4", "toys")
 
 def demo(arguments: argparse.Namespace) -> int:
     experiments = _experiments(arguments.out)
-    metrics = experiments.demo(arguments.out, seed=arguments.seed, progress=not arguments.quiet)
+    steps = {} if arguments.steps is None else {"steps": arguments.steps, "likelihood_steps": 0}
+    metrics = experiments.demo(arguments.out, seed=arguments.seed, progress=not arguments.quiet, **steps)
     _tell(metrics, arguments.out)
     return 0
 
