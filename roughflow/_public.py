@@ -101,7 +101,6 @@ from .density import (
     AbstractProposal as AbstractProposal,
     Mixture as Mixture,
     Independent as Independent,
-    Antithetic as Antithetic,
     Sobol as Sobol,
     AbstractDraws as AbstractDraws,
     LowerBound as LowerBound,

@@ -174,7 +174,7 @@ def test_an_amortised_proposal_draws_the_functions_it_was_not_made_for_from_the_
 # ---------------------------------------------------------------------------------- random numbers
 
 
-DRAWS = {"Independent": rf.Independent(), "Antithetic": rf.Antithetic(), "Sobol": rf.Sobol()}
+DRAWS = {"Independent": rf.Independent(), "Sobol": rf.Sobol()}
 every_draw = pytest.mark.parametrize("name", DRAWS)
 
 
@@ -189,7 +189,7 @@ def test_the_standard_error_of_every_kind_of_draws_is_honest(name, key):
     error = estimate.log_prob - ou_distribution(driver=THREE).logpdf(x)
     assert abs(error.mean()) < 4 * error.std() / np.sqrt(200)
     assert 0.7 < np.sqrt(np.mean((error / estimate.standard_error) ** 2)) < 1.4
-    assert error.std() < {"Independent": 0.2, "Antithetic": 0.2, "Sobol": 0.07}[name]  # half as much
+    assert error.std() < {"Independent": 0.2, "Sobol": 0.07}[name]  # half as much
 
 
 def numbers(draws, key, places, size=3, most=4096):
@@ -202,16 +202,11 @@ def test_numbers_belong_to_a_place_and_are_normal(name, key):
     draws, places = DRAWS[name], np.arange(4096)
     every = numbers(draws, key, places)
     np.testing.assert_array_equal(numbers(draws, key, places[100:200]), every[100:200])
-    assert len(np.unique(np.abs(every[::2]))) == every[::2].size
+    assert len(np.unique(every)) == every.size
     assert not np.any(np.isin(numbers(draws, jax.random.key(3), places), every))
     for column in every.T:
         assert stats.kstest(column[::2], "norm").pvalue > 1e-3
     np.testing.assert_allclose(np.corrcoef(every[::2].T), np.eye(3), atol=0.1)
-
-
-def test_antithetic_numbers_are_opposite_in_pairs(key):
-    every = numbers(rf.Antithetic(), key, np.arange(64))
-    np.testing.assert_array_equal(every[::2], -every[1::2])
 
 
 def test_sobol_numbers_are_spread_evenly_in_each_shift(key):
@@ -232,8 +227,6 @@ def test_a_sequence_extends_itself(name, key):
 
 
 def test_numbers_of_paths_that_do_not_make_whole_groups_are_refused():
-    with pytest.raises(ValueError, match=r"^num_paths must be even[^\n]*got 7"):
-        rf.Antithetic().check(7)
     for count in (7, 48, 8):
         with pytest.raises(ValueError, match=rf"^num_paths must be 16 times a power of two, got {count}"):
             rf.Sobol().check(count)

@@ -3,7 +3,6 @@
 from ._bounds import LowerBound as LowerBound, Unbiased as Unbiased, UpperBound as UpperBound
 from ._draws import (
     AbstractDraws as AbstractDraws,
-    Antithetic as Antithetic,
     Independent as Independent,
     Sobol as Sobol,
 )

@@ -1,4 +1,4 @@
-"""Standard normal numbers for paths: independent, in pairs of opposites, or evenly spread."""
+"""Standard normal numbers for paths: independent or evenly spread."""
 
 import abc
 import functools
@@ -89,30 +89,6 @@ class Independent(AbstractDraws):
 
     def terms(self, weights: Any) -> Any:
         return weights
-
-
-class Antithetic(AbstractDraws):
-    """Paths in pairs, one the other's mirror image: what is odd in the noise cancels.
-
-    ```python
-    import roughflow as rf
-
-    estimator = rf.PullBack(num_paths=1000, proposal=rf.Prior(rf.density.Antithetic()))
-    ```
-    """
-
-    def check(self, num_paths: int) -> None:
-        if num_paths % 2:
-            raise ValueError(
-                f"num_paths must be even for antithetic paths, got {num_paths}{see('numbers-of-paths')}"
-            )
-
-    def normal(self, key: PRNGKeyArray, places: Array, most: int, size: int, dtype: np.dtype) -> Array:
-        half = normal_numbers(key, places // 2, size, dtype)
-        return jnp.where((places % 2 == 0)[:, None], half, -half)
-
-    def terms(self, weights: Any) -> Any:
-        return weights.reshape(-1, 2, *weights.shape[1:]).mean(axis=1)
 
 
 class Sobol(AbstractDraws):

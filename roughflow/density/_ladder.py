@@ -20,14 +20,11 @@ from ._modes import Cloud, Laplace, constant
 from ._particles import STEEP, Particles, moved, particle_parts
 from ._paths import (
     CLOUD,
-    COLUMNS,
     GROWTH,
     Level,
-    Levels,
     Points,
     PullBack,
     Rounds,
-    by_weight,
     checked_points,
     draw,
     exact,
@@ -39,9 +36,9 @@ from ._paths import (
     point_keys,
     refuse_tolerance,
     solve_keys,
-    summary,
+    traced_estimate,
 )
-from ._proposals import AbstractProposal, Mixture, Prior, log_standard
+from ._proposals import AbstractProposal, Mixture, Prior
 
 TOLERANCE = 0.02  # of the total error, where none is asked for
 FIRST = 64  # paths of the first round
@@ -76,7 +73,7 @@ class Ladder(AbstractEstimator):
        β (Del Moral, Doucet & Jasra 2006).
 
     `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where nothing can be looked at,
-    every point has 256 paths of the first kind, and the steps after that where weights are poor.
+    every point has 256 paths of the first kind or, where weights are poor, of the second.
 
     ```python
     import jax, jax.numpy as jnp
@@ -97,7 +94,7 @@ class Ladder(AbstractEstimator):
             return _without_noise(flow, x, key)
         if is_inside_jit(flow, x, key):
             refuse_tolerance(accuracy)
-            return _fixed_budget(exact(flow), x, key)
+            return _fixed_budget(exact(flow), x, key, accuracy.errors)
         tolerance, most = accuracy.tolerance, accuracy.max_paths
         if tolerance is None:
             tolerance, most = TOLERANCE, min(most, MOST)
@@ -275,9 +272,9 @@ def _particles(points: Points, which: np.ndarray, mixture: Mixture, record: Reco
     levels = points.levels
     found = points.run(partial(_move, levels.flow), which, mixture)
     at = lambda level: points.run(partial(_solve_at, level), which, found.omega)
-    own, finer, zero = at(levels.own), at(levels.finer_steps), np.zeros_like(found.joint)
+    own, finer = at(levels.own), at(levels.finer_steps)
     with np.errstate(invalid="ignore"):
-        parts = particle_parts(found.log_weights, zero, np)
+        parts = particle_parts(found.log_weights)
         parts["solver_error"] = mean_and_spread(finer - own, np)
     # As paths around the modes saw it, in spite of their weights.
     parts["truncation_error"] = record.parts["truncation_error"][which]
@@ -294,73 +291,32 @@ def _move(flow: AbstractStochasticFlow, x, key, places, mixture: Mixture, here, 
 
 @partial(jit, level=1)
 def _solve_at(level: Level, x, key, places, omega: Array, here, block: int) -> Array:
-    """log p(x | ω) `(B, K)` at given paths."""
+    """log p(x | ω) `(B, K)` at given paths, with the flow's own functions."""
 
     def some(given):
         x, place, omega = given
-        keys = point_keys(key, place)
-        return _at_level(level, x, keys, omega)
+        index = jnp.broadcast_to(jnp.arange(omega.shape[1]), omega.shape[:2])
+        keys = solve_keys(level.flow, point_keys(key, place), index)
+        return level.solved(x, omega, jnp.zeros_like(omega), keys)
 
     return for_some(here, some, (x, places, omega), jnp.zeros(omega.shape[:2], x.dtype), block)
 
 
-def _at_level(level: Level, x: Array, keys: PRNGKeyArray, omega: Array) -> Array:
-    """log p(x | ω) `(B, K)` at given paths; where functions are doubled, with fresh numbers for the new."""
-    count = omega.shape[1]
-    draw_more = lambda key: Sobol().normal(
-        jax.random.fold_in(key, CLOUD), jnp.arange(count), count, omega.shape[2], x.dtype
-    )
-    places = jnp.broadcast_to(jnp.arange(count), (len(x), count))
-    return level.solved(x, omega, jax.vmap(draw_more)(keys), solve_keys(level.flow, keys, places))
-
-
-def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray) -> Estimate:
-    """The same rungs as part of a program, which cannot be looked into: `FIXED` paths for every point.
-
-    Where paths lie is a constant to derivatives; only their weights have any.
-    """
-    flat = jnp.reshape(x, (-1, x.shape[-1]))
+def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, errors: bool) -> Estimate:
+    """The first rungs as part of a program, whose values cannot be looked at: `FIXED` paths for every point,
+    from the prior or, where a quarter of them have uneven weights, from the next proposal."""
+    flow, flat = flow.without_errors(), jnp.reshape(x, (-1, x.shape[-1]))
     keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
-    still, at = constant((flow.without_errors(), flat))
+    fixed, points = constant((flow, flat))
     places = jnp.broadcast_to(jnp.arange(FIXED), (len(flat), FIXED))
-    first = draw(Level(still), at, keys, None, Sobol(), places[:, :FIRST], FIXED)
-    mixture = _mixture_where(_poor(first.log_weights), still, at, keys)
-    drawn = draw(Level(still), at, keys, mixture, Sobol(), places, FIXED)
-    poor = (mixture.prior < 1) & _poor(drawn.log_weights)
-    particles = moved(still, at, mixture, keys, poor)
-    omega = jnp.where(poor[:, None, None], _tiled(particles.omega), drawn.omega)
-    known = drawn.log_weights + mixture.log_prob(drawn.omega)
-    known = jnp.where(poor[:, None], _tiled(particles.joint), known) - log_standard(omega)
-    given = _known((flow, flat), constant(omega), solve_keys(flow, keys, places), constant(known))
-    change = given - constant(given)
-    change = jnp.where(jnp.isfinite(change), change, 0)
-    weights = constant(drawn.log_weights) + change
-    moves = particles.log_weights + jnp.mean(change, axis=1, keepdims=True)
-    # Half of the paths that errors are seen on have twice the functions, all have steps of half the length.
-    chosen = by_weight(jnp.where(poor[:, None], 0, constant(weights)), COLUMNS, jnp)
-    places = jnp.concatenate([places[:, :COLUMNS], chosen], axis=1)
-    few = jnp.take_along_axis(omega, places[..., None], axis=1)
-    level = Levels(still).both(jnp.arange(2 * COLUMNS) < COLUMNS)
-    moves_by = _at_level(level, at, keys, few) - jnp.take_along_axis(known, places, axis=1)
-    finer, steps = moves_by[:, :COLUMNS], moves_by[:, COLUMNS:]
-    shares = mixture.shares(jnp)
-    parts = summary(
-        Sobol(), weights, weights[:, :COLUMNS] + finer, drawn.shares, shares, corrected=True, xp=jnp
-    )
-    others = particle_parts(moves, finer)
-    parts = {name: jnp.where(poor, others[name], part) for name, part in parts.items()}
-    log_prob = parts.pop("log_prob")
-    around = "modes" if _learned(flow) is None else "learned"
-    rung = jnp.where(poor, METHODS.index("particles"), METHODS.index(around))
-    rung = jnp.where(mixture.prior < 1, rung, METHODS.index("paths"))
-    parts |= {"solver_error": mean_and_spread(steps), "rung": rung}
-    parts["steep"] = poor & (mixture.steepness > STEEP)
-    estimate = Estimate.of(log_prob, "paths", **constant(parts))
+    first = draw(Level(fixed), points, keys, None, Sobol(), places[:, :FIRST], FIXED)
+    mixture = _mixture_where(_poor(first.log_weights), fixed, points, keys)
+    drawn = draw(Level(flow), flat, keys, mixture, Sobol(), places, FIXED)
+    estimate = traced_estimate(flow, flat, keys, mixture, Sobol(), drawn, errors, corrected=True)
+    other = METHODS.index("modes" if _learned(flow) is None else "learned")
+    rung = jnp.where(mixture.prior < 1, other, METHODS.index("paths"))
+    estimate = eqx.tree_at(lambda e: e.rung, estimate, rung)
     return jax.tree.map(lambda a: jnp.reshape(a, x.shape[:-1]), estimate)
-
-
-def _tiled(a: Array) -> Array:
-    return jnp.repeat(a, FIXED // a.shape[1], axis=1)
 
 
 def _poor(log_weights: Array) -> Array:
@@ -384,17 +340,3 @@ def _mixture_where(poor: Array, flow: AbstractStochasticFlow, x: Array, keys: PR
         blank = eqx.tree_at(lambda m: (m.normal, m.scale), blank, (frame, jnp.ones_like(blank.scale)))
         mixture = for_some(poor, find, x, blank, 64)
     return constant(eqx.tree_at(lambda m: m.prior, mixture, jnp.where(poor, mixture.prior, 1)))
-
-
-@eqx.filter_custom_jvp
-def _known(given: tuple[AbstractStochasticFlow, Array], omega: Array, keys: Any, value: Array) -> Array:
-    """log p(x | ω), whose value is known already: a solve is needed only for its derivative."""
-    del given, omega, keys
-    return value
-
-
-@_known.def_jvp
-def _known_jvp(primals, tangents):
-    ((flow, x), omega, keys, value), (moved, *_) = primals, tangents
-    solved = lambda given: Level(given[0]).solved(given[1], omega, omega[..., :0], keys)
-    return value, eqx.filter_jvp(solved, ((flow, x),), (moved,))[1]

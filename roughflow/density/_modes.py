@@ -50,7 +50,7 @@ class Laplace(AbstractProposal):
     **Arguments:**
 
     - `num_starts`: from how many points the search starts.
-    - `draws`: `rf.density.Sobol()`, `rf.density.Independent()` or `rf.density.Antithetic()`.
+    - `draws`: `rf.density.Sobol()` or `rf.density.Independent()`.
 
     ```python
     import jax, jax.numpy as jnp

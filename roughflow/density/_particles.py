@@ -1,7 +1,6 @@
 """Particles moved from a proposal to p(path | x) (Del Moral, Doucet & Jasra 2006)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -41,12 +40,6 @@ class Particles(eqx.Module):
     omega: Array  # (B, K, W)
     joint: Array  # (B, K)
     log_weights: Array  # (B, K)
-
-    def weights(self, joint: Array) -> Array:
-        """The log-weights; their derivatives are those of log p(x), the mean over the particles of those of
-        log p(x, ω) (Fisher's identity), `joint` `(B, K)`."""
-        slope = jnp.where(jnp.isfinite(joint), joint - jax.lax.stop_gradient(joint), 0)
-        return self.log_weights + jnp.mean(slope, axis=1, keepdims=True)
 
     def pooled(self, new: "Particles", runs: Array) -> "Particles":
         """These, of `runs` runs, with those of another: weights are averaged, and paths taken from either as
@@ -103,32 +96,27 @@ def _top(log_weights: Array) -> Array:
     return jnp.where(jnp.isfinite(top), top, 0)
 
 
-def particle_parts(log_weights: Any, change: Any, xp: Any = jnp) -> dict[str, Any]:
-    """Parts of an `Estimate` from the log-weights of particles `(B, K)`, and the change of log p(x, ω) on
-    twice the functions, `(B, K)`.
+def particle_parts(log_weights: np.ndarray) -> dict[str, np.ndarray]:
+    """Parts of an `Estimate` from the log-weights of particles `(B, K)`.
 
     Shares of the descendants of K particles are no larger than K times their mean: they have no tail.
     """
-    still = jax.lax.stop_gradient if xp is jnp else lambda a: a
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        top = still(xp.max(log_weights, axis=1))
-        shift = xp.where(xp.isfinite(top), top, 0)
-        weights = xp.exp(log_weights - shift[:, None]).T
-        some = xp.any(weights > 0, axis=0)
-        mean = xp.where(some, xp.mean(weights, axis=0), 1)
-        more = xp.exp(xp.clip(xp.where(xp.isnan(change), -80, change), -80, 80)).T
-        finer, relative = still(xp.mean(more, axis=0)), still(weights / mean[None])
-        variance = (DOUBT * weights_error(relative, xp)) ** 2
-        variance = variance + still(xp.var(more, axis=0, ddof=1)) / len(more) / finer**2
-        value = xp.log(mean) + shift + xp.log(finer) + 0.5 * xp.minimum(variance, 1)
+        top = np.max(log_weights, axis=1)
+        shift = np.where(np.isfinite(top), top, 0)
+        weights = np.exp(log_weights - shift[:, None]).T
+        some = np.any(weights > 0, axis=0)
+        mean = np.where(some, np.mean(weights, axis=0), 1)
+        relative = weights / mean[None]
+        error = DOUBT * weights_error(relative, np)
+        value = np.log(mean) + shift + 0.5 * np.minimum(error**2, 1)
         return {
-            "log_prob": xp.where(some, value, -xp.inf),
-            "standard_error": xp.where(some, xp.sqrt(variance), xp.inf),
-            "truncation_error": xp.abs(xp.log(finer)),
-            "effective_paths": effective_paths(relative, xp),
-            "num_paths": xp.full(mean.shape, PARTICLES),
-            "escaped": xp.zeros(mean.shape, int),
-            "pareto_k": xp.full(mean.shape, xp.nan),
+            "log_prob": np.where(some, value, -np.inf),
+            "standard_error": np.where(some, error, np.inf),
+            "effective_paths": effective_paths(relative, np),
+            "num_paths": np.full(mean.shape, PARTICLES),
+            "escaped": np.zeros(mean.shape, int),
+            "pareto_k": np.full(mean.shape, np.nan),
         }
 
 

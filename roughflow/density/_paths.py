@@ -117,11 +117,6 @@ class Levels:
         flow = self.flow if self.each else self.flow.with_finer_steps()
         return Level(flow, np.float32(0), np.int32(2 * self.each))
 
-    def both(self, fine: Array) -> Level:
-        """Half the steps' length for all paths, and twice the functions for those that are `fine`, `(K,)`."""
-        flow = self.flow if self.each else self.flow.with_finer_steps()
-        return Level(flow, fine[None, :, None, None], np.int32(2 * self.each))
-
     @property
     def more_functions(self) -> Level | None:
         """None for a driver that cannot be refined."""
@@ -519,6 +514,7 @@ def traced_estimate(
     draws: AbstractDraws,
     drawn: Drawn,
     errors: bool,
+    corrected: bool = False,
 ) -> Estimate:
     """The estimate from the first K paths of each point, as part of a program; its error bars have no
     derivatives, and cost nothing where they are not used."""
@@ -527,10 +523,10 @@ def traced_estimate(
     first = lambda count: jnp.broadcast_to(jnp.arange(count), (len(x), count))
     again = lambda level, places: draw(level, x, keys, mixture, draws, places, count).log_weights
     fine = weights[:, :0]
-    if errors and levels.more_functions is not None:
+    if (errors or corrected) and levels.more_functions is not None:
         fine = again(levels.more_functions, first(min(count, max(COLUMNS, count // SHARE))))
     means = None if mixture is None else mixture.shares(jnp)
-    parts = summary(draws, weights, fine, drawn.shares, means, corrected=False, xp=jnp)
+    parts = summary(draws, weights, fine, drawn.shares, means, corrected=corrected, xp=jnp)
     log_prob = parts.pop("log_prob")
     if errors:
         places = by_weight(constant(weights), min(COLUMNS, count), jnp)

@@ -198,7 +198,7 @@ class AbstractProposal(eqx.Module):
 
 class Prior(AbstractProposal):
     """Draw paths from their own distribution, whatever x is. `draws` may be `rf.density.Independent()` (the
-    default), `rf.density.Antithetic()` or `rf.density.Sobol()`.
+    default) or `rf.density.Sobol()`.
 
     ```python
     import roughflow as rf
