@@ -177,7 +177,8 @@ def run(name: str, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float
     problem, seconds, estimates = PROBLEMS[name](), [], []
     for number in range(keys):
         began = time.perf_counter()
-        estimates.append(jax.block_until_ready(problem.flow.estimate(problem.x, key=jax.random.key(number))))
+        estimate = problem.flow.estimate(problem.x, key=jax.random.key(number))
+        estimates.append(jax.block_until_ready(estimate))
         seconds.append(time.perf_counter() - began)
     error = np.concatenate([np.asarray(e.log_prob) - problem.log_prob for e in estimates])
     bar = np.concatenate([np.asarray(e.total_error) for e in estimates])
@@ -193,7 +194,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     totals = np.zeros(3, int)
-    print("problem             estimates  wrong  flagged  rms error  worst bars  median bar  s a call  methods")
+    print(
+        "problem             estimates  wrong  flagged  rms error  worst bars  median bar  s a call  methods"
+    )
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(run, name, options.keys) for name in options.only]
         for name, job in zip(options.only, jobs, strict=True):
