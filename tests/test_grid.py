@@ -1,14 +1,18 @@
 """Densities from the Fokker–Planck equation on a mesh, against closed forms and another discretisation."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fokker_planck import transition_density
+from problems import LogNormal
 from scipy import linalg, stats
 from scipy.integrate import quad_vec
 
 import roughflow as rf
+from roughflow.density._grid import Expansion
 
 KEY = jax.random.key(0)
 MATRICES = {
@@ -99,6 +103,51 @@ def test_noise_that_turns_from_a_distribution():
     variance = 0.25 * np.exp(-0.2) + 0.16 * (1 - np.exp(-0.2)) / 0.4
     x = ring_points(np.zeros(2), variance * np.eye(2), count=8)
     check(flow, x, stats.multivariate_normal(np.zeros(2), variance).logpdf(x))
+
+
+def test_noise_that_turns_with_the_state_from_a_point():
+    """In the Itô sense it is that of a linear SDE, however fast it turns."""
+    swirl = np.array([[-0.2, -1.1], [1.1, -0.2]])
+
+    def noise(t, z):
+        cos, sin = jnp.cos(2.6 * z[0]), jnp.sin(2.6 * z[0])
+        return 0.4 * jnp.stack([jnp.stack([cos, -sin]), jnp.stack([sin, cos])])
+
+    sde = rf.ItoSDE(lambda t, z: jnp.asarray(swirl) @ z, noise)
+    start, variance = np.array([1.0, 0.0]), 0.16 * (1 - np.exp(-0.4)) / 0.4
+    normal = stats.multivariate_normal(linalg.expm(swirl) @ start, variance * np.eye(2))
+    x = jnp.array([[0.4, 0.7], [0.0, 1.0], [0.8, 0.3], [-0.2, 0.4], [0.9, 1.2]])
+    begin = time.process_time()
+    estimate = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2))).estimate(x, key=KEY, start=start)
+    assert time.process_time() - begin < 20
+    assert np.all(estimate.total_error < 0.02)
+    assert np.all(np.abs(estimate.log_prob - normal.logpdf(x)) <= estimate.total_error)
+
+
+def test_points_out_of_reach_take_no_time():
+    """A budget bounds the work, and what it does not resolve is refused."""
+    sde = rf.ItoSDE(lambda t, z: 0.3 * z, lambda t, z: 0.6 * z[:, None])
+    flow = rf.StochasticFlow(sde, LogNormal(jnp.zeros(1), 0.5 * jnp.ones(1)))
+    begin = time.process_time()
+    estimate = flow.estimate(jnp.array([[-1.0], [1.5]]), key=KEY, estimator=rf.density.Grid())
+    assert time.process_time() - begin < 20
+    assert np.isnan(estimate.log_prob[0])
+    assert np.isinf(estimate.total_error[0])
+    truth = stats.lognorm(np.hypot(0.5, 0.6), scale=np.exp(0.12)).logpdf(1.5)
+    assert np.isinf(estimate.total_error[1]) or abs(estimate.log_prob[1] - truth) < estimate.total_error[1]
+
+
+@pytest.mark.parametrize("damping", [0.0, 30.0, 5000.0])
+@pytest.mark.parametrize("frequency", [0.5, 40.0, 800.0])
+def test_expansions_of_the_exponential(damping, frequency):
+    expansion = Expansion.of(damping, frequency, 1e-13)
+    real, imaginary = np.meshgrid(np.linspace(-damping, 0, 9), np.linspace(-frequency, frequency, 9))
+    exponent = real + 1j * imaginary
+    z = (exponent / expansion.repeats + expansion.centre) / expansion.scale
+    before, now, total = 0 * z, np.ones_like(z), 0 * z
+    for coefficient, ratio in expansion.terms.reshape(-1, 2):
+        before, now, total = now, z * now - ratio * before, total + coefficient * now
+    assert np.allclose(total**expansion.repeats, np.exp(exponent), atol=1e-9)
 
 
 def test_double_well_from_a_distribution():

@@ -1,21 +1,23 @@
-"""Densities in one and two dimensions by the Fokker–Planck equation, on a mesh that follows the density.
+"""Densities in one and two dimensions by the Fokker–Planck equation, on a mesh that moves with the density.
 
     ∂p/∂t = −∂ᵢ(μᵢ p) + ½ ∂ᵢ∂ⱼ((σσᵀ)ᵢⱼ p)
 
-**Frame.** The mesh is fixed in y ∈ [−1, 1)ᵈ, and x = c(t) + S(t) y. Time is divided into segments. Over each
-of them c and S move from the box around the density to the one that the nearest linear SDE predicts. The
-density of y obeys a Fokker–Planck equation with drift S⁻¹(μ − c′ − S′y) and noise S⁻¹σ. The frame changes the
-cost, not the result. In it all is relative to the spread of the process: units do not matter, and a narrow
-start costs a few more segments.
+**Frame.** The mesh is fixed in y ∈ [−1, 1)ᵈ, and x = c(t) + S(t) w(y). Time is divided into segments. Over
+each segment c and S move from the box around the density to the one that a linearised SDE predicts, or rest
+if the two are close. The density of y obeys a Fokker–Planck equation with drift S⁻¹(μ − c′ − S′y) and noise
+S⁻¹σ. The frame changes the cost, not the result: units do not matter, and a narrow start costs a few more
+segments.
 
-**Space.** Fourier collocation. The mesh is refined until the outer wavenumbers hold next to nothing.
+**Space.** Fourier collocation. The mesh is refined until the highest wavenumbers have negligible amplitudes.
 
-**Time.** Coefficients are tabulated at Chebyshev times of a segment. The steps are those of the classical
-Runge–Kutta method with an integrating factor for the noise that all places have in common (Lawson 1967).
+**Time.** Two steps per segment of the commutator-free Magnus method of order four (Blanes & Moan 2006), which
+is exact in a frame at rest if coefficients do not depend on time. It needs exponentials of the discretised
+operator L. They are expanded in Faber polynomials of an ellipse around its numerical range (Moret & Novati
+2001), which takes O(√(h‖L‖)) products with L for stiff noise, and no linear systems.
 
-**Error.** A companion runs beside the solution, with longer steps, fewer wavenumbers, a table of lower degree
-and, from a point, a later start. The error at x is the largest difference between the two around x, plus the
-density at the edge of the box.
+**Error.** A companion solution takes one step per segment, has fewer wavenumbers and, from a point, starts
+later. The error at x is the largest relative difference between the two around x, plus the density at the
+edge of the box.
 """
 
 import functools
@@ -34,22 +36,25 @@ from .._programs import in_double_precision, jit
 from ..sde import AbstractSDE, noise_matrix, to_ito, with_explicit_parameters
 from ._estimate import AbstractEstimator, Accuracy, Estimate
 
-SIZES = {1: (64, 128, 256, 512, 1024, 2048), 2: (48, 72, 108, 160, 240, 360)}  # nodes per axis
-COARSE = {1: 64, 2: 24}  # those on which tables are checked
-TIMES = 6  # Chebyshev times of a table
-PLACES = 64  # Chebyshev places per axis of the plane where coefficients are evaluated, on larger meshes
-BLOCK = 8  # steps of one program
-CHUNK = 4096  # points at which coefficients are evaluated at once
-KEPT = (0.75, 0.66)  # share of the wavenumbers, of the solution and of its companion
-DRAWS = 4096  # from the base, for its first box
-FIRST = 2.0**-12  # of the span, when the density from a point is normal; for the companion four times that
-WORK = 2e8  # nodes times steps of one solution
-TRIES = 40  # of one segment
-PASSES = 4
+SIZES = {1: (64, 128, 256, 512, 1024), 2: (48, 72, 96, 144, 192, 288)}  # nodes per axis
+COARSE = {1: 64, 2: 24}  # nodes per axis on which the dependence on time is checked
+GAUSS = 0.5 + np.array([-1, 1]) * math.sqrt(3) / 6  # nodes of the Gauss rule on [0, 1]
+STAGES = np.append(0.5 * GAUSS, 0.5 + 0.5 * GAUSS)  # times of a segment of length one: two steps
+BAND = (0.75, 0.66)  # share of the wavenumbers that the solution and its companion have
+TERMS = 32  # of an expansion, in one program
+BATCH = 4096  # points at which coefficients are evaluated at once
+BASE_DRAWS = 4096  # from the base, for its first box
+FIRST = 2.0**-12  # of the span: when the density from a point is normal; four times that for the companion
+MAX_WORK = 2e8  # nodes times products with the operator, of all passes
+MAX_ATTEMPTS = 16  # at one segment
+MAX_SEGMENTS = 120  # of one solution
+MAX_PASSES = 4
 LOWEST = 1e-6  # share of the highest density that is to be known to the tolerance
-HEADROOM = 1.2  # of the largest coefficients over those at the begin of a segment
-MARGIN = 1.5  # the most by which a box is wider than predicted
-HOPELESS = 1e4  # times the share of the outer wavenumbers that is allowed, on the largest mesh
+FLOOR = 1e-7  # nats, of rounding and truncated expansions
+OVERSHOOT = 8.0  # of an ellipse around a numerical range, to the right of zero
+HEADROOM = 1.2  # of the largest coefficients over those at the beginning of a segment
+HOPELESS = 1e4  # times the amplitude of the highest wavenumbers that is allowed, on the largest mesh
+MAX_MARGIN = 1.5  # the most by which a box is wider than predicted
 
 
 Numbers = Any  # an array of JAX or NumPy, or a number
@@ -59,14 +64,27 @@ class Unresolved(RuntimeError):
     """A density that no mesh within the limits resolves."""
 
 
-class Fineness(NamedTuple):
-    """How fine a solution is: what the outer wavenumbers (`tail`) and the edge of the box may hold, relative
-    to the highest density; the Courant number of a step; the error of a table, in nats."""
+class Resolution(NamedTuple):
+    """What a solution has to resolve: the amplitudes of the highest wavenumbers (`tail`) and the density at
+    the edge of the box, relative to the highest density; the error of one segment in nats, and down to which
+    share of the highest density."""
 
     tail: float
     edge: float
-    step: float
-    table: float
+    time: float
+    lowest: float
+
+
+class Work:
+    """The work left to an estimate, in nodes times products with the operator."""
+
+    def __init__(self, left: float):
+        self.left = left
+
+    def spend(self, amount: float) -> None:
+        self.left -= amount
+        if self.left < 0:
+            raise Unresolved("the equation takes too much work")
 
 
 class Box(NamedTuple):
@@ -78,6 +96,18 @@ class Box(NamedTuple):
 
     def places(self, size: int) -> np.ndarray:
         return self.centre + warp(nodes(size, len(self.centre)), self.skew, np)[0] @ self.scale.T
+
+    def holds(self, x: np.ndarray) -> np.ndarray:
+        """Whether points are inside."""
+        u = np.linalg.solve(self.scale, (np.asarray(x) - self.centre).T)
+        return np.all(np.abs(u) < 1, axis=0)
+
+    def is_near(self, other: "Box") -> bool:
+        """Whether the sides of another box are within a tenth of the width."""
+        shift = np.linalg.solve(self.scale, other.centre - self.centre)
+        ratio = np.linalg.solve(self.scale, other.scale) - np.eye(len(shift))
+        bend = 0.5 * np.abs(self.skew - other.skew)
+        return bool(np.all(np.abs(shift) + np.abs(ratio).sum(axis=1) + bend < 0.2))
 
     def log_volume(self, size: int) -> np.ndarray:
         """Of x over that of y, on the mesh, `(nᵈ,)`."""
@@ -96,8 +126,14 @@ def warp(y: Any, skew: Any, xp: Any) -> tuple[Any, Any, Any]:
     return xp.where(none, y, w), xp.where(none, 1.0, k * grown / sinh), xp.where(none, 0.5 * (y**2 - 1), by)
 
 
+def skew_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The skew that puts y = 0 at the origin of a box from low < 0 to high > 0; zero if nearly symmetric."""
+    skew = 2 * np.arctanh(np.clip((low + high) / (high - low), -0.95, 0.95))
+    return np.where(np.abs(skew) > 0.4, skew, 0)
+
+
 class Segment(NamedTuple):
-    """A span of time with its frame at the times of its table, and how the equation is solved over it.
+    """A span of time: its frame at the stages of the steps and at the end, and limits of the coefficients.
 
     Time runs as t = t₀ + ((1 + g)ˢ − 1) Δ/g, 0 ≤ s ≤ 1, where variances grow by g over the span Δ: segments
     of a process that starts from a point all look the same. The centre is linear in t. The scale is the
@@ -107,45 +143,56 @@ class Segment(NamedTuple):
     times: np.ndarray  # (K,)
     pace: np.ndarray  # (K,), dt/ds
     centre: np.ndarray  # (K, d)
+    velocity: np.ndarray  # (d,), of the centre, in t
     scale: np.ndarray  # (K, d, d)
-    turn: np.ndarray  # (K, d, d), the derivative of the scale
+    scale_rate: np.ndarray  # (K, d, d), in s
     skew: np.ndarray  # (K, d), linear in s
+    skew_rate: np.ndarray  # (d,), in s
     size: int
-    caps: tuple[float, float] = (0.0, 0.0)  # of speed and noise; where they are larger there is no density
-    noise: np.ndarray | None = None  # (K, d, d), that of the integrating factor; None where noise is additive
-    blocks: int = 0
-    sparse: bool = False
+    limits: tuple[float, float] = (math.inf, math.inf)  # of speed and noise; larger where there is no density
+    additive: bool = False
+    rounding: float = 1e-14  # of exponentials, relative to the highest density
 
     @staticmethod
     def between(times: tuple[float, float], boxes: tuple[Box, Box], growth: float, size: int) -> "Segment":
-        share, span = 0.5 - 0.5 * np.cos(np.pi * np.arange(TIMES) / (TIMES - 1)), times[1] - times[0]
-        part = np.expm1(share * math.log1p(growth)) / growth
-        part[-1] = 1  # to the bit, so that time ends where it should
-        pace = span * math.log1p(growth) / growth * (1 + growth) ** share
+        s, span = np.append(STAGES, 1.0), times[1] - times[0]
+        part = np.expm1(s * math.log1p(growth)) / growth
+        part[-1] = 1  # exactly, so that the last segment ends at t₁
+        pace = span * math.log1p(growth) / growth * (1 + growth) ** s
         mix = lambda part, a, b: np.multiply.outer(1 - part, a) + np.multiply.outer(part, b)
         sizes = [np.diag(box.scale) for box in boxes]
         units = [box.scale / np.diag(box.scale)[:, None] for box in boxes]
         ratio = np.log(sizes[1] / sizes[0])
-        diagonal = (sizes[0] * np.exp(np.multiply.outer(share, ratio)))[..., None]
-        scale = diagonal * mix(share, *units)
-        turn = ratio[:, None] * scale + diagonal * (units[1] - units[0])
-        centre, skew = mix(part, boxes[0].centre, boxes[1].centre), mix(share, boxes[0].skew, boxes[1].skew)
-        return Segment(mix(part, *times), pace, centre, scale, turn, skew, size)
+        diagonal = (sizes[0] * np.exp(np.multiply.outer(s, ratio)))[..., None]
+        scale = diagonal * mix(s, *units)
+        scale_rate = ratio[:, None] * scale + diagonal * (units[1] - units[0])
+        centre, skew = mix(part, boxes[0].centre, boxes[1].centre), mix(s, boxes[0].skew, boxes[1].skew)
+        velocity = (boxes[1].centre - boxes[0].centre) / span
+        skew_rate = boxes[1].skew - boxes[0].skew
+        return Segment(mix(part, *times), pace, centre, velocity, scale, scale_rate, skew, skew_rate, size)
+
+    @staticmethod
+    def at(time: float, box: Box, size: int) -> "Segment":
+        """A single time."""
+        one, still = np.ones(1), 0 * box.centre
+        frame = (box.centre[None], still, box.scale[None], 0 * box.scale[None], box.skew[None], still)
+        return Segment(time * one, one, *frame, size)
 
 
 class GridDensity(eqx.Module):
-    """The density of y on a mesh, and its error."""
+    """The density of y on a mesh and its error: relative at each node, and relative to the maximum."""
 
     values: Numbers  # (n,) or (n, n)
-    error: Numbers
+    relative: Numbers
+    absolute: float
     box: Box
     extra: float  # nats
 
     def log_prob_and_error(self, x: Numbers) -> tuple[Numbers, Numbers]:
         """log p at x `(N, d)` and its error, NaN and infinite outside the box or where p is below that."""
         box = (self.box.centre, np.linalg.inv(self.box.scale), self.box.skew)
-        one = lambda x: _evaluate(self.values, self.error, *box, x)
-        value, error = in_chunks(one, x, 1 << max(6, (min(len(x), CHUNK) - 1).bit_length()))
+        one = lambda x: _evaluate(self.values, self.relative, self.absolute, *box, x)
+        value, error = in_batches(one, x, 1 << max(6, (min(len(x), BATCH) - 1).bit_length()))
         return value, error + self.extra
 
     @property
@@ -166,8 +213,8 @@ def wavenumbers(size: int, dimension: int) -> list[np.ndarray]:
     return list(np.pi * np.array(np.meshgrid(*[whole] * (dimension - 1), half, indexing="ij")))
 
 
-def kept(size: int, dimension: int, share: float) -> np.ndarray:
-    """Which wavenumbers are below a share of the largest."""
+def in_band(size: int, dimension: int, share: float) -> np.ndarray:
+    """Whether each wavenumber is below a share of the largest."""
     return np.all([np.abs(k) <= share * np.pi * size / 2 for k in wavenumbers(size, dimension)], axis=0)
 
 
@@ -176,7 +223,7 @@ def triangle(d: int) -> np.ndarray:
     return np.array([[max(i, j) * (max(i, j) + 1) // 2 + min(i, j) for j in range(d)] for i in range(d)])
 
 
-def in_chunks(function: Callable, x: Any, size: int) -> Any:
+def in_batches(function: Callable, x: Any, size: int) -> Any:
     """A function of `size` rows for any number of them."""
     rows = jax.tree.leaves(x)[0].shape[0]
     place = np.minimum(np.arange(-(-rows // size) * size), rows - 1).reshape(-1, size)
@@ -187,7 +234,13 @@ def in_chunks(function: Callable, x: Any, size: int) -> Any:
 
 @functools.partial(jit, level=1)
 def _evaluate(
-    values: Numbers, error: Numbers, centre: Numbers, inverse: Numbers, skew: Numbers, x: Numbers
+    values: Numbers,
+    relative: Numbers,
+    absolute: Numbers,
+    centre: Numbers,
+    inverse: Numbers,
+    skew: Numbers,
+    x: Numbers,
 ) -> tuple[Numbers, Numbers]:
     size, d = values.shape[0], values.ndim
     u = (x - centre[None]) @ inverse.T
@@ -203,11 +256,10 @@ def _evaluate(
     total = waves[:, 0] * spectrum[None] if d == 1 else (waves[:, 0] @ spectrum) * waves[:, 1]
     p = jnp.real(jnp.sum(total, axis=1))
     place = jnp.clip(jnp.round(0.5 * (jax.lax.stop_gradient(y) + 1) * size), 0, size - 1).astype(int)
-    bound = error[tuple(place.T)]
-    known = inside & (p > 2 * bound)
-    p = jnp.where(known, p, 1)
-    value = jnp.where(known, jnp.log(p) - log_volume, jnp.nan)
-    bar = jnp.where(known, -jnp.log1p(-jnp.where(known, bound / p, 0)), jnp.inf)
+    share = relative[tuple(place.T)] + absolute * jnp.max(values) / jnp.where(p > 0, p, 1)
+    known = inside & (p > 0) & (share < 0.5)
+    value = jnp.where(known, jnp.log(jnp.where(known, p, 1)) - log_volume, jnp.nan)
+    bar = jnp.where(known, -jnp.log1p(-jnp.where(known, share, 0)), jnp.inf)
     return value, jax.lax.stop_gradient(bar)
 
 
@@ -224,135 +276,206 @@ def _coefficients(sde: AbstractSDE, t: Numbers, x: Numbers) -> Numbers:
     return jax.vmap(one)(t, x)
 
 
-def tabulate(sde: AbstractSDE, segment: Segment) -> Numbers:
-    """The coefficients on the mesh at the times of a table, `(K, nᵈ, F)`; by interpolation between Chebyshev
-    places if they are `sparse`."""
-    if segment.sparse:
-        return spread(coefficients(sde, segment, chebyshev_places()), segment.size)
-    return coefficients(sde, segment, nodes(segment.size, segment.centre.shape[1]))
-
-
-def coefficients(sde: AbstractSDE, segment: Segment, y: np.ndarray) -> Numbers:
-    """At places y `(M, d)` of the frame and the times of a table, `(K, M, F)`."""
+def coefficients(sde: AbstractSDE, segment: Segment) -> Numbers:
+    """μ and the lower triangle of σσᵀ on the mesh, at the times of a segment: `(K, nᵈ, F)`."""
+    y = nodes(segment.size, segment.centre.shape[1])
     u = warp(y[None], segment.skew[:, None], np)[0]
     x = (segment.centre[:, None] + np.einsum("kij,knj->kni", segment.scale, u)).reshape(-1, y.shape[1])
-    raw = in_chunks(lambda pair: _coefficients(sde, *pair), (np.repeat(segment.times, len(y)), x), CHUNK)
+    raw = in_batches(lambda pair: _coefficients(sde, *pair), (np.repeat(segment.times, len(y)), x), BATCH)
     return raw.reshape(len(segment.times), len(y), -1)
 
 
-def chebyshev_places() -> np.ndarray:
-    axis = np.cos(np.pi * (np.arange(PLACES) + 0.5) / PLACES)
-    return np.stack([a.ravel() for a in np.meshgrid(axis, axis, indexing="ij")], axis=1)
-
-
-def spread(few: Numbers, size: int) -> Numbers:
-    """From Chebyshev places to a mesh of the plane."""
-    xp = jnp if is_traced(few) else np
-    vandermonde = np.polynomial.chebyshev.chebvander(nodes(size, 1)[:, 0], PLACES - 1)
-    angles = np.pi * (np.arange(PLACES) + 0.5) / PLACES
-    weights = vandermonde @ (2 / PLACES * np.cos(np.multiply.outer(np.arange(PLACES), angles)))
-    weights = weights - 1 / PLACES  # half of the constant
-    table = few.reshape(len(few), PLACES, PLACES, -1)
-    table = xp.einsum("ai,kijf->kajf", weights, table)
-    return xp.einsum("bj,kajf->kabf", weights, table).reshape(len(few), size**2, -1)
-
-
-def in_frame(raw: Any, pace: Any, inverse: Any, drift: Any, turn: Any, skew: Any, xp: Any = jnp) -> Any:
-    """Coefficients for y and s from those for x and t: `(K, F, n, ...)`. The centre moves with `drift`."""
-    d = turn.shape[1]
+def in_frame(
+    raw: Any,
+    pace: Any,
+    inverse: Any,
+    shift: Any,
+    scale_rate: Any,
+    skew: Any,
+    skew_rate: Any,
+    limits: Any,
+    xp: Any = jnp,
+) -> Any:
+    """Coefficients for y and s from those for x and t: `(K, F, n, ...)`."""
+    d = scale_rate.shape[1]
     size = round(raw.shape[1] ** (1 / d))
     u, slope, by = warp(xp.asarray(nodes(size, d))[None], skew[:, None], xp)
     raw = raw * pace[:, None, None]
-    moved = raw[..., :d] - drift[:, None] - xp.einsum("knj,kij->kni", u, turn)
+    moved = raw[..., :d] - shift[:, None] - xp.einsum("knj,kij->kni", u, scale_rate)
     half = xp.einsum("kia,knab->knib", inverse, raw[..., d:][..., triangle(d)])
     noise = xp.einsum("knib,kjb->knij", half, inverse) / (slope[..., None] * slope[..., None, :])
-    velocity = xp.einsum("kij,knj->kni", inverse, moved) - (skew[-1:] - skew[:1])[:, None] * by
     own = xp.stack([noise[..., i, i] for i in range(d)], axis=-1)
-    velocity = velocity / slope - 0.5 * skew[:, None] * own  # w″ = κ w′
+    velocity = (xp.einsum("kij,knj->kni", inverse, moved) - skew_rate[None, None] * by) / slope
+    velocity = velocity - 0.5 * skew[:, None] * own  # w″ = κ w′
     rows = xp.stack([noise[..., i, j] for i in range(d) for j in range(i + 1)], axis=-1)
+    velocity, rows = (xp.where(xp.isfinite(part), part, 0) for part in (velocity, rows))
+    shorter = lambda size, limit: xp.minimum(1, limit / xp.maximum(size, 1e-300))[..., None]
+    velocity = velocity * shorter(xp.sum(xp.abs(velocity), axis=-1), limits[0])
+    rows = rows * shorter(xp.sum(xp.abs(rows), axis=-1), limits[1])
     fields = xp.swapaxes(xp.concatenate([velocity, rows], axis=-1), 1, 2)
-    return xp.reshape(xp.where(xp.isfinite(fields), fields, 0), (*fields.shape[:2], *[size] * d))
+    return xp.reshape(fields, (*fields.shape[:2], *[size] * d))
 
 
 _in_frame = jit(in_frame, level=1)
 
 
 def fields_of(raw: Numbers, segment: Segment) -> Numbers:
-    """The table of a segment in its frame."""
-    way = (segment.centre[-1] - segment.centre[0]) / (segment.times[-1] - segment.times[0])
-    drift = np.multiply.outer(segment.pace, way)
-    frame = (segment.pace, np.linalg.inv(segment.scale), drift, segment.turn, segment.skew)
+    """The coefficients of a segment in its frame."""
+    shift = np.multiply.outer(segment.pace, segment.velocity)
+    frame = (segment.pace, np.linalg.inv(segment.scale), shift, segment.scale_rate, segment.skew)
+    frame = (*frame, segment.skew_rate, segment.limits)
     return _in_frame(raw, *frame) if is_traced(raw) else in_frame(raw, *frame, xp=np)
 
 
+def stage_weights(companion: bool) -> np.ndarray:
+    """Exponents of the Magnus method in the operators at the stages, `(E, 4)`.
+
+    A step of length h is exp(h(βA₁ + αA₂)) exp(h(αA₁ + βA₂)), α = ¼ + √3/6, β = ¼ − √3/6, with the operators
+    at the nodes of the Gauss rule. For the one step of the companion they are interpolated from the four.
+    """
+    alpha, beta = 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
+    step = np.array([[alpha, beta], [beta, alpha]])
+    if not companion:
+        return 0.5 * np.kron(np.eye(2), step)
+    return step @ np.vander(GAUSS, 4) @ np.linalg.inv(np.vander(STAGES, 4))
+
+
+class Expansion(NamedTuple):
+    """exp(A) ≈ (Σ aₖ Fₖ((A/r + m)/γ))ʳ, Fₖ₊₁(z) = z Fₖ(z) − δ Fₖ₋₁(z): Faber polynomials of an ellipse with
+    its centre at −m. The sum of its semi-axes is 2γ, their difference over their sum is δ."""
+
+    repeats: int  # r
+    centre: float
+    scale: float
+    terms: np.ndarray  # (blocks, TERMS, 2): aₖ, and δ for each k
+
+    @staticmethod
+    def of(damping: float, frequency: float, rounding: float) -> "Expansion":
+        """For a numerical range within −damping ≤ Re ≤ 0, |Im| ≤ frequency, with the fewest terms."""
+        repeats = 1 << max(0, math.ceil(math.log2(1e-3 * (damping + frequency))))
+        best = Expansion.repeated(repeats, damping, frequency, rounding)
+        while repeats < 1 << 20:
+            repeats *= 2
+            other = Expansion.repeated(repeats, damping, frequency, rounding)
+            if other.products >= best.products:
+                break
+            best = other
+        return best
+
+    @staticmethod
+    def repeated(repeats: int, damping: float, frequency: float, rounding: float) -> "Expansion":
+        centre = 0.5 * damping / repeats
+        real = centre + OVERSHOOT
+        imaginary = frequency / repeats / math.sqrt(1 - (centre / real) ** 2)
+        scale, ratio = 0.5 * (real + imaginary), (real - imaginary) / (real + imaginary)
+        count = 1 << math.ceil(math.log2(4 * scale + 200))
+        u = np.exp(2j * np.pi * np.arange(count) / count)
+        series = np.real(np.fft.fft(np.exp(scale * (u + ratio / u) - centre)))[: count // 2] / count
+        used = 1 + int(np.max(np.nonzero(np.abs(series) > rounding)[0]))
+        blocks = -(-used // TERMS)
+        terms = np.zeros((blocks * TERMS, 2))
+        terms[:used, 0] = series[:used]
+        terms[1:, 1] = ratio
+        terms[1:2, 1] = 2 * ratio
+        return Expansion(repeats, centre, scale, terms.reshape(blocks, TERMS, 2))
+
+    @property
+    def products(self) -> int:
+        return self.repeats * self.terms.size // 2
+
+
 @functools.partial(jit, level=1)
-def _advance(
-    q: Numbers,
+def _sum_terms(
+    state: tuple[Numbers, Numbers, Numbers],
     fields: Numbers,
-    caps: Any,
-    noise: Numbers | None,
-    dt: Numbers,
-    weights: Numbers,
-    mask: Numbers,
-) -> Numbers:
-    """Steps with the weights `(steps, 3, K)` of the table at the begin, the middle and the end of each."""
-    d, shape = q.ndim, q.shape
-    k = [jnp.asarray(a) for a in wavenumbers(shape[0], d)]
+    centre: Numbers,
+    scale: Numbers,
+    terms: Numbers,
+    band: Numbers,
+) -> Any:
+    """Terms of an expansion; the state has the last two polynomials and the sum, as spectra. Noise that is
+    the same everywhere has fields of one node."""
+    d, size = fields[0].shape[:2]
+    k = [jnp.asarray(a) for a in wavenumbers(size, d)]
     pairs = [(i, j) for i in range(d) for j in range(i + 1)]
-    within = lambda size, cap: jnp.where(size > cap, cap / jnp.where(size > cap, size, 1), 1)
-    drift = fields[:, :d] * within(jnp.sum(jnp.abs(fields[:, :d]), axis=1, keepdims=True), caps[0])
-    own = [d + place for place, (i, j) in enumerate(pairs) if i == j]
-    spread = fields[:, d:] * within(jnp.sum(fields[:, np.array(own)], axis=1, keepdims=True), caps[1])
-    bends = jnp.stack([-(0.5 if i == j else 1.0) * k[i] * k[j] for i, j in pairs])
-    if noise is None:
-        common = spread.reshape(TIMES, len(pairs), -1)[..., 0]
-        table, factors = drift, jnp.stack([-1j * a for a in k])
+    drift, noise = fields
+    first = jnp.stack([-1j * a for a in k])
+    second = jnp.stack([-(0.5 if i == j else 1.0) * k[i] * k[j] for i, j in pairs])
+    if noise.size == len(pairs):
+        table, factors, common = drift, first, jnp.sum(noise * second, axis=0)
     else:
-        common = jnp.stack([noise[:, i, j] for i, j in pairs], axis=1)
-        rest = spread - jnp.reshape(common, (*common.shape, *[1] * d))
-        table = jnp.concatenate([drift, rest], axis=1)
-        factors = jnp.concatenate([jnp.stack([-1j * a for a in k]), bends + 0j])
+        table, factors, common = jnp.concatenate([drift, noise]), jnp.concatenate([first, second + 0j]), 0.0
 
-    def slope(spectrum: Numbers, now: Numbers) -> Numbers:
-        values = now * jnp.fft.irfftn(spectrum, s=shape)[None]
-        return mask * jnp.sum(factors * jnp.fft.rfftn(values, axes=range(1, d + 1)), axis=0)
+    def product(spectrum: Numbers) -> Numbers:
+        values = table * jnp.fft.irfftn(spectrum, s=(size,) * d)[None]
+        return (
+            band * jnp.sum(factors * jnp.fft.rfftn(values, axes=range(1, d + 1)), axis=0) + common * spectrum
+        )
 
-    # The integral of a quadratic over each half of a step, by its values at begin, middle and end.
-    halves = dt / 24 * jnp.asarray([[5.0, 8.0, -1.0], [-1.0, 8.0, 5.0]])
+    def step(state: Any, term: Numbers) -> Any:
+        before, now, total = state
+        after = (product(now) + centre * now) / scale - term[1] * before
+        return (now, after, total + term[0] * now), None
 
-    def step(p: Numbers, weight: Numbers) -> tuple[Numbers, None]:
-        begin, middle, end = jnp.tensordot(weight, table, 1)
-        early, late = jnp.exp(jnp.tensordot(halves @ weight @ common, bends, 1))
-        first = slope(p, begin)
-        second = slope(early * (p + 0.5 * dt * first), middle)
-        third = slope(early * p + 0.5 * dt * second, middle)
-        fourth = slope(late * (early * p + dt * third), end)
-        p = late * (early * (p + dt / 6 * first) + dt / 3 * (second + third)) + dt / 6 * fourth
-        return p, None
-
-    spectrum = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), mask * jnp.fft.rfftn(q), weights)[0]
-    return jnp.fft.irfftn(spectrum, s=shape)
+    return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), state, terms)[0]
 
 
-def run(q: Numbers, fields: Numbers, segment: Segment, companion: bool = False) -> Numbers:
-    """The density at the end of a segment."""
-    blocks = -(-2 * segment.blocks // 3) if companion else segment.blocks
-    times = (np.arange(blocks * BLOCK)[:, None] + np.array([0, 0.5, 1])) / (blocks * BLOCK)
-    weights = chebyshev(2 * times - 1)[..., : TIMES - companion] @ inverse_chebyshev()[: TIMES - companion]
-    mask = kept(segment.size, q.ndim, KEPT[companion])
-    for block in weights.reshape(blocks, BLOCK, 3, TIMES):
-        q = _advance(q, fields, segment.caps, segment.noise, 1 / len(times), block, mask)
-    return q
+def exponential(
+    spectrum: Numbers, fields: tuple[Numbers, Numbers], expansion: Expansion, band: np.ndarray
+) -> Numbers:
+    """exp(A) of a spectrum."""
+    zero = np.zeros_like(np.asarray(values_of(spectrum)))
+    fields = tuple(part / expansion.repeats for part in fields)
+    for _ in range(expansion.repeats):
+        state = (zero, spectrum, zero)
+        for terms in expansion.terms:
+            state = _sum_terms(state, fields, expansion.centre, expansion.scale, terms, band)
+        spectrum = state[2]
+    return spectrum
 
 
-def chebyshev(places: np.ndarray) -> np.ndarray:
-    """Chebyshev polynomials at places in [−1, 1]."""
-    return np.polynomial.chebyshev.chebvander(places, TIMES - 1)
+@functools.partial(jit, level=1)
+def _forward(q: Numbers) -> Numbers:
+    return jnp.fft.rfftn(q)
 
 
-def inverse_chebyshev() -> np.ndarray:
-    """From the values at the times of a table to coefficients."""
-    return np.linalg.inv(chebyshev(-np.cos(np.pi * np.arange(TIMES) / (TIMES - 1))))
+@functools.partial(jit, level=1)
+def _backward(spectrum: Numbers, like: Numbers) -> Numbers:
+    return jnp.fft.irfftn(spectrum, s=like.shape)
+
+
+def run(
+    q: Numbers, fields: Numbers, segment: Segment, companion: bool, work: "Work | None" = None
+) -> Numbers:
+    """The density at the end of a segment from that at its beginning."""
+    xp = jnp if is_traced(fields) else np
+    d, size = q.ndim, segment.size
+    band = in_band(size, d, BAND[companion])
+    exponents = xp.tensordot(stage_weights(companion), fields[: len(STAGES)], 1)
+    spectrum = band * _forward(q)
+    for each in exponents:
+        drift, noise = each[:d], each[d:]
+        bounds = spectral_bounds(np.asarray(values_of(drift)), np.asarray(values_of(noise)), BAND[companion])
+        expansion = Expansion.of(*bounds, segment.rounding)
+        if segment.additive:
+            noise = noise[(slice(None), *[slice(1)] * d)]
+        if work is not None:
+            work.spend(expansion.products * size**d * (1 if segment.additive else 2))
+        spectrum = exponential(spectrum, (drift, noise), expansion, band)
+    return _backward(spectrum, np.zeros((size,) * d))
+
+
+def spectral_bounds(drift: np.ndarray, noise: np.ndarray, share: float) -> tuple[float, float]:
+    """How far the numerical range of the discretised operator extends to the left, and up and down."""
+    d, size = len(drift), drift.shape[1]
+    top, axes = share * np.pi * size / 2, tuple(range(1, d + 1))
+    damping = 0.5 * top**2 * float(np.sum(np.abs(noise[triangle(d).ravel()]), axis=0).max())
+    # Where the periodic continuation of the drift jumps.
+    jump = max(float(np.abs(np.take(drift[i], 0, i) - np.take(drift[i], -1, i)).max()) for i in range(d))
+    damping += 0.5 * top * jump
+    slopes = np.gradient(noise, 2 / size, axis=axes)
+    change = sum(np.abs(part).sum(axis=0) for part in (slopes if d > 1 else [slopes]))
+    return damping, top * float((np.abs(drift).sum(axis=0) + change).max())
 
 
 @functools.partial(jit, level=1)
@@ -370,7 +493,7 @@ def resized(q: Numbers, size: int) -> Numbers:
 def tail(q: np.ndarray) -> float:
     """About how much of a density is in the outer wavenumbers, relative to its maximum."""
     spectrum = np.abs(np.fft.rfftn(q)) / q.size
-    outer = spectrum[~kept(q.shape[0], q.ndim, KEPT[1])]
+    outer = spectrum[~in_band(q.shape[0], q.ndim, BAND[1])]
     return float(4 * np.sqrt(2 * np.sum(outer**2)) / np.max(np.abs(q)))
 
 
@@ -416,9 +539,7 @@ class Forecast(NamedTuple):
         noise = (weight @ raw[:, d:])[triangle(d)]
         # The mean is to be in the middle of the mesh, unless noise is additive.
         varied = np.ptp(raw[:, d:], axis=0).max() > 1e-12 * np.abs(raw[:, d:]).max()
-        wanted = 2 * np.arctanh(np.clip(0.5 * (low + high) / width, -0.8, 0.8)) * varied
-        wanted = np.where(np.abs(wanted) > 0.4, wanted, 0)
-        skew = box.skew + np.clip(wanted - box.skew, -0.5, 0.5)
+        skew = box.skew + np.clip(skew_of(low, high) * varied - box.skew, -0.5, 0.5)
         return Forecast(mean, covariance, weight @ raw[:, :d], slope, noise, 0.5 * (low + high), width, skew)
 
     def path(self, span: float) -> tuple[np.ndarray, np.ndarray]:
@@ -463,61 +584,39 @@ class Forecast(NamedTuple):
         return span
 
 
-def prepared(
-    raw: np.ndarray, fields: Numbers, segment: Segment, q: np.ndarray, fineness: Fineness
-) -> Segment:
-    """A segment with its steps; q is where there is some density."""
+def with_limits(segment: Segment, raw: np.ndarray, q: np.ndarray, level: float) -> Segment:
+    """A segment with limits of the coefficients just above those where there is some density."""
     d, values = q.ndim, q.ravel()
-    table = np.asarray(fields).reshape(*fields.shape[:2], -1)
     if not np.all(np.isfinite(raw[:, values > 1e-6 * values.max()])):
         raise NonFiniteError(
             f"drift or diffusion is not finite near z = {segment.centre[0]}: a grid needs both"
         )
-    where = values > 0.1 * fineness.edge * values.max()
-    cap = HEADROOM * float(np.abs(table[:, :d][..., where]).sum(axis=1).max())
-    top = KEPT[0] * np.pi * segment.size / 2
-    spread = np.moveaxis(table[:, d:], 1, -1)[..., triangle(d)]  # (K, N, d, d)
-    most = HEADROOM * float(np.trace(spread[:, where], axis1=-1, axis2=-2).max())
-    noise, rate = None, cap * top / fineness.step
-    if np.ptp(spread, axis=1).max() > 1e-12 * np.abs(spread).max():
-        noise = common_part(spread[:, values > 1e-4 * values.max()])
-        rest = np.abs(spread[:, where] - noise[:, None]).sum(axis=(-1, -2)).max()
-        rate = math.hypot(rate, HEADROOM * rest * top**2 / 5)
-    blocks = max(1, math.ceil(rate / BLOCK))
-    return segment._replace(caps=(cap, most), noise=noise, blocks=blocks)
+    fields = fields_of(raw, segment._replace(limits=(math.inf, math.inf)))
+    where = q > 0.1 * level * q.max()
+    speed, noise = (np.abs(part[..., where]).sum(axis=1).max() for part in (fields[:, :d], fields[:, d:]))
+    additive = bool(np.ptp(raw[..., d:], axis=1).max() <= 1e-12 * np.abs(raw[..., d:]).max())
+    additive = additive and not np.any(segment.skew)
+    limits = (HEADROOM * float(speed), HEADROOM * float(noise))
+    return segment._replace(limits=limits, additive=additive, rounding=min(1e-10, 0.1 * level))
 
 
-def table_error(
-    sde: AbstractSDE, segment: Segment, q: np.ndarray, fineness: Fineness
-) -> tuple[float, Numbers | None]:
-    """The error of interpolation in time, in nats, on a coarse mesh; and the coefficients at Chebyshev
-    places, if interpolation between them does for a larger mesh."""
-    d = q.ndim
-    coarse = segment._replace(size=COARSE[d])
-    place = np.arange(coarse.size) * len(q) // coarse.size
-    where = q[np.ix_(*[place] * d)] > 0.1 * fineness.edge * q.max()
-    # In units of the box log p has slopes of up to 49, seven deviations from its centre.
-    nats = lambda gap: float(
-        49 * np.abs(gap[..., :d, where]).max() + 1200 * np.abs(gap[..., d:, where]).max()
-    )
-    fields = np.asarray(fields_of(tabulate(sde, coarse), coarse))
-    rough = nats(np.tensordot(inverse_chebyshev()[-1], fields, 1))
-    if d == 1 or segment.size <= PLACES or rough > fineness.table:
-        return rough, None
-    few = coefficients(sde, segment, chebyshev_places())
-    gap = nats(np.asarray(fields_of(spread(few, coarse.size), coarse)) - fields)
-    return rough, few if gap < fineness.table else None
+def log_gap(q: np.ndarray, other: np.ndarray, lowest: float) -> float:
+    """The largest difference of logarithms where the density is above a share of its maximum."""
+    where = q > lowest * q.max()
+    return float(np.max(np.abs(q - other)[where] / q[where]))
 
 
-def common_part(spread: np.ndarray) -> np.ndarray:
-    """The largest multiple of the mean over N of matrices `(K, N, d, d)` that none is below, `(K, d, d)`."""
-    mean = np.mean(spread, axis=1)
-    size = np.trace(mean, axis1=1, axis2=2)
-    if np.any(np.linalg.det(mean) <= 1e-8 * size ** mean.shape[-1]):
-        return 0 * mean
-    inverse = np.linalg.inv(np.linalg.cholesky(mean))[:, None]
-    least = np.linalg.eigvalsh(inverse @ spread @ np.swapaxes(inverse, -1, -2))[..., 0].min(axis=1)
-    return np.maximum(least, 0)[:, None, None] * mean
+class State(NamedTuple):
+    """Solution and companion at a time, the coefficients on the mesh, and proposals for the next segment."""
+
+    time: float
+    box: Box
+    q: Numbers
+    companion: Numbers
+    raw: np.ndarray  # (nᵈ, F)
+    span: float
+    margin: float = 1.0
+    outside: float = 0.0  # the largest density at the edge so far, relative to the maximum
 
 
 class Solution(NamedTuple):
@@ -529,96 +628,112 @@ class Solution(NamedTuple):
 
 
 def solve(
-    sde: AbstractSDE, begin: Any, t1: float, fineness: Fineness, largest: int | None = None
+    sde: AbstractSDE, begin: Any, t1: float, resolution: Resolution, largest: int | None, work: Work
 ) -> Solution:
     """The density at t1 from `begin`, a `FromDensity` or `FromPoint`."""
-    t, box = begin.time, begin.box(fineness.edge)
+    t, box = begin.time, begin.box(resolution.edge)
     sizes = [size for size in SIZES[len(box.centre)] if size <= (largest or math.inf)]
     q = begin.density(box, sizes[0])
     for size in sizes[1:]:
-        if tail(np.asarray(q)) < fineness.tail:
+        if tail(np.asarray(q)) < resolution.tail:
             break
         q = begin.density(box, size)
-    first, segments, outside = box, [], 0.0
-    other, span, margin = begin.companion(q), t1 - t, 1.0
-    scale = box.scale[None]
-    still = Segment(np.array([t]), np.ones(1), box.centre[None], scale, scale, box.skew[None], q.shape[0])
-    raw = tabulate(sde, still)
-    while t < t1:
-        ahead = Forecast.of(np.asarray(q), box, np.asarray(raw[-1]), fineness.edge)
-        span = ahead.span(min(span, t1 - t))
-        window = (t, t1, span, max(1.0, 0.9 * margin))
-        (span, margin), box, segment, raw, fields, new = _segment(sde, ahead, window, box, q, sizes, fineness)
-        outside = max(outside, edge(np.asarray(new)))
-        if other is not None:
-            other = run(resized(other, segment.size), fields, segment, companion=True)
-        q, t = new, float(segment.times[-1])
+    raw = np.asarray(coefficients(sde, Segment.at(t, box, len(q)))[0])
+    first, state, segments = box, State(t, box, q, q, raw, t1 - t), []
+    while state.time < t1:
+        before, (state, segment) = state.time, next_state(sde, state, t1, sizes, resolution, work)
         segments.append(segment)
-        if sum(s.blocks * BLOCK * s.size**q.ndim for s in segments) > WORK:
-            raise Unresolved("the equation takes too many steps")
-        if other is None and t >= begin.later:
-            other = begin.after(t, box, segment.size)
-    error = _difference(np.asarray(q), np.asarray(other)) + (outside + 1e-14) * float(np.max(np.asarray(q)))
-    return Solution(GridDensity(q, error, box, begin.error(first, segments[0].size)), first, segments)
+        if before < begin.later <= state.time:
+            state = state._replace(companion=begin.after(state.time, state.box, segment.size))
+        if len(segments) > MAX_SEGMENTS:
+            raise Unresolved("the equation takes too many segments")
+    error = relative_difference(np.asarray(state.q), np.asarray(state.companion))
+    density = GridDensity(
+        state.q, error, 4 * state.outside + 1e-14, state.box, FLOOR + begin.error(first, segments[0].size)
+    )
+    return Solution(density, first, segments)
 
 
-def _segment(
-    sde: AbstractSDE,
-    ahead: Forecast,
-    times: tuple[float, float, float, float],
-    box: Box,
-    q: Numbers,
-    sizes: list[int],
-    fineness: Fineness,
-) -> tuple[tuple[float, float], Box, Segment, Numbers, Numbers, Numbers]:
-    """One segment from t, at most to t₁, with a box, a mesh and a span that do for it. Returns how long the
-    next may be and its margin, the box, the segment, its tables and the density."""
-    (t, t1, span, margin), size = times, q.shape[0]
-    somewhere, tables = np.asarray(q), {}
-    for attempt in range(TRIES):
-        end = t1 if span > 0.8 * (t1 - t) else t + span
-        aim, growth = ahead.box(end - t, margin)
-        segment = Segment.between((t, end), (box, aim), growth, size)
-        if (end, margin) not in tables:
-            tables[end, margin] = table_error(sde, segment, somewhere, fineness)
-        rough, few = tables[end, margin]
-        if rough > fineness.table and attempt < TRIES // 2:
-            span = max(0.2, 0.9 * (fineness.table / rough) ** (1 / TIMES)) * (end - t)
+def next_state(
+    sde: AbstractSDE, state: State, t1: float, sizes: list[int], resolution: Resolution, work: Work
+) -> tuple[State, Segment]:
+    """One segment, with a box, a mesh and a span that resolve the density."""
+    q, other, margin = np.asarray(state.q), np.asarray(state.companion), max(1.0, 0.97 * state.margin)
+    ahead, reached = Forecast.of(q, state.box, state.raw, resolution.edge), q
+    span, before = ahead.span(min(state.span, t1 - state.time)), log_gap(q, other, resolution.lowest)
+    may_rest = True  # coefficients that do not depend on time are exact in a frame that does not move
+    shorter = lambda excess: min(0.75, max(0.2, 0.9 * excess**0.2))
+    for _ in range(MAX_ATTEMPTS):
+        end = t1 if span > 0.8 * (t1 - state.time) else state.time + span
+        box, growth = ahead.box(end - state.time, margin)
+        if may_rest and state.box.is_near(box):
+            box, growth = state.box, 1e-3
+        segment = Segment.between((state.time, end), (state.box, box), growth, len(q))
+        miss = extrapolation_error(sde, segment, reached)
+        if miss > 20 * resolution.time:
+            span = shorter(20 * resolution.time / miss) * (end - state.time)
             continue
-        segment = segment._replace(sparse=few is not None)
-        raw = tabulate(sde, segment) if few is None else spread(few, size)
+        work.spend(len(segment.times) * q.size * evaluation_cost(sde))
+        raw = np.asarray(coefficients(sde, segment))
+        segment = with_limits(segment, raw, reached, resolution.edge)
         fields = fields_of(raw, segment)
-        segment = prepared(np.asarray(raw), fields, segment, somewhere, fineness)
-        if segment.blocks * BLOCK * size**q.ndim > WORK:
-            raise Unresolved("the equation is too stiff")
-        new = run(q, fields, segment)
-        values = np.asarray(new)
-        if not np.all(np.isfinite(values)):
+        new, companion = (
+            np.asarray(run(v, fields, segment, c, work)) for v, c in ((q, False), (other, True))
+        )
+        if not (np.all(np.isfinite(new)) and np.all(np.isfinite(companion))):
             raise Unresolved("the solution is not finite")
-        reached = np.maximum(somewhere, values)
-        caps = prepared(np.asarray(raw), fields, segment, reached, fineness).caps
-        if any(now > HEADROOM * old for now, old in zip(caps, segment.caps, strict=True)):
-            somewhere = reached  # by the density, with coefficients above the caps
-        elif edge(values) > 10 * fineness.edge and margin < MARGIN:
-            margin = 1.12 * margin
-        elif tail(values) > fineness.tail and size < sizes[-1]:
-            size = sizes[sizes.index(size) + 1]
-            q = resized(q, size)
-            somewhere = np.asarray(resized(somewhere, size))
-        elif tail(values) > HOPELESS * fineness.tail:
-            raise Unresolved(f"{size} nodes per axis do not resolve the density")
+        reached = np.maximum(reached, new)
+        wider = with_limits(segment, raw, reached, resolution.edge).limits
+        error = max(log_gap(new, companion, resolution.lowest) - before, 1e-300)
+        if any(now > HEADROOM * old for now, old in zip(wider, segment.limits, strict=True)):
+            continue  # the density reached places where coefficients are limited
+        nodes_excess = tail(new) / resolution.tail if len(q) < sizes[-1] else 0.0
+        width_excess = edge(new) / (4 * resolution.edge) if margin < MAX_MARGIN else 0.0
+        if nodes_excess > max(1.0, width_excess):
+            size = sizes[sizes.index(len(q)) + 1]
+            q, other, reached = (np.asarray(resized(part, size)) for part in (q, other, reached))
+        elif width_excess > 1:
+            margin, may_rest = (1.0 if box is state.box else 1.12) * margin, False
+        elif tail(new) > HOPELESS * resolution.tail:
+            raise Unresolved(f"{len(q)} nodes per axis do not resolve the density")
+        elif error > resolution.time and tail(new) <= resolution.tail:
+            span = shorter(resolution.time / error) * (end - state.time)
         else:
-            longer = min(4.0, 0.9 * (fineness.table / max(rough, 1e-300)) ** (1 / TIMES))
-            return (longer * (end - t), margin), aim, segment, raw, fields, new
+            worst = max(error / resolution.time, 0.05 * miss / resolution.time, 1e-6)
+            longer = min(4.0, 0.9 * worst**-0.2) * (end - state.time)
+            outside = max(state.outside, edge(new))
+            return State(end, box, new, companion, raw[-1], longer, margin, outside), segment
     raise Unresolved("no box holds the density")
 
 
-def _difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The largest difference within two nodes of each."""
-    gap = np.abs(q - other)
-    for axis in range(q.ndim):
-        gap = np.max([np.roll(gap, shift, axis) for shift in range(-2, 3)], axis=0)
-    return gap
+def evaluation_cost(sde: AbstractSDE) -> float:
+    """About that of the coefficients at a point, in products with the operator: 150 parameters make one."""
+    return 1 + sum(leaf.size for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)) / 150
+
+
+def extrapolation_error(sde: AbstractSDE, segment: Segment, q: np.ndarray) -> float:
+    """How far the coefficients at the end of a segment are from those extrapolated from the stages, in nats:
+    fast changes in time between the stages show there. On a coarse mesh."""
+    d, stride = q.ndim, len(q) // COARSE[q.ndim]
+    coarse, q = segment._replace(size=COARSE[d]), q[(slice(None, None, stride),) * d]
+    fields, where = fields_of(np.asarray(coefficients(sde, coarse)), coarse), q > 1e-3 * q.max()
+    weights = np.vander([1.0], 4) @ np.linalg.inv(np.vander(STAGES, 4))
+    gap = np.abs(fields[-1] - np.tensordot(weights[0], fields[:-1], 1))[:, where].max(axis=1)
+    # In units of the box, of seven standard deviations, log p has slopes of up to 26 there.
+    return float(26 * gap[:d].sum() + 340 * gap[d:].sum())
+
+
+def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The largest difference at each node and its neighbours, relative to the density: that of relative or of
+    absolute differences, which is smaller."""
+
+    def largest(gap: np.ndarray) -> np.ndarray:
+        for axis in range(q.ndim):
+            gap = np.max([np.roll(gap, shift, axis) for shift in (-1, 0, 1)], axis=0)
+        return gap
+
+    gap, size = np.abs(q - other), np.maximum(np.abs(q), 1e-300)
+    return np.minimum(largest(gap / size), largest(gap) / size)
 
 
 class FromDensity(eqx.Module):
@@ -637,7 +752,7 @@ class FromDensity(eqx.Module):
         mean, root = np.mean(self.draws, axis=0), np.linalg.cholesky(np.atleast_2d(np.cov(self.draws.T)))
         units = (self.draws - mean) @ np.linalg.inv(root).T
         low, high = 2.2 * units.min(axis=0), 2.2 * units.max(axis=0)
-        size = round(CHUNK ** (1 / len(mean)))
+        size = round(BATCH ** (1 / len(mean)))
         for _ in range(8):
             middle, half = 0.5 * (low + high), 0.5 * (high - low)
             y = nodes(size, len(mean))
@@ -648,13 +763,10 @@ class FromDensity(eqx.Module):
             low, high = middle + half * np.where(wrong, 1.5, 1) * reach
             if not wrong.any():
                 break
-        return Box(mean + root @ (0.5 * (low + high)), root * (0.52 * (high - low)), 0 * mean)
+        return Box(mean + root @ (0.5 * (low + high)), root * (0.52 * (high - low)), skew_of(low, high))
 
     def density(self, box: Box, size: int) -> Numbers:
         return _on_mesh(self.log_prob(box.places(size)), box, size)
-
-    def companion(self, q: Numbers) -> Numbers:
-        return q
 
     def error(self, box: Box, size: int) -> float:
         """That of the integral over the box, which is one."""
@@ -690,9 +802,6 @@ class FromPoint(eqx.Module):
     def after(self, time: float, box: Box, size: int) -> Numbers:
         mean, covariance = _moments(self.sde, self.point, self.t0, time)
         return _on_mesh(_normal(mean, covariance, box.places(size)), box, size)
-
-    def companion(self, q: Numbers) -> None:
-        del q
 
     def error(self, box: Box, size: int) -> float:
         del box, size
@@ -748,7 +857,7 @@ def _log_prob(base: Any, x: Numbers) -> Numbers:
 
 @functools.partial(jit, level=1)
 def _draws(base: Any) -> Numbers:
-    return base.sample(key=jax.random.key(0), shape=(DRAWS,))
+    return base.sample(key=jax.random.key(0), shape=(BASE_DRAWS,))
 
 
 class BaseLogProb(eqx.Module):
@@ -757,10 +866,10 @@ class BaseLogProb(eqx.Module):
     base: Any
 
     def __call__(self, x: Numbers) -> Numbers:
-        return in_chunks(lambda some: _log_prob(self.base, some), x, CHUNK)
+        return in_batches(lambda some: _log_prob(self.base, some), x, BATCH)
 
 
-def held(tree: Any) -> Any:
+def values_of(tree: Any) -> Any:
     """The values of what is being differentiated."""
     tree = jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
     if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
@@ -773,8 +882,8 @@ def replay(sde: AbstractSDE, begin: Any, solution: Solution) -> GridDensity:
     segments = solution.segments
     q = begin.density(solution.first, segments[0].size)
     for segment in segments:
-        raw = tabulate(sde, segment)
-        q = run(resized(q, segment.size), fields_of(raw, segment), segment)
+        fields = fields_of(coefficients(sde, segment), segment)
+        q = run(resized(q, segment.size), fields, segment, companion=False)
     return eqx.tree_at(lambda density: density.values, solution.density, q)
 
 
@@ -782,24 +891,26 @@ def log_prob_and_error(
     sde: AbstractSDE, begin: Any, t1: float, x: Numbers, tolerance: float, largest: int | None = None
 ) -> tuple[Numbers, Numbers]:
     """log p at `(N, d)` and its error, from a mesh that is refined until the error is below the tolerance."""
-    (still, start), points = held((sde, begin)), held(x)
+    (still, start), points = values_of((sde, begin)), values_of(x)
     solution, value, error = None, np.full(len(x), np.nan), np.full(len(x), np.inf)
     # The share of the highest density that is to be known, first as for draws; and the part of the tolerance.
-    lowest, part = min(1e-2, max(1e-5, 0.1 / max(1, len(x)))), 1.0
-    for _ in range(PASSES):
-        step = 1.6 if lowest > 1e-3 else 1.2
+    lowest = min(1e-2, max(1e-5, 0.1 / max(1, len(x))))
+    part, work = 1.0, Work(MAX_WORK)
+    for _ in range(MAX_PASSES):
         low = max(0.15 * part * tolerance * lowest, 1e-10)
-        fineness = Fineness(low, max(0.1 * low, 1e-11), step * part**0.25, 0.3 * part * tolerance)
+        resolution = Resolution(low, max(0.05 * low, 5e-12), 0.2 * part * tolerance, lowest)
         try:
-            solution = solve(still, start, t1, fineness, largest)
+            solution = solve(still, start, t1, resolution, largest, work)
         except Unresolved:
             break
         value, error = (np.asarray(a) for a in solution.density.log_prob_and_error(points))
-        unknown, unmet = np.isnan(value), ~(error <= tolerance)
-        if not np.any(unmet & ~unknown) and (lowest == LOWEST or not unknown.any()):
+        # Points at which the density may be above the lowest share, but is not known.
+        share = np.exp(np.where(np.isnan(value), -np.inf, value) - solution.density.log_maximum)
+        low = np.isnan(value) & solution.density.box.holds(points) & (lowest > LOWEST)
+        unmet = ~(error <= tolerance) & (share > 0.5 * LOWEST)
+        if not np.any(unmet | low):
             break
-        needed = np.exp(np.min(value[unmet & ~unknown], initial=np.inf) - solution.density.log_maximum)
-        needed = max(LOWEST, LOWEST if unknown.any() else needed)
+        needed = LOWEST if low.any() else max(LOWEST, 0.5 * np.min(share[unmet]))
         lowest, part = (needed, part) if needed < 0.9 * lowest else (lowest, 0.2 * part)
     if solution is None or not any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x))):
         return value, error
@@ -876,7 +987,7 @@ def estimate(
         double = jax.tree.map(lambda a: a.astype(float), parameters)
         sde, base, start, points = eqx.combine(double, rest)
         if start is None:
-            begin = FromDensity(BaseLogProb(base), np.asarray(_draws(held(base))), 0.0)
+            begin = FromDensity(BaseLogProb(base), np.asarray(_draws(values_of(base))), 0.0)
         else:
             begin = FromPoint(sde, jnp.asarray(start, float), 0.0, flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
@@ -899,5 +1010,5 @@ def differentiated_in_double_precision(function: Callable) -> Callable:
 def explicit(sde: AbstractSDE, dimension: int) -> AbstractSDE:
     """The SDE with what is differentiated among its parameters, not in what its functions close over."""
     t, z = jnp.zeros(()), jnp.zeros(dimension)
-    hidden = is_traced(held(sde).drift(t, z)) or is_traced(noise_matrix(held(sde).noise(t, z)))
+    hidden = is_traced(values_of(sde).drift(t, z)) or is_traced(noise_matrix(values_of(sde).noise(t, z)))
     return with_explicit_parameters(sde, z) if hidden else sde

@@ -1,0 +1,222 @@
+"""Accuracy of `rf.density.Grid` against closed forms and finite volumes.
+
+    python -m benchmarks.grid [CASE …]
+
+For each SDE, from a distribution and from a point: the largest error of log p wherever p exceeds 1e-6 of its
+maximum, the largest error bar there, the share of points within their bars, and seconds of CPU time with and
+without compilation. Then gradients against central differences.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import integrate, linalg, stats
+
+import roughflow as rf
+from benchmarks.density import Columns, print_header, print_row
+from benchmarks.timing import verdict
+
+TOLERANCE = 1e-3
+LOWEST = -13.8  # log of the share of the maximum down to which log p counts
+TABLE: Columns = (
+    ("SDE", 18),
+    ("from", 12),
+    ("points", 6),
+    ("error", 8),
+    ("bar", 8),
+    ("covered", 7),
+    ("first / s", 9),
+    ("again / s", 9),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A flow, its start if that is a point, and points with their log-densities."""
+
+    flow: rf.StochasticFlow
+    start: np.ndarray | None
+    x: np.ndarray
+    log_density: np.ndarray
+
+
+def linear(matrix: Any, noise: Any, start: np.ndarray | None) -> Case:
+    """An Ornstein–Uhlenbeck process, from N(0, I) or a point."""
+    a, s = np.array(matrix), np.array(noise)
+    added = integrate.quad_vec(lambda t: linalg.expm(a * t) @ s @ s.T @ linalg.expm(a * t).T, 0, 1)[0]
+    flow = linalg.expm(a)
+    mean, covariance = (flow @ start, added) if start is not None else (0 * a[0], added + flow @ flow.T)
+    sde = rf.ItoSDE(lambda t, z: jnp.asarray(a) @ z, lambda t, z: jnp.asarray(s))
+    return normal_case(sde, rf.Normal(jnp.zeros(2)), start, mean, covariance)
+
+
+def rotation(start: np.ndarray | None) -> Case:
+    """Noise that turns with the state: in the Itô sense that of a linear SDE."""
+    swirl = np.array([[-0.2, -1.1], [1.1, -0.2]])
+
+    def noise(t, z):
+        cos, sin = jnp.cos(2.6 * z[0]), jnp.sin(2.6 * z[0])
+        return 0.4 * jnp.stack([jnp.stack([cos, -sin]), jnp.stack([sin, cos])])
+
+    variance = 0.16 * (1 - np.exp(-0.4)) / 0.4
+    mean, covariance = np.zeros(2), (variance + np.exp(-0.4)) * np.eye(2)
+    if start is not None:
+        mean, covariance = linalg.expm(swirl) @ start, variance * np.eye(2)
+    sde = rf.ItoSDE(lambda t, z: jnp.asarray(swirl) @ z, noise)
+    return normal_case(sde, rf.Normal(jnp.zeros(2)), start, mean, covariance)
+
+
+def rotations(start: np.ndarray | None) -> Case:
+    """Rotations by noise, of strength 0.8, which do not change a round density; from a distribution only."""
+    turn = np.array([[0.0, -1.0], [1.0, 0.0]])
+    noise = lambda t, z: jnp.stack([jnp.array([0.4, 0.0]), jnp.array([0.0, 0.4]), 0.8 * (turn @ z)], axis=1)
+    sde = rf.ItoSDE(lambda t, z: (-0.2 - 0.32) * z + 1.1 * (turn @ z), noise)
+    if start is not None:
+        start = np.zeros(2)
+    variance = (0 if start is not None else 0.25 * np.exp(-0.4)) + 0.16 * (1 - np.exp(-0.4)) / 0.4
+    return normal_case(sde, rf.Normal(jnp.zeros(2), 0.5), start, np.zeros(2), variance * np.eye(2))
+
+
+def normal_case(
+    sde: Any, base: Any, start: np.ndarray | None, mean: np.ndarray, covariance: np.ndarray
+) -> Case:
+    radius, angle = np.meshgrid(np.linspace(0, 5.25, 12), np.linspace(0, 6, 12))
+    units = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).reshape(-1, 2)
+    x = mean + units @ np.linalg.cholesky(covariance).T
+    return Case(rf.StochasticFlow(sde, base), start, x, stats.multivariate_normal.logpdf(x, mean, covariance))
+
+
+class LogNormal(eqx.Module):
+    """exp N(0, scale²)."""
+
+    scale: float
+
+    def sample(self, *, key, shape=()):
+        return jnp.exp(self.scale * jax.random.normal(key, (*shape, 1)))
+
+    def log_prob(self, z):
+        inside = jnp.where(z > 0, z, 1.0)
+        value = jax.scipy.stats.norm.logpdf(jnp.log(inside), 0.0, self.scale) - jnp.log(inside)
+        return jnp.sum(jnp.where(z > 0, value, -jnp.inf))
+
+
+def geometric(start: np.ndarray | None) -> Case:
+    """Geometric Brownian motion."""
+    sde = rf.ItoSDE(lambda t, z: 0.1 * z, lambda t, z: 0.3 * z[:, None])
+    scale = 0.3 if start is not None else np.hypot(0.3, 0.2)
+    x = np.exp(0.055 + scale * np.linspace(-5.6, 5.3, 80))
+    truth = stats.lognorm.logpdf(x, scale, scale=np.exp(0.055))
+    return Case(
+        rf.StochasticFlow(sde, LogNormal(0.2)), None if start is None else np.ones(1), x[:, None], truth
+    )
+
+
+def potential(drift: Callable, width: float) -> Callable[[np.ndarray | None], Case]:
+    """dZ = drift(Z) dt + dB, from N(0, 0.3²) or 0.4; by finite volumes, extrapolated in the size of cells."""
+
+    def case(start: np.ndarray | None) -> Case:
+        sde = rf.ItoSDE(lambda t, z: drift(z, jnp), lambda t, z: jnp.eye(1))
+        begin = (lambda z: stats.norm.pdf(z, 0, 0.3)) if start is None else 0.4
+        coarse, fine = (finite_volumes(lambda z: drift(z, np), begin, width, size) for size in (601, 1803))
+        density = (9 * fine[1][1::3] - coarse[1]) / 8
+        x, log_density = coarse[0][::6, None], np.log(np.maximum(density[::6], 1e-300))
+        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), 0.3))
+        return Case(flow, None if start is None else np.array([0.4]), x, log_density)
+
+    return case
+
+
+def finite_volumes(drift: Callable, start: Any, width: float, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cell centres and the density after unit time: rates between cells are in detailed balance with the
+    stationary density, and their symmetric generator is exponentiated by its eigenvectors."""
+    edges = np.linspace(-width, width, size + 1)
+    y, h = 0.5 * (edges[1:] + edges[:-1]), edges[1] - edges[0]
+    change = (drift(y[:-1]) + 4 * drift(edges[1:-1]) + drift(y[1:])) / 3 * h
+    log_stationary, rate, diagonal = np.append(0, np.cumsum(change)), 0.5 / h**2, np.zeros(size)
+    diagonal[:-1] -= rate * np.exp(0.5 * change)
+    diagonal[1:] -= rate * np.exp(-0.5 * change)
+    values, vectors = linalg.eigh_tridiagonal(diagonal, np.full(size - 1, rate))
+    log_root = 0.5 * (log_stationary - log_stationary.max())
+    if callable(start):
+        log_start = np.log(np.maximum(np.asarray(start(y)), 1e-300))
+        weight = np.exp(log_start - log_root)
+        return y, vectors @ (np.exp(values) * (vectors.T @ weight)) * np.exp(log_root)
+    i = int(np.searchsorted(y, start)) - 1
+    part = (start - y[i]) / h
+    kernels = [vectors @ (np.exp(values) * vectors[j]) * np.exp(log_root - log_root[j]) for j in (i, i + 1)]
+    return y, ((1 - part) * kernels[0] + part * kernels[1]) / h
+
+
+CASES: dict[str, Callable[[np.ndarray | None], Case]] = {
+    "OU, full": lambda start: linear([[-1.0, 0.8], [-0.6, -0.5]], [[0.7, 0.2], [0.0, 0.5]], start),
+    "OU, degenerate": lambda start: linear([[0.0, 1.0], [-1.0, -0.5]], [[0.0], [0.8]], start),
+    "rotation, 2.6": rotation,
+    "rotations": rotations,
+    "GBM": geometric,
+    "sine": potential(lambda z, xp: 2 * xp.sin(2 * z), 6.0),
+    "well, slope 1": potential(lambda z, xp: z - z**3, 4.0),
+    "well, slope 9": potential(lambda z, xp: 9 * (z - z**3), 2.0),
+}
+
+
+def row(name: str, case: Case) -> tuple[float, float, float]:
+    """Prints a row; returns the largest error and bar and the share of points within their bars."""
+    counts = case.log_density > case.log_density.max() + LOWEST
+    x, truth = jnp.asarray(case.x[counts]), case.log_density[counts]
+    grid = rf.density.Grid(start=None if case.start is None else jnp.asarray(case.start))
+    estimate = lambda: case.flow.estimate(x, key=jax.random.key(0), estimator=grid, tolerance=TOLERANCE)
+    begin = time.process_time()
+    found = estimate()
+    middle = time.process_time()
+    estimate()
+    seconds = [middle - begin, time.process_time() - middle]
+    gap, bar = np.abs(np.asarray(found.log_prob) - truth), np.asarray(found.total_error)
+    gap = np.where(np.isnan(gap), np.inf, gap)
+    covered = float(np.mean(gap <= bar + 1e-9))
+    begins = "distribution" if case.start is None else "point"
+    cells = [f"{len(truth)}", f"{gap.max():.1e}", f"{bar.max():.1e}", f"{covered:.0%}"]
+    print_row(TABLE, name, begins, *cells, *(f"{s:.1f}" for s in seconds))
+    return float(gap.max()), float(bar.max()), covered
+
+
+def gradient_gap() -> float:
+    """The largest relative difference between gradients and central differences, in parameters and points."""
+    x, key = jnp.array([[0.3], [1.2], [-0.5]]), jax.random.key(0)
+
+    def value(theta, x):
+        drift = lambda t, z: theta[0] * jnp.sin(z) - z
+        noise = lambda t, z: theta[1] * (1 + 0.3 * jnp.cos(z))[:, None]
+        flow = rf.StochasticFlow(rf.ItoSDE(drift, noise), rf.Normal(jnp.zeros(1), jnp.exp(theta[2])))
+        return jnp.sum(flow.estimate(x, key=key, estimator=rf.density.Grid(), tolerance=1e-5).log_prob)
+
+    theta, h, gaps = jnp.array([0.8, 0.6, 0.1]), 1e-3, []
+    slope, slope_x = jax.grad(value, (0, 1))(theta, x)
+    for i in range(3):
+        central = (value(theta.at[i].add(h), x) - value(theta.at[i].add(-h), x)) / (2 * h)
+        gaps.append(abs(slope[i] / central - 1))
+        central = (value(theta, x.at[i].add(h)) - value(theta, x.at[i].add(-h))) / (2 * h)
+        gaps.append(abs(slope_x[i, 0] / central - 1))
+    return float(max(gaps))
+
+
+def main(only: list[str]) -> None:
+    jax.config.update("jax_enable_x64", True)
+    print_header(TABLE)
+    starts = (None, np.array([1.0, 0.5]))
+    chosen = {name: case for name, case in CASES.items() if not only or any(word in name for word in only)}
+    rows = np.array([row(name, case(start)) for name, case in chosen.items() for start in starts])
+    print(verdict(bool(rows[:, 0].max() < TOLERANCE), "errors below 1e-3", f"{rows[:, 0].max():.1e}"))
+    print(verdict(bool(rows[:, 2].min() > 0.95), "95 % within their bars", f"{rows[:, 2].min():.0%}"))
+    gap = gradient_gap()
+    print(verdict(gap < 1e-4, "gradients within 1e-4 of central differences", f"{gap:.1e}"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
