@@ -107,15 +107,18 @@ class Ladder(AbstractEstimator):
         if fits and len(flat) >= many[flow.dimension]:
             which, fits = _grid(flow, flat, which, tolerance, record), False
         for doubling in range(1 + DOUBLINGS):
-            if doubling:
-                fits = False
-                flow = flow.with_driver(flow.driver.refined())
             if which.size:
-                _climb(Points(flow, flat, key), which, tolerance, most, record, fits)
-            # What more paths cannot mend more functions may.
-            which = record.truncated(0.5 * tolerance)
+                points = Points(flow, flat, key)
+                _climb(points, which, tolerance, most, record, fits and not doubling)
+            # More paths do not reduce what functions leave out or steps miss.
+            truncated, unsolved = (
+                record.mostly(part, 0.5 * tolerance) for part in ("truncation_error", "solver_error")
+            )
+            which = np.union1d(truncated, unsolved)
             if not which.size:
                 break
+            flow = flow.with_driver(flow.driver.refined()) if truncated.size else flow
+            flow = flow.with_finer_steps() if unsolved.size else flow
         record.parts["jump"] = np.full(len(flat), any(switch.kind == "jump" for switch in switches))
         record.parts["fast"] = np.full(len(flat), fast)
         if accuracy.tolerance is not None:
@@ -161,9 +164,9 @@ class Record:
         self.parts["steep"][which] |= known & ~poor & (apart > wide)
         self.poor[which] &= poor
 
-    def truncated(self, tolerance: float) -> np.ndarray:
-        """The points whose error is mostly what the driver's functions leave out."""
-        error = self.parts["truncation_error"]
+    def mostly(self, part: str, tolerance: float) -> np.ndarray:
+        """The points with weights that are not poor and an error that consists mostly of this part."""
+        error = self.parts[part]
         mostly = (error > tolerance) & (error > self.parts["standard_error"])
         return np.flatnonzero(mostly & np.isfinite(error) & ~self.poor)
 
