@@ -11,8 +11,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
 from .._programs import jit
-from ..flow import AbstractStochasticFlow, unresolved_in_time
-from ..sde import kinks
+from ..flow import AbstractStochasticFlow, some_points, unresolved_in_time
+from ..sde import kinks, noise_matrix
 from ._draws import Sobol
 from ._estimate import FEW_PATHS, HEAVY, METHODS, AbstractEstimator, Accuracy, Estimate, effective_paths
 from ._grid import applies as grid_applies, estimate as grid_estimate
@@ -51,6 +51,7 @@ LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
 DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
 HEAVY_AROUND_MODES = 0.5  # Pareto k of weights around modes above which particles are moved
 POINTS = 8  # at which it is looked at how coefficients change in time
+CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
 FAST = 0.05  # nats that what lies between the solver's times may move log p by
 APART = 3.0  # errors by which two rungs may differ
 
@@ -104,12 +105,13 @@ class Ladder(AbstractEstimator):
         fits = grid_applies(flow) is None and not switches
         fast = unresolved_in_time(flow, jnp.asarray(flat[:POINTS])) > FAST
         many = MANY if jax.default_backend() == "cpu" else MANY_ON_GPU
-        if fits and len(flat) >= many[flow.dimension]:
+        contracts = bool(_contraction(flow) > STEEP)
+        if fits and (contracts or len(flat) >= many[flow.dimension]):
             which, fits = _grid(flow, flat, which, tolerance, record), False
         for doubling in range(1 + DOUBLINGS):
             if which.size:
                 points = Points(flow, flat, key)
-                _climb(points, which, tolerance, most, record, fits and not doubling)
+                _climb(points, which, tolerance, most, record, fits and not doubling, contracts)
             # More paths do not reduce what functions leave out or steps miss.
             truncated, unsolved = (
                 record.mostly(part, 0.5 * tolerance) for part in ("truncation_error", "solver_error")
@@ -195,12 +197,51 @@ def _grid(
     return which[~met]
 
 
+@partial(jit, level=1)
+def _contraction(flow: AbstractStochasticFlow) -> Array:
+    """The factor per dimension by which the drift contracts around one simulated path in ten, or more:
+    exp(−∫ div μ dt / d).
+
+    Backward solves expand by as much and run away from the places that paths contract to. Paths to x from
+    there have large weights, and prior draws that may never show one: in a double well, a point on the slope
+    is reached from the ridge by most draws, and from the well by as much of the probability.
+    """
+    noise = np.random.default_rng(0).normal(size=(CONTRACTION_STEPS, CONTRACTION_PATHS, flow.noise_dimension))
+    start = some_points(flow.base, flow.dimension, CONTRACTION_PATHS)
+    length = jnp.asarray(flow.t1 / CONTRACTION_STEPS, start.dtype)
+    basis = jnp.eye(flow.dimension, dtype=start.dtype)
+
+    def move(z: Array, t: Array, noise: Array) -> tuple[Array, Array]:
+        drift, push = jax.linearize(lambda z: flow.sde.drift(t, z), z)
+        divergence = jnp.trace(jax.vmap(push)(basis))
+        new = z + length * drift + jnp.sqrt(length) * noise_matrix(flow.sde.noise(t, z)) @ noise
+        fine = jnp.all(jnp.isfinite(new)) & jnp.isfinite(divergence)
+        return jnp.where(fine, new, z), jnp.where(fine, length * divergence, 0)
+
+    def step(state: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+        z, change = jax.vmap(move, (0, None, 0))(state[0], *given)
+        return (z, state[1] + change), None
+
+    times = length * jnp.arange(CONTRACTION_STEPS, dtype=start.dtype)
+    given = (times, jnp.asarray(noise, start.dtype))
+    total = jax.lax.scan(step, (start, jnp.zeros(CONTRACTION_PATHS, start.dtype)), given)[0][1]
+    return jnp.exp(-jnp.quantile(total, 0.1) / flow.dimension)
+
+
 def _climb(
-    points: Points, which: np.ndarray, tolerance: float, most: int, record: Record, fits: bool
+    points: Points,
+    which: np.ndarray,
+    tolerance: float,
+    most: int,
+    record: Record,
+    fits: bool,
+    contracts: bool,
 ) -> None:
-    """Rung by rung, with the points that need the next one; `fits` says whether a grid is one."""
+    """Rung by rung, with the points that need the next one. `fits` says whether a grid is one, `contracts`
+    that prior draws are not."""
     flow = points.levels.flow
-    which = _rounds(Rounds(points, which, Sobol(), None, most), tolerance, most, record, "paths")
+    if not contracts:
+        which = _rounds(Rounds(points, which, Sobol(), None, most), tolerance, most, record, "paths")
     if fits and which.size:
         which = _grid(flow, points.x, which, tolerance, record)
     if which.size and (learned := _learned(flow)) is not None:
@@ -313,7 +354,8 @@ def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, err
     fixed, points = constant((flow, flat))
     places = jnp.broadcast_to(jnp.arange(FIXED), (len(flat), FIXED))
     first = draw(Level(fixed), points, keys, None, Sobol(), places[:, :FIRST], FIXED)
-    mixture = _mixture_where(_poor(first.log_weights), fixed, points, keys)
+    poor = _poor(first.log_weights) | (_contraction(fixed) > STEEP)
+    mixture = _mixture_where(poor, fixed, points, keys)
     drawn = draw(Level(flow), flat, keys, mixture, Sobol(), places, FIXED)
     estimate = traced_estimate(flow, flat, keys, mixture, Sobol(), drawn, errors, corrected=True)
     other = METHODS.index("modes" if _learned(flow) is None else "learned")

@@ -1,7 +1,7 @@
 """Stage 3, the random ODE as a flow: divergence, integration, conditional density, sampling."""
 
 from ._adaptive import Adaptive as Adaptive
-from ._base import Base as Base, Normal as Normal, Whitened as Whitened
+from ._base import Base as Base, Normal as Normal, Whitened as Whitened, some_points as some_points
 from ._divergence import (
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
