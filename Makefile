@@ -45,7 +45,7 @@ bench: install $(EXTRAS)
 
 # Run the code of the tutorials and the gallery, and write its output and figures into docs/.
 pages: install
-	$(BIN)/python docs/_execute.py docs/index.md docs/tutorials/*.md docs/series.md docs/densities.md docs/rough.md
+	$(BIN)/python docs/_execute.py docs/index.md docs/tutorials/*.md docs/gallery.md docs/series.md docs/densities.md docs/rough.md
 
 # The site works without a network: open site/index.html.
 docs: .venv/docs

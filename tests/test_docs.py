@@ -104,6 +104,7 @@ PAGES = (
     "tutorials/samples",
     "tutorials/series",
     "series",
+    "gallery",
     "rough",
 )
 

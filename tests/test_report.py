@@ -102,6 +102,16 @@ def test_one_column_given_another(key, tmp_path):
     np.testing.assert_allclose(told, truth, atol=0.01)
 
 
+def test_bounds_are_suggested_where_samples_leave_the_range_of_the_data():
+    rng = np.random.default_rng(0)
+    data = np.stack([rng.exponential(size=2000), rng.normal(size=2000), rng.uniform(2, 3, 2000)], axis=1)
+    drawn = np.stack([rng.normal(1, 1, 2000), rng.normal(size=2000), rng.uniform(1.9, 3.1, 2000)], axis=1)
+    income, share = report._outside(["income", "height", "share"], data, drawn)
+    assert "bounds={'income': (0, None)}" in income
+    low, high = data[:, 2].min(), data[:, 2].max()
+    assert f"bounds={{'share': ({low:.6g}, {high:.6g})}}" in share
+
+
 def test_error_bars_are_checked_where_there_is_noise():
     """Honest ones are found honest; an estimate that is not finite is left out."""
     draws = np.random.default_rng(0).normal(0, 0.1, (2, 4001))

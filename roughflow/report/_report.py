@@ -19,6 +19,13 @@ from . import _figures as draw, _page as html
 COLUMNS = 5  # shown; ten pairs
 DRAWN = 4000  # rows and samples
 SCORED, NOISY = 1000, 64  # rows to score, without noise and with it, where each takes many paths
+OUTSIDE = 0.005  # share of samples beyond the range of the data above which bounds are suggested
+MEANING = (
+    "The log-likelihood is the mean of log p over rows; higher is better. It is measured in nats: a gain of "
+    "1 nat per row means that the density at a typical row is e = 2.7 times as high. Its value depends on "
+    "the units of the columns, so compare it only with other models of the same table, such as the Gaussian. "
+    "A gain of less than two standard errors (±) may be due to chance."
+)
 
 
 def write_report(
@@ -66,7 +73,7 @@ def write_report(
         warnings.simplefilter("ignore", UserWarning)
         sections = [
             html.section("How it was made", html.pairs(_made(fitted.model, counts, made or {}))),
-            html.section("How good it is", html.pairs(_numbers(fitted, score))),
+            html.section("How good it is", html.pairs(_numbers(fitted, score)), html.paragraph(MEANING)),
             html.section("Warnings", html.bullets(noted) if noted else html.paragraph("None.")),
             *_samples(fitted.model, data, keys[2]),
             _training(fitted),
@@ -180,6 +187,7 @@ def _samples(model: rf.Standardised, data: np.ndarray, key: PRNGKeyArray) -> lis
     shown = range(min(COLUMNS, len(names)))
     left_out = ", ".join(names[COLUMNS:])
     told = [html.paragraph(f"The first {COLUMNS} columns; left out: {left_out}.")] if left_out else []
+    outside = _outside(names[:own], data, drawn)
     if model.context:
         told.append(html.paragraph("For each row, one sample of the model given the same."))
     single = {names[i]: draw.marginal(data[:, i], drawn[:, i], names[i]) for i in shown if i < own}
@@ -188,8 +196,32 @@ def _samples(model: rf.Standardised, data: np.ndarray, key: PRNGKeyArray) -> lis
         for i, j in combinations(shown, 2)
         if i < own
     }
-    sections = [html.section("Columns", *told, html.figures(single))]
+    sections = [
+        html.section("Columns", *told, *([html.bullets(outside)] if outside else []), html.figures(single))
+    ]
     return [*sections, html.section("Pairs of columns", *told, html.figures(double))] if double else sections
+
+
+def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[str]:
+    """A line with suggested bounds for every column whose samples often leave the range of the data."""
+    lines = []
+    for i, name in enumerate(names):
+        low, high = data[:, i].min(), data[:, i].max()
+        below, above = np.mean(drawn[:, i] < low), np.mean(drawn[:, i] > high)
+        # A new row is beyond the smallest of n with probability 1/(n + 1), even under the true density.
+        share = max(OUTSIDE, 5 / (len(data) + 1))
+        bounds: list[float | None] = [None, None]
+        if below > share:
+            bounds[0] = 0.0 if low >= 0 > drawn[:, i].min() else float(low)
+        if above > share:
+            bounds[1] = float(high)
+        if bounds != [None, None]:
+            python = "({}, {})".format(*("None" if bound is None else f"{bound:.6g}" for bound in bounds))
+            lines.append(
+                f"{below + above:.1%} of the samples of {name} are outside the range of the data, {low:.6g} "
+                f"to {high:.6g}. If such values are impossible, fit again with bounds={{{name!r}: {python}}}."
+            )
+    return lines
 
 
 def _training(fitted: rf.Fitted) -> str:
