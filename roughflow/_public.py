@@ -106,18 +106,16 @@ from .density import (
     LowerBound as LowerBound,
     UpperBound as UpperBound,
 )
-from .learn import (
+from .files import save as save, load as load, whole_file as whole_file
+from .train import (
     neural_flow as neural_flow,
     velocity_flow as velocity_flow,
     with_noise as with_noise,
     fit as fit,
     Fitted as Fitted,
-    FittedDensity as FittedDensity,
-    Score as Score,
     History as History,
     AbstractObjective as AbstractObjective,
     AbstractStatefulObjective as AbstractStatefulObjective,
-    Marginals as Marginals,
     MaximumLikelihood as MaximumLikelihood,
     Interpolant as Interpolant,
     ReverseKL as ReverseKL,
@@ -125,15 +123,17 @@ from .learn import (
     EvidenceBound as EvidenceBound,
     stationarity as stationarity,
     confinement as confinement,
+)
+from .tables import (
+    FittedDensity as FittedDensity,
+    Score as Score,
+    Marginals as Marginals,
     staying_sde as staying_sde,
     Standardised as Standardised,
     standardisation as standardisation,
     fit_density as fit_density,
     ParquetTable as ParquetTable,
     estimate_chunks as estimate_chunks,
-    save as save,
-    load as load,
-    whole_file as whole_file,
 )
 from .mcmc import (
     AbstractSampler as AbstractSampler,

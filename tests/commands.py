@@ -30,7 +30,7 @@ def read(path):
 
 def interrupt_after(monkeypatch, steps):
     """Press Ctrl-C once the fit has saved its state at that step."""
-    write_archive = rf.learn._checkpoint.write_archive
+    write_archive = rf.train._checkpoint.write_archive
     pressed = []
 
     def write(path, header, arrays):
@@ -39,5 +39,5 @@ def interrupt_after(monkeypatch, steps):
             pressed.append(steps)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(rf.learn._checkpoint, "write_archive", write)
-    monkeypatch.setattr(rf.learn._checkpoint, "SECONDS", 0.0)
+    monkeypatch.setattr(rf.train._checkpoint, "write_archive", write)
+    monkeypatch.setattr(rf.train._checkpoint, "SECONDS_BETWEEN_WRITES", 0.0)

@@ -15,7 +15,19 @@ PACKAGE = Path(roughflow.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # In pipeline order: a stage imports only stages before it.
-STAGES = ["sde", "driver", "rough", "flow", "transition", "density", "learn", "mcmc", "series"]
+STAGES = [
+    "sde",
+    "driver",
+    "rough",
+    "flow",
+    "transition",
+    "density",
+    "files",
+    "train",
+    "tables",
+    "mcmc",
+    "series",
+]
 ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}}
 # So do the modules of the density stage: a point goes through each of them once.
 DENSITY = [
@@ -37,13 +49,13 @@ ALLOWED |= {part: set(COMMON[:i]) for i, part in enumerate(COMMON)}
 ON_TOP = {"interop", "cli", "plots", "datasets", "experiments", "report"}
 # Where a package outside may be imported.
 CONFINED = {
-    "optax": {"learn"},
+    "optax": {"train"},
     "diffrax": {"driver", "flow", "density", "series"},
     "matplotlib": {"plots", "experiments", "report"},
 }
 # Words that CONTRIBUTING.md has others for; only what reads old files knows them.
 RETIRED = {"law", "laws"}
-KNOWS_OLD_NAMES = PACKAGE / "learn" / "_names.py"
+KNOWS_OLD_NAMES = PACKAGE / "files" / "_save.py"
 HEAVY = ["matplotlib", "sklearn", "torch", "numpyro", "blackjax", "arviz"]
 HEAVY += ["scipy.stats", "scipy.optimize", "scipy.special"]
 
@@ -155,7 +167,7 @@ def test_a_name_brings_no_later_stage_and_nothing_heavy():
     code = f"""
         import sys, roughflow
         roughflow.FixedGrid, roughflow.flow
-        later = ("transition", "density", "learn", "mcmc", "series")
+        later = ("transition", "density", "files", "train", "tables", "mcmc", "series")
         print([stage for stage in later if f"roughflow.{{stage}}" in sys.modules])
         roughflow.fit
         print([name for name in {HEAVY} if name in sys.modules])

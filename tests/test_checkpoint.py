@@ -125,7 +125,7 @@ WORDS = frozenset(["one", "two", "three", "four", "five", "six", "seven", "eight
 RUN = """
 import sys
 sys.path.insert(0, {folder!r})
-from roughflow.learn._fingerprint import fingerprint
+from roughflow.train._checkpoint import fingerprint
 from test_checkpoint import WORDS, run
 print(fingerprint(WORDS, "words"))
 try:
@@ -169,7 +169,7 @@ def finished(tmp_path_factory):
 
 def test_a_run_is_the_same_in_another_process(finished):
     """The target is a partial function and the optimiser a closure: neither has a name that lasts."""
-    from roughflow.learn._fingerprint import fingerprint
+    from roughflow.train._checkpoint import fingerprint
 
     script = RUN.format(folder=str(Path(__file__).parent), file=str(finished))
     # Each process has its own order of hashes.
@@ -209,7 +209,7 @@ def test_what_a_run_depends_on_is_noted(finished, changes, message):
 
 
 def test_functions_are_told_apart_by_what_they_do():
-    from roughflow.learn._fingerprint import difference, fingerprint
+    from roughflow.train._checkpoint import difference, fingerprint
 
     told = lambda one, two: difference(fingerprint(one, "f"), fingerprint(two, "f"))
     shifted = lambda loc: lambda z: z - loc
@@ -234,7 +234,7 @@ def test_functions_are_told_apart_by_what_they_do():
 
 
 def test_words_for_values_hold_no_address_and_no_order_of_a_hash():
-    from roughflow.learn._fingerprint import fingerprint
+    from roughflow.train._checkpoint import fingerprint
 
     class Plain:
         def __init__(self):
@@ -247,8 +247,8 @@ def test_words_for_values_hold_no_address_and_no_order_of_a_hash():
 
 
 def test_a_checkpoint_of_an_older_version_is_named(finished, tmp_path):
-    from roughflow.learn._checkpoint import VERSION
-    from roughflow.learn._files import read_archive, write_archive
+    from roughflow.files._files import read_archive, write_archive
+    from roughflow.train._checkpoint import VERSION
 
     header, arrays = read_archive(finished, "checkpoint", VERSION)
     write_archive(tmp_path / "old.checkpoint", header | {"version": 1}, arrays)

@@ -11,7 +11,7 @@ import pytest
 import roughflow as rf
 from roughflow.cli import main, start
 from roughflow.cli.start import cache_folder, keep_programs
-from roughflow.learn import progress_bar
+from roughflow.train import progress_bar
 
 
 def test_help_is_a_tour(capsys):

@@ -107,9 +107,9 @@ def test_a_small_table_gets_a_gaussian(tmp_path, capsys):
 
 def test_two_fits_at_once_do_not_share_a_file(refused, tmp_path):
     table(tmp_path / "data.csv")
-    with rf.learn.held(tmp_path / "m.rf", "busy"):
+    with rf.files.file_lock(tmp_path / "m.rf", "busy"):
         assert "another run is at work on m.rf: wait" in refused("fit", "data.csv", "--out", "m.rf", *TINY)
-    with rf.learn.held(tmp_path / "n.rf.checkpoint", "busy"):
+    with rf.files.file_lock(tmp_path / "n.rf.checkpoint", "busy"):
         assert "is in use by another run" in refused("fit", "data.csv", "--out", "n.rf", *TINY)
     assert main(["fit", "data.csv", "--out", "m.rf", *TINY]) == 0
     assert sorted(os.listdir()) == ["data.csv", "m.rf"]

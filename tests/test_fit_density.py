@@ -12,9 +12,9 @@ import pytest
 from scipy import stats
 
 import roughflow as rf
-from roughflow.learn import second_file
-from roughflow.learn._best_noise import best_noise
-from roughflow.learn._smoothed import Smoothed
+from roughflow.tables import second_file
+from roughflow.tables._stages import Smoothed
+from roughflow.train._flows import best_noise
 
 TINY = {
     "width": 8,
@@ -93,7 +93,7 @@ def test_a_budget_may_be_in_seconds_and_a_run_resumed_keeps_its_steps(key, tmp_p
         first = rf.fit_density(ROWS, checkpoint=file, **settings)
     assert first.interrupted
     again = rf.fit_density(ROWS, checkpoint=file, resume=True, **settings)
-    planned = rf.learn._checkpoint.steps_of(file)
+    planned = rf.train._checkpoint.steps_of(file)
     assert again.history.loss.size == planned > 40
     with pytest.raises(ValueError, match="two budgets"):
         rf.fit_density(ROWS, key=key, seconds=1.0, **TINY)
@@ -141,7 +141,7 @@ def test_few_rows_are_smoothed_in_training_and_not_learned_by_heart(key):
 
 def interrupt_at(monkeypatch, file):
     """Press Ctrl-C, once, when the first step of a stage is written to its file."""
-    write_archive = rf.learn._checkpoint.write_archive
+    write_archive = rf.train._checkpoint.write_archive
     pressed = []
 
     def write(path, header, arrays):
@@ -150,8 +150,8 @@ def interrupt_at(monkeypatch, file):
             pressed.append(file)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(rf.learn._checkpoint, "write_archive", write)
-    monkeypatch.setattr(rf.learn._checkpoint, "SECONDS", 0.0)
+    monkeypatch.setattr(rf.train._checkpoint, "write_archive", write)
+    monkeypatch.setattr(rf.train._checkpoint, "SECONDS_BETWEEN_WRITES", 0.0)
 
 
 @pytest.mark.parametrize("stage", ["regression", "likelihood"])

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import roughflow as rf
-from roughflow.learn._coupling import sinkhorn
+from roughflow.train._interpolant import sinkhorn
 
 # From N(M0, C0²) to N(M1, C1²) in the time T, in one dimension.
 M0, C0, M1, C1, T = 0.5, 0.8, -1.0, 1.7, 2.0

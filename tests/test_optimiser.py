@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from roughflow.learn._optimiser import make_optimiser
+from roughflow.train._optimiser import make_optimiser
 
 
 def test_a_step_of_packed_parameters_is_that_of_each_array():

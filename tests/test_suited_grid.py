@@ -8,7 +8,7 @@ import pytest
 
 import roughflow as rf
 from roughflow.flow._suited_grid import STILL, _values, with_steps
-from roughflow.learn import _checkpoint, _grid
+from roughflow.train import _checkpoint, _loop
 
 
 class Turning(eqx.Module):
@@ -100,7 +100,7 @@ def stretched(key, **settings):
 
 @pytest.fixture
 def every_fit_looks(monkeypatch):
-    monkeypatch.setattr(_grid, "LONG", 0)
+    monkeypatch.setattr(_loop, "MIN_STEPS_FOR_GRID", 0)
 
 
 def off(flow):
@@ -112,13 +112,13 @@ def off(flow):
 
 
 def test_a_fit_takes_the_steps_that_its_model_needs_as_it_changes(every_fit_looks, key, monkeypatch):
-    seen, needed = [], _grid.GridLook.needed
+    seen, needed = [], _loop.GridLook.needed
 
     def noted(self, model, now):
         seen.append(needed(self, model, now))
         return seen[-1]
 
-    monkeypatch.setattr(_grid.GridLook, "needed", noted)
+    monkeypatch.setattr(_loop.GridLook, "needed", noted)
     fitted = stretched(key)
     assert len(seen) == 6
     assert seen[0] == 2
@@ -129,13 +129,13 @@ def test_a_fit_takes_the_steps_that_its_model_needs_as_it_changes(every_fit_look
 
 def test_a_fit_keeps_the_steps_it_is_given_and_a_short_one_its_own(every_fit_looks, key, monkeypatch):
     assert stretched(key, grid=3).model.integrator.steps == 3
-    monkeypatch.setattr(_grid, "LONG", 200)
+    monkeypatch.setattr(_loop, "MIN_STEPS_FOR_GRID", 200)
     assert stretched(key, steps=40).model.integrator.steps is None
 
 
 def test_a_fit_that_chooses_its_steps_can_be_cut_in_two(every_fit_looks, key, tmp_path, monkeypatch):
     file, whole = tmp_path / "run.checkpoint", stretched(key)
-    needed, looks = _grid.GridLook.needed, []
+    needed, looks = _loop.GridLook.needed, []
 
     def cut(self, model, now):
         looks.append(now)
@@ -143,8 +143,8 @@ def test_a_fit_that_chooses_its_steps_can_be_cut_in_two(every_fit_looks, key, tm
             raise KeyboardInterrupt
         return needed(self, model, now)
 
-    monkeypatch.setattr(_checkpoint, "SECONDS", 0)
-    monkeypatch.setattr(_grid.GridLook, "needed", cut)
+    monkeypatch.setattr(_checkpoint, "SECONDS_BETWEEN_WRITES", 0)
+    monkeypatch.setattr(_loop.GridLook, "needed", cut)
     with pytest.raises(KeyboardInterrupt):
         stretched(key, checkpoint=file)
     rest = stretched(key, checkpoint=file, resume=True)

@@ -6,10 +6,10 @@ import pytest
 from scipy import stats
 
 import roughflow as rf
-from roughflow.learn._family import ClosedForm
-from roughflow.learn._gaussian import Gaussian
-from roughflow.learn._split import Links, copies_of, grid_step, hold_out, mean_and_error
-from roughflow.learn._table import Table
+from roughflow.tables._families import ClosedForm
+from roughflow.tables._gaussian import Gaussian
+from roughflow.tables._table import Table
+from roughflow.train._split import Links, copies_of, grid_step, hold_out, mean_and_error
 
 KEY = jax.random.key(0)
 TINY = {"width": 8, "depth": 1, "steps": 2, "likelihood_steps": 0, "progress": False}
@@ -45,7 +45,7 @@ def test_no_row_is_on_both_sides_of_a_split(kind):
 
 def test_any_fit_keeps_copies_together():
     rows = np.repeat(rows_of(0, 40), 5, axis=0)
-    train, aside = rf.learn._rows.split(rows, 0.2, rf.MaximumLikelihood(1), KEY)
+    train, aside = rf.train._data.split(rows, 0.2, rf.MaximumLikelihood(1), KEY)
     assert aside is not None
     assert not {tuple(row) for row in np.asarray(train)} & {tuple(row) for row in np.asarray(aside)}
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import roughflow as rf
 from roughflow.faq import see
-from roughflow.learn import held, second_file
+from roughflow.files import file_lock
+from roughflow.tables import second_file
 
 from .exits import INTERRUPTED
 from .refused import Refused
@@ -37,7 +38,7 @@ def alone(arguments: argparse.Namespace) -> Iterator[None]:
     """Refuse to write what another run is at work on; keep notes only of a run that can go on."""
     told = f"another run is at work on {arguments.out}: wait for it, or name another --out{see('two-runs')}"
     checkpoint = checkpoint_of(arguments.out)
-    with held(arguments.out, told):
+    with file_lock(arguments.out, told):
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from roughflow.learn import check_backend
+from roughflow.train import check_backend
 
 from .estimate import estimate
 from .figures import demo, reproduce

@@ -13,7 +13,7 @@ import numpy as np
 
 import roughflow as rf
 from roughflow.faq import see
-from roughflow.learn import progress_bar
+from roughflow.train import progress_bar
 
 from .estimate_options import MODELS
 from .output import check_writable, with_figures, write_table

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import roughflow as rf
-from roughflow.learn import progress_bar
+from roughflow.train import progress_bar
 
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, stopped
 from .exits import TERMINATED, Terminated

@@ -39,7 +39,7 @@ def read_chunks(
     if is_text(path):
         return text_chunks(path, columns, size)
     if path.suffix.lower() == ".parquet":
-        from roughflow.learn import parquet_file, parquet_rows
+        from roughflow.tables import parquet_file, parquet_rows
 
         file = parquet_file(path)
         names = tuple(file.schema_arrow.names[i] for i in places_of(path, file.schema_arrow.names, columns))
@@ -56,7 +56,7 @@ def table_on_disk(
     """A Parquet file whose numbers would not fit in memory with room to spare."""
     if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE:
         return None
-    from roughflow.learn import parquet_file
+    from roughflow.tables import parquet_file
 
     metadata = parquet_file(path).metadata
     if metadata.num_rows * (metadata.num_columns if columns is None else len(columns)) * 8 < 2 * LARGE:

@@ -11,8 +11,8 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_callable, check_count, check_flag, check_key, check_number
 from .._linear import log_abs_det
 from ..faq import see
-from ..learn import AbstractStatefulObjective, History, fit
 from ..sde import GIVEN, LocalDiffusion, LogDensity, Skew, noise_matrix, targeted_sde
+from ..train import AbstractStatefulObjective, History, fit
 from ._flow_sampler import FlowSampler, GradientState
 from ._sampler import accept
 from ._warm_up import ACCEPTANCE, adapt, climbing_gradients, least_steps, starts, warm_up

@@ -1,0 +1,320 @@
+"""Save and load a model as one file. Files name classes by their public names, so that code may move."""
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from os import PathLike
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._checks import check_fields, check_instance, check_path
+from .._devices import check_backend
+from ..density import StochasticFlow
+from ..faq import see
+from ..flow import Normal
+from ..sde import noise_dimension, silu, tanh
+from ._files import read_archive, write_archive
+
+# Where a class is looked for, in this order: by its own name, in the modules of its package that are public.
+# No file makes any other module be imported.
+NAMESPACES: dict[str, tuple[str, ...]] = {
+    "roughflow": (
+        "roughflow",
+        "roughflow.sde",
+        "roughflow.driver",
+        "roughflow.flow",
+        "roughflow.density",
+        "roughflow.train",
+        "roughflow.tables",
+        "roughflow.mcmc",
+        "roughflow.datasets",
+    ),
+    "diffrax": ("diffrax",),
+    "equinox": ("equinox", "equinox.nn"),
+    "lineax": ("lineax",),
+    "optimistix": ("optimistix",),
+}
+# What classes and fields were called in older files.
+RENAMED = {"Unadjusted": "UnadjustedSampler", "Adjusted": "AdjustedSampler", "AdjustedFlow": "FlowSampler"}
+RENAMED_FIELDS = {
+    ("Laplace", "starts"): "num_starts",
+    ("HutchinsonDivergence", "law"): "distribution",
+    ("StochasticFlow", "noise_dim"): "noise_dimension",
+    ("Sobol", "replicates"): "num_replicates",
+    ("Unbiased", "replicates"): "num_replicates",
+    ("UpperBound", "fresh"): "num_paths",
+    ("ReverseKL", "batch"): "batch_size",
+    ("FlowSampler", "substeps"): "num_substeps",
+    ("Chain", "gradients"): "num_gradients",
+    ("Tuned", "gradients"): "num_gradients",
+}
+_ACTIVATIONS = (
+    *("relu", "relu6", "elu", "selu", "celu", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu"),
+    *("soft_sign", "softplus", "squareplus", "silu", "mish", "gelu", "sigmoid", "log_sigmoid", "identity"),
+)
+FUNCTIONS: dict[str, Callable] = {
+    "tanh": tanh,
+    "roughflow.silu": silu,
+    "jax.tanh": jnp.tanh,
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "exp": jnp.exp,
+    "rademacher": jax.random.rademacher,
+    "normal": jax.random.normal,
+    # What eqx.nn.MLP does after its last layer; equinox has no name for it.
+    "equinox.identity": inspect.signature(eqx.nn.MLP.__init__).parameters["final_activation"].default,
+    **{name: getattr(jax.nn, name) for name in _ACTIVATIONS},
+}
+
+
+class UnknownName(ValueError):
+    """A file names a class that it may not, or that is not there."""
+
+
+def name_of(cls: type) -> str:
+    """`roughflow:Normal`, wherever in roughflow its code is; of a user's class the module and name."""
+    package = cls.__module__.partition(".")[0]
+    if package not in NAMESPACES:
+        return f"{cls.__module__}:{cls.__qualname__}"
+    for namespace in NAMESPACES[package]:
+        if _found(namespace, cls.__name__) is cls:
+            return f"{namespace}:{cls.__name__}"
+    raise ValueError(f"{cls.__name__} is no public class of {package}, so a file cannot name it")
+
+
+def class_of(name: str, known: dict[str, type]) -> type:
+    """The class of this name: one of those the reader gave, or a public one of roughflow or of the libraries
+    it stands on. Of an old private name, `roughflow.flow._base:Normal`, the last part counts."""
+    if name in known:
+        return known[name]
+    module, _, qualified = name.partition(":")
+    package = module.partition(".")[0]
+    if package not in NAMESPACES:
+        # A class that has moved since, or was defined in a notebook, is still known by its name.
+        same = [cls for cls in known.values() if cls.__qualname__ == qualified]
+        if len(same) == 1:
+            return same[0]
+        raise UnknownName(
+            f"the file holds a {qualified} of {module}: give it, as load(path, classes=[{qualified}])"
+            + see("loading")
+        )
+    qualified = RENAMED.get(qualified, qualified)
+    found = [_found(namespace, qualified) for namespace in NAMESPACES[package]]
+    there = [value for value in found if value is not None]
+    if not there and qualified.isidentifier():
+        raise UnknownName(f"the file holds {name}, which the installed {package} lacks{see('loading')}")
+    if not (there and isinstance(there[0], type) and issubclass(there[0], eqx.Module)):
+        raise UnknownName(f"the file names {name}, which is not a part of a model{see('loading')}")
+    return there[0]
+
+
+def function_name(value: Any) -> str | None:
+    return next((name for name, function in FUNCTIONS.items() if function is value), None)
+
+
+def _found(namespace: str, name: str) -> Any:
+    # Not `getattr`: a module may import another when it is asked for an attribute. What it has imported is
+    # no name of its own: the answer must not depend on what ran before.
+    value = vars(importlib.import_module(namespace)).get(name)
+    return None if inspect.ismodule(value) else value
+
+
+def check_module(module: eqx.Module) -> None:
+    """Raise unless the module's fields are of the kinds its class says, and pass the class's own checks."""
+    check_fields(module)
+    for parent in reversed(type(module).__mro__):
+        if "__check_init__" in vars(parent):
+            vars(parent)["__check_init__"](module)
+    if isinstance(module, StochasticFlow):
+        _check_flow(module)
+
+
+def _check_flow(flow: StochasticFlow) -> None:
+    """What a flow checks when it is made: weights whose shapes do not match come to light."""
+    if isinstance(flow.base, Normal) and flow.base.loc.ndim != 1:
+        return  # many flows in one, as `eqx.filter_vmap` makes them: no one of them can be asked
+    point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
+    sizes = (*point.shape, noise_dimension(flow.sde, flow.dimension))
+    if sizes != (flow.dimension, flow.noise_dimension):
+        raise ValueError(
+            f"base and diffusion have sizes {sizes}, not {(flow.dimension, flow.noise_dimension)}"
+        )
+
+
+# 1 named classes by the private modules they were in, and kept no dtype of NumPy's scalars.
+VERSION = 2
+MAX_DEPTH = 100  # modules within modules
+# Numbers that NumPy's own format does not know are kept as bytes, with the name of their dtype.
+EXTENDED_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+KEY_IMPLEMENTATIONS = frozenset({"fry", "threefry2x32", "rbg", "unsafe_rbg"})
+
+
+def save(path: str | PathLike, model: Any) -> None:
+    """Write a model to one file: its parameters, and all it takes to build it again.
+
+    A model is built of modules (`rf.StochasticFlow`, `rf.MLP`, an `eqx.Module` of yours), numbers and
+    arrays, and activation functions of `jax.nn`. Another plain function, a lambda say, cannot be written
+    down: make it an `eqx.Module`. The file is there whole or not at all, whatever happens while it is
+    written. It names the classes of roughflow as you do, so that later versions can read it.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(rf.MLP(2, 2, key=jax.random.key(0)), rf.ConstantDiffusion(jnp.eye(2)))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)))
+    rf.save("flow.rf", flow)
+    flow = rf.load("flow.rf")
+    ```
+    """
+    check_path("path", path)
+    if not isinstance(model, eqx.Module) and isinstance(getattr(model, "model", None), eqx.Module):
+        raise ValueError("what a fit returns holds more than a model: save fitted.model" + see("saving"))
+    arrays: dict[str, np.ndarray] = {}
+    structure = _encode(model, "model", arrays)
+    write_archive(path, {"kind": "model", "version": VERSION, "structure": structure}, arrays)
+
+
+def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
+    """Read a model that `rf.save` wrote. Nothing in the file is executed: it names classes of roughflow and
+    of the libraries it stands on, and, of your own, those you give as `classes`.
+
+    A file that is not whole is refused, as is one with parts that cannot belong together, and one that
+    unpacks to more than a hundred times its size.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    rf.save("base.rf", rf.Normal(jnp.zeros(2)))
+    base = rf.load("base.rf")
+    ```
+    """
+    check_instance("classes", classes, Iterable, "classes of yours, such as (MyDrift,)")
+    header, arrays = read_archive(path, "model", VERSION)
+    known = {name_of(cls): cls for cls in classes}
+    check_backend()
+    try:
+        return _decode(header["structure"], arrays, known, 0)
+    except UnknownName:
+        raise
+    except Exception as error:
+        # Whatever is wrong with it, it was not written like this.
+        raise ValueError(f"{path} is damaged: {_one_line(error)}{see('loading')}") from None
+
+
+def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 0) -> Any:
+    """A value as JSON, its arrays set aside; `place` says where it is, for a message."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the model cannot be saved: more than {DEEPEST} parts lie within one another")
+    within = lambda part, where: _encode(part, where, arrays, depth + 1)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, complex) and not isinstance(value, np.generic):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return _encode_array(value, place, arrays)
+    if isinstance(value, eqx.Module):
+        module, names = _public_name(type(value), place), [f.name for f in dataclasses.fields(value)]
+        return {"module": module, "fields": {n: within(getattr(value, n), f"{place}.{n}") for n in names}}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [within(part, f"{place}[{i}]") for i, part in enumerate(value)]}
+    if type(value) is dict and all(isinstance(name, str) for name in value):
+        return {"dict": {name: within(part, f"{place}[{name!r}]") for name, part in value.items()}}
+    function = function_name(value)
+    if function is not None:
+        return {"function": function}
+    kind = getattr(value, "__qualname__", type(value).__name__)
+    raise ValueError(
+        f"{place} cannot be saved, it is {kind}: make it an eqx.Module with its numbers as fields"
+        + see("saving")
+    )
+
+
+def _public_name(cls: type, place: str) -> str:
+    try:
+        return name_of(cls)
+    except ValueError as error:
+        raise ValueError(
+            f"{place} cannot be saved: {error}; make it an eqx.Module with its numbers as fields"
+            + see("saving")
+        ) from None
+
+
+def _encode_array(
+    value: np.generic | np.ndarray | jax.Array, place: str, arrays: dict[str, np.ndarray]
+) -> dict[str, str]:
+    tag = "array" if isinstance(value, jax.Array) else "numpy" if isinstance(value, np.ndarray) else "scalar"
+    more = {}
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        more = {"key": str(jax.random.key_impl(value))}
+        value = jax.random.key_data(value)
+    plain = np.asarray(value)
+    if plain.dtype.name in EXTENDED_DTYPES:
+        more = {"dtype": plain.dtype.name}
+        plain = plain.view(f"u{plain.dtype.itemsize}")
+    if plain.dtype.kind not in "biufc" or more.get("key", "fry") not in KEY_IMPLEMENTATIONS:
+        raise ValueError(f"{place} cannot be saved, it is an array of {value.dtype}{see('saving')}")
+    name = f"array/{len(arrays)}"
+    arrays[name] = plain
+    return {tag: name} | more
+
+
+def _decode(value: Any, arrays: dict[str, np.ndarray], known: dict[str, type], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {DEEPEST} parts lie within one another")
+    within = lambda part: _decode(part, arrays, known, depth + 1)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if "array" in value or "numpy" in value or "scalar" in value:
+        return _decode_array(value, arrays)
+    if "complex" in value:
+        return complex(*value["complex"])
+    if "function" in value:
+        return FUNCTIONS[value["function"]]
+    if "tuple" in value:
+        return tuple([within(part) for part in value["tuple"]])
+    if "list" in value:
+        return [within(part) for part in value["list"]]
+    if "dict" in value:
+        return {name: within(part) for name, part in value["dict"].items()}
+    cls = class_of(value["module"], known)
+    parts = ((RENAMED_FIELDS.get((cls.__name__, n)) or n, part) for n, part in value["fields"].items())
+    return _build(cls, {name: within(part) for name, part in parts})
+
+
+def _decode_array(value: dict[str, str], arrays: dict[str, np.ndarray]) -> Any:
+    if "dtype" in value and value["dtype"] not in EXTENDED_DTYPES:
+        raise TypeError(f"there is no dtype {value['dtype']}")
+    as_kept = lambda array: array.view(jnp.dtype(value["dtype"])) if "dtype" in value else array
+    if "scalar" in value:
+        return as_kept(arrays[value["scalar"]])[()]
+    if "numpy" in value:
+        return as_kept(arrays[value["numpy"]])
+    array = jnp.asarray(as_kept(arrays[value["array"]]))
+    return jax.random.wrap_key_data(array, impl=value["key"]) if "key" in value else array
+
+
+def _build(cls: type, parts: dict[str, Any]) -> Any:
+    """An instance with these fields, as a pytree is unflattened: `__init__` is not called."""
+    module = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in parts:
+            object.__setattr__(module, field.name, parts.pop(field.name))
+        elif field.default is dataclasses.MISSING:
+            raise KeyError(f"{cls.__name__}.{field.name} is missing")
+        else:
+            object.__setattr__(module, field.name, field.default)
+    if parts:
+        raise KeyError(f"{cls.__name__} has no field {next(iter(parts))}")
+    check_module(module)
+    return module
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".split("\n")[0]

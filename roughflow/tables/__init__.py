@@ -1,0 +1,10 @@
+"""Stage 8, density estimation for tables: `fit_density` and the model that it returns."""
+
+from ._estimate_chunks import estimate_chunks as estimate_chunks
+from ._fit_density import fit_density as fit_density
+from ._fitted_density import FittedDensity as FittedDensity, Score as Score
+from ._marginals import Marginals as Marginals
+from ._parquet import ParquetTable as ParquetTable, parquet_file as parquet_file, parquet_rows as parquet_rows
+from ._stages import LIKELIHOOD_ROWS as LIKELIHOOD_ROWS, second_file as second_file
+from ._standardised import Standardised as Standardised, standardisation as standardisation
+from ._stationary_sde import staying_sde as staying_sde

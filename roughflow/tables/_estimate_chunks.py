@@ -1,0 +1,89 @@
+"""Estimates of more points than fit in memory: chunk by chunk, on one device or on several."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from .._checks import check_count, check_instance, check_key
+from .._devices import Devices, DevicesLike
+from ..density import AbstractEstimator, Estimate, StochasticFlow
+from ._standardised import Standardised
+
+QUEUED_CHUNKS = 2  # chunks for each device that wait to be worked on, or to be asked for
+
+
+def estimate_chunks(
+    model: StochasticFlow | Standardised,
+    chunks: Iterable[Any],
+    *,
+    key: PRNGKeyArray,
+    first: int = 0,
+    devices: DevicesLike = None,
+    estimator: AbstractEstimator | None = None,
+    tolerance: float | None = None,
+    max_paths: int = 2**16,
+) -> Iterator[Estimate]:
+    """The estimates of chunks of points, one after the other: as many points as there are, in the memory that
+    a few chunks take.
+
+    Random numbers go by the key and by a chunk's place among the others: the number of devices does not
+    change them.
+
+    **Arguments:**
+
+    - `model`: a flow, or what `rf.fit_density` fits; where that is conditional, what is given is in the last
+      columns of a chunk.
+    - `chunks`: of points, `(rows, dimension)`: a list, or an iterator that reads or makes them as it goes. A
+      few thousand rows each are good; of one size, for another compiles anew.
+    - `first`: the place of the first of these chunks among all, if some were done before: work that was cut
+      short goes on to the same numbers.
+    - `devices`: how many, or which: each chunk goes to the next of them.
+    - the rest as for `StochasticFlow.estimate`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
+    chunks = (jnp.full((4, 1), x) for x in range(3))
+    estimator = rf.PullBack(num_paths=16)
+    for estimate in rf.estimate_chunks(flow, chunks, key=jax.random.key(0), estimator=estimator):
+        print(estimate.log_prob)
+    ```
+    """
+    check_instance("model", model, StochasticFlow | Standardised, "a flow, or what rf.fit_density fits")
+    check_instance("chunks", chunks, Iterable, "a list or an iterator of arrays (rows, dimension)")
+    check_count("first", first, least=0)
+    key = check_key(key)
+    settings: dict[str, Any] = {"estimator": estimator, "tolerance": tolerance, "max_paths": max_paths}
+    own = Devices.of(devices).own
+
+    def estimate(i: int, x: Any) -> Estimate:
+        given = {}
+        if isinstance(model, Standardised) and model.context:
+            x, given["given"] = x[:, : -model.context], x[:, -model.context :]
+        return model.estimate(x, key=jax.random.fold_in(key, i), **given, **settings)
+
+    def on(device: Any, i: int, x: Any) -> Estimate:
+        with jax.default_device(device):
+            return jax.tree.map(np.asarray, estimate(i, x))
+
+    if len(own) < 2:
+        yield from (estimate(i, x) for i, x in enumerate(chunks, first))
+        return
+    waiting: deque[Future[Estimate]] = deque()
+    with ThreadPoolExecutor(len(own)) as pool:
+        try:
+            for i, x in enumerate(chunks, first):
+                waiting.append(pool.submit(on, own[i % len(own)], i, x))
+                if len(waiting) == QUEUED_CHUNKS * len(own):
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)

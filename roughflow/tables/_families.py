@@ -1,0 +1,111 @@
+"""Families of densities for a table: a Gaussian, a Gaussian of mapped columns, or a flow."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from ..train import LEAVE_ONE_OUT, Interpolant, folds, mean_and_error, velocity_flow
+from ._fitted_density import SCORED_ROWS, HeldOut, Score
+from ._gaussian import Gaussian
+from ._marginals import Marginals, fit_marginals
+from ._standardised import Standardised
+from ._table import Table
+
+Family = Literal["gaussian", "marginals", "flow"]
+FAMILIES: tuple[Family, ...] = ("gaussian", "marginals", "flow")
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """A Gaussian of columns that are mapped one by one, or not at all."""
+
+    maps: Marginals | None
+    gaussian: Gaussian
+
+    @staticmethod
+    def of(family: Family, table: Table) -> "ClosedForm":
+        least = -np.inf if family == "marginals" else np.inf
+        maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
+        mapped, _ = _mapped(maps, table.train)
+        return ClosedForm(maps, Gaussian.shrunk(mapped, table.links, table.context))
+
+    def log_prob(self, rows: np.ndarray) -> np.ndarray:
+        mapped, log_slope = _mapped(self.maps, rows)
+        return self.gaussian.log_prob(mapped) + log_slope
+
+    def model(self, table: Table) -> Standardised:
+        """The same density as that of a flow that leaves N(0, I) as it is."""
+        flow = velocity_flow(
+            table.dimension, 1, 1, num_features=0, context=table.context, key=jax.random.key(0)
+        )
+        flow = Interpolant(context=table.context).leave(flow)
+        return Standardised(
+            flow, self.gaussian.loc, self.gaussian.matrix, table.names, table.context, self.maps
+        )
+
+
+def _mapped(maps: Marginals | None, rows: np.ndarray) -> tuple[np.ndarray, Any]:
+    if maps is None:
+        return rows, 0.0
+    own = maps.x.shape[0]
+    u, log_slope = maps.forward(rows[:, :own])
+    return np.concatenate([u, rows[:, own:]], axis=1), log_slope.sum(axis=1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Log-densities of rows that a density was not fitted to: with `cross`, of all rows of the `whole` table,
+    each fitted to the other folds; otherwise of the validation rows of the `split` one."""
+
+    whole: Table
+    split: Table
+    cross: bool
+    own: bool  # whether the validation rows are the table's own
+
+    @property
+    def table(self) -> Table:
+        """The rows that a density to return is fitted to."""
+        return self.whole if self.cross else self.split
+
+    @property
+    def held_out(self) -> HeldOut:
+        """The validation rows."""
+        return HeldOut(self.split.held_out, self.split.held_out_labels, sample_gaussian(self.split))
+
+    def values(self, fit: Callable[[Table], Any]) -> np.ndarray:
+        """For what `fit` makes of a table's training rows."""
+        if not self.cross:
+            return fit(self.split).log_prob(self.split.held_out[:SCORED_ROWS])
+        values = np.empty(len(self.whole.train))
+        for rest, part in folds(self.whole.links.labels, LEAVE_ONE_OUT):
+            fold = replace(self.whole, train=self.whole.train[rest], links=self.whole.links.at(rest))
+            values[part] = fit(fold).log_prob(self.whole.train[part])
+        return values
+
+    def is_better(self, values: np.ndarray, others: np.ndarray) -> bool:
+        """Whether values are higher on average, by more than the standard error of the difference."""
+        gain, error = mean_and_error(values - others, self._labels)
+        return bool(gain > error)
+
+    def score(self, values: np.ndarray) -> Score:
+        method = "cross-validation" if self.cross else "validation rows"
+        return Score.of(values, self.values(sample_gaussian), self._labels, method)
+
+    @property
+    def _labels(self) -> np.ndarray:
+        return self.whole.links.labels if self.cross else self.split.held_out_labels[:SCORED_ROWS]
+
+
+def sample_gaussian(table: Table) -> Any:
+    """The Gaussian with the mean and covariance of the rows; with no more rows than columns it has no density
+    anywhere."""
+    singular = table.links.distinct <= table.train.shape[1]
+    return _NoDensity() if singular else Gaussian.of(table.train, table.context)
+
+
+class _NoDensity:
+    def log_prob(self, rows: np.ndarray) -> np.ndarray:
+        return np.full(len(rows), -np.inf)

@@ -1,0 +1,388 @@
+"""From a table of numbers to a density."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import equinox as eqx
+import numpy as np
+from jaxtyping import PRNGKeyArray
+from numpy.typing import ArrayLike
+
+from .._checks import check_count, check_key, check_positive
+from .._devices import DevicesLike
+from .._keys import split
+from ..faq import see
+from ..flow import ExactDivergence
+from ..train import History, Interpolant, best_noise, rng_of, velocity_flow
+from ._families import FAMILIES, ClosedForm, Comparison, Family
+from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut
+from ._marginals import fit_marginals
+from ._numbers import parts_of
+from ._parquet import ParquetTable
+from ._stages import Sizes, Smoothed, Stages, UnitBatches, smoothed
+from ._standardised import Standardised
+from ._table import Bound, Rounding, Table
+
+SAMPLED_ROWS = 100_000  # of a table on disk, from which moments and maps are computed
+
+
+def fit_density(
+    data: ArrayLike | ParquetTable,
+    *,
+    key: PRNGKeyArray,
+    given: ArrayLike | None = None,
+    groups: ArrayLike | str | None = None,
+    family: Family | None = None,
+    noise: float | Literal["best"] = 0.0,
+    bounds: Mapping[Any, Bound] | None = None,
+    rounding: Rounding | None = None,
+    marginals: bool | None = None,
+    smoothing: float | None = None,
+    outliers: float | None = None,
+    width: int | None = None,
+    depth: int = 3,
+    columns: Sequence[str] = (),
+    validation: float | ArrayLike | tuple[ArrayLike, ArrayLike] = 0.1,
+    patience: int | None = 5,
+    steps: int | None = None,
+    likelihood_steps: int | None = None,
+    seconds: float | None = None,
+    batch_size: int = 512,
+    learning_rate: float = 2e-3,
+    checkpoint: str | os.PathLike | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    devices: DevicesLike = None,
+) -> FittedDensity:
+    """The density of a table's rows, in the table's own units.
+
+    Three families of densities are compared on rows that they were not fitted to:
+
+    - "gaussian": the Gaussian of the rows, its covariance shrunk and widened where rows are few;
+    - "marginals": the Gaussian of columns that are mapped one by one (`rf.Marginals`);
+    - "flow": a normalizing flow, trained in two stages. **Regression** (`rf.Interpolant`) learns the velocity
+      that carries a normal distribution to the standardised rows; no equation is solved, so thousands of
+      steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) follows, for the last tenths of a nat. Each
+      stage returns the model with the lowest validation loss.
+
+    With default settings, a table of fewer than 500 distinct rows or groups gets the family with the best
+    cross-validated score. A larger one gets a flow, unless the Gaussian is better on the validation rows. A
+    more flexible family must be better by more than one standard error. No flow is trained on fewer than 64
+    distinct rows, or 10 per column. `fitted.score` has the score of the chosen density.
+
+    Copies of a row are never on both sides of a split, nor are rows of one group. Size-dependent defaults
+    count distinct rows.
+
+    `noise` is added at the end and leaves the distribution as it is (`rf.with_noise`): a stochastic flow may
+    be the better density, but each value takes many paths and has an error bar. It can be added later too
+    (`fitted.with_noise`), or taken away.
+
+    **Arguments:**
+
+    - `data`: one row per sample: an array or a DataFrame; or an `rf.ParquetTable`, whose rows need not fit in
+      memory. Moments and maps of columns are then computed from 100,000 of its rows.
+    - `given`: for the conditional density p(data | given), the rows of what is given, or the names of columns
+      of `data`. The model's methods then take `given` too.
+    - `groups`: a label for each row, or the name of a column of `data`, which is not modelled: rows of one
+      group are validated together. Copies of a row are grouped without it, and so are rows that share two
+      continuous columns, as after a join.
+    - `family`: "gaussian", "marginals" or "flow"; if None, the best as above, or a flow where `steps` or
+      `seconds` are set.
+    - `noise`: its size, in units of the standardised data; 0 for none; "best" for the one of 0, 0.25,
+      0.5 and 1 with the highest likelihood on the validation rows.
+    - `bounds`: of columns, by name or number, `{"share": (0, 1), "income": (0, None)}`: the density is zero
+      beyond them. Every row must lie within.
+    - `rounding`: of columns, `{"age": 1.0}`: uniform noise of that width is added to rows that were rounded,
+      which have no density as they are. "auto" finds the columns and their widths.
+    - `marginals`: whether each column is first mapped to a nearly normal one, with the number of knots that
+      cross-validation finds best (`rf.Marginals`): a flow then need not learn heavy tails, edges and spikes.
+      If None, a flow has maps where they gain 0.5 nats per column by themselves, or 0.05 with fewer than 30
+      rows per column.
+    - `smoothing`: standard deviation of the noise that is added to the rows in each training step, in units
+      of the standardised data, to prevent overfitting. If None, 0.3 for tables with fewer than 30 rows per
+      column, otherwise 0.
+    - `outliers`: share of the rows that get noise of twice the width of the whole table in each step, so that
+      the flow does not rule out new places. If None, 0.02 from four columns on.
+    - `width`, `depth`: of the network; by default the width is 128, or 256 from 20,000 rows on.
+    - `columns`: names for the columns of an array, those given last; of a DataFrame, the columns to use. If
+      none, a DataFrame's own.
+    - `validation`: share of the rows to validate on, or such rows; with `given` a pair of both.
+    - `patience`: number of validation checks without improvement before a stage goes back to its best model
+      and ends (`rf.fit`); a check runs every 5 % of the steps of the regression, at least 25 apart, and every
+      10 % of the likelihood stage.
+    - `steps`, `likelihood_steps`: of the stages; if None, up to 20,000 and 100, fewer with few rows and with
+      many columns. There is no likelihood stage for fewer than 500 rows or 30 rows per column, nor for the
+      wider network with four columns or more, where it gains little for its time.
+    - `seconds`: in place of `steps`, how long both stages may take together, after compilation: a few steps
+      are timed, and three quarters of the budget go to the regression.
+    - `batch_size`, `learning_rate`: of the regression; likelihood takes batches of 256 and a quarter of the
+      rate.
+    - `checkpoint`: a file to keep the state of the run in, with another beside it for the second stage;
+      `resume=True` goes on from them.
+    - `progress`: show a bar, which names the stage.
+    - `devices`: to split each batch between, as for `rf.fit`.
+
+    Returns an `rf.FittedDensity`, with `log_prob`, `sample`, `estimate`, `score` and the `model`, an
+    `rf.Standardised`. Its `history` is that of the last stage, and `stages` has all of them by name.
+
+    ```python
+    import jax
+    import roughflow as rf
+
+    data = rf.datasets.Banana().sample(key=jax.random.key(0), shape=(500,))
+    settings = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 2, "progress": False}
+    fitted = rf.fit_density(data, key=jax.random.key(1), **settings)
+    fitted.log_prob(data[:5])
+    fitted.score.mean, fitted.score.standard_error
+    second = rf.fit_density(data[:, 1:], given=data[:, :1], key=jax.random.key(1), **settings)
+    second.log_prob(data[:5, 1:], given=data[:5, :1])
+    ```
+    """
+    key_split, key_model, *keys = split(check_key(key), 4)
+    _check(family, noise, steps, likelihood_steps, seconds, width, depth, patience)
+    tables = (data, given, groups, columns, bounds or {}, rounding or {}, validation)
+    source, whole, table = _tables(*tables, key_split)
+    if noise == "best" and not len(table.held_out):
+        told = "the best noise is chosen on validation rows: set validation, to 0.1 say"
+        raise ValueError(told + see("budgets-and-validation"))
+    links = whole.links
+    counts = (links.distinct, links.count) if source is None else (len(source),) * 2
+    sizes = Sizes(counts[0], table.dimension, table.context, counts[1])
+    own = isinstance(validation, float | int)  # validation rows are some of the table's own
+    comparison = Comparison(whole, table, sizes.small and source is None, own)
+    spread = sizes.noise(smoothing, outliers)
+    free = family is None and steps is None and seconds is None
+    if family in ("gaussian", "marginals") or (free and sizes.tiny):
+        best = _best_closed(comparison, marginals if family is None else family == "marginals")
+        return _closed_fit(comparison, *best, noise)
+    file = None if checkpoint is None else Path(checkpoint)
+    stages = Stages(None, None, learning_rate, patience, progress, resume, seconds, file, devices)
+    width = sizes.width if width is None else width
+    trainer = _Trainer(sizes, width, depth, marginals, spread, batch_size, key_model, stages)
+    steps = sizes.steps if steps is None else steps
+    likelihood_steps = sizes.likelihood_steps if likelihood_steps is None else likelihood_steps
+    fitted = trainer.fit(comparison, source, steps, likelihood_steps, *keys)
+    if free and not fitted.interrupted and (comparison.cross or len(table.held_out)):
+        fitted = _compared(fitted, comparison, trainer, marginals)
+    if fitted.family == "flow" and noise == "best":
+        noise = best_noise(fitted.model.flow, fitted.model.unit(table.held_out), keys[1])
+    return fitted.with_noise(noise) if noise and noise != "best" else fitted
+
+
+def _tables(
+    data: Any,
+    given: Any,
+    groups: Any,
+    columns: Any,
+    bounds: Mapping[Any, Bound],
+    rounding: Rounding,
+    validation: Any,
+    key: PRNGKeyArray,
+) -> tuple[ParquetTable | None, Table, Table]:
+    """The table on disk to draw batches from, if there is one; the rows; and these, split in two."""
+    source = None
+    if isinstance(data, ParquetTable):
+        columns = columns or data.columns
+        source, data, given, validation = _sampled(data, given, groups, validation, key)
+    data, given, groups, names = parts_of(data, given, groups, columns)
+    whole = Table.of(data, given, groups, names, bounds, rounding)
+    if source is not None:
+        whole.check_bounds(source.extremes)
+    whole = whole.dequantised(key)
+    return source, whole, whole.split(validation, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trainer:
+    """Trains a flow on the rows of a table, with settings that do not depend on them."""
+
+    sizes: Sizes
+    width: int
+    depth: int
+    marginals: bool | None
+    spread: tuple[float, float]  # smoothing and outliers
+    batch_size: int
+    key: PRNGKeyArray  # of the network
+    stages: Stages
+
+    def fit(
+        self,
+        comparison: Comparison,
+        source: ParquetTable | None,
+        steps: int,
+        likelihood_steps: int,
+        *keys: PRNGKeyArray,
+    ) -> FittedDensity:
+        """In both stages, to the training rows of a table, or to the batches of one on disk."""
+        table = comparison.split
+        model = self.untrained(comparison.whole, table)
+        if source is None:
+            train = smoothed(model.unit(table.train), *self.spread, table.context)
+        else:
+            train = UnitBatches(source, model, table.rounding, *self.spread)
+        stages = dataclasses.replace(self.stages, train=train, held_out=model.unit(table.held_out))
+        last = stages.both(model.flow, table.context, self.batch_size, steps, likelihood_steps, *keys)
+        parts = {
+            name: getattr(last, name) for name in ("objective", "history", "interrupted", "state", "stages")
+        }
+        return FittedDensity(_with_flow(model, last.model), **parts, held_out=comparison.held_out)
+
+    def fold(self, steps: int, key: PRNGKeyArray) -> Callable[[Table], Any]:
+        """A fit in one stage and so many steps, for cross-validation."""
+
+        def fit(table: Table) -> _FoldModel:
+            model = self.untrained(table, table)
+            # Padded, so that folds of other sizes do not recompile.
+            train = Smoothed(model.unit(table.train), *self.spread, table.context)
+            quiet = {"progress": False, "resume": False, "patience": None}
+            stages = dataclasses.replace(
+                self.stages, train=train, held_out=model.unit(table.held_out[:0]), **quiet
+            )
+            size = min(self.batch_size, 2 ** int(np.log2(self.sizes.rows)))
+            last = stages.regression(model.flow, table.context, size, key, None, steps)
+            if last.interrupted:
+                raise KeyboardInterrupt
+            return _FoldModel(_with_flow(model, last.model))
+
+        return fit
+
+    def untrained(self, whole: Table, table: Table) -> Standardised:
+        """The normal distribution of the whole table, with a velocity yet to be learned, and maps of the
+        columns, where the training rows support them."""
+        flow = velocity_flow(
+            table.dimension,
+            context=table.context,
+            width=self.width,
+            depth=self.depth,
+            num_features=self.sizes.num_features,
+            key=self.key,
+        )
+        least = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.marginals]
+        maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
+        return Standardised(flow, *whole.units(maps), table.names, table.context, maps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FoldModel:
+    model: Standardised
+
+    def log_prob(self, rows: np.ndarray) -> np.ndarray:
+        """In batches of one size, so that folds of other sizes do not recompile."""
+        size = 2 ** max(5, int(np.ceil(np.log2(len(rows)))))
+        padded = rows[np.arange(size) % len(rows)]
+        return HeldOut(padded, np.arange(size), None).values(self.model)[: len(rows)]
+
+
+def _with_flow(model: Standardised, flow: Any) -> Standardised:
+    # Probes are for training: a density is worth its exact divergence.
+    flow = eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
+    return eqx.tree_at(lambda m: m.flow, model, flow)
+
+
+def _best_closed(comparison: Comparison, marginals: bool | None) -> tuple[Family, np.ndarray]:
+    """A Gaussian, or one of mapped columns where it is better, and its log-densities."""
+    fits = {name: partial(ClosedForm.of, name) for name in FAMILIES if name != "flow"}
+    if marginals is not None:
+        name = "marginals" if marginals else "gaussian"
+        return name, comparison.values(fits[name])
+    values = comparison.values(fits["gaussian"])
+    # Of many rows a flow learns the marginals too, and maps take long to choose.
+    mapped = comparison.values(fits["marginals"]) if comparison.cross else values
+    return ("marginals", mapped) if comparison.is_better(mapped, values) else ("gaussian", values)
+
+
+def _closed_fit(
+    comparison: Comparison, family: Family, values: np.ndarray, noise: float | str = 0.0
+) -> FittedDensity:
+    """A density in closed form, as an untrained flow."""
+    table = comparison.table
+    closed = ClosedForm.of(family, table)
+    held_out = comparison.held_out
+    score = None
+    if comparison.cross and comparison.own:
+        held_out, score = held_out.first(0), comparison.score(values)
+    elif len(held_out.rows):
+        score = held_out.first(SCORED_ROWS).judged(closed.log_prob(held_out.rows[:SCORED_ROWS]))
+    fitted = FittedDensity(
+        model=closed.model(table),
+        objective=Interpolant(context=table.context),
+        history=History(),
+        interrupted=False,
+        stages={"regression": History(ended="before the first step: no flow was trained")},
+        family=family,
+        held_out=held_out,
+        known_score=score,
+    )
+    return fitted.with_noise(noise) if noise and noise != "best" else fitted
+
+
+def _compared(
+    fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, marginals: bool | None
+) -> FittedDensity:
+    """The flow if it is better than the densities in closed form, otherwise the best of these."""
+    family, others = _best_closed(comparison, marginals)
+    regression = fitted.stages["regression"]
+    try:
+        if comparison.cross and regression.best_step == 0:
+            values = others  # nothing was learned
+        elif comparison.cross:
+            values = comparison.values(trainer.fold(regression.loss.size, trainer.key))
+        else:
+            values = comparison.held_out.first(SCORED_ROWS).values(fitted.model)
+    except KeyboardInterrupt:
+        return dataclasses.replace(fitted, interrupted=True)
+    if not comparison.is_better(values, others):
+        closed = _closed_fit(comparison, family, others)
+        return dataclasses.replace(closed, history=fitted.history, stages=fitted.stages)
+    if comparison.cross and not comparison.own:
+        return fitted
+    return dataclasses.replace(fitted, known_score=comparison.score(values))
+
+
+def _sampled(
+    table: ParquetTable, given: Any, groups: Any, validation: Any, key: PRNGKeyArray
+) -> tuple[ParquetTable, np.ndarray, np.ndarray | None, Any]:
+    """The table to draw batches from, some of its rows, in place of all of them, and validation rows."""
+    if given is not None:
+        raise ValueError("given goes with an array: rf.ParquetTable(path, given=[...]) names columns")
+    if groups is not None:
+        raise ValueError("groups goes with an array: read the table into memory, or pass validation rows")
+    own = len(table.columns) - table.context
+    parts = lambda rows: (rows[:, :own], rows[:, own:] if table.context else None)
+    if isinstance(validation, float | int):
+        table, held_out = table.split(validation, key=key)
+        validation = (parts(held_out) if table.context else held_out) if len(held_out) else 0.0
+    return table, *parts(table.some(SAMPLED_ROWS, rng_of(key, 1)).astype(np.float64)), validation
+
+
+def _check(
+    family: Any,
+    noise: Any,
+    steps: Any,
+    likelihood_steps: Any,
+    seconds: Any,
+    width: Any,
+    depth: Any,
+    patience: Any,
+) -> None:
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(map(repr, FAMILIES))}, or None, got {family!r}")
+    if isinstance(noise, str) and noise != "best":
+        raise ValueError(f'noise must be a number of at least 0, or "best", got {noise!r}')
+    if noise not in (0, "best"):
+        check_positive("noise", noise)
+    for name, value in {"width": width, "depth": depth, "patience": patience, "steps": steps}.items():
+        if value is not None:
+            check_count(name, value)
+    if likelihood_steps is not None and likelihood_steps != 0:
+        check_count("likelihood_steps", likelihood_steps)
+    if seconds is None:
+        return
+    check_positive("seconds", seconds)
+    if steps is not None:
+        told = "steps and seconds are two budgets for one fit: give one of them"
+        raise ValueError(told + see("budgets-and-validation"))

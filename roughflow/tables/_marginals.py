@@ -1,0 +1,259 @@
+"""Monotone maps that make each column of a table nearly normal."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy
+from jaxtyping import Array
+
+from .._checks import is_traced
+from ..train import Links, folds, mean_and_error
+from ._gaussian import Gaussian
+
+KNOT_COUNTS = (4, 8, 16, 32, 64, 128)  # of knots, tried in this order
+MIN_ROWS_PER_KNOT = 8  # at least, for each knot
+MIN_STANDARD_ERRORS = 2.0  # standard errors by which more knots must be better
+MIN_KNOT_DISTANCE = 1e-7  # standard deviations between two knots, at least
+
+
+class Marginals(eqx.Module):
+    """u = g(x), a monotone map of each column: splines of rational quadratics between knots (Gregory &
+    Delbourgo 1982; Durkan et al. 2019), straight lines beyond them. A column with bounds a or b is first
+    taken to the whole line, by log(x − a), −log(b − x), or log (x − a)/(b − x).
+
+    **Arguments:** the knots' `x` and `u`, both increasing, and the `slope` of g there, `(d, K)` each; the
+    bounds `lower` and `upper`, `(d,)` each, infinite where there are none, or None. `rf.fit_density` finds
+    them: where knots are quantiles of a column and u those of a normal distribution, g(x) is nearly normal.
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    knots = np.array([[0.0, 1.0, 3.0]])
+    marginals = rf.Marginals(knots, np.array([[-1.0, 0.0, 1.0]]), np.array([[1.0, 0.8, 0.4]]))
+    u, log_slope = marginals.forward(np.array([[0.5], [7.0]]))
+    marginals.inverse(u)  # 0.5 and 7 again
+    ```
+    """
+
+    x: np.ndarray  # in double precision, as what standardises
+    u: np.ndarray
+    slope: np.ndarray
+    lower: np.ndarray | None = None
+    upper: np.ndarray | None = None
+
+    def __check_init__(self):
+        knots = (self.x, self.u, self.slope)
+        if any(is_traced(part) for part in knots):
+            return
+        if np.ndim(self.x) != 2 or np.shape(self.x)[1] < 2 or len({np.shape(part) for part in knots}) != 1:
+            shapes = ", ".join(str(np.shape(part)) for part in knots)
+            raise ValueError(f"x, u and slope must have one shape (d, K), K at least 2, got {shapes}")
+        if not (np.all(np.diff(self.x) > 0) and np.all(np.diff(self.u) > 0) and np.all(self.slope > 0)):
+            raise ValueError("the knots' x and u must increase, and the slopes be positive")
+
+    def forward(self, x: Array | np.ndarray) -> tuple[Any, Any]:
+        """u and log g′(x) of rows `(..., d)`: in NumPy's double precision where x is known. Out of
+        bounds log g′ is −∞."""
+        xp = jnp if is_traced(x) or is_traced(self.x) else np
+        x = xp.asarray(x) if xp is jnp else np.asarray(x, np.float64)
+        if self.lower is None or self.upper is None:
+            return self._spline(xp, x)
+        x, log_stretch = unbounded(xp, x, self.lower, self.upper)
+        u, log_slope = self._spline(xp, x)
+        return u, log_slope + log_stretch
+
+    def _spline(self, xp: Any, x: Any) -> tuple[Any, Any]:
+        low, high, inside = self._pieces(xp, x, self.x)
+        mean = (high.u - low.u) / (high.x - low.x)
+        s = xp.where(inside, (x - low.x) / (high.x - low.x), 0.5)
+        below = mean + (low.slope + high.slope - 2 * mean) * s * (1 - s)
+        between = low.u + (high.u - low.u) * (mean * s**2 + low.slope * s * (1 - s)) / below
+        rise = high.slope * s**2 + 2 * mean * s * (1 - s) + low.slope * (1 - s) ** 2
+        end = _Knot(*(xp.where(x < low.x, *pair) for pair in low.beside(high)))
+        u = xp.where(inside, between, end.u + end.slope * (x - end.x))
+        return u, xp.log(xp.where(inside, (mean / below) ** 2 * rise, end.slope))
+
+    def inverse(self, u: Array) -> Array:
+        """x, from a quadratic equation between two knots."""
+        low, high, inside = self._pieces(jnp, u, self.u)
+        mean = (high.u - low.u) / (high.x - low.x)
+        y = jnp.where(inside, u - low.u, 0.5 * (high.u - low.u))
+        bend = low.slope + high.slope - 2 * mean
+        a = (high.u - low.u) * (mean - low.slope) + y * bend
+        b = (high.u - low.u) * low.slope - y * bend
+        # This form of the root does not cancel where the quadratic is nearly linear.
+        s = 2 * mean * y / (b + jnp.sqrt(jnp.maximum(b**2 + 4 * a * mean * y, 0)))
+        end = _Knot(*(jnp.where(u < low.u, *pair) for pair in low.beside(high)))
+        x = jnp.where(inside, low.x + s * (high.x - low.x), end.x + (u - end.u) / end.slope)
+        return x if self.lower is None or self.upper is None else _bounded(x, self.lower, self.upper)
+
+    def _pieces(self, xp: Any, at: Any, knots: Any) -> tuple["_Knot", "_Knot", Any]:
+        """The knots on either side of each entry, and whether it lies between them."""
+        if xp is np:
+            columns = [np.searchsorted(own, at[..., j], "right") for j, own in enumerate(knots)]
+            place = np.stack(columns, axis=-1)
+        else:
+            find = lambda own, column: jnp.searchsorted(own, column, side="right")
+            place = jax.vmap(find, (0, -1), -1)(jnp.asarray(knots, at.dtype), at)
+        low = xp.clip(place - 1, 0, knots.shape[1] - 2)
+        column = xp.arange(knots.shape[0])
+        cast = lambda part: xp.asarray(part, at.dtype)
+        of = lambda where: _Knot(*(cast(part)[column, where] for part in (self.x, self.u, self.slope)))
+        inside = (place > 0) & (place < knots.shape[1])
+        return of(low), of(low + 1), inside
+
+
+def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
+    """x taken to the whole line, and the logarithm of the slope; a row out of bounds has a slope of zero, at
+    some place."""
+    lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
+    above, below = np.isfinite(lower), np.isfinite(upper)
+    out = (x <= lower) | (x >= upper)
+    # What is not taken must be finite too, and so must its derivative.
+    left = xp.where(above & ~out, x - np.where(above, lower, 0), 1)
+    right = xp.where(below & ~out, np.where(below, upper, 0) - x, 1)
+    moved = xp.where(above | below, xp.log(left) - xp.log(right), x)
+    log_slope = np.log(np.where(above & below, upper - lower, 1)) - xp.log(left) - xp.log(right)
+    return moved, xp.where(out, -np.inf, xp.where(above | below, log_slope, 0))
+
+
+def _bounded(x: Array, lower: np.ndarray, upper: np.ndarray) -> Array:
+    """Back from the whole line."""
+    lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
+    above, below = np.isfinite(lower), np.isfinite(upper)
+    low, high = (jnp.asarray(np.where(np.isfinite(b), b, 0), x.dtype) for b in (lower, upper))
+    one_sided = jnp.where(above, low + jnp.exp(x), high - jnp.exp(-x))
+    between = low + (high - low) * jax.nn.sigmoid(x)
+    return jnp.where(above & below, between, jnp.where(above | below, one_sided, x))
+
+
+class _Knot(eqx.Module):
+    x: Any
+    u: Any
+    slope: Any
+
+    def beside(self, other: "_Knot") -> list[tuple[Any, Any]]:
+        return [(self.x, other.x), (self.u, other.u), (self.slope, other.slope)]
+
+
+def fit_marginals(
+    rows: np.ndarray,
+    own: int,
+    least: float,
+    bounds: tuple[np.ndarray, np.ndarray] | None = None,
+    links: Links | None = None,
+) -> Marginals | None:
+    """Maps for the first `own` columns, with as many knots each as cross-validation bears out. Straight ones
+    if they gain less than `least` nats per column over a normal distribution without them, in the median row:
+    a few rows far out must not decide alone. None if there is nothing to map."""
+    links = Links.of(rows) if links is None else links
+    if bounds is not None:
+        moved = unbounded(np, rows[:, :own], *bounds)[0]
+        rows = np.concatenate([moved, rows[:, own:]], axis=1)
+    counts = [_count(column, links) for column in rows[:, :own].T] if least < np.inf else [0] * own
+    if any(counts) and least > -np.inf:
+        parts = folds(links.labels)
+        gains = np.concatenate([_gain(rows[rest], rows[part], counts) for rest, part in parts])
+        counts = counts if np.median(gains) >= least * own else [0] * own
+    if bounds is None and not any(counts):
+        return None
+    maps = _together(rows, counts)
+    return maps if bounds is None else Marginals(maps.x, maps.u, maps.slope, *bounds)
+
+
+def _together(rows: np.ndarray, counts: list[int]) -> Marginals:
+    columns = [_knots(column, count) for column, count in zip(rows.T, counts, strict=False)]
+    most = max(len(column.x) for column in columns)
+    padded = [_padded(column, most) for column in columns]
+    return Marginals(*(np.stack([getattr(c, name) for c in padded]) for name in ("x", "u", "slope")))
+
+
+def _knots(column: np.ndarray, count: int) -> _Knot:
+    """Knots at quantiles; with none, a straight line."""
+    loc, scale = column.mean(), column.std() or 1.0
+    if count == 0:
+        return _Knot(loc + scale * np.array([-1.0, 1.0]), np.array([-1.0, 1.0]), np.full(2, 1 / scale))
+    levels = np.arange(1, count + 1) / (count + 1)
+    x = np.quantile(column, levels, method="hazen")
+    # Where values repeat, quantiles do: one knot for all of them.
+    apart = np.flatnonzero(np.diff(x, prepend=-np.inf) > MIN_KNOT_DISTANCE * scale)
+    if len(apart) < 2:
+        return _knots(column, 0)
+    x, u = x[apart], scipy.special.ndtri(levels[apart])
+    width, mean = np.diff(x), np.diff(u) / np.diff(x)
+    slope = np.empty(len(x))
+    # The geometric mean of both sides' slopes, weighted by the other side's width: monotone, and smooth.
+    slope[1:-1] = np.exp(
+        (width[1:] * np.log(mean[:-1]) + width[:-1] * np.log(mean[1:])) / (width[1:] + width[:-1])
+    )
+    slope[0] = _tail(-u[0], x[0] - column, mean[0])
+    slope[-1] = _tail(u[-1], column - x[-1], mean[-1])
+    return _Knot(x, u, slope)
+
+
+def _tail(level: float, beyond: np.ndarray, otherwise: float) -> float:
+    """The slope with which the values beyond the last knot are as far from it, on average, as a normal
+    distribution's beyond `level`."""
+    beyond = beyond[beyond > 0]
+    if not beyond.size:
+        return otherwise
+    excess = np.exp(_log_density(level) - scipy.special.log_ndtr(-level)) - level
+    return float(excess / beyond.mean())
+
+
+def _padded(knots: _Knot, most: int) -> _Knot:
+    """More knots, on the straight line beyond the last."""
+    step = np.arange(1, most - len(knots.x) + 1)
+    x = knots.x[-1] + step * (knots.x[-1] - knots.x[0])
+    u = knots.u[-1] + knots.slope[-1] * (x - knots.x[-1])
+    slope = np.full(len(step), knots.slope[-1])
+    return _Knot(*(np.concatenate(pair) for pair in ((knots.x, x), (knots.u, u), (knots.slope, slope))))
+
+
+# ------------------------------------------------------------------------------------------------- choice
+
+
+def _count(column: np.ndarray, links: Links) -> int:
+    """How many knots are clearly better than fewer, by the log-likelihood of rows left out; 0 for none."""
+    parts = folds(links.labels)
+
+    def score(count: int) -> np.ndarray:
+        values = np.empty(len(column))
+        for rest, part in parts:
+            values[part] = _log_normal(column[rest], column[part], count)
+        return values
+
+    chosen, best = 0, score(0)
+    for count in KNOT_COUNTS:
+        if count * MIN_ROWS_PER_KNOT > links.distinct:
+            break
+        found = score(count)
+        gain, error = mean_and_error(found - best, links.labels)
+        if gain > MIN_STANDARD_ERRORS * error:
+            chosen, best = count, found
+    return chosen
+
+
+def _log_normal(train: np.ndarray, test: np.ndarray, count: int) -> np.ndarray:
+    u, log_slope = _together(train[:, None], [count]).forward(test[:, None])
+    return (_log_density(u) + log_slope)[:, 0]
+
+
+def _log_density(u: Any) -> Any:
+    return -0.5 * (u**2 + np.log(2 * np.pi))
+
+
+def _gain(train: np.ndarray, test: np.ndarray, counts: list[int]) -> np.ndarray:
+    """What the maps add to the log-density of a normal distribution, for each row of `test`."""
+    marginals, own = _together(train, counts), len(counts)
+
+    def mapped(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        u, log_slope = marginals.forward(rows[:, :own])
+        return np.concatenate([u, rows[:, own:]], axis=1), log_slope.sum(axis=1)
+
+    (u, _), (v, log_slope) = mapped(train), mapped(test)
+    return Gaussian.of(u).log_prob(v) + log_slope - Gaussian.of(train).log_prob(test)

@@ -1,0 +1,188 @@
+"""Convert arrays, nested lists and DataFrames to numbers with column names."""
+
+import numbers
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._checks import is_traced
+from ..faq import see
+
+MAX_VALUE, MIN_SPREAD = 1e30, 1e-30  # values, and spreads of columns, that single precision can work with
+
+
+def is_frame(data: Any) -> bool:
+    """Whether columns have names: a DataFrame."""
+    return hasattr(data, "columns") and hasattr(data, "__getitem__")
+
+
+def parts_of(data: Any, given: Any, groups: Any, columns: Any) -> tuple[Any, Any, Any, tuple[str, ...]]:
+    """The columns to model, those given, the groups of rows, and the names of all columns, those given last;
+    () if there are none. `given` and `groups` may name columns of the data; of a DataFrame, `columns` are
+    those to use."""
+    columns, given_names = _checked_names(columns), _names_in("given", given)
+    if not is_frame(data) and not given_names and not isinstance(groups, str):
+        return data, given, groups, _all_names(data, given, columns)
+    data = data if is_frame(data) else _Named(np.asarray(data), columns)
+    left_out = {*given_names, groups} if isinstance(groups, str) else {*given_names}
+    own = tuple(name for name in columns or frame_names("data", data) if name not in left_out)
+    if not own:
+        raise ValueError("given and groups name all columns of data: there is none left to model")
+    if isinstance(groups, str):
+        groups = np.asarray(take("data", data, [groups]))[:, 0]
+    if given_names:
+        given = take("data", data, given_names)
+    elif given is not None:
+        given_names = _all_names(np.zeros((1, len(own))), given, ())[len(own) :]
+        given_names = given_names or tuple(f"x{len(own) + i + 1}" for i in range(np.shape(given)[-1]))
+    names = _checked_names((*own, *given_names))
+    return np.asarray(take("data", data, own)), None if given is None else np.asarray(given), groups, names
+
+
+class _Named:
+    """An array with names of its columns, as a DataFrame has them."""
+
+    def __init__(self, rows: np.ndarray, columns: tuple[str, ...]):
+        if rows.ndim != 2 or len(columns) != rows.shape[1]:
+            told = "given and groups name columns of a DataFrame, or of an array with all its columns= named"
+            raise ValueError(f"{told}; data has shape {rows.shape} and columns {len(columns)} names")
+        self.rows, self.columns = rows, columns
+
+    def __getitem__(self, names: Sequence[str]) -> np.ndarray:
+        return self.rows[:, [self.columns.index(name) for name in names]]
+
+
+def _all_names(data: Any, given: Any, columns: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of an array's columns and of those given: as they are named, or as a DataFrame has them."""
+    parts = [data] if given is None else [data, given]
+    widths = [np.shape(part)[1] if len(np.shape(part)) == 2 else 0 for part in parts]
+    if not columns and is_frame(given):
+        return (*(f"x{i + 1}" for i in range(widths[0])), *frame_names("given", given))
+    if columns and len(columns) != sum(widths):
+        there = f"{widths[0]} columns" + (f" and {widths[1]} given" if given is not None else "")
+        raise ValueError(f"columns has {len(columns)} names for {there}: name all of them, or none")
+    return columns
+
+
+def _names_in(argument: str, value: Any) -> tuple[str, ...]:
+    """The names of columns, if the value is some."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
+        return _checked_names(value, argument)
+    return ()
+
+
+def _checked_names(columns: Any, argument: str = "columns") -> tuple[str, ...]:
+    if isinstance(columns, str):
+        raise ValueError(f"{argument} must be a list of names, got the text {columns!r}: write [{columns!r}]")
+    columns = tuple(columns)
+    odd = [name for name in columns if not isinstance(name, str)]
+    if odd:
+        raise ValueError(f"{argument} must be a list of names, got {odd[0]!r} among them")
+    if len(set(columns)) < len(columns):
+        twice = next(name for i, name in enumerate(columns) if name in columns[:i])
+        raise ValueError(f"{argument} has the name {twice!r} twice: every column needs its own")
+    return columns
+
+
+def frame_names(argument: str, frame: Any) -> tuple[str, ...]:
+    return _checked_names([str(name) for name in frame.columns], f"{argument}.columns")
+
+
+def take(argument: str, frame: Any, names: Sequence[str]) -> Any:
+    """These columns of a DataFrame, in this order."""
+    labels = dict(zip(frame_names(argument, frame), frame.columns, strict=True))
+    missing = [name for name in names if name not in labels]
+    if missing:
+        wanted, there = ", ".join(map(repr, missing)), ", ".join(labels)
+        raise ValueError(f"{argument} has no column {wanted}; it has {there}{see('shapes')}")
+    return frame[[labels[name] for name in names]]
+
+
+def joined(
+    name: str, data: Any, given: Any | None, names: Sequence[str] = (), context: int = 0
+) -> tuple[np.ndarray, int]:
+    """The rows, with what is given as their last columns, and how many those are. Columns of a DataFrame go
+    by `names`, of which the last `context` are given."""
+    own = names[: len(names) - context]
+    if context and given is None and is_frame(data):
+        given = take(name, data, names[len(own) :])
+    if names and is_frame(data):
+        data = take(name, data, own)
+    if names and context and is_frame(given):
+        given = take("given", given, names[len(own) :])
+    rows = _numbers(name, data, names)
+    if given is None:
+        return rows, 0
+    context_rows = _numbers("given", given, names[rows.shape[1] :])
+    if len(context_rows) != len(rows):
+        raise ValueError(f"{name} has {len(rows)} rows, given {len(context_rows)}: they go together")
+    return np.concatenate([rows, context_rows], axis=1), context_rows.shape[1]
+
+
+def real_numbers(argument: str, value: Any) -> Any:
+    """An array of real numbers, as it is if it is one of JAX's; text and complex numbers are refused."""
+    array = value if is_traced(value) or isinstance(value, jax.Array) else np.asarray(value)
+    if array.dtype.kind == "c":
+        told = f"{argument} is complex: give real and imaginary parts as columns of their own"
+        raise ValueError(told + see("no-density"))
+    if array.dtype.kind in "fiub" or is_traced(value) or isinstance(value, jax.Array):
+        return array
+    odd = next((cell for cell in array.ravel() if not _is_number(cell)), None)
+    if odd is not None:
+        raise ValueError(f"{argument} holds {str(odd)!r}, not numbers: turn it into numbers")
+    return array.astype(np.float64)
+
+
+def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
+    if np.ma.is_masked(data):
+        raise ValueError(f"{name} is masked in places: fill them, or leave those rows out{see('no-density')}")
+    label = lambda i: repr(names[i]) if names else str(i)
+    array = np.asarray(data)
+    if array.ndim != 2 or not array.size:
+        raise ValueError(f"{name} must have shape (rows, dimensions), got {array.shape}")
+    if array.dtype.kind == "c":
+        real_numbers(name, array)
+    if array.dtype.kind in "fiub":
+        rows = array.astype(np.float64)
+    else:
+        rows = np.stack([_column(name, label(i), array[:, i]) for i in range(array.shape[1])], axis=1)
+    finite = np.isfinite(rows)
+    if not finite.all():
+        row = int(np.argmin(finite.all(axis=1)))
+        column = label(int(np.argmin(finite[row])))
+        told = f"{name} has a value that is not finite, first in row {row}, column {column}"
+        raise ValueError(told + see("no-density"))
+    if np.max(np.abs(rows)) > MAX_VALUE:
+        column = label(int(np.argmax(np.max(np.abs(rows), axis=0))))
+        raise ValueError(
+            f"column {column} of {name} has values beyond {LARGEST:g}: rescale them, or take logarithms"
+            + see("no-density")
+        )
+    spread = rows.max(axis=0) - rows.min(axis=0)
+    small = (spread > 0) & (spread < MIN_SPREAD)
+    if small.any():
+        column = int(np.argmax(small))
+        told = f"column {label(column)} of {name} varies by {spread[column]:g} only: rescale it"
+        raise ValueError(told + see("no-density"))
+    return rows
+
+
+def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
+    """One column of a table as numbers. Text is refused even where it reads like numbers, as are dates."""
+    odd = next((value for value in values if not _is_number(value)), None)
+    if odd is not None:
+        told = f"column {label} of {name} holds {str(odd)!r}, not numbers"
+        raise ValueError(f"{told}: leave it out, or turn it into numbers{see('no-density')}")
+    return values.astype(np.float64)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a cell is a real number; None is, like NaN, one that is missing."""
+    if isinstance(value, complex):
+        return False
+    return value is None or isinstance(value, numbers.Number | Decimal | np.bool_)

@@ -1,0 +1,198 @@
+"""Tables on disk that do not fit in memory."""
+
+import copy
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from .._checks import check_input_file, check_path
+from ..faq import see
+from ..train import check_share, identified, rng_of, row_codes
+from ._numbers import MAX_VALUE
+
+ROWS_PER_READ = 2**16  # that are read at a time
+MAX_VALIDATION_ROWS = 2**15  # rows to validate on, at most
+
+
+@dataclass(init=False, eq=False)
+class ParquetTable:
+    """The rows of a Parquet file as data for `rf.fit` and `rf.fit_density`, however many they are.
+
+    Its columns are copied once to a scratch file of plain numbers, from which batches are drawn at random,
+    with replacement, as from an array: memory holds a batch, not the table. The same key draws the same
+    batches, so a run that is resumed ends with the same numbers. The scratch file, 4 or 8 bytes a number, is
+    gone when the program ends, however it ends.
+
+    **Arguments:**
+
+    - `path`: the file; reading it needs pyarrow.
+    - `columns`: which to model, in this order; all but those given if None.
+    - `given`: columns to condition on: the density is that of the others given these.
+    - `folder`: for the scratch file; by default that of the Parquet file, or where it cannot be written to,
+      that for temporary files.
+
+    ```python
+    import jax
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import roughflow as rf
+
+    x, y = np.random.default_rng(0).normal(size=(2, 1000))
+    pq.write_table(pa.table({"x": x, "y": x + y**2}), "rows.parquet")
+    table = rf.ParquetTable("rows.parquet", columns=["x", "y"])
+    settings = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 2, "progress": False}
+    fitted = rf.fit_density(table, key=jax.random.key(1), **settings)
+    ```
+    """
+
+    columns: tuple[str, ...]  # those given last
+    context: int  # how many are given
+    digest: str  # of all numbers: the path may differ when a run goes on
+    aside: np.ndarray  # rows that are never drawn, in order
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        columns: Sequence[str] | None = None,
+        *,
+        given: Sequence[str] = (),
+        folder: str | os.PathLike | None = None,
+    ):
+        file = parquet_file(path)
+        wanted = (
+            [name for name in file.schema_arrow.names if name not in given] if columns is None else columns
+        )
+        self.columns, self.context = (*wanted, *given), len(given)
+        self.aside = np.zeros(0, int)
+        single = _fits_single(file, path, self.columns)
+        dtype = np.dtype(np.float32 if single else np.float64)
+        digest = hashlib.blake2b(digest_size=16)
+        lower, upper = np.full(len(self.columns), np.inf), np.full(len(self.columns), -np.inf)
+        with tempfile.TemporaryFile(dir=_folder(path, folder)) as scratch:
+            for rows in parquet_rows(file, path, self.columns):
+                lower, upper = np.minimum(lower, rows.min(axis=0)), np.maximum(upper, rows.max(axis=0))
+                block = np.ascontiguousarray(rows, dtype)
+                digest.update(block.data)
+                scratch.write(block.data)
+            scratch.flush()
+            count = scratch.tell() // (dtype.itemsize * len(self.columns))
+            if not count:
+                raise ValueError(f"{path} has no rows")
+            self._rows = np.memmap(scratch, dtype, "r", shape=(count, len(self.columns)))
+        self.digest = digest.hexdigest()
+        self.extremes = np.stack([lower, upper])
+
+    def __len__(self) -> int:
+        """How many rows there are to draw from."""
+        return len(self._rows) - len(self.aside)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), len(self.columns)
+
+    def batch(self, size: int, rng: np.random.Generator) -> np.ndarray:
+        """Rows drawn with replacement."""
+        return self._at(rng.integers(0, len(self), size))
+
+    def some(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """So many different rows, or all of them."""
+        if count >= len(self):
+            return self._at(np.arange(len(self)))
+        return self._at(rng.choice(len(self), count, replace=False))
+
+    def split(self, share: float, *, key: PRNGKeyArray) -> tuple["ParquetTable", np.ndarray]:
+        """The table without a share of its rows, and these, of which 32,768 are enough. Copies of these rows
+        are left out of the table too."""
+        check_share(share)
+        count = min(round(share * len(self)), MAX_VALIDATION_ROWS)
+        chosen = self._places(rng_of(key).choice(len(self), count, replace=False))
+        held_out = np.asarray(self._rows[chosen], np.float64)
+        copies = [self.aside, chosen, *self._copies(held_out)]
+        rest = copy.copy(self)
+        rest.aside = np.unique(np.concatenate(copies))
+        if len(rest.aside) == len(self._rows):
+            raise ValueError("no rows are left to train on: all are copies of validation rows; give others")
+        return rest, held_out
+
+    def _copies(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """Where in the file copies of these rows are."""
+        codes = np.sort(row_codes(rows[identified(rows, len(self))])) if len(rows) else np.zeros(0)
+        for first in range(0, len(self._rows) if len(codes) else 0, ROWS_PER_READ):
+            own = row_codes(self._rows[first : first + ROWS_PER_READ])
+            place = np.minimum(np.searchsorted(codes, own), len(codes) - 1)
+            yield first + np.flatnonzero(codes[place] == own)
+
+    def _at(self, places: np.ndarray) -> np.ndarray:
+        return np.asarray(self._rows[self._places(places)])
+
+    def _places(self, places: np.ndarray) -> np.ndarray:
+        """Where in the file the rows are that are not set aside."""
+        return places + np.searchsorted(self.aside - np.arange(len(self.aside)), places, side="right")
+
+
+def parquet_file(path: str | os.PathLike) -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        told = "reading a .parquet file needs pyarrow: pip install 'roughflow[parquet]'"
+        raise ValueError(told + see("not-installed")) from None
+    check_input_file(check_path("path", path))
+    try:
+        # Nothing is read ahead: a group of rows may be as large as the file.
+        return pq.ParquetFile(path, pre_buffer=False)
+    except pa.ArrowException as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"{path} is not a parquet file, or is damaged ({first})") from None
+
+
+def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> Iterator[np.ndarray]:
+    """Finite numbers in double precision, `ROWS` rows at a time."""
+    import pyarrow as pa
+
+    first = 0
+    for batch in file.iter_batches(ROWS_PER_READ, columns=list(columns)):
+        numbers = [batch.column(name).cast(pa.float64(), safe=False) for name in columns]
+        rows = np.stack([column.to_numpy(zero_copy_only=False) for column in numbers], axis=1)
+        fine = np.abs(rows) <= MAX_VALUE  # which NaN is not
+        if not fine.all():
+            row = int(np.argmin(fine.all(axis=1)))
+            column = int(np.argmin(fine[row]))
+            told = f"{path}: row {first + row + 1} has {rows[row, column]} in column {columns[column]!r}"
+            raise ValueError(f"{told}: mend or remove it, or choose other columns{see('tables')}")
+        yield rows
+        first += len(rows)
+
+
+def _fits_single(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> bool:
+    """Whether single precision holds the columns as they are; refuses those that are not there, or no
+    numbers."""
+    import pyarrow as pa
+
+    schema, exact = file.schema_arrow, []
+    if not columns or len(set(columns)) < len(columns):
+        raise ValueError(f"columns must name different columns of {path}, got {', '.join(columns) or 'none'}")
+    for name in columns:
+        if name not in schema.names:
+            raise ValueError(f"{path} has no column {name!r}; it has {', '.join(schema.names)}")
+        kind = schema.field(name).type
+        tests = [pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean]
+        if not any(test(kind) for test in tests):
+            raise ValueError(f"{path}: column {name!r} holds {kind}, not numbers: choose others")
+        exact.append(kind in (pa.float16(), pa.float32(), pa.int8(), pa.int16(), pa.uint8(), pa.uint16()))
+    return all(exact)
+
+
+def _folder(path: str | os.PathLike, folder: str | os.PathLike | None) -> Path | None:
+    if folder is not None:
+        return Path(folder)
+    beside = Path(path).resolve().parent
+    return beside if os.access(beside, os.W_OK) else None

@@ -1,0 +1,286 @@
+"""The two training stages of `fit_density`, regression and likelihood, and defaults by size of table."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_count
+from .._devices import Devices, DevicesLike
+from ..density import StochasticFlow
+from ..flow import HutchinsonDivergence
+from ..train import Fitted, Interpolant, MaximumLikelihood, fit, steps_of
+from ._parquet import ParquetTable
+from ._standardised import Standardised
+
+MIN_ROWS_FOR_WAVES = 2000  # high-frequency features help in two dimensions; in more they overfit
+MIN_ROWS_FOR_WIDE = 20_000  # for the wider network
+SPARSE_ROWS_PER_COLUMN = 30  # with fewer rows a network overfits without regularisation
+SMALL_TABLE = 500  # sets of rows; smaller tables compare densities by cross-validation
+TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller tables get no flow
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a table with so many distinct `rows` in so many `sets` that stay together, `columns` to model and
+    others that are given."""
+
+    rows: int
+    columns: int
+    context: int
+    sets: int
+
+    @property
+    def tiny(self) -> bool:
+        return self.rows < max(TINY_TABLE, TINY_PER_COLUMN * (self.columns + self.context))
+
+    @property
+    def small(self) -> bool:
+        return self.sets < SMALL_TABLE
+
+    @property
+    def sparse(self) -> bool:
+        return self.rows < SPARSE_ROWS_PER_COLUMN * self.columns
+
+    @property
+    def plane(self) -> bool:
+        return self.columns + self.context <= 2
+
+    @property
+    def wide(self) -> bool:
+        return self.rows >= MIN_ROWS_FOR_WIDE and not self.plane
+
+    @property
+    def width(self) -> int:
+        return 256 if self.wide else 128
+
+    @property
+    def num_features(self) -> int:
+        return 64 if self.plane and self.rows >= MIN_ROWS_FOR_WAVES else 0
+
+    @property
+    def worth(self) -> float:
+        """Nats per column that maps of the columns must gain: given rows enough, a flow learns such things by
+        itself, and maps bend what lies on a line or a plane."""
+        return 0.05 if self.sparse else 0.5
+
+    @property
+    def smoothing(self) -> float:
+        return 0.3 if self.sparse else 0.0
+
+    @property
+    def outliers(self) -> float:
+        """Rows of few columns leave no holes. Elsewhere a network may be sure of finding nothing in one, and
+        lose 100 nats on the row that turns up there."""
+        return 0.0 if self.columns + self.context <= 3 else 0.02
+
+    def noise(self, smoothing: float | None, outliers: float | None) -> tuple[float, float]:
+        """Both as told, or as the size of the table has it."""
+        width = self.smoothing if smoothing is None else smoothing
+        share = self.outliers if outliers is None else outliers
+        if width < 0:
+            raise ValueError(f"smoothing must not be negative, got {width}")
+        if not 0 <= share < 1:
+            raise ValueError(f"outliers must be a share of the rows between 0 and 1, got {share}")
+        return float(width), float(share)
+
+    @property
+    def steps(self) -> int:
+        return min(20_000, max(2000, 4 * self.rows))
+
+    @property
+    def likelihood_steps(self) -> int:
+        """Each takes a backward solve with a tangent for each column. After a long regression of a wide
+        network it gains next to nothing, and on few rows too: their first steps are already the best."""
+        if self.sparse or self.small:
+            return 0
+        return 100 if self.columns <= 3 else 0 if self.wide else 60
+
+
+OUTLIER_NOISE = 2.0  # in units of the standardised rows
+
+
+class Smoothed(eqx.Module):
+    """A kernel density as data for a fit: rows drawn with replacement, with normal noise of standard
+    deviation `width` on all columns but the last `context`. A share `outliers` of the rows has noise of
+    standard deviation `OUTLIER_NOISE`, wider than the standardised rows themselves."""
+
+    rows: Array  # and zeros after them, up to a power of two: another number of rows compiles nothing
+    count: Array
+    width: float
+    outliers: float
+    context: int = eqx.field(static=True)
+
+    def __init__(self, rows: Array, width: float, outliers: float, context: int = 0):
+        self.count = jnp.asarray(len(rows))
+        self.rows = jnp.pad(rows, ((0, 2 ** math.ceil(math.log2(len(rows))) - len(rows)), (0, 0)))
+        self.width, self.outliers, self.context = width, outliers, context
+
+    def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
+        key_row, key_noise, key_far = jax.random.split(key, 3)
+        rows = self.rows[jax.random.randint(key_row, shape, 0, self.count)]
+        own = rows.shape[-1] - self.context
+        far = jax.random.bernoulli(key_far, self.outliers, (*shape, 1))
+        noise = jnp.where(far, OUTLIER_NOISE, self.width) * jax.random.normal(
+            key_noise, (*shape, own), rows.dtype
+        )
+        return rows.at[..., :own].add(noise)
+
+
+def smoothed(rows: Array, width: float, outliers: float, context: int) -> Array | Smoothed:
+    """The rows with noise, or as they are if there is none."""
+    return rows if width == outliers == 0 else Smoothed(rows, width, outliers, context)
+
+
+@dataclass(frozen=True, eq=False)
+class UnitBatches:
+    """Rows of a table as a flow learns them: standardised by a `model`, with noise as `Smoothed` has it, and
+    with that of `rounding`, in units of the table."""
+
+    table: ParquetTable
+    model: Standardised
+    rounding: np.ndarray
+    width: float
+    outliers: float
+
+    def batch(self, size: int, rng: np.random.Generator) -> np.ndarray:
+        rows = self.table.batch(size, rng)
+        if np.any(self.rounding):
+            rows = rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
+        unit = np.array(self.model.unit(rows))
+        own = unit.shape[1] - self.table.context
+        if self.width or self.outliers:
+            far = rng.random((size, 1)) < self.outliers
+            unit[:, :own] += np.where(far, OUTLIER_NOISE, self.width) * rng.normal(size=(size, own))
+        return unit
+
+
+MAX_EXACT_COLUMNS = 8  # with more columns the likelihood is trained with Hutchinson's divergence
+REGRESSION_ROWS = 4096  # number of validation rows of the regression, with repetition
+LIKELIHOOD_ROWS = 1000  # largest number of validation rows of the likelihood: each takes a solve
+TIME_SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget of seconds
+TIMED_STEPS = 40  # timed to convert a budget of seconds to steps
+NUM_VALIDATIONS = {"regression": 20, "likelihood": 10}
+MIN_STEPS_BETWEEN_VALIDATIONS = {"regression": 25, "likelihood": 1}  # patience counts validations
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Regression, then likelihood, on the same rows."""
+
+    train: Any  # an array, `Smoothed` rows or `UnitBatches`
+    held_out: Any
+    learning_rate: float
+    patience: int | None
+    progress: bool
+    resume: bool
+    seconds: float | None
+    checkpoint: Path | None
+    devices: DevicesLike
+
+    def both(
+        self,
+        flow: StochasticFlow,
+        context: int,
+        batch_size: int,
+        steps: int,
+        likelihood_steps: int,
+        key: PRNGKeyArray,
+        key_likelihood: PRNGKeyArray,
+    ) -> Fitted:
+        """What the last stage ended with, and the history of each."""
+        settings = (flow, context, batch_size, key)
+        last = self._stage(self.regression, settings, self.checkpoint, steps)
+        histories = {"regression": last.history}
+        if likelihood_steps and not last.interrupted:
+            file = None if self.checkpoint is None else second_file(self.checkpoint)
+            last = self._stage(self.likelihood, (last.model, key_likelihood), file, likelihood_steps)
+            histories["likelihood"] = last.history
+        return dataclasses.replace(last, stages=histories)
+
+    def _stage(
+        self, stage: Callable[..., Fitted], settings: tuple[Any, ...], file: Path | None, steps: int
+    ) -> Fitted:
+        if self.seconds is not None:
+            steps = self._affordable(self.seconds, stage, settings, file)
+        return stage(*settings, file, steps)
+
+    def _affordable(
+        self, seconds: float, stage: Callable[..., Fitted], settings: tuple[Any, ...], file: Path | None
+    ) -> int:
+        """How many steps of a stage its share of the seconds pays for; a run that is resumed keeps what it
+        began with."""
+        if self.resume and file is not None and file.exists():
+            return steps_of(file)
+        quiet = partial(stage.__func__, dataclasses.replace(self, progress=False, resume=False))  # pyright: ignore[reportFunctionMemberAccess]
+        quiet(*settings, None, TIMED_STEPS)  # compiles
+        began = time.perf_counter()
+        quiet(*settings, None, TIMED_STEPS)
+        afforded = int(TIME_SHARES[stage.__name__] * seconds * TIMED_STEPS / (time.perf_counter() - began))
+        return Devices.of(self.devices).agreed([max(1, afforded)])[0]
+
+    def regression(
+        self,
+        flow: StochasticFlow,
+        context: int,
+        batch_size: int,
+        key: PRNGKeyArray,
+        file: Path | None,
+        steps: int,
+    ) -> Fitted:
+        # A row is seen at one time and with one start of the base: few rows must be seen often.
+        often = max(1, REGRESSION_ROWS // max(1, len(self.held_out)))
+        return fit(
+            flow,
+            self.train,
+            key=key,
+            objective=Interpolant(context=context),
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=self.learning_rate,
+            average=0.999,
+            **self._shared("regression", steps, np.tile(self.held_out, (often, 1)), file),
+        )
+
+    def likelihood(self, flow: StochasticFlow, key: PRNGKeyArray, file: Path | None, steps: int) -> Fitted:
+        if flow.dimension > MAX_EXACT_COLUMNS:
+            flow = eqx.tree_at(lambda f: f.divergence, flow, HutchinsonDivergence())
+        return fit(
+            flow,
+            self.train,
+            key=key,
+            objective=MaximumLikelihood(1),
+            steps=check_count("likelihood_steps", steps),
+            batch_size=256,
+            learning_rate=self.learning_rate / 4,
+            average=0.98,
+            frozen=lambda flow: flow.base,
+            **self._shared("likelihood", steps, np.asarray(self.held_out)[:LIKELIHOOD_ROWS], file),
+        )
+
+    def _shared(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
+        some = len(held_out) > 0
+        return {
+            "validation": held_out if some else 0.0,
+            "every": max(MIN_STEPS_BETWEEN_VALIDATIONS[name], -(-steps // NUM_VALIDATIONS[name])),
+            "patience": self.patience if some else None,
+            "progress": name if self.progress else False,
+            "checkpoint": file,
+            "devices": self.devices,
+            "resume": self.resume and file is not None and file.exists(),
+        }
+
+
+def second_file(checkpoint: Path) -> Path:
+    """Where the second stage of a run that is kept in `checkpoint` is kept."""
+    return checkpoint.with_name(checkpoint.name + ".likelihood")

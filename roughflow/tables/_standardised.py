@@ -1,0 +1,235 @@
+"""A flow of standardised data, in the data's own units."""
+
+import textwrap
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+from numpy.typing import ArrayLike
+
+from .._checks import (
+    as_real,
+    as_shape,
+    check_count,
+    check_finite,
+    check_instance,
+    check_key,
+    check_vector,
+    is_traced,
+    shown,
+)
+from .._show import count, listed, shortened
+from ..density import AbstractEstimator, Estimate, StochasticFlow
+from ..faq import see
+from ..train import with_noise
+from ._gaussian import Gaussian, check_full_rank
+from ._marginals import Marginals
+from ._numbers import is_frame, real_numbers, take
+
+
+class Standardised(eqx.Module):
+    """x = m + L y, y from a flow: log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
+
+    With `marginals` g, a monotone map of each column, it is g(x) = m + L y, and log p(x) has Σ log g′(x)
+    more.
+
+    With a `context` of k > 0 it is a conditional density: the last k coordinates are what is `given`. The
+    flow starts them from N(0, I) and leaves them there, so that p(y | given) is its density over theirs.
+
+    **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular but for the
+    regression on what is given, in its last k columns; `columns`, the names of the coordinates, if they have
+    any; `context`, k; `marginals`, an `rf.Marginals` or None. `standardisation(data)` finds m and L.
+
+    Columns of a DataFrame are matched by name where the model has `columns`; others are ignored.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    data = 100 + 5 * jax.random.normal(jax.random.key(0), (500, 2))
+    loc, matrix = rf.standardisation(data)
+    model = rf.Standardised(rf.neural_flow(2, key=jax.random.key(1)), loc, matrix)
+    model.log_prob(data[:3], key=jax.random.key(2)).shape  # (3,)
+    ```
+    """
+
+    flow: StochasticFlow
+    loc: np.ndarray  # in double precision: a small spread around a large number keeps its digits
+    matrix: np.ndarray
+    columns: tuple[str, ...] = eqx.field(static=True, default=())
+    context: int = eqx.field(static=True, default=0)
+    marginals: Marginals | None = None  # of all columns but those that are given
+
+    def __check_init__(self):
+        check_instance("flow", self.flow, StochasticFlow, "an rf.StochasticFlow")
+        d = self.flow.dimension
+        for name, part, shape in (("loc", self.loc, (d,)), ("matrix", self.matrix, (d, d))):
+            # Axes before the last are those of many models in one, as `eqx.filter_vmap` makes them.
+            if np.shape(part)[-len(shape) :] != shape:
+                raise ValueError(f"{name} must have shape {shape} for this flow, got {np.shape(part)}")
+        if not is_traced(self.matrix) and np.any(np.diagonal(self.matrix, axis1=-2, axis2=-1) == 0):
+            raise ValueError("matrix must have no zero on its diagonal")
+        if check_count("context", self.context, least=0) >= d:
+            raise ValueError(f"context must be below {d}, the dimension of the flow, got {self.context}")
+        if self.columns and (len(self.columns) != d or len(set(self.columns)) < d):
+            raise ValueError(f"columns must be {d} different names, got {shown(self.columns)}")
+
+    def __repr__(self) -> str:
+        own = self.flow.dimension - self.context
+        names = self.columns or tuple(f"x{i + 1}" for i in range(self.flow.dimension))
+        parts = [("columns", ", ".join(shortened([self._within(i, names[i]) for i in range(own)])))]
+        if self.context:
+            parts.append(("given", ", ".join(shortened(names[own:]))))
+        if self.marginals is not None:
+            parts.append(("marginals", f"mapped to nearly normal ones, {self.marginals.x.shape[1]} knots"))
+        title = f"Standardised: density of {count(own, 'column')} in units of the data"
+        return f"{listed(title, parts)}\n{textwrap.indent(repr(self.flow), '  ')}"
+
+    def _within(self, i: int, name: str) -> str:
+        """The name of a column, with its bounds."""
+        maps = self.marginals
+        if maps is None or maps.lower is None or maps.upper is None:
+            return name
+        low, high = float(maps.lower[i]), float(maps.upper[i])
+        left, right = (f"{low:g} < " if low > -np.inf else ""), (f" < {high:g}" if high < np.inf else "")
+        return f"{left}{name}{right}"
+
+    def standardise(self, x: ArrayLike, given: ArrayLike | None = None) -> Array:
+        """y = L⁻¹(g(x) − m), in double precision where x is known."""
+        return self.unit(self._checked(x, given))
+
+    def unit(self, x: Array | np.ndarray) -> Array:
+        """The same for rows that have what is given as their last columns."""
+        x = self._mapped(x)[0]
+        if is_traced(x) or is_traced(self.matrix):
+            offset = x - jnp.expand_dims(self.loc, range(x.ndim - 1))
+            return jnp.einsum("ij,...j->...i", jnp.linalg.inv(jnp.asarray(self.matrix, offset.dtype)), offset)
+        offset = np.asarray(x, np.float64) - self.loc
+        return jnp.asarray(np.einsum("ij,...j->...i", np.linalg.inv(self.matrix), offset), float)
+
+    def estimate(
+        self,
+        x: ArrayLike,
+        *,
+        key: PRNGKeyArray,
+        given: ArrayLike | None = None,
+        estimator: AbstractEstimator | None = None,
+        tolerance: float | None = None,
+        max_paths: int = 2**16,
+    ) -> Estimate:
+        """As `StochasticFlow.estimate`, in the data's own units."""
+        rows = self._checked(x, given)
+        y = self.unit(rows)
+        estimate = self.flow.estimate(
+            y,
+            key=key,
+            estimator=estimator,
+            tolerance=tolerance,
+            max_paths=max_paths,
+        )
+        own = self.flow.dimension - self.context
+        shift = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
+        shift = shift + jnp.asarray(self._mapped(rows)[1], y.dtype)
+        # The context's own density goes out again: it was N(0, I) from start to end.
+        shift = shift - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
+        return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value + shift)
+
+    def log_prob(
+        self,
+        x: ArrayLike,
+        *,
+        key: PRNGKeyArray,
+        given: ArrayLike | None = None,
+        estimator: AbstractEstimator | None = None,
+    ) -> Array:
+        """log p(x): the value of `estimate` without its error bars."""
+        return self.estimate(x, key=key, given=given, estimator=estimator).log_prob
+
+    def sample(
+        self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: ArrayLike | None = None
+    ) -> Array:
+        """Rows `(*shape, d)`; with `given` of shape `(..., k)`, `(*shape, ..., d)`: `shape` for each."""
+        shape, own = as_shape(shape), self.flow.dimension - self.context
+        some = self._with(np.zeros(own), given)
+        if not self.context:
+            y = self.flow.sample(key=key, shape=shape)
+        else:
+            shape = (*shape, *some.shape[:-1])
+            key_start, key_path, key_solve = jax.random.split(check_key(key), 3)
+            start = self.flow.base.sample(key=key_start, shape=shape)
+            fixed = jnp.broadcast_to(self.unit(some)[..., own:], (*shape, self.context))
+            start = jnp.concatenate([start[..., :own], fixed.astype(start.dtype)], axis=-1)
+            path = self.flow.sample_path(key=key_path, shape=shape)
+            y = self.flow.push_forward(start, path, key=key_solve)[0]
+        spread = jnp.einsum("ij,...j->...i", jnp.asarray(self.matrix, y.dtype), y)
+        mapped = (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(len(shape))) + spread)[..., :own]
+        return mapped if self.marginals is None else self.marginals.inverse(mapped)
+
+    def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "Standardised":
+        """The same distribution as that of an SDE with noise, which is in units of the standardised data:
+        `rf.with_noise` of the flow."""
+        return eqx.tree_at(lambda m: m.flow, self, with_noise(self.flow, diffusion, fading=fading))
+
+    def _mapped(self, x: Array | np.ndarray) -> tuple[Any, Any]:
+        """g(x), with what is given as it is, and Σ log g′(x)."""
+        if self.marginals is None:
+            return x, 0.0
+        own = self.flow.dimension - self.context
+        u, log_slope = self.marginals.forward(x[..., :own])
+        module = np if isinstance(u, np.ndarray) else jnp
+        return module.concatenate([u, x[..., own:]], axis=-1), module.sum(log_slope, axis=-1)
+
+    def _checked(self, x: Any, given: Any) -> Array | np.ndarray:
+        """The rows with what is given as their last columns; those of a DataFrame by name."""
+        own = self.flow.dimension - self.context
+        if self.context and given is None and self.columns and is_frame(x):
+            given = take("x", x, self.columns[own:])
+        x = self._numbers("x", x, slice(own))
+        check_vector("x", x, own)
+        check_finite("x", x)
+        return self._with(x, given)
+
+    def _numbers(self, name: str, value: Any, which: slice) -> Array | np.ndarray:
+        if self.columns and is_frame(value):
+            value = take(name, value, self.columns[which])
+        return real_numbers(name, value)
+
+    def _with(self, x: Array | np.ndarray, given: Any) -> Array | np.ndarray:
+        """The rows with what is given as their last columns."""
+        if (given is not None) != bool(self.context):
+            need = f"given, with {self.context} columns" if self.context else "no given"
+            raise ValueError(f"the model needs {need}: it is a density of {self.flow.dimension} columns")
+        if given is None:
+            return x
+        given = self._numbers("given", given, slice(self.flow.dimension - self.context, None))
+        check_vector("given", given, self.context)
+        check_finite("given", given)
+        batch = jnp.broadcast_shapes(np.shape(x)[:-1], np.shape(given)[:-1])
+        module = jnp if is_traced(x) or is_traced(given) else np
+        wide = lambda a: module.broadcast_to(a, (*batch, a.shape[-1]))
+        return module.concatenate([wide(module.asarray(x)), wide(module.asarray(given))], axis=-1)
+
+
+def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of the data's rows and the lower triangular L with LLᵀ their covariance.
+
+    ```python
+    import jax
+    import roughflow as rf
+
+    loc, matrix = rf.standardisation(jax.random.normal(jax.random.key(0), (100, 3)))
+    ```
+    """
+    rows = np.asarray(as_real("data", data), np.float64)
+    if rows.ndim != 2 or len(rows) < 2:
+        raise ValueError(f"data must have shape (rows, dimensions) with at least two rows, got {rows.shape}")
+    check_finite("data", rows)
+    if len(rows) <= rows.shape[1]:
+        told = f"data has {len(rows)} rows for {rows.shape[1]} columns, so their covariance is singular"
+        raise ValueError(f"{told}: give more rows, or fewer columns{see('no-density')}")
+    check_full_rank(rows)
+    gaussian = Gaussian.of(rows)
+    return gaussian.loc, gaussian.matrix

@@ -1,0 +1,229 @@
+"""The rows of a table: which columns are modelled and which are given, and the validation rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+from numpy.typing import ArrayLike
+
+from .._checks import check_positive, warn
+from .._keys import fold_in
+from ..faq import see
+from ..train import Links, grid_step, hold_out
+from ._gaussian import check_full_rank
+from ._marginals import Marginals
+from ._numbers import joined
+from ._standardised import standardisation
+
+SPIKE_SHARE = 0.05  # share of the rows at one value
+FAR_TAIL = 100.0  # interquartile ranges from the median
+COARSE_STEP = 0.02  # a grid's step, in standard deviations of the column, that a flow can resolve
+MAX_COLUMNS_PER_ROW = 10  # columns per row beyond which nothing can be learned
+Bound = tuple[float | None, float | None]
+Rounding = Mapping[Any, float] | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows to train on, with the `context` columns of what is given last, and validation rows; which of
+    either belong together, as `links` and `held_out_labels`."""
+
+    train: np.ndarray
+    links: Links
+    held_out: np.ndarray
+    held_out_labels: np.ndarray
+    names: tuple[str, ...]
+    context: int
+    bounds: tuple[np.ndarray, np.ndarray] | None  # of the columns that are modelled
+    rounding: np.ndarray  # of all columns, 0 where there is none
+
+    @staticmethod
+    def of(
+        data: Any,
+        given: Any,
+        groups: Any,
+        names: tuple[str, ...],
+        bounds: Mapping[Any, Bound],
+        rounding: Rounding,
+    ) -> "Table":
+        rows, context = joined("data", data, given, names)
+        own = rows.shape[1] - context
+        if own > MAX_COLUMNS_PER_ROW * len(rows):
+            told = f"data has {len(rows):,} rows for {own:,} columns: choose at most {WIDE * len(rows):,}"
+            raise ValueError(f"{told} of them, or take principal components{see('no-density')}")
+        _check_enough(len(rows), len(rows), "data")
+        lower, upper = np.full(own, -np.inf), np.full(own, np.inf)
+        for name, (low, high) in bounds.items():
+            i = _column(name, names, own)
+            lower[i], upper[i] = -np.inf if low is None else low, np.inf if high is None else high
+        width = _rounding(rows, own, names, rounding)
+        links = Links.of(rows, groups)
+        _warn(rows[:, :own], links, names, rounding, {_place(name, names) for name in bounds})
+        none = (rows[:0], np.zeros(0, int))
+        table = Table(rows, links, *none, names, context, (lower, upper) if bounds else None, width)
+        table.check_bounds(rows)
+        return table
+
+    def check_bounds(self, rows: np.ndarray) -> None:
+        """Refuse rows that do not lie between the bounds."""
+        if self.bounds is None:
+            return
+        own, half = rows[:, : self.dimension], self.rounding[: self.dimension] / 2
+        out = ~np.all((own - half > self.bounds[0]) & (own + half < self.bounds[1]), axis=0)
+        if out.any():
+            i = int(np.argmax(out))
+            limits = " and ".join(f"{bound[i]:g}" for bound in self.bounds)
+            name = repr(self.names[i]) if self.names else str(i)
+            told = f"column {name} has values that are not strictly between its bounds {limits}"
+            raise ValueError(told + see("no-density"))
+
+    @property
+    def dimension(self) -> int:
+        """How many columns are modelled."""
+        return self.train.shape[1] - self.context
+
+    def split(
+        self, validation: float | ArrayLike | tuple[ArrayLike, ArrayLike], key: PRNGKeyArray
+    ) -> "Table":
+        """With a share of the rows held out, or with others that are."""
+        if isinstance(validation, float | int):
+            train, aside = hold_out(self.links.labels, validation, key)
+            _check_enough(len(train), len(self.train), "data", validation)
+            part = replace(self, train=self.train[train], links=self.links.at(train))
+            return replace(part, held_out=self.train[aside], held_out_labels=self.links.at(aside).labels)
+        held_out, given = validation if isinstance(validation, tuple) else (validation, None)
+        rows, context = joined("validation", held_out, given, self.names, self.context)
+        if (rows.shape[1], context) != (self.train.shape[1], self.context):
+            raise ValueError(
+                f"validation has {rows.shape[1]} columns, {context} of them given; the data "
+                f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
+            )
+        self.check_bounds(rows)
+        return replace(self, held_out=self._spread(rows, key, 1), held_out_labels=Links.of(rows).labels)
+
+    def dequantised(self, key: PRNGKeyArray) -> "Table":
+        """With uniform noise, as wide as the rounding, on the columns that were rounded."""
+        rows = self._spread(self.train, key, 2)
+        check_full_rank(rows[:, : self.dimension], self.names)
+        return replace(self, train=rows)
+
+    def _spread(self, rows: np.ndarray, key: PRNGKeyArray, number: int) -> np.ndarray:
+        if not np.any(self.rounding):
+            return rows
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(fold_in(key, number))).ravel())
+        return rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
+
+    def units(self, marginals: Marginals | None) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and lower triangular matrix that standardise the rows: what is given column by column, so that
+        its units do not mix with those of the rest."""
+        target, given = np.split(self.train, [self.dimension], axis=1)
+        target = target if marginals is None else marginals.forward(target)[0]
+        loc, matrix = standardisation(target)
+        if not self.context:
+            return loc, matrix
+        spread = given.std(axis=0)
+        whole = np.zeros((self.train.shape[1],) * 2)
+        whole[: self.dimension, : self.dimension] = matrix
+        whole[self.dimension :, self.dimension :] = np.diag(np.where(spread > 0, spread, 1))
+        return np.concatenate([loc, given.mean(axis=0)]), whole
+
+
+def _check_enough(count: int, total: int, name: str, validation: float = 0.0) -> None:
+    """Two rows are the least that have a spread."""
+    if count >= 2:
+        return
+    if total < 2:
+        raise ValueError(f"{name} has 1 row: two are the least, hundreds are better{see('no-density')}")
+    told = f"validation={validation:g} leaves {count} of {total} rows to train on"
+    raise ValueError(f"{told}: lower validation{see('budgets-and-validation')}")
+
+
+def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Rounding) -> np.ndarray:
+    """The rounding of each column; with "auto", the step of those on a coarse grid."""
+    width = np.zeros(rows.shape[1])
+    if isinstance(rounding, str):
+        if rounding != "auto":
+            raise ValueError(f'rounding must be "auto" or {{column: width}}, got {rounding!r}')
+        width[:own] = [_coarse_step(column) for column in rows[:, :own].T]
+        return width
+    for name, step in rounding.items():
+        check_positive("rounding", step)
+        width[_column(name, names, own)] = step
+    return width
+
+
+def _coarse_step(column: np.ndarray) -> float:
+    """The step of the grid that a column's values lie on, if it is coarse enough to matter and values repeat;
+    otherwise 0."""
+    if len(np.unique(column)) > 0.9 * len(column):
+        return 0.0
+    step = grid_step(column)
+    return step if step > COARSE_STEP * column.std() else 0.0
+
+
+def _column(name: str | int, names: Sequence[str], own: int) -> int:
+    """The place of a column, by name or number."""
+    place = _place(name, names)
+    if not isinstance(place, int) or not 0 <= place < own:
+        raise ValueError(f"there is no column {name!r} to model; there are {', '.join(names) or own}")
+    return place
+
+
+def _place(name: str | int, names: Sequence[str]) -> str | int:
+    return list(names).index(name) if name in names else name  # pyright: ignore[reportArgumentType]
+
+
+def _warn(
+    rows: np.ndarray, links: Links, names: Sequence[str], rounding: Rounding, bounded: set[str | int]
+) -> None:
+    """Warn, in a line each, of rounded columns, of spikes, of far-reaching tails and of joined tables."""
+    label = lambda i: repr(names[i]) if names else str(i)
+    shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
+    if links.joined:
+        told = f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
+        warn(f"{told}together (groups= names other groups){see('copies-and-groups')}")
+    # Copies of a row are no ties: each counts once.
+    _, first = np.unique(links.copies, return_index=True)
+    rows = rows[first]
+    treated = set() if isinstance(rounding, str) else {_place(name, names) for name in rounding}
+    free = [i for i in range(rows.shape[1]) if i not in treated | bounded | set(links.joined)]
+    rounded = [i for i in range(rows.shape[1]) if i not in treated and _coarse_step(rows[:, i])]
+    if rounded and rounding != "auto":
+        steps = ", ".join(f"{_coarse_step(rows[:, i]):g}" for i in rounded)
+        warn(
+            f"{shown(rounded)} hold{'s' * (len(rounded) == 1)} rounded values (in steps of {steps}), where a "
+            'density may grow without bound: pass rounding="auto", or condition on them (given=)'
+            + see("rounded-values")
+        )
+    spikes = [i for i in free if i not in rounded and _spike(rows[:, i])]
+    for i in spikes:
+        warn(
+            f"column {label(i)} has {_spike(rows[:, i])}, where a density may grow without bound: leave "
+            "them out, or group rows that belong together (groups=)" + see("rounded-values")
+        )
+    for i in free:
+        reach = _reach(rows[:, i]) if i not in rounded + spikes else 0.0
+        if reach > FAR_TAIL:
+            warn(
+                f"column {label(i)} reaches {reach:.0f} times the width of its middle half: take logarithms, "
+                "give its bounds (bounds=), or have it mapped (marginals=True)" + see("far-reaching-tails")
+            )
+
+
+def _spike(column: np.ndarray) -> str:
+    """Values at which rows pile up, in words; "" for none."""
+    values, counts = np.unique(column, return_counts=True)
+    if len(values) == 1:
+        return ""  # refused elsewhere
+    if counts.max() > max(SPIKE_SHARE * len(column), 2):
+        return f"{counts.max() / len(column):.0%} of its rows at {values[np.argmax(counts)]:g}"
+    return "most of its values more than once" if np.sum(counts - 1) > 0.5 * len(column) else ""
+
+
+def _reach(column: np.ndarray) -> float:
+    """How far the column reaches from its median, in interquartile ranges."""
+    quarters = np.quantile(column, [0.25, 0.5, 0.75])
+    return float(np.max(np.abs(column - quarters[1])) / (quarters[2] - quarters[0] or np.inf))

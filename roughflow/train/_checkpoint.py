@@ -1,0 +1,287 @@
+"""Checkpoints: the state of a run, and a fingerprint of everything that the run depends on."""
+
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._devices import leads
+from ..faq import see
+from ..files import read_archive, write_archive
+from ._progress import History
+
+# Libraries whose functions are known by their names: what counts is what they were called with.
+LIBRARIES = frozenset(
+    {"builtins", "diffrax", "equinox", "jax", "jaxlib", "lineax", "math", "numpy", "optax", "optimistix"}
+    | {"roughflow", "scipy"}
+)
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
+# The types of globals of a function that are compared; other objects may change during a run.
+COMPARED_TYPES = (int, float, complex, str, tuple, list, dict, types.FunctionType, functools.partial)
+COMPARED_TYPES += (eqx.Module, jax.Array, np.ndarray, np.generic)
+MAX_SHOWN_NUMBERS = 8  # longer lists of numbers are compared by their digest
+
+
+def fingerprint(value: Any, place: str) -> dict[str, str]:
+    """Each part of a value by its place: numbers as they are, arrays and code by their digests.
+
+    All fields of a module count, static ones too; of a function its code, its defaults, and the numbers and
+    functions that it closes over or finds in its module.
+    """
+    return dict(_parts(value, place, {}))
+
+
+def _parts(value: Any, place: str, seen: dict[int, tuple[int, Any]]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, PLAIN_TYPES):
+        yield place, repr(value)
+    elif isinstance(value, jax.Array | np.ndarray | np.generic):
+        yield place, _array(value)
+    elif isinstance(value, type | types.ModuleType):
+        yield place, f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+    elif isinstance(value, types.CodeType):
+        yield place, _digest(value.co_code, " ".join(value.co_names).encode())
+        yield from _within({"constants": value.co_consts}, place, seen)
+    elif id(value) in seen:
+        yield place, f"part {seen[id(value)][0]} again"
+    else:
+        # Kept, so that no other object comes to the same address meanwhile.
+        seen[id(value)] = len(seen), value
+        kind, parts = _opened(value)
+        yield place, kind
+        yield from _within(parts, place, seen)
+
+
+def _within(parts: Mapping[str, Any], place: str, seen: dict) -> Iterator[tuple[str, str]]:
+    for name, part in parts.items():
+        yield from _parts(part, f"{place}.{name}", seen)
+
+
+def _opened(value: Any) -> tuple[str, dict[str, Any]]:
+    """What kind of object it is, and its parts by name."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, functools.partial):
+        return kind, {"function": value.func, "arguments": value.args, "keywords": value.keywords}
+    if isinstance(value, types.MethodType):
+        return kind, {"function": value.__func__, "self": value.__self__}
+    if isinstance(value, types.FunctionType):
+        return f"{value.__module__}.{value.__qualname__}", _function(value)
+    if dataclasses.is_dataclass(value):
+        return kind, {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        if len(value) > MAX_SHOWN_NUMBERS and all(isinstance(part, PLAIN_TYPES) for part in value):
+            return f"{kind} {_digest(repr(value).encode())}", {}
+        return f"{kind} of {len(value)}", {str(i): part for i, part in enumerate(value)}
+    if isinstance(value, Mapping):
+        return kind, {str(name): value[name] for name in sorted(value, key=str)}
+    if isinstance(value, set | frozenset):
+        # In an order of their own: that of a set of words differs between processes.
+        return f"{kind} {_digest(*sorted(repr(fingerprint(part, '')).encode() for part in value))}", {}
+    wrapped = getattr(value, "__wrapped__", None)
+    if callable(wrapped):  # a jitted function, say
+        return kind, {"function": wrapped}
+    if hasattr(value, "__dict__"):
+        return kind, {name: vars(value)[name] for name in sorted(vars(value))}
+    named = getattr(value, "__qualname__", None)
+    return f"{kind} {named or re.sub(r' at 0x[0-9a-fA-F]+', '', repr(value))}", {}
+
+
+def _function(function: types.FunctionType) -> dict[str, Any]:
+    """What a function depends on."""
+    code = function.__code__
+    parts = {name: part for name, part in zip(code.co_freevars, _cells(function), strict=True)}
+    parts |= {"its defaults": (function.__defaults__, function.__kwdefaults__)}
+    if (function.__module__ or "").partition(".")[0] in LIBRARIES:
+        return parts
+    # Of what it finds in its module: modules and classes are known by their names, which are in the code.
+    found = {name: function.__globals__.get(name) for name in _names(code)}
+    counted = {name: value for name, value in found.items() if isinstance(value, COMPARED_TYPES)}
+    return parts | counted | {"its code": code}
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield None  # not filled yet
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The names that code looks up, and the code within it."""
+    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
+    return sorted({*code.co_names, *inner})
+
+
+def _array(value: Any) -> str:
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+        if value.ndim == 1:
+            return str(value.tolist())
+    values = np.asarray(value)
+    return f"{values.dtype}{list(values.shape)} {_digest(values.tobytes())}"
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """The first part that is not what it was, in a few words."""
+    for place in [*now, *(place for place in before if place not in now)]:
+        one, two = before.get(place), now.get(place)
+        if _without_module(one) != _without_module(two):
+            return f"{place} was {one}, now {two}" if _short(one) and _short(two) else f"{place} is different"
+    return None
+
+
+def _without_module(text: str | None) -> str | None:
+    """The name of a class or function of roughflow without its private module: modules move."""
+    return text and re.sub(r"\broughflow\.(\w+\.)*_\w+\.", "roughflow.", text)
+
+
+def _short(text: str | None) -> bool:
+    return text is not None and len(text) < 30
+
+
+VERSION = 4
+SECONDS_BETWEEN_WRITES = 30.0  # between two writes
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: everything the next step depends on."""
+
+    step: int
+    parameters: Any
+    optimiser: Any
+    state: Any  # of the objective
+    best: Any  # parameters at the lowest validation loss
+    streak: int  # of steps that were not finite
+    history: History
+    grid: int | None = None  # steps that the model is solved with; None for its own
+
+    @staticmethod
+    def start(parameters: Any, optimiser: Any, state: Any) -> "Progress":
+        return Progress(0, parameters, optimiser, state, parameters, 0, History())
+
+    def advanced(
+        self, parameters: Any, optimiser: Any, state: Any, streak: int, history: History
+    ) -> "Progress":
+        return Progress(
+            history.loss.size, parameters, optimiser, state, self.best, streak, history, self.grid
+        )
+
+    def validated(self, loss: float, parameters: Any) -> "Progress":
+        """With one more look at the validation data, with these parameters; the best are kept."""
+        lowest = np.min(_ranked(self.history.validation_loss), initial=np.inf)
+        best = parameters if loss < lowest else self.best
+        history = self.history.with_validation(self.step, loss)
+        return dataclasses.replace(self, best=best, history=history)
+
+    @property
+    def changing(self) -> tuple[Any, ...]:
+        """The trees that steps change."""
+        return self.parameters, self.optimiser, self.state, self.best
+
+    def moved(self, where: Callable[[Any], Any]) -> "Progress":
+        """The same run on other devices."""
+        parameters, optimiser, state, best = (where(tree) for tree in self.changing)
+        return dataclasses.replace(self, parameters=parameters, optimiser=optimiser, state=state, best=best)
+
+    def stale_from(self, patience: int | None) -> int | None:
+        """The step of the first look that came `patience` looks after the best one until then."""
+        if patience is None:
+            return None
+        losses = _ranked(self.history.validation_loss)
+        for i in range(losses.size):
+            if i - int(np.argmin(losses[: i + 1])) >= patience:
+                return int(self.history.validation_step[i])
+        return None
+
+
+def _ranked(losses: np.ndarray) -> np.ndarray:
+    """A look that came to NaN is worse than any that did not."""
+    return np.where(np.isnan(losses), np.inf, losses)
+
+
+@dataclass
+class Checkpoint:
+    """A file that holds a run's state, for the run with these settings only."""
+
+    path: Path
+    settings: dict[str, str]
+    written: float = 0.0
+
+    @staticmethod
+    def open(
+        path: str | os.PathLike, settings: dict[str, Any], start: Progress, fixed: dict[str, Any]
+    ) -> "Checkpoint":
+        """For the run with these `settings`, of which `fixed` are not plain numbers."""
+        described = {name: repr(value) for name, value in settings.items()}
+        for name, value in fixed.items():
+            described |= fingerprint(value, name)
+        # Of what a run changes, the shapes.
+        changed = {"parameters": start.parameters, "optimiser": start.optimiser, "state": start.state}
+        for what, tree in changed.items():
+            for place, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                name = jax.tree_util.keystr(place, simple=True, separator=".")
+                described[f"shape of {what}.{name}"] = f"{leaf.dtype}{list(leaf.shape)}"
+        return Checkpoint(Path(path), described)
+
+    def begin(self, start: Progress) -> Progress:
+        if self.path.exists():
+            raise ValueError(
+                f"checkpoint {self.path} exists: resume=True goes on from it; delete it or name another to "
+                "start afresh" + see("checkpoints")
+            )
+        return start
+
+    def load(self, start: Progress) -> Progress:
+        """The state in the file; `start` says what it looks like."""
+        header, arrays = read_archive(self.path, "checkpoint", VERSION)
+        if header["version"] < VERSION:
+            raise ValueError(
+                f"checkpoint {self.path} was written by an older roughflow, which did not note all that a "
+                "run depends on: delete it or name another to start afresh" + see("checkpoints")
+            )
+        told = difference(header["settings"], self.settings)
+        if told is not None:
+            raise ValueError(f"checkpoint {self.path} belongs to another run: {told}{see('checkpoints')}")
+        leaves, structure = jax.tree.flatten(start.changing)
+        restored = [jnp.asarray(arrays[f"leaf/{i}"], a.dtype) for i, a in enumerate(leaves)]
+        parameters, optimiser, state, best = jax.tree.unflatten(structure, restored)
+        series = {n.removeprefix("history/"): a for n, a in arrays.items() if n.startswith("history/")}
+        history = History.from_arrays(series)
+        at, streak, grid = header["step"], header["streak"], header.get("grid")
+        return Progress(at, parameters, optimiser, state, best, streak, history, grid)
+
+    def save(self, now: Progress, at_once: bool) -> None:
+        if not leads() or (not at_once and time.monotonic() - self.written < SECONDS_BETWEEN_WRITES):
+            return
+        leaves = jax.tree.leaves(now.changing)
+        arrays = {f"leaf/{i}": np.asarray(a) for i, a in enumerate(leaves)}
+        arrays |= {f"history/{name}": a for name, a in now.history.to_arrays().items()}
+        header = {"kind": "checkpoint", "version": VERSION, "step": now.step, "streak": now.streak}
+        header |= {"grid": now.grid}
+        write_archive(self.path, header | {"settings": self.settings}, arrays)
+        self.written = time.monotonic()
+
+
+def steps_of(path: Path) -> int:
+    """How many steps the run in this file was to take."""
+    return int(read_archive(path, "checkpoint", VERSION)[0]["settings"]["steps"])

@@ -1,0 +1,127 @@
+"""Fit a flow to data."""
+
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_instance, check_number, is_traced
+from .._devices import by_rows
+from ..density import AbstractProposal, Amortised, LowerBound, Prior, PullBack, StochasticFlow, log_mean
+from ..faq import see
+from ..flow import ExactDivergence
+from ._objective import LOST_POINT_LOSS, AbstractObjective
+from ._stationarity import confinement, squared_rate
+
+
+class MaximumLikelihood(AbstractObjective):
+    """−log p(x) of the data, bounded from above with K paths a point:
+
+        −E log 1/K Σₖ wₖ ≥ −log p(x),      wₖ = p(x | ωₖ) φ(ωₖ)/q(ωₖ | x).
+
+    With one path from the prior it is the loss of Hodgkinson et al. (2020), which charges the model for
+    all that its noise says about x, and so drives the noise out or the fit away. More paths close that
+    gap (Burda et al. 2016), and a proposal that learns along with the model closes it far sooner: on
+    the banana with the paper's architecture one path from the prior ends 0.4 nats above the entropy,
+    eight end 0.045 above, and eight from a learned proposal 0.006, for the same time as eight.
+
+    A point that none of its paths reaches counts 1000 nats (`lost` in the history is their share), so that no
+    model gains by losing points, in training or in validation.
+
+    **Arguments:**
+
+    - `num_paths`: K.
+    - `proposal`: by default an `rf.Amortised` one that `rf.fit` makes and trains; `rf.Prior()` for the
+      plain bound.
+    - `stationary`: a weight. The likelihood asks for the distribution of the data at the flow's end time and
+      for nothing after: the SDE may leave it again. `rf.stationarity` and `rf.confinement` (at rate 1/2T),
+      with this weight in the loss, teach it to stay near the data; a long path has their distribution only as
+      far as these terms come to zero.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    key = jax.random.key(0)
+    sde = rf.ItoSDE(rf.MLP(1, 1, width=8, depth=1, key=key), rf.ConstantDiffusion(0.5 * jnp.eye(1)))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
+    data = 2 + jax.random.normal(key, (256, 1))
+    objective = rf.MaximumLikelihood(num_paths=4)
+    fitted = rf.fit(flow, data, key=key, objective=objective, steps=20, progress=False)
+    ```
+    """
+
+    bound: LowerBound
+    learns_proposal: bool = eqx.field(static=True)
+    stationary: float = eqx.field(static=True)
+    uses_data: ClassVar[bool] = True
+    solves: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        num_paths: int = 8,
+        proposal: AbstractProposal | None = None,
+        stationary: float = 0.0,
+    ):
+        check_number("stationary", stationary, least=0)
+        self.bound = LowerBound(PullBack(num_paths, Prior() if proposal is None else proposal))
+        self.learns_proposal = proposal is None
+        self.stationary = float(stationary)
+
+    def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "MaximumLikelihood":
+        """With a proposal made for this model; without noise one path says it all."""
+        check_instance("model", model, StochasticFlow, "an rf.StochasticFlow for rf.MaximumLikelihood")
+        if model.noise_dimension == 0:
+            return MaximumLikelihood(1, Prior(), stationary=self.stationary)
+        if not self.learns_proposal:
+            return self
+        # A model that was fitted before goes on with what it learned.
+        learned = model.proposal
+        proposal = learned if isinstance(learned, Amortised) else Amortised(model, width=64, key=key)
+        return eqx.tree_at(lambda o: o.bound.estimator.proposal, self, proposal)
+
+    def leave(self, model: StochasticFlow) -> StochasticFlow:
+        """The model with the proposal that was learned beside it."""
+        proposal = self.bound.estimator.proposal
+        return model.with_proposal(proposal) if isinstance(proposal, Amortised) else model
+
+    def __call__(
+        self, model: StochasticFlow, x: Array | None, *, key: PRNGKeyArray
+    ) -> tuple[Array, dict[str, Array]]:
+        assert x is not None
+        if self.bound.estimator.num_paths > 1 and model.noise_dimension and not _exact(model):
+            # Measured in 30 dimensions: the "likelihood" rose by 700 nats while the density fell.
+            raise ValueError(
+                "num_paths must be 1 with a divergence that is estimated: the mean of exp(log p + error) "
+                "grows with the error, and training would feed it; or take divergence=rf.ExactDivergence()"
+                + see("numbers-of-paths")
+            )
+        # In training a failed solve is a NaN, for the loop to skip; with values at hand it is an error.
+        flow = model.without_errors() if is_traced(x) else model
+        log_weights = self._log_weights(flow, x, key)
+        value = log_mean(log_weights.T)
+        # A point that none of its paths reaches says nothing about where to go, but it is not forgotten.
+        lost = jnp.isneginf(value)
+        loss = jnp.mean(jnp.where(lost, LOST_POINT_LOSS, -value))
+        relative = jax.lax.stop_gradient(jax.nn.softmax(jnp.where(lost[:, None], 0, log_weights), axis=-1))
+        effective = jnp.mean(1 / jnp.sum(relative**2, axis=-1))
+        metrics = {"effective_paths": effective, "lost": jnp.mean(lost)}
+        if not self.stationary:
+            return loss, metrics
+        keys = jax.random.split(jax.random.fold_in(key, 1))
+        moved = squared_rate(model.sde, x, key=keys[0])
+        away = confinement(model.sde, x, key=keys[1], rate=0.5 / model.t1)
+        return loss + self.stationary * (moved + away), metrics | {"moved": moved, "away": away}
+
+    def _log_weights(self, flow: StochasticFlow, x: Array, key: PRNGKeyArray) -> Array:
+        # What is looked for near forward draws is looked for near the same ones, whatever x is.
+        if not is_traced(x) or self.bound.estimator.proposal.wants_cloud:
+            return self.bound.log_weights(flow, x, key=key)
+        weigh = lambda given, x, keys: given[0].log_weights(given[1], x, key=keys)
+        return by_rows(weigh, (self.bound, flow), x, jax.random.split(key, len(x)))
+
+
+def _exact(model: StochasticFlow) -> bool:
+    return isinstance(model.divergence, ExactDivergence)

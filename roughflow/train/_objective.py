@@ -1,0 +1,108 @@
+"""The interface of objectives, which `fit` minimises."""
+
+import abc
+from typing import Any, ClassVar, Self
+
+import equinox as eqx
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_fields
+
+# Nats that a point counts in a loss if no path reaches it, and a sample if it escapes. It has no gradient,
+# but a model that loses it must not look better for that than one that has it.
+LOST_POINT_LOSS = 1000.0
+
+
+class AbstractStatefulObjective(eqx.Module):
+    """A loss of a model that takes something along from step to step, such as chains that move.
+
+    `start` makes the state, a pytree of arrays, and `step` moves it on. It is not trained, and a checkpoint
+    keeps it. `rf.AbstractObjective` is the common case without any.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    class Walk(rf.AbstractStatefulObjective):
+        uses_data = False
+
+        def start(self, model, *, key):
+            return jnp.zeros(1)
+
+        def step(self, model, x, state, *, key):
+            moved = 0.9 * state + 0.1 * jax.random.normal(key, (1,))
+            return jnp.mean((model - state) ** 2), (moved, {"place": moved[0]})
+
+    fitted = rf.fit(jnp.ones(1), key=jax.random.key(0), objective=Walk(), steps=20, progress=False)
+    fitted.state  # where the walk has got to
+    ```
+    """
+
+    uses_data: eqx.AbstractClassVar[bool]
+    # Whether its losses are log-densities of the model, at the data or at its own samples: a long fit then
+    # sees to it that the model is solved with the steps these need.
+    solves: ClassVar[bool] = False
+
+    def __check_init__(self):
+        check_fields(self)
+
+    @abc.abstractmethod
+    def start(self, model: Any, *, key: PRNGKeyArray) -> Any:
+        """The state before the first step."""
+
+    @abc.abstractmethod
+    def step(
+        self, model: Any, x: Array | None, state: Any, *, key: PRNGKeyArray
+    ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
+        """The loss of a batch, a number to differentiate; the next state, and metrics to report."""
+
+    def prepare(self, model: Any, *, key: PRNGKeyArray) -> Self:
+        """The objective for this model, with parts made to measure; or an error, for a model that it is not
+        for."""
+        del model, key
+        return self
+
+    def learns(self, model: Any) -> Any:
+        """The part of the model, or tuple of parts, that it trains."""
+        return model
+
+    def leave(self, model: Any) -> Any:
+        """The fitted model, with what the objective learned that belongs to it."""
+        return model
+
+
+class AbstractObjective(AbstractStatefulObjective):
+    """A loss of a model. Parameters the objective holds itself, a proposal's network say, are trained too;
+    not what it is given, a target.
+
+    ```python
+    import equinox as eqx, jax, jax.numpy as jnp
+    import roughflow as rf
+
+    class SquaredError(rf.AbstractObjective):
+        uses_data = True
+
+        def __call__(self, model, x, *, key):
+            return jnp.mean((model[None] - x) ** 2), {}
+
+    data = jnp.arange(8.0)[:, None]
+    fitted = rf.fit(jnp.zeros(1), data, key=jax.random.key(0), objective=SquaredError(), steps=500)
+    fitted.model  # near 3.5
+    ```
+    """
+
+    @abc.abstractmethod
+    def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
+        """The loss of a batch, a number to differentiate, and metrics to report beside it."""
+
+    def start(self, model: Any, *, key: PRNGKeyArray) -> tuple[()]:
+        """Nothing to take along."""
+        del model, key
+        return ()
+
+    def step(
+        self, model: Any, x: Array | None, state: tuple[()], *, key: PRNGKeyArray
+    ) -> tuple[Array, tuple[tuple[()], dict[str, Array]]]:
+        """The loss, no state, and the metrics."""
+        loss, metrics = self(model, x, key=key)
+        return loss, (state, metrics)

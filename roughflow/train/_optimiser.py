@@ -1,0 +1,151 @@
+"""How parameters move in a step: a limit on the gradient, a rate that rises and falls, an average behind."""
+
+import functools
+from collections import defaultdict
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+
+from .._checks import check_number, shown
+from .._programs import jit
+
+ADAM = optax.scale_by_adam()  # one object, so that a second fit finds its program compiled
+MAX_WARM_UP_STEPS = 100  # steps in which the rate rises, at most
+
+
+class Rate(eqx.Module):
+    """A learning rate that rises to its peak in a straight line, and falls to zero along a cosine."""
+
+    peak: float
+    warm: float
+    steps: float
+
+    def __call__(self, count: Array) -> Array:
+        rising = count / jnp.maximum(self.warm, 1.0)
+        fallen = (count - self.warm) / (self.steps + 1 - self.warm)
+        falling = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(fallen, 0, 1)))
+        return self.peak * jnp.where(count < self.warm, rising, falling)
+
+
+class Optimiser(eqx.Module):
+    """Everything between a gradient and the parameters, with the interface of optax.
+
+    Numbers are fields and no closures: with another rate or limit the compiled program is the same.
+    """
+
+    transform: optax.GradientTransformation
+    rate: Rate | None  # None for a transformation that has its own
+    clip: float | None
+    decay: float | None  # of the average
+
+    def init(self, parameters: Any) -> tuple[Any, Array, Any]:
+        """The transformation's state, the number of steps taken, and the average."""
+        average = None if self.decay is None else jax.tree.map(jnp.copy, parameters)
+        return self.transform.init(parameters), jnp.asarray(0), average
+
+    def step(
+        self, slope: Any, state: tuple[Any, Array, Any], parameters: Any, share: Array
+    ) -> tuple[Any, Any]:
+        """The parameters after a step along this gradient, at this share of the rate, and the state."""
+        inner, count, average = state
+        if self.clip is not None:
+            slope, _ = optax.clip_by_global_norm(self.clip).update(slope, optax.EmptyState())  # pyright: ignore[reportArgumentType]
+        updates, inner = self.transform.update(slope, inner, parameters)
+        share = share if self.rate is None else -share * self.rate(count)
+        updates = jax.tree.map(lambda u: share.astype(u.dtype) * u, updates)
+        parameters = optax.apply_updates(parameters, updates)
+        if self.decay is not None:
+            # At first the average forgets faster: it is to leave the start behind.
+            decay = jnp.minimum(self.decay, (1 + count) / (10 + count))
+            mix = lambda old, new: old + (1 - decay).astype(old.dtype) * (new - old)
+            average = jax.tree.map(mix, average, parameters)
+        return parameters, (inner, count + 1, average)
+
+    def packing(self, parameters: Any) -> "Packing":
+        """How parameters and state are held from step to step: packed, if the transformation treats all
+        numbers alike."""
+        return Packing(None if self.rate is None else parameters)
+
+    def back_to(self, parameters: Any, state: tuple[Any, Array, Any]) -> tuple[Any, Array, Any]:
+        """The state of a run that goes on from these parameters."""
+        inner, count, _ = state
+        return inner, count, None if self.decay is None else parameters
+
+    def settled(self, parameters: Any, state: tuple[Any, Array, Any]) -> Any:
+        """What to judge and to return: the average, if there is one."""
+        return parameters if self.decay is None else state[2]
+
+
+@functools.partial(jit, level=0)
+def start_of(optimiser: Optimiser, parameters: Any) -> tuple[Any, Array, Any]:
+    """The state that a run begins with."""
+    return optimiser.init(parameters)
+
+
+class Packing:
+    """Trees shaped as the parameters, each as one vector for each type of number: an update is then a few
+    operations in all and not a few for each array, which take most of a step's time to compile."""
+
+    def __init__(self, like: Any):
+        self.leaves, self.structure = jax.tree.flatten(like)
+
+    def __call__(self, tree: Any) -> Any:
+        """With every part that is shaped as the parameters packed; one array alone stays as it is."""
+        return tree if len(self.leaves) < 2 else jax.tree.map(self._packed, tree, is_leaf=self._alike)
+
+    def undone(self, tree: Any) -> Any:
+        if len(self.leaves) < 2:
+            return tree
+        return jax.tree.map(self._unpacked, tree, is_leaf=lambda part: isinstance(part, _Packed))
+
+    def _alike(self, part: Any) -> bool:
+        return jax.tree.structure(part) == self.structure
+
+    def _packed(self, part: Any) -> Any:
+        if not self._alike(part):
+            return part
+        by_type: dict[np.dtype, list[Array]] = {}
+        for leaf in jax.tree.leaves(part):
+            by_type.setdefault(leaf.dtype, []).append(jnp.ravel(leaf))
+        return _Packed([jnp.concatenate(leaves) for leaves in by_type.values()])
+
+    def _unpacked(self, part: Any) -> Any:
+        if not isinstance(part, _Packed):
+            return part
+        vectors, done, leaves = {vector.dtype: vector for vector in part.vectors}, defaultdict(int), []
+        for leaf in self.leaves:
+            start = done[leaf.dtype]
+            done[leaf.dtype] = start + leaf.size
+            leaves.append(jnp.reshape(vectors[leaf.dtype][start : start + leaf.size], leaf.shape))
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+class _Packed(eqx.Module):
+    vectors: list[Array]
+
+
+def make_optimiser(
+    transform: optax.GradientTransformation | None,
+    learning_rate: float,
+    steps: int,
+    clip: float | None,
+    average: float | None,
+) -> Optimiser:
+    """Adam with a rate that rises and falls, or the transformation that is given."""
+    rate = None
+    if transform is None:
+        check_number("learning_rate", learning_rate, above=0)
+        rate = Rate(float(learning_rate), float(min(MAX_WARM_UP_STEPS, steps // 10)), float(steps))
+    elif not isinstance(transform, optax.GradientTransformation):
+        raise TypeError(f"optimiser must be one of optax, such as optax.adam(1e-3), got {shown(transform)}")
+    if clip is not None:
+        check_number("clip", clip, above=0)
+    if average is not None:
+        check_number("average", average, above=0, below=1)
+    plain = lambda value: None if value is None else float(value)
+    return Optimiser(ADAM if transform is None else transform, rate, plain(clip), plain(average))
