@@ -15,9 +15,9 @@ from scipy import stats
 
 import roughflow as rf
 from roughflow.cli import main
+from roughflow.cli.arguments import MODELS
 from roughflow.cli.estimate import KINDS
-from roughflow.cli.estimate_options import MODELS
-from roughflow.cli.refused import Refused
+from roughflow.cli.process import Refused
 
 mpl.use("Agg")
 

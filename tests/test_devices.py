@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 import roughflow as rf
 from roughflow._devices import Devices, by_rows
-from roughflow.cli import main, table as cli_table
-from roughflow.tables._parquet import rng_of
+from roughflow.cli import main, tables as cli_table
+from roughflow.train._data import rng_of
 
 PROGRAM = Path(__file__).parent / "devices.py"
 MESH = AbstractMesh((2,), ("rows",), axis_types=(AxisType.Auto,))

@@ -1,13 +1,17 @@
 """The command line: `roughflow --help` is a tour of it."""
 
+import argparse
 import contextlib
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from .exits import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, TERMINATED, Terminated
-from .refused import Refused
+from .process import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, TERMINATED, Refused, Terminated
+
+# Modules of commands that are not called like their command.
+MODULES = {"demo": "figures", "reproduce": "figures"}
 
 
 def program() -> int:
@@ -43,23 +47,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     # Imported within `main`, which knows what to do with Ctrl-C.
     from .arguments import parse
-    from .start import keep_programs, starting, stoppable
+    from .process import keep_programs, starting, stoppable
 
     try:
         arguments = parse(argv)
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     keep_programs()
-    from .early import look_at_input
+    from .files import look_at_input
 
     look_at_input(arguments)
     # Imported now, for JAX takes its time: --help, a mistyped option and a bad table do not wait for it.
     with starting():
-        from .commands import COMMANDS, check_devices
-
-    check_devices(arguments)
+        importlib.import_module("roughflow.train")
+        command = _command(arguments.command)
+    _check_devices(arguments)
     with stoppable():
-        return COMMANDS[arguments.command](arguments)
+        return command(arguments)
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """The function that runs a command."""
+    module = importlib.import_module(f".{MODULES.get(name, name)}", __name__)
+    return getattr(module, name)
+
+
+def _check_devices(arguments: argparse.Namespace) -> None:
+    """Refuse to start where JAX has no device. One of several processes meets the others first."""
+    from roughflow.train import check_backend
+
+    from .devices import devices_of_cpu
+
+    devices_of_cpu(getattr(arguments, "devices", None))
+    if getattr(arguments, "join", None) is not None:
+        return
+    try:
+        check_backend()
+    except RuntimeError as error:
+        raise Refused(str(error)) from None
 
 
 def _tell(error: BaseException, code: int) -> int:

@@ -1,14 +1,172 @@
-"""The commands and their options. Nothing heavy is imported here, so that help is there at once."""
+"""The parser: commands, options and their types. It imports nothing heavy, so that help appears at once."""
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import roughflow as rf
 
-from . import estimate_options, values
-from .refused import Refused
+from .process import Refused
+
+
+def _number(kind: Callable, accept: Callable[[float], bool], description: str) -> Callable[[str], float]:
+    def read(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and accept(value)):
+            raise argparse.ArgumentTypeError(f"{description} is wanted, got {text!r}")
+        return value
+
+    return read
+
+
+as_count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+# JAX takes a seed of 32 bits where 64 are not switched on.
+as_seed = _number(int, lambda n: 0 <= n < 2**31, f"a whole number from 0 to {2**31 - 1}")
+as_whole_number = _number(int, lambda n: n >= 0, "a whole number of at least 0")
+as_positive = _number(float, lambda v: v > 0, "a number above 0")
+as_not_negative = _number(float, lambda v: v >= 0, "a number of at least 0")
+as_share = _number(float, lambda v: 0 <= v < 1, "a share, from 0 to below 1,")
+
+
+def as_noise(text: str) -> float | str:
+    return text if text == "best" else _size(text)
+
+
+_size = _number(float, lambda v: v >= 0, "best, or a number of at least 0,")
+
+
+def _by_column(text: str, value: Callable[[str], Any], example: str) -> dict[str, Any]:
+    """Values by the names of columns: A=VALUE,B=VALUE."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    names = [name.strip() for name, _, _ in parts]
+    try:
+        if not all(names) or len(set(names)) < len(names):
+            raise ValueError
+        return {name: value(part) for name, (_, _, part) in zip(names, parts, strict=True)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"different columns with their values, {example}, are wanted, got {text!r}"
+        ) from None
+
+
+def as_bounds(text: str) -> dict[str, tuple[float | None, float | None]]:
+    def limits(part: str) -> tuple[float | None, float | None]:
+        low, colon, high = part.partition(":")
+        if not colon or not (low + high).strip():
+            raise ValueError
+        limits = tuple(float(limit) if limit.strip() else None for limit in (low, high))
+        if limits[0] is not None and limits[1] is not None and not limits[0] < limits[1]:
+            told = "are reversed" if limits[0] > limits[1] else "leave nothing between them"
+            raise argparse.ArgumentTypeError(f"the bounds {part} {told}, got {text!r}")
+        return limits  # pyright: ignore
+
+    return _by_column(text, limits, "share=0:1,income=0:")
+
+
+def as_rounding(text: str) -> dict[str, float] | str:
+    return text if text == "auto" else _by_column(text, float, "age=1,height=0.5")
+
+
+def as_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"different names with commas between them are wanted, got {text!r}")
+    return names
+
+
+def as_process(text: str) -> tuple[str, int, int]:
+    """One of several processes: where the first is, which this is, and how many there are."""
+    try:
+        address, which, count = text.split(",")
+        if ":" not in address or not 0 <= int(which) < int(count):
+            raise ValueError
+        return address, int(which), int(count)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"HOST:PORT,I,N with I below N is wanted, got {text!r}") from None
+
+
+MODELS = {
+    "brownian": "dX = μ dt + σ dB",
+    "gbm": "dX = μX dt + σX dB",
+    "vasicek": "dX = κ(μ − X) dt + σ dB",
+    "cir": "dX = κ(μ − X) dt + σ√X dB",
+    "ckls": "dX = κ(μ − X) dt + σX^γ dB",
+    "cev": "dX = μX dt + σX^γ dB",
+    "jacobi": "dX = κ(μ − X) dt + σ√(X(1 − X)) dB",
+    "double-well": "dX = (aX − bX³) dt + σ dB",
+}
+ESTIMATE_DESCRIPTION = (
+    "Fit a named SDE to a series by maximum likelihood, and print its parameters with standard errors. "
+    "Dates are counted in years; empty values make longer gaps. The models: "
+    + ", ".join(f"{name} ({equation})" for name, equation in MODELS.items())
+    + "."
+)
+ESTIMATE_EXAMPLE = "estimate rates.csv --time date --value rate --model cir --scale 0.01 --out figures"
+
+
+def _estimate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "data",
+        type=Path,
+        metavar="SERIES.csv",
+        help="a .csv or .tsv file with a header, either with .gz too; - for CSV from standard input",
+    )
+    parser.add_argument(
+        "--time", required=True, metavar="COLUMN", help="dates, such as 2024-01-31, or numbers; increasing"
+    )
+    parser.add_argument("--value", required=True, metavar="COLUMN", help="what was observed then")
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        metavar="|".join(MODELS),
+        help="the SDE; with --compare the best by AIC unless named",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="fit all models the series is possible under, and rank by AIC"
+    )
+    parser.add_argument(
+        "--scale",
+        type=as_positive,
+        default=1.0,
+        metavar="X",
+        help="to multiply values by, 0.01 for percent",
+    )
+    parser.add_argument(
+        "--measurement-noise",
+        type=as_positive,
+        metavar="X",
+        help="values have normal errors; the standard deviation that its search starts from, once scaled",
+    )
+    parser.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="take exact transition densities where they are known; default: yes",
+    )
+    parser.add_argument(
+        "--forecast",
+        metavar="TIMES",
+        help="print quantiles at these times, with commas between them: dates, or numbers counted from the "
+        "last value, in years if the series has dates",
+    )
+    parser.add_argument(
+        "--parameter-uncertainty",
+        action="store_true",
+        help="forecasts include the errors of the estimates",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write figures, estimate.png, and estimate.json there; forecast.csv with --forecast",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+
 
 TOUR = """\
 roughflow gives densities to stochastic differential equations. From the command line it turns a table of
@@ -96,13 +254,13 @@ def _fit(commands) -> None:
     )
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
     parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="the model to write")
-    parser.add_argument("--columns", type=values.names, metavar="A,B,C", help="default: all")
+    parser.add_argument("--columns", type=as_names, metavar="A,B,C", help="default: all")
     parser.add_argument(
         "--report", type=Path, metavar="REPORT.html", help="also write a page on the fit, to send on"
     )
     parser.add_argument(
         "--given",
-        type=values.names,
+        type=as_names,
         metavar="A,B,C",
         help="columns to condition on: the density is that of the others given these",
     )
@@ -118,7 +276,7 @@ def _fit(commands) -> None:
         "--join",
         nargs="?",
         const="",
-        type=values.process,
+        type=as_process,
         metavar="HOST:PORT,I,N",
         help="be one of several processes that fit together, all started with the same options: process I of "
         "N, the first of them at HOST; under Slurm or Open MPI plain --join",
@@ -137,7 +295,7 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--noise",
-        type=values.noise,
+        type=as_noise,
         default=0.0,
         metavar="N",
         help="size of the noise in units of the standardised data, 0 for none; best for the size with the "
@@ -145,13 +303,13 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bounds",
-        type=values.bounds,
+        type=as_bounds,
         metavar="A=LOW:HIGH,...",
         help="of columns, beyond which the density is zero: share=0:1,income=0: for two of them",
     )
     parser.add_argument(
         "--rounding",
-        type=values.rounding,
+        type=as_rounding,
         metavar="A=N,...|auto",
         help="how wide the steps are of columns that were rounded: age=1,height=0.5; auto to find them",
     )
@@ -167,17 +325,22 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
         option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
     told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
-    told("--smoothing", values.not_negative, "noise on rows in training; default: 0.3 for few rows, else 0")
-    told("--outliers", values.share, "share of rows thrown far out; default: 0.02 from four columns on")
-    told("--steps", values.count, "of the regression; default: 20000, fewer for few rows")
-    told("--likelihood-steps", values.whole, "of the likelihood; default: 100, 60 or 0, by the table's size")
-    told("--seconds", values.positive, "budget for both stages, after compilation, in place of steps")
-    told("--width", values.count, "of the network; default: 128, or 256 from 20,000 rows on")
-    add("--depth", values.count, 3, "of the network")
-    add("--batch-size", values.count, 512, "rows per step of the regression")
-    add("--learning-rate", values.positive, 2e-3, "of the regression")
-    add("--validation", values.share, 0.1, "share of rows set aside to choose the best model by, 0 for none")
-    add("--patience", values.whole, 5, "looks at them without a better value that end a stage, 0 for never")
+    told("--smoothing", as_not_negative, "noise on rows in training; default: 0.3 for few rows, else 0")
+    told("--outliers", as_share, "share of rows thrown far out; default: 0.02 from four columns on")
+    told("--steps", as_count, "of the regression; default: 20000, fewer for few rows")
+    told("--likelihood-steps", as_whole_number, "of the likelihood; default: 100, 60 or 0, by size of table")
+    told("--seconds", as_positive, "budget for both stages, after compilation, in place of steps")
+    told("--width", as_count, "of the network; default: 128, or 256 from 20,000 rows on")
+    add("--depth", as_count, 3, "of the network")
+    add("--batch-size", as_count, 512, "rows per step of the regression")
+    add("--learning-rate", as_positive, 2e-3, "of the regression")
+    add("--validation", as_share, 0.1, "share of rows set aside to choose the best model by, 0 for none")
+    add(
+        "--patience",
+        as_whole_number,
+        5,
+        "validations without improvement that end a stage, 0 for never",
+    )
 
 
 def _score(commands) -> None:
@@ -192,9 +355,9 @@ def _score(commands) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
     parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default, and -: standard output")
     parser.add_argument(
-        "--tolerance", type=values.positive, metavar="E", help="add work until total errors are below"
+        "--tolerance", type=as_positive, metavar="E", help="add work until total errors are below"
     )
-    parser.add_argument("--paths", type=values.count, metavar="N", help="random paths per row, at most")
+    parser.add_argument("--paths", type=as_count, metavar="N", help="random paths per row, at most")
     _devices(parser)
     _seed(parser)
     _resume(parser, "SCORES.csv")
@@ -207,7 +370,7 @@ def _sample(commands) -> None:
     )
     parser.add_argument("model", type=Path, metavar="MODEL.rf")
     parser.add_argument(
-        "-n", dest="count", type=values.count, default=1000, metavar="N", help="default: %(default)s"
+        "-n", dest="count", type=as_count, default=1000, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
         "--out",
@@ -230,7 +393,7 @@ def _tune(commands) -> None:
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION")
     parser.add_argument(
-        "--dimension", type=values.count, metavar="D", help="of z; default: the target's own `dimension`"
+        "--dimension", type=as_count, metavar="D", help="of z; default: the target's own `dimension`"
     )
     parser.add_argument(
         "--out",
@@ -243,20 +406,20 @@ def _tune(commands) -> None:
         "--noise-out", type=Path, metavar="NOISE.rf", help="where to keep the noise it learned"
     )
     add = lambda option, default, text: parser.add_argument(
-        option, type=values.count, default=default, metavar="N", help=f"{text}; default: %(default)s"
+        option, type=as_count, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
     add("--chains", 64, "chains, side by side")
     add("--gradients", 500_000, "of log p to spend on learning, of all chains together")
     add("--draws", 1000, "to keep of each chain")
-    parser.add_argument("--thin", type=values.count, default=1, metavar="N", help="steps a draw; default: 1")
+    parser.add_argument("--thin", type=as_count, default=1, metavar="N", help="steps a draw; default: 1")
     _seed(parser)
     _resume(parser, "DRAWS")
     _quiet(parser)
 
 
 def _estimate(commands) -> None:
-    parser = _command(commands, "estimate", estimate_options.DESCRIPTION, estimate_options.EXAMPLE)
-    estimate_options.add(parser)
+    parser = _command(commands, "estimate", ESTIMATE_DESCRIPTION, ESTIMATE_EXAMPLE)
+    _estimate_options(parser)
     _seed(parser)
     _force(parser)
     _quiet(parser)
@@ -278,7 +441,7 @@ def _reproduce(commands) -> None:
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
     )
     parser.add_argument(
-        "--steps", type=values.count, metavar="N", help="of each fit; of a regression, in proportion"
+        "--steps", type=as_count, metavar="N", help="of each fit; of a regression, in proportion"
     )
     parser.add_argument("--resume", action="store_true", help="go on from where a run was cut short")
     _seed(parser)
@@ -288,7 +451,7 @@ def _reproduce(commands) -> None:
 def _devices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
-        type=values.count,
+        type=as_count,
         metavar="N",
         help="split the work between so many, of a CPU's cores if there is nothing else; default: one",
     )
@@ -296,7 +459,7 @@ def _devices(parser: argparse.ArgumentParser) -> None:
 
 def _seed(parser: argparse.ArgumentParser) -> None:
     told = "of all randomness; default: 0"
-    parser.add_argument("--seed", type=values.seed_number, default=0, metavar="N", help=told)
+    parser.add_argument("--seed", type=as_seed, default=0, metavar="N", help=told)
 
 
 def _resume(parser: argparse.ArgumentParser, out: str) -> None:

@@ -15,10 +15,10 @@ import roughflow as rf
 from roughflow.faq import see
 from roughflow.train import progress_bar
 
-from .estimate_options import MODELS
-from .output import check_writable, with_figures, write_table
-from .refused import Refused
-from .series import Series
+from .arguments import MODELS
+from .files import check_writable, with_figures, write_table
+from .process import Refused
+from .tables import Series
 
 FIGURES, NUMBERS, FORECAST = "estimate.png", "estimate.json", "forecast.csv"
 SHARES = {"jacobi"}  # models of values between 0 and 1

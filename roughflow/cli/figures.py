@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .output import check_folder, check_writable, with_figures
+from .files import check_folder, check_writable, with_figures
 
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "toys")
 

@@ -1,26 +1,140 @@
-"""`roughflow fit`: from a table to a model."""
+"""`roughflow fit`: from a table to a model, with a summary and a report."""
 
 import argparse
 import itertools
+import shlex
 import sys
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 import roughflow as rf
 from roughflow.faq import see
 
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
-from .exits import INTERRUPTED
-from .fit_rows import FitRows, fit_rows
-from .join import joined, together
-from .output import check_writable
-from .refused import Refused
-from .report import check_report, report
-from .rows import table_name
-from .summary import summary
+from .devices import joined, together
+from .files import check_writable, wanted_columns, with_figures
+from .process import INTERRUPTED, Refused
+from .tables import read_table, table_name, table_on_disk
+
+
+def check_report(arguments: argparse.Namespace) -> None:
+    """Refuse a report that could not be written, before there is anything to report."""
+    path = arguments.report
+    if path is None:
+        return
+    check_writable(path, force=arguments.force, inputs=[arguments.data])
+    if path.resolve() == arguments.out.resolve():
+        raise Refused(f"--report and --out both name {path}: give each a file of its own")
+    with_figures("roughflow.report")
+
+
+def report(
+    arguments: argparse.Namespace,
+    fitted: rf.FittedDensity,
+    data: np.ndarray,
+    said: Sequence[str],
+    seconds: float,
+) -> None:
+    from roughflow.report import write_report
+
+    write_report(
+        arguments.report,
+        fitted,
+        data,
+        key=jax.random.fold_in(jax.random.key(arguments.seed), 1),
+        title=f"The density of {arguments.data.name}",
+        made={
+            "command": shlex.join(["roughflow", *arguments.argv]),
+            "data": str(arguments.data),
+            "seed": str(arguments.seed),
+            "seconds": f"{seconds:.1f}",
+        },
+        notes=said,
+    )
+
+
+SAMPLED_ROWS = 100_000  # of a table on disk, to check and to draw
+
+
+@dataclass(frozen=True)
+class FitRows:
+    """Names of the columns, those given last; how many rows there are; these, or some of them if they are
+    `on_disk`; and the group of each, if there are groups."""
+
+    columns: tuple[str, ...]
+    context: int
+    total: int
+    rows: np.ndarray
+    groups: np.ndarray | None = None
+    on_disk: rf.ParquetTable | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What `rf.fit_density` takes of them."""
+        if self.on_disk is not None:
+            return {"data": self.on_disk, "columns": self.columns}
+        own = len(self.columns) - self.context
+        given = self.rows[:, own:] if self.context else None
+        return {
+            "data": self.rows[:, :own],
+            "given": given,
+            "columns": self.columns,
+            "groups": self.groups,
+        }
+
+
+def fit_rows(arguments: argparse.Namespace) -> FitRows:
+    given, group = arguments.given or [], arguments.groups
+    large = table_on_disk(arguments.data, arguments.columns, given)
+    if large is not None:
+        if group is not None:
+            raise Refused(
+                f"--groups needs a table that fits in memory, and {arguments.data} is read from disk"
+            )
+        some = large.some(SAMPLED_ROWS, np.random.default_rng(arguments.seed)).astype(float)
+        return FitRows(large.columns, large.context, len(large), some, on_disk=large)
+    last = [*given, *([group] if group is not None else [])]
+    table = arguments.table or read_table(arguments.data, wanted_columns(arguments))
+    own = [name for name in table.columns if name not in last]
+    if not own:
+        raise Refused("--given and --groups name all columns: there is none left to have a density")
+    columns = (*own, *given)
+    rows = table.chosen(arguments.data, columns).rows
+    groups = None if group is None else table.chosen(arguments.data, [group]).rows[:, 0]
+    return FitRows(columns, len(given), len(rows), rows, groups)
+
+
+def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
+    aside = 0 if fitted.held_out is None else len(fitted.held_out.rows)
+    parts = f": {rows.total - aside} to train on, {aside} to validate on" if aside else ""
+    print(f"rows        {rows.total}{parts}")
+    own = len(rows.columns) - rows.context
+    given = f" given {', '.join(rows.columns[own:])}" if rows.context else ""
+    print(f"columns     {', '.join(rows.columns[:own])}{given}")
+    for stage, history in fitted.stages.items():
+        skipped = f", {history.skipped} skipped" if history.skipped else ""
+        early = see("ended-early") if history.loss.size else ""
+        ended = f"; ended {history.ended}{early}" if history.ended else ""
+        print(f"{stage:<11} {history.loss.size} steps{skipped}{ended}")
+    print(f"family      {fitted.family}")
+    score = fitted.score
+    if score is not None:
+        error = f"± {score.standard_error:.2g} nats per row ({score.method}, {score.num_rows} rows)"
+        print(f"score       {score.mean:.4f} {error}")
+        print(
+            f"Gaussian    {score.gaussian:.4f}, the gain over it is {score.gain:.4f} ± {score.gain_error:.2g}"
+        )
+        if fitted.family == "flow" and score.gain < 0:
+            told = "no better than that Gaussian: more rows, fewer columns or more steps may help"
+            print(f"            {told}{see('no-better-than-a-gaussian')}")
+    print(f"model       {out}")
+
 
 # In single precision a number has seven digits: a column this many times its own spread away from zero
 # keeps fewer than three of them.

@@ -10,9 +10,8 @@ import numpy as np
 import roughflow as rf
 from roughflow.faq import see
 
-from .model import columns_of, read_model
-from .output import check_table, is_array, write_npy, write_table
-from .refused import Refused
+from .files import check_table, columns_of, is_array, read_model, write_npy, write_table
+from .process import Refused
 
 CHUNK = 2**16  # rows that are drawn at a time, so that memory does not limit how many
 

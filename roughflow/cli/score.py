@@ -1,24 +1,69 @@
-"""`roughflow score`: the log density of each row."""
+"""`roughflow score`: the log-density of each row."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 import roughflow as rf
+from roughflow.density import Warnings
 from roughflow.train import progress_bar
 
-from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, stopped
-from .exits import TERMINATED, Terminated
-from .kept_rows import KeptRows
-from .model import chunks_for, read_model
-from .output import check_table, write_table
-from .refused import Refused
-from .tally import Tally
-from .text import STANDARD
+from .checkpoint import KeptRows, alone, begin, check_checkpoint, checkpoint_of, stopped
+from .files import check_table, chunks_for, read_model, write_table
+from .process import TERMINATED, Refused, Terminated
+from .tables import STANDARD
+
+
+@dataclasses.dataclass
+class Tally:
+    """How many rows there were, the mean of their log densities and the squares about it, and what may be
+    wrong with some."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    warnings: Warnings = dataclasses.field(default_factory=Warnings)
+
+    @staticmethod
+    def of(notes: dict[str, Any]) -> "Tally":
+        """As it was when these notes were taken."""
+        warnings = Warnings()
+        warnings.size = notes["count"]
+        warnings.found = {name: (count, text) for name, (count, text) in notes["found"].items()}
+        return Tally(notes["count"], notes["mean"], notes["squares"], warnings)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """For a file of JSON."""
+        return {
+            "count": self.count,
+            "mean": self.mean,
+            "squares": self.squares,
+            "found": self.warnings.found,
+        }
+
+    def add(self, estimate: rf.Estimate) -> None:
+        """Mean and squares about it, of what there was and of these (Chan et al. 1979)."""
+        self.warnings.add(estimate)
+        values = np.asarray(estimate.log_prob, float)
+        with np.errstate(invalid="ignore"):
+            both, apart = self.count + len(values), float(values.mean()) - self.mean
+            spread = apart**2 * self.count * len(values) / both
+            self.squares += float(np.sum((values - values.mean()) ** 2)) + spread
+            self.mean += apart * len(values) / both
+        self.count = both
+
+    @property
+    def error(self) -> float:
+        """Of the mean."""
+        return self.squares**0.5 / self.count if np.isfinite(self.squares) else np.inf
+
 
 COLUMNS = ("log_prob", "total_error", "effective_paths")
 CHUNK = 4096  # rows that are scored at a time, and written: memory does not limit how many there are

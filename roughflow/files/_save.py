@@ -211,7 +211,7 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 0) -> Any:
     """A value as JSON, its arrays set aside; `place` says where it is, for a message."""
     if depth > MAX_DEPTH:
-        raise ValueError(f"the model cannot be saved: more than {DEEPEST} parts lie within one another")
+        raise ValueError(f"the model cannot be saved: more than {MAX_DEPTH} parts lie within one another")
     within = lambda part, where: _encode(part, where, arrays, depth + 1)
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -267,7 +267,7 @@ def _encode_array(
 
 def _decode(value: Any, arrays: dict[str, np.ndarray], known: dict[str, type], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise ValueError(f"more than {DEEPEST} parts lie within one another")
+        raise ValueError(f"more than {MAX_DEPTH} parts lie within one another")
     within = lambda part: _decode(part, arrays, known, depth + 1)
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -4,7 +4,13 @@ from ._estimate_chunks import estimate_chunks as estimate_chunks
 from ._fit_density import fit_density as fit_density
 from ._fitted_density import FittedDensity as FittedDensity, Score as Score
 from ._marginals import Marginals as Marginals
-from ._parquet import ParquetTable as ParquetTable, parquet_file as parquet_file, parquet_rows as parquet_rows
+from ._parquet import (
+    ParquetTable as ParquetTable,
+    check_parquet_columns as check_parquet_columns,
+    parquet_blocks as parquet_blocks,
+    parquet_file as parquet_file,
+    parquet_rows as parquet_rows,
+)
 from ._stages import LIKELIHOOD_ROWS as LIKELIHOOD_ROWS, second_file as second_file
 from ._standardised import Standardised as Standardised, standardisation as standardisation
 from ._stationary_sde import staying_sde as staying_sde

@@ -160,7 +160,7 @@ def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
     if np.max(np.abs(rows)) > MAX_VALUE:
         column = label(int(np.argmax(np.max(np.abs(rows), axis=0))))
         raise ValueError(
-            f"column {column} of {name} has values beyond {LARGEST:g}: rescale them, or take logarithms"
+            f"column {column} of {name} has values beyond {MAX_VALUE:g}: rescale them, or take logarithms"
             + see("no-density")
         )
     spread = rows.max(axis=0) - rows.min(axis=0)

@@ -72,8 +72,8 @@ class ParquetTable:
         )
         self.columns, self.context = (*wanted, *given), len(given)
         self.aside = np.zeros(0, int)
-        single = _fits_single(file, path, self.columns)
-        dtype = np.dtype(np.float32 if single else np.float64)
+        check_parquet_columns(file, path, self.columns)
+        dtype = np.dtype(np.float32 if _fits_single(file, self.columns) else np.float64)
         digest = hashlib.blake2b(digest_size=16)
         lower, upper = np.full(len(self.columns), np.inf), np.full(len(self.columns), -np.inf)
         with tempfile.TemporaryFile(dir=_folder(path, folder)) as scratch:
@@ -154,14 +154,19 @@ def parquet_file(path: str | os.PathLike) -> Any:
         raise ValueError(f"{path} is not a parquet file, or is damaged ({first})") from None
 
 
-def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> Iterator[np.ndarray]:
-    """Finite numbers in double precision, `ROWS` rows at a time."""
+def parquet_blocks(file: Any, columns: Sequence[str]) -> Iterator[np.ndarray]:
+    """Rows in double precision, `ROWS_PER_READ` at a time, as they are in the file."""
     import pyarrow as pa
 
-    first = 0
     for batch in file.iter_batches(ROWS_PER_READ, columns=list(columns)):
         numbers = [batch.column(name).cast(pa.float64(), safe=False) for name in columns]
-        rows = np.stack([column.to_numpy(zero_copy_only=False) for column in numbers], axis=1)
+        yield np.stack([column.to_numpy(zero_copy_only=False) for column in numbers], axis=1)
+
+
+def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> Iterator[np.ndarray]:
+    """Rows in double precision, `ROWS_PER_READ` at a time. Numbers that are not finite are refused."""
+    first = 0
+    for rows in parquet_blocks(file, columns):
         fine = np.abs(rows) <= MAX_VALUE  # which NaN is not
         if not fine.all():
             row = int(np.argmin(fine.all(axis=1)))
@@ -172,12 +177,11 @@ def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> 
         first += len(rows)
 
 
-def _fits_single(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> bool:
-    """Whether single precision holds the columns as they are; refuses those that are not there, or no
-    numbers."""
+def check_parquet_columns(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> None:
+    """Refuse columns that are not in the file, or that hold no numbers."""
     import pyarrow as pa
 
-    schema, exact = file.schema_arrow, []
+    schema = file.schema_arrow
     if not columns or len(set(columns)) < len(columns):
         raise ValueError(f"columns must name different columns of {path}, got {', '.join(columns) or 'none'}")
     for name in columns:
@@ -187,8 +191,14 @@ def _fits_single(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> 
         tests = [pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean]
         if not any(test(kind) for test in tests):
             raise ValueError(f"{path}: column {name!r} holds {kind}, not numbers: choose others")
-        exact.append(kind in (pa.float16(), pa.float32(), pa.int8(), pa.int16(), pa.uint8(), pa.uint16()))
-    return all(exact)
+
+
+def _fits_single(file: Any, columns: Sequence[str]) -> bool:
+    """Whether single precision holds the columns exactly."""
+    import pyarrow as pa
+
+    exact = (pa.float16(), pa.float32(), pa.int8(), pa.int16(), pa.uint8(), pa.uint16())
+    return all(file.schema_arrow.field(name).type in exact for name in columns)
 
 
 def _folder(path: str | os.PathLike, folder: str | os.PathLike | None) -> Path | None:

@@ -52,8 +52,9 @@ class Table:
         rows, context = joined("data", data, given, names)
         own = rows.shape[1] - context
         if own > MAX_COLUMNS_PER_ROW * len(rows):
-            told = f"data has {len(rows):,} rows for {own:,} columns: choose at most {WIDE * len(rows):,}"
-            raise ValueError(f"{told} of them, or take principal components{see('no-density')}")
+            most = MAX_COLUMNS_PER_ROW * len(rows)
+            message = f"data has {len(rows):,} rows for {own:,} columns: choose at most {most:,} of them"
+            raise ValueError(f"{message}, or take principal components{see('no-density')}")
         _check_enough(len(rows), len(rows), "data")
         lower, upper = np.full(own, -np.inf), np.full(own, np.inf)
         for name, (low, high) in bounds.items():

@@ -1,5 +1,6 @@
-"""Files that are written whole, or not at all, and standard output."""
+"""Check and write output files, check the input before JAX is imported, and read models."""
 
+import argparse
 import contextlib
 import csv
 import gzip
@@ -16,8 +17,19 @@ import numpy as np
 import roughflow as rf
 from roughflow.faq import see
 
-from .refused import Refused
-from .text import STANDARD, is_compressed, is_text, separator
+from .process import Refused
+from .tables import (
+    STANDARD,
+    check_readable,
+    counted,
+    is_compressed,
+    is_text,
+    read_chunks,
+    read_series,
+    read_table,
+    separator,
+    table_name,
+)
 
 
 def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:
@@ -131,3 +143,63 @@ def write_npy(path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) 
                 described = {"descr": block.dtype.str, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_2_0(file, described)
             file.write(np.ascontiguousarray(block).tobytes())
+
+
+def look_at_input(arguments: argparse.Namespace) -> None:
+    """Refuse files that are not there or cannot be read. A table of text, or a series, is read and kept for
+    the command: standard input cannot be read again."""
+    arguments.table = None
+    if arguments.command in ("score", "sample"):
+        _check_model(arguments.model)
+    if arguments.command in ("score", "estimate", "fit") and arguments.data != STANDARD:
+        check_readable(arguments.data)
+    if arguments.command == "fit" and arguments.join is None:
+        check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
+        if arguments.data == STANDARD or is_text(arguments.data):
+            arguments.table = read_table(arguments.data, wanted_columns(arguments))
+    if arguments.command == "estimate":
+        arguments.table = read_series(arguments.data, arguments.time, arguments.value, arguments.scale)
+
+
+def wanted_columns(arguments: argparse.Namespace) -> list[str] | None:
+    """Those of --columns, --given and --groups; None for all."""
+    if arguments.columns is None:
+        return None
+    group = [] if arguments.groups is None else [arguments.groups]
+    return list(dict.fromkeys([*arguments.columns, *(arguments.given or ()), *group]))
+
+
+def _check_model(path: Path) -> None:
+    if path.is_dir():
+        raise Refused(f"{path} is a folder, not a model")
+    if not path.exists():
+        raise Refused(f"there is no file {path}")
+    if not path.is_file():
+        raise Refused(f"{path} is a device or a pipe, not a file")
+
+
+def read_model(path: Path) -> "rf.Standardised":
+    """What `roughflow fit` wrote, or a plain flow that `rf.save` wrote."""
+    model = rf.load(path)
+    if isinstance(model, rf.StochasticFlow):
+        model = rf.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
+    if not isinstance(model, rf.Standardised):
+        raise Refused(f"{path} holds a {type(model).__name__}, not a density: make one with roughflow fit")
+    return model
+
+
+def columns_of(model: "rf.Standardised") -> tuple[str, ...]:
+    return model.columns or counted(model.flow.dimension)
+
+
+def chunks_for(model: "rf.Standardised", path: Path, size: int) -> tuple[int, Iterator[np.ndarray]]:
+    """How many rows a table has, and the model's columns of them, `size` rows at a time: by name where both
+    have names, otherwise by place."""
+    by_name = model.columns and path.suffix.lower() != ".npy"
+    columns, count, chunks = read_chunks(path, model.columns if by_name else None, size)
+    if len(columns) != model.flow.dimension:
+        raise Refused(
+            f"{table_name(path)} has {len(columns)} columns, and the model {model.flow.dimension}: "
+            f"{', '.join(columns_of(model))}"
+        )
+    return count, chunks

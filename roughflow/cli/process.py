@@ -1,4 +1,4 @@
-"""Before JAX is imported: a sign of life, and a place for what it compiles."""
+"""The process: exit codes, signals, and what happens before JAX is imported."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .exits import INTERRUPTED, Terminated
+
+class Refused(Exception):
+    """Bad input: the message says what is wrong and what to do."""
+
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+TERMINATED = 128 + 15  # as a shell reports SIGTERM
+BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as a batch system sends it: ends a command as Ctrl-C does."""
+
 
 DAYS = 30  # that a compiled program is kept
 MEGABYTES = 500  # that they may take; the oldest go first

@@ -1,5 +1,4 @@
-"""Devices (`--devices`), and several processes that work together (`--join`): how they meet, and how one ends
-when another is gone."""
+"""Devices (`--devices`), and several processes that work together (`--join`)."""
 
 import atexit
 import contextlib
@@ -13,8 +12,7 @@ from jax.experimental import multihost_utils
 
 from roughflow.faq import see
 
-from .exits import BAD_INPUT, FAILED
-from .refused import Refused
+from .process import BAD_INPUT, FAILED, Refused
 
 CORES = 256  # of one CPU, at most
 SILENT = 20  # seconds without a sign of life after which a process counts as gone
@@ -56,7 +54,7 @@ def joined(process: tuple[str, int, int] | str | None) -> Iterator[None]:
     except BaseException as error:
         # The others may be gone: there is nobody to take leave of.
         bad_input = isinstance(error, Refused | ValueError | OSError)
-        atexit.register(_leave, BAD_INPUT if bad_input else FAILED)
+        atexit.register(_end_process, BAD_INPUT if bad_input else FAILED)
         raise
     finally:
         witness.communicate("in good order")
@@ -81,7 +79,7 @@ def _meet(process: tuple[str, int, int] | str) -> None:
         ) from None
 
 
-def _leave(code: int) -> None:
+def _end_process(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

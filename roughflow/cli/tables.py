@@ -1,0 +1,593 @@
+"""Read tables and time series: CSV or TSV text, `.npy` and Parquet files, standard input."""
+
+import array
+import contextlib
+import csv
+import datetime
+import gzip
+import io
+import itertools
+import math
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NoReturn
+
+import numpy as np
+
+import roughflow as rf
+from roughflow.faq import see
+
+from .process import Refused
+
+SHOWN = 5  # lines that a message names
+NAMED = 20  # columns that a message names
+LARGEST = 1e30  # numbers in single precision end at 3e38, and what is computed from rows is larger than they
+
+
+@dataclass(frozen=True)
+class Table:
+    """Finite numbers, `(rows, columns)`. `named` is False where the names only count the columns."""
+
+    columns: tuple[str, ...]
+    rows: np.ndarray
+    named: bool = True
+
+    def chosen(self, path: Path, columns: Sequence[str]) -> "Table":
+        """These columns of it, in this order."""
+        return Table(tuple(columns), self.rows[:, places_of(path, self.columns, columns)], self.named)
+
+
+def table_name(path: Path) -> str:
+    return "standard input" if str(path) == "-" else str(path)
+
+
+def counted(dimension: int) -> tuple[str, ...]:
+    """Names for columns that have none."""
+    return tuple(f"x{i + 1}" for i in range(dimension))
+
+
+class Faults:
+    """Lines that cannot be used: how many, and the first few. Of a file that is worked on as it is read, the
+    first one ends it."""
+
+    def __init__(self, path: Path, unit: str, at_once: bool = False):
+        self.path, self.unit, self.at_once = path, unit, at_once
+        self.count, self.places, self.first = 0, [], ""
+
+    def add(self, place: int, what: str) -> None:
+        self.count += 1
+        self.first = self.first or what
+        if len(self.places) < SHOWN:
+            self.places.append(str(place))
+        if self.at_once:
+            self.refuse()
+
+    def refuse(self) -> None:
+        if not self.count:
+            return
+        more = f" and {self.count - len(self.places)} more" if self.count > len(self.places) else ""
+        which = f"{self.unit}{'s' * (self.count > 1)} {', '.join(self.places)}{more}"
+        many = self.count > 1
+        why = f"{'the first ' * many}because {self.first}"
+        remedy = f"mend or remove {'them' if many else 'it'}, or choose other columns{see('tables')}"
+        raise Refused(f"{table_name(self.path)}: {which} cannot be used, {why}: {remedy}")
+
+
+def places_of(path: Path, there: Sequence[str], wanted: Sequence[str] | None) -> list[int]:
+    """Where the wanted columns are among those there are."""
+    places = {name: i for i, name in enumerate(there)}
+    if len(places) < len(there):
+        twice = next(name for i, name in enumerate(there) if places[name] > i)
+        raise Refused(f"{table_name(path)} has two columns named {twice!r}: rename one")
+    if wanted is None and not all(there):
+        _refuse_nameless(path, there)
+    missing = [name for name in wanted or () if name not in places]
+    if missing:
+        more = [f"… ({len(there)} in all)"] if len(there) > NAMED else []
+        names = ", ".join([*there[:NAMED], *more])
+        raise Refused(f"{table_name(path)} has no column {', '.join(map(repr, missing))}; it has {names}")
+    return [places[name] for name in (there if wanted is None else wanted)]
+
+
+def _refuse_nameless(path: Path, there: Sequence[str]) -> NoReturn:
+    named = ",".join(name for name in there if name) or "..."
+    place = list(there).index("")
+    why = ""
+    if place == 0 and len(there) > 1:
+        why = ", as pandas writes its index (index=False leaves it out)"
+    elif place == len(there) - 1:
+        why = ": its first line ends with a separator"
+    raise Refused(
+        f"{table_name(path)}: column {place + 1} has no name{why}; choose others, with --columns {named}"
+    )
+
+
+def fault(name: str, cell: str | float, number: float | None) -> str:
+    """Why a cell cannot be used."""
+    large = number is not None and math.isfinite(number)
+    shown = "empty" if cell == "" else repr(cell) if isinstance(cell, str) else cell
+    return f"{name!r} is {shown}" + (f", too large (beyond {LARGEST:g})" if large else "")
+
+
+STANDARD = Path("-")
+GZIP = b"\x1f\x8b"  # how such a file begins
+OTHERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file is read and written as text, by its name."""
+    return _kind(path) in (".csv", ".tsv")
+
+
+def separator(path: Path) -> str:
+    return "\t" if _kind(path) == ".tsv" else ","
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _kind(path: Path) -> str:
+    return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
+
+
+def read_text(path: Path, columns: Sequence[str] | None) -> Table:
+    """The named columns in that order, or all of them."""
+    with _lines(path) as source:
+        return _read(path, source, columns)
+
+
+def text_chunks(
+    path: Path, columns: Sequence[str] | None, size: int
+) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
+    """The same of a large file: the names, how many rows there are at most, and the rows as they are asked
+    for, `size` at a time."""
+    with _lines(path) as source:
+        header = [name.strip() for name in next(iter(source), [])]
+        places = places_of(path, _header(path, header), columns)
+    unpacked = gzip.open if is_compressed(path) else open
+    with unpacked(path, "rb") as file:
+        lines = sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+
+    def chunks() -> Iterator[np.ndarray]:
+        with _lines(path) as source:
+            lines = iter(source)
+            next(lines)
+            numbers = _numbers(path, source, lines, header, places, at_once=True)
+            while len(rows := array.array("d", itertools.islice(numbers, size * len(places)))):
+                yield np.asarray(rows).reshape(-1, len(places))
+
+    return tuple(header[i] for i in places), lines, chunks()
+
+
+def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """Each line's number, and the text in the named columns, in that order."""
+    faults = Faults(path, "line")
+    with _lines(path) as source:
+        lines = iter(source)
+        header = [name.strip() for name in next(lines, [])]
+        places = places_of(path, _header(path, header), columns)
+        for line in _whole(source, lines, header, faults):
+            yield source.begun, [line[i].strip() for i in places]
+    faults.refuse()
+
+
+@contextlib.contextmanager
+def _lines(path: Path) -> Iterator["_Lines"]:
+    """The rows of a file, whatever is wrong with it told in one line."""
+    name = table_name(path)
+    try:
+        with _opened(path) as file:
+            source = _Lines(file, separator(path))
+            try:
+                yield source
+            except csv.Error as error:
+                raise Refused(f"{name}, line {source.begun}: {error}") from None
+    except UnicodeDecodeError:
+        raise Refused(f"{name} is not text in UTF-8: save it as CSV UTF-8") from None
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise Refused(f"{name} is not compressed by gzip, or is damaged ({error})") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[str]]:
+    """The file as text; a mark that says UTF-8 is left out."""
+    if path == STANDARD:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise Refused("there is nothing on standard input: send a table there, as in `... < data.csv`")
+        yield io.StringIO(sys.stdin.read().removeprefix("\ufeff"), newline="")
+        return
+    if is_compressed(path):
+        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
+            yield file
+        return
+    with open(path, "rb") as raw:
+        if raw.peek(2)[:2] == GZIP:
+            raise Refused(f"{path} is compressed: call it {path}.gz, or unpack it")
+        yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+
+
+class _Lines:
+    """Rows of cells, and the line on which the last one began: a quoted cell may go over several."""
+
+    def __init__(self, file: IO[str], delimiter: str):
+        self.reader = csv.reader(file, delimiter=delimiter)
+        self.begun = 0
+
+    def __iter__(self) -> Iterator[list[str]]:
+        while True:
+            self.begun = self.reader.line_num + 1
+            line = next(self.reader, None)
+            if line is None:
+                return
+            if line:
+                yield line
+
+    @property
+    def quote(self) -> str:
+        """What is to be said of a row over several lines."""
+        last = self.reader.line_num
+        return f", and a quote opened there ends on line {last} or never" if last > self.begun else ""
+
+
+def _read(path: Path, source: _Lines, columns: Sequence[str] | None) -> Table:
+    lines = iter(source)
+    header = [name.strip() for name in next(lines, [])]
+    places = places_of(path, _header(path, header), columns)
+    rows = array.array("d", _numbers(path, source, lines, header, places))
+    return Table(tuple(header[i] for i in places), np.asarray(rows).reshape(-1, len(places)))
+
+
+def _header(path: Path, header: list[str]) -> list[str]:
+    name = table_name(path)
+    if not header:
+        raise Refused(f"{name} is empty")
+    if any(as_number(cell) is not None for cell in header):
+        raise Refused(
+            f"{name}: the first line has a number, not the names of the columns: put their names there"
+        )
+    if len(header) == 1:
+        for mark in OTHERS:
+            if mark in header[0]:
+                _refuse_separator(path, OTHERS[mark])
+    return header
+
+
+def _refuse_separator(path: Path, found: str) -> None:
+    wanted = "tabs" if separator(path) == "\t" else "commas"
+    remedy = "name it .tsv" if found == "tabs" and path != STANDARD else f"save it with {wanted}"
+    raise Refused(f"{table_name(path)}: the columns are separated by {found}, not {wanted}: {remedy}")
+
+
+def _numbers(
+    path: Path,
+    source: _Lines,
+    lines: Iterator[list[str]],
+    header: list[str],
+    places: list[int],
+    at_once: bool = False,
+) -> Iterator[float]:
+    """The numbers in the rows after the header, and in the end a complaint about rows without."""
+    faults = Faults(path, "line", at_once)
+    for line in _whole(source, lines, header, faults):
+        numbers = [as_number(line[i]) for i in places]
+        bad = next(
+            (i for i, n in zip(places, numbers, strict=True) if n is None or not abs(n) <= LARGEST), None
+        )
+        if bad is None:
+            yield from (number for number in numbers if number is not None)
+            continue
+        if len(header) == 1 and 1 < len(line[0].split()) == len(header[0].split()):
+            _refuse_separator(path, "spaces")
+        cell = line[bad].strip()
+        why = fault(header[bad], cell, as_number(cell)) + _series(cell)
+        faults.add(source.begun, why + source.quote)
+    faults.refuse()
+
+
+def _series(cell: str) -> str:
+    """Where a date belongs."""
+    try:
+        datetime.datetime.fromisoformat(cell)
+    except ValueError:
+        return ""
+    return ", a date (roughflow estimate fits SDEs to series)"
+
+
+def _whole(
+    source: _Lines, lines: Iterator[list[str]], header: list[str], faults: Faults
+) -> Iterator[list[str]]:
+    """The rows with a cell for each name; others are faults."""
+    for line in lines:
+        if len(line) == len(header):
+            yield line
+            continue
+        ends = ", and ends with a separator" if line[-1] == "" and len(line) == len(header) + 1 else ""
+        told = f"it has {len(line)} cell{'s' * (len(line) > 1)} under {len(header)} names{ends}"
+        faults.add(source.begun, told + source.quote)
+
+
+def as_number(text: str) -> float | None:
+    """The number in a cell; Python alone reads 1_000 as one."""
+    try:
+        return None if "_" in text else float(text)
+    except ValueError:
+        return None
+
+
+LARGE = 2**26  # bytes of a file that is not read at once
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
+    """The named columns of a file in that order, or all of them; `-` is standard input, as CSV."""
+    if path == STANDARD:
+        table = read_text(path, columns)
+    else:
+        reader = _reader(path)
+        check_readable(path)
+        table = reader(path, columns)
+    if not len(table.rows):
+        raise Refused(f"{table_name(path)} has no rows")
+    return table
+
+
+def read_chunks(
+    path: Path, columns: Sequence[str] | None, size: int
+) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
+    """The names, the number of rows, and the rows, `size` at a time: those of a large file are read as they
+    are asked for."""
+    if path == STANDARD or not path.is_file() or path.stat().st_size < LARGE:
+        table = read_table(path, columns)
+        return table.columns, len(table.rows), _parts([table.rows], size)
+    if is_text(path):
+        return text_chunks(path, columns, size)
+    if path.suffix.lower() == ".parquet":
+        from roughflow.tables import parquet_file, parquet_rows
+
+        file = parquet_file(path)
+        names = tuple(file.schema_arrow.names[i] for i in places_of(path, file.schema_arrow.names, columns))
+        return names, file.metadata.num_rows, _parts(parquet_rows(file, path, names), size)
+    table = _read_npy(path, columns, mapped=True)
+    blocks = (table.rows[i : i + size] for i in range(0, len(table.rows), size))
+    checked = (_finite_rows(path, table.columns, np.array(rows, float)) for rows in blocks)
+    return table.columns, len(table.rows), checked
+
+
+def table_on_disk(
+    path: Path, columns: Sequence[str] | None, given: Sequence[str]
+) -> "rf.ParquetTable | None":
+    """A Parquet file whose numbers would not fit in memory with room to spare."""
+    if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE:
+        return None
+    from roughflow.tables import parquet_file
+
+    metadata = parquet_file(path).metadata
+    if metadata.num_rows * (metadata.num_columns if columns is None else len(columns)) * 8 < 2 * LARGE:
+        return None
+    return rf.ParquetTable(path, columns, given=given)
+
+
+def _parts(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """The rows of the blocks, `size` at a time."""
+    rest: list[np.ndarray] = []
+    for block in blocks:
+        rows = np.concatenate([*rest, block])
+        whole = len(rows) // size * size
+        yield from (rows[i : i + size] for i in range(0, whole, size))
+        rest = [rows[whole:]]
+    if rest and len(rest[0]):
+        yield rest[0]
+
+
+def check_readable(path: Path) -> None:
+    if path.is_dir():
+        raise Refused(f"{path} is a folder, not a table")
+    if not path.exists():
+        raise Refused(f"there is no file {path}")
+    if not path.is_file():
+        raise Refused(f"{path} is a device or a pipe, not a file; - reads standard input")
+    if not path.stat().st_size:
+        raise Refused(f"{path} is empty")
+
+
+def _reader(path: Path) -> Callable[[Path, Sequence[str] | None], Table]:
+    if is_text(path):
+        return read_text
+    readers = {".npy": _read_npy, ".parquet": _read_parquet}
+    if path.suffix.lower() not in readers:
+        raise Refused(
+            f"{path}: the name of a table ends in .csv, .tsv (or either with .gz), .npy or .parquet"
+        )
+    return readers[path.suffix.lower()]
+
+
+def _read_npy(path: Path, columns: Sequence[str] | None, mapped: bool = False) -> Table:
+    try:
+        # A map takes no memory, and finds a file that is shorter than its shape says.
+        rows = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (ValueError, EOFError, OSError, MemoryError) as error:
+        raise Refused(f"{path} is not an array that numpy.save wrote, or is damaged ({error})") from None
+    if not isinstance(rows, np.ndarray) or rows.ndim != 2 or not rows.shape[1]:
+        shape = getattr(rows, "shape", type(rows).__name__)
+        raise Refused(f"{path}: an array of shape (rows, columns) is wanted, got {shape}")
+    if rows.dtype.kind not in "fiub":
+        raise Refused(f"{path} holds {rows.dtype}: save real numbers")
+    names = counted(rows.shape[1])
+    places = places_of(path, names, columns)
+    chosen = tuple(names[i] for i in places)
+    if mapped and chosen == names:
+        return Table(chosen, rows, named=False)
+    try:
+        return Table(chosen, _finite_rows(path, chosen, rows[:, places].astype(float)), named=False)
+    except MemoryError:
+        raise Refused(f"{path}: {len(rows)} rows of {len(chosen)} columns do not fit in memory") from None
+
+
+def _read_parquet(path: Path, columns: Sequence[str] | None) -> Table:
+    from roughflow.tables import check_parquet_columns, parquet_blocks, parquet_file
+
+    file = parquet_file(path)
+    there = file.schema_arrow.names
+    names = [there[i] for i in places_of(path, there, columns)]
+    check_parquet_columns(file, path, names)
+    rows = np.concatenate([np.zeros((0, len(names))), *parquet_blocks(file, names)])
+    return Table(tuple(names), _finite_rows(path, names, rows))
+
+
+def _finite_rows(path: Path, columns: Sequence[str], rows: np.ndarray) -> np.ndarray:
+    faults = Faults(path, "row")
+    usable = np.abs(rows) <= LARGEST  # which NaN is not
+    for row in np.flatnonzero(~usable.all(axis=1)):
+        column = int(np.argmin(usable[row]))
+        faults.add(int(row) + 1, fault(columns[column], rows[row, column], rows[row, column]))
+    faults.refuse()
+    return rows
+
+
+DATE = re.compile(r"\d{4}-\d\d(-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?(?P<zone>Z|[+-]\d\d:?\d\d)?)?)?")
+OTHER_DATE = re.compile(r"\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-\d{4}")
+FEWEST = 3  # values, for two transitions
+MISSING = {"", "na", "nan", "n/a", "null", "."}  # as pandas, R and FRED write it
+
+
+@dataclass(frozen=True)
+class Series:
+    """`times` `(N,)`, numbers or dates, in UTC where they have a time zone, and `values` `(N,)`, NaN where
+    missing."""
+
+    times: np.ndarray
+    values: np.ndarray
+    zoned: bool = False
+
+    @property
+    def dated(self) -> bool:
+        return self.times.dtype.kind == "M"
+
+    @property
+    def missing(self) -> int:
+        return int(np.isnan(self.values).sum())
+
+    def observed(self) -> tuple[np.ndarray, np.ndarray]:
+        """What is not missing."""
+        there = ~np.isnan(self.values)
+        return self.times[there], self.values[there]
+
+    def shown(self, time: np.datetime64 | float) -> str:
+        """A time as text."""
+        text = str(time).removesuffix(".000000") if self.dated else str(time)
+        return text + "Z" if self.zoned else text.removesuffix("T00:00:00")
+
+    def times_ahead(self, text: str) -> np.ndarray:
+        """Times of a forecast: dates, or numbers counted from the last value; with commas between them."""
+        last, cells = self.observed()[0][-1], [cell.strip() for cell in text.split(",")]
+        numbers = [number for cell in cells if (number := as_number(cell)) is not None]
+        if len(numbers) == len(cells):
+            times = np.array([0.0, *numbers])
+        elif self.dated and all(_zoned(cell) == self.zoned for cell in cells):
+            times = np.array([last, *map(_date, cells)])
+        else:
+            dates = f"dates such as {self.shown(last)}, or " if self.dated else ""
+            raise Refused(f"--forecast takes {dates}numbers, with commas between them; got {text!r}")
+        if not (times[1:] > times[:-1]).all() or (len(numbers) and not times[-1] <= LARGEST):
+            after = "the last value, counted from it" if len(numbers) else self.shown(last)
+            raise Refused(f"--forecast takes increasing times after {after}; got {text!r}")
+        return times[1:]
+
+
+def read_series(path: Path, time: str, value: str, scale: float) -> Series:
+    """The series in a file; `-` is standard input, as CSV."""
+    if time == value:
+        raise Refused(f"--time and --value both name the column {time!r}: name two")
+    if path != STANDARD:
+        if not is_text(path):
+            raise Refused(f"{path}: the name of a series ends in .csv, .tsv (or either with .gz)")
+        check_readable(path)
+    cells = list(read_cells(path, [time, value]))
+    if not cells:
+        raise Refused(f"{table_name(path)} has no rows")
+    lines = [line for line, _ in cells]
+    faults = Faults(path, "line")
+    times = _times(path, time, lines, [row[0] for _, row in cells], faults)
+    faults.refuse()
+    values = np.array([_value(value, line, row[1], faults) for line, row in cells])
+    faults.refuse()
+    _check_order(path, time, lines, times)
+    series = Series(times, values * scale, bool(_zoned(cells[0][1][0])))
+    _check_values(path, value, series.observed()[1])
+    return series
+
+
+def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Faults) -> np.ndarray:
+    """Dates if the first cell is one, else numbers."""
+    zoned = _zoned(cells[0])
+    if zoned is not None:
+        dates = [_date(cell) for cell in cells]
+        for line, cell, date in zip(lines, cells, dates, strict=True):
+            if np.isnat(date):
+                faults.add(line, f"{fault(name, cell, None)}, not a date such as 2024-01-31")
+            elif _zoned(cell) != zoned:
+                faults.add(line, f"{name!r} is {cell!r}, {'without' if zoned else 'with'} a time zone")
+        return np.array(dates)
+    numbers = [as_number(cell) for cell in cells]
+    for line, cell, number in zip(lines, cells, numbers, strict=True):
+        if number is None or not abs(number) <= LARGEST:
+            other = " (year-month-day)" if OTHER_DATE.fullmatch(cell) else ""
+            why = f"{fault(name, cell, number)}, not a date such as 2024-01-31{other}"
+            faults.add(line, why)
+    # 20240131 is a number too, but not one to count with.
+    if all(re.fullmatch(r"(1[789]|20)\d\d[01]\d[0-3]\d", cell) for cell in cells):
+        raise Refused(f"{table_name(path)}: {name!r} is {cells[0]}, a date without dashes: write 2024-01-31")
+    return np.array([math.nan if number is None else number for number in numbers])
+
+
+def _zoned(cell: str) -> bool | None:
+    """Whether a date has a time zone; None if it is not a date."""
+    match = DATE.fullmatch(cell)
+    return None if match is None else match["zone"] is not None
+
+
+def _date(cell: str) -> np.datetime64:
+    """A date, in UTC if it has a time zone; NaT if it is none."""
+    try:
+        if _zoned(cell):
+            moment = datetime.datetime.fromisoformat(cell).astimezone(datetime.UTC)
+            return np.datetime64(moment.replace(tzinfo=None), "us")
+        return np.datetime64(cell if _zoned(cell) is not None else "NaT", "us")
+    except (ValueError, OverflowError):  # a month with too many days
+        return np.datetime64("NaT", "us")
+
+
+def _value(name: str, line: int, cell: str, faults: Faults) -> float:
+    if cell.lower() in MISSING:
+        return math.nan
+    number = as_number(cell)
+    if number is None or not abs(number) <= LARGEST:
+        faults.add(line, fault(name, cell, number))
+        return math.nan
+    return number
+
+
+def _check_order(path: Path, name: str, lines: list[int], times: np.ndarray) -> None:
+    late = times[1:] > times[:-1]
+    if late.all():
+        return
+    row = int(np.argmin(late)) + 1
+    what = "the same as" if times[row] == times[row - 1] else "before"
+    raise Refused(
+        f"{table_name(path)}, line {lines[row]}: {name!r} is {what} that of the line above: sort the series, "
+        f"and keep one row for each time{see('series')}"
+    )
+
+
+def _check_values(path: Path, name: str, values: np.ndarray) -> None:
+    if len(values) < FEWEST:
+        count = f"{len(values)} value{'s' * (len(values) != 1)}"
+        least = f"{FEWEST} are the least, hundreds are better{see('series')}"
+        raise Refused(f"{table_name(path)} has {count} of {name!r}: {least}")
+    if np.ptp(values) == 0:
+        told = f"a constant series says nothing of an SDE{see('series')}"
+        raise Refused(f"{table_name(path)}: {name!r} is always {values[0]:g}: {told}")
