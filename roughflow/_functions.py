@@ -6,6 +6,7 @@ numbers differ. `Opened` holds the operations as static data, which compare by s
 arrays. A program is compiled for the operations and takes the numbers as arguments.
 """
 
+import dataclasses
 import functools
 import sys
 import types
@@ -429,3 +430,19 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, jax.Array):
         return not is_traced(value)
     return callable(value) and not is_users_function(value)
+
+
+def trainable(tree: Any) -> Any:
+    """For each leaf, whether it is a parameter: a floating-point array, and not of a part that is just given.
+
+    A gradient of zero would not do to hold a target still: an optimiser that decays weights moves them all.
+    """
+    part = lambda node: node is not tree and isinstance(node, eqx.Module)
+    mark = lambda node: trainable(node) if part(node) else eqx.is_inexact_array(node)
+    mask = jax.tree.map(mark, tree, is_leaf=part)
+    fields = dataclasses.fields(tree) if isinstance(tree, eqx.Module) else ()
+    for name in [field.name for field in fields if field.metadata.get("given")]:
+        still = jax.tree.map(lambda _: False, getattr(tree, name))
+        if jax.tree.leaves(still):
+            mask = eqx.tree_at(lambda node, name=name: getattr(node, name), mask, still)
+    return mask

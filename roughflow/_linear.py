@@ -117,3 +117,38 @@ def _swap(table: Array, i: int | Array, best: Array, place: Array) -> Array:
     """Rows i and `best` of each table exchanged."""
     chosen = jnp.take_along_axis(table, best, axis=1)
     return jnp.where(place == i, chosen, jnp.where(place == best, table[:, i][:, None], table))
+
+
+def cholesky(matrix: Array, *, semidefinite: bool = False) -> Array:
+    """The lower Cholesky factor of a small matrix, unrolled; NaN if the matrix is not positive definite.
+    `semidefinite` allows zero pivots."""
+    columns: list[Array] = []
+    rest = matrix
+    for j in range(len(matrix)):
+        pivot = jnp.where(rest[j, j] > 0, rest[j, j], jnp.inf) if semidefinite else rest[j, j]
+        column = jnp.where(jnp.arange(len(matrix)) >= j, rest[:, j], 0) / jnp.sqrt(pivot)
+        rest = rest - column[:, None] * column[None, :]
+        columns.append(column)
+    return jnp.stack(columns, axis=1)
+
+
+def solve_lower(lower: Array, right: Array) -> Array:
+    """L⁻¹ times `right`, a vector or a matrix, for a small lower triangular L."""
+    rows: list[Array] = []
+    for i in range(len(lower)):
+        rest = right[i]
+        for j, row in enumerate(rows):
+            rest = rest - lower[i, j] * row
+        rows.append(rest / lower[i, i])
+    return jnp.stack(rows)
+
+
+def solve_upper(lower: Array, right: Array) -> Array:
+    """L⁻ᵀ times `right`, for a small lower triangular L."""
+    rows: list[Array] = []
+    for i in reversed(range(len(lower))):
+        rest = right[i]
+        for j, row in zip(reversed(range(i + 1, len(lower))), rows, strict=True):
+            rest = rest - lower[j, i] * row
+        rows.append(rest / lower[i, i])
+    return jnp.stack(rows[::-1])

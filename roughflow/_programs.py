@@ -9,12 +9,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PRNGKeyArray
 
 from ._checks import is_traced
 from ._functions import MissingSignature, is_users_function, opened
@@ -292,3 +294,15 @@ def _quiet_callbacks() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(unwanted)
+
+
+@partial(jit, level=0)
+def split(key: PRNGKeyArray, count: int = 2) -> tuple[PRNGKeyArray, ...]:
+    """So many keys from one, those of `jax.random.split`."""
+    return tuple(jax.random.split(key, count))
+
+
+@partial(jit, level=0)
+def fold_in(key: PRNGKeyArray, number: Array | int) -> PRNGKeyArray:
+    """As `jax.random.fold_in`."""
+    return jax.random.fold_in(key, number)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ._checks import is_traced
-from ._trainable import trainable
+from ._functions import trainable
 
 ENDS = 5  # items shown at each end of a long list
 HIDDEN = ("escape_rate", "max_steps")  # safeguards that say nothing about what is computed

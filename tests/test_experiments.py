@@ -11,7 +11,7 @@ import pytest
 import roughflow as rf
 from roughflow import experiments
 from roughflow.datasets import Banana
-from roughflow.experiments import _fig2, _fig3, _fig4, _run, _toys
+from roughflow.experiments import _figures, _run
 from roughflow.experiments._run import Run, paper_flow
 
 
@@ -86,9 +86,9 @@ def test_paths_that_have_the_distribution_of_the_data_are_near_it_and_forget_at_
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(2))
     start = jax.random.normal(key, (64, 2))
     paths = np.asarray(rf.simulate(sde, start, key=key, t1=100.0, steps=2000, trajectory=True))
-    assert abs(_fig2.autocorrelation_time(paths, 100.0) - 2.0) < 0.3
+    assert abs(_figures.autocorrelation_time(paths, 100.0) - 2.0) < 0.3
     data = np.asarray(jax.random.normal(key, (20_000, 2)))
-    near, far = (_fig2.distances(paths + shift, data) for shift in (0.0, 1.0))
+    near, far = (_figures.distances(paths + shift, data) for shift in (0.0, 1.0))
     assert max(near["pooled_kolmogorov"]) < 0.05
     assert min(far["pooled_kolmogorov"]) > 0.3
 
@@ -97,28 +97,28 @@ def test_paths_that_have_the_distribution_of_the_data_are_near_it_and_forget_at_
 def tiny(small):
     """Small networks, short paths, pictures of four points."""
     for module, name, value in (
-        *((module, "PIXELS", 2) for module in (_run, _fig3, _toys)),
-        *((module, "paper_flow", partial(paper_flow, width=4, depth=1)) for module in (_fig2, _fig3, _toys)),
+        *((module, "PIXELS", 2) for module in (_run, _figures)),
+        (_figures, "paper_flow", partial(paper_flow, width=4, depth=1)),
         (_run, "WIDTH", 4),
-        (_fig2, "WIDTH", 4),
-        (_toys, "WIDTH", 4),
-        (_fig2, "REGRESSION", _fig2.STEPS),
-        (_fig3, "REGRESSION", _fig3.STEPS),
-        (_toys, "REGRESSION", _toys.STEPS),
-        (_fig2, "WALK", 100),
-        (_fig2, "CHAINS", 4),
-        (_fig2, "HORIZONS", {"staying-identity": 2.0, "staying-along": 1.0}),
-        (_fig2, "PAPER_HORIZON", 1.0),
-        (_fig3, "IN_TRAINING", (0.0, 0.5)),
-        (_fig3, "AFTERWARDS", (0.0, 0.5)),
-        (_fig4, "BATCH", 8),
-        (_fig4, "WIDTH", 4),
-        (_fig4, "DEPTH", 1),
-        (_fig4, "SAMPLES", 50),
-        (_fig4, "LONG", 50),
-        (_fig4, "WALK", 100),
-        (_toys, "DISTRIBUTIONS", {"banana": Banana()}),
-        (_toys, "POINTS", 4),
+        (_figures, "FIG2_WIDTH", 4),
+        (_figures, "TOYS_WIDTH", 4),
+        (_figures, "FIG2_REGRESSION", _figures.FIG2_STEPS),
+        (_figures, "FIG3_REGRESSION", _figures.FIG3_STEPS),
+        (_figures, "TOYS_REGRESSION", _figures.TOYS_STEPS),
+        (_figures, "FIG2_WALK", 100),
+        (_figures, "FIG2_CHAINS", 4),
+        (_figures, "FIG2_HORIZONS", {"staying-identity": 2.0, "staying-along": 1.0}),
+        (_figures, "PAPER_HORIZON", 1.0),
+        (_figures, "FIG3_IN_TRAINING", (0.0, 0.5)),
+        (_figures, "FIG3_AFTERWARDS", (0.0, 0.5)),
+        (_figures, "FIG4_BATCH", 8),
+        (_figures, "FIG4_WIDTH", 4),
+        (_figures, "FIG4_DEPTH", 1),
+        (_figures, "FIG4_SAMPLES", 50),
+        (_figures, "FIG4_LONG", 50),
+        (_figures, "FIG4_WALK", 100),
+        (_figures, "DISTRIBUTIONS", {"banana": Banana()}),
+        (_figures, "TOYS_POINTS", 4),
     ):
         small.setattr(module, name, value)
 

@@ -122,7 +122,7 @@ def test_batches_broadcast_and_agree_with_single_points(key):
 
 def test_blocks_of_a_large_batch_agree_with_small_batches(monkeypatch, key):
     """Ends, keys and paths of their own, in blocks that do not come out even: values and gradients."""
-    monkeypatch.setattr("roughflow.flow._blocks.BLOCK", 4)
+    monkeypatch.setattr("roughflow.flow._fixed_grid.BLOCK", 4)
     problem = nonlinear_3d()
     flow = rf.StochasticFlow(
         problem.ito, problem.base, divergence=rf.HutchinsonDivergence(), integrator=rf.FixedGrid(steps=8)

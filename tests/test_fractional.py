@@ -7,7 +7,7 @@ import pytest
 from scipy import integrate, linalg, stats
 
 import roughflow as rf
-from roughflow.series._whole_likelihood import toeplitz_log_probs
+from roughflow.series._likelihood import toeplitz_log_probs
 
 HURST = [0.35, 0.5, 0.7]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import roughflow as rf
-from roughflow.sde import _jet_kernels as kernels, _jets
+from roughflow.sde import _jets
 
 KERNEL = 1e-4  # relative to the largest: products of bfloat16 in three parts
 
@@ -45,22 +45,22 @@ def assert_close(found, expected, tolerance):
     ],
 )
 def test_kernels_agree_with_the_plain_jets_and_their_pull_back(sizes, order, monkeypatch):
-    monkeypatch.setattr(kernels, "at_once", lambda: 3)  # each goes through blocks of its own
+    monkeypatch.setattr(_jets, "at_once", lambda: 3)  # each goes through blocks of its own
     weights, biases = parameters(sizes)
     z = points(150, sizes[0])  # no multiple of a block's rows
-    assert kernels.fits(sizes, order)
+    assert _jets.fits(sizes, order)
     expected, pull = jax.vjp(lambda *a: _jets.plain_jets(*a, order=order)[0], z, *weights, *biases)
-    found = kernels.forward(z, weights, biases, order, interpret=True)
+    found = _jets.forward(z, weights, biases, order, interpret=True)
     assert_close(found, expected, KERNEL)
     ct = jnp.asarray(np.random.default_rng(2).normal(size=expected.shape), jnp.float32)
-    assert_close(kernels.pull_back(z, weights, biases, ct, order, interpret=True), pull(ct), KERNEL)
+    assert_close(_jets.pull_back(z, weights, biases, ct, order, interpret=True), pull(ct), KERNEL)
 
 
 def test_large_networks_have_no_kernel():
-    assert not kernels.fits((2, 128, 128, 2), 0)
-    assert not kernels.fits((2, 64, 32, 2), 0)
-    assert not kernels.fits((8, 64, 2), 0)
-    assert not kernels.fits((3, 64, 64, 3), 2)  # products of ten kinds
+    assert not _jets.fits((2, 128, 128, 2), 0)
+    assert not _jets.fits((2, 64, 32, 2), 0)
+    assert not _jets.fits((8, 64, 2), 0)
+    assert not _jets.fits((3, 64, 64, 3), 2)  # products of ten kinds
 
 
 def test_where_there_are_kernels(monkeypatch):

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import roughflow as rf
-from roughflow import experiments
+from roughflow import experiments, report
 from roughflow.cli import main
-from roughflow.experiments import _demo
-from roughflow.report import _report as report
+from roughflow.experiments import _figures
 
 SHOWN = 3  # columns
 NAMES = ('<b>"bold"</b> & co', "$x$", "long " * 12, "<f>")
@@ -138,9 +137,6 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
     monkeypatch.delitem(sys.modules, "roughflow.report")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "roughflow.report._report")
-    monkeypatch.delitem(sys.modules, "roughflow.report._page")
-    monkeypatch.delitem(sys.modules, "roughflow.report._figures")
     assert fit(tmp_path / "r.html") == 2
     assert "figures need matplotlib" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.csv"]
@@ -148,9 +144,9 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_the_demo_writes_one_too(tmp_path, monkeypatch):
-    for name, value in {"ROWS": 200, "HELD_OUT": 40, "TEST": 30, "DRAWN": 50}.items():
-        monkeypatch.setattr(_demo, name, value)
-    monkeypatch.setattr(_demo, "_panels", lambda *_: report.draw.calibration(np.zeros(3)))
+    for name, value in {"DEMO_ROWS": 200, "DEMO_HELD_OUT": 40, "DEMO_TEST": 30, "DEMO_DRAWN": 50}.items():
+        monkeypatch.setattr(_figures, name, value)
+    monkeypatch.setattr(_figures, "_panels", lambda *_: report.draw_calibration(np.zeros(3)))
     experiments.demo(tmp_path, seed=2, progress=False, steps=3, likelihood_steps=2)
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert_whole(page)

@@ -82,7 +82,7 @@ def test_levy_area_has_its_distribution(key):
 def test_areas_of_an_expansion_are_those_of_its_lift(key):
     """Without the part left out, they are the integrals of the polynomial path."""
     omega = rf.Legendre(6).sample(key=key, noise_dimension=3).coefficients
-    areas = rf.rough._lifts._polynomial_areas(omega)
+    areas = rf.rough._polynomial_areas(omega)
     lifted = rf.lift(rf.Legendre(6).path(omega), 1).areas[0]
     np.testing.assert_allclose(areas, 0.5 * (lifted - lifted.T), atol=1e-13)
 

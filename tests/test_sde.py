@@ -13,10 +13,9 @@ from problems import PROBLEMS, gbm_1d, gbm_2d, nonlinear_3d
 
 import roughflow as rf
 from roughflow.sde import noise_dimension, noise_matrix
-from roughflow.sde._dependence import depends_on, is_entrywise
+from roughflow.sde._correction import spread_at
 from roughflow.sde._networks import tanh
-from roughflow.sde._slopes import diagonal_slopes
-from roughflow.sde._spread import spread_at
+from roughflow.sde._noise import depends_on, diagonal_slopes, is_entrywise
 
 T0 = jnp.asarray(0.4)
 STATE_DEPENDENT = [gbm_1d(), gbm_2d(), nonlinear_3d()]

@@ -7,9 +7,8 @@ import pytest
 from scipy import special, stats
 
 import roughflow as rf
-from roughflow.series._bessel import log_bessel_ie
-from roughflow.series._linear_sde import linear_moments
 from roughflow.series._observed import panel
+from roughflow.series.models._distributions import linear_moments, log_bessel_ie
 from roughflow.transition import Bridges
 
 CIR = rf.CoxIngersollRoss(3.0, 0.3, 0.2)

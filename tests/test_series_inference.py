@@ -10,11 +10,10 @@ from fokker_planck import transition_density
 from scipy import optimize, stats
 
 import roughflow as rf
-from roughflow.series._likelihood import MANY, Likelihood
+from roughflow.series._likelihood import MANY, Likelihood, SeriesLikelihood
 from roughflow.series._observed import panel
 from roughflow.series._parameters import Parameters
 from roughflow.series._residuals import tested as with_tests
-from roughflow.series._series_likelihood import SeriesLikelihood
 from roughflow.transition import Transition
 
 rng = np.random.default_rng(5)

@@ -9,9 +9,8 @@ import pytest
 from scipy import linalg
 
 import roughflow as rf
-from roughflow.series._filter import particle_filter
-from roughflow.series._hidden_states import Joint, Search, log_likelihood
-from roughflow.series._measured_likelihood import stacked
+from roughflow.series._hidden_states import Joint, Search, log_likelihood, particle_filter
+from roughflow.series._likelihood import stacked
 from roughflow.series._observed import Observed
 
 LINE = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)

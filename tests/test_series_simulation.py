@@ -11,10 +11,9 @@ from scipy import linalg, stats
 
 import roughflow as rf
 from roughflow.series._forecast import forecast
-from roughflow.series._linear_sde import linear_moments
 from roughflow.series._observed import Observed
 from roughflow.series._residuals import residuals
-from roughflow.series.models._distributions import Beta, NoncentralChiSquare
+from roughflow.series.models._distributions import Beta, NoncentralChiSquare, linear_moments
 
 BELOW_FELLER = rf.CoxIngersollRoss(0.8, 0.05, 0.35)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import roughflow as rf
-from roughflow.flow._suited_grid import STILL, _values, with_steps
+from roughflow.flow._resolution import STILL_TOLERANCE, _values, with_steps
 from roughflow.train import _checkpoint, _loop
 
 
@@ -38,9 +38,9 @@ def test_a_faster_model_gets_more_steps_and_all_are_as_accurate(key):
     steps = [flow.integrator.steps for flow in flows]
     assert steps[0] < steps[1] < steps[2]
     for flow, count in zip(flows, steps, strict=True):
-        assert error(flow, x) < 1.5 * STILL
+        assert error(flow, x) < 1.5 * STILL_TOLERANCE
         if count > 2:
-            assert error(with_steps(flow, count - 1), x) > 0.7 * STILL
+            assert error(with_steps(flow, count - 1), x) > 0.7 * STILL_TOLERANCE
 
 
 def test_a_looser_tolerance_takes_fewer_steps(key):

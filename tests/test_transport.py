@@ -277,6 +277,6 @@ def test_a_velocity_network_starts_as_that_of_a_normal_distribution_and_its_wave
     awake = eqx.tree_at(lambda n: n.network.weights[-1], network, replace_fn=lambda w: w + 1)
     assert all(np.all(np.isfinite(slope)) for slope in jax.jit(jax.jacfwd(awake, argnums=(0, 1)))(T, z))
     assert not np.allclose(awake(0.4, z), awake(0.5, z))
-    trained = rf._trainable.trainable(network)
+    trained = rf._functions.trainable(network)
     assert trained.waves is False
     assert all(trained.network.weights)

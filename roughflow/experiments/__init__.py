@@ -3,13 +3,8 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ._demo import demo as demo
-from ._fig1 import fig1
-from ._fig2 import fig2
-from ._fig3 import fig3
-from ._fig4 import fig4
+from ._figures import demo as demo, fig1, fig2, fig3, fig4, toys
 from ._run import Run
-from ._toys import toys
 
 EXPERIMENTS: Mapping[str, Callable[[Run], dict]] = {
     "fig1": fig1,

@@ -11,20 +11,29 @@ from ._divergence import (
 from ._field import Field as Field
 from ._fixed_grid import (
     LATE as LATE,
+    RK4 as RK4,
+    RK6 as RK6,
     CountedGrid as CountedGrid,
     FixedGrid as FixedGrid,
     default_steps as default_steps,
+    order_of as order_of,
 )
 from ._flow import AbstractStochasticFlow as AbstractStochasticFlow
-from ._gradient import (
+from ._integrator import (
     AbstractGradient as AbstractGradient,
+    AbstractIntegrator as AbstractIntegrator,
     Backpropagation as Backpropagation,
     ConstantMemory as ConstantMemory,
 )
-from ._integrator import AbstractIntegrator as AbstractIntegrator
 from ._outcome import Outcome as Outcome, Status as Status, one_line_errors as one_line_errors
-from ._runge_kutta import RK4 as RK4, RK6 as RK6, order_of as order_of
-from ._schemes import (
+from ._resolution import (
+    MIN_STEPS as MIN_STEPS,
+    suited_grid as suited_grid,
+    suited_steps as suited_steps,
+    unresolved_in_time as unresolved_in_time,
+    with_steps as with_steps,
+)
+from ._simulate import (
     AbstractScheme as AbstractScheme,
     Davie as Davie,
     EulerMaruyama as EulerMaruyama,
@@ -32,12 +41,5 @@ from ._schemes import (
     Milstein as Milstein,
     StratonovichHeun as StratonovichHeun,
     StratonovichMidpoint as StratonovichMidpoint,
+    simulate as simulate,
 )
-from ._simulate import simulate as simulate
-from ._suited_grid import (
-    LEAST as LEAST,
-    suited_grid as suited_grid,
-    suited_steps as suited_steps,
-    with_steps as with_steps,
-)
-from ._time_resolution import unresolved_in_time as unresolved_in_time

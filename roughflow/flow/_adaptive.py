@@ -9,8 +9,7 @@ from jaxtyping import Array, ArrayLike
 from .._checks import check_count, check_positive
 from ..driver import AbstractDriver
 from ._field import Field
-from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
-from ._integrator import ESCAPE_RATE, AbstractIntegrator
+from ._integrator import ESCAPE_RATE, AbstractGradient, AbstractIntegrator, Backpropagation, ConstantMemory
 from ._outcome import Outcome, Status
 
 # (z − centre)/scale (B, d), so that tolerances have no units; ∫ div (B,); and two clocks (B,) that start to

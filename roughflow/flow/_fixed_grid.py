@@ -1,26 +1,274 @@
-"""Explicit Runge–Kutta on a fixed grid: the fast way, and the default."""
+"""Explicit Runge–Kutta methods on a fixed grid: the default integrator."""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from .._checks import check_count, check_positive, shown
 from ..driver import AbstractDriver, Path
 from ..faq import see
-from ._blocks import block_by_block
-from ._field import Field
-from ._gradient import AbstractGradient, Backpropagation, ConstantMemory
-from ._integrator import ESCAPE_RATE, AbstractIntegrator
+from ._field import KEPT, Field, batches
+from ._integrator import ESCAPE_RATE, AbstractGradient, AbstractIntegrator, Backpropagation, ConstantMemory
 from ._outcome import Outcome, Status, start_of
-from ._reversible import reversible_scan
-from ._runge_kutta import Span, order_of, runge_kutta
+
+Span = tuple[Array, Array]
+
+
+class RK4(diffrax.AbstractERK):
+    """The classical fourth-order method, as a diffrax solver without an error estimate.
+
+    ```python
+    import roughflow as rf
+
+    integrator = rf.FixedGrid(rf.RK4(), steps=20)
+    ```
+    """
+
+    tableau = diffrax.ButcherTableau(
+        c=np.array([0.5, 0.5, 1.0]),
+        b_sol=np.array([1 / 6, 1 / 3, 1 / 3, 1 / 6]),
+        b_error=np.array([0.0, 0.0, 0.0, 0.0]),
+        a_lower=(np.array([0.5]), np.array([0.0, 0.5]), np.array([0.0, 0.0, 1.0])),
+    )
+    interpolation_cls = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
+
+    def order(self, terms: object) -> int:
+        del terms
+        return 4
+
+
+class RK6(diffrax.AbstractERK):
+    """A sixth-order method of seven stages (Butcher 1964): for smooth models and few steps.
+
+    ```python
+    import roughflow as rf
+
+    integrator = rf.FixedGrid(rf.RK6(), steps=8)
+    ```
+    """
+
+    tableau = diffrax.ButcherTableau(
+        c=np.array([1 / 3, 2 / 3, 1 / 3, 1 / 2, 1 / 2, 1]),
+        b_sol=np.array([11 / 120, 0, 27 / 40, 27 / 40, -4 / 15, -4 / 15, 11 / 120]),
+        b_error=np.zeros(7),
+        a_lower=(
+            np.array([1 / 3]),
+            np.array([0, 2 / 3]),
+            np.array([1 / 12, 1 / 3, -1 / 12]),
+            np.array([-1 / 16, 9 / 8, -3 / 16, -3 / 8]),
+            np.array([0, 9 / 8, -3 / 8, -3 / 4, 1 / 2]),
+            np.array([9 / 44, -9 / 11, 63 / 44, 18 / 11, 0, -16 / 11]),
+        ),
+    )
+    interpolation_cls = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
+
+    def order(self, terms: object) -> int:
+        del terms
+        return 6
+
+
+class Step(NamedTuple):
+    """The increments a step makes, and, per sample, what first went wrong in it, when and where."""
+
+    change: Array  # (B, d)
+    log_change: Array  # (B,)
+    status: Array  # (B,)
+    time: Array  # (B,)
+    culprit: Array  # (B, d)
+
+
+def runge_kutta(field: Field, span: Span, z: Array, method: diffrax.AbstractERK) -> Step:
+    """One step from `z` over `span`, forwards or backwards in time."""
+    start, stop = span
+    h = stop - start
+    matrix, weights, nodes = _tableau(method, z.dtype)
+    jumps = field.path.driver.jumps.size > 0
+
+    # The stages are a loop, not written out: the program compiles several times faster, and the
+    # backward pass holds the activations of one stage at a time, which stay in cache.
+    def stage(carry: tuple[Array, Step], row: tuple[Array, Array, Array, Array]):
+        velocities, step = carry
+        i, coefficients, weight, node = row
+        s = start + h * node
+        # On a path with corners the slope is read strictly inside the step.
+        slope_at = start + h * jnp.clip(node, 0.01, 0.99) if jumps else None
+        y = checkpoint_name(z + _scale(h, jnp.tensordot(coefficients, velocities, 1)), KEPT[0])
+        velocity, divergence, now = field.guarded(s, y, z, slope_at=slope_at)
+        first = (step.status == Status.FINE) & (now != Status.FINE)
+        step = Step(
+            step.change + _scale(h * weight, velocity),
+            step.log_change + _scale(h * weight, divergence),
+            jnp.where(first, now, step.status),
+            jax.lax.stop_gradient(jnp.where(first, s, step.time)),
+            jax.lax.stop_gradient(jnp.where(first[:, None], y, step.culprit)),
+        )
+        return (velocities.at[i].set(velocity), step), None
+
+    zeros = jnp.zeros_like(z[:, 0])
+    nothing = Step(jnp.zeros_like(z), zeros, jnp.full(z.shape[:1], Status.FINE), zeros, z)
+    velocities = jnp.zeros((nodes.size, *z.shape), z.dtype)
+    policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
+    (_, step), _ = jax.lax.scan(
+        jax.checkpoint(stage, policy=policy, prevent_cse=False),
+        (velocities, nothing),
+        (jnp.arange(nodes.size), matrix, weights, nodes),
+    )
+    return step
+
+
+def _tableau(method: diffrax.AbstractERK, dtype: np.dtype) -> tuple[Array, Array, Array]:
+    """The Butcher tableau as arrays, without stages that serve error control alone."""
+    tableau = method.tableau
+    assert isinstance(tableau, diffrax.ButcherTableau)
+    stages = int(np.flatnonzero(tableau.b_sol)[-1]) + 1
+    matrix = np.zeros((stages, stages))
+    for i, row in enumerate(tableau.a_lower[: stages - 1]):
+        matrix[i + 1, : i + 1] = row
+    nodes = np.concatenate([[0.0], tableau.c])[:stages]
+    return (
+        jnp.asarray(matrix, dtype),
+        jnp.asarray(tableau.b_sol[:stages], dtype),
+        jnp.asarray(nodes, dtype),
+    )
+
+
+def order_of(method: diffrax.AbstractERK) -> int:
+    order = method.order(diffrax.ODETerm(lambda t, y, args: y))
+    assert order is not None
+    return order
+
+
+def _scale(h: Array, value: Array) -> Array:
+    """h·value, h a scalar or one number per sample."""
+    return (h[:, None] if h.ndim < value.ndim and h.ndim else h) * value
+
+
+# The two copies, each a state (B, d) and the integral of the divergence (B,).
+Pair = tuple[tuple[Array, Array], tuple[Array, Array]]
+
+
+@eqx.filter_custom_vjp
+def reversible_scan(
+    differentiable: tuple[Field, Array], spans: Span, method: diffrax.AbstractERK, coupling: float
+) -> Outcome:
+    """Solve from z₀ over consecutive spans; differentiable in the field and z₀, in reverse mode."""
+    return _solve(differentiable, spans, method, coupling)[0]
+
+
+def _solve(
+    differentiable: tuple[Field, Array], spans: Span, method: diffrax.AbstractERK, coupling: float
+) -> tuple[Outcome, Pair]:
+    field, z = differentiable
+    start = start_of(z)
+    copy = (z, start.log_change)
+
+    def step(carry: tuple[Pair, Outcome], span: Span) -> tuple[tuple[Pair, Outcome], None]:
+        pair, told = carry
+        pair, status, time, culprit = _advance(field, pair, span, method, coupling)
+        first = told.status == Status.FINE
+        broke = (first & (status == Status.NON_FINITE))[:, None]
+        told = Outcome(
+            jnp.where(broke, culprit, told.z),
+            told.log_change,
+            jnp.where(first, status, told.status),
+            jnp.where(first, time, told.time),
+        )
+        return (pair, told), None
+
+    (pair, told), _ = jax.lax.scan(step, ((copy, copy), start), spans)
+    (z, log_change), _ = pair
+    z = jnp.where((told.status == Status.NON_FINITE)[:, None], told.z, z)
+    return Outcome(z, log_change, told.status, told.time), pair
+
+
+def _advance(
+    field: Field, pair: Pair, span: Span, method: diffrax.AbstractERK, coupling: float
+) -> tuple[Pair, Array, Array, Array]:
+    y, w = pair
+    there = runge_kutta(field, span, w[0], method)
+    y = jax.tree.map(lambda a, b, c: coupling * a + (1 - coupling) * b + c, y, w, there[:2])
+    back = runge_kutta(field, (span[1], span[0]), y[0], method)
+    w = jax.tree.map(jnp.subtract, w, back[:2])
+    first = there.status == Status.FINE
+    status = jnp.where(first, back.status, there.status)
+    time = jnp.where(first, back.time, there.time)
+    return (y, w), status, time, jnp.where(first[:, None], back.culprit, there.culprit)
+
+
+def _undo(field: Field, pair: Pair, span: Span, method: diffrax.AbstractERK, coupling: float) -> Pair:
+    y, w = pair
+    back = runge_kutta(field, (span[1], span[0]), y[0], method)
+    w = jax.tree.map(jnp.add, w, back[:2])
+    there = runge_kutta(field, span, w[0], method)
+    y = jax.tree.map(lambda a, b, c: (a - (1 - coupling) * b - c) / coupling, y, w, there[:2])
+    return y, w
+
+
+@reversible_scan.def_fwd
+def _forward(perturbed, differentiable, spans, method, coupling):
+    del perturbed
+    return _solve(differentiable, spans, method, coupling)
+
+
+@reversible_scan.def_bwd
+def _backward(pair, gradient, perturbed, differentiable, spans, method, coupling):
+    """Undo a step, differentiate it, go on to the one before."""
+    del perturbed
+    field, _ = differentiable
+    dynamic, static = eqx.partition(field, eqx.is_inexact_array)
+    zero = jax.tree.map(jnp.zeros_like, pair[1])
+    d_z = zero[0] if gradient.z is None else gradient.z
+    d_log = zero[1] if gradient.log_change is None else gradient.log_change
+
+    def step(carry, span):
+        pair, d_pair, d_dynamic = carry
+        pair = _undo(field, pair, span, method, coupling)
+
+        def advance(dynamic, pair):
+            return _advance(eqx.combine(dynamic, static), pair, span, method, coupling)[0]
+
+        _, pull = jax.vjp(advance, dynamic, pair)
+        more, d_pair = pull(d_pair)
+        return (pair, d_pair, jax.tree.map(jnp.add, d_dynamic, more)), None
+
+    carry = (pair, ((d_z, d_log), zero), jax.tree.map(jnp.zeros_like, dynamic))
+    (_, (d_y, d_w), d_dynamic), _ = jax.lax.scan(step, carry, spans, reverse=True)
+    return d_dynamic, d_y[0] + d_w[0]
+
+
+BLOCK = 2**12
+Solve = Callable[[Field, Array, Array | None], Outcome]
+
+
+def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None) -> Outcome:
+    """`solve(field, z, fraction)`; for a large batch in equal blocks, one after another.
+
+    What a step of one block computes stays in the caches of a CPU: a gradient of 10⁵ samples takes a fifth
+    less. Not where there are several devices: each would wait for blocks of the others.
+    """
+    if len(z) <= 2 * BLOCK or jax.default_backend() != "cpu" or jax.device_count() > 1:
+        return solve(field, z, fraction)
+    size = -(-len(z) // -(-len(z) // BLOCK))
+    fields, axes = field.split(size)
+    is_none = lambda axis: axis is None
+    own, shared = eqx.partition(fields, jax.tree.map(lambda axis: not is_none(axis), axes, is_leaf=is_none))
+    ends = None if fraction is None or not fraction.ndim else batches(fraction, size)
+
+    def block(part: tuple[Field, Array, Array | None]) -> Outcome:
+        return solve(eqx.combine(part[0], shared), part[1], fraction if ends is None else part[2])
+
+    outcome = jax.lax.map(block, (own, batches(z, size), ends))
+    return jax.tree.map(lambda a: jnp.reshape(a, (-1, *a.shape[2:]))[: len(z)], outcome)
+
 
 LATE = 2.0  # for what is fastest at the end: steps that shrink towards it
 

@@ -1,4 +1,4 @@
-"""A stochastic normalizing flow: an SDE, where it starts, what drives it, and how it is solved."""
+"""A stochastic normalizing flow: an SDE, its base distribution, its driver and its integrator."""
 
 import math
 from functools import partial
@@ -23,6 +23,7 @@ from .._checks import (
     shown,
 )
 from .._programs import jit
+from .._show import listed, named, num_parameters, number, settings
 from ..driver import AbstractDriver, KarhunenLoeve, Path
 from ..faq import see
 from ..sde import (
@@ -32,18 +33,62 @@ from ..sde import (
     AbstractStratonovichSDE,
     check_kinks,
     checked_correction,
+    depends_on,
     noise_dimension,
     noise_sizes,
     with_explicit_parameters,
 )
 from ._base import Base, dimension_of, log_prob_of, some_points
-from ._described import described
 from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
-from ._driven import check_driven
 from ._field import Field, draw, signs, split
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
 from ._outcome import Outcome, Status, failed, raise_failures
+
+
+def described(flow: Any) -> str:
+    """The SDE, where it starts, and how it is solved; `eqx.tree_pprint` shows every array."""
+    if not isinstance(flow.sde, AbstractSDE):  # a tree of something else, in the shape of a flow
+        return eqx.tree_pformat(flow)
+    start = f"Z(0) ~ {named(flow.base)}({flow.dimension}-D), t in [0, {number(flow.t1)}]"
+    parts = flow.sde.parts()
+    if flow.noise_dimension:
+        parts.append(("driver", f"{settings(flow.driver)}, {flow.noise_dimension}-D noise"))
+    parts.append(("integrator", settings(flow.integrator)))
+    if not isinstance(flow.divergence, ExactDivergence):
+        parts.append(("divergence", settings(flow.divergence)))
+    if flow.proposal is not None:
+        parts.append(("proposal", named(flow.proposal)))
+    parts.append(("parameters", f"{num_parameters(flow):,}"))
+    return listed(f"{type(flow).__name__}: {flow.sde.equation()}, {start}", parts)
+
+
+ROUGHEST = 1 / 3  # Hurst exponent, from which on a path and its areas determine the solution
+
+
+def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> None:
+    """Refuse a driver that gives the SDE no meaning."""
+    columns = noise_dimension(sde, dimension)
+    if not columns:
+        return
+    if isinstance(sde, AbstractItoSDE) and not driver.brownian:
+        raise ValueError(
+            f"{type(driver).__name__} is not Brownian motion, and gives an Itô SDE no meaning: write it as a "
+            "StratonovichSDE, whose solution is the limit along smooth paths" + see("other-drivers")
+        )
+    if driver.num_components not in (None, columns):
+        raise ValueError(
+            f"{type(driver).__name__} has {driver.num_components} components, but the diffusion has "
+            f"{columns} columns" + see("other-drivers")
+        )
+    rough = driver.hurst <= ROUGHEST and columns > 1
+    if rough and depends_on(lambda z: sde.noise(jnp.zeros((), z.dtype), z), jnp.zeros(dimension)):
+        raise ValueError(
+            f"a driver with hurst = {driver.hurst:g} is too rough for several noises that depend on the "
+            "state: that takes more than 1/3; noise that does not, or one alone, takes any"
+            + see("other-drivers")
+        )
+
 
 MANY = 4096  # samples, from which on a solve is worth the time to optimise its program
 

@@ -12,16 +12,19 @@ axes = plots.density(Moons().log_prob, extent=Moons.extent, colour_bar=True)
 ```
 """
 
-from ._bands import bands as bands
-from ._diagnostics import HEAVY_TAIL as HEAVY_TAIL, diagnostics as diagnostics
-from ._paths import (
+from ._figures import (
+    HEAVY_TAIL as HEAVY_TAIL,
+    History as History,
     approximations as approximations,
+    density as density,
+    diagnostics as diagnostics,
+    grid as grid,
     sample_paths as sample_paths,
+    samples as samples,
+    training as training,
     trajectory as trajectory,
 )
-from ._plane import density as density, grid as grid, samples as samples
-from ._save import save as save
-from ._series import fan as fan, fitted_sde as fitted_sde
+from ._series import bands as bands, fan as fan, fitted_sde as fitted_sde
 from ._style import (
     BLUE as BLUE,
     COLUMN as COLUMN,
@@ -37,5 +40,5 @@ from ._style import (
     TIME as TIME,
     VERMILION as VERMILION,
     Window as Window,
+    save as save,
 )
-from ._training import History as History, training as training

@@ -1,9 +1,17 @@
-"""Colours, sizes, and axes that all figures share."""
+"""Colours, sizes and axes that all figures share; save a figure."""
+
+import os
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+import roughflow as rf
+
+from .._checks import check_instance
 
 BLUE, VERMILION, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 GREY, NIGHT, EMBER = "#767676", "#08306B", "#5C1A00"
@@ -49,3 +57,22 @@ def add_colour_bar(ax: Axes, drawn, label: str) -> None:
     bar.set_label(label, size=TEXT)
     bar.ax.tick_params(labelsize=SMALL)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+
+
+def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
+    """Write a figure, whole or not at all: a file that was there before stays until the new one is complete.
+
+    Folders are made as needed. The ending says the format, `.png` or `.pdf` for example.
+
+    ```python
+    import tempfile
+    from roughflow import plots
+
+    axes = plots.samples([[0.0, 1.0], [1.0, 0.0]])
+    plots.save(axes.figure, f"{tempfile.mkdtemp()}/figures/points.png")
+    ```
+    """
+    check_instance("figure", figure, Figure, "a figure of matplotlib")
+    with rf.whole_file(path) as draft:
+        figure.savefig(draft, dpi=dpi, bbox_inches="tight", pad_inches=0.05)
+    return Path(path)

@@ -10,18 +10,19 @@ from ._correction import (
     to_ito as to_ito,
     to_stratonovich as to_stratonovich,
 )
-from ._dependence import depends_on as depends_on
-from ._fading import FadingDiffusion as FadingDiffusion
 from ._kinks import Kink as Kink, check_kinks as check_kinks, kinks as kinks
-from ._local import LocalDiffusion as LocalDiffusion
 from ._networks import (
+    GIVEN as GIVEN,
     MLP as MLP,
     Activation as Activation,
     ConstantDiffusion as ConstantDiffusion,
     DiagonalDiffusion as DiagonalDiffusion,
+    FadingDiffusion as FadingDiffusion,
     FullDiffusion as FullDiffusion,
+    LocalDiffusion as LocalDiffusion,
     NoDiffusion as NoDiffusion,
     RestoringDrift as RestoringDrift,
+    VelocityNetwork as VelocityNetwork,
     silu as silu,
     tanh as tanh,
 )
@@ -29,6 +30,7 @@ from ._noise import (
     Noise as Noise,
     ProportionalDiffusion as ProportionalDiffusion,
     apply_noise as apply_noise,
+    depends_on as depends_on,
     noise_diagonal as noise_diagonal,
     noise_log_det as noise_log_det,
     noise_matrix as noise_matrix,
@@ -70,5 +72,3 @@ from ._transport import (
     NormalTransport as NormalTransport,
     TransportSDE as TransportSDE,
 )
-from ._untrained import GIVEN as GIVEN
-from ._velocity import VelocityNetwork as VelocityNetwork

@@ -1,8 +1,8 @@
-"""Networks for drift and diffusion, smooth ones only: the correction and the divergence differentiate
-them."""
+"""Networks for drift, diffusion and velocity; smooth, for correction and divergence differentiate them."""
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -11,10 +11,44 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_callable, check_count, check_flag, check_key, check_number, finite_array
+from .._checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_key,
+    check_number,
+    check_positive,
+    finite_array,
+)
+from .._programs import jit, split
 from ..faq import see
 from ._jets import has_kernel, network
-from ._random_weights import random_weights
+from ._noise import Noise
+
+# For a field, as `eqx.field(metadata=GIVEN)`, whose arrays are not trained: data of a target, say. Nothing
+# moves them, not even a decay of all weights.
+GIVEN = {"given": True}
+
+
+@partial(jit, level=0)
+def random_weights(
+    key: PRNGKeyArray, sizes: tuple[int, ...], scale: float
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Random weights, those of the last layer with the factor `scale`, and biases of zero; one program for
+    all of them."""
+    keys = jax.random.split(key, len(sizes) - 1)
+    weights = [
+        jax.random.normal(k, (i, o)) / np.sqrt(i)
+        for k, (i, o) in zip(keys, itertools.pairwise(sizes), strict=True)
+    ]
+    return (*weights[:-1], scale * weights[-1]), tuple(jnp.zeros(o) for o in sizes[1:])
+
+
+@partial(jit, level=0)
+def normal_matrix(key: PRNGKeyArray, rows: int, columns: int, scale: float) -> Array:
+    """Independent normal entries with standard deviation `scale`."""
+    return scale * jax.random.normal(key, (rows, columns))
+
 
 Activation = Callable[[Array], Array]
 THIN = 4  # inputs, or outputs, that are few
@@ -306,3 +340,229 @@ class RestoringDrift(eqx.Module):
 
     def __call__(self, t: Array, z: Array) -> Array:
         return self.network(t, z) - self.rate * z
+
+
+LATE = 1.02  # where log(LATE − s) would be infinite: beyond the end, so that it is fine up to it
+
+
+class VelocityNetwork(eqx.Module):
+    """v(t, z) from a network that sees fine detail in space and haste at the end.
+
+    With s = t/T it is a multi-layer perceptron of z, of s, log(1.02 − s), the sine and cosine of πs and 2πs,
+    and of sines and cosines of random projections of z (Tancik et al. 2020), which are given and not trained.
+    Without these a network learns smooth functions first, and fine ones hardly at all. To it is added
+
+        (2s − 1)/((1 − s)² + s²) z/T,
+
+    the velocity of straight lines from N(0, I) to N(0, I), so that the network, which starts at zero, learns
+    how the data differ from a normal distribution.
+
+    With a `context` of k > 0, the last k coordinates of z are what is given: they do not move.
+
+    **Arguments:**
+
+    - `dimension`: of z, without the context.
+    - `width`, `depth`: of the hidden layers.
+    - `activation`: a smooth one.
+    - `num_features`: how many projections, each with a sine and a cosine; 0 for none.
+    - `frequency`: standard deviation of the projections' entries, for z of about unit size.
+    - `t1`: T.
+    - `context`: k.
+    - `score`: with twice the outputs, the second half for `rf.LearnedTransport`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    velocity = rf.VelocityNetwork(2, width=32, depth=2, key=jax.random.key(0))
+    flow = rf.StochasticFlow(rf.ItoSDE(velocity, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    ```
+    """
+
+    network: MLP
+    waves: Array = eqx.field(metadata=GIVEN)  # (d, num_features)
+    t1: float
+    context: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        dimension: int,
+        width: int = 128,
+        depth: int = 3,
+        activation: Activation = silu,
+        *,
+        num_features: int = 64,
+        frequency: float = 1.5,
+        t1: float = 1.0,
+        context: int = 0,
+        score: bool = False,
+        key: PRNGKeyArray,
+    ):
+        check_count("dimension", dimension)
+        check_positive("frequency", frequency)
+        check_positive("t1", t1)
+        check_count("num_features", num_features, least=0)
+        check_count("context", context, least=0)
+        check_flag("score", score)
+        key_waves, key_network = split(check_key(key))
+        if context and score:
+            raise ValueError("a score is learned for a density without a context")
+        inputs = dimension + context
+        self.waves = normal_matrix(key_waves, inputs, num_features, frequency)
+        sizes = inputs + 6 + 2 * num_features, (2 if score else 1) * dimension
+        self.context = context
+        self.network = MLP(*sizes, width, depth, activation, scale=0.0, key=key_network)
+        self.t1 = t1
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        s = jnp.reshape(jnp.asarray(t, z.dtype) / self.t1, (1,))
+        # Nothing rather than arrays without entries: between devices they make JAX 0.11's compiler crash.
+        waves = [z @ self.waves.astype(z.dtype)] if self.waves.size else []
+        angles = jnp.concatenate([*waves, np.pi * s, 2 * np.pi * s])
+        # Beyond the end, where nothing was learned, it goes on as at the end.
+        haste = jnp.log(LATE - jnp.minimum(s, 1))
+        out = self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
+        own = z.shape[0] - self.context
+        normal = (2 * s - 1) / ((1 - s) ** 2 + s**2) / self.t1 * z[:own]
+        more = [out[own:]] if len(out) > own else []
+        given = [jnp.zeros(self.context, z.dtype)] if self.context else []
+        return jnp.concatenate([out[:own] + normal, *more, *given])
+
+
+FULL = 16  # dimensions up to which shears are learned
+LARGEST = 15.0  # logarithm of a scale
+
+
+class LocalDiffusion(eqx.Module):
+    """σ(z) = S E(u) (I + N(u)) at u = S⁻¹(z − c): a matrix S for the whole, scales and shears for the place.
+
+    E = diag(exp g), where g is a network plus a linear function of asinh u and ½ log(1 + u²), so that scales
+    can follow a power of the distance out to where there were no data. N, strictly lower triangular, is a
+    network plus Aᵢⱼrᵢ + Bᵢⱼrⱼ with r = E⁻¹u, the place in units of its own scales: A stretches a coordinate
+    as one before it moves, as a funnel needs it, B bends, as a banana does. (Any σσᵀ has one triangular root;
+    among all its roots, learning drifts.) It starts at N = 0, E = I, so σ = S. S and c are not trained.
+
+    **Arguments:** `dimension`; `width`, `depth`, `activation` of the network; `centre`, c; `scale`, S;
+    `full`, whether there is an N, by default up to 16 dimensions.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    diffusion = rf.LocalDiffusion(2, scale=3 * jnp.eye(2), key=jax.random.key(0))
+    diffusion(0.0, jnp.ones(2))  # 3 I, before it has learned
+    ```
+    """
+
+    network: MLP
+    slopes: Array  # (d, 2d), of g
+    shears: Array | None  # (2, d, d), of N
+    centre: Array = eqx.field(metadata=GIVEN)
+    scale: Array = eqx.field(metadata=GIVEN)
+    inverse: Array = eqx.field(metadata=GIVEN)
+
+    def __init__(
+        self,
+        dimension: int,
+        width: int = 32,
+        depth: int = 1,
+        activation: Activation = tanh,
+        *,
+        time_dependent: bool = False,
+        centre: Array | None = None,
+        scale: Array | None = None,
+        full: bool | None = None,
+        key: PRNGKeyArray,
+    ):
+        d = check_count("dimension", dimension)
+        full = 1 < d <= FULL if full is None else full
+        sizes = 2 * d, d * d if full else d
+        self.network = MLP(
+            *sizes, width, depth, activation, time_dependent=time_dependent, scale=0.0, key=key
+        )
+        self.slopes = jnp.zeros((d, 2 * d))
+        self.shears = jnp.zeros((2, d, d)) if full else None
+        self.centre = jnp.zeros(d) if centre is None else finite_array("centre", centre)
+        self.scale = jnp.eye(d) if scale is None else finite_array("scale", scale)
+        if self.scale.shape != (d, d) or self.centre.shape != (d,):
+            raise ValueError(
+                f"centre and scale must have shapes ({d},) and ({d}, {d}), got {self.centre.shape} and "
+                f"{self.scale.shape}"
+            )
+        self.inverse = jnp.asarray(np.linalg.inv(np.asarray(self.scale, np.float64)), self.scale.dtype)
+
+    def __call__(self, t: Array, z: Array) -> Array:
+        centre, scale, inverse = jax.lax.stop_gradient((self.centre, self.scale, self.inverse))
+        d = z.shape[0]
+        u = inverse @ (z - centre)
+        features = jnp.concatenate([jnp.arcsinh(u), 0.5 * jnp.log1p(u**2)])
+        out = self.network(t, features)
+        linear = self.slopes @ features
+        if self.shears is None:
+            return scale * jnp.exp(_bounded(out + linear))[None]
+        # On the diagonal the network's matrix is for g, below it for N.
+        matrix = jnp.reshape(out, (d, d))
+        g = _bounded(jnp.diagonal(matrix) + linear)
+        eye = jnp.eye(d, dtype=z.dtype)
+        r = u * jnp.exp(-g)
+        stretch, bend = self.shears
+        shear = jnp.tril(matrix + stretch * r[:, None] + bend * r[None], -1)
+        return (scale * jnp.exp(g)[None]) @ (eye + shear)
+
+
+def _bounded(g: Array) -> Array:
+    return LARGEST * jnp.tanh(g / LARGEST)
+
+
+class FadingDiffusion(eqx.Module):
+    """σ(t, z) = (1 − t/T)^p Σ(t, z): noise that is gone at time T.
+
+    With p ≥ ½ it is what `rf.TransportSDE` can add to a velocity up to T: the score there grows as
+    1/(1 − t/T), and σσᵀ times it stays finite. With p = ½ the pull of the score lasts to the end; with p = 1
+    it fades too, and σ is smooth in time, so that a solver of high order keeps its order.
+
+    **Arguments:** `diffusion` Σ, `(t, z) -> (d, m)`, of any form; `t1`, T; `power`, p.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    diffusion = rf.FadingDiffusion(rf.FullDiffusion(2, width=8, key=jax.random.key(0)))
+    diffusion(0.75, jnp.zeros(2))  # half of what it is at time 0
+    ```
+    """
+
+    diffusion: Callable[[Array, Array], Noise]
+    t1: float
+    power: float = eqx.field(static=True)
+
+    def __init__(self, diffusion: Callable[[Array, Array], Noise], t1: float = 1.0, power: float = 0.5):
+        check_positive("t1", t1)
+        check_callable("diffusion", diffusion, "(t, z) -> (d, m)")
+        check_number("power", power)
+        self.diffusion = diffusion
+        self.t1 = t1
+        self.power = float(power)
+
+    def __check_init__(self):
+        if not self.power >= 0.5:
+            raise ValueError(f"power must be at least 0.5, for a drift that is finite, got {self.power}")
+
+    def __call__(self, t: Array, z: Array) -> Noise:
+        sigma, factor = self.diffusion(t, z), self.faded(t, z, self.power)
+        if isinstance(sigma, lx.DiagonalLinearOperator):
+            return lx.DiagonalLinearOperator(factor * lx.diagonal(sigma))
+        return sigma * factor if isinstance(sigma, lx.AbstractLinearOperator) else factor * sigma
+
+    def faded(self, t: Array, z: Array, power: float) -> Array:
+        """(1 − t/T)^power, in the precision of z."""
+        left = remaining(t, self.t1, z)
+        if power in (0.0, 1.0):
+            return left if power else jnp.ones_like(left)
+        # At zero a root has no derivative: it gets none, not an infinite one that times zero is NaN.
+        return jnp.where(left > 0, jnp.where(left > 0, left, 1) ** power, 0)
+
+
+def remaining(t: Array, t1: float | Array, z: Array) -> Array:
+    """1 − t/T, in the precision of z; not below zero, where rounding might take it."""
+    return jnp.maximum(1 - jnp.asarray(t, z.dtype) / t1, 0)

@@ -9,12 +9,10 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_callable, check_count, check_number, check_positive, finite_array
 from ..faq import see
-from ._networks import MLP, Activation, ConstantDiffusion, tanh
+from ._correction import Spread, spread_at, turn_at
+from ._networks import GIVEN, MLP, Activation, ConstantDiffusion, tanh
 from ._noise import check_own_noise
-from ._notation import equation, noise_part, part
-from ._sde import AbstractItoSDE, Diffusion, ItoSDE
-from ._spread import Spread, spread_at, turn_at
-from ._untrained import GIVEN
+from ._sde import AbstractItoSDE, Diffusion, ItoSDE, equation, noise_part, part
 
 LogDensity = Callable[[Array], Array]
 Score = Callable[[Array], Array]

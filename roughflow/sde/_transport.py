@@ -9,13 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._checks import check_count, check_fields, check_instance, check_positive, finite_array, is_traced
-from ._fading import FadingDiffusion, remaining
-from ._networks import NoDiffusion
+from ._correction import spread_at
+from ._networks import GIVEN, FadingDiffusion, NoDiffusion, remaining
 from ._noise import Noise, check_own_noise
-from ._notation import equation, noise_part, part
-from ._sde import AbstractItoSDE, Diffusion, Drift
-from ._spread import spread_at
-from ._untrained import GIVEN
+from ._sde import AbstractItoSDE, Diffusion, Drift, equation, noise_part, part
 
 
 class AbstractTransport(eqx.Module):

@@ -13,14 +13,19 @@ from .._programs import in_double_precision
 from ..sde import AbstractSDE
 from ..transition import AbstractCoordinates, Effort
 from ._fitted import FittedSDE
-from ._likelihood import AbstractLikelihood, Likelihood
-from ._measured_likelihood import check_noise, inner_states, measured
+from ._likelihood import (
+    AbstractLikelihood,
+    Likelihood,
+    SeriesLikelihood,
+    WholeLikelihood,
+    check_noise,
+    inner_states,
+    measured,
+)
 from ._observed import Observed, check_dimension, check_inside, panel, transitions
 from ._parameters import Domain, Parameters
 from ._search import LOSS, climb, falls_at_boundary, polish
-from ._series_likelihood import SeriesLikelihood
 from ._transition import coordinates_of
-from ._whole_likelihood import WholeLikelihood
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of further starts, in the free parameters

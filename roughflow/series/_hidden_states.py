@@ -1,25 +1,85 @@
-"""States that were not observed, behind values that were: their density, its mode, and draws around it.
+"""Hidden states of a series: their density, its mode, draws, and a particle filter."""
 
-Values are states with normal errors, Yᵢ = X(tᵢ) + εᵢ. With the states in coordinates, and a flat prior for
-the first of a series, the joint density is
-
-    log g(y₀ | x₀) + Σ log p(xᵢ₊₁ | xᵢ) + log g(yᵢ₊₁ | xᵢ₊₁),
-
-and the likelihood its integral over all the states: by importance sampling from the normal distribution with
-the mode and the second derivatives of the joint density, which is that of the states if the SDE is linear.
-"""
-
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
+from .._linear import cholesky, solve_lower, solve_upper
+from .._programs import jit
 from ..sde import AbstractSDE, noise_dimension
 from ..transition import AbstractCoordinates, Effort, Transition, bridges, in_chunks, linear
-from ._chain import Chain
+from ._residuals import LIMIT, distance
+from ._simulation import draw, is_known, refined, warn_of_exits
 from .models import exact_transition
+
+
+class Chain(eqx.Module):
+    """The factor L of a precision LLᵀ: blocks on its diagonal, lower triangular, and those below it."""
+
+    diagonal: Array  # (n, d, d)
+    below: Array  # (n, d, d), the last of them zero
+
+    @staticmethod
+    def of(diagonal: Array, below: Array) -> "Chain":
+        """From the blocks of the precision, `(n, d, d)` each; NaN if it is not positive definite."""
+
+        def state(carried: Array, blocks: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+            own, next_ = blocks
+            factor = cholesky(own - carried)
+            tie = solve_lower(factor, next_.T).T
+            return tie @ tie.T, (factor, tie)
+
+        return Chain(*jax.lax.scan(state, jnp.zeros_like(diagonal[0]), (diagonal, below))[1])
+
+    def half_log_det(self) -> Array:
+        """log det L, in parts `(n,)` that belong to each state."""
+        return jnp.sum(jnp.log(jnp.diagonal(self.diagonal, axis1=1, axis2=2)), axis=-1)
+
+    def forward(self, right: Array) -> Array:
+        """L⁻¹ times `right` `(n, d, k)`."""
+
+        def state(carried: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            factor, tie, own = now
+            solved = solve_lower(factor, own - carried)
+            return tie @ solved, solved
+
+        return jax.lax.scan(state, jnp.zeros_like(right[0]), (self.diagonal, self.below, right))[1]
+
+    def backward(self, right: Array) -> Array:
+        """L⁻ᵀ times `right` `(n, d, k)`: draws of the distribution, from standard normal numbers."""
+
+        def state(later: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            factor, tie, own = now
+            solved = solve_upper(factor, own - tie.T @ later)
+            return solved, solved
+
+        return jax.lax.scan(
+            state, jnp.zeros_like(right[0]), (self.diagonal, self.below, right), reverse=True
+        )[1]
+
+    def memory(self) -> Array:
+        """How many states away correlations have fallen to 1 %, about: as in a stationary chain."""
+        ties = jnp.mean(jnp.sum(self.below**2, axis=2), axis=0)
+        own = jnp.mean(jnp.sum(self.diagonal**2, axis=2), axis=0)
+        return 2 * jnp.log(0.01) / jnp.log(jnp.clip(jnp.max(ties / own), 1e-4, 0.9999))
+
+    def variances(self) -> Array:
+        """The covariance matrix `(n, d, d)` of each state."""
+        unit = jnp.eye(self.diagonal.shape[-1], dtype=self.diagonal.dtype)
+
+        def state(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
+            factor, tie = now
+            half = solve_upper(factor, unit)
+            own = half @ (unit + tie.T @ later @ tie) @ half.T
+            return own, own
+
+        return jax.lax.scan(state, jnp.zeros_like(unit), (self.diagonal, self.below), reverse=True)[1]
+
 
 MOST = 100  # steps to the mode
 SLACK = 0.1  # nats that a step may lose: derivatives are those of weighted paths with their chart held
@@ -252,3 +312,75 @@ def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array
 
     bend, (value, slope) = jax.jacfwd(first, has_aux=True)(at)
     return value, slope, bend
+
+
+PARTICLES = 2048
+
+
+class Filtered(eqx.Module):
+    """Of each value but the first of a series: `uniform` `(N,)`, P(Y ≤ y | values before), of its first
+    column, and `log_prob` `(N,)`. `last` `(K, d)` are draws of the last state given all values."""
+
+    uniform: Array
+    log_prob: Array
+    last: Array
+
+
+def particle_filter(joint: Joint, key: PRNGKeyArray, count: int) -> Filtered:
+    """With exact transitions, or in steps so short that halving them does not change the result."""
+    if is_known(joint.sde, joint.observed.values[0]):
+        return _run(joint, key, count, jnp.asarray(1))
+    change = lambda a, b: distance(np.asarray(a.uniform), np.asarray(b.uniform), count)
+    found = refined(lambda num_steps: _run(joint, key, count, num_steps), change, LIMIT)
+    warn_of_exits(int(jnp.isnan(found.last).any(axis=1).sum()), count)
+    return found
+
+
+@functools.partial(jit, level=1)
+def _run(joint: Joint, key: PRNGKeyArray, count: int, num_steps: Array) -> Filtered:
+    """By particles that move as the SDE says, and are chosen anew after each value (Gordon, Salmond & Smith
+    1993), systematically (Carpenter, Clifford & Fearnhead 1999)."""
+    observed, coordinates = joint.observed, joint.coordinates
+    # Of each value, the transition that leads to it; where a series begins, any.
+    lead = jnp.clip(jnp.cumsum(~observed.first) - 1, 0)
+    many = (observed.values, observed.first, observed.times[lead], observed.dt[lead])
+
+    def step(particles: Array, now: tuple) -> tuple[Array, tuple[Array, Array]]:
+        (value, first, time, dt), key = now
+        key_move, key_start, key_choice = jax.random.split(key, 3)
+        one = lambda x, key: draw(joint.sde, coordinates, x, time, dt, num_steps, key)
+        moved = jax.vmap(one)(particles, jax.random.split(key_move, count))
+        # A flat prior: the first state is around the first value, if inside the state space.
+        normal = jax.random.normal(key_start, particles.shape)
+        fresh = jax.vmap(lambda normal: value + joint.noise * normal)(normal)
+        inside = coordinates.contains(fresh)
+        fresh = fresh[jnp.where(inside, jnp.arange(count), jnp.argmax(inside))]
+        log_g = jax.vmap(lambda x: jnp.sum(jax.scipy.stats.norm.logpdf(value, x, joint.noise)))(moved)
+        log_g = jnp.where(jnp.isnan(log_g), -jnp.inf, log_g)
+        log_w = jnp.where(first, jnp.where(inside, 0.0, -jnp.inf), log_g)
+        uniform = jnp.nanmean(jax.scipy.stats.norm.cdf(value[0], moved[:, 0], joint.noise[0]))
+        log_prob = jax.nn.logsumexp(log_w) - jnp.log(count)
+        chosen = _systematic(jax.nn.softmax(log_w), key_choice)
+        return jnp.where(first, fresh, moved)[chosen], (uniform, log_prob)
+
+    start = jnp.zeros((count, observed.values.shape[1]), observed.values.dtype)  # replaced at the first value
+    last, (uniform, log_prob) = jax.lax.scan(step, start, (many, jax.random.split(key, len(observed.first))))
+    later = observed.before + 1
+    return Filtered(uniform[later], log_prob[later], last)
+
+
+def _systematic(weights: Array, key: PRNGKeyArray) -> Array:
+    """Places `(K,)`, each as often as its weight says, but for rounding; in random order."""
+    key_shift, key_order = jax.random.split(key)
+    count = len(weights)
+    points = (jnp.arange(count) + jax.random.uniform(key_shift)) / count
+    places = jnp.searchsorted(jnp.cumsum(weights), points)
+    return jax.random.permutation(key_order, jnp.minimum(places, count - 1))
+
+
+def filtered_residuals(filtered: Filtered) -> np.ndarray:
+    """Of series of one component."""
+    if filtered.last.shape[1] != 1:
+        raise ValueError(f"residuals are for series of one component, this one has {filtered.last.shape[1]}")
+    least = 0.5 / (len(filtered.last) + 1)
+    return np.clip(np.asarray(filtered.uniform, float), least, 1 - least)

@@ -1,22 +1,174 @@
-"""The log-likelihood of a series as a function of parameters without bounds, with scores."""
+"""Log-likelihoods of series: of transitions, of values with errors, of processes with memory; posteriors."""
 
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
+import scipy
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
+from .._checks import check_count, check_key
 from .._programs import jit
-from ..transition import AbstractCoordinates, Effort, Transition, linear
-from ._parameters import Parameters
+from ..faq import see
+from ..sde import AbstractSDE, check_sde
+from ..transition import (
+    CHUNK,
+    AbstractCoordinates,
+    Effort,
+    Transition,
+    choose_effort,
+    forwards,
+    in_chunks,
+    keys_of,
+    linear,
+    transition_value,
+)
+from ._forecast import check_memory
+from ._hidden_states import Chain, Joint, Search, Values, log_likelihood, num_draws
+from ._observed import Observed, check_dimension, check_inside, panel, transitions
+from ._parameters import POSITIVE, Parameters
+from ._residuals import TINY
 from ._search import conditional_errors
-from ._series_likelihood import SeriesLikelihood
-from ._transition import DOUBTFUL, coordinates_of, full_errors
+from ._transition import (
+    CONVERGED,
+    DOUBTFUL,
+    check_effort,
+    check_no_memory,
+    coordinates_of,
+    exact_log_probs,
+    full_errors,
+)
+from .models import FractionalOrnsteinUhlenbeck, exact_transition, expansion
+
+
+class SeriesLikelihood(eqx.Module):
+    """What `rf.series_likelihood` returns: called with an SDE it is Σ log p(xᵢ₊₁ | xᵢ).
+
+    `effort` is the work that goes into each transition, None if they are exact; `key` makes the random
+    numbers, the same in every call.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    sde, x = rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), 1 + 0.3 * np.sin(np.arange(60) ** 2)
+    likelihood = rf.series_likelihood(sde, np.arange(60) / 12, x, key=jax.random.key(0))
+    likelihood(rf.OrnsteinUhlenbeck(2.0, 1.0, 1.0)), likelihood.effort
+    ```
+    """
+
+    steps: Transition
+    key: PRNGKeyArray
+    effort: Effort | None
+    coordinates: AbstractCoordinates | None
+
+    @staticmethod
+    def of(
+        sde: AbstractSDE,
+        steps: Transition,
+        *,
+        key: PRNGKeyArray,
+        exact: bool,
+        effort: Effort | None,
+        coordinates: AbstractCoordinates | None,
+    ) -> "SeriesLikelihood":
+        """With exact transitions, or the effort that is given or does for this SDE."""
+        check_effort(effort)
+        if exact and exact_log_probs(sde, steps) is not None:
+            return SeriesLikelihood(steps, key, None, coordinates)
+        effort = effort or choose_effort(sde, coordinates_of(sde, coordinates), steps)
+        return SeriesLikelihood(steps, key, effort, coordinates)
+
+    def __call__(self, sde: AbstractSDE) -> Array:
+        """The log-likelihood; −inf, with derivatives of zero, where a transition is out of reach."""
+        return _total(self, sde)
+
+    def log_probs(self, sde: AbstractSDE) -> tuple[Array, Array]:
+        """log p `(N,)` of each transition, and its error."""
+        return self.of_each(lambda step, key: self.log_prob(sde, step, key))
+
+    def log_prob(self, sde: AbstractSDE, step: Transition, key: PRNGKeyArray) -> tuple[Array, Array]:
+        """log p of one transition, and its error."""
+        if self.effort is None:
+            known = exact_transition(sde, step.start, step.dt)
+            if known is None:
+                raise ValueError(
+                    f"the transitions of {type(sde).__name__} are not known exactly, and this likelihood is "
+                    "of an SDE whose are: make one by rf.series_likelihood for each kind of SDE"
+                )
+            value = known.log_prob(step.end)
+            return value, jnp.zeros_like(value)
+        coordinates = coordinates_of(sde, self.coordinates)
+        drawn = transition_value(sde, coordinates, step, key, self.effort)
+        far = expansion(sde, step.start, step.end, step.dt)
+        if far is None:
+            return drawn.log_prob, drawn.error
+        converged = far[1] < CONVERGED
+        return jnp.where(converged, far[0], drawn.log_prob), jnp.where(converged, far[1], drawn.error)
+
+    def of_each(self, function: Callable[[Transition, PRNGKeyArray], Any]) -> Any:
+        """A function of a transition and its key, for all of them."""
+        items = (self.steps, keys_of(self.key, self.steps))
+        return in_chunks(lambda item: function(*item), items, len(self.steps.dt), CHUNK)
+
+
+@functools.partial(jit, level=1)
+def _total(likelihood: SeriesLikelihood, sde: AbstractSDE) -> Array:
+    return forwards(sde, function=_Total(likelihood))
+
+
+class _Total(eqx.Module):
+    likelihood: SeriesLikelihood
+
+    def __call__(self, sde: AbstractSDE) -> Array:
+        total = jnp.sum(self.likelihood.log_probs(sde)[0])
+        return jnp.where(jnp.isfinite(total), total, -jnp.inf)
+
+
+def series_likelihood(
+    sde: AbstractSDE,
+    times: Any,
+    values: Any,
+    *,
+    key: PRNGKeyArray,
+    exact: bool = True,
+    effort: Effort | None = None,
+    coordinates: AbstractCoordinates | None = None,
+) -> SeriesLikelihood:
+    """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()` for a sampler.
+
+    It is a smooth function without randomness, for `jax.jit`, `jax.vmap` and `jax.grad`: effort and random
+    numbers are the same in every call. Derivatives are made in forward mode even under `jax.grad`, which is
+    quicker for few parameters. Where a transition is out of reach it is −inf, with derivatives of zero.
+
+    **Arguments:** `sde`, one of the kind that it will be called with, near where it matters: it says whether
+    transitions are known exactly, and if not what effort does; the others as in `rf.fit_sde`. The
+    `series_likelihood` of a fit has the effort that the fit has found to do.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+    start = rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0)
+    likelihood = rf.series_likelihood(start, np.arange(60) / 12, x, key=jax.random.key(0))
+    jax.grad(lambda kappa: likelihood(rf.OrnsteinUhlenbeck(kappa, 1.0, 1.0)))(2.0)
+    ```
+    """
+    check_no_memory(sde)
+    check_sde(sde)
+    series = panel(times, values)
+    check_dimension(sde, series)
+    check_inside(coordinates_of(sde, coordinates), series)
+    options = {"exact": exact, "effort": effort, "coordinates": coordinates}
+    return SeriesLikelihood.of(sde, transitions(series), key=check_key(key), **options)
+
 
 UNIT = 10.0  # standard errors, given all other parameters, that a free parameter without bounds is counted in
 STEP = 1e-3  # standard errors, of differences of gradients for the information
@@ -195,3 +347,414 @@ def _scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Array]:
         return value, slopes, error
 
     return likelihood.of_sde.of_each(one)
+
+
+EVEN = 1e-3  # of a step, by which times may be off
+
+
+class WholeLikelihood(AbstractLikelihood):
+    """log p(x₁, … | x₀), in parts log p(xᵢ | x₀, …, xᵢ₋₁)."""
+
+    parameters: Parameters
+    penalty: np.ndarray
+    steps: Transition
+    values: tuple[np.ndarray, ...]
+    gaps: tuple[float, ...]
+    effort: None = None
+    coordinates: None = None
+
+    @staticmethod
+    def of(parameters: Parameters, penalty: np.ndarray, series: Sequence[Observed]) -> "WholeLikelihood":
+        values = tuple(one.values[:, 0] for one in series)
+        gaps = tuple(_even(one.times) for one in series)
+        return WholeLikelihood(
+            parameters=parameters, penalty=penalty, steps=transitions(series), values=values, gaps=gaps
+        )
+
+    def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        value, slopes = _whole_scores(self, jnp.asarray(free, float))
+        return np.asarray(value), np.asarray(slopes), np.zeros(len(value))
+
+    def log_likelihood(self, free: np.ndarray) -> float:
+        return float(self.scores(free)[0].sum())
+
+    def information(self, free: np.ndarray) -> np.ndarray:
+        return information_by_differences(self, free)
+
+    def quick_information(self, free: np.ndarray) -> np.ndarray:
+        slopes = self.scores(free)[1]
+        return slopes.T @ slopes + np.diag(self.penalty)
+
+    def total_errors(self, free: np.ndarray) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def with_effort(self, effort: Effort) -> "WholeLikelihood":
+        return self
+
+    def described(self) -> str:
+        return "exact, those of one series jointly normal"
+
+    def sde(self, free: Array) -> FractionalOrnsteinUhlenbeck:
+        return self.parameters.sde(self.parameters.from_free(free))
+
+    def residuals(self, free: np.ndarray) -> np.ndarray:
+        """Uniform under the model: each value's place in its distribution given all before it."""
+        normal = np.concatenate([np.asarray(e) for _, e in self.parts(self.sde(jnp.asarray(free, float)))])
+        return np.clip(scipy.stats.norm.cdf(normal), TINY, 1 - TINY)
+
+    def parts(self, sde: FractionalOrnsteinUhlenbeck) -> list[tuple[Array, Array]]:
+        """log p and the standardised prediction error of each value, of each series."""
+        pairs = zip(self.values, self.gaps, strict=True)
+        return [
+            toeplitz_log_probs(
+                sde.autocovariance(jnp.asarray(dt), len(x) - 2), sde.innovations(jnp.asarray(x), dt)
+            )
+            for x, dt in pairs
+        ]
+
+    def forecast(
+        self, free: np.ndarray, ahead: np.ndarray, key: PRNGKeyArray, count: int, place: int
+    ) -> np.ndarray:
+        """Paths `(count, T, 1)` after one of the series, given all of it, at times counted from its end; with
+        free parameters `(p,)`, or `(count, p)` with each path's own."""
+        values, dt = self.values[place], self.gaps[place]
+        places = np.rint(ahead / dt).astype(int)
+        if np.abs(places * dt - ahead).max() > EVEN * dt:
+            raise ValueError(f"times of a forecast must be multiples of the step of the series, {dt:g}")
+        n, m = len(values) - 1, int(places[-1])
+        check_memory(m * (count + n + m))
+        sdes = jax.vmap(self.sde)(jnp.atleast_2d(jnp.asarray(free, float)))
+        gammas, pasts = map(np.asarray, _moments(sdes, jnp.asarray(values), jnp.asarray(dt), n + m - 1))
+        normal = np.split(np.asarray(jax.random.normal(key, (count, m))), len(gammas))
+        noise = np.concatenate([_continued(*part) for part in zip(gammas, pasts, normal, strict=True)])
+        mu, decay = np.asarray(sdes.mu), np.exp(-np.asarray(sdes.kappa) * dt)
+        paths, now = [], np.full(count, values[-1]) - mu
+        for xi in noise.T:
+            now = decay * now + xi
+            paths.append(mu + now)
+        return np.stack(paths, axis=1)[:, places - 1, None]
+
+
+@functools.partial(jit, level=1)
+def _moments(sdes: FractionalOrnsteinUhlenbeck, values: Array, dt: Array, count: int) -> tuple[Array, Array]:
+    """The autocovariances and the innovations of a series, for each of several SDEs."""
+    return jax.vmap(lambda sde: (sde.autocovariance(dt, count), sde.innovations(values, dt)))(sdes)
+
+
+def _continued(gamma: np.ndarray, past: np.ndarray, normal: np.ndarray) -> np.ndarray:
+    """Draws `(K, m)` of a stationary normal sequence after its first n values, from standard normal ones."""
+    n, m = len(past), normal.shape[1]
+    cross = gamma[np.abs(np.arange(n)[:, None] - (n + np.arange(m)))]
+    weights = scipy.linalg.solve_toeplitz(gamma[:n], cross)
+    spread = scipy.linalg.cholesky(scipy.linalg.toeplitz(gamma[:m]) - cross.T @ weights, lower=True)
+    return past @ weights + normal @ spread.T
+
+
+@functools.partial(jit, level=1)
+def _whole_scores(likelihood: WholeLikelihood, free: Array) -> tuple[Array, Array]:
+    def log_probs(free: Array) -> tuple[Array, Array]:
+        value = jnp.concatenate([part for part, _ in likelihood.parts(likelihood.sde(free))])
+        return value, value
+
+    slopes, value = jax.jacfwd(log_probs, has_aux=True)(free)
+    return value, slopes
+
+
+def toeplitz_log_probs(gamma: Array, x: Array) -> tuple[Array, Array]:
+    """log p(xᵢ | x₀, …, xᵢ₋₁) `(n,)` of a stationary normal sequence with autocovariance γ `(n,)`, and its
+    standardised prediction errors: by Schur's algorithm, in O(n²) and without a matrix."""
+    ahead = gamma / jnp.sqrt(gamma[0])
+    shift = lambda a: jnp.concatenate([a[1:], jnp.zeros_like(a[:1])])
+
+    def step(carry: tuple[Array, Array, Array], _: None) -> tuple:
+        # `ahead` is the current column of Cholesky's factor, from its diagonal on.
+        ahead, back, rest = carry
+        error = rest[0] / ahead[0]
+        value = -0.5 * error**2 - jnp.log(ahead[0]) - 0.5 * jnp.log(2 * jnp.pi)
+        back, rest = shift(back), shift(rest - error * ahead)
+        rho = back[0] / ahead[0]
+        root = jnp.sqrt(1 - rho**2)
+        return ((ahead - rho * back) / root, (back - rho * ahead) / root, rest), (value, error)
+
+    start = (ahead, ahead.at[0].set(0.0), x)
+    return jax.lax.scan(step, start, None, length=x.size)[1]
+
+
+def _even(times: np.ndarray) -> float:
+    """The step of times that come at even distances."""
+    steps = np.diff(times)
+    dt = float((times[-1] - times[0]) / len(steps))
+    if np.abs(steps - dt).max() > EVEN * dt:
+        raise ValueError(
+            "a series with memory needs values at even times, without gaps: number the trading days, say"
+            + see("series")
+        )
+    return dt
+
+
+NOISE_STEP = 1e-4  # of differences of free parameters, for the gradient
+PART = 0.03  # of a standard error, for the information
+NAME = "measurement_noise"
+
+
+class MeasuredLikelihood(AbstractLikelihood):
+    """log p(y₁, … | y₀) for values with normal errors, of an SDE and errors with free parameters: as
+    `Likelihood`, but in parts that belong to whole series."""
+
+    parameters: Parameters
+    steps: Transition
+    values: Values
+    start: Array  # (n, d), states to start the search for the likeliest from
+    key: PRNGKeyArray
+    effort: Effort
+    exact: bool = eqx.field(static=True)
+    coordinates: AbstractCoordinates | None
+    penalty: np.ndarray
+
+    def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """log p `(S,)` of each series, its derivatives `(S, p)` in the free parameters, and its error."""
+        moves = NOISE_STEP * np.eye(len(free))
+        values, errors = self._around(free, np.concatenate([moves, -moves]))
+        ahead, behind = np.split(values[1:], 2)
+        return values[0], (ahead - behind).T / (2 * np.diag(moves)), errors[0]
+
+    def log_likelihood(self, free: np.ndarray) -> float:
+        return float(self._around(free, np.zeros((0, len(free))))[0].sum())
+
+    def information(self, free: np.ndarray) -> np.ndarray:
+        """By differences of values over a part of a standard error."""
+        unit = np.eye(len(free))
+        first = np.full(len(free), NOISE_STEP)
+        curve = np.diag(self._curves(free, np.diag(first), unit[:0])) / first**2
+        size = np.clip(PART / np.sqrt(np.where(curve > 0, curve, 1.0)), 1e-2 * first, 1e2 * first)
+        matrix = self._curves(free, np.diag(size), np.triu(np.ones_like(unit), 1))
+        return matrix / np.outer(size, size) + np.diag(self.penalty)
+
+    def quick_information(self, free: np.ndarray) -> np.ndarray:
+        return self.information(free)
+
+    def _curves(self, free: np.ndarray, moves: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+        """−vᵢᵀ ∂² log-likelihood vⱼ for the rows v of `moves`: all i = j, and the pairs that are not zero."""
+        p = len(free)
+        places = [(i, i) for i in range(p)] + list(zip(*np.nonzero(pairs), strict=True))
+        ends = [
+            (moves[i], -moves[i]) if i == j else (moves[i] + moves[j], -moves[i] - moves[j])
+            for i, j in places
+        ]
+        second = np.empty(len(places))
+        # As many at a time as for a gradient, so that one program does for both.
+        for k in range(0, len(places), p):
+            some = [*ends[k : k + p], *ends[: max(0, k + p - len(ends))]]
+            values = self._around(free, np.array([pair[0] for pair in some] + [pair[1] for pair in some]))[
+                0
+            ].sum(axis=1)
+            curve = 2 * values[0] - values[1 : p + 1] - values[p + 1 :]
+            second[k : k + p] = curve[: len(second[k : k + p])]
+        matrix = np.diag(second[:p])
+        for (i, j), both in zip(places[p:], second[p:], strict=True):
+            matrix[i, j] = matrix[j, i] = 0.5 * (both - second[i] - second[j])
+        return matrix
+
+    def _around(self, free: np.ndarray, moves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Log-likelihoods and their errors, `(1 + len(moves), S)`, of these parameters and others nearby."""
+        points = jnp.asarray(np.concatenate([free[None], free + moves]), float)
+        values, errors = _values(self, points)
+        return np.asarray(values), np.asarray(errors)
+
+    def total_errors(self, free: np.ndarray) -> tuple[float, float]:
+        values, _, errors = self.scores(free)
+        drawn, moved = float(np.linalg.norm(errors)), 0.0
+        if not self.exact:
+            finer = self.with_effort(self.effort.finer())
+            moved = abs(finer.log_likelihood(free) - float(values.sum()))
+        return drawn, moved if np.isfinite([drawn, moved]).all() else np.inf
+
+    def sde(self, free: Array) -> Any:
+        return self.parameters.sde(self.parameters.from_free(free))[0]
+
+    def noise(self, free: Array) -> Array:
+        """Standard deviations of the errors, `(d,)`."""
+        noise = self.parameters.sde(self.parameters.from_free(free))[1]
+        return jnp.broadcast_to(noise, self.start.shape[1:])
+
+    def joint(self, free: Array) -> Joint:
+        sde = self.sde(free)
+        coordinates = coordinates_of(sde, self.coordinates)
+        return Joint(sde, self.noise(free), self.values, coordinates, self.effort, self.exact)
+
+    def with_effort(self, effort: Effort) -> "MeasuredLikelihood":
+        return eqx.tree_at(lambda one: one.effort, self, effort)
+
+    def described(self) -> str:
+        """The work that goes into it, in words."""
+        how = "exact" if self.exact else self.effort.described()
+        return f"{how}; {num_draws(self.effort)} draws of the states"
+
+
+@functools.partial(jit, level=1)
+def _values(likelihood: MeasuredLikelihood, points: Array) -> tuple[Array, Array]:
+    """For parameters `(k, p)`, all but the first of which are near it, so that the modes are."""
+
+    def one(start: tuple[Array, Array], free: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        path, is_first = start
+        joint = likelihood.joint(free)
+        mode = Search.mode(joint, path).best
+        done = log_likelihood(joint, mode, likelihood.key)
+        return (jnp.where(is_first, mode.path, path), jnp.zeros((), bool)), done
+
+    coordinates = likelihood.joint(points[0]).coordinates
+    path = jax.vmap(coordinates.from_state)(likelihood.start)
+    return jax.lax.scan(one, (path, jnp.ones((), bool)), points)[1]
+
+
+def check_noise(noise: ArrayLike, dimension: int) -> np.ndarray:
+    """The standard deviations that a fit starts from, a number or one of each column."""
+    given = np.asarray(noise, float)
+    if given.shape not in ((), (dimension,)):
+        raise ValueError(
+            f"{NAME} must be a number, or one for each of {dimension} columns; got shape {given.shape}"
+        )
+    if not (np.isfinite(given) & (given > 0)).all():
+        raise ValueError(f"{NAME} must be positive, the standard deviation to start from; got {noise}")
+    return given
+
+
+def measured(
+    plain: Likelihood,
+    series: Sequence[Observed],
+    states: Sequence[Observed],
+    noise: np.ndarray,
+    effort: Effort | None,
+) -> MeasuredLikelihood:
+    """The likelihood of series with errors, from that of states near them."""
+    sde, exact = plain.parameters.template, plain.effort is None
+    effort = effort or plain.effort or choose_effort(sde, coordinates_of(sde, plain.coordinates), plain.steps)
+    start = jnp.asarray(np.concatenate([one.values for one in states]), float)
+    parameters, values = _with_noise(plain.parameters, noise), stacked(series)
+    return MeasuredLikelihood(
+        parameters=parameters,
+        steps=plain.steps,
+        values=values,
+        start=start,
+        key=plain.of_sde.key,
+        effort=effort,
+        exact=exact,
+        coordinates=plain.coordinates,
+        penalty=np.append(plain.penalty, np.zeros(noise.size)),
+    )
+
+
+def _with_noise(parameters: Parameters, noise: np.ndarray) -> Parameters:
+    """The parameters of an SDE, and those of the errors after them."""
+    leaf = len(jax.tree.leaves(parameters.template))
+    names = tuple(NAME + (f"[{place[0]}]" if place else "") for place in np.ndindex(noise.shape))
+    return Parameters(
+        parameters.names + names,
+        parameters.domains + len(names) * (POSITIVE,),
+        parameters.entries + tuple((leaf, place) for place in np.ndindex(noise.shape)),
+        (parameters.template, noise),
+        np.append(parameters.scale, np.ones(noise.size)),
+    )
+
+
+def stacked(series: Sequence[Observed]) -> Values:
+    """All series, one after the other."""
+    sizes = [len(one.times) for one in series]
+    first = np.concatenate([np.arange(size) == 0 for size in sizes])
+    last = np.concatenate([np.arange(size) == size - 1 for size in sizes])
+    times = np.concatenate([one.times for one in series])
+    before = np.flatnonzero(~last)
+    return Values(
+        jnp.asarray(np.concatenate([one.values for one in series]), float),
+        jnp.asarray(first),
+        jnp.asarray(np.repeat(np.arange(len(sizes)), sizes)),
+        jnp.asarray(before),
+        jnp.asarray(times[before], float),
+        jnp.asarray(times[before + 1] - times[before], float),
+        len(sizes),
+    )
+
+
+def inner_states(
+    series: Sequence[Observed], noise: np.ndarray, coordinates: AbstractCoordinates
+) -> list[Observed]:
+    """The series with values outside the state space, or so near its end that they may be, replaced by the
+    nearest that are not: states to start from."""
+    values = np.concatenate([one.values for one in series])
+    inside = np.ones(len(values), bool)
+    for side in (-1, 0, 1):
+        inside &= np.asarray(coordinates.contains(jnp.asarray(values + side * noise)))
+    if not inside.any():
+        raise ValueError(
+            f"no value lies inside the state space of the SDE by as much as {NAME}, {noise}{see('series')}"
+        )
+    scale, kept = np.std(values, axis=0), values[inside]
+    for row in np.flatnonzero(~inside):
+        values[row] = kept[np.argmin(np.sum(((kept - values[row]) / scale) ** 2, axis=1))]
+    parts = np.split(values, np.cumsum([len(one.times) for one in series])[:-1])
+    return [Observed(one.times, part) for one, part in zip(series, parts, strict=True)]
+
+
+@functools.partial(jit, level=1)
+def smoothed(likelihood: MeasuredLikelihood, free: Array) -> tuple[Array, Array]:
+    """The likeliest states `(n, d)` and, from the second derivatives there, their standard deviations."""
+    joint = likelihood.joint(free)
+    path = jax.vmap(joint.coordinates.from_state)(likelihood.start)
+    mode = Search.mode(joint, path).best
+    slopes = jax.vmap(jax.jacfwd(joint.coordinates.to_state))(mode.path)
+    variances = Chain.of(mode.diagonal, mode.below).variances()
+    deviations = jnp.sqrt(jnp.einsum("nij,njk,nik->ni", slopes, variances, slopes))
+    return jax.vmap(joint.coordinates.to_state)(mode.path), deviations
+
+
+class SeriesPosterior(eqx.Module):
+    """The posterior of the parameters of an SDE on Rᵖ: what `FittedSDE.posterior` returns.
+
+    Called with z of shape `(p,)` it is the log-likelihood, plus the log prior, plus the Jacobian of the map
+    from z to the parameters in their domains. `constrain` is that map; `names` and `dimension` say what z is
+    made of. `start` is the z of the fit, and `scale` a root of its covariance: with it as the noise of
+    `rf.overdamped_langevin` a sampler needs no warm-up.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    times, x = np.arange(60) / 12, np.cumsum(np.sin(np.arange(60) ** 2))
+    result = rf.fit_sde(rf.BrownianMotion(0.0, 1.0), times, x, key=jax.random.key(0))
+    posterior = result.posterior(log_prior=lambda sde: -0.5 * sde.mu**2)
+    sde = rf.overdamped_langevin(posterior, posterior.dimension, scale=posterior.scale)
+    starts = posterior.starts(4, key=jax.random.key(1))
+    chain = rf.sample_chain(rf.AdjustedSampler(sde, 0.8), starts, key=jax.random.key(2), num_steps=100)
+    posterior.constrain(chain.samples)["sigma"].mean()
+    ```
+    """
+
+    parameters: Parameters
+    likelihood: SeriesLikelihood
+    log_prior: Callable[[AbstractSDE], Array] | None
+    penalty: Array  # (p,), precisions of a normal prior
+    start: Array  # (p,)
+    scale: Array  # (p, p), lower triangular
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.parameters.names
+
+    @property
+    def dimension(self) -> int:
+        return len(self.names)
+
+    def __call__(self, z: Array) -> Array:
+        sde = self.parameters.sde(self.parameters.from_free(z))
+        value = self.likelihood(sde) + self.parameters.log_slope(z) - 0.5 * jnp.sum(self.penalty * z**2)
+        return value if self.log_prior is None else value + self.log_prior(sde)
+
+    def starts(self, num_chains: int, *, key: PRNGKeyArray) -> Array:
+        """Places `(num_chains, p)` around that of the fit, as far from it as its standard errors say."""
+        noise = jax.random.normal(check_key(key), (check_count("num_chains", num_chains), self.dimension))
+        return self.start[None] + noise @ self.scale.T
+
+    def constrain(self, z: Array) -> dict[str, Array]:
+        """The parameters by name, for z of shape `(..., p)`."""
+        values = self.parameters.from_free(jnp.asarray(z))
+        return {name: values[..., i] for i, name in enumerate(self.names)}

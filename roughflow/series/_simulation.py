@@ -1,4 +1,4 @@
-"""Draws of one transition: exact where its distribution is known, else in steps that are linear SDEs."""
+"""Draws of one transition: exact where its distribution is known, otherwise in linearised steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,7 @@ from .._checks import warn
 from ..faq import see
 from ..sde import AbstractSDE
 from ..transition import AbstractCoordinates, Effort, Ends, Transition
-from ._linear_sde import linear_step
-from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
+from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition, linear_step
 
 FIRST_STEPS, MAX_STEPS = 2, 1024  # of each transition
 

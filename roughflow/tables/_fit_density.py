@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key, check_positive
 from .._devices import DevicesLike
-from .._keys import split
+from .._programs import split
 from ..faq import see
 from ..flow import ExactDivergence
 from ..train import History, Interpolant, best_noise, rng_of, velocity_flow

@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_positive, warn
-from .._keys import fold_in
+from .._programs import fold_in
 from ..faq import see
 from ..train import Links, grid_step, hold_out
 from ._gaussian import check_full_rank

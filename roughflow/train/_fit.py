@@ -14,9 +14,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_callable, check_count, check_flag, check_instance, check_key, check_path
 from .._devices import Devices, DevicesLike, leads
-from .._keys import fold_in, split as split_key
+from .._functions import trainable
+from .._programs import fold_in, split as split_key
 from .._show import count, listed, named, num_parameters
-from .._trainable import trainable
 from ..density import StochasticFlow
 from ..faq import see
 from ..files import Interrupt, file_lock

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_callable, check_count, check_key, check_number, check_positive
-from .._keys import split
+from .._programs import split
 from ..density import StochasticFlow
 from ..faq import see
 from ..flow import (

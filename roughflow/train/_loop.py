@@ -15,12 +15,11 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError
 from .._devices import Devices, leads, together
-from .._keys import split
-from .._programs import jit
+from .._programs import jit, split
 from ..density import StochasticFlow
 from ..faq import see
 from ..files import Interrupt
-from ..flow import LEAST, FixedGrid, suited_steps, with_steps
+from ..flow import MIN_STEPS, FixedGrid, suited_steps, with_steps
 from ._checkpoint import Checkpoint, Progress
 from ._data import Batches, Data, Drawn, KnownEntropy, draw, rng_of
 from ._maximum_likelihood import MaximumLikelihood
@@ -59,7 +58,7 @@ class GridLook:
     def needed(self, model: StochasticFlow, now: int | None) -> int | None:
         """How many steps, and no fewer than it has `now`; None for its own."""
         x = model.without_errors().sample(key=self.key, shape=(GRID_ROWS,)) if self.x is None else self.x
-        least = LEAST if now is None else now
+        least = MIN_STEPS if now is None else now
         needed = suited_steps(model, x, self.key, GRID_TOLERANCE, least)
         if now is None or needed == now:
             return needed

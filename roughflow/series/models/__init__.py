@@ -4,28 +4,25 @@ from ._distributions import (
     AbstractDistribution as AbstractDistribution,
     Normal as Normal,
     Transformed as Transformed,
+    linear_step as linear_step,
 )
-from ._fractional import FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck
-from ._functions import ParametricSDE as ParametricSDE
-from ._linear import (
+from ._models import (
+    CKLS as CKLS,
     BrownianMotion as BrownianMotion,
+    ConstantElasticity as ConstantElasticity,
+    CoxIngersollRoss as CoxIngersollRoss,
+    DoubleWell as DoubleWell,
+    FitzHughNagumo as FitzHughNagumo,
+    FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck,
     GeometricBrownianMotion as GeometricBrownianMotion,
+    Heston as Heston,
+    Jacobi as Jacobi,
+    LotkaVolterra as LotkaVolterra,
     OrnsteinUhlenbeck as OrnsteinUhlenbeck,
 )
 from ._named import (
     AbstractNamedSDE as AbstractNamedSDE,
+    ParametricSDE as ParametricSDE,
     exact_transition as exact_transition,
     expansion as expansion,
-)
-from ._rates import (
-    CKLS as CKLS,
-    ConstantElasticity as ConstantElasticity,
-    CoxIngersollRoss as CoxIngersollRoss,
-    Jacobi as Jacobi,
-)
-from ._systems import (
-    DoubleWell as DoubleWell,
-    FitzHughNagumo as FitzHughNagumo,
-    Heston as Heston,
-    LotkaVolterra as LotkaVolterra,
 )

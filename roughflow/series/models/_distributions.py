@@ -1,4 +1,4 @@
-"""Distributions of X(t + dt) given X(t), where they are known."""
+"""Transition distributions in closed form, and the Bessel function that they need."""
 
 import abc
 
@@ -9,9 +9,53 @@ import numpy as np
 import scipy
 from jaxtyping import Array, PRNGKeyArray
 
+from ..._linear import cholesky, solve_lower
 from ...transition import AbstractCoordinates
-from .._bessel import log_bessel_ie
-from .._chain import cholesky, solve_lower
+
+TERMS = 112  # of the series
+DEBYE = 8  # of the asymptotic expansion
+LARGE = 80.0  # beyond, the asymptotic expansion has an error below 1e-13
+
+
+def log_bessel_ie(order: Array, z: Array) -> Array:
+    """log I_q(z) − z for q > −1 and z > 0, with derivatives in both.
+
+    By its series Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)); for large q or z by
+    Debye's expansion (Abramowitz & Stegun 1972, 9.7.7).
+    """
+    large = jnp.hypot(order, z) > LARGE
+    # Each is asked only where it holds, so that derivatives stay finite.
+    inner = _series(jnp.where(large, 1.0, order), jnp.where(large, 1.0, z))
+    outer = _debye(jnp.where(large, order, LARGE), jnp.where(large, z, LARGE))
+    return jnp.where(large, outer, inner)
+
+
+def _series(order: Array, z: Array) -> Array:
+    # Horner's way, by the ratio z²/(4 k (k + q)) of a term to the one before. All are positive.
+    quarter = 0.25 * z**2
+    term = lambda i, rest: 1 + rest * quarter / ((TERMS - i) * (TERMS - i + order))
+    total = jax.lax.fori_loop(0, TERMS, term, jnp.ones_like(quarter))
+    return order * jnp.log(0.5 * z) - jax.scipy.special.gammaln(order + 1) + jnp.log(total) - z
+
+
+def _debye(order: Array, z: Array) -> Array:
+    root = jnp.hypot(order, z)
+    square = (order / root) ** 2
+    # Σ uₖ/qᵏ in terms that stay finite as q → 0: with p = q/root, uₖ has powers of p from k to 3k.
+    terms = [jnp.polyval(jnp.asarray(row), square) for row in _coefficients()]
+    rest = jnp.polyval(jnp.stack([*terms[::-1], jnp.zeros_like(root)]), 1 / root)
+    exponent = order**2 / (root + z) - order * jnp.arcsinh(order / z)  # less z
+    return exponent - 0.5 * jnp.log(2 * jnp.pi * root) + jnp.log1p(rest)
+
+
+def _coefficients() -> list[np.ndarray]:
+    """Of uₖ(p)/pᵏ in p², the highest first, by their recursion (Abramowitz & Stegun 1972, 9.3.10)."""
+    u, rows = np.polynomial.Polynomial([1.0]), []
+    for k in range(1, DEBYE + 1):
+        grown = np.polynomial.Polynomial([0, 0, 0.5, 0, -0.5]) * u.deriv()
+        u = grown + (np.polynomial.Polynomial([0.125, 0, -0.625]) * u).integ()
+        rows.append(u.coef[k : 3 * k + 1 : 2][::-1])
+    return rows
 
 
 class AbstractDistribution(eqx.Module):
@@ -113,3 +157,79 @@ class Beta(AbstractDistribution):
 
     def cdf(self, x: Array) -> np.ndarray:
         return scipy.stats.beta.cdf(np.asarray(x)[..., 0], *map(np.asarray, self._shapes()))
+
+
+TAYLOR_TERMS = 13  # of a Taylor series whose terms fall at least by half
+
+
+MAX_DOUBLINGS = 32
+
+
+def linear_moments(
+    rate: Array, noise: Array, dt: Array, *, reverse: bool = True
+) -> tuple[Array, Array, Array]:
+    """e^{A t} − I, ∫₀ᵗ e^{A s} ds and ∫₀ᵗ e^{A s} Q e^{Aᵀ s} ds for `rate` A and `noise` Q, `(d, d)` each.
+
+    With these, dX = (A(X − μ) + b) dt + Q^½ dB has X(t) − μ = e^{At}(X(0) − μ) + ∫e^{As} ds b + a normal
+    error. By a Taylor series over t/2ⁿ and n doublings, such as Σ(2h) = Σ(h) + e^{Ah} Σ(h) e^{Aᵀh}. Both
+    terms are positive, so that it holds for any A. One exponential for all of it (Van Loan 1978) contains
+    e^{−At}, which overflows or cancels if A is stiff. Without derivatives in reverse mode it is faster.
+    """
+    size = jax.lax.stop_gradient(dt * jnp.max(jnp.sum(jnp.abs(rate), axis=1)))
+    doublings = jnp.clip(jnp.ceil(jnp.log2(jnp.maximum(size, 1e-30))) + 2, 0, MAX_DOUBLINGS)
+    h = dt * jnp.exp2(-doublings)
+    unit = jnp.eye(len(rate), dtype=rate.dtype)
+    power, bend = h * unit, h * noise
+    integral, covariance = power, bend
+    for k in range(2, TAYLOR_TERMS + 2):
+        power = h / k * _product(rate, power)
+        half = h / k * _product(rate, bend)
+        bend = half + half.T
+        integral, covariance = integral + power, covariance + bend
+
+    def double(i: Array, moments: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        change, integral, covariance = moments
+        grow = change + unit
+        twice = (
+            2 * change + _product(change, change),  # keeps the digits of slow rates next to fast ones
+            integral + _product(grow, integral),
+            covariance + _product(_product(grow, covariance), grow.T),
+        )
+        return jax.tree.map(lambda new, old: jnp.where(i < doublings, new, old), twice, moments)
+
+    start = (_product(rate, integral), integral, covariance)
+    return jax.lax.fori_loop(0, MAX_DOUBLINGS if reverse else doublings.astype(int), double, start)
+
+
+def _product(a: Array, b: Array) -> Array:
+    """Of small matrices: written out, it runs faster for many of them."""
+    return sum((a[:, k, None] * b[None, k] for k in range(1, len(b))), a[:, 0, None] * b[None, 0])
+
+
+def linear_step(rate: Array, drift: Array, later: Array, noise: Array, dt: Array) -> tuple[Array, Array]:
+    """Mean `(d,)` and covariance of dX = (A X + b + c t) dt + Q^½ dB at time dt, from X(0) = 0: for `rate` A,
+    `drift` b, `later` c and `noise` Q."""
+    if drift.size == 1:
+        x = rate[0] * dt
+        return dt * (drift * decayed(-x) + later * dt * _ramped(x)), noise * dt * decayed(-2 * rate * dt)
+    # Time is one more component.
+    wide = lambda matrix, column: jnp.block([[matrix, column[:, None]], [jnp.zeros((1, drift.size + 1))]])
+    moments = linear_moments(wide(rate, later), wide(noise, jnp.zeros_like(later)), dt, reverse=False)
+    mean = moments[1] @ jnp.append(drift, 1.0)
+    return mean[:-1], moments[2][:-1, :-1]
+
+
+def _ramped(x: Array) -> Array:
+    """(eˣ − 1 − x)/x²."""
+    small = jnp.abs(x) < 0.1
+    far = jnp.where(small, 1, x)
+    near = jnp.polyval(jnp.array([1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2], x.dtype), x)
+    return jnp.where(small, near, (jnp.expm1(far) - far) / far**2)
+
+
+def decayed(x: Array) -> Array:
+    """(1 − e⁻ˣ)/x, the mean of e⁻ˢ over 0 < s < x, with its derivatives at zero too."""
+    small = jnp.abs(x) < 0.01
+    far = jnp.where(small, 1, x)
+    near = jnp.polyval(jnp.array([-1 / 720, 1 / 120, -1 / 24, 1 / 6, -1 / 2, 1], x.dtype), x)
+    return jnp.where(small, near, -jnp.expm1(-far) / far)

@@ -1,8 +1,8 @@
-"""What a named SDE says beside its drift and noise."""
+"""The interface of named SDEs, starting values from moments, and SDEs from plain functions."""
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -10,12 +10,63 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..._checks import as_real, finite_array
+from ..._checks import as_real, check_callable, check_instance, finite_array
 from ...sde import AbstractItoSDE, AbstractSDE
 from ...transition import AbstractCoordinates
+from .._observed import panel
 from .._parameters import Domain
 from ._distributions import AbstractDistribution
-from ._moments import Increments
+
+SLOWEST, FASTEST = 0.1, 3.0  # rates of mean reversion, over the whole series and over one step
+MAX_ELASTICITY = 1.5
+
+
+class Increments:
+    """Values `x` `(N, d)`, the increments `dx` that follow them, and their spans `dt` `(N,)`."""
+
+    def __init__(self, times: Any, values: Any):
+        series = panel(times, values)
+        self.x = np.concatenate([one.values[:-1] for one in series])
+        self.dx = np.concatenate([np.diff(one.values, axis=0) for one in series])
+        self.dt = np.concatenate([np.diff(one.times) for one in series])
+
+    def column(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The values, increments and spans of one component, `(N,)` each."""
+        return self.x[:, i], self.dx[:, i], self.dt
+
+    def positive(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same for a positive component. A value that measurement noise has made negative counts as a
+        hundredth of the median."""
+        x, dx, dt = self.column(i)
+        return np.maximum(x, 0.01 * np.median(np.abs(x))), dx, dt
+
+    def residual_sizes(self, dx: np.ndarray, drift: np.ndarray) -> np.ndarray:
+        """|dx − drift dt| / √dt: the size of the noise in each increment."""
+        return np.abs(dx - drift * self.dt) / np.sqrt(self.dt)
+
+
+def regression(dx: np.ndarray, dt: np.ndarray, *terms: np.ndarray) -> np.ndarray:
+    """The coefficients of a drift that is a sum of `terms`, each increment weighted by its span; for
+    increments `(N, d)` a column of coefficients for each component."""
+    root = np.sqrt(dt)
+    return np.linalg.lstsq(np.stack(terms, axis=1) * root[:, None], (dx.T / root).T)[0]
+
+
+def mean_reversion(x: np.ndarray, dx: np.ndarray, dt: np.ndarray) -> tuple[float, float]:
+    """κ and μ of a drift κ(μ − x)."""
+    constant, slope = regression(dx, dt, np.ones_like(x), x)
+    kappa = float(np.clip(-slope, SLOWEST / dt.sum(), FASTEST / np.median(dt)))
+    return kappa, float(np.clip(constant / kappa, *np.quantile(x, [0.05, 0.95])))
+
+
+def elasticity(x: np.ndarray, size: np.ndarray) -> float:
+    """γ of noise of a size in proportion to x^γ: the slope of its logarithm."""
+    log_size = np.log(np.maximum(size, 1e-3 * size.mean()))
+    return float(np.clip(np.polyfit(np.log(x), log_size, 1)[0], 0.0, MAX_ELASTICITY))
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
 
 
 def parameter(value: float | Array) -> Array:
@@ -131,3 +182,37 @@ def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribu
 def expansion(sde: AbstractSDE, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
     """Of any SDE, None if there is none."""
     return sde.expansion(x0, x1, dt) if isinstance(sde, AbstractNamedSDE) else None
+
+
+class ParametricSDE(AbstractItoSDE):
+    """dX = μ(t, X; θ) dt + σ(t, X; θ) dB, in the Itô sense, with θ a dictionary of numbers or arrays.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ParametricSDE(
+        lambda t, x, p: p["a"] - p["b"] * x,
+        lambda t, x, p: p["s"] * jnp.eye(1),
+        {"a": 0.1, "b": 1.0, "s": 0.3},
+    )
+    ```
+    """
+
+    parameters: dict[str, Array]
+    drift_function: Callable[[Array, Array, dict[str, Array]], Array]
+    diffusion_function: Callable[[Array, Array, dict[str, Array]], Array]
+
+    def __init__(self, drift: Callable, diffusion: Callable, parameters: Mapping[str, float | Array]):
+        check_callable("drift", drift, "(t, x, parameters) -> (d,)")
+        check_callable("diffusion", diffusion, "(t, x, parameters) -> (d, m)")
+        check_instance("parameters", parameters, Mapping, "a dictionary of numbers by name")
+        self.drift_function = drift
+        self.diffusion_function = diffusion
+        self.parameters = {name: finite_array(name, value) for name, value in parameters.items()}
+
+    def drift(self, t: Array, z: Array) -> Array:
+        return self.drift_function(t, z, self.parameters)
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        return self.diffusion_function(t, z, self.parameters)

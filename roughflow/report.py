@@ -1,20 +1,188 @@
-"""A fit as one page of HTML to send on: what was done, how good it is, what to beware of."""
+"""A report on a fit: one HTML page that needs no other file."""
 
+import base64
+import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from html import escape
 from itertools import combinations
 from pathlib import Path
 
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 import roughflow as rf
+from roughflow import plots
 
-from . import _figures as draw, _page as html
+DPI = 180
+
+STYLE = """
+:root { color-scheme: light dark;
+  --ink: #1d2329; --soft: #5b6670; --paper: #fff; --line: #d9dee3; --warn: #fff4e5 }
+* { box-sizing: border-box }
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 64rem;
+  background: var(--paper); color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; padding-bottom: .25rem;
+  border-bottom: 1px solid var(--line) }
+p { margin: .4rem 0; max-width: 46rem }
+dl { display: grid; grid-template-columns: minmax(7rem, max-content) 1fr; gap: .25rem 1.2rem; margin: 0 }
+dt { color: var(--soft) }
+dd { margin: 0; font-variant-numeric: tabular-nums }
+ul { margin: .4rem 0; padding: .6rem 1rem .6rem 2rem; background: var(--warn); border-radius: .4rem }
+.figures { display: grid; gap: 1rem 1.5rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)) }
+figure { margin: 0; max-width: 32rem }
+figcaption { font-size: .9rem; color: var(--soft) }
+img { display: block; width: 100%; height: auto }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7ea; --soft: #9aa5af; --paper: #171717; --line: #363d44; --warn: #3a2e1c }
+  img { filter: invert(.91) hue-rotate(180deg) }  /* white turns into the page's own dark; hues stay */
+}
+"""
+
+
+def html_page(title: str, sections: Sequence[str]) -> str:
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    )
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *sections])
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def html_section(heading: str, *parts: str) -> str:
+    """Under its heading, what the functions below made."""
+    return "\n".join([f"<section><h2>{escape(heading)}</h2>", *parts, "</section>"])
+
+
+def html_paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def html_pairs(entries: Mapping[str, str]) -> str:
+    """Names and what they are, in two columns."""
+    rows = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
+    return f"<dl>\n{rows}\n</dl>"
+
+
+def html_bullets(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def html_figures(drawn: Mapping[str, Figure]) -> str:
+    """Figures by their captions, side by side where there is room."""
+    return '<div class="figures">\n' + "\n".join(_figure(*one) for one in drawn.items()) + "\n</div>"
+
+
+def _figure(caption: str, figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    image = base64.b64encode(buffer.getvalue()).decode()
+    text = escape(caption)
+    return (
+        f'<figure><img src="data:image/png;base64,{image}" alt="{text}">'
+        f"<figcaption>{text}</figcaption></figure>"
+    )
+
+
+WIDTH = 4.6  # inches
+BINS = 40
+REACH = 4.0  # error bars shown to either side
+LEAST = 1e-8  # nats: a smaller solver's error is drawn as this one
+NAME = 28  # letters of a column's name on an axis
+
+
+def draw_pair(data: np.ndarray, model: np.ndarray, names: tuple[str, str]) -> Figure:
+    """Two columns of the data beside those of the model's samples, in one window."""
+    figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    extent = (*_window(data[:, 0]), *_window(data[:, 1]))
+    for ax, rows, title in zip(axes, (data, model), ("data", "model"), strict=True):
+        plots.samples(rows, ax=ax).set_aspect("auto")
+        ax.set(xlim=extent[:2], ylim=extent[2:])
+        ax.set_title(title, fontsize=plots.TEXT)
+        ax.set_xlabel(_plain(names[0]))
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+    axes[0].set_ylabel(_plain(names[1]))
+    axes[1].set_ylabel("")
+    return figure
+
+
+def draw_marginal(data: np.ndarray, model: np.ndarray, name: str) -> Figure:
+    """One column: histograms of the data and of the model's samples."""
+    figure, ax = _curves(_plain(name), "density")
+    bins = np.linspace(*_window(data), BINS + 1)
+    # Of all rows, not of those in the window: densities that can be compared.
+    heights = [np.histogram(part, bins)[0] / len(part) / np.diff(bins) for part in (data, model)]
+    ax.stairs(heights[0], bins, fill=True, color=plots.SKY, alpha=0.5, label="data")
+    ax.stairs(heights[1], bins, color=plots.VERMILION, linewidth=1.5, label="model")
+    ax.set_xlim(bins[0], bins[-1])
+    ax.legend(frameon=False, fontsize=plots.SMALL)
+    return figure
+
+
+def draw_training(history: rf.History) -> Figure:
+    figure, ax = _curves("step", "loss")
+    plots.training(history, ax=ax).set_ylabel("loss")
+    return figure
+
+
+def draw_solver_errors(errors: np.ndarray) -> Figure:
+    """How far the solver's steps move log p, row by row."""
+    figure, ax = _curves("solver's error of log p (nats)", "rows")
+    shown = np.log10(np.maximum(errors, LEAST))
+    # From one power of ten to another: on less a logarithmic scale has next to no numbers.
+    ends = np.floor(shown.min()), np.floor(shown.max()) + 1
+    ax.hist(10**shown, np.logspace(*ends, BINS + 1), color=plots.BLUE)
+    ax.set_xscale("log")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    return figure
+
+
+def draw_calibration(scaled: np.ndarray) -> Figure:
+    """Differences of two estimates in units of their error bar, beside the standard normal of honest ones."""
+    figure, ax = _curves("difference / error bar", "density")
+    bins = np.linspace(-REACH, REACH, BINS // 2 + 1)
+    heights = np.histogram(scaled, bins)[0] / max(1, scaled.size) / np.diff(bins)
+    ax.stairs(heights, bins, fill=True, color=plots.SKY, alpha=0.5, label="this model")
+    x = np.linspace(-REACH, REACH, 200)
+    normal = np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+    ax.plot(x, normal, color=plots.VERMILION, linewidth=1.5, label="honest error bars")
+    ax.legend(frameon=False, fontsize=plots.SMALL)
+    return figure
+
+
+def _curves(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+    ax = figure.subplots()
+    ax.set_xlabel(xlabel, fontsize=plots.TEXT)
+    ax.set_ylabel(ylabel, fontsize=plots.TEXT)
+    ax.tick_params(labelsize=plots.SMALL)
+    ax.spines[["top", "right"]].set_visible(False)
+    return figure, ax
+
+
+def _window(column: np.ndarray) -> tuple[float, float]:
+    """Where nearly all of a column lies: a few far rows would squeeze the rest into a line."""
+    low, high = np.quantile(column, [0.002, 0.998])
+    if low == high:
+        low, high = column.min() - 0.5, column.max() + 0.5
+    return float(low - 0.06 * (high - low)), float(high + 0.06 * (high - low))
+
+
+def _plain(name: str) -> str:
+    """A name as it is: between two dollars matplotlib would read mathematics."""
+    short = name if len(name) <= NAME else name[: NAME - 1] + "…"
+    return short.replace("$", r"\$")
+
 
 COLUMNS = 5  # shown; ten pairs
 DRAWN = 4000  # rows and samples
@@ -72,15 +240,15 @@ def write_report(
         # Letters that a font lacks, and axes of a single step: the page shows what there is.
         warnings.simplefilter("ignore", UserWarning)
         sections = [
-            html.section("How it was made", html.pairs(_made(fitted.model, counts, made or {}))),
-            html.section("How good it is", html.pairs(_numbers(fitted, score)), html.paragraph(MEANING)),
-            html.section("Warnings", html.bullets(noted) if noted else html.paragraph("None.")),
+            html_section("How it was made", html_pairs(_made(fitted.model, counts, made or {}))),
+            html_section("How good it is", html_pairs(_numbers(fitted, score)), html_paragraph(MEANING)),
+            html_section("Warnings", html_bullets(noted) if noted else html_paragraph("None.")),
             *_samples(fitted.model, data, keys[2]),
             _training(fitted),
             judged.section(),
         ]
     with rf.whole_file(path) as draft:
-        draft.write_text(html.page(title, sections), encoding="utf-8")
+        draft.write_text(html_page(title, sections), encoding="utf-8")
     return Path(path)
 
 
@@ -120,8 +288,8 @@ class _Judged:
             f"log p by {np.mean(errors):.2g} nats on average, by {np.max(errors):.2g} at most."
         )
         fine = errors[np.isfinite(errors)]
-        drawn = {f"The solver's error at {fine.size:,} rows.": draw.solver_errors(fine)} if fine.size else {}
-        return html.section("Error of the densities", html.paragraph(told), html.figures(drawn))
+        drawn = {f"The solver's error at {fine.size:,} rows.": draw_solver_errors(fine)} if fine.size else {}
+        return html_section("Error of the densities", html_paragraph(told), html_figures(drawn))
 
     def _error_bars(self) -> str:
         bars = np.hypot(self.estimate.standard_error, self.again.standard_error)
@@ -139,9 +307,9 @@ class _Judged:
             f"{np.median(self.estimate.effective_paths):.0f} effective paths of "
             f"{int(np.max(self.estimate.num_paths))}."
         )
-        drawn = {"Differences of two estimates, in units of their error bar.": draw.calibration(scaled)}
-        parts = (html.paragraph(told), html.paragraph(size), html.figures(drawn))
-        return html.section("Calibration of the error bars", *parts)
+        drawn = {"Differences of two estimates, in units of their error bar.": draw_calibration(scaled)}
+        parts = (html_paragraph(told), html_paragraph(size), html_figures(drawn))
+        return html_section("Calibration of the error bars", *parts)
 
 
 def _names(model: rf.Standardised) -> list[str]:
@@ -186,20 +354,20 @@ def _samples(model: rf.Standardised, data: np.ndarray, key: PRNGKeyArray) -> lis
     drawn = drawn[np.isfinite(drawn).all(axis=1)]
     shown = range(min(COLUMNS, len(names)))
     left_out = ", ".join(names[COLUMNS:])
-    told = [html.paragraph(f"The first {COLUMNS} columns; left out: {left_out}.")] if left_out else []
+    told = [html_paragraph(f"The first {COLUMNS} columns; left out: {left_out}.")] if left_out else []
     outside = _outside(names[:own], data, drawn)
     if model.context:
-        told.append(html.paragraph("For each row, one sample of the model given the same."))
-    single = {names[i]: draw.marginal(data[:, i], drawn[:, i], names[i]) for i in shown if i < own}
+        told.append(html_paragraph("For each row, one sample of the model given the same."))
+    single = {names[i]: draw_marginal(data[:, i], drawn[:, i], names[i]) for i in shown if i < own}
     double = {
-        f"{names[i]} and {names[j]}": draw.pair(data[:, [i, j]], drawn[:, [i, j]], (names[i], names[j]))
+        f"{names[i]} and {names[j]}": draw_pair(data[:, [i, j]], drawn[:, [i, j]], (names[i], names[j]))
         for i, j in combinations(shown, 2)
         if i < own
     }
     sections = [
-        html.section("Columns", *told, *([html.bullets(outside)] if outside else []), html.figures(single))
+        html_section("Columns", *told, *([html_bullets(outside)] if outside else []), html_figures(single))
     ]
-    return [*sections, html.section("Pairs of columns", *told, html.figures(double))] if double else sections
+    return [*sections, html_section("Pairs of columns", *told, html_figures(double))] if double else sections
 
 
 def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[str]:
@@ -226,8 +394,8 @@ def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[
 
 def _training(fitted: rf.Fitted) -> str:
     drawn = {
-        f"The loss in the {name} stage, smoothed, and on the validation rows.": draw.training(history)
+        f"The loss in the {name} stage, smoothed, and on the validation rows.": draw_training(history)
         for name, history in fitted.stages.items()
         if np.isfinite(history.loss).sum() > 1
     }
-    return html.section("Training", html.figures(drawn) if drawn else html.paragraph("Too short to draw."))
+    return html_section("Training", html_figures(drawn) if drawn else html_paragraph("Too short to draw."))

@@ -1,0 +1,346 @@
+"""Figures of densities, samples, paths, training and estimates."""
+
+import textwrap
+from collections.abc import Callable, Mapping
+from itertools import cycle
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Array, ArrayLike
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+import roughflow as rf
+
+from .._checks import as_real, check_count, check_instance, check_number, shown
+from ._style import (
+    BLUE,
+    COLUMN,
+    DENSITY,
+    EMBER,
+    GREEN,
+    GREY,
+    PURPLE,
+    SKY,
+    SMALL,
+    TEXT,
+    TIME,
+    VERMILION,
+    Window,
+    add_colour_bar,
+    curves,
+    plane,
+)
+
+
+def grid(extent: Window, resolution: int = 200) -> np.ndarray:
+    """The centres of square pixels that fill a window, `(rows, columns, 2)`, the lowest row first.
+
+    **Arguments:** `extent`, (left, right, bottom, top); `resolution`, the pixels along the longer side.
+
+    ```python
+    from roughflow import plots
+
+    plots.grid((-4, 4, -2, 2), 200).shape  # (100, 200, 2)
+    ```
+    """
+    check_count("resolution", resolution)
+    window = np.asarray(as_real("extent", extent), float)
+    if (
+        window.shape != (4,)
+        or not np.isfinite(window).all()
+        or not (window[0] < window[1] and window[2] < window[3])
+    ):
+        raise ValueError(f"extent must be (left, right, bottom, top), each pair increasing, got {extent}")
+    left, right, bottom, top = window.tolist()
+    pixel = max(right - left, top - bottom) / resolution
+    columns, rows = max(1, round((right - left) / pixel)), max(1, round((top - bottom) / pixel))
+    x = left + (np.arange(columns) + 0.5) * (right - left) / columns
+    y = bottom + (np.arange(rows) + 0.5) * (top - bottom) / rows
+    return np.stack(np.meshgrid(x, y), axis=-1)
+
+
+def density(
+    log_prob: Callable[[Array], ArrayLike] | ArrayLike,
+    *,
+    extent: Window,
+    ax: Axes | None = None,
+    resolution: int = 200,
+    chunk: int = 10_000,
+    maximum: float | None = None,
+    colour_bar: bool = False,
+) -> Axes:
+    """A heat map of exp(log_prob) on a window of the plane.
+
+    **Arguments:**
+
+    - `log_prob`: takes points `(N, 2)` to log-densities `(N,)`, `chunk` points at a time; or the
+      log-densities themselves, at the points of `grid(extent, resolution)`.
+    - `extent`: (left, right, bottom, top).
+    - `maximum`: the density shown darkest, to give several maps one scale; the highest if None.
+
+    ```python
+    from roughflow import plots
+    from roughflow.datasets import Star
+
+    plots.density(Star().log_prob, extent=Star.extent, colour_bar=True)
+    plots.density(Star().log_prob(plots.grid(Star.extent, 100)), extent=Star.extent)
+    ```
+    """
+    if callable(log_prob):
+        points = grid(extent, resolution)
+        flat = jnp.asarray(points.reshape(-1, 2))
+        parts = [np.asarray(log_prob(flat[i : i + chunk])) for i in range(0, len(flat), chunk)]
+        values = np.concatenate(parts).reshape(points.shape[:2])
+    else:
+        values = np.asarray(as_real("log_prob", log_prob))
+        if values.ndim != 2:
+            raise ValueError(f"log_prob must be a function or have shape (rows, columns), got {values.shape}")
+    if np.isnan(values).any():
+        raise ValueError(f"log_prob is NaN at {int(np.isnan(values).sum())} of {values.size} points")
+    ax = plane(ax, extent)
+    image = ax.imshow(np.exp(values), extent=extent, origin="lower", cmap=DENSITY, vmin=0, vmax=maximum)
+    if colour_bar:
+        add_colour_bar(ax, image, "density")
+    return ax
+
+
+def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None = None) -> Axes:
+    """Points of the plane, `(N, 2)`, as dots that are smaller and paler the more there are.
+
+    ```python
+    import jax
+    from roughflow import plots
+    from roughflow.datasets import Moons
+
+    plots.samples(Moons().sample(key=jax.random.key(0), shape=(2000,)), extent=Moons.extent)
+    ```
+    """
+    points = np.asarray(as_real("points", points))
+    if points.ndim != 2 or points.shape[1] != 2:
+        raise ValueError(f"points must have shape (N, 2), got {points.shape}")
+    ax = plane(ax, extent)
+    fade = max(len(points) / 1000, 1) ** -0.25
+    # As pixels even in a PDF: ten thousand dots as shapes make a file no viewer likes.
+    ax.plot(*points.T, ".", color=BLUE, markersize=3 * fade, alpha=0.6 * fade, mew=0, rasterized=True)
+    return ax
+
+
+def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colour_bar: bool = False) -> Axes:
+    """A path in the plane at T even times of [0, t1], `(T, 2)`: it darkens, from the open to the full circle.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    path = rf.KarhunenLoeve(50).sample(key=jax.random.key(0), noise_dimension=2)
+    plots.trajectory(jax.vmap(path.evaluate)(jnp.linspace(0, 1, 500)))
+    ```
+    """
+    check_number("t1", t1, above=0)
+    path = np.asarray(as_real("path", path))
+    if path.ndim != 2 or path.shape[1] != 2 or len(path) < 2:
+        raise ValueError(f"path must have shape (T, 2) with T at least 2, got {path.shape}")
+    ax = plane(ax, None)
+    # White beneath, to stand out from a density.
+    ax.plot(*path.T, color="white", linewidth=2.0, solid_joinstyle="round")
+    pieces = LineCollection(np.stack([path[:-1], path[1:]], axis=1).tolist(), cmap=TIME, linewidths=1.0)
+    pieces.set(array=t1 * (np.arange(len(path) - 1) + 0.5) / (len(path) - 1), clim=(0, t1), zorder=2.5)
+    ax.add_collection(pieces)
+    ends = {"markersize": 5, "markeredgewidth": 1.0, "zorder": 3}
+    ax.plot(*path[0], "o", markerfacecolor="white", markeredgecolor=VERMILION, **ends)
+    ax.plot(*path[-1], "o", markerfacecolor=EMBER, markeredgecolor="white", **ends)
+    if colour_bar:
+        add_colour_bar(ax, pieces, "time")
+    return ax
+
+
+def sample_paths(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
+    """One-dimensional paths over time: `times` `(T,)`, `paths` `(K, T)`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    times = jnp.linspace(0, 1, 200)
+    brownian = rf.KarhunenLoeve(100).sample(key=jax.random.key(0), shape=(20,))
+    plots.sample_paths(times, jax.vmap(brownian.evaluate, out_axes=1)(times)[..., 0])
+    ```
+    """
+    times, paths = np.asarray(as_real("times", times)), np.asarray(as_real("paths", paths))
+    if paths.ndim != 2 or times.shape != paths.shape[1:]:
+        raise ValueError(f"paths must have shape (K, T) for times (T,), got {paths.shape} and {times.shape}")
+    ax = curves(ax, "time $t$", "$Z_t$")
+    ax.plot(times, paths.T, color=BLUE, linewidth=0.7, alpha=min(0.9, 3 / len(paths) ** 0.5))
+    ax.set_xlim(times[0], times[-1])
+    return ax
+
+
+def approximations(
+    path: rf.Path | ArrayLike,
+    approximations: Mapping[str, rf.Path | ArrayLike],
+    *,
+    times: ArrayLike,
+    ax: Axes | None = None,
+    label: str = "Brownian path",
+) -> Axes:
+    """A rough path, and smooth ones that stand for it. Each is a path, or its values at `times`.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    fine = rf.PiecewiseLinear(1024).sample(key=jax.random.key(0))
+    smooth = {"Karhunen–Loève": rf.KarhunenLoeve(6), "piecewise linear": rf.PiecewiseLinear(6)}
+    projected = {name: driver.project(fine) for name, driver in smooth.items()}
+    plots.approximations(fine, projected, times=jnp.linspace(0, 1, 1025))
+    ```
+    """
+    times = np.asarray(times)
+    ax = curves(ax, "time $t$", "$B(t)$")
+    ax.plot(times, _values(path, times), color=GREY, linewidth=0.6, alpha=0.8, label=label)
+    looks = cycle([("-", BLUE), ("--", VERMILION), ("-.", GREEN), (":", PURPLE)])
+    for (name, smooth), (style, colour) in zip(approximations.items(), looks, strict=False):
+        ax.plot(times, _values(smooth, times), style, color=colour, linewidth=1.5, label=name)
+    ax.set_xlim(times[0], times[-1])
+    ax.legend(frameon=False, fontsize=SMALL)
+    return ax
+
+
+def _values(path: rf.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
+    """A one-dimensional path at some times."""
+    is_path = isinstance(path, rf.Path)
+    values = np.asarray(jax.vmap(path.evaluate)(jnp.asarray(times)) if is_path else path)
+    values = values[..., 0] if values.shape == (*times.shape, 1) else values
+    if values.shape != times.shape:
+        raise ValueError(f"a path must be one-dimensional, with shape {times.shape}, got {values.shape}")
+    return values
+
+
+# Above this the mean of the weights converges too slowly to be trusted; see `Estimate.pareto_k`.
+HEAVY_TAIL = 0.7
+
+
+def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figure:
+    """How far to trust an estimate at many points: effective paths, standard errors and tails, each sorted.
+
+    Points the estimate itself calls suspect are red, and its warning is written above.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+    from roughflow import plots
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
+    x = jnp.linspace(-3, 3, 20)[:, None]
+    plots.diagnostics(flow.estimate(x, key=jax.random.key(0), estimator=rf.PullBack(num_paths=100)))
+    ```
+    """
+    check_instance("estimate", estimate, rf.Estimate, "what flow.estimate returns")
+    if figure is None:
+        figure = plt.figure(figsize=(2 * COLUMN + 0.3, 0.75 * COLUMN), layout="constrained")
+    suspect = np.ravel(estimate.suspect)
+    left, middle, right = figure.subplots(1, 3)
+    _sorted(left, estimate.effective_paths, suspect, "effective paths", log=True)
+    left.axhline(np.max(estimate.num_paths), color=GREY, linewidth=0.8, linestyle="--", label="all paths")
+    if suspect.any():
+        left.plot([], [], "o", color=VERMILION, markersize=3, mew=0, label="suspect")
+    left.legend(frameon=False, fontsize=SMALL, loc="lower right")
+    _sorted(middle, estimate.standard_error, suspect, "standard error (nats)", log=True)
+    _sorted(right, estimate.pareto_k, suspect, "Pareto $k$", log=False)
+    right.axhline(HEAVY_TAIL, color=GREY, linewidth=0.8, linestyle="--", label=f"{HEAVY_TAIL}: heavy tail")
+    right.legend(frameon=False, fontsize=SMALL, loc="upper left")
+    text = estimate.warning or f"none of {suspect.size} estimates is suspect"
+    figure.suptitle("\n".join(textwrap.wrap(text, 105)), fontsize=TEXT, x=0.01, ha="left")
+    return figure
+
+
+def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str, *, log: bool) -> None:
+    """Values against the share of points that lie below them; those that no scale holds are counted."""
+    order = np.argsort(np.ravel(values))
+    ranked, bad = np.ravel(values)[order], suspect[order]
+    drawn = np.isfinite(ranked)
+    positive = ranked[drawn & (ranked > 0)]
+    # On less than a decade a logarithmic scale has next to no ticks.
+    if log and positive.size and positive[-1] > 10 * positive[0]:
+        ax.set_yscale("log")
+        drawn &= ranked > 0
+    share = 100 * (np.arange(ranked.size) + 0.5) / ranked.size
+    for which, colour in ((drawn & ~bad, BLUE), (drawn & bad, VERMILION)):
+        if which.any():
+            ax.plot(share[which], ranked[which], "o", color=colour, markersize=3, mew=0, clip_on=False)
+    curves(ax, "points (%), sorted", label).set_xlim(0, 100)
+    if not drawn.all():
+        kinds = ", ".join(sorted({f"{value:g}" for value in ranked[~drawn]}))
+        ax.set_title(f"{np.sum(~drawn)} not shown ({kinds})", fontsize=SMALL, color=GREY)
+
+
+class History(Protocol):
+    """What `training` draws; the validation may be None or empty."""
+
+    @property
+    def step(self) -> np.ndarray: ...
+    @property
+    def loss(self) -> np.ndarray: ...
+    @property
+    def validation_step(self) -> np.ndarray | None: ...
+    @property
+    def validation_loss(self) -> np.ndarray | None: ...
+
+
+def training(
+    history: History, *, ax: Axes | None = None, entropy: float | None = None, window: int | None = None
+) -> Axes:
+    """The loss at each step, its moving mean, the validation loss, and the entropy of the data as the floor.
+
+    **Arguments:** `window`, how many steps the moving mean takes in; a fiftieth of all of them if None.
+
+    ```python
+    import numpy as np
+    from types import SimpleNamespace
+    from roughflow import plots
+
+    step = np.arange(500)
+    loss = 3 + np.exp(-step / 50) + 0.1 * np.random.default_rng(0).normal(size=500)
+    history = SimpleNamespace(step=step, loss=loss, validation_step=None, validation_loss=None)
+    plots.training(history, entropy=2.9)
+    ```
+    """
+    if not hasattr(history, "loss") or not hasattr(history, "step"):
+        raise TypeError(f"history must be that of a fit, fitted.history, got {shown(history)}")
+    step, loss = np.asarray(history.step), np.asarray(history.loss)
+    if not np.isfinite(loss).any():
+        raise ValueError("history.loss has no finite value to draw")
+    ax = curves(ax, "step", "loss (nats)")
+    ax.plot(step, loss, color=SKY, linewidth=0.5, alpha=0.7)
+    smooth = _moving_mean(loss, window or max(1, len(loss) // 50))
+    ax.plot(step, smooth, color=BLUE, linewidth=1.5, label="training")
+    drawn = [smooth, np.quantile(loss[np.isfinite(loss)], [0, 0.98])]
+    looks, validation = history.validation_step, history.validation_loss
+    if looks is not None and validation is not None and validation.size:
+        ax.plot(looks, validation, "o-", color=VERMILION, markersize=3, label="validation")
+        drawn.append(validation[1:])
+    if entropy is not None:
+        ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
+        drawn.append(np.array([entropy]))
+    # The first few losses can be so large that the rest would be a flat line.
+    low, high = np.nanmin(np.concatenate(drawn)), np.nanmax(np.concatenate(drawn[1:]))
+    ax.set(xlim=(step[0], step[-1]), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
+    ax.legend(frameon=False, fontsize=SMALL)
+    return ax
+
+
+def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of the finite ones among the `window` values around each; fewer at the ends."""
+    finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
+    total = np.convolve(np.where(finite, values, 0), kernel, "same")
+    number = np.round(np.convolve(finite, kernel, "same"))
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
