@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ DENSITY = [
     "flow",
 ]
 # What every stage may use, in this order too.
-COMMON = ["faq", "_checks", "_devices", "_functions", "_programs", "_keys", "_linear", "_trainable", "_show"]
+COMMON = ["faq", "_checks", "_devices", "_functions", "_programs", "_linear", "_show"]
 ALLOWED |= {part: set(COMMON[:i]) for i, part in enumerate(COMMON)}
 # These stand on top and see only what a user sees: `import roughflow`.
 ON_TOP = {"interop", "cli", "plots", "datasets", "experiments", "report"}
@@ -56,6 +57,7 @@ CONFINED = {
 # Words that CONTRIBUTING.md has others for; only what reads old files knows them.
 RETIRED = {"law", "laws"}
 KNOWS_OLD_NAMES = PACKAGE / "files" / "_save.py"
+MAX_FILES = 15  # in one folder
 HEAVY = ["matplotlib", "sklearn", "torch", "numpyro", "blackjax", "arviz"]
 HEAVY += ["scipy.stats", "scipy.optimize", "scipy.special"]
 
@@ -94,6 +96,64 @@ def check(file, part, name):
     if part and target not in ALLOWED[part] | {part} | (set() if part in COMMON else set(COMMON)):
         return f"{file} imports {name}, which comes after {part}"
     return None
+
+
+def modules():
+    """All modules of the package by name, and a function from a name to the modules that it imports."""
+    dotted = lambda file: ".".join(["roughflow", *file.relative_to(PACKAGE).with_suffix("").parts])
+    files = {dotted(file).removesuffix(".__init__"): file for file in FILES}
+
+    def imported(name):
+        package = name if files[name].name == "__init__.py" else name.rpartition(".")[0]
+        tree = ast.parse(files[name].read_text(encoding="utf-8"))
+        for_types = [
+            n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+        ]
+        skipped = {id(node) for block in for_types for node in ast.walk(block)}
+        for node in ast.walk(tree):
+            if id(node) in skipped:
+                continue
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                parts = package.split(".")
+                base = parts[: len(parts) + 1 - node.level] if node.level else []
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    inner = f"{module}.{alias.name}"
+                    yield inner if inner in files else module
+
+    return files, lambda name: {other for other in imported(name) if other in files and other != name}
+
+
+def cycle_in(names, imported):
+    """The modules of a cycle of imports, or an empty list."""
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return []
+        path.append(name)
+        found = next(filter(None, map(visit, sorted(imported(name)))), [])
+        path.pop()
+        done.add(name)
+        return found
+
+    return next(filter(None, map(visit, sorted(names))), [])
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports inside functions count too; those for the type checker alone do not."""
+    files, imported = modules()
+    assert cycle_in(files, imported) == []
+    assert cycle_in("abc", {"a": "b", "b": "c", "c": "b"}.__getitem__) == ["b", "c"]
+
+
+def test_folders_are_small():
+    counts = Counter(str(file.parent.relative_to(PACKAGE)) for file in FILES)
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
 
 
 def test_every_part_has_its_place():

@@ -238,7 +238,7 @@ def _demo(commands) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
     )
-    parser.add_argument("--steps", type=values.count, metavar="N", help="training steps; default: 6000")
+    parser.add_argument("--steps", type=as_count, metavar="N", help="training steps; default: 6000")
     _seed(parser)
     _quiet(parser)
 
