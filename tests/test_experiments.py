@@ -11,8 +11,8 @@ import pytest
 import roughflow as rf
 from roughflow import experiments
 from roughflow.datasets import Banana
-from roughflow.experiments import _figures, _run
-from roughflow.experiments._run import Run, paper_flow
+from roughflow.experiments import _figures
+from roughflow.experiments._figures import Run, paper_flow
 
 
 def test_figure_1_and_its_numbers(tmp_path):
@@ -55,7 +55,7 @@ def small(monkeypatch):
     """Little data and few points, as many for one purpose as for another: what is compiled serves all."""
     sizes = {"ROWS": 3000, "TEST": 4, "NOISY_TEST": 4, "SCORED": 32, "HISTOGRAM": 2000, "PIXELS": 64}
     for name, value in sizes.items():
-        monkeypatch.setattr(_run, name, value)
+        monkeypatch.setattr(_figures, name, value)
     return monkeypatch
 
 
@@ -97,9 +97,9 @@ def test_paths_that_have_the_distribution_of_the_data_are_near_it_and_forget_at_
 def tiny(small):
     """Small networks, short paths, pictures of four points."""
     for module, name, value in (
-        *((module, "PIXELS", 2) for module in (_run, _figures)),
+        (_figures, "PIXELS", 2),
         (_figures, "paper_flow", partial(paper_flow, width=4, depth=1)),
-        (_run, "WIDTH", 4),
+        (_figures, "WIDTH", 4),
         (_figures, "FIG2_WIDTH", 4),
         (_figures, "TOYS_WIDTH", 4),
         (_figures, "FIG2_REGRESSION", _figures.FIG2_STEPS),

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 import roughflow as rf
-from roughflow.tables._marginals import fit_marginals
+from roughflow.tables._closed_form import fit_marginals
 
 TINY = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 0, "patience": None, "progress": False}
 RNG = np.random.default_rng(0)

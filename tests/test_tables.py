@@ -6,10 +6,10 @@ import pytest
 from scipy import stats
 
 import roughflow as rf
+from roughflow.tables._closed_form import Gaussian
 from roughflow.tables._families import ClosedForm
-from roughflow.tables._gaussian import Gaussian
 from roughflow.tables._table import Table
-from roughflow.train._split import Links, copies_of, grid_step, hold_out, mean_and_error
+from roughflow.train._data import Links, copies_of, grid_step, hold_out, mean_and_error
 
 KEY = jax.random.key(0)
 TINY = {"width": 8, "depth": 1, "steps": 2, "likelihood_steps": 0, "progress": False}

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ._figures import demo as demo, fig1, fig2, fig3, fig4, toys
-from ._run import Run
+from ._figures import Run, demo as demo, fig1, fig2, fig3, fig4, toys
 
 EXPERIMENTS: Mapping[str, Callable[[Run], dict]] = {
     "fig1": fig1,

@@ -1,9 +1,9 @@
 """Stage 8, density estimation for tables: `fit_density` and the model that it returns."""
 
+from ._closed_form import Marginals as Marginals
 from ._estimate_chunks import estimate_chunks as estimate_chunks
 from ._fit_density import fit_density as fit_density
 from ._fitted_density import FittedDensity as FittedDensity, Score as Score
-from ._marginals import Marginals as Marginals
 from ._parquet import (
     ParquetTable as ParquetTable,
     check_parquet_columns as check_parquet_columns,

@@ -18,9 +18,9 @@ from .._programs import split
 from ..faq import see
 from ..flow import ExactDivergence
 from ..train import History, Interpolant, best_noise, rng_of, velocity_flow
+from ._closed_form import fit_marginals
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut
-from ._marginals import fit_marginals
 from ._numbers import parts_of
 from ._parquet import ParquetTable
 from ._stages import Sizes, Smoothed, Stages, UnitBatches, smoothed

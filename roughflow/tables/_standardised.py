@@ -25,8 +25,7 @@ from .._show import count, listed, shortened
 from ..density import AbstractEstimator, Estimate, StochasticFlow
 from ..faq import see
 from ..train import with_noise
-from ._gaussian import Gaussian, check_full_rank
-from ._marginals import Marginals
+from ._closed_form import Gaussian, Marginals, check_full_rank
 from ._numbers import is_frame, real_numbers, take
 
 

@@ -10,7 +10,7 @@ from .._checks import check_instance, check_number
 from ..density import StochasticFlow
 from ..faq import see
 from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
-from ._marginals import Marginals
+from ._closed_form import Marginals
 from ._standardised import Standardised
 
 

@@ -13,8 +13,7 @@ from .._checks import check_positive, warn
 from .._programs import fold_in
 from ..faq import see
 from ..train import Links, grid_step, hold_out
-from ._gaussian import check_full_rank
-from ._marginals import Marginals
+from ._closed_form import Marginals, check_full_rank
 from ._numbers import joined
 from ._standardised import standardisation
 

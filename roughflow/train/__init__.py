@@ -2,7 +2,18 @@
 
 from .._devices import check_backend as check_backend
 from ._checkpoint import steps_of as steps_of
-from ._data import rng_of as rng_of
+from ._data import (
+    LEAVE_ONE_OUT as LEAVE_ONE_OUT,
+    Links as Links,
+    check_share as check_share,
+    folds as folds,
+    grid_step as grid_step,
+    hold_out as hold_out,
+    identified as identified,
+    mean_and_error as mean_and_error,
+    rng_of as rng_of,
+    row_codes as row_codes,
+)
 from ._fit import Fitted as Fitted, fit as fit
 from ._flows import (
     best_noise as best_noise,
@@ -21,16 +32,5 @@ from ._reverse_kl import (
     EvidenceBound as EvidenceBound,
     ReverseKL as ReverseKL,
     evidence_bound as evidence_bound,
-)
-from ._split import (
-    LEAVE_ONE_OUT as LEAVE_ONE_OUT,
-    Links as Links,
-    check_share as check_share,
-    folds as folds,
-    grid_step as grid_step,
-    hold_out as hold_out,
-    identified as identified,
-    mean_and_error as mean_and_error,
-    row_codes as row_codes,
 )
 from ._stationarity import confinement as confinement, stationarity as stationarity

@@ -1,17 +1,227 @@
-"""The data of a fit: rows of an array, batches drawn on the host, or a distribution to draw from."""
+"""The data of a fit: rows of an array, batches or a distribution; hold-out rows, folds, copies of rows."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import as_real, check_finite, check_number
+from .._programs import jit
 from ..density import StochasticFlow
+from ..faq import see
 from ._objective import AbstractStatefulObjective
-from ._split import check_share, copies_of, hold_out
+
+NUM_FOLDS = 5
+LEAVE_ONE_OUT = 40  # groups up to which each is a fold of its own
+SPIKE_SHARE = 0.05  # of the rows at one value, which is also this many times as frequent as the median value:
+SPIKE_RATIO = 5
+MAX_CHANCE_TWINS = 0.1  # twins of a row that coincidence may explain: with fewer, equal rows are copies
+PAIRED_COLUMNS = 12  # repeated columns that are compared pair by pair, at most
+
+
+@dataclass(frozen=True)
+class Links:
+    """Which rows must stay on one side of a split.
+
+    `labels` numbers the sets of such rows, `copies` those of equal rows, and `joined` has the columns whose
+    values repeat together, as after a join.
+    """
+
+    labels: np.ndarray
+    copies: np.ndarray
+    joined: tuple[int, ...] = ()
+
+    @property
+    def distinct(self) -> int:
+        """How many different rows there are."""
+        return int(self.copies.max()) + 1
+
+    @staticmethod
+    def of(rows: np.ndarray, groups: Any = None) -> "Links":
+        """Rows of one group are linked, and copies of one row, and rows that agree in two continuous columns:
+        after a join, one record is part of many rows."""
+        copies = copies_of(rows)
+        keys = [copies] if groups is None else [copies, _group_labels(groups, len(rows))]
+        repeated = [j for j, column in enumerate(rows.T) if len(rows) > 1 and _repeats(column)]
+        labels = _connected(keys)
+        if len(repeated) < 2:
+            return Links(labels, copies)
+        repeated = repeated[:PAIRED_COLUMNS]
+        pairs = [(i, j) for i in repeated for j in repeated if i < j]
+        linked = _connected([labels, *(first_seen(row_codes(rows[:, pair])) for pair in pairs)])
+        # A join of many with many connects everything, and then says nothing.
+        if np.bincount(linked).max() > len(rows) / 2 or linked.max() == labels.max():
+            return Links(labels, copies)
+        return Links(linked, copies, tuple(repeated))
+
+    @property
+    def count(self) -> int:
+        """How many sets of rows there are."""
+        return int(self.labels.max()) + 1
+
+    def at(self, places: np.ndarray) -> "Links":
+        """Those of some of the rows."""
+        return Links(first_seen(self.labels[places]), first_seen(self.copies[places]), self.joined)
+
+
+def hold_out(labels: np.ndarray, share: float, key: PRNGKeyArray) -> tuple[np.ndarray, np.ndarray]:
+    """The places of the rows to train on, and of a share of the sets of rows: at least one set, if there are
+    two and the share is not zero."""
+    check_share(share)
+    count = int(labels.max()) + 1
+    aside = min(max(1, round(share * count)), count - 1) if share else 0
+    rank = np.empty(count, int)
+    rank[np.asarray(_permutation(key, count))] = np.arange(count)
+    place = np.argsort(rank[labels], kind="stable")
+    first = int(np.sum(rank[labels] < aside))
+    return place[first:], place[:first]
+
+
+def check_share(share: float) -> None:
+    if isinstance(share, bool) or not 0 <= share < 1:
+        told = f"validation must be a share of the data, at least 0 and below 1, got {share}"
+        raise ValueError(told + see("budgets-and-validation"))
+
+
+def folds(labels: np.ndarray, leave_one_out: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The places of each fold's other rows, and of its own. Up to `leave_one_out` sets of rows are a fold
+    each."""
+    total = int(labels.max()) + 1
+    count = total if total <= leave_one_out else NUM_FOLDS
+    order = np.random.default_rng(0).permutation(total)
+    fold = np.empty(total, int)
+    for i, part in enumerate(np.array_split(order, min(count, total))):
+        fold[part] = i
+    own = fold[labels]
+    return [(np.flatnonzero(own != i), np.flatnonzero(own == i)) for i in range(min(count, total))]
+
+
+def mean_and_error(values: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """The mean over rows, and its standard error: rows of one set are not independent."""
+    mean, count = float(np.mean(values)), int(labels.max()) + 1 if len(labels) else 0
+    if count < 2 or not np.isfinite(mean):
+        return mean, float("nan")
+    sums = np.bincount(labels, values - mean)
+    return mean, float(np.sqrt(count / (count - 1) * np.sum(sums**2)) / len(values))
+
+
+def row_codes(rows: np.ndarray) -> np.ndarray:
+    """A hash of 64 bits for each row: equal rows have equal codes."""
+    words = np.ascontiguousarray(np.asarray(rows, np.float64) + 0.0).view(np.uint64)  # −0 + 0 = 0
+    codes = np.full(len(words), 0x9E3779B97F4A7C15, np.uint64)
+    for word in words.T:
+        codes = (codes ^ word) * np.uint64(0xFF51AFD7ED558CCD)
+        codes ^= codes >> np.uint64(32)
+    return codes
+
+
+def first_seen(codes: np.ndarray) -> np.ndarray:
+    """Codes as numbers 0, 1, … in the order of their first rows."""
+    _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), int)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse.ravel()]
+
+
+def grid_step(values: np.ndarray) -> float:
+    """The step of a grid on which all values lie, as integers and rounded numbers do; 0 if there is none."""
+    distinct = np.unique(values)
+    gaps = np.unique(np.diff(distinct))
+    if not gaps.size:
+        return 0.0
+    if np.abs(distinct).max() < 2**53 and np.array_equal(distinct, np.round(distinct)):
+        return float(np.gcd.reduce(gaps.astype(np.int64)))
+    single = np.array_equal(distinct, distinct.astype(np.float32))
+    tolerance = (2e-7 if single else 1e-12) * float(np.abs(distinct).max())
+    step, finest = float(gaps[0]), max(10 * tolerance, 1e-6 * float(distinct[-1] - distinct[0]))
+    while step > finest:  # Euclid's algorithm, for all gaps at once
+        times = np.round(gaps / step)
+        rest = np.abs(gaps - step * times)
+        rest = rest[rest > tolerance * (1 + times)]
+        if not rest.size:
+            return _clean(step, gaps)
+        step = float(rest.min())
+    return 0.0
+
+
+def _clean(step: float, gaps: np.ndarray) -> float:
+    """The step as a person would write it: 0.1, not 0.10000000000000009."""
+    largest = float(gaps[-1])
+    exact = largest / round(largest / step)
+    return float(f"{exact:.6g}")
+
+
+def copies_of(rows: np.ndarray) -> np.ndarray:
+    """A label for each row: copies of one row share theirs."""
+    labels = first_seen(row_codes(rows))
+    if labels.max() + 1 == len(rows):
+        return labels
+    unique = len(rows) + np.arange(len(rows))
+    return first_seen(np.where(identified(rows, len(rows)), labels, unique))
+
+
+def identified(rows: np.ndarray, total: int) -> np.ndarray:
+    """Whether an equal row among `total` is a copy of each row: rounded values may agree by chance."""
+    return sum(_log_cells(column) for column in rows.T) > np.log(total / MAX_CHANCE_TWINS)
+
+
+def _log_cells(column: np.ndarray) -> np.ndarray:
+    """How much each value of a column tells rows apart: the logarithm of the number of values that it might
+    have had, infinite for a continuous column."""
+    _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
+    step, cells = grid_step(column), np.inf
+    if step or len(counts) == 1:
+        quarters = np.quantile(column, [0.25, 0.75])
+        cells = 1.0 if len(counts) == 1 else max(1.0, 2 * (quarters[1] - quarters[0]) / step)
+    share = counts / len(column)
+    spike = (share > SPIKE_SHARE) & (share > SPIKE_RATIO * np.median(share))
+    return np.log(np.where(spike, np.minimum(cells, 1 / share), cells))[inverse.ravel()]
+
+
+def _repeats(column: np.ndarray) -> bool:
+    """Whether a continuous column has most of its values more than once."""
+    _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
+    if np.mean(counts[inverse.ravel()] > 1) < 0.5 or len(counts) == 1:
+        return False
+    return bool(np.median(_log_cells(column)) > np.log(len(column) / MAX_CHANCE_TWINS))
+
+
+def _group_labels(groups: Any, count: int) -> np.ndarray:
+    labels = np.asarray(groups, dtype=object)
+    if labels.shape != (count,):
+        told = f"groups must have one label for each of the {count} rows, got shape {labels.shape}"
+        raise ValueError(told + see("budgets-and-validation"))
+    missing = [i for i, label in enumerate(labels) if label is None or label != label]
+    if missing:
+        raise ValueError(f"groups has no label in row {missing[0]}: give every row one")
+    seen: dict[Any, int] = {}
+    return np.array([seen.setdefault(label, len(seen)) for label in labels])
+
+
+def _connected(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """One label for rows that share any key, directly or through others."""
+    if len(keys) == 1:
+        return keys[0]
+    count, parts, offset = len(keys[0]), [], len(keys[0])
+    for key in keys:
+        parts.append(offset + key)
+        offset += int(key.max()) + 1
+    edges = (np.ones(count * len(keys)), (np.tile(np.arange(count), len(keys)), np.concatenate(parts)))
+    graph = scipy.sparse.coo_matrix(edges, shape=(offset, offset))
+    _, labels = scipy.sparse.csgraph.connected_components(graph, directed=False)
+    return first_seen(labels[:count])
+
+
+@partial(jit, level=1)
+def _permutation(key: PRNGKeyArray, count: int) -> Array:
+    return jax.random.permutation(key, count)
 
 
 @runtime_checkable
