@@ -1,8 +1,10 @@
 """Checkpoints: the state of a run, and a fingerprint of everything that the run depends on."""
 
+import ast
 import dataclasses
 import functools
 import hashlib
+import inspect
 import os
 import re
 import time
@@ -35,10 +37,11 @@ MAX_SHOWN_NUMBERS = 8  # longer lists of numbers are compared by their digest
 
 
 def fingerprint(value: Any, place: str) -> dict[str, str]:
-    """Each part of a value by its place: numbers as they are, arrays and code by their digests.
+    """Each part of a value by its place: numbers as they are, arrays and source code by their digests.
 
-    All fields of a module count, static ones too; of a function its code, its defaults, and the numbers and
-    functions that it closes over or finds in its module.
+    All fields of a module count, static ones too; of a function its source, its defaults, and the numbers and
+    functions that it closes over or finds in its module. Bytecode, which changes with the version of Python,
+    counts only for functions without a source file.
     """
     return dict(_parts(value, place, {}))
 
@@ -107,7 +110,28 @@ def _function(function: types.FunctionType) -> dict[str, Any]:
     # Of what it finds in its module: modules and classes are known by their names, which are in the code.
     found = {name: function.__globals__.get(name) for name in _names(code)}
     counted = {name: value for name, value in found.items() if isinstance(value, COMPARED_TYPES)}
-    return parts | counted | {"its code": code}
+    source = _source(code)
+    return parts | counted | ({"its code": code} if source is None else {"its source": source.splitlines()})
+
+
+def _source(code: types.CodeType) -> str | None:
+    """The source of a function without comments and layout; None where it cannot be read."""
+    try:
+        tree = ast.parse("".join(inspect.findsource(code)[0]))
+    except (OSError, SyntaxError, IndexError):
+        return None
+    first = lambda node: min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and (first(node), getattr(node, "name", "<lambda>")) == (code.co_firstlineno, code.co_name)
+    ]
+    if len(found) > 1:  # lambdas on one line, which their columns tell apart
+        starts = {(line, column) for line, _, column, _ in code.co_positions()}
+        begins = lambda node: (node.lineno, node.col_offset)
+        found = [node for node in found if isinstance(node, ast.Lambda) and begins(node.body) in starts]
+    return ast.unparse(found[0]) if len(found) == 1 else None
 
 
 def _cells(function: types.FunctionType) -> Iterator[Any]:
@@ -149,6 +173,12 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     return None
 
 
+def _without_code(parts: Mapping[str, str]) -> dict[str, str]:
+    """The parts but for code, which version 4 compared in another form and counted among the parts."""
+    kept = {place: text for place, text in parts.items() if not re.search(r"\.its (code|source)\b", place)}
+    return {place: re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
+
+
 def _without_module(text: str | None) -> str | None:
     """The name of a class or function of roughflow without its private module: modules move."""
     return text and re.sub(r"\broughflow\.(\w+\.)*_\w+\.", "roughflow.", text)
@@ -158,7 +188,7 @@ def _short(text: str | None) -> bool:
     return text is not None and len(text) < 30
 
 
-VERSION = 4
+VERSION, OLDEST_VERSION = 5, 4  # version 4 compared the bytecode of functions, not their source
 SECONDS_BETWEEN_WRITES = 30.0  # between two writes
 
 
@@ -254,14 +284,17 @@ class Checkpoint:
     def load(self, start: Progress) -> Progress:
         """The state in the file; `start` says what it looks like."""
         header, arrays = read_archive(self.path, "checkpoint", VERSION)
-        if header["version"] < VERSION:
+        if header["version"] < OLDEST_VERSION:
             raise ValueError(
                 f"checkpoint {self.path} was written by an older roughflow, which did not note all that a "
                 "run depends on: delete it or name another to start afresh" + see("checkpoints")
             )
-        told = difference(header["settings"], self.settings)
-        if told is not None:
-            raise ValueError(f"checkpoint {self.path} belongs to another run: {told}{see('checkpoints')}")
+        before, now = header["settings"], self.settings
+        if header["version"] < VERSION:
+            before, now = _without_code(before), _without_code(now)
+        changed = difference(before, now)
+        if changed is not None:
+            raise ValueError(f"checkpoint {self.path} belongs to another run: {changed}{see('checkpoints')}")
         leaves, structure = jax.tree.flatten(start.changing)
         restored = [jnp.asarray(arrays[f"leaf/{i}"], a.dtype) for i, a in enumerate(leaves)]
         parameters, optimiser, state, best = jax.tree.unflatten(structure, restored)
