@@ -85,7 +85,7 @@ def test_every_public_object_has_an_example():
 
 
 # Examples of these take long to compile: of whole stages, and some others.
-SLOW = {"density", "learn", "mcmc", "series"}
+SLOW = {"density", "files", "train", "tables", "mcmc", "series"}
 LONG = {"StochasticFlow.estimate", "Estimate", "SampledCorrection", "HutchinsonDivergence"}
 LONG |= {"LocalDiffusion", "SkewNetwork", "RoughPath", "Davie"}
 

@@ -1,18 +1,4 @@
-"""Distributions on the plane whose density is known: data to fit, and the truth to compare with.
-
-They have the shapes and the scale that papers on normalizing flows draw, with one change: every density is
-exact, so that the excess of a model over the truth is a number.
-
-```python
-import jax
-from roughflow.datasets import DISTRIBUTIONS
-
-distribution = DISTRIBUTIONS["two-spirals"]
-data = distribution.sample(key=jax.random.key(0), shape=(1000,))  # (1000, 2)
--distribution.log_prob(data).mean()  # the truth's loss on these data
-distribution.entropy  # its expected loss, 2.5406 nats: no model's is lower
-```
-"""
+"""Distributions on the plane with exact densities."""
 
 import abc
 import functools
@@ -28,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 from scipy import special
 
-from ._checks import as_real, as_shape, check_key
+from .._checks import as_real, as_shape, check_key
 
 Window = tuple[float, float, float, float]
 
