@@ -888,14 +888,20 @@ def replay(sde: AbstractSDE, begin: Any, solution: Solution) -> GridDensity:
 
 
 def log_prob_and_error(
-    sde: AbstractSDE, begin: Any, t1: float, x: Numbers, tolerance: float, largest: int | None = None
+    sde: AbstractSDE,
+    begin: Any,
+    t1: float,
+    x: Numbers,
+    tolerance: float,
+    largest: int | None = None,
+    max_work: float = MAX_WORK,
 ) -> tuple[Numbers, Numbers]:
     """log p at `(N, d)` and its error, from a mesh that is refined until the error is below the tolerance."""
     (still, start), points = values_of((sde, begin)), values_of(x)
     solution, value, error = None, np.full(len(x), np.nan), np.full(len(x), np.inf)
     # The share of the highest density that is to be known, first as for draws; and the part of the tolerance.
     lowest = min(1e-2, max(1e-5, 0.1 / max(1, len(x))))
-    part, work = 1.0, Work(MAX_WORK)
+    part, work = 1.0, Work(max_work)
     for _ in range(MAX_PASSES):
         low = max(0.15 * part * tolerance * lowest, 1e-10)
         resolution = Resolution(low, max(0.05 * low, 5e-12), 0.2 * part * tolerance, lowest)
@@ -976,9 +982,14 @@ class Grid(AbstractEstimator):
 
 @in_double_precision
 def estimate(
-    flow: Any, x: Numbers, tolerance: float, start: Any = None, largest: int | None = None
+    flow: Any,
+    x: Numbers,
+    tolerance: float,
+    start: Any = None,
+    largest: int | None = None,
+    max_work: float = MAX_WORK,
 ) -> tuple[Numbers, Numbers]:
-    """log p at `x` `(..., d)` and its error."""
+    """log p at `x` `(..., d)` and its error; NaN and infinite where `max_work` does not suffice."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(()).dtype
     model = (explicit(flow.sde, flow.dimension), flow.base, None if start is None else jnp.asarray(start), x)
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -991,8 +1002,10 @@ def estimate(
         else:
             begin = FromPoint(sde, jnp.asarray(start, float), 0.0, flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
-        pair = log_prob_and_error(sde, begin, flow.t1, points, tolerance, largest)
-        value, error = (jnp.reshape(jnp.asarray(part), x.shape[:-1]).astype(dtype) for part in pair)
+        value, error = log_prob_and_error(sde, begin, flow.t1, points, tolerance, largest, max_work)
+        # A value is rounded to the precision of x.
+        error = error + jnp.finfo(dtype).eps * jnp.nan_to_num(jnp.abs(value))
+        value, error = (jnp.reshape(part, x.shape[:-1]).astype(dtype) for part in (value, error))
         return value, error
 
     traced = any(is_traced(leaf) for leaf in jax.tree.leaves(parameters))

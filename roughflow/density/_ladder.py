@@ -46,6 +46,7 @@ MOST = 2**12  # paths of a rung, where no tolerance is asked for
 FIXED = 256  # paths inside a jit
 # Points, by dimension, from which a grid is cheaper than paths for each. Grids run on the CPU.
 MANY, MANY_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
+GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension: about ten seconds of a CPU, after which a grid gives up
 EVEN = 0.25  # effective fraction of paths above which others would be no better
 LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
 DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
@@ -67,8 +68,10 @@ class Ladder(AbstractEstimator):
        the driver's functions too: the difference corrects the value, and bounds what is still left out.
     2. Where weights are poor, or too many paths would be needed, paths are drawn from the proposal that the
        flow has learned, if it has, and then **around the likeliest paths** to x (`rf.Laplace`).
-       In one and two dimensions a **grid** comes first (`rf.density.Grid`), and if there are many points it
-       comes before everything: it costs the same for any number of them.
+       In one and two dimensions a **grid** (`rf.density.Grid`) computes what is still not known well enough.
+       If there are many points it comes before everything: it costs the same for any number of them. If the
+       SDE contracts strongly it comes first too, because prior draws may then miss paths, and without it the
+       likeliest paths come first.
     3. Where these weights are poor too, **particles** are moved from there to the distribution of the path
        given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to 1, reweighted, resampled and moved at each
        β (Del Moral, Doucet & Jasra 2006).
@@ -184,7 +187,8 @@ def _grid(
     flow: AbstractStochasticFlow, x: np.ndarray, which: np.ndarray, tolerance: float, record: Record
 ) -> np.ndarray:
     """The Fokker–Planck equation for the points `which`; returns those that it leaves to others."""
-    value, error = (np.asarray(part, float) for part in grid_estimate(flow, x[which], tolerance))
+    found = grid_estimate(flow, x[which], tolerance, max_work=GRID_WORK[flow.dimension])
+    value, error = (np.asarray(part, float) for part in found)
     size, zero = len(which), np.zeros(len(which))
     parts = {
         **{"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error},
@@ -242,8 +246,6 @@ def _climb(
     flow = points.levels.flow
     if not contracts:
         which = _rounds(Rounds(points, which, Sobol(), None, most), tolerance, most, record, "paths")
-    if fits and which.size:
-        which = _grid(flow, points.x, which, tolerance, record)
     if which.size and (learned := _learned(flow)) is not None:
         mixture = mixtures(learned, points, which)
         mixture = None if mixture is None else mixture.with_prior(LEARNED_SHARE)
@@ -253,6 +255,9 @@ def _climb(
     mixture = mixtures(Laplace(), points, which)
     assert mixture is not None
     _around_modes(points, which, mixture, tolerance, most, record)
+    unmet = which[record.poor[which] | (record.total_error()[which] > tolerance)]
+    if fits and unmet.size:
+        _grid(flow, points.x, unmet, tolerance, record)
     still = record.poor[which]
     if still.any():
         _particles(points, which[still], jax.tree.map(lambda a: a[still], mixture), record)
