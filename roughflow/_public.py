@@ -53,6 +53,7 @@ from .rough import (
 from .flow import (
     AbstractStochasticFlow as AbstractStochasticFlow,
     Normal as Normal,
+    MultivariateNormal as MultivariateNormal,
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
     HutchinsonDivergence as HutchinsonDivergence,
@@ -68,6 +69,7 @@ from .flow import (
     Outcome as Outcome,
     Status as Status,
     simulate as simulate,
+    to_diffrax as to_diffrax,
     suited_grid as suited_grid,
     AbstractScheme as AbstractScheme,
     EulerMaruyama as EulerMaruyama,

@@ -361,3 +361,20 @@ def in_units(units):
         return u[:, None] * jnp.stack([jnp.stack(row) for row in rows])
 
     return rf.StochasticFlow(rf.ItoSDE(drift, diffusion), rf.Normal(jnp.zeros(2), 0.5 * u))
+
+
+def test_a_correlated_normal_base(key):
+    """Its own density, its samples, and the density of an Ornstein–Uhlenbeck process that starts from it."""
+    loc, covariance = np.array([0.5, -1.0]), np.array([[1.0, 0.9], [0.9, 2.0]])
+    base, x = rf.MultivariateNormal(loc, covariance), np.array([[0.3, 0.1], [1.0, -2.0]])
+    np.testing.assert_allclose(base.log_prob(x), stats.multivariate_normal(loc, covariance).logpdf(x))
+    np.testing.assert_allclose(np.cov(base.sample(key=key, shape=(50_000,)).T), covariance, atol=0.04)
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2)), base)
+    end = stats.multivariate_normal(
+        np.exp(-1) * loc, np.exp(-2) * covariance + 0.5 * (1 - np.exp(-2)) * np.eye(2)
+    )
+    estimate = flow.estimate(x, key=key)
+    assert np.all(np.abs(estimate.log_prob - end.logpdf(x)) < 3 * estimate.total_error + 1e-4)
+    for bad in (np.eye(3), np.array([[1.0, 2.0], [2.0, 1.0]]), np.array([[1.0, 0.5], [0.0, 1.0]])):
+        with pytest.raises(ValueError, match=r"^(loc must|covariance must)[^\n]*$"):
+            rf.MultivariateNormal(loc, bad)

@@ -247,3 +247,34 @@ def test_euler_is_refused_on_a_random_path():
     assert "\n" not in str(caught.value)
     with pytest.raises(TypeError, match="explicit Runge-Kutta"):
         rf.FixedGrid(diffrax.Kvaerno5())
+
+
+def test_output_times_and_a_later_start(key):
+    """dZ = 2t dt + dB from 1 at t0 = 1 has mean t² and variance t − 1; output times need not be steps."""
+    sde = rf.ItoSDE(lambda t, z: 2 * t * jnp.ones(1), lambda t, z: jnp.eye(1))
+    times = np.array([1.0, 1.37, 2.5, 3.0])
+    z = np.asarray(rf.simulate(sde, jnp.ones((20_000, 1)), key=key, t0=1.0, t1=3.0, steps=200, saveat=times))
+    assert z.shape == (20_000, 4, 1)
+    np.testing.assert_allclose(z[..., 0].mean(axis=0), times**2, atol=0.05)
+    np.testing.assert_allclose(z[..., 0].var(axis=0), times - 1, rtol=0.05, atol=1e-12)
+    whole = rf.simulate(sde, jnp.ones((5, 1)), key=key, t0=1.0, t1=3.0, steps=4, trajectory=True)
+    some = rf.simulate(sde, jnp.ones((5, 1)), key=key, t0=1.0, t1=3.0, steps=4, saveat=[1.5, 3.0])
+    np.testing.assert_allclose(some, whole[:, [1, 4]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("saveat", [[], [2.0, 1.5], [0.5], [3.5], [[1.5]]])
+def test_bad_output_times_are_refused(saveat, key):
+    with pytest.raises(ValueError, match=r"^saveat must [^\n]*$"):
+        rf.simulate(ou_1d().ito, jnp.zeros(1), key=key, t0=1.0, t1=3.0, steps=4, saveat=saveat)
+
+
+def test_terms_for_diffrax_give_the_same_path(key):
+    sde, steps = gbm_2d().ito, 16
+    columns = rf.StochasticFlow(sde, rf.Normal(jnp.ones(2))).noise_dimension
+    control = diffrax.VirtualBrownianTree(0.0, 1.0, tol=1e-4, shape=(columns,), key=key)
+    times = jnp.linspace(0, 1, steps + 1)
+    values = jax.vmap(control.evaluate)(times)
+    ours = rf.simulate(sde, jnp.ones(2), increments=jnp.diff(values, axis=0), scheme=rf.EulerMaruyama())
+    terms = rf.to_diffrax(sde, control)
+    theirs = diffrax.diffeqsolve(terms, diffrax.Euler(), 0.0, 1.0, 1 / steps, jnp.ones(2)).ys[-1]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)

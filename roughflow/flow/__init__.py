@@ -1,7 +1,13 @@
 """Stage 3, the random ODE as a flow: divergence, integration, conditional density, sampling."""
 
 from ._adaptive import Adaptive as Adaptive
-from ._base import Base as Base, Normal as Normal, Whitened as Whitened, some_points as some_points
+from ._base import (
+    Base as Base,
+    MultivariateNormal as MultivariateNormal,
+    Normal as Normal,
+    Whitened as Whitened,
+    some_points as some_points,
+)
 from ._divergence import (
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
@@ -42,4 +48,5 @@ from ._simulate import (
     StratonovichHeun as StratonovichHeun,
     StratonovichMidpoint as StratonovichMidpoint,
     simulate as simulate,
+    to_diffrax as to_diffrax,
 )

@@ -100,6 +100,66 @@ class Normal(eqx.Module):
         return -0.5 * jnp.sum(residual**2, axis=-1) - constant
 
 
+class MultivariateNormal(eqx.Module):
+    """A normal distribution with trainable mean and covariance LLᵀ, L lower triangular.
+
+    **Arguments:** `loc`, shape `(d,)`; `covariance`, shape `(d, d)`, symmetric and positive definite.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    base = rf.MultivariateNormal(jnp.zeros(2), jnp.array([[1.0, 0.5], [0.5, 2.0]]))
+    base.log_prob(jnp.zeros(2))
+    ```
+    """
+
+    loc: Array
+    lower: Array  # (d, d); only what is below the diagonal counts
+    log_diagonal: Array  # (d,)
+
+    def __init__(self, loc: Array, covariance: Array):
+        loc, covariance = finite_array("loc", loc), finite_array("covariance", covariance)
+        if loc.ndim != 1 or covariance.shape != 2 * loc.shape:
+            raise ValueError(
+                f"loc must have shape (d,) and covariance (d, d), got {loc.shape} and {covariance.shape}"
+            )
+        try:
+            root = np.linalg.cholesky(np.asarray(covariance))
+        except np.linalg.LinAlgError:
+            raise ValueError("covariance must be positive definite") from None
+        if not np.allclose(covariance, np.transpose(covariance)):
+            raise ValueError("covariance must be symmetric")
+        self.loc, self.lower = loc, jnp.asarray(np.tril(root, -1), loc.dtype)
+        self.log_diagonal = jnp.asarray(np.log(np.diag(root)), loc.dtype)
+
+    @property
+    def covariance(self) -> Array:
+        return self._root @ self._root.T
+
+    @property
+    def _root(self) -> Array:
+        return jnp.tril(self.lower, -1) + jnp.diag(jnp.exp(self.log_diagonal))
+
+    def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
+        """Draw `shape` points, an array of shape `(*shape, d)`."""
+        shape = as_shape(shape, self.loc.size)
+        noise = jax.random.normal(check_key(key), (*shape, self.loc.size), self.loc.dtype)
+        return jnp.expand_dims(self.loc, range(len(shape))) + noise @ self._root.T
+
+    def from_normal(self, u: Array) -> Array:
+        return self.loc + self._root @ u
+
+    def log_prob(self, z: Array) -> Array:
+        """Log-density at `z` of shape `(..., d)`."""
+        z = jnp.asarray(as_real("z", z))
+        check_vector("z", z, self.loc.size)
+        rows = jnp.reshape(z, (-1, self.loc.size)) - self.loc[None]
+        residual = jax.scipy.linalg.solve_triangular(self._root, rows.T, lower=True)
+        constant = 0.5 * self.loc.size * math.log(2 * math.pi) + jnp.sum(self.log_diagonal)
+        return jnp.reshape(-0.5 * jnp.sum(residual**2, axis=0) - constant, z.shape[:-1])
+
+
 def dimension_of(base: Base) -> int:
     """The d of its points `(d,)`; what is no base is refused."""
     if not isinstance(base, Base) or isinstance(base, type):

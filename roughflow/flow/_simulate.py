@@ -4,11 +4,12 @@ import abc
 import math
 from collections.abc import Callable
 
+import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from .._checks import (
     as_real,
@@ -19,6 +20,7 @@ from .._checks import (
     check_key,
     check_memory,
     check_number,
+    finite_array,
     is_traced,
 )
 from .._linear import solve
@@ -225,14 +227,16 @@ def simulate(
     z0: Array,
     *,
     key: PRNGKeyArray | None = None,
+    t0: float = 0.0,
     t1: float = 1.0,
     steps: int = 1000,
     scheme: AbstractScheme | None = None,
     increments: Array | None = None,
     path: RoughPath | None = None,
     trajectory: bool = False,
+    saveat: ArrayLike | None = None,
 ) -> Array:
-    """Simulate dZ = μ dt + σ dB from `z0` to `t1` on `steps` equal steps.
+    """Simulate dZ = μ dt + σ dB from `z0` at `t0` to `t1` on `steps` equal steps.
 
     **Arguments:**
 
@@ -246,6 +250,8 @@ def simulate(
       the place of `t1` and `steps`. A Stratonovich SDE takes a geometric one, an Itô SDE the Itô lift.
     - `trajectory`: return the whole trajectory, shape `(..., steps + 1, d)`, instead of Z at t1. Time is the
       axis before the last, as it is in the chains of `rf.sample_chain`.
+    - `saveat`: increasing output times between `t0` and `t1`, shape `(k,)`; returns Z at these times, shape
+      `(..., k, d)`. Times between two steps divide a step.
 
     Differentiable, with each step recomputed in the backward pass.
 
@@ -255,10 +261,13 @@ def simulate(
 
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
     z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), t1=5.0, steps=500)
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), t1=5.0, saveat=[1.0, 2.5])
+    z.shape  # (100, 2, 2)
     ```
     """
     check_sde(sde)
-    check_number("t1", t1, above=0)
+    check_number("t0", t0)
+    check_number("t1", t1, above=t0)
     check_flag("trajectory", trajectory)
     if scheme is not None:
         check_instance("scheme", scheme, AbstractScheme, "a scheme such as rf.EulerMaruyama()")
@@ -268,7 +277,12 @@ def simulate(
         raise ValueError("z0 must have shape (..., d), got ()")
     check_finite("z0", z0)
     columns = noise_dimension(sde, z0.shape[-1], f"z0 has dimension {z0.shape[-1]}")
-    batch, times = z0.shape[:-1], None
+    batch, times, saved = z0.shape[:-1], None, None
+    if saveat is not None:
+        if path is not None or increments is not None or isinstance(scheme, Davie) or trajectory:
+            raise ValueError("saveat cannot be combined with increments, path, trajectory or rf.Davie()")
+        times, saved = _output_grid(saveat, t0, t1, check_count("steps", steps))
+        steps = len(times) - 1
     if path is not None:
         scheme = _check_path(sde, path, scheme, (*batch, "steps", columns))
         times, noise = path.times, (path.increments, path.areas)
@@ -281,15 +295,31 @@ def simulate(
         raise TypeError("simulate needs key=jax.random.key(seed), increments, or a path" + see("keys"))
     else:
         check_memory(f"steps={steps}", check_count("steps", steps) * math.prod(batch) * max(columns, 1))
-        noise = _drawn(sde, scheme, check_key(key), (*batch, steps, columns), t1, z0.dtype)
+        lengths = np.full(steps, (t1 - t0) / steps) if times is None else np.diff(times)
+        noise = _drawn(sde, scheme, check_key(key), (*batch, steps, columns), lengths, z0.dtype)
     if scheme is None:
         scheme = StratonovichHeun() if isinstance(sde, AbstractStratonovichSDE) else EulerMaruyama()
     if z0.size and not is_traced(z0):
         scheme.check(sde, jnp.reshape(z0, (-1, z0.shape[-1]))[0])
     count = noise[0].shape[len(batch)]
-    times = jnp.asarray(t1 / count, z0.dtype) * jnp.arange(count + 1) if times is None else times
+    times = t0 + (t1 - t0) / count * np.arange(count + 1) if times is None else times
+    times = jnp.asarray(times, z0.dtype)
     noise = jax.tree.map(lambda a: jnp.moveaxis(jnp.asarray(a, z0.dtype), len(batch), 0), noise)
-    return _simulate(sde, z0, times, scheme, noise, trajectory)
+    z = _simulate(sde, z0, times, scheme, noise, trajectory or saved is not None)
+    return z if saved is None else z[..., saved, :]
+
+
+def _output_grid(saveat: ArrayLike, t0: float, t1: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """The times of the steps and of the output, and the places of the latter among them."""
+    saveat = np.asarray(finite_array("saveat", saveat), float)
+    if saveat.ndim != 1 or not saveat.size or np.any(np.diff(saveat) <= 0):
+        raise ValueError(f"saveat must hold increasing times, shape (k,), got shape {saveat.shape}")
+    if saveat[0] < t0 or saveat[-1] > t1:
+        raise ValueError(
+            f"saveat must lie between t0={t0:g} and t1={t1:g}, got {saveat[0]:g} to {saveat[-1]:g}"
+        )
+    times = np.union1d(np.linspace(t0, t1, steps + 1), saveat)
+    return times, np.searchsorted(times, saveat)
 
 
 def _drawn(
@@ -297,19 +327,21 @@ def _drawn(
     scheme: AbstractScheme | None,
     key: PRNGKeyArray,
     shape: tuple[int, ...],
-    t1: float,
+    lengths: np.ndarray,
     dtype: np.dtype,
 ) -> tuple[Array, ...]:
-    """Brownian increments `(..., steps, m)` and, for a scheme that needs them, areas."""
+    """Brownian increments `(..., steps, m)` over steps of these lengths and, for a scheme that needs them,
+    areas."""
     *batch, steps, columns = shape
     if isinstance(scheme, Davie):
-        options = {"noise_dimension": columns, "shape": tuple(batch), "t1": t1}
+        options = {"noise_dimension": columns, "shape": tuple(batch), "t1": float(np.sum(lengths))}
         rough = brownian_lift(steps, key=key, num_functions=scheme.num_functions, **options)
         rough = rough if isinstance(sde, AbstractStratonovichSDE) else rough.ito()
         return rough.increments, rough.areas
     # Drawn with time first.
     normal = jax.random.normal(key, (steps, *batch, columns), dtype)
-    return (jnp.sqrt(t1 / steps) * jnp.moveaxis(normal, 0, -2),)
+    size = np.sqrt(lengths).reshape(steps, *[1] * (normal.ndim - 1))
+    return (jnp.moveaxis(jnp.asarray(size, dtype) * normal, 0, -2),)
 
 
 def _check_path(
@@ -357,3 +389,27 @@ def _simulate(
         return jnp.reshape(last, (*batch, -1))
     whole = jnp.swapaxes(jnp.concatenate([z0[None], states]), 0, 1)
     return jnp.reshape(whole, (*batch, steps + 1, z0.shape[-1]))
+
+
+def to_diffrax(sde: AbstractSDE, control: diffrax.AbstractPath) -> diffrax.MultiTerm:
+    """The SDE as terms for `diffrax.diffeqsolve`, driven by `control`: a path with values of shape `(m,)`, for
+    example a `diffrax.VirtualBrownianTree`.
+
+    The terms mean what the solver makes of them: use an Itô solver (`diffrax.Euler`) for an Itô SDE and a
+    Stratonovich solver (`diffrax.Heun`) for a Stratonovich SDE, or convert the SDE first.
+
+    ```python
+    import diffrax, jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
+    brownian = diffrax.VirtualBrownianTree(0.0, 1.0, tol=1e-3, shape=(2,), key=jax.random.key(0))
+    terms = rf.to_diffrax(sde, brownian)
+    diffrax.diffeqsolve(terms, diffrax.Euler(), 0.0, 1.0, dt0=0.01, y0=jnp.zeros(2)).ys  # shape (1, 2)
+    ```
+    """
+    check_sde(sde)
+    return diffrax.MultiTerm(
+        diffrax.ODETerm(lambda t, z, args: sde.drift(t, z)),
+        diffrax.ControlTerm(lambda t, z, args: noise_matrix(sde.noise(t, z)), control),
+    )
