@@ -82,7 +82,7 @@ def run(out, objective, devices, process, processes, port):
 
     key = jax.random.key(0)
     if objective == "regression":
-        flow, rows, by = rf.velocity_flow(6, width=128, depth=3, key=key), 4096, rf.Interpolant()
+        flow, rows, by = rf.train.velocity_flow(6, width=128, depth=3, key=key), 4096, rf.Interpolant()
     else:
         flow, rows, by = rf.neural_flow(2, width=64, depth=3, key=key), 256, rf.MaximumLikelihood(2)
         # Steps that are given are not looked at: nothing is compiled while it is timed.

@@ -18,8 +18,8 @@ STAGES = 6  # of Dopri5
 
 
 def main() -> None:
-    sampled = (rf.HutchinsonDivergence(), rf.SampledCorrection())
-    exact = (rf.ExactDivergence(), rf.ExactCorrection())
+    sampled = (rf.HutchinsonDivergence(), rf.sde.SampledCorrection())
+    exact = (rf.ExactDivergence(), rf.sde.ExactCorrection())
     steps = {("sampled", d): gradient_step(d, *sampled) for d in DIMENSIONS}
     steps |= {("exact", d): gradient_step(d, *exact) for d in DIMENSIONS if d <= 32}
     medians = {name: np.median(t) for name, t in interleave(steps, 10).items()}

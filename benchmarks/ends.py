@@ -11,7 +11,12 @@ NEWTON = 4
 
 
 def log_prob_along(
-    flow: rf.StochasticFlow, start: Array, x: Array, rest: rf.Path, direction: Array, newton: int = NEWTON
+    flow: rf.StochasticFlow,
+    start: Array,
+    x: Array,
+    rest: rf.driver.Path,
+    direction: Array,
+    newton: int = NEWTON,
 ) -> Array:
     """log p(x | start, all of the path but its part along the unit vector `direction` `(..., n)`); batched.
 
@@ -23,7 +28,7 @@ def log_prob_along(
     free = rest.coefficients[..., 0] - direction * along[..., None]
 
     def end(r: Array) -> Array:
-        path = rf.Path(rest.driver, (free + direction * r[..., None])[..., None], rest.t1)
+        path = rf.driver.Path(rest.driver, (free + direction * r[..., None])[..., None], rest.t1)
         return flow.push_forward(start[..., None], path)[0][..., 0]
 
     def with_slope(r: Array) -> tuple[Array, Array]:

@@ -125,7 +125,7 @@ def verdicts(fitted: Figures, first: Figures) -> Iterator[str]:
         yield f"{'holds' if value <= limit else 'FALLS SHORT'}: {claim}: {value:.2f}"
 
 
-def estimate(model: rf.StochasticFlow | rf.Standardised, x: Array, **settings) -> rf.Estimate:
+def estimate(model: rf.StochasticFlow | rf.tables.Standardised, x: Array, **settings) -> rf.Estimate:
     return jax.block_until_ready(model.estimate(x, key=jax.random.key(1), **settings))
 
 

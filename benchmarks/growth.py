@@ -38,7 +38,7 @@ class Axis:
 def flow_of(dimension: int = 2, width: int = 32, steps: int = 2, noise: bool = True) -> rf.StochasticFlow:
     keys = jax.random.split(jax.random.key(0))
     drift = rf.MLP(dimension, dimension, width, 2, key=keys[0])
-    sde = rf.ItoSDE(drift, rf.ConstantDiffusion(0.5 * jnp.ones(dimension)) if noise else rf.NoDiffusion())
+    sde = rf.ItoSDE(drift, rf.ConstantDiffusion(0.5 * jnp.ones(dimension)) if noise else rf.sde.NoDiffusion())
     divergence = rf.ExactDivergence() if dimension == 2 else rf.HutchinsonDivergence()
     base = rf.Normal(jnp.zeros(dimension))
     return rf.StochasticFlow(sde, base, integrator=rf.FixedGrid(steps=steps), divergence=divergence)

@@ -36,7 +36,7 @@ def kept_arrays(file: Path, make: Callable[[], list[np.ndarray]], *, fresh: bool
     if fresh or not file.exists():
         FOLDER.mkdir(exist_ok=True)
         arrays = make()
-        with rf.whole_file(file) as draft, draft.open("wb") as stream:
+        with rf.files.whole_file(file) as draft, draft.open("wb") as stream:
             np.savez(stream, *arrays)
     with np.load(file) as stored:
         return [stored[f"arr_{i}"] for i in range(len(stored.files))]

@@ -13,8 +13,8 @@ from benchmarks.timing import format_table
 
 STEPS = (200, 2000)
 MODES = {
-    "constant memory (reversible)": rf.ConstantMemory(),
-    "backpropagation (checkpointed)": rf.Backpropagation(),
+    "constant memory (reversible)": rf.flow.ConstantMemory(),
+    "backpropagation (checkpointed)": rf.flow.Backpropagation(),
 }
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     print("\n" + "\n".join(lines), flush=True)
 
 
-def fitted(name: str) -> rf.Standardised:
+def fitted(name: str) -> rf.tables.Standardised:
     """The distribution's density by regression."""
     file = kept_file("noise", name, ROWS, STEPS).with_suffix(".rf")
     if not file.exists():
@@ -55,7 +55,7 @@ def noises() -> dict[str, float | rf.FullDiffusion]:
     return {"0.25": 0.25, "0.5": 0.5, "1": 1.0, "full": full}
 
 
-def examine(name: str, plain: rf.Standardised) -> Iterator[str]:
+def examine(name: str, plain: rf.tables.Standardised) -> Iterator[str]:
     keys = jax.random.split(jax.random.key(2), 4)
     x = np.asarray(rf.datasets.DISTRIBUTIONS[name].sample(key=keys[0], shape=(POINTS,)))
     before = np.asarray(plain.log_prob(x, key=keys[1]))

@@ -22,7 +22,7 @@ def roughflow_entries(workload: Workload) -> dict[str, Entry]:
 
 def density_objectives(workload: Workload) -> dict[str, Objective]:
     """The grid that suits the model takes 2 steps on W0 and 7 on W1; one that knows nothing of it 4 and 8."""
-    default, rk4 = rf.FixedGrid(), rf.FixedGrid(rf.RK4(), steps=STEPS)
+    default, rk4 = rf.FixedGrid(), rf.FixedGrid(rf.flow.RK4(), steps=STEPS)
     suited = rf.FixedGrid(steps=suited_steps(workload))
     objectives = {
         "roughflow, its networks, suited grid": density(workload, library_model, suited),
@@ -40,7 +40,7 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
 
 def suited_steps(workload: Workload) -> int | None:
     flow = library_flow(workload)
-    integrator = rf.suited_grid(flow, jnp.asarray(workload.x), key=jax.random.key(0)).integrator
+    integrator = rf.flow.suited_grid(flow, jnp.asarray(workload.x), key=jax.random.key(0)).integrator
     assert isinstance(integrator, rf.FixedGrid)
     return integrator.steps
 
@@ -75,7 +75,7 @@ def seconds_per_step(workload: Workload, steps: int = 300) -> float:
 
 
 def density(
-    workload: Workload, model, integrator: rf.AbstractIntegrator, devices: int | None = None
+    workload: Workload, model, integrator: rf.flow.AbstractIntegrator, devices: int | None = None
 ) -> Objective:
     """With `devices`, each has its part of the rows."""
     base = rf.Normal(jnp.zeros(2))
@@ -96,7 +96,7 @@ def simulation_objectives(workload: Workload) -> dict[str, Objective]:
     def end(model, weights: list[jax.Array]) -> jax.Array:
         sde = rf.StratonovichSDE(*model(weights))
         noise = jnp.swapaxes(jnp.asarray(workload.noise), 0, 1)
-        scheme = rf.StratonovichMidpoint()
+        scheme = rf.flow.StratonovichMidpoint()
         return jnp.sum(rf.simulate(sde, workload.x, increments=noise, scheme=scheme) ** 2, axis=-1)
 
     return {
@@ -114,7 +114,7 @@ def library_model(weights: Sequence[jax.Array]):
     )
     drift = fill(rf.MLP(2, 2, DRIFT_SIZES[1], len(DRIFT_SIZES) - 2, key=key), drift_layers)
     if not sigma_layers:
-        return drift, rf.NoDiffusion()
+        return drift, rf.sde.NoDiffusion()
     sigma = rf.FullDiffusion(2, SIGMA_SIZES[1], len(SIGMA_SIZES) - 2, key=key)
     return drift, eqx.tree_at(lambda s: s.network, sigma, fill(sigma.network, sigma_layers))
 
@@ -133,4 +133,4 @@ def user_model(weights: Sequence[jax.Array]):
         return jnp.array([[1.0, upper], [lower, 1.0]])
 
     drift = lambda t, z: network(drift_layers, z)
-    return drift, (sigma if sigma_layers else rf.NoDiffusion())
+    return drift, (sigma if sigma_layers else rf.sde.NoDiffusion())

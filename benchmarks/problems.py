@@ -204,7 +204,7 @@ def banana() -> Problem:
 
 
 def _noiseless(drift: rf.MLP, integrator) -> rf.StochasticFlow:
-    sde = rf.ItoSDE(drift, rf.NoDiffusion())
+    sde = rf.ItoSDE(drift, rf.sde.NoDiffusion())
     return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), integrator=integrator)
 
 

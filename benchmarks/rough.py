@@ -42,7 +42,7 @@ def main() -> None:
 
 def algebra() -> Iterator[str]:
     key = jax.random.key(0)
-    brownian = rf.brownian_lift(128, key=key, noise_dimension=3, t1=2.0)
+    brownian = rf.rough.brownian_lift(128, key=key, noise_dimension=3, t1=2.0)
     rough = {"Brownian, Stratonovich": brownian, "Brownian, Itô": brownian.ito()}
     for driver in (
         rf.Legendre(12),
@@ -51,7 +51,7 @@ def algebra() -> Iterator[str]:
         rf.FractionalBrownian(0.4, 96),
     ):
         path = driver.sample(key=key, noise_dimension=3, t1=2.0)
-        rough[f"{type(driver).__name__}({driver.num_functions})"] = rf.lift(path, 128)
+        rough[f"{type(driver).__name__}({driver.num_functions})"] = rf.rough.lift(path, 128)
     for name, one in rough.items():
         chen, geometric = float(one.chen_defect()), float(one.geometric_defect())
         print(f"  {name:24} Chen {chen:.1e}   geometric {geometric:.1e}")
@@ -81,7 +81,7 @@ def davie() -> Iterator[str]:
     steps, count, sizes = 8192, 400, (16, 32, 64, 128, 256, 512)
     z0 = jnp.broadcast_to(jnp.array([0.5, -0.3]), (count, 2))
     path = rf.PiecewiseLinear(steps).sample(key=jax.random.key(0), noise_dimension=2, shape=(count,))
-    rough = rf.lift(path, steps)
+    rough = rf.rough.lift(path, steps)
     models = {"Stratonovich": (rf.StratonovichSDE, rough), "Itô": (rf.ItoSDE, rough.ito())}
     truth = {name: rf.simulate(make(drift, noise), z0, path=one) for name, (make, one) in models.items()}
     for name, (make, one) in models.items():
@@ -89,7 +89,7 @@ def davie() -> Iterator[str]:
         for n in sizes:
             coarse = one.coarser(steps // n)
             symmetric = 0.5 * (coarse.areas + jnp.swapaxes(coarse.areas, -1, -2))
-            without = rf.RoughPath(coarse.times, coarse.increments, symmetric, coarse.geometric)
+            without = rf.rough.RoughPath(coarse.times, coarse.increments, symmetric, coarse.geometric)
             errors.append(rms(rf.simulate(make(drift, noise), z0, path=coarse), truth[name]))
             flat.append(rms(rf.simulate(make(drift, noise), z0, path=without), truth[name]))
         order, order_flat = (-np.polyfit(np.log(sizes), np.log(e), 1)[0] for e in (errors, flat))
@@ -103,7 +103,9 @@ def davie() -> Iterator[str]:
     gap = rms(ode.push_forward(z0[:50], few)[0], truth["Stratonovich"][:50])
     apart = rms(truth["Stratonovich"], truth["Itô"])
     yield verdict(gap < 2e-3 * apart, f"Davie and the random ODE: {gap:.1e} apart on {steps} steps")
-    euler = rf.simulate(rf.ItoSDE(drift, noise), z0, increments=rough.increments, scheme=rf.EulerMaruyama())
+    euler = rf.simulate(
+        rf.ItoSDE(drift, noise), z0, increments=rough.increments, scheme=rf.flow.EulerMaruyama()
+    )
     gap = rms(euler, truth["Itô"])
     yield verdict(
         gap < 0.05 * apart, f"Davie and Euler–Maruyama, Itô: {gap:.1e}; the two calculi {apart:.2f}"
@@ -136,7 +138,7 @@ def gaussian() -> Iterator[str]:
             sde = rf.StratonovichSDE(
                 lambda t, z, a=rates: jnp.asarray(a) @ z, lambda t, z, s=scale: jnp.asarray(s)
             )
-            for driver in (rf.FractionalLegendre(hurst, 8), rf.FractionalBrownian(hurst, 32)):
+            for driver in (rf.driver.FractionalLegendre(hurst, 8), rf.FractionalBrownian(hurst, 32)):
                 flow = rf.StochasticFlow(sde, rf.Normal(jnp.asarray(start), spread), horizon, driver)
                 log_prob = flow.log_prob(x, key=jax.random.key(0), estimator=estimator)
                 gap = float(np.abs(log_prob - end.logpdf(x)).max())
@@ -149,7 +151,7 @@ def gaussian() -> Iterator[str]:
         exact = 0.5 * (power(s[:, None]) + power(s) - power(s[:, None] - s))
         gap = float(np.abs(values @ values.T - exact).max())
         yield verdict(gap < 1e-12, f"H = {hurst:g}: covariance on the grid to {gap:.0e}")
-    ours, other = rf.FractionalLegendre(0.5, 16).integrals(s), rf.Legendre(16).integrals(s)
+    ours, other = rf.driver.FractionalLegendre(0.5, 16).integrals(s), rf.Legendre(16).integrals(s)
     gap = float(jnp.abs(ours - other).max())
     yield verdict(gap < 1e-11, f"H = ½ is Brownian motion to {gap:.0e}")
 
@@ -174,7 +176,7 @@ def speed() -> Iterator[str]:
         print("  needs fbm: pip install fbm")
         return
     paths, steps, some = 10_000, 1024, 200
-    draw = lambda seed: rf.fractional_noise(0.4, steps, key=jax.random.key(seed), shape=(paths,))
+    draw = lambda seed: rf.driver.fractional_noise(0.4, steps, key=jax.random.key(seed), shape=(paths,))
     draw(0).block_until_ready()
     ours = min(_timed(lambda seed=seed: draw(seed).block_until_ready()) for seed in range(1, 4))
     other = fbm.FBM(n=steps, hurst=0.4, length=1, method="daviesharte")

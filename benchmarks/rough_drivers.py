@@ -83,24 +83,26 @@ PROBLEMS = {
 }
 
 
-def flow_of(problem: Problem, driver: rf.AbstractDriver, integrator: rf.FixedGrid) -> rf.StochasticFlow:
+def flow_of(
+    problem: Problem, driver: rf.driver.AbstractDriver, integrator: rf.FixedGrid
+) -> rf.StochasticFlow:
     return rf.StochasticFlow(problem.sde, problem.base, driver=driver, integrator=integrator)
 
 
 @eqx.filter_jit
-def ends(problem: Problem, path: rf.Path, integrator: rf.FixedGrid) -> Array:
+def ends(problem: Problem, path: rf.driver.Path, integrator: rf.FixedGrid) -> Array:
     z = problem.base.sample(key=jax.random.key(1), shape=path.batch_shape[-1:])
     return flow_of(problem, path.driver, integrator).push_forward(z, path)[0]
 
 
-def projected(driver: rf.AbstractDriver, path: rf.Path, most: int = 0) -> Array:
+def projected(driver: rf.driver.AbstractDriver, path: rf.driver.Path, most: int = 0) -> Array:
     """Coefficients of the fine path's projection, as those of the driver with the most functions."""
     increments = jnp.moveaxis(path.coefficients, -2, 0) / FINE**0.5
     coefficients = driver.coefficients_of(np.linspace(0.0, 1.0, FINE + 1), increments)
     return embedded(driver, coefficients, most)
 
 
-def embedded(driver: rf.AbstractDriver, coefficients: Array, most: int) -> Array:
+def embedded(driver: rf.driver.AbstractDriver, coefficients: Array, most: int) -> Array:
     """Those of the same path for the driver with the most functions: one program serves all n."""
     while driver.num_functions < most:
         coefficients = driver.refine(coefficients, jnp.zeros_like(coefficients))
@@ -113,7 +115,7 @@ def rms(gap: Array) -> Array:
     return jnp.sqrt(jnp.mean(jnp.sum(gap**2, axis=-1), axis=-1))
 
 
-def strong_errors(problem: Problem, make: type, path: rf.Path, truth: Array) -> np.ndarray:
+def strong_errors(problem: Problem, make: type, path: rf.driver.Path, truth: Array) -> np.ndarray:
     most = max(SIZES)
     near = make(most).path(jnp.stack([projected(make(n), path, most) for n in SIZES]))
     return np.asarray(rms(ends(problem, near, STEPS) - truth))
@@ -136,7 +138,7 @@ def linear_bias(make: type) -> np.ndarray:
     return np.array(found)
 
 
-def heisenberg_log_prob(x: np.ndarray, driver: rf.AbstractDriver) -> np.ndarray:
+def heisenberg_log_prob(x: np.ndarray, driver: rf.driver.AbstractDriver) -> np.ndarray:
     """Given Z₁ the second component is normal, its variance |q|² a quadratic form of the start and the
     coefficients of B₁. With these given Z₁(T), E exp(−½λ²|q|²) is known; Fourier inversion does the rest."""
     n, panels = driver.num_functions, 64  # whose edges are where pieces of a path meet
@@ -189,7 +191,7 @@ def cir_truth() -> np.ndarray:
 
 
 @eqx.filter_jit
-def cir_log_prob(path: rf.Path, direction: Array) -> Array:
+def cir_log_prob(path: rf.driver.Path, direction: Array) -> Array:
     """At the points, along each path but for one direction; from that of 2√Z/σ, whose noise is additive."""
     drift = lambda t, y: (2 * KAPPA * MU / SIGMA**2 - 0.5) / y - 0.5 * KAPPA * y
     sde = rf.StratonovichSDE(drift, lambda t, y: jnp.ones((1, 1)))

@@ -35,7 +35,7 @@ def data(hurst: float, count: int, key: PRNGKeyArray) -> Array:
     rows = []
     for span, key_span in zip(SPANS, jax.random.split(key, len(SPANS)), strict=True):
         key_start, key_noise = jax.random.split(key_span)
-        noise = rf.fractional_noise(hurst, FINE, key=key_noise, shape=(count,), t1=span)[..., None]
+        noise = rf.driver.fractional_noise(hurst, FINE, key=key_noise, shape=(count,), t1=span)[..., None]
         start = jax.random.uniform(key_start, (count, 1), minval=-1.5, maxval=1.5)
         end = rf.simulate(sde, start, t1=span, increments=noise)
         rows.append(jnp.concatenate([start, end, jnp.full((count, 1), span)], axis=1))
@@ -45,7 +45,7 @@ def data(hurst: float, count: int, key: PRNGKeyArray) -> Array:
 def model(hurst: float) -> rf.StochasticFlow:
     drift = rf.MLP(1, 1, 16, 2, time_dependent=False, key=jax.random.key(0))
     sde = rf.StratonovichSDE(drift, rf.ConstantDiffusion(jnp.eye(1)))
-    driver, grid = rf.FractionalLegendre(hurst, FUNCTIONS), rf.FixedGrid(rf.RK4(), steps=STEPS)
+    driver, grid = rf.driver.FractionalLegendre(hurst, FUNCTIONS), rf.FixedGrid(rf.flow.RK4(), steps=STEPS)
     return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=driver, integrator=grid)
 
 

@@ -114,7 +114,7 @@ class Row:
     cells: list[str]
 
 
-def measure(chain: rf.Chain, gradients: int, tuning: int, began: float) -> Row:
+def measure(chain: rf.mcmc.Chain, gradients: int, tuning: int, began: float) -> Row:
     data = arviz.convert_to_dataset({"z": np.asarray(chain.samples)})
     cost = [gradients / float(arviz.ess(data, method=kind)["z"].min()) for kind in ("bulk", "tail")]
     rhat = float(arviz.rhat(data)["z"].max())
@@ -123,11 +123,11 @@ def measure(chain: rf.Chain, gradients: int, tuning: int, began: float) -> Row:
     return Row(*cost, [*cells, str(gradients), str(tuning), f"{seconds:.0f}"])
 
 
-def mala(target: Target, places: Array, key) -> rf.Chain:
+def mala(target: Target, places: Array, key) -> rf.mcmc.Chain:
     """With the dt whose worst coordinate does best in a pilot run."""
     sde = rf.overdamped_langevin(target.log_density, target.dimension)
 
-    def run(dt: float, steps: int) -> rf.Chain:
+    def run(dt: float, steps: int) -> rf.mcmc.Chain:
         return rf.sample_chain(rf.AdjustedSampler(sde, jnp.asarray(dt)), places, key=key, num_steps=steps)
 
     def worst(dt: float) -> float:
@@ -139,7 +139,7 @@ def mala(target: Target, places: Array, key) -> rf.Chain:
     return run(max(GRID, key=worst), LONG)
 
 
-def nuts(target: Target, start: Array, key) -> tuple[rf.Chain, int, int]:
+def nuts(target: Target, start: Array, key) -> tuple[rf.mcmc.Chain, int, int]:
     """Draws, the gradients they took, and those of the adaptation."""
     key_adapt, key_draw = jax.random.split(key)
     adaptation = blackjax.window_adaptation(blackjax.nuts, target.log_density)
@@ -159,7 +159,11 @@ def nuts(target: Target, start: Array, key) -> tuple[rf.Chain, int, int]:
     keys = jax.random.split(key_adapt, len(start)), jax.random.split(key_draw, len(start))
     places, count, adapting, accepted = jax.vmap(one)(*keys, start)
     taken = int(np.sum(np.asarray(count, np.int64)))
-    return rf.Chain(places, accepted, taken // len(start)), taken, int(np.sum(np.asarray(adapting, np.int64)))
+    return (
+        rf.mcmc.Chain(places, accepted, taken // len(start)),
+        taken,
+        int(np.sum(np.asarray(adapting, np.int64))),
+    )
 
 
 if __name__ == "__main__":

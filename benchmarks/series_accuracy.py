@@ -51,7 +51,7 @@ RACE: Columns = (
 class Case:
     """An SDE, a point to start from, and where mean and standard deviations of a transition lead."""
 
-    sde: rf.AbstractNamedSDE
+    sde: rf.series.AbstractNamedSDE
     start: np.ndarray  # (d,)
     places: Callable[[float], np.ndarray]  # (k, d), for a span of time
     positive: bool
@@ -84,7 +84,7 @@ def gbm_places(sde: rf.GeometricBrownianMotion, start: np.ndarray, dt: float) ->
     return start * np.exp((mu - 0.5 * sigma**2) * dt + PLACES[:, None] * sigma * np.sqrt(dt))
 
 
-def case(sde: rf.AbstractNamedSDE, start: list[float], places: Callable, positive: bool) -> Case:
+def case(sde: rf.series.AbstractNamedSDE, start: list[float], places: Callable, positive: bool) -> Case:
     point = np.array(start)
     return Case(sde, point, partial(places, sde, point), positive)
 
@@ -157,7 +157,7 @@ class Problem:
         arguments = self.case.sde, self.x0, self.x1, jnp.asarray(self.dt)
         values = [self.ours(), None, euler(*arguments), None, None]
         if self.case.positive:
-            values[1] = self.ours(coordinates=rf.Unchanged())
+            values[1] = self.ours(coordinates=rf.transition.Unchanged())
         if self.case.start.size == 1:
             values[3:] = [milstein(*arguments), local_linear(*arguments)]
         found = [None if value is None else np.abs(self.error(value)).max() for value in values]

@@ -110,7 +110,7 @@ def kalman(kappa: float, mu: float, sigma: float, noise: float, dt: float, y: np
     return float(total)
 
 
-def fit(sde: rf.AbstractNamedSDE, times: np.ndarray, x: np.ndarray, *, exact: bool) -> rf.FittedSDE:
+def fit(sde: rf.series.AbstractNamedSDE, times: np.ndarray, x: np.ndarray, *, exact: bool) -> rf.FittedSDE:
     return rf.fit_sde(sde, times, x, key=jax.random.key(0), num_starts=1, exact=exact)
 
 

@@ -55,7 +55,7 @@ def milstein(sde: AbstractItoSDE, x0: Array, x1: Array, dt: Array | float) -> Ar
 
 
 @eqx.filter_jit
-def local_linear(sde: rf.AbstractNamedSDE, x0: Array, x1: Array, dt: Array | float) -> Array:
+def local_linear(sde: rf.series.AbstractNamedSDE, x0: Array, x1: Array, dt: Array | float) -> Array:
     """In the coordinates of the SDE, where its noise is even, the drift is linear in state and time."""
     coordinates = sde.coordinates
 

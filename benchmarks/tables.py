@@ -165,7 +165,7 @@ def result(name: str, part: Split, method: str, seed: int, fresh: bool) -> Resul
 
 def keep(file: Path, found: Result) -> None:
     FOLDER.mkdir(exist_ok=True)
-    with rf.whole_file(file) as draft:
+    with rf.files.whole_file(file) as draft:
         draft.write_text(json.dumps(asdict(found)))
 
 

@@ -57,21 +57,21 @@ def trained_flow(recipe: Recipe, *, fresh: bool = False) -> rf.StochasticFlow:
     return with_learned_proposal(eqx.tree_at(lambda f: f.sde, flow, sde), distribution, fresh=fresh)
 
 
-def banana_density() -> rf.Standardised:
+def banana_density() -> rf.tables.Standardised:
     """A neural SDE fitted to 2000 points of the banana by maximum likelihood, standardised."""
     key_data, key_fit = jax.random.split(jax.random.key(0))
     data = DISTRIBUTIONS["banana"].sample(key=key_data, shape=(ROWS,))
     flow = rf.neural_flow(2, key=key_fit)
 
-    units = rf.standardisation(data)
+    units = rf.tables.standardisation(data)
 
     def make():
-        rows = rf.Standardised(flow, *units).standardise(data)
+        rows = rf.tables.Standardised(flow, *units).standardise(data)
         fitted = finished(rf.fit(flow, rows, key=key_fit, objective=rf.MaximumLikelihood(4), steps=STEPS))
         return fitted.sde, fitted.base
 
     parts = kept_tree(kept_file("density", data, STEPS), (flow.sde, flow.base), make)
-    model = rf.Standardised(eqx.tree_at(lambda f: (f.sde, f.base), flow, parts), *units)
+    model = rf.tables.Standardised(eqx.tree_at(lambda f: (f.sde, f.base), flow, parts), *units)
     flow = with_learned_proposal(model.flow, model.standardise(data))
     return eqx.tree_at(lambda m: m.flow, model, flow)
 
@@ -93,7 +93,7 @@ def with_learned_proposal(flow: rf.StochasticFlow, data, *, fresh: bool = False)
     return flow.with_proposal(kept_tree(file, like, make, fresh=fresh))
 
 
-def finished(fitted: rf.Fitted):
+def finished(fitted: rf.train.Fitted):
     """The model of a fit that was not stopped on the way: only that is worth keeping."""
     if fitted.interrupted:
         raise KeyboardInterrupt

@@ -12,21 +12,45 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
+# The names for a first month; all others are in rf.sde, rf.driver, rf.flow, rf.density, rf.train and so on.
+# fmt: off
+__all__ = [  # noqa: F405, RUF022  (in pipeline order)
+    "AbstractSDE", "ItoSDE", "StratonovichSDE", "to_ito", "to_stratonovich", "MLP", "FullDiffusion",
+    "DiagonalDiffusion", "ConstantDiffusion", "targeted_sde", "overdamped_langevin", "underdamped_langevin",
+    "KarhunenLoeve", "Legendre", "PiecewiseLinear", "FractionalBrownian",
+    "Normal", "MultivariateNormal", "ExactDivergence", "HutchinsonDivergence", "FixedGrid", "Adaptive",
+    "simulate", "to_diffrax",
+    "StochasticFlow", "Estimate", "PullBack", "Unbiased", "Prior", "Laplace", "Amortised",
+    "fit", "MaximumLikelihood", "ReverseKL", "Interpolant", "neural_flow", "with_noise", "save", "load",
+    "fit_density", "FittedDensity",
+    "sample_chain", "warm_up", "tune_sampler", "AdjustedSampler", "UnadjustedSampler",
+    "fit_sde", "FittedSDE", "series_likelihood", "transition_log_prob", "transition_estimate",
+    "ParametricSDE",
+    "BrownianMotion", "OrnsteinUhlenbeck", "GeometricBrownianMotion", "CoxIngersollRoss", "CKLS",
+    "ConstantElasticity", "Jacobi", "DoubleWell", "LotkaVolterra", "Heston", "FitzHughNagumo",
+    "FractionalOrnsteinUhlenbeck",
+    "NonFiniteError", "OutOfStepsError", "datasets", "plots",
+]
+# fmt: on
+
 
 def __getattr__(name: str) -> _typing.Any:
     """A public name, once it is asked for, with no more than its stage needs: JAX takes its time, and
     `roughflow --help` does not need it. `rf.plots` comes by itself: it needs matplotlib."""
     if name == "plots":
         return _importlib.import_module(".plots", __name__)
-    if name not in _places():
-        raise AttributeError(f"module 'roughflow' has no attribute {name!r}")
-    place = _importlib.import_module(_places()[name], __name__)
-    globals()[name] = value = getattr(place, name) if _places()[name] != f".{name}" else place
+    place = _places().get(name)
+    if place is None or (name not in __all__ and place != f".{name}"):
+        elsewhere = "" if place is None else f": it is rf{place}.{name}"
+        raise AttributeError(f"module 'roughflow' has no attribute {name!r}{elsewhere}")
+    module = _importlib.import_module(place, __name__)
+    globals()[name] = value = module if place == f".{name}" else getattr(module, name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_places(), "plots"})
+    stages = {name for name, place in _places().items() if place == f".{name}" and name[0] != "_"}
+    return sorted({*globals(), *__all__, *stages})
 
 
 @_functools.cache

@@ -20,7 +20,7 @@ class RoughPath(eqx.Module):
 
     It holds both levels of each interval; those between any two times of the grid follow by Chen's
     relation 𝕏_{s,t} = 𝕏_{s,u} + 𝕏_{u,t} + X_{s,u} ⊗ X_{u,t}, which thus holds whatever it is made of.
-    `rf.lift` and `rf.brownian_lift` make one.
+    `rf.rough.lift` and `rf.rough.brownian_lift` make one.
 
     **Arguments:**
 
@@ -34,7 +34,7 @@ class RoughPath(eqx.Module):
     import jax
     import roughflow as rf
 
-    rough = rf.brownian_lift(64, key=jax.random.key(0), noise_dimension=2)
+    rough = rf.rough.brownian_lift(64, key=jax.random.key(0), noise_dimension=2)
     first, second = rough.levels(0, 64)
     rough.chen_defect(), rough.geometric_defect(), rough.holder_norm(0.4)
     ```
@@ -185,7 +185,7 @@ def lift(path: Path, steps: int) -> RoughPath:
     import roughflow as rf
 
     path = rf.KarhunenLoeve(16).sample(key=jax.random.key(0), noise_dimension=2)
-    rough = rf.lift(path, 64)
+    rough = rf.rough.lift(path, 64)
     ```
     """
     check_instance("path", path, Path, "a path of a driver: driver.project turns any diffrax path into one")
@@ -245,7 +245,7 @@ def brownian_lift(
     import jax
     import roughflow as rf
 
-    rough = rf.brownian_lift(64, key=jax.random.key(0), noise_dimension=2, shape=(100,))
+    rough = rf.rough.brownian_lift(64, key=jax.random.key(0), noise_dimension=2, shape=(100,))
     ito = rough.ito()
     ```
     """

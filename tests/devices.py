@@ -32,7 +32,7 @@ def main(out, settings, port=None, process=None):
             objective, flow = rf.MaximumLikelihood(2, rf.Prior()), rf.neural_flow(2, 8, 1, key=key)
             flow = eqx.tree_at(lambda flow: flow.integrator, flow, told_of(solved))
         else:
-            objective, flow = rf.Interpolant(), rf.velocity_flow(2, 8, 1, key=key)
+            objective, flow = rf.Interpolant(), rf.train.velocity_flow(2, 8, 1, key=key)
         fitted = rf.fit(
             flow,
             jax.random.normal(key, (300, 2)) ** 3,

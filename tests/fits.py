@@ -7,7 +7,7 @@ import numpy as np
 import roughflow as rf
 
 
-class Distance(rf.AbstractObjective):
+class Distance(rf.train.AbstractObjective):
     """E (model − x)², with a bend the objective learns itself."""
 
     bend: jax.Array

@@ -175,7 +175,7 @@ THREE = rf.KarhunenLoeve(3)
 def linear(drift, noise, base, driver=THREE, t1=1.0):
     """dZ = A Z dt + S dB, solved to 1e-9. Its numbers are arrays: all of a shape share their compilations."""
     sde = rf.ItoSDE(Linear(jnp.asarray(drift)), rf.ConstantDiffusion(noise))
-    return rf.StochasticFlow(sde, base, t1, driver, integrator=rf.FixedGrid(rf.RK4(), steps=64))
+    return rf.StochasticFlow(sde, base, t1, driver, integrator=rf.FixedGrid(rf.flow.RK4(), steps=64))
 
 
 def linear_distribution(drift, noise, mean, covariance, driver=None, t1=1.0):
@@ -242,7 +242,7 @@ SHAKEN = shaken(AMORTISED, jax.random.key(2))
 # Each with the largest standard error it may have where `ou()` has most of its mass.
 ESTIMATORS = {
     "PullBack-Prior": (rf.PullBack(1000), 0.3),
-    "PullBack-Sobol": (rf.PullBack(1024, rf.Prior(rf.Sobol())), 0.1),
+    "PullBack-Sobol": (rf.PullBack(1024, rf.Prior(rf.density.Sobol())), 0.1),
     "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 1e-6),
     "PullBack-Amortised": (rf.PullBack(1000, AMORTISED), 0.3),
     "PullBack-Amortised-shaken": (rf.PullBack(1000, SHAKEN), 0.3),
@@ -253,7 +253,7 @@ def made(log_weights, parts=None):
     """The estimates that weights `(K, B)` of independent paths make, or these parts of them."""
     weights = np.asarray(log_weights).T
     if parts is None:
-        parts = summary(rf.Independent(), weights, weights[:, :0], None, None, corrected=False)
+        parts = summary(rf.density.Independent(), weights, weights[:, :0], None, None, corrected=False)
     parts = {name: jnp.asarray(part) for name, part in parts.items()}
     return rf.Estimate.of(parts.pop("log_prob"), "paths", **parts)
 
@@ -310,5 +310,5 @@ def curved(rate):
     return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=THREE)
 
 
-INTEGRATORS = {"fixed": rf.FixedGrid(rf.RK4(), steps=50), "adaptive": rf.Adaptive()}
+INTEGRATORS = {"fixed": rf.FixedGrid(rf.flow.RK4(), steps=50), "adaptive": rf.Adaptive()}
 every_integrator = pytest.mark.parametrize("integrator", INTEGRATORS.values(), ids=INTEGRATORS.keys())

@@ -357,10 +357,10 @@ def folder(tmp_path_factory):
     (place / "folder.csv").mkdir()
     os.mkfifo(place / "pipe.csv")
     (place / "zero.csv").symlink_to("/dev/zero")
-    flow = rf.velocity_flow(2, width=4, depth=1, key=jax.random.key(0))
-    rf.save(place / "model.rf", rf.Standardised(flow, np.zeros(2), np.eye(2), ("a", "b")))
-    given = rf.velocity_flow(1, width=4, depth=1, context=1, key=jax.random.key(0))
-    rf.save(place / "given.rf", rf.Standardised(given, np.zeros(2), np.eye(2), ("a", "b"), 1))
+    flow = rf.train.velocity_flow(2, width=4, depth=1, key=jax.random.key(0))
+    rf.save(place / "model.rf", rf.tables.Standardised(flow, np.zeros(2), np.eye(2), ("a", "b")))
+    given = rf.train.velocity_flow(1, width=4, depth=1, context=1, key=jax.random.key(0))
+    rf.save(place / "given.rf", rf.tables.Standardised(given, np.zeros(2), np.eye(2), ("a", "b"), 1))
     rf.save(place / "base.rf", rf.Normal(jnp.zeros(2)))
     (place / "cut.rf").write_bytes((place / "model.rf").read_bytes()[:-40])
     return place
@@ -454,7 +454,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
     def write():
-        with rf.whole_file("new.rf") as draft:
+        with rf.files.whole_file("new.rf") as draft:
             draft.unlink()
             draft.symlink_to("/dev/full")
             draft.write_text("more than fits")

@@ -38,7 +38,7 @@ def check_gradient(value, rate=1.0, h=1e-5):
 
 
 def lower(count, key, rate=1.0):
-    return rf.LowerBound(rf.PullBack(count))(ou(rate, **NARROW), jnp.full((COUNT, 1), 0.9), key=key)
+    return rf.density.LowerBound(rf.PullBack(count))(ou(rate, **NARROW), jnp.full((COUNT, 1), 0.9), key=key)
 
 
 def test_the_bound_from_below_rises_with_its_paths_and_stays_below(key):
@@ -62,9 +62,9 @@ def test_the_bound_from_below_rises_with_each_path_more(key):
 
 def test_the_bound_from_below_keeps_the_shape_of_a_batch(key):
     x = jnp.reshape(jnp.linspace(-1, 2, COUNT), (2, -1, 1))
-    values = rf.LowerBound(rf.PullBack(8))(ou(), x, key=key)
+    values = rf.density.LowerBound(rf.PullBack(8))(ou(), x, key=key)
     assert values.shape == (2, COUNT // 2)
-    flat = rf.LowerBound(rf.PullBack(8))(ou(), jnp.reshape(x, (-1, 1)), key=key)
+    flat = rf.density.LowerBound(rf.PullBack(8))(ou(), jnp.reshape(x, (-1, 1)), key=key)
     np.testing.assert_array_equal(jnp.ravel(values), flat)
 
 
@@ -76,7 +76,7 @@ def test_gradient_of_the_bound_from_below(key):
 def test_the_bound_from_below_trains_an_amortised_proposal(key):
     """Its gradient reaches the network and points towards a tighter bound."""
     x = jnp.asarray(ou_distribution(driver=THREE).rvs(COUNT, random_state=0))[:, None]
-    bound = lambda proposal: jnp.mean(rf.LowerBound(rf.PullBack(8, proposal))(ou(), x, key=key))
+    bound = lambda proposal: jnp.mean(rf.density.LowerBound(rf.PullBack(8, proposal))(ou(), x, key=key))
     before, slope = jax.value_and_grad(bound)(SHAKEN)
     h = 1e-5
     moved = lambda size: bound(jax.tree.map(lambda a, b: a + size * b, SHAKEN, slope))
@@ -107,7 +107,7 @@ def excess(bound, key):
 
 
 def test_the_bound_from_above_falls_with_its_paths_and_stays_above(key):
-    none, few = (excess(rf.UpperBound(fresh, PRIOR), key) for fresh in (0, 4))
+    none, few = (excess(rf.density.UpperBound(fresh, PRIOR), key) for fresh in (0, 4))
     # Alone with the path that made it, the sample has a normal distribution of known variance.
     assert close(none, 0.5 * np.log(TRUTH.cov[0, 0] / (np.exp(-2.0) * 1.5**2)))
     assert above(none, few)
@@ -116,7 +116,7 @@ def test_the_bound_from_above_falls_with_its_paths_and_stays_above(key):
 
 @pytest.mark.slow
 def test_the_bound_from_above_comes_near_with_many_paths(key):
-    few, many = (excess(rf.UpperBound(fresh, PRIOR), key) for fresh in (4, 32))
+    few, many = (excess(rf.density.UpperBound(fresh, PRIOR), key) for fresh in (4, 32))
     assert above(few, many)
     assert many[0] > -3 * many[1]
     assert many[0] < few[0] / 2
@@ -126,14 +126,14 @@ def test_the_bound_from_above_comes_near_with_many_paths(key):
 @pytest.mark.parametrize("fresh", [0, 2])
 def test_around_the_likeliest_path_the_bound_from_above_is_exact_on_a_linear_sde(fresh, key):
     """The tangent proposal is p(path | Z), in one dimension and with fewer noises than dimensions."""
-    z, value = upper(rf.UpperBound(fresh), key)
+    z, value = upper(rf.density.UpperBound(fresh), key)
     np.testing.assert_allclose(value, TRUTH.logpdf(z), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("proposal", [PRIOR, SHAKEN], ids=["Prior", "Amortised"])
 def test_the_samples_of_a_bound_from_above_are_those_of_the_flow(proposal, key):
     """Whatever the proposal; and the bound is one."""
-    z, value = (np.asarray(a) for a in upper(rf.UpperBound(4, proposal), key))
+    z, value = (np.asarray(a) for a in upper(rf.density.UpperBound(4, proposal), key))
     deviation = np.sqrt(TRUTH.cov[0, 0])
     assert abs(z.mean() - TRUTH.mean[0]) < 4 * deviation / np.sqrt(COUNT)
     assert abs(z.var() / TRUTH.cov[0, 0] - 1) < 4 * np.sqrt(2 / COUNT)
@@ -145,12 +145,12 @@ def test_the_samples_of_a_bound_from_above_are_those_of_the_flow(proposal, key):
 )
 def test_gradient_of_the_bound_from_above(proposal, key):
     """Through the samples too: they move with the parameter, and the proposal's distribution with them."""
-    check_gradient(lambda rate: jnp.mean(upper(rf.UpperBound(4, proposal), key, rate)[1]))
+    check_gradient(lambda rate: jnp.mean(upper(rf.density.UpperBound(4, proposal), key, rate)[1]))
 
 
 def test_the_bound_from_above_trains_an_amortised_proposal(key):
     """Without fresh paths it is E log p(Z) + KL(p(ω | Z) ‖ q): its slope reaches the network, downhill."""
-    bound = lambda proposal: jnp.mean(upper(rf.UpperBound(0, proposal), key)[1])
+    bound = lambda proposal: jnp.mean(upper(rf.density.UpperBound(0, proposal), key)[1])
     before, slope = jax.value_and_grad(bound)(SHAKEN)
     assert bound(jax.tree.map(lambda a, b: a - 0.01 * b, SHAKEN, slope)) < before
 
@@ -161,21 +161,21 @@ def test_the_bound_from_above_takes_any_number_of_noises(key):
     drift, noise = np.array([[-1.0, 0.5], [0.0, -0.7]]), np.array([[0.6], [0.3]])
     flow = linear(drift, noise, rf.Normal(jnp.zeros(2), 0.5))
     distribution = linear_distribution(drift, noise, np.zeros(2), 0.25 * np.eye(2), THREE)
-    z, value = rf.UpperBound(2)(flow, key=key, shape=(16,))
+    z, value = rf.density.UpperBound(2)(flow, key=key, shape=(16,))
     np.testing.assert_allclose(value, distribution.logpdf(z), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("fresh", [-1, 1.5])
 def test_a_number_of_fresh_paths_that_is_none_is_refused(fresh):
     with pytest.raises(ValueError, match=r"^num_paths must be a whole number, not negative"):
-        rf.UpperBound(fresh)
+        rf.density.UpperBound(fresh)
 
 
 def test_samples_that_escape_have_no_value(key):
     """Forward paths of this drift go to infinity: where one does, there is no density to bound."""
     sde = rf.ItoSDE(lambda t, z: 8 * z**3, rf.ConstantDiffusion(0.5 * jnp.eye(1)))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), 0.5), driver=THREE)
-    z, value = rf.UpperBound(2, PRIOR)(flow, key=key, shape=(64,))
+    z, value = rf.density.UpperBound(2, PRIOR)(flow, key=key, shape=(64,))
     escaped = np.isinf(z[:, 0])
     assert 0 < escaped.sum() < 64
     np.testing.assert_array_equal(np.isneginf(value), escaped)
@@ -187,7 +187,7 @@ def test_a_field_that_overflows_far_out_leads_nowhere(key):
     drift = lambda t, z: jnp.where(jnp.abs(z) > 20, jnp.nan, -4 * z)
     sde = rf.ItoSDE(drift, rf.ConstantDiffusion(jnp.eye(1)))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), 0.5), driver=THREE)
-    _, value = rf.UpperBound(8, PRIOR)(flow.without_errors(), key=key, shape=(64,))
+    _, value = rf.density.UpperBound(8, PRIOR)(flow.without_errors(), key=key, shape=(64,))
     assert np.all(np.isfinite(value))
 
 
@@ -207,11 +207,11 @@ def folded():
 def test_bounds_where_many_paths_lead_to_a_point(key):
     """Against a long run of pull-backs, which leaves no path out, at the samples of each bound."""
     flow, count, long = folded(), 256, rf.PullBack(8192)
-    z, value = rf.UpperBound(8)(flow, key=key, shape=(count,))
+    z, value = rf.density.UpperBound(8)(flow, key=key, shape=(count,))
     truth = flow.log_prob(z, key=jax.random.key(1), estimator=long)
     over = mean_and_error(value - truth)
     assert over[0] > -3 * over[1]
     assert over[0] < 0.5
-    under = mean_and_error(rf.LowerBound(rf.PullBack(8, rf.Laplace()))(flow, z, key=key) - truth)
+    under = mean_and_error(rf.density.LowerBound(rf.PullBack(8, rf.Laplace()))(flow, z, key=key) - truth)
     assert above((0.0, 0.0), under)
     assert under[0] > -1

@@ -83,7 +83,7 @@ def test_an_averaged_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path,
     assert np.array_equal(whole.history.validation_loss, rest.history.validation_loss)
 
 
-class Walk(rf.AbstractStatefulObjective):
+class Walk(rf.train.AbstractStatefulObjective):
     """A chain beside the model, whose place is the state."""
 
     uses_data = False

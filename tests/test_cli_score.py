@@ -95,7 +95,7 @@ def terminated(monkeypatch):
 
         monkeypatch.setattr(rf, "estimate_chunks", chunks)
 
-    estimate_chunks = rf.estimate_chunks
+    estimate_chunks = rf.tables.estimate_chunks
     return after
 
 

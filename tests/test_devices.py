@@ -100,7 +100,7 @@ def test_a_mesh_as_jax_makes_it_will_do():
 
 def test_no_array_without_entries_goes_between_devices():
     """JAX 0.11's compiler crashes of one: a velocity without waves has them."""
-    velocity = rf.VelocityNetwork(2, 8, 1, num_features=0, key=jax.random.key(0))
+    velocity = rf.sde.VelocityNetwork(2, 8, 1, num_features=0, key=jax.random.key(0))
     assert velocity.waves.size == 0
     moved = lambda velocity, t, z: jax.vmap(velocity)(t, z)
 
@@ -189,10 +189,10 @@ def test_processes_that_joined_end_in_good_order(tmp_path):
 
 
 def flow_and_settings(file, devices=None, **more):
-    flow = rf.velocity_flow(2, width=8, depth=1, key=jax.random.key(0))
+    flow = rf.train.velocity_flow(2, width=8, depth=1, key=jax.random.key(0))
     settings = {"objective": rf.Interpolant(), "batch_size": 30, "every": 5, "validation": 0.1}
     settings |= {"key": jax.random.key(1), "progress": False, "steps": 12, "devices": devices}
-    return rf.fit(flow, rf.ParquetTable(file), **(settings | more))
+    return rf.fit(flow, rf.tables.ParquetTable(file), **(settings | more))
 
 
 def numbers(fitted):
@@ -213,7 +213,7 @@ def test_a_run_from_disk_goes_on_where_it_was_cut(rows, tmp_path, interrupt_when
 
 
 def test_batches_go_by_the_key_and_leave_out_what_is_set_aside(rows):
-    table = rf.ParquetTable(rows, ["y"], given=["x"])
+    table = rf.tables.ParquetTable(rows, ["y"], given=["x"])
     assert (table.columns, table.context, table.shape) == (("y", "x"), 1, (1000, 2))
     rest, aside = table.split(0.2, key=jax.random.key(0))
     drawn = lambda seed: rest.batch(4000, np.random.default_rng(seed))
@@ -230,7 +230,7 @@ def test_batches_go_by_the_key_and_leave_out_what_is_set_aside(rows):
 
 def test_a_density_from_disk_is_that_from_memory(rows):
     settings = {"key": jax.random.key(0), "width": 16, "depth": 1, "steps": 300, "likelihood_steps": 0}
-    table = rf.ParquetTable(rows)
+    table = rf.tables.ParquetTable(rows)
     settings |= {"progress": False, "rounding": {"x": 0.01}, "bounds": {"y": (-10, None)}}
     in_memory = {"data": table.some(1000, np.random.default_rng(0)), "columns": table.columns}
     fits = [rf.fit_density(**data, **settings) for data in ({"data": table}, in_memory)]
@@ -249,7 +249,7 @@ def test_what_cannot_be_read_is_named(rows, tmp_path):
     wrong = {"a": "row 2 has nan in column 'a'", "b": "holds string", "c": "it has a, b"}
     for column, told in wrong.items():
         with pytest.raises(ValueError, match=told):
-            rf.ParquetTable(tmp_path / "odd.parquet", [column])
+            rf.tables.ParquetTable(tmp_path / "odd.parquet", [column])
     with pytest.raises(ValueError, match="devices must be between 1 and"):
         flow_and_settings(rows, devices=64)
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_read_is_named(rows, tmp_path):
 def test_the_command_line_streams_large_files(rows, tmp_path, monkeypatch, capsys):
     """The same scores, whether a file is read at once or as it goes, and on however many devices."""
     fit = ["fit", str(rows), "--steps", "10", "--likelihood-steps", "0", "--width", "8", "--depth", "1"]
-    x = rf.ParquetTable(rows).some(1000, np.random.default_rng(0))
+    x = rf.tables.ParquetTable(rows).some(1000, np.random.default_rng(0))
     np.savetxt(tmp_path / "rows.csv", x, delimiter=",", header="x,y", comments="", fmt="%.17g")
     np.save(tmp_path / "rows.npy", x)
     assert main([*fit, "--quiet", "--out", str(tmp_path / "memory.rf")]) == 0
@@ -280,11 +280,13 @@ def test_chunks_on_several_devices(key, monkeypatch):
     flow = rf.neural_flow(2, noise=0.3, width=4, depth=1, key=key)
     points = np.random.default_rng(0).normal(size=(5, 8, 2))
     settings = {"key": key, "estimator": rf.PullBack(4)}
-    plain = list(rf.estimate_chunks(flow, points, **settings))
-    last = lambda: next(rf.estimate_chunks(flow, points[4:], first=4, **settings))
+    plain = list(rf.tables.estimate_chunks(flow, points, **settings))
+    last = lambda: next(rf.tables.estimate_chunks(flow, points[4:], first=4, **settings))
     np.testing.assert_array_equal(last().log_prob, plain[4].log_prob)
     monkeypatch.setattr("roughflow._devices.Devices.own", jax.devices()[:1] * 2)
     np.testing.assert_array_equal(last().log_prob, plain[4].log_prob)
-    for one, two in zip(plain, rf.estimate_chunks(flow, points, **settings), strict=True):
+    for one, two in zip(plain, rf.tables.estimate_chunks(flow, points, **settings), strict=True):
         np.testing.assert_array_equal(one.log_prob, two.log_prob)
-    assert np.ptp([part.log_prob[0] for part in rf.estimate_chunks(flow, points[[0, 0]], **settings)]) > 0
+    assert (
+        np.ptp([part.log_prob[0] for part in rf.tables.estimate_chunks(flow, points[[0, 0]], **settings)]) > 0
+    )

@@ -13,7 +13,7 @@ PROBES = 4000
 
 RATE = np.array([[-1.0, 0.8, 0.3], [-0.5, 0.4, -0.6], [0.9, 0.2, 0.7]])
 NOISE = np.array([[1.0, 0.2], [0.0, 0.7], [0.3, -0.4]])
-GRID = rf.FixedGrid(rf.RK4(), steps=16)
+GRID = rf.FixedGrid(rf.flow.RK4(), steps=16)
 
 
 def field_of(dimension):

@@ -1,6 +1,7 @@
 """What is public is documented, and every example in the README and the docstrings runs as it stands."""
 
 import ast
+import functools
 import inspect
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import roughflow as rf
+from roughflow import _public
 
 README = Path(__file__).parents[1] / "README.md"
 # Made by the library, never by the user.
@@ -51,8 +53,8 @@ print(json.dumps(failures))
 
 
 def public():
-    """The public objects by name: classes and functions, not the stages themselves."""
-    names = {name: getattr(rf, name) for name in dir(rf) if not name.startswith("_")}
+    """The public objects by name, those of the stages too: classes and functions, not modules."""
+    names = {name: value for name, value in vars(_public).items() if not name.startswith("_")}
     return {name: value for name, value in names.items() if not inspect.ismodule(value)}
 
 
@@ -119,7 +121,8 @@ def test_examples_of_a_page_run(page, tmp_path):
 
 def of_module(module):
     """The docstrings of a module that is public as a whole, and of its functions."""
-    own = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    ours = lambda value: inspect.isfunction(value) and value.__module__.startswith(module.__name__)
+    own = {name: value for name, value in vars(module).items() if ours(value)}
     texts = {name: docstring(value) for name, value in own.items() if not name.startswith("_")}
     return {module.__name__: module.__doc__ or ""} | {f"{module.__name__}.{n}": t for n, t in texts.items()}
 
@@ -129,14 +132,22 @@ def test_every_function_of_a_public_module_has_an_example():
         assert [name for name, text in of_module(module).items() if not examples(text)] == []
 
 
+def _found(path):
+    """The object that `rf.a.b` names."""
+    return functools.reduce(getattr, path.split(".")[1:], rf)
+
+
 def test_examples_name_what_there_is():
     """Those of `make test-all` too: they parse, and what they take from the library is there."""
     texts = dict(docstrings()) | of_module(rf.datasets) | of_module(rf.plots)
     texts |= {page: (README.parent / f"docs/{page}.md").read_text(encoding="utf-8") for page in PAGES}
     for name, text in texts.items():
         for node in ast.walk(ast.parse("".join(examples(text)), name)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rf":
-                assert hasattr(rf, node.attr), f"{name}: there is no rf.{node.attr}"
+            if isinstance(node, ast.Attribute) and (path := ast.unparse(node)).startswith("rf."):
+                if re.fullmatch(r"rf(\.[a-z_]+)?\.\w+", path) and inspect.ismodule(
+                    _found(path.rsplit(".", 1)[0])
+                ):
+                    assert hasattr(_found(path.rsplit(".", 1)[0]), node.attr), f"{name}: there is no {path}"
 
 
 def test_examples_run(tmp_path):

@@ -19,12 +19,12 @@ BROWNIAN = {
 ALIKE = BROWNIAN | {
     "fractional": rf.FractionalBrownian(0.4, 5),
     "fractional grid": rf.FractionalBrownian(0.7, [0.0, 0.1, 0.4, 1.0]),
-    "fractional Legendre": rf.FractionalLegendre(0.35, 5),
-    "Gaussian": rf.GaussianDriver(lambda s, t: s * t * (1 + s * t), 2, hurst=1.5),
-    "time-changed": rf.TimeChanged(rf.PiecewiseLinear(5), lambda s: 0.5 * s * (1 + s)),
+    "fractional Legendre": rf.driver.FractionalLegendre(0.35, 5),
+    "Gaussian": rf.driver.GaussianDriver(lambda s, t: s * t * (1 + s * t), 2, hurst=1.5),
+    "time-changed": rf.driver.TimeChanged(rf.PiecewiseLinear(5), lambda s: 0.5 * s * (1 + s)),
 }
 CORRELATION = np.array([[1.0, 0.5], [0.5, 1.0]])
-DRIVERS = ALIKE | {"correlated": rf.Correlated(rf.FractionalLegendre(0.7, 3), CORRELATION)}
+DRIVERS = ALIKE | {"correlated": rf.driver.Correlated(rf.driver.FractionalLegendre(0.7, 3), CORRELATION)}
 HORIZONS = [1.0, 2.5]
 
 every_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS.keys())
@@ -199,7 +199,7 @@ def test_sample_covariance(driver, horizon, key):
     s = np.array([0.4, 0.8, 1.0])
     values = np.moveaxis(np.asarray(values_at(paths, horizon * s)), 0, 2).reshape(20_000, 6)
     integrals = driver.integrals(s)
-    components = CORRELATION if isinstance(driver, rf.Correlated) else np.eye(2)
+    components = CORRELATION if isinstance(driver, rf.driver.Correlated) else np.eye(2)
     expected = np.kron(components, horizon ** (2 * driver.hurst) * integrals @ integrals.T)
     products = values[:, :, None] * values[:, None, :]
     error = 4 * products.std(axis=0) / np.sqrt(20_000)
@@ -303,7 +303,7 @@ def test_a_refined_path_projects_on_the_path_it_refines(driver, key):
 
 
 def test_a_driver_that_cannot_be_refined_says_so():
-    class Straight(rf.AbstractDriver):
+    class Straight(rf.driver.AbstractDriver):
         num_functions: int = 1
         integrals = slope = jumps = None
 

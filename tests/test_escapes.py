@@ -93,25 +93,25 @@ ESCAPES = {
 @pytest.mark.parametrize(
     ("name", "gradient", "dtype"),
     [
-        ("cubic", rf.Backpropagation(), "float64"),
-        pytest.param("cubic", rf.ConstantMemory(), "float32", marks=pytest.mark.slow),
-        pytest.param("cubic 2-D", rf.Backpropagation(), "float32", marks=pytest.mark.slow),
-        ("cubic 2-D", rf.ConstantMemory(), "float64"),
-        pytest.param("exponential", rf.Backpropagation(), "float64", marks=pytest.mark.slow),
-        pytest.param("exponential", rf.Backpropagation(), "float32", marks=pytest.mark.slow),
+        ("cubic", rf.flow.Backpropagation(), "float64"),
+        pytest.param("cubic", rf.flow.ConstantMemory(), "float32", marks=pytest.mark.slow),
+        pytest.param("cubic 2-D", rf.flow.Backpropagation(), "float32", marks=pytest.mark.slow),
+        ("cubic 2-D", rf.flow.ConstantMemory(), "float64"),
+        pytest.param("exponential", rf.flow.Backpropagation(), "float64", marks=pytest.mark.slow),
+        pytest.param("exponential", rf.flow.Backpropagation(), "float32", marks=pytest.mark.slow),
     ],
     ids=lambda p: type(p).__name__ if isinstance(p, eqx.Module) else p,
 )
 def test_escapes_on_a_fixed_grid(name, gradient, dtype, key):
     shape, x, gone = ESCAPES[name]
-    flow = escaping(shape, len(x[0]), rf.FixedGrid(rf.RK4(), steps=40, gradient=gradient), dtype)
+    flow = escaping(shape, len(x[0]), rf.FixedGrid(rf.flow.RK4(), steps=40, gradient=gradient), dtype)
     check_escapes(flow, x, gone, key, 1e-12 if dtype == "float64" else 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_escapes_from_where_the_model_overflows_at_once(dtype, key):
     """exp(1000) is infinite: no density, and no NaN in anybody's gradient."""
-    flow = escaping(exponential, 1, rf.FixedGrid(rf.RK4(), steps=40), dtype)
+    flow = escaping(exponential, 1, rf.FixedGrid(rf.flow.RK4(), steps=40), dtype)
     x = [[-1.0], [1000.0], [-30.0], [40.0]]
     check_escapes(flow, x, [False, True, False, True], key, 1e-12 if dtype == "float64" else 1e-4)
 

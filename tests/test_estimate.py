@@ -35,7 +35,7 @@ def test_paths_that_escape_have_weight_zero_and_leave_the_gradient_finite(key):
     share = np.mean(given == 0, axis=0)
     assert share[1] > 0.3
     np.testing.assert_allclose(estimate.escaped / 512, share, rtol=0, atol=0.08)
-    value = lambda rate: jnp.sum(rf.LowerBound(estimator)(flow(rate), x, key=key))
+    value = lambda rate: jnp.sum(rf.density.LowerBound(estimator)(flow(rate), x, key=key))
     value, h = jax.jit(jax.value_and_grad(value)), 1e-5
     slope = (value(jnp.array(1 + h))[0] - value(jnp.array(1 - h))[0]) / (2 * h)
     np.testing.assert_allclose(value(jnp.array(1.0))[1], slope, rtol=1e-5)
@@ -107,7 +107,7 @@ def test_a_point_out_of_reach_leaves_the_others_as_they_are(estimator, key):
 
 def test_the_error_of_the_solvers_steps_is_in_the_error_bar(key):
     """Two steps of a method of fourth order: right within the bar. The same for a stiff SDE: suspect."""
-    x, rough = np.array([[0.0], [2.0]]), rf.FixedGrid(rf.RK4(), steps=2)
+    x, rough = np.array([[0.0], [2.0]]), rf.FixedGrid(rf.flow.RK4(), steps=2)
     flow = lambda rate: eqx.tree_at(lambda f: f.integrator, ou(rate), rough)
     ask = lambda rate: flow(rate).estimate(x, key=key, estimator=rf.PullBack(16, rf.Laplace()))
     estimate = ask(1.5)
@@ -131,7 +131,7 @@ def test_a_value_that_is_not_finite_is_suspect(key):
 # ---------------------------------------------------------------------------------- more paths, in rounds
 
 POINTS = np.array([[0.4], [-0.7], [1.3]])
-SOBOL = rf.PullBack(64, rf.Prior(rf.Sobol()))
+SOBOL = rf.PullBack(64, rf.Prior(rf.density.Sobol()))
 
 
 def test_a_tolerance_is_met_by_more_paths_where_they_are_needed(key):
@@ -146,7 +146,7 @@ def test_a_tolerance_is_met_by_more_paths_where_they_are_needed(key):
     count = int(estimate.num_paths[0])
     error = np.abs(estimate.log_prob - ou_distribution().logpdf(POINTS))
     assert np.all(error < 3 * estimate.total_error)
-    at_once = ask(rf.PullBack(count, rf.Prior(rf.Sobol())))
+    at_once = ask(rf.PullBack(count, rf.Prior(rf.density.Sobol())))
     more = np.asarray(estimate.num_paths) == count
     np.testing.assert_allclose(estimate.log_prob[more], at_once.log_prob[more], rtol=1e-12)
     np.testing.assert_allclose(estimate.total_error[more], at_once.total_error[more], rtol=1e-10)

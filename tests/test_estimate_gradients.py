@@ -25,7 +25,7 @@ def check_gradient(value):
 def test_pull_back_gradient(key):
     """Of the mean weight: the allowance for the logarithm's bias has no part in it."""
     estimator = rf.PullBack(8)
-    bound = rf.LowerBound(estimator)
+    bound = rf.density.LowerBound(estimator)
     value = lambda rate, x: jnp.sum(curved(rate).log_prob(x, key=key, estimator=estimator))
     plain = lambda rate, x: jnp.sum(bound(curved(rate), x, key=key))
     rate, x = jnp.array(0.5), jnp.array([[0.7], [-1.5]])
@@ -36,7 +36,7 @@ def test_pull_back_gradient(key):
 
 def test_bound_gradient(key):
     """With a proposal that itself depends on x, and so has a part in the gradient."""
-    bound = rf.LowerBound(rf.PullBack(8, SHAKEN))
+    bound = rf.density.LowerBound(rf.PullBack(8, SHAKEN))
     check_gradient(lambda rate, x: jnp.sum(bound(curved(rate), x, key=key)))
 
 

@@ -290,18 +290,18 @@ def test_one_broken_sample_is_found_in_a_batch(key):
 
 def test_the_outcome_says_why_each_solve_ended(key):
     """dZ = Z³ dt, NaN below −1: near zero it arrives, from 2 it leaves for infinity by t = 1/8."""
-    sde = rf.ItoSDE(lambda t, z: jnp.where(z < -1, jnp.nan, z**3), rf.NoDiffusion())
-    z, codes = jnp.array([[0.1], [2.0], [-2.0]]), rf.Status
+    sde = rf.ItoSDE(lambda t, z: jnp.where(z < -1, jnp.nan, z**3), rf.sde.NoDiffusion())
+    z, codes = jnp.array([[0.1], [2.0], [-2.0]]), rf.flow.Status
     for integrator, told in (
         (rf.FixedGrid(steps=16), [codes.FINE, codes.ESCAPED, codes.NON_FINITE]),
         (rf.Adaptive(max_steps=16, per_sample=True), [codes.FINE, codes.OUT_OF_STEPS, codes.NON_FINITE]),
     ):
         flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=integrator).without_errors()
         outcome = flow.solve(z, flow.sample_path(key=key), reverse=False)
-        assert [rf.Status(code) for code in outcome.status.tolist()] == told
+        assert [rf.flow.Status(code) for code in outcome.status.tolist()] == told
     inside = jax.jit(lambda z: flow.solve(z, flow.sample_path(key=key), reverse=False).status)
-    assert inside(jnp.array([[jnp.nan]])) == rf.Status.NON_FINITE
-    assert all(code.message and "\n" not in code.message for code in rf.Status)
+    assert inside(jnp.array([[jnp.nan]])) == rf.flow.Status.NON_FINITE
+    assert all(code.message and "\n" not in code.message for code in rf.flow.Status)
 
 
 def test_data_that_are_nan_are_refused_and_not_taken_for_data_far_away(key):

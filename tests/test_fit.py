@@ -10,7 +10,7 @@ from fits import DATA, SETTINGS, fit, same
 import roughflow as rf
 
 
-class Broken(rf.AbstractObjective):
+class Broken(rf.train.AbstractObjective):
     """NaN wherever the first row of the batch is negative."""
 
     uses_data = True
@@ -48,7 +48,7 @@ def test_any_optimiser_of_optax_and_a_limit_on_gradients(key):
 TRACED = []
 
 
-class Traced(rf.AbstractObjective):
+class Traced(rf.train.AbstractObjective):
     """Notes each time it is compiled."""
 
     uses_data = True
@@ -100,7 +100,7 @@ def test_a_run_that_cools_down_ends_nearer_the_minimum(key):
     assert after < 0.3 * before
 
 
-class Near(rf.AbstractObjective):
+class Near(rf.train.AbstractObjective):
     """The squared distance."""
 
     uses_data = True
@@ -109,7 +109,7 @@ class Near(rf.AbstractObjective):
         return jnp.mean((model[None] - x) ** 2), {}
 
 
-class Blind(rf.AbstractObjective):
+class Blind(rf.train.AbstractObjective):
     """The squared distance; on the seven rows to validate on it is NaN while the model is below `until`."""
 
     until: float
@@ -161,7 +161,7 @@ def test_a_hopeless_run_ends_with_the_reason(key):
 
 def test_a_model_that_returns_nan_is_named(key):
     drift = lambda t, z: jnp.where(z > 100, z, jnp.nan)
-    flow = rf.StochasticFlow(rf.ItoSDE(drift, rf.NoDiffusion()), rf.Normal(jnp.zeros(1)))
+    flow = rf.StochasticFlow(rf.ItoSDE(drift, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(1)))
     with pytest.raises(rf.NonFiniteError, match=r"drift returned a value that is not finite at t = "):
         rf.fit(flow, np.zeros((4, 1)), key=key, steps=30, progress=False)
 

@@ -49,7 +49,7 @@ def test_a_fit_has_both_stages(fitted):
     }
     assert fitted.history.loss.size == 2
     assert fitted.model.columns == ("a", "b")
-    assert isinstance(fitted.model.flow.sde, rf.TransportSDE)
+    assert isinstance(fitted.model.flow.sde, rf.sde.TransportSDE)
 
 
 def test_patience_does_not_end_a_short_run(key):
@@ -74,8 +74,8 @@ def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
 def test_the_best_noise_is_chosen_on_the_rows_set_aside(start, best, key):
     """N(0, 1), which nothing moves but the score: from there noise gains nothing, from N(0, ¼) the most does
     most to widen it."""
-    transport = rf.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)
-    flow = rf.StochasticFlow(rf.TransportSDE(transport), rf.Normal(jnp.zeros(1), start))
+    transport = rf.sde.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)
+    flow = rf.StochasticFlow(rf.sde.TransportSDE(transport), rf.Normal(jnp.zeros(1), start))
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(60, 1)))
     assert best_noise(flow, rows, key) == best
 

@@ -51,7 +51,7 @@ def test_density_is_base_plus_dense_log_determinant(problem, driver, key):
 
 ROUND_TRIPS = {
     "fixed": rf.FixedGrid(steps=200),
-    "reversible": rf.FixedGrid(steps=200, gradient=rf.ConstantMemory()),
+    "reversible": rf.FixedGrid(steps=200, gradient=rf.flow.ConstantMemory()),
     "adaptive": rf.Adaptive(rtol=1e-11, atol=1e-11),
 }
 
@@ -218,7 +218,7 @@ def test_same_key_same_numbers(key):
     "integrator",
     [
         rf.FixedGrid(steps=20),
-        pytest.param(rf.FixedGrid(steps=20, gradient=rf.ConstantMemory()), marks=pytest.mark.slow),
+        pytest.param(rf.FixedGrid(steps=20, gradient=rf.flow.ConstantMemory()), marks=pytest.mark.slow),
         pytest.param(rf.Adaptive(), marks=pytest.mark.slow),
     ],
     ids=["fixed", "reversible", "adaptive"],
@@ -250,7 +250,13 @@ def test_sampling_stops_where_told_along_a_given_path_and_along_its_own(key):
 
 @pytest.mark.parametrize(
     ("method", "order"),
-    [(diffrax.Heun(), 2), (diffrax.Midpoint(), 2), (rf.RK4(), 4), (diffrax.Dopri5(), 5), (rf.RK6(), 6)],
+    [
+        (diffrax.Heun(), 2),
+        (diffrax.Midpoint(), 2),
+        (rf.flow.RK4(), 4),
+        (diffrax.Dopri5(), 5),
+        (rf.flow.RK6(), 6),
+    ],
     ids=["heun", "midpoint", "rk4", "dopri5", "rk6"],
 )
 def test_order_of_every_fixed_grid_method(method, order, key):
@@ -289,13 +295,13 @@ def test_steps_that_shrink_towards_the_end(driver, key):
 
 def test_noise_that_fades_as_a_root_costs_less_order_on_late_steps(key):
     """Its error is that of the last step, h^3/2: h is 1/n with even steps, 1/n² with late ones."""
-    faded = rf.FadingDiffusion(lambda t, z: jnp.cos(z)[:, None])
+    faded = rf.sde.FadingDiffusion(lambda t, z: jnp.cos(z)[:, None])
     sde = rf.StratonovichSDE(lambda t, z: jnp.sin(t + z), faded)
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2))
     path, x = flow.sample_path(key=key), jnp.linspace(-3, 3, 64)[:, None]
 
     def log_prob(steps, late):
-        solver = rf.FixedGrid(rf.RK4(), steps=steps, late=late)
+        solver = rf.FixedGrid(rf.flow.RK4(), steps=steps, late=late)
         return eqx.tree_at(lambda f: f.integrator, flow, solver).log_prob_given_path(x, path)
 
     truth = log_prob(400, 2.0)

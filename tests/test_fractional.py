@@ -33,7 +33,7 @@ def test_covariance_is_exact_on_the_grid(hurst, grid):
 @pytest.mark.parametrize("hurst", HURST)
 def test_moments_of_polynomials_are_exact(hurst):
     """Var B(1), Cov(B(1), ∫B), Var ∫B and those of ∫sB, against closed forms and quadrature."""
-    driver = rf.FractionalLegendre(hurst, 3)
+    driver = rf.driver.FractionalLegendre(hurst, 3)
     nodes, weights = np.polynomial.legendre.leggauss(20)
     s, weights = (nodes + 1) / 2, weights / 2
     paths = driver.integrals(s)
@@ -57,7 +57,7 @@ def test_moments_of_polynomials_are_exact(hurst):
 def test_without_memory_it_is_brownian_motion(count):
     s = np.linspace(0, 1, 9)
     for ours, other in (
-        (rf.FractionalLegendre(0.5, count), rf.Legendre(count)),
+        (rf.driver.FractionalLegendre(0.5, count), rf.Legendre(count)),
         (rf.FractionalBrownian(0.5, count), rf.PiecewiseLinear(count)),
     ):
         np.testing.assert_allclose(ours.integrals(s), other.integrals(s), atol=1e-12)
@@ -68,10 +68,10 @@ def test_a_covariance_function_gives_its_process():
     """Fractional Brownian motion by its covariance is that by its exact moments, to what is documented."""
     hurst = 0.4
     kernel = lambda s, t: 0.5 * (s ** (2 * hurst) + t ** (2 * hurst) - jnp.abs(s - t) ** (2 * hurst))
-    given, exact = rf.GaussianDriver(kernel, 8, hurst=hurst), rf.FractionalLegendre(hurst, 8)
+    given, exact = rf.driver.GaussianDriver(kernel, 8, hurst=hurst), rf.driver.FractionalLegendre(hurst, 8)
     np.testing.assert_allclose(given.root @ given.root.T, exact.root @ exact.root.T, atol=2e-4)
     # A smooth process has no variance left for more polynomials, and is drawn all the same.
-    smooth = rf.GaussianDriver(lambda s, t: jnp.exp(-((s - t) ** 2)), 24)
+    smooth = rf.driver.GaussianDriver(lambda s, t: jnp.exp(-((s - t) ** 2)), 24)
     s = np.linspace(0, 1, 6)
     values = smooth.integrals(s)
     kernel = np.exp(-((s[:, None] - s) ** 2))
@@ -81,7 +81,7 @@ def test_a_covariance_function_gives_its_process():
 
 def test_a_clock_and_a_correlation():
     s = np.array([0.2, 0.5, 1.0])
-    clocked = rf.TimeChanged(rf.FractionalBrownian(0.4, [0.0, 0.04, 0.25, 1.0]), lambda s: s**2)
+    clocked = rf.driver.TimeChanged(rf.FractionalBrownian(0.4, [0.0, 0.04, 0.25, 1.0]), lambda s: s**2)
     values = clocked.integrals(s)
     np.testing.assert_allclose(values @ values.T, covariance(0.4, s**2, s**2), atol=1e-12)
     np.testing.assert_allclose(clocked.jumps, [0.2, 0.5], atol=1e-12)
@@ -89,7 +89,7 @@ def test_a_clock_and_a_correlation():
 
 @pytest.mark.parametrize("hurst", [0.2, 0.7])
 def test_fractional_noise_has_its_covariance(hurst, key):
-    noise = rf.fractional_noise(hurst, 48, key=key, shape=(5, 4001), t1=2.0)
+    noise = rf.driver.fractional_noise(hurst, 48, key=key, shape=(5, 4001), t1=2.0)
     assert noise.shape == (5, 4001, 48)
     places = np.array([3, 24, 48])
     values = np.cumsum(noise, axis=-1).reshape(-1, 48)[:, places - 1]
@@ -115,7 +115,7 @@ def gaussian_end(hurst, rate, scale, horizon, cells=1500):
 @pytest.mark.parametrize(
     "driver",
     [
-        rf.FractionalLegendre(0.4, 8),
+        rf.driver.FractionalLegendre(0.4, 8),
         pytest.param(rf.FractionalBrownian(0.7, 16), marks=pytest.mark.slow),
     ],
     ids=["Legendre", "grid"],
@@ -139,12 +139,12 @@ def test_an_ito_sde_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"Itô SDE no meaning: write it as a StratonovichSDE"):
         rf.StochasticFlow(ito, base, driver=rf.FractionalBrownian(0.4, 8))
     with pytest.raises(ValueError, match=r"StratonovichSDE"):
-        rf.StochasticFlow(ito, base).with_driver(rf.FractionalLegendre(0.7, 8))
-    rf.StochasticFlow(ito, base, driver=rf.FractionalLegendre(0.5, 8))
+        rf.StochasticFlow(ito, base).with_driver(rf.driver.FractionalLegendre(0.7, 8))
+    rf.StochasticFlow(ito, base, driver=rf.driver.FractionalLegendre(0.5, 8))
 
 
 def test_paths_too_rough_for_the_theorem_are_refused():
-    base, very_rough = rf.Normal(jnp.zeros(2)), rf.FractionalLegendre(0.3, 8)
+    base, very_rough = rf.Normal(jnp.zeros(2)), rf.driver.FractionalLegendre(0.3, 8)
     flow = lambda diffusion: rf.StochasticFlow(
         rf.StratonovichSDE(lambda t, z: -z, diffusion), base, driver=very_rough
     )
@@ -155,7 +155,7 @@ def test_paths_too_rough_for_the_theorem_are_refused():
 
 
 def test_the_number_of_components_is_checked(key):
-    driver = rf.Correlated(rf.Legendre(4), [[1.0, 0.5], [0.5, 1.0]])
+    driver = rf.driver.Correlated(rf.Legendre(4), [[1.0, 0.5], [0.5, 1.0]])
     sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(3))
     with pytest.raises(ValueError, match=r"Correlated has 2 components, but the diffusion has 3 columns"):
         rf.StochasticFlow(sde, rf.Normal(jnp.zeros(3)), driver=driver)
@@ -167,8 +167,8 @@ def test_the_number_of_components_is_checked(key):
 def test_wrong_exponents_are_refused(hurst, key):
     for make in (
         lambda: rf.FractionalBrownian(hurst, 4),
-        lambda: rf.FractionalLegendre(hurst, 4),
-        lambda: rf.fractional_noise(hurst, 4, key=key),
+        lambda: rf.driver.FractionalLegendre(hurst, 4),
+        lambda: rf.driver.fractional_noise(hurst, 4, key=key),
     ):
         with pytest.raises(ValueError, match="hurst must lie between 0 and 1"):
             make()
@@ -176,16 +176,19 @@ def test_wrong_exponents_are_refused(hurst, key):
 
 def test_wrong_parts_are_refused():
     with pytest.raises(ValueError, match="clock must increase"):
-        rf.TimeChanged(rf.Legendre(2), lambda s: 2 * s)
+        rf.driver.TimeChanged(rf.Legendre(2), lambda s: 2 * s)
     with pytest.raises(ValueError, match="correlation must be a positive definite matrix"):
-        rf.Correlated(rf.Legendre(2), [[1.0, 2.0], [2.0, 1.0]])
+        rf.driver.Correlated(rf.Legendre(2), [[1.0, 2.0], [2.0, 1.0]])
     with pytest.raises(ValueError, match="covariance must be positive semi-definite"):
-        rf.GaussianDriver(lambda s, t: -s * t, 2).integrals(jnp.ones(()))
+        rf.driver.GaussianDriver(lambda s, t: -s * t, 2).integrals(jnp.ones(()))
 
 
 def test_a_flow_with_a_fractional_driver_is_saved(tmp_path, key):
     sde = rf.StratonovichSDE(rf.MLP(1, 1, key=key), rf.ConstantDiffusion(jnp.eye(1)))
-    for driver in (rf.FractionalBrownian(0.4, 3), rf.Correlated(rf.FractionalLegendre(0.7, 3), [[2.0]])):
+    for driver in (
+        rf.FractionalBrownian(0.4, 3),
+        rf.driver.Correlated(rf.driver.FractionalLegendre(0.7, 3), [[2.0]]),
+    ):
         flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=driver)
         rf.save(tmp_path / "flow.rf", flow)
         again = rf.load(tmp_path / "flow.rf").driver

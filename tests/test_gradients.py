@@ -9,12 +9,12 @@ import pytest
 
 import roughflow as rf
 
-BACK, CONSTANT = rf.Backpropagation(), rf.ConstantMemory()
+BACK, CONSTANT = rf.flow.Backpropagation(), rf.flow.ConstantMemory()
 TIGHT = {"rtol": 1e-10, "atol": 1e-10, "max_steps": 20_000}
 METHODS = {
     "heun": diffrax.Heun(),
     "midpoint": diffrax.Midpoint(),
-    "rk4": rf.RK4(),
+    "rk4": rf.flow.RK4(),
     "dopri5": diffrax.Dopri5(),
     "tsit5": diffrax.Tsit5(),
 }
@@ -148,7 +148,7 @@ def test_parameters_in_closures_are_seen(key):
 
 def test_gradient_through_the_end_time(key):
     """d/dT of log p at x for dZ = −Z dt without noise: log p = log N(x eᵀ) + T."""
-    still = rf.ItoSDE(lambda t, z: -z, rf.NoDiffusion())
+    still = rf.ItoSDE(lambda t, z: -z, rf.sde.NoDiffusion())
     flow = rf.StochasticFlow(still, rf.Normal(jnp.zeros(1)), integrator=rf.FixedGrid(steps=40))
     path = flow.sample_path(key=key)
 

@@ -216,7 +216,7 @@ def test_points_outside_the_box_are_not_guessed():
 
 def test_refusals():
     grid, x = rf.density.Grid(), jnp.zeros(1)
-    still = rf.ItoSDE(lambda t, z: -z, rf.NoDiffusion())
+    still = rf.ItoSDE(lambda t, z: -z, rf.sde.NoDiffusion())
     noisy = lambda d: rf.StochasticFlow(linear_sde(-np.eye(d), np.eye(d)), rf.Normal(jnp.zeros(d)))
     with pytest.raises(ValueError, match="a grid needs one or two dimensions, got 3"):
         noisy(3).estimate(jnp.zeros(3), key=KEY, estimator=grid)
@@ -226,7 +226,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="a grid needs a state space without boundaries"):
         bounded.estimate(x + 0.3, key=KEY, estimator=grid)
     sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
-    fractional = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)), driver=rf.FractionalLegendre(0.7, 4))
+    fractional = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)), driver=rf.driver.FractionalLegendre(0.7, 4))
     with pytest.raises(ValueError, match="a grid needs Brownian motion"):
         fractional.estimate(x, key=KEY, estimator=grid)
     with pytest.raises(TypeError, match="call it outside of jit and vmap"):

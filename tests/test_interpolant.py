@@ -41,7 +41,7 @@ def exact(shift=0.0):
 
 
 def flow_of(velocity, base=BASE, t1=T):
-    return rf.StochasticFlow(rf.ItoSDE(velocity, rf.NoDiffusion()), base, t1)
+    return rf.StochasticFlow(rf.ItoSDE(velocity, rf.sde.NoDiffusion()), base, t1)
 
 
 @pytest.mark.parametrize("late", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
@@ -103,7 +103,7 @@ def test_another_base_learns_its_score_beside_the_velocity(key):
             pull = -(y - t * velocity - M0) / C0**2
             return jnp.concatenate([velocity, pull]) + self.off
 
-    sde = rf.TransportSDE(rf.LearnedTransport(TwoHeads(jnp.zeros(2)), T))
+    sde = rf.sde.TransportSDE(rf.sde.LearnedTransport(TwoHeads(jnp.zeros(2)), T))
     flow = rf.StochasticFlow(sde, BASE, T)
     x = Target().sample(key=key, shape=(50_000,))
     objective = rf.Interpolant()
@@ -151,10 +151,10 @@ def test_models_without_a_velocity_to_train_are_refused(key):
     still = rf.StochasticFlow(rf.overdamped_langevin(lambda z: -0.5 * z @ z, 1), BASE, T)
     with pytest.raises(TypeError, match=r"got TargetedSDE with 1 noises"):
         fit(still)
-    given = rf.TransportSDE(rf.GivenTransport(exact(), lambda t, z: -z))
+    given = rf.sde.TransportSDE(rf.sde.GivenTransport(exact(), lambda t, z: -z))
     with pytest.raises(TypeError, match=r"^Interpolant would part the velocity"):
         fit(rf.StochasticFlow(given, BASE, T))
-    known = rf.TransportSDE(rf.NormalTransport(exact(), BASE.loc, BASE.scale, T))
+    known = rf.sde.TransportSDE(rf.sde.NormalTransport(exact(), BASE.loc, BASE.scale, T))
     with pytest.raises(ValueError, match=r"^with a coupling the score"):
         fit(rf.StochasticFlow(known, BASE, T), coupling=0.1)
     with pytest.raises(ValueError, match=r"^the flow ends at t1 = 1.0, but its transport at 2.0"):
@@ -165,7 +165,7 @@ def test_models_without_a_velocity_to_train_are_refused(key):
 
 def test_the_noise_is_trained_while_the_velocity_stays(key):
     """And regression on a noisy flow trains the velocity while the noise stays."""
-    known = rf.TransportSDE(rf.NormalTransport(exact(), BASE.loc, BASE.scale, T))
+    known = rf.sde.TransportSDE(rf.sde.NormalTransport(exact(), BASE.loc, BASE.scale, T))
     flow = rf.StochasticFlow(known, BASE, T, rf.KarhunenLoeve(2))
     noisy = rf.with_noise(flow, 0.5)
     x = Target().sample(key=key, shape=(64,))

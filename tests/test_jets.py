@@ -93,7 +93,7 @@ def derivatives():
     """A loss, its gradient in the weights, and how it moves with x, of a flow with an Itô correction."""
     keys = jax.random.split(jax.random.key(0))
     sde = rf.ItoSDE(rf.MLP(2, 2, width=16, depth=2, key=keys[0]), rf.FullDiffusion(2, width=16, key=keys[1]))
-    grid = rf.FixedGrid(rf.RK4(), steps=2)
+    grid = rf.FixedGrid(rf.flow.RK4(), steps=2)
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), driver=rf.KarhunenLoeve(1), integrator=grid)
     x, path = points(5, 2), flow.sample_path(key=jax.random.key(1))
 

@@ -108,7 +108,7 @@ def test_correlated_geometric_brownian_motion_within_its_error_bars(key):
 def test_without_noise_it_is_the_continuous_normalizing_flow(key):
     drift = rf.MLP(2, 2, 8, 2, key=key)
     flow = rf.StochasticFlow(
-        rf.ItoSDE(drift, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)), integrator=rf.FixedGrid(steps=40)
+        rf.ItoSDE(drift, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)), integrator=rf.FixedGrid(steps=40)
     )
     x = jax.random.normal(key, (3, 2))
     exact = flow.log_prob_given_path(x, flow.sample_path(key=key))
@@ -283,7 +283,7 @@ def test_a_turn_to_the_left_and_one_to_the_right(key):
     base, grid = rf.Normal(jnp.asarray(START), SPREAD), rf.FixedGrid(steps=32)
     flow = rf.StochasticFlow(sde, base, driver=rf.KarhunenLoeve(2), integrator=grid)
     x = np.array([[-1.5, 0.0], [1.2, 0.8]])
-    estimate = flow.estimate(x, key=key, estimator=rf.PullBack(1024, rf.Prior(rf.Sobol())))
+    estimate = flow.estimate(x, key=key, estimator=rf.PullBack(1024, rf.Prior(rf.density.Sobol())))
     right_or_suspect(estimate, [turned_density(p) for p in x], trusted=1.0, largest=0.1)
 
 
@@ -296,7 +296,7 @@ def test_truncation_error_bounds_what_the_driver_leaves_out(key):
     def out_by(rate):
         distribution = ou_distribution(rate)
         x = distribution.mean + np.linspace(-0.5, 0.5, 16)[:, None] * np.sqrt(distribution.cov[0, 0])
-        estimate = ou(rate).estimate(x, key=key, estimator=rf.PullBack(1024, rf.Prior(rf.Sobol())))
+        estimate = ou(rate).estimate(x, key=key, estimator=rf.PullBack(1024, rf.Prior(rf.density.Sobol())))
         return estimate, np.abs(estimate.log_prob - distribution.logpdf(x))
 
     estimate, error = out_by(1.0)

@@ -57,7 +57,7 @@ def test_maps_must_gain_what_is_asked(maps):
 @pytest.mark.parametrize(("low", "high"), [(0.0, np.inf), (-np.inf, 2.0), (0.0, 2.0), (-np.inf, np.inf)])
 def test_bounds_are_kept(low, high):
     line = np.array([[-1.0, 1.0]])
-    maps = rf.Marginals(line, line, np.ones((1, 2)), np.array([low]), np.array([high]))
+    maps = rf.tables.Marginals(line, line, np.ones((1, 2)), np.array([low]), np.array([high]))
     x = np.linspace(0.1, 1.9, 7)[:, None]
     u, log_slope = maps.forward(x)
     np.testing.assert_allclose(maps.inverse(jnp.asarray(u)), x, rtol=1e-9)
@@ -72,9 +72,9 @@ def test_bounds_are_kept(low, high):
 def test_knots_that_make_no_map_are_refused():
     line = np.array([[-1.0, 1.0]])
     with pytest.raises(ValueError, match="must increase"):
-        rf.Marginals(line[:, ::-1], line, np.ones((1, 2)))
+        rf.tables.Marginals(line[:, ::-1], line, np.ones((1, 2)))
     with pytest.raises(ValueError, match="one shape"):
-        rf.Marginals(line, line, np.ones((1, 3)))
+        rf.tables.Marginals(line, line, np.ones((1, 3)))
 
 
 # ------------------------------------------------------------------------------------------------ in a fit

@@ -11,7 +11,7 @@ import roughflow as rf
 
 def flow_of(noise, key):
     drift, diffusion = rf.MLP(1, 1, width=8, depth=1, key=key), rf.ConstantDiffusion(noise * jnp.eye(1))
-    sde, integrator = rf.ItoSDE(drift, diffusion), rf.FixedGrid(rf.RK4(), steps=6)
+    sde, integrator = rf.ItoSDE(drift, diffusion), rf.FixedGrid(rf.flow.RK4(), steps=6)
     return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.KarhunenLoeve(2), integrator=integrator)
 
 
@@ -51,7 +51,7 @@ def test_stationarity_is_zero_for_the_distribution_an_sde_keeps_and_only_for_it(
         lambda t, z: z - 0.5 * square(z) * (precision @ z), lambda t, z: jnp.sqrt(square(z)) * jnp.eye(2)
     )
     x = jax.random.normal(key, (20_000, 2)) @ np.linalg.cholesky(covariance).T
-    rate = eqx.filter_jit(lambda sde, x: rf.stationarity(sde, x, key=key))
+    rate = eqx.filter_jit(lambda sde, x: rf.train.stationarity(sde, x, key=key))
     assert abs(rate(sde, x)) < 3e-4
     assert rate(sde, x + 0.5) > 0.003
     assert rate(sde, 1.3 * x) > 0.003
@@ -67,7 +67,7 @@ def test_confinement_is_zero_for_an_sde_that_comes_back_and_not_for_one_that_wan
 
     def away(rate, noise, centre=centre, asked=1.0):
         sde = rf.ItoSDE(lambda t, z: -rate * (z - centre), lambda t, z: noise * jnp.diag(spread))
-        return float(rf.confinement(sde, x, key=key, rate=asked))
+        return float(rf.train.confinement(sde, x, key=key, rate=asked))
 
     assert away(0.9, 0.1) == 0
     np.testing.assert_allclose(away(0.0, 0.0), 1.0, rtol=1e-6)
@@ -80,7 +80,7 @@ def test_stationarity_does_not_mind_the_order_of_the_sample(key):
     """Halves of sorted data are two distributions: the SDE that keeps the whole moves each of them."""
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(1))
     x = jnp.sort(jax.random.normal(key, (4096, 1)), axis=0)
-    assert abs(rf.stationarity(sde, x, key=key)) < 2e-3
+    assert abs(rf.train.stationarity(sde, x, key=key)) < 2e-3
 
 
 @pytest.mark.slow

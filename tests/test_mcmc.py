@@ -13,14 +13,14 @@ from roughflow.sde import noise_matrix
 SPREAD = lambda t, z: jnp.sqrt(1 + z**2)[:, None]
 
 
-class MetropolisHastings(rf.AbstractSampler):
+class MetropolisHastings(rf.mcmc.AbstractSampler):
     """`rf.AdjustedSampler` by its formula, with dense matrices."""
 
-    sde: rf.AbstractItoSDE
+    sde: rf.sde.AbstractItoSDE
     dt: float
 
     def init(self, z):
-        return rf.SamplerState(z)
+        return rf.mcmc.SamplerState(z)
 
     def check(self, z):
         del z
@@ -30,7 +30,7 @@ class MetropolisHastings(rf.AbstractSampler):
         at = lambda y: (y + self.dt * self.sde.drift(0.0, y), noise_matrix(self.sde.noise(0.0, y)))
         kick = self.dt**0.5 * jax.random.normal(key_move, state.z.shape)
         mean, sigma = at(state.z)
-        there = rf.SamplerState(mean + sigma @ kick)
+        there = rf.mcmc.SamplerState(mean + sigma @ kick)
         log_q = lambda y, mean, sigma: jax.scipy.stats.multivariate_normal.logpdf(
             y, mean, self.dt * sigma @ sigma.T
         )
@@ -38,8 +38,8 @@ class MetropolisHastings(rf.AbstractSampler):
         ratio = log_p(there.z) + log_q(state.z, *at(there.z)) - log_p(state.z) - log_q(there.z, mean, sigma)
         acceptance = jnp.exp(jnp.minimum(ratio, 0))
         accepted = jax.random.uniform(key_accept) < acceptance
-        moved = rf.SamplerState(jnp.where(accepted, there.z, state.z))
-        return moved, rf.SamplerInfo(accepted, acceptance)
+        moved = rf.mcmc.SamplerState(jnp.where(accepted, there.z, state.z))
+        return moved, rf.mcmc.SamplerInfo(accepted, acceptance)
 
 
 LOWER = np.eye(3) + 0.3 * np.tril(np.ones((3, 3)))
@@ -98,7 +98,7 @@ def test_adjusted_chains_with_noise_that_depends_on_the_state_have_the_cauchy_di
 def test_adjusted_chains_have_the_distribution_of_a_correlated_gaussian_with_a_random_network(key):
     covariance = np.array([[1.0, 0.9], [0.9, 2.0]])
     precision = jnp.asarray(np.linalg.inv(covariance))
-    noise, skew = rf.FullDiffusion(2, width=8, key=key), rf.SkewNetwork(2, width=8, key=key)
+    noise, skew = rf.FullDiffusion(2, width=8, key=key), rf.sde.SkewNetwork(2, width=8, key=key)
     sampler = rf.AdjustedSampler(rf.targeted_sde(lambda z: -0.5 * z @ precision @ z, noise, skew), dt=0.3)
     chain = rf.sample_chain(sampler, jnp.zeros((200, 2)), key=key, num_steps=500, burn_in=100, thin=5)
     found = np.cov(np.reshape(chain.samples, (-1, 2)).T)
@@ -115,7 +115,7 @@ def test_unadjusted_langevin_has_the_variance_that_euler_gives_it(key):
 def test_the_implicit_scheme_keeps_a_stiff_gaussian_at_any_step(key):
     target = lambda z: -0.5 * (z[0] ** 2 + 1e3 * z[1] ** 2)
     sde = rf.overdamped_langevin(target, 2)
-    sampler = rf.UnadjustedSampler(sde, 2.0, rf.LinearlyImplicitEuler())
+    sampler = rf.UnadjustedSampler(sde, 2.0, rf.flow.LinearlyImplicitEuler())
     chain = rf.sample_chain(sampler, jnp.zeros((400, 2)), key=key, num_steps=800, burn_in=800, thin=40)
     np.testing.assert_allclose(np.std(chain, axis=(0, 1)), [1, 1e3**-0.5], rtol=0.05)
     explicit = rf.sample_chain(sde, jnp.ones((2, 2)), key=key, num_steps=50, dt=2.0)
@@ -124,7 +124,9 @@ def test_the_implicit_scheme_keeps_a_stiff_gaussian_at_any_step(key):
 
 def test_minibatches_are_right_on_average_and_reach_the_posterior(key):
     data = 1 + jax.random.normal(key, (200,))
-    target = rf.Minibatch(lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2, data, batch_size=20)
+    target = rf.mcmc.Minibatch(
+        lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2, data, batch_size=20
+    )
     z = jnp.array([0.4])
     guesses = jax.vmap(lambda k: target.draw(k)(z))(jax.random.split(key, 4000))
     np.testing.assert_allclose(guesses.mean(), target(z), atol=4 * float(guesses.std()) / 4000**0.5)
@@ -138,10 +140,12 @@ def test_minibatches_are_right_on_average_and_reach_the_posterior(key):
 @pytest.mark.slow
 def test_minibatches_are_seen_inside_a_friction_too(key):
     data = 1 + jax.random.normal(key, (200,))
-    target = rf.Minibatch(lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2, data, batch_size=20)
-    friction = rf.sghmc(target, 1, friction=5.0)
+    target = rf.mcmc.Minibatch(
+        lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2, data, batch_size=20
+    )
+    friction = rf.sde.sghmc(target, 1, friction=5.0)
     moved = rf.sample_chain(friction, jnp.zeros((4, 2)), key=key, num_steps=10, dt=1e-3)
-    exact = rf.sghmc(lambda z: target(z), 1, friction=5.0)
+    exact = rf.sde.sghmc(lambda z: target(z), 1, friction=5.0)
     still = rf.sample_chain(exact, jnp.zeros((4, 2)), key=key, num_steps=10, dt=1e-3)
     assert not np.allclose(moved.samples, still.samples, atol=1e-6)
 
@@ -223,7 +227,7 @@ def test_bad_targets_are_refused_in_one_line(name, key):
 def test_a_sampler_that_cannot_be_adjusted_says_so(key):
     with pytest.raises(TypeError, match=r"^AdjustedSampler needs the SDE of rf\.targeted_sde, got ItoSDE"):
         rf.AdjustedSampler(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), dt=0.1)
-    target = rf.Minibatch(lambda z: -z @ z, lambda z, y: y, jnp.zeros(3), batch_size=1)
+    target = rf.mcmc.Minibatch(lambda z: -z @ z, lambda z, y: y, jnp.zeros(3), batch_size=1)
     with pytest.raises(TypeError, match=r"got rf\.Minibatch: take rf\.UnadjustedSampler"):
         rf.AdjustedSampler(rf.overdamped_langevin(target, 1), dt=0.1)
     with pytest.raises(ValueError, match=r"^thin must be at most num_steps, 3, got 4"):

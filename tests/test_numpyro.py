@@ -61,7 +61,7 @@ def test_a_model_without_latent_sites_is_refused(key):
 
 def linear_flow(rate=1.0):
     """dZ = −aZ dt from N(1, 1): exp(−a) N(1, 1)."""
-    return rf.StochasticFlow(rf.ItoSDE(lambda t, z: -rate * z, rf.NoDiffusion()), rf.Normal(jnp.ones(2)))
+    return rf.StochasticFlow(rf.ItoSDE(lambda t, z: -rate * z, rf.sde.NoDiffusion()), rf.Normal(jnp.ones(2)))
 
 
 def test_a_flow_is_a_distribution(key):

@@ -72,7 +72,7 @@ OLD_FLOWS = ("mlp_full", "restoring", "diagonal", "proportional", "no_noise", "f
 
 def old_flow(name):
     model = rf.load(FILES / f"{name}.rf")
-    return model.flow if isinstance(model, rf.Standardised) else model
+    return model.flow if isinstance(model, rf.tables.Standardised) else model
 
 
 # Each is compiled: with `make test` one has its turn, and the others are loaded and asked for a drift.
@@ -114,7 +114,7 @@ def test_an_estimator_that_is_gone_is_named():
 def test_samplers_and_targets_of_version_0_1_0_load():
     expected = json.loads((FILES / "expected.json").read_text())
     sampler, sde = rf.load(FILES / "sampler.rf"), rf.load(FILES / "momenta.rf")
-    assert isinstance(sampler, rf.FlowSampler)
+    assert isinstance(sampler, rf.mcmc.FlowSampler)
     assert (sampler.dt, sampler.num_substeps) == (0.5, 4)
     t, z = jnp.array(0.5), jnp.array([0.3, -0.2])
     values = np.concatenate([np.ravel(sampler.sde.noise(t, z)), np.ravel(sampler.sde.skew(t, z))])

@@ -211,7 +211,7 @@ def test_training_without_validation_and_with_a_gap():
     ax = plots.training(History(np.arange(5), loss), window=3)
     np.testing.assert_allclose(lines(ax)["training"].get_ydata(), [3.5, 3.5, 3.0, 2.5, 2.5])
     assert "validation" not in lines(ax)
-    assert "validation" not in lines(plots.training(rf.History(loss=loss)))
+    assert "validation" not in lines(plots.training(rf.train.History(loss=loss)))
     with pytest.raises(ValueError, match="no finite value"):
         plots.training(History(np.arange(2), np.full(2, np.nan)))
 

@@ -74,7 +74,7 @@ def test_another_scale_or_step_needs_no_other_program(key):
 
 def test_a_flow_with_other_numbers_needs_no_other_program(key):
     """An end time, a rate of a drift of the user's, one of the library's, the scale of a network's noise."""
-    x, drift = jnp.ones((3, 2)), rf.RestoringDrift(2, 0.5, width=3, depth=1, key=key)
+    x, drift = jnp.ones((3, 2)), rf.sde.RestoringDrift(2, 0.5, width=3, depth=1, key=key)
 
     def density(number):
         for part in (Pull(number), eqx.tree_at(lambda d: d.rate, drift, number)):
@@ -232,7 +232,7 @@ def test_estimates_with_functions_written_again_reuse_programs(key):
 
 def test_transitions_with_functions_written_again_reuse_programs(key):
     def value(a):
-        effort = rf.Effort(2, 2, 2)
+        effort = rf.transition.Effort(2, 2, 2)
         return rf.transition_estimate(linear(a), X[:2], X[1:], 0.1, key=key, effort=effort).log_prob
 
     value(1.0)

@@ -95,13 +95,13 @@ def _signature(value):
     )
 
 
-class Midpoint(rf.AbstractIntegrator):
+class Midpoint(rf.flow.AbstractIntegrator):
     """An integrator as a user writes it: the explicit midpoint rule on 64 steps."""
 
-    gradient: rf.AbstractGradient = rf.Backpropagation()
+    gradient: rf.flow.AbstractGradient = rf.flow.Backpropagation()
     escape_rate: float = eqx.field(static=True, default=1e5)
 
-    def integrate(self, field: rf.Field, z, fraction, *, reverse: bool) -> rf.Outcome:
+    def integrate(self, field: rf.flow.Field, z, fraction, *, reverse: bool) -> rf.flow.Outcome:
         whole = jnp.ones(()) if fraction is None else fraction
         h = (-1 if reverse else 1) * whole / 64
 
@@ -109,12 +109,12 @@ class Midpoint(rf.AbstractIntegrator):
             s = (whole if reverse else 0) + i * h
             half = now.z + 0.5 * h * field.guarded(s, now.z, now.z)[0]
             velocity, divergence, status = field.guarded(s + 0.5 * h, half, now.z)
-            first = now.status == rf.Status.FINE
+            first = now.status == rf.flow.Status.FINE
             moved = now.z + h * velocity, now.log_change + h * divergence
-            return rf.Outcome(*moved, jnp.where(first, status, now.status), now.time), None
+            return rf.flow.Outcome(*moved, jnp.where(first, status, now.status), now.time), None
 
         zeros = jnp.zeros(len(z), z.dtype)
-        start = rf.Outcome(z, zeros, jnp.full(len(z), rf.Status.FINE), zeros)
+        start = rf.flow.Outcome(z, zeros, jnp.full(len(z), rf.flow.Status.FINE), zeros)
         return jax.lax.scan(step, start, jnp.arange(64))[0]
 
     def finer(self, driver, noise_dimension):
@@ -132,7 +132,7 @@ def test_an_integrator_of_ones_own(key):
     np.testing.assert_allclose(*values, rtol=1e-10)
 
 
-class RandomWalk(rf.AbstractSampler):
+class RandomWalk(rf.mcmc.AbstractSampler):
     """A sampler as a user writes it: Metropolis' own, that needs no gradient."""
 
     sde: rf.AbstractSDE
@@ -141,16 +141,16 @@ class RandomWalk(rf.AbstractSampler):
     def check(self, z):
         pass
 
-    def init(self, z) -> rf.SamplerState:
-        return rf.SamplerState(z)
+    def init(self, z) -> rf.mcmc.SamplerState:
+        return rf.mcmc.SamplerState(z)
 
-    def step(self, key, state: rf.SamplerState) -> tuple[rf.SamplerState, rf.SamplerInfo]:
+    def step(self, key, state: rf.mcmc.SamplerState) -> tuple[rf.mcmc.SamplerState, rf.mcmc.SamplerInfo]:
         key_move, key_accept = jax.random.split(key)
         z = state.z + jnp.sqrt(self.dt) * jax.random.normal(key_move, state.z.shape)
         acceptance = jnp.minimum(1, jnp.exp(self.sde.log_density(z) - self.sde.log_density(state.z)))
         accepted = jax.random.uniform(key_accept) < acceptance
-        moved = rf.SamplerState(jnp.where(accepted, z, state.z))
-        return moved, rf.SamplerInfo(accepted, acceptance)
+        moved = rf.mcmc.SamplerState(jnp.where(accepted, z, state.z))
+        return moved, rf.mcmc.SamplerInfo(accepted, acceptance)
 
 
 def test_a_sampler_of_ones_own(key):

@@ -90,15 +90,15 @@ def test_sdes_are_told_in_their_notation(key):
     drift, noise = (lambda t, z: -z), (lambda t, z: z[:, None])
     assert line(rf.StratonovichSDE(drift, noise)) == "dZ = μ(t, Z) dt + σ(t, Z) ∘ dB"
     assert line(rf.ItoSDE(drift, rf.ConstantDiffusion(jnp.eye(2)))) == "dZ = μ(t, Z) dt + σ dB"
-    assert line(rf.ItoSDE(drift, rf.ProportionalDiffusion(0.1))).endswith("+ 0.1 diag(μ(t, Z)) dB")
-    assert line(rf.ItoSDE(drift, rf.FadingDiffusion(noise, 2.0))).endswith("+ (1 − t/2)^0.5 Σ(t, Z) dB")
+    assert line(rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(0.1))).endswith("+ 0.1 diag(μ(t, Z)) dB")
+    assert line(rf.ItoSDE(drift, rf.sde.FadingDiffusion(noise, 2.0))).endswith("+ (1 − t/2)^0.5 Σ(t, Z) dB")
     target = lambda z: -0.5 * z @ z
     assert "∇log p" in line(rf.overdamped_langevin(target, 2))
     assert "Q" in line(rf.underdamped_langevin(target, 2))
-    flow = rf.velocity_flow(2, width=4, depth=1, num_features=3, key=key)
-    transport = rf.NormalTransport(flow.sde.drift, jnp.zeros(2), jnp.ones(2))
-    assert line(rf.TransportSDE(transport)) == "dZ = v(t, Z) dt"
-    noisy = rf.TransportSDE(transport, rf.FadingDiffusion(rf.ConstantDiffusion(jnp.eye(2))))
+    flow = rf.train.velocity_flow(2, width=4, depth=1, num_features=3, key=key)
+    transport = rf.sde.NormalTransport(flow.sde.drift, jnp.zeros(2), jnp.ones(2))
+    assert line(rf.sde.TransportSDE(transport)) == "dZ = v(t, Z) dt"
+    noisy = rf.sde.TransportSDE(transport, rf.sde.FadingDiffusion(rf.ConstantDiffusion(jnp.eye(2))))
     assert line(noisy) == "dZ = [v + ½ div(σσᵀ) + ½ σσᵀ ∇log p] dt + σ dB"
     # The random waves of a velocity are not trained, and the normal distribution's mean and scale are given.
     network = sum(leaf.size for leaf in jax.tree.leaves(flow.sde.drift.network))
@@ -107,10 +107,10 @@ def test_sdes_are_told_in_their_notation(key):
 
 def test_a_model_of_a_table_names_its_columns(key):
     flow = small_flow(key, noise=0.0)
-    model = rf.Standardised(flow, np.zeros(2), np.eye(2), ("length", "width"))
+    model = rf.tables.Standardised(flow, np.zeros(2), np.eye(2), ("length", "width"))
     assert "length, width" in repr(model)
     knots = np.array([[0.0, 1.0]] * 2)
-    bounded = rf.Marginals(knots, knots, knots + 1, np.array([0.0, -np.inf]), np.array([1.0, 3.0]))
+    bounded = rf.tables.Marginals(knots, knots, knots + 1, np.array([0.0, -np.inf]), np.array([1.0, 3.0]))
     told = repr(dataclasses.replace(model, marginals=bounded))
     assert "0 < length < 1, width < 3" in told
     given = repr(dataclasses.replace(model, context=1))
@@ -123,15 +123,15 @@ def test_a_model_of_a_table_names_its_columns(key):
 def test_a_fit_says_what_became_of_it(key):
     objective = rf.MaximumLikelihood(1)
     loss, looks = np.array([3.0, np.nan, 2.0]), np.array([2.9, 2.5, 2.7])
-    history = rf.History(loss, {}, np.array([0, 1, 3]), looks, "at step 3 of 50: no better in 1 look")
-    fitted = rf.Fitted(small_flow(key), objective, history, False)
+    history = rf.train.History(loss, {}, np.array([0, 1, 3]), looks, "at step 3 of 50: no better in 1 look")
+    fitted = rf.train.Fitted(small_flow(key), objective, history, False)
     told = repr(fitted)
     assert "dZ = " in told
     assert "3 steps" in told
     assert "validation 2.7000, best 2.5000 at step 1" in told
     assert "1 skipped; ended at step 3 of 50: no better" in told
     assert len(told.splitlines()) <= 5
-    staged = dataclasses.replace(fitted, stages={"regression": history, "likelihood": rf.History()})
+    staged = dataclasses.replace(fitted, stages={"regression": history, "likelihood": rf.train.History()})
     assert "likelihood  0 steps" in repr(staged)
     assert repr(dataclasses.replace(fitted, interrupted=True)).startswith("Fitted, interrupted")
     assert repr(dataclasses.replace(fitted, model=object())).splitlines()[1].split() == ["model", "object"]
@@ -139,7 +139,7 @@ def test_a_fit_says_what_became_of_it(key):
 
 def test_a_fit_knows_why_it_ended(key):
     """The validation data are where the model begins, so that nothing but the first look is good."""
-    sde = rf.ItoSDE(lambda t, z: 0 * z, rf.NoDiffusion())
+    sde = rf.ItoSDE(lambda t, z: 0 * z, rf.sde.NoDiffusion())
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=rf.FixedGrid(steps=1))
     settings = {"steps": 40, "batch_size": 8, "learning_rate": 0.1, "every": 4, "progress": False}
     data = 5 + jax.random.normal(key, (64, 1))
@@ -153,7 +153,7 @@ def test_a_fit_knows_why_it_ended(key):
 def test_a_chain_is_summed_up(key):
     samples = np.asarray(jax.random.normal(key, (4, 500, 10))) + np.arange(10)
     samples = jnp.asarray(samples)
-    chain = rf.Chain(samples, jnp.array([0.5, 0.6, 0.7, 0.8]), 750)
+    chain = rf.mcmc.Chain(samples, jnp.array([0.5, 0.6, 0.7, 0.8]), 750)
     told = repr(chain).splitlines()
     assert told[0] == (
         "Chain: 4 chains × 500 draws × 10-D, acceptance 0.65 (0.50 to 0.80), 750 gradients each"
@@ -164,12 +164,12 @@ def test_a_chain_is_summed_up(key):
     assert 0.99 < float(rhat) < 1.02
     assert told[-1] == "  … and 2 more"
     assert len(told) <= 11
-    apart = rf.Chain(samples + 3 * np.arange(4.0)[:, None, None], chain.acceptance, 750)
+    apart = rf.mcmc.Chain(samples + 3 * np.arange(4.0)[:, None, None], chain.acceptance, 750)
     assert float(repr(apart).splitlines()[2].split()[-1]) > 2
-    single = repr(rf.Chain(samples[0, :3], jnp.asarray(1.0), 3))
+    single = repr(rf.mcmc.Chain(samples[0, :3], jnp.asarray(1.0), 3))
     assert single.startswith("Chain: 1 chain × 3 draws")
     assert "nan" in single
-    assert "inf" in repr(rf.Chain(samples.at[0, 0, 0].set(jnp.inf), chain.acceptance, 3))
+    assert "inf" in repr(rf.mcmc.Chain(samples.at[0, 0, 0].set(jnp.inf), chain.acceptance, 3))
     assert "ShapeDtypeStruct" in repr(jax.eval_shape(lambda: chain))
 
 

@@ -73,7 +73,7 @@ def test_the_target_is_not_trained_and_the_penalty_leaves_it_alone(num_paths, ke
 def test_decay_of_weights_leaves_what_is_given_alone(key):
     """The target, in the flow and in the objective, and what a diffusion measures places by."""
     target = Shifted(jnp.array([1.5]))
-    noise = rf.LocalDiffusion(1, centre=jnp.array([0.5]), scale=2 * jnp.eye(1), width=3, key=key)
+    noise = rf.sde.LocalDiffusion(1, centre=jnp.array([0.5]), scale=2 * jnp.eye(1), width=3, key=key)
     flow = rf.StochasticFlow(rf.targeted_sde(target, noise), rf.Normal(jnp.ones(1)))
     decay = optax.adamw(0.1, weight_decay=0.5)
     fitted = rf.fit(
@@ -128,10 +128,10 @@ def test_the_evidence_is_bounded_from_below_and_nearly_reached(d, key):
     """
     target = lambda z: -0.5 * jnp.sum((z - 0.2) ** 2)
     flow = rf.StochasticFlow(rf.overdamped_langevin(target, d), rf.Normal(jnp.zeros(d)), t1=2.0)
-    bound = rf.evidence_bound(flow, Cut(-np.inf), key=key, num_samples=192, num_paths=256)
+    bound = rf.train.evidence_bound(flow, Cut(-np.inf), key=key, num_samples=192, num_paths=256)
     gap, missing = 0.5 * d * np.log(2 * np.pi) - bound.value, d * divergence(0.2, t1=2.0)
     error = (2 * missing / 192) ** 0.5
     assert abs(gap - missing) < 4 * error
     np.testing.assert_allclose(bound.standard_error, error, rtol=0.3)
     with pytest.raises(rf.NonFiniteError, match=r"samples escaped, or have no finite density: give the flow"):
-        rf.evidence_bound(flow, Cut(0.0), key=key, num_samples=192, num_paths=32)
+        rf.train.evidence_bound(flow, Cut(0.0), key=key, num_samples=192, num_paths=32)

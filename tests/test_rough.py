@@ -19,7 +19,7 @@ every_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS.k
 
 @pytest.fixture
 def brownian(key):
-    return rf.brownian_lift(32, key=key, noise_dimension=2, shape=(3,), t1=2.0)
+    return rf.rough.brownian_lift(32, key=key, noise_dimension=2, shape=(3,), t1=2.0)
 
 
 # --------------------------------------------------------------------------------- algebra
@@ -43,7 +43,7 @@ def test_chen_and_geometricity_of_brownian_motion(brownian):
 
 def test_a_defect_is_seen():
     """Areas that belong to no path of these increments."""
-    rough = rf.RoughPath(jnp.linspace(0, 1, 3), jnp.ones((2, 2)), jnp.zeros((2, 2, 2)))
+    rough = rf.rough.RoughPath(jnp.linspace(0, 1, 3), jnp.ones((2, 2)), jnp.zeros((2, 2, 2)))
     assert rough.chen_defect() < ROUND_OFF
     np.testing.assert_allclose(rough.geometric_defect(), 1.0)
 
@@ -52,7 +52,7 @@ def test_a_defect_is_seen():
 def test_the_lift_of_a_path_is_its_integrals(driver, key):
     """Against sums over a fine grid, and between any two times by Chen's relation."""
     path = driver.sample(key=key, noise_dimension=2, t1=2.0)
-    rough = rf.lift(path, 4)
+    rough = rf.rough.lift(path, 4)
     assert rough.chen_defect() < ROUND_OFF
     assert rough.geometric_defect() < (ROUND_OFF if driver.jumps.size else 1e-9)
     fine = 20_000
@@ -65,14 +65,16 @@ def test_the_lift_of_a_path_is_its_integrals(driver, key):
         np.testing.assert_allclose(second, expected, atol=1e-6)
         np.testing.assert_allclose(first, steps[inside].sum(axis=0), atol=1e-12)
     # One interval or many: the same path.
-    whole = rf.lift(path, 1)
+    whole = rf.rough.lift(path, 1)
     np.testing.assert_allclose(whole.areas, rough.coarser(4).areas, atol=1e-8)
 
 
 def test_levy_area_has_its_distribution(key):
     """Mean 0, variance h²/4 and kurtosis 5, whatever the number of functions."""
     for count, kurtosis in ((1, 3.0), (8, 5.0)):
-        rough = rf.brownian_lift(1, key=key, noise_dimension=2, shape=(40_000,), t1=3.0, num_functions=count)
+        rough = rf.rough.brownian_lift(
+            1, key=key, noise_dimension=2, shape=(40_000,), t1=3.0, num_functions=count
+        )
         area = 0.5 * np.asarray(rough.areas[:, 0, 0, 1] - rough.areas[:, 0, 1, 0])
         assert abs(area.mean()) < 4 * area.std() / 200
         np.testing.assert_allclose(area.var(), 9 / 4, rtol=0.06)
@@ -83,7 +85,7 @@ def test_areas_of_an_expansion_are_those_of_its_lift(key):
     """Without the part left out, they are the integrals of the polynomial path."""
     omega = rf.Legendre(6).sample(key=key, noise_dimension=3).coefficients
     areas = rf.rough._polynomial_areas(omega)
-    lifted = rf.lift(rf.Legendre(6).path(omega), 1).areas[0]
+    lifted = rf.rough.lift(rf.Legendre(6).path(omega), 1).areas[0]
     np.testing.assert_allclose(areas, 0.5 * (lifted - lifted.T), atol=1e-13)
 
 
@@ -102,10 +104,10 @@ def test_time_reversal(brownian):
 def test_norm_and_distance():
     """A straight line of slope v: |v| T^{1−α} and √(½|v|² T^{2−2α})."""
     v = jnp.array([3.0, 4.0])
-    line = rf.lift(rf.PiecewiseLinear(1).path(v[None] * 2**0.5, 2.0), 4)
+    line = rf.rough.lift(rf.PiecewiseLinear(1).path(v[None] * 2**0.5, 2.0), 4)
     np.testing.assert_allclose(line.holder_norm(0.4), 5 * 2**0.6 * (1 + 0.5**0.5), rtol=1e-12)
     assert line.distance(line, 0.4) == 0
-    still = rf.RoughPath(line.times, 0 * line.increments, 0 * line.areas)
+    still = rf.rough.RoughPath(line.times, 0 * line.increments, 0 * line.areas)
     np.testing.assert_allclose(line.distance(still, 0.4), 5 * 2**0.6 + 12.5 * 2**1.2, rtol=1e-12)
     with pytest.raises(ValueError, match="on one grid"):
         line.distance(line.coarser(2), 0.4)
@@ -114,8 +116,8 @@ def test_norm_and_distance():
 @pytest.mark.parametrize("driver", [rf.KarhunenLoeve, rf.PiecewiseLinear])
 def test_smooth_paths_converge_in_rough_path_distance(driver, key):
     fine = rf.PiecewiseLinear(256).sample(key=key, noise_dimension=2)
-    truth = rf.lift(fine, 32)
-    apart = [float(rf.lift(driver(n).project(fine), 32).distance(truth, 0.35)) for n in (4, 32)]
+    truth = rf.rough.lift(fine, 32)
+    apart = [float(rf.rough.lift(driver(n).project(fine), 32).distance(truth, 0.35)) for n in (4, 32)]
     assert apart[1] < 0.7 * apart[0]
 
 
@@ -133,11 +135,11 @@ def noise(t, z):
 def test_davie_is_milstein_where_noise_commutes(key):
     """For both lifts, and whatever the areas."""
     diagonal = lambda t, z: jnp.diag(1 + 0.3 * jnp.sin(z))
-    rough = rf.brownian_lift(16, key=key, noise_dimension=2)
+    rough = rf.rough.brownian_lift(16, key=key, noise_dimension=2)
     for kind, path in ((rf.StratonovichSDE, rough), (rf.ItoSDE, rough.ito())):
         sde, z0 = kind(drift, diagonal), jnp.array([0.2, -0.4])
         got = rf.simulate(sde, z0, path=path)
-        expected = rf.simulate(sde, z0, increments=rough.increments, scheme=rf.Milstein())
+        expected = rf.simulate(sde, z0, increments=rough.increments, scheme=rf.flow.Milstein())
         np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
@@ -149,7 +151,7 @@ def rms(a, b):
 def test_strong_order_with_and_without_areas(key):
     """One and a half, for noise that does not commute; the limit is that of the random ODE."""
     steps, z0 = 1024, jnp.broadcast_to(jnp.array([0.5, -0.3]), (200, 2))
-    rough = rf.brownian_lift(steps, key=key, noise_dimension=2, shape=(200,))
+    rough = rf.rough.brownian_lift(steps, key=key, noise_dimension=2, shape=(200,))
     sde, ito = rf.StratonovichSDE(drift, noise), rf.ItoSDE(drift, noise)
     truth = {sde: rf.simulate(sde, z0, path=rough), ito: rf.simulate(ito, z0, path=rough.ito())}
     assert rms(truth[sde], truth[ito]) > 0.1
@@ -159,7 +161,7 @@ def test_strong_order_with_and_without_areas(key):
             coarse = path.coarser(steps // count)
             errors.append(rms(rf.simulate(model, z0, path=coarse), truth[model]))
             symmetric = 0.5 * (coarse.areas + jnp.swapaxes(coarse.areas, -1, -2))
-            flat = rf.RoughPath(coarse.times, coarse.increments, symmetric, coarse.geometric)
+            flat = rf.rough.RoughPath(coarse.times, coarse.increments, symmetric, coarse.geometric)
             without.append(rms(rf.simulate(model, z0, path=flat), truth[model]))
         order = lambda e: -np.polyfit(np.log([16, 128]), np.log(e), 1)[0]
         assert 0.85 < order(errors) < 1.2
@@ -174,7 +176,8 @@ def test_davie_and_the_random_ode_agree(key):
     z0 = jnp.broadcast_to(jnp.array([0.5, -0.3]), (20, 2))
     ode = rf.StochasticFlow(sde, base, driver=fine.driver).push_forward(z0, fine)[0]
     errors = [
-        rms(rf.simulate(sde, z0, path=rf.lift(fine, 256).coarser(256 // count)), ode) for count in (32, 128)
+        rms(rf.simulate(sde, z0, path=rf.rough.lift(fine, 256).coarser(256 // count)), ode)
+        for count in (32, 128)
     ]
     assert errors[1] < 0.4 * errors[0] < 0.4 * 0.1
 
@@ -184,23 +187,23 @@ def test_simulate_draws_areas_by_itself(key):
     linear = lambda t, z: 0.5 * z[:, None]
     for kind, mean in ((rf.ItoSDE, 1.0), (rf.StratonovichSDE, np.exp(0.125))):
         z = rf.simulate(
-            kind(lambda t, z: 0 * z, linear), jnp.ones((20_000, 1)), key=key, steps=16, scheme=rf.Davie()
+            kind(lambda t, z: 0 * z, linear), jnp.ones((20_000, 1)), key=key, steps=16, scheme=rf.flow.Davie()
         )
         assert abs(float(z.mean()) - mean) < 4 * float(z.std()) / 20_000**0.5 + 2e-3
 
 
 def test_a_path_of_the_wrong_kind_is_refused(key):
-    rough, z0 = rf.brownian_lift(4, key=key, noise_dimension=2), jnp.zeros(2)
+    rough, z0 = rf.rough.brownian_lift(4, key=key, noise_dimension=2), jnp.zeros(2)
     ito, stratonovich = rf.ItoSDE(drift, noise), rf.StratonovichSDE(drift, noise)
     with pytest.raises(ValueError, match=r"geometric rough path .* rf\.to_stratonovich\(sde\)"):
         rf.simulate(ito, z0, path=rough)
     with pytest.raises(ValueError, match=r"Itô lift .* rf\.to_ito\(sde\)"):
         rf.simulate(stratonovich, z0, path=rough.ito())
     with pytest.raises(ValueError, match=r"followed by rf\.Davie\(\), not by Milstein"):
-        rf.simulate(stratonovich, z0, path=rough, scheme=rf.Milstein())
+        rf.simulate(stratonovich, z0, path=rough, scheme=rf.flow.Milstein())
     with pytest.raises(ValueError, match=r"increments of shape \(3, 'steps', 2\)"):
         rf.simulate(stratonovich, jnp.zeros((3, 2)), path=rough)
     with pytest.raises(TypeError, match="needs the areas"):
-        rf.simulate(stratonovich, z0, increments=rough.increments, scheme=rf.Davie())
+        rf.simulate(stratonovich, z0, increments=rough.increments, scheme=rf.flow.Davie())
     with pytest.raises(ValueError, match=r"increments of shape \(\.\.\., 4, m\)"):
-        rf.RoughPath(rough.times, rough.increments[:3], rough.areas)
+        rf.rough.RoughPath(rough.times, rough.increments[:3], rough.areas)

@@ -87,7 +87,7 @@ def test_a_network_of_equinox_comes_back(key, tmp_path):
     [
         (np.array(["a"]), r"^model.value cannot be saved, it is an array of <U1"),
         (
-            rf.ExactCorrection().draw,
+            rf.sde.ExactCorrection().draw,
             r"^model.value cannot be saved: BoundMethod is no public class of equinox",
         ),
         (zipfile.ZipFile, r"^model.value cannot be saved, it is ZipFile"),
@@ -100,7 +100,7 @@ def test_what_cannot_be_saved_is_named(value, message, tmp_path):
 
 
 def test_what_a_fit_returns_is_not_a_model(tmp_path):
-    fitted = rf.Fitted(rf.Normal(jnp.zeros(1)), rf.MaximumLikelihood(), rf.History(), False)
+    fitted = rf.train.Fitted(rf.Normal(jnp.zeros(1)), rf.MaximumLikelihood(), rf.train.History(), False)
     with pytest.raises(ValueError, match=r"save fitted\.model"):
         rf.save(tmp_path / "m.rf", fitted)
 

@@ -119,7 +119,7 @@ def test_any_lineax_operator_will_do(key):
         (lambda t, z: jnp.exp(-t) * jnp.eye(3), False),
         (lambda t, z: lx.DiagonalLinearOperator(jnp.cos(t) * jnp.ones(3)), False),
         (rf.ConstantDiffusion(jnp.ones((3, 2))), False),
-        (rf.NoDiffusion(), False),
+        (rf.sde.NoDiffusion(), False),
         (lambda t, z: z[:, None], True),
         (lambda t, z: jnp.broadcast_to(jnp.linalg.norm(z), (3, 1)), True),
         (lambda t, z: lx.DiagonalLinearOperator(z), True),
@@ -156,7 +156,7 @@ def test_a_diagonal_that_depends_on_a_coordinate_each_takes_one_product(entries,
     def both_ways(z):
         drifts = [spread_at(way, z).drift(slope, 0.7) for way in (noise, lambda y: jnp.diag(entries(y)))]
         dense = dense_correction(lambda t, x: noise(x), T0, z)
-        return *drifts, rf.ExactCorrection()(noise, z, None)[1], dense
+        return *drifts, rf.sde.ExactCorrection()(noise, z, None)[1], dense
 
     drift, dense_drift, correction, dense = both_ways(points(3, key))
     np.testing.assert_allclose(drift, dense_drift, rtol=1e-12, atol=1e-14)
@@ -207,7 +207,7 @@ def test_calculus_is_a_type():
 
 def test_noise_dimension():
     assert [noise_dimension(p.ito, p.x.shape[1]) for p in PROBLEMS] == [1, 3, 2, 1, 2, 2]
-    assert noise_dimension(rf.ItoSDE(lambda t, z: z, rf.NoDiffusion()), 3) == 0
+    assert noise_dimension(rf.ItoSDE(lambda t, z: z, rf.sde.NoDiffusion()), 3) == 0
 
 
 # --------------------------------------------------------------------- one product, on average
@@ -240,11 +240,11 @@ def test_a_sampled_correction_that_would_change_the_distribution_is_not_taken(ke
     """Signs that stay fixed along a path change the distribution, unless all give the same correction."""
     problem = nonlinear_3d()
     with pytest.warns(UserWarning, match=r"^SampledCorrection would change the distribution"):
-        flow = rf.StochasticFlow(problem.ito, problem.base, correction=rf.SampledCorrection())
-    assert isinstance(flow.correction, rf.ExactCorrection)
+        flow = rf.StochasticFlow(problem.ito, problem.base, correction=rf.sde.SampledCorrection())
+    assert isinstance(flow.correction, rf.sde.ExactCorrection)
     alone = rf.ItoSDE(lambda t, z: -z, lambda t, z: lx.DiagonalLinearOperator(1 + 0.5 * jnp.sin(z)))
-    flow = rf.StochasticFlow(alone, problem.base, correction=rf.SampledCorrection())
-    assert isinstance(flow.correction, rf.SampledCorrection)
+    flow = rf.StochasticFlow(alone, problem.base, correction=rf.sde.SampledCorrection())
+    assert isinstance(flow.correction, rf.sde.SampledCorrection)
     with pytest.raises(TypeError, match=r"SampledCorrection.*key=jax\.random\.key"):
         flow.log_prob_given_path(jnp.zeros((2, 3)), flow.sample_path(key=key))
 
@@ -254,7 +254,7 @@ def test_a_sampled_correction_that_would_change_the_distribution_is_not_taken(ke
 
 def test_proportional_diffusion_is_scale_times_the_drift(key):
     drift = rf.MLP(3, 3, 8, 1, key=key)
-    sde = rf.ItoSDE(drift, rf.ProportionalDiffusion(0.3))
+    sde = rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(0.3))
     z = points(3, key, 1)[0]
     np.testing.assert_allclose(noise_matrix(sde.noise(T0, z)), 0.3 * jnp.diag(drift(T0, z)), rtol=1e-12)
     leaves = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array))
@@ -262,7 +262,7 @@ def test_proportional_diffusion_is_scale_times_the_drift(key):
 
 
 def tied(drift, scale):
-    return rf.ItoSDE(drift, rf.ProportionalDiffusion(scale))
+    return rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(scale))
 
 
 def by_hand(drift, scale):
@@ -337,7 +337,7 @@ def test_constant_and_no_diffusion(key):
     matrix = jax.random.normal(key, (3, 2))
     diffusion = rf.ConstantDiffusion(matrix)
     np.testing.assert_array_equal(diffusion(T0, jnp.ones(3)), matrix)
-    assert rf.NoDiffusion()(T0, jnp.ones(3)).shape == (3, 0)
+    assert rf.sde.NoDiffusion()(T0, jnp.ones(3)).shape == (3, 0)
     np.testing.assert_array_equal(
         noise_matrix(rf.ConstantDiffusion(jnp.arange(3))(T0, jnp.ones(3))), np.diag(range(3))
     )
@@ -347,7 +347,7 @@ def test_constant_and_no_diffusion(key):
 
 def test_no_diffusion_is_an_ordinary_flow(key):
     """dz = −z dt from N(0, 1): the density at T = 1 is that of N(0, e⁻²)."""
-    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)))
     x = points(2, key)
     value = flow.log_prob_given_path(x, flow.sample_path(key=key))
     expected = rf.Normal(jnp.zeros(2), np.exp(-1.0)).log_prob(x)
@@ -382,7 +382,7 @@ def test_tanh_has_the_derivatives_of_tanh():
         ours, theirs = jax.grad(ours), jax.grad(theirs)
 
 
-class Geometric(rf.AbstractStratonovichSDE):
+class Geometric(rf.sde.AbstractStratonovichSDE):
     """dZ = a Z dt + b Z ∘ dB, as a user may write it."""
 
     a: float

@@ -71,7 +71,7 @@ def test_linear_transitions_need_no_luck(sde, key):
     d = sde.mu.size
     x0, x1 = jnp.full(d, 0.3), 0.2 + 0.2 * SPOTS * np.arange(1, d + 1)
     exact = rf.transition_log_prob(sde, x0, x1, 0.2, key=key)
-    effort = rf.Effort(4, 4, 8)
+    effort = rf.transition.Effort(4, 4, 8)
     estimate = rf.transition_estimate(sde, x0, x1, 0.2, key=key, exact=False, effort=effort)
     np.testing.assert_allclose(estimate.log_prob, exact, rtol=0, atol=1e-6)
     np.testing.assert_allclose(estimate.standard_error, 0, atol=1e-6)
@@ -110,20 +110,20 @@ def test_any_coordinates_and_any_calculus_give_one_density(key):
     """CIR in the state itself, and as a Stratonovich SDE in its logarithm."""
     x0, x1, dt = np.array([0.3]), np.array([[0.25], [0.36]]), 1 / 12
     expected = cir_log_prob(CIR, 0.3, x1[:, 0], dt)
-    effort = rf.Effort(2, 16, 4)
+    effort = rf.transition.Effort(2, 16, 4)
     plain = rf.ParametricSDE(
         lambda t, x, p: p["k"] * (p["m"] - x),
         lambda t, x, p: p["s"] * jnp.sqrt(x)[:, None],
         {"k": 3.0, "m": 0.3, "s": 0.2},
     )
-    for sde, coordinates in ((plain, None), (rf.to_stratonovich(plain), rf.Logarithm())):
+    for sde, coordinates in ((plain, None), (rf.to_stratonovich(plain), rf.transition.Logarithm())):
         found = rf.transition_log_prob(sde, x0, x1, dt, key=key, effort=effort, coordinates=coordinates)
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
 
 
 def test_a_transition_is_differentiable_in_the_parameters(key):
     x0, x1 = np.array([[0.28], [0.33]]), np.array([[0.31], [0.29]])
-    effort = rf.Effort(2, 128, 3)
+    effort = rf.transition.Effort(2, 128, 3)
 
     def total(kappa, **options):
         sde = rf.CoxIngersollRoss(kappa, 0.3, 0.2)
@@ -249,7 +249,7 @@ def test_parameters_that_cannot_be_told_apart_are_reported(series):
         lambda t, x, p: p["s"] * jnp.eye(1),
         {"a": 1.0, "b": 2.0, "s": 0.5},
     )
-    effort = rf.Effort(2, 2, 2)
+    effort = rf.transition.Effort(2, 2, 2)
     result = rf.fit_sde(twice, *series, key=jax.random.key(0), num_starts=1, effort=effort)
     assert not result.identified
     assert not result.converged
@@ -287,10 +287,14 @@ def test_transitions_out_of_the_state_space_and_of_other_shapes_are_refused(key)
         rf.transition_log_prob(CIR, np.array([0.1]), np.array([0.2]), -0.1, key=key)
     with pytest.raises(ValueError, match="no parameter is called tau"):
         rf.fit_sde(
-            CIR, np.arange(4), np.ones(4) + 0.1 * np.arange(4), key=key, domains={"tau": rf.Domain(low=0.0)}
+            CIR,
+            np.arange(4),
+            np.ones(4) + 0.1 * np.arange(4),
+            key=key,
+            domains={"tau": rf.series.Domain(low=0.0)},
         )
     with pytest.raises(ValueError, match="must be even"):
-        rf.Effort(2, 3, 2)
+        rf.transition.Effort(2, 3, 2)
 
 
 @pytest.mark.slow
@@ -298,8 +302,10 @@ def test_a_great_change_is_reached_by_the_likeliest_path(key):
     """A rate that falls to a tenth within a quarter: in its logarithm, as CKLS is solved, and in its root."""
     sde, x0, x1 = rf.CKLS(0.02, 0.034, 0.0767, 0.547), np.array([0.0117]), np.array([0.0012])
     values = [
-        rf.transition_log_prob(sde, x0, x1, 0.25, key=key, effort=rf.Effort(4, 8, 6), coordinates=way)
-        for way in (None, rf.Root())
+        rf.transition_log_prob(
+            sde, x0, x1, 0.25, key=key, effort=rf.transition.Effort(4, 8, 6), coordinates=way
+        )
+        for way in (None, rf.transition.Root())
     ]
     np.testing.assert_allclose(*values, atol=0.01)
 
@@ -309,7 +315,9 @@ def test_a_transition_too_long_for_its_paths_is_told(key):
     well = rf.ItoSDE(lambda t, z: z - z**3, lambda t, z: jnp.full((1, 1), 0.7))
     x1, dt = np.array([[1.0], [-1.0]]), np.array([3.0, 0.25])
     with pytest.warns(UserWarning, match="1 did not reach the tolerance: .* effort of transitions"):
-        value = rf.transition_log_prob(well, -np.ones(1), x1, dt, key=key, effort=rf.Effort(4, 16, 8))
+        value = rf.transition_log_prob(
+            well, -np.ones(1), x1, dt, key=key, effort=rf.transition.Effort(4, 16, 8)
+        )
     assert abs(value[1] - 0.364) < 0.005
 
 
@@ -317,7 +325,7 @@ def test_error_bars_hold_what_paths_do_not_know(key):
     """The truth by eigenfunctions of the generator: of a double well, and of Jacobi that reaches zero, where
     paths by way of the boundary are missing."""
     well, jacobi = rf.DoubleWell(1.0, 1.0, 0.5), rf.Jacobi(0.5, 0.3, 0.9)
-    options = {"effort": rf.Effort(4, 16, 6), "exact": False}
+    options = {"effort": rf.transition.Effort(4, 16, 6), "exact": False}
     for sde, x0, x1, dt, truth in (
         (well, -1.0, [-1.4, 0.4, 1.0], 2.0, [-1.43373357, -3.48775658, -4.59377573]),
         (jacobi, 0.1, [0.02, 0.1, 0.3], 0.3, [1.71810945, 0.96952347, -0.11468235]),
@@ -344,6 +352,10 @@ def test_a_fit_with_transitions_that_are_too_long_says_so(key):
     """Values of a double well far apart in time: some paths from one well to the other are not found."""
     values = np.array([-1.0, 1.0, -1.0, 1.0, -0.9, 0.9])
     well = rf.ParametricSDE(lambda t, x, p: x - x**3, lambda t, x, p: p["s"] * jnp.eye(1), {"s": 0.7})
-    options = {"domains": {"s": rf.Domain(low=0.0)}, "effort": rf.Effort(4, 16, 8), "num_starts": 1}
+    options = {
+        "domains": {"s": rf.series.Domain(low=0.0)},
+        "effort": rf.transition.Effort(4, 16, 8),
+        "num_starts": 1,
+    }
     result = rf.fit_sde(well, 3.0 * np.arange(6), values, key=key, **options)
     assert "transitions are too long for their paths: raise effort" in result.warning

@@ -143,7 +143,7 @@ def test_a_panel_with_dates_has_one_origin():
     start = np.datetime64("2001-01-01", "s")
     dates = [start + np.round(t * 365.25 * 86400).astype("timedelta64[s]") for t in times]
     likelihoods = [
-        rf.series_likelihood(sde, when, values, key=KEY, effort=rf.Effort(1, 2, 2))(sde)
+        rf.series_likelihood(sde, when, values, key=KEY, effort=rf.transition.Effort(1, 2, 2))(sde)
         for when in (times, dates, [t - t[0] for t in times])
     ]
     np.testing.assert_allclose(likelihoods[1], likelihoods[0], rtol=1e-6)

@@ -80,7 +80,7 @@ def test_the_error_of_a_log_likelihood_is_that_of_its_paths():
     centres, density = transition_density(lambda x: x - x**3, 0.7, (-3.5, 3.5), start, dt, 900)
     truth = sum(np.log(np.interp(x, centres, row)) for x, row in zip(end, density, strict=True))
     steps = Transition(*map(jnp.asarray, (start[:, None], end[:, None], np.zeros(25), np.full(25, dt))))
-    sde, effort = rf.DoubleWell(np.array(1.0), np.array(1.0), np.array(0.7)), rf.Effort(4, 8, 8)
+    sde, effort = rf.DoubleWell(np.array(1.0), np.array(1.0), np.array(0.7)), rf.transition.Effort(4, 8, 8)
     parameters = Parameters.of(sde, sde.domains)
     free, ratios = parameters.to_free(parameters.values(sde)), []
     for seed in range(20):
@@ -94,10 +94,10 @@ def test_the_error_of_a_log_likelihood_is_that_of_its_paths():
 
 
 def test_effort_is_raised_against_the_larger_error():
-    effort = rf.Effort(4, 8, 8)
-    assert effort.raised(0.01, 0.05, 0.02) == rf.Effort(8, 8, 16)
-    assert effort.raised(0.04, 0.01, 0.02) == rf.Effort(4, 64, 8)  # (0.04 / 0.016)² = 6.25
-    assert effort.raised(9.0, 0.01, 0.02) == rf.Effort(4, 128, 8)
+    effort = rf.transition.Effort(4, 8, 8)
+    assert effort.raised(0.01, 0.05, 0.02) == rf.transition.Effort(8, 8, 16)
+    assert effort.raised(0.04, 0.01, 0.02) == rf.transition.Effort(4, 64, 8)  # (0.04 / 0.016)² = 6.25
+    assert effort.raised(9.0, 0.01, 0.02) == rf.transition.Effort(4, 128, 8)
 
 
 def test_a_profile_ends_where_the_likelihood_ratio_test_rejects(vasicek):
@@ -166,7 +166,7 @@ def test_penalties_that_mean_nothing_are_refused(penalty, message, key):
         rf.fit_sde(rf.BrownianMotion(0.1, 0.05), TIMES, RATE, penalty=penalty, key=key)
 
 
-class NetworkDrift(rf.AbstractItoSDE):
+class NetworkDrift(rf.sde.AbstractItoSDE):
     network: eqx.nn.MLP
     sigma: jax.Array
 
@@ -183,8 +183,8 @@ def network_drift(key):
 
 def test_scores_of_many_parameters_are_those_of_few(key):
     """They go backwards, one by one; the sum of them against a difference of the likelihood."""
-    sde, effort = network_drift(key), rf.Effort(1, 2, 1)
-    parameters = Parameters.of(sde, {"sigma": rf.Domain(low=0.0)})
+    sde, effort = network_drift(key), rf.transition.Effort(1, 2, 1)
+    parameters = Parameters.of(sde, {"sigma": rf.series.Domain(low=0.0)})
     (series,) = panel(TIMES[:8], 10 * RATE[:8])
     held = parameters.penalties({"network": 2.0})
     of_sde = SeriesLikelihood(series.transitions(), key, effort, None)
@@ -213,9 +213,9 @@ def test_a_network_finds_the_drift_within_its_bands(key):
         [0.2 * np.arange(len(one)) for one in values],
         values,
         penalty={"network": 0.3},
-        domains={"sigma": rf.Domain(low=0.0)},
+        domains={"sigma": rf.series.Domain(low=0.0)},
         num_starts=1,
-        effort=rf.Effort(2, 4, 3),
+        effort=rf.transition.Effort(2, 4, 3),
         tolerance=0.5,
         key=key_fit,
     )

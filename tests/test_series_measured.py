@@ -15,7 +15,7 @@ from roughflow.series._observed import Observed
 
 LINE = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)
 PLANE = rf.OrnsteinUhlenbeck([[1.0, 0.4], [-0.3, 0.7]], [0.1, -0.2], [[0.4, 0.0], [0.2, 0.3]])
-EFFORT = rf.Effort(2, 8, 3)
+EFFORT = rf.transition.Effort(2, 8, 3)
 CIR = rf.CoxIngersollRoss(0.8, 0.05, 0.12)
 
 
@@ -130,7 +130,9 @@ def test_cir_with_errors_is_that_of_a_particle_filter(key):
     fine = rf.simulate(CIR, jnp.full(1, 0.03), key=jax.random.key(4), t1=6.0, steps=1200, trajectory=True)
     y = np.asarray(fine[::20]) + 0.015 * np.random.default_rng(0).normal(size=(61, 1))
     assert (y < 0).any()
-    joint = joint_of(CIR, 0.015, [Observed(np.arange(61) / 10, y)], exact=True, effort=rf.Effort(3, 64, 3))
+    joint = joint_of(
+        CIR, 0.015, [Observed(np.arange(61) / 10, y)], exact=True, effort=rf.transition.Effort(3, 64, 3)
+    )
     (value,), (error,) = laplace(joint, CIR.coordinates.from_state(jnp.maximum(y, 0.015)), key)
     runs = [particle_filter(joint, jax.random.fold_in(key, i), 4096).log_prob.sum() for i in range(3)]
     assert error < 0.05

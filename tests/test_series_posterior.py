@@ -68,7 +68,7 @@ def test_derivatives_go_forwards_in_what_is_differentiated_only():
 
 def test_weighted_paths_have_the_same_derivatives_and_none_out_of_reach(series, key):
     """In a batch and compiled; −inf and zero where a transition is out of reach, as all are without noise."""
-    start, effort = rf.OrnsteinUhlenbeck(*POINT), rf.Effort(2, 2, 2)
+    start, effort = rf.OrnsteinUhlenbeck(*POINT), rf.transition.Effort(2, 2, 2)
     likelihood = rf.series_likelihood(start, *series, key=key, exact=False, effort=effort)
     points = jnp.stack([POINT, 1.1 * POINT, POINT.at[2].set(0.0)])
     total = lambda point: likelihood(rf.OrnsteinUhlenbeck(*point))

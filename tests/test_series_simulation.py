@@ -102,7 +102,11 @@ def test_stiff_drifts_do_not_blow_up():
         lambda t, x, p: -p["k"] * x, lambda t, x, p: p["s"] * jnp.eye(1), {"k": 190.0, "s": 1.0}
     )
     paths = forecast(
-        sde, rf.Unchanged(), jnp.full((4000, 1), 2.0), jnp.array([0.0, 0.002, 3.0]), jax.random.key(0)
+        sde,
+        rf.transition.Unchanged(),
+        jnp.full((4000, 1), 2.0),
+        jnp.array([0.0, 0.002, 3.0]),
+        jax.random.key(0),
     )
     for drawn, ahead in zip(paths[..., 0].T, (0.002, 3.0), strict=True):
         mean, deviation = 2 * np.exp(-190 * ahead), np.sqrt(-np.expm1(-380 * ahead) / 380)

@@ -159,13 +159,13 @@ def test_moments_of_a_simulated_series_are_near_the_truth(sde):
 
 
 def test_a_class_without_moments_is_refused():
-    class Own(rf.AbstractNamedSDE):
+    class Own(rf.series.AbstractNamedSDE):
         rate: float
-        domains: ClassVar = {"rate": rf.Domain()}
+        domains: ClassVar = {"rate": rf.series.Domain()}
 
         @property
         def coordinates(self):
-            return rf.Unchanged()
+            return rf.transition.Unchanged()
 
         def drift(self, t, z):
             return -self.rate * z

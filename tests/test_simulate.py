@@ -12,11 +12,11 @@ import roughflow as rf
 LEVELS = (4, 5, 6, 7, 8)
 PATHS = 4000
 SCHEMES = {
-    "Euler-Maruyama": (rf.EulerMaruyama(), 0.5),
-    "Heun": (rf.StratonovichHeun(), 1.0),
-    "midpoint": (rf.StratonovichMidpoint(), 1.0),
-    "Milstein": (rf.Milstein(), 1.0),
-    "linearly implicit": (rf.LinearlyImplicitEuler(), 0.5),
+    "Euler-Maruyama": (rf.flow.EulerMaruyama(), 0.5),
+    "Heun": (rf.flow.StratonovichHeun(), 1.0),
+    "midpoint": (rf.flow.StratonovichMidpoint(), 1.0),
+    "Milstein": (rf.flow.Milstein(), 1.0),
+    "linearly implicit": (rf.flow.LinearlyImplicitEuler(), 0.5),
 }
 every_scheme = pytest.mark.parametrize(("scheme", "order"), SCHEMES.values(), ids=SCHEMES.keys())
 
@@ -59,7 +59,7 @@ def test_euler_maruyama_has_strong_order_one_for_additive_noise():
     times = (np.arange(2**13) + 0.5) / 2**13
     weights = np.exp(-2 * (1 - times))[:, None]
     truth = np.exp(-2.0) + 1.3 * np.sum(weights * increments, axis=1)
-    found = strong_order(ou_1d().ito, jnp.ones((500, 1)), truth, increments, rf.EulerMaruyama())
+    found = strong_order(ou_1d().ito, jnp.ones((500, 1)), truth, increments, rf.flow.EulerMaruyama())
     assert abs(found - 1) < 0.15
 
 
@@ -68,7 +68,7 @@ def test_milstein_has_strong_order_one_for_diagonal_noise():
     sde = rf.ItoSDE(lambda t, z: jnp.asarray(rates) * z, lambda t, z: jnp.diag(jnp.asarray(sigmas) * z))
     increments = brownian(8, PATHS, 2)
     truth = np.exp(rates - sigmas**2 / 2 + sigmas * increments.sum(axis=1))
-    found = strong_order(sde, jnp.ones((PATHS, 2)), truth, increments, rf.Milstein())
+    found = strong_order(sde, jnp.ones((PATHS, 2)), truth, increments, rf.flow.Milstein())
     assert abs(found - 1) < 0.15
 
 
@@ -81,10 +81,10 @@ def test_noise_that_does_not_commute():
     increments = brownian(12, 1000, 2)
     x = np.cumsum(increments[..., 0], axis=1) - 0.5 * increments[..., 0]
     truth = np.stack([increments[..., 0].sum(axis=1), np.sum(x * increments[..., 1], axis=1)], axis=-1)
-    found = strong_order(sde, jnp.zeros((1000, 2)), truth, increments, rf.StratonovichHeun())
+    found = strong_order(sde, jnp.zeros((1000, 2)), truth, increments, rf.flow.StratonovichHeun())
     assert abs(found - 0.5) < 0.15
     with pytest.raises(ValueError, match=r"Milstein needs commutative noise.*StratonovichHeun") as caught:
-        rf.simulate(sde, jnp.zeros((1000, 2)), increments=coarsened(increments, 4), scheme=rf.Milstein())
+        rf.simulate(sde, jnp.zeros((1000, 2)), increments=coarsened(increments, 4), scheme=rf.flow.Milstein())
     assert "\n" not in str(caught.value)
 
 
@@ -95,10 +95,13 @@ def test_milstein_refuses_noise_that_commutes_only_where_it_starts():
         lambda t, z: jnp.stack([jnp.array([1.0, 0.0]), jnp.stack([jnp.zeros_like(z[0]), z[0] ** 2])]),
     )
     with pytest.raises(ValueError, match="Milstein needs commutative noise"):
-        rf.simulate(sde, jnp.zeros((3, 2)), increments=jnp.ones((3, 4, 2)), scheme=rf.Milstein())
+        rf.simulate(sde, jnp.zeros((3, 2)), increments=jnp.ones((3, 4, 2)), scheme=rf.flow.Milstein())
     with pytest.raises(ValueError, match="Milstein needs commutative noise"):
         rf.sample_chain(
-            rf.UnadjustedSampler(sde, 0.1, rf.Milstein()), jnp.zeros(2), key=jax.random.key(0), num_steps=1
+            rf.UnadjustedSampler(sde, 0.1, rf.flow.Milstein()),
+            jnp.zeros(2),
+            key=jax.random.key(0),
+            num_steps=1,
         )
 
 
@@ -108,7 +111,7 @@ def test_milstein_refuses_noise_that_commutes_only_where_it_starts():
 @every_scheme
 def test_either_form_of_an_sde_gives_the_same_steps(scheme, order):
     # Milstein's scheme is for noise that commutes.
-    problem = gbm_2d() if isinstance(scheme, rf.Milstein) else nonlinear_3d()
+    problem = gbm_2d() if isinstance(scheme, rf.flow.Milstein) else nonlinear_3d()
     z0 = jnp.asarray(problem.x)
     increments = coarsened(brownian(5, len(z0), 2), 5)
     forms = (problem.ito, problem.stratonovich)
@@ -135,8 +138,8 @@ def test_default_scheme_fits_the_calculus():
     increments = jnp.asarray(brownian(4, 3, 1))
     z0 = jnp.ones((3, 1))
     for sde, scheme in (
-        (problem.ito, rf.EulerMaruyama()),
-        (problem.stratonovich, rf.StratonovichHeun()),
+        (problem.ito, rf.flow.EulerMaruyama()),
+        (problem.stratonovich, rf.flow.StratonovichHeun()),
     ):
         default, named = (rf.simulate(sde, z0, increments=increments, scheme=s) for s in (None, scheme))
         np.testing.assert_array_equal(default, named)
@@ -219,7 +222,7 @@ def test_bad_input(arguments, error, message):
 # --------------------------------------------------------------- the same limit by random ODEs
 
 
-METHODS = [diffrax.Heun(), diffrax.Midpoint(), rf.RK4(), diffrax.Dopri5(), diffrax.Tsit5()]
+METHODS = [diffrax.Heun(), diffrax.Midpoint(), rf.flow.RK4(), diffrax.Dopri5(), diffrax.Tsit5()]
 QUICK = ("Heun-KarhunenLoeve", "Dopri5-PiecewiseLinear")
 
 
@@ -274,7 +277,7 @@ def test_terms_for_diffrax_give_the_same_path(key):
     control = diffrax.VirtualBrownianTree(0.0, 1.0, tol=1e-4, shape=(columns,), key=key)
     times = jnp.linspace(0, 1, steps + 1)
     values = jax.vmap(control.evaluate)(times)
-    ours = rf.simulate(sde, jnp.ones(2), increments=jnp.diff(values, axis=0), scheme=rf.EulerMaruyama())
+    ours = rf.simulate(sde, jnp.ones(2), increments=jnp.diff(values, axis=0), scheme=rf.flow.EulerMaruyama())
     terms = rf.to_diffrax(sde, control)
     theirs = diffrax.diffeqsolve(terms, diffrax.Euler(), 0.0, 1.0, 1 / steps, jnp.ones(2)).ys[-1]
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)

@@ -51,7 +51,7 @@ def test_what_a_fit_leaves(fitted, table, tmp_path):
     assert list(fitted.feature_names_in_) == ["height", "depth"]
     assert fitted.history_.loss.shape == (2,)
     assert fitted.history_.validation_loss.size == 3
-    assert isinstance(fitted.model_, rf.Standardised)
+    assert isinstance(fitted.model_, rf.tables.Standardised)
     rf.save(tmp_path / "model.rf", fitted.model_)
     assert rf.load(tmp_path / "model.rf").columns == ("height", "depth")
     with pytest.raises(ValueError, match="feature names should match"):

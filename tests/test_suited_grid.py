@@ -22,7 +22,7 @@ class Turning(eqx.Module):
 
 def turning(rate, **settings):
     """dz = rate·(−z₂, z₁)·|z|² dt from N(0, I): volumes stay, so log p is that of the start."""
-    sde = rf.ItoSDE(Turning(rate), rf.NoDiffusion())
+    sde = rf.ItoSDE(Turning(rate), rf.sde.NoDiffusion())
     return rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), **settings)
 
 
@@ -34,7 +34,7 @@ def error(flow, x):
 
 def test_a_faster_model_gets_more_steps_and_all_are_as_accurate(key):
     x = jax.random.uniform(key, (64, 2), minval=-1.2, maxval=1.2)
-    flows = [rf.suited_grid(turning(rate), x, key=key) for rate in (0.1, 1.0, 4.0)]
+    flows = [rf.flow.suited_grid(turning(rate), x, key=key) for rate in (0.1, 1.0, 4.0)]
     steps = [flow.integrator.steps for flow in flows]
     assert steps[0] < steps[1] < steps[2]
     for flow, count in zip(flows, steps, strict=True):
@@ -45,10 +45,10 @@ def test_a_faster_model_gets_more_steps_and_all_are_as_accurate(key):
 
 def test_a_looser_tolerance_takes_fewer_steps(key):
     x = jax.random.uniform(key, (64, 2), minval=-1.2, maxval=1.2)
-    loose = rf.suited_grid(turning(4.0), x, key=key, tolerance=1e-2)
-    assert loose.integrator.steps < rf.suited_grid(turning(4.0), x, key=key).integrator.steps
+    loose = rf.flow.suited_grid(turning(4.0), x, key=key, tolerance=1e-2)
+    assert loose.integrator.steps < rf.flow.suited_grid(turning(4.0), x, key=key).integrator.steps
     with pytest.raises(ValueError, match="tolerance"):
-        rf.suited_grid(turning(4.0), x, key=key, tolerance=0.0)
+        rf.flow.suited_grid(turning(4.0), x, key=key, tolerance=0.0)
 
 
 @pytest.mark.parametrize("late", [1.0, 2.0])
@@ -67,16 +67,16 @@ def test_steps_counted_at_run_time_are_those_of_the_grid(driver, late, key):
 def test_a_piecewise_linear_path_keeps_its_corners(key):
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.PiecewiseLinear(5))
-    steps = rf.suited_grid(flow, jnp.ones((8, 1)), key=key).integrator.steps
+    steps = rf.flow.suited_grid(flow, jnp.ones((8, 1)), key=key).integrator.steps
     assert steps % 5 == 0
 
 
 def test_what_cannot_be_suited_comes_back_as_it_is(key):
     x = jnp.ones((4, 2))
     wild = turning(1e4)
-    assert rf.suited_grid(wild, x, key=key).integrator.steps is None
+    assert rf.flow.suited_grid(wild, x, key=key).integrator.steps is None
     adaptive = turning(1.0, integrator=rf.Adaptive())
-    assert eqx.tree_equal(rf.suited_grid(adaptive, x, key=key), adaptive)
+    assert eqx.tree_equal(rf.flow.suited_grid(adaptive, x, key=key), adaptive)
 
 
 class Stretch(eqx.Module):
@@ -91,7 +91,7 @@ class Stretch(eqx.Module):
 def stretched(key, **settings):
     """A fit in which the rate grows, towards 5, with a look at the steps every twenty."""
     grid = rf.FixedGrid(steps=settings.pop("grid", None))
-    sde = rf.ItoSDE(Stretch(jnp.zeros(())), rf.NoDiffusion())
+    sde = rf.ItoSDE(Stretch(jnp.zeros(())), rf.sde.NoDiffusion())
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=grid)
     data = np.exp(5) * np.random.default_rng(0).normal(size=(64, 1))
     settings = {"steps": 100, "every": 20, "learning_rate": 0.3, "clip": None, "progress": False} | settings

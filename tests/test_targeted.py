@@ -48,14 +48,14 @@ def random_sde(dimension, log_density, key):
     keys = jax.random.split(key)
     diagonal = rf.DiagonalDiffusion(1, width=8, key=keys[0])
     full = rf.FullDiffusion(max(dimension, 2), width=8, key=keys[0])
-    skew = rf.SkewNetwork(dimension, width=8, key=keys[1]) if dimension > 1 else None
+    skew = rf.sde.SkewNetwork(dimension, width=8, key=keys[1]) if dimension > 1 else None
     return rf.targeted_sde(log_density, diagonal if dimension == 1 else full, skew)
 
 
 class Corrupted(eqx.Module):
     """A drift that is off by a little."""
 
-    sde: rf.AbstractItoSDE
+    sde: rf.sde.AbstractItoSDE
 
     def __call__(self, t, z):
         return self.sde.drift(t, z) + 1e-4 * z
@@ -91,7 +91,7 @@ def test_the_printed_drift_of_the_cauchy_sampler_misses_the_cauchy_distribution(
     np.testing.assert_allclose(rf.targeted_sde(log_density, sigma).drift(0.0, z), 0, atol=1e-12)
 
 
-@pytest.mark.parametrize("build", [rf.underdamped_langevin, rf.sghmc])
+@pytest.mark.parametrize("build", [rf.underdamped_langevin, rf.sde.sghmc])
 def test_momenta_keep_the_distribution_of_the_place(build):
     """π(q) exp(−p²/2M) is invariant; with gradient noise left out of the kicks it is not."""
     _, log_density = TARGETS["banana"]
@@ -100,7 +100,7 @@ def test_momenta_keep_the_distribution_of_the_place(build):
     z = jnp.array([0.3, -1.2, 0.8, 0.4])
     assert abs(stationary_residual(sde, joint, z)) < 1e-12
     np.testing.assert_allclose(sde.drift(jnp.zeros(()), z)[:2], z[2:] / 0.6)
-    if build is rf.sghmc:
+    if build is rf.sde.sghmc:
         weaker = build(log_density, 2, friction=1.7, mass=0.6, gradient_noise=0.5)
         assert abs(stationary_residual(weaker, joint, z)) > 0.1
         with pytest.raises(ValueError, match=r"^gradient_noise must lie between 0 and friction, got 2"):
@@ -142,7 +142,7 @@ def test_a_score_will_do_in_place_of_a_log_density(name, key):
     drifts = lambda sde: jax.jit(jax.vmap(lambda z: sde.drift(0.0, z)))(points)
     np.testing.assert_allclose(drifts(sde), drifts(known), rtol=1e-12)
     z = 0.1 * jnp.ones(dimension)
-    for build in (rf.AdjustedSampler, rf.FlowSampler):
+    for build in (rf.AdjustedSampler, rf.mcmc.FlowSampler):
         with pytest.raises(TypeError, match=r" needs the log density, and its target has a score alone"):
             build(sde, 0.1)
     chain = rf.sample_chain(rf.UnadjustedSampler(sde, 0.01), z, key=key, num_steps=3)
@@ -160,4 +160,4 @@ def test_a_target_is_one_thing(key):
     with pytest.raises(ValueError, match=r"^score must return shape \(2,\) .* got \(\)"):
         rf.targeted_sde(diffusion=noise, score=lambda z: -z @ z).drift(0.0, jnp.ones(2))
     with pytest.raises(TypeError, match=r"^ProportionalDiffusion takes its size from the drift"):
-        rf.targeted_sde(lambda z: -z @ z, rf.ProportionalDiffusion(0.1))
+        rf.targeted_sde(lambda z: -z @ z, rf.sde.ProportionalDiffusion(0.1))

@@ -53,14 +53,14 @@ def test_the_density_a_short_while_after_a_point_starts_a_flow(key):
     assert np.std(drawn[:, 0]) == pytest.approx(0.4 * np.sqrt(span), rel=0.05)
     # The rest of the span is counted from its end.
     sde = rf.ItoSDE(lambda t, z: t * jnp.ones(1), lambda t, z: jnp.eye(1))
-    later = rf.ShortTime(sde, jnp.zeros(1), 0.25).later
+    later = rf.transition.ShortTime(sde, jnp.zeros(1), 0.25).later
     assert float(later.drift(0.5, jnp.zeros(1))[0]) == 0.75
 
 
 def test_curvature_has_no_unit_and_is_zero_for_linear_sdes():
     def of(sde, start, dt):
         step = Transition(jnp.asarray(start), jnp.asarray(start), jnp.zeros(()), jnp.asarray(dt))
-        return float(jit(curvature, level=0)(sde, rf.Unchanged(), step))
+        return float(jit(curvature, level=0)(sde, rf.transition.Unchanged(), step))
 
     linear = rf.ItoSDE(lambda t, z: jnp.asarray(3 * SWIRL) @ z, lambda t, z: jnp.diag(jnp.array([1.0, 1e-6])))
     assert of(linear, START, 2.0) < 1e-6
@@ -74,7 +74,7 @@ def test_curvature_has_no_unit_and_is_zero_for_linear_sdes():
 def test_an_sde_in_coordinates_is_the_stratonovich_one():
     """Itô's formula for y = log x of dX = μX dt + σX dB: dY = (μ − σ²/2) dt + σ dB."""
     sde = rf.ItoSDE(lambda t, z: 0.1 * t * z, lambda t, z: 0.3 * z[:, None])
-    inner = InCoordinates(sde, rf.Logarithm(), 2.0)
+    inner = InCoordinates(sde, rf.transition.Logarithm(), 2.0)
     y = jnp.array([0.7])
     np.testing.assert_allclose(inner.drift(1.0, y), 0.3 - 0.045, rtol=1e-12)
     np.testing.assert_allclose(inner.diffusion(1.0, y), 0.3, rtol=1e-12)

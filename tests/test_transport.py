@@ -58,9 +58,9 @@ def two_heads(t, y):
 
 
 TRANSPORTS = {
-    "normal": rf.NormalTransport(velocity, jnp.asarray(M0), jnp.asarray(C0), T),
-    "learned": rf.LearnedTransport(two_heads, T),
-    "given": rf.GivenTransport(velocity, exact_score),
+    "normal": rf.sde.NormalTransport(velocity, jnp.asarray(M0), jnp.asarray(C0), T),
+    "learned": rf.sde.LearnedTransport(two_heads, T),
+    "given": rf.sde.GivenTransport(velocity, exact_score),
 }
 
 
@@ -71,10 +71,12 @@ def swirling(t, z):
 
 def diffusions(key):
     return {
-        "swirling": rf.FadingDiffusion(swirling, T),
-        "smooth": rf.FadingDiffusion(swirling, T, power=1.0),
-        "network": rf.FadingDiffusion(rf.FullDiffusion(2, width=8, time_dependent=True, key=key), T, 0.75),
-        "diagonal": rf.FadingDiffusion(rf.DiagonalDiffusion(2, width=8, key=key), T),
+        "swirling": rf.sde.FadingDiffusion(swirling, T),
+        "smooth": rf.sde.FadingDiffusion(swirling, T, power=1.0),
+        "network": rf.sde.FadingDiffusion(
+            rf.FullDiffusion(2, width=8, time_dependent=True, key=key), T, 0.75
+        ),
+        "diagonal": rf.sde.FadingDiffusion(rf.DiagonalDiffusion(2, width=8, key=key), T),
         "plain": swirling,
     }
 
@@ -122,11 +124,11 @@ def test_the_score_is_that_of_the_distribution(kind, places):
 )
 def test_the_distribution_does_not_feel_the_noise(name, places, key):
     """The velocity alone moves the distribution as it should, and so it does with any noise."""
-    without = rates(rf.ItoSDE(velocity, rf.NoDiffusion()), *places)
+    without = rates(rf.ItoSDE(velocity, rf.sde.NoDiffusion()), *places)
     truth = -jax.vmap(jax.grad(log_density))(*places)
     np.testing.assert_allclose(without, truth, atol=1e-9)
     for transport in TRANSPORTS.values() if name == "swirling" else (TRANSPORTS["normal"],):
-        sde = rf.TransportSDE(transport, diffusions(key)[name])
+        sde = rf.sde.TransportSDE(transport, diffusions(key)[name])
         np.testing.assert_allclose(rates(sde, *places), truth, atol=1e-8)
 
 
@@ -134,7 +136,7 @@ def test_the_distribution_does_not_feel_the_noise(name, places, key):
 @pytest.mark.parametrize("power", [0.5, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.75, 1.0))])
 def test_all_is_finite_up_to_the_end(kind, power):
     """At T itself drift and derivatives are what they come to just before it."""
-    sde = rf.TransportSDE(TRANSPORTS[kind], rf.FadingDiffusion(swirling, T, power))
+    sde = rf.sde.TransportSDE(TRANSPORTS[kind], rf.sde.FadingDiffusion(swirling, T, power))
     z = jnp.array([0.3, -0.7])
     np.testing.assert_array_equal(sde.noise(jnp.asarray(T), z), np.zeros((2, 3)))
     last, near = jnp.asarray(T), jnp.asarray(T * (1 - 1e-9))
@@ -150,16 +152,18 @@ def test_all_is_finite_up_to_the_end(kind, power):
 
 
 def flow_of(diffusion, **settings):
-    sde = rf.TransportSDE(TRANSPORTS["normal"], rf.NoDiffusion())
-    flow = rf.StochasticFlow(sde, BASE, T, rf.KarhunenLoeve(4), integrator=rf.FixedGrid(rf.RK4(), steps=24))
+    sde = rf.sde.TransportSDE(TRANSPORTS["normal"], rf.sde.NoDiffusion())
+    flow = rf.StochasticFlow(
+        sde, BASE, T, rf.KarhunenLoeve(4), integrator=rf.FixedGrid(rf.flow.RK4(), steps=24)
+    )
     return rf.with_noise(flow, diffusion, **settings)
 
 
 def test_steps_shrink_towards_the_end_where_noise_fades():
     """As many as were asked for; a grid that shrinks in its own way, and one without noise, stay."""
     plain = flow_of(None)
-    assert plain.integrator == rf.FixedGrid(rf.RK4(), steps=24)
-    assert flow_of(0.5).integrator == rf.FixedGrid(rf.RK4(), steps=24, late=2.0)
+    assert plain.integrator == rf.FixedGrid(rf.flow.RK4(), steps=24)
+    assert flow_of(0.5).integrator == rf.FixedGrid(rf.flow.RK4(), steps=24, late=2.0)
     assert flow_of(0.5, fading=None).integrator == plain.integrator
     for given, expected in [
         (rf.FixedGrid(), rf.FixedGrid(steps=16, late=2.0)),
@@ -226,26 +230,26 @@ def test_noise_is_turned_up_down_and_off(key):
     assert off.noise_dimension == 0
     z = jnp.ones(2)
     np.testing.assert_array_equal(off.sde.drift(0.3, z), velocity(0.3, z))
-    fading = rf.FadingDiffusion(swirling, T, 2.0)
+    fading = rf.sde.FadingDiffusion(swirling, T, 2.0)
     assert rf.with_noise(flow, fading).sde.diffusion is fading
     assert rf.with_noise(flow, swirling, fading=None).sde.diffusion is swirling
 
 
 def test_velocity_and_score_are_one_network(key):
     """Were the velocity held twice, training would move the copies apart."""
-    network = rf.VelocityNetwork(2, width=4, depth=1, num_features=3, key=key)
-    transport = rf.NormalTransport(network, jnp.zeros(2), jnp.ones(2))
-    flow = rf.with_noise(rf.StochasticFlow(rf.TransportSDE(transport), rf.Normal(jnp.zeros(2))), 0.5)
+    network = rf.sde.VelocityNetwork(2, width=4, depth=1, num_features=3, key=key)
+    transport = rf.sde.NormalTransport(network, jnp.zeros(2), jnp.ones(2))
+    flow = rf.with_noise(rf.StochasticFlow(rf.sde.TransportSDE(transport), rf.Normal(jnp.zeros(2))), 0.5)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
     assert count(flow.sde) == count(network) + 2 + 2 + 4
 
 
 def test_a_noisy_flow_is_saved_and_loaded(key, tmp_path):
     for transport in (
-        rf.NormalTransport(rf.VelocityNetwork(2, width=4, key=key), jnp.zeros(2), jnp.ones(2)),
-        rf.LearnedTransport(rf.VelocityNetwork(2, width=4, score=True, key=key)),
+        rf.sde.NormalTransport(rf.sde.VelocityNetwork(2, width=4, key=key), jnp.zeros(2), jnp.ones(2)),
+        rf.sde.LearnedTransport(rf.sde.VelocityNetwork(2, width=4, score=True, key=key)),
     ):
-        flow = rf.StochasticFlow(rf.TransportSDE(transport), rf.Normal(jnp.zeros(2)))
+        flow = rf.StochasticFlow(rf.sde.TransportSDE(transport), rf.Normal(jnp.zeros(2)))
         noisy = rf.with_noise(flow, rf.FullDiffusion(2, width=4, key=key), fading=1.0)
         rf.save(tmp_path / "flow", noisy)
         back = rf.load(tmp_path / "flow")
@@ -259,19 +263,19 @@ def test_what_cannot_be_is_refused(key):
     with pytest.raises(TypeError, match=r"^with_noise needs a flow whose score is known, .* got ItoSDE: fit"):
         rf.with_noise(flow, 0.5)
     with pytest.raises(ValueError, match=r"^power must be at least 0.5, .* got 0.25"):
-        rf.FadingDiffusion(swirling, power=0.25)
+        rf.sde.FadingDiffusion(swirling, power=0.25)
     with pytest.raises(ValueError, match=r"^the transport ends at t1 = 2.0, but its noise fades until 1.0"):
-        rf.TransportSDE(TRANSPORTS["normal"], rf.FadingDiffusion(swirling))
+        rf.sde.TransportSDE(TRANSPORTS["normal"], rf.sde.FadingDiffusion(swirling))
     with pytest.raises(TypeError, match=r"^ProportionalDiffusion takes its size from the drift"):
-        rf.with_noise(flow_of(None), rf.ProportionalDiffusion(0.1))
+        rf.with_noise(flow_of(None), rf.sde.ProportionalDiffusion(0.1))
 
 
 def test_a_velocity_network_starts_as_that_of_a_normal_distribution_and_its_waves_are_given(key):
-    network = rf.VelocityNetwork(3, width=8, depth=2, num_features=5, t1=T, key=key)
+    network = rf.sde.VelocityNetwork(3, width=8, depth=2, num_features=5, t1=T, key=key)
     z = jax.random.normal(key, (3,))
     s = 0.4 / T
     np.testing.assert_allclose(network(0.4, z), (2 * s - 1) / ((1 - s) ** 2 + s**2) * z / T, rtol=1e-12)
-    half = rf.VelocityNetwork(2, width=8, depth=2, num_features=5, context=1, key=key)
+    half = rf.sde.VelocityNetwork(2, width=8, depth=2, num_features=5, context=1, key=key)
     assert half(0.4, z).shape == (3,)
     assert half(0.4, z)[2] == 0
     awake = eqx.tree_at(lambda n: n.network.weights[-1], network, replace_fn=lambda w: w + 1)

@@ -25,7 +25,7 @@ def stirred(noise, key):
 
 
 def local(key, d=2):
-    noise = rf.LocalDiffusion(d, scale=0.8 * jnp.eye(d) + 0.2, width=8, key=key)
+    noise = rf.sde.LocalDiffusion(d, scale=0.8 * jnp.eye(d) + 0.2, width=8, key=key)
     return eqx.tree_at(
         lambda n: (n.network, n.slopes, n.shears), noise, replace_fn=lambda part: stirred(part, key)
     )
@@ -33,7 +33,7 @@ def local(key, d=2):
 
 def test_a_step_is_undone_by_its_opposite_and_its_volume_is_exact(key):
     """The midpoint rule is its own inverse, and log |det| is that of the map that was made."""
-    sampler = rf.FlowSampler(rf.targeted_sde(BANANA, local(key)), 1.0, num_substeps=3)
+    sampler = rf.mcmc.FlowSampler(rf.targeted_sde(BANANA, local(key)), 1.0, num_substeps=3)
     z, xi = jnp.array([0.3, -1.2]), jnp.array([0.8, -0.6])
     flow = eqx.filter_jit(sampler._flow)
     y, log_det, found = flow(z, xi)
@@ -47,9 +47,9 @@ def test_a_step_is_undone_by_its_opposite_and_its_volume_is_exact(key):
 
 
 def test_the_mean_of_a_move_is_the_stratonovich_drift_in_units_of_the_noise(key):
-    skew = rf.SkewNetwork(2, width=8, key=key)
+    skew = rf.sde.SkewNetwork(2, width=8, key=key)
     sde = rf.targeted_sde(BANANA, local(key), skew)
-    sampler, z = rf.FlowSampler(sde, 1.0), jnp.array([0.4, -0.9])
+    sampler, z = rf.mcmc.FlowSampler(sde, 1.0), jnp.array([0.4, -0.9])
     found = jax.jit(lambda z: sde.noise(0.0, z) @ sampler._mean(sampler.init(z)))(z)
     expected = jax.jit(lambda z: rf.to_stratonovich(sde).drift(0.0, z))(z)
     np.testing.assert_allclose(found, expected, atol=1e-10)
@@ -60,14 +60,14 @@ def test_with_constant_noise_it_is_mala(key):
     z = jax.random.normal(key, (4, 2))
     chains = [
         rf.sample_chain(kind(sde, 0.5), z, key=key, num_steps=30)
-        for kind in (rf.AdjustedSampler, rf.FlowSampler)
+        for kind in (rf.AdjustedSampler, rf.mcmc.FlowSampler)
     ]
     np.testing.assert_allclose(chains[0].samples, chains[1].samples, atol=1e-9)
 
 
 def test_flow_chains_have_the_cauchy_distribution(key):
     """In steps so long that lines would miss: without the volume's term this is far off."""
-    sampler = rf.FlowSampler(rf.targeted_sde(CAUCHY, SPREAD), dt=4.0)
+    sampler = rf.mcmc.FlowSampler(rf.targeted_sde(CAUCHY, SPREAD), dt=4.0)
     chain = rf.sample_chain(sampler, jnp.zeros((500, 1)), key=key, num_steps=60, burn_in=60, thin=3)
     assert chain.num_gradients == 120
     assert 0.6 < chain.acceptance.mean() < 0.9
@@ -77,8 +77,8 @@ def test_flow_chains_have_the_cauchy_distribution(key):
 @pytest.mark.slow
 def test_flow_chains_keep_the_distribution_of_a_banana_with_any_noise(key):
     """Begun in the distribution they stay in it, though σ and Q are as they come; 0.023 is the 1 % point."""
-    sde = rf.targeted_sde(BANANA, local(key), rf.SkewNetwork(2, width=8, scale=0.3, key=key))
-    sampler = rf.FlowSampler(sde, dt=0.6, num_substeps=1)
+    sde = rf.targeted_sde(BANANA, local(key), rf.sde.SkewNetwork(2, width=8, scale=0.3, key=key))
+    sampler = rf.mcmc.FlowSampler(sde, dt=0.6, num_substeps=1)
     e = jax.random.normal(key, (5000, 2))
     start = jnp.stack([e[:, 0], 2**0.5 * e[:, 1] - e[:, 0] ** 2], axis=1)
     chain = rf.sample_chain(sampler, start, key=key, num_steps=30, thin=30)
@@ -105,7 +105,7 @@ def test_flow_chains_keep_their_distribution_in_unequal_units(key):
 
     e = jax.random.normal(key, (10_000, 2))
     start = jnp.stack([long * e[:, 0], short * (e[:, 1] + e[:, 0] ** 2)], axis=1)
-    sampler = rf.FlowSampler(rf.targeted_sde(target, noise), dt=1.0)
+    sampler = rf.mcmc.FlowSampler(rf.targeted_sde(target, noise), dt=1.0)
     chain = rf.sample_chain(sampler, start, key=key, num_steps=40, thin=40)
     a, b = (chain.samples[:, 0] / jnp.array([[long, short]])).T
     assert chain.acceptance.mean() > 0.4
@@ -208,6 +208,6 @@ def test_bad_input_to_tuning_is_refused(key):
     with pytest.raises(ValueError, match=r"^log_density is nan at the start"):
         tune(key, target=lambda z: jnp.sqrt(z[0] - 50), num_gradients=10_000)
     with pytest.raises(TypeError, match=r"^FlowSampler needs the SDE of rf\.targeted_sde, got ItoSDE"):
-        rf.FlowSampler(rf.ItoSDE(lambda t, z: -z, SPREAD), 1.0)
+        rf.mcmc.FlowSampler(rf.ItoSDE(lambda t, z: -z, SPREAD), 1.0)
     with pytest.raises(ValueError, match=r"shapes \(2,\) and \(2, 2\), got \(2,\) and \(3, 3\)$"):
-        rf.LocalDiffusion(2, scale=jnp.eye(3), key=key)
+        rf.sde.LocalDiffusion(2, scale=jnp.eye(3), key=key)

@@ -35,7 +35,7 @@ def check(replicates, key):
     # Σⱼ 2ʲ pⱼ blocks of eight paths, with a tail that the mean of a few thousand hardly sees.
     blocks = (2**1.5 - 1) / (2**0.5 - 1)
     assert abs(np.mean(estimate.num_paths) / (replicates * 8 * blocks) - 1) < 0.25
-    bound = rf.LowerBound(rf.PullBack(8))(ou(), jnp.full((POINTS * replicates, 1), X), key=key)
+    bound = rf.density.LowerBound(rf.PullBack(8))(ou(), jnp.full((POINTS * replicates, 1), X), key=key)
     assert in_errors(bound, truth(1.0)) < -5
 
 

@@ -68,11 +68,11 @@ def test_brownian_motion_in_any_units(size, key):
 @pytest.mark.parametrize("size", [1e-9, 1e9])
 def test_escapes_in_any_units(size):
     """dz/dt = z³/size² from z₀ leaves for infinity at t = size²/(2 z₀²)."""
-    sde = rf.ItoSDE(lambda t, z: z * (z / size) ** 2, rf.NoDiffusion())
+    sde = rf.ItoSDE(lambda t, z: z * (z / size) ** 2, rf.sde.NoDiffusion())
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), size), integrator=rf.FixedGrid(steps=200))
     path = flow.sample_path(key=jax.random.key(0))
     outcome = flow.solve(size * jnp.array([[0.1], [0.5], [2.0]]), path, reverse=False)
-    assert [rf.Status(code).name for code in outcome.status.tolist()] == ["FINE", "FINE", "ESCAPED"]
+    assert [rf.flow.Status(code).name for code in outcome.status.tolist()] == ["FINE", "FINE", "ESCAPED"]
     np.testing.assert_allclose(outcome.z[:2, 0] / size, [0.1 / np.sqrt(0.98), 0.5 / np.sqrt(0.5)], rtol=1e-5)
 
 
@@ -81,7 +81,7 @@ def test_noise_that_does_not_commute_is_refused_in_any_units(key):
     for unit in (1e-9, 1.0, 1e9):
         sde = rf.ItoSDE(lambda t, z: 0 * z, noise(unit))
         with pytest.raises(ValueError, match="commutative"):
-            rf.simulate(sde, jnp.zeros(2), key=key, steps=2, scheme=rf.Milstein())
+            rf.simulate(sde, jnp.zeros(2), key=key, steps=2, scheme=rf.flow.Milstein())
 
 
 def timed(drift=lambda t: 0.0, sigma=lambda t: 1.0, **options):

@@ -79,7 +79,7 @@ def begin(checkpoint: Path, arguments: argparse.Namespace) -> None:
     if arguments.resume:
         return
     remove(checkpoint)
-    with rf.whole_file(_notes(checkpoint)) as draft:
+    with rf.files.whole_file(_notes(checkpoint)) as draft:
         draft.write_text(json.dumps(_options(arguments), indent=1), encoding="utf-8")
 
 
@@ -166,13 +166,13 @@ class KeptRows:
         self.chunks += 1
         self.rows += len(columns[0])
         self.digest = self._read.popleft()
-        with rf.whole_file(self.checkpoint) as draft:
+        with rf.files.whole_file(self.checkpoint) as draft:
             notes = {name: getattr(self, name) for name in NOTED}
             draft.write_text(json.dumps(notes | {"told": told}), encoding="utf-8")
 
     def finish(self) -> None:
         """The table is whole."""
-        with rf.whole_file(self.out) as draft:
+        with rf.files.whole_file(self.out) as draft:
             shutil.move(rows_of(self.checkpoint), draft)
         remove(self.checkpoint)
 

@@ -27,7 +27,7 @@ EFFORT = ("num_functions", "num_paths", "num_steps")
 TIE = 0.5  # difference of AIC below which models are tied
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 NUM_PATHS = 10_000  # of a forecast
-KINDS: dict[str, type[rf.AbstractNamedSDE]] = {
+KINDS: dict[str, type[rf.series.AbstractNamedSDE]] = {
     "brownian": rf.BrownianMotion,
     "gbm": rf.GeometricBrownianMotion,
     "vasicek": rf.OrnsteinUhlenbeck,
@@ -257,5 +257,5 @@ def _finite(value: Any) -> Any:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with rf.whole_file(path) as draft:
+    with rf.files.whole_file(path) as draft:
         draft.write_text(text, encoding="utf-8")

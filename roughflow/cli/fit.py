@@ -73,7 +73,7 @@ class FitRows:
     total: int
     rows: np.ndarray
     groups: np.ndarray | None = None
-    on_disk: rf.ParquetTable | None = None
+    on_disk: rf.tables.ParquetTable | None = None
 
     def arguments(self) -> dict[str, Any]:
         """What `rf.fit_density` takes of them."""

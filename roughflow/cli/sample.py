@@ -43,7 +43,7 @@ def sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _blocks(model: rf.Standardised, count: int, key: jax.Array) -> Iterator[np.ndarray]:
+def _blocks(model: rf.tables.Standardised, count: int, key: jax.Array) -> Iterator[np.ndarray]:
     if count <= CHUNK:
         yield np.asarray(model.sample(key=key, shape=(count,)))
         return

@@ -105,7 +105,7 @@ def _to_file(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _estimates(
-    model: rf.Standardised,
+    model: rf.tables.Standardised,
     total: int,
     chunks: Iterator[np.ndarray],
     arguments: argparse.Namespace,
@@ -113,7 +113,7 @@ def _estimates(
     tally: Tally,
 ) -> Iterator[rf.Estimate]:
     """Of all rows; random numbers depend on the seed and on a row's place in the file."""
-    estimates = rf.estimate_chunks(
+    estimates = rf.tables.estimate_chunks(
         model,
         chunks,
         key=jax.random.key(arguments.seed),

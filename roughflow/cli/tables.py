@@ -359,7 +359,7 @@ def read_chunks(
 
 def table_on_disk(
     path: Path, columns: Sequence[str] | None, given: Sequence[str]
-) -> "rf.ParquetTable | None":
+) -> "rf.tables.ParquetTable | None":
     """A Parquet file whose numbers would not fit in memory with room to spare."""
     if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE:
         return None
@@ -368,7 +368,7 @@ def table_on_disk(
     metadata = parquet_file(path).metadata
     if metadata.num_rows * (metadata.num_columns if columns is None else len(columns)) * 8 < 2 * LARGE:
         return None
-    return rf.ParquetTable(path, columns, given=given)
+    return rf.tables.ParquetTable(path, columns, given=given)
 
 
 def _parts(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:

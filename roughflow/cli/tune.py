@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace, checkpoint: Path) -> int:
     return 0
 
 
-def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: Path, key) -> rf.Tuned:
+def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: Path, key) -> rf.mcmc.Tuned:
     try:
         with warnings.catch_warnings():
             # They are drawn at random here: nobody chose them.
@@ -148,7 +148,7 @@ def _first(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def _noise(tuned: rf.Tuned) -> Any:
+def _noise(tuned: rf.mcmc.Tuned) -> Any:
     """σ with the step in it, so that dt = 1 goes with it."""
     diffusion: Any = tuned.sampler.sde.diffusion
     root = jnp.sqrt(tuned.sampler.dt)
@@ -164,17 +164,19 @@ def _write(out, samples: np.ndarray) -> None:
     return write_table(out, ["chain", "draw", *(f"z{i}" for i in range(dimension))], [columns])
 
 
-def _report(arguments: argparse.Namespace, tuned: rf.Tuned, chain: rf.Chain) -> None:
+def _report(arguments: argparse.Namespace, tuned: rf.mcmc.Tuned, chain: rf.mcmc.Chain) -> None:
     print(f"learning    {tuned.num_gradients} gradients, {tuned.history.loss.size} steps")
     spent, accepted = chain.num_gradients * arguments.chains, float(chain.acceptance.mean())
     print(f"sampling    {spent} gradients, acceptance {accepted:.2f}")
     _quality(chain)
     if arguments.noise_out:
-        print(f"noise       {arguments.noise_out}: rf.FlowSampler(rf.targeted_sde(f, rf.load(...)), 1.0)")
+        print(
+            f"noise       {arguments.noise_out}: rf.mcmc.FlowSampler(rf.targeted_sde(f, rf.load(...)), 1.0)"
+        )
     print(f"draws       {arguments.out}")
 
 
-def _quality(chain: rf.Chain) -> None:
+def _quality(chain: rf.mcmc.Chain) -> None:
     """Effective draws and R-hat, if ArviZ is there to say them and has enough draws to."""
     if chain.samples.shape[1] < 4:
         return

@@ -31,7 +31,7 @@ class LowerBound(eqx.Module):
     import roughflow as rf
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
-    bound = rf.LowerBound(rf.PullBack(num_paths=8))
+    bound = rf.density.LowerBound(rf.PullBack(num_paths=8))
     bound(flow, jnp.zeros((5, 1)), key=jax.random.key(0)).shape  # (5,)
     ```
     """
@@ -87,7 +87,7 @@ class UpperBound(eqx.Module):
     import roughflow as rf
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
-    z, bound = rf.UpperBound(num_paths=16)(flow, key=jax.random.key(0), shape=(100,))
+    z, bound = rf.density.UpperBound(num_paths=16)(flow, key=jax.random.key(0), shape=(100,))
     jnp.mean(bound)  # not below E log p(Z), but for chance
     ```
     """

@@ -49,7 +49,7 @@ class Accuracy(eqx.Module):
     ```python
     import roughflow as rf
 
-    accuracy = rf.Accuracy(tolerance=0.01, max_paths=4096)
+    accuracy = rf.density.Accuracy(tolerance=0.01, max_paths=4096)
     ```
     """
 

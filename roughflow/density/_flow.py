@@ -49,7 +49,7 @@ class StochasticFlow(AbstractStochasticFlow):
           `warning` says if they were. By default the aim is 0.02.
         - `start`: a point `(d,)` that the SDE starts from, in place of the base: by a grid in one or two
           dimensions; else the density a short while after it is the base of a flow over the rest of the time
-          (`rf.ShortTime`).
+          (`rf.transition.ShortTime`).
 
         ```python
         import jax, jax.numpy as jnp

@@ -46,7 +46,7 @@ class AbstractDriver(eqx.Module):
     import equinox as eqx, jax.numpy as jnp, numpy as np
     import roughflow as rf
 
-    class Straight(rf.AbstractDriver):
+    class Straight(rf.driver.AbstractDriver):
         num_functions: int = eqx.field(static=True, default=1)
 
         def integrals(self, s):
@@ -251,7 +251,7 @@ class TimeChanged(AbstractDriver):
     import jax
     import roughflow as rf
 
-    late = rf.TimeChanged(rf.FractionalBrownian(0.4, 16), lambda s: s**2)
+    late = rf.driver.TimeChanged(rf.FractionalBrownian(0.4, 16), lambda s: s**2)
     path = late.sample(key=jax.random.key(0))
     ```
     """
@@ -328,7 +328,7 @@ class Correlated(AbstractDriver):
     import jax
     import roughflow as rf
 
-    driver = rf.Correlated(rf.FractionalLegendre(0.4, 8), [[1.0, -0.7], [-0.7, 1.0]])
+    driver = rf.driver.Correlated(rf.driver.FractionalLegendre(0.4, 8), [[1.0, -0.7], [-0.7, 1.0]])
     path = driver.sample(key=jax.random.key(0), noise_dimension=2)
     ```
     """

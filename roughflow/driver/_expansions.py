@@ -244,7 +244,7 @@ class GaussianDriver(AbstractPolynomials):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    smooth = rf.GaussianDriver(lambda s, t: jnp.exp(-8 * (s - t) ** 2), 8)
+    smooth = rf.driver.GaussianDriver(lambda s, t: jnp.exp(-8 * (s - t) ** 2), 8)
     path = smooth.sample(key=jax.random.key(0), noise_dimension=2)
     ```
     """

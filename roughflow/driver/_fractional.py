@@ -23,7 +23,7 @@ class FractionalBrownian(AbstractDriver):
     E B(s)B(t) = ½(s²ᴴ + t²ᴴ − |t − s|²ᴴ), and B(t) = Tᴴ B₁(t/T). The coefficients are independent standard
     normals; the increments are the Cholesky factor of their covariance times these. A flow takes O(n) for
     each slope of a path of n intervals and O(n²) memory: for paths of thousands of steps, without densities,
-    there is `rf.fractional_noise`.
+    there is `rf.driver.fractional_noise`.
 
     H may be anything in (0, 1). The SDE must be a Stratonovich one unless H = ½, and for several noises that
     depend on the state H must be above ⅓: below, a path and its areas do not determine the solution.
@@ -106,7 +106,7 @@ class FractionalLegendre(AbstractPolynomials):
     import jax
     import roughflow as rf
 
-    path = rf.FractionalLegendre(0.7, 8).sample(key=jax.random.key(0), noise_dimension=2, t1=2.0)
+    path = rf.driver.FractionalLegendre(0.7, 8).sample(key=jax.random.key(0), noise_dimension=2, t1=2.0)
     ```
     """
 
@@ -185,7 +185,7 @@ def fractional_noise(
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    noise = rf.fractional_noise(0.4, 1024, key=jax.random.key(0), shape=(100,))
+    noise = rf.driver.fractional_noise(0.4, 1024, key=jax.random.key(0), shape=(100,))
     paths = jnp.cumsum(noise, axis=-1)
     ```
     """

@@ -35,7 +35,7 @@ class Trained(eqx.Module):
     """A flow, the proposal it was trained with, and the seconds that took."""
 
     flow: rf.StochasticFlow
-    proposal: rf.AbstractProposal
+    proposal: rf.density.AbstractProposal
     loss: jax.Array  # one number a step
     seconds: float
 
@@ -48,11 +48,11 @@ class Trained(eqx.Module):
 class Regressed(eqx.Module):
     """A model fitted by regression, without noise, in the units of the data; and the seconds that took."""
 
-    model: rf.Standardised
+    model: rf.tables.Standardised
     loss: jax.Array
     seconds: float
 
-    def noisy(self, noise: float) -> rf.Standardised:
+    def noisy(self, noise: float) -> rf.tables.Standardised:
         """The same distribution, with noise added afterwards; 0 for none."""
         flow = rf.with_noise(self.model.flow, noise or None)
         return eqx.tree_at(lambda model: model.flow, self.model, flow)
@@ -87,7 +87,7 @@ class Run:
     ) -> Trained:
         """The paper's way: fit a flow to fresh samples of a distribution by maximum likelihood."""
 
-        def fit(settings: dict) -> tuple[rf.Fitted, dict]:
+        def fit(settings: dict) -> tuple[rf.train.Fitted, dict]:
             fitted = rf.fit(
                 flow,
                 distribution,
@@ -114,7 +114,7 @@ class Run:
         steps = steps if self.steps is None else -(-steps * self.steps // beside)
         rows = np.asarray(distribution.sample(key=self.key("rows"), shape=(ROWS,)))
 
-        def fit(settings: dict) -> tuple[rf.Fitted, dict]:
+        def fit(settings: dict) -> tuple[rf.train.Fitted, dict]:
             fitted = rf.fit_density(
                 rows,
                 key=self.key(label),
@@ -128,7 +128,7 @@ class Run:
 
         return Regressed(**self._kept(label, fit))
 
-    def _kept(self, label: str, fit: Callable[[dict], tuple[rf.Fitted, dict]]) -> dict:
+    def _kept(self, label: str, fit: Callable[[dict], tuple[rf.train.Fitted, dict]]) -> dict:
         """What `fit` returns to keep, with its losses and seconds: from the file `NAME-LABEL.rf` if it is
         there, else by training, which goes on from where it was interrupted."""
         file = self.out / f"{self.name}-{label}.rf"
@@ -174,7 +174,7 @@ class Run:
     def _scored(
         self,
         fitted: Trained | Regressed,
-        model: rf.StochasticFlow | rf.Standardised,
+        model: rf.StochasticFlow | rf.tables.Standardised,
         distribution: AbstractDistribution,
         estimator: rf.PullBack | None,
         count: int,
@@ -218,7 +218,7 @@ class Run:
         estimate = regressed.model.estimate(flat, key=self.key("map"))
         return np.asarray(estimate.log_prob).reshape(points.shape[:2])
 
-    def histogram(self, model: rf.Standardised, extent: plots.Window) -> np.ndarray:
+    def histogram(self, model: rf.tables.Standardised, extent: plots.Window) -> np.ndarray:
         """log p in the cells of `plots.grid(extent, PIXELS)` from samples: with noise far cheaper than a
         density in each, and as true."""
         x = np.asarray(model.sample(key=self.key("histogram"), shape=(HISTOGRAM,)))
@@ -232,7 +232,7 @@ class Run:
     def finish(self, figure: Figure, metrics: dict) -> dict:
         """Write the figure and its numbers."""
         plots.save(figure, self.out / f"{self.name}.png")
-        with rf.whole_file(self.out / f"{self.name}.json") as draft:
+        with rf.files.whole_file(self.out / f"{self.name}.json") as draft:
             draft.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         return metrics
 
@@ -269,7 +269,7 @@ def paper_flow(
     """
     key_drift, key_noise = jax.random.split(key)
     if noise == 0:
-        diffusion = rf.NoDiffusion()
+        diffusion = rf.sde.NoDiffusion()
     elif learned:
         diffusion = rf.FullDiffusion(2, width=width, scale=noise, key=key_noise)
     else:
@@ -340,7 +340,7 @@ def demo(
     return metrics
 
 
-def _score(run: Run, model: rf.Standardised, banana: Banana, x: np.ndarray) -> dict:
+def _score(run: Run, model: rf.tables.Standardised, banana: Banana, x: np.ndarray) -> dict:
     estimate = model.estimate(x, key=run.key("score"))
     gap = np.asarray(banana.log_prob(jnp.asarray(x))) - np.asarray(estimate.log_prob)
     return {
@@ -351,7 +351,7 @@ def _score(run: Run, model: rf.Standardised, banana: Banana, x: np.ndarray) -> d
     }
 
 
-def _panels(run: Run, model: rf.Standardised, banana: Banana, metrics: dict) -> Figure:
+def _panels(run: Run, model: rf.tables.Standardised, banana: Banana, metrics: dict) -> Figure:
     """The distribution, its density by the flow, and samples without and with noise on the way."""
     figure, axes = plt.subplots(1, 4, figsize=(11.4, 4.4), layout="constrained")
     top = float(jnp.exp(banana.log_prob(jnp.zeros(2))))  # its own peak: one scale for both maps
@@ -412,8 +412,8 @@ def fig2(run: Run) -> dict:
     The paper's: σ = I, and σ learned, fitted to the data at time 1 by maximum likelihood; beside them what
     its own loss, one path and nothing more, comes to. Nothing keeps their paths at the data afterwards.
 
-    The new one: a velocity by regression, then noise λ = 1 added; and `rf.staying_sde`, which stays where
-    the data are for any σ, here σ = I and one along the curve.
+    The new one: a velocity by regression, then noise λ = 1 added; and `rf.tables.staying_sde`, which stays
+    where the data are for any σ, here σ = I and one along the curve.
 
     The paper's models get 600 steps with 64 points each, and are scored on 1000 points, so that all of it
     takes minutes; `--steps` gives them more.
@@ -433,8 +433,8 @@ def fig2(run: Run) -> dict:
     one_path = run.train("one-path", paper_flow(FIG2_NOISE, key=key), banana, steps=FIG2_STEPS, objective=one)
     regressed = run.regress("regression", banana, steps=FIG2_REGRESSION, beside=FIG2_STEPS, width=FIG2_WIDTH)
     staying = {
-        "staying-identity": rf.staying_sde(regressed.model, rf.ConstantDiffusion(jnp.eye(2))),
-        "staying-along": rf.staying_sde(regressed.model, along),
+        "staying-identity": rf.tables.staying_sde(regressed.model, rf.ConstantDiffusion(jnp.eye(2))),
+        "staying-along": rf.tables.staying_sde(regressed.model, along),
     }
 
     data = np.asarray(banana.sample(key=run.key("data"), shape=(100_000,)))

@@ -82,7 +82,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     ```python
     import roughflow as rf
 
-    with rf.whole_file("notes.txt") as draft:
+    with rf.files.whole_file("notes.txt") as draft:
         draft.write_text("all of it, or none")
     ```
     """

@@ -26,7 +26,8 @@ class Adaptive(AbstractIntegrator):
     - `rtol`, `atol`: relative and absolute tolerance. States are counted in spreads of the process, from the
       centre of the base.
     - `max_steps`: how many steps to try before giving up, with an error.
-    - `gradient`: `rf.Backpropagation()` (checkpointed) or `rf.ConstantMemory()` (the continuous adjoint).
+    - `gradient`: `rf.flow.Backpropagation()` (checkpointed) or `rf.flow.ConstantMemory()` (the continuous
+      adjoint).
     - `per_sample`: let each sample choose its own steps instead of sharing them. By default shared,
       which is several times faster, except for implicit solvers, whose linear systems would couple
       the whole batch.

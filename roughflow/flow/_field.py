@@ -67,7 +67,8 @@ class Field(eqx.Module):
     def guarded(
         self, s: Array, z: Array, start: Array, *, slope_at: Array | None = None
     ) -> tuple[Array, Array, Array]:
-        """The field with trouble told apart: dz/ds, divergence, and the `rf.Status` `(B,)` of each sample.
+        """The field with trouble told apart: dz/ds, divergence, and the `rf.flow.Status` `(B,)` of each
+        sample.
 
         Distances are counted in spreads of the process, coordinate by coordinate. A sample has **escaped** if
         it would travel as far as it is from the centre, and one spread, in less than 1/escape_rate of the

@@ -29,7 +29,7 @@ class RK4(diffrax.AbstractERK):
     ```python
     import roughflow as rf
 
-    integrator = rf.FixedGrid(rf.RK4(), steps=20)
+    integrator = rf.FixedGrid(rf.flow.RK4(), steps=20)
     ```
     """
 
@@ -52,7 +52,7 @@ class RK6(diffrax.AbstractERK):
     ```python
     import roughflow as rf
 
-    integrator = rf.FixedGrid(rf.RK6(), steps=8)
+    integrator = rf.FixedGrid(rf.flow.RK6(), steps=8)
     ```
     """
 
@@ -279,14 +279,15 @@ class FixedGrid(AbstractIntegrator):
     **Arguments:**
 
     - `method`: any explicit diffrax solver of order 2 or more, such as `diffrax.Heun()`,
-      `diffrax.Midpoint()`, `rf.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`, `rf.RK6()`.
+      `diffrax.Midpoint()`, `rf.flow.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`,
+      `rf.flow.RK6()`.
       Euler's method is refused: on a random path it converges to another equation, the Itô equation
       with the Stratonovich drift.
     - `steps`: how many over the horizon; by default what resolves the driver's fastest wave. A
       piecewise linear path gets at least one step a piece, and no step crosses a jump of its slope.
       Whether they also resolve the model, a stiff or long-running one say, `rf.fit` looks at if nothing is
       said here, and an estimate reports it (`solver_error`).
-    - `gradient`: `rf.Backpropagation()` or `rf.ConstantMemory()`.
+    - `gradient`: `rf.flow.Backpropagation()` or `rf.flow.ConstantMemory()`.
     - `escape_rate`: a sample that would travel this many times its distance from the centre of the base,
       plus as many spreads of the process, in one horizon counts as having escaped to infinity.
     - `late`: the times of the steps are s = 1 − (1 − u)ᵃ for even u, a = `late`: 1 for steps of one length, 2
@@ -297,7 +298,7 @@ class FixedGrid(AbstractIntegrator):
     import diffrax
     import roughflow as rf
 
-    integrator = rf.FixedGrid(diffrax.Tsit5(), steps=32, gradient=rf.ConstantMemory())
+    integrator = rf.FixedGrid(diffrax.Tsit5(), steps=32, gradient=rf.flow.ConstantMemory())
     ```
     """
 
@@ -319,7 +320,7 @@ class FixedGrid(AbstractIntegrator):
         if isinstance(method, diffrax.Euler):
             raise ValueError(
                 "Euler's method converges to the wrong equation on a random path; use a method of order "
-                "2 or more, or rf.simulate with rf.EulerMaruyama()" + see("refused-methods")
+                "2 or more, or rf.simulate with rf.flow.EulerMaruyama()" + see("refused-methods")
             )
         if not isinstance(method, diffrax.AbstractERK):
             raise TypeError(

@@ -110,7 +110,8 @@ class AbstractStochasticFlow(eqx.Module):
     - `driver`: the distribution of the path. One of another process than Brownian motion is for a
       `StratonovichSDE`.
     - `divergence`: `rf.ExactDivergence()`, or `rf.HutchinsonDivergence()` in high dimension.
-    - `correction`: `rf.ExactCorrection()`, or `rf.SampledCorrection()` where each noise moves one coordinate.
+    - `correction`: `rf.sde.ExactCorrection()`, or `rf.sde.SampledCorrection()` where each noise moves one
+      coordinate.
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); each takes the way
       gradients are computed.
 

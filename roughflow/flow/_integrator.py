@@ -24,7 +24,7 @@ class Backpropagation(AbstractGradient):
     ```python
     import roughflow as rf
 
-    integrator = rf.FixedGrid(gradient=rf.Backpropagation())
+    integrator = rf.FixedGrid(gradient=rf.flow.Backpropagation())
     ```
     """
 
@@ -43,7 +43,7 @@ class ConstantMemory(AbstractGradient):
     ```python
     import roughflow as rf
 
-    integrator = rf.FixedGrid(steps=1000, gradient=rf.ConstantMemory())
+    integrator = rf.FixedGrid(steps=1000, gradient=rf.flow.ConstantMemory())
     ```
     """
 
@@ -62,7 +62,7 @@ class AbstractIntegrator(eqx.Module):
     """Solves the random ODE of a batch as one system: `rf.FixedGrid` and `rf.Adaptive` do.
 
     One of your own calls the field as `field.guarded`, which tells samples in trouble apart, and returns an
-    `rf.Outcome`. Its `escape_rate` is a static field.
+    `rf.flow.Outcome`. Its `escape_rate` is a static field.
     """
 
     gradient: eqx.AbstractVar[AbstractGradient]

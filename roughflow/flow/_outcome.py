@@ -16,7 +16,7 @@ from ..sde import AbstractSDE
 
 
 class Status(enum.IntEnum):
-    """Why the solve of a sample ended: the codes in `rf.Outcome.status`, each with a `message`.
+    """Why the solve of a sample ended: the codes in `rf.flow.Outcome.status`, each with a `message`.
 
     - `FINE`: it arrived.
     - `ESCAPED`: it left for infinity in finite time, which is an answer: density zero.
@@ -27,10 +27,10 @@ class Status(enum.IntEnum):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    sde = rf.ItoSDE(lambda t, z: z**3, rf.NoDiffusion())  # from z = 2 it is at infinity by t = 1/8
+    sde = rf.ItoSDE(lambda t, z: z**3, rf.sde.NoDiffusion())  # from z = 2 it is at infinity by t = 1/8
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
     outcome = flow.solve(jnp.array([[0.1], [2.0]]), flow.sample_path(key=jax.random.key(0)), reverse=False)
-    [rf.Status(code).name for code in outcome.status.tolist()]  # ["FINE", "ESCAPED"]
+    [rf.flow.Status(code).name for code in outcome.status.tolist()]  # ["FINE", "ESCAPED"]
     ```
     """
 
@@ -65,7 +65,7 @@ class Outcome(eqx.Module):
 
     - `z`: the final states `(B, d)`; of a sample in trouble, its last good state.
     - `log_change`: ∫ div over the solve `(B,)`, with the sign of the direction.
-    - `status`: `(B,)`, why it ended, a code of `rf.Status`.
+    - `status`: `(B,)`, why it ended, a code of `rf.flow.Status`.
     - `time`: `(B,)`, in fractions of the horizon: when a sample got into trouble.
     """
 

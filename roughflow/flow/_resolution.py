@@ -50,8 +50,8 @@ def suited_grid(
     import roughflow as rf
 
     key = jax.random.key(0)
-    flow = rf.StochasticFlow(rf.ItoSDE(rf.MLP(2, 2, key=key), rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
-    rf.suited_grid(flow, jax.random.normal(key, (100, 2)), key=key).integrator.steps
+    flow = rf.StochasticFlow(rf.ItoSDE(rf.MLP(2, 2, key=key), rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    rf.flow.suited_grid(flow, jax.random.normal(key, (100, 2)), key=key).integrator.steps
     ```
     """
     check_instance("flow", flow, AbstractStochasticFlow, "an rf.StochasticFlow")

@@ -60,7 +60,7 @@ class EulerMaruyama(AbstractScheme):
     import roughflow as rf
 
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
-    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.EulerMaruyama())
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.flow.EulerMaruyama())
     ```
     """
 
@@ -83,7 +83,8 @@ class StratonovichHeun(AbstractScheme):
     import roughflow as rf
 
     sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
-    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.StratonovichHeun())
+    scheme = rf.flow.StratonovichHeun()
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=scheme)
     ```
     """
 
@@ -101,7 +102,7 @@ class StratonovichMidpoint(AbstractScheme):
     import roughflow as rf
 
     sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
-    scheme = rf.StratonovichMidpoint()
+    scheme = rf.flow.StratonovichMidpoint()
     z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=scheme)
     ```
     """
@@ -123,7 +124,7 @@ class Milstein(AbstractScheme):
     import roughflow as rf
 
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.diag(1 + z**2))
-    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.Milstein())
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.flow.Milstein())
     ```
     """
 
@@ -146,18 +147,18 @@ class Davie(AbstractScheme):
 
     The drift is taken as it is: a Stratonovich SDE goes with a geometric rough path, an Itô SDE with the Itô
     lift of Brownian motion. Where the noise commutes it is Milstein's scheme, and areas do not matter.
-    Without a path `rf.simulate` draws Brownian motion by `rf.brownian_lift`, with `num_functions` for the
-    areas.
+    Without a path `rf.simulate` draws Brownian motion by `rf.rough.brownian_lift`, with `num_functions` for
+    the areas.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
     sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.array([[1.0, z[1]], [z[0], 1.0]]))
-    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.Davie())
+    z = rf.simulate(sde, jnp.zeros((100, 2)), key=jax.random.key(0), steps=50, scheme=rf.flow.Davie())
 
     path = rf.FractionalBrownian(0.4, 64).sample(key=jax.random.key(0), noise_dimension=2)
-    z = rf.simulate(sde, jnp.zeros(2), path=rf.lift(path, 64))
+    z = rf.simulate(sde, jnp.zeros(2), path=rf.rough.lift(path, 64))
     ```
     """
 
@@ -186,7 +187,7 @@ class LinearlyImplicitEuler(AbstractScheme):
     import roughflow as rf
 
     sde = rf.overdamped_langevin(lambda z: -0.5 * (z[0] ** 2 + 1e4 * z[1] ** 2), 2)
-    sampler = rf.UnadjustedSampler(sde, 0.5, rf.LinearlyImplicitEuler())
+    sampler = rf.UnadjustedSampler(sde, 0.5, rf.flow.LinearlyImplicitEuler())
     chain = rf.sample_chain(sampler, jnp.zeros(2), key=jax.random.key(0), num_steps=100)
     ```
     """
@@ -218,7 +219,8 @@ def _check_commutative(sde: AbstractSDE, z: Array) -> None:
     if bool(jnp.any(gap > 1e-4 * jnp.max(jnp.abs(products), axis=(0, 2)))):
         raise ValueError(
             "Milstein needs commutative noise, and this diffusion's columns do not commute; "
-            "use rf.Davie(), rf.StratonovichHeun() or rf.EulerMaruyama()" + see("refused-methods")
+            "use rf.flow.Davie(), rf.flow.StratonovichHeun() or rf.flow.EulerMaruyama()"
+            + see("refused-methods")
         )
 
 
@@ -242,12 +244,12 @@ def simulate(
 
     - `sde`: in either calculus; every scheme converts the drift it needs.
     - `z0`: shape `(..., d)`, one start per sample.
-    - `scheme`: `rf.EulerMaruyama()`, the default for an Itô SDE; `rf.StratonovichHeun()`, the default for a
-      Stratonovich one; `rf.StratonovichMidpoint()`; `rf.Milstein()` for commutative noise;
-      `rf.Davie()` for any, with Lévy areas; `rf.LinearlyImplicitEuler()` for stiff drifts.
+    - `scheme`: `rf.flow.EulerMaruyama()`, the default for an Itô SDE; `rf.flow.StratonovichHeun()`, the
+      default for a Stratonovich one; `rf.flow.StratonovichMidpoint()`; `rf.flow.Milstein()` for commutative
+      noise; `rf.flow.Davie()` for any, with Lévy areas; `rf.flow.LinearlyImplicitEuler()` for stiff drifts.
     - `increments`: Brownian increments of shape `(..., steps, m)` to use instead of a `key`.
-    - `path`: a rough path of batch shape `(...)` to follow by `rf.Davie()` instead of a `key`; its times take
-      the place of `t1` and `steps`. A Stratonovich SDE takes a geometric one, an Itô SDE the Itô lift.
+    - `path`: a rough path of batch shape `(...)` to follow by `rf.flow.Davie()` instead of a `key`; its times
+      take the place of `t1` and `steps`. A Stratonovich SDE takes a geometric one, an Itô SDE the Itô lift.
     - `trajectory`: return the whole trajectory, shape `(..., steps + 1, d)`, instead of Z at t1. Time is the
       axis before the last, as it is in the chains of `rf.sample_chain`.
     - `saveat`: increasing output times between `t0` and `t1`, shape `(k,)`; returns Z at these times, shape
@@ -270,7 +272,7 @@ def simulate(
     check_number("t1", t1, above=t0)
     check_flag("trajectory", trajectory)
     if scheme is not None:
-        check_instance("scheme", scheme, AbstractScheme, "a scheme such as rf.EulerMaruyama()")
+        check_instance("scheme", scheme, AbstractScheme, "a scheme such as rf.flow.EulerMaruyama()")
     z0 = jnp.asarray(as_real("z0", z0))
     z0 = z0 if jnp.issubdtype(z0.dtype, jnp.floating) else z0.astype(float)
     if not z0.ndim:
@@ -280,7 +282,7 @@ def simulate(
     batch, times, saved = z0.shape[:-1], None, None
     if saveat is not None:
         if path is not None or increments is not None or isinstance(scheme, Davie) or trajectory:
-            raise ValueError("saveat cannot be combined with increments, path, trajectory or rf.Davie()")
+            raise ValueError("saveat cannot be combined with increments, path, trajectory or rf.flow.Davie()")
         times, saved = _output_grid(saveat, t0, t1, check_count("steps", steps))
         steps = len(times) - 1
     if path is not None:
@@ -347,9 +349,11 @@ def _drawn(
 def _check_path(
     sde: AbstractSDE, path: RoughPath, scheme: AbstractScheme | None, expected: tuple
 ) -> AbstractScheme:
-    check_instance("path", path, RoughPath, "an rf.RoughPath, as rf.lift makes it of a smooth path")
+    check_instance(
+        "path", path, RoughPath, "an rf.rough.RoughPath, as rf.rough.lift makes it of a smooth path"
+    )
     if scheme is not None and not isinstance(scheme, Davie):
-        raise ValueError(f"a rough path is followed by rf.Davie(), not by {type(scheme).__name__}")
+        raise ValueError(f"a rough path is followed by rf.flow.Davie(), not by {type(scheme).__name__}")
     shape = path.increments.shape
     if (*shape[:-2], *shape[-1:]) != (*expected[:-2], *expected[-1:]):
         raise ValueError(f"path must have increments of shape {expected}, got {shape}")
@@ -392,8 +396,8 @@ def _simulate(
 
 
 def to_diffrax(sde: AbstractSDE, control: diffrax.AbstractPath) -> diffrax.MultiTerm:
-    """The SDE as terms for `diffrax.diffeqsolve`, driven by `control`: a path with values of shape `(m,)`, for
-    example a `diffrax.VirtualBrownianTree`.
+    """The SDE as terms for `diffrax.diffeqsolve`, driven by `control`: a path with values of shape `(m,)`,
+    for example a `diffrax.VirtualBrownianTree`.
 
     The terms mean what the solver makes of them: use an Itô solver (`diffrax.Euler`) for an Itô SDE and a
     Stratonovich solver (`diffrax.Heun`) for a Stratonovich SDE, or convert the SDE first.

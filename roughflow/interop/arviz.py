@@ -21,7 +21,7 @@ BEFORE_1 = int(arviz.__version__.partition(".")[0]) < 1
 
 
 def to_arviz(
-    chain: rf.Chain,
+    chain: rf.mcmc.Chain,
     *,
     names: Sequence[str] | None = None,
     constrain: Callable[[Array], Mapping[str, Array]] | None = None,
@@ -44,7 +44,7 @@ def to_arviz(
     arviz.rhat(to_arviz(chain, names=["x", "y"]))
     ```
     """
-    check_instance("chain", chain, rf.Chain, "what rf.sample_chain returns")
+    check_instance("chain", chain, rf.mcmc.Chain, "what rf.sample_chain returns")
     samples = chain.samples if chain.samples.ndim == 3 else chain.samples[None]
     if names is not None and constrain is not None:
         raise TypeError("give names or constrain, not both")

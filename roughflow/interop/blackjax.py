@@ -16,7 +16,7 @@ class BlackJAXState(NamedTuple):
     """A state as BlackJAX's own tools read it."""
 
     position: Array
-    state: rf.SamplerState
+    state: rf.mcmc.SamplerState
 
 
 class BlackJAXInfo(NamedTuple):
@@ -26,7 +26,7 @@ class BlackJAXInfo(NamedTuple):
     is_accepted: Array
 
 
-def as_blackjax(sampler: rf.AbstractSampler) -> SamplingAlgorithm:
+def as_blackjax(sampler: rf.mcmc.AbstractSampler) -> SamplingAlgorithm:
     """`init(position)` and `step(rng_key, state)` as BlackJAX has them, for its adaptations and loops.
 
     ```python
@@ -42,7 +42,9 @@ def as_blackjax(sampler: rf.AbstractSampler) -> SamplingAlgorithm:
     ```
     """
 
-    check_instance("sampler", sampler, rf.AbstractSampler, "a sampler such as rf.AdjustedSampler(sde, dt)")
+    check_instance(
+        "sampler", sampler, rf.mcmc.AbstractSampler, "a sampler such as rf.AdjustedSampler(sde, dt)"
+    )
 
     def init(position: Array, rng_key: PRNGKeyArray | None = None) -> BlackJAXState:
         del rng_key

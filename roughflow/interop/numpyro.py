@@ -106,7 +106,7 @@ class FlowDistribution(dist.Distribution):
     import roughflow as rf
     from roughflow.interop.numpyro import FlowDistribution
 
-    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)))
     FlowDistribution(flow, key=jax.random.key(0)).log_prob(jnp.zeros(2))
     ```
     """
@@ -121,12 +121,12 @@ class FlowDistribution(dist.Distribution):
         flow: rf.StochasticFlow,
         *,
         key: PRNGKeyArray,
-        estimator: rf.AbstractEstimator | None = None,
+        estimator: rf.density.AbstractEstimator | None = None,
         validate_args: bool | None = None,
     ):
         check_instance("flow", flow, rf.StochasticFlow, "an rf.StochasticFlow")
         if estimator is not None:
-            check_instance("estimator", estimator, rf.AbstractEstimator, "one such as rf.PullBack(8)")
+            check_instance("estimator", estimator, rf.density.AbstractEstimator, "one such as rf.PullBack(8)")
         self.flow = flow
         self.key = check_key(key)
         self.estimator = estimator or _estimator(flow)
@@ -141,7 +141,7 @@ class FlowDistribution(dist.Distribution):
         return flow.log_prob(value, key=_typed(self.key), estimator=self.estimator)
 
 
-def _estimator(flow: rf.StochasticFlow) -> rf.AbstractEstimator:
+def _estimator(flow: rf.StochasticFlow) -> rf.density.AbstractEstimator:
     """A smooth one: no particles that are accepted or not."""
     if not flow.noise_dimension:
         return rf.PullBack(1)

@@ -43,8 +43,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     - `random_state`: an int, a `numpy.random.RandomState`, or None.
     - `verbose`: show a progress bar.
 
-    **After `fit`:** `model_`, an `rf.Standardised` that `rf.save` can write; `family_`; `history_`, an
-    `rf.History`; `n_features_in_`; and `feature_names_in_`, if the table had names.
+    **After `fit`:** `model_`, an `rf.tables.Standardised` that `rf.save` can write; `family_`; `history_`, an
+    `rf.train.History`; `n_features_in_`; and `feature_names_in_`, if the table had names.
 
     ```python
     from sklearn.datasets import load_iris

@@ -86,7 +86,7 @@ def sample_chain(
 
     **Arguments:**
 
-    - `sampler`: `rf.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; or an SDE, for
+    - `sampler`: `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; or an SDE, for
       `rf.UnadjustedSampler(sde, dt)`.
     - `z0`: `(d,)`, or `(chains, d)`; a trained flow's `sample` is a warm start.
     - `num_steps`: steps kept, after `burn_in` that are not; of these every `thin`-th.

@@ -48,7 +48,7 @@ class FlowSampler(AbstractSampler):
     import roughflow as rf
 
     cauchy = lambda z: -jnp.log1p(z[0] ** 2)
-    sampler = rf.FlowSampler(rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None]), dt=4.0)
+    sampler = rf.mcmc.FlowSampler(rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None]), dt=4.0)
     chain = rf.sample_chain(sampler, jnp.zeros(1), key=jax.random.key(0), num_steps=1000)
     ```
     """

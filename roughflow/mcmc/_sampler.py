@@ -82,8 +82,8 @@ class AbstractSampler(eqx.Module):
 class UnadjustedSampler(AbstractSampler):
     """Steps of a scheme for the SDE, every one accepted: cheap, and off by what dt is off.
 
-    **Arguments:** `sde`, any that keeps the distribution one wants; `dt`; `scheme`, `rf.EulerMaruyama()` or
-    `rf.LinearlyImplicitEuler()` for stiff targets.
+    **Arguments:** `sde`, any that keeps the distribution one wants; `dt`; `scheme`, `rf.flow.EulerMaruyama()`
+    or `rf.flow.LinearlyImplicitEuler()` for stiff targets.
 
     ```python
     import jax, jax.numpy as jnp
@@ -224,7 +224,7 @@ def check_adjustable(name: str, sde: AbstractSDE) -> None:
             + see("no-adjustment")
         )
     if isinstance(sde.log_density, Minibatch):
-        told = f"{name} needs the whole log density, got rf.Minibatch: take rf.UnadjustedSampler"
+        told = f"{name} needs the whole log density, got rf.mcmc.Minibatch: take rf.UnadjustedSampler"
         raise TypeError(told + see("no-adjustment"))
 
 
@@ -275,7 +275,8 @@ class Minibatch(eqx.Module):
     import roughflow as rf
 
     data = 1 + jax.random.normal(jax.random.key(0), (1000,))
-    target = rf.Minibatch(lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2, data, batch_size=50)
+    log_prior, log_term = lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2
+    target = rf.mcmc.Minibatch(log_prior, log_term, data, batch_size=50)
     sde = rf.overdamped_langevin(target, 1)
     chain = rf.sample_chain(sde, jnp.zeros(1), key=jax.random.key(1), num_steps=100, dt=1e-3)
     ```

@@ -264,7 +264,7 @@ QUICK = 0.02  # rate at which the weight of the volume follows the acceptance
 class Tuned(eqx.Module):
     """What `rf.tune_sampler` returns.
 
-    - `sampler`: an `rf.FlowSampler`; nothing in it changes any more.
+    - `sampler`: an `rf.mcmc.FlowSampler`; nothing in it changes any more.
     - `z`: where the chains have got to, `(chains, d)`, to start sampling from.
     - `num_gradients`: how many gradients of the log density it all took, of all chains together.
     - `history`: of the training: `metrics["acceptance"]` and `metrics["log_volume"]`, a number a step.
@@ -334,10 +334,10 @@ def tune_sampler(
 ) -> Tuned:
     """Learn the noise σ(z) with which chains for a target move best, and return that sampler.
 
-    A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. From there an `rf.LocalDiffusion`
-    learns, on chains that move along, to make the moves of `rf.FlowSampler` as large as they can be for the
-    share of them that is accepted (Titsias & Dellaportas 2019). The rest sets dt. Then all is fixed, so
-    the sampler's distribution is the target's, however well it has learned.
+    A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. From there an
+    `rf.sde.LocalDiffusion` learns, on chains that move along, to make the moves of `rf.mcmc.FlowSampler` as
+    large as they can be for the share of them that is accepted (Titsias & Dellaportas 2019). The rest sets
+    dt. Then all is fixed, so the sampler's distribution is the target's, however well it has learned.
 
     **Arguments:**
 
@@ -347,7 +347,7 @@ def tune_sampler(
       near all: chains that stay in one of them have an R-hat far above 1.
     - `num_gradients`: the budget, in gradients of the log density, of all chains together. A step of the
       training takes three a chain.
-    - `skew`: a Q for `rf.targeted_sde`, such as `rf.SkewNetwork`, to learn along with σ.
+    - `skew`: a Q for `rf.targeted_sde`, such as `rf.sde.SkewNetwork`, to learn along with σ.
     - `width` of the network; `learning_rate`.
     - `climb`: as in `rf.warm_up`. Starting points of a very low log density are replaced, with a warning;
       `climb=False` keeps them all.

@@ -183,8 +183,8 @@ def sample_paths(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) 
 
 
 def approximations(
-    path: rf.Path | ArrayLike,
-    approximations: Mapping[str, rf.Path | ArrayLike],
+    path: rf.driver.Path | ArrayLike,
+    approximations: Mapping[str, rf.driver.Path | ArrayLike],
     *,
     times: ArrayLike,
     ax: Axes | None = None,
@@ -214,9 +214,9 @@ def approximations(
     return ax
 
 
-def _values(path: rf.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
+def _values(path: rf.driver.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
     """A one-dimensional path at some times."""
-    is_path = isinstance(path, rf.Path)
+    is_path = isinstance(path, rf.driver.Path)
     values = np.asarray(jax.vmap(path.evaluate)(jnp.asarray(times)) if is_path else path)
     values = values[..., 0] if values.shape == (*times.shape, 1) else values
     if values.shape != times.shape:

@@ -118,7 +118,7 @@ def fitted_sde(
     result: rf.FittedSDE,
     *,
     key: PRNGKeyArray,
-    residuals: rf.Residuals | None = None,
+    residuals: rf.series.Residuals | None = None,
     figure: Figure | None = None,
     origin: float | None = None,
     time_label: str | None = None,
@@ -232,7 +232,7 @@ def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] 
 
     Its density is σ⁻² exp(∫ 2μ/σ² dx) up to a constant, on a grid that is even in the SDE's coordinates.
     """
-    if not isinstance(sde, rf.AbstractNamedSDE):
+    if not isinstance(sde, rf.series.AbstractNamedSDE):
         return None
     coordinates, time = sde.coordinates, jnp.zeros(())
     known = jnp.asarray(values)[:, None]

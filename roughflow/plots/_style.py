@@ -73,6 +73,6 @@ def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
     ```
     """
     check_instance("figure", figure, Figure, "a figure of matplotlib")
-    with rf.whole_file(path) as draft:
+    with rf.files.whole_file(path) as draft:
         figure.savefig(draft, dpi=dpi, bbox_inches="tight", pad_inches=0.05)
     return Path(path)

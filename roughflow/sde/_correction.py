@@ -59,7 +59,7 @@ class ExactCorrection(AbstractCorrection):
     import roughflow as rf
 
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.diag(1 + z**2))
-    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), correction=rf.ExactCorrection())
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), correction=rf.sde.ExactCorrection())
     ```
     """
 
@@ -97,14 +97,14 @@ class SampledCorrection(AbstractCorrection):
     It is c on average over ε. But the signs stay fixed along a path, and a drift that is right on average
     over paths makes another distribution. So a flow takes it only where every ε gives the same: where each
     noise moves one coordinate, and by an amount that depends on that coordinate alone. Elsewhere the flow
-    warns and takes `rf.ExactCorrection()`.
+    warns and takes `rf.sde.ExactCorrection()`.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.diag(1 + 0.1 * jnp.sin(z)))
-    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(20)), correction=rf.SampledCorrection())
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(20)), correction=rf.sde.SampledCorrection())
     path = flow.sample_path(key=jax.random.key(0))
     flow.log_prob_given_path(jnp.zeros(20), path, key=jax.random.key(1))
     ```

@@ -262,7 +262,7 @@ class NoDiffusion(eqx.Module):
     import roughflow as rf
 
     drift = rf.MLP(2, 2, key=jax.random.key(0))
-    flow = rf.StochasticFlow(rf.ItoSDE(drift, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    flow = rf.StochasticFlow(rf.ItoSDE(drift, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)))
     ```
     """
 
@@ -312,7 +312,7 @@ class RestoringDrift(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    drift = rf.RestoringDrift(2, noise=0.5, key=jax.random.key(0))
+    drift = rf.sde.RestoringDrift(2, noise=0.5, key=jax.random.key(0))
     drift(0.0, jnp.ones(2))  # -0.125
     ```
     """
@@ -368,14 +368,14 @@ class VelocityNetwork(eqx.Module):
     - `frequency`: standard deviation of the projections' entries, for z of about unit size.
     - `t1`: T.
     - `context`: k.
-    - `score`: with twice the outputs, the second half for `rf.LearnedTransport`.
+    - `score`: with twice the outputs, the second half for `rf.sde.LearnedTransport`.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    velocity = rf.VelocityNetwork(2, width=32, depth=2, key=jax.random.key(0))
-    flow = rf.StochasticFlow(rf.ItoSDE(velocity, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    velocity = rf.sde.VelocityNetwork(2, width=32, depth=2, key=jax.random.key(0))
+    flow = rf.StochasticFlow(rf.ItoSDE(velocity, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)))
     ```
     """
 
@@ -449,7 +449,7 @@ class LocalDiffusion(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    diffusion = rf.LocalDiffusion(2, scale=3 * jnp.eye(2), key=jax.random.key(0))
+    diffusion = rf.sde.LocalDiffusion(2, scale=3 * jnp.eye(2), key=jax.random.key(0))
     diffusion(0.0, jnp.ones(2))  # 3 I, before it has learned
     ```
     """
@@ -517,7 +517,7 @@ def _bounded(g: Array) -> Array:
 class FadingDiffusion(eqx.Module):
     """σ(t, z) = (1 − t/T)^p Σ(t, z): noise that is gone at time T.
 
-    With p ≥ ½ it is what `rf.TransportSDE` can add to a velocity up to T: the score there grows as
+    With p ≥ ½ it is what `rf.sde.TransportSDE` can add to a velocity up to T: the score there grows as
     1/(1 − t/T), and σσᵀ times it stays finite. With p = ½ the pull of the score lasts to the end; with p = 1
     it fades too, and σ is smooth in time, so that a solver of high order keeps its order.
 
@@ -527,7 +527,7 @@ class FadingDiffusion(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    diffusion = rf.FadingDiffusion(rf.FullDiffusion(2, width=8, key=jax.random.key(0)))
+    diffusion = rf.sde.FadingDiffusion(rf.FullDiffusion(2, width=8, key=jax.random.key(0)))
     diffusion(0.75, jnp.zeros(2))  # half of what it is at time 0
     ```
     """

@@ -167,7 +167,7 @@ class ProportionalDiffusion(eqx.Module):
     import roughflow as rf
 
     drift = rf.MLP(2, 2, key=jax.random.key(0))
-    sde = rf.ItoSDE(drift, rf.ProportionalDiffusion(0.1))
+    sde = rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(0.1))
     ```
     """
 

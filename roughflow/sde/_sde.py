@@ -64,7 +64,7 @@ class AbstractSDE(eqx.Module):
     """A drift μ(t, z) with values in Rᵈ and a diffusion σ(t, z) with values in R^{d×m}.
 
     Both are written for one point, `z` of shape `(d,)`. The calculus is the type; nothing else decides how
-    dB is read: an SDE of your own subclasses `rf.AbstractItoSDE` or `rf.AbstractStratonovichSDE`.
+    dB is read: an SDE of your own subclasses `rf.sde.AbstractItoSDE` or `rf.sde.AbstractStratonovichSDE`.
     """
 
     drift: eqx.AbstractVar[Drift]

@@ -96,7 +96,7 @@ def targeted_sde(
 
     - `log_density`: `z -> ()`, up to a constant.
     - `diffusion`: σ, `(t, z) -> (d, m)`, as for `rf.ItoSDE`.
-    - `skew`: Q, `(t, z) -> (d, d)` with Qᵀ = −Q, or None. `rf.SkewNetwork` is one that can learn.
+    - `skew`: Q, `(t, z) -> (d, d)` with Qᵀ = −Q, or None. `rf.sde.SkewNetwork` is one that can learn.
     - `score`: ∇log p, `z -> (d,)`, in place of `log_density`, where that is all that is known: learned from
       data, say. Samplers that accept or refuse moves need the log density.
 
@@ -215,7 +215,7 @@ def sghmc(
     import jax.numpy as jnp
     import roughflow as rf
 
-    sde = rf.sghmc(lambda q: -0.5 * q @ q, 2, friction=2.0, gradient_noise=0.5)
+    sde = rf.sde.sghmc(lambda q: -0.5 * q @ q, 2, friction=2.0, gradient_noise=0.5)
     ```
     """
     check_number("gradient_noise", gradient_noise)
@@ -238,7 +238,7 @@ class SkewNetwork(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    skew = rf.SkewNetwork(3, width=16, key=jax.random.key(0))
+    skew = rf.sde.SkewNetwork(3, width=16, key=jax.random.key(0))
     skew(0.0, jnp.ones(3)) + skew(0.0, jnp.ones(3)).T  # zero
     ```
     """

@@ -43,8 +43,8 @@ class NormalTransport(AbstractTransport):
 
         ∇log p(t, y) = (s T v(t, y) − y + m)/(c² (1 − s)).
 
-    **Arguments:** `velocity`, `(t, z) -> (d,)`, such as `rf.VelocityNetwork`; `loc` m and `scale` c of the
-    base, `(d,)` each; `t1`, T; `context`, how many of the last coordinates are given and do not move.
+    **Arguments:** `velocity`, `(t, z) -> (d,)`, such as `rf.sde.VelocityNetwork`; `loc` m and `scale` c of
+    the base, `(d,)` each; `t1`, T; `context`, how many of the last coordinates are given and do not move.
     `rf.fit` with `rf.Interpolant()` returns a flow with one of these.
 
     ```python
@@ -53,8 +53,8 @@ class NormalTransport(AbstractTransport):
 
     # N(0, 1) to N(0, 1): the distribution at time t has the variance a = (1 − t)² + t²
     velocity = lambda t, z: (2 * t - 1) / ((1 - t) ** 2 + t**2) * z
-    transport = rf.NormalTransport(velocity, jnp.zeros(1), jnp.ones(1))
-    sde = rf.TransportSDE(transport, rf.FadingDiffusion(rf.ConstantDiffusion(jnp.eye(1))))
+    transport = rf.sde.NormalTransport(velocity, jnp.zeros(1), jnp.ones(1))
+    sde = rf.sde.TransportSDE(transport, rf.sde.FadingDiffusion(rf.ConstantDiffusion(jnp.eye(1))))
     ```
     """
 
@@ -92,14 +92,14 @@ class LearnedTransport(AbstractTransport):
         ∇log p(t, y) = E[∇log p₀(z) | y]/(1 − s).
 
     **Arguments:** `network`, `(t, z) -> (2d,)`: the velocity, and the expectation above;
-    `rf.VelocityNetwork(d, score=True)` is one. `t1`, T. `rf.Interpolant()` trains both.
+    `rf.sde.VelocityNetwork(d, score=True)` is one. `t1`, T. `rf.Interpolant()` trains both.
 
     ```python
     import jax
     import roughflow as rf
 
-    network = rf.VelocityNetwork(2, width=16, score=True, key=jax.random.key(0))
-    sde = rf.TransportSDE(rf.LearnedTransport(network))
+    network = rf.sde.VelocityNetwork(2, width=16, score=True, key=jax.random.key(0))
+    sde = rf.sde.TransportSDE(rf.sde.LearnedTransport(network))
     ```
     """
 
@@ -130,8 +130,8 @@ class GivenTransport(AbstractTransport):
     import roughflow as rf
 
     # a standard normal distribution that widens to N(0, e²) over unit time
-    transport = rf.GivenTransport(lambda t, z: z, lambda t, z: -z * jnp.exp(-2 * t))
-    sde = rf.TransportSDE(transport, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
+    transport = rf.sde.GivenTransport(lambda t, z: z, lambda t, z: -z * jnp.exp(-2 * t))
+    sde = rf.sde.TransportSDE(transport, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
     ```
     """
 
@@ -157,10 +157,11 @@ class TransportSDE(AbstractItoSDE):
     (Albergo, Boffi & Vanden-Eijnden 2023). Where velocity and score are learned and so inexact, the score
     pulls paths back to p, and the distribution comes closer to it with noise than without.
 
-    On a transport along straight lines the score has a factor 1/(1 − t/T). An `rf.FadingDiffusion` takes that
-    into account, so that the drift is finite up to T; any other σ gives a drift that is not, at T itself.
+    On a transport along straight lines the score has a factor 1/(1 − t/T). An `rf.sde.FadingDiffusion` takes
+    that into account, so that the drift is finite up to T; any other σ gives a drift that is not, at T
+    itself.
 
-    **Arguments:** `transport`, such as `rf.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
+    **Arguments:** `transport`, such as `rf.sde.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
     `rf.ItoSDE`, or None. Velocity and score come from one evaluation of one network, held once: training
     moves both.
 
@@ -168,8 +169,8 @@ class TransportSDE(AbstractItoSDE):
     import jax.numpy as jnp
     import roughflow as rf
 
-    transport = rf.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)  # N(0, I), which stays
-    sde = rf.TransportSDE(transport, rf.ConstantDiffusion(jnp.eye(2)))
+    transport = rf.sde.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)  # N(0, I), which stays
+    sde = rf.sde.TransportSDE(transport, rf.ConstantDiffusion(jnp.eye(2)))
     sde.drift(0.0, jnp.ones(2))  # −½ z: an Ornstein–Uhlenbeck process
     ```
     """
@@ -178,7 +179,9 @@ class TransportSDE(AbstractItoSDE):
     diffusion: Diffusion
 
     def __init__(self, transport: AbstractTransport, diffusion: Diffusion | None = None):
-        check_instance("transport", transport, AbstractTransport, "a transport such as rf.NormalTransport")
+        check_instance(
+            "transport", transport, AbstractTransport, "a transport such as rf.sde.NormalTransport"
+        )
         self.transport = transport
         self.diffusion = NoDiffusion() if diffusion is None else diffusion
 

@@ -66,8 +66,8 @@ def fit_sde(
       years from the first date, in UTC if they have a time zone), as arrays, lists or from pandas. Missing
       values (NaN, masked, None) make longer gaps. Lists of both are a panel: independent series of one SDE,
       whose dates are counted from the first date of all.
-    - `domains`: where parameters may lie, by name, such as `{"sigma": rf.Domain(low=0.0)}`; a named SDE knows
-      its own.
+    - `domains`: where parameters may lie, by name, such as `{"sigma": rf.series.Domain(low=0.0)}`; a named
+      SDE knows its own.
     - `penalty`: λ by name, such as `{"network": 1.0}`: ½λθ² is taken from the log-likelihood for each of the
       parameters θ of that name or inside of that field. A network needs one, as a series does not determine
       all of its weights; it acts as a normal prior of variance 1/λ.

@@ -23,7 +23,7 @@ class Domain(eqx.Module):
     ```python
     import roughflow as rf
 
-    positive, share = rf.Domain(low=0.0), rf.Domain(low=0.0, high=1.0)
+    positive, share = rf.series.Domain(low=0.0), rf.series.Domain(low=0.0, high=1.0)
     ```
     """
 
@@ -88,7 +88,7 @@ class Parameters(eqx.Module):
     def of(sde: eqx.Module, domains: Mapping[str, Domain]) -> "Parameters":
         """All the floats in `sde`; `domains` by the names of fields, or of their parts."""
         for name, domain in domains.items():
-            check_instance(f"domains[{name!r}]", domain, Domain, "an rf.Domain")
+            check_instance(f"domains[{name!r}]", domain, Domain, "an rf.series.Domain")
         leaves, _ = jax.tree_util.tree_flatten_with_path(sde)
         names, kinds, entries, known = [], [], [], set()
         for i, (path, leaf) in enumerate(leaves):

@@ -65,7 +65,8 @@ def transition_log_prob(
 
     Exact where the SDE knows its transitions and `exact` is True; else by weighted paths from x₀ to x₁. Where
     a span is too long for them, the Fokker–Planck equation is solved from x₀ on in one or two dimensions.
-    Else the density after a first part of the span (`rf.ShortTime`) is the base of a flow over the rest.
+    Else the density after a first part of the span (`rf.transition.ShortTime`) is the base of a flow over the
+    rest.
     There is a warning where the error is still above 0.1: `rf.transition_estimate` has the errors.
 
     The same key gives the same random numbers whatever the parameters of the SDE, so that a likelihood is
@@ -261,7 +262,7 @@ def coordinates_of(sde: Any, coordinates: AbstractCoordinates | None) -> Abstrac
     wanted = "an SDE such as rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0)"
     check_instance("sde", sde, AbstractSDE | FractionalOrnsteinUhlenbeck, wanted)
     if coordinates is not None:
-        wanted = "coordinates such as rf.Logarithm()"
+        wanted = "coordinates such as rf.transition.Logarithm()"
         check_instance("coordinates", coordinates, AbstractCoordinates, wanted)
         return coordinates
     return sde.coordinates if isinstance(sde, AbstractNamedSDE) else Unchanged()
@@ -269,7 +270,7 @@ def coordinates_of(sde: Any, coordinates: AbstractCoordinates | None) -> Abstrac
 
 def check_effort(effort: Any) -> None:
     if effort is not None:
-        check_instance("effort", effort, Effort, "an rf.Effort")
+        check_instance("effort", effort, Effort, "an rf.transition.Effort")
 
 
 def check_no_memory(sde: Any) -> None:

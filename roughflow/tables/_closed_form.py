@@ -128,7 +128,7 @@ class Marginals(eqx.Module):
     import roughflow as rf
 
     knots = np.array([[0.0, 1.0, 3.0]])
-    marginals = rf.Marginals(knots, np.array([[-1.0, 0.0, 1.0]]), np.array([[1.0, 0.8, 0.4]]))
+    marginals = rf.tables.Marginals(knots, np.array([[-1.0, 0.0, 1.0]]), np.array([[1.0, 0.8, 0.4]]))
     u, log_slope = marginals.forward(np.array([[0.5], [7.0]]))
     marginals.inverse(u)  # 0.5 and 7 again
     ```

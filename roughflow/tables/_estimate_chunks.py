@@ -52,7 +52,7 @@ def estimate_chunks(
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
     chunks = (jnp.full((4, 1), x) for x in range(3))
     estimator = rf.PullBack(num_paths=16)
-    for estimate in rf.estimate_chunks(flow, chunks, key=jax.random.key(0), estimator=estimator):
+    for estimate in rf.tables.estimate_chunks(flow, chunks, key=jax.random.key(0), estimator=estimator):
         print(estimate.log_prob)
     ```
     """

@@ -63,7 +63,7 @@ def fit_density(
     Three families of densities are compared on rows that they were not fitted to:
 
     - "gaussian": the Gaussian of the rows, its covariance shrunk and widened where rows are few;
-    - "marginals": the Gaussian of columns that are mapped one by one (`rf.Marginals`);
+    - "marginals": the Gaussian of columns that are mapped one by one (`rf.tables.Marginals`);
     - "flow": a normalizing flow, trained in two stages. **Regression** (`rf.Interpolant`) learns the velocity
       that carries a normal distribution to the standardised rows; no equation is solved, so thousands of
       steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) follows, for the last tenths of a nat. Each
@@ -83,8 +83,8 @@ def fit_density(
 
     **Arguments:**
 
-    - `data`: one row per sample: an array or a DataFrame; or an `rf.ParquetTable`, whose rows need not fit in
-      memory. Moments and maps of columns are then computed from 100,000 of its rows.
+    - `data`: one row per sample: an array or a DataFrame; or an `rf.tables.ParquetTable`, whose rows need not
+      fit in memory. Moments and maps of columns are then computed from 100,000 of its rows.
     - `given`: for the conditional density p(data | given), the rows of what is given, or the names of columns
       of `data`. The model's methods then take `given` too.
     - `groups`: a label for each row, or the name of a column of `data`, which is not modelled: rows of one
@@ -99,7 +99,8 @@ def fit_density(
     - `rounding`: of columns, `{"age": 1.0}`: uniform noise of that width is added to rows that were rounded,
       which have no density as they are. "auto" finds the columns and their widths.
     - `marginals`: whether each column is first mapped to a nearly normal one, with the number of knots that
-      cross-validation finds best (`rf.Marginals`): a flow then need not learn heavy tails, edges and spikes.
+      cross-validation finds best (`rf.tables.Marginals`): a flow then need not learn heavy tails, edges and
+      spikes.
       If None, a flow has maps where they gain 0.5 nats per column by themselves, or 0.05 with fewer than 30
       rows per column.
     - `smoothing`: standard deviation of the noise that is added to the rows in each training step, in units
@@ -127,7 +128,7 @@ def fit_density(
     - `devices`: to split each batch between, as for `rf.fit`.
 
     Returns an `rf.FittedDensity`, with `log_prob`, `sample`, `estimate`, `score` and the `model`, an
-    `rf.Standardised`. Its `history` is that of the last stage, and `stages` has all of them by name.
+    `rf.tables.Standardised`. Its `history` is that of the last stage, and `stages` has all of them by name.
 
     ```python
     import jax
@@ -348,7 +349,7 @@ def _sampled(
 ) -> tuple[ParquetTable, np.ndarray, np.ndarray | None, Any]:
     """The table to draw batches from, some of its rows, in place of all of them, and validation rows."""
     if given is not None:
-        raise ValueError("given goes with an array: rf.ParquetTable(path, given=[...]) names columns")
+        raise ValueError("given goes with an array: rf.tables.ParquetTable(path, given=[...]) names columns")
     if groups is not None:
         raise ValueError("groups goes with an array: read the table into memory, or pass validation rows")
     own = len(table.columns) - table.context

@@ -83,7 +83,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class FittedDensity(Fitted):
-    """What `rf.fit_density` returns: an `rf.Fitted` whose `model` is an `rf.Standardised`.
+    """What `rf.fit_density` returns: an `rf.train.Fitted` whose `model` is an `rf.tables.Standardised`.
 
     `family` is "gaussian", "marginals" or "flow": which kind of density it is. `held_out` has the validation
     `rows`, with what is given last, and the `gaussian` with the mean and covariance of the others.
@@ -108,7 +108,7 @@ class FittedDensity(Fitted):
 
     @functools.cached_property
     def score(self) -> Score | None:
-        """An `rf.Score`: the log-density of rows that the model was not fitted to. None without any.
+        """An `rf.tables.Score`: the log-density of rows that the model was not fitted to. None without any.
 
         It is computed when it is first asked for, on up to 1,000 rows, or 64 for a model with noise.
         """

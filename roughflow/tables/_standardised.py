@@ -40,7 +40,7 @@ class Standardised(eqx.Module):
 
     **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular but for the
     regression on what is given, in its last k columns; `columns`, the names of the coordinates, if they have
-    any; `context`, k; `marginals`, an `rf.Marginals` or None. `standardisation(data)` finds m and L.
+    any; `context`, k; `marginals`, an `rf.tables.Marginals` or None. `standardisation(data)` finds m and L.
 
     Columns of a DataFrame are matched by name where the model has `columns`; others are ignored.
 
@@ -49,8 +49,8 @@ class Standardised(eqx.Module):
     import roughflow as rf
 
     data = 100 + 5 * jax.random.normal(jax.random.key(0), (500, 2))
-    loc, matrix = rf.standardisation(data)
-    model = rf.Standardised(rf.neural_flow(2, key=jax.random.key(1)), loc, matrix)
+    loc, matrix = rf.tables.standardisation(data)
+    model = rf.tables.Standardised(rf.neural_flow(2, key=jax.random.key(1)), loc, matrix)
     model.log_prob(data[:3], key=jax.random.key(2)).shape  # (3,)
     ```
     """
@@ -219,7 +219,7 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     import jax
     import roughflow as rf
 
-    loc, matrix = rf.standardisation(jax.random.normal(jax.random.key(0), (100, 3)))
+    loc, matrix = rf.tables.standardisation(jax.random.normal(jax.random.key(0), (100, 3)))
     ```
     """
     rows = np.asarray(as_real("data", data), np.float64)

@@ -67,7 +67,7 @@ def staying_sde(
     data = rf.datasets.Banana().sample(key=jax.random.key(0), shape=(500,))
     settings = {"width": 8, "steps": 20, "likelihood_steps": 0, "progress": False}
     model = rf.fit_density(data, key=jax.random.key(1), **settings).model
-    sde = rf.staying_sde(model, rf.ConstantDiffusion(jnp.eye(2)))
+    sde = rf.tables.staying_sde(model, rf.ConstantDiffusion(jnp.eye(2)))
     path = rf.simulate(sde, data[0], key=jax.random.key(2), t1=5.0, steps=100, trajectory=True)
     ```
     """

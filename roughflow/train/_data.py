@@ -248,7 +248,7 @@ class Batches(Protocol):
 
 @runtime_checkable
 class SplittableBatches(Batches, Protocol):
-    """Batches that can set rows aside for validation, such as `rf.ParquetTable`."""
+    """Batches that can set rows aside for validation, such as `rf.tables.ParquetTable`."""
 
     def split(self, share: float, *, key: PRNGKeyArray) -> tuple["Batches", np.ndarray]: ...
 

@@ -48,7 +48,7 @@ class Fitted:
     def _listed(self, first: Sequence[tuple[str, str]] = (), last: Sequence[tuple[str, str]] = ()) -> str:
         histories = self.stages or {named(self.objective): self.history}
         parts = [(name, history.told()) for name, history in histories.items()]
-        # Training changes only the flow of an `rf.Standardised`.
+        # Training changes only the flow of an `rf.tables.Standardised`.
         trained = getattr(self.model, "flow", self.model)
         is_flow = isinstance(trained, StochasticFlow)
         model = repr(self.model).splitlines()[0] if is_flow else named(self.model)
@@ -87,8 +87,8 @@ def fit(
     **Arguments:**
 
     - `model`: a pytree, usually an `rf.StochasticFlow`.
-    - `data`: an array with one row a sample, an `rf.ParquetTable`, or a distribution to draw fresh samples
-      from in each step.
+    - `data`: an array with one row a sample, an `rf.tables.ParquetTable`, or a distribution to draw fresh
+      samples from in each step.
     - `objective`: `rf.MaximumLikelihood()` if none is given.
     - `steps`, `batch_size`: how many, and of how many rows (drawn with replacement; all, if there are no
       more).

@@ -55,7 +55,7 @@ def neural_flow(
 ) -> StochasticFlow:
     """A neural SDE from a standard normal base that is, before training, that normal distribution.
 
-    The drift is `rf.RestoringDrift`. The noise is `rf.FullDiffusion` in two dimensions, otherwise
+    The drift is `rf.sde.RestoringDrift`. The noise is `rf.FullDiffusion` in two dimensions, otherwise
     a trainable constant matrix. From 17 dimensions on the divergence is Hutchinson's.
 
     **Arguments:** `dimension`; `width` and `depth` of the drift's network; `activation` and `time_dependent`
@@ -102,15 +102,15 @@ def velocity_flow(
     context: int = 0,
     key: PRNGKeyArray,
 ) -> StochasticFlow:
-    """A flow without noise for `rf.Interpolant` to train: an `rf.VelocityNetwork` from a normal base.
+    """A flow without noise for `rf.Interpolant` to train: an `rf.sde.VelocityNetwork` from a normal base.
 
-    **Arguments:** those of `rf.VelocityNetwork`. With a `context` the flow has that many dimensions more.
+    **Arguments:** those of `rf.sde.VelocityNetwork`. With a `context` the flow has that many dimensions more.
 
     ```python
     import jax
     import roughflow as rf
 
-    flow = rf.velocity_flow(2, width=16, depth=2, key=jax.random.key(0))
+    flow = rf.train.velocity_flow(2, width=16, depth=2, key=jax.random.key(0))
     ```
     """
     velocity = VelocityNetwork(
@@ -122,7 +122,8 @@ def velocity_flow(
 
 
 def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float | None = 0.5) -> Any:
-    """The flow with this noise in place of its own, the same distribution at every time: `rf.TransportSDE`.
+    """The flow with this noise in place of its own, the same distribution at every time:
+    `rf.sde.TransportSDE`.
 
     The noise is free to choose after training, as often as one likes: more of it, another kind, none. Then it
     can be trained by itself, by any objective, with `frozen=lambda flow: flow.sde.transport`.
@@ -136,20 +137,20 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
 
     **Arguments:**
 
-    - `flow`: one with an `rf.TransportSDE`, which is what `rf.fit` with `rf.Interpolant()` returns; or what
-      `rf.fit_density` returns, or its model, whose noise is in units of the standardised data.
+    - `flow`: one with an `rf.sde.TransportSDE`, which is what `rf.fit` with `rf.Interpolant()` returns; or
+      what `rf.fit_density` returns, or its model, whose noise is in units of the standardised data.
     - `diffusion`: Σ(t, z), any diffusion; a number λ for λI, on all coordinates but those that are
-      given; an `rf.FadingDiffusion` as it is; None for no noise.
-    - `fading`: p in σ = (1 − t/T)^p Σ, ½ or more (`rf.FadingDiffusion`); None for σ = Σ as it is, where the
-      score is finite up to the end.
+      given; an `rf.sde.FadingDiffusion` as it is; None for no noise.
+    - `fading`: p in σ = (1 − t/T)^p Σ, ½ or more (`rf.sde.FadingDiffusion`); None for σ = Σ as it is, where
+      the score is finite up to the end.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
     key = jax.random.key(0)
-    transport = rf.NormalTransport(rf.VelocityNetwork(2, width=8, key=key), jnp.zeros(2), jnp.ones(2))
-    flow = rf.StochasticFlow(rf.TransportSDE(transport), rf.Normal(jnp.zeros(2)))
+    transport = rf.sde.NormalTransport(rf.sde.VelocityNetwork(2, width=8, key=key), jnp.zeros(2), jnp.ones(2))
+    flow = rf.StochasticFlow(rf.sde.TransportSDE(transport), rf.Normal(jnp.zeros(2)))
     noisy = rf.with_noise(flow, 0.5)
     other = rf.with_noise(noisy, rf.FullDiffusion(2, width=8, key=key))
     again = rf.with_noise(other, None)  # the ODE
@@ -169,8 +170,8 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
         return flow.with_noise(diffusion, fading=fading)
     if not isinstance(flow.sde, TransportSDE):
         raise TypeError(
-            f"with_noise needs a flow whose score is known, that of an rf.TransportSDE, got "
-            f"{type(flow.sde).__name__}: fit it with rf.Interpolant(), or give rf.GivenTransport a score"
+            f"with_noise needs a flow whose score is known, that of an rf.sde.TransportSDE, got "
+            f"{type(flow.sde).__name__}: fit it with rf.Interpolant(), or give rf.sde.GivenTransport a score"
             + see("noise-afterwards")
         )
     if isinstance(diffusion, float | int):

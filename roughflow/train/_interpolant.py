@@ -54,10 +54,10 @@ class Interpolant(AbstractObjective):
     one evaluation of the drift v per sample. The minimum is the velocity E[x − z | y]/T, whose ODE carries
     the base to the distribution of the data. The loss does not come to zero, nor is it a likelihood.
 
-    The model is a flow without noise, or one with an `rf.TransportSDE`. Its velocity alone is trained, not
-    its base or noise. From an `rf.Normal` base the model returned has an `rf.TransportSDE`, which knows the
-    score of its distribution too: `rf.with_noise` adds noise to it. From another base, an
-    `rf.LearnedTransport` learns its score along: ∇log p₀(z) is regressed on y as well.
+    The model is a flow without noise, or one with an `rf.sde.TransportSDE`. Its velocity alone is trained,
+    not its base or noise. From an `rf.Normal` base the model returned has an `rf.sde.TransportSDE`, which
+    knows the score of its distribution too: `rf.with_noise` adds noise to it. From another base, an
+    `rf.sde.LearnedTransport` learns its score along: ∇log p₀(z) is regressed on y as well.
 
     **Arguments:**
 
@@ -74,8 +74,8 @@ class Interpolant(AbstractObjective):
     import roughflow as rf
 
     key = jax.random.key(0)
-    velocity = rf.VelocityNetwork(2, width=32, depth=2, key=key)
-    flow = rf.StochasticFlow(rf.ItoSDE(velocity, rf.NoDiffusion()), rf.Normal(jnp.zeros(2)))
+    velocity = rf.sde.VelocityNetwork(2, width=32, depth=2, key=key)
+    flow = rf.StochasticFlow(rf.ItoSDE(velocity, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)))
     settings = {"objective": rf.Interpolant(), "average": 0.99, "steps": 50, "progress": False}
     fitted = rf.fit(flow, rf.datasets.Banana(), key=key, **settings)
     noisy = rf.with_noise(fitted.model, 0.5)
@@ -107,21 +107,21 @@ class Interpolant(AbstractObjective):
         elif not isinstance(model.sde, ItoSDE | StratonovichSDE) or model.noise_dimension:
             raise TypeError(
                 "Interpolant finds the velocity of an ODE: give it a flow of rf.ItoSDE(velocity, "
-                f"rf.NoDiffusion()), and add noise after with rf.with_noise; got {type(model.sde).__name__} "
-                f"with {model.noise_dimension} noises{see('velocities')}"
+                "rf.sde.NoDiffusion()), and add noise after with rf.with_noise; got "
+                f"{type(model.sde).__name__} with {model.noise_dimension} noises{see('velocities')}"
             )
         return self
 
     def _check_transport(self, model: StochasticFlow) -> None:
         transport = _transport(model)
         if isinstance(transport, GivenTransport):
-            raise TypeError("Interpolant would part the velocity of an rf.GivenTransport from its score")
+            raise TypeError("Interpolant would part the velocity of an rf.sde.GivenTransport from its score")
         if self.context and isinstance(transport, LearnedTransport):
             raise TypeError("a score is learned for a density without a context: take an rf.Normal base")
         if self.coupling is not None:
             raise ValueError(
-                "with a coupling the score of an rf.TransportSDE would be wrong: give Interpolant a flow of "
-                "rf.ItoSDE(velocity, rf.NoDiffusion())"
+                "with a coupling the score of an rf.sde.TransportSDE would be wrong: give Interpolant a flow "
+                "of rf.ItoSDE(velocity, rf.sde.NoDiffusion())"
             )
         if transport.t1 != model.t1:
             raise ValueError(f"the flow ends at t1 = {model.t1}, but its transport at {transport.t1}")

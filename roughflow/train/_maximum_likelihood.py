@@ -36,9 +36,9 @@ class MaximumLikelihood(AbstractObjective):
     - `proposal`: by default an `rf.Amortised` one that `rf.fit` makes and trains; `rf.Prior()` for the
       plain bound.
     - `stationary`: a weight. The likelihood asks for the distribution of the data at the flow's end time and
-      for nothing after: the SDE may leave it again. `rf.stationarity` and `rf.confinement` (at rate 1/2T),
-      with this weight in the loss, teach it to stay near the data; a long path has their distribution only as
-      far as these terms come to zero.
+      for nothing after: the SDE may leave it again. `rf.train.stationarity` and `rf.train.confinement` (at
+      rate 1/2T), with this weight in the loss, teach it to stay near the data; a long path has their
+      distribution only as far as these terms come to zero.
 
     ```python
     import jax, jax.numpy as jnp

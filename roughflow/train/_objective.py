@@ -17,13 +17,13 @@ class AbstractStatefulObjective(eqx.Module):
     """A loss of a model that takes something along from step to step, such as chains that move.
 
     `start` makes the state, a pytree of arrays, and `step` moves it on. It is not trained, and a checkpoint
-    keeps it. `rf.AbstractObjective` is the common case without any.
+    keeps it. `rf.train.AbstractObjective` is the common case without any.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    class Walk(rf.AbstractStatefulObjective):
+    class Walk(rf.train.AbstractStatefulObjective):
         uses_data = False
 
         def start(self, model, *, key):
@@ -79,7 +79,7 @@ class AbstractObjective(AbstractStatefulObjective):
     import equinox as eqx, jax, jax.numpy as jnp
     import roughflow as rf
 
-    class SquaredError(rf.AbstractObjective):
+    class SquaredError(rf.train.AbstractObjective):
         uses_data = True
 
         def __call__(self, model, x, *, key):

@@ -21,9 +21,9 @@ class ReverseKL(AbstractObjective):
         E[log 1/(K+1) (w₀ + … + w_K) − log p(Z)] ≥ KL(p_T ‖ p) − log ∫ exp(log_density),
 
     wₖ = p_T(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z), ω₀ the path that made Z and ω₁, …, ω_K drawn from a proposal q
-    (Sobolev & Vetrov 2019; `rf.UpperBound`). It holds for every q, so a q that learns along with the flow
-    closes the gap and can do no harm. Minus the loss is a lower bound on the log evidence: `evidence_bound`
-    in the history.
+    (Sobolev & Vetrov 2019; `rf.density.UpperBound`). It holds for every q, so a q that learns along with the
+    flow closes the gap and can do no harm. Minus the loss is a lower bound on the log evidence:
+    `evidence_bound` in the history.
 
     A sample that escapes counts 1000 nats, whatever the target: no flow gains by losing any.
 
@@ -114,7 +114,7 @@ EVIDENCE_CHUNK = 64  # samples at a time
 
 
 class EvidenceBound(eqx.Module):
-    """What `rf.evidence_bound` returns: the bound's `value`, and the `standard_error` of that."""
+    """What `rf.train.evidence_bound` returns: the bound's `value`, and the `standard_error` of that."""
 
     value: Array
     standard_error: Array
@@ -133,7 +133,7 @@ def evidence_bound(
         log Z ≥ E[log p(Z_T) − log 1/(K+1) Σₖ wₖ],
 
     minus the loss of `rf.ReverseKL`. It falls short by KL(p_T ‖ p), and by what K paths leave open
-    (`rf.UpperBound`).
+    (`rf.density.UpperBound`).
 
     **Arguments:** `flow`, one that comes near the target, such as an SDE that keeps it (`rf.targeted_sde`)
     from a normal distribution that is near; `log_density`; `num_samples` of the flow; `num_paths`, K.
@@ -144,7 +144,7 @@ def evidence_bound(
 
     target = lambda z: -0.5 * jnp.sum((z - 0.2) ** 2)  # the integral is 2π
     flow = rf.StochasticFlow(rf.overdamped_langevin(target, 2), rf.Normal(jnp.zeros(2)), t1=2.0)
-    bound = rf.evidence_bound(flow, target, key=jax.random.key(0), num_samples=128)  # log 2π = 1.838
+    bound = rf.train.evidence_bound(flow, target, key=jax.random.key(0), num_samples=128)  # log 2π = 1.838
     ```
     """
     check_instance("flow", flow, StochasticFlow, "an rf.StochasticFlow")

@@ -35,7 +35,7 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: in
     key = jax.random.key(0)
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(1))  # keeps N(0, 1)
     x = jax.random.normal(key, (4096, 1))
-    rf.stationarity(sde, x, key=key), rf.stationarity(sde, 1 + x, key=key)  # 0.0002 and 0.28
+    rf.train.stationarity(sde, x, key=key), rf.train.stationarity(sde, 1 + x, key=key)  # 0.0002 and 0.28
     ```
     """
     x = _sample(x)
@@ -96,7 +96,7 @@ def confinement(
     x = jax.random.normal(key, (256, 2))
     stays = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2))
     walks = rf.ItoSDE(lambda t, z: 0 * z, lambda t, z: jnp.eye(2))
-    rf.confinement(stays, x, key=key), rf.confinement(walks, x, key=key)  # 0 and 1.1
+    rf.train.confinement(stays, x, key=key), rf.train.confinement(walks, x, key=key)  # 0 and 1.1
     ```
     """
     x = _sample(x)

@@ -67,7 +67,7 @@ class Unchanged(AbstractCoordinates):
     ```python
     import roughflow as rf
 
-    rf.Unchanged().to_state(1.0)
+    rf.transition.Unchanged().to_state(1.0)
     ```
     """
 
@@ -88,7 +88,7 @@ class Logarithm(AbstractCoordinates):
     import jax.numpy as jnp
     import roughflow as rf
 
-    rf.Logarithm().from_state(jnp.ones(1))
+    rf.transition.Logarithm().from_state(jnp.ones(1))
     ```
     """
 
@@ -109,7 +109,7 @@ class Root(AbstractCoordinates):
     import jax.numpy as jnp
     import roughflow as rf
 
-    rf.Root().from_state(jnp.ones(1))
+    rf.transition.Root().from_state(jnp.ones(1))
     ```
     """
 
@@ -134,7 +134,7 @@ class Arc(AbstractCoordinates):
     import jax.numpy as jnp
     import roughflow as rf
 
-    rf.Arc().from_state(jnp.full(1, 0.5))  # π/2
+    rf.transition.Arc().from_state(jnp.full(1, 0.5))  # π/2
     ```
     """
 
@@ -159,7 +159,7 @@ class Columns(AbstractCoordinates):
     import jax.numpy as jnp
     import roughflow as rf
 
-    rf.Columns(rf.Logarithm(), rf.Root()).from_state(jnp.ones(2))
+    rf.transition.Columns(rf.transition.Logarithm(), rf.transition.Root()).from_state(jnp.ones(2))
     ```
     """
 

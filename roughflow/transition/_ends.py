@@ -27,7 +27,7 @@ class Effort(eqx.Module):
     ```python
     import roughflow as rf
 
-    rf.Effort(num_functions=4, num_paths=16, num_steps=8).more()
+    rf.transition.Effort(num_functions=4, num_paths=16, num_steps=8).more()
     ```
     """
 

@@ -417,7 +417,7 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
 
     @property
     def sde(self) -> StratonovichSDE:
-        """The equation, for a driver such as `rf.FractionalLegendre(hurst, n)`."""
+        """The equation, for a driver such as `rf.driver.FractionalLegendre(hurst, n)`."""
         drift = lambda t, z: self.kappa * (self.mu - z)
         return StratonovichSDE(drift, lambda t, z: jnp.broadcast_to(self.sigma, (1, 1)))
 

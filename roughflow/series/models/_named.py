@@ -88,15 +88,15 @@ class AbstractNamedSDE(AbstractItoSDE):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    class Logistic(rf.AbstractNamedSDE):
+    class Logistic(rf.series.AbstractNamedSDE):
         rate: float
         capacity: float
         sigma: float
-        domains = {name: rf.Domain(low=0.0) for name in ("rate", "capacity", "sigma")}
+        domains = {name: rf.series.Domain(low=0.0) for name in ("rate", "capacity", "sigma")}
 
         @property
         def coordinates(self):
-            return rf.Logarithm()
+            return rf.transition.Logarithm()
 
         def drift(self, t, z):
             return self.rate * z * (1 - z / self.capacity)
