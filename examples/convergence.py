@@ -54,14 +54,14 @@ class Diffusion(eqx.Module):
 
 
 @eqx.filter_jit
-def value_and_gradient(twist: Array, paths: rf.Path) -> tuple[Array, Array]:
+def value_and_gradient(twist: Array, paths: rf.driver.Path) -> tuple[Array, Array]:
     """log p_t(x | path) `(..., times)` and its gradient `(..., times, parameters)`."""
     # An axis for the times, at each of which one sample of the batch stops.
-    paths = rf.Path(paths.driver, paths.coefficients[..., None, :, :], HORIZON)
+    paths = rf.driver.Path(paths.driver, paths.coefficients[..., None, :, :], HORIZON)
 
     def log_prob(parameters: Array) -> tuple[Array, Array]:
         sde = rf.StratonovichSDE(Drift(parameters), Diffusion(parameters, twist))
-        integrator = rf.FixedGrid(rf.RK4())
+        integrator = rf.FixedGrid(rf.flow.RK4())
         flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)), HORIZON, integrator=integrator)
         value = flow.log_prob_given_path(jnp.asarray(POINT), paths, t1=jnp.asarray(TIMES))
         return value, value
@@ -70,7 +70,7 @@ def value_and_gradient(twist: Array, paths: rf.Path) -> tuple[Array, Array]:
     return value, gradient
 
 
-def projections(driver: type, sizes: tuple[int, ...], fine: rf.Path) -> rf.Path:
+def projections(driver: type, sizes: tuple[int, ...], fine: rf.driver.Path) -> rf.driver.Path:
     """The fine paths projected on each number of functions, coefficients `(sizes, paths, n, m)`.
 
     All are written in the largest family, which contains the smaller ones, so that one solve serves all.

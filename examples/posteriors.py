@@ -56,7 +56,7 @@ def nes(partyid7, real_ideo, race_adj, age_discrete, educ1, gender, income, **_)
 MODELS = {"eight_schools": eight_schools, "kidscore_interaction": kidscore_interaction, "nes": nes}
 
 
-def posterior(target: ModelTarget, *, key) -> rf.Chain:
+def posterior(target: ModelTarget, *, key) -> rf.mcmc.Chain:
     """Chains of MALA from a warm-up."""
     keys = jax.random.split(key, 3)
     start = target.start + 0.1 * jax.random.normal(keys[0], (CHAINS, target.dimension))
@@ -68,7 +68,7 @@ def posterior(target: ModelTarget, *, key) -> rf.Chain:
     return chain
 
 
-def evidence(target: ModelTarget, chain: rf.Chain, *, key) -> rf.EvidenceBound:
+def evidence(target: ModelTarget, chain: rf.mcmc.Chain, *, key) -> rf.train.EvidenceBound:
     """From the normal distribution with the chains' mean and covariance, an SDE that keeps the posterior."""
     places = jnp.reshape(chain.samples, (-1, target.dimension))
     centre, root = jnp.mean(places, axis=0), jnp.linalg.cholesky(jnp.cov(places.T))
@@ -77,7 +77,7 @@ def evidence(target: ModelTarget, chain: rf.Chain, *, key) -> rf.EvidenceBound:
     sde = rf.overdamped_langevin(white, target.dimension)
     base = rf.Normal(jnp.zeros(target.dimension))
     flow = rf.StochasticFlow(sde, base, t1=1.5, integrator=rf.FixedGrid(steps=16))
-    return rf.evidence_bound(flow, white, key=key, num_samples=128)
+    return rf.train.evidence_bound(flow, white, key=key, num_samples=128)
 
 
 def main() -> None:

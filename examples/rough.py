@@ -27,7 +27,7 @@ FAMILIES = {
     "Karhunen–Loève": (rf.KarhunenLoeve, rf.PiecewiseLinear(FINE), "#0072B2", "-"),
     "piecewise linear": (rf.PiecewiseLinear, rf.PiecewiseLinear(FINE), "#D55E00", "-"),
     "Legendre, H = 0.4": (
-        lambda n: rf.FractionalLegendre(HURST, n),
+        lambda n: rf.driver.FractionalLegendre(HURST, n),
         rf.FractionalBrownian(HURST, FINE),
         "#009E73",
         "--",
@@ -67,7 +67,7 @@ def sde_of(parameters: Array) -> rf.StratonovichSDE:
 
 
 @eqx.filter_jit
-def look(path: rf.Path) -> dict[str, Array]:
+def look(path: rf.driver.Path) -> dict[str, Array]:
     """What the SDE makes of each path."""
     point = jnp.array([0.6, -0.4])
 
@@ -76,7 +76,7 @@ def look(path: rf.Path) -> dict[str, Array]:
             sde_of(parameters),
             rf.Normal(jnp.zeros(2)),
             driver=path.driver,
-            integrator=rf.FixedGrid(rf.RK4()),
+            integrator=rf.FixedGrid(rf.flow.RK4()),
         )
         log_prob = flow.log_prob_given_path(point, path)
         return log_prob, (log_prob, flow.push_forward(point, path)[0])
@@ -89,11 +89,11 @@ def errors(name: str) -> dict[str, np.ndarray]:
     """Of each kind, the median over paths for each n."""
     make, fine, _, _ = FAMILIES[name]
     path = fine.sample(key=jax.random.key(0), noise_dimension=2, shape=(PATHS,))
-    rough, truth = rf.lift(path, GRID), look(path)
+    rough, truth = rf.rough.lift(path, GRID), look(path)
     found = {kind: [] for kind in TITLES}
     for n in SIZES:
         near = make(n).project(path, resolution=FINE)
-        found["distance"].append(np.median(rf.lift(near, GRID).distance(rough, ALPHA)))
+        found["distance"].append(np.median(rf.rough.lift(near, GRID).distance(rough, ALPHA)))
         for kind, value in look(near).items():
             found[kind].append(np.median(np.linalg.norm(value - truth[kind], axis=-1)))
     return {kind: np.array(values) for kind, values in found.items()}

@@ -18,7 +18,7 @@ MODELS = {  # where to start, and in which coordinates
     "Vasicek": (rf.OrnsteinUhlenbeck, (0.3, 0.05, 0.02), None),
     "Cox, Ingersoll and Ross": (rf.CoxIngersollRoss, (0.3, 0.05, 0.07), None),
     # Logarithms are its own, but rates of 0.1 % are far out in them.
-    "CKLS": (rf.CKLS, (0.3, 0.05, 0.3, 0.7), rf.Root()),
+    "CKLS": (rf.CKLS, (0.3, 0.05, 0.3, 0.7), rf.transition.Root()),
 }
 
 

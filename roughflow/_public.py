@@ -95,6 +95,7 @@ from .density import (
     Accuracy as Accuracy,
     AbstractEstimator as AbstractEstimator,
     Ladder as Ladder,
+    Grid as Grid,
     PullBack as PullBack,
     Unbiased as Unbiased,
     Laplace as Laplace,

@@ -129,7 +129,7 @@ def draw_marginal(data: np.ndarray, model: np.ndarray, name: str) -> Figure:
     return figure
 
 
-def draw_training(history: rf.History) -> Figure:
+def draw_training(history: rf.train.History) -> Figure:
     figure, ax = _curves("step", "loss")
     plots.training(history, ax=ax).set_ylabel("loss")
     return figure
@@ -247,7 +247,7 @@ def write_report(
             _training(fitted),
             judged.section(),
         ]
-    with rf.whole_file(path) as draft:
+    with rf.files.whole_file(path) as draft:
         draft.write_text(html_page(title, sections), encoding="utf-8")
     return Path(path)
 
@@ -273,10 +273,10 @@ class _Judged:
         second = model.estimate(rows[:, :own], key=keys[1], given=given) if noisy else first
         return _Judged(first, second, fitted.held_out.gaussian.log_prob(rows), noisy)
 
-    def score(self, unseen: bool) -> rf.Score:
+    def score(self, unseen: bool) -> rf.tables.Score:
         values = np.asarray(self.estimate.log_prob, float)
         method = "rows it was not fitted to" if unseen else "rows it was fitted to"
-        return rf.Score.of(values, self.gaussian, np.arange(len(values)), method)
+        return rf.tables.Score.of(values, self.gaussian, np.arange(len(values)), method)
 
     def section(self) -> str:
         return self._error_bars() if self.noisy else self._solver()
@@ -312,11 +312,11 @@ class _Judged:
         return html_section("Calibration of the error bars", *parts)
 
 
-def _names(model: rf.Standardised) -> list[str]:
+def _names(model: rf.tables.Standardised) -> list[str]:
     return list(model.columns or (f"x{i + 1}" for i in range(model.flow.dimension)))
 
 
-def _made(model: rf.Standardised, rows: str, made: Mapping[str, str]) -> dict[str, str]:
+def _made(model: rf.tables.Standardised, rows: str, made: Mapping[str, str]) -> dict[str, str]:
     names = _names(model)
     own = len(names) - model.context
     told = dict(made) | {"rows": rows, "columns": ", ".join(names[:own])}
@@ -326,7 +326,7 @@ def _made(model: rf.Standardised, rows: str, made: Mapping[str, str]) -> dict[st
     return told | {"version": f"roughflow {rf.__version__}", "date": when}
 
 
-def _numbers(fitted: rf.FittedDensity, score: rf.Score) -> dict[str, str]:
+def _numbers(fitted: rf.FittedDensity, score: rf.tables.Score) -> dict[str, str]:
     told = {
         "family": fitted.family,
         "log-likelihood": f"{score.mean:.4f} ± {score.standard_error:.2g} nats per row, over "
@@ -341,7 +341,7 @@ def _numbers(fitted: rf.FittedDensity, score: rf.Score) -> dict[str, str]:
     return told
 
 
-def _samples(model: rf.Standardised, data: np.ndarray, key: PRNGKeyArray) -> list[str]:
+def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray) -> list[str]:
     """Data and samples of the model: column by column, and for each pair of columns."""
     names, chosen = _names(model), np.random.default_rng(0).permutation(len(data))[:DRAWN]
     data = data[chosen]
@@ -392,7 +392,7 @@ def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[
     return lines
 
 
-def _training(fitted: rf.Fitted) -> str:
+def _training(fitted: rf.train.Fitted) -> str:
     drawn = {
         f"The loss in the {name} stage, smoothed, and on the validation rows.": draw_training(history)
         for name, history in fitted.stages.items()

@@ -143,11 +143,11 @@ def test_examples_name_what_there_is():
     texts |= {page: (README.parent / f"docs/{page}.md").read_text(encoding="utf-8") for page in PAGES}
     for name, text in texts.items():
         for node in ast.walk(ast.parse("".join(examples(text)), name)):
-            if isinstance(node, ast.Attribute) and (path := ast.unparse(node)).startswith("rf."):
-                if re.fullmatch(r"rf(\.[a-z_]+)?\.\w+", path) and inspect.ismodule(
-                    _found(path.rsplit(".", 1)[0])
-                ):
-                    assert hasattr(_found(path.rsplit(".", 1)[0]), node.attr), f"{name}: there is no {path}"
+            path = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if re.fullmatch(r"rf(\.[a-z_]+)?\.\w+", path):
+                place, _, attribute = path.rpartition(".")
+                place = _found(place)
+                assert not inspect.ismodule(place) or hasattr(place, attribute), f"{name}: there is no {path}"
 
 
 def test_examples_run(tmp_path):

@@ -122,7 +122,7 @@ def _text(path: Path | None) -> Iterator[IO[str]]:
     if path is None or path == STANDARD:
         yield sys.stdout
         return
-    with rf.whole_file(path) as draft, open(draft, "wb") as raw:
+    with rf.files.whole_file(path) as draft, open(draft, "wb") as raw:
         if is_compressed(path):
             # Without the time, so that the same table is the same file.
             with (
@@ -137,7 +137,7 @@ def _text(path: Path | None) -> Iterator[IO[str]]:
 
 def write_npy(path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
     """Blocks of rows as one array of this shape."""
-    with rf.whole_file(path) as draft, open(draft, "wb") as file:
+    with rf.files.whole_file(path) as draft, open(draft, "wb") as file:
         for i, block in enumerate(blocks):
             if i == 0:
                 described = {"descr": block.dtype.str, "fortran_order": False, "shape": shape}
@@ -178,21 +178,21 @@ def _check_model(path: Path) -> None:
         raise Refused(f"{path} is a device or a pipe, not a file")
 
 
-def read_model(path: Path) -> "rf.Standardised":
+def read_model(path: Path) -> "rf.tables.Standardised":
     """What `roughflow fit` wrote, or a plain flow that `rf.save` wrote."""
     model = rf.load(path)
     if isinstance(model, rf.StochasticFlow):
-        model = rf.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
-    if not isinstance(model, rf.Standardised):
+        model = rf.tables.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
+    if not isinstance(model, rf.tables.Standardised):
         raise Refused(f"{path} holds a {type(model).__name__}, not a density: make one with roughflow fit")
     return model
 
 
-def columns_of(model: "rf.Standardised") -> tuple[str, ...]:
+def columns_of(model: "rf.tables.Standardised") -> tuple[str, ...]:
     return model.columns or counted(model.flow.dimension)
 
 
-def chunks_for(model: "rf.Standardised", path: Path, size: int) -> tuple[int, Iterator[np.ndarray]]:
+def chunks_for(model: "rf.tables.Standardised", path: Path, size: int) -> tuple[int, Iterator[np.ndarray]]:
     """How many rows a table has, and the model's columns of them, `size` rows at a time: by name where both
     have names, otherwise by place."""
     by_name = model.columns and path.suffix.lower() != ".npy"
