@@ -7,7 +7,20 @@ import pkgutil as _pkgutil
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from . import plots as plots
+    from . import (
+        density as density,
+        driver as driver,
+        files as files,
+        flow as flow,
+        mcmc as mcmc,
+        plots as plots,
+        rough as rough,
+        sde as sde,
+        series as series,
+        tables as tables,
+        train as train,
+        transition as transition,
+    )
     from ._public import *  # noqa: F403
 
 __version__ = "0.2.0"

@@ -414,6 +414,6 @@ def to_diffrax(sde: AbstractSDE, control: diffrax.AbstractPath) -> diffrax.Multi
     """
     check_sde(sde)
     return diffrax.MultiTerm(
-        diffrax.ODETerm(lambda t, z, args: sde.drift(t, z)),
-        diffrax.ControlTerm(lambda t, z, args: noise_matrix(sde.noise(t, z)), control),
+        diffrax.ODETerm(lambda t, z, args: sde.drift(jnp.asarray(t), z)),
+        diffrax.ControlTerm(lambda t, z, args: noise_matrix(sde.noise(jnp.asarray(t), z)), control),
     )
