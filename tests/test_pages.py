@@ -32,7 +32,8 @@ def anchors(text, level="#+"):
 
 def test_every_public_name_is_on_one_page_of_the_reference():
     text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
-    shown = Counter(re.findall(r"^::: roughflow\.(?:(?!datasets|plots|report)[a-z]+\.)?(\w+)$", text, flags=re.M))
+    name = r"^::: roughflow\.(?:(?!datasets|plots|report)[a-z]+\.)?(\w+)$"
+    shown = Counter(re.findall(name, text, flags=re.MULTILINE))
     assert [name for name, count in shown.items() if count > 1] == []
     assert set(shown) - {"datasets", "plots"} == set(public())
 
