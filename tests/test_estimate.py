@@ -102,7 +102,7 @@ def test_a_point_out_of_reach_leaves_the_others_as_they_are(estimator, key):
     # In logarithms it is a sum of normal numbers.
     truth = -0.5 * ((np.log(1.5) - 0.32) ** 2 / 0.45 + np.log(2 * np.pi * 0.45)) - np.log(1.5)
     assert abs(estimate.log_prob[1] - truth) < 3 * estimate.total_error[1]
-    assert "1 are not finite: x may be out of reach" in estimate.warning
+    assert "estimates are not finite: x may be outside the support" in estimate.warning
 
 
 def test_the_error_of_the_solvers_steps_is_in_the_error_bar(key):
@@ -117,7 +117,7 @@ def test_the_error_of_the_solvers_steps_is_in_the_error_bar(key):
     assert np.all(estimate.total_error >= estimate.solver_error)
     estimate = ask(40.0)
     assert np.all(estimate.suspect)
-    assert "depend on the solver's steps: take more, rf.FixedGrid(steps=...)" in estimate.warning
+    assert "have a large solver error: use more steps, rf.FixedGrid(steps=...)" in estimate.warning
 
 
 def test_a_value_that_is_not_finite_is_suspect(key):
@@ -163,7 +163,7 @@ def test_a_tolerance_that_is_not_met_warns(key):
     assert np.all(estimate.unmet)
     assert np.all(estimate.suspect)
     np.testing.assert_array_equal(estimate.num_paths, 256)
-    assert "3 did not reach the tolerance: raise max_paths" in estimate.warning
+    assert "3 of 3 estimates did not reach the tolerance: increase max_paths" in estimate.warning
     assert "\n" not in estimate.warning
 
 
@@ -181,7 +181,7 @@ def test_a_poor_estimate_warns(key):
     """Far in the tail, with a narrow start, one path carries all the weight."""
     estimate = ou(scale=0.01).estimate(np.array([[5.0]]), key=key, estimator=rf.PullBack(64))
     assert np.all(estimate.suspect)
-    assert re.match(r"^of 1 estimates, 1 rest on fewer than 5 effective paths \(.*: .*$", estimate.warning)
+    assert re.match(r"^1 of 1 estimates rest on fewer than 5 effective paths \(.*: .*$", estimate.warning)
     assert estimate.effective_paths < 5
 
 
@@ -193,8 +193,8 @@ def test_chunks_do_not_change_the_numbers(estimator, key, monkeypatch):
     x = np.array([[0.2], [9.0], [-0.5]])
     whole = ou().estimate(x, key=key, estimator=estimator)
     assert np.all(np.isfinite(whole.log_prob))
-    monkeypatch.setattr(_paths, "ROWS", 2)
-    monkeypatch.setattr(_paths, "PAIRS", {"cpu": 16})
+    monkeypatch.setattr(_paths, "MAX_ROWS", 2)
+    monkeypatch.setattr(_paths, "SOLVES_PER_BLOCK", {"cpu": 16})
     parts = ou().estimate(x[:2], key=key, estimator=estimator)
     np.testing.assert_array_equal(parts.method, whole.method[:2])
     np.testing.assert_allclose(parts.log_prob, whole.log_prob[:2], rtol=1e-10)
@@ -208,7 +208,7 @@ def test_random_probes_belong_to_a_path(key, monkeypatch):
     flow = eqx.tree_at(lambda f: f.divergence, flow, rf.HutchinsonDivergence())
     x = 0.1 * np.ones((3, 100))
     whole = flow.estimate(x, key=key, estimator=rf.PullBack(16))
-    monkeypatch.setattr(_paths, "ROWS", 2)
+    monkeypatch.setattr(_paths, "MAX_ROWS", 2)
     parts = flow.estimate(x, key=key, estimator=rf.PullBack(16))
     np.testing.assert_allclose(parts.log_prob, whole.log_prob, rtol=1e-12)
 

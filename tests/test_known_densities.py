@@ -308,7 +308,7 @@ def test_truncation_error_bounds_what_the_driver_leaves_out(key):
     large = np.asarray(faster.truncation_error) > 0.5
     assert large.any()
     assert np.all(np.asarray(faster.suspect)[large])
-    assert f"{large.sum()} depend on the number of the driver's functions" in faster.warning
+    assert f"{large.sum()} of {large.size} estimates have a large truncation error" in faster.warning
 
 
 @pytest.mark.slow

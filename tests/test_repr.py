@@ -32,7 +32,7 @@ def test_an_estimate_is_a_table_with_its_warning():
     assert second.split()[:3] == ["1", "-7.0000", "0.012"]
     assert second.endswith("few paths")
     assert "1 of 2 suspect" in told
-    assert told.splitlines()[-1].startswith("  warning: of 2 estimates, 1 rest on fewer than 5")
+    assert told.splitlines()[-1].startswith("  warning: 1 of 2 estimates rest on fewer than 5")
     assert "warning" not in repr(estimate_at([-1.0]))
 
 

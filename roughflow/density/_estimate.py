@@ -22,22 +22,23 @@ COARSE = 0.5  # nats: a solver or truncation error beyond this is itself a guess
 # How a value was computed; `Estimate.rung` holds places in this tuple.
 METHODS = ("exact", "paths", "learned", "modes", "particles", "grid")
 
-# What may be wrong with an estimate: in a word, and what is said of it.
+# What may be wrong with an estimate: a short name, and the text of the warning.
 REASONS = {
-    "few paths": f"rest on fewer than {FEW_PATHS:.0f} effective paths (the worst on {{worst:.1f}}): "
-    + f"ask for a smaller tolerance or raise max_paths{see('few-effective-paths')}",
-    "heavy tail": f"have weights with a heavy tail (Pareto k > {HEAVY}): raise max_paths{see('heavy-tail')}",
-    "coarse steps": "depend on the solver's steps: take more, rf.FixedGrid(steps=...), or rf.Adaptive"
+    "few paths": f"rest on fewer than {FEW_PATHS:.0f} effective paths (at worst {{worst:.1f}}): "
+    + f"increase max_paths or use a smaller tolerance{see('few-effective-paths')}",
+    "heavy tail": f"have heavy-tailed weights (Pareto k > {HEAVY}): increase max_paths{see('heavy-tail')}",
+    "coarse steps": "have a large solver error: use more steps, rf.FixedGrid(steps=...), or rf.Adaptive()"
     + see("coarse-steps"),
-    "few functions": "depend on the number of the driver's functions: take more" + see("few-functions"),
-    "steep": "lie where the SDE contracts strongly, so that paths may be missed" + see("strong-contraction"),
-    "few probes": "are biased by the divergence's probes: raise num_probes" + see("few-probes"),
-    "jump": "belong to an SDE whose coefficients jump or have kinks: the density given a path misses them"
-    + see("kinked-coefficients"),
-    "fast in time": "belong to an SDE whose coefficients change faster in time than the solver's steps: take "
-    "more, rf.FixedGrid(steps=...)" + see("fast-coefficients"),
-    "not finite": "are not finite: x may be out of reach of the flow" + see("not-finite"),
-    "unmet": "did not reach the tolerance: raise max_paths, or the effort of transitions"
+    "few functions": "have a large truncation error: increase num_functions of the driver"
+    + see("few-functions"),
+    "steep": "lie where the SDE contracts strongly: paths may have been missed" + see("strong-contraction"),
+    "few probes": "are biased by the random divergence: increase num_probes" + see("few-probes"),
+    "jump": "belong to an SDE with discontinuous or kinked coefficients, which the density given a path does "
+    "not account for" + see("kinked-coefficients"),
+    "fast in time": "belong to an SDE whose coefficients vary faster in time than the solver's steps: use "
+    "more steps, rf.FixedGrid(steps=...)" + see("fast-coefficients"),
+    "not finite": "are not finite: x may be outside the support" + see("not-finite"),
+    "unmet": "did not reach the tolerance: increase max_paths, or the effort of transitions"
     + see("tolerance-not-reached"),
 }
 
@@ -96,7 +97,7 @@ class Estimate(eqx.Module):
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1)))
     estimate = flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=rf.PullBack(num_paths=100))
-    estimate.warning  # None, or one line that says what to distrust
+    estimate.warning  # None, or one line that says which estimates are unreliable, and why
     ```
     """
 
@@ -143,7 +144,7 @@ class Estimate(eqx.Module):
 
     @property
     def suspect(self) -> Array:
-        """Where the estimate should not be trusted, for one of the reasons in `warning`."""
+        """Where the estimate is unreliable, for one of the reasons in `warning`."""
         suspect = jnp.zeros(self.log_prob.shape, bool)
         for _, bad, _ in self.reasons():
             suspect = suspect | bad
@@ -151,7 +152,7 @@ class Estimate(eqx.Module):
 
     @property
     def warning(self) -> str | None:
-        """One line when some estimates should not be trusted, else None."""
+        """One line if some estimates are unreliable, else None: how many, why, and what to do."""
         warnings = Warnings()
         warnings.add(self)
         return warnings.line
@@ -219,7 +220,7 @@ def _number(value: Any) -> str:
 
 
 class Warnings:
-    """What is to be said of estimates that come in parts, without keeping them."""
+    """The warning of estimates that come in parts, which are not kept."""
 
     def __init__(self):
         self.size, self.found = 0, {}
@@ -234,8 +235,8 @@ class Warnings:
 
     @property
     def line(self) -> str | None:
-        told = "; ".join(f"{count} {text}" for count, text in self.found.values())
-        return f"of {self.size} estimates, {told}" if told else None
+        parts = [f"{count} of {self.size} estimates {text}" for count, text in self.found.values()]
+        return "; ".join(parts) or None
 
 
 class AbstractEstimator(eqx.Module):

@@ -757,7 +757,10 @@ class FromDensity(eqx.Module):
             middle, half = 0.5 * (low + high), 0.5 * (high - low)
             y = nodes(size, len(mean))
             logs = np.asarray(self.log_prob(Box(mean + root @ middle, root * half, 0 * mean).places(size)))
-            y = y[logs > np.nanmax(logs) + math.log(level)]
+            finite = logs[np.isfinite(logs)]
+            y = y[logs > np.max(finite, initial=-np.inf) + math.log(level)]
+            if not y.size:
+                raise Unresolved("no box around its draws holds the base's density")
             reach = np.array([y.min(axis=0), y.max(axis=0)]) + 2 / size * np.array([[-1], [1]])
             wrong = (np.abs(reach) > 1 - 2 / size) | (np.abs(reach[1] - reach[0]) < 0.5)
             low, high = middle + half * np.where(wrong, 1.5, 1) * reach

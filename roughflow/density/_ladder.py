@@ -17,9 +17,9 @@ from ._draws import Sobol
 from ._estimate import FEW_PATHS, HEAVY, METHODS, AbstractEstimator, Accuracy, Estimate, effective_paths
 from ._grid import applies as grid_applies, estimate as grid_estimate
 from ._modes import Cloud, Laplace, constant
-from ._particles import STEEP, Particles, moved, particle_parts
+from ._particles import MAX_EXPANSION, Particles, moved, particle_parts
 from ._paths import (
-    CLOUD,
+    CLOUD_KEY,
     GROWTH,
     Level,
     Points,
@@ -28,7 +28,6 @@ from ._paths import (
     checked_points,
     draw,
     exact,
-    for_some,
     gathered,
     is_inside_jit,
     mean_and_spread,
@@ -37,24 +36,25 @@ from ._paths import (
     refuse_tolerance,
     solve_keys,
     traced_estimate,
+    update_where,
 )
 from ._proposals import AbstractProposal, Mixture, Prior
 
-TOLERANCE = 0.02  # of the total error, where none is asked for
-FIRST = 64  # paths of the first round
-MOST = 2**12  # paths of a rung, where no tolerance is asked for
-FIXED = 256  # paths inside a jit
-# Points, by dimension, from which a grid is cheaper than paths for each. Grids run on the CPU.
-MANY, MANY_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
+DEFAULT_TOLERANCE = 0.02  # total error, nats
+FIRST_PATHS = 64  # in the first round
+MAX_PATHS_PER_RUNG = 2**12  # if the user gives no tolerance
+FIXED_BUDGET_PATHS = 256  # inside jit
+# Number of points, by dimension, above which a grid is cheaper than paths.
+GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension: about ten seconds of a CPU, after which a grid gives up
-EVEN = 0.25  # effective fraction of paths above which others would be no better
-LEARNED_SHARE = 0.2  # of the prior beside a learned proposal
-DOUBLINGS = 2  # of a driver's functions, where what they leave out is too much
-HEAVY_AROUND_MODES = 0.5  # Pareto k of weights around modes above which particles are moved
-POINTS = 8  # at which it is looked at how coefficients change in time
+EVEN_SHARE = 0.25  # effective fraction of paths above which another proposal is not worth trying
+LEARNED_SHARE = 0.2  # of the prior, next to a learned proposal
+MAX_DOUBLINGS = 2  # of the driver's functions or the steps, where their error dominates
+HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which particles are used
+PROBED_POINTS = 8  # at which the time dependence of the coefficients is checked
 CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
-FAST = 0.05  # nats that what lies between the solver's times may move log p by
-APART = 3.0  # errors by which two rungs may differ
+MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
+MAX_GAP = 3.0  # standard errors between two rungs
 
 
 class Ladder(AbstractEstimator):
@@ -101,17 +101,17 @@ class Ladder(AbstractEstimator):
             return _fixed_budget(exact(flow), x, key, accuracy.errors)
         tolerance, most = accuracy.tolerance, accuracy.max_paths
         if tolerance is None:
-            tolerance, most = TOLERANCE, min(most, MOST)
+            tolerance, most = DEFAULT_TOLERANCE, min(most, MAX_PATHS_PER_RUNG)
         flat = np.asarray(x).reshape(-1, x.shape[-1])
         record, which = Record(len(flat)), np.arange(len(flat))
         switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
         fits = grid_applies(flow) is None and not switches
-        fast = unresolved_in_time(flow, jnp.asarray(flat[:POINTS])) > FAST
-        many = MANY if jax.default_backend() == "cpu" else MANY_ON_GPU
-        contracts = bool(_contraction(flow) > STEEP)
+        fast = unresolved_in_time(flow, jnp.asarray(flat[:PROBED_POINTS])) > MAX_UNRESOLVED
+        many = GRID_POINTS if jax.default_backend() == "cpu" else GRID_POINTS_ON_GPU
+        contracts = bool(_contraction(flow) > MAX_EXPANSION)
         if fits and (contracts or len(flat) >= many[flow.dimension]):
             which, fits = _grid(flow, flat, which, tolerance, record), False
-        for doubling in range(1 + DOUBLINGS):
+        for doubling in range(1 + MAX_DOUBLINGS):
             if which.size:
                 points = Points(flow, flat, key)
                 _climb(points, which, tolerance, most, record, fits and not doubling, contracts)
@@ -163,7 +163,7 @@ class Record:
         takes = np.where(known, ~poor & ~surer, ~(poor & surer))
         with np.errstate(invalid="ignore"):
             apart = np.abs(old["log_prob"] - new["log_prob"])
-        wide = APART * np.hypot(_total(old), _total(new))
+        wide = MAX_GAP * np.hypot(_total(old), _total(new))
         for name, part in new.items():
             self.parts[name][which] = np.where(takes, part, old[name])
         self.parts["steep"][which] |= known & ~poor & (apart > wide)
@@ -293,21 +293,21 @@ def _around_modes(
 def _rounds(rounds: Rounds, tolerance: float, most: int, record: Record, name: str) -> np.ndarray:
     """More and more paths, until the error is small enough, the weights show that they will not do, or there
     are `most`. Returns the points that need another rung."""
-    needs_more, total = np.zeros(len(record.poor), bool), min(FIRST, most)
+    needs_more, total = np.zeros(len(record.poor), bool), min(FIRST_PATHS, most)
     record.poor[rounds.which] = True
     while len(rounds.which):
         rounds.grow(total)
         parts = rounds.parts(corrected=True)
         error = parts["standard_error"]
-        few = parts["effective_paths"] < (2 * FEW_PATHS if total > FIRST else 0.4 * FEW_PATHS)
+        few = parts["effective_paths"] < (2 * FEW_PATHS if total > FIRST_PATHS else 0.4 * FEW_PATHS)
         # Tangent Gaussians have tails that many bundles of paths hide in.
         heavy = HEAVY if rounds.mixture is None else HEAVY_AROUND_MODES
         poor = few | (parts["pareto_k"] > heavy) | ~np.isfinite(error)
         met = (error + parts["truncation_error"] <= tolerance) | (error <= 0.5 * tolerance)
-        uneven = parts["effective_paths"] < EVEN * total
+        uneven = parts["effective_paths"] < EVEN_SHARE * total
         # Sobol' numbers are better than that, but not always.
         hopeless = uneven & (total * (error / tolerance) ** 2 > 4 * most)
-        ends = (met & ~poor) | few | (hopeless & (total > FIRST)) | (GROWTH * total > most)
+        ends = (met & ~poor) | few | (hopeless & (total > FIRST_PATHS)) | (GROWTH * total > most)
         which, done = rounds.finished(ends, parts)
         record.put(which, done, poor[ends], name)
         needs_more[which] = (poor | (uneven & ~met))[ends]
@@ -327,7 +327,7 @@ def _particles(points: Points, which: np.ndarray, mixture: Mixture, record: Reco
         parts["solver_error"] = mean_and_spread(finer - own, np)
     # As paths around the modes saw it, in spite of their weights.
     parts["truncation_error"] = record.parts["truncation_error"][which]
-    parts["steep"] = np.asarray(mixture.steepness) > STEEP
+    parts["steep"] = np.asarray(mixture.steepness) > MAX_EXPANSION
     poor = parts["effective_paths"] < FEW_PATHS
     record.put(which, parts, poor, "particles")
 
@@ -348,20 +348,20 @@ def _solve_at(level: Level, x, key, places, omega: Array, here, block: int) -> A
         keys = solve_keys(level.flow, point_keys(key, place), index)
         return level.solved(x, omega, jnp.zeros_like(omega), keys)
 
-    return for_some(here, some, (x, places, omega), jnp.zeros(omega.shape[:2], x.dtype), block)
+    return update_where(here, some, (x, places, omega), jnp.zeros(omega.shape[:2], x.dtype), block)
 
 
 def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, errors: bool) -> Estimate:
-    """The first rungs as part of a program, whose values cannot be looked at: `FIXED` paths for every point,
-    from the prior or, where a quarter of them have uneven weights, from the next proposal."""
+    """The first rungs inside `jit`, where values are unknown: a fixed number of paths per point, from the
+    prior or, where a quarter of them have uneven weights, from the next proposal."""
     flow, flat = flow.without_errors(), jnp.reshape(x, (-1, x.shape[-1]))
     keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
     fixed, points = constant((flow, flat))
-    places = jnp.broadcast_to(jnp.arange(FIXED), (len(flat), FIXED))
-    first = draw(Level(fixed), points, keys, None, Sobol(), places[:, :FIRST], FIXED)
-    poor = _poor(first.log_weights) | (_contraction(fixed) > STEEP)
+    places = jnp.broadcast_to(jnp.arange(FIXED_BUDGET_PATHS), (len(flat), FIXED_BUDGET_PATHS))
+    first = draw(Level(fixed), points, keys, None, Sobol(), places[:, :FIRST_PATHS], FIXED_BUDGET_PATHS)
+    poor = _poor(first.log_weights) | (_contraction(fixed) > MAX_EXPANSION)
     mixture = _mixture_where(poor, fixed, points, keys)
-    drawn = draw(Level(flow), flat, keys, mixture, Sobol(), places, FIXED)
+    drawn = draw(Level(flow), flat, keys, mixture, Sobol(), places, FIXED_BUDGET_PATHS)
     estimate = traced_estimate(flow, flat, keys, mixture, Sobol(), drawn, errors, corrected=True)
     other = METHODS.index("modes" if _learned(flow) is None else "learned")
     rung = jnp.where(mixture.prior < 1, other, METHODS.index("paths"))
@@ -383,10 +383,10 @@ def _mixture_where(poor: Array, flow: AbstractStochasticFlow, x: Array, keys: PR
         assert mixture is not None
         mixture = mixture.with_prior(LEARNED_SHARE)
     else:
-        cloud = Cloud.of(flow, jax.random.fold_in(keys[0], CLOUD), x.dtype)
+        cloud = Cloud.of(flow, jax.random.fold_in(keys[0], CLOUD_KEY), x.dtype)
         find = lambda x: Laplace().distribution(flow, x, cloud)
         blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(find, x))
         frame = jnp.broadcast_to(jnp.eye(*blank.normal.shape[2:], dtype=x.dtype), blank.normal.shape)
         blank = eqx.tree_at(lambda m: (m.normal, m.scale), blank, (frame, jnp.ones_like(blank.scale)))
-        mixture = for_some(poor, find, x, blank, 64)
+        mixture = update_where(poor, find, x, blank, 64)
     return constant(eqx.tree_at(lambda m: m.prior, mixture, jnp.where(poor, mixture.prior, 1)))

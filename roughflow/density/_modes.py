@@ -24,16 +24,16 @@ from ..sde import ExactCorrection, with_explicit_parameters
 from ._draws import AbstractDraws, Sobol, normal_numbers
 from ._proposals import AbstractProposal, Mixture
 
-DRAWS = 4096  # forward draws, to begin searches from
-NUMBERS = 2**22  # that they may take up
-ITERATIONS = 12
-LENGTHS = (1.0, 0.4, 0.1)  # of the step, tried at each iteration
-SETTLED = 1e-2  # a step this short, in standard deviations, ends the search
-NEAR = 0.1  # a point this close to the surface, in standard deviations, was found
-SAME = 0.3  # two points this close, in standard deviations, are one
-MODES = 8  # kept for a point, at most
-FLOOR = 0.05  # of the largest share: a mode's tangent Gaussian may be far from its true mass
-PRIOR_SHARE = 0.2  # shows a bundle that the search missed, and bounds the weights
+CLOUD_DRAWS = 4096  # forward simulations from which searches start
+MAX_CLOUD_NUMBERS = 2**22
+MAX_ITERATIONS = 12
+STEP_LENGTHS = (1.0, 0.4, 0.1)  # of the line search
+SETTLED_STEP = 1e-2  # standard deviations; a shorter step ends the search
+MAX_VIOLATION = 0.1  # of the constraint Φ(ξ) = x, standard deviations
+MERGE_DISTANCE = 0.3  # between two modes, standard deviations
+MAX_MODES = 8  # per point
+MIN_SHARE = 0.05  # relative to the largest: the mass of a tangent Gaussian is a rough guess
+PRIOR_SHARE = 0.2  # bounds the weights, and reveals a mode that the search missed
 
 
 class Laplace(AbstractProposal):
@@ -74,7 +74,7 @@ class Laplace(AbstractProposal):
         latent, x, cloud = constant((Latent(flow), x, cloud))
         near = cloud.nearest(x, self.num_starts - 1)
         begin = jnp.concatenate([jnp.zeros((len(x), 1, latent.size), x.dtype), near], axis=1)
-        modes = find_modes(latent, x, begin).best(MODES)
+        modes = find_modes(latent, x, begin).best(MAX_MODES)
         return constant(modes.tangents(latent.flow.dimension))
 
 
@@ -120,7 +120,7 @@ def _mean_and_spread(base: Base) -> tuple[Array, Array] | None:
         return base.loc, base.scale
     if isinstance(base, Whitened):
         return None
-    draws = jax.lax.stop_gradient(base.sample(key=jax.random.key(0), shape=(DRAWS,)))
+    draws = jax.lax.stop_gradient(base.sample(key=jax.random.key(0), shape=(CLOUD_DRAWS,)))
     return jnp.mean(draws, axis=0), jnp.std(draws, axis=0)
 
 
@@ -139,7 +139,7 @@ class Cloud(eqx.Module):
     @staticmethod
     def of(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> "Cloud":
         latent = constant(Latent(flow))
-        places = jnp.arange(max(64, min(DRAWS, NUMBERS // latent.size)))
+        places = jnp.arange(max(64, min(CLOUD_DRAWS, MAX_CLOUD_NUMBERS // latent.size)))
         xi = normal_numbers(key, places, latent.size, dtype)
         end, has_escaped = latent.end(xi)
         lost = has_escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
@@ -190,7 +190,7 @@ class Modes(eqx.Module):
         missed = ~jnp.any(found, axis=1)
         log_share = jnp.where(found, -self.score, -jnp.inf)
         top = jnp.max(log_share, axis=1, keepdims=True)
-        floored = jnp.maximum(log_share, jnp.where(jnp.isfinite(top), top, 0) + jnp.log(FLOOR))
+        floored = jnp.maximum(log_share, jnp.where(jnp.isfinite(top), top, 0) + jnp.log(MIN_SHARE))
         log_share = jax.nn.log_softmax(jnp.where(found | missed[:, None], floored, -jnp.inf), axis=1)
         frame = jnp.eye(*self.directions.shape[2:], dtype=self.directions.dtype)
         return Mixture(
@@ -212,13 +212,13 @@ def find_modes(latent: Latent, x: Array, begin: Array) -> Modes:
     ahead = (modes.score[:, :, None] < modes.score[:, None]) | (
         (modes.score[:, :, None] == modes.score[:, None]) & (place[:, None] < place[None])[None]
     )
-    again = jnp.any(ahead & (gap < SAME), axis=1)
+    again = jnp.any(ahead & (gap < MERGE_DISTANCE), axis=1)
     return eqx.tree_at(lambda m: m.score, modes, jnp.where(again, jnp.inf, modes.score))
 
 
 def _search(latent: Latent, x: Array, xi: Array) -> Modes:
     """Descend from each point of `xi`."""
-    many = jnp.repeat(x, len(LENGTHS), axis=0)
+    many = jnp.repeat(x, len(STEP_LENGTHS), axis=0)
 
     def merit(xi: Array, gap: Array, penalty: Array) -> Array:
         return 0.5 * jnp.sum(xi**2, axis=-1) + jnp.sum(penalty * jnp.abs(gap), axis=-1)
@@ -233,11 +233,11 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
         # The first time round nothing is known yet: it finds the end and its derivative where it is.
         direction = jnp.where(jnp.isfinite(direction) & (count > 0), direction, 0)
         # All lengths in one solve: one program to compile instead of three.
-        lengths = jnp.asarray(LENGTHS, xi.dtype)
+        lengths = jnp.asarray(STEP_LENGTHS, xi.dtype)
         tried = xi[:, None] + lengths[None, :, None] * direction[:, None]
         flat = jnp.reshape(tried, (-1, xi.shape[1]))
         ends, has_escaped = latent.end(flat)
-        values = merit(flat, many - ends, jnp.repeat(penalty, len(LENGTHS), axis=0))
+        values = merit(flat, many - ends, jnp.repeat(penalty, len(STEP_LENGTHS), axis=0))
         values = jnp.where(has_escaped | ~jnp.isfinite(values), jnp.inf, values)
         values = jnp.reshape(values, tried.shape[:2])
         best = jnp.argmin(values, axis=1)
@@ -245,10 +245,10 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
         length = jnp.where(better & ~settled, lengths[best], 0)
         moved = length * jnp.linalg.norm(direction, axis=-1)
         xi = xi + length[:, None] * direction
-        settled = settled | ((moved < SETTLED) & (count > 0))
+        settled = settled | ((moved < SETTLED_STEP) & (count > 0))
         return xi, *_end_and_jacobian(latent, xi), penalty, settled, count + 1
 
-    going = lambda state: (state[-1] <= ITERATIONS) & ~jnp.all(state[-2])
+    going = lambda state: (state[-1] <= MAX_ITERATIONS) & ~jnp.all(state[-2])
     blank = jnp.zeros((len(xi), x.shape[1], xi.shape[1]), xi.dtype)
     start = (xi, x, blank, jnp.zeros_like(x), jnp.zeros(len(xi), bool), 0)
     xi, end, jacobian, *_ = jax.lax.while_loop(going, step, start)
@@ -257,7 +257,7 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
     full = jnp.all(sizes > 100 * jnp.finfo(sizes.dtype).eps * jnp.linalg.norm(jacobian, axis=-1), axis=-1)
     off = jnp.sqrt(jnp.sum((x - end) * _solve_gram(jacobian, x - end), axis=-1))
     score = 0.5 * jnp.sum(xi**2, axis=-1) + jnp.sum(jnp.log(sizes), axis=-1)
-    fine = (off < NEAR) & full & jnp.isfinite(score)
+    fine = (off < MAX_VIOLATION) & full & jnp.isfinite(score)
     return Modes(xi, directions, jnp.where(fine, score, jnp.inf))
 
 

@@ -12,25 +12,26 @@ from ..flow import AbstractStochasticFlow
 from ._draws import normal_numbers, normal_quantile, random_bits, uniform_numbers
 from ._estimate import FEW_PATHS, effective_paths, weights_error
 from ._modes import constant
-from ._paths import for_some, log_joint, solve_keys
+from ._paths import log_joint, solve_keys, update_where
 from ._proposals import Mixture
 
 PARTICLES = 256  # that are moved for a point
-KEEP = 64  # of them that are returned, and groups of them that are weighed
-RUNS = 4  # at most, where one leaves few effective paths
-BLOCK = 2**13  # particles that are moved together
+RETURNED_PARTICLES = 64  # and the number of groups whose weights are returned
+MAX_RUNS = 4  # a run is repeated if it leaves few effective paths
+PARTICLES_PER_BLOCK = 2**13
 # Particles of one run share what their moves did not reach: between runs, estimates spread so much more than
 # the weights of one run say (measured on SDEs whose paths to x lie on curved surfaces).
-DOUBT = 1.5
+ERROR_INFLATION = 1.5
 # Factor by which a backward solve spreads, in the base's units: beyond, paths to x fill slabs so thin that
 # particles do not find from one to the next.
-STEEP = 20.0
-RUN = 2**31 + 2  # what keys are folded with for runs
-TEMPERATURES = 12  # at most
-KEPT = 0.5  # the effective fraction of particles that a step of β leaves
-ROUNDS = 3  # of two moves at each β: one along a component of the proposal, one along the particles' spread
+MAX_EXPANSION = 20.0
+RUN_KEY = 2**31 + 2  # folded into the keys of runs
+MAX_TEMPERATURES = 12
+EFFECTIVE_FRACTION = 0.5  # of particles after a step of β
+# At each β: a move along a component of the proposal and one along differences of particles.
+MOVE_ROUNDS = 3
 HALVINGS = 24  # to find β
-GOAL = 0.25  # share of moves to be accepted
+TARGET_ACCEPTANCE = 0.25
 
 
 class Particles(eqx.Module):
@@ -75,20 +76,20 @@ def moved(
             value = log_joint(flow, x, at, solves)
             return jnp.where(jnp.isnan(value), -jnp.inf, value)
 
-        return temper(joint, mixture, mixture.sample(jax.vmap(draw)(run)), run, KEEP)
+        return temper(joint, mixture, mixture.sample(jax.vmap(draw)(run)), run, RETURNED_PARTICLES)
 
     def another(i: Array, now: Particles) -> Particles:
         few = effective_paths(jnp.exp(now.log_weights - _top(now.log_weights)).T) < 2 * FEW_PATHS
         chosen = where & (few | (i == 0))
-        run = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, RUN), i))(keys)
+        run = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, RUN_KEY), i))(keys)
         batch = (x, mixture, keys, run, places)
-        new = now.pooled(for_some(chosen, move, batch, now, max(1, BLOCK // PARTICLES)), i)
+        new = now.pooled(update_where(chosen, move, batch, now, max(1, PARTICLES_PER_BLOCK // PARTICLES)), i)
         pick = lambda a, b: jnp.where(jnp.expand_dims(chosen, range(1, a.ndim)), a, b)
         return jax.tree.map(pick, new, now)
 
-    zeros = jnp.zeros((len(x), KEEP), x.dtype)
+    zeros = jnp.zeros((len(x), RETURNED_PARTICLES), x.dtype)
     blank = Particles(jnp.zeros((*zeros.shape, mixture.centre.shape[-1]), x.dtype), zeros, zeros)
-    return constant(jax.lax.fori_loop(0, RUNS, another, blank))
+    return constant(jax.lax.fori_loop(0, MAX_RUNS, another, blank))
 
 
 def _top(log_weights: Array) -> Array:
@@ -108,7 +109,7 @@ def particle_parts(log_weights: np.ndarray) -> dict[str, np.ndarray]:
         some = np.any(weights > 0, axis=0)
         mean = np.where(some, np.mean(weights, axis=0), 1)
         relative = weights / mean[None]
-        error = DOUBT * weights_error(relative, np)
+        error = ERROR_INFLATION * weights_error(relative, np)
         value = np.log(mean) + shift + 0.5 * np.minimum(error**2, 1)
         return {
             "log_prob": np.where(some, value, -np.inf),
@@ -150,7 +151,7 @@ def temper(
         key = folded(now.count)
         now = _moves(joint, mixture, now, key)
         ratio = jnp.where(jnp.isneginf(now.joint), -jnp.inf, now.joint - now.proposed)
-        last = now.count == TEMPERATURES - 1
+        last = now.count == MAX_TEMPERATURES - 1
         beta = jnp.where(last, 1, _next_beta(ratio, now.beta)).astype(omega.dtype)
         log_weights = _times(beta - now.beta, ratio)
         log_mean = now.log_mean + _log_mean(log_weights)
@@ -169,9 +170,9 @@ def temper(
         new = _where(now.beta >= 1, now, _where(arrived, stay, spread))
         return eqx.tree_at(lambda s: s.count, new, now.count + 1)
 
-    going = lambda now: jnp.any(now.beta < 1) & (now.count < TEMPERATURES)
+    going = lambda now: jnp.any(now.beta < 1) & (now.count < MAX_TEMPERATURES)
     end = jax.lax.while_loop(going, step, start)
-    some = _resample(end.share, folded(TEMPERATURES), count)
+    some = _resample(end.share, folded(MAX_TEMPERATURES), count)
     return Particles(_take(end.omega, some), _take(end.joint, some), _by_root(end, count))
 
 
@@ -189,7 +190,7 @@ def _by_root(end: _State, count: int) -> Array:
 
 
 def _next_beta(ratio: Array, beta: Array) -> Array:
-    """The largest β′ ≤ 1 whose step from β leaves `KEPT` of the particles effective, by bisection."""
+    """The largest β′ ≤ 1 at which `EFFECTIVE_FRACTION` of the particles stay effective, by bisection."""
 
     # Of those that have not escaped: a particle with no weight at all is lost at any β.
     alive = jnp.maximum(jnp.sum(jnp.isfinite(ratio), axis=1), 1)
@@ -200,12 +201,12 @@ def _next_beta(ratio: Array, beta: Array) -> Array:
     def halve(_, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = 0.5 * (low + high)
-        good = effective(middle) >= KEPT
+        good = effective(middle) >= EFFECTIVE_FRACTION
         return jnp.where(good, middle, low), jnp.where(good, high, middle)
 
     one = jnp.ones_like(beta)
     low, _ = jax.lax.fori_loop(0, HALVINGS, halve, (beta, one))
-    return jnp.where(effective(one) >= KEPT, 1, jnp.maximum(low, beta + 1e-6))
+    return jnp.where(effective(one) >= EFFECTIVE_FRACTION, 1, jnp.maximum(low, beta + 1e-6))
 
 
 def _moves(joint, mixture: Mixture, now: _State, key: PRNGKeyArray) -> _State:
@@ -240,7 +241,9 @@ def _moves(joint, mixture: Mixture, now: _State, key: PRNGKeyArray) -> _State:
         keep = lambda new, old: jnp.where(jnp.expand_dims(accept, range(2, new.ndim)), new, old)
         # Longer where too many moves are accepted, shorter where too few are.
         rate = jnp.mean(jnp.where(change > 0, 1, jnp.exp(jnp.minimum(change, 0))), axis=1)
-        longer = jnp.clip(length * jnp.exp(1.5 * (rate - GOAL)), 1e-4, jnp.where(kind == 0, 0.999, 10.0))
+        longer = jnp.clip(
+            length * jnp.exp(1.5 * (rate - TARGET_ACCEPTANCE)), 1e-4, jnp.where(kind == 0, 0.999, 10.0)
+        )
         length = jnp.where(first, length, longer)
         return eqx.tree_at(
             lambda s: (s.omega, s.joint, s.proposed, s.lengths),
@@ -253,7 +256,7 @@ def _moves(joint, mixture: Mixture, now: _State, key: PRNGKeyArray) -> _State:
             ),
         )
 
-    return jax.lax.fori_loop(0, jnp.where(first, 1, 2 * ROUNDS), move, now)
+    return jax.lax.fori_loop(0, jnp.where(first, 1, 2 * MOVE_ROUNDS), move, now)
 
 
 def _along_particles(omega: Array, length: Array, bits: Array) -> Array:

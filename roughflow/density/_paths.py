@@ -28,14 +28,14 @@ from ._estimate import AbstractEstimator, Accuracy, Estimate, effective_paths, p
 from ._modes import Cloud, constant
 from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
-EXACT = 64  # dimensions up to which a density is worth its exact divergence
-COLUMNS = 16  # paths of a point in one row of a program
-ROWS = 4096  # of a program, at most
-PAIRS = {"cpu": 2**9, "gpu": 2**16}  # of a point and a path that are solved together
-NUMBERS = 2**26  # that they may take up
-GROWTH = 4  # how many times more paths a round brings
-CLOUD = 2**31 + 1  # what a key is folded with for forward draws
-SHARE = 4  # one path in so many is solved on twice the functions as well
+MAX_EXACT_DIMENSION = 64  # for exact divergences in place of random probes
+PATHS_PER_ROW = 16  # of one point
+MAX_ROWS = 4096  # per program call
+SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**16}  # integrated as one state
+MAX_NUMBERS = 2**26  # floating-point numbers per program call
+GROWTH = 4  # factor between the numbers of paths of two rounds
+CLOUD_KEY = 2**31 + 1  # folded into the key of forward draws
+REFINED_SHARE = 4  # one path in four is also solved with twice the functions
 
 
 def log_joint(flow: AbstractStochasticFlow, x: Array, omega: Array, keys: PRNGKeyArray | None) -> Array:
@@ -65,7 +65,7 @@ def solve_keys(flow: AbstractStochasticFlow, keys: PRNGKeyArray, places: Array) 
 
 def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
     """With the exact divergence where a density is worth it: probes are for training."""
-    if isinstance(flow.divergence, HutchinsonDivergence) and flow.dimension <= EXACT:
+    if isinstance(flow.divergence, HutchinsonDivergence) and flow.dimension <= MAX_EXACT_DIMENSION:
         return eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
     return flow
 
@@ -166,7 +166,7 @@ def draw(
     return Drawn(weights, omega, jnp.exp(components - density[..., None]))
 
 
-def for_some(chosen: Array, function, batch: Any, old: Any, block: int) -> Any:
+def update_where(chosen: Array, function, batch: Any, old: Any, block: int) -> Any:
     """`old`, with the entries that are `chosen` replaced by `function(batch)`.
 
     `batch` and `old` are pytrees with one entry of the leading axis per point. The chosen ones are gathered
@@ -199,7 +199,7 @@ class Points:
         self.levels, self.x, self.key = Levels(flow), x, key
         self.size = flow.driver.num_functions * flow.noise_dimension
 
-    def run(self, program, points: np.ndarray, others: Any, columns: int = COLUMNS) -> Any:
+    def run(self, program, points: np.ndarray, others: Any, columns: int = PATHS_PER_ROW) -> Any:
         """`program(x, key, places, others, here, block)` for these points, a chunk of rows at a time.
 
         `others` have one entry for each of the points, `here` says which rows count, and `block` of them are
@@ -207,8 +207,8 @@ class Points:
         each = sum(np.size(leaf[0]) for leaf in jax.tree.leaves(others)) + columns * (
             len(self.x[0]) + self.size
         )
-        rows = max(1, min(ROWS, NUMBERS // each))
-        pairs = PAIRS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        rows = max(1, min(MAX_ROWS, MAX_NUMBERS // each))
+        pairs = SOLVES_PER_BLOCK["cpu" if jax.default_backend() == "cpu" else "gpu"]
         block, parts = max(1, min(rows, pairs // columns)), []
         for begin in range(0, len(points), rows):
             some = slice(begin, begin + rows)
@@ -238,7 +238,7 @@ def _weigh(level: Level, draws: AbstractDraws, most: int, x, key, places, others
     mixture, at = others
     blank = jnp.zeros(at.shape, x.dtype)
     shares = None if mixture is None else jnp.zeros((*at.shape, mixture.log_share.shape[1] + 1), x.dtype)
-    return for_some(here, some, (x, places, others), (blank, shares), block)
+    return update_where(here, some, (x, places, others), (blank, shares), block)
 
 
 class Rounds:
@@ -263,15 +263,14 @@ class Rounds:
         self.shares: np.ndarray | None = None if mixture is None else np.zeros((len(which), 0, 0))
 
     def grow(self, total: int) -> None:
-        """Up to `total` paths for each point, one in `SHARE` of them, and at least a row, on twice the
-        functions."""
+        """Draw up to `total` paths per point; some of them, at least a row, with twice the functions too."""
         levels, now = self.points.levels, self.coarse.shape[1]
         new, shares = self._weights(levels.own, now, total)
         self.coarse = np.concatenate([self.coarse, new], axis=1)
         if self.shares is not None and shares is not None:
             self.shares = shares if not now else np.concatenate([self.shares, shares], axis=1)
         more, had = levels.more_functions, self.fine.shape[1]
-        wanted = min(total, max(COLUMNS, total // SHARE))
+        wanted = min(total, max(PATHS_PER_ROW, total // REFINED_SHARE))
         if self.coupled and more is not None and wanted > had:
             self.fine = np.concatenate([self.fine, self._weights(more, had, wanted)[0]], axis=1)
 
@@ -300,25 +299,25 @@ class Rounds:
     def solver_error(self) -> np.ndarray:
         """How far log p moves when steps are halved: log E exp(Δ) over paths at even steps of the summed
         weight, those that matter, each about as often as it does; the mean's own spread is allowed for."""
-        count = min(COLUMNS, self.coarse.shape[1])
+        count = min(PATHS_PER_ROW, self.coarse.shape[1])
         places = by_weight(self.coarse, count)
-        places = np.pad(places, ((0, 0), (0, COLUMNS - count)), mode="edge")
+        places = np.pad(places, ((0, 0), (0, PATHS_PER_ROW - count)), mode="edge")
         finer, _ = self._at(self.points.levels.finer_steps, np.arange(len(self.which)), places)
         with np.errstate(invalid="ignore"):
             change = (finer - np.take_along_axis(self.coarse, places, axis=1))[:, :count]
         return mean_and_spread(change, np)
 
     def _weights(self, level: Level, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Of the paths at places from `first` to `stop`, in rows of `COLUMNS`."""
-        starts = np.arange(first, stop, COLUMNS)
+        """Of the paths at places from `first` to `stop`, in rows of `PATHS_PER_ROW`."""
+        starts = np.arange(first, stop, PATHS_PER_ROW)
         rows = np.repeat(np.arange(len(self.which)), len(starts))
-        places = np.tile(starts, len(self.which))[:, None] + np.arange(COLUMNS)
+        places = np.tile(starts, len(self.which))[:, None] + np.arange(PATHS_PER_ROW)
         weights, shares = self._at(level, rows, np.minimum(places, self.most - 1))
         joined = lambda a: a.reshape(len(self.which), -1, *a.shape[2:])[:, : stop - first]
         return joined(weights), None if shares is None else joined(shares)
 
     def _at(self, level: Level, rows: np.ndarray, places: np.ndarray):
-        """Of the paths at `places` `(rows, COLUMNS)`."""
+        """Of the paths at `places` `(rows, PATHS_PER_ROW)`."""
         mixture = jax.tree.map(lambda a: np.asarray(a)[rows], self.mixture)
         program = partial(_weigh, level, self.draws, self.most)
         weights, shares = self.points.run(program, self.which[rows], (mixture, places.astype(np.int32)))
@@ -524,12 +523,12 @@ def traced_estimate(
     again = lambda level, places: draw(level, x, keys, mixture, draws, places, count).log_weights
     fine = weights[:, :0]
     if (errors or corrected) and levels.more_functions is not None:
-        fine = again(levels.more_functions, first(min(count, max(COLUMNS, count // SHARE))))
+        fine = again(levels.more_functions, first(min(count, max(PATHS_PER_ROW, count // REFINED_SHARE))))
     means = None if mixture is None else mixture.shares(jnp)
     parts = summary(draws, weights, fine, drawn.shares, means, corrected=corrected, xp=jnp)
     log_prob = parts.pop("log_prob")
     if errors:
-        places = by_weight(constant(weights), min(COLUMNS, count), jnp)
+        places = by_weight(constant(weights), min(PATHS_PER_ROW, count), jnp)
         change = again(levels.finer_steps, places) - jnp.take_along_axis(weights, places, axis=1)
         parts["solver_error"] = mean_and_spread(change)
     return Estimate.of(log_prob, "paths", **constant(parts))
@@ -537,7 +536,7 @@ def traced_estimate(
 
 def mixture_of(proposal: AbstractProposal, flow, x: Array, key: PRNGKeyArray) -> Mixture | None:
     """The proposal's distribution, as part of a program."""
-    cloud = Cloud.of(flow, jax.random.fold_in(key, CLOUD), x.dtype) if proposal.wants_cloud else None
+    cloud = Cloud.of(flow, jax.random.fold_in(key, CLOUD_KEY), x.dtype) if proposal.wants_cloud else None
     return proposal.distribution(flow, x, cloud)
 
 
@@ -554,7 +553,7 @@ def mixtures(proposal: AbstractProposal, points: Points, which: np.ndarray) -> M
 
 @partial(jit, level=1)
 def _cloud(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
-    return Cloud.of(flow, jax.random.fold_in(key, CLOUD), dtype)
+    return Cloud.of(flow, jax.random.fold_in(key, CLOUD_KEY), dtype)
 
 
 @partial(jit, level=1)
@@ -562,7 +561,7 @@ def _distribution(proposal, flow, cloud, x, key, places, others, here, block: in
     del key, places, others
     like = jax.eval_shape(lambda: proposal.distribution(flow, x, cloud))
     blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-    return for_some(here, lambda x: proposal.distribution(flow, x, cloud), x, blank, block)
+    return update_where(here, lambda x: proposal.distribution(flow, x, cloud), x, blank, block)
 
 
 def checked_points(flow: AbstractStochasticFlow, x: Any) -> Any:
