@@ -93,7 +93,7 @@ def terminated(monkeypatch):
                     os.kill(os.getpid(), signal.SIGTERM)
                 yield estimate
 
-        monkeypatch.setattr(rf, "estimate_chunks", chunks)
+        monkeypatch.setattr(rf.tables, "estimate_chunks", chunks)
 
     estimate_chunks = rf.tables.estimate_chunks
     return after

@@ -125,7 +125,7 @@ def test_a_value_that_is_not_finite_is_suspect(key):
     estimate = jax.jit(lambda rate: ou(rate).estimate(jnp.zeros((1, 1)), key=key))(np.nan)
     assert not np.any(np.isfinite(estimate.log_prob))
     assert np.all(estimate.suspect)
-    assert "1 are not finite" in estimate.warning
+    assert "1 of 1 estimates are not finite" in estimate.warning
 
 
 # ---------------------------------------------------------------------------------- more paths, in rounds

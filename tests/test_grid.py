@@ -56,8 +56,12 @@ def check(flow, x, truth, start=None, error=1e-3):
     assert estimate.warning is None
 
 
-@pytest.mark.parametrize("kind", MATRICES)
-@pytest.mark.parametrize("start", [None, (1.0, 0.5)])
+SLOW_CASE = pytest.param((1.0, 0.5), "degenerate", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"), [*((None, kind) for kind in MATRICES), ((1.0, 0.5), "full"), SLOW_CASE]
+)
 def test_linear_sdes_have_normal_densities(kind, start):
     mean, covariance = linear_moments(*MATRICES[kind], 1.0, start)
     flow = rf.StochasticFlow(linear_sde(*MATRICES[kind]), rf.Normal(jnp.zeros(2)))

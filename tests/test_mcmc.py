@@ -228,7 +228,7 @@ def test_a_sampler_that_cannot_be_adjusted_says_so(key):
     with pytest.raises(TypeError, match=r"^AdjustedSampler needs the SDE of rf\.targeted_sde, got ItoSDE"):
         rf.AdjustedSampler(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), dt=0.1)
     target = rf.mcmc.Minibatch(lambda z: -z @ z, lambda z, y: y, jnp.zeros(3), batch_size=1)
-    with pytest.raises(TypeError, match=r"got rf\.Minibatch: take rf\.UnadjustedSampler"):
+    with pytest.raises(TypeError, match=r"got rf\.mcmc\.Minibatch: take rf\.UnadjustedSampler"):
         rf.AdjustedSampler(rf.overdamped_langevin(target, 1), dt=0.1)
     with pytest.raises(ValueError, match=r"^thin must be at most num_steps, 3, got 4"):
         rf.sample_chain(rf.overdamped_langevin(CAUCHY, 1), jnp.zeros(1), key=key, num_steps=3, thin=4, dt=1.0)

@@ -199,7 +199,7 @@ def test_a_path_of_the_wrong_kind_is_refused(key):
         rf.simulate(ito, z0, path=rough)
     with pytest.raises(ValueError, match=r"Itô lift .* rf\.to_ito\(sde\)"):
         rf.simulate(stratonovich, z0, path=rough.ito())
-    with pytest.raises(ValueError, match=r"followed by rf\.Davie\(\), not by Milstein"):
+    with pytest.raises(ValueError, match=r"followed by rf\.flow\.Davie\(\), not by Milstein"):
         rf.simulate(stratonovich, z0, path=rough, scheme=rf.flow.Milstein())
     with pytest.raises(ValueError, match=r"increments of shape \(3, 'steps', 2\)"):
         rf.simulate(stratonovich, jnp.zeros((3, 2)), path=rough)

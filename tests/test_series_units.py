@@ -85,7 +85,7 @@ def fitted(fits, name, tau=1.0, c=1.0):
 
 
 @pytest.mark.parametrize(("tau", "c"), [(1e-9, 1e9), (1e9, 1e-9), (3e7, 1.0)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "ckls")) for n in CASES])
 def test_units_change_nothing(name, tau, c, fits):
     """Estimates, the covariance mapped by the Jacobian of the change of units, and the log-likelihood."""
     change, plain, other = CASES[name][2], fitted(fits, name), fitted(fits, name, tau, c)

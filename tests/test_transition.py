@@ -112,7 +112,7 @@ def test_both_bundles_to_a_point_are_seen(key):
     assert not np.any(found.suspect)
 
 
-@pytest.mark.parametrize("dt", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize("dt", [0.01, pytest.param(1.0, marks=pytest.mark.slow), 10.0])
 def test_a_double_well_over_any_span(dt, key):
     well, x1 = rf.DoubleWell(1.0, 1.0, 0.5), np.array([-1.2, -0.9, 0.2, 1.0])
     x1 = x1 if dt > 0.1 else np.array([-1.1, -1.02, -0.95])

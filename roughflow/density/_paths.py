@@ -259,6 +259,7 @@ class Rounds:
     ):
         self.coupled = coupled  # whether some paths are solved on twice the functions too
         self.points, self.which, self.draws, self.mixture, self.most = points, which, draws, mixture, most
+        self.columns = min(PATHS_PER_ROW, most)
         self.coarse = self.fine = np.zeros((len(which), 0), points.x.dtype)
         self.shares: np.ndarray | None = None if mixture is None else np.zeros((len(which), 0, 0))
 
@@ -299,28 +300,29 @@ class Rounds:
     def solver_error(self) -> np.ndarray:
         """How far log p moves when steps are halved: log E exp(Δ) over paths at even steps of the summed
         weight, those that matter, each about as often as it does; the mean's own spread is allowed for."""
-        count = min(PATHS_PER_ROW, self.coarse.shape[1])
+        count = min(self.columns, self.coarse.shape[1])
         places = by_weight(self.coarse, count)
-        places = np.pad(places, ((0, 0), (0, PATHS_PER_ROW - count)), mode="edge")
+        places = np.pad(places, ((0, 0), (0, self.columns - count)), mode="edge")
         finer, _ = self._at(self.points.levels.finer_steps, np.arange(len(self.which)), places)
         with np.errstate(invalid="ignore"):
             change = (finer - np.take_along_axis(self.coarse, places, axis=1))[:, :count]
         return mean_and_spread(change, np)
 
     def _weights(self, level: Level, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Of the paths at places from `first` to `stop`, in rows of `PATHS_PER_ROW`."""
-        starts = np.arange(first, stop, PATHS_PER_ROW)
+        """Of the paths at places from `first` to `stop`, in rows of `columns`."""
+        starts = np.arange(first, stop, self.columns)
         rows = np.repeat(np.arange(len(self.which)), len(starts))
-        places = np.tile(starts, len(self.which))[:, None] + np.arange(PATHS_PER_ROW)
+        places = np.tile(starts, len(self.which))[:, None] + np.arange(self.columns)
         weights, shares = self._at(level, rows, np.minimum(places, self.most - 1))
         joined = lambda a: a.reshape(len(self.which), -1, *a.shape[2:])[:, : stop - first]
         return joined(weights), None if shares is None else joined(shares)
 
     def _at(self, level: Level, rows: np.ndarray, places: np.ndarray):
-        """Of the paths at `places` `(rows, PATHS_PER_ROW)`."""
+        """Of the paths at `places` `(rows, columns)`."""
         mixture = jax.tree.map(lambda a: np.asarray(a)[rows], self.mixture)
         program = partial(_weigh, level, self.draws, self.most)
-        weights, shares = self.points.run(program, self.which[rows], (mixture, places.astype(np.int32)))
+        given = (mixture, places.astype(np.int32))
+        weights, shares = self.points.run(program, self.which[rows], given, self.columns)
         if np.isnan(weights).any():
             explain_failure(self.points.levels.flow, self.points.x)
         return weights, shares
