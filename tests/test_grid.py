@@ -215,7 +215,7 @@ def test_points_outside_the_box_are_not_guessed():
     estimate = flow.estimate(jnp.array([[0.0], [40.0], [8.0]]), key=KEY, estimator=rf.density.Grid())
     assert np.array_equal(np.isfinite(estimate.total_error), [True, False, False])
     assert np.array_equal(np.isnan(estimate.log_prob), [False, True, True])
-    assert "2 are not finite" in estimate.warning
+    assert "estimates are not finite" in estimate.warning
 
 
 def test_refusals():
