@@ -150,6 +150,20 @@ def test_examples_name_what_there_is():
                 assert not inspect.ismodule(place) or hasattr(place, attribute), f"{name}: there is no {path}"
 
 
+def test_prose_names_what_there_is():
+    """Pages, docstrings, messages and the newest part of the changelog name objects where they are."""
+    root = README.parent
+    files = [README, *root.glob("docs/**/*.md"), *root.glob("roughflow/**/*.py")]
+    texts = {str(file.relative_to(root)): file.read_text(encoding="utf-8") for file in files}
+    texts["CHANGELOG.md"] = (root / "CHANGELOG.md").read_text(encoding="utf-8").partition("## 0.1.0")[0]
+    for file, text in texts.items():
+        for path in set(re.findall(r"(?<![\w./])rf(?:\.\w+){1,2}", text)):
+            place, _, attribute = path.rpartition(".")
+            place = _found(place)
+            # Attributes of instances, such as rf.Estimate.method, are fields.
+            assert not inspect.ismodule(place) or hasattr(place, attribute), f"{file}: there is no {path}"
+
+
 def test_examples_run(tmp_path):
     """All but the slow ones at once: importing takes longer than most of them."""
     quick = {name: text for name, text in docstrings() if not takes_long(name)}
