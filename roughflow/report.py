@@ -1,4 +1,4 @@
-"""A report on a fit: one HTML page that needs no other file."""
+"""An HTML report on a fit, in a single file."""
 
 import base64
 import io
@@ -59,7 +59,7 @@ def html_page(title: str, sections: Sequence[str]) -> str:
 
 
 def html_section(heading: str, *parts: str) -> str:
-    """Under its heading, what the functions below made."""
+    """A section with a heading and the elements below."""
     return "\n".join([f"<section><h2>{escape(heading)}</h2>", *parts, "</section>"])
 
 
@@ -68,7 +68,7 @@ def html_paragraph(text: str) -> str:
 
 
 def html_pairs(entries: Mapping[str, str]) -> str:
-    """Names and what they are, in two columns."""
+    """Names and values, in two columns."""
     rows = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
     return f"<dl>\n{rows}\n</dl>"
 
@@ -78,7 +78,7 @@ def html_bullets(lines: Sequence[str]) -> str:
 
 
 def html_figures(drawn: Mapping[str, Figure]) -> str:
-    """Figures by their captions, side by side where there is room."""
+    """Figures with captions, side by side if there is room."""
     return '<div class="figures">\n' + "\n".join(_figure(*one) for one in drawn.items()) + "\n</div>"
 
 
@@ -95,13 +95,13 @@ def _figure(caption: str, figure: Figure) -> str:
 
 WIDTH = 4.6  # inches
 BINS = 40
-REACH = 4.0  # error bars shown to either side
-LEAST = 1e-8  # nats: a smaller solver's error is drawn as this one
-NAME = 28  # letters of a column's name on an axis
+REACH = 4.0  # number of error bars shown on either side
+LEAST = 1e-8  # nats: smaller errors are drawn as this one
+NAME = 28  # maximum number of characters of a column name on an axis
 
 
 def draw_pair(data: np.ndarray, model: np.ndarray, names: tuple[str, str]) -> Figure:
-    """Two columns of the data beside those of the model's samples, in one window."""
+    """Two columns of the data next to those of the model's samples, with the same axes."""
     figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     extent = (*_window(data[:, 0]), *_window(data[:, 1]))
@@ -117,10 +117,10 @@ def draw_pair(data: np.ndarray, model: np.ndarray, names: tuple[str, str]) -> Fi
 
 
 def draw_marginal(data: np.ndarray, model: np.ndarray, name: str) -> Figure:
-    """One column: histograms of the data and of the model's samples."""
+    """Histograms of one column of the data and of the model's samples."""
     figure, ax = _curves(_plain(name), "density")
     bins = np.linspace(*_window(data), BINS + 1)
-    # Of all rows, not of those in the window: densities that can be compared.
+    # Normalised by all rows, not only those in the window, so that densities are comparable.
     heights = [np.histogram(part, bins)[0] / len(part) / np.diff(bins) for part in (data, model)]
     ax.stairs(heights[0], bins, fill=True, color=plots.SKY, alpha=0.5, label="data")
     ax.stairs(heights[1], bins, color=plots.VERMILION, linewidth=1.5, label="model")
@@ -136,10 +136,10 @@ def draw_training(history: rf.train.History) -> Figure:
 
 
 def draw_solver_errors(errors: np.ndarray) -> Figure:
-    """How far the solver's steps move log p, row by row."""
-    figure, ax = _curves("solver's error of log p (nats)", "rows")
+    """The change of log p when the solver's steps are halved, row by row."""
+    figure, ax = _curves("solver error of log p (nats)", "rows")
     shown = np.log10(np.maximum(errors, LEAST))
-    # From one power of ten to another: on less a logarithmic scale has next to no numbers.
+    # Whole decades, because a logarithmic scale over less has hardly any labels.
     ends = np.floor(shown.min()), np.floor(shown.max()) + 1
     ax.hist(10**shown, np.logspace(*ends, BINS + 1), color=plots.BLUE)
     ax.set_xscale("log")
@@ -148,14 +148,14 @@ def draw_solver_errors(errors: np.ndarray) -> Figure:
 
 
 def draw_calibration(scaled: np.ndarray) -> Figure:
-    """Differences of two estimates in units of their error bar, beside the standard normal of honest ones."""
+    """Differences of two estimates in units of their error bars, with the standard normal of correct ones."""
     figure, ax = _curves("difference / error bar", "density")
     bins = np.linspace(-REACH, REACH, BINS // 2 + 1)
     heights = np.histogram(scaled, bins)[0] / max(1, scaled.size) / np.diff(bins)
     ax.stairs(heights, bins, fill=True, color=plots.SKY, alpha=0.5, label="this model")
     x = np.linspace(-REACH, REACH, 200)
     normal = np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
-    ax.plot(x, normal, color=plots.VERMILION, linewidth=1.5, label="honest error bars")
+    ax.plot(x, normal, color=plots.VERMILION, linewidth=1.5, label="correct error bars")
     ax.legend(frameon=False, fontsize=plots.SMALL)
     return figure
 
@@ -171,7 +171,7 @@ def _curves(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def _window(column: np.ndarray) -> tuple[float, float]:
-    """Where nearly all of a column lies: a few far rows would squeeze the rest into a line."""
+    """The range of most values of a column, so that a few outliers do not compress the plot."""
     low, high = np.quantile(column, [0.002, 0.998])
     if low == high:
         low, high = column.min() - 0.5, column.max() + 0.5
@@ -179,15 +179,15 @@ def _window(column: np.ndarray) -> tuple[float, float]:
 
 
 def _plain(name: str) -> str:
-    """A name as it is: between two dollars matplotlib would read mathematics."""
+    """A name as plain text; matplotlib reads text between two dollar signs as mathematics."""
     short = name if len(name) <= NAME else name[: NAME - 1] + "…"
     return short.replace("$", r"\$")
 
 
-COLUMNS = 5  # shown; ten pairs
+COLUMNS = 5  # maximum number shown, which makes ten pairs
 DRAWN = 4000  # rows and samples
-SCORED, NOISY = 1000, 64  # rows to score, without noise and with it, where each takes many paths
-OUTSIDE = 0.005  # share of samples beyond the range of the data above which bounds are suggested
+SCORED, NOISY = 1000, 64  # rows to score, without and with noise
+OUTSIDE = 0.005  # fraction of samples outside the range of the data above which bounds are suggested
 MEANING = (
     "The log-likelihood is the mean of log p over rows; higher is better. It is measured in nats: a gain of "
     "1 nat per row means that the density at a typical row is e = 2.7 times as high. Its value depends on "
@@ -207,15 +207,15 @@ def write_report(
     made: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Write what became of an `rf.fit_density` as one HTML file, images and all.
+    """Write a report on the result of `rf.fit_density` as one HTML file, including its images.
 
     **Arguments:**
 
-    - `data`: the rows it was fitted to, with what is given as their last columns.
-    - `held_out`: other rows to judge it by; if None, its own `score`, or, without one, the rows it was fitted
-      to.
-    - `made`: how it was made, as names and texts (the command, the seed, the seconds).
-    - `notes`: warnings that came up on the way.
+    - `data`: the rows it was fitted to, with given columns last.
+    - `held_out`: other rows to evaluate it on; by default its own `score`, or the training rows if it has
+      none.
+    - `made`: names and texts about the run (the command, the seed, the seconds).
+    - `notes`: warnings raised during the run.
 
     ```python
     import jax
@@ -237,7 +237,7 @@ def write_report(
     counts = f"{len(data):,}, " + (f"{len(aside):,} of them for validation" if len(aside) else "all to fit")
     noted = [*notes, *([judged.estimate.warning] if judged.estimate.warning else [])]
     with warnings.catch_warnings():
-        # Letters that a font lacks, and axes of a single step: the page shows what there is.
+        # Ignore missing glyphs and axes with a single step.
         warnings.simplefilter("ignore", UserWarning)
         sections = [
             html_section("How it was made", html_pairs(_made(fitted.model, counts, made or {}))),
@@ -254,7 +254,7 @@ def write_report(
 
 @dataclass(frozen=True)
 class _Judged:
-    """Two independent estimates at the same rows, and the Gaussian's log densities there."""
+    """Two independent estimates at the same rows, and the log-densities of the Gaussian there."""
 
     estimate: rf.Estimate
     again: rf.Estimate
@@ -284,11 +284,11 @@ class _Judged:
     def _solver(self) -> str:
         errors = np.asarray(self.estimate.solver_error)
         told = (
-            "The model has no noise, so its density is exact but for the steps of the solver. They move "
-            f"log p by {np.mean(errors):.2g} nats on average, by {np.max(errors):.2g} at most."
+            "The model has no noise, so its density is exact up to solver error: "
+            f"{np.mean(errors):.2g} nats in log p on average and {np.max(errors):.2g} at most."
         )
         fine = errors[np.isfinite(errors)]
-        drawn = {f"The solver's error at {fine.size:,} rows.": draw_solver_errors(fine)} if fine.size else {}
+        drawn = {f"The solver error at {fine.size:,} rows.": draw_solver_errors(fine)} if fine.size else {}
         return html_section("Error of the densities", html_paragraph(told), html_figures(drawn))
 
     def _error_bars(self) -> str:
@@ -300,10 +300,10 @@ class _Judged:
         told = (
             "The model has noise, so each density is a mean over random paths and has an error bar. Two "
             f"independent estimates at {scaled.size} rows differ by less than one error bar at {within(1)} "
-            f"of them and by less than two at {within(2)}; honest error bars give 68% and 95% or more."
+            f"of them and by less than two at {within(2)}; correct error bars give at least 68% and 95%."
         )
         size = (
-            f"The error bar of log p is {np.median(self.estimate.total_error):.2g} nats in the middle, on "
+            f"The error bar of log p is {np.median(self.estimate.total_error):.2g} nats in the median, with "
             f"{np.median(self.estimate.effective_paths):.0f} effective paths of "
             f"{int(np.max(self.estimate.num_paths))}."
         )
@@ -336,13 +336,13 @@ def _numbers(fitted: rf.FittedDensity, score: rf.tables.Score) -> dict[str, str]
     }
     for name, history in fitted.stages.items():
         skipped = f", {history.skipped:,} skipped" if history.skipped else ""
-        end = f"ended {history.ended}" if history.ended else "took all its steps"
+        end = f"ended {history.ended}" if history.ended else "completed all steps"
         told[name] = f"{history.loss.size:,} steps{skipped}; {end}"
     return told
 
 
 def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray) -> list[str]:
-    """Data and samples of the model: column by column, and for each pair of columns."""
+    """Data and samples of the model: single columns, and pairs of columns."""
     names, chosen = _names(model), np.random.default_rng(0).permutation(len(data))[:DRAWN]
     data = data[chosen]
     own = data.shape[1] - model.context
@@ -354,10 +354,10 @@ def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray)
     drawn = drawn[np.isfinite(drawn).all(axis=1)]
     shown = range(min(COLUMNS, len(names)))
     left_out = ", ".join(names[COLUMNS:])
-    told = [html_paragraph(f"The first {COLUMNS} columns; left out: {left_out}.")] if left_out else []
+    told = [html_paragraph(f"The first {COLUMNS} columns; not shown: {left_out}.")] if left_out else []
     outside = _outside(names[:own], data, drawn)
     if model.context:
-        told.append(html_paragraph("For each row, one sample of the model given the same."))
+        told.append(html_paragraph("One sample of the model for each row, given the same conditions."))
     single = {names[i]: draw_marginal(data[:, i], drawn[:, i], names[i]) for i in shown if i < own}
     double = {
         f"{names[i]} and {names[j]}": draw_pair(data[:, [i, j]], drawn[:, [i, j]], (names[i], names[j]))
@@ -371,12 +371,12 @@ def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray)
 
 
 def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[str]:
-    """A line with suggested bounds for every column whose samples often leave the range of the data."""
+    """Suggested bounds for every column whose samples often leave the range of the data, one line each."""
     lines = []
     for i, name in enumerate(names):
         low, high = data[:, i].min(), data[:, i].max()
         below, above = np.mean(drawn[:, i] < low), np.mean(drawn[:, i] > high)
-        # A new row is beyond the smallest of n with probability 1/(n + 1), even under the true density.
+        # Even under the true density, a new row is below the smallest of n with probability 1/(n + 1).
         share = max(OUTSIDE, 5 / (len(data) + 1))
         bounds: list[float | None] = [None, None]
         if below > share:
@@ -398,4 +398,4 @@ def _training(fitted: rf.train.Fitted) -> str:
         for name, history in fitted.stages.items()
         if np.isfinite(history.loss).sum() > 1
     }
-    return html_section("Training", html_figures(drawn) if drawn else html_paragraph("Too short to draw."))
+    return html_section("Training", html_figures(drawn) if drawn else html_paragraph("Too short to plot."))

@@ -37,7 +37,7 @@ def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_run(key, tmp_
     with pytest.raises(FileNotFoundError, match=r"^there is no file"):
         fit(key, checkpoint=file, resume=True)
     fit(key, checkpoint=file)
-    with pytest.raises(ValueError, match=r"^checkpoint .* exists: resume=True goes on from it"):
+    with pytest.raises(ValueError, match=r"^checkpoint .* exists: resume=True continues it"):
         fit(key, checkpoint=file)
     with pytest.raises(ValueError, match=r"another run: steps was 300, now 301"):
         fit(key, checkpoint=file, resume=True, steps=301)
@@ -252,7 +252,7 @@ def test_a_checkpoint_of_an_older_version_is_named(finished, tmp_path):
 
     header, arrays = read_archive(finished, "checkpoint", VERSION)
     write_archive(tmp_path / "old.checkpoint", header | {"version": 1}, arrays)
-    with pytest.raises(ValueError, match=r"was written by an older roughflow"):
+    with pytest.raises(ValueError, match=r"was written by an older version"):
         run(tmp_path / "old.checkpoint", resume=True)
 
 

@@ -90,7 +90,7 @@ def test_standard_output_that_is_closed(capsys, monkeypatch):
 
 
 def test_bad_commands(refused):
-    assert "name a command" in refused()
+    assert "missing command" in refused()
     assert "invalid choice" in refused("fitt")
     assert "--out" in refused("fit", "data.csv")
     assert "fig9" in refused("reproduce", "fig9")

@@ -127,7 +127,7 @@ def test_models_are_compared(tmp_path, capsys, monkeypatch):
     assert rows[0][6] == "best"
     assert rows[0][4] == "0.00"
     assert float(rows[1][4]) == pytest.approx(float(rows[1][3]) - float(rows[0][3]), abs=0.011)
-    assert lines[3].startswith("  cir: values must lie above 0, and they are from -")
+    assert lines[3].startswith("  cir: values must lie above 0, but they range from -")
     named = {"brownian": "BrownianMotion", "vasicek": "OrnsteinUhlenbeck"}
     assert lines[5].startswith(named[rows[0][0]])
 
@@ -144,7 +144,7 @@ def test_models_that_cannot_be_told_apart_are_tied(tmp_path, capsys, monkeypatch
     tied = {name for name, mark in marks.items() if mark == ["tied"]}
     assert {"cir", "vasicek"} <= tied
     assert lines[4].endswith(
-        f"are tied; the summary is of {'brownian' if 'brownian' in tied else lines[1].split()[0]}"
+        f"are tied; the summary is for {'brownian' if 'brownian' in tied else lines[1].split()[0]}"
     )
 
 
@@ -240,11 +240,11 @@ def test_bad_series_are_refused_in_one_line(case, refused):
 
 def test_bad_options_are_refused_in_one_line(refused):
     assert "no column 'price'" in refused(range(6), X, "--model", "cir", "--value", "price")
-    assert "both name" in refused(range(6), X, "--model", "cir", "--value", "date")
+    assert "are both" in refused(range(6), X, "--model", "cir", "--value", "date")
     assert "or --compare" in refused(range(6), X)
     assert "'heston'" in refused(range(6), X, "--model", "heston")
     assert "above 0" in refused(range(6), X, "--model", "cir", "--scale", "0")
-    assert "give --forecast" in refused(range(6), X, "--model", "cir", "--parameter-uncertainty")
+    assert "needs --forecast" in refused(range(6), X, "--model", "cir", "--parameter-uncertainty")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_bad_options_are_refused_in_one_line(refused):
         ("2001-02-30", "increasing times after 2000-06-01"),
         ("2,1", "increasing times after the last value, counted from it; got '2,1'"),
         ("1e40", "increasing times after"),
-        ("soon", "takes dates such as 2000-06-01, or numbers, with commas between them; got 'soon'"),
+        ("soon", "takes dates such as 2000-06-01, or numbers, separated by commas; got 'soon'"),
         ("2001-01-01T00:00Z", "takes dates such as 2000-06-01"),
         ("", "takes dates"),
     ],

@@ -31,9 +31,7 @@ def test_fit_reports_the_gaussian_it_started_from(fitted):
 
 def scores(said):
     """The score that a fit prints, its standard error, how many rows it is of, and the Gaussian's."""
-    pattern = (
-        r"score +(\S+) ± (\S+) nats per row \([\w -]+, (\d+) rows\)\nGaussian +(\S+), the gain over it is"
-    )
+    pattern = r"score +(\S+) ± (\S+) nats per row \([\w -]+, (\d+) rows\)\nGaussian +(\S+), gain"
     return [float(word) for word in re.search(pattern, said).groups()]
 
 
@@ -43,7 +41,7 @@ def test_a_fit_says_why_it_ended(tmp_path, capsys):
     options = ["--steps", "400", "--patience", "1", "--learning-rate", "3", "--likelihood-steps", "0"]
     assert main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *TINY, *options]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"steps; ended at step \d+ of 400: no better in 1 look at the validation data", said)
+    assert re.search(r"steps; ended at step \d+ of 400: validation loss did not improve in 1 check", said)
 
 
 def test_a_model_that_another_run_wrote_meanwhile_is_kept(tmp_path, capsys, monkeypatch):
@@ -108,7 +106,7 @@ def test_a_small_table_gets_a_gaussian(tmp_path, capsys):
 def test_two_fits_at_once_do_not_share_a_file(refused, tmp_path):
     table(tmp_path / "data.csv")
     with rf.files.file_lock(tmp_path / "m.rf", "busy"):
-        assert "another run is at work on m.rf: wait" in refused("fit", "data.csv", "--out", "m.rf", *TINY)
+        assert "another run is writing m.rf: wait" in refused("fit", "data.csv", "--out", "m.rf", *TINY)
     with rf.files.file_lock(tmp_path / "n.rf.checkpoint", "busy"):
         assert "is in use by another run" in refused("fit", "data.csv", "--out", "n.rf", *TINY)
     assert main(["fit", "data.csv", "--out", "m.rf", *TINY]) == 0
@@ -118,7 +116,7 @@ def test_two_fits_at_once_do_not_share_a_file(refused, tmp_path):
 def test_rows_without_a_density(refused, tmp_path):
     fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *TINY, *options)
     write(tmp_path / "still.csv", ["a", "b"], [[i, 7] for i in range(20)])
-    assert "column 'b' is always 7, so it has no density: leave it out, with --columns a" in fit("still.csv")
+    assert "column 'b' is always 7, so it has no density: drop it with --columns a" in fit("still.csv")
     table(tmp_path / "one.csv", rows=1)
     assert "one.csv has 1 row" in fit("one.csv")
     table(tmp_path / "sixty.csv", rows=60)
@@ -130,24 +128,24 @@ def test_rows_without_a_density(refused, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--steps", "0"], "--steps: a whole number of at least 1 is wanted, got '0'"),
+        (["--steps", "0"], "--steps: expected a whole number of at least 1, got '0'"),
         (["--steps", "2.5"], "--steps"),
-        (["--noise", "-1"], "--noise: best, or a number of at least 0"),
+        (["--noise", "-1"], "--noise: expected best, or a number of at least 0"),
         (["--noise", "nan"], "--noise"),
         (
             ["--bounds", "a=0"],
-            "--bounds: different columns with their values, share=0:1,income=0:, are wanted",
+            "--bounds: expected different columns with values, as in share=0:1,income=0:, got",
         ),
         (["--bounds", "c=0:"], "there is no column 'c' to model; there are a, b"),
         (["--bounds", "a=0:1"], "not strictly between its bounds 0 and 1"),
-        (["--rounding", "a=1,a=2"], "--rounding: different columns"),
+        (["--rounding", "a=1,a=2"], "--rounding: expected different columns"),
         (["--rounding", "a=-1"], "rounding must be positive"),
-        (["--smoothing", "-1"], "--smoothing: a number of at least 0"),
-        (["--outliers", "1"], "--outliers: a share"),
-        (["--noise", "best", "--validation", "0"], "the best noise is chosen on validation rows"),
+        (["--smoothing", "-1"], "--smoothing: expected a number of at least 0"),
+        (["--outliers", "1"], "--outliers: expected a fraction"),
+        (["--noise", "best", "--validation", "0"], "noise='best' needs validation rows"),
         (["--seed", "one"], "--seed"),
-        (["--seed", "99999999999"], "--seed: a whole number from 0 to 2147483647 is wanted"),
-        (["--validation", "1"], "--validation: a share"),
+        (["--seed", "99999999999"], "--seed: expected a whole number from 0 to 2147483647"),
+        (["--validation", "1"], "--validation: expected a fraction"),
         (["--learning-rate", "0"], "--learning-rate"),
         (["--columns", "a,,b"], "--columns"),
         (["--step", "5"], "unrecognized arguments: --step 5"),
@@ -161,7 +159,7 @@ def test_bad_options(refused, tmp_path, options, reason):
 def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     table(tmp_path / "data.csv")
     command = ["fit", "data.csv", "--out", "model.rf", *TINY, "--steps", "6"]
-    assert "no checkpoint model.rf.checkpoint to go on from" in refused(*command, "--resume")
+    assert "no checkpoint model.rf.checkpoint to resume" in refused(*command, "--resume")
     assert main([*command[:3], "whole.rf", *command[4:]]) == 0
     with monkeypatch.context() as patch:
         interrupt_after(patch, 1)
@@ -175,7 +173,7 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     kept = ["model.rf.checkpoint", "model.rf.checkpoint.options"]
     assert sorted(os.listdir()) == ["data.csv", *kept, "whole.rf"]
 
-    assert "--resume goes on from it, --force starts afresh" in refused(*command)
+    assert "--resume continues it, --force starts again" in refused(*command)
     others = [("seed", 0, 1), ("validation", 0.1, 0.2), ("steps", 6, 7), ("noise", 0.0, 0.5), ("width", 4, 5)]
     for option, before, now in others:
         said = refused(*command, "--resume", f"--{option}", now)

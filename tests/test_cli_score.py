@@ -105,7 +105,7 @@ def test_a_command_that_is_terminated_leaves_no_draft(fitted, tmp_path, capsys, 
     monkeypatch.chdir(tmp_path)
     command = ["score", f"{fitted}/model.rf", f"{fitted}/data.csv", "--out", "scores.csv", "--quiet"]
     assert main(command) == 143
-    told = "stopped at row 0 of 200 before there was anything to keep"
+    told = "stopped at row 0 of 200 before anything was saved"
     assert capsys.readouterr().err == f"roughflow: {told}\n"
     assert os.listdir() == []
     assert signal.getsignal(signal.SIGTERM) is before
@@ -122,10 +122,10 @@ def test_scores_that_were_cut_short_go_on(fitted, tmp_path, capsys, monkeypatch,
     terminated(2)
     assert main(command) == 143
     again = shlex.join(["roughflow", *command, "--resume"])
-    told = f"stopped at row 128 of 200, kept in {name}.checkpoint; go on with: {again}"
+    told = f"stopped at row 128 of 200, saved in {name}.checkpoint; continue with: {again}"
     assert capsys.readouterr().err == f"roughflow: {told}\n"
 
-    assert "holds a run that was cut short" in refused(*command)
+    assert "holds an interrupted run" in refused(*command)
     assert "with --seed 0, this one is with --seed 1" in refused(*command, "--resume", "--seed", "1")
     rows = (fitted / "data.csv").read_text().splitlines(keepends=True)
     Path("other.csv").write_text("".join([rows[0], *reversed(rows[1:])]))
@@ -138,4 +138,4 @@ def test_scores_that_were_cut_short_go_on(fitted, tmp_path, capsys, monkeypatch,
     assert capsys.readouterr().err == said
     assert Path(name).read_bytes() == Path(f"whole-{name}").read_bytes()
     assert sorted(os.listdir()) == sorted(["other.csv", name, f"whole-{name}"])
-    assert "--resume goes on with a file" in refused(*score, "--resume")
+    assert "--resume needs an output file" in refused(*score, "--resume")

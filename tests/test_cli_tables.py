@@ -42,7 +42,7 @@ def test_bad_tables(refused, tmp_path):
     (tmp_path / "header.csv").write_text("a,b\n")
     assert "no rows" in fit("header.csv")
     (tmp_path / "data.txt").write_text("a,b\n1,2\n")
-    assert "ends in .csv, .tsv (or either with .gz), .npy or .parquet" in fit("data.txt")
+    assert "must end in .csv, .tsv (or either with .gz), .npy or .parquet" in fit("data.txt")
     (tmp_path / "folder.csv").mkdir()
     assert "is a folder" in fit("folder.csv")
     (tmp_path / "latin.csv").write_bytes("größe,b\n1,2\n".encode("latin-1"))
@@ -54,11 +54,11 @@ def test_bad_tables(refused, tmp_path):
     (tmp_path / "twice.csv").write_text("a,a\n3,4\n")
     assert "two columns named 'a'" in fit("twice.csv")
     (tmp_path / "bad.npy").write_bytes(b"not an array")
-    assert "damaged" in fit("bad.npy")
+    assert "not a valid .npy file" in fit("bad.npy")
     np.save(tmp_path / "flat.npy", np.zeros(3))
-    assert "(rows, columns) is wanted, got (3,)" in fit("flat.npy")
+    assert "expected an array of shape (rows, columns), got (3,)" in fit("flat.npy")
     np.save(tmp_path / "pickle.npy", np.array([{}]), allow_pickle=True)
-    assert "not an array" in fit("pickle.npy")
+    assert "not a valid .npy file" in fit("pickle.npy")
     table(tmp_path / "data.csv")
     assert "no column 'z'; it has a, b" in fit("data.csv", "--columns", "a,z")
 
@@ -93,9 +93,9 @@ def test_tables_that_are_not_what_their_names_say(refused, tmp_path):
     assert "line 2 cannot be used" in quote
     assert "a quote opened there ends on line 4 or never" in quote
     assert "line 3 cannot be used, because 'a' is '1e200', too large" in fit("l.csv", "a\n1\n1e200\n")
-    assert "is not compressed by gzip" in fit("plain.csv.gz", "a,b\n1,2\n")
+    assert "is not a valid gzip file" in fit("plain.csv.gz", "a,b\n1,2\n")
     (tmp_path / "packed.csv").write_bytes(gzip.compress(b"a,b\n1,2\n"))
-    assert "is compressed: call it packed.csv.gz" in refused("fit", "packed.csv", "--out", "m.rf")
+    assert "is compressed: rename it to packed.csv.gz" in refused("fit", "packed.csv", "--out", "m.rf")
     np.save(tmp_path / "none.npy", np.zeros((0, 2)))
     assert "none.npy has no rows" in refused("fit", "none.npy", "--out", "m.rf")
 
@@ -133,17 +133,17 @@ def test_standard_input_is_read_once_for_what_is_given(tmp_path, monkeypatch, ca
 def test_bad_places_to_write_to(refused, tmp_path, fitted):
     data, model = fitted / "data.csv", fitted / "model.rf"
     (tmp_path / "there.rf").write_text("mine")
-    assert "--force overwrites it" in refused("fit", data, "--out", "there.rf")
+    assert "exists: use --force" in refused("fit", data, "--out", "there.rf")
     assert "there.rf is a file, not a folder" in refused("fit", data, "--out", "there.rf/m.rf")
     assert "is a folder" in refused("fit", data, "--out", ".")
     assert "--force" in refused("score", model, data, "--out", "there.rf")
-    assert "what is read from" in refused("score", model, data, "--out", data, "--force")
+    assert "is also the input" in refused("score", model, data, "--out", data, "--force")
     assert "or .npy" in refused("sample", model, "--out", "samples.txt")
     assert "is a file" in refused("demo", "--out", "there.rf")
     assert "a device or a pipe" in refused("sample", model, "--out", "/dev/null", "--force")
     assert "cannot write /proc/s.csv" in refused("sample", model, "--out", "/proc/s.csv")
-    assert "name a file" in refused("fit", data, "--out", "-")
-    assert "the name of the scores ends in .csv" in refused("score", model, data, "--out", "scores.npy")
+    assert "choose a file" in refused("fit", data, "--out", "-")
+    assert "the scores must end in .csv" in refused("score", model, data, "--out", "scores.npy")
     assert (tmp_path / "there.rf").read_text() == "mine"
 
 
@@ -163,4 +163,4 @@ def test_tables_that_do_not_fit_the_model(refused, tmp_path, fitted):
     table(tmp_path / "other.csv", columns=("a", "b"))
     assert "has no column 'c'; it has a, b" in refused("score", fitted / "model.rf", "other.csv")
     np.save(tmp_path / "three.npy", np.zeros((4, 3)))
-    assert "has 3 columns, and the model 2: c, a" in refused("score", fitted / "model.rf", "three.npy")
+    assert "has 3 columns, but the model has 2: c, a" in refused("score", fitted / "model.rf", "three.npy")

@@ -51,21 +51,21 @@ def targets(tmp_path, monkeypatch):
 
 def test_bad_targets(targets, refused):
     tune = lambda name, *more: refused("tune", name, "--out", "d.csv", "--dimension", "1", *more)
-    assert "'targets' does not name a target: write MODULE:FUNCTION" in tune("targets")
-    assert "there is no module nowhere here" in tune("nowhere:f")
+    assert "'targets' is not of the form MODULE:FUNCTION" in tune("targets")
+    assert "there is no module nowhere" in tune("nowhere:f")
     assert "the module targets has no f" in tune("targets:f")
     assert "importing broken failed: ZeroDivisionError" in tune("broken:f")
     assert "targets:NUMBER is a int, not a function" in tune("targets:NUMBER")
     assert "must return one number for z, got shape (1,)" in tune("targets:two")
     assert "targets:pair fails for z of shape (1,); it must be written with jax.numpy" in tune("targets:pair")
     assert "--gradients must be at least" in tune("targets:bell", "--gradients", "10")
-    assert "--noise-out d.csv is where something else goes" in tune("targets:bell", "--noise-out", "d.csv")
+    assert "--noise-out d.csv is also another output" in tune("targets:bell", "--noise-out", "d.csv")
     assert "index 1 is out of bounds" in tune("targets:second")
     assert "not finite where the chains start, around [0.0]" in tune("targets:nowhere")
     assert "importing lacking failed: AttributeError" in tune("lacking:f")
     assert "its dimension must be a whole number" in refused("tune", "targets:HALF", "--out", "d.csv")
-    assert "does not say its dimension: give --dimension" in refused("tune", "targets:bell", "--out", "d.csv")
-    assert "the name of the draws ends in" in refused("tune", "targets:bell", "--out", "d.txt")
+    assert "has no dimension: set --dimension" in refused("tune", "targets:bell", "--out", "d.csv")
+    assert "the draws must end in" in refused("tune", "targets:bell", "--out", "d.txt")
 
 
 @pytest.mark.slow

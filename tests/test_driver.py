@@ -307,7 +307,7 @@ def test_a_driver_that_cannot_be_refined_says_so():
         num_functions: int = 1
         integrals = slope = jumps = None
 
-    with pytest.raises(NotImplementedError, match=r"^Straight does not say how to double its functions$"):
+    with pytest.raises(NotImplementedError, match=r"^Straight does not define refined\(\)$"):
         Straight().refined()
 
 

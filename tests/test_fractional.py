@@ -274,13 +274,13 @@ def test_without_memory_the_likelihood_is_that_of_transitions(key):
 
 def test_what_memory_does_not_allow_is_refused(key):
     times, x = 0.1 * np.arange(20), np.sin(np.arange(20.0) ** 2)
-    with pytest.raises(TypeError, match="transitions need Brownian motion"):
+    with pytest.raises(TypeError, match="transition densities require Brownian motion"):
         rf.transition_log_prob(MODEL, x[:1], x[1:2], 0.1, key=key)
-    with pytest.raises(TypeError, match="transitions need Brownian motion"):
+    with pytest.raises(TypeError, match="transition densities require Brownian motion"):
         rf.series_likelihood(MODEL, times, x, key=key)
-    with pytest.raises(ValueError, match="at even times"):
+    with pytest.raises(ValueError, match="evenly spaced times"):
         rf.fit_sde(MODEL, times**2, x, key=key)
-    with pytest.raises(ValueError, match="measurement_noise is for SDEs without memory"):
+    with pytest.raises(ValueError, match="measurement_noise requires an SDE without memory"):
         rf.fit_sde(MODEL, times, x, key=key, measurement_noise=0.1)
     with pytest.raises(TypeError, match="sde must be an ItoSDE or StratonovichSDE"):
         rf.StochasticFlow(MODEL, rf.Normal(jnp.zeros(1)))

@@ -145,17 +145,17 @@ def test_models_without_a_velocity_to_train_are_refused(key):
     fit = lambda flow, **kw: rf.fit(flow, x, key=key, objective=rf.Interpolant(**kw), steps=1, progress=False)
     noisy = rf.StochasticFlow(rf.ItoSDE(exact(), rf.ConstantDiffusion(jnp.eye(1))), BASE, T)
     with pytest.raises(
-        TypeError, match=r"^Interpolant finds the velocity of an ODE: .* ItoSDE with 1 noises"
+        TypeError, match=r"^Interpolant trains the velocity of an ODE: .* ItoSDE with 1 noise components"
     ):
         fit(noisy)
     still = rf.StochasticFlow(rf.overdamped_langevin(lambda z: -0.5 * z @ z, 1), BASE, T)
-    with pytest.raises(TypeError, match=r"got TargetedSDE with 1 noises"):
+    with pytest.raises(TypeError, match=r"got TargetedSDE with 1 noise components"):
         fit(still)
     given = rf.sde.TransportSDE(rf.sde.GivenTransport(exact(), lambda t, z: -z))
-    with pytest.raises(TypeError, match=r"^Interpolant would part the velocity"):
+    with pytest.raises(TypeError, match=r"^Interpolant cannot train an rf.sde.GivenTransport"):
         fit(rf.StochasticFlow(given, BASE, T))
     known = rf.sde.TransportSDE(rf.sde.NormalTransport(exact(), BASE.loc, BASE.scale, T))
-    with pytest.raises(ValueError, match=r"^with a coupling the score"):
+    with pytest.raises(ValueError, match=r"^coupling invalidates the score"):
         fit(rf.StochasticFlow(known, BASE, T), coupling=0.1)
     with pytest.raises(ValueError, match=r"^the flow ends at t1 = 1.0, but its transport at 2.0"):
         fit(rf.StochasticFlow(known, BASE, 1.0))

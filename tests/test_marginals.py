@@ -152,5 +152,5 @@ def test_spikes_and_tails_are_said(key):
     with pytest.warns(UserWarning, match="column 'a' has 18% of its rows at 0, where a density may grow"):
         rf.fit_density(np.stack([spike, rng.normal(size=200)], 1), key=key, columns=["a", "b"], **settings)
     tail = rng.standard_cauchy(size=(400, 1))
-    with pytest.warns(UserWarning, match=r"column 0 reaches \d+ times the width of its middle half"):
+    with pytest.warns(UserWarning, match=r"column 0 reaches \d+ interquartile ranges from its median"):
         rf.fit_density(tail, key=key, **settings)

@@ -114,7 +114,7 @@ def test_many_paths_with_an_estimated_divergence_are_refused(key):
     """log mean exp(log w + error) exceeds log mean w: training would make the error large."""
     flow = rf.neural_flow(20, noise=0.5, width=4, depth=1, key=key)
     x = jax.random.normal(key, (3, 20))
-    with pytest.raises(ValueError, match="num_paths must be 1 with a divergence that is estimated"):
+    with pytest.raises(ValueError, match="num_paths must be 1 with an estimated divergence"):
         rf.MaximumLikelihood(2)(flow, x, key=key)
     one = rf.MaximumLikelihood(1, rf.Prior())
     assert np.isfinite(jax.jit(lambda x: one(flow, x, key=key)[0])(x))

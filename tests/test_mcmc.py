@@ -207,12 +207,12 @@ BAD = {
     ),
     "still": (
         lambda: rf.overdamped_langevin(CAUCHY, 1, scale=0.0),
-        r"^AdjustedSampler needs noise in every direction, got a singular σ at the start \[0.0\]",
+        r"^AdjustedSampler needs a nonsingular σ, got a singular one at the start \[0.0\]",
     ),
     "square": (
         lambda: rf.targeted_sde(CAUCHY, lambda t, z: jnp.ones((1, 3))),
-        r"^AdjustedSampler needs as many noises as dimensions, got σ of shape \(1, 3\): "
-        r"take rf.UnadjustedSampler",
+        r"^AdjustedSampler needs as many noise components as dimensions, got σ of shape \(1, 3\): "
+        r"use rf.UnadjustedSampler",
     ),
 }
 
@@ -225,10 +225,10 @@ def test_bad_targets_are_refused_in_one_line(name, key):
 
 
 def test_a_sampler_that_cannot_be_adjusted_says_so(key):
-    with pytest.raises(TypeError, match=r"^AdjustedSampler needs the SDE of rf\.targeted_sde, got ItoSDE"):
+    with pytest.raises(TypeError, match=r"^AdjustedSampler needs an SDE from rf\.targeted_sde, got ItoSDE"):
         rf.AdjustedSampler(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), dt=0.1)
     target = rf.mcmc.Minibatch(lambda z: -z @ z, lambda z, y: y, jnp.zeros(3), batch_size=1)
-    with pytest.raises(TypeError, match=r"got rf\.mcmc\.Minibatch: take rf\.UnadjustedSampler"):
+    with pytest.raises(TypeError, match=r"got rf\.mcmc\.Minibatch: use rf\.UnadjustedSampler"):
         rf.AdjustedSampler(rf.overdamped_langevin(target, 1), dt=0.1)
     with pytest.raises(ValueError, match=r"^thin must be at most num_steps, 3, got 4"):
         rf.sample_chain(rf.overdamped_langevin(CAUCHY, 1), jnp.zeros(1), key=key, num_steps=3, thin=4, dt=1.0)

@@ -64,9 +64,9 @@ def test_the_page_says_how_it_was_made_and_how_good_it_is(page):
         "<dd>3</dd>",
     ):
         assert text in page
-    for text in ("log-likelihood", "Gaussian", "3 steps; took all its steps", "2 steps; took all its steps"):
+    for text in ("log-likelihood", "Gaussian", "3 steps; completed", "2 steps; completed"):
         assert text in page
-    assert "exact but for the steps of the solver" in page
+    assert "exact up to solver error" in page
     assert "<li>column &#x27;$x$&#x27; holds rounded values (in steps of 1)" in page
     assert "(validation rows)" in page
 
@@ -74,7 +74,7 @@ def test_the_page_says_how_it_was_made_and_how_good_it_is(page):
 def test_names_are_escaped(page):
     assert "&lt;b&gt;&quot;bold&quot;&lt;/b&gt; &amp; co" in page
     assert "<b>" not in page
-    assert "left out: &lt;f&gt;." in page
+    assert "not shown: &lt;f&gt;." in page
     assert "<f>" not in page
 
 
@@ -122,7 +122,7 @@ def test_error_bars_are_checked_where_there_is_noise():
     section = report._Judged(of(draws[0]), of(draws[1]), np.zeros(count), True).section()
     assert "at 4000 rows" in section
     assert re.search(r"one error bar at 6[789]% of them and by less than two at 9[456]%", section)
-    assert "0.1 nats in the middle, on 40 effective paths of 64" in section
+    assert "0.1 nats in the median, with 40 effective paths of 64" in section
     assert_whole(section)
 
 
@@ -131,9 +131,9 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
     data.write_text("a,b\n" + "".join(f"{i},{i * i}\n" for i in range(30)))
     fit = lambda path: main(["fit", str(data), "--out", str(out), "--report", str(path), *TINY])
     assert fit(out) == 2
-    assert "--report and --out both name" in capsys.readouterr().err
+    assert "--report and --out are both" in capsys.readouterr().err
     assert fit(data) == 2
-    assert "is what is read from" in capsys.readouterr().err
+    assert "is also the input" in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "roughflow.report")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -123,13 +123,13 @@ def test_a_model_of_a_table_names_its_columns(key):
 def test_a_fit_says_what_became_of_it(key):
     objective = rf.MaximumLikelihood(1)
     loss, looks = np.array([3.0, np.nan, 2.0]), np.array([2.9, 2.5, 2.7])
-    history = rf.train.History(loss, {}, np.array([0, 1, 3]), looks, "at step 3 of 50: no better in 1 look")
+    history = rf.train.History(loss, {}, np.array([0, 1, 3]), looks, "at step 3 of 50: early")
     fitted = rf.train.Fitted(small_flow(key), objective, history, False)
     told = repr(fitted)
     assert "dZ = " in told
     assert "3 steps" in told
     assert "validation 2.7000, best 2.5000 at step 1" in told
-    assert "1 skipped; ended at step 3 of 50: no better" in told
+    assert "1 skipped; ended at step 3 of 50: early" in told
     assert len(told.splitlines()) <= 5
     staged = dataclasses.replace(fitted, stages={"regression": history, "likelihood": rf.train.History()})
     assert "likelihood  0 steps" in repr(staged)
@@ -145,7 +145,7 @@ def test_a_fit_knows_why_it_ended(key):
     data = 5 + jax.random.normal(key, (64, 1))
     fitted = rf.fit(flow, data, key=key, validation=jnp.zeros((8, 1)), patience=2, **settings)
     assert fitted.history.ended is not None
-    assert fitted.history.ended.endswith(" of 40: no better in 2 looks at the validation data")
+    assert fitted.history.ended.endswith(" of 40: validation loss did not improve in 2 checks")
     assert fitted.history.ended in repr(fitted)
     assert rf.fit(flow, data, key=key, **settings).history.ended is None
 

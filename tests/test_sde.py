@@ -356,7 +356,7 @@ def test_no_diffusion_is_an_ordinary_flow(key):
 
 @pytest.mark.parametrize("name", ["relu", "leaky_relu", "hard_tanh", "relu6"])
 def test_activations_with_a_corner_are_refused(name, key):
-    with pytest.raises(ValueError, match=f"{name} has a derivative that jumps.*softplus") as caught:
+    with pytest.raises(ValueError, match=f"{name} has a discontinuous derivative.*softplus") as caught:
         rf.MLP(2, 2, activation=getattr(jax.nn, name), key=key)
     assert "\n" not in str(caught.value)
 

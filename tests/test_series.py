@@ -264,7 +264,7 @@ def test_parameters_that_cannot_be_told_apart_are_reported(series):
         ([0, 2, 1], [1, 2, 3], "a time before the one above"),
         ([0, 1, 1], [1, 2, 3], "the same time twice"),
         ([0, 1, 2], [1, -2, 3], "leave the state space.*-2"),
-        ([0, 1, 2], [2, 2, 2], "do not change"),
+        ([0, 1, 2], [2, 2, 2], "values are constant"),
         ([0, 1], [1, 2], "at least 3"),
         ([0, 1, np.nan], [1, 2, 3], "times must be finite"),
         ([0, 1, 2], [1, np.inf, 2], "finite"),
@@ -358,4 +358,7 @@ def test_a_fit_with_transitions_that_are_too_long_says_so(key):
         "num_starts": 1,
     }
     result = rf.fit_sde(well, 3.0 * np.arange(6), values, key=key, **options)
-    assert "transitions are too long for their paths: raise effort" in result.warning
+    assert (
+        "transition densities are inaccurate, as their time steps are too long: raise effort"
+        in result.warning
+    )

@@ -115,10 +115,10 @@ BAD = {
     "newest first": (INDEX[::-1], X, "a time before the one above"),
     "one date twice": ([DATES[0], *DATES[:3]], X, "the same time twice"),
     "no unit": (DAYS.astype("timedelta64"), X, "without a unit"),
-    "rows of two lengths": (DAYS, [[1, 2], [1]], "a panel needs a list of times"),
+    "rows of two lengths": (DAYS, [[1, 2], [1]], "times must be a list of the same length"),
     "a panel of two kinds": ([DAYS, INDEX], [X, X], "one kind, got dates and numbers"),
     "a panel of two widths": ([DAYS, DAYS], [X, np.stack([X, X], 1)], "columns, got 1 and 2"),
-    "a list too short": ([DAYS], [X, X], "a panel needs a list of times"),
+    "a list too short": ([DAYS], [X, X], "times must be a list of the same length"),
     "nothing": ([], [], "times must have shape"),
 }
 
@@ -215,7 +215,7 @@ def test_bad_times_of_forecasts_are_refused_in_one_line(dated):
     for times, message in {
         "2009-12-01": "must be after the last value, 2009-12-01, and increase; got 2009-12-01",
         ("2010-02-01", "2010-01-01"): "must be after the last value, 2009-12-01, and increase",
-        -1.0: "must be after the last value, counted from it, and increase; got -1.0",
+        -1.0: "must be positive and increase; got -1.0",
         (0.2, 0.2): "increase",
         (0.2, np.inf): "times must be finite",
     }.items():
@@ -223,7 +223,7 @@ def test_bad_times_of_forecasts_are_refused_in_one_line(dated):
         with pytest.raises(ValueError, match=message) as error:
             dated.forecast(given, key=KEY)
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="are dates with a time zone, those of the series are dates"):
+    with pytest.raises(ValueError, match="are dates with a time zone, but those of the series are dates"):
         dated.forecast(pd.DatetimeIndex(["2010-01-01"], tz="UTC"), key=KEY)
     with pytest.raises(ValueError, match="num_paths"):
         dated.forecast([0.1], key=KEY, num_paths=10**12)
@@ -241,7 +241,7 @@ def test_a_forecast_says_which_series_of_a_panel_it_continues():
         paths = result.forecast([1e-9], key=KEY, num_paths=10, series=i)
         np.testing.assert_allclose(paths[..., 0], x[-1], atol=1e-5)
     for series in (None, 3, -1, 1.0):
-        with pytest.raises(ValueError, match="series must be one of 0 to 2, a series of the panel; got"):
+        with pytest.raises(ValueError, match="series must be an index from 0 to 2; got"):
             result.forecast([0.1], key=KEY, series=series)
 
 

@@ -147,8 +147,8 @@ def test_a_penalty_holds_a_parameter_back_by_its_closed_form(key):
     np.testing.assert_allclose(mu * (span + strength * sigma**2), RATE[-1] - RATE[0], rtol=1e-4)
     known = span / sigma**2
     np.testing.assert_allclose(result.num_effective, 1 + known / (known + strength), rtol=1e-3)
-    assert "1 parameters with a penalty" in result.summary()
-    with pytest.raises(ValueError, match="likelihood_ratio is for fits without a penalty"):
+    assert "1 penalised parameters" in result.summary()
+    with pytest.raises(ValueError, match="likelihood_ratio does not support penalties"):
         rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.05, 0.05), TIMES, RATE, key=key).likelihood_ratio(result)
     assert result.aic == 2 * result.num_effective - 2 * result.log_likelihood
 
@@ -157,7 +157,7 @@ def test_a_penalty_holds_a_parameter_back_by_its_closed_form(key):
     ("penalty", "message"),
     [
         ({"theta": 1.0}, "no parameter is called theta: there are mu, sigma"),
-        ({"sigma": 1.0}, "sigma has bounds"),
+        ({"sigma": 1.0}, "sigma is bounded"),
         ({"mu": 0.0}, "the penalty of mu must be positive"),
     ],
 )
@@ -226,4 +226,4 @@ def test_a_network_finds_the_drift_within_its_bands(key):
     assert np.mean(np.abs(drift - truth(grid)) < 2 * error) >= 0.9
     assert (error < 1.0).all()
     assert np.corrcoef(drift, truth(grid))[0, 1] > 0.9
-    assert f"and {len(result.names) - 1} parameters with a penalty" in result.summary()
+    assert f"and {len(result.names) - 1} penalised parameters" in result.summary()

@@ -106,7 +106,7 @@ def test_a_fit_with_errors_is_that_of_kalmans_filter():
     # Values have no scores of their own.
     assert np.isnan(list(result.robust_errors.values())).all()
     assert "robust" not in result.summary()
-    assert "32 draws of the states" in result.summary()
+    assert "32 draws of the hidden states" in result.summary()
     assert result.warning is None
     # What is known of the states is what Kalman's filter knows of the last.
     states, deviations = result.smoothed
@@ -142,11 +142,11 @@ def test_cir_with_errors_is_that_of_a_particle_filter(key):
 @pytest.mark.parametrize(
     ("noise", "told"),
     [
-        (0.0, "must be positive.*0.0"),
-        (-1.0, "must be positive.*-1"),
-        (np.nan, "must be positive"),
-        ([0.1, 0.1], r"one for each of 1 columns; got shape \(2,\)"),
-        (9.0, "no value lies inside the state space"),
+        (0.0, "must be a positive standard deviation.*0.0"),
+        (-1.0, "must be a positive standard deviation.*-1"),
+        (np.nan, "must be a positive standard deviation"),
+        ([0.1, 0.1], r"one for each of the 1 columns; got shape \(2,\)"),
+        (9.0, "no value is inside the state space"),
     ],
 )
 def test_noise_that_is_none_is_refused_in_one_line(noise, told):

@@ -84,7 +84,7 @@ def test_weighted_paths_have_the_same_derivatives_and_none_out_of_reach(series, 
 def test_a_likelihood_of_exact_transitions_refuses_an_sde_without(series, key):
     times, x = series
     likelihood = rf.series_likelihood(rf.CoxIngersollRoss(1.0, 1.0, 0.3), times, 1 + x, key=key)
-    with pytest.raises(ValueError, match=r"transitions of CKLS are not known exactly"):
+    with pytest.raises(ValueError, match=r"transitions of CKLS have no closed form"):
         likelihood(rf.CKLS(1.0, 1.0, 0.3, 0.5))
 
 

@@ -173,7 +173,7 @@ def test_a_class_without_moments_is_refused():
         def diffusion(self, t, z):
             return jnp.eye(1)
 
-    with pytest.raises(TypeError, match="Own has no starting_values: give an SDE"):
+    with pytest.raises(TypeError, match="Own does not define starting_values: pass an SDE"):
         rf.fit_sde(Own, TIMES, LINE, key=jax.random.key(0))
     with pytest.raises(TypeError, match="got the class StochasticFlow"):
         rf.fit_sde(rf.StochasticFlow, TIMES, LINE, key=jax.random.key(0))  # pyright: ignore
@@ -187,7 +187,7 @@ def test_an_exact_log_prob_is_refused():
         def exact_log_prob(self, x0, x1, dt):
             return jnp.zeros(())
 
-    with pytest.raises(TypeError, match=r"Own has exact_log_prob, .* define exact_transition") as error:
+    with pytest.raises(TypeError, match=r"Own defines exact_log_prob, .* define exact_transition") as error:
         rf.fit_sde(Own(1.0, 0.0, 1.0), TIMES, LINE, key=jax.random.key(0))
     assert "\n" not in str(error.value)
 

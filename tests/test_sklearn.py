@@ -102,13 +102,13 @@ def test_options_mean_what_they_mean_to_fit_density(table):
         (
             [[i, i**2] for i in range(9)],
             {"noise": "best", "validation_fraction": 0},
-            "chosen on validation rows",
+            "needs validation rows",
         ),
         ([[i, i**2] for i in range(9)], {"bounds": {0: (1, 9)}}, "not strictly between its bounds 1 and 9"),
         ([[i, i**2] for i in range(9)], {"rounding": {5: 1.0}}, "there is no column 5"),
-        ([[i, i**2] for i in range(9)], {"outliers": 1.0}, "outliers must be a share"),
+        ([[i, i**2] for i in range(9)], {"outliers": 1.0}, "outliers must be a fraction"),
         ([[i, i**2] for i in range(9)], {"smoothing": -1.0}, "smoothing must not be negative"),
-        ([[i, i**2] for i in range(9)], {"validation_fraction": 1.0}, "validation must be a share"),
+        ([[i, i**2] for i in range(9)], {"validation_fraction": 1.0}, "validation must be a fraction"),
     ],
 )
 def test_what_is_refused(rows, settings, reason):
@@ -176,5 +176,5 @@ def test_a_search_warns_once_and_names_the_line_that_started_it():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         search.fit(rows)
-    told = [warning for warning in caught if "times the width of its middle half" in str(warning.message)]
+    told = [warning for warning in caught if "interquartile ranges from its median" in str(warning.message)]
     assert [warning.filename for warning in told] == [__file__]

@@ -284,7 +284,7 @@ def test_given_names_columns_of_a_frame(frame):
     np.testing.assert_array_equal(named.log_prob(rows[:4, :1], given=rows[:4, 1:]), arrays)
     with pytest.raises(ValueError, match="data has no column 'age'; it has height, weight, visit"):
         rf.fit_density(frame, given="age", key=KEY)
-    with pytest.raises(ValueError, match="none left to model"):
+    with pytest.raises(ValueError, match="no column is left to model"):
         rf.fit_density(frame[["height"]], given="height", key=KEY)
 
 
@@ -306,7 +306,7 @@ def test_noise_is_added_in_units_of_the_table(frame, fitted):
 @pytest.mark.parametrize(
     ("rows", "settings", "reason"),
     [
-        (np.ones((1, 2)), {}, "data has 1 row: two are the least"),
+        (np.ones((1, 2)), {}, "data has 1 row: use at least two"),
         (rows_of(0, 60), {"validation": 0.999}, "validation=0.999 leaves 1 of 60 rows to train on"),
         (np.column_stack([np.full(60, 7), rows_of(0, 60)]), {}, "column 0 is constant"),
         (rows_of(0, 60) @ np.array([[1, 0, 1], [0, 1, 1]]), {}, "columns 0, 1, 2 are linearly dependent"),
@@ -314,9 +314,9 @@ def test_noise_is_added_in_units_of_the_table(frame, fitted):
         (rows_of(0, 60), {"width": -3}, "width must be a positive whole number, got -3"),
         (rows_of(0, 60), {"patience": -1}, "patience must be a positive whole number, got -1"),
         (rows_of(0, 60), {"columns": ("a", "a")}, "columns has the name 'a' twice"),
-        (rows_of(0, 60), {"columns": "ab"}, "columns must be a list of names, got the text 'ab'"),
+        (rows_of(0, 60), {"columns": "ab"}, "columns must be a list of names, got 'ab'"),
         (rows_of(0, 60), {"family": "normal"}, "family must be one of 'gaussian', 'marginals', 'flow'"),
-        (rows_of(0, 60), {"groups": "visit"}, "name columns of a DataFrame"),
+        (rows_of(0, 60), {"groups": "visit"}, "can be names only for a DataFrame"),
         (np.zeros((20, 100_000)), {}, "data has 20 rows for 100,000 columns"),
     ],
 )

@@ -207,7 +207,7 @@ def test_bad_input_to_tuning_is_refused(key):
         tune(key, num_gradients=100, climb=False)
     with pytest.raises(ValueError, match=r"^log_density is nan at the start"):
         tune(key, target=lambda z: jnp.sqrt(z[0] - 50), num_gradients=10_000)
-    with pytest.raises(TypeError, match=r"^FlowSampler needs the SDE of rf\.targeted_sde, got ItoSDE"):
+    with pytest.raises(TypeError, match=r"^FlowSampler needs an SDE from rf\.targeted_sde, got ItoSDE"):
         rf.mcmc.FlowSampler(rf.ItoSDE(lambda t, z: -z, SPREAD), 1.0)
     with pytest.raises(ValueError, match=r"shapes \(2,\) and \(2, 2\), got \(2,\) and \(3, 3\)$"):
         rf.sde.LocalDiffusion(2, scale=jnp.eye(3), key=key)

@@ -1,4 +1,4 @@
-"""The command line: `roughflow --help` is a tour of it."""
+"""The command line; `roughflow --help` lists its commands."""
 
 import argparse
 import contextlib
@@ -10,34 +10,34 @@ from collections.abc import Callable, Sequence
 
 from .process import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, TERMINATED, Refused, Terminated
 
-# Modules of commands that are not called like their command.
+# Modules of commands whose name differs from the command.
 MODULES = {"demo": "figures", "reproduce": "figures"}
 
 
 def program() -> int:
-    """`main` as a program of its own: what is pressed while Python puts its things away is of no use."""
+    """`main` as a program: signals during the shutdown of Python are ignored."""
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; what goes wrong is told in one line, never a traceback."""
-    if sys.stdout is None:  # closed by whoever started the program
-        return _tell(Refused("standard output is closed: leave it open, or send it to a file"), BAD_INPUT)
+    """Run one command and return its exit code. Errors are reported in one line, without a traceback."""
+    if sys.stdout is None:  # closed by the parent process
+        return _tell(Refused("standard output is closed: open it, or redirect it to a file"), BAD_INPUT)
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader has seen enough. Python flushes stdout once more as it ends: into nothing.
+        # The reader closed the pipe. Python flushes stdout again at exit, so redirect it to nowhere.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as pressed:
         print("roughflow: interrupted", file=sys.stderr)
         return TERMINATED if isinstance(pressed, Terminated) else INTERRUPTED
-    # The library refuses an argument by a ValueError and reports a failed solve by a RuntimeError.
+    # The library raises ValueError for bad arguments and RuntimeError for failed solves.
     except (Refused, ValueError, OSError) as error:
         return _tell(error, BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    # Imported within `main`, which knows what to do with Ctrl-C.
+    # Imported inside `main`, which handles Ctrl-C.
     from .arguments import parse
     from .process import keep_programs, starting, stoppable
 
@@ -57,7 +57,8 @@ def _run(argv: list[str]) -> int:
     from .files import look_at_input
 
     look_at_input(arguments)
-    # Imported now, for JAX takes its time: --help, a mistyped option and a bad table do not wait for it.
+    # Imported late, because JAX is slow to import: --help, mistyped options and bad tables do not wait for
+    # it.
     with starting():
         importlib.import_module("roughflow.train")
         command = _command(arguments.command)
@@ -73,7 +74,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _check_devices(arguments: argparse.Namespace) -> None:
-    """Refuse to start where JAX has no device. One of several processes meets the others first."""
+    """Refuse to start without a JAX device. One of several processes connects to the others first."""
     from roughflow.train import check_backend
 
     from .devices import devices_of_cpu

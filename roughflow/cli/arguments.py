@@ -1,4 +1,4 @@
-"""The parser: commands, options and their types. It imports nothing heavy, so that help appears at once."""
+"""The parser: commands, options and their types. It imports nothing heavy, so that --help is fast."""
 
 import argparse
 import math
@@ -18,30 +18,30 @@ def _number(kind: Callable, accept: Callable[[float], bool], description: str) -
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and accept(value)):
-            raise argparse.ArgumentTypeError(f"{description} is wanted, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected {description}, got {text!r}")
         return value
 
     return read
 
 
 as_count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
-# JAX takes a seed of 32 bits where 64 are not switched on.
+# JAX takes 32-bit seeds unless 64 bits are enabled.
 as_seed = _number(int, lambda n: 0 <= n < 2**31, f"a whole number from 0 to {2**31 - 1}")
 as_whole_number = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 as_positive = _number(float, lambda v: v > 0, "a number above 0")
 as_not_negative = _number(float, lambda v: v >= 0, "a number of at least 0")
-as_share = _number(float, lambda v: 0 <= v < 1, "a share, from 0 to below 1,")
+as_share = _number(float, lambda v: 0 <= v < 1, "a fraction of at least 0 and below 1")
 
 
 def as_noise(text: str) -> float | str:
     return text if text == "best" else _size(text)
 
 
-_size = _number(float, lambda v: v >= 0, "best, or a number of at least 0,")
+_size = _number(float, lambda v: v >= 0, "best, or a number of at least 0")
 
 
 def _by_column(text: str, value: Callable[[str], Any], example: str) -> dict[str, Any]:
-    """Values by the names of columns: A=VALUE,B=VALUE."""
+    """Values by column name: A=VALUE,B=VALUE."""
     parts = [part.rpartition("=") for part in text.split(",")]
     names = [name.strip() for name, _, _ in parts]
     try:
@@ -50,7 +50,7 @@ def _by_column(text: str, value: Callable[[str], Any], example: str) -> dict[str
         return {name: value(part) for name, (_, _, part) in zip(names, parts, strict=True)}
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"different columns with their values, {example}, are wanted, got {text!r}"
+            f"expected different columns with values, as in {example}, got {text!r}"
         ) from None
 
 
@@ -61,7 +61,7 @@ def as_bounds(text: str) -> dict[str, tuple[float | None, float | None]]:
             raise ValueError
         limits = tuple(float(limit) if limit.strip() else None for limit in (low, high))
         if limits[0] is not None and limits[1] is not None and not limits[0] < limits[1]:
-            told = "are reversed" if limits[0] > limits[1] else "leave nothing between them"
+            told = "are reversed" if limits[0] > limits[1] else "are empty"
             raise argparse.ArgumentTypeError(f"the bounds {part} {told}, got {text!r}")
         return limits  # pyright: ignore
 
@@ -75,19 +75,19 @@ def as_rounding(text: str) -> dict[str, float] | str:
 def as_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"different names with commas between them are wanted, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected different names separated by commas, got {text!r}")
     return names
 
 
 def as_process(text: str) -> tuple[str, int, int]:
-    """One of several processes: where the first is, which this is, and how many there are."""
+    """The address of the first process, the index of this one, and the number of processes."""
     try:
         address, which, count = text.split(",")
         if ":" not in address or not 0 <= int(which) < int(count):
             raise ValueError
         return address, int(which), int(count)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"HOST:PORT,I,N with I below N is wanted, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT,I,N with I below N, got {text!r}") from None
 
 
 MODELS = {
@@ -102,7 +102,7 @@ MODELS = {
 }
 ESTIMATE_DESCRIPTION = (
     "Fit a named SDE to a series by maximum likelihood, and print its parameters with standard errors. "
-    "Dates are counted in years; empty values make longer gaps. The models: "
+    "Dates are converted to years; empty values are skipped. The models: "
     + ", ".join(f"{name} ({equation})" for name, equation in MODELS.items())
     + "."
 )
@@ -117,87 +117,85 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
         help="a .csv or .tsv file with a header, either with .gz too; - for CSV from standard input",
     )
     parser.add_argument(
-        "--time", required=True, metavar="COLUMN", help="dates, such as 2024-01-31, or numbers; increasing"
+        "--time", required=True, metavar="COLUMN", help="increasing dates, such as 2024-01-31, or numbers"
     )
-    parser.add_argument("--value", required=True, metavar="COLUMN", help="what was observed then")
+    parser.add_argument("--value", required=True, metavar="COLUMN", help="column of observed values")
     parser.add_argument(
         "--model",
         choices=MODELS,
         metavar="|".join(MODELS),
-        help="the SDE; with --compare the best by AIC unless named",
+        help="the SDE; default with --compare: the best by AIC",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="fit all models the series is possible under, and rank by AIC"
+        "--compare", action="store_true", help="fit all models that allow the observed values, ranked by AIC"
     )
     parser.add_argument(
         "--scale",
         type=as_positive,
         default=1.0,
         metavar="X",
-        help="to multiply values by, 0.01 for percent",
+        help="factor for the values, 0.01 for percent",
     )
     parser.add_argument(
         "--measurement-noise",
         type=as_positive,
         metavar="X",
-        help="values have normal errors; the standard deviation that its search starts from, once scaled",
+        help="starting value for the standard deviation of normal measurement errors, after scaling",
     )
     parser.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="take exact transition densities where they are known; default: yes",
+        help="use exact transition densities where they are known; default: yes",
     )
     parser.add_argument(
         "--forecast",
         metavar="TIMES",
-        help="print quantiles at these times, with commas between them: dates, or numbers counted from the "
+        help="print quantiles at these times, separated by commas: dates, or numbers after the "
         "last value, in years if the series has dates",
     )
     parser.add_argument(
         "--parameter-uncertainty",
         action="store_true",
-        help="forecasts include the errors of the estimates",
+        help="include parameter uncertainty in forecasts",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="write figures, estimate.png, and estimate.json there; forecast.csv with --forecast",
+        help="folder for estimate.png and estimate.json, and forecast.csv with --forecast",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
 
 
 TOUR = """\
-roughflow gives densities to stochastic differential equations. From the command line it turns a table of
-numbers into a density: fit a model to the rows, ask how likely other rows are, draw new ones.
+roughflow computes densities of stochastic differential equations. From the command line it fits a
+density to a table: fit a model to the rows, evaluate log-densities of other rows, draw new rows.
 
-commands, in the order you will meet them:
-  demo        fit a banana in minutes, and draw what was learned
+commands:
+  demo        fit a banana-shaped density in minutes, and plot it
                 roughflow demo --out figures
   fit         fit a density to the rows of a table (.csv with a header, .tsv, .npy, .parquet)
                 roughflow fit flowers.csv --columns length,width --out flowers.rf
-  score       the log density of each row of a table, with its error bar
+  score       log-density of each row of a table, with its error
                 roughflow score flowers.rf more.csv --out scores.csv
   sample      draw new rows
                 roughflow sample flowers.rf -n 1000 --out new.csv
-  tune        learn a sampler for a density of your own, and draw from it
+  tune        tune an MCMC sampler for your own density, and draw from it
                 roughflow tune model:log_density --dimension 2 --out draws.csv
-  estimate    fit a named SDE to a series of dates and values, with standard errors
+  estimate    fit a named SDE to a time series, with standard errors
                 roughflow estimate rates.csv --time date --value rate --model cir
-  reproduce   the figures of Hodgkinson et al. (2020), with their numbers
+  reproduce   figures of Hodgkinson et al. (2020), with their numbers
                 roughflow reproduce fig1 --out figures
 """
 TABLES = (
     "a .csv or .tsv file with a header, either with .gz too, .npy or .parquet; - for CSV from standard input"
 )
-EPILOG = (
-    "`roughflow COMMAND --help` lists a command's options. A model is one file; `rf.load` reads it in Python."
-)
+EPILOG = "`roughflow COMMAND --help` lists the options of a command. `rf.load` reads a model in Python."
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its options. --help and --version print, and raise `SystemExit`."""
+    """Parse the command and its options. --help and --version print, and raise `SystemExit`."""
     parser = _Parser(
         prog="roughflow",
         usage="roughflow COMMAND ...",
@@ -206,7 +204,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"roughflow {rf.__version__}")
-    # The tour lists the commands already.
+    # The description lists the commands already.
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="roughflow"
     )
@@ -214,27 +212,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         add(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
-        parser.error("name a command: demo, fit, score, sample, tune, estimate or reproduce")
+        parser.error("missing command: choose from demo, fit, score, sample, tune, estimate or reproduce")
     arguments.argv = list(argv)
     return arguments
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print over several lines."""
+    """Raise the message that argparse would print over several lines."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (see {self.prog} --help)")
 
 
 def _command(commands, name: str, description: str, example: str) -> argparse.ArgumentParser:
-    # Shortened options would change their meaning when an option is added.
+    # No abbreviations, because they may become ambiguous when an option is added.
     return commands.add_parser(
         name, description=description, epilog=f"example: roughflow {example}", allow_abbrev=False
     )
 
 
 def _demo(commands) -> None:
-    parser = _command(commands, "demo", "Fit a banana, and draw what was learned.", "demo --out figures")
+    parser = _command(commands, "demo", "Fit a banana-shaped density and plot it.", "demo --out figures")
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
     )
@@ -247,27 +245,25 @@ def _fit(commands) -> None:
     parser = _command(
         commands,
         "fit",
-        "Fit a density to the rows of a table: by regression first, then by likelihood. The state of the run "
-        "is kept in MODEL.rf.checkpoint until the model is written: Ctrl-C stops it, --resume goes on to the "
-        "same numbers.",
+        "Fit a density to the rows of a table: by regression first, then by likelihood. The run is "
+        "saved in MODEL.rf.checkpoint until the model is written: Ctrl-C stops it, --resume continues it "
+        "with the same result.",
         "fit flowers.csv --columns length,width --out flowers.rf",
     )
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
-    parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="the model to write")
+    parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="file for the model")
     parser.add_argument("--columns", type=as_names, metavar="A,B,C", help="default: all")
-    parser.add_argument(
-        "--report", type=Path, metavar="REPORT.html", help="also write a page on the fit, to send on"
-    )
+    parser.add_argument("--report", type=Path, metavar="REPORT.html", help="also write an HTML report")
     parser.add_argument(
         "--given",
         type=as_names,
         metavar="A,B,C",
-        help="columns to condition on: the density is that of the others given these",
+        help="columns to condition on",
     )
     parser.add_argument(
         "--groups",
         metavar="A",
-        help="a column of numbers that is not modelled: rows with one number are validated together",
+        help="a column of group numbers, not modelled: rows of one group are validated together",
     )
     _fit_model(parser)
     _fit_training(parser)
@@ -278,8 +274,8 @@ def _fit(commands) -> None:
         const="",
         type=as_process,
         metavar="HOST:PORT,I,N",
-        help="be one of several processes that fit together, all started with the same options: process I of "
-        "N, the first of them at HOST; under Slurm or Open MPI plain --join",
+        help="fit in several processes, all started with the same options: process I of N, the first at "
+        "HOST; under Slurm or Open MPI just --join",
     )
     _seed(parser)
     _resume(parser, "MODEL.rf")
@@ -290,7 +286,7 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family",
         choices=("gaussian", "marginals", "flow"),
-        help="a Gaussian, one of mapped columns, or a flow; default: the best by cross-validation for small "
+        help="Gaussian, Gaussian of mapped columns, or flow; default: the best by cross-validation for small "
         "tables; a flow for others, and with --steps or --seconds",
     )
     parser.add_argument(
@@ -298,25 +294,25 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
         type=as_noise,
         default=0.0,
         metavar="N",
-        help="size of the noise in units of the standardised data, 0 for none; best for the size with the "
-        "highest likelihood on the rows set aside; default: %(default)s",
+        help="noise in units of the standardised data, 0 for none; best for the value with the "
+        "highest likelihood on the validation rows; default: %(default)s",
     )
     parser.add_argument(
         "--bounds",
         type=as_bounds,
         metavar="A=LOW:HIGH,...",
-        help="of columns, beyond which the density is zero: share=0:1,income=0: for two of them",
+        help="bounds of columns, outside of which the density is zero: share=0:1,income=0:",
     )
     parser.add_argument(
         "--rounding",
         type=as_rounding,
         metavar="A=N,...|auto",
-        help="how wide the steps are of columns that were rounded: age=1,height=0.5; auto to find them",
+        help="steps of rounded columns: age=1,height=0.5; auto to detect them",
     )
     parser.add_argument(
         "--marginals",
         action=argparse.BooleanOptionalAction,
-        help="map each column to a nearly normal one first; default: where cross-validation bears it out",
+        help="first map each column to a nearly normal one; default: by cross-validation",
     )
 
 
@@ -325,21 +321,21 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
         option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
     told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
-    told("--smoothing", as_not_negative, "noise on rows in training; default: 0.3 for few rows, else 0")
-    told("--outliers", as_share, "share of rows thrown far out; default: 0.02 from four columns on")
-    told("--steps", as_count, "of the regression; default: 20000, fewer for few rows")
-    told("--likelihood-steps", as_whole_number, "of the likelihood; default: 100, 60 or 0, by size of table")
-    told("--seconds", as_positive, "budget for both stages, after compilation, in place of steps")
-    told("--width", as_count, "of the network; default: 128, or 256 from 20,000 rows on")
-    add("--depth", as_count, 3, "of the network")
+    told("--smoothing", as_not_negative, "noise on rows during training; default: 0.3 for few rows, else 0")
+    told("--outliers", as_share, "fraction of rows with large noise; default: 0.02 from four columns on")
+    told("--steps", as_count, "steps of the regression; default: 20000, fewer for few rows")
+    told("--likelihood-steps", as_whole_number, "steps of the likelihood; default: 100, 60 or 0")
+    told("--seconds", as_positive, "time for both stages, after compilation, instead of steps")
+    told("--width", as_count, "width of the network; default: 128, or 256 from 20,000 rows on")
+    add("--depth", as_count, 3, "depth of the network")
     add("--batch-size", as_count, 512, "rows per step of the regression")
-    add("--learning-rate", as_positive, 2e-3, "of the regression")
-    add("--validation", as_share, 0.1, "share of rows set aside to choose the best model by, 0 for none")
+    add("--learning-rate", as_positive, 2e-3, "learning rate of the regression")
+    add("--validation", as_share, 0.1, "fraction of validation rows, 0 for none")
     add(
         "--patience",
         as_whole_number,
         5,
-        "validations without improvement that end a stage, 0 for never",
+        "validation checks without improvement before a stage ends, 0 for no limit",
     )
 
 
@@ -347,17 +343,17 @@ def _score(commands) -> None:
     parser = _command(
         commands,
         "score",
-        "The log density of each row, its total error, and how many equally weighted paths it rests "
-        "on, as CSV. Columns are found by their names; those of an .npy file by their places.",
+        "Write the log-density of each row, its total error, and its effective number of paths, as CSV. "
+        "Columns are matched by name, or by position in an .npy file.",
         "score flowers.rf more.csv --tolerance 0.01 --out scores.csv",
     )
     parser.add_argument("model", type=Path, metavar="MODEL.rf")
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
-    parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default, and -: standard output")
+    parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default: - (standard output)")
     parser.add_argument(
-        "--tolerance", type=as_positive, metavar="E", help="add work until total errors are below"
+        "--tolerance", type=as_positive, metavar="E", help="add paths until total errors are below this"
     )
-    parser.add_argument("--paths", type=as_count, metavar="N", help="random paths per row, at most")
+    parser.add_argument("--paths", type=as_count, metavar="N", help="maximum number of paths per row")
     _devices(parser)
     _seed(parser)
     _resume(parser, "SCORES.csv")
@@ -376,7 +372,7 @@ def _sample(commands) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help=".csv, .tsv, .csv.gz or .npy; default, and -: CSV to standard output",
+        help="output file, .csv, .tsv, .csv.gz or .npy; default: - (CSV to standard output)",
     )
     _seed(parser)
     _force(parser)
@@ -386,32 +382,30 @@ def _tune(commands) -> None:
     parser = _command(
         commands,
         "tune",
-        "Learn a sampler for a density, then draw from it. MODULE:FUNCTION names a Python function of the "
-        "current folder, or of an installed package, that takes z of shape (d,) and returns log p(z) up to a "
-        "constant. The state of the run is kept in DRAWS.checkpoint: Ctrl-C stops it, --resume goes on.",
+        "Tune a sampler for a density, then draw from it. MODULE:FUNCTION names a Python function in the "
+        "current folder or an installed package, that takes z of shape (d,) and returns log p(z) up to a "
+        "constant. The run is saved in DRAWS.checkpoint: Ctrl-C stops it, --resume continues it.",
         "tune model:log_density --dimension 2 --out draws.csv",
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION")
     parser.add_argument(
-        "--dimension", type=as_count, metavar="D", help="of z; default: the target's own `dimension`"
+        "--dimension", type=as_count, metavar="D", help="of z; default: the function's attribute `dimension`"
     )
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="DRAWS",
-        help="the draws to write, .csv, .tsv, .csv.gz or .npy",
+        help="file for the draws, .csv, .tsv, .csv.gz or .npy",
     )
-    parser.add_argument(
-        "--noise-out", type=Path, metavar="NOISE.rf", help="where to keep the noise it learned"
-    )
+    parser.add_argument("--noise-out", type=Path, metavar="NOISE.rf", help="file for the learned noise")
     add = lambda option, default, text: parser.add_argument(
         option, type=as_count, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
-    add("--chains", 64, "chains, side by side")
-    add("--gradients", 500_000, "of log p to spend on learning, of all chains together")
-    add("--draws", 1000, "to keep of each chain")
-    parser.add_argument("--thin", type=as_count, default=1, metavar="N", help="steps a draw; default: 1")
+    add("--chains", 64, "number of parallel chains")
+    add("--gradients", 500_000, "total number of gradients of log p for tuning")
+    add("--draws", 1000, "draws per chain")
+    parser.add_argument("--thin", type=as_count, default=1, metavar="N", help="steps per draw; default: 1")
     _seed(parser)
     _resume(parser, "DRAWS")
     _quiet(parser)
@@ -429,7 +423,7 @@ def _reproduce(commands) -> None:
     parser = _command(
         commands,
         "reproduce",
-        "Figures 1 to 4 of Hodgkinson et al. (2020), and nine toys: a PNG each, and their numbers as JSON.",
+        "Reproduce figures 1 to 4 of Hodgkinson et al. (2020), and nine toy densities: PNG and JSON files.",
         "reproduce fig1 --out figures",
     )
     parser.add_argument(
@@ -441,9 +435,9 @@ def _reproduce(commands) -> None:
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
     )
     parser.add_argument(
-        "--steps", type=as_count, metavar="N", help="of each fit; of a regression, in proportion"
+        "--steps", type=as_count, metavar="N", help="training steps of each fit; scales those of regressions"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from where a run was cut short")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     _seed(parser)
     _quiet(parser)
 
@@ -453,18 +447,18 @@ def _devices(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=as_count,
         metavar="N",
-        help="split the work between so many, of a CPU's cores if there is nothing else; default: one",
+        help="number of devices to use; CPU cores if there is no other device; default: one",
     )
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:
-    told = "of all randomness; default: 0"
+    told = "random seed; default: 0"
     parser.add_argument("--seed", type=as_seed, default=0, metavar="N", help=told)
 
 
 def _resume(parser: argparse.ArgumentParser, out: str) -> None:
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of a run cut short")
-    parser.add_argument("--force", action="store_true", help=f"overwrite {out}, and a checkpoint not resumed")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--force", action="store_true", help=f"overwrite {out}, and an existing checkpoint")
 
 
 def _force(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from roughflow.tables import second_file
 from .files import table_bytes
 from .process import INTERRUPTED, Refused
 
-# What may differ when a run goes on: where things are, and how much is said.
+# Options that may differ when a run is resumed.
 FREE = frozenset(
     {"command", "argv", "data", "table", "model", "out", "noise_out", "report", "resume", "force", "quiet"}
     | {"draws", "thin", "devices", "join"}
@@ -35,14 +35,14 @@ def checkpoint_of(out: Path) -> Path:
 
 
 def rows_of(checkpoint: Path) -> Path:
-    """Where the rows are that a command has written so far."""
+    """The file with the rows that a command has written so far."""
     return checkpoint.with_name(checkpoint.name + ".rows")
 
 
 @contextlib.contextmanager
 def alone(arguments: argparse.Namespace) -> Iterator[None]:
-    """Refuse to write what another run is at work on; keep notes only of a run that can go on."""
-    told = f"another run is at work on {arguments.out}: wait for it, or name another --out{see('two-runs')}"
+    """Refuse to write a file that another run is writing. Keep notes only of a run that can be resumed."""
+    told = f"another run is writing {arguments.out}: wait for it, or choose another --out{see('two-runs')}"
     checkpoint = checkpoint_of(arguments.out)
     with file_lock(arguments.out, told):
         try:
@@ -53,12 +53,13 @@ def alone(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
-    """Refuse to start over what was cut short, to go on from nothing, or to go on with other options."""
+    """Refuse to overwrite an interrupted run, to resume without a checkpoint, or to resume with other
+    options."""
     if arguments.resume and not checkpoint.exists():
-        raise Refused(f"there is no checkpoint {checkpoint} to go on from: leave out --resume to start")
+        raise Refused(f"there is no checkpoint {checkpoint} to resume: omit --resume")
     if checkpoint.exists() and not (arguments.resume or arguments.force):
         raise Refused(
-            f"{checkpoint} holds a run that was cut short: --resume goes on from it, --force starts afresh"
+            f"{checkpoint} holds an interrupted run: --resume continues it, --force starts again"
             + see("checkpoints")
         )
     notes = _notes(checkpoint)
@@ -69,13 +70,13 @@ def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
         if before.get(name) != now[name]:
             was, given = (_told(name, options.get(name)) for options in (before, now))
             raise Refused(
-                f"{checkpoint} holds a run {was}, this one is {given}: --resume takes the same, --force "
-                f"starts afresh{see('checkpoints')}"
+                f"{checkpoint} holds a run {was}, this one is {given}: use the same options to resume, or "
+                f"--force to start again{see('checkpoints')}"
             )
 
 
 def begin(checkpoint: Path, arguments: argparse.Namespace) -> None:
-    """Note the options of a run that starts afresh."""
+    """Record the options of a new run."""
     if arguments.resume:
         return
     remove(checkpoint)
@@ -90,11 +91,11 @@ def remove(checkpoint: Path) -> None:
 
 def stopped(arguments: argparse.Namespace, checkpoint: Path, what: str) -> int:
     again = [word for word in arguments.argv if word != "--resume"]
-    tell = f"roughflow: {what}, kept in {checkpoint}; go on with: "
+    tell = f"roughflow: {what}, saved in {checkpoint}; continue with: "
     if checkpoint.exists():
         print(tell + shlex.join(["roughflow", *again, "--resume"]), file=sys.stderr)
     else:
-        print(f"roughflow: {what} before there was anything to keep", file=sys.stderr)
+        print(f"roughflow: {what} before anything was saved", file=sys.stderr)
     return INTERRUPTED
 
 
@@ -103,7 +104,7 @@ def _notes(checkpoint: Path) -> Path:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that a run depends on, but its data, as JSON has it."""
+    """All options that a run depends on, except its data, for JSON."""
     options = {name: value for name, value in vars(arguments).items() if name not in FREE}
     return json.loads(json.dumps(options))
 
@@ -121,10 +122,10 @@ NOTED = ("chunks", "rows", "size", "digest")
 
 
 class KeptRows:
-    """Chunks of a table that is made from another one, chunk by chunk, and from other files.
+    """Write a table in chunks that depend on another table and on other files, so that it can be resumed.
 
-    Beside the rows the checkpoint notes how many bytes of them are whole, and a digest of all that was read
-    for them: whoever goes on reads the same again, and knows by the digest that it is the same.
+    The checkpoint records the number of complete bytes and a digest of all input. A resumed run reads the
+    same input again and compares the digest.
     """
 
     def __init__(self, out: Path, checkpoint: Path, header: Sequence[str], sources: Sequence[Path]):
@@ -133,30 +134,30 @@ class KeptRows:
         self._digest = hashlib.sha256()
         for source in sources:
             self._digest.update(source.read_bytes())
-        self._read: deque[str] = deque()  # digests, of chunks that were read and not yet written
+        self._read: deque[str] = deque()  # digests of chunks that were read but not yet written
 
     def reading(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """The chunks that are not done yet."""
+        """The chunks that remain."""
         seen = self._seen(chunks)
         for _ in range(self.chunks):
             next(seen, None)
         if self.chunks and self._last() != self.digest:
             told = f"{self.checkpoint} belongs to another run: the table or the model has changed"
-            raise Refused(f"{told}; --resume takes the same, --force starts afresh{see('checkpoints')}")
+            raise Refused(f"{told}; use the same to resume, or --force to start again{see('checkpoints')}")
         return seen
 
     def resume(self) -> dict[str, Any]:
-        """Go on from the checkpoint; what was told with it."""
+        """Resume from the checkpoint, and return its notes."""
         notes = json.loads(self.checkpoint.read_text(encoding="utf-8"))
         self.chunks, self.rows, self.size, self.digest = (notes[name] for name in NOTED)
         return notes["told"]
 
     def add(self, columns: Sequence[np.ndarray], told: dict[str, Any]) -> None:
-        """One more chunk, and what is to be known of all of them when the run goes on."""
+        """Write one more chunk, with notes for a resumed run."""
         rows = rows_of(self.checkpoint)
         rows.parent.mkdir(parents=True, exist_ok=True)
         with rows.open("r+b" if self.chunks else "wb") as file:
-            # What another run left of a chunk that it did not finish goes.
+            # Discard what an interrupted run left of an incomplete chunk.
             file.truncate(self.size)
             file.seek(self.size)
             file.write(table_bytes(self.out, columns, None if self.chunks else self.header))
@@ -171,7 +172,7 @@ class KeptRows:
             draft.write_text(json.dumps(notes | {"told": told}), encoding="utf-8")
 
     def finish(self) -> None:
-        """The table is whole."""
+        """Finish the table."""
         with rf.files.whole_file(self.out) as draft:
             shutil.move(rows_of(self.checkpoint), draft)
         remove(self.checkpoint)

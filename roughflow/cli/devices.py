@@ -1,4 +1,4 @@
-"""Devices (`--devices`), and several processes that work together (`--join`)."""
+"""Devices (`--devices`), and several cooperating processes (`--join`)."""
 
 import atexit
 import contextlib
@@ -14,10 +14,10 @@ from roughflow.faq import see
 
 from .process import BAD_INPUT, FAILED, Refused
 
-CORES = 256  # of one CPU, at most
-SILENT = 20  # seconds without a sign of life after which a process counts as gone
-# Where one is gone JAX may end the others at once, from a thread that Python knows nothing of. A small
-# process beside each has the last word: it waits for this one to end, and speaks if that was not in order.
+CORES = 256  # maximum number of devices of one CPU
+SILENT = 20  # seconds without a heartbeat after which a process is considered dead
+# If one process dies, JAX may end the others at once, from a thread outside of Python. A small watchdog
+# process next to each waits for it to end, and prints an error if it ended irregularly.
 WITNESS = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -25,16 +25,16 @@ if not sys.stdin.read():
     print(sys.argv[1], file=sys.stderr)
 """
 GONE = (
-    "roughflow: error: a process of this run is gone, so that this one ended too: start all of them again, "
-    "with --resume" + see("several-devices")
+    "roughflow: error: another process of this run ended, so this one did too: restart all of them with "
+    "--resume" + see("several-devices")
 )
 
 
 def devices_of_cpu(count: int | None) -> None:
-    """Make so many devices of a CPU's cores, if a number was said and JAX is not yet at work. Too many are
-    refused later: there are no more.
+    """Split a CPU into several devices, if a number was given and JAX has not started yet. Numbers that are
+    too large are refused later.
 
-    One device hardly uses a second core: the operations of a step are too small to be shared.
+    A single device hardly uses a second core, because the operations of a step are too small to be shared.
     """
     with contextlib.suppress(RuntimeError):
         if count is not None:
@@ -43,7 +43,7 @@ def devices_of_cpu(count: int | None) -> None:
 
 @contextlib.contextmanager
 def joined(process: tuple[str, int, int] | str | None) -> Iterator[None]:
-    """Within the block this is one of several processes; for None, the only one."""
+    """A context in which this is one of several processes; None for a single process."""
     if process is None:
         yield
         return
@@ -52,7 +52,7 @@ def joined(process: tuple[str, int, int] | str | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # The others may be gone: there is nobody to take leave of.
+        # The others may have ended: nobody to disconnect from.
         bad_input = isinstance(error, Refused | ValueError | OSError)
         atexit.register(_end_process, BAD_INPUT if bad_input else FAILED)
         raise
@@ -73,7 +73,7 @@ def _meet(process: tuple[str, int, int] | str) -> None:
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=SILENT)  # pyright: ignore
     except (ValueError, RuntimeError) as error:
         told = str(error).splitlines()[0]
-        remedy = "give HOST:PORT,I,N, or start it by srun or mpirun"
+        remedy = "pass HOST:PORT,I,N, or start it with srun or mpirun"
         raise Refused(
             f"--join cannot find the other processes ({told}): {remedy}{see('several-devices')}"
         ) from None

@@ -1,4 +1,4 @@
-"""`roughflow estimate`: from a series to a named SDE."""
+"""`roughflow estimate`: fit a named SDE to a time series."""
 
 import argparse
 import json
@@ -41,13 +41,13 @@ KINDS: dict[str, type[rf.series.AbstractNamedSDE]] = {
 
 def estimate(arguments: argparse.Namespace) -> int:
     if arguments.model is None and not arguments.compare:
-        raise Refused(f"name a model, --model {'|'.join(MODELS)}, or --compare them")
+        raise Refused(f"choose a model, --model {'|'.join(MODELS)}, or --compare them")
     if arguments.parameter_uncertainty and arguments.forecast is None:
-        raise Refused("--parameter-uncertainty is for forecasts: give --forecast TIMES")
+        raise Refused("--parameter-uncertainty needs --forecast TIMES")
     names = [FIGURES, NUMBERS, *([] if arguments.forecast is None else [FORECAST])]
     files = [] if arguments.out is None else [arguments.out / name for name in names]
     if arguments.out is not None and not arguments.out.exists():
-        files = [arguments.out]  # a folder that is to be made
+        files = [arguments.out]  # a folder that will be created
     for file in [*files, *([] if arguments.json is None else [arguments.json])]:
         check_writable(file, force=arguments.force, inputs=[arguments.data])
     plots = None if arguments.out is None else with_figures("roughflow.plots")
@@ -114,7 +114,7 @@ def _write(
     forecast: dict[str, np.ndarray],
     plots: Any,
 ) -> None:
-    """The files that were asked for, once all that goes into them is there."""
+    """Write the requested files, after all their content has been computed."""
     key = jax.random.fold_in(jax.random.key(arguments.seed), 1)
     residuals = result.residuals(key=key)
     tests = f"Ljung–Box p = {residuals.ljung_box:.3g}, uniformity p = {residuals.uniformity:.3g}"
@@ -136,13 +136,12 @@ def _write(
 
 
 def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedSDE | str:
-    """The fit, or why there is none."""
+    """The fit, or the reason why there is none."""
     times, values = series.observed()
     if (name in POSITIVE and values.min() <= 0) or (name in SHARES and values.max() >= 1):
         wanted = "between 0 and 1" if name in SHARES else "above 0"
-        return (
-            f"values must lie {wanted}, and they are from {values.min():g} to {values.max():g}{see('series')}"
-        )
+        given = f"{values.min():g} to {values.max():g}"
+        return f"values must lie {wanted}, but they range from {given}{see('series')}"
     key = jax.random.key(arguments.seed)
     try:
         options = {"exact": arguments.exact, "measurement_noise": arguments.measurement_noise}
@@ -162,14 +161,14 @@ def _compare(arguments: argparse.Namespace, series: Series) -> dict[str, rf.Fitt
 
 
 def _reliable(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
-    """The reliable fits by AIC. A fit on a boundary stands for a simpler model, and is not among them."""
+    """The reliable fits by AIC, without those on a boundary, which represent simpler models."""
     fits = {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
     names = [name for name, r in fits.items() if r.reliable and not r.boundary]
     return {name: fits[name] for name in sorted(names, key=lambda name: fits[name].aic)}
 
 
 def _tied(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
-    """The reliable fits with the lowest AIC: several where the differences are small or not known."""
+    """The reliable fits with the lowest AIC: several if the differences are small or uncertain."""
     fits = _reliable(compared)
     if not fits:
         return {}
@@ -179,7 +178,7 @@ def _tied(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
 
 
 def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
-    """Of the models with the lowest AIC the one with the fewest parameters."""
+    """The model with the fewest parameters among those with the lowest AIC."""
     tied = _tied(compared)
     if not tied:
         whys = "; ".join(f"{name}, {why}" for name, why in _whys(compared))
@@ -188,13 +187,13 @@ def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
 
 
 def _whys(compared: dict[str, rf.FittedSDE | str]) -> list[tuple[str, str]]:
-    """What is to be said of models, by name."""
+    """Remarks on models, by name."""
     said = {name: r if isinstance(r, str) else r.warning for name, r in compared.items()}
     return [(name, why) for name, why in said.items() if why]
 
 
 def _comparison(compared: dict[str, rf.FittedSDE | str]) -> str:
-    """A table of the fits by AIC, unreliable ones last; and below it what is to be said of some."""
+    """A table of the fits by AIC, unreliable ones last, followed by remarks."""
     reliable, tied = _reliable(compared), _tied(compared)
     fits = reliable | {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
     marks = dict.fromkeys(fits, "  see below") | dict.fromkeys(reliable, "")
@@ -206,7 +205,7 @@ def _comparison(compared: dict[str, rf.FittedSDE | str]) -> str:
         numbers = f"{r.log_likelihood:>14.3f} {len(r.params):>10} {r.aic:>12.2f} {change:>8} {r.bic:>12.2f}"
         lines.append(f"  {name:<12} {numbers}{marks[name]}")
     if len(tied) > 1:
-        lines.append(f"  {', '.join(tied)} are tied; the summary is of {_best(compared)}")
+        lines.append(f"  {', '.join(tied)} are tied; the summary is for {_best(compared)}")
     return "\n".join([*lines, *(f"  {name}: {why}" for name, why in _whys(compared))])
 
 
@@ -248,7 +247,7 @@ def _described(name: str, result: rf.FittedSDE) -> dict:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: null in their place."""
+    """Replace NaN and infinity by null, because JSON has neither."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

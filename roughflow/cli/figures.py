@@ -34,7 +34,7 @@ def reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _experiments(out: Path) -> Any:
-    """The experiments, once it is known that they can draw and have where to."""
+    """The experiments, after checks that figures can be drawn and written."""
     if out.exists():
         check_folder(out.absolute(), out)
     else:
@@ -43,7 +43,7 @@ def _experiments(out: Path) -> Any:
 
 
 def _tell(metrics: dict[str, Any], out: Path, indent: str = "") -> None:
-    """Figures by name, one a line; those of a part under its name."""
+    """Metrics by name, one per line; nested ones are indented."""
     for name, value in metrics.items():
         if isinstance(value, dict):
             print(f"{indent}{name}")

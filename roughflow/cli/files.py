@@ -33,36 +33,36 @@ from .tables import (
 
 
 def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:
-    """Refuse a place to write to before any work is done for it."""
+    """Refuse an output path before any work is done."""
     if path == STANDARD:
-        raise Refused("standard output, -, cannot take this: name a file")
+        raise Refused("this cannot be written to standard output (-): choose a file")
     if path.is_dir():
-        raise Refused(f"{path} is a folder: name a file in it")
+        raise Refused(f"{path} is a folder: choose a file in it")
     if path.exists() and not path.is_file():
-        raise Refused(f"{path} is a device or a pipe, not a file: name a file to write to")
+        raise Refused(f"{path} is a device or a pipe: choose a regular file")
     if any(path.resolve() == source.resolve() for source in inputs):
-        raise Refused(f"{path} is what is read from: name another file to write to")
+        raise Refused(f"{path} is also the input: choose another output file")
     if path.exists() and not force:
-        raise Refused(f"{path} exists: --force overwrites it, or name another file{see('files-that-exist')}")
+        raise Refused(f"{path} exists: use --force, or choose another file{see('files-that-exist')}")
     folder = path.resolve().parent
     check_folder(folder, path)
     try:
-        # Permissions do not tell all: a file system may be read-only.
+        # Permissions are not enough: a file system may be read-only.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise Refused(f"cannot write {path}: {error.strerror} in {folder}") from None
 
 
 def check_folder(folder: Path, path: Path) -> None:
-    """Refuse a folder that is not there: it may be a slip of the pen."""
+    """Refuse a folder that does not exist, which may be a typo."""
     if not folder.exists():
-        raise Refused(f"cannot write {path}: there is no folder {folder}; make it first, mkdir -p")
+        raise Refused(f"cannot write {path}: there is no folder {folder}; create it first (mkdir -p)")
     if not folder.is_dir():
         raise Refused(f"cannot write {path}: {folder} is a file, not a folder")
 
 
 def with_figures(module: str) -> Any:
-    """A module that draws, where matplotlib is there and works."""
+    """Import a module that draws, or report why matplotlib does not work."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -71,18 +71,18 @@ def with_figures(module: str) -> Any:
         why = f"{error.name.partition('.')[0]}: pip install 'roughflow[plots]'"
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        why = f"matplotlib, which fails to load here ({type(error).__name__}: {first}): install it anew"
+        why = f"matplotlib, which fails to load here ({type(error).__name__}: {first}): reinstall it"
     raise Refused(f"figures need {why}{see('not-installed')}")
 
 
 def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inputs: Iterable[Path]) -> None:
-    """The same for a table, which may go to standard output: no name, or `-`."""
+    """The same for a table, which may go to standard output (no name, or `-`)."""
     if path is None or path == STANDARD:
         return
     check_writable(path, force=force, inputs=inputs)
     if not (is_text(path) or (arrays and is_array(path))):
         endings = ".csv, .tsv (or either with .gz)" + (" or .npy" if arrays else "")
-        raise Refused(f"{path}: the name of {what} ends in {endings}")
+        raise Refused(f"{path}: {what} must end in {endings}")
 
 
 def is_array(path: Path | None) -> bool:
@@ -90,7 +90,7 @@ def is_array(path: Path | None) -> bool:
 
 
 def write_table(path: Path | None, header: Sequence[str], blocks: Iterable[Sequence[np.ndarray]]) -> None:
-    """Blocks of columns of equal length as text, to a file or to standard output."""
+    """Write blocks of columns of equal length as text, to a file or to standard output."""
     with _text(path) as file:
         _write_rows(file, path, [header])
         for columns in blocks:
@@ -98,8 +98,8 @@ def write_table(path: Path | None, header: Sequence[str], blocks: Iterable[Seque
 
 
 def table_bytes(path: Path, columns: Sequence[np.ndarray], header: Sequence[str] | None) -> bytes:
-    """Rows as they are in the file `path`, with a header or without. Compressed parts one after the other are
-    a compressed file."""
+    """Rows as bytes of the file `path`, with or without a header. Concatenated gzip members are a valid
+    file."""
     text = io.StringIO(newline="")
     _write_rows(text, path, [] if header is None else [header])
     _write_rows(text, path, _cells(columns))
@@ -113,7 +113,7 @@ def _write_rows(file: IO[str], path: Path | None, rows: Iterable[Iterable[str]])
 
 
 def _cells(columns: Sequence[np.ndarray]) -> Iterator[tuple[str, ...]]:
-    # As text, NumPy's numbers are the shortest that read back the same, in their own precision.
+    # str() of a NumPy number is the shortest text that reads back the same in its own precision.
     return zip(*(map(str, column) for column in columns), strict=True)
 
 
@@ -124,7 +124,7 @@ def _text(path: Path | None) -> Iterator[IO[str]]:
         return
     with rf.files.whole_file(path) as draft, open(draft, "wb") as raw:
         if is_compressed(path):
-            # Without the time, so that the same table is the same file.
+            # Without the time stamp, so that the same table gives the same file.
             with (
                 gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
                 io.TextIOWrapper(packed, "utf-8", newline="") as file,
@@ -136,7 +136,7 @@ def _text(path: Path | None) -> Iterator[IO[str]]:
 
 
 def write_npy(path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
-    """Blocks of rows as one array of this shape."""
+    """Write blocks of rows as one array of this shape."""
     with rf.files.whole_file(path) as draft, open(draft, "wb") as file:
         for i, block in enumerate(blocks):
             if i == 0:
@@ -146,8 +146,8 @@ def write_npy(path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) 
 
 
 def look_at_input(arguments: argparse.Namespace) -> None:
-    """Refuse files that are not there or cannot be read. A table of text, or a series, is read and kept for
-    the command: standard input cannot be read again."""
+    """Refuse files that do not exist or cannot be read. A text table or a series is read once and kept for
+    the command, because standard input cannot be read again."""
     arguments.table = None
     if arguments.command in ("score", "sample"):
         _check_model(arguments.model)
@@ -162,7 +162,7 @@ def look_at_input(arguments: argparse.Namespace) -> None:
 
 
 def wanted_columns(arguments: argparse.Namespace) -> list[str] | None:
-    """Those of --columns, --given and --groups; None for all."""
+    """The columns of --columns, --given and --groups; None for all."""
     if arguments.columns is None:
         return None
     group = [] if arguments.groups is None else [arguments.groups]
@@ -179,12 +179,12 @@ def _check_model(path: Path) -> None:
 
 
 def read_model(path: Path) -> "rf.tables.Standardised":
-    """What `roughflow fit` wrote, or a plain flow that `rf.save` wrote."""
+    """Read a model written by `roughflow fit`, or a plain flow written by `rf.save`."""
     model = rf.load(path)
     if isinstance(model, rf.StochasticFlow):
         model = rf.tables.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
     if not isinstance(model, rf.tables.Standardised):
-        raise Refused(f"{path} holds a {type(model).__name__}, not a density: make one with roughflow fit")
+        raise Refused(f"{path} holds a {type(model).__name__}, not a density: pass a file of roughflow fit")
     return model
 
 
@@ -193,13 +193,13 @@ def columns_of(model: "rf.tables.Standardised") -> tuple[str, ...]:
 
 
 def chunks_for(model: "rf.tables.Standardised", path: Path, size: int) -> tuple[int, Iterator[np.ndarray]]:
-    """How many rows a table has, and the model's columns of them, `size` rows at a time: by name where both
-    have names, otherwise by place."""
+    """The number of rows of a table, and the model's columns of them, `size` rows at a time: by name if both
+    have names, otherwise by position."""
     by_name = model.columns and path.suffix.lower() != ".npy"
     columns, count, chunks = read_chunks(path, model.columns if by_name else None, size)
     if len(columns) != model.flow.dimension:
         raise Refused(
-            f"{table_name(path)} has {len(columns)} columns, and the model {model.flow.dimension}: "
+            f"{table_name(path)} has {len(columns)} columns, but the model has {model.flow.dimension}: "
             f"{', '.join(columns_of(model))}"
         )
     return count, chunks

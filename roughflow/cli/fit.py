@@ -1,4 +1,4 @@
-"""`roughflow fit`: from a table to a model, with a summary and a report."""
+"""`roughflow fit`: fit a model to a table, with a summary and a report."""
 
 import argparse
 import itertools
@@ -25,13 +25,13 @@ from .tables import read_table, table_name, table_on_disk
 
 
 def check_report(arguments: argparse.Namespace) -> None:
-    """Refuse a report that could not be written, before there is anything to report."""
+    """Refuse a report that cannot be written, before the fit starts."""
     path = arguments.report
     if path is None:
         return
     check_writable(path, force=arguments.force, inputs=[arguments.data])
     if path.resolve() == arguments.out.resolve():
-        raise Refused(f"--report and --out both name {path}: give each a file of its own")
+        raise Refused(f"--report and --out are both {path}: choose different files")
     with_figures("roughflow.report")
 
 
@@ -60,13 +60,13 @@ def report(
     )
 
 
-SAMPLED_ROWS = 100_000  # of a table on disk, to check and to draw
+SAMPLED_ROWS = 100_000  # of a table on disk, to check and to plot
 
 
 @dataclass(frozen=True)
 class FitRows:
-    """Names of the columns, those given last; how many rows there are; these, or some of them if they are
-    `on_disk`; and the group of each, if there are groups."""
+    """Names of the columns, given ones last; the number of rows; the rows, or some of them if they are
+    `on_disk`; and the group of each row, if there are groups."""
 
     columns: tuple[str, ...]
     context: int
@@ -76,7 +76,7 @@ class FitRows:
     on_disk: rf.tables.ParquetTable | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """What `rf.fit_density` takes of them."""
+        """The arguments of `rf.fit_density` for these rows."""
         if self.on_disk is not None:
             return {"data": self.on_disk, "columns": self.columns}
         own = len(self.columns) - self.context
@@ -94,16 +94,14 @@ def fit_rows(arguments: argparse.Namespace) -> FitRows:
     large = table_on_disk(arguments.data, arguments.columns, given)
     if large is not None:
         if group is not None:
-            raise Refused(
-                f"--groups needs a table that fits in memory, and {arguments.data} is read from disk"
-            )
+            raise Refused(f"--groups needs a table that fits in memory, but {arguments.data} is too large")
         some = large.some(SAMPLED_ROWS, np.random.default_rng(arguments.seed)).astype(float)
         return FitRows(large.columns, large.context, len(large), some, on_disk=large)
     last = [*given, *([group] if group is not None else [])]
     table = arguments.table or read_table(arguments.data, wanted_columns(arguments))
     own = [name for name in table.columns if name not in last]
     if not own:
-        raise Refused("--given and --groups name all columns: there is none left to have a density")
+        raise Refused("--given and --groups include all columns: no column is left to model")
     columns = (*own, *given)
     rows = table.chosen(arguments.data, columns).rows
     groups = None if group is None else table.chosen(arguments.data, [group]).rows[:, 0]
@@ -127,17 +125,14 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
     if score is not None:
         error = f"± {score.standard_error:.2g} nats per row ({score.method}, {score.num_rows} rows)"
         print(f"score       {score.mean:.4f} {error}")
-        print(
-            f"Gaussian    {score.gaussian:.4f}, the gain over it is {score.gain:.4f} ± {score.gain_error:.2g}"
-        )
+        print(f"Gaussian    {score.gaussian:.4f}, gain {score.gain:.4f} ± {score.gain_error:.2g}")
         if fitted.family == "flow" and score.gain < 0:
-            told = "no better than that Gaussian: more rows, fewer columns or more steps may help"
+            told = "not better than the Gaussian: more rows, fewer columns or more steps may help"
             print(f"            {told}{see('no-better-than-a-gaussian')}")
     print(f"model       {out}")
 
 
-# In single precision a number has seven digits: a column this many times its own spread away from zero
-# keeps fewer than three of them.
+# Single precision has seven digits. A column whose mean is this many times its spread keeps fewer than three.
 FAR = 1e4
 
 
@@ -152,7 +147,7 @@ def fit(arguments: argparse.Namespace) -> int:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    """The part of a process that is not the first: it writes nothing, and says nothing."""
+    """The work of a process that is not the first: it writes and prints nothing."""
     rows = fit_rows(arguments)
     together()
     with warnings.catch_warnings():
@@ -181,8 +176,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         if "belongs to another run" not in str(error):
             raise
-        raise Refused(f"{error}; --resume takes the same table, --force starts afresh") from None
-    except KeyboardInterrupt:  # the second one: the first ends a run in good order
+        raise Refused(f"{error}; use the same table to resume, or --force to start again") from None
+    except KeyboardInterrupt:  # the second one: the first stops a run in an orderly way
         return stopped(arguments, checkpoint, "interrupted")
     remove(checkpoint)
     summary(out, rows, fitted)
@@ -193,7 +188,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _warn(text: str, said: list[str]) -> None:
-    """Tell at once, in the command line's own names, and keep for the report."""
+    """Print warnings at once, with the names of the command line, and keep them for the report."""
     for name in ("given=", "groups=", "bounds=", "marginals=True"):
         text = text.replace(f"({name})", f"(--{name.partition('=')[0]})")
     text = text.replace('rounding="auto"', "--rounding auto")
@@ -202,12 +197,12 @@ def _warn(text: str, said: list[str]) -> None:
 
 
 def _free(out: Path, force: bool) -> Path:
-    """Where the model goes: what another run wrote there meanwhile is not overwritten."""
+    """The output path of the model; a file that another run wrote meanwhile is not overwritten."""
     if force or not out.exists():
         return out
     others = (out.with_stem(f"{out.stem}-{i}") for i in itertools.count(2))
     free = next(path for path in others if not path.exists())
-    told = f"{out} was written meanwhile: this model goes to {free}{see('two-runs')}"
+    told = f"{out} was written by another run: this model is saved as {free}{see('two-runs')}"
     print(f"roughflow: warning: {told}", file=sys.stderr)
     return free
 
@@ -240,21 +235,21 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
 
 
 def _check_rows(arguments: argparse.Namespace, rows: FitRows, said: list[str]) -> None:
-    """Refuse rows that have no density, by the names of their columns; warn of those with few digits."""
+    """Refuse rows without a density, naming their columns; warn of columns with few significant digits."""
     path = table_name(arguments.data)
     if rows.total < 2:
-        raise Refused(f"{path} has 1 row: two are the least, hundreds are better{see('no-density')}")
+        raise Refused(f"{path} has 1 row: use at least two, better hundreds{see('no-density')}")
     for name, column in zip(rows.columns, rows.rows.T, strict=True):
         spread = column.std()
         if column.min() == column.max():
             others = ",".join(other for other in rows.columns if other != name) or "..."
             raise Refused(
-                f"{path}: column {name!r} is always {column[0]:g}, so it has no density: leave it out, with "
+                f"{path}: column {name!r} is always {column[0]:g}, so it has no density: drop it with "
                 f"--columns {others}{see('no-density')}"
             )
         if abs(column.mean()) > FAR * spread and not jax.config.jax_enable_x64:  # pyright: ignore
             _warn(
-                f"column {name!r} is {column.mean():g} ± {spread:g}: samples in single precision will be "
-                "blurred; subtract a constant from it, or set JAX_ENABLE_X64=1" + see("few-digits"),
+                f"column {name!r} is {column.mean():g} ± {spread:g}: samples lose digits in single "
+                "precision; subtract a constant from it, or set JAX_ENABLE_X64=1" + see("few-digits"),
                 said,
             )

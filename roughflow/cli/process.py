@@ -1,4 +1,4 @@
-"""The process: exit codes, signals, and what happens before JAX is imported."""
+"""The process: exit codes, signals, and settings made before JAX is imported."""
 
 import contextlib
 import hashlib
@@ -24,19 +24,19 @@ BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as a batch system sends it: ends a command as Ctrl-C does."""
+    """SIGTERM, as sent by batch systems; ends a command as Ctrl-C does."""
 
 
 DAYS = 30  # that a compiled program is kept
-MEGABYTES = 500  # that they may take; the oldest go first
-# JAX would keep only those that took a second to compile, and a command needs a hundred small ones.
+MEGABYTES = 500  # limit of the cache; the oldest programs are deleted first
+# By default JAX caches only programs that took a second to compile, but a command needs a hundred small ones.
 ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Say on a terminal that the program is starting, until the block ends. Ctrl-C ends it at once: while JAX
-    is imported an exception might be lost in it, and there is nothing yet to put in order."""
+    """Show on a terminal that the program is starting, until the block ends. Ctrl-C ends it immediately: an
+    exception raised while JAX is imported might be lost."""
     shown = sys.stderr.isatty()
     if shown:
         print("starting …", end="", file=sys.stderr, flush=True)
@@ -49,13 +49,13 @@ def starting() -> Iterator[None]:
 
 
 def stoppable() -> contextlib.AbstractContextManager[None]:
-    """A SIGTERM within the block raises `Terminated`, so that what was being written is put in order."""
+    """A context in which SIGTERM raises `Terminated`, so that output is completed or removed."""
     return _handled(signal.SIGTERM, _stop)
 
 
 @contextlib.contextmanager
 def _handled(number: signal.Signals, handler: Callable[..., None]) -> Iterator[None]:
-    """Within the block a signal is for `handler`. Only the main thread may say so."""
+    """A context in which `handler` handles a signal. Only the main thread may set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,10 +76,10 @@ def _leave(*_) -> None:
 
 
 def keep_programs() -> None:
-    """Have JAX keep compiled programs in the user's cache folder: a second run need not wait for them.
+    """Let JAX cache compiled programs in the user's cache folder, so that a second run starts faster.
 
-    JAX reads its settings from the environment as it is imported. JAX_COMPILATION_CACHE_DIR names another
-    folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
+    JAX reads its settings from the environment when it is imported. JAX_COMPILATION_CACHE_DIR sets another
+    folder, and JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
     """
     if "jax" in sys.modules or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -96,8 +96,8 @@ def keep_programs() -> None:
 
 
 def cache_folder() -> Path:
-    """Where this platform keeps what can be made again, for processors like this one: they are programs in
-    machine code, and a home may be shared between machines."""
+    """The cache folder of this platform for this type of processor: compiled programs are machine code, and a
+    home folder may be shared between machines."""
     home = Path(os.path.expanduser("~"))
     if sys.platform == "darwin":
         usual = home / "Library" / "Caches"
@@ -106,13 +106,13 @@ def cache_folder() -> Path:
     else:
         usual = home / ".cache"
     named = os.environ.get("XDG_CACHE_HOME", "")
-    # By the convention a relative path is invalid.
+    # By the XDG convention a relative path is invalid.
     root = Path(named) if os.path.isabs(named) else usual
     return root / "roughflow" / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:8]
 
 
 def _processor() -> str:
-    """What tells processors apart that do not run the same code."""
+    """A description of the processor: programs of different descriptions are not exchanged."""
     told = f"{platform.machine()} {platform.processor()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -123,10 +123,10 @@ def _processor() -> str:
 
 
 def _drop_old(folder: Path) -> None:
-    """Those made a month ago, and the oldest of those that take more room than they should."""
+    """Delete programs older than a month, and the oldest ones if the cache is too large."""
     files = []
     for file in folder.iterdir():
-        with contextlib.suppress(OSError):  # another process may have been first
+        with contextlib.suppress(OSError):  # another process may have deleted it
             files.append((file.stat().st_mtime, file.stat().st_size, file))
     room = MEGABYTES * 1e6
     for modified, size, file in sorted(files, reverse=True):

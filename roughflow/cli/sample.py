@@ -1,4 +1,4 @@
-"""`roughflow sample`: new rows from a model."""
+"""`roughflow sample`: draw rows from a model."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from roughflow.faq import see
 from .files import check_table, columns_of, is_array, read_model, write_npy, write_table
 from .process import Refused
 
-CHUNK = 2**16  # rows that are drawn at a time, so that memory does not limit how many
+CHUNK = 2**16  # rows drawn at a time, to limit memory
 
 
 def sample(arguments: argparse.Namespace) -> int:
@@ -23,7 +23,7 @@ def sample(arguments: argparse.Namespace) -> int:
     if model.context:
         given = ", ".join(columns_of(model)[-model.context :])
         raise Refused(
-            f"{arguments.model} is a density given {given}: draw in Python, model.sample(given=...)"
+            f"{arguments.model} is conditional on {given}: draw from it in Python, model.sample(given=...)"
         )
     escaped = 0
 
@@ -48,6 +48,6 @@ def _blocks(model: rf.tables.Standardised, count: int, key: jax.Array) -> Iterat
         yield np.asarray(model.sample(key=key, shape=(count,)))
         return
     for i, first in enumerate(range(0, count, CHUNK)):
-        # All of one size, the last one cut: another would be compiled anew.
+        # All chunks have one size, and the last is cut, because another size would recompile.
         rows = np.asarray(model.sample(key=jax.random.fold_in(key, i), shape=(CHUNK,)))
         yield rows[: count - first]

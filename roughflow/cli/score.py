@@ -22,8 +22,7 @@ from .tables import STANDARD
 
 @dataclasses.dataclass
 class Tally:
-    """How many rows there were, the mean of their log densities and the squares about it, and what may be
-    wrong with some."""
+    """Running statistics of log-densities: their number, mean and sum of squared deviations, and warnings."""
 
     count: int = 0
     mean: float = 0.0
@@ -32,7 +31,7 @@ class Tally:
 
     @staticmethod
     def of(notes: dict[str, Any]) -> "Tally":
-        """As it was when these notes were taken."""
+        """Restore the statistics from notes."""
         warnings = Warnings()
         warnings.size = notes["count"]
         warnings.found = {name: (count, text) for name, (count, text) in notes["found"].items()}
@@ -40,7 +39,7 @@ class Tally:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """For a file of JSON."""
+        """The statistics as notes for JSON."""
         return {
             "count": self.count,
             "mean": self.mean,
@@ -49,7 +48,7 @@ class Tally:
         }
 
     def add(self, estimate: rf.Estimate) -> None:
-        """Mean and squares about it, of what there was and of these (Chan et al. 1979)."""
+        """Merge the mean and the squared deviations of two sets (Chan et al. 1979)."""
         self.warnings.add(estimate)
         values = np.asarray(estimate.log_prob, float)
         with np.errstate(invalid="ignore"):
@@ -61,12 +60,12 @@ class Tally:
 
     @property
     def error(self) -> float:
-        """Of the mean."""
+        """Standard error of the mean."""
         return self.squares**0.5 / self.count if np.isfinite(self.squares) else np.inf
 
 
 COLUMNS = ("log_prob", "total_error", "effective_paths")
-CHUNK = 4096  # rows that are scored at a time, and written: memory does not limit how many there are
+CHUNK = 4096  # rows scored and written at a time, to limit memory
 
 
 def score(arguments: argparse.Namespace) -> int:
@@ -76,7 +75,7 @@ def score(arguments: argparse.Namespace) -> int:
         with alone(arguments):
             return _to_file(arguments, arguments.out)
     if arguments.resume:
-        raise Refused("--resume goes on with a file: name it, with --out")
+        raise Refused("--resume needs an output file: set --out")
     model = read_model(arguments.model)
     total, chunks = chunks_for(model, arguments.data, CHUNK)
     tally = Tally()
@@ -85,7 +84,7 @@ def score(arguments: argparse.Namespace) -> int:
 
 
 def _to_file(arguments: argparse.Namespace, out: Path) -> int:
-    """What is done is kept, for a table may take hours."""
+    """Score in resumable chunks, as a table may take hours."""
     checkpoint = checkpoint_of(out)
     check_checkpoint(checkpoint, arguments)
     model = read_model(arguments.model)
@@ -112,7 +111,7 @@ def _estimates(
     first: int,
     tally: Tally,
 ) -> Iterator[rf.Estimate]:
-    """Of all rows; random numbers depend on the seed and on a row's place in the file."""
+    """Estimates for all rows; random numbers depend on the seed and the index of a row in the file."""
     estimates = rf.tables.estimate_chunks(
         model,
         chunks,
@@ -143,5 +142,5 @@ def _tell(tally: Tally) -> int:
 
 
 def _advice(warning: str) -> str:
-    """The library's warning, with the command line's own names."""
+    """The library's warning, with the names of the command line."""
     return warning.replace("max_paths", "--paths")

@@ -23,21 +23,21 @@ from roughflow.faq import see
 
 from .process import Refused
 
-SHOWN = 5  # lines that a message names
-NAMED = 20  # columns that a message names
-LARGEST = 1e30  # numbers in single precision end at 3e38, and what is computed from rows is larger than they
+SHOWN = 5  # maximum number of lines named in a message
+NAMED = 20  # maximum number of columns named in a message
+LARGEST = 1e30  # single precision ends at 3e38, and intermediate results are larger than the rows
 
 
 @dataclass(frozen=True)
 class Table:
-    """Finite numbers, `(rows, columns)`. `named` is False where the names only count the columns."""
+    """A table of finite numbers, `(rows, columns)`. `named` is False if the names only number the columns."""
 
     columns: tuple[str, ...]
     rows: np.ndarray
     named: bool = True
 
     def chosen(self, path: Path, columns: Sequence[str]) -> "Table":
-        """These columns of it, in this order."""
+        """A selection of columns, in this order."""
         return Table(tuple(columns), self.rows[:, places_of(path, self.columns, columns)], self.named)
 
 
@@ -46,13 +46,13 @@ def table_name(path: Path) -> str:
 
 
 def counted(dimension: int) -> tuple[str, ...]:
-    """Names for columns that have none."""
+    """Default names of columns."""
     return tuple(f"x{i + 1}" for i in range(dimension))
 
 
 class Faults:
-    """Lines that cannot be used: how many, and the first few. Of a file that is worked on as it is read, the
-    first one ends it."""
+    """Invalid lines: their number, and the first few. For a file that is processed while it is read, the
+    first one raises an error."""
 
     def __init__(self, path: Path, unit: str, at_once: bool = False):
         self.path, self.unit, self.at_once = path, unit, at_once
@@ -73,12 +73,12 @@ class Faults:
         which = f"{self.unit}{'s' * (self.count > 1)} {', '.join(self.places)}{more}"
         many = self.count > 1
         why = f"{'the first ' * many}because {self.first}"
-        remedy = f"mend or remove {'them' if many else 'it'}, or choose other columns{see('tables')}"
+        remedy = f"fix or remove {'them' if many else 'it'}, or choose other columns{see('tables')}"
         raise Refused(f"{table_name(self.path)}: {which} cannot be used, {why}: {remedy}")
 
 
 def places_of(path: Path, there: Sequence[str], wanted: Sequence[str] | None) -> list[int]:
-    """Where the wanted columns are among those there are."""
+    """The positions of the wanted columns in the header."""
     places = {name: i for i, name in enumerate(there)}
     if len(places) < len(there):
         twice = next(name for i, name in enumerate(there) if places[name] > i)
@@ -102,24 +102,24 @@ def _refuse_nameless(path: Path, there: Sequence[str]) -> NoReturn:
     elif place == len(there) - 1:
         why = ": its first line ends with a separator"
     raise Refused(
-        f"{table_name(path)}: column {place + 1} has no name{why}; choose others, with --columns {named}"
+        f"{table_name(path)}: column {place + 1} has no name{why}; select columns with --columns {named}"
     )
 
 
 def fault(name: str, cell: str | float, number: float | None) -> str:
-    """Why a cell cannot be used."""
+    """The reason why a cell is invalid."""
     large = number is not None and math.isfinite(number)
     shown = "empty" if cell == "" else repr(cell) if isinstance(cell, str) else cell
     return f"{name!r} is {shown}" + (f", too large (beyond {LARGEST:g})" if large else "")
 
 
 STANDARD = Path("-")
-GZIP = b"\x1f\x8b"  # how such a file begins
+GZIP = b"\x1f\x8b"  # first bytes of a gzip file
 OTHERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file is read and written as text, by its name."""
+    """Whether a file is text, by its name."""
     return _kind(path) in (".csv", ".tsv")
 
 
@@ -144,8 +144,8 @@ def read_text(path: Path, columns: Sequence[str] | None) -> Table:
 def text_chunks(
     path: Path, columns: Sequence[str] | None, size: int
 ) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
-    """The same of a large file: the names, how many rows there are at most, and the rows as they are asked
-    for, `size` at a time."""
+    """The same for a large file: the names, an upper bound on the number of rows, and an iterator over `size`
+    rows at a time."""
     with _lines(path) as source:
         header = [name.strip() for name in next(iter(source), [])]
         places = places_of(path, _header(path, header), columns)
@@ -165,7 +165,7 @@ def text_chunks(
 
 
 def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """Each line's number, and the text in the named columns, in that order."""
+    """The number of each line, and the text in the named columns, in that order."""
     faults = Faults(path, "line")
     with _lines(path) as source:
         lines = iter(source)
@@ -178,7 +178,7 @@ def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[s
 
 @contextlib.contextmanager
 def _lines(path: Path) -> Iterator["_Lines"]:
-    """The rows of a file, whatever is wrong with it told in one line."""
+    """The rows of a file; errors are reported in one line."""
     name = table_name(path)
     try:
         with _opened(path) as file:
@@ -190,15 +190,15 @@ def _lines(path: Path) -> Iterator["_Lines"]:
     except UnicodeDecodeError:
         raise Refused(f"{name} is not text in UTF-8: save it as CSV UTF-8") from None
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise Refused(f"{name} is not compressed by gzip, or is damaged ({error})") from None
+        raise Refused(f"{name} is not a valid gzip file ({error})") from None
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[str]]:
-    """The file as text; a mark that says UTF-8 is left out."""
+    """The file as text, without a byte-order mark."""
     if path == STANDARD:
         if sys.stdin is None or sys.stdin.isatty():
-            raise Refused("there is nothing on standard input: send a table there, as in `... < data.csv`")
+            raise Refused("standard input is empty: pass a table, as in `... < data.csv`")
         yield io.StringIO(sys.stdin.read().removeprefix("\ufeff"), newline="")
         return
     if is_compressed(path):
@@ -207,12 +207,12 @@ def _opened(path: Path) -> Iterator[IO[str]]:
         return
     with open(path, "rb") as raw:
         if raw.peek(2)[:2] == GZIP:
-            raise Refused(f"{path} is compressed: call it {path}.gz, or unpack it")
+            raise Refused(f"{path} is compressed: rename it to {path}.gz, or decompress it")
         yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
 
 
 class _Lines:
-    """Rows of cells, and the line on which the last one began: a quoted cell may go over several."""
+    """Rows of cells, and the line on which the last one began; a quoted cell may span several lines."""
 
     def __init__(self, file: IO[str], delimiter: str):
         self.reader = csv.reader(file, delimiter=delimiter)
@@ -229,7 +229,7 @@ class _Lines:
 
     @property
     def quote(self) -> str:
-        """What is to be said of a row over several lines."""
+        """A remark on a row that spans several lines."""
         last = self.reader.line_num
         return f", and a quote opened there ends on line {last} or never" if last > self.begun else ""
 
@@ -247,9 +247,7 @@ def _header(path: Path, header: list[str]) -> list[str]:
     if not header:
         raise Refused(f"{name} is empty")
     if any(as_number(cell) is not None for cell in header):
-        raise Refused(
-            f"{name}: the first line has a number, not the names of the columns: put their names there"
-        )
+        raise Refused(f"{name}: the first line must have the names of the columns, but has a number")
     if len(header) == 1:
         for mark in OTHERS:
             if mark in header[0]:
@@ -271,7 +269,7 @@ def _numbers(
     places: list[int],
     at_once: bool = False,
 ) -> Iterator[float]:
-    """The numbers in the rows after the header, and in the end a complaint about rows without."""
+    """The numbers in the rows after the header; raises an error at the end if rows are invalid."""
     faults = Faults(path, "line", at_once)
     for line in _whole(source, lines, header, faults):
         numbers = [as_number(line[i]) for i in places]
@@ -290,7 +288,7 @@ def _numbers(
 
 
 def _series(cell: str) -> str:
-    """Where a date belongs."""
+    """A hint for cells that are dates."""
     try:
         datetime.datetime.fromisoformat(cell)
     except ValueError:
@@ -301,7 +299,7 @@ def _series(cell: str) -> str:
 def _whole(
     source: _Lines, lines: Iterator[list[str]], header: list[str], faults: Faults
 ) -> Iterator[list[str]]:
-    """The rows with a cell for each name; others are faults."""
+    """The rows with one cell per name; others are recorded as faults."""
     for line in lines:
         if len(line) == len(header):
             yield line
@@ -312,18 +310,18 @@ def _whole(
 
 
 def as_number(text: str) -> float | None:
-    """The number in a cell; Python alone reads 1_000 as one."""
+    """The number in a cell; without underscores, as in 1_000, which Python accepts."""
     try:
         return None if "_" in text else float(text)
     except ValueError:
         return None
 
 
-LARGE = 2**26  # bytes of a file that is not read at once
+LARGE = 2**26  # bytes, above which a file is not read at once
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
-    """The named columns of a file in that order, or all of them; `-` is standard input, as CSV."""
+    """Read the named columns of a file in that order, or all of them; `-` is standard input, as CSV."""
     if path == STANDARD:
         table = read_text(path, columns)
     else:
@@ -338,8 +336,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
 def read_chunks(
     path: Path, columns: Sequence[str] | None, size: int
 ) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
-    """The names, the number of rows, and the rows, `size` at a time: those of a large file are read as they
-    are asked for."""
+    """The names, the number of rows, and the rows, `size` at a time; large files are read lazily."""
     if path == STANDARD or not path.is_file() or path.stat().st_size < LARGE:
         table = read_table(path, columns)
         return table.columns, len(table.rows), _parts([table.rows], size)
@@ -360,7 +357,7 @@ def read_chunks(
 def table_on_disk(
     path: Path, columns: Sequence[str] | None, given: Sequence[str]
 ) -> "rf.tables.ParquetTable | None":
-    """A Parquet file whose numbers would not fit in memory with room to spare."""
+    """A Parquet file that would not comfortably fit in memory, else None."""
     if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE:
         return None
     from roughflow.tables import parquet_file
@@ -399,21 +396,19 @@ def _reader(path: Path) -> Callable[[Path, Sequence[str] | None], Table]:
         return read_text
     readers = {".npy": _read_npy, ".parquet": _read_parquet}
     if path.suffix.lower() not in readers:
-        raise Refused(
-            f"{path}: the name of a table ends in .csv, .tsv (or either with .gz), .npy or .parquet"
-        )
+        raise Refused(f"{path}: a table must end in .csv, .tsv (or either with .gz), .npy or .parquet")
     return readers[path.suffix.lower()]
 
 
 def _read_npy(path: Path, columns: Sequence[str] | None, mapped: bool = False) -> Table:
     try:
-        # A map takes no memory, and finds a file that is shorter than its shape says.
+        # A memory map uses no memory, and detects a truncated file.
         rows = np.load(path, allow_pickle=False, mmap_mode="r")
     except (ValueError, EOFError, OSError, MemoryError) as error:
-        raise Refused(f"{path} is not an array that numpy.save wrote, or is damaged ({error})") from None
+        raise Refused(f"{path} is not a valid .npy file ({error})") from None
     if not isinstance(rows, np.ndarray) or rows.ndim != 2 or not rows.shape[1]:
         shape = getattr(rows, "shape", type(rows).__name__)
-        raise Refused(f"{path}: an array of shape (rows, columns) is wanted, got {shape}")
+        raise Refused(f"{path}: expected an array of shape (rows, columns), got {shape}")
     if rows.dtype.kind not in "fiub":
         raise Refused(f"{path} holds {rows.dtype}: save real numbers")
     names = counted(rows.shape[1])
@@ -440,7 +435,7 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Table:
 
 def _finite_rows(path: Path, columns: Sequence[str], rows: np.ndarray) -> np.ndarray:
     faults = Faults(path, "row")
-    usable = np.abs(rows) <= LARGEST  # which NaN is not
+    usable = np.abs(rows) <= LARGEST  # false for NaN
     for row in np.flatnonzero(~usable.all(axis=1)):
         column = int(np.argmin(usable[row]))
         faults.add(int(row) + 1, fault(columns[column], rows[row, column], rows[row, column]))
@@ -450,13 +445,13 @@ def _finite_rows(path: Path, columns: Sequence[str], rows: np.ndarray) -> np.nda
 
 DATE = re.compile(r"\d{4}-\d\d(-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?(?P<zone>Z|[+-]\d\d:?\d\d)?)?)?")
 OTHER_DATE = re.compile(r"\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-\d{4}")
-FEWEST = 3  # values, for two transitions
-MISSING = {"", "na", "nan", "n/a", "null", "."}  # as pandas, R and FRED write it
+FEWEST = 3  # minimum number of values, for two transitions
+MISSING = {"", "na", "nan", "n/a", "null", "."}  # as written by pandas, R and FRED
 
 
 @dataclass(frozen=True)
 class Series:
-    """`times` `(N,)`, numbers or dates, in UTC where they have a time zone, and `values` `(N,)`, NaN where
+    """`times` `(N,)`, numbers or dates (in UTC if they have a time zone), and `values` `(N,)`, NaN if
     missing."""
 
     times: np.ndarray
@@ -472,7 +467,7 @@ class Series:
         return int(np.isnan(self.values).sum())
 
     def observed(self) -> tuple[np.ndarray, np.ndarray]:
-        """What is not missing."""
+        """The observations that are not missing."""
         there = ~np.isnan(self.values)
         return self.times[there], self.values[there]
 
@@ -482,7 +477,7 @@ class Series:
         return text + "Z" if self.zoned else text.removesuffix("T00:00:00")
 
     def times_ahead(self, text: str) -> np.ndarray:
-        """Times of a forecast: dates, or numbers counted from the last value; with commas between them."""
+        """Forecast times separated by commas: dates, or numbers after the last value."""
         last, cells = self.observed()[0][-1], [cell.strip() for cell in text.split(",")]
         numbers = [number for cell in cells if (number := as_number(cell)) is not None]
         if len(numbers) == len(cells):
@@ -491,7 +486,7 @@ class Series:
             times = np.array([last, *map(_date, cells)])
         else:
             dates = f"dates such as {self.shown(last)}, or " if self.dated else ""
-            raise Refused(f"--forecast takes {dates}numbers, with commas between them; got {text!r}")
+            raise Refused(f"--forecast takes {dates}numbers, separated by commas; got {text!r}")
         if not (times[1:] > times[:-1]).all() or (len(numbers) and not times[-1] <= LARGEST):
             after = "the last value, counted from it" if len(numbers) else self.shown(last)
             raise Refused(f"--forecast takes increasing times after {after}; got {text!r}")
@@ -499,12 +494,12 @@ class Series:
 
 
 def read_series(path: Path, time: str, value: str, scale: float) -> Series:
-    """The series in a file; `-` is standard input, as CSV."""
+    """Read a series from a file; `-` is standard input, as CSV."""
     if time == value:
-        raise Refused(f"--time and --value both name the column {time!r}: name two")
+        raise Refused(f"--time and --value are both {time!r}: choose two columns")
     if path != STANDARD:
         if not is_text(path):
-            raise Refused(f"{path}: the name of a series ends in .csv, .tsv (or either with .gz)")
+            raise Refused(f"{path}: a series must end in .csv, .tsv (or either with .gz)")
         check_readable(path)
     cells = list(read_cells(path, [time, value]))
     if not cells:
@@ -538,7 +533,7 @@ def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Fa
             other = " (year-month-day)" if OTHER_DATE.fullmatch(cell) else ""
             why = f"{fault(name, cell, number)}, not a date such as 2024-01-31{other}"
             faults.add(line, why)
-    # 20240131 is a number too, but not one to count with.
+    # 20240131 is a number too, but not a usable one.
     if all(re.fullmatch(r"(1[789]|20)\d\d[01]\d[0-3]\d", cell) for cell in cells):
         raise Refused(f"{table_name(path)}: {name!r} is {cells[0]}, a date without dashes: write 2024-01-31")
     return np.array([math.nan if number is None else number for number in numbers])
@@ -551,7 +546,7 @@ def _zoned(cell: str) -> bool | None:
 
 
 def _date(cell: str) -> np.datetime64:
-    """A date, in UTC if it has a time zone; NaT if it is none."""
+    """A date, in UTC if it has a time zone; NaT if it is invalid."""
     try:
         if _zoned(cell):
             moment = datetime.datetime.fromisoformat(cell).astimezone(datetime.UTC)
@@ -579,15 +574,15 @@ def _check_order(path: Path, name: str, lines: list[int], times: np.ndarray) -> 
     what = "the same as" if times[row] == times[row - 1] else "before"
     raise Refused(
         f"{table_name(path)}, line {lines[row]}: {name!r} is {what} that of the line above: sort the series, "
-        f"and keep one row for each time{see('series')}"
+        f"with one row per time{see('series')}"
     )
 
 
 def _check_values(path: Path, name: str, values: np.ndarray) -> None:
     if len(values) < FEWEST:
         count = f"{len(values)} value{'s' * (len(values) != 1)}"
-        least = f"{FEWEST} are the least, hundreds are better{see('series')}"
+        least = f"{FEWEST} are the minimum, hundreds are better{see('series')}"
         raise Refused(f"{table_name(path)} has {count} of {name!r}: {least}")
     if np.ptp(values) == 0:
-        told = f"a constant series says nothing of an SDE{see('series')}"
+        told = f"an SDE cannot be fitted to a constant series{see('series')}"
         raise Refused(f"{table_name(path)}: {name!r} is always {values[0]:g}: {told}")

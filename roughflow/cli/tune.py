@@ -1,4 +1,4 @@
-"""`roughflow tune`: from a log density to a sampler, and to draws."""
+"""`roughflow tune`: tune a sampler for a log density, and draw from it."""
 
 import argparse
 import importlib
@@ -25,14 +25,12 @@ from .tables import STANDARD
 def tune(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out == STANDARD:
-        raise Refused("the draws go to a file, beside which the run is kept: name one, not -")
+        raise Refused("tune needs an output file for the draws, not -")
     checkpoint = checkpoint_of(out)
     check_table(out, "the draws", arrays=True, force=arguments.force, inputs=[])
     if arguments.noise_out:
         if arguments.noise_out.resolve() in (out.resolve(), checkpoint.resolve()):
-            raise Refused(
-                f"--noise-out {arguments.noise_out} is where something else goes: name another file"
-            )
+            raise Refused(f"--noise-out {arguments.noise_out} is also another output: choose another file")
         check_writable(arguments.noise_out, force=arguments.force)
     with alone(arguments):
         return _run(arguments, checkpoint)
@@ -51,7 +49,7 @@ def _run(arguments: argparse.Namespace, checkpoint: Path) -> int:
             return stopped(arguments, checkpoint, f"stopped at step {tuned.history.loss.size}")
         steps = arguments.draws * arguments.thin
         chain = rf.sample_chain(tuned.sampler, tuned.z, key=key_draw, num_steps=steps, thin=arguments.thin)
-    except KeyboardInterrupt:  # the second one, or while it draws
+    except KeyboardInterrupt:  # the second one, or during sampling
         return stopped(arguments, checkpoint, "interrupted")
     if arguments.noise_out:
         rf.save(arguments.noise_out, _noise(tuned))
@@ -64,7 +62,7 @@ def _run(arguments: argparse.Namespace, checkpoint: Path) -> int:
 def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: Path, key) -> rf.mcmc.Tuned:
     try:
         with warnings.catch_warnings():
-            # They are drawn at random here: nobody chose them.
+            # The starting points are random here, so the warning is irrelevant.
             warnings.filterwarnings("ignore", message=".*starting points z0")
             return rf.tune_sampler(
                 target,
@@ -76,7 +74,7 @@ def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: P
                 progress=not arguments.quiet,
             )
     except rf.NonFiniteError:
-        remove(checkpoint)  # there is nothing to go on to from there
+        remove(checkpoint)  # nothing to resume from there
         raise
     except ValueError as error:
         raise Refused(str(error).replace("num_gradients", "--gradients")) from None
@@ -85,12 +83,12 @@ def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: P
 def _target(name: str) -> Any:
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise Refused(f"{name!r} does not name a target: write MODULE:FUNCTION, as in model:log_density")
+        raise Refused(f"{name!r} is not of the form MODULE:FUNCTION, as in model:log_density")
     sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise Refused(f"{name}: there is no module {error.name} here, nor one installed") from None
+        raise Refused(f"{name}: there is no module {error.name}, neither here nor installed") from None
     except (Exception, SystemExit) as error:
         raise Refused(f"{name}: importing {module} failed: {type(error).__name__}: {_first(error)}") from None
     target: Any = getattr(found, function, None)
@@ -102,11 +100,11 @@ def _target(name: str) -> Any:
 
 
 def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
-    """Where the chains begin: at random around zero, or around the target's own `start`."""
+    """Starting points of the chains: random around zero, or around the `start` of the target."""
     name = arguments.target
     dimension = arguments.dimension or getattr(target, "dimension", None)
     if dimension is None:
-        raise Refused(f"{name} does not say its dimension: give --dimension")
+        raise Refused(f"{name} has no dimension: set --dimension")
     if not isinstance(dimension, int | np.integer) or dimension < 1:
         raise Refused(f"{name}: its dimension must be a whole number of at least 1, got {dimension!r}")
     centre = jnp.asarray(getattr(target, "start", np.zeros(dimension)), float)
@@ -134,14 +132,14 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
 
 
 def _check_places(target: Any, name: str, z: np.ndarray) -> None:
-    """An index that is out of range takes the last place in JAX; NumPy refuses it."""
+    """Refuse out-of-range indices, which JAX clamps, by running NumPy."""
     try:
         with np.errstate(all="ignore"):
             target(z)
     except IndexError as error:
         raise Refused(f"{name} fails for z of shape {z.shape}: {_first(error)}") from None
     except Exception:
-        return  # it wants arrays of JAX, and may have them
+        return  # it requires JAX arrays
 
 
 def _first(error: BaseException) -> str:
@@ -149,7 +147,7 @@ def _first(error: BaseException) -> str:
 
 
 def _noise(tuned: rf.mcmc.Tuned) -> Any:
-    """σ with the step in it, so that dt = 1 goes with it."""
+    """σ times √dt, so that it is used with dt = 1."""
     diffusion: Any = tuned.sampler.sde.diffusion
     root = jnp.sqrt(tuned.sampler.dt)
     return eqx.tree_at(lambda n: (n.scale,), diffusion, (root * diffusion.scale,))
@@ -177,7 +175,7 @@ def _report(arguments: argparse.Namespace, tuned: rf.mcmc.Tuned, chain: rf.mcmc.
 
 
 def _quality(chain: rf.mcmc.Chain) -> None:
-    """Effective draws and R-hat, if ArviZ is there to say them and has enough draws to."""
+    """Effective sample size and R-hat, if ArviZ is installed and there are enough draws."""
     if chain.samples.shape[1] < 4:
         return
     with warnings.catch_warnings():
@@ -192,10 +190,10 @@ def _quality(chain: rf.mcmc.Chain) -> None:
         several = chain.samples.shape[0] > 1
         spread: Any = arviz.rhat(data) if several else None
     bulk, tail = (float(value["z"].min()) for value in values)
-    print(f"effective   {bulk:.0f} draws of {chain.samples[..., 0].size}, {tail:.0f} in the tails")
+    print(f"effective   {bulk:.0f} of {chain.samples[..., 0].size} draws, {tail:.0f} in the tails")
     if spread is None:
-        print("R-hat       compares chains: run two or more")
+        print("R-hat       needs two or more chains")
         return
     rhat = float(spread["z"].max())
-    told = f": not yet one distribution, spend more gradients{see('r-hat')}" if rhat > 1.01 else ""
+    told = f": not converged, use more gradients{see('r-hat')}" if rhat > 1.01 else ""
     print(f"R-hat       {rhat:.3f}{told}")

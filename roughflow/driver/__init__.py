@@ -1,4 +1,4 @@
-"""Stage 2, what drives it: distributions over smooth random paths, and paths as data."""
+"""Stage 2, drivers: distributions over smooth random paths, and paths as data."""
 
 from ._driver import (
     AbstractDriver as AbstractDriver,

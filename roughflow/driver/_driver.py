@@ -1,13 +1,14 @@
-"""What drives an SDE: a distribution over smooth random paths, and one path of it as data.
+"""Drivers: distributions over smooth random paths that approximate Brownian motion, and single paths.
 
-A Brownian driver is an orthonormal family e₀, …, e_{n−1} of L²[0, 1]. With independent standard
-normal coefficients ω it stands for white noise, and on the horizon [0, T]
+A Brownian driver is an orthonormal family e₀, …, e_{n−1} of L²[0, 1] with independent standard normal
+coefficients ω. It approximates white noise on the horizon [0, T] by
 
     Ḃ(t) = T^{-1/2} Σₖ ωₖ eₖ(t/T),      B(t) = T^{1/2} Σₖ ωₖ ∫₀^{t/T} eₖ.
 
 The coefficients of a given Brownian path are ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t): projection.
 
-Other Gaussian processes have functions eₖ that are not orthonormal, and may scale as another power of T.
+Drivers of other Gaussian processes have functions eₖ that are not orthonormal, and may scale with another
+power of T.
 """
 
 import abc
@@ -35,12 +36,11 @@ from .._checks import (
 
 
 class AbstractDriver(eqx.Module):
-    """The distribution of a random path. Times inside a driver run over [0, 1]; a path knows its horizon.
+    """The distribution of a random path. Times inside a driver run over [0, 1]; a path has a horizon.
 
-    A new driver says how many functions it has, what they integrate to, what a path's slope is, and
-    where that slope jumps; one of another process than Brownian motion also that it is not `brownian`, how
-    its paths scale with the horizon (`hurst`), and what the coefficients of a given path are
-    (`coefficients_of`):
+    A new driver defines the number of its functions, their integrals, the slope of a path, and where the
+    slope jumps. If it does not approximate Brownian motion it also sets `brownian` to False, the scaling of
+    its paths with the horizon (`hurst`), and the coefficients of a given path (`coefficients_of`):
 
     ```python
     import equinox as eqx, jax.numpy as jnp, numpy as np
@@ -62,11 +62,11 @@ class AbstractDriver(eqx.Module):
     """
 
     num_functions: eqx.AbstractVar[int]
-    # H in B(t) = Tᴴ B₁(t/T): how a path on [0, T] scales with T. That of Brownian motion is ½.
+    # H in B(t) = Tᴴ B₁(t/T), the scaling of a path on [0, T]; ½ for Brownian motion.
     hurst: ClassVar[float] = 0.5
-    # Whether it stands for Brownian motion of independent components: only then has an Itô SDE a meaning.
+    # Whether it approximates Brownian motion with independent components, as Itô SDEs require.
     brownian: ClassVar[bool] = True
-    # How many components its paths have; None if any number, independent of each other.
+    # Number of components of a path; None if any number of independent components is possible.
     num_components: ClassVar[int | None] = None
 
     def __check_init__(self):
@@ -78,19 +78,19 @@ class AbstractDriver(eqx.Module):
 
     @abc.abstractmethod
     def slope(self, s: Array, coefficients: Array) -> Array:
-        """Σₖ ωₖ eₖ(s), shape `(..., m)`; `s` is a scalar or has the coefficients' batch shape."""
+        """Σₖ ωₖ eₖ(s), shape `(..., m)`; `s` is a scalar or has the batch shape of the coefficients."""
 
     @property
     @abc.abstractmethod
     def jumps(self) -> np.ndarray:
-        """The times strictly inside (0, 1) where the slope jumps, increasing."""
+        """The increasing times strictly inside (0, 1) where the slope jumps."""
 
     def value(self, s: Array, coefficients: Array) -> Array:
-        """Σₖ ωₖ ∫₀ˢ eₖ, shape `(..., m)`; `s` is a scalar or has the coefficients' batch shape."""
+        """Σₖ ωₖ ∫₀ˢ eₖ, shape `(..., m)`; `s` is a scalar or has the batch shape of the coefficients."""
         return jnp.einsum("...n,...nm->...m", self.integrals(s), coefficients)
 
     def path(self, coefficients: Array, t1: float | Array = 1.0) -> "Path":
-        """The path with these coefficients, shape `(..., n, m)`, on [0, t1]."""
+        """The path with given coefficients, shape `(..., n, m)`, on [0, t1]."""
         return Path(self, coefficients, t1)
 
     def sample(
@@ -101,20 +101,20 @@ class AbstractDriver(eqx.Module):
         shape: tuple[int, ...] = (),
         t1: float | Array = 1.0,
     ) -> "Path":
-        """Draw independent paths, `shape` of them, each with `noise_dimension` components."""
+        """Draw independent paths of batch shape `shape`, each with `noise_dimension` components."""
         check_count("noise_dimension", noise_dimension, least=0)
         size = (*as_shape(shape, self.num_functions * noise_dimension), self.num_functions, noise_dimension)
         return Path(self, jax.random.normal(check_key(key), size), t1)
 
     def refined(self) -> "AbstractDriver":
-        """This driver with twice the functions, to see what the finite number of them leaves out."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how to double its functions")
+        """This driver with twice as many functions, to measure the truncation error."""
+        raise NotImplementedError(f"{type(self).__name__} does not define refined()")
 
     def refine(self, coefficients: Array, more: Array) -> Array:
-        """Coefficients `(..., 2n, m)` of a path of `refined()` that projects on `coefficients`.
+        """Coefficients `(..., 2n, m)` of a path of `refined()` whose projection has the given coefficients.
 
-        `more`, like `coefficients` of shape `(..., n, m)`, holds the fresh standard normal numbers.
-        This is for a driver whose refinement adds functions to those it has.
+        `more` has the shape `(..., n, m)` of `coefficients` and holds new standard normal numbers. This
+        default is for drivers whose refinement only adds functions.
         """
         return jnp.concatenate([coefficients, more], axis=-2)
 
@@ -123,13 +123,13 @@ class AbstractDriver(eqx.Module):
         return jnp.sum(jax.scipy.stats.norm.logpdf(coefficients), axis=(-2, -1))
 
     def project(self, path: diffrax.AbstractPath, *, resolution: int = 4096) -> "Path":
-        """The path of this driver that a given path of the process it stands for has as its projection.
+        """The projection of a given path onto the functions of this driver.
 
-        For Brownian motion ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), with the given path read on `resolution` intervals
-        and linear between: exact for a `PiecewiseLinear` path, to O(1/resolution²) for a smooth one. The same
-        fine path projected on more and more functions is how drivers are coupled.
+        For Brownian motion ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), with the given path interpolated linearly between
+        `resolution` intervals: exact for a `PiecewiseLinear` path, with error O(1/resolution²) for a smooth
+        one. Projecting the same fine path onto more functions couples drivers of different sizes.
         """
-        check_instance("path", path, diffrax.AbstractPath, "a path of diffrax, or of a driver")
+        check_instance("path", path, diffrax.AbstractPath, "a diffrax path, or a path of a driver")
         check_count("resolution", resolution)
         knots = np.union1d(np.linspace(0.0, 1.0, resolution + 1), self.jumps)
         if isinstance(path, Path):
@@ -142,8 +142,8 @@ class AbstractDriver(eqx.Module):
         return Path(self, self.coefficients_of(knots, increments), horizon)
 
     def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        """The coefficients `(..., n, m)` of a path on [0, 1] with these increments `(N, ..., m)` between the
-        knots `(N + 1,)`, the driver's jumps among them: the mean of eₖ over each interval, against them."""
+        """The coefficients `(..., n, m)` of a path on [0, 1] with increments `(N, ..., m)` between the knots
+        `(N + 1,)`, which include the jumps of the driver."""
         weights = jnp.diff(self.integrals(jnp.asarray(knots)), axis=0) / jnp.asarray(np.diff(knots))[:, None]
         return jnp.einsum("kn,k...m->...nm", weights, increments)
 
@@ -154,10 +154,10 @@ def power(horizon: Array, exponent: float) -> Array:
 
 
 class Path(diffrax.AbstractPath):
-    """A path of a driver, or a batch of them: coefficients `(..., n, m)` on the horizon [0, t1].
+    """A path of a driver, or a batch of paths: coefficients `(..., n, m)` on the horizon [0, t1].
 
-    `t1` is a number, or an array of the batch shape when horizons differ. A path is a
-    `diffrax.AbstractPath`, so diffrax solvers take it as a control.
+    `t1` is a number, or an array of the batch shape if horizons differ. A path is a `diffrax.AbstractPath`,
+    so diffrax solvers accept it as a control.
 
     ```python
     import jax
@@ -211,22 +211,22 @@ class Path(diffrax.AbstractPath):
         return self._column(power(self.t1, self.driver.hurst)) * value
 
     def derivative(self, t: ArrayLike, left: bool = True) -> Array:
-        """Ḃ(t), shape `(..., m)`; at a jump the limit from the left, or from the right."""
+        """Ḃ(t), shape `(..., m)`; at a jump the limit from the left or the right."""
         s = jnp.asarray(t, self.t1.dtype) / self.t1
         if self.driver.jumps.size:
-            # More than the rounding of t / T.
+            # Larger than the rounding error of t / T.
             s = s + (-8 if left else 8) * jnp.finfo(s.dtype).eps
         return self.unit_slope(s) / self._column(self.t1)
 
     def unit_slope(self, s: Array) -> Array:
-        """dB/ds for s = t/T: √T Σₖ ωₖ eₖ(s), or another power of T by the driver's `hurst`."""
+        """dB/ds for s = t/T: √T Σₖ ωₖ eₖ(s); for other processes Tᴴ replaces √T."""
         return self._column(power(self.t1, self.driver.hurst)) * self.driver.slope(s, self.coefficients)
 
     def _column(self, scale: Array) -> Array:
         return scale[..., None] if scale.ndim else scale
 
     def reshape(self, batch: tuple[int, ...], flat: int) -> Self:
-        """Broadcast the batch to `batch`, then flatten it to one axis; a lone path stays lone."""
+        """Broadcast the batch shape to `batch` and flatten it to one axis; a single path stays unbatched."""
         if self.batch_shape == ():
             return self
         tail = self.coefficients.shape[-2:]
@@ -240,11 +240,11 @@ class Path(diffrax.AbstractPath):
 class TimeChanged(AbstractDriver):
     """B(τ(s)) for a driver B and a clock τ: [0, 1] → [0, 1], smooth and increasing.
 
-    An SDE it drives must be a Stratonovich one. For Brownian motion √τ′ in the diffusion says the same.
+    The SDE must be a Stratonovich SDE. For Brownian motion, √τ′ in the diffusion is equivalent.
 
     **Arguments:**
 
-    - `driver`: any.
+    - `driver`: any driver.
     - `clock`: τ for arrays, with τ(0) = 0 and τ(1) = 1; an `eqx.Module` if the flow is to be saved.
 
     ```python
@@ -315,14 +315,14 @@ class TimeChanged(AbstractDriver):
 
 
 class Correlated(AbstractDriver):
-    """A driver whose components are correlated: B = R W, with R Rᵀ the correlation and W independent.
+    """A driver with correlated components: B = R W, with R Rᵀ the correlation and W independent.
 
-    An SDE it drives must be a Stratonovich one; σ R as the diffusion says the same, in either calculus.
+    The SDE must be a Stratonovich SDE. The diffusion σ R is equivalent, for Itô SDEs too.
 
     **Arguments:**
 
-    - `driver`: any.
-    - `correlation`: a positive definite matrix `(m, m)`, not necessarily with ones on its diagonal.
+    - `driver`: any driver.
+    - `correlation`: a positive definite matrix `(m, m)`; its diagonal need not be one.
 
     ```python
     import jax
@@ -359,7 +359,7 @@ class Correlated(AbstractDriver):
         return self.driver.hurst
 
     def integrals(self, s: Array) -> Array:
-        """Of each independent component."""
+        """Increments of the independent components."""
         return self.driver.integrals(s)
 
     def value(self, s: Array, coefficients: Array) -> Array:

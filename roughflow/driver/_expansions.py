@@ -18,10 +18,10 @@ SQRT2 = 2.0**0.5
 
 
 class KarhunenLoeve(AbstractDriver):
-    """B(t) = ω₀ t/√T + Σ_{k=1}^{n−1} ωₖ √(2T) sin(kπt/T)/(kπ), smooth.
+    """Karhunen–Loève expansion B(t) = ω₀ t/√T + Σ_{k=1}^{n−1} ωₖ √(2T) sin(kπt/T)/(kπ), smooth.
 
-    The endpoint B(T) = √T ω₀ has its exact distribution for every n, so an SDE with constant coefficients
-    keeps its exact density. The paper trains with n from 4 to 10.
+    The end point B(T) = √T ω₀ has its exact distribution for every n, so an SDE with constant coefficients
+    has its exact density. The paper trains with n from 4 to 10.
 
     ```python
     import jax
@@ -58,12 +58,12 @@ class KarhunenLoeve(AbstractDriver):
 
 
 class Legendre(AbstractDriver):
-    """Ḃ(t) = T^{-1/2} Σ_{k<n} ωₖ √(2k+1) Pₖ(2t/T − 1), a polynomial of degree n − 1.
+    """Legendre expansion Ḃ(t) = T^{-1/2} Σ_{k<n} ωₖ √(2k+1) Pₖ(2t/T − 1), a polynomial of degree n − 1.
 
-    It keeps the exact joint distribution of B(T), ∫B dt, ∫t B dt, … up to n of them, so what a smooth linear
-    functional of the path loses falls faster than any power of n: with additive noise and a nearly linear
-    drift, a few functions do what takes `rf.KarhunenLoeve` dozens. Its slope is steepest at both ends,
-    √(2k+1).
+    The first n of B(T), ∫B dt, ∫t B dt, … have their exact joint distribution, so the truncation error of
+    smooth linear functionals of the path decreases faster than any power of n. With additive noise and a
+    nearly linear drift, a few functions are as accurate as dozens of `rf.KarhunenLoeve`. The slope is
+    steepest at both ends, √(2k+1).
 
     ```python
     import jax
@@ -94,13 +94,13 @@ class Legendre(AbstractDriver):
 
 
 def orthonormal_polynomials(s: Array, count: int) -> Array:
-    """√(2k+1) Pₖ(2s − 1) for k < count, along a last axis."""
+    """√(2k+1) Pₖ(2s − 1) for k < count, along a new last axis."""
     p = _polynomials(2 * s - 1, count)
     return jnp.stack([(2 * k + 1) ** 0.5 * p[k] for k in range(count)], axis=-1)
 
 
 def integrated_polynomials(s: Array, count: int) -> Array:
-    """What they integrate to from 0 to s, by (2k + 1) Pₖ = P′ₖ₊₁ − P′ₖ₋₁."""
+    """Integrals of these polynomials from 0 to s, by (2k + 1) Pₖ = P′ₖ₊₁ − P′ₖ₋₁."""
     p = _polynomials(2 * s - 1, count + 1)
     rest = [(p[k + 1] - p[k - 1]) / (2 * (2 * k + 1) ** 0.5) for k in range(1, count)]
     return jnp.stack([s, *rest], axis=-1)
@@ -115,12 +115,12 @@ def _polynomials(y: Array, count: int) -> list[Array]:
 
 
 class PiecewiseLinear(AbstractDriver):
-    """Ḃ = ωₖ/√Δₖ on the k-th interval: exact on the grid, linear between.
+    """Piecewise linear path: Ḃ = ωₖ/√Δₖ on the k-th interval, exact on the grid.
 
     **Arguments:**
 
-    - `grid`: the number n of equal intervals, or increasing times that start at 0. Only their
-      proportions count: the last one falls on the horizon of the path.
+    - `grid`: the number n of equal intervals, or increasing times that start at 0. The times are rescaled to
+      the horizon of the path.
 
     ```python
     import jax
@@ -157,7 +157,7 @@ class PiecewiseLinear(AbstractDriver):
         return PiecewiseLinear(halved(self.knots))
 
     def refine(self, coefficients: Array, more: Array) -> Array:
-        # Each interval is halved: the mean of the two slopes is the old one, their difference is new.
+        # Halve each interval: the mean of the two slopes is the old slope, their difference is new.
         halves = jnp.stack([coefficients + more, coefficients - more], axis=-2) / 2**0.5
         return jnp.reshape(halves, (*more.shape[:-2], 2 * self.num_functions, more.shape[-1]))
 
@@ -171,7 +171,7 @@ class PiecewiseLinear(AbstractDriver):
 
 
 def as_knots(grid: int | Sequence[float] | np.ndarray) -> tuple[float, ...]:
-    """0 = s₀ < … < sₙ = 1, from a number of equal intervals or times that start at 0."""
+    """0 = s₀ < … < sₙ = 1, from a number of equal intervals or from times that start at 0."""
     if is_whole(grid):
         return tuple(np.linspace(0.0, 1.0, check_count("grid", grid) + 1).tolist())
     times = np.asarray(as_real("grid", grid), float)
@@ -182,18 +182,18 @@ def as_knots(grid: int | Sequence[float] | np.ndarray) -> tuple[float, ...]:
 
 
 def halved(knots: tuple[float, ...]) -> np.ndarray:
-    """The knots and the middles between them."""
+    """The knots and the midpoints between them."""
     old = np.asarray(knots)
     return np.sort(np.concatenate([old, (old[:-1] + old[1:]) / 2]))
 
 
 def piece_of(start: Array, s: Array) -> Array:
-    """The number of the interval that s lies in, of those that begin at `start`."""
+    """The index of the interval that contains s, given the starts of the intervals."""
     return jnp.clip(jnp.searchsorted(start, s, side="right") - 1, 0, start.size - 1)
 
 
-CELLS = 1024  # of [0, 1], on which a process is read
-NOTHING = 1e-10  # of the largest variance: what is left below counts as none
+CELLS = 1024  # intervals of [0, 1] on which the process is discretised
+NOTHING = 1e-10  # relative to the largest variance: smaller variances are treated as zero
 
 
 class AbstractPolynomials(AbstractDriver):
@@ -202,7 +202,7 @@ class AbstractPolynomials(AbstractDriver):
     @property
     @abc.abstractmethod
     def root(self) -> np.ndarray:
-        """A lower triangular matrix `(n, n)`: more polynomials add rows and columns to it."""
+        """A lower triangular matrix `(n, n)`: more polynomials append rows and columns to it."""
 
     def integrals(self, s: Array) -> Array:
         s = jnp.asarray(s)
@@ -214,7 +214,7 @@ class AbstractPolynomials(AbstractDriver):
         return jnp.einsum("...n,...nm->...m", basis, coefficients)
 
     def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        """From those of the polynomials."""
+        """Coefficients of a path from those of the polynomials."""
         places = jnp.asarray(knots)
         means = jnp.diff(integrated_polynomials(places, self.num_functions), axis=0)
         weights = jnp.asarray(np.linalg.pinv(self.root)) @ (means / jnp.diff(places)[:, None]).T
@@ -226,19 +226,19 @@ class AbstractPolynomials(AbstractDriver):
 
 
 class GaussianDriver(AbstractPolynomials):
-    """Any Gaussian process with a given covariance function on [0, 1], in Legendre polynomials: smooth.
+    """Gaussian process with a given covariance function on [0, 1], in Legendre polynomials: smooth.
 
-    Like `rf.Legendre` for Brownian motion it keeps the joint distribution of B(1) − B(0), ∫B ds, ∫s B ds, …
-    up to n of them, in contrast to a truncated Karhunen–Loève expansion, which loses variance at the end.
-    They are computed from the process on 1024 intervals, which is right to about n²/1024² of their variance.
-    An SDE it drives must be a Stratonovich one: it has no Itô form.
+    Like `rf.Legendre` for Brownian motion, it preserves the joint distribution of the first n of B(1) − B(0),
+    ∫B ds, ∫s B ds, …, whereas a truncated Karhunen–Loève expansion loses variance at the end. They are
+    computed from the process on 1024 intervals, with a relative error of about n²/1024². The SDE must be a
+    Stratonovich SDE.
 
     **Arguments:**
 
-    - `covariance`: K(s, t) for arrays `s` and `t` in [0, 1] that broadcast; an `eqx.Module` if the flow is
-      to be saved.
-    - `num_functions`: how many polynomials.
-    - `hurst`: a path on [0, T] is this power of T times one on [0, 1], at t/T.
+    - `covariance`: K(s, t) for arrays `s` and `t` in [0, 1] that broadcast; an `eqx.Module` if the flow is to
+      be saved.
+    - `num_functions`: number of polynomials.
+    - `hurst`: H in the scaling B(t) = Tᴴ B₁(t/T) of a path on [0, T].
 
     ```python
     import jax, jax.numpy as jnp
@@ -272,8 +272,10 @@ class GaussianDriver(AbstractPolynomials):
 
 @functools.lru_cache(maxsize=16)
 def _covariance_root(covariance: Callable, count: int) -> np.ndarray:
-    """Of the covariance of the process's increments against the polynomials' means between them."""
-    knots = 0.5 - 0.5 * np.cos(np.pi * np.arange(CELLS + 1) / CELLS)  # closer at the ends, as their zeros are
+    """Cholesky factor of the covariance of the coefficients, from the covariance of the increments of the
+    process and the mean of each polynomial on each interval."""
+    # The knots are denser at the ends, like the zeros of the polynomials.
+    knots = 0.5 - 0.5 * np.cos(np.pi * np.arange(CELLS + 1) / CELLS)
     with jax.ensure_compile_time_eval():
         kernel = np.asarray(covariance(jnp.asarray(knots[:, None]), jnp.asarray(knots[None])), float)
     if kernel.shape != (CELLS + 1, CELLS + 1) or not np.allclose(kernel, kernel.T):
@@ -292,7 +294,7 @@ def values(s: np.ndarray, count: int) -> np.ndarray:
 
 
 def derivatives(s: np.ndarray, count: int) -> np.ndarray:
-    """Those of `values`, by P′ₖ₊₁ = P′ₖ₋₁ + (2k + 1) Pₖ."""
+    """Derivatives of `values`, by P′ₖ₊₁ = P′ₖ₋₁ + (2k + 1) Pₖ."""
     p = np.moveaxis(np.polynomial.legendre.legvander(2 * s - 1, count - 1), -1, 0)
     slopes = np.zeros_like(p)
     for k in range(1, count):
@@ -301,12 +303,12 @@ def derivatives(s: np.ndarray, count: int) -> np.ndarray:
 
 
 def psd_root(matrix: np.ndarray) -> np.ndarray:
-    """Cholesky's factor of a matrix that may be singular: what has no variance left gets a zero."""
+    """Cholesky factor of a matrix that may be singular: pivots without variance are set to zero."""
     root, least = np.zeros_like(matrix), NOTHING * np.max(np.abs(np.diag(matrix)))
     for k in range(len(matrix)):
         column = matrix[k:, k] - root[k:, :k] @ root[k, :k]
         if column[0] < -1e3 * least:
-            raise ValueError("covariance must be positive semi-definite, and is not")
+            raise ValueError("covariance must be positive semi-definite")
         if column[0] > least:
             root[k:, k] = column / np.sqrt(column[0])
     return root

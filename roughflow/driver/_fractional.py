@@ -1,4 +1,4 @@
-"""Fractional Brownian motion on a grid and as polynomials, and its increments."""
+"""Fractional Brownian motion on a grid, in polynomials, and its increments."""
 
 import functools
 import math
@@ -18,15 +18,15 @@ from ._expansions import AbstractPolynomials, as_knots, derivatives, halved, pie
 
 
 class FractionalBrownian(AbstractDriver):
-    """Fractional Brownian motion of Hurst exponent H on a grid: exact there, linear between.
+    """Fractional Brownian motion with Hurst exponent H on a grid: exact there, linear between.
 
     E B(s)B(t) = ½(s²ᴴ + t²ᴴ − |t − s|²ᴴ), and B(t) = Tᴴ B₁(t/T). The coefficients are independent standard
-    normals; the increments are the Cholesky factor of their covariance times these. A flow takes O(n) for
-    each slope of a path of n intervals and O(n²) memory: for paths of thousands of steps, without densities,
-    there is `rf.driver.fractional_noise`.
+    normals; the Cholesky factor of the covariance of the increments maps them to increments. A flow needs
+    O(n) operations per slope of a path of n intervals and O(n²) memory. For paths with thousands of steps,
+    without densities, use `rf.driver.fractional_noise`.
 
-    H may be anything in (0, 1). The SDE must be a Stratonovich one unless H = ½, and for several noises that
-    depend on the state H must be above ⅓: below, a path and its areas do not determine the solution.
+    H lies in (0, 1). The SDE must be a Stratonovich SDE unless H = ½. State-dependent multidimensional noise
+    requires H > ⅓: for smaller H, a path and its Lévy areas do not determine the solution.
 
     **Arguments:**
 
@@ -69,13 +69,13 @@ class FractionalBrownian(AbstractDriver):
         return FractionalBrownian(self.hurst, halved(self.knots))
 
     def refine(self, coefficients: Array, more: Array) -> Array:
-        # What the halves add up to is the old path; what is orthogonal to that is new.
+        # The sum of the halves is the old path; the component orthogonal to it is new.
         old, new = (jnp.asarray(a, more.dtype) for a in _refinement(self.hurst, self.knots))
         both = (jnp.einsum("kn,...nm->...km", a, b) for a, b in ((old, coefficients), (new, more)))
         return sum(both, jnp.zeros((), more.dtype))
 
     def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        """From the values on the driver's own grid."""
+        """Coefficients from the values on the driver's grid."""
         own = np.asarray(self.knots)
         share = np.clip((own[1:, None] - knots[:-1]) / np.diff(knots), 0, 1)
         weights = np.linalg.solve(_root(self.hurst, self.knots), np.diff(share, axis=0, prepend=0.0))
@@ -94,13 +94,12 @@ class FractionalBrownian(AbstractDriver):
 
 
 class FractionalLegendre(AbstractPolynomials):
-    """Fractional Brownian motion of Hurst exponent H in Legendre polynomials: smooth.
+    """Fractional Brownian motion with Hurst exponent H in Legendre polynomials: smooth.
 
-    Ḃ = Tᴴ⁻¹ Σ_{k<n} aₖ √(2k+1) Pₖ(2t/T − 1), with coefficients a that have the covariance of those of
-    fractional Brownian motion itself; independent standard normals are mapped to them by a triangular matrix.
-    So it keeps the exact joint distribution of B(T), ∫B dt, ∫t B dt, … up to n of them, and for H = ½ it is
-    `rf.Legendre`. With additive noise a few functions suffice. What SDEs it is for: see
-    `rf.FractionalBrownian`.
+    Ḃ = Tᴴ⁻¹ Σ_{k<n} aₖ √(2k+1) Pₖ(2t/T − 1). The coefficients a have the covariance of those of fractional
+    Brownian motion; a triangular matrix maps independent standard normals to them. The first n of B(T), ∫B
+    dt, ∫t B dt, … have their exact joint distribution, and for H = ½ it is `rf.Legendre`. With additive noise
+    a few functions suffice. The same restrictions on SDEs apply as for `rf.FractionalBrownian`.
 
     ```python
     import jax
@@ -135,7 +134,7 @@ def check_hurst(hurst: float) -> float:
 
 
 def increment_covariance(hurst: float, knots: np.ndarray) -> np.ndarray:
-    """Of fractional Brownian motion between the knots, `(n, n)`."""
+    """Covariance of the increments of fractional Brownian motion between the knots, `(n, n)`."""
     gap = np.abs(knots[:, None] - knots) ** (2 * hurst)
     return 0.5 * (gap[1:, :-1] + gap[:-1, 1:] - gap[1:, 1:] - gap[:-1, :-1])
 
@@ -147,7 +146,7 @@ def _root(hurst: float, knots: tuple[float, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _refinement(hurst: float, knots: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The coefficients on halved intervals as an orthogonal map `(2n, n)` of the old, and of new ones."""
+    """Orthogonal maps `(2n, n)` of the old and of new coefficients to those on halved intervals."""
     fine = _root(hurst, tuple(halved(knots).tolist()))
     old = np.linalg.solve(_root(hurst, knots), fine[::2] + fine[1::2]).T
     return old, np.linalg.qr(old, mode="complete")[0][:, len(knots) - 1 :]
@@ -155,8 +154,9 @@ def _refinement(hurst: float, knots: tuple[float, ...]) -> tuple[np.ndarray, np.
 
 @functools.lru_cache(maxsize=16)
 def _moments_root(hurst: float, count: int) -> np.ndarray:
-    """Of the covariance of ∫eⱼ dB, the eⱼ orthonormal polynomials: with S the sum of both cross-correlations
-    of eⱼ and eₖ it is −H ∫₀¹ u²ᴴ⁻¹ S′(u) du, by quadrature exact but for rounding."""
+    """Cholesky factor of the covariance of ∫eⱼ dB for orthonormal polynomials eⱼ. The covariance is −H ∫₀¹
+    u²ᴴ⁻¹ S′(u) du, where S is the sum of both cross-correlations of eⱼ and eₖ, by a quadrature that is exact
+    up to rounding."""
     jacobi, jacobi_weights = scipy.special.roots_jacobi(count + 1, 0.0, 2 * hurst - 1)
     lags, lag_weights = (jacobi + 1) / 2, jacobi_weights / 2 ** (2 * hurst)
     nodes, weights = np.polynomial.legendre.leggauss(count + 1)
@@ -169,17 +169,17 @@ def _moments_root(hurst: float, count: int) -> np.ndarray:
     return psd_root(gram)
 
 
-CHUNK = 2**21  # complex numbers at a time, so that a transform stays in the cache
+CHUNK = 2**21  # complex numbers at a time, so that a transform fits in the cache
 
 
 def fractional_noise(
     hurst: float, steps: int, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), t1: float = 1.0
 ) -> Array:
-    """The increments of fractional Brownian motion over `steps` equal steps of [0, t1], `(*shape, steps)`.
+    """Increments of fractional Brownian motion over `steps` equal steps of [0, t1], `(*shape, steps)`.
 
-    Exact, in O(n log n), by circulant embedding (Davies & Harte 1987; Wood & Chan 1994). A random path is a
-    function of twice as many normal numbers as it has steps, so there is no density of them: that is what
-    `rf.FractionalBrownian` is for.
+    Exact, in O(n log n), by circulant embedding (Davies & Harte 1987; Wood & Chan 1994). A path depends on
+    twice as many normal numbers as it has steps, so they have no density; use `rf.FractionalBrownian` for
+    densities.
 
     ```python
     import jax, jax.numpy as jnp
@@ -203,7 +203,7 @@ def stationary_noise(autocovariance: np.ndarray, *, key: PRNGKeyArray, shape: tu
     """Draw sequences `(*shape, n)` with the autocovariance γ₀, …, γₙ, shape `(n + 1,)`."""
     spectrum = np.fft.rfft(np.concatenate([autocovariance, autocovariance[-2:0:-1]])).real
     if spectrum.min() < -1e-8 * spectrum.max():
-        raise ValueError("this autocovariance has no circulant embedding of twice its length")
+        raise ValueError("the circulant embedding of this autocovariance is not positive semi-definite")
     full = np.concatenate([spectrum, spectrum[-2:0:-1]])
     weights = jnp.asarray(np.sqrt(np.maximum(full, 0) / full.size), float)
     count, length = math.prod(as_shape(shape)), full.size
@@ -215,7 +215,7 @@ def stationary_noise(autocovariance: np.ndarray, *, key: PRNGKeyArray, shape: tu
 
 @jit
 def _drawn(weights: Array, keys: Array, size: int) -> Array:
-    """Real and imaginary parts of one transform are two sequences."""
+    """The real and imaginary parts of one transform are two sequences."""
 
     def chunk(key: PRNGKeyArray) -> Array:
         parts = jax.random.normal(key, (2, size, weights.size), weights.dtype) * weights[None, None]

@@ -1,4 +1,4 @@
-"""The paper's experiments (Hodgkinson et al. 2020), each a function that writes a figure and its numbers."""
+"""The experiments of the paper (Hodgkinson et al. 2020): functions that write a figure and its numbers."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,10 +23,10 @@ def run(
     progress: bool = True,
     resume: bool = False,
 ) -> dict:
-    """Do one of `EXPERIMENTS`: write `NAME.png` and `NAME.json` to the folder `out`, return the numbers.
+    """Run one of `EXPERIMENTS`: write `NAME.png` and `NAME.json` to the folder `out`, and return the numbers.
 
-    `steps` replaces the number of training steps, and changes that of regressions in proportion; with
-    `resume` models that are there already are read, and one that was interrupted goes on.
+    `steps` replaces the number of training steps, and scales that of regressions. With `resume`, finished
+    models are loaded, and an interrupted one is continued.
 
     ```python
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""The demo, figures 1 to 4 and the toys of Hodgkinson et al. (2020), and the runs that they share."""
+"""The demo, figures 1 to 4 and the toy densities of Hodgkinson et al. (2020), and the code they share."""
 
 import dataclasses
 import json
@@ -24,29 +24,30 @@ from roughflow import plots
 from roughflow.datasets import DISTRIBUTIONS, AbstractDistribution, Banana, Star
 from roughflow.report import write_report
 
-BATCH, PATHS, RATE = 64, 4, 3e-3  # of the paper's recipe, in which a step with noise takes half a second
+BATCH, PATHS, RATE = 64, 4, 3e-3  # of the paper's method, whose steps with noise take half a second
 ROWS, WIDTH = 200_000, 128  # of the regression
-TEST, NOISY_TEST = 4000, 1000  # fresh points to score on
-SCORED, MANY = 128, 4096  # paths per point by a learned proposal; where none was found
-HISTOGRAM, PIXELS = 150_000, 96  # samples, and cells along a side
+TEST, NOISY_TEST = 4000, 1000  # new points to score on
+SCORED, MANY = 128, 4096  # paths per point with a learned proposal; for points that it misses
+HISTOGRAM, PIXELS = 150_000, 96  # samples, and cells per side
 
 
 class Trained(eqx.Module):
-    """A flow, the proposal it was trained with, and the seconds that took."""
+    """A flow, the proposal it was trained with, and the training time in seconds."""
 
     flow: rf.StochasticFlow
     proposal: rf.density.AbstractProposal
-    loss: jax.Array  # one number a step
+    loss: jax.Array  # one number per step
     seconds: float
 
     @property
     def cheap(self) -> rf.PullBack:
-        """Densities for a map: with the learned proposal a few paths do."""
+        """Densities for a map, with few paths from the learned proposal."""
         return rf.PullBack(1 if self.flow.noise_dimension == 0 else 32, self.proposal)
 
 
 class Regressed(eqx.Module):
-    """A model fitted by regression, without noise, in the units of the data; and the seconds that took."""
+    """A model fitted by regression, without noise, in the units of the data; and the training time in
+    seconds."""
 
     model: rf.tables.Standardised
     loss: jax.Array
@@ -60,7 +61,7 @@ class Regressed(eqx.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """One experiment: where it writes, and how it was asked to run."""
+    """One experiment: its output folder and options."""
 
     out: Path
     name: str
@@ -70,7 +71,7 @@ class Run:
     resume: bool
 
     def key(self, label: str) -> PRNGKeyArray:
-        """A key that belongs to the seed and to what it is for."""
+        """A key derived from the seed and a label."""
         return jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(label.encode()))
 
     def train(
@@ -85,7 +86,7 @@ class Run:
         objective: rf.MaximumLikelihood | None = None,
         frozen=lambda flow: flow.base,
     ) -> Trained:
-        """The paper's way: fit a flow to fresh samples of a distribution by maximum likelihood."""
+        """The paper's method: fit a flow to new samples of a distribution by maximum likelihood."""
 
         def fit(settings: dict) -> tuple[rf.train.Fitted, dict]:
             fitted = rf.fit(
@@ -107,9 +108,9 @@ class Run:
     def regress(
         self, label: str, distribution: AbstractDistribution, *, steps: int, beside: int, width: int = WIDTH
     ) -> Regressed:
-        """The new way: `rf.fit_density` without its steps of likelihood, so that nothing is solved.
+        """The regression: `rf.fit_density` without likelihood steps, so that no ODE is solved.
 
-        `steps` beside the `beside` steps of `train`: where others than these are asked for, in proportion.
+        `steps` corresponds to `beside` steps of `train`, and scales with them if another number is requested.
         """
         steps = steps if self.steps is None else -(-steps * self.steps // beside)
         rows = np.asarray(distribution.sample(key=self.key("rows"), shape=(ROWS,)))
@@ -129,8 +130,8 @@ class Run:
         return Regressed(**self._kept(label, fit))
 
     def _kept(self, label: str, fit: Callable[[dict], tuple[rf.train.Fitted, dict]]) -> dict:
-        """What `fit` returns to keep, with its losses and seconds: from the file `NAME-LABEL.rf` if it is
-        there, else by training, which goes on from where it was interrupted."""
+        """The result of `fit`, with its losses and seconds: from the file `NAME-LABEL.rf` if it exists, else
+        by training, which resumes an interrupted run."""
         file = self.out / f"{self.name}-{label}.rf"
         checkpoint = file.with_suffix(".checkpoint")
         if self.resume and file.exists():
@@ -151,8 +152,8 @@ class Run:
     def excess(
         self, trained: Trained, distribution: AbstractDistribution, *, count: int | None = None
     ) -> dict:
-        """−E log p over that of the truth on fresh points, by the proposal that was learned: a little too
-        high where it has not learned all paths, which `effective_paths` shows."""
+        """The excess of −E log p over the entropy on new points, with the learned proposal. It is slightly
+        too high if the proposal misses paths, which `effective_paths` shows."""
         noisy = trained.flow.noise_dimension > 0
         estimator = rf.PullBack(SCORED if noisy else 1, trained.proposal)
         return self._scored(
@@ -167,7 +168,7 @@ class Run:
         *,
         count: int | None = None,
     ) -> dict:
-        """The same with this noise added afterwards, by the default estimator."""
+        """The same with this noise added afterwards, and the default estimator."""
         count = count or (NOISY_TEST if noise else TEST)
         return self._scored(regressed, regressed.noisy(noise), distribution, None, count)
 
@@ -179,14 +180,14 @@ class Run:
         estimator: rf.PullBack | None,
         count: int,
     ) -> dict:
-        # The first of the same points for all models.
+        # All models share the same first points.
         x = distribution.sample(key=self.key("test"), shape=(TEST,))[:count]
         began = time.perf_counter()
         estimate = model.estimate(x, key=self.key("score"), estimator=estimator)
         value = np.array(estimate.log_prob, float)
         lost = np.flatnonzero(np.isneginf(value))
         if lost.size and estimator is not None:
-            # No path was found to these: many say at least how low they are.
+            # No path to these points was found; many paths give a lower bound.
             many = rf.PullBack(MANY, estimator.proposal)
             value[lost] = model.log_prob(x[lost], key=self.key("lost"), estimator=many)
         gap = np.asarray(distribution.log_prob(x), float) - value
@@ -210,7 +211,7 @@ class Run:
         return lambda z: trained.flow.log_prob(z, key=self.key("map"), estimator=trained.cheap)
 
     def picture(self, regressed: Regressed, noise: float, extent: plots.Window) -> np.ndarray:
-        """log p at `plots.grid(extent, PIXELS)`: exact without noise, a histogram with it."""
+        """log p at `plots.grid(extent, PIXELS)`: exact without noise, a histogram with noise."""
         if noise:
             return self.histogram(regressed.noisy(noise), extent)
         points = plots.grid(extent, PIXELS)
@@ -219,8 +220,8 @@ class Run:
         return np.asarray(estimate.log_prob).reshape(points.shape[:2])
 
     def histogram(self, model: rf.tables.Standardised, extent: plots.Window) -> np.ndarray:
-        """log p in the cells of `plots.grid(extent, PIXELS)` from samples: with noise far cheaper than a
-        density in each, and as true."""
+        """log p in the cells of `plots.grid(extent, PIXELS)` from samples: with noise, much cheaper than a
+        density in each cell and as accurate."""
         x = np.asarray(model.sample(key=self.key("histogram"), shape=(HISTOGRAM,)))
         rows, columns, _ = plots.grid(extent, PIXELS).shape
         window = [extent[:2], extent[2:]]
@@ -242,7 +243,7 @@ class Run:
 
 
 def kolmogorov(samples: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray | jax.Array]) -> float:
-    """The largest gap between the samples' distribution function and a given one."""
+    """The largest difference between the distribution function of samples and a given one."""
     samples = np.sort(samples)
     ranks = np.arange(len(samples) + 1) / len(samples)
     truth = np.asarray(cdf(samples))
@@ -262,10 +263,10 @@ def paper_flow(
     depth: int = 3,
     grid: int = 8,
 ) -> rf.StochasticFlow:
-    """The paper's model of the plane: a drift of four layers with 64 units, N(0, I) at the start, and
+    """The paper's model in two dimensions: a drift network of four layers with 64 units, a base N(0, I), and
 
     σ(z) = λ [[1, σ₁(z)], [σ₂(z), 1]] with one hidden layer of 64 units, or σ = λI if it is not learned.
-    `grid`: steps of the solver; too few, and training learns to live off their errors.
+    `grid` is the number of solver steps; if there are too few, training exploits their errors.
     """
     key_drift, key_noise = jax.random.split(key)
     if noise == 0:
@@ -294,8 +295,8 @@ def demo(
     steps: int = DEMO_STEPS,
     likelihood_steps: int = DEMO_LIKELIHOOD,
 ) -> dict:
-    """A flow learns the banana: `demo.png`, `demo-training.png`, `demo.json`, `demo-banana.rf`,
-    and all of it on a page, `demo.html`.
+    """Fit a flow to the banana: `demo.png`, `demo-training.png`, `demo.json`, `demo-banana.rf`, and a report,
+    `demo.html`.
 
     ```python
     from pathlib import Path
@@ -352,9 +353,9 @@ def _score(run: Run, model: rf.tables.Standardised, banana: Banana, x: np.ndarra
 
 
 def _panels(run: Run, model: rf.tables.Standardised, banana: Banana, metrics: dict) -> Figure:
-    """The distribution, its density by the flow, and samples without and with noise on the way."""
+    """The true density, that of the flow, and samples without and with noise."""
     figure, axes = plt.subplots(1, 4, figsize=(11.4, 4.4), layout="constrained")
-    top = float(jnp.exp(banana.log_prob(jnp.zeros(2))))  # its own peak: one scale for both maps
+    top = float(jnp.exp(banana.log_prob(jnp.zeros(2))))  # at its peak, to use one scale for both maps
     plots.density(banana.log_prob, extent=DEMO_EXTENT, ax=axes[0], maximum=top)
     axes[0].set_title("the true density", fontsize=11)
     density = lambda z: model.log_prob(z, key=run.key("map"))
@@ -375,7 +376,7 @@ FIG1_FUNCTIONS, FIG1_FINE = 6, 1024
 
 
 def fig1(run: Run) -> dict:
-    """The same path, projected on six functions of each driver."""
+    """The same path, projected onto six functions of each driver."""
     fine = rf.PiecewiseLinear(FIG1_FINE).sample(key=run.key("path"))
     drivers = {
         f"Karhunen–Loève, n = {FIG1_FUNCTIONS}": rf.KarhunenLoeve(FIG1_FUNCTIONS),
@@ -392,31 +393,31 @@ def fig1(run: Run) -> dict:
 
 
 FIG2_STEPS, FIG2_REGRESSION, FIG2_WIDTH = 600, 6000, 64
-FIG2_WALK, FIG2_CHAINS = 10_000, 64  # Euler–Maruyama steps of a path; paths, of which the first is drawn
-# The time a path takes: `autocorrelation_time` of the staying ones says how much of the distribution it can
-# have seen. Larger noise, along the curve, sees it sooner and needs shorter steps.
+FIG2_WALK, FIG2_CHAINS = 10_000, 64  # Euler–Maruyama steps, and paths, of which the first is drawn
+# The duration of a path. `autocorrelation_time` of the stationary paths tells how much of the distribution it
+# can have explored. Larger noise along the curve explores faster and needs shorter steps.
 FIG2_HORIZONS, PAPER_HORIZON = {"staying-identity": 1000.0, "staying-along": 300.0}, 100.0
 FIG2_EXTENT = (-4.0, 4.0, -12.0, 5.0)
 FIG2_NOISE = 1.0
 
 
 def along(t: jax.Array, z: jax.Array) -> jax.Array:
-    """σ(z) along the curve y = −x² and across it: the Jacobian of the map from N(0, I) to the banana."""
+    """σ(z) along and across the curve y = −x²: the Jacobian of the map from N(0, I) to the banana."""
     del t
     return jnp.array([[1.0, 0.0], [0.0, 2**0.5]]) - 2 * z[0] * jnp.array([[0.0, 0.0], [1.0, 0.0]])
 
 
 def fig2(run: Run) -> dict:
-    """In two ways, σ = I and a σ that depends on the state.
+    """Figure 2: σ = I and a state-dependent σ, by two methods.
 
-    The paper's: σ = I, and σ learned, fitted to the data at time 1 by maximum likelihood; beside them what
-    its own loss, one path and nothing more, comes to. Nothing keeps their paths at the data afterwards.
+    The paper's method: σ = I and a learned σ, fitted to the data at time 1 by maximum likelihood, and its own
+    loss with one path for comparison. Nothing keeps their paths near the data afterwards.
 
-    The new one: a velocity by regression, then noise λ = 1 added; and `rf.tables.staying_sde`, which stays
-    where the data are for any σ, here σ = I and one along the curve.
+    The regression: a velocity by regression with noise λ = 1 added; and `rf.tables.staying_sde`, which keeps
+    paths near the data for any σ, here σ = I and one along the curve.
 
-    The paper's models get 600 steps with 64 points each, and are scored on 1000 points, so that all of it
-    takes minutes; `--steps` gives them more.
+    The paper's models get 600 steps with 64 points each and are scored on 1000 points, so that the experiment
+    takes minutes; `--steps` changes this.
     """
     banana, key = Banana(), run.key("net")
     paper = {
@@ -474,7 +475,7 @@ def _draw_fig2(banana: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure
     }
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
         plots.density(banana.log_prob, extent=FIG2_EXTENT, ax=ax)
-        # Far outside nothing is seen, and numbers beyond all bounds upset the drawing.
+        # Points far outside are not visible, and huge numbers break the plot.
         plots.trajectory(np.clip(_same_time(name, walks[name]), -1e3, 1e3), ax=ax)
         arrows(ax, sdes[name])
         distance = max(metrics[name]["pooled_kolmogorov"])
@@ -491,29 +492,29 @@ def _draw_fig2(banana: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure
 
 
 def _same_time(name: str, path: np.ndarray) -> np.ndarray:
-    """Some thousand points of the path, over the same time in all panels."""
+    """A few thousand points of the path, over the same duration in all panels."""
     if name in FIG2_HORIZONS:
         return path[: 1 + round(FIG2_WALK * PAPER_HORIZON / FIG2_HORIZONS[name])]
     return path[:: max(1, FIG2_WALK // 2500)]
 
 
 def walk(sde: rf.AbstractSDE, horizon: float, *, key) -> np.ndarray:
-    """Euler–Maruyama paths from the middle of the data, `(64, 10001, 2)`."""
+    """Euler–Maruyama paths from the centre of the data, `(64, 10001, 2)`."""
     start = jnp.tile(jnp.array([0.0, -1.0]), (FIG2_CHAINS, 1))
     paths = np.asarray(rf.simulate(sde, start, key=key, t1=horizon, steps=FIG2_WALK, trajectory=True))
     return np.where(np.isfinite(paths), paths, np.inf)
 
 
 def distances(paths: np.ndarray, data: np.ndarray) -> dict:
-    """Kolmogorov's distance of each coordinate from the data's, for one path and for all of them."""
+    """The Kolmogorov distance of each coordinate from the data, for one path and for all of them."""
     cdfs = [_empirical(data[:, i]) for i in range(2)]
     far = lambda values: [kolmogorov(values[..., i].ravel(), cdfs[i]) for i in range(2)]
     return {"walk_kolmogorov": far(paths[0]), "pooled_kolmogorov": far(paths[:, ::10])}
 
 
 def autocorrelation_time(paths: np.ndarray, horizon: float) -> float:
-    """1 + 2 Σ of the autocorrelations, in units of time, of the slower coordinate: up to where they first
-    fall below 0.05, on the mean over all paths."""
+    """1 + 2 Σ of the autocorrelations of the slower coordinate, in units of time, averaged over all paths and
+    summed until they fall below 0.05."""
     centred = paths - paths.mean(axis=(0, 1))
     size = paths.shape[1]
     spectrum = np.abs(np.fft.rfft(centred, 2 * size, axis=1)) ** 2
@@ -530,8 +531,8 @@ def _empirical(values: np.ndarray):
 
 
 def recurrence(path: np.ndarray) -> dict:
-    """How far the path went, and how often it came back to where half of the data are."""
-    across = (path[:, 1] + path[:, 0] ** 2) / 2**0.5  # for the data N(0, 1), as x, and independent of it
+    """How far the path went, and how often it returned to the central half of the data."""
+    across = (path[:, 1] + path[:, 0] ** 2) / 2**0.5  # N(0, 1) for the data, like x, and independent of it
     middle = np.hypot(path[:, 0], across) < 1.18
     return {
         "walk_range": [float(v) for v in (*path.min(axis=0), *path.max(axis=0))],
@@ -551,7 +552,7 @@ def noise_axes(sde: rf.AbstractSDE, points: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def alignment(sde: rf.AbstractSDE) -> dict:
-    """Whether the larger noise runs along the curve y = −x²: the mean |cos| of the angle between them."""
+    """Alignment of the larger noise with the curve y = −x²: the mean |cos| of the angle between them."""
     x = np.linspace(-2, 2, 41)
     sizes, directions = noise_axes(sde, np.stack([x, -(x**2)], axis=1))
     along = np.stack([np.ones_like(x), -2 * x], axis=1)
@@ -581,13 +582,15 @@ FIG3_TOP = 0.35  # the density shown darkest
 
 
 def fig3(run: Run) -> dict:
-    """The star's density for each λ: above by maximum likelihood, below by one regression and noise after it.
+    """Figure 3: the density of the star for each λ, by maximum likelihood (top), and by one regression with
+    noise added afterwards (bottom).
 
-    A second figure, `fig3-noise.png`, has the excess against λ for both: noise in training blurs, noise
-    afterwards does not. Bars are two standard errors, and grow with λ: the price of noise.
+    A second figure, `fig3-noise.png`, shows the excess against λ for both: noise during training blurs the
+    density, noise afterwards does not. Bars are two standard errors, which grow with λ.
 
-    The models above, the paper's way, get 600 steps with 64 points each and are scored on 1000 points, so
-    that all of it takes minutes; `--steps` gives them more. Densities below with noise are histograms.
+    The models at the top, by the paper's method, get 600 steps with 64 points each and are scored on 1000
+    points, so that the experiment takes minutes; `--steps` changes this. Densities with noise at the bottom
+    are histograms.
     """
     star = Star()
     metrics: dict = {"entropy": star.entropy, "likelihood": {}, "regression": {}}
@@ -648,11 +651,11 @@ def _curves(metrics: dict) -> Figure:
         scored = metrics[kind]
         noises = [float(noise) for noise in scored]
         values = [found["excess"] for found in scored.values()]
-        # The scatter over points has the estimator's in it already.
+        # The scatter over points includes the error of the estimator.
         errors = [2 * found["excess_sampling_error"] for found in scored.values()]
         ax.errorbar(noises, values, errors, fmt=style, color=colour, markersize=4, capsize=2.5, label=label)
     ax.axhline(0, color=plots.GREY, linewidth=0.8)
-    # One is tens of times the other: both are seen on a scale that is even near zero, logarithmic above.
+    # One is tens of times the other: use a scale that is linear near zero and logarithmic above.
     ax.set_yscale("symlog", linthresh=0.05)
     ticks = [-0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1]
     ax.set_yticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
@@ -664,7 +667,7 @@ def _curves(metrics: dict) -> Figure:
 
 
 FIG4_STEPS, FIG4_RATE, FIG4_BATCH, FIG4_L1 = 1000, 3e-3, 512, 1e-4
-FIG4_PATHS = 0  # drawn afresh: none is enough here, and with 4 or 16 the fit was lost
+FIG4_PATHS = 0  # none suffice here; with 4 or 16 the fit failed
 FIG4_SEEDS = 3
 FIG4_WIDTH, FIG4_DEPTH = 32, 3
 FIG4_SAMPLES, FIG4_LONG = 20_000, 10_000
@@ -673,7 +676,7 @@ FIG4_INSIDE = np.linspace(-4, 4, 161)
 
 
 class Cauchy(eqx.Module):
-    """log 1/(1 + x²), the Cauchy distribution but for its constant."""
+    """log 1/(1 + x²), the log-density of the Cauchy distribution up to a constant."""
 
     def __call__(self, z: jax.Array) -> jax.Array:
         return -jnp.log1p(z[0] ** 2)
@@ -684,10 +687,10 @@ def cdf(x: np.ndarray) -> np.ndarray:
 
 
 def fig4(run: Run) -> dict:
-    """σ learned so that N(0, 1) comes to the Cauchy distribution by time 1, for three seeds.
+    """Figure 4: σ trained so that N(0, 1) reaches the Cauchy distribution by time 1, for three seeds.
 
-    The drift is the one that keeps the Cauchy distribution, −σ²x/(1+x²) + σσ′. Hodgkinson et al. (2020) print
-    −2σ²x/(1+x²) + ½σ′, which does not: the last panel shows where it goes with the same σ.
+    The drift leaves the Cauchy distribution invariant, −σ²x/(1+x²) + σσ′. Hodgkinson et al. (2020) print
+    −2σ²x/(1+x²) + ½σ′, which does not; the last panel shows its result with the same σ.
     """
     models = {f"seed-{seed}": _train(run, seed) for seed in range(FIG4_SEEDS)}
     metrics: dict = {}
@@ -716,7 +719,7 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
         checkpoint.unlink(missing_ok=True)
     run.say(f"{run.name}: training seed {seed}")
     key_net, key_fit = jax.random.split(run.key(f"seed {seed}"))
-    # σ must grow with |x|, which a network of tanh cannot.
+    # σ must grow with |x|, which a tanh network cannot do.
     diffusion = rf.DiagonalDiffusion(
         1, width=FIG4_WIDTH, depth=FIG4_DEPTH, activation=jax.nn.softplus, key=key_net
     )
@@ -743,7 +746,7 @@ def _flow(diffusion: rf.DiagonalDiffusion) -> rf.StochasticFlow:
 
 
 def _long_run(run: Run, model: rf.StochasticFlow, kind: str) -> np.ndarray:
-    """Where many paths are after a long time."""
+    """The states of many paths after a long time."""
     sigma = lambda z: _noise(model, z)
     slope = lambda z: jax.grad(lambda y: jnp.sum(sigma(y)))(z)
     printed = lambda t, z: -2 * sigma(z) ** 2 * z / (1 + z**2) + 0.5 * slope(z)
@@ -775,7 +778,7 @@ def _draw_fig4(models: dict, samples: np.ndarray, long: dict) -> Figure:
         (axes[1], samples, "samples at time 1, seed 0"),
         (axes[2], long["printed"], "drift as printed in the paper, at time 10"),
     ]:
-        weight = np.full(len(values), 1 / len(values) / width)  # those outside the window count too
+        weight = np.full(len(values), 1 / len(values) / width)  # count samples outside the window too
         ax.hist(values, bins=bins, weights=weight, color="#56B4E9", label="SDE")
         ax.plot(x, 1 / np.pi / (1 + x**2), color="#D55E00", label="Cauchy density")
         ax.set(xlabel="x", ylabel="density", xlim=(-6, 6), title=title)
@@ -797,11 +800,11 @@ TOYS_ROWS = ["data", "maximum\nlikelihood", "regression", f"regression,\nthen λ
 
 
 def toys(run: Run) -> dict:
-    """The excess over the entropy of each, for each distribution, and their densities.
+    """The excess over the entropy and the density for each toy distribution and method.
 
-    The likelihood is that of a continuous normalizing flow, without noise, in 400 steps with 64 points each,
-    so that all of it takes minutes: Figures 2 and 3 show the paper's way with noise. The last row is scored
-    on 300 points, and shows a histogram of samples.
+    The likelihood is that of a continuous normalizing flow without noise, in 400 steps with 64 points each,
+    so that the experiment takes minutes. Figures 2 and 3 show the paper's method with noise. The last row is
+    scored on 300 points, and shows a histogram of samples.
     """
     metrics: dict = {}
     shape = len(TOYS_ROWS), len(DISTRIBUTIONS)

@@ -1,1 +1,1 @@
-"""roughflow inside other libraries: one file each, imported only when it is asked for."""
+"""Interfaces to other libraries, one file each, imported only when needed."""

@@ -1,4 +1,4 @@
-"""ArviZ: chains as it takes them."""
+"""Convert chains to ArviZ."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +13,8 @@ from .._checks import check_instance
 try:
     import arviz
 except FileNotFoundError:
-    # Once per day ArviZ notes in the user's cache that it has announced its successor, by a draft that all
-    # processes share: of two that import it at once, one finds the draft moved. The note is there now.
+    # Once per day ArviZ records in the user's cache that it has announced its successor, through a temporary
+    # file that all processes share. If two import it at once, one fails; the record then exists.
     import arviz
 
 BEFORE_1 = int(arviz.__version__.partition(".")[0]) < 1
@@ -26,12 +26,11 @@ def to_arviz(
     names: Sequence[str] | None = None,
     constrain: Callable[[Array], Mapping[str, Array]] | None = None,
 ) -> Any:
-    """A chain, or many, for ArviZ to summarise and plot: a `DataTree` of xarray, or before ArviZ 1.0 its own
-    `InferenceData`.
+    """Convert one or more chains for ArviZ: an xarray `DataTree`, or an `InferenceData` before ArviZ 1.0.
 
-    **Arguments:** `chain`, of `rf.sample_chain`; `names` of the coordinates, or `constrain`, a function from
-    samples `(..., d)` to values by name, such as that of `target_from_model`. Without either there is one
-    variable, `z`.
+    **Arguments:** `chain`, the result of `rf.sample_chain`; `names` of the coordinates, or `constrain`, a
+    function from samples `(..., d)` to values by name, such as that of `target_from_model`. Without either
+    there is one variable, `z`.
 
     ```python
     import arviz, jax, jax.numpy as jnp
@@ -47,7 +46,7 @@ def to_arviz(
     check_instance("chain", chain, rf.mcmc.Chain, "what rf.sample_chain returns")
     samples = chain.samples if chain.samples.ndim == 3 else chain.samples[None]
     if names is not None and constrain is not None:
-        raise TypeError("give names or constrain, not both")
+        raise TypeError("pass names or constrain, not both")
     if constrain is not None:
         values = dict(constrain(samples))
     elif names is not None:

@@ -1,4 +1,4 @@
-"""BlackJAX: our samplers in its form."""
+"""roughflow's samplers with the interface of BlackJAX."""
 
 from typing import NamedTuple
 
@@ -13,21 +13,22 @@ from .._checks import check_instance
 
 
 class BlackJAXState(NamedTuple):
-    """A state as BlackJAX's own tools read it."""
+    """A state with the field names that BlackJAX expects."""
 
     position: Array
     state: rf.mcmc.SamplerState
 
 
 class BlackJAXInfo(NamedTuple):
-    """What a step did, under BlackJAX's names."""
+    """The information on a step, with BlackJAX's names."""
 
     acceptance_rate: Array
     is_accepted: Array
 
 
 def as_blackjax(sampler: rf.mcmc.AbstractSampler) -> SamplingAlgorithm:
-    """`init(position)` and `step(rng_key, state)` as BlackJAX has them, for its adaptations and loops.
+    """A sampler as a BlackJAX algorithm with `init(position)` and `step(rng_key, state)`, for its adaptations
+    and loops.
 
     ```python
     import blackjax, jax, jax.numpy as jnp

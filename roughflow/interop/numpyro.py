@@ -1,4 +1,4 @@
-"""NumPyro: its models as targets, our flows as distributions."""
+"""NumPyro models as targets, and flows as NumPyro distributions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,11 +17,11 @@ from .._checks import check_callable, check_instance, check_key
 
 
 class ModelTarget(eqx.Module):
-    """The posterior of a NumPyro model on Rᵈ: what `target_from_model` returns.
+    """The posterior of a NumPyro model on Rᵈ; see `target_from_model`.
 
-    Called with z of shape `(d,)` it is log p(data, z) with the Jacobian of the transforms, so its integral is
-    the evidence. `constrain` and `unconstrain` go between z and the model's own values; `names` and
-    `dimension` say what z is made of; `start` is a point to begin at.
+    Called with z of shape `(d,)`, it returns log p(data, z) including the Jacobian of the transforms, so its
+    integral is the evidence. `constrain` and `unconstrain` convert between z and the values of the model;
+    `names` and `dimension` describe z; `start` is a starting point.
     """
 
     potential: Callable[[dict], Array] = eqx.field(static=True)
@@ -39,7 +39,7 @@ class ModelTarget(eqx.Module):
         return -self.potential(self.unravel(z))
 
     def constrain(self, z: Array) -> dict[str, Array]:
-        """The model's values, deterministic sites too, for z of shape `(..., d)`."""
+        """The values of the model, including deterministic sites, for z of shape `(..., d)`."""
         function = lambda y: self.transform(self.unravel(y))
         for _ in range(jnp.ndim(z) - 1):
             function = jax.vmap(function)
@@ -53,10 +53,10 @@ class ModelTarget(eqx.Module):
 def target_from_model(
     model: Callable, *args: Any, key: PRNGKeyArray, model_kwargs: Mapping[str, Any] | None = None
 ) -> ModelTarget:
-    """The unconstrained log density of a NumPyro model and its data.
+    """The unconstrained log density of a NumPyro model with its data.
 
-    **Arguments:** `model`, and what it is called with, by name in `model_kwargs`; `key`, to find a point
-    where the density is finite.
+    **Arguments:** `model`, with its arguments, those by name in `model_kwargs`; `key`, to find a point of
+    finite density.
 
     ```python
     import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -80,7 +80,7 @@ def target_from_model(
     first: dict = info.param_info.z
     start, unravel = ravel_pytree(first)
     if not start.size:
-        raise ValueError("the model has no continuous latent site to sample")
+        raise ValueError("the model has no continuous latent sites")
     inverse = lambda values: unconstrain_fn(model, args, kwargs, values)
     return ModelTarget(
         info.potential_fn,
@@ -93,13 +93,13 @@ def target_from_model(
 
 
 class FlowDistribution(dist.Distribution):
-    """A flow as a NumPyro distribution over Rᵈ, for a model (a prior that was learned) or a guide.
+    """A flow as a NumPyro distribution over Rᵈ, for a model (as a learned prior) or a guide.
 
-    With noise, `log_prob` is an estimate. Its paths come from `key`, the same in every call, so NUTS and
-    other methods see one smooth function; it is the density of the flow but for the estimate's error.
+    With noise, `log_prob` is an estimate. Its paths depend only on `key`, so NUTS and other methods see one
+    smooth function, which differs from the density of the flow by the error of the estimate.
 
-    **Arguments:** `flow`; `key`; `estimator`, by default 16 paths of `rf.PullBack` from the proposal that
-    the flow has learned, or from `rf.Laplace()`.
+    **Arguments:** `flow`; `key`; `estimator`, by default `rf.PullBack` with 16 paths from the flow's learned
+    proposal, or from `rf.Laplace()`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -137,17 +137,17 @@ class FlowDistribution(dist.Distribution):
 
     def log_prob(self, value: Any, intermediates=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         del intermediates
-        flow = self.flow.without_errors()  # what NumPyro tries on its way may be anywhere
+        flow = self.flow.without_errors()  # NumPyro may evaluate any point
         return flow.log_prob(value, key=_typed(self.key), estimator=self.estimator)
 
 
 def _estimator(flow: rf.StochasticFlow) -> rf.density.AbstractEstimator:
-    """A smooth one: no particles that are accepted or not."""
+    """A smooth estimator, without particles that are accepted or rejected."""
     if not flow.noise_dimension:
         return rf.PullBack(1)
     return rf.PullBack(16, rf.Laplace() if flow.proposal is None else flow.proposal)
 
 
 def _typed(key: PRNGKeyArray) -> PRNGKeyArray:
-    """NumPyro still hands out keys of the old kind."""
+    """Convert NumPyro's legacy keys."""
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

@@ -1,4 +1,4 @@
-"""A stochastic flow as a scikit-learn density estimator."""
+"""A scikit-learn density estimator."""
 
 import jax
 import numpy as np
@@ -10,41 +10,40 @@ import roughflow as rf
 
 
 class StochasticFlowDensity(DensityMixin, BaseEstimator):
-    """The density of a table's rows, as that of a neural SDE fitted to them by `rf.fit_density`.
+    """A scikit-learn density estimator: `rf.fit_density` with the interface of `GaussianMixture`.
 
-    It numbers among scikit-learn's density estimators, beside `GaussianMixture` and `KernelDensity`: it goes
-    into a `Pipeline` and is tuned by `GridSearchCV`. Rows are standardised by `fit`, so no scaler is
-    needed before it. A constant column, or one that the others determine, has no density and is refused.
+    It works in a `Pipeline` and with `GridSearchCV`. `fit` standardises the rows, so no scaler is needed.
+    Constant and linearly dependent columns have no density and are refused.
 
-    With noise, a log density is a Monte Carlo estimate: the values of `score_samples` are the same in every
-    call with the same rows, and differ within their error when rows are reordered or left out. The error
-    itself comes from `model_.estimate`. Numbers have JAX's precision, single unless
-    `jax.config.update("jax_enable_x64", True)` asks for double.
+    With noise, a log-density is a Monte Carlo estimate: `score_samples` returns the same values for the same
+    rows, but they change within their error if rows are reordered or removed. `model_.estimate` returns the
+    errors. Values have JAX's precision, single unless `jax.config.update("jax_enable_x64", True)` is set.
 
     **Parameters:**
 
-    - `noise`: size of the noise in units of the standardised data; 0 for a continuous normalizing flow,
-      whose density is exact; "best" to choose it by the validation rows.
-    - `family`: "gaussian", "marginals" or "flow"; None for the best by cross-validation where rows are few,
-      and for a flow otherwise, or where `steps` is set.
-    - `bounds`, `rounding`: of columns, by name or number: `{"share": (0, 1), "income": (0, None)}`, beyond
-      which the density is zero, and `{"age": 1.0}`, how wide the steps of rounded values are; "auto" to find
+    - `noise`: noise in units of the standardised data; 0 for a continuous normalizing flow, whose density is
+      exact; "best" to choose it on the validation rows.
+    - `family`: "gaussian", "marginals" or "flow"; None for the best by cross-validation for small tables, and
+      a flow otherwise or if `steps` is set.
+    - `bounds`, `rounding`: by column name or index. `{"share": (0, 1), "income": (0, None)}` sets bounds,
+      outside of which the density is zero; `{"age": 1.0}` sets the step of rounded values, and "auto" detects
       them.
-    - `marginals`: whether columns are first mapped to nearly normal ones; None to let cross-validation say.
-    - `smoothing`, `outliers`: the size of the noise on the rows in training, and the share of rows that are
-      thrown far out; None to choose them by the size of the table.
-    - `width`, `depth`: of the network; a width of None is chosen by the number of rows.
-    - `steps`, `likelihood_steps`: of the two stages; None to choose them by the size of the table.
+    - `marginals`: whether to first map columns to nearly normal ones; None for cross-validation.
+    - `smoothing`, `outliers`: noise on the rows during training, and the fraction of rows with large noise;
+      None for defaults by table size.
+    - `width`, `depth`: of the network; None for a width by number of rows.
+    - `steps`, `likelihood_steps`: of the two stages; None for defaults by table size.
     - `batch_size`, `learning_rate`: of the regression.
-    - `validation_fraction`: share of the rows to validate on; 0 for none.
-    - `patience`: number of validation checks without improvement before a stage goes back to its best model
-      and ends; None to take all steps.
-    - `score_paths`: paths per row in `score_samples`, at most; None for the default of `model_.estimate`.
+    - `validation_fraction`: fraction of validation rows; 0 for none.
+    - `patience`: number of validation checks without improvement before a stage stops and restores its best
+      model; None to take all steps.
+    - `score_paths`: maximum number of paths per row in `score_samples`; None for the default of
+      `model_.estimate`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None.
     - `verbose`: show a progress bar.
 
     **After `fit`:** `model_`, an `rf.tables.Standardised` that `rf.save` can write; `family_`; `history_`, an
-    `rf.train.History`; `n_features_in_`; and `feature_names_in_`, if the table had names.
+    `rf.train.History`; `n_features_in_`; and `feature_names_in_`, if the table has names.
 
     ```python
     from sklearn.datasets import load_iris
@@ -98,7 +97,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         self.verbose = verbose
 
     def fit(self, X, y=None):
-        """Fit to the rows of X; y is ignored. Ctrl-C keeps what was reached in `model_`, then interrupts."""
+        """Fit to the rows of X; y is ignored. Ctrl-C keeps the current model in `model_` and raises."""
         del y
         X = np.asarray(validate_data(self, X, dtype=np.float64, ensure_min_samples=2))
         seed = _seed(self.random_state)
@@ -126,15 +125,15 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         self.model_ = fitted.model
         self.family_ = fitted.family
         self.history_ = fitted.history
-        # A plain number, for a key of JAX cannot be pickled.
+        # A plain number, because JAX keys cannot be pickled.
         self._score_seed = seed
         if fitted.interrupted:
-            # A search over many fits must end too, not go on to the next.
+            # Interrupt a search over many fits too, instead of starting the next fit.
             raise KeyboardInterrupt
         return self
 
     def score_samples(self, X):
-        """The log density of each row, in the units of the data: shape (n_samples,)."""
+        """The log-density of each row, in the units of the data: shape (n_samples,)."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
         limit = {} if self.score_paths is None else {"max_paths": self.score_paths}
@@ -142,15 +141,16 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         return np.asarray(self.model_.estimate(X, key=key, **limit).log_prob, np.float64)
 
     def score(self, X, y=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The mean log density of the rows, as `GaussianMixture` has it (`KernelDensity` has the sum), so
-        that folds of different sizes compare; y is ignored."""
+        """The mean log-density of the rows, as in `GaussianMixture` (`KernelDensity` returns the sum), so
+        that folds of different sizes are comparable; y is ignored."""
         del y
         return float(np.mean(self.score_samples(X)))
 
     def sample(self, n_samples=1, random_state=None):
         """Draw rows from the model: shape (n_samples, n_features).
 
-        `random_state` replaces the estimator's own, which, if it is an int, gives the same rows each time.
+        `random_state` overrides that of the estimator, which, if it is an int, gives the same rows in every
+        call.
         """
         check_is_fitted(self)
         if n_samples < 1:
@@ -161,8 +161,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        # Random numbers belong to a row's place in X: with noise, a row's value moves within its Monte Carlo
-        # error when the rows before it change. Without noise there is nothing random.
+        # Random numbers depend on the index of a row in X: with noise, values change within their Monte Carlo
+        # error if earlier rows change. Without noise nothing is random.
         tags.non_deterministic = self.noise != 0
         return tags
 

@@ -1,4 +1,4 @@
-"""Many steps of many chains."""
+"""Run several Markov chains in parallel."""
 
 import equinox as eqx
 import jax
@@ -13,15 +13,15 @@ from .._show import count, is_known, table
 from ..sde import AbstractSDE
 from ._sampler import AbstractSampler, SamplerState, UnadjustedSampler
 
-SHOWN = 8  # coordinates in the printed summary
+SHOWN = 8  # maximum number of coordinates in the printed summary
 
 
 class Chain(eqx.Module):
-    """What `rf.sample_chain` returns; `numpy.asarray` of it is `samples`.
+    """The result of `rf.sample_chain`. `numpy.asarray` of it is `samples`.
 
-    - `samples`: `(draws, d)`, or `(chains, draws, d)` if it started at several points.
-    - `acceptance`: the mean probability of accepting a step, of each chain.
-    - `num_gradients`: how many gradients of the log density each chain took.
+    - `samples`: `(draws, d)`, or `(chains, draws, d)` for several starting points.
+    - `acceptance`: mean acceptance probability of each chain.
+    - `num_gradients`: number of gradients of the log density per chain.
     """
 
     samples: Array
@@ -43,7 +43,7 @@ class Chain(eqx.Module):
         title = (
             f"Chain: {size}, acceptance {accepted.mean():.2f}{spread}, {self.num_gradients:,} gradients each"
         )
-        with np.errstate(all="ignore"):  # draws that left for infinity are told as they are
+        with np.errstate(all="ignore"):  # draws that diverged are reported as they are
             rows = [
                 (f"z[{i}]", f"{z.mean():.4g}", f"{z.std():.4g}", f"{rank_rhat(z):.3f}")
                 for i, z in enumerate(np.moveaxis(samples, -1, 0).astype(float))
@@ -53,9 +53,9 @@ class Chain(eqx.Module):
 
 
 def rank_rhat(draws: np.ndarray) -> float:
-    """R-hat of one coordinate `(chains, draws)` by ranks, the larger of that of the draws and of their
-    distances from the median (Vehtari et al. 2021): near 1 where all chains have one distribution, whether
-    they differ in place or in width. NaN with fewer than four draws a chain."""
+    """Rank-normalised R-hat of one coordinate `(chains, draws)`: the maximum of bulk and folded R-hat
+    (Vehtari et al. 2021). Near 1 if all chains have the same location and scale. NaN with fewer than four
+    draws per chain."""
     half = draws.shape[1] // 2
     if half < 2 or not np.isfinite(draws).all():
         return float("nan")
@@ -82,14 +82,14 @@ def sample_chain(
     burn_in: int = 0,
     thin: int = 1,
 ) -> Chain:
-    """Run a sampler from z0, one chain for each row of it, all at once.
+    """Run a sampler from `z0`, one chain per row, all in parallel.
 
     **Arguments:**
 
-    - `sampler`: `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; or an SDE, for
+    - `sampler`: an `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; an SDE is short for
       `rf.UnadjustedSampler(sde, dt)`.
-    - `z0`: `(d,)`, or `(chains, d)`; a trained flow's `sample` is a warm start.
-    - `num_steps`: steps kept, after `burn_in` that are not; of these every `thin`-th.
+    - `z0`: starting points, `(d,)` or `(chains, d)`; samples of a trained flow are a warm start.
+    - `num_steps`: number of steps after `burn_in`; every `thin`-th is kept.
 
     ```python
     import jax, jax.numpy as jnp
@@ -108,10 +108,10 @@ def sample_chain(
     check_instance("sampler", sampler, AbstractSampler | AbstractSDE, wanted)
     if isinstance(sampler, AbstractSDE):
         if dt is None:
-            raise TypeError("sample_chain needs dt, the size of a step")
+            raise TypeError("sample_chain needs dt, the step size, for an SDE")
         sampler = UnadjustedSampler(sampler, dt)
     elif dt is not None:
-        raise TypeError("dt belongs to the sampler: leave it out, or pass the SDE instead")
+        raise TypeError("the sampler already has a dt: omit dt, or pass the SDE instead of the sampler")
     z0 = finite_array("z0", z0)
     if z0.ndim not in (1, 2) or not z0.size:
         raise ValueError(f"z0 must have shape (d,) or (chains, d), got {z0.shape}")
@@ -149,7 +149,7 @@ def _run(
         state, _ = jax.lax.scan(lambda state, key: advance(state, each(key)), state, burn)
     keys = jax.random.split(key_keep, num_steps // thin)
     if thin == 1:
-        # All keys at once take less time than step by step, and no more memory than the draws.
+        # Splitting all keys at once is faster than step by step, and needs no more memory than the draws.
         _, (samples, acceptance) = jax.lax.scan(record, state, jax.vmap(block)(keys))
     else:
         _, (samples, acceptance) = jax.lax.scan(lambda state, key: record(state, block(key)), state, keys)

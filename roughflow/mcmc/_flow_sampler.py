@@ -1,4 +1,4 @@
-"""Steps along the flow of the noise, with the correction of Metropolis."""
+"""A Metropolis–Hastings sampler whose proposals follow the flow of the noise."""
 
 import equinox as eqx
 import jax
@@ -10,12 +10,12 @@ from .._linear import log_abs_det, solve
 from ..sde import TargetedSDE, as_target, known_density, noise_matrix, solve_noise
 from ._sampler import AbstractSampler, SamplerInfo, SamplerState, accept, check_adjustable, check_start
 
-NEWTON = 8  # steps at most
-ANOTHER = 1e-3  # times the noise, from where a solution is another one
+NEWTON = 8  # maximum number of Newton iterations
+ANOTHER = 1e-3  # relative to the noise: a solution further away is a different one
 
 
 class GradientState(SamplerState):
-    """Where a chain is, how likely that is, and which way is up. Nothing here depends on σ or dt, so both may
+    """The position of a chain, its log density and gradient. Nothing here depends on σ or dt, so both may
     change while a chain runs."""
 
     log_density: Array
@@ -23,25 +23,26 @@ class GradientState(SamplerState):
 
 
 class FlowSampler(AbstractSampler):
-    """A step along a random ODE, accepted with the probability of Metropolis, Hastings and Green.
+    """Sampler that proposes the end point of a random ODE and applies a Metropolis–Hastings–Green correction.
 
-    Given ξ, the ODE dy/ds = σ(y) ξ, 0 ≤ s ≤ 1, takes z to y = Φ_ξ(z), and −ξ takes y back to z. With
-    ξ ~ N(dt m(z), dt I) the move is accepted with probability min(1, a),
+    Given ξ, the ODE dy/ds = σ(y) ξ, 0 ≤ s ≤ 1, maps z to y = Φ_ξ(z), and −ξ maps y back to z. With ξ ~ N(dt
+    m(z), dt I) the proposal is accepted with probability min(1, a),
 
         a = p(y) N(−ξ; dt m(y), dt I) |det DΦ_ξ(z)| / p(z) N(ξ; dt m(z), dt I),
 
-    which keeps p exactly, whatever σ, m and dt are (Green 1995). m = σ⁻¹ times the Stratonovich drift of
-    the SDE, m = ½(σᵀ∇log p + div σ) and with a skew Q also σ⁻¹(Q∇log p + div Q), makes it a step of that SDE
-    to first order in dt. With constant σ it is MALA; where σ(T(u)) is the derivative of a map T at u, it is
-    MALA for u, but for the error of the solver. `rf.AdjustedSampler` proposes along straight lines instead,
-    which must be short where σ turns.
+    which leaves p invariant for any σ, m and dt (Green 1995). Choosing m = σ⁻¹ times the Stratonovich drift
+    of the SDE, that is m = ½(σᵀ∇log p + div σ), plus σ⁻¹(Q∇log p + div Q) with a skew Q, makes it a step of
+    that SDE to first order in dt. For constant σ it is MALA. If σ(T(u)) is the derivative of a map T at u, it
+    is MALA for u, up to solver error. `rf.AdjustedSampler` proposes along straight lines instead, which
+    limits the step size where σ varies quickly.
 
-    The ODE is solved by `num_substeps` of the implicit midpoint rule, which −ξ undoes, and whose determinant
-    is known, so the solver's error does not change the distribution. Its equations are solved to rounding by
-    Newton's method; a move for which that fails, in either direction, or that does not come back, is refused.
-    A step takes one gradient of the log density.
+    The ODE is solved with `num_substeps` steps of the implicit midpoint rule. The rule is reversible and its
+    determinant is known, so solver errors do not bias the chain. Newton's method solves its equations to
+    rounding error. A move is rejected if this fails in either direction, or if the reverse move does not
+    return to z. A step costs one gradient of the log density.
 
-    **Arguments:** `sde`, an `rf.targeted_sde` with as many noises as dimensions; `dt`; `num_substeps`.
+    **Arguments:** `sde`, an `rf.targeted_sde` with as many noise components as dimensions; `dt`;
+    `num_substeps`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -72,8 +73,8 @@ class FlowSampler(AbstractSampler):
         assert isinstance(state, GradientState)
         key_move, key_accept = jax.random.split(key)
         there, log_ratio, xi = self.propose(key_move, state)
-        # The way back must be found too, and lead back: else the reverse move would not be what this one
-        # takes it for. Both searches are asked the same of, so the refusal is as likely in either direction.
+        # The reverse move must be found and lead back to z; otherwise detailed balance fails. Both searches
+        # use the same criteria, so rejection is equally likely in either direction.
         back, _, found = self._flow(there.z, -xi)
         reach = jnp.linalg.norm(self._noise(state.z), axis=1)
         close = ANOTHER * reach + 1e3 * jnp.finfo(back.dtype).eps * jnp.abs(state.z)
@@ -81,12 +82,12 @@ class FlowSampler(AbstractSampler):
         return accept(key_accept, jnp.where(returns, log_ratio, -jnp.inf), there, state)
 
     def propose(self, key: PRNGKeyArray, state: GradientState) -> tuple[GradientState, Array, Array]:
-        """A place to go to, log a (−inf if there is none), and ξ; gradients pass through all."""
+        """A proposal, log a (−inf if there is none), and ξ; all are differentiable."""
         dt = jnp.asarray(self.dt, state.z.dtype)
         mean = dt * self._mean(state)
         xi = mean + jnp.sqrt(dt) * jax.random.normal(key, state.z.shape, state.z.dtype)
         y, log_det, found = self._flow(state.z, xi)
-        # Where there is no place the present one stands in: its derivatives are finite.
+        # Without a proposal, use the current position, whose derivatives are finite.
         there = self.init(jnp.where(found, y, state.z))
         forth = -0.5 * jnp.sum((xi - mean) ** 2) / dt
         home = -0.5 * jnp.sum((xi + dt * self._mean(there)) ** 2) / dt
@@ -97,7 +98,7 @@ class FlowSampler(AbstractSampler):
         return noise_matrix(self.sde.noise(jnp.zeros((), z.dtype), z))
 
     def _mean(self, state: GradientState) -> Array:
-        """m of the class's formula."""
+        """m, as in the docstring of the class."""
         t = jnp.zeros((), state.z.dtype)
         spread, turn = self.sde.spread(t, state.z), self.sde.turn(t, state.z, state.gradient)
         mean = spread.pull(state.gradient)
@@ -119,11 +120,11 @@ class FlowSampler(AbstractSampler):
         return y, log_det, found & jnp.all(jnp.isfinite(y)) & jnp.isfinite(log_det)
 
     def _middle(self, z: Array, half: Array) -> tuple[Array, Array]:
-        """The m with m = z + σ(m) half, by Newton's method, and whether it was found: to rounding, in each
-        coordinate, since an error as small as a tolerance would still be seen in the distribution.
+        """Solve m = z + σ(m) half for m by Newton's method: m, and whether it converged. The tolerance is
+        rounding error in each coordinate, because a larger one would bias the chain.
 
-        The search is a constant to derivatives; a last step has those of the solution (implicit function
-        theorem).
+        The iterations are not differentiated; one last step has the derivatives of the solution (implicit
+        function theorem).
         """
         still = jax.lax.stop_gradient
         frozen, place, kick = jax.tree.map(
@@ -140,7 +141,7 @@ class FlowSampler(AbstractSampler):
         def go(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             m, _, count = state
             move = change(m, place + frozen._noise(m) @ kick - m)
-            # Newton's next error is about the square of this move.
+            # The next error of Newton's method is about the square of this step.
             done = jnp.all(jnp.abs(move) < eps**0.6 * reach + 10 * eps * jnp.abs(m))
             return m + move, done, count + 1
 

@@ -28,21 +28,21 @@ from ..sde import (
 
 
 class SamplerState(eqx.Module):
-    """Where a chain is."""
+    """The position of a chain."""
 
     z: Array
 
 
 class LocalNoise(eqx.Module):
-    """σ at the place of a chain."""
+    """The position of a chain, and σ there."""
 
     sigma: Noise
     log_det: Array
 
 
 class AdjustedState(SamplerState):
-    """And what a step from there, or to there, needs to know: the drift σ · pull + rest, and σ where it
-    depends on the place. A constant is no part of it, or each chain would carry its own."""
+    """The position of a chain and all that a step from or to it needs: the drift σ · pull + rest, and σ if it
+    depends on the position. A constant σ is not included, as each chain would carry a copy."""
 
     log_density: Array
     pull: Array
@@ -51,7 +51,7 @@ class AdjustedState(SamplerState):
 
 
 class SamplerInfo(eqx.Module):
-    """What a step did: whether it was accepted, and the probability of that."""
+    """Whether a step was accepted, and its acceptance probability."""
 
     accepted: Array
     acceptance: Array
@@ -72,18 +72,19 @@ class AbstractSampler(eqx.Module):
 
     @abc.abstractmethod
     def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[SamplerState, SamplerInfo]:
-        """One step. It takes one gradient of the log density."""
+        """One step, which costs one gradient of the log density."""
 
     @abc.abstractmethod
     def check(self, z: Array) -> None:
-        """Refuse a start, or a target, that no chain can begin with."""
+        """Refuse invalid starting points or targets."""
 
 
 class UnadjustedSampler(AbstractSampler):
-    """Steps of a scheme for the SDE, every one accepted: cheap, and off by what dt is off.
+    """Sampler that accepts every step of a numerical scheme for the SDE: fast, with a discretisation bias
+    that grows with `dt`.
 
-    **Arguments:** `sde`, any that keeps the distribution one wants; `dt`; `scheme`, `rf.flow.EulerMaruyama()`
-    or `rf.flow.LinearlyImplicitEuler()` for stiff targets.
+    **Arguments:** `sde`, any SDE whose stationary distribution is the target; `dt`; `scheme`,
+    `rf.flow.EulerMaruyama()`, or `rf.flow.LinearlyImplicitEuler()` for stiff targets.
 
     ```python
     import jax, jax.numpy as jnp
@@ -122,14 +123,13 @@ class UnadjustedSampler(AbstractSampler):
 
 
 class AdjustedSampler(AbstractSampler):
-    """An Euler–Maruyama step as a proposal, accepted with the probability of Metropolis and Hastings:
+    """Sampler that proposes Euler–Maruyama steps, with Metropolis–Hastings correction:
 
         q(y | z) = N(y; z + μ(z) dt, dt σσᵀ(z)),     a = min(1, p(y) q(z | y)/p(z) q(y | z)).
 
-    σ may depend on the state; with constant σ it is MALA. The distribution of the chain is p exactly,
-    whatever dt is.
+    σ may depend on the state; for constant σ it is MALA. The stationary distribution is exactly p for any dt.
 
-    **Arguments:** `sde`, an `rf.targeted_sde` with as many noises as dimensions; `dt`.
+    **Arguments:** `sde`, an `rf.targeted_sde` with as many noise components as dimensions; `dt`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -151,15 +151,15 @@ class AdjustedSampler(AbstractSampler):
 
     def check(self, z: Array) -> None:
         check_start("AdjustedSampler", self.sde, z, square=True)
-        # A constant σ is never inverted, so that nothing would tell later.
+        # A constant σ is never inverted later, so check it here.
         first = jnp.reshape(z, (-1, z.shape[-1]))[0]
         sigma = plain_noise(self.sde.noise(jnp.zeros((), z.dtype), first))
         entries = sigma if isinstance(sigma, jax.Array) else noise_diagonal(sigma)[:, None]
         if is_traced(z) or is_traced(entries):
             return
         if bool(jnp.any(jnp.all(entries == 0, axis=1))):
-            told = f"needs noise in every direction, got a singular σ at the start {first.tolist()}"
-            raise ValueError(f"AdjustedSampler {told}: take rf.UnadjustedSampler" + see("no-adjustment"))
+            told = f"needs a nonsingular σ, got a singular one at the start {first.tolist()}"
+            raise ValueError(f"AdjustedSampler {told}: use rf.UnadjustedSampler" + see("no-adjustment"))
 
     def init(self, z: Array) -> AdjustedState:
         t = jnp.zeros((), z.dtype)
@@ -176,7 +176,7 @@ class AdjustedSampler(AbstractSampler):
         key_move, key_accept = jax.random.split(key)
         dt = jnp.asarray(self.dt, state.z.dtype)
         kick = jnp.sqrt(dt) * jax.random.normal(key_move, state.z.shape, state.z.dtype)
-        # All in units of the noise, in which q is standard normal, but for dt.
+        # All quantities are in units of the noise, in which q is standard normal, up to dt.
         move = dt * state.pull + kick
         sigma = self._sigma(state)
         y = state.z + apply_noise(sigma, move)
@@ -187,7 +187,7 @@ class AdjustedSampler(AbstractSampler):
             move = solve_noise(there.noise.sigma, there.z - state.z + dt * _known(there.rest))
         elif state.rest is not None:
             move += solve_noise(sigma, dt * (state.rest + _known(there.rest)))
-        back = move + dt * there.pull  # what kick would lead from there to here, but for its sign
+        back = move + dt * there.pull  # the noise that leads back, up to its sign
         log_ratio -= 0.5 * jnp.sum((back - kick) * (back + kick)) / dt
         return accept(key_accept, log_ratio, there, state)
 
@@ -206,7 +206,7 @@ State = TypeVar("State", bound=SamplerState)
 
 
 def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tuple[State, SamplerInfo]:
-    """The new state with probability min(1, a), else the old; what is not finite is no place to go to."""
+    """The new state with probability min(1, a), else the old one. States that are not finite are rejected."""
     acceptance = jnp.where(jnp.isfinite(log_ratio), jnp.exp(jnp.minimum(log_ratio, 0)), 0)
     accepted = jax.random.uniform(key, (), acceptance.dtype) < acceptance
     new = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), there, here)
@@ -214,27 +214,27 @@ def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tu
 
 
 def check_adjustable(name: str, sde: AbstractSDE) -> None:
-    """Refuse an SDE whose distribution is not known, or not wholly."""
+    """Refuse an SDE whose stationary log density is not available in full."""
     if not isinstance(sde, TargetedSDE):
-        told = f"{name} needs the SDE of rf.targeted_sde, got {type(sde).__name__}"
+        told = f"{name} needs an SDE from rf.targeted_sde, got {type(sde).__name__}"
         raise TypeError(told + see("no-adjustment"))
     if sde.log_density is None:
         raise TypeError(
-            f"{name} needs the log density, and its target has a score alone: take rf.UnadjustedSampler"
+            f"{name} needs the log density, but its target has only a score: use rf.UnadjustedSampler"
             + see("no-adjustment")
         )
     if isinstance(sde.log_density, Minibatch):
-        told = f"{name} needs the whole log density, got rf.mcmc.Minibatch: take rf.UnadjustedSampler"
+        told = f"{name} needs the full log density, got rf.mcmc.Minibatch: use rf.UnadjustedSampler"
         raise TypeError(told + see("no-adjustment"))
 
 
 def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
-    """Refuse a start, or a target, that no chain can begin with."""
+    """Refuse invalid starting points or targets."""
     count = noise_dimension(sde, z.shape[-1], f"z0 has dimension {z.shape[-1]}")
     if square and count != z.shape[-1]:
         raise ValueError(
-            f"{name} needs as many noises as dimensions, got σ of shape ({z.shape[-1]}, {count}): "
-            "take rf.UnadjustedSampler" + see("no-adjustment")
+            f"{name} needs as many noise components as dimensions, got σ of shape ({z.shape[-1]}, {count}): "
+            "use rf.UnadjustedSampler" + see("no-adjustment")
         )
     if isinstance(sde, TargetedSDE) and not is_traced(z):
         _check_target(sde, jnp.reshape(z, (-1, z.shape[-1])))
@@ -246,7 +246,7 @@ def _check_target(sde: TargetedSDE, z: Array) -> None:
         bad = jnp.flatnonzero(~jnp.isfinite(values))
         if bad.size:
             i = int(bad[0])
-            told = f"log_density is {values[i]} at the start {z[i]}: begin where it is finite"
+            told = f"log_density is {values[i]} at the start {z[i]}: start where it is finite"
             raise ValueError(told + see("refused-start"))
     if sde.skew is None:
         return
@@ -261,14 +261,15 @@ def _check_target(sde: TargetedSDE, z: Array) -> None:
 
 
 class Minibatch(eqx.Module):
-    """log p(z) + Σᵢ log p(dataᵢ | z), of which `rf.UnadjustedSampler` sees a fresh minibatch in each step:
+    """The log density log p(z) + Σᵢ log p(dataᵢ | z), of which `rf.UnadjustedSampler` uses a new minibatch in
+    each step:
 
         log p(z) + N/n Σ_{i in batch} log p(dataᵢ | z),
 
-    whose gradient is right on average (Welling & Teh 2011). Called, it is the whole sum.
+    whose gradient is unbiased (Welling & Teh 2011). Calling it returns the full sum.
 
-    **Arguments:** `log_prior`, `z -> ()`; `log_likelihood`, `(z, row) -> ()`; `data`, a pytree of arrays
-    with one row an observation; `batch_size`.
+    **Arguments:** `log_prior`, `z -> ()`; `log_likelihood`, `(z, row) -> ()`; `data`, a pytree of arrays with
+    one row per observation; `batch_size`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -318,6 +319,6 @@ class Minibatch(eqx.Module):
 
 
 def with_minibatches(tree: Any, key: PRNGKeyArray) -> Any:
-    """A sampler's SDE with each `Minibatch` in it replaced by a fresh estimate."""
+    """The SDE of a sampler with each `Minibatch` in it replaced by a new estimate."""
     is_target = lambda node: isinstance(node, Minibatch)
     return jax.tree.map(lambda node: node.draw(key) if is_target(node) else node, tree, is_leaf=is_target)

@@ -1,4 +1,4 @@
-"""Tune samplers: warm-up of step size and mass, and learned diffusions."""
+"""Tuning of samplers: warm-up of step size and mass matrix, and learned diffusions."""
 
 from os import PathLike
 from typing import Any, ClassVar, NamedTuple
@@ -27,17 +27,17 @@ from ..train import AbstractStatefulObjective, History, fit
 from ._flow_sampler import FlowSampler, GradientState
 from ._sampler import AbstractSampler, AdjustedSampler, SamplerState, accept
 
-ACCEPTANCE = 0.574  # of Langevin proposals at their best, in many dimensions (Roberts & Rosenthal 1998)
+ACCEPTANCE = 0.574  # optimal acceptance of Langevin proposals in high dimension (Roberts & Rosenthal 1998)
 ROUNDS = 4
-CLIMB = 50  # steps of Newton's method
+CLIMB = 50  # Newton iterations
 FAR = 3.0  # standard deviations
-CLIMBERS = 4  # chains that climb
-TRIALS = 16  # draws to judge a place by
-DRAWS = 512  # from the normals of all climbers, to move chains to
+CLIMBERS = 4  # chains that climb to a mode
+TRIALS = 16  # draws that evaluate a normal approximation
+DRAWS = 512  # from the mixture of normal approximations, to relocate chains to
 
 
 class WarmedUp(NamedTuple):
-    """What `rf.warm_up` returns: a `sampler`, and where its chains have got to, `z`, `(chains, d)`."""
+    """The result of `rf.warm_up`: a `sampler`, and the final positions of its chains, `z`, `(chains, d)`."""
 
     sampler: AdjustedSampler
     z: Array
@@ -46,19 +46,20 @@ class WarmedUp(NamedTuple):
 def warm_up(
     log_density: LogDensity, z0: Array, *, key: PRNGKeyArray, num_steps: int = 2000, climb: bool = True
 ) -> WarmedUp:
-    """MALA for a target: an `rf.AdjustedSampler` with constant noise, and where its chains have got to.
+    """Tune MALA for a target: an `rf.AdjustedSampler` with constant noise, and the positions of its chains.
 
-    First four of the chains climb towards a mode (Newton's method). Each place on their way, with the
-    curvature there, makes a normal distribution; each climber keeps the one nearest to the target (by
-    E[log p − log q], as Pathfinder has it, Zhang et al. 2022). That is not the mode where the mode is far
-    from the mass, as in a funnel. The best of the four gives a first σ. Chains that start far below the
-    log density of draws from their mixture are moved to such draws, chosen by importance resampling, with
-    a warning; the others keep their starting points. Then, in four rounds, the chains move, the step dt
-    follows their acceptance towards 0.574 (Robbins & Monro), and after each round but the last σσᵀ becomes
-    the covariance of their places. Nothing is adapted after that, so the sampler's distribution is exact.
+    Four of the chains first climb towards a mode with Newton's method. Each point on the way, with the
+    curvature there, defines a normal distribution. Each climber keeps the one closest to the target, by E[log
+    p − log q] as in Pathfinder (Zhang et al. 2022). It may be far from the mode, as in a funnel. The best of
+    the four gives a first σ. Chains that start far below the log density of draws from the mixture of these
+    normals are moved to such draws by importance resampling, with a warning; the others keep their starting
+    points. Then, in four rounds, dt is adapted to an acceptance of 0.574 (Robbins–Monro), and after each
+    round but the last, σσᵀ is set to the covariance of the positions. Adaptation then stops, so the
+    stationary distribution is exact.
 
-    **Arguments:** `log_density`; `z0`, `(chains, d)`, a few chains at least; `num_steps` in all, each a
-    gradient a chain, hundreds of them; `climb`, whether to climb first: without, all chains begin at z0.
+    **Arguments:** `log_density`; `z0`, `(chains, d)`, several chains; `num_steps`, total number of steps (one
+    gradient per step and chain), at least hundreds; `climb`, whether to climb first: if False, all chains
+    start at z0.
 
     ```python
     import jax, jax.numpy as jnp
@@ -75,8 +76,8 @@ def warm_up(
     least = least_steps(*z.shape)
     if check_count("num_steps", num_steps) < least:
         raise ValueError(
-            f"num_steps must be at least {least} for {z.shape[0]} chains in {z.shape[1]} dimensions, to find "
-            f"the spread of their places, got {num_steps}{see('too-few-steps')}"
+            f"num_steps must be at least {least} for {z.shape[0]} chains in {z.shape[1]} dimensions, to "
+            f"estimate their covariance, got {num_steps}{see('too-few-steps')}"
         )
     length = num_steps // ROUNDS
     scale, dt = jnp.eye(z.shape[1]), jnp.asarray(0.1)
@@ -86,9 +87,8 @@ def warm_up(
         scale, z, moved = _climb(log_density, z, key_climb)
         if moved:
             warn(
-                f"{int(moved)} of {len(z)} starting points z0 lie far below the log density of the mass that "
-                "was found, and were replaced by draws from there: climb=False keeps them"
-                + see("moved-starts")
+                f"{int(moved)} of {len(z)} starting points z0 have a log density far below the bulk of the "
+                "target and were replaced by draws from it: climb=False keeps them" + see("moved-starts")
             )
         dt = jnp.asarray(z.shape[1] ** (-1 / 3))
     sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
@@ -98,10 +98,10 @@ def warm_up(
         z = states[-1]
         if i < ROUNDS - 1:
             places = states[length // 2 :]
-            # Chains that stood still say nothing about how far to go.
+            # Chains that did not move carry no information about the step size.
             moved = jnp.all(jnp.ptp(places, axis=(0, 1)) > 0)
             scale = jnp.where(moved, _spread(places), scale)
-            # Steps are now in units of the target's own size.
+            # Steps are now in units of the scale of the target.
             dt = jnp.asarray(z.shape[1] ** (-1 / 3))
         sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     return WarmedUp(sampler, z)
@@ -115,25 +115,27 @@ def starts(name: str, z0: Any) -> Array:
 
 
 def least_steps(chains: int, dimension: int) -> int:
-    """Steps after which the later half of a round has places enough for a covariance: two a dimension."""
+    """Minimum number of steps such that the second half of a round has enough positions for a covariance: two
+    per dimension."""
     each = -(-2 * (dimension + 1) // chains)
     return ROUNDS * (2 * each - 1)
 
 
 @jit
 def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
-    """A root of the covariance of the best normal, places for all chains, and how many were moved."""
+    """A square root of the covariance of the best normal, positions for all chains, and the number of moved
+    chains."""
     target = as_target(log_density)
     key_trial, key_draw = jax.random.split(key)
     trials = jax.random.normal(key_trial, (TRIALS, z.shape[1]), z.dtype)
-    # Climbers from all over z0: those that begin in different modes find each its own.
+    # Climbers start all over z0, so that different modes are found.
     climbers = z[np.unique(np.linspace(0, len(z) - 1, CLIMBERS).round().astype(int))]
-    # One after another: the matrices are small, and LAPACK takes no batches well.
+    # Sequential, because LAPACK handles batches of small matrices badly.
     centres, roots, bounds = jax.lax.map(lambda y: _best_normal(target, y, trials), climbers)
     best = jnp.argmax(bounds)
     draws, heights = _resample(target, centres, roots, bounds, key_draw, len(z))
     fine = jnp.isfinite(bounds[best]) & jnp.all(jnp.isfinite(heights))
-    # Twice as far below the highest draw as the lowest draw is.
+    # The threshold is twice as far below the highest draw as the lowest draw is.
     low = 2 * jnp.min(heights) - jnp.max(heights)
     moved = fine & (jax.vmap(target)(z) < low)
     scale = jnp.where(fine, roots[best], jnp.eye(z.shape[1], dtype=z.dtype))
@@ -141,18 +143,19 @@ def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array,
 
 
 def _best_normal(target: LogDensity, start: Array, trials: Array) -> tuple[Array, Array, Array]:
-    """Of the normals on the way up from a start the one nearest to the target: its mean, a root of its
-    covariance, and E[log p − log q] but for a constant, −inf if there is none."""
+    """The normal distribution closest to the target among those on the way up from a start: its mean, a
+    square root of its covariance, and E[log p − log q] up to a constant, −inf if there is none."""
     lengths = 0.5 ** jnp.arange(10.0)
 
     def uphill(y: Array, _) -> tuple[Array, tuple[Array, Array, Array]]:
-        """Newton's step, with the curvature's absolute value, as long as it pays best; the normal there."""
+        """A Newton step with the absolute value of the curvature and the best step length; and the normal
+        there."""
         covariance = _inverse_curvature(target, y)
         root = _root(covariance)
         step = covariance @ jax.grad(target)(y)
         values = jax.vmap(target)(y[None] + trials @ root.T)
         inside = jnp.isfinite(values)
-        # Of a normal that is cut off at the edge of the support, by Jensen: log of the share inside.
+        # If the normal exceeds the support, Jensen's bound uses the log of the fraction inside.
         share = jnp.mean(inside)
         bound = jnp.sum(jnp.where(inside, values, 0)) / jnp.maximum(jnp.sum(inside), 1)
         bound += jnp.log(share) + jnp.linalg.slogdet(root)[1]
@@ -170,8 +173,8 @@ def _best_normal(target: LogDensity, start: Array, trials: Array) -> tuple[Array
 def _resample(
     target: LogDensity, centres: Array, roots: Array, bounds: Array, key: PRNGKeyArray, count: int
 ) -> tuple[Array, Array]:
-    """Draws from the mixture of the normals, chosen with weights p/q: places near the modes that were found,
-    in proportion to their mass; and log p there, −inf where there is none."""
+    """Draws from the mixture of the normals, resampled with weights p/q, so that modes are represented in
+    proportion to their mass; and log p there, −inf without any."""
     key_unit, key_choose = jax.random.split(key)
     usable = jnp.isfinite(bounds)
     roots = jnp.where(usable[:, None, None], roots, jnp.eye(roots.shape[-1], dtype=roots.dtype)[None])
@@ -193,12 +196,12 @@ def _resample(
 
 
 def climbing_gradients(dimension: int, chains: int) -> int:
-    """What `_climb` takes, a Hessian counted as 2d gradients and a value as one."""
+    """The cost of `_climb`, counting a Hessian as 2d gradients and a value as one."""
     return min(CLIMBERS, chains) * CLIMB * (2 * dimension + 12 + TRIALS) + DRAWS + chains
 
 
 def _inverse_curvature(target: LogDensity, y: Array) -> Array:
-    """The inverse of the Hessian's absolute value; I where there is none, as on a cone."""
+    """The inverse of the absolute value of the Hessian; I where it is zero, as on a cone."""
     hessian = jax.hessian(target)(y)
     flat = ~jnp.all(jnp.isfinite(hessian)) | jnp.all(hessian == 0)
     values, vectors = jnp.linalg.eigh(jnp.where(flat, jnp.eye(y.shape[0], dtype=y.dtype), hessian))
@@ -208,8 +211,8 @@ def _inverse_curvature(target: LogDensity, y: Array) -> Array:
 
 @jit
 def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) -> tuple[Array, Array]:
-    """Steps while dt follows the acceptance: the places of all chains after each, and the dt of the later
-    half, on average."""
+    """Steps that adapt dt to the acceptance: the positions of all chains after each, and the mean dt of the
+    second half."""
 
     def step(
         carry: tuple[SamplerState, Array], inputs: tuple[Array, PRNGKeyArray]
@@ -228,15 +231,15 @@ def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) ->
 
 
 def _spread(places: Array) -> Array:
-    """A root of the covariance of the places, a little towards its diagonal.
+    """A square root of the covariance of the positions, shrunk towards its diagonal.
 
-    Places further than `FAR` robust standard deviations are drawn in along the line to the median: tails such
-    as Cauchy's have no covariance, and this has.
+    Positions beyond `FAR` robust standard deviations are pulled in towards the median, because heavy tails
+    such as Cauchy's have no covariance.
     """
     rows = jnp.reshape(places, (-1, places.shape[-1]))
     low, middle, high = jnp.quantile(rows, jnp.array([0.25, 0.5, 0.75], rows.dtype), axis=0)
     gap = rows - middle[None]
-    width = (high - low) / 1.349  # of a normal distribution, its standard deviation
+    width = (high - low) / 1.349  # standard deviation, for a normal distribution
     radius = jnp.sqrt(jnp.mean((gap / jnp.where(width > 0, width, 1)[None]) ** 2, axis=1))
     rows = gap * (FAR / jnp.maximum(radius, FAR))[:, None]
     covariance = jnp.atleast_2d(jnp.cov(rows.T))
@@ -245,30 +248,30 @@ def _spread(places: Array) -> Array:
 
 
 def _root(covariance: Array) -> Array:
-    """The lower triangular root of a matrix that ought to be positive, and is made so."""
+    """The lower Cholesky factor of a matrix, made positive definite if needed."""
     width = jnp.sqrt(jnp.maximum(jnp.diagonal(covariance), jnp.finfo(covariance.dtype).tiny))
     values, vectors = jnp.linalg.eigh(0.5 * (covariance + covariance.T) / jnp.outer(width, width))
     size = jnp.sqrt(jnp.maximum(values, 1e-12 * jnp.max(values)))
-    # A = M Mᵀ and Mᵀ = QR make A = RᵀR: no square is taken, so none of the digits are lost.
+    # A = M Mᵀ and Mᵀ = QR give A = RᵀR without squaring, which would lose digits.
     lower = jnp.linalg.qr((vectors * size[None]).T, mode="r").T
     return width[:, None] * lower * jnp.sign(jnp.diagonal(lower))[None]
 
 
 GRADIENTS = 3  # of the log density in a training step: one to move, and the derivative of another
-WARM_UP, FINISH = 0.1, 0.05  # shares of the budget
-SUBSTEPS = 2  # in training; twice as many after it
-LINEAR = 5.0  # log a down to which a refusal counts in full
-QUICK = 0.02  # rate at which the weight of the volume follows the acceptance
+WARM_UP, FINISH = 0.1, 0.05  # fractions of the budget
+SUBSTEPS = 2  # during training; doubled afterwards
+LINEAR = 5.0  # log a below which the loss grows logarithmically
+QUICK = 0.02  # learning rate of the weight of the volume
 
 
 class Tuned(eqx.Module):
-    """What `rf.tune_sampler` returns.
+    """The result of `rf.tune_sampler`.
 
-    - `sampler`: an `rf.mcmc.FlowSampler`; nothing in it changes any more.
-    - `z`: where the chains have got to, `(chains, d)`, to start sampling from.
-    - `num_gradients`: how many gradients of the log density it all took, of all chains together.
-    - `history`: of the training: `metrics["acceptance"]` and `metrics["log_volume"]`, a number a step.
-    - `interrupted`: whether it was stopped by hand before its time.
+    - `sampler`: a tuned `rf.mcmc.FlowSampler`; it no longer adapts.
+    - `z`: final positions of the chains, `(chains, d)`, from which to start sampling.
+    - `num_gradients`: total number of gradients of the log density, over all chains.
+    - `history`: training history, with `metrics["acceptance"]` and `metrics["log_volume"]` for each step.
+    - `interrupted`: whether the user interrupted it.
     """
 
     sampler: FlowSampler
@@ -279,14 +282,13 @@ class Tuned(eqx.Module):
 
 
 class SpeedMeasure(AbstractStatefulObjective):
-    """−E[log min(1, a)] − β E[log |det σ(z)|] over chains that move as the sampler learns.
+    """The loss −E[log min(1, a)] − β E[log |det σ(z)|] over chains that run during training.
 
-    The larger the moves, the fewer are accepted: the sampler is to have moves as large as it can, in every
-    direction and at every place, for a given share that is accepted (Titsias & Dellaportas 2019). The weight
-    β follows the acceptance until it is `ACCEPTANCE`.
+    Larger moves are accepted less often. The loss maximises the size of moves in all directions for a given
+    acceptance (Titsias & Dellaportas 2019). The weight β is adapted until the acceptance is `ACCEPTANCE`.
     """
 
-    chains: GradientState = eqx.field(metadata=GIVEN)  # where they begin
+    chains: GradientState = eqx.field(metadata=GIVEN)  # initial positions
     uses_data: ClassVar[bool] = False
 
     def start(self, model: FlowSampler, *, key: PRNGKeyArray) -> tuple[GradientState, Array]:
@@ -312,8 +314,8 @@ class SpeedMeasure(AbstractStatefulObjective):
 
 
 def _cost(log_ratio: Array) -> Array:
-    """−log min(1, a); beyond a point its logarithm only, so that a hopeless move does not outweigh the
-    others, and nothing for a move that failed."""
+    """−log min(1, a), logarithmic beyond a threshold so that a hopeless move does not dominate, and zero for
+    a move that failed."""
     refused = jnp.where(jnp.isfinite(log_ratio), jnp.maximum(-log_ratio, 0), 0)
     return jnp.where(refused < LINEAR, refused, LINEAR * (1 + jnp.log(jnp.maximum(refused, LINEAR) / LINEAR)))
 
@@ -332,24 +334,24 @@ def tune_sampler(
     resume: bool = False,
     progress: bool = True,
 ) -> Tuned:
-    """Learn the noise σ(z) with which chains for a target move best, and return that sampler.
+    """Learn a noise σ(z) that makes chains for a target mix fast, and return the tuned sampler.
 
-    A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. From there an
-    `rf.sde.LocalDiffusion` learns, on chains that move along, to make the moves of `rf.mcmc.FlowSampler` as
-    large as they can be for the share of them that is accepted (Titsias & Dellaportas 2019). The rest sets
-    dt. Then all is fixed, so the sampler's distribution is the target's, however well it has learned.
+    A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. Starting from it, an
+    `rf.sde.LocalDiffusion` is trained on running chains, to make the moves of `rf.mcmc.FlowSampler` as large
+    as possible for a given acceptance (Titsias & Dellaportas 2019). The rest of the budget sets dt.
+    Adaptation then stops, so the stationary distribution is exact, however well σ was learned.
 
     **Arguments:**
 
-    - `log_density`: `z -> ()`, up to a constant, on all of space: take the logarithm of what must be
-      positive, as `roughflow.interop.numpyro.target_from_model` does.
-    - `z0`: `(chains, d)`, where chains begin; 32 to 128 of them are good. Where there are several modes begin
-      near all: chains that stay in one of them have an R-hat far above 1.
-    - `num_gradients`: the budget, in gradients of the log density, of all chains together. A step of the
-      training takes three a chain.
-    - `skew`: a Q for `rf.targeted_sde`, such as `rf.sde.SkewNetwork`, to learn along with σ.
+    - `log_density`: `z -> ()`, up to a constant, on all of Rᵈ: use the logarithm of positive variables, as
+      `roughflow.interop.numpyro.target_from_model` does.
+    - `z0`: starting points, `(chains, d)`; 32 to 128 chains work well. With several modes, start near each of
+      them: chains that stay in one mode have an R-hat far above 1.
+    - `num_gradients`: the budget: total number of gradients of the log density, over all chains. A training
+      step costs three per chain.
+    - `skew`: a Q for `rf.targeted_sde`, such as an `rf.sde.SkewNetwork`, trained together with σ.
     - `width` of the network; `learning_rate`.
-    - `climb`: as in `rf.warm_up`. Starting points of a very low log density are replaced, with a warning;
+    - `climb`: as in `rf.warm_up`. Starting points of very low log density are replaced, with a warning;
       `climb=False` keeps them all.
     - `checkpoint`, `resume`, `progress`: as in `rf.fit`.
 
@@ -371,7 +373,7 @@ def tune_sampler(
     check_number("learning_rate", learning_rate, above=0)
     check_flag("climb", climb)
     if resume and checkpoint is None:
-        raise ValueError("resume needs a checkpoint to go on from" + see("checkpoints"))
+        raise ValueError("resume needs a checkpoint" + see("checkpoints"))
     chains, dimension = z0.shape
     climbing = climbing_gradients(dimension, chains) if climb else 0
     first, steps, last = _plan(check_count("num_gradients", num_gradients), climbing, *z0.shape)
@@ -404,7 +406,7 @@ def tune_sampler(
 
 
 def _plan(budget: int, climbing: int, chains: int, dimension: int) -> tuple[int, int, int]:
-    """Steps of the warm-up, of the training and of the end, of each chain."""
+    """Number of steps per chain for the warm-up, the training and the final adaptation."""
     each = (budget - climbing) // chains
     first, last = int(WARM_UP * each), int(FINISH * each)
     needed = least_steps(chains, dimension)

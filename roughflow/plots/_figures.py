@@ -38,9 +38,10 @@ from ._style import (
 
 
 def grid(extent: Window, resolution: int = 200) -> np.ndarray:
-    """The centres of square pixels that fill a window, `(rows, columns, 2)`, the lowest row first.
+    """The centres of square pixels that fill a window, `(rows, columns, 2)`, lowest row first.
 
-    **Arguments:** `extent`, (left, right, bottom, top); `resolution`, the pixels along the longer side.
+    **Arguments:** `extent`, (left, right, bottom, top); `resolution`, the number of pixels along the longer
+    side.
 
     ```python
     from roughflow import plots
@@ -78,10 +79,10 @@ def density(
 
     **Arguments:**
 
-    - `log_prob`: takes points `(N, 2)` to log-densities `(N,)`, `chunk` points at a time; or the
-      log-densities themselves, at the points of `grid(extent, resolution)`.
+    - `log_prob`: a function from points `(N, 2)` to log-densities `(N,)`, called on `chunk` points at a time;
+      or the log-densities at the points of `grid(extent, resolution)`.
     - `extent`: (left, right, bottom, top).
-    - `maximum`: the density shown darkest, to give several maps one scale; the highest if None.
+    - `maximum`: the density shown darkest, to use one scale for several maps; by default the highest.
 
     ```python
     from roughflow import plots
@@ -125,13 +126,14 @@ def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None 
         raise ValueError(f"points must have shape (N, 2), got {points.shape}")
     ax = plane(ax, extent)
     fade = max(len(points) / 1000, 1) ** -0.25
-    # As pixels even in a PDF: ten thousand dots as shapes make a file no viewer likes.
+    # Rasterised even in a PDF, because ten thousand vector dots are slow to render.
     ax.plot(*points.T, ".", color=BLUE, markersize=3 * fade, alpha=0.6 * fade, mew=0, rasterized=True)
     return ax
 
 
 def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colour_bar: bool = False) -> Axes:
-    """A path in the plane at T even times of [0, t1], `(T, 2)`: it darkens, from the open to the full circle.
+    """A path in the plane at T equally spaced times of [0, t1], `(T, 2)`, which darkens from the open to the
+    full circle.
 
     ```python
     import jax, jax.numpy as jnp
@@ -190,7 +192,7 @@ def approximations(
     ax: Axes | None = None,
     label: str = "Brownian path",
 ) -> Axes:
-    """A rough path, and smooth ones that stand for it. Each is a path, or its values at `times`.
+    """A rough path and its smooth approximations. Each is a path, or its values at `times`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -215,7 +217,7 @@ def approximations(
 
 
 def _values(path: rf.driver.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
-    """A one-dimensional path at some times."""
+    """The values of a one-dimensional path at some times."""
     is_path = isinstance(path, rf.driver.Path)
     values = np.asarray(jax.vmap(path.evaluate)(jnp.asarray(times)) if is_path else path)
     values = values[..., 0] if values.shape == (*times.shape, 1) else values
@@ -224,14 +226,14 @@ def _values(path: rf.driver.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
     return values
 
 
-# Above this the mean of the weights converges too slowly to be trusted; see `Estimate.pareto_k`.
+# Above this value the mean of the weights converges too slowly to be reliable; see `Estimate.pareto_k`.
 HEAVY_TAIL = 0.7
 
 
 def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figure:
-    """How far to trust an estimate at many points: effective paths, standard errors and tails, each sorted.
+    """Diagnostics of an estimate at many points: effective paths, standard errors and tails, each sorted.
 
-    Points the estimate itself calls suspect are red, and its warning is written above.
+    Suspect points are red, and the warning of the estimate is the title.
 
     ```python
     import jax, jax.numpy as jnp
@@ -264,12 +266,12 @@ def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figur
 
 
 def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str, *, log: bool) -> None:
-    """Values against the share of points that lie below them; those that no scale holds are counted."""
+    """Values against the fraction of points below them. Values that do not fit the scale are counted."""
     order = np.argsort(np.ravel(values))
     ranked, bad = np.ravel(values)[order], suspect[order]
     drawn = np.isfinite(ranked)
     positive = ranked[drawn & (ranked > 0)]
-    # On less than a decade a logarithmic scale has next to no ticks.
+    # On less than a decade a logarithmic scale has hardly any ticks.
     if log and positive.size and positive[-1] > 10 * positive[0]:
         ax.set_yscale("log")
         drawn &= ranked > 0
@@ -284,7 +286,7 @@ def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str, *, log
 
 
 class History(Protocol):
-    """What `training` draws; the validation may be None or empty."""
+    """The fields that `training` draws; the validation loss may be None or empty."""
 
     @property
     def step(self) -> np.ndarray: ...
@@ -299,9 +301,10 @@ class History(Protocol):
 def training(
     history: History, *, ax: Axes | None = None, entropy: float | None = None, window: int | None = None
 ) -> Axes:
-    """The loss at each step, its moving mean, the validation loss, and the entropy of the data as the floor.
+    """The loss at each step, its moving mean, the validation loss, and the entropy of the data as a lower
+    limit.
 
-    **Arguments:** `window`, how many steps the moving mean takes in; a fiftieth of all of them if None.
+    **Arguments:** `window`, the number of steps in the moving mean; by default 2 % of all steps.
 
     ```python
     import numpy as np
@@ -315,7 +318,7 @@ def training(
     ```
     """
     if not hasattr(history, "loss") or not hasattr(history, "step"):
-        raise TypeError(f"history must be that of a fit, fitted.history, got {shown(history)}")
+        raise TypeError(f"history must be the history of a fit (fitted.history), got {shown(history)}")
     step, loss = np.asarray(history.step), np.asarray(history.loss)
     if not np.isfinite(loss).any():
         raise ValueError("history.loss has no finite value to draw")
@@ -331,7 +334,7 @@ def training(
     if entropy is not None:
         ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
         drawn.append(np.array([entropy]))
-    # The first few losses can be so large that the rest would be a flat line.
+    # The first losses can be so large that the rest would be a flat line.
     low, high = np.nanmin(np.concatenate(drawn)), np.nanmax(np.concatenate(drawn[1:]))
     ax.set(xlim=(step[0], step[-1]), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
     ax.legend(frameon=False, fontsize=SMALL)
@@ -339,7 +342,7 @@ def training(
 
 
 def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the finite ones among the `window` values around each; fewer at the ends."""
+    """The mean of the finite values among the `window` values around each; fewer at the ends."""
     finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
     total = np.convolve(np.where(finite, values, 0), kernel, "same")
     number = np.round(np.convolve(finite, kernel, "same"))

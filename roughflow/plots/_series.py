@@ -26,11 +26,11 @@ def bands(
     figure: Figure | None = None,
     value_label: str = "x",
 ) -> Figure:
-    """The drift and the noise of a fitted SDE of one component, with bands for each state by
-    `FittedSDE.delta_method`; ticks below are the values observed.
+    """The drift and the noise of a fitted one-dimensional SDE, with pointwise bands from
+    `FittedSDE.delta_method`; ticks at the bottom are the observed values.
 
-    **Arguments:** `x`, the states `(n,)`, by default over the range of the series; `time`, where the SDE
-    depends on it.
+    **Arguments:** `x`, the states `(n,)`, by default over the range of the series; `time`, for a
+    time-dependent SDE.
 
     ```python
     import jax, numpy as np
@@ -46,7 +46,7 @@ def bands(
     check_instance("result", result, rf.FittedSDE, "what rf.fit_sde returns")
     values = np.concatenate([np.asarray(one.values) for one in result.series])
     if values.shape[1] != 1:
-        raise ValueError(f"bands are for SDEs of one component, this one has {values.shape[1]}")
+        raise ValueError(f"bands require a one-dimensional SDE; this one has dimension {values.shape[1]}")
     check_number("level", level, above=0, below=1)
     x = np.linspace(values.min(), values.max(), BAND_POINTS) if x is None else np.asarray(x, float)
     states, when = jnp.asarray(x)[:, None], jnp.asarray(time, float)
@@ -80,16 +80,16 @@ def _band(ax: Axes, x: np.ndarray, drawn: np.ndarray, level: float) -> None:
     ax.plot(x, middle, color=BLUE, linewidth=1.5, label="estimate")
 
 
-BANDS = (0.9, 0.5)  # shares of paths that a fan holds
+BANDS = (0.9, 0.5)  # fractions of paths inside the bands of a fan
 LAGS, BINS, PATHS = 20, 20, 2000
-REACH, POINTS = 3.0, 4001  # of the grid for a stationary density: how many ranges beyond the series
-NEGLIGIBLE = 1e-3  # density at an end of the grid, relative to the highest, at which it may end
-AHEAD, SHOWN = 0.25, 0.5  # of the span of a series: how far to look ahead, and back beside it
+REACH, POINTS = 3.0, 4001  # grid of a stationary density: extent beyond the series, in ranges, and size
+NEGLIGIBLE = 1e-3  # relative density at an end of the grid at which it may be cut off
+AHEAD, SHOWN = 0.25, 0.5  # durations of the forecast and of the series shown, as fractions of the series
 
 
 def fan(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
-    """The median of one-dimensional paths over time, and what 50 and 90 % of them lie within: `times` `(T,)`,
-    `paths` `(K, T)`. Paths that are NaN, as those that left the state space, are left out.
+    """A fan chart of one-dimensional paths: the median, and the ranges of 50 and 90 % of them, for `times`
+    `(T,)` and `paths` `(K, T)`. Paths that are NaN, because they left the state space, are excluded.
 
     ```python
     import jax, jax.numpy as jnp
@@ -124,12 +124,11 @@ def fitted_sde(
     time_label: str | None = None,
     value_label: str = "value",
 ) -> Figure:
-    """One page on a fit to one series of one component: the series within the stationary distribution of the
-    SDE, where it has one, with values that came as a surprise; its residuals, and their autocorrelation; and
-    a forecast.
+    """Diagnostics of a fit to a one-dimensional series: the series with the stationary distribution of the
+    SDE, if it has one, and unexpected values; its residuals and their autocorrelation; and a forecast.
 
-    **Arguments:** `residuals`, if they are there already; `origin`, what to call time 0, by default the year
-    of the first date, or 0 for times that are numbers.
+    **Arguments:** `residuals`, if already computed; `origin`, the label of time 0, by default the year of the
+    first date, or 0 for numeric times.
 
     ```python
     import jax, numpy as np
@@ -143,7 +142,7 @@ def fitted_sde(
     """
     check_instance("result", result, rf.FittedSDE, "what rf.fit_sde returns")
     if len(result.series) != 1 or result.series[0].values.shape[1] != 1:
-        raise ValueError("result must be a fit to one series of one component")
+        raise ValueError("result must be a fit to a single one-dimensional series")
     first = result.series[0].origin
     origin = _year(first) if origin is None else origin
     time_label = time_label or ("time" if first is None else "year")
@@ -176,7 +175,7 @@ def fitted_sde(
 
 
 def _year(date: np.datetime64 | None) -> float:
-    """A date as a year with a fraction; 0 without one."""
+    """A date as a decimal year; 0 without one."""
     if date is None:
         return 0.0
     year = date.astype("datetime64[Y]")
@@ -190,7 +189,7 @@ def _series(
     uniform: np.ndarray,
     stationary: tuple[float, float] | None,
 ) -> None:
-    """The series, and which values lie outside of what was to be expected of them 19 times in 20."""
+    """The series, with the values outside their one-step 95 % intervals marked."""
     if stationary is not None:
         ax.axhspan(
             *stationary, color=SKY, alpha=0.25, linewidth=0, label="95 % of the\nstationary distribution"
@@ -204,7 +203,7 @@ def _series(
 
 def _histogram(ax: Axes, uniform: np.ndarray, p: float) -> None:
     bins = max(5, min(BINS, uniform.size // 10))
-    # Of as many uniform numbers 95 % of the bars would end within.
+    # The range of 95 % of the bars for uniform numbers.
     low, high = stats.binom.ppf([0.025, 0.975], uniform.size, 1 / bins) * bins / uniform.size
     ax.axhspan(low, high, color=GREY, alpha=0.2, linewidth=0)
     density, edges = np.histogram(uniform, bins, (0, 1), density=True)
@@ -228,9 +227,10 @@ def _autocorrelation(ax: Axes, normal: np.ndarray, p: float) -> None:
 
 
 def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] | None:
-    """What 95 % of the stationary distribution lie within; None if it reaches much further than the values.
+    """The central 95 % of the stationary distribution; None if it extends far beyond the values.
 
-    Its density is σ⁻² exp(∫ 2μ/σ² dx) up to a constant, on a grid that is even in the SDE's coordinates.
+    Its density is σ⁻² exp(∫ 2μ/σ² dx) up to a constant, on a grid that is uniform in the coordinates of the
+    SDE.
     """
     if not isinstance(sde, rf.series.AbstractNamedSDE):
         return None
@@ -241,7 +241,7 @@ def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] 
     wide = REACH * np.ptp(known)
     grid = jnp.linspace(known.min() - wide, known.max() + wide, POINTS)[:, None]
     states = coordinates.to_state(grid)
-    # Beyond an end of the state space coordinates turn back.
+    # Coordinates are not monotone beyond the boundary of the state space.
     within = np.isclose(coordinates.from_state(states), grid)[:, 0] & np.asarray(coordinates.contains(states))
     y = grid[within]
 
@@ -255,7 +255,7 @@ def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] 
     log_density = integrate.cumulative_trapezoid(slope, x, initial=0) + log_noise
     log_density += np.log(np.abs(np.gradient(x, y)))
     density = np.exp(log_density - log_density.max())
-    # At an end of the state space a density may be large.
+    # At the boundary of the state space a density may be large.
     if not np.isfinite(density).all() or (density[[0, -1]] * within[[0, -1]] > NEGLIGIBLE).any():
         return None
     share = integrate.cumulative_trapezoid(density, y, initial=0)

@@ -1,4 +1,4 @@
-"""Colours, sizes and axes that all figures share; save a figure."""
+"""Colours, sizes and axes that all figures share, and saving of figures."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from .._checks import check_instance
 BLUE, VERMILION, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 GREY, NIGHT, EMBER = "#767676", "#08306B", "#5C1A00"
 DENSITY = LinearSegmentedColormap.from_list("density", ["white", SKY, BLUE, NIGHT])
-# Dark enough at both ends for white paper, and far from the blue of densities.
+# Dark enough at both ends for white paper, and distinct from the blue of densities.
 TIME = LinearSegmentedColormap.from_list("time", ["#F3B562", VERMILION, EMBER])
 COLUMN = 3.4  # inches
 TEXT, SMALL = 9, 8  # points
@@ -25,7 +25,7 @@ Window = tuple[float, float, float, float]
 
 
 def labelled(ax: Axes | None, xlabel: str, ylabel: str, height: float = 0.75 * COLUMN) -> Axes:
-    """The axes given, or new ones, with their labels."""
+    """The given axes, or new ones, with labels."""
     if ax is None:
         _, ax = plt.subplots(figsize=(COLUMN, height), layout="constrained")
     ax.tick_params(labelsize=SMALL)
@@ -35,14 +35,14 @@ def labelled(ax: Axes | None, xlabel: str, ylabel: str, height: float = 0.75 * C
 
 
 def curves(ax: Axes | None, xlabel: str, ylabel: str) -> Axes:
-    """Axes for lines: without the sides of the box that carry no scale."""
+    """Axes for lines, without the top and right spines."""
     ax = labelled(ax, xlabel, ylabel)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
 def plane(ax: Axes | None, extent: Window | None) -> Axes:
-    """Axes for points of the plane, with the same scale both ways."""
+    """Axes for points of the plane, with equal scales."""
     ax = labelled(ax, "$x_1$", "$x_2$", height=0.9 * COLUMN)
     ax.set_aspect("equal")
     for axis in (ax.xaxis, ax.yaxis):
@@ -60,9 +60,9 @@ def add_colour_bar(ax: Axes, drawn, label: str) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
-    """Write a figure, whole or not at all: a file that was there before stays until the new one is complete.
+    """Save a figure. An existing file is replaced only when the new one is complete.
 
-    Folders are made as needed. The ending says the format, `.png` or `.pdf` for example.
+    Folders are created as needed. The extension determines the format, for example `.png` or `.pdf`.
 
     ```python
     import tempfile
@@ -72,7 +72,7 @@ def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
     plots.save(axes.figure, f"{tempfile.mkdtemp()}/figures/points.png")
     ```
     """
-    check_instance("figure", figure, Figure, "a figure of matplotlib")
+    check_instance("figure", figure, Figure, "a matplotlib figure")
     with rf.files.whole_file(path) as draft:
         figure.savefig(draft, dpi=dpi, bbox_inches="tight", pad_inches=0.05)
     return Path(path)

@@ -1,4 +1,4 @@
-"""Stage 1, what is modelled: SDEs, the correction between the two calculi, networks."""
+"""Stage 1, SDEs: drift and diffusion, the Itô–Stratonovich correction, networks."""
 
 from ._correction import (
     AbstractCorrection as AbstractCorrection,

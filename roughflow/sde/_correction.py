@@ -1,8 +1,8 @@
-"""From Itô to Stratonovich and back: the one place that knows the correction.
+"""Conversion between Itô and Stratonovich SDEs.
 
     c(t, z) = ½ Σⱼ (Dσⱼ) σⱼ,   Stratonovich drift = Itô drift − c,
 
-σⱼ the j-th column of σ and Dσⱼ its Jacobian in z (Evans 2012, p. 123).
+where σⱼ is the j-th column of σ and Dσⱼ its Jacobian in z (Evans 2012, p. 123).
 """
 
 import abc
@@ -37,11 +37,11 @@ from ._sde import AbstractItoSDE, AbstractSDE, AbstractStratonovichSDE, ItoSDE, 
 
 
 class AbstractCorrection(eqx.Module):
-    """How the correction is computed."""
+    """The method that computes the correction."""
 
     @abc.abstractmethod
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> Array | None:
-        """The random signs one solve needs, or None if it needs none."""
+        """The random signs for one solve, or None if the method needs none."""
 
     @abc.abstractmethod
     def __call__(
@@ -51,8 +51,8 @@ class AbstractCorrection(eqx.Module):
 
 
 class ExactCorrection(AbstractCorrection):
-    """c = ½ Σⱼ (Dσⱼ) σⱼ, one Jacobian-vector product a column, none if σ does not depend on z, and one in all
-    for a diagonal operator whose entries depend on a coordinate each.
+    """The exact correction c = ½ Σⱼ (Dσⱼ) σⱼ. It costs one Jacobian-vector product per column, none if σ does
+    not depend on z, and a single one for a diagonal operator whose i-th entry depends on zᵢ only.
 
     ```python
     import jax.numpy as jnp
@@ -75,12 +75,12 @@ class ExactCorrection(AbstractCorrection):
         if has_diagonal(eqx.filter_eval_shape(diffusion, z)):
             entries, slopes = diagonal_slopes(diffusion, z)
             return lx.DiagonalLinearOperator(entries), 0.5 * entries * slopes
-        # Linearised once: all products share σ's value, and so does the backward pass.
+        # Linearised once: all products, and the backward pass, share the value of σ.
         sigma, tangent = jax.linearize(diffusion, z)
         dimension, columns = noise_shape(sigma)
 
-        # Σⱼ (Dσⱼ) σⱼ = Σₖ (∂ₖσ) (row k of σ)ᵀ: whichever sum is shorter. Directions eₖ are constants, so
-        # in a tie the second, in which a batch shares their first-layer products.
+        # Σⱼ (Dσⱼ) σⱼ = Σₖ (∂ₖσ) (row k of σ)ᵀ: use the shorter sum. The directions eₖ are constant, so a
+        # batch shares their first-layer products; prefer the second sum in a tie.
         def along_row(k: Index) -> Array:
             return apply_noise(tangent(axis(z, k)), noise_row(sigma, k))
 
@@ -92,12 +92,12 @@ class ExactCorrection(AbstractCorrection):
 
 
 class SampledCorrection(AbstractCorrection):
-    """c = ½ D[σ(·) ε] (σ ε) with random signs ε: one product whatever m.
+    """The one-product estimate c = ½ D[σ(·) ε] (σ ε) with random signs ε, whose cost does not grow with m.
 
-    It is c on average over ε. But the signs stay fixed along a path, and a drift that is right on average
-    over paths makes another distribution. So a flow takes it only where every ε gives the same: where each
-    noise moves one coordinate, and by an amount that depends on that coordinate alone. Elsewhere the flow
-    warns and takes `rf.sde.ExactCorrection()`.
+    It is unbiased over ε. But ε is fixed along a path, and a drift that is correct on average over paths
+    gives another distribution. A flow therefore uses it only if every ε gives the same result, that is, if
+    each noise component acts on one coordinate and depends on that coordinate only. Otherwise the flow warns
+    and uses `rf.sde.ExactCorrection()`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -112,7 +112,7 @@ class SampledCorrection(AbstractCorrection):
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> Array:
         if key is None:
-            told = "SampledCorrection draws random signs: pass key=jax.random.key(seed)"
+            told = "SampledCorrection needs a key for its random signs: pass key=jax.random.key(seed)"
             raise TypeError(told + see("keys"))
         return jax.random.rademacher(key, (*shape, noise_dimension), float)
 
@@ -128,8 +128,8 @@ class SampledCorrection(AbstractCorrection):
 
 
 def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool:
-    """Whether the sampled correction is the exact one at the points z `(k, d)`, at two times and for random
-    signs."""
+    """Whether the sampled correction equals the exact one at the points z `(k, d)`, at two times and for
+    random signs."""
     times = jnp.array([0.1, 0.7], z.dtype)
 
     def gap(t: Array, point: Array, key: PRNGKeyArray) -> Array:
@@ -148,10 +148,9 @@ def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool
 def checked_correction(
     sde: AbstractSDE, correction: AbstractCorrection | None, base: Any
 ) -> AbstractCorrection:
-    """The correction asked for, where it keeps the distribution; else the exact one, with a warning.
+    """The requested correction if it preserves the distribution, else the exact one with a warning.
 
-    Signs that are fixed along a path change the distribution unless every choice of them gives the same
-    correction.
+    Signs that are fixed along a path change the distribution unless all signs give the same correction.
     """
     if not isinstance(correction, SampledCorrection) or isinstance(sde, AbstractStratonovichSDE):
         return ExactCorrection() if correction is None else correction
@@ -159,8 +158,8 @@ def checked_correction(
     if is_traced(points) or same_for_all_signs(sde, points, key=jax.random.key(1)):
         return correction
     warn(
-        "SampledCorrection would change the distribution: its random signs cancel only where each noise "
-        "moves one coordinate and depends on that one alone; ExactCorrection takes its place"
+        "SampledCorrection would change the distribution, as its random signs cancel only if each noise "
+        "component moves one coordinate and depends on that one alone; ExactCorrection is used instead"
         + see("sampled-correction")
     )
     return ExactCorrection()
@@ -169,7 +168,7 @@ def checked_correction(
 def stratonovich_coefficients(
     sde: AbstractSDE, correction: AbstractCorrection, t: Array, z: Array, signs: Array | None
 ) -> tuple[Array, Noise]:
-    """μ̃ and σ at one point; σ is evaluated once for both."""
+    """μ̃ and σ at one point; σ is evaluated once."""
     if isinstance(sde, AbstractStratonovichSDE):
         return sde.drift(t, z), sde.noise(t, z)
     sigma, change = correction(lambda y: sde.noise(t, y), z, signs)
@@ -177,7 +176,7 @@ def stratonovich_coefficients(
 
 
 class CorrectedDrift(eqx.Module):
-    """A drift moved from one calculus to the other: μ + sign · c."""
+    """A drift converted from one calculus to the other: μ + sign · c."""
 
     sde: AbstractSDE
     sign: int = eqx.field(static=True)
@@ -197,14 +196,14 @@ class CorrectedDrift(eqx.Module):
 
 
 def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractStratonovichSDE:
-    """The Stratonovich SDE with the same solution: the drift becomes μ − ½ Σⱼ (Dσⱼ) σⱼ.
+    """The Stratonovich SDE with the same solution, with drift μ − ½ Σⱼ (Dσⱼ) σⱼ.
 
-    Exact without a `key`. With one, the one-product estimate ½ D[σ(·) ε] (σ ε) for the signs ε that
-    the key gives: unbiased over keys, and its cost does not grow with m. A Stratonovich SDE is
-    returned as it is.
+    The conversion is exact without a `key`. With a key it is the one-product estimate ½ D[σ(·) ε] (σ ε) with
+    random signs ε: unbiased over keys, at a cost that does not grow with m. A Stratonovich SDE is returned
+    unchanged.
 
-    The result holds the diffusion twice (in the new drift, and as diffusion): to train, keep the
-    original SDE; a flow converts it on the fly.
+    The result holds the diffusion twice, in the new drift and as diffusion. For training, keep the original
+    SDE; a flow converts it on the fly.
 
     ```python
     import jax.numpy as jnp
@@ -222,7 +221,7 @@ def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> Abs
 
 
 def to_ito(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractItoSDE:
-    """The Itô SDE with the same solution: the drift becomes μ̃ + ½ Σⱼ (Dσⱼ) σⱼ. See `to_stratonovich`.
+    """The Itô SDE with the same solution, with drift μ̃ + ½ Σⱼ (Dσⱼ) σⱼ. See `to_stratonovich`.
 
     ```python
     import jax.numpy as jnp
@@ -244,15 +243,15 @@ def _typed(key: PRNGKeyArray | None) -> PRNGKeyArray | None:
 
 
 class Spread(eqx.Module):
-    """σ at one place, `div σ` and c; None for both where σ is the same everywhere."""
+    """σ at one point, `div σ` and c; None for both if σ is constant."""
 
     sigma: Noise
     divergence: Array | None
     correction: Array | None
 
     def pull(self, slope: Array, weight: float | Array = 1.0) -> Array:
-        """½ (σᵀ ∇log p + div σ): the drift, less c, in units of the noise. The `weight` is of what comes
-        from the slopes of σ."""
+        """½ (σᵀ ∇log p + div σ): the drift without c, in units of the noise. `weight` multiplies the terms
+        with derivatives of σ."""
         pull = 0.5 * apply_transposed(self.sigma, slope)
         return pull if self.divergence is None else pull + 0.5 * weight * self.divergence
 
@@ -263,8 +262,8 @@ class Spread(eqx.Module):
 
 
 def spread_at(noise: Callable[[Array], Noise], z: Array) -> Spread:
-    """σ at z with what its slopes there add to a drift: nothing is computed where σ does not depend on z, and
-    vectors only where it is diagonal."""
+    """σ at z and its contribution to the drift through derivatives: nothing is computed if σ does not depend
+    on z, and only vectors if it is diagonal."""
     if not depends_on(noise, z):
         return Spread(plain_noise(noise(z)), None, None)
     if has_diagonal(eqx.filter_eval_shape(noise, z)):
@@ -281,7 +280,7 @@ def spread_at(noise: Callable[[Array], Noise], z: Array) -> Spread:
 
 
 def turn_at(skew: Callable[[Array], Array], z: Array, slope: Array) -> Array:
-    """Q ∇log p + div Q, what a skew Q adds to the drift at z."""
+    """Q ∇log p + div Q, the contribution of a skew Q to the drift at z."""
     turn = skew(z) @ slope
     if not depends_on(skew, z):
         return turn

@@ -1,10 +1,10 @@
-"""A small network's jets: its value and its derivatives along the axes of z, worked out together.
+"""Jets of a small network: its value and its derivatives along the axes of z, computed together.
 
-On a GPU `jets` is a kernel, and so is its pull-back. JAX differentiates a network once for
-the correction, once for the divergence and once to train it, inside a `vmap`, so the kernels are primitives
-with rules of their own: a derivative in z is a jet of the next order, a derivative in the weights a linear
-map whose transpose is the pull-back kernel, and a `vmap` one more axis of points. Anything else (third
-derivatives, weights that differ from point to point) goes the plain way, which is also what tests compare to.
+On a GPU, `jets` and its pull-back are kernels. JAX differentiates a network for the correction, for the
+divergence and for training, inside a `vmap`, so the kernels are primitives with their own rules: a derivative
+in z is a jet of the next order, a derivative in the weights is a linear map whose transpose is the pull-back
+kernel, and a `vmap` is one more axis of points. All other cases (third derivatives, weights that differ
+between points) use the plain implementation, which tests compare to.
 """
 
 import functools
@@ -22,16 +22,16 @@ from jaxtyping import Array
 Block = Array  # (rows,) or (rows, width)
 # The first weights by rows, the hidden ones, the last ones by columns, the hidden biases.
 Layers = tuple[list[Array], list[Array], list[Array], list[Array]]
-# Rows of a block and warps that share it, as fast as any on an H200. One layer has no products of matrices,
-# and a warp by itself need not wait for others to sum it up.
+# Rows per block and warps that share it, tuned on an H200. One layer has no matrix products, so a single warp
+# need not wait for others to reduce.
 ONE_LAYER, LAYERS, BACKWARD = (32, 1), (64, 4), (16, 4)
 WIDTHS = (16, 32, 64)
-DEPTH, THIN = 4, 4  # hidden layers; inputs and outputs
-STREAMS = 4  # products of one layer that fit into registers: a value and its derivatives
+DEPTH, THIN = 4, 4  # maximum number of hidden layers; of inputs and outputs
+STREAMS = 4  # maximum number of products per layer that fit in registers: a value and its derivatives
 
 
 def fits(sizes: Sequence[int], order: int) -> bool:
-    """Whether a network of these layers is small enough, for its derivatives up to `order`."""
+    """Whether a network with these layers is small enough for the kernel, with derivatives up to `order`."""
     inputs, *hidden, outputs = sizes
     alike = len(set(hidden)) == 1 and hidden[0] in WIDTHS
     if not alike or len(hidden) > DEPTH or max(inputs, outputs) > THIN:
@@ -40,20 +40,20 @@ def fits(sizes: Sequence[int], order: int) -> bool:
 
 
 def count(d: int, order: int) -> int:
-    """How many there are of a value and its derivatives along d axes up to `order`."""
+    """Number of values and derivatives along d axes up to `order`."""
     return 1 + (d if order else 0) + (d * (d + 1) // 2 if order > 1 else 0)
 
 
 def product(a: Block, b: Array, across: int = 0) -> Block:
-    """a b, or a bᵀ across b's columns, by the tensor cores, which take bfloat16: three products of a number's
-    first and second eight bits leave an error of 1e-5."""
+    """a b, or a bᵀ, on tensor cores in bfloat16: three products of the first and second eight bits of each
+    number have an error of 1e-5."""
     (a, fine_a), (b, fine_b) = _halves(a), _halves(b)
     return _dot(fine_a, b, 1, across) + _dot(a, fine_b, 1, across) + _dot(a, b, 1, across)
 
 
 def _dot(a: Array, b: Array, *over: int) -> Array:
     dimensions = (((over[0],), (over[1],)), ((), ()))
-    # "default" are ten bits of a float32: what the tensor cores take of it.
+    # "default" uses ten bits of a float32.
     how = jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, dimensions, precision=how, preferred_element_type=jnp.float32)
 
@@ -65,10 +65,10 @@ def _halves(x: Array) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def product_to_pull_back(a: Block, b: Array) -> Block:
-    """`product` with derivatives that run in a kernel, which cannot hold a custom rule by itself.
+    """`product` with derivatives inside a kernel, which cannot contain a custom rule.
 
-    Those in b are sums over the batch, in which rounding to ten bits cancels: on the paper's model it moves a
-    gradient by 2e-6 of its size with a thousand points.
+    Derivatives in b are sums over the batch, in which rounding errors of ten bits average out: on the paper's
+    model a gradient changes by 2e-6 of its size with a thousand points.
     """
     return product(a, b)
 
@@ -84,8 +84,8 @@ def jet_of_block(layers: Layers, z: list[Block], order: int, times: Callable) ->
 
     With p = x W + b of a layer, a = tanh p and s = 1 − a²: ∂ₖa = s ∂ₖp and ∂ₖᵢa = s ∂ₖᵢp − 2a s ∂ₖp ∂ᵢp.
     """
-    # Repeated for each row once: a pull-back adds up what all uses make of a weight before it sums over rows,
-    # for which threads must wait for each other.
+    # Broadcast to rows once, so that a pull-back adds all contributions to a weight before it reduces over
+    # rows, which synchronises threads.
     wide = lambda rows: [jnp.broadcast_to(row[None], (len(z[0]), len(row))) for row in rows]
     first, hidden, last, biases = wide(layers[0]), layers[1], wide(layers[2]), wide(layers[3])
     p = biases[0] + sum(z[k][:, None] * first[k] for k in range(len(z)))
@@ -128,10 +128,10 @@ def forward(z: Array, weights: Sequence[Array], biases: Sequence[Array], order: 
 def pull_back(
     z: Array, weights: Sequence[Array], biases: Sequence[Array], ct: Array, order: int, **how: Any
 ) -> tuple[Array, ...]:
-    """What cotangents of the jets `(B, m, n)` make of the points, the weights and the biases.
+    """Pull-back of cotangents of the jets `(B, m, n)` to the points, the weights and the biases.
 
-    Each of as many programs as run at once goes through its share of the batch, and keeps sums for the
-    weights as it goes.
+    Each of the programs that run concurrently processes a part of the batch and accumulates the sums for the
+    weights.
     """
     from jax.experimental import pallas as pl
 
@@ -173,12 +173,12 @@ def pull_back(
 
 
 def at_once() -> int:
-    """How many programs of a pull-back a GPU runs at once: two on each of its multiprocessors."""
+    """Number of pull-back programs that a GPU runs concurrently: two per multiprocessor."""
     return 2 * getattr(jax.devices()[0], "core_count", 64)
 
 
 def _laid_out(weights: Sequence[Array], biases: Sequence[Array]) -> tuple[Array, ...]:
-    """Arrays whose last side is the network's width."""
+    """Arrays whose last axis is the width of the network."""
     return (*weights[:-1], weights[-1].T, jnp.stack(biases))
 
 
@@ -212,13 +212,13 @@ def _call(kernel: Callable, programs: int, warps: int, **how: Any) -> Callable:
 
 
 HIGHEST_ORDER = 2
-# What `exact_products` says where the user says nothing. One who says "highest" has plain products.
+# The default of `exact_products`. With "highest" the user gets plain products.
 PRECISIONS = (None, "float32")
 
 
 def has_kernel(weights: Sequence[Array], z: Array) -> bool:
-    """Whether a tanh network is best evaluated by a kernel: on one GPU of NVIDIA's that knows bfloat16, and
-    in float32."""
+    """Whether to evaluate a tanh network with a kernel: in float32 on one NVIDIA GPU with bfloat16
+    support."""
     if jax.default_backend() != "gpu" or jax.device_count() > 1 or not _knows_bfloat16():
         return False
     said = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
@@ -227,13 +227,13 @@ def has_kernel(weights: Sequence[Array], z: Array) -> bool:
 
 
 def _knows_bfloat16() -> bool:
-    """GPUs of other makers have no number here, those before Ampere a smaller one."""
+    """Whether the GPU supports bfloat16: NVIDIA's since Ampere, compute capability 8."""
     capability = getattr(jax.devices()[0], "compute_capability", "")
     return capability[:1].isdigit() and float(capability) >= 8.0
 
 
 def network(z: Array, weights: Sequence[Array], biases: Sequence[Array]) -> Array:
-    """The last layer's products for z `(d,)`: the network's value but for its last bias."""
+    """The output of the last layer for z `(d,)`, without its bias."""
     return jets_p.bind(z, *weights, *biases, order=0)[0][0]
 
 
@@ -256,13 +256,13 @@ def plain_jets(z: Array, *parameters: Array, order: int) -> tuple[Array]:
 
 
 def plain_tangent(*arguments: Array, order: int) -> tuple[Array]:
-    """How jets move with the points and the weights: the second half of the arguments are tangents."""
+    """The derivative of jets in the points and the weights; the second half of the arguments are tangents."""
     half = len(arguments) // 2
     return jax.jvp(functools.partial(plain_jets, order=order), arguments[:half], arguments[half:])[1]
 
 
 def plain_pull_back(*arguments: Array, order: int) -> tuple[Array, ...]:
-    """The transpose of that: what cotangents of the jets, the last argument, make of points and weights."""
+    """Its transpose: maps cotangents of the jets, the last argument, to points and weights."""
     *primals, ct = arguments
     return jax.vjp(functools.partial(plain_jets, order=order), *primals)[1]((ct,))
 
@@ -296,7 +296,7 @@ def _sizes(weights: Sequence[Array]) -> tuple[int, ...]:
 
 
 def _primitive(name: str, plain: Callable[..., tuple[Array, ...]]) -> Primitive:
-    """An operation that is `plain` in every respect; what is better is registered afterwards."""
+    """A primitive with the default rules of `plain`; better ones are registered afterwards."""
     primitive = Primitive(f"roughflow_{name}")
     primitive.multiple_results = True
 
@@ -347,7 +347,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, order: int) -> tu
 
 
 def _derivatives(d: int, order: int) -> list[list[int]]:
-    """Where in a jet the derivative along axis i of its k-th row is, `[k][i]`."""
+    """Index in a jet of the derivative along axis i of its k-th row, `[k][i]`."""
     first = [[1 + i for i in range(d)]]
     pair = lambda k, i: 1 + d + max(k, i) * (max(k, i) + 1) // 2 + min(k, i)
     return first + [[pair(k, i) for i in range(d)] for k in range(d)] * (order > 0)
@@ -361,8 +361,8 @@ def _transpose(cts: Sequence[Any], *arguments: Any, order: int) -> list[Any]:
 
 
 def _batch_points(primitive: Primitive, plain: Callable, copies: int) -> Callable:
-    """A rule for a `vmap` over points alone, or over points and their tangents: arguments come in so many
-    copies, points first."""
+    """A batching rule for a `vmap` over points, or over points and their tangents; the arguments come in that
+    many copies, points first."""
 
     def batch(arguments: Sequence[Array], axes: Sequence[int | None], *, order: int):
         points = range(0, len(arguments), len(arguments) // copies)

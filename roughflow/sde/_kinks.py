@@ -1,4 +1,4 @@
-"""Kinks and jumps of drift and diffusion: where to look for them is seen in the program that JAX makes."""
+"""Kinks and jumps of drift and diffusion, found in the traced program."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ from .._programs import in_double_precision, jit
 from ..faq import see
 from ._sde import AbstractItoSDE, AbstractSDE
 
-# The activations of jax.nn whose derivative jumps, by the names that traces know them by. A network may hide
-# their kinks for now, behind weights that are zero.
+# Activations of jax.nn with a discontinuous derivative, by their names in traces. A network may hide their
+# kinks temporarily, behind zero weights.
 KINKED = {"relu", "relu6", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu", "selu"}
-# Smooth functions with comparisons or absolute values in them.
+# Smooth functions that contain comparisons or absolute values.
 SMOOTH = frozenset(
     """
     gelu log_sigmoid log_softmax logaddexp logaddexp2 logsumexp mish norm sigmoid silu sinc softmax softplus
     squareplus swish
     """.split()  # noqa: SIM905
 )
-# Operations that switch from one branch to another, by the branch that an input is on.
+# Operations that switch between branches, with a function that returns the branch of an input.
 BRANCHES: dict[str, Callable[..., Any]] = {
     **{name: lambda x, **_: x < 0 for name in ("abs", "sign")},
     **{name: lambda x, y, **_: x < y for name in ("max", "min", "lt", "le", "gt", "ge")},
@@ -38,19 +38,19 @@ BRANCHES: dict[str, Callable[..., Any]] = {
         for name in ("argmax", "argmin", "reduce_max", "reduce_min", "sort", "cummax", "cummin", "top_k")
     },
 }
-RAYS, STEPS = 16, 240  # where branches are looked for
-DECADES = 12.0  # of distances from the origin, up and down
-ROUNDS = 6  # in which a bracket shrinks by the number of steps each
-JUMP, KINK = 1e-5, 1e-3  # relative differences of values, and of slopes, on the two sides
-ASIDE = 1e-7  # how far from a switch they are compared, as a share of the first bracket
+RAYS, STEPS = 16, 240  # number of search lines, and steps along each
+DECADES = 12.0  # range of distances from the origin, up and down
+ROUNDS = 6  # each shrinks a bracket by the number of steps
+JUMP, KINK = 1e-5, 1e-3  # relative differences of values and of slopes on the two sides
+ASIDE = 1e-7  # distance from a switch at which they are compared, as a fraction of the first bracket
 
 
 class Kink(NamedTuple):
-    """Where a coefficient has a jump, or its derivative has."""
+    """The position of a jump of a coefficient, or of its derivative."""
 
     part: str  # "drift" or "diffusion"
     kind: str  # "jump" or "kink"
-    operation: str  # as JAX names it
+    operation: str  # name in JAX
     point: tuple[float, ...]
 
     def __str__(self) -> str:
@@ -61,12 +61,12 @@ class Kink(NamedTuple):
 def kinks(
     sde: AbstractSDE, dimension: int, *, t1: float = 1.0, points: Array | None = None
 ) -> tuple[Kink, ...]:
-    """The jumps and kinks of drift and diffusion in the state z, one of each kind for each operation.
+    """The jumps and kinks of drift and diffusion in the state z, one of each kind per operation.
 
     Operations that switch between branches, such as `abs`, `maximum`, `where` or `floor`, are found in the
-    program of each coefficient. Where one switches is looked for along rays from the origin and between
-    `points` `(k, d)`, if given. There the values on both sides, and the slopes, are compared. Coefficients
-    without such operations cost one trace. Switches inside `lax.scan` and `lax.while_loop` are not seen.
+    program of each coefficient. Their switching points are searched along rays from the origin and between
+    `points` `(k, d)`, if given. Values and slopes on both sides are then compared. Coefficients without such
+    operations cost one trace. Switches inside `lax.scan` and `lax.while_loop` are not detected.
     """
     found = []
     for part, function in (("drift", sde.drift), ("diffusion", sde.noise)):
@@ -77,17 +77,17 @@ def kinks(
 def check_kinks(sde: AbstractSDE, dimension: int) -> None:
     """Refuse an Itô SDE with a kink or a jump in its diffusion.
 
-    The random ODE has Dσ in it, and its log-density the derivative of Dσ: a delta function at a kink, which
-    automatic differentiation does not see. A drift, or a Stratonovich diffusion, is differentiated once.
+    The random ODE contains Dσ, and its log-density the derivative of Dσ: a delta function at a kink, which
+    automatic differentiation misses. A drift, or a Stratonovich diffusion, is differentiated only once.
     """
     if not isinstance(sde, AbstractItoSDE):
         return
     jaxpr = jax.make_jaxpr(_arrays(sde.noise))(jnp.zeros(()), jnp.zeros(dimension)).jaxpr
     names = sorted(KINKED.intersection(_names(jaxpr)))
-    wrong = "so the Itô correction's own derivative would be silently wrong; use a smooth "
+    wrong = "so the derivative of the Itô correction would be silently wrong; use a smooth "
     if names:
         raise ValueError(
-            f"diffusion has the activation {names[0]}, whose derivative jumps, {wrong}"
+            f"diffusion has the activation {names[0]}, whose derivative is discontinuous, {wrong}"
             f"one such as tanh, softplus, silu or gelu{see('kinks')}"
         )
     found = _kinks("diffusion", sde.noise, dimension, 1.0, None)
@@ -104,7 +104,7 @@ def _kinks(part: str, function: Callable, dimension: int, t1: float, points: Arr
     t = jnp.asarray(0.37 * t1)
     try:
         operations, _, switches = _switches(function, t, jnp.zeros(dimension))
-    except Exception:  # it does not take double precision
+    except Exception:  # it does not support double precision
         return []
     names = [operations[i].equation.primitive.name for i in switches]
     found: dict[tuple[str, str], Kink] = {}
@@ -120,7 +120,7 @@ def _kinks(part: str, function: Callable, dimension: int, t1: float, points: Arr
 
 
 def _switches(function: Callable, t: Array, z: Array) -> tuple[list[Any], list[Any], list[int]]:
-    """The operations of a coefficient, its numbers, and the places of those that switch with the state."""
+    """The operations of a coefficient, its constants, and the indices of those that switch with the state."""
     operations, numbers = flat_operations(_arrays(function), (t, z), opaque=SMOOTH)
     depends, count, switches = {1}, 2, []
     for i, operation in enumerate(operations):
@@ -135,7 +135,7 @@ def _switches(function: Callable, t: Array, z: Array) -> tuple[list[Any], list[A
 
 @functools.partial(jit, level=0)
 def _branches(function: Callable, t: Array, points: Array) -> Array:
-    """On which branch each switch is, `(points, switches)`."""
+    """The branch of each switch, `(points, switches)`."""
 
     def one(z: Array) -> Array:
         operations, numbers, switches = _switches(function, t, z)
@@ -173,7 +173,7 @@ def _lines(dimension: int, points: Array | None) -> list[np.ndarray]:
 def _brackets(
     function: Callable, t: Array, place: int, lines: list[np.ndarray]
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]]:
-    """Two points next to each other with a switch between them, and two points around them."""
+    """Two neighbouring points with a switch between them, and two points around them."""
     shape = lambda line: np.asarray(_branches(function, t, jnp.asarray(line)))[:, place]
     for line in lines:
         flips = np.flatnonzero(np.diff(shape(line)))
@@ -190,7 +190,7 @@ def _brackets(
 
 @functools.partial(jit, level=0)
 def _values_and_slopes(function: Callable, t: Array, points: Array, direction: Array) -> tuple[Array, Array]:
-    """Of all entries of a coefficient, `(points, entries)` each."""
+    """Values and slopes of all entries of a coefficient, `(points, entries)` each."""
     value = lambda z: jnp.concatenate([jnp.ravel(array) for array in _arrays(function)(t, z)])
     return jax.vmap(lambda z: jax.jvp(value, (z,), (direction,)))(points)
 
@@ -215,7 +215,7 @@ def _compare(
 
 
 def _names(jaxpr: Any) -> Iterator[str]:
-    """The names of all functions that a trace calls."""
+    """The names of all functions called in a trace."""
     for equation in jaxpr.eqns:
         name = equation.params.get("name")
         if isinstance(name, str):

@@ -1,4 +1,5 @@
-"""Networks for drift, diffusion and velocity; smooth, for correction and divergence differentiate them."""
+"""Networks for drift, diffusion and velocity. They are smooth, because correction and divergence
+differentiate them."""
 
 import itertools
 from collections.abc import Callable
@@ -25,8 +26,8 @@ from ..faq import see
 from ._jets import has_kernel, network
 from ._noise import Noise
 
-# For a field, as `eqx.field(metadata=GIVEN)`, whose arrays are not trained: data of a target, say. Nothing
-# moves them, not even a decay of all weights.
+# Metadata of a field whose arrays are not trained, such as the data of a target: `eqx.field(metadata=GIVEN)`.
+# They are excluded from weight decay too.
 GIVEN = {"given": True}
 
 
@@ -34,8 +35,7 @@ GIVEN = {"given": True}
 def random_weights(
     key: PRNGKeyArray, sizes: tuple[int, ...], scale: float
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Random weights, those of the last layer with the factor `scale`, and biases of zero; one program for
-    all of them."""
+    """Random weights, with a factor `scale` in the last layer, and zero biases, in one compiled program."""
     keys = jax.random.split(key, len(sizes) - 1)
     weights = [
         jax.random.normal(k, (i, o)) / np.sqrt(i)
@@ -51,12 +51,12 @@ def normal_matrix(key: PRNGKeyArray, rows: int, columns: int, scale: float) -> A
 
 
 Activation = Callable[[Array], Array]
-THIN = 4  # inputs, or outputs, that are few
+THIN = 4  # maximum number of inputs or outputs of a thin layer
 
 
 def tanh(x: Array) -> Array:
-    """tanh, with its derivative as t·(1 − y²): fewer passes over memory than JAX's own rule."""
-    return _tanh(x)  # a plain function, so that a network that holds it can be pickled
+    """tanh with derivative t·(1 − y²), which needs fewer passes over memory than JAX's rule."""
+    return _tanh(x)  # a plain function, so that networks can be pickled
 
 
 @jax.custom_jvp
@@ -66,21 +66,20 @@ def _tanh(x: Array) -> Array:
 
 @_tanh.defjvp
 def _tanh_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    y = _tanh(primals[0])  # not jnp.tanh: higher derivatives follow this rule too
+    y = _tanh(primals[0])  # not jnp.tanh, so that higher derivatives use this rule too
     return y, tangents[0] * (1 - y * y)
 
 
 def silu(x: Array) -> Array:
-    """x/(1 + e⁻ˣ); a plain function, which JAX's own is not: a network that holds it can be pickled."""
+    """SiLU x/(1 + e⁻ˣ), as a plain function so that networks can be pickled."""
     return x * jax.nn.sigmoid(x)
 
 
 def check_smooth(activation: Activation) -> None:
-    """Refuse an activation whose derivative jumps.
+    """Refuse an activation with a discontinuous derivative.
 
-    The random ODE contains Dσ and its log-density the derivative of Dσ. Where Dσ jumps, that
-    derivative is a delta function automatic differentiation does not see, so the density would be
-    silently wrong.
+    The random ODE contains Dσ and its log-density the derivative of Dσ. Where Dσ jumps, that derivative is a
+    delta function, which automatic differentiation misses, so the density would be silently wrong.
     """
     if activation in (tanh, silu):
         return
@@ -90,18 +89,18 @@ def check_smooth(activation: Activation) -> None:
     if not np.all(np.isfinite(slopes)) or np.max(np.abs(np.diff(slopes))) > 0.05:
         name = getattr(activation, "__name__", repr(activation))
         raise ValueError(
-            f"activation {name} has a derivative that jumps, so the Itô correction's own derivative "
+            f"activation {name} has a discontinuous derivative, so the derivative of the Itô correction "
             "would be silently wrong; use a smooth one such as tanh, softplus, silu or gelu" + see("kinks")
         )
 
 
 class MLP(eqx.Module):
-    """A multi-layer perceptron `(t, z) -> (out_size,)` with smooth activations, tanh unless told otherwise.
+    """A multi-layer perceptron `(t, z) -> (out_size,)` with smooth activations, by default tanh.
 
-    It ignores t (the SDE is time-homogeneous, as in the paper) unless `time_dependent=True`.
+    It ignores t (a time-homogeneous SDE, as in the paper) unless `time_dependent=True`.
 
-    **Arguments:** `in_size`, `out_size`; `width` and `depth` of the hidden layers; `activation`, any
-    smooth scalar function (a ReLU is refused); `scale`, a factor on the last layer's initial weights.
+    **Arguments:** `in_size`, `out_size`; `width` and `depth` of the hidden layers; `activation`, any smooth
+    scalar function (ReLU is refused); `scale`, a factor on the initial weights of the last layer.
 
     ```python
     import jax, jax.numpy as jnp
@@ -138,17 +137,17 @@ class MLP(eqx.Module):
         check_callable("activation", activation, "of one number, such as jnp.tanh")
         check_smooth(activation)
         sizes = (in_size + time_dependent, *(width,) * depth, out_size)
-        # Stored (in, out) and applied as z @ W: under a vmap this is one plain matrix product.
+        # Stored (in, out) and applied as z @ W, which under a vmap is one matrix product.
         self.weights, self.biases = random_weights(check_key(key), sizes, scale)
         self.activation = activation
         self.time_dependent = time_dependent
 
     def __check_init__(self):
-        # Axes before the last two are those of many networks in one, as `eqx.filter_vmap` makes them.
+        # Leading axes are those of several networks in one, as made by `eqx.filter_vmap`.
         shapes = [weight.shape for weight in self.weights]
         joined = all(one[-1] == two[-2] for one, two in itertools.pairwise(shapes))
         if not joined or [bias.shape for bias in self.biases] != [(*s[:-2], s[-1]) for s in shapes]:
-            raise ValueError(f"weights of shapes {shapes} do not make a network with the biases")
+            raise ValueError(f"weights of shapes {shapes} do not match the biases")
 
     def __call__(self, t: Array, z: Array) -> Array:
         if self.time_dependent:
@@ -161,23 +160,24 @@ class MLP(eqx.Module):
 
 
 def _product(z: Array, weight: Array) -> Array:
-    """z W. On a GPU a product with few rows or columns, for a whole batch, is faster written out: it fuses
-    with what comes before or after."""
+    """z W. On a GPU, a product with few rows or columns is faster written out, because it fuses with its
+    neighbours."""
     rows, columns = weight.shape
     if jax.default_backend() != "cpu":
         if rows <= THIN:
             return sum((z[k] * weight[k] for k in range(1, rows)), z[0] * weight[0])
         if columns <= THIN:
             return jnp.stack([jnp.sum(z * weight[:, k]) for k in range(columns)])
-    # Weights first: few outputs make the gradient's product tall and thin, which a CPU does ten times
-    # faster this way round.
+    # Weights first: with few outputs the product in the gradient is tall and thin, which is ten times faster
+    # on a CPU in this order.
     return weight.T @ z if columns <= THIN else z @ weight
 
 
 class FullDiffusion(eqx.Module):
-    """The paper's full matrix: λ (I + N(t, z)), N with zero diagonal and a network off it, so m = d.
+    """The full matrix of the paper: λ (I + N(t, z)), where N has zero diagonal and a network for the other
+    entries; m = d.
 
-    In two dimensions λ [[1, σ₁(z)], [σ₂(z), 1]]. The ones keep the noise from shrinking to zero.
+    In two dimensions λ [[1, σ₁(z)], [σ₂(z), 1]]. The ones prevent the noise from vanishing.
 
     ```python
     import jax, jax.numpy as jnp
@@ -204,7 +204,7 @@ class FullDiffusion(eqx.Module):
         key: PRNGKeyArray,
     ):
         if check_count("dimension", dimension) < 2:
-            raise ValueError("FullDiffusion needs dimension ≥ 2; use DiagonalDiffusion in one")
+            raise ValueError("FullDiffusion needs at least 2 dimensions; use DiagonalDiffusion in one")
         check_number("scale", scale)
         size = dimension * (dimension - 1)
         self.network = MLP(dimension, size, width, depth, activation, time_dependent=time_dependent, key=key)
@@ -213,8 +213,8 @@ class FullDiffusion(eqx.Module):
 
     def __call__(self, t: Array, z: Array) -> Array:
         entries = self.network(t, z)
-        # Row-major off-diagonal entries: a matrix less its first entry is d−1 rows of
-        # (d off-diagonal entries, one diagonal entry).
+        # Row-major off-diagonal entries: without its first entry, a matrix is d−1 rows of d off-diagonal
+        # entries and one diagonal entry.
         d = self.dimension
         rows = jnp.concatenate([jnp.reshape(entries, (d - 1, d)), jnp.ones((d - 1, 1), z.dtype)], axis=1)
         flat = jnp.concatenate([jnp.ones(1, z.dtype), jnp.ravel(rows)])
@@ -222,7 +222,7 @@ class FullDiffusion(eqx.Module):
 
 
 class DiagonalDiffusion(eqx.Module):
-    """σ = diag(s(t, z)), s = softplus of a network, so positive; applied in O(d).
+    """Diagonal noise σ = diag(s(t, z)), with s = softplus of a network; applied in O(d).
 
     ```python
     import jax, jax.numpy as jnp
@@ -255,7 +255,7 @@ class DiagonalDiffusion(eqx.Module):
 
 
 class NoDiffusion(eqx.Module):
-    """No noise at all, m = 0: the flow is an ordinary continuous normalizing flow.
+    """No noise, m = 0: the flow is a continuous normalizing flow.
 
     ```python
     import jax, jax.numpy as jnp
@@ -272,9 +272,9 @@ class NoDiffusion(eqx.Module):
 
 
 class ConstantDiffusion(eqx.Module):
-    """σ = one trainable (d, m) matrix, the same everywhere: no correction is computed for it.
+    """Constant noise: σ is a trainable (d, m) matrix, which needs no correction.
 
-    Or a diagonal one, given by its entries (d,): applied in O(d), and diagonal it stays.
+    Entries of shape (d,) make a diagonal matrix, which stays diagonal and is applied in O(d).
 
     ```python
     import jax.numpy as jnp
@@ -303,10 +303,10 @@ class ConstantDiffusion(eqx.Module):
 
 
 class RestoringDrift(eqx.Module):
-    """μ(t, z) = −½ c² z + N(t, z), N a network whose output starts at zero.
+    """Drift μ(t, z) = −½ c² z + N(t, z), with a network N that is initially zero.
 
-    With constant noise of size c the first term alone keeps N(0, I) as it is, so that a flow from a
-    standard normal base starts to learn as that normal distribution.
+    With constant noise of size c the first term leaves N(0, I) invariant, so training a flow from a standard
+    normal base starts at that distribution.
 
     ```python
     import jax, jax.numpy as jnp
@@ -342,33 +342,33 @@ class RestoringDrift(eqx.Module):
         return self.network(t, z) - self.rate * z
 
 
-LATE = 1.02  # where log(LATE − s) would be infinite: beyond the end, so that it is fine up to it
+LATE = 1.02  # keeps log(LATE − s) finite up to the end
 
 
 class VelocityNetwork(eqx.Module):
-    """v(t, z) from a network that sees fine detail in space and haste at the end.
+    """A velocity v(t, z) from a network with high resolution in space and near the end time.
 
-    With s = t/T it is a multi-layer perceptron of z, of s, log(1.02 − s), the sine and cosine of πs and 2πs,
-    and of sines and cosines of random projections of z (Tancik et al. 2020), which are given and not trained.
-    Without these a network learns smooth functions first, and fine ones hardly at all. To it is added
+    With s = t/T it is a multi-layer perceptron of z, s, log(1.02 − s), the sine and cosine of πs and 2πs, and
+    sines and cosines of fixed random projections of z (Fourier features, Tancik et al. 2020). Without these a
+    network hardly learns fine detail. Added to it is
 
         (2s − 1)/((1 − s)² + s²) z/T,
 
-    the velocity of straight lines from N(0, I) to N(0, I), so that the network, which starts at zero, learns
-    how the data differ from a normal distribution.
+    the velocity of straight lines from N(0, I) to N(0, I), so that the network, initially zero, learns how
+    the data differ from a normal distribution.
 
-    With a `context` of k > 0, the last k coordinates of z are what is given: they do not move.
+    With a `context` of k > 0, the last k coordinates of z are given and do not move.
 
     **Arguments:**
 
     - `dimension`: of z, without the context.
     - `width`, `depth`: of the hidden layers.
-    - `activation`: a smooth one.
-    - `num_features`: how many projections, each with a sine and a cosine; 0 for none.
-    - `frequency`: standard deviation of the projections' entries, for z of about unit size.
+    - `activation`: a smooth function.
+    - `num_features`: number of projections, each with a sine and a cosine; 0 for none.
+    - `frequency`: standard deviation of the entries of the projections, for z of about unit size.
     - `t1`: T.
     - `context`: k.
-    - `score`: with twice the outputs, the second half for `rf.sde.LearnedTransport`.
+    - `score`: doubles the outputs; the second half is for `rf.sde.LearnedTransport`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -406,7 +406,7 @@ class VelocityNetwork(eqx.Module):
         check_flag("score", score)
         key_waves, key_network = split(check_key(key))
         if context and score:
-            raise ValueError("a score is learned for a density without a context")
+            raise ValueError("score=True does not support a context")
         inputs = dimension + context
         self.waves = normal_matrix(key_waves, inputs, num_features, frequency)
         sizes = inputs + 6 + 2 * num_features, (2 if score else 1) * dimension
@@ -416,10 +416,10 @@ class VelocityNetwork(eqx.Module):
 
     def __call__(self, t: Array, z: Array) -> Array:
         s = jnp.reshape(jnp.asarray(t, z.dtype) / self.t1, (1,))
-        # Nothing rather than arrays without entries: between devices they make JAX 0.11's compiler crash.
+        # None instead of empty arrays, which make the compiler of JAX 0.11 crash with several devices.
         waves = [z @ self.waves.astype(z.dtype)] if self.waves.size else []
         angles = jnp.concatenate([*waves, np.pi * s, 2 * np.pi * s])
-        # Beyond the end, where nothing was learned, it goes on as at the end.
+        # Beyond the end time, the velocity is that at the end.
         haste = jnp.log(LATE - jnp.minimum(s, 1))
         out = self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
         own = z.shape[0] - self.context
@@ -429,21 +429,21 @@ class VelocityNetwork(eqx.Module):
         return jnp.concatenate([out[:own] + normal, *more, *given])
 
 
-FULL = 16  # dimensions up to which shears are learned
-LARGEST = 15.0  # logarithm of a scale
+FULL = 16  # maximum dimension for learned shears
+LARGEST = 15.0  # bound on the logarithm of a scale
 
 
 class LocalDiffusion(eqx.Module):
-    """σ(z) = S E(u) (I + N(u)) at u = S⁻¹(z − c): a matrix S for the whole, scales and shears for the place.
+    """σ(z) = S E(u) (I + N(u)) at u = S⁻¹(z − c), with a constant matrix S and local scales and shears.
 
     E = diag(exp g), where g is a network plus a linear function of asinh u and ½ log(1 + u²), so that scales
-    can follow a power of the distance out to where there were no data. N, strictly lower triangular, is a
-    network plus Aᵢⱼrᵢ + Bᵢⱼrⱼ with r = E⁻¹u, the place in units of its own scales: A stretches a coordinate
-    as one before it moves, as a funnel needs it, B bends, as a banana does. (Any σσᵀ has one triangular root;
-    among all its roots, learning drifts.) It starts at N = 0, E = I, so σ = S. S and c are not trained.
+    extrapolate as powers of the distance. N is strictly lower triangular: a network plus Aᵢⱼrᵢ + Bᵢⱼrⱼ with r
+    = E⁻¹u, the position in local units. A stretches a coordinate with an earlier one, as in a funnel; B
+    bends, as in a banana. (σσᵀ determines a triangular σ; a full σ would drift during training.) Initially N
+    = 0 and E = I, so σ = S. S and c are not trained.
 
     **Arguments:** `dimension`; `width`, `depth`, `activation` of the network; `centre`, c; `scale`, S;
-    `full`, whether there is an N, by default up to 16 dimensions.
+    `full`, whether to include N, by default in up to 16 dimensions.
 
     ```python
     import jax, jax.numpy as jnp
@@ -500,7 +500,7 @@ class LocalDiffusion(eqx.Module):
         linear = self.slopes @ features
         if self.shears is None:
             return scale * jnp.exp(_bounded(out + linear))[None]
-        # On the diagonal the network's matrix is for g, below it for N.
+        # The diagonal of the network's matrix is for g, the part below it for N.
         matrix = jnp.reshape(out, (d, d))
         g = _bounded(jnp.diagonal(matrix) + linear)
         eye = jnp.eye(d, dtype=z.dtype)
@@ -515,11 +515,11 @@ def _bounded(g: Array) -> Array:
 
 
 class FadingDiffusion(eqx.Module):
-    """σ(t, z) = (1 − t/T)^p Σ(t, z): noise that is gone at time T.
+    """Noise that fades to zero at time T: σ(t, z) = (1 − t/T)^p Σ(t, z).
 
-    With p ≥ ½ it is what `rf.sde.TransportSDE` can add to a velocity up to T: the score there grows as
-    1/(1 − t/T), and σσᵀ times it stays finite. With p = ½ the pull of the score lasts to the end; with p = 1
-    it fades too, and σ is smooth in time, so that a solver of high order keeps its order.
+    `rf.sde.TransportSDE` needs p ≥ ½, because the score grows as 1/(1 − t/T) and σσᵀ times the score must
+    stay finite. With p = ½ the score acts up to the end. With p = 1 its effect fades too, and σ is smooth in
+    time, so high-order solvers keep their order.
 
     **Arguments:** `diffusion` Σ, `(t, z) -> (d, m)`, of any form; `t1`, T; `power`, p.
 
@@ -546,7 +546,7 @@ class FadingDiffusion(eqx.Module):
 
     def __check_init__(self):
         if not self.power >= 0.5:
-            raise ValueError(f"power must be at least 0.5, for a drift that is finite, got {self.power}")
+            raise ValueError(f"power must be at least 0.5, so that the drift is finite, got {self.power}")
 
     def __call__(self, t: Array, z: Array) -> Noise:
         sigma, factor = self.diffusion(t, z), self.faded(t, z, self.power)
@@ -559,10 +559,10 @@ class FadingDiffusion(eqx.Module):
         left = remaining(t, self.t1, z)
         if power in (0.0, 1.0):
             return left if power else jnp.ones_like(left)
-        # At zero a root has no derivative: it gets none, not an infinite one that times zero is NaN.
+        # The derivative of a root at zero is set to zero; ∞ times zero would be NaN.
         return jnp.where(left > 0, jnp.where(left > 0, left, 1) ** power, 0)
 
 
 def remaining(t: Array, t1: float | Array, z: Array) -> Array:
-    """1 − t/T, in the precision of z; not below zero, where rounding might take it."""
+    """1 − t/T in the precision of z, clipped at zero because of rounding."""
     return jnp.maximum(1 - jnp.asarray(t, z.dtype) / t1, 0)

@@ -1,4 +1,4 @@
-"""The value σ of a diffusion, a matrix or a lineax operator, its derivatives, and what it depends on."""
+"""The value σ of a diffusion, a matrix or a lineax operator; its derivatives and dependencies."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from jaxtyping import Array
 from .._checks import finite_array
 from .._linear import UNROLL, log_abs_det, solve
 
-# Entry by entry, for operands of one shape: entry i of the result has to do with entries i alone.
+# Elementwise operations: entry i of the result depends only on entries i of the operands.
 ENTRYWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos
@@ -27,7 +27,7 @@ CALLS = frozenset({"closed_call", "core_call", "custom_jvp_call", "custom_vjp_ca
 
 
 def depends_on(function: Callable[[Array], Any], z: Array) -> bool:
-    """Whether any output of `function` is computed from `z`; errs on the side of yes."""
+    """Whether any output of `function` depends on `z`; True if in doubt."""
     jaxpr = _program(function, z)
     reached = set(jaxpr.invars)
     for equation in jaxpr.eqns:
@@ -37,7 +37,7 @@ def depends_on(function: Callable[[Array], Any], z: Array) -> bool:
 
 
 def is_entrywise(function: Callable[[Array], Array], z: Array) -> bool:
-    """Whether output i is computed from zᵢ alone, for all i; errs on the side of no."""
+    """Whether output i depends on zᵢ only, for all i; False if in doubt."""
     jaxpr = _program(function, z)
     return False not in _follow(jaxpr, [True])
 
@@ -47,7 +47,7 @@ def _program(function: Callable[[Array], Any], z: Array) -> Jaxpr:
 
 
 def _follow(jaxpr: Jaxpr, inputs: list[bool | None]) -> list[bool | None]:
-    """Of each output: True if it follows z entry by entry, False if not, None if z is not in it."""
+    """For each output: True if it depends on z entry by entry, False if otherwise, None if not at all."""
     found: dict[Any, bool | None] = dict(zip(jaxpr.invars, inputs, strict=True))
     look = lambda v: found.get(v) if isinstance(v, Var) else None
     for equation in jaxpr.eqns:
@@ -74,25 +74,25 @@ Noise = Array | lx.AbstractLinearOperator
 
 
 def noise_shape(sigma: Noise | jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """(d, m) of σ; also of what `jax.eval_shape` makes of it."""
+    """The shape (d, m) of σ, also for results of `jax.eval_shape`."""
     if isinstance(sigma, lx.AbstractLinearOperator):
         return sigma.out_size(), sigma.in_size()
     return jnp.shape(sigma)
 
 
 def apply_noise(sigma: Noise, increment: Array) -> Array:
-    """σ v; O(d) for a diagonal operator."""
+    """σ v, in O(d) for a diagonal operator."""
     if isinstance(sigma, lx.AbstractLinearOperator):
         return sigma.mv(increment)
     if 0 < sigma.shape[1] <= UNROLL:
-        # Written out, it fuses; as a product of a small matrix per sample it does not.
+        # Written out, it fuses; a product with a small matrix per sample does not.
         columns = [sigma[:, j] * increment[j] for j in range(sigma.shape[1])]
         return sum(columns[1:], columns[0])
     return sigma @ increment
 
 
 def apply_transposed(sigma: Noise, v: Array) -> Array:
-    """σᵀ v; O(d) for a diagonal operator."""
+    """σᵀ v, in O(d) for a diagonal operator."""
     if isinstance(sigma, lx.AbstractLinearOperator):
         return sigma.T.mv(v)
     if 0 < sigma.shape[0] <= UNROLL:
@@ -102,21 +102,21 @@ def apply_transposed(sigma: Noise, v: Array) -> Array:
 
 
 def solve_noise(sigma: Noise, v: Array) -> Array:
-    """σ⁻¹ v, for as many noises as dimensions; infinite or NaN where σ is singular. O(d) if diagonal."""
+    """σ⁻¹ v for square σ, in O(d) if diagonal; infinite or NaN where σ is singular."""
     if has_diagonal(sigma):
         return v / noise_diagonal(sigma)
     return solve(noise_matrix(sigma)[None], v[None, :, None])[0, :, 0]
 
 
 def noise_log_det(sigma: Noise) -> Array:
-    """log |det σ|, for as many noises as dimensions. O(d) if diagonal."""
+    """log |det σ| for square σ, in O(d) if diagonal."""
     if has_diagonal(sigma):
         return jnp.sum(jnp.log(jnp.abs(noise_diagonal(sigma))))
     return log_abs_det(noise_matrix(sigma)[None])[0]
 
 
 def has_diagonal(sigma: Noise | jax.ShapeDtypeStruct) -> bool:
-    """Whether σ is an operator that is known to be diagonal; also of what `jax.eval_shape` makes of it."""
+    """Whether σ is a diagonal operator, also for results of `jax.eval_shape`."""
     return (
         isinstance(sigma, lx.AbstractLinearOperator)
         and lx.is_diagonal(sigma)
@@ -125,23 +125,23 @@ def has_diagonal(sigma: Noise | jax.ShapeDtypeStruct) -> bool:
 
 
 def noise_diagonal(sigma: Noise) -> Array:
-    """The entries of a σ that `has_diagonal`."""
+    """The entries of a σ for which `has_diagonal` is True."""
     assert isinstance(sigma, lx.AbstractLinearOperator)
     return lx.diagonal(sigma)
 
 
 def plain_noise(sigma: Noise) -> Noise:
-    """σ in one of two forms, arrays and nothing else: a diagonal operator where it is one, else a matrix."""
+    """σ as plain arrays: a diagonal operator if it is one, else a matrix."""
     return lx.DiagonalLinearOperator(noise_diagonal(sigma)) if has_diagonal(sigma) else noise_matrix(sigma)
 
 
 def noise_row(sigma: Noise, k: Array | np.integer) -> Array:
-    """Row k of σ: how each Brownian motion pushes the k-th coordinate."""
+    """Row k of σ: the effect of each Brownian motion on the k-th coordinate."""
     return noise_matrix(sigma)[k]
 
 
 def noise_column(sigma: Noise, j: Array | np.integer) -> Array:
-    """σⱼ, the direction in which the j-th Brownian motion pushes."""
+    """Column σⱼ: the effect of the j-th Brownian motion."""
     return noise_matrix(sigma)[:, j]
 
 
@@ -151,16 +151,16 @@ def noise_matrix(sigma: Noise) -> Array:
 
 
 def noise_sizes(sigma: Noise) -> Array:
-    """How far noise of unit variance moves each coordinate: the norms of the rows of σ, `(d,)`."""
+    """The size of the noise in each coordinate: the norms of the rows of σ, `(d,)`."""
     if has_diagonal(sigma):
         return jnp.abs(noise_diagonal(sigma))
     return jnp.sqrt(jnp.sum(noise_matrix(sigma) ** 2, axis=1))
 
 
 class ProportionalDiffusion(eqx.Module):
-    """σ = λ diag(μ): noise in proportion to the drift, as in the dropout analogy of Liu et al. (2019).
+    """Noise proportional to the drift, σ = λ diag(μ), as in the dropout analogy of Liu et al. (2019).
 
-    It holds λ alone; the SDE supplies its own drift, so that the two stay tied in training.
+    It holds only λ; the SDE supplies the drift, so both stay consistent in training.
 
     ```python
     import jax
@@ -181,11 +181,11 @@ class ProportionalDiffusion(eqx.Module):
 
 
 def check_own_noise(diffusion: object) -> None:
-    """Refuse noise that follows from the drift, for an SDE whose drift follows from the noise."""
+    """Refuse noise that depends on the drift if the drift depends on the noise."""
     if isinstance(diffusion, ProportionalDiffusion):
         raise TypeError(
-            "ProportionalDiffusion takes its size from the drift, which here follows from the diffusion: "
-            "take one of its own, such as rf.ConstantDiffusion"
+            "ProportionalDiffusion depends on the drift, but here the drift depends on the diffusion: "
+            "use another one, such as rf.ConstantDiffusion"
         )
 
 
@@ -194,7 +194,7 @@ Total = TypeVar("Total")
 
 
 def axis(z: Array, k: Index) -> Array:
-    """eₖ, of the shape of z."""
+    """The unit vector eₖ with the shape of z."""
     return jnp.zeros_like(z).at[k].set(1)
 
 
@@ -209,7 +209,7 @@ def sum_over(count: int, term: Callable[[Index], Total], zero: Total) -> Total:
 
 
 def diagonal_slopes(noise: Callable[[Array], Noise], z: Array) -> tuple[Array, Array]:
-    """sₖ and ∂ₖsₖ of a noise diag(s): by one product where sₖ depends on zₖ alone, for all k, else by d."""
+    """sₖ and ∂ₖsₖ of diagonal noise diag(s), by one product if each sₖ depends on zₖ only, else by d."""
     entries = lambda y: noise_diagonal(noise(y))
     if is_entrywise(entries, z):
         return jax.jvp(entries, (z,), (jnp.ones_like(z),))

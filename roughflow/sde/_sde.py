@@ -1,4 +1,4 @@
-"""SDEs: a drift, a diffusion, and the calculus, Itô's or Stratonovich's."""
+"""SDEs: a drift, a diffusion, and the calculus, Itô or Stratonovich."""
 
 import dataclasses
 import types
@@ -21,7 +21,7 @@ from ._noise import Noise, ProportionalDiffusion, noise_shape
 
 
 def equation(drift: str, diffusion: Any, brownian: str = "dB", sigma: str | None = None) -> str:
-    """dZ = drift dt + σ dB, with σ by its symbol."""
+    """dZ = drift dt + σ dB as text, with a symbol for σ."""
     if isinstance(diffusion, NoDiffusion):
         return f"dZ = {drift} dt"
     return f"dZ = {drift} dt + {sigma or _sigma(diffusion)} {brownian}"
@@ -42,7 +42,7 @@ def noise_part(diffusion: Any) -> list[tuple[str, str]]:
 
 
 def part(value: Any) -> str:
-    """One of the functions in an SDE: what it is, what of, and how much of it can be trained."""
+    """A description of a coefficient of an SDE: its type, and its number of trainable parameters."""
     fields = dataclasses.fields(value) if isinstance(value, eqx.Module) else ()
     parts = [getattr(value, field.name, None) for field in fields]
     inner = ", ".join(named(inside) for inside in parts if isinstance(inside, eqx.Module))
@@ -54,7 +54,7 @@ def part(value: Any) -> str:
 Drift = Callable[[Array, Array], Array]
 Diffusion = Callable[[Array, Array], Noise] | ProportionalDiffusion
 
-# Operations that read or write places which may be out of range.
+# Operations with indices that may be out of range.
 INDEXING = frozenset(
     {"dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter_add", "scan", "while", "cond"}
 )
@@ -63,29 +63,29 @@ INDEXING = frozenset(
 class AbstractSDE(eqx.Module):
     """A drift μ(t, z) with values in Rᵈ and a diffusion σ(t, z) with values in R^{d×m}.
 
-    Both are written for one point, `z` of shape `(d,)`. The calculus is the type; nothing else decides how
-    dB is read: an SDE of your own subclasses `rf.sde.AbstractItoSDE` or `rf.sde.AbstractStratonovichSDE`.
+    Both are written for one point, `z` of shape `(d,)`. The class determines the calculus: your own SDE
+    subclasses `rf.sde.AbstractItoSDE` or `rf.sde.AbstractStratonovichSDE`.
     """
 
     drift: eqx.AbstractVar[Drift]
     diffusion: eqx.AbstractVar[Diffusion]
-    dimension: ClassVar[int | None] = None  # d, where it does not follow from the shapes
+    dimension: ClassVar[int | None] = None  # d, if it does not follow from the shapes
 
     def __check_init__(self):
         check_fields(self)
 
     def noise(self, t: Array, z: Array) -> Noise:
-        """σ(t, z), in whatever form the diffusion was given."""
+        """σ(t, z), in the form that the diffusion returns."""
         if isinstance(self.diffusion, ProportionalDiffusion):
             return self.diffusion.of_drift(self.drift(t, z))
         return self.diffusion(t, z)
 
     def equation(self) -> str:
-        """The SDE as it is written."""
+        """The equation as text."""
         return equation("μ(t, Z)", self.diffusion)
 
     def parts(self) -> list[tuple[str, str]]:
-        """What the symbols in the equation stand for."""
+        """Descriptions of the symbols in the equation."""
         return [("μ", part(self.drift)), *noise_part(self.diffusion)]
 
     def __repr__(self) -> str:
@@ -93,18 +93,18 @@ class AbstractSDE(eqx.Module):
 
 
 class AbstractItoSDE(AbstractSDE):
-    """dB is read in the Itô sense."""
+    """An SDE in the Itô sense."""
 
 
 class AbstractStratonovichSDE(AbstractSDE):
-    """dB is read in the Stratonovich sense."""
+    """An SDE in the Stratonovich sense."""
 
     def equation(self) -> str:
         return equation("μ(t, Z)", self.diffusion, "∘ dB")
 
 
 class ItoSDE(AbstractItoSDE):
-    """dZ = μ(t, Z) dt + σ(t, Z) dB in the Itô sense.
+    """The Itô SDE dZ = μ(t, Z) dt + σ(t, Z) dB.
 
     **Arguments:**
 
@@ -125,7 +125,7 @@ class ItoSDE(AbstractItoSDE):
 
 
 class StratonovichSDE(AbstractStratonovichSDE):
-    """dZ = μ(t, Z) dt + σ(t, Z) ∘ dB in the Stratonovich sense. Arguments as for `ItoSDE`.
+    """The Stratonovich SDE dZ = μ(t, Z) dt + σ(t, Z) ∘ dB. Arguments as for `ItoSDE`.
 
     ```python
     import roughflow as rf
@@ -144,10 +144,10 @@ def check_sde(sde: Any) -> None:
 
 
 def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
-    """The same SDE with what its functions close over turned into parameters, for points like `z`.
+    """The same SDE with variables in the closures of its functions as parameters, for points like `z`.
 
-    A user may well write `lambda t, z: network(weights, z)` inside a loss. Rules for derivatives that
-    the solvers define themselves see only what they are handed, so closures are opened first.
+    A user may write `lambda t, z: network(weights, z)` inside a loss. Custom derivative rules of the solvers
+    differentiate only in their explicit arguments, so closures are converted first.
     """
     t = jnp.zeros((), z.dtype)
     kind = StratonovichSDE if isinstance(sde, AbstractStratonovichSDE) else ItoSDE
@@ -155,10 +155,11 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
 
 
 def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None) -> int:
-    """m, the number of Brownian motions that drive an SDE on points of this dimension.
+    """Check the shapes of drift and diffusion in this dimension, and return m, the number of Brownian
+    motions.
 
-    A drift or diffusion of the wrong shape is refused. Where the SDE has another dimension, or both would be
-    right in one other dimension, the message begins with `subject`, by default that of a base.
+    If the SDE has another dimension, or if the shapes would match in one other dimension, the message begins
+    with `subject`, by default the dimension of a base.
     """
     subject = subject or f"base has dimension {dimension}"
     if sde.dimension not in (None, dimension):
@@ -175,7 +176,7 @@ def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None
 
 
 def _likely_dimensions(sde: AbstractSDE) -> list[int]:
-    """Small ones, and the sizes of arrays that the SDE holds."""
+    """Candidate dimensions: small ones, and the sizes of arrays that the SDE holds."""
     arrays = [leaf for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)]
     return sorted({*range(1, 17), *(size for array in arrays for size in array.shape if size)})
 
@@ -189,7 +190,7 @@ def _fits(sde: AbstractSDE, dimension: int) -> bool:
 
 
 def _fitted(sde: AbstractSDE, dimension: int) -> int:
-    """m, of drift and diffusion that have the right shapes."""
+    """m, for a drift and a diffusion of the right shapes."""
     for name in ("drift", "diffusion"):
         _check_places(name, getattr(sde, name, None), dimension)
     drift = _shape_of("drift", sde.drift, dimension)
@@ -208,9 +209,9 @@ def _fitted(sde: AbstractSDE, dimension: int) -> int:
 
 
 def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
-    """The shape a coefficient returns; a failure inside it is told with its name."""
+    """The shape that a coefficient returns; exceptions inside it are reported with its name."""
     try:
-        # An operator is a module with static parts, so eqx and not jax shapes it.
+        # eqx instead of jax, because an operator is a module with static parts.
         value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -223,7 +224,7 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
 
 
 def _may_be_out_of_range(function: Callable, dimension: int) -> bool:
-    """Whether some index is not known to be in range: JAX reads those that are by a slice."""
+    """Whether an index may be out of range. JAX uses a slice for those that are known to be inside."""
     try:
         leaves = lambda t, z: jax.tree.leaves(eqx.filter(function(t, z), eqx.is_array))
         operations, _ = flat_operations(leaves, (jnp.zeros(()), jnp.zeros(dimension)))
@@ -233,7 +234,7 @@ def _may_be_out_of_range(function: Callable, dimension: int) -> bool:
 
 
 def _check_places(name: str, function: Any, dimension: int) -> None:
-    """An index that is out of range takes the last place in JAX; NumPy refuses it. Networks need no look."""
+    """Refuse out-of-range indices, which JAX clamps, by running NumPy. Networks are not checked."""
     if not isinstance(function, types.FunctionType) or not _may_be_out_of_range(function, dimension):
         return
     try:
@@ -242,4 +243,4 @@ def _check_places(name: str, function: Any, dimension: int) -> None:
     except IndexError as error:
         raise ValueError(f"{name} fails for z of shape {(dimension,)}: {error}{see('shapes')}") from error
     except Exception:
-        return  # it wants arrays of JAX, and may have them
+        return  # it requires JAX arrays

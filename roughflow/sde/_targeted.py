@@ -1,4 +1,4 @@
-"""SDEs that leave a given distribution as it is."""
+"""SDEs with a given stationary distribution."""
 
 from collections.abc import Callable
 
@@ -20,8 +20,8 @@ Skew = Callable[[Array, Array], Array]
 
 
 class TargetedSDE(AbstractItoSDE):
-    """What `rf.targeted_sde` makes. σ and Q are held once, so that training moves them together with the
-    drift they determine."""
+    """The result of `rf.targeted_sde`. It holds σ and Q once, so that training changes them together with the
+    drift."""
 
     log_density: LogDensity | None = eqx.field(metadata=GIVEN)
     diffusion: Diffusion
@@ -42,7 +42,7 @@ class TargetedSDE(AbstractItoSDE):
 
     def __check_init__(self):
         if (self.log_density is None) == (self.score is None):
-            raise TypeError("a target is its log_density or its score: give one of the two")
+            raise TypeError("pass exactly one of log_density and score")
         check_own_noise(self.diffusion)
 
     def equation(self) -> str:
@@ -60,11 +60,11 @@ class TargetedSDE(AbstractItoSDE):
         return drift if turn is None else drift + turn
 
     def spread(self, t: Array, z: Array) -> Spread:
-        """σ, and what its slopes add to the drift."""
+        """σ, and its contribution to the drift through derivatives."""
         return spread_at(lambda y: self.noise(t, y), z)
 
     def turn(self, t: Array, z: Array, slope: Array) -> Array | None:
-        """Q ∇log p + div Q, where there is a Q."""
+        """Q ∇log p + div Q, or None without Q."""
         skew = self.skew
         return None if skew is None else turn_at(lambda y: skew(t, y), z, slope)
 
@@ -85,20 +85,20 @@ def targeted_sde(
     *,
     score: Score | None = None,
 ) -> TargetedSDE:
-    """The SDE with this noise that leaves p ∝ exp(log_density) invariant, whatever σ and Q are:
+    """The SDE with a given noise that leaves p ∝ exp(log_density) invariant for any σ and Q:
 
         dZ = [(D + Q) ∇log p + Γ] dt + σ dB,     D = ½ σσᵀ,     Γᵢ = Σⱼ ∂ⱼ(D + Q)ᵢⱼ
 
-    (Ma, Chen & Fox 2015), in the Itô sense. σ and Q may be networks: what they learn is how fast the SDE gets
-    to p, not where it goes.
+    (Ma, Chen & Fox 2015), in the Itô sense. σ and Q may be networks: they determine how fast the SDE
+    converges to p, and leave p unchanged.
 
     **Arguments:**
 
     - `log_density`: `z -> ()`, up to a constant.
     - `diffusion`: σ, `(t, z) -> (d, m)`, as for `rf.ItoSDE`.
-    - `skew`: Q, `(t, z) -> (d, d)` with Qᵀ = −Q, or None. `rf.sde.SkewNetwork` is one that can learn.
-    - `score`: ∇log p, `z -> (d,)`, in place of `log_density`, where that is all that is known: learned from
-      data, say. Samplers that accept or refuse moves need the log density.
+    - `skew`: Q, `(t, z) -> (d, d)` with Qᵀ = −Q, or None; `rf.sde.SkewNetwork` is trainable.
+    - `score`: ∇log p, `z -> (d,)`, instead of `log_density`, for example if it was learned from data.
+      Samplers with Metropolis–Hastings correction need the log density.
 
     ```python
     import jax.numpy as jnp
@@ -122,11 +122,11 @@ def targeted_sde(
 
 
 def known_density(sde: TargetedSDE) -> LogDensity:
-    """The target's log density; refused where only its score is known."""
+    """The log density of the target; refused if only the score is known."""
     if sde.log_density is None:
         raise TypeError(
-            "this needs the log density, and the target is known by its score alone: take "
-            "rf.UnadjustedSampler, or give rf.targeted_sde a log_density" + see("no-adjustment")
+            "this needs the log density, but the target has only a score: use "
+            "rf.UnadjustedSampler, or pass log_density to rf.targeted_sde" + see("no-adjustment")
         )
     return sde.log_density
 
@@ -134,8 +134,8 @@ def known_density(sde: TargetedSDE) -> LogDensity:
 def overdamped_langevin(
     log_density: LogDensity, dimension: int, *, scale: float | Array = 1.0
 ) -> TargetedSDE:
-    """dZ = ½ SSᵀ ∇log p dt + S dB, with S a number times I, the entries `(d,)` of a diagonal matrix, or a
-    matrix (a preconditioner).
+    """Overdamped Langevin dynamics dZ = ½ SSᵀ ∇log p dt + S dB. `scale` S is a number, the diagonal `(d,)` of
+    a matrix, or a matrix (a preconditioner).
 
     ```python
     import jax.numpy as jnp
@@ -166,7 +166,7 @@ class WithMomenta(eqx.Module):
 
 
 class Rotation(eqx.Module):
-    """Q = [[0, −I], [I, 0]], which makes Hamilton's equations of (D + Q)∇log p."""
+    """Q = [[0, −I], [I, 0]], for which (D + Q)∇log p are Hamilton's equations."""
 
     def __call__(self, t: Array, z: Array) -> Array:
         del t
@@ -177,11 +177,12 @@ class Rotation(eqx.Module):
 def underdamped_langevin(
     log_density: LogDensity, dimension: int, *, friction: float = 1.0, mass: float = 1.0
 ) -> TargetedSDE:
-    """Langevin dynamics with momenta: the state is (q, p), of size 2d, and
+    """Underdamped Langevin dynamics: the state is (q, p), of size 2d, and
 
         dq = p/M dt,     dp = (∇log π(q) − C p/M) dt + √(2C) dB,
 
-    the complete recipe with D = diag(0, C) and Q = [[0, −I], [I, 0]] for the distribution π(q) exp(−p²/2M).
+    the SDE of `rf.targeted_sde` with D = diag(0, C) and Q = [[0, −I], [I, 0]] for the distribution π(q)
+    exp(−p²/2M).
 
     ```python
     import jax.numpy as jnp
@@ -206,10 +207,10 @@ def sghmc(
     gradient_noise: float = 0.0,
     mass: float = 1.0,
 ) -> ItoSDE:
-    """`rf.underdamped_langevin` for gradients from minibatches (Chen, Fox & Guestrin 2014).
+    """`rf.underdamped_langevin` for minibatch gradients: SGHMC (Chen, Fox & Guestrin 2014).
 
-    A minibatch puts noise of its own into dp: of variance 2B per unit of time, B = `gradient_noise`. So
-    only √(2(C − B)) dB is added, and the friction stays C.
+    A minibatch adds noise of variance 2B per unit of time to dp, B = `gradient_noise`. Therefore only √(2(C −
+    B)) dB is added, and the friction stays C.
 
     ```python
     import jax.numpy as jnp
@@ -226,13 +227,13 @@ def sghmc(
 
 
 def _kicks(dimension: int, friction: float) -> ConstantDiffusion:
-    """Noise on the momenta alone."""
+    """Noise on the momenta only."""
     kick = (2 * friction) ** 0.5 * jnp.eye(dimension)
     return ConstantDiffusion(jnp.concatenate([jnp.zeros((dimension, dimension)), kick]))
 
 
 class SkewNetwork(eqx.Module):
-    """A skew-symmetric matrix Q(z) from a network, for `rf.targeted_sde`: flow around p without noise.
+    """A skew-symmetric matrix Q(z) from a network, for `rf.targeted_sde`: rotation without noise.
 
     ```python
     import jax, jax.numpy as jnp
@@ -269,16 +270,16 @@ class SkewNetwork(eqx.Module):
 
 
 def still(target: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The same function, held fixed.
+    """The same function, not trained.
 
-    A target is given, not learned: arrays it holds, the data of a posterior say, get no gradient.
+    Arrays inside a target, such as the data of a posterior, get no gradient.
     """
     fix = lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf
     return jax.tree.map(fix, target)
 
 
 def as_target(log_density: LogDensity) -> LogDensity:
-    """The same function, held fixed, and refused if it does not return one number."""
+    """The same function, not trained, and checked to return one number."""
     log_density = still(log_density)
 
     def checked(z: Array) -> Array:

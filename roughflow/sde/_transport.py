@@ -1,4 +1,4 @@
-"""A distribution that a velocity carries along, and noise that it does not feel."""
+"""Transports: a velocity with the score of its distribution, and noise that preserves the distribution."""
 
 import abc
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from ._sde import AbstractItoSDE, Diffusion, Drift, equation, noise_part, part
 
 
 class AbstractTransport(eqx.Module):
-    """A velocity v(t, z), and the score of the distribution p that it carries along:
+    """A velocity v(t, z), and the score of the distribution p that it transports:
 
         ∇log p(t, z) = g(t, z)/(1 − t/t1),
 
-    or g itself where `t1` is None: g stays finite up to the end, where the score may not.
+    or g itself if `t1` is None. g is finite up to the end, where the score may not be.
     """
 
     velocity: eqx.AbstractVar[Drift]
     t1: eqx.AbstractVar[float | None]
-    context: eqx.AbstractVar[int]  # how many of the last coordinates are given: no noise may move them
+    context: eqx.AbstractVar[int]  # number of given coordinates, the last ones, which noise must not move
 
     def __check_init__(self):
         check_fields(self)
@@ -36,16 +36,16 @@ class AbstractTransport(eqx.Module):
 
 
 class NormalTransport(AbstractTransport):
-    """From a normal distribution to data along straight lines: the score follows from the velocity.
+    """Transport from a normal distribution to data along straight lines; the velocity determines the score.
 
-    Where z ~ N(m, diag(c²)) and x ~ data are independent and v is the velocity of (1 − s) z + s x, s = t/T,
+    If z ~ N(m, diag(c²)) and x ~ data are independent and v is the velocity of (1 − s) z + s x, s = t/T, then
     the distribution at time t has the score
 
         ∇log p(t, y) = (s T v(t, y) − y + m)/(c² (1 − s)).
 
-    **Arguments:** `velocity`, `(t, z) -> (d,)`, such as `rf.sde.VelocityNetwork`; `loc` m and `scale` c of
-    the base, `(d,)` each; `t1`, T; `context`, how many of the last coordinates are given and do not move.
-    `rf.fit` with `rf.Interpolant()` returns a flow with one of these.
+    **Arguments:** `velocity`, `(t, z) -> (d,)`, such as an `rf.sde.VelocityNetwork`; `loc` m and `scale` c of
+    the base, `(d,)` each; `t1`, T; `context`, the number of given coordinates, which come last and do not
+    move. `rf.fit` with `rf.Interpolant()` returns a flow with such a transport.
 
     ```python
     import jax.numpy as jnp
@@ -85,14 +85,14 @@ class NormalTransport(AbstractTransport):
 
 
 class LearnedTransport(AbstractTransport):
-    """From any base to data along straight lines: a network learns the score beside the velocity.
+    """Transport from any base to data along straight lines; a network learns the score with the velocity.
 
-    Where z ~ p₀ and x ~ data are independent, the distribution of y = (1 − s) z + s x, s = t/T, has the score
+    If z ~ p₀ and x ~ data are independent, then y = (1 − s) z + s x, s = t/T, has the score
 
         ∇log p(t, y) = E[∇log p₀(z) | y]/(1 − s).
 
-    **Arguments:** `network`, `(t, z) -> (2d,)`: the velocity, and the expectation above;
-    `rf.sde.VelocityNetwork(d, score=True)` is one. `t1`, T. `rf.Interpolant()` trains both.
+    **Arguments:** `network`, `(t, z) -> (2d,)`, the velocity and the expectation above, such as
+    `rf.sde.VelocityNetwork(d, score=True)`; `t1`, T. `rf.Interpolant()` trains both.
 
     ```python
     import jax
@@ -121,9 +121,9 @@ class LearnedTransport(AbstractTransport):
 
 
 class GivenTransport(AbstractTransport):
-    """A velocity and a score that are known on their own, both finite at all times.
+    """A transport with a known velocity and score, both finite at all times.
 
-    **Arguments:** `velocity` and `score`, `(t, z) -> (d,)` each; the score is given, not trained.
+    **Arguments:** `velocity` and `score`, `(t, z) -> (d,)` each; the score is not trained.
 
     ```python
     import jax.numpy as jnp
@@ -150,20 +150,18 @@ class GivenTransport(AbstractTransport):
 
 
 class TransportSDE(AbstractItoSDE):
-    """The Itô SDE with any noise σ(t, z) whose distribution at every time is that of dZ = v(t, Z) dt:
+    """The Itô SDE with any noise σ(t, z) that has the same distribution at every time as dZ = v(t, Z) dt:
 
         dZ = [v + ½ div(σσᵀ) + ½ σσᵀ ∇log p] dt + σ dB
 
-    (Albergo, Boffi & Vanden-Eijnden 2023). Where velocity and score are learned and so inexact, the score
-    pulls paths back to p, and the distribution comes closer to it with noise than without.
+    (Albergo, Boffi & Vanden-Eijnden 2023). If velocity and score are learned, the score pulls paths back to
+    p, so the distribution is more accurate with noise than without.
 
-    On a transport along straight lines the score has a factor 1/(1 − t/T). An `rf.sde.FadingDiffusion` takes
-    that into account, so that the drift is finite up to T; any other σ gives a drift that is not, at T
-    itself.
+    For a transport along straight lines the score has a factor 1/(1 − t/T). With an `rf.sde.FadingDiffusion`
+    the drift is finite up to T; with any other σ it is infinite at T.
 
-    **Arguments:** `transport`, such as `rf.sde.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
-    `rf.ItoSDE`, or None. Velocity and score come from one evaluation of one network, held once: training
-    moves both.
+    **Arguments:** `transport`, such as an `rf.sde.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
+    `rf.ItoSDE`, or None. Velocity and score share one evaluation of one network, and training changes both.
 
     ```python
     import jax.numpy as jnp
@@ -210,7 +208,7 @@ class TransportSDE(AbstractItoSDE):
         return velocity + spread_at(noise, z).drift(quotient * pull, square)
 
     def _faded(self, t: Array, z: Array) -> tuple[Callable[[Array], Noise], Array, Array]:
-        """Σ, f² and f²/(1 − t/T) for σ = f Σ: the quotient is of powers, so that no 0/0 arises at T."""
+        """Σ, f² and f²/(1 − t/T) for σ = f Σ, computed without 0/0 at T."""
         diffusion, one = self.diffusion, jnp.ones((), z.dtype)
         end = cast(float | None, self.transport.t1)
         singular = end is not None

@@ -1,8 +1,9 @@
-"""Stage 8, observed series: transition densities, maximum likelihood, standard errors, posteriors.
+"""Stage 8, time series: transition densities, maximum likelihood, standard errors, posteriors.
 
-`_observed` checks the data and `_parameters` maps parameters to unconstrained ones. `_transition` computes
-densities of transitions, `_likelihood` the likelihood of a series, with hidden states in `_hidden_states`.
-`_fit_sde` maximises it with `_search`; `_fitted` is the result, with `_residuals` and `_forecast`.
+`_observed` checks the data and `_parameters` maps the parameters to an unconstrained vector. `_transition`
+computes transition densities and `_likelihood` the likelihood of a series, with hidden states in
+`_hidden_states`. `_fit_sde` maximises the likelihood with `_search`. `_fitted` is the result, with
+`_residuals` and `_forecast`.
 """
 
 from ._fit_sde import fit_sde as fit_sde

@@ -1,4 +1,4 @@
-"""Maximum likelihood for an SDE observed at some times."""
+"""Maximum-likelihood estimation of an SDE from a time series."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ from ._search import LOSS, climb, falls_at_boundary, polish
 from ._transition import coordinates_of
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
-SPREAD = 0.5  # standard deviation of further starts, in the free parameters
-REFINED = 3  # times that the effort is raised, at most
+SPREAD = 0.5  # standard deviation of the random starting points, in the free parameters
+REFINED = 3  # maximum number of times the effort is raised
 TOLERANCE = (0.02, 0.1)  # nats, without and with measurement noise
 
 
@@ -49,37 +49,37 @@ def fit_sde(
     coordinates: AbstractCoordinates | None = None,
     measurement_noise: ArrayLike | None = None,
 ) -> FittedSDE:
-    """Fit the parameters of an SDE to a series by maximum likelihood, given its first value.
+    """Fit the parameters of an SDE to a time series by maximum likelihood, conditional on the first value.
 
     All floats in `sde` are parameters. The likelihood is the product of the transition densities
-    (`rf.transition_log_prob`). A quasi-Newton method (BFGS) and then Newton's method maximise it, in
-    coordinates without bounds and units; standard errors come from the observed information. Everything is
-    computed in double precision, also in a process that uses single precision.
+    (`rf.transition_log_prob`). BFGS and then Newton's method maximise it over unconstrained, dimensionless
+    parameters. Standard errors come from the observed information. All computations use double precision,
+    even if JAX is set to single precision.
 
     **Arguments:**
 
-    - `sde`: a named SDE such as `rf.CoxIngersollRoss(...)`, an SDE of your own whose fields are
-      parameters, or `rf.ParametricSDE`, with starting values; or the class of a named SDE, to start from
-      moments of the series (`from_series`). `rf.FractionalOrnsteinUhlenbeck` for a Hurst exponent, by the
-      joint density of a series at even times.
-    - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (in years) or dates (in
-      years from the first date, in UTC if they have a time zone), as arrays, lists or from pandas. Missing
-      values (NaN, masked, None) make longer gaps. Lists of both are a panel: independent series of one SDE,
-      whose dates are counted from the first date of all.
-    - `domains`: where parameters may lie, by name, such as `{"sigma": rf.series.Domain(low=0.0)}`; a named
-      SDE knows its own.
-    - `penalty`: λ by name, such as `{"network": 1.0}`: ½λθ² is taken from the log-likelihood for each of the
-      parameters θ of that name or inside of that field. A network needs one, as a series does not determine
-      all of its weights; it acts as a normal prior of variance 1/λ.
-    - `num_starts`: the SDE as it is given, for a named SDE the moments of the series, then points near the
-      first.
-    - `exact`: whether to take exact transitions where the SDE knows them.
-    - `effort`: functions, paths and steps of each transition; chosen, and raised until the log-likelihood at
-      the maximum is known to `tolerance` nats, if None: 0.02 of them, or 0.1 with measurement noise.
-    - `measurement_noise`: if values are states with normal errors, their standard deviation, a number or one
-      of each column. It is where the search starts: they are parameters too, called `measurement_noise`.
-      The states are integrated out, the first of them with a flat prior. Values may then lie outside the
-      state space.
+    - `sde`: a named SDE such as `rf.CoxIngersollRoss(...)`, your own SDE whose fields are the parameters, or
+      an `rf.ParametricSDE`; its parameters are the starting values. The class of a named SDE starts from
+      moments of the series (`from_series`). `rf.FractionalOrnsteinUhlenbeck` also estimates a Hurst exponent,
+      from the joint density of an evenly spaced series.
+    - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (converted to years) or
+      dates (years since the first date; in UTC if they have a time zone), as arrays, lists or pandas objects.
+      Missing values (NaN, masked, None) are skipped, which lengthens the gap. Lists of both are a panel:
+      independent series of the same SDE, with dates counted from the earliest date of all.
+    - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(low=0.0)}`; named
+      SDEs define their own.
+    - `penalty`: λ by name, such as `{"network": 1.0}`. It subtracts ½λθ² from the log-likelihood for each
+      parameter θ of that name or inside that field, which is a normal prior of variance 1/λ. Networks need a
+      penalty, because a series does not determine all of their weights.
+    - `num_starts`: number of starting points: the given SDE, then the moments of the series (named SDEs),
+      then random points near the first.
+    - `exact`: whether to use exact transition densities where the SDE has them.
+    - `effort`: number of driver functions, paths and steps per transition. If None, it is chosen, and raised
+      until the log-likelihood at the maximum has an error below `tolerance` nats (default 0.02, or 0.1 with
+      measurement noise).
+    - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
+      or one per column. It is estimated along with the other parameters, as `measurement_noise`. The hidden
+      states are integrated out, with a flat prior for the first. Values may then lie outside the state space.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -106,7 +106,7 @@ def fit_sde(
         if np.hypot(*errors) < tolerance or effort is not None:
             break
         further = _raised(maximum.likelihood, errors, tolerance)
-        if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more does not help
+        if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more effort does not help
             break
         maximum = _polished(further, maximum.free)
         errors = maximum.likelihood.total_errors(maximum.free)
@@ -130,17 +130,17 @@ def _likelihood(
     key: PRNGKeyArray,
     options: dict[str, Any],
 ) -> AbstractLikelihood:
-    """That of an SDE without memory, of one with, or of values with errors."""
+    """The likelihood of a Markov SDE, of a process with memory, or of values with measurement noise."""
     check_dimension(sde, series)
     space = coordinates_of(sde, options["coordinates"])
     own = sde.domains if isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck) else {}
     parameters = Parameters.of(sde, {**own, **domains})
     if not parameters.names:
-        raise ValueError(f"{type(sde).__name__} has no floats among its fields: there is nothing to fit")
+        raise ValueError(f"{type(sde).__name__} has no float fields, so there are no parameters to fit")
     penalties = parameters.penalties(penalty)
     if isinstance(sde, FractionalOrnsteinUhlenbeck):
         if measurement_noise is not None:
-            raise ValueError("measurement_noise is for SDEs without memory")
+            raise ValueError("measurement_noise requires an SDE without memory")
         return WholeLikelihood.of(parameters, penalties, series)
     noise, states = None, series
     if measurement_noise is None:
@@ -157,8 +157,8 @@ def _likelihood(
 
 @dataclasses.dataclass(frozen=True)
 class _Maximum:
-    """A likelihood, its maximum and the information there, and by how much it falls if a parameter is put on
-    the lower or upper end of its domain, `(2, p)`."""
+    """A maximum of the likelihood and the information there. `falls` `(2, p)` is the drop in log-likelihood
+    when a parameter is moved to the lower or upper end of its domain."""
 
     likelihood: AbstractLikelihood
     free: np.ndarray
@@ -167,7 +167,7 @@ class _Maximum:
 
 
 def starting_point(sde: Any, times: Any, values: Any) -> Any:
-    """The SDE from which a search starts: the one that is given, or what a class makes of the series."""
+    """The SDE from which the search starts: the given one, or the one a class derives from the series."""
     if not isinstance(sde, type):
         return sde
     if issubclass(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck):
@@ -176,12 +176,12 @@ def starting_point(sde: Any, times: Any, values: Any) -> Any:
 
 
 def as_floats(sde: Any) -> Any:
-    """The SDE with plain floats among its fields as arrays, so that they can be replaced."""
+    """Replace plain floats among the fields of the SDE by arrays, so that they can be updated."""
     return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, float) else leaf, sde)
 
 
 def _moments(sde: Any, parameters: Parameters, times: Any, values: Any) -> list[np.ndarray]:
-    """Another start, from the moments of the series; none where they are not known, or outside a domain."""
+    """A starting point from the moments of the series; an empty list if there is none inside the domains."""
     if not isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck):
         return []
     try:
@@ -196,8 +196,8 @@ def _moments(sde: Any, parameters: Parameters, times: Any, values: Any) -> list[
 def _maximum(
     likelihood: AbstractLikelihood, moments: list[np.ndarray], num_starts: int, key: PRNGKeyArray
 ) -> _Maximum:
-    """The best end of quasi-Newton searches from `num_starts` places: the SDE as it is given, the moments of
-    the series, and points near the first. Places under which the series is impossible are left out."""
+    """The best result of quasi-Newton searches from `num_starts` points: the given SDE, the moments of the
+    series, and random points near the first. Points with zero likelihood are skipped."""
     parameters = likelihood.parameters
     first = parameters.to_free(parameters.values(parameters.template))
     others = moments[: num_starts - 1]
@@ -214,8 +214,8 @@ def _maximum(
             found.append((likelihood.total(end)[0], end))
     if not found:
         raise ValueError(
-            "the likelihood is zero at the SDE as it is given: start from parameters under which the series "
-            "is possible, or raise effort if its values are far apart in time"
+            "the likelihood is zero at the given parameters: start from parameters under which the series "
+            "is possible, or raise effort if the observations are far apart in time"
         )
     return _polished(likelihood, max(found, key=lambda pair: pair[0])[1])
 
@@ -223,12 +223,12 @@ def _maximum(
 def _raised(
     likelihood: AbstractLikelihood, errors: tuple[float, float], tolerance: float
 ) -> AbstractLikelihood:
-    assert likelihood.effort is not None  # it has errors
+    assert likelihood.effort is not None  # an inexact likelihood has an effort
     return likelihood.with_effort(likelihood.effort.raised(*errors, tolerance))
 
 
 def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
-    """The maximum near a point, and the parameters that lie on a boundary there."""
+    """The maximum near a point, with parameters moved to a boundary where that loses nothing."""
     likelihood, free = likelihood.rescaled(free)
     domains = likelihood.parameters.domains
     sides = np.isfinite([[domain.low for domain in domains], [domain.high for domain in domains]])

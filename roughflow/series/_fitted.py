@@ -1,4 +1,4 @@
-"""The result of `fit_sde`: estimates, errors, intervals, tests, forecasts, and a summary."""
+"""The result of `fit_sde`: estimates, standard errors, intervals, tests, forecasts, and a summary."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ from .models import BrownianMotion, OrnsteinUhlenbeck
 
 
 def summary(result: "FittedSDE", level: float) -> str:
-    """A table of estimates, standard errors and intervals, and what describes the fit."""
+    """A table of estimates, standard errors and intervals, and a description of the fit."""
     kinds = ("std. error", "robust") if _has_robust(result) else ("std. error",)
     head = ("parameter", "estimate", *kinds, "z", f"{100 * level:g} % interval")
     lines = [
@@ -54,7 +54,7 @@ def summary(result: "FittedSDE", level: float) -> str:
 
 
 def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
-    """Of all parameters but those with a penalty, the weights of a network, which mean nothing each."""
+    """Table rows of all parameters without a penalty. Single weights of a network have no meaning."""
     errors, robust, intervals = result.standard_errors, result.robust_errors, result.confint(level)
     free = [name for name, held in zip(result.names, result.likelihood.penalty, strict=True) if not held]
     return [
@@ -75,11 +75,11 @@ def _penalised(result: "FittedSDE") -> list[str]:
     if not held:
         return []
     count = result.num_effective - (len(result.names) - held)
-    return [f"  and {held} parameters with a penalty, as good as {count:.1f} without"]
+    return [f"  and {held} penalised parameters, {count:.1f} effective"]
 
 
 def _has_robust(result: "FittedSDE") -> bool:
-    """Not so with measurement noise: values have no scores of their own."""
+    """Whether there are robust errors: not with measurement noise, where single values have no scores."""
     return not isinstance(result.likelihood, MeasuredLikelihood)
 
 
@@ -89,35 +89,36 @@ def _how(result: "FittedSDE") -> str:
 
 
 def warning(result: "FittedSDE") -> str | None:
-    """One line where the estimates should not be trusted or are on a boundary, else None."""
+    """One line if the estimates are unreliable or on a boundary, else None."""
     return fault(result) or _boundary(result)
 
 
 def fault(result: "FittedSDE") -> str | None:
-    """One line where the estimates should not be trusted, else None."""
-    # Values that are not known may explain all that follows.
+    """One line if the estimates are unreliable, else None."""
+    # Check the accuracy of the likelihood first: it may explain everything below.
     errors = result.transition_errors
     if _has_robust(result) and (suspect := int(np.sum(~(errors < DOUBTFUL)))):
-        told = f"{suspect} of {result.num_transitions} transitions are too long for their paths"
+        count = f"{suspect} of {result.num_transitions}"
+        told = f"{count} transition densities are inaccurate, as their time steps are too long"
         return f"{told}: raise effort{see('long-transitions')}"
     if not result.identified:
-        told = "the parameters are not identified: the information is singular at the estimates, so there "
-        told += "are no standard errors; fix one, fit a simpler SDE, or give a penalty"
+        told = "the parameters are not identified: the information matrix is singular, so there "
+        told += "are no standard errors; fix a parameter, fit a simpler SDE, or set penalty"
         return told + see("not-identified")
     if not result.converged:
-        told = f"the search did not converge: it would move by {result.distance:.2g} standard errors more"
-        return told + see("not-converged")
+        step = f"{result.distance:.2g} standard errors"
+        return f"the search did not converge: the next Newton step is {step} long{see('not-converged')}"
     if result.likelihood_error > result.tolerance:
         known = f"the log-likelihood is known only to {result.likelihood_error:.2g} nats"
-        uneven = "" if _has_robust(result) else ", as draws of the states have uneven weights"
-        return f"{known}{uneven}: raise effort, or tolerance{see('not-converged')}"
+        uneven = "" if _has_robust(result) else ", because the weights of the hidden states are uneven"
+        return f"{known}{uneven}: raise effort or tolerance{see('not-converged')}"
     return None
 
 
 def _boundary(result: "FittedSDE") -> str | None:
     if result.boundary:
         names = " and ".join(f"{name} = {result.params[name]:g}" for name in result.boundary)
-        told = f"the maximum is on a boundary, {names}: a model without does as well"
+        told = f"the maximum is on a boundary, {names}: a model without this parameter fits as well"
         return told + see("on-a-boundary")
     if result.near_boundary:
         name, (end, fall) = next(iter(result.near_boundary.items()))
@@ -128,17 +129,18 @@ def _boundary(result: "FittedSDE") -> str | None:
     return None
 
 
-TOLD_APART = 1.35  # nats: half of the quantile of ½χ²₀ + ½χ²₁ at the level of 5 % (Chernoff 1954)
-NEAR = 0.05  # of a standard error: a search that would move further has not converged
+TOLD_APART = 1.35  # nats: half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
+NEAR = 0.05  # standard errors: a search whose next step is longer has not converged
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FittedSDE:
     """An SDE fitted by `rf.fit_sde`.
 
-    `params`, `standard_errors` and `robust_errors` are dictionaries by name: the second from the observed
-    information, the third from the sandwich of it and the scores (White 1982), right even if the SDE is not.
-    `sde` is the SDE with the estimates in it; `log_likelihood`, `aic` and `bic` compare models of one series.
+    `params`, `standard_errors` and `robust_errors` are dictionaries by parameter name. `standard_errors` come
+    from the observed information. `robust_errors` come from the sandwich estimator (White 1982), which is
+    valid even if the SDE is misspecified. `sde` is the SDE with the estimated parameters; `log_likelihood`,
+    `aic` and `bic` compare models of the same series.
 
     ```python
     import jax, numpy as np
@@ -154,13 +156,13 @@ class FittedSDE:
     series: tuple[Observed, ...]
     free: np.ndarray
     free_information: np.ndarray
-    falls: np.ndarray  # (2, p), nats by which the likelihood falls at the ends of a parameter's domain
-    likelihood_error: float  # of the log-likelihood: Monte Carlo error, and how far finer paths move it
+    falls: np.ndarray  # (2, p), drop in log-likelihood at the ends of each parameter's domain, in nats
+    likelihood_error: float  # of the log-likelihood: Monte Carlo and discretisation
     tolerance: float
 
     @property
     def sde(self) -> Any:
-        """The SDE with the estimates as its parameters."""
+        """The SDE with the estimated parameters."""
         return _in_default_precision(self._sde)
 
     @cached_property
@@ -171,7 +173,7 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def estimates(self) -> np.ndarray:
-        """The parameters, `(p,)`; those on a boundary are there exactly."""
+        """The estimated parameters, `(p,)`; those on a boundary are exactly at it."""
         parameters = self.likelihood.parameters
         inside = np.asarray(parameters.from_free(jnp.asarray(self.free, float)), float)
         ends = np.array([domain.high if side > 0 else domain.low for domain, side in self._domains()])
@@ -182,18 +184,18 @@ class FittedSDE:
 
     @cached_property
     def sides(self) -> np.ndarray:
-        """−1 or 1 for a parameter on the lower or upper end of its domain, else 0, `(p,)`."""
+        """−1 or 1 for a parameter at the lower or upper end of its domain, else 0, `(p,)`."""
         return np.where(self.falls[0] < LOSS, -1, np.where(self.falls[1] < LOSS, 1, 0))
 
     @property
     def boundary(self) -> tuple[str, ...]:
-        """The parameters whose estimate lies on the boundary of their domain."""
+        """Names of the parameters whose estimate lies on the boundary of their domain."""
         return tuple(name for name, side in zip(self.names, self.sides, strict=True) if side)
 
     @property
     def near_boundary(self) -> dict[str, tuple[float, float]]:
-        """The parameters that a test at the level of 5 % cannot tell from an end of their domain, with that
-        end and the nats by which the log-likelihood is lower there."""
+        """Parameters that are not significantly different (5 % level) from an end of their domain: that end,
+        and the drop in log-likelihood there, in nats."""
         found = {}
         for name, (domain, _), falls in zip(self.names, self._domains(), self.falls.T, strict=True):
             end = domain.low if falls[0] <= falls[1] else domain.high
@@ -224,7 +226,7 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def transition_errors(self) -> np.ndarray:
-        """The error of each transition's log-density, `(N,)`; of each series' with measurement noise."""
+        """The error of each transition's log-density, `(N,)`; with measurement noise, of each series'."""
         return self.likelihood.errors(self.free)
 
     @property
@@ -233,7 +235,7 @@ class FittedSDE:
 
     @property
     def effort(self) -> Effort | None:
-        """The work that went into each transition, and into states with errors; None if all is exact."""
+        """The effort spent on each transition and on hidden states; None if all transitions are exact."""
         return self.likelihood.effort
 
     @property
@@ -246,8 +248,8 @@ class FittedSDE:
 
     @property
     def num_effective(self) -> float:
-        """How many parameters the series determines: all of them, but for those with a penalty, which count
-        by the part tr(I − λ(information)⁻¹) that is not the penalty's (Moody 1992)."""
+        """Effective number of parameters. Each penalised parameter counts by its part of tr(I −
+        λ(information)⁻¹) (Moody 1992), every other parameter as one."""
         penalty = self.likelihood.penalty
         if not penalty.any():
             return len(self.names)
@@ -255,14 +257,14 @@ class FittedSDE:
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        """Of the estimates, from the observed information; NaN where they are not identified, and for
-        parameters on a boundary, given which the others are."""
+        """Standard errors by name, from the observed information; NaN for parameters that are not identified
+        or on a boundary. The others are conditional on the parameters on a boundary."""
         return self._inverse() * self._scale()
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
-        """Of the estimates, from the sandwich of the information and the scores; NaN with measurement noise,
-        where values have no scores of their own."""
+        """Sandwich standard errors by name; NaN with measurement noise, where single values have no
+        scores."""
         if self._measured is not None:
             return np.full_like(self.free_information, np.nan)
         scores, inverse = self._scores[1], self._inverse()
@@ -270,7 +272,7 @@ class FittedSDE:
 
     @property
     def correlation(self) -> np.ndarray:
-        """Of the estimates, `(p, p)`."""
+        """Covariance matrix of the estimates, `(p, p)`."""
         error = np.sqrt(np.diag(self.covariance))
         return self.covariance / np.outer(error, error)
 
@@ -283,8 +285,8 @@ class FittedSDE:
         return self._by_name(np.sqrt(np.diag(self.robust_covariance)))
 
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
-        """Intervals by name. They are made where the parameter has no bounds, so that a positive parameter's
-        interval is positive. A parameter on or near a boundary has the interval of its profile likelihood."""
+        """Confidence intervals by name, computed on the unconstrained scale, so that the interval of a
+        positive parameter is positive. Parameters on or near a boundary have profile-likelihood intervals."""
         width = scipy.stats.norm.ppf(0.5 + 0.5 * check_level(level)) * np.sqrt(np.diag(self._inverse()))
         low, high = (self._values(self.free + side * width) for side in (-1, 1))
         found = dict(zip(self.names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
@@ -297,13 +299,14 @@ class FittedSDE:
 
     @in_double_precision
     def profile(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """The interval of one parameter by its profile likelihood: all that a likelihood-ratio test would not
-        reject. Better than `confint` where the likelihood is skewed, and slower: a search for each end of it
-        that is tried. An end is that of the parameter's domain if the likelihood does not fall far enough."""
+        """Profile-likelihood interval of one parameter: all values that a likelihood-ratio test does not
+        reject. More accurate than `confint` if the likelihood is skewed, and slower, as it maximises over the
+        other parameters many times. The interval extends to the end of the domain if the likelihood does not
+        drop far enough."""
         if name not in self.names:
             raise ValueError(f"no parameter is called {name}: there are {', '.join(self.names)}")
         if not self.identified:
-            raise ValueError(f"there is no profile of {name}: {self.warning}")
+            raise ValueError(f"{name} has no profile likelihood: {self.warning}")
         place = self.names.index(name)
         fit = (self.free, self.free_information, self.falls, place)
         low, high = profile_interval(self.likelihood.total, *fit, check_level(level))
@@ -314,8 +317,8 @@ class FittedSDE:
 
     @in_double_precision
     def delta_method(self, function: Callable[[Any], ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
-        """A smooth function of the fitted SDE, a number or an array, and its standard errors, to the first
-        order in those of the parameters: a half-life, or the drift on a grid, say.
+        """A smooth function of the fitted SDE, such as a half-life or the drift on a grid, and its standard
+        errors by the delta method. The function returns a number or an array.
 
         ```python
         import jax, jax.numpy as jnp, numpy as np
@@ -334,15 +337,14 @@ class FittedSDE:
 
     @property
     def identified(self) -> bool:
-        """Whether the information of the parameters that are not on a boundary is positive definite; if not,
-        the series cannot tell them apart."""
+        """Whether the information matrix of the parameters inside their domains is positive definite. If not,
+        the series does not determine all parameters."""
         inside = self.sides == 0
         return is_regular(self.free_information[np.ix_(inside, inside)])
 
     @property
     def distance(self) -> float:
-        """How far Newton's method would still move the estimates, in standard errors: the root of the mean
-        square."""
+        """The length of the next Newton step in standard errors (root mean square)."""
         slope = self._scores[1].sum(axis=0) - self.likelihood.penalty * self.free
         slope = np.where(self.sides == 0, slope, 0.0)
         square = max(slope @ self._inverse() @ slope, 0) if self.identified else np.nan
@@ -354,23 +356,23 @@ class FittedSDE:
 
     @property
     def warning(self) -> str | None:
-        """One line where the estimates should not be trusted or are on a boundary, else None."""
+        """One line if the estimates are unreliable or on a boundary, else None."""
         return warning(self)
 
     @property
     def reliable(self) -> bool:
-        """Whether the fit is identified, has converged, and knows its log-likelihood to the tolerance."""
+        """Whether the fit is identified, has converged, and has a likelihood error below the tolerance."""
         return fault(self) is None
 
     @in_double_precision
     def _scale(self) -> np.ndarray:
-        """What turns a covariance of the free parameters into one of the parameters, `(p, p)`."""
+        """Jacobian that maps a covariance of the free parameters to one of the parameters, `(p, p)`."""
         slopes = np.diag(jax.jacfwd(self.likelihood.parameters.from_free)(jnp.asarray(self.free, float)))
         slopes = np.where(self.sides == 0, slopes, np.nan)
         return np.outer(slopes, slopes)
 
     def _inverse(self) -> np.ndarray:
-        """The covariance of the free parameters, 0 for those on a boundary, which count as known."""
+        """Covariance of the free parameters; zero for those on a boundary, which are treated as known."""
         if not self.identified:
             return np.full_like(self.free_information, np.nan)
         inside = np.ix_(self.sides == 0, self.sides == 0)
@@ -380,7 +382,7 @@ class FittedSDE:
 
     @in_double_precision
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
-        """Uniform under the model, with tests that they are."""
+        """Generalised residuals, uniform under the model, with tests of uniformity and independence."""
         if self._measured is not None:
             uniform = filtered_residuals(self._filtered(key, PARTICLES))
             return tested(uniform, None, self.likelihood.penalty)
@@ -400,16 +402,16 @@ class FittedSDE:
         series: int | None = None,
         parameter_uncertainty: bool = False,
     ) -> np.ndarray:
-        """Paths `(num_paths, T, d)` of the SDE from the last value at `times` `(T,)`.
+        """Simulated paths `(num_paths, T, d)` of the fitted SDE from the last value, at `times` `(T,)`.
 
-        With measurement noise they start from draws of the last state given all values, at the estimates.
+        With measurement noise, paths start from draws of the last state given all values.
 
         **Arguments:**
 
-        - `times`: dates if the series had dates; or numbers or timedeltas counted from the last value.
-        - `series`: which series of a panel to continue, 0 for the first.
-        - `parameter_uncertainty`: whether each path has parameters of its own, drawn from the normal
-          distribution of the estimates where they have no bounds, as in `confint`.
+        - `times`: dates if the series has dates; otherwise numbers or timedeltas after the last value.
+        - `series`: index of the series of a panel to continue.
+        - `parameter_uncertainty`: whether to draw the parameters of each path from their asymptotic normal
+          distribution on the unconstrained scale, as in `confint`.
 
         ```python
         import jax, numpy as np
@@ -443,26 +445,26 @@ class FittedSDE:
     def _draw_free(self, key: PRNGKeyArray, count: int) -> np.ndarray:
         """Draws `(count, p)` from the normal distribution of the free parameters."""
         if not self.identified:
-            raise ValueError(f"there is no distribution of the parameters: {self.warning}")
+            raise ValueError(f"cannot draw parameters: {self.warning}")
         values, vectors = np.linalg.eigh(self._inverse())
         normal = np.asarray(jax.random.normal(key, (count, len(self.free))), float)
         return self.free + (normal * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 
     def _place(self, series: int | None) -> int:
-        """Which series of a panel is meant."""
+        """Check the index of a series of a panel."""
         count = len(self.series)
         if series is None and count == 1:
             return 0
         if not isinstance(series, int | np.integer) or not 0 <= series < count:
             given = "none" if series is None else repr(series)
-            raise ValueError(f"series must be one of 0 to {count - 1}, a series of the panel; got {given}")
+            raise ValueError(f"series must be an index from 0 to {count - 1}; got {given}")
         return int(series)
 
     def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
-        """Twice the difference to the log-likelihood of a nested model, fitted to the same series, and its
-        p-value by the χ² distribution (Wilks 1938). Two tests have another: that there is no measurement
-        noise, which is on the boundary of its domain (a mixture of χ² distributions), and that an
-        Ornstein–Uhlenbeck process is Brownian motion, a unit root (by simulation)."""
+        """The likelihood-ratio statistic against a nested model fitted to the same series, and its p-value
+        from the χ² distribution (Wilks 1938). Two null hypotheses are treated separately: no measurement
+        noise, which lies on the boundary (a mixture of χ² distributions), and Brownian motion against an
+        Ornstein–Uhlenbeck process, a unit root (by simulation)."""
         check_instance("simpler", simpler, FittedSDE, "what rf.fit_sde returns")
         more = len(self.names) - len(simpler.names)
         if more <= 0:
@@ -472,10 +474,10 @@ class FittedSDE:
             )
         if not same_data(self.series, simpler.series):
             raise ValueError(
-                "likelihood_ratio needs two fits of the same data, and these have other times or values"
+                "likelihood_ratio needs two fits of the same data; these have different times or values"
             )
         if self.likelihood.penalty.any() or simpler.likelihood.penalty.any():
-            raise ValueError("likelihood_ratio is for fits without a penalty: compare aic")
+            raise ValueError("likelihood_ratio does not support penalties: compare aic instead")
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
         if isinstance(self._sde, OrnsteinUhlenbeck) and isinstance(simpler._sde, BrownianMotion):
             return statistic, unit_root_p_value(statistic, simpler.likelihood.steps, *simpler.estimates)
@@ -486,21 +488,21 @@ class FittedSDE:
 
     @property
     def series_likelihood(self) -> SeriesLikelihood:
-        """The log-likelihood of this series as a function of the SDE, as by `rf.series_likelihood`, with the
+        """The log-likelihood of this series as a function of the SDE, like `rf.series_likelihood`, with the
         effort of the fit."""
         if not isinstance(self.likelihood, Likelihood):
-            raise ValueError("with measurement noise or memory the likelihood is no product of transitions")
+            raise ValueError("series_likelihood does not support measurement noise or memory")
         return _in_default_precision(self.likelihood.of_sde)
 
     def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
-        """The log-density, for a sampler, of the parameters given the series and a log prior `sde -> ()`, by
-        default one that is flat in the parameters. The penalties of the fit are part of it."""
+        """Log-density of the parameters given the series, for a sampler. `log_prior` is a function `sde ->
+        ()`; the default is flat in the parameters. Penalties of the fit are included."""
         if log_prior is not None:
             check_callable("log_prior", log_prior, "sde -> ()")
         if not self.identified:
-            raise ValueError(f"there is no posterior to sample from: {self.warning}")
+            raise ValueError(f"cannot sample from the posterior: {self.warning}")
         if self.boundary:
-            raise ValueError(f"there is no posterior to sample from: {self.warning}")
+            raise ValueError(f"cannot sample from the posterior: {self.warning}")
         place = (jnp.asarray(part, float) for part in (self.free, np.linalg.cholesky(self._inverse())))
         about = (_in_default_precision(self.likelihood.parameters), self.series_likelihood, log_prior)
         return SeriesPosterior(*about, jnp.asarray(self.likelihood.penalty), *place)
@@ -508,10 +510,10 @@ class FittedSDE:
     @property
     @in_double_precision
     def smoothed(self) -> tuple[np.ndarray, np.ndarray]:
-        """With measurement noise, the likeliest states `(n, d)` given all values, those of one series after
-        those of another; and their standard deviations."""
+        """The most likely states `(n, d)` given all values, for fits with measurement noise, and their
+        standard deviations. The states of a panel are concatenated."""
         if self._measured is None:
-            raise ValueError("smoothed is for fits with measurement_noise: without it values are the states")
+            raise ValueError("smoothed requires measurement_noise: without it the values are the states")
         path, deviation = smoothed(self._measured, jnp.asarray(self.free, float))
         return np.asarray(path), np.asarray(deviation)
 
@@ -520,7 +522,7 @@ class FittedSDE:
         return self.likelihood if isinstance(self.likelihood, MeasuredLikelihood) else None
 
     def _filtered(self, key: PRNGKeyArray, count: int, place: int | None = None) -> Filtered:
-        """Of all series, or of one."""
+        """Indices of the values of all series, or of one."""
         assert self._measured is not None
         joint = self._measured.joint(jnp.asarray(self.free, float))
         if place is not None:
@@ -532,7 +534,7 @@ class FittedSDE:
         return coordinates_of(self._sde, self.likelihood.coordinates)
 
     def summary(self, level: float = 0.95) -> str:
-        """A table of estimates, standard errors and intervals, and what describes the fit."""
+        """A table of estimates, standard errors and intervals, and a description of the fit."""
         return summary(self, level)
 
     def __repr__(self) -> str:
@@ -540,5 +542,5 @@ class FittedSDE:
 
 
 def _in_default_precision(tree: Any) -> Any:
-    """Arrays of double precision as the user's process has them: a fit is in double precision always."""
+    """Convert double-precision arrays to the precision of the process. Fits always use double precision."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, float) if eqx.is_inexact_array(leaf) else leaf, tree)

@@ -1,4 +1,4 @@
-"""Paths after the end of a series."""
+"""Forecasts: simulated paths after the end of a series."""
 
 import functools
 
@@ -14,9 +14,9 @@ from ..sde import AbstractSDE
 from ..transition import AbstractCoordinates
 from ._simulation import draw, is_known, refined, warn_of_exits
 
-PILOT_PATHS = 8192  # at least, to see whether shorter steps make a difference
-LEVEL = 0.001  # of the test that they do
-LARGEST = 2e8  # numbers of a forecast, 1.6 GB
+PILOT_PATHS = 8192  # minimum number of paths to decide whether to halve the steps
+LEVEL = 0.001  # significance level of that decision
+LARGEST = 2e8  # maximum size of a forecast, 1.6 GB
 
 
 def forecast(
@@ -27,16 +27,16 @@ def forecast(
     key: PRNGKeyArray,
     each: bool = False,
 ) -> np.ndarray:
-    """Paths `(K, T, d)` from states `(K, d)` at times[0] to the other times.
+    """Simulated paths `(K, T, d)` from states `(K, d)` at times[0] to the other times.
 
-    By exact transitions, or in steps so short that halving them does not change the distribution. With `each`
-    every path has an SDE of its own: all arrays in `sde` have an axis K in front.
+    Transitions are exact, or use steps short enough that halving them does not change the distribution. With
+    `each`, every path has its own SDE: all arrays in `sde` have a leading axis K.
     """
     rows = lambda places: jax.tree.map(lambda a: a[places] if each and eqx.is_array(a) else a, sde)
     if is_known(rows(0), start[0]):
         paths = _paths(sde, coordinates, start, times, jnp.asarray(1), key, each)
     else:
-        # A test of Kolmogorov and Smirnov for each time and component.
+        # A Kolmogorov–Smirnov test for each time and component.
         tests = (len(times) - 1) * start.shape[1]
         count = max(len(start), min(PILOT_PATHS, int(LARGEST / tests)))
         places = jnp.arange(count) % len(start)
@@ -49,11 +49,11 @@ def forecast(
 
 
 def check_memory(count: float) -> None:
-    """Refuse a forecast of too many numbers."""
+    """Refuse forecasts that would not fit in memory."""
     if count > LARGEST:
         raise ValueError(
-            f"the forecast would hold {count:.2g} numbers, more than {LARGEST:.2g}: "
-            "give fewer or nearer times, or a smaller num_paths"
+            f"the forecast would have {count:.2g} numbers, more than {LARGEST:.2g}: "
+            "reduce num_paths or the number of times"
         )
 
 
@@ -80,9 +80,9 @@ def _paths(
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest Kolmogorov distance between the distributions `(K, T, d)` of two sets of paths."""
+    """The largest Kolmogorov distance between the marginals of two sets of paths `(K, T, d)`."""
     columns = zip(a.reshape(len(a), -1).T, b.reshape(len(b), -1).T, strict=True)
-    # Paths that left the state space count as one more value.
+    # All paths that left the state space are tied at one extra value.
     return max(float(scipy.stats.ks_2samp(_filled(x), _filled(y)).statistic) for x, y in columns)
 
 

@@ -1,4 +1,4 @@
-"""Hidden states of a series: their density, its mode, draws, and a particle filter."""
+"""Hidden states of a series: their joint density, its mode, draws, and a particle filter."""
 
 import functools
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from .models import exact_transition
 
 
 class Chain(eqx.Module):
-    """The factor L of a precision LLᵀ: blocks on its diagonal, lower triangular, and those below it."""
+    """Cholesky factor L of a block-tridiagonal precision LLᵀ: its diagonal blocks and those below."""
 
     diagonal: Array  # (n, d, d)
-    below: Array  # (n, d, d), the last of them zero
+    below: Array  # (n, d, d), the last block is zero
 
     @staticmethod
     def of(diagonal: Array, below: Array) -> "Chain":
-        """From the blocks of the precision, `(n, d, d)` each; NaN if it is not positive definite."""
+        """Factorise a precision given by its blocks, `(n, d, d)` each; NaN if it is not positive definite."""
 
         def state(carried: Array, blocks: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
             own, next_ = blocks
@@ -37,7 +37,7 @@ class Chain(eqx.Module):
         return Chain(*jax.lax.scan(state, jnp.zeros_like(diagonal[0]), (diagonal, below))[1])
 
     def half_log_det(self) -> Array:
-        """log det L, in parts `(n,)` that belong to each state."""
+        """log det L, split into one term per state, `(n,)`."""
         return jnp.sum(jnp.log(jnp.diagonal(self.diagonal, axis1=1, axis2=2)), axis=-1)
 
     def forward(self, right: Array) -> Array:
@@ -51,7 +51,7 @@ class Chain(eqx.Module):
         return jax.lax.scan(state, jnp.zeros_like(right[0]), (self.diagonal, self.below, right))[1]
 
     def backward(self, right: Array) -> Array:
-        """L⁻ᵀ times `right` `(n, d, k)`: draws of the distribution, from standard normal numbers."""
+        """L⁻ᵀ times `right` `(n, d, k)`, which maps standard normal numbers to draws."""
 
         def state(later: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             factor, tie, own = now
@@ -63,13 +63,13 @@ class Chain(eqx.Module):
         )[1]
 
     def memory(self) -> Array:
-        """How many states away correlations have fallen to 1 %, about: as in a stationary chain."""
+        """The approximate lag, in states, at which correlations drop to 1 %, as in a stationary chain."""
         ties = jnp.mean(jnp.sum(self.below**2, axis=2), axis=0)
         own = jnp.mean(jnp.sum(self.diagonal**2, axis=2), axis=0)
         return 2 * jnp.log(0.01) / jnp.log(jnp.clip(jnp.max(ties / own), 1e-4, 0.9999))
 
     def variances(self) -> Array:
-        """The covariance matrix `(n, d, d)` of each state."""
+        """The covariance matrix of each state, `(n, d, d)`."""
         unit = jnp.eye(self.diagonal.shape[-1], dtype=self.diagonal.dtype)
 
         def state(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -81,43 +81,43 @@ class Chain(eqx.Module):
         return jax.lax.scan(state, jnp.zeros_like(unit), (self.diagonal, self.below), reverse=True)[1]
 
 
-MOST = 100  # steps to the mode
-SLACK = 0.1  # nats that a step may lose: derivatives are those of weighted paths with their chart held
-NEAR = 1e-12  # nats left to gain, at which the mode is found
-DAMPING, FACTOR = 1e-2, 10.0  # the least that is not zero, and what it changes by
-CHUNK = 1024  # transitions of draws at a time
+MOST = 100  # maximum number of Newton steps to the mode
+SLACK = 0.1  # nats that a step may lose, because derivatives treat the chart of the paths as constant
+NEAR = 1e-12  # nats: the mode is found when a step would gain less
+DAMPING, FACTOR = 1e-2, 10.0  # smallest nonzero damping, and its growth factor
+CHUNK = 1024  # number of transitions of draws evaluated at a time
 
 
 class Values(eqx.Module):
-    """Observed values of all series, one after the other."""
+    """The observed values of all series, concatenated."""
 
     values: Array  # (n, d)
-    first: Array  # (n,), whether a series begins there
-    series: Array  # (n,), which one it is
-    before: Array  # (N,), the place of the state that each transition starts from
-    times: Array  # (N,), of transitions
+    first: Array  # (n,), whether a series begins here
+    series: Array  # (n,), index of the series
+    before: Array  # (N,), index of the state that each transition starts from
+    times: Array  # (N,), start times of transitions
     dt: Array  # (N,)
     count: int = eqx.field(static=True)  # of series
 
 
 class Joint(eqx.Module):
-    """The joint density of states in coordinates and values."""
+    """The joint density of the values and the states, in the coordinates of the SDE."""
 
     sde: AbstractSDE
-    noise: Array  # (d,), standard deviations of the errors
+    noise: Array  # (d,), standard deviations of the measurement errors
     observed: Values
     coordinates: AbstractCoordinates
     effort: Effort
     exact: bool = eqx.field(static=True)
 
     def error(self, z: Array, value: Array, first: Array) -> Array:
-        """log g of one value; with the flat prior in the state where a series begins."""
+        """Log-density of one value given its state; includes the flat prior where a series begins."""
         x = self.coordinates.to_state(z)
         log_prob = jnp.sum(jax.scipy.stats.norm.logpdf(value, x, self.noise))
         return log_prob - jnp.where(first, self.coordinates.log_volume(x), 0)
 
     def likeliest(self, start: Array, end: Array, time: Array, dt: Array) -> Array:
-        """The log-density in coordinates of a transition: exact, or by its likeliest path alone."""
+        """Log-density of a transition in coordinates: exact, or by its most likely path only."""
         if self.exact:
             return self._known(start, end, dt)
         size = self.effort.num_functions * noise_dimension(self.sde, start.size)
@@ -125,7 +125,7 @@ class Joint(eqx.Module):
         return bridges(self.sde, self.coordinates, step, zero, self.effort).log_weights[0]
 
     def transition(self, start: Array, end: Array, time: Array, dt: Array, noise: Array) -> Array:
-        """The same, exact, or by an estimate that is right on average."""
+        """Log-density of a transition in coordinates: exact, or an unbiased estimate."""
         if self.exact:
             return self._known(start, end, dt)
         drawn = bridges(self.sde, self.coordinates, Transition(start, end, time, dt), noise, self.effort)
@@ -140,14 +140,14 @@ class Joint(eqx.Module):
 
 
 class Expansion(eqx.Module):
-    """The joint density around a path of states, to the second order."""
+    """Second-order expansion of the joint density around a sequence of states."""
 
     path: Array  # (n, d)
     value: Array
-    own: Array  # (n, d), gradients of the terms of values
-    ties: Array  # (N, 2d), gradients of transitions, at both ends
-    slope: Array  # (n, d), the sum of them
-    diagonal: Array  # (n, d, d), of the negative second derivatives
+    own: Array  # (n, d), gradients of the terms of single values
+    ties: Array  # (N, 2d), gradients of transitions at both ends
+    slope: Array  # (n, d), total gradient
+    diagonal: Array  # (n, d, d), diagonal blocks of the negative Hessian
     below: Array  # (n, d, d)
 
     @staticmethod
@@ -172,7 +172,7 @@ class Expansion(eqx.Module):
 
     @staticmethod
     def nowhere(path: Array, count: int) -> "Expansion":
-        """Less than any other, with `count` transitions."""
+        """An expansion of value −inf with `count` transitions, worse than any other."""
         n, d = path.shape
         zero, blank = jnp.zeros_like(path), jnp.zeros((n, d, d), path.dtype)
         ties = jnp.zeros((count, 2 * d), path.dtype)
@@ -180,12 +180,12 @@ class Expansion(eqx.Module):
 
 
 class Search(eqx.Module):
-    """Newton's method for the mode, damped where it goes astray (Levenberg 1944, Marquardt 1963)."""
+    """The mode, by Newton's method with Levenberg–Marquardt damping."""
 
     best: Expansion
     damping: Array
     next: Array  # (n, d)
-    valid: Array  # whether there was a step to take
+    valid: Array  # whether there was an admissible step
     count: Array
     found: Array
 
@@ -219,10 +219,10 @@ class Search(eqx.Module):
 def log_likelihood(joint: Joint, mode: Expansion, key: PRNGKeyArray) -> tuple[Array, Array]:
     """The log-likelihood of each series, and its standard error, `(count,)` each.
 
-    log w of a draw is a sum over states, and what is odd in the draw, o = Σ oᵢ, adds ½ Var o to the logarithm
-    of the mean: most of its error, where w is uneven, is that of the sample variance of o. As oᵢ and oⱼ far
-    from each other are independent, the sum of the covariances of near ones alone has a much smaller error;
-    it is put in its place.
+    The log-weight of a draw is a sum over states. Its odd part o = Σ oᵢ adds ½ Var o to the logarithm of the
+    mean, and where weights are uneven the sample variance of o dominates the error. Since oᵢ and oⱼ are
+    nearly independent for distant states, Var o is replaced by the sum of the covariances of nearby states,
+    which has a much smaller error.
     """
     observed, (n, d) = joint.observed, mode.path.shape
     chain = Chain.of(mode.diagonal, mode.below)
@@ -238,7 +238,7 @@ def log_likelihood(joint: Joint, mode: Expansion, key: PRNGKeyArray) -> tuple[Ar
     local = errors.at[observed.before].add(steps)
     weights = by_series(local - drawn)
     weights = jnp.where(jnp.isnan(weights), -jnp.inf, weights)
-    # The odd part, without what is linear: that of all states is zero at the mode.
+    # The odd part without its linear term: the gradient is zero at the mode.
     i = observed.before
     linear = jnp.einsum("nmd,nd->nm", moves, mode.own)
     linear = linear.at[i].add(jnp.einsum("nmd,nd->nm", moves[i], mode.ties[:, :d]))
@@ -250,21 +250,21 @@ def log_likelihood(joint: Joint, mode: Expansion, key: PRNGKeyArray) -> tuple[Ar
 
 
 def _log_mean(weights: Array, excess: Array) -> tuple[Array, Array]:
-    """The logarithm of the mean of weights `(M,)`, the second half opposite to the first, less the mean of
-    `excess` `(M/2,)`; and its standard error."""
+    """The logarithm of the mean of weights `(M,)`, whose second half is antithetic to the first, less the
+    mean of `excess` `(M/2,)`; and its standard error."""
     top = jnp.max(weights)
     top = jnp.where(jnp.isfinite(top), top, 0)
     pairs = jnp.mean(jnp.reshape(jnp.exp(weights - top), (2, -1)), axis=0)
     mean = jnp.mean(pairs)
     relative = pairs / mean
     error = jnp.std(relative - excess, ddof=1) / jnp.sqrt(pairs.size)
-    # The logarithm of a mean is low on average.
+    # Correct the bias of the logarithm of a mean (Jensen).
     low = 0.5 * jnp.var(relative, ddof=1) / pairs.size
     return top + jnp.log(mean) + low - jnp.mean(excess), error
 
 
 def _near_sums(terms: Array, reach: Array) -> Array:
-    """For each of `terms` `(n, K)` the sum of those within `reach` states of it, smooth in the reach."""
+    """The sum of the terms `(n, K)` within `reach` states of each, smooth in the reach."""
     n = len(terms)
     sums = jnp.concatenate([jnp.zeros_like(terms[:1]), jnp.cumsum(terms, axis=0)])
 
@@ -278,7 +278,7 @@ def _near_sums(terms: Array, reach: Array) -> Array:
 
 
 def _transitions(joint: Joint, paths: Array, key: PRNGKeyArray) -> Array:
-    """Of all draws `(n, M, d)`, `(N, M)`."""
+    """Log-densities `(N, M)` of the transitions of all draws `(n, M, d)`."""
     observed, (_, draws, d) = joint.observed, paths.shape
     size = joint.effort.num_functions * noise_dimension(joint.sde, d)
 
@@ -294,17 +294,17 @@ def _transitions(joint: Joint, paths: Array, key: PRNGKeyArray) -> Array:
 
 
 def num_draws(effort: Effort) -> int:
-    """Of all the states."""
+    """Number of draws of the hidden states."""
     return 4 * effort.num_paths
 
 
 def num_inner(effort: Effort) -> int:
-    """Paths of each transition of a draw: few, as there are many draws."""
+    """The effort for each transition of a draw: small, as there are many draws."""
     return 2 * max(effort.num_paths // 8, 1)
 
 
 def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array, Array]:
-    """A function's value, gradient and second derivatives, forwards."""
+    """Value, gradient and Hessian of a function, in forward mode."""
 
     def first(at: Array) -> tuple[Array, tuple[Array, Array]]:
         value, slope = linear(function, at)
@@ -318,8 +318,9 @@ PARTICLES = 2048
 
 
 class Filtered(eqx.Module):
-    """Of each value but the first of a series: `uniform` `(N,)`, P(Y ≤ y | values before), of its first
-    column, and `log_prob` `(N,)`. `last` `(K, d)` are draws of the last state given all values."""
+    """Predictive probabilities of all values but the first of each series. `uniform` `(N,)` is P(Y ≤ y |
+    earlier values) for the first column, and `log_prob` `(N,)` the log-density. `last` `(K, d)` are draws of
+    the last state given all values."""
 
     uniform: Array
     log_prob: Array
@@ -327,7 +328,8 @@ class Filtered(eqx.Module):
 
 
 def particle_filter(joint: Joint, key: PRNGKeyArray, count: int) -> Filtered:
-    """With exact transitions, or in steps so short that halving them does not change the result."""
+    """Filter with exact transitions, or with steps short enough that halving them does not change the
+    result."""
     if is_known(joint.sde, joint.observed.values[0]):
         return _run(joint, key, count, jnp.asarray(1))
     change = lambda a, b: distance(np.asarray(a.uniform), np.asarray(b.uniform), count)
@@ -338,10 +340,9 @@ def particle_filter(joint: Joint, key: PRNGKeyArray, count: int) -> Filtered:
 
 @functools.partial(jit, level=1)
 def _run(joint: Joint, key: PRNGKeyArray, count: int, num_steps: Array) -> Filtered:
-    """By particles that move as the SDE says, and are chosen anew after each value (Gordon, Salmond & Smith
-    1993), systematically (Carpenter, Clifford & Fearnhead 1999)."""
+    """The bootstrap particle filter (Gordon, Salmond & Smith 1993) with systematic resampling."""
     observed, coordinates = joint.observed, joint.coordinates
-    # Of each value, the transition that leads to it; where a series begins, any.
+    # The transition that leads to each value; arbitrary where a series begins.
     lead = jnp.clip(jnp.cumsum(~observed.first) - 1, 0)
     many = (observed.values, observed.first, observed.times[lead], observed.dt[lead])
 
@@ -350,7 +351,7 @@ def _run(joint: Joint, key: PRNGKeyArray, count: int, num_steps: Array) -> Filte
         key_move, key_start, key_choice = jax.random.split(key, 3)
         one = lambda x, key: draw(joint.sde, coordinates, x, time, dt, num_steps, key)
         moved = jax.vmap(one)(particles, jax.random.split(key_move, count))
-        # A flat prior: the first state is around the first value, if inside the state space.
+        # With a flat prior, the first state is normal around the first value, restricted to the state space.
         normal = jax.random.normal(key_start, particles.shape)
         fresh = jax.vmap(lambda normal: value + joint.noise * normal)(normal)
         inside = coordinates.contains(fresh)
@@ -363,14 +364,14 @@ def _run(joint: Joint, key: PRNGKeyArray, count: int, num_steps: Array) -> Filte
         chosen = _systematic(jax.nn.softmax(log_w), key_choice)
         return jnp.where(first, fresh, moved)[chosen], (uniform, log_prob)
 
-    start = jnp.zeros((count, observed.values.shape[1]), observed.values.dtype)  # replaced at the first value
+    start = jnp.zeros((count, observed.values.shape[1]), observed.values.dtype)  # overwritten
     last, (uniform, log_prob) = jax.lax.scan(step, start, (many, jax.random.split(key, len(observed.first))))
     later = observed.before + 1
     return Filtered(uniform[later], log_prob[later], last)
 
 
 def _systematic(weights: Array, key: PRNGKeyArray) -> Array:
-    """Places `(K,)`, each as often as its weight says, but for rounding; in random order."""
+    """Systematic resampling: indices `(K,)` in random order (Carpenter, Clifford & Fearnhead 1999)."""
     key_shift, key_order = jax.random.split(key)
     count = len(weights)
     points = (jnp.arange(count) + jax.random.uniform(key_shift)) / count
@@ -379,8 +380,8 @@ def _systematic(weights: Array, key: PRNGKeyArray) -> Array:
 
 
 def filtered_residuals(filtered: Filtered) -> np.ndarray:
-    """Of series of one component."""
+    """Residuals of a one-dimensional series from its filter."""
     if filtered.last.shape[1] != 1:
-        raise ValueError(f"residuals are for series of one component, this one has {filtered.last.shape[1]}")
+        raise ValueError(f"residuals require one component; this series has {filtered.last.shape[1]}")
     least = 0.5 / (len(filtered.last) + 1)
     return np.clip(np.asarray(filtered.uniform, float), least, 1 - least)

@@ -1,4 +1,4 @@
-"""Log-likelihoods of series: of transitions, of values with errors, of processes with memory; posteriors."""
+"""Likelihoods of series: with transition densities, measurement noise, or memory; and posteriors."""
 
 import abc
 import dataclasses
@@ -48,10 +48,10 @@ from .models import FractionalOrnsteinUhlenbeck, exact_transition, expansion
 
 
 class SeriesLikelihood(eqx.Module):
-    """What `rf.series_likelihood` returns: called with an SDE it is Σ log p(xᵢ₊₁ | xᵢ).
+    """The log-likelihood Σ log p(xᵢ₊₁ | xᵢ) as a function of the SDE; see `rf.series_likelihood`.
 
-    `effort` is the work that goes into each transition, None if they are exact; `key` makes the random
-    numbers, the same in every call.
+    `effort` is the effort per transition, None if transitions are exact. `key` seeds the random numbers,
+    which are the same in every call.
 
     ```python
     import jax, numpy as np
@@ -78,7 +78,7 @@ class SeriesLikelihood(eqx.Module):
         effort: Effort | None,
         coordinates: AbstractCoordinates | None,
     ) -> "SeriesLikelihood":
-        """With exact transitions, or the effort that is given or does for this SDE."""
+        """With exact transitions, the given effort, or an effort chosen for this SDE."""
         check_effort(effort)
         if exact and exact_log_probs(sde, steps) is not None:
             return SeriesLikelihood(steps, key, None, coordinates)
@@ -86,21 +86,21 @@ class SeriesLikelihood(eqx.Module):
         return SeriesLikelihood(steps, key, effort, coordinates)
 
     def __call__(self, sde: AbstractSDE) -> Array:
-        """The log-likelihood; −inf, with derivatives of zero, where a transition is out of reach."""
+        """The log-likelihood; −inf, with zero derivatives, if a transition has zero density."""
         return _total(self, sde)
 
     def log_probs(self, sde: AbstractSDE) -> tuple[Array, Array]:
-        """log p `(N,)` of each transition, and its error."""
+        """Log-density of each transition, `(N,)`, and its error."""
         return self.of_each(lambda step, key: self.log_prob(sde, step, key))
 
     def log_prob(self, sde: AbstractSDE, step: Transition, key: PRNGKeyArray) -> tuple[Array, Array]:
-        """log p of one transition, and its error."""
+        """Log-density of one transition, and its error."""
         if self.effort is None:
             known = exact_transition(sde, step.start, step.dt)
             if known is None:
                 raise ValueError(
-                    f"the transitions of {type(sde).__name__} are not known exactly, and this likelihood is "
-                    "of an SDE whose are: make one by rf.series_likelihood for each kind of SDE"
+                    f"the transitions of {type(sde).__name__} have no closed form, but this likelihood uses "
+                    "exact transitions: call rf.series_likelihood again for this type of SDE"
                 )
             value = known.log_prob(step.end)
             return value, jnp.zeros_like(value)
@@ -113,7 +113,7 @@ class SeriesLikelihood(eqx.Module):
         return jnp.where(converged, far[0], drawn.log_prob), jnp.where(converged, far[1], drawn.error)
 
     def of_each(self, function: Callable[[Transition, PRNGKeyArray], Any]) -> Any:
-        """A function of a transition and its key, for all of them."""
+        """Map a function of a transition and its key over all transitions."""
         items = (self.steps, keys_of(self.key, self.steps))
         return in_chunks(lambda item: function(*item), items, len(self.steps.dt), CHUNK)
 
@@ -141,15 +141,15 @@ def series_likelihood(
     effort: Effort | None = None,
     coordinates: AbstractCoordinates | None = None,
 ) -> SeriesLikelihood:
-    """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()` for a sampler.
+    """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()`, for example for a sampler.
 
-    It is a smooth function without randomness, for `jax.jit`, `jax.vmap` and `jax.grad`: effort and random
-    numbers are the same in every call. Derivatives are made in forward mode even under `jax.grad`, which is
-    quicker for few parameters. Where a transition is out of reach it is −inf, with derivatives of zero.
+    The function is smooth and deterministic, and supports `jax.jit`, `jax.vmap` and `jax.grad`: effort and
+    random numbers are the same in every call. Derivatives use forward mode even under `jax.grad`, which is
+    faster for few parameters. If a transition has zero density the value is −inf, with zero derivatives.
 
-    **Arguments:** `sde`, one of the kind that it will be called with, near where it matters: it says whether
-    transitions are known exactly, and if not what effort does; the others as in `rf.fit_sde`. The
-    `series_likelihood` of a fit has the effort that the fit has found to do.
+    **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest; it
+    determines whether transitions are exact, and otherwise the effort. The other arguments are those of
+    `rf.fit_sde`. `FittedSDE.series_likelihood` reuses the effort of the fit.
 
     ```python
     import jax, numpy as np
@@ -170,52 +170,52 @@ def series_likelihood(
     return SeriesLikelihood.of(sde, transitions(series), key=check_key(key), **options)
 
 
-UNIT = 10.0  # standard errors, given all other parameters, that a free parameter without bounds is counted in
-STEP = 1e-3  # standard errors, of differences of gradients for the information
-MANY = 16  # parameters, from which on scores go backwards, and the information is theirs
+UNIT = 10.0  # unit of an unbounded free parameter, in standard errors given all others
+STEP = 1e-3  # step of finite differences for the information, in standard errors
+MANY = 16  # parameters, from which scores use reverse mode and the information is their outer product
 
 
 class AbstractLikelihood(eqx.Module):
-    """A log-likelihood of free parameters θ, less penalties ½ Σ λⱼ θⱼ²; all in double precision."""
+    """A log-likelihood of free parameters θ, less penalties ½ Σ λⱼ θⱼ², in double precision."""
 
     parameters: eqx.AbstractVar[Parameters]
-    penalty: eqx.AbstractVar[np.ndarray]  # (p,), most often zero
+    penalty: eqx.AbstractVar[np.ndarray]  # (p,), usually zero
     steps: eqx.AbstractVar[Transition]
     effort: eqx.AbstractVar[Effort | None]
     coordinates: eqx.AbstractVar[AbstractCoordinates | None]
 
     @abc.abstractmethod
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """log p `(N,)` of each part, its derivatives `(N, p)` in the free parameters, and its error."""
+        """Log-density of each term, `(N,)`, its gradient in the free parameters, `(N, p)`, and its error."""
 
     @abc.abstractmethod
     def log_likelihood(self, free: np.ndarray) -> float:
-        """Without penalties."""
+        """The log-likelihood without penalties."""
 
     @abc.abstractmethod
     def information(self, free: np.ndarray) -> np.ndarray:
-        """Minus the second derivatives of the penalised log-likelihood, `(p, p)`."""
+        """The negative Hessian of the penalised log-likelihood, `(p, p)`."""
 
     @abc.abstractmethod
     def quick_information(self, free: np.ndarray) -> np.ndarray:
-        """About the same, to begin a search with."""
+        """A fast approximation of the information, to start a search with."""
 
     @abc.abstractmethod
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """Of the log-likelihood, in nats: the Monte Carlo error, and how far twice the functions and steps
-        move it."""
+        """Errors of the log-likelihood, in nats: Monte Carlo, and the change when functions and steps are
+        doubled."""
 
     def errors(self, free: np.ndarray) -> np.ndarray:
-        """Of log p of each part."""
+        """Errors of the log-densities of all terms."""
         return self.scores(free)[2]
 
     @abc.abstractmethod
     def with_effort(self, effort: Effort) -> Self:
-        """With another effort."""
+        """The same likelihood with another effort."""
 
     @abc.abstractmethod
     def described(self) -> str:
-        """The work that goes into it, in words."""
+        """The effort, in words."""
 
     @abc.abstractmethod
     def sde(self, free: Array) -> Any:
@@ -226,10 +226,10 @@ class AbstractLikelihood(eqx.Module):
         return self.log_likelihood(free) - 0.5 * float(self.penalty @ free**2)
 
     def rescaled(self, free: np.ndarray) -> tuple[Self, np.ndarray]:
-        """With free parameters that are counted in standard errors at `free`, and that point in them.
+        """The likelihood with free parameters in units of their standard errors at `free`, and that point.
 
-        A search, and differences, then do not depend on the units of time and values. A parameter with a
-        penalty has a scale already, 1/√λ.
+        Searches and finite differences then do not depend on the units of time and values. A penalised
+        parameter already has the scale 1/√λ.
         """
         curve = np.diag(self.quick_information(free))
         known = np.isfinite(curve) & (curve > 0) & (self.penalty == 0)
@@ -240,7 +240,7 @@ class AbstractLikelihood(eqx.Module):
         return dataclasses.replace(self, parameters=parameters), free / factor
 
     def total(self, free: np.ndarray) -> tuple[float, np.ndarray]:
-        """The penalised log-likelihood and its gradient; −inf where some part is out of reach."""
+        """The penalised log-likelihood and its gradient; −inf if a term has zero density."""
         value, slopes, _ = self.scores(free)
         if not np.isfinite(value).all() or not np.isfinite(slopes).all():
             return -np.inf, np.zeros(len(free))
@@ -249,7 +249,7 @@ class AbstractLikelihood(eqx.Module):
 
 
 def information_by_differences(likelihood: AbstractLikelihood, free: np.ndarray) -> np.ndarray:
-    """By central differences of the gradient."""
+    """The information by central differences of the gradient."""
     rows = []
     sizes = STEP * conditional_errors(likelihood.quick_information(free))
     for i in range(len(free)):
@@ -261,7 +261,7 @@ def information_by_differences(likelihood: AbstractLikelihood, free: np.ndarray)
 
 
 class Likelihood(AbstractLikelihood):
-    """That of a series of states: a product of transition densities."""
+    """The likelihood of a series of states: a product of transition densities."""
 
     parameters: Parameters
     of_sde: SeriesLikelihood
@@ -280,7 +280,7 @@ class Likelihood(AbstractLikelihood):
         return self.of_sde.coordinates
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As of its class, for each transition."""
+        """Terms of the likelihood, one per transition."""
         value, slopes, error = _scores(self, jnp.asarray(free, float))
         return np.asarray(value), np.asarray(slopes), np.asarray(error)
 
@@ -288,7 +288,8 @@ class Likelihood(AbstractLikelihood):
         return float(_value(self, jnp.asarray(free, float)))
 
     def information(self, free: np.ndarray) -> np.ndarray:
-        """By central differences of the gradient or, if parameters are many, from the scores."""
+        """The information by central differences of the gradient; by the scores if there are many
+        parameters."""
         if len(free) >= MANY:
             return self.quick_information(free)
         return information_by_differences(self, free)
@@ -302,7 +303,8 @@ class Likelihood(AbstractLikelihood):
         return self.parameters.sde(self.parameters.from_free(free))
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """As of its class; errors of suspect transitions, which may not be independent, are added up."""
+        """Errors of the log-likelihood. Errors of suspect transitions are added, as they may be
+        correlated."""
         if self.effort is None:
             return 0.0, 0.0
         values, _, errors = self.scores(free)
@@ -313,7 +315,7 @@ class Likelihood(AbstractLikelihood):
         return drawn, moved if np.isfinite(moved) else np.inf
 
     def errors(self, free: np.ndarray) -> np.ndarray:
-        """As by `rf.transition_estimate`."""
+        """Errors of all transitions, as computed by `rf.transition_estimate`."""
         value, _, error = (jnp.asarray(part) for part in self.scores(free))
         if self.effort is None:
             return np.asarray(error)
@@ -335,11 +337,11 @@ def _value(likelihood: Likelihood, free: Array) -> Array:
 
 @functools.partial(jit, level=1)
 def _scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Array]:
-    """log p of all transitions, their scores, and their errors."""
+    """Log-densities of all transitions, their scores, and their errors."""
 
     def one(step: Transition, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
         log_prob = lambda free: likelihood.of_sde.log_prob(likelihood.sde(free), step, key)
-        # Forwards takes less time to compile; backwards takes as long for many parameters as for few.
+        # Forward mode compiles faster; the cost of reverse mode does not grow with the number of parameters.
         if free.size < MANY:
             (value, error), (slopes, _) = linear(log_prob, free)
         else:
@@ -349,11 +351,11 @@ def _scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Array]:
     return likelihood.of_sde.of_each(one)
 
 
-EVEN = 1e-3  # of a step, by which times may be off
+EVEN = 1e-3  # tolerance of evenly spaced times, relative to the step
 
 
 class WholeLikelihood(AbstractLikelihood):
-    """log p(x₁, … | x₀), in parts log p(xᵢ | x₀, …, xᵢ₋₁)."""
+    """The exact likelihood of a process with memory, in terms log p(xᵢ | x₀, …, xᵢ₋₁)."""
 
     parameters: Parameters
     penalty: np.ndarray
@@ -392,18 +394,18 @@ class WholeLikelihood(AbstractLikelihood):
         return self
 
     def described(self) -> str:
-        return "exact, those of one series jointly normal"
+        return "exact, jointly normal within a series"
 
     def sde(self, free: Array) -> FractionalOrnsteinUhlenbeck:
         return self.parameters.sde(self.parameters.from_free(free))
 
     def residuals(self, free: np.ndarray) -> np.ndarray:
-        """Uniform under the model: each value's place in its distribution given all before it."""
+        """Uniform residuals: the predictive distribution function at each value."""
         normal = np.concatenate([np.asarray(e) for _, e in self.parts(self.sde(jnp.asarray(free, float)))])
         return np.clip(scipy.stats.norm.cdf(normal), TINY, 1 - TINY)
 
     def parts(self, sde: FractionalOrnsteinUhlenbeck) -> list[tuple[Array, Array]]:
-        """log p and the standardised prediction error of each value, of each series."""
+        """Log-density and standardised prediction error of each value, for each series."""
         pairs = zip(self.values, self.gaps, strict=True)
         return [
             toeplitz_log_probs(
@@ -415,12 +417,12 @@ class WholeLikelihood(AbstractLikelihood):
     def forecast(
         self, free: np.ndarray, ahead: np.ndarray, key: PRNGKeyArray, count: int, place: int
     ) -> np.ndarray:
-        """Paths `(count, T, 1)` after one of the series, given all of it, at times counted from its end; with
-        free parameters `(p,)`, or `(count, p)` with each path's own."""
+        """Paths `(count, T, 1)` that continue one series, given all of its values, at times counted from its
+        end. Free parameters have shape `(p,)`, or `(count, p)` with one vector per path."""
         values, dt = self.values[place], self.gaps[place]
         places = np.rint(ahead / dt).astype(int)
         if np.abs(places * dt - ahead).max() > EVEN * dt:
-            raise ValueError(f"times of a forecast must be multiples of the step of the series, {dt:g}")
+            raise ValueError(f"forecast times must be multiples of the time step of the series, {dt:g}")
         n, m = len(values) - 1, int(places[-1])
         check_memory(m * (count + n + m))
         sdes = jax.vmap(self.sde)(jnp.atleast_2d(jnp.asarray(free, float)))
@@ -442,7 +444,8 @@ def _moments(sdes: FractionalOrnsteinUhlenbeck, values: Array, dt: Array, count:
 
 
 def _continued(gamma: np.ndarray, past: np.ndarray, normal: np.ndarray) -> np.ndarray:
-    """Draws `(K, m)` of a stationary normal sequence after its first n values, from standard normal ones."""
+    """Draws `(K, m)` that continue a stationary normal sequence after its first n values, from standard
+    normal numbers."""
     n, m = len(past), normal.shape[1]
     cross = gamma[np.abs(np.arange(n)[:, None] - (n + np.arange(m)))]
     weights = scipy.linalg.solve_toeplitz(gamma[:n], cross)
@@ -462,12 +465,12 @@ def _whole_scores(likelihood: WholeLikelihood, free: Array) -> tuple[Array, Arra
 
 def toeplitz_log_probs(gamma: Array, x: Array) -> tuple[Array, Array]:
     """log p(xᵢ | x₀, …, xᵢ₋₁) `(n,)` of a stationary normal sequence with autocovariance γ `(n,)`, and its
-    standardised prediction errors: by Schur's algorithm, in O(n²) and without a matrix."""
+    standardised prediction errors, by Schur's algorithm in O(n²) operations without storing a matrix."""
     ahead = gamma / jnp.sqrt(gamma[0])
     shift = lambda a: jnp.concatenate([a[1:], jnp.zeros_like(a[:1])])
 
     def step(carry: tuple[Array, Array, Array], _: None) -> tuple:
-        # `ahead` is the current column of Cholesky's factor, from its diagonal on.
+        # `ahead` is the current column of the Cholesky factor, from the diagonal down.
         ahead, back, rest = carry
         error = rest[0] / ahead[0]
         value = -0.5 * error**2 - jnp.log(ahead[0]) - 0.5 * jnp.log(2 * jnp.pi)
@@ -481,30 +484,30 @@ def toeplitz_log_probs(gamma: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _even(times: np.ndarray) -> float:
-    """The step of times that come at even distances."""
+    """The time step of evenly spaced times."""
     steps = np.diff(times)
     dt = float((times[-1] - times[0]) / len(steps))
     if np.abs(steps - dt).max() > EVEN * dt:
         raise ValueError(
-            "a series with memory needs values at even times, without gaps: number the trading days, say"
+            "a process with memory requires evenly spaced times without gaps: for example, count trading days"
             + see("series")
         )
     return dt
 
 
-NOISE_STEP = 1e-4  # of differences of free parameters, for the gradient
-PART = 0.03  # of a standard error, for the information
+NOISE_STEP = 1e-4  # step of finite differences of free parameters, for the gradient
+PART = 0.03  # step of finite differences, in standard errors, for the information
 NAME = "measurement_noise"
 
 
 class MeasuredLikelihood(AbstractLikelihood):
-    """log p(y₁, … | y₀) for values with normal errors, of an SDE and errors with free parameters: as
-    `Likelihood`, but in parts that belong to whole series."""
+    """The likelihood log p(y₁, … | y₀) of values with normal measurement errors. Free parameters are those of
+    the SDE and of the errors. Its terms are whole series."""
 
     parameters: Parameters
     steps: Transition
     values: Values
-    start: Array  # (n, d), states to start the search for the likeliest from
+    start: Array  # (n, d), starting point of the search for the mode
     key: PRNGKeyArray
     effort: Effort
     exact: bool = eqx.field(static=True)
@@ -512,7 +515,8 @@ class MeasuredLikelihood(AbstractLikelihood):
     penalty: np.ndarray
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """log p `(S,)` of each series, its derivatives `(S, p)` in the free parameters, and its error."""
+        """Log-likelihood of each series, `(S,)`, its gradient in the free parameters, `(S, p)`, and its
+        error."""
         moves = NOISE_STEP * np.eye(len(free))
         values, errors = self._around(free, np.concatenate([moves, -moves]))
         ahead, behind = np.split(values[1:], 2)
@@ -522,7 +526,7 @@ class MeasuredLikelihood(AbstractLikelihood):
         return float(self._around(free, np.zeros((0, len(free))))[0].sum())
 
     def information(self, free: np.ndarray) -> np.ndarray:
-        """By differences of values over a part of a standard error."""
+        """The information by finite differences over a fraction of a standard error."""
         unit = np.eye(len(free))
         first = np.full(len(free), NOISE_STEP)
         curve = np.diag(self._curves(free, np.diag(first), unit[:0])) / first**2
@@ -534,7 +538,8 @@ class MeasuredLikelihood(AbstractLikelihood):
         return self.information(free)
 
     def _curves(self, free: np.ndarray, moves: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-        """−vᵢᵀ ∂² log-likelihood vⱼ for the rows v of `moves`: all i = j, and the pairs that are not zero."""
+        """−vᵢᵀ H vⱼ, with H the Hessian, for the rows v of `moves`: all i = j, and the pairs that are not
+        zero."""
         p = len(free)
         places = [(i, i) for i in range(p)] + list(zip(*np.nonzero(pairs), strict=True))
         ends = [
@@ -542,7 +547,7 @@ class MeasuredLikelihood(AbstractLikelihood):
             for i, j in places
         ]
         second = np.empty(len(places))
-        # As many at a time as for a gradient, so that one program does for both.
+        # The batch size is that of a gradient, so that both share one compiled program.
         for k in range(0, len(places), p):
             some = [*ends[k : k + p], *ends[: max(0, k + p - len(ends))]]
             values = self._around(free, np.array([pair[0] for pair in some] + [pair[1] for pair in some]))[
@@ -556,7 +561,7 @@ class MeasuredLikelihood(AbstractLikelihood):
         return matrix
 
     def _around(self, free: np.ndarray, moves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-likelihoods and their errors, `(1 + len(moves), S)`, of these parameters and others nearby."""
+        """Log-likelihoods and their errors, `(1 + len(moves), S)`, at these parameters and at nearby ones."""
         points = jnp.asarray(np.concatenate([free[None], free + moves]), float)
         values, errors = _values(self, points)
         return np.asarray(values), np.asarray(errors)
@@ -573,7 +578,7 @@ class MeasuredLikelihood(AbstractLikelihood):
         return self.parameters.sde(self.parameters.from_free(free))[0]
 
     def noise(self, free: Array) -> Array:
-        """Standard deviations of the errors, `(d,)`."""
+        """Standard deviations of the measurement errors, `(d,)`."""
         noise = self.parameters.sde(self.parameters.from_free(free))[1]
         return jnp.broadcast_to(noise, self.start.shape[1:])
 
@@ -586,14 +591,14 @@ class MeasuredLikelihood(AbstractLikelihood):
         return eqx.tree_at(lambda one: one.effort, self, effort)
 
     def described(self) -> str:
-        """The work that goes into it, in words."""
+        """The effort, in words."""
         how = "exact" if self.exact else self.effort.described()
-        return f"{how}; {num_draws(self.effort)} draws of the states"
+        return f"{how}; {num_draws(self.effort)} draws of the hidden states"
 
 
 @functools.partial(jit, level=1)
 def _values(likelihood: MeasuredLikelihood, points: Array) -> tuple[Array, Array]:
-    """For parameters `(k, p)`, all but the first of which are near it, so that the modes are."""
+    """Log-likelihoods at parameters `(k, p)`, all close to the first, so that the modes are close too."""
 
     def one(start: tuple[Array, Array], free: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         path, is_first = start
@@ -608,14 +613,14 @@ def _values(likelihood: MeasuredLikelihood, points: Array) -> tuple[Array, Array
 
 
 def check_noise(noise: ArrayLike, dimension: int) -> np.ndarray:
-    """The standard deviations that a fit starts from, a number or one of each column."""
+    """Starting values of the measurement noise `(d,)`, from one number or one per column."""
     given = np.asarray(noise, float)
     if given.shape not in ((), (dimension,)):
         raise ValueError(
-            f"{NAME} must be a number, or one for each of {dimension} columns; got shape {given.shape}"
+            f"{NAME} must be a number, or one for each of the {dimension} columns; got shape {given.shape}"
         )
     if not (np.isfinite(given) & (given > 0)).all():
-        raise ValueError(f"{NAME} must be positive, the standard deviation to start from; got {noise}")
+        raise ValueError(f"{NAME} must be a positive standard deviation; got {noise}")
     return given
 
 
@@ -626,7 +631,7 @@ def measured(
     noise: np.ndarray,
     effort: Effort | None,
 ) -> MeasuredLikelihood:
-    """The likelihood of series with errors, from that of states near them."""
+    """The likelihood of series with measurement errors, from that of nearby states."""
     sde, exact = plain.parameters.template, plain.effort is None
     effort = effort or plain.effort or choose_effort(sde, coordinates_of(sde, plain.coordinates), plain.steps)
     start = jnp.asarray(np.concatenate([one.values for one in states]), float)
@@ -645,7 +650,7 @@ def measured(
 
 
 def _with_noise(parameters: Parameters, noise: np.ndarray) -> Parameters:
-    """The parameters of an SDE, and those of the errors after them."""
+    """The parameters of an SDE, followed by those of the measurement errors."""
     leaf = len(jax.tree.leaves(parameters.template))
     names = tuple(NAME + (f"[{place[0]}]" if place else "") for place in np.ndindex(noise.shape))
     return Parameters(
@@ -658,7 +663,7 @@ def _with_noise(parameters: Parameters, noise: np.ndarray) -> Parameters:
 
 
 def stacked(series: Sequence[Observed]) -> Values:
-    """All series, one after the other."""
+    """Concatenate all series."""
     sizes = [len(one.times) for one in series]
     first = np.concatenate([np.arange(size) == 0 for size in sizes])
     last = np.concatenate([np.arange(size) == size - 1 for size in sizes])
@@ -678,16 +683,14 @@ def stacked(series: Sequence[Observed]) -> Values:
 def inner_states(
     series: Sequence[Observed], noise: np.ndarray, coordinates: AbstractCoordinates
 ) -> list[Observed]:
-    """The series with values outside the state space, or so near its end that they may be, replaced by the
-    nearest that are not: states to start from."""
+    """Starting states: the series with values outside the state space, or within the noise of its boundary,
+    replaced by the nearest ones inside."""
     values = np.concatenate([one.values for one in series])
     inside = np.ones(len(values), bool)
     for side in (-1, 0, 1):
         inside &= np.asarray(coordinates.contains(jnp.asarray(values + side * noise)))
     if not inside.any():
-        raise ValueError(
-            f"no value lies inside the state space of the SDE by as much as {NAME}, {noise}{see('series')}"
-        )
+        raise ValueError(f"no value is inside the state space by more than {NAME} = {noise}{see('series')}")
     scale, kept = np.std(values, axis=0), values[inside]
     for row in np.flatnonzero(~inside):
         values[row] = kept[np.argmin(np.sum(((kept - values[row]) / scale) ** 2, axis=1))]
@@ -697,7 +700,7 @@ def inner_states(
 
 @functools.partial(jit, level=1)
 def smoothed(likelihood: MeasuredLikelihood, free: Array) -> tuple[Array, Array]:
-    """The likeliest states `(n, d)` and, from the second derivatives there, their standard deviations."""
+    """The most likely states `(n, d)`, and their standard deviations from the Hessian."""
     joint = likelihood.joint(free)
     path = jax.vmap(joint.coordinates.from_state)(likelihood.start)
     mode = Search.mode(joint, path).best
@@ -708,11 +711,11 @@ def smoothed(likelihood: MeasuredLikelihood, free: Array) -> tuple[Array, Array]
 
 
 class SeriesPosterior(eqx.Module):
-    """The posterior of the parameters of an SDE on Rᵖ: what `FittedSDE.posterior` returns.
+    """The posterior of the parameters of an SDE as a log-density on Rᵖ; see `FittedSDE.posterior`.
 
-    Called with z of shape `(p,)` it is the log-likelihood, plus the log prior, plus the Jacobian of the map
-    from z to the parameters in their domains. `constrain` is that map; `names` and `dimension` say what z is
-    made of. `start` is the z of the fit, and `scale` a root of its covariance: with it as the noise of
+    Called with z of shape `(p,)`, it returns the log-likelihood plus the log prior plus the log-Jacobian of
+    the map from z to the parameters. `constrain` is that map; `names` and `dimension` describe z. `start` is
+    z at the estimates and `scale` a square root of its covariance. With `scale` as the diffusion of
     `rf.overdamped_langevin` a sampler needs no warm-up.
 
     ```python
@@ -732,7 +735,7 @@ class SeriesPosterior(eqx.Module):
     parameters: Parameters
     likelihood: SeriesLikelihood
     log_prior: Callable[[AbstractSDE], Array] | None
-    penalty: Array  # (p,), precisions of a normal prior
+    penalty: Array  # (p,), precisions of normal priors
     start: Array  # (p,)
     scale: Array  # (p, p), lower triangular
 
@@ -750,7 +753,8 @@ class SeriesPosterior(eqx.Module):
         return value if self.log_prior is None else value + self.log_prior(sde)
 
     def starts(self, num_chains: int, *, key: PRNGKeyArray) -> Array:
-        """Places `(num_chains, p)` around that of the fit, as far from it as its standard errors say."""
+        """Starting points `(num_chains, p)` of chains, dispersed around the estimates by their standard
+        errors."""
         noise = jax.random.normal(check_key(key), (check_count("num_chains", num_chains), self.dimension))
         return self.start[None] + noise @ self.scale.T
 

@@ -1,4 +1,4 @@
-"""Series as they are observed: times and values checked, with missing values as longer gaps."""
+"""Validation of observed series: times and values, with missing values as longer gaps."""
 
 import dataclasses
 import datetime
@@ -17,7 +17,7 @@ from ..transition import AbstractCoordinates, Transition
 
 YEAR = 365.25 * 24 * 3600  # seconds
 SECOND = np.timedelta64(1, "s")
-FEWEST = 3  # values of a series
+FEWEST = 3  # minimum number of values in a series
 NUMBERS, DATES, ZONED, SPANS = "numbers", "dates", "dates with a time zone", "timedeltas"
 
 
@@ -51,10 +51,10 @@ class Times:
         return Times(kind, array if kind in (DATES, ZONED) else _in_years(array))
 
     def since(self, origin: np.datetime64 | None) -> np.ndarray:
-        """As numbers: dates in years from `origin`."""
+        """Times as numbers; dates in years since `origin`."""
         if origin is None:
             return self.array
-        whole = self.array.astype("datetime64[us]")  # months and years too have a first day
+        whole = self.array.astype("datetime64[us]")  # months and years become their first day
         seconds = (whole - origin) / SECOND + (self.array - whole) / SECOND
         return np.asarray(seconds, float) / YEAR
 
@@ -63,7 +63,7 @@ class Times:
 class Observed:
     """One series without missing values: `times` `(N,)` and `values` `(N, d)`.
 
-    `kind` says what times were given as. Dates are in years from `origin`, the first date of the panel.
+    `kind` is the type of the given times. Dates are in years since `origin`, the first date of the panel.
     """
 
     times: np.ndarray
@@ -89,9 +89,7 @@ class Observed:
             raise ValueError(f"a series needs at least {FEWEST} values, got {len(when)}")
         _check_order(when)
         if still := [i for i in range(values.shape[1]) if np.ptp(values[:, i]) == 0]:
-            raise ValueError(
-                f"values do not change in column {still[0]}: a constant series says nothing of an SDE"
-            )
+            raise ValueError(f"values are constant in column {still[0]}: an SDE cannot be fitted to them")
         return Observed(when, values, times.kind, origin)
 
     def transitions(self) -> Transition:
@@ -99,33 +97,32 @@ class Observed:
         return Transition(values[:-1], values[1:], times[:-1], jnp.asarray(np.diff(self.times), float))
 
     def shown(self, row: int) -> str:
-        """One of the times as it was given."""
+        """One of the times in its original form."""
         if self.origin is None:
             return f"{self.times[row]:g}"
         microseconds = np.timedelta64(round(self.times[row] * YEAR * 1e6), "us")
         return str(self.origin + microseconds).removesuffix("T00:00:00.000000")
 
     def ahead(self, times: Any) -> np.ndarray:
-        """Times after the last value as numbers counted from it: dates are dates, numbers and timedeltas are
-        counted from the last value already."""
+        """Forecast times as numbers after the last value. Numbers and timedeltas already count from there."""
         later = Times.of(np.atleast_1d(_as_array(times)))
         dated = later.kind in (DATES, ZONED)
         fits = later.kind in (NUMBERS, self.kind) or (later.kind == SPANS and self.origin is not None)
         if not fits:
-            raise ValueError(f"times of a forecast are {later.kind}, those of the series are {self.kind}")
+            raise ValueError(f"forecast times are {later.kind}, but those of the series are {self.kind}")
         numbers = later.since(self.origin) - self.times[-1] if dated else later.array
         if not (np.diff(numbers, prepend=0.0) > 0).all():
-            rule = f"be after the last value, {self.shown(-1) if dated else 'counted from it'},"
-            raise ValueError(f"times of a forecast must {rule} and increase; got {_few(later.array)}")
+            rule = f"be after the last value, {self.shown(-1)}," if dated else "be positive"
+            raise ValueError(f"forecast times must {rule} and increase; got {_few(later.array)}")
         return numbers
 
 
 def panel(times: Any, values: Any) -> list[Observed]:
-    """One series, or each of a list of them. Dates are counted from the first date of all."""
+    """Check one series, or a list of series. Dates are counted from the earliest date of all."""
     if _is_nested(times) or _is_nested(values):
         if not _is_nested(times) or len(times) != len(values):
             raise ValueError(
-                "a panel needs a list of times for its list of values, one for each series; "
+                "values are a list of arrays (a panel), so times must be a list of the same length; "
                 "the rows of one series must be an array"
             )
         whens, whats = [Times.of(one) for one in times], [as_columns(one) for one in values]
@@ -145,12 +142,12 @@ def panel(times: Any, values: Any) -> list[Observed]:
 
 
 def _is_nested(data: Any) -> bool:
-    """Whether these are several arrays."""
+    """Whether the argument is a list of arrays."""
     return isinstance(data, list | tuple) and len(data) > 0 and np.ndim(data[0]) > 0
 
 
 def check_dimension(sde: Any, series: Sequence[Observed]) -> None:
-    """Refuse values with another number of columns than the SDE has components."""
+    """Refuse values whose number of columns differs from the dimension of the SDE."""
     count = series[0].values.shape[1]
     subject = f"values have {count} column{'s' * (count > 1)}"
     if isinstance(sde, AbstractSDE):
@@ -184,7 +181,7 @@ def same_data(one: Sequence[Observed], other: Sequence[Observed]) -> bool:
 
 
 def as_columns(values: Any) -> np.ndarray:
-    """Values `(N,)` or `(N, d)` as floats `(N, d)`, NaN where they are missing."""
+    """Values `(N,)` or `(N, d)` as floats `(N, d)`, with NaN for missing values."""
     array = _as_array(values)
     if array.dtype.kind == "O":
         rest = {type(x).__name__ for x in array.ravel() if not (_is_number(x) or _is_missing(x))}
@@ -199,7 +196,7 @@ def as_columns(values: Any) -> np.ndarray:
 
 
 def _as_array(values: Any) -> np.ndarray:
-    """An array with NaN or NaT where a masked array is masked."""
+    """An array with NaN or NaT in place of masked elements."""
     if not isinstance(values, np.ma.MaskedArray):
         try:
             return np.asarray(values)
@@ -211,7 +208,7 @@ def _as_array(values: Any) -> np.ndarray:
 
 
 def _from_objects(array: np.ndarray) -> tuple[str, np.ndarray]:
-    """What kind of times Python objects are, and an array of them."""
+    """The kind of times given as Python objects, and an array of them."""
     kinds = {_kind(value) for value in array.ravel()}
     if len(kinds) != 1 or "" in kinds:
         given = sorted({type(value).__name__ for value in array.ravel()} if "" in kinds else kinds)
@@ -225,7 +222,7 @@ def _from_objects(array: np.ndarray) -> tuple[str, np.ndarray]:
 
 
 def _hint(array: np.ndarray) -> str:
-    """How to read dates from text."""
+    """A hint on how to read dates from strings."""
     is_text = array.size and isinstance(array.ravel()[0], str | bytes)
     return "; np.array(times, 'datetime64') reads dates" if is_text else ""
 
@@ -243,7 +240,7 @@ def _kind(value: Any) -> str:
 
 
 def _moment(value: Any) -> np.datetime64 | np.timedelta64:
-    """A date in UTC, or a timedelta."""
+    """Convert to a date in UTC or a timedelta."""
     if isinstance(value, np.datetime64 | np.timedelta64):
         return value
     value = value.to_timestamp() if hasattr(value, "to_timestamp") else value
@@ -258,12 +255,12 @@ def _moment(value: Any) -> np.datetime64 | np.timedelta64:
 
 
 def _in_years(array: np.ndarray) -> np.ndarray:
-    """Timedeltas in years, numbers as they are."""
+    """Timedeltas in years; numbers unchanged."""
     if array.dtype.kind != "m":
         return np.asarray(array, float)
     unit = np.datetime_data(array.dtype)[0]
     if unit == "generic":
-        raise ValueError("times are timedeltas without a unit: give one, such as timedelta64[D]")
+        raise ValueError("times are timedeltas without a unit: set one, such as timedelta64[D]")
     if unit in "YM":
         return array.astype(f"timedelta64[{unit}]").astype(float) / (1 if unit == "Y" else 12)
     return array / SECOND / YEAR
@@ -289,7 +286,7 @@ def _check_order(times: np.ndarray) -> None:
 
 
 def _few(array: np.ndarray) -> str:
-    """The first elements of an array."""
+    """The first elements of an array, as text."""
     return ", ".join(map(str, array[:3])) + (", …" if len(array) > 3 else "")
 
 

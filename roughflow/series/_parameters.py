@@ -1,4 +1,4 @@
-"""The parameters of an SDE as a vector without constraints, and back."""
+"""The parameters of an SDE as an unconstrained vector, and back."""
 
 import dataclasses
 import re
@@ -13,12 +13,12 @@ from jaxtyping import Array
 
 from .._checks import check_fields, check_instance
 
-Entry = tuple[int, tuple[int, ...]]  # which leaf, and where in it
+Entry = tuple[int, tuple[int, ...]]  # index of the leaf, and index within it
 
 
 class Domain(eqx.Module):
-    """Where a parameter lies: between `low` and `high`, either of which may be infinite. With `triangular`,
-    a square matrix whose diagonal lies there, with zeros above it and anything below.
+    """The range of a parameter: between `low` and `high`, either of which may be infinite. With `triangular`,
+    the parameter is a lower triangular matrix whose diagonal lies in the range.
 
     ```python
     import roughflow as rf
@@ -37,7 +37,7 @@ class Domain(eqx.Module):
             raise ValueError(f"low must be below high, got {self.low} and {self.high}")
 
     def to_free(self, value: np.ndarray) -> np.ndarray:
-        """The parameter as a number without bounds."""
+        """Map the parameter to an unconstrained number."""
         if np.isfinite(self.low) and np.isfinite(self.high):
             part = (value - self.low) / (self.high - self.low)
             return np.log(part) - np.log1p(-part)
@@ -72,10 +72,10 @@ TRIANGULAR = Domain(low=0.0, triangular=True)
 
 
 class Parameters(eqx.Module):
-    """Names, domains and places of all the numbers in an SDE that a fit moves.
+    """Names, domains and positions of all parameters of an SDE.
 
-    A free parameter is a number without bounds and without a unit: the logarithm or logit of a bounded
-    parameter, a multiple of `scale` of any other.
+    A free parameter is unconstrained and dimensionless: the logarithm or logit of a bounded parameter, and a
+    multiple of `scale` otherwise.
     """
 
     names: tuple[str, ...] = eqx.field(static=True)
@@ -86,7 +86,7 @@ class Parameters(eqx.Module):
 
     @staticmethod
     def of(sde: eqx.Module, domains: Mapping[str, Domain]) -> "Parameters":
-        """All the floats in `sde`; `domains` by the names of fields, or of their parts."""
+        """Collect all floats in `sde`. The keys of `domains` are names of fields or of their parts."""
         for name, domain in domains.items():
             check_instance(f"domains[{name!r}]", domain, Domain, "an rf.series.Domain")
         leaves, _ = jax.tree_util.tree_flatten_with_path(sde)
@@ -112,12 +112,13 @@ class Parameters(eqx.Module):
         return Parameters(tuple(names), tuple(kinds), tuple(entries), sde, np.ones(len(names)))
 
     def rescaled(self, factor: np.ndarray) -> "Parameters":
-        """With the scale of each parameter without bounds multiplied by `factor` `(p,)`."""
+        """Multiply the scale of each unbounded parameter by `factor` `(p,)`."""
         unbounded = np.array([domain == ANY for domain in self.domains])
         return dataclasses.replace(self, scale=np.where(unbounded, factor, 1.0) * self.scale)
 
     def penalties(self, penalty: Mapping[str, float]) -> np.ndarray:
-        """λ `(p,)` of ½ Σ λᵢ θᵢ², by the names of fields: all inside of one, a network say, share its."""
+        """λ `(p,)` of the penalty ½ Σ λᵢ θᵢ², by field name. All parameters inside a field, such as a
+        network, share one λ."""
         found = np.zeros(len(self.names))
         for field, strength in penalty.items():
             if not (np.isfinite(strength) and strength > 0):
@@ -127,12 +128,12 @@ class Parameters(eqx.Module):
                 fields = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in self.names)
                 raise ValueError(f"no parameter is called {field}: there are {', '.join(fields)}")
             if bounded := [self.names[i] for i in inside if self.domains[i] != ANY]:
-                raise ValueError(f"{bounded[0]} has bounds: only parameters without them can have a penalty")
+                raise ValueError(f"{bounded[0]} is bounded: penalties require unbounded parameters")
             found[inside] = strength
         return found
 
     def values(self, sde: Any) -> np.ndarray:
-        """The parameters of an SDE like the template, `(p,)`."""
+        """The parameters of an SDE with the structure of the template, `(p,)`."""
         leaves = jax.tree.leaves(sde)
         return np.array([np.asarray(leaves[i], float)[place] for i, place in self.entries])
 
@@ -143,12 +144,12 @@ class Parameters(eqx.Module):
         return np.array([float(d.to_free(v)) for d, v in zip(self.domains, values, strict=True)]) / self.scale
 
     def from_free(self, free: Array) -> Array:
-        """The parameters `(..., p)` for numbers without bounds `(..., p)`."""
+        """The parameters `(..., p)` for free parameters `(..., p)`."""
         scaled = free * jnp.broadcast_to(jnp.asarray(self.scale, free.dtype), free.shape)
         return jnp.stack([domain.from_free(scaled[..., i]) for i, domain in enumerate(self.domains)], axis=-1)
 
     def log_slope(self, free: Array) -> Array:
-        """The logarithm of the determinant of the derivative of `from_free`."""
+        """The log-determinant of the Jacobian of `from_free`."""
         scale = jnp.asarray(self.scale, free.dtype)
         slopes = [d.log_slope(free[i] * scale[i]) for i, d in enumerate(self.domains)]
         return sum(slopes, jnp.sum(jnp.log(scale)))

@@ -1,4 +1,4 @@
-"""Residuals of a series under the SDE fitted to it, and tests of them."""
+"""Residuals of a series under a fitted SDE, and tests of them."""
 
 import functools
 
@@ -15,22 +15,22 @@ from ..transition import AbstractCoordinates, Transition, in_chunks, keys_of
 from ._simulation import draw, refined, warn_of_exits
 from .models import exact_transition
 
-DRAWS = 1024  # of each transition, where its distribution is not known
-LIMIT = 0.015  # root mean square by which residuals may change with steps of half the length
-TINY = 1e-15  # so that no residual is at the end of its range
-CHUNK = 256  # transitions at a time
+DRAWS = 1024  # simulated per transition, if its distribution has no closed form
+LIMIT = 0.015  # acceptable root mean square change of residuals when steps are halved
+TINY = 1e-15  # keeps residuals away from 0 and 1
+CHUNK = 256  # transitions simulated at a time
 LAGS, POLYNOMIALS = 20, 4
-LEAST_VARIANCE = 0.1  # of a direction, 1 without estimation, that a test keeps
+LEAST_VARIANCE = 0.1  # smallest variance, 1 without estimation, of a direction used by a test
 
 
 class Residuals(eqx.Module):
-    """Generalised residuals of a series, and tests of them.
+    """Generalised residuals of a series, with tests.
 
-    `uniform` `(N,)` is P(X ≤ x | earlier values): under the model independent and uniform (Rosenblatt 1952).
-    `uniformity` is the p-value of Neyman's smooth test (1937) with four Legendre polynomials, `ljung_box`
-    that of the test of Ljung & Box (1978) against correlation at up to 20 lags. Residuals of estimated
-    parameters are more even than those of the true ones; the scores of the fit say by how much, so that both
-    tests have their level. With measurement noise there are no scores, and the tests reject too seldom.
+    `uniform` `(N,)` is P(X ≤ x | earlier values), independent and uniform under the model (Rosenblatt 1952).
+    `uniformity` is the p-value of Neyman's smooth test (1937) with four Legendre polynomials, and `ljung_box`
+    that of the Ljung–Box test (1978) for autocorrelation at up to 20 lags. Both tests account for the
+    estimation of the parameters through the scores of the fit. With measurement noise there are no scores,
+    and the tests are conservative.
 
     ```python
     import jax, numpy as np
@@ -50,9 +50,9 @@ class Residuals(eqx.Module):
 def residuals(
     sde: AbstractSDE, coordinates: AbstractCoordinates, steps: Transition, key: PRNGKeyArray
 ) -> np.ndarray:
-    """P(X ≤ x₁ | x₀) of all transitions, exact or by the share of draws from x₀ that end below x₁."""
+    """P(X ≤ x₁ | x₀) of all transitions, exact or as the fraction of simulated end points below x₁."""
     if steps.start.shape[-1] != 1:
-        raise ValueError(f"residuals are for series of one component, this one has {steps.start.shape[-1]}")
+        raise ValueError(f"residuals require one component; this series has {steps.start.shape[-1]}")
     known = jax.vmap(lambda step: exact_transition(sde, step.start, step.dt))(steps)
     if known is not None:
         return np.clip(known.cdf(steps.end), TINY, 1 - TINY)
@@ -63,21 +63,21 @@ def residuals(
 
 
 def distance(a: np.ndarray, b: np.ndarray, count: int) -> float:
-    """How far two sets of probabilities are from each other, less what is to be expected of shares of `count`
-    draws; a root mean square."""
+    """Root mean square difference between two sets of probabilities, corrected for the sampling error of
+    `count` draws."""
     noise = np.mean(a * (1 - a) + b * (1 - b)) / count
     return float(np.sqrt(max(np.mean((a - b) ** 2) - noise, 0)))
 
 
 def tested(uniform: np.ndarray, scores: np.ndarray | None, penalty: np.ndarray) -> Residuals:
-    """Residuals with their tests, given the scores `(N, p)` of the parameters that were estimated."""
+    """Residuals with their tests, given the scores `(N, p)` of the estimated parameters."""
     effect = Estimation(scores, penalty) if scores is not None else None
     normal = scipy.stats.norm.ppf(uniform)
     return Residuals(uniform, ljung_box(normal, effect), smooth_test(uniform, effect))
 
 
 class Estimation:
-    """What estimating the parameters takes from the covariance of N^{−½} Σ φ(uᵢ), for functions φ of
+    """The reduction, due to estimated parameters, of the covariance of N^{−½} Σ φ(uᵢ) for functions φ of
     residuals `(N, K)`: C J⁻¹ Cᵀ with C = E φ sᵀ and J = E s sᵀ, s the scores (Pierce 1982)."""
 
     def __init__(self, scores: np.ndarray, penalty: np.ndarray):
@@ -92,8 +92,8 @@ class Estimation:
 def smooth_test(uniform: np.ndarray, effect: Estimation | None) -> float:
     """The p-value of Neyman's smooth test: Σ (N^{−½} Σᵢ φₖ(uᵢ))² is χ² for normalised Legendre polynomials.
 
-    With estimated parameters in the metric of the covariance I − C J⁻¹ Cᵀ, without directions that estimation
-    takes away almost entirely.
+    With estimated parameters, the statistic uses the inverse of the covariance I − C J⁻¹ Cᵀ, without
+    directions of almost zero variance.
     """
     orders = np.arange(1, POLYNOMIALS + 1)
     values = np.sqrt(2 * orders + 1) * scipy.special.eval_legendre(orders, 2 * uniform[:, None] - 1)
@@ -106,8 +106,8 @@ def smooth_test(uniform: np.ndarray, effect: Estimation | None) -> float:
 
 
 def ljung_box(values: np.ndarray, effect: Estimation | None) -> float:
-    """The p-value of Q = n(n + 2) Σ ρₖ²/(n − k), χ² with as many degrees of freedom as there are lags, less
-    the trace of what estimation takes."""
+    """The p-value of the Ljung–Box statistic Q = n(n + 2) Σ ρₖ²/(n − k), which is χ². The degrees of freedom
+    are the number of lags less the trace of the reduction due to estimation."""
     n, centred = len(values), values - values.mean()
     lags = np.arange(1, min(LAGS, n // 5) + 1)
     products = np.zeros((n, len(lags)))
@@ -116,14 +116,15 @@ def ljung_box(values: np.ndarray, effect: Estimation | None) -> float:
     statistic = (n + 2) / n * np.sum(products.sum(axis=0) ** 2 / (n - lags))
     freedom = float(len(lags))
     if effect is not None:
-        by_chance = len(lags) * effect.scores.shape[1] / n  # the trace for functions without correlation
+        by_chance = len(lags) * effect.scores.shape[1] / n  # expected trace for uncorrelated functions
         freedom = max(freedom - np.trace(effect.covariance(products)) + by_chance, 1.0)
     return float(scipy.stats.chi2.sf(statistic, freedom))
 
 
 @functools.partial(jit, level=1)
 def _below(sde, coordinates, steps: Transition, num_steps: Array, key: PRNGKeyArray) -> tuple[Array, Array]:
-    """The share of draws below x₁, half a draw up so that it is never 0 or 1; and how many are NaN."""
+    """The fraction of draws below x₁, shifted by half a draw so that it is never 0 or 1; and the number of
+    NaNs."""
 
     def one(arguments: tuple[Transition, PRNGKeyArray]) -> tuple[Array, Array]:
         step, key = arguments

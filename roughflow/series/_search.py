@@ -1,4 +1,4 @@
-"""Maximise a likelihood; profile intervals and likelihood-ratio tests."""
+"""Maximisation of a likelihood, profile-likelihood intervals and likelihood-ratio tests."""
 
 import math
 from collections.abc import Callable
@@ -13,20 +13,20 @@ Total = Callable[[np.ndarray], tuple[float, np.ndarray]]
 Information = Callable[[np.ndarray], np.ndarray]
 
 ROUNDS, ITERATIONS = 6, 40  # of BFGS
-NEAR = 0.02  # standard errors from the maximum, at which BFGS ends
-GRADIENT = 1e-2  # per standard error, at which a round of BFGS ends
-RIDGE = 1e-6  # least eigenvalue of an information, in units of its diagonal, that a search uses
-FARTHEST = 30.0  # free parameters, that one round of BFGS may move by
+NEAR = 0.02  # BFGS stops within this many standard errors of the maximum
+GRADIENT = 1e-2  # gradient per standard error at which a round of BFGS stops
+RIDGE = 1e-6  # smallest eigenvalue of a scaled information matrix that a search uses
+FARTHEST = 30.0  # maximum change of free parameters in one round of BFGS
 FLAT = 3.0  # largest standard error of a free parameter that a search uses
-SINGULAR = 1e-7  # least eigenvalue, relative to the largest, of an information that is not singular
+SINGULAR = 1e-7  # relative eigenvalue below which an information matrix is singular
 NEWTON_STEPS = 20
-DECREMENT = 1e-14  # nats left to gain, at which Newton's method ends
-MOVED = 0.05  # standard errors, beyond which Newton's method needs another information
-SAME_POINT = 1e-7  # standard errors, within which it is that of the maximum
-UNCERTAIN = 0.25  # standard error of a free parameter that may be on its boundary
-TOWARDS = 10.0  # how far a free parameter is moved to be on its boundary
-FAR_BELOW = 5.0  # nats, at which the maximum is not on a boundary nor near one
-LOSS = 1e-3  # nats that the likelihood may fall by there, if that is where the maximum is
+DECREMENT = 1e-14  # Newton's method stops if a step would gain fewer nats
+MOVED = 0.05  # standard errors, after which Newton's method recomputes the information
+SAME_POINT = 1e-7  # standard errors, below which the information is that of the maximum
+UNCERTAIN = 0.25  # standard error of a free parameter above which it may lie on a boundary
+TOWARDS = 10.0  # distance by which a free parameter is moved to its boundary
+FAR_BELOW = 5.0  # nats: with a larger drop the maximum is not near the boundary
+LOSS = 1e-3  # nats: with a smaller drop the maximum is on the boundary
 
 
 def check_level(level: float) -> float:
@@ -35,7 +35,7 @@ def check_level(level: float) -> float:
 
 
 def is_regular(information: np.ndarray) -> bool:
-    """Whether a matrix is positive definite, and by more than rounding, in units of its diagonal."""
+    """Whether a matrix, scaled to unit diagonal, is positive definite beyond rounding errors."""
     if not np.isfinite(information).all() or not (np.diag(information) > 0).all():
         return False
     scale = np.sqrt(np.diag(information))
@@ -44,16 +44,16 @@ def is_regular(information: np.ndarray) -> bool:
 
 
 def conditional_errors(information: np.ndarray) -> np.ndarray:
-    """The standard error of each parameter if all others were known; `FLAT` at most."""
+    """The standard error of each parameter if all others were known, at most `FLAT`."""
     curve = np.diag(information)
     return 1 / np.sqrt(np.where(np.isfinite(curve), np.maximum(np.abs(curve), FLAT**-2), FLAT**-2))
 
 
 def climb(total: Total, start: np.ndarray, information: Information) -> np.ndarray:
-    """The maximum near `start` of a function that comes with its gradient, by BFGS in rounds.
+    """Maximise a function with gradients from `start`, by rounds of BFGS.
 
-    Each round works in the coordinates in which the information where it begins is the identity: better than
-    what BFGS has gathered on its way, and the same in all units.
+    Each round uses coordinates in which the information at its start is the identity. This is more accurate
+    than the Hessian that BFGS accumulates, and does not depend on units.
     """
     free = start
     for _ in range(ROUNDS):
@@ -77,7 +77,7 @@ def _bfgs(total: Total, free: np.ndarray, root: np.ndarray) -> np.ndarray:
 
 
 def _inverse_root(information: np.ndarray) -> np.ndarray:
-    """R with RRᵀ positive definite and close to the inverse of a matrix that may be singular or worse."""
+    """R such that RRᵀ is positive definite and close to the inverse of a matrix that may be indefinite."""
     scale = conditional_errors(information)
     values, vectors = np.linalg.eigh(np.nan_to_num(information) * np.outer(scale, scale))
     return scale[:, None] * vectors / np.sqrt(np.maximum(np.abs(values), RIDGE))
@@ -86,7 +86,7 @@ def _inverse_root(information: np.ndarray) -> np.ndarray:
 def polish(
     total: Total, free: np.ndarray, information: Information, interior: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Newton's method from near the maximum, in the parameters of the mask `interior`; the maximum, and the
+    """Newton's method from near the maximum, in the parameters of the mask `interior`: the maximum, and the
     information there."""
     value, slope = total(free)
     matrix, moved, last = information(free), 0.0, np.inf
@@ -97,7 +97,7 @@ def polish(
         step = np.zeros(len(free))
         step[interior] = np.linalg.solve(inner, slope[interior])
         gain = 0.5 * slope @ step
-        if gain < DECREMENT or gain > 0.5 * last:  # there, or as near as the gradient is known
+        if gain < DECREMENT or gain > 0.5 * last:  # at the maximum, up to the accuracy of the gradient
             break
         new, new_slope = total(free + step)
         if not new > value - 1e-3:
@@ -110,7 +110,7 @@ def polish(
 
 
 def restricted(total: Total, at: np.ndarray, mask: np.ndarray) -> Total:
-    """A function of the parameters in a mask, with all others as they are in `at`."""
+    """A function of the parameters in a mask, with all others fixed at their values in `at`."""
 
     def rest(values: np.ndarray) -> tuple[float, np.ndarray]:
         point = at.copy()
@@ -124,11 +124,12 @@ def restricted(total: Total, at: np.ndarray, mask: np.ndarray) -> Total:
 def falls_at_boundary(
     total: Total, free: np.ndarray, information: np.ndarray, sides: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """By how many nats the likelihood falls if a parameter is put on a boundary of its domain and all others
-    are maximised again, `(2, p)` for the lower and the upper end, `sides` saying which domains have one; and
-    the point with those parameters there that lose nothing by it.
+    """The drop in log-likelihood, in nats, if a parameter is moved to the lower or upper end of its domain
+    and all others are maximised again, `(2, p)`; and the point with all parameters at a boundary that lose
+    nothing there. `sides` marks the finite ends.
 
-    A free parameter is infinite on its boundary, and uncertain near it: only those are tried.
+    A free parameter is infinite on its boundary and has a large standard error near it, so only uncertain
+    parameters are tried.
     """
     falls = np.full((2, len(free)), np.inf)
     uncertain = conditional_errors(information) > UNCERTAIN
@@ -139,7 +140,7 @@ def falls_at_boundary(
         value, slope = total(moved)
         inner = information[np.ix_(others, others)]
         root = _inverse_root(inner)
-        falls[end, i] = top - value - 0.5 * np.sum((slope[others] @ root) ** 2)  # after a step of Newton's
+        falls[end, i] = top - value - 0.5 * np.sum((slope[others] @ root) ** 2)  # after one Newton step
         if not falls[end, i] < FAR_BELOW:
             continue
         rest = restricted(total, moved, others)
@@ -150,20 +151,20 @@ def falls_at_boundary(
     return falls, free
 
 
-LOST = 1e-3  # nats, to which a profile follows the others' maximum
-FURTHER = 15.0  # standard errors, how far an interval is looked for
-ABOVE = 0.01  # nats, by which no point of a profile may lie above the maximum
+LOST = 1e-3  # nats, accuracy of the maximum over the other parameters in a profile
+FURTHER = 15.0  # maximum distance of an interval's end, in standard errors
+ABOVE = 0.01  # nats, by which a profile may exceed the maximum
 
 
 def profile_interval(
     total: Total, free: np.ndarray, information: np.ndarray, falls: np.ndarray, place: int, level: float
 ) -> tuple[float, float]:
-    """Where the log-likelihood, maximal in all other parameters, has fallen by half of χ²'s quantile: a
-    confidence interval of a free parameter (Venzon & Moolgavkar 1988). Infinite on a side where it does not
-    fall so far.
+    """Profile-likelihood interval of a free parameter: the points at which the log-likelihood, maximised over
+    all other parameters, has dropped by half the χ² quantile (Venzon & Moolgavkar 1988). An end is infinite
+    if the drop is too small on that side.
 
-    `falls` `(2, p)` says by how much it falls at the ends of the parameters' domains. Parameters on a
-    boundary stay there. For one of them twice the fall is χ² with probability ½, else zero (Chernoff 1954).
+    `falls` `(2, p)` are the drops at the ends of the domains. Parameters on a boundary stay there. For a
+    parameter on its boundary, twice the drop is χ² with probability ½, else zero (Chernoff 1954).
     """
     top, sides = total(free)[0], np.min(falls, axis=0) < LOSS
     others = (np.arange(len(free)) != place) & ~sides
@@ -174,12 +175,12 @@ def profile_interval(
     else:
         inside = np.append(np.flatnonzero(others), place)
         inverse = np.linalg.inv(information[np.ix_(inside, inside)])
-        follow = inverse[:-1, -1] / inverse[-1, -1]  # how the others move with it
+        follow = inverse[:-1, -1] / inverse[-1, -1]  # change of the other parameters with this one
         error = float(np.sqrt(inverse[-1, -1]))
     edge = float(np.sqrt(scipy.stats.chi2.ppf(level, 1)))
 
     def beyond(distance: float) -> float:
-        """The signed root of twice the fall, less the edge's, at some distance in standard errors."""
+        """The signed root of twice the drop, less its critical value, at a distance in standard errors."""
         at = free.copy()
         at[place] += distance * error
         at[others] += distance * error * follow
@@ -200,7 +201,7 @@ def profile_interval(
 
 
 def _root(beyond: Callable[[float], float], start: float) -> float:
-    """The zero of a function that grows away from 0, near `start`."""
+    """The zero near `start` of a function that increases away from 0."""
     inside, outside = 0.0, start
     while beyond(outside) < 0:
         inside, outside = outside, 1.5 * outside
@@ -213,11 +214,11 @@ SIMULATIONS = 2000
 
 
 def boundary_p_value(statistic: float, more: int, on_boundary: int) -> float:
-    """P(LR > statistic) for `more` further parameters, some of which are on the boundary of their domain
-    under the simpler model.
+    """P(LR > statistic) for `more` additional parameters, some of which lie on the boundary of their domain
+    under the null hypothesis.
 
-    Each of those is estimated there with probability ½, so that LR has a mixture of χ² distributions with
-    binomial weights (Self & Liang 1987, case 9); exactly so if their estimates are not correlated.
+    Each of those is estimated on the boundary with probability ½, so LR has a mixture of χ² distributions
+    with binomial weights (Self & Liang 1987, case 9). This is exact if their estimates are uncorrelated.
     """
     tails = [_tail(statistic, more - on_boundary + k) for k in range(on_boundary + 1)]
     weights = [math.comb(on_boundary, k) / 2**on_boundary for k in range(on_boundary + 1)]
@@ -225,7 +226,7 @@ def boundary_p_value(statistic: float, more: int, on_boundary: int) -> float:
 
 
 def _tail(statistic: float, degrees: int) -> float:
-    """Of a χ² distribution; with no degrees of freedom it is zero."""
+    """Survival function of a χ² distribution; with zero degrees of freedom the variable is zero."""
     return float(scipy.stats.chi2.sf(statistic, degrees)) if degrees else float(statistic <= 0)
 
 
@@ -233,9 +234,9 @@ def unit_root_p_value(statistic: float, steps: Transition, mu: float, sigma: flo
     """P(LR > statistic) for an Ornstein–Uhlenbeck process against Brownian motion with drift μ and noise σ,
     by simulation.
 
-    Without mean reversion the regression of increments on values has the distribution of Dickey & Fuller
-    (1979), not χ². The ratio is n log(S₀/S₁), with S the sums of squared residuals of the increments of
-    simulated series, regressed on dt and on dt and x dt, each divided by √dt.
+    Without mean reversion, the regression of increments on values has the Dickey–Fuller (1979) distribution
+    instead of χ². The statistic is n log(S₀/S₁), where S₀ and S₁ are residual sums of squares of simulated
+    increments, regressed on dt, and on dt and x dt, all divided by √dt.
     """
     dt = np.asarray(steps.dt)
     starts = np.flatnonzero(np.append(True, np.asarray(steps.start[1:] != steps.end[:-1]).any(axis=1)))
@@ -243,7 +244,7 @@ def unit_root_p_value(statistic: float, steps: Transition, mu: float, sigma: flo
     noise = generator.normal(size=(SIMULATIONS, len(dt)))
     moves = mu * dt + sigma * np.sqrt(dt) * noise
     before = np.cumsum(moves, axis=1) - moves
-    before -= np.repeat(before[:, starts], np.diff(np.append(starts, len(dt))), axis=1)  # each series from 0
+    before -= np.repeat(before[:, starts], np.diff(np.append(starts, len(dt))), axis=1)  # start at 0
     root = np.sqrt(dt)
     y = moves / root
     y = y - np.outer(y @ root, root) / (root @ root)

@@ -1,4 +1,4 @@
-"""Draws of one transition: exact where its distribution is known, otherwise in linearised steps."""
+"""Simulation of transitions: exact if the distribution has a closed form, else in linearised steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from ..sde import AbstractSDE
 from ..transition import AbstractCoordinates, Effort, Ends, Transition
 from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition, linear_step
 
-FIRST_STEPS, MAX_STEPS = 2, 1024  # of each transition
+FIRST_STEPS, MAX_STEPS = 2, 1024  # per transition
 
 
 def draw(
@@ -27,7 +27,7 @@ def draw(
     num_steps: Array,
     key: PRNGKeyArray,
 ) -> Array:
-    """The state `(d,)` a span dt after x; NaN if it left the state space."""
+    """A draw of the state `(d,)` at time dt after x; NaN if it left the state space."""
     known = exact_transition(sde, x, dt)
     if known is not None:
         return known.sample(key)
@@ -43,11 +43,11 @@ def draw(
 def short_transition(
     sde: AbstractSDE, coordinates: AbstractCoordinates, x: Array, time: Array, dt: Array
 ) -> AbstractDistribution:
-    """How the state is distributed a short span dt after x.
+    """The distribution of the state a short time dt after x.
 
-    That of the linear SDE with noise σ(y) and drift f(y) + Df(y)(Y − y) + (∂f/∂t + ½ Σⱼ D²f(y)[σⱼ, σⱼ]) t in
-    coordinates (Ozaki 1992, Shoji & Ozaki 1998): stable however fast the SDE contracts, exact if it is
-    linear, and else right to the first order in dt, or to the second if its noise is even.
+    Local linearisation (Ozaki 1992, Shoji & Ozaki 1998): in coordinates, the linear SDE with noise σ(y) and
+    drift f(y) + Df(y)(Y − y) + (∂f/∂t + ½ Σⱼ D²f(y)[σⱼ, σⱼ]) t. It is stable for stiff SDEs and exact for
+    linear ones. Otherwise it is of first order in dt, or second if the noise is additive.
     """
     own = sde.short_transition(x, dt) if isinstance(sde, AbstractNamedSDE) else None
     if own is not None:
@@ -57,7 +57,7 @@ def short_transition(
     noise = fields(time, y)[1]
 
     def drift(t: Array, y: Array) -> Array:
-        """Itô's: with ½ Σⱼ Dσⱼ σⱼ in it."""
+        """The Itô drift, including ½ Σⱼ Dσⱼ σⱼ."""
         value, noise = fields(t, y)
         along = lambda j: jax.jvp(lambda y: fields(t, y)[1][:, j], (y,), (noise[:, j],))[1]
         return value + 0.5 * sum(along(j) for j in range(noise.shape[1]))
@@ -69,7 +69,7 @@ def short_transition(
     value, later = jax.jvp(lambda t: drift(t, y), (time,), (jnp.ones_like(time),))
     later = later + 0.5 * jnp.sum(jax.vmap(second, in_axes=1)(noise), axis=0)
     rate = jax.jacfwd(lambda y: drift(time, y))(y)
-    # Where paths part faster than in one step, the line does not hold: its slope is bounded there.
+    # If paths diverge within one step, linearisation is invalid, and the slope is clipped.
     growth = jnp.max(jnp.diag(rate) + jnp.sum(jnp.abs(rate), axis=1) - jnp.abs(jnp.diag(rate)))
     rate = rate - jnp.maximum(growth - 1 / dt, 0) * jnp.eye(y.size)
     mean, covariance = linear_step(rate, value, later, noise @ noise.T, dt)
@@ -77,14 +77,14 @@ def short_transition(
 
 
 def is_known(sde: AbstractSDE, x: Array) -> bool:
-    """Whether transitions from states like x `(d,)` are known exactly."""
+    """Whether transitions from states like x `(d,)` are exact."""
     return eqx.filter_eval_shape(exact_transition, sde, x, jnp.ones((), x.dtype)) is not None
 
 
 def refined(run: Callable[[Array], Any], change: Callable[[Any, Any], float], limit: float) -> Any:
-    """`run(num_steps)` with steps halved until that changes the result by less than `limit`, a probability.
+    """`run(num_steps)` with steps halved until the result, a probability, changes by less than `limit`.
 
-    There is a warning if 1024 steps are not enough.
+    Warns if 1024 steps are not enough.
     """
     steps, new, moved = FIRST_STEPS, run(jnp.asarray(FIRST_STEPS)), np.inf
     while steps < MAX_STEPS:
@@ -94,16 +94,16 @@ def refined(run: Callable[[Array], Any], change: Callable[[Any, Any], float], li
         if moved < limit:
             return new
     warn(
-        f"simulated probabilities still change by {moved:.2g} at {steps} steps per transition: they are not "
-        f"reliable{see('long-transitions')}"
+        f"simulated probabilities still change by {moved:.2g} at {steps} steps per transition: the result is "
+        f"unreliable{see('long-transitions')}"
     )
     return new
 
 
 def warn_of_exits(exits: int, count: int) -> None:
-    """Warn of paths that left the state space."""
+    """Warn about paths that left the state space."""
     if exits:
         warn(
-            f"{exits} of {count} simulated paths left the state space, and are NaN from there on: the SDE "
+            f"{exits} of {count} simulated paths left the state space and are NaN from then on: the SDE "
             f"reaches its boundary{see('long-transitions')}"
         )

@@ -1,4 +1,4 @@
-"""Transition densities: log p(x₁ | x₀) of an SDE a span of time later, for many transitions at once."""
+"""Transition densities log p(x₁ | x₀) of an SDE, for many transitions at once."""
 
 import functools
 from typing import Any
@@ -38,15 +38,15 @@ from ..transition import (
 )
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck, exact_transition, expansion
 
-DOUBTFUL = 0.1  # nats, the error of a transition that is suspect
-TOLERANCE = 0.02  # nats, the error of paths beyond which another method takes over
-SHORT = 0.3  # the rate, times dt, below which paths need no check
+DOUBTFUL = 0.1  # nats, error above which a transition is suspect
+TOLERANCE = 0.02  # nats, error of weighted paths above which another method is used
+SHORT = 0.3  # rate times dt, below which paths need no check
 NEARLY_LINEAR = 0.05  # curvature below which paths need no check
-BENT = 0.45  # curvature above which paths around the likeliest one are not to be trusted
-UNSEEN = 0.2  # nats: times the squared curvature, an error that twice the effort may not show
-CONVERGED = 1e-3  # error, relative to p, of an expansion that is taken
-OF_BOX = 0.002  # nats, the error of a grid from its box, which its companion shares
-MAX_STARTS = 64  # different starts and spans that are solved one by one
+BENT = 0.45  # curvature above which paths around the most likely one are unreliable
+UNSEEN = 0.2  # nats per squared curvature: an error that doubling the effort may not show
+CONVERGED = 1e-3  # relative error of an expansion that is accepted
+OF_BOX = 0.002  # nats, error from the box of a grid, which the refined grid shares
+MAX_STARTS = 64  # maximum number of different starts and time steps solved one by one
 
 
 def transition_log_prob(
@@ -61,22 +61,22 @@ def transition_log_prob(
     effort: Effort | None = None,
     coordinates: AbstractCoordinates | None = None,
 ) -> Array:
-    """log p(x₁ at t₀ + dt | x₀ at t₀), batched.
+    """Log transition density log p(x₁ at t₀ + dt | x₀ at t₀), batched.
 
-    Exact where the SDE knows its transitions and `exact` is True; else by weighted paths from x₀ to x₁. Where
-    a span is too long for them, the Fokker–Planck equation is solved from x₀ on in one or two dimensions.
-    Else the density after a first part of the span (`rf.transition.ShortTime`) is the base of a flow over the
-    rest.
-    There is a warning where the error is still above 0.1: `rf.transition_estimate` has the errors.
+    Exact if the SDE has a closed form and `exact` is True; otherwise estimated with weighted paths from x₀ to
+    x₁. If dt is too long for paths, the Fokker–Planck equation is solved from x₀ in one or two dimensions; in
+    more dimensions, the density after a first part of dt (`rf.transition.ShortTime`) is the base of a flow
+    over the rest. A warning is raised if the error is still above 0.1; `rf.transition_estimate` returns the
+    errors.
 
-    The same key gives the same random numbers whatever the parameters of the SDE, so that a likelihood is
-    smooth in them. It may be differentiated. Inside `jax.jit` or `jax.grad` no error can be looked at: all
-    transitions are by paths, those that are too long too.
+    The same key gives the same random numbers for all parameters of the SDE, so that a likelihood is smooth
+    in the parameters and differentiable. Under `jax.jit` or `jax.grad` errors cannot be checked: all
+    transitions use paths, however long dt is.
 
-    **Arguments:** `x0` and `x1` of shape `(..., d)`; `dt` and `t0` numbers, or arrays of the batch shape;
-    `effort`, for paths only, how much work goes into those of each transition; if None it is chosen from how
-    fast the drift changes over dt; `coordinates`, the variables to solve in, those of a named SDE or the
-    states themselves if None.
+    **Arguments:** `x0` and `x1` of shape `(..., d)`; `dt` and `t0` numbers or arrays of the batch shape;
+    `effort`, the work per transition (paths only), by default chosen from the rate of change of the drift
+    over dt; `coordinates`, the variables to solve in, by default those of a named SDE or the states
+    themselves.
 
     ```python
     import jax, jax.numpy as jnp
@@ -88,7 +88,7 @@ def transition_log_prob(
     ```
     """
     options = {"t0": t0, "exact": exact, "effort": effort, "coordinates": coordinates}
-    # Errors of a part of another program would be lost.
+    # Inside a traced program, errors cannot be reported.
     traced = any(is_traced(leaf) for leaf in jax.tree.leaves((sde, x0, x1, dt, t0)))
     estimate = _estimate(sde, x0, x1, dt, key=key, checked=not traced, **options)
     if not is_traced(estimate.log_prob) and estimate.warning is not None:
@@ -108,12 +108,13 @@ def transition_estimate(
     effort: Effort | None = None,
     coordinates: AbstractCoordinates | None = None,
 ) -> Estimate:
-    """As `rf.transition_log_prob`, with the error of each number: an `rf.Estimate`.
+    """Log transition densities with their errors: an `rf.Estimate` with the arguments of
+    `rf.transition_log_prob`.
 
-    `method` is "exact", also for an expansion that has converged, "modes" for paths around the likeliest one,
-    "grid" for the Fokker–Planck equation, or that of a flow's estimate. `truncation_error` is the change with
-    twice the effort, with an allowance for other ways to x₁ and for paths by way of a boundary. `unmet` and
-    `suspect` where the total error is above 0.1.
+    `method` is "exact" (also for a converged expansion), "modes" (paths around the most likely one), "grid"
+    (the Fokker–Planck equation), or the method of a flow's estimate. `truncation_error` is the change when
+    the effort is doubled, plus an allowance for other modes and for paths that touch a boundary. `unmet` and
+    `suspect` mark total errors above 0.1.
 
     ```python
     import jax, jax.numpy as jnp
@@ -164,7 +165,7 @@ def _estimate(
 
 
 def _broadcast(x0: ArrayLike, x1: ArrayLike, dt: ArrayLike, t0: ArrayLike) -> tuple[tuple, Transition]:
-    """The batch shape, and all transitions in one row."""
+    """The batch shape, and all transitions flattened."""
     check_positive("dt", dt)
     finite_array("t0", t0)
     start, end = (jnp.asarray(as_real(name, x), float) for name, x in (("x0", x0), ("x1", x1)))
@@ -189,7 +190,7 @@ def _by_paths(
     checked: bool,
     expanded: tuple[Array, Array] | None,
 ) -> Estimate:
-    """By weighted paths, or by an expansion where that has converged."""
+    """Estimate with weighted paths, or with an expansion that has converged."""
     converged = jnp.zeros(len(many.dt), bool) if expanded is None else expanded[1] < CONVERGED
     if expanded is not None and not is_traced(converged) and bool(jnp.all(converged)):
         return Estimate.of(expanded[0], "exact", solver_error=expanded[1])
@@ -213,14 +214,14 @@ def _by_paths(
 
 
 def where(condition: Array, one: Estimate, other: Estimate) -> Estimate:
-    """An estimate from two, point by point."""
+    """Choose between two estimates, point by point."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
 def _where_too_long(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, found: Estimate
 ) -> Estimate:
-    """With those transitions that paths do not know well solved from their starts on."""
+    """Replace inaccurate path estimates by solutions from the start on."""
     poor = np.flatnonzero(~(np.asarray(found.total_error) <= TOLERANCE))
     if not poor.size:
         return found
@@ -241,7 +242,7 @@ def _where_too_long(
 def _from_point(
     sde: AbstractSDE, coordinates: AbstractCoordinates, some: Transition, key: PRNGKeyArray
 ) -> Estimate:
-    """Of transitions from one start over one span, solved in coordinates."""
+    """Transitions from one start over one time step, solved in coordinates."""
     inner = InCoordinates(sde, coordinates, some.time[0])
     start, ends = coordinates.from_state(some.start[0]), jax.vmap(coordinates.from_state)(some.end)
     flow = StochasticFlow(inner, Normal(start), t1=float(some.dt[0]))
@@ -254,7 +255,7 @@ def _from_point(
 
 @functools.partial(jit, level=1)
 def expansions(sde: AbstractSDE, many: Transition) -> tuple[Array, Array] | None:
-    """log p of many transitions by expansions, and their errors; None if the SDE has none."""
+    """Log-densities by expansions, and their errors; None if the SDE has no expansion."""
     return jax.vmap(lambda step: expansion(sde, step.start, step.end, step.dt))(many)
 
 
@@ -276,13 +277,13 @@ def check_effort(effort: Any) -> None:
 def check_no_memory(sde: Any) -> None:
     if isinstance(sde, FractionalOrnsteinUhlenbeck):
         raise TypeError(
-            f"transitions need Brownian motion, and {type(sde).__name__} has memory: rf.fit_sde takes the "
-            "series as a whole" + see("other-drivers")
+            f"transition densities require Brownian motion, but {type(sde).__name__} has memory: "
+            f"use rf.fit_sde{see('other-drivers')}"
         )
 
 
 def check_inside(coordinates: AbstractCoordinates, many: Transition) -> None:
-    """Refuse states outside the state space. Traced values pass."""
+    """Refuse states outside the state space. Traced values are not checked."""
     if is_traced(many.start) or is_traced(many.end):
         return
     for name, x in (("x0", many.start), ("x1", many.end)):
@@ -290,13 +291,13 @@ def check_inside(coordinates: AbstractCoordinates, many: Transition) -> None:
         if not inside.all():
             row = int(np.argmin(inside))
             raise ValueError(
-                f"{name} has a value outside the state space, first {np.asarray(x[row])} in row {row}"
+                f"{name} has values outside the state space; the first is {np.asarray(x[row])} in row {row}"
             )
 
 
 @functools.partial(jit, level=1)
 def exact_log_probs(sde: AbstractSDE, many: Transition) -> Array | None:
-    """The densities of many transitions, if the SDE knows them."""
+    """Exact log-densities of many transitions, or None."""
 
     def one(step: Transition) -> Array | None:
         known = exact_transition(sde, step.start, step.dt)
@@ -314,7 +315,8 @@ def full_errors(
     value: Array,
     error: Array,
 ) -> Array:
-    """Errors `(N,)` of log-densities by paths: the Monte Carlo `error` and what `_checked` adds."""
+    """Errors `(N,)` of log-densities estimated with paths: the Monte Carlo `error` plus those of
+    `_checked`."""
     error = jnp.hypot(error, _checked(sde, coordinates, many, key, effort, value)[1])
     expanded = expansions(sde, many)
     if expanded is not None:
@@ -330,8 +332,8 @@ def _checked(
     effort: Effort,
     value: Array,
 ) -> tuple[Array, Array]:
-    """Better values, and errors that paths do not know of: how far twice the effort moves the values, unless
-    spans are short, the share of paths by way of a boundary, and an allowance for other ways to x₁."""
+    """Refined values, and errors beyond Monte Carlo: the change when the effort is doubled (unless dt is
+    short), the fraction of paths that touch a boundary, and an allowance for other modes."""
     bend = _curvatures(sde, coordinates, many)
     other = UNSEEN * bend**2 + _boundary_shares(sde, coordinates, many)
     other = jnp.where(bend > BENT, jnp.maximum(other, DOUBTFUL), other)

@@ -1,4 +1,4 @@
-"""Stage 8, density estimation for tables: `fit_density` and the model that it returns."""
+"""Stage 8, density estimation for tabular data: `fit_density` and the model that it returns."""
 
 from ._closed_form import Marginals as Marginals
 from ._estimate_chunks import estimate_chunks as estimate_chunks

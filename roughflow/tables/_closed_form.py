@@ -1,4 +1,4 @@
-"""Densities in closed form: the Gaussian of a table, and monotone maps that make columns nearly normal."""
+"""Densities in closed form: Gaussians, and monotone maps that make columns nearly normal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from .._checks import is_traced
 from ..faq import see
 from ..train import LEAVE_ONE_OUT, Links, folds, mean_and_error
 
-RIDGE = 1e-6  # added to correlations: nearly dependent columns are still told apart
+RIDGE = 1e-6  # added to correlations, so that nearly dependent columns stay distinguishable
 SHRINKAGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
-ROWS_WITHOUT_SHRINKAGE = 30  # rows per column from which correlations are not shrunk
+ROWS_WITHOUT_SHRINKAGE = 30  # rows per column above which correlations are not shrunk
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """x = m + M u with u ~ N(0, I), of which the last `context` coordinates are given: M is block upper
-    triangular, so that the own coordinates follow the linear regression on those."""
+    """A Gaussian x = m + M u with u ~ N(0, I), conditional on the last `context` coordinates. M is block
+    upper triangular, so that the modelled coordinates follow a linear regression on the given ones."""
 
     loc: np.ndarray
     matrix: np.ndarray
     context: int = 0
 
     def log_prob(self, rows: np.ndarray) -> np.ndarray:
-        """log p(own | given) of each row."""
+        """log p(modelled | given) of each row."""
         own = len(self.loc) - self.context
         unit = np.linalg.solve(self.matrix, (rows - self.loc).T)[:own]
         log_scale = np.sum(np.log(np.diagonal(self.matrix)[:own]))
@@ -40,11 +40,11 @@ class Gaussian:
     def of(
         rows: np.ndarray, context: int = 0, shrinkage: float = 0.0, count: int | None = None
     ) -> "Gaussian":
-        """With the mean and the covariance of the rows.
+        """The Gaussian with the mean and covariance of the rows.
 
-        `shrinkage` λ moves the correlations R to (1 − λ) R + λ I. With a `count` n of distinct rows, the
-        covariance is (n + 1)/(n − k − 2) times as large, k = 1 + (1 − λ)(D − 1): among the multiples of the
-        sample covariance of normal rows, λ = 0, this one has the highest expected log-density of a new row.
+        `shrinkage` λ replaces the correlations R by (1 − λ) R + λ I. With a `count` n of distinct rows, the
+        covariance is multiplied by (n + 1)/(n − k − 2), k = 1 + (1 − λ)(D − 1). For normal rows and λ = 0,
+        this factor maximises the expected log-density of a new row.
         """
         loc, scale, correlation = moments(rows)
         size, own = len(loc), len(loc) - context
@@ -63,7 +63,7 @@ class Gaussian:
 
     @staticmethod
     def shrunk(rows: np.ndarray, links: Links, context: int = 0) -> "Gaussian":
-        """For the prediction of new rows: widened, with the shrinkage that cross-validation finds best."""
+        """The predictive Gaussian: widened, with shrinkage chosen by cross-validation."""
         size, best = rows.shape[1], 0.0
         if size > 1 and links.distinct < ROWS_WITHOUT_SHRINKAGE * size:
             score = np.zeros(len(SHRINKAGES))
@@ -76,7 +76,7 @@ class Gaussian:
 
 
 def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The means and standard deviations of the columns, 1 where one is constant, and their correlations."""
+    """Means and standard deviations of the columns (1 if constant), and their correlations."""
     loc, scale = rows.mean(axis=0), rows.std(axis=0)
     scale = np.where(_constant(rows, loc, scale), 1.0, scale)
     unit = (rows - loc) / scale
@@ -88,12 +88,12 @@ def _constant(rows: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> np.ndarra
 
 
 def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
-    """Refuse columns that are constant, or that depend linearly on others. Fewer rows than columns do not
-    tell which do."""
+    """Refuse constant or linearly dependent columns. With fewer rows than columns, dependence cannot be
+    tested."""
     label = lambda i: repr(names[i]) if names else str(i)
     still = np.flatnonzero(_constant(rows, rows.mean(axis=0), rows.std(axis=0)))
     if still.size:
-        told = f"column {label(still[0])} is constant: its distribution has no density; leave it out"
+        told = f"column {label(still[0])} is constant, so it has no density: drop it"
         raise ValueError(told + see("no-density"))
     size = rows.shape[1]
     if len(rows) <= size:
@@ -103,25 +103,26 @@ def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
         weights = np.abs(vectors[:, 0])
         involved = [label(i) for i in np.flatnonzero(weights > 0.05 * weights.max())]
         raise ValueError(
-            f"columns {', '.join(involved)} are linearly dependent, so their distribution has no density: "
-            "leave one of them out" + see("no-density")
+            f"columns {', '.join(involved)} are linearly dependent, so they have no joint density: "
+            "drop one of them" + see("no-density")
         )
 
 
-KNOT_COUNTS = (4, 8, 16, 32, 64, 128)  # of knots, tried in this order
-MIN_ROWS_PER_KNOT = 8  # at least, for each knot
-MIN_STANDARD_ERRORS = 2.0  # standard errors by which more knots must be better
-MIN_KNOT_DISTANCE = 1e-7  # standard deviations between two knots, at least
+KNOT_COUNTS = (4, 8, 16, 32, 64, 128)  # candidate numbers of knots, in this order
+MIN_ROWS_PER_KNOT = 8  # minimum, per knot
+MIN_STANDARD_ERRORS = 2.0  # improvement, in standard errors, that justifies more knots
+MIN_KNOT_DISTANCE = 1e-7  # minimum distance between two knots, in standard deviations
 
 
 class Marginals(eqx.Module):
-    """u = g(x), a monotone map of each column: splines of rational quadratics between knots (Gregory &
-    Delbourgo 1982; Durkan et al. 2019), straight lines beyond them. A column with bounds a or b is first
-    taken to the whole line, by log(x − a), −log(b − x), or log (x − a)/(b − x).
+    """Monotone maps u = g(x), one per column: rational-quadratic splines between knots (Gregory & Delbourgo
+    1982; Durkan et al. 2019), linear beyond them. A column with bounds a or b is first mapped to the real
+    line by log(x − a), −log(b − x), or log (x − a)/(b − x).
 
-    **Arguments:** the knots' `x` and `u`, both increasing, and the `slope` of g there, `(d, K)` each; the
-    bounds `lower` and `upper`, `(d,)` each, infinite where there are none, or None. `rf.fit_density` finds
-    them: where knots are quantiles of a column and u those of a normal distribution, g(x) is nearly normal.
+    **Arguments:** the knots `x` and `u`, both increasing, and the `slope` of g there, `(d, K)` each; the
+    bounds `lower` and `upper`, `(d,)` each, infinite or None if there are none. `rf.fit_density` chooses
+    them: with knots x at quantiles of a column and u at those of a normal distribution, g(x) is nearly
+    normal.
 
     ```python
     import numpy as np
@@ -134,7 +135,7 @@ class Marginals(eqx.Module):
     ```
     """
 
-    x: np.ndarray  # in double precision, as what standardises
+    x: np.ndarray  # double precision, like the standardisation
     u: np.ndarray
     slope: np.ndarray
     lower: np.ndarray | None = None
@@ -148,11 +149,11 @@ class Marginals(eqx.Module):
             shapes = ", ".join(str(np.shape(part)) for part in knots)
             raise ValueError(f"x, u and slope must have one shape (d, K), K at least 2, got {shapes}")
         if not (np.all(np.diff(self.x) > 0) and np.all(np.diff(self.u) > 0) and np.all(self.slope > 0)):
-            raise ValueError("the knots' x and u must increase, and the slopes be positive")
+            raise ValueError("x and u must increase, and slope must be positive")
 
     def forward(self, x: Array | np.ndarray) -> tuple[Any, Any]:
-        """u and log g′(x) of rows `(..., d)`: in NumPy's double precision where x is known. Out of
-        bounds log g′ is −∞."""
+        """u and log g′(x) of rows `(..., d)`, in NumPy double precision if x is concrete. log g′ is −∞
+        outside the bounds."""
         xp = jnp if is_traced(x) or is_traced(self.x) else np
         x = xp.asarray(x) if xp is jnp else np.asarray(x, np.float64)
         if self.lower is None or self.upper is None:
@@ -173,7 +174,7 @@ class Marginals(eqx.Module):
         return u, xp.log(xp.where(inside, (mean / below) ** 2 * rise, end.slope))
 
     def inverse(self, u: Array) -> Array:
-        """x, from a quadratic equation between two knots."""
+        """x from u, by solving a quadratic equation between two knots."""
         low, high, inside = self._pieces(jnp, u, self.u)
         mean = (high.u - low.u) / (high.x - low.x)
         y = jnp.where(inside, u - low.u, 0.5 * (high.u - low.u))
@@ -203,12 +204,12 @@ class Marginals(eqx.Module):
 
 
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
-    """x taken to the whole line, and the logarithm of the slope; a row out of bounds has a slope of zero, at
-    some place."""
+    """x mapped to the real line, and the log-slope; rows outside the bounds have slope zero and a dummy
+    value."""
     lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
     above, below = np.isfinite(lower), np.isfinite(upper)
     out = (x <= lower) | (x >= upper)
-    # What is not taken must be finite too, and so must its derivative.
+    # The branch that is not selected must also have finite derivatives.
     left = xp.where(above & ~out, x - np.where(above, lower, 0), 1)
     right = xp.where(below & ~out, np.where(below, upper, 0) - x, 1)
     moved = xp.where(above | below, xp.log(left) - xp.log(right), x)
@@ -217,7 +218,7 @@ def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[An
 
 
 def _bounded(x: Array, lower: np.ndarray, upper: np.ndarray) -> Array:
-    """Back from the whole line."""
+    """The inverse map, from the real line."""
     lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
     above, below = np.isfinite(lower), np.isfinite(upper)
     low, high = (jnp.asarray(np.where(np.isfinite(b), b, 0), x.dtype) for b in (lower, upper))
@@ -242,9 +243,9 @@ def fit_marginals(
     bounds: tuple[np.ndarray, np.ndarray] | None = None,
     links: Links | None = None,
 ) -> Marginals | None:
-    """Maps for the first `own` columns, with as many knots each as cross-validation bears out. Straight ones
-    if they gain less than `least` nats per column over a normal distribution without them, in the median row:
-    a few rows far out must not decide alone. None if there is nothing to map."""
+    """Maps of the first `own` columns, with cross-validated numbers of knots. They are linear if they gain
+    less than `least` nats per column over a normal distribution in the median row, so that a few outliers
+    cannot decide. None if there is nothing to map."""
     links = Links.of(rows) if links is None else links
     if bounds is not None:
         moved = unbounded(np, rows[:, :own], *bounds)[0]
@@ -268,20 +269,20 @@ def _together(rows: np.ndarray, counts: list[int]) -> Marginals:
 
 
 def _knots(column: np.ndarray, count: int) -> _Knot:
-    """Knots at quantiles; with none, a straight line."""
+    """Knots at quantiles; without knots, a linear map."""
     loc, scale = column.mean(), column.std() or 1.0
     if count == 0:
         return _Knot(loc + scale * np.array([-1.0, 1.0]), np.array([-1.0, 1.0]), np.full(2, 1 / scale))
     levels = np.arange(1, count + 1) / (count + 1)
     x = np.quantile(column, levels, method="hazen")
-    # Where values repeat, quantiles do: one knot for all of them.
+    # Repeated values give equal quantiles: use one knot for them.
     apart = np.flatnonzero(np.diff(x, prepend=-np.inf) > MIN_KNOT_DISTANCE * scale)
     if len(apart) < 2:
         return _knots(column, 0)
     x, u = x[apart], scipy.special.ndtri(levels[apart])
     width, mean = np.diff(x), np.diff(u) / np.diff(x)
     slope = np.empty(len(x))
-    # The geometric mean of both sides' slopes, weighted by the other side's width: monotone, and smooth.
+    # Weighted geometric mean of the slopes on both sides: monotone and smooth.
     slope[1:-1] = np.exp(
         (width[1:] * np.log(mean[:-1]) + width[:-1] * np.log(mean[1:])) / (width[1:] + width[:-1])
     )
@@ -291,8 +292,8 @@ def _knots(column: np.ndarray, count: int) -> _Knot:
 
 
 def _tail(level: float, beyond: np.ndarray, otherwise: float) -> float:
-    """The slope with which the values beyond the last knot are as far from it, on average, as a normal
-    distribution's beyond `level`."""
+    """The slope beyond the last knot, such that the mean distance of values from it is that of a normal
+    distribution beyond `level`."""
     beyond = beyond[beyond > 0]
     if not beyond.size:
         return otherwise
@@ -301,7 +302,7 @@ def _tail(level: float, beyond: np.ndarray, otherwise: float) -> float:
 
 
 def _padded(knots: _Knot, most: int) -> _Knot:
-    """More knots, on the straight line beyond the last."""
+    """Additional knots on the line beyond the last."""
     step = np.arange(1, most - len(knots.x) + 1)
     x = knots.x[-1] + step * (knots.x[-1] - knots.x[0])
     u = knots.u[-1] + knots.slope[-1] * (x - knots.x[-1])
@@ -313,7 +314,8 @@ def _padded(knots: _Knot, most: int) -> _Knot:
 
 
 def _count(column: np.ndarray, links: Links) -> int:
-    """How many knots are clearly better than fewer, by the log-likelihood of rows left out; 0 for none."""
+    """The number of knots that is significantly better than fewer, by cross-validated log-likelihood; 0 for
+    none."""
     parts = folds(links.labels)
 
     def score(count: int) -> np.ndarray:
@@ -343,7 +345,8 @@ def _log_density(u: Any) -> Any:
 
 
 def _gain(train: np.ndarray, test: np.ndarray, counts: list[int]) -> np.ndarray:
-    """What the maps add to the log-density of a normal distribution, for each row of `test`."""
+    """The change in log-density due to the maps, relative to a normal distribution, for each row of
+    `test`."""
     marginals, own = _together(train, counts), len(counts)
 
     def mapped(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

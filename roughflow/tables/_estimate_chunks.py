@@ -1,4 +1,4 @@
-"""Estimates of more points than fit in memory: chunk by chunk, on one device or on several."""
+"""Estimates of more points than fit in memory, in chunks, on one or several devices."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from .._devices import Devices, DevicesLike
 from ..density import AbstractEstimator, Estimate, StochasticFlow
 from ._standardised import Standardised
 
-QUEUED_CHUNKS = 2  # chunks for each device that wait to be worked on, or to be asked for
+QUEUED_CHUNKS = 2  # chunks per device that are in progress or waiting
 
 
 def estimate_chunks(
@@ -28,22 +28,19 @@ def estimate_chunks(
     tolerance: float | None = None,
     max_paths: int = 2**16,
 ) -> Iterator[Estimate]:
-    """The estimates of chunks of points, one after the other: as many points as there are, in the memory that
-    a few chunks take.
+    """Yield the estimates of chunks of points, one after the other, in the memory of a few chunks.
 
-    Random numbers go by the key and by a chunk's place among the others: the number of devices does not
-    change them.
+    Random numbers depend on the key and the index of a chunk, not on the number of devices.
 
     **Arguments:**
 
-    - `model`: a flow, or what `rf.fit_density` fits; where that is conditional, what is given is in the last
-      columns of a chunk.
-    - `chunks`: of points, `(rows, dimension)`: a list, or an iterator that reads or makes them as it goes. A
-      few thousand rows each are good; of one size, for another compiles anew.
-    - `first`: the place of the first of these chunks among all, if some were done before: work that was cut
-      short goes on to the same numbers.
-    - `devices`: how many, or which: each chunk goes to the next of them.
-    - the rest as for `StochasticFlow.estimate`.
+    - `model`: a flow, or the result of `rf.fit_density`; for a conditional density, the last columns of a
+      chunk are the given ones.
+    - `chunks`: a list or an iterator of points `(rows, dimension)`. A few thousand rows each are efficient;
+      chunks of different sizes recompile.
+    - `first`: index of the first chunk, to continue an interrupted run with the same random numbers.
+    - `devices`: a number or a list of devices, which take turns.
+    - other arguments: as for `StochasticFlow.estimate`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -56,7 +53,7 @@ def estimate_chunks(
         print(estimate.log_prob)
     ```
     """
-    check_instance("model", model, StochasticFlow | Standardised, "a flow, or what rf.fit_density fits")
+    check_instance("model", model, StochasticFlow | Standardised, "a flow, or the result of rf.fit_density")
     check_instance("chunks", chunks, Iterable, "a list or an iterator of arrays (rows, dimension)")
     check_count("first", first, least=0)
     key = check_key(key)

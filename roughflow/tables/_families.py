@@ -19,7 +19,7 @@ FAMILIES: tuple[Family, ...] = ("gaussian", "marginals", "flow")
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A Gaussian of columns that are mapped one by one, or not at all."""
+    """A Gaussian of columns, each mapped by a monotone function or not at all."""
 
     maps: Marginals | None
     gaussian: Gaussian
@@ -36,7 +36,7 @@ class ClosedForm:
         return self.gaussian.log_prob(mapped) + log_slope
 
     def model(self, table: Table) -> Standardised:
-        """The same density as that of a flow that leaves N(0, I) as it is."""
+        """The same density as a flow with zero velocity from N(0, I)."""
         flow = velocity_flow(
             table.dimension, 1, 1, num_features=0, context=table.context, key=jax.random.key(0)
         )
@@ -56,17 +56,17 @@ def _mapped(maps: Marginals | None, rows: np.ndarray) -> tuple[np.ndarray, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Log-densities of rows that a density was not fitted to: with `cross`, of all rows of the `whole` table,
-    each fitted to the other folds; otherwise of the validation rows of the `split` one."""
+    """Log-densities of rows outside the training set: with `cross`, cross-validated on all rows of the
+    `whole` table; otherwise on the validation rows of the `split` one."""
 
     whole: Table
     split: Table
     cross: bool
-    own: bool  # whether the validation rows are the table's own
+    own: bool  # whether the validation rows were split off the table
 
     @property
     def table(self) -> Table:
-        """The rows that a density to return is fitted to."""
+        """The training rows of the final density."""
         return self.whole if self.cross else self.split
 
     @property
@@ -75,7 +75,7 @@ class Comparison:
         return HeldOut(self.split.held_out, self.split.held_out_labels, sample_gaussian(self.split))
 
     def values(self, fit: Callable[[Table], Any]) -> np.ndarray:
-        """For what `fit` makes of a table's training rows."""
+        """Log-densities of unseen rows under the density that `fit` returns for training rows."""
         if not self.cross:
             return fit(self.split).log_prob(self.split.held_out[:SCORED_ROWS])
         values = np.empty(len(self.whole.train))
@@ -85,7 +85,7 @@ class Comparison:
         return values
 
     def is_better(self, values: np.ndarray, others: np.ndarray) -> bool:
-        """Whether values are higher on average, by more than the standard error of the difference."""
+        """Whether the values are higher on average by more than one standard error of the difference."""
         gain, error = mean_and_error(values - others, self._labels)
         return bool(gain > error)
 
@@ -99,8 +99,8 @@ class Comparison:
 
 
 def sample_gaussian(table: Table) -> Any:
-    """The Gaussian with the mean and covariance of the rows; with no more rows than columns it has no density
-    anywhere."""
+    """The Gaussian with the mean and covariance of the rows, which has no density unless there are more rows
+    than columns."""
     singular = table.links.distinct <= table.train.shape[1]
     return _NoDensity() if singular else Gaussian.of(table.train, table.context)
 

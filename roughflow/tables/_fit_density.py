@@ -1,4 +1,4 @@
-"""From a table of numbers to a density."""
+"""Density estimation for a table."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ from ._stages import Sizes, Smoothed, Stages, UnitBatches, smoothed
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
-SAMPLED_ROWS = 100_000  # of a table on disk, from which moments and maps are computed
+SAMPLED_ROWS = 100_000  # of a table on disk, used for moments and maps
 
 
 def fit_density(
@@ -148,12 +148,12 @@ def fit_density(
     tables = (data, given, groups, columns, bounds or {}, rounding or {}, validation)
     source, whole, table = _tables(*tables, key_split)
     if noise == "best" and not len(table.held_out):
-        told = "the best noise is chosen on validation rows: set validation, to 0.1 say"
+        told = "noise='best' needs validation rows: set validation, for example to 0.1"
         raise ValueError(told + see("budgets-and-validation"))
     links = whole.links
     counts = (links.distinct, links.count) if source is None else (len(source),) * 2
     sizes = Sizes(counts[0], table.dimension, table.context, counts[1])
-    own = isinstance(validation, float | int)  # validation rows are some of the table's own
+    own = isinstance(validation, float | int)  # the validation rows were split off the table
     comparison = Comparison(whole, table, sizes.small and source is None, own)
     spread = sizes.noise(smoothing, outliers)
     free = family is None and steps is None and seconds is None
@@ -184,7 +184,7 @@ def _tables(
     validation: Any,
     key: PRNGKeyArray,
 ) -> tuple[ParquetTable | None, Table, Table]:
-    """The table on disk to draw batches from, if there is one; the rows; and these, split in two."""
+    """The table on disk to draw batches from (or None), the rows, and the same rows split in two."""
     source = None
     if isinstance(data, ParquetTable):
         columns = columns or data.columns
@@ -199,7 +199,7 @@ def _tables(
 
 @dataclasses.dataclass(frozen=True)
 class _Trainer:
-    """Trains a flow on the rows of a table, with settings that do not depend on them."""
+    """Trains flows on tables; the settings do not depend on the rows."""
 
     sizes: Sizes
     width: int
@@ -218,7 +218,7 @@ class _Trainer:
         likelihood_steps: int,
         *keys: PRNGKeyArray,
     ) -> FittedDensity:
-        """In both stages, to the training rows of a table, or to the batches of one on disk."""
+        """Train in both stages on the training rows of a table, or on batches of a table on disk."""
         table = comparison.split
         model = self.untrained(comparison.whole, table)
         if source is None:
@@ -233,7 +233,7 @@ class _Trainer:
         return FittedDensity(_with_flow(model, last.model), **parts, held_out=comparison.held_out)
 
     def fold(self, steps: int, key: PRNGKeyArray) -> Callable[[Table], Any]:
-        """A fit in one stage and so many steps, for cross-validation."""
+        """Train in one stage of `steps` steps, for cross-validation."""
 
         def fit(table: Table) -> _FoldModel:
             model = self.untrained(table, table)
@@ -252,8 +252,8 @@ class _Trainer:
         return fit
 
     def untrained(self, whole: Table, table: Table) -> Standardised:
-        """The normal distribution of the whole table, with a velocity yet to be learned, and maps of the
-        columns, where the training rows support them."""
+        """An untrained flow: the normal distribution of the whole table, with maps of the columns if the
+        training rows support them."""
         flow = velocity_flow(
             table.dimension,
             context=table.context,
@@ -272,26 +272,26 @@ class _FoldModel:
     model: Standardised
 
     def log_prob(self, rows: np.ndarray) -> np.ndarray:
-        """In batches of one size, so that folds of other sizes do not recompile."""
+        """Log-densities in batches of one size, so that folds of other sizes do not recompile."""
         size = 2 ** max(5, int(np.ceil(np.log2(len(rows)))))
         padded = rows[np.arange(size) % len(rows)]
         return HeldOut(padded, np.arange(size), None).values(self.model)[: len(rows)]
 
 
 def _with_flow(model: Standardised, flow: Any) -> Standardised:
-    # Probes are for training: a density is worth its exact divergence.
+    # Random probes are for training only; the final density uses the exact divergence.
     flow = eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
     return eqx.tree_at(lambda m: m.flow, model, flow)
 
 
 def _best_closed(comparison: Comparison, marginals: bool | None) -> tuple[Family, np.ndarray]:
-    """A Gaussian, or one of mapped columns where it is better, and its log-densities."""
+    """A Gaussian, or one of mapped columns if it is better, and its log-densities."""
     fits = {name: partial(ClosedForm.of, name) for name in FAMILIES if name != "flow"}
     if marginals is not None:
         name = "marginals" if marginals else "gaussian"
         return name, comparison.values(fits[name])
     values = comparison.values(fits["gaussian"])
-    # Of many rows a flow learns the marginals too, and maps take long to choose.
+    # With many rows a flow learns the marginals too, and maps take long to choose.
     mapped = comparison.values(fits["marginals"]) if comparison.cross else values
     return ("marginals", mapped) if comparison.is_better(mapped, values) else ("gaussian", values)
 
@@ -329,7 +329,7 @@ def _compared(
     regression = fitted.stages["regression"]
     try:
         if comparison.cross and regression.best_step == 0:
-            values = others  # nothing was learned
+            values = others  # the flow has learned nothing
         elif comparison.cross:
             values = comparison.values(trainer.fold(regression.loss.size, trainer.key))
         else:
@@ -347,11 +347,11 @@ def _compared(
 def _sampled(
     table: ParquetTable, given: Any, groups: Any, validation: Any, key: PRNGKeyArray
 ) -> tuple[ParquetTable, np.ndarray, np.ndarray | None, Any]:
-    """The table to draw batches from, some of its rows, in place of all of them, and validation rows."""
+    """The table to draw batches from, a subset of its rows for moments, and validation rows."""
     if given is not None:
-        raise ValueError("given goes with an array: rf.tables.ParquetTable(path, given=[...]) names columns")
+        raise ValueError("for a table on disk, use rf.tables.ParquetTable(path, given=[...])")
     if groups is not None:
-        raise ValueError("groups goes with an array: read the table into memory, or pass validation rows")
+        raise ValueError("groups does not support tables on disk: load the table, or pass validation rows")
     own = len(table.columns) - table.context
     parts = lambda rows: (rows[:, :own], rows[:, own:] if table.context else None)
     if isinstance(validation, float | int):
@@ -385,5 +385,5 @@ def _check(
         return
     check_positive("seconds", seconds)
     if steps is not None:
-        told = "steps and seconds are two budgets for one fit: give one of them"
+        told = "steps and seconds are alternatives: set only one of them"
         raise ValueError(told + see("budgets-and-validation"))

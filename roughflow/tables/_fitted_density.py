@@ -1,4 +1,4 @@
-"""The density fitted to a table, and its score on held-out rows."""
+"""The density fitted to a table, and its held-out score."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -14,21 +14,21 @@ from ..density import AbstractEstimator, Estimate
 from ..train import Fitted, mean_and_error
 from ._standardised import Standardised
 
-SCORED_ROWS, NOISY_ROWS = 1000, 64  # rows for a score, without noise and with it, where each takes many paths
+SCORED_ROWS, NOISY_ROWS = 1000, 64  # maximum number of rows to score, without and with noise
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a density predicts rows that it was not fitted to, in nats per row and in units of the table.
+    """Held-out score of a density: mean log-density of rows that it was not fitted to, in nats per row.
 
-    - `mean`, `standard_error`: of the log-density of these rows. Copies of a row, and rows of one group, are
-      not counted as independent.
-    - `gaussian`: the same mean for the Gaussian with the mean and covariance of the rows fitted to.
-    - `gain`, `gain_error`: the mean difference of both, and its standard error.
-    - `num_rows`: how many rows; `method`: "validation rows", or "cross-validation", where each row is
-      predicted from those of other folds.
+    - `mean`, `standard_error`: of the log-density of these rows, in the units of the table. Copies of a row
+      and rows of one group are not treated as independent.
+    - `gaussian`: the mean log-density under a Gaussian with the mean and covariance of the training rows.
+    - `gain`, `gain_error`: mean difference to the Gaussian, and its standard error.
+    - `num_rows`: number of rows; `method`: "validation rows", or "cross-validation", which predicts each row
+      from the other folds.
 
-    `rf.fit_density` returns one as `fitted.score`.
+    `rf.fit_density` returns it as `fitted.score`.
     """
 
     mean: float
@@ -41,7 +41,7 @@ class Score:
 
     @staticmethod
     def of(values: np.ndarray, gaussian: np.ndarray, labels: np.ndarray, method: str) -> "Score":
-        """Of the log-densities of rows, those of the Gaussian, and which rows belong together."""
+        """The score from log-densities of rows, those of the Gaussian, and labels of dependent rows."""
         with np.errstate(invalid="ignore"):
             gain = mean_and_error(values - gaussian, labels)
         return Score(
@@ -56,7 +56,7 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Rows to score a density on, the sets that they belong to, and the Gaussian to compare with."""
+    """Rows to score a density on, labels of dependent rows, and the Gaussian to compare with."""
 
     rows: np.ndarray
     labels: np.ndarray
@@ -83,10 +83,10 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class FittedDensity(Fitted):
-    """What `rf.fit_density` returns: an `rf.train.Fitted` whose `model` is an `rf.tables.Standardised`.
+    """The result of `rf.fit_density`: an `rf.train.Fitted` whose `model` is an `rf.tables.Standardised`.
 
-    `family` is "gaussian", "marginals" or "flow": which kind of density it is. `held_out` has the validation
-    `rows`, with what is given last, and the `gaussian` with the mean and covariance of the others.
+    `family` is "gaussian", "marginals" or "flow". `held_out` has the validation `rows`, with given columns
+    last, and the `gaussian` fitted to the training rows.
 
     ```python
     import jax
@@ -108,9 +108,9 @@ class FittedDensity(Fitted):
 
     @functools.cached_property
     def score(self) -> Score | None:
-        """An `rf.tables.Score`: the log-density of rows that the model was not fitted to. None without any.
+        """The held-out score, an `rf.tables.Score`; None without validation rows.
 
-        It is computed when it is first asked for, on up to 1,000 rows, or 64 for a model with noise.
+        It is computed on first access, from up to 1,000 rows, or 64 for a model with noise.
         """
         if self.known_score is not None or self.held_out is None:
             return self.known_score
@@ -121,7 +121,7 @@ class FittedDensity(Fitted):
     ) -> Array:
         """log p of each row, in units of the table. Columns of a DataFrame are matched by name.
 
-        A `key` matters for a model with noise alone, whose log-densities are Monte Carlo estimates.
+        `key` is needed only for a model with noise, whose log-densities are Monte Carlo estimates.
         """
         return self.model.log_prob(rows, key=_or_default(key), given=given)
 
@@ -134,16 +134,16 @@ class FittedDensity(Fitted):
         estimator: AbstractEstimator | None = None,
         tolerance: float | None = None,
     ) -> Estimate:
-        """log p of each row with its errors: `rf.StochasticFlow.estimate`, in units of the table."""
+        """log p of each row with its errors, in units of the table; see `rf.StochasticFlow.estimate`."""
         key = _or_default(key)
         return self.model.estimate(rows, key=key, given=given, estimator=estimator, tolerance=tolerance)
 
     def sample(self, count: int, *, key: PRNGKeyArray, given: ArrayLike | None = None) -> Array:
-        """New rows, `(count, d)`; with `given` of shape `(..., k)`, `(count, ..., d)`."""
+        """Draw new rows, `(count, d)`; with `given` of shape `(..., k)`, `(count, ..., d)`."""
         return self.model.sample(key=check_key(key), shape=(check_count("count", count),), given=given)
 
     def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "FittedDensity":
-        """The same distribution as that of an SDE with noise, in units of the standardised data:
+        """The same distribution as an SDE with noise, in units of the standardised data; see
         `rf.with_noise`."""
         model = self.model.with_noise(diffusion, fading=fading)
         again = self.held_out is not None and len(self.held_out.rows)

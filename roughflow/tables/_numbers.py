@@ -11,18 +11,18 @@ import numpy as np
 from .._checks import is_traced
 from ..faq import see
 
-MAX_VALUE, MIN_SPREAD = 1e30, 1e-30  # values, and spreads of columns, that single precision can work with
+MAX_VALUE, MIN_SPREAD = 1e30, 1e-30  # range of values and spreads of columns that single precision supports
 
 
 def is_frame(data: Any) -> bool:
-    """Whether columns have names: a DataFrame."""
+    """Whether columns have names, as in a DataFrame."""
     return hasattr(data, "columns") and hasattr(data, "__getitem__")
 
 
 def parts_of(data: Any, given: Any, groups: Any, columns: Any) -> tuple[Any, Any, Any, tuple[str, ...]]:
-    """The columns to model, those given, the groups of rows, and the names of all columns, those given last;
-    () if there are none. `given` and `groups` may name columns of the data; of a DataFrame, `columns` are
-    those to use."""
+    """The modelled columns, the given ones, the groups of rows, and the names of all columns, given ones
+    last; () if there are none. `given` and `groups` may name columns of the data; `columns` selects columns
+    of a DataFrame."""
     columns, given_names = _checked_names(columns), _names_in("given", given)
     if not is_frame(data) and not given_names and not isinstance(groups, str):
         return data, given, groups, _all_names(data, given, columns)
@@ -30,7 +30,7 @@ def parts_of(data: Any, given: Any, groups: Any, columns: Any) -> tuple[Any, Any
     left_out = {*given_names, groups} if isinstance(groups, str) else {*given_names}
     own = tuple(name for name in columns or frame_names("data", data) if name not in left_out)
     if not own:
-        raise ValueError("given and groups name all columns of data: there is none left to model")
+        raise ValueError("given and groups include all columns of data: no column is left to model")
     if isinstance(groups, str):
         groups = np.asarray(take("data", data, [groups]))[:, 0]
     if given_names:
@@ -43,12 +43,12 @@ def parts_of(data: Any, given: Any, groups: Any, columns: Any) -> tuple[Any, Any
 
 
 class _Named:
-    """An array with names of its columns, as a DataFrame has them."""
+    """An array with named columns, with the interface of a DataFrame."""
 
     def __init__(self, rows: np.ndarray, columns: tuple[str, ...]):
         if rows.ndim != 2 or len(columns) != rows.shape[1]:
-            told = "given and groups name columns of a DataFrame, or of an array with all its columns= named"
-            raise ValueError(f"{told}; data has shape {rows.shape} and columns {len(columns)} names")
+            told = "given and groups can be names only for a DataFrame, or with columns= for an array"
+            raise ValueError(f"{told}; data has shape {rows.shape} and {len(columns)} column names")
         self.rows, self.columns = rows, columns
 
     def __getitem__(self, names: Sequence[str]) -> np.ndarray:
@@ -56,19 +56,19 @@ class _Named:
 
 
 def _all_names(data: Any, given: Any, columns: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of an array's columns and of those given: as they are named, or as a DataFrame has them."""
+    """The names of the columns of an array and of the given ones, from the argument or a DataFrame."""
     parts = [data] if given is None else [data, given]
     widths = [np.shape(part)[1] if len(np.shape(part)) == 2 else 0 for part in parts]
     if not columns and is_frame(given):
         return (*(f"x{i + 1}" for i in range(widths[0])), *frame_names("given", given))
     if columns and len(columns) != sum(widths):
         there = f"{widths[0]} columns" + (f" and {widths[1]} given" if given is not None else "")
-        raise ValueError(f"columns has {len(columns)} names for {there}: name all of them, or none")
+        raise ValueError(f"columns has {len(columns)} names for {there}: pass one name per column")
     return columns
 
 
 def _names_in(argument: str, value: Any) -> tuple[str, ...]:
-    """The names of columns, if the value is some."""
+    """The names of columns, if the value is a list of names."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
@@ -78,14 +78,14 @@ def _names_in(argument: str, value: Any) -> tuple[str, ...]:
 
 def _checked_names(columns: Any, argument: str = "columns") -> tuple[str, ...]:
     if isinstance(columns, str):
-        raise ValueError(f"{argument} must be a list of names, got the text {columns!r}: write [{columns!r}]")
+        raise ValueError(f"{argument} must be a list of names, got {columns!r}: write [{columns!r}]")
     columns = tuple(columns)
     odd = [name for name in columns if not isinstance(name, str)]
     if odd:
-        raise ValueError(f"{argument} must be a list of names, got {odd[0]!r} among them")
+        raise ValueError(f"{argument} must be a list of names, but contains {odd[0]!r}")
     if len(set(columns)) < len(columns):
         twice = next(name for i, name in enumerate(columns) if name in columns[:i])
-        raise ValueError(f"{argument} has the name {twice!r} twice: every column needs its own")
+        raise ValueError(f"{argument} has the name {twice!r} twice: names must be unique")
     return columns
 
 
@@ -94,7 +94,7 @@ def frame_names(argument: str, frame: Any) -> tuple[str, ...]:
 
 
 def take(argument: str, frame: Any, names: Sequence[str]) -> Any:
-    """These columns of a DataFrame, in this order."""
+    """The given columns of a DataFrame, in this order."""
     labels = dict(zip(frame_names(argument, frame), frame.columns, strict=True))
     missing = [name for name in names if name not in labels]
     if missing:
@@ -106,8 +106,8 @@ def take(argument: str, frame: Any, names: Sequence[str]) -> Any:
 def joined(
     name: str, data: Any, given: Any | None, names: Sequence[str] = (), context: int = 0
 ) -> tuple[np.ndarray, int]:
-    """The rows, with what is given as their last columns, and how many those are. Columns of a DataFrame go
-    by `names`, of which the last `context` are given."""
+    """The rows with the given columns last, and their number. Columns of a DataFrame are selected by `names`,
+    of which the last `context` are given."""
     own = names[: len(names) - context]
     if context and given is None and is_frame(data):
         given = take(name, data, names[len(own) :])
@@ -120,27 +120,28 @@ def joined(
         return rows, 0
     context_rows = _numbers("given", given, names[rows.shape[1] :])
     if len(context_rows) != len(rows):
-        raise ValueError(f"{name} has {len(rows)} rows, given {len(context_rows)}: they go together")
+        raise ValueError(f"{name} has {len(rows)} rows, but given has {len(context_rows)}")
     return np.concatenate([rows, context_rows], axis=1), context_rows.shape[1]
 
 
 def real_numbers(argument: str, value: Any) -> Any:
-    """An array of real numbers, as it is if it is one of JAX's; text and complex numbers are refused."""
+    """An array of real numbers; JAX arrays are returned unchanged. Strings and complex numbers are
+    refused."""
     array = value if is_traced(value) or isinstance(value, jax.Array) else np.asarray(value)
     if array.dtype.kind == "c":
-        told = f"{argument} is complex: give real and imaginary parts as columns of their own"
+        told = f"{argument} is complex: use real and imaginary parts as separate columns"
         raise ValueError(told + see("no-density"))
     if array.dtype.kind in "fiub" or is_traced(value) or isinstance(value, jax.Array):
         return array
     odd = next((cell for cell in array.ravel() if not _is_number(cell)), None)
     if odd is not None:
-        raise ValueError(f"{argument} holds {str(odd)!r}, not numbers: turn it into numbers")
+        raise ValueError(f"{argument} holds {str(odd)!r}, not numbers: convert it to numbers")
     return array.astype(np.float64)
 
 
 def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
     if np.ma.is_masked(data):
-        raise ValueError(f"{name} is masked in places: fill them, or leave those rows out{see('no-density')}")
+        raise ValueError(f"{name} has masked values: fill them, or drop these rows{see('no-density')}")
     label = lambda i: repr(names[i]) if names else str(i)
     array = np.asarray(data)
     if array.ndim != 2 or not array.size:
@@ -173,16 +174,17 @@ def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
 
 
 def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
-    """One column of a table as numbers. Text is refused even where it reads like numbers, as are dates."""
+    """One column of a table as numbers. Strings are refused even if they look like numbers, and so are
+    dates."""
     odd = next((value for value in values if not _is_number(value)), None)
     if odd is not None:
         told = f"column {label} of {name} holds {str(odd)!r}, not numbers"
-        raise ValueError(f"{told}: leave it out, or turn it into numbers{see('no-density')}")
+        raise ValueError(f"{told}: drop it, or convert it to numbers{see('no-density')}")
     return values.astype(np.float64)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a cell is a real number; None is, like NaN, one that is missing."""
+    """Whether a cell is a real number; None, like NaN, is a missing one."""
     if isinstance(value, complex):
         return False
     return value is None or isinstance(value, numbers.Number | Decimal | np.bool_)

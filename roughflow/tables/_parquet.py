@@ -17,26 +17,26 @@ from ..faq import see
 from ..train import check_share, identified, rng_of, row_codes
 from ._numbers import MAX_VALUE
 
-ROWS_PER_READ = 2**16  # that are read at a time
-MAX_VALIDATION_ROWS = 2**15  # rows to validate on, at most
+ROWS_PER_READ = 2**16  # read at a time
+MAX_VALIDATION_ROWS = 2**15  # maximum number
 
 
 @dataclass(init=False, eq=False)
 class ParquetTable:
-    """The rows of a Parquet file as data for `rf.fit` and `rf.fit_density`, however many they are.
+    """A Parquet file as data for `rf.fit` and `rf.fit_density`, which need not fit in memory.
 
-    Its columns are copied once to a scratch file of plain numbers, from which batches are drawn at random,
-    with replacement, as from an array: memory holds a batch, not the table. The same key draws the same
-    batches, so a run that is resumed ends with the same numbers. The scratch file, 4 or 8 bytes a number, is
-    gone when the program ends, however it ends.
+    Its columns are copied once to a scratch file of plain numbers (4 or 8 bytes per number), from which
+    batches are drawn at random, with replacement, as from an array. Only a batch is in memory. The same key
+    draws the same batches, so a resumed run gives the same result. The scratch file is removed when the
+    program ends, even if it is killed.
 
     **Arguments:**
 
     - `path`: the file; reading it needs pyarrow.
-    - `columns`: which to model, in this order; all but those given if None.
-    - `given`: columns to condition on: the density is that of the others given these.
-    - `folder`: for the scratch file; by default that of the Parquet file, or where it cannot be written to,
-      that for temporary files.
+    - `columns`: the columns to model, in this order; by default all but the given ones.
+    - `given`: the columns to condition on.
+    - `folder`: folder for the scratch file; by default that of the Parquet file, or the temporary folder if
+      that is read-only.
 
     ```python
     import jax
@@ -53,10 +53,10 @@ class ParquetTable:
     ```
     """
 
-    columns: tuple[str, ...]  # those given last
-    context: int  # how many are given
-    digest: str  # of all numbers: the path may differ when a run goes on
-    aside: np.ndarray  # rows that are never drawn, in order
+    columns: tuple[str, ...]  # given ones last
+    context: int  # number of given columns
+    digest: str  # of all numbers, because a resumed run may use another path
+    aside: np.ndarray  # sorted rows that are never drawn
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ParquetTable:
         self.extremes = np.stack([lower, upper])
 
     def __len__(self) -> int:
-        """How many rows there are to draw from."""
+        """Number of rows to draw from."""
         return len(self._rows) - len(self.aside)
 
     @property
@@ -99,18 +99,18 @@ class ParquetTable:
         return len(self), len(self.columns)
 
     def batch(self, size: int, rng: np.random.Generator) -> np.ndarray:
-        """Rows drawn with replacement."""
+        """Draw rows with replacement."""
         return self._at(rng.integers(0, len(self), size))
 
     def some(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """So many different rows, or all of them."""
+        """Draw different rows, at most all of them."""
         if count >= len(self):
             return self._at(np.arange(len(self)))
         return self._at(rng.choice(len(self), count, replace=False))
 
     def split(self, share: float, *, key: PRNGKeyArray) -> tuple["ParquetTable", np.ndarray]:
-        """The table without a share of its rows, and these, of which 32,768 are enough. Copies of these rows
-        are left out of the table too."""
+        """The table without a fraction of its rows, and those rows (at most 32,768). Copies of validation
+        rows are excluded from the table."""
         check_share(share)
         count = min(round(share * len(self)), MAX_VALIDATION_ROWS)
         chosen = self._places(rng_of(key).choice(len(self), count, replace=False))
@@ -119,11 +119,11 @@ class ParquetTable:
         rest = copy.copy(self)
         rest.aside = np.unique(np.concatenate(copies))
         if len(rest.aside) == len(self._rows):
-            raise ValueError("no rows are left to train on: all are copies of validation rows; give others")
+            raise ValueError("all rows are copies of validation rows: pass other validation rows")
         return rest, held_out
 
     def _copies(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Where in the file copies of these rows are."""
+        """Indices of the copies of these rows in the file."""
         codes = np.sort(row_codes(rows[identified(rows, len(self))])) if len(rows) else np.zeros(0)
         for first in range(0, len(self._rows) if len(codes) else 0, ROWS_PER_READ):
             own = row_codes(self._rows[first : first + ROWS_PER_READ])
@@ -134,7 +134,7 @@ class ParquetTable:
         return np.asarray(self._rows[self._places(places)])
 
     def _places(self, places: np.ndarray) -> np.ndarray:
-        """Where in the file the rows are that are not set aside."""
+        """Indices in the file of rows that are not validation rows."""
         return places + np.searchsorted(self.aside - np.arange(len(self.aside)), places, side="right")
 
 
@@ -147,15 +147,15 @@ def parquet_file(path: str | os.PathLike) -> Any:
         raise ValueError(told + see("not-installed")) from None
     check_input_file(check_path("path", path))
     try:
-        # Nothing is read ahead: a group of rows may be as large as the file.
+        # Nothing is prefetched, because a row group may be as large as the file.
         return pq.ParquetFile(path, pre_buffer=False)
     except pa.ArrowException as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"{path} is not a parquet file, or is damaged ({first})") from None
+        raise ValueError(f"{path} is not a valid Parquet file ({first})") from None
 
 
 def parquet_blocks(file: Any, columns: Sequence[str]) -> Iterator[np.ndarray]:
-    """Rows in double precision, `ROWS_PER_READ` at a time, as they are in the file."""
+    """Rows in double precision, `ROWS_PER_READ` at a time, in the order of the file."""
     import pyarrow as pa
 
     for batch in file.iter_batches(ROWS_PER_READ, columns=list(columns)):
@@ -164,21 +164,21 @@ def parquet_blocks(file: Any, columns: Sequence[str]) -> Iterator[np.ndarray]:
 
 
 def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> Iterator[np.ndarray]:
-    """Rows in double precision, `ROWS_PER_READ` at a time. Numbers that are not finite are refused."""
+    """Rows in double precision, `ROWS_PER_READ` at a time. Values that are not finite are refused."""
     first = 0
     for rows in parquet_blocks(file, columns):
-        fine = np.abs(rows) <= MAX_VALUE  # which NaN is not
+        fine = np.abs(rows) <= MAX_VALUE  # false for NaN
         if not fine.all():
             row = int(np.argmin(fine.all(axis=1)))
             column = int(np.argmin(fine[row]))
             told = f"{path}: row {first + row + 1} has {rows[row, column]} in column {columns[column]!r}"
-            raise ValueError(f"{told}: mend or remove it, or choose other columns{see('tables')}")
+            raise ValueError(f"{told}: fix or remove it, or choose other columns{see('tables')}")
         yield rows
         first += len(rows)
 
 
 def check_parquet_columns(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> None:
-    """Refuse columns that are not in the file, or that hold no numbers."""
+    """Refuse columns that are missing from the file or not numeric."""
     import pyarrow as pa
 
     schema = file.schema_arrow
@@ -190,11 +190,11 @@ def check_parquet_columns(file: Any, path: str | os.PathLike, columns: Sequence[
         kind = schema.field(name).type
         tests = [pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean]
         if not any(test(kind) for test in tests):
-            raise ValueError(f"{path}: column {name!r} holds {kind}, not numbers: choose others")
+            raise ValueError(f"{path}: column {name!r} holds {kind}, not numbers: choose other columns")
 
 
 def _fits_single(file: Any, columns: Sequence[str]) -> bool:
-    """Whether single precision holds the columns exactly."""
+    """Whether single precision represents the columns exactly."""
     import pyarrow as pa
 
     exact = (pa.float16(), pa.float32(), pa.int8(), pa.int16(), pa.uint8(), pa.uint16())

@@ -24,7 +24,7 @@ from ._parquet import ParquetTable
 from ._standardised import Standardised
 
 MIN_ROWS_FOR_WAVES = 2000  # high-frequency features help in two dimensions; in more they overfit
-MIN_ROWS_FOR_WIDE = 20_000  # for the wider network
+MIN_ROWS_FOR_WIDE = 20_000  # minimum for the wider network
 SPARSE_ROWS_PER_COLUMN = 30  # with fewer rows a network overfits without regularisation
 SMALL_TABLE = 500  # sets of rows; smaller tables compare densities by cross-validation
 TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller tables get no flow
@@ -32,8 +32,8 @@ TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller table
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a table with so many distinct `rows` in so many `sets` that stay together, `columns` to model and
-    others that are given."""
+    """The size of a table: distinct `rows`, `sets` of rows that stay together, `columns` to model and given
+    ones."""
 
     rows: int
     columns: int
@@ -70,8 +70,8 @@ class Sizes:
 
     @property
     def worth(self) -> float:
-        """Nats per column that maps of the columns must gain: given rows enough, a flow learns such things by
-        itself, and maps bend what lies on a line or a plane."""
+        """Gain, in nats per column, above which columns are mapped. With enough rows a flow learns marginals
+        by itself, and maps distort linear relations."""
         return 0.05 if self.sparse else 0.5
 
     @property
@@ -80,18 +80,18 @@ class Sizes:
 
     @property
     def outliers(self) -> float:
-        """Rows of few columns leave no holes. Elsewhere a network may be sure of finding nothing in one, and
-        lose 100 nats on the row that turns up there."""
+        """Default fraction of outliers. Few columns leave no empty regions; in many columns a flow may put
+        almost no mass in one and lose 100 nats on a row that falls there."""
         return 0.0 if self.columns + self.context <= 3 else 0.02
 
     def noise(self, smoothing: float | None, outliers: float | None) -> tuple[float, float]:
-        """Both as told, or as the size of the table has it."""
+        """Smoothing and outliers, as given or by size of the table."""
         width = self.smoothing if smoothing is None else smoothing
         share = self.outliers if outliers is None else outliers
         if width < 0:
             raise ValueError(f"smoothing must not be negative, got {width}")
         if not 0 <= share < 1:
-            raise ValueError(f"outliers must be a share of the rows between 0 and 1, got {share}")
+            raise ValueError(f"outliers must be a fraction between 0 and 1, got {share}")
         return float(width), float(share)
 
     @property
@@ -100,8 +100,8 @@ class Sizes:
 
     @property
     def likelihood_steps(self) -> int:
-        """Each takes a backward solve with a tangent for each column. After a long regression of a wide
-        network it gains next to nothing, and on few rows too: their first steps are already the best."""
+        """Default number of likelihood steps. Each needs a backward solve with a tangent per column. After a
+        long regression of a wide network they gain little, and with few rows they overfit."""
         if self.sparse or self.small:
             return 0
         return 100 if self.columns <= 3 else 0 if self.wide else 60
@@ -111,11 +111,11 @@ OUTLIER_NOISE = 2.0  # in units of the standardised rows
 
 
 class Smoothed(eqx.Module):
-    """A kernel density as data for a fit: rows drawn with replacement, with normal noise of standard
-    deviation `width` on all columns but the last `context`. A share `outliers` of the rows has noise of
+    """A kernel density estimate as training data: rows drawn with replacement, with normal noise of standard
+    deviation `width` on all but the last `context` columns. A fraction `outliers` of the rows has noise of
     standard deviation `OUTLIER_NOISE`, wider than the standardised rows themselves."""
 
-    rows: Array  # and zeros after them, up to a power of two: another number of rows compiles nothing
+    rows: Array  # padded with zeros to a power of two, so that other numbers of rows do not recompile
     count: Array
     width: float
     outliers: float
@@ -138,14 +138,14 @@ class Smoothed(eqx.Module):
 
 
 def smoothed(rows: Array, width: float, outliers: float, context: int) -> Array | Smoothed:
-    """The rows with noise, or as they are if there is none."""
+    """The rows with noise, or unchanged if there is none."""
     return rows if width == outliers == 0 else Smoothed(rows, width, outliers, context)
 
 
 @dataclass(frozen=True, eq=False)
 class UnitBatches:
-    """Rows of a table as a flow learns them: standardised by a `model`, with noise as `Smoothed` has it, and
-    with that of `rounding`, in units of the table."""
+    """Rows of a table for training: standardised by a `model`, with the noise of `Smoothed`, and `rounding`
+    noise in units of the table."""
 
     table: ParquetTable
     model: Standardised
@@ -167,11 +167,11 @@ class UnitBatches:
 
 MAX_EXACT_COLUMNS = 8  # with more columns the likelihood is trained with Hutchinson's divergence
 REGRESSION_ROWS = 4096  # number of validation rows of the regression, with repetition
-LIKELIHOOD_ROWS = 1000  # largest number of validation rows of the likelihood: each takes a solve
-TIME_SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget of seconds
+LIKELIHOOD_ROWS = 1000  # maximum number of validation rows of the likelihood, each of which needs a solve
+TIME_SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget in seconds
 TIMED_STEPS = 40  # timed to convert a budget of seconds to steps
 NUM_VALIDATIONS = {"regression": 20, "likelihood": 10}
-MIN_STEPS_BETWEEN_VALIDATIONS = {"regression": 25, "likelihood": 1}  # patience counts validations
+MIN_STEPS_BETWEEN_VALIDATIONS = {"regression": 25, "likelihood": 1}  # patience counts validation checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Stages:
         key: PRNGKeyArray,
         key_likelihood: PRNGKeyArray,
     ) -> Fitted:
-        """What the last stage ended with, and the history of each."""
+        """The result of the last stage, and the history of each stage."""
         settings = (flow, context, batch_size, key)
         last = self._stage(self.regression, settings, self.checkpoint, steps)
         histories = {"regression": last.history}
@@ -218,8 +218,8 @@ class Stages:
     def _affordable(
         self, seconds: float, stage: Callable[..., Fitted], settings: tuple[Any, ...], file: Path | None
     ) -> int:
-        """How many steps of a stage its share of the seconds pays for; a run that is resumed keeps what it
-        began with."""
+        """Number of steps of a stage within its budget of seconds; a resumed run keeps its original
+        number."""
         if self.resume and file is not None and file.exists():
             return steps_of(file)
         quiet = partial(stage.__func__, dataclasses.replace(self, progress=False, resume=False))  # pyright: ignore[reportFunctionMemberAccess]
@@ -238,7 +238,7 @@ class Stages:
         file: Path | None,
         steps: int,
     ) -> Fitted:
-        # A row is seen at one time and with one start of the base: few rows must be seen often.
+        # Each row is seen at one time and with one base point, so few rows must be seen often.
         often = max(1, REGRESSION_ROWS // max(1, len(self.held_out)))
         return fit(
             flow,
@@ -282,5 +282,5 @@ class Stages:
 
 
 def second_file(checkpoint: Path) -> Path:
-    """Where the second stage of a run that is kept in `checkpoint` is kept."""
+    """The checkpoint file of the second stage."""
     return checkpoint.with_name(checkpoint.name + ".likelihood")

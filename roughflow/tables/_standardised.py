@@ -1,4 +1,4 @@
-"""A flow of standardised data, in the data's own units."""
+"""A flow of standardised data, in the units of the data."""
 
 import textwrap
 from typing import Any
@@ -30,19 +30,19 @@ from ._numbers import is_frame, real_numbers, take
 
 
 class Standardised(eqx.Module):
-    """x = m + L y, y from a flow: log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
+    """A flow y of standardised data: x = m + L y, with log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
 
-    With `marginals` g, a monotone map of each column, it is g(x) = m + L y, and log p(x) has Σ log g′(x)
-    more.
+    With `marginals` g, a monotone map of each column, g(x) = m + L y, and log p(x) gains Σ log g′(x).
 
-    With a `context` of k > 0 it is a conditional density: the last k coordinates are what is `given`. The
-    flow starts them from N(0, I) and leaves them there, so that p(y | given) is its density over theirs.
+    With a `context` of k > 0 it is a conditional density given the last k coordinates. The flow leaves these
+    at their base distribution N(0, I), so p(y | given) is the joint density divided by theirs.
 
-    **Arguments:** `flow`, of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular but for the
-    regression on what is given, in its last k columns; `columns`, the names of the coordinates, if they have
-    any; `context`, k; `marginals`, an `rf.tables.Marginals` or None. `standardisation(data)` finds m and L.
+    **Arguments:** `flow`, the flow of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular except
+    for the regression on the given columns, in its last k columns; `columns`, the names of the coordinates,
+    if any; `context`, k; `marginals`, an `rf.tables.Marginals` or None. `standardisation(data)` computes m
+    and L.
 
-    Columns of a DataFrame are matched by name where the model has `columns`; others are ignored.
+    Columns of a DataFrame are matched by name if the model has `columns`; others are ignored.
 
     ```python
     import jax, jax.numpy as jnp
@@ -56,17 +56,17 @@ class Standardised(eqx.Module):
     """
 
     flow: StochasticFlow
-    loc: np.ndarray  # in double precision: a small spread around a large number keeps its digits
+    loc: np.ndarray  # double precision, so that a small spread around a large mean keeps its digits
     matrix: np.ndarray
     columns: tuple[str, ...] = eqx.field(static=True, default=())
     context: int = eqx.field(static=True, default=0)
-    marginals: Marginals | None = None  # of all columns but those that are given
+    marginals: Marginals | None = None  # of all columns but the given ones
 
     def __check_init__(self):
         check_instance("flow", self.flow, StochasticFlow, "an rf.StochasticFlow")
         d = self.flow.dimension
         for name, part, shape in (("loc", self.loc, (d,)), ("matrix", self.matrix, (d, d))):
-            # Axes before the last are those of many models in one, as `eqx.filter_vmap` makes them.
+            # Leading axes are those of several models in one, as made by `eqx.filter_vmap`.
             if np.shape(part)[-len(shape) :] != shape:
                 raise ValueError(f"{name} must have shape {shape} for this flow, got {np.shape(part)}")
         if not is_traced(self.matrix) and np.any(np.diagonal(self.matrix, axis1=-2, axis2=-1) == 0):
@@ -97,11 +97,11 @@ class Standardised(eqx.Module):
         return f"{left}{name}{right}"
 
     def standardise(self, x: ArrayLike, given: ArrayLike | None = None) -> Array:
-        """y = L⁻¹(g(x) − m), in double precision where x is known."""
+        """y = L⁻¹(g(x) − m), in double precision if x is concrete."""
         return self.unit(self._checked(x, given))
 
     def unit(self, x: Array | np.ndarray) -> Array:
-        """The same for rows that have what is given as their last columns."""
+        """The same for rows with the given columns last."""
         x = self._mapped(x)[0]
         if is_traced(x) or is_traced(self.matrix):
             offset = x - jnp.expand_dims(self.loc, range(x.ndim - 1))
@@ -119,7 +119,7 @@ class Standardised(eqx.Module):
         tolerance: float | None = None,
         max_paths: int = 2**16,
     ) -> Estimate:
-        """As `StochasticFlow.estimate`, in the data's own units."""
+        """Estimate log p, as `StochasticFlow.estimate` does, in the units of the data."""
         rows = self._checked(x, given)
         y = self.unit(rows)
         estimate = self.flow.estimate(
@@ -132,7 +132,7 @@ class Standardised(eqx.Module):
         own = self.flow.dimension - self.context
         shift = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
         shift = shift + jnp.asarray(self._mapped(rows)[1], y.dtype)
-        # The context's own density goes out again: it was N(0, I) from start to end.
+        # Divide by the density of the context, N(0, I) at all times.
         shift = shift - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
         return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value + shift)
 
@@ -144,13 +144,13 @@ class Standardised(eqx.Module):
         given: ArrayLike | None = None,
         estimator: AbstractEstimator | None = None,
     ) -> Array:
-        """log p(x): the value of `estimate` without its error bars."""
+        """log p(x): the value of `estimate` without its errors."""
         return self.estimate(x, key=key, given=given, estimator=estimator).log_prob
 
     def sample(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: ArrayLike | None = None
     ) -> Array:
-        """Rows `(*shape, d)`; with `given` of shape `(..., k)`, `(*shape, ..., d)`: `shape` for each."""
+        """Draw rows `(*shape, d)`; with `given` of shape `(..., k)`, `(*shape, ..., d)`."""
         shape, own = as_shape(shape), self.flow.dimension - self.context
         some = self._with(np.zeros(own), given)
         if not self.context:
@@ -168,12 +168,12 @@ class Standardised(eqx.Module):
         return mapped if self.marginals is None else self.marginals.inverse(mapped)
 
     def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "Standardised":
-        """The same distribution as that of an SDE with noise, which is in units of the standardised data:
-        `rf.with_noise` of the flow."""
+        """The same distribution as an SDE with noise, in units of the standardised data; see
+        `rf.with_noise`."""
         return eqx.tree_at(lambda m: m.flow, self, with_noise(self.flow, diffusion, fading=fading))
 
     def _mapped(self, x: Array | np.ndarray) -> tuple[Any, Any]:
-        """g(x), with what is given as it is, and Σ log g′(x)."""
+        """g(x), with given columns unchanged, and Σ log g′(x)."""
         if self.marginals is None:
             return x, 0.0
         own = self.flow.dimension - self.context
@@ -182,7 +182,7 @@ class Standardised(eqx.Module):
         return module.concatenate([u, x[..., own:]], axis=-1), module.sum(log_slope, axis=-1)
 
     def _checked(self, x: Any, given: Any) -> Array | np.ndarray:
-        """The rows with what is given as their last columns; those of a DataFrame by name."""
+        """The rows with the given columns last; those of a DataFrame by name."""
         own = self.flow.dimension - self.context
         if self.context and given is None and self.columns and is_frame(x):
             given = take("x", x, self.columns[own:])
@@ -197,7 +197,7 @@ class Standardised(eqx.Module):
         return real_numbers(name, value)
 
     def _with(self, x: Array | np.ndarray, given: Any) -> Array | np.ndarray:
-        """The rows with what is given as their last columns."""
+        """The rows with the given columns last."""
         if (given is not None) != bool(self.context):
             need = f"given, with {self.context} columns" if self.context else "no given"
             raise ValueError(f"the model needs {need}: it is a density of {self.flow.dimension} columns")
@@ -213,7 +213,7 @@ class Standardised(eqx.Module):
 
 
 def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of the data's rows and the lower triangular L with LLᵀ their covariance.
+    """The mean of the rows and the lower triangular L with LLᵀ their covariance.
 
     ```python
     import jax
@@ -228,7 +228,7 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     check_finite("data", rows)
     if len(rows) <= rows.shape[1]:
         told = f"data has {len(rows)} rows for {rows.shape[1]} columns, so their covariance is singular"
-        raise ValueError(f"{told}: give more rows, or fewer columns{see('no-density')}")
+        raise ValueError(f"{told}: use more rows, or fewer columns{see('no-density')}")
     check_full_rank(rows)
     gaussian = Gaussian.of(rows)
     return gaussian.loc, gaussian.matrix

@@ -1,4 +1,4 @@
-"""The SDE that stays where the data are, from a model of them."""
+"""An SDE whose stationary distribution is that of the data."""
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from ._standardised import Standardised
 
 
 class FittedScore(eqx.Module):
-    """∇log p of what a model was fitted to, a little blurred, in the data's own units."""
+    """∇log p of the data under a model, slightly smoothed, in the units of the data."""
 
     transport: NormalTransport
     loc: Array
@@ -36,7 +36,7 @@ class FittedScore(eqx.Module):
         transport, s, left = self.transport, self.at, 1 - self.at
         matrix, start = self.matrix.astype(x.dtype), transport.loc.astype(x.dtype)
         unit = solve_triangular(matrix, x - self.loc.astype(x.dtype), lower=True)
-        # On the way, at s, the data are s times as large: the blur is around s·unit, not around unit.
+        # At time s the data are scaled by s, so the smoothing is around s·unit.
         t = jnp.asarray(s * transport.t1, x.dtype)
         _, pull = transport.velocity_and_pull(t, s * unit + left * start)
         return solve_triangular(matrix, s * pull / left, lower=True, trans="T")
@@ -45,20 +45,20 @@ class FittedScore(eqx.Module):
 def staying_sde(
     model: Standardised | StochasticFlow, diffusion: Diffusion, *, at: float = 0.9
 ) -> TargetedSDE:
-    """The SDE with this noise whose stationary distribution is that of the data, from a model fitted to them
-    by regression: `rf.targeted_sde` with the score that the model knows.
+    """The SDE with a given diffusion whose stationary distribution is that of the data: `rf.targeted_sde`
+    with the score of a model trained by regression.
 
-    Its paths go on for as long as one likes and stay where the data are, for any noise σ. `rf.simulate` and
-    `rf.sample_chain` with `rf.UnadjustedSampler` follow them.
+    Its paths stay near the data for any length of time and any diffusion σ. Use `rf.simulate`, or
+    `rf.sample_chain` with `rf.UnadjustedSampler`, to follow them.
 
     **Arguments:**
 
-    - `model`: that of `rf.fit_density(..., likelihood_steps=0)`, or of `rf.fit` with `rf.Interpolant()` from
-      an `rf.Normal` base. Steps of likelihood part the velocity a little from its score.
-    - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the data's units.
-    - `at`: when on the way, 1 being the end, the score is read. At the end itself it is 0/0; at s it is that
-      of the data with noise of (1 − s)/s times the model's base added. Nearer to the end there is less blur,
-      and more of the errors of the velocity, which count 1/(1 − s) times.
+    - `model`: the result of `rf.fit_density(..., likelihood_steps=0)`, or of `rf.fit` with `rf.Interpolant()`
+      from an `rf.Normal` base. Likelihood steps make the velocity and its score slightly inconsistent.
+    - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the units of the data.
+    - `at`: time s < 1 at which the score is evaluated. It is the score of the data with (1 − s)/s times the
+      base added as noise. Close to 1 there is less smoothing, but errors of the velocity are amplified by
+      1/(1 − s).
 
     ```python
     import jax, jax.numpy as jnp
@@ -71,18 +71,18 @@ def staying_sde(
     path = rf.simulate(sde, data[0], key=jax.random.key(2), t1=5.0, steps=100, trajectory=True)
     ```
     """
-    wanted = "a flow, or what rf.fit_density fits"
+    wanted = "a flow, or the result of rf.fit_density"
     check_instance("model", model, Standardised | StochasticFlow, wanted)
     check_number("at", at, above=0, below=1)
     flow = model.flow if isinstance(model, Standardised) else model
     transport = flow.sde.transport if isinstance(flow.sde, TransportSDE) else None
     if not isinstance(transport, NormalTransport):
         raise TypeError(
-            "staying_sde needs a model whose score is known: fit it with rf.Interpolant() from an rf.Normal "
+            "staying_sde needs a model with a known score: fit it with rf.Interpolant() from an rf.Normal "
             "base, or give rf.targeted_sde a score" + see("noise-afterwards")
         )
     if transport.context:
-        raise ValueError("staying_sde needs a density of all coordinates, and this one is conditional")
+        raise ValueError("staying_sde does not support conditional densities")
     if isinstance(model, Standardised):
         loc, matrix = jnp.asarray(model.loc, float), jnp.asarray(model.matrix, float)
         score = FittedScore(transport, loc, matrix, float(at), model.marginals)

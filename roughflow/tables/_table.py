@@ -1,4 +1,4 @@
-"""The rows of a table: which columns are modelled and which are given, and the validation rows."""
+"""The rows of a table: modelled and given columns, and validation rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +17,18 @@ from ._closed_form import Marginals, check_full_rank
 from ._numbers import joined
 from ._standardised import standardisation
 
-SPIKE_SHARE = 0.05  # share of the rows at one value
+SPIKE_SHARE = 0.05  # fraction of the rows at one value
 FAR_TAIL = 100.0  # interquartile ranges from the median
-COARSE_STEP = 0.02  # a grid's step, in standard deviations of the column, that a flow can resolve
-MAX_COLUMNS_PER_ROW = 10  # columns per row beyond which nothing can be learned
+COARSE_STEP = 0.02  # grid step, in standard deviations of the column, above which rounding matters
+MAX_COLUMNS_PER_ROW = 10  # columns per row above which a table is refused
 Bound = tuple[float | None, float | None]
 Rounding = Mapping[Any, float] | Literal["auto"]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows to train on, with the `context` columns of what is given last, and validation rows; which of
-    either belong together, as `links` and `held_out_labels`."""
+    """Training rows, with the `context` given columns last, and validation rows; `links` and
+    `held_out_labels` mark rows that belong together."""
 
     train: np.ndarray
     links: Links
@@ -36,8 +36,8 @@ class Table:
     held_out_labels: np.ndarray
     names: tuple[str, ...]
     context: int
-    bounds: tuple[np.ndarray, np.ndarray] | None  # of the columns that are modelled
-    rounding: np.ndarray  # of all columns, 0 where there is none
+    bounds: tuple[np.ndarray, np.ndarray] | None  # of the modelled columns
+    rounding: np.ndarray  # of all columns, 0 for none
 
     @staticmethod
     def of(
@@ -68,7 +68,7 @@ class Table:
         return table
 
     def check_bounds(self, rows: np.ndarray) -> None:
-        """Refuse rows that do not lie between the bounds."""
+        """Refuse rows outside the bounds."""
         if self.bounds is None:
             return
         own, half = rows[:, : self.dimension], self.rounding[: self.dimension] / 2
@@ -82,13 +82,13 @@ class Table:
 
     @property
     def dimension(self) -> int:
-        """How many columns are modelled."""
+        """Number of modelled columns."""
         return self.train.shape[1] - self.context
 
     def split(
         self, validation: float | ArrayLike | tuple[ArrayLike, ArrayLike], key: PRNGKeyArray
     ) -> "Table":
-        """With a share of the rows held out, or with others that are."""
+        """Split off a fraction of the rows for validation, or use the given validation rows."""
         if isinstance(validation, float | int):
             train, aside = hold_out(self.links.labels, validation, key)
             _check_enough(len(train), len(self.train), "data", validation)
@@ -105,7 +105,7 @@ class Table:
         return replace(self, held_out=self._spread(rows, key, 1), held_out_labels=Links.of(rows).labels)
 
     def dequantised(self, key: PRNGKeyArray) -> "Table":
-        """With uniform noise, as wide as the rounding, on the columns that were rounded."""
+        """The table with uniform noise on rounded columns, as wide as the rounding."""
         rows = self._spread(self.train, key, 2)
         check_full_rank(rows[:, : self.dimension], self.names)
         return replace(self, train=rows)
@@ -117,8 +117,8 @@ class Table:
         return rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
 
     def units(self, marginals: Marginals | None) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and lower triangular matrix that standardise the rows: what is given column by column, so that
-        its units do not mix with those of the rest."""
+        """Mean and lower triangular matrix that standardise the rows. Given columns are standardised one by
+        one, so that their units do not mix with the others."""
         target, given = np.split(self.train, [self.dimension], axis=1)
         target = target if marginals is None else marginals.forward(target)[0]
         loc, matrix = standardisation(target)
@@ -132,17 +132,17 @@ class Table:
 
 
 def _check_enough(count: int, total: int, name: str, validation: float = 0.0) -> None:
-    """Two rows are the least that have a spread."""
+    """Refuse fewer than two rows."""
     if count >= 2:
         return
     if total < 2:
-        raise ValueError(f"{name} has 1 row: two are the least, hundreds are better{see('no-density')}")
+        raise ValueError(f"{name} has 1 row: use at least two, better hundreds{see('no-density')}")
     told = f"validation={validation:g} leaves {count} of {total} rows to train on"
     raise ValueError(f"{told}: lower validation{see('budgets-and-validation')}")
 
 
 def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Rounding) -> np.ndarray:
-    """The rounding of each column; with "auto", the step of those on a coarse grid."""
+    """The rounding of each column; with "auto", the step of columns on a coarse grid."""
     width = np.zeros(rows.shape[1])
     if isinstance(rounding, str):
         if rounding != "auto":
@@ -156,7 +156,7 @@ def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Roundi
 
 
 def _coarse_step(column: np.ndarray) -> float:
-    """The step of the grid that a column's values lie on, if it is coarse enough to matter and values repeat;
+    """The step of the grid of a column's values, if it is coarse enough to matter and values repeat;
     otherwise 0."""
     if len(np.unique(column)) > 0.9 * len(column):
         return 0.0
@@ -165,7 +165,7 @@ def _coarse_step(column: np.ndarray) -> float:
 
 
 def _column(name: str | int, names: Sequence[str], own: int) -> int:
-    """The place of a column, by name or number."""
+    """The index of a column, by name or number."""
     place = _place(name, names)
     if not isinstance(place, int) or not 0 <= place < own:
         raise ValueError(f"there is no column {name!r} to model; there are {', '.join(names) or own}")
@@ -179,13 +179,13 @@ def _place(name: str | int, names: Sequence[str]) -> str | int:
 def _warn(
     rows: np.ndarray, links: Links, names: Sequence[str], rounding: Rounding, bounded: set[str | int]
 ) -> None:
-    """Warn, in a line each, of rounded columns, of spikes, of far-reaching tails and of joined tables."""
+    """Warn of rounded columns, spikes, heavy tails and joined tables, one line each."""
     label = lambda i: repr(names[i]) if names else str(i)
     shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
     if links.joined:
         told = f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
         warn(f"{told}together (groups= names other groups){see('copies-and-groups')}")
-    # Copies of a row are no ties: each counts once.
+    # Copies of a row are not ties: each counts once.
     _, first = np.unique(links.copies, return_index=True)
     rows = rows[first]
     treated = set() if isinstance(rounding, str) else {_place(name, names) for name in rounding}
@@ -201,20 +201,20 @@ def _warn(
     spikes = [i for i in free if i not in rounded and _spike(rows[:, i])]
     for i in spikes:
         warn(
-            f"column {label(i)} has {_spike(rows[:, i])}, where a density may grow without bound: leave "
-            "them out, or group rows that belong together (groups=)" + see("rounded-values")
+            f"column {label(i)} has {_spike(rows[:, i])}, where a density may grow without bound: drop "
+            "these rows, or group rows that belong together (groups=)" + see("rounded-values")
         )
     for i in free:
         reach = _reach(rows[:, i]) if i not in rounded + spikes else 0.0
         if reach > FAR_TAIL:
             warn(
-                f"column {label(i)} reaches {reach:.0f} times the width of its middle half: take logarithms, "
-                "give its bounds (bounds=), or have it mapped (marginals=True)" + see("far-reaching-tails")
+                f"column {label(i)} reaches {reach:.0f} interquartile ranges from its median: take "
+                "logarithms, set its bounds (bounds=), or map it (marginals=True)" + see("far-reaching-tails")
             )
 
 
 def _spike(column: np.ndarray) -> str:
-    """Values at which rows pile up, in words; "" for none."""
+    """A description of values at which rows pile up; "" for none."""
     values, counts = np.unique(column, return_counts=True)
     if len(values) == 1:
         return ""  # refused elsewhere
@@ -224,6 +224,6 @@ def _spike(column: np.ndarray) -> str:
 
 
 def _reach(column: np.ndarray) -> float:
-    """How far the column reaches from its median, in interquartile ranges."""
+    """The range of the column around its median, in interquartile ranges."""
     quarters = np.quantile(column, [0.25, 0.5, 0.75])
     return float(np.max(np.abs(column - quarters[1])) / (quarters[2] - quarters[0] or np.inf))

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run, and a fingerprint of everything that the run depends on."""
+"""Checkpoints: the state of a run, and a fingerprint of everything the run depends on."""
 
 import ast
 import dataclasses
@@ -24,24 +24,24 @@ from ..faq import see
 from ..files import read_archive, write_archive
 from ._progress import History
 
-# Libraries whose functions are known by their names: what counts is what they were called with.
+# Functions of these libraries are identified by name; only their arguments are compared.
 LIBRARIES = frozenset(
     {"builtins", "diffrax", "equinox", "jax", "jaxlib", "lineax", "math", "numpy", "optax", "optimistix"}
     | {"roughflow", "scipy"}
 )
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
-# The types of globals of a function that are compared; other objects may change during a run.
+# Types of global variables of a function that are compared; other objects may change during a run.
 COMPARED_TYPES = (int, float, complex, str, tuple, list, dict, types.FunctionType, functools.partial)
 COMPARED_TYPES += (eqx.Module, jax.Array, np.ndarray, np.generic)
-MAX_SHOWN_NUMBERS = 8  # longer lists of numbers are compared by their digest
+MAX_SHOWN_NUMBERS = 8  # longer lists of numbers are compared by digest
 
 
 def fingerprint(value: Any, place: str) -> dict[str, str]:
-    """Each part of a value by its place: numbers as they are, arrays and source code by their digests.
+    """The parts of a value by path: numbers as they are, arrays and source code by digest.
 
-    All fields of a module count, static ones too; of a function its source, its defaults, and the numbers and
-    functions that it closes over or finds in its module. Bytecode, which changes with the version of Python,
-    counts only for functions without a source file.
+    All fields of a module count, including static ones. For a function these are its source, its defaults,
+    and the numbers and functions among its closure and globals. Bytecode depends on the Python version, so it
+    is used only for functions without a source file.
     """
     return dict(_parts(value, place, {}))
 
@@ -59,7 +59,7 @@ def _parts(value: Any, place: str, seen: dict[int, tuple[int, Any]]) -> Iterator
     elif id(value) in seen:
         yield place, f"part {seen[id(value)][0]} again"
     else:
-        # Kept, so that no other object comes to the same address meanwhile.
+        # Keep a reference, so that no other object gets the same address meanwhile.
         seen[id(value)] = len(seen), value
         kind, parts = _opened(value)
         yield place, kind
@@ -72,7 +72,7 @@ def _within(parts: Mapping[str, Any], place: str, seen: dict) -> Iterator[tuple[
 
 
 def _opened(value: Any) -> tuple[str, dict[str, Any]]:
-    """What kind of object it is, and its parts by name."""
+    """The kind of an object, and its parts by name."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, functools.partial):
         return kind, {"function": value.func, "arguments": value.args, "keywords": value.keywords}
@@ -89,10 +89,10 @@ def _opened(value: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(value, Mapping):
         return kind, {str(name): value[name] for name in sorted(value, key=str)}
     if isinstance(value, set | frozenset):
-        # In an order of their own: that of a set of words differs between processes.
+        # Sorted, because the order of a set differs between processes.
         return f"{kind} {_digest(*sorted(repr(fingerprint(part, '')).encode() for part in value))}", {}
     wrapped = getattr(value, "__wrapped__", None)
-    if callable(wrapped):  # a jitted function, say
+    if callable(wrapped):  # for example a jitted function
         return kind, {"function": wrapped}
     if hasattr(value, "__dict__"):
         return kind, {name: vars(value)[name] for name in sorted(vars(value))}
@@ -101,13 +101,13 @@ def _opened(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _function(function: types.FunctionType) -> dict[str, Any]:
-    """What a function depends on."""
+    """All that a function depends on."""
     code = function.__code__
     parts = {name: part for name, part in zip(code.co_freevars, _cells(function), strict=True)}
     parts |= {"its defaults": (function.__defaults__, function.__kwdefaults__)}
     if (function.__module__ or "").partition(".")[0] in LIBRARIES:
         return parts
-    # Of what it finds in its module: modules and classes are known by their names, which are in the code.
+    # Among its globals, modules and classes are identified by their names, which are part of the code.
     found = {name: function.__globals__.get(name) for name in _names(code)}
     counted = {name: value for name, value in found.items() if isinstance(value, COMPARED_TYPES)}
     source = _source(code)
@@ -115,7 +115,7 @@ def _function(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _source(code: types.CodeType) -> str | None:
-    """The source of a function without comments and layout; None where it cannot be read."""
+    """The source of a function without comments and layout; None if it is not available."""
     try:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
     except (OSError, SyntaxError, IndexError):
@@ -127,7 +127,7 @@ def _source(code: types.CodeType) -> str | None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         and (first(node), getattr(node, "name", "<lambda>")) == (code.co_firstlineno, code.co_name)
     ]
-    if len(found) > 1:  # lambdas on one line, which their columns tell apart
+    if len(found) > 1:  # several lambdas on one line, distinguished by column
         starts = {(line, column) for line, _, column, _ in code.co_positions()}
         begins = lambda node: (node.lineno, node.col_offset)
         found = [node for node in found if isinstance(node, ast.Lambda) and begins(node.body) in starts]
@@ -139,11 +139,11 @@ def _cells(function: types.FunctionType) -> Iterator[Any]:
         try:
             yield cell.cell_contents
         except ValueError:
-            yield None  # not filled yet
+            yield None  # not assigned yet
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """The names that code looks up, and the code within it."""
+    """The names that code refers to, including nested code."""
     inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
     return sorted({*code.co_names, *inner})
 
@@ -165,7 +165,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """The first part that is not what it was, in a few words."""
+    """The first part that has changed, in words."""
     for place in [*now, *(place for place in before if place not in now)]:
         one, two = before.get(place), now.get(place)
         if _without_module(one) != _without_module(two):
@@ -174,13 +174,13 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
 
 
 def _without_code(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts but for code, which version 4 compared in another form and counted among the parts."""
+    """The parts without code, which version 4 compared in another form and included among the parts."""
     kept = {place: text for place, text in parts.items() if not re.search(r"\.its (code|source)\b", place)}
     return {place: re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
 
 
 def _without_module(text: str | None) -> str | None:
-    """The name of a class or function of roughflow without its private module: modules move."""
+    """The name of a class or function of roughflow without its private module, because modules may move."""
     return text and re.sub(r"\broughflow\.(\w+\.)*_\w+\.", "roughflow.", text)
 
 
@@ -188,22 +188,22 @@ def _short(text: str | None) -> bool:
     return text is not None and len(text) < 30
 
 
-VERSION, OLDEST_VERSION = 5, 4  # version 4 compared the bytecode of functions, not their source
-SECONDS_BETWEEN_WRITES = 30.0  # between two writes
+VERSION, OLDEST_VERSION = 5, 4  # version 4 compared bytecode instead of source
+SECONDS_BETWEEN_WRITES = 30.0  # minimum time between two writes
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: everything the next step depends on."""
+    """The state of a run: everything the next step depends on."""
 
     step: int
     parameters: Any
     optimiser: Any
     state: Any  # of the objective
     best: Any  # parameters at the lowest validation loss
-    streak: int  # of steps that were not finite
+    streak: int  # consecutive steps that were not finite
     history: History
-    grid: int | None = None  # steps that the model is solved with; None for its own
+    grid: int | None = None  # number of solver steps; None for the model's own
 
     @staticmethod
     def start(parameters: Any, optimiser: Any, state: Any) -> "Progress":
@@ -217,7 +217,7 @@ class Progress:
         )
 
     def validated(self, loss: float, parameters: Any) -> "Progress":
-        """With one more look at the validation data, with these parameters; the best are kept."""
+        """The state after a validation check of these parameters; keeps the best ones."""
         lowest = np.min(_ranked(self.history.validation_loss), initial=np.inf)
         best = parameters if loss < lowest else self.best
         history = self.history.with_validation(self.step, loss)
@@ -225,16 +225,16 @@ class Progress:
 
     @property
     def changing(self) -> tuple[Any, ...]:
-        """The trees that steps change."""
+        """The pytrees that steps update."""
         return self.parameters, self.optimiser, self.state, self.best
 
     def moved(self, where: Callable[[Any], Any]) -> "Progress":
-        """The same run on other devices."""
+        """The same state on other devices."""
         parameters, optimiser, state, best = (where(tree) for tree in self.changing)
         return dataclasses.replace(self, parameters=parameters, optimiser=optimiser, state=state, best=best)
 
     def stale_from(self, patience: int | None) -> int | None:
-        """The step of the first look that came `patience` looks after the best one until then."""
+        """The step of the first validation check that came `patience` checks after the best so far."""
         if patience is None:
             return None
         losses = _ranked(self.history.validation_loss)
@@ -245,13 +245,13 @@ class Progress:
 
 
 def _ranked(losses: np.ndarray) -> np.ndarray:
-    """A look that came to NaN is worse than any that did not."""
+    """NaN is worse than any other validation loss."""
     return np.where(np.isnan(losses), np.inf, losses)
 
 
 @dataclass
 class Checkpoint:
-    """A file that holds a run's state, for the run with these settings only."""
+    """A file with the state of a run, tied to the settings of that run."""
 
     path: Path
     settings: dict[str, str]
@@ -261,11 +261,11 @@ class Checkpoint:
     def open(
         path: str | os.PathLike, settings: dict[str, Any], start: Progress, fixed: dict[str, Any]
     ) -> "Checkpoint":
-        """For the run with these `settings`, of which `fixed` are not plain numbers."""
+        """The file for a run with these `settings`, of which `fixed` are not plain numbers."""
         described = {name: repr(value) for name, value in settings.items()}
         for name, value in fixed.items():
             described |= fingerprint(value, name)
-        # Of what a run changes, the shapes.
+        # Only the shapes of what a run changes.
         changed = {"parameters": start.parameters, "optimiser": start.optimiser, "state": start.state}
         for what, tree in changed.items():
             for place, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -276,18 +276,18 @@ class Checkpoint:
     def begin(self, start: Progress) -> Progress:
         if self.path.exists():
             raise ValueError(
-                f"checkpoint {self.path} exists: resume=True goes on from it; delete it or name another to "
+                f"checkpoint {self.path} exists: resume=True continues it; delete it or name another to "
                 "start afresh" + see("checkpoints")
             )
         return start
 
     def load(self, start: Progress) -> Progress:
-        """The state in the file; `start` says what it looks like."""
+        """Load the state from the file; `start` has its structure."""
         header, arrays = read_archive(self.path, "checkpoint", VERSION)
         if header["version"] < OLDEST_VERSION:
             raise ValueError(
-                f"checkpoint {self.path} was written by an older roughflow, which did not note all that a "
-                "run depends on: delete it or name another to start afresh" + see("checkpoints")
+                f"checkpoint {self.path} was written by an older version of roughflow, which did not record "
+                "all settings: delete it or choose another file to start again" + see("checkpoints")
             )
         before, now = header["settings"], self.settings
         if header["version"] < VERSION:
@@ -316,5 +316,5 @@ class Checkpoint:
 
 
 def steps_of(path: Path) -> int:
-    """How many steps the run in this file was to take."""
+    """The total number of steps of the run in this file."""
     return int(read_archive(path, "checkpoint", VERSION)[0]["settings"]["steps"])

@@ -1,4 +1,4 @@
-"""The data of a fit: rows of an array, batches or a distribution; hold-out rows, folds, copies of rows."""
+"""Training data: arrays, batches or distributions; validation splits, folds, copies of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from ..faq import see
 from ._objective import AbstractStatefulObjective
 
 NUM_FOLDS = 5
-LEAVE_ONE_OUT = 40  # groups up to which each is a fold of its own
-SPIKE_SHARE = 0.05  # of the rows at one value, which is also this many times as frequent as the median value:
-SPIKE_RATIO = 5
-MAX_CHANCE_TWINS = 0.1  # twins of a row that coincidence may explain: with fewer, equal rows are copies
-PAIRED_COLUMNS = 12  # repeated columns that are compared pair by pair, at most
+LEAVE_ONE_OUT = 40  # up to this number of groups, each is a fold
+# A spike is a value of this fraction of the rows, also this many times as frequent as the median value.
+SPIKE_SHARE, SPIKE_RATIO = 0.05, 5
+MAX_CHANCE_TWINS = 0.1  # expected number of equal rows by chance; if fewer, equal rows are copies
+PAIRED_COLUMNS = 12  # maximum number of repeated columns that are compared in pairs
 
 
 @dataclass(frozen=True)
 class Links:
-    """Which rows must stay on one side of a split.
+    """Rows that must stay on the same side of a split.
 
-    `labels` numbers the sets of such rows, `copies` those of equal rows, and `joined` has the columns whose
+    `labels` numbers the sets of linked rows, `copies` those of equal rows. `joined` lists the columns whose
     values repeat together, as after a join.
     """
 
@@ -40,13 +40,13 @@ class Links:
 
     @property
     def distinct(self) -> int:
-        """How many different rows there are."""
+        """Number of distinct rows."""
         return int(self.copies.max()) + 1
 
     @staticmethod
     def of(rows: np.ndarray, groups: Any = None) -> "Links":
-        """Rows of one group are linked, and copies of one row, and rows that agree in two continuous columns:
-        after a join, one record is part of many rows."""
+        """Link rows of one group, copies of a row, and rows that agree in two continuous columns (after a
+        join, one record is part of many rows)."""
         copies = copies_of(rows)
         keys = [copies] if groups is None else [copies, _group_labels(groups, len(rows))]
         repeated = [j for j, column in enumerate(rows.T) if len(rows) > 1 and _repeats(column)]
@@ -56,24 +56,24 @@ class Links:
         repeated = repeated[:PAIRED_COLUMNS]
         pairs = [(i, j) for i in repeated for j in repeated if i < j]
         linked = _connected([labels, *(first_seen(row_codes(rows[:, pair])) for pair in pairs)])
-        # A join of many with many connects everything, and then says nothing.
+        # A many-to-many join links everything, which is not informative.
         if np.bincount(linked).max() > len(rows) / 2 or linked.max() == labels.max():
             return Links(labels, copies)
         return Links(linked, copies, tuple(repeated))
 
     @property
     def count(self) -> int:
-        """How many sets of rows there are."""
+        """Number of sets of rows."""
         return int(self.labels.max()) + 1
 
     def at(self, places: np.ndarray) -> "Links":
-        """Those of some of the rows."""
+        """The links among a subset of the rows."""
         return Links(first_seen(self.labels[places]), first_seen(self.copies[places]), self.joined)
 
 
 def hold_out(labels: np.ndarray, share: float, key: PRNGKeyArray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of the rows to train on, and of a share of the sets of rows: at least one set, if there are
-    two and the share is not zero."""
+    """Indices of training rows, and of a fraction of the sets of rows: at least one set if there are two and
+    the fraction is positive."""
     check_share(share)
     count = int(labels.max()) + 1
     aside = min(max(1, round(share * count)), count - 1) if share else 0
@@ -86,13 +86,13 @@ def hold_out(labels: np.ndarray, share: float, key: PRNGKeyArray) -> tuple[np.nd
 
 def check_share(share: float) -> None:
     if isinstance(share, bool) or not 0 <= share < 1:
-        told = f"validation must be a share of the data, at least 0 and below 1, got {share}"
+        told = f"validation must be a fraction of at least 0 and below 1, got {share}"
         raise ValueError(told + see("budgets-and-validation"))
 
 
 def folds(labels: np.ndarray, leave_one_out: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The places of each fold's other rows, and of its own. Up to `leave_one_out` sets of rows are a fold
-    each."""
+    """Indices of the training and the validation rows of each fold. Up to `leave_one_out` sets of rows are a
+    fold each."""
     total = int(labels.max()) + 1
     count = total if total <= leave_one_out else NUM_FOLDS
     order = np.random.default_rng(0).permutation(total)
@@ -104,7 +104,7 @@ def folds(labels: np.ndarray, leave_one_out: int = 0) -> list[tuple[np.ndarray, 
 
 
 def mean_and_error(values: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """The mean over rows, and its standard error: rows of one set are not independent."""
+    """The mean over rows, and its standard error, which treats rows of one set as dependent."""
     mean, count = float(np.mean(values)), int(labels.max()) + 1 if len(labels) else 0
     if count < 2 or not np.isfinite(mean):
         return mean, float("nan")
@@ -113,7 +113,7 @@ def mean_and_error(values: np.ndarray, labels: np.ndarray) -> tuple[float, float
 
 
 def row_codes(rows: np.ndarray) -> np.ndarray:
-    """A hash of 64 bits for each row: equal rows have equal codes."""
+    """A 64-bit hash of each row."""
     words = np.ascontiguousarray(np.asarray(rows, np.float64) + 0.0).view(np.uint64)  # −0 + 0 = 0
     codes = np.full(len(words), 0x9E3779B97F4A7C15, np.uint64)
     for word in words.T:
@@ -123,7 +123,7 @@ def row_codes(rows: np.ndarray) -> np.ndarray:
 
 
 def first_seen(codes: np.ndarray) -> np.ndarray:
-    """Codes as numbers 0, 1, … in the order of their first rows."""
+    """Renumber codes 0, 1, … in order of first appearance."""
     _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
     rank = np.empty(len(first), int)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -131,7 +131,8 @@ def first_seen(codes: np.ndarray) -> np.ndarray:
 
 
 def grid_step(values: np.ndarray) -> float:
-    """The step of a grid on which all values lie, as integers and rounded numbers do; 0 if there is none."""
+    """The step of a grid that contains all values, such as integers or rounded numbers; 0 if there is
+    none."""
     distinct = np.unique(values)
     gaps = np.unique(np.diff(distinct))
     if not gaps.size:
@@ -141,7 +142,7 @@ def grid_step(values: np.ndarray) -> float:
     single = np.array_equal(distinct, distinct.astype(np.float32))
     tolerance = (2e-7 if single else 1e-12) * float(np.abs(distinct).max())
     step, finest = float(gaps[0]), max(10 * tolerance, 1e-6 * float(distinct[-1] - distinct[0]))
-    while step > finest:  # Euclid's algorithm, for all gaps at once
+    while step > finest:  # Euclid's algorithm for all gaps at once
         times = np.round(gaps / step)
         rest = np.abs(gaps - step * times)
         rest = rest[rest > tolerance * (1 + times)]
@@ -152,14 +153,14 @@ def grid_step(values: np.ndarray) -> float:
 
 
 def _clean(step: float, gaps: np.ndarray) -> float:
-    """The step as a person would write it: 0.1, not 0.10000000000000009."""
+    """The step rounded to a short decimal: 0.1, not 0.10000000000000009."""
     largest = float(gaps[-1])
     exact = largest / round(largest / step)
     return float(f"{exact:.6g}")
 
 
 def copies_of(rows: np.ndarray) -> np.ndarray:
-    """A label for each row: copies of one row share theirs."""
+    """A label for each row, shared by copies of a row."""
     labels = first_seen(row_codes(rows))
     if labels.max() + 1 == len(rows):
         return labels
@@ -168,13 +169,13 @@ def copies_of(rows: np.ndarray) -> np.ndarray:
 
 
 def identified(rows: np.ndarray, total: int) -> np.ndarray:
-    """Whether an equal row among `total` is a copy of each row: rounded values may agree by chance."""
+    """Whether an equal row among `total` would be a copy of each row. Rounded values may agree by chance."""
     return sum(_log_cells(column) for column in rows.T) > np.log(total / MAX_CHANCE_TWINS)
 
 
 def _log_cells(column: np.ndarray) -> np.ndarray:
-    """How much each value of a column tells rows apart: the logarithm of the number of values that it might
-    have had, infinite for a continuous column."""
+    """The information of each value of a column, in nats: the log of the number of possible values, infinite
+    for a continuous column."""
     _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
     step, cells = grid_step(column), np.inf
     if step or len(counts) == 1:
@@ -186,7 +187,7 @@ def _log_cells(column: np.ndarray) -> np.ndarray:
 
 
 def _repeats(column: np.ndarray) -> bool:
-    """Whether a continuous column has most of its values more than once."""
+    """Whether most values of a continuous column occur more than once."""
     _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
     if np.mean(counts[inverse.ravel()] > 1) < 0.5 or len(counts) == 1:
         return False
@@ -200,13 +201,13 @@ def _group_labels(groups: Any, count: int) -> np.ndarray:
         raise ValueError(told + see("budgets-and-validation"))
     missing = [i for i, label in enumerate(labels) if label is None or label != label]
     if missing:
-        raise ValueError(f"groups has no label in row {missing[0]}: give every row one")
+        raise ValueError(f"groups has no label in row {missing[0]}: every row needs one")
     seen: dict[Any, int] = {}
     return np.array([seen.setdefault(label, len(seen)) for label in labels])
 
 
 def _connected(keys: Sequence[np.ndarray]) -> np.ndarray:
-    """One label for rows that share any key, directly or through others."""
+    """One label for rows that share a key, directly or through others."""
     if len(keys) == 1:
         return keys[0]
     count, parts, offset = len(keys[0]), [], len(keys[0])
@@ -226,14 +227,14 @@ def _permutation(key: PRNGKeyArray, count: int) -> Array:
 
 @runtime_checkable
 class DataSource(Protocol):
-    """A distribution that gives fresh data in each step, such as those of `rf.datasets`."""
+    """A distribution that provides new data in each step, such as those of `rf.datasets`."""
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array: ...
 
 
 @runtime_checkable
 class KnownEntropy(DataSource, Protocol):
-    """A distribution whose entropy is known: no model has a smaller expected negative log-likelihood."""
+    """A distribution with known entropy, the lowest possible expected negative log-likelihood."""
 
     @property
     def entropy(self) -> float: ...
@@ -241,20 +242,20 @@ class KnownEntropy(DataSource, Protocol):
 
 @runtime_checkable
 class Batches(Protocol):
-    """Rows drawn on the host, one batch at a time."""
+    """Data that draws batches on the host."""
 
     def batch(self, size: int, rng: np.random.Generator) -> np.ndarray: ...
 
 
 @runtime_checkable
 class SplittableBatches(Batches, Protocol):
-    """Batches that can set rows aside for validation, such as `rf.tables.ParquetTable`."""
+    """Batches that can split off validation rows, such as `rf.tables.ParquetTable`."""
 
     def split(self, share: float, *, key: PRNGKeyArray) -> tuple["Batches", np.ndarray]: ...
 
 
 class Drawn(eqx.Module):
-    """Batches that were drawn on the host for the next steps, `(steps, size, dimension)`."""
+    """Batches drawn on the host for the next steps, `(steps, size, dimension)`."""
 
     rows: Array
 
@@ -265,7 +266,7 @@ Data = Array | DataSource | Batches | None
 def draw(
     data: Array | DataSource | Drawn | None, size: int, key: PRNGKeyArray, place: int | Array = 0
 ) -> Array | None:
-    """A batch: rows drawn with replacement, or all if there are no more; of batches drawn before, that at
+    """A batch of rows drawn with replacement, or all rows if there are no more; for host batches, the one at
     `place`."""
     if data is None:
         return None
@@ -282,7 +283,7 @@ def split(
     objective: AbstractStatefulObjective,
     key: PRNGKeyArray,
 ) -> tuple[Data, Array | None]:
-    """Data to train on and, if asked for, data to validate on: copies of a row are on one side."""
+    """Training and validation data, without copies of a row on both sides."""
     if (data is not None) != objective.uses_data:
         need = "needs data" if objective.uses_data else "takes no data"
         raise ValueError(f"{type(objective).__name__} {need}: call fit(model, data, ...) accordingly")
@@ -296,7 +297,7 @@ def split(
         if isinstance(validation, float | int):
             check_share(validation)
             if validation:
-                raise ValueError("a share to validate on must come from an array: give validation data")
+                raise ValueError("a validation fraction requires an array: pass validation data")
             return data, None
         return data, _rows("validation", validation)
     rows = _rows("data", data)
@@ -307,7 +308,7 @@ def split(
 
 
 def rng_of(key: PRNGKeyArray, *numbers: int) -> np.random.Generator:
-    """A NumPy generator seeded by a key and, for example, the number of a step."""
+    """A NumPy generator seeded by a key and, for example, a step number."""
     return np.random.default_rng([*np.asarray(jax.random.key_data(key)).ravel().tolist(), *numbers])
 
 
@@ -320,7 +321,7 @@ def _rows(name: str, data: Array | np.ndarray) -> Array:
 
 
 def check_columns(model: Any, train: Data, held_out: Array | None) -> None:
-    """Refuse rows of another dimension than the flow that is fitted to them."""
+    """Refuse rows whose dimension differs from that of the flow."""
     if not isinstance(model, StochasticFlow):
         return
     for name, rows in {"data": train, "validation": held_out}.items():

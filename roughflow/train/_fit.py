@@ -31,9 +31,9 @@ from ._progress import History
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fit returns: the `model`; the `objective`, with what it learned itself; the `history`;
-    `interrupted`, whether it was stopped by hand before its time; the `state` the objective was left in; and,
-    of a fit in several, the histories of its `stages` by name."""
+    """The result of a fit: the `model`; the trained `objective`; the `history`; `interrupted`, whether the
+    user stopped it; the final `state` of the objective; and the histories of its `stages` by name, if it had
+    several."""
 
     model: Any
     objective: AbstractStatefulObjective
@@ -136,7 +136,8 @@ def fit(
     check_columns(model, train, held_out)
     if patience is not None and held_out is None:
         raise ValueError(
-            "patience needs validation data: set validation, to 0.1 say" + see("budgets-and-validation")
+            "patience needs validation data: set validation, such as validation=0.1"
+            + see("budgets-and-validation")
         )
     moves = make_optimiser(optimiser, learning_rate, steps, clip, average)
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
@@ -173,17 +174,17 @@ def _check(objective: Any, frozen: Any, patience: Any, checkpoint: Any, resume: 
 
 
 def _ended(step: int, steps: int, patience: int | None, stopped: bool) -> str | None:
-    """Why before the last step, if it was."""
+    """The reason for stopping early, or None."""
     if step >= steps:
         return None
-    why = "interrupted" if stopped else f"no better in {count(patience or 0, 'look')} at the validation data"
+    why = "interrupted" if stopped else f"validation loss did not improve in {count(patience or 0, 'check')}"
     return f"at step {step:,} of {steps:,}: {why}"
 
 
 def _trained(
     model: Any, objective: AbstractStatefulObjective, frozen: Callable[[Any], Any] | None
 ) -> tuple[Any, Any]:
-    """For each leaf of model and objective, whether it is to be trained."""
+    """Whether each leaf of the model and the objective is trained."""
     can = trainable(model)
     still = lambda parts: jax.tree.map(lambda _: False, parts)
     learned = eqx.tree_at(objective.learns, still(model), replace=objective.learns(can))
@@ -194,7 +195,7 @@ def _trained(
 
 def _alone(checkpoint: str | PathLike | None) -> AbstractContextManager[None]:
     """Refuse to share a checkpoint with another run."""
-    message = f"checkpoint {checkpoint} is in use by another run: wait for that, or name another"
+    message = f"checkpoint {checkpoint} is in use by another run: wait for it, or choose another file"
     if checkpoint is None or not leads():
         return nullcontext()
     return file_lock(checkpoint, message + see("checkpoints"))
@@ -203,6 +204,6 @@ def _alone(checkpoint: str | PathLike | None) -> AbstractContextManager[None]:
 def _begin(store: Checkpoint | None, start: Progress, resume: bool) -> Progress:
     if store is None:
         if resume:
-            raise ValueError("resume needs a checkpoint to go on from" + see("checkpoints"))
+            raise ValueError("resume needs a checkpoint" + see("checkpoints"))
         return start
     return store.load(start) if resume else store.begin(start)

@@ -38,9 +38,9 @@ from ..sde import (
     tanh,
 )
 
-MAX_STATE_DEPENDENT_DIMENSION = 2  # of state-dependent noise, whose cost grows with the square
-MIN_PROBED_DIMENSION = 17  # from which on the divergence is Hutchinson's
-VELOCITY_STEPS = 16  # of the grid for a velocity field
+MAX_STATE_DEPENDENT_DIMENSION = 2  # maximum for state-dependent noise, whose cost grows quadratically
+MIN_PROBED_DIMENSION = 17  # minimum for Hutchinson's divergence
+VELOCITY_STEPS = 16  # solver steps for a velocity field
 
 
 def neural_flow(
@@ -53,13 +53,13 @@ def neural_flow(
     noise: float = 0.5,
     key: PRNGKeyArray,
 ) -> StochasticFlow:
-    """A neural SDE from a standard normal base that is, before training, that normal distribution.
+    """A neural SDE with a standard normal base, which it leaves invariant before training.
 
-    The drift is `rf.sde.RestoringDrift`. The noise is `rf.FullDiffusion` in two dimensions, otherwise
-    a trainable constant matrix. From 17 dimensions on the divergence is Hutchinson's.
+    The drift is an `rf.sde.RestoringDrift`. The noise is `rf.FullDiffusion` in up to two dimensions,
+    otherwise a trainable constant matrix. From 17 dimensions on it uses Hutchinson's divergence estimator.
 
-    **Arguments:** `dimension`; `width` and `depth` of the drift's network; `activation` and `time_dependent`
-    of all networks; `noise`, the size λ of the noise, 0 for a continuous normalizing flow.
+    **Arguments:** `dimension`; `width` and `depth` of the drift network; `activation` and `time_dependent`,
+    for all networks; `noise`, the scale λ of the noise, 0 for a continuous normalizing flow.
 
     ```python
     import jax
@@ -104,7 +104,7 @@ def velocity_flow(
 ) -> StochasticFlow:
     """A flow without noise for `rf.Interpolant` to train: an `rf.sde.VelocityNetwork` from a normal base.
 
-    **Arguments:** those of `rf.sde.VelocityNetwork`. With a `context` the flow has that many dimensions more.
+    **Arguments:** those of `rf.sde.VelocityNetwork`. A `context` adds as many dimensions.
 
     ```python
     import jax
@@ -122,27 +122,26 @@ def velocity_flow(
 
 
 def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float | None = 0.5) -> Any:
-    """The flow with this noise in place of its own, the same distribution at every time:
-    `rf.sde.TransportSDE`.
+    """The flow with another noise and the same distribution at every time: an `rf.sde.TransportSDE`.
 
-    The noise is free to choose after training, as often as one likes: more of it, another kind, none. Then it
-    can be trained by itself, by any objective, with `frozen=lambda flow: flow.sde.transport`.
+    Noise can be chosen, changed or removed after training. It can also be trained on its own with any
+    objective, with `frozen=lambda flow: flow.sde.transport`.
 
-    The distribution is the same as far as velocity and score belong together. They do after
-    `rf.Interpolant()`; a likelihood fit with noise moves the velocity with no regard to that. A learned
-    proposal belongs to the old noise, and is left out.
+    The distribution is unchanged if velocity and score are consistent. They are after `rf.Interpolant()`;
+    likelihood training with noise changes the velocity without its score. A learned proposal is dropped,
+    because it depends on the old noise.
 
-    Noise that fades, and the score that it brings in, change fastest towards the end. An `rf.FixedGrid` with
-    steps of one length gets steps that shrink towards it, `late=2`, as many as before.
+    Fading noise and its score change fastest near the end. An `rf.FixedGrid` with equal steps is replaced by
+    one with the same number of steps that shrink towards the end (`late=2`).
 
     **Arguments:**
 
-    - `flow`: one with an `rf.sde.TransportSDE`, which is what `rf.fit` with `rf.Interpolant()` returns; or
-      what `rf.fit_density` returns, or its model, whose noise is in units of the standardised data.
-    - `diffusion`: Σ(t, z), any diffusion; a number λ for λI, on all coordinates but those that are
-      given; an `rf.sde.FadingDiffusion` as it is; None for no noise.
-    - `fading`: p in σ = (1 − t/T)^p Σ, ½ or more (`rf.sde.FadingDiffusion`); None for σ = Σ as it is, where
-      the score is finite up to the end.
+    - `flow`: a flow with an `rf.sde.TransportSDE`, such as the result of `rf.fit` with `rf.Interpolant()`; or
+      the result of `rf.fit_density` or its model, with noise in units of the standardised data.
+    - `diffusion`: Σ(t, z), any diffusion; a number λ for λI on all coordinates but the given ones; an
+      `rf.sde.FadingDiffusion`, used as it is; None for no noise.
+    - `fading`: p ≥ ½ in σ = (1 − t/T)^p Σ (`rf.sde.FadingDiffusion`); None for σ = Σ, which requires a score
+      that is finite up to the end.
 
     ```python
     import jax, jax.numpy as jnp
@@ -197,21 +196,21 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
 
 
 def _towards_the_end(flow: StochasticFlow) -> AbstractIntegrator:
-    """The flow's integrator, its steps finer where they need be.
+    """The integrator of the flow, with finer steps where needed.
 
-    On fitted stars, with λ = 1 and 16 steps, log p is wrong by 0.2 and 0.4 with even steps, by 0.004 and 0.04
-    with these.
+    For a flow fitted to star data with λ = 1 and 16 steps, errors of log p are 0.2 to 0.4 with equal steps,
+    and 0.004 to 0.04 with these.
     """
     grid = flow.integrator
     if not isinstance(grid, FixedGrid) or grid.late != 1:
         return grid
-    # The first steps are twice as long as even ones: twice as many resolve the driver's waves.
+    # The first steps are twice as long as equal ones, so twice as many resolve the waves of the driver.
     steps = grid.steps or 2 * default_steps(order_of(grid.method), flow.driver, flow.dimension)
     return FixedGrid(grid.method, steps, grid.gradient, grid.escape_rate, LATE)
 
 
 def _check_given(sde: TransportSDE, dimension: int) -> None:
-    """Refuse noise that would move what is given, and with it the distribution."""
+    """Refuse noise on the given coordinates, which would change the distribution."""
     given = sde.transport.context
     if not given:
         return
@@ -223,13 +222,12 @@ def _check_given(sde: TransportSDE, dimension: int) -> None:
         )
 
 
-MIN_GAIN = 0.002  # nats per row that noise must gain
+MIN_GAIN = 0.002  # minimum gain from noise, in nats per row
 NOISE_SIZES, NOISE_ROWS = (0.25, 0.5, 1.0), 500  # candidates, and the number of rows to compare them on
 
 
 def best_noise(flow: StochasticFlow, rows: Array, key: PRNGKeyArray) -> float:
-    """The size of noise with the highest likelihood; what is not clearly better than none, or better by next
-    to nothing, is not worth its paths."""
+    """The noise scale with the highest likelihood; 0 unless the gain is significant and not negligible."""
     rows = rows[:NOISE_ROWS]
     plain = flow.log_prob(rows, key=key)
     best, gain = 0.0, MIN_GAIN

@@ -1,4 +1,4 @@
-"""Fit a velocity to data by regression: no equation is solved."""
+"""Fit a velocity to data by regression, without solving an ODE."""
 
 from typing import Any, ClassVar
 
@@ -19,16 +19,17 @@ SINKHORN_SWEEPS = 100
 
 
 def coupled(z: Array, x: Array, weight: float | Array, key: PRNGKeyArray) -> Array:
-    """For each row of x a row of z, drawn from the plan of entropic optimal transport between the two."""
+    """For each row of x a row of z, drawn from the entropic optimal transport plan between the two."""
     log_plan = sinkhorn(z, x, weight)
     return z[jax.random.categorical(key, log_plan.T, axis=-1)]
 
 
 def sinkhorn(z: Array, x: Array, weight: float | Array) -> Array:
-    """The logarithm of the plan P that minimises Σᵢⱼ Pᵢⱼ |zᵢ − xⱼ|² + ε Σᵢⱼ Pᵢⱼ log Pᵢⱼ with equal marginals.
+    """The logarithm of the plan P that minimises Σᵢⱼ Pᵢⱼ |zᵢ − xⱼ|² + ε Σᵢⱼ Pᵢⱼ log Pᵢⱼ with uniform
+    marginals.
 
-    ε is `weight` times the mean squared distance of the two about their means, which do not matter to the
-    plan (Cuturi 2013). Rows and columns are scaled in turn, in logarithms, the columns last.
+    Sinkhorn's algorithm (Cuturi 2013) in log space, columns last. ε is `weight` times the mean squared
+    distance of the two samples about their means, which do not affect the plan.
     """
     z, x = z - jnp.mean(z, axis=0, keepdims=True), x - jnp.mean(x, axis=0, keepdims=True)
     squares = jnp.sum((z[:, None] - x[None]) ** 2, axis=-1)
@@ -46,28 +47,30 @@ def sinkhorn(z: Array, x: Array, weight: float | Array) -> Array:
 
 
 class Interpolant(AbstractObjective):
-    """The velocity of straight lines from the base to the data (Lipman et al. 2023; Liu et al. 2023; Albergo
-    & Vanden-Eijnden 2023). With z ~ base, x ~ data, s = t/T and y = (1 − s) z + s x it minimises
+    """Flow matching: the velocity of straight lines from the base to the data (Lipman et al. 2023; Liu et al.
+    2023; Albergo & Vanden-Eijnden 2023). With z ~ base, x ~ data, s = t/T and y = (1 − s) z + s x it
+    minimises
 
         E |T v(t, y) − (x − z)|²/d,
 
-    one evaluation of the drift v per sample. The minimum is the velocity E[x − z | y]/T, whose ODE carries
-    the base to the distribution of the data. The loss does not come to zero, nor is it a likelihood.
+    which needs one evaluation of the drift v per sample. The minimiser is the velocity E[x − z | y]/T, whose
+    ODE transports the base to the distribution of the data. The loss does not reach zero, and it is not a
+    likelihood.
 
-    The model is a flow without noise, or one with an `rf.sde.TransportSDE`. Its velocity alone is trained,
-    not its base or noise. From an `rf.Normal` base the model returned has an `rf.sde.TransportSDE`, which
-    knows the score of its distribution too: `rf.with_noise` adds noise to it. From another base, an
-    `rf.sde.LearnedTransport` learns its score along: ∇log p₀(z) is regressed on y as well.
+    The model is a flow without noise, or one with an `rf.sde.TransportSDE`. Only its velocity is trained.
+    From an `rf.Normal` base the trained model has an `rf.sde.TransportSDE`, which includes the score, so
+    `rf.with_noise` can add noise. From another base, an `rf.sde.LearnedTransport` learns the score too, by
+    regression of ∇log p₀(z) on y.
 
     **Arguments:**
 
-    - `late`: times are s = 1 − uᵃ with u uniform and a = `late`: for a > 1 more of them are near the end,
-      where the velocity has most to tell. 1 is uniform.
-    - `coupling`: pair the points of a batch by optimal transport (Tong et al. 2024), entropic with this
-      weight as a share of the mean squared distance, 0.05 say: lines cross less, and the ODE needs fewer
-      steps. The score is then not known, and noise cannot be added.
-    - `context`: for a conditional density, how many of the last coordinates are given. They are the same at
-      all times, and the model must leave them where they are.
+    - `late`: exponent a of the times s = 1 − uᵃ, u uniform; a > 1 puts more of them near the end, where the
+      velocity is hardest to learn. 1 is uniform.
+    - `coupling`: pair the points of a batch by entropic optimal transport (Tong et al. 2024), with this
+      regularisation relative to the mean squared distance, for example 0.05. Lines cross less, and the ODE
+      needs fewer steps. The score is then unknown, and noise cannot be added.
+    - `context`: for a conditional density, the number of given coordinates, which come last. They are
+      constant in time, and the model must not move them.
 
     ```python
     import jax, jax.numpy as jnp
@@ -90,7 +93,7 @@ class Interpolant(AbstractObjective):
     def __init__(self, late: float = 2.0, coupling: float | None = None, *, context: int = 0):
         check_positive("late", late)
         if context and coupling is not None:
-            raise ValueError("a coupling would tie rows to what is given of others: leave one of them out")
+            raise ValueError("coupling and context cannot be combined")
         self.context = check_count("context", context, least=0)
         if coupling is not None:
             check_positive("coupling", coupling)
@@ -106,32 +109,32 @@ class Interpolant(AbstractObjective):
             self._check_transport(model)
         elif not isinstance(model.sde, ItoSDE | StratonovichSDE) or model.noise_dimension:
             raise TypeError(
-                "Interpolant finds the velocity of an ODE: give it a flow of rf.ItoSDE(velocity, "
-                "rf.sde.NoDiffusion()), and add noise after with rf.with_noise; got "
-                f"{type(model.sde).__name__} with {model.noise_dimension} noises{see('velocities')}"
+                "Interpolant trains the velocity of an ODE: use a flow of rf.ItoSDE(velocity, "
+                "rf.sde.NoDiffusion()), and add noise afterwards with rf.with_noise; got "
+                f"{type(model.sde).__name__} with {model.noise_dimension} noise components{see('velocities')}"
             )
         return self
 
     def _check_transport(self, model: StochasticFlow) -> None:
         transport = _transport(model)
         if isinstance(transport, GivenTransport):
-            raise TypeError("Interpolant would part the velocity of an rf.sde.GivenTransport from its score")
+            raise TypeError("Interpolant cannot train an rf.sde.GivenTransport, whose score is fixed")
         if self.context and isinstance(transport, LearnedTransport):
-            raise TypeError("a score is learned for a density without a context: take an rf.Normal base")
+            raise TypeError("a context requires an rf.Normal base")
         if self.coupling is not None:
             raise ValueError(
-                "with a coupling the score of an rf.sde.TransportSDE would be wrong: give Interpolant a flow "
-                "of rf.ItoSDE(velocity, rf.sde.NoDiffusion())"
+                "coupling invalidates the score of an rf.sde.TransportSDE: use a flow of rf.ItoSDE(velocity, "
+                "rf.sde.NoDiffusion())"
             )
         if transport.t1 != model.t1:
             raise ValueError(f"the flow ends at t1 = {model.t1}, but its transport at {transport.t1}")
 
     def learns(self, model: StochasticFlow) -> Any:
-        """The velocity; the score's part of the network with it."""
+        """The velocity, including the part of the network for the score."""
         return model.sde.transport if isinstance(model.sde, TransportSDE) else model.sde.drift
 
     def leave(self, model: StochasticFlow) -> StochasticFlow:
-        """With the score that belongs to a velocity from this base."""
+        """The model with the score of a velocity from this base."""
         if self.coupling is not None or not isinstance(model.base, Normal):
             return model
         sde, base = model.sde, model.base
@@ -156,7 +159,7 @@ class Interpolant(AbstractObjective):
             z = coupled(z, x, self.coupling, key_pair)
         own = x.shape[1] - self.context
         z = jnp.concatenate([z[:, :own], x[:, own:]], axis=1)
-        # Times spread evenly over the batch, with one shift for all: each is uniform by itself.
+        # Stratified times: evenly spaced over the batch with one common shift, so each is uniform.
         shift = jax.random.uniform(key_time, (), x.dtype)
         u = jnp.mod(jnp.arange(count, dtype=x.dtype) / count + shift, 1)
         s = 1 - u**self.late

@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, the grid that a flow is solved on, and reasons to stop."""
+"""The training loop: steps, validation, the grid of a flow, and stopping criteria."""
 
 import functools
 import math
@@ -27,18 +27,18 @@ from ._objective import AbstractStatefulObjective
 from ._optimiser import Optimiser
 from ._progress import History, progress_bar
 
-GRID_ROWS = 256  # on which the grid is chosen
-MIN_STEPS_FOR_GRID = 200  # of training: choosing a grid compiles a program, too much for a shorter fit
-# Nats by which solving may move log p. On a grid too coarse for it a model learns to feed on the errors: a
-# banana was "fitted" 0.6 nats below its entropy.
+GRID_ROWS = 256  # rows on which the grid is chosen
+MIN_STEPS_FOR_GRID = 200  # of training: compiling a program to choose a grid is too costly for a shorter fit
+# Acceptable discretisation error of log p, in nats. On a grid that is too coarse a model learns to exploit
+# the errors: a banana was "fitted" 0.6 nats below its entropy.
 GRID_TOLERANCE = 1e-3
-GRID_GROWTH = 1.25  # least factor between two grids: each number of steps is compiled anew
+GRID_GROWTH = 1.25  # minimum factor between two grids, because each number of steps recompiles
 
 
 @dataclass(frozen=True)
 class GridLook:
-    """How many steps a model needs to be solved, seen at some rows of the data, or at its own samples, along
-    the same paths as it changes."""
+    """The number of solver steps a model needs, measured at fixed rows of the data (or its own samples) and
+    along fixed paths."""
 
     x: Array | None
     key: PRNGKeyArray
@@ -47,7 +47,7 @@ class GridLook:
     def of(
         model: Any, objective: AbstractStatefulObjective, data: Data, steps: int, key: PRNGKeyArray
     ) -> "GridLook | None":
-        """For so many steps of training, if the objective solves a model that leaves its grid open."""
+        """Choose the grid of a training run, if the objective solves a model that leaves it open."""
         if steps < MIN_STEPS_FOR_GRID or not (objective.solves and _is_open(model)):
             return None
         key_rows, key = split(key)
@@ -56,13 +56,13 @@ class GridLook:
         return GridLook(None if x is None else jnp.asarray(x, float), key)
 
     def needed(self, model: StochasticFlow, now: int | None) -> int | None:
-        """How many steps, and no fewer than it has `now`; None for its own."""
+        """The number of solver steps, at least `now`; None for the model's own."""
         x = model.without_errors().sample(key=self.key, shape=(GRID_ROWS,)) if self.x is None else self.x
         least = MIN_STEPS if now is None else now
         needed = suited_steps(model, x, self.key, GRID_TOLERANCE, least)
         if now is None or needed == now:
             return needed
-        # Where no number does, a model has gone astray, and finer steps would not bring it back.
+        # If no number suffices the model has diverged, and finer steps would not help.
         return now if needed is None else max(needed, math.ceil(GRID_GROWTH * now))
 
 
@@ -72,12 +72,12 @@ def _is_open(model: Any) -> bool:
 
 
 def solved_with(model: Any, steps: int | None) -> Any:
-    """The model with so many steps; None for its own."""
+    """The model with this number of solver steps; None for its own."""
     return model if steps is None else with_steps(model, steps)
 
 
 def with_no_fewer(model: Any, steps: int | None) -> Any:
-    """The model with so many steps, unless its own are more."""
+    """The model with this number of solver steps, unless its own is larger."""
     if steps is None or steps <= model.integrator.count(model.driver, model.noise_dimension):
         return model
     return with_steps(model, steps)
@@ -85,17 +85,17 @@ def with_no_fewer(model: Any, steps: int | None) -> Any:
 
 MAX_DISPATCH_STEPS = 256  # per call of the compiled program
 MAX_HOST_NUMBERS = 2**22  # drawn on the host for one call
-DISPATCH_SECONDS = 1.0  # aimed at per call
-COOLING_RATIO = 4  # steps taken per step of the final phase, in which the rate falls to zero
-SHORT_RUN = 16  # steps: shorter runs spend more time on compiling than on steps
-MAX_NONFINITE_STREAK = 20  # steps in a row that are not finite, after which a run fails
+DISPATCH_SECONDS = 1.0  # target duration of a call
+COOLING_RATIO = 4  # number of steps taken per step of the final phase, in which the rate decays to zero
+SHORT_RUN = 16  # steps: in shorter runs compilation dominates
+MAX_NONFINITE_STREAK = 20  # consecutive steps that are not finite before a run fails
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One run: what its steps are made of, and when it ends."""
+    """One training run: its steps, and when it ends."""
 
-    rest: Any  # of model and objective, what is not trained
+    rest: Any  # the untrained part of model and objective
     optimiser: Optimiser
     data: Data
     held_out: Array | None
@@ -109,14 +109,14 @@ class Loop:
     key_validation: PRNGKeyArray
 
     def placed(self) -> "Loop":
-        """With all that it does not change on its devices."""
+        """The run with all constants on its devices."""
         names = ("rest", "data", "held_out", "key", "key_validation")
         return replace(self, **{name: self.devices.put(getattr(self, name)) for name in names})
 
     def run(
         self, now: Progress, store: Checkpoint | None, interrupt: Interrupt, progress: bool | str
     ) -> Progress:
-        """From here to the end, or to a reason to stop."""
+        """Train from the current state to the end, or until a stopping criterion."""
         with together():
             now = self.placed()._run(now.moved(self.devices.put), store, interrupt, progress)
             return now.moved(self.devices.back)
@@ -124,7 +124,7 @@ class Loop:
     def _run(
         self, now: Progress, store: Checkpoint | None, interrupt: Interrupt, progress: bool | str
     ) -> Progress:
-        """Stretches of steps on the device."""
+        """Train in chunks of steps on the device."""
         save = lambda at_once=False: None if store is None else store.save(now, at_once)
         length = 1
         name = progress if isinstance(progress, str) else ""
@@ -141,7 +141,7 @@ class Loop:
                 count = min(length, self._longest, stop - now.step)
                 now = self._advance(now, count)
                 seconds = time.perf_counter() - began
-                # The first stretch compiles: it says nothing about the next.
+                # The first chunk includes compilation, so its time is not representative.
                 length = max(1, int(count * DISPATCH_SECONDS / seconds)) if length > 1 else 2
                 bar.update(count)
                 bar.set_postfix_str(self._metrics(now.history))
@@ -155,18 +155,18 @@ class Loop:
         return now
 
     def cooling(self, now: Progress) -> tuple[int, int]:
-        """The steps from and until which the rate falls to zero once patience is at an end."""
+        """The steps between which the rate decays to zero after patience runs out."""
         start = now.stale_from(self.patience)
         if start is None:
             return self.steps, self.steps
         return start, min(self.steps, start + max(1, start // COOLING_RATIO))
 
     def settled(self, now: Progress) -> Any:
-        """The parameters to judge and to return."""
+        """The parameters to validate and to return."""
         return self.optimiser.settled(now.parameters, now.optimiser)
 
     def _resolved(self, now: Progress) -> Progress:
-        """With as many steps of a solve as the model needs, if that is to be looked at."""
+        """Choose the number of solver steps again, if that is due."""
         if self.grid_look is None:
             return now
         model = self.devices.back(eqx.combine(now.parameters[0], self.rest[0]))
@@ -174,9 +174,9 @@ class Loop:
         return replace(now, grid=needed or None)
 
     def _advance(self, now: Progress, count: int) -> Progress:
-        """`count` more steps, or fewer if too many in a row come to nothing."""
+        """Take `count` more steps, or fewer if too many in a row are not finite."""
         carried = (now.parameters, now.optimiser, now.state, self.devices.put(jnp.asarray(now.streak)))
-        # As arrays: a plain number would be compiled in.
+        # As arrays, because plain numbers would be compiled in.
         span = self.devices.put(tuple(jnp.asarray(n) for n in (now.step, count, *self.cooling(now))))
         data = self._drawn(now.step, count)
         advance, _ = self._programs
@@ -191,22 +191,22 @@ class Loop:
 
     @property
     def _programs(self) -> tuple[Callable[..., Any], Callable[..., Array]]:
-        """What takes steps, and what validates."""
+        """The compiled functions that take steps and validate."""
         return (_advance_soon, _validate_soon) if self.steps <= SHORT_RUN else (_advance, _validate)
 
     @functools.cached_property
     def _longest(self) -> int:
-        """How many steps a stretch may have."""
+        """Maximum number of steps of a chunk."""
         if not isinstance(self.data, Batches):
             return MAX_DISPATCH_STEPS
         return max(1, min(MAX_DISPATCH_STEPS, MAX_HOST_NUMBERS // self._batch(self.data, 0).size))
 
     def _drawn(self, first: int, count: int) -> Any:
-        """The data for the next steps, drawn now if only the host has them."""
+        """The data for the next steps; batches of host data are drawn now."""
         if not isinstance(self.data, Batches):
             return self.data
         rows = np.stack([self._batch(self.data, first + i) for i in range(count)])
-        # Always as many, so that one program does for all.
+        # Always the same number, so that one compiled program suffices.
         rows = np.pad(rows, ((0, self._longest - count), (0, 0), (0, 0)))
         return Drawn(self.devices.put_rows(rows, axis=1))
 
@@ -215,7 +215,7 @@ class Loop:
         return rows.astype(jax.dtypes.canonicalize_dtype(float))
 
     def _look(self, now: Progress) -> Progress:
-        """One more look at the validation data, if there are any."""
+        """Evaluate the validation loss, if there are validation data."""
         if self.held_out is None:
             return now
         parameters = self.settled(now)
@@ -226,13 +226,13 @@ class Loop:
         judged = np.any(now.history.validation_loss < np.inf)
         if now.step != now.stale_from(self.patience) or not judged:
             return now
-        # The best are behind: the last steps, at a falling rate, go from there.
+        # The best parameters are earlier ones: the final steps start from there.
         return replace(now, parameters=now.best, optimiser=self.optimiser.back_to(now.best, now.optimiser))
 
     def _explain(self, now: Progress) -> None:
-        """Raise, with the reason if a solve outside the jit gives one."""
+        """Raise an error, with the reason if a solve outside of jit finds one."""
         model, objective = _combined(now.parameters, self.rest, now.grid)
-        advice = "lower learning_rate or clip, or start from smaller networks" + see("training-not-finite")
+        advice = "lower learning_rate or clip, or use smaller initial weights" + see("training-not-finite")
         told = f"{now.streak} steps in a row up to step {now.step} were not finite"
         key_batch, key_loss = jax.random.split(jax.random.fold_in(self.key, now.step - 1))
         try:
@@ -243,7 +243,7 @@ class Loop:
         raise NonFiniteError(f"{told}: the loss or its gradient overflows, or is NaN; {advice}")
 
     def _metrics(self, history: History) -> str:
-        """What the bar says beside the time that is left."""
+        """The text of the progress bar beside the remaining time."""
         parts = [f"loss {history.recent():.4f}"]
         if isinstance(self.data, KnownEntropy) and isinstance(self.rest[1], MaximumLikelihood):
             parts.append(f"excess {history.recent() - self.data.entropy:.4f}")
@@ -269,8 +269,8 @@ def _take_steps(
     start,
     end,
 ):
-    """`count` steps from the step `first` on, as one program: the count may vary without compiling. From the
-    step `start` to `end` the rate falls to zero."""
+    """Take `count` steps from step `first` on in one compiled program, which serves any count. The rate
+    decays to zero from step `start` to `end`."""
 
     pack = optimiser.packing(carried[0])
 
@@ -316,13 +316,13 @@ def _validation_loss(
         return devices.same(objective.step(model, devices.split(data), state, key=key)[0])
 
 
-# For a few steps it does not pay to compile programs that run a seventh faster.
+# For few steps, the longer compilation of faster programs does not pay off.
 _advance, _advance_soon = jit(_take_steps), jit(_take_steps, level=1)
 _validate, _validate_soon = jit(_validation_loss), jit(_validation_loss, level=1)
 
 
 def _combined(parameters: Any, rest: Any, grid: int | None) -> tuple[Any, Any]:
-    """Model and objective, the model solved with so many steps."""
+    """Model and objective, with this number of solver steps."""
     model, objective = eqx.combine(parameters, rest)
     return solved_with(model, grid), objective
 

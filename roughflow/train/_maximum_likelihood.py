@@ -1,4 +1,4 @@
-"""Fit a flow to data."""
+"""Maximum-likelihood training of a flow."""
 
 from typing import ClassVar
 
@@ -17,28 +17,27 @@ from ._stationarity import confinement, squared_rate
 
 
 class MaximumLikelihood(AbstractObjective):
-    """−log p(x) of the data, bounded from above with K paths a point:
+    """Negative log-likelihood −log p(x) of the data, bounded from above with K paths per point:
 
         −E log 1/K Σₖ wₖ ≥ −log p(x),      wₖ = p(x | ωₖ) φ(ωₖ)/q(ωₖ | x).
 
-    With one path from the prior it is the loss of Hodgkinson et al. (2020), which charges the model for
-    all that its noise says about x, and so drives the noise out or the fit away. More paths close that
-    gap (Burda et al. 2016), and a proposal that learns along with the model closes it far sooner: on
-    the banana with the paper's architecture one path from the prior ends 0.4 nats above the entropy,
-    eight end 0.045 above, and eight from a learned proposal 0.006, for the same time as eight.
+    With one path from the prior it is the loss of Hodgkinson et al. (2020), which penalises all information
+    that the noise carries about x, and so removes the noise or spoils the fit. More paths tighten the bound
+    (Burda et al. 2016), and a proposal trained with the model tightens it further. On the banana with the
+    paper's architecture, one path from the prior ends 0.4 nats above the entropy, eight end 0.045 above, and
+    eight from a learned proposal 0.006, in the same time as eight.
 
-    A point that none of its paths reaches counts 1000 nats (`lost` in the history is their share), so that no
-    model gains by losing points, in training or in validation.
+    A point that none of its paths reaches counts as 1000 nats, so that no model improves by losing points.
+    `lost` in the history is the fraction of such points.
 
     **Arguments:**
 
     - `num_paths`: K.
-    - `proposal`: by default an `rf.Amortised` one that `rf.fit` makes and trains; `rf.Prior()` for the
+    - `proposal`: by default an `rf.Amortised` proposal, created and trained by `rf.fit`; `rf.Prior()` for the
       plain bound.
-    - `stationary`: a weight. The likelihood asks for the distribution of the data at the flow's end time and
-      for nothing after: the SDE may leave it again. `rf.train.stationarity` and `rf.train.confinement` (at
-      rate 1/2T), with this weight in the loss, teach it to stay near the data; a long path has their
-      distribution only as far as these terms come to zero.
+    - `stationary`: weight of `rf.train.stationarity` and `rf.train.confinement` (at rate 1/2T) in the loss.
+      The likelihood constrains the SDE only up to the end time of the flow. These terms make it stay near the
+      data afterwards; long paths have the distribution of the data as far as the terms vanish.
 
     ```python
     import jax, jax.numpy as jnp
@@ -71,19 +70,19 @@ class MaximumLikelihood(AbstractObjective):
         self.stationary = float(stationary)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "MaximumLikelihood":
-        """With a proposal made for this model; without noise one path says it all."""
+        """The objective with a proposal for this model; without noise, one path suffices."""
         check_instance("model", model, StochasticFlow, "an rf.StochasticFlow for rf.MaximumLikelihood")
         if model.noise_dimension == 0:
             return MaximumLikelihood(1, Prior(), stationary=self.stationary)
         if not self.learns_proposal:
             return self
-        # A model that was fitted before goes on with what it learned.
+        # A model that was fitted before continues with its learned proposal.
         learned = model.proposal
         proposal = learned if isinstance(learned, Amortised) else Amortised(model, width=64, key=key)
         return eqx.tree_at(lambda o: o.bound.estimator.proposal, self, proposal)
 
     def leave(self, model: StochasticFlow) -> StochasticFlow:
-        """The model with the proposal that was learned beside it."""
+        """The model with the learned proposal."""
         proposal = self.bound.estimator.proposal
         return model.with_proposal(proposal) if isinstance(proposal, Amortised) else model
 
@@ -92,17 +91,17 @@ class MaximumLikelihood(AbstractObjective):
     ) -> tuple[Array, dict[str, Array]]:
         assert x is not None
         if self.bound.estimator.num_paths > 1 and model.noise_dimension and not _exact(model):
-            # Measured in 30 dimensions: the "likelihood" rose by 700 nats while the density fell.
+            # Measured in 30 dimensions: the "likelihood" rose by 700 nats while the density decreased.
             raise ValueError(
-                "num_paths must be 1 with a divergence that is estimated: the mean of exp(log p + error) "
-                "grows with the error, and training would feed it; or take divergence=rf.ExactDivergence()"
+                "num_paths must be 1 with an estimated divergence, because the mean of exp(log p + error) "
+                "grows with the error, which training would exploit; or use divergence=rf.ExactDivergence()"
                 + see("numbers-of-paths")
             )
-        # In training a failed solve is a NaN, for the loop to skip; with values at hand it is an error.
+        # In training a failed solve is NaN, which the loop skips; with concrete values it is an error.
         flow = model.without_errors() if is_traced(x) else model
         log_weights = self._log_weights(flow, x, key)
         value = log_mean(log_weights.T)
-        # A point that none of its paths reaches says nothing about where to go, but it is not forgotten.
+        # A point that no path reaches has no gradient, but counts in the loss.
         lost = jnp.isneginf(value)
         loss = jnp.mean(jnp.where(lost, LOST_POINT_LOSS, -value))
         relative = jax.lax.stop_gradient(jax.nn.softmax(jnp.where(lost[:, None], 0, log_weights), axis=-1))
@@ -116,7 +115,7 @@ class MaximumLikelihood(AbstractObjective):
         return loss + self.stationary * (moved + away), metrics | {"moved": moved, "away": away}
 
     def _log_weights(self, flow: StochasticFlow, x: Array, key: PRNGKeyArray) -> Array:
-        # What is looked for near forward draws is looked for near the same ones, whatever x is.
+        # Searches near forward draws use the same draws for every x.
         if not is_traced(x) or self.bound.estimator.proposal.wants_cloud:
             return self.bound.log_weights(flow, x, key=key)
         weigh = lambda given, x, keys: given[0].log_weights(given[1], x, key=keys)

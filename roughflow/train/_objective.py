@@ -8,16 +8,16 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_fields
 
-# Nats that a point counts in a loss if no path reaches it, and a sample if it escapes. It has no gradient,
-# but a model that loses it must not look better for that than one that has it.
+# Loss, in nats, of a point that no path reaches and of a sample that escapes. It has no gradient, but a model
+# must not improve by losing points.
 LOST_POINT_LOSS = 1000.0
 
 
 class AbstractStatefulObjective(eqx.Module):
-    """A loss of a model that takes something along from step to step, such as chains that move.
+    """A loss with a state that is carried from step to step, such as running chains.
 
-    `start` makes the state, a pytree of arrays, and `step` moves it on. It is not trained, and a checkpoint
-    keeps it. `rf.train.AbstractObjective` is the common case without any.
+    `start` creates the state, a pytree of arrays, and `step` updates it. The state is not trained;
+    checkpoints include it. `rf.train.AbstractObjective` is the common case without a state.
 
     ```python
     import jax, jax.numpy as jnp
@@ -39,8 +39,8 @@ class AbstractStatefulObjective(eqx.Module):
     """
 
     uses_data: eqx.AbstractClassVar[bool]
-    # Whether its losses are log-densities of the model, at the data or at its own samples: a long fit then
-    # sees to it that the model is solved with the steps these need.
+    # Whether the loss depends on log-densities of the model, at the data or at its own samples. If so, long
+    # fits choose the number of solver steps.
     solves: ClassVar[bool] = False
 
     def __check_init__(self):
@@ -54,26 +54,25 @@ class AbstractStatefulObjective(eqx.Module):
     def step(
         self, model: Any, x: Array | None, state: Any, *, key: PRNGKeyArray
     ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
-        """The loss of a batch, a number to differentiate; the next state, and metrics to report."""
+        """The loss of a batch, to be differentiated; the next state, and metrics to report."""
 
     def prepare(self, model: Any, *, key: PRNGKeyArray) -> Self:
-        """The objective for this model, with parts made to measure; or an error, for a model that it is not
-        for."""
+        """The objective adapted to this model; raises an error for an unsuitable model."""
         del model, key
         return self
 
     def learns(self, model: Any) -> Any:
-        """The part of the model, or tuple of parts, that it trains."""
+        """The part of the model, or tuple of parts, that is trained."""
         return model
 
     def leave(self, model: Any) -> Any:
-        """The fitted model, with what the objective learned that belongs to it."""
+        """The fitted model, including the learned parts of the objective that belong to it."""
         return model
 
 
 class AbstractObjective(AbstractStatefulObjective):
-    """A loss of a model. Parameters the objective holds itself, a proposal's network say, are trained too;
-    not what it is given, a target.
+    """A loss of a model. Parameters of the objective, such as the network of a proposal, are trained too;
+    given functions, such as a target, are not.
 
     ```python
     import equinox as eqx, jax, jax.numpy as jnp
@@ -93,10 +92,10 @@ class AbstractObjective(AbstractStatefulObjective):
 
     @abc.abstractmethod
     def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
-        """The loss of a batch, a number to differentiate, and metrics to report beside it."""
+        """The loss of a batch, to be differentiated, and metrics to report."""
 
     def start(self, model: Any, *, key: PRNGKeyArray) -> tuple[()]:
-        """Nothing to take along."""
+        """No state."""
         del model, key
         return ()
 

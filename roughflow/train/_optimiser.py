@@ -1,4 +1,4 @@
-"""How parameters move in a step: a limit on the gradient, a rate that rises and falls, an average behind."""
+"""The optimiser: gradient clipping, learning-rate schedule, parameter averaging."""
 
 import functools
 from collections import defaultdict
@@ -14,12 +14,12 @@ from jaxtyping import Array
 from .._checks import check_number, shown
 from .._programs import jit
 
-ADAM = optax.scale_by_adam()  # one object, so that a second fit finds its program compiled
-MAX_WARM_UP_STEPS = 100  # steps in which the rate rises, at most
+ADAM = optax.scale_by_adam()  # a single object, so that a second fit reuses its compiled program
+MAX_WARM_UP_STEPS = 100  # maximum number of steps in which the rate rises
 
 
 class Rate(eqx.Module):
-    """A learning rate that rises to its peak in a straight line, and falls to zero along a cosine."""
+    """A learning rate with linear warm-up and cosine decay to zero."""
 
     peak: float
     warm: float
@@ -33,25 +33,26 @@ class Rate(eqx.Module):
 
 
 class Optimiser(eqx.Module):
-    """Everything between a gradient and the parameters, with the interface of optax.
+    """An update of the parameters from a gradient, with the interface of optax.
 
-    Numbers are fields and no closures: with another rate or limit the compiled program is the same.
+    Numbers are fields, not closures, so another rate or limit does not recompile.
     """
 
     transform: optax.GradientTransformation
-    rate: Rate | None  # None for a transformation that has its own
+    rate: Rate | None  # None for a transformation with its own rate
     clip: float | None
     decay: float | None  # of the average
 
     def init(self, parameters: Any) -> tuple[Any, Array, Any]:
-        """The transformation's state, the number of steps taken, and the average."""
+        """The state of the transformation, the number of steps, and the average."""
         average = None if self.decay is None else jax.tree.map(jnp.copy, parameters)
         return self.transform.init(parameters), jnp.asarray(0), average
 
     def step(
         self, slope: Any, state: tuple[Any, Array, Any], parameters: Any, share: Array
     ) -> tuple[Any, Any]:
-        """The parameters after a step along this gradient, at this share of the rate, and the state."""
+        """The parameters after a step along this gradient, with the rate multiplied by a factor, and the
+        state."""
         inner, count, average = state
         if self.clip is not None:
             slope, _ = optax.clip_by_global_norm(self.clip).update(slope, optax.EmptyState())  # pyright: ignore[reportArgumentType]
@@ -60,42 +61,42 @@ class Optimiser(eqx.Module):
         updates = jax.tree.map(lambda u: share.astype(u.dtype) * u, updates)
         parameters = optax.apply_updates(parameters, updates)
         if self.decay is not None:
-            # At first the average forgets faster: it is to leave the start behind.
+            # The average forgets faster at first, to leave the initial parameters behind.
             decay = jnp.minimum(self.decay, (1 + count) / (10 + count))
             mix = lambda old, new: old + (1 - decay).astype(old.dtype) * (new - old)
             average = jax.tree.map(mix, average, parameters)
         return parameters, (inner, count + 1, average)
 
     def packing(self, parameters: Any) -> "Packing":
-        """How parameters and state are held from step to step: packed, if the transformation treats all
-        numbers alike."""
+        """The form in which parameters and state are carried from step to step: packed, if the transformation
+        is elementwise."""
         return Packing(None if self.rate is None else parameters)
 
     def back_to(self, parameters: Any, state: tuple[Any, Array, Any]) -> tuple[Any, Array, Any]:
-        """The state of a run that goes on from these parameters."""
+        """The state of a run that continues from these parameters."""
         inner, count, _ = state
         return inner, count, None if self.decay is None else parameters
 
     def settled(self, parameters: Any, state: tuple[Any, Array, Any]) -> Any:
-        """What to judge and to return: the average, if there is one."""
+        """The parameters to validate and return: the average, if there is one."""
         return parameters if self.decay is None else state[2]
 
 
 @functools.partial(jit, level=0)
 def start_of(optimiser: Optimiser, parameters: Any) -> tuple[Any, Array, Any]:
-    """The state that a run begins with."""
+    """The initial state of a run."""
     return optimiser.init(parameters)
 
 
 class Packing:
-    """Trees shaped as the parameters, each as one vector for each type of number: an update is then a few
-    operations in all and not a few for each array, which take most of a step's time to compile."""
+    """Packs pytrees with the structure of the parameters into one vector per dtype. An update then needs a
+    few operations in total instead of a few per array, which would dominate compilation time."""
 
     def __init__(self, like: Any):
         self.leaves, self.structure = jax.tree.flatten(like)
 
     def __call__(self, tree: Any) -> Any:
-        """With every part that is shaped as the parameters packed; one array alone stays as it is."""
+        """Pack every part with the structure of the parameters; a single array is left unchanged."""
         return tree if len(self.leaves) < 2 else jax.tree.map(self._packed, tree, is_leaf=self._alike)
 
     def undone(self, tree: Any) -> Any:
@@ -136,13 +137,13 @@ def make_optimiser(
     clip: float | None,
     average: float | None,
 ) -> Optimiser:
-    """Adam with a rate that rises and falls, or the transformation that is given."""
+    """Adam with warm-up and decay, or the given transformation."""
     rate = None
     if transform is None:
         check_number("learning_rate", learning_rate, above=0)
         rate = Rate(float(learning_rate), float(min(MAX_WARM_UP_STEPS, steps // 10)), float(steps))
     elif not isinstance(transform, optax.GradientTransformation):
-        raise TypeError(f"optimiser must be one of optax, such as optax.adam(1e-3), got {shown(transform)}")
+        raise TypeError(f"optimiser must be one from optax, such as optax.adam(1e-3), got {shown(transform)}")
     if clip is not None:
         check_number("clip", clip, above=0)
     if average is not None:

@@ -15,10 +15,10 @@ from .._show import count
 class History:
     """Metrics of a fit as arrays.
 
-    - `step`, `loss`: one number a step; NaN where the step was skipped.
-    - `metrics`: what the objective reports beside the loss, by name (`effective_paths`, …), one a step.
-    - `validation_step`, `validation_loss`: one number a look at the validation data.
-    - `ended`: why the fit ended before its last step; None if it did not.
+    - `step`, `loss`: one number per step; NaN for skipped steps.
+    - `metrics`: other metrics of the objective by name (`effective_paths`, …), one number per step.
+    - `validation_step`, `validation_loss`: one number per validation check.
+    - `ended`: the reason for stopping before the last step, or None.
     """
 
     loss: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -33,12 +33,12 @@ class History:
 
     @property
     def skipped(self) -> int:
-        """How many steps were not taken, because the loss or a gradient was not finite."""
+        """Number of steps skipped because the loss or a gradient was not finite."""
         return int(np.sum(np.isnan(self.loss)))
 
     @property
     def best_step(self) -> int | None:
-        """The step with the lowest validation loss; None without any."""
+        """The step with the lowest validation loss; None without validation."""
         if not np.any(np.isfinite(self.validation_loss)):
             return None
         return int(self.validation_step[np.nanargmin(self.validation_loss)])
@@ -58,7 +58,7 @@ class History:
         return f"History: {self.told()}"
 
     def told(self) -> str:
-        """All of it in a line."""
+        """A one-line summary."""
         parts = [count(self.loss.size, "step")]
         if self.loss.size:
             parts.append(f"loss {self.recent():.4f}")
@@ -71,19 +71,19 @@ class History:
         return ", ".join(parts) + (f"; ended {self.ended}" if self.ended else "")
 
     def recent(self, name: str | None = None, count: int = 100) -> float:
-        """The mean of the last metrics, to show."""
+        """The mean of the most recent values of a metric."""
         last = (self.loss if name is None else self.metrics[name])[-count:]
         last = last[np.isfinite(last)]
         return float(last.mean()) if last.size else float("nan")
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        # Why it ended is known only once it has, and then from the rest.
+        # The reason for ending is known only at the end.
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("metrics", "ended")}
         return plain | {f"metrics/{name}": values for name, values in self.metrics.items()}
 
     @staticmethod
     def from_arrays(arrays: dict[str, np.ndarray]) -> "History":
-        # Until version 0.2 metrics were called figures.
+        # Before version 0.2 metrics were called figures.
         split = [(n.partition("/"), a) for n, a in arrays.items()]
         metrics = {name: a for (kind, _, name), a in split if kind in ("metrics", "figures") and name}
         plain: dict[str, Any] = {name: values for name, values in arrays.items() if "/" not in name}
@@ -93,12 +93,12 @@ class History:
         return History(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))
 
 
-MAX_LINES = 8  # of one run, after the first
+MAX_LINES = 8  # maximum number per run, after the first
 COMPILING = "compiling …"
 
 
 def progress_bar(total: int, *, done: int = 0, name: str = "", unit: str = "step", shown: bool = True) -> Any:
-    """What `tqdm` gives, as far as `update` and `set_postfix_str` go, and as a context."""
+    """The part of tqdm's interface that is used: `update`, `set_postfix_str` and a context manager."""
     if shown and not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         return _Lines(total, done, name, unit)
     settings = {"total": total, "initial": done, "unit": unit, "disable": not shown}
@@ -108,7 +108,7 @@ def progress_bar(total: int, *, done: int = 0, name: str = "", unit: str = "step
 
 
 class _Lines:
-    """A bar in a file would be hundreds of lines."""
+    """Progress for output to a file, where a bar would be hundreds of lines."""
 
     def __init__(self, total: int, done: int, name: str, unit: str):
         self.total, self.done, self.unit = total, done, unit

@@ -1,4 +1,4 @@
-"""Fit a flow to a density that is known up to a constant, and bound the constant from below."""
+"""Fit a flow to an unnormalised density, and bound its normalising constant from below."""
 
 from typing import ClassVar
 
@@ -16,26 +16,26 @@ from ._objective import LOST_POINT_LOSS, AbstractObjective
 
 
 class ReverseKL(AbstractObjective):
-    """KL(p_T ‖ p) for a density p known up to a constant, bounded from above on the flow's own samples:
+    """KL(p_T ‖ p) for an unnormalised density p, bounded from above on samples of the flow:
 
         E[log 1/(K+1) (w₀ + … + w_K) − log p(Z)] ≥ KL(p_T ‖ p) − log ∫ exp(log_density),
 
-    wₖ = p_T(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z), ω₀ the path that made Z and ω₁, …, ω_K drawn from a proposal q
-    (Sobolev & Vetrov 2019; `rf.density.UpperBound`). It holds for every q, so a q that learns along with the
-    flow closes the gap and can do no harm. Minus the loss is a lower bound on the log evidence:
+    with wₖ = p_T(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z), where ω₀ is the path that generated Z and ω₁, …, ω_K are drawn from
+    a proposal q (Sobolev & Vetrov 2019; `rf.density.UpperBound`). The bound holds for every q, and a q
+    trained with the flow tightens it. The negative loss is a lower bound on the log evidence,
     `evidence_bound` in the history.
 
-    A sample that escapes counts 1000 nats, whatever the target: no flow gains by losing any.
+    A sample that escapes counts as 1000 nats, so that no flow improves by losing samples.
 
     **Arguments:**
 
     - `log_density`: `z -> ()`.
     - `num_paths`: K.
-    - `batch_size`: samples a step.
-    - `l1`: weight of the sum of all parameters' absolute values.
-    - `proposal`: by default an `rf.Amortised` one that `rf.fit` makes and trains. With `rf.Prior()` and K = 0
-      it is the loss of Hodgkinson et al. (2020), which charges the flow for all the path says about Z, and
-      so drives σ to zero.
+    - `batch_size`: samples per step.
+    - `l1`: weight of the sum of the absolute values of all parameters.
+    - `proposal`: by default an `rf.Amortised` proposal, created and trained by `rf.fit`. With `rf.Prior()`
+      and K = 0 it is the loss of Hodgkinson et al. (2020), which penalises all information that the path
+      carries about Z, and so drives σ to zero.
 
     ```python
     import jax, jax.numpy as jnp
@@ -74,13 +74,13 @@ class ReverseKL(AbstractObjective):
         self.l1 = float(l1)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "ReverseKL":
-        """With a proposal made for this model."""
+        """The objective with a proposal for this model."""
         if not self.learns_proposal or model.noise_dimension == 0:
             return self
         return eqx.tree_at(lambda o: o.bound.proposal, self, Amortised(model, width=64, key=key))
 
     def leave(self, model: StochasticFlow) -> StochasticFlow:
-        """The model with the proposal that was learned beside it."""
+        """The model with the learned proposal."""
         proposal = self.bound.proposal
         return model.with_proposal(proposal) if isinstance(proposal, Amortised) else model
 
@@ -95,7 +95,7 @@ class ReverseKL(AbstractObjective):
         return divergence + self.l1 * _size(model), metrics
 
     def gaps(self, model: StochasticFlow, *, key: PRNGKeyArray) -> Array:
-        """The bound's term for each of `batch_size` samples; NaN for one that escaped."""
+        """The term of the bound for each of `batch_size` samples; NaN for one that escaped."""
         z, log_prob = self.bound(model.without_errors(), key=key, shape=(self.batch_size,))
         lost = jnp.isneginf(log_prob)
         value = log_prob - jax.vmap(as_target(self.log_density))(jnp.where(lost[:, None], 0, z))
@@ -103,7 +103,7 @@ class ReverseKL(AbstractObjective):
 
 
 def _size(model: StochasticFlow) -> Array:
-    """The sum of the absolute values of what can be learned; a target's own arrays cannot."""
+    """The sum of the absolute values of all trainable parameters; arrays of a target are excluded."""
     sde = model.sde
     parts = (sde.diffusion, sde.skew) if isinstance(sde, TargetedSDE) else sde
     leaves = jax.tree.leaves(eqx.filter(parts, eqx.is_inexact_array))
@@ -114,7 +114,7 @@ EVIDENCE_CHUNK = 64  # samples at a time
 
 
 class EvidenceBound(eqx.Module):
-    """What `rf.train.evidence_bound` returns: the bound's `value`, and the `standard_error` of that."""
+    """The result of `rf.train.evidence_bound`: the `value` of the bound, and its `standard_error`."""
 
     value: Array
     standard_error: Array
@@ -128,15 +128,16 @@ def evidence_bound(
     num_samples: int = 1024,
     num_paths: int = 64,
 ) -> EvidenceBound:
-    """A lower bound on log ∫ exp(log_density), a model's log evidence, from samples of a flow:
+    """A lower bound on log ∫ exp(log_density), the log evidence of a model, from samples of a flow:
 
         log Z ≥ E[log p(Z_T) − log 1/(K+1) Σₖ wₖ],
 
-    minus the loss of `rf.ReverseKL`. It falls short by KL(p_T ‖ p), and by what K paths leave open
+    the negative loss of `rf.ReverseKL`. The gap is KL(p_T ‖ p) plus that of the estimate with K paths
     (`rf.density.UpperBound`).
 
-    **Arguments:** `flow`, one that comes near the target, such as an SDE that keeps it (`rf.targeted_sde`)
-    from a normal distribution that is near; `log_density`; `num_samples` of the flow; `num_paths`, K.
+    **Arguments:** `flow`, close to the target, such as an SDE that leaves it invariant (`rf.targeted_sde`),
+    started from a normal distribution close to the target; `log_density`; `num_samples` of the flow;
+    `num_paths`, K.
 
     ```python
     import jax, jax.numpy as jnp
@@ -159,7 +160,7 @@ def evidence_bound(
     lost = int(jnp.sum(~jnp.isfinite(values)))
     if lost:
         raise NonFiniteError(
-            f"{lost} of {values.size} samples escaped, or have no finite density: give the flow more solver "
+            f"{lost} of {values.size} samples escaped or have no finite density: give the flow more solver "
             "steps, integrator=rf.FixedGrid(steps=16) say, or a smaller t1" + see("escaped-samples")
         )
     return EvidenceBound(jnp.mean(values), jnp.std(values, ddof=1) / values.size**0.5)

@@ -1,4 +1,4 @@
-"""Does an SDE keep the distribution of a sample, and does it come back from outside?"""
+"""Whether an SDE leaves the distribution of a sample invariant, and whether it returns from outside."""
 
 from typing import Any
 
@@ -10,23 +10,23 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import as_real, check_count, check_key, check_number
 from ..sde import AbstractSDE, noise_matrix, to_ito
 
-# Waves from twenty times as long as the data are wide, which see means and variances, to half as long.
+# Wavelengths from twenty times the width of the data, for means and variances, to half of it.
 MIN_FREQUENCY, MAX_FREQUENCY = 0.05, 2.0
 
 
 def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: int = 128) -> Array:
-    """How fast an SDE moves the distribution of the sample x: zero if it keeps it.
+    """How fast an SDE changes the distribution of the sample x; zero if the distribution is stationary.
 
-    A distribution p is invariant if and only if E_p[Lφ] = 0 for every test function φ, with the generator
-    Lφ = μ·∇φ + ½ tr(σσᵀ∇²φ) (Hansen & Scheinkman 1995). Here φ(z) = cos(w·z + b)/(|w| + |w|²), for random
-    w and b in units of the sample's spread:
+    A distribution p is stationary if and only if E_p[Lφ] = 0 for every test function φ, with the generator Lφ
+    = μ·∇φ + ½ tr(σσᵀ∇²φ) (Hansen & Scheinkman 1995). Here φ(z) = cos(w·z + b)/(|w| + |w|²), with random w and
+    b in units of the standard deviations of the sample:
 
         Lφ = −(sin(w·z + b) w·μ + ½ cos(w·z + b) |σᵀw|²)/(|w| + |w|²),
 
-    and the result is the mean over (w, b) of E[Lφ]². Each square is the product of the means of two
-    random halves of the sample, so it has no bias, and may be negative by chance. It measures: to make small
-    on one and the same sample it would not do, for what it is below zero grows with the SDE. No path is
-    solved. The SDE is taken at time 0: it should not depend on time.
+    and the result is the mean over (w, b) of E[Lφ]². Each square is the product of the means over two random
+    halves of the sample, so it is unbiased and may be negative. Do not minimise it on a fixed sample: its
+    negative values are unbounded. No path is solved. The SDE is evaluated at time 0 and should not depend on
+    time.
 
     ```python
     import jax, jax.numpy as jnp
@@ -46,7 +46,7 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: in
 
 
 def squared_rate(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: int = 128) -> Array:
-    """`stationarity` as a loss: each square that of the mean over the whole sample, so never below zero.
+    """`stationarity` as a loss: squares of means over the whole sample, never negative.
 
     It exceeds E[Lφ]² by the variance of that mean, Var(Lφ)/N.
     """
@@ -54,7 +54,7 @@ def squared_rate(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: in
 
 
 def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, num_waves: int) -> Array:
-    """Lφ at each point of the sample for each of the random φ, `(N, num_waves)`."""
+    """Lφ at each point of the sample for each random φ, `(N, num_waves)`."""
     x = _sample(x)
     check_count("num_waves", num_waves)
     sde = to_ito(sde)
@@ -79,12 +79,11 @@ def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, num_waves: int) -> Arr
 def confinement(
     sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, rate: float = 1.0, num_points: int = 128
 ) -> Array:
-    """How far an SDE is from coming back to the sample x from outside at this rate: zero if it does.
+    """How far an SDE is from returning to the sample x at a given rate; zero if it does.
 
-    With V(z) = |(z − mean)/spread|², the SDE returns to the region V ≤ R² if LV ≤ −rate·V beyond it
-    (Khasminskii 2012, chapter 3). R is the radius of the sample; beyond it there are no data, so nothing
-    else tells a network what to do there. The result is the mean of max(0, LV/V + rate)² over points drawn
-    between R and 3R, with
+    With V(z) = |(z − mean)/spread|², the SDE returns to the region V ≤ R² if LV ≤ −rate·V outside
+    (Khasminskii 2012, chapter 3). R is the radius of the sample; beyond it there are no data to train a
+    network. The result is the mean of max(0, LV/V + rate)² over points drawn between R and 3R, with
 
         LV = 2 v·(μ/spread) + Σ (σ/spread)²,     v = (z − mean)/spread.
 
@@ -127,6 +126,6 @@ def _sample(x: Any) -> Array:
 
 
 def _spread(x: Array) -> Array:
-    """The standard deviations, for units only: no gradient, no division by the width of a constant."""
+    """Standard deviations, as units: without gradient, and never zero."""
     spread = jax.lax.stop_gradient(jnp.std(x, axis=0))
     return jnp.where(spread > 0, spread, 1)

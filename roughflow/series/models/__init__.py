@@ -1,4 +1,4 @@
-"""SDEs by their names, one class each; and an SDE from functions and a dictionary."""
+"""Named SDEs, and SDEs from functions with a dictionary of parameters."""
 
 from ._distributions import (
     AbstractDistribution as AbstractDistribution,

@@ -1,4 +1,4 @@
-"""Transition distributions in closed form, and the Bessel function that they need."""
+"""Transition distributions in closed form, and Bessel functions."""
 
 import abc
 
@@ -12,26 +12,26 @@ from jaxtyping import Array, PRNGKeyArray
 from ..._linear import cholesky, solve_lower
 from ...transition import AbstractCoordinates
 
-TERMS = 112  # of the series
+TERMS = 112  # of the power series
 DEBYE = 8  # of the asymptotic expansion
-LARGE = 80.0  # beyond, the asymptotic expansion has an error below 1e-13
+LARGE = 80.0  # above this argument the asymptotic expansion has an error below 1e-13
 
 
 def log_bessel_ie(order: Array, z: Array) -> Array:
     """log I_q(z) − z for q > −1 and z > 0, with derivatives in both.
 
-    By its series Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)); for large q or z by
-    Debye's expansion (Abramowitz & Stegun 1972, 9.7.7).
+    A power series Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)); for large q or z, Debye's expansion (Abramowitz &
+    Stegun 1972, 9.7.7).
     """
     large = jnp.hypot(order, z) > LARGE
-    # Each is asked only where it holds, so that derivatives stay finite.
+    # Each branch is evaluated only where it is valid, so that derivatives stay finite.
     inner = _series(jnp.where(large, 1.0, order), jnp.where(large, 1.0, z))
     outer = _debye(jnp.where(large, order, LARGE), jnp.where(large, z, LARGE))
     return jnp.where(large, outer, inner)
 
 
 def _series(order: Array, z: Array) -> Array:
-    # Horner's way, by the ratio z²/(4 k (k + q)) of a term to the one before. All are positive.
+    # Horner's scheme with the ratio z²/(4 k (k + q)) of successive terms, all positive.
     quarter = 0.25 * z**2
     term = lambda i, rest: 1 + rest * quarter / ((TERMS - i) * (TERMS - i + order))
     total = jax.lax.fori_loop(0, TERMS, term, jnp.ones_like(quarter))
@@ -49,7 +49,7 @@ def _debye(order: Array, z: Array) -> Array:
 
 
 def _coefficients() -> list[np.ndarray]:
-    """Of uₖ(p)/pᵏ in p², the highest first, by their recursion (Abramowitz & Stegun 1972, 9.3.10)."""
+    """Coefficients of uₖ(p)/pᵏ in p², highest first, by recursion (Abramowitz & Stegun 1972, 9.3.10)."""
     u, rows = np.polynomial.Polynomial([1.0]), []
     for k in range(1, DEBYE + 1):
         grown = np.polynomial.Polynomial([0, 0, 0.5, 0, -0.5]) * u.deriv()
@@ -71,7 +71,7 @@ class AbstractDistribution(eqx.Module):
 
     @abc.abstractmethod
     def cdf(self, x: Array) -> np.ndarray:
-        """P(X ≤ x) `(N,)` for d = 1, by NumPy: of a batch of distributions, and x of shape `(N, 1)`."""
+        """P(X ≤ x) `(N,)` for d = 1, of a batch of distributions at x of shape `(N, 1)`, in NumPy."""
 
 
 class Normal(AbstractDistribution):
@@ -95,7 +95,7 @@ class Normal(AbstractDistribution):
 
 
 class Transformed(AbstractDistribution):
-    """That of a state whose coordinates are normal."""
+    """The distribution of a state whose coordinates are normal."""
 
     coordinates: AbstractCoordinates
     normal: Normal
@@ -104,17 +104,17 @@ class Transformed(AbstractDistribution):
         return self.normal.log_prob(self.coordinates.from_state(x)) + self.coordinates.log_volume(x)
 
     def sample(self, key: PRNGKeyArray) -> Array:
-        """NaN for coordinates that are those of no state."""
+        """A draw; NaN for coordinates outside the range of the state space."""
         y = self.normal.sample(key)
         return jnp.where(self.coordinates.is_inside(y), self.coordinates.to_state(y), jnp.nan)
 
     def cdf(self, x: Array) -> np.ndarray:
-        """For coordinates that rise with the state."""
+        """The distribution function, for coordinates that increase with the state."""
         return self.normal.cdf(jax.vmap(self.coordinates.from_state)(x))
 
 
 class NoncentralChiSquare(AbstractDistribution):
-    """That of `scale` times a noncentral χ² with `df` degrees of freedom, any positive number."""
+    """`scale` times a noncentral χ² variable with `df` > 0 degrees of freedom."""
 
     scale: Array
     df: Array
@@ -127,7 +127,7 @@ class NoncentralChiSquare(AbstractDistribution):
         return bessel - (near - far) ** 2 + order * jnp.log(far / near) - jnp.log(2 * self.scale)
 
     def sample(self, key: PRNGKeyArray) -> Array:
-        """A gamma variable whose shape is half of the degrees of freedom plus a Poisson number."""
+        """Draw a gamma variable whose shape is `df`/2 plus a Poisson number."""
         key_count, key_gamma = jax.random.split(key)
         count = jax.random.poisson(key_count, 0.5 * self.noncentrality)
         return 2 * self.scale * jax.random.gamma(key_gamma, 0.5 * self.df + count)[None]
@@ -138,7 +138,7 @@ class NoncentralChiSquare(AbstractDistribution):
 
 
 class Beta(AbstractDistribution):
-    """The beta distribution with a mean and a variance."""
+    """The beta distribution with a given mean and variance."""
 
     mean: Array
     variance: Array
@@ -159,7 +159,7 @@ class Beta(AbstractDistribution):
         return scipy.stats.beta.cdf(np.asarray(x)[..., 0], *map(np.asarray, self._shapes()))
 
 
-TAYLOR_TERMS = 13  # of a Taylor series whose terms fall at least by half
+TAYLOR_TERMS = 13  # of a Taylor series whose terms at least halve
 
 
 MAX_DOUBLINGS = 32
@@ -170,10 +170,10 @@ def linear_moments(
 ) -> tuple[Array, Array, Array]:
     """e^{A t} − I, ∫₀ᵗ e^{A s} ds and ∫₀ᵗ e^{A s} Q e^{Aᵀ s} ds for `rate` A and `noise` Q, `(d, d)` each.
 
-    With these, dX = (A(X − μ) + b) dt + Q^½ dB has X(t) − μ = e^{At}(X(0) − μ) + ∫e^{As} ds b + a normal
-    error. By a Taylor series over t/2ⁿ and n doublings, such as Σ(2h) = Σ(h) + e^{Ah} Σ(h) e^{Aᵀh}. Both
-    terms are positive, so that it holds for any A. One exponential for all of it (Van Loan 1978) contains
-    e^{−At}, which overflows or cancels if A is stiff. Without derivatives in reverse mode it is faster.
+    Then dX = (A(X − μ) + b) dt + Q^½ dB has X(t) − μ = e^{At}(X(0) − μ) + ∫e^{As} ds b + a normal error. The
+    method is a Taylor series over t/2ⁿ and n doublings, such as Σ(2h) = Σ(h) + e^{Ah} Σ(h) e^{Aᵀh}. Both
+    terms are positive, so it is stable for all A. The single exponential of Van Loan (1978) contains e^{−At},
+    which overflows or cancels if A is stiff. Reverse mode is slower.
     """
     size = jax.lax.stop_gradient(dt * jnp.max(jnp.sum(jnp.abs(rate), axis=1)))
     doublings = jnp.clip(jnp.ceil(jnp.log2(jnp.maximum(size, 1e-30))) + 2, 0, MAX_DOUBLINGS)
@@ -202,17 +202,17 @@ def linear_moments(
 
 
 def _product(a: Array, b: Array) -> Array:
-    """Of small matrices: written out, it runs faster for many of them."""
+    """Product of small matrices, written out because it is faster for large batches."""
     return sum((a[:, k, None] * b[None, k] for k in range(1, len(b))), a[:, 0, None] * b[None, 0])
 
 
 def linear_step(rate: Array, drift: Array, later: Array, noise: Array, dt: Array) -> tuple[Array, Array]:
-    """Mean `(d,)` and covariance of dX = (A X + b + c t) dt + Q^½ dB at time dt, from X(0) = 0: for `rate` A,
+    """Mean `(d,)` and covariance at time dt of dX = (A X + b + c t) dt + Q^½ dB from X(0) = 0, for `rate` A,
     `drift` b, `later` c and `noise` Q."""
     if drift.size == 1:
         x = rate[0] * dt
         return dt * (drift * decayed(-x) + later * dt * _ramped(x)), noise * dt * decayed(-2 * rate * dt)
-    # Time is one more component.
+    # Time is treated as one more component.
     wide = lambda matrix, column: jnp.block([[matrix, column[:, None]], [jnp.zeros((1, drift.size + 1))]])
     moments = linear_moments(wide(rate, later), wide(noise, jnp.zeros_like(later)), dt, reverse=False)
     mean = moments[1] @ jnp.append(drift, 1.0)
@@ -228,7 +228,7 @@ def _ramped(x: Array) -> Array:
 
 
 def decayed(x: Array) -> Array:
-    """(1 − e⁻ˣ)/x, the mean of e⁻ˢ over 0 < s < x, with its derivatives at zero too."""
+    """(1 − e⁻ˣ)/x, the mean of e⁻ˢ over 0 < s < x, with correct derivatives at zero."""
     small = jnp.abs(x) < 0.01
     far = jnp.where(small, 1, x)
     near = jnp.polyval(jnp.array([-1 / 720, 1 / 120, -1 / 24, 1 / 6, -1 / 2, 1], x.dtype), x)

@@ -1,4 +1,4 @@
-"""Named SDEs: linear ones, interest rates, prices and shares, processes with memory, systems."""
+"""Named SDEs: linear processes, interest rates, prices, proportions, processes with memory, systems."""
 
 from typing import Any, ClassVar, Self
 
@@ -110,8 +110,8 @@ class GeometricBrownianMotion(AbstractNamedSDE):
 class OrnsteinUhlenbeck(AbstractNamedSDE):
     """dX = κ(μ − X) dt + σ dB; in finance Vasicek's model (1977).
 
-    In one dimension three numbers. In d dimensions κ is a matrix, μ a vector and σ a lower triangular matrix
-    with a positive diagonal, what is above it being ignored: of σ only σσᵀ can be known.
+    In one dimension all parameters are numbers. In d dimensions κ is a matrix, μ a vector and σ a lower
+    triangular matrix with a positive diagonal; only σσᵀ is identified.
 
     ```python
     import roughflow as rf
@@ -180,8 +180,8 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
         return {"kappa": kappa, "mu": mu, "sigma": np.linalg.cholesky(noise.T @ noise / len(noise))}
 
 
-TERMS = 256  # of an expansion
-LAST_TERMS = 8  # of them that show what is left out
+TERMS = 256  # terms of an expansion
+LAST_TERMS = 8  # last terms, which estimate the remainder
 
 
 class CoxIngersollRoss(AbstractNamedSDE):
@@ -224,7 +224,7 @@ class CoxIngersollRoss(AbstractNamedSDE):
 def square_root_transition(
     kappa: Array, mu: Array, sigma: Array, x0: Array, dt: Array
 ) -> NoncentralChiSquare:
-    """Of dX = κ(μ − X) dt + σ√X dB."""
+    """The transition distribution of dX = κ(μ − X) dt + σ√X dB."""
     scale = 0.25 * sigma**2 * dt * decayed(kappa * dt)
     return NoncentralChiSquare(scale, 4 * kappa * mu / sigma**2, x0[0] * jnp.exp(-kappa * dt) / scale)
 
@@ -327,7 +327,7 @@ class Jacobi(AbstractNamedSDE):
         return self.sigma * jnp.sqrt(z * (1 - z))[:, None]
 
     def short_transition(self, x0: Array, dt: Array) -> Beta:
-        """The beta distribution with the exact mean and variance, which is exact for long spans too."""
+        """The beta distribution with the exact mean and variance, which is exact as dt → ∞."""
         # With m the mean, V' = σ²m(1 − m) − (2κ + σ²)V.
         gap, rate = x0[0] - self.mu, 2 * self.kappa + self.sigma**2
         decay = lambda a: jnp.exp(-a * dt) * dt * decayed((rate - a) * dt)
@@ -336,15 +336,15 @@ class Jacobi(AbstractNamedSDE):
         return Beta(mean, self.sigma**2 * (inner - gap**2 * decay(2 * self.kappa)))
 
     def expansion(self, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array]:
-        """w(x₁) Σₙ e^{−λₙ dt} pₙ(x₀) pₙ(x₁), λₙ = ½σ²n(n − 1 + a + b): w is the stationary density, that of
-        Beta(a, b) with a = 2κμ/σ² and b = 2κ(1 − μ)/σ², and pₙ are Jacobi's polynomials, orthonormal under it
-        (Karlin & Taylor 1981). Boundaries that are reached reflect."""
+        """The spectral expansion w(x₁) Σₙ e^{−λₙ dt} pₙ(x₀) pₙ(x₁) with λₙ = ½σ²n(n − 1 + a + b). w is the
+        stationary density, Beta(a, b) with a = 2κμ/σ² and b = 2κ(1 − μ)/σ², and pₙ are the orthonormal Jacobi
+        polynomials (Karlin & Taylor 1981). Attainable boundaries reflect."""
         total = 2 * self.kappa / self.sigma**2
         a, b = total * self.mu, total * (1 - self.mu)
         x, y = 2 * x0[0] - 1, 2 * x1[0] - 1
 
         def term(state: tuple, n: Array) -> tuple[tuple, Array]:
-            (before, now, after) = state  # pₙ₋₁ and pₙ at both places, and the weight between them
+            (before, now, after) = state  # pₙ₋₁ and pₙ at both points, and their weight
             shift, weight = _recurrence(a, b, n)
             step = lambda z, last, new: ((z - shift) * new - after * last) / weight
             next_ = step(x, before[0], now[0]), step(y, before[1], now[1])
@@ -373,8 +373,8 @@ class Jacobi(AbstractNamedSDE):
 
 
 def _recurrence(a: Array, b: Array, n: Array) -> tuple[Array, Array]:
-    """Bₙ and Aₙ₊₁ of z pₙ = Aₙ₊₁ pₙ₊₁ + Bₙ pₙ + Aₙ pₙ₋₁, of polynomials that are orthonormal on (−1, 1) with
-    the weight (1 + z)^{a − 1}(1 − z)^{b − 1}."""
+    """Recurrence coefficients Bₙ and Aₙ₊₁ of z pₙ = Aₙ₊₁ pₙ₊₁ + Bₙ pₙ + Aₙ pₙ₋₁, for polynomials that are
+    orthonormal on (−1, 1) with weight (1 + z)^{a − 1}(1 − z)^{b − 1}."""
     total, first = a + b, n == 0
     # For n = 0 these ratios are one, also where they are 0/0.
     ratio = lambda above, below: jnp.where(first, 1, above / jnp.where(first, 1, below))
@@ -384,19 +384,19 @@ def _recurrence(a: Array, b: Array, n: Array) -> tuple[Array, Array]:
 
 
 def _power(z: Array, exponent: Array) -> Array:
-    """z to a power, z > 0: derivatives take a quarter less time than those of `z**exponent`."""
+    """z to a power, z > 0: derivatives are 25 % faster than those of `z**exponent`."""
     return jnp.exp(exponent * jnp.log(z))
 
 
-NODES = 48  # of Gauss's rule
+NODES = 48  # nodes of Gauss quadrature
 
 
 class FractionalOrnsteinUhlenbeck(eqx.Module):
-    """dX = κ(μ − X) dt + σ dBᴴ with fractional Brownian motion of Hurst exponent H, any in (0, 1).
+    """dX = κ(μ − X) dt + σ dBᴴ with fractional Brownian motion of Hurst exponent H in (0, 1).
 
-    H below ½ is rough, above it smooth and of long memory. It is no Markov process, so it is none of the SDEs
-    that have transition densities: `rf.fit_sde` takes the joint density of the whole series, given its
-    first value, from which on the noise acts. `sde` is the equation for a flow, with a fractional driver.
+    Paths are rough for H < ½, and smooth with long memory for H > ½. The process is not Markov and has no
+    transition densities; `rf.fit_sde` uses the joint density of the whole series, given its first value,
+    where the noise starts. `sde` is the equation for a flow with a fractional driver.
 
     ```python
     import jax, numpy as np
@@ -424,7 +424,7 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
     def sample(
         self, start: ArrayLike, dt: float, steps: int, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
     ) -> Array:
-        """Draw series `(*shape, steps + 1)` that begin at `start`, exactly, at times dt apart."""
+        """Exact draws of series `(*shape, steps + 1)` that begin at `start`, at times dt apart."""
         check_positive("dt", dt)
         gamma = np.asarray(self.autocovariance(jnp.asarray(dt), check_count("steps", steps)), float)
         noise = jnp.moveaxis(stationary_noise(gamma, key=key, shape=shape), -1, 0)
@@ -435,15 +435,16 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
         return jnp.moveaxis(jnp.concatenate([first[None], later]), 0, -1)
 
     def innovations(self, values: Array, dt: ArrayLike) -> Array:
-        """ξᵢ = Xᵢ₊₁ − μ − e^{−κdt}(Xᵢ − μ) of values `(n + 1,)`: a stationary normal sequence `(n,)`."""
+        """Innovations ξᵢ = Xᵢ₊₁ − μ − e^{−κdt}(Xᵢ − μ) of values `(n + 1,)`: a stationary normal sequence
+        `(n,)`."""
         return values[1:] - self.mu - jnp.exp(-self.kappa * dt) * (values[:-1] - self.mu)
 
     def autocovariance(self, dt: Array, count: int) -> Array:
-        """γ₀, …, γ_count of the ξᵢ = σ∫ e^{−κ(tᵢ₊₁ − u)} dBᴴ(u).
+        """Autocovariances γ₀, …, γ_count of ξᵢ = σ∫ e^{−κ(tᵢ₊₁ − u)} dBᴴ(u).
 
-        With c(v) = e^{−κdt} cosh κ(dt − v) it is γₖ = Hσ² ∫₀^dt c(v) [(k dt + v)²ᴴ⁻¹ − (k dt − v)²ᴴ⁻¹] dv,
-        for k = 0 with + in place of −. Where the power is singular v is proportional to x^{1/H}; Gauss's rule
-        does the rest.
+        With c(v) = e^{−κdt} cosh κ(dt − v), γₖ = Hσ² ∫₀^dt c(v) [(k dt + v)²ᴴ⁻¹ − (k dt − v)²ᴴ⁻¹] dv, with +
+        in place of − for k = 0. The substitution v ∝ x^{1/H} removes the singularity, and Gauss quadrature
+        computes the integral.
         """
         places, weights = np.polynomial.legendre.leggauss(NODES)
         x, w = jnp.asarray((places + 1) / 2, float), jnp.asarray(weights / 2, float)
@@ -461,8 +462,8 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
 
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
-        """Starting values for `rf.fit_sde`: H from how second differences grow with their span (Istas & Lang
-        1997)."""
+        """Starting values for `rf.fit_sde`: H from the growth of second differences with their lag (Istas &
+        Lang 1997)."""
         x, dx, dt = Increments(times, values).column()
         kappa, mu = mean_reversion(x, dx, dt)
         near, far = (np.mean((x[2 * k :] - 2 * x[k:-k] + x[: -2 * k]) ** 2) for k in (1, 2))
@@ -471,7 +472,7 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
 
 
 class DoubleWell(AbstractNamedSDE):
-    """dX = (aX − bX³) dt + σ dB: two wells at ±√(a/b).
+    """dX = (aX − bX³) dt + σ dB, with two wells at ±√(a/b).
 
     ```python
     import roughflow as rf
@@ -556,7 +557,7 @@ class LotkaVolterra(AbstractNamedSDE):
 
 
 class Heston(AbstractNamedSDE):
-    """A price dS = μS dt + √V S dB₁ with variance dV = κ(θ − V) dt + σ√V (ρ dB₁ + √(1 − ρ²) dB₂)
+    """A price dS = μS dt + √V S dB₁ with stochastic variance dV = κ(θ − V) dt + σ√V (ρ dB₁ + √(1 − ρ²) dB₂)
     (Heston 1993); both S and V are observed.
 
     ```python
@@ -613,8 +614,8 @@ class Heston(AbstractNamedSDE):
 
 
 class _HestonStep(AbstractDistribution):
-    """The variance V' is a noncentral χ². Given it, log S' is normal with ∫V dt = ½(V + V')dt (Andersen
-    2008)."""
+    """Andersen's approximation (2008): V' is noncentral χ², and given V', log S' is normal with ∫V dt = ½(V +
+    V')dt."""
 
     sde: Heston
     start: Array  # (2,)
@@ -643,7 +644,7 @@ class _HestonStep(AbstractDistribution):
 
 
 class FitzHughNagumo(AbstractNamedSDE):
-    """A neuron: dX = (X − X³ − Y + s)/ε dt + σ₁ dB₁ and dY = (γX − Y + β) dt + σ₂ dB₂.
+    """The FitzHugh–Nagumo neuron: dX = (X − X³ − Y + s)/ε dt + σ₁ dB₁, dY = (γX − Y + β) dt + σ₂ dB₂.
 
     ```python
     import roughflow as rf

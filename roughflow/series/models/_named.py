@@ -17,12 +17,12 @@ from .._observed import panel
 from .._parameters import Domain
 from ._distributions import AbstractDistribution
 
-SLOWEST, FASTEST = 0.1, 3.0  # rates of mean reversion, over the whole series and over one step
+SLOWEST, FASTEST = 0.1, 3.0  # bounds of mean-reversion rates, over the whole series and over one step
 MAX_ELASTICITY = 1.5
 
 
 class Increments:
-    """Values `x` `(N, d)`, the increments `dx` that follow them, and their spans `dt` `(N,)`."""
+    """Values `x` `(N, d)`, the increments `dx` that follow them, and their time steps `dt` `(N,)`."""
 
     def __init__(self, times: Any, values: Any):
         series = panel(times, values)
@@ -31,36 +31,36 @@ class Increments:
         self.dt = np.concatenate([np.diff(one.times) for one in series])
 
     def column(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The values, increments and spans of one component, `(N,)` each."""
+        """The values, increments and time steps of one component, `(N,)` each."""
         return self.x[:, i], self.dx[:, i], self.dt
 
     def positive(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same for a positive component. A value that measurement noise has made negative counts as a
-        hundredth of the median."""
+        """The same for a positive component. Values that are negative because of measurement noise become 1 %
+        of the median."""
         x, dx, dt = self.column(i)
         return np.maximum(x, 0.01 * np.median(np.abs(x))), dx, dt
 
     def residual_sizes(self, dx: np.ndarray, drift: np.ndarray) -> np.ndarray:
-        """|dx − drift dt| / √dt: the size of the noise in each increment."""
+        """|dx − drift dt| / √dt, the size of the noise in each increment."""
         return np.abs(dx - drift * self.dt) / np.sqrt(self.dt)
 
 
 def regression(dx: np.ndarray, dt: np.ndarray, *terms: np.ndarray) -> np.ndarray:
-    """The coefficients of a drift that is a sum of `terms`, each increment weighted by its span; for
-    increments `(N, d)` a column of coefficients for each component."""
+    """Regression coefficients of a drift that is a sum of `terms`, with increments weighted by their time
+    step; one column per component for increments `(N, d)`."""
     root = np.sqrt(dt)
     return np.linalg.lstsq(np.stack(terms, axis=1) * root[:, None], (dx.T / root).T)[0]
 
 
 def mean_reversion(x: np.ndarray, dx: np.ndarray, dt: np.ndarray) -> tuple[float, float]:
-    """κ and μ of a drift κ(μ − x)."""
+    """κ and μ of a drift κ(μ − x), by regression."""
     constant, slope = regression(dx, dt, np.ones_like(x), x)
     kappa = float(np.clip(-slope, SLOWEST / dt.sum(), FASTEST / np.median(dt)))
     return kappa, float(np.clip(constant / kappa, *np.quantile(x, [0.05, 0.95])))
 
 
 def elasticity(x: np.ndarray, size: np.ndarray) -> float:
-    """γ of noise of a size in proportion to x^γ: the slope of its logarithm."""
+    """γ of noise proportional to x^γ, by log-log regression."""
     log_size = np.log(np.maximum(size, 1e-3 * size.mean()))
     return float(np.clip(np.polyfit(np.log(x), log_size, 1)[0], 0.0, MAX_ELASTICITY))
 
@@ -70,7 +70,7 @@ def root_mean_square(values: np.ndarray) -> float:
 
 
 def parameter(value: float | Array) -> Array:
-    """A field of a model as an array of floats; what is none is left for the model to refuse by its name."""
+    """A field of a model as a float array. Other types are left for the model to refuse by name."""
     try:
         return jnp.asarray(as_real("parameter", value), float)
     except (TypeError, ValueError):
@@ -80,9 +80,9 @@ def parameter(value: float | Array) -> Array:
 class AbstractNamedSDE(AbstractItoSDE):
     """An Itô SDE whose fields are its parameters.
 
-    `domains` says where they may lie, by their names; `coordinates` in which variables it is solved;
-    `exact_transition` how X(t + dt) is distributed, where that is known; `expansion` log p(x₁ | x₀) where it
-    is known for long spans.
+    `domains` are the ranges of the parameters by name; `coordinates` the variables in which the SDE is
+    solved; `exact_transition` the distribution of X(t + dt), if it has a closed form; `expansion` a series
+    for log p(x₁ | x₀) over long times.
 
     ```python
     import jax, jax.numpy as jnp
@@ -124,26 +124,27 @@ class AbstractNamedSDE(AbstractItoSDE):
         """The variables in which the SDE is solved."""
 
     def exact_transition(self, x0: Array, dt: Array) -> AbstractDistribution | None:
-        """The distribution of X(t + dt) given X(t) = x₀ `(d,)`; None, the default, if it is not known.
+        """The distribution of X(t + dt) given X(t) = x₀ `(d,)`; None (default) without a closed form.
 
-        Any module with `log_prob(x1)`, for x₁ of shape `(d,)`, `sample(key)` and, if d = 1, `cdf(x1)`.
+        The result is a module with `log_prob(x1)` for x₁ of shape `(d,)`, `sample(key)` and, if d = 1,
+        `cdf(x1)`.
         """
         return None
 
     def short_transition(self, x0: Array, dt: Array) -> AbstractDistribution | None:
-        """The same for short spans alone, right to the first order in dt, to simulate with; None, the
-        default, for that of the SDE made linear at x₀ in its coordinates."""
+        """A first-order approximation of the transition distribution for short dt, used in simulations. None
+        (default) uses local linearisation in the coordinates of the SDE."""
         return None
 
     def expansion(self, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
-        """log p(x₁ | x₀) by a series that converges quickly for long spans, and the error of the part that is
-        summed, large for short ones; None, the default, if there is none."""
+        """log p(x₁ | x₀) by a series that converges fast for long times, and its truncation error, large for
+        short times; None (default) without a series."""
         return None
 
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
-        """The SDE with parameters from the moments of a series: starting values for `rf.fit_sde`, which takes
-        the class in place of an SDE too.
+        """The SDE with parameters estimated from moments of a series. `rf.fit_sde` uses them as starting
+        values if it is passed the class.
 
         ```python
         import numpy as np
@@ -161,31 +162,31 @@ class AbstractNamedSDE(AbstractItoSDE):
 
     @classmethod
     def starting_values(cls, some: Increments) -> dict[str, Any]:
-        """Parameters by name, from the increments of a series."""
+        """Starting values of the parameters by name, from the increments of a series."""
         raise TypeError(
-            f"{cls.__name__} has no starting_values: give an SDE with parameters to start from, such as "
+            f"{cls.__name__} does not define starting_values: pass an SDE with starting values, such as "
             f"{cls.__name__}(...)"
         )
 
 
 def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribution | None:
-    """Of any SDE, None if it is not known."""
+    """The exact transition distribution of any SDE, or None."""
     known = sde.exact_transition(x0, dt) if isinstance(sde, AbstractNamedSDE) else None
     if known is None and hasattr(sde, "exact_log_prob"):
         raise TypeError(
-            f"{type(sde).__name__} has exact_log_prob, which is not used any more: define "
+            f"{type(sde).__name__} defines exact_log_prob, which is no longer used: define "
             "exact_transition(x0, dt), which returns a distribution with log_prob, sample and cdf"
         )
     return known
 
 
 def expansion(sde: AbstractSDE, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
-    """Of any SDE, None if there is none."""
+    """The expansion of the transition density of any SDE, or None."""
     return sde.expansion(x0, x1, dt) if isinstance(sde, AbstractNamedSDE) else None
 
 
 class ParametricSDE(AbstractItoSDE):
-    """dX = μ(t, X; θ) dt + σ(t, X; θ) dB, in the Itô sense, with θ a dictionary of numbers or arrays.
+    """The Itô SDE dX = μ(t, X; θ) dt + σ(t, X; θ) dB, with θ a dictionary of numbers or arrays.
 
     ```python
     import jax.numpy as jnp
