@@ -25,31 +25,83 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The names for a first month; all others are in rf.sde, rf.driver, rf.flow, rf.density, rf.train and so on.
-# fmt: off
+# The most common names; all others are in rf.sde, rf.driver, rf.flow, rf.density, rf.train and so on.
 __all__ = [  # noqa: F405, RUF022  (in pipeline order)
-    "AbstractSDE", "ItoSDE", "StratonovichSDE", "to_ito", "to_stratonovich", "MLP", "FullDiffusion",
-    "DiagonalDiffusion", "ConstantDiffusion", "targeted_sde", "overdamped_langevin", "underdamped_langevin",
-    "KarhunenLoeve", "Legendre", "PiecewiseLinear", "FractionalBrownian",
-    "Normal", "MultivariateNormal", "ExactDivergence", "HutchinsonDivergence", "FixedGrid", "Adaptive",
-    "simulate", "to_diffrax",
-    "StochasticFlow", "Estimate", "PullBack", "Unbiased", "Prior", "Laplace", "Amortised",
-    "fit", "MaximumLikelihood", "ReverseKL", "Interpolant", "neural_flow", "with_noise", "save", "load",
-    "fit_density", "FittedDensity",
-    "sample_chain", "warm_up", "tune_sampler", "AdjustedSampler", "UnadjustedSampler",
-    "fit_sde", "FittedSDE", "series_likelihood", "transition_log_prob", "transition_estimate",
+    "AbstractSDE",
+    "ItoSDE",
+    "StratonovichSDE",
+    "to_ito",
+    "to_stratonovich",
+    "MLP",
+    "FullDiffusion",
+    "DiagonalDiffusion",
+    "ConstantDiffusion",
+    "targeted_sde",
+    "overdamped_langevin",
+    "underdamped_langevin",
+    "KarhunenLoeve",
+    "Legendre",
+    "PiecewiseLinear",
+    "FractionalBrownian",
+    "Normal",
+    "MultivariateNormal",
+    "ExactDivergence",
+    "HutchinsonDivergence",
+    "FixedGrid",
+    "Adaptive",
+    "simulate",
+    "to_diffrax",
+    "StochasticFlow",
+    "Estimate",
+    "PullBack",
+    "Unbiased",
+    "Prior",
+    "Laplace",
+    "Amortised",
+    "fit",
+    "MaximumLikelihood",
+    "ReverseKL",
+    "Interpolant",
+    "neural_flow",
+    "with_noise",
+    "save",
+    "load",
+    "fit_density",
+    "FittedDensity",
+    "sample_chain",
+    "warm_up",
+    "tune_sampler",
+    "AdjustedSampler",
+    "UnadjustedSampler",
+    "fit_sde",
+    "FittedSDE",
+    "series_likelihood",
+    "transition_log_prob",
+    "transition_estimate",
     "ParametricSDE",
-    "BrownianMotion", "OrnsteinUhlenbeck", "GeometricBrownianMotion", "CoxIngersollRoss", "CKLS",
-    "ConstantElasticity", "Jacobi", "DoubleWell", "LotkaVolterra", "Heston", "FitzHughNagumo",
+    "BrownianMotion",
+    "OrnsteinUhlenbeck",
+    "GeometricBrownianMotion",
+    "CoxIngersollRoss",
+    "CKLS",
+    "ConstantElasticity",
+    "Jacobi",
+    "DoubleWell",
+    "LotkaVolterra",
+    "Heston",
+    "FitzHughNagumo",
     "FractionalOrnsteinUhlenbeck",
-    "NonFiniteError", "OutOfStepsError", "datasets", "plots",
+    "NonFiniteError",
+    "OutOfStepsError",
+    "datasets",
+    "plots",
 ]
 # fmt: on
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """A public name, once it is asked for, with no more than its stage needs: JAX takes its time, and
-    `roughflow --help` does not need it. `rf.plots` comes by itself: it needs matplotlib."""
+    """Import a public name on first use, with only the stage it needs: JAX is slow to import, and `roughflow
+    --help` does not need it. `rf.plots` is imported separately, because it needs matplotlib."""
     if name == "plots":
         return _importlib.import_module(".plots", __name__)
     place = _places().get(name)
@@ -68,8 +120,8 @@ def __dir__() -> list[str]:
 
 @_functools.cache
 def _places() -> dict[str, str]:
-    """Which module has which public name, the stages' own among them: what `_public` says, without importing
-    it."""
+    """The module of each public name, including those of the stages: the content of `_public`, without
+    importing it."""
     text = _pkgutil.get_data(__name__, "_public.py")
     assert text is not None
     imports = [node for node in _ast.parse(text).body if isinstance(node, _ast.ImportFrom)]

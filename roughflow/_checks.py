@@ -1,4 +1,4 @@
-"""Checks of arguments. Each raises a message of one line that names the argument, and what was given."""
+"""Checks of arguments. Each raises a one-line message with the name of the argument and the given value."""
 
 import collections.abc
 import dataclasses
@@ -27,21 +27,21 @@ _told: set[tuple[str, int, str]] = set()
 
 
 class NonFiniteError(RuntimeError):
-    """The drift or the diffusion returned NaN or infinity where it should not."""
+    """The drift or the diffusion returned NaN or infinity."""
 
 
 class OutOfStepsError(RuntimeError):
-    """An adaptive solve used up its steps before it reached the end time."""
+    """An adaptive solve ran out of steps before it reached the end time."""
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value stands for one not known yet, inside a `jit`, `grad` or `vmap`."""
+    """Whether a value is traced, inside a `jit`, `grad` or `vmap`."""
     return isinstance(value, Tracer)
 
 
 def warn(message: str) -> None:
-    """Warn of the line of the user's program that called the library, however deep within it this is. A
-    search of scikit-learn over many fits warns once of each thing, whatever its numbers are."""
+    """Warn at the line of the user's program that called the library. A scikit-learn search over many fits
+    warns once per message, regardless of the numbers in it."""
     frame, level, searching = sys._getframe(1), 2, False
     while frame.f_back is not None and (name := frame.f_globals.get("__name__", "")).startswith(INTERNAL):
         searching |= name.startswith("sklearn.model_selection")
@@ -55,7 +55,7 @@ def warn(message: str) -> None:
 
 
 def check_key(key: Any, *, many: bool = False) -> PRNGKeyArray:
-    """Return `key` if it is one typed key, or an array of them where `many` will do; else raise."""
+    """Return `key` if it is one typed key, or an array of them if `many`; else raise."""
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if many or key.shape == ():
             return key
@@ -69,7 +69,7 @@ def check_key(key: Any, *, many: bool = False) -> PRNGKeyArray:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: short, on one line."""
+    """A value for a message: short, on one line."""
     if isinstance(value, type):
         return f"the class {value.__name__}: give an instance of it"
     if isinstance(value, jax.Array | np.ndarray) and value.size > 4:
@@ -105,7 +105,7 @@ def check_number(
     below: float = math.inf,
     most: float = math.inf,
 ) -> None:
-    """Refuse what is not one finite real number within the bounds. A traced value passes."""
+    """Refuse anything but a finite real number within the bounds. Traced values pass."""
     if is_traced(value):
         return
     number = np.asarray(value) if not isinstance(value, str | bytes) else np.asarray(None)
@@ -123,7 +123,7 @@ def check_number(
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse a number, or array of numbers, that is not finite and above zero. A traced value passes."""
+    """Refuse numbers or arrays that are not finite and positive. Traced values pass."""
     if is_traced(value):
         return
     array = np.asarray(value)
@@ -137,13 +137,13 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_callable(name: str, value: Any, call: str) -> None:
-    """Refuse what is not a function; `call` says how it will be called."""
+    """Refuse a value that is not a function; `call` describes how it will be called."""
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function {call}, got {shown(value)}")
 
 
 def check_instance(name: str, value: Any, kind: Any, wanted: str) -> None:
-    """Refuse what is not an instance of `kind`; `wanted` says what is."""
+    """Refuse a value that is not an instance of `kind`; `wanted` describes the expected value."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
 
@@ -159,7 +159,7 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_input_file(path: str | os.PathLike) -> None:
-    """Refuse what cannot be read to its end: a folder, a device, a pipe, or nothing."""
+    """Refuse a path that cannot be read: a folder, a device, a pipe, or a missing file."""
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder, not a file")
     if not os.path.exists(path):
@@ -169,8 +169,8 @@ def check_input_file(path: str | os.PathLike) -> None:
 
 
 def check_fields(module: eqx.Module) -> None:
-    """Refuse a module of the library with a field of another kind than its class says. Whoever writes a class
-    of their own may put into a field what they like."""
+    """Refuse a module of the library with a field of the wrong type. Fields of users' classes are not
+    checked."""
     cls = type(module)
     if not cls.__module__.startswith("roughflow."):
         return
@@ -181,7 +181,7 @@ def check_fields(module: eqx.Module) -> None:
 
 
 def _wanted(kind: Any) -> str:
-    """A kind in words."""
+    """A type in words."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_wanted(one) for one in typing.get_args(kind)))
     if collections.abc.Callable in (kind, typing.get_origin(kind)):
@@ -196,8 +196,8 @@ def _wanted(kind: Any) -> str:
 
 
 def _fits(value: Any, kind: Any, *, static: bool) -> bool:
-    """Whether a value is of a kind. Numbers and arrays of them stand for one another, as they do in a
-    model, but an array cannot be static. A kind this does not know fits all."""
+    """Whether a value has a type. Numbers and arrays are interchangeable, as in a model, but an array cannot
+    be static. Unknown types match everything."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, one, static=static) for one in arguments)
@@ -231,8 +231,8 @@ def _is_numeric(value: Any) -> bool:
 
 
 def as_shape(shape: Any, numbers: int = 1) -> tuple[int, ...]:
-    """A shape as a tuple: a whole number stands for one axis. One that `numbers` for each of its places would
-    not fit in memory is refused."""
+    """A shape as a tuple; a whole number is one axis. A shape is refused if `numbers` per entry would not fit
+    in memory."""
     axes = (shape,) if is_whole(shape) else shape
     if not isinstance(axes, tuple | list) or not all(is_whole(n) and n >= 0 for n in axes):
         raise ValueError(f"shape must be a tuple of whole numbers that are not negative, got {shown(shape)}")
@@ -241,16 +241,16 @@ def as_shape(shape: Any, numbers: int = 1) -> tuple[int, ...]:
 
 
 def check_memory(what: str, numbers: int) -> None:
-    """Refuse what would take more memory than there is: XLA would end the process."""
+    """Refuse a request for more memory than there is, because XLA would end the process."""
     need = numbers * jax.dtypes.canonicalize_dtype(float).itemsize
     if need > 2**28 and need > (have := _memory()):
         raise ValueError(
-            f"{what} takes {need / 2**30:,.0f} GiB of memory, and there are {have / 2**30:,.0f}: take fewer"
+            f"{what} takes {need / 2**30:,.0f} GiB of memory, but {have / 2**30:,.0f} are available"
         )
 
 
 def _memory() -> int:
-    """Bytes that arrays may take on the device that JAX works on."""
+    """Bytes available to arrays on JAX's default device."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -258,8 +258,8 @@ def _memory() -> int:
 
 
 def as_real(name: str, value: Any) -> Any:
-    """An array of real numbers, of JAX or NumPy, in the precision it has; what is traced as it is. Complex
-    numbers, text, masked places and rows of different lengths are refused."""
+    """An array of real numbers, from JAX or NumPy, in its own precision; traced values are unchanged. Complex
+    numbers, strings, masked values and ragged rows are refused."""
     if isinstance(value, jax.Array):
         if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool):
             raise TypeError(f"{name} must be real numbers, got {value.dtype}")
@@ -267,7 +267,7 @@ def as_real(name: str, value: Any) -> Any:
             raise ValueError(f"{name} must be real numbers, got complex ones")
         return value
     if np.ma.is_masked(value):
-        raise ValueError(f"{name} is masked in places: fill them, or leave them out")
+        raise ValueError(f"{name} has masked values: fill them, or drop them")
     try:
         array = np.asarray(value)
         if array.dtype == object and array.ndim:
@@ -282,7 +282,7 @@ def as_real(name: str, value: Any) -> Any:
 
 
 def check_vector(name: str, value: Any, dimension: int) -> None:
-    """Refuse an array whose last axis is not `dimension` long."""
+    """Refuse an array whose last axis does not have length `dimension`."""
     shape = jnp.shape(value)
     if not shape or shape[-1] != dimension:
         told = f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
@@ -290,10 +290,10 @@ def check_vector(name: str, value: Any, dimension: int) -> None:
 
 
 def check_finite(name: str, value: Any) -> None:
-    """Refuse NaN and infinity, naming the first row that has one. A traced value passes."""
+    """Refuse NaN and infinity, naming the first such row. Traced values pass."""
     if is_traced(value):
         return
-    # In NumPy: inside a jit, jnp would trace even a value that is known.
+    # In NumPy, because inside a jit jnp would trace even a concrete value.
     rows = np.atleast_2d(np.isfinite(np.asarray(value)).all(axis=-1))
     if rows.all():
         return
@@ -302,7 +302,7 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def finite_array(name: str, value: Any) -> Array:
-    """An array of JAX of finite real numbers, in its default precision."""
+    """A JAX array of finite real numbers, in the default precision."""
     array = as_real(name, value)
     if not is_traced(array) and not np.isfinite(np.asarray(array)).all():
         raise ValueError(f"{name} must be finite, got {shown(value)}")

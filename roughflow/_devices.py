@@ -1,4 +1,4 @@
-"""Where a batch is worked on: on one device, on several, or on those of several processes."""
+"""Distribution of a batch over one device, several, or those of several processes."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,38 +19,38 @@ from jaxtyping import Array
 from ._checks import check_count, shown
 from .faq import see
 
-# What collectives and the service that keeps processes together say when one of them does not answer.
+# Error messages of collectives and of the coordination service if a process does not answer.
 LOST = ("Gloo", "NCCL", "coordination", "heartbeat", "Connection", "Socket closed")
 DevicesLike = int | Sequence[jax.Device] | Mesh | None
-# What is being traced: on which devices, and the arrays that its derivatives are for.
+# The devices of the current trace, and the arrays that are differentiated.
 _AT_WORK: ContextVar[tuple[Mesh | None, list[Any]]] = ContextVar("_AT_WORK", default=(None, []))
 
 
 def check_backend() -> None:
-    """Raise where JAX has no device to work on, as with JAX_PLATFORMS=cuda and no GPU."""
+    """Raise an error if JAX has no device, as with JAX_PLATFORMS=cuda and no GPU."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError):  # JAX itself fails in more ways than one
+    except (RuntimeError, AssertionError):  # JAX fails in several ways
         wanted = jax.config.jax_platforms  # pyright: ignore
         raise RuntimeError(
-            f"JAX finds no device of the platform {wanted!r} that JAX_PLATFORMS asks for: unset it to use "
-            "what there is" + see("several-devices")
+            f"JAX finds no device of the platform {wanted!r} in JAX_PLATFORMS: unset it to use "
+            "the available devices" + see("several-devices")
         ) from None
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The rows of a batch are split between the devices of a mesh; all else is on each of them. Without a
-    mesh nothing is moved, and JAX does as it always does."""
+    """Rows of a batch are split between the devices of a mesh; everything else is replicated. Without a mesh
+    nothing is moved."""
 
     mesh: Mesh | None = None
 
     @staticmethod
     def of(devices: DevicesLike) -> "Devices":
-        """So many devices of each process, these devices, or those of a mesh. If nothing is said, the one
-        that JAX takes by itself, or all of them where there are several processes."""
+        """A number of devices per process, the given devices, or those of a mesh; by default JAX's default
+        device, or all devices if there are several processes."""
         if isinstance(devices, Mesh):
-            # `jax.make_mesh` makes one on which every operation has to say how its result is split.
+            # `jax.make_mesh` may return one that requires explicit sharding of every result.
             return Devices(Mesh(devices.devices, devices.axis_names))
         if devices is None:
             if jax.process_count() == 1:
@@ -59,21 +59,21 @@ class Devices:
         elif isinstance(devices, Sequence):
             chosen = list(devices)
             if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
-                raise ValueError(f"devices must be a number, devices of JAX or a mesh, got {shown(devices)}")
+                raise ValueError(f"devices must be a number, JAX devices or a mesh, got {shown(devices)}")
         else:
             chosen = _first(check_count("devices", devices))
         if {device.process_index for device in chosen} != set(range(jax.process_count())):
-            raise ValueError("devices must have at least one of each process" + see("several-devices"))
+            raise ValueError("devices must include at least one of each process" + see("several-devices"))
         return Devices(Mesh(np.array(chosen), ("rows",)))
 
     def put(self, tree: Any) -> Any:
-        """The arrays of a tree on every device; all processes must have the same."""
+        """Replicate the arrays of a pytree on every device; all processes must have the same."""
         if self.mesh is None:
             return tree
         return jax.tree.map(lambda leaf: self._placed(leaf, PartitionSpec()), tree)
 
     def put_rows(self, rows: np.ndarray, axis: int) -> Any:
-        """An array with the rows of batches along an axis: each device has its own, if they come out even."""
+        """Split the rows of an array between devices, if they divide evenly."""
         if self.mesh is None:
             return jnp.asarray(rows)
         even = rows.shape[axis] % self.mesh.size == 0
@@ -81,14 +81,13 @@ class Devices:
         return self._placed(rows, spec)
 
     def split(self, batch: Any) -> Any:
-        """Inside a jit: each device works on its part of the rows; XLA fills up what does not come out
-        even."""
+        """Inside a jit: split rows between devices; XLA pads uneven parts."""
         return self._constrained(batch, () if self.mesh is None else (self.mesh.axis_names,))
 
     @contextmanager
     def at_work(self, trained: Any = ()) -> Iterator[None]:
-        """Inside a jit: what `by_rows` does in here it does on these devices, and it is the arrays of
-        `trained` that it has derivatives in."""
+        """Inside a jit: set the devices that `by_rows` uses, and the `trained` arrays that it
+        differentiates."""
         before = _AT_WORK.set((self.mesh, jax.tree.leaves(trained)))
         try:
             yield
@@ -96,11 +95,11 @@ class Devices:
             _AT_WORK.reset(before)
 
     def same(self, tree: Any) -> Any:
-        """Inside a jit: every device has all of it."""
+        """Inside a jit: replicate on every device."""
         return self._constrained(tree, ())
 
     def back(self, tree: Any) -> Any:
-        """The arrays of a tree that is the same on every device, as if there were one."""
+        """The arrays of a replicated pytree, as on a single device."""
         if self.mesh is None:
             return tree
         plain = lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) else leaf
@@ -108,11 +107,11 @@ class Devices:
 
     @property
     def own(self) -> list[Any]:
-        """Those of this process; none if none was named."""
+        """The devices of this process; none if none were given."""
         return [] if self.mesh is None else list(self.mesh.local_devices)
 
     def agreed(self, numbers: Sequence[int]) -> list[int]:
-        """The least that any process has of each number: what goes by a clock or a key press differs."""
+        """The minimum over all processes of each number: clocks and key presses differ between processes."""
         if not self.several:
             return list(numbers)
         return np.min(multihost_utils.process_allgather(np.array(numbers)), axis=0).tolist()
@@ -134,7 +133,7 @@ class Devices:
             return leaf
         values = np.asarray(leaf)
         values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
-        # Each process has its own part of the rows at hand: nothing is sent.
+        # Each process has its own part of the rows, so nothing is sent.
         return jax.make_array_from_callback(values.shape, sharding, lambda place: values[place])
 
     def _constrained(self, tree: Any, axes: tuple[Any, ...]) -> Any:
@@ -146,18 +145,18 @@ class Devices:
 
 
 def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
-    """`function(shared, *rows)`, whose result has one entry for each row and depends on it alone: each device
-    does its own rows, if they come out even.
+    """`function(shared, *rows)`, where each entry of the result depends on one row: each device computes its
+    own rows, if they divide evenly.
 
-    Left to XLA, the devices would add up derivatives in `shared` in every step of a loop, array by array.
-    Here they do so at the end, all at once: an array each would be a message each between processes.
+    XLA alone would sum derivatives in `shared` over devices in every step of a loop, array by array. Here
+    they are summed once at the end, in a single message between processes.
     """
     mesh, trained = _AT_WORK.get()
     if mesh is None or mesh.size == 1 or len(rows[0]) % mesh.size:
         return function(shared, *rows)
     known = {id(leaf) for leaf in trained}
     dynamic, static = eqx.partition(shared, eqx.is_array)
-    # Arrays without entries are made anew: as an argument here they make JAX 0.11's compiler crash.
+    # Empty arrays are created inside, because as arguments they make the compiler of JAX 0.11 crash.
     full, empty = eqx.partition(dynamic, lambda leaf: leaf.size > 0)
     moving, fixed = eqx.partition(full, lambda leaf: id(leaf) in known)
     vector, back = ravel_pytree(moving)
@@ -172,7 +171,7 @@ def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
 
 
 def _each(function: Callable[..., Any], mesh: Mesh, ins: Any, out: Any) -> Callable[..., Any]:
-    """`jax.shard_map`, under the name and with the option that this version of JAX has."""
+    """`jax.shard_map`, with the name and option of the installed version of JAX."""
     if hasattr(jax, "shard_map"):
         return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)
     from jax.experimental.shard_map import shard_map
@@ -181,14 +180,14 @@ def _each(function: Callable[..., Any], mesh: Mesh, ins: Any, out: Any) -> Calla
 
 
 def _first(count: int) -> list[Any]:
-    """So many devices of each process."""
+    """A number of devices of each process."""
     there = [
         [device for device in jax.devices() if device.process_index == i] for i in range(jax.process_count())
     ]
     least = min(map(len, there))
     if not 1 <= count <= least:
         each = " in each process" if len(there) > 1 else ""
-        told = f"devices must be between 1 and {least}, there are no more{each}; got {count}"
+        told = f"devices must be between 1 and {least}, the number available{each}; got {count}"
         raise ValueError(told + see("several-devices"))
     return [device for part in there for device in part[:count]]
 
@@ -200,7 +199,7 @@ def leads() -> bool:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Work that all processes take part in: if one of them is gone, the others say so."""
+    """A context for work of all processes: if one of them ends, the others raise an error."""
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         _take_turns()
     try:
@@ -208,16 +207,16 @@ def together() -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if jax.process_count() == 1 or not any(word in str(error) for word in LOST):
             raise
-        told = "another process of this run is gone: start all of them again, to go on from the checkpoint"
+        told = "another process of this run ended: restart all of them to continue from the checkpoint"
         raise RuntimeError(told + see("several-devices")) from error
 
 
 def _take_turns() -> None:
-    """Let no thread of this process interrupt another the moment it wakes up, where the system has a way.
+    """Prevent threads of this process from preempting each other when they wake up, if the system supports
+    it.
 
-    The thread that carries Gloo's messages tries for a lock until it has it. If it displaced the one that
-    holds it, on a core of their own or on a busy machine, it would do so for all of its time, some 4 ms for
-    each sum over the processes, in place of 0.3.
+    The thread that carries Gloo's messages spins on a lock. If it preempts the thread that holds the lock, on
+    a busy machine, it spins for its whole time slice: 4 ms instead of 0.3 ms for each sum over the processes.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return

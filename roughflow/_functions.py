@@ -1,9 +1,9 @@
-"""A user's function as data: a sequence of operations, and the numbers in it.
+"""A user's function as data: a sequence of operations, and its numbers.
 
-A function that is written again, in a loop over a parameter or in a notebook cell that runs twice, is another
-object to JAX, which compiles every program with it anew. Its operations are the same as before, and only its
-numbers differ. `Opened` holds the operations as static data, which compare by structure, and the numbers as
-arrays. A program is compiled for the operations and takes the numbers as arguments.
+A function that is defined again, in a loop over a parameter or in a notebook cell that runs twice, is a new
+object to JAX, which recompiles every program with it. Its operations are the same; only its numbers differ.
+`Opened` holds the operations as static data, compared by structure, and the numbers as arrays. A program is
+compiled for the operations and takes the numbers as arguments.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from jaxtyping import Array
 
 from ._checks import is_traced
 
-# Functions of these packages keep their identity: they are made once, or their makers see to it.
+# Functions of these packages are compared by identity.
 LIBRARIES = frozenset(
     """
     blackjax diffrax equinox jax jaxlib jaxtyping lineax numpy numpyro optax optimistix roughflow scipy
     """.split()  # noqa: SIM905
 )
-# Programs that are inlined, by the names that versions of JAX have for them.
+# Programs that are inlined, by their names in different versions of JAX.
 INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
 CUSTOM_RULES = {"custom_jvp_call": jax.jvp, "custom_vjp_call": jax.vjp, "custom_vjp_call_jaxpr": jax.vjp}
 # Values that cannot change while a function refers to them.
@@ -37,7 +37,7 @@ FIXED = (bool, bytes, complex, float, int, np.generic, str, type, types.ModuleTy
 
 
 class Signature(NamedTuple):
-    """The arguments that a function is traced for, and what else a trace depends on."""
+    """The arguments that a function is traced for, and other dependencies of a trace."""
 
     structure: Any
     types: tuple[tuple[tuple[int, ...], Any, bool], ...]  # shape, dtype and whether it is weak
@@ -47,8 +47,8 @@ class Signature(NamedTuple):
 class MissingSignature(BaseException):
     """An opened function was called with arguments that it has not been traced for.
 
-    The signature is None for arguments that are not arrays. Not an `Exception`: code of the library that
-    reports a failing function must not catch it.
+    The signature is None for arguments that are not arrays. It is not an `Exception`, so that code that
+    reports failing functions does not catch it.
     """
 
     def __init__(self, name: Any, signature: Signature | None):
@@ -76,7 +76,7 @@ class Opened(eqx.Module):
 
 
 class Operation(NamedTuple):
-    """One primitive of a trace. Inputs are places of values so far, ("number", i) or ("literal", x)."""
+    """One primitive of a trace. Inputs are indices of earlier values, ("number", i) or ("literal", x)."""
 
     equation: Any  # a JaxprEqn
     inputs: Sequence[Any]
@@ -101,7 +101,7 @@ class Operation(NamedTuple):
 
 
 class Trace:
-    """The operations of a function for one signature. Equal ones are one object."""
+    """The operations of a function for one signature. Equal ones are the same object."""
 
     def __init__(self, signature: Signature, operations: list[Operation], outputs: Any, rebuild: Callable):
         self.signature = signature
@@ -122,7 +122,7 @@ _opened: weakref.WeakKeyDictionary[Any, tuple[Any, dict]] = weakref.WeakKeyDicti
 
 
 def is_users_function(leaf: Any) -> bool:
-    """Whether a leaf is a function that may be written again: not of a library or of an imported module."""
+    """Whether a leaf is a function that may be defined again: not from a library or an imported module."""
     if not callable(leaf) or isinstance(leaf, type | jax.Array | np.ndarray):
         return False
     module = getattr(leaf, "__module__", None) or ""
@@ -145,7 +145,7 @@ def signature_of(args: tuple, kwargs: dict) -> tuple[Signature, list[Any]]:
 
 
 def opened(function: Callable, signatures: Sequence[Signature], name: Any = None) -> Opened | None:
-    """A function traced for these signatures, those left out for which it fails; None if it fails for all."""
+    """A function traced for these signatures, except those for which it fails; None if it fails for all."""
     state = _state(function)
     known: dict[Signature, tuple[Trace, tuple[Array, ...]]] = {}
     if state is not None and function in _opened and _opened[function][0] == state:
@@ -156,7 +156,7 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
             try:
                 traced = trace(function, signature)
             except Exception:
-                continue  # the program itself will say what is wrong
+                continue  # the program itself will report the error
             if state is None or any(map(is_traced, traced[1])):
                 found.append(traced)
                 continue
@@ -169,9 +169,9 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
 
 
 def explicit(function: Callable, *arguments: Array) -> Opened:
-    """A function with all that it closes over as arrays, for arguments like these.
+    """A function with its closure as arrays, for arguments like these.
 
-    Rules for derivatives that the solvers define themselves see only what they are given.
+    Custom derivative rules of the solvers differentiate only in their explicit arguments.
     """
     operations, numbers = _trace(function, signature_of(arguments, {})[0])
     return Opened((numbers,), (Trace(*operations),), None)
@@ -197,7 +197,7 @@ def trace(function: Callable, signature: Signature) -> tuple[Trace, tuple[Array,
 
 
 class _Rebuild(NamedTuple):
-    """A result from the arrays in it: its structure, and leaves, None for an array."""
+    """A result rebuilt from its arrays: its structure, and leaves, None for an array."""
 
     structure: Any
     leaves: tuple[Any, ...]
@@ -214,7 +214,7 @@ class _Rebuild(NamedTuple):
 
 
 def _trace(function: Callable, signature: Signature) -> tuple[Any, tuple[Array, ...]]:
-    """What makes a `Trace`, and the numbers."""
+    """The constructor arguments of a `Trace`, and the numbers."""
     results: list[_Rebuild] = []
 
     def flat(*arrays: Array) -> list[Array]:
@@ -234,8 +234,8 @@ def _trace(function: Callable, signature: Signature) -> tuple[Any, tuple[Array, 
 def flat_operations(
     function: Callable, arguments: Sequence[Array], *, opaque: frozenset[str] = frozenset()
 ) -> tuple[list[Operation], list[Any]]:
-    """The operations of a function of arrays, and its numbers. Functions with custom rules for derivatives
-    are flattened too, but those with names in `opaque` are one operation each."""
+    """The operations of a function of arrays, and its numbers. Functions with custom derivative rules are
+    flattened too, but those named in `opaque` are one operation each."""
     closed = jax.make_jaxpr(function)(*arguments)
     flattened = _Flattened(len(arguments), INLINED | CUSTOM_RULES.keys() | {"checkpoint", "remat"}, opaque)
     flattened.add(closed.jaxpr, closed.consts, list(range(len(arguments))))
@@ -251,7 +251,7 @@ def name_of(equation: JaxprEqn) -> str:
 
 
 class _Flattened:
-    """The operations of a program and of those it calls, one after another."""
+    """The operations of a program and of those it calls, in order."""
 
     def __init__(
         self, arguments: int, inlined: frozenset[str] = INLINED, opaque: frozenset[str] = frozenset()
@@ -263,7 +263,7 @@ class _Flattened:
         self.operations: list[Operation] = []
 
     def add(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Append a program; the places of its outputs."""
+        """Append a program; returns the indices of its outputs."""
         places: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, constants, strict=True):
             places[variable] = self._number(constant)
@@ -308,7 +308,7 @@ class _Flattened:
 
 
 class _Identity:
-    """Equal to itself alone."""
+    """A value that is equal only to itself."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -345,7 +345,7 @@ def _parameters_key(equation: JaxprEqn, within: tuple = ()) -> Any:
 
 
 def _rule_key(equation: JaxprEqn, within: tuple) -> Any:
-    """A custom rule for derivatives is what it computes: the program of the derivative."""
+    """A custom derivative rule, compared by the program that it computes."""
     inputs = [_shape_and_type(atom) for atom in equation.invars]
     if not all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in inputs):
         return _Identity(equation)
@@ -362,7 +362,7 @@ def _rule_key(equation: JaxprEqn, within: tuple) -> Any:
 
 
 def _key(value: Any, within: tuple) -> Any:
-    """A parameter of an operation as something to compare; by identity where nothing else will do."""
+    """A parameter of an operation in comparable form; by identity as a last resort."""
     if isinstance(value, ClosedJaxpr):
         return (_jaxpr_key(value.jaxpr, within), tuple(map(_Identity, value.consts)))
     if isinstance(value, Jaxpr):
@@ -381,7 +381,7 @@ def _key(value: Any, within: tuple) -> Any:
 
 
 def _jaxpr_key(jaxpr: Jaxpr, within: tuple) -> Any:
-    """A program within an operation, its numbers included."""
+    """A program within an operation, including its numbers."""
     places: dict[Var, int] = {}
     define = lambda variables: [places.setdefault(variable, len(places)) for variable in variables]
     read = lambda atom: _literal_key(atom) if isinstance(atom, Literal) else places[atom]
@@ -396,7 +396,7 @@ def _jaxpr_key(jaxpr: Jaxpr, within: tuple) -> Any:
 
 
 def _state(function: Any, seen: tuple = ()) -> Any:
-    """What a function refers to, to see whether that is still the same; None if it may change unseen."""
+    """The objects a function refers to, to detect changes; None if it may change undetected."""
     if not isinstance(function, types.FunctionType) or function in seen:
         return None
     referred: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -424,7 +424,7 @@ def _state(function: Any, seen: tuple = ()) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Arrays of JAX, modules of them, and functions of libraries."""
+    """JAX arrays, modules of them, and functions of libraries."""
     if isinstance(value, eqx.Module):
         return all(isinstance(leaf, FIXED) or _is_constant(leaf) for leaf in jax.tree.leaves(value))
     if isinstance(value, jax.Array):
@@ -433,9 +433,9 @@ def _is_constant(value: Any) -> bool:
 
 
 def trainable(tree: Any) -> Any:
-    """For each leaf, whether it is a parameter: a floating-point array, and not of a part that is just given.
+    """Whether each leaf is a parameter: a floating-point array outside of parts that are given.
 
-    A gradient of zero would not do to hold a target still: an optimiser that decays weights moves them all.
+    A zero gradient does not keep a target fixed, because weight decay changes all parameters.
     """
     part = lambda node: node is not tree and isinstance(node, eqx.Module)
     mark = lambda node: trainable(node) if part(node) else eqx.is_inexact_array(node)

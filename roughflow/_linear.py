@@ -1,19 +1,18 @@
-"""Many small linear systems at once, by operations over the whole batch.
+"""Batches of small linear systems, by operations over the whole batch.
 
-Never by LAPACK: it goes matrix by matrix, which for a hundred thousand 2 × 2 matrices is slow. And two of
-its batched calls that meet on a CPU wait for threads that both of them hold (jaxlib 0.10: each blocks in
-`ParallelBatchMap` until the pool it runs on has a thread to spare), so that on two cores a program can stop
-for ever.
+LAPACK is not used: it loops over matrices, which is slow for a hundred thousand 2 × 2 matrices. Moreover, two
+of its batched calls that run concurrently on a CPU can deadlock (jaxlib 0.10: each blocks in
+`ParallelBatchMap` until the thread pool it runs on has a free thread).
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Sums of up to this many terms over columns, rows or directions are written out: separate arrays fuse
-# better on a CPU than one stacked array. Above it, one batched product keeps the program small.
+# Sums of up to this many terms over columns, rows or directions are written out: separate arrays fuse better
+# on a CPU than one stacked array. Above it, one batched product keeps the program small.
 UNROLL = 8
-# Systems up to this size are too; for larger ones a loop runs as fast, and compiles faster.
+# Systems up to this size are unrolled; for larger ones a loop is as fast and compiles faster.
 SMALL = 3
 
 
@@ -38,8 +37,8 @@ def log_abs_det(matrix: Array) -> Array:
 
 
 def orthonormal(matrix: Array) -> tuple[Array, Array]:
-    """Orthonormal directions `(B, d, D)` that span the matrix's rows, and how much each row adds to the span
-    of those before, `(B, d)`; not to be differentiated. Gram and Schmidt's way, twice over."""
+    """Orthonormal directions `(B, d, D)` that span the rows of the matrix, and the norm that each row adds to
+    the span of those before, `(B, d)`; not differentiable. Gram–Schmidt, applied twice."""
 
     def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         directions, sizes = state
@@ -68,7 +67,7 @@ def _log_abs_det_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arr
 
 
 def _sweep(matrix: Array, right: Array) -> tuple[Array, Array]:
-    """Gauss and Jordan's elimination with partial pivoting, as a loop: A⁻¹B and log |det A|."""
+    """Gauss–Jordan elimination with partial pivoting, as a loop: A⁻¹B and log |det A|."""
     d = matrix.shape[-1]
     place = jnp.arange(d)[None, :, None]
 
@@ -87,9 +86,9 @@ def _sweep(matrix: Array, right: Array) -> tuple[Array, Array]:
 
 
 def _eliminate(matrix: Array, right: Array) -> tuple[Array, Array]:
-    """Gauss's elimination with partial pivoting: A⁻¹B, by operations linear in B, and log |det A|.
+    """Gaussian elimination with partial pivoting: A⁻¹B, by operations linear in B, and log |det A|.
 
-    Rows are arrays of their own: gathers would take longer to compile, and to run.
+    Rows are separate arrays, because gathers would be slower to compile and to run.
     """
     d = matrix.shape[-1]
     rows = [(matrix[:, i], right[:, i]) for i in range(d)]
@@ -114,7 +113,7 @@ def _eliminate(matrix: Array, right: Array) -> tuple[Array, Array]:
 
 
 def _swap(table: Array, i: int | Array, best: Array, place: Array) -> Array:
-    """Rows i and `best` of each table exchanged."""
+    """Exchange rows i and `best` of each table."""
     chosen = jnp.take_along_axis(table, best, axis=1)
     return jnp.where(place == i, chosen, jnp.where(place == best, table[:, i][:, None], table))
 

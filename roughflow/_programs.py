@@ -1,4 +1,4 @@
-"""Compiled programs: the one module that knows about compilation."""
+"""Compiled programs: the only module that deals with compilation."""
 
 import functools
 import logging
@@ -26,22 +26,23 @@ try:
 except ImportError:  # JAX before 0.8
     from jax.experimental import enable_x64  # pyright: ignore
 
-# Programs held at a time, least recently used ones are dropped. On Linux a process may have 65,530 memory
-# maps, and the compiler crashes when there are no more; a program takes about forty.
+# Maximum number of cached programs; least recently used ones are dropped. On Linux a process may have 65,530
+# memory maps, and the compiler crashes if there are no more; a program takes about forty.
 MAX_PROGRAMS = 512
 
-# On a CPU level 1 without fusion emitters takes a third of the time to compile: a first estimate took 11.0 s
-# of processor time without these options and 4.2 s with them, a second one 0.71 s and 0.85 s. At level 0 it
-# would take 3.7 s.
+# On a CPU, level 1 without fusion emitters takes a third of the time to compile: a first estimate took 11.0 s
+# of processor time without these options and 4.2 s with them, a second one 0.71 s and 0.85 s. Level 0 would
+# take 3.7 s.
 EMITTERS, LEVEL = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
-# On a GPU most of the time to compile goes into Triton kernels for matrix products, tried out in dozens of
-# forms. Those of cuBLAS run as fast here, and a first fit or estimate takes a third to a half of the time.
+# On a GPU most compilation time is spent tuning Triton kernels for matrix products. Those of cuBLAS are as
+# fast here, and a first fit or estimate takes a third to a half of the time.
 ON_GPU: Mapping[str, bool | int] = {"xla_gpu_enable_triton_gemm": False}
 
 MESSAGE_AFTER = 3.0  # seconds of compilation
 
 _programs: OrderedDict[Any, "_Program"] = OrderedDict()
-# For programs by their arguments: signatures of functions, or that code asks for the values of floats.
+# Information on programs by their arguments: signatures of functions, or whether code reads the values of
+# floats.
 _signatures: OrderedDict[Any, dict[Any, list[Any]]] = OrderedDict()
 _asking: OrderedDict[Any, bool] = OrderedDict()
 
@@ -50,13 +51,13 @@ Result = TypeVar("Result")
 
 
 def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> Callable[Arguments, Result]:
-    """As `eqx.filter_jit`, for programs that may be called again and again with other numbers.
+    """Like `eqx.filter_jit`, for programs that are called repeatedly with other numbers.
 
-    Floats in the arguments, a rate or an end time in a module, are not compiled into the program. Nor are the
-    numbers in functions that a user has written (`roughflow._functions`). Code that asks for the value of a
-    float (`if rate > 1`, `math.exp`) has a program for each value. The number of programs is bounded.
-    On a CPU a `level` of 1 or 0 spends less time on compiling: 0 for programs that do little, 1 for those
-    that do more, none for those that run for long.
+    Floats in the arguments, such as a rate or an end time in a module, are not compiled into the program, nor
+    are the numbers in functions of the user (`roughflow._functions`). Code that reads the value of a float
+    (`if rate > 1`, `math.exp`) gets a program for each value. The number of programs is bounded. On a CPU a
+    `level` of 1 or 0 spends less time on compilation: 0 for programs that do little, 1 for those that do
+    more, none for those that run long.
     """
 
     @functools.wraps(function)
@@ -68,7 +69,7 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
 
 
 def _with_opened_functions(function: Callable, level: int | None, arguments: tuple) -> Any:
-    """Call a program with users' functions in the arguments opened, for the signatures that it needs."""
+    """Call a program with users' functions in the arguments opened, for the required signatures."""
     leaves, structure = jax.tree.flatten(arguments)
     users = [i for i, leaf in enumerate(leaves) if is_users_function(leaf)]
     if not users:
@@ -92,13 +93,13 @@ def _with_opened_functions(function: Callable, level: int | None, arguments: tup
 
 
 def _with_dynamic_floats(function: Callable, level: int | None, leaves: list, structure: Any) -> Any:
-    """Call a program with floats as arrays, unless it asks for their values."""
+    """Call a program with floats as arrays, unless it reads their values."""
     if not any(map(_is_float, leaves)):
         return _run(function, level, leaves, structure)
     key = (function, structure)
     if _entry(_asking, key, bool):
         return _run(function, level, leaves, structure)
-    # A Python float stays one to the rules of promotion: it becomes a weakly typed array.
+    # A Python float becomes a weakly typed array, so that type promotion is unchanged.
     dynamic = [jnp.asarray(leaf) if _is_float(leaf) else leaf for leaf in leaves]
     try:
         return _run(function, level, dynamic, structure)
@@ -109,10 +110,10 @@ def _with_dynamic_floats(function: Callable, level: int | None, leaves: list, st
 
 
 def _run(function: Callable, level: int | None, leaves: list, structure: Any) -> Any:
-    """Call the program for arguments of this kind; compile it if there is none."""
+    """Call the program for arguments of this kind; compile it if needed."""
     dynamic = [leaf for leaf in leaves if eqx.is_array(leaf)]
     traced = is_traced(jnp.asarray(0.0)) or any(map(is_traced, dynamic))
-    # A part of another program has no options of its own.
+    # A nested program has no options of its own.
     options = {} if traced else known_options(level)
     config: Any = jax.config
     key = (function, structure, tuple(map(_kind, leaves)), tuple(options.items()), config.jax_enable_x64)
@@ -122,14 +123,14 @@ def _run(function: Callable, level: int | None, leaves: list, structure: Any) ->
         with nullcontext() if traced or program.is_compiled else _message(), _quiet_callbacks():
             return program(dynamic, wait=not traced)
     except ValueError as error:
-        # What is differentiated may hide in a function that closes over it.
+        # A differentiated value may be hidden in a closure.
         if "compiler_options" not in str(error):
             raise
         return _Program(function, structure, static, {})(dynamic, wait=False)
 
 
 class _Program:
-    """A function of arrays alone, compiled when it is first called. Its memory is freed with it."""
+    """A function of arrays, compiled on its first call. Its memory is freed with it."""
 
     def __init__(self, function: Callable, structure: Any, static: list, options: dict[str, bool | int]):
         rest: list[Any] = []
@@ -164,13 +165,13 @@ class _Program:
 
 
 def _halves(result: Any) -> tuple[Any, list[Any]]:
-    """The arrays in a result, and a list of one: the rest of it."""
+    """The arrays in a result, and a list with its other parts."""
     arrays, rest = eqx.partition(result, eqx.is_array)
     return arrays, [rest]
 
 
 def _entry(table: OrderedDict, key: Any, make: Callable[[], Any]) -> Any:
-    """An entry of a table that holds `MAX_PROGRAMS`, those least recently used dropped."""
+    """An entry of a table of at most `MAX_PROGRAMS` entries; the least recently used one is dropped."""
     if key not in table:
         table[key] = make()
         while len(table) > MAX_PROGRAMS:
@@ -186,7 +187,7 @@ def drop_programs() -> None:
 
 
 def _kind(leaf: Any) -> Any:
-    """What of an argument a program depends on."""
+    """The parts of an argument that a program depends on."""
     if eqx.is_array(leaf):
         return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
     return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
@@ -197,7 +198,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def in_double_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run a function in double precision, whatever the precision of the user's process."""
+    """Run a function in double precision, regardless of the precision of the process."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -208,11 +209,11 @@ def in_double_precision(function: Callable[Arguments, Result]) -> Callable[Argum
 
 
 def exact_products() -> AbstractContextManager[object]:
-    """Products of matrices to the precision of their type, where the user has not said otherwise. GPUs keep
-    ten bits of float32 by default, which is 0.01 nats of a log-density, for little or no time gained.
+    """Matrix products in full precision, unless the user has set another. GPUs use ten bits of float32 by
+    default, an error of 0.01 nats in a log-density, for little or no gain in time.
 
-    "float32" is "highest" by another name: kernels of small networks, with errors of 1e-5, are for users who
-    have said nothing (`sde/_jets.py`)."""
+    "float32" is a synonym of "highest". The kernels of small networks, with errors of 1e-5, are used only
+    with the default setting (`sde/_jets.py`)."""
     said = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
     if said or jax.default_backend() == "cpu":
         return nullcontext()
@@ -221,7 +222,7 @@ def exact_products() -> AbstractContextManager[object]:
 
 @functools.cache
 def known_options(level: int | None) -> dict[str, bool | int]:
-    """The options for a quick compilation that this version of XLA knows and that the user has not set."""
+    """Options for fast compilation that this version of XLA supports and that the user has not set."""
     backend, options = jax.default_backend(), {}
     if backend == "cpu" and level is not None:
         options = {EMITTERS: False, LEVEL: level}
@@ -243,7 +244,7 @@ def _are_known(options: Mapping[str, bool | int]) -> bool:
 
 
 class _Burst:
-    """Programs compiled one after another, told of once."""
+    """Programs compiled one after another, reported once."""
 
     began = ended = -np.inf
     reported = False
@@ -251,7 +252,7 @@ class _Burst:
 
 @contextmanager
 def _message() -> Iterator[None]:
-    """One line on stderr if programs take more than three seconds to compile, in interactive use."""
+    """Print one line to stderr if programs take more than three seconds to compile, in interactive use."""
     if not _is_interactive():
         yield
         return
@@ -280,7 +281,7 @@ def _is_interactive() -> bool:
 
 
 class _NoCallbackErrors(logging.Filter):
-    """Leaves out JAX's record of an error that is raised anyway."""
+    """Suppress JAX's log of an error that is raised anyway."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.getMessage() != "jax.pure_callback failed"
@@ -298,11 +299,11 @@ def _quiet_callbacks() -> Iterator[None]:
 
 @partial(jit, level=0)
 def split(key: PRNGKeyArray, count: int = 2) -> tuple[PRNGKeyArray, ...]:
-    """So many keys from one, those of `jax.random.split`."""
+    """Split a key, like `jax.random.split`."""
     return tuple(jax.random.split(key, count))
 
 
 @partial(jit, level=0)
 def fold_in(key: PRNGKeyArray, number: Array | int) -> PRNGKeyArray:
-    """As `jax.random.fold_in`."""
+    """Fold in a number, like `jax.random.fold_in`."""
     return jax.random.fold_in(key, number)

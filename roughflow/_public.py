@@ -1,4 +1,4 @@
-"""All that is public: `roughflow` has these names, and imports the stage of one when it is asked for."""
+"""All public names; `roughflow` imports the stage of a name on first use."""
 
 from .sde import (  # noqa: I001  (pipeline order)
     AbstractSDE as AbstractSDE,

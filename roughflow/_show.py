@@ -1,4 +1,4 @@
-"""What objects say of themselves in a terminal or notebook; `eqx.tree_pprint` has the whole tree."""
+"""Representations of objects in a terminal or notebook; `eqx.tree_pprint` shows the whole tree."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,19 +12,19 @@ from ._checks import is_traced
 from ._functions import trainable
 
 ENDS = 5  # items shown at each end of a long list
-HIDDEN = ("escape_rate", "max_steps")  # safeguards that say nothing about what is computed
+HIDDEN = ("escape_rate", "max_steps")  # safeguards that do not affect the result
 
 
 def is_known(*values: Any) -> bool:
-    """Whether all of these are arrays with numbers in them: not traced, not shapes, not left out."""
+    """Whether all values are concrete arrays: not traced, not shapes, not missing."""
     return all(isinstance(value, jax.Array | np.ndarray) and not is_traced(value) for value in values)
 
 
 def number(value: Any) -> str:
-    """A number of a model in a few digits; inside a `jit` it is not known."""
+    """A number in a few digits; a placeholder if it is traced."""
     try:
         return f"{float(value):.4g}"
-    except TypeError:  # what JAX raises for a number not known yet is one too
+    except TypeError:  # also raised by JAX for a traced number
         return "?"
 
 
@@ -39,7 +39,7 @@ def named(value: Any) -> str:
 
 
 def settings(value: Any) -> str:
-    """An object with those of its fields that are plain numbers, or modules, by their names."""
+    """An object with those of its fields that are plain numbers or modules."""
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     parts = [(field.name, getattr(value, field.name, None)) for field in fields]
     plain = lambda part: named(part) if isinstance(part, eqx.Module) else f"{part:g}"
@@ -49,20 +49,20 @@ def settings(value: Any) -> str:
 
 
 def num_parameters(*trees: Any) -> int:
-    """How many numbers training can move."""
+    """Number of trainable numbers."""
     parts = [eqx.filter(tree, trainable(tree)) for tree in trees]
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(parts))
 
 
 def shortened(items: Sequence[str], most: int = 2 * ENDS) -> list[str]:
-    """Items, with those in the middle left out if there are too many."""
+    """Items, without the middle ones if there are too many."""
     if len(items) <= most:
         return list(items)
     return [*items[: most // 2], "…", *items[-(most // 2) :]]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines with numbers flush right under their names, the last column flush left."""
+    """Lines with right-aligned numbers under their names, the last column left-aligned."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     side = lambda i: "<" if i == len(header) - 1 else ">"
@@ -71,7 +71,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def listed(title: str, parts: Iterable[tuple[str, str]]) -> str:
-    """A title, and beneath it a name and its text a line."""
+    """A title, followed by one line per name and text."""
     parts = list(parts)
     width = max((len(name) for name, _ in parts), default=0)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in parts)])

@@ -1,6 +1,6 @@
-"""Where a message is explained: on the page of questions and troubles, docs/faq.md."""
+"""References from messages to their explanation in docs/faq.md."""
 
 
 def see(heading: str) -> str:
-    """What a message ends with; `heading` is the anchor of one on that page."""
+    """The end of a message that refers to a heading of that page."""
     return f" (see faq: {heading})"

@@ -12,23 +12,24 @@ from ._checks import as_shape, check_count, check_instance, check_key, check_pos
 from ._programs import jit
 from .driver import Path
 
-SAMPLED = 33  # times at most, of which a defect looks at all triples
+SAMPLED = 33  # maximum number of times for which all triples are checked
 
 
 class RoughPath(eqx.Module):
-    """A rough path on a grid: X_{s,t} = X(t) − X(s), and 𝕏_{s,t}, which stands for ∫ₛᵗ X_{s,u} ⊗ dX(u).
+    """A rough path on a grid: increments X_{s,t} = X(t) − X(s), and areas 𝕏_{s,t}, in place of ∫ₛᵗ X_{s,u} ⊗
+    dX(u).
 
-    It holds both levels of each interval; those between any two times of the grid follow by Chen's
-    relation 𝕏_{s,t} = 𝕏_{s,u} + 𝕏_{u,t} + X_{s,u} ⊗ X_{u,t}, which thus holds whatever it is made of.
-    `rf.rough.lift` and `rf.rough.brownian_lift` make one.
+    It stores both levels on each interval; those between any two times of the grid follow by Chen's relation
+    𝕏_{s,t} = 𝕏_{s,u} + 𝕏_{u,t} + X_{s,u} ⊗ X_{u,t}, which therefore always holds. Create one with
+    `rf.rough.lift` or `rf.rough.brownian_lift`.
 
     **Arguments:**
 
     - `times`: `(N + 1,)`, increasing.
     - `increments`: the first level `(..., N, m)` of each interval.
     - `areas`: the second level `(..., N, m, m)` of each.
-    - `geometric`: whether products obey the ordinary rules of calculus, 2 Sym 𝕏 = X ⊗ X, as along smooth
-      paths and in the Stratonovich sense; in the Itô sense they do not.
+    - `geometric`: whether the ordinary chain rule holds, 2 Sym 𝕏 = X ⊗ X, as for smooth paths and in the
+      Stratonovich sense, but not in the Itô sense.
 
     ```python
     import jax
@@ -65,9 +66,9 @@ class RoughPath(eqx.Module):
         return self.increments.shape[-1]
 
     def levels(self, start: ArrayLike, end: ArrayLike) -> tuple[Array, Array]:
-        """Both levels between times of the grid, given by their numbers: `(..., m)` and `(..., m, m)`, or for
-        arrays of k of them `(..., k, m)` and `(..., k, m, m)`. For `end` before `start` those of the path
-        backwards."""
+        """Both levels between times of the grid, given by index: `(..., m)` and `(..., m, m)`, or `(..., k,
+        m)` and `(..., k, m, m)` for arrays of k indices. If `end` is before `start`, those of the reversed
+        path."""
         first, second = self._from_zero()
         at = lambda a, i, axis: jnp.take(a, jnp.asarray(i), axis=axis)
         before = at(first, start, -2)
@@ -86,32 +87,32 @@ class RoughPath(eqx.Module):
         return _outer(first, first) - second - jnp.swapaxes(second, -1, -2)
 
     def restricted(self, places: ArrayLike) -> "RoughPath":
-        """The same rough path on fewer times of its grid, given by their numbers."""
+        """The same rough path on a subset of its times, given by index."""
         places = np.asarray(places)
         levels = self.levels(places[:-1], places[1:])
         return RoughPath(self.times[places], *levels, self.geometric)
 
     def coarser(self, factor: int) -> "RoughPath":
-        """On each `factor`-th time of its grid."""
+        """The path on every `factor`-th time of its grid."""
         if self.steps % check_count("factor", factor):
             raise ValueError(f"factor must divide the number of steps, {self.steps}, got {factor}")
         return self.restricted(np.arange(0, self.steps + 1, factor))
 
     def reversed(self) -> "RoughPath":
-        """The path run backwards, t ↦ X(T − t): for a geometric one again geometric."""
+        """The reversed path t ↦ X(T − t); a geometric path stays geometric."""
         first, second = self.levels(np.arange(self.steps, 0, -1), np.arange(self.steps - 1, -1, -1))
         return RoughPath(self.times[-1] + self.times[0] - self.times[::-1], first, second, self.geometric)
 
     def ito(self) -> "RoughPath":
         """The Itô lift from the Stratonovich lift of Brownian motion: 𝕏 − ½(t − s)I."""
         if not self.geometric:
-            raise ValueError("ito turns the Stratonovich lift into that of Itô, which this one is already")
+            raise ValueError("ito needs a Stratonovich lift, but this is an Itô lift")
         return self._shifted(-0.5, False)
 
     def stratonovich(self) -> "RoughPath":
         """The Stratonovich lift from the Itô lift of Brownian motion: 𝕏 + ½(t − s)I."""
         if self.geometric:
-            raise ValueError("stratonovich is for the Itô lift: this one is geometric already")
+            raise ValueError("stratonovich needs an Itô lift, but this path is geometric")
         return self._shifted(0.5, True)
 
     def _shifted(self, share: float, geometric: bool) -> "RoughPath":
@@ -121,15 +122,16 @@ class RoughPath(eqx.Module):
         return RoughPath(self.times, self.increments, areas, geometric)
 
     def chen_defect(self) -> Array:
-        """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t: rounding."""
+        """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t: rounding
+        error."""
         places = np.unique(np.linspace(0, self.steps, min(SAMPLED, self.steps + 1)).astype(int))
         s, u, t = np.array([(a, b, c) for a in places for b in places for c in places if a < b < c]).T
         (before, early), (after, late), (_, whole) = (self.levels(*p) for p in ((s, u), (u, t), (s, t)))
         return jnp.max(jnp.abs(whole - early - late - _outer(before, after)))
 
     def geometric_defect(self) -> Array:
-        """The largest entry of Sym 𝕏_{s,t} − ½ X_{s,t} ⊗ X_{s,t} over s < t: rounding if it is geometric,
-        half of the longest time for the Itô lift."""
+        """The largest entry of Sym 𝕏_{s,t} − ½ X_{s,t} ⊗ X_{s,t} over s < t: rounding error for a geometric
+        path, half of the longest time for the Itô lift."""
         return 0.5 * jnp.max(jnp.abs(self.bracket(*np.triu_indices(self.steps + 1, 1))))
 
     def holder_norm(self, alpha: float) -> Array:
@@ -142,7 +144,7 @@ class RoughPath(eqx.Module):
         """sup |X − Y|/|t − s|^α + sup |𝕏 − 𝕐|/|t − s|^2α over the grid: the rough-path distance ρ_α, in which
         solutions are continuous for α > ⅓."""
         if other.increments.shape[-2:] != self.increments.shape[-2:]:
-            raise ValueError("distance is between rough paths on one grid: see restricted")
+            raise ValueError("distance needs two rough paths on the same grid: see restricted")
         gaps, first, second = self._pairs()
         _, first2, second2 = other._pairs()
         apart = lambda a, b, axes, power: jnp.max(_size(a - b, axes) / gaps**power, axis=-1)
@@ -161,24 +163,25 @@ def _outer(a: Array, b: Array) -> Array:
 
 
 def _summed(a: Array, axis: int) -> Array:
-    """Sums up to each place, from a zero."""
+    """Cumulative sums, starting from zero."""
     zero = jnp.zeros_like(jax.lax.slice_in_dim(a, 0, 1, axis=axis % a.ndim))
     return jnp.concatenate([zero, jnp.cumsum(a, axis=axis)], axis=axis)
 
 
 def _size(a: Array, axes: int) -> Array:
-    """Euclid's norm over the last axes."""
+    """Euclidean norm over the last axes."""
     return jnp.sqrt(jnp.sum(a**2, axis=tuple(range(-axes, 0))))
 
 
-NODES = 8  # of Gauss's rule in an interval: exact for a path of degree 8
+NODES = 8  # Gauss quadrature in an interval: exact for a path of degree 8
 
 
 def lift(path: Path, steps: int) -> RoughPath:
-    """The canonical lift of a smooth or piecewise linear path on `steps` equal intervals: its own integrals.
+    """The canonical lift of a smooth or piecewise linear path on `steps` equal intervals.
 
-    Exact for linear pieces, wherever they end; for smooth paths by Gauss's rule of 8 points in each interval
-    and in at least as many as the driver has functions, which is exact for polynomials of degree up to 8.
+    Exact for linear pieces, wherever they end. Smooth paths use Gauss quadrature with 8 points in each
+    interval, and in at least as many intervals as the driver has functions; it is exact for polynomials of
+    degree up to 8.
 
     ```python
     import jax
@@ -188,9 +191,9 @@ def lift(path: Path, steps: int) -> RoughPath:
     rough = rf.rough.lift(path, 64)
     ```
     """
-    check_instance("path", path, Path, "a path of a driver: driver.project turns any diffrax path into one")
+    check_instance("path", path, Path, "a path of a driver; driver.project converts a diffrax path")
     if path.t1.ndim:
-        raise ValueError("lift takes paths of one end time")
+        raise ValueError("lift requires paths with the same end time")
     return _lifted(path, check_count("steps", steps))
 
 
@@ -213,13 +216,14 @@ def _lifted(path: Path, steps: int) -> RoughPath:
 
 
 def _knots(path: Path, grid: np.ndarray) -> np.ndarray:
-    """The grid and, between, the ends of linear pieces, or enough times for waves."""
+    """The times of the grid and, between them, the ends of linear pieces, or enough times to resolve
+    waves."""
     jumps = path.driver.jumps
     if not jumps.size:
         parts = -(-path.driver.num_functions // (len(grid) - 1))
         inner = np.arange(len(grid) * parts - parts + 1) / parts
         return np.interp(inner, np.arange(len(grid)), grid)
-    # Knots that differ by rounding are one.
+    # Knots that differ by rounding error are merged.
     apart = np.min(np.abs(jumps[:, None] - grid), axis=1) > 1e-12
     return np.union1d(grid, jumps[apart])
 
@@ -236,10 +240,9 @@ def brownian_lift(
     """The Stratonovich lift of Brownian motion with its Lévy areas, on `steps` equal intervals of [0, t1].
 
     In each interval of length h the path is expanded in n = `num_functions` Legendre polynomials, whose areas
-    have a closed form (Kuznetsov 1997; Foster & Habermann 2023). What is left of each area, of
-    variance h²/(4(2n − 1)), is replaced by an independent normal number of this variance
-    (Wiktorsson 2001): so areas have variance h²/4 whatever n, and increments are exact.
-    `.ito()` is the Itô lift.
+    have a closed form (Kuznetsov 1997; Foster & Habermann 2023). The remainder of each area, of variance
+    h²/(4(2n − 1)), is replaced by an independent normal number (Wiktorsson 2001). Areas then have variance
+    h²/4 for every n, and increments are exact. `.ito()` is the Itô lift.
 
     ```python
     import jax
@@ -263,7 +266,8 @@ def brownian_lift(
 
 
 def _polynomial_areas(omega: Array) -> Array:
-    """½ ∫(X ⊗ dX − dX ⊗ X) over [0, 1] for coefficients `(..., n, m)`: neighbours alone have areas."""
+    """½ ∫(X ⊗ dX − dX ⊗ X) over [0, 1] for coefficients `(..., n, m)`: only neighbouring functions have
+    areas."""
     n = omega.shape[-2]
     weights = jnp.asarray(0.5 / np.sqrt(4.0 * np.arange(1, n) ** 2 - 1), omega.dtype)
     products = jnp.einsum("k,...ki,...kj->...ij", weights, omega[..., :-1, :], omega[..., 1:, :])

@@ -89,7 +89,7 @@ def test_a_model_that_nests_without_end_is_not_saved(tmp_path):
     model = None
     for _ in range(500):
         model = [model]
-    with pytest.raises(ValueError, match=r"more than 100 parts lie within one another"):
+    with pytest.raises(ValueError, match=r"nested more than 100 levels deep"):
         rf.save(tmp_path / "m.rf", model)
 
 

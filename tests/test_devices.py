@@ -178,7 +178,7 @@ def test_processes_that_joined_end_in_good_order(tmp_path):
     while not checkpoint.exists() and first.poll() is None:
         time.sleep(0.1)
     second.kill()
-    assert "is gone" in first.communicate(timeout=60)[1]
+    assert "process of this run ended" in first.communicate(timeout=60)[1]
     assert first.returncode == 1
     assert checkpoint.exists()
     model.touch()

@@ -136,7 +136,7 @@ def test_density_of_a_fractional_ornstein_uhlenbeck_process(driver, key):
 def test_an_ito_sde_is_refused_with_the_remedy():
     ito = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
     base = rf.Normal(jnp.zeros(1))
-    with pytest.raises(ValueError, match=r"Itô SDE no meaning: write it as a StratonovichSDE"):
+    with pytest.raises(ValueError, match=r"which Itô SDEs require: use a StratonovichSDE"):
         rf.StochasticFlow(ito, base, driver=rf.FractionalBrownian(0.4, 8))
     with pytest.raises(ValueError, match=r"StratonovichSDE"):
         rf.StochasticFlow(ito, base).with_driver(rf.driver.FractionalLegendre(0.7, 8))

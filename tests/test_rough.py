@@ -109,7 +109,7 @@ def test_norm_and_distance():
     assert line.distance(line, 0.4) == 0
     still = rf.rough.RoughPath(line.times, 0 * line.increments, 0 * line.areas)
     np.testing.assert_allclose(line.distance(still, 0.4), 5 * 2**0.6 + 12.5 * 2**1.2, rtol=1e-12)
-    with pytest.raises(ValueError, match="on one grid"):
+    with pytest.raises(ValueError, match="on the same grid"):
         line.distance(line.coarser(2), 0.4)
 
 
@@ -199,7 +199,7 @@ def test_a_path_of_the_wrong_kind_is_refused(key):
         rf.simulate(ito, z0, path=rough)
     with pytest.raises(ValueError, match=r"Itô lift .* rf\.to_ito\(sde\)"):
         rf.simulate(stratonovich, z0, path=rough.ito())
-    with pytest.raises(ValueError, match=r"followed by rf\.flow\.Davie\(\), not by Milstein"):
+    with pytest.raises(ValueError, match=r"requires scheme=rf\.flow\.Davie\(\), not Milstein"):
         rf.simulate(stratonovich, z0, path=rough, scheme=rf.flow.Milstein())
     with pytest.raises(ValueError, match=r"increments of shape \(3, 'steps', 2\)"):
         rf.simulate(stratonovich, jnp.zeros((3, 2)), path=rough)

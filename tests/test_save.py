@@ -88,7 +88,7 @@ def test_a_network_of_equinox_comes_back(key, tmp_path):
         (np.array(["a"]), r"^model.value cannot be saved, it is an array of <U1"),
         (
             rf.sde.ExactCorrection().draw,
-            r"^model.value cannot be saved: BoundMethod is no public class of equinox",
+            r"^model.value cannot be saved: BoundMethod is not a public class of equinox",
         ),
         (zipfile.ZipFile, r"^model.value cannot be saved, it is ZipFile"),
     ],
@@ -114,7 +114,7 @@ def test_many_flows_in_one_come_back(key, tmp_path):
 def test_own_classes_are_named_by_the_reader(key, tmp_path):
     file, flow = tmp_path / "flow.rf", flow_of(key, Pull(jnp.array(2.0), 3))
     rf.save(file, flow)
-    with pytest.raises(ValueError, match=r"^the file holds a Pull of .*: give it, as load\(path"):
+    with pytest.raises(ValueError, match=r"^the file holds a Pull of .*: pass it, as in load\(path"):
         rf.load(file)
     again = rf.load(file, classes=[Pull])
     assert same(flow, again)

@@ -1,7 +1,7 @@
-"""Distributions on the plane whose density is known: data to fit, and the truth to compare with.
+"""Two-dimensional distributions with known densities: data to fit, and the truth to compare with.
 
-They have the shapes and the scale that papers on normalizing flows draw, with one change: every density is
-exact, so that the excess of a model over the truth is a number.
+They have the shapes and scales common in papers on normalizing flows, but all densities are exact, so that
+the excess loss of a model over the truth can be computed.
 
 ```python
 import jax

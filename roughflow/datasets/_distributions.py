@@ -20,13 +20,12 @@ Window = tuple[float, float, float, float]
 
 
 class AbstractDistribution(eqx.Module):
-    """A distribution on the plane with its density. Those here have no parameters: all who name one mean the
-    same.
+    """A distribution on the plane with its density. Those here have no parameters, so results are comparable.
 
-    - `entropy`: −E log p(Z) in nats, the least that the expected negative log-likelihood of a model can be.
+    - `entropy`: −E log p(Z) in nats, the minimum of the expected negative log-likelihood of a model.
     - `extent`: (left, right, bottom, top) of a window that shows the distribution.
 
-    It has what a flow asks of its base, so a flow may also start from one.
+    It has the interface of a base, so a flow may also start from it.
 
     ```python
     import jax
@@ -63,7 +62,7 @@ class AbstractDistribution(eqx.Module):
 
 
 class AbstractSmoothDistribution(AbstractDistribution):
-    """One in the middle of the plane with a smooth density. Its entropy is an integral on a grid."""
+    """A distribution with a smooth density around the origin. Its entropy is an integral on a grid."""
 
     extent: ClassVar[Window] = (-4.0, 4.0, -4.0, 4.0)
 
@@ -74,7 +73,7 @@ class AbstractSmoothDistribution(AbstractDistribution):
 
 @functools.lru_cache
 def entropy_on_grid(distribution: AbstractDistribution) -> float:
-    """−∫ p log p by the trapezoidal rule: the finest, the star, is resolved to 2e-5, the rest to 1e-6."""
+    """−∫ p log p by the trapezoidal rule, with errors up to 2e-5 for the star and 1e-6 for the others."""
     side, step = np.linspace(-5, 5, 161, retstep=True)
     grid = np.stack(np.meshgrid(side, side), axis=-1)
     with jax.ensure_compile_time_eval():
@@ -95,16 +94,16 @@ def noisy(centres: Array, noise: float, key: PRNGKeyArray) -> Array:
 
 
 def quadrature(num_nodes: int) -> tuple[Array, Array]:
-    """Nodes and weights of Gauss–Legendre on [0, 1]."""
+    """Gauss–Legendre nodes and weights on [0, 1]."""
     nodes, weights = special.roots_legendre(num_nodes)
     return jnp.asarray(0.5 * (nodes + 1)), jnp.asarray(0.5 * weights)
 
 
 def log_mixture(z: Array, centres: Array, weights: Array, noise: float) -> Array:
-    """log Σₖ wₖ N(z; cₖ, noise² I): a mixture; or, with nodes and weights of a quadrature, a noisy curve.
+    """log Σₖ wₖ N(z; cₖ, noise² I): a mixture or, with nodes and weights of a quadrature, a noisy curve.
 
-    The centres come in blocks, and their terms are computed anew for the gradient: memory does not grow
-    with their number, under `vmap` neither.
+    The centres are processed in blocks and recomputed for the gradient, so that memory does not grow with
+    their number, even under `vmap`.
     """
     points = jnp.reshape(z, (-1, 2)) / noise
     block = math.gcd(weights.size, 32)
@@ -123,7 +122,7 @@ def log_mixture(z: Array, centres: Array, weights: Array, noise: float) -> Array
 
 
 def with_mirror_image(centres: Array, weights: Array) -> tuple[Array, Array]:
-    """A curve and its reflection in the origin, half the mass on each."""
+    """A curve and its point reflection, with half the mass each."""
     return jnp.concatenate([centres, -centres]), 0.5 * jnp.concatenate([weights, weights])
 
 
@@ -147,7 +146,7 @@ def rotate(z: Array, angle: Array) -> Array:
 
 
 class Banana(AbstractDistribution):
-    """x ~ N(0, 1), y | x ~ N(−x², 2). Its entropy is 1 + ln 2π + ½ ln 2."""
+    """x ~ N(0, 1), y | x ~ N(−x², 2), with entropy 1 + ln 2π + ½ ln 2."""
 
     extent: ClassVar[Window] = (-3.5, 3.5, -11.0, 4.0)
 
@@ -165,7 +164,7 @@ class Banana(AbstractDistribution):
 
 
 class Checkerboard(AbstractDistribution):
-    """Uniform on every other one of the sixteen squares of side 2 in [−4, 4]². Its entropy is ln 32."""
+    """Uniform on every other one of the sixteen squares of side 2 in [−4, 4]², with entropy ln 32."""
 
     extent: ClassVar[Window] = (-4.5, 4.5, -4.5, 4.5)
 
@@ -186,7 +185,7 @@ class Checkerboard(AbstractDistribution):
 
 
 class EightGaussians(AbstractSmoothDistribution):
-    """Eight normal distributions of scale 1/√8, equally likely, around a circle of radius √8."""
+    """Eight normal distributions of scale 1/√8 with equal weights on a circle of radius √8."""
 
     noise: ClassVar[float] = 8**-0.5
 
@@ -203,7 +202,7 @@ class EightGaussians(AbstractSmoothDistribution):
 
 
 class Moons(AbstractSmoothDistribution):
-    """Two interleaved half circles of radius 2, the second the first turned by π, with noise N(0, 0.2² I)."""
+    """Two interleaved half circles of radius 2 with noise N(0, 0.2² I)."""
 
     noise: ClassVar[float] = 0.2
 
@@ -222,10 +221,10 @@ class Moons(AbstractSmoothDistribution):
 
 
 class Pinwheel(AbstractSmoothDistribution):
-    """Five normal distributions, drawn out along rays from the origin, then twisted.
+    """Five normal distributions, elongated along rays from the origin, then twisted.
 
     A point w of the mixture, with means 2 (cos 2πk/5, sin 2πk/5) and scales 0.6 along the ray and 0.2 across
-    it, is turned by the angle ½ ln(1 + |w|²). The angle depends on the radius only, so the twist keeps
+    it, is rotated by the angle ½ ln(1 + |w|²). The angle depends on the radius only, so the twist preserves
     areas, and the density at z is that of the mixture at the untwisted z.
     """
 
@@ -248,9 +247,9 @@ class Pinwheel(AbstractSmoothDistribution):
 
 
 class Rings(AbstractSmoothDistribution):
-    """Four circles of radius R = ¾, 1½, 2¼, 3, equally likely, with noise N(0, 0.08² I).
+    """Four circles of radius R = ¾, 1½, 2¼, 3 with equal weights and noise N(0, 0.08² I).
 
-    Each gives N(z; 0, σ² I) averaged over a circle: exp(−(|z|² + R²)/2σ²) I₀(|z| R/σ²) / 2πσ².
+    Each contributes N(z; 0, σ² I) averaged over a circle: exp(−(|z|² + R²)/2σ²) I₀(|z| R/σ²) / 2πσ².
     """
 
     noise: ClassVar[float] = 0.08
@@ -263,7 +262,7 @@ class Rings(AbstractSmoothDistribution):
 
     def _log_prob(self, z: Array) -> Array:
         radius = radius_of(z)
-        # i0e(x) = e⁻ˣ I₀(x), so that what is left in the exponent is a square: no overflow.
+        # i0e(x) = e⁻ˣ I₀(x), so that the remaining exponent is a square and cannot overflow.
         rings = [
             -0.5 * ((radius - ring) / self.noise) ** 2
             + jnp.log(jax.scipy.special.i0e(radius * (ring / self.noise**2)))
@@ -288,11 +287,11 @@ class Star(AbstractSmoothDistribution):
 
     def _log_prob(self, z: Array) -> Array:
         radius = radius_of(z)
-        # The angle of the origin does not matter, but its derivative must not be NaN.
+        # The angle at the origin does not matter, but its derivative must not be NaN.
         mean = self._petal(jnp.arctan2(z[..., 1], jnp.where(radius > 0, z[..., 0], 1)))
         # sin 10(θ + π) = sin 10θ: both coordinates have the same mean.
         along = jnp.logaddexp(log_normal(radius - mean, self.noise), log_normal(-radius - mean, self.noise))
-        # 1/|z| is infinite at the origin, where the mass is below e⁻⁵⁰: keep a plot through it finite.
+        # 1/|z| is infinite at the origin, where the mass is below e⁻⁵⁰: keep plots finite there.
         return along - LOG_2PI - jnp.log(jnp.maximum(radius, 1e-4))
 
     def _petal(self, angle: Array) -> Array:
@@ -328,7 +327,7 @@ class TwoSpirals(AbstractSmoothDistribution):
         return mirror_at_random(noisy(arm, self.noise, key_noise), key_side)
 
     def _log_prob(self, z: Array) -> Array:
-        # In s = √u, which has density 2s: the spiral is smooth in s, and not in u.
+        # In s = √u, which has density 2s: the spiral is smooth in s, but not in u.
         s, weights = quadrature(512)
         return log_mixture(z, *with_mirror_image(self._arm(s), 2 * s * weights), self.noise)
 

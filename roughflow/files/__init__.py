@@ -1,4 +1,4 @@
-"""Stage 6, files: save and load models; a file is written whole or not at all."""
+"""Stage 6, files: save and load models; writing is atomic."""
 
 from ._files import (
     Interrupt as Interrupt,

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: atomic writes, archives, locks, delayed interrupts."""
+"""Atomic writes, archives, locks, and delayed interrupts."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from ..faq import see
 
 
 class Interrupt:
-    """While active, the first Ctrl-C (SIGINT, or SIGTERM) sets `wanted`; the second one is as usual."""
+    """While active, the first Ctrl-C (SIGINT or SIGTERM) only sets `wanted`; the second one interrupts."""
 
     def __init__(self):
         self.wanted = False
@@ -29,7 +29,7 @@ class Interrupt:
         self._before: dict = {}
 
     def __enter__(self) -> "Interrupt":
-        # Only the main thread may handle signals; elsewhere there is nothing to do.
+        # Only the main thread can handle signals.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
@@ -47,7 +47,7 @@ class Interrupt:
 
 
 class Held(Interrupt):
-    """While active, the first Ctrl-C waits until the end: half a file is of no use."""
+    """While active, the first Ctrl-C is delayed until the end, so that files are complete."""
 
     def __exit__(self, *_) -> None:
         super().__exit__()
@@ -55,10 +55,10 @@ class Held(Interrupt):
             signal.raise_signal(self.pressed)
 
 
-# Archives are written as they are, not compressed; whoever does that later, numbers do not shrink by more.
+# Archives are not compressed; numbers hardly compress.
 MAX_EXPANSION = 100
-MIN_UNPACKED_BYTES = 2**20  # bytes that any archive may unpack to
-# What zipfile, json and NumPy raise at bytes that are not theirs.
+MIN_UNPACKED_BYTES = 2**20  # size that any archive may unpack to
+# Exceptions of zipfile, json and NumPy for invalid bytes.
 UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -74,10 +74,10 @@ UNREADABLE = (
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """A draft to write to, beside `path`, that is moved there in one step when the block ends well.
+    """A temporary file next to `path`, which replaces it atomically when the block ends without an error.
 
-    Whoever is stopped on the way, by an error, a kill or a full disk, leaves the old file as it was.
-    Folders are made as needed; of a link, what it leads to is replaced.
+    After an error, a kill or a full disk the old file is unchanged. Folders are created as needed; for a
+    link, its target is replaced.
 
     ```python
     import roughflow as rf
@@ -91,8 +91,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise ValueError(f"{path} is {kind}, not a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, for a move is one step only within a file system; with the same ending, that may
-    # say the format.
+    # In the same folder, because moves are atomic only within a file system; with the same extension, which
+    # may determine the format.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)
     draft = Path(name)
@@ -100,7 +100,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         yield draft
         with draft.open("rb") as file:
             os.fsync(file.fileno())
-        # A draft is for its owner only; the file is as open as any other the user makes.
+        # Temporary files are private; the final file gets the user's default permissions.
         mask = os.umask(0)
         os.umask(mask)
         draft.chmod(0o666 & ~mask)
@@ -135,7 +135,7 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
             read = lambda name: np.load(io.BytesIO(archive.read(name)), allow_pickle=False)
             arrays = {name.removesuffix(".npy"): read(name) for name in names}
     except RecursionError:
-        told = f"{path} is damaged: its parts lie too deep within one another"
+        told = f"{path} is damaged: it is nested too deeply"
         raise ValueError(told + see("loading")) from None
     except UNREADABLE as error:
         told = f"{path} is not a roughflow {kind}, or is damaged ({error})"
@@ -151,7 +151,7 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
 
 
 def _check_size(archive: zipfile.ZipFile, size: int) -> None:
-    """Refuse a file that would fill the memory with next to nothing; zipfile holds each part to its size."""
+    """Refuse a file that would unpack to far more than its size; zipfile checks the size of each part."""
     unpacked = sum(part.file_size for part in archive.infolist())
     if unpacked > MAX_EXPANSION * size + MIN_UNPACKED_BYTES:
         raise ValueError(f"{size} bytes that unpack to {unpacked}")
@@ -159,7 +159,7 @@ def _check_size(archive: zipfile.ZipFile, size: int) -> None:
 
 try:
     import fcntl
-except ImportError:  # on Windows, where nothing is locked
+except ImportError:  # on Windows, without locks
     fcntl = None
 
 

@@ -1,4 +1,4 @@
-"""Save and load a model as one file. Files name classes by their public names, so that code may move."""
+"""Save and load a model as one file. Files use the public names of classes, so that code may move."""
 
 import dataclasses
 import importlib
@@ -20,8 +20,7 @@ from ..flow import Normal
 from ..sde import noise_dimension, silu, tanh
 from ._files import read_archive, write_archive
 
-# Where a class is looked for, in this order: by its own name, in the modules of its package that are public.
-# No file makes any other module be imported.
+# Public modules in which classes are searched by name, in this order. A file cannot import any other module.
 NAMESPACES: dict[str, tuple[str, ...]] = {
     "roughflow": (
         "roughflow",
@@ -39,7 +38,7 @@ NAMESPACES: dict[str, tuple[str, ...]] = {
     "lineax": ("lineax",),
     "optimistix": ("optimistix",),
 }
-# What classes and fields were called in older files.
+# Names of classes and fields in older files.
 RENAMED = {"Unadjusted": "UnadjustedSampler", "Adjusted": "AdjustedSampler", "AdjustedFlow": "FlowSampler"}
 RENAMED_FIELDS = {
     ("Laplace", "starts"): "num_starts",
@@ -66,41 +65,41 @@ FUNCTIONS: dict[str, Callable] = {
     "exp": jnp.exp,
     "rademacher": jax.random.rademacher,
     "normal": jax.random.normal,
-    # What eqx.nn.MLP does after its last layer; equinox has no name for it.
+    # The final activation of eqx.nn.MLP, which has no name in equinox.
     "equinox.identity": inspect.signature(eqx.nn.MLP.__init__).parameters["final_activation"].default,
     **{name: getattr(jax.nn, name) for name in _ACTIVATIONS},
 }
 
 
 class UnknownName(ValueError):
-    """A file names a class that it may not, or that is not there."""
+    """A file names a class that is not allowed or does not exist."""
 
 
 def name_of(cls: type) -> str:
-    """`roughflow:Normal`, wherever in roughflow its code is; of a user's class the module and name."""
+    """The public name of a class, such as `roughflow:Normal`; for a user's class, its module and name."""
     package = cls.__module__.partition(".")[0]
     if package not in NAMESPACES:
         return f"{cls.__module__}:{cls.__qualname__}"
     for namespace in NAMESPACES[package]:
         if _found(namespace, cls.__name__) is cls:
             return f"{namespace}:{cls.__name__}"
-    raise ValueError(f"{cls.__name__} is no public class of {package}, so a file cannot name it")
+    raise ValueError(f"{cls.__name__} is not a public class of {package}")
 
 
 def class_of(name: str, known: dict[str, type]) -> type:
-    """The class of this name: one of those the reader gave, or a public one of roughflow or of the libraries
-    it stands on. Of an old private name, `roughflow.flow._base:Normal`, the last part counts."""
+    """The class of this name: one of those passed by the user, or a public one of roughflow or of the
+    libraries it uses. For an old private name, `roughflow.flow._base:Normal`, the last part is used."""
     if name in known:
         return known[name]
     module, _, qualified = name.partition(":")
     package = module.partition(".")[0]
     if package not in NAMESPACES:
-        # A class that has moved since, or was defined in a notebook, is still known by its name.
+        # A class that has moved, or was defined in a notebook, is found by its name.
         same = [cls for cls in known.values() if cls.__qualname__ == qualified]
         if len(same) == 1:
             return same[0]
         raise UnknownName(
-            f"the file holds a {qualified} of {module}: give it, as load(path, classes=[{qualified}])"
+            f"the file holds a {qualified} of {module}: pass it, as in load(path, classes=[{qualified}])"
             + see("loading")
         )
     qualified = RENAMED.get(qualified, qualified)
@@ -118,14 +117,14 @@ def function_name(value: Any) -> str | None:
 
 
 def _found(namespace: str, name: str) -> Any:
-    # Not `getattr`: a module may import another when it is asked for an attribute. What it has imported is
-    # no name of its own: the answer must not depend on what ran before.
+    # Not `getattr`, because a module may import another one on attribute access; and not imported names,
+    # because the result must not depend on earlier imports.
     value = vars(importlib.import_module(namespace)).get(name)
     return None if inspect.ismodule(value) else value
 
 
 def check_module(module: eqx.Module) -> None:
-    """Raise unless the module's fields are of the kinds its class says, and pass the class's own checks."""
+    """Check the types of the fields of a module, and run the checks of its class."""
     check_fields(module)
     for parent in reversed(type(module).__mro__):
         if "__check_init__" in vars(parent):
@@ -135,9 +134,9 @@ def check_module(module: eqx.Module) -> None:
 
 
 def _check_flow(flow: StochasticFlow) -> None:
-    """What a flow checks when it is made: weights whose shapes do not match come to light."""
+    """The checks of a flow at construction, which detect weights whose shapes do not match."""
     if isinstance(flow.base, Normal) and flow.base.loc.ndim != 1:
-        return  # many flows in one, as `eqx.filter_vmap` makes them: no one of them can be asked
+        return  # several flows in one, as made by `eqx.filter_vmap`, which cannot be checked
     point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
     sizes = (*point.shape, noise_dimension(flow.sde, flow.dimension))
     if sizes != (flow.dimension, flow.noise_dimension):
@@ -146,21 +145,21 @@ def _check_flow(flow: StochasticFlow) -> None:
         )
 
 
-# 1 named classes by the private modules they were in, and kept no dtype of NumPy's scalars.
+# Version 1 used private module names, and did not store the dtype of NumPy scalars.
 VERSION = 2
-MAX_DEPTH = 100  # modules within modules
-# Numbers that NumPy's own format does not know are kept as bytes, with the name of their dtype.
+MAX_DEPTH = 100  # nesting of modules
+# Arrays with dtypes that .npy does not support are stored as bytes, with the name of the dtype.
 EXTENDED_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 KEY_IMPLEMENTATIONS = frozenset({"fry", "threefry2x32", "rbg", "unsafe_rbg"})
 
 
 def save(path: str | PathLike, model: Any) -> None:
-    """Write a model to one file: its parameters, and all it takes to build it again.
+    """Save a model to one file: its parameters and its structure.
 
-    A model is built of modules (`rf.StochasticFlow`, `rf.MLP`, an `eqx.Module` of yours), numbers and
-    arrays, and activation functions of `jax.nn`. Another plain function, a lambda say, cannot be written
-    down: make it an `eqx.Module`. The file is there whole or not at all, whatever happens while it is
-    written. It names the classes of roughflow as you do, so that later versions can read it.
+    A model consists of modules (`rf.StochasticFlow`, `rf.MLP`, your own `eqx.Module`), numbers and arrays,
+    and activation functions of `jax.nn`. Other plain functions, such as lambdas, cannot be saved: use an
+    `eqx.Module`. Writing is atomic. The file uses the public names of roughflow's classes, so that later
+    versions can read it.
 
     ```python
     import jax, jax.numpy as jnp
@@ -174,18 +173,18 @@ def save(path: str | PathLike, model: Any) -> None:
     """
     check_path("path", path)
     if not isinstance(model, eqx.Module) and isinstance(getattr(model, "model", None), eqx.Module):
-        raise ValueError("what a fit returns holds more than a model: save fitted.model" + see("saving"))
+        raise ValueError("the result of a fit holds more than a model: save fitted.model" + see("saving"))
     arrays: dict[str, np.ndarray] = {}
     structure = _encode(model, "model", arrays)
     write_archive(path, {"kind": "model", "version": VERSION, "structure": structure}, arrays)
 
 
 def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
-    """Read a model that `rf.save` wrote. Nothing in the file is executed: it names classes of roughflow and
-    of the libraries it stands on, and, of your own, those you give as `classes`.
+    """Load a model saved with `rf.save`. Nothing in the file is executed: it may only name classes of
+    roughflow, of the libraries it uses, and those passed as `classes`.
 
-    A file that is not whole is refused, as is one with parts that cannot belong together, and one that
-    unpacks to more than a hundred times its size.
+    Files that are incomplete or inconsistent, or that unpack to more than a hundred times their size, are
+    refused.
 
     ```python
     import jax.numpy as jnp
@@ -204,14 +203,14 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
     except UnknownName:
         raise
     except Exception as error:
-        # Whatever is wrong with it, it was not written like this.
+        # Any error means that the file was not written by `save`.
         raise ValueError(f"{path} is damaged: {_one_line(error)}{see('loading')}") from None
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 0) -> Any:
-    """A value as JSON, its arrays set aside; `place` says where it is, for a message."""
+    """A value as JSON, with its arrays stored separately; `place` is its path, for messages."""
     if depth > MAX_DEPTH:
-        raise ValueError(f"the model cannot be saved: more than {MAX_DEPTH} parts lie within one another")
+        raise ValueError(f"the model cannot be saved: it is nested more than {MAX_DEPTH} levels deep")
     within = lambda part, where: _encode(part, where, arrays, depth + 1)
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -267,7 +266,7 @@ def _encode_array(
 
 def _decode(value: Any, arrays: dict[str, np.ndarray], known: dict[str, type], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise ValueError(f"more than {MAX_DEPTH} parts lie within one another")
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     within = lambda part: _decode(part, arrays, known, depth + 1)
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -301,7 +300,7 @@ def _decode_array(value: dict[str, str], arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _build(cls: type, parts: dict[str, Any]) -> Any:
-    """An instance with these fields, as a pytree is unflattened: `__init__` is not called."""
+    """An instance with these fields, created without calling `__init__`."""
     module = object.__new__(cls)
     for field in dataclasses.fields(cls):
         if field.name in parts:

@@ -1,4 +1,4 @@
-"""Any diffrax solver with step-size control, stiff ones included."""
+"""Adaptive integration with any diffrax solver, including stiff ones."""
 
 import diffrax
 import equinox as eqx
@@ -12,25 +12,24 @@ from ._field import Field
 from ._integrator import ESCAPE_RATE, AbstractGradient, AbstractIntegrator, Backpropagation, ConstantMemory
 from ._outcome import Outcome, Status
 
-# (z − centre)/scale (B, d), so that tolerances have no units; ∫ div (B,); and two clocks (B,) that start to
-# run when a sample escapes, or when its model stops being finite, and go on to the end.
+# (z − centre)/scale (B, d), so that tolerances have no units; ∫ div (B,); and two clocks (B,) that run from
+# the time at which a sample escapes, or its model stops being finite, to the end.
 State = tuple[Array, Array, tuple[Array, Array]]
 
 
 class Adaptive(AbstractIntegrator):
-    """Step sizes chosen so that every sample's local error meets the tolerances.
+    """Adaptive steps, such that the local error of every sample meets the tolerances.
 
     **Arguments:**
 
     - `solver`: any diffrax ODE solver; `diffrax.Dopri5()` by default, `diffrax.Kvaerno5()` for stiff models.
-    - `rtol`, `atol`: relative and absolute tolerance. States are counted in spreads of the process, from the
-      centre of the base.
-    - `max_steps`: how many steps to try before giving up, with an error.
+    - `rtol`, `atol`: relative and absolute tolerance, in units of the spread of the process around the centre
+      of the base.
+    - `max_steps`: maximum number of steps before an error is raised.
     - `gradient`: `rf.flow.Backpropagation()` (checkpointed) or `rf.flow.ConstantMemory()` (the continuous
       adjoint).
-    - `per_sample`: let each sample choose its own steps instead of sharing them. By default shared,
-      which is several times faster, except for implicit solvers, whose linear systems would couple
-      the whole batch.
+    - `per_sample`: let each sample choose its own steps. By default samples share steps, which is several
+      times faster, except with implicit solvers, whose linear systems would couple the whole batch.
     - `escape_rate`: as for `rf.FixedGrid`.
 
     ```python
@@ -126,7 +125,7 @@ class Adaptive(AbstractIntegrator):
         z = field.centre[None] + field.scale[None] * z
         escape_clock, broken_clock = (jax.lax.stop_gradient(clock) for clock in clocks)
         status = jnp.where(broken_clock != 0, Status.NON_FINITE, Status.FINE)
-        # What an escaped sample meets out there is not the model's fault.
+        # Non-finite values after an escape are not the model's fault.
         status = jnp.where(jnp.abs(escape_clock) > jnp.abs(broken_clock), Status.ESCAPED, status)
         done = solution.result == diffrax.RESULTS.successful
         status = jnp.where(done, status, Status.OUT_OF_STEPS)
@@ -141,7 +140,7 @@ class Adaptive(AbstractIntegrator):
 
     def _adjoint(self, jump_times: Array | None) -> diffrax.AbstractAdjoint:
         if isinstance(self.gradient, ConstantMemory):
-            # Parameter gradients are integrals, not states: they need no error control of their own.
+            # Parameter gradients are integrals, not states, so they need no error control.
             controller = self._controller(diffrax.adjoint_rms_seminorm, jump_times)
             return diffrax.BacksolveAdjoint(stepsize_controller=controller)
         return diffrax.RecursiveCheckpointAdjoint()
@@ -161,10 +160,10 @@ def _rate(u: ArrayLike, state: State, args: tuple[Field, Array]) -> State:
 
 
 def _batch_norm(error: tuple) -> Array:
-    """The worst sample's error: a mean over the batch would let a few samples go astray.
+    """The error of the worst sample; a mean over the batch would let a few samples go wrong.
 
-    Clocks jump by design and are left out. The root finder of an implicit solver, when it goes backwards
-    for a gradient, comes with (state, its adjoint, adjoints of parameters, of terms): the first two count.
+    Clocks jump by design and are excluded. The root finder of an implicit solver, in the backward pass,
+    passes (state, its adjoint, adjoints of parameters, of terms): only the first two count.
     """
     if len(error) == 4:
         return jnp.maximum(_batch_norm(error[0]), _batch_norm(error[1]))

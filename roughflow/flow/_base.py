@@ -1,4 +1,4 @@
-"""The distribution of Z₀."""
+"""Base distributions, the distribution of Z₀."""
 
 import math
 from typing import Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from .._checks import (
 
 @runtime_checkable
 class Base(Protocol):
-    """Anything with these two methods can start a flow; `z` is one point of shape `(d,)`."""
+    """The interface of a base distribution; `z` is one point of shape `(d,)`."""
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array: ...
 
@@ -32,11 +32,11 @@ class Base(Protocol):
 
 @runtime_checkable
 class Whitened(Base, Protocol):
-    """A base that says how to make one of its points from standard normal numbers u of shape `(d,)`.
+    """A base with a map from standard normal numbers u of shape `(d,)` to its points.
 
-    Any smooth one-to-one map onto the base's support will do, `log_prob` remains the density; the closer the
-    map takes normal numbers to the base's distribution, the better. A base on a part of space needs it, so
-    that searches for a start stay there.
+    Any smooth one-to-one map onto the support of the base is valid; `log_prob` remains the density. The
+    closer the map transports normal numbers to the base, the better. A base on a subset of Rᵈ needs it, so
+    that searches for a start stay inside.
     """
 
     def from_normal(self, u: Array) -> Array: ...
@@ -68,7 +68,7 @@ class Normal(eqx.Module):
                 f"got {loc.shape} and {jnp.shape(scale)}"
             )
         self.loc = loc
-        # The logarithm is what is trained, so that the scale stays positive. NumPy compiles nothing.
+        # The logarithm is trained, so that the scale stays positive. NumPy does not compile.
         xp = jnp if is_traced(scale) else np
         self.log_scale = jnp.asarray(xp.log(xp.broadcast_to(xp.asarray(scale, loc.dtype), loc.shape)))
 
@@ -115,7 +115,7 @@ class MultivariateNormal(eqx.Module):
     """
 
     loc: Array
-    lower: Array  # (d, d); only what is below the diagonal counts
+    lower: Array  # (d, d); only the entries below the diagonal are used
     log_diagonal: Array  # (d,)
 
     def __init__(self, loc: Array, covariance: Array):
@@ -161,7 +161,7 @@ class MultivariateNormal(eqx.Module):
 
 
 def dimension_of(base: Base) -> int:
-    """The d of its points `(d,)`; what is no base is refused."""
+    """The dimension d of its points `(d,)`; refuses objects that are not a base."""
     if not isinstance(base, Base) or isinstance(base, type):
         raise TypeError(f"base must have sample(*, key, shape=()) and log_prob(z), got {shown(base)}")
     point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
@@ -171,8 +171,8 @@ def dimension_of(base: Base) -> int:
 
 
 def some_points(base: Base, dimension: int, count: int = 32) -> Array:
-    """Points `(count, d)` where samples start; made from given numbers where a base takes them, because every
-    program with a solve in it would have to draw random ones."""
+    """Starting points `(count, d)`; made from given numbers if the base supports it, because otherwise every
+    program with a solve would have to draw random ones."""
     if isinstance(base, Whitened):
         numbers = np.random.default_rng(0).normal(size=(count, dimension))
         return jax.vmap(base.from_normal)(jnp.asarray(numbers))

@@ -1,4 +1,4 @@
-"""The divergence of a vector field at a point, and with it the change of log-density along a path."""
+"""The divergence of a vector field, which determines the change of log-density along a path."""
 
 import abc
 from collections.abc import Callable
@@ -17,11 +17,11 @@ VectorField = Callable[[Array], Array]
 
 
 class AbstractDivergence(eqx.Module):
-    """How div f(z) = tr Df(z) is computed."""
+    """A method to compute div f(z) = tr Df(z)."""
 
     @abc.abstractmethod
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> Array | None:
-        """The random probes one solve needs, or None if it needs none."""
+        """The random probes for one solve, or None if the method needs none."""
 
     @abc.abstractmethod
     def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
@@ -29,7 +29,7 @@ class AbstractDivergence(eqx.Module):
 
 
 class ExactDivergence(AbstractDivergence):
-    """tr Df by forward mode: d Jacobian-vector products that share one linearisation.
+    """The exact trace tr Df in forward mode: d Jacobian-vector products that share one linearisation.
 
     ```python
     import jax.numpy as jnp
@@ -45,8 +45,8 @@ class ExactDivergence(AbstractDivergence):
 
     def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
         del probes
-        # Linearised once rather than one jvp per direction: the backward pass then goes through
-        # the field's value once, not d times.
+        # Linearised once rather than one jvp per direction: the backward pass then evaluates the field once,
+        # not d times.
         value, tangent = jax.linearize(field, z)
         basis = np.eye(z.size, dtype=z.dtype)
         if z.size <= UNROLL:
@@ -55,15 +55,16 @@ class ExactDivergence(AbstractDivergence):
 
 
 class HutchinsonDivergence(AbstractDivergence):
-    """tr Df ≈ mean over probes ε of ε·(Df ε): unbiased, its cost does not grow with d.
+    """Hutchinson's estimator tr Df ≈ mean over probes ε of ε·(Df ε): unbiased, at a cost that does not grow
+    with d.
 
     **Arguments:**
 
-    - `num_probes`: how many to average.
-    - `distribution`: `jax.random.rademacher` (the default, least variance) or `jax.random.normal`.
+    - `num_probes`: number of probes to average over.
+    - `distribution`: `jax.random.rademacher` (default, least variance) or `jax.random.normal`.
 
-    The probes are drawn anew for each sample of each solve and stay fixed along it, so that the
-    field remains a smooth function of time; a method that uses this takes a `key`.
+    Probes are drawn for each sample of each solve and are constant along it, so that the field is a smooth
+    function of time. Methods that use it need a `key`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -87,7 +88,7 @@ class HutchinsonDivergence(AbstractDivergence):
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> Array:
         if key is None:
-            raise TypeError("HutchinsonDivergence draws probes: pass key=jax.random.key(seed)" + see("keys"))
+            raise TypeError(f"HutchinsonDivergence needs a key: pass key=jax.random.key(seed){see('keys')}")
         return self.distribution(key, (*shape, self.num_probes, dimension), float)
 
     def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
@@ -101,7 +102,7 @@ class HutchinsonDivergence(AbstractDivergence):
 
 
 class NoDivergence(AbstractDivergence):
-    """For samples without densities: the divergence is not computed and reads zero."""
+    """No divergence, for samples without densities; returns zero."""
 
     def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> None:
         del key, shape, dimension

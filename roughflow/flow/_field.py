@@ -1,6 +1,6 @@
-"""The random ODE of a batch, as one vector field over unit time.
+"""The random ODE of a batch, as a vector field over unit time.
 
-With s = t/T in [0, 1] the equation of every sample, whatever its horizon T, is
+With s = t/T in [0, 1], the equation of every sample with horizon T is
 
     dz/ds = T μ̃(sT, z) + σ(sT, z) dB/ds,        d log p/ds = −div_z of the right-hand side.
 """
@@ -23,16 +23,16 @@ from ..sde import (
 from ._divergence import AbstractDivergence
 from ._outcome import Status
 
-# What backpropagation keeps of an evaluation, by name: where it was and whether it went well. The
-# rest it computes again.
+# Values that backpropagation keeps from an evaluation, by name: the state and whether it is valid. Everything
+# else is recomputed.
 KEPT = ("roughflow_point", "roughflow_status")
 
 
 class Field(eqx.Module):
-    """Everything the right-hand side depends on, parameters and random numbers alike, in one pytree.
+    """Everything the right-hand side depends on, parameters and random numbers, in one pytree.
 
-    Solvers take it as an argument, never in a closure, so every way of differentiating a solve
-    sees every parameter.
+    Solvers take it as an argument, never as a closure, so that all methods of differentiation see all
+    parameters.
     """
 
     sde: AbstractSDE
@@ -41,22 +41,21 @@ class Field(eqx.Module):
     path: Path
     signs: Array | None
     probes: Array | None
-    safe: Array  # (d,): a point where the model is finite, since samples start there
+    safe: Array  # (d,): a starting point of samples, where the model is finite
     centre: Array  # (d,) and
-    scale: Array  # (d,): where samples are and how far they spread, in the units of the states
+    scale: Array  # (d,): centre and spread of the samples
     escape_rate: float = eqx.field(static=True)
 
     def __call__(self, s: Array, z: Array, *, slope_at: Array | None = None) -> tuple[Array, Array]:
-        """dz/ds `(B, d)` and its divergence `(B,)` at `z` `(B, d)`; `s` a scalar or `(B,)`.
+        """dz/ds `(B, d)` and its divergence `(B,)` at `z` `(B, d)`; `s` is a scalar or `(B,)`.
 
-        `slope_at` is where the path's slope is read, if that is to be the inside of a step and not
-        `s` itself, at which it may jump.
+        `slope_at` is the time at which the slope of the path is evaluated, if that is inside a step and not
+        `s` itself, where it may jump.
         """
         path = self.path
         slope = path.unit_slope(s if slope_at is None else slope_at)
         arguments = (jnp.asarray(s * path.t1, z.dtype), z, slope, path.t1, self.signs, self.probes)
-        # One vmap over the field, none over the solve: products of weights with the batch become
-        # plain matrix products.
+        # vmap the field, not the solve, so that products of weights with the batch are matrix products.
         axes = [
             None if a is None or a.ndim == base else 0
             for a, base in zip(arguments, (0, 1, 1, 0, 1, 2), strict=True)
@@ -67,21 +66,19 @@ class Field(eqx.Module):
     def guarded(
         self, s: Array, z: Array, start: Array, *, slope_at: Array | None = None
     ) -> tuple[Array, Array, Array]:
-        """The field with trouble told apart: dz/ds, divergence, and the `rf.flow.Status` `(B,)` of each
-        sample.
+        """The field with errors detected: dz/ds, divergence, and the `rf.flow.Status` `(B,)` of each sample.
 
-        Distances are counted in spreads of the process, coordinate by coordinate. A sample has **escaped** if
-        it would travel as far as it is from the centre, and one spread, in less than 1/escape_rate of the
-        horizon, or if it overflowed after a leap from `start`, the state at the beginning of the step.
-        Otherwise a value that is not finite is the model's fault. Either way one sample must not spoil a
-        batch: a field that is not finite is set to zero, and one that is too fast is slowed down, smoothly,
-        so that an adaptive solver that shares its steps is not held up at the edge. Below a hundredth of the
-        escape rate the factor is one to the last bit.
+        Distances are measured in spreads of the process, per coordinate. A sample has **escaped** if it would
+        travel its distance from the centre plus one spread in less than 1/escape_rate of the horizon, or if
+        it overflowed after a jump from `start`, the state at the beginning of the step. Any other value that
+        is not finite is the model's fault. One sample must not spoil a batch, so a field that is not finite
+        is set to zero, and one that is too fast is slowed down smoothly, which keeps the steps of an adaptive
+        solver from collapsing. Below a hundredth of the escape rate the factor is exactly one.
         """
         return _guarded(self, s, z, start, slope_at)
 
     def split(self, size: int = 1) -> tuple["Field", "Field"]:
-        """This field as one of batches of `size`, and the axes to map over."""
+        """This field for batches of `size`, and the axes to map over."""
         batched = [
             (lambda f: f.path.coefficients, self.path.coefficients.ndim == 3),
             (lambda f: f.path.t1, self.path.t1.ndim == 1),
@@ -113,7 +110,7 @@ class Field(eqx.Module):
 
 
 def batches(a: Array, size: int) -> Array:
-    """`(B, ...)` as batches of `size`, the last filled up with the first entries."""
+    """`(B, ...)` as batches of `size`, the last one padded with the first entries."""
     count = -(-len(a) // size)
     full = jnp.concatenate([a, a[: count * size - len(a)]]) if len(a) % size else a
     return jnp.reshape(full, (count, size, *a.shape[1:]))
@@ -124,7 +121,7 @@ def _guarded(
     field: Field, s: Array, z: Array, start: Array, slope_at: Array | None
 ) -> tuple[Array, Array, Array]:
     velocity, divergence = field(s, z, slope_at=slope_at)
-    # XLA works out the field once more for each use of it: the size alone says whether all of it is finite.
+    # XLA recomputes the field for each use. Its norm alone shows whether all of it is finite.
     size = lambda change: jnp.max(jnp.abs(change) / field.scale[None], axis=-1)
     centre = field.centre[None]
     speed = size(velocity)
@@ -140,15 +137,15 @@ def _guarded(
 
 @_guarded.def_jvp
 def _guarded_jvp(primals, tangents):
-    """Zero tangents for samples in trouble.
+    """Zero tangents for samples with errors.
 
-    Where a `where` alone would multiply zero by infinity, the field is differentiated at a safe
-    point for those samples, and their tangents are dropped.
+    A plain `where` would multiply zero by infinity, so the field is differentiated at a safe point for these
+    samples, and their tangents are dropped.
     """
     field, s, z, start, slope_at = primals
     d_field, d_s, d_z, _, d_slope_at = tangents
     velocity, divergence, status = _guarded(field, s, z, start, slope_at)
-    # Named here, where a checkpoint can see it: else the backward pass evaluates the field once more.
+    # Named here, where a checkpoint can see it; otherwise the backward pass evaluates the field again.
     status = checkpoint_name(status, KEPT[1])
     fine = status == Status.FINE
 
@@ -159,14 +156,14 @@ def _guarded_jvp(primals, tangents):
     _, (d_velocity, d_divergence) = eqx.filter_jvp(
         evaluate, (field, s, safe, slope_at), (d_field, d_s, d_z, d_slope_at)
     )
-    # None stands for a tangent that is zero for all samples.
+    # None represents a tangent that is zero for all samples.
     d_velocity = 0 * velocity if d_velocity is None else jnp.where(fine[:, None], d_velocity, 0)
     d_divergence = 0 * divergence if d_divergence is None else jnp.where(fine, d_divergence, 0)
     return (velocity, divergence, status), (d_velocity, d_divergence, None)
 
 
 def signs(sde: AbstractSDE, correction: AbstractCorrection, key, batch, noise_dimension) -> Array | None:
-    """Random signs for the correction; a Stratonovich SDE has no use for any."""
+    """Random signs for the correction; None for a Stratonovich SDE."""
     if isinstance(sde, AbstractStratonovichSDE):
         return None
     return draw(correction, key, batch, noise_dimension)
@@ -179,7 +176,7 @@ def split(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 
 
 def draw(source: AbstractDivergence | AbstractCorrection, key, batch, size: int) -> Array | None:
-    """Random numbers for a batch from one key, or for each sample from its own."""
+    """Random numbers for a batch from one key, or from one key per sample."""
     if key is None or not key.ndim:
         return source.draw(key, batch, size)
     return jax.vmap(lambda one: source.draw(one, (), size))(key)

@@ -47,7 +47,7 @@ class RK4(diffrax.AbstractERK):
 
 
 class RK6(diffrax.AbstractERK):
-    """A sixth-order method of seven stages (Butcher 1964): for smooth models and few steps.
+    """A sixth-order method with seven stages (Butcher 1964), for smooth models and few steps.
 
     ```python
     import roughflow as rf
@@ -77,7 +77,7 @@ class RK6(diffrax.AbstractERK):
 
 
 class Step(NamedTuple):
-    """The increments a step makes, and, per sample, what first went wrong in it, when and where."""
+    """The increments of a step, and the first error of each sample: its kind, time and position."""
 
     change: Array  # (B, d)
     log_change: Array  # (B,)
@@ -93,13 +93,13 @@ def runge_kutta(field: Field, span: Span, z: Array, method: diffrax.AbstractERK)
     matrix, weights, nodes = _tableau(method, z.dtype)
     jumps = field.path.driver.jumps.size > 0
 
-    # The stages are a loop, not written out: the program compiles several times faster, and the
-    # backward pass holds the activations of one stage at a time, which stay in cache.
+    # The stages are a loop: this compiles several times faster, and the backward pass holds the activations
+    # of one stage at a time, which stay in cache.
     def stage(carry: tuple[Array, Step], row: tuple[Array, Array, Array, Array]):
         velocities, step = carry
         i, coefficients, weight, node = row
         s = start + h * node
-        # On a path with corners the slope is read strictly inside the step.
+        # On a path with kinks the slope is evaluated strictly inside the step.
         slope_at = start + h * jnp.clip(node, 0.01, 0.99) if jumps else None
         y = checkpoint_name(z + _scale(h, jnp.tensordot(coefficients, velocities, 1)), KEPT[0])
         velocity, divergence, now = field.guarded(s, y, z, slope_at=slope_at)
@@ -126,7 +126,7 @@ def runge_kutta(field: Field, span: Span, z: Array, method: diffrax.AbstractERK)
 
 
 def _tableau(method: diffrax.AbstractERK, dtype: np.dtype) -> tuple[Array, Array, Array]:
-    """The Butcher tableau as arrays, without stages that serve error control alone."""
+    """The Butcher tableau as arrays, without stages that are only for error control."""
     tableau = method.tableau
     assert isinstance(tableau, diffrax.ButcherTableau)
     stages = int(np.flatnonzero(tableau.b_sol)[-1]) + 1
@@ -148,7 +148,7 @@ def order_of(method: diffrax.AbstractERK) -> int:
 
 
 def _scale(h: Array, value: Array) -> Array:
-    """h·value, h a scalar or one number per sample."""
+    """h·value, with h a scalar or one number per sample."""
     return (h[:, None] if h.ndim < value.ndim and h.ndim else h) * value
 
 
@@ -160,7 +160,7 @@ Pair = tuple[tuple[Array, Array], tuple[Array, Array]]
 def reversible_scan(
     differentiable: tuple[Field, Array], spans: Span, method: diffrax.AbstractERK, coupling: float
 ) -> Outcome:
-    """Solve from z₀ over consecutive spans; differentiable in the field and z₀, in reverse mode."""
+    """Solve from z₀ over consecutive intervals; differentiable in the field and z₀, in reverse mode."""
     return _solve(differentiable, spans, method, coupling)[0]
 
 
@@ -221,7 +221,7 @@ def _forward(perturbed, differentiable, spans, method, coupling):
 
 @reversible_scan.def_bwd
 def _backward(pair, gradient, perturbed, differentiable, spans, method, coupling):
-    """Undo a step, differentiate it, go on to the one before."""
+    """Undo a step, differentiate it, and continue with the previous one."""
     del perturbed
     field, _ = differentiable
     dynamic, static = eqx.partition(field, eqx.is_inexact_array)
@@ -250,10 +250,10 @@ Solve = Callable[[Field, Array, Array | None], Outcome]
 
 
 def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None) -> Outcome:
-    """`solve(field, z, fraction)`; for a large batch in equal blocks, one after another.
+    """`solve(field, z, fraction)`, for a large batch in equal blocks, one after another.
 
-    What a step of one block computes stays in the caches of a CPU: a gradient of 10⁵ samples takes a fifth
-    less. Not where there are several devices: each would wait for blocks of the others.
+    The intermediate values of one block fit in the cache of a CPU, which makes the gradient of 10⁵ samples 20
+    % faster. It is not used with several devices, which would wait for each other.
     """
     if len(z) <= 2 * BLOCK or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return solve(field, z, fraction)
@@ -270,11 +270,11 @@ def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None)
     return jax.tree.map(lambda a: jnp.reshape(a, (-1, *a.shape[2:]))[: len(z)], outcome)
 
 
-LATE = 2.0  # for what is fastest at the end: steps that shrink towards it
+LATE = 2.0  # for functions that vary fastest at the end: steps shrink towards it
 
 
 class FixedGrid(AbstractIntegrator):
-    """A fixed number of steps of an explicit Runge–Kutta method over the horizon.
+    """A fixed number of steps of an explicit Runge–Kutta method.
 
     **Arguments:**
 
@@ -283,16 +283,17 @@ class FixedGrid(AbstractIntegrator):
       `rf.flow.RK6()`.
       Euler's method is refused: on a random path it converges to another equation, the Itô equation
       with the Stratonovich drift.
-    - `steps`: how many over the horizon; by default what resolves the driver's fastest wave. A
-      piecewise linear path gets at least one step a piece, and no step crosses a jump of its slope.
-      Whether they also resolve the model, a stiff or long-running one say, `rf.fit` looks at if nothing is
-      said here, and an estimate reports it (`solver_error`).
+    - `steps`: number of steps over the horizon; by default enough to resolve the fastest wave of the driver.
+      A piecewise linear path gets at least one step per piece, and no step crosses a jump of its slope. The
+      default does not depend on the model, which may be stiff: an estimate reports the `solver_error`, and
+      `rf.fit` adapts the number if it is not set.
     - `gradient`: `rf.flow.Backpropagation()` or `rf.flow.ConstantMemory()`.
-    - `escape_rate`: a sample that would travel this many times its distance from the centre of the base,
-      plus as many spreads of the process, in one horizon counts as having escaped to infinity.
-    - `late`: the times of the steps are s = 1 − (1 − u)ᵃ for even u, a = `late`: 1 for steps of one length, 2
-      for ones that shrink to nothing towards the end, where a velocity learned from data is fastest and noise
-      that fades as √(1 − s) has no derivative: methods of high order come to 3/2 there for a = 1, to 3 for 2.
+    - `escape_rate`: a sample that would travel this many times its distance from the centre of the base, plus
+      as many spreads of the process, in one horizon is considered to have escaped to infinity.
+    - `late`: exponent a of the times s = 1 − (1 − u)ᵃ of the steps, for equally spaced u. 1 gives equal
+      steps; 2 gives steps that shrink towards the end, where a velocity learned from data is fastest and
+      noise that fades as √(1 − s) has no derivative: high-order methods drop to order 3/2 there for a = 1,
+      and to 3 for a = 2.
 
     ```python
     import diffrax
@@ -354,17 +355,17 @@ class FixedGrid(AbstractIntegrator):
         return self.with_steps(2 * self.count(driver, noise_dimension))
 
     def with_steps(self, steps: int) -> "FixedGrid":
-        """The same with so many steps."""
+        """The same with another number of steps."""
         return FixedGrid(self.method, steps, self.gradient, self.escape_rate, self.late)
 
     def count(self, driver: AbstractDriver, noise_dimension: int) -> int:
-        """How many steps are taken: as many in each piece of the path."""
+        """The number of steps, equal in each piece of the path."""
         steps = self.steps or default_steps(order_of(self.method), driver, noise_dimension)
         pieces = driver.jumps.size + 1
         return pieces * math.ceil(steps / pieces)
 
     def grid(self, path: Path, fraction: Array | None) -> Array:
-        """The times of the steps, `(N + 1,)`, or `(N + 1, B)` if samples stop at their own times."""
+        """The times of the steps, `(N + 1,)`, or `(N + 1, B)` if samples stop at different times."""
         knots = np.concatenate([[0.0], path.driver.jumps, [1.0]])
         pieces = knots.size - 1
         each = self.count(path.driver, path.noise_dimension) // pieces
@@ -373,14 +374,13 @@ class FixedGrid(AbstractIntegrator):
             return jnp.asarray(times)
         if pieces == 1:
             return jnp.tensordot(jnp.asarray(times, fraction.dtype), fraction, 0)
-        # Knots stay where they are; a sample that has arrived takes steps of no length.
+        # Knots are unchanged; a sample that has arrived takes steps of length zero.
         times = jnp.asarray(times, fraction.dtype)
         return jnp.minimum(jnp.expand_dims(times, range(1, 1 + fraction.ndim)), fraction[None])
 
     def time(self, place: Any, each: Any, knots: np.ndarray, xp: Any = jnp) -> Any:
-        """When the step at a place begins, if there are `each` between two knots: even in u, where
-        1 − s = (1 − u)^late; the knots themselves to the last bit. `xp` is the module whose arrays these
-        are."""
+        """The start time of a step, with `each` steps between two knots: equally spaced in u, where 1 − s =
+        (1 − u)^late, and exact at the knots. `xp` is the array module."""
         even = 1 - (1 - knots) ** (1 / self.late)
         piece = xp.minimum(place // each, knots.size - 2)
         inner = place - each * piece
@@ -390,11 +390,11 @@ class FixedGrid(AbstractIntegrator):
 
 
 class CountedGrid(AbstractIntegrator):
-    """A fixed grid with a number of steps that is not known when it is compiled: one program for all. It has
-    no derivatives backwards."""
+    """A fixed grid with a dynamic number of steps, so that one program serves all numbers. It does not
+    support reverse mode."""
 
     grid: FixedGrid
-    each: Array  # steps between two jumps of the path's slope
+    each: Array  # number of steps between two jumps of the slope of the path
     gradient: AbstractGradient
     escape_rate: float = eqx.field(static=True)
 
@@ -415,13 +415,13 @@ class CountedGrid(AbstractIntegrator):
         return jax.lax.fori_loop(0, total, step, start_of(z))
 
     def finer(self, driver: AbstractDriver, noise_dimension: int) -> AbstractIntegrator:
-        raise NotImplementedError("a grid to look at errors with has none of its own")
+        raise NotImplementedError("a counted grid cannot be refined")
 
 
 def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> int:
-    """Enough for the fastest wave of a smooth driver, fewer for methods of higher order.
+    """Enough steps for the fastest wave of a smooth driver; fewer for methods of higher order.
 
-    Without noise there are no waves to follow, and half the least number will do.
+    Without noise there are no waves, and half the minimum number suffices.
     """
     per_wave, least = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.3, 8))
     if not noise_dimension:
@@ -431,9 +431,9 @@ def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> i
 
 
 def sticky_step(field: Field, now: Outcome, span: Span, method: diffrax.AbstractERK) -> Outcome:
-    """Advance the samples that are fine; one that got into trouble stays where it last was fine.
+    """Advance the valid samples; one with an error stays at its last valid state.
 
-    One whose model is not finite moves to the point where that shows, for the message.
+    A sample whose model is not finite moves to the point where that happens, for the message.
     """
     step = runge_kutta(field, span, now.z, method)
     was_fine = now.status == Status.FINE

@@ -47,8 +47,8 @@ from ._outcome import Outcome, Status, failed, raise_failures
 
 
 def described(flow: Any) -> str:
-    """The SDE, where it starts, and how it is solved; `eqx.tree_pprint` shows every array."""
-    if not isinstance(flow.sde, AbstractSDE):  # a tree of something else, in the shape of a flow
+    """A summary of the SDE, the base and the solver; `eqx.tree_pprint` shows every array."""
+    if not isinstance(flow.sde, AbstractSDE):  # a pytree of other values with the structure of a flow
         return eqx.tree_pformat(flow)
     start = f"Z(0) ~ {named(flow.base)}({flow.dimension}-D), t in [0, {number(flow.t1)}]"
     parts = flow.sde.parts()
@@ -63,17 +63,17 @@ def described(flow: Any) -> str:
     return listed(f"{type(flow).__name__}: {flow.sde.equation()}, {start}", parts)
 
 
-ROUGHEST = 1 / 3  # Hurst exponent, from which on a path and its areas determine the solution
+ROUGHEST = 1 / 3  # Hurst exponent above which a path and its areas determine the solution
 
 
 def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> None:
-    """Refuse a driver that gives the SDE no meaning."""
+    """Refuse a driver for which the SDE is not defined."""
     columns = noise_dimension(sde, dimension)
     if not columns:
         return
     if isinstance(sde, AbstractItoSDE) and not driver.brownian:
         raise ValueError(
-            f"{type(driver).__name__} is not Brownian motion, and gives an Itô SDE no meaning: write it as a "
+            f"{type(driver).__name__} is not Brownian motion, which Itô SDEs require: use a "
             "StratonovichSDE, whose solution is the limit along smooth paths" + see("other-drivers")
         )
     if driver.num_components not in (None, columns):
@@ -84,42 +84,40 @@ def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> No
     rough = driver.hurst <= ROUGHEST and columns > 1
     if rough and depends_on(lambda z: sde.noise(jnp.zeros((), z.dtype), z), jnp.zeros(dimension)):
         raise ValueError(
-            f"a driver with hurst = {driver.hurst:g} is too rough for several noises that depend on the "
-            "state: that takes more than 1/3; noise that does not, or one alone, takes any"
-            + see("other-drivers")
+            f"a driver with hurst = {driver.hurst:g} is too rough: state-dependent "
+            "multidimensional noise requires hurst > 1/3" + see("other-drivers")
         )
 
 
-MANY = 4096  # samples, from which on a solve is worth the time to optimise its program
+MANY = 4096  # number of samples above which compilation is optimised for run time
 
 
 class AbstractStochasticFlow(eqx.Module):
-    """Z₀ ~ base carried to time t1 by an SDE whose Brownian motion is a smooth random path.
+    """A stochastic normalizing flow: Z₀ ~ base, transported to time t1 by an SDE driven by smooth random
+    paths.
 
-    Given the path, the SDE is the ODE dZ/dt = μ̃(t, Z) + σ(t, Z) Ḃ(t) with the Stratonovich drift μ̃,
-    and the flow a continuous normalizing flow (Hodgkinson et al. 2020, Algorithm 1):
+    Given the path, the SDE is the ODE dZ/dt = μ̃(t, Z) + σ(t, Z) Ḃ(t) with the Stratonovich drift μ̃, and the
+    flow is a continuous normalizing flow (Hodgkinson et al. 2020, Algorithm 1):
 
         log p(x | path) = log p₀(z(0)) − ∫₀ᵀ div(μ̃ + σḂ) dt,   z solved backwards from z(T) = x.
 
     **Arguments:**
 
     - `sde`: an `ItoSDE` or `StratonovichSDE`.
-    - `base`: the distribution of Z₀, `rf.Normal(loc, scale)` or any object with `sample(*, key, shape=())`
-      and `log_prob(z)`; its parameters are trained with the rest.
+    - `base`: the distribution of Z₀, such as `rf.Normal(loc, scale)` or any object with `sample(*, key,
+      shape=())` and `log_prob(z)`; its parameters are trained too.
     - `t1`: the end time T.
-    - `driver`: the distribution of the path. One of another process than Brownian motion is for a
-      `StratonovichSDE`.
+    - `driver`: the distribution of the path. Drivers other than Brownian motion require a `StratonovichSDE`.
     - `divergence`: `rf.ExactDivergence()`, or `rf.HutchinsonDivergence()` in high dimension.
-    - `correction`: `rf.sde.ExactCorrection()`, or `rf.sde.SampledCorrection()` where each noise moves one
-      coordinate.
-    - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); each takes the way
-      gradients are computed.
+    - `correction`: `rf.sde.ExactCorrection()`, or `rf.sde.SampledCorrection()` if each noise component moves
+      one coordinate.
+    - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); both take a `gradient`
+      method.
 
-    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. In all
-    of them `t1` is the time at which Z is looked at, one for all or one per sample: by default the end of the
-    path, and not beyond it.
-    Samples that leave for infinity in finite time have density zero, log-density −inf. A drift or
-    diffusion that returns NaN, or a solver out of steps, is an error.
+    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. `t1` is the
+    time at which Z is evaluated, one for all or one per sample, by default the end of the path. Samples that
+    diverge in finite time have density zero, log-density −inf. A drift or diffusion that returns NaN, or a
+    solver that runs out of steps, raises an error.
 
     ```python
     import jax, jax.numpy as jnp
@@ -142,7 +140,7 @@ class AbstractStochasticFlow(eqx.Module):
     raises: bool
     dimension: int = eqx.field(static=True)
     noise_dimension: int = eqx.field(static=True)
-    proposal: Any = None  # where to look for paths to x, if that was learned with the flow
+    proposal: Any = None  # learned with the flow: where to search for paths to x
 
     def __init__(
         self,
@@ -160,8 +158,8 @@ class AbstractStochasticFlow(eqx.Module):
         check_positive("t1", t1)
         if np.ndim(t1):
             raise ValueError(
-                f"t1 must be one number, got shape {np.shape(t1)}; end times that differ between samples "
-                "go to sample_path or to the density's method"
+                f"t1 must be one number, got shape {np.shape(t1)}; pass end times of single samples "
+                "to sample_path or to the method of the density"
             )
         self.noise_dimension = noise_dimension(sde, self.dimension)
         check_kinks(sde, self.dimension)
@@ -170,7 +168,7 @@ class AbstractStochasticFlow(eqx.Module):
         check_driven(sde, driver, self.dimension)
         self.sde = sde
         self.base = base
-        # A plain number, so that nothing mistakes the end time for a parameter to train.
+        # A plain number, so that the end time is not trained.
         self.t1 = float(t1)
         self.driver = driver
         self.divergence = ExactDivergence() if divergence is None else divergence
@@ -184,13 +182,13 @@ class AbstractStochasticFlow(eqx.Module):
         return described(self)
 
     def with_driver(self, driver: AbstractDriver) -> Self:
-        """The same flow on other paths: train on Karhunen–Loève, test on piecewise linear ones."""
+        """The same flow with another driver, for example to test on piecewise linear paths."""
         _check_driver(driver)
         check_driven(self.sde, driver, self.dimension)
         return eqx.tree_at(lambda flow: flow.driver, self, driver)
 
     def with_proposal(self, proposal: Any) -> Self:
-        """The same flow, with densities from paths of this proposal; None takes a learned one away."""
+        """The same flow with another proposal for densities; None removes a learned one."""
         if proposal is not None and not hasattr(proposal, "distribution"):
             raise TypeError(f"proposal must be one such as rf.Laplace(), or None, got {shown(proposal)}")
         return eqx.tree_at(lambda flow: flow.proposal, self, proposal, is_leaf=lambda leaf: leaf is None)
@@ -201,15 +199,15 @@ class AbstractStochasticFlow(eqx.Module):
         return eqx.tree_at(lambda flow: flow.integrator, self, finer)
 
     def without_errors(self) -> Self:
-        """The same flow, but a solve that fails, by a NaN of the model or for want of steps, gives NaN
-        where it would raise: a training step can then be skipped, and the next one taken."""
+        """The same flow, with NaN instead of an error if a solve fails, so that a training step can be
+        skipped."""
         return eqx.tree_at(lambda flow: flow.raises, self, False)
 
     def sample_path(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), t1: float | Array | None = None
     ) -> Path:
-        """Draw paths from the driver's distribution, on [0, t1]: by default to the flow's end time. `t1` is a
-        number, or an array of `shape` for an end per path."""
+        """Draw paths from the driver on [0, t1], by default up to the end time of the flow. `t1` is a number,
+        or an array of `shape` for one end per path."""
         horizon = self.t1 if t1 is None else t1
         return self.driver.sample(
             key=check_key(key), shape=shape, noise_dimension=self.noise_dimension, t1=horizon
@@ -223,11 +221,10 @@ class AbstractStochasticFlow(eqx.Module):
         t1: float | Array | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Array:
-        """log p(x | path), Algorithm 1: one solve backwards from the end of the path.
+        """log p(x | path) by Algorithm 1: one backward solve from the end of the path.
 
-        `x` has shape `(..., d)` and the path coefficients `(..., n, m)`; batch axes broadcast. `key`,
-        one for all or one per sample, is needed only by a divergence or correction that draws random
-        numbers.
+        `x` has shape `(..., d)` and the path coefficients `(..., n, m)`; batch axes broadcast. `key`, one for
+        all or one per sample, is needed only if the divergence or correction is random.
         """
         z, log_change = self.pull_back(x, path, t1=t1, key=key)
         log_base = log_prob_of(self.base, z)
@@ -242,9 +239,10 @@ class AbstractStochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> Array:
-        """Draw Z at time `t1`, each sample on a path of its own, or on the given path or paths.
+        """Draw Z at time `t1`, each sample on its own path, or on the given paths.
 
-        Paths of its own end where the flow does; for longer ones give `path=flow.sample_path(..., t1=...)`.
+        By default paths end at the end time of the flow; for longer ones pass `path=flow.sample_path(...,
+        t1=...)`.
         """
         flow = eqx.tree_at(lambda f: f.divergence, self, NoDivergence())
         z, path, key = self._draw(key, shape, path)
@@ -258,7 +256,7 @@ class AbstractStochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> tuple[Array, Array, Path]:
-        """What `sample` draws and log p(Z | path) in one forward solve; also returns the path or paths."""
+        """Draw samples and compute log p(Z | path) in one forward solve; also returns the paths."""
         z, path, key = self._draw(key, shape, path)
         x, log_change = self.push_forward(z, path, t1=t1, key=key)
         return x, log_prob_of(self.base, z) - log_change, path
@@ -279,7 +277,7 @@ class AbstractStochasticFlow(eqx.Module):
         t1: float | Array | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Array, Array]:
-        """Z_T from Z₀ = z, and the log-determinant of that map, ∫₀ᵀ div dt.
+        """Z_T from Z₀ = z, and the log-determinant of this map, ∫₀ᵀ div dt.
 
         A sample that escapes ends at infinity, with an infinite log-determinant.
         """
@@ -294,10 +292,10 @@ class AbstractStochasticFlow(eqx.Module):
         t1: float | Array | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Array, Array]:
-        """Z₀ from Z_T = x, and the log-determinant of that inverse map, −∫₀ᵀ div dt.
+        """Z₀ from Z_T = x, and the log-determinant of this inverse map, −∫₀ᵀ div dt.
 
-        Where the backward solve escapes, x is not in the image of the flow: the log-determinant
-        is −inf and the point returned is the last finite one.
+        If the backward solve escapes, x is not in the image of the flow: the log-determinant is −inf, and the
+        returned point is the last finite one.
         """
         outcome = self.solve(x, path, t1=t1, key=key, reverse=True)
         return outcome.z, jnp.where(outcome.has_escaped, -jnp.inf, outcome.log_change)
@@ -311,7 +309,7 @@ class AbstractStochasticFlow(eqx.Module):
         t1: float | Array | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Outcome:
-        """The solve behind every method, with what became of each sample."""
+        """The solve behind all methods, with the status of each sample."""
         return solve(self, z, path, t1, key, reverse)
 
 
@@ -344,7 +342,7 @@ def solve(
     key: PRNGKeyArray | None,
     reverse: bool,
 ) -> Outcome:
-    """From z along the path, up to `t1` where it is given, with what became of each sample."""
+    """Solve from z along the path, up to `t1` if given, with the status of each sample."""
     name = "x" if reverse else "z"
     z = jnp.asarray(as_real(name, z))
     _check(flow, name, z, path, t1, key)
@@ -363,8 +361,8 @@ def _solve(
     key: PRNGKeyArray | None,
     reverse: bool,
 ) -> tuple[Outcome, Array]:
-    """The outcome, and the status without regard to NaN in z. The one place where batches are formed:
-    everything below sees one leading axis."""
+    """The outcome, and the status without regard to NaN in z. Batches are formed only here; the solvers see
+    one leading axis."""
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
     flat = math.prod(batch)
@@ -376,7 +374,7 @@ def _solve(
         t1 = jnp.asarray(t1, dtype)
         t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,)) if t1.ndim else t1
         fraction = t1 / path.t1
-    # Inside a jit a NaN in x could not be refused: the solve goes without it, and it comes out a NaN.
+    # Under jit a NaN in x cannot be refused: the solve runs without it, and the result is NaN.
     nan = jnp.any(jnp.isnan(points), axis=-1)
     points = jnp.where(nan[:, None], 0, points).astype(dtype)
     outcome = _integrate(flow, points, path, fraction, key, reverse)
@@ -394,7 +392,7 @@ _solve_few, _solve_many = jit(_solve, level=1), jit(_solve)
 
 
 def _one_for_each(key: PRNGKeyArray | None, batch: tuple[int, ...]) -> PRNGKeyArray | None:
-    """A single key as it is; keys, one for each sample, along one axis."""
+    """A single key unchanged; keys, one per sample, flattened to one axis."""
     if key is None or not key.ndim:
         return key
     if key.shape != batch:
@@ -413,7 +411,7 @@ def _check(
     t1: float | Array | None,
     key: PRNGKeyArray | None,
 ) -> None:
-    """Refuse what cannot be solved, before anything is compiled."""
+    """Refuse invalid arguments before anything is compiled."""
     check_path_of_driver(path)
     check_vector(name, z, flow.dimension)
     if path.noise_dimension != flow.noise_dimension:
@@ -436,17 +434,17 @@ def _check(
 
 
 def check_path_of_driver(path: Any) -> None:
-    wanted = "what flow.sample_path or driver.path make (driver.project turns any diffrax path into one)"
+    wanted = "a path from flow.sample_path or driver.path (driver.project converts a diffrax path)"
     check_instance("path", path, Path, wanted)
 
 
 def centre_and_scale(
     sde: AbstractSDE, base: Base, dimension: int, horizon: Array, dtype: Any
 ) -> tuple[Array, Array, Array]:
-    """A point where samples start, where they are on average, and how far each coordinate spreads by the end:
-    the scales that distances are compared with, `(d,)` each. Not to be differentiated.
+    """A starting point of samples, their centre, and the spread of each coordinate at the end: the scales of
+    distances, `(d,)` each. Not differentiated.
 
-    Without any spread it is how far the drift goes.
+    Without any spread, the distance that the drift covers.
     """
     points = jax.lax.stop_gradient(some_points(base, dimension)).astype(dtype)
     t, span = jnp.zeros((), dtype), jax.lax.stop_gradient(jnp.max(horizon)).astype(dtype)

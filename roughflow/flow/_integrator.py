@@ -1,4 +1,4 @@
-"""The interface of integrators, and how a solve is differentiated."""
+"""The interface of integrators, and methods to differentiate a solve."""
 
 import abc
 
@@ -12,14 +12,14 @@ from ._outcome import Outcome
 
 
 class AbstractGradient(eqx.Module):
-    """A way to differentiate a solve. Every parameter, starting point and path coefficient gets one."""
+    """A method to differentiate a solve, in all parameters, starting points and path coefficients."""
 
 
 class Backpropagation(AbstractGradient):
-    """Through the steps taken, with checkpoints: the exact gradient of the numerical solution.
+    """Backpropagation through the steps, with checkpoints: the exact gradient of the numerical solution.
 
-    The default. A fixed grid keeps states and velocities, which grow with the number of steps,
-    and recomputes everything inside a step; an adaptive solve keeps a logarithmic number of states.
+    The default. A fixed grid stores states and velocities, which grow with the number of steps, and
+    recomputes everything inside a step. An adaptive solve stores a logarithmic number of states.
 
     ```python
     import roughflow as rf
@@ -30,15 +30,15 @@ class Backpropagation(AbstractGradient):
 
 
 class ConstantMemory(AbstractGradient):
-    """Memory that does not grow with the number of steps.
+    """Gradients with memory that does not grow with the number of steps.
 
-    A fixed grid turns reversible (McCallum & Foster 2024): two copies of the state step over one another
-    so that every step can be undone exactly, at twice the evaluations, and the gradient is again that
-    of the numerical solution. An adaptive solve integrates the continuous adjoint equation backwards;
-    its gradient is as accurate as its tolerances. Forward mode (`jax.jvp`, `jax.jacfwd`) is not available.
+    A fixed grid becomes reversible (McCallum & Foster 2024): two coupled copies of the state make every step
+    exactly invertible, at twice the number of evaluations, and the gradient is again that of the numerical
+    solution. An adaptive solve integrates the continuous adjoint equation backwards; its gradient is as
+    accurate as its tolerances. Forward mode (`jax.jvp`, `jax.jacfwd`) is not supported.
 
-    **Arguments:** `coupling`, in (0, 1]: how strongly the two copies are held together, used by fixed grids.
-    Smaller is more stable forwards, but undoing N steps multiplies rounding errors by coupling^(−N).
+    **Arguments:** `coupling`, in (0, 1]: coupling of the two copies on fixed grids. Smaller values are more
+    stable forwards, but undoing N steps multiplies rounding errors by coupling^(−N).
 
     ```python
     import roughflow as rf
@@ -54,14 +54,14 @@ class ConstantMemory(AbstractGradient):
             raise ValueError(f"coupling must lie in (0, 1], got {self.coupling}")
 
 
-# How many times its own size, in spreads of the process, a state may travel per horizon (`Field.guarded`).
+# Distance, in spreads of the process, that a state may travel per horizon (`Field.guarded`).
 ESCAPE_RATE = 1e5
 
 
 class AbstractIntegrator(eqx.Module):
-    """Solves the random ODE of a batch as one system: `rf.FixedGrid` and `rf.Adaptive` do.
+    """The interface of integrators, which solve the random ODE of a batch as one system.
 
-    One of your own calls the field as `field.guarded`, which tells samples in trouble apart, and returns an
+    Your own integrator calls `field.guarded`, which detects samples with errors, and returns an
     `rf.flow.Outcome`. Its `escape_rate` is a static field.
     """
 
@@ -74,17 +74,16 @@ class AbstractIntegrator(eqx.Module):
 
     @property
     def forward_mode(self) -> bool:
-        """Whether `jax.jvp` goes through a solve; `jax.vjp` always does."""
+        """Whether a solve supports `jax.jvp`; it always supports `jax.vjp`."""
         return not isinstance(self.gradient, ConstantMemory)
 
     @abc.abstractmethod
     def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
-        """From s = 0 to `fraction` of the horizon, or back from there to 0 if `reverse`.
+        """Solve from s = 0 to `fraction` of the horizon, or back from there to 0 if `reverse`.
 
-        `fraction` is None for the whole horizon, a scalar, or `(B,)` when samples stop at different
-        times.
+        `fraction` is None for the whole horizon, a scalar, or `(B,)` if samples stop at different times.
         """
 
     @abc.abstractmethod
     def finer(self, driver: AbstractDriver, noise_dimension: int) -> "AbstractIntegrator":
-        """This integrator with half the step, or a tighter tolerance, to see the error of its own."""
+        """This integrator with half the step, or a tighter tolerance, to measure its error."""

@@ -1,4 +1,4 @@
-"""What became of a solve: failure is a value, with a reason, until somebody asks to raise it."""
+"""The outcome of a solve: failure is a value with a reason, raised on request."""
 
 import contextlib
 import enum
@@ -18,10 +18,10 @@ from ..sde import AbstractSDE
 class Status(enum.IntEnum):
     """Why the solve of a sample ended: the codes in `rf.flow.Outcome.status`, each with a `message`.
 
-    - `FINE`: it arrived.
-    - `ESCAPED`: it left for infinity in finite time, which is an answer: density zero.
+    - `FINE`: it reached the end.
+    - `ESCAPED`: it diverged to infinity in finite time, a valid result: the density is zero.
     - `NON_FINITE`: drift or diffusion returned NaN or infinity. Raised as `rf.NonFiniteError`.
-    - `OUT_OF_STEPS`: an adaptive solve used up its steps. Raised as `rf.OutOfStepsError`.
+    - `OUT_OF_STEPS`: an adaptive solve ran out of steps. Raised as `rf.OutOfStepsError`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -41,13 +41,13 @@ class Status(enum.IntEnum):
 
     @property
     def message(self) -> str:
-        """What happened, and what to do about it, in one line."""
+        """What happened and what to do, in one line."""
         return _MESSAGES[self]
 
 
 _MESSAGES = {
-    Status.FINE: "the solve arrived at its end",
-    Status.ESCAPED: "the sample left for infinity in finite time: its density is zero",
+    Status.FINE: "the solve reached its end",
+    Status.ESCAPED: "the sample diverged in finite time: its density is zero",
     Status.NON_FINITE: (
         "drift or diffusion, or a derivative of one, is not finite along the path: "
         "call log_prob_given_path outside jax.jit to see which, when and where" + see("model-not-finite")
@@ -61,12 +61,12 @@ _ERRORS = {Status.OUT_OF_STEPS: OutOfStepsError, Status.NON_FINITE: NonFiniteErr
 
 
 class Outcome(eqx.Module):
-    """The end of a solve of a batch.
+    """The result of solving a batch.
 
-    - `z`: the final states `(B, d)`; of a sample in trouble, its last good state.
+    - `z`: the final states `(B, d)`; for a sample with an error, its last valid state.
     - `log_change`: ∫ div over the solve `(B,)`, with the sign of the direction.
-    - `status`: `(B,)`, why it ended, a code of `rf.flow.Status`.
-    - `time`: `(B,)`, in fractions of the horizon: when a sample got into trouble.
+    - `status`: `(B,)`, the reason for its end, a code of `rf.flow.Status`.
+    - `time`: `(B,)`, time of the error, as a fraction of the horizon.
     """
 
     z: Array
@@ -80,21 +80,21 @@ class Outcome(eqx.Module):
 
 
 def start_of(z: Array) -> Outcome:
-    """A solve that has not moved yet."""
+    """The initial outcome, before the first step."""
     zeros = jnp.zeros(z.shape[:1], z.dtype)
     return Outcome(z, zeros, jnp.full(z.shape[:1], Status.FINE), zeros)
 
 
 def failed(outcome: Outcome) -> Array:
-    """Which samples came to no answer; an escape is one."""
+    """Which samples have no result; an escape is a result."""
     return (outcome.status == Status.NON_FINITE) | (outcome.status == Status.OUT_OF_STEPS)
 
 
 def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path) -> Outcome:
-    """Raise for a model that is not finite or a solver out of steps, by `status`; escapes pass.
+    """Raise an error if a model is not finite or a solver ran out of steps; escapes pass.
 
-    With values at hand the message names the culprit, drift or diffusion, and the time. Under a
-    `jit` it is a run-time error that says how to find out.
+    Outside of `jit` the message names drift or diffusion, and the time. Under `jit` it is a run-time error
+    that says how to find out.
     """
     if is_traced(status):
         z = outcome.z
@@ -111,7 +111,7 @@ def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Turn the run-time errors of a jitted solve, pages long, into ours; for jits the user did not write."""
+    """Replace the long run-time errors of a jitted solve by short ones; for jits inside the library."""
     try:
         yield
     except eqx.EquinoxRuntimeError as error:
@@ -122,11 +122,11 @@ def one_line_errors():
 
 
 def _describe(outcome: Outcome, codes: np.ndarray, sde: AbstractSDE, path: Path) -> str:
-    """Name the part that is not finite, at the first sample that met it."""
+    """Name the coefficient that is not finite, at the first affected sample."""
     i = np.unravel_index(np.argmax(codes == Status.NON_FINITE), codes.shape)
     time, z, t1 = (np.asarray(jax.lax.stop_gradient(a)) for a in (outcome.time, outcome.z, path.t1))
     time, z, horizon = time[i], z[i], float(np.broadcast_to(t1, codes.shape)[i])
-    # An adaptive solve knows the time only to a fraction of a step: look around it.
+    # An adaptive solve knows the time only to a fraction of a step: search around it.
     offsets = np.concatenate([[0.0], *([s, -s] for s in 10.0 ** np.arange(-7, -0.5, 0.5))])
     for offset in offsets:
         t = horizon * np.clip(time + offset, 0, 1).astype(z.dtype)

@@ -1,4 +1,4 @@
-"""How many steps a flow needs, and coefficients that change faster in time than the steps resolve."""
+"""The number of steps a flow needs, and coefficients that vary faster in time than the steps resolve."""
 
 import functools
 from typing import Any
@@ -18,10 +18,10 @@ from ._base import some_points
 from ._fixed_grid import CountedGrid, FixedGrid
 from ._flow import AbstractStochasticFlow, centre_and_scale
 
-# Nats by which steps may move log p(x | path). Without noise that is all the error there is; with it Monte
-# Carlo error and the driver's finite number of functions are far larger.
+# Acceptable discretisation error of log p(x | path), in nats. Without noise it is the only error; with noise
+# the Monte Carlo and truncation errors are far larger.
 STILL_TOLERANCE, NOISY_TOLERANCE = 1e-5, 5e-4
-MIN_STEPS, MAX_STEPS = 2, 64  # steps, or between two jumps of the path's slope
+MIN_STEPS, MAX_STEPS = 2, 64  # in total, or between two jumps of the slope of the path
 GRID_POINTS = 256  # looked at
 
 
@@ -33,17 +33,18 @@ def suited_grid(
     tolerance: float | None = None,
     least: int = MIN_STEPS,
 ) -> AbstractStochasticFlow:
-    """The flow with as few steps of its `rf.FixedGrid` as leave log p(x | path) where twice as many have it.
+    """The flow with the smallest number of steps of its `rf.FixedGrid` for which log p(x | path) has
+    converged.
 
-    Few of the points x are looked at, each with a path of its own: the root mean square of the change is to
-    be below the tolerance. A flow that is trained changes: look again from time to time. Where 64 steps do
-    not suffice, and for any other integrator, the flow comes back as it is.
+    The root mean square change when the steps are doubled, over some points x with one path each, is below
+    the tolerance. A flow changes during training, so repeat this from time to time. If 64 steps are not
+    enough, and for other integrators, the flow is returned unchanged.
 
     **Arguments:**
 
-    - `x`: points `(k, d)`, 256 of which are looked at.
-    - `tolerance`: in nats; 1e-5 without noise, where it is all the error there is, else 5e-4.
-    - `least`: steps to begin with.
+    - `x`: points `(k, d)`, of which up to 256 are used.
+    - `tolerance`: in nats; by default 1e-5 without noise, where it is the only error, and 5e-4 otherwise.
+    - `least`: initial number of steps.
 
     ```python
     import jax, jax.numpy as jnp
@@ -64,7 +65,7 @@ def suited_grid(
 def suited_steps(
     flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, tolerance: float | None, least: int
 ) -> int | None:
-    """How many steps; None if there is no such number."""
+    """The number of steps; None if there is no such number."""
     grid = flow.integrator
     if not isinstance(grid, FixedGrid):
         return None
@@ -90,14 +91,14 @@ def suited_steps(
 
 
 def with_steps(flow: AbstractStochasticFlow, steps: int) -> AbstractStochasticFlow:
-    """The flow with so many steps of its fixed grid."""
+    """The flow with another number of steps of its fixed grid."""
     assert isinstance(flow.integrator, FixedGrid)
     return eqx.tree_at(lambda flow: flow.integrator, flow, flow.integrator.with_steps(steps))
 
 
 def _change(coarse: np.ndarray, fine: np.ndarray) -> float:
-    """The root mean square difference. A point that is lost by one of them counts a nat, as does any change
-    that is larger; points lost by both say nothing, and if most are, so do all."""
+    """The root mean square difference, clipped at one nat. A point lost by one of them counts as a nat;
+    points lost by both are ignored, and the result is NaN if most are."""
     lost = ~np.isfinite(coarse), ~np.isfinite(fine)
     if np.mean(lost[0] & lost[1]) > 0.5:
         return np.inf
@@ -116,19 +117,20 @@ def _values(flow: AbstractStochasticFlow, each: Array, x: Array, path: Path, key
 
 NUM_TIMES = 512  # random times, one in each of as many equal intervals
 TIME_POINTS = 8
-MAX_SHARE = 0.99  # of the variance that may be unseen
+MAX_SHARE = 0.99  # maximum fraction of variance that may be missed
 
 
 def unresolved_in_time(flow: AbstractStochasticFlow, points: Array) -> float:
-    """How far coefficients that depend on time move log p by what solver and driver do not see, in nats.
+    """An estimate of the error of log p, in nats, due to time-dependent coefficients that solver and driver
+    do not resolve.
 
-    The solver sees coefficients at its nodes. Between them they are interpolated, by the polynomial through
-    the nodes of a step, and compared with their values at random times: a pulse of 1/500 of the horizon is
-    found. A shift of δ standard deviations counts δ nats, and a share ε of the variance that is not seen
-    counts −½ log(1 − ε). What the driver's functions leave out of the variance of ∫ σ(t) dB counts likewise.
-    It is 0 for coefficients that do not depend on time.
+    The solver sees coefficients at its nodes. The polynomial through the nodes of a step is compared with the
+    coefficients at random times, which detects a pulse of 1/500 of the horizon. A shift of δ standard
+    deviations counts δ nats, and a fraction ε of the variance that is missed counts −½ log(1 − ε). Variance
+    of ∫ σ(t) dB that the functions of the driver miss counts likewise. The result is 0 for coefficients that
+    do not depend on time.
 
-    **Arguments:** `points`, shape `(k, d)`: where coefficients are evaluated, at the first eight.
+    **Arguments:** `points`, shape `(k, d)`: where coefficients are evaluated (the first eight).
     """
     sde, z = flow.sde, jnp.asarray(points)[:TIME_POINTS]
     if not depends_on(lambda t: (sde.drift(t, z[0]), sde.noise(t, z[0])), jnp.zeros((), z.dtype)):
@@ -138,7 +140,7 @@ def unresolved_in_time(flow: AbstractStochasticFlow, points: Array) -> float:
 
 
 def _nodes(flow: AbstractStochasticFlow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The solver's nodes `(N, k)`, step by step, random times `(N, r)` in each step, all in units of the
+    """The nodes of the solver `(N, k)`, step by step, random times `(N, r)` in each step, all in units of the
     horizon, and weights `(N, r, k)` that interpolate between nodes."""
     grid = flow.integrator if isinstance(flow.integrator, FixedGrid) else FixedGrid(steps=16)
     path = flow.driver.path(jnp.zeros((flow.driver.num_functions, flow.noise_dimension)))
@@ -149,7 +151,7 @@ def _nodes(flow: AbstractStochasticFlow) -> tuple[np.ndarray, np.ndarray, np.nda
     each = -(-NUM_TIMES // (len(edges) - 1))
     share = (np.arange(each) + np.random.default_rng(0).uniform(size=(len(edges) - 1, each))) / each
     place = lambda inside: edges[:-1, None] + np.diff(edges)[:, None] * inside
-    # Lagrange's polynomials through the nodes of a step.
+    # Lagrange polynomials through the nodes of a step.
     gaps = share[..., None, None] - inner[None, None, None, :]
     same = np.eye(len(inner), dtype=bool)
     factors = gaps / np.where(same, 1.0, inner[:, None] - inner[None, :])
@@ -186,8 +188,8 @@ def _coefficients(sde: AbstractSDE, t: Array, z: Array) -> tuple[Array, Array]:
 
 
 def _variance_lost(flow: AbstractStochasticFlow, times: Array, lengths: Array, sigma: Array) -> Array:
-    """By how much the variance `(d,)` of ∫ σ(t) dB on paths of the driver falls short, beyond what it does
-    for the mean of σ."""
+    """The variance `(d,)` of ∫ σ(t) dB that is missing on paths of the driver, beyond that for the mean of
+    σ."""
     functions = jnp.eye(flow.driver.num_functions, dtype=sigma.dtype)[..., None]
     path = flow.driver.path(functions, flow.t1)
     slopes = jax.vmap(jax.vmap(lambda s: path.unit_slope(s)[:, 0]))(times) / flow.t1  # (N, r, n)

@@ -42,18 +42,18 @@ from ..sde import (
 
 
 class AbstractScheme(eqx.Module):
-    """One step of a simulation: from z at t over dt, with the Brownian increment over it."""
+    """A numerical scheme: one step from z at t over dt, given the Brownian increment."""
 
     @abc.abstractmethod
     def step(self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array) -> Array:
         """The next state of one sample, shape `(d,)`."""
 
     def check(self, sde: AbstractSDE, z: Array) -> None:
-        """Refuse an SDE that the scheme is not for, looking at it at z, shape `(d,)`; before a simulation."""
+        """Refuse an SDE that the scheme does not support, evaluated at z, shape `(d,)`."""
 
 
 class EulerMaruyama(AbstractScheme):
-    """z + μ dt + σ ΔB with the Itô drift μ. Strong order ½, or 1 if the noise is additive.
+    """Euler–Maruyama: z + μ dt + σ ΔB with the Itô drift μ. Strong order ½, or 1 if the noise is additive.
 
     ```python
     import jax, jax.numpy as jnp
@@ -74,9 +74,9 @@ class EulerMaruyama(AbstractScheme):
 
 
 class StratonovichHeun(AbstractScheme):
-    """Heun's method on μ̃ dt + σ ΔB with the Stratonovich drift μ̃.
+    """Heun's method for μ̃ dt + σ ΔB with the Stratonovich drift μ̃.
 
-    Strong order 1 if the noise is commutative (one noise, diagonal, additive), ½ otherwise.
+    Strong order 1 if the noise is commutative (one-dimensional, diagonal or additive), ½ otherwise.
 
     ```python
     import jax, jax.numpy as jnp
@@ -95,7 +95,7 @@ class StratonovichHeun(AbstractScheme):
 
 
 class StratonovichMidpoint(AbstractScheme):
-    """The midpoint rule on μ̃ dt + σ ΔB; strong orders as for `StratonovichHeun`.
+    """The midpoint rule for μ̃ dt + σ ΔB; strong orders as for `StratonovichHeun`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -113,11 +113,10 @@ class StratonovichMidpoint(AbstractScheme):
 
 
 class Milstein(AbstractScheme):
-    """z + μ̃ dt + σ ΔB + ½ D[σ(·) ΔB] (σ ΔB): strong order 1, for commutative noise.
+    """Milstein's scheme z + μ̃ dt + σ ΔB + ½ D[σ(·) ΔB] (σ ΔB): strong order 1, for commutative noise.
 
-    This is Milstein's scheme, Σⱼₖ (Dσⱼ) σₖ ½(ΔBⱼ ΔBₖ − δⱼₖ dt) added to Euler–Maruyama, in which
-    the δ term turns the Itô drift into the Stratonovich drift μ̃. Noise that does not commute needs
-    Lévy areas, and is refused.
+    It adds Σⱼₖ (Dσⱼ) σₖ ½(ΔBⱼ ΔBₖ − δⱼₖ dt) to Euler–Maruyama; the δ term turns the Itô drift into the
+    Stratonovich drift μ̃. Noncommutative noise needs Lévy areas and is refused.
 
     ```python
     import jax, jax.numpy as jnp
@@ -129,7 +128,7 @@ class Milstein(AbstractScheme):
     """
 
     def check(self, sde: AbstractSDE, z: Array) -> None:
-        # At the start, and at a point in no special position, as far away as the noise goes.
+        # At the start, and at a generic point, as far away as the noise reaches.
         _check_commutative(sde, z)
         rows = noise_sizes(sde.noise(jnp.zeros((), z.dtype), z))
         size = jnp.where(rows > 0, rows, jnp.where(z == 0, 1, jnp.abs(z)))
@@ -143,12 +142,12 @@ class Milstein(AbstractScheme):
 
 
 class Davie(AbstractScheme):
-    """z + μ dt + σ X + Σⱼₖ (Dσₖ) σⱼ 𝕏ʲᵏ along a rough path (X, 𝕏): strong order 1 for any noise (Davie 2008).
+    """Davie's scheme z + μ dt + σ X + Σⱼₖ (Dσₖ) σⱼ 𝕏ʲᵏ along a rough path (X, 𝕏): strong order 1 for any
+    noise (Davie 2008).
 
-    The drift is taken as it is: a Stratonovich SDE goes with a geometric rough path, an Itô SDE with the Itô
-    lift of Brownian motion. Where the noise commutes it is Milstein's scheme, and areas do not matter.
-    Without a path `rf.simulate` draws Brownian motion by `rf.rough.brownian_lift`, with `num_functions` for
-    the areas.
+    The drift is not converted: a Stratonovich SDE requires a geometric rough path, an Itô SDE the Itô lift of
+    Brownian motion. For commutative noise it is Milstein's scheme, and areas do not matter. Without a path,
+    `rf.simulate` draws Brownian motion by `rf.rough.brownian_lift`, with `num_functions` for the areas.
 
     ```python
     import jax, jax.numpy as jnp
@@ -171,16 +170,17 @@ class Davie(AbstractScheme):
         self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array, area: Array | None = None
     ) -> Array:
         if area is None:
-            raise TypeError("Davie needs the areas of a rough path, which rf.simulate gives it")
+            raise TypeError("Davie needs the areas of a rough path: use it with rf.simulate")
         sigma, products = _products(sde, t, z)
         return z + sde.drift(t, z) * dt + sigma @ increment + jnp.einsum("jik,jk->i", products, area)
 
 
 class LinearlyImplicitEuler(AbstractScheme):
-    """z + (I − ½ dt J)⁻¹ (μ dt + σ ΔB), J the derivative of the Itô drift μ (Rosenbrock).
+    """Linearly implicit Euler: z + (I − ½ dt J)⁻¹ (μ dt + σ ΔB), J the derivative of the Itô drift μ
+    (Rosenbrock).
 
-    On a Gaussian target it keeps the covariance exactly, whatever dt, as the trapezoidal rule does; a
-    step costs d derivatives of the drift and a linear solve.
+    On a Gaussian target it preserves the covariance exactly for any dt, like the trapezoidal rule. A step
+    costs d derivatives of the drift and a linear solve.
 
     ```python
     import jax, jax.numpy as jnp
@@ -212,13 +212,13 @@ def _products(sde: AbstractSDE, t: Array, z: Array) -> tuple[Array, Array]:
 
 
 def _check_commutative(sde: AbstractSDE, z: Array) -> None:
-    """Refuse noise whose columns' vector fields do not commute at z: (Dσⱼ) σₖ ≠ (Dσₖ) σⱼ."""
+    """Refuse noise whose columns do not commute as vector fields at z: (Dσⱼ) σₖ ≠ (Dσₖ) σⱼ."""
     products = _products(sde, jnp.zeros((), z.dtype), z)[1]
     # Coordinate by coordinate, because their units may differ.
     gap = jnp.max(jnp.abs(products - jnp.swapaxes(products, 0, 2)), axis=(0, 2))
     if bool(jnp.any(gap > 1e-4 * jnp.max(jnp.abs(products), axis=(0, 2)))):
         raise ValueError(
-            "Milstein needs commutative noise, and this diffusion's columns do not commute; "
+            "Milstein needs commutative noise, but the columns of this diffusion do not commute; "
             "use rf.flow.Davie(), rf.flow.StratonovichHeun() or rf.flow.EulerMaruyama()"
             + see("refused-methods")
         )
@@ -248,14 +248,14 @@ def simulate(
       default for a Stratonovich one; `rf.flow.StratonovichMidpoint()`; `rf.flow.Milstein()` for commutative
       noise; `rf.flow.Davie()` for any, with Lévy areas; `rf.flow.LinearlyImplicitEuler()` for stiff drifts.
     - `increments`: Brownian increments of shape `(..., steps, m)` to use instead of a `key`.
-    - `path`: a rough path of batch shape `(...)` to follow by `rf.flow.Davie()` instead of a `key`; its times
-      take the place of `t1` and `steps`. A Stratonovich SDE takes a geometric one, an Itô SDE the Itô lift.
+    - `path`: a rough path of batch shape `(...)`, followed by `rf.flow.Davie()`, instead of a `key`; its
+      times replace `t1` and `steps`. A Stratonovich SDE requires a geometric path, an Itô SDE the Itô lift.
     - `trajectory`: return the whole trajectory, shape `(..., steps + 1, d)`, instead of Z at t1. Time is the
-      axis before the last, as it is in the chains of `rf.sample_chain`.
+      second-last axis, as in `rf.sample_chain`.
     - `saveat`: increasing output times between `t0` and `t1`, shape `(k,)`; returns Z at these times, shape
-      `(..., k, d)`. Times between two steps divide a step.
+      `(..., k, d)`. Output times between two steps split a step.
 
-    Differentiable, with each step recomputed in the backward pass.
+    The result is differentiable; each step is recomputed in the backward pass.
 
     ```python
     import jax, jax.numpy as jnp
@@ -312,7 +312,7 @@ def simulate(
 
 
 def _output_grid(saveat: ArrayLike, t0: float, t1: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The times of the steps and of the output, and the places of the latter among them."""
+    """The times of the steps and of the output, and the indices of the latter."""
     saveat = np.asarray(finite_array("saveat", saveat), float)
     if saveat.ndim != 1 or not saveat.size or np.any(np.diff(saveat) <= 0):
         raise ValueError(f"saveat must hold increasing times, shape (k,), got shape {saveat.shape}")
@@ -349,11 +349,9 @@ def _drawn(
 def _check_path(
     sde: AbstractSDE, path: RoughPath, scheme: AbstractScheme | None, expected: tuple
 ) -> AbstractScheme:
-    check_instance(
-        "path", path, RoughPath, "an rf.rough.RoughPath, as rf.rough.lift makes it of a smooth path"
-    )
+    check_instance("path", path, RoughPath, "an rf.rough.RoughPath, such as the result of rf.rough.lift")
     if scheme is not None and not isinstance(scheme, Davie):
-        raise ValueError(f"a rough path is followed by rf.flow.Davie(), not by {type(scheme).__name__}")
+        raise ValueError(f"a rough path requires scheme=rf.flow.Davie(), not {type(scheme).__name__}")
     shape = path.increments.shape
     if (*shape[:-2], *shape[-1:]) != (*expected[:-2], *expected[-1:]):
         raise ValueError(f"path must have increments of shape {expected}, got {shape}")
@@ -361,7 +359,7 @@ def _check_path(
         remedy = "rf.to_stratonovich(sde), or for Brownian motion path.ito()"
         remedy = remedy if path.geometric else "rf.to_ito(sde), or path.stratonovich()"
         kind = "a geometric rough path" if path.geometric else "the Itô lift"
-        told = f"{kind} gives {type(sde).__name__} another meaning: give {remedy}"
+        told = f"{kind} does not match {type(sde).__name__}: use {remedy}"
         raise ValueError(told + see("other-drivers"))
     return scheme or Davie()
 
@@ -375,7 +373,7 @@ def _simulate(
     noise: tuple[Array, ...],
     trajectory: bool,
 ) -> Array:
-    """`noise` has increments `(steps, ..., m)` here, as the scan reads them, and maybe areas."""
+    """Scan over the steps; `noise` has increments `(steps, ..., m)` and possibly areas."""
     steps = noise[0].shape[0]
     batch = z0.shape[:-1]
     z0 = jnp.reshape(z0, (-1, z0.shape[-1]))
@@ -399,8 +397,8 @@ def to_diffrax(sde: AbstractSDE, control: diffrax.AbstractPath) -> diffrax.Multi
     """The SDE as terms for `diffrax.diffeqsolve`, driven by `control`: a path with values of shape `(m,)`,
     for example a `diffrax.VirtualBrownianTree`.
 
-    The terms mean what the solver makes of them: use an Itô solver (`diffrax.Euler`) for an Itô SDE and a
-    Stratonovich solver (`diffrax.Heun`) for a Stratonovich SDE, or convert the SDE first.
+    The calculus depends on the solver: use an Itô solver (`diffrax.Euler`) for an Itô SDE and a Stratonovich
+    solver (`diffrax.Heun`) for a Stratonovich SDE, or convert the SDE first.
 
     ```python
     import diffrax, jax, jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""Stage 4, short transitions: log p(x₁ | x₀) by the paths that lead from x₀ to x₁.
+"""Stage 4, short transitions: log p(x₁ | x₀) from weighted paths between x₀ and x₁.
 
 The random ODE of one transition (`_ends`) in suitable variables (`_coordinates`), weighted paths around the
-likeliest one (`_bridges`), the log-densities of many transitions (`_values`), and the density a short while
+most likely one (`_bridges`), the log-densities of many transitions (`_values`), and the density a short time
 after a point as the base of a flow (`_short_time`).
 """
 

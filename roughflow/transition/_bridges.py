@@ -1,18 +1,18 @@
-"""The density of x₁ given x₀ by the paths that lead from one to the other.
+"""The density of x₁ given x₀, from paths between them.
 
-With a start that is fixed the random ODE's flow has no density given its path. But it has one given all but d
-of the path's coefficients: with h(ω) the end of the solve along ω, φ the normal density and R any d
-orthonormal directions,
+With a fixed start, the flow of the random ODE has no density given its path. But it has one given all but d
+of the coefficients of the path. With h(ω) the end point along ω, φ the normal density and R any d orthonormal
+directions,
 
     p(x₁ | x₀) = ∫ φ(ω) δ(h(ω) − x₁) dω = E_v [ φ(ω) / (φ(v) |det Dh(ω) R|) ],   ω = c + v + R r,
 
 where v is standard normal in the complement of R, and r solves h(c + v + R r) = x₁. Any centre c and any R
-will do; the weights are all equal on a linear SDE, and nearly so over a short time on others, if c is the
-likeliest path that ends at x₁, and the rows of Dh(c) span R. Both come from a few steps of Gauss and Newton:
-ω ← Jᵀ(JJᵀ)⁻¹(x₁ − h(ω) + Jω).
+are valid. If c is the most likely path to x₁ and the rows of Dh(c) span R, then all weights are equal for a
+linear SDE, and nearly equal for other SDEs over a short time. Both come from a few Gauss–Newton iterations: ω
+← Jᵀ(JJᵀ)⁻¹(x₁ − h(ω) + Jω).
 
-All of it is smooth in the parameters of the SDE, with the same random numbers v for all of them: derivatives
-are those of the numbers that are returned.
+The result is smooth in the parameters of the SDE, because the random numbers v are the same for all of them;
+its derivatives are exact.
 """
 
 from collections.abc import Callable
@@ -29,24 +29,25 @@ from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Ends, Transition, average
 from ._forward import linear
 
-# Steps to the likeliest path, and how much of the way that is left each goes: at once some end elsewhere.
+# Iterations to the most likely path, and the fraction of the remaining distance that each covers: full steps
+# may end elsewhere.
 CLIMB = (1 / 4, 1 / 3, 1 / 2, 1, 1, 1, 1)
-NEWTON = 4  # steps back to x₁, from a path close to the likeliest one
-LEAST = 0.1  # precision of the draws, 1 being that of all paths
-FOUND = 1e-5  # how near to x₁, in its standard deviations, a path has to end; times 1e4 in float32
+NEWTON = 4  # iterations back to x₁, from a path close to the most likely one
+LEAST = 0.1  # smallest precision of the draws, relative to that of all paths
+FOUND = 1e-5  # acceptable distance from x₁, in its standard deviations; times 1e4 in float32
 
 
 class Bridges(eqx.Module):
-    """Weighted paths from start to end of one transition, the second half of them opposite to the first."""
+    """Weighted paths from start to end of one transition; the second half is antithetic to the first."""
 
     log_weights: Array  # (K,)
     found: Array  # (K,)
 
     def log_mean(self) -> tuple[Array, Array]:
-        """The logarithm of the mean weight, and its standard error, with what paths that were not found may
-        have had.
+        """The logarithm of the mean weight, and its standard error, which includes an allowance for paths
+        that were not found.
 
-        Half of the variance of the mean is added, by which its logarithm is low on average.
+        Half of the variance of the mean is added, to correct the bias of the logarithm.
         """
         weights = jnp.where(self.found, self.log_weights, -jnp.inf)
         top = jax.lax.stop_gradient(jnp.max(weights))
@@ -59,7 +60,7 @@ class Bridges(eqx.Module):
         return top + jnp.log(mean) + 0.5 * variance, jax.lax.stop_gradient(error)
 
     def effective(self) -> Array:
-        """(Σw)²/Σw², how many equally weighted paths they are worth."""
+        """Effective number of paths, (Σw)²/Σw²."""
         weights = jax.lax.stop_gradient(jnp.where(self.found, self.log_weights, -jnp.inf))
         top = jnp.max(weights)
         share = jnp.exp(weights - jnp.where(jnp.isfinite(top), top, 0))
@@ -68,19 +69,20 @@ class Bridges(eqx.Module):
 
 
 class Chart(eqx.Module):
-    """Where the paths of a transition are drawn: around `centre`, along all but the directions of `rows`."""
+    """The distribution of the paths of a transition: around `centre`, along all directions but those of
+    `rows`."""
 
     centre: Array  # (n m,)
     rows: Array  # (d, n m), orthonormal
-    factor: Array  # (n m, n m), lower triangular: the precision of the draws is its square
+    factor: Array  # (n m, n m), lower triangular: a square root of the precision of the draws
 
     def draw(self, noise: Array) -> Array:
-        """Draws v `(K, n m)` across the rows, from standard normal numbers."""
+        """Draws v `(K, n m)` orthogonal to the rows, from standard normal numbers."""
         spread = solve(self.factor.T[None], noise.T[None])[0].T
         return spread - (spread @ self.rows.T) @ self.rows
 
     def log_prob(self, v: Array) -> Array:
-        """The log-density of a draw, but for the constant of standard normal numbers."""
+        """The log-density of a draw, without the constant of standard normal numbers."""
         return jnp.sum(jnp.log(jnp.diag(self.factor))) - 0.5 * jnp.sum((v @ self.factor) ** 2)
 
 
@@ -88,7 +90,7 @@ def bridges(
     sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition, noise: Array, effort: Effort
 ) -> Bridges:
     """Paths for one transition from standard normal numbers `(K, n m)`."""
-    # Any chart serves, and any place to expand at; what they are made of need not be differentiated.
+    # Any chart and any expansion point are valid, so they need not be differentiated.
     still = Ends(_held(sde), _held(coordinates), _held(step), effort, None)
     chart = _held(_chart(still, still.step.end, noise.shape[-1]))
     plain = Ends(sde, coordinates, step, effort, None)
@@ -97,12 +99,13 @@ def bridges(
 
 
 def _held(tree: Any) -> Any:
-    """Not to be differentiated."""
+    """Not differentiated."""
     return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
 
 
 def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:
-    """Around the likeliest path to the end, as wide as its second derivatives say."""
+    """A normal distribution around the most likely path to the end, with the width given by its second
+    derivatives."""
 
     def climb(omega: Array, part: Array) -> tuple[Array, Array]:
         value, slope = linear(end_of, omega)
@@ -111,7 +114,7 @@ def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:
 
     centre, slopes = jax.lax.scan(climb, jnp.zeros(size, end.dtype), jnp.asarray(CLIMB, end.dtype))
     slope = slopes[-1]
-    # On the surface h = end, −½|ω|² falls from its top as −½ vᵀ(I − λ·D²h)v, where centre = Jᵀλ.
+    # On the surface h = end, −½|ω|² decreases from its maximum as −½ vᵀ(I − λ·D²h)v, where centre = Jᵀλ.
     multiplier = _solved(slope @ slope.T, slope @ centre)
     bend = jax.jacfwd(jax.jacfwd(lambda omega: multiplier @ end_of(omega)))(centre)
     rows = _orthonormal(slope)
@@ -120,14 +123,14 @@ def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:
 
 
 def _weigh(end_of: Callable[[Array], Array], end: Array, chart: Chart, v: Array) -> Bridges:
-    """Solve for the path of centre + v + rowsᵀ r that ends at `end`, and weigh it."""
+    """Solve for the path of centre + v + rowsᵀ r that ends at `end`, and compute its weight."""
     path = lambda r: chart.centre + v + r @ chart.rows
 
     def newton(r: Array, _) -> tuple[Array, tuple[Array, Array]]:
         value, slope = linear(lambda r: end_of(path(r)), r)
         return r + _solved(slope, end - value), (r, slope)
 
-    # The last step but one is there already, and so are its derivatives: each step squares their errors.
+    # The second-last iteration has converged, including its derivatives: each iteration squares their errors.
     last, (r, slope) = jax.lax.scan(newton, jnp.zeros_like(end), None, length=NEWTON)
     gap, r, slope = last - r[-1], r[-1], slope[-1]
     omega = path(r)
@@ -141,7 +144,7 @@ def _solved(matrix: Array, right: Array) -> Array:
 
 
 def _orthonormal(rows: Array) -> Array:
-    """Gram and Schmidt's way, to be differentiated: few rows, far from parallel."""
+    """Differentiable Gram–Schmidt orthogonalisation, for few rows that are far from parallel."""
     done: list[Array] = []
     for row in rows:
         for other in done:
@@ -151,7 +154,7 @@ def _orthonormal(rows: Array) -> Array:
 
 
 def _cholesky(matrix: Array) -> Array:
-    """The lower triangular factor of a symmetric matrix; pivots are kept from falling below `LEAST`."""
+    """The Cholesky factor of a symmetric matrix, with pivots bounded below by `LEAST`."""
     size = len(matrix)
     place = jnp.arange(size)
 

@@ -1,4 +1,4 @@
-"""Coordinates in which an SDE is solved: its state space as a whole line, its noise as even as can be."""
+"""Coordinates in which an SDE is solved: on the whole real line, with nearly constant noise."""
 
 import abc
 import math
@@ -22,8 +22,9 @@ from ..sde import (
 class AbstractCoordinates(eqx.Module):
     """A change of variables x = g(y) between states x and coordinates y, `(d,)` each.
 
-    Stratonovich SDEs change variables as ODEs do: the coordinates move by Dg(y)⁻¹ times what the state moves
-    by. Where they make the noise even (Lamperti 1964), short transitions are nearly normal.
+    Stratonovich SDEs change variables as ODEs do: increments of the coordinates are Dg(y)⁻¹ times those of
+    the state. If the noise is constant in the coordinates (Lamperti 1964), short transitions are nearly
+    normal.
     """
 
     def __check_init__(self):
@@ -31,7 +32,7 @@ class AbstractCoordinates(eqx.Module):
 
     @property
     def ends(self) -> tuple[tuple[float, float], ...]:
-        """Where the coordinates of states end, one pair for each or one for all; by default nowhere."""
+        """The range of the coordinates, one pair for each or one for all; by default unbounded."""
         return ((-math.inf, math.inf),)
 
     @abc.abstractmethod
@@ -53,7 +54,7 @@ class AbstractCoordinates(eqx.Module):
         return jnp.all(jnp.abs(back - y) < 1e-6 * (1 + jnp.abs(y)))
 
     def pull_back(self, x: Array, v: Array) -> Array:
-        """How the coordinates move where the state at x moves by v."""
+        """The velocity of the coordinates if the state at x has velocity v."""
         return jax.jvp(self.from_state, (x,), (v,))[1]
 
     def log_volume(self, x: Array) -> Array:
@@ -62,7 +63,7 @@ class AbstractCoordinates(eqx.Module):
 
 
 class Unchanged(AbstractCoordinates):
-    """y = x, for states that may be any numbers.
+    """y = x, for unbounded states.
 
     ```python
     import roughflow as rf
@@ -82,7 +83,7 @@ class Unchanged(AbstractCoordinates):
 
 
 class Logarithm(AbstractCoordinates):
-    """y = log x, for positive states with noise in proportion to them.
+    """y = log x, for positive states with noise proportional to x.
 
     ```python
     import jax.numpy as jnp
@@ -103,7 +104,7 @@ class Logarithm(AbstractCoordinates):
 
 
 class Root(AbstractCoordinates):
-    """y = 2√x, for positive states with noise in proportion to √x.
+    """y = 2√x, for positive states with noise proportional to √x.
 
     ```python
     import jax.numpy as jnp
@@ -128,7 +129,7 @@ class Root(AbstractCoordinates):
 
 
 class Arc(AbstractCoordinates):
-    """x = sin²(y/2), for states in (0, 1) with noise in proportion to √(x(1 − x)).
+    """x = sin²(y/2), for states in (0, 1) with noise proportional to √(x(1 − x)).
 
     ```python
     import jax.numpy as jnp
@@ -153,7 +154,7 @@ class Arc(AbstractCoordinates):
 
 
 class Columns(AbstractCoordinates):
-    """Coordinates of its own for each component of the state.
+    """Separate coordinates for each component of the state.
 
     ```python
     import jax.numpy as jnp
@@ -184,9 +185,9 @@ class Columns(AbstractCoordinates):
 
 
 class InCoordinates(AbstractStratonovichSDE):
-    """The SDE of the coordinates y of a state, with time counted from `time` on.
+    """The SDE of the coordinates y of a state, with time counted from `time`.
 
-    Stratonovich whatever the calculus of `sde`: drift and noise are pulled back as those of an ODE.
+    A Stratonovich SDE in either case: drift and noise are pulled back as those of an ODE.
     """
 
     sde: AbstractSDE

@@ -1,4 +1,4 @@
-"""The random ODE of one transition: where it ends, as a function of its path's coefficients."""
+"""The random ODE of one transition: its end point as a function of the coefficients of the path."""
 
 import math
 
@@ -13,16 +13,16 @@ from ..driver import Legendre
 from ..sde import AbstractSDE, noise_dimension
 from ._coordinates import AbstractCoordinates, InCoordinates
 
-NEAR_BOUNDARY = 1e-3  # of the distance of a transition from it, where a boundary's drift is taken
-WIDTH = 0.05  # of differences, in standard deviations of a transition
-MARGIN = 0.8  # of the tolerance, that Monte Carlo errors are lowered to
+NEAR_BOUNDARY = 1e-3  # relative distance from a boundary at which its drift is evaluated
+WIDTH = 0.05  # step of finite differences, in standard deviations of a transition
+MARGIN = 0.8  # fraction of the tolerance to which Monte Carlo errors are reduced
 MAX_DOUBLINGS = 4  # of the number of paths, at a time
-CURVATURE_PATHS = 16  # pairs of opposite paths that measure how far a transition is from a linear one
+CURVATURE_PATHS = 16  # antithetic pairs of paths that measure the nonlinearity of a transition
 
 
 class Effort(eqx.Module):
-    """How much work goes into each transition: `num_functions` of the driver, `num_paths` in pairs of
-    opposites, and `num_steps` of the classical Runge–Kutta method.
+    """The work per transition: `num_functions` of the driver, `num_paths` in antithetic pairs, and
+    `num_steps` of the classical Runge–Kutta method.
 
     ```python
     import roughflow as rf
@@ -39,12 +39,12 @@ class Effort(eqx.Module):
         for name in ("num_functions", "num_paths", "num_steps"):
             check_count(name, getattr(self, name))
         if self.num_paths % 2:
-            raise ValueError(f"num_paths must be even, paths come in pairs; got {self.num_paths}")
+            raise ValueError(f"num_paths must be even, as paths are drawn in pairs; got {self.num_paths}")
 
     @staticmethod
     def for_stiffness(rate: float) -> "Effort":
-        """What does for a drift whose derivative, times dt, is as large as this."""
-        # Two steps for each function: with fewer, polynomials of high degree are not resolved near the ends.
+        """The effort for a drift with this derivative times dt."""
+        # Two steps per function: with fewer, polynomials of high degree are not resolved near the ends.
         for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 8)), (12.0, Effort(8, 16, 16))):
             if rate < limit:
                 return effort
@@ -59,7 +59,7 @@ class Effort(eqx.Module):
         return f"{self.num_functions} functions, {self.num_paths} paths, {self.num_steps} steps"
 
     def more(self) -> "Effort":
-        """Twice of everything, to see what is left out."""
+        """Twice the functions, paths and steps, to measure the error."""
         return Effort(2 * self.num_functions, 2 * self.num_paths, 2 * self.num_steps)
 
     def finer(self) -> "Effort":
@@ -67,17 +67,17 @@ class Effort(eqx.Module):
         return Effort(2 * self.num_functions, self.num_paths, 2 * self.num_steps)
 
     def raised(self, drawn: float, moved: float, tolerance: float) -> "Effort":
-        """Against the larger of two errors: the Monte Carlo error `drawn`, which falls with the root of the
-        number of paths, or what finer paths move."""
+        """Raise the effort to reduce the larger of two errors: the Monte Carlo error `drawn`, which decreases
+        with the root of the number of paths, or the change under refinement."""
         if moved > drawn:
             return self.finer()
-        # Powers of two: fits of other series then find the program compiled.
+        # Powers of two, so that fits of other series reuse the compiled program.
         doublings = min(math.ceil(2 * math.log2(drawn / (MARGIN * tolerance))), MAX_DOUBLINGS)
         return Effort(self.num_functions, 2**doublings * self.num_paths, self.num_steps)
 
 
 class Transition(eqx.Module):
-    """From `start` at `time` to `end` a span `dt` later, in the coordinates of the solve."""
+    """A transition from `start` at `time` to `end` a time `dt` later, in coordinates."""
 
     start: Array  # (d,)
     end: Array  # (d,)
@@ -86,12 +86,12 @@ class Transition(eqx.Module):
 
 
 class Averaged(eqx.Module):
-    """What the part of a path that n functions leave out does to the drift, at each stage of a solve: a
-    value and a derivative at some place.
+    """The effect on the drift of the part of a path that n functions omit, at each stage of a solve: a value
+    and a derivative at a point.
 
-    B − Bₙ is small and quick, and vanishes at both ends. Moving the state along it and averaging, it acts as
-    a change of drift, ½ V(s) Σⱼ [σⱼ, [σⱼ, μ̃]] with V the variance of B − Bₙ: exactly so to the first order in
-    V, if the noises commute. Without it n functions leave an error of order 1/n.
+    B − Bₙ is small and fast, and vanishes at both ends. On average it acts as a change of drift, ½ V(s) Σⱼ
+    [σⱼ, [σⱼ, μ̃]] with V the variance of B − Bₙ, which is exact to first order in V if the noise is
+    commutative. Without this term the error is of order 1/n.
     """
 
     place: Array  # (M, d)
@@ -100,7 +100,8 @@ class Averaged(eqx.Module):
 
 
 class Ends(eqx.Module):
-    """Where the random ODE ends, as a function of its path's coefficients ω `(n m,)`; in coordinates."""
+    """The end point of the random ODE as a function of the coefficients ω `(n m,)` of its path, in
+    coordinates."""
 
     sde: AbstractSDE
     coordinates: AbstractCoordinates
@@ -112,7 +113,7 @@ class Ends(eqx.Module):
         return self._solve(omega)[0]
 
     def stages(self, omega: Array) -> Array:
-        """The places `(M, d)` of all the stages of a solve."""
+        """The states `(M, d)` at all stages of a solve."""
         return self._solve(omega)[1]
 
     def _solve(self, omega: Array) -> tuple[Array, Array]:
@@ -132,7 +133,7 @@ class Ends(eqx.Module):
             total = total + weight * velocity
             return (y + final * total, velocity, (1 - final) * total), place
 
-        # The classical method: how much of the last velocity to go, its weight, and where a step ends. The
+        # The classical method: the part of the last velocity to use, its weight, and where a step ends. All
         # stages of all steps are one loop, so that the field is compiled once.
         table = [[0, h / 6, 0], [h / 2, h / 3, 0], [h / 2, h / 3, 0], [h, h / 6, 1]]
         table = jnp.asarray(np.tile(table, (self.effort.num_steps, 1)), kind)
@@ -147,7 +148,7 @@ class Ends(eqx.Module):
 
 
 def average(ends: Ends, places: Array) -> Averaged:
-    """What is left out, at the places `(M, d)` of the stages."""
+    """The effect of omitted functions at the states `(M, d)` of the stages."""
     kind, dt = places.dtype, ends.step.dt
     _, times = ends.effort.grid()
     times = jnp.asarray(times, kind)
@@ -157,7 +158,7 @@ def average(ends: Ends, places: Array) -> Averaged:
         return 0.5 * variance * dt**2 * _double_brackets(ends, ends.step.time + s * dt, y)
 
     def expand(s: Array, variance: Array, y: Array) -> tuple[Array, Array]:
-        # Differences, not derivatives: one more of those would take as long to compile as all the rest.
+        # Finite differences, because another derivative would take as long to compile as everything else.
         noise = ends.fields(ends.step.time + s * dt, y)[1]
         width = jax.lax.stop_gradient(jnp.sqrt(dt * jnp.sum(noise**2, axis=1)))
         width = WIDTH * jnp.where(width > 0, width, jnp.abs(y) + 1)
@@ -187,8 +188,8 @@ def _double_brackets(ends: Ends, t: Array, y: Array) -> Array:
 
 
 def stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
-    """dt times the largest row sum of the drift's derivative in coordinates, at the start of a transition and
-    one standard deviation of each noise away from it."""
+    """dt times the largest row sum of the derivative of the drift in coordinates, at the start of a
+    transition and one standard deviation of each noise away from it."""
     start = coordinates.from_state(step.start)
     inner = Transition(start, step.end, step.time, step.dt)
     fields = Ends(sde, coordinates, inner, Effort(), None).fields
@@ -201,10 +202,11 @@ def stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transiti
 
 
 def boundary_share(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
-    """What paths by way of a boundary that the SDE reaches add to the density of a transition, about.
+    """The approximate contribution to the density of a transition of paths that touch an attainable boundary.
 
-    With even noise σ those to the image of the end behind it weigh e^{−2yy′/(σ²dt)}, y and y′ the distances
-    of start and end from the boundary. It is reached if the drift there is less than ½σ²/y (Feller 1952).
+    With constant noise σ, paths to the reflected end point have weight e^{−2yy′/(σ²dt)}, where y and y′ are
+    the distances of start and end from the boundary. The boundary is attainable if the drift there is less
+    than ½σ²/y (Feller 1952).
     """
     start, end = coordinates.from_state(step.start), coordinates.from_state(step.end)
     inner = Transition(start, end, step.time, step.dt)
@@ -223,12 +225,12 @@ def boundary_share(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Tra
 
 
 def curvature(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
-    """How far the end of a transition is from a linear function of its path; no unit matters.
+    """Nonlinearity of the end of a transition as a function of its path; dimensionless.
 
-    With h(ω) the end along ω it is the root mean square of h(ω) − 2h(ω/2) + h(0) relative to that of
-    h(ω) − h(0), of the component where it is largest. It is zero for a linear SDE and any span. It is large
-    where one likeliest path does not stand for all of them: a drift that bends or branches, or noises that
-    do not commute. Infinite if a path leaves the state space.
+    With h(ω) the end point along ω, it is the root mean square of h(ω) − 2h(ω/2) + h(0) relative to that of
+    h(ω) − h(0), for the worst component. It is zero for a linear SDE over any time. It is large if one most
+    likely path does not represent all of them: a drift that bends or branches, or noncommutative noise.
+    Infinite if a path leaves the state space.
     """
     effort = Effort()
     start = coordinates.from_state(step.start)

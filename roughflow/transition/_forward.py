@@ -1,7 +1,7 @@
-"""Derivatives that go forwards, even where they are asked for backwards.
+"""Forward-mode derivatives, even under reverse mode.
 
-A transition nests derivatives of its own. With four parameters the outer ones compile in half the time if
-they go forwards too, and run in a third: parameters are few, and all are pushed forwards at once.
+A transition contains nested derivatives. With four parameters, outer derivatives in forward mode compile in
+half the time and run in a third, because parameters are few and are pushed forward together.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from jaxtyping import Array
 
 
 def linear(function: Callable[[Array], Any], at: Array) -> tuple[Any, Any]:
-    """A function's value at a point `(p,)`, and its derivative with a last axis of p more."""
+    """A function's value at a point `(p,)`, and its derivative, with an additional last axis p."""
     pushed = lambda direction: jax.jvp(function, (at,), (direction,))
     return jax.vmap(pushed, out_axes=(None, -1))(jnp.eye(at.size, dtype=at.dtype))
 
 
 @eqx.filter_custom_jvp
 def forwards(tree: Any, *, function: Callable[[Any], Any]) -> Any:
-    """`function(tree)`. Derivatives of all orders go forwards, in those floats of the tree that are
-    differentiated; what reverse mode has left to do is one product with a matrix."""
+    """`function(tree)` with forward-mode derivatives of all orders in the floats that are differentiated;
+    reverse mode is left with one product with a matrix."""
     return function(tree)
 
 
@@ -37,7 +37,7 @@ def _forwards_jvp(primals: tuple, tangents: tuple, *, function: Callable[[Any], 
 
 
 class _Linear(eqx.Module):
-    """A function's value and its derivative in the floats that move."""
+    """A function's value and its derivative in the floats that are differentiated."""
 
     function: Callable[[Any], Any]
     moves: Any  # a tree of bools

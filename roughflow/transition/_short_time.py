@@ -1,4 +1,4 @@
-"""The density a short while after a point, as the base of a flow over the rest of a span."""
+"""The density a short time after a point, as the base of a flow over the remaining time."""
 
 import functools
 
@@ -17,27 +17,27 @@ from ._ends import Effort, Ends, Transition
 from ._forward import linear
 from ._values import transition_value
 
-HALVINGS = 12  # of a span, to find the first part of it
-SAMPLES = 16  # ends at which the error over a first part is measured
-FIRST_ERROR = 0.01  # nats, root mean square, of the density after the first part
-UNSEEN = 4.0  # times the standard error: the error with what few functions of noises that do not commute omit
-REACH = 8.0  # standard deviations from the mean, beyond which the SDE is made linear
-FINE = 8  # times the functions and steps of an effort, for draws
+HALVINGS = 12  # maximum number, to find the first part of a time interval
+SAMPLES = 16  # end points at which the error over a first part is measured
+FIRST_ERROR = 0.01  # nats, root mean square error of the density after the first part
+UNSEEN = 4.0  # factor on the standard error: covers areas that few functions omit for noncommutative noise
+REACH = 8.0  # standard deviations from the mean, beyond which the SDE is linearised
+FINE = 8  # factor on the functions and steps of an effort, for draws
 
 
 class ShortTime(eqx.Module):
-    """The distribution of Z(span) from Z(0) = start, for spans in which the SDE is nearly linear.
+    """The distribution of Z(span) from Z(0) = start, for short times over which the SDE is nearly linear.
 
         p(x at T | start) = ∫ p_span(z | start) p(x at T | z at span) dz
 
-    is the density at T − span of a flow with this base and the SDE from `span` on, `later`. So all that
-    estimates densities of flows serves fixed starts too.
+    is the density at T − span of a flow with this base and the SDE from `span` on, `later`. All estimators
+    for flows therefore apply to fixed starts too.
 
-    `log_prob` weighs paths around the likeliest one to z. The random numbers are the same for all z, so it is
-    smooth. More than eight standard deviations away, where no path is found, the SDE is made linear. `sample`
-    solves the SDE along paths of more functions.
+    `log_prob` uses weighted paths around the most likely one to z. The random numbers are the same for all z,
+    so it is smooth. More than eight standard deviations away, where no path is found, the SDE is linearised.
+    `sample` solves the SDE along paths with more functions.
 
-    **Arguments:** `sde`; `start` `(d,)`; `span`; `effort`, the work for one log-density.
+    **Arguments:** `sde`; `start` `(d,)`; `span`; `effort`, the work per log-density.
 
     ```python
     import jax, jax.numpy as jnp
@@ -93,7 +93,7 @@ class ShortTime(eqx.Module):
         return Ends(self.sde, Unchanged(), Transition(self.start, self.start, *self._times()), effort, None)
 
     def _zeros(self, effort: Effort) -> Array:
-        """The coefficients of a path that does not move."""
+        """The coefficients of a constant path."""
         size = effort.num_functions * noise_dimension(self.sde, self.start.size)
         return jnp.zeros(size, self.start.dtype)
 
@@ -102,10 +102,10 @@ class ShortTime(eqx.Module):
 
 
 def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, float]:
-    """The density after a first part of the span t1, and its error in nats.
+    """The density after a first part of the time t1, and its error in nats.
 
     The part is the longest of t1/2, t1/4, … with an error below `FIRST_ERROR`; if there is none, the one with
-    the least error.
+    the smallest error.
     """
     spans = jnp.asarray(t1 * 0.5 ** np.arange(1, HALVINGS + 1), start.dtype)
     errors = UNSEEN * np.asarray(_first_errors(sde, start, spans))
@@ -116,7 +116,7 @@ def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, fl
 
 @functools.partial(jit, level=1)
 def _first_errors(sde: AbstractSDE, start: Array, spans: Array) -> Array:
-    """The standard error of log p after each of the spans, root mean square over ends that are drawn."""
+    """The standard error of log p after each time, root mean square over simulated end points."""
 
     def one(span: Array) -> Array:
         first = ShortTime(sde, start, span)

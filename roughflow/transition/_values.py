@@ -1,4 +1,4 @@
-"""log p(x₁ | x₀) of many short transitions by weighted paths, and the effort it takes."""
+"""log p(x₁ | x₀) of many short transitions by weighted paths, and the required effort."""
 
 import functools
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Transition, stiffness
 
 CHUNK = 2048  # transitions at a time
-LOOK = 256  # of them to see how stiff an SDE is
+LOOK = 256  # transitions used to measure the stiffness of an SDE
 
 
 class Weighted(eqx.Module):
-    """log p of a transition by weighted paths, its standard error, the number of equally weighted paths it is
-    worth, and the number of paths not found."""
+    """log p of a transition by weighted paths, its standard error, the effective number of paths, and the
+    number of paths not found."""
 
     log_prob: Array
     error: Array
@@ -32,13 +32,13 @@ class Weighted(eqx.Module):
 
 
 def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
-    """From how much the drift changes over the longest span, in relation to itself."""
+    """The effort, from the relative change of the drift over the longest time."""
     rate = largest_rate(sde, coordinates, many)
     return Effort(4, 8, 8) if rate is None else Effort.for_stiffness(rate)
 
 
 def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> float | None:
-    """The longest span times the largest derivative of the drift at starts and ends; None if it is traced."""
+    """The longest time times the largest derivative of the drift at starts and ends; None if it is traced."""
     if is_traced(many.dt) or any(is_traced(leaf) for leaf in jax.tree.leaves(sde)):
         return None
     places = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))
@@ -57,20 +57,20 @@ def _stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transit
 def log_probs(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
 ) -> Weighted:
-    """log p of many transitions, its errors and what paths they rest on, `(N,)` each."""
+    """log p of many transitions, its errors and path statistics, `(N,)` each."""
     return transition_values(sde, coordinates, many, key, effort)
 
 
 def transition_values(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
 ) -> Weighted:
-    """As `log_probs`, to be part of another program."""
+    """`log_probs` for use inside another program."""
     one = lambda item: transition_value(sde, coordinates, item[0], item[1], effort)
     return in_chunks(one, (many, keys_of(key, many)), len(many.dt), CHUNK)
 
 
 def keys_of(key: PRNGKeyArray, many: Transition) -> PRNGKeyArray:
-    """One for each transition."""
+    """One key per transition."""
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(many.dt)))
 
 
@@ -79,7 +79,8 @@ def transition_value(
 ) -> Weighted:
     """log p of one transition."""
     columns = noise_dimension(sde, step.start.shape[-1])
-    # The first functions have the same numbers however many there are: finer paths are the same paths.
+    # The first functions have the same numbers for any number of functions: finer paths refine the same
+    # paths.
     shape = (effort.num_functions * columns, effort.num_paths // 2)
     noise = jax.random.normal(key, shape, step.start.dtype).T
     inner = Transition(
@@ -92,8 +93,8 @@ def transition_value(
 
 
 def in_chunks(function: Callable, items: Any, count: int, most: int) -> Any:
-    """A function of one item for `count` of them, `most` or fewer at a time, all chunks of one size: a
-    program for what is left over would take as long to compile."""
+    """Map a function over `count` items, at most `most` at a time, in chunks of equal size: a remainder would
+    compile another program."""
     parts = -(-count // most)
     size = -(-count // parts)
     places = jnp.minimum(jnp.arange(parts * size), count - 1)
