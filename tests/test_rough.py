@@ -37,7 +37,7 @@ def test_chen_and_geometricity_of_brownian_motion(brownian):
     np.testing.assert_allclose(bracket, np.broadcast_to(expected, bracket.shape), atol=1e-13)
     np.testing.assert_allclose(ito.geometric_defect(), 0.5 * 2.0, rtol=1e-12)
     np.testing.assert_allclose(ito.stratonovich().areas, brownian.areas, atol=1e-15)
-    with pytest.raises(ValueError, match="is already"):
+    with pytest.raises(ValueError, match="but this is an Itô lift"):
         ito.ito()
 
 
