@@ -89,7 +89,8 @@ def run(out, objective, devices, process, processes, port):
         flow = eqx.tree_at(lambda f: f.integrator, flow, rf.FixedGrid(steps=8))
     data = jax.random.normal(key, (10_000, flow.dimension))
     data = data.at[:, 0].add(0.5 * data[:, 1] ** 2)
-    settings = {"objective": by, "batch_size": rows, "progress": False, "devices": int(devices)}
+    training, run = rf.train.TrainingOptions(batch_size=rows), rf.train.RunOptions(devices=int(devices))
+    settings = {"objective": by, "progress": False, "training": training, "run": run}
     fit = lambda steps: rf.fit(flow, data, key=key, steps=steps, **settings)
     fit(WARM_UP)
     began = time.perf_counter()

@@ -16,12 +16,12 @@ from pathlib import Path
 from benchmarks.timing import format_table, verdict
 
 ROWS = "import jax, numpy as np, roughflow as rf; rows = np.random.default_rng(0).normal(size=(1000, 2))"
-FIT = "key=jax.random.key(0), steps=2, progress=False"
+FIT = "key=jax.random.key(0), steps=2, progress=False, flow=rf.tables.FlowOptions(likelihood_steps={})"
 CALLS = {
     "roughflow --help": "from roughflow.cli import main; main(['--help'])",
     "import of all": "import roughflow; roughflow.fit",
-    "fit_density, 2 steps of regression": f"{ROWS}; rf.fit_density(rows, {FIT}, likelihood_steps=0)",
-    "fit_density, 2 steps of each stage": f"{ROWS}; rf.fit_density(rows, {FIT}, likelihood_steps=2)",
+    "fit_density, 2 steps of regression": f"{ROWS}; rf.fit_density(rows, {FIT.format(0)})",
+    "fit_density, 2 steps of each stage": f"{ROWS}; rf.fit_density(rows, {FIT.format(2)})",
     "estimate": (
         f"{ROWS}; flow = rf.neural_flow(2, key=jax.random.key(0)); "
         "flow.estimate(rows[0], key=jax.random.key(1))"

@@ -62,7 +62,8 @@ def fitted(name: str, folder: Path) -> rf.StochasticFlow:
         data = {"banana": datasets.Banana, "star": datasets.Star}[name]().sample(
             key=jax.random.key(0), shape=(20_000,)
         )
-        options = {"width": 64, "steps": 4000, "likelihood_steps": 0, "progress": False}
+        flow = rf.tables.FlowOptions(width=64, likelihood_steps=0)
+        options = {"flow": flow, "steps": 4000, "progress": False}
         rf.save(file, rf.fit_density(np.asarray(data), key=jax.random.key(1), **options).model)
     return rf.with_noise(rf.load(file), 0.5).flow
 

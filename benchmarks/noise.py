@@ -44,7 +44,13 @@ def fitted(name: str) -> rf.tables.Standardised:
     if not file.exists():
         distribution, keys = rf.datasets.DISTRIBUTIONS[name], jax.random.split(jax.random.key(0))
         data = np.asarray(distribution.sample(key=keys[0], shape=(ROWS,)))
-        model = rf.fit_density(data, key=keys[1], steps=STEPS, likelihood_steps=0, patience=None).model
+        model = rf.fit_density(
+            data,
+            key=keys[1],
+            steps=STEPS,
+            training=rf.train.TrainingOptions(patience=0),
+            flow=rf.tables.FlowOptions(likelihood_steps=0),
+        ).model
         FOLDER.mkdir(exist_ok=True)
         rf.save(file, model)
     return rf.load(file)

@@ -56,7 +56,8 @@ def seconds_per_step(workload: Workload, steps: int = 300) -> float:
     A small rate, so that the model, and with it the grid, stays put.
     """
     objective = rf.MaximumLikelihood(1, rf.Prior())
-    settings = {"batch_size": len(workload.x), "learning_rate": LEARNING_RATE, "progress": False}
+    training = rf.train.TrainingOptions(batch_size=len(workload.x), learning_rate=LEARNING_RATE)
+    settings = {"training": training, "progress": False}
 
     def seconds(steps: int) -> float:
         start = time.perf_counter()

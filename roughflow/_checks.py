@@ -2,6 +2,7 @@
 
 import collections.abc
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import types
 import typing
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,39 @@ def check_instance(name: str, value: Any, kind: Any, wanted: str) -> None:
     """Refuse a value that is not an instance of `kind`; `wanted` describes the expected value."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
+
+
+Arguments = typing.ParamSpec("Arguments")
+Result = typing.TypeVar("Result")
+
+
+def grouped_arguments(
+    **options: type,
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """A decorator of functions that take options objects, one dataclass for each of these arguments: a field
+    that is passed as an argument of its own is a `TypeError` that says where it belongs."""
+    public_name = lambda kind: f"rf.{kind.__module__.split('.')[1]}.{kind.__name__}"
+    places = {}
+    for argument, kind in options.items():
+        for field in dataclasses.fields(kind):
+            example = f"{argument}={public_name(kind)}({field.name}=...)"
+            places[field.metadata.get("was", field.name)] = example
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @functools.wraps(function)
+        def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            for name in kwargs:
+                if name in places:
+                    raise TypeError(f"{function.__name__} has no argument {name}: pass {places[name]}")
+            for name, kind in options.items():
+                value = kwargs.get(name)
+                if value is not None:
+                    check_instance(name, value, kind, f"an {public_name(kind)}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def check_path(name: str, value: Any) -> Path:

@@ -115,6 +115,8 @@ from .train import (
     velocity_flow as velocity_flow,
     with_noise as with_noise,
     fit as fit,
+    TrainingOptions as TrainingOptions,
+    RunOptions as RunOptions,
     Fitted as Fitted,
     History as History,
     AbstractObjective as AbstractObjective,
@@ -135,6 +137,7 @@ from .tables import (
     Standardised as Standardised,
     standardisation as standardisation,
     fit_density as fit_density,
+    FlowOptions as FlowOptions,
     ParquetTable as ParquetTable,
     estimate_chunks as estimate_chunks,
 )

@@ -223,8 +223,8 @@ def write_report(
     from roughflow.report import write_report
 
     data = rf.datasets.Banana().sample(key=jax.random.key(0), shape=(300,))
-    settings = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 2, "progress": False}
-    fitted = rf.fit_density(data[:200], key=jax.random.key(1), **settings)
+    flow = rf.tables.FlowOptions(width=8, depth=1, likelihood_steps=2)
+    fitted = rf.fit_density(data[:200], key=jax.random.key(1), flow=flow, steps=20, progress=False)
     write_report("report.html", fitted, data[:200], held_out=data[200:], key=jax.random.key(2))
     ```
     """

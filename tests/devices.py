@@ -19,6 +19,7 @@ def main(out, settings, port=None, process=None):
     if port is not None:
         jax.distributed.initialize(f"localhost:{port}", 2, int(process), heartbeat_timeout_seconds=20)
     import numpy as np
+    from fits import grouped
 
     import roughflow as rf
 
@@ -38,13 +39,10 @@ def main(out, settings, port=None, process=None):
             jax.random.normal(key, (300, 2)) ** 3,
             key=key,
             objective=objective,
-            batch_size=30,  # which four devices do not share evenly
             validation=0.1,
-            every=5,
-            average=0.9,
             progress=False,
-            devices=count,
-            **run,
+            # Four devices do not share 30 rows evenly.
+            **grouped(run | {"batch_size": 30, "validate_every": 5, "average": 0.9, "devices": count}),
         )
         leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(fitted.model) if hasattr(leaf, "dtype")]
         found[name] = np.concatenate([*leaves, fitted.history.loss])

@@ -22,9 +22,30 @@ DATA = np.random.default_rng(0).normal([3.0, -1.0], 0.5, (400, 2))
 SETTINGS = {"steps": 300, "batch_size": 32, "learning_rate": 0.05, "progress": False}
 
 
+OPTIONS = {
+    "training": rf.train.TrainingOptions,
+    "run": rf.train.RunOptions,
+    "flow": rf.tables.FlowOptions,
+}
+
+
+def grouped(settings):
+    """Arguments of a fit, with the fields of options in their objects."""
+    rest = dict(settings)
+    for argument, kind in OPTIONS.items():
+        fields = {name: rest.pop(name) for name in kind.__dataclass_fields__ if name in rest}
+        if fields:
+            rest[argument] = kind(**fields)
+    return rest
+
+
+def fit_density(data, **settings):
+    return rf.fit_density(data, **grouped(settings))
+
+
 def fit(key, model=None, data=DATA, **changes):
     model = {"place": jnp.zeros(2), "other": jnp.ones(1)} if model is None else model
-    return rf.fit(model, data, key=key, objective=Distance(jnp.zeros(1)), **(SETTINGS | changes))
+    return rf.fit(model, data, key=key, objective=Distance(jnp.zeros(1)), **grouped(SETTINGS | changes))
 
 
 def same(one, two):

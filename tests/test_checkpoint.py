@@ -1,6 +1,7 @@
 """Runs that are cut in two end where whole ones do, and none is taken for another."""
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -11,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fits import DATA, Distance, fit, same
+from fits import DATA, Distance, fit, grouped, same
 
 import roughflow as rf
 
 
 def test_a_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path, interrupt_when_written):
     """Stopped by SIGINT in the middle, and gone on with from its checkpoint: equal to the last bit."""
-    settings = {"steps": 4000, "validation": 0.2, "every": 50}
+    settings = {"steps": 4000, "validation": 0.2, "validate_every": 50}
     whole = fit(key, **settings)
     file = tmp_path / "run.checkpoint"
     with interrupt_when_written(file):
@@ -53,26 +54,33 @@ def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_run(key, tmp_
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_the_average_is_what_is_returned_and_a_cut_run_has_the_same(key, tmp_path, average):
     """a ← a + (1 − d)(p − a) with d = min(average, (1 + n)/(10 + n)), p the parameters after each step."""
-    settings = {"steps": 60, "optimiser": optax.sgd(0.1), "clip": None, "average": average}
+    settings = {"steps": 60, "optimiser": optax.sgd(0.1), "clip": math.inf, "average": average}
     whole = fit(key, **settings)
     # Runs of one step more each say where the parameters were.
-    path = [fit(key, **(settings | {"steps": n, "average": None})).model["place"] for n in (1, 2, 3)]
+    path = [fit(key, **(settings | {"steps": n, "average": 0})).model["place"] for n in (1, 2, 3)]
     mean = np.zeros(2)
     for n, place in enumerate(path):
         mean = mean + (1 - min(0.9, (1 + n) / (10 + n))) * (place - mean)
     short = fit(key, **(settings | {"steps": 3})).model["place"]
     np.testing.assert_allclose(short, path[-1] if average is None else mean, rtol=1e-12)
     file = tmp_path / "run.checkpoint"
-    first = fit(key, checkpoint=file, validation=DATA[:7], every=9, **settings)
-    again = fit(key, checkpoint=file, validation=DATA[:7], every=9, resume=True, **settings)
+    first = fit(key, checkpoint=file, validation=DATA[:7], validate_every=9, **settings)
+    again = fit(key, checkpoint=file, validation=DATA[:7], validate_every=9, resume=True, **settings)
     assert same(first.model, again.model)
     with pytest.raises(ValueError, match=r"another run: average was"):
-        fit(key, checkpoint=file, resume=True, validation=DATA[:7], every=9, **(settings | {"average": 0.5}))
+        fit(
+            key,
+            checkpoint=file,
+            resume=True,
+            validation=DATA[:7],
+            validate_every=9,
+            **(settings | {"average": 0.5}),
+        )
     assert not same(whole.model, {"place": path[-1], "other": whole.model["other"]})
 
 
 def test_an_averaged_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path, interrupt_when_written):
-    settings = {"steps": 3000, "validation": 0.2, "every": 50, "average": 0.99}
+    settings = {"steps": 3000, "validation": 0.2, "validate_every": 50, "average": 0.99}
     whole = fit(key, **settings)
     file = tmp_path / "run.checkpoint"
     with interrupt_when_written(file):
@@ -101,7 +109,7 @@ class Walk(rf.train.AbstractStatefulObjective):
 
 def test_a_state_is_carried_from_step_to_step_and_kept_in_the_checkpoint(key, tmp_path):
     run = lambda **changes: rf.fit(
-        jnp.zeros(1), key=key, objective=Walk(), **({"steps": 40, "progress": False} | changes)
+        jnp.zeros(1), key=key, objective=Walk(), **grouped({"steps": 40, "progress": False} | changes)
     )
     fitted = run()
     places = fitted.history.metrics["place"]
@@ -152,10 +160,9 @@ def run(file, *, steps=None, driver=2, target=None, optimiser=None, l1=0.0, batc
         key=key,
         objective=objective,
         steps=2,
-        optimiser=optimiser,
-        checkpoint=file,
-        resume=resume,
         progress=False,
+        training=rf.train.TrainingOptions(optimiser=optimiser),
+        run=rf.train.RunOptions(checkpoint=file, resume=resume),
     )
 
 

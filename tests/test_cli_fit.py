@@ -65,8 +65,8 @@ def test_a_fit_takes_what_fit_density_takes(tmp_path, monkeypatch):
         main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *options, "--no-marginals"])
     assert given["bounds"] == {"a": (-9, None), "b": (-9, 99)}
     assert given["rounding"] == {"a": 0.5}
-    assert (given["noise"], given["outliers"]) == ("best", 0.1)
-    assert (given["marginals"], given["smoothing"]) == (False, None)
+    assert given["noise"] == "best"
+    assert given["flow"] == rf.tables.FlowOptions(outliers=0.1, marginals=False)
 
 
 def test_a_warning_names_the_options_of_the_command_line(tmp_path, capsys):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fits import fit_density, grouped
 from jax.sharding import AbstractMesh, AxisType
 
 import roughflow as rf
@@ -190,9 +191,9 @@ def test_processes_that_joined_end_in_good_order(tmp_path):
 
 def flow_and_settings(file, devices=None, **more):
     flow = rf.train.velocity_flow(2, width=8, depth=1, key=jax.random.key(0))
-    settings = {"objective": rf.Interpolant(), "batch_size": 30, "every": 5, "validation": 0.1}
+    settings = {"objective": rf.Interpolant(), "batch_size": 30, "validate_every": 5, "validation": 0.1}
     settings |= {"key": jax.random.key(1), "progress": False, "steps": 12, "devices": devices}
-    return rf.fit(flow, rf.tables.ParquetTable(file), **(settings | more))
+    return rf.fit(flow, rf.tables.ParquetTable(file), **grouped(settings | more))
 
 
 def numbers(fitted):
@@ -233,12 +234,12 @@ def test_a_density_from_disk_is_that_from_memory(rows):
     table = rf.tables.ParquetTable(rows)
     settings |= {"progress": False, "rounding": {"x": 0.01}, "bounds": {"y": (-10, None)}}
     in_memory = {"data": table.some(1000, np.random.default_rng(0)), "columns": table.columns}
-    fits = [rf.fit_density(**data, **settings) for data in ({"data": table}, in_memory)]
+    fits = [fit_density(**data, **settings) for data in ({"data": table}, in_memory)]
     (one, two), (same, _) = [[fit.history.validation_loss[i] for fit in fits] for i in (-1, 0)]
     assert one == pytest.approx(two, abs=0.2)
     assert one < same
     with pytest.raises(ValueError, match="not strictly between its bounds"):
-        rf.fit_density(table, **(settings | {"bounds": {"y": (0, None)}}))
+        fit_density(table, **(settings | {"bounds": {"y": (0, None)}}))
 
 
 def test_what_cannot_be_read_is_named(rows, tmp_path):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fits import DATA, SETTINGS, fit, same
+from fits import DATA, SETTINGS, fit, grouped, same
 
 import roughflow as rf
 
@@ -60,7 +60,7 @@ class Traced(rf.train.AbstractObjective):
 
 def test_a_second_fit_compiles_nothing_whatever_its_numbers(key):
     run = lambda **changes: rf.fit(
-        jnp.zeros(2), DATA, key=key, objective=Traced(), **(SETTINGS | {"average": 0.9} | changes)
+        jnp.zeros(2), DATA, key=key, objective=Traced(), **grouped(SETTINGS | {"average": 0.9} | changes)
     )
     run(validation=0.1)
     count = len(TRACED)
@@ -73,7 +73,7 @@ def test_a_second_fit_compiles_nothing_whatever_its_numbers(key):
 def test_validation_keeps_the_best_model_and_ends_a_stale_run(key):
     """Validation data elsewhere: the best model is the one that has just passed them."""
     aside = np.full((10, 2), 0.5)
-    fitted = fit(key, validation=aside, every=10, patience=3, steps=1000)
+    fitted = fit(key, validation=aside, validate_every=10, patience=3, steps=1000)
     losses, steps = fitted.history.validation_loss, fitted.history.validation_step
     stale = next(i for i in range(losses.size) if i - np.argmin(losses[: i + 1]) == 3)
     # A quarter of the steps taken until then are left, from the best model on and at a falling rate.
@@ -88,9 +88,15 @@ def test_validation_keeps_the_best_model_and_ends_a_stale_run(key):
 def test_a_run_that_cools_down_ends_nearer_the_minimum(key):
     """Minibatches of noisy data: at the full rate the model jumps about, and no look is better for long."""
     data = np.random.default_rng(0).normal(size=(200, 2))
-    settings = {"steps": 100_000, "batch_size": 4, "learning_rate": 0.3, "every": 20, "progress": False}
+    settings = {"steps": 100_000, "batch_size": 4, "learning_rate": 0.3, "progress": False}
+    settings |= {"validate_every": 20, "patience": 10}
     fitted = rf.fit(
-        jnp.full(2, 3.0), data, key=key, objective=Near(), validation=data, patience=10, **settings
+        jnp.full(2, 3.0),
+        data,
+        key=key,
+        objective=Near(),
+        validation=data,
+        **grouped(settings),
     )
     losses = fitted.history.validation_loss
     stale = next(i for i in range(losses.size) if i - np.argmin(losses[: i + 1]) == 10)
@@ -123,8 +129,8 @@ class Blind(rf.train.AbstractObjective):
 @pytest.mark.parametrize("patience", [None, 3])
 def test_a_look_that_comes_to_nan_is_worse_than_any_other(key, patience):
     data, aside = np.full((40, 1), 3.0), np.full((7, 1), 3.0)
-    settings = SETTINGS | {"steps": 600, "every": 20, "patience": patience}
-    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Blind(0.5), validation=aside, **settings)
+    settings = SETTINGS | {"steps": 600, "validate_every": 20, "patience": patience}
+    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Blind(0.5), validation=aside, **grouped(settings))
     losses = fitted.history.validation_loss
     assert np.isnan(losses[0])
     np.testing.assert_allclose(fitted.model, 3, atol=0.2)
@@ -133,12 +139,12 @@ def test_a_look_that_comes_to_nan_is_worse_than_any_other(key, patience):
 
 def test_where_every_look_comes_to_nan_the_last_model_is_returned(key):
     data, aside = np.full((40, 1), 3.0), np.full((7, 1), 3.0)
-    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Blind(9.0), validation=aside, **SETTINGS)
+    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Blind(9.0), validation=aside, **grouped(SETTINGS))
     assert fitted.model[0] > 2
 
 
 def test_numbers_of_numpy_will_do_as_settings(key, tmp_path):
-    settings = {"steps": np.int64(3), "batch_size": np.int64(8), "every": np.int64(2)}
+    settings = {"steps": np.int64(3), "batch_size": np.int64(8), "validate_every": np.int64(2)}
     settings |= {"learning_rate": np.float32(0.1), "clip": np.float32(1), "patience": np.int64(2)}
     file = tmp_path / "run.checkpoint"
     first = fit(key, checkpoint=file, validation=0.1, **settings)
@@ -147,7 +153,7 @@ def test_numbers_of_numpy_will_do_as_settings(key, tmp_path):
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(key):
     data = np.where(np.arange(400)[:, None] % 8 == 0, -1.0, 2.0)
-    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Broken(), **SETTINGS)
+    fitted = rf.fit(jnp.zeros(1), data, key=key, objective=Broken(), **grouped(SETTINGS))
     skipped = fitted.history.skipped
     assert 10 < skipped < 80
     assert np.sum(np.isnan(fitted.history.loss)) == skipped
@@ -156,7 +162,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(key):
 
 def test_a_hopeless_run_ends_with_the_reason(key):
     with pytest.raises(rf.NonFiniteError, match=r"^20 steps in a row up to step 20 were not finite"):
-        rf.fit(jnp.zeros(1), -np.ones((9, 1)), key=key, objective=Broken(), **SETTINGS)
+        rf.fit(jnp.zeros(1), -np.ones((9, 1)), key=key, objective=Broken(), **grouped(SETTINGS))
 
 
 def test_a_model_that_returns_nan_is_named(key):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fits import fit_density
 from scipy import stats
 
 import roughflow as rf
@@ -22,7 +23,7 @@ TINY = {
     "steps": 20,
     "likelihood_steps": 2,
     "batch_size": 64,
-    "patience": None,
+    "patience": 0,
     "progress": False,
 }
 ROWS = np.random.default_rng(0).normal([100, -5], [10, 0.1], (80, 2))
@@ -30,13 +31,13 @@ ROWS = np.random.default_rng(0).normal([100, -5], [10, 0.1], (80, 2))
 
 @pytest.fixture(scope="module")
 def fitted():
-    return rf.fit_density(ROWS, key=jax.random.key(0), columns=["a", "b"], **TINY)
+    return fit_density(ROWS, key=jax.random.key(0), columns=["a", "b"], **TINY)
 
 
 def test_before_it_learns_a_model_is_the_normal_distribution_of_the_data(key):
     """Each stage hardly moves: regression by a small rate, likelihood not at all."""
     settings = TINY | {"steps": 1, "likelihood_steps": 0, "learning_rate": 1e-9}
-    model = rf.fit_density(ROWS, key=key, validation=0.0, **settings).model
+    model = fit_density(ROWS, key=key, validation=0.0, **settings).model
     got = model.log_prob(ROWS[:5], key=key)
     truth = stats.multivariate_normal(ROWS.mean(axis=0), np.cov(ROWS.T, bias=True)).logpdf(ROWS[:5])
     np.testing.assert_allclose(got, truth, atol=1e-4)
@@ -55,13 +56,13 @@ def test_a_fit_has_both_stages(fitted):
 def test_patience_does_not_end_a_short_run(key):
     """Though at this rate every step is for the worse."""
     settings = TINY | {"patience": 5, "learning_rate": 3.0, "likelihood_steps": 0}
-    assert rf.fit_density(ROWS, key=key, **settings).history.loss.size == 20
+    assert fit_density(ROWS, key=key, **settings).history.loss.size == 20
 
 
 @pytest.mark.slow
 def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     """It leaves the distribution nearly as it is, for a velocity that is nearly right."""
-    noisy = rf.fit_density(ROWS, key=jax.random.key(0), noise=0.5, **TINY).model
+    noisy = fit_density(ROWS, key=jax.random.key(0), noise=0.5, **TINY).model
     assert noisy.flow.noise_dimension == 2
     later = dataclasses.replace(fitted.model, flow=rf.with_noise(fitted.model.flow, 0.5))
     x = ROWS[:4]
@@ -82,7 +83,7 @@ def test_the_best_noise_is_chosen_on_the_rows_set_aside(start, best, key):
 
 def test_the_best_noise_needs_rows_set_aside(key):
     with pytest.raises(ValueError, match="needs validation rows"):
-        rf.fit_density(ROWS, key=key, noise="best", validation=0.0, **TINY)
+        fit_density(ROWS, key=key, noise="best", validation=0.0, **TINY)
 
 
 def test_a_budget_may_be_in_seconds_and_a_run_resumed_keeps_its_steps(key, tmp_path, monkeypatch):
@@ -90,13 +91,13 @@ def test_a_budget_may_be_in_seconds_and_a_run_resumed_keeps_its_steps(key, tmp_p
     file = tmp_path / "run.checkpoint"
     with monkeypatch.context() as patch:
         interrupt_at(patch, file)
-        first = rf.fit_density(ROWS, checkpoint=file, **settings)
+        first = fit_density(ROWS, checkpoint=file, **settings)
     assert first.interrupted
-    again = rf.fit_density(ROWS, checkpoint=file, resume=True, **settings)
+    again = fit_density(ROWS, checkpoint=file, resume=True, **settings)
     planned = rf.train._checkpoint.steps_of(file)
     assert again.history.loss.size == planned > 40
     with pytest.raises(ValueError, match="steps and seconds are alternatives"):
-        rf.fit_density(ROWS, key=key, seconds=1.0, **TINY)
+        fit_density(ROWS, key=key, seconds=1.0, **TINY)
 
 
 def test_smoothed_rows_have_the_noise_asked_for(key):
@@ -116,7 +117,7 @@ def test_outliers_to_be_make_heavier_tails(key):
     settings = TINY | {"width": 16, "depth": 2, "steps": 400, "likelihood_steps": 0, "learning_rate": 1e-2}
     settings |= {"validation": 0.0, "marginals": False}
     far = rows[:50] * 4 / np.linalg.norm(rows[:50], axis=1, keepdims=True)
-    fit = lambda share: rf.fit_density(rows, key=key, outliers=share, **settings).model
+    fit = lambda share: fit_density(rows, key=key, outliers=share, **settings).model
     score = lambda model: float(np.mean(model.log_prob(far, key=key)))
     assert 1.5 < score(fit(0.5)) - score(fit(0.0)) < 4.5
 
@@ -124,7 +125,7 @@ def test_outliers_to_be_make_heavier_tails(key):
 @pytest.mark.parametrize("settings", [{"smoothing": -0.1}, {"outliers": 1.0}, {"outliers": -0.1}])
 def test_noise_in_training_that_makes_no_sense_is_refused(settings, key):
     with pytest.raises(ValueError, match=next(iter(settings))):
-        rf.fit_density(ROWS, key=key, **TINY, **settings)
+        fit_density(ROWS, key=key, **TINY, **settings)
 
 
 @pytest.mark.slow
@@ -135,7 +136,7 @@ def test_few_rows_are_smoothed_in_training_and_not_learned_by_heart(key):
     settings = TINY | {"width": 32, "depth": 2, "steps": 800, "likelihood_steps": 0, "validation": 0.0}
     settings |= {"learning_rate": 2e-2}
     score = lambda model: float(np.mean(model.log_prob(others, key=key)))
-    smooth, sharp = (rf.fit_density(rows, key=key, smoothing=h, **settings).model for h in (None, 0.0))
+    smooth, sharp = (fit_density(rows, key=key, smoothing=h, **settings).model for h in (None, 0.0))
     assert score(smooth) > score(sharp) + 0.1
 
 
@@ -160,11 +161,11 @@ def test_a_run_cut_in_either_stage_goes_on_to_the_same_bits(fitted, tmp_path, st
     settings = TINY | {"columns": ["a", "b"], "key": jax.random.key(0), "checkpoint": file}
     with monkeypatch.context() as patch:
         interrupt_at(patch, file if stage == "regression" else second_file(file))
-        first = rf.fit_density(ROWS, **settings)
+        first = fit_density(ROWS, **settings)
     assert first.interrupted
     assert list(first.stages)[-1] == stage
     assert first.history.loss.size == 1
-    again = rf.fit_density(ROWS, resume=True, **settings)
+    again = fit_density(ROWS, resume=True, **settings)
     assert not again.interrupted
     for one, other in zip(jax.tree.leaves(again.model), jax.tree.leaves(fitted.model), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -180,7 +181,7 @@ def conditional():
     x = rng.normal(10, 2, (1500, 1))
     y = 2 + 3 * x + 0.5 * rng.normal(size=(1500, 1))
     settings = {"width": 32, "depth": 2, "steps": 1500, "likelihood_steps": 0, "batch_size": 64}
-    return rf.fit_density(y, given=x, key=jax.random.key(0), **settings, progress=False).model
+    return fit_density(y, given=x, key=jax.random.key(0), **settings, progress=False).model
 
 
 def test_a_conditional_density_is_found(conditional, key):
@@ -225,7 +226,7 @@ def test_a_model_asks_for_what_is_given(conditional, fitted, key):
     with pytest.raises(ValueError, match="needs no given"):
         fitted.model.sample(given=np.zeros((2, 1)), key=key)
     with pytest.raises(ValueError, match="but given has"):
-        rf.fit_density(ROWS, given=ROWS[:3], key=key, **TINY)
+        fit_density(ROWS, given=ROWS[:3], key=key, **TINY)
 
 
 def test_a_conditional_model_comes_back(conditional, tmp_path, key):
@@ -239,7 +240,7 @@ def test_a_conditional_model_comes_back(conditional, tmp_path, key):
 
 
 def test_tables_without_a_density_are_refused(key):
-    fit = lambda rows: rf.fit_density(rows, key=key, **TINY)
+    fit = lambda rows: fit_density(rows, key=key, **TINY)
     with pytest.raises(ValueError, match="column 1 is constant"):
         fit(np.stack([ROWS[:, 0], np.full(len(ROWS), 3.0)], axis=1))
     with pytest.raises(ValueError, match="column 0 is constant"):
@@ -247,13 +248,13 @@ def test_tables_without_a_density_are_refused(key):
     with pytest.raises(ValueError, match=r"column \d of data has values beyond 1e\+30: rescale them"):
         fit(np.where(np.arange(len(ROWS))[:, None] == 3, 1e300, ROWS))
     with pytest.raises(ValueError, match="validation must be a fraction"):
-        rf.fit_density(ROWS, key=key, validation=1.5, **TINY)
+        fit_density(ROWS, key=key, validation=1.5, **TINY)
     with pytest.raises(ValueError, match="validation has 1 columns"):
-        rf.fit_density(ROWS, key=key, validation=ROWS[:5, :1], **TINY)
+        fit_density(ROWS, key=key, validation=ROWS[:5, :1], **TINY)
 
 
 def test_numbers_too_small_masked_or_complex_are_refused(key):
-    fit = lambda rows: rf.fit_density(rows, key=key, **TINY)
+    fit = lambda rows: fit_density(rows, key=key, **TINY)
     with pytest.raises(ValueError, match=r"column 0 of data varies by .*e-49 only: rescale it"):
         fit(ROWS * 1e-50)
     with pytest.raises(ValueError, match="has masked values"):
@@ -266,22 +267,22 @@ def test_a_data_frame_keeps_its_names(key):
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame(ROWS, columns=["length", "width"])
     quick = TINY | {"steps": 1, "likelihood_steps": 0}
-    assert rf.fit_density(frame, key=key, **quick).model.columns == ("length", "width")
-    model = rf.fit_density(frame[["width"]], given=ROWS[:, :1], key=key, **quick).model
+    assert fit_density(frame, key=key, **quick).model.columns == ("length", "width")
+    model = fit_density(frame[["width"]], given=ROWS[:, :1], key=key, **quick).model
     assert model.columns == ("width", "x2")
     with pytest.raises(ValueError, match="column 'kind' of data holds 'x', not numbers"):
-        rf.fit_density(frame.assign(kind="x"), key=key, **quick)
+        fit_density(frame.assign(kind="x"), key=key, **quick)
     with pytest.raises(ValueError, match=r"column 'day' of data holds '2020-01-01.*', not numbers"):
-        rf.fit_density(frame.assign(day=pd.Timestamp("2020-01-01")), key=key, **quick)
+        fit_density(frame.assign(day=pd.Timestamp("2020-01-01")), key=key, **quick)
     with pytest.raises(ValueError, match="not finite, first in row 3, column 'width'"):
-        rf.fit_density(frame.assign(width=frame["width"].where(frame.index != 3)), key=key, **quick)
+        fit_density(frame.assign(width=frame["width"].where(frame.index != 3)), key=key, **quick)
 
 
 def test_the_columns_named_are_those_there_are(key):
     with pytest.raises(ValueError, match="columns has 1 names for 2 columns"):
-        rf.fit_density(ROWS, key=key, columns=["a"], **TINY)
+        fit_density(ROWS, key=key, columns=["a"], **TINY)
     with pytest.raises(ValueError, match="columns has 1 names for 1 columns and 1 given"):
-        rf.fit_density(ROWS[:, :1], given=ROWS[:, 1:], key=key, columns=["a"], **TINY)
+        fit_density(ROWS[:, :1], given=ROWS[:, 1:], key=key, columns=["a"], **TINY)
 
 
 def test_samples_of_any_shape(fitted, key):

@@ -1,11 +1,14 @@
 """Regression on straight lines: between normal distributions the velocity it should find is known."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fits import grouped
 
 import roughflow as rf
 from roughflow.train._interpolant import sinkhorn
@@ -69,11 +72,9 @@ def test_a_fit_finds_the_velocity_and_leaves_the_base_alone(key):
         Target(),
         key=key,
         objective=rf.Interpolant(),
-        optimiser=optimiser,
         steps=400,
-        batch_size=256,
-        average=0.98,
         progress=False,
+        training=rf.train.TrainingOptions(optimiser=optimiser, batch_size=256, average=0.98),
     )
     velocity = fitted.model.sde.transport.velocity
     for leaf in jax.tree.leaves(velocity):
@@ -171,11 +172,13 @@ def test_the_noise_is_trained_while_the_velocity_stays(key):
     x = Target().sample(key=key, shape=(64,))
     parts = lambda flow: (flow.sde.transport.velocity, flow.sde.diffusion.diffusion)
     same = lambda one, two: jax.tree.all(jax.tree.map(np.array_equal, one, two))
-    settings = {"key": key, "steps": 2, "progress": False, "clip": None}
+    settings = {"key": key, "steps": 2, "progress": False, "clip": math.inf}
     likely = rf.MaximumLikelihood(2, rf.Prior())
-    fitted = rf.fit(noisy, x, objective=likely, frozen=lambda f: (f.sde.transport, f.base), **settings).model
+    fitted = rf.fit(
+        noisy, x, objective=likely, frozen=lambda f: (f.sde.transport, f.base), **grouped(settings)
+    ).model
     assert same(parts(fitted)[0], parts(noisy)[0])
     assert not same(parts(fitted)[1], parts(noisy)[1])
-    fitted = rf.fit(noisy, x, objective=rf.Interpolant(), **settings).model
+    fitted = rf.fit(noisy, x, objective=rf.Interpolant(), **grouped(settings)).model
     assert not same(parts(fitted)[0], parts(noisy)[0])
     assert same(parts(fitted)[1], parts(noisy)[1])

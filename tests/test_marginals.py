@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fits import fit_density
 from scipy import stats
 
 import roughflow as rf
 from roughflow.tables._closed_form import fit_marginals
 
-TINY = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 0, "patience": None, "progress": False}
+TINY = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 0, "patience": 0, "progress": False}
 RNG = np.random.default_rng(0)
 SKEWED = RNG.gamma(0.7, size=(600, 2)) @ np.array([[1.0, 0.3], [0.0, 2.0]])
 
@@ -83,7 +84,7 @@ def test_knots_that_make_no_map_are_refused():
 @pytest.fixture(scope="module")
 def bounded():
     rows = np.random.default_rng(2).exponential(size=(300, 1))
-    return rf.fit_density(rows, key=jax.random.key(0), bounds={0: (0.0, None)}, marginals=True, **TINY).model
+    return fit_density(rows, key=jax.random.key(0), bounds={0: (0.0, None)}, marginals=True, **TINY).model
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_samples_of_a_mapped_model_have_its_density(bounded, on_grid, key):
 
 def test_rounded_rows_are_spread_over_their_steps(key):
     rows = np.random.default_rng(3).poisson(3, (400, 1)).astype(float)
-    model = rf.fit_density(rows, key=key, rounding={"count": 1.0}, columns=["count"], **TINY).model
+    model = fit_density(rows, key=key, rounding={"count": 1.0}, columns=["count"], **TINY).model
     # The normal it starts from has the variance of the rows and that of the noise, or hardly less.
     assert model.sample(key=key, shape=(4000,)).var() == pytest.approx(rows.var() + 1 / 12, rel=0.15)
 
@@ -128,13 +129,13 @@ def test_rounded_rows_are_spread_over_their_steps(key):
 def test_a_rounded_column_may_be_constant(key):
     """Noise as wide as the step gives it a density: uniform."""
     rows = np.stack([np.random.default_rng(3).normal(size=200), np.zeros(200)], axis=1)
-    model = rf.fit_density(rows, key=key, rounding={1: 1.0}, **TINY).model
+    model = fit_density(rows, key=key, rounding={1: 1.0}, **TINY).model
     assert model.sample(key=key, shape=(2000,))[:, 1].std() == pytest.approx(12**-0.5, rel=0.2)
 
 
 def test_what_cannot_be_within_bounds_is_refused(key):
     rows = np.random.default_rng(4).uniform(size=(80, 2))
-    fit = lambda **settings: rf.fit_density(rows, key=key, **settings, **TINY)
+    fit = lambda **settings: fit_density(rows, key=key, **settings, **TINY)
     with pytest.raises(
         ValueError, match=r"column 1 has values that are not strictly between its bounds 0 and 0\.5"
     ):
@@ -150,7 +151,7 @@ def test_spikes_and_tails_are_said(key):
     spike = np.where(rng.uniform(size=200) < 0.2, 0.0, rng.normal(size=200))
     settings = TINY | {"steps": 1}
     with pytest.warns(UserWarning, match="column 'a' has 18% of its rows at 0, where a density may grow"):
-        rf.fit_density(np.stack([spike, rng.normal(size=200)], 1), key=key, columns=["a", "b"], **settings)
+        fit_density(np.stack([spike, rng.normal(size=200)], 1), key=key, columns=["a", "b"], **settings)
     tail = rng.standard_cauchy(size=(400, 1))
     with pytest.warns(UserWarning, match=r"column 0 reaches \d+ interquartile ranges from its median"):
-        rf.fit_density(tail, key=key, **settings)
+        fit_density(tail, key=key, **settings)

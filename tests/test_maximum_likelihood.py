@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fits import grouped
 
 import roughflow as rf
 
@@ -24,7 +25,7 @@ def test_maximum_likelihood_finds_a_normal_distribution(key, proposal):
     # Paths that do not learn where to look take more of them, and more steps.
     paths, steps = (4, 300) if proposal is None else (16, 500)
     settings = {"objective": rf.MaximumLikelihood(paths, proposal), "steps": steps, "batch_size": 64}
-    fitted = rf.fit(flow_of(0.5, key), data, key=key, **settings, progress=False)
+    fitted = rf.fit(flow_of(0.5, key), data, key=key, **grouped(settings), progress=False)
     truth = 0.5 * np.log(2 * np.pi * np.e * 0.49)
     assert abs(fitted.history.recent() - truth) < 0.1
     assert fitted.history.recent("effective_paths") > (3 if proposal is None else 5)

@@ -8,6 +8,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fits import fit_density
 
 import roughflow as rf
 from roughflow import experiments, report
@@ -80,7 +81,7 @@ def test_names_are_escaped(page):
 
 def small_fit(key, rows, **settings):
     tiny = {"width": 4, "depth": 1, "steps": 2, "likelihood_steps": 0, "progress": False}
-    return rf.fit_density(rows, key=key, **tiny, **settings)
+    return fit_density(rows, key=key, **tiny, **settings)
 
 
 def test_one_column_given_another(key, tmp_path):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fits import grouped
 
 import roughflow as rf
 
@@ -141,13 +142,13 @@ def test_a_fit_knows_why_it_ended(key):
     """The validation data are where the model begins, so that nothing but the first look is good."""
     sde = rf.ItoSDE(lambda t, z: 0 * z, rf.sde.NoDiffusion())
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=rf.FixedGrid(steps=1))
-    settings = {"steps": 40, "batch_size": 8, "learning_rate": 0.1, "every": 4, "progress": False}
+    settings = {"steps": 40, "batch_size": 8, "learning_rate": 0.1, "validate_every": 4, "progress": False}
     data = 5 + jax.random.normal(key, (64, 1))
-    fitted = rf.fit(flow, data, key=key, validation=jnp.zeros((8, 1)), patience=2, **settings)
+    fitted = rf.fit(flow, data, key=key, validation=jnp.zeros((8, 1)), **grouped(settings | {"patience": 2}))
     assert fitted.history.ended is not None
     assert fitted.history.ended.endswith(" of 40: validation loss did not improve in 2 checks")
     assert fitted.history.ended in repr(fitted)
-    assert rf.fit(flow, data, key=key, **settings).history.ended is None
+    assert rf.fit(flow, data, key=key, **grouped(settings)).history.ended is None
 
 
 def test_a_chain_is_summed_up(key):

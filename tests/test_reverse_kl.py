@@ -60,9 +60,9 @@ def test_the_target_is_not_trained_and_the_penalty_leaves_it_alone(num_paths, ke
         key=key,
         objective=objective,
         steps=5,
-        learning_rate=0.1,
         frozen=lambda f: f.base,
         progress=False,
+        training=rf.train.TrainingOptions(learning_rate=0.1),
     )
     assert fitted.model.sde.log_density.mean == 1.5
     assert fitted.objective.log_density.mean == 1.5
@@ -81,8 +81,8 @@ def test_decay_of_weights_leaves_what_is_given_alone(key):
         key=key,
         objective=rf.ReverseKL(target, 0, batch_size=8),
         steps=3,
-        optimiser=decay,
         progress=False,
+        training=rf.train.TrainingOptions(optimiser=decay),
     )
     sde = fitted.model.sde
     assert fitted.objective.log_density.mean == sde.log_density.mean == 1.5

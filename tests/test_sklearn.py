@@ -106,8 +106,12 @@ def test_options_mean_what_they_mean_to_fit_density(table):
         ),
         ([[i, i**2] for i in range(9)], {"bounds": {0: (1, 9)}}, "not strictly between its bounds 1 and 9"),
         ([[i, i**2] for i in range(9)], {"rounding": {5: 1.0}}, "there is no column 5"),
-        ([[i, i**2] for i in range(9)], {"outliers": 1.0}, "outliers must be a fraction"),
-        ([[i, i**2] for i in range(9)], {"smoothing": -1.0}, "smoothing must not be negative"),
+        ([[i, i**2] for i in range(9)], {"outliers": 1.0}, "outliers must lie between 0 and 1"),
+        (
+            [[i, i**2] for i in range(9)],
+            {"smoothing": -1.0},
+            "smoothing must be a finite number of at least 0",
+        ),
         ([[i, i**2] for i in range(9)], {"validation_fraction": 1.0}, "validation must be a fraction"),
     ],
 )

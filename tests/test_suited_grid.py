@@ -1,10 +1,13 @@
 """Grids with as many steps as log-densities need."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fits import grouped
 
 import roughflow as rf
 from roughflow.flow._resolution import STILL_TOLERANCE, _values, with_steps
@@ -94,8 +97,14 @@ def stretched(key, **settings):
     sde = rf.ItoSDE(Stretch(jnp.zeros(())), rf.sde.NoDiffusion())
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=grid)
     data = np.exp(5) * np.random.default_rng(0).normal(size=(64, 1))
-    settings = {"steps": 100, "every": 20, "learning_rate": 0.3, "clip": None, "progress": False} | settings
-    return rf.fit(flow, data, key=key, frozen=lambda flow: flow.base, **settings)
+    settings = {
+        "steps": 100,
+        "validate_every": 20,
+        "learning_rate": 0.3,
+        "clip": math.inf,
+        "progress": False,
+    } | settings
+    return rf.fit(flow, data, key=key, frozen=lambda flow: flow.base, **grouped(settings))
 
 
 @pytest.fixture

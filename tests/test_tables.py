@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from fits import fit_density
 from scipy import stats
 
 import roughflow as rf
@@ -70,7 +71,7 @@ def test_rows_of_a_join_stay_together():
     assert links.distinct == 300
     assert links.joined == (0, 1)
     with pytest.warns(UserWarning, match="columns 0, 1 repeat together, as after a join") as caught:
-        rf.fit_density(rows[:, :3], key=KEY, family="gaussian")
+        fit_density(rows[:, :3], key=KEY, family="gaussian")
     assert len(caught) == 1
 
 
@@ -154,7 +155,7 @@ def test_many_rows_have_the_gaussian_of_their_moments():
 
 def test_a_tiny_table_gets_a_gaussian_with_its_score():
     rows = rows_of(4, 10)
-    fitted = rf.fit_density(rows, key=KEY)
+    fitted = fit_density(rows, key=KEY)
     assert fitted.family == "gaussian"
     others = rows_of(5, 2000)
     reached = np.asarray(fitted.log_prob(others))
@@ -174,7 +175,7 @@ def test_a_score_is_that_of_new_rows_on_average():
     gaps = []
     for seed in range(20):
         rows, others = rows_of(seed, 8, np.eye(3)), rows_of(seed + 100, 500, np.eye(3))
-        score = rf.fit_density(rows, key=KEY, family="gaussian").score
+        score = fit_density(rows, key=KEY, family="gaussian").score
         gaps.append(score.mean - Gaussian.shrunk(rows, Links.of(rows)).log_prob(others).mean())
     assert abs(np.mean(gaps)) < 3 * np.std(gaps) / 20**0.5
     assert np.std(gaps) / 20**0.5 < 0.3
@@ -182,7 +183,7 @@ def test_a_score_is_that_of_new_rows_on_average():
 
 def test_skewed_columns_get_marginals():
     rng = np.random.default_rng(0)
-    fitted = rf.fit_density(rng.lognormal(size=(60, 2)), key=KEY)
+    fitted = fit_density(rng.lognormal(size=(60, 2)), key=KEY)
     assert fitted.family == "marginals"
     assert fitted.score.gain > fitted.score.gain_error > 0
 
@@ -191,7 +192,7 @@ def test_a_conditional_gaussian_is_a_regression():
     rng = np.random.default_rng(1)
     x = rng.normal(10, 2, (50, 1))
     rows = np.column_stack([2 + 3 * x[:, 0] + 0.5 * rng.normal(size=50), x])
-    fitted = rf.fit_density(rows[:, :1], given=rows[:, 1:], key=KEY)
+    fitted = fit_density(rows[:, :1], given=rows[:, 1:], key=KEY)
     at = np.array([[9.0], [13.0]])
     draws = np.asarray(fitted.sample(4000, given=at, key=KEY))[..., 0]
     np.testing.assert_allclose(draws.mean(axis=0), [29, 41], atol=0.4)
@@ -205,7 +206,7 @@ def test_a_small_table_gets_a_flow_where_it_is_better():
     rng = np.random.default_rng(0)
     angle = rng.uniform(0, 2 * np.pi, 3150)
     ring = np.column_stack([np.cos(angle), np.sin(angle)]) + 0.1 * rng.normal(size=(3150, 2))
-    fitted = rf.fit_density(ring[:150], width=32, depth=2, key=KEY, progress=False)
+    fitted = fit_density(ring[:150], width=32, depth=2, key=KEY, progress=False)
     assert fitted.family == "flow"
     assert "likelihood" not in fitted.stages
     assert fitted.score.method == "cross-validation"
@@ -225,7 +226,7 @@ def test_the_score_of_a_table_with_copies_is_that_of_new_rows(kind):
         others = np.column_stack([others, rng.normal(size=4000)])
     else:
         rows = np.repeat(rows, 20, axis=0) if kind == "upsampled" else rows[rng.integers(0, 100, 200)]
-    fitted = rf.fit_density(rows, key=KEY, progress=False)
+    fitted = fit_density(rows, key=KEY, progress=False)
     values = np.asarray(fitted.log_prob(others))
     error = np.hypot(fitted.score.standard_error, values.std() / 4000**0.5)
     assert abs(values.mean() - fitted.score.mean) < 2 * error
@@ -238,11 +239,11 @@ def test_rounded_values_are_spread_by_auto():
     """Integers 0 to 30: the density at them adds up to one."""
     rows = np.random.default_rng(5).integers(0, 31, (400, 1)).astype(float)
     with pytest.warns(UserWarning, match=r'^column 0 holds rounded values .* pass rounding="auto"'):
-        rf.fit_density(rows, key=KEY, family="gaussian")
-    fitted = rf.fit_density(rows, key=KEY, rounding="auto", family="marginals")
+        fit_density(rows, key=KEY, family="gaussian")
+    fitted = fit_density(rows, key=KEY, rounding="auto", family="marginals")
     assert np.exp(fitted.log_prob(np.arange(31.0)[:, None])).sum() == pytest.approx(1, abs=0.05)
     with pytest.raises(ValueError, match='rounding must be "auto" or'):
-        rf.fit_density(rows, key=KEY, rounding="all")
+        fit_density(rows, key=KEY, rounding="all")
 
 
 # ---------------------------------------------------------------------------------------------- DataFrames
@@ -258,7 +259,7 @@ def frame():
 
 @pytest.fixture(scope="module")
 def fitted(frame):
-    return rf.fit_density(frame, groups="visit", key=KEY)
+    return fit_density(frame, groups="visit", key=KEY)
 
 
 def test_columns_of_a_frame_are_matched_by_name(frame, fitted):
@@ -274,18 +275,18 @@ def test_columns_of_a_frame_are_matched_by_name(frame, fitted):
 
 
 def test_given_names_columns_of_a_frame(frame):
-    fitted = rf.fit_density(frame, given="height", groups="visit", key=KEY)
+    fitted = fit_density(frame, given="height", groups="visit", key=KEY)
     assert fitted.model.columns == ("weight", "height")
     rows = frame[["weight", "height"]].to_numpy()
     arrays = fitted.log_prob(rows[:4, :1], given=rows[:4, 1:])
     np.testing.assert_array_equal(fitted.log_prob(frame[:4]), arrays)
     np.testing.assert_array_equal(fitted.log_prob(frame[["weight"]][:4], given=frame[["height"]][:4]), arrays)
-    named = rf.fit_density(rows, columns=["weight", "height"], given=["height"], key=KEY)
+    named = fit_density(rows, columns=["weight", "height"], given=["height"], key=KEY)
     np.testing.assert_array_equal(named.log_prob(rows[:4, :1], given=rows[:4, 1:]), arrays)
     with pytest.raises(ValueError, match="data has no column 'age'; it has height, weight, visit"):
-        rf.fit_density(frame, given="age", key=KEY)
+        fit_density(frame, given="age", key=KEY)
     with pytest.raises(ValueError, match="no column is left to model"):
-        rf.fit_density(frame[["height"]], given="height", key=KEY)
+        fit_density(frame[["height"]], given="height", key=KEY)
 
 
 def test_noise_is_added_in_units_of_the_table(frame, fitted):
@@ -312,7 +313,7 @@ def test_noise_is_added_in_units_of_the_table(frame, fitted):
         (rows_of(0, 60) @ np.array([[1, 0, 1], [0, 1, 1]]), {}, "columns 0, 1, 2 are linearly dependent"),
         (rows_of(0, 60), {"width": 0}, "width must be a positive whole number, got 0"),
         (rows_of(0, 60), {"width": -3}, "width must be a positive whole number, got -3"),
-        (rows_of(0, 60), {"patience": -1}, "patience must be a positive whole number, got -1"),
+        (rows_of(0, 60), {"patience": -1}, "patience must be a whole number, not negative, got -1"),
         (rows_of(0, 60), {"columns": ("a", "a")}, "columns has the name 'a' twice"),
         (rows_of(0, 60), {"columns": "ab"}, "columns must be a list of names, got 'ab'"),
         (rows_of(0, 60), {"family": "normal"}, "family must be one of 'gaussian', 'marginals', 'flow'"),
@@ -322,5 +323,5 @@ def test_noise_is_added_in_units_of_the_table(frame, fitted):
 )
 def test_bad_arguments_are_named(rows, settings, reason):
     with pytest.raises(ValueError, match=reason) as error:
-        rf.fit_density(rows, key=KEY, **settings)
+        fit_density(rows, key=KEY, **settings)
     assert "\n" not in str(error.value)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fits import grouped
 from problems import CAUCHY, cauchy_cdf, kolmogorov
 
 import roughflow as rf
@@ -125,7 +126,7 @@ def test_a_target_without_curvature_can_be_warmed_up(key):
 
 def tune(key, target=CAUCHY, d=1, **settings):
     z0 = jax.random.normal(key, (16, d))
-    return rf.tune_sampler(target, z0, key=key, width=8, progress=False, **settings)
+    return rf.tune_sampler(target, z0, key=key, width=8, progress=False, **grouped(settings))
 
 
 @pytest.mark.slow

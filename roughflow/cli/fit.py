@@ -189,7 +189,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _warn(text: str, said: list[str]) -> None:
     """Print warnings at once, with the names of the command line, and keep them for the report."""
-    for name in ("given=", "groups=", "bounds=", "marginals=True"):
+    for name in ("given=", "groups=", "bounds=", "marginals=True of rf.tables.FlowOptions"):
         text = text.replace(f"({name})", f"(--{name.partition('=')[0]})")
     text = text.replace('rounding="auto"', "--rounding auto")
     print(f"roughflow: warning: {text}", file=sys.stderr)
@@ -216,21 +216,23 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
         noise=arguments.noise,
         bounds=arguments.bounds,
         rounding=arguments.rounding,
-        marginals=arguments.marginals,
-        smoothing=arguments.smoothing,
-        outliers=arguments.outliers,
-        width=arguments.width,
-        depth=arguments.depth,
-        patience=arguments.patience or None,
         steps=arguments.steps,
-        likelihood_steps=arguments.likelihood_steps,
         seconds=arguments.seconds,
-        batch_size=arguments.batch_size,
-        learning_rate=arguments.learning_rate,
-        checkpoint=checkpoint,
-        resume=arguments.resume,
         progress=not arguments.quiet,
-        devices=arguments.devices,
+        flow=rf.tables.FlowOptions(
+            width=arguments.width,
+            depth=arguments.depth,
+            marginals=arguments.marginals,
+            smoothing=arguments.smoothing,
+            outliers=arguments.outliers,
+            likelihood_steps=arguments.likelihood_steps,
+        ),
+        training=rf.train.TrainingOptions(
+            batch_size=arguments.batch_size,
+            learning_rate=arguments.learning_rate,
+            patience=arguments.patience,
+        ),
+        run=rf.train.RunOptions(checkpoint=checkpoint, resume=arguments.resume, devices=arguments.devices),
     )
 
 

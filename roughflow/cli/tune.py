@@ -69,9 +69,8 @@ def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: P
                 start,
                 key=key,
                 num_gradients=arguments.gradients,
-                checkpoint=checkpoint,
-                resume=arguments.resume,
                 progress=not arguments.quiet,
+                run=rf.train.RunOptions(checkpoint=checkpoint, resume=arguments.resume),
             )
     except rf.NonFiniteError:
         remove(checkpoint)  # nothing to resume from there

@@ -95,9 +95,8 @@ class Run:
                 key=self.key(label),
                 objective=objective or rf.MaximumLikelihood(PATHS),
                 steps=self.steps or steps,
-                batch_size=batch,
-                learning_rate=rate,
                 frozen=frozen,
+                training=rf.train.TrainingOptions(batch_size=batch, learning_rate=rate),
                 **settings,
             )
             assert isinstance(fitted.objective, rf.MaximumLikelihood)
@@ -119,10 +118,9 @@ class Run:
             fitted = rf.fit_density(
                 rows,
                 key=self.key(label),
-                width=width,
                 validation=0.0,
                 steps=steps,
-                likelihood_steps=0,
+                flow=rf.tables.FlowOptions(width=width, likelihood_steps=0),
                 **settings,
             )
             return fitted, {"model": fitted.model}
@@ -140,7 +138,8 @@ class Run:
             checkpoint.unlink(missing_ok=True)
         self.say(f"{self.name}: training {label}")
         began = time.perf_counter()
-        settings = {"checkpoint": checkpoint, "resume": checkpoint.exists(), "progress": self.progress}
+        kept = rf.train.RunOptions(checkpoint=checkpoint, resume=checkpoint.exists())
+        settings = {"run": kept, "progress": self.progress}
         fitted, parts = fit(settings)
         if fitted.interrupted:
             raise KeyboardInterrupt
@@ -312,10 +311,9 @@ def demo(
         data,
         key=run.key("fit"),
         validation=draw("validation", DEMO_HELD_OUT),
-        width=64,
         steps=steps,
-        likelihood_steps=likelihood_steps,
         progress=progress,
+        flow=rf.tables.FlowOptions(width=64, likelihood_steps=likelihood_steps),
     )
     if fitted.interrupted:
         raise KeyboardInterrupt
@@ -728,11 +726,10 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
         key=key_fit,
         objective=rf.ReverseKL(Cauchy(), FIG4_PATHS, batch_size=FIG4_BATCH, l1=FIG4_L1),
         steps=run.steps or FIG4_STEPS,
-        learning_rate=FIG4_RATE,
         frozen=lambda f: f.base,
-        checkpoint=checkpoint,
-        resume=checkpoint.exists(),
         progress=run.progress,
+        training=rf.train.TrainingOptions(learning_rate=FIG4_RATE),
+        run=rf.train.RunOptions(checkpoint=checkpoint, resume=checkpoint.exists()),
     )
     if fitted.interrupted:
         raise KeyboardInterrupt

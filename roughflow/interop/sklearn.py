@@ -36,7 +36,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     - `batch_size`, `learning_rate`: of the regression.
     - `validation_fraction`: fraction of validation rows; 0 for none.
     - `patience`: number of validation checks without improvement before a stage stops and restores its best
-      model; None to take all steps.
+      model; 0 to take all steps.
     - `score_paths`: maximum number of paths per row in `score_samples`; None for the default of
       `model_.estimate`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None.
@@ -108,19 +108,21 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
             family=self.family,
             bounds=self.bounds,
             rounding=self.rounding,
-            marginals=self.marginals,
-            smoothing=self.smoothing,
-            outliers=self.outliers,
-            width=self.width,
-            depth=self.depth,
             columns=[str(name) for name in getattr(self, "feature_names_in_", ())],
             validation=self.validation_fraction,
-            patience=self.patience,
             steps=self.steps,
-            likelihood_steps=self.likelihood_steps,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
             progress=bool(self.verbose),
+            flow=rf.tables.FlowOptions(
+                width=self.width,
+                depth=self.depth,
+                marginals=self.marginals,
+                smoothing=self.smoothing,
+                outliers=self.outliers,
+                likelihood_steps=self.likelihood_steps,
+            ),
+            training=rf.train.TrainingOptions(
+                batch_size=self.batch_size, learning_rate=self.learning_rate, patience=self.patience
+            ),
         )
         self.model_ = fitted.model
         self.family_ = fitted.family

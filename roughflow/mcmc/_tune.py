@@ -1,6 +1,5 @@
 """Tuning of samplers: warm-up of step size and mass matrix, and learned diffusions."""
 
-from os import PathLike
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -9,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_callable, check_count, check_flag, check_key, check_number, finite_array, warn
+from .._checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_key,
+    finite_array,
+    grouped_arguments,
+    warn,
+)
 from .._linear import log_abs_det
 from .._programs import jit
 from ..faq import see
@@ -23,7 +30,7 @@ from ..sde import (
     overdamped_langevin,
     targeted_sde,
 )
-from ..train import AbstractStatefulObjective, History, fit
+from ..train import AbstractStatefulObjective, History, RunOptions, TrainingOptions, fit
 from ._flow_sampler import FlowSampler, GradientState
 from ._sampler import AbstractSampler, AdjustedSampler, SamplerState, accept
 
@@ -320,6 +327,7 @@ def _cost(log_ratio: Array) -> Array:
     return jnp.where(refused < LINEAR, refused, LINEAR * (1 + jnp.log(jnp.maximum(refused, LINEAR) / LINEAR)))
 
 
+@grouped_arguments(training=TrainingOptions, run=RunOptions)
 def tune_sampler(
     log_density: LogDensity,
     z0: Array,
@@ -328,11 +336,10 @@ def tune_sampler(
     num_gradients: int = 500_000,
     skew: Skew | None = None,
     width: int = 32,
-    learning_rate: float = 1e-2,
     climb: bool = True,
-    checkpoint: str | PathLike | None = None,
-    resume: bool = False,
     progress: bool = True,
+    training: TrainingOptions | None = None,
+    run: RunOptions | None = None,
 ) -> Tuned:
     """Learn a noise σ(z) that makes chains for a target mix fast, and return the tuned sampler.
 
@@ -350,10 +357,11 @@ def tune_sampler(
     - `num_gradients`: the budget: total number of gradients of the log density, over all chains. A training
       step costs three per chain.
     - `skew`: a Q for `rf.targeted_sde`, such as an `rf.sde.SkewNetwork`, trained together with σ.
-    - `width` of the network; `learning_rate`.
+    - `width`: of the network.
     - `climb`: as in `rf.warm_up`. Starting points of very low log density are replaced, with a warning;
       `climb=False` keeps them all.
-    - `checkpoint`, `resume`, `progress`: as in `rf.fit`.
+    - `progress`, `training`, `run`: as in `rf.fit`. By default, the learning rate is 0.01 and gradients are
+      clipped at 1.
 
     ```python
     import jax, jax.numpy as jnp
@@ -370,10 +378,7 @@ def tune_sampler(
     if skew is not None:
         check_callable("skew", skew, "(t, z) -> (d, d)")
     check_count("width", width)
-    check_number("learning_rate", learning_rate, above=0)
     check_flag("climb", climb)
-    if resume and checkpoint is None:
-        raise ValueError("resume needs a checkpoint" + see("checkpoints"))
     chains, dimension = z0.shape
     climbing = climbing_gradients(dimension, chains) if climb else 0
     first, steps, last = _plan(check_count("num_gradients", num_gradients), climbing, *z0.shape)
@@ -389,12 +394,10 @@ def tune_sampler(
         key=key_fit,
         objective=objective,
         steps=steps,
-        learning_rate=learning_rate,
-        clip=1.0,
         frozen=lambda s: s.sde.log_density,
-        checkpoint=checkpoint,
-        resume=resume,
         progress=progress,
+        training=(training or TrainingOptions()).with_defaults(learning_rate=1e-2, clip=1.0),
+        run=run,
     )
     chains_now, _ = fitted.state
     sampler, z = FlowSampler(fitted.model.sde, 1.0), chains_now.z

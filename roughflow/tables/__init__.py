@@ -11,6 +11,10 @@ from ._parquet import (
     parquet_file as parquet_file,
     parquet_rows as parquet_rows,
 )
-from ._stages import LIKELIHOOD_ROWS as LIKELIHOOD_ROWS, second_file as second_file
+from ._stages import (
+    LIKELIHOOD_ROWS as LIKELIHOOD_ROWS,
+    FlowOptions as FlowOptions,
+    second_file as second_file,
+)
 from ._standardised import Standardised as Standardised, standardisation as standardisation
 from ._stationary_sde import staying_sde as staying_sde

@@ -1,10 +1,8 @@
 """Density estimation for a table."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import equinox as eqx
@@ -12,24 +10,32 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_count, check_key, check_positive
-from .._devices import DevicesLike
+from .._checks import check_count, check_key, check_positive, grouped_arguments
 from .._programs import split
 from ..faq import see
 from ..flow import ExactDivergence
-from ..train import History, Interpolant, best_noise, rng_of, velocity_flow
+from ..train import (
+    History,
+    Interpolant,
+    RunOptions,
+    TrainingOptions,
+    best_noise,
+    rng_of,
+    velocity_flow,
+)
 from ._closed_form import fit_marginals
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut
 from ._numbers import parts_of
 from ._parquet import ParquetTable
-from ._stages import Sizes, Smoothed, Stages, UnitBatches, smoothed
+from ._stages import TRAINING, FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
 SAMPLED_ROWS = 100_000  # of a table on disk, used for moments and maps
 
 
+@grouped_arguments(flow=FlowOptions, training=TrainingOptions, run=RunOptions)
 def fit_density(
     data: ArrayLike | ParquetTable,
     *,
@@ -40,23 +46,14 @@ def fit_density(
     noise: float | Literal["best"] = 0.0,
     bounds: Mapping[Any, Bound] | None = None,
     rounding: Rounding | None = None,
-    marginals: bool | None = None,
-    smoothing: float | None = None,
-    outliers: float | None = None,
-    width: int | None = None,
-    depth: int = 3,
     columns: Sequence[str] = (),
     validation: float | ArrayLike | tuple[ArrayLike, ArrayLike] = 0.1,
-    patience: int | None = 5,
     steps: int | None = None,
-    likelihood_steps: int | None = None,
     seconds: float | None = None,
-    batch_size: int = 512,
-    learning_rate: float = 2e-3,
-    checkpoint: str | os.PathLike | None = None,
-    resume: bool = False,
     progress: bool = True,
-    devices: DevicesLike = None,
+    flow: FlowOptions | None = None,
+    training: TrainingOptions | None = None,
+    run: RunOptions | None = None,
 ) -> FittedDensity:
     """The density of a table's rows, in the table's own units.
 
@@ -98,34 +95,21 @@ def fit_density(
       beyond them. Every row must lie within.
     - `rounding`: of columns, `{"age": 1.0}`: uniform noise of that width is added to rows that were rounded,
       which have no density as they are. "auto" finds the columns and their widths.
-    - `marginals`: whether each column is first mapped to a nearly normal one, with the number of knots that
-      cross-validation finds best (`rf.tables.Marginals`): a flow then need not learn heavy tails, edges and
-      spikes.
-      If None, a flow has maps where they gain 0.5 nats per column by themselves, or 0.05 with fewer than 30
-      rows per column.
-    - `smoothing`: standard deviation of the noise that is added to the rows in each training step, in units
-      of the standardised data, to prevent overfitting. If None, 0.3 for tables with fewer than 30 rows per
-      column, otherwise 0.
-    - `outliers`: share of the rows that get noise of twice the width of the whole table in each step, so that
-      the flow does not rule out new places. If None, 0.02 from four columns on.
-    - `width`, `depth`: of the network; by default the width is 128, or 256 from 20,000 rows on.
     - `columns`: names for the columns of an array, those given last; of a DataFrame, the columns to use. If
       none, a DataFrame's own.
     - `validation`: share of the rows to validate on, or such rows; with `given` a pair of both.
-    - `patience`: number of validation checks without improvement before a stage goes back to its best model
-      and ends (`rf.fit`); a check runs every 5 % of the steps of the regression, at least 25 apart, and every
-      10 % of the likelihood stage.
-    - `steps`, `likelihood_steps`: of the stages; if None, up to 20,000 and 100, fewer with few rows and with
-      many columns. There is no likelihood stage for fewer than 500 rows or 30 rows per column, nor for the
-      wider network with four columns or more, where it gains little for its time.
+    - `steps`: number of steps of the regression; if None, up to 20,000, fewer with few rows.
     - `seconds`: in place of `steps`, how long both stages may take together, after compilation: a few steps
       are timed, and three quarters of the budget go to the regression.
-    - `batch_size`, `learning_rate`: of the regression; likelihood takes batches of 256 and a quarter of the
-      rate.
-    - `checkpoint`: a file to keep the state of the run in, with another beside it for the second stage;
-      `resume=True` goes on from them.
-    - `progress`: show a bar, which names the stage.
-    - `devices`: to split each batch between, as for `rf.fit`.
+    - `progress`: show a progress bar, which names the stage.
+    - `flow`: an `rf.tables.FlowOptions`: the network, maps of columns, regularisation, and the number of
+      steps of the likelihood stage.
+    - `training`: an `rf.train.TrainingOptions`, for both stages. By default, the regression has batches of
+      512 rows and a learning rate of 2e-3; the likelihood always has batches of 256 rows and a quarter of
+      that rate. Parameters are averaged over the steps. A stage ends after 5 validation checks without
+      improvement; a check runs every 5 % of the steps of the regression, at least 25 apart, and every 10 % of
+      the likelihood stage.
+    - `run`: an `rf.train.RunOptions`: checkpoints, with a second file for the likelihood stage, and devices.
 
     Returns an `rf.FittedDensity`, with `log_prob`, `sample`, `estimate`, `score` and the `model`, an
     `rf.tables.Standardised`. Its `history` is that of the last stage, and `stages` has all of them by name.
@@ -135,7 +119,8 @@ def fit_density(
     import roughflow as rf
 
     data = rf.datasets.Banana().sample(key=jax.random.key(0), shape=(500,))
-    settings = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 2, "progress": False}
+    flow = rf.tables.FlowOptions(width=8, depth=1, likelihood_steps=2)
+    settings = {"flow": flow, "steps": 20, "progress": False}
     fitted = rf.fit_density(data, key=jax.random.key(1), **settings)
     fitted.log_prob(data[:5])
     fitted.score.mean, fitted.score.standard_error
@@ -144,7 +129,8 @@ def fit_density(
     ```
     """
     key_split, key_model, *keys = split(check_key(key), 4)
-    _check(family, noise, steps, likelihood_steps, seconds, width, depth, patience)
+    _check(family, noise, steps, seconds)
+    flow, training, run = flow or FlowOptions(), training or TrainingOptions(), run or RunOptions()
     tables = (data, given, groups, columns, bounds or {}, rounding or {}, validation)
     source, whole, table = _tables(*tables, key_split)
     if noise == "best" and not len(table.held_out):
@@ -155,20 +141,15 @@ def fit_density(
     sizes = Sizes(counts[0], table.dimension, table.context, counts[1])
     own = isinstance(validation, float | int)  # the validation rows were split off the table
     comparison = Comparison(whole, table, sizes.small and source is None, own)
-    spread = sizes.noise(smoothing, outliers)
     free = family is None and steps is None and seconds is None
     if family in ("gaussian", "marginals") or (free and sizes.tiny):
-        best = _best_closed(comparison, marginals if family is None else family == "marginals")
+        best = _best_closed(comparison, flow.marginals if family is None else family == "marginals")
         return _closed_fit(comparison, *best, noise)
-    file = None if checkpoint is None else Path(checkpoint)
-    stages = Stages(None, None, learning_rate, patience, progress, resume, seconds, file, devices)
-    width = sizes.width if width is None else width
-    trainer = _Trainer(sizes, width, depth, marginals, spread, batch_size, key_model, stages)
-    steps = sizes.steps if steps is None else steps
-    likelihood_steps = sizes.likelihood_steps if likelihood_steps is None else likelihood_steps
-    fitted = trainer.fit(comparison, source, steps, likelihood_steps, *keys)
+    stages = Stages(None, None, training, run, progress, seconds)
+    trainer = _Trainer(sizes, flow.resolved(sizes), key_model, stages)
+    fitted = trainer.fit(comparison, source, sizes.steps if steps is None else steps, *keys)
     if free and not fitted.interrupted and (comparison.cross or len(table.held_out)):
-        fitted = _compared(fitted, comparison, trainer, marginals)
+        fitted = _compared(fitted, comparison, trainer)
     if fitted.family == "flow" and noise == "best":
         noise = best_noise(fitted.model.flow, fitted.model.unit(table.held_out), keys[1])
     return fitted.with_noise(noise) if noise and noise != "best" else fitted
@@ -202,31 +183,22 @@ class _Trainer:
     """Trains flows on tables; the settings do not depend on the rows."""
 
     sizes: Sizes
-    width: int
-    depth: int
-    marginals: bool | None
-    spread: tuple[float, float]  # smoothing and outliers
-    batch_size: int
+    options: FlowOptions
     key: PRNGKeyArray  # of the network
     stages: Stages
 
     def fit(
-        self,
-        comparison: Comparison,
-        source: ParquetTable | None,
-        steps: int,
-        likelihood_steps: int,
-        *keys: PRNGKeyArray,
+        self, comparison: Comparison, source: ParquetTable | None, steps: int, *keys: PRNGKeyArray
     ) -> FittedDensity:
         """Train in both stages on the training rows of a table, or on batches of a table on disk."""
         table = comparison.split
         model = self.untrained(comparison.whole, table)
         if source is None:
-            train = smoothed(model.unit(table.train), *self.spread, table.context)
+            train = smoothed(model.unit(table.train), *self._noise, table.context)
         else:
-            train = UnitBatches(source, model, table.rounding, *self.spread)
+            train = UnitBatches(source, model, table.rounding, *self._noise)
         stages = dataclasses.replace(self.stages, train=train, held_out=model.unit(table.held_out))
-        last = stages.both(model.flow, table.context, self.batch_size, steps, likelihood_steps, *keys)
+        last = stages.both(model.flow, table.context, steps, self.options.likelihood_steps or 0, *keys)
         parts = {
             name: getattr(last, name) for name in ("objective", "history", "interrupted", "state", "stages")
         }
@@ -238,18 +210,26 @@ class _Trainer:
         def fit(table: Table) -> _FoldModel:
             model = self.untrained(table, table)
             # Padded, so that folds of other sizes do not recompile.
-            train = Smoothed(model.unit(table.train), *self.spread, table.context)
-            quiet = {"progress": False, "resume": False, "patience": None}
+            train = Smoothed(model.unit(table.train), *self._noise, table.context)
+            training = self.stages.training.with_defaults(**TRAINING)
+            size = min(training.batch_size or 1, 2 ** int(np.log2(self.sizes.rows)))
             stages = dataclasses.replace(
-                self.stages, train=train, held_out=model.unit(table.held_out[:0]), **quiet
+                self.stages,
+                train=train,
+                held_out=model.unit(table.held_out[:0]),
+                training=dataclasses.replace(training, batch_size=size),
+                progress=False,
             )
-            size = min(self.batch_size, 2 ** int(np.log2(self.sizes.rows)))
-            last = stages.regression(model.flow, table.context, size, key, None, steps)
+            last = stages.regression(model.flow, table.context, key, None, steps)
             if last.interrupted:
                 raise KeyboardInterrupt
             return _FoldModel(_with_flow(model, last.model))
 
         return fit
+
+    @property
+    def _noise(self) -> tuple[float, float]:
+        return float(self.options.smoothing or 0), float(self.options.outliers or 0)
 
     def untrained(self, whole: Table, table: Table) -> Standardised:
         """An untrained flow: the normal distribution of the whole table, with maps of the columns if the
@@ -257,12 +237,12 @@ class _Trainer:
         flow = velocity_flow(
             table.dimension,
             context=table.context,
-            width=self.width,
-            depth=self.depth,
+            width=self.options.width or self.sizes.width,
+            depth=self.options.depth,
             num_features=self.sizes.num_features,
             key=self.key,
         )
-        least = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.marginals]
+        least = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.options.marginals]
         maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
         return Standardised(flow, *whole.units(maps), table.names, table.context, maps)
 
@@ -321,11 +301,9 @@ def _closed_fit(
     return fitted.with_noise(noise) if noise and noise != "best" else fitted
 
 
-def _compared(
-    fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, marginals: bool | None
-) -> FittedDensity:
+def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer) -> FittedDensity:
     """The flow if it is better than the densities in closed form, otherwise the best of these."""
-    family, others = _best_closed(comparison, marginals)
+    family, others = _best_closed(comparison, trainer.options.marginals)
     regression = fitted.stages["regression"]
     try:
         if comparison.cross and regression.best_step == 0:
@@ -360,27 +338,15 @@ def _sampled(
     return table, *parts(table.some(SAMPLED_ROWS, rng_of(key, 1)).astype(np.float64)), validation
 
 
-def _check(
-    family: Any,
-    noise: Any,
-    steps: Any,
-    likelihood_steps: Any,
-    seconds: Any,
-    width: Any,
-    depth: Any,
-    patience: Any,
-) -> None:
+def _check(family: Any, noise: Any, steps: Any, seconds: Any) -> None:
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(map(repr, FAMILIES))}, or None, got {family!r}")
     if isinstance(noise, str) and noise != "best":
         raise ValueError(f'noise must be a number of at least 0, or "best", got {noise!r}')
     if noise not in (0, "best"):
         check_positive("noise", noise)
-    for name, value in {"width": width, "depth": depth, "patience": patience, "steps": steps}.items():
-        if value is not None:
-            check_count(name, value)
-    if likelihood_steps is not None and likelihood_steps != 0:
-        check_count("likelihood_steps", likelihood_steps)
+    if steps is not None:
+        check_count("steps", steps)
     if seconds is None:
         return
     check_positive("seconds", seconds)

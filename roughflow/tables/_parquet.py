@@ -48,7 +48,8 @@ class ParquetTable:
     x, y = np.random.default_rng(0).normal(size=(2, 1000))
     pq.write_table(pa.table({"x": x, "y": x + y**2}), "rows.parquet")
     table = rf.tables.ParquetTable("rows.parquet", columns=["x", "y"])
-    settings = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 2, "progress": False}
+    flow = rf.tables.FlowOptions(width=8, depth=1, likelihood_steps=2)
+    settings = {"flow": flow, "steps": 20, "progress": False}
     fitted = rf.fit_density(table, key=jax.random.key(1), **settings)
     ```
     """

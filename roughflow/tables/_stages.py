@@ -15,11 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count
-from .._devices import Devices, DevicesLike
+from .._checks import check_count, check_flag, check_number
+from .._devices import Devices
 from ..density import StochasticFlow
 from ..flow import HutchinsonDivergence
-from ..train import Fitted, Interpolant, MaximumLikelihood, fit, steps_of
+from ..train import (
+    Fitted,
+    Interpolant,
+    MaximumLikelihood,
+    RunOptions,
+    TrainingOptions,
+    fit,
+    steps_of,
+)
 from ._parquet import ParquetTable
 from ._standardised import Standardised
 
@@ -28,6 +36,60 @@ MIN_ROWS_FOR_WIDE = 20_000  # minimum for the wider network
 SPARSE_ROWS_PER_COLUMN = 30  # with fewer rows a network overfits without regularisation
 SMALL_TABLE = 500  # sets of rows; smaller tables compare densities by cross-validation
 TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller tables get no flow
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowOptions:
+    """The flow that `rf.fit_density` trains: its `flow=`. A field that is None has a default that depends on
+    the size of the table.
+
+    - `width`, `depth`: of the network. The default width is 128, or 256 from 20,000 rows on.
+    - `marginals`: whether each column is first mapped to a nearly normal one, with the number of knots that
+      cross-validation finds best (`rf.tables.Marginals`): a flow then need not learn heavy tails, edges and
+      spikes. If None, columns are mapped where this gains 0.5 nats per column, or 0.05 with fewer than 30
+      rows per column. Small tables that get no flow are mapped or not as this says.
+    - `smoothing`: standard deviation of the noise that is added to the rows in each training step, in units
+      of the standardised data, to prevent overfitting. If None, 0.3 for tables with fewer than 30 rows per
+      column, otherwise 0.
+    - `outliers`: share of the rows that get noise of twice the width of the whole table in each step, so that
+      the flow does not rule out new places. If None, 0.02 from four columns on.
+    - `likelihood_steps`: number of steps of maximum likelihood after the regression. If None, up to 100, and
+      0 for fewer than 500 rows or 30 rows per column, and for the wider network with four columns or more,
+      where it gains little for its time.
+
+    ```python
+    import roughflow as rf
+
+    flow = rf.tables.FlowOptions(width=64, depth=2, likelihood_steps=0)
+    ```
+    """
+
+    width: int | None = None
+    depth: int = 3
+    marginals: bool | None = None
+    smoothing: float | None = None
+    outliers: float | None = None
+    likelihood_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("depth", self.depth)
+        if self.width is not None:
+            check_count("width", self.width)
+        if self.likelihood_steps is not None:
+            check_count("likelihood_steps", self.likelihood_steps, 0)
+        if self.smoothing is not None:
+            check_number("smoothing", self.smoothing, least=0)
+        if self.outliers is not None:
+            check_number("outliers", self.outliers, least=0, below=1)
+        if self.marginals is not None:
+            check_flag("marginals", self.marginals)
+
+    def resolved(self, sizes: "Sizes") -> "FlowOptions":
+        """These options, with the defaults for a table of this size."""
+        names = ("width", "smoothing", "outliers", "likelihood_steps")
+        return dataclasses.replace(
+            self, **{name: getattr(sizes, name) for name in names if getattr(self, name) is None}
+        )
 
 
 @dataclass(frozen=True)
@@ -83,16 +145,6 @@ class Sizes:
         """Default fraction of outliers. Few columns leave no empty regions; in many columns a flow may put
         almost no mass in one and lose 100 nats on a row that falls there."""
         return 0.0 if self.columns + self.context <= 3 else 0.02
-
-    def noise(self, smoothing: float | None, outliers: float | None) -> tuple[float, float]:
-        """Smoothing and outliers, as given or by size of the table."""
-        width = self.smoothing if smoothing is None else smoothing
-        share = self.outliers if outliers is None else outliers
-        if width < 0:
-            raise ValueError(f"smoothing must not be negative, got {width}")
-        if not 0 <= share < 1:
-            raise ValueError(f"outliers must be a fraction between 0 and 1, got {share}")
-        return float(width), float(share)
 
     @property
     def steps(self) -> int:
@@ -170,6 +222,10 @@ REGRESSION_ROWS = 4096  # number of validation rows of the regression, with repe
 LIKELIHOOD_ROWS = 1000  # maximum number of validation rows of the likelihood, each of which needs a solve
 TIME_SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget in seconds
 TIMED_STEPS = 40  # timed to convert a budget of seconds to steps
+TRAINING = {"batch_size": 512, "learning_rate": 2e-3, "patience": 5}  # of the regression
+LIKELIHOOD_BATCH = 256  # rows
+LIKELIHOOD_RATE = 0.25  # learning rate, relative to that of the regression
+AVERAGE = {"regression": 0.999, "likelihood": 0.98}  # decay of the average of the parameters, per step
 NUM_VALIDATIONS = {"regression": 20, "likelihood": 10}
 MIN_STEPS_BETWEEN_VALIDATIONS = {"regression": 25, "likelihood": 1}  # patience counts validation checks
 
@@ -180,30 +236,27 @@ class Stages:
 
     train: Any  # an array, `Smoothed` rows or `UnitBatches`
     held_out: Any
-    learning_rate: float
-    patience: int | None
+    training: TrainingOptions
+    run: RunOptions
     progress: bool
-    resume: bool
     seconds: float | None
-    checkpoint: Path | None
-    devices: DevicesLike
 
     def both(
         self,
         flow: StochasticFlow,
         context: int,
-        batch_size: int,
         steps: int,
         likelihood_steps: int,
         key: PRNGKeyArray,
         key_likelihood: PRNGKeyArray,
     ) -> Fitted:
         """The result of the last stage, and the history of each stage."""
-        settings = (flow, context, batch_size, key)
-        last = self._stage(self.regression, settings, self.checkpoint, steps)
+        settings = (flow, context, key)
+        file = None if self.run.checkpoint is None else Path(self.run.checkpoint)
+        last = self._stage(self.regression, settings, file, steps)
         histories = {"regression": last.history}
         if likelihood_steps and not last.interrupted:
-            file = None if self.checkpoint is None else second_file(self.checkpoint)
+            file = None if file is None else second_file(file)
             last = self._stage(self.likelihood, (last.model, key_likelihood), file, likelihood_steps)
             histories["likelihood"] = last.history
         return dataclasses.replace(last, stages=histories)
@@ -220,23 +273,17 @@ class Stages:
     ) -> int:
         """Number of steps of a stage within its budget of seconds; a resumed run keeps its original
         number."""
-        if self.resume and file is not None and file.exists():
+        if self.run.resume and file is not None and file.exists():
             return steps_of(file)
-        quiet = partial(stage.__func__, dataclasses.replace(self, progress=False, resume=False))  # pyright: ignore[reportFunctionMemberAccess]
+        quiet = partial(stage.__func__, dataclasses.replace(self, progress=False))  # pyright: ignore[reportFunctionMemberAccess]
         quiet(*settings, None, TIMED_STEPS)  # compiles
         began = time.perf_counter()
         quiet(*settings, None, TIMED_STEPS)
         afforded = int(TIME_SHARES[stage.__name__] * seconds * TIMED_STEPS / (time.perf_counter() - began))
-        return Devices.of(self.devices).agreed([max(1, afforded)])[0]
+        return Devices.of(self.run.devices).agreed([max(1, afforded)])[0]
 
     def regression(
-        self,
-        flow: StochasticFlow,
-        context: int,
-        batch_size: int,
-        key: PRNGKeyArray,
-        file: Path | None,
-        steps: int,
+        self, flow: StochasticFlow, context: int, key: PRNGKeyArray, file: Path | None, steps: int
     ) -> Fitted:
         # Each row is seen at one time and with one base point, so few rows must be seen often.
         often = max(1, REGRESSION_ROWS // max(1, len(self.held_out)))
@@ -246,38 +293,38 @@ class Stages:
             key=key,
             objective=Interpolant(context=context),
             steps=steps,
-            batch_size=batch_size,
-            learning_rate=self.learning_rate,
-            average=0.999,
-            **self._shared("regression", steps, np.tile(self.held_out, (often, 1)), file),
+            **self._options("regression", steps, np.tile(self.held_out, (often, 1)), file),
         )
 
     def likelihood(self, flow: StochasticFlow, key: PRNGKeyArray, file: Path | None, steps: int) -> Fitted:
         if flow.dimension > MAX_EXACT_COLUMNS:
             flow = eqx.tree_at(lambda f: f.divergence, flow, HutchinsonDivergence())
+        held_out = np.asarray(self.held_out)[:LIKELIHOOD_ROWS]
         return fit(
             flow,
             self.train,
             key=key,
             objective=MaximumLikelihood(1),
-            steps=check_count("likelihood_steps", steps),
-            batch_size=256,
-            learning_rate=self.learning_rate / 4,
-            average=0.98,
+            steps=steps,
             frozen=lambda flow: flow.base,
-            **self._shared("likelihood", steps, np.asarray(self.held_out)[:LIKELIHOOD_ROWS], file),
+            **self._options("likelihood", steps, held_out, file),
         )
 
-    def _shared(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
-        some = len(held_out) > 0
+    def _options(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
+        """What `rf.fit` takes in the stage of this name."""
+        every = max(MIN_STEPS_BETWEEN_VALIDATIONS[name], -(-steps // NUM_VALIDATIONS[name]))
+        training = self.training.with_defaults(**TRAINING, average=AVERAGE[name], validate_every=every)
+        if name == "likelihood":
+            rate = LIKELIHOOD_RATE * (training.learning_rate or TRAINING["learning_rate"])
+            training = dataclasses.replace(training, learning_rate=rate, batch_size=LIKELIHOOD_BATCH)
+        if not len(held_out):
+            training = dataclasses.replace(training, patience=0)
+        resume = self.run.resume and file is not None and file.exists()
         return {
-            "validation": held_out if some else 0.0,
-            "every": max(MIN_STEPS_BETWEEN_VALIDATIONS[name], -(-steps // NUM_VALIDATIONS[name])),
-            "patience": self.patience if some else None,
+            "validation": held_out if len(held_out) else 0.0,
             "progress": name if self.progress else False,
-            "checkpoint": file,
-            "devices": self.devices,
-            "resume": self.resume and file is not None and file.exists(),
+            "training": training,
+            "run": RunOptions(checkpoint=file, resume=resume, devices=self.run.devices),
         }
 
 

@@ -53,8 +53,9 @@ def staying_sde(
 
     **Arguments:**
 
-    - `model`: the result of `rf.fit_density(..., likelihood_steps=0)`, or of `rf.fit` with `rf.Interpolant()`
-      from an `rf.Normal` base. Likelihood steps make the velocity and its score slightly inconsistent.
+    - `model`: the result of `rf.fit_density` with `likelihood_steps=0`, or of `rf.fit` with
+      `rf.Interpolant()` from an `rf.Normal` base. Likelihood steps make the velocity and its score slightly
+      inconsistent.
     - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the units of the data.
     - `at`: time s < 1 at which the score is evaluated. It is the score of the data with (1 − s)/s times the
       base added as noise. Close to 1 there is less smoothing, but errors of the velocity are amplified by
@@ -65,7 +66,8 @@ def staying_sde(
     import roughflow as rf
 
     data = rf.datasets.Banana().sample(key=jax.random.key(0), shape=(500,))
-    settings = {"width": 8, "steps": 20, "likelihood_steps": 0, "progress": False}
+    flow = rf.tables.FlowOptions(width=8, likelihood_steps=0)
+    settings = {"flow": flow, "steps": 20, "progress": False}
     model = rf.fit_density(data, key=jax.random.key(1), **settings).model
     sde = rf.tables.staying_sde(model, rf.ConstantDiffusion(jnp.eye(2)))
     path = rf.simulate(sde, data[0], key=jax.random.key(2), t1=5.0, steps=100, trajectory=True)

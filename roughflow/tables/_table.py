@@ -209,7 +209,8 @@ def _warn(
         if reach > FAR_TAIL:
             warn(
                 f"column {label(i)} reaches {reach:.0f} interquartile ranges from its median: take "
-                "logarithms, set its bounds (bounds=), or map it (marginals=True)" + see("far-reaching-tails")
+                "logarithms, set its bounds (bounds=), or map it (marginals=True of rf.tables.FlowOptions)"
+                + see("far-reaching-tails")
             )
 
 

@@ -14,7 +14,12 @@ from ._data import (
     rng_of as rng_of,
     row_codes as row_codes,
 )
-from ._fit import Fitted as Fitted, fit as fit
+from ._fit import (
+    Fitted as Fitted,
+    RunOptions as RunOptions,
+    TrainingOptions as TrainingOptions,
+    fit as fit,
+)
 from ._flows import (
     best_noise as best_noise,
     neural_flow as neural_flow,

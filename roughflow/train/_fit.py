@@ -1,8 +1,10 @@
 """Fit a model with any objective."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -12,7 +14,16 @@ import numpy as np
 import optax
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_callable, check_count, check_flag, check_instance, check_key, check_path
+from .._checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_instance,
+    check_key,
+    check_number,
+    check_path,
+    grouped_arguments,
+)
 from .._devices import Devices, DevicesLike, leads
 from .._functions import trainable
 from .._programs import fold_in, split as split_key
@@ -57,6 +68,100 @@ class Fitted:
         return listed(title, [("model", model), *first, ("parameters", size), *parts, *last])
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How the steps of a training run are taken: `training=` of `rf.fit`, `rf.fit_density` and
+    `rf.tune_sampler`. A field that is None has the default of the function.
+
+    - `batch_size`: rows per step, drawn with replacement; all rows, if there are fewer.
+    - `learning_rate`: the peak rate of Adam. The rate rises to it linearly and falls to zero along a cosine.
+    - `optimiser`: an optax optimiser in place of Adam, such as `optax.adagrad(0.05)`, which is the paper's.
+    - `clip`: the largest norm of a gradient; longer gradients are scaled down to it. `math.inf` for no limit.
+    - `average`: the decay per step of an exponential moving average of the parameters, such as 0.999. The
+      average is validated and returned; it reduces the noise of minibatches. 0 for none.
+    - `patience`: number of validation checks without improvement before a run goes back to its best model and
+      ends, with steps at a rate that falls to zero. 0 to take all steps.
+    - `validate_every`: number of steps between two validation checks.
+
+    ```python
+    import roughflow as rf
+
+    training = rf.train.TrainingOptions(batch_size=64, learning_rate=1e-3, average=0.99)
+    ```
+    """
+
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    optimiser: optax.GradientTransformation | None = None
+    clip: float | None = None
+    average: float | None = None
+    patience: int | None = None
+    validate_every: int | None = field(default=None, metadata={"was": "every"})
+
+    def __post_init__(self) -> None:
+        checks: dict[str, Callable[[str, Any], Any]] = {
+            "batch_size": check_count,
+            "validate_every": check_count,
+            "patience": partial(check_count, least=0),
+            "learning_rate": partial(check_number, above=0),
+            "average": partial(check_number, least=0, below=1),
+        }
+        for name, check in checks.items():
+            if getattr(self, name) is not None:
+                check(name, getattr(self, name))
+        if self.clip not in (None, math.inf):
+            check_number("clip", self.clip, above=0)
+        if self.optimiser is not None:
+            wanted = "one of optax, such as optax.adam(1e-3)"
+            check_instance("optimiser", self.optimiser, optax.GradientTransformation, wanted)
+
+    def with_defaults(self, **defaults: Any) -> "TrainingOptions":
+        """These options, with defaults for fields that are None."""
+        return replace(
+            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
+        )
+
+
+DEFAULTS = {
+    "batch_size": 256,
+    "learning_rate": 3e-3,
+    "clip": 10.0,
+    "average": 0.0,
+    "patience": 0,
+    "validate_every": 100,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where a training run is kept, and where it is computed: `run=` of `rf.fit`, `rf.fit_density` and
+    `rf.tune_sampler`.
+
+    - `checkpoint`: a file for the state of the run.
+    - `resume`: whether to continue the run in `checkpoint`.
+    - `devices`: how many devices to split each batch between, or which, or a `jax.sharding.Mesh` of them; see
+      the page on scale. The numbers are those of one device, to rounding, and a run may continue on others.
+
+    ```python
+    import roughflow as rf
+
+    run = rf.train.RunOptions(checkpoint="model.checkpoint", resume=False)
+    ```
+    """
+
+    checkpoint: str | PathLike | None = None
+    resume: bool = False
+    devices: DevicesLike = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None:
+            check_path("checkpoint", self.checkpoint)
+        check_flag("resume", self.resume)
+        if self.resume and self.checkpoint is None:
+            raise ValueError("resume needs a checkpoint" + see("checkpoints"))
+
+
+@grouped_arguments(training=TrainingOptions, run=RunOptions)
 def fit(
     model: Any,
     data: Array | np.ndarray | DataSource | Batches | None = None,
@@ -64,54 +169,39 @@ def fit(
     key: PRNGKeyArray,
     objective: AbstractStatefulObjective | None = None,
     steps: int = 2000,
-    batch_size: int = 256,
-    learning_rate: float = 3e-3,
-    optimiser: optax.GradientTransformation | None = None,
-    clip: float | None = 10.0,
-    average: float | None = None,
     frozen: Callable[[Any], Any] | None = None,
     validation: float | Array | np.ndarray = 0.0,
-    every: int = 100,
-    patience: int | None = None,
-    checkpoint: str | PathLike | None = None,
-    resume: bool = False,
     progress: bool | str = True,
-    devices: DevicesLike = None,
+    training: TrainingOptions | None = None,
+    run: RunOptions | None = None,
 ) -> Fitted:
-    """Make an objective small over the parameters of a model: all its floating-point arrays but those of a
-    target it is given.
+    """Minimise an objective over the parameters of a model: all its floating-point arrays, except those of a
+    target.
 
-    The same key gives the same numbers, wherever the run is cut in two. Ctrl-C ends it after the present
-    stretch of steps (a second or so) and returns what was reached.
+    The same key gives the same numbers, also if the run is interrupted and resumed. Ctrl-C ends it within a
+    second or so and returns the model so far.
 
     **Arguments:**
 
     - `model`: a pytree, usually an `rf.StochasticFlow`.
-    - `data`: an array with one row a sample, an `rf.tables.ParquetTable`, or a distribution to draw fresh
+    - `data`: an array with one row per sample, an `rf.tables.ParquetTable`, or a distribution to draw fresh
       samples from in each step.
-    - `objective`: `rf.MaximumLikelihood()` if none is given.
-    - `steps`, `batch_size`: how many, and of how many rows (drawn with replacement; all, if there are no
-      more).
-    - `learning_rate`: of Adam, which rises to it and falls to zero along a cosine; or give any
-      `optimiser` of optax (`optax.adagrad(0.05)` is the paper's).
-    - `clip`: the largest norm of a gradient; a longer one is shortened. None for no limit.
-    - `average`: 0.999, say, to validate and return an average of the parameters over the steps, with weights
-      that decay by this factor a step: it smooths out the noise of minibatches.
+    - `objective`: default `rf.MaximumLikelihood()`.
+    - `steps`: number of training steps.
     - `frozen`: a function of the model that returns the part, or tuple of parts, not to train.
-    - `validation`: data to look at every `every` steps, or what share of `data` to set aside for it.
-      The model with the lowest loss there is the one returned. After `patience` looks without a lower
-      one the run goes back to that model and ends soon, with steps at a rate that falls to zero.
-    - `checkpoint`: a file to keep the state of the run in; `resume=True` goes on from it.
-    - `progress`: show a bar; a text is shown before it.
-    - `devices`: how many devices to split each batch between, or which, or a `jax.sharding.Mesh` of them; see
-      the page on scale. The numbers are those of one device, to rounding, and a run may go on with others.
+    - `validation`: validation data, or the share of the rows of `data` to validate on. The model with the
+      lowest validation loss is returned.
+    - `progress`: show a progress bar; a text is shown before it.
+    - `training`: an `rf.train.TrainingOptions`. By default: batches of 256 rows, a learning rate of 3e-3,
+      gradients clipped at 10, no average, a validation check every 100 steps, no early stopping.
+    - `run`: an `rf.train.RunOptions`: checkpoints and devices.
 
     A step whose loss or gradient is not finite is skipped and counted; twenty in a row are an error.
 
-    Of a flow whose `rf.FixedGrid` leaves the number of its steps open, a fit of 200 steps or more sees to
-    that itself, at the start and every `every` steps: as few as move log-densities by less than 0.001, and
-    more as the flow learns to move faster. On a grid that is too coarse a flow would learn to make use of its
-    errors. The fitted flow has no fewer steps than it was trained with.
+    If the `rf.FixedGrid` of a flow has no number of steps, a fit of 200 steps or more chooses it at the start
+    and at every validation check: the fewest that move log-densities by less than 0.001, and more as the flow
+    learns to move faster. On a coarser grid a flow would learn to exploit the errors of the solver. The
+    fitted flow has no fewer steps than it was trained with.
 
     ```python
     import jax, jax.numpy as jnp
@@ -120,57 +210,51 @@ def fit(
     key = jax.random.key(0)
     sde = rf.ItoSDE(rf.MLP(2, 2, width=8, depth=1, key=key), rf.ConstantDiffusion(0.3 * jnp.eye(2)))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2)))
-    fitted = rf.fit(flow, rf.datasets.Banana(), key=key, steps=10, batch_size=32, progress=False)
+    training = rf.train.TrainingOptions(batch_size=32)
+    fitted = rf.fit(flow, rf.datasets.Banana(), key=key, steps=10, training=training, progress=False)
     fitted.model, fitted.history.loss
     ```
     """
     objective = MaximumLikelihood() if objective is None else objective
-    _check(objective, frozen, patience, checkpoint, resume)
-    steps, batch_size, every = (
-        check_count(name, value)
-        for name, value in (("steps", steps), ("batch_size", batch_size), ("every", every))
-    )
+    check_instance("objective", objective, AbstractStatefulObjective, "one such as rf.MaximumLikelihood()")
+    if frozen is not None:
+        check_callable("frozen", frozen, "from the model to the part not to train")
+    steps = check_count("steps", steps)
+    training, run = (training or TrainingOptions()).with_defaults(**DEFAULTS), run or RunOptions()
     key_split, *keys, key_objective = split_key(check_key(key), 4)
     objective = objective.prepare(model, key=key_objective)
     train, held_out = split(data, validation, objective, key_split)
     check_columns(model, train, held_out)
-    if patience is not None and held_out is None:
+    if training.patience and held_out is None:
         raise ValueError(
             "patience needs validation data: set validation, such as validation=0.1"
             + see("budgets-and-validation")
         )
-    moves = make_optimiser(optimiser, learning_rate, steps, clip, average)
+    rate, clip, average = (float(getattr(training, name)) for name in ("learning_rate", "clip", "average"))
+    moves = make_optimiser(training.optimiser, rate, steps, clip, average)
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
     state = objective.start(model, key=fold_in(key_objective, 1))
     start = Progress.start(parameters, start_of(moves, parameters), state)
     look = GridLook.of(model, objective, train, steps, fold_in(key_objective, 2))
-    budget = (batch_size, steps, every, patience)
-    loop = Loop(rest, moves, train, held_out, *budget, look, Devices.of(devices), *keys)
+    batch_size, every = (
+        check_count(name, getattr(training, name)) for name in ("batch_size", "validate_every")
+    )
+    patience, devices = training.patience or None, Devices.of(run.devices)
+    loop = Loop(rest, moves, train, held_out, batch_size, steps, every, patience, look, devices, *keys)
     store = None
-    if checkpoint is not None:
-        settings = {"steps": steps, "batch_size": batch_size, "every": every, "patience": patience}
-        settings |= {"learning_rate": float(learning_rate), "clip": moves.clip, "average": moves.decay}
+    if run.checkpoint is not None:
+        budget = {"batch_size": batch_size, "steps": steps, "every": every, "patience": patience}
+        rates = {"learning_rate": rate, "clip": moves.clip, "average": moves.decay}
         fixed = {"data": train, "validation": held_out, "key": key, "model": rest[0], "objective": rest[1]}
-        store = Checkpoint.open(checkpoint, settings, start, fixed | {"optimiser": moves})
-    with _alone(checkpoint), Interrupt() as interrupt:
-        now = loop.run(_begin(store, start, resume), store, interrupt, progress)
+        store = Checkpoint.open(run.checkpoint, budget | rates, start, fixed | {"optimiser": moves})
+    with _alone(run.checkpoint), Interrupt() as interrupt:
+        now = loop.run(_begin(store, start, run.resume), store, interrupt, progress)
     judged = np.any(now.history.validation_loss < np.inf)
     best_model, best_objective = eqx.combine(now.best if judged else loop.settled(now), rest)
     stopped = interrupt.wanted and now.step < loop.cooling(now)[1]
     history = replace(now.history, ended=_ended(now.step, steps, patience, stopped))
     best_model = with_no_fewer(best_objective.leave(best_model), now.grid)
     return Fitted(best_model, best_objective, history, stopped, now.state)
-
-
-def _check(objective: Any, frozen: Any, patience: Any, checkpoint: Any, resume: Any) -> None:
-    check_instance("objective", objective, AbstractStatefulObjective, "one such as rf.MaximumLikelihood()")
-    if frozen is not None:
-        check_callable("frozen", frozen, "from the model to the part not to train")
-    if patience is not None:
-        check_count("patience", patience)
-    if checkpoint is not None:
-        check_path("checkpoint", checkpoint)
-    check_flag("resume", resume)
 
 
 def _ended(step: int, steps: int, patience: int | None, stopped: bool) -> str | None:
@@ -203,7 +287,5 @@ def _alone(checkpoint: str | PathLike | None) -> AbstractContextManager[None]:
 
 def _begin(store: Checkpoint | None, start: Progress, resume: bool) -> Progress:
     if store is None:
-        if resume:
-            raise ValueError("resume needs a checkpoint" + see("checkpoints"))
         return start
     return store.load(start) if resume else store.begin(start)

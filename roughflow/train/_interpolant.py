@@ -79,7 +79,8 @@ class Interpolant(AbstractObjective):
     key = jax.random.key(0)
     velocity = rf.sde.VelocityNetwork(2, width=32, depth=2, key=key)
     flow = rf.StochasticFlow(rf.ItoSDE(velocity, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)))
-    settings = {"objective": rf.Interpolant(), "average": 0.99, "steps": 50, "progress": False}
+    training = rf.train.TrainingOptions(average=0.99)
+    settings = {"objective": rf.Interpolant(), "steps": 50, "progress": False, "training": training}
     fitted = rf.fit(flow, rf.datasets.Banana(), key=key, **settings)
     noisy = rf.with_noise(fitted.model, 0.5)
     ```

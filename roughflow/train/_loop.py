@@ -232,7 +232,8 @@ class Loop:
     def _explain(self, now: Progress) -> None:
         """Raise an error, with the reason if a solve outside of jit finds one."""
         model, objective = _combined(now.parameters, self.rest, now.grid)
-        advice = "lower learning_rate or clip, or use smaller initial weights" + see("training-not-finite")
+        advice = "lower learning_rate or clip of rf.train.TrainingOptions, or use smaller initial weights"
+        advice += see("training-not-finite")
         told = f"{now.streak} steps in a row up to step {now.step} were not finite"
         key_batch, key_loss = jax.random.split(jax.random.fold_in(self.key, now.step - 1))
         try:

@@ -1,6 +1,7 @@
 """The optimiser: gradient clipping, learning-rate schedule, parameter averaging."""
 
 import functools
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from .._checks import check_number, shown
 from .._programs import jit
 
 ADAM = optax.scale_by_adam()  # a single object, so that a second fit reuses its compiled program
@@ -134,19 +134,12 @@ def make_optimiser(
     transform: optax.GradientTransformation | None,
     learning_rate: float,
     steps: int,
-    clip: float | None,
-    average: float | None,
+    clip: float,
+    average: float,
 ) -> Optimiser:
     """Adam with warm-up and decay, or the given transformation."""
     rate = None
     if transform is None:
-        check_number("learning_rate", learning_rate, above=0)
-        rate = Rate(float(learning_rate), float(min(MAX_WARM_UP_STEPS, steps // 10)), float(steps))
-    elif not isinstance(transform, optax.GradientTransformation):
-        raise TypeError(f"optimiser must be one from optax, such as optax.adam(1e-3), got {shown(transform)}")
-    if clip is not None:
-        check_number("clip", clip, above=0)
-    if average is not None:
-        check_number("average", average, above=0, below=1)
-    plain = lambda value: None if value is None else float(value)
-    return Optimiser(ADAM if transform is None else transform, rate, plain(clip), plain(average))
+        rate = Rate(learning_rate, float(min(MAX_WARM_UP_STEPS, steps // 10)), float(steps))
+    limit = clip if math.isfinite(clip) else None
+    return Optimiser(ADAM if transform is None else transform, rate, limit, average or None)
