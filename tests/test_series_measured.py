@@ -1,7 +1,6 @@
-"""Series observed with errors, against Kalman's filter and a particle filter."""
+"""Series observed with errors, against Kalman's filter."""
 
-import dataclasses
-
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +8,11 @@ import pytest
 from scipy import linalg
 
 import roughflow as rf
-from roughflow.series._hidden_states import Joint, Search, log_likelihood, particle_filter
-from roughflow.series._likelihood import stacked
-from roughflow.series._observed import Observed
+from roughflow.series._hidden_likelihood import Observation, _series_likelihood, by_particles
+from roughflow.series._observed import panel
 
 LINE = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)
 PLANE = rf.OrnsteinUhlenbeck([[1.0, 0.4], [-0.3, 0.7]], [0.1, -0.2], [[0.4, 0.0], [0.2, 0.3]])
-EFFORT = rf.transition.Effort(2, 8, 3)
 CIR = rf.CoxIngersollRoss(0.8, 0.05, 0.12)
 
 
@@ -52,35 +49,29 @@ def observed(sde, noise, count=100, seed=0):
     return times, np.array(x) + noise * rng.normal(size=(count, len(mu)))
 
 
-def joint_of(sde, noise, series, *, exact, effort=EFFORT):
-    noise = jnp.broadcast_to(jnp.asarray(noise, float), series[0].values.shape[1:])
-    return Joint(sde, noise, stacked(series), sde.coordinates, effort, exact)
+def hidden(sde, times, y, method, key, **options):
+    """The log-likelihood by one method, and its error."""
+    series = panel(times, y, partial=True)
+    options = Observation(**options)
+    remake, _, _ = _series_likelihood(sde, series, options, sde.coordinates, key, True, None, linear=False)
+    likelihood = remake(rf.transition.Effort(1, 32, 2), method)
+    return likelihood, eqx.filter_jit(lambda one: one.parts(one.space(sde)))(likelihood)
 
 
-@jax.jit
-def laplace(joint, start, key):
-    return log_likelihood(joint, Search.mode(joint, start).best, key)
-
-
-@pytest.mark.parametrize(
-    ("sde", "noise", "exact"),
-    [
-        pytest.param(LINE, 0.05, True, id="line-exact", marks=pytest.mark.slow),
-        pytest.param(LINE, 0.05, False, id="line-paths"),
-        pytest.param(PLANE, np.array([0.05, 0.1]), True, id="plane-exact"),
-        pytest.param(PLANE, np.array([0.05, 0.1]), False, id="plane-paths", marks=pytest.mark.slow),
-    ],
-)
-def test_linear_series_with_errors_need_no_luck(sde, noise, exact, key):
-    """A panel of two, so that one filter's result is added to another's."""
-    series = [observed(sde, noise, count, seed) for seed, count in enumerate((60, 40))]
-    parts = [Observed(*one) for one in series]
-    _, mu, _ = sde._matrices()
-    joint = joint_of(sde, noise, parts, exact=exact)
-    value, error = laplace(joint, jnp.asarray(np.concatenate([y for _, y in series])), key)
-    expected = [kalman(sde.kappa, mu, sde.sigma, noise, *one) for one in series]
-    np.testing.assert_allclose(value, expected, rtol=0, atol=1e-8 if exact else 5e-3)
-    np.testing.assert_allclose(error, 0, atol=1e-9)
+def test_draws_on_a_linear_panel_need_no_luck(key):
+    """A panel of two, with missing cells, is as Kalman's filter has it."""
+    noise = 0.1
+    series = [observed(PLANE, noise, count, seed) for seed, count in enumerate((40, 30))]
+    times, y = [one[0] for one in series], [one[1] for one in series]
+    exact = rf.series_likelihood(PLANE, times, y, key=key, measurement_noise=noise)
+    expected = [kalman(PLANE.kappa, PLANE.mu, PLANE.sigma, noise, *one) for one in series]
+    assert exact.method == "kalman"
+    np.testing.assert_allclose(exact(PLANE), sum(expected), rtol=0, atol=1e-8)
+    y[0][3, 1] = y[1][5, 0] = np.nan
+    exact = rf.series_likelihood(PLANE, times, y, key=key, measurement_noise=noise)(PLANE)
+    _, (value, error) = hidden(PLANE, times, y, "draws", key, measurement_noise=jnp.asarray(noise))
+    np.testing.assert_allclose(jnp.sum(value), exact, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(error, 0, atol=1e-5)
 
 
 def test_a_fit_with_errors_is_that_of_kalmans_filter():
@@ -106,37 +97,30 @@ def test_a_fit_with_errors_is_that_of_kalmans_filter():
     # Values have no scores of their own.
     assert np.isnan(list(result.robust_errors.values())).all()
     assert "robust" not in result.summary()
-    assert "32 draws of the hidden states" in result.summary()
+    assert "Kalman filter, exact" in result.summary()
     assert result.warning is None
     # What is known of the states is what Kalman's filter knows of the last.
     states, deviations = result.smoothed
     paths = result.forecast([1e-3], key=jax.random.key(1), num_paths=2000)
     assert abs(paths.mean() - states[-1, 0]) < 5 * deviations[-1, 0] / 2000**0.5
     np.testing.assert_allclose(paths.std(), deviations[-1, 0], rtol=0.15)
-    # Of a panel, each series has a last state of its own.
-    other = dataclasses.replace(result.series[0], values=result.series[0].values + 1)
-    two = dataclasses.replace(result, series=(other, *result.series))
-    first, last = (two.forecast([1e-3], key=jax.random.key(1), series=i).mean() for i in (0, 1))
-    assert abs(last - states[-1, 0]) < 0.5 * deviations[-1, 0]
-    assert 0.5 < first - last < 1.1
     residuals = result.residuals(key=jax.random.key(2))
     assert residuals.uniform.shape == (99,)
     assert residuals.uniformity > 0.01
 
 
 @pytest.mark.slow
-def test_cir_with_errors_is_that_of_a_particle_filter(key):
+def test_cir_with_errors_is_the_same_by_draws_grid_and_particles(key):
     """Some values are negative, which no state is."""
     fine = rf.simulate(CIR, jnp.full(1, 0.03), key=jax.random.key(4), t1=6.0, steps=1200, trajectory=True)
     y = np.asarray(fine[::20]) + 0.015 * np.random.default_rng(0).normal(size=(61, 1))
     assert (y < 0).any()
-    joint = joint_of(
-        CIR, 0.015, [Observed(np.arange(61) / 10, y)], exact=True, effort=rf.transition.Effort(3, 64, 3)
-    )
-    (value,), (error,) = laplace(joint, CIR.coordinates.from_state(jnp.maximum(y, 0.015)), key)
-    runs = [particle_filter(joint, jax.random.fold_in(key, i), 4096).log_prob.sum() for i in range(3)]
-    assert error < 0.05
-    assert abs(value - np.mean(runs)) < 0.2
+    noise = {"measurement_noise": jnp.asarray(0.015)}
+    _, ((value,), (error,)) = hidden(CIR, np.arange(61) / 10, y, "draws", key, **noise)
+    likelihood, ((exact,), _) = hidden(CIR, np.arange(61) / 10, y, "grid", key, **noise)
+    drawn, spread = by_particles(likelihood, likelihood.space(CIR), key, 256)
+    assert abs(value - exact) < 4 * error < 0.2
+    assert abs(drawn - exact) < 4 * spread < 0.2
 
 
 @pytest.mark.parametrize(
@@ -145,8 +129,7 @@ def test_cir_with_errors_is_that_of_a_particle_filter(key):
         (0.0, "must be a positive standard deviation.*0.0"),
         (-1.0, "must be a positive standard deviation.*-1"),
         (np.nan, "must be a positive standard deviation"),
-        ([0.1, 0.1], r"one for each of the 1 columns; got shape \(2,\)"),
-        (9.0, "no value is inside the state space"),
+        ([0.1, 0.1], r"one for each of the 1 columns, or one for each value; got shape \(2,\)"),
     ],
 )
 def test_noise_that_is_none_is_refused_in_one_line(noise, told):

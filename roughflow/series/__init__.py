@@ -1,20 +1,22 @@
 """Stage 8, time series: transition densities, maximum likelihood, standard errors, posteriors.
 
 `_observed` checks the data and `_parameters` maps the parameters to an unconstrained vector. `_transition`
-computes transition densities and `_likelihood` the likelihood of a series, with hidden states in
-`_hidden_states`. `_fit_sde` maximises the likelihood with `_search`. `_fitted` is the result, with
-`_residuals` and `_forecast`.
+computes transition densities and `_likelihood` the likelihood of a fully observed series. A partially
+observed one is a `_state_space`, with Kalman's filter in `_kalman`, importance sampling, grid and particles
+in `_hidden_states`, and its likelihood in `_hidden_likelihood`. `_fit_sde` maximises the likelihood with
+`_search`. `_fitted` is the result, with `_residuals` and `_forecast`.
 """
 
-from ._fit_sde import fit_sde as fit_sde
+from ._fit_sde import fit_sde as fit_sde, series_likelihood as series_likelihood
 from ._fitted import FittedSDE as FittedSDE
+from ._hidden_likelihood import HiddenSeries as HiddenSeries
 from ._likelihood import (
     SeriesLikelihood as SeriesLikelihood,
     SeriesPosterior as SeriesPosterior,
-    series_likelihood as series_likelihood,
 )
 from ._parameters import Domain as Domain
 from ._residuals import Residuals as Residuals
+from ._state_space import Estimated as Estimated, Inputs as Inputs
 from ._transition import (
     transition_estimate as transition_estimate,
     transition_log_prob as transition_log_prob,

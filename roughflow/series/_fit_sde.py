@@ -1,7 +1,7 @@
 """Maximum-likelihood estimation of an SDE from a time series."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,27 +10,29 @@ from jaxtyping import ArrayLike, PRNGKeyArray
 
 from .._checks import check_count, check_key, check_positive
 from .._programs import in_double_precision
-from ..sde import AbstractSDE
+from ..sde import AbstractSDE, check_sde
 from ..transition import AbstractCoordinates, Effort
 from ._fitted import FittedSDE
-from ._likelihood import (
-    AbstractLikelihood,
-    Likelihood,
-    SeriesLikelihood,
-    WholeLikelihood,
-    check_noise,
-    inner_states,
-    measured,
+from ._hidden_likelihood import (
+    DRAWS,
+    GRID,
+    HiddenLikelihood,
+    HiddenSeries,
+    Observation,
+    hidden_likelihood,
+    hidden_series,
 )
-from ._observed import Observed, check_dimension, check_inside, panel, transitions
+from ._hidden_states import on_a_line
+from ._likelihood import AbstractLikelihood, Likelihood, SeriesLikelihood, WholeLikelihood
+from ._observed import Observed, check_dimension, check_inside, is_partial, panel, transitions
 from ._parameters import Domain, Parameters
 from ._search import LOSS, climb, falls_at_boundary, polish
-from ._transition import coordinates_of
+from ._transition import check_no_memory, coordinates_of
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of the random starting points, in the free parameters
 REFINED = 3  # maximum number of times the effort is raised
-TOLERANCE = (0.02, 0.1)  # nats, without and with measurement noise
+TOLERANCE = (0.02, 0.1)  # nats, without and with hidden states
 
 
 @in_double_precision
@@ -47,7 +49,10 @@ def fit_sde(
     effort: Effort | None = None,
     tolerance: float | None = None,
     coordinates: AbstractCoordinates | None = None,
-    measurement_noise: ArrayLike | None = None,
+    measurement_noise: ArrayLike | list | None = None,
+    observe: Callable | None = None,
+    initial: Any = None,
+    inputs: Any = None,
 ) -> FittedSDE:
     """Fit the parameters of an SDE to a time series by maximum likelihood, conditional on the first value.
 
@@ -64,8 +69,9 @@ def fit_sde(
       from the joint density of an evenly spaced series.
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (converted to years) or
       dates (years since the first date; in UTC if they have a time zone), as arrays, lists or pandas objects.
-      Missing values (NaN, masked, None) are skipped, which lengthens the gap. Lists of both are a panel:
-      independent series of the same SDE, with dates counted from the earliest date of all.
+      Missing values (NaN, masked, None) are skipped, which lengthens the gap. A column of NaN is a hidden
+      component of the state, and single components may be missing; they are integrated out. Lists of both are
+      a panel: independent series of the same SDE, with dates counted from the earliest date of all.
     - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(low=0.0)}`; named
       SDEs define their own.
     - `penalty`: λ by name, such as `{"network": 1.0}`. It subtracts ½λθ² from the log-likelihood for each
@@ -76,10 +82,21 @@ def fit_sde(
     - `exact`: whether to use exact transition densities where the SDE has them.
     - `effort`: number of driver functions, paths and steps per transition. If None, it is chosen, and raised
       until the log-likelihood at the maximum has an error below `tolerance` nats (default 0.02, or 0.1 with
-      measurement noise).
+      hidden states). With hidden states it is the number of draws (four per path) and of steps per gap.
     - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
-      or one per column. It is estimated along with the other parameters, as `measurement_noise`. The hidden
-      states are integrated out, with a flat prior for the first. Values may then lie outside the state space.
+      or one per column. It is estimated along with the other parameters, as `measurement_noise`. An array of
+      the shape of `values` is known and different for each value. Values may lie outside the state space.
+    - `observe`: the distribution of a value, a function `(t, x) -> distribution` with `log_prob(value)`, such
+      as those of NumPyro, in place of values that are components of the state. The float fields of an
+      `eqx.Module` are estimated.
+    - `initial`: the hidden components of the first state: None (a flat prior), their values, a distribution,
+      "stationary", `rf.series.Estimated(values)`, or a function of the SDE that returns values or a
+      distribution.
+    - `inputs`: u(t), a function, a tuple (times, columns), held from one time to the next, or an
+      `rf.series.Inputs`. Drift, diffusion and `observe` get it as last argument.
+
+    Linear models with normal errors use Kalman's filter and are exact. Others use importance sampling around
+    the most likely states, or, for one hidden component, a grid.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -97,8 +114,9 @@ def fit_sde(
     start = as_floats(starting_point(sde, times, values))
     key_paths, key_starts = jax.random.split(check_key(key))
     options = {"exact": exact, "effort": effort, "coordinates": coordinates}
-    series, noise = panel(times, values), measurement_noise
-    likelihood = _likelihood(start, series, noise, domains or {}, penalty or {}, key_paths, options)
+    observation = Observation(measurement_noise, observe, initial, inputs)
+    series = panel(times, values, partial=observation.given or is_partial(values))
+    likelihood = _likelihood(start, series, observation, domains or {}, penalty or {}, key_paths, options)
     moments = _moments(start, likelihood.parameters, times, values)
     maximum = _maximum(likelihood, moments, num_starts, key_starts)
     errors = maximum.likelihood.total_errors(maximum.free)
@@ -124,35 +142,35 @@ def fit_sde(
 def _likelihood(
     sde: Any,
     series: list[Observed],
-    measurement_noise: ArrayLike | None,
+    observation: Observation,
     domains: Mapping[str, Domain],
     penalty: Mapping[str, float],
     key: PRNGKeyArray,
     options: dict[str, Any],
 ) -> AbstractLikelihood:
-    """The likelihood of a Markov SDE, of a process with memory, or of values with measurement noise."""
-    check_dimension(sde, series)
+    """The likelihood of a Markov SDE, of a process with memory, or of a partially observed series."""
     space = coordinates_of(sde, options["coordinates"])
+    hidden = observation.given or any(np.isnan(one.values).any() for one in series)
+    if not hidden or isinstance(sde, FractionalOrnsteinUhlenbeck):
+        check_dimension(sde, series)
     own = sde.domains if isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck) else {}
-    parameters = Parameters.of(sde, {**own, **domains})
+    extra = {"initial", *getattr(observation.observe, "__dict__", ())} if hidden else set()
+    parameters = Parameters.of(sde, {**own, **{k: v for k, v in domains.items() if k not in extra}})
     if not parameters.names:
         raise ValueError(f"{type(sde).__name__} has no float fields, so there are no parameters to fit")
     penalties = parameters.penalties(penalty)
     if isinstance(sde, FractionalOrnsteinUhlenbeck):
-        if measurement_noise is not None:
-            raise ValueError("measurement_noise requires an SDE without memory")
+        if hidden:
+            raise ValueError("measurement_noise requires an SDE without memory, and so do hidden components")
         return WholeLikelihood.of(parameters, penalties, series)
-    noise, states = None, series
-    if measurement_noise is None:
-        check_inside(space, series)
-    else:
-        noise = check_noise(measurement_noise, series[0].values.shape[1])
-        states = inner_states(series, noise, space)
-    of_sde = SeriesLikelihood.of(sde, transitions(states), key=key, **options)
-    likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=penalties)  # pyright: ignore[reportCallIssue]
-    if noise is None:
-        return likelihood
-    return measured(likelihood, series, states, noise, options["effort"])
+    exact, effort = options["exact"], options["effort"]
+    if hidden:
+        return hidden_likelihood(
+            parameters, penalties, domains, series, observation, space, key, exact, effort
+        )
+    check_inside(space, series)
+    of_sde = SeriesLikelihood.of(sde, transitions(series), key=key, **options)
+    return Likelihood(parameters=parameters, of_sde=of_sde, penalty=penalties)  # pyright: ignore[reportCallIssue]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +205,7 @@ def _moments(sde: Any, parameters: Parameters, times: Any, values: Any) -> list[
     try:
         found = type(sde).from_series(times, values)
         noisy = isinstance(parameters.template, tuple)
-        start = parameters.values((found, parameters.template[1]) if noisy else found)
+        start = parameters.values((as_floats(found), parameters.template[1]) if noisy else found)
         return [parameters.to_free(start)]
     except (TypeError, ValueError, np.linalg.LinAlgError):
         return []
@@ -224,6 +242,12 @@ def _raised(
     likelihood: AbstractLikelihood, errors: tuple[float, float], tolerance: float
 ) -> AbstractLikelihood:
     assert likelihood.effort is not None  # an inexact likelihood has an effort
+    if isinstance(likelihood, HiddenLikelihood) and errors[0] > errors[1]:
+        of_sde = likelihood.of_sde
+        if of_sde.method == DRAWS and on_a_line(of_sde.rows):
+            return likelihood.with_method(GRID)
+        if of_sde.method == GRID:
+            return likelihood.with_nodes()
     return likelihood.with_effort(likelihood.effort.raised(*errors, tolerance))
 
 
@@ -236,3 +260,51 @@ def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
     inside = np.min(falls, axis=0) >= LOSS
     free, information = polish(likelihood.total, free, likelihood.information, inside)
     return _Maximum(likelihood, free, information, falls)
+
+
+def series_likelihood(
+    sde: AbstractSDE,
+    times: Any,
+    values: Any,
+    *,
+    key: PRNGKeyArray,
+    exact: bool = True,
+    effort: Effort | None = None,
+    coordinates: AbstractCoordinates | None = None,
+    measurement_noise: ArrayLike | list | None = None,
+    observe: Callable | None = None,
+    initial: Any = None,
+    inputs: Any = None,
+) -> SeriesLikelihood | HiddenSeries:
+    """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()`, for example for a sampler.
+
+    The function is smooth and deterministic, and supports `jax.jit`, `jax.vmap` and `jax.grad`: effort and
+    random numbers are the same in every call. Derivatives use forward mode even under `jax.grad`, which is
+    faster for few parameters. If a transition has zero density the value is −inf, with zero derivatives.
+
+    **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest; it
+    determines whether transitions are exact, and otherwise the effort. The other arguments are those of
+    `rf.fit_sde`; hidden components are integrated out, and `measurement_noise`, `observe` and `initial` are
+    held. `FittedSDE.series_likelihood` reuses the effort of the fit.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+    start = rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0)
+    likelihood = rf.series_likelihood(start, np.arange(60) / 12, x, key=jax.random.key(0))
+    jax.grad(lambda kappa: likelihood(rf.OrnsteinUhlenbeck(kappa, 1.0, 1.0)))(2.0)
+    ```
+    """
+    check_no_memory(sde)
+    check_sde(sde)
+    observation = Observation(measurement_noise, observe, initial, inputs)
+    hidden = observation.given or is_partial(values)
+    series, space = panel(times, values, partial=hidden), coordinates_of(sde, coordinates)
+    if hidden:
+        return hidden_series(sde, series, observation, space, check_key(key), exact, effort)
+    check_dimension(sde, series)
+    check_inside(space, series)
+    options = {"exact": exact, "effort": effort, "coordinates": coordinates}
+    return SeriesLikelihood.of(sde, transitions(series), key=check_key(key), **options)

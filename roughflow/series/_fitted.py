@@ -19,18 +19,8 @@ from ..faq import see
 from ..sde import AbstractSDE
 from ..transition import AbstractCoordinates, Effort
 from ._forecast import check_memory, forecast
-from ._hidden_states import PARTICLES, Filtered, filtered_residuals, particle_filter
-from ._likelihood import (
-    NAME as NOISE,
-    AbstractLikelihood,
-    Likelihood,
-    MeasuredLikelihood,
-    SeriesLikelihood,
-    SeriesPosterior,
-    WholeLikelihood,
-    smoothed,
-    stacked,
-)
+from ._hidden_likelihood import NAME as NOISE, HiddenLikelihood, HiddenSeries
+from ._likelihood import AbstractLikelihood, Likelihood, SeriesLikelihood, SeriesPosterior, WholeLikelihood
 from ._observed import Observed, same_data
 from ._parameters import Domain
 from ._residuals import Residuals, residuals, tested
@@ -79,8 +69,8 @@ def _penalised(result: "FittedSDE") -> list[str]:
 
 
 def _has_robust(result: "FittedSDE") -> bool:
-    """Whether there are robust errors: not with measurement noise, where single values have no scores."""
-    return not isinstance(result.likelihood, MeasuredLikelihood)
+    """Whether there are robust errors: not with hidden states, where single values have no scores."""
+    return not isinstance(result.likelihood, HiddenLikelihood)
 
 
 def _how(result: "FittedSDE") -> str:
@@ -226,7 +216,7 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def transition_errors(self) -> np.ndarray:
-        """The error of each transition's log-density, `(N,)`; with measurement noise, of each series'."""
+        """The error of each transition's log-density, `(N,)`; with hidden states, of each series'."""
         return self.likelihood.errors(self.free)
 
     @property
@@ -263,9 +253,8 @@ class FittedSDE:
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
-        """Sandwich standard errors by name; NaN with measurement noise, where single values have no
-        scores."""
-        if self._measured is not None:
+        """Sandwich standard errors by name; NaN with hidden states, where single values have no scores."""
+        if self._hidden is not None:
             return np.full_like(self.free_information, np.nan)
         scores, inverse = self._scores[1], self._inverse()
         return inverse @ (scores.T @ scores) @ inverse * self._scale()
@@ -383,8 +372,8 @@ class FittedSDE:
     @in_double_precision
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
         """Generalised residuals, uniform under the model, with tests of uniformity and independence."""
-        if self._measured is not None:
-            uniform = filtered_residuals(self._filtered(key, PARTICLES))
+        if self._hidden is not None:
+            uniform = self._hidden.residuals(self.free, check_key(key))
             return tested(uniform, None, self.likelihood.penalty)
         if isinstance(self.likelihood, WholeLikelihood):
             uniform = self.likelihood.residuals(self.free)
@@ -404,7 +393,7 @@ class FittedSDE:
     ) -> np.ndarray:
         """Simulated paths `(num_paths, T, d)` of the fitted SDE from the last value, at `times` `(T,)`.
 
-        With measurement noise, paths start from draws of the last state given all values.
+        With hidden states, paths start from draws of the last state given all values.
 
         **Arguments:**
 
@@ -434,12 +423,14 @@ class FittedSDE:
         if isinstance(self.likelihood, WholeLikelihood):
             return self.likelihood.forecast(self.free if free is None else free, ahead, key, num_paths, place)
         last = jnp.asarray(one.values[-1:], float)
-        if self._measured is not None:
+        if self._hidden is not None:
             key, key_filter = jax.random.split(key)
-            last = self._filtered(key_filter, max(num_paths, PARTICLES), place).last
+            last = self._hidden.last_states(self.free, key_filter, num_paths, place)
         start = jnp.resize(last, (num_paths, last.shape[1]))
         when = jnp.asarray(one.times[-1] + np.append(0.0, ahead))
-        sde = self._sde if free is None else eqx.filter_vmap(self.likelihood.sde)(jnp.asarray(free))
+        of_free = self.likelihood.sde if self._hidden is None else self._hidden.driven
+        at = jnp.asarray(self.free if free is None else free, float)
+        sde = of_free(at) if free is None else eqx.filter_vmap(of_free)(at)
         return forecast(sde, self._coordinates, start, when, key, each=free is not None)
 
     def _draw_free(self, key: PRNGKeyArray, count: int) -> np.ndarray:
@@ -481,17 +472,17 @@ class FittedSDE:
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
         if isinstance(self._sde, OrnsteinUhlenbeck) and isinstance(simpler._sde, BrownianMotion):
             return statistic, unit_root_p_value(statistic, simpler.likelihood.steps, *simpler.estimates)
-        noise = (
-            [name.startswith(NOISE) for name in self.names].count(True) if simpler._measured is None else 0
-        )
+        noise = [name.startswith(NOISE) for name in self.names].count(True) if simpler._hidden is None else 0
         return statistic, boundary_p_value(statistic, more, noise)
 
     @property
-    def series_likelihood(self) -> SeriesLikelihood:
+    def series_likelihood(self) -> SeriesLikelihood | HiddenSeries:
         """The log-likelihood of this series as a function of the SDE, like `rf.series_likelihood`, with the
-        effort of the fit."""
+        effort of the fit. Other parameters, such as the measurement noise, are at their estimates."""
+        if self._hidden is not None:
+            return _in_default_precision(self._hidden.at_estimates(self.free))
         if not isinstance(self.likelihood, Likelihood):
-            raise ValueError("series_likelihood does not support measurement noise or memory")
+            raise ValueError("series_likelihood requires an SDE without memory")
         return _in_default_precision(self.likelihood.of_sde)
 
     def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
@@ -504,30 +495,41 @@ class FittedSDE:
         if self.boundary:
             raise ValueError(f"cannot sample from the posterior: {self.warning}")
         place = (jnp.asarray(part, float) for part in (self.free, np.linalg.cholesky(self._inverse())))
-        about = (_in_default_precision(self.likelihood.parameters), self.series_likelihood, log_prior)
+        likelihood = (
+            self.series_likelihood if self._hidden is None else _in_default_precision(self._hidden.of_sde)
+        )
+        about = (_in_default_precision(self.likelihood.parameters), likelihood, log_prior)
         return SeriesPosterior(*about, jnp.asarray(self.likelihood.penalty), *place)
 
-    @property
+    @cached_property
     @in_double_precision
     def smoothed(self) -> tuple[np.ndarray, np.ndarray]:
-        """The most likely states `(n, d)` given all values, for fits with measurement noise, and their
-        standard deviations. The states of a panel are concatenated."""
-        if self._measured is None:
-            raise ValueError("smoothed requires measurement_noise: without it the values are the states")
-        path, deviation = smoothed(self._measured, jnp.asarray(self.free, float))
-        return np.asarray(path), np.asarray(deviation)
+        """The states `(n, d)` given all values and their standard deviations, at the times of the series.
+
+        Means for a linear model; otherwise the most likely states, with standard deviations from the Hessian.
+        The states of a panel are concatenated.
+        """
+        return self._with_hidden("smoothed").smoothed(self.free)
+
+    @cached_property
+    @in_double_precision
+    def filtered(self) -> tuple[np.ndarray, np.ndarray]:
+        """The means `(n, d)` of the states given the values up to each time, and their standard deviations:
+        by Kalman's filter for a linear model, otherwise by particles. NaN and infinite while the values do
+        not determine a state with a flat prior."""
+        return self._with_hidden("filtered").filtered(self.free, jax.random.key(0))
+
+    def _with_hidden(self, name: str) -> HiddenLikelihood:
+        if self._hidden is None:
+            raise ValueError(
+                f"{name} requires hidden states (a column of NaN, measurement_noise or observe); otherwise "
+                "the values are the states"
+            )
+        return self._hidden
 
     @property
-    def _measured(self) -> MeasuredLikelihood | None:
-        return self.likelihood if isinstance(self.likelihood, MeasuredLikelihood) else None
-
-    def _filtered(self, key: PRNGKeyArray, count: int, place: int | None = None) -> Filtered:
-        """Indices of the values of all series, or of one."""
-        assert self._measured is not None
-        joint = self._measured.joint(jnp.asarray(self.free, float))
-        if place is not None:
-            joint = dataclasses.replace(joint, observed=stacked([self.series[place]]))
-        return particle_filter(joint, check_key(key), count)
+    def _hidden(self) -> HiddenLikelihood | None:
+        return self.likelihood if isinstance(self.likelihood, HiddenLikelihood) else None
 
     @property
     def _coordinates(self) -> AbstractCoordinates:

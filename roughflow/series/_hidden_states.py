@@ -1,4 +1,4 @@
-"""Hidden states of a series: their joint density, its mode, draws, and a particle filter."""
+"""Hidden states of a series: the most likely ones, weighted draws, particles, a grid and a filter."""
 
 import functools
 from collections.abc import Callable
@@ -11,11 +11,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._linear import cholesky, solve_lower, solve_upper
 from .._programs import jit
-from ..sde import AbstractSDE, noise_dimension
-from ..transition import AbstractCoordinates, Effort, Transition, bridges, in_chunks, linear
-from ._residuals import LIMIT, distance
-from ._simulation import draw, is_known, refined, warn_of_exits
-from .models import exact_transition
+from ..transition import in_chunks, linear
+from ._state_space import STEP, Rows, StateSpace
+from .models import Normal
 
 
 class Chain(eqx.Module):
@@ -35,6 +33,14 @@ class Chain(eqx.Module):
             return tie @ tie.T, (factor, tie)
 
         return Chain(*jax.lax.scan(state, jnp.zeros_like(diagonal[0]), (diagonal, below))[1])
+
+    @staticmethod
+    def of_free(diagonal: Array, below: Array, free: Array) -> "Chain":
+        """The same with the components that are not free `(n, d)` replaced by independent ones."""
+        mask = free.astype(diagonal.dtype)
+        later = jnp.roll(mask, -1, axis=0)
+        own = diagonal * mask[:, :, None] * mask[:, None] + jax.vmap(jnp.diag)(1 - mask)
+        return Chain.of(own, below * later[:, :, None] * mask[:, None])
 
     def half_log_det(self) -> Array:
         """log det L, split into one term per state, `(n,)`."""
@@ -81,106 +87,103 @@ class Chain(eqx.Module):
         return jax.lax.scan(state, jnp.zeros_like(unit), (self.diagonal, self.below), reverse=True)[1]
 
 
-MOST = 100  # maximum number of Newton steps to the mode
-SLACK = 0.1  # nats that a step may lose, because derivatives treat the chart of the paths as constant
-NEAR = 1e-12  # nats: the mode is found when a step would gain less
+MAX_ITERATIONS = 100  # Newton steps to the mode
+SLACK = 1e-6  # nats that a step may lose to rounding
+NEAR = 1e-10  # nats: the mode is found when a step would gain less
 DAMPING, FACTOR = 1e-2, 10.0  # smallest nonzero damping, and its growth factor
-CHUNK = 1024  # number of transitions of draws evaluated at a time
-
-
-class Values(eqx.Module):
-    """The observed values of all series, concatenated."""
-
-    values: Array  # (n, d)
-    first: Array  # (n,), whether a series begins here
-    series: Array  # (n,), index of the series
-    before: Array  # (N,), index of the state that each transition starts from
-    times: Array  # (N,), start times of transitions
-    dt: Array  # (N,)
-    count: int = eqx.field(static=True)  # of series
-
-
-class Joint(eqx.Module):
-    """The joint density of the values and the states, in the coordinates of the SDE."""
-
-    sde: AbstractSDE
-    noise: Array  # (d,), standard deviations of the measurement errors
-    observed: Values
-    coordinates: AbstractCoordinates
-    effort: Effort
-    exact: bool = eqx.field(static=True)
-
-    def error(self, z: Array, value: Array, first: Array) -> Array:
-        """Log-density of one value given its state; includes the flat prior where a series begins."""
-        x = self.coordinates.to_state(z)
-        log_prob = jnp.sum(jax.scipy.stats.norm.logpdf(value, x, self.noise))
-        return log_prob - jnp.where(first, self.coordinates.log_volume(x), 0)
-
-    def likeliest(self, start: Array, end: Array, time: Array, dt: Array) -> Array:
-        """Log-density of a transition in coordinates: exact, or by its most likely path only."""
-        if self.exact:
-            return self._known(start, end, dt)
-        size = self.effort.num_functions * noise_dimension(self.sde, start.size)
-        step, zero = Transition(start, end, time, dt), jnp.zeros((1, size), start.dtype)
-        return bridges(self.sde, self.coordinates, step, zero, self.effort).log_weights[0]
-
-    def transition(self, start: Array, end: Array, time: Array, dt: Array, noise: Array) -> Array:
-        """Log-density of a transition in coordinates: exact, or an unbiased estimate."""
-        if self.exact:
-            return self._known(start, end, dt)
-        drawn = bridges(self.sde, self.coordinates, Transition(start, end, time, dt), noise, self.effort)
-        weights = jnp.where(drawn.found, drawn.log_weights, -jnp.inf)
-        return jax.nn.logsumexp(weights) - jnp.log(len(noise))
-
-    def _known(self, start: Array, end: Array, dt: Array) -> Array:
-        x0, x1 = self.coordinates.to_state(start), self.coordinates.to_state(end)
-        known = exact_transition(self.sde, x0, dt)
-        assert known is not None
-        return known.log_prob(x1) - self.coordinates.log_volume(x1)
+CHUNK = 4096  # transitions evaluated at a time
 
 
 class Expansion(eqx.Module):
-    """Second-order expansion of the joint density around a sequence of states."""
+    """Second-order expansion of the joint density around a sequence of states, by local terms.
+
+    Derivatives of transitions are central differences: nested derivatives of a transition take ten times as
+    long to compile, and neither the mode nor the width of the draws biases the likelihood.
+    """
 
     path: Array  # (n, d)
-    value: Array
-    own: Array  # (n, d), gradients of the terms of single values
-    ties: Array  # (N, 2d), gradients of transitions at both ends
-    slope: Array  # (n, d), total gradient
-    diagonal: Array  # (n, d, d), diagonal blocks of the negative Hessian
-    below: Array  # (n, d, d)
+    values: Array  # (n,), the log-densities of values
+    steps: Array  # (N,), and of transitions
+    own: Array  # (n, d), gradients of `values`
+    ties: Array  # (N, 2d), gradients of `steps` at both ends
+    bends: Array  # (n, d, d), Hessians of `values`
+    tie_bends: Array  # (N, 2d, 2d), and of `steps`
+    inside: Array
 
     @staticmethod
-    def at(joint: Joint, path: Array) -> "Expansion":
-        d, observed = path.shape[1], joint.observed
-        of_value = lambda z, value, first: _second(lambda z: joint.error(z, value, first), z)
-        value, own, bend = jax.vmap(of_value)(path, observed.values, observed.first)
+    def at(space: StateSpace, path: Array) -> "Expansion":
+        (_n, d), rows, i = path.shape, space.rows, space.rows.before
 
-        def of_transition(item: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            both, time, dt = item
-            return _second(lambda both: joint.likeliest(both[:d], both[d:], time, dt), both)
+        def of_value(z: Array, row: tuple) -> tuple[Array, Array, Array]:
+            return _second(lambda z: space.observation(z, *row), z)
 
-        i = observed.before
+        def of_transition(item: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+            both, time, dt, fixed = item
+            width = space.widths(both[:d], time, dt)
+            joint = lambda both: space.transition(both[:d], both[d:], time, dt, fixed)
+            return differences(joint, both, STEP * jnp.concatenate([width, width]))
+
+        value, own, bend = jax.vmap(of_value)(path, observations(space))
         both = jnp.concatenate([path[i], path[i + 1]], axis=1)
-        step, ties, bends = in_chunks(of_transition, (both, observed.times, observed.dt), len(i), CHUNK)
-        slope = own.at[i].add(ties[:, :d]).at[i + 1].add(ties[:, d:])
-        bend = bend.at[i].add(bends[:, :d, :d]).at[i + 1].add(bends[:, d:, d:])
-        below = jnp.zeros_like(bend).at[i].set(-bends[:, d:, :d])
-        total = jnp.sum(value) + jnp.sum(step)
-        total = jnp.where(jnp.all(jax.vmap(joint.coordinates.is_inside)(path)), total, -jnp.inf)
-        return Expansion(path, total, own, ties, slope, -bend, below)
+        items = (both, rows.times[i], rows.dt, rows.fixed[i + 1])
+        step, ties, bends = in_chunks(of_transition, items, len(i), CHUNK)
+        inside = jnp.all(jax.vmap(space.coordinates.is_inside)(path))
+        return Expansion(path, value, step, own, ties, bend, bends, inside)
 
-    @staticmethod
-    def nowhere(path: Array, count: int) -> "Expansion":
-        """An expansion of value −inf with `count` transitions, worse than any other."""
-        n, d = path.shape
-        zero, blank = jnp.zeros_like(path), jnp.zeros((n, d, d), path.dtype)
-        ties = jnp.zeros((count, 2 * d), path.dtype)
-        return Expansion(path, jnp.full((), -jnp.inf, path.dtype), zero, ties, zero, blank, blank)
+    def value(self) -> Array:
+        return jnp.where(self.inside, jnp.sum(self.values) + jnp.sum(self.steps), -jnp.inf)
+
+    def slope(self, space: StateSpace) -> Array:
+        """The gradient in the free components, `(n, d)`."""
+        i, d = space.rows.before, self.path.shape[1]
+        slope = self.own.at[i].add(self.ties[:, :d]).at[i + 1].add(self.ties[:, d:])
+        return jnp.where(space.rows.fixed, 0, slope)
+
+    def chain(self, space: StateSpace, damping: Array | float = 0.0) -> Chain:
+        """The factor of the negative Hessian."""
+        i, d = space.rows.before, self.path.shape[1]
+        bend = self.bends.at[i].add(self.tie_bends[:, :d, :d]).at[i + 1].add(self.tie_bends[:, d:, d:])
+        below = jnp.zeros_like(bend).at[i].set(-self.tie_bends[:, d:, :d])
+        scale = jnp.abs(jnp.diagonal(bend, axis1=1, axis2=2))
+        return Chain.of_free(jax.vmap(jnp.diag)(damping * scale) - bend, below, ~space.rows.fixed)
+
+
+def observations(space: StateSpace) -> tuple:
+    """The arguments of `StateSpace.observation` after the state, for all states."""
+    rows, errors = space.rows, space.deviations()
+    errors = jnp.ones_like(rows.values) if errors is None else errors
+    return rows.times, rows.values, rows.seen, rows.fixed, errors, rows.first
+
+
+def differences(function: Callable[[Array], Array], at: Array, size: Array) -> tuple[Array, Array, Array]:
+    """Value, gradient and Hessian of a function of few variables, by central differences."""
+    n = at.size
+    rows, columns = np.triu_indices(n, 1)
+    moves = jnp.diag(size)
+    pairs = moves[rows] + moves[columns]
+    points = jnp.concatenate([jnp.zeros((1, n)), moves, -moves, pairs, -pairs])
+    values = jax.vmap(lambda move: function(at + move))(points)
+    value, ahead, behind = values[0], values[1 : n + 1], values[n + 1 : 2 * n + 1]
+    both, neither = jnp.split(values[2 * n + 1 :], 2)
+    curve = ahead + behind - 2 * value
+    cross = 0.5 * (both + neither - 2 * value - curve[rows] - curve[columns])
+    bend = jnp.diag(curve).at[rows, columns].set(cross).at[columns, rows].set(cross)
+    return value, (ahead - behind) / (2 * size), bend / size[:, None] / size[None]
+
+
+def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array, Array]:
+    """Value, gradient and Hessian of a function, in forward mode."""
+
+    def first(at: Array) -> tuple[Array, tuple[Array, Array]]:
+        value, slope = linear(function, at)
+        return slope, (value, slope)
+
+    bend, (value, slope) = jax.jacfwd(first, has_aux=True)(at)
+    return value, slope, bend
 
 
 class Search(eqx.Module):
-    """The mode, by Newton's method with Levenberg–Marquardt damping."""
+    """The most likely states, by Newton's method with Levenberg–Marquardt damping."""
 
     best: Expansion
     damping: Array
@@ -190,76 +193,114 @@ class Search(eqx.Module):
     found: Array
 
     @staticmethod
-    def mode(joint: Joint, start: Array) -> "Search":
-        nowhere, zero = Expansion.nowhere(start, len(joint.observed.dt)), jnp.zeros((), start.dtype)
+    def mode(space: StateSpace, start: Array) -> "Search":
+        """The search from a sequence of coordinates `(n, d)`."""
+        shapes = eqx.filter_eval_shape(lambda: Expansion.at(space, start))
+        nowhere = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)  # outside, so of value −inf
         yes, no = jnp.ones((), bool), jnp.zeros((), bool)
-        search = Search(nowhere, zero, start, yes, jnp.zeros((), int), no)
-        going = lambda search: ~search.found & (search.count < MOST)
-        return jax.lax.while_loop(going, lambda search: search.step(joint), search)
+        search = Search(nowhere, jnp.zeros(()), space.pinned(start), yes, jnp.zeros((), int), no)
+        going = lambda search: ~search.found & (search.count < MAX_ITERATIONS)
+        return jax.lax.while_loop(going, lambda search: search.step(space), search)
 
-    def step(self, joint: Joint) -> "Search":
-        new = Expansion.at(joint, self.next)
-        finite = jnp.isfinite(new.value) & jnp.all(jnp.isfinite(new.slope))
-        better = finite & (new.value >= self.best.value - SLACK)
+    def step(self, space: StateSpace) -> "Search":
+        new = Expansion.at(space, self.next)
+        finite = jnp.isfinite(new.value()) & jnp.all(jnp.isfinite(new.slope(space)))
+        better = finite & (new.value() >= self.best.value() - SLACK)
         best = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, self.best)
         less = jnp.where(self.damping > DAMPING, self.damping / FACTOR, 0)
         more = jnp.maximum(FACTOR * self.damping, DAMPING)
         damping = jnp.where(better & self.valid, less, more)
-        scale = jnp.abs(jnp.diagonal(best.diagonal, axis1=1, axis2=2))
-        added = jax.vmap(jnp.diag)(damping * scale)
-        chain = Chain.of(best.diagonal + added, best.below)
-        move = chain.backward(chain.forward(best.slope[..., None]))[..., 0]
-        gain = 0.5 * jnp.sum(best.slope * move)
+        chain, slope = best.chain(space, damping), best.slope(space)
+        move = chain.backward(chain.forward(slope[..., None]))[..., 0]
+        gain = 0.5 * jnp.sum(slope * move)
         valid = jnp.isfinite(gain)
         path = jnp.where(valid, best.path + move, best.path)
         found = better & valid & (damping == 0) & (gain < NEAR)
         return Search(best, damping, path, valid, self.count + 1, found)
 
 
-def log_likelihood(joint: Joint, mode: Expansion, key: PRNGKeyArray) -> tuple[Array, Array]:
-    """The log-likelihood of each series, and its standard error, `(count,)` each.
+def expansion_at_mode(space: StateSpace, start: Array) -> tuple[Expansion, Array]:
+    """The expansion around the most likely states, and whether they were found.
+
+    Differentiable in the parameters by the implicit function theorem: one Newton step from the mode, which is
+    held.
+    """
+    held = jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, space)
+    search = jax.lax.stop_gradient(Search.mode(held, start))
+    mode = search.best
+    chain = mode.chain(held)
+    at_mode = Expansion.at(space, space.pinned(mode.path))
+    move = chain.backward(chain.forward(at_mode.slope(space)[..., None]))[..., 0]
+    # The step is zero at these parameters, up to rounding, but has derivatives.
+    move = move - jax.lax.stop_gradient(move)
+    return eqx.tree_at(lambda one: one.path, at_mode, at_mode.path + move), search.found
+
+
+def log_likelihood(
+    space: StateSpace, mode: Expansion, key: PRNGKeyArray, num_draws: int
+) -> tuple[Array, Array, Array]:
+    """The log-likelihood of each series, its standard error, and the effective number of draws, `(count,)`
+    each, by importance sampling around the most likely states.
 
     The log-weight of a draw is a sum over states. Its odd part o = Σ oᵢ adds ½ Var o to the logarithm of the
     mean, and where weights are uneven the sample variance of o dominates the error. Since oᵢ and oⱼ are
     nearly independent for distant states, Var o is replaced by the sum of the covariances of nearby states,
     which has a much smaller error.
     """
-    observed, (n, d) = joint.observed, mode.path.shape
-    chain = Chain.of(mode.diagonal, mode.below)
-    half = jax.random.normal(key, (n, d, num_draws(joint.effort) // 2), mode.path.dtype)
+    rows, (n, d) = space.rows, mode.path.shape
+    chain, free = mode.chain(space), ~rows.fixed
+    half = jax.random.normal(key, (n, d, num_draws // 2), mode.path.dtype) * free[..., None]
     normal = jnp.concatenate([half, -half], axis=2)
     moves = jnp.moveaxis(chain.backward(normal), 2, 1)  # (n, M, d)
     paths = mode.path[:, None] + moves
-    drawn = chain.half_log_det()[:, None] + jnp.sum(jax.scipy.stats.norm.logpdf(normal), axis=1)
-    errors = jax.vmap(jax.vmap(joint.error, in_axes=(0, None, None)))(paths, observed.values, observed.first)
-    errors = jnp.where(jax.vmap(jax.vmap(joint.coordinates.is_inside))(paths), errors, -jnp.inf)
-    steps = _transitions(joint, paths, key)
-    by_series = lambda parts: jnp.zeros((observed.count, parts.shape[1])).at[observed.series].add(parts)
-    local = errors.at[observed.before].add(steps)
+    density = jnp.where(free[..., None], jax.scipy.stats.norm.logpdf(normal), 0)
+    drawn = chain.half_log_det()[:, None] + jnp.sum(density, axis=1)
+    local = _local_terms(space, paths)
+    by_series = lambda parts: jnp.zeros((rows.count, parts.shape[1])).at[rows.series].add(parts)
     weights = by_series(local - drawn)
     weights = jnp.where(jnp.isnan(weights), -jnp.inf, weights)
     # The odd part without its linear term: the gradient is zero at the mode.
-    i = observed.before
-    linear = jnp.einsum("nmd,nd->nm", moves, mode.own)
-    linear = linear.at[i].add(jnp.einsum("nmd,nd->nm", moves[i], mode.ties[:, :d]))
-    linear = linear.at[i].add(jnp.einsum("nmd,nd->nm", moves[i + 1], mode.ties[:, d:]))
-    odd = 0.5 * jnp.subtract(*jnp.split(local - linear, 2, axis=1))
+    i = rows.before
+    own, ties = jax.lax.stop_gradient((mode.own, mode.ties))
+    slope = jnp.einsum("nmd,nd->nm", moves, own)
+    slope = slope.at[i].add(jnp.einsum("nmd,nd->nm", moves[i], ties[:, :d]))
+    slope = slope.at[i].add(jnp.einsum("nmd,nd->nm", moves[i + 1], ties[:, d:]))
+    odd = 0.5 * jnp.subtract(*jnp.split(local - slope, 2, axis=1))
     odd = jnp.where(jnp.isfinite(odd), odd, 0)
-    excess = 0.5 * (by_series(odd) ** 2 - by_series(odd * _near_sums(odd, chain.memory())))
-    return jax.vmap(_log_mean)(weights, excess)
+    reach = jax.lax.stop_gradient(chain.memory())
+    excess = 0.5 * (by_series(odd) ** 2 - by_series(odd * _near_sums(odd, reach)))
+    value, error = jax.vmap(_log_mean)(weights, excess)
+    share = jax.nn.softmax(weights, axis=1)
+    return value, jax.lax.stop_gradient(error), jax.lax.stop_gradient(1 / jnp.sum(share**2, axis=1))
+
+
+def _local_terms(space: StateSpace, paths: Array) -> Array:
+    """Log-densities `(n, M)` of values, and of the transitions from each state, for draws `(n, M, d)`."""
+    rows, i = space.rows, space.rows.before
+    own = jax.vmap(lambda z, row: jax.vmap(lambda z: space.observation(z, *row))(z))(
+        paths, observations(space)
+    )
+    own = jnp.where(jax.vmap(jax.vmap(space.coordinates.is_inside))(paths), own, -jnp.inf)
+
+    def one(item: tuple[Array, ...]) -> Array:
+        start, end, time, dt, fixed = item
+        return jax.vmap(lambda a, b: space.transition(a, b, time, dt, fixed))(start, end)
+
+    items = (paths[i], paths[i + 1], rows.times[i], rows.dt, rows.fixed[i + 1])
+    return own.at[i].add(in_chunks(one, items, len(i), max(8 * CHUNK // paths.shape[1], 1)))
 
 
 def _log_mean(weights: Array, excess: Array) -> tuple[Array, Array]:
     """The logarithm of the mean of weights `(M,)`, whose second half is antithetic to the first, less the
     mean of `excess` `(M/2,)`; and its standard error."""
     top = jnp.max(weights)
-    top = jnp.where(jnp.isfinite(top), top, 0)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     pairs = jnp.mean(jnp.reshape(jnp.exp(weights - top), (2, -1)), axis=0)
     mean = jnp.mean(pairs)
     relative = pairs / mean
-    error = jnp.std(relative - excess, ddof=1) / jnp.sqrt(pairs.size)
+    error = jnp.sqrt(jnp.sum((relative - excess - 1 + jnp.mean(excess)) ** 2) / (pairs.size - 1) / pairs.size)
     # Correct the bias of the logarithm of a mean (Jensen).
-    low = 0.5 * jnp.var(relative, ddof=1) / pairs.size
+    low = 0.5 * jnp.sum((relative - 1) ** 2) / (pairs.size - 1) / pairs.size
     return top + jnp.log(mean) + low - jnp.mean(excess), error
 
 
@@ -277,111 +318,237 @@ def _near_sums(terms: Array, reach: Array) -> Array:
     return upto(jnp.arange(n) + 1 + reach) - upto(jnp.arange(n) - reach)
 
 
-def _transitions(joint: Joint, paths: Array, key: PRNGKeyArray) -> Array:
-    """Log-densities `(N, M)` of the transitions of all draws `(n, M, d)`."""
-    observed, (_, draws, d) = joint.observed, paths.shape
-    size = joint.effort.num_functions * noise_dimension(joint.sde, d)
-
-    def one(item: tuple[Array, Array, Array, Array, Array]) -> Array:
-        start, end, time, dt, i = item
-        half = jax.random.normal(jax.random.fold_in(key, i), (draws, num_inner(joint.effort) // 2, size))
-        noise = jnp.concatenate([half, -half], axis=1)
-        return jax.vmap(lambda a, b, v: joint.transition(a, b, time, dt, v))(start, end, noise)
-
-    i = observed.before
-    items = (paths[i], paths[i + 1], observed.times, observed.dt, i)
-    return in_chunks(one, items, len(i), max(CHUNK // draws, 1))
+REPLICATES = 8  # independent runs of the particles, for their standard error
 
 
-def num_draws(effort: Effort) -> int:
-    """Number of draws of the hidden states."""
-    return 4 * effort.num_paths
+def particles(space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int) -> tuple[Array, Array]:
+    """The log-likelihood of all series and its standard error, by particles guided by the most likely states.
+
+    The draws of `log_likelihood` are made one state at a time, from the last to the first, and resampled
+    where their weights are uneven (efficient importance sampling with resampling, Scharth & Kohn 2016). The
+    weight of a step is the remainder of the local second-order expansion, so it is even for a linear model,
+    and the variance of the log-likelihood grows only linearly with the length.
+    """
+    rows, (n, d) = space.rows, mode.path.shape
+    chain, free = mode.chain(space), ~rows.fixed
+    linked = jnp.zeros(n, bool).at[rows.before].set(True)
+    place = jnp.clip(jnp.cumsum(linked) - 1, 0)  # the transition that leaves each state
+    ahead = jnp.minimum(jnp.arange(n) + 1, n - 1)
+    link = (linked, mode.steps[place], mode.ties[place], mode.tie_bends[place], rows.dt[place])
+    local = (mode.path, mode.values, mode.own, mode.bends)
+    items = (chain.diagonal, chain.below, free, local, link, mode.path[ahead], rows.fixed[ahead])
+
+    def step(carried: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], Array]:
+        (moves, log_w), (item, row, key) = carried, now
+        factor, tie, free, (at, value, own, bend), (linked, step, ties, tie_bend, dt), later, fixed = item
+        key_draw, key_choice = jax.random.split(key)
+        share = jax.nn.softmax(log_w)
+        uneven = jnp.sum(share**2) * count > 2
+        chosen = jnp.where(uneven, systematic(share, key_choice), jnp.arange(count))
+        log_w = jnp.where(uneven, jnp.zeros(count), log_w)
+        moves = moves[chosen]
+        normal = jax.random.normal(key_draw, moves.shape) * free[None]
+        new = solve_upper(factor, normal.T - tie.T @ moves.T).T
+        quadratic = lambda e, v, g, h: v + e @ g + 0.5 * e @ h @ e
+
+        def remainder(e: Array, e_later: Array) -> Array:
+            both = jnp.concatenate([e, e_later])
+            left = space.observation(at + e, *row) - quadratic(e, value, own, bend)
+            left = jnp.where(space.coordinates.is_inside(at + e), left, -jnp.inf)
+            tied = space.transition(at + e, later + e_later, row[0], dt, fixed)
+            return left + jnp.where(linked, tied - quadratic(both, step, ties, tie_bend), 0)
+
+        weight = jax.vmap(remainder)(new, moves)
+        weight = log_w + jnp.where(jnp.isnan(weight), -jnp.inf, weight)
+        mean = jax.nn.logsumexp(weight) - jnp.log(count)
+        return (new, weight - mean), mean
+
+    def run(key: PRNGKeyArray) -> Array:
+        start = jnp.zeros((count, d)), jnp.zeros(count)
+        given = (items, observations(space), jax.random.split(key, n))
+        return jnp.sum(jax.lax.scan(step, start, given, reverse=True)[1])
+
+    # One run after another, so that memory does not grow with their number.
+    logs = jax.lax.map(run, jax.random.split(key, REPLICATES))
+    laplace = mode.value() + 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(free) - jnp.sum(chain.half_log_det())
+    ratio = jnp.exp(logs - jnp.max(logs))
+    error = jnp.std(ratio, ddof=1) / jnp.mean(ratio) / np.sqrt(REPLICATES)
+    return laplace + jnp.max(logs) + jnp.log(jnp.mean(ratio)), error
 
 
-def num_inner(effort: Effort) -> int:
-    """The effort for each transition of a draw: small, as there are many draws."""
-    return 2 * max(effort.num_paths // 8, 1)
+WIDTH = 9.0  # half width of a grid in standard deviations of a hidden component
+SPACING = 1.0  # of its nodes, in standard deviations of a transition
+NODES = (24, 768)  # fewest and most nodes
 
 
-def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array, Array]:
-    """Value, gradient and Hessian of a function, in forward mode."""
+def on_a_line(rows: Rows) -> bool:
+    """Whether every state has at most one hidden component."""
+    return bool(np.all(np.sum(~np.asarray(rows.fixed), axis=1) <= 1))
 
-    def first(at: Array) -> tuple[Array, tuple[Array, Array]]:
-        value, slope = linear(function, at)
-        return slope, (value, slope)
 
-    bend, (value, slope) = jax.jacfwd(first, has_aux=True)(at)
-    return value, slope, bend
+def num_nodes(space: StateSpace, mode: Expansion) -> int:
+    """The number of nodes of a grid that resolves every transition."""
+    d = mode.path.shape[1]
+    spread = np.sqrt(np.asarray(jnp.diagonal(mode.chain(space).variances(), axis1=1, axis2=2)))
+    i, free = np.asarray(space.rows.before), ~np.asarray(space.rows.fixed)
+    sharp = np.sqrt(np.abs(np.asarray(jnp.diagonal(mode.tie_bends, axis1=1, axis2=2))))
+    ratio = np.maximum(
+        np.where(free[i], spread[i] * sharp[:, :d], 0), np.where(free[i + 1], spread[i + 1] * sharp[:, d:], 0)
+    )
+    return int(np.clip(2 * WIDTH * np.nanmax(ratio) / SPACING, *NODES))
+
+
+def on_grid(space: StateSpace, mode: Expansion, count: int) -> Array:
+    """The log-likelihood of each series with one hidden component, by the trapezoidal rule on a grid around
+    its most likely states: its error falls exponentially with the spacing of the nodes."""
+    rows, (_n, d) = space.rows, mode.path.shape
+    held = jax.lax.stop_gradient(mode)
+    variances = jnp.diagonal(jax.lax.stop_gradient(mode.chain(space).variances()), axis1=1, axis2=2)
+    free = ~rows.fixed
+    nodes = jnp.linspace(-WIDTH, WIDTH, count)
+    spread = jnp.where(free, jnp.sqrt(jnp.where(free, variances, 0)), 0)
+    hidden = jnp.any(free, axis=1)
+    gap = jnp.where(hidden, jnp.log(jnp.sum(spread, axis=1) * (nodes[1] - nodes[0])), -jnp.log(count))
+    path = space.pinned(held.path)
+    step_into = jnp.clip(jnp.cumsum(~rows.first) - 1, 0)
+    before = rows.times[rows.before][step_into], rows.dt[step_into]
+
+    def step(carried: tuple, now: tuple) -> tuple[tuple, Array]:
+        (log_alpha, last), (at, wide, gap, row, time, dt) = carried, now
+        points = at[None] + nodes[:, None] * wide[None]
+        inside = jax.vmap(space.coordinates.is_inside)(points)
+        points = jnp.where(inside[:, None], points, at[None])
+        tied = jax.vmap(lambda b: jax.vmap(lambda a: space.transition(a, b, time, dt, row[3]))(last))(points)
+        tied = jnp.where(row[5], 0, jnp.where(jnp.isnan(tied), -jnp.inf, tied))
+        ahead = jax.nn.logsumexp(log_alpha[None] + tied, axis=1)
+        own = jax.vmap(lambda z: space.observation(z, *row))(points) + gap
+        own = jnp.where(inside & ~jnp.isnan(own), own, -jnp.inf)
+        log_alpha = own + jnp.where(row[5], 0, ahead)
+        total = jax.nn.logsumexp(log_alpha)
+        return (log_alpha, points), total
+
+    start = jnp.zeros(count), jnp.broadcast_to(path[:1], (count, d))
+    given = (path, spread, gap, observations(space), *before)
+    totals = jax.lax.scan(step, start, given)[1]
+    last = jnp.append(rows.first[1:], True)
+    return jnp.zeros(rows.count).at[rows.series].add(jnp.where(last, totals, 0))
 
 
 PARTICLES = 2048
+FIRST_WIDTH = 3.0  # of the draws of the first state, in standard deviations given all values
 
 
-class Filtered(eqx.Module):
-    """Predictive probabilities of all values but the first of each series. `uniform` `(N,)` is P(Y ≤ y |
-    earlier values) for the first column, and `log_prob` `(N,)` the log-density. `last` `(K, d)` are draws of
-    the last state given all values."""
+class FilteredDraws(eqx.Module):
+    """The states given the values so far, from particles: `mean` `(n, d)`, `deviation` `(n, d)`, the
+    probability `uniform` `(n,)` of a smaller value than the observed one, and draws `last` `(K, d)` of the
+    last state."""
 
+    mean: Array
+    deviation: Array
     uniform: Array
-    log_prob: Array
     last: Array
 
 
-def particle_filter(joint: Joint, key: PRNGKeyArray, count: int) -> Filtered:
-    """Filter with exact transitions, or with steps short enough that halving them does not change the
-    result."""
-    if is_known(joint.sde, joint.observed.values[0]):
-        return _run(joint, key, count, jnp.asarray(1))
-    change = lambda a, b: distance(np.asarray(a.uniform), np.asarray(b.uniform), count)
-    found = refined(lambda num_steps: _run(joint, key, count, num_steps), change, LIMIT)
-    warn_of_exits(int(jnp.isnan(found.last).any(axis=1).sum()), count)
-    return found
-
-
 @functools.partial(jit, level=1)
-def _run(joint: Joint, key: PRNGKeyArray, count: int, num_steps: Array) -> Filtered:
-    """The bootstrap particle filter (Gordon, Salmond & Smith 1993) with systematic resampling."""
-    observed, coordinates = joint.observed, joint.coordinates
-    # The transition that leads to each value; arbitrary where a series begins.
-    lead = jnp.clip(jnp.cumsum(~observed.first) - 1, 0)
-    many = (observed.values, observed.first, observed.times[lead], observed.dt[lead])
+def particle_filter(
+    space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int, column: int
+) -> FilteredDraws:
+    """A particle filter whose draws use the next value (Doucet, Godsill & Andrieu 2000): normal, by the
+    linearised model. `column` is the value whose probabilities are returned."""
+    rows, d = space.rows, mode.path.shape[1]
+    wide = FIRST_WIDTH**2 * mode.chain(space).variances()
+    lead = jnp.clip(jnp.cumsum(~rows.first) - 1, 0)
+    times = rows.times[rows.before][lead], rows.dt[lead]
+    pinned = space.pinned(mode.path)
+    unit = jnp.eye(d)
 
-    def step(particles: Array, now: tuple) -> tuple[Array, tuple[Array, Array]]:
-        (value, first, time, dt), key = now
-        key_move, key_start, key_choice = jax.random.split(key, 3)
-        one = lambda x, key: draw(joint.sde, coordinates, x, time, dt, num_steps, key)
-        moved = jax.vmap(one)(particles, jax.random.split(key_move, count))
-        # With a flat prior, the first state is normal around the first value, restricted to the state space.
-        normal = jax.random.normal(key_start, particles.shape)
-        fresh = jax.vmap(lambda normal: value + joint.noise * normal)(normal)
-        inside = coordinates.contains(fresh)
-        fresh = fresh[jnp.where(inside, jnp.arange(count), jnp.argmax(inside))]
-        log_g = jax.vmap(lambda x: jnp.sum(jax.scipy.stats.norm.logpdf(value, x, joint.noise)))(moved)
-        log_g = jnp.where(jnp.isnan(log_g), -jnp.inf, log_g)
-        log_w = jnp.where(first, jnp.where(inside, 0.0, -jnp.inf), log_g)
-        uniform = jnp.nanmean(jax.scipy.stats.norm.cdf(value[0], moved[:, 0], joint.noise[0]))
-        log_prob = jax.nn.logsumexp(log_w) - jnp.log(count)
-        chosen = _systematic(jax.nn.softmax(log_w), key_choice)
-        return jnp.where(first, fresh, moved)[chosen], (uniform, log_prob)
+    def move(z: Array, key: PRNGKeyArray, now: tuple) -> tuple[Array, Array, Array]:
+        """A draw of the next state of one particle, its log-weight, and the chance of a smaller value."""
+        row, (time, dt), at, begin = now
+        normal = space.step(z, time, dt)
+        mean, covariance = jnp.where(row[5], at, normal.mean), jnp.where(row[5], begin, normal.covariance)
+        key_draw, key_next = jax.random.split(key)
+        gain, rest, gap = _updated(space, mean, covariance, row, at)
+        fixed = row[3]
+        factor = cholesky(jnp.where(fixed[:, None] | fixed[None], unit, rest))
+        white = jnp.where(fixed, 0, jax.random.normal(key_draw, (d,)))
+        new = jnp.where(fixed, at, mean + gain @ gap + factor @ white)
+        drawn = jnp.sum(jnp.where(fixed, 0, jax.scipy.stats.norm.logpdf(white) - jnp.log(jnp.diag(factor))))
+        weight = space.observation(new, *row) - drawn
+        weight = weight + jnp.where(row[5], 0, space.transition(z, new, time, dt, fixed))
+        weight = jnp.where(space.coordinates.is_inside(new), weight, -jnp.inf)
+        uniform = _below(space, normal, space.sample(z, time, dt, key_next), row, at, column)
+        return new, jnp.where(jnp.isnan(weight), -jnp.inf, weight), uniform
 
-    start = jnp.zeros((count, observed.values.shape[1]), observed.values.dtype)  # overwritten
-    last, (uniform, log_prob) = jax.lax.scan(step, start, (many, jax.random.split(key, len(observed.first))))
-    later = observed.before + 1
-    return Filtered(uniform[later], log_prob[later], last)
+    def step(carried: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], tuple]:
+        (particles, log_w), (*given, key) = carried, now
+        key_move, key_choice = jax.random.split(key)
+        new, weight, uniform = jax.vmap(lambda z, k: move(z, k, tuple(given)))(
+            particles, jax.random.split(key_move, count)
+        )
+        before = jax.nn.softmax(log_w)
+        good = ~jnp.isnan(uniform)
+        uniform = jnp.sum(jnp.where(good, before * uniform, 0)) / jnp.sum(jnp.where(good, before, 0))
+        weight = weight + jnp.where(given[0][5], 0, log_w)
+        share = jax.nn.softmax(weight)
+        x = jax.vmap(space.coordinates.to_state)(new)
+        mean = share @ x
+        deviation = jnp.sqrt(share @ (x - mean[None]) ** 2)
+        chosen = systematic(share, key_choice)
+        return (new[chosen], jnp.zeros(count)), (mean, deviation, uniform)
+
+    n = len(rows.first)
+    start = jnp.broadcast_to(pinned[:1], (count, d)), jnp.zeros(count)
+    given = (observations(space), times, pinned, wide, jax.random.split(key, n))
+    (last, _), shown = jax.lax.scan(step, start, given)
+    mean, deviation, uniform = shown
+    return FilteredDraws(mean, deviation, uniform, jax.vmap(space.coordinates.to_state)(last))
 
 
-def _systematic(weights: Array, key: PRNGKeyArray) -> Array:
+def _updated(
+    space: StateSpace, mean: Array, covariance: Array, row: tuple, at: Array
+) -> tuple[Array, Array, Array]:
+    """The gain, the covariance and the innovation of one update with the values that are components of the
+    state; without effect otherwise."""
+    _, value, seen, fixed, error, _ = row
+    d = len(mean)
+    c = 0 if space.observe is not None else min(value.size, d)
+    x = space.coordinates.to_state(mean)
+    slopes = space.slopes(x)
+    wide = lambda part, fill: jnp.concatenate([part[:c], jnp.full(d - c, fill, part.dtype)])
+    noisy = wide(seen, False) & ~fixed
+    gap = jnp.where(fixed, at - mean, jnp.where(noisy, slopes * (wide(value, 0.0) - x), 0))
+    loose = jnp.where(noisy, (slopes * wide(error, 1.0)) ** 2, 0)
+    mask = jnp.where(fixed | noisy, 1.0, 0.0)
+    inner = mask[:, None] * mask[None] * covariance + jnp.diag(loose + 1 - mask)
+    # A fixed component without variance (the first state) is left where it is.
+    inner = inner + jnp.diag(jnp.where(jnp.diag(inner) > 0, 0.0, 1.0))
+    factor = cholesky(inner)
+    half = solve_lower(factor, mask[:, None] * covariance)
+    return solve_upper(factor, half).T, covariance - half.T @ half, gap
+
+
+def _below(space: StateSpace, normal: Normal, drawn: Array, row: tuple, at: Array, column: int) -> Array:
+    """The probability of a value below the observed one, given the state before it."""
+    time, value, seen, _, error, _ = row
+    x = space.coordinates.to_state(drawn)
+    if space.observe is not None:
+        distribution = space.observe(time, x)
+        if not hasattr(distribution, "cdf"):
+            return jnp.full((), jnp.nan)
+        below = jnp.ravel(distribution.cdf(jnp.where(seen, value, 1.0)))[column]
+    elif space.deviations() is not None:
+        below = jax.scipy.stats.norm.cdf(value[column], x[column], error[column])
+    else:
+        spread = jnp.sqrt(normal.covariance[column, column])
+        below = jax.scipy.stats.norm.cdf(at[column], normal.mean[column], spread)
+    return below
+
+
+def systematic(weights: Array, key: PRNGKeyArray) -> Array:
     """Systematic resampling: indices `(K,)` in random order (Carpenter, Clifford & Fearnhead 1999)."""
     key_shift, key_order = jax.random.split(key)
     count = len(weights)
     points = (jnp.arange(count) + jax.random.uniform(key_shift)) / count
     places = jnp.searchsorted(jnp.cumsum(weights), points)
     return jax.random.permutation(key_order, jnp.minimum(places, count - 1))
-
-
-def filtered_residuals(filtered: Filtered) -> np.ndarray:
-    """Residuals of a one-dimensional series from its filter."""
-    if filtered.last.shape[1] != 1:
-        raise ValueError(f"residuals require one component; this series has {filtered.last.shape[1]}")
-    least = 0.5 / (len(filtered.last) + 1)
-    return np.clip(np.asarray(filtered.uniform, float), least, 1 - least)

@@ -1,4 +1,4 @@
-"""Likelihoods of series: with transition densities, measurement noise, or memory; and posteriors."""
+"""Likelihoods of series: with transition densities or memory; and posteriors."""
 
 import abc
 import dataclasses
@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy
-from jaxtyping import Array, ArrayLike, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key
 from .._programs import jit
 from ..faq import see
-from ..sde import AbstractSDE, check_sde
+from ..sde import AbstractSDE
 from ..transition import (
     CHUNK,
     AbstractCoordinates,
@@ -30,16 +30,14 @@ from ..transition import (
     transition_value,
 )
 from ._forecast import check_memory
-from ._hidden_states import Chain, Joint, Search, Values, log_likelihood, num_draws
-from ._observed import Observed, check_dimension, check_inside, panel, transitions
-from ._parameters import POSITIVE, Parameters
+from ._observed import Observed, transitions
+from ._parameters import Parameters
 from ._residuals import TINY
 from ._search import conditional_errors
 from ._transition import (
     CONVERGED,
     DOUBTFUL,
     check_effort,
-    check_no_memory,
     coordinates_of,
     exact_log_probs,
     full_errors,
@@ -129,45 +127,6 @@ class _Total(eqx.Module):
     def __call__(self, sde: AbstractSDE) -> Array:
         total = jnp.sum(self.likelihood.log_probs(sde)[0])
         return jnp.where(jnp.isfinite(total), total, -jnp.inf)
-
-
-def series_likelihood(
-    sde: AbstractSDE,
-    times: Any,
-    values: Any,
-    *,
-    key: PRNGKeyArray,
-    exact: bool = True,
-    effort: Effort | None = None,
-    coordinates: AbstractCoordinates | None = None,
-) -> SeriesLikelihood:
-    """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()`, for example for a sampler.
-
-    The function is smooth and deterministic, and supports `jax.jit`, `jax.vmap` and `jax.grad`: effort and
-    random numbers are the same in every call. Derivatives use forward mode even under `jax.grad`, which is
-    faster for few parameters. If a transition has zero density the value is −inf, with zero derivatives.
-
-    **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest; it
-    determines whether transitions are exact, and otherwise the effort. The other arguments are those of
-    `rf.fit_sde`. `FittedSDE.series_likelihood` reuses the effort of the fit.
-
-    ```python
-    import jax, numpy as np
-    import roughflow as rf
-
-    x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
-    start = rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0)
-    likelihood = rf.series_likelihood(start, np.arange(60) / 12, x, key=jax.random.key(0))
-    jax.grad(lambda kappa: likelihood(rf.OrnsteinUhlenbeck(kappa, 1.0, 1.0)))(2.0)
-    ```
-    """
-    check_no_memory(sde)
-    check_sde(sde)
-    series = panel(times, values)
-    check_dimension(sde, series)
-    check_inside(coordinates_of(sde, coordinates), series)
-    options = {"exact": exact, "effort": effort, "coordinates": coordinates}
-    return SeriesLikelihood.of(sde, transitions(series), key=check_key(key), **options)
 
 
 UNIT = 10.0  # unit of an unbounded free parameter, in standard errors given all others
@@ -495,221 +454,6 @@ def _even(times: np.ndarray) -> float:
     return dt
 
 
-NOISE_STEP = 1e-4  # step of finite differences of free parameters, for the gradient
-PART = 0.03  # step of finite differences, in standard errors, for the information
-NAME = "measurement_noise"
-
-
-class MeasuredLikelihood(AbstractLikelihood):
-    """The likelihood log p(y₁, … | y₀) of values with normal measurement errors. Free parameters are those of
-    the SDE and of the errors. Its terms are whole series."""
-
-    parameters: Parameters
-    steps: Transition
-    values: Values
-    start: Array  # (n, d), starting point of the search for the mode
-    key: PRNGKeyArray
-    effort: Effort
-    exact: bool = eqx.field(static=True)
-    coordinates: AbstractCoordinates | None
-    penalty: np.ndarray
-
-    def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-likelihood of each series, `(S,)`, its gradient in the free parameters, `(S, p)`, and its
-        error."""
-        moves = NOISE_STEP * np.eye(len(free))
-        values, errors = self._around(free, np.concatenate([moves, -moves]))
-        ahead, behind = np.split(values[1:], 2)
-        return values[0], (ahead - behind).T / (2 * np.diag(moves)), errors[0]
-
-    def log_likelihood(self, free: np.ndarray) -> float:
-        return float(self._around(free, np.zeros((0, len(free))))[0].sum())
-
-    def information(self, free: np.ndarray) -> np.ndarray:
-        """The information by finite differences over a fraction of a standard error."""
-        unit = np.eye(len(free))
-        first = np.full(len(free), NOISE_STEP)
-        curve = np.diag(self._curves(free, np.diag(first), unit[:0])) / first**2
-        size = np.clip(PART / np.sqrt(np.where(curve > 0, curve, 1.0)), 1e-2 * first, 1e2 * first)
-        matrix = self._curves(free, np.diag(size), np.triu(np.ones_like(unit), 1))
-        return matrix / np.outer(size, size) + np.diag(self.penalty)
-
-    def quick_information(self, free: np.ndarray) -> np.ndarray:
-        return self.information(free)
-
-    def _curves(self, free: np.ndarray, moves: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-        """−vᵢᵀ H vⱼ, with H the Hessian, for the rows v of `moves`: all i = j, and the pairs that are not
-        zero."""
-        p = len(free)
-        places = [(i, i) for i in range(p)] + list(zip(*np.nonzero(pairs), strict=True))
-        ends = [
-            (moves[i], -moves[i]) if i == j else (moves[i] + moves[j], -moves[i] - moves[j])
-            for i, j in places
-        ]
-        second = np.empty(len(places))
-        # The batch size is that of a gradient, so that both share one compiled program.
-        for k in range(0, len(places), p):
-            some = [*ends[k : k + p], *ends[: max(0, k + p - len(ends))]]
-            values = self._around(free, np.array([pair[0] for pair in some] + [pair[1] for pair in some]))[
-                0
-            ].sum(axis=1)
-            curve = 2 * values[0] - values[1 : p + 1] - values[p + 1 :]
-            second[k : k + p] = curve[: len(second[k : k + p])]
-        matrix = np.diag(second[:p])
-        for (i, j), both in zip(places[p:], second[p:], strict=True):
-            matrix[i, j] = matrix[j, i] = 0.5 * (both - second[i] - second[j])
-        return matrix
-
-    def _around(self, free: np.ndarray, moves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-likelihoods and their errors, `(1 + len(moves), S)`, at these parameters and at nearby ones."""
-        points = jnp.asarray(np.concatenate([free[None], free + moves]), float)
-        values, errors = _values(self, points)
-        return np.asarray(values), np.asarray(errors)
-
-    def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        values, _, errors = self.scores(free)
-        drawn, moved = float(np.linalg.norm(errors)), 0.0
-        if not self.exact:
-            finer = self.with_effort(self.effort.finer())
-            moved = abs(finer.log_likelihood(free) - float(values.sum()))
-        return drawn, moved if np.isfinite([drawn, moved]).all() else np.inf
-
-    def sde(self, free: Array) -> Any:
-        return self.parameters.sde(self.parameters.from_free(free))[0]
-
-    def noise(self, free: Array) -> Array:
-        """Standard deviations of the measurement errors, `(d,)`."""
-        noise = self.parameters.sde(self.parameters.from_free(free))[1]
-        return jnp.broadcast_to(noise, self.start.shape[1:])
-
-    def joint(self, free: Array) -> Joint:
-        sde = self.sde(free)
-        coordinates = coordinates_of(sde, self.coordinates)
-        return Joint(sde, self.noise(free), self.values, coordinates, self.effort, self.exact)
-
-    def with_effort(self, effort: Effort) -> "MeasuredLikelihood":
-        return eqx.tree_at(lambda one: one.effort, self, effort)
-
-    def described(self) -> str:
-        """The effort, in words."""
-        how = "exact" if self.exact else self.effort.described()
-        return f"{how}; {num_draws(self.effort)} draws of the hidden states"
-
-
-@functools.partial(jit, level=1)
-def _values(likelihood: MeasuredLikelihood, points: Array) -> tuple[Array, Array]:
-    """Log-likelihoods at parameters `(k, p)`, all close to the first, so that the modes are close too."""
-
-    def one(start: tuple[Array, Array], free: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        path, is_first = start
-        joint = likelihood.joint(free)
-        mode = Search.mode(joint, path).best
-        done = log_likelihood(joint, mode, likelihood.key)
-        return (jnp.where(is_first, mode.path, path), jnp.zeros((), bool)), done
-
-    coordinates = likelihood.joint(points[0]).coordinates
-    path = jax.vmap(coordinates.from_state)(likelihood.start)
-    return jax.lax.scan(one, (path, jnp.ones((), bool)), points)[1]
-
-
-def check_noise(noise: ArrayLike, dimension: int) -> np.ndarray:
-    """Starting values of the measurement noise `(d,)`, from one number or one per column."""
-    given = np.asarray(noise, float)
-    if given.shape not in ((), (dimension,)):
-        raise ValueError(
-            f"{NAME} must be a number, or one for each of the {dimension} columns; got shape {given.shape}"
-        )
-    if not (np.isfinite(given) & (given > 0)).all():
-        raise ValueError(f"{NAME} must be a positive standard deviation; got {noise}")
-    return given
-
-
-def measured(
-    plain: Likelihood,
-    series: Sequence[Observed],
-    states: Sequence[Observed],
-    noise: np.ndarray,
-    effort: Effort | None,
-) -> MeasuredLikelihood:
-    """The likelihood of series with measurement errors, from that of nearby states."""
-    sde, exact = plain.parameters.template, plain.effort is None
-    effort = effort or plain.effort or choose_effort(sde, coordinates_of(sde, plain.coordinates), plain.steps)
-    start = jnp.asarray(np.concatenate([one.values for one in states]), float)
-    parameters, values = _with_noise(plain.parameters, noise), stacked(series)
-    return MeasuredLikelihood(
-        parameters=parameters,
-        steps=plain.steps,
-        values=values,
-        start=start,
-        key=plain.of_sde.key,
-        effort=effort,
-        exact=exact,
-        coordinates=plain.coordinates,
-        penalty=np.append(plain.penalty, np.zeros(noise.size)),
-    )
-
-
-def _with_noise(parameters: Parameters, noise: np.ndarray) -> Parameters:
-    """The parameters of an SDE, followed by those of the measurement errors."""
-    leaf = len(jax.tree.leaves(parameters.template))
-    names = tuple(NAME + (f"[{place[0]}]" if place else "") for place in np.ndindex(noise.shape))
-    return Parameters(
-        parameters.names + names,
-        parameters.domains + len(names) * (POSITIVE,),
-        parameters.entries + tuple((leaf, place) for place in np.ndindex(noise.shape)),
-        (parameters.template, noise),
-        np.append(parameters.scale, np.ones(noise.size)),
-    )
-
-
-def stacked(series: Sequence[Observed]) -> Values:
-    """Concatenate all series."""
-    sizes = [len(one.times) for one in series]
-    first = np.concatenate([np.arange(size) == 0 for size in sizes])
-    last = np.concatenate([np.arange(size) == size - 1 for size in sizes])
-    times = np.concatenate([one.times for one in series])
-    before = np.flatnonzero(~last)
-    return Values(
-        jnp.asarray(np.concatenate([one.values for one in series]), float),
-        jnp.asarray(first),
-        jnp.asarray(np.repeat(np.arange(len(sizes)), sizes)),
-        jnp.asarray(before),
-        jnp.asarray(times[before], float),
-        jnp.asarray(times[before + 1] - times[before], float),
-        len(sizes),
-    )
-
-
-def inner_states(
-    series: Sequence[Observed], noise: np.ndarray, coordinates: AbstractCoordinates
-) -> list[Observed]:
-    """Starting states: the series with values outside the state space, or within the noise of its boundary,
-    replaced by the nearest ones inside."""
-    values = np.concatenate([one.values for one in series])
-    inside = np.ones(len(values), bool)
-    for side in (-1, 0, 1):
-        inside &= np.asarray(coordinates.contains(jnp.asarray(values + side * noise)))
-    if not inside.any():
-        raise ValueError(f"no value is inside the state space by more than {NAME} = {noise}{see('series')}")
-    scale, kept = np.std(values, axis=0), values[inside]
-    for row in np.flatnonzero(~inside):
-        values[row] = kept[np.argmin(np.sum(((kept - values[row]) / scale) ** 2, axis=1))]
-    parts = np.split(values, np.cumsum([len(one.times) for one in series])[:-1])
-    return [Observed(one.times, part) for one, part in zip(series, parts, strict=True)]
-
-
-@functools.partial(jit, level=1)
-def smoothed(likelihood: MeasuredLikelihood, free: Array) -> tuple[Array, Array]:
-    """The most likely states `(n, d)`, and their standard deviations from the Hessian."""
-    joint = likelihood.joint(free)
-    path = jax.vmap(joint.coordinates.from_state)(likelihood.start)
-    mode = Search.mode(joint, path).best
-    slopes = jax.vmap(jax.jacfwd(joint.coordinates.to_state))(mode.path)
-    variances = Chain.of(mode.diagonal, mode.below).variances()
-    deviations = jnp.sqrt(jnp.einsum("nij,njk,nik->ni", slopes, variances, slopes))
-    return jax.vmap(joint.coordinates.to_state)(mode.path), deviations
-
-
 class SeriesPosterior(eqx.Module):
     """The posterior of the parameters of an SDE as a log-density on Rᵖ; see `FittedSDE.posterior`.
 
@@ -733,7 +477,7 @@ class SeriesPosterior(eqx.Module):
     """
 
     parameters: Parameters
-    likelihood: SeriesLikelihood
+    likelihood: Callable[[Any], Array]
     log_prior: Callable[[AbstractSDE], Array] | None
     penalty: Array  # (p,), precisions of normal priors
     start: Array  # (p,)
@@ -750,7 +494,10 @@ class SeriesPosterior(eqx.Module):
     def __call__(self, z: Array) -> Array:
         sde = self.parameters.sde(self.parameters.from_free(z))
         value = self.likelihood(sde) + self.parameters.log_slope(z) - 0.5 * jnp.sum(self.penalty * z**2)
-        return value if self.log_prior is None else value + self.log_prior(sde)
+        if self.log_prior is None:
+            return value
+        # A partially observed series has an SDE and further parameters.
+        return value + self.log_prior(sde[0] if isinstance(sde, tuple) else sde)
 
     def starts(self, num_chains: int, *, key: PRNGKeyArray) -> Array:
         """Starting points `(num_chains, p)` of chains, dispersed around the estimates by their standard

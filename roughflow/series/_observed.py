@@ -61,7 +61,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """One series without missing values: `times` `(N,)` and `values` `(N, d)`.
+    """One series: `times` `(N,)` and `values` `(N, d)`; NaN where values are missing.
 
     `kind` is the type of the given times. Dates are in years since `origin`, the first date of the panel.
     """
@@ -72,23 +72,24 @@ class Observed:
     origin: np.datetime64 | None = None
 
     @staticmethod
-    def of(times: Times, values: np.ndarray, origin: np.datetime64 | None) -> "Observed":
+    def of(times: Times, values: np.ndarray, origin: np.datetime64 | None, partial: bool) -> "Observed":
         if len(times.array) != len(values):
             raise ValueError(
                 "times must have shape (N,) and values (N,) or (N, d), got "
                 f"{times.array.shape} and {values.shape}"
             )
-        missing = np.isnan(values).all(axis=1)
+        if np.isnan(values).all():
+            raise ValueError("values are all missing: at least one component must be observed")
+        missing = np.isnan(values).all(axis=1) & (not partial)
         when, values, shown = times.since(origin)[~missing], values[~missing], times.array[~missing]
-        if not np.isfinite(values).all():
-            row = _first(np.asarray(np.isfinite(values).all(axis=1)))
-            raise ValueError(
-                f"values must be finite, or missing as a whole: at time {shown[row]} they are {values[row]}"
-            )
+        good = np.isfinite(values) | (np.isnan(values) & partial)
+        if not good.all():
+            row = _first(np.asarray(np.all(good, axis=1)))
+            raise ValueError(f"values must be finite or missing: at time {shown[row]} they are {values[row]}")
         if len(when) < FEWEST:
             raise ValueError(f"a series needs at least {FEWEST} values, got {len(when)}")
         _check_order(when)
-        if still := [i for i in range(values.shape[1]) if np.ptp(values[:, i]) == 0]:
+        if still := [i for i in range(values.shape[1]) if np.ptp(values[:, i]) == 0 and not partial]:
             raise ValueError(f"values are constant in column {still[0]}: an SDE cannot be fitted to them")
         return Observed(when, values, times.kind, origin)
 
@@ -117,8 +118,16 @@ class Observed:
         return numbers
 
 
-def panel(times: Any, values: Any) -> list[Observed]:
-    """Check one series, or a list of series. Dates are counted from the earliest date of all."""
+def is_partial(values: Any) -> bool:
+    """Whether components of some values are missing while others are observed."""
+    parts = values if _is_nested(values) else [values]
+    missing = [np.isnan(as_columns(part)) for part in parts]
+    return any((one.any(axis=1) & ~one.all(axis=1)).any() for one in missing)
+
+
+def panel(times: Any, values: Any, *, partial: bool = False) -> list[Observed]:
+    """Check one series, or a list of series. Dates are counted from the earliest date of all. In `partial`
+    series values may be missing."""
     if _is_nested(times) or _is_nested(values):
         if not _is_nested(times) or len(times) != len(values):
             raise ValueError(
@@ -138,7 +147,7 @@ def panel(times: Any, values: Any) -> list[Observed]:
     origin = None
     if kinds <= {DATES, ZONED}:
         origin = min(when.array.min().astype("datetime64[us]") for when in whens)
-    return [Observed.of(when, what, origin) for when, what in zip(whens, whats, strict=True)]
+    return [Observed.of(when, what, origin, partial) for when, what in zip(whens, whats, strict=True)]
 
 
 def _is_nested(data: Any) -> bool:
@@ -176,7 +185,10 @@ def transitions(series: Sequence[Observed]) -> Transition:
 def same_data(one: Sequence[Observed], other: Sequence[Observed]) -> bool:
     """Whether two panels have the same times and values."""
     pairs = zip(one, other, strict=False)
-    same = (np.array_equal(a.times, b.times) and np.array_equal(a.values, b.values) for a, b in pairs)
+    same = (
+        np.array_equal(a.times, b.times) and np.array_equal(a.values, b.values, equal_nan=True)
+        for a, b in pairs
+    )
     return len(one) == len(other) and all(same)
 
 

@@ -141,6 +141,10 @@ class AbstractNamedSDE(AbstractItoSDE):
         short times; None (default) without a series."""
         return None
 
+    def stationary(self, unknown: tuple[int, ...]) -> AbstractDistribution | None:
+        """The stationary distribution of the components `unknown` of the state; None (default) without it."""
+        return None
+
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
         """The SDE with parameters estimated from moments of a series. `rf.fit_sde` uses them as starting
@@ -212,8 +216,8 @@ class ParametricSDE(AbstractItoSDE):
         self.diffusion_function = diffusion
         self.parameters = {name: finite_array(name, value) for name, value in parameters.items()}
 
-    def drift(self, t: Array, z: Array) -> Array:
-        return self.drift_function(t, z, self.parameters)
+    def drift(self, t: Array, z: Array, *inputs: Array) -> Array:
+        return self.drift_function(t, z, self.parameters, *inputs)
 
-    def diffusion(self, t: Array, z: Array) -> Array:
-        return self.diffusion_function(t, z, self.parameters)
+    def diffusion(self, t: Array, z: Array, *inputs: Array) -> Array:
+        return self.diffusion_function(t, z, self.parameters, *inputs)

@@ -1,0 +1,675 @@
+"""The likelihood of a partially observed series, by Kalman's filter, weighted draws, a grid or particles."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_callable
+from .._programs import jit
+from ..faq import see
+from ..sde import AbstractItoSDE, AbstractSDE, noise_dimension
+from ..transition import AbstractCoordinates, Effort, Transition, forwards, linear
+from ._hidden_states import (
+    PARTICLES as FILTER_PARTICLES,
+    Expansion,
+    FilteredDraws,
+    Search,
+    expansion_at_mode,
+    log_likelihood,
+    num_nodes,
+    on_grid,
+    particle_filter,
+    particles,
+)
+from ._kalman import Filtered, is_linear, kalman_filter, linear_model, smoothed_states
+from ._likelihood import AbstractLikelihood, information_by_differences
+from ._observed import Observed
+from ._parameters import POSITIVE, UNIT, Domain, Parameters
+from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, first_path, rows_of
+from .models import exact_transition
+
+NAME = "measurement_noise"
+KALMAN, DRAWS, GRID = "kalman", "draws", "grid"
+DRAWS_PER_PATH = 4  # draws of the hidden states, relative to `Effort.num_paths`
+FINER = 1.5  # factor of the nodes of a grid that measures its error
+
+
+class Observation(NamedTuple):
+    """What `rf.fit_sde` is told about the values, besides the series."""
+
+    measurement_noise: Any = None
+    observe: Callable | None = None
+    initial: Any = None
+    inputs: Any = None
+
+    @property
+    def given(self) -> bool:
+        return any(part is not None for part in self)
+
+
+class HiddenSeries(eqx.Module):
+    """The log-likelihood of a partially observed series as a function of the SDE; see `rf.series_likelihood`.
+
+    `method` is "kalman" (exact), "draws" (importance sampling around the most likely states) or "grid".
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    sde, x = rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), 1 + 0.3 * np.sin(np.arange(60) ** 2)
+    x[10:20] = np.nan
+    times, noise = np.arange(60) / 12, 0.1
+    likelihood = rf.series_likelihood(sde, times, x, key=jax.random.key(0), measurement_noise=noise)
+    likelihood(rf.OrnsteinUhlenbeck(2.0, 1.0, 1.0)), likelihood.method
+    ```
+    """
+
+    rows: Rows
+    path: Array  # (n, d), starting point of the search for the most likely states
+    key: PRNGKeyArray
+    coordinates: AbstractCoordinates
+    noise: Array | None
+    observe: Callable | None
+    initial: Any
+    inputs: Callable | None
+    effort: Effort = eqx.field(static=True)
+    unknown: tuple[int, ...] = eqx.field(static=True)
+    exact: bool = eqx.field(static=True)
+    method: str = eqx.field(static=True)
+    nodes: int = eqx.field(static=True)
+
+    def space(self, sde: Any, extras: Mapping[str, Any] | None = None) -> StateSpace:
+        """The state-space model of an SDE, with other values of the estimated extras."""
+        parts: dict[str, Any] = {NAME: self.noise, "observe": self.observe, "initial": self.initial}
+        parts |= extras or {}
+        driven = sde if self.inputs is None else driven_by(sde, self.inputs)
+        observe = parts["observe"]
+        if observe is not None and self.inputs is not None:
+            observe = _WithInputs(observe, self.inputs)
+        rest = (self.coordinates, observe, parts[NAME], parts["initial"], self.rows, self.unknown, self.exact)
+        return StateSpace(driven, *rest)
+
+    def __call__(self, sde: Any) -> Array:
+        """The log-likelihood of an SDE, or of an SDE and its estimated extras; −inf, with zero derivatives,
+        where the series is impossible."""
+        return _total(self, sde)
+
+    def parts(self, space: StateSpace) -> tuple[Array, Array]:
+        """The log-likelihood of each series, and its standard error."""
+        if self.method == KALMAN:
+            logs = kalman_filter(linear_model(space), self.rows.fixed).log_prob
+            value = jnp.zeros(self.rows.count).at[self.rows.series].add(logs)
+            return value, jnp.zeros_like(value)
+        mode, found = expansion_at_mode(space, self.path)
+        if self.method == GRID:
+            value = on_grid(space, mode, self.nodes)
+            error = jnp.zeros_like(value)
+        else:
+            value, error, _ = log_likelihood(space, mode, self.key, self.num_draws)
+        return value, jnp.where(found & jnp.isfinite(error), error, jnp.inf)
+
+    @property
+    def num_draws(self) -> int:
+        return DRAWS_PER_PATH * self.effort.num_paths
+
+    def described(self) -> str:
+        """The method, in words."""
+        how = {KALMAN: "Kalman filter", GRID: f"grid of {self.nodes} nodes"}
+        how = how.get(self.method, f"{self.num_draws} draws of the hidden states")
+        return (
+            f"{how}, {self.effort.num_steps} steps per median gap"
+            if self.refines
+            else f"{how}, exact transitions"
+        )
+
+    @property
+    def refines(self) -> bool:
+        """Whether states are inserted between values, so that the time step matters."""
+        return self.method != KALMAN and not self.exact
+
+
+class _WithInputs(eqx.Module):
+    """An observation density with inputs, g(t, x, u(t))."""
+
+    observe: Callable
+    inputs: Callable
+
+    def __call__(self, t: Array, x: Array) -> Any:
+        return self.observe(t, x, self.inputs(t))
+
+
+@functools.partial(jit, level=1)
+def _total(likelihood: HiddenSeries, sde: Any) -> Array:
+    return forwards(sde, function=_Total(likelihood))
+
+
+class _Total(eqx.Module):
+    likelihood: HiddenSeries
+
+    def __call__(self, sde: Any) -> Array:
+        space = self.likelihood.space(*(sde if isinstance(sde, tuple) else (sde,)))
+        total = jnp.sum(self.likelihood.parts(space)[0])
+        return jnp.where(jnp.isfinite(total), total, -jnp.inf)
+
+
+class HiddenLikelihood(AbstractLikelihood):
+    """The likelihood of a partially observed series. Free parameters are those of the SDE, and of the
+    measurement noise, the observation density and the first state if they have any. Its terms are series."""
+
+    parameters: Parameters
+    of_sde: HiddenSeries
+    steps: Transition
+    penalty: np.ndarray
+    remake: Callable[[Effort, str], HiddenSeries] = eqx.field(static=True)
+
+    @property
+    def effort(self) -> Effort | None:
+        return None if self.of_sde.method == KALMAN else self.of_sde.effort
+
+    @property
+    def coordinates(self) -> AbstractCoordinates:
+        return self.of_sde.coordinates
+
+    def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Log-likelihood of each series, `(S,)`, its gradient in the free parameters, `(S, p)`, and error."""
+        value, slopes, error = _scores(self, jnp.asarray(free, float))
+        return np.asarray(value), np.asarray(slopes), np.asarray(error)
+
+    def log_likelihood(self, free: np.ndarray) -> float:
+        return float(_value(self, jnp.asarray(free, float)).sum())
+
+    def information(self, free: np.ndarray) -> np.ndarray:
+        return information_by_differences(self, free)
+
+    def quick_information(self, free: np.ndarray) -> np.ndarray:
+        """The information by one-sided differences of the gradient."""
+        size, base = 1e-4, self.total(free)[1]
+        rows = [(base - self.total(free + move)[1]) / size for move in size * np.eye(len(free))]
+        return 0.5 * (np.array(rows) + np.array(rows).T)
+
+    def total_errors(self, free: np.ndarray) -> tuple[float, float]:
+        errors = self.scores(free)[2]
+        drawn, moved = float(np.linalg.norm(errors)), 0.0
+        here = self.log_likelihood(free)
+        if self.of_sde.refines:
+            moved = abs(self.with_effort(self.of_sde.effort.finer()).log_likelihood(free) - here)
+        if self.of_sde.method == GRID:
+            drawn = max(drawn, abs(self.with_nodes().log_likelihood(free) - here))
+        return drawn, moved if np.isfinite([drawn, moved]).all() else np.inf
+
+    def sde(self, free: Array) -> Any:
+        return self.parameters.sde(self.parameters.from_free(free))[0]
+
+    def space(self, free: Array) -> StateSpace:
+        """The state-space model with these parameters."""
+        sde, extras = self.parameters.sde(self.parameters.from_free(free))
+        return self.of_sde.space(sde, extras)
+
+    def driven(self, free: Array) -> AbstractSDE:
+        """The SDE with these parameters and the inputs."""
+        inputs = self.of_sde.inputs
+        return self.sde(free) if inputs is None else driven_by(self.sde(free), inputs)
+
+    def at_estimates(self, free: np.ndarray) -> HiddenSeries:
+        """The likelihood as a function of the SDE, with all other parameters at their estimates."""
+        _, extras = self.parameters.sde(self.parameters.from_free(jnp.asarray(free, float)))
+        given = {"noise": extras[NAME]} | {name: part for name, part in extras.items() if name != NAME}
+        return dataclasses.replace(self.of_sde, **given)
+
+    def smoothed(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """States given all values, and their standard deviations."""
+        path, deviation = _smoothed(self, jnp.asarray(free, float))
+        return np.asarray(path), np.asarray(deviation)
+
+    def filtered(self, free: np.ndarray, key: PRNGKeyArray) -> tuple[np.ndarray, np.ndarray]:
+        """States given the values so far, and their standard deviations."""
+        if self.of_sde.method == KALMAN:
+            _, mean, deviation = _kalman_filtered(self, jnp.asarray(free, float))
+            return np.asarray(mean), np.asarray(deviation)
+        found, given = self._particles(free, key, FILTER_PARTICLES), self.of_sde.rows.given
+        return np.asarray(found.mean)[given], np.asarray(found.deviation)[given]
+
+    def _particles(self, free: np.ndarray, key: PRNGKeyArray, count: int) -> FilteredDraws:
+        column = _column(self.of_sde.rows)
+        return _filter(self, jnp.asarray(free, float), key, count, column)
+
+    def residuals(self, free: np.ndarray, key: PRNGKeyArray) -> np.ndarray:
+        """The probability of a value below the observed one given earlier values, of all but the first."""
+        rows, column = self.of_sde.rows, _column(self.of_sde.rows)
+        if not self.of_sde.observe and np.asarray(rows.seen).any(axis=0).sum() > 1:
+            raise ValueError(
+                f"residuals require one observed component; this series has {rows.seen.shape[1]}"
+            )
+        if self.of_sde.method == KALMAN:
+            found = _kalman_filtered(self, jnp.asarray(free, float))[0]
+            error = self.space(jnp.asarray(free, float)).deviations()
+            wide = found.spread[:, column, column] + (0 if error is None else error[:, column] ** 2)
+            value = np.asarray(rows.values[:, column])
+            uniform = scipy.stats.norm.cdf(
+                (value - np.asarray(found.ahead[:, column])) / np.sqrt(np.asarray(wide))
+            )
+        else:
+            uniform = np.asarray(self._particles(free, key, FILTER_PARTICLES).uniform)
+        shown = np.asarray(rows.seen[:, column] & ~rows.first)
+        uniform = uniform[shown]
+        if np.isnan(uniform).all():
+            raise ValueError("residuals require an observation density with cdf")
+        least = 0.5 / (FILTER_PARTICLES + 1) if self.of_sde.method != KALMAN else 1e-15
+        return np.clip(uniform[np.isfinite(uniform)], least, 1 - least)
+
+    def last_states(self, free: np.ndarray, key: PRNGKeyArray, count: int, place: int) -> Array:
+        """Draws `(count, d)` of the last state of one series given its values."""
+        last = int(np.flatnonzero(np.asarray(self.of_sde.rows.series) == place)[-1])
+        if self.of_sde.method == KALMAN:
+            found = _kalman_filtered(self, jnp.asarray(free, float))[0]
+            mean, covariance = np.asarray(found.mean[last]), np.asarray(found.covariance[last])
+            if not np.isfinite(covariance).all():
+                raise ValueError("the last state is not determined by the values: set initial")
+            coordinates = self.space(jnp.asarray(free, float)).coordinates
+            values, vectors = np.linalg.eigh(covariance)
+            normal = np.asarray(jax.random.normal(key, (count, len(mean))))
+            drawn = mean + (normal * np.sqrt(np.maximum(values, 0))) @ vectors.T
+            return jax.vmap(coordinates.to_state)(jnp.asarray(drawn))
+        one = dataclasses.replace(self, of_sde=_one_series(self.of_sde, place))
+        return one._particles(free, key, max(count, FILTER_PARTICLES)).last[:count]
+
+    def with_effort(self, effort: Effort) -> "HiddenLikelihood":
+        return dataclasses.replace(self, of_sde=self.remake(effort, self.of_sde.method))
+
+    def with_method(self, method: str) -> "HiddenLikelihood":
+        return dataclasses.replace(self, of_sde=self.remake(self.of_sde.effort, method))
+
+    def with_nodes(self) -> "HiddenLikelihood":
+        """With a finer grid."""
+        of_sde = dataclasses.replace(self.of_sde, nodes=int(FINER * self.of_sde.nodes))
+        return dataclasses.replace(self, of_sde=of_sde)
+
+    def described(self) -> str:
+        return self.of_sde.described()
+
+
+@functools.partial(jit, level=1)
+def _value(likelihood: HiddenLikelihood, free: Array) -> Array:
+    return likelihood.of_sde.parts(likelihood.space(free))[0]
+
+
+@functools.partial(jit, level=1)
+def _scores(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array, Array]:
+    def parts(free: Array) -> tuple[Array, Array]:
+        return likelihood.of_sde.parts(likelihood.space(free))
+
+    (value, error), (slopes, _) = linear(parts, free)
+    return value, slopes, error
+
+
+@functools.partial(jit, level=1)
+def mode_of(series: HiddenSeries, space: StateSpace) -> Expansion:
+    """The expansion around the most likely states."""
+    return Search.mode(space, series.path).best
+
+
+@functools.partial(jit, level=1)
+def _smoothed(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array]:
+    """The states `(n, d)` at the times of the series given all values, and their standard deviations: means
+    for a linear model, otherwise the most likely states and their width by the Hessian."""
+    of_sde, space = likelihood.of_sde, likelihood.space(free)
+    if of_sde.method == KALMAN:
+        path, variances = smoothed_states(linear_model(space), space.rows.fixed)
+    else:
+        mode = Search.mode(space, of_sde.path).best
+        path, variances = mode.path, mode.chain(space).variances()
+        mask = (~space.rows.fixed).astype(path.dtype)
+        variances = variances * mask[:, :, None] * mask[:, None]
+    return _in_states(space, path, variances, of_sde.rows.given)
+
+
+def _in_states(space: StateSpace, path: Array, variances: Array, given: np.ndarray) -> tuple[Array, Array]:
+    """States and their standard deviations from coordinates and their covariances."""
+    x = jax.vmap(space.coordinates.to_state)(path)
+    slopes = jax.vmap(space.slopes)(x)
+    deviations = jnp.sqrt(jnp.diagonal(variances, axis1=1, axis2=2)) / slopes
+    return x[given], deviations[given]
+
+
+@functools.partial(jit, level=1)
+def _kalman_filtered(likelihood: HiddenLikelihood, free: Array) -> tuple[Filtered, Array, Array]:
+    """The Kalman filter of a linear model, and its states at the times of the series."""
+    space = likelihood.space(free)
+    found = kalman_filter(linear_model(space), space.rows.fixed)
+    return found, *_in_states(space, found.mean, found.covariance, likelihood.of_sde.rows.given)
+
+
+@functools.partial(jit, level=1)
+def _filter(
+    likelihood: HiddenLikelihood, free: Array, key: PRNGKeyArray, count: int, column: int
+) -> FilteredDraws:
+    space = likelihood.space(free)
+    mode = Search.mode(space, likelihood.of_sde.path).best
+    return particle_filter(space, mode, key, count, column)
+
+
+def _column(rows: Rows) -> int:
+    """The first observed column."""
+    return int(np.argmax(np.asarray(rows.seen).any(axis=0)))
+
+
+def _one_series(series: HiddenSeries, place: int) -> HiddenSeries:
+    """The likelihood of one series of a panel."""
+    rows = series.rows
+    mine = np.asarray(rows.series) == place
+    links = mine[np.asarray(rows.before)]
+    shift = int(np.argmax(mine))
+    cut = dataclasses.replace(
+        rows,
+        **{name: getattr(rows, name)[mine] for name in ("values", "seen", "fixed", "first", "times")},
+        errors=None if rows.errors is None else rows.errors[mine],
+        series=jnp.zeros(int(mine.sum()), int),
+        before=rows.before[links] - shift,
+        dt=rows.dt[links],
+        given=rows.given[mine[rows.given]] - shift,
+        count=1,
+    )
+    return dataclasses.replace(series, rows=cut, path=series.path[mine])
+
+
+@functools.partial(jit, level=1)
+def by_particles(
+    series: HiddenSeries, space: StateSpace, key: PRNGKeyArray, count: int
+) -> tuple[Array, Array]:
+    """The log-likelihood of all series and its standard error, by guided particles."""
+    return particles(space, Search.mode(space, series.path).best, key, count)
+
+
+def hidden_likelihood(
+    parameters: Parameters,
+    penalty: np.ndarray,
+    domains: Mapping[str, Domain],
+    series: Sequence[Observed],
+    observation: Observation,
+    coordinates: AbstractCoordinates,
+    key: PRNGKeyArray,
+    exact: bool,
+    effort: Effort | None,
+) -> HiddenLikelihood:
+    """The likelihood of a partially observed series, with the method that suits it."""
+    sde = parameters.template
+    remake, extras, of_sde = _series_likelihood(sde, series, observation, coordinates, key, exact, effort)
+    joined, added = _joined(parameters, extras, domains, coordinates, of_sde)
+    times = of_sde.rows.times
+    i = of_sde.rows.before
+    steps = Transition(of_sde.path[i], of_sde.path[i + 1], times[i], of_sde.rows.dt)
+    return HiddenLikelihood(  # pyright: ignore[reportCallIssue]
+        parameters=joined,
+        of_sde=of_sde,
+        steps=steps,
+        penalty=np.append(penalty, np.zeros(added)),
+        remake=remake,
+    )
+
+
+def hidden_series(
+    sde: Any,
+    series: Sequence[Observed],
+    observation: Observation,
+    coordinates: AbstractCoordinates,
+    key: PRNGKeyArray,
+    exact: bool,
+    effort: Effort | None,
+) -> HiddenSeries:
+    """The log-likelihood of a partially observed series as a function of the SDE alone."""
+    return _series_likelihood(sde, series, observation, coordinates, key, exact, effort)[2]
+
+
+def _series_likelihood(
+    sde: Any,
+    series: Sequence[Observed],
+    observation: Observation,
+    coordinates: AbstractCoordinates,
+    key: PRNGKeyArray,
+    exact: bool,
+    effort: Effort | None,
+    linear: bool | None = None,
+) -> tuple[Callable[[Effort, str], HiddenSeries], dict[str, Any], HiddenSeries]:
+    """A function that makes the likelihood for an effort and a method, the estimated extras, and the
+    likelihood for the given or a first effort. `linear` says whether to use Kalman's filter."""
+    inputs = _inputs(observation.inputs, series)
+    driven = sde if inputs is None else driven_by(sde, inputs)
+    if inputs is not None and not isinstance(sde, AbstractItoSDE):
+        raise ValueError("inputs require an SDE in the Itô sense: use rf.to_ito")
+    columns = series[0].values.shape[1]
+    d = sde.dimension if isinstance(sde.dimension, int) else columns
+    if observation.observe is None and columns != d:
+        raise ValueError(
+            f"values have {columns} columns, but {type(sde).__name__} has dimension {d}: "
+            "give a column of NaN for each hidden component"
+        )
+    noise_dimension(driven, d, f"values have {columns} column{'s' * (columns > 1)}")
+    noise, errors = check_noise(observation.measurement_noise, series)
+    if observation.observe is not None:
+        check_callable("observe", observation.observe, "(t, x) -> a distribution with log_prob")
+        if observation.measurement_noise is not None:
+            raise ValueError(
+                "observe describes the errors of the values: measurement_noise must not be given"
+            )
+    noisy = noise is not None or errors is not None
+    known = _is_known(sde, observation.initial)
+    observed = (
+        np.isfinite(series[0].values[0])
+        if observation.observe is None and not noisy
+        else np.zeros(columns, bool)
+    )
+    unknown = tuple(i for i in range(d) if not (i < columns and observed[i]))
+    at = jnp.asarray(_typical(coordinates, d, series, observation.observe is not None))
+    closed = exact and inputs is None and exact_transition(sde, at, jnp.ones(())) is not None
+    knots = np.asarray(inputs.times) if isinstance(inputs, Inputs) else np.zeros(0)
+    start: dict[str, Any] = {
+        "key": key, "coordinates": coordinates, "noise": noise, "observe": observation.observe,
+        "initial": observation.initial, "inputs": inputs, "unknown": unknown,
+    }  # fmt: skip
+
+    def make(effort: Effort, method: str, exact: bool, nodes: int = 0) -> HiddenSeries:
+        steps = 0 if exact or method == KALMAN else effort.num_steps
+        rows = rows_of(
+            series, dimension=d, observe=observation.observe is not None, noisy=noisy, errors=errors,
+            known_start=known, knots=knots, num_steps=steps,
+        )  # fmt: skip
+        return HiddenSeries(
+            rows=rows, path=jnp.zeros((len(rows.times), d)), effort=effort, exact=exact, method=method,
+            nodes=nodes, **start,
+        )  # fmt: skip
+
+    return _chosen(make, sde, np.asarray(at), closed, effort, observation, linear)
+
+
+def _chosen(
+    make: Callable,
+    sde: Any,
+    at: np.ndarray,
+    closed: bool,
+    effort: Effort | None,
+    observation: Observation,
+    linear: bool | None,
+) -> tuple:
+    """Choose the method: Kalman's filter for linear models, otherwise draws of the hidden states."""
+    with_path = lambda one: dataclasses.replace(one, path=first_path(one.space(sde), at))
+    first = effort or Effort(num_functions=1, num_paths=32, num_steps=2)
+    # A linear SDE needs no states between the values.
+    whole = make(first, KALMAN, closed)
+    extras = {NAME: whole.noise}
+    extras |= {
+        name: part
+        for name in ("observe", "initial")
+        if isinstance(part := getattr(observation, name), eqx.Module) and not hasattr(part, "log_prob")
+    }
+    if is_linear(whole.space(sde)) if linear is None else linear:
+        return (lambda effort, method: whole), extras, whole
+
+    def remake(effort: Effort, method: str) -> HiddenSeries:
+        one = with_path(make(effort, method, closed))
+        if method == GRID:
+            mode = mode_of(one, one.space(sde))
+            one = dataclasses.replace(one, nodes=num_nodes(one.space(sde), mode))
+        return one
+
+    found = remake(first, DRAWS)
+    _check_observe(found, sde)
+    return remake, extras, found
+
+
+def _check_observe(series: HiddenSeries, sde: Any) -> None:
+    """Refuse an observation density that is NaN at the starting point."""
+    space = series.space(sde)
+    if space.observe is None:
+        return
+    rows = space.rows
+    place = int(np.argmax(np.asarray(rows.seen).any(axis=1)))
+    x = space.coordinates.to_state(series.path[place])
+    drawn = space.observe(rows.times[place], x)
+    if not hasattr(drawn, "log_prob"):
+        raise TypeError(f"observe must return a distribution with log_prob, got {type(drawn).__name__}")
+    value = np.sum(np.asarray(drawn.log_prob(rows.values[place])))
+    if np.isnan(value):
+        raise ValueError(
+            f"observe returns a NaN log-density at time {float(rows.times[place]):g} "
+            f"for the state {np.asarray(x)}"
+        )
+
+
+def _typical(
+    coordinates: AbstractCoordinates, d: int, series: Sequence[Observed], observe: bool
+) -> np.ndarray:
+    """A typical state: medians of the observed components, and 0 or, outside the state space, ½ or 1."""
+    values = np.concatenate([one.values for one in series])
+    x = _safe(coordinates, d)
+    if not observe:
+        for i in range(min(values.shape[1], d)):
+            column = values[np.isfinite(values[:, i]), i]
+            for one in [np.median(column), *column] if len(column) else []:
+                trial = x.copy()
+                trial[i] = one
+                if bool(coordinates.contains(jnp.asarray(trial))):
+                    x = trial
+                    break
+            else:
+                if len(column):
+                    raise ValueError(f"no value is inside the state space{see('series')}")
+    return x
+
+
+def _safe(coordinates: AbstractCoordinates, d: int) -> np.ndarray:
+    """A state inside the state space."""
+    for guess in (0.0, 1.0, 0.5):
+        if bool(coordinates.contains(jnp.full(d, guess))):
+            return np.full(d, guess)
+    grid = np.stack(np.meshgrid(*[[0.0, 1.0, 0.5]] * d, indexing="ij"), axis=-1).reshape(-1, d)
+    inside = np.asarray(coordinates.contains(jnp.asarray(grid)))
+    return grid[int(np.argmax(inside))]
+
+
+def _is_known(sde: Any, initial: Any) -> bool:
+    """Whether the first state is known: values, or a function that returns values."""
+    if initial is None or hasattr(initial, "log_prob"):
+        return False
+    if isinstance(initial, str):
+        if initial != STATIONARY:
+            raise ValueError(
+                f"initial must be values, a distribution, a function or 'stationary'; got {initial!r}"
+            )
+        return False
+    return not hasattr(initial(sde), "log_prob") if callable(initial) else True
+
+
+def _inputs(inputs: Any, series: Sequence[Observed]) -> Callable | None:
+    if inputs is None:
+        return None
+    if isinstance(inputs, tuple):
+        inputs = Inputs(*inputs)
+    if isinstance(inputs, Inputs):
+        return inputs.since(series)
+    check_callable("inputs", inputs, "of time, or times and columns")
+    return inputs
+
+
+def check_noise(noise: Any, series: Sequence[Observed]) -> tuple[Array | None, list[np.ndarray] | None]:
+    """Starting values of the measurement noise `()` or `(c,)`, or known deviations of all values."""
+    if noise is None:
+        return None, None
+    dimension = series[0].values.shape[1]
+    parts = list(noise) if isinstance(noise, list | tuple) and np.ndim(noise[0]) else [noise]
+    shapes = [one.values.shape for one in series]
+    whole = len(parts) == len(series) and all(
+        np.shape(part) == shape or (np.shape(part) == shape[:1] != (1,) and shape[1] == 1)
+        for part, shape in zip(parts, shapes, strict=True)
+    )
+    given = (
+        np.concatenate(
+            [np.asarray(part, float).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        )
+        if whole
+        else np.asarray(noise, float)
+    )
+    if not whole and given.shape not in ((), (dimension,)):
+        raise ValueError(
+            f"{NAME} must be a number, one for each of the {dimension} columns, or one for each value; "
+            f"got shape {given.shape}"
+        )
+    seen = np.concatenate([np.isfinite(one.values) for one in series]) if whole else True
+    if not (np.isfinite(given) & (given > 0) | ~np.asarray(seen)).all():
+        raise ValueError(f"{NAME} must be a positive standard deviation; got {noise}")
+    if not whole:
+        return jnp.asarray(given), None
+    given = np.where(seen, given, 1.0)
+    return None, np.split(given, np.cumsum([shape[0] for shape in shapes])[:-1])
+
+
+def _joined(
+    parameters: Parameters,
+    extras: dict[str, Any],
+    domains: Mapping[str, Domain],
+    coordinates: AbstractCoordinates,
+    of_sde: HiddenSeries,
+) -> tuple[Parameters, int]:
+    """The parameters of an SDE, followed by those of the observations and the first state."""
+    joined, added = (parameters.template, extras), 0
+    names, kinds, entries = parameters.names, parameters.domains, parameters.entries
+    leaf = len(jax.tree.leaves(parameters.template))
+    for name in sorted(extras):  # the order of leaves in a dictionary
+        part = extras[name]
+        own = {} if part is None else domains
+        if name == NAME and part is not None:
+            places = list(np.ndindex(part.shape))
+            new = tuple(NAME + (f"[{place[0]}]" if place else "") for place in places)
+            names, kinds = names + new, kinds + len(new) * (POSITIVE,)
+            entries += tuple((leaf, place) for place in places)
+        elif part is not None:
+            more = Parameters.of(part, {k: v for k, v in own.items() if hasattr(part, k)})
+            field = (
+                (lambda old: old) if name == "observe" else (lambda old: old.replace("value", "initial", 1))
+            )
+            kind = more.domains
+            if isinstance(part, Estimated):
+                kind = tuple(domains.get("initial", _range(coordinates, of_sde, i)) for i in of_sde.unknown)
+            names, kinds = names + tuple(map(field, more.names)), kinds + kind
+            entries += tuple((leaf + i, place) for i, place in more.entries)
+        leaf += len(jax.tree.leaves(part))
+    added = len(names) - len(parameters.names)
+    return Parameters(names, kinds, entries, joined, np.append(parameters.scale, np.ones(added))), added
+
+
+def _range(coordinates: AbstractCoordinates, of_sde: HiddenSeries, i: int) -> Domain:
+    """The range of a component of the state."""
+    d = of_sde.path.shape[1]
+    inside = lambda value: bool(
+        coordinates.contains(jnp.asarray(np.where(np.arange(d) == i, value, _safe(coordinates, d))))
+    )
+    if inside(-1.0):
+        return Domain()
+    return POSITIVE if inside(2.0) else UNIT

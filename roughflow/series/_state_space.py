@@ -1,0 +1,387 @@
+"""A partially observed series as a state-space model: a Markov chain of states, and densities of values.
+
+The states x are those of the SDE at the times of the series, at the knots of the inputs, and at further times
+between them, so that each step is short. A component of the state is fixed where it is observed exactly.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..sde import AbstractItoSDE, AbstractSDE, noise_matrix
+from ..transition import AbstractCoordinates
+from ._observed import Observed, Times, as_columns
+from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
+
+STEP = 1e-3  # step of finite differences, in standard deviations of a transition
+STATIONARY = "stationary"
+LONGEST = 20  # steps between values, relative to the median time between values
+CLAMPED = 400  # steps towards the equilibrium of hidden components
+
+
+class Inputs(eqx.Module):
+    """Inputs u(t) `(m,)` from a table: held from one time to the next, or interpolated.
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    current = rf.series.Inputs(np.array([0.0, 1.0, 2.0]), np.array([0.0, 0.5, 0.0]), held=False)
+    current(0.5)  # [0.25]
+    ```
+    """
+
+    times: Array | np.ndarray  # (K,), dates until they are counted from the first of the series
+    columns: Array  # (K, m)
+    held: bool = eqx.field(static=True, default=True)
+
+    def __init__(self, times: Any, columns: Any, held: bool = True):
+        self.times = np.asarray(times) if not isinstance(times, jax.Array) else times
+        self.columns = jnp.asarray(as_columns(columns)) if isinstance(columns, np.ndarray | list) else columns
+        self.held = held
+        if len(self.times) != len(self.columns):
+            raise ValueError(
+                f"inputs must have shapes (K,) and (K, m), got {self.times.shape} and {self.columns.shape}"
+            )
+
+    def __call__(self, t: Array) -> Array:
+        if self.held:
+            place = jnp.searchsorted(self.times, t, side="right") - 1
+            return self.columns[jnp.clip(place, 0, len(self.times) - 1)]
+        return jax.vmap(lambda column: jnp.interp(t, self.times, column), in_axes=1)(self.columns)
+
+    def since(self, series: Sequence[Observed]) -> "Inputs":
+        """With times as numbers, like those of the series; refused if they do not cover it."""
+        times = Times.of(self.times).since(series[0].origin)
+        if not np.isfinite(np.asarray(self.columns)).all() or not (np.diff(times) > 0).all():
+            raise ValueError("inputs must be finite, at times that increase")
+        last = max(one.times[-1] for one in series)
+        if times[0] > min(one.times[0] for one in series) or times[-1] < last:
+            raise ValueError(
+                f"inputs must cover the series: they are given from time {times[0]:g} to {times[-1]:g}, "
+                f"but the series ends at {last:g}"
+            )
+        return Inputs(jnp.asarray(times, float), self.columns, self.held)
+
+
+class Driven(AbstractItoSDE):
+    """An SDE with inputs, dX = μ(t, X, u(t)) dt + σ(t, X, u(t)) dB."""
+
+    sde: Any
+    inputs: Callable[[Array], Array]
+
+    def drift(self, t: Array, z: Array) -> Array:
+        return self.sde.drift(t, z, self.inputs(t))
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        return self.sde.diffusion(t, z, self.inputs(t))
+
+
+def driven_by(sde: Any, inputs: Callable[[Array], Array]) -> Driven:
+    """An SDE with inputs."""
+    return Driven(sde=sde, inputs=inputs)  # pyright: ignore[reportCallIssue]
+
+
+class Estimated(eqx.Module):
+    """The hidden components at the first time as parameters, with their starting values.
+
+    ```python
+    import roughflow as rf
+
+    initial = rf.series.Estimated([0.04])
+    ```
+    """
+
+    value: Array
+
+    def __init__(self, value: Any):
+        self.value = jnp.atleast_1d(jnp.asarray(value, float))
+
+    def __call__(self, sde: Any) -> Array:
+        return self.value
+
+
+class Rows(eqx.Module):
+    """The states of all series, concatenated, and what is observed of them."""
+
+    values: Array  # (n, c), 0 where missing
+    seen: Array  # (n, c)
+    fixed: Array  # (n, d), components of the state that are known exactly
+    errors: Array | None  # (n, c), known standard deviations of the measurement errors
+    first: Array  # (n,), whether a series begins here
+    series: Array  # (n,), index of the series
+    times: Array  # (n,)
+    before: Array  # (N,), index of the state that each transition starts from
+    dt: Array  # (N,)
+    given: np.ndarray  # (k,), indices of the states at the times of the series
+    count: int = eqx.field(static=True)  # of series
+
+
+class StateSpace(eqx.Module):
+    """The joint density of values and states, in the coordinates of the SDE.
+
+    `observe` maps a time and a state to the distribution of a value. Without it, values are components of the
+    state, with normal errors of standard deviation `noise` if there are errors. `initial` describes the
+    components `unknown` of the first state: None (flat), values, a distribution, or a function of the SDE.
+    """
+
+    sde: AbstractSDE
+    coordinates: AbstractCoordinates
+    observe: Callable | None
+    noise: Array | None  # (c,)
+    initial: Any
+    rows: Rows
+    unknown: tuple[int, ...] = eqx.field(static=True)
+    exact: bool = eqx.field(static=True)
+
+    def start(self) -> Any:
+        """The unknown components of the first state: None, values `(u,)`, or a distribution."""
+        found = self.initial
+        if isinstance(found, str):
+            inner = self.sde.sde if isinstance(self.sde, Driven) else self.sde
+            return stationary(inner, self.fields, self.rows.fixed.shape[1], self.unknown)
+        if callable(found) and not hasattr(found, "log_prob"):
+            found = found(self.sde.sde if isinstance(self.sde, Driven) else self.sde)
+        return found if found is None or hasattr(found, "log_prob") else jnp.atleast_1d(jnp.asarray(found))
+
+    def deviations(self) -> Array | None:
+        """Standard deviations `(n, c)` of the measurement errors; None if values are exact."""
+        if self.rows.errors is not None or self.noise is None:
+            return self.rows.errors
+        return jnp.broadcast_to(self.noise, self.rows.values.shape)
+
+    def pinned(self, path: Array) -> Array:
+        """A sequence of coordinates `(n, d)`, with components set where the state is known."""
+        (n, d), rows = path.shape, self.rows
+        x = jax.vmap(self.coordinates.to_state)(path)
+        known = rows.values if self.observe is None else jnp.zeros((n, 0))
+        known = jnp.concatenate([known, x[:, known.shape[1] :]], axis=1)[:, :d]
+        start = self.start()
+        if start is not None and not hasattr(start, "log_prob"):
+            placed = jnp.zeros(d).at[np.array(self.unknown, int)].set(start)
+            hidden = np.isin(np.arange(d), self.unknown)
+            known = jnp.where(rows.first[:, None] & hidden[None], placed[None], known)
+        return jnp.where(
+            rows.fixed, jax.vmap(self.coordinates.from_state)(jnp.where(rows.fixed, known, x)), path
+        )
+
+    def observation(
+        self, z: Array, time: Array, value: Array, seen: Array, fixed: Array, error: Array, first: Array
+    ) -> Array:
+        """Log-density of one value given the coordinates of its state; includes the first state's prior."""
+        x = self.coordinates.to_state(z)
+        if self.observe is not None:
+            drawn = self.observe(time, x)
+            safe = jnp.where(seen, value, jnp.where(jnp.any(seen), value, 1.0))
+            terms = jnp.where(jnp.any(seen), jnp.sum(drawn.log_prob(safe)), 0.0)
+        else:
+            at = x[: value.size]
+            loose = seen & ~fixed[: value.size]
+            terms = jnp.sum(jnp.where(loose, jax.scipy.stats.norm.logpdf(value, at, error), 0.0))
+        return terms + jnp.where(first, self._prior(x, fixed), 0.0)
+
+    def _prior(self, x: Array, fixed: Array) -> Array:
+        start = self.start()
+        own = -jnp.sum(jnp.where(fixed, 0, jnp.log(self.slopes(x))))  # a density of x as one of coordinates
+        if start is not None and hasattr(start, "log_prob"):
+            own = own + jnp.sum(start.log_prob(x[np.array(self.unknown, int)]))
+        return own
+
+    def slopes(self, x: Array) -> Array:
+        """|dz/dx| of each component; coordinates are those of single components."""
+        return jnp.abs(jax.jvp(self.coordinates.from_state, (x,), (jnp.ones_like(x),))[1])
+
+    def fields(self, t: Array, z: Array) -> tuple[Array, Array]:
+        """The Itô drift `(d,)` and the noise `(d, m)` of the coordinates, by Itô's formula."""
+        x = self.coordinates.to_state(z)
+        noise = lambda x: noise_matrix(self.sde.noise(t, x))
+        drift, sigma = self.sde.drift(t, x), noise(x)
+        if not isinstance(self.sde, AbstractItoSDE):
+            along = lambda j: jax.jvp(lambda x: noise(x)[:, j], (x,), (sigma[:, j],))[1]
+            drift = drift + 0.5 * sum(along(j) for j in range(sigma.shape[1]))
+
+        def move(v: Array) -> tuple[Array, Array]:
+            first = lambda x: jax.jvp(self.coordinates.from_state, (x,), (v,))[1]
+            return jax.jvp(first, (x,), (v,))
+
+        spread, bend = jax.vmap(move, in_axes=1, out_axes=1)(sigma)
+        pulled = jax.jvp(self.coordinates.from_state, (x,), (drift,))[1]
+        return pulled + 0.5 * jnp.sum(bend, axis=1), spread
+
+    def step(self, z: Array, time: Array, dt: Array) -> Normal:
+        """The state in coordinates a short time later, of second order in dt if the noise is additive.
+
+        Platen's derivative-free scheme (Kloeden & Platen 1992, section 15.1) with a normal increment. The
+        covariance is that of the linearised SDE, by Gauss quadrature with two nodes, so that noise reaches
+        all components.
+        """
+        middle = time + 0.5 * dt
+        drift, sigma = self.fields(middle, z)
+        moves = jnp.sqrt(sigma.shape[1] * dt) * sigma.T
+        ahead = z + dt * drift
+        places = jnp.concatenate([ahead[None] + moves, ahead[None] - moves])
+        drifts = jax.vmap(lambda y: self.fields(middle, y)[0])(places)
+        after, before = jnp.split(drifts, 2)
+        mean = z + 0.5 * dt * (drift + jnp.mean(drifts, axis=0))
+        slope = 0.5 * (after - before).T / jnp.sqrt(sigma.shape[1] * dt)  # the drift's derivative times σ
+        parts = [sigma + node * dt * slope for node in (0.5 - 3**-0.5 / 2, 0.5 + 3**-0.5 / 2)]
+        return Normal(mean, 0.5 * dt * sum(part @ part.T for part in parts))
+
+    def kernel(self, z: Array, time: Array, dt: Array) -> AbstractDistribution | None:
+        """The distribution of the next state in closed form, or None."""
+        x = self.coordinates.to_state(z)
+        if self.exact:
+            return exact_transition(self.sde, x, dt)
+        return self.sde.short_transition(x, dt) if isinstance(self.sde, AbstractNamedSDE) else None
+
+    def transition(self, start: Array, end: Array, time: Array, dt: Array, fixed: Array) -> Array:
+        """Log-density of a transition: of coordinates where hidden, of the state where fixed."""
+        known, x = self.kernel(start, time, dt), self.coordinates.to_state(end)
+        slopes = jnp.log(self.slopes(x))
+        if known is None or isinstance(known, Transformed):
+            normal = self.step(start, time, dt) if known is None else known.normal
+            return normal.log_prob(end) + jnp.sum(jnp.where(fixed, slopes, 0))
+        return known.log_prob(x) - jnp.sum(jnp.where(fixed, 0, slopes))
+
+    def widths(self, z: Array, time: Array, dt: Array) -> Array:
+        """Standard deviations `(d,)` of a transition in coordinates, for steps of finite differences."""
+        spread = jnp.sqrt(jnp.diag(self.step(z, time, dt).covariance))
+        return jax.lax.stop_gradient(jnp.where(spread > 0, spread, 1e-6))
+
+    def sample(self, z: Array, time: Array, dt: Array, key: Any) -> Array:
+        """A draw of the next state in coordinates."""
+        known = self.kernel(z, time, dt)
+        if known is not None:
+            return self.coordinates.from_state(known.sample(key))
+        return self.step(z, time, dt).sample(key)
+
+
+def stationary(sde: Any, fields: Callable, d: int, unknown: tuple[int, ...]) -> Any:
+    """The stationary distribution of the unknown components of an SDE."""
+    own = sde.stationary(unknown) if isinstance(sde, AbstractNamedSDE) else None
+    if own is not None:
+        return own
+    if len(unknown) != d:
+        raise ValueError("initial='stationary' requires that no component is observed exactly at first")
+    zero, t = jnp.zeros(d), jnp.zeros(())
+    constant, sigma = fields(t, zero)
+    rate = jax.jacfwd(lambda z: fields(t, z)[0])(zero)
+    # A P + P Aᵀ + σσᵀ = 0, as one system for the elements of P.
+    unit = jnp.eye(d)
+    system = jnp.kron(rate, unit) + jnp.kron(unit, rate)
+    covariance = jnp.linalg.solve(system, -(sigma @ sigma.T).ravel()).reshape(d, d)
+    return Normal(-jnp.linalg.solve(rate, constant), covariance)
+
+
+def rows_of(
+    series: Sequence[Observed],
+    *,
+    dimension: int,
+    observe: bool,
+    noisy: bool,
+    errors: Sequence[np.ndarray] | None,
+    known_start: bool,
+    knots: np.ndarray,
+    num_steps: int,
+) -> Rows:
+    """The states of all series: at their times, at the knots, and `num_steps` per median time step."""
+    parts = [_inserted(one.times, knots, num_steps) for one in series]
+    sizes = [len(times) for times, _ in parts]
+    offsets = np.cumsum([0, *sizes[:-1]])
+    n, c = sum(sizes), series[0].values.shape[1]
+    given = np.concatenate([offset + places for offset, (_, places) in zip(offsets, parts, strict=True)])
+    values = np.full((n, c), np.nan)
+    values[given] = np.concatenate([one.values for one in series])
+    seen, times = np.isfinite(values), np.concatenate([times for times, _ in parts])
+    first = np.zeros(n, bool)
+    first[offsets] = True
+    fixed = np.zeros((n, dimension), bool)
+    if not (observe or noisy):
+        fixed[:, :c] = seen
+    if known_start:
+        fixed[first] = True
+    deviations = None
+    if errors is not None:
+        deviations = np.ones((n, c))
+        deviations[given] = np.concatenate(errors)
+    before = np.flatnonzero(~np.append(first[1:], True))
+    number = lambda array: jnp.asarray(array, float)
+    return Rows(
+        number(np.where(seen, values, 0.0)),
+        jnp.asarray(seen),
+        jnp.asarray(fixed),
+        None if deviations is None else number(deviations),
+        jnp.asarray(first),
+        jnp.asarray(np.repeat(np.arange(len(sizes)), sizes)),
+        number(times),
+        jnp.asarray(before),
+        number(times[before + 1] - times[before]),
+        given,
+        len(sizes),
+    )
+
+
+def _inserted(times: np.ndarray, knots: np.ndarray, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Times with further ones between them, and the places of the given ones."""
+    base = np.union1d(times, knots[(knots > times[0]) & (knots < times[-1])])
+    if num_steps:
+        unit = np.median(np.diff(times)) / num_steps
+        pieces = [
+            np.linspace(a, b, int(np.clip(np.ceil((b - a) / unit - 1e-6), 1, LONGEST * num_steps)) + 1)[:-1]
+            for a, b in itertools.pairwise(base)
+        ]
+        base = np.concatenate([*pieces, base[-1:]])
+    return base, np.searchsorted(base, times)
+
+
+def first_path(space: StateSpace, guess: np.ndarray) -> Array:
+    """Coordinates `(n, d)` from which the search for the most likely states starts: observed components are
+    interpolated, hidden ones are at their equilibrium given `guess` `(d,)`, a typical state."""
+    rows, coordinates = space.rows, space.coordinates
+    n, d = rows.fixed.shape
+    x = np.tile(np.asarray(guess, float), (n, 1))
+    hidden = np.ones(d, bool)
+    if space.observe is None:
+        values, seen = np.asarray(rows.values), np.asarray(rows.seen)
+        times, number = np.asarray(rows.times), np.asarray(rows.series)
+        for i in range(min(values.shape[1], d)):
+            good = seen[:, i]
+            inside = np.zeros(n, bool)
+            trial = x.copy()
+            trial[good, i] = values[good, i]
+            inside[good] = np.asarray(coordinates.contains(jnp.asarray(trial)))[good]
+            for one in range(rows.count):
+                mine, known = number == one, (number == one) & inside
+                if known.any():
+                    x[mine, i] = np.interp(times[mine], times[known], values[known, i])
+                    hidden[i] = False
+    z = jax.vmap(coordinates.from_state)(jnp.asarray(x))
+    if hidden.any():
+        typical = coordinates.from_state(jnp.asarray(np.median(x, axis=0)))
+        start = _equilibrium(space, typical, jnp.asarray(hidden))
+        z = jnp.where(jnp.asarray(hidden)[None], start[None], z)
+    return z
+
+
+@eqx.filter_jit
+def _equilibrium(space: StateSpace, z: Array, hidden: Array) -> Array:
+    """Where the drift of the hidden components vanishes, with the others held; `z` if it does not."""
+    dt, time = jnp.median(space.rows.dt), space.rows.times[0]
+
+    def step(now: Array, _: None) -> tuple[Array, None]:
+        drift, _ = space.fields(time, now)
+        slope = jax.jacfwd(lambda y: space.fields(time, y)[0])(now)
+        # An implicit Euler step of the hidden components: stable for any dt.
+        held = jnp.where(hidden[:, None] & hidden[None, :], slope, 0)
+        move = jnp.linalg.solve(jnp.eye(len(now)) - dt * held, jnp.where(hidden, dt * drift, 0))
+        return jnp.where(jnp.all(jnp.isfinite(move)), now + move, now), None
+
+    found = jax.lax.scan(step, z, None, length=CLAMPED)[0]
+    good = jnp.all(jnp.isfinite(found)) & space.coordinates.is_inside(found)
+    return jnp.where(good, found, z)

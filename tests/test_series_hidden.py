@@ -1,0 +1,121 @@
+"""Hidden components, against the dense joint density of all values of a linear SDE."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import linalg
+
+import roughflow as rf
+
+KEY = jax.random.key(0)
+
+
+def dense(rate, constant, sigma, times):
+    """G, c and C of x = G x₀ + c + w, w ~ N(0, C), for all states of dX = (A X + b(t)) dt + σ dB, b held."""
+    d, n = len(rate), len(times)
+    grow, shift, noise = [np.eye(d)], [np.zeros(d)], [np.zeros((d, d))]
+    covariance = np.zeros((n * d, n * d))
+    for k, h in enumerate(np.diff(times)):
+        step = linalg.expm(rate * h)
+        block = linalg.expm(h * np.block([[rate, sigma @ sigma.T], [np.zeros((d, d)), -rate.T]]))
+        wide = np.block([[rate, constant(times[k])[:, None]], [np.zeros((1, d + 1))]])
+        grow.append(step @ grow[-1])
+        shift.append(step @ shift[-1] + linalg.expm(h * wide)[:d, d])
+        noise.append(step @ noise[-1] @ step.T + block[:d, d:] @ step.T)
+    for i in range(n):
+        for j in range(i, n):
+            tie = linalg.expm(rate * (times[j] - times[i])) @ noise[i]
+            covariance[j * d : (j + 1) * d, i * d : (i + 1) * d] = tie
+            covariance[i * d : (i + 1) * d, j * d : (j + 1) * d] = tie.T
+    return np.concatenate(grow), np.concatenate(shift), covariance
+
+
+def posterior(grow, shift, covariance, y, error, flat):
+    """log p(y) with a flat prior for some components of x₀ (others are y₀), and all states given y."""
+    given, v = np.isfinite(y.ravel()), y.ravel()
+    shift = shift + grow[:, ~flat] @ y[0][~flat]
+    given[: len(flat)] &= flat
+    inner = covariance + np.diag(np.broadcast_to(error, y.shape).ravel() ** 2)
+    inner, reach, gap = inner[np.ix_(given, given)], grow[given][:, flat], (v - shift)[given]
+    half = np.linalg.cholesky(inner)
+    white, turned = np.linalg.solve(half, gap), np.linalg.solve(half, reach)
+    a, b = turned.T @ turned, turned.T @ white
+    value = -0.5 * white @ white - np.log(np.diag(half)).sum() + 0.5 * b @ np.linalg.solve(a, b)
+    value -= 0.5 * np.linalg.slogdet(a)[1] + 0.5 * (len(gap) - flat.sum()) * np.log(2 * np.pi)
+    delta = np.linalg.solve(a, b)
+    gain = np.linalg.solve(inner, covariance[given]).T
+    rest = grow[:, flat] - gain @ reach
+    mean = shift + grow[:, flat] @ delta + gain @ (gap - reach @ delta)
+    spread = covariance - gain @ covariance[given] + rest @ np.linalg.solve(a, rest.T)
+    return value, mean.reshape(y.shape), np.sqrt(np.maximum(np.diag(spread), 0)).reshape(y.shape)
+
+
+def data(d, seed=0):
+    """A linear SDE, irregular times with a long gap, and values with hidden components and missing cells."""
+    rng = np.random.default_rng(seed)
+    kappa = np.diag(np.linspace(0.5, 2, d)) + 0.3 * rng.normal(size=(d, d))
+    sigma = np.tril(0.3 * rng.normal(size=(d, d))) + 0.5 * np.eye(d)
+    times = np.cumsum(rng.uniform(0.05, 0.4, 12 * d))
+    times[6 * d :] += 5
+    y = rng.normal(size=(12 * d, d))
+    y[:, d // 2 :], y[5, 0], y[9] = np.nan, np.nan, np.nan
+    return rf.OrnsteinUhlenbeck(kappa, rng.normal(size=d), sigma), times, y
+
+
+@pytest.mark.parametrize(
+    ("d", "noisy"), [(2, True), (2, False), pytest.param(4, True, marks=pytest.mark.slow)]
+)
+def test_a_linear_model_is_its_dense_density(d, noisy):
+    sde, times, y = data(d)
+    kappa, mu, sigma = map(np.asarray, sde._matrices())
+    errors = np.random.default_rng(1).uniform(0.05, 0.2, y.shape)
+    options = {"measurement_noise": errors} if noisy else {}
+    likelihood = rf.series_likelihood(sde, times, y, key=KEY, **options)
+    blocks = dense(-kappa, lambda t: kappa @ mu, sigma, times)
+    flat = np.isnan(y[0]) | noisy
+    value, _, _ = posterior(*blocks, y, errors if noisy else 0.0, flat)
+    assert likelihood.method == "kalman"
+    np.testing.assert_allclose(likelihood(sde), value, rtol=0, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_a_fit_with_inputs_has_the_states_of_the_dense_posterior():
+    """The drift has an input that jumps between values; states are smoothed at the estimates."""
+    sde, times, y = data(2)
+    mine = rf.ParametricSDE(
+        lambda t, x, p, u: p["rate"] @ x + u[0] * jnp.array([0.0, 1.0]),
+        lambda t, x, p, u: jnp.asarray(sde.sigma),
+        {"rate": -jnp.asarray(sde.kappa)},
+    )
+    knots, u = np.array([times[0], 3.3, times[-1]]), np.array([0.5, -1.0, 0.0])
+    options = {"inputs": (knots, u), "measurement_noise": np.full(y.shape, 0.1), "key": KEY}
+    result = rf.fit_sde(mine, times, y, num_starts=1, penalty={"parameters": 1.0}, **options)
+    rate = np.asarray(result.sde.parameters["rate"])
+    every = np.union1d(times, knots)
+    wide = np.full((len(every), 2), np.nan)
+    wide[np.searchsorted(every, times)] = y
+    constant = lambda t: np.array([0.0, u[np.searchsorted(knots, t, side="right") - 1]])
+    blocks = dense(rate, constant, np.asarray(sde.sigma), every)
+    value, mean, deviation = posterior(*blocks, wide, 0.1, np.ones(2, bool))
+    places = np.searchsorted(every, times)
+    np.testing.assert_allclose(result.log_likelihood, value, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(result.smoothed[0], mean[places], rtol=0, atol=1e-8)
+    np.testing.assert_allclose(result.smoothed[1], deviation[places], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        (np.full((9, 2), np.nan), {}, "values are all missing"),
+        (None, {"inputs": (np.zeros(1), np.ones(1))}, "inputs must cover the series"),
+        (None, {"initial": "steady"}, "initial must be"),
+        (None, {"observe": lambda t, x: 1.0}, "distribution with log_prob"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(values, options, message):
+    sde, times, y = data(2)
+    values = y[:9] if values is None else values
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        rf.fit_sde(sde, times[:9], values, key=KEY, **options)
+    assert "\n" not in str(error.value)
