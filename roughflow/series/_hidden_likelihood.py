@@ -33,7 +33,7 @@ from ._kalman import Filtered, is_linear, kalman_filter, linear_model, smoothed_
 from ._likelihood import AbstractLikelihood, information_by_differences
 from ._observed import Observed
 from ._parameters import POSITIVE, UNIT, Domain, Parameters
-from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, first_path, rows_of
+from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, driven_by, first_path, rows_of
 from .models import exact_transition
 
 NAME = "measurement_noise"

@@ -374,7 +374,7 @@ def _equilibrium(space: StateSpace, z: Array, hidden: Array) -> Array:
     """Where the drift of the hidden components vanishes, with the others held; `z` if it does not."""
     dt, time = jnp.median(space.rows.dt), space.rows.times[0]
 
-    def step(now: Array, _: None) -> tuple[Array, None]:
+    def step(now: Array, _: Any) -> tuple[Array, Any]:
         drift, _ = space.fields(time, now)
         slope = jax.jacfwd(lambda y: space.fields(time, y)[0])(now)
         # An implicit Euler step of the hidden components: stable for any dt.
