@@ -248,18 +248,15 @@ class HiddenLikelihood(AbstractLikelihood):
             raise ValueError(
                 f"residuals require one observed component; this series has {rows.seen.shape[1]}"
             )
+        shown = np.asarray(rows.seen[:, column] & ~rows.first)
         if self.of_sde.method == KALMAN:
             found = _kalman_filtered(self, jnp.asarray(free, float))[0]
             error = self.space(jnp.asarray(free, float)).deviations()
             wide = found.spread[:, column, column] + (0 if error is None else error[:, column] ** 2)
-            value = np.asarray(rows.values[:, column])
-            uniform = scipy.stats.norm.cdf(
-                (value - np.asarray(found.ahead[:, column])) / np.sqrt(np.asarray(wide))
-            )
+            gap = rows.values[:, column] - found.ahead[:, column]
+            uniform = scipy.stats.norm.cdf(np.asarray(gap)[shown] / np.sqrt(np.asarray(wide)[shown]))
         else:
-            uniform = np.asarray(self._particles(free, key, FILTER_PARTICLES).uniform)
-        shown = np.asarray(rows.seen[:, column] & ~rows.first)
-        uniform = uniform[shown]
+            uniform = np.asarray(self._particles(free, key, FILTER_PARTICLES).uniform)[shown]
         if np.isnan(uniform).all():
             raise ValueError("residuals require an observation density with cdf")
         least = 0.5 / (FILTER_PARTICLES + 1) if self.of_sde.method != KALMAN else 1e-15
