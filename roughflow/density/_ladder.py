@@ -73,7 +73,8 @@ class Goal(NamedTuple):
     def of(accuracy: Accuracy, size: int) -> "Goal":
         most = accuracy.max_paths
         if accuracy.tolerance is not None:
-            return Goal(*2 * (np.full(size, accuracy.tolerance),), (most, most))
+            error = np.full(size, accuracy.tolerance)
+            return Goal(error, error, (most, most))
         limits = (min(MAX_PATHS_PER_RUNG, most), min(MAX_PATHS_AROUND_MODES, most))
         return Goal(np.full(size, DEFAULT_TOLERANCE), np.full(size, ACCEPTED_ERROR), limits)
 

@@ -82,7 +82,7 @@ class _State(NamedTuple):
     beta: Array  # (B,)
     log_mean: Array  # (B,)
     length: Array  # of a move, (B,)
-    count: Array
+    number: Array  # of the temperature
 
 
 def tempered(
@@ -98,22 +98,21 @@ def tempered(
     start = _State(omega, unknown, unknown, zero, zero, length, jnp.asarray(0))
 
     def step(now: _State) -> _State:
-        key = jax.vmap(lambda key: jax.random.fold_in(key, now.count))(keys)
+        key = jax.vmap(lambda key: jax.random.fold_in(key, now.number))(keys)
         now = _moved(joint, log_proposal, now, key)
         ratio = jnp.where(jnp.isneginf(now.joint), -jnp.inf, now.joint - now.proposed)
-        last = now.count == MAX_TEMPERATURES - 1
+        last = now.number == MAX_TEMPERATURES - 1
         beta = jnp.where(last, 1, _next_beta(ratio, now.beta)).astype(omega.dtype)
         log_weights = _times(beta - now.beta, ratio)
         log_mean = now.log_mean + jax.nn.logsumexp(log_weights, axis=1) - jnp.log(omega.shape[1])
         # Where all are lost p(x) is zero.
         beta = jnp.where(jnp.isfinite(log_mean), beta, 1)
         places = _resampled(jax.nn.softmax(log_weights, axis=1), key)
-        new = [_take(a, places) for a in (now.omega, now.joint, now.proposed)]
-        done = now.beta >= 1
-        log_mean = jnp.where(done, now.log_mean, log_mean)
-        return _State(*new, beta, log_mean, now.length, now.count + 1)
+        at, value, proposed = (_take(a, places) for a in (now.omega, now.joint, now.proposed))
+        log_mean = jnp.where(now.beta >= 1, now.log_mean, log_mean)
+        return _State(at, value, proposed, beta, log_mean, now.length, now.number + 1)
 
-    going = lambda now: jnp.any(now.beta < 1) & (now.count < MAX_TEMPERATURES)
+    going = lambda now: jnp.any(now.beta < 1) & (now.number < MAX_TEMPERATURES)
     return jax.lax.while_loop(going, step, start).log_mean
 
 
@@ -139,7 +138,7 @@ def _next_beta(ratio: Array, beta: Array) -> Array:
 def _moved(joint, log_proposal, now: _State, keys: PRNGKeyArray) -> _State:
     """Metropolis–Hastings moves that keep q^(1−β) exp(β joint), along differences of other particles (ter
     Braak 2006). The first time all stay, and their density is found: one program does both."""
-    first, count = now.count == 0, now.joint.shape[1]
+    first, count = now.number == 0, now.joint.shape[1]
 
     def move(i: Array, state: _State) -> _State:
         draw = lambda key: random_bits(jax.random.fold_in(key, 1 + i), jnp.arange(count), 3)
