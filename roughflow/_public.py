@@ -16,7 +16,6 @@ from .sde import (  # noqa: I001  (pipeline order)
     DiagonalDiffusion as DiagonalDiffusion,
     ConstantDiffusion as ConstantDiffusion,
     NoDiffusion as NoDiffusion,
-    ProportionalDiffusion as ProportionalDiffusion,
     RestoringDrift as RestoringDrift,
     LocalDiffusion as LocalDiffusion,
     FadingDiffusion as FadingDiffusion,
@@ -42,7 +41,6 @@ from .driver import (
     FractionalLegendre as FractionalLegendre,
     GaussianDriver as GaussianDriver,
     TimeChanged as TimeChanged,
-    Correlated as Correlated,
     fractional_noise as fractional_noise,
 )
 from .rough import (

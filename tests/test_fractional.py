@@ -154,15 +154,6 @@ def test_paths_too_rough_for_the_theorem_are_refused():
     flow(lambda t, z: z[:, None])
 
 
-def test_the_number_of_components_is_checked(key):
-    driver = rf.driver.Correlated(rf.Legendre(4), [[1.0, 0.5], [0.5, 1.0]])
-    sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(3))
-    with pytest.raises(ValueError, match=r"Correlated has 2 components, but the diffusion has 3 columns"):
-        rf.StochasticFlow(sde, rf.Normal(jnp.zeros(3)), driver=driver)
-    with pytest.raises(ValueError, match=r"Correlated has 2 components"):
-        driver.sample(key=key)
-
-
 @pytest.mark.parametrize("hurst", [0.0, 1.0, -0.2, np.nan])
 def test_wrong_exponents_are_refused(hurst, key):
     for make in (
@@ -177,8 +168,6 @@ def test_wrong_exponents_are_refused(hurst, key):
 def test_wrong_parts_are_refused():
     with pytest.raises(ValueError, match="clock must increase"):
         rf.driver.TimeChanged(rf.Legendre(2), lambda s: 2 * s)
-    with pytest.raises(ValueError, match="correlation must be a positive definite matrix"):
-        rf.driver.Correlated(rf.Legendre(2), [[1.0, 2.0], [2.0, 1.0]])
     with pytest.raises(ValueError, match="covariance must be positive semi-definite"):
         rf.driver.GaussianDriver(lambda s, t: -s * t, 2).integrals(jnp.ones(()))
 
@@ -187,7 +176,7 @@ def test_a_flow_with_a_fractional_driver_is_saved(tmp_path, key):
     sde = rf.StratonovichSDE(rf.MLP(1, 1, key=key), rf.ConstantDiffusion(jnp.eye(1)))
     for driver in (
         rf.FractionalBrownian(0.4, 3),
-        rf.driver.Correlated(rf.driver.FractionalLegendre(0.7, 3), [[2.0]]),
+        rf.driver.FractionalLegendre(0.7, 3),
     ):
         flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=driver)
         rf.save(tmp_path / "flow.rf", flow)

@@ -91,7 +91,6 @@ def test_sdes_are_told_in_their_notation(key):
     drift, noise = (lambda t, z: -z), (lambda t, z: z[:, None])
     assert line(rf.StratonovichSDE(drift, noise)) == "dZ = μ(t, Z) dt + σ(t, Z) ∘ dB"
     assert line(rf.ItoSDE(drift, rf.ConstantDiffusion(jnp.eye(2)))) == "dZ = μ(t, Z) dt + σ dB"
-    assert line(rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(0.1))).endswith("+ 0.1 diag(μ(t, Z)) dB")
     assert line(rf.ItoSDE(drift, rf.sde.FadingDiffusion(noise, 2.0))).endswith("+ (1 − t/2)^0.5 Σ(t, Z) dB")
     target = lambda z: -0.5 * z @ z
     assert "∇log p" in line(rf.overdamped_langevin(target, 2))

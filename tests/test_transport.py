@@ -266,8 +266,6 @@ def test_what_cannot_be_is_refused(key):
         rf.sde.FadingDiffusion(swirling, power=0.25)
     with pytest.raises(ValueError, match=r"^the transport ends at t1 = 2.0, but its noise fades until 1.0"):
         rf.sde.TransportSDE(TRANSPORTS["normal"], rf.sde.FadingDiffusion(swirling))
-    with pytest.raises(TypeError, match=r"^ProportionalDiffusion depends on the drift"):
-        rf.with_noise(flow_of(None), rf.sde.ProportionalDiffusion(0.1))
 
 
 def test_a_velocity_network_starts_as_that_of_a_normal_distribution_and_its_waves_are_given(key):

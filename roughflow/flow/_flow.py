@@ -76,11 +76,6 @@ def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> No
             f"{type(driver).__name__} is not Brownian motion, which Itô SDEs require: use a "
             "StratonovichSDE, whose solution is the limit along smooth paths" + see("other-drivers")
         )
-    if driver.num_components not in (None, columns):
-        raise ValueError(
-            f"{type(driver).__name__} has {driver.num_components} components, but the diffusion has "
-            f"{columns} columns" + see("other-drivers")
-        )
     rough = driver.hurst <= ROUGHEST and columns > 1
     if rough and depends_on(lambda z: sde.noise(jnp.zeros((), z.dtype), z), jnp.zeros(dimension)):
         raise ValueError(

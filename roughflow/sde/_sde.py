@@ -17,7 +17,7 @@ from .._functions import explicit, flat_operations
 from .._show import count, listed, named, num_parameters, number
 from ..faq import see
 from ._networks import ConstantDiffusion, FadingDiffusion, NoDiffusion
-from ._noise import Noise, ProportionalDiffusion, noise_shape
+from ._noise import Noise, noise_shape
 
 
 def equation(drift: str, diffusion: Any, brownian: str = "dB", sigma: str | None = None) -> str:
@@ -32,8 +32,6 @@ def _sigma(diffusion: Any, symbol: str = "σ") -> str:
         end, power = number(diffusion.t1), number(diffusion.power)
         left = "(1 − t)" if end == "1" else f"(1 − t/{end})"
         return f"{left if power == '1' else f'{left}^{power}'} {_sigma(diffusion.diffusion, 'Σ')}"
-    if isinstance(diffusion, ProportionalDiffusion):
-        return f"{number(diffusion.scale)} diag(μ(t, Z))"
     return symbol if isinstance(diffusion, ConstantDiffusion) else f"{symbol}(t, Z)"
 
 
@@ -52,7 +50,7 @@ def part(value: Any) -> str:
 
 
 Drift = Callable[[Array, Array], Array]
-Diffusion = Callable[[Array, Array], Noise] | ProportionalDiffusion
+Diffusion = Callable[[Array, Array], Noise]
 
 # Operations with indices that may be out of range.
 INDEXING = frozenset(
@@ -76,8 +74,6 @@ class AbstractSDE(eqx.Module):
 
     def noise(self, t: Array, z: Array) -> Noise:
         """σ(t, z), in the form that the diffusion returns."""
-        if isinstance(self.diffusion, ProportionalDiffusion):
-            return self.diffusion.of_drift(self.drift(t, z))
         return self.diffusion(t, z)
 
     def equation(self) -> str:

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from .._checks import check_count, check_fields, check_instance, check_positive, finite_array, is_traced
 from ._correction import spread_at
 from ._networks import GIVEN, FadingDiffusion, NoDiffusion, remaining
-from ._noise import Noise, check_own_noise
+from ._noise import Noise
 from ._sde import AbstractItoSDE, Diffusion, Drift, equation, noise_part, part
 
 
@@ -184,10 +184,8 @@ class TransportSDE(AbstractItoSDE):
         self.diffusion = NoDiffusion() if diffusion is None else diffusion
 
     def __check_init__(self):
-        check_own_noise(self.diffusion)
         if not isinstance(self.diffusion, FadingDiffusion) or self.transport.t1 is None:
             return
-        check_own_noise(self.diffusion.diffusion)
         ends = self.transport.t1, self.diffusion.t1
         if not any(is_traced(end) for end in ends) and ends[0] != ends[1]:
             raise ValueError(f"the transport ends at t1 = {ends[0]}, but its noise fades until {ends[1]}")

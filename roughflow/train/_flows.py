@@ -29,7 +29,6 @@ from ..sde import (
     FullDiffusion,
     ItoSDE,
     NoDiffusion,
-    ProportionalDiffusion,
     RestoringDrift,
     TransportSDE,
     VelocityNetwork,
@@ -157,7 +156,7 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
     """
     if isinstance(diffusion, float | int):
         check_positive("diffusion", diffusion)
-    elif diffusion is not None and not isinstance(diffusion, ProportionalDiffusion):
+    elif diffusion is not None:
         check_callable("diffusion", diffusion, "(t, z) -> (d, m), a number or None")
     if fading is not None:
         check_number("fading", fading, least=0.5)
@@ -176,11 +175,7 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
     if isinstance(diffusion, float | int):
         own = flow.dimension - flow.sde.transport.context
         diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension, own))
-    if not (
-        diffusion is None
-        or fading is None
-        or isinstance(diffusion, NoDiffusion | FadingDiffusion | ProportionalDiffusion)
-    ):
+    if not (diffusion is None or fading is None or isinstance(diffusion, NoDiffusion | FadingDiffusion)):
         diffusion = FadingDiffusion(diffusion, flow.t1, fading)
     sde = TransportSDE(flow.sde.transport, diffusion)
     _check_given(sde, flow.dimension)
