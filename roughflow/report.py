@@ -267,8 +267,8 @@ class _Judged:
         model = fitted.model
         noisy = model.flow.noise_dimension > 0
         rows = rows[: NOISY if noisy else SCORED]
-        own = rows.shape[1] - model.context
-        given = rows[:, own:] if model.context else None
+        own = rows.shape[1] - model.num_given
+        given = rows[:, own:] if model.num_given else None
         first = model.estimate(rows[:, :own], key=keys[0], given=given)
         second = model.estimate(rows[:, :own], key=keys[1], given=given) if noisy else first
         return _Judged(first, second, fitted.held_out.gaussian.log_prob(rows), noisy)
@@ -318,9 +318,9 @@ def _names(model: rf.tables.Standardised) -> list[str]:
 
 def _made(model: rf.tables.Standardised, rows: str, made: Mapping[str, str]) -> dict[str, str]:
     names = _names(model)
-    own = len(names) - model.context
+    own = len(names) - model.num_given
     told = dict(made) | {"rows": rows, "columns": ", ".join(names[:own])}
-    if model.context:
+    if model.num_given:
         told["given"] = ", ".join(names[own:])
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return told | {"version": f"roughflow {rf.__version__}", "date": when}
@@ -345,8 +345,8 @@ def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray)
     """Data and samples of the model: single columns, and pairs of columns."""
     names, chosen = _names(model), np.random.default_rng(0).permutation(len(data))[:DRAWN]
     data = data[chosen]
-    own = data.shape[1] - model.context
-    if model.context:
+    own = data.shape[1] - model.num_given
+    if model.num_given:
         drawn = np.asarray(model.sample(key=key, given=data[:, own:]), float)
         drawn = np.concatenate([drawn, data[:, own:]], axis=1)
     else:
@@ -356,7 +356,7 @@ def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray)
     left_out = ", ".join(names[COLUMNS:])
     told = [html_paragraph(f"The first {COLUMNS} columns; not shown: {left_out}.")] if left_out else []
     outside = _outside(names[:own], data, drawn)
-    if model.context:
+    if model.num_given:
         told.append(html_paragraph("One sample of the model for each row, given the same conditions."))
     single = {names[i]: draw_marginal(data[:, i], drawn[:, i], names[i]) for i in shown if i < own}
     double = {

@@ -103,7 +103,7 @@ def test_a_budget_may_be_in_seconds_and_a_run_resumed_keeps_its_steps(key, tmp_p
 def test_smoothed_rows_have_the_noise_asked_for(key):
     """Two widths, 0.3 and 2, around the rows, none of it on what is given."""
     rows = jnp.array([[1.0, 2.0, 3.0]])
-    drawn = Smoothed(rows, 0.3, 0.1, context=1).sample(key=key, shape=(40_000,))
+    drawn = Smoothed(rows, 0.3, 0.1, num_given=1).sample(key=key, shape=(40_000,))
     np.testing.assert_array_equal(drawn[:, 2], 3.0)
     noise = drawn[:, :2] - rows[:, :2]
     np.testing.assert_allclose(jnp.var(noise, axis=0), 0.9 * 0.3**2 + 0.1 * 2**2, rtol=0.05)

@@ -113,7 +113,7 @@ def test_a_model_of_a_table_names_its_columns(key):
     bounded = rf.tables.Marginals(knots, knots, knots + 1, np.array([0.0, -np.inf]), np.array([1.0, 3.0]))
     told = repr(dataclasses.replace(model, marginals=bounded))
     assert "0 < length < 1, width < 3" in told
-    given = repr(dataclasses.replace(model, context=1))
+    given = repr(dataclasses.replace(model, num_given=1))
     assert "density of 1 column " in given
     assert ["given", "width"] in [line.split() for line in given.splitlines()]
     assert "x1, x2" in repr(dataclasses.replace(model, columns=()))

@@ -56,7 +56,7 @@ def test_a_table_on_disk_keeps_copies_together(tmp_path):
     rows = np.repeat(rows_of(0, 300), 4, axis=0)
     pq.write_table(pa.table({"a": rows[:, 0], "b": rows[:, 1]}), tmp_path / "rows.parquet")
     rest, aside = rf.tables.ParquetTable(tmp_path / "rows.parquet").split(0.1, key=KEY)
-    left = rest.some(len(rest), np.random.default_rng(0))
+    left = rest.subsample(len(rest), np.random.default_rng(0))
     assert len(aside) == 120
     assert not {tuple(row) for row in left} & {tuple(row) for row in aside}
 

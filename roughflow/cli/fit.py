@@ -69,7 +69,7 @@ class FitRows:
     `on_disk`; and the group of each row, if there are groups."""
 
     columns: tuple[str, ...]
-    context: int
+    num_given: int
     total: int
     rows: np.ndarray
     groups: np.ndarray | None = None
@@ -79,8 +79,8 @@ class FitRows:
         """The arguments of `rf.fit_density` for these rows."""
         if self.on_disk is not None:
             return {"data": self.on_disk, "columns": self.columns}
-        own = len(self.columns) - self.context
-        given = self.rows[:, own:] if self.context else None
+        own = len(self.columns) - self.num_given
+        given = self.rows[:, own:] if self.num_given else None
         return {
             "data": self.rows[:, :own],
             "given": given,
@@ -95,8 +95,8 @@ def fit_rows(arguments: argparse.Namespace) -> FitRows:
     if large is not None:
         if group is not None:
             raise Refused(f"--groups needs a table that fits in memory, but {arguments.data} is too large")
-        some = large.some(SAMPLED_ROWS, np.random.default_rng(arguments.seed)).astype(float)
-        return FitRows(large.columns, large.context, len(large), some, on_disk=large)
+        some = large.subsample(SAMPLED_ROWS, np.random.default_rng(arguments.seed)).astype(float)
+        return FitRows(large.columns, large.num_given, len(large), some, on_disk=large)
     last = [*given, *([group] if group is not None else [])]
     table = arguments.table or read_table(arguments.data, wanted_columns(arguments))
     own = [name for name in table.columns if name not in last]
@@ -112,8 +112,8 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
     aside = 0 if fitted.held_out is None else len(fitted.held_out.rows)
     parts = f": {rows.total - aside} to train on, {aside} to validate on" if aside else ""
     print(f"rows        {rows.total}{parts}")
-    own = len(rows.columns) - rows.context
-    given = f" given {', '.join(rows.columns[own:])}" if rows.context else ""
+    own = len(rows.columns) - rows.num_given
+    given = f" given {', '.join(rows.columns[own:])}" if rows.num_given else ""
     print(f"columns     {', '.join(rows.columns[:own])}{given}")
     for stage, history in fitted.stages.items():
         skipped = f", {history.skipped} skipped" if history.skipped else ""

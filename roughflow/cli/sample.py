@@ -20,8 +20,8 @@ def sample(arguments: argparse.Namespace) -> int:
     out = arguments.out
     check_table(out, "the samples", arrays=True, force=arguments.force, inputs=[arguments.model])
     model = read_model(arguments.model)
-    if model.context:
-        given = ", ".join(columns_of(model)[-model.context :])
+    if model.num_given:
+        given = ", ".join(columns_of(model)[-model.num_given :])
         raise Refused(
             f"{arguments.model} is conditional on {given}: draw from it in Python, model.sample(given=...)"
         )

@@ -411,8 +411,8 @@ def fig2(run: Run) -> dict:
     The paper's method: σ = I and a learned σ, fitted to the data at time 1 by maximum likelihood, and its own
     loss with one path for comparison. Nothing keeps their paths near the data afterwards.
 
-    The regression: a velocity by regression with noise λ = 1 added; and `rf.tables.staying_sde`, which keeps
-    paths near the data for any σ, here σ = I and one along the curve.
+    The regression: a velocity by regression with noise λ = 1 added; and `rf.tables.stationary_sde`, which
+    keeps paths near the data for any σ, here σ = I and one along the curve.
 
     The paper's models get 600 steps with 64 points each and are scored on 1000 points, so that the experiment
     takes minutes; `--steps` changes this.
@@ -432,8 +432,8 @@ def fig2(run: Run) -> dict:
     one_path = run.train("one-path", paper_flow(FIG2_NOISE, key=key), banana, steps=FIG2_STEPS, objective=one)
     regressed = run.regress("regression", banana, steps=FIG2_REGRESSION, beside=FIG2_STEPS, width=FIG2_WIDTH)
     staying = {
-        "staying-identity": rf.tables.staying_sde(regressed.model, rf.ConstantDiffusion(jnp.eye(2))),
-        "staying-along": rf.tables.staying_sde(regressed.model, along),
+        "staying-identity": rf.tables.stationary_sde(regressed.model, rf.ConstantDiffusion(jnp.eye(2))),
+        "staying-along": rf.tables.stationary_sde(regressed.model, along),
     }
 
     data = np.asarray(banana.sample(key=run.key("data"), shape=(100_000,)))

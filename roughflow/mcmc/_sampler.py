@@ -307,7 +307,7 @@ class Minibatch(eqx.Module):
     def __call__(self, z: Array) -> Array:
         return self.log_prior(z) + self._sum(z, self.data)
 
-    def draw(self, key: PRNGKeyArray) -> Callable[[Array], Array]:
+    def draw(self, *, key: PRNGKeyArray) -> Callable[[Array], Array]:
         """The estimate from one minibatch, drawn with replacement."""
         count = len(jax.tree.leaves(self.data)[0])
         chosen = jax.random.randint(key, (self.batch_size,), 0, count)
@@ -321,4 +321,4 @@ class Minibatch(eqx.Module):
 def with_minibatches(tree: Any, key: PRNGKeyArray) -> Any:
     """The SDE of a sampler with each `Minibatch` in it replaced by a new estimate."""
     is_target = lambda node: isinstance(node, Minibatch)
-    return jax.tree.map(lambda node: node.draw(key) if is_target(node) else node, tree, is_leaf=is_target)
+    return jax.tree.map(lambda node: node.draw(key=key) if is_target(node) else node, tree, is_leaf=is_target)

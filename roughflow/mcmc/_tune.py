@@ -396,7 +396,7 @@ def tune_sampler(
         steps=steps,
         frozen=lambda s: s.sde.log_density,
         progress=progress,
-        training=(training or TrainingOptions()).with_defaults(learning_rate=1e-2, clip=1.0),
+        training=(training or TrainingOptions()).with_defaults({"learning_rate": 1e-2, "clip": 1.0}),
         run=run,
     )
     chains_now, _ = fitted.state

@@ -176,7 +176,7 @@ class FittedSDE:
         """The estimated parameters, `(p,)`; those on a boundary are exactly at it."""
         parameters = self.likelihood.parameters
         inside = np.asarray(parameters.from_free(jnp.asarray(self.free, float)), float)
-        ends = np.array([domain.high if side > 0 else domain.low for domain, side in self._domains()])
+        ends = np.array([domain.upper if side > 0 else domain.lower for domain, side in self._domains()])
         return np.where(self.sides == 0, inside, ends)
 
     def _domains(self) -> Iterable[tuple[Domain, int]]:
@@ -198,7 +198,7 @@ class FittedSDE:
         and the drop in log-likelihood there, in nats."""
         found = {}
         for name, (domain, _), falls in zip(self.names, self._domains(), self.falls.T, strict=True):
-            end = domain.low if falls[0] <= falls[1] else domain.high
+            end = domain.lower if falls[0] <= falls[1] else domain.upper
             if LOSS <= falls.min() < TOLD_APART:
                 found[name] = end, float(falls.min())
         return found

@@ -138,7 +138,7 @@ def fit_density(
         raise ValueError(told + see("budgets-and-validation"))
     links = whole.links
     counts = (links.distinct, links.count) if source is None else (len(source),) * 2
-    sizes = Sizes(counts[0], table.dimension, table.context, counts[1])
+    sizes = Sizes(counts[0], table.dimension, table.num_given, counts[1])
     own = isinstance(validation, float | int)  # the validation rows were split off the table
     comparison = Comparison(whole, table, sizes.small and source is None, own)
     free = family is None and steps is None and seconds is None
@@ -194,11 +194,11 @@ class _Trainer:
         table = comparison.split
         model = self.untrained(comparison.whole, table)
         if source is None:
-            train = smoothed(model.unit(table.train), *self._noise, table.context)
+            train = smoothed(model.unit(table.train), *self._noise, table.num_given)
         else:
             train = UnitBatches(source, model, table.rounding, *self._noise)
         stages = dataclasses.replace(self.stages, train=train, held_out=model.unit(table.held_out))
-        last = stages.both(model.flow, table.context, steps, self.options.likelihood_steps or 0, *keys)
+        last = stages.both(model.flow, table.num_given, steps, self.options.likelihood_steps or 0, *keys)
         parts = {
             name: getattr(last, name) for name in ("objective", "history", "interrupted", "state", "stages")
         }
@@ -210,8 +210,8 @@ class _Trainer:
         def fit(table: Table) -> _FoldModel:
             model = self.untrained(table, table)
             # Padded, so that folds of other sizes do not recompile.
-            train = Smoothed(model.unit(table.train), *self._noise, table.context)
-            training = self.stages.training.with_defaults(**TRAINING)
+            train = Smoothed(model.unit(table.train), *self._noise, table.num_given)
+            training = self.stages.training.with_defaults(TRAINING)
             size = min(training.batch_size or 1, 2 ** int(np.log2(self.sizes.rows)))
             stages = dataclasses.replace(
                 self.stages,
@@ -220,7 +220,7 @@ class _Trainer:
                 training=dataclasses.replace(training, batch_size=size),
                 progress=False,
             )
-            last = stages.regression(model.flow, table.context, key, None, steps)
+            last = stages.regression(model.flow, table.num_given, key, None, steps)
             if last.interrupted:
                 raise KeyboardInterrupt
             return _FoldModel(_with_flow(model, last.model))
@@ -236,7 +236,7 @@ class _Trainer:
         training rows support them."""
         flow = velocity_flow(
             table.dimension,
-            context=table.context,
+            num_given=table.num_given,
             width=self.options.width or self.sizes.width,
             depth=self.options.depth,
             num_features=self.sizes.num_features,
@@ -244,7 +244,7 @@ class _Trainer:
         )
         least = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.options.marginals]
         maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
-        return Standardised(flow, *whole.units(maps), table.names, table.context, maps)
+        return Standardised(flow, *whole.units(maps), table.names, table.num_given, maps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _closed_fit(
         score = held_out.first(SCORED_ROWS).judged(closed.log_prob(held_out.rows[:SCORED_ROWS]))
     fitted = FittedDensity(
         model=closed.model(table),
-        objective=Interpolant(context=table.context),
+        objective=Interpolant(num_given=table.num_given),
         history=History(),
         interrupted=False,
         stages={"regression": History(ended="before the first step: no flow was trained")},
@@ -330,12 +330,12 @@ def _sampled(
         raise ValueError("for a table on disk, use rf.tables.ParquetTable(path, given=[...])")
     if groups is not None:
         raise ValueError("groups does not support tables on disk: load the table, or pass validation rows")
-    own = len(table.columns) - table.context
-    parts = lambda rows: (rows[:, :own], rows[:, own:] if table.context else None)
+    own = len(table.columns) - table.num_given
+    parts = lambda rows: (rows[:, :own], rows[:, own:] if table.num_given else None)
     if isinstance(validation, float | int):
         table, held_out = table.split(validation, key=key)
-        validation = (parts(held_out) if table.context else held_out) if len(held_out) else 0.0
-    return table, *parts(table.some(SAMPLED_ROWS, rng_of(key, 1)).astype(np.float64)), validation
+        validation = (parts(held_out) if table.num_given else held_out) if len(held_out) else 0.0
+    return table, *parts(table.subsample(SAMPLED_ROWS, rng_of(key, 1)).astype(np.float64)), validation
 
 
 def _check(family: Any, noise: Any, steps: Any, seconds: Any) -> None:

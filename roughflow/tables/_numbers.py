@@ -104,24 +104,24 @@ def take(argument: str, frame: Any, names: Sequence[str]) -> Any:
 
 
 def joined(
-    name: str, data: Any, given: Any | None, names: Sequence[str] = (), context: int = 0
+    name: str, data: Any, given: Any | None, names: Sequence[str] = (), num_given: int = 0
 ) -> tuple[np.ndarray, int]:
     """The rows with the given columns last, and their number. Columns of a DataFrame are selected by `names`,
-    of which the last `context` are given."""
-    own = names[: len(names) - context]
-    if context and given is None and is_frame(data):
+    of which the last `num_given` are given."""
+    own = names[: len(names) - num_given]
+    if num_given and given is None and is_frame(data):
         given = take(name, data, names[len(own) :])
     if names and is_frame(data):
         data = take(name, data, own)
-    if names and context and is_frame(given):
+    if names and num_given and is_frame(given):
         given = take("given", given, names[len(own) :])
     rows = _numbers(name, data, names)
     if given is None:
         return rows, 0
-    context_rows = _numbers("given", given, names[rows.shape[1] :])
-    if len(context_rows) != len(rows):
-        raise ValueError(f"{name} has {len(rows)} rows, but given has {len(context_rows)}")
-    return np.concatenate([rows, context_rows], axis=1), context_rows.shape[1]
+    given_rows = _numbers("given", given, names[rows.shape[1] :])
+    if len(given_rows) != len(rows):
+        raise ValueError(f"{name} has {len(rows)} rows, but given has {len(given_rows)}")
+    return np.concatenate([rows, given_rows], axis=1), given_rows.shape[1]
 
 
 def real_numbers(argument: str, value: Any) -> Any:

@@ -55,7 +55,7 @@ class ParquetTable:
     """
 
     columns: tuple[str, ...]  # given ones last
-    context: int  # number of given columns
+    num_given: int  # number of given columns
     digest: str  # of all numbers, because a resumed run may use another path
     aside: np.ndarray  # sorted rows that are never drawn
 
@@ -71,7 +71,7 @@ class ParquetTable:
         wanted = (
             [name for name in file.schema_arrow.names if name not in given] if columns is None else columns
         )
-        self.columns, self.context = (*wanted, *given), len(given)
+        self.columns, self.num_given = (*wanted, *given), len(given)
         self.aside = np.zeros(0, int)
         check_parquet_columns(file, path, self.columns)
         dtype = np.dtype(np.float32 if _fits_single(file, self.columns) else np.float64)
@@ -103,7 +103,7 @@ class ParquetTable:
         """Draw rows with replacement."""
         return self._at(rng.integers(0, len(self), size))
 
-    def some(self, count: int, rng: np.random.Generator) -> np.ndarray:
+    def subsample(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Draw different rows, at most all of them."""
         if count >= len(self):
             return self._at(np.arange(len(self)))

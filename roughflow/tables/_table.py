@@ -27,7 +27,7 @@ Rounding = Mapping[Any, float] | Literal["auto"]
 
 @dataclass(frozen=True)
 class Table:
-    """Training rows, with the `context` given columns last, and validation rows; `links` and
+    """Training rows, with the `num_given` given columns last, and validation rows; `links` and
     `held_out_labels` mark rows that belong together."""
 
     train: np.ndarray
@@ -35,7 +35,7 @@ class Table:
     held_out: np.ndarray
     held_out_labels: np.ndarray
     names: tuple[str, ...]
-    context: int
+    num_given: int
     bounds: tuple[np.ndarray, np.ndarray] | None  # of the modelled columns
     rounding: np.ndarray  # of all columns, 0 for none
 
@@ -48,8 +48,8 @@ class Table:
         bounds: Mapping[Any, Bound],
         rounding: Rounding,
     ) -> "Table":
-        rows, context = joined("data", data, given, names)
-        own = rows.shape[1] - context
+        rows, num_given = joined("data", data, given, names)
+        own = rows.shape[1] - num_given
         if own > MAX_COLUMNS_PER_ROW * len(rows):
             most = MAX_COLUMNS_PER_ROW * len(rows)
             message = f"data has {len(rows):,} rows for {own:,} columns: choose at most {most:,} of them"
@@ -63,7 +63,7 @@ class Table:
         links = Links.of(rows, groups)
         _warn(rows[:, :own], links, names, rounding, {_place(name, names) for name in bounds})
         none = (rows[:0], np.zeros(0, int))
-        table = Table(rows, links, *none, names, context, (lower, upper) if bounds else None, width)
+        table = Table(rows, links, *none, names, num_given, (lower, upper) if bounds else None, width)
         table.check_bounds(rows)
         return table
 
@@ -83,7 +83,7 @@ class Table:
     @property
     def dimension(self) -> int:
         """Number of modelled columns."""
-        return self.train.shape[1] - self.context
+        return self.train.shape[1] - self.num_given
 
     def split(
         self, validation: float | ArrayLike | tuple[ArrayLike, ArrayLike], key: PRNGKeyArray
@@ -95,11 +95,11 @@ class Table:
             part = replace(self, train=self.train[train], links=self.links.at(train))
             return replace(part, held_out=self.train[aside], held_out_labels=self.links.at(aside).labels)
         held_out, given = validation if isinstance(validation, tuple) else (validation, None)
-        rows, context = joined("validation", held_out, given, self.names, self.context)
-        if (rows.shape[1], context) != (self.train.shape[1], self.context):
+        rows, num_given = joined("validation", held_out, given, self.names, self.num_given)
+        if (rows.shape[1], num_given) != (self.train.shape[1], self.num_given):
             raise ValueError(
-                f"validation has {rows.shape[1]} columns, {context} of them given; the data "
-                f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
+                f"validation has {rows.shape[1]} columns, {num_given} of them given; the data "
+                f"{self.train.shape[1]} and {self.num_given}: with given it is a pair (rows, given)"
             )
         self.check_bounds(rows)
         return replace(self, held_out=self._spread(rows, key, 1), held_out_labels=Links.of(rows).labels)
@@ -122,7 +122,7 @@ class Table:
         target, given = np.split(self.train, [self.dimension], axis=1)
         target = target if marginals is None else marginals.forward(target)[0]
         loc, matrix = standardisation(target)
-        if not self.context:
+        if not self.num_given:
             return loc, matrix
         spread = given.std(axis=0)
         whole = np.zeros((self.train.shape[1],) * 2)

@@ -173,10 +173,12 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     return None
 
 
-def _without_code(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts without code, which version 4 compared in another form and included among the parts."""
+def _as_in_version_4(parts: Mapping[str, str]) -> dict[str, str]:
+    """The parts without code, which version 4 compared in another form and included among the parts, and
+    with the names that fields had."""
     kept = {place: text for place, text in parts.items() if not re.search(r"\.its (code|source)\b", place)}
-    return {place: re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
+    before = lambda place: place.replace(".solver", ".method").replace(".num_given", ".context")
+    return {before(place): re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
 
 
 def _without_module(text: str | None) -> str | None:
@@ -291,7 +293,7 @@ class Checkpoint:
             )
         before, now = header["settings"], self.settings
         if header["version"] < VERSION:
-            before, now = _without_code(before), _without_code(now)
+            before, now = _as_in_version_4(before), _as_in_version_4(now)
         changed = difference(before, now)
         if changed is not None:
             raise ValueError(f"checkpoint {self.path} belongs to another run: {changed}{see('checkpoints')}")

@@ -58,7 +58,7 @@ class Fitted:
 
     def _listed(self, first: Sequence[tuple[str, str]] = (), last: Sequence[tuple[str, str]] = ()) -> str:
         histories = self.stages or {named(self.objective): self.history}
-        parts = [(name, history.told()) for name, history in histories.items()]
+        parts = [(name, history.summary()) for name, history in histories.items()]
         # Training changes only the flow of an `rf.tables.Standardised`.
         trained = getattr(self.model, "flow", self.model)
         is_flow = isinstance(trained, StochasticFlow)
@@ -115,11 +115,10 @@ class TrainingOptions:
             wanted = "one of optax, such as optax.adam(1e-3)"
             check_instance("optimiser", self.optimiser, optax.GradientTransformation, wanted)
 
-    def with_defaults(self, **defaults: Any) -> "TrainingOptions":
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "TrainingOptions":
         """These options, with defaults for fields that are None."""
-        return replace(
-            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
-        )
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
 
 DEFAULTS = {
@@ -220,7 +219,7 @@ def fit(
     if frozen is not None:
         check_callable("frozen", frozen, "from the model to the part not to train")
     steps = check_count("steps", steps)
-    training, run = (training or TrainingOptions()).with_defaults(**DEFAULTS), run or RunOptions()
+    training, run = (training or TrainingOptions()).with_defaults(DEFAULTS), run or RunOptions()
     key_split, *keys, key_objective = split_key(check_key(key), 4)
     objective = objective.prepare(model, key=key_objective)
     train, held_out = split(data, validation, objective, key_split)

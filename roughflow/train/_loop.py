@@ -19,7 +19,7 @@ from .._programs import jit, split
 from ..density import StochasticFlow
 from ..faq import see
 from ..files import Interrupt
-from ..flow import MIN_STEPS, FixedGrid, suited_steps, with_steps
+from ..flow import MIN_STEPS, FixedGrid, sufficient_steps, with_steps
 from ._checkpoint import Checkpoint, Progress
 from ._data import Batches, Data, Drawn, KnownEntropy, draw, rng_of
 from ._maximum_likelihood import MaximumLikelihood
@@ -59,7 +59,7 @@ class GridLook:
         """The number of solver steps, at least `now`; None for the model's own."""
         x = model.without_errors().sample(key=self.key, shape=(GRID_ROWS,)) if self.x is None else self.x
         least = MIN_STEPS if now is None else now
-        needed = suited_steps(model, x, self.key, GRID_TOLERANCE, least)
+        needed = sufficient_steps(model, x, self.key, GRID_TOLERANCE, least)
         if now is None or needed == now:
             return needed
         # If no number suffices the model has diverged, and finer steps would not help.

@@ -422,15 +422,15 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
         return StratonovichSDE(drift, lambda t, z: jnp.broadcast_to(self.sigma, (1, 1)))
 
     def sample(
-        self, start: ArrayLike, dt: float, steps: int, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
+        self, x0: ArrayLike, dt: float, steps: int, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
     ) -> Array:
-        """Exact draws of series `(*shape, steps + 1)` that begin at `start`, at times dt apart."""
+        """Exact draws of series `(*shape, steps + 1)` that begin at `x0`, at times dt apart."""
         check_positive("dt", dt)
         gamma = np.asarray(self.autocovariance(jnp.asarray(dt), check_count("steps", steps)), float)
         noise = jnp.moveaxis(stationary_noise(gamma, key=key, shape=shape), -1, 0)
         decay = jnp.exp(-self.kappa * dt)
         move = lambda x, xi: (self.mu + decay * (x - self.mu) + xi,) * 2
-        first = jnp.broadcast_to(jnp.asarray(start, noise.dtype), noise.shape[1:])
+        first = jnp.broadcast_to(jnp.asarray(x0, noise.dtype), noise.shape[1:])
         later = jax.lax.scan(move, first, noise)[1]
         return jnp.moveaxis(jnp.concatenate([first[None], later]), 0, -1)
 

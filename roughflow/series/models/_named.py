@@ -92,7 +92,7 @@ class AbstractNamedSDE(AbstractItoSDE):
         rate: float
         capacity: float
         sigma: float
-        domains = {name: rf.series.Domain(low=0.0) for name in ("rate", "capacity", "sigma")}
+        domains = {name: rf.series.Domain(lower=0.0) for name in ("rate", "capacity", "sigma")}
 
         @property
         def coordinates(self):

@@ -37,7 +37,7 @@ def error(flow, x):
 
 def test_a_faster_model_gets_more_steps_and_all_are_as_accurate(key):
     x = jax.random.uniform(key, (64, 2), minval=-1.2, maxval=1.2)
-    flows = [rf.flow.suited_grid(turning(rate), x, key=key) for rate in (0.1, 1.0, 4.0)]
+    flows = [rf.flow.tune_steps(turning(rate), x, key=key) for rate in (0.1, 1.0, 4.0)]
     steps = [flow.integrator.steps for flow in flows]
     assert steps[0] < steps[1] < steps[2]
     for flow, count in zip(flows, steps, strict=True):
@@ -48,10 +48,10 @@ def test_a_faster_model_gets_more_steps_and_all_are_as_accurate(key):
 
 def test_a_looser_tolerance_takes_fewer_steps(key):
     x = jax.random.uniform(key, (64, 2), minval=-1.2, maxval=1.2)
-    loose = rf.flow.suited_grid(turning(4.0), x, key=key, tolerance=1e-2)
-    assert loose.integrator.steps < rf.flow.suited_grid(turning(4.0), x, key=key).integrator.steps
+    loose = rf.flow.tune_steps(turning(4.0), x, key=key, tolerance=1e-2)
+    assert loose.integrator.steps < rf.flow.tune_steps(turning(4.0), x, key=key).integrator.steps
     with pytest.raises(ValueError, match="tolerance"):
-        rf.flow.suited_grid(turning(4.0), x, key=key, tolerance=0.0)
+        rf.flow.tune_steps(turning(4.0), x, key=key, tolerance=0.0)
 
 
 @pytest.mark.parametrize("late", [1.0, 2.0])
@@ -70,16 +70,16 @@ def test_steps_counted_at_run_time_are_those_of_the_grid(driver, late, key):
 def test_a_piecewise_linear_path_keeps_its_corners(key):
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.PiecewiseLinear(5))
-    steps = rf.flow.suited_grid(flow, jnp.ones((8, 1)), key=key).integrator.steps
+    steps = rf.flow.tune_steps(flow, jnp.ones((8, 1)), key=key).integrator.steps
     assert steps % 5 == 0
 
 
 def test_what_cannot_be_suited_comes_back_as_it_is(key):
     x = jnp.ones((4, 2))
     wild = turning(1e4)
-    assert rf.flow.suited_grid(wild, x, key=key).integrator.steps is None
+    assert rf.flow.tune_steps(wild, x, key=key).integrator.steps is None
     adaptive = turning(1.0, integrator=rf.Adaptive())
-    assert eqx.tree_equal(rf.flow.suited_grid(adaptive, x, key=key), adaptive)
+    assert eqx.tree_equal(rf.flow.tune_steps(adaptive, x, key=key), adaptive)
 
 
 class Stretch(eqx.Module):
