@@ -12,7 +12,7 @@ from ._checks import as_shape, check_count, check_instance, check_key, check_pos
 from ._programs import jit
 from .driver import Path
 
-SAMPLED = 33  # maximum number of times for which all triples are checked
+MAX_CHECKED_TIMES = 33  # maximum number of times for which all triples are checked
 
 
 class RoughPath(eqx.Module):
@@ -124,7 +124,7 @@ class RoughPath(eqx.Module):
     def chen_defect(self) -> Array:
         """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t: rounding
         error."""
-        places = np.unique(np.linspace(0, self.steps, min(SAMPLED, self.steps + 1)).astype(int))
+        places = np.unique(np.linspace(0, self.steps, min(MAX_CHECKED_TIMES, self.steps + 1)).astype(int))
         s, u, t = np.array([(a, b, c) for a in places for b in places for c in places if a < b < c]).T
         (before, early), (after, late), (_, whole) = (self.levels(*p) for p in ((s, u), (u, t), (s, t)))
         return jnp.max(jnp.abs(whole - early - late - _outer(before, after)))
@@ -173,7 +173,7 @@ def _size(a: Array, axes: int) -> Array:
     return jnp.sqrt(jnp.sum(a**2, axis=tuple(range(-axes, 0))))
 
 
-NODES = 8  # Gauss quadrature in an interval: exact for a path of degree 8
+NUM_NODES = 8  # Gauss quadrature in an interval: exact for a path of degree 8
 
 
 def lift(path: Path, steps: int) -> RoughPath:
@@ -201,7 +201,7 @@ def lift(path: Path, steps: int) -> RoughPath:
 def _lifted(path: Path, steps: int) -> RoughPath:
     grid = np.linspace(0.0, 1.0, steps + 1)
     knots = _knots(path, grid)
-    places, weights = np.polynomial.legendre.leggauss(NODES)
+    places, weights = np.polynomial.legendre.leggauss(NUM_NODES)
     width = np.diff(knots)
     inside = knots[:-1, None] + width[:, None] * (places + 1) / 2
     at = lambda function, s: jnp.moveaxis(jax.vmap(function)(jnp.asarray(s.ravel())), 0, -2)

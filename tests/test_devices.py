@@ -263,7 +263,7 @@ def test_the_command_line_streams_large_files(rows, tmp_path, monkeypatch, capsy
     np.save(tmp_path / "rows.npy", x)
     assert main([*fit, "--quiet", "--out", str(tmp_path / "memory.rf")]) == 0
     score = lambda data, *more: main(["score", str(tmp_path / "memory.rf"), str(data), "--quiet", *more])
-    monkeypatch.setattr("roughflow.cli.score.CHUNK", 256)
+    monkeypatch.setattr("roughflow.cli.score.CHUNK_ROWS", 256)
     files = [rows, tmp_path / "rows.csv", tmp_path / "rows.npy"]
     capsys.readouterr()
     assert score(rows) == 0

@@ -313,7 +313,7 @@ def test_noise_is_added_in_units_of_the_table(frame, fitted):
         (rows_of(0, 60) @ np.array([[1, 0, 1], [0, 1, 1]]), {}, "columns 0, 1, 2 are linearly dependent"),
         (rows_of(0, 60), {"width": 0}, "width must be a positive whole number, got 0"),
         (rows_of(0, 60), {"width": -3}, "width must be a positive whole number, got -3"),
-        (rows_of(0, 60), {"patience": -1}, "patience must be a whole number, not negative, got -1"),
+        (rows_of(0, 60), {"patience": -1}, "patience must be a non-negative whole number, got -1"),
         (rows_of(0, 60), {"columns": ("a", "a")}, "columns has the name 'a' twice"),
         (rows_of(0, 60), {"columns": "ab"}, "columns must be a list of names, got 'ab'"),
         (rows_of(0, 60), {"family": "normal"}, "family must be one of 'gaussian', 'marginals', 'flow'"),

@@ -121,13 +121,13 @@ def off(flow):
 
 
 def test_a_fit_takes_the_steps_that_its_model_needs_as_it_changes(every_fit_looks, key, monkeypatch):
-    seen, needed = [], _loop.GridLook.needed
+    seen, needed = [], _loop.GridChoice.needed
 
     def noted(self, model, now):
         seen.append(needed(self, model, now))
         return seen[-1]
 
-    monkeypatch.setattr(_loop.GridLook, "needed", noted)
+    monkeypatch.setattr(_loop.GridChoice, "needed", noted)
     fitted = stretched(key)
     assert len(seen) == 6
     assert seen[0] == 2
@@ -144,7 +144,7 @@ def test_a_fit_keeps_the_steps_it_is_given_and_a_short_one_its_own(every_fit_loo
 
 def test_a_fit_that_chooses_its_steps_can_be_cut_in_two(every_fit_looks, key, tmp_path, monkeypatch):
     file, whole = tmp_path / "run.checkpoint", stretched(key)
-    needed, looks = _loop.GridLook.needed, []
+    needed, looks = _loop.GridChoice.needed, []
 
     def cut(self, model, now):
         looks.append(now)
@@ -153,7 +153,7 @@ def test_a_fit_that_chooses_its_steps_can_be_cut_in_two(every_fit_looks, key, tm
         return needed(self, model, now)
 
     monkeypatch.setattr(_checkpoint, "SECONDS_BETWEEN_WRITES", 0)
-    monkeypatch.setattr(_loop.GridLook, "needed", cut)
+    monkeypatch.setattr(_loop.GridChoice, "needed", cut)
     with pytest.raises(KeyboardInterrupt):
         stretched(key, checkpoint=file)
     rest = stretched(key, checkpoint=file, resume=True)

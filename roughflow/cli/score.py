@@ -65,7 +65,7 @@ class Tally:
 
 
 COLUMNS = ("log_prob", "total_error", "effective_paths")
-CHUNK = 4096  # rows scored and written at a time, to limit memory
+CHUNK_ROWS = 4096  # rows scored and written at a time, to limit memory
 
 
 def score(arguments: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ def score(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         raise Refused("--resume needs an output file: set --out")
     model = read_model(arguments.model)
-    total, chunks = chunks_for(model, arguments.data, CHUNK)
+    total, chunks = chunks_for(model, arguments.data, CHUNK_ROWS)
     tally = Tally()
     write_table(arguments.out, COLUMNS, map(_columns, _estimates(model, total, chunks, arguments, 0, tally)))
     return _tell(tally)
@@ -90,7 +90,7 @@ def _to_file(arguments: argparse.Namespace, out: Path) -> int:
     model = read_model(arguments.model)
     kept = KeptRows(out, checkpoint, COLUMNS, sources=[arguments.model])
     tally = Tally.of(kept.resume()) if arguments.resume else Tally()
-    total, chunks = chunks_for(model, arguments.data, CHUNK)
+    total, chunks = chunks_for(model, arguments.data, CHUNK_ROWS)
     left = kept.reading(chunks)
     begin(checkpoint, arguments)
     try:

@@ -172,22 +172,22 @@ def _solve(
     copy = (z, start.log_change)
 
     def step(carry: tuple[Pair, Outcome], span: Span) -> tuple[tuple[Pair, Outcome], None]:
-        pair, told = carry
+        pair, outcome = carry
         pair, status, time, culprit = _advance(field, pair, span, solver, coupling)
-        first = told.status == Status.FINE
+        first = outcome.status == Status.FINE
         broke = (first & (status == Status.NON_FINITE))[:, None]
-        told = Outcome(
-            jnp.where(broke, culprit, told.z),
-            told.log_change,
-            jnp.where(first, status, told.status),
-            jnp.where(first, time, told.time),
+        outcome = Outcome(
+            jnp.where(broke, culprit, outcome.z),
+            outcome.log_change,
+            jnp.where(first, status, outcome.status),
+            jnp.where(first, time, outcome.time),
         )
-        return (pair, told), None
+        return (pair, outcome), None
 
-    (pair, told), _ = jax.lax.scan(step, ((copy, copy), start), spans)
+    (pair, outcome), _ = jax.lax.scan(step, ((copy, copy), start), spans)
     (z, log_change), _ = pair
-    z = jnp.where((told.status == Status.NON_FINITE)[:, None], told.z, z)
-    return Outcome(z, log_change, told.status, told.time), pair
+    z = jnp.where((outcome.status == Status.NON_FINITE)[:, None], outcome.z, z)
+    return Outcome(z, log_change, outcome.status, outcome.time), pair
 
 
 def _advance(
@@ -245,7 +245,7 @@ def _backward(pair, gradient, perturbed, differentiable, spans, solver, coupling
     return d_dynamic, d_y[0] + d_w[0]
 
 
-BLOCK = 2**12
+BLOCK_SIZE = 2**12  # samples per block
 Solve = Callable[[Field, Array, Array | None], Outcome]
 
 
@@ -255,9 +255,9 @@ def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None)
     The intermediate values of one block fit in the cache of a CPU, which makes the gradient of 10⁵ samples 20
     % faster. It is not used with several devices, which would wait for each other.
     """
-    if len(z) <= 2 * BLOCK or jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if len(z) <= 2 * BLOCK_SIZE or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return solve(field, z, fraction)
-    size = -(-len(z) // -(-len(z) // BLOCK))
+    size = -(-len(z) // -(-len(z) // BLOCK_SIZE))
     fields, axes = field.split(size)
     is_none = lambda axis: axis is None
     own, shared = eqx.partition(fields, jax.tree.map(lambda axis: not is_none(axis), axes, is_leaf=is_none))
@@ -270,7 +270,7 @@ def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None)
     return jax.tree.map(lambda a: jnp.reshape(a, (-1, *a.shape[2:]))[: len(z)], outcome)
 
 
-LATE = 2.0  # for functions that vary fastest at the end: steps shrink towards it
+LATE = 2.0  # exponent `late` for functions that vary fastest at the end
 
 
 class FixedGrid(AbstractIntegrator):

@@ -63,7 +63,7 @@ def described(flow: Any) -> str:
     return listed(f"{type(flow).__name__}: {flow.sde.equation()}, {start}", parts)
 
 
-ROUGHEST = 1 / 3  # Hurst exponent above which a path and its areas determine the solution
+MIN_HURST = 1 / 3  # Hurst exponent above which a path and its areas determine the solution
 
 
 def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> None:
@@ -76,7 +76,7 @@ def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> No
             f"{type(driver).__name__} is not Brownian motion, which Itô SDEs require: use a "
             "StratonovichSDE, whose solution is the limit along smooth paths" + see("other-drivers")
         )
-    rough = driver.hurst <= ROUGHEST and columns > 1
+    rough = driver.hurst <= MIN_HURST and columns > 1
     if rough and depends_on(lambda z: sde.noise(jnp.zeros((), z.dtype), z), jnp.zeros(dimension)):
         raise ValueError(
             f"a driver with hurst = {driver.hurst:g} is too rough: state-dependent "
@@ -84,7 +84,7 @@ def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> No
         )
 
 
-MANY = 4096  # number of samples above which compilation is optimised for run time
+LARGE_BATCH = 4096  # number of samples above which compilation is optimised for run time
 
 
 class AbstractStochasticFlow(eqx.Module):
@@ -343,7 +343,7 @@ def solve(
     _check(flow, name, z, path, t1, key)
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
-    run = _solve_many if math.prod(batch) >= MANY else _solve_few
+    run = _solve_many if math.prod(batch) >= LARGE_BATCH else _solve_few
     outcome, status = run(flow, z, path, t1, _one_for_each(key, batch), reverse)
     return raise_failures(outcome, status, flow.sde, path) if flow.raises else outcome
 

@@ -22,7 +22,7 @@ from ._flow import AbstractStochasticFlow, centre_and_scale
 # the Monte Carlo and truncation errors are far larger.
 STILL_TOLERANCE, NOISY_TOLERANCE = 1e-5, 5e-4
 MIN_STEPS, MAX_STEPS = 2, 64  # in total, or between two jumps of the slope of the path
-GRID_POINTS = 256  # looked at
+MAX_POINTS = 256  # maximum number of points at which the error is measured
 
 
 def tune_steps(
@@ -74,7 +74,7 @@ def sufficient_steps(
     )
     check_positive("tolerance", tolerance)
     key_path, key_solve = jax.random.split(check_key(key))
-    x = x[:GRID_POINTS]
+    x = x[:MAX_POINTS]
     path = flow.sample_path(key=key_path, shape=x.shape[:1])
     pieces = flow.driver.jumps.size + 1
     value = lambda each: np.asarray(_values(flow, jnp.asarray(each), x, path, key_solve))
@@ -116,7 +116,7 @@ def _values(flow: AbstractStochasticFlow, each: Array, x: Array, path: Path, key
 
 
 NUM_TIMES = 512  # random times, one in each of as many equal intervals
-TIME_POINTS = 8
+TIME_POINTS = 8  # points at which coefficients are evaluated
 MAX_SHARE = 0.99  # maximum fraction of variance that may be missed
 
 

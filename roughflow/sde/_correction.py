@@ -112,8 +112,8 @@ class SampledCorrection(AbstractCorrection):
 
     def draw(self, shape: tuple[int, ...], noise_dimension: int, *, key: PRNGKeyArray | None) -> Array:
         if key is None:
-            told = "SampledCorrection needs a key for its random signs: pass key=jax.random.key(seed)"
-            raise TypeError(told + see("keys"))
+            message = "SampledCorrection needs a key for its random signs: pass key=jax.random.key(seed)"
+            raise TypeError(message + see("keys"))
         return jax.random.rademacher(key, (*shape, noise_dimension), float)
 
     def __call__(

@@ -51,7 +51,7 @@ def normal_matrix(key: PRNGKeyArray, rows: int, columns: int, scale: float) -> A
 
 
 Activation = Callable[[Array], Array]
-THIN = 4  # maximum number of inputs or outputs of a thin layer
+MAX_THIN_SIZE = 4  # maximum number of inputs or outputs of a thin layer
 
 
 def tanh(x: Array) -> Array:
@@ -164,13 +164,13 @@ def _product(z: Array, weight: Array) -> Array:
     neighbours."""
     rows, columns = weight.shape
     if jax.default_backend() != "cpu":
-        if rows <= THIN:
+        if rows <= MAX_THIN_SIZE:
             return sum((z[k] * weight[k] for k in range(1, rows)), z[0] * weight[0])
-        if columns <= THIN:
+        if columns <= MAX_THIN_SIZE:
             return jnp.stack([jnp.sum(z * weight[:, k]) for k in range(columns)])
     # Weights first: with few outputs the product in the gradient is tall and thin, which is ten times faster
     # on a CPU in this order.
-    return weight.T @ z if columns <= THIN else z @ weight
+    return weight.T @ z if columns <= MAX_THIN_SIZE else z @ weight
 
 
 class FullDiffusion(eqx.Module):
@@ -429,8 +429,8 @@ class VelocityNetwork(eqx.Module):
         return jnp.concatenate([out[:own] + normal, *more, *given])
 
 
-FULL = 16  # maximum dimension for learned shears
-LARGEST = 15.0  # bound on the logarithm of a scale
+MAX_FULL_DIMENSION = 16  # maximum dimension for learned shears
+MAX_LOG_SCALE = 15.0  # bound on the logarithm of a scale
 
 
 class LocalDiffusion(eqx.Module):
@@ -475,7 +475,7 @@ class LocalDiffusion(eqx.Module):
         key: PRNGKeyArray,
     ):
         d = check_count("dimension", dimension)
-        full = 1 < d <= FULL if full is None else full
+        full = 1 < d <= MAX_FULL_DIMENSION if full is None else full
         sizes = 2 * d, d * d if full else d
         self.network = MLP(
             *sizes, width, depth, activation, time_dependent=time_dependent, scale=0.0, key=key
@@ -511,7 +511,7 @@ class LocalDiffusion(eqx.Module):
 
 
 def _bounded(g: Array) -> Array:
-    return LARGEST * jnp.tanh(g / LARGEST)
+    return MAX_LOG_SCALE * jnp.tanh(g / MAX_LOG_SCALE)
 
 
 class FadingDiffusion(eqx.Module):

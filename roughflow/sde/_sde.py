@@ -45,8 +45,8 @@ def part(value: Any) -> str:
     parts = [getattr(value, field.name, None) for field in fields]
     inner = ", ".join(named(inside) for inside in parts if isinstance(inside, eqx.Module))
     trained = num_parameters(value)
-    told = f"{named(value)} of {inner}" if inner else named(value)
-    return f"{told}, {count(trained, 'parameter')}" if trained else told
+    text = f"{named(value)} of {inner}" if inner else named(value)
+    return f"{text}, {count(trained, 'parameter')}" if trained else text
 
 
 Drift = Callable[[Array, Array], Array]

@@ -145,8 +145,8 @@ def overdamped_langevin(
     check_count("dimension", dimension)
     scale = finite_array("scale", scale)
     if scale.ndim and scale.shape[0] != dimension:
-        told = f"a number, or have shape ({dimension},) or ({dimension}, m)"
-        raise ValueError(f"scale must be {told} in {dimension} dimensions, got {scale.shape}")
+        wanted = f"a number, or have shape ({dimension},) or ({dimension}, m)"
+        raise ValueError(f"scale must be {wanted} in {dimension} dimensions, got {scale.shape}")
     return targeted_sde(
         log_density, ConstantDiffusion(jnp.full(dimension, scale) if scale.ndim == 0 else scale)
     )

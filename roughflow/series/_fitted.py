@@ -99,12 +99,12 @@ def fault(result: "FittedSDE") -> str | None:
     errors = result.transition_errors
     if _has_robust(result) and (suspect := int(np.sum(~(errors < DOUBTFUL)))):
         count = f"{suspect} of {result.num_transitions}"
-        told = f"{count} transition densities are inaccurate, as their time steps are too long"
-        return f"{told}: raise effort{see('long-transitions')}"
+        message = f"{count} transition densities are inaccurate, as their time steps are too long"
+        return f"{message}: raise effort{see('long-transitions')}"
     if not result.identified:
-        told = "the parameters are not identified: the information matrix is singular, so there "
-        told += "are no standard errors; fix a parameter, fit a simpler SDE, or set penalty"
-        return told + see("not-identified")
+        message = "the parameters are not identified: the information matrix is singular, so there "
+        message += "are no standard errors; fix a parameter, fit a simpler SDE, or set penalty"
+        return message + see("not-identified")
     if not result.converged:
         step = f"{result.distance:.2g} standard errors"
         return f"the search did not converge: the next Newton step is {step} long{see('not-converged')}"
@@ -118,19 +118,19 @@ def fault(result: "FittedSDE") -> str | None:
 def _boundary(result: "FittedSDE") -> str | None:
     if result.boundary:
         names = " and ".join(f"{name} = {result.params[name]:g}" for name in result.boundary)
-        told = f"the maximum is on a boundary, {names}: a model without this parameter fits as well"
-        return told + see("on-a-boundary")
+        message = f"the maximum is on a boundary, {names}: a model without this parameter fits as well"
+        return message + see("on-a-boundary")
     if result.near_boundary:
         name, (end, fall) = next(iter(result.near_boundary.items()))
-        told = (
+        message = (
             f"{name} is not distinguishable from {end:g}: the log-likelihood there is {fall:.2g} nats lower"
         )
-        return told + see("on-a-boundary")
+        return message + see("on-a-boundary")
     return None
 
 
-TOLD_APART = 1.35  # nats: half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
-NEAR = 0.05  # standard errors: a search whose next step is longer has not converged
+DISTINGUISHABLE_DROP = 1.35  # nats: half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
+CONVERGED_DISTANCE = 0.05  # standard errors: a search whose next step is longer has not converged
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -199,7 +199,7 @@ class FittedSDE:
         found = {}
         for name, (domain, _), falls in zip(self.names, self._domains(), self.falls.T, strict=True):
             end = domain.lower if falls[0] <= falls[1] else domain.upper
-            if LOSS <= falls.min() < TOLD_APART:
+            if LOSS <= falls.min() < DISTINGUISHABLE_DROP:
                 found[name] = end, float(falls.min())
         return found
 
@@ -352,7 +352,7 @@ class FittedSDE:
 
     @property
     def converged(self) -> bool:
-        return self.identified and self.distance < NEAR
+        return self.identified and self.distance < CONVERGED_DISTANCE
 
     @property
     def warning(self) -> str | None:

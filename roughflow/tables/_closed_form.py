@@ -93,8 +93,8 @@ def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
     label = lambda i: repr(names[i]) if names else str(i)
     still = np.flatnonzero(_constant(rows, rows.mean(axis=0), rows.std(axis=0)))
     if still.size:
-        told = f"column {label(still[0])} is constant, so it has no density: drop it"
-        raise ValueError(told + see("no-density"))
+        message = f"column {label(still[0])} is constant, so it has no density: drop it"
+        raise ValueError(message + see("no-density"))
     size = rows.shape[1]
     if len(rows) <= size:
         return

@@ -49,9 +49,9 @@ class Score:
         )
 
     def __repr__(self) -> str:
-        told = f"{self.mean:.4f} ± {self.standard_error:.2g} nats per row; Gaussian {self.gaussian:.4f}"
+        text = f"{self.mean:.4f} ± {self.standard_error:.2g} nats per row; Gaussian {self.gaussian:.4f}"
         gain = f"gain {self.gain:.4f} ± {self.gain_error:.2g}"
-        return f"{told}, {gain} ({self.method}, {self.num_rows:,} rows)"
+        return f"{text}, {gain} ({self.method}, {self.num_rows:,} rows)"
 
 
 @dataclass(frozen=True, eq=False)

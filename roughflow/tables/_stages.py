@@ -40,22 +40,22 @@ TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller table
 
 @dataclass(frozen=True, kw_only=True)
 class FlowOptions:
-    """The flow that `rf.fit_density` trains: its `flow=`. A field that is None has a default that depends on
-    the size of the table.
+    """Options of the flow that `rf.fit_density` trains. The default of None depends on the size of the table.
 
-    - `width`, `depth`: of the network. The default width is 128, or 256 from 20,000 rows on.
-    - `marginals`: whether each column is first mapped to a nearly normal one, with the number of knots that
-      cross-validation finds best (`rf.tables.Marginals`): a flow then need not learn heavy tails, edges and
-      spikes. If None, columns are mapped where this gains 0.5 nats per column, or 0.05 with fewer than 30
-      rows per column. Small tables that get no flow are mapped or not as this says.
-    - `smoothing`: standard deviation of the noise that is added to the rows in each training step, in units
-      of the standardised data, to prevent overfitting. If None, 0.3 for tables with fewer than 30 rows per
-      column, otherwise 0.
-    - `outliers`: share of the rows that get noise of twice the width of the whole table in each step, so that
-      the flow does not rule out new places. If None, 0.02 from four columns on.
-    - `likelihood_steps`: number of steps of maximum likelihood after the regression. If None, up to 100, and
-      0 for fewer than 500 rows or 30 rows per column, and for the wider network with four columns or more,
-      where it gains little for its time.
+    - `width`, `depth`: of the network. The default width is 128, or 256 for 20,000 rows and more.
+    - `marginals`: whether to map each column to a nearly normal one first (`rf.tables.Marginals`), with a
+      number of knots chosen by cross-validation. The flow then need not learn heavy tails, edges and spikes.
+      By default columns are mapped if this gains 0.5 nats per column, or 0.05 with fewer than 30 rows per
+      column. The option also applies to small tables that get no flow.
+    - `smoothing`: standard deviation of noise that is added to the rows in each training step, to prevent
+      overfitting, in units of the standardised data. Default: 0.3 with fewer than 30 rows per column,
+      otherwise 0.
+    - `outliers`: fraction of rows that get large noise in each training step, twice the width of the table,
+      so that the density does not vanish between the data. Default: 0.02 with four columns and more,
+      otherwise 0.
+    - `likelihood_steps`: number of maximum-likelihood steps after the regression. Default: up to 100; 0 with
+      fewer than 500 rows or 30 rows per column; 0 for the wider network with four columns and more, where
+      the gain is small for its time.
 
     ```python
     import roughflow as rf
@@ -280,7 +280,7 @@ class Stages:
         began = time.perf_counter()
         quiet(*settings, None, TIMED_STEPS)
         afforded = int(TIME_SHARES[stage.__name__] * seconds * TIMED_STEPS / (time.perf_counter() - began))
-        return Devices.of(self.run.devices).agreed([max(1, afforded)])[0]
+        return Devices.of(self.run.devices).all_reduce_min([max(1, afforded)])[0]
 
     def regression(
         self, flow: StochasticFlow, num_given: int, key: PRNGKeyArray, file: Path | None, steps: int

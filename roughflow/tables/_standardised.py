@@ -227,8 +227,8 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"data must have shape (rows, dimensions) with at least two rows, got {rows.shape}")
     check_finite("data", rows)
     if len(rows) <= rows.shape[1]:
-        told = f"data has {len(rows)} rows for {rows.shape[1]} columns, so their covariance is singular"
-        raise ValueError(f"{told}: use more rows, or fewer columns{see('no-density')}")
+        message = f"data has {len(rows)} rows for {rows.shape[1]} columns, so their covariance is singular"
+        raise ValueError(f"{message}: use more rows, or fewer columns{see('no-density')}")
     check_full_rank(rows)
     gaussian = Gaussian.of(rows)
     return gaussian.loc, gaussian.matrix

@@ -77,8 +77,8 @@ class Table:
             i = int(np.argmax(out))
             limits = " and ".join(f"{bound[i]:g}" for bound in self.bounds)
             name = repr(self.names[i]) if self.names else str(i)
-            told = f"column {name} has values that are not strictly between its bounds {limits}"
-            raise ValueError(told + see("no-density"))
+            message = f"column {name} has values that are not strictly between its bounds {limits}"
+            raise ValueError(message + see("no-density"))
 
     @property
     def dimension(self) -> int:
@@ -137,8 +137,8 @@ def _check_enough(count: int, total: int, name: str, validation: float = 0.0) ->
         return
     if total < 2:
         raise ValueError(f"{name} has 1 row: use at least two, better hundreds{see('no-density')}")
-    told = f"validation={validation:g} leaves {count} of {total} rows to train on"
-    raise ValueError(f"{told}: lower validation{see('budgets-and-validation')}")
+    message = f"validation={validation:g} leaves {count} of {total} rows to train on"
+    raise ValueError(f"{message}: lower validation{see('budgets-and-validation')}")
 
 
 def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Rounding) -> np.ndarray:
@@ -183,8 +183,10 @@ def _warn(
     label = lambda i: repr(names[i]) if names else str(i)
     shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
     if links.joined:
-        told = f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
-        warn(f"{told}together (groups= names other groups){see('copies-and-groups')}")
+        message = (
+            f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
+        )
+        warn(f"{message}together (groups= names other groups){see('copies-and-groups')}")
     # Copies of a row are not ties: each counts once.
     _, first = np.unique(links.copies, return_index=True)
     rows = rows[first]

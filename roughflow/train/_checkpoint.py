@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._devices import leads
+from .._devices import is_leader
 from ..faq import see
 from ..files import read_archive, write_archive
 from ._progress import History
@@ -278,8 +278,8 @@ class Checkpoint:
     def begin(self, start: Progress) -> Progress:
         if self.path.exists():
             raise ValueError(
-                f"checkpoint {self.path} exists: resume=True continues it; delete it or name another to "
-                "start afresh" + see("checkpoints")
+                f"checkpoint {self.path} exists: resume=True continues it; delete it or choose another "
+                "file to start again" + see("checkpoints")
             )
         return start
 
@@ -306,7 +306,7 @@ class Checkpoint:
         return Progress(at, parameters, optimiser, state, best, streak, history, grid)
 
     def save(self, now: Progress, at_once: bool) -> None:
-        if not leads() or (not at_once and time.monotonic() - self.written < SECONDS_BETWEEN_WRITES):
+        if not is_leader() or (not at_once and time.monotonic() - self.written < SECONDS_BETWEEN_WRITES):
             return
         leaves = jax.tree.leaves(now.changing)
         arrays = {f"leaf/{i}": np.asarray(a) for i, a in enumerate(leaves)}
