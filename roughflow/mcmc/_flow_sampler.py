@@ -123,7 +123,7 @@ class FlowSampler(AbstractSampler):
         """Solve m = z + σ(m) half for m by Newton's method: m, and whether it converged. The tolerance is
         rounding error in each coordinate, because a larger one would bias the chain.
 
-        The iterations are not differentiated; one last step has the derivatives of the solution (implicit
+        The iterations are not differentiated; a final step carries the derivatives of the solution (implicit
         function theorem).
         """
         still = jax.lax.stop_gradient

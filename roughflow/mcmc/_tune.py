@@ -59,9 +59,9 @@ def warm_up(
     Four of the chains first climb towards a mode with Newton's method. Each point on the way, with the
     curvature there, defines a normal distribution. Each climber keeps the one closest to the target, by E[log
     p − log q] as in Pathfinder (Zhang et al. 2022). It may be far from the mode, as in a funnel. The best of
-    the four gives a first σ. Chains that start far below the log density of draws from the mixture of these
-    normals are moved to such draws by importance resampling, with a warning; the others keep their starting
-    points. Then, in four rounds, dt is adapted to an acceptance of 0.574 (Robbins–Monro), and after each
+    the four gives the initial σ. Chains that start far below the log density of draws from the mixture of
+    these normals are moved to such draws by importance resampling, with a warning; the others keep their
+    starting points. Then, in four rounds, dt is adapted to an acceptance of 0.574 (Robbins–Monro). After each
     round but the last, σσᵀ is set to the covariance of the positions. Adaptation then stops, so the
     stationary distribution is exact.
 

@@ -56,7 +56,8 @@ def summary(result: "FittedSDE", level: float) -> str:
 def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
     """Table rows of all parameters without a penalty. Single weights of a network have no meaning."""
     errors, robust, intervals = result.standard_errors, result.robust_errors, result.confint(level)
-    free = [name for name, held in zip(result.names, result.likelihood.penalty, strict=True) if not held]
+    penalties = zip(result.names, result.likelihood.penalty, strict=True)
+    free = [name for name, penalty in penalties if not penalty]
     return [
         (
             name,
@@ -71,11 +72,11 @@ def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
 
 
 def _penalised(result: "FittedSDE") -> list[str]:
-    held = np.count_nonzero(result.likelihood.penalty)
-    if not held:
+    number = np.count_nonzero(result.likelihood.penalty)
+    if not number:
         return []
-    count = result.num_effective - (len(result.names) - held)
-    return [f"  and {held} penalised parameters, {count:.1f} effective"]
+    count = result.num_effective - (len(result.names) - number)
+    return [f"  and {number} penalised parameters, {count:.1f} effective"]
 
 
 def _has_robust(result: "FittedSDE") -> bool:
@@ -257,14 +258,15 @@ class FittedSDE:
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        """Standard errors by name, from the observed information; NaN for parameters that are not identified
-        or on a boundary. The others are conditional on the parameters on a boundary."""
+        """Covariance matrix of the estimates `(p, p)`, from the observed information; NaN if the parameters
+        are not identified. Parameters on a boundary are treated as known, and their rows and columns are
+        NaN."""
         return self._inverse() * self._scale()
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
-        """Sandwich standard errors by name; NaN with measurement noise, where single values have no
-        scores."""
+        """Sandwich covariance matrix of the estimates `(p, p)`; NaN with measurement noise, where single
+        values have no scores."""
         if self._measured is not None:
             return np.full_like(self.free_information, np.nan)
         scores, inverse = self._scores[1], self._inverse()
@@ -272,16 +274,20 @@ class FittedSDE:
 
     @property
     def correlation(self) -> np.ndarray:
-        """Covariance matrix of the estimates, `(p, p)`."""
+        """Correlation matrix of the estimates, `(p, p)`."""
         error = np.sqrt(np.diag(self.covariance))
         return self.covariance / np.outer(error, error)
 
     @property
     def standard_errors(self) -> dict[str, float]:
+        """Standard errors by name, from the observed information; NaN for parameters that are not identified
+        or on a boundary. Parameters on a boundary are treated as known."""
         return self._by_name(np.sqrt(np.diag(self.covariance)))
 
     @property
     def robust_errors(self) -> dict[str, float]:
+        """Sandwich standard errors by name; NaN with measurement noise, where single values have no
+        scores."""
         return self._by_name(np.sqrt(np.diag(self.robust_covariance)))
 
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
