@@ -17,7 +17,7 @@ from .models import exact_transition
 
 DRAWS_PER_TRANSITION = 1024  # simulated per transition, if its distribution has no closed form
 LIMIT = 0.015  # acceptable root mean square change of residuals when steps are halved
-EDGE = 1e-15  # keeps residuals away from 0 and 1
+TINY = 1e-15  # keeps residuals away from 0 and 1
 CHUNK = 256  # transitions simulated at a time
 LAGS, POLYNOMIALS = 20, 4
 LEAST_VARIANCE = 0.1  # smallest variance, 1 without estimation, of a direction used by a test
@@ -55,7 +55,7 @@ def residuals(
         raise ValueError(f"residuals require one component; this series has {steps.start.shape[-1]}")
     known = jax.vmap(lambda step: exact_transition(sde, step.start, step.dt))(steps)
     if known is not None:
-        return np.clip(known.cdf(steps.end), EDGE, 1 - EDGE)
+        return np.clip(known.cdf(steps.end), TINY, 1 - TINY)
     run = lambda num_steps: [np.asarray(a) for a in _below(sde, coordinates, steps, num_steps, key)]
     share, exits = refined(run, lambda a, b: distance(a[0], b[0], DRAWS_PER_TRANSITION), LIMIT)
     warn_of_exits(int(exits.sum()), DRAWS_PER_TRANSITION * len(exits))
