@@ -268,7 +268,7 @@ def test_the_command_line_streams_large_files(rows, tmp_path, monkeypatch, capsy
     capsys.readouterr()
     assert score(rows) == 0
     expected = capsys.readouterr()
-    monkeypatch.setattr(cli_table, "LARGE", 0)
+    monkeypatch.setattr(cli_table, "LARGE_FILE", 0)
     assert main([*fit, "--quiet", "--out", str(tmp_path / "disk.rf")]) == 0
     assert "1000: 900 to train on, 100 to validate on" in capsys.readouterr().out
     for file in files:
