@@ -35,6 +35,8 @@ import pytest
 
 # Tracing makes millions of small objects, hardly any of them garbage: look for it less often.
 gc.set_threshold(100_000, 20, 50)
+# Nor does the garbage collector visit what the imports made, again and again.
+gc.freeze()
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
