@@ -73,7 +73,7 @@ def test_what_has_no_score_or_a_condition_is_refused():
     ode = rf.StochasticFlow(rf.ItoSDE(velocity, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)), T)
     with pytest.raises(TypeError, match=r"^stationary_sde needs a model with a known score: fit it with"):
         rf.tables.stationary_sde(ode, still)
-    with pytest.raises(ValueError, match=r"^at must lie between 0 and 1, got 1"):
+    with pytest.raises(ValueError, match=r"^time must lie between 0 and 1, got 1"):
         rf.tables.stationary_sde(model(), still, time=1.0)
     with pytest.raises(ValueError, match=r"^stationary_sde does not support conditional densities"):
         rf.tables.stationary_sde(model(num_given=1), still)
