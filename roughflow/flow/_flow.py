@@ -101,7 +101,8 @@ class AbstractStochasticFlow(eqx.Module):
     - `sde`: an `ItoSDE` or `StratonovichSDE`.
     - `base`: the distribution of Z₀, such as `rf.Normal(loc, scale)` or any object with `sample(*, key,
       shape=())` and `log_prob(z)`; its parameters are trained too.
-    - `t1`: the end time T.
+    - `t1`: the end time T. The initial time is 0; for another one, shift the time of the coefficients, as in
+      `lambda t, z: drift(t0 + t, z)`.
     - `driver`: the distribution of the path. Drivers other than Brownian motion require a `StratonovichSDE`.
     - `divergence`: `rf.ExactDivergence()`, or `rf.HutchinsonDivergence()` in high dimension.
     - `correction`: `rf.sde.ExactCorrection()`, or `rf.sde.SampledCorrection()` if each noise component moves
