@@ -97,8 +97,8 @@ def with_steps(flow: AbstractStochasticFlow, steps: int) -> AbstractStochasticFl
 
 
 def _change(coarse: np.ndarray, fine: np.ndarray) -> float:
-    """The root mean square difference, clipped at one nat. A point lost by one of them counts as a nat;
-    points lost by both are ignored, and the result is NaN if most are."""
+    """The root mean square difference, clipped at one nat. A point without a finite value in one of them
+    counts as one nat. Points without one in both are ignored; if most are, the result is infinite."""
     lost = ~np.isfinite(coarse), ~np.isfinite(fine)
     if np.mean(lost[0] & lost[1]) > 0.5:
         return np.inf
