@@ -78,8 +78,8 @@ def main():
     )  # fmt: skip
     right.set(xlabel="$x_2$", ylabel="error of log p(0, $x_2$)", title="Estimates ± two total errors")
     # Room for the legend below the error bars.
-    right.set_ylim(bottom=right.get_ylim()[0] - 0.35)
-    right.legend(frameon=False, loc="lower left", ncols=2, fontsize=9)
+    right.set_ylim(bottom=right.get_ylim()[0] - 0.6)
+    right.legend(frameon=False, loc="lower left")
     FIGURE.parent.mkdir(exist_ok=True)
     figure.savefig(FIGURE, dpi=160)
     print(f"default: {np.round(default.log_prob - exact, 2)} off, {default.warning or 'no warning'}")
