@@ -373,7 +373,7 @@ def test_a_correlated_normal_base(key):
     end = stats.multivariate_normal(
         np.exp(-1) * loc, np.exp(-2) * covariance + 0.5 * (1 - np.exp(-2)) * np.eye(2)
     )
-    estimate = flow.estimate(x, key=key, estimator=rf.PullBack(64))
+    estimate = flow.estimate(x, key=key, estimator=rf.PullBack(64, rf.Laplace()))
     assert np.all(np.abs(estimate.log_prob - end.logpdf(x)) < 3 * estimate.total_error + 1e-4)
     assert np.all(estimate.total_error < 0.05)
     for bad in (np.eye(3), np.array([[1.0, 2.0], [2.0, 1.0]]), np.array([[1.0, 0.5], [0.0, 1.0]])):
