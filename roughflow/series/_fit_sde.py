@@ -66,7 +66,7 @@ def fit_sde(
       dates (years since the first date; in UTC if they have a time zone), as arrays, lists or pandas objects.
       Missing values (NaN, masked, None) are skipped, which lengthens the gap. Lists of both are a panel:
       independent series of the same SDE, with dates counted from the earliest date of all.
-    - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(low=0.0)}`; named
+    - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(lower=0.0)}`; named
       SDEs define their own.
     - `penalty`: λ by name, such as `{"network": 1.0}`. It subtracts ½λθ² from the log-likelihood for each
       parameter θ of that name or inside that field, which is a normal prior of variance 1/λ. Networks need a
@@ -231,7 +231,7 @@ def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
     """The maximum near a point, with parameters moved to a boundary where that loses nothing."""
     likelihood, free = likelihood.rescaled(free)
     domains = likelihood.parameters.domains
-    sides = np.isfinite([[domain.low for domain in domains], [domain.high for domain in domains]])
+    sides = np.isfinite([[domain.lower for domain in domains], [domain.upper for domain in domains]])
     falls, free = falls_at_boundary(likelihood.total, free, likelihood.quick_information(free), sides)
     inside = np.min(falls, axis=0) >= LOSS
     free, information = polish(likelihood.total, free, likelihood.information, inside)
