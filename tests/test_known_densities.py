@@ -308,7 +308,8 @@ def test_truncation_error_bounds_what_the_driver_leaves_out(key):
     large = np.asarray(faster.truncation_error) > 0.5
     assert large.any()
     assert np.all(np.asarray(faster.suspect)[large])
-    assert f"{large.sum()} of {large.size} estimates have a large truncation or solver error" in faster.warning
+    told = f"{large.sum()} of {large.size} estimates have a large truncation or solver error"
+    assert told in faster.warning
 
 
 @pytest.mark.slow
