@@ -15,7 +15,16 @@ from .._programs import jit
 from ..flow import AbstractStochasticFlow, some_points, unresolved_in_time
 from ..sde import kinks, noise_matrix
 from ._draws import Sobol
-from ._estimate import FEW_PATHS, HEAVY, METHODS, AbstractEstimator, Accuracy, Estimate, effective_paths
+from ._estimate import (
+    COARSE,
+    FEW_PATHS,
+    HEAVY,
+    METHODS,
+    AbstractEstimator,
+    Accuracy,
+    Estimate,
+    effective_paths,
+)
 from ._grid import applies as grid_applies, estimate as grid_estimate
 from ._modes import Cloud, Laplace, Latent, constant, find_modes, refined_driver
 from ._particles import particle_parts
@@ -136,14 +145,17 @@ def _climbed(
     fits = grid_applies(flow) is None and not switches
     fast = unresolved_in_time(flow, jnp.asarray(x[:PROBED_POINTS])) > MAX_UNRESOLVED
     many = GRID_POINTS if jax.default_backend() == "cpu" else GRID_POINTS_ON_GPU
-    contracts = bool(_contraction(flow) > MAX_EXPANSION)
-    if fits and (contracts or len(x) >= many[flow.dimension]):
+    from_modes = bool(_contraction(flow) > MAX_EXPANSION)
+    if fits and (from_modes or len(x) >= many[flow.dimension]):
         which, fits = _grid(flow, x, which, goal, record), False
-        # Where a grid of the others says that there is next to nothing, less will do.
-        goal.error[which] = goal.accepted[which] if which.size < len(x) else goal.error[which]
+        if which.size < len(x) and accuracy.tolerance is None:
+            # Beyond a grid that holds the others there is next to nothing: less will do, and none from the
+            # prior.
+            goal = Goal(goal.accepted, goal.accepted, (FIRST_PATHS, FIRST_PATHS))
+            from_modes = True
     for _ in range(1 + MAX_DOUBLINGS):
         if which.size:
-            _climb(Points(flow, x, key), which, goal, record, contracts)
+            _climb(Points(flow, x, key), which, goal, record, from_modes)
         # More paths do not reduce what functions leave out and steps miss.
         which = record.coarse(0.5 * goal.error)
         if not which.size:
@@ -261,11 +273,11 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
     return jnp.exp(-jnp.quantile(total, 0.1) / flow.dimension)
 
 
-def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record, contracts: bool) -> None:
-    """Rung by rung, with the points that need the next one; if the SDE `contracts`, not from the prior."""
+def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record, from_modes: bool) -> None:
+    """Rung by rung, with the points that need the next one, from the modes on or from the prior."""
     levels, most = points.levels, goal.most[0]
     both = (levels.own, levels.finer)
-    if not contracts:
+    if not from_modes:
         which = _rounds(Rounds(points, which, Sobol(), None, most, *both), goal, record, "paths")
     if which.size and (learned := _learned(levels.flow)) is not None:
         mixture = mixtures(learned, points, which)
@@ -302,7 +314,7 @@ def _around_modes(points: Points, which: np.ndarray, goal: Goal, record: Record)
     parts["steep"] = steep & (parts["effective_paths"] < EVEN_SHARE * parts["num_paths"])
     record.put(which, parts, fine.poor[which] | coarse.poor[which], "modes")
     still = record.poor[which]
-    if still.any():
+    if still.any() and goal.most[1] > FIRST_PATHS:
         poor, mixture = which[still], jax.tree.map(lambda a: a[still], found.mixture)
         moved = particle_parts(points, poor, mixture)
         # What paths around the modes show of it, in spite of their weights.
@@ -361,11 +373,12 @@ def _rounds(rounds: Rounds, goal: Goal, record: Record, name: str) -> np.ndarray
         few = parts["effective_paths"] < (2 * FEW_PATHS if total > FIRST_PATHS else 0.4 * FEW_PATHS)
         # Tangent Gaussians have tails that many bundles of paths hide in.
         heavy = HEAVY if rounds.mixture is None else HEAVY_AROUND_MODES
-        poor = few | (parts["pareto_k"] > heavy) | ~np.isfinite(error + parts["truncation_error"])
+        poor = few | (parts["pareto_k"] > heavy) | ~(error + parts["truncation_error"] < COARSE)
         met = (error + parts["truncation_error"] <= aim) | (error <= 0.5 * aim)
         uneven = parts["effective_paths"] < EVEN_SHARE * total
         # Sobol' numbers are better than that, but not always.
-        hopeless = uneven & (total * (error / aim) ** 2 > 4 * most) & (total > FIRST_PATHS)
+        hopeless = uneven & (total * (error / goal.accepted[which]) ** 2 > 4 * most)
+        hopeless &= total > FIRST_PATHS
         ends = (met & ~poor) | few | hopeless | (GROWTH * total > most)
         record.put(which[ends], {key: part[ends] for key, part in parts.items()}, poor[ends], name)
         needs_more[which[ends]] = (poor | (error > goal.accepted[which]))[ends]
