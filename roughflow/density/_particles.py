@@ -24,8 +24,8 @@ EFFECTIVE_FRACTION = 0.5  # of the particles after a step of β
 MOVES = 6  # at each β
 TARGET_ACCEPTANCE = 0.25
 HALVINGS = 24  # to find β
-# All runs miss the same places that moves do not reach: where paths to x lie on curved surfaces, estimates are
-# further off than runs from each other.
+# All runs miss the same places that moves do not reach: where paths to x lie on curved surfaces, estimates
+# are further off than runs from each other.
 ERROR_INFLATION = 1.5
 
 
