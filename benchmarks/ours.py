@@ -40,7 +40,7 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
 
 def suited_steps(workload: Workload) -> int | None:
     flow = library_flow(workload)
-    integrator = rf.flow.suited_grid(flow, jnp.asarray(workload.x), key=jax.random.key(0)).integrator
+    integrator = rf.flow.tune_steps(flow, jnp.asarray(workload.x), key=jax.random.key(0)).integrator
     assert isinstance(integrator, rf.FixedGrid)
     return integrator.steps
 

@@ -68,7 +68,8 @@ def main():
         lines = left.plot(times, first[:, sides == side], color=colour, lw=0.7, alpha=0.6)
         lines[0].set_label(label)
     left.set(xlabel="time", ylabel="$Z_1$", title="Paths that end near (0, 3)", xlim=(0, 1))
-    left.legend(frameon=False, loc="upper left")
+    left.set_ylim(top=2.6)
+    left.legend(frameon=False, loc="upper left", ncols=2)
     right.axhline(0, color="black", lw=0.8)
     right.axhline(-np.log(2), color=COLOURS[1], ls="--", label="one bundle only: half the density")
     right.errorbar(
@@ -76,7 +77,9 @@ def main():
         color=COLOURS[0], label="default estimator",
     )  # fmt: skip
     right.set(xlabel="$x_2$", ylabel="error of log p(0, $x_2$)", title="Estimates ± two total errors")
-    right.legend(frameon=False)
+    # Room for the legend below the error bars.
+    right.set_ylim(bottom=right.get_ylim()[0] - 0.6)
+    right.legend(frameon=False, loc="lower left")
     FIGURE.parent.mkdir(exist_ok=True)
     figure.savefig(FIGURE, dpi=160)
     print(f"default: {np.round(default.log_prob - exact, 2)} off, {default.warning or 'no warning'}")

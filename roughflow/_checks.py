@@ -25,7 +25,7 @@ from .faq import see
 
 # Packages between a warning and the user's program.
 INTERNAL = ("roughflow.", "jax.", "equinox.", "sklearn.", "joblib.")
-_told: set[tuple[str, int, str]] = set()
+_shown_warnings: set[tuple[str, int, str]] = set()
 
 
 class NonFiniteError(RuntimeError):
@@ -49,10 +49,10 @@ def warn(message: str) -> None:
         searching |= name.startswith("sklearn.model_selection")
         frame, level = frame.f_back, level + 1
     if searching:
-        told = (frame.f_code.co_filename, frame.f_lineno, re.sub(r"[-+.\d]+", "", message))
-        if told in _told:
+        warning = (frame.f_code.co_filename, frame.f_lineno, re.sub(r"[-+.\d]+", "", message))
+        if warning in _shown_warnings:
             return
-        _told.add(told)
+        _shown_warnings.add(warning)
     warnings.warn(message, stacklevel=level)
 
 
@@ -91,7 +91,7 @@ def is_whole(value: Any) -> bool:
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return `value` if it is a whole number of at least `least`, else raise `ValueError`."""
     if not is_whole(value) or value < least:
-        wanted = {0: "a whole number, not negative", 1: "a positive whole number"}.get(least)
+        wanted = {0: "a non-negative whole number", 1: "a positive whole number"}.get(least)
         raise ValueError(
             f"{name} must be {wanted or f'a whole number of at least {least}'}, got {shown(value)}"
         )
@@ -157,8 +157,8 @@ Result = typing.TypeVar("Result")
 def grouped_arguments(
     **options: type,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """A decorator of functions that take options objects, one dataclass for each of these arguments: a field
-    that is passed as an argument of its own is a `TypeError` that says where it belongs."""
+    """Decorate a function that takes options objects, one dataclass per argument named here. Passing a field
+    of a dataclass as a separate argument raises a `TypeError` that says where the field belongs."""
     public_name = lambda kind: f"rf.{kind.__module__.split('.')[1]}.{kind.__name__}"
     places = {}
     for argument, kind in options.items():
@@ -270,7 +270,7 @@ def as_shape(shape: Any, numbers: int = 1) -> tuple[int, ...]:
     in memory."""
     axes = (shape,) if is_whole(shape) else shape
     if not isinstance(axes, tuple | list) or not all(is_whole(n) and n >= 0 for n in axes):
-        raise ValueError(f"shape must be a tuple of whole numbers that are not negative, got {shown(shape)}")
+        raise ValueError(f"shape must be a tuple of non-negative whole numbers, got {shown(shape)}")
     check_memory(f"shape {tuple(axes)}", math.prod(axes) * numbers)
     return tuple(int(n) for n in axes)
 
@@ -320,8 +320,8 @@ def check_vector(name: str, value: Any, dimension: int) -> None:
     """Refuse an array whose last axis does not have length `dimension`."""
     shape = jnp.shape(value)
     if not shape or shape[-1] != dimension:
-        told = f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
-        raise ValueError(told + see("shapes"))
+        warning = f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
+        raise ValueError(warning + see("shapes"))
 
 
 def check_finite(name: str, value: Any) -> None:

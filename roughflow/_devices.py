@@ -20,7 +20,7 @@ from ._checks import check_count, shown
 from .faq import see
 
 # Error messages of collectives and of the coordination service if a process does not answer.
-LOST = ("Gloo", "NCCL", "coordination", "heartbeat", "Connection", "Socket closed")
+COLLECTIVE_ERRORS = ("Gloo", "NCCL", "coordination", "heartbeat", "Connection", "Socket closed")
 DevicesLike = int | Sequence[jax.Device] | Mesh | None
 # The devices of the current trace, and the arrays that are differentiated.
 _AT_WORK: ContextVar[tuple[Mesh | None, list[Any]]] = ContextVar("_AT_WORK", default=(None, []))
@@ -110,7 +110,7 @@ class Devices:
         """The devices of this process; none if none were given."""
         return [] if self.mesh is None else list(self.mesh.local_devices)
 
-    def agreed(self, numbers: Sequence[int]) -> list[int]:
+    def all_reduce_min(self, numbers: Sequence[int]) -> list[int]:
         """The minimum over all processes of each number: clocks and key presses differ between processes."""
         if not self.several:
             return list(numbers)
@@ -187,12 +187,12 @@ def _first(count: int) -> list[Any]:
     least = min(map(len, there))
     if not 1 <= count <= least:
         each = " in each process" if len(there) > 1 else ""
-        told = f"devices must be between 1 and {least}, the number available{each}; got {count}"
-        raise ValueError(told + see("several-devices"))
+        message = f"devices must be between 1 and {least}, the number available{each}; got {count}"
+        raise ValueError(message + see("several-devices"))
     return [device for part in there for device in part[:count]]
 
 
-def leads() -> bool:
+def is_leader() -> bool:
     """Whether this process writes files and shows progress: the first, or the only one."""
     return jax.process_index() == 0
 
@@ -205,10 +205,10 @@ def together() -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if jax.process_count() == 1 or not any(word in str(error) for word in LOST):
+        if jax.process_count() == 1 or not any(word in str(error) for word in COLLECTIVE_ERRORS):
             raise
-        told = "another process of this run ended: restart all of them to continue from the checkpoint"
-        raise RuntimeError(told + see("several-devices")) from error
+        message = "another process of this run ended: restart all of them to continue from the checkpoint"
+        raise RuntimeError(message + see("several-devices")) from error
 
 
 def _take_turns() -> None:

@@ -11,7 +11,9 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -121,6 +123,21 @@ _traces: weakref.WeakValueDictionary[Any, Trace] = weakref.WeakValueDictionary()
 _opened: weakref.WeakKeyDictionary[Any, tuple[Any, dict]] = weakref.WeakKeyDictionary()
 
 
+# Functions and their traces while `fixed_functions` holds.
+_session: ContextVar[dict[int, tuple[Any, dict]] | None] = ContextVar("session", default=None)
+
+
+@contextmanager
+def fixed_functions() -> Iterator[None]:
+    """Trace each function of the user once in this context, for a computation that calls many programs:
+    what a function closes over cannot always be compared, and a trace takes milliseconds."""
+    token = _session.set({} if _session.get() is None else _session.get())
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
 def is_users_function(leaf: Any) -> bool:
     """Whether a leaf is a function that may be defined again: not from a library or an imported module."""
     if not callable(leaf) or isinstance(leaf, type | jax.Array | np.ndarray):
@@ -146,10 +163,12 @@ def signature_of(args: tuple, kwargs: dict) -> tuple[Signature, list[Any]]:
 
 def opened(function: Callable, signatures: Sequence[Signature], name: Any = None) -> Opened | None:
     """A function traced for these signatures, except those for which it fails; None if it fails for all."""
-    state = _state(function)
+    state, session = _state(function), _session.get()
     known: dict[Signature, tuple[Trace, tuple[Array, ...]]] = {}
     if state is not None and function in _opened and _opened[function][0] == state:
         known = _opened[function][1]
+    elif state is None and session is not None:
+        known = session.setdefault(id(function), (function, known))[1]
     found = []
     for signature in signatures:
         if signature not in known:
@@ -157,11 +176,12 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
                 traced = trace(function, signature)
             except Exception:
                 continue  # the program itself will report the error
-            if state is None or any(map(is_traced, traced[1])):
+            if any(map(is_traced, traced[1])) or (state is None and session is None):
                 found.append(traced)
                 continue
             known[signature] = traced
-            _opened[function] = (state, known)
+            if state is not None:
+                _opened[function] = (state, known)
         found.append(known[signature])
     if signatures and not found:
         return None

@@ -214,8 +214,8 @@ def exact_products() -> AbstractContextManager[object]:
 
     "float32" is a synonym of "highest". The kernels of small networks, with errors of 1e-5, are used only
     with the default setting (`sde/_jets.py`)."""
-    said = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
-    if said or jax.default_backend() == "cpu":
+    is_set = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
+    if is_set or jax.default_backend() == "cpu":
         return nullcontext()
     return jax.default_matmul_precision("float32")
 

@@ -16,7 +16,6 @@ from .sde import (  # noqa: I001  (pipeline order)
     DiagonalDiffusion as DiagonalDiffusion,
     ConstantDiffusion as ConstantDiffusion,
     NoDiffusion as NoDiffusion,
-    ProportionalDiffusion as ProportionalDiffusion,
     RestoringDrift as RestoringDrift,
     LocalDiffusion as LocalDiffusion,
     FadingDiffusion as FadingDiffusion,
@@ -42,7 +41,6 @@ from .driver import (
     FractionalLegendre as FractionalLegendre,
     GaussianDriver as GaussianDriver,
     TimeChanged as TimeChanged,
-    Correlated as Correlated,
     fractional_noise as fractional_noise,
 )
 from .rough import (
@@ -70,7 +68,7 @@ from .flow import (
     Status as Status,
     simulate as simulate,
     to_diffrax as to_diffrax,
-    suited_grid as suited_grid,
+    tune_steps as tune_steps,
     AbstractScheme as AbstractScheme,
     EulerMaruyama as EulerMaruyama,
     StratonovichHeun as StratonovichHeun,
@@ -133,7 +131,7 @@ from .tables import (
     FittedDensity as FittedDensity,
     Score as Score,
     Marginals as Marginals,
-    staying_sde as staying_sde,
+    stationary_sde as stationary_sde,
     Standardised as Standardised,
     standardisation as standardisation,
     fit_density as fit_density,

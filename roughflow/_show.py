@@ -44,8 +44,8 @@ def settings(value: Any) -> str:
     parts = [(field.name, getattr(value, field.name, None)) for field in fields]
     plain = lambda part: named(part) if isinstance(part, eqx.Module) else f"{part:g}"
     shown = lambda name, part: name not in HIDDEN and isinstance(part, int | float | eqx.Module)
-    told = [f"{name}={plain(part)}" for name, part in parts if shown(name, part)]
-    return f"{named(value)}({', '.join(told)})"
+    texts = [f"{name}={plain(part)}" for name, part in parts if shown(name, part)]
+    return f"{named(value)}({', '.join(texts)})"
 
 
 def num_parameters(*trees: Any) -> int:

@@ -94,10 +94,10 @@ def _figure(caption: str, figure: Figure) -> str:
 
 
 WIDTH = 4.6  # inches
-BINS = 40
-REACH = 4.0  # number of error bars shown on either side
-LEAST = 1e-8  # nats: smaller errors are drawn as this one
-NAME = 28  # maximum number of characters of a column name on an axis
+NUM_BINS = 40
+MAX_ERROR_BARS = 4.0  # number of error bars shown on either side
+SMALLEST_ERROR = 1e-8  # nats: smaller errors are drawn as this one
+MAX_LABEL = 28  # maximum number of characters of a column name on an axis
 
 
 def draw_pair(data: np.ndarray, model: np.ndarray, names: tuple[str, str]) -> Figure:
@@ -119,7 +119,7 @@ def draw_pair(data: np.ndarray, model: np.ndarray, names: tuple[str, str]) -> Fi
 def draw_marginal(data: np.ndarray, model: np.ndarray, name: str) -> Figure:
     """Histograms of one column of the data and of the model's samples."""
     figure, ax = _curves(_plain(name), "density")
-    bins = np.linspace(*_window(data), BINS + 1)
+    bins = np.linspace(*_window(data), NUM_BINS + 1)
     # Normalised by all rows, not only those in the window, so that densities are comparable.
     heights = [np.histogram(part, bins)[0] / len(part) / np.diff(bins) for part in (data, model)]
     ax.stairs(heights[0], bins, fill=True, color=plots.SKY, alpha=0.5, label="data")
@@ -138,10 +138,10 @@ def draw_training(history: rf.train.History) -> Figure:
 def draw_solver_errors(errors: np.ndarray) -> Figure:
     """The change of log p when the solver's steps are halved, row by row."""
     figure, ax = _curves("solver error of log p (nats)", "rows")
-    shown = np.log10(np.maximum(errors, LEAST))
+    shown = np.log10(np.maximum(errors, SMALLEST_ERROR))
     # Whole decades, because a logarithmic scale over less has hardly any labels.
     ends = np.floor(shown.min()), np.floor(shown.max()) + 1
-    ax.hist(10**shown, np.logspace(*ends, BINS + 1), color=plots.BLUE)
+    ax.hist(10**shown, np.logspace(*ends, NUM_BINS + 1), color=plots.BLUE)
     ax.set_xscale("log")
     ax.xaxis.set_minor_formatter(NullFormatter())
     return figure
@@ -150,10 +150,10 @@ def draw_solver_errors(errors: np.ndarray) -> Figure:
 def draw_calibration(scaled: np.ndarray) -> Figure:
     """Differences of two estimates in units of their error bars, with the standard normal of correct ones."""
     figure, ax = _curves("difference / error bar", "density")
-    bins = np.linspace(-REACH, REACH, BINS // 2 + 1)
+    bins = np.linspace(-MAX_ERROR_BARS, MAX_ERROR_BARS, NUM_BINS // 2 + 1)
     heights = np.histogram(scaled, bins)[0] / max(1, scaled.size) / np.diff(bins)
     ax.stairs(heights, bins, fill=True, color=plots.SKY, alpha=0.5, label="this model")
-    x = np.linspace(-REACH, REACH, 200)
+    x = np.linspace(-MAX_ERROR_BARS, MAX_ERROR_BARS, 200)
     normal = np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
     ax.plot(x, normal, color=plots.VERMILION, linewidth=1.5, label="correct error bars")
     ax.legend(frameon=False, fontsize=plots.SMALL)
@@ -180,15 +180,17 @@ def _window(column: np.ndarray) -> tuple[float, float]:
 
 def _plain(name: str) -> str:
     """A name as plain text; matplotlib reads text between two dollar signs as mathematics."""
-    short = name if len(name) <= NAME else name[: NAME - 1] + "…"
+    short = name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
     return short.replace("$", r"\$")
 
 
-COLUMNS = 5  # maximum number shown, which makes ten pairs
-DRAWN = 4000  # rows and samples
+MAX_COLUMNS = 5  # maximum number shown, which makes ten pairs
+DRAWN_ROWS = 4000  # rows and samples
 SCORED, NOISY = 1000, 64  # rows to score, without and with noise
-OUTSIDE = 0.005  # fraction of samples outside the range of the data above which bounds are suggested
-MEANING = (
+MIN_SHARE_OUTSIDE = (
+    0.005  # fraction of samples outside the range of the data above which bounds are suggested
+)
+SCORE_EXPLANATION = (
     "The log-likelihood is the mean of log p over rows; higher is better. It is measured in nats: a gain of "
     "1 nat per row means that the density at a typical row is e = 2.7 times as high. Its value depends on "
     "the units of the columns, so compare it only with other models of the same table, such as the Gaussian. "
@@ -241,7 +243,9 @@ def write_report(
         warnings.simplefilter("ignore", UserWarning)
         sections = [
             html_section("How it was made", html_pairs(_made(fitted.model, counts, made or {}))),
-            html_section("How good it is", html_pairs(_numbers(fitted, score)), html_paragraph(MEANING)),
+            html_section(
+                "How good it is", html_pairs(_numbers(fitted, score)), html_paragraph(SCORE_EXPLANATION)
+            ),
             html_section("Warnings", html_bullets(noted) if noted else html_paragraph("None.")),
             *_samples(fitted.model, data, keys[2]),
             _training(fitted),
@@ -267,8 +271,8 @@ class _Judged:
         model = fitted.model
         noisy = model.flow.noise_dimension > 0
         rows = rows[: NOISY if noisy else SCORED]
-        own = rows.shape[1] - model.context
-        given = rows[:, own:] if model.context else None
+        own = rows.shape[1] - model.num_given
+        given = rows[:, own:] if model.num_given else None
         first = model.estimate(rows[:, :own], key=keys[0], given=given)
         second = model.estimate(rows[:, :own], key=keys[1], given=given) if noisy else first
         return _Judged(first, second, fitted.held_out.gaussian.log_prob(rows), noisy)
@@ -283,13 +287,13 @@ class _Judged:
 
     def _solver(self) -> str:
         errors = np.asarray(self.estimate.solver_error)
-        told = (
+        text = (
             "The model has no noise, so its density is exact up to solver error: "
             f"{np.mean(errors):.2g} nats in log p on average and {np.max(errors):.2g} at most."
         )
         fine = errors[np.isfinite(errors)]
         drawn = {f"The solver error at {fine.size:,} rows.": draw_solver_errors(fine)} if fine.size else {}
-        return html_section("Error of the densities", html_paragraph(told), html_figures(drawn))
+        return html_section("Error of the densities", html_paragraph(text), html_figures(drawn))
 
     def _error_bars(self) -> str:
         bars = np.hypot(self.estimate.standard_error, self.again.standard_error)
@@ -297,7 +301,7 @@ class _Judged:
         known = np.isfinite(bars) & np.isfinite(gap) & (bars > 0)
         scaled = gap[known] / bars[known]
         within = lambda count: f"{np.mean(np.abs(scaled) <= count):.0%}" if scaled.size else "none"
-        told = (
+        text = (
             "The model has noise, so each density is a mean over random paths and has an error bar. Two "
             f"independent estimates at {scaled.size} rows differ by less than one error bar at {within(1)} "
             f"of them and by less than two at {within(2)}; correct error bars give at least 68% and 95%."
@@ -308,7 +312,7 @@ class _Judged:
             f"{int(np.max(self.estimate.num_paths))}."
         )
         drawn = {"Differences of two estimates, in units of their error bar.": draw_calibration(scaled)}
-        parts = (html_paragraph(told), html_paragraph(size), html_figures(drawn))
+        parts = (html_paragraph(text), html_paragraph(size), html_figures(drawn))
         return html_section("Calibration of the error bars", *parts)
 
 
@@ -318,16 +322,16 @@ def _names(model: rf.tables.Standardised) -> list[str]:
 
 def _made(model: rf.tables.Standardised, rows: str, made: Mapping[str, str]) -> dict[str, str]:
     names = _names(model)
-    own = len(names) - model.context
-    told = dict(made) | {"rows": rows, "columns": ", ".join(names[:own])}
-    if model.context:
-        told["given"] = ", ".join(names[own:])
+    own = len(names) - model.num_given
+    pairs = dict(made) | {"rows": rows, "columns": ", ".join(names[:own])}
+    if model.num_given:
+        pairs["given"] = ", ".join(names[own:])
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return told | {"version": f"roughflow {rf.__version__}", "date": when}
+    return pairs | {"version": f"roughflow {rf.__version__}", "date": when}
 
 
 def _numbers(fitted: rf.FittedDensity, score: rf.tables.Score) -> dict[str, str]:
-    told = {
+    numbers = {
         "family": fitted.family,
         "log-likelihood": f"{score.mean:.4f} ± {score.standard_error:.2g} nats per row, over "
         f"{score.num_rows:,} rows ({score.method})",
@@ -337,27 +341,27 @@ def _numbers(fitted: rf.FittedDensity, score: rf.tables.Score) -> dict[str, str]
     for name, history in fitted.stages.items():
         skipped = f", {history.skipped:,} skipped" if history.skipped else ""
         end = f"ended {history.ended}" if history.ended else "completed all steps"
-        told[name] = f"{history.loss.size:,} steps{skipped}; {end}"
-    return told
+        numbers[name] = f"{history.loss.size:,} steps{skipped}; {end}"
+    return numbers
 
 
 def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray) -> list[str]:
     """Data and samples of the model: single columns, and pairs of columns."""
-    names, chosen = _names(model), np.random.default_rng(0).permutation(len(data))[:DRAWN]
+    names, chosen = _names(model), np.random.default_rng(0).permutation(len(data))[:DRAWN_ROWS]
     data = data[chosen]
-    own = data.shape[1] - model.context
-    if model.context:
+    own = data.shape[1] - model.num_given
+    if model.num_given:
         drawn = np.asarray(model.sample(key=key, given=data[:, own:]), float)
         drawn = np.concatenate([drawn, data[:, own:]], axis=1)
     else:
         drawn = np.asarray(model.sample(key=key, shape=(len(data),)), float)
     drawn = drawn[np.isfinite(drawn).all(axis=1)]
-    shown = range(min(COLUMNS, len(names)))
-    left_out = ", ".join(names[COLUMNS:])
-    told = [html_paragraph(f"The first {COLUMNS} columns; not shown: {left_out}.")] if left_out else []
+    shown = range(min(MAX_COLUMNS, len(names)))
+    left_out = ", ".join(names[MAX_COLUMNS:])
+    remarks = [html_paragraph(f"The first {MAX_COLUMNS} columns; not shown: {left_out}.")] if left_out else []
     outside = _outside(names[:own], data, drawn)
-    if model.context:
-        told.append(html_paragraph("One sample of the model for each row, given the same conditions."))
+    if model.num_given:
+        remarks.append(html_paragraph("One sample of the model for each row, given the same conditions."))
     single = {names[i]: draw_marginal(data[:, i], drawn[:, i], names[i]) for i in shown if i < own}
     double = {
         f"{names[i]} and {names[j]}": draw_pair(data[:, [i, j]], drawn[:, [i, j]], (names[i], names[j]))
@@ -365,9 +369,11 @@ def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray)
         if i < own
     }
     sections = [
-        html_section("Columns", *told, *([html_bullets(outside)] if outside else []), html_figures(single))
+        html_section("Columns", *remarks, *([html_bullets(outside)] if outside else []), html_figures(single))
     ]
-    return [*sections, html_section("Pairs of columns", *told, html_figures(double))] if double else sections
+    return (
+        [*sections, html_section("Pairs of columns", *remarks, html_figures(double))] if double else sections
+    )
 
 
 def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[str]:
@@ -377,7 +383,7 @@ def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[
         low, high = data[:, i].min(), data[:, i].max()
         below, above = np.mean(drawn[:, i] < low), np.mean(drawn[:, i] > high)
         # Even under the true density, a new row is below the smallest of n with probability 1/(n + 1).
-        share = max(OUTSIDE, 5 / (len(data) + 1))
+        share = max(MIN_SHARE_OUTSIDE, 5 / (len(data) + 1))
         bounds: list[float | None] = [None, None]
         if below > share:
             bounds[0] = 0.0 if low >= 0 > drawn[:, i].min() else float(low)

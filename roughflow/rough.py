@@ -1,5 +1,6 @@
 """Rough paths on a grid: iterated integrals by Chen's relation, lifts and distances."""
 
+from functools import partial
 from typing import Self
 
 import equinox as eqx
@@ -12,7 +13,7 @@ from ._checks import as_shape, check_count, check_instance, check_key, check_pos
 from ._programs import jit
 from .driver import Path
 
-SAMPLED = 33  # maximum number of times for which all triples are checked
+MAX_CHECKED_TIMES = 33  # maximum number of times for which all triples are checked
 
 
 class RoughPath(eqx.Module):
@@ -69,22 +70,11 @@ class RoughPath(eqx.Module):
         """Both levels between times of the grid, given by index: `(..., m)` and `(..., m, m)`, or `(..., k,
         m)` and `(..., k, m, m)` for arrays of k indices. If `end` is before `start`, those of the reversed
         path."""
-        first, second = self._from_zero()
-        at = lambda a, i, axis: jnp.take(a, jnp.asarray(i), axis=axis)
-        before = at(first, start, -2)
-        step = at(first, end, -2) - before
-        return step, at(second, end, -3) - at(second, start, -3) - _outer(before, step)
-
-    def _from_zero(self) -> tuple[Array, Array]:
-        """Both levels from the first time to each, `(..., N + 1, m)` and `(..., N + 1, m, m)`."""
-        first = _summed(self.increments, -2)
-        before = first[..., :-1, :]
-        return first, _summed(self.areas + _outer(before, self.increments), -3)
+        return _levels(self.increments, self.areas, jnp.asarray(start), jnp.asarray(end))
 
     def bracket(self, start: ArrayLike, end: ArrayLike) -> Array:
         """X ⊗ X − 2 Sym 𝕏 between two times: zero for a geometric path, (t − s)I for the Itô lift."""
-        first, second = self.levels(start, end)
-        return _outer(first, first) - second - jnp.swapaxes(second, -1, -2)
+        return _bracket(*self.levels(start, end))
 
     def restricted(self, places: ArrayLike) -> "RoughPath":
         """The same rough path on a subset of its times, given by index."""
@@ -124,10 +114,9 @@ class RoughPath(eqx.Module):
     def chen_defect(self) -> Array:
         """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t: rounding
         error."""
-        places = np.unique(np.linspace(0, self.steps, min(SAMPLED, self.steps + 1)).astype(int))
+        places = np.unique(np.linspace(0, self.steps, min(MAX_CHECKED_TIMES, self.steps + 1)).astype(int))
         s, u, t = np.array([(a, b, c) for a in places for b in places for c in places if a < b < c]).T
-        (before, early), (after, late), (_, whole) = (self.levels(*p) for p in ((s, u), (u, t), (s, t)))
-        return jnp.max(jnp.abs(whole - early - late - _outer(before, after)))
+        return _chen_defect(self.increments, self.areas, *map(jnp.asarray, (s, u, t)))
 
     def geometric_defect(self) -> Array:
         """The largest entry of Sym 𝕏_{s,t} − ½ X_{s,t} ⊗ X_{s,t} over s < t: rounding error for a geometric
@@ -162,6 +151,30 @@ def _outer(a: Array, b: Array) -> Array:
     return a[..., :, None] * b[..., None, :]
 
 
+@partial(jit, level=0)
+def _levels(increments: Array, areas: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    """Both levels between times of the grid, from those from the first time to each, `(..., N + 1, m)` and
+    `(..., N + 1, m, m)`."""
+    first = _summed(increments, -2)
+    second = _summed(areas + _outer(first[..., :-1, :], increments), -3)
+    before = jnp.take(first, start, axis=-2)
+    step = jnp.take(first, end, axis=-2) - before
+    at = lambda i: jnp.take(second, i, axis=-3)
+    return step, at(end) - at(start) - _outer(before, step)
+
+
+@partial(jit, level=0)
+def _bracket(first: Array, second: Array) -> Array:
+    return _outer(first, first) - second - jnp.swapaxes(second, -1, -2)
+
+
+@partial(jit, level=0)
+def _chen_defect(increments: Array, areas: Array, s: Array, u: Array, t: Array) -> Array:
+    pairs = (s, u), (u, t), (s, t)
+    (before, early), (after, late), (_, whole) = (_levels(increments, areas, *pair) for pair in pairs)
+    return jnp.max(jnp.abs(whole - early - late - _outer(before, after)))
+
+
 def _summed(a: Array, axis: int) -> Array:
     """Cumulative sums, starting from zero."""
     zero = jnp.zeros_like(jax.lax.slice_in_dim(a, 0, 1, axis=axis % a.ndim))
@@ -173,7 +186,7 @@ def _size(a: Array, axes: int) -> Array:
     return jnp.sqrt(jnp.sum(a**2, axis=tuple(range(-axes, 0))))
 
 
-NODES = 8  # Gauss quadrature in an interval: exact for a path of degree 8
+NUM_NODES = 8  # Gauss quadrature in an interval: exact for a path of degree 8
 
 
 def lift(path: Path, steps: int) -> RoughPath:
@@ -201,7 +214,7 @@ def lift(path: Path, steps: int) -> RoughPath:
 def _lifted(path: Path, steps: int) -> RoughPath:
     grid = np.linspace(0.0, 1.0, steps + 1)
     knots = _knots(path, grid)
-    places, weights = np.polynomial.legendre.leggauss(NODES)
+    places, weights = np.polynomial.legendre.leggauss(NUM_NODES)
     width = np.diff(knots)
     inside = knots[:-1, None] + width[:, None] * (places + 1) / 2
     at = lambda function, s: jnp.moveaxis(jax.vmap(function)(jnp.asarray(s.ravel())), 0, -2)
@@ -256,13 +269,18 @@ def brownian_lift(
     n, m = check_count("num_functions", num_functions), check_count("noise_dimension", noise_dimension)
     key_path, key_rest = jax.random.split(check_key(key))
     batch = (*as_shape(shape, check_count("steps", steps) * n * m), steps)
+    return RoughPath(jnp.linspace(0.0, t1, steps + 1), *_drawn(key_path, key_rest, batch, n, m, t1 / steps))
+
+
+@partial(jit, level=0)
+def _drawn(
+    key_path: PRNGKeyArray, key_rest: PRNGKeyArray, batch: tuple[int, ...], n: int, m: int, h: float
+) -> tuple[Array, Array]:
+    """Increments and areas of intervals of length h."""
     omega = jax.random.normal(key_path, (*batch, n, m))
     areas = _polynomial_areas(omega) + _rest(key_rest, batch, n, m)
     increments = omega[..., 0, :]
-    square = 0.5 * increments[..., :, None] * increments[..., None, :]
-    h = t1 / steps
-    times = jnp.linspace(0.0, t1, steps + 1)
-    return RoughPath(times, jnp.sqrt(h) * increments, h * (square + areas))
+    return jnp.sqrt(h) * increments, h * (0.5 * _outer(increments, increments) + areas)
 
 
 def _polynomial_areas(omega: Array) -> Array:

@@ -25,7 +25,8 @@ os.environ.setdefault(
 )
 # With a process for each core, threads of NumPy's would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# What one process has compiled the others find, and so does the next run.
+# Subprocesses share what they compile, with each other and with the next run. This process does not: without
+# optimisation, writing a program to the cache takes as long as compiling it, and reading it longer.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache/programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -35,7 +36,10 @@ import pytest
 
 # Tracing makes millions of small objects, hardly any of them garbage: look for it less often.
 gc.set_threshold(100_000, 20, 50)
+# Nor does the garbage collector visit what the imports made, again and again.
+gc.freeze()
 
+jax.config.update("jax_enable_compilation_cache", False)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

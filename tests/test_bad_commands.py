@@ -359,7 +359,7 @@ def folder(tmp_path_factory):
     (place / "zero.csv").symlink_to("/dev/zero")
     flow = rf.train.velocity_flow(2, width=4, depth=1, key=jax.random.key(0))
     rf.save(place / "model.rf", rf.tables.Standardised(flow, np.zeros(2), np.eye(2), ("a", "b")))
-    given = rf.train.velocity_flow(1, width=4, depth=1, context=1, key=jax.random.key(0))
+    given = rf.train.velocity_flow(1, width=4, depth=1, num_given=1, key=jax.random.key(0))
     rf.save(place / "given.rf", rf.tables.Standardised(given, np.zeros(2), np.eye(2), ("a", "b"), 1))
     rf.save(place / "base.rf", rf.Normal(jnp.zeros(2)))
     (place / "cut.rf").write_bytes((place / "model.rf").read_bytes()[:-40])

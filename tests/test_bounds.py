@@ -167,7 +167,7 @@ def test_the_bound_from_above_takes_any_number_of_noises(key):
 
 @pytest.mark.parametrize("fresh", [-1, 1.5])
 def test_a_number_of_fresh_paths_that_is_none_is_refused(fresh):
-    with pytest.raises(ValueError, match=r"^num_paths must be a whole number, not negative"):
+    with pytest.raises(ValueError, match=r"^num_paths must be a non-negative whole number"):
         rf.density.UpperBound(fresh)
 
 

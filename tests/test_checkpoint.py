@@ -278,13 +278,15 @@ def test_a_python_upgrade_keeps_checkpoints():
 
 
 def test_a_checkpoint_that_compared_bytecode_is_resumed(finished, tmp_path):
-    """Version 4 also named the modules that classes of roughflow were in."""
+    """Version 4 also named the modules of roughflow's classes, and a field of FixedGrid differently."""
     from roughflow.files._files import read_archive, write_archive
     from roughflow.train._checkpoint import VERSION
 
     header, arrays = read_archive(finished, "checkpoint", VERSION)
     settings = {
-        place: text.replace("roughflow.train._reverse_kl", "roughflow.learn._reverse_kl")
+        place.replace(".solver", ".method"): text.replace(
+            "roughflow.train._reverse_kl", "roughflow.learn._reverse_kl"
+        )
         for place, text in header["settings"].items()
         if ".its source" not in place
     }

@@ -62,7 +62,7 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     for name, age in (("new", 0), ("large", 60), ("next", 120), ("old", 1e9)):
         (folder / name).write_bytes(bytes(600_000 if name == "large" else 10))
         os.utime(folder / name, (time.time() - age,) * 2)
-    monkeypatch.setattr(process, "MEGABYTES", 0.6)
+    monkeypatch.setattr(process, "CACHE_MEGABYTES", 0.6)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     keep_programs()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(folder)

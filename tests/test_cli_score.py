@@ -57,7 +57,7 @@ def test_a_plain_flow_is_a_model_too(tmp_path, capsys):
 
 
 def test_many_samples_are_drawn_in_blocks(fitted, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["roughflow.cli.sample"], "CHUNK", 4)
+    monkeypatch.setattr(sys.modules["roughflow.cli.sample"], "CHUNK_ROWS", 4)
     command = ["sample", f"{fitted}/model.rf", "-n", "10", "--out"]
     assert main([*command, f"{tmp_path}/s.csv"]) == main([*command, f"{tmp_path}/s.npy"]) == 0
     rows = np.load(tmp_path / "s.npy")
@@ -114,7 +114,7 @@ def test_a_command_that_is_terminated_leaves_no_draft(fitted, tmp_path, capsys, 
 @pytest.mark.parametrize("name", ["scores.csv", "scores.tsv.gz"])
 def test_scores_that_were_cut_short_go_on(fitted, tmp_path, capsys, monkeypatch, terminated, refused, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("roughflow.cli.score.CHUNK", 64)
+    monkeypatch.setattr("roughflow.cli.score.CHUNK_ROWS", 64)
     score = ["score", f"{fitted}/model.rf", f"{fitted}/data.csv", "--quiet"]
     command = [*score, "--out", name]
     assert main([*score, "--out", f"whole-{name}"]) == 0

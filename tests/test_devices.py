@@ -215,7 +215,7 @@ def test_a_run_from_disk_goes_on_where_it_was_cut(rows, tmp_path, interrupt_when
 
 def test_batches_go_by_the_key_and_leave_out_what_is_set_aside(rows):
     table = rf.tables.ParquetTable(rows, ["y"], given=["x"])
-    assert (table.columns, table.context, table.shape) == (("y", "x"), 1, (1000, 2))
+    assert (table.columns, table.num_given, table.shape) == (("y", "x"), 1, (1000, 2))
     rest, aside = table.split(0.2, key=jax.random.key(0))
     drawn = lambda seed: rest.batch(4000, np.random.default_rng(seed))
     np.testing.assert_array_equal(drawn(0), drawn(0))
@@ -225,7 +225,7 @@ def test_batches_go_by_the_key_and_leave_out_what_is_set_aside(rows):
     steps = [rest.batch(9, rng_of(jax.random.key(0), step)) for step in (0, 1, 0)]
     np.testing.assert_array_equal(steps[0], steps[2])
     assert np.any(steps[0] != steps[1])
-    every = rest.some(10**6, np.random.default_rng(0))
+    every = rest.subsample(10**6, np.random.default_rng(0))
     assert len({row.tobytes() for row in (*every, *aside)}) == 1000
 
 
@@ -233,7 +233,7 @@ def test_a_density_from_disk_is_that_from_memory(rows):
     settings = {"key": jax.random.key(0), "width": 16, "depth": 1, "steps": 300, "likelihood_steps": 0}
     table = rf.tables.ParquetTable(rows)
     settings |= {"progress": False, "rounding": {"x": 0.01}, "bounds": {"y": (-10, None)}}
-    in_memory = {"data": table.some(1000, np.random.default_rng(0)), "columns": table.columns}
+    in_memory = {"data": table.subsample(1000, np.random.default_rng(0)), "columns": table.columns}
     fits = [fit_density(**data, **settings) for data in ({"data": table}, in_memory)]
     (one, two), (same, _) = [[fit.history.validation_loss[i] for fit in fits] for i in (-1, 0)]
     assert one == pytest.approx(two, abs=0.2)
@@ -258,17 +258,17 @@ def test_what_cannot_be_read_is_named(rows, tmp_path):
 def test_the_command_line_streams_large_files(rows, tmp_path, monkeypatch, capsys):
     """The same scores, whether a file is read at once or as it goes, and on however many devices."""
     fit = ["fit", str(rows), "--steps", "10", "--likelihood-steps", "0", "--width", "8", "--depth", "1"]
-    x = rf.tables.ParquetTable(rows).some(1000, np.random.default_rng(0))
+    x = rf.tables.ParquetTable(rows).subsample(1000, np.random.default_rng(0))
     np.savetxt(tmp_path / "rows.csv", x, delimiter=",", header="x,y", comments="", fmt="%.17g")
     np.save(tmp_path / "rows.npy", x)
     assert main([*fit, "--quiet", "--out", str(tmp_path / "memory.rf")]) == 0
     score = lambda data, *more: main(["score", str(tmp_path / "memory.rf"), str(data), "--quiet", *more])
-    monkeypatch.setattr("roughflow.cli.score.CHUNK", 256)
+    monkeypatch.setattr("roughflow.cli.score.CHUNK_ROWS", 256)
     files = [rows, tmp_path / "rows.csv", tmp_path / "rows.npy"]
     capsys.readouterr()
     assert score(rows) == 0
     expected = capsys.readouterr()
-    monkeypatch.setattr(cli_table, "LARGE", 0)
+    monkeypatch.setattr(cli_table, "LARGE_FILE", 0)
     assert main([*fit, "--quiet", "--out", str(tmp_path / "disk.rf")]) == 0
     assert "1000: 900 to train on, 100 to validate on" in capsys.readouterr().out
     for file in files:

@@ -43,7 +43,7 @@ def test_exact_is_the_trace_of_the_jacobian(dimension, key):
 def estimates(hutchinson, z, key):
     """One estimate for each of many draws of probes, the exact divergence, and both values of the field."""
     field = field_of(z.size)
-    probes = hutchinson.draw(key, (PROBES,), z.size)
+    probes = hutchinson.draw((PROBES,), z.size, key=key)
     values, guesses = jax.vmap(lambda p: hutchinson(field, z, p))(probes)
     return guesses, rf.ExactDivergence()(field, z, None)[1], values, field(z)
 
@@ -75,7 +75,7 @@ def test_more_probes_less_variance(distribution, number, key):
 def test_rademacher_is_exact_for_a_diagonal_jacobian(key):
     hutchinson = rf.HutchinsonDivergence()
     z = jax.random.normal(key, (5,))
-    probes = hutchinson.draw(key, (), 5)
+    probes = hutchinson.draw((), 5, key=key)
     assert set(np.unique(probes)) == {-1.0, 1.0}
     np.testing.assert_allclose(hutchinson(jnp.sin, z, probes)[1], jnp.sum(jnp.cos(z)), rtol=1e-12)
 

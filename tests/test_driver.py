@@ -16,20 +16,17 @@ BROWNIAN = {
     "uniform": rf.PiecewiseLinear(5),
     "grid": rf.PiecewiseLinear([0.0, 0.1, 0.4, 1.0]),
 }
-ALIKE = BROWNIAN | {
+DRIVERS = BROWNIAN | {
     "fractional": rf.FractionalBrownian(0.4, 5),
     "fractional grid": rf.FractionalBrownian(0.7, [0.0, 0.1, 0.4, 1.0]),
     "fractional Legendre": rf.driver.FractionalLegendre(0.35, 5),
     "Gaussian": rf.driver.GaussianDriver(lambda s, t: s * t * (1 + s * t), 2, hurst=1.5),
     "time-changed": rf.driver.TimeChanged(rf.PiecewiseLinear(5), lambda s: 0.5 * s * (1 + s)),
 }
-CORRELATION = np.array([[1.0, 0.5], [0.5, 1.0]])
-DRIVERS = ALIKE | {"correlated": rf.driver.Correlated(rf.driver.FractionalLegendre(0.7, 3), CORRELATION)}
 HORIZONS = [1.0, 2.5]
 
 every_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS.keys())
 every_brownian = pytest.mark.parametrize("driver", BROWNIAN.values(), ids=BROWNIAN.keys())
-every_scalar = pytest.mark.parametrize("driver", ALIKE.values(), ids=ALIKE.keys())
 every_horizon = pytest.mark.parametrize("horizon", HORIZONS)
 
 
@@ -136,9 +133,9 @@ def test_horizon_per_path(driver, key):
     "driver",
     [
         pytest.param(driver, marks=[pytest.mark.slow] * (name not in ("Legendre", "grid", "fractional")))
-        for name, driver in ALIKE.items()
+        for name, driver in DRIVERS.items()
     ],
-    ids=ALIKE.keys(),
+    ids=DRIVERS.keys(),
 )
 def test_path_is_a_control_for_diffrax(driver, key):
     """dy = y dB along a smooth path has the solution exp(B)."""
@@ -199,8 +196,7 @@ def test_sample_covariance(driver, horizon, key):
     s = np.array([0.4, 0.8, 1.0])
     values = np.moveaxis(np.asarray(values_at(paths, horizon * s)), 0, 2).reshape(20_000, 6)
     integrals = driver.integrals(s)
-    components = CORRELATION if isinstance(driver, rf.driver.Correlated) else np.eye(2)
-    expected = np.kron(components, horizon ** (2 * driver.hurst) * integrals @ integrals.T)
+    expected = np.kron(np.eye(2), horizon ** (2 * driver.hurst) * integrals @ integrals.T)
     products = values[:, :, None] * values[:, None, :]
     error = 4 * products.std(axis=0) / np.sqrt(20_000)
     assert np.all(np.abs(products.mean(axis=0) - expected) < error)

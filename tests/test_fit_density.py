@@ -71,13 +71,13 @@ def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     np.testing.assert_allclose(values[0], fitted.model.log_prob(x, key=key), atol=0.5)
 
 
-@pytest.mark.parametrize(("start", "best"), [pytest.param(1.0, 0.0, marks=pytest.mark.slow), (0.5, 1.0)])
-def test_the_best_noise_is_chosen_on_the_rows_set_aside(start, best, key):
-    """N(0, 1), which nothing moves but the score: from there noise gains nothing, from N(0, ¼) the most does
-    most to widen it."""
+@pytest.mark.parametrize(("start", "best"), [(1.0, 0.0), (0.7, 1.0)])
+def test_the_best_noise_is_chosen_on_validation_rows(start, best, key):
+    """The score is that of N(0, 1): from there noise gains nothing, and a narrower start gains most from the
+    most noise. Quantiles instead of random rows, so that no row needs a search for modes."""
     transport = rf.sde.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)
     flow = rf.StochasticFlow(rf.sde.TransportSDE(transport), rf.Normal(jnp.zeros(1), start))
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(60, 1)))
+    rows = jnp.asarray(stats.norm.ppf((np.arange(100) + 0.5) / 100)[:, None])
     assert best_noise(flow, rows, key) == best
 
 
@@ -103,7 +103,7 @@ def test_a_budget_may_be_in_seconds_and_a_run_resumed_keeps_its_steps(key, tmp_p
 def test_smoothed_rows_have_the_noise_asked_for(key):
     """Two widths, 0.3 and 2, around the rows, none of it on what is given."""
     rows = jnp.array([[1.0, 2.0, 3.0]])
-    drawn = Smoothed(rows, 0.3, 0.1, context=1).sample(key=key, shape=(40_000,))
+    drawn = Smoothed(rows, 0.3, 0.1, num_given=1).sample(key=key, shape=(40_000,))
     np.testing.assert_array_equal(drawn[:, 2], 3.0)
     noise = drawn[:, :2] - rows[:, :2]
     np.testing.assert_allclose(jnp.var(noise, axis=0), 0.9 * 0.3**2 + 0.1 * 2**2, rtol=0.05)
@@ -290,7 +290,7 @@ def test_samples_of_any_shape(fitted, key):
     assert fitted.model.sample(key=key, shape=(3, 0)).shape == (3, 0, 2)
     assert fitted.model.flow.sample(key=key, shape=0).shape == (0, 2)
     for shape in (-1, (2, -1), 2.5):
-        with pytest.raises(ValueError, match="shape must be a tuple of whole numbers that are not negative"):
+        with pytest.raises(ValueError, match="shape must be a tuple of non-negative whole numbers"):
             fitted.model.sample(key=key, shape=shape)
         with pytest.raises(ValueError, match="shape must be a tuple"):
             fitted.model.flow.sample(key=key, shape=shape)

@@ -123,13 +123,14 @@ def gaussian_end(hurst, rate, scale, horizon, cells=1500):
 def test_density_of_a_fractional_ornstein_uhlenbeck_process(driver, key):
     horizon, rate, scale = 1.5, 1.2, 0.7
     sde = rf.StratonovichSDE(lambda t, z: -rate * z, lambda t, z: jnp.full((1, 1), scale))
-    steps = rf.FixedGrid(steps=48)
+    steps = rf.FixedGrid(steps=24)
     base = rf.Normal(jnp.full(1, 0.3), 0.4)
     flow = rf.StochasticFlow(sde, base, t1=horizon, driver=driver, integrator=steps)
     variance = gaussian_end(driver.hurst, rate, scale, horizon) + np.exp(-2 * rate * horizon) * 0.16
     end = stats.norm(0.3 * np.exp(-rate * horizon), np.sqrt(variance))
     x = end.ppf(np.array([0.001, 0.2, 0.5, 0.9]))[:, None]
-    got = flow.log_prob(x, key=key, estimator=rf.PullBack(1024, rf.Laplace()))
+    # Exact for a linear SDE, whatever the number of paths.
+    got = flow.log_prob(x, key=key, estimator=rf.PullBack(64, rf.Laplace()))
     np.testing.assert_allclose(got, end.logpdf(x[:, 0]), atol=5e-3)
 
 
@@ -154,15 +155,6 @@ def test_paths_too_rough_for_the_theorem_are_refused():
     flow(lambda t, z: z[:, None])
 
 
-def test_the_number_of_components_is_checked(key):
-    driver = rf.driver.Correlated(rf.Legendre(4), [[1.0, 0.5], [0.5, 1.0]])
-    sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(3))
-    with pytest.raises(ValueError, match=r"Correlated has 2 components, but the diffusion has 3 columns"):
-        rf.StochasticFlow(sde, rf.Normal(jnp.zeros(3)), driver=driver)
-    with pytest.raises(ValueError, match=r"Correlated has 2 components"):
-        driver.sample(key=key)
-
-
 @pytest.mark.parametrize("hurst", [0.0, 1.0, -0.2, np.nan])
 def test_wrong_exponents_are_refused(hurst, key):
     for make in (
@@ -177,8 +169,6 @@ def test_wrong_exponents_are_refused(hurst, key):
 def test_wrong_parts_are_refused():
     with pytest.raises(ValueError, match="clock must increase"):
         rf.driver.TimeChanged(rf.Legendre(2), lambda s: 2 * s)
-    with pytest.raises(ValueError, match="correlation must be a positive definite matrix"):
-        rf.driver.Correlated(rf.Legendre(2), [[1.0, 2.0], [2.0, 1.0]])
     with pytest.raises(ValueError, match="covariance must be positive semi-definite"):
         rf.driver.GaussianDriver(lambda s, t: -s * t, 2).integrals(jnp.ones(()))
 
@@ -187,7 +177,7 @@ def test_a_flow_with_a_fractional_driver_is_saved(tmp_path, key):
     sde = rf.StratonovichSDE(rf.MLP(1, 1, key=key), rf.ConstantDiffusion(jnp.eye(1)))
     for driver in (
         rf.FractionalBrownian(0.4, 3),
-        rf.driver.Correlated(rf.driver.FractionalLegendre(0.7, 3), [[2.0]]),
+        rf.driver.FractionalLegendre(0.7, 3),
     ):
         flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=driver)
         rf.save(tmp_path / "flow.rf", flow)
@@ -253,7 +243,8 @@ def test_a_hurst_exponent_is_estimated(key):
 
 
 def test_without_memory_the_likelihood_is_that_of_transitions(key):
-    times, x = 0.1 * np.arange(50), np.sin(np.arange(50.0) ** 2)
+    # As many values as above, so that both tests share their programs.
+    times, x = 0.05 * np.arange(401), np.sin(np.arange(401.0) ** 2)
     whole = rf.fit_sde(rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, 0.5), times, x, key=key).likelihood
     free = whole.parameters.to_free(np.array([1.3, 0.2, 0.6, 0.5]))
     known = rf.series_likelihood(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6), times, x, key=key)

@@ -128,7 +128,7 @@ def test_minibatches_are_right_on_average_and_reach_the_posterior(key):
         lambda z: -0.5 * z @ z, lambda z, y: -0.5 * (y - z[0]) ** 2, data, batch_size=20
     )
     z = jnp.array([0.4])
-    guesses = jax.vmap(lambda k: target.draw(k)(z))(jax.random.split(key, 4000))
+    guesses = jax.vmap(lambda k: target.draw(key=k)(z))(jax.random.split(key, 4000))
     np.testing.assert_allclose(guesses.mean(), target(z), atol=4 * float(guesses.std()) / 4000**0.5)
     assert guesses.std() > 1
     chain = rf.sample_chain(

@@ -67,7 +67,7 @@ def test_a_class_that_has_moved_is_known_by_its_name(tmp_path):
     assert isinstance(rf.load(file, classes=[Pull]), Pull)
 
 
-OLD_FLOWS = ("mlp_full", "restoring", "diagonal", "proportional", "no_noise", "fitted")
+OLD_FLOWS = ("mlp_full", "restoring", "diagonal", "no_noise", "fitted")
 
 
 def old_flow(name):
@@ -106,9 +106,15 @@ def test_parts_of_models_of_version_0_1_0_load():
     assert isinstance(rf.load(FILES / "amortised.rf"), rf.Amortised)
 
 
-def test_an_estimator_that_is_gone_is_named():
-    with pytest.raises(ValueError, match=r"^[^\n]*holds [^\n]*Endpoint, which the installed roughflow lacks"):
-        rf.load(FILES / "endpoint.rf")
+@pytest.mark.parametrize(
+    ("name", "removed"), [("endpoint", "Endpoint"), ("proportional", "ProportionalDiffusion")]
+)
+def test_a_removed_class_is_named(name, removed):
+    told = (
+        rf"^[^\n]*holds [^\n]*{removed}[A-Za-z]*, which the installed roughflow lacks \(see faq: loading\)$"
+    )
+    with pytest.raises(ValueError, match=told):
+        rf.load(FILES / f"{name}.rf")
 
 
 def test_samplers_and_targets_of_version_0_1_0_load():

@@ -101,49 +101,6 @@ def test_a_tilted_mixture_has_the_precision_of_a_plane_seen_along_the_start():
         np.testing.assert_allclose(log_prob(distribution, omega)[i], truth, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("three", marks=pytest.mark.slow), "three, with the prior", "learned"]
-)
-def test_a_move_along_a_component_keeps_its_distribution(name, key):
-    """Draws of the whole distribution, reweighted by the ratio that the move returns, still follow the
-    distribution: E of the ratio times q(ω′)/q(ω) is one, and so is a mean under it."""
-    distribution = MIXTURES[name]()
-    keys = jax.random.split(key)
-    both = [noise(k, distribution, 50_000) for k in keys]
-
-    @jax.jit
-    def move(distribution, first, second):
-        omega = distribution.sample(first)
-        moved, ratio = distribution.autoregress(omega, second, jnp.full((BATCH, 50_000, 1), 0.6))
-        return omega, moved, distribution.log_prob(moved) - distribution.log_prob(omega) + ratio
-
-    omega, moved, log_ratio = move(distribution, *both)
-    assert np.all(np.abs(moved - omega) > 0)
-    accept = np.exp(np.minimum(log_ratio, 0))
-    # Metropolis and Hastings: the mean of any f after the move is that before it.
-    for f in (
-        lambda a: a[..., 0],
-        lambda a: jnp.sum(a**2, axis=-1),
-        lambda a: jnp.cos(a[..., 0] + 2 * a[..., 1]),
-    ):
-        change = accept * (f(moved) - f(omega))
-        error = change.std(axis=1) / np.sqrt(change.shape[1])
-        assert np.all(np.abs(change.mean(axis=1)) < 4 * error)
-        assert np.all(error < 0.02)
-
-
-def test_a_mixture_of_one_component_accepts_every_move_along_it(key):
-    """Nothing but that component is to be kept."""
-    distribution = mixture(1)
-    omega = distribution.sample(noise(key, distribution, 50))
-    moved, ratio = distribution.autoregress(
-        omega, noise(jax.random.key(1), distribution, 50), jnp.full((BATCH, 50, 1), 0.3)
-    )
-    np.testing.assert_allclose(
-        log_prob(distribution, moved) - log_prob(distribution, omega) + ratio, 0, atol=1e-10
-    )
-
-
 def test_a_share_of_the_prior_bounds_the_weights(key):
     """Nowhere is the distribution less than that share of the prior."""
     distribution = mixture(3, scale=0.05).with_prior(0.3)

@@ -78,7 +78,7 @@ NETWORKS = [
 def test_networks_are_made_alike():
     """What it is for, then width, depth and activation; the rest by keyword."""
     taking = {n for n, v in public().items() if "width" in str(_signature(v))}
-    assert taking - {"fit_density", "tune_sampler"} == set(NETWORKS)
+    assert taking - {"FlowOptions", "tune_sampler"} == set(NETWORKS)
     for name in NETWORKS:
         parameters = _signature(public()[name]).parameters
         placed = [p for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]

@@ -44,7 +44,7 @@ def page(tmp_path_factory):
         csv.writer(file).writerows([NAMES, *rows])
     command = ["fit", str(data), "--out", f"{folder}/m.rf", "--report", f"{folder}/page.html", *TINY]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "COLUMNS", SHOWN)
+        patch.setattr(report, "MAX_COLUMNS", SHOWN)
         assert main([*command, "--seed", "3"]) == 0
     assert sorted(file.name for file in folder.iterdir()) == ["a & b.csv", "m.rf", "page.html"]
     return (folder / "page.html").read_text(encoding="utf-8")

@@ -91,7 +91,6 @@ def test_sdes_are_told_in_their_notation(key):
     drift, noise = (lambda t, z: -z), (lambda t, z: z[:, None])
     assert line(rf.StratonovichSDE(drift, noise)) == "dZ = μ(t, Z) dt + σ(t, Z) ∘ dB"
     assert line(rf.ItoSDE(drift, rf.ConstantDiffusion(jnp.eye(2)))) == "dZ = μ(t, Z) dt + σ dB"
-    assert line(rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(0.1))).endswith("+ 0.1 diag(μ(t, Z)) dB")
     assert line(rf.ItoSDE(drift, rf.sde.FadingDiffusion(noise, 2.0))).endswith("+ (1 − t/2)^0.5 Σ(t, Z) dB")
     target = lambda z: -0.5 * z @ z
     assert "∇log p" in line(rf.overdamped_langevin(target, 2))
@@ -114,7 +113,7 @@ def test_a_model_of_a_table_names_its_columns(key):
     bounded = rf.tables.Marginals(knots, knots, knots + 1, np.array([0.0, -np.inf]), np.array([1.0, 3.0]))
     told = repr(dataclasses.replace(model, marginals=bounded))
     assert "0 < length < 1, width < 3" in told
-    given = repr(dataclasses.replace(model, context=1))
+    given = repr(dataclasses.replace(model, num_given=1))
     assert "density of 1 column " in given
     assert ["given", "width"] in [line.split() for line in given.splitlines()]
     assert "x1, x2" in repr(dataclasses.replace(model, columns=()))

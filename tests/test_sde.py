@@ -249,53 +249,6 @@ def test_a_sampled_correction_that_would_change_the_distribution_is_not_taken(ke
         flow.log_prob_given_path(jnp.zeros((2, 3)), flow.sample_path(key=key))
 
 
-# --------------------------------------------------------------- noise in proportion to the drift
-
-
-def test_proportional_diffusion_is_scale_times_the_drift(key):
-    drift = rf.MLP(3, 3, 8, 1, key=key)
-    sde = rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(0.3))
-    z = points(3, key, 1)[0]
-    np.testing.assert_allclose(noise_matrix(sde.noise(T0, z)), 0.3 * jnp.diag(drift(T0, z)), rtol=1e-12)
-    leaves = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array))
-    assert len(leaves(sde)) == len(leaves(drift)) + 1
-
-
-def tied(drift, scale):
-    return rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(scale))
-
-
-def by_hand(drift, scale):
-    return rf.ItoSDE(drift, lambda t, z: scale * jnp.diag(drift(t, z)))
-
-
-def test_proportional_diffusion_stays_tied_to_the_drift(key):
-    """The gradient counts the drift in all three places: drift, noise, correction."""
-    z = points(2, key)
-
-    def objective(parameters, make):
-        sde = make(*parameters)
-        drift = at_points(rf.to_stratonovich(sde).drift, z)
-        noise = at_points(lambda t, y: noise_matrix(sde.noise(t, y)), z)
-        return jnp.sum(jnp.sin(drift)) + jnp.sum(jnp.exp(noise))
-
-    parameters = (rf.MLP(2, 2, 8, 1, key=key), jnp.asarray(0.3))
-    value_and_grad = eqx.filter_jit(eqx.filter_value_and_grad(objective))
-    one, two = (value_and_grad(parameters, make) for make in (tied, by_hand))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_flow_with_proportional_diffusion_is_the_one_written_by_hand(key):
-    drift = rf.MLP(2, 2, 8, 1, key=key)
-    grid = rf.FixedGrid(diffrax.Heun(), steps=4)
-    values = []
-    for make in (tied, by_hand):
-        flow = rf.StochasticFlow(make(drift, jnp.asarray(0.3)), rf.Normal(jnp.zeros(2)), integrator=grid)
-        values.append(flow.log_prob_given_path(points(2, key), flow.sample_path(key=key)))
-    np.testing.assert_allclose(values[0], values[1], rtol=1e-12)
-
-
 # --------------------------------------------------------------------------------- networks
 
 

@@ -291,7 +291,7 @@ def test_transitions_out_of_the_state_space_and_of_other_shapes_are_refused(key)
             np.arange(4),
             np.ones(4) + 0.1 * np.arange(4),
             key=key,
-            domains={"tau": rf.series.Domain(low=0.0)},
+            domains={"tau": rf.series.Domain(lower=0.0)},
         )
     with pytest.raises(ValueError, match="must be even"):
         rf.transition.Effort(2, 3, 2)
@@ -353,7 +353,7 @@ def test_a_fit_with_transitions_that_are_too_long_says_so(key):
     values = np.array([-1.0, 1.0, -1.0, 1.0, -0.9, 0.9])
     well = rf.ParametricSDE(lambda t, x, p: x - x**3, lambda t, x, p: p["s"] * jnp.eye(1), {"s": 0.7})
     options = {
-        "domains": {"s": rf.series.Domain(low=0.0)},
+        "domains": {"s": rf.series.Domain(lower=0.0)},
         "effort": rf.transition.Effort(4, 16, 8),
         "num_starts": 1,
     }

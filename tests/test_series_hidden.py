@@ -110,7 +110,6 @@ def test_a_fit_with_inputs_has_the_states_of_the_dense_posterior():
         (np.full((9, 2), np.nan), {}, "values are all missing"),
         (None, {"inputs": (np.zeros(1), np.ones(1))}, "inputs must cover the series"),
         (None, {"initial": "steady"}, "initial must be"),
-        (None, {"observe": lambda t, x: 1.0}, "distribution with log_prob"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(values, options, message):
@@ -119,3 +118,10 @@ def test_bad_input_is_refused_in_one_line(values, options, message):
     with pytest.raises((ValueError, TypeError), match=message) as error:
         rf.fit_sde(sde, times[:9], values, key=KEY, **options)
     assert "\n" not in str(error.value)
+
+
+def test_hidden_components_of_a_nonlinear_sde_are_refused():
+    """And not estimated around states that a search may have missed."""
+    values = np.column_stack([np.sin(np.arange(9.0)), np.full(9, np.nan)])
+    with pytest.raises(ValueError, match="^hidden components and missing cells require a linear SDE"):
+        rf.series_likelihood(rf.FitzHughNagumo(0.1, 0.0, 1.5, 0.8, 0.5, 0.3), np.arange(9.0), values, key=KEY)

@@ -184,7 +184,7 @@ def network_drift(key):
 def test_scores_of_many_parameters_are_those_of_few(key):
     """They go backwards, one by one; the sum of them against a difference of the likelihood."""
     sde, effort = network_drift(key), rf.transition.Effort(1, 2, 1)
-    parameters = Parameters.of(sde, {"sigma": rf.series.Domain(low=0.0)})
+    parameters = Parameters.of(sde, {"sigma": rf.series.Domain(lower=0.0)})
     (series,) = panel(TIMES[:8], 10 * RATE[:8])
     held = parameters.penalties({"network": 2.0})
     of_sde = SeriesLikelihood(series.transitions(), key, effort, None)
@@ -213,7 +213,7 @@ def test_a_network_finds_the_drift_within_its_bands(key):
         [0.2 * np.arange(len(one)) for one in values],
         values,
         penalty={"network": 0.3},
-        domains={"sigma": rf.series.Domain(low=0.0)},
+        domains={"sigma": rf.series.Domain(lower=0.0)},
         num_starts=1,
         effort=rf.transition.Effort(2, 4, 3),
         tolerance=0.5,

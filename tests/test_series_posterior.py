@@ -89,7 +89,7 @@ def test_a_likelihood_of_exact_transitions_refuses_an_sde_without(series, key):
 
 
 @pytest.mark.parametrize(
-    "domain", [Domain(), Domain(low=-1.0), Domain(high=2.0), Domain(-1.0, 3.0)], ids=repr
+    "domain", [Domain(), Domain(lower=-1.0), Domain(upper=2.0), Domain(-1.0, 3.0)], ids=repr
 )
 def test_the_slope_of_a_domain_is_that_of_its_map(domain):
     for free in (-1.3, 0.0, 2.1):
@@ -123,7 +123,7 @@ def test_samplers_agree_with_one_another_and_with_maximum_likelihood(series):
     kinds = {"kappa": (1.0, 0.5), "sigma": (0.4, 0.3)}
     prior = {name: numpyro.distributions.LogNormal(np.log(m), s) for name, (m, s) in kinds.items()}
     prior["mu"] = numpyro.distributions.Normal(0.1, 0.1)
-    domains = {"kappa": Domain(low=0.0)}
+    domains = {"kappa": Domain(lower=0.0)}
     result = rf.fit_sde(rf.OrnsteinUhlenbeck(*POINT), *series, key=jax.random.key(0), domains=domains)
 
     def model():

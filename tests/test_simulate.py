@@ -248,7 +248,7 @@ def test_euler_is_refused_on_a_random_path():
     with pytest.raises((TypeError, ValueError), match=r"Euler.*wrong equation") as caught:
         rf.FixedGrid(diffrax.Euler())
     assert "\n" not in str(caught.value)
-    with pytest.raises(TypeError, match="explicit Runge-Kutta"):
+    with pytest.raises(TypeError, match="explicit Runge–Kutta"):
         rf.FixedGrid(diffrax.Kvaerno5())
 
 

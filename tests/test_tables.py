@@ -56,7 +56,7 @@ def test_a_table_on_disk_keeps_copies_together(tmp_path):
     rows = np.repeat(rows_of(0, 300), 4, axis=0)
     pq.write_table(pa.table({"a": rows[:, 0], "b": rows[:, 1]}), tmp_path / "rows.parquet")
     rest, aside = rf.tables.ParquetTable(tmp_path / "rows.parquet").split(0.1, key=KEY)
-    left = rest.some(len(rest), np.random.default_rng(0))
+    left = rest.subsample(len(rest), np.random.default_rng(0))
     assert len(aside) == 120
     assert not {tuple(row) for row in left} & {tuple(row) for row in aside}
 
@@ -313,7 +313,7 @@ def test_noise_is_added_in_units_of_the_table(frame, fitted):
         (rows_of(0, 60) @ np.array([[1, 0, 1], [0, 1, 1]]), {}, "columns 0, 1, 2 are linearly dependent"),
         (rows_of(0, 60), {"width": 0}, "width must be a positive whole number, got 0"),
         (rows_of(0, 60), {"width": -3}, "width must be a positive whole number, got -3"),
-        (rows_of(0, 60), {"patience": -1}, "patience must be a whole number, not negative, got -1"),
+        (rows_of(0, 60), {"patience": -1}, "patience must be a non-negative whole number, got -1"),
         (rows_of(0, 60), {"columns": ("a", "a")}, "columns has the name 'a' twice"),
         (rows_of(0, 60), {"columns": "ab"}, "columns must be a list of names, got 'ab'"),
         (rows_of(0, 60), {"family": "normal"}, "family must be one of 'gaussian', 'marginals', 'flow'"),

@@ -159,5 +159,3 @@ def test_a_target_is_one_thing(key):
         rf.targeted_sde(lambda z: -z @ z)
     with pytest.raises(ValueError, match=r"^score must return shape \(2,\) .* got \(\)"):
         rf.targeted_sde(diffusion=noise, score=lambda z: -z @ z).drift(0.0, jnp.ones(2))
-    with pytest.raises(TypeError, match=r"^ProportionalDiffusion depends on the drift"):
-        rf.targeted_sde(lambda z: -z @ z, rf.sde.ProportionalDiffusion(0.1))

@@ -39,7 +39,7 @@ def turned_places(dt, count, seed=0):
 
 def test_the_density_a_short_while_after_a_point_starts_a_flow(key):
     first, error = short_time(TURNED, jnp.asarray(START), 1.0)
-    span = float(first.span)
+    span = float(first.dt)
     assert error < 0.02
     assert 0.005 < span < 0.2
     # Itself, near and far: with the functions that noises which do not commute ask for it is off by `error`.

@@ -266,8 +266,6 @@ def test_what_cannot_be_is_refused(key):
         rf.sde.FadingDiffusion(swirling, power=0.25)
     with pytest.raises(ValueError, match=r"^the transport ends at t1 = 2.0, but its noise fades until 1.0"):
         rf.sde.TransportSDE(TRANSPORTS["normal"], rf.sde.FadingDiffusion(swirling))
-    with pytest.raises(TypeError, match=r"^ProportionalDiffusion depends on the drift"):
-        rf.with_noise(flow_of(None), rf.sde.ProportionalDiffusion(0.1))
 
 
 def test_a_velocity_network_starts_as_that_of_a_normal_distribution_and_its_waves_are_given(key):
@@ -275,7 +273,7 @@ def test_a_velocity_network_starts_as_that_of_a_normal_distribution_and_its_wave
     z = jax.random.normal(key, (3,))
     s = 0.4 / T
     np.testing.assert_allclose(network(0.4, z), (2 * s - 1) / ((1 - s) ** 2 + s**2) * z / T, rtol=1e-12)
-    half = rf.sde.VelocityNetwork(2, width=8, depth=2, num_features=5, context=1, key=key)
+    half = rf.sde.VelocityNetwork(2, width=8, depth=2, num_features=5, num_given=1, key=key)
     assert half(0.4, z).shape == (3,)
     assert half(0.4, z)[2] == 0
     awake = eqx.tree_at(lambda n: n.network.weights[-1], network, replace_fn=lambda w: w + 1)

@@ -116,14 +116,6 @@ def test_flow_chains_keep_their_distribution_in_unequal_units(key):
         assert kolmogorov(values, lambda v: np.asarray(jax.scipy.stats.norm.cdf(v))) < 0.0163
 
 
-def test_a_target_without_curvature_can_be_warmed_up(key):
-    """−Σ|z|, whose Hessian is zero: its mean distance from zero is one."""
-    sampler, z = rf.warm_up(lambda z: -jnp.sum(jnp.abs(z)), jnp.ones((64, 2)), key=key, num_steps=400)
-    assert jnp.all(jnp.isfinite(z))
-    assert 0.6 < jnp.mean(jnp.abs(z)) < 1.5
-    assert sampler.dt > 0
-
-
 def tune(key, target=CAUCHY, d=1, **settings):
     z0 = jax.random.normal(key, (16, d))
     return rf.tune_sampler(target, z0, key=key, width=8, progress=False, **grouped(settings))
@@ -159,43 +151,58 @@ def test_tuning_cut_in_two_ends_where_the_whole_does(key, tmp_path, interrupt_wh
 
 
 class Landscape(eqx.Module):
-    """A far hill, or a funnel: an array says which, so that one program serves both."""
+    """A far hill, a funnel, a cone or two modes: an array says which, so that one program serves all."""
 
-    is_hill: jax.Array
+    kind: jax.Array
 
     def __call__(self, z):
-        funnel = -0.5 * z[0] ** 2 / 9 - 0.5 * jnp.sum(z[1:] ** 2) * jnp.exp(-z[0]) - 2 * z[0]
-        return jnp.where(self.is_hill, -0.5 * jnp.sum((z - 1e3) ** 2), funnel)
+        mode = lambda centre, share: jnp.log(share) - 0.5 * jnp.sum((z - centre) ** 2)
+        hill = mode(1e3, 1.0)
+        width = jnp.exp(jnp.clip(z[0], -30, 30))  # finite, as the gradients of all kinds are taken
+        funnel = -0.5 * z[0] ** 2 / 9 - 0.5 * jnp.sum(z[1:] ** 2) / width - 2 * z[0]
+        return jnp.stack([hill, funnel, -jnp.sum(jnp.abs(z)), jnp.logaddexp(mode(6, 0.3), mode(-6, 0.7))])[
+            self.kind
+        ]
+
+
+HILL, FUNNEL, CONE, TWO_MODES = (Landscape(jnp.array(kind)) for kind in range(4))
+
+
+def warmed_up(target, start, key):
+    return rf.warm_up(target, start, key=key, num_steps=40)
 
 
 def test_climbing_stops_where_the_mass_is(key):
     """The top of a funnel is far below its mass: chains must not begin there; on a far hill they must."""
-    start = jax.random.normal(key, (8, 5))
-    _, z = rf.warm_up(Landscape(jnp.array(False)), start, key=key, num_steps=40)
+    start = jax.random.normal(key, (64, 5))
+    _, z = warmed_up(FUNNEL, start, key)
     assert jnp.all(jnp.abs(z[:, 0]) < 10)  # its top is at z₀ = −18
-    with pytest.warns(UserWarning, match=r"^8 of 8 starting points z0 "):
-        _, z = rf.warm_up(Landscape(jnp.array(True)), start, key=key, num_steps=40)
+    with pytest.warns(UserWarning, match=r"^64 of 64 starting points z0 "):
+        _, z = warmed_up(HILL, start, key)
     assert jnp.all(jnp.abs(z - 1e3) < 6)
 
 
-def two_modes(z):
-    """0.3 N(6, I) + 0.7 N(−6, I)."""
-    mode = lambda centre, share: jnp.log(share) - 0.5 * jnp.sum((z - centre) ** 2)
-    return jnp.logaddexp(mode(6, 0.3), mode(-6, 0.7))
+def test_a_target_without_curvature_can_be_warmed_up(key):
+    """−Σ|z|, whose Hessian is zero: its mean distance from zero is one."""
+    sampler, z = warmed_up(CONE, jnp.ones((64, 5)), key)
+    assert jnp.all(jnp.isfinite(z))
+    assert 0.6 < jnp.mean(jnp.abs(z)) < 1.5
+    assert sampler.dt > 0
 
 
 def test_starting_points_in_two_modes_are_kept_and_r_hat_shows_both(key):
+    """0.3 N(6, I) + 0.7 N(−6, I)."""
     side = jnp.where(jnp.arange(64) < 32, 1.0, -1.0)[:, None]
-    start = 6 * side + jax.random.normal(key, (64, 2))
+    start = 6 * side + jax.random.normal(key, (64, 5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sampler, z = rf.warm_up(two_modes, start, key=key, num_steps=40)
+        sampler, z = warmed_up(TWO_MODES, start, key)
     assert 0.25 < np.mean(np.asarray(z) > 0) < 0.6  # a few have moved towards the truth, 0.3
     chain = rf.sample_chain(sampler, z, key=key, num_steps=20)
     assert float(repr(chain).splitlines()[2].split()[-1]) > 1.5
     # From far away they are moved: to both modes, by their mass, and not unnoticed.
     with pytest.warns(UserWarning, match=r"^64 of 64 starting points z0 .* were replaced") as caught:
-        _, z = rf.warm_up(two_modes, 1e3 * start, key=key, num_steps=40)
+        _, z = warmed_up(TWO_MODES, 1e3 * start, key)
     assert caught[0].filename == __file__
     assert np.all(np.abs(np.abs(z) - 6) < 5)
     assert 0.1 < np.mean(np.asarray(z) > 0) < 0.5

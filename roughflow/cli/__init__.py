@@ -24,7 +24,9 @@ def program() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors are reported in one line, without a traceback."""
     if sys.stdout is None:  # closed by the parent process
-        return _tell(Refused("standard output is closed: open it, or redirect it to a file"), BAD_INPUT)
+        return _report_error(
+            Refused("standard output is closed: open it, or redirect it to a file"), BAD_INPUT
+        )
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
@@ -39,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return TERMINATED if isinstance(pressed, Terminated) else INTERRUPTED
     # The library raises ValueError for bad arguments and RuntimeError for failed solves.
     except (Refused, ValueError, OSError) as error:
-        return _tell(error, BAD_INPUT)
+        return _report_error(error, BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
-        return _tell(error, FAILED)
+        return _report_error(error, FAILED)
 
 
 def _run(argv: list[str]) -> int:
@@ -88,7 +90,7 @@ def _check_devices(arguments: argparse.Namespace) -> None:
         raise Refused(str(error)) from None
 
 
-def _tell(error: BaseException, code: int) -> int:
+def _report_error(error: BaseException, code: int) -> int:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     print(f"roughflow: error: {lines[0]}", file=sys.stderr)
     return code

@@ -61,8 +61,8 @@ def as_bounds(text: str) -> dict[str, tuple[float | None, float | None]]:
             raise ValueError
         limits = tuple(float(limit) if limit.strip() else None for limit in (low, high))
         if limits[0] is not None and limits[1] is not None and not limits[0] < limits[1]:
-            told = "are reversed" if limits[0] > limits[1] else "are empty"
-            raise argparse.ArgumentTypeError(f"the bounds {part} {told}, got {text!r}")
+            problem = "are reversed" if limits[0] > limits[1] else "are empty"
+            raise argparse.ArgumentTypeError(f"the bounds {part} {problem}, got {text!r}")
         return limits  # pyright: ignore
 
     return _by_column(text, limits, "share=0:1,income=0:")
@@ -320,13 +320,13 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
     add = lambda option, kind, default, text: parser.add_argument(
         option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
-    told = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
-    told("--smoothing", as_not_negative, "noise on rows during training; default: 0.3 for few rows, else 0")
-    told("--outliers", as_share, "fraction of rows with large noise; default: 0.02 from four columns on")
-    told("--steps", as_count, "steps of the regression; default: 20000, fewer for few rows")
-    told("--likelihood-steps", as_whole_number, "steps of the likelihood; default: 100, 60 or 0")
-    told("--seconds", as_positive, "time for both stages, after compilation, instead of steps")
-    told("--width", as_count, "width of the network; default: 128, or 256 from 20,000 rows on")
+    number = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
+    number("--smoothing", as_not_negative, "noise on rows during training; default: 0.3 for few rows, else 0")
+    number("--outliers", as_share, "fraction of rows with large noise; default: 0.02 from four columns on")
+    number("--steps", as_count, "steps of the regression; default: 20000, fewer for few rows")
+    number("--likelihood-steps", as_whole_number, "steps of the likelihood; default: 100, 60 or 0")
+    number("--seconds", as_positive, "time for both stages, after compilation, instead of steps")
+    number("--width", as_count, "width of the network; default: 128, or 256 from 20,000 rows on")
     add("--depth", as_count, 3, "depth of the network")
     add("--batch-size", as_count, 512, "rows per step of the regression")
     add("--learning-rate", as_positive, 2e-3, "learning rate of the regression")
@@ -452,8 +452,7 @@ def _devices(parser: argparse.ArgumentParser) -> None:
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:
-    told = "random seed; default: 0"
-    parser.add_argument("--seed", type=as_seed, default=0, metavar="N", help=told)
+    parser.add_argument("--seed", type=as_seed, default=0, metavar="N", help="random seed; default: 0")
 
 
 def _resume(parser: argparse.ArgumentParser, out: str) -> None:

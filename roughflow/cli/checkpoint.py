@@ -24,7 +24,7 @@ from .files import table_bytes
 from .process import INTERRUPTED, Refused
 
 # Options that may differ when a run is resumed.
-FREE = frozenset(
+UNCOMPARED_OPTIONS = frozenset(
     {"command", "argv", "data", "table", "model", "out", "noise_out", "report", "resume", "force", "quiet"}
     | {"draws", "thin", "devices", "join"}
 )
@@ -42,9 +42,9 @@ def rows_of(checkpoint: Path) -> Path:
 @contextlib.contextmanager
 def alone(arguments: argparse.Namespace) -> Iterator[None]:
     """Refuse to write a file that another run is writing. Keep notes only of a run that can be resumed."""
-    told = f"another run is writing {arguments.out}: wait for it, or choose another --out{see('two-runs')}"
+    message = f"another run is writing {arguments.out}: wait for it, or choose another --out{see('two-runs')}"
     checkpoint = checkpoint_of(arguments.out)
-    with file_lock(arguments.out, told):
+    with file_lock(arguments.out, message):
         try:
             yield
         finally:
@@ -68,7 +68,7 @@ def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
     before, now = json.loads(notes.read_text(encoding="utf-8")), _options(arguments)
     for name in now:
         if before.get(name) != now[name]:
-            was, given = (_told(name, options.get(name)) for options in (before, now))
+            was, given = (_option_text(name, options.get(name)) for options in (before, now))
             raise Refused(
                 f"{checkpoint} holds a run {was}, this one is {given}: use the same options to resume, or "
                 f"--force to start again{see('checkpoints')}"
@@ -91,9 +91,9 @@ def remove(checkpoint: Path) -> None:
 
 def stopped(arguments: argparse.Namespace, checkpoint: Path, what: str) -> int:
     again = [word for word in arguments.argv if word != "--resume"]
-    tell = f"roughflow: {what}, saved in {checkpoint}; continue with: "
+    message = f"roughflow: {what}, saved in {checkpoint}; continue with: "
     if checkpoint.exists():
-        print(tell + shlex.join(["roughflow", *again, "--resume"]), file=sys.stderr)
+        print(message + shlex.join(["roughflow", *again, "--resume"]), file=sys.stderr)
     else:
         print(f"roughflow: {what} before anything was saved", file=sys.stderr)
     return INTERRUPTED
@@ -105,11 +105,11 @@ def _notes(checkpoint: Path) -> Path:
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """All options that a run depends on, except its data, for JSON."""
-    options = {name: value for name, value in vars(arguments).items() if name not in FREE}
+    options = {name: value for name, value in vars(arguments).items() if name not in UNCOMPARED_OPTIONS}
     return json.loads(json.dumps(options))
 
 
-def _told(name: str, value: Any) -> str:
+def _option_text(name: str, value: Any) -> str:
     option = "--" + name.replace("_", "-")
     if value is None:
         return f"without {option}"
@@ -118,7 +118,7 @@ def _told(name: str, value: Any) -> str:
     return f"with {option} {','.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-NOTED = ("chunks", "rows", "size", "digest")
+NOTE_FIELDS = ("chunks", "rows", "size", "digest")
 
 
 class KeptRows:
@@ -142,17 +142,17 @@ class KeptRows:
         for _ in range(self.chunks):
             next(seen, None)
         if self.chunks and self._last() != self.digest:
-            told = f"{self.checkpoint} belongs to another run: the table or the model has changed"
-            raise Refused(f"{told}; use the same to resume, or --force to start again{see('checkpoints')}")
+            message = f"{self.checkpoint} belongs to another run: the table or the model has changed"
+            raise Refused(f"{message}; use the same to resume, or --force to start again{see('checkpoints')}")
         return seen
 
     def resume(self) -> dict[str, Any]:
         """Resume from the checkpoint, and return its notes."""
         notes = json.loads(self.checkpoint.read_text(encoding="utf-8"))
-        self.chunks, self.rows, self.size, self.digest = (notes[name] for name in NOTED)
-        return notes["told"]
+        self.chunks, self.rows, self.size, self.digest = (notes[name] for name in NOTE_FIELDS)
+        return notes["extra" if "extra" in notes else "told"]  # the name before version 0.2
 
-    def add(self, columns: Sequence[np.ndarray], told: dict[str, Any]) -> None:
+    def add(self, columns: Sequence[np.ndarray], extra: dict[str, Any]) -> None:
         """Write one more chunk, with notes for a resumed run."""
         rows = rows_of(self.checkpoint)
         rows.parent.mkdir(parents=True, exist_ok=True)
@@ -168,8 +168,8 @@ class KeptRows:
         self.rows += len(columns[0])
         self.digest = self._read.popleft()
         with rf.files.whole_file(self.checkpoint) as draft:
-            notes = {name: getattr(self, name) for name in NOTED}
-            draft.write_text(json.dumps(notes | {"told": told}), encoding="utf-8")
+            notes = {name: getattr(self, name) for name in NOTE_FIELDS}
+            draft.write_text(json.dumps(notes | {"extra": extra}), encoding="utf-8")
 
     def finish(self) -> None:
         """Finish the table."""

@@ -14,17 +14,17 @@ from roughflow.faq import see
 
 from .process import BAD_INPUT, FAILED, Refused
 
-CORES = 256  # maximum number of devices of one CPU
-SILENT = 20  # seconds without a heartbeat after which a process is considered dead
+MAX_CPU_DEVICES = 256  # maximum number of devices of one CPU
+HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a process is considered dead
 # If one process dies, JAX may end the others at once, from a thread outside of Python. A small watchdog
 # process next to each waits for it to end, and prints an error if it ended irregularly.
-WITNESS = """
+WATCHDOG = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 if not sys.stdin.read():
     print(sys.argv[1], file=sys.stderr)
 """
-GONE = (
+PROCESS_ENDED = (
     "roughflow: error: another process of this run ended, so this one did too: restart all of them with "
     "--resume" + see("several-devices")
 )
@@ -38,7 +38,7 @@ def devices_of_cpu(count: int | None) -> None:
     """
     with contextlib.suppress(RuntimeError):
         if count is not None:
-            jax.config.update("jax_num_cpu_devices", min(count, CORES))
+            jax.config.update("jax_num_cpu_devices", min(count, MAX_CPU_DEVICES))
 
 
 @contextlib.contextmanager
@@ -47,7 +47,9 @@ def joined(process: tuple[str, int, int] | str | None) -> Iterator[None]:
     if process is None:
         yield
         return
-    witness = subprocess.Popen([sys.executable, "-ISc", WITNESS, GONE], stdin=subprocess.PIPE, text=True)
+    watchdog = subprocess.Popen(
+        [sys.executable, "-ISc", WATCHDOG, PROCESS_ENDED], stdin=subprocess.PIPE, text=True
+    )
     _meet(process)
     try:
         yield
@@ -57,7 +59,7 @@ def joined(process: tuple[str, int, int] | str | None) -> Iterator[None]:
         atexit.register(_end_process, BAD_INPUT if bad_input else FAILED)
         raise
     finally:
-        witness.communicate("in good order")
+        watchdog.communicate("in good order")
 
 
 def together() -> None:
@@ -70,12 +72,12 @@ def _meet(process: tuple[str, int, int] | str) -> None:
     names = ("coordinator_address", "process_id", "num_processes")
     where = {} if isinstance(process, str) else dict(zip(names, process, strict=True))
     try:
-        jax.distributed.initialize(**where, heartbeat_timeout_seconds=SILENT)  # pyright: ignore
+        jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)  # pyright: ignore
     except (ValueError, RuntimeError) as error:
-        told = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         remedy = "pass HOST:PORT,I,N, or start it with srun or mpirun"
         raise Refused(
-            f"--join cannot find the other processes ({told}): {remedy}{see('several-devices')}"
+            f"--join cannot find the other processes ({reason}): {remedy}{see('several-devices')}"
         ) from None
 
 

@@ -21,12 +21,12 @@ from .process import Refused
 from .tables import Series
 
 FIGURES, NUMBERS, FORECAST = "estimate.png", "estimate.json", "forecast.csv"
-SHARES = {"jacobi"}  # models of values between 0 and 1
-POSITIVE = {"gbm", "cir", "ckls", "cev"} | SHARES
-EFFORT = ("num_functions", "num_paths", "num_steps")
-TIE = 0.5  # difference of AIC below which models are tied
+UNIT_INTERVAL_MODELS = {"jacobi"}  # models of values between 0 and 1
+POSITIVE_MODELS = {"gbm", "cir", "ckls", "cev"} | UNIT_INTERVAL_MODELS
+EFFORT_FIELDS = ("num_functions", "num_paths", "num_steps")
+AIC_TIE = 0.5  # difference of AIC below which models are tied
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
-NUM_PATHS = 10_000  # of a forecast
+FORECAST_PATHS = 10_000
 KINDS: dict[str, type[rf.series.AbstractNamedSDE]] = {
     "brownian": rf.BrownianMotion,
     "gbm": rf.GeometricBrownianMotion,
@@ -87,7 +87,7 @@ def _forecast(
 ) -> dict[str, np.ndarray]:
     """Quantiles by name, at times as text."""
     key = jax.random.fold_in(jax.random.key(arguments.seed), 2)
-    options = {"num_paths": NUM_PATHS, "parameter_uncertainty": arguments.parameter_uncertainty}
+    options = {"num_paths": FORECAST_PATHS, "parameter_uncertainty": arguments.parameter_uncertainty}
     try:
         paths = result.forecast(ahead, key=key, **options)[..., 0]
     except ValueError as error:
@@ -138,8 +138,10 @@ def _write(
 def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedSDE | str:
     """The fit, or the reason why there is none."""
     times, values = series.observed()
-    if (name in POSITIVE and values.min() <= 0) or (name in SHARES and values.max() >= 1):
-        wanted = "between 0 and 1" if name in SHARES else "above 0"
+    if (name in POSITIVE_MODELS and values.min() <= 0) or (
+        name in UNIT_INTERVAL_MODELS and values.max() >= 1
+    ):
+        wanted = "between 0 and 1" if name in UNIT_INTERVAL_MODELS else "above 0"
         given = f"{values.min():g} to {values.max():g}"
         return f"values must lie {wanted}, but they range from {given}{see('series')}"
     key = jax.random.key(arguments.seed)
@@ -174,7 +176,7 @@ def _tied(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
         return {}
     least = next(iter(fits.values()))
     error = lambda r: 2 * (r.likelihood_error + least.likelihood_error)
-    return {name: r for name, r in fits.items() if r is least or r.aic - least.aic < TIE + error(r)}
+    return {name: r for name, r in fits.items() if r is least or r.aic - least.aic < AIC_TIE + error(r)}
 
 
 def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
@@ -188,8 +190,8 @@ def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
 
 def _whys(compared: dict[str, rf.FittedSDE | str]) -> list[tuple[str, str]]:
     """Remarks on models, by name."""
-    said = {name: r if isinstance(r, str) else r.warning for name, r in compared.items()}
-    return [(name, why) for name, why in said.items() if why]
+    remarks = {name: r if isinstance(r, str) else r.warning for name, r in compared.items()}
+    return [(name, why) for name, why in remarks.items() if why]
 
 
 def _comparison(compared: dict[str, rf.FittedSDE | str]) -> str:
@@ -231,7 +233,7 @@ def _numbers(arguments, series: Series, name: str, result: rf.FittedSDE, residua
         "correlation": result.correlation.tolist(),
         "converged": result.converged,
         "transitions": result.num_transitions,
-        "effort": None if effort is None else {part: getattr(effort, part) for part in EFFORT},
+        "effort": None if effort is None else {part: getattr(effort, part) for part in EFFORT_FIELDS},
         "log_likelihood_error": result.likelihood_error,
         "residuals": {"ljung_box": residuals.ljung_box, "uniformity": residuals.uniformity},
         "compared": [

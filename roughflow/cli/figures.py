@@ -13,7 +13,7 @@ def demo(arguments: argparse.Namespace) -> int:
     experiments = _experiments(arguments.out)
     steps = {} if arguments.steps is None else {"steps": arguments.steps, "likelihood_steps": 0}
     metrics = experiments.demo(arguments.out, seed=arguments.seed, progress=not arguments.quiet, **steps)
-    _tell(metrics, arguments.out)
+    _print_metrics(metrics, arguments.out)
     return 0
 
 
@@ -29,7 +29,7 @@ def reproduce(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
         )
         print(name)
-        _tell(metrics, arguments.out)
+        _print_metrics(metrics, arguments.out)
     return 0
 
 
@@ -42,12 +42,12 @@ def _experiments(out: Path) -> Any:
     return with_figures("roughflow.experiments")
 
 
-def _tell(metrics: dict[str, Any], out: Path, indent: str = "") -> None:
+def _print_metrics(metrics: dict[str, Any], out: Path, indent: str = "") -> None:
     """Metrics by name, one per line; nested ones are indented."""
     for name, value in metrics.items():
         if isinstance(value, dict):
             print(f"{indent}{name}")
-            _tell(value, out, indent + "  ")
+            _print_metrics(value, out, indent + "  ")
         else:
             print(f"{indent}{name:<24} {f'{value:.4f}' if isinstance(value, float) else value}")
     if not indent:

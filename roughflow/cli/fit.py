@@ -39,7 +39,7 @@ def report(
     arguments: argparse.Namespace,
     fitted: rf.FittedDensity,
     data: np.ndarray,
-    said: Sequence[str],
+    notes: Sequence[str],
     seconds: float,
 ) -> None:
     from roughflow.report import write_report
@@ -56,7 +56,7 @@ def report(
             "seed": str(arguments.seed),
             "seconds": f"{seconds:.1f}",
         },
-        notes=said,
+        notes=notes,
     )
 
 
@@ -69,7 +69,7 @@ class FitRows:
     `on_disk`; and the group of each row, if there are groups."""
 
     columns: tuple[str, ...]
-    context: int
+    num_given: int
     total: int
     rows: np.ndarray
     groups: np.ndarray | None = None
@@ -79,8 +79,8 @@ class FitRows:
         """The arguments of `rf.fit_density` for these rows."""
         if self.on_disk is not None:
             return {"data": self.on_disk, "columns": self.columns}
-        own = len(self.columns) - self.context
-        given = self.rows[:, own:] if self.context else None
+        own = len(self.columns) - self.num_given
+        given = self.rows[:, own:] if self.num_given else None
         return {
             "data": self.rows[:, :own],
             "given": given,
@@ -95,8 +95,8 @@ def fit_rows(arguments: argparse.Namespace) -> FitRows:
     if large is not None:
         if group is not None:
             raise Refused(f"--groups needs a table that fits in memory, but {arguments.data} is too large")
-        some = large.some(SAMPLED_ROWS, np.random.default_rng(arguments.seed)).astype(float)
-        return FitRows(large.columns, large.context, len(large), some, on_disk=large)
+        some = large.subsample(SAMPLED_ROWS, np.random.default_rng(arguments.seed)).astype(float)
+        return FitRows(large.columns, large.num_given, len(large), some, on_disk=large)
     last = [*given, *([group] if group is not None else [])]
     table = arguments.table or read_table(arguments.data, wanted_columns(arguments))
     own = [name for name in table.columns if name not in last]
@@ -112,8 +112,8 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
     aside = 0 if fitted.held_out is None else len(fitted.held_out.rows)
     parts = f": {rows.total - aside} to train on, {aside} to validate on" if aside else ""
     print(f"rows        {rows.total}{parts}")
-    own = len(rows.columns) - rows.context
-    given = f" given {', '.join(rows.columns[own:])}" if rows.context else ""
+    own = len(rows.columns) - rows.num_given
+    given = f" given {', '.join(rows.columns[own:])}" if rows.num_given else ""
     print(f"columns     {', '.join(rows.columns[:own])}{given}")
     for stage, history in fitted.stages.items():
         skipped = f", {history.skipped} skipped" if history.skipped else ""
@@ -127,13 +127,13 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
         print(f"score       {score.mean:.4f} {error}")
         print(f"Gaussian    {score.gaussian:.4f}, gain {score.gain:.4f} ± {score.gain_error:.2g}")
         if fitted.family == "flow" and score.gain < 0:
-            told = "not better than the Gaussian: more rows, fewer columns or more steps may help"
-            print(f"            {told}{see('no-better-than-a-gaussian')}")
+            message = "not better than the Gaussian: more rows, fewer columns or more steps may help"
+            print(f"            {message}{see('no-better-than-a-gaussian')}")
     print(f"model       {out}")
 
 
 # Single precision has seven digits. A column whose mean is this many times its spread keeps fewer than three.
-FAR = 1e4
+MAX_MEAN_TO_SPREAD = 1e4
 
 
 def fit(arguments: argparse.Namespace) -> int:
@@ -159,14 +159,14 @@ def _run(arguments: argparse.Namespace) -> int:
     checkpoint = checkpoint_of(arguments.out)
     check_checkpoint(checkpoint, arguments)
     rows = fit_rows(arguments)
-    said: list[str] = []
-    _check_rows(arguments, rows, said)
+    notes: list[str] = []
+    _check_rows(arguments, rows, notes)
     begin(checkpoint, arguments)
     together()
     began = time.perf_counter()
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda text, *_: _warn(str(text), said)
+            warnings.showwarning = lambda text, *_: _warn(str(text), notes)
             fitted = _fit(arguments, rows, checkpoint)
         if fitted.interrupted:
             stage = list(fitted.stages)[-1]
@@ -182,18 +182,18 @@ def _run(arguments: argparse.Namespace) -> int:
     remove(checkpoint)
     summary(out, rows, fitted)
     if arguments.report is not None:
-        report(arguments, fitted, rows.rows, said, time.perf_counter() - began)
+        report(arguments, fitted, rows.rows, notes, time.perf_counter() - began)
         print(f"report      {arguments.report}")
     return 0
 
 
-def _warn(text: str, said: list[str]) -> None:
+def _warn(text: str, notes: list[str]) -> None:
     """Print warnings at once, with the names of the command line, and keep them for the report."""
     for name in ("given=", "groups=", "bounds=", "marginals=True of rf.tables.FlowOptions"):
         text = text.replace(f"({name})", f"(--{name.partition('=')[0]})")
     text = text.replace('rounding="auto"', "--rounding auto")
     print(f"roughflow: warning: {text}", file=sys.stderr)
-    said.append(text)
+    notes.append(text)
 
 
 def _free(out: Path, force: bool) -> Path:
@@ -202,8 +202,8 @@ def _free(out: Path, force: bool) -> Path:
         return out
     others = (out.with_stem(f"{out.stem}-{i}") for i in itertools.count(2))
     free = next(path for path in others if not path.exists())
-    told = f"{out} was written by another run: this model is saved as {free}{see('two-runs')}"
-    print(f"roughflow: warning: {told}", file=sys.stderr)
+    message = f"{out} was written by another run: this model is saved as {free}{see('two-runs')}"
+    print(f"roughflow: warning: {message}", file=sys.stderr)
     return free
 
 
@@ -236,7 +236,7 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
     )
 
 
-def _check_rows(arguments: argparse.Namespace, rows: FitRows, said: list[str]) -> None:
+def _check_rows(arguments: argparse.Namespace, rows: FitRows, notes: list[str]) -> None:
     """Refuse rows without a density, naming their columns; warn of columns with few significant digits."""
     path = table_name(arguments.data)
     if rows.total < 2:
@@ -249,9 +249,9 @@ def _check_rows(arguments: argparse.Namespace, rows: FitRows, said: list[str]) -
                 f"{path}: column {name!r} is always {column[0]:g}, so it has no density: drop it with "
                 f"--columns {others}{see('no-density')}"
             )
-        if abs(column.mean()) > FAR * spread and not jax.config.jax_enable_x64:  # pyright: ignore
+        if abs(column.mean()) > MAX_MEAN_TO_SPREAD * spread and not jax.config.jax_enable_x64:  # pyright: ignore
             _warn(
                 f"column {name!r} is {column.mean():g} ± {spread:g}: samples lose digits in single "
                 "precision; subtract a constant from it, or set JAX_ENABLE_X64=1" + see("few-digits"),
-                said,
+                notes,
             )

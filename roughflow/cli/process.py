@@ -27,10 +27,13 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, as sent by batch systems; ends a command as Ctrl-C does."""
 
 
-DAYS = 30  # that a compiled program is kept
-MEGABYTES = 500  # limit of the cache; the oldest programs are deleted first
+CACHE_DAYS = 30  # days for which an unused compiled program is kept
+CACHE_MEGABYTES = 500  # maximum size of the cache; the oldest programs are deleted first
 # By default JAX caches only programs that took a second to compile, but a command needs a hundred small ones.
-ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+CACHE_ALL_PROGRAMS = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 @contextlib.contextmanager
@@ -91,7 +94,7 @@ def keep_programs() -> None:
         return
     if os.access(folder, os.W_OK):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-        for name, value in ALL.items():
+        for name, value in CACHE_ALL_PROGRAMS.items():
             os.environ.setdefault(name, value)
 
 
@@ -113,13 +116,13 @@ def cache_folder() -> Path:
 
 def _processor() -> str:
     """A description of the processor: programs of different descriptions are not exchanged."""
-    told = f"{platform.machine()} {platform.processor()}"
+    model = f"{platform.machine()} {platform.processor()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return told
+        return model
     features = {line for line in lines if line.lower().startswith(("flags", "features"))}
-    return " ".join([told, *sorted(features)])
+    return " ".join([model, *sorted(features)])
 
 
 def _drop_old(folder: Path) -> None:
@@ -128,9 +131,9 @@ def _drop_old(folder: Path) -> None:
     for file in folder.iterdir():
         with contextlib.suppress(OSError):  # another process may have deleted it
             files.append((file.stat().st_mtime, file.stat().st_size, file))
-    room = MEGABYTES * 1e6
+    room = CACHE_MEGABYTES * 1e6
     for modified, size, file in sorted(files, reverse=True):
         room -= size
-        if room < 0 or time.time() - modified > DAYS * 86400:
+        if room < 0 or time.time() - modified > CACHE_DAYS * 86400:
             with contextlib.suppress(OSError):
                 file.unlink()

@@ -13,15 +13,15 @@ from roughflow.faq import see
 from .files import check_table, columns_of, is_array, read_model, write_npy, write_table
 from .process import Refused
 
-CHUNK = 2**16  # rows drawn at a time, to limit memory
+CHUNK_ROWS = 2**16  # rows drawn at a time, to limit memory
 
 
 def sample(arguments: argparse.Namespace) -> int:
     out = arguments.out
     check_table(out, "the samples", arrays=True, force=arguments.force, inputs=[arguments.model])
     model = read_model(arguments.model)
-    if model.context:
-        given = ", ".join(columns_of(model)[-model.context :])
+    if model.num_given:
+        given = ", ".join(columns_of(model)[-model.num_given :])
         raise Refused(
             f"{arguments.model} is conditional on {given}: draw from it in Python, model.sample(given=...)"
         )
@@ -38,16 +38,16 @@ def sample(arguments: argparse.Namespace) -> int:
     else:
         write_table(out, columns_of(model), (list(rows.T) for rows in blocks()))
     if escaped:
-        told = f"{escaped} of {arguments.count} samples escaped to infinity{see('escaped-samples')}"
-        print(f"roughflow: warning: {told}", file=sys.stderr)
+        message = f"{escaped} of {arguments.count} samples escaped to infinity{see('escaped-samples')}"
+        print(f"roughflow: warning: {message}", file=sys.stderr)
     return 0
 
 
 def _blocks(model: rf.tables.Standardised, count: int, key: jax.Array) -> Iterator[np.ndarray]:
-    if count <= CHUNK:
+    if count <= CHUNK_ROWS:
         yield np.asarray(model.sample(key=key, shape=(count,)))
         return
-    for i, first in enumerate(range(0, count, CHUNK)):
+    for i, first in enumerate(range(0, count, CHUNK_ROWS)):
         # All chunks have one size, and the last is cut, because another size would recompile.
-        rows = np.asarray(model.sample(key=jax.random.fold_in(key, i), shape=(CHUNK,)))
+        rows = np.asarray(model.sample(key=jax.random.fold_in(key, i), shape=(CHUNK_ROWS,)))
         yield rows[: count - first]

@@ -65,7 +65,7 @@ class Tally:
 
 
 COLUMNS = ("log_prob", "total_error", "effective_paths")
-CHUNK = 4096  # rows scored and written at a time, to limit memory
+CHUNK_ROWS = 4096  # rows scored and written at a time, to limit memory
 
 
 def score(arguments: argparse.Namespace) -> int:
@@ -77,10 +77,10 @@ def score(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         raise Refused("--resume needs an output file: set --out")
     model = read_model(arguments.model)
-    total, chunks = chunks_for(model, arguments.data, CHUNK)
+    total, chunks = chunks_for(model, arguments.data, CHUNK_ROWS)
     tally = Tally()
     write_table(arguments.out, COLUMNS, map(_columns, _estimates(model, total, chunks, arguments, 0, tally)))
-    return _tell(tally)
+    return _print_summary(tally)
 
 
 def _to_file(arguments: argparse.Namespace, out: Path) -> int:
@@ -90,7 +90,7 @@ def _to_file(arguments: argparse.Namespace, out: Path) -> int:
     model = read_model(arguments.model)
     kept = KeptRows(out, checkpoint, COLUMNS, sources=[arguments.model])
     tally = Tally.of(kept.resume()) if arguments.resume else Tally()
-    total, chunks = chunks_for(model, arguments.data, CHUNK)
+    total, chunks = chunks_for(model, arguments.data, CHUNK_ROWS)
     left = kept.reading(chunks)
     begin(checkpoint, arguments)
     try:
@@ -100,7 +100,7 @@ def _to_file(arguments: argparse.Namespace, out: Path) -> int:
     except KeyboardInterrupt as pressed:
         code = stopped(arguments, checkpoint, f"stopped at row {kept.rows} of {total}")
         return TERMINATED if isinstance(pressed, Terminated) else code
-    return _tell(tally)
+    return _print_summary(tally)
 
 
 def _estimates(
@@ -134,7 +134,7 @@ def _columns(estimate: rf.Estimate) -> list[np.ndarray]:
     return [np.asarray(getattr(estimate, name)) for name in COLUMNS]
 
 
-def _tell(tally: Tally) -> int:
+def _print_summary(tally: Tally) -> int:
     if tally.warnings.line:
         print(f"roughflow: warning: {_advice(tally.warnings.line)}", file=sys.stderr)
     print(f"mean log_prob {tally.mean:.4f} over {tally.count} rows (± {tally.error:.2g})", file=sys.stderr)

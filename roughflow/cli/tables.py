@@ -23,9 +23,9 @@ from roughflow.faq import see
 
 from .process import Refused
 
-SHOWN = 5  # maximum number of lines named in a message
-NAMED = 20  # maximum number of columns named in a message
-LARGEST = 1e30  # single precision ends at 3e38, and intermediate results are larger than the rows
+MAX_SHOWN_LINES = 5  # maximum number of lines named in a message
+MAX_SHOWN_COLUMNS = 20  # maximum number of columns named in a message
+MAX_VALUE = 1e30  # single precision ends at 3e38, and intermediate results are larger than the rows
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Faults:
     def add(self, place: int, what: str) -> None:
         self.count += 1
         self.first = self.first or what
-        if len(self.places) < SHOWN:
+        if len(self.places) < MAX_SHOWN_LINES:
             self.places.append(str(place))
         if self.at_once:
             self.refuse()
@@ -87,8 +87,8 @@ def places_of(path: Path, there: Sequence[str], wanted: Sequence[str] | None) ->
         _refuse_nameless(path, there)
     missing = [name for name in wanted or () if name not in places]
     if missing:
-        more = [f"… ({len(there)} in all)"] if len(there) > NAMED else []
-        names = ", ".join([*there[:NAMED], *more])
+        more = [f"… ({len(there)} in all)"] if len(there) > MAX_SHOWN_COLUMNS else []
+        names = ", ".join([*there[:MAX_SHOWN_COLUMNS], *more])
         raise Refused(f"{table_name(path)} has no column {', '.join(map(repr, missing))}; it has {names}")
     return [places[name] for name in (there if wanted is None else wanted)]
 
@@ -110,12 +110,12 @@ def fault(name: str, cell: str | float, number: float | None) -> str:
     """The reason why a cell is invalid."""
     large = number is not None and math.isfinite(number)
     shown = "empty" if cell == "" else repr(cell) if isinstance(cell, str) else cell
-    return f"{name!r} is {shown}" + (f", too large (beyond {LARGEST:g})" if large else "")
+    return f"{name!r} is {shown}" + (f", too large (beyond {MAX_VALUE:g})" if large else "")
 
 
 STANDARD = Path("-")
 GZIP = b"\x1f\x8b"  # first bytes of a gzip file
-OTHERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 def is_text(path: Path) -> bool:
@@ -249,9 +249,9 @@ def _header(path: Path, header: list[str]) -> list[str]:
     if any(as_number(cell) is not None for cell in header):
         raise Refused(f"{name}: the first line must have the names of the columns, but has a number")
     if len(header) == 1:
-        for mark in OTHERS:
+        for mark in OTHER_SEPARATORS:
             if mark in header[0]:
-                _refuse_separator(path, OTHERS[mark])
+                _refuse_separator(path, OTHER_SEPARATORS[mark])
     return header
 
 
@@ -274,7 +274,7 @@ def _numbers(
     for line in _whole(source, lines, header, faults):
         numbers = [as_number(line[i]) for i in places]
         bad = next(
-            (i for i, n in zip(places, numbers, strict=True) if n is None or not abs(n) <= LARGEST), None
+            (i for i, n in zip(places, numbers, strict=True) if n is None or not abs(n) <= MAX_VALUE), None
         )
         if bad is None:
             yield from (number for number in numbers if number is not None)
@@ -305,8 +305,8 @@ def _whole(
             yield line
             continue
         ends = ", and ends with a separator" if line[-1] == "" and len(line) == len(header) + 1 else ""
-        told = f"it has {len(line)} cell{'s' * (len(line) > 1)} under {len(header)} names{ends}"
-        faults.add(source.begun, told + source.quote)
+        problem = f"it has {len(line)} cell{'s' * (len(line) > 1)} under {len(header)} names{ends}"
+        faults.add(source.begun, problem + source.quote)
 
 
 def as_number(text: str) -> float | None:
@@ -317,7 +317,7 @@ def as_number(text: str) -> float | None:
         return None
 
 
-LARGE = 2**26  # bytes, above which a file is not read at once
+LARGE_FILE = 2**26  # bytes, above which a file is not read at once
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
@@ -337,7 +337,7 @@ def read_chunks(
     path: Path, columns: Sequence[str] | None, size: int
 ) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
     """The names, the number of rows, and the rows, `size` at a time; large files are read lazily."""
-    if path == STANDARD or not path.is_file() or path.stat().st_size < LARGE:
+    if path == STANDARD or not path.is_file() or path.stat().st_size < LARGE_FILE:
         table = read_table(path, columns)
         return table.columns, len(table.rows), _parts([table.rows], size)
     if is_text(path):
@@ -358,12 +358,12 @@ def table_on_disk(
     path: Path, columns: Sequence[str] | None, given: Sequence[str]
 ) -> "rf.tables.ParquetTable | None":
     """A Parquet file that would not comfortably fit in memory, else None."""
-    if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE:
+    if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE_FILE:
         return None
     from roughflow.tables import parquet_file
 
     metadata = parquet_file(path).metadata
-    if metadata.num_rows * (metadata.num_columns if columns is None else len(columns)) * 8 < 2 * LARGE:
+    if metadata.num_rows * (metadata.num_columns if columns is None else len(columns)) * 8 < 2 * LARGE_FILE:
         return None
     return rf.tables.ParquetTable(path, columns, given=given)
 
@@ -435,7 +435,7 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Table:
 
 def _finite_rows(path: Path, columns: Sequence[str], rows: np.ndarray) -> np.ndarray:
     faults = Faults(path, "row")
-    usable = np.abs(rows) <= LARGEST  # false for NaN
+    usable = np.abs(rows) <= MAX_VALUE  # false for NaN
     for row in np.flatnonzero(~usable.all(axis=1)):
         column = int(np.argmin(usable[row]))
         faults.add(int(row) + 1, fault(columns[column], rows[row, column], rows[row, column]))
@@ -445,7 +445,7 @@ def _finite_rows(path: Path, columns: Sequence[str], rows: np.ndarray) -> np.nda
 
 DATE = re.compile(r"\d{4}-\d\d(-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?(?P<zone>Z|[+-]\d\d:?\d\d)?)?)?")
 OTHER_DATE = re.compile(r"\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-\d{4}")
-FEWEST = 3  # minimum number of values, for two transitions
+MIN_VALUES = 3  # minimum number of values, for two transitions
 MISSING = {"", "na", "nan", "n/a", "null", "."}  # as written by pandas, R and FRED
 
 
@@ -487,7 +487,7 @@ class Series:
         else:
             dates = f"dates such as {self.shown(last)}, or " if self.dated else ""
             raise Refused(f"--forecast takes {dates}numbers, separated by commas; got {text!r}")
-        if not (times[1:] > times[:-1]).all() or (len(numbers) and not times[-1] <= LARGEST):
+        if not (times[1:] > times[:-1]).all() or (len(numbers) and not times[-1] <= MAX_VALUE):
             after = "the last value, counted from it" if len(numbers) else self.shown(last)
             raise Refused(f"--forecast takes increasing times after {after}; got {text!r}")
         return times[1:]
@@ -529,7 +529,7 @@ def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Fa
         return np.array(dates)
     numbers = [as_number(cell) for cell in cells]
     for line, cell, number in zip(lines, cells, numbers, strict=True):
-        if number is None or not abs(number) <= LARGEST:
+        if number is None or not abs(number) <= MAX_VALUE:
             other = " (year-month-day)" if OTHER_DATE.fullmatch(cell) else ""
             why = f"{fault(name, cell, number)}, not a date such as 2024-01-31{other}"
             faults.add(line, why)
@@ -560,7 +560,7 @@ def _value(name: str, line: int, cell: str, faults: Faults) -> float:
     if cell.lower() in MISSING:
         return math.nan
     number = as_number(cell)
-    if number is None or not abs(number) <= LARGEST:
+    if number is None or not abs(number) <= MAX_VALUE:
         faults.add(line, fault(name, cell, number))
         return math.nan
     return number
@@ -579,10 +579,10 @@ def _check_order(path: Path, name: str, lines: list[int], times: np.ndarray) -> 
 
 
 def _check_values(path: Path, name: str, values: np.ndarray) -> None:
-    if len(values) < FEWEST:
+    if len(values) < MIN_VALUES:
         count = f"{len(values)} value{'s' * (len(values) != 1)}"
-        least = f"{FEWEST} are the minimum, hundreds are better{see('series')}"
+        least = f"{MIN_VALUES} are the minimum, hundreds are better{see('series')}"
         raise Refused(f"{table_name(path)} has {count} of {name!r}: {least}")
     if np.ptp(values) == 0:
-        told = f"an SDE cannot be fitted to a constant series{see('series')}"
-        raise Refused(f"{table_name(path)}: {name!r} is always {values[0]:g}: {told}")
+        message = f"an SDE cannot be fitted to a constant series{see('series')}"
+        raise Refused(f"{table_name(path)}: {name!r} is always {values[0]:g}: {message}")

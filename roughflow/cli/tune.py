@@ -115,9 +115,9 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
         if value.shape == ():
             jax.eval_shape(jax.grad(target), start[0])
     except Exception as error:
-        told = f"{type(error).__name__}: {_first(error)}"
+        message = f"{type(error).__name__}: {_first(error)}"
         raise Refused(
-            f"{name} fails for z of shape ({dimension},); it must be written with jax.numpy: {told}"
+            f"{name} fails for z of shape ({dimension},); it must be written with jax.numpy: {message}"
         ) from None
     if value.shape != ():
         raise Refused(f"{name} must return one number for z, got shape {value.shape}")
@@ -194,5 +194,5 @@ def _quality(chain: rf.mcmc.Chain) -> None:
         print("R-hat       needs two or more chains")
         return
     rhat = float(spread["z"].max())
-    told = f": not converged, use more gradients{see('r-hat')}" if rhat > 1.01 else ""
-    print(f"R-hat       {rhat:.3f}{told}")
+    advice = f": not converged, use more gradients{see('r-hat')}" if rhat > 1.01 else ""
+    print(f"R-hat       {rhat:.3f}{advice}")

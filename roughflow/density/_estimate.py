@@ -17,7 +17,7 @@ from ..faq import see
 
 FEW_PATHS = 5.0  # effective paths below which their standard error means little
 HEAVY = 0.7  # Pareto k above which the mean weight converges too slowly for its standard error
-COARSE = 0.5  # nats: a solver or truncation error beyond this is itself a guess
+COARSE = 0.5  # nats of truncation and solver error, beyond which they are themselves guesses
 
 # How a value was computed; `Estimate.rung` holds places in this tuple.
 METHODS = ("exact", "paths", "learned", "modes", "particles", "grid")
@@ -27,10 +27,8 @@ REASONS = {
     "few paths": f"rest on fewer than {FEW_PATHS:.0f} effective paths (at worst {{worst:.1f}}): "
     + f"increase max_paths or use a smaller tolerance{see('few-effective-paths')}",
     "heavy tail": f"have heavy-tailed weights (Pareto k > {HEAVY}): increase max_paths{see('heavy-tail')}",
-    "coarse steps": "have a large solver error: use more steps, rf.FixedGrid(steps=...), or rf.Adaptive()"
-    + see("coarse-steps"),
-    "few functions": "have a large truncation error: increase num_functions of the driver"
-    + see("few-functions"),
+    "coarse": "have a large truncation or solver error: increase num_functions of the driver, or use more "
+    "steps, rf.FixedGrid(steps=...)" + see("truncation-or-solver-error"),
     "steep": "lie where the SDE contracts strongly: paths may have been missed" + see("strong-contraction"),
     "few probes": "are biased by the random divergence: increase num_probes" + see("few-probes"),
     "jump": "belong to an SDE with discontinuous or kinked coefficients, which the density given a path does "
@@ -70,11 +68,9 @@ class Estimate(eqx.Module):
     - `log_prob`: the logarithm of the mean weight of paths, corrected for the bias of the logarithm of a mean
       and for what the driver's finite number of functions leaves out; or the value of a grid.
     - `standard_error`: the Monte Carlo error of `log_prob`, one standard deviation.
-    - `solver_error`: how far `log_prob` moves when the solver takes steps half as long, seen on a few of the
-      paths that matter most; for a grid, the error of its mesh.
-    - `truncation_error`: how far `log_prob` moved when the driver's functions were doubled along the same
-      paths. What is left after that is as large if it falls as 1/n. Zero for a grid, and for a driver that
-      cannot be refined.
+    - `truncation_error`: the error of the driver's finite number of functions and of the solver's steps, from
+      what doubling both changes along the same paths. Zero for a grid.
+    - `solver_error`: the error of a grid, or of the density a short while after a fixed start.
     - `divergence_error`: what a divergence estimated by probes adds to `log_prob` on average; 0 for an exact
       one.
     - `total_error`: the sum of the four.
@@ -87,7 +83,8 @@ class Estimate(eqx.Module):
       "learned" (from a proposal that was trained with the flow), "modes" (around the likeliest), "particles"
       or "grid".
     - `unmet`: where the tolerance asked for was not reached.
-    - `steep`: where particles may have missed paths, because backward solves spread strongly.
+    - `steep`: where paths may have been missed, because backward solves spread strongly, or because two
+      methods disagree.
     - `jump`, `fast`: whether the coefficients of the SDE jump or kink, or change faster in time than steps.
 
     ```python
@@ -165,8 +162,7 @@ class Estimate(eqx.Module):
         where = {
             "few paths": few,
             "heavy tail": self.pareto_k > HEAVY,
-            "coarse steps": self.solver_error > COARSE,
-            "few functions": self.truncation_error > COARSE,
+            "coarse": self.solver_error + self.truncation_error > COARSE,
             "steep": self.steep,
             "few probes": self.divergence_error > COARSE,
             "jump": self.jump,

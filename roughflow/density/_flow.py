@@ -89,6 +89,6 @@ class StochasticFlow(AbstractStochasticFlow):
     def _from_point(self, start: Array) -> tuple["StochasticFlow", float]:
         """The flow from a short while after a point on, and the error of its base, in nats."""
         base, error = short_time(self.sde, start.astype(float), self.t1)
-        flow = StochasticFlow(base.later, base, self.t1 - float(base.span), self.driver, self.divergence)
+        flow = StochasticFlow(base.later, base, self.t1 - float(base.dt), self.driver, self.divergence)
         parts = lambda f: (f.correction, f.integrator)
         return eqx.tree_at(parts, flow, (self.correction, self.integrator)), error

@@ -1,7 +1,7 @@
 """The default: the cheapest way to the accuracy asked for, point by point."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,14 +10,24 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
+from .._functions import fixed_functions
 from .._programs import jit
 from ..flow import AbstractStochasticFlow, some_points, unresolved_in_time
 from ..sde import kinks, noise_matrix
 from ._draws import Sobol
-from ._estimate import FEW_PATHS, HEAVY, METHODS, AbstractEstimator, Accuracy, Estimate, effective_paths
+from ._estimate import (
+    COARSE,
+    FEW_PATHS,
+    HEAVY,
+    METHODS,
+    AbstractEstimator,
+    Accuracy,
+    Estimate,
+    effective_paths,
+)
 from ._grid import applies as grid_applies, estimate as grid_estimate
-from ._modes import Cloud, Laplace, constant
-from ._particles import MAX_EXPANSION, Particles, moved, particle_parts
+from ._modes import Cloud, Laplace, Latent, constant, find_modes, refined_driver
+from ._particles import particle_parts
 from ._paths import (
     CLOUD_KEY,
     GROWTH,
@@ -30,54 +40,76 @@ from ._paths import (
     exact,
     gathered,
     is_inside_jit,
-    mean_and_spread,
     mixtures,
     point_keys,
     refuse_tolerance,
-    solve_keys,
     traced_estimate,
     update_where,
 )
 from ._proposals import AbstractProposal, Mixture, Prior
 
-DEFAULT_TOLERANCE = 0.02  # total error, nats
+DEFAULT_TOLERANCE = 0.02  # total error, nats: the aim, if the user gives none
+ACCEPTED_ERROR = 0.1  # nats, with which a point with good weights is done, if the user gives no tolerance
 FIRST_PATHS = 64  # in the first round
-MAX_PATHS_PER_RUNG = 2**12  # if the user gives no tolerance
+MAX_PATHS_PER_RUNG = 2**12
+MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
 FIXED_BUDGET_PATHS = 256  # inside jit
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension: about ten seconds of a CPU, after which a grid gives up
-EVEN_SHARE = 0.25  # effective fraction of paths above which another proposal is not worth trying
+EVEN_SHARE = 0.25  # effective fraction of paths above which more of them are worth it
 LEARNED_SHARE = 0.2  # of the prior, next to a learned proposal
-MAX_DOUBLINGS = 2  # of the driver's functions or the steps, where their error dominates
-HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which particles are used
+MAX_DOUBLINGS = 2  # of the driver's functions and the steps, where their error dominates
 PROBED_POINTS = 8  # at which the time dependence of the coefficients is checked
 CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
+# Factor by which backward solves spread, per dimension: beyond, prior draws may miss paths.
+MAX_EXPANSION = 20.0
+HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which they are poor
+FEW_RUNS = 2.0  # effective runs of particles below which one of them decides
 MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
 MAX_GAP = 3.0  # standard errors between two rungs
 
 
+class Goal(NamedTuple):
+    """For each point the total error to reach, and that with which it needs no other method; the most paths
+    from the prior and around modes."""
+
+    error: np.ndarray
+    accepted: np.ndarray
+    most: tuple[int, int]
+
+    @staticmethod
+    def of(accuracy: Accuracy, size: int) -> "Goal":
+        most = accuracy.max_paths
+        if accuracy.tolerance is not None:
+            error = np.full(size, accuracy.tolerance)
+            return Goal(error, error, (most, most))
+        limits = (min(MAX_PATHS_PER_RUNG, most), min(MAX_PATHS_AROUND_MODES, most))
+        return Goal(np.full(size, DEFAULT_TOLERANCE), np.full(size, ACCEPTED_ERROR), limits)
+
+
 class Ladder(AbstractEstimator):
-    """Rounds of paths until the total error is small enough; only points that need it get more. The default.
+    """Paths from the prior until the total error is small enough; only points that need it get more. The
+    default.
 
     In the pull-back form each path has exactly one start (`rf.PullBack`), so no way to x can be missed that
     paths are drawn near. Point by point:
 
     1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 64, then four times as many,
-       until the total error is below the tolerance (0.02 by default). One path in four is solved with twice
-       the driver's functions too: the difference corrects the value, and bounds what is still left out.
-    2. Where weights are poor, or too many paths would be needed, paths are drawn from the proposal that the
-       flow has learned, if it has, and then **around the likeliest paths** to x (`rf.Laplace`).
-       In one and two dimensions a **grid** (`rf.density.Grid`) computes what is still not known well enough.
-       If there are many points it comes before everything: it costs the same for any number of them. If the
-       SDE contracts strongly it comes first too, because prior draws may then miss paths, and without it the
-       likeliest paths come first.
-    3. Where these weights are poor too, **particles** are moved from there to the distribution of the path
-       given x, through q^(1−β) (p(x | ω) φ(ω))^β with β from 0 to 1, reweighted, resampled and moved at each
-       β (Del Moral, Doucet & Jasra 2006).
+       until the total error is below the tolerance (0.02 by default), at most 4,096. One path in four is
+       solved with twice the driver's functions and steps too: the difference corrects the value, and bounds
+       the error that is left.
+    2. Points with poor weights have paths from the proposal that the flow has learned, if it has one, and
+       then **around the likeliest paths** to x (`rf.Laplace`).
+    3. Points with poor weights there too have **particles**, moved from there to the distribution of the path
+       given x through q^(1−β) (p(x | ω) φ(ω))^β, β from 0 to 1 (Del Moral, Doucet & Jasra 2006).
 
-    `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where nothing can be looked at,
-    every point has 256 paths of the first kind or, where weights are poor, of the second.
+    In one and two dimensions a **grid** (`rf.density.Grid`) comes first if there are many points, because it
+    costs the same for any number of them, or if the SDE contracts strongly, because prior draws may then miss
+    paths. Else it comes last, for points that are still not known well enough.
+
+    `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where values are unknown, every
+    point has 256 paths of the first kind or, where weights are poor, of the second.
 
     ```python
     import jax, jax.numpy as jnp
@@ -99,44 +131,53 @@ class Ladder(AbstractEstimator):
         if is_inside_jit(flow, x, key):
             refuse_tolerance(accuracy)
             return _fixed_budget(exact(flow), x, key, accuracy.errors)
-        tolerance, most = accuracy.tolerance, accuracy.max_paths
-        if tolerance is None:
-            tolerance, most = DEFAULT_TOLERANCE, min(most, MAX_PATHS_PER_RUNG)
-        flat = np.asarray(x).reshape(-1, x.shape[-1])
-        record, which = Record(len(flat)), np.arange(len(flat))
-        switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
-        fits = grid_applies(flow) is None and not switches
-        fast = unresolved_in_time(flow, jnp.asarray(flat[:PROBED_POINTS])) > MAX_UNRESOLVED
-        many = GRID_POINTS if jax.default_backend() == "cpu" else GRID_POINTS_ON_GPU
-        contracts = bool(_contraction(flow) > MAX_EXPANSION)
-        if fits and (contracts or len(flat) >= many[flow.dimension]):
-            which, fits = _grid(flow, flat, which, tolerance, record), False
-        for doubling in range(1 + MAX_DOUBLINGS):
-            if which.size:
-                points = Points(flow, flat, key)
-                _climb(points, which, tolerance, most, record, fits and not doubling, contracts)
-            # More paths do not reduce what functions leave out or steps miss.
-            truncated, unsolved = (
-                record.mostly(part, 0.5 * tolerance) for part in ("truncation_error", "solver_error")
-            )
-            which = np.union1d(truncated, unsolved)
-            if not which.size:
-                break
-            flow = flow.with_driver(flow.driver.refined()) if truncated.size else flow
-            flow = flow.with_finer_steps() if unsolved.size else flow
-        record.parts["jump"] = np.full(len(flat), any(switch.kind == "jump" for switch in switches))
-        record.parts["fast"] = np.full(len(flat), fast)
-        if accuracy.tolerance is not None:
-            record.parts["unmet"] = record.total_error() > tolerance
-        return gathered([(np.arange(len(flat)), record.parts)], "paths", x.shape[:-1], x.dtype)
+        with fixed_functions():
+            parts = _climbed(flow, np.asarray(x).reshape(-1, x.shape[-1]), key, accuracy)
+        return gathered([(np.arange(x.size // x.shape[-1]), parts)], "paths", x.shape[:-1], x.dtype)
+
+
+def _climbed(
+    flow: AbstractStochasticFlow, x: np.ndarray, key: PRNGKeyArray, accuracy: Accuracy
+) -> dict[str, np.ndarray]:
+    """Parts of the estimate at x `(N, d)`."""
+    goal, record, which = Goal.of(accuracy, len(x)), Record(len(x)), np.arange(len(x))
+    switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
+    fits = grid_applies(flow) is None and not switches
+    fast = unresolved_in_time(flow, jnp.asarray(x[:PROBED_POINTS])) > MAX_UNRESOLVED
+    many = GRID_POINTS if jax.default_backend() == "cpu" else GRID_POINTS_ON_GPU
+    from_modes = bool(_contraction(flow) > MAX_EXPANSION)
+    if fits and (from_modes or len(x) >= many[flow.dimension]):
+        which, fits = _grid(flow, x, which, goal, record), False
+        if which.size < len(x) and accuracy.tolerance is None:
+            # Beyond a grid that holds the others there is next to nothing: less will do, and none from the
+            # prior.
+            goal = Goal(goal.accepted, goal.accepted, (FIRST_PATHS, FIRST_PATHS))
+            from_modes = True
+    for _ in range(1 + MAX_DOUBLINGS):
+        if which.size:
+            _climb(Points(flow, x, key), which, goal, record, from_modes)
+        # More paths do not reduce what functions leave out and steps miss.
+        which = record.coarse(0.5 * goal.error)
+        if not which.size:
+            break
+        refined, flow = refined_driver(flow), flow.with_finer_steps()
+        flow = flow if refined is None else flow.with_driver(refined)
+    still = np.flatnonzero(record.poor | (record.total_error() > goal.accepted))
+    if fits and still.size:
+        _grid(flow, x, still, goal, record)
+    record.parts["jump"] = np.full(len(x), any(switch.kind == "jump" for switch in switches))
+    record.parts["fast"] = np.full(len(x), fast)
+    if accuracy.tolerance is not None:
+        record.parts["unmet"] = record.total_error() > accuracy.tolerance
+    return record.parts
 
 
 def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> Estimate:
     """One pull-back, which is exact but for the solver's steps and a random divergence."""
     estimate = PullBack(1).estimate(flow, x, key=key, accuracy=Accuracy())
-    zero = jnp.zeros_like(estimate.log_prob)
-    parts = lambda e: (e.standard_error, e.truncation_error, e.rung)
-    return eqx.tree_at(parts, estimate, (zero, zero, jnp.zeros_like(estimate.rung)))
+    zero, exact = jnp.zeros_like(estimate.log_prob), jnp.zeros_like(estimate.rung)
+    parts = lambda e: (e.standard_error, e.truncation_error, e.solver_error, e.rung)
+    return eqx.tree_at(parts, estimate, (zero, zero, 0.5 * estimate.truncation_error, exact))
 
 
 class Record:
@@ -150,8 +191,8 @@ class Record:
     def put(self, which: np.ndarray, new: dict[str, np.ndarray], poor: np.ndarray, method: str) -> None:
         """What a rung found of the points `which`. It stands unless what was known is as good and surer;
         where both are good and differ, that is told."""
-        new = {**new, "rung": np.full(len(which), METHODS.index(method))}
-        new.setdefault("steep", np.zeros(len(which), bool))
+        blank = {"steep": np.zeros(len(which), bool), "solver_error": np.zeros(len(which))}
+        new = {**blank, **new, "rung": np.full(len(which), METHODS.index(method))}
         for name, part in new.items():
             if name not in self.parts:
                 self.parts[name] = np.zeros(len(self.poor), part.dtype)
@@ -169,9 +210,9 @@ class Record:
         self.parts["steep"][which] |= known & ~poor & (apart > wide)
         self.poor[which] &= poor
 
-    def mostly(self, part: str, tolerance: float) -> np.ndarray:
-        """The points with weights that are not poor and an error that consists mostly of this part."""
-        error = self.parts[part]
+    def coarse(self, tolerance: np.ndarray) -> np.ndarray:
+        """The points with weights that are not poor and mostly an error of functions and steps."""
+        error = self.parts["truncation_error"]
         mostly = (error > tolerance) & (error > self.parts["standard_error"])
         return np.flatnonzero(mostly & np.isfinite(error) & ~self.poor)
 
@@ -184,10 +225,10 @@ def _total(parts: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _grid(
-    flow: AbstractStochasticFlow, x: np.ndarray, which: np.ndarray, tolerance: float, record: Record
+    flow: AbstractStochasticFlow, x: np.ndarray, which: np.ndarray, goal: Goal, record: Record
 ) -> np.ndarray:
     """The Fokker–Planck equation for the points `which`; returns those that it leaves to others."""
-    found = grid_estimate(flow, x[which], tolerance, max_work=GRID_WORK[flow.dimension])
+    found = grid_estimate(flow, x[which], float(goal.error.min()), max_work=GRID_WORK[flow.dimension])
     value, error = (np.asarray(part, float) for part in found)
     size, zero = len(which), np.zeros(len(which))
     parts = {
@@ -196,7 +237,7 @@ def _grid(
         **dict.fromkeys(("num_paths", "escaped"), np.zeros(size, int)),
         "pareto_k": np.full(size, np.nan),
     }
-    met = error <= tolerance
+    met = error <= goal.accepted[which]
     record.put(which, parts, ~met, "grid")
     return which[~met]
 
@@ -232,35 +273,18 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
     return jnp.exp(-jnp.quantile(total, 0.1) / flow.dimension)
 
 
-def _climb(
-    points: Points,
-    which: np.ndarray,
-    tolerance: float,
-    most: int,
-    record: Record,
-    fits: bool,
-    contracts: bool,
-) -> None:
-    """Rung by rung, with the points that need the next one. `fits` says whether a grid is one, `contracts`
-    that prior draws are not."""
-    flow = points.levels.flow
-    if not contracts:
-        which = _rounds(Rounds(points, which, Sobol(), None, most), tolerance, most, record, "paths")
-    if which.size and (learned := _learned(flow)) is not None:
+def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record, from_modes: bool) -> None:
+    """Rung by rung, with the points that need the next one, from the modes on or from the prior."""
+    levels, most = points.levels, goal.most[0]
+    both = (levels.own, levels.finer)
+    if not from_modes:
+        which = _rounds(Rounds(points, which, Sobol(), None, most, *both), goal, record, "paths")
+    if which.size and (learned := _learned(levels.flow)) is not None:
         mixture = mixtures(learned, points, which)
         mixture = None if mixture is None else mixture.with_prior(LEARNED_SHARE)
-        which = _rounds(Rounds(points, which, Sobol(), mixture, most), tolerance, most, record, "learned")
-    if not which.size:
-        return
-    mixture = mixtures(Laplace(), points, which)
-    assert mixture is not None
-    _around_modes(points, which, mixture, tolerance, most, record)
-    unmet = which[record.poor[which] | (record.total_error()[which] > tolerance)]
-    if fits and unmet.size:
-        _grid(flow, points.x, unmet, tolerance, record)
-    still = record.poor[which]
-    if still.any():
-        _particles(points, which[still], jax.tree.map(lambda a: a[still], mixture), record)
+        which = _rounds(Rounds(points, which, Sobol(), mixture, most, *both), goal, record, "learned")
+    if which.size:
+        _around_modes(points, which, goal, record)
 
 
 def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
@@ -269,86 +293,98 @@ def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
     return learned if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior) else None
 
 
-def _around_modes(
-    points: Points, which: np.ndarray, mixture: Mixture, tolerance: float, most: int, record: Record
-) -> None:
-    """Paths around the likeliest ones, and as many with twice the functions around their own: where backward
-    solves spread, what was added at random would be all that is seen."""
-    flow, finer, found = points.levels.flow, None, []
-    if points.levels.refined is not None:
-        finer = Points(flow.with_driver(points.levels.refined), points.x, points.key)
-    for some in (points,) if finer is None else (points, finer):
-        own = Record(len(points.x))
-        around = mixture if some is points else mixtures(Laplace(), some, which)
-        _rounds(Rounds(some, which, Sobol(), around, most, coupled=False), tolerance, most, own, "modes")
-        found.append(own)
-    coarse, fine = found[0], found[-1]
+def _around_modes(points: Points, which: np.ndarray, goal: Goal, record: Record) -> None:
+    """Paths around the likeliest ones, with the driver's functions and, around their own, with twice as many:
+    where backward solves spread, what is added to a path at random would be all that is seen. Then particles
+    for points with poor weights."""
+    levels, results = points.levels, []
+    cloud = _cloud(levels.flow, points.key, points.x.dtype)
+    found = _Found(points.run(partial(_starts, cloud), which, ()))
+    for level in (levels.own, levels.finer):
+        found = points.run(partial(_search, level.flow, level.fine), which, found.xi)
+        results.append(Record(len(points.x)))
+        rounds = Rounds(points, which, Sobol(), found.mixture, goal.most[1], level)
+        _rounds(rounds, goal, results[-1], "modes")
+    coarse, fine = results
     parts = {name: part[which] for name, part in fine.parts.items()}
     with np.errstate(invalid="ignore"):
         change = np.abs(parts["log_prob"] - coarse.parts["log_prob"][which])
     parts["truncation_error"] = np.where(np.isnan(change), np.inf, change)
+    steep = found.steepness > MAX_EXPANSION
+    parts["steep"] = steep & (parts["effective_paths"] < EVEN_SHARE * parts["num_paths"])
     record.put(which, parts, fine.poor[which] | coarse.poor[which], "modes")
+    still = record.poor[which]
+    if still.any() and goal.most[1] > FIRST_PATHS:
+        poor, mixture = which[still], jax.tree.map(lambda a: a[still], found.mixture)
+        moved = particle_parts(points, poor, mixture)
+        # What paths around the modes show of it, in spite of their weights.
+        moved |= {"truncation_error": parts["truncation_error"][still], "steep": steep[still]}
+        record.put(poor, moved, moved["effective_paths"] < FEW_RUNS, "particles")
 
 
-def _rounds(rounds: Rounds, tolerance: float, most: int, record: Record, name: str) -> np.ndarray:
+class _Found(NamedTuple):
+    """Modes for B points: ξ `(B, S, D)`, the tangent Gaussians, and their steepness."""
+
+    xi: Array
+    mixture: Any = None
+    steepness: Any = None
+
+
+@partial(jit, level=1)
+def _cloud(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype: Any) -> Cloud:
+    return Cloud.of(flow, jax.random.fold_in(key, CLOUD_KEY), dtype, fine=np.float32(0))
+
+
+@partial(jit, level=1)
+def _starts(cloud: Cloud, x, key, places, others, here, block: int) -> Array:
+    del key, places, others, here, block
+    return cloud.starts(x, Laplace().num_starts)
+
+
+@partial(jit, level=1)
+def _search(flow, fine, x, key, places, begin, here, block: int) -> _Found:
+    """Modes from the starts `begin` `(B, S, D)`."""
+    del key, places
+    latent = constant(Latent(flow, fine))
+
+    def find(given: tuple[Array, Array]) -> _Found:
+        x, begin = given
+        modes = find_modes(latent, x, begin)
+        # A start that was in vain is not tried again.
+        best = jnp.take_along_axis(modes.xi, jnp.argmin(modes.score, axis=1)[:, None, None], axis=1)
+        xi = jnp.where(jnp.isfinite(modes.score)[..., None], modes.xi, best)
+        mixture = modes.tangents(flow.dimension)
+        return _Found(xi, mixture, mixture.steepness)
+
+    like = jax.eval_shape(find, (x, begin))
+    blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    return update_where(here, find, (x, begin), blank, block)
+
+
+def _rounds(rounds: Rounds, goal: Goal, record: Record, name: str) -> np.ndarray:
     """More and more paths, until the error is small enough, the weights show that they will not do, or there
-    are `most`. Returns the points that need another rung."""
-    needs_more, total = np.zeros(len(record.poor), bool), min(FIRST_PATHS, most)
+    are as many as there may be. Returns the points that need another rung."""
+    needs_more, total, most = np.zeros(len(record.poor), bool), min(FIRST_PATHS, rounds.most), rounds.most
     record.poor[rounds.which] = True
     while len(rounds.which):
         rounds.grow(total)
-        parts = rounds.parts(corrected=True)
-        error = parts["standard_error"]
+        parts, which = rounds.parts(corrected=True), rounds.which
+        error, aim = parts["standard_error"], goal.error[which]
         few = parts["effective_paths"] < (2 * FEW_PATHS if total > FIRST_PATHS else 0.4 * FEW_PATHS)
         # Tangent Gaussians have tails that many bundles of paths hide in.
         heavy = HEAVY if rounds.mixture is None else HEAVY_AROUND_MODES
-        poor = few | (parts["pareto_k"] > heavy) | ~np.isfinite(error)
-        met = (error + parts["truncation_error"] <= tolerance) | (error <= 0.5 * tolerance)
+        poor = few | (parts["pareto_k"] > heavy) | ~(error + parts["truncation_error"] < COARSE)
+        met = (error + parts["truncation_error"] <= aim) | (error <= 0.5 * aim)
         uneven = parts["effective_paths"] < EVEN_SHARE * total
         # Sobol' numbers are better than that, but not always.
-        hopeless = uneven & (total * (error / tolerance) ** 2 > 4 * most)
-        ends = (met & ~poor) | few | (hopeless & (total > FIRST_PATHS)) | (GROWTH * total > most)
-        which, done = rounds.finished(ends, parts)
-        record.put(which, done, poor[ends], name)
-        needs_more[which] = (poor | (uneven & ~met))[ends]
+        hopeless = uneven & (total * (error / goal.accepted[which]) ** 2 > 4 * most)
+        hopeless &= total > FIRST_PATHS
+        ends = (met & ~poor) | few | hopeless | (GROWTH * total > most)
+        record.put(which[ends], {key: part[ends] for key, part in parts.items()}, poor[ends], name)
+        needs_more[which[ends]] = (poor | (error > goal.accepted[which]))[ends]
         rounds.keep(~ends)
         total *= GROWTH
     return np.flatnonzero(needs_more)
-
-
-def _particles(points: Points, which: np.ndarray, mixture: Mixture, record: Record) -> None:
-    """The last rung, for points with poor weights."""
-    levels = points.levels
-    found = points.run(partial(_move, levels.flow), which, mixture)
-    at = lambda level: points.run(partial(_solve_at, level), which, found.omega)
-    own, finer = at(levels.own), at(levels.finer_steps)
-    with np.errstate(invalid="ignore"):
-        parts = particle_parts(found.log_weights)
-        parts["solver_error"] = mean_and_spread(finer - own, np)
-    # As paths around the modes saw it, in spite of their weights.
-    parts["truncation_error"] = record.parts["truncation_error"][which]
-    parts["steep"] = np.asarray(mixture.steepness) > MAX_EXPANSION
-    poor = parts["effective_paths"] < FEW_PATHS
-    record.put(which, parts, poor, "particles")
-
-
-@partial(jit, level=1)
-def _move(flow: AbstractStochasticFlow, x, key, places, mixture: Mixture, here, block: int) -> Particles:
-    del block
-    return moved(flow, x, mixture, point_keys(key, places), here)
-
-
-@partial(jit, level=1)
-def _solve_at(level: Level, x, key, places, omega: Array, here, block: int) -> Array:
-    """log p(x | ω) `(B, K)` at given paths, with the flow's own functions."""
-
-    def some(given):
-        x, place, omega = given
-        index = jnp.broadcast_to(jnp.arange(omega.shape[1]), omega.shape[:2])
-        keys = solve_keys(level.flow, point_keys(key, place), index)
-        return level.solved(x, omega, jnp.zeros_like(omega), keys)
-
-    return update_where(here, some, (x, places, omega), jnp.zeros(omega.shape[:2], x.dtype), block)
 
 
 def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, errors: bool) -> Estimate:

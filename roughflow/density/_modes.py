@@ -10,7 +10,8 @@ costs d vector–Jacobian products of one forward solve, for the whole batch at 
 All functions take a batch, one ξ for each point.
 """
 
-from typing import ClassVar
+import dataclasses
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -19,7 +20,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
 from .._linear import orthonormal, solve
-from ..flow import AbstractStochasticFlow, Base, NoDivergence, Normal, Whitened
+from ..flow import AbstractStochasticFlow, Base, FixedGrid, NoDivergence, Normal, Whitened
 from ..sde import ExactCorrection, with_explicit_parameters
 from ._draws import AbstractDraws, Sobol, normal_numbers
 from ._proposals import AbstractProposal, Mixture
@@ -72,47 +73,68 @@ class Laplace(AbstractProposal):
     def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: "Cloud") -> Mixture:
         # A constant of the estimator: derivatives see the weights, not where paths are drawn.
         latent, x, cloud = constant((Latent(flow), x, cloud))
-        near = cloud.nearest(x, self.num_starts - 1)
-        begin = jnp.concatenate([jnp.zeros((len(x), 1, latent.size), x.dtype), near], axis=1)
-        modes = find_modes(latent, x, begin).best(MAX_MODES)
+        modes = find_modes(latent, x, cloud.starts(x, self.num_starts))
         return constant(modes.tangents(latent.flow.dimension))
 
 
 class Latent(eqx.Module):
     """The map Φ of a flow. A base that does not say how to make it from normal numbers is whitened by the
-    mean and spread of its own samples."""
+    mean and spread of its own samples.
+
+    With `fine`, ξ has coefficients for twice the driver's functions. Those that are added count if it is 1;
+    if it is 0, Φ does not depend on them. Both are one program.
+    """
 
     flow: AbstractStochasticFlow
     affine: tuple[Array, Array] | None
+    fine: Any
 
-    def __init__(self, flow: AbstractStochasticFlow):
+    def __init__(self, flow: AbstractStochasticFlow, fine: Any = None):
         self.affine = _mean_and_spread(flow.base)
+        self.fine = None if refined_driver(flow) is None else fine
         # The end is all that is wanted of a solve, and it must be a function of ξ alone. A search may try
         # what no path does: a solve that fails there is a NaN, not an error.
         # Parameters that functions close over are brought to light, for `constant` to find.
         point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
         sde = with_explicit_parameters(flow.sde, jnp.zeros(point.shape, point.dtype))
-        plain = (NoDivergence(), ExactCorrection(), sde)
-        parts = lambda f: (f.divergence, f.correction, f.sde)
+        grid = flow.integrator
+        if self.fine is not None and isinstance(grid, FixedGrid):
+            # As many steps as without the functions that are added.
+            grid = dataclasses.replace(grid, steps=grid.count(flow.driver, flow.noise_dimension))
+        plain = (NoDivergence(), ExactCorrection(), sde, grid)
+        parts = lambda f: (f.divergence, f.correction, f.sde, f.integrator)
         self.flow = eqx.tree_at(parts, flow.without_errors(), plain)
 
     @property
     def size(self) -> int:
-        return self.flow.dimension + self.flow.driver.num_functions * self.flow.noise_dimension
+        path = self.flow.driver.num_functions * self.flow.noise_dimension
+        return self.flow.dimension + path * (1 if self.fine is None else 2)
 
     def end(self, xi: Array) -> tuple[Array, Array]:
         """Φ(ξ), shape `(B, d)`, and which samples escaped on the way."""
-        start, path = jnp.split(xi, [self.flow.dimension], axis=1)
-        path = jnp.reshape(path, (len(xi), self.flow.driver.num_functions, self.flow.noise_dimension))
-        outcome = self.flow.solve(
-            jax.vmap(self._from_normal)(start), self.flow.driver.path(path, self.flow.t1), reverse=False
-        )
+        flow, (n, m) = self.flow, (self.flow.driver.num_functions, self.flow.noise_dimension)
+        start, path = jnp.split(xi, [flow.dimension], axis=1)
+        coefficients = jnp.reshape(path, (len(xi), -1, m))
+        if self.fine is not None:
+            own, more = jnp.split(coefficients, [n], axis=1)
+            flow = eqx.tree_at(lambda f: f.driver, flow, refined_driver(flow))
+            coefficients = self.flow.driver.refine(own, self.fine * more)
+        path = flow.driver.path(coefficients, flow.t1)
+        outcome = flow.solve(jax.vmap(self._from_normal)(start), path, reverse=False)
         return outcome.z, outcome.has_escaped
 
     def _from_normal(self, u: Array) -> Array:
         if self.affine is None:
             return self.flow.base.from_normal(u)
         return self.affine[0] + self.affine[1] * u
+
+
+def refined_driver(flow: AbstractStochasticFlow) -> Any:
+    """The driver with twice the functions; None if it cannot be refined."""
+    try:
+        return flow.driver.refined()
+    except NotImplementedError:
+        return None
 
 
 def _mean_and_spread(base: Base) -> tuple[Array, Array] | None:
@@ -137,16 +159,17 @@ class Cloud(eqx.Module):
     end: Array
 
     @staticmethod
-    def of(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> "Cloud":
-        latent = constant(Latent(flow))
+    def of(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype, fine: Any = None) -> "Cloud":
+        latent = constant(Latent(flow, fine))
         places = jnp.arange(max(64, min(CLOUD_DRAWS, MAX_CLOUD_NUMBERS // latent.size)))
         xi = normal_numbers(key, places, latent.size, dtype)
         end, has_escaped = latent.end(xi)
         lost = has_escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
         return Cloud(xi, jnp.where(lost[:, None], jnp.inf, end))
 
-    def nearest(self, x: Array, count: int) -> Array:
-        """The ξ `(B, count, D)` of the draws that end nearest to each x, in units of the ends' spread."""
+    def starts(self, x: Array, count: int) -> Array:
+        """Where to start searches for each x, `(B, count, D)`: zero, and the draws that end nearest to x in
+        units of the ends' spread."""
         fine = jnp.all(jnp.isfinite(self.end), axis=-1)
         some = jnp.maximum(jnp.sum(fine), 1)
         end = jnp.where(fine[:, None], self.end, 0)
@@ -156,7 +179,8 @@ class Cloud(eqx.Module):
         spread = jnp.sum(offset, axis=0) / some
         unit = 1 / jnp.where(spread > 0, spread, 1)
         gap = jnp.where(fine[None], _distance(x * unit[None], end * unit[None]), jnp.inf)
-        return self.xi[jax.lax.top_k(-gap, count)[1]]
+        near = self.xi[jax.lax.top_k(-gap, count - 1)[1]]
+        return jnp.concatenate([jnp.zeros_like(near[:, :1]), near], axis=1)
 
 
 def _distance(a: Array, b: Array) -> Array:
@@ -177,28 +201,25 @@ class Modes(eqx.Module):
     directions: Array  # (B, S, d, D)
     score: Array  # (B, S)
 
-    def best(self, count: int) -> "Modes":
-        """The `count` of most mass, in this order."""
-        places = jnp.argsort(self.score, axis=1)[:, :count]
-        take = lambda a: jnp.take_along_axis(a, jnp.expand_dims(places, range(2, a.ndim)), axis=1)
-        return jax.tree.map(take, self)
-
     def tangents(self, start: int) -> Mixture:
-        """The tangent Gaussians, seen along the start, and a share of the prior; what is not a mode has
-        none."""
-        found = jnp.isfinite(self.score)
+        """The tangent Gaussians of at most `MAX_MODES` points, seen along the start, and a share of the
+        prior; ξ has the path's coefficients from `start` on."""
+        places = jnp.argsort(self.score, axis=1)[:, :MAX_MODES]
+        take = lambda a: jnp.take_along_axis(a, jnp.expand_dims(places, range(2, a.ndim)), axis=1)
+        score, xi, directions = take(self.score), take(self.xi), take(self.directions)
+        found = jnp.isfinite(score)
         missed = ~jnp.any(found, axis=1)
-        log_share = jnp.where(found, -self.score, -jnp.inf)
+        log_share = jnp.where(found, -score, -jnp.inf)
         top = jnp.max(log_share, axis=1, keepdims=True)
         floored = jnp.maximum(log_share, jnp.where(jnp.isfinite(top), top, 0) + jnp.log(MIN_SHARE))
         log_share = jax.nn.log_softmax(jnp.where(found | missed[:, None], floored, -jnp.inf), axis=1)
-        frame = jnp.eye(*self.directions.shape[2:], dtype=self.directions.dtype)
+        frame = jnp.eye(*directions.shape[2:], dtype=directions.dtype)
         return Mixture(
-            jnp.where(found[..., None], self.xi[..., start:], 0),
-            jnp.ones_like(self.xi[..., start:]),
-            jnp.where(found[..., None, None], self.directions, frame[None, None]),
+            jnp.where(found[..., None], xi[..., start:], 0),
+            jnp.ones_like(xi[..., start:]),
+            jnp.where(found[..., None, None], directions, frame[None, None]),
             log_share,
-            jnp.where(missed, 1.0, PRIOR_SHARE).astype(self.xi.dtype),
+            jnp.where(missed, 1.0, PRIOR_SHARE).astype(xi.dtype),
         )
 
 

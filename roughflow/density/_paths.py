@@ -25,17 +25,17 @@ from ..flow import (
 from ..sde import ExactCorrection
 from ._draws import AbstractDraws
 from ._estimate import AbstractEstimator, Accuracy, Estimate, effective_paths, pareto_k, weights_error
-from ._modes import Cloud, constant
+from ._modes import Cloud, constant, refined_driver
 from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
 MAX_EXACT_DIMENSION = 64  # for exact divergences in place of random probes
 PATHS_PER_ROW = 16  # of one point
-MAX_ROWS = 4096  # per program call
+ROWS = (64, 512, 4096)  # per program call
 SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**16}  # integrated as one state
 MAX_NUMBERS = 2**26  # floating-point numbers per program call
 GROWTH = 4  # factor between the numbers of paths of two rounds
 CLOUD_KEY = 2**31 + 1  # folded into the key of forward draws
-REFINED_SHARE = 4  # one path in four is also solved with twice the functions
+CHECKED_SHARE = 4  # one path in four is also solved at a finer level
 
 
 def log_joint(flow: AbstractStochasticFlow, x: Array, omega: Array, keys: PRNGKeyArray | None) -> Array:
@@ -71,9 +71,9 @@ def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
 
 
 class Level(NamedTuple):
-    """How finely weights are solved: the flow, its driver refined if that can be, and the steps of a fixed
-    grid as a number that is not compiled in; `fine` is 1 to use the refinement's functions, else 0. One
-    program serves all levels, but has no derivatives backwards: without `fine` the flow is solved as it is.
+    """How finely weights are solved: the flow, 1 or 0 for paths with twice the driver's functions or not, and
+    the number of steps of a fixed grid. Both numbers are arguments of a program, so that one serves both
+    levels; but it has no derivatives backwards. Without `fine` the flow is solved as it is.
     """
 
     flow: AbstractStochasticFlow
@@ -81,11 +81,11 @@ class Level(NamedTuple):
     each: Any = None
 
     def solved(self, x: Array, omega: Array, more: Array, keys: PRNGKeyArray | None) -> Array:
-        """log p(x | ω) `(B, K)`; `more` are the standard normal numbers of the refinement."""
+        """log p(x | ω) `(B, K)`; `more` are the coefficients of the functions that are added."""
         flow, coefficients = self.flow, coefficients_of(self.flow, omega)
         if self.fine is None:
             return log_given(flow, x, coefficients, keys)
-        refined = _refined(flow)
+        refined = refined_driver(flow)
         if refined is not None:
             more = coefficients_of(flow, more) * jnp.asarray(self.fine, more.dtype)
             coefficients = flow.driver.refine(coefficients, more)
@@ -97,39 +97,19 @@ class Level(NamedTuple):
 
 
 class Levels:
-    """The levels of a flow: its own, with half the steps' length, and with twice the functions."""
+    """The levels of a flow: its `own`, and a `finer` one with twice the driver's functions, if it can be
+    refined, and steps half as long."""
 
     def __init__(self, flow: AbstractStochasticFlow):
         self.flow = exact(flow).without_errors()
-        grid, self.refined = flow.integrator, _refined(flow)
-        driver = flow.driver if self.refined is None else self.refined
-        pieces = driver.jumps.size + 1
-        self.each = 0
+        grid, refined = flow.integrator, refined_driver(flow)
+        pieces = (flow.driver if refined is None else refined).jumps.size + 1
+        each = 0
         if isinstance(grid, FixedGrid):
-            self.each = max(1, math.ceil(grid.count(flow.driver, flow.noise_dimension) / pieces))
-
-    @property
-    def own(self) -> Level:
-        return Level(self.flow, np.float32(0), np.int32(self.each))
-
-    @property
-    def finer_steps(self) -> Level:
-        flow = self.flow if self.each else self.flow.with_finer_steps()
-        return Level(flow, np.float32(0), np.int32(2 * self.each))
-
-    @property
-    def more_functions(self) -> Level | None:
-        """None for a driver that cannot be refined."""
-        own_pieces = self.flow.driver.jumps.size
-        each = self.each if own_pieces else 2 * self.each
-        return None if self.refined is None else Level(self.flow, np.float32(1), np.int32(each))
-
-
-def _refined(flow: AbstractStochasticFlow):
-    try:
-        return flow.driver.refined()
-    except NotImplementedError:
-        return None
+            each = max(1, math.ceil(grid.count(flow.driver, flow.noise_dimension) / pieces))
+        self.own = Level(self.flow, np.float32(0), np.int32(each))
+        finer = self.flow if each else self.flow.with_finer_steps()
+        self.finer = Level(finer, np.float32(1), np.int32(2 * each))
 
 
 class Drawn(NamedTuple):
@@ -162,7 +142,10 @@ def draw(
     omega = mixture.sample(noise)
     components = mixture.log_components(omega)
     density = jax.nn.logsumexp(components, axis=-1)
-    weights = level.solved(x, omega, more, solves) + log_standard(omega) - density
+    # A mixture may have the coefficients of the refinement too.
+    own, added = jnp.split(omega, [size], axis=-1)
+    solved = level.solved(x, own, added if added.size else more, solves)
+    weights = solved + log_standard(omega) - density
     return Drawn(weights, omega, jnp.exp(components - density[..., None]))
 
 
@@ -174,7 +157,9 @@ def update_where(chosen: Array, function, batch: Any, old: Any, block: int) -> A
     known when the program is compiled, so the same work is done inside a `jit` and outside.
     """
     size = len(chosen)
-    block = min(block, size)
+    if block >= size:
+        keep = lambda new, old: jnp.where(jnp.expand_dims(chosen, range(1, new.ndim)), new, old)
+        return jax.tree.map(keep, function(batch), old)
     order = jnp.concatenate([jnp.argsort(~chosen), jnp.zeros(block, int)])
     count = jnp.sum(chosen)
 
@@ -207,8 +192,11 @@ class Points:
         each = sum(np.size(leaf[0]) for leaf in jax.tree.leaves(others)) + columns * (
             len(self.x[0]) + self.size
         )
-        rows = max(1, min(MAX_ROWS, MAX_NUMBERS // each))
+        rows = max(1, min(ROWS[-1], MAX_NUMBERS // each))
         pairs = SOLVES_PER_BLOCK["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        if pairs >= rows:
+            # All rows are solved, not only those that count: a few sizes, for a few points or many.
+            rows = min(rows, next(size for size in ROWS if size >= min(len(points), ROWS[-1])))
         block, parts = max(1, min(rows, pairs // columns)), []
         for begin in range(0, len(points), rows):
             some = slice(begin, begin + rows)
@@ -244,8 +232,8 @@ def _weigh(level: Level, draws: AbstractDraws, most: int, x, key, places, others
 class Rounds:
     """Weights of paths for some points, drawn from the prior or a mixture, round by round.
 
-    `coarse` `(P, K)` are those of the flow as it is, `fine` `(P, K′)` of the first K′ paths with twice the
-    functions, `shares` `(P, K, M + 1)` those of the mixture's components in its density.
+    `coarse` `(P, K)` are those at a `level`, `fine` `(P, K′)` of the first K′ paths at the finer level
+    `check`, if there is one, `shares` `(P, K, M + 1)` those of the mixture's components in its density.
     """
 
     def __init__(
@@ -255,25 +243,24 @@ class Rounds:
         draws: AbstractDraws,
         mixture: Mixture | None,
         most: int,
-        coupled: bool = True,
+        level: Level,
+        check: Level | None = None,
     ):
-        self.coupled = coupled  # whether some paths are solved on twice the functions too
         self.points, self.which, self.draws, self.mixture, self.most = points, which, draws, mixture, most
-        self.columns = min(PATHS_PER_ROW, most)
+        self.level, self.check, self.columns = level, check, min(PATHS_PER_ROW, most)
         self.coarse = self.fine = np.zeros((len(which), 0), points.x.dtype)
         self.shares: np.ndarray | None = None if mixture is None else np.zeros((len(which), 0, 0))
 
     def grow(self, total: int) -> None:
-        """Draw up to `total` paths per point; some of them, at least a row, with twice the functions too."""
-        levels, now = self.points.levels, self.coarse.shape[1]
-        new, shares = self._weights(levels.own, now, total)
+        """Draw up to `total` paths per point, and solve some of them, at least a row, at the finer level."""
+        now, had = self.coarse.shape[1], self.fine.shape[1]
+        new, shares = self._weights(self.level, now, total)
         self.coarse = np.concatenate([self.coarse, new], axis=1)
         if self.shares is not None and shares is not None:
             self.shares = shares if not now else np.concatenate([self.shares, shares], axis=1)
-        more, had = levels.more_functions, self.fine.shape[1]
-        wanted = min(total, max(PATHS_PER_ROW, total // REFINED_SHARE))
-        if self.coupled and more is not None and wanted > had:
-            self.fine = np.concatenate([self.fine, self._weights(more, had, wanted)[0]], axis=1)
+        wanted = checked_paths(total)
+        if self.check is not None and wanted > had:
+            self.fine = np.concatenate([self.fine, self._weights(self.check, had, wanted)[0]], axis=1)
 
     def keep(self, some: np.ndarray) -> None:
         """Go on with these of the points alone."""
@@ -291,41 +278,24 @@ class Rounds:
         double = (None if part is None else part.astype(float) for part in parts)
         return summary(self.draws, *double, corrected=corrected)
 
-    def finished(self, ends: np.ndarray, parts: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, Any]]:
-        """The points that are done, and their parts, with the solver's error."""
-        parts = {name: np.asarray(part)[ends] for name, part in parts.items()}
-        parts["solver_error"] = self.solver_error()[ends]
-        return self.which[ends], parts
-
-    def solver_error(self) -> np.ndarray:
-        """How far log p moves when steps are halved: log E exp(Δ) over paths at even steps of the summed
-        weight, those that matter, each about as often as it does; the mean's own spread is allowed for."""
-        count = min(self.columns, self.coarse.shape[1])
-        places = by_weight(self.coarse, count)
-        places = np.pad(places, ((0, 0), (0, self.columns - count)), mode="edge")
-        finer, _ = self._at(self.points.levels.finer_steps, np.arange(len(self.which)), places)
-        with np.errstate(invalid="ignore"):
-            change = (finer - np.take_along_axis(self.coarse, places, axis=1))[:, :count]
-        return mean_and_spread(change, np)
-
     def _weights(self, level: Level, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Of the paths at places from `first` to `stop`, in rows of `columns`."""
         starts = np.arange(first, stop, self.columns)
         rows = np.repeat(np.arange(len(self.which)), len(starts))
         places = np.tile(starts, len(self.which))[:, None] + np.arange(self.columns)
-        weights, shares = self._at(level, rows, np.minimum(places, self.most - 1))
-        joined = lambda a: a.reshape(len(self.which), -1, *a.shape[2:])[:, : stop - first]
-        return joined(weights), None if shares is None else joined(shares)
-
-    def _at(self, level: Level, rows: np.ndarray, places: np.ndarray):
-        """Of the paths at `places` `(rows, columns)`."""
         mixture = jax.tree.map(lambda a: np.asarray(a)[rows], self.mixture)
         program = partial(_weigh, level, self.draws, self.most)
-        given = (mixture, places.astype(np.int32))
+        given = (mixture, np.minimum(places, self.most - 1).astype(np.int32))
         weights, shares = self.points.run(program, self.which[rows], given, self.columns)
         if np.isnan(weights).any():
             explain_failure(self.points.levels.flow, self.points.x)
-        return weights, shares
+        joined = lambda a: a.reshape(len(self.which), -1, *a.shape[2:])[:, : stop - first]
+        return joined(weights), None if shares is None else joined(shares)
+
+
+def checked_paths(total: int) -> int:
+    """How many of the paths are solved at a finer level too."""
+    return min(total, max(PATHS_PER_ROW, total // CHECKED_SHARE))
 
 
 def explain_failure(flow: AbstractStochasticFlow, x: Any) -> None:
@@ -337,35 +307,15 @@ def explain_failure(flow: AbstractStochasticFlow, x: Any) -> None:
     flow.push_forward(flow.base.sample(key=key, shape=(64,)), paths, key=key)
 
 
-def by_weight(log_weights: Any, count: int, xp: Any = np) -> Any:
-    """Places `(B, count)` of paths at even steps of the summed weight."""
-    finite = xp.where(xp.isfinite(log_weights), log_weights, -xp.inf)
-    top = xp.max(finite, axis=1, keepdims=True)
-    weights = xp.exp(finite - xp.where(xp.isfinite(top), top, 0))
-    share = xp.cumsum(weights, axis=1)
-    share = share / xp.maximum(share[:, -1:], xp.finfo(share.dtype).tiny)
-    level = (xp.arange(count) + 0.5) / count
-    below = xp.sum(share[:, None] < level[None, :, None], axis=2)
-    return xp.minimum(below, log_weights.shape[1] - 1)
-
-
-def mean_and_spread(change: Any, xp: Any = jnp) -> Any:
-    """|log mean exp| over the second axis, and the mean's standard error; infinite where it is not a
-    number."""
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        spread = xp.std(change, axis=1) / max(1, change.shape[1] - 1) ** 0.5
-        size = xp.abs(xp.log(xp.mean(xp.exp(change), axis=1))) + spread
-        return xp.where(xp.isfinite(size), size, xp.inf)
-
-
 def summary(
     draws: AbstractDraws, coarse: Any, fine: Any, shares: Any, means: Any, *, corrected: bool, xp: Any = np
 ) -> dict[str, Any]:
     """Parts of an `Estimate` from weights as `Rounds` has them: `(P, K)`, `(P, K′)`, `(P, K, M + 1)`; `means`
     `(P, M + 1)` are those of the shares.
 
-    `corrected` adds to log p what twice the functions change, and takes as much as the error that is left;
-    else the error is twice that.
+    The finer level changes log p by Δ. What is left of its error is Δ where it falls as 1/n, and nothing
+    where it falls fast. `corrected` adds 3Δ/2 to log p, in the middle, and takes Δ/2 as the error; else the
+    error is 2Δ.
     """
     still = jax.lax.stop_gradient if xp is jnp else lambda a: a  # only the mean weight has derivatives
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -390,14 +340,16 @@ def summary(
             total = xp.where(total > 0, total, still(xp.mean(finer, axis=0)))
             change = xp.log(total / mean)
             if corrected and len(differences) == len(terms):
-                variance = weights_error((terms + differences) / total[None], xp) ** 2
+                variance = weights_error((terms + 1.5 * differences) / total[None], xp) ** 2
             elif corrected:
-                variance = variance + xp.var(differences / total[None], axis=0, ddof=1) / len(differences)
-        value = xp.log(base * unit) + shift + (still(change) if corrected else 0)
+                variance = variance + 2.25 * xp.var(differences / total[None], axis=0, ddof=1) / len(
+                    differences
+                )
+        value = xp.log(base * unit) + shift + (1.5 * still(change) if corrected else 0)
         return {
             "log_prob": xp.where(some, value + still(bias), -xp.inf),
             "standard_error": xp.where(some, xp.sqrt(variance), xp.inf),
-            "truncation_error": xp.where(some, xp.abs(change) * (1 if corrected else 2), xp.inf),
+            "truncation_error": xp.where(some, xp.abs(change) * (0.5 if corrected else 2), xp.inf),
             "effective_paths": effective_paths(still(weights), xp),
             "num_paths": xp.full(unit.shape, coarse.shape[1]),
             "escaped": xp.sum(xp.isneginf(coarse), axis=1),
@@ -439,7 +391,8 @@ class PullBack(AbstractEstimator):
     uneven from `rf.Prior()`, the default, and paths are lost whose backward solve escapes: look at
     `effective_paths`. `rf.Laplace()` draws them around the likeliest ones.
 
-    The value is that of the driver as it is; `truncation_error` says what twice its functions would change.
+    The value is that of the driver and the steps as they are; `truncation_error` is twice what twice as many
+    of both change.
     With `rf.HutchinsonDivergence`, taken exactly here in up to 64 dimensions, log p(x | ω) is unbiased, and
     p(x | ω) is not: `Estimate.divergence_error` says how much that may be.
 
@@ -473,7 +426,8 @@ class PullBack(AbstractEstimator):
         if accuracy.tolerance is not None:
             most = max(most, accuracy.max_paths)
         mixture = mixtures(self.proposal, points, which)
-        rounds = Rounds(points, which, self.proposal.draws, mixture, most)
+        levels = points.levels
+        rounds = Rounds(points, which, self.proposal.draws, mixture, most, levels.own, levels.finer)
         done, total = [], self.num_paths
         while len(rounds.which):
             rounds.grow(total)
@@ -482,7 +436,8 @@ class PullBack(AbstractEstimator):
             unmet = np.zeros(len(error), bool) if accuracy.tolerance is None else error > accuracy.tolerance
             last = accuracy.tolerance is None or GROWTH * total > most
             ends = np.ones_like(unmet) if last else ~unmet
-            done.append(rounds.finished(ends, {**parts, "unmet": unmet}))
+            found = {name: part[ends] for name, part in {**parts, "unmet": unmet}.items()}
+            done.append((rounds.which[ends], found))
             rounds.keep(~ends)
             total *= GROWTH
         return gathered(done, "paths", x.shape[:-1], x.dtype)
@@ -519,21 +474,15 @@ def traced_estimate(
 ) -> Estimate:
     """The estimate from the first K paths of each point, as part of a program; its error bars have no
     derivatives, and cost nothing where they are not used."""
-    levels, (x, keys, mixture) = Levels(constant(flow)), constant((x, keys, mixture))
+    finer, (x, keys, mixture) = Levels(constant(flow)).finer, constant((x, keys, mixture))
     weights, count = drawn.log_weights, drawn.log_weights.shape[1]
-    first = lambda count: jnp.broadcast_to(jnp.arange(count), (len(x), count))
-    again = lambda level, places: draw(level, x, keys, mixture, draws, places, count).log_weights
     fine = weights[:, :0]
-    if (errors or corrected) and levels.more_functions is not None:
-        fine = again(levels.more_functions, first(min(count, max(PATHS_PER_ROW, count // REFINED_SHARE))))
+    if errors or corrected:
+        places = jnp.broadcast_to(jnp.arange(checked_paths(count)), (len(x), checked_paths(count)))
+        fine = draw(finer, x, keys, mixture, draws, places, count).log_weights
     means = None if mixture is None else mixture.shares(jnp)
     parts = summary(draws, weights, fine, drawn.shares, means, corrected=corrected, xp=jnp)
-    log_prob = parts.pop("log_prob")
-    if errors:
-        places = by_weight(constant(weights), min(PATHS_PER_ROW, count), jnp)
-        change = again(levels.finer_steps, places) - jnp.take_along_axis(weights, places, axis=1)
-        parts["solver_error"] = mean_and_spread(change)
-    return Estimate.of(log_prob, "paths", **constant(parts))
+    return Estimate.of(parts.pop("log_prob"), "paths", **constant(parts))
 
 
 def mixture_of(proposal: AbstractProposal, flow, x: Array, key: PRNGKeyArray) -> Mixture | None:

@@ -96,23 +96,6 @@ class Mixture(eqx.Module):
         own = _log(1 - share) + self.log_share[:, None] + self._each(omega)
         return jnp.concatenate([own, _log(share) + log_standard(omega)[..., None]], axis=-1)
 
-    def autoregress(self, omega: Array, noise: Array, stay: Array) -> tuple[Array, Array]:
-        """ω′ = c + ρ(ω − c) + √(1 − ρ²) S u, and the logarithm of the component's density at ω over that
-        at ω′.
-
-        The component is drawn, whatever ω is, and the move keeps its distribution (Neal 1998; Cotter et al.
-        2013). `noise` is as for `sample`, `stay` is ρ, `(B, K, 1)`.
-        """
-        pick = self._pick(noise)
-        centre, kick = self._drawn(noise, pick)
-        moved = centre + stay * (omega - centre) + jnp.sqrt(1 - stay**2) * kick
-
-        def log_density(at: Array) -> Array:
-            own = jnp.sum(jnp.where(pick, self._each(at), 0), axis=-1)
-            return jnp.where(jnp.any(pick, axis=-1), own, log_standard(at))
-
-        return moved, log_density(omega) - log_density(moved)
-
     def _drawn(self, noise: Array, pick: Array) -> tuple[Array, Array]:
         """The centre of the component that was picked, and a draw from it less that."""
         noise, pick = noise[..., :-SPARE], pick.astype(noise.dtype)

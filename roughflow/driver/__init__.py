@@ -2,7 +2,6 @@
 
 from ._driver import (
     AbstractDriver as AbstractDriver,
-    Correlated as Correlated,
     Path as Path,
     TimeChanged as TimeChanged,
 )

@@ -66,8 +66,6 @@ class AbstractDriver(eqx.Module):
     hurst: ClassVar[float] = 0.5
     # Whether it approximates Brownian motion with independent components, as Itô SDEs require.
     brownian: ClassVar[bool] = True
-    # Number of components of a path; None if any number of independent components is possible.
-    num_components: ClassVar[int | None] = None
 
     def __check_init__(self):
         check_fields(self)
@@ -183,11 +181,6 @@ class Path(diffrax.AbstractPath):
                 f"path coefficients must have shape (..., {driver.num_functions}, m) "
                 f"to match the driver, got {shape}"
             )
-        if driver.num_components not in (None, shape[-1]):
-            raise ValueError(
-                f"{type(driver).__name__} has {driver.num_components} components, so path coefficients must "
-                f"have shape (..., {driver.num_functions}, {driver.num_components}), got {shape}"
-            )
         self.driver = driver
         self.coefficients = jnp.asarray(coefficients)
         self.t1 = jnp.asarray(t1, self.coefficients.dtype)
@@ -275,10 +268,6 @@ class TimeChanged(AbstractDriver):
         return self.driver.num_functions
 
     @property
-    def num_components(self) -> int | None:
-        return self.driver.num_components
-
-    @property
     def hurst(self) -> float:
         return self.driver.hurst
 
@@ -312,75 +301,3 @@ class TimeChanged(AbstractDriver):
                 scipy.optimize.brentq(gap, 0.0, 1.0, args=(jump,), xtol=1e-15) for jump in self.driver.jumps
             ]
         return np.array(found, float)
-
-
-class Correlated(AbstractDriver):
-    """A driver with correlated components: B = R W, with R Rᵀ the correlation and W independent.
-
-    The SDE must be a Stratonovich SDE. The diffusion σ R is equivalent, for Itô SDEs too.
-
-    **Arguments:**
-
-    - `driver`: any driver.
-    - `correlation`: a positive definite matrix `(m, m)`; its diagonal need not be one.
-
-    ```python
-    import jax
-    import roughflow as rf
-
-    driver = rf.driver.Correlated(rf.driver.FractionalLegendre(0.4, 8), [[1.0, -0.7], [-0.7, 1.0]])
-    path = driver.sample(key=jax.random.key(0), noise_dimension=2)
-    ```
-    """
-
-    driver: AbstractDriver
-    correlation: tuple[tuple[float, ...], ...] = eqx.field(static=True)
-    brownian: ClassVar[bool] = False
-
-    def __init__(self, driver: AbstractDriver, correlation):
-        check_instance("driver", driver, AbstractDriver, "a driver such as rf.KarhunenLoeve(6)")
-        matrix = np.asarray(as_real("correlation", correlation), float)
-        square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
-        if not square or not np.allclose(matrix, matrix.T) or np.linalg.eigvalsh(matrix)[0] <= 0:
-            raise ValueError(f"correlation must be a positive definite matrix, got {correlation}")
-        self.driver = driver
-        self.correlation = tuple(map(tuple, matrix.tolist()))
-
-    @property
-    def num_functions(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.driver.num_functions
-
-    @property
-    def num_components(self) -> int:
-        return len(self.correlation)
-
-    @property
-    def hurst(self) -> float:
-        return self.driver.hurst
-
-    def integrals(self, s: Array) -> Array:
-        """Increments of the independent components."""
-        return self.driver.integrals(s)
-
-    def value(self, s: Array, coefficients: Array) -> Array:
-        return self.driver.value(s, coefficients) @ self._root(coefficients.dtype).T
-
-    def slope(self, s: Array, coefficients: Array) -> Array:
-        return self.driver.slope(s, coefficients) @ self._root(coefficients.dtype).T
-
-    def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        inverse = jnp.asarray(np.linalg.inv(np.linalg.cholesky(self.correlation)), increments.dtype)
-        return self.driver.coefficients_of(knots, increments @ inverse.T)
-
-    def refined(self) -> "Correlated":
-        return Correlated(self.driver.refined(), self.correlation)
-
-    def refine(self, coefficients: Array, more: Array) -> Array:
-        return self.driver.refine(coefficients, more)
-
-    @property
-    def jumps(self) -> np.ndarray:
-        return self.driver.jumps
-
-    def _root(self, dtype: np.dtype) -> Array:
-        return jnp.asarray(np.linalg.cholesky(self.correlation), dtype)

@@ -192,8 +192,8 @@ def piece_of(start: Array, s: Array) -> Array:
     return jnp.clip(jnp.searchsorted(start, s, side="right") - 1, 0, start.size - 1)
 
 
-CELLS = 1024  # intervals of [0, 1] on which the process is discretised
-NOTHING = 1e-10  # relative to the largest variance: smaller variances are treated as zero
+NUM_CELLS = 1024  # intervals of [0, 1] on which the process is discretised
+NEGLIGIBLE_VARIANCE = 1e-10  # relative to the largest variance: smaller variances are treated as zero
 
 
 class AbstractPolynomials(AbstractDriver):
@@ -275,10 +275,10 @@ def _covariance_root(covariance: Callable, count: int) -> np.ndarray:
     """Cholesky factor of the covariance of the coefficients, from the covariance of the increments of the
     process and the mean of each polynomial on each interval."""
     # The knots are denser at the ends, like the zeros of the polynomials.
-    knots = 0.5 - 0.5 * np.cos(np.pi * np.arange(CELLS + 1) / CELLS)
+    knots = 0.5 - 0.5 * np.cos(np.pi * np.arange(NUM_CELLS + 1) / NUM_CELLS)
     with jax.ensure_compile_time_eval():
         kernel = np.asarray(covariance(jnp.asarray(knots[:, None]), jnp.asarray(knots[None])), float)
-    if kernel.shape != (CELLS + 1, CELLS + 1) or not np.allclose(kernel, kernel.T):
+    if kernel.shape != (NUM_CELLS + 1, NUM_CELLS + 1) or not np.allclose(kernel, kernel.T):
         raise ValueError("covariance must be a symmetric function of arrays s and t that broadcast")
     steps = np.diff(np.diff(kernel, axis=0), axis=1)
     primitives = np.polynomial.legendre.Legendre.basis
@@ -304,7 +304,7 @@ def derivatives(s: np.ndarray, count: int) -> np.ndarray:
 
 def psd_root(matrix: np.ndarray) -> np.ndarray:
     """Cholesky factor of a matrix that may be singular: pivots without variance are set to zero."""
-    root, least = np.zeros_like(matrix), NOTHING * np.max(np.abs(np.diag(matrix)))
+    root, least = np.zeros_like(matrix), NEGLIGIBLE_VARIANCE * np.max(np.abs(np.diag(matrix)))
     for k in range(len(matrix)):
         column = matrix[k:, k] - root[k:, :k] @ root[k, :k]
         if column[0] < -1e3 * least:

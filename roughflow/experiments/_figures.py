@@ -136,7 +136,7 @@ class Run:
             return rf.load(file)
         if not self.resume:
             checkpoint.unlink(missing_ok=True)
-        self.say(f"{self.name}: training {label}")
+        self.report_progress(f"{self.name}: training {label}")
         began = time.perf_counter()
         kept = rf.train.RunOptions(checkpoint=checkpoint, resume=checkpoint.exists())
         settings = {"run": kept, "progress": self.progress}
@@ -236,7 +236,7 @@ class Run:
             draft.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         return metrics
 
-    def say(self, text: str) -> None:
+    def report_progress(self, text: str) -> None:
         if self.progress:
             print(text, flush=True)
 
@@ -320,7 +320,7 @@ def demo(
     seconds = time.perf_counter() - began
     rf.save(run.out / "demo-banana.rf", fitted.model)
     test = draw("test", DEMO_TEST)
-    run.say("demo: scoring on fresh data")
+    run.report_progress("demo: scoring on fresh data")
     metrics = {"entropy": banana.entropy, "rows": DEMO_ROWS} | _score(run, fitted.model, banana, test)
     run.finish(_panels(run, fitted.model, banana, metrics), metrics)
     curve, ax = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
@@ -411,8 +411,8 @@ def fig2(run: Run) -> dict:
     The paper's method: σ = I and a learned σ, fitted to the data at time 1 by maximum likelihood, and its own
     loss with one path for comparison. Nothing keeps their paths near the data afterwards.
 
-    The regression: a velocity by regression with noise λ = 1 added; and `rf.tables.staying_sde`, which keeps
-    paths near the data for any σ, here σ = I and one along the curve.
+    The regression: a velocity by regression with noise λ = 1 added; and `rf.tables.stationary_sde`, which
+    keeps paths near the data for any σ, here σ = I and one along the curve.
 
     The paper's models get 600 steps with 64 points each and are scored on 1000 points, so that the experiment
     takes minutes; `--steps` changes this.
@@ -432,19 +432,19 @@ def fig2(run: Run) -> dict:
     one_path = run.train("one-path", paper_flow(FIG2_NOISE, key=key), banana, steps=FIG2_STEPS, objective=one)
     regressed = run.regress("regression", banana, steps=FIG2_REGRESSION, beside=FIG2_STEPS, width=FIG2_WIDTH)
     staying = {
-        "staying-identity": rf.tables.staying_sde(regressed.model, rf.ConstantDiffusion(jnp.eye(2))),
-        "staying-along": rf.tables.staying_sde(regressed.model, along),
+        "staying-identity": rf.tables.stationary_sde(regressed.model, rf.ConstantDiffusion(jnp.eye(2))),
+        "staying-along": rf.tables.stationary_sde(regressed.model, along),
     }
 
     data = np.asarray(banana.sample(key=run.key("data"), shape=(100_000,)))
     metrics: dict = {"entropy": banana.entropy, "data_median": np.median(data, axis=0).tolist()}
     for name, model in (paper | {"one-path": one_path}).items():
-        run.say(f"{run.name}: scoring {name}")
+        run.report_progress(f"{run.name}: scoring {name}")
         metrics[name] = run.excess(model, banana)
         if name != "identity":
             metrics[name] |= alignment(model.flow.sde)
     for name, noise in (("regression", 0.0), ("regression-noise", FIG2_NOISE)):
-        run.say(f"{run.name}: scoring {name}")
+        run.report_progress(f"{run.name}: scoring {name}")
         metrics[name] = run.excess_with(regressed, banana, noise)
 
     sdes = {name: model.flow.sde for name, model in paper.items()} | staying
@@ -596,14 +596,14 @@ def fig3(run: Run) -> dict:
     for noise in FIG3_IN_TRAINING:
         label = f"{noise:g}"
         model = run.train(label, paper_flow(noise, key=run.key("net")), star, steps=FIG3_STEPS)
-        run.say(f"{run.name}: scoring λ = {label}")
+        run.report_progress(f"{run.name}: scoring λ = {label}")
         metrics["likelihood"][label] = run.excess(model, star)
         points = plots.grid(star.extent, PIXELS)
         above[label] = run.log_density(model)(points.reshape(-1, 2)).reshape(points.shape[:2])
     regressed = run.regress("regression", star, steps=FIG3_REGRESSION, beside=FIG3_STEPS)
     for noise in FIG3_AFTERWARDS:
         label = f"{noise:g}"
-        run.say(f"{run.name}: scoring regression with λ = {label}")
+        run.report_progress(f"{run.name}: scoring regression with λ = {label}")
         metrics["regression"][label] = run.excess_with(regressed, star, noise)
         below[label] = run.picture(regressed, noise, star.extent)
     plots.save(_curves(metrics), run.out / "fig3-noise.png")
@@ -715,7 +715,7 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
     checkpoint = file.with_suffix(".checkpoint")
     if not run.resume:
         checkpoint.unlink(missing_ok=True)
-    run.say(f"{run.name}: training seed {seed}")
+    run.report_progress(f"{run.name}: training seed {seed}")
     key_net, key_fit = jax.random.split(run.key(f"seed {seed}"))
     # σ must grow with |x|, which a tanh network cannot do.
     diffusion = rf.DiagonalDiffusion(

@@ -135,11 +135,11 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
             read = lambda name: np.load(io.BytesIO(archive.read(name)), allow_pickle=False)
             arrays = {name.removesuffix(".npy"): read(name) for name in names}
     except RecursionError:
-        told = f"{path} is damaged: it is nested too deeply"
-        raise ValueError(told + see("loading")) from None
+        message = f"{path} is damaged: it is nested too deeply"
+        raise ValueError(message + see("loading")) from None
     except UNREADABLE as error:
-        told = f"{path} is not a roughflow {kind}, or is damaged ({error})"
-        raise ValueError(told + see("loading")) from None
+        message = f"{path} is not a roughflow {kind}, or is damaged ({error})"
+        raise ValueError(message + see("loading")) from None
     if not isinstance(header, dict) or header.get("kind") != kind:
         raise ValueError(f"{path} is not a roughflow {kind}{see('loading')}")
     if not isinstance(header.get("version"), int) or header["version"] > version:

@@ -51,6 +51,12 @@ RENAMED_FIELDS = {
     ("FlowSampler", "substeps"): "num_substeps",
     ("Chain", "gradients"): "num_gradients",
     ("Tuned", "gradients"): "num_gradients",
+    ("FixedGrid", "method"): "solver",
+    ("VelocityNetwork", "context"): "num_given",
+    ("NormalTransport", "context"): "num_given",
+    ("Interpolant", "context"): "num_given",
+    ("Standardised", "context"): "num_given",
+    ("FittedScore", "at"): "time",
 }
 _ACTIVATIONS = (
     *("relu", "relu6", "elu", "selu", "celu", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu"),

@@ -34,8 +34,8 @@ from ._integrator import (
 from ._outcome import Outcome as Outcome, Status as Status, one_line_errors as one_line_errors
 from ._resolution import (
     MIN_STEPS as MIN_STEPS,
-    suited_grid as suited_grid,
-    suited_steps as suited_steps,
+    sufficient_steps as sufficient_steps,
+    tune_steps as tune_steps,
     unresolved_in_time as unresolved_in_time,
     with_steps as with_steps,
 )

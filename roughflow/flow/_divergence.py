@@ -20,7 +20,7 @@ class AbstractDivergence(eqx.Module):
     """A method to compute div f(z) = tr Df(z)."""
 
     @abc.abstractmethod
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> Array | None:
+    def draw(self, shape: tuple[int, ...], dimension: int, *, key: PRNGKeyArray | None) -> Array | None:
         """The random probes for one solve, or None if the method needs none."""
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class ExactDivergence(AbstractDivergence):
     ```
     """
 
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> None:
+    def draw(self, shape: tuple[int, ...], dimension: int, *, key: PRNGKeyArray | None) -> None:
         del key, shape, dimension
 
     def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
@@ -86,7 +86,7 @@ class HutchinsonDivergence(AbstractDivergence):
         self.num_probes = num_probes
         self.distribution = distribution
 
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> Array:
+    def draw(self, shape: tuple[int, ...], dimension: int, *, key: PRNGKeyArray | None) -> Array:
         if key is None:
             raise TypeError(f"HutchinsonDivergence needs a key: pass key=jax.random.key(seed){see('keys')}")
         return self.distribution(key, (*shape, self.num_probes, dimension), float)
@@ -104,7 +104,7 @@ class HutchinsonDivergence(AbstractDivergence):
 class NoDivergence(AbstractDivergence):
     """No divergence, for samples without densities; returns zero."""
 
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], dimension: int) -> None:
+    def draw(self, shape: tuple[int, ...], dimension: int, *, key: PRNGKeyArray | None) -> None:
         del key, shape, dimension
 
     def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:

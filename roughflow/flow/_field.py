@@ -178,5 +178,5 @@ def split(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 def draw(source: AbstractDivergence | AbstractCorrection, key, batch, size: int) -> Array | None:
     """Random numbers for a batch from one key, or from one key per sample."""
     if key is None or not key.ndim:
-        return source.draw(key, batch, size)
-    return jax.vmap(lambda one: source.draw(one, (), size))(key)
+        return source.draw(batch, size, key=key)
+    return jax.vmap(lambda one: source.draw((), size, key=one))(key)

@@ -86,11 +86,11 @@ class Step(NamedTuple):
     culprit: Array  # (B, d)
 
 
-def runge_kutta(field: Field, span: Span, z: Array, method: diffrax.AbstractERK) -> Step:
+def runge_kutta(field: Field, span: Span, z: Array, solver: diffrax.AbstractERK) -> Step:
     """One step from `z` over `span`, forwards or backwards in time."""
     start, stop = span
     h = stop - start
-    matrix, weights, nodes = _tableau(method, z.dtype)
+    matrix, weights, nodes = _tableau(solver, z.dtype)
     jumps = field.path.driver.jumps.size > 0
 
     # The stages are a loop: this compiles several times faster, and the backward pass holds the activations
@@ -125,9 +125,9 @@ def runge_kutta(field: Field, span: Span, z: Array, method: diffrax.AbstractERK)
     return step
 
 
-def _tableau(method: diffrax.AbstractERK, dtype: np.dtype) -> tuple[Array, Array, Array]:
+def _tableau(solver: diffrax.AbstractERK, dtype: np.dtype) -> tuple[Array, Array, Array]:
     """The Butcher tableau as arrays, without stages that are only for error control."""
-    tableau = method.tableau
+    tableau = solver.tableau
     assert isinstance(tableau, diffrax.ButcherTableau)
     stages = int(np.flatnonzero(tableau.b_sol)[-1]) + 1
     matrix = np.zeros((stages, stages))
@@ -141,8 +141,8 @@ def _tableau(method: diffrax.AbstractERK, dtype: np.dtype) -> tuple[Array, Array
     )
 
 
-def order_of(method: diffrax.AbstractERK) -> int:
-    order = method.order(diffrax.ODETerm(lambda t, y, args: y))
+def order_of(solver: diffrax.AbstractERK) -> int:
+    order = solver.order(diffrax.ODETerm(lambda t, y, args: y))
     assert order is not None
     return order
 
@@ -158,45 +158,45 @@ Pair = tuple[tuple[Array, Array], tuple[Array, Array]]
 
 @eqx.filter_custom_vjp
 def reversible_scan(
-    differentiable: tuple[Field, Array], spans: Span, method: diffrax.AbstractERK, coupling: float
+    differentiable: tuple[Field, Array], spans: Span, solver: diffrax.AbstractERK, coupling: float
 ) -> Outcome:
     """Solve from z₀ over consecutive intervals; differentiable in the field and z₀, in reverse mode."""
-    return _solve(differentiable, spans, method, coupling)[0]
+    return _solve(differentiable, spans, solver, coupling)[0]
 
 
 def _solve(
-    differentiable: tuple[Field, Array], spans: Span, method: diffrax.AbstractERK, coupling: float
+    differentiable: tuple[Field, Array], spans: Span, solver: diffrax.AbstractERK, coupling: float
 ) -> tuple[Outcome, Pair]:
     field, z = differentiable
     start = start_of(z)
     copy = (z, start.log_change)
 
     def step(carry: tuple[Pair, Outcome], span: Span) -> tuple[tuple[Pair, Outcome], None]:
-        pair, told = carry
-        pair, status, time, culprit = _advance(field, pair, span, method, coupling)
-        first = told.status == Status.FINE
+        pair, outcome = carry
+        pair, status, time, culprit = _advance(field, pair, span, solver, coupling)
+        first = outcome.status == Status.FINE
         broke = (first & (status == Status.NON_FINITE))[:, None]
-        told = Outcome(
-            jnp.where(broke, culprit, told.z),
-            told.log_change,
-            jnp.where(first, status, told.status),
-            jnp.where(first, time, told.time),
+        outcome = Outcome(
+            jnp.where(broke, culprit, outcome.z),
+            outcome.log_change,
+            jnp.where(first, status, outcome.status),
+            jnp.where(first, time, outcome.time),
         )
-        return (pair, told), None
+        return (pair, outcome), None
 
-    (pair, told), _ = jax.lax.scan(step, ((copy, copy), start), spans)
+    (pair, outcome), _ = jax.lax.scan(step, ((copy, copy), start), spans)
     (z, log_change), _ = pair
-    z = jnp.where((told.status == Status.NON_FINITE)[:, None], told.z, z)
-    return Outcome(z, log_change, told.status, told.time), pair
+    z = jnp.where((outcome.status == Status.NON_FINITE)[:, None], outcome.z, z)
+    return Outcome(z, log_change, outcome.status, outcome.time), pair
 
 
 def _advance(
-    field: Field, pair: Pair, span: Span, method: diffrax.AbstractERK, coupling: float
+    field: Field, pair: Pair, span: Span, solver: diffrax.AbstractERK, coupling: float
 ) -> tuple[Pair, Array, Array, Array]:
     y, w = pair
-    there = runge_kutta(field, span, w[0], method)
+    there = runge_kutta(field, span, w[0], solver)
     y = jax.tree.map(lambda a, b, c: coupling * a + (1 - coupling) * b + c, y, w, there[:2])
-    back = runge_kutta(field, (span[1], span[0]), y[0], method)
+    back = runge_kutta(field, (span[1], span[0]), y[0], solver)
     w = jax.tree.map(jnp.subtract, w, back[:2])
     first = there.status == Status.FINE
     status = jnp.where(first, back.status, there.status)
@@ -204,23 +204,23 @@ def _advance(
     return (y, w), status, time, jnp.where(first[:, None], back.culprit, there.culprit)
 
 
-def _undo(field: Field, pair: Pair, span: Span, method: diffrax.AbstractERK, coupling: float) -> Pair:
+def _undo(field: Field, pair: Pair, span: Span, solver: diffrax.AbstractERK, coupling: float) -> Pair:
     y, w = pair
-    back = runge_kutta(field, (span[1], span[0]), y[0], method)
+    back = runge_kutta(field, (span[1], span[0]), y[0], solver)
     w = jax.tree.map(jnp.add, w, back[:2])
-    there = runge_kutta(field, span, w[0], method)
+    there = runge_kutta(field, span, w[0], solver)
     y = jax.tree.map(lambda a, b, c: (a - (1 - coupling) * b - c) / coupling, y, w, there[:2])
     return y, w
 
 
 @reversible_scan.def_fwd
-def _forward(perturbed, differentiable, spans, method, coupling):
+def _forward(perturbed, differentiable, spans, solver, coupling):
     del perturbed
-    return _solve(differentiable, spans, method, coupling)
+    return _solve(differentiable, spans, solver, coupling)
 
 
 @reversible_scan.def_bwd
-def _backward(pair, gradient, perturbed, differentiable, spans, method, coupling):
+def _backward(pair, gradient, perturbed, differentiable, spans, solver, coupling):
     """Undo a step, differentiate it, and continue with the previous one."""
     del perturbed
     field, _ = differentiable
@@ -231,10 +231,10 @@ def _backward(pair, gradient, perturbed, differentiable, spans, method, coupling
 
     def step(carry, span):
         pair, d_pair, d_dynamic = carry
-        pair = _undo(field, pair, span, method, coupling)
+        pair = _undo(field, pair, span, solver, coupling)
 
         def advance(dynamic, pair):
-            return _advance(eqx.combine(dynamic, static), pair, span, method, coupling)[0]
+            return _advance(eqx.combine(dynamic, static), pair, span, solver, coupling)[0]
 
         _, pull = jax.vjp(advance, dynamic, pair)
         more, d_pair = pull(d_pair)
@@ -245,7 +245,7 @@ def _backward(pair, gradient, perturbed, differentiable, spans, method, coupling
     return d_dynamic, d_y[0] + d_w[0]
 
 
-BLOCK = 2**12
+BLOCK_SIZE = 2**12  # samples per block
 Solve = Callable[[Field, Array, Array | None], Outcome]
 
 
@@ -255,9 +255,9 @@ def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None)
     The intermediate values of one block fit in the cache of a CPU, which makes the gradient of 10⁵ samples 20
     % faster. It is not used with several devices, which would wait for each other.
     """
-    if len(z) <= 2 * BLOCK or jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if len(z) <= 2 * BLOCK_SIZE or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return solve(field, z, fraction)
-    size = -(-len(z) // -(-len(z) // BLOCK))
+    size = -(-len(z) // -(-len(z) // BLOCK_SIZE))
     fields, axes = field.split(size)
     is_none = lambda axis: axis is None
     own, shared = eqx.partition(fields, jax.tree.map(lambda axis: not is_none(axis), axes, is_leaf=is_none))
@@ -270,7 +270,7 @@ def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None)
     return jax.tree.map(lambda a: jnp.reshape(a, (-1, *a.shape[2:]))[: len(z)], outcome)
 
 
-LATE = 2.0  # for functions that vary fastest at the end: steps shrink towards it
+LATE = 2.0  # exponent `late` for functions that vary fastest at the end
 
 
 class FixedGrid(AbstractIntegrator):
@@ -278,7 +278,7 @@ class FixedGrid(AbstractIntegrator):
 
     **Arguments:**
 
-    - `method`: any explicit diffrax solver of order 2 or more, such as `diffrax.Heun()`,
+    - `solver`: any explicit diffrax solver of order 2 or more, such as `diffrax.Heun()`,
       `diffrax.Midpoint()`, `rf.flow.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`,
       `rf.flow.RK6()`.
       Euler's method is refused: on a random path it converges to another equation, the Itô equation
@@ -303,7 +303,7 @@ class FixedGrid(AbstractIntegrator):
     ```
     """
 
-    method: diffrax.AbstractERK
+    solver: diffrax.AbstractERK
     steps: int | None = eqx.field(static=True)
     gradient: AbstractGradient
     escape_rate: float = eqx.field(static=True)
@@ -311,24 +311,24 @@ class FixedGrid(AbstractIntegrator):
 
     def __init__(
         self,
-        method: diffrax.AbstractERK | None = None,
+        solver: diffrax.AbstractERK | None = None,
         steps: int | None = None,
         gradient: AbstractGradient | None = None,
         escape_rate: float = ESCAPE_RATE,
         late: float = 1.0,
     ):
-        method = diffrax.Dopri5() if method is None else method
-        if isinstance(method, diffrax.Euler):
+        solver = diffrax.Dopri5() if solver is None else solver
+        if isinstance(solver, diffrax.Euler):
             raise ValueError(
                 "Euler's method converges to the wrong equation on a random path; use a method of order "
                 "2 or more, or rf.simulate with rf.flow.EulerMaruyama()" + see("refused-methods")
             )
-        if not isinstance(method, diffrax.AbstractERK):
+        if not isinstance(solver, diffrax.AbstractERK):
             raise TypeError(
-                f"method must be an explicit Runge-Kutta method, got {shown(method)}; "
+                f"solver must be an explicit Runge–Kutta method, got {shown(solver)}; "
                 "use rf.Adaptive for any other diffrax solver" + see("refused-methods")
             )
-        self.method = method
+        self.solver = solver
         self.steps = None if steps is None else check_count("steps", steps)
         self.gradient = Backpropagation() if gradient is None else gradient
         self.escape_rate = escape_rate
@@ -343,9 +343,9 @@ class FixedGrid(AbstractIntegrator):
         grid = grid[::-1] if reverse else grid
         spans = (grid[:-1], grid[1:])
         if isinstance(self.gradient, ConstantMemory):
-            return reversible_scan((field, z), spans, self.method, self.gradient.coupling)
+            return reversible_scan((field, z), spans, self.solver, self.gradient.coupling)
         outcome, _ = jax.lax.scan(
-            lambda now, span: (sticky_step(field, now, span, self.method), None),
+            lambda now, span: (sticky_step(field, now, span, self.solver), None),
             start_of(z),
             spans,
         )
@@ -356,11 +356,11 @@ class FixedGrid(AbstractIntegrator):
 
     def with_steps(self, steps: int) -> "FixedGrid":
         """The same with another number of steps."""
-        return FixedGrid(self.method, steps, self.gradient, self.escape_rate, self.late)
+        return FixedGrid(self.solver, steps, self.gradient, self.escape_rate, self.late)
 
     def count(self, driver: AbstractDriver, noise_dimension: int) -> int:
         """The number of steps, equal in each piece of the path."""
-        steps = self.steps or default_steps(order_of(self.method), driver, noise_dimension)
+        steps = self.steps or default_steps(order_of(self.solver), driver, noise_dimension)
         pieces = driver.jumps.size + 1
         return pieces * math.ceil(steps / pieces)
 
@@ -410,7 +410,7 @@ class CountedGrid(AbstractIntegrator):
         def step(i: Array, now: Outcome) -> Outcome:
             places = (total - i, total - i - 1) if reverse else (i, i + 1)
             start, stop = (self.grid.time(place, self.each, knots).astype(z.dtype) for place in places)
-            return sticky_step(field, now, (start, stop), self.grid.method)
+            return sticky_step(field, now, (start, stop), self.grid.solver)
 
         return jax.lax.fori_loop(0, total, step, start_of(z))
 
@@ -430,12 +430,12 @@ def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> i
     return max(least, math.ceil(per_wave * waves))
 
 
-def sticky_step(field: Field, now: Outcome, span: Span, method: diffrax.AbstractERK) -> Outcome:
+def sticky_step(field: Field, now: Outcome, span: Span, solver: diffrax.AbstractERK) -> Outcome:
     """Advance the valid samples; one with an error stays at its last valid state.
 
     A sample whose model is not finite moves to the point where that happens, for the message.
     """
-    step = runge_kutta(field, span, now.z, method)
+    step = runge_kutta(field, span, now.z, solver)
     was_fine = now.status == Status.FINE
     fine = was_fine & (step.status == Status.FINE)
     broke = was_fine & (step.status == Status.NON_FINITE)

@@ -63,7 +63,7 @@ def described(flow: Any) -> str:
     return listed(f"{type(flow).__name__}: {flow.sde.equation()}, {start}", parts)
 
 
-ROUGHEST = 1 / 3  # Hurst exponent above which a path and its areas determine the solution
+MIN_HURST = 1 / 3  # Hurst exponent above which a path and its areas determine the solution
 
 
 def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> None:
@@ -76,12 +76,7 @@ def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> No
             f"{type(driver).__name__} is not Brownian motion, which Itô SDEs require: use a "
             "StratonovichSDE, whose solution is the limit along smooth paths" + see("other-drivers")
         )
-    if driver.num_components not in (None, columns):
-        raise ValueError(
-            f"{type(driver).__name__} has {driver.num_components} components, but the diffusion has "
-            f"{columns} columns" + see("other-drivers")
-        )
-    rough = driver.hurst <= ROUGHEST and columns > 1
+    rough = driver.hurst <= MIN_HURST and columns > 1
     if rough and depends_on(lambda z: sde.noise(jnp.zeros((), z.dtype), z), jnp.zeros(dimension)):
         raise ValueError(
             f"a driver with hurst = {driver.hurst:g} is too rough: state-dependent "
@@ -89,7 +84,7 @@ def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> No
         )
 
 
-MANY = 4096  # number of samples above which compilation is optimised for run time
+LARGE_BATCH = 4096  # number of samples above which compilation is optimised for run time
 
 
 class AbstractStochasticFlow(eqx.Module):
@@ -106,7 +101,8 @@ class AbstractStochasticFlow(eqx.Module):
     - `sde`: an `ItoSDE` or `StratonovichSDE`.
     - `base`: the distribution of Z₀, such as `rf.Normal(loc, scale)` or any object with `sample(*, key,
       shape=())` and `log_prob(z)`; its parameters are trained too.
-    - `t1`: the end time T.
+    - `t1`: the end time T. The initial time is 0; for another one, shift the time of the coefficients, as in
+      `lambda t, z: drift(t0 + t, z)`.
     - `driver`: the distribution of the path. Drivers other than Brownian motion require a `StratonovichSDE`.
     - `divergence`: `rf.ExactDivergence()`, or `rf.HutchinsonDivergence()` in high dimension.
     - `correction`: `rf.sde.ExactCorrection()`, or `rf.sde.SampledCorrection()` if each noise component moves
@@ -348,7 +344,7 @@ def solve(
     _check(flow, name, z, path, t1, key)
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
-    run = _solve_many if math.prod(batch) >= MANY else _solve_few
+    run = _solve_many if math.prod(batch) >= LARGE_BATCH else _solve_few
     outcome, status = run(flow, z, path, t1, _one_for_each(key, batch), reverse)
     return raise_failures(outcome, status, flow.sde, path) if flow.raises else outcome
 

@@ -22,16 +22,16 @@ from ._flow import AbstractStochasticFlow, centre_and_scale
 # the Monte Carlo and truncation errors are far larger.
 STILL_TOLERANCE, NOISY_TOLERANCE = 1e-5, 5e-4
 MIN_STEPS, MAX_STEPS = 2, 64  # in total, or between two jumps of the slope of the path
-GRID_POINTS = 256  # looked at
+MAX_POINTS = 256  # maximum number of points at which the error is measured
 
 
-def suited_grid(
+def tune_steps(
     flow: AbstractStochasticFlow,
     x: Array,
     *,
     key: PRNGKeyArray,
     tolerance: float | None = None,
-    least: int = MIN_STEPS,
+    min_steps: int = MIN_STEPS,
 ) -> AbstractStochasticFlow:
     """The flow with the smallest number of steps of its `rf.FixedGrid` for which log p(x | path) has
     converged.
@@ -44,7 +44,7 @@ def suited_grid(
 
     - `x`: points `(k, d)`, of which up to 256 are used.
     - `tolerance`: in nats; by default 1e-5 without noise, where it is the only error, and 5e-4 otherwise.
-    - `least`: initial number of steps.
+    - `min_steps`: initial number of steps.
 
     ```python
     import jax, jax.numpy as jnp
@@ -52,18 +52,18 @@ def suited_grid(
 
     key = jax.random.key(0)
     flow = rf.StochasticFlow(rf.ItoSDE(rf.MLP(2, 2, key=key), rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(2)))
-    rf.flow.suited_grid(flow, jax.random.normal(key, (100, 2)), key=key).integrator.steps
+    rf.flow.tune_steps(flow, jax.random.normal(key, (100, 2)), key=key).integrator.steps
     ```
     """
     check_instance("flow", flow, AbstractStochasticFlow, "an rf.StochasticFlow")
     check_vector("x", as_real("x", x), flow.dimension)
-    check_count("least", least)
-    steps = suited_steps(flow, jnp.asarray(x), key, tolerance, least)
+    check_count("min_steps", min_steps)
+    steps = sufficient_steps(flow, jnp.asarray(x), key, tolerance, min_steps)
     return flow if steps is None else with_steps(flow, steps)
 
 
-def suited_steps(
-    flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, tolerance: float | None, least: int
+def sufficient_steps(
+    flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, tolerance: float | None, min_steps: int
 ) -> int | None:
     """The number of steps; None if there is no such number."""
     grid = flow.integrator
@@ -74,16 +74,16 @@ def suited_steps(
     )
     check_positive("tolerance", tolerance)
     key_path, key_solve = jax.random.split(check_key(key))
-    x = x[:GRID_POINTS]
+    x = x[:MAX_POINTS]
     path = flow.sample_path(key=key_path, shape=x.shape[:1])
     pieces = flow.driver.jumps.size + 1
     value = lambda each: np.asarray(_values(flow, jnp.asarray(each), x, path, key_solve))
-    each, coarse = max(1, -(-least // pieces)), None
+    each, coarse = max(1, -(-min_steps // pieces)), None
     while each <= MAX_STEPS:
         coarse = value(each) if coarse is None else coarse
         fine = value(2 * each)
         if _change(coarse, fine) <= tolerance:
-            between = range(max(-(-least // pieces), each // 2 + 1), each)
+            between = range(max(-(-min_steps // pieces), each // 2 + 1), each)
             fewer = (count for count in between if _change(value(count), fine) <= tolerance)
             return pieces * next(fewer, each)
         each, coarse = 2 * each, fine
@@ -97,8 +97,8 @@ def with_steps(flow: AbstractStochasticFlow, steps: int) -> AbstractStochasticFl
 
 
 def _change(coarse: np.ndarray, fine: np.ndarray) -> float:
-    """The root mean square difference, clipped at one nat. A point lost by one of them counts as a nat;
-    points lost by both are ignored, and the result is NaN if most are."""
+    """The root mean square difference, clipped at one nat. A point without a finite value in one of them
+    counts as one nat. Points without one in both are ignored; if most are, the result is infinite."""
     lost = ~np.isfinite(coarse), ~np.isfinite(fine)
     if np.mean(lost[0] & lost[1]) > 0.5:
         return np.inf
@@ -116,7 +116,7 @@ def _values(flow: AbstractStochasticFlow, each: Array, x: Array, path: Path, key
 
 
 NUM_TIMES = 512  # random times, one in each of as many equal intervals
-TIME_POINTS = 8
+TIME_POINTS = 8  # points at which coefficients are evaluated
 MAX_SHARE = 0.99  # maximum fraction of variance that may be missed
 
 
@@ -145,7 +145,7 @@ def _nodes(flow: AbstractStochasticFlow) -> tuple[np.ndarray, np.ndarray, np.nda
     grid = flow.integrator if isinstance(flow.integrator, FixedGrid) else FixedGrid(steps=16)
     path = flow.driver.path(jnp.zeros((flow.driver.num_functions, flow.noise_dimension)))
     edges = np.asarray(grid.grid(path, None), float)
-    tableau: Any = grid.method.tableau
+    tableau: Any = grid.solver.tableau
     assert isinstance(tableau, diffrax.ButcherTableau)
     inner = np.unique(np.round(np.concatenate([[0.0, 1.0], tableau.c]), 12))
     each = -(-NUM_TIMES // (len(edges) - 1))

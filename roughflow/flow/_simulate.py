@@ -359,8 +359,8 @@ def _check_path(
         remedy = "rf.to_stratonovich(sde), or for Brownian motion path.ito()"
         remedy = remedy if path.geometric else "rf.to_ito(sde), or path.stratonovich()"
         kind = "a geometric rough path" if path.geometric else "the Itô lift"
-        told = f"{kind} does not match {type(sde).__name__}: use {remedy}"
-        raise ValueError(told + see("other-drivers"))
+        message = f"{kind} does not match {type(sde).__name__}: use {remedy}"
+        raise ValueError(message + see("other-drivers"))
     return scheme or Davie()
 
 

@@ -1,4 +1,4 @@
-"""Stage 7, MCMC: samplers built from SDEs with a given stationary density."""
+"""Stage 9, MCMC: samplers built from SDEs with a given stationary density."""
 
 from ._chain import Chain as Chain, sample_chain as sample_chain
 from ._flow_sampler import FlowSampler as FlowSampler

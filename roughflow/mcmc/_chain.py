@@ -13,7 +13,7 @@ from .._show import count, is_known, table
 from ..sde import AbstractSDE
 from ._sampler import AbstractSampler, SamplerState, UnadjustedSampler
 
-SHOWN = 8  # maximum number of coordinates in the printed summary
+MAX_SHOWN_COORDINATES = 8  # maximum number of coordinates in the printed summary
 
 
 class Chain(eqx.Module):
@@ -36,7 +36,7 @@ class Chain(eqx.Module):
         if not is_known(self.samples, self.acceptance):
             return eqx.tree_pformat(self)
         samples, dimension = self.samples, self.samples.shape[-1]
-        samples = np.asarray(samples[None] if samples.ndim == 2 else samples)[..., :SHOWN]
+        samples = np.asarray(samples[None] if samples.ndim == 2 else samples)[..., :MAX_SHOWN_COORDINATES]
         size = f"{count(samples.shape[0], 'chain')} × {count(samples.shape[1], 'draw')} × {dimension}-D"
         accepted = np.asarray(self.acceptance)
         spread = f" ({accepted.min():.2f} to {accepted.max():.2f})" if np.ptp(accepted) > 0.005 else ""
@@ -48,7 +48,9 @@ class Chain(eqx.Module):
                 (f"z[{i}]", f"{z.mean():.4g}", f"{z.std():.4g}", f"{rank_rhat(z):.3f}")
                 for i, z in enumerate(np.moveaxis(samples, -1, 0).astype(float))
             ]
-        more = [f"  … and {dimension - SHOWN} more"] if dimension > SHOWN else []
+        more = (
+            [f"  … and {dimension - MAX_SHOWN_COORDINATES} more"] if dimension > MAX_SHOWN_COORDINATES else []
+        )
         return "\n".join([title, *table(("", "mean", "sd", "R-hat"), rows), *more])
 
 

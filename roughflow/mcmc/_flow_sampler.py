@@ -10,8 +10,8 @@ from .._linear import log_abs_det, solve
 from ..sde import TargetedSDE, as_target, known_density, noise_matrix, solve_noise
 from ._sampler import AbstractSampler, SamplerInfo, SamplerState, accept, check_adjustable, check_start
 
-NEWTON = 8  # maximum number of Newton iterations
-ANOTHER = 1e-3  # relative to the noise: a solution further away is a different one
+MAX_NEWTON_STEPS = 8  # maximum number of Newton iterations
+DIFFERENT_SOLUTION = 1e-3  # relative to the noise: a solution further away is a different one
 
 
 class GradientState(SamplerState):
@@ -77,7 +77,7 @@ class FlowSampler(AbstractSampler):
         # use the same criteria, so rejection is equally likely in either direction.
         back, _, found = self._flow(there.z, -xi)
         reach = jnp.linalg.norm(self._noise(state.z), axis=1)
-        close = ANOTHER * reach + 1e3 * jnp.finfo(back.dtype).eps * jnp.abs(state.z)
+        close = DIFFERENT_SOLUTION * reach + 1e3 * jnp.finfo(back.dtype).eps * jnp.abs(state.z)
         returns = found & jnp.all(jnp.abs(back - state.z) < close)
         return accept(key_accept, jnp.where(returns, log_ratio, -jnp.inf), there, state)
 
@@ -123,7 +123,7 @@ class FlowSampler(AbstractSampler):
         """Solve m = z + σ(m) half for m by Newton's method: m, and whether it converged. The tolerance is
         rounding error in each coordinate, because a larger one would bias the chain.
 
-        The iterations are not differentiated; one last step has the derivatives of the solution (implicit
+        The iterations are not differentiated; a final step carries the derivatives of the solution (implicit
         function theorem).
         """
         still = jax.lax.stop_gradient
@@ -145,7 +145,7 @@ class FlowSampler(AbstractSampler):
             done = jnp.all(jnp.abs(move) < eps**0.6 * reach + 10 * eps * jnp.abs(m))
             return m + move, done, count + 1
 
-        going = lambda state: ~state[1] & (state[2] < NEWTON)
+        going = lambda state: ~state[1] & (state[2] < MAX_NEWTON_STEPS)
         begin = place + first @ kick, jnp.asarray(False), jnp.asarray(0)
         m, found, _ = jax.lax.while_loop(going, go, begin)
         return m + change(m, z + self._noise(m) @ half - m), found

@@ -158,8 +158,8 @@ class AdjustedSampler(AbstractSampler):
         if is_traced(z) or is_traced(entries):
             return
         if bool(jnp.any(jnp.all(entries == 0, axis=1))):
-            told = f"needs a nonsingular σ, got a singular one at the start {first.tolist()}"
-            raise ValueError(f"AdjustedSampler {told}: use rf.UnadjustedSampler" + see("no-adjustment"))
+            message = f"needs a nonsingular σ, got a singular one at the start {first.tolist()}"
+            raise ValueError(f"AdjustedSampler {message}: use rf.UnadjustedSampler" + see("no-adjustment"))
 
     def init(self, z: Array) -> AdjustedState:
         t = jnp.zeros((), z.dtype)
@@ -216,16 +216,16 @@ def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tu
 def check_adjustable(name: str, sde: AbstractSDE) -> None:
     """Refuse an SDE whose stationary log density is not available in full."""
     if not isinstance(sde, TargetedSDE):
-        told = f"{name} needs an SDE from rf.targeted_sde, got {type(sde).__name__}"
-        raise TypeError(told + see("no-adjustment"))
+        message = f"{name} needs an SDE from rf.targeted_sde, got {type(sde).__name__}"
+        raise TypeError(message + see("no-adjustment"))
     if sde.log_density is None:
         raise TypeError(
             f"{name} needs the log density, but its target has only a score: use rf.UnadjustedSampler"
             + see("no-adjustment")
         )
     if isinstance(sde.log_density, Minibatch):
-        told = f"{name} needs the full log density, got rf.mcmc.Minibatch: use rf.UnadjustedSampler"
-        raise TypeError(told + see("no-adjustment"))
+        message = f"{name} needs the full log density, got rf.mcmc.Minibatch: use rf.UnadjustedSampler"
+        raise TypeError(message + see("no-adjustment"))
 
 
 def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
@@ -246,8 +246,8 @@ def _check_target(sde: TargetedSDE, z: Array) -> None:
         bad = jnp.flatnonzero(~jnp.isfinite(values))
         if bad.size:
             i = int(bad[0])
-            told = f"log_density is {values[i]} at the start {z[i]}: start where it is finite"
-            raise ValueError(told + see("refused-start"))
+            message = f"log_density is {values[i]} at the start {z[i]}: start where it is finite"
+            raise ValueError(message + see("refused-start"))
     if sde.skew is None:
         return
     turn = sde.skew(jnp.zeros((), z.dtype), z[0])
@@ -307,7 +307,7 @@ class Minibatch(eqx.Module):
     def __call__(self, z: Array) -> Array:
         return self.log_prior(z) + self._sum(z, self.data)
 
-    def draw(self, key: PRNGKeyArray) -> Callable[[Array], Array]:
+    def draw(self, *, key: PRNGKeyArray) -> Callable[[Array], Array]:
         """The estimate from one minibatch, drawn with replacement."""
         count = len(jax.tree.leaves(self.data)[0])
         chosen = jax.random.randint(key, (self.batch_size,), 0, count)
@@ -321,4 +321,4 @@ class Minibatch(eqx.Module):
 def with_minibatches(tree: Any, key: PRNGKeyArray) -> Any:
     """The SDE of a sampler with each `Minibatch` in it replaced by a new estimate."""
     is_target = lambda node: isinstance(node, Minibatch)
-    return jax.tree.map(lambda node: node.draw(key) if is_target(node) else node, tree, is_leaf=is_target)
+    return jax.tree.map(lambda node: node.draw(key=key) if is_target(node) else node, tree, is_leaf=is_target)

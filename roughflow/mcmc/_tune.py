@@ -34,13 +34,14 @@ from ..train import AbstractStatefulObjective, History, RunOptions, TrainingOpti
 from ._flow_sampler import FlowSampler, GradientState
 from ._sampler import AbstractSampler, AdjustedSampler, SamplerState, accept
 
-ACCEPTANCE = 0.574  # optimal acceptance of Langevin proposals in high dimension (Roberts & Rosenthal 1998)
-ROUNDS = 4
-CLIMB = 50  # Newton iterations
-FAR = 3.0  # standard deviations
-CLIMBERS = 4  # chains that climb to a mode
-TRIALS = 16  # draws that evaluate a normal approximation
-DRAWS = 512  # from the mixture of normal approximations, to relocate chains to
+# Optimal acceptance of Langevin proposals in high dimension (Roberts & Rosenthal 1998).
+TARGET_ACCEPTANCE = 0.574
+NUM_ROUNDS = 4  # of warm-up
+CLIMB_STEPS = 50  # Newton iterations
+ROBUST_RANGE = 3.0  # robust standard deviations from the median, beyond which positions are pulled in
+NUM_CLIMBERS = 4  # chains that climb to a mode
+TRIAL_DRAWS = 16  # draws that evaluate a normal approximation
+MIXTURE_DRAWS = 512  # from the mixture of normal approximations, to relocate chains to
 
 
 class WarmedUp(NamedTuple):
@@ -58,9 +59,9 @@ def warm_up(
     Four of the chains first climb towards a mode with Newton's method. Each point on the way, with the
     curvature there, defines a normal distribution. Each climber keeps the one closest to the target, by E[log
     p − log q] as in Pathfinder (Zhang et al. 2022). It may be far from the mode, as in a funnel. The best of
-    the four gives a first σ. Chains that start far below the log density of draws from the mixture of these
-    normals are moved to such draws by importance resampling, with a warning; the others keep their starting
-    points. Then, in four rounds, dt is adapted to an acceptance of 0.574 (Robbins–Monro), and after each
+    the four gives the initial σ. Chains that start far below the log density of draws from the mixture of
+    these normals are moved to such draws by importance resampling, with a warning; the others keep their
+    starting points. Then, in four rounds, dt is adapted to an acceptance of 0.574 (Robbins–Monro). After each
     round but the last, σσᵀ is set to the covariance of the positions. Adaptation then stops, so the
     stationary distribution is exact.
 
@@ -86,7 +87,7 @@ def warm_up(
             f"num_steps must be at least {least} for {z.shape[0]} chains in {z.shape[1]} dimensions, to "
             f"estimate their covariance, got {num_steps}{see('too-few-steps')}"
         )
-    length = num_steps // ROUNDS
+    length = num_steps // NUM_ROUNDS
     scale, dt = jnp.eye(z.shape[1]), jnp.asarray(0.1)
     AdjustedSampler(overdamped_langevin(log_density, z.shape[1]), dt).check(z)
     key, key_climb = jax.random.split(check_key(key))
@@ -100,10 +101,10 @@ def warm_up(
         dt = jnp.asarray(z.shape[1] ** (-1 / 3))
     sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     sampler.check(z)
-    for i, key_round in enumerate(jax.random.split(key, ROUNDS)):
+    for i, key_round in enumerate(jax.random.split(key, NUM_ROUNDS)):
         states, dt = adapt(sampler, z, key_round, length)
         z = states[-1]
-        if i < ROUNDS - 1:
+        if i < NUM_ROUNDS - 1:
             places = states[length // 2 :]
             # Chains that did not move carry no information about the step size.
             moved = jnp.all(jnp.ptp(places, axis=(0, 1)) > 0)
@@ -125,7 +126,7 @@ def least_steps(chains: int, dimension: int) -> int:
     """Minimum number of steps such that the second half of a round has enough positions for a covariance: two
     per dimension."""
     each = -(-2 * (dimension + 1) // chains)
-    return ROUNDS * (2 * each - 1)
+    return NUM_ROUNDS * (2 * each - 1)
 
 
 @jit
@@ -134,9 +135,9 @@ def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array,
     chains."""
     target = as_target(log_density)
     key_trial, key_draw = jax.random.split(key)
-    trials = jax.random.normal(key_trial, (TRIALS, z.shape[1]), z.dtype)
+    trials = jax.random.normal(key_trial, (TRIAL_DRAWS, z.shape[1]), z.dtype)
     # Climbers start all over z0, so that different modes are found.
-    climbers = z[np.unique(np.linspace(0, len(z) - 1, CLIMBERS).round().astype(int))]
+    climbers = z[np.unique(np.linspace(0, len(z) - 1, NUM_CLIMBERS).round().astype(int))]
     # Sequential, because LAPACK handles batches of small matrices badly.
     centres, roots, bounds = jax.lax.map(lambda y: _best_normal(target, y, trials), climbers)
     best = jnp.argmax(bounds)
@@ -172,7 +173,7 @@ def _best_normal(target: LogDensity, start: Array, trials: Array) -> tuple[Array
         best = jnp.argmax(jnp.where(jnp.isnan(heights), -jnp.inf, heights))
         return tries[best], (y, root, jnp.where(jnp.isnan(bound), -jnp.inf, bound))
 
-    normals = jax.lax.scan(uphill, start, length=CLIMB)[1]
+    normals = jax.lax.scan(uphill, start, length=CLIMB_STEPS)[1]
     best = jnp.argmax(normals[2])
     return jax.tree.map(lambda leaf: leaf[best], normals)
 
@@ -185,7 +186,9 @@ def _resample(
     key_unit, key_choose = jax.random.split(key)
     usable = jnp.isfinite(bounds)
     roots = jnp.where(usable[:, None, None], roots, jnp.eye(roots.shape[-1], dtype=roots.dtype)[None])
-    unit = jax.random.normal(key_unit, (len(roots), DRAWS // len(roots), roots.shape[-1]), roots.dtype)
+    unit = jax.random.normal(
+        key_unit, (len(roots), MIXTURE_DRAWS // len(roots), roots.shape[-1]), roots.dtype
+    )
     draws = jnp.reshape(centres[:, None] + unit @ jnp.swapaxes(roots, 1, 2), (-1, roots.shape[-1]))
     own = jnp.repeat(usable, unit.shape[1])
 
@@ -204,7 +207,9 @@ def _resample(
 
 def climbing_gradients(dimension: int, chains: int) -> int:
     """The cost of `_climb`, counting a Hessian as 2d gradients and a value as one."""
-    return min(CLIMBERS, chains) * CLIMB * (2 * dimension + 12 + TRIALS) + DRAWS + chains
+    return (
+        min(NUM_CLIMBERS, chains) * CLIMB_STEPS * (2 * dimension + 12 + TRIAL_DRAWS) + MIXTURE_DRAWS + chains
+    )
 
 
 def _inverse_curvature(target: LogDensity, y: Array) -> Array:
@@ -228,7 +233,7 @@ def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) ->
         i, key = inputs
         now = eqx.tree_at(lambda s: s.dt, sampler, jnp.exp(log_dt))
         state, info = jax.vmap(now.step)(jax.random.split(key, z.shape[0]), state)
-        log_dt = log_dt + (1 + i) ** -0.6 * (jnp.mean(info.acceptance) - ACCEPTANCE)
+        log_dt = log_dt + (1 + i) ** -0.6 * (jnp.mean(info.acceptance) - TARGET_ACCEPTANCE)
         return (state, log_dt), (state.z, log_dt)
 
     start = jax.vmap(sampler.init)(z), jnp.log(jnp.asarray(sampler.dt, z.dtype))
@@ -240,15 +245,15 @@ def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) ->
 def _spread(places: Array) -> Array:
     """A square root of the covariance of the positions, shrunk towards its diagonal.
 
-    Positions beyond `FAR` robust standard deviations are pulled in towards the median, because heavy tails
-    such as Cauchy's have no covariance.
+    Positions beyond `ROBUST_RANGE` robust standard deviations are pulled in towards the median, because heavy
+    tails such as Cauchy's have no covariance.
     """
     rows = jnp.reshape(places, (-1, places.shape[-1]))
     low, middle, high = jnp.quantile(rows, jnp.array([0.25, 0.5, 0.75], rows.dtype), axis=0)
     gap = rows - middle[None]
     width = (high - low) / 1.349  # standard deviation, for a normal distribution
     radius = jnp.sqrt(jnp.mean((gap / jnp.where(width > 0, width, 1)[None]) ** 2, axis=1))
-    rows = gap * (FAR / jnp.maximum(radius, FAR))[:, None]
+    rows = gap * (ROBUST_RANGE / jnp.maximum(radius, ROBUST_RANGE))[:, None]
     covariance = jnp.atleast_2d(jnp.cov(rows.T))
     weight = places.shape[-1] / (places.shape[-1] + rows.shape[0])
     return _root((1 - weight) * covariance + weight * jnp.diag(jnp.diag(covariance)))
@@ -264,11 +269,11 @@ def _root(covariance: Array) -> Array:
     return width[:, None] * lower * jnp.sign(jnp.diagonal(lower))[None]
 
 
-GRADIENTS = 3  # of the log density in a training step: one to move, and the derivative of another
+GRADIENTS_PER_STEP = 3  # of the log density in a training step: one to move, and the derivative of another
 WARM_UP, FINISH = 0.1, 0.05  # fractions of the budget
-SUBSTEPS = 2  # during training; doubled afterwards
-LINEAR = 5.0  # log a below which the loss grows logarithmically
-QUICK = 0.02  # learning rate of the weight of the volume
+TRAINING_SUBSTEPS = 2  # substeps per move during training; doubled afterwards
+LINEAR_LOSS = 5.0  # log a below which the loss grows logarithmically
+VOLUME_RATE = 0.02  # learning rate of log β, the weight of the volume
 
 
 class Tuned(eqx.Module):
@@ -292,7 +297,8 @@ class SpeedMeasure(AbstractStatefulObjective):
     """The loss −E[log min(1, a)] − β E[log |det σ(z)|] over chains that run during training.
 
     Larger moves are accepted less often. The loss maximises the size of moves in all directions for a given
-    acceptance (Titsias & Dellaportas 2019). The weight β is adapted until the acceptance is `ACCEPTANCE`.
+    acceptance (Titsias & Dellaportas 2019). The weight β is adapted until the acceptance is
+    `TARGET_ACCEPTANCE`.
     """
 
     chains: GradientState = eqx.field(metadata=GIVEN)  # initial positions
@@ -315,7 +321,7 @@ class SpeedMeasure(AbstractStatefulObjective):
         volume = jnp.mean(log_abs_det(noise))
         acceptance = jnp.mean(info.acceptance)
         loss = jnp.mean(_cost(log_ratio)) - jnp.exp(log_beta) * volume
-        next_beta = log_beta + QUICK * (acceptance - ACCEPTANCE)
+        next_beta = log_beta + VOLUME_RATE * (acceptance - TARGET_ACCEPTANCE)
         state = jax.lax.stop_gradient((moved, next_beta))
         return loss, (state, {"acceptance": acceptance, "log_volume": volume})
 
@@ -324,7 +330,11 @@ def _cost(log_ratio: Array) -> Array:
     """−log min(1, a), logarithmic beyond a threshold so that a hopeless move does not dominate, and zero for
     a move that failed."""
     refused = jnp.where(jnp.isfinite(log_ratio), jnp.maximum(-log_ratio, 0), 0)
-    return jnp.where(refused < LINEAR, refused, LINEAR * (1 + jnp.log(jnp.maximum(refused, LINEAR) / LINEAR)))
+    return jnp.where(
+        refused < LINEAR_LOSS,
+        refused,
+        LINEAR_LOSS * (1 + jnp.log(jnp.maximum(refused, LINEAR_LOSS) / LINEAR_LOSS)),
+    )
 
 
 @grouped_arguments(training=TrainingOptions, run=RunOptions)
@@ -386,7 +396,7 @@ def tune_sampler(
     mala, z = warm_up(log_density, z0, key=key_warm, num_steps=first, climb=climb)
     scale = jnp.sqrt(mala.dt) * noise_matrix(mala.sde.noise(jnp.zeros(()), z[0]))
     diffusion = LocalDiffusion(dimension, centre=jnp.median(z, axis=0), scale=scale, width=width, key=key_net)
-    sampler = FlowSampler(targeted_sde(log_density, diffusion, skew), 1.0, SUBSTEPS)
+    sampler = FlowSampler(targeted_sde(log_density, diffusion, skew), 1.0, TRAINING_SUBSTEPS)
     sampler.check(z)
     objective = SpeedMeasure(jax.vmap(sampler.init)(z))
     fitted = fit(
@@ -396,12 +406,12 @@ def tune_sampler(
         steps=steps,
         frozen=lambda s: s.sde.log_density,
         progress=progress,
-        training=(training or TrainingOptions()).with_defaults(learning_rate=1e-2, clip=1.0),
+        training=(training or TrainingOptions()).with_defaults({"learning_rate": 1e-2, "clip": 1.0}),
         run=run,
     )
     chains_now, _ = fitted.state
     sampler, z = FlowSampler(fitted.model.sde, 1.0), chains_now.z
-    taken = climbing + chains * (first + GRADIENTS * fitted.history.loss.size)
+    taken = climbing + chains * (first + GRADIENTS_PER_STEP * fitted.history.loss.size)
     if fitted.interrupted:
         return Tuned(sampler, z, taken, fitted.history, True)
     places, dt = adapt(sampler, z, key_last, last)
@@ -415,6 +425,6 @@ def _plan(budget: int, climbing: int, chains: int, dimension: int) -> tuple[int,
     needed = least_steps(chains, dimension)
     if last < 1 or first < needed:
         least = climbing + chains * round(max(1 / FINISH, needed / WARM_UP))
-        told = f"num_gradients must be at least {least} for {chains} chains, got {budget}"
-        raise ValueError(told + see("too-few-steps"))
-    return first, (each - first - last) // GRADIENTS, last
+        message = f"num_gradients must be at least {least} for {chains} chains, got {budget}"
+        raise ValueError(message + see("too-few-steps"))
+    return first, (each - first - last) // GRADIENTS_PER_STEP, last

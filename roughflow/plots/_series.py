@@ -196,8 +196,8 @@ def _series(
         )
     ax.plot(times, values, color=BLUE, linewidth=1.0, label="observed")
     outside = np.flatnonzero(np.abs(uniform - 0.5) > 0.475) + 1
-    told = f"outside one-step\n95 % intervals: {100 * outside.size / uniform.size:.1f} %"
-    ax.plot(times[outside], values[outside], "o", color=VERMILION, markersize=3, mew=0, label=told)
+    legend = f"outside one-step\n95 % intervals: {100 * outside.size / uniform.size:.1f} %"
+    ax.plot(times[outside], values[outside], "o", color=VERMILION, markersize=3, mew=0, label=legend)
     ax.set_title("series", fontsize=TEXT, loc="left")
 
 

@@ -28,7 +28,6 @@ from ._networks import (
 )
 from ._noise import (
     Noise as Noise,
-    ProportionalDiffusion as ProportionalDiffusion,
     apply_noise as apply_noise,
     depends_on as depends_on,
     noise_diagonal as noise_diagonal,

@@ -40,7 +40,7 @@ class AbstractCorrection(eqx.Module):
     """The method that computes the correction."""
 
     @abc.abstractmethod
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> Array | None:
+    def draw(self, shape: tuple[int, ...], noise_dimension: int, *, key: PRNGKeyArray | None) -> Array | None:
         """The random signs for one solve, or None if the method needs none."""
 
     @abc.abstractmethod
@@ -63,7 +63,7 @@ class ExactCorrection(AbstractCorrection):
     ```
     """
 
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> None:
+    def draw(self, shape: tuple[int, ...], noise_dimension: int, *, key: PRNGKeyArray | None) -> None:
         del key, shape, noise_dimension
 
     def __call__(
@@ -110,10 +110,10 @@ class SampledCorrection(AbstractCorrection):
     ```
     """
 
-    def draw(self, key: PRNGKeyArray | None, shape: tuple[int, ...], noise_dimension: int) -> Array:
+    def draw(self, shape: tuple[int, ...], noise_dimension: int, *, key: PRNGKeyArray | None) -> Array:
         if key is None:
-            told = "SampledCorrection needs a key for its random signs: pass key=jax.random.key(seed)"
-            raise TypeError(told + see("keys"))
+            message = "SampledCorrection needs a key for its random signs: pass key=jax.random.key(seed)"
+            raise TypeError(message + see("keys"))
         return jax.random.rademacher(key, (*shape, noise_dimension), float)
 
     def __call__(
@@ -135,7 +135,7 @@ def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool
     def gap(t: Array, point: Array, key: PRNGKeyArray) -> Array:
         noise = lambda y: sde.noise(t, y)
         sigma, exact = ExactCorrection()(noise, point, None)
-        signs = SampledCorrection().draw(key, (), noise_shape(sigma)[1])
+        signs = SampledCorrection().draw((), noise_shape(sigma)[1], key=key)
         sampled = SampledCorrection()(noise, point, signs)[1]
         size = jnp.maximum(jnp.abs(sampled), jnp.abs(exact))
         return jnp.max(jnp.abs(sampled - exact) / jnp.where(size > 0, size, 1))
@@ -191,7 +191,7 @@ class CorrectedDrift(eqx.Module):
         else:
             correction = SampledCorrection()
             columns = noise_shape(eqx.filter_eval_shape(diffusion, z))[1]
-            signs = correction.draw(self.key, (), columns)
+            signs = correction.draw((), columns, key=self.key)
         return self.sde.drift(t, z) + self.sign * correction(diffusion, z, signs)[1]
 
 

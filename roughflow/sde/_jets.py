@@ -27,7 +27,7 @@ Layers = tuple[list[Array], list[Array], list[Array], list[Array]]
 ONE_LAYER, LAYERS, BACKWARD = (32, 1), (64, 4), (16, 4)
 WIDTHS = (16, 32, 64)
 DEPTH, THIN = 4, 4  # maximum number of hidden layers; of inputs and outputs
-STREAMS = 4  # maximum number of products per layer that fit in registers: a value and its derivatives
+MAX_PRODUCTS = 4  # maximum number of products per layer that fit in registers: a value and its derivatives
 
 
 def fits(sizes: Sequence[int], order: int) -> bool:
@@ -36,7 +36,7 @@ def fits(sizes: Sequence[int], order: int) -> bool:
     alike = len(set(hidden)) == 1 and hidden[0] in WIDTHS
     if not alike or len(hidden) > DEPTH or max(inputs, outputs) > THIN:
         return False
-    return len(hidden) == 1 or count(inputs, order) <= STREAMS
+    return len(hidden) == 1 or count(inputs, order) <= MAX_PRODUCTS
 
 
 def count(d: int, order: int) -> int:
@@ -221,9 +221,9 @@ def has_kernel(weights: Sequence[Array], z: Array) -> bool:
     support."""
     if jax.default_backend() != "gpu" or jax.device_count() > 1 or not _knows_bfloat16():
         return False
-    said = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     single = all(a.dtype == jnp.float32 for a in (z, *weights))
-    return single and said in PRECISIONS and weights[0].ndim == 2 and fits(_sizes(weights), 0)
+    return single and precision in PRECISIONS and weights[0].ndim == 2 and fits(_sizes(weights), 0)
 
 
 def _knows_bfloat16() -> bool:

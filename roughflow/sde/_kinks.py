@@ -40,9 +40,9 @@ BRANCHES: dict[str, Callable[..., Any]] = {
 }
 RAYS, STEPS = 16, 240  # number of search lines, and steps along each
 DECADES = 12.0  # range of distances from the origin, up and down
-ROUNDS = 6  # each shrinks a bracket by the number of steps
+NUM_ROUNDS = 6  # each shrinks a bracket by the number of steps
 JUMP, KINK = 1e-5, 1e-3  # relative differences of values and of slopes on the two sides
-ASIDE = 1e-7  # distance from a switch at which they are compared, as a fraction of the first bracket
+OFFSET = 1e-7  # distance from a switch at which they are compared, as a fraction of the first bracket
 
 
 class Kink(NamedTuple):
@@ -179,7 +179,7 @@ def _brackets(
         flips = np.flatnonzero(np.diff(shape(line)))
         for flip in flips[:: max(1, len(flips) // 2)][:3]:
             low, high = around = line[flip], line[flip + 1]
-            for _ in range(ROUNDS):
+            for _ in range(NUM_ROUNDS):
                 inner = low + np.linspace(0, 1, STEPS)[:, None] * (high - low)
                 inside = np.flatnonzero(np.diff(shape(inner)))
                 if not len(inside):
@@ -200,7 +200,7 @@ def _compare(
 ) -> str | None:
     """Whether values or slopes differ on the two sides; None if the coefficient is smooth or not finite."""
     direction = around[1] - around[0]
-    points = np.array([sides[0] - ASIDE * direction, sides[1] + ASIDE * direction, *around])
+    points = np.array([sides[0] - OFFSET * direction, sides[1] + OFFSET * direction, *around])
     evaluated = _values_and_slopes(function, t, jnp.asarray(points), jnp.asarray(direction))
     values, slopes = map(np.asarray, evaluated)
     if not (np.isfinite(values).all() and np.isfinite(slopes).all()):

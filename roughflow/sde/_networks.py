@@ -51,7 +51,7 @@ def normal_matrix(key: PRNGKeyArray, rows: int, columns: int, scale: float) -> A
 
 
 Activation = Callable[[Array], Array]
-THIN = 4  # maximum number of inputs or outputs of a thin layer
+MAX_THIN_SIZE = 4  # maximum number of inputs or outputs of a thin layer
 
 
 def tanh(x: Array) -> Array:
@@ -164,13 +164,13 @@ def _product(z: Array, weight: Array) -> Array:
     neighbours."""
     rows, columns = weight.shape
     if jax.default_backend() != "cpu":
-        if rows <= THIN:
+        if rows <= MAX_THIN_SIZE:
             return sum((z[k] * weight[k] for k in range(1, rows)), z[0] * weight[0])
-        if columns <= THIN:
+        if columns <= MAX_THIN_SIZE:
             return jnp.stack([jnp.sum(z * weight[:, k]) for k in range(columns)])
     # Weights first: with few outputs the product in the gradient is tall and thin, which is ten times faster
     # on a CPU in this order.
-    return weight.T @ z if columns <= THIN else z @ weight
+    return weight.T @ z if columns <= MAX_THIN_SIZE else z @ weight
 
 
 class FullDiffusion(eqx.Module):
@@ -357,17 +357,17 @@ class VelocityNetwork(eqx.Module):
     the velocity of straight lines from N(0, I) to N(0, I), so that the network, initially zero, learns how
     the data differ from a normal distribution.
 
-    With a `context` of k > 0, the last k coordinates of z are given and do not move.
+    With `num_given=k`, the last k coordinates of z are given and do not move.
 
     **Arguments:**
 
-    - `dimension`: of z, without the context.
+    - `dimension`: of z, without the given coordinates.
     - `width`, `depth`: of the hidden layers.
     - `activation`: a smooth function.
     - `num_features`: number of projections, each with a sine and a cosine; 0 for none.
     - `frequency`: standard deviation of the entries of the projections, for z of about unit size.
     - `t1`: T.
-    - `context`: k.
+    - `num_given`: k, the number of given coordinates.
     - `score`: doubles the outputs; the second half is for `rf.sde.LearnedTransport`.
 
     ```python
@@ -382,7 +382,7 @@ class VelocityNetwork(eqx.Module):
     network: MLP
     waves: Array = eqx.field(metadata=GIVEN)  # (d, num_features)
     t1: float
-    context: int = eqx.field(static=True)
+    num_given: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ class VelocityNetwork(eqx.Module):
         num_features: int = 64,
         frequency: float = 1.5,
         t1: float = 1.0,
-        context: int = 0,
+        num_given: int = 0,
         score: bool = False,
         key: PRNGKeyArray,
     ):
@@ -402,15 +402,15 @@ class VelocityNetwork(eqx.Module):
         check_positive("frequency", frequency)
         check_positive("t1", t1)
         check_count("num_features", num_features, least=0)
-        check_count("context", context, least=0)
+        check_count("num_given", num_given, least=0)
         check_flag("score", score)
         key_waves, key_network = split(check_key(key))
-        if context and score:
-            raise ValueError("score=True does not support a context")
-        inputs = dimension + context
+        if num_given and score:
+            raise ValueError("score=True requires num_given=0")
+        inputs = dimension + num_given
         self.waves = normal_matrix(key_waves, inputs, num_features, frequency)
         sizes = inputs + 6 + 2 * num_features, (2 if score else 1) * dimension
-        self.context = context
+        self.num_given = num_given
         self.network = MLP(*sizes, width, depth, activation, scale=0.0, key=key_network)
         self.t1 = t1
 
@@ -422,15 +422,15 @@ class VelocityNetwork(eqx.Module):
         # Beyond the end time, the velocity is that at the end.
         haste = jnp.log(LATE - jnp.minimum(s, 1))
         out = self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
-        own = z.shape[0] - self.context
+        own = z.shape[0] - self.num_given
         normal = (2 * s - 1) / ((1 - s) ** 2 + s**2) / self.t1 * z[:own]
         more = [out[own:]] if len(out) > own else []
-        given = [jnp.zeros(self.context, z.dtype)] if self.context else []
+        given = [jnp.zeros(self.num_given, z.dtype)] if self.num_given else []
         return jnp.concatenate([out[:own] + normal, *more, *given])
 
 
-FULL = 16  # maximum dimension for learned shears
-LARGEST = 15.0  # bound on the logarithm of a scale
+MAX_FULL_DIMENSION = 16  # maximum dimension for learned shears
+MAX_LOG_SCALE = 15.0  # bound on the logarithm of a scale
 
 
 class LocalDiffusion(eqx.Module):
@@ -475,7 +475,7 @@ class LocalDiffusion(eqx.Module):
         key: PRNGKeyArray,
     ):
         d = check_count("dimension", dimension)
-        full = 1 < d <= FULL if full is None else full
+        full = 1 < d <= MAX_FULL_DIMENSION if full is None else full
         sizes = 2 * d, d * d if full else d
         self.network = MLP(
             *sizes, width, depth, activation, time_dependent=time_dependent, scale=0.0, key=key
@@ -511,7 +511,7 @@ class LocalDiffusion(eqx.Module):
 
 
 def _bounded(g: Array) -> Array:
-    return LARGEST * jnp.tanh(g / LARGEST)
+    return MAX_LOG_SCALE * jnp.tanh(g / MAX_LOG_SCALE)
 
 
 class FadingDiffusion(eqx.Module):

@@ -11,7 +11,6 @@ import numpy as np
 from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array
 
-from .._checks import finite_array
 from .._linear import UNROLL, log_abs_det, solve
 
 # Elementwise operations: entry i of the result depends only on entries i of the operands.
@@ -155,38 +154,6 @@ def noise_sizes(sigma: Noise) -> Array:
     if has_diagonal(sigma):
         return jnp.abs(noise_diagonal(sigma))
     return jnp.sqrt(jnp.sum(noise_matrix(sigma) ** 2, axis=1))
-
-
-class ProportionalDiffusion(eqx.Module):
-    """Noise proportional to the drift, σ = λ diag(μ), as in the dropout analogy of Liu et al. (2019).
-
-    It holds only λ; the SDE supplies the drift, so both stay consistent in training.
-
-    ```python
-    import jax
-    import roughflow as rf
-
-    drift = rf.MLP(2, 2, key=jax.random.key(0))
-    sde = rf.ItoSDE(drift, rf.sde.ProportionalDiffusion(0.1))
-    ```
-    """
-
-    scale: Array
-
-    def __init__(self, scale: float | Array):
-        self.scale = finite_array("scale", scale)
-
-    def of_drift(self, drift: Array) -> lx.DiagonalLinearOperator:
-        return lx.DiagonalLinearOperator(self.scale * drift)
-
-
-def check_own_noise(diffusion: object) -> None:
-    """Refuse noise that depends on the drift if the drift depends on the noise."""
-    if isinstance(diffusion, ProportionalDiffusion):
-        raise TypeError(
-            "ProportionalDiffusion depends on the drift, but here the drift depends on the diffusion: "
-            "use another one, such as rf.ConstantDiffusion"
-        )
 
 
 Index = Array | np.integer

@@ -17,7 +17,7 @@ from .._functions import explicit, flat_operations
 from .._show import count, listed, named, num_parameters, number
 from ..faq import see
 from ._networks import ConstantDiffusion, FadingDiffusion, NoDiffusion
-from ._noise import Noise, ProportionalDiffusion, noise_shape
+from ._noise import Noise, noise_shape
 
 
 def equation(drift: str, diffusion: Any, brownian: str = "dB", sigma: str | None = None) -> str:
@@ -32,8 +32,6 @@ def _sigma(diffusion: Any, symbol: str = "σ") -> str:
         end, power = number(diffusion.t1), number(diffusion.power)
         left = "(1 − t)" if end == "1" else f"(1 − t/{end})"
         return f"{left if power == '1' else f'{left}^{power}'} {_sigma(diffusion.diffusion, 'Σ')}"
-    if isinstance(diffusion, ProportionalDiffusion):
-        return f"{number(diffusion.scale)} diag(μ(t, Z))"
     return symbol if isinstance(diffusion, ConstantDiffusion) else f"{symbol}(t, Z)"
 
 
@@ -47,12 +45,12 @@ def part(value: Any) -> str:
     parts = [getattr(value, field.name, None) for field in fields]
     inner = ", ".join(named(inside) for inside in parts if isinstance(inside, eqx.Module))
     trained = num_parameters(value)
-    told = f"{named(value)} of {inner}" if inner else named(value)
-    return f"{told}, {count(trained, 'parameter')}" if trained else told
+    text = f"{named(value)} of {inner}" if inner else named(value)
+    return f"{text}, {count(trained, 'parameter')}" if trained else text
 
 
 Drift = Callable[[Array, Array], Array]
-Diffusion = Callable[[Array, Array], Noise] | ProportionalDiffusion
+Diffusion = Callable[[Array, Array], Noise]
 
 # Operations with indices that may be out of range.
 INDEXING = frozenset(
@@ -76,8 +74,6 @@ class AbstractSDE(eqx.Module):
 
     def noise(self, t: Array, z: Array) -> Noise:
         """σ(t, z), in the form that the diffusion returns."""
-        if isinstance(self.diffusion, ProportionalDiffusion):
-            return self.diffusion.of_drift(self.drift(t, z))
         return self.diffusion(t, z)
 
     def equation(self) -> str:

@@ -11,7 +11,6 @@ from .._checks import check_callable, check_count, check_number, check_positive,
 from ..faq import see
 from ._correction import Spread, spread_at, turn_at
 from ._networks import GIVEN, MLP, Activation, ConstantDiffusion, tanh
-from ._noise import check_own_noise
 from ._sde import AbstractItoSDE, Diffusion, ItoSDE, equation, noise_part, part
 
 LogDensity = Callable[[Array], Array]
@@ -43,7 +42,6 @@ class TargetedSDE(AbstractItoSDE):
     def __check_init__(self):
         if (self.log_density is None) == (self.score is None):
             raise TypeError("pass exactly one of log_density and score")
-        check_own_noise(self.diffusion)
 
     def equation(self) -> str:
         plain, turned = "½ σσᵀ ∇log p + ½ div(σσᵀ)", "(½ σσᵀ + Q) ∇log p + div(½ σσᵀ + Q)"
@@ -147,8 +145,8 @@ def overdamped_langevin(
     check_count("dimension", dimension)
     scale = finite_array("scale", scale)
     if scale.ndim and scale.shape[0] != dimension:
-        told = f"a number, or have shape ({dimension},) or ({dimension}, m)"
-        raise ValueError(f"scale must be {told} in {dimension} dimensions, got {scale.shape}")
+        wanted = f"a number, or have shape ({dimension},) or ({dimension}, m)"
+        raise ValueError(f"scale must be {wanted} in {dimension} dimensions, got {scale.shape}")
     return targeted_sde(
         log_density, ConstantDiffusion(jnp.full(dimension, scale) if scale.ndim == 0 else scale)
     )

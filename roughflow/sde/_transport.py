@@ -11,7 +11,7 @@ from jaxtyping import Array
 from .._checks import check_count, check_fields, check_instance, check_positive, finite_array, is_traced
 from ._correction import spread_at
 from ._networks import GIVEN, FadingDiffusion, NoDiffusion, remaining
-from ._noise import Noise, check_own_noise
+from ._noise import Noise
 from ._sde import AbstractItoSDE, Diffusion, Drift, equation, noise_part, part
 
 
@@ -25,7 +25,7 @@ class AbstractTransport(eqx.Module):
 
     velocity: eqx.AbstractVar[Drift]
     t1: eqx.AbstractVar[float | None]
-    context: eqx.AbstractVar[int]  # number of given coordinates, the last ones, which noise must not move
+    num_given: eqx.AbstractVar[int]  # number of given coordinates, the last ones, which noise must not move
 
     def __check_init__(self):
         check_fields(self)
@@ -44,7 +44,7 @@ class NormalTransport(AbstractTransport):
         ∇log p(t, y) = (s T v(t, y) − y + m)/(c² (1 − s)).
 
     **Arguments:** `velocity`, `(t, z) -> (d,)`, such as an `rf.sde.VelocityNetwork`; `loc` m and `scale` c of
-    the base, `(d,)` each; `t1`, T; `context`, the number of given coordinates, which come last and do not
+    the base, `(d,)` each; `t1`, T; `num_given`, the number of given coordinates, which come last and do not
     move. `rf.fit` with `rf.Interpolant()` returns a flow with such a transport.
 
     ```python
@@ -62,12 +62,12 @@ class NormalTransport(AbstractTransport):
     loc: Array = eqx.field(metadata=GIVEN)
     scale: Array = eqx.field(metadata=GIVEN)
     t1: float
-    context: int = eqx.field(static=True)
+    num_given: int = eqx.field(static=True)
 
-    def __init__(self, velocity: Drift, loc: Array, scale: Array, t1: float = 1.0, context: int = 0):
+    def __init__(self, velocity: Drift, loc: Array, scale: Array, t1: float = 1.0, num_given: int = 0):
         check_positive("scale", scale)
         check_positive("t1", t1)
-        check_count("context", context, least=0)
+        check_count("num_given", num_given, least=0)
         loc = finite_array("loc", loc)
         if jnp.ndim(loc) != 1 or jnp.shape(loc) != jnp.shape(scale):
             raise ValueError(
@@ -76,7 +76,7 @@ class NormalTransport(AbstractTransport):
         self.velocity = velocity
         self.loc, self.scale = loc, jnp.asarray(scale, float)
         self.t1 = t1
-        self.context = context
+        self.num_given = num_given
 
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
         velocity = self.velocity(t, z)
@@ -105,7 +105,7 @@ class LearnedTransport(AbstractTransport):
 
     network: Drift
     t1: float
-    context: ClassVar[int] = 0
+    num_given: ClassVar[int] = 0
 
     def __init__(self, network: Drift, t1: float = 1.0):
         check_positive("t1", t1)
@@ -138,7 +138,7 @@ class GivenTransport(AbstractTransport):
     velocity: Drift
     score: Drift = eqx.field(metadata=GIVEN)
     t1: None
-    context: ClassVar[int] = 0
+    num_given: ClassVar[int] = 0
 
     def __init__(self, velocity: Drift, score: Drift):
         self.velocity = velocity
@@ -184,10 +184,8 @@ class TransportSDE(AbstractItoSDE):
         self.diffusion = NoDiffusion() if diffusion is None else diffusion
 
     def __check_init__(self):
-        check_own_noise(self.diffusion)
         if not isinstance(self.diffusion, FadingDiffusion) or self.transport.t1 is None:
             return
-        check_own_noise(self.diffusion.diffusion)
         ends = self.transport.t1, self.diffusion.t1
         if not any(is_traced(end) for end in ends) and ends[0] != ends[1]:
             raise ValueError(f"the transport ends at t1 = {ends[0]}, but its noise fades until {ends[1]}")

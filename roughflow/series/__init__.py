@@ -1,4 +1,4 @@
-"""Stage 8, time series: transition densities, maximum likelihood, standard errors, posteriors.
+"""Stage 10, time series: transition densities, maximum likelihood, standard errors, posteriors.
 
 `_observed` checks the data and `_parameters` maps the parameters to an unconstrained vector. `_transition`
 computes transition densities and `_likelihood` the likelihood of a fully observed series. A partially

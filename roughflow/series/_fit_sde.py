@@ -1,7 +1,7 @@
 """Maximum-likelihood estimation of an SDE from a time series."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,7 +50,6 @@ def fit_sde(
     tolerance: float | None = None,
     coordinates: AbstractCoordinates | None = None,
     measurement_noise: ArrayLike | list | None = None,
-    observe: Callable | None = None,
     initial: Any = None,
     inputs: Any = None,
 ) -> FittedSDE:
@@ -72,7 +71,7 @@ def fit_sde(
       Missing values (NaN, masked, None) are skipped, which lengthens the gap. A column of NaN is a hidden
       component of the state, and single components may be missing; they are integrated out. Lists of both are
       a panel: independent series of the same SDE, with dates counted from the earliest date of all.
-    - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(low=0.0)}`; named
+    - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(lower=0.0)}`; named
       SDEs define their own.
     - `penalty`: λ by name, such as `{"network": 1.0}`. It subtracts ½λθ² from the log-likelihood for each
       parameter θ of that name or inside that field, which is a normal prior of variance 1/λ. Networks need a
@@ -86,17 +85,15 @@ def fit_sde(
     - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
       or one per column. It is estimated along with the other parameters, as `measurement_noise`. An array of
       the shape of `values` is known and different for each value. Values may lie outside the state space.
-    - `observe`: the distribution of a value, a function `(t, x) -> distribution` with `log_prob(value)`, such
-      as those of NumPyro, in place of values that are components of the state. The float fields of an
-      `eqx.Module` are estimated.
     - `initial`: the hidden components of the first state: None (a flat prior), their values, a distribution,
       "stationary", `rf.series.Estimated(values)`, or a function of the SDE that returns values or a
       distribution.
     - `inputs`: u(t), a function, a tuple (times, columns), held from one time to the next, or an
-      `rf.series.Inputs`. Drift, diffusion and `observe` get it as last argument.
+      `rf.series.Inputs`. Drift and diffusion get it as last argument.
 
-    Linear models with normal errors use Kalman's filter and are exact. Others use importance sampling around
-    the most likely states, or, for one hidden component, a grid.
+    Hidden components, missing cells, `initial` and `inputs` require a linear SDE, whose likelihood is that of
+    Kalman's filter, without error. With measurement noise other SDEs use importance sampling around the most
+    likely states, or, in one dimension, a grid.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -114,7 +111,7 @@ def fit_sde(
     start = as_floats(starting_point(sde, times, values))
     key_paths, key_starts = jax.random.split(check_key(key))
     options = {"exact": exact, "effort": effort, "coordinates": coordinates}
-    observation = Observation(measurement_noise, observe, initial, inputs)
+    observation = Observation(measurement_noise, None, initial, inputs)
     series = panel(times, values, partial=observation.given or is_partial(values))
     likelihood = _likelihood(start, series, observation, domains or {}, penalty or {}, key_paths, options)
     moments = _moments(start, likelihood.parameters, times, values)
@@ -255,7 +252,7 @@ def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
     """The maximum near a point, with parameters moved to a boundary where that loses nothing."""
     likelihood, free = likelihood.rescaled(free)
     domains = likelihood.parameters.domains
-    sides = np.isfinite([[domain.low for domain in domains], [domain.high for domain in domains]])
+    sides = np.isfinite([[domain.lower for domain in domains], [domain.upper for domain in domains]])
     falls, free = falls_at_boundary(likelihood.total, free, likelihood.quick_information(free), sides)
     inside = np.min(falls, axis=0) >= LOSS
     free, information = polish(likelihood.total, free, likelihood.information, inside)
@@ -272,7 +269,6 @@ def series_likelihood(
     effort: Effort | None = None,
     coordinates: AbstractCoordinates | None = None,
     measurement_noise: ArrayLike | list | None = None,
-    observe: Callable | None = None,
     initial: Any = None,
     inputs: Any = None,
 ) -> SeriesLikelihood | HiddenSeries:
@@ -284,8 +280,8 @@ def series_likelihood(
 
     **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest; it
     determines whether transitions are exact, and otherwise the effort. The other arguments are those of
-    `rf.fit_sde`; hidden components are integrated out, and `measurement_noise`, `observe` and `initial` are
-    held. `FittedSDE.series_likelihood` reuses the effort of the fit.
+    `rf.fit_sde`; hidden components are integrated out, and `measurement_noise` and `initial` are fixed.
+    `FittedSDE.series_likelihood` reuses the effort of the fit.
 
     ```python
     import jax, numpy as np
@@ -299,7 +295,7 @@ def series_likelihood(
     """
     check_no_memory(sde)
     check_sde(sde)
-    observation = Observation(measurement_noise, observe, initial, inputs)
+    observation = Observation(measurement_noise, None, initial, inputs)
     hidden = observation.given or is_partial(values)
     series, space = panel(times, values, partial=hidden), coordinates_of(sde, coordinates)
     if hidden:

@@ -46,7 +46,8 @@ def summary(result: "FittedSDE", level: float) -> str:
 def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
     """Table rows of all parameters without a penalty. Single weights of a network have no meaning."""
     errors, robust, intervals = result.standard_errors, result.robust_errors, result.confint(level)
-    free = [name for name, held in zip(result.names, result.likelihood.penalty, strict=True) if not held]
+    penalties = zip(result.names, result.likelihood.penalty, strict=True)
+    free = [name for name, penalty in penalties if not penalty]
     return [
         (
             name,
@@ -61,11 +62,11 @@ def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
 
 
 def _penalised(result: "FittedSDE") -> list[str]:
-    held = np.count_nonzero(result.likelihood.penalty)
-    if not held:
+    number = np.count_nonzero(result.likelihood.penalty)
+    if not number:
         return []
-    count = result.num_effective - (len(result.names) - held)
-    return [f"  and {held} penalised parameters, {count:.1f} effective"]
+    count = result.num_effective - (len(result.names) - number)
+    return [f"  and {number} penalised parameters, {count:.1f} effective"]
 
 
 def _has_robust(result: "FittedSDE") -> bool:
@@ -89,12 +90,12 @@ def fault(result: "FittedSDE") -> str | None:
     errors = result.transition_errors
     if _has_robust(result) and (suspect := int(np.sum(~(errors < DOUBTFUL)))):
         count = f"{suspect} of {result.num_transitions}"
-        told = f"{count} transition densities are inaccurate, as their time steps are too long"
-        return f"{told}: raise effort{see('long-transitions')}"
+        message = f"{count} transition densities are inaccurate, as their time steps are too long"
+        return f"{message}: raise effort{see('long-transitions')}"
     if not result.identified:
-        told = "the parameters are not identified: the information matrix is singular, so there "
-        told += "are no standard errors; fix a parameter, fit a simpler SDE, or set penalty"
-        return told + see("not-identified")
+        message = "the parameters are not identified: the information matrix is singular, so there "
+        message += "are no standard errors; fix a parameter, fit a simpler SDE, or set penalty"
+        return message + see("not-identified")
     if not result.converged:
         step = f"{result.distance:.2g} standard errors"
         return f"the search did not converge: the next Newton step is {step} long{see('not-converged')}"
@@ -108,19 +109,19 @@ def fault(result: "FittedSDE") -> str | None:
 def _boundary(result: "FittedSDE") -> str | None:
     if result.boundary:
         names = " and ".join(f"{name} = {result.params[name]:g}" for name in result.boundary)
-        told = f"the maximum is on a boundary, {names}: a model without this parameter fits as well"
-        return told + see("on-a-boundary")
+        message = f"the maximum is on a boundary, {names}: a model without this parameter fits as well"
+        return message + see("on-a-boundary")
     if result.near_boundary:
         name, (end, fall) = next(iter(result.near_boundary.items()))
-        told = (
+        message = (
             f"{name} is not distinguishable from {end:g}: the log-likelihood there is {fall:.2g} nats lower"
         )
-        return told + see("on-a-boundary")
+        return message + see("on-a-boundary")
     return None
 
 
-TOLD_APART = 1.35  # nats: half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
-NEAR = 0.05  # standard errors: a search whose next step is longer has not converged
+DISTINGUISHABLE_DROP = 1.35  # nats: half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
+CONVERGED_DISTANCE = 0.05  # standard errors: a search whose next step is longer has not converged
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -166,7 +167,7 @@ class FittedSDE:
         """The estimated parameters, `(p,)`; those on a boundary are exactly at it."""
         parameters = self.likelihood.parameters
         inside = np.asarray(parameters.from_free(jnp.asarray(self.free, float)), float)
-        ends = np.array([domain.high if side > 0 else domain.low for domain, side in self._domains()])
+        ends = np.array([domain.upper if side > 0 else domain.lower for domain, side in self._domains()])
         return np.where(self.sides == 0, inside, ends)
 
     def _domains(self) -> Iterable[tuple[Domain, int]]:
@@ -188,8 +189,8 @@ class FittedSDE:
         and the drop in log-likelihood there, in nats."""
         found = {}
         for name, (domain, _), falls in zip(self.names, self._domains(), self.falls.T, strict=True):
-            end = domain.low if falls[0] <= falls[1] else domain.high
-            if LOSS <= falls.min() < TOLD_APART:
+            end = domain.lower if falls[0] <= falls[1] else domain.upper
+            if LOSS <= falls.min() < DISTINGUISHABLE_DROP:
                 found[name] = end, float(falls.min())
         return found
 
@@ -247,13 +248,15 @@ class FittedSDE:
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        """Standard errors by name, from the observed information; NaN for parameters that are not identified
-        or on a boundary. The others are conditional on the parameters on a boundary."""
+        """Covariance matrix of the estimates `(p, p)`, from the observed information; NaN if the parameters
+        are not identified. Parameters on a boundary are treated as known, and their rows and columns are
+        NaN."""
         return self._inverse() * self._scale()
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
-        """Sandwich standard errors by name; NaN with hidden states, where single values have no scores."""
+        """Sandwich covariance matrix of the estimates `(p, p)`; NaN with hidden states, where single values
+        have no scores."""
         if self._hidden is not None:
             return np.full_like(self.free_information, np.nan)
         scores, inverse = self._scores[1], self._inverse()
@@ -261,16 +264,20 @@ class FittedSDE:
 
     @property
     def correlation(self) -> np.ndarray:
-        """Covariance matrix of the estimates, `(p, p)`."""
+        """Correlation matrix of the estimates, `(p, p)`."""
         error = np.sqrt(np.diag(self.covariance))
         return self.covariance / np.outer(error, error)
 
     @property
     def standard_errors(self) -> dict[str, float]:
+        """Standard errors by name, from the observed information; NaN for parameters that are not identified
+        or on a boundary. Parameters on a boundary are treated as known."""
         return self._by_name(np.sqrt(np.diag(self.covariance)))
 
     @property
     def robust_errors(self) -> dict[str, float]:
+        """Sandwich standard errors by name; NaN with measurement noise, where single values have no
+        scores."""
         return self._by_name(np.sqrt(np.diag(self.robust_covariance)))
 
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
@@ -341,7 +348,7 @@ class FittedSDE:
 
     @property
     def converged(self) -> bool:
-        return self.identified and self.distance < NEAR
+        return self.identified and self.distance < CONVERGED_DISTANCE
 
     @property
     def warning(self) -> str | None:
@@ -522,7 +529,7 @@ class FittedSDE:
     def _with_hidden(self, name: str) -> HiddenLikelihood:
         if self._hidden is None:
             raise ValueError(
-                f"{name} requires hidden states (a column of NaN, measurement_noise or observe); otherwise "
+                f"{name} requires hidden states (a column of NaN or measurement_noise); otherwise "
                 "the values are the states"
             )
         return self._hidden

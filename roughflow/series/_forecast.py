@@ -15,8 +15,8 @@ from ..transition import AbstractCoordinates
 from ._simulation import draw, is_known, refined, warn_of_exits
 
 PILOT_PATHS = 8192  # minimum number of paths to decide whether to halve the steps
-LEVEL = 0.001  # significance level of that decision
-LARGEST = 2e8  # maximum size of a forecast, 1.6 GB
+SIGNIFICANCE = 0.001  # significance level of that decision
+MAX_FORECAST_SIZE = 2e8  # maximum size of a forecast, 1.6 GB
 
 
 def forecast(
@@ -38,11 +38,11 @@ def forecast(
     else:
         # A Kolmogorov–Smirnov test for each time and component.
         tests = (len(times) - 1) * start.shape[1]
-        count = max(len(start), min(PILOT_PATHS, int(LARGEST / tests)))
+        count = max(len(start), min(PILOT_PATHS, int(MAX_FORECAST_SIZE / tests)))
         places = jnp.arange(count) % len(start)
         many = (rows(places), coordinates, start[places], times)
         run = lambda num_steps: np.asarray(_paths(*many, num_steps, key, each))
-        limit = np.sqrt(-np.log(0.5 * LEVEL / tests) / count)
+        limit = np.sqrt(-np.log(0.5 * SIGNIFICANCE / tests) / count)
         paths = refined(run, _distance, limit)[: len(start)]
     warn_of_exits(int(np.isnan(paths[:, -1]).any(axis=-1).sum()), len(paths))
     return np.asarray(paths)
@@ -50,9 +50,9 @@ def forecast(
 
 def check_memory(count: float) -> None:
     """Refuse forecasts that would not fit in memory."""
-    if count > LARGEST:
+    if count > MAX_FORECAST_SIZE:
         raise ValueError(
-            f"the forecast would have {count:.2g} numbers, more than {LARGEST:.2g}: "
+            f"the forecast would have {count:.2g} numbers, more than {MAX_FORECAST_SIZE:.2g}: "
             "reduce num_paths or the number of times"
         )
 

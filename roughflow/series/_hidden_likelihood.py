@@ -508,6 +508,8 @@ def _chosen(
     }
     if is_linear(whole.space(sde)) if linear is None else linear:
         return (lambda effort, method: whole), extras, whole
+    if linear is None:
+        _check_supported(whole, observation)
 
     def remake(effort: Effort, method: str) -> HiddenSeries:
         one = with_path(make(effort, method, closed))
@@ -517,26 +519,18 @@ def _chosen(
         return one
 
     found = remake(first, DRAWS)
-    _check_observe(found, sde)
     return remake, extras, found
 
 
-def _check_observe(series: HiddenSeries, sde: Any) -> None:
-    """Refuse an observation density that is NaN at the starting point."""
-    space = series.space(sde)
-    if space.observe is None:
-        return
-    rows = space.rows
-    place = int(np.argmax(np.asarray(rows.seen).any(axis=1)))
-    x = space.coordinates.to_state(series.path[place])
-    drawn = space.observe(rows.times[place], x)
-    if not hasattr(drawn, "log_prob"):
-        raise TypeError(f"observe must return a distribution with log_prob, got {type(drawn).__name__}")
-    value = np.sum(np.asarray(drawn.log_prob(rows.values[place])))
-    if np.isnan(value):
+def _check_supported(series: HiddenSeries, observation: Observation) -> None:
+    """Refuse what only linear SDEs have: around the most likely states of others draws may be far off."""
+    seen = np.asarray(series.rows.seen)
+    given = [name for name in ("observe", "initial", "inputs") if getattr(observation, name) is not None]
+    if np.any(seen.any(axis=1) & ~seen.all(axis=1)):
+        given.insert(0, "hidden components and missing cells")
+    if given:
         raise ValueError(
-            f"observe returns a NaN log-density at time {float(rows.times[place]):g} "
-            f"for the state {np.asarray(x)}"
+            f"{', '.join(given)} require a linear SDE: drift affine in the state, noise independent of it"
         )
 
 

@@ -17,58 +17,59 @@ Entry = tuple[int, tuple[int, ...]]  # index of the leaf, and index within it
 
 
 class Domain(eqx.Module):
-    """The range of a parameter: between `low` and `high`, either of which may be infinite. With `triangular`,
-    the parameter is a lower triangular matrix whose diagonal lies in the range.
+    """The range of a parameter: between `lower` and `upper`, either of which may be infinite.
+
+    With `triangular`, the parameter is a lower triangular matrix whose diagonal lies in the range.
 
     ```python
     import roughflow as rf
 
-    positive, share = rf.series.Domain(low=0.0), rf.series.Domain(low=0.0, high=1.0)
+    positive, share = rf.series.Domain(lower=0.0), rf.series.Domain(lower=0.0, upper=1.0)
     ```
     """
 
-    low: float = eqx.field(static=True, default=-np.inf)
-    high: float = eqx.field(static=True, default=np.inf)
+    lower: float = eqx.field(static=True, default=-np.inf)
+    upper: float = eqx.field(static=True, default=np.inf)
     triangular: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self):
         check_fields(self)
-        if not self.low < self.high:
-            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
+        if not self.lower < self.upper:
+            raise ValueError(f"lower must be below upper, got {self.lower} and {self.upper}")
 
     def to_free(self, value: np.ndarray) -> np.ndarray:
         """Map the parameter to an unconstrained number."""
-        if np.isfinite(self.low) and np.isfinite(self.high):
-            part = (value - self.low) / (self.high - self.low)
+        if np.isfinite(self.lower) and np.isfinite(self.upper):
+            part = (value - self.lower) / (self.upper - self.lower)
             return np.log(part) - np.log1p(-part)
-        if np.isfinite(self.low):
-            return np.log(value - self.low)
-        return -np.log(self.high - value) if np.isfinite(self.high) else value
+        if np.isfinite(self.lower):
+            return np.log(value - self.lower)
+        return -np.log(self.upper - value) if np.isfinite(self.upper) else value
 
     def from_free(self, free: Array) -> Array:
-        if np.isfinite(self.low) and np.isfinite(self.high):
-            return self.low + (self.high - self.low) * jax.nn.sigmoid(free)
-        if np.isfinite(self.low):
-            return self.low + jnp.exp(free)
-        return self.high - jnp.exp(-free) if np.isfinite(self.high) else free
+        if np.isfinite(self.lower) and np.isfinite(self.upper):
+            return self.lower + (self.upper - self.lower) * jax.nn.sigmoid(free)
+        if np.isfinite(self.lower):
+            return self.lower + jnp.exp(free)
+        return self.upper - jnp.exp(-free) if np.isfinite(self.upper) else free
 
     def log_slope(self, free: Array) -> Array:
         """The logarithm of the derivative of `from_free`."""
-        if np.isfinite(self.low) and np.isfinite(self.high):
-            return np.log(self.high - self.low) + jax.nn.log_sigmoid(free) + jax.nn.log_sigmoid(-free)
-        if np.isfinite(self.low):
+        if np.isfinite(self.lower) and np.isfinite(self.upper):
+            return np.log(self.upper - self.lower) + jax.nn.log_sigmoid(free) + jax.nn.log_sigmoid(-free)
+        if np.isfinite(self.lower):
             return free
-        return -free if np.isfinite(self.high) else jnp.zeros_like(free)
+        return -free if np.isfinite(self.upper) else jnp.zeros_like(free)
 
     def contains(self, value: np.ndarray) -> bool:
-        return bool(np.all(np.isfinite(value) & (value > self.low) & (value < self.high)))
+        return bool(np.all(np.isfinite(value) & (value > self.lower) & (value < self.upper)))
 
 
 ANY = Domain()
-POSITIVE = Domain(low=0.0)
-UNIT = Domain(low=0.0, high=1.0)
-CORRELATION = Domain(low=-1.0, high=1.0)
-TRIANGULAR = Domain(low=0.0, triangular=True)
+POSITIVE = Domain(lower=0.0)
+UNIT = Domain(lower=0.0, upper=1.0)
+CORRELATION = Domain(lower=-1.0, upper=1.0)
+TRIANGULAR = Domain(lower=0.0, triangular=True)
 
 
 class Parameters(eqx.Module):
@@ -103,7 +104,7 @@ class Parameters(eqx.Module):
                 if column > row:
                     continue
                 names.append(field + (f"[{','.join(map(str, place))}]" if place else ""))
-                kinds.append(Domain(domain.low, domain.high) if row == column else ANY)
+                kinds.append(Domain(domain.lower, domain.upper) if row == column else ANY)
                 entries.append((i, place))
         if wrong := set(domains) - known:
             raise ValueError(
@@ -140,7 +141,9 @@ class Parameters(eqx.Module):
     def to_free(self, values: np.ndarray) -> np.ndarray:
         for name, domain, value in zip(self.names, self.domains, values, strict=True):
             if not domain.contains(value):
-                raise ValueError(f"{name} must lie between {domain.low:g} and {domain.high:g}, got {value:g}")
+                raise ValueError(
+                    f"{name} must lie between {domain.lower:g} and {domain.upper:g}, got {value:g}"
+                )
         return np.array([float(d.to_free(v)) for d, v in zip(self.domains, values, strict=True)]) / self.scale
 
     def from_free(self, free: Array) -> Array:

@@ -15,7 +15,7 @@ from ..transition import AbstractCoordinates, Transition, in_chunks, keys_of
 from ._simulation import draw, refined, warn_of_exits
 from .models import exact_transition
 
-DRAWS = 1024  # simulated per transition, if its distribution has no closed form
+DRAWS_PER_TRANSITION = 1024  # simulated per transition, if its distribution has no closed form
 LIMIT = 0.015  # acceptable root mean square change of residuals when steps are halved
 TINY = 1e-15  # keeps residuals away from 0 and 1
 CHUNK = 256  # transitions simulated at a time
@@ -57,8 +57,8 @@ def residuals(
     if known is not None:
         return np.clip(known.cdf(steps.end), TINY, 1 - TINY)
     run = lambda num_steps: [np.asarray(a) for a in _below(sde, coordinates, steps, num_steps, key)]
-    share, exits = refined(run, lambda a, b: distance(a[0], b[0], DRAWS), LIMIT)
-    warn_of_exits(int(exits.sum()), DRAWS * len(exits))
+    share, exits = refined(run, lambda a, b: distance(a[0], b[0], DRAWS_PER_TRANSITION), LIMIT)
+    warn_of_exits(int(exits.sum()), DRAWS_PER_TRANSITION * len(exits))
     return share
 
 
@@ -129,7 +129,7 @@ def _below(sde, coordinates, steps: Transition, num_steps: Array, key: PRNGKeyAr
     def one(arguments: tuple[Transition, PRNGKeyArray]) -> tuple[Array, Array]:
         step, key = arguments
         one = lambda key: draw(sde, coordinates, step.start, step.time, step.dt, num_steps, key)[0]
-        drawn = jax.vmap(one)(jax.random.split(key, DRAWS))
-        return (jnp.sum(drawn < step.end[0]) + 0.5) / (DRAWS + 1), jnp.sum(jnp.isnan(drawn))
+        drawn = jax.vmap(one)(jax.random.split(key, DRAWS_PER_TRANSITION))
+        return (jnp.sum(drawn < step.end[0]) + 0.5) / (DRAWS_PER_TRANSITION + 1), jnp.sum(jnp.isnan(drawn))
 
     return in_chunks(one, (steps, keys_of(key, steps)), len(steps.dt), CHUNK)

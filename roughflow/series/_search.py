@@ -12,20 +12,20 @@ from ..transition import Transition
 Total = Callable[[np.ndarray], tuple[float, np.ndarray]]
 Information = Callable[[np.ndarray], np.ndarray]
 
-ROUNDS, ITERATIONS = 6, 40  # of BFGS
-NEAR = 0.02  # BFGS stops within this many standard errors of the maximum
-GRADIENT = 1e-2  # gradient per standard error at which a round of BFGS stops
+ROUNDS, ITERATIONS = 6, 40  # rounds of BFGS, and iterations per round
+BFGS_TOLERANCE = 0.02  # BFGS stops within this many standard errors of the maximum
+GRADIENT_TOLERANCE = 1e-2  # gradient per standard error at which a round of BFGS stops
 RIDGE = 1e-6  # smallest eigenvalue of a scaled information matrix that a search uses
-FARTHEST = 30.0  # maximum change of free parameters in one round of BFGS
-FLAT = 3.0  # largest standard error of a free parameter that a search uses
+MAX_BFGS_MOVE = 30.0  # maximum change of free parameters in one round of BFGS
+MAX_STANDARD_ERROR = 3.0  # largest standard error of a free parameter that a search uses
 SINGULAR = 1e-7  # relative eigenvalue below which an information matrix is singular
-NEWTON_STEPS = 20
+NEWTON_STEPS = 20  # maximum number
 DECREMENT = 1e-14  # Newton's method stops if a step would gain fewer nats
-MOVED = 0.05  # standard errors, after which Newton's method recomputes the information
+REFRESH_DISTANCE = 0.05  # standard errors, after which Newton's method recomputes the information
 SAME_POINT = 1e-7  # standard errors, below which the information is that of the maximum
-UNCERTAIN = 0.25  # standard error of a free parameter above which it may lie on a boundary
-TOWARDS = 10.0  # distance by which a free parameter is moved to its boundary
-FAR_BELOW = 5.0  # nats: with a larger drop the maximum is not near the boundary
+UNCERTAIN_ERROR = 0.25  # standard error of a free parameter above which it may lie on a boundary
+BOUNDARY_MOVE = 10.0  # distance by which a free parameter is moved to its boundary
+INTERIOR_DROP = 5.0  # nats: with a larger drop the maximum is not near the boundary
 LOSS = 1e-3  # nats: with a smaller drop the maximum is on the boundary
 
 
@@ -44,9 +44,10 @@ def is_regular(information: np.ndarray) -> bool:
 
 
 def conditional_errors(information: np.ndarray) -> np.ndarray:
-    """The standard error of each parameter if all others were known, at most `FLAT`."""
+    """The standard error of each parameter if all others were known, at most `MAX_STANDARD_ERROR`."""
     curve = np.diag(information)
-    return 1 / np.sqrt(np.where(np.isfinite(curve), np.maximum(np.abs(curve), FLAT**-2), FLAT**-2))
+    least = MAX_STANDARD_ERROR**-2
+    return 1 / np.sqrt(np.where(np.isfinite(curve), np.maximum(np.abs(curve), least), least))
 
 
 def climb(total: Total, start: np.ndarray, information: Information) -> np.ndarray:
@@ -58,7 +59,7 @@ def climb(total: Total, start: np.ndarray, information: Information) -> np.ndarr
     free = start
     for _ in range(ROUNDS):
         root = _inverse_root(information(free))
-        if np.linalg.norm(total(free)[1] @ root) < NEAR:
+        if np.linalg.norm(total(free)[1] @ root) < BFGS_TOLERANCE:
             break
         free = free + root @ _bfgs(total, free, root)
     return free
@@ -67,12 +68,12 @@ def climb(total: Total, start: np.ndarray, information: Information) -> np.ndarr
 def _bfgs(total: Total, free: np.ndarray, root: np.ndarray) -> np.ndarray:
     def loss(move: np.ndarray) -> tuple[float, np.ndarray]:
         step = root @ move
-        if np.abs(step).max() > FARTHEST:
+        if np.abs(step).max() > MAX_BFGS_MOVE:
             return np.inf, np.zeros(len(move))
         value, slope = total(free + step)
         return -value, -slope @ root
 
-    options = {"gtol": GRADIENT, "maxiter": ITERATIONS}
+    options = {"gtol": GRADIENT_TOLERANCE, "maxiter": ITERATIONS}
     return scipy.optimize.minimize(loss, np.zeros(len(free)), jac=True, method="BFGS", options=options).x
 
 
@@ -104,7 +105,7 @@ def polish(
             break
         free, value, slope = free + step, new, new_slope
         moved, last = moved + np.sqrt(2 * gain), gain
-        if moved > MOVED:
+        if moved > REFRESH_DISTANCE:
             matrix, moved, last = information(free), 0.0, np.inf
     return free, information(free) if moved > SAME_POINT else matrix
 
@@ -132,16 +133,16 @@ def falls_at_boundary(
     parameters are tried.
     """
     falls = np.full((2, len(free)), np.inf)
-    uncertain = conditional_errors(information) > UNCERTAIN
+    uncertain = conditional_errors(information) > UNCERTAIN_ERROR
     for end, i in zip(*np.nonzero(sides & uncertain), strict=True):
         moved = free.copy()
-        moved[i] += (-TOWARDS, TOWARDS)[end]
+        moved[i] += (-BOUNDARY_MOVE, BOUNDARY_MOVE)[end]
         top, others = total(free)[0], np.arange(len(free)) != i
         value, slope = total(moved)
         inner = information[np.ix_(others, others)]
         root = _inverse_root(inner)
         falls[end, i] = top - value - 0.5 * np.sum((slope[others] @ root) ** 2)  # after one Newton step
-        if not falls[end, i] < FAR_BELOW:
+        if not falls[end, i] < INTERIOR_DROP:
             continue
         rest = restricted(total, moved, others)
         moved[others] = climb(rest, moved[others], lambda _, inner=inner: inner)
@@ -151,9 +152,9 @@ def falls_at_boundary(
     return falls, free
 
 
-LOST = 1e-3  # nats, accuracy of the maximum over the other parameters in a profile
-FURTHER = 15.0  # maximum distance of an interval's end, in standard errors
-ABOVE = 0.01  # nats, by which a profile may exceed the maximum
+PROFILE_TOLERANCE = 1e-3  # nats, accuracy of the maximum over the other parameters in a profile
+MAX_INTERVAL_DISTANCE = 15.0  # maximum distance of an interval's end, in standard errors
+MAX_PROFILE_EXCESS = 0.01  # nats, by which a profile may exceed the maximum
 
 
 def profile_interval(
@@ -186,7 +187,7 @@ def profile_interval(
         at[others] += distance * error * follow
         rest = restricted(total, at, others)
         best = rest(climb(rest, at[others], lambda _: inner))[0] if others.any() else total(at)[0]
-        if best > top + ABOVE:
+        if best > top + MAX_PROFILE_EXCESS:
             raise ValueError(
                 f"the fit is not at the maximum: the profile found a log-likelihood {best - top:.2g} nats "
                 f"above it, {distance:.2g} standard errors away; fit again with more num_starts"
@@ -205,12 +206,12 @@ def _root(beyond: Callable[[float], float], start: float) -> float:
     inside, outside = 0.0, start
     while beyond(outside) < 0:
         inside, outside = outside, 1.5 * outside
-        if abs(outside) > FURTHER * max(abs(start), 1.0):
+        if abs(outside) > MAX_INTERVAL_DISTANCE * max(abs(start), 1.0):
             return float(np.copysign(np.inf, start))
-    return float(scipy.optimize.brentq(beyond, inside, outside, xtol=LOST))  # pyright: ignore[reportArgumentType]
+    return float(scipy.optimize.brentq(beyond, inside, outside, xtol=PROFILE_TOLERANCE))  # pyright: ignore[reportArgumentType]
 
 
-SIMULATIONS = 2000
+SIMULATIONS = 2000  # simulated test statistics
 
 
 def boundary_p_value(statistic: float, more: int, on_boundary: int) -> float:

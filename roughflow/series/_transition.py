@@ -40,12 +40,12 @@ from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck, exact_transit
 
 DOUBTFUL = 0.1  # nats, error above which a transition is suspect
 TOLERANCE = 0.02  # nats, error of weighted paths above which another method is used
-SHORT = 0.3  # rate times dt, below which paths need no check
+SHORT_STEP = 0.3  # rate times dt, below which paths need no check
 NEARLY_LINEAR = 0.05  # curvature below which paths need no check
-BENT = 0.45  # curvature above which paths around the most likely one are unreliable
-UNSEEN = 0.2  # nats per squared curvature: an error that doubling the effort may not show
+STRONG_CURVATURE = 0.45  # curvature above which paths around the most likely one are unreliable
+HIDDEN_ERROR = 0.2  # nats per squared curvature: an error that doubling the effort may not show
 CONVERGED = 1e-3  # relative error of an expansion that is accepted
-OF_BOX = 0.002  # nats, error from the box of a grid, which the refined grid shares
+BOX_ERROR = 0.002  # nats, error from the box of a grid, which the refined grid shares
 MAX_STARTS = 64  # maximum number of different starts and time steps solved one by one
 
 
@@ -249,7 +249,7 @@ def _from_point(
     estimate = flow.estimate(ends, key=key, start=start)
     volume = jax.vmap(coordinates.log_volume)(some.end)
     grid = estimate.rung == METHODS.index("grid")
-    changed = estimate.log_prob + volume, estimate.solver_error + jnp.where(grid, OF_BOX, 0)
+    changed = estimate.log_prob + volume, estimate.solver_error + jnp.where(grid, BOX_ERROR, 0)
     return eqx.tree_at(lambda e: (e.log_prob, e.solver_error), estimate, changed)
 
 
@@ -335,10 +335,10 @@ def _checked(
     """Refined values, and errors beyond Monte Carlo: the change when the effort is doubled (unless dt is
     short), the fraction of paths that touch a boundary, and an allowance for other modes."""
     bend = _curvatures(sde, coordinates, many)
-    other = UNSEEN * bend**2 + _boundary_shares(sde, coordinates, many)
-    other = jnp.where(bend > BENT, jnp.maximum(other, DOUBTFUL), other)
+    other = HIDDEN_ERROR * bend**2 + _boundary_shares(sde, coordinates, many)
+    other = jnp.where(bend > STRONG_CURVATURE, jnp.maximum(other, DOUBTFUL), other)
     rate = largest_rate(sde, coordinates, many)
-    if rate is None or rate >= SHORT or is_traced(bend) or bool(jnp.any(bend > NEARLY_LINEAR)):
+    if rate is None or rate >= SHORT_STEP or is_traced(bend) or bool(jnp.any(bend > NEARLY_LINEAR)):
         more = log_probs(sde, coordinates, many, key, effort.more()).log_prob
         other, value = other + jnp.abs(more - value), more
     return value, jnp.where(jnp.isnan(other), jnp.inf, other)

@@ -17,4 +17,4 @@ from ._stages import (
     second_file as second_file,
 )
 from ._standardised import Standardised as Standardised, standardisation as standardisation
-from ._stationary_sde import staying_sde as staying_sde
+from ._stationary_sde import stationary_sde as stationary_sde

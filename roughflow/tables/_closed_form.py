@@ -22,23 +22,23 @@ ROWS_WITHOUT_SHRINKAGE = 30  # rows per column above which correlations are not 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A Gaussian x = m + M u with u ~ N(0, I), conditional on the last `context` coordinates. M is block
+    """A Gaussian x = m + M u with u ~ N(0, I), conditional on the last `num_given` coordinates. M is block
     upper triangular, so that the modelled coordinates follow a linear regression on the given ones."""
 
     loc: np.ndarray
     matrix: np.ndarray
-    context: int = 0
+    num_given: int = 0
 
     def log_prob(self, rows: np.ndarray) -> np.ndarray:
         """log p(modelled | given) of each row."""
-        own = len(self.loc) - self.context
+        own = len(self.loc) - self.num_given
         unit = np.linalg.solve(self.matrix, (rows - self.loc).T)[:own]
         log_scale = np.sum(np.log(np.diagonal(self.matrix)[:own]))
         return -0.5 * np.sum(unit**2 + np.log(2 * np.pi), axis=0) - log_scale
 
     @staticmethod
     def of(
-        rows: np.ndarray, context: int = 0, shrinkage: float = 0.0, count: int | None = None
+        rows: np.ndarray, num_given: int = 0, shrinkage: float = 0.0, count: int | None = None
     ) -> "Gaussian":
         """The Gaussian with the mean and covariance of the rows.
 
@@ -47,32 +47,32 @@ class Gaussian:
         this factor maximises the expected log-density of a new row.
         """
         loc, scale, correlation = moments(rows)
-        size, own = len(loc), len(loc) - context
+        size, own = len(loc), len(loc) - num_given
         correlation = (1 - shrinkage) * correlation + (shrinkage + RIDGE) * np.eye(size)
         free = 1 + (1 - shrinkage) * (size - 1)
         wider = 1.0 if count is None else (count + 1) / max(count - free - 2, 1)
         slope = np.zeros((own, 0))
         residual = correlation[:own, :own]
-        if context:
+        if num_given:
             slope = np.linalg.solve(correlation[own:, own:], correlation[own:, :own]).T
             residual = residual - slope @ correlation[own:, :own]
         matrix = np.eye(size)
         matrix[:own, :own] = np.sqrt(wider) * np.linalg.cholesky(residual)
         matrix[:own, own:] = slope
-        return Gaussian(loc, scale[:, None] * matrix, context)
+        return Gaussian(loc, scale[:, None] * matrix, num_given)
 
     @staticmethod
-    def shrunk(rows: np.ndarray, links: Links, context: int = 0) -> "Gaussian":
+    def shrunk(rows: np.ndarray, links: Links, num_given: int = 0) -> "Gaussian":
         """The predictive Gaussian: widened, with shrinkage chosen by cross-validation."""
         size, best = rows.shape[1], 0.0
         if size > 1 and links.distinct < ROWS_WITHOUT_SHRINKAGE * size:
             score = np.zeros(len(SHRINKAGES))
             for rest, part in folds(links.labels, LEAVE_ONE_OUT):
                 count = links.at(rest).distinct
-                fits = (Gaussian.of(rows[rest], context, s, count) for s in SHRINKAGES)
+                fits = (Gaussian.of(rows[rest], num_given, s, count) for s in SHRINKAGES)
                 score += [np.sum(fit.log_prob(rows[part])) for fit in fits]
             best = SHRINKAGES[int(np.argmax(score))]
-        return Gaussian.of(rows, context, best, links.distinct)
+        return Gaussian.of(rows, num_given, best, links.distinct)
 
 
 def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -93,8 +93,8 @@ def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
     label = lambda i: repr(names[i]) if names else str(i)
     still = np.flatnonzero(_constant(rows, rows.mean(axis=0), rows.std(axis=0)))
     if still.size:
-        told = f"column {label(still[0])} is constant, so it has no density: drop it"
-        raise ValueError(told + see("no-density"))
+        message = f"column {label(still[0])} is constant, so it has no density: drop it"
+        raise ValueError(message + see("no-density"))
     size = rows.shape[1]
     if len(rows) <= size:
         return

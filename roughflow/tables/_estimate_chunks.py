@@ -62,8 +62,8 @@ def estimate_chunks(
 
     def estimate(i: int, x: Any) -> Estimate:
         given = {}
-        if isinstance(model, Standardised) and model.context:
-            x, given["given"] = x[:, : -model.context], x[:, -model.context :]
+        if isinstance(model, Standardised) and model.num_given:
+            x, given["given"] = x[:, : -model.num_given], x[:, -model.num_given :]
         return model.estimate(x, key=jax.random.fold_in(key, i), **given, **settings)
 
     def on(device: Any, i: int, x: Any) -> Estimate:

@@ -29,7 +29,7 @@ class ClosedForm:
         least = -np.inf if family == "marginals" else np.inf
         maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
         mapped, _ = _mapped(maps, table.train)
-        return ClosedForm(maps, Gaussian.shrunk(mapped, table.links, table.context))
+        return ClosedForm(maps, Gaussian.shrunk(mapped, table.links, table.num_given))
 
     def log_prob(self, rows: np.ndarray) -> np.ndarray:
         mapped, log_slope = _mapped(self.maps, rows)
@@ -38,11 +38,11 @@ class ClosedForm:
     def model(self, table: Table) -> Standardised:
         """The same density as a flow with zero velocity from N(0, I)."""
         flow = velocity_flow(
-            table.dimension, 1, 1, num_features=0, context=table.context, key=jax.random.key(0)
+            table.dimension, 1, 1, num_features=0, num_given=table.num_given, key=jax.random.key(0)
         )
-        flow = Interpolant(context=table.context).leave(flow)
+        flow = Interpolant(num_given=table.num_given).leave(flow)
         return Standardised(
-            flow, self.gaussian.loc, self.gaussian.matrix, table.names, table.context, self.maps
+            flow, self.gaussian.loc, self.gaussian.matrix, table.names, table.num_given, self.maps
         )
 
 
@@ -102,7 +102,7 @@ def sample_gaussian(table: Table) -> Any:
     """The Gaussian with the mean and covariance of the rows, which has no density unless there are more rows
     than columns."""
     singular = table.links.distinct <= table.train.shape[1]
-    return _NoDensity() if singular else Gaussian.of(table.train, table.context)
+    return _NoDensity() if singular else Gaussian.of(table.train, table.num_given)
 
 
 class _NoDensity:

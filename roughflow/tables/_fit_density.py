@@ -55,64 +55,64 @@ def fit_density(
     training: TrainingOptions | None = None,
     run: RunOptions | None = None,
 ) -> FittedDensity:
-    """The density of a table's rows, in the table's own units.
+    """Fit a density to the rows of a table, in the units of the table.
 
     Three families of densities are compared on rows that they were not fitted to:
 
-    - "gaussian": the Gaussian of the rows, its covariance shrunk and widened where rows are few;
-    - "marginals": the Gaussian of columns that are mapped one by one (`rf.tables.Marginals`);
+    - "gaussian": a Gaussian whose covariance is shrunk and widened if there are few rows;
+    - "marginals": a Gaussian of columns that are transformed one by one (`rf.tables.Marginals`);
     - "flow": a normalizing flow, trained in two stages. **Regression** (`rf.Interpolant`) learns the velocity
-      that carries a normal distribution to the standardised rows; no equation is solved, so thousands of
-      steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) follows, for the last tenths of a nat. Each
+      that carries a normal distribution to the standardised rows. It solves no equation, so thousands of
+      steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) then gains the last tenths of a nat. Each
       stage returns the model with the lowest validation loss.
 
     With default settings, a table of fewer than 500 distinct rows or groups gets the family with the best
     cross-validated score. A larger one gets a flow, unless the Gaussian is better on the validation rows. A
     more flexible family must be better by more than one standard error. No flow is trained on fewer than 64
-    distinct rows, or 10 per column. `fitted.score` has the score of the chosen density.
+    distinct rows, or 10 per column. `fitted.score` is the score of the chosen density.
 
-    Copies of a row are never on both sides of a split, nor are rows of one group. Size-dependent defaults
-    count distinct rows.
+    Copies of a row, and rows of one group, are always on the same side of a split. Defaults that depend on
+    the size of the table count distinct rows.
 
-    `noise` is added at the end and leaves the distribution as it is (`rf.with_noise`): a stochastic flow may
-    be the better density, but each value takes many paths and has an error bar. It can be added later too
-    (`fitted.with_noise`), or taken away.
+    `noise` is added after training and does not change the distribution (`rf.with_noise`). The density with
+    noise may be more accurate, but each value needs many paths and has an error bar. Noise can also be added
+    or removed later (`fitted.with_noise`).
 
     **Arguments:**
 
-    - `data`: one row per sample: an array or a DataFrame; or an `rf.tables.ParquetTable`, whose rows need not
+    - `data`: one row per sample: an array, a DataFrame, or an `rf.tables.ParquetTable`, whose rows need not
       fit in memory. Moments and maps of columns are then computed from 100,000 of its rows.
-    - `given`: for the conditional density p(data | given), the rows of what is given, or the names of columns
-      of `data`. The model's methods then take `given` too.
-    - `groups`: a label for each row, or the name of a column of `data`, which is not modelled: rows of one
-      group are validated together. Copies of a row are grouped without it, and so are rows that share two
+    - `given`: for the conditional density p(data | given): the rows to condition on, or names of columns of
+      `data`. The methods of the model then take `given` too.
+    - `groups`: a label for each row, or the name of a column of `data`, which is not modelled. Rows of one
+      group are validated together. Copies of a row are always grouped, and so are rows that share two
       continuous columns, as after a join.
-    - `family`: "gaussian", "marginals" or "flow"; if None, the best as above, or a flow where `steps` or
-      `seconds` are set.
-    - `noise`: its size, in units of the standardised data; 0 for none; "best" for the one of 0, 0.25,
-      0.5 and 1 with the highest likelihood on the validation rows.
-    - `bounds`: of columns, by name or number, `{"share": (0, 1), "income": (0, None)}`: the density is zero
-      beyond them. Every row must lie within.
-    - `rounding`: of columns, `{"age": 1.0}`: uniform noise of that width is added to rows that were rounded,
-      which have no density as they are. "auto" finds the columns and their widths.
-    - `columns`: names for the columns of an array, those given last; of a DataFrame, the columns to use. If
-      none, a DataFrame's own.
-    - `validation`: share of the rows to validate on, or such rows; with `given` a pair of both.
-    - `steps`: number of steps of the regression; if None, up to 20,000, fewer with few rows.
-    - `seconds`: in place of `steps`, how long both stages may take together, after compilation: a few steps
-      are timed, and three quarters of the budget go to the regression.
+    - `family`: "gaussian", "marginals" or "flow". By default the best one, as described above, or a flow if
+      `steps` or `seconds` is set.
+    - `noise`: the size of the noise in units of the standardised data; 0 for none; "best" for the size among
+      0, 0.25, 0.5 and 1 with the highest likelihood on the validation rows.
+    - `bounds`: bounds of columns by name or index, such as `{"share": (0, 1), "income": (0, None)}`. The
+      density is zero outside. Every row must lie inside.
+    - `rounding`: step of rounded columns by name or index, such as `{"age": 1.0}`. Uniform noise of this
+      width is added to the column, because rounded values have no density. "auto" detects columns and steps.
+    - `columns`: names for the columns of an array, given ones last; for a DataFrame, the columns to use, by
+      default all.
+    - `validation`: fraction of validation rows, or the validation rows; with `given`, a pair of arrays.
+    - `steps`: number of steps of the regression; by default up to 20,000, fewer for few rows.
+    - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed, and
+      the regression gets three quarters of the budget.
     - `progress`: show a progress bar, which names the stage.
     - `flow`: an `rf.tables.FlowOptions`: the network, maps of columns, regularisation, and the number of
       steps of the likelihood stage.
-    - `training`: an `rf.train.TrainingOptions`, for both stages. By default, the regression has batches of
-      512 rows and a learning rate of 2e-3; the likelihood always has batches of 256 rows and a quarter of
-      that rate. Parameters are averaged over the steps. A stage ends after 5 validation checks without
-      improvement; a check runs every 5 % of the steps of the regression, at least 25 apart, and every 10 % of
-      the likelihood stage.
-    - `run`: an `rf.train.RunOptions`: checkpoints, with a second file for the likelihood stage, and devices.
+    - `training`: an `rf.train.TrainingOptions` for both stages. By default, the regression uses batches of
+      512 rows and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows and a quarter
+      of that rate. Parameters are averaged over the steps. A stage ends after 5 validation checks without
+      improvement. A check runs every 5 % of the steps of the regression, at least 25 apart, and every 10 % of
+      the steps of the likelihood stage.
+    - `run`: an `rf.train.RunOptions`: devices and checkpoints, with a second file for the likelihood stage.
 
-    Returns an `rf.FittedDensity`, with `log_prob`, `sample`, `estimate`, `score` and the `model`, an
-    `rf.tables.Standardised`. Its `history` is that of the last stage, and `stages` has all of them by name.
+    Returns an `rf.FittedDensity` with `log_prob`, `sample`, `estimate`, `score`, and the `model`, an
+    `rf.tables.Standardised`. `history` is that of the last stage, and `stages` has all of them by name.
 
     ```python
     import jax
@@ -134,11 +134,11 @@ def fit_density(
     tables = (data, given, groups, columns, bounds or {}, rounding or {}, validation)
     source, whole, table = _tables(*tables, key_split)
     if noise == "best" and not len(table.held_out):
-        told = "noise='best' needs validation rows: set validation, for example to 0.1"
-        raise ValueError(told + see("budgets-and-validation"))
+        message = "noise='best' needs validation rows: set validation, for example to 0.1"
+        raise ValueError(message + see("budgets-and-validation"))
     links = whole.links
     counts = (links.distinct, links.count) if source is None else (len(source),) * 2
-    sizes = Sizes(counts[0], table.dimension, table.context, counts[1])
+    sizes = Sizes(counts[0], table.dimension, table.num_given, counts[1])
     own = isinstance(validation, float | int)  # the validation rows were split off the table
     comparison = Comparison(whole, table, sizes.small and source is None, own)
     free = family is None and steps is None and seconds is None
@@ -194,11 +194,11 @@ class _Trainer:
         table = comparison.split
         model = self.untrained(comparison.whole, table)
         if source is None:
-            train = smoothed(model.unit(table.train), *self._noise, table.context)
+            train = smoothed(model.unit(table.train), *self._noise, table.num_given)
         else:
             train = UnitBatches(source, model, table.rounding, *self._noise)
         stages = dataclasses.replace(self.stages, train=train, held_out=model.unit(table.held_out))
-        last = stages.both(model.flow, table.context, steps, self.options.likelihood_steps or 0, *keys)
+        last = stages.both(model.flow, table.num_given, steps, self.options.likelihood_steps or 0, *keys)
         parts = {
             name: getattr(last, name) for name in ("objective", "history", "interrupted", "state", "stages")
         }
@@ -210,8 +210,8 @@ class _Trainer:
         def fit(table: Table) -> _FoldModel:
             model = self.untrained(table, table)
             # Padded, so that folds of other sizes do not recompile.
-            train = Smoothed(model.unit(table.train), *self._noise, table.context)
-            training = self.stages.training.with_defaults(**TRAINING)
+            train = Smoothed(model.unit(table.train), *self._noise, table.num_given)
+            training = self.stages.training.with_defaults(TRAINING)
             size = min(training.batch_size or 1, 2 ** int(np.log2(self.sizes.rows)))
             stages = dataclasses.replace(
                 self.stages,
@@ -220,7 +220,7 @@ class _Trainer:
                 training=dataclasses.replace(training, batch_size=size),
                 progress=False,
             )
-            last = stages.regression(model.flow, table.context, key, None, steps)
+            last = stages.regression(model.flow, table.num_given, key, None, steps)
             if last.interrupted:
                 raise KeyboardInterrupt
             return _FoldModel(_with_flow(model, last.model))
@@ -236,7 +236,7 @@ class _Trainer:
         training rows support them."""
         flow = velocity_flow(
             table.dimension,
-            context=table.context,
+            num_given=table.num_given,
             width=self.options.width or self.sizes.width,
             depth=self.options.depth,
             num_features=self.sizes.num_features,
@@ -244,7 +244,7 @@ class _Trainer:
         )
         least = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.options.marginals]
         maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
-        return Standardised(flow, *whole.units(maps), table.names, table.context, maps)
+        return Standardised(flow, *whole.units(maps), table.names, table.num_given, maps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _closed_fit(
         score = held_out.first(SCORED_ROWS).judged(closed.log_prob(held_out.rows[:SCORED_ROWS]))
     fitted = FittedDensity(
         model=closed.model(table),
-        objective=Interpolant(context=table.context),
+        objective=Interpolant(num_given=table.num_given),
         history=History(),
         interrupted=False,
         stages={"regression": History(ended="before the first step: no flow was trained")},
@@ -330,12 +330,12 @@ def _sampled(
         raise ValueError("for a table on disk, use rf.tables.ParquetTable(path, given=[...])")
     if groups is not None:
         raise ValueError("groups does not support tables on disk: load the table, or pass validation rows")
-    own = len(table.columns) - table.context
-    parts = lambda rows: (rows[:, :own], rows[:, own:] if table.context else None)
+    own = len(table.columns) - table.num_given
+    parts = lambda rows: (rows[:, :own], rows[:, own:] if table.num_given else None)
     if isinstance(validation, float | int):
         table, held_out = table.split(validation, key=key)
-        validation = (parts(held_out) if table.context else held_out) if len(held_out) else 0.0
-    return table, *parts(table.some(SAMPLED_ROWS, rng_of(key, 1)).astype(np.float64)), validation
+        validation = (parts(held_out) if table.num_given else held_out) if len(held_out) else 0.0
+    return table, *parts(table.subsample(SAMPLED_ROWS, rng_of(key, 1)).astype(np.float64)), validation
 
 
 def _check(family: Any, noise: Any, steps: Any, seconds: Any) -> None:
@@ -351,5 +351,5 @@ def _check(family: Any, noise: Any, steps: Any, seconds: Any) -> None:
         return
     check_positive("seconds", seconds)
     if steps is not None:
-        told = "steps and seconds are alternatives: set only one of them"
-        raise ValueError(told + see("budgets-and-validation"))
+        message = "steps and seconds are alternatives: set only one of them"
+        raise ValueError(message + see("budgets-and-validation"))

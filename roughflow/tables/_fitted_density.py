@@ -49,9 +49,9 @@ class Score:
         )
 
     def __repr__(self) -> str:
-        told = f"{self.mean:.4f} ± {self.standard_error:.2g} nats per row; Gaussian {self.gaussian:.4f}"
+        text = f"{self.mean:.4f} ± {self.standard_error:.2g} nats per row; Gaussian {self.gaussian:.4f}"
         gain = f"gain {self.gain:.4f} ± {self.gain_error:.2g}"
-        return f"{told}, {gain} ({self.method}, {self.num_rows:,} rows)"
+        return f"{text}, {gain} ({self.method}, {self.num_rows:,} rows)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,8 @@ class HeldOut:
 
     def values(self, model: Standardised) -> np.ndarray:
         """The log-densities of the rows, in double precision."""
-        key, own = jax.random.key(0), self.rows.shape[1] - model.context
-        given = self.rows[:, own:] if model.context else None
+        key, own = jax.random.key(0), self.rows.shape[1] - model.num_given
+        given = self.rows[:, own:] if model.num_given else None
         return np.asarray(model.log_prob(self.rows[:, :own], key=key, given=given), np.float64)
 
     def score(self, model: Standardised) -> Score | None:

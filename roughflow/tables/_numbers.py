@@ -47,8 +47,8 @@ class _Named:
 
     def __init__(self, rows: np.ndarray, columns: tuple[str, ...]):
         if rows.ndim != 2 or len(columns) != rows.shape[1]:
-            told = "given and groups can be names only for a DataFrame, or with columns= for an array"
-            raise ValueError(f"{told}; data has shape {rows.shape} and {len(columns)} column names")
+            message = "given and groups can be names only for a DataFrame, or with columns= for an array"
+            raise ValueError(f"{message}; data has shape {rows.shape} and {len(columns)} column names")
         self.rows, self.columns = rows, columns
 
     def __getitem__(self, names: Sequence[str]) -> np.ndarray:
@@ -104,24 +104,24 @@ def take(argument: str, frame: Any, names: Sequence[str]) -> Any:
 
 
 def joined(
-    name: str, data: Any, given: Any | None, names: Sequence[str] = (), context: int = 0
+    name: str, data: Any, given: Any | None, names: Sequence[str] = (), num_given: int = 0
 ) -> tuple[np.ndarray, int]:
     """The rows with the given columns last, and their number. Columns of a DataFrame are selected by `names`,
-    of which the last `context` are given."""
-    own = names[: len(names) - context]
-    if context and given is None and is_frame(data):
+    of which the last `num_given` are given."""
+    own = names[: len(names) - num_given]
+    if num_given and given is None and is_frame(data):
         given = take(name, data, names[len(own) :])
     if names and is_frame(data):
         data = take(name, data, own)
-    if names and context and is_frame(given):
+    if names and num_given and is_frame(given):
         given = take("given", given, names[len(own) :])
     rows = _numbers(name, data, names)
     if given is None:
         return rows, 0
-    context_rows = _numbers("given", given, names[rows.shape[1] :])
-    if len(context_rows) != len(rows):
-        raise ValueError(f"{name} has {len(rows)} rows, but given has {len(context_rows)}")
-    return np.concatenate([rows, context_rows], axis=1), context_rows.shape[1]
+    given_rows = _numbers("given", given, names[rows.shape[1] :])
+    if len(given_rows) != len(rows):
+        raise ValueError(f"{name} has {len(rows)} rows, but given has {len(given_rows)}")
+    return np.concatenate([rows, given_rows], axis=1), given_rows.shape[1]
 
 
 def real_numbers(argument: str, value: Any) -> Any:
@@ -129,8 +129,8 @@ def real_numbers(argument: str, value: Any) -> Any:
     refused."""
     array = value if is_traced(value) or isinstance(value, jax.Array) else np.asarray(value)
     if array.dtype.kind == "c":
-        told = f"{argument} is complex: use real and imaginary parts as separate columns"
-        raise ValueError(told + see("no-density"))
+        message = f"{argument} is complex: use real and imaginary parts as separate columns"
+        raise ValueError(message + see("no-density"))
     if array.dtype.kind in "fiub" or is_traced(value) or isinstance(value, jax.Array):
         return array
     odd = next((cell for cell in array.ravel() if not _is_number(cell)), None)
@@ -156,8 +156,8 @@ def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
     if not finite.all():
         row = int(np.argmin(finite.all(axis=1)))
         column = label(int(np.argmin(finite[row])))
-        told = f"{name} has a value that is not finite, first in row {row}, column {column}"
-        raise ValueError(told + see("no-density"))
+        message = f"{name} has a value that is not finite, first in row {row}, column {column}"
+        raise ValueError(message + see("no-density"))
     if np.max(np.abs(rows)) > MAX_VALUE:
         column = label(int(np.argmax(np.max(np.abs(rows), axis=0))))
         raise ValueError(
@@ -168,8 +168,8 @@ def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
     small = (spread > 0) & (spread < MIN_SPREAD)
     if small.any():
         column = int(np.argmax(small))
-        told = f"column {label(column)} of {name} varies by {spread[column]:g} only: rescale it"
-        raise ValueError(told + see("no-density"))
+        message = f"column {label(column)} of {name} varies by {spread[column]:g} only: rescale it"
+        raise ValueError(message + see("no-density"))
     return rows
 
 
@@ -178,8 +178,8 @@ def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
     dates."""
     odd = next((value for value in values if not _is_number(value)), None)
     if odd is not None:
-        told = f"column {label} of {name} holds {str(odd)!r}, not numbers"
-        raise ValueError(f"{told}: drop it, or convert it to numbers{see('no-density')}")
+        message = f"column {label} of {name} holds {str(odd)!r}, not numbers"
+        raise ValueError(f"{message}: drop it, or convert it to numbers{see('no-density')}")
     return values.astype(np.float64)
 
 

@@ -17,8 +17,8 @@ from ..faq import see
 from ..train import check_share, identified, rng_of, row_codes
 from ._numbers import MAX_VALUE
 
-ROWS_PER_READ = 2**16  # read at a time
-MAX_VALIDATION_ROWS = 2**15  # maximum number
+ROWS_PER_READ = 2**16
+MAX_VALIDATION_ROWS = 2**15
 
 
 @dataclass(init=False, eq=False)
@@ -55,7 +55,7 @@ class ParquetTable:
     """
 
     columns: tuple[str, ...]  # given ones last
-    context: int  # number of given columns
+    num_given: int  # number of given columns
     digest: str  # of all numbers, because a resumed run may use another path
     aside: np.ndarray  # sorted rows that are never drawn
 
@@ -71,7 +71,7 @@ class ParquetTable:
         wanted = (
             [name for name in file.schema_arrow.names if name not in given] if columns is None else columns
         )
-        self.columns, self.context = (*wanted, *given), len(given)
+        self.columns, self.num_given = (*wanted, *given), len(given)
         self.aside = np.zeros(0, int)
         check_parquet_columns(file, path, self.columns)
         dtype = np.dtype(np.float32 if _fits_single(file, self.columns) else np.float64)
@@ -103,7 +103,7 @@ class ParquetTable:
         """Draw rows with replacement."""
         return self._at(rng.integers(0, len(self), size))
 
-    def some(self, count: int, rng: np.random.Generator) -> np.ndarray:
+    def subsample(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """Draw different rows, at most all of them."""
         if count >= len(self):
             return self._at(np.arange(len(self)))
@@ -144,8 +144,8 @@ def parquet_file(path: str | os.PathLike) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        told = "reading a .parquet file needs pyarrow: pip install 'roughflow[parquet]'"
-        raise ValueError(told + see("not-installed")) from None
+        message = "reading a .parquet file needs pyarrow: pip install 'roughflow[parquet]'"
+        raise ValueError(message + see("not-installed")) from None
     check_input_file(check_path("path", path))
     try:
         # Nothing is prefetched, because a row group may be as large as the file.
@@ -172,8 +172,8 @@ def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> 
         if not fine.all():
             row = int(np.argmin(fine.all(axis=1)))
             column = int(np.argmin(fine[row]))
-            told = f"{path}: row {first + row + 1} has {rows[row, column]} in column {columns[column]!r}"
-            raise ValueError(f"{told}: fix or remove it, or choose other columns{see('tables')}")
+            message = f"{path}: row {first + row + 1} has {rows[row, column]} in column {columns[column]!r}"
+            raise ValueError(f"{message}: fix or remove it, or choose other columns{see('tables')}")
         yield rows
         first += len(rows)
 

@@ -40,22 +40,22 @@ TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller table
 
 @dataclass(frozen=True, kw_only=True)
 class FlowOptions:
-    """The flow that `rf.fit_density` trains: its `flow=`. A field that is None has a default that depends on
-    the size of the table.
+    """Options of the flow that `rf.fit_density` trains. The default of None depends on the size of the table.
 
-    - `width`, `depth`: of the network. The default width is 128, or 256 from 20,000 rows on.
-    - `marginals`: whether each column is first mapped to a nearly normal one, with the number of knots that
-      cross-validation finds best (`rf.tables.Marginals`): a flow then need not learn heavy tails, edges and
-      spikes. If None, columns are mapped where this gains 0.5 nats per column, or 0.05 with fewer than 30
-      rows per column. Small tables that get no flow are mapped or not as this says.
-    - `smoothing`: standard deviation of the noise that is added to the rows in each training step, in units
-      of the standardised data, to prevent overfitting. If None, 0.3 for tables with fewer than 30 rows per
-      column, otherwise 0.
-    - `outliers`: share of the rows that get noise of twice the width of the whole table in each step, so that
-      the flow does not rule out new places. If None, 0.02 from four columns on.
-    - `likelihood_steps`: number of steps of maximum likelihood after the regression. If None, up to 100, and
-      0 for fewer than 500 rows or 30 rows per column, and for the wider network with four columns or more,
-      where it gains little for its time.
+    - `width`, `depth`: of the network. The default width is 128, or 256 for 20,000 rows and more.
+    - `marginals`: whether to map each column to a nearly normal one first (`rf.tables.Marginals`), with a
+      number of knots chosen by cross-validation. The flow then need not learn heavy tails, edges and spikes.
+      By default columns are mapped if this gains 0.5 nats per column, or 0.05 with fewer than 30 rows per
+      column. The option also applies to small tables that get no flow.
+    - `smoothing`: standard deviation of noise that is added to the rows in each training step, to prevent
+      overfitting, in units of the standardised data. Default: 0.3 with fewer than 30 rows per column,
+      otherwise 0.
+    - `outliers`: fraction of rows that get large noise in each training step, twice the width of the table,
+      so that the density does not vanish between the data. Default: 0.02 with four columns and more,
+      otherwise 0.
+    - `likelihood_steps`: number of maximum-likelihood steps after the regression. Default: up to 100; 0 with
+      fewer than 500 rows or 30 rows per column; 0 for the wider network with four columns and more, where
+      the gain is small for its time.
 
     ```python
     import roughflow as rf
@@ -99,12 +99,12 @@ class Sizes:
 
     rows: int
     columns: int
-    context: int
+    num_given: int
     sets: int
 
     @property
     def tiny(self) -> bool:
-        return self.rows < max(TINY_TABLE, TINY_PER_COLUMN * (self.columns + self.context))
+        return self.rows < max(TINY_TABLE, TINY_PER_COLUMN * (self.columns + self.num_given))
 
     @property
     def small(self) -> bool:
@@ -116,7 +116,7 @@ class Sizes:
 
     @property
     def plane(self) -> bool:
-        return self.columns + self.context <= 2
+        return self.columns + self.num_given <= 2
 
     @property
     def wide(self) -> bool:
@@ -144,7 +144,7 @@ class Sizes:
     def outliers(self) -> float:
         """Default fraction of outliers. Few columns leave no empty regions; in many columns a flow may put
         almost no mass in one and lose 100 nats on a row that falls there."""
-        return 0.0 if self.columns + self.context <= 3 else 0.02
+        return 0.0 if self.columns + self.num_given <= 3 else 0.02
 
     @property
     def steps(self) -> int:
@@ -164,24 +164,24 @@ OUTLIER_NOISE = 2.0  # in units of the standardised rows
 
 class Smoothed(eqx.Module):
     """A kernel density estimate as training data: rows drawn with replacement, with normal noise of standard
-    deviation `width` on all but the last `context` columns. A fraction `outliers` of the rows has noise of
+    deviation `width` on all but the last `num_given` columns. A fraction `outliers` of the rows has noise of
     standard deviation `OUTLIER_NOISE`, wider than the standardised rows themselves."""
 
     rows: Array  # padded with zeros to a power of two, so that other numbers of rows do not recompile
     count: Array
     width: float
     outliers: float
-    context: int = eqx.field(static=True)
+    num_given: int = eqx.field(static=True)
 
-    def __init__(self, rows: Array, width: float, outliers: float, context: int = 0):
+    def __init__(self, rows: Array, width: float, outliers: float, num_given: int = 0):
         self.count = jnp.asarray(len(rows))
         self.rows = jnp.pad(rows, ((0, 2 ** math.ceil(math.log2(len(rows))) - len(rows)), (0, 0)))
-        self.width, self.outliers, self.context = width, outliers, context
+        self.width, self.outliers, self.num_given = width, outliers, num_given
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
         key_row, key_noise, key_far = jax.random.split(key, 3)
         rows = self.rows[jax.random.randint(key_row, shape, 0, self.count)]
-        own = rows.shape[-1] - self.context
+        own = rows.shape[-1] - self.num_given
         far = jax.random.bernoulli(key_far, self.outliers, (*shape, 1))
         noise = jnp.where(far, OUTLIER_NOISE, self.width) * jax.random.normal(
             key_noise, (*shape, own), rows.dtype
@@ -189,9 +189,9 @@ class Smoothed(eqx.Module):
         return rows.at[..., :own].add(noise)
 
 
-def smoothed(rows: Array, width: float, outliers: float, context: int) -> Array | Smoothed:
+def smoothed(rows: Array, width: float, outliers: float, num_given: int) -> Array | Smoothed:
     """The rows with noise, or unchanged if there is none."""
-    return rows if width == outliers == 0 else Smoothed(rows, width, outliers, context)
+    return rows if width == outliers == 0 else Smoothed(rows, width, outliers, num_given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +210,7 @@ class UnitBatches:
         if np.any(self.rounding):
             rows = rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
         unit = np.array(self.model.unit(rows))
-        own = unit.shape[1] - self.table.context
+        own = unit.shape[1] - self.table.num_given
         if self.width or self.outliers:
             far = rng.random((size, 1)) < self.outliers
             unit[:, :own] += np.where(far, OUTLIER_NOISE, self.width) * rng.normal(size=(size, own))
@@ -244,14 +244,14 @@ class Stages:
     def both(
         self,
         flow: StochasticFlow,
-        context: int,
+        num_given: int,
         steps: int,
         likelihood_steps: int,
         key: PRNGKeyArray,
         key_likelihood: PRNGKeyArray,
     ) -> Fitted:
         """The result of the last stage, and the history of each stage."""
-        settings = (flow, context, key)
+        settings = (flow, num_given, key)
         file = None if self.run.checkpoint is None else Path(self.run.checkpoint)
         last = self._stage(self.regression, settings, file, steps)
         histories = {"regression": last.history}
@@ -280,10 +280,10 @@ class Stages:
         began = time.perf_counter()
         quiet(*settings, None, TIMED_STEPS)
         afforded = int(TIME_SHARES[stage.__name__] * seconds * TIMED_STEPS / (time.perf_counter() - began))
-        return Devices.of(self.run.devices).agreed([max(1, afforded)])[0]
+        return Devices.of(self.run.devices).all_reduce_min([max(1, afforded)])[0]
 
     def regression(
-        self, flow: StochasticFlow, context: int, key: PRNGKeyArray, file: Path | None, steps: int
+        self, flow: StochasticFlow, num_given: int, key: PRNGKeyArray, file: Path | None, steps: int
     ) -> Fitted:
         # Each row is seen at one time and with one base point, so few rows must be seen often.
         often = max(1, REGRESSION_ROWS // max(1, len(self.held_out)))
@@ -291,7 +291,7 @@ class Stages:
             flow,
             self.train,
             key=key,
-            objective=Interpolant(context=context),
+            objective=Interpolant(num_given=num_given),
             steps=steps,
             **self._options("regression", steps, np.tile(self.held_out, (often, 1)), file),
         )
@@ -313,7 +313,7 @@ class Stages:
     def _options(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
         """What `rf.fit` takes in the stage of this name."""
         every = max(MIN_STEPS_BETWEEN_VALIDATIONS[name], -(-steps // NUM_VALIDATIONS[name]))
-        training = self.training.with_defaults(**TRAINING, average=AVERAGE[name], validate_every=every)
+        training = self.training.with_defaults(TRAINING | {"average": AVERAGE[name], "validate_every": every})
         if name == "likelihood":
             rate = LIKELIHOOD_RATE * (training.learning_rate or TRAINING["learning_rate"])
             training = dataclasses.replace(training, learning_rate=rate, batch_size=LIKELIHOOD_BATCH)

@@ -34,12 +34,12 @@ class Standardised(eqx.Module):
 
     With `marginals` g, a monotone map of each column, g(x) = m + L y, and log p(x) gains Σ log g′(x).
 
-    With a `context` of k > 0 it is a conditional density given the last k coordinates. The flow leaves these
-    at their base distribution N(0, I), so p(y | given) is the joint density divided by theirs.
+    With `num_given=k` it is a conditional density given the last k coordinates. The flow leaves these at
+    their base distribution N(0, I), so p(y | given) is the joint density divided by theirs.
 
     **Arguments:** `flow`, the flow of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular except
     for the regression on the given columns, in its last k columns; `columns`, the names of the coordinates,
-    if any; `context`, k; `marginals`, an `rf.tables.Marginals` or None. `standardisation(data)` computes m
+    if any; `num_given`, k; `marginals`, an `rf.tables.Marginals` or None. `standardisation(data)` computes m
     and L.
 
     Columns of a DataFrame are matched by name if the model has `columns`; others are ignored.
@@ -59,7 +59,7 @@ class Standardised(eqx.Module):
     loc: np.ndarray  # double precision, so that a small spread around a large mean keeps its digits
     matrix: np.ndarray
     columns: tuple[str, ...] = eqx.field(static=True, default=())
-    context: int = eqx.field(static=True, default=0)
+    num_given: int = eqx.field(static=True, default=0)
     marginals: Marginals | None = None  # of all columns but the given ones
 
     def __check_init__(self):
@@ -71,16 +71,16 @@ class Standardised(eqx.Module):
                 raise ValueError(f"{name} must have shape {shape} for this flow, got {np.shape(part)}")
         if not is_traced(self.matrix) and np.any(np.diagonal(self.matrix, axis1=-2, axis2=-1) == 0):
             raise ValueError("matrix must have no zero on its diagonal")
-        if check_count("context", self.context, least=0) >= d:
-            raise ValueError(f"context must be below {d}, the dimension of the flow, got {self.context}")
+        if check_count("num_given", self.num_given, least=0) >= d:
+            raise ValueError(f"num_given must be below {d}, the dimension of the flow, got {self.num_given}")
         if self.columns and (len(self.columns) != d or len(set(self.columns)) < d):
             raise ValueError(f"columns must be {d} different names, got {shown(self.columns)}")
 
     def __repr__(self) -> str:
-        own = self.flow.dimension - self.context
+        own = self.flow.dimension - self.num_given
         names = self.columns or tuple(f"x{i + 1}" for i in range(self.flow.dimension))
         parts = [("columns", ", ".join(shortened([self._within(i, names[i]) for i in range(own)])))]
-        if self.context:
+        if self.num_given:
             parts.append(("given", ", ".join(shortened(names[own:]))))
         if self.marginals is not None:
             parts.append(("marginals", f"mapped to nearly normal ones, {self.marginals.x.shape[1]} knots"))
@@ -129,10 +129,10 @@ class Standardised(eqx.Module):
             tolerance=tolerance,
             max_paths=max_paths,
         )
-        own = self.flow.dimension - self.context
+        own = self.flow.dimension - self.num_given
         shift = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
         shift = shift + jnp.asarray(self._mapped(rows)[1], y.dtype)
-        # Divide by the density of the context, N(0, I) at all times.
+        # Divide by the density of the given coordinates, N(0, I) at all times.
         shift = shift - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
         return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value + shift)
 
@@ -151,15 +151,15 @@ class Standardised(eqx.Module):
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: ArrayLike | None = None
     ) -> Array:
         """Draw rows `(*shape, d)`; with `given` of shape `(..., k)`, `(*shape, ..., d)`."""
-        shape, own = as_shape(shape), self.flow.dimension - self.context
+        shape, own = as_shape(shape), self.flow.dimension - self.num_given
         some = self._with(np.zeros(own), given)
-        if not self.context:
+        if not self.num_given:
             y = self.flow.sample(key=key, shape=shape)
         else:
             shape = (*shape, *some.shape[:-1])
             key_start, key_path, key_solve = jax.random.split(check_key(key), 3)
             start = self.flow.base.sample(key=key_start, shape=shape)
-            fixed = jnp.broadcast_to(self.unit(some)[..., own:], (*shape, self.context))
+            fixed = jnp.broadcast_to(self.unit(some)[..., own:], (*shape, self.num_given))
             start = jnp.concatenate([start[..., :own], fixed.astype(start.dtype)], axis=-1)
             path = self.flow.sample_path(key=key_path, shape=shape)
             y = self.flow.push_forward(start, path, key=key_solve)[0]
@@ -176,15 +176,15 @@ class Standardised(eqx.Module):
         """g(x), with given columns unchanged, and Σ log g′(x)."""
         if self.marginals is None:
             return x, 0.0
-        own = self.flow.dimension - self.context
+        own = self.flow.dimension - self.num_given
         u, log_slope = self.marginals.forward(x[..., :own])
         module = np if isinstance(u, np.ndarray) else jnp
         return module.concatenate([u, x[..., own:]], axis=-1), module.sum(log_slope, axis=-1)
 
     def _checked(self, x: Any, given: Any) -> Array | np.ndarray:
         """The rows with the given columns last; those of a DataFrame by name."""
-        own = self.flow.dimension - self.context
-        if self.context and given is None and self.columns and is_frame(x):
+        own = self.flow.dimension - self.num_given
+        if self.num_given and given is None and self.columns and is_frame(x):
             given = take("x", x, self.columns[own:])
         x = self._numbers("x", x, slice(own))
         check_vector("x", x, own)
@@ -198,13 +198,13 @@ class Standardised(eqx.Module):
 
     def _with(self, x: Array | np.ndarray, given: Any) -> Array | np.ndarray:
         """The rows with the given columns last."""
-        if (given is not None) != bool(self.context):
-            need = f"given, with {self.context} columns" if self.context else "no given"
+        if (given is not None) != bool(self.num_given):
+            need = f"given, with {self.num_given} columns" if self.num_given else "no given"
             raise ValueError(f"the model needs {need}: it is a density of {self.flow.dimension} columns")
         if given is None:
             return x
-        given = self._numbers("given", given, slice(self.flow.dimension - self.context, None))
-        check_vector("given", given, self.context)
+        given = self._numbers("given", given, slice(self.flow.dimension - self.num_given, None))
+        check_vector("given", given, self.num_given)
         check_finite("given", given)
         batch = jnp.broadcast_shapes(np.shape(x)[:-1], np.shape(given)[:-1])
         module = jnp if is_traced(x) or is_traced(given) else np
@@ -227,8 +227,8 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"data must have shape (rows, dimensions) with at least two rows, got {rows.shape}")
     check_finite("data", rows)
     if len(rows) <= rows.shape[1]:
-        told = f"data has {len(rows)} rows for {rows.shape[1]} columns, so their covariance is singular"
-        raise ValueError(f"{told}: use more rows, or fewer columns{see('no-density')}")
+        message = f"data has {len(rows)} rows for {rows.shape[1]} columns, so their covariance is singular"
+        raise ValueError(f"{message}: use more rows, or fewer columns{see('no-density')}")
     check_full_rank(rows)
     gaussian = Gaussian.of(rows)
     return gaussian.loc, gaussian.matrix

@@ -20,7 +20,7 @@ class FittedScore(eqx.Module):
     transport: NormalTransport
     loc: Array
     matrix: Array
-    at: float
+    time: float
     marginals: Marginals | None = None
 
     def __call__(self, x: Array) -> Array:
@@ -33,7 +33,7 @@ class FittedScore(eqx.Module):
         return back(self._score(mapped))[0] + bend
 
     def _score(self, x: Array) -> Array:
-        transport, s, left = self.transport, self.at, 1 - self.at
+        transport, s, left = self.transport, self.time, 1 - self.time
         matrix, start = self.matrix.astype(x.dtype), transport.loc.astype(x.dtype)
         unit = solve_triangular(matrix, x - self.loc.astype(x.dtype), lower=True)
         # At time s the data are scaled by s, so the smoothing is around s·unit.
@@ -42,8 +42,8 @@ class FittedScore(eqx.Module):
         return solve_triangular(matrix, s * pull / left, lower=True, trans="T")
 
 
-def staying_sde(
-    model: Standardised | StochasticFlow, diffusion: Diffusion, *, at: float = 0.9
+def stationary_sde(
+    model: Standardised | StochasticFlow, diffusion: Diffusion, *, time: float = 0.9
 ) -> TargetedSDE:
     """The SDE with a given diffusion whose stationary distribution is that of the data: `rf.targeted_sde`
     with the score of a model trained by regression.
@@ -57,7 +57,7 @@ def staying_sde(
       `rf.Interpolant()` from an `rf.Normal` base. Likelihood steps make the velocity and its score slightly
       inconsistent.
     - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the units of the data.
-    - `at`: time s < 1 at which the score is evaluated. It is the score of the data with (1 − s)/s times the
+    - `time`: time s < 1 at which the score is evaluated. It is the score of the data with (1 − s)/s times the
       base added as noise. Close to 1 there is less smoothing, but errors of the velocity are amplified by
       1/(1 − s).
 
@@ -69,25 +69,25 @@ def staying_sde(
     flow = rf.tables.FlowOptions(width=8, likelihood_steps=0)
     settings = {"flow": flow, "steps": 20, "progress": False}
     model = rf.fit_density(data, key=jax.random.key(1), **settings).model
-    sde = rf.tables.staying_sde(model, rf.ConstantDiffusion(jnp.eye(2)))
+    sde = rf.tables.stationary_sde(model, rf.ConstantDiffusion(jnp.eye(2)))
     path = rf.simulate(sde, data[0], key=jax.random.key(2), t1=5.0, steps=100, trajectory=True)
     ```
     """
     wanted = "a flow, or the result of rf.fit_density"
     check_instance("model", model, Standardised | StochasticFlow, wanted)
-    check_number("at", at, above=0, below=1)
+    check_number("time", time, above=0, below=1)
     flow = model.flow if isinstance(model, Standardised) else model
     transport = flow.sde.transport if isinstance(flow.sde, TransportSDE) else None
     if not isinstance(transport, NormalTransport):
         raise TypeError(
-            "staying_sde needs a model with a known score: fit it with rf.Interpolant() from an rf.Normal "
+            "stationary_sde needs a model with a known score: fit it with rf.Interpolant() from an rf.Normal "
             "base, or give rf.targeted_sde a score" + see("noise-afterwards")
         )
-    if transport.context:
-        raise ValueError("staying_sde does not support conditional densities")
+    if transport.num_given:
+        raise ValueError("stationary_sde does not support conditional densities")
     if isinstance(model, Standardised):
         loc, matrix = jnp.asarray(model.loc, float), jnp.asarray(model.matrix, float)
-        score = FittedScore(transport, loc, matrix, float(at), model.marginals)
+        score = FittedScore(transport, loc, matrix, float(time), model.marginals)
     else:
-        score = FittedScore(transport, jnp.zeros(flow.dimension), jnp.eye(flow.dimension), float(at))
+        score = FittedScore(transport, jnp.zeros(flow.dimension), jnp.eye(flow.dimension), float(time))
     return targeted_sde(score=score, diffusion=diffusion)

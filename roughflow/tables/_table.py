@@ -27,7 +27,7 @@ Rounding = Mapping[Any, float] | Literal["auto"]
 
 @dataclass(frozen=True)
 class Table:
-    """Training rows, with the `context` given columns last, and validation rows; `links` and
+    """Training rows, with the `num_given` given columns last, and validation rows; `links` and
     `held_out_labels` mark rows that belong together."""
 
     train: np.ndarray
@@ -35,7 +35,7 @@ class Table:
     held_out: np.ndarray
     held_out_labels: np.ndarray
     names: tuple[str, ...]
-    context: int
+    num_given: int
     bounds: tuple[np.ndarray, np.ndarray] | None  # of the modelled columns
     rounding: np.ndarray  # of all columns, 0 for none
 
@@ -48,8 +48,8 @@ class Table:
         bounds: Mapping[Any, Bound],
         rounding: Rounding,
     ) -> "Table":
-        rows, context = joined("data", data, given, names)
-        own = rows.shape[1] - context
+        rows, num_given = joined("data", data, given, names)
+        own = rows.shape[1] - num_given
         if own > MAX_COLUMNS_PER_ROW * len(rows):
             most = MAX_COLUMNS_PER_ROW * len(rows)
             message = f"data has {len(rows):,} rows for {own:,} columns: choose at most {most:,} of them"
@@ -63,7 +63,7 @@ class Table:
         links = Links.of(rows, groups)
         _warn(rows[:, :own], links, names, rounding, {_place(name, names) for name in bounds})
         none = (rows[:0], np.zeros(0, int))
-        table = Table(rows, links, *none, names, context, (lower, upper) if bounds else None, width)
+        table = Table(rows, links, *none, names, num_given, (lower, upper) if bounds else None, width)
         table.check_bounds(rows)
         return table
 
@@ -77,13 +77,13 @@ class Table:
             i = int(np.argmax(out))
             limits = " and ".join(f"{bound[i]:g}" for bound in self.bounds)
             name = repr(self.names[i]) if self.names else str(i)
-            told = f"column {name} has values that are not strictly between its bounds {limits}"
-            raise ValueError(told + see("no-density"))
+            message = f"column {name} has values that are not strictly between its bounds {limits}"
+            raise ValueError(message + see("no-density"))
 
     @property
     def dimension(self) -> int:
         """Number of modelled columns."""
-        return self.train.shape[1] - self.context
+        return self.train.shape[1] - self.num_given
 
     def split(
         self, validation: float | ArrayLike | tuple[ArrayLike, ArrayLike], key: PRNGKeyArray
@@ -95,11 +95,11 @@ class Table:
             part = replace(self, train=self.train[train], links=self.links.at(train))
             return replace(part, held_out=self.train[aside], held_out_labels=self.links.at(aside).labels)
         held_out, given = validation if isinstance(validation, tuple) else (validation, None)
-        rows, context = joined("validation", held_out, given, self.names, self.context)
-        if (rows.shape[1], context) != (self.train.shape[1], self.context):
+        rows, num_given = joined("validation", held_out, given, self.names, self.num_given)
+        if (rows.shape[1], num_given) != (self.train.shape[1], self.num_given):
             raise ValueError(
-                f"validation has {rows.shape[1]} columns, {context} of them given; the data "
-                f"{self.train.shape[1]} and {self.context}: with given it is a pair (rows, given)"
+                f"validation has {rows.shape[1]} columns, {num_given} of them given; the data "
+                f"{self.train.shape[1]} and {self.num_given}: with given it is a pair (rows, given)"
             )
         self.check_bounds(rows)
         return replace(self, held_out=self._spread(rows, key, 1), held_out_labels=Links.of(rows).labels)
@@ -122,7 +122,7 @@ class Table:
         target, given = np.split(self.train, [self.dimension], axis=1)
         target = target if marginals is None else marginals.forward(target)[0]
         loc, matrix = standardisation(target)
-        if not self.context:
+        if not self.num_given:
             return loc, matrix
         spread = given.std(axis=0)
         whole = np.zeros((self.train.shape[1],) * 2)
@@ -137,8 +137,8 @@ def _check_enough(count: int, total: int, name: str, validation: float = 0.0) ->
         return
     if total < 2:
         raise ValueError(f"{name} has 1 row: use at least two, better hundreds{see('no-density')}")
-    told = f"validation={validation:g} leaves {count} of {total} rows to train on"
-    raise ValueError(f"{told}: lower validation{see('budgets-and-validation')}")
+    message = f"validation={validation:g} leaves {count} of {total} rows to train on"
+    raise ValueError(f"{message}: lower validation{see('budgets-and-validation')}")
 
 
 def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Rounding) -> np.ndarray:
@@ -183,8 +183,10 @@ def _warn(
     label = lambda i: repr(names[i]) if names else str(i)
     shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
     if links.joined:
-        told = f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
-        warn(f"{told}together (groups= names other groups){see('copies-and-groups')}")
+        message = (
+            f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
+        )
+        warn(f"{message}together (groups= names other groups){see('copies-and-groups')}")
     # Copies of a row are not ties: each counts once.
     _, first = np.unique(links.copies, return_index=True)
     rows = rows[first]

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._devices import leads
+from .._devices import is_leader
 from ..faq import see
 from ..files import read_archive, write_archive
 from ._progress import History
@@ -173,10 +173,12 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     return None
 
 
-def _without_code(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts without code, which version 4 compared in another form and included among the parts."""
+def _as_in_version_4(parts: Mapping[str, str]) -> dict[str, str]:
+    """The parts without code, which version 4 compared in another form and included among the parts, and
+    with the names that fields had."""
     kept = {place: text for place, text in parts.items() if not re.search(r"\.its (code|source)\b", place)}
-    return {place: re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
+    before = lambda place: place.replace(".solver", ".method").replace(".num_given", ".context")
+    return {before(place): re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
 
 
 def _without_module(text: str | None) -> str | None:
@@ -276,8 +278,8 @@ class Checkpoint:
     def begin(self, start: Progress) -> Progress:
         if self.path.exists():
             raise ValueError(
-                f"checkpoint {self.path} exists: resume=True continues it; delete it or name another to "
-                "start afresh" + see("checkpoints")
+                f"checkpoint {self.path} exists: resume=True continues it; delete it or choose another "
+                "file to start again" + see("checkpoints")
             )
         return start
 
@@ -291,7 +293,7 @@ class Checkpoint:
             )
         before, now = header["settings"], self.settings
         if header["version"] < VERSION:
-            before, now = _without_code(before), _without_code(now)
+            before, now = _as_in_version_4(before), _as_in_version_4(now)
         changed = difference(before, now)
         if changed is not None:
             raise ValueError(f"checkpoint {self.path} belongs to another run: {changed}{see('checkpoints')}")
@@ -304,7 +306,7 @@ class Checkpoint:
         return Progress(at, parameters, optimiser, state, best, streak, history, grid)
 
     def save(self, now: Progress, at_once: bool) -> None:
-        if not leads() or (not at_once and time.monotonic() - self.written < SECONDS_BETWEEN_WRITES):
+        if not is_leader() or (not at_once and time.monotonic() - self.written < SECONDS_BETWEEN_WRITES):
             return
         leaves = jax.tree.leaves(now.changing)
         arrays = {f"leaf/{i}": np.asarray(a) for i, a in enumerate(leaves)}

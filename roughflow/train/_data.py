@@ -86,8 +86,8 @@ def hold_out(labels: np.ndarray, share: float, key: PRNGKeyArray) -> tuple[np.nd
 
 def check_share(share: float) -> None:
     if isinstance(share, bool) or not 0 <= share < 1:
-        told = f"validation must be a fraction of at least 0 and below 1, got {share}"
-        raise ValueError(told + see("budgets-and-validation"))
+        message = f"validation must be a fraction of at least 0 and below 1, got {share}"
+        raise ValueError(message + see("budgets-and-validation"))
 
 
 def folds(labels: np.ndarray, leave_one_out: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -197,8 +197,8 @@ def _repeats(column: np.ndarray) -> bool:
 def _group_labels(groups: Any, count: int) -> np.ndarray:
     labels = np.asarray(groups, dtype=object)
     if labels.shape != (count,):
-        told = f"groups must have one label for each of the {count} rows, got shape {labels.shape}"
-        raise ValueError(told + see("budgets-and-validation"))
+        message = f"groups must have one label for each of the {count} rows, got shape {labels.shape}"
+        raise ValueError(message + see("budgets-and-validation"))
     missing = [i for i, label in enumerate(labels) if label is None or label != label]
     if missing:
         raise ValueError(f"groups has no label in row {missing[0]}: every row needs one")

@@ -24,7 +24,7 @@ from .._checks import (
     check_path,
     grouped_arguments,
 )
-from .._devices import Devices, DevicesLike, leads
+from .._devices import Devices, DevicesLike, is_leader
 from .._functions import trainable
 from .._programs import fold_in, split as split_key
 from .._show import count, listed, named, num_parameters
@@ -33,7 +33,7 @@ from ..faq import see
 from ..files import Interrupt, file_lock
 from ._checkpoint import Checkpoint, Progress
 from ._data import Batches, DataSource, check_columns, split
-from ._loop import GridLook, Loop, with_no_fewer
+from ._loop import GridChoice, Loop, with_no_fewer
 from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractStatefulObjective
 from ._optimiser import make_optimiser, start_of
@@ -42,9 +42,15 @@ from ._progress import History
 
 @dataclass(frozen=True)
 class Fitted:
-    """The result of a fit: the `model`; the trained `objective`; the `history`; `interrupted`, whether the
-    user stopped it; the final `state` of the objective; and the histories of its `stages` by name, if it had
-    several."""
+    """The result of a fit.
+
+    - `model`: the fitted model.
+    - `objective`: the trained objective.
+    - `history`: the `rf.train.History` of the fit.
+    - `interrupted`: whether the user interrupted it.
+    - `state`: the final state of the objective.
+    - `stages`: the histories of the stages by name, if there were several.
+    """
 
     model: Any
     objective: AbstractStatefulObjective
@@ -58,7 +64,7 @@ class Fitted:
 
     def _listed(self, first: Sequence[tuple[str, str]] = (), last: Sequence[tuple[str, str]] = ()) -> str:
         histories = self.stages or {named(self.objective): self.history}
-        parts = [(name, history.told()) for name, history in histories.items()]
+        parts = [(name, history.summary()) for name, history in histories.items()]
         # Training changes only the flow of an `rf.tables.Standardised`.
         trained = getattr(self.model, "flow", self.model)
         is_flow = isinstance(trained, StochasticFlow)
@@ -70,17 +76,17 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """How the steps of a training run are taken: `training=` of `rf.fit`, `rf.fit_density` and
-    `rf.tune_sampler`. A field that is None has the default of the function.
+    """Options of the optimiser and of early stopping, for `rf.fit`, `rf.fit_density` and `rf.tune_sampler`.
+    None is the default of the function.
 
-    - `batch_size`: rows per step, drawn with replacement; all rows, if there are fewer.
-    - `learning_rate`: the peak rate of Adam. The rate rises to it linearly and falls to zero along a cosine.
-    - `optimiser`: an optax optimiser in place of Adam, such as `optax.adagrad(0.05)`, which is the paper's.
-    - `clip`: the largest norm of a gradient; longer gradients are scaled down to it. `math.inf` for no limit.
-    - `average`: the decay per step of an exponential moving average of the parameters, such as 0.999. The
-      average is validated and returned; it reduces the noise of minibatches. 0 for none.
-    - `patience`: number of validation checks without improvement before a run goes back to its best model and
-      ends, with steps at a rate that falls to zero. 0 to take all steps.
+    - `batch_size`: rows per step, drawn with replacement; all rows if there are fewer.
+    - `learning_rate`: peak learning rate of Adam, with linear warm-up and cosine decay to zero.
+    - `optimiser`: an optax optimiser instead of Adam, such as the paper's `optax.adagrad(0.05)`.
+    - `clip`: maximum norm of a gradient; larger gradients are scaled down. `math.inf` for no limit.
+    - `average`: decay per step of an exponential moving average of the parameters, such as 0.999; 0 for no
+      average. The average is validated and returned, which reduces the noise of minibatches.
+    - `patience`: number of validation checks without improvement before stopping; 0 for no early stopping.
+      The run then continues from its best model for a few steps, while the learning rate decays to zero.
     - `validate_every`: number of steps between two validation checks.
 
     ```python
@@ -115,11 +121,10 @@ class TrainingOptions:
             wanted = "one of optax, such as optax.adam(1e-3)"
             check_instance("optimiser", self.optimiser, optax.GradientTransformation, wanted)
 
-    def with_defaults(self, **defaults: Any) -> "TrainingOptions":
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "TrainingOptions":
         """These options, with defaults for fields that are None."""
-        return replace(
-            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
-        )
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
 
 DEFAULTS = {
@@ -134,13 +139,13 @@ DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Where a training run is kept, and where it is computed: `run=` of `rf.fit`, `rf.fit_density` and
-    `rf.tune_sampler`.
+    """Checkpoints and devices of a training run, for `rf.fit`, `rf.fit_density` and `rf.tune_sampler`.
 
     - `checkpoint`: a file for the state of the run.
     - `resume`: whether to continue the run in `checkpoint`.
-    - `devices`: how many devices to split each batch between, or which, or a `jax.sharding.Mesh` of them; see
-      the page on scale. The numbers are those of one device, to rounding, and a run may continue on others.
+    - `devices`: number of devices to split each batch between, a list of devices, or a `jax.sharding.Mesh`;
+      see the page on scale. The results are those of one device, up to rounding, and a run can be resumed on
+      other devices.
 
     ```python
     import roughflow as rf
@@ -178,30 +183,30 @@ def fit(
     """Minimise an objective over the parameters of a model: all its floating-point arrays, except those of a
     target.
 
-    The same key gives the same numbers, also if the run is interrupted and resumed. Ctrl-C ends it within a
-    second or so and returns the model so far.
+    The same key gives the same result, even if the run is interrupted and resumed. Ctrl-C stops the run
+    within about a second and returns the current model.
 
     **Arguments:**
 
     - `model`: a pytree, usually an `rf.StochasticFlow`.
-    - `data`: an array with one row per sample, an `rf.tables.ParquetTable`, or a distribution to draw fresh
-      samples from in each step.
+    - `data`: an array with one row per sample, an `rf.tables.ParquetTable`, or a distribution, from which new
+      samples are drawn in each step.
     - `objective`: default `rf.MaximumLikelihood()`.
     - `steps`: number of training steps.
     - `frozen`: a function of the model that returns the part, or tuple of parts, not to train.
-    - `validation`: validation data, or the share of the rows of `data` to validate on. The model with the
-      lowest validation loss is returned.
-    - `progress`: show a progress bar; a text is shown before it.
+    - `validation`: validation data, or the fraction of the rows of `data` to use for validation. The model
+      with the lowest validation loss is returned.
+    - `progress`: whether to show a progress bar, or a text to show in front of it.
     - `training`: an `rf.train.TrainingOptions`. By default: batches of 256 rows, a learning rate of 3e-3,
       gradients clipped at 10, no average, a validation check every 100 steps, no early stopping.
     - `run`: an `rf.train.RunOptions`: checkpoints and devices.
 
-    A step whose loss or gradient is not finite is skipped and counted; twenty in a row are an error.
+    A step whose loss or gradient is not finite is skipped and counted; twenty in a row raise an error.
 
-    If the `rf.FixedGrid` of a flow has no number of steps, a fit of 200 steps or more chooses it at the start
-    and at every validation check: the fewest that move log-densities by less than 0.001, and more as the flow
-    learns to move faster. On a coarser grid a flow would learn to exploit the errors of the solver. The
-    fitted flow has no fewer steps than it was trained with.
+    If the number of steps of the flow's `rf.FixedGrid` is not set, a fit of 200 steps or more chooses it at
+    the start and at every validation check: the smallest number for which the error of log-densities is
+    below 0.001. With fewer steps, a flow would learn to exploit the errors of the solver. The number never
+    decreases, and the fitted flow has at least as many steps as in training.
 
     ```python
     import jax, jax.numpy as jnp
@@ -220,7 +225,7 @@ def fit(
     if frozen is not None:
         check_callable("frozen", frozen, "from the model to the part not to train")
     steps = check_count("steps", steps)
-    training, run = (training or TrainingOptions()).with_defaults(**DEFAULTS), run or RunOptions()
+    training, run = (training or TrainingOptions()).with_defaults(DEFAULTS), run or RunOptions()
     key_split, *keys, key_objective = split_key(check_key(key), 4)
     objective = objective.prepare(model, key=key_objective)
     train, held_out = split(data, validation, objective, key_split)
@@ -235,12 +240,12 @@ def fit(
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
     state = objective.start(model, key=fold_in(key_objective, 1))
     start = Progress.start(parameters, start_of(moves, parameters), state)
-    look = GridLook.of(model, objective, train, steps, fold_in(key_objective, 2))
+    grid_choice = GridChoice.of(model, objective, train, steps, fold_in(key_objective, 2))
     batch_size, every = (
         check_count(name, getattr(training, name)) for name in ("batch_size", "validate_every")
     )
     patience, devices = training.patience or None, Devices.of(run.devices)
-    loop = Loop(rest, moves, train, held_out, batch_size, steps, every, patience, look, devices, *keys)
+    loop = Loop(rest, moves, train, held_out, batch_size, steps, every, patience, grid_choice, devices, *keys)
     store = None
     if run.checkpoint is not None:
         budget = {"batch_size": batch_size, "steps": steps, "every": every, "patience": patience}
@@ -280,7 +285,7 @@ def _trained(
 def _alone(checkpoint: str | PathLike | None) -> AbstractContextManager[None]:
     """Refuse to share a checkpoint with another run."""
     message = f"checkpoint {checkpoint} is in use by another run: wait for it, or choose another file"
-    if checkpoint is None or not leads():
+    if checkpoint is None or not is_leader():
         return nullcontext()
     return file_lock(checkpoint, message + see("checkpoints"))
 

@@ -29,7 +29,6 @@ from ..sde import (
     FullDiffusion,
     ItoSDE,
     NoDiffusion,
-    ProportionalDiffusion,
     RestoringDrift,
     TransportSDE,
     VelocityNetwork,
@@ -99,12 +98,12 @@ def velocity_flow(
     activation: Activation = silu,
     *,
     num_features: int = 64,
-    context: int = 0,
+    num_given: int = 0,
     key: PRNGKeyArray,
 ) -> StochasticFlow:
     """A flow without noise for `rf.Interpolant` to train: an `rf.sde.VelocityNetwork` from a normal base.
 
-    **Arguments:** those of `rf.sde.VelocityNetwork`. A `context` adds as many dimensions.
+    **Arguments:** those of `rf.sde.VelocityNetwork`. The given coordinates add `num_given` dimensions.
 
     ```python
     import jax
@@ -114,9 +113,9 @@ def velocity_flow(
     ```
     """
     velocity = VelocityNetwork(
-        dimension, width, depth, activation, num_features=num_features, context=context, key=key
+        dimension, width, depth, activation, num_features=num_features, num_given=num_given, key=key
     )
-    base = Normal(jnp.asarray(np.zeros(dimension + context), float))
+    base = Normal(jnp.asarray(np.zeros(dimension + num_given), float))
     integrator = FixedGrid(steps=VELOCITY_STEPS, late=LATE)
     return StochasticFlow(ItoSDE(velocity, NoDiffusion()), base, integrator=integrator)
 
@@ -157,7 +156,7 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
     """
     if isinstance(diffusion, float | int):
         check_positive("diffusion", diffusion)
-    elif diffusion is not None and not isinstance(diffusion, ProportionalDiffusion):
+    elif diffusion is not None:
         check_callable("diffusion", diffusion, "(t, z) -> (d, m), a number or None")
     if fading is not None:
         check_number("fading", fading, least=0.5)
@@ -174,13 +173,9 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
             + see("noise-afterwards")
         )
     if isinstance(diffusion, float | int):
-        own = flow.dimension - flow.sde.transport.context
+        own = flow.dimension - flow.sde.transport.num_given
         diffusion = ConstantDiffusion(diffusion * jnp.eye(flow.dimension, own))
-    if not (
-        diffusion is None
-        or fading is None
-        or isinstance(diffusion, NoDiffusion | FadingDiffusion | ProportionalDiffusion)
-    ):
+    if not (diffusion is None or fading is None or isinstance(diffusion, NoDiffusion | FadingDiffusion)):
         diffusion = FadingDiffusion(diffusion, flow.t1, fading)
     sde = TransportSDE(flow.sde.transport, diffusion)
     _check_given(sde, flow.dimension)
@@ -205,13 +200,13 @@ def _towards_the_end(flow: StochasticFlow) -> AbstractIntegrator:
     if not isinstance(grid, FixedGrid) or grid.late != 1:
         return grid
     # The first steps are twice as long as equal ones, so twice as many resolve the waves of the driver.
-    steps = grid.steps or 2 * default_steps(order_of(grid.method), flow.driver, flow.dimension)
-    return FixedGrid(grid.method, steps, grid.gradient, grid.escape_rate, LATE)
+    steps = grid.steps or 2 * default_steps(order_of(grid.solver), flow.driver, flow.dimension)
+    return FixedGrid(grid.solver, steps, grid.gradient, grid.escape_rate, LATE)
 
 
 def _check_given(sde: TransportSDE, dimension: int) -> None:
     """Refuse noise on the given coordinates, which would change the distribution."""
-    given = sde.transport.context
+    given = sde.transport.num_given
     if not given:
         return
     sigma = noise_matrix(sde.noise(jnp.zeros(()), jnp.zeros(dimension)))

@@ -69,7 +69,7 @@ class Interpolant(AbstractObjective):
     - `coupling`: pair the points of a batch by entropic optimal transport (Tong et al. 2024), with this
       regularisation relative to the mean squared distance, for example 0.05. Lines cross less, and the ODE
       needs fewer steps. The score is then unknown, and noise cannot be added.
-    - `context`: for a conditional density, the number of given coordinates, which come last. They are
+    - `num_given`: for a conditional density, the number of given coordinates, which come last. They are
       constant in time, and the model must not move them.
 
     ```python
@@ -88,14 +88,14 @@ class Interpolant(AbstractObjective):
 
     late: float
     coupling: float | None
-    context: int = eqx.field(static=True)
+    num_given: int = eqx.field(static=True)
     uses_data: ClassVar[bool] = True
 
-    def __init__(self, late: float = 2.0, coupling: float | None = None, *, context: int = 0):
+    def __init__(self, late: float = 2.0, coupling: float | None = None, *, num_given: int = 0):
         check_positive("late", late)
-        if context and coupling is not None:
-            raise ValueError("coupling and context cannot be combined")
-        self.context = check_count("context", context, least=0)
+        if num_given and coupling is not None:
+            raise ValueError("coupling and num_given cannot be combined")
+        self.num_given = check_count("num_given", num_given, least=0)
         if coupling is not None:
             check_positive("coupling", coupling)
         self.late = float(late)
@@ -120,8 +120,8 @@ class Interpolant(AbstractObjective):
         transport = _transport(model)
         if isinstance(transport, GivenTransport):
             raise TypeError("Interpolant cannot train an rf.sde.GivenTransport, whose score is fixed")
-        if self.context and isinstance(transport, LearnedTransport):
-            raise TypeError("a context requires an rf.Normal base")
+        if self.num_given and isinstance(transport, LearnedTransport):
+            raise TypeError("num_given requires an rf.Normal base")
         if self.coupling is not None:
             raise ValueError(
                 "coupling invalidates the score of an rf.sde.TransportSDE: use a flow of rf.ItoSDE(velocity, "
@@ -140,10 +140,10 @@ class Interpolant(AbstractObjective):
             return model
         sde, base = model.sde, model.base
         if not isinstance(sde, TransportSDE):
-            moved = TransportSDE(NormalTransport(sde.drift, base.loc, base.scale, model.t1, self.context))
+            moved = TransportSDE(NormalTransport(sde.drift, base.loc, base.scale, model.t1, self.num_given))
         elif isinstance(sde.transport, NormalTransport):
             velocity = sde.transport.velocity
-            transport = NormalTransport(velocity, base.loc, base.scale, model.t1, self.context)
+            transport = NormalTransport(velocity, base.loc, base.scale, model.t1, self.num_given)
             moved = TransportSDE(transport, sde.diffusion)
         else:
             return model
@@ -158,7 +158,7 @@ class Interpolant(AbstractObjective):
         z = jax.lax.stop_gradient(model.base.sample(key=key_base, shape=(count,))).astype(x.dtype)
         if self.coupling is not None:
             z = coupled(z, x, self.coupling, key_pair)
-        own = x.shape[1] - self.context
+        own = x.shape[1] - self.num_given
         z = jnp.concatenate([z[:, :own], x[:, own:]], axis=1)
         # Stratified times: evenly spaced over the batch with one common shift, so each is uniform.
         shift = jax.random.uniform(key_time, (), x.dtype)

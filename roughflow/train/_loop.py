@@ -14,12 +14,12 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError
-from .._devices import Devices, leads, together
+from .._devices import Devices, is_leader, together
 from .._programs import jit, split
 from ..density import StochasticFlow
 from ..faq import see
 from ..files import Interrupt
-from ..flow import MIN_STEPS, FixedGrid, suited_steps, with_steps
+from ..flow import MIN_STEPS, FixedGrid, sufficient_steps, with_steps
 from ._checkpoint import Checkpoint, Progress
 from ._data import Batches, Data, Drawn, KnownEntropy, draw, rng_of
 from ._maximum_likelihood import MaximumLikelihood
@@ -36,7 +36,7 @@ GRID_GROWTH = 1.25  # minimum factor between two grids, because each number of s
 
 
 @dataclass(frozen=True)
-class GridLook:
+class GridChoice:
     """The number of solver steps a model needs, measured at fixed rows of the data (or its own samples) and
     along fixed paths."""
 
@@ -46,20 +46,20 @@ class GridLook:
     @staticmethod
     def of(
         model: Any, objective: AbstractStatefulObjective, data: Data, steps: int, key: PRNGKeyArray
-    ) -> "GridLook | None":
+    ) -> "GridChoice | None":
         """Choose the grid of a training run, if the objective solves a model that leaves it open."""
         if steps < MIN_STEPS_FOR_GRID or not (objective.solves and _is_open(model)):
             return None
         key_rows, key = split(key)
         drawn = isinstance(data, Batches)
         x = data.batch(GRID_ROWS, rng_of(key_rows, 0)) if drawn else draw(data, GRID_ROWS, key_rows)
-        return GridLook(None if x is None else jnp.asarray(x, float), key)
+        return GridChoice(None if x is None else jnp.asarray(x, float), key)
 
     def needed(self, model: StochasticFlow, now: int | None) -> int | None:
         """The number of solver steps, at least `now`; None for the model's own."""
         x = model.without_errors().sample(key=self.key, shape=(GRID_ROWS,)) if self.x is None else self.x
         least = MIN_STEPS if now is None else now
-        needed = suited_steps(model, x, self.key, GRID_TOLERANCE, least)
+        needed = sufficient_steps(model, x, self.key, GRID_TOLERANCE, least)
         if now is None or needed == now:
             return needed
         # If no number suffices the model has diverged, and finer steps would not help.
@@ -103,7 +103,7 @@ class Loop:
     steps: int
     every: int
     patience: int | None
-    grid_look: GridLook | None
+    grid_choice: GridChoice | None
     devices: Devices
     key: PRNGKeyArray
     key_validation: PRNGKeyArray
@@ -128,14 +128,14 @@ class Loop:
         save = lambda at_once=False: None if store is None else store.save(now, at_once)
         length = 1
         name = progress if isinstance(progress, str) else ""
-        with progress_bar(self.steps, done=now.step, name=name, shown=bool(progress) and leads()) as bar:
+        with progress_bar(self.steps, done=now.step, name=name, shown=bool(progress) and is_leader()) as bar:
             while now.step < self.cooling(now)[1]:
-                length, going = self.devices.agreed((length, not interrupt.wanted))
+                length, going = self.devices.all_reduce_min((length, not interrupt.wanted))
                 if not going:
                     interrupt.wanted = True
                     break
                 if now.step == 0 and not now.history.validation_loss.size:
-                    now = self._look(self._resolved(now))
+                    now = self._validated(self._resolved(now))
                 stop = min(self.cooling(now)[1], (now.step // self.every + 1) * self.every)
                 began = time.perf_counter()
                 count = min(length, self._longest, stop - now.step)
@@ -149,7 +149,7 @@ class Loop:
                     save(at_once=True)
                     self._explain(now)
                 if now.step in (stop, self.steps):
-                    now = self._look(self._resolved(now))
+                    now = self._validated(self._resolved(now))
                 save()
         save(at_once=True)
         return now
@@ -167,10 +167,10 @@ class Loop:
 
     def _resolved(self, now: Progress) -> Progress:
         """Choose the number of solver steps again, if that is due."""
-        if self.grid_look is None:
+        if self.grid_choice is None:
             return now
         model = self.devices.back(eqx.combine(now.parameters[0], self.rest[0]))
-        needed = self.devices.agreed([self.grid_look.needed(model, now.grid) or 0])[0]
+        needed = self.devices.all_reduce_min([self.grid_choice.needed(model, now.grid) or 0])[0]
         return replace(now, grid=needed or None)
 
     def _advance(self, now: Progress, count: int) -> Progress:
@@ -214,7 +214,7 @@ class Loop:
         rows = data.batch(self.batch_size, rng_of(self.key, step))
         return rows.astype(jax.dtypes.canonicalize_dtype(float))
 
-    def _look(self, now: Progress) -> Progress:
+    def _validated(self, now: Progress) -> Progress:
         """Evaluate the validation loss, if there are validation data."""
         if self.held_out is None:
             return now
@@ -234,14 +234,14 @@ class Loop:
         model, objective = _combined(now.parameters, self.rest, now.grid)
         advice = "lower learning_rate or clip of rf.train.TrainingOptions, or use smaller initial weights"
         advice += see("training-not-finite")
-        told = f"{now.streak} steps in a row up to step {now.step} were not finite"
+        message = f"{now.streak} steps in a row up to step {now.step} were not finite"
         key_batch, key_loss = jax.random.split(jax.random.fold_in(self.key, now.step - 1))
         try:
             x = draw(self._drawn(now.step - 1, 1), self.batch_size, key_batch)
             objective.step(model, x, now.state, key=key_loss)
         except Exception as error:
-            raise NonFiniteError(f"{told}: {error}; {advice}") from error
-        raise NonFiniteError(f"{told}: the loss or its gradient overflows, or is NaN; {advice}")
+            raise NonFiniteError(f"{message}: {error}; {advice}") from error
+        raise NonFiniteError(f"{message}: the loss or its gradient overflows, or is NaN; {advice}")
 
     def _metrics(self, history: History) -> str:
         """The text of the progress bar beside the remaining time."""
@@ -305,8 +305,8 @@ def _take_steps(
     blank = lambda like: jnp.full(MAX_DISPATCH_STEPS, jnp.nan, like.dtype)
     metrics = {name: blank(value) for name, value in report.items()}
     carry = ((*pack(carried[:2]), *carried[2:]), jnp.asarray(0), blank(loss), metrics)
-    carried, *told = jax.lax.while_loop(going, one, carry)
-    return devices.same(((*pack.undone(carried[:2]), *carried[2:]), *told))
+    carried, *series = jax.lax.while_loop(going, one, carry)
+    return devices.same(((*pack.undone(carried[:2]), *carried[2:]), *series))
 
 
 def _validation_loss(

@@ -55,9 +55,9 @@ class History:
         )
 
     def __repr__(self) -> str:
-        return f"History: {self.told()}"
+        return f"History: {self.summary()}"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """A one-line summary."""
         parts = [count(self.loss.size, "step")]
         if self.loss.size:
@@ -113,7 +113,7 @@ class _Lines:
     def __init__(self, total: int, done: int, name: str, unit: str):
         self.total, self.done, self.unit = total, done, unit
         self.name = f"{name}: " if name else ""
-        self.told = done
+        self.reported = done
         self.began = time.monotonic()
         self.due = False
         self._say(COMPILING)
@@ -122,21 +122,21 @@ class _Lines:
         return self
 
     def __exit__(self, *_) -> None:
-        if self.done > self.told:
-            self._tell("")
+        if self.done > self.reported:
+            self._report("")
 
     def update(self, count: int) -> None:
         self.done += count
-        self.due = self.done == self.total or (self.done - self.told) * MAX_LINES >= self.total
+        self.due = self.done == self.total or (self.done - self.reported) * MAX_LINES >= self.total
 
     def set_postfix_str(self, text: str) -> None:
         if self.due:
-            self._tell(f", {text}" if text else "")
+            self._report(f", {text}" if text else "")
 
-    def _tell(self, more: str) -> None:
+    def _report(self, more: str) -> None:
         seconds = time.monotonic() - self.began
         self._say(f"{self.unit} {self.done} of {self.total} after {seconds:.0f} s{more}")
-        self.told, self.due = self.done, False
+        self.reported, self.due = self.done, False
 
     def _say(self, text: str) -> None:
         print(self.name + text, file=sys.stderr, flush=True)

@@ -26,18 +26,18 @@ FINE = 8  # factor on the functions and steps of an effort, for draws
 
 
 class ShortTime(eqx.Module):
-    """The distribution of Z(span) from Z(0) = start, for short times over which the SDE is nearly linear.
+    """The distribution of Z(dt) from Z(0) = x₀, for short times over which the SDE is nearly linear.
 
-        p(x at T | start) = ∫ p_span(z | start) p(x at T | z at span) dz
+        p(x at T | x₀) = ∫ p_dt(z | x₀) p(x at T | z at dt) dz
 
-    is the density at T − span of a flow with this base and the SDE from `span` on, `later`. All estimators
+    is the density at T − dt of a flow with this base and the SDE from `dt` on, `later`. All estimators
     for flows therefore apply to fixed starts too.
 
     `log_prob` uses weighted paths around the most likely one to z. The random numbers are the same for all z,
     so it is smooth. More than eight standard deviations away, where no path is found, the SDE is linearised.
     `sample` solves the SDE along paths with more functions.
 
-    **Arguments:** `sde`; `start` `(d,)`; `span`; `effort`, the work per log-density.
+    **Arguments:** `sde`; `x0`, x₀ `(d,)`; `dt`; `effort`, the work per log-density.
 
     ```python
     import jax, jax.numpy as jnp
@@ -51,8 +51,8 @@ class ShortTime(eqx.Module):
     """
 
     sde: AbstractSDE
-    start: Array
-    span: float | Array
+    x0: Array
+    dt: float | Array
     effort: Effort = Effort()
 
     def log_prob(self, z: Array) -> Array:
@@ -61,14 +61,14 @@ class ShortTime(eqx.Module):
 
     def log_prob_and_error(self, z: Array) -> tuple[Array, Array]:
         """The log-density at `z` `(d,)`, and the standard error of the weighted paths."""
-        z = jnp.asarray(z, self.start.dtype)
+        z = jnp.asarray(z, self.x0.dtype)
         mean, slope = linear(self._ends(self.effort), self._zeros(self.effort))
         covariance, away = slope @ slope.T, z - mean
         square = away @ solve(covariance[None], away[None, :, None])[0, :, 0]
         distance = jnp.sqrt(jnp.maximum(square, 1e-12))
         near = distance < REACH
         inside = jnp.where(near, z, mean + away * (REACH / distance))
-        step = Transition(self.start, inside, *self._times())
+        step = Transition(self.x0, inside, *self._times())
         near_value = transition_value(self.sde, Unchanged(), step, jax.random.key(0), self.effort)
         value, error = near_value.log_prob, near_value.error
         constant = log_abs_det(covariance[None])[0] + z.size * jnp.log(2 * jnp.pi)
@@ -77,28 +77,28 @@ class ShortTime(eqx.Module):
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
         """Draw `shape` points, an array of shape `(*shape, d)`."""
-        shape = as_shape(shape, self.start.size)
+        shape = as_shape(shape, self.x0.size)
         effort = Effort(FINE * self.effort.num_functions, 2, FINE * self.effort.num_steps)
         size = self._zeros(effort).size
-        paths = jax.random.normal(check_key(key), (*shape, size), self.start.dtype)
+        paths = jax.random.normal(check_key(key), (*shape, size), self.x0.dtype)
         drawn = jax.vmap(self._ends(effort))(jnp.reshape(paths, (-1, size)))
-        return jnp.reshape(drawn, (*shape, self.start.size))
+        return jnp.reshape(drawn, (*shape, self.x0.size))
 
     @property
     def later(self) -> InCoordinates:
-        """The SDE with time counted from the end of the span."""
-        return InCoordinates(self.sde, time=self.span)
+        """The SDE with time counted from the end of the interval."""
+        return InCoordinates(self.sde, time=self.dt)
 
     def _ends(self, effort: Effort) -> Ends:
-        return Ends(self.sde, Unchanged(), Transition(self.start, self.start, *self._times()), effort, None)
+        return Ends(self.sde, Unchanged(), Transition(self.x0, self.x0, *self._times()), effort, None)
 
     def _zeros(self, effort: Effort) -> Array:
         """The coefficients of a constant path."""
-        size = effort.num_functions * noise_dimension(self.sde, self.start.size)
-        return jnp.zeros(size, self.start.dtype)
+        size = effort.num_functions * noise_dimension(self.sde, self.x0.size)
+        return jnp.zeros(size, self.x0.dtype)
 
     def _times(self) -> tuple[Array, Array]:
-        return jnp.zeros((), self.start.dtype), jnp.asarray(self.span, self.start.dtype)
+        return jnp.zeros((), self.x0.dtype), jnp.asarray(self.dt, self.x0.dtype)
 
 
 def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, float]:

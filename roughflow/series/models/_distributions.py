@@ -12,9 +12,9 @@ from jaxtyping import Array, PRNGKeyArray
 from ..._linear import cholesky, solve_lower
 from ...transition import AbstractCoordinates
 
-TERMS = 112  # of the power series
-DEBYE = 8  # of the asymptotic expansion
-LARGE = 80.0  # above this argument the asymptotic expansion has an error below 1e-13
+SERIES_TERMS = 112  # of the power series
+DEBYE_TERMS = 8  # of the asymptotic expansion
+LARGE_ARGUMENT = 80.0  # above this argument the asymptotic expansion has an error below 1e-13
 
 
 def log_bessel_ie(order: Array, z: Array) -> Array:
@@ -23,18 +23,18 @@ def log_bessel_ie(order: Array, z: Array) -> Array:
     A power series Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)); for large q or z, Debye's expansion (Abramowitz &
     Stegun 1972, 9.7.7).
     """
-    large = jnp.hypot(order, z) > LARGE
+    large = jnp.hypot(order, z) > LARGE_ARGUMENT
     # Each branch is evaluated only where it is valid, so that derivatives stay finite.
     inner = _series(jnp.where(large, 1.0, order), jnp.where(large, 1.0, z))
-    outer = _debye(jnp.where(large, order, LARGE), jnp.where(large, z, LARGE))
+    outer = _debye(jnp.where(large, order, LARGE_ARGUMENT), jnp.where(large, z, LARGE_ARGUMENT))
     return jnp.where(large, outer, inner)
 
 
 def _series(order: Array, z: Array) -> Array:
     # Horner's scheme with the ratio z²/(4 k (k + q)) of successive terms, all positive.
     quarter = 0.25 * z**2
-    term = lambda i, rest: 1 + rest * quarter / ((TERMS - i) * (TERMS - i + order))
-    total = jax.lax.fori_loop(0, TERMS, term, jnp.ones_like(quarter))
+    term = lambda i, rest: 1 + rest * quarter / ((SERIES_TERMS - i) * (SERIES_TERMS - i + order))
+    total = jax.lax.fori_loop(0, SERIES_TERMS, term, jnp.ones_like(quarter))
     return order * jnp.log(0.5 * z) - jax.scipy.special.gammaln(order + 1) + jnp.log(total) - z
 
 
@@ -51,7 +51,7 @@ def _debye(order: Array, z: Array) -> Array:
 def _coefficients() -> list[np.ndarray]:
     """Coefficients of uₖ(p)/pᵏ in p², highest first, by recursion (Abramowitz & Stegun 1972, 9.3.10)."""
     u, rows = np.polynomial.Polynomial([1.0]), []
-    for k in range(1, DEBYE + 1):
+    for k in range(1, DEBYE_TERMS + 1):
         grown = np.polynomial.Polynomial([0, 0, 0.5, 0, -0.5]) * u.deriv()
         u = grown + (np.polynomial.Polynomial([0.125, 0, -0.625]) * u).integ()
         rows.append(u.coef[k : 3 * k + 1 : 2][::-1])

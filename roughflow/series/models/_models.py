@@ -63,10 +63,10 @@ class BrownianMotion(AbstractNamedSDE):
         return Normal(x0 + self.mu * dt, (self.sigma**2 * dt)[None, None])
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        _, dx, dt = some.column()
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        _, dx, dt = increments.column()
         mu = dx.sum() / dt.sum()
-        return {"mu": mu, "sigma": root_mean_square(some.residual_sizes(dx, mu))}
+        return {"mu": mu, "sigma": root_mean_square(increments.residual_sizes(dx, mu))}
 
 
 class GeometricBrownianMotion(AbstractNamedSDE):
@@ -99,11 +99,11 @@ class GeometricBrownianMotion(AbstractNamedSDE):
         return Transformed(Logarithm(), Normal(mean, (self.sigma**2 * dt)[None, None]))
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        x, dx, dt = some.positive()
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        x, dx, dt = increments.positive()
         rise = np.log1p(np.maximum(dx / x, -0.99))
         rate = rise.sum() / dt.sum()
-        sigma = root_mean_square(some.residual_sizes(rise, rate))
+        sigma = root_mean_square(increments.residual_sizes(rise, rate))
         return {"mu": rate + 0.5 * sigma**2, "sigma": sigma}
 
 
@@ -163,20 +163,22 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
         return Normal(x0 + change @ (x0 - mu), covariance)
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        if some.x.shape[1] == 1:
-            x, dx, dt = some.column()
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        if increments.x.shape[1] == 1:
+            x, dx, dt = increments.column()
             kappa, mu = mean_reversion(x, dx, dt)
             return {
                 "kappa": kappa,
                 "mu": mu,
-                "sigma": root_mean_square(some.residual_sizes(dx, kappa * (mu - x))),
+                "sigma": root_mean_square(increments.residual_sizes(dx, kappa * (mu - x))),
             }
-        ones = np.ones((len(some.x), 1))
-        slopes = regression(some.dx, some.dt, *np.concatenate([ones, some.x], axis=1).T)
-        noise = (some.dx - (slopes[0] + some.x @ slopes[1:]) * some.dt[:, None]) / np.sqrt(some.dt)[:, None]
+        ones = np.ones((len(increments.x), 1))
+        slopes = regression(increments.dx, increments.dt, *np.concatenate([ones, increments.x], axis=1).T)
+        noise = (increments.dx - (slopes[0] + increments.x @ slopes[1:]) * increments.dt[:, None]) / np.sqrt(
+            increments.dt
+        )[:, None]
         kappa = -slopes[1:].T
-        mu = some.x.mean(axis=0)
+        mu = increments.x.mean(axis=0)
         return {"kappa": kappa, "mu": mu, "sigma": np.linalg.cholesky(noise.T @ noise / len(noise))}
 
 
@@ -214,10 +216,10 @@ class CoxIngersollRoss(AbstractNamedSDE):
         return square_root_transition(self.kappa, self.mu, self.sigma, x0, dt)
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        x, dx, dt = some.positive()
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        x, dx, dt = increments.positive()
         kappa, mu = mean_reversion(x, dx, dt)
-        size = some.residual_sizes(dx, kappa * (mu - x))
+        size = increments.residual_sizes(dx, kappa * (mu - x))
         return {"kappa": kappa, "mu": mu, "sigma": root_mean_square(size / np.sqrt(x))}
 
 
@@ -257,10 +259,10 @@ class CKLS(AbstractNamedSDE):
         return self.sigma * _power(z, self.gamma)[:, None]
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        x, dx, dt = some.positive()
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        x, dx, dt = increments.positive()
         kappa, mu = mean_reversion(x, dx, dt)
-        size = some.residual_sizes(dx, kappa * (mu - x))
+        size = increments.residual_sizes(dx, kappa * (mu - x))
         gamma = elasticity(x, size)
         return {"kappa": kappa, "mu": mu, "sigma": root_mean_square(size / x**gamma), "gamma": gamma}
 
@@ -292,10 +294,10 @@ class ConstantElasticity(AbstractNamedSDE):
         return self.sigma * _power(z, self.gamma)[:, None]
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        x, dx, dt = some.positive()
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        x, dx, dt = increments.positive()
         mu = np.sum(dx / x) / dt.sum()
-        size = some.residual_sizes(dx, mu * x)
+        size = increments.residual_sizes(dx, mu * x)
         gamma = elasticity(x, size)
         return {"mu": mu, "sigma": root_mean_square(size / x**gamma), "gamma": gamma}
 
@@ -364,11 +366,11 @@ class Jacobi(AbstractNamedSDE):
         return value, error
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        x, dx, dt = some.column()
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        x, dx, dt = increments.column()
         x = np.clip(x, 1e-3, 1 - 1e-3)
         kappa, mu = mean_reversion(x, dx, dt)
-        size = some.residual_sizes(dx, kappa * (mu - x))
+        size = increments.residual_sizes(dx, kappa * (mu - x))
         return {"kappa": kappa, "mu": mu, "sigma": root_mean_square(size / np.sqrt(x * (1 - x)))}
 
 
@@ -422,15 +424,15 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
         return StratonovichSDE(drift, lambda t, z: jnp.broadcast_to(self.sigma, (1, 1)))
 
     def sample(
-        self, start: ArrayLike, dt: float, steps: int, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
+        self, x0: ArrayLike, dt: float, steps: int, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
     ) -> Array:
-        """Exact draws of series `(*shape, steps + 1)` that begin at `start`, at times dt apart."""
+        """Exact draws of series `(*shape, steps + 1)` that begin at `x0`, at times dt apart."""
         check_positive("dt", dt)
         gamma = np.asarray(self.autocovariance(jnp.asarray(dt), check_count("steps", steps)), float)
         noise = jnp.moveaxis(stationary_noise(gamma, key=key, shape=shape), -1, 0)
         decay = jnp.exp(-self.kappa * dt)
         move = lambda x, xi: (self.mu + decay * (x - self.mu) + xi,) * 2
-        first = jnp.broadcast_to(jnp.asarray(start, noise.dtype), noise.shape[1:])
+        first = jnp.broadcast_to(jnp.asarray(x0, noise.dtype), noise.shape[1:])
         later = jax.lax.scan(move, first, noise)[1]
         return jnp.moveaxis(jnp.concatenate([first[None], later]), 0, -1)
 
@@ -498,11 +500,11 @@ class DoubleWell(AbstractNamedSDE):
         return jnp.broadcast_to(self.sigma, (1, 1))
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        x, dx, dt = some.column()
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        x, dx, dt = increments.column()
         a, b = regression(dx, dt, x, -(x**3))
         b = max(b, SLOWEST / (np.mean(x**2) * dt.sum()))
-        return {"a": a, "b": b, "sigma": root_mean_square(some.residual_sizes(dx, a * x - b * x**3))}
+        return {"a": a, "b": b, "sigma": root_mean_square(increments.residual_sizes(dx, a * x - b * x**3))}
 
 
 class LotkaVolterra(AbstractNamedSDE):
@@ -535,14 +537,14 @@ class LotkaVolterra(AbstractNamedSDE):
         return jnp.diag(jnp.stack([self.sigma1, self.sigma2]) * z)
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        (x, dx, dt), (y, dy, _) = some.positive(0), some.positive(1)
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        (x, dx, dt), (y, dy, _) = increments.positive(0), increments.positive(1)
         prey, predators = (np.log1p(np.maximum(d / z, -0.99)) for d, z in ((dx, x), (dy, y)))
         ones = np.ones_like(x)
         growth, beta = regression(prey, dt, ones, -y)
         delta, decline = regression(predators, dt, x, -ones)
-        sigma1 = root_mean_square(some.residual_sizes(prey, growth - beta * y))
-        sigma2 = root_mean_square(some.residual_sizes(predators, delta * x - decline))
+        sigma1 = root_mean_square(increments.residual_sizes(prey, growth - beta * y))
+        sigma2 = root_mean_square(increments.residual_sizes(predators, delta * x - decline))
         least = SLOWEST / dt.sum()
         rates = (growth + 0.5 * sigma1**2, beta * y.mean(), decline - 0.5 * sigma2**2, delta * x.mean())
         alpha, eaten, gamma, fed = (max(rate, least) for rate in rates)
@@ -603,8 +605,8 @@ class Heston(AbstractNamedSDE):
         return _HestonStep(self, x0, dt, variance)
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        (s, ds, dt), (v, dv, _) = some.positive(0), some.positive(1)
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        (s, ds, dt), (v, dv, _) = increments.positive(0), increments.positive(1)
         rise = np.log1p(np.maximum(ds / s, -0.99)) + 0.5 * v * dt
         mu, (kappa, theta) = rise.sum() / dt.sum(), mean_reversion(v, dv, dt)
         price = (rise - mu * dt) / np.sqrt(v * dt)
@@ -681,14 +683,14 @@ class FitzHughNagumo(AbstractNamedSDE):
         return jnp.diag(jnp.stack([self.sigma1, self.sigma2]))
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
-        (x, dx, dt), (y, dy, _) = some.column(0), some.column(1)
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        (x, dx, dt), (y, dy, _) = increments.column(0), increments.column(1)
         ones = np.ones_like(x)
         rate, constant = regression(dx, dt, x - x**3 - y, ones)
         rate = max(rate, SLOWEST / dt.sum())
         gamma, beta = regression(dy + y * dt, dt, x, ones)
-        sigma1 = root_mean_square(some.residual_sizes(dx, rate * (x - x**3 - y) + constant))
-        sigma2 = root_mean_square(some.residual_sizes(dy, gamma * x - y + beta))
+        sigma1 = root_mean_square(increments.residual_sizes(dx, rate * (x - x**3 - y) + constant))
+        sigma2 = root_mean_square(increments.residual_sizes(dy, gamma * x - y + beta))
         return {
             "epsilon": 1 / rate,
             "s": constant / rate,

@@ -92,7 +92,7 @@ class AbstractNamedSDE(AbstractItoSDE):
         rate: float
         capacity: float
         sigma: float
-        domains = {name: rf.series.Domain(low=0.0) for name in ("rate", "capacity", "sigma")}
+        domains = {name: rf.series.Domain(lower=0.0) for name in ("rate", "capacity", "sigma")}
 
         @property
         def coordinates(self):
@@ -158,14 +158,14 @@ class AbstractNamedSDE(AbstractItoSDE):
         rf.CoxIngersollRoss.from_series(np.arange(60) / 12, x)
         ```
         """
-        some = Increments(times, values)
-        count, dimension = some.x.shape[1], cls.dimension
+        increments = Increments(times, values)
+        count, dimension = increments.x.shape[1], cls.dimension
         if isinstance(dimension, int) and count != dimension:
             raise ValueError(f"values have {count} columns, but {cls.__name__} has dimension {dimension}")
-        return cls(**cls.starting_values(some))
+        return cls(**cls.starting_values(increments))
 
     @classmethod
-    def starting_values(cls, some: Increments) -> dict[str, Any]:
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
         """Starting values of the parameters by name, from the increments of a series."""
         raise TypeError(
             f"{cls.__name__} does not define starting_values: pass an SDE with starting values, such as "

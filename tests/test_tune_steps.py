@@ -37,7 +37,7 @@ def error(flow, x):
 
 def test_a_faster_model_gets_more_steps_and_all_are_as_accurate(key):
     x = jax.random.uniform(key, (64, 2), minval=-1.2, maxval=1.2)
-    flows = [rf.flow.suited_grid(turning(rate), x, key=key) for rate in (0.1, 1.0, 4.0)]
+    flows = [rf.flow.tune_steps(turning(rate), x, key=key) for rate in (0.1, 1.0, 4.0)]
     steps = [flow.integrator.steps for flow in flows]
     assert steps[0] < steps[1] < steps[2]
     for flow, count in zip(flows, steps, strict=True):
@@ -48,10 +48,10 @@ def test_a_faster_model_gets_more_steps_and_all_are_as_accurate(key):
 
 def test_a_looser_tolerance_takes_fewer_steps(key):
     x = jax.random.uniform(key, (64, 2), minval=-1.2, maxval=1.2)
-    loose = rf.flow.suited_grid(turning(4.0), x, key=key, tolerance=1e-2)
-    assert loose.integrator.steps < rf.flow.suited_grid(turning(4.0), x, key=key).integrator.steps
+    loose = rf.flow.tune_steps(turning(4.0), x, key=key, tolerance=1e-2)
+    assert loose.integrator.steps < rf.flow.tune_steps(turning(4.0), x, key=key).integrator.steps
     with pytest.raises(ValueError, match="tolerance"):
-        rf.flow.suited_grid(turning(4.0), x, key=key, tolerance=0.0)
+        rf.flow.tune_steps(turning(4.0), x, key=key, tolerance=0.0)
 
 
 @pytest.mark.parametrize("late", [1.0, 2.0])
@@ -70,16 +70,16 @@ def test_steps_counted_at_run_time_are_those_of_the_grid(driver, late, key):
 def test_a_piecewise_linear_path_keeps_its_corners(key):
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=rf.PiecewiseLinear(5))
-    steps = rf.flow.suited_grid(flow, jnp.ones((8, 1)), key=key).integrator.steps
+    steps = rf.flow.tune_steps(flow, jnp.ones((8, 1)), key=key).integrator.steps
     assert steps % 5 == 0
 
 
 def test_what_cannot_be_suited_comes_back_as_it_is(key):
     x = jnp.ones((4, 2))
     wild = turning(1e4)
-    assert rf.flow.suited_grid(wild, x, key=key).integrator.steps is None
+    assert rf.flow.tune_steps(wild, x, key=key).integrator.steps is None
     adaptive = turning(1.0, integrator=rf.Adaptive())
-    assert eqx.tree_equal(rf.flow.suited_grid(adaptive, x, key=key), adaptive)
+    assert eqx.tree_equal(rf.flow.tune_steps(adaptive, x, key=key), adaptive)
 
 
 class Stretch(eqx.Module):
@@ -121,13 +121,13 @@ def off(flow):
 
 
 def test_a_fit_takes_the_steps_that_its_model_needs_as_it_changes(every_fit_looks, key, monkeypatch):
-    seen, needed = [], _loop.GridLook.needed
+    seen, needed = [], _loop.GridChoice.needed
 
     def noted(self, model, now):
         seen.append(needed(self, model, now))
         return seen[-1]
 
-    monkeypatch.setattr(_loop.GridLook, "needed", noted)
+    monkeypatch.setattr(_loop.GridChoice, "needed", noted)
     fitted = stretched(key)
     assert len(seen) == 6
     assert seen[0] == 2
@@ -144,7 +144,7 @@ def test_a_fit_keeps_the_steps_it_is_given_and_a_short_one_its_own(every_fit_loo
 
 def test_a_fit_that_chooses_its_steps_can_be_cut_in_two(every_fit_looks, key, tmp_path, monkeypatch):
     file, whole = tmp_path / "run.checkpoint", stretched(key)
-    needed, looks = _loop.GridLook.needed, []
+    needed, looks = _loop.GridChoice.needed, []
 
     def cut(self, model, now):
         looks.append(now)
@@ -153,7 +153,7 @@ def test_a_fit_that_chooses_its_steps_can_be_cut_in_two(every_fit_looks, key, tm
         return needed(self, model, now)
 
     monkeypatch.setattr(_checkpoint, "SECONDS_BETWEEN_WRITES", 0)
-    monkeypatch.setattr(_loop.GridLook, "needed", cut)
+    monkeypatch.setattr(_loop.GridChoice, "needed", cut)
     with pytest.raises(KeyboardInterrupt):
         stretched(key, checkpoint=file)
     rest = stretched(key, checkpoint=file, resume=True)
