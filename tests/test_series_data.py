@@ -119,7 +119,7 @@ BAD = {
     "a panel of two kinds": ([DAYS, INDEX], [X, X], "one kind, got dates and numbers"),
     "a panel of two widths": ([DAYS, DAYS], [X, np.stack([X, X], 1)], "columns, got 1 and 2"),
     "a list too short": ([DAYS], [X, X], "times must be a list of the same length"),
-    "nothing": ([], [], "times must have shape"),
+    "nothing": ([], [], "values must have shape"),
 }
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import linalg
+from scipy import linalg, stats
 
 import roughflow as rf
 
@@ -120,8 +120,29 @@ def test_bad_input_is_refused_in_one_line(values, options, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_start_that_is_stationary_or_known():
+    """The joint normal density of noisy values of a process on a line; from a known start, of the others."""
+    rng, kappa, mu, sigma, noise = np.random.default_rng(0), 1.3, 0.4, 0.7, 0.2
+    times = np.cumsum(rng.uniform(0.1, 0.9, 30))
+    y, lags = rng.normal(size=30), np.abs(times[:, None] - times)
+    sde = rf.OrnsteinUhlenbeck(kappa, mu, sigma)
+    stationary = sigma**2 / (2 * kappa) * np.exp(-kappa * lags)
+    since = times - times[0]
+    known = stationary - sigma**2 / (2 * kappa) * np.exp(-kappa * (since[:, None] + since))
+    start = np.array([0.9])
+    means = {"stationary": np.full(30, mu), "known": mu + (start - mu) * np.exp(-kappa * since)}
+    initials = {"stationary": "stationary", "known": start}
+    for name, covariance, some in (("stationary", stationary, slice(None)), ("known", known, slice(1, None))):
+        spread = (covariance + noise**2 * np.eye(30))[some, some]
+        truth = stats.multivariate_normal(means[name][some], spread).logpdf(y[some])
+        given = {"measurement_noise": noise, "initial": initials[name]}
+        value = rf.series_likelihood(sde, times, y, key=KEY, **given)(sde)
+        np.testing.assert_allclose(value, truth, rtol=0, atol=1e-8)
+
+
 def test_hidden_components_of_a_nonlinear_sde_are_refused():
     """And not estimated around states that a search may have missed."""
+    sde = rf.FitzHughNagumo(0.1, 0.0, 1.5, 0.8, 0.5, 0.3)
     values = np.column_stack([np.sin(np.arange(9.0)), np.full(9, np.nan)])
-    with pytest.raises(ValueError, match="^hidden components and missing cells require a linear SDE"):
-        rf.series_likelihood(rf.FitzHughNagumo(0.1, 0.0, 1.5, 0.8, 0.5, 0.3), np.arange(9.0), values, key=KEY)
+    with pytest.raises(ValueError, match=r"^hidden components and missing cells require a linear SDE"):
+        rf.series_likelihood(sde, np.arange(9.0), values, key=KEY)
