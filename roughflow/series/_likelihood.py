@@ -29,11 +29,11 @@ from ..transition import (
     linear,
     transition_value,
 )
-from ._forecast import check_memory
 from ._observed import Observed, transitions
 from ._parameters import Parameters
 from ._residuals import TINY
 from ._search import conditional_errors
+from ._simulation import check_memory
 from ._transition import (
     CONVERGED,
     DOUBTFUL,

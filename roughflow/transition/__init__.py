@@ -21,9 +21,10 @@ from ._ends import (
     Transition as Transition,
     boundary_share as boundary_share,
     curvature as curvature,
+    forwards as forwards,
+    linear as linear,
     stiffness as stiffness,
 )
-from ._forward import forwards as forwards, linear as linear
 from ._short_time import ShortTime as ShortTime, short_time as short_time
 from ._values import (
     CHUNK as CHUNK,

@@ -26,8 +26,7 @@ from jaxtyping import Array
 from .._linear import log_abs_det, solve
 from ..sde import AbstractSDE
 from ._coordinates import AbstractCoordinates
-from ._ends import Effort, Ends, Transition, average
-from ._forward import linear
+from ._ends import Effort, Ends, Transition, average, linear
 
 # Iterations to the most likely path, and the fraction of the remaining distance that each covers: full steps
 # may end elsewhere.

@@ -13,8 +13,7 @@ from .._linear import log_abs_det, solve
 from .._programs import jit
 from ..sde import AbstractSDE, noise_dimension
 from ._coordinates import InCoordinates, Unchanged
-from ._ends import Effort, Ends, Transition
-from ._forward import linear
+from ._ends import Effort, Ends, Transition, linear
 from ._values import transition_value
 
 HALVINGS = 12  # maximum number, to find the first part of a time interval
