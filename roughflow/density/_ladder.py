@@ -54,6 +54,7 @@ FIRST_PATHS = 64  # in the first round
 MAX_PATHS_PER_RUNG = 2**12
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
 FIXED_BUDGET_PATHS = 256  # inside jit
+FEW_STARTS = 4  # of a search for modes, where there is next to no density
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension: about ten seconds of a CPU, after which a grid gives up
@@ -72,11 +73,14 @@ MAX_GAP = 3.0  # standard errors between two rungs
 
 class Goal(NamedTuple):
     """For each point the total error to reach, and that with which it needs no other method; the most paths
-    from the prior and around modes."""
+    from the prior and around modes; from how many points a search for modes starts; and how often functions
+    and steps may be doubled."""
 
     error: np.ndarray
     accepted: np.ndarray
     most: tuple[int, int]
+    num_starts: int = Laplace().num_starts
+    doublings: int = MAX_DOUBLINGS
 
     @staticmethod
     def of(accuracy: Accuracy, size: int) -> "Goal":
@@ -151,9 +155,9 @@ def _climbed(
         if which.size < len(x) and accuracy.tolerance is None:
             # Beyond a grid that holds the others there is next to nothing: less will do, and none from the
             # prior.
-            goal = Goal(goal.accepted, goal.accepted, (FIRST_PATHS, FIRST_PATHS))
+            goal = Goal(goal.accepted, goal.accepted, (FIRST_PATHS, FIRST_PATHS), FEW_STARTS, 0)
             from_modes = True
-    for _ in range(1 + MAX_DOUBLINGS):
+    for _ in range(1 + goal.doublings):
         if which.size:
             _climb(Points(flow, x, key), which, goal, record, from_modes)
         # More paths do not reduce what functions leave out and steps miss.
@@ -299,7 +303,7 @@ def _around_modes(points: Points, which: np.ndarray, goal: Goal, record: Record)
     for points with poor weights."""
     levels, results = points.levels, []
     cloud = _cloud(levels.flow, points.key, points.x.dtype)
-    found = _Found(points.run(partial(_starts, cloud), which, ()))
+    found = _Found(points.run(partial(_starts, cloud, goal.num_starts), which, ()))
     for level in (levels.own, levels.finer):
         found = points.run(partial(_search, level.flow, level.fine), which, found.xi)
         results.append(Record(len(points.x)))
@@ -336,9 +340,9 @@ def _cloud(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype: Any) -> Cloud
 
 
 @partial(jit, level=1)
-def _starts(cloud: Cloud, x, key, places, others, here, block: int) -> Array:
+def _starts(cloud: Cloud, count: int, x, key, places, others, here, block: int) -> Array:
     del key, places, others, here, block
-    return cloud.starts(x, Laplace().num_starts)
+    return cloud.starts(x, count)
 
 
 @partial(jit, level=1)
