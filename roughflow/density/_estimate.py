@@ -70,7 +70,8 @@ class Estimate(eqx.Module):
     - `standard_error`: the Monte Carlo error of `log_prob`, one standard deviation.
     - `truncation_error`: the error of the driver's finite number of functions and of the solver's steps, from
       what doubling both changes along the same paths. Zero for a grid.
-    - `solver_error`: the error of a grid, or of the density a short while after a fixed start.
+    - `solver_error`: the error of a grid, of the density a short time after a fixed start, or of the steps of
+      a flow without noise.
     - `divergence_error`: what a divergence estimated by probes adds to `log_prob` on average; 0 for an exact
       one.
     - `total_error`: the sum of the four.

@@ -49,7 +49,7 @@ from ._paths import (
 from ._proposals import AbstractProposal, Mixture, Prior
 
 DEFAULT_TOLERANCE = 0.02  # total error, nats: the aim, if the user gives none
-ACCEPTED_ERROR = 0.1  # nats, with which a point with good weights is done, if the user gives no tolerance
+ACCEPTED_ERROR = 0.1  # nats: no other method is tried below it, if the user gives no tolerance
 FIRST_PATHS = 64  # in the first round
 MAX_PATHS_PER_RUNG = 2**12
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
@@ -72,9 +72,9 @@ MAX_GAP = 3.0  # standard errors between two rungs
 
 
 class Goal(NamedTuple):
-    """For each point the total error to reach, and that with which it needs no other method; the most paths
-    from the prior and around modes; from how many points a search for modes starts; and how often functions
-    and steps may be doubled."""
+    """The total error to reach at each point, and the error below which no other method is tried; maximum
+    numbers of paths from the prior and around modes; the number of starts of a search for modes; and how
+    often functions and steps may be doubled."""
 
     error: np.ndarray
     accepted: np.ndarray
@@ -102,7 +102,7 @@ class Ladder(AbstractEstimator):
     1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 64, then four times as many,
        until the total error is below the tolerance (0.02 by default), at most 4,096. One path in four is
        solved with twice the driver's functions and steps too: the difference corrects the value, and bounds
-       the error that is left.
+       the error that is left. If no tolerance is given, an error of 0.1 is accepted after that.
     2. Points with poor weights have paths from the proposal that the flow has learned, if it has one, and
        then **around the likeliest paths** to x (`rf.Laplace`).
     3. Points with poor weights there too have **particles**, moved from there to the distribution of the path
@@ -194,7 +194,7 @@ class Record:
 
     def put(self, which: np.ndarray, new: dict[str, np.ndarray], poor: np.ndarray, method: str) -> None:
         """What a rung found of the points `which`. It stands unless what was known is as good and surer;
-        where both are good and differ, that is told."""
+        where both are good and differ, the point is flagged as steep."""
         blank = {"steep": np.zeros(len(which), bool), "solver_error": np.zeros(len(which))}
         new = {**blank, **new, "rung": np.full(len(which), METHODS.index(method))}
         for name, part in new.items():

@@ -86,9 +86,8 @@ def fit_sde(
       or one per column. It is estimated along with the other parameters, as `measurement_noise`. An array of
       the shape of `values` is known and different for each value. Values may lie outside the state space.
     - `initial`: the hidden components of the first state: None (a flat prior), their values (then noisy
-      values at the first time do not count), a distribution,
-      "stationary", `rf.series.Estimated(values)`, or a function of the SDE that returns values or a
-      distribution.
+      values at the first time do not count), a distribution, "stationary", `rf.series.Estimated(values)`, or
+      a function of the SDE that returns values or a distribution.
     - `inputs`: u(t), a function, a tuple (times, columns), held from one time to the next, or an
       `rf.series.Inputs`. Drift and diffusion get it as last argument.
 
