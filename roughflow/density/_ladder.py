@@ -100,17 +100,17 @@ class Ladder(AbstractEstimator):
     paths are drawn near. Point by point:
 
     1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 64, then four times as many,
-       until the total error is below the tolerance (0.02 by default), at most 4,096. One path in four is
-       solved with twice the driver's functions and steps too: the difference corrects the value, and bounds
-       the error that is left. If no tolerance is given, an error of 0.1 is accepted after that.
-    2. Points with poor weights have paths from the proposal that the flow has learned, if it has one, and
-       then **around the likeliest paths** to x (`rf.Laplace`).
-    3. Points with poor weights there too have **particles**, moved from there to the distribution of the path
+       until the total error is below the tolerance (0.02 by default), at most 4,096. One path in four is also
+       solved with twice the driver's functions and steps: the difference corrects the value and bounds the
+       remaining error. If no tolerance is given, an error of 0.1 is accepted after 4,096 paths.
+    2. Points with poor weights: paths from the proposal that the flow has learned, if it has one, and then
+       **around the likeliest paths** to x (`rf.Laplace`).
+    3. Points whose weights are still poor: **particles**, moved from there to the distribution of the path
        given x through q^(1−β) (p(x | ω) φ(ω))^β, β from 0 to 1 (Del Moral, Doucet & Jasra 2006).
 
     In one and two dimensions a **grid** (`rf.density.Grid`) comes first if there are many points, because it
     costs the same for any number of them, or if the SDE contracts strongly, because prior draws may then miss
-    paths. Else it comes last, for points that are still not known well enough.
+    paths. Otherwise it comes last, for points whose error is still too large.
 
     `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where values are unknown, every
     point has 256 paths of the first kind or, where weights are poor, of the second.

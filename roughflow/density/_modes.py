@@ -50,7 +50,7 @@ class Laplace(AbstractProposal):
 
     **Arguments:**
 
-    - `num_starts`: from how many points the search starts.
+    - `num_starts`: number of starting points of the search.
     - `draws`: `rf.density.Sobol()` or `rf.density.Independent()`.
 
     ```python
@@ -291,8 +291,8 @@ def _end_and_jacobian(latent: Latent, xi: Array) -> tuple[Array, Array]:
 
 
 def _solve_gram(jacobian: Array, right: Array) -> Array:
-    """(JJᵀ)⁻¹ r, the rows of J brought to one size first, whatever their units, and with a trace of ridge, so
-    that a degenerate J gives a poor step and not a NaN."""
+    """(JJᵀ)⁻¹ r. The rows of J are normalised first, so units do not matter, and a small ridge makes a
+    degenerate J give a poor step, not a NaN."""
     size = jnp.linalg.norm(jacobian, axis=-1)
     unit = 1 / jnp.where(size > 0, size, 1)
     rows = jacobian * unit[..., None]

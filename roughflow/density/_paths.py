@@ -396,8 +396,8 @@ class PullBack(AbstractEstimator):
     With `rf.HutchinsonDivergence`, taken exactly here in up to 64 dimensions, log p(x | ω) is unbiased, and
     p(x | ω) is not: `Estimate.divergence_error` says how much that may be.
 
-    **Arguments:** `num_paths`, how many paths per point, those of the first round where a `tolerance` is
-    asked for; `proposal`, `rf.Prior()`, `rf.Laplace()` or an `rf.Amortised(...)`.
+    **Arguments:** `num_paths`, the number of paths per point, or of the first round if a `tolerance` is set;
+    `proposal`, `rf.Prior()`, `rf.Laplace()` or an `rf.Amortised(...)`.
 
     ```python
     import jax, jax.numpy as jnp

@@ -25,8 +25,8 @@ class Mixture(eqx.Module):
     Component m is ω = c + S u, S diagonal, u normal with precision I + GᵀG, G `(d, W)`. That is what a normal
     distribution of ξ = (start, path) on a plane, seen along the start, looks like: with N = (N₀, N₁)
     orthonormal directions across the plane, G = N₀⁻¹N₁, u = ε₁ − N₁ᵀ(N₀ε₀ + N₁ε₁), and its volume is
-    |det N₀|. N = (I, 0) makes u standard normal. Beside the components there is the prior, with the share
-    `prior`.
+    |det N₀|. N = (I, 0) makes u standard normal. The prior is one more component of the mixture, with
+    weight `prior`.
 
     ```python
     import jax.numpy as jnp

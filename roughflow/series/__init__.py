@@ -2,7 +2,7 @@
 
 `_observed` checks the data and `_parameters` maps the parameters to an unconstrained vector. `_transition`
 computes transition densities and `_likelihood` the likelihood of a fully observed series. A partially
-observed one is a `_state_space`, with Kalman's filter in `_kalman`, importance sampling, grid and particles
+observed one is a `_state_space`, with the Kalman filter in `_kalman`, importance sampling, grid and particles
 in `_hidden_states`, and its likelihood in `_hidden_likelihood`. `_fit_sde` maximises the likelihood with
 `_search`. `_fitted` is the result, with `_residuals` and `_forecast`.
 """

@@ -84,16 +84,17 @@ def fit_sde(
       hidden states). With hidden states it is the number of draws (four per path) and of steps per gap.
     - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
       or one per column. It is estimated along with the other parameters, as `measurement_noise`. An array of
-      the shape of `values` is known and different for each value. Values may lie outside the state space.
+      the shape of `values` gives known standard deviations, one per value. Values may lie
+      outside the state space.
     - `initial`: the hidden components of the first state: None (a flat prior), their values (then noisy
       values at the first time do not count), a distribution, "stationary", `rf.series.Estimated(values)`, or
       a function of the SDE that returns values or a distribution.
     - `inputs`: u(t), a function, a tuple (times, columns), held from one time to the next, or an
       `rf.series.Inputs`. Drift and diffusion get it as last argument.
 
-    Hidden components, missing cells, `initial` and `inputs` require a linear SDE, whose likelihood is that of
-    Kalman's filter, without error. With measurement noise other SDEs use importance sampling around the most
-    likely states, or, in one dimension, a grid.
+    Hidden components, missing cells, `initial` and `inputs` require a linear SDE, whose likelihood the
+    Kalman filter computes without error. With measurement noise other SDEs use importance sampling around the
+    most likely states, or, in one dimension, a grid.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np

@@ -522,8 +522,8 @@ class FittedSDE:
     @in_double_precision
     def filtered(self) -> tuple[np.ndarray, np.ndarray]:
         """The means `(n, d)` of the states given the values up to each time, and their standard deviations:
-        by Kalman's filter for a linear model, otherwise by particles. NaN and infinite while the values do
-        not determine a state with a flat prior."""
+        with the Kalman filter for a linear model, otherwise by particles. NaN and infinite while the values
+        do not determine a state with a flat prior."""
         return self._with_hidden("filtered").filtered(self.free, jax.random.key(0))
 
     def _with_hidden(self, name: str) -> HiddenLikelihood:

@@ -1,4 +1,4 @@
-"""The likelihood of a partially observed series, by Kalman's filter, weighted draws, a grid or particles."""
+"""The likelihood of a partially observed series: Kalman filter, weighted draws, a grid or particles."""
 
 import dataclasses
 import functools
@@ -436,7 +436,7 @@ def _series_likelihood(
     linear: bool | None = None,
 ) -> tuple[Callable[[Effort, str], HiddenSeries], dict[str, Any], HiddenSeries]:
     """A function that makes the likelihood for an effort and a method, the estimated extras, and the
-    likelihood for the given or a first effort. `linear` says whether to use Kalman's filter."""
+    likelihood for the given or a first effort. `linear` says whether to use the Kalman filter."""
     inputs = _inputs(observation.inputs, series)
     driven = sde if inputs is None else driven_by(sde, inputs)
     if inputs is not None and not isinstance(sde, AbstractItoSDE):
@@ -495,7 +495,7 @@ def _chosen(
     observation: Observation,
     linear: bool | None,
 ) -> tuple:
-    """Choose the method: Kalman's filter for linear models, otherwise draws of the hidden states."""
+    """Choose the method: the Kalman filter for linear models, otherwise draws of the hidden states."""
     with_path = lambda one: dataclasses.replace(one, path=first_path(one.space(sde), at))
     first = effort or Effort(num_functions=1, num_paths=32, num_steps=2)
     # A linear SDE needs no states between the values.

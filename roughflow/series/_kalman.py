@@ -1,4 +1,4 @@
-"""Kalman's filter for linear SDEs: likelihood, filtered and smoothed states, without error."""
+"""The Kalman filter for linear SDEs: likelihood, filtered and smoothed states, without error."""
 
 import functools
 
@@ -190,7 +190,7 @@ def linear_model(space: StateSpace) -> LinearModel:
 
 
 def kalman_filter(model: LinearModel, fixed: Array) -> Filtered:
-    """Kalman's filter, with exact treatment of flat priors (de Jong 1991).
+    """The Kalman filter, with exact treatment of flat priors (de Jong 1991).
 
     The flat components δ of the first state enter linearly. With innovations v − Vδ of covariance S, the
     integral over δ adds ½ bᵀA⁻¹b − ½ log |A/2π| with A = Σ VᵀS⁻¹V and b = Σ VᵀS⁻¹v.

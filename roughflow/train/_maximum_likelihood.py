@@ -36,8 +36,8 @@ class MaximumLikelihood(AbstractObjective):
     - `proposal`: by default an `rf.Amortised` proposal, created and trained by `rf.fit`; `rf.Prior()` for the
       plain bound.
     - `stationary`: weight of `rf.train.stationarity` and `rf.train.confinement` (at rate 1/2T) in the loss.
-      The likelihood constrains the SDE only up to the end time of the flow. These terms make it stay near the
-      data afterwards; long paths have the distribution of the data as far as the terms vanish.
+      The likelihood constrains the SDE only up to the end time of the flow. These terms keep it near
+      the data afterwards; long paths have the distribution of the data to the extent that the terms vanish.
 
     ```python
     import jax, jax.numpy as jnp

@@ -29,8 +29,8 @@ class ShortTime(eqx.Module):
 
         p(x at T | x₀) = ∫ p_dt(z | x₀) p(x at T | z at dt) dz
 
-    is the density at T − dt of a flow with this base and the SDE from `dt` on, `later`. All estimators
-    for flows therefore apply to fixed starts too.
+    is the density at T − dt of a flow that starts from this distribution and follows `later`, the SDE from
+    `dt` on. All estimators for flows therefore apply to fixed starts too.
 
     `log_prob` uses weighted paths around the most likely one to z. The random numbers are the same for all z,
     so it is smooth. More than eight standard deviations away, where no path is found, the SDE is linearised.
