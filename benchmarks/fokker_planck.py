@@ -1,4 +1,4 @@
-"""Densities in the plane by the Fokker–Planck equation, which owe nothing to this library's estimators."""
+"""Densities by the Fokker–Planck equation, which owe nothing to this library's estimators."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,35 @@ import numpy as np
 from jaxtyping import Array
 
 import roughflow as rf
+
+
+def line_kernel(
+    drift: Callable, sigma: float, ends: tuple[float, float], span: float, starts: np.ndarray, x: np.ndarray
+) -> Callable[[float], np.ndarray]:
+    """The function of dt, from `span` on, with the log transition densities `(len(starts), len(x))` of
+    dX = drift dt + σ dB.
+
+    With the drift f = σ² ∂Φ the kernel is e^{Φ(x₁) − Φ(x₀)} times that of the symmetric generator ½σ²∂² − V,
+    V = ½f²/σ² + ½f′, here on a mesh with sinc functions, which converge exponentially. The density is
+    negligible at both ends.
+    """
+    size = 1 + int((ends[1] - ends[0]) / (0.35 * sigma * np.sqrt(span)))
+    mesh, h = np.linspace(*ends, size, retstep=True)
+    slope = jax.vmap(jax.grad(drift))(mesh)
+    gap = np.arange(size)[:, None] - np.arange(size)[None, :]
+    second = -2 * (-1.0) ** gap / np.where(gap == 0, 1, gap) ** 2 / h**2
+    np.fill_diagonal(second, -(np.pi**2) / (3 * h**2))
+    potential = 0.5 * np.asarray(drift(mesh)) ** 2 / sigma**2 + 0.5 * np.asarray(slope)
+    values, vectors = np.linalg.eigh(0.5 * sigma**2 * second - np.diag(potential))
+    begin, end = (np.sinc((side[:, None] - mesh[None, :]) / h) @ vectors for side in (starts, x))
+    knots, weights = np.polynomial.legendre.leggauss(200)
+    phi = lambda y: 0.5 * y * (np.asarray(drift(jnp.outer(y, 0.5 * (knots + 1)))) @ weights) / sigma**2
+
+    def log_density(dt: float) -> np.ndarray:
+        kernel = (begin * np.exp(values * dt)) @ end.T / h
+        return np.log(np.maximum(kernel, 1e-300)) + phi(x)[None, :] - phi(starts)[:, None]
+
+    return log_density
 
 
 def fokker_planck(

@@ -41,7 +41,7 @@ def wiggly() -> Problem:
     """Drift 3 sin 3z, noise 1 + 0.7 sin 4z: wells, and noise that depends strongly on the state."""
     sde = rf.ItoSDE(lambda t, z: 3 * jnp.sin(3 * z), lambda t, z: 1 + 0.7 * jnp.sin(4 * z)[:, None])
     x = np.linspace(-3, 3, 16)[:, None]
-    truth = line(lambda y: 3 * np.sin(3 * y), lambda y: 1 + 0.7 * np.sin(4 * y), x, half=9)
+    truth = line(lambda y: 3 * np.sin(3 * y), lambda y: 1 + 0.7 * np.sin(4 * y), x, half=9, size=24_000)
     likely = truth > truth.max() - 9
     return Problem(rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1))), x[likely], truth[likely])
 

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import integrate, linalg, stats
+from scipy.interpolate import CubicSpline
 
 import roughflow as rf
 from benchmarks.density import Columns, print_header, print_row
+from benchmarks.fokker_planck import line_kernel
 from benchmarks.timing import verdict
 
 SPANS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -59,28 +61,9 @@ class PlaneCase:
 def with_even_noise(
     sde, drift: Callable, sigma: float, ends: tuple[float, float], places: list[float]
 ) -> Case:
-    """For dX = drift dt + σ dB, negligible at both ends.
-
-    With the drift f = σ² ∂Φ the kernel is e^{Φ(x₁) − Φ(x₀)} times that of the symmetric generator ½σ²∂² − V,
-    V = ½f²/σ² + ½f′, here on a grid with sinc functions, which converge exponentially.
-    """
-    size = 1 + int((ends[1] - ends[0]) / (0.35 * sigma * np.sqrt(SPANS[0])))
-    grid, h = np.linspace(*ends, size, retstep=True)
-    slope = jax.vmap(jax.grad(drift))(grid)
-    gap = np.arange(size)[:, None] - np.arange(size)[None, :]
-    second = -2 * (-1.0) ** gap / np.where(gap == 0, 1, gap) ** 2 / h**2
-    np.fill_diagonal(second, -(np.pi**2) / (3 * h**2))
-    potential = 0.5 * drift(grid) ** 2 / sigma**2 + 0.5 * slope
-    values, vectors = np.linalg.eigh(0.5 * sigma**2 * second - np.diag(np.asarray(potential)))
+    """For dX = drift dt + σ dB, negligible at both ends."""
     x = np.array(places)
-    at = np.sinc((x[:, None] - grid[None, :]) / h) @ vectors
-    phi = np.array([integrate.quad(lambda u: float(drift(u)), 0, end)[0] for end in x]) / sigma**2
-
-    def log_density(dt: float) -> np.ndarray:
-        kernel = (at * np.exp(values * dt)) @ at.T / h
-        return np.log(np.maximum(kernel, 1e-300)) + phi[None, :] - phi[:, None]
-
-    return Case(sde, x, log_density)
+    return Case(sde, x, line_kernel(drift, sigma, ends, SPANS[0], x, x))
 
 
 def jacobi(kappa: float, mu: float, sigma: float) -> Case:
@@ -97,7 +80,9 @@ def jacobi(kappa: float, mu: float, sigma: float) -> Case:
             np.stack([finite_volumes(drift, sigma, start, dt, y, size) for start in y])
             for size in (1500, 3000)
         )
-        return 2 * fine - coarse - 0.5 * np.log(places * (1 - places))[None, :]
+        # Densities below the rounding of the larger ones are not known.
+        value = np.where(np.minimum(coarse, fine) > LEAST - 4, (4 * fine - coarse) / 3, -np.inf)
+        return value - 0.5 * np.log(places * (1 - places))[None, :]
 
     return Case(rf.Jacobi(kappa, mu, sigma), places, log_density)
 
@@ -117,13 +102,18 @@ def finite_volumes(
     diagonal[1:] -= rate * np.exp(-0.5 * change)
     values, vectors = eigen(diagonal.tobytes(), rate)
     root = np.exp(0.5 * (log_stationary - log_stationary.max()))
-    i = int(np.searchsorted(centres, start)) - 1
-    part = (start - centres[i]) / h
+    # Cubic interpolation in start and end, so that only the error of the cells is left to extrapolate.
+    near = int(np.searchsorted(centres, start)) + np.arange(-2, 2)
+    weights = [
+        np.prod([(start - centres[k]) / (centres[j] - centres[k]) for k in near if k != j]) for j in near
+    ]
     density = sum(
         weight * (vectors @ (np.exp(values * dt) * vectors[j])) * root / root[j]
-        for j, weight in ((i, 1 - part), (i + 1, part))
+        for j, weight in zip(near, weights, strict=True)
     )
-    return np.interp(ends, centres, np.log(np.maximum(density / h, 1e-300)))
+    logs, around = np.log(np.maximum(density / h, 1e-300)), np.searchsorted(centres, ends)[:, None]
+    around = np.clip(around + np.arange(-3, 3), 0, size - 1)
+    return np.array([CubicSpline(centres[i], logs[i])(end) for i, end in zip(around, ends, strict=True)])
 
 
 @functools.cache
