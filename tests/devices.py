@@ -39,7 +39,7 @@ def main(out, settings, port=None, process=None):
             jax.random.normal(key, (300, 2)) ** 3,
             key=key,
             objective=objective,
-            validation=0.1,
+            validation=run.pop("validation", 0.1),
             progress=False,
             # Four devices do not share 30 rows evenly.
             **grouped(run | {"batch_size": 30, "validate_every": 5, "average": 0.9, "devices": count}),

@@ -64,7 +64,10 @@ def numbers_of(runs, folder):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     runs = [{"name": str(count), "devices": count, "steps": 12} for count in (None, 4)]
-    runs += [{"name": f"likelihood {n}", "devices": n, "steps": 4, "likelihood": True} for n in (None, 2)]
+    runs += [
+        {"name": f"likelihood {n}", "devices": n, "steps": 4, "likelihood": True, "validation": 0.0}
+        for n in (None, 2)
+    ]
     return numbers_of(runs, tmp_path_factory.mktemp("runs"))
 
 
@@ -115,14 +118,29 @@ def test_no_array_without_entries_goes_between_devices():
     assert not re.search(r"f64\[(\d+,)?0\]", program)
 
 
-def test_a_command_makes_devices_of_a_cpu(tmp_path):
+# A command whose fit says how many devices there are, and ends.
+COUNTING = """
+import sys, jax, roughflow as rf
+from roughflow.cli import main
+def fit(data, *, run, **rest): sys.exit(f"{run.devices} of {jax.device_count()}")
+rf.fit_density = fit
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("program", [COUNTING, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_command_makes_devices_of_a_cpu(program, tmp_path):
     table, model = tmp_path / "rows.csv", tmp_path / "model.rf"
     np.savetxt(table, np.random.default_rng(0).normal(size=(60, 2)), delimiter=",", header="x,y", comments="")
     small = ["--steps", "2", "--likelihood-steps", "0", "--width", "4", "--batch-size", "32", "--quiet"]
-    command = [sys.executable, "-m", "roughflow.cli", "fit", str(table), "--out", str(model), *small]
-    run = subprocess.run([*command, "--devices", "2"], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert model.exists()
+    python = [sys.executable, *(["-m", "roughflow.cli"] if program is None else ["-c", program])]
+    command = [*python, "fit", str(table), "--out", str(model), *small, "--devices", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if program is None:
+        assert run.returncode == 0, run.stderr
+        assert model.exists()
+    else:
+        assert run.stderr == "2 of 2\n"
 
 
 @pytest.mark.slow

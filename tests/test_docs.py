@@ -89,7 +89,7 @@ def test_every_public_object_has_an_example():
 # Examples of these take long to compile: of whole stages, and some others.
 SLOW = {"density", "files", "train", "tables", "mcmc", "series"}
 LONG = {"StochasticFlow.estimate", "Estimate", "SampledCorrection", "HutchinsonDivergence"}
-LONG |= {"LocalDiffusion", "SkewNetwork", "RoughPath", "Davie"}
+LONG |= {"LocalDiffusion", "SkewNetwork", "RoughPath", "Davie", "ShortTime"}
 
 
 def takes_long(name):

@@ -23,7 +23,8 @@ DRIVERS = BROWNIAN | {
     "Gaussian": rf.driver.GaussianDriver(lambda s, t: s * t * (1 + s * t), 2, hurst=1.5),
     "time-changed": rf.driver.TimeChanged(rf.PiecewiseLinear(5), lambda s: 0.5 * s * (1 + s)),
 }
-HORIZONS = [1.0, 2.5]
+# A horizon of 1 hides a wrong scale, so the other one is for `make test`.
+HORIZONS = [pytest.param(1.0, marks=pytest.mark.slow), 2.5]
 
 every_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS.keys())
 every_brownian = pytest.mark.parametrize("driver", BROWNIAN.values(), ids=BROWNIAN.keys())
@@ -91,7 +92,7 @@ def test_increments(driver, key):
     np.testing.assert_allclose(path.evaluate(1.4, 0.3), early - late, atol=1e-14)
 
 
-@pytest.mark.parametrize("horizon", [1.0, 2.5, 3.0, 0.7])
+@pytest.mark.parametrize("horizon", [2.5, 0.7])
 @pytest.mark.parametrize("grid", [5, [0.0, 0.1, 0.4, 1.0]], ids=["uniform", "grid"])
 def test_derivative_at_a_jump_is_the_limit_from_the_side_asked_for(grid, horizon):
     driver = rf.PiecewiseLinear(grid)
@@ -259,7 +260,7 @@ def test_projected_coefficients_are_standard_normal(key):
 @every_driver
 def test_batches_of_paths_project_like_each_alone(driver, key):
     horizons = jnp.array([0.5, 1.0, 3.0])
-    fine = rf.PiecewiseLinear(64)
+    fine = rf.PiecewiseLinear(8)  # as in the next test, which finds the programs of single paths compiled
     for t1 in (2.0, horizons):
         paths = fine.sample(key=key, noise_dimension=2, shape=(3,), t1=t1)
         together = project(driver, paths)

@@ -227,7 +227,12 @@ def test_single_precision(key):
     assert np.all(estimate.total_error < 0.05)
 
 
-@pytest.mark.parametrize("estimator", [None, rf.PullBack(64, rf.Laplace())], ids=["default", "PullBack"])
+# The default has Laplace's proposal in it.
+@pytest.mark.parametrize(
+    "estimator",
+    [None, pytest.param(rf.PullBack(64, rf.Laplace()), marks=pytest.mark.slow)],
+    ids=["default", "PullBack"],
+)
 def test_no_lapack_where_two_calls_could_wait_for_each_other(estimator, key):
     """Two batched LAPACK calls at once can stop a CPU with few cores for ever; see `_linear`."""
     flow = linear(-np.eye(4), np.eye(4), rf.Normal(jnp.zeros(4)))

@@ -54,12 +54,11 @@ def check(flow, x, truth, start=None, error=1e-3):
     assert estimate.warning is None
 
 
-SLOW_CASE = pytest.param((1.0, 0.5), "degenerate", marks=pytest.mark.slow)
+# From a point in two dimensions, `make test` has noise that turns with the state.
+FROM_A_POINT = [pytest.param((1.0, 0.5), kind, marks=pytest.mark.slow) for kind in MATRICES]
 
 
-@pytest.mark.parametrize(
-    ("start", "kind"), [*((None, kind) for kind in MATRICES), ((1.0, 0.5), "full"), SLOW_CASE]
-)
+@pytest.mark.parametrize(("start", "kind"), [*((None, kind) for kind in MATRICES), *FROM_A_POINT])
 def test_linear_sdes_have_normal_densities(kind, start):
     mean, covariance = linear_moments(*MATRICES[kind], 1.0, start)
     flow = rf.StochasticFlow(linear_sde(*MATRICES[kind]), rf.Normal(jnp.zeros(2)))
@@ -85,8 +84,11 @@ def reference(drift, start, width, span):
 
 @pytest.mark.parametrize(
     ("drift", "width"),
-    [(lambda z: z - z**3, 4.5), (lambda z: 9 * (z - z**3), 2.6), (lambda z: 2 * jnp.sin(2 * z), 6.0)],
-    ids=["slope 1", "slope 9", "sine"],
+    [
+        pytest.param(lambda z: z - z**3, 4.5, id="slope 1", marks=pytest.mark.slow),
+        pytest.param(lambda z: 9 * (z - z**3), 2.6, id="slope 9"),
+        pytest.param(lambda z: 2 * jnp.sin(2 * z), 6.0, id="sine", marks=pytest.mark.slow),
+    ],
 )
 def test_nonlinear_sdes_from_a_point(drift, width):
     sde = rf.ItoSDE(lambda t, z: drift(z), lambda t, z: jnp.eye(1))
@@ -132,12 +134,14 @@ def work(monkeypatch):
     return parts
 
 
-def test_points_out_of_reach_take_no_more_work_than_there_is(work):
+def test_points_out_of_reach_take_no_more_work_than_there_is(work, monkeypatch):
     """A budget bounds the work, and what it does not resolve is refused."""
+    begin = Work.__init__
+    monkeypatch.setattr(Work, "__init__", lambda self, left: begin(self, left / 10))
     sde = rf.ItoSDE(lambda t, z: 0.3 * z, lambda t, z: 0.6 * z[:, None])
     flow = rf.StochasticFlow(sde, LogNormal(jnp.zeros(1), 0.5 * jnp.ones(1)))
     estimate = flow.estimate(jnp.array([[-1.0], [1.5]]), key=KEY, estimator=rf.density.Grid())
-    assert sum(work[:-1]) <= MAX_WORK
+    assert sum(work[:-1]) <= MAX_WORK / 10 < sum(work)
     assert np.isnan(estimate.log_prob[0])
     assert np.isinf(estimate.total_error[0])
     truth = stats.lognorm(np.hypot(0.5, 0.6), scale=np.exp(0.12)).logpdf(1.5)
@@ -171,15 +175,16 @@ def test_gradients_match_differences():
         drift = lambda t, z: theta[0] * jnp.sin(z) - z
         noise = lambda t, z: theta[1] * (1 + 0.3 * jnp.cos(z))[:, None]
         flow = rf.StochasticFlow(rf.ItoSDE(drift, noise), rf.Normal(jnp.zeros(1), jnp.exp(theta[2])))
-        return jnp.sum(flow.estimate(x, key=KEY, estimator=rf.density.Grid(), tolerance=1e-5).log_prob)
+        return flow.estimate(x, key=KEY, estimator=rf.density.Grid(), tolerance=1e-5).log_prob
 
     theta, h = jnp.array([0.8, 0.6, 0.1]), 1e-3
-    slope, slope_x = jax.grad(value, (0, 1))(theta, x)
+    slope, slope_x = jax.grad(lambda *a: jnp.sum(value(*a)), (0, 1))(theta, x)
     for i in range(3):
         ahead, behind = value(theta.at[i].add(h), x), value(theta.at[i].add(-h), x)
-        assert np.isclose(slope[i], (ahead - behind) / (2 * h), rtol=1e-4)
-        ahead, behind = value(theta, x.at[i].add(h)), value(theta, x.at[i].add(-h))
-        assert np.isclose(slope_x[i, 0], (ahead - behind) / (2 * h), rtol=1e-4)
+        assert np.isclose(slope[i], np.sum(ahead - behind) / (2 * h), rtol=1e-4)
+    # Points do not touch one another, so all are moved at once.
+    difference = (value(theta, x + h) - value(theta, x - h)) / (2 * h)
+    assert np.allclose(slope_x[:, 0], difference, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("units", [1e-9, 1e9])
