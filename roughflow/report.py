@@ -316,16 +316,20 @@ class _Judged:
         return html_section("Calibration of the error bars", *parts)
 
 
-def _names(model: rf.tables.Standardised) -> list[str]:
-    return list(model.columns or (f"x{i + 1}" for i in range(model.flow.dimension)))
+def _names(model: rf.tables.Standardised | rf.tables.WithRelations) -> list[str]:
+    return list(model.columns or (f"x{i + 1}" for i in range(model.num_columns)))
 
 
-def _made(model: rf.tables.Standardised, rows: str, made: Mapping[str, str]) -> dict[str, str]:
+def _made(
+    model: rf.tables.Standardised | rf.tables.WithRelations, rows: str, made: Mapping[str, str]
+) -> dict[str, str]:
     names = _names(model)
     own = len(names) - model.num_given
     pairs = dict(made) | {"rows": rows, "columns": ", ".join(names[:own])}
     if model.num_given:
         pairs["given"] = ", ".join(names[own:])
+    if isinstance(model, rf.tables.WithRelations):
+        pairs["relations"] = "; ".join(model.relations.described(names)) + " (removed, restored in samples)"
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return pairs | {"version": f"roughflow {rf.__version__}", "date": when}
 
@@ -345,7 +349,9 @@ def _numbers(fitted: rf.FittedDensity, score: rf.tables.Score) -> dict[str, str]
     return numbers
 
 
-def _samples(model: rf.tables.Standardised, data: np.ndarray, key: PRNGKeyArray) -> list[str]:
+def _samples(
+    model: rf.tables.Standardised | rf.tables.WithRelations, data: np.ndarray, key: PRNGKeyArray
+) -> list[str]:
     """Data and samples of the model: single columns, and pairs of columns."""
     names, chosen = _names(model), np.random.default_rng(0).permutation(len(data))[:DRAWN_ROWS]
     data = data[chosen]

@@ -115,14 +115,26 @@ def test_two_fits_at_once_do_not_share_a_file(refused, tmp_path):
 
 def test_rows_without_a_density(refused, tmp_path):
     fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *TINY, *options)
-    write(tmp_path / "still.csv", ["a", "b"], [[i, 7] for i in range(20)])
-    assert "column 'b' is always 7, so it has no density: drop it with --columns a" in fit("still.csv")
+    write(tmp_path / "still.csv", ["a", "b"], [[3, 7] for i in range(20)])
+    assert "column 'a' is constant, and so are all others" in fit("still.csv")
     table(tmp_path / "one.csv", rows=1)
     assert "one.csv has 1 row" in fit("one.csv")
     table(tmp_path / "sixty.csv", rows=60)
     assert "validation=0.99 leaves 1 of 60 rows to train on" in fit("sixty.csv", "--validation", "0.99")
-    write(tmp_path / "line.csv", ["a", "b"], [[i, 2 * i] for i in range(20)])
-    assert "columns 'a', 'b' are linearly dependent" in fit("line.csv")
+
+
+def test_relations_are_printed(tmp_path, monkeypatch, capsys):
+    """A constant and a dependent column take part in scores and samples."""
+    monkeypatch.chdir(tmp_path)
+    noise = np.random.default_rng(0).normal(size=(40, 2)).round(6)
+    write(tmp_path / "line.csv", ["a", "b", "c", "d"], [[x, y, 2 * x + y, 7] for x, y in noise])
+    assert main(["fit", "line.csv", "--out", "m.rf", "--family", "gaussian", "--quiet"]) == 0
+    assert "relation    c = 2 a + 1 b" in (shown := capsys.readouterr().out)
+    assert "d = 7" in shown
+    assert main(["sample", "m.rf", "-n", "5", "--out", "new.csv"]) == 0
+    assert main(["score", "m.rf", "new.csv", "--quiet"]) == 0
+    assert "mean log_prob -" in (told := capsys.readouterr().err)
+    assert "inf" not in told
 
 
 @pytest.mark.parametrize(

@@ -241,9 +241,7 @@ def test_a_conditional_model_comes_back(conditional, tmp_path, key):
 
 def test_tables_without_a_density_are_refused(key):
     fit = lambda rows: fit_density(rows, key=key, **TINY)
-    with pytest.raises(ValueError, match="column 1 is constant"):
-        fit(np.stack([ROWS[:, 0], np.full(len(ROWS), 3.0)], axis=1))
-    with pytest.raises(ValueError, match="column 0 is constant"):
+    with pytest.raises(ValueError, match="column 0 is constant, and so are all others"):
         fit(np.repeat(ROWS[:1], 50, axis=0))
     with pytest.raises(ValueError, match=r"column \d of data has values beyond 1e\+30: rescale them"):
         fit(np.where(np.arange(len(ROWS))[:, None] == 3, 1e300, ROWS))

@@ -178,28 +178,30 @@ def _check_model(path: Path) -> None:
         raise Refused(f"{path} is a device or a pipe, not a file")
 
 
-def read_model(path: Path) -> "rf.tables.Standardised":
+def read_model(path: Path) -> "rf.tables.Standardised | rf.tables.WithRelations":
     """Read a model written by `roughflow fit`, or a plain flow written by `rf.save`."""
     model = rf.load(path)
     if isinstance(model, rf.StochasticFlow):
         model = rf.tables.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
-    if not isinstance(model, rf.tables.Standardised):
+    if not isinstance(model, rf.tables.Standardised | rf.tables.WithRelations):
         raise Refused(f"{path} holds a {type(model).__name__}, not a density: pass a file of roughflow fit")
     return model
 
 
-def columns_of(model: "rf.tables.Standardised") -> tuple[str, ...]:
-    return model.columns or counted(model.flow.dimension)
+def columns_of(model: "rf.tables.Standardised | rf.tables.WithRelations") -> tuple[str, ...]:
+    return model.columns or counted(model.num_columns)
 
 
-def chunks_for(model: "rf.tables.Standardised", path: Path, size: int) -> tuple[int, Iterator[np.ndarray]]:
+def chunks_for(
+    model: "rf.tables.Standardised | rf.tables.WithRelations", path: Path, size: int
+) -> tuple[int, Iterator[np.ndarray]]:
     """The number of rows of a table, and the model's columns of them, `size` rows at a time: by name if both
     have names, otherwise by position."""
     by_name = model.columns and path.suffix.lower() != ".npy"
     columns, count, chunks = read_chunks(path, model.columns if by_name else None, size)
-    if len(columns) != model.flow.dimension:
+    if len(columns) != model.num_columns:
         raise Refused(
-            f"{table_name(path)} has {len(columns)} columns, but the model has {model.flow.dimension}: "
+            f"{table_name(path)} has {len(columns)} columns, but the model has {model.num_columns}: "
             f"{', '.join(columns_of(model))}"
         )
     return count, chunks

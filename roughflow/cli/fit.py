@@ -115,6 +115,9 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
     own = len(rows.columns) - rows.num_given
     given = f" given {', '.join(rows.columns[own:])}" if rows.num_given else ""
     print(f"columns     {', '.join(rows.columns[:own])}{given}")
+    if isinstance(fitted.model, rf.tables.WithRelations):
+        for text in fitted.model.relations.described(rows.columns):
+            print(f"relation    {text}")
     for stage, history in fitted.stages.items():
         skipped = f", {history.skipped} skipped" if history.skipped else ""
         early = see("ended-early") if history.loss.size else ""
@@ -243,13 +246,7 @@ def _check_rows(arguments: argparse.Namespace, rows: FitRows, notes: list[str]) 
         raise Refused(f"{path} has 1 row: use at least two, better hundreds{see('no-density')}")
     for name, column in zip(rows.columns, rows.rows.T, strict=True):
         spread = column.std()
-        if column.min() == column.max():
-            others = ",".join(other for other in rows.columns if other != name) or "..."
-            raise Refused(
-                f"{path}: column {name!r} is always {column[0]:g}, so it has no density: drop it with "
-                f"--columns {others}{see('no-density')}"
-            )
-        if abs(column.mean()) > MAX_MEAN_TO_SPREAD * spread and not jax.config.jax_enable_x64:  # pyright: ignore
+        if spread and abs(column.mean()) > MAX_MEAN_TO_SPREAD * spread and not jax.config.jax_enable_x64:  # pyright: ignore
             _warn(
                 f"column {name!r} is {column.mean():g} ± {spread:g}: samples lose digits in single "
                 "precision; subtract a constant from it, or set JAX_ENABLE_X64=1" + see("few-digits"),

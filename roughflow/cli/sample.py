@@ -34,7 +34,7 @@ def sample(arguments: argparse.Namespace) -> int:
             yield rows
 
     if is_array(out):
-        write_npy(out, (arguments.count, model.flow.dimension), blocks())
+        write_npy(out, (arguments.count, model.num_columns), blocks())
     else:
         write_table(out, columns_of(model), (list(rows.T) for rows in blocks()))
     if escaped:
@@ -43,7 +43,9 @@ def sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _blocks(model: rf.tables.Standardised, count: int, key: jax.Array) -> Iterator[np.ndarray]:
+def _blocks(
+    model: rf.tables.Standardised | rf.tables.WithRelations, count: int, key: jax.Array
+) -> Iterator[np.ndarray]:
     if count <= CHUNK_ROWS:
         yield np.asarray(model.sample(key=key, shape=(count,)))
         return

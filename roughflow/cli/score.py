@@ -104,7 +104,7 @@ def _to_file(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _estimates(
-    model: rf.tables.Standardised,
+    model: rf.tables.Standardised | rf.tables.WithRelations,
     total: int,
     chunks: Iterator[np.ndarray],
     arguments: argparse.Namespace,

@@ -1,8 +1,8 @@
-"""A scikit-learn density estimator."""
+"""Scikit-learn estimators: densities and outlier detection."""
 
 import jax
 import numpy as np
-from sklearn.base import BaseEstimator, DensityMixin
+from sklearn.base import BaseEstimator, DensityMixin, OutlierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -13,7 +13,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     """A scikit-learn density estimator: `rf.fit_density` with the interface of `GaussianMixture`.
 
     It works in a `Pipeline` and with `GridSearchCV`. `fit` standardises the rows, so no scaler is needed.
-    Constant and linearly dependent columns have no density and are refused.
+    Constant and linearly dependent columns are removed, and restored in samples; a new row that violates the
+    relation has density zero.
 
     With noise, a log-density is a Monte Carlo estimate: `score_samples` returns the same values for the same
     rows, but they change within their error if rows are reordered or removed. `model_.estimate` returns the
@@ -167,6 +168,87 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         # error if earlier rows change. Without noise nothing is random.
         tags.non_deterministic = self.noise != 0
         return tags
+
+
+class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
+    """A scikit-learn outlier detector with the interface of `IsolationForest`.
+
+    Rows are scored by their log-density. With `method="kernel"` this is an `rf.tables.KernelDensity` of the
+    training rows, in closed form; with "density" it is `rf.fit_density`. Constant columns and linear
+    relations among columns are learned; a row that violates one is an outlier (`rf.tables.WithRelations`).
+
+    The kernel is the default because it ranks anomalies better: mean AUROC 0.84 on fourteen tables of
+    ADBench, 0.82 for the distance to the fifth neighbour and 0.77 for `IsolationForest` on the same splits
+    (`make bench NAME=anomaly`).
+
+    **Parameters:**
+
+    - `method`: "kernel" or "density".
+    - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]: this fraction of them is
+      predicted to be outliers, and the least central rows are left out of the kernel. "auto" predicts 5 % of
+      ordinary rows to be outliers and leaves out none.
+    - `family`: of `rf.fit_density`, for `method="density"`.
+    - `random_state`: an int, a `numpy.random.RandomState`, or None; for `method="density"`.
+
+    **After `fit`:** `model_`, an `rf.tables.KernelDensity` or an `rf.FittedDensity`; `offset_`;
+    `n_features_in_`; and `feature_names_in_`, if the table has names.
+
+    ```python
+    import numpy as np
+    from roughflow.interop.sklearn import StochasticFlowOutlier
+
+    X = np.random.default_rng(0).normal(size=(200, 2))
+    outliers = StochasticFlowOutlier().fit(X)
+    outliers.predict([[0.0, 0.0], [6.0, 6.0]])  # array([ 1, -1])
+    outliers.anomaly([[0.0, 0.0], [6.0, 6.0]])  # near 1 and near 0
+    ```
+    """
+
+    def __init__(self, method="kernel", contamination="auto", family=None, random_state=None):
+        self.method = method
+        self.contamination = contamination
+        self.family = family
+        self.random_state = random_state
+
+    def fit(self, X, y=None):
+        """Fit to the rows of X; y is ignored."""
+        del y
+        X = np.asarray(validate_data(self, X, dtype=np.float64, ensure_min_samples=2))
+        share = 0.05 if self.contamination == "auto" else self.contamination
+        if isinstance(share, str) or not 0 < share <= 0.5:
+            raise ValueError(f"contamination must be 'auto' or in (0, 0.5], got {self.contamination!r}")
+        if self.method == "kernel":
+            trim = 0.0 if self.contamination == "auto" else min(share, 0.4)
+            self.model_ = rf.tables.KernelDensity.of(X, trim=trim)
+        elif self.method == "density":
+            key = jax.random.key(_seed(self.random_state))
+            self.model_ = rf.fit_density(X, key=key, family=self.family, progress=False)
+        else:
+            raise ValueError(f"method must be 'kernel' or 'density', got {self.method!r}")
+        self.offset_ = float(np.quantile(self._scores(X), share))
+        return self
+
+    def score_samples(self, X):
+        """The log-density of each row, or that of a training row by the other rows; lower for outliers."""
+        check_is_fitted(self)
+        return self._scores(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def decision_function(self, X):
+        """`score_samples` minus `offset_`: negative for outliers."""
+        return self.score_samples(X) - self.offset_
+
+    def predict(self, X):
+        """1 for ordinary rows and -1 for outliers."""
+        return np.where(self.decision_function(X) < 0, -1, 1)
+
+    def anomaly(self, X):
+        """The fraction of rows of the training table (kernel) or of samples (density) that are less likely,
+        in [0, 1]: near 0 for outliers."""
+        check_is_fitted(self)
+        return self.model_.anomaly(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def _scores(self, X):
+        return np.asarray(self.model_.log_prob(X, violation="penalty"), np.float64)
 
 
 def _seed(random_state) -> int:

@@ -1,6 +1,8 @@
 """Stage 8, density estimation for tabular data: `fit_density` and the model that it returns."""
 
+from ._anomaly import KernelDensity as KernelDensity
 from ._closed_form import Marginals as Marginals
+from ._columns import Relations as Relations, WithRelations as WithRelations
 from ._estimate_chunks import estimate_chunks as estimate_chunks
 from ._fit_density import fit_density as fit_density
 from ._fitted_density import FittedDensity as FittedDensity, Score as Score

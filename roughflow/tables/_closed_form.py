@@ -78,12 +78,13 @@ class Gaussian:
 def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Means and standard deviations of the columns (1 if constant), and their correlations."""
     loc, scale = rows.mean(axis=0), rows.std(axis=0)
-    scale = np.where(_constant(rows, loc, scale), 1.0, scale)
+    scale = np.where(constant(rows, loc, scale), 1.0, scale)
     unit = (rows - loc) / scale
     return loc, scale, unit.T @ unit / len(rows)
 
 
-def _constant(rows: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def constant(rows: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Which columns are constant up to rounding."""
     return (scale <= 1e-10 * np.maximum(np.abs(loc), 1e-300)) | (rows.max(axis=0) == rows.min(axis=0))
 
 
@@ -91,7 +92,7 @@ def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
     """Refuse constant or linearly dependent columns. With fewer rows than columns, dependence cannot be
     tested."""
     label = lambda i: repr(names[i]) if names else str(i)
-    still = np.flatnonzero(_constant(rows, rows.mean(axis=0), rows.std(axis=0)))
+    still = np.flatnonzero(constant(rows, rows.mean(axis=0), rows.std(axis=0)))
     if still.size:
         message = f"column {label(still[0])} is constant, so it has no density: drop it"
         raise ValueError(message + see("no-density"))

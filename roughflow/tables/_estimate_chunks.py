@@ -12,13 +12,15 @@ from jaxtyping import PRNGKeyArray
 from .._checks import check_count, check_instance, check_key
 from .._devices import Devices, DevicesLike
 from ..density import AbstractEstimator, Estimate, StochasticFlow
+from ._columns import WithRelations
 from ._standardised import Standardised
 
+TableModel = Standardised | WithRelations
 QUEUED_CHUNKS = 2  # chunks per device that are in progress or waiting
 
 
 def estimate_chunks(
-    model: StochasticFlow | Standardised,
+    model: StochasticFlow | Standardised | WithRelations,
     chunks: Iterable[Any],
     *,
     key: PRNGKeyArray,
@@ -53,7 +55,7 @@ def estimate_chunks(
         print(estimate.log_prob)
     ```
     """
-    check_instance("model", model, StochasticFlow | Standardised, "a flow, or the result of rf.fit_density")
+    check_instance("model", model, StochasticFlow | TableModel, "a flow, or the result of rf.fit_density")
     check_instance("chunks", chunks, Iterable, "a list or an iterator of arrays (rows, dimension)")
     check_count("first", first, least=0)
     key = check_key(key)
@@ -62,7 +64,7 @@ def estimate_chunks(
 
     def estimate(i: int, x: Any) -> Estimate:
         given = {}
-        if isinstance(model, Standardised) and model.num_given:
+        if isinstance(model, TableModel) and model.num_given:
             x, given["given"] = x[:, : -model.num_given], x[:, -model.num_given :]
         return model.estimate(x, key=jax.random.fold_in(key, i), **given, **settings)
 

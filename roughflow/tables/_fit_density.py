@@ -23,7 +23,8 @@ from ..train import (
     rng_of,
     velocity_flow,
 )
-from ._closed_form import fit_marginals
+from ._closed_form import check_full_rank, fit_marginals
+from ._columns import OfKept, WithRelations
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut
 from ._numbers import parts_of
@@ -77,6 +78,9 @@ def fit_density(
     `noise` is added after training and does not change the distribution (`rf.with_noise`). The density with
     noise may be more accurate, but each value needs many paths and has an error bar. Noise can also be added
     or removed later (`fitted.with_noise`).
+
+    Constant columns, copies of a column and linear functions of other columns are removed, and restored in
+    samples (`rf.tables.WithRelations`). A new row that violates such a relation has density zero.
 
     **Arguments:**
 
@@ -136,15 +140,15 @@ def fit_density(
     if noise == "best" and not len(table.held_out):
         message = "noise='best' needs validation rows: set validation, for example to 0.1"
         raise ValueError(message + see("budgets-and-validation"))
+    own = isinstance(validation, float | int)  # the validation rows were split off the table
     links = whole.links
     counts = (links.distinct, links.count) if source is None else (len(source),) * 2
     sizes = Sizes(counts[0], table.dimension, table.num_given, counts[1])
-    own = isinstance(validation, float | int)  # the validation rows were split off the table
     comparison = Comparison(whole, table, sizes.small and source is None, own)
     free = family is None and steps is None and seconds is None
     if family in ("gaussian", "marginals") or (free and sizes.tiny):
         best = _best_closed(comparison, flow.marginals if family is None else family == "marginals")
-        return _closed_fit(comparison, *best, noise)
+        return _restored(_closed_fit(comparison, *best, noise), whole)
     stages = Stages(None, None, training, run, progress, seconds)
     trainer = _Trainer(sizes, flow.resolved(sizes), key_model, stages)
     fitted = trainer.fit(comparison, source, sizes.steps if steps is None else steps, *keys)
@@ -152,7 +156,18 @@ def fit_density(
         fitted = _compared(fitted, comparison, trainer)
     if fitted.family == "flow" and noise == "best":
         noise = best_noise(fitted.model.flow, fitted.model.unit(table.held_out), keys[1])
-    return fitted.with_noise(noise) if noise and noise != "best" else fitted
+    return _restored(fitted.with_noise(noise) if noise and noise != "best" else fitted, whole)
+
+
+def _restored(fitted: FittedDensity, table: Table) -> FittedDensity:
+    """The density of all columns of the table, those included that its relations remove."""
+    relations = table.relations
+    if relations is None or fitted.held_out is None:
+        return fitted
+    aside = fitted.held_out
+    held_out = HeldOut(relations.restore(aside.rows), aside.labels, OfKept(aside.gaussian, relations))
+    model = WithRelations(fitted.model, relations, table.all_names)
+    return dataclasses.replace(fitted, model=model, held_out=held_out)
 
 
 def _tables(
@@ -173,6 +188,7 @@ def _tables(
     data, given, groups, names = parts_of(data, given, groups, columns)
     whole = Table.of(data, given, groups, names, bounds, rounding)
     if source is not None:
+        check_full_rank(np.asarray(data, float), names)
         whole.check_bounds(source.extremes)
     whole = whole.dequantised(key)
     return source, whole, whole.split(validation, key)

@@ -181,20 +181,30 @@ class Standardised(eqx.Module):
         module = np if isinstance(u, np.ndarray) else jnp
         return module.concatenate([u, x[..., own:]], axis=-1), module.sum(log_slope, axis=-1)
 
+    @property
+    def num_columns(self) -> int:
+        """Number of columns, given ones included."""
+        return self.flow.dimension
+
     def _checked(self, x: Any, given: Any) -> Array | np.ndarray:
-        """The rows with the given columns last; those of a DataFrame by name."""
-        own = self.flow.dimension - self.num_given
-        if self.num_given and given is None and self.columns and is_frame(x):
-            given = take("x", x, self.columns[own:])
-        x = self._numbers("x", x, slice(own))
+        return self.checked(x, given, self.columns, self.num_columns)
+
+    def checked(self, x: Any, given: Any, columns: tuple[str, ...], total: int) -> Array | np.ndarray:
+        """Rows of `total` columns with the given ones last; those of a DataFrame by name."""
+        own = total - self.num_given
+        if self.num_given and given is None and columns and is_frame(x):
+            given = take("x", x, columns[own:])
+        x = _numbers("x", x, columns[:own])
         check_vector("x", x, own)
         check_finite("x", x)
         return self._with(x, given)
 
-    def _numbers(self, name: str, value: Any, which: slice) -> Array | np.ndarray:
-        if self.columns and is_frame(value):
-            value = take(name, value, self.columns[which])
-        return real_numbers(name, value)
+    def given_rows(self, given: Any) -> Array | np.ndarray:
+        """The given columns, checked."""
+        value = _numbers("given", given, self.columns[self.flow.dimension - self.num_given :])
+        check_vector("given", value, self.num_given)
+        check_finite("given", value)
+        return value
 
     def _with(self, x: Array | np.ndarray, given: Any) -> Array | np.ndarray:
         """The rows with the given columns last."""
@@ -203,13 +213,17 @@ class Standardised(eqx.Module):
             raise ValueError(f"the model needs {need}: it is a density of {self.flow.dimension} columns")
         if given is None:
             return x
-        given = self._numbers("given", given, slice(self.flow.dimension - self.num_given, None))
-        check_vector("given", given, self.num_given)
-        check_finite("given", given)
+        given = self.given_rows(given)
         batch = jnp.broadcast_shapes(np.shape(x)[:-1], np.shape(given)[:-1])
         module = jnp if is_traced(x) or is_traced(given) else np
         wide = lambda a: module.broadcast_to(a, (*batch, a.shape[-1]))
         return module.concatenate([wide(module.asarray(x)), wide(module.asarray(given))], axis=-1)
+
+
+def _numbers(name: str, value: Any, columns: tuple[str, ...]) -> Array | np.ndarray:
+    if columns and is_frame(value):
+        value = take(name, value, columns)
+    return real_numbers(name, value)
 
 
 def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

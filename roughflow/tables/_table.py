@@ -13,9 +13,9 @@ from .._checks import check_positive, warn
 from .._programs import fold_in
 from ..faq import see
 from ..train import Links, grid_step, hold_out
-from ._closed_form import Marginals, check_full_rank
+from ._closed_form import Gaussian, Marginals
+from ._columns import Relations, check_some_free
 from ._numbers import joined
-from ._standardised import standardisation
 
 SPIKE_SHARE = 0.05  # fraction of the rows at one value
 FAR_TAIL = 100.0  # interquartile ranges from the median
@@ -28,7 +28,8 @@ Rounding = Mapping[Any, float] | Literal["auto"]
 @dataclass(frozen=True)
 class Table:
     """Training rows, with the `num_given` given columns last, and validation rows; `links` and
-    `held_out_labels` mark rows that belong together."""
+    `held_out_labels` mark rows that belong together. Columns that `relations` removes are left out;
+    `all_names` has theirs too."""
 
     train: np.ndarray
     links: Links
@@ -38,6 +39,8 @@ class Table:
     num_given: int
     bounds: tuple[np.ndarray, np.ndarray] | None  # of the modelled columns
     rounding: np.ndarray  # of all columns, 0 for none
+    relations: Relations | None = None
+    all_names: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -60,10 +63,22 @@ class Table:
             i = _column(name, names, own)
             lower[i], upper[i] = -np.inf if low is None else low, np.inf if high is None else high
         width = _rounding(rows, own, names, rounding)
+        relations = Relations.of(rows, own)
+        check_some_free(relations, own, rows, names)
+        kept = list(range(rows.shape[1])) if relations is None else relations.kept
+        free = [i for i in kept if i < own]
+        labels = [repr(names[i]) if names else str(i) for i in free]
+        auto = isinstance(rounding, str)
+        treated = set() if auto else {_place(name, names) for name in rounding}
+        bounded = {_place(name, names) for name in bounds}
+        rows, width = rows[:, kept], width[kept]
         links = Links.of(rows, groups)
-        _warn(rows[:, :own], links, names, rounding, {_place(name, names) for name in bounds})
+        places = [[j for j, i in enumerate(free) if i in some] for some in (treated, bounded)]
+        _warn(rows[:, : len(free)], links, labels, *map(set, places), auto)
         none = (rows[:0], np.zeros(0, int))
-        table = Table(rows, links, *none, names, num_given, (lower, upper) if bounds else None, width)
+        limits = (lower[free], upper[free]) if bounds else None
+        own_names = tuple(names[i] for i in kept) if names else ()
+        table = Table(rows, links, *none, own_names, num_given, limits, width, relations, names)
         table.check_bounds(rows)
         return table
 
@@ -95,20 +110,30 @@ class Table:
             part = replace(self, train=self.train[train], links=self.links.at(train))
             return replace(part, held_out=self.train[aside], held_out_labels=self.links.at(aside).labels)
         held_out, given = validation if isinstance(validation, tuple) else (validation, None)
-        rows, num_given = joined("validation", held_out, given, self.names, self.num_given)
-        if (rows.shape[1], num_given) != (self.train.shape[1], self.num_given):
+        rows, num_given = joined("validation", held_out, given, self.all_names, self.num_given)
+        total = self.train.shape[1] + (0 if self.relations is None else len(self.relations.removed))
+        if (rows.shape[1], num_given) != (total, self.num_given):
             raise ValueError(
                 f"validation has {rows.shape[1]} columns, {num_given} of them given; the data "
-                f"{self.train.shape[1]} and {self.num_given}: with given it is a pair (rows, given)"
+                f"{total} and {self.num_given}: with given it is a pair (rows, given)"
             )
+        if self.relations is not None:
+            rows = self._kept(self.relations, rows)
         self.check_bounds(rows)
         return replace(self, held_out=self._spread(rows, key, 1), held_out_labels=Links.of(rows).labels)
 
+    def _kept(self, relations: Relations, rows: np.ndarray) -> np.ndarray:
+        """The columns that the relations keep, of validation rows that satisfy them."""
+        broken = relations.log_factor(rows, "zero") < 0
+        if broken.any():
+            text = "; ".join(relations.described(self.all_names))
+            message = f"row {int(np.argmax(broken))} of validation violates a relation of the data ({text})"
+            raise ValueError(message + see("no-density"))
+        return rows[:, relations.kept]
+
     def dequantised(self, key: PRNGKeyArray) -> "Table":
         """The table with uniform noise on rounded columns, as wide as the rounding."""
-        rows = self._spread(self.train, key, 2)
-        check_full_rank(rows[:, : self.dimension], self.names)
-        return replace(self, train=rows)
+        return replace(self, train=self._spread(self.train, key, 2))
 
     def _spread(self, rows: np.ndarray, key: PRNGKeyArray, number: int) -> np.ndarray:
         if not np.any(self.rounding):
@@ -121,7 +146,8 @@ class Table:
         one, so that their units do not mix with the others."""
         target, given = np.split(self.train, [self.dimension], axis=1)
         target = target if marginals is None else marginals.forward(target)[0]
-        loc, matrix = standardisation(target)
+        gaussian = Gaussian.of(target)
+        loc, matrix = gaussian.loc, gaussian.matrix
         if not self.num_given:
             return loc, matrix
         spread = given.std(axis=0)
@@ -177,11 +203,18 @@ def _place(name: str | int, names: Sequence[str]) -> str | int:
 
 
 def _warn(
-    rows: np.ndarray, links: Links, names: Sequence[str], rounding: Rounding, bounded: set[str | int]
+    rows: np.ndarray,
+    links: Links,
+    labels: Sequence[str],
+    treated: set[int],
+    bounded: set[int],
+    auto: bool,
 ) -> None:
-    """Warn of rounded columns, spikes, heavy tails and joined tables, one line each."""
-    label = lambda i: repr(names[i]) if names else str(i)
-    shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
+    """Warn of rounded columns (unless `auto` adds noise to them), spikes, heavy tails and joined tables, one
+    line each."""
+    shown = lambda places: (
+        ("column " if len(places) == 1 else "columns ") + ", ".join(labels[i] for i in places)
+    )
     if links.joined:
         message = (
             f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
@@ -190,10 +223,9 @@ def _warn(
     # Copies of a row are not ties: each counts once.
     _, first = np.unique(links.copies, return_index=True)
     rows = rows[first]
-    treated = set() if isinstance(rounding, str) else {_place(name, names) for name in rounding}
     free = [i for i in range(rows.shape[1]) if i not in treated | bounded | set(links.joined)]
     rounded = [i for i in range(rows.shape[1]) if i not in treated and _coarse_step(rows[:, i])]
-    if rounded and rounding != "auto":
+    if rounded and not auto:
         steps = ", ".join(f"{_coarse_step(rows[:, i]):g}" for i in rounded)
         warn(
             f"{shown(rounded)} hold{'s' * (len(rounded) == 1)} rounded values (in steps of {steps}), where a "
@@ -203,14 +235,14 @@ def _warn(
     spikes = [i for i in free if i not in rounded and _spike(rows[:, i])]
     for i in spikes:
         warn(
-            f"column {label(i)} has {_spike(rows[:, i])}, where a density may grow without bound: drop "
+            f"column {labels[i]} has {_spike(rows[:, i])}, where a density may grow without bound: drop "
             "these rows, or group rows that belong together (groups=)" + see("rounded-values")
         )
     for i in free:
         reach = _reach(rows[:, i]) if i not in rounded + spikes else 0.0
         if reach > FAR_TAIL:
             warn(
-                f"column {label(i)} reaches {reach:.0f} interquartile ranges from its median: take "
+                f"column {labels[i]} reaches {reach:.0f} interquartile ranges from its median: take "
                 "logarithms, set its bounds (bounds=), or map it (marginals=True of rf.tables.FlowOptions)"
                 + see("far-reaching-tails")
             )

@@ -1,0 +1,163 @@
+"""Anomalies: kernel densities of the training rows, and how unlikely a row is compared with others."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import scipy
+from jaxtyping import PRNGKeyArray
+from numpy.typing import ArrayLike
+
+from .._checks import check_count, check_key, check_number, check_positive
+from ._columns import Relations, Violation, check_violation
+from ._numbers import joined
+
+MAX_ROWS = 10_000  # kernels; larger tables are subsampled
+TUNING_ROWS = 1000  # rows that choose the bandwidth
+BANDWIDTHS = 0.02 * 2.0 ** np.arange(0, 7, 0.5)  # candidates, in robust standard deviations
+SHARPER = 0.5  # of the most likely bandwidth: ranks rows better, see KernelDensity
+DEPTH = 0.07  # fraction of the rows in the neighbourhood that decides which rows are trimmed
+MIN_SPREAD = 0.1  # interquartile range of a column, relative to its standard deviation, that sets its unit
+BLOCK = 500  # rows scored at a time
+NORMAL_QUARTILES = 1.349  # interquartile range of a standard normal distribution
+
+
+class KernelDensity(eqx.Module):
+    """A Gaussian kernel density of the rows of a table, made for ranking rows by how unusual they are.
+
+    Columns are measured in robust standard deviations (interquartile range / 1.349; the standard deviation if
+    the range is below a tenth of it), and all share one bandwidth: half of the one with the highest
+    leave-one-out likelihood. On fourteen tables of ADBench the sharper kernel has a higher mean AUROC (0.835
+    against 0.829) and a smaller worst loss (0.041 against 0.107) to the better of the fifth neighbour and an
+    isolation forest.
+
+    Constant and dependent columns are removed; a row that violates their relations has density zero, or a
+    finite penalty. A row that equals a row of the table is scored by the other rows, so scores of training
+    rows and of new rows are comparable.
+
+    **Arguments:** `rows`, the kernels' centres, `(n, d)`, in units of `scale` around `loc`, `(d,)` each;
+    `bandwidth`; `relations`, an `rf.tables.Relations` or None. `KernelDensity.of(table)` computes them.
+
+    ```python
+    import jax
+    import numpy as np
+    import roughflow as rf
+
+    table = np.random.default_rng(0).normal(size=(300, 2))
+    kernel = rf.tables.KernelDensity.of(table)
+    kernel.log_prob(table[:3]), kernel.anomaly(np.array([[0.0, 0.0], [5.0, 5.0]]))
+    kernel.sample(5, key=jax.random.key(0)).shape  # (5, 2)
+    ```
+    """
+
+    rows: np.ndarray
+    loc: np.ndarray
+    scale: np.ndarray
+    bandwidth: float
+    relations: Relations | None = None
+    left_out: np.ndarray | None = None  # log-densities of the rows of the table by the other rows, sorted
+
+    @staticmethod
+    def of(table: ArrayLike, *, bandwidth: float | None = None, trim: float = 0.0) -> "KernelDensity":
+        """The kernel density of a table of numbers.
+
+        `trim` is the fraction of the rows to leave out because they may be anomalies: those whose distance to
+        the neighbour at 7 % of the rows is largest. Tables of more than 10,000 rows are subsampled.
+        """
+        check_number("trim", trim, least=0, below=0.5)
+        if bandwidth is not None:
+            check_positive("bandwidth", bandwidth)
+        rows, _ = joined("table", table, None)
+        relations = Relations.of(rows, rows.shape[1])
+        kept = rows if relations is None else rows[:, relations.kept]
+        loc, scale = np.median(kept, axis=0), _robust_scale(kept)
+        rng = np.random.default_rng(0)
+        unit = ((kept - loc) / scale)[rng.permutation(len(kept))[:MAX_ROWS]]
+        if trim:
+            unit = unit[_depth(unit) <= np.quantile(_depth(unit), 1 - trim)]
+        if bandwidth is None:
+            bandwidth = SHARPER * max(
+                BANDWIDTHS, key=lambda h: np.mean(_log_kernels(unit, unit[:TUNING_ROWS], h))
+            )
+        density = KernelDensity(unit, loc, scale, float(bandwidth), relations)
+        values = density.log_prob(rows[rng.permutation(len(rows))[:MAX_ROWS]], violation="penalty")
+        return eqx.tree_at(lambda d: d.left_out, density, np.sort(values), is_leaf=lambda part: part is None)
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns, those included that the relations remove."""
+        return len(self.loc) + (0 if self.relations is None else len(self.relations.removed))
+
+    def log_prob(self, rows: ArrayLike, *, violation: Violation = "zero") -> np.ndarray:
+        """The log-density of each row, in units of the table; `violation` is that of `WithRelations`."""
+        check_violation(violation)
+        table, _ = joined("rows", rows, None)
+        if table.shape[1] != self.num_columns:
+            raise ValueError(f"rows must have {self.num_columns} columns, got {table.shape[1]}")
+        kept = table if self.relations is None else table[:, self.relations.kept]
+        values = _log_kernels(self.rows, (kept - self.loc) / self.scale, self.bandwidth)
+        values = values - np.sum(np.log(self.scale))
+        return values if self.relations is None else values + self.relations.log_factor(table, violation)
+
+    def anomaly(self, rows: ArrayLike) -> np.ndarray:
+        """The fraction of the rows of the table that are less likely, each left out of the kernels: near 0
+        for anomalies, uniform for rows of the same distribution."""
+        return less_likely(self.log_prob(rows, violation="penalty"), self.left_out)
+
+    def sample(self, count: int, *, key: PRNGKeyArray) -> np.ndarray:
+        """Draw rows of all columns."""
+        seed = np.asarray(jax.random.key_data(check_key(key))).ravel()
+        rng, count = np.random.default_rng(seed), check_count("count", count)
+        unit = self.rows[rng.integers(len(self.rows), size=count)]
+        unit = unit + self.bandwidth * rng.normal(size=unit.shape)
+        rows = self.loc + self.scale * unit
+        return rows if self.relations is None else self.relations.restore(rows)
+
+
+def less_likely(values: Any, reference: Any) -> np.ndarray:
+    """The fraction of the reference log-densities below each value, in [0, 1]. It is interpolated between the
+    reference values and decreases to 0 below the lowest, so that extreme rows stay ordered."""
+    values, reference = np.asarray(values, np.float64), np.sort(np.asarray(reference, np.float64))
+    reference = reference[np.isfinite(reference)]
+    count = len(reference)
+    inside = np.interp(values, reference, np.arange(1, count + 1) / (count + 1))
+    low = reference[0]
+    spread = np.median(reference) - low or 1.0
+    below = np.maximum(low - values, 0)
+    fraction = np.where(values < low, 1 / (count + 1) / (1 + below / spread), inside)
+    return np.where(values >= reference[-1], 1.0, fraction)
+
+
+def _robust_scale(rows: np.ndarray) -> np.ndarray:
+    quarters = np.quantile(rows, [0.25, 0.75], axis=0)
+    robust, plain = (quarters[1] - quarters[0]) / NORMAL_QUARTILES, rows.std(axis=0)
+    return np.where(robust > MIN_SPREAD * plain, robust, np.where(plain > 0, plain, 1.0))
+
+
+def _squared_distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Squared distances `(points, rows)`. One copy of a point among the rows has distance infinity."""
+    product = points @ rows.T
+    squares = np.sum(points**2, axis=1)[:, None] + np.sum(rows**2, axis=1)
+    distances = np.maximum(squares - 2 * product, 0)
+    nearest = np.argmin(distances, axis=1)
+    same = np.all(rows[nearest] == points, axis=1)
+    distances[np.flatnonzero(same), nearest[same]] = np.inf
+    return distances
+
+
+def _log_kernels(rows: np.ndarray, points: np.ndarray, bandwidth: float) -> np.ndarray:
+    """The log-density of points under kernels at the rows; a point that is a row is left out."""
+    blocks = (points[i : i + BLOCK] for i in range(0, len(points), BLOCK))
+    exponents = (-0.5 * _squared_distances(rows, block) / bandwidth**2 for block in blocks)
+    sums = np.concatenate([scipy.special.logsumexp(block, axis=1) for block in exponents])
+    return sums - np.log(len(rows)) - rows.shape[1] * np.log(bandwidth * np.sqrt(2 * np.pi))
+
+
+def _depth(unit: np.ndarray) -> np.ndarray:
+    """The squared distance of each row to the neighbour at a fraction `DEPTH` of the rows."""
+    place = min(max(5, int(DEPTH * len(unit))), len(unit) - 1)
+    blocks = (unit[i : i + BLOCK] for i in range(0, len(unit), BLOCK))
+    return np.concatenate(
+        [np.partition(_squared_distances(unit, b), place - 1, axis=1)[:, place - 1] for b in blocks]
+    )
