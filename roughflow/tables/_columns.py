@@ -48,7 +48,8 @@ class Relations(eqx.Module):
         loc, scale = rows.mean(axis=0), rows.std(axis=0)
         still = constant(rows, loc, scale)
         scale = np.where(still, 1.0, scale)
-        removed = sorted([*np.flatnonzero(still[:own]), *_dependent((rows - loc) / scale, own, still)])
+        constants = [int(i) for i in np.flatnonzero(still[:own])]
+        removed = sorted([*constants, *_dependent((rows - loc) / scale, own, still)])
         if not removed:
             return None
         others = np.setdiff1d(np.flatnonzero(~still), removed)
@@ -62,7 +63,7 @@ class Relations(eqx.Module):
         terms = np.abs(intercept) + np.abs(slope) @ np.abs(rows).max(axis=0) + np.abs(rows[:, removed]).max(0)
         tolerance = MARGIN * residual + SINGLE_PRECISION * terms
         distinct = len(np.unique(rows, axis=0))
-        return Relations(tuple(map(int, removed)), intercept, slope, tolerance, scale[removed], distinct)
+        return Relations(tuple(removed), intercept, slope, tolerance, scale[removed], distinct)
 
     @property
     def kept(self) -> list[int]:

@@ -73,8 +73,8 @@ class Table:
         bounded = {_place(name, names) for name in bounds}
         rows, width = rows[:, kept], width[kept]
         links = Links.of(rows, groups)
-        places = [[j for j, i in enumerate(free) if i in some] for some in (treated, bounded)]
-        _warn(rows[:, : len(free)], links, labels, *map(set, places), auto)
+        at = lambda some: {j for j, i in enumerate(free) if i in some}
+        _warn(rows[:, : len(free)], links, labels, at(treated), at(bounded), auto)
         none = (rows[:0], np.zeros(0, int))
         limits = (lower[free], upper[free]) if bounds else None
         own_names = tuple(names[i] for i in kept) if names else ()
@@ -212,9 +212,8 @@ def _warn(
 ) -> None:
     """Warn of rounded columns (unless `auto` adds noise to them), spikes, heavy tails and joined tables, one
     line each."""
-    shown = lambda places: (
-        ("column " if len(places) == 1 else "columns ") + ", ".join(labels[i] for i in places)
-    )
+    label = lambda i: str(labels[i])
+    shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
     if links.joined:
         message = (
             f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
