@@ -182,5 +182,17 @@ from .series import (
     FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck,
     Domain as Domain,
 )
+from .latent import (
+    fit_latent as fit_latent,
+    LatentSDE as LatentSDE,
+    LatentPaths as LatentPaths,
+    LikelihoodEstimate as LikelihoodEstimate,
+    SDEMatching as SDEMatching,
+    Forecasting as Forecasting,
+    Encoder as Encoder,
+    Posterior as Posterior,
+    NormalDecoder as NormalDecoder,
+    IndependentNormal as IndependentNormal,
+)
 from . import datasets as datasets
 from ._checks import NonFiniteError as NonFiniteError, OutOfStepsError as OutOfStepsError

@@ -28,6 +28,7 @@ STAGES = [
     "tables",
     "mcmc",
     "series",
+    "latent",
 ]
 ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}}
 # So do the modules of the density stage: a point goes through each of them once.
@@ -227,7 +228,7 @@ def test_a_name_brings_no_later_stage_and_nothing_heavy():
     code = f"""
         import sys, roughflow
         roughflow.FixedGrid, roughflow.flow
-        later = ("transition", "density", "files", "train", "tables", "mcmc", "series")
+        later = ("transition", "density", "files", "train", "tables", "mcmc", "series", "latent")
         print([stage for stage in later if f"roughflow.{{stage}}" in sys.modules])
         roughflow.fit
         print([name for name in {HEAVY} if name in sys.modules])

@@ -31,6 +31,7 @@ NAMESPACES: dict[str, tuple[str, ...]] = {
         "roughflow.train",
         "roughflow.tables",
         "roughflow.mcmc",
+        "roughflow.latent",
         "roughflow.datasets",
     ),
     "diffrax": ("diffrax",),

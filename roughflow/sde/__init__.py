@@ -6,6 +6,7 @@ from ._correction import (
     ExactCorrection as ExactCorrection,
     SampledCorrection as SampledCorrection,
     checked_correction as checked_correction,
+    spread_at as spread_at,
     stratonovich_coefficients as stratonovich_coefficients,
     to_ito as to_ito,
     to_stratonovich as to_stratonovich,

@@ -14,6 +14,7 @@ from ._likelihood import (
     SeriesLikelihood as SeriesLikelihood,
     SeriesPosterior as SeriesPosterior,
 )
+from ._observed import Observed as Observed, panel as panel
 from ._parameters import Domain as Domain
 from ._residuals import Residuals as Residuals
 from ._state_space import Estimated as Estimated, Inputs as Inputs

@@ -72,7 +72,9 @@ class Observed:
     origin: np.datetime64 | None = None
 
     @staticmethod
-    def of(times: Times, values: np.ndarray, origin: np.datetime64 | None, partial: bool) -> "Observed":
+    def of(
+        times: Times, values: np.ndarray, origin: np.datetime64 | None, partial: bool, fewest: int = FEWEST
+    ) -> "Observed":
         if len(times.array) != len(values):
             raise ValueError(
                 "times must have shape (N,) and values (N,) or (N, d), got "
@@ -86,8 +88,8 @@ class Observed:
         if not good.all():
             row = _first(np.asarray(np.all(good, axis=1)))
             raise ValueError(f"values must be finite or missing: at time {shown[row]} they are {values[row]}")
-        if len(when) < FEWEST:
-            raise ValueError(f"a series needs at least {FEWEST} values, got {len(when)}")
+        if len(when) < fewest:
+            raise ValueError(f"a series needs at least {fewest} values, got {len(when)}")
         _check_order(when)
         if still := [i for i in range(values.shape[1]) if np.ptp(values[:, i]) == 0 and not partial]:
             raise ValueError(f"values are constant in column {still[0]}: an SDE cannot be fitted to them")
@@ -125,9 +127,9 @@ def is_partial(values: Any) -> bool:
     return any((one.any(axis=1) & ~one.all(axis=1)).any() for one in missing)
 
 
-def panel(times: Any, values: Any, *, partial: bool = False) -> list[Observed]:
+def panel(times: Any, values: Any, *, partial: bool = False, fewest: int = FEWEST) -> list[Observed]:
     """Check one series, or a list of series. Dates are counted from the earliest date of all. In `partial`
-    series values may be missing."""
+    series values may be missing. A series has at least `fewest` rows."""
     if _is_nested(times) or _is_nested(values):
         if not _is_nested(times) or len(times) != len(values):
             raise ValueError(
@@ -147,7 +149,8 @@ def panel(times: Any, values: Any, *, partial: bool = False) -> list[Observed]:
     origin = None
     if kinds <= {DATES, ZONED}:
         origin = min(when.array.min().astype("datetime64[us]") for when in whens)
-    return [Observed.of(when, what, origin, partial) for when, what in zip(whens, whats, strict=True)]
+    parts = zip(whens, whats, strict=True)
+    return [Observed.of(when, what, origin, partial, fewest) for when, what in parts]
 
 
 def _is_nested(data: Any) -> bool:

@@ -1,0 +1,249 @@
+"""Latent SDEs beside exact likelihoods and published errors: `python -m benchmarks.latent --part lorenz`.
+
+- `linear`: a noisy oscillator observed in one of four columns at a time; the likelihood of a fitted linear
+  model beside that of Kalman's filter, and its bound for more and more particles.
+- `lorenz`: three states of a stochastic Lorenz system, ten noisy columns; the held-out log-likelihood beside
+  that of the true model by a bootstrap particle filter.
+- `mocap`: motion capture (`--file mocap35.mat`); mean squared error of a forecast from three frames.
+- `many`: 10,000 series of 100 irregular observations, half of the cells missing.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.io
+import scipy.linalg
+
+import roughflow as rf
+
+
+def lorenz_sde() -> rf.ItoSDE:
+    drift = lambda t, z: jnp.stack(
+        [10 * (z[1] - z[0]), z[0] * (28 - z[2]) - z[1], z[0] * z[1] - 8 / 3 * z[2]]
+    )
+    return rf.ItoSDE(drift, lambda t, z: 1.5 * jnp.eye(3))
+
+
+def lorenz_series(count: int, length: int, seed: int, dt: float = 0.05, noise: float = 0.5):
+    """Times, states, values and the decoder of `count` series of the stochastic Lorenz system."""
+    keys, sde = jax.random.split(jax.random.key(seed), 3), lorenz_sde()
+    start = jnp.array([0.0, 0.0, 25.0]) + 8 * jax.random.normal(keys[0], (count, 3))
+    start = rf.simulate(sde, start, key=keys[1], t1=3.0, steps=1500)
+    times = dt * np.arange(length)
+    span, steps = float(times[-1]), 10 * (length - 1)
+    states = rf.simulate(sde, start, key=keys[2], t1=span, steps=steps, trajectory=True)
+    states = np.asarray(states)[:, ::10]
+    loadings = np.random.default_rng(0).normal(size=(10, 3)) / 8
+    values = states @ loadings.T + noise * np.random.default_rng(seed).normal(size=(count, length, 10))
+    return times, states, values, loadings
+
+
+def bootstrap_filter(times, values, loadings, states, noise, num_particles, key) -> np.ndarray:
+    """Log-likelihoods of the true model, by particles that know nothing of the observation to come. They
+    start from 2,000 states of other series, the distribution at rest."""
+    sde, substeps = lorenz_sde(), 10
+
+    def one(values, key):
+        keys = jax.random.split(key, len(times))
+        z = states[jax.random.choice(keys[0], len(states), (num_particles,))]
+
+        def weigh(z, y):
+            residual = (y[None] - z @ loadings.T) / noise
+            return jnp.sum(-0.5 * residual**2 - jnp.log(noise) - 0.5 * jnp.log(2 * jnp.pi), axis=1)
+
+        def step(carry, inputs):
+            z, total = carry
+            y, key = inputs
+            key_pick, key_move = jax.random.split(key)
+            dt = (times[1] - times[0]) / substeps
+
+            def euler(z, key):
+                drift = jax.vmap(lambda z: sde.drift(0.0, z))(z)
+                return z + dt * drift + 1.5 * jnp.sqrt(dt) * jax.random.normal(key, z.shape), None
+
+            z, _ = jax.lax.scan(euler, z, jax.random.split(key_move, substeps))
+            logs = weigh(z, y)
+            places = (jnp.arange(num_particles) + jax.random.uniform(key_pick)) / num_particles
+            picked = jnp.searchsorted(jnp.cumsum(jax.nn.softmax(logs)), places)
+            gain = jax.nn.logsumexp(logs) - jnp.log(num_particles)
+            return (z[jnp.minimum(picked, num_particles - 1)], total + gain), None
+
+        logs = weigh(z, values[0])
+        z = z[jax.random.categorical(keys[0], logs, shape=(num_particles,))]
+        total = jax.nn.logsumexp(logs) - jnp.log(num_particles)
+        return jax.lax.scan(step, (z, total), (values[1:], keys[1:]))[0][1]
+
+    run, keys = jax.jit(one), jax.random.split(key, len(values))
+    return np.array([float(run(y, k)) for y, k in zip(values, keys, strict=True)])
+
+
+def told(what: str, began: float, fitted: rf.train.Fitted) -> None:
+    print(f"{what}: {time.perf_counter() - began:.0f} s, {fitted.history.summary()}", flush=True)
+
+
+def lorenz(steps: int, count: int, out: Path | None) -> None:
+    times, _, values, loadings = lorenz_series(count, 100, 1)
+    _, _, held, _ = lorenz_series(16, 100, 2)
+    rest = lorenz_series(2000, 2, 3)[1][:, 0]
+    began = time.perf_counter()
+    fitted = rf.fit_latent([times] * count, list(values), dimension=3, key=jax.random.key(0), steps=steps)
+    told(f"{count} series of 100, {steps} steps", began, fitted)
+    one, key = ([times] * 16, list(held)), jax.random.key(1)
+    for particles in (64, 256, 1024):
+        got = fitted.model.log_likelihood(*one, key=key, num_particles=particles)
+        shown = f"{got.total:.1f} ± {got.total_error:.1f}, bound {got.bound.sum():.1f}"
+        print(f"held out, {particles} particles: {shown}")
+    print(f"bound of training: {fitted.model.lower_bound(*one, key=key).sum():.1f}")
+    truth = [
+        bootstrap_filter(times, jnp.asarray(held), jnp.asarray(loadings), jnp.asarray(rest), 0.5, 50_000, key)
+        for key in jax.random.split(jax.random.key(2), 2)
+    ]
+    print(f"true model: {truth[0].sum():.1f}, {truth[1].sum():.1f}")
+    print(f"ratio {got.total / np.mean([one.sum() for one in truth]):.4f}")
+    if out is not None:
+        drawn = fitted.model.sample(0.02 * np.arange(1500), key=jax.random.key(3), num_samples=1)
+        options = {"key": jax.random.key(4), "t1": 30.0, "steps": 15000, "trajectory": True}
+        truth = rf.simulate(lorenz_sde(), jnp.asarray(rest[0]), **options)
+        mean = np.asarray(jax.vmap(lambda z: fitted.model.decoder(z).mean)(jnp.asarray(drawn.states[0])))
+        # The states in the coordinates of the true ones, by least squares of the means of the values.
+        np.savez(out / "lorenz.npz", learned=mean @ np.linalg.pinv(loadings).T, true=np.asarray(truth)[::10])
+        rf.save(out / "lorenz.rf", fitted.model)
+
+
+def oscillator(count: int, length: int, seed: int):
+    """A damped oscillator with noise, at irregular times, seen in one of four columns at a time."""
+    rng, rate = np.random.default_rng(seed), np.array([[0.2, -1.5], [1.5, 0.2]])
+    loadings = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [1.0, -1.0]])
+    all_times, all_values = [], []
+    for _ in range(count):
+        times = np.cumsum(rng.exponential(0.3, length))
+        z, states = rng.normal(size=2), []
+        for gap in np.diff(times, prepend=times[0]):
+            turn = scipy.linalg.expm(-rate * gap)
+            # dZ = −R Z dt + σ dB is at rest with covariance I for σ² = 2 · 0.2.
+            z = turn @ z + np.sqrt(1 - np.exp(-0.4 * gap)) * rng.normal(size=2)
+            states.append(z)
+        values = np.array(states) @ loadings.T + 0.3 * rng.normal(size=(length, 4))
+        values[rng.uniform(size=values.shape) < 0.5] = np.nan
+        values[0] = np.array(states[0]) @ loadings.T + 0.3 * rng.normal(size=4)
+        all_times.append(times)
+        all_values.append(values)
+    return all_times, all_values
+
+
+def kalman(model: rf.latent.LatentSDE, times: np.ndarray, values: np.ndarray) -> float:
+    """The log-likelihood of a model with linear drift, constant noise and linear decoder."""
+    d = model.dimension
+    zero = jnp.zeros(d)
+    rate = np.asarray(jax.jacobian(lambda z: model.drift(jnp.asarray(0.0), z))(zero), float)
+    drift = np.asarray(model.drift(jnp.asarray(0.0), zero), float)
+    noise = np.asarray(rf.sde.noise_matrix(model.sde.noise(jnp.asarray(0.0), zero)), float)
+    loadings = np.asarray(jax.jacobian(lambda z: model.decoder(z).mean)(zero), float)
+    decoded = model.decoder(zero)
+    level, deviation = np.asarray(decoded.mean, float), np.asarray(decoded.deviation, float)
+    mean, covariance = np.asarray(model.initial.loc, float), np.asarray(model.initial.covariance, float)
+    total = 0.0
+    for gap, y in zip(np.diff(times, prepend=times[0]) / (model.unit or 1.0), values, strict=True):
+        block = np.zeros((2 * d + 1, 2 * d + 1))
+        block[:d, :d], block[:d, d : 2 * d], block[d : 2 * d, d : 2 * d] = rate, noise @ noise.T, -rate.T
+        block[:d, -1] = drift
+        power = scipy.linalg.expm(gap * block)
+        step = power[:d, :d]
+        mean = step @ mean + power[:d, -1]
+        covariance = step @ covariance @ step.T + power[:d, d : 2 * d] @ step.T
+        seen = np.isfinite(y)
+        rows = loadings[seen]
+        gap_values = y[seen] - level[seen] - rows @ mean
+        spread = rows @ covariance @ rows.T + np.diag(deviation[seen] ** 2)
+        gain = np.linalg.solve(spread, rows @ covariance).T
+        square = gap_values @ np.linalg.solve(spread, gap_values)
+        total -= 0.5 * (square + np.linalg.slogdet(2 * np.pi * spread)[1])
+        mean, covariance = mean + gain @ gap_values, covariance - gain @ rows @ covariance
+    return total
+
+
+def linear(steps: int, count: int) -> None:
+    times, values = oscillator(count + 8, 40, 0)
+    key = jax.random.key(0)
+    drift = rf.MLP(2, 2, depth=0, key=key)
+    drift = jax.tree.map(lambda leaf: 0.3 * leaf, drift)
+    sde = rf.ItoSDE(drift, rf.ConstantDiffusion(0.7 * jnp.eye(2)))
+    loadings = 0.5 * jax.random.normal(key, (4, 2))
+    decoder = rf.latent.NormalDecoder(jnp.zeros(4), jnp.ones(4), loadings, depth=0, key=key)
+    began = time.perf_counter()
+    fitted = rf.fit_latent(times[8:], values[8:], dimension=2, key=key, sde=sde, decoder=decoder, steps=steps)
+    told(f"{count} series of 40, {steps} steps", began, fitted)
+    exact = sum(kalman(fitted.model, *one) for one in zip(times[:8], values[:8], strict=True))
+    bound = fitted.model.lower_bound(times[:8], values[:8], key=key).sum()
+    print(f"held out, Kalman's filter {exact:.3f}; bound of training {bound:.3f}")
+    for particles in (1, 4, 16, 64, 256, 1024, 4096):
+        got = fitted.model.log_likelihood(times[:8], values[:8], key=key, num_particles=particles)
+        shown = f"{got.total:.3f} ± {got.total_error:.3f}, bound {got.bound.sum():.3f}"
+        print(f"  {particles:5} particles: {shown}")
+
+
+def mocap(file: Path, seed: int, steps: int, forecast_steps: int, dimension: int) -> None:
+    data = scipy.io.loadmat(file)
+    train, held, test = data["Xtr"], data["Xval"], data["Xtest"]
+    times = 0.1 * np.arange(train.shape[1])
+    began = time.perf_counter()
+    fitted = rf.fit_latent(
+        [times] * len(train),
+        list(train),
+        dimension=dimension,
+        key=jax.random.key(seed),
+        steps=steps,
+        num_given=3,
+        forecast_steps=forecast_steps,
+        progress=False,
+    )
+    seconds, errors = time.perf_counter() - began, {}
+    for name, rows in {"validation": held, "test": test}.items():
+        errors[name] = []
+        for one in rows:
+            paths = fitted.model.forecast(times[:3], one[:3], times[1:298], key=jax.random.key(9))
+            mean = jax.vmap(jax.vmap(lambda z: fitted.model.decoder(z).mean))(jnp.asarray(paths.states))
+            errors[name].append(float(np.mean((np.asarray(mean).mean(0) - one[3:]) ** 2)))
+    got = fitted.model.log_likelihood([times] * len(test), list(test), key=jax.random.key(1))
+    means = f"validation {np.mean(errors['validation']):.2f}, test {np.mean(errors['test']):.2f}"
+    print(f"seed {seed}, {dimension} states, {steps}+{forecast_steps} steps, {seconds:.0f} s: {means}")
+    print(
+        f"  test series {np.round(errors['test'], 2)}; log-likelihood of one {got.log_likelihood.mean():.0f}"
+    )
+
+
+def many(steps: int) -> None:
+    _, _, values, _ = lorenz_series(10_000, 100, 4)
+    rng = np.random.default_rng(5)
+    times = [np.sort(rng.uniform(0, 5, 100)) for _ in range(10_000)]
+    values[rng.uniform(size=values.shape) < 0.5] = np.nan
+    began = time.perf_counter()
+    fitted = rf.fit_latent(times, list(values), dimension=3, key=jax.random.key(0), steps=steps)
+    told(f"10,000 series of 100, {steps} steps", began, fitted)
+    stats = jax.devices()[0].memory_stats() or {}
+    print(f"peak memory {stats.get('peak_bytes_in_use', 0) / 2**30:.2f} GiB")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=["linear", "lorenz", "mocap", "many"], required=True)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--count", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dimension", type=int, default=6)
+    parser.add_argument("--forecast-steps", type=int, default=2000)
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.part == "lorenz":
+        lorenz(given.steps, given.count, given.out)
+    elif given.part == "linear":
+        linear(given.steps, given.count)
+    elif given.part == "mocap":
+        mocap(given.file, given.seed, given.steps, given.forecast_steps, given.dimension)
+    else:
+        many(given.steps)

@@ -1,0 +1,120 @@
+"""The lower bound on the log-likelihood of a latent SDE, without simulation."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from .._linear import solve_upper
+from ..sde import solve_noise, spread_at
+from ..train import AbstractObjective
+from ._particles import simulated
+from ._posterior import Reading, Series
+
+if TYPE_CHECKING:
+    from ._latent_sde import LatentSDE
+
+
+def mismatch(model: "LatentSDE", reading: Reading, t: Array, u: Array) -> Array:
+    """½ |σ⁻¹(f − μ)|² at z = m(t) + L(t) u: the rate at which the Kullback–Leibler divergence of posterior
+    and prior paths grows.
+
+    f is the Itô drift with which a process with noise σ has the posterior marginals:
+
+        f = m′ + (L′ + L A) u + ½ D ∇log q + ½ div D,    D = σσᵀ,    ∇log q = −L⁻ᵀ u
+
+    (Bartosh, Vetrov and Naesseth 2025; A is explained in `Posterior`).
+    """
+    now, change, turn = model.posterior.moving(reading, t)
+    z = now.mean + now.root @ u
+    velocity = change.mean + (change.root + now.root @ turn) @ u
+    spread = spread_at(lambda y: model.sde.noise(t, y), z)
+    gap = velocity + spread.drift(-solve_upper(now.root, u)) - model.drift(t, z)
+    return 0.5 * jnp.sum(solve_noise(spread.sigma, gap) ** 2)
+
+
+def random_times(times: Array, count: int, key: PRNGKeyArray) -> tuple[Array, Array]:
+    """Stratified random times and their weights, with which a mean estimates an integral over time.
+
+    Half of the times are uniform, half are shared equally by the intervals between observations: where two
+    observations are close, the posterior may move fast, and uniform times would miss it.
+    """
+    gap = jnp.diff(times)
+    real = gap > 0
+    mass = 0.5 * gap / (times[-1] - times[0]) + 0.5 * real / jnp.sum(real)
+    ends = jnp.concatenate([jnp.zeros(1, times.dtype), jnp.cumsum(mass)])
+    strata = (jnp.arange(count) + jax.random.uniform(key, (count,), times.dtype)) / count
+    place = jnp.minimum(jnp.searchsorted(ends[1:], strata, side="right"), jnp.sum(real) - 1)
+    share = jnp.clip((strata - ends[place]) / mass[place], 0, 1)
+    return times[place] + share * gap[place], gap[place] / mass[place]
+
+
+def lower_bound(model: "LatentSDE", series: Series, num_times: int, *, key: PRNGKeyArray) -> Array:
+    """An unbiased estimate of the bound for one series:
+
+        E log p(y | z) − KL(q(z at the first time) | p) − ∫ E ½ |σ⁻¹(f − μ)|² dt ≤ log p(y).
+
+    The integral is estimated at stratified random times, with one draw of z at each.
+    """
+    keys = jax.random.split(key, 3)
+    reading, times = model.posterior.read(series), series.times
+    draws = jax.random.normal(keys[0], (len(times), model.dimension), times.dtype)
+    when, weights = random_times(times, num_times, keys[1])
+    between = jax.random.normal(keys[2], (num_times, model.dimension), times.dtype)
+    cost = jnp.mean(weights * jax.vmap(lambda t, u: mismatch(model, reading, t, u))(when, between))
+    marginals = jax.vmap(lambda t: model.posterior.at(reading, t)[0])(times)
+    z = marginals.mean + jnp.einsum("nij,nj->ni", marginals.root, draws)
+    first = jax.tree.map(lambda leaf: leaf[0], marginals)
+    start = model.initial.log_prob(z[0]) - first.log_prob_at(draws[0])
+    return jnp.sum(jax.vmap(model.observed)(z, series.values, series.seen)) + start - cost
+
+
+class SDEMatching(AbstractObjective):
+    """The negative lower bound on the log-likelihood of an `rf.latent.LatentSDE`, per observed value.
+
+    **Arguments:** `columns`, number of observed columns; `num_times`, number of random times per series at
+    which drifts of posterior and prior are compared.
+    """
+
+    columns: int = eqx.field(static=True)
+    num_times: int = eqx.field(static=True, default=32)
+    uses_data: ClassVar[bool] = True
+
+    def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
+        assert x is not None
+        series = Series.of_rows(x, self.columns)
+        bound = jax.vmap(lambda one, k: lower_bound(model, one, self.num_times, key=k))
+        return -jnp.sum(bound(series, jax.random.split(key, len(x)))) / jnp.sum(series.seen), {}
+
+
+class Forecasting(AbstractObjective):
+    """The negative bound per observed value of a forecast from the first `num_given` observations:
+
+        E log p(y | z) − KL(q(z at the first time | first observations) | p),
+
+    where z follows the prior SDE, by simulation in `num_steps` steps between two observations. It is a
+    lower bound on the log-likelihood too, and fine-tunes a model for long forecasts.
+    """
+
+    columns: int = eqx.field(static=True)
+    num_given: int = eqx.field(static=True)
+    num_steps: int = eqx.field(static=True)
+    uses_data: ClassVar[bool] = True
+
+    def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
+        assert x is not None
+        series = Series.of_rows(x, self.columns)
+
+        def bound(one: Series, key: PRNGKeyArray) -> Array:
+            key_start, key_path = jax.random.split(key)
+            reading = model.posterior.read(one.beginning(self.num_given))
+            first, _ = model.posterior.at(reading, one.times[0])
+            u = jax.random.normal(key_start, (model.dimension,), x.dtype)
+            z = simulated(model, first.mean + first.root @ u, one.times, self.num_steps, key=key_path)
+            observed = jnp.sum(jax.vmap(model.observed)(z, one.values, one.seen))
+            return observed + model.initial.log_prob(z[0]) - first.log_prob_at(u)
+
+        bounds = jax.vmap(bound)(series, jax.random.split(key, len(x)))
+        return -jnp.sum(bounds) / jnp.sum(series.seen), {}

@@ -1,0 +1,201 @@
+"""Fit a latent SDE to one or many series."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from .._checks import check_callable, check_count, check_key, grouped_arguments
+from ..flow import MultivariateNormal
+from ..sde import AbstractSDE, DiagonalDiffusion, ItoSDE, RestoringDrift, check_sde, noise_dimension
+from ..series import Observed, panel
+from ..train import Fitted, RunOptions, TrainingOptions, fit
+from ._bound import Forecasting, SDEMatching
+from ._latent_sde import LatentSDE, num_steps_in, padded
+from ._posterior import Encoder, NormalDecoder, Posterior
+
+DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.99}
+FEWEST_TO_VALIDATE = 10  # series
+LONGEST = 0.1  # time step of likelihoods, in units of the SDE
+
+
+@grouped_arguments(training=TrainingOptions, run=RunOptions)
+def fit_latent(
+    times: Any,
+    values: Any,
+    *,
+    dimension: int,
+    key: PRNGKeyArray,
+    sde: AbstractSDE | None = None,
+    decoder: Any = None,
+    initial: Any = None,
+    num_given: int | None = None,
+    forecast_steps: int = 2000,
+    window: int | None = None,
+    width: int = 64,
+    num_times: int = 32,
+    steps: int = 5000,
+    validation: float | None = None,
+    progress: bool | str = True,
+    training: TrainingOptions | None = None,
+    run: RunOptions | None = None,
+) -> Fitted:
+    """Fit a latent SDE: hidden states that follow a neural SDE, observed with noise through a decoder.
+
+    SDE, decoder and an approximate posterior of the states are trained together, by a lower bound on the
+    log-likelihood. The posterior has Gaussian marginals given by networks, and the drift that produces them
+    is known, so the bound needs no simulation: it compares drifts at random times (SDE matching; Bartosh,
+    Vetrov and Naesseth 2025, arXiv:2502.02472). `fitted.model.log_likelihood` then estimates the likelihood
+    itself.
+
+    **Arguments:**
+
+    - `times`, `values`: `(N,)` and `(N, p)`, or lists of them, one entry per series. Times may be irregular,
+      numbers or dates; NaN is a missing value.
+    - `dimension`: the number of hidden states.
+    - `sde`: an SDE with square σ, in the times of the data. By default
+      `rf.ItoSDE(rf.sde.RestoringDrift(...), rf.DiagonalDiffusion(...))`, where each series starts at time 0
+      and the unit of time is that in which the values decorrelate.
+    - `decoder`: from a state to a distribution of the values, with `log_prob(y)` of shape `(p,)` and
+      `sample(key)`. By default an `rf.latent.NormalDecoder` that starts from principal components.
+    - `initial`: the distribution of the first states; by default a trained `rf.MultivariateNormal`.
+    - `num_given`, `forecast_steps`: after `steps` steps, fine-tune the model for `forecast_steps` steps to
+      forecast each series from its first `num_given` observations (`rf.latent.Forecasting`), by simulation.
+    - `window`: cut series into windows of this number of observations, for training.
+    - `width`: of all networks.
+    - `num_times`: random times per series and step at which drifts are compared.
+    - `validation`: fraction of series, or of windows, held out to choose the best step; by default 0.1, and
+      0 for fewer than ten.
+    - `steps`, `progress`, `training`, `run`: as for `rf.fit`. By default batches of 64 series, a learning
+      rate of 3e-3, gradients clipped at 1, and an average of 0.99.
+
+    The loss is the negative bound per observed value. The result's `model` is an `rf.latent.LatentSDE`.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    rng, times, key = np.random.default_rng(0), np.arange(20.0), jax.random.key(0)
+    waves = np.sin(0.5 * times + rng.uniform(0, 6, (16, 1)))
+    values = list(waves[:, :, None] + 0.1 * rng.normal(size=(16, 20, 3)))
+    fitted = rf.fit_latent([times] * 16, values, dimension=2, key=key, steps=20, progress=False)
+    estimate = fitted.model.log_likelihood(times, values[0], key=key, num_particles=32)
+    estimate.log_likelihood, estimate.standard_error
+    ```
+    """
+    check_count("dimension", dimension)
+    for name, number in {"width": width, "num_times": num_times, "forecast_steps": forecast_steps}.items():
+        check_count(name, number)
+    for name, number in {"num_given": num_given, "window": window}.items():
+        if number is not None:
+            check_count(name, number, least=1 if name == "num_given" else 2)
+    if sde is not None:
+        check_sde(sde)
+        if noise_dimension(sde, dimension, f"dimension is {dimension}") != dimension:
+            raise ValueError("sde must have as many Brownian motions as states")
+    if decoder is not None:
+        check_callable("decoder", decoder, "from a state to a distribution of the values")
+    parts = [piece for part in panel(times, values, partial=True, fewest=2) for piece in cut(part, window)]
+    key_model, key_fit, key_tune = jax.random.split(check_key(key), 3)
+    unit = decorrelation_time(parts) if sde is None else None
+    model = initial_model(parts, dimension, unit, sde, decoder, initial, width, key_model)
+    share = validation if validation is not None else 0.1 if len(parts) >= FEWEST_TO_VALIDATE else 0.0
+    rows = padded(parts, unit, np.asarray(model.posterior.encoder.location)).rows()
+    options = {"validation": share, "progress": progress, "run": run}
+    options["training"] = (training or TrainingOptions()).with_defaults(DEFAULTS)
+    matching = SDEMatching(model.columns, num_times)
+    fitted = fit(model, rows, key=key_fit, objective=matching, steps=steps, **options)
+    if num_given is None or fitted.interrupted:
+        return fitted
+    spans = np.concatenate([np.diff(part.times) for part in parts]) / (unit or 1.0)
+    forecasting = Forecasting(model.columns, num_given, num_steps_in(float(np.max(spans)), model.max_step))
+    options["run"] = None if run is None else replace(run, checkpoint=second_file(run.checkpoint))
+    tuned = fit(fitted.model, rows, key=key_tune, objective=forecasting, steps=forecast_steps, **options)
+    stages = {"SDE matching": fitted.history, "forecasting": tuned.history}
+    return replace(tuned, stages=stages)
+
+
+def second_file(path: Any) -> Path | None:
+    """The checkpoint of the second stage, beside that of the first."""
+    return None if path is None else Path(path).with_name(f"{Path(path).name}.forecast")
+
+
+LENGTH = 0.05  # over which the posterior averages at first
+
+
+def initial_model(
+    parts: list[Observed],
+    dimension: int,
+    unit: float | None,
+    sde: AbstractSDE | None,
+    decoder: Any,
+    initial: Any,
+    width: int,
+    key: PRNGKeyArray,
+) -> LatentSDE:
+    """A model before training, with principal components as states."""
+    keys = jax.random.split(key, 5)
+    location, scale, loadings, direct = components(parts, dimension)
+    if sde is None:
+        # Bounded networks, by tanh: states return from wherever they are.
+        drift = RestoringDrift(dimension, 1.0, width, 2, key=keys[0])
+        sde = ItoSDE(drift, DiagonalDiffusion(dimension, width, key=keys[1]))
+    if decoder is None:
+        decoder = NormalDecoder(location, scale, loadings, width=width, key=keys[2])
+    if initial is None:
+        initial = MultivariateNormal(jnp.zeros(dimension), jnp.eye(dimension))
+    encoder = Encoder(location, scale, width, key=keys[3])
+    time = decorrelation_time(parts) if unit is None else 1.0  # in units of the SDE
+    posterior = Posterior(encoder, direct, width, LENGTH * time, key=keys[4])
+    return LatentSDE(sde, initial, decoder, posterior, unit, LONGEST * time)
+
+
+def cut(part: Observed, window: int | None) -> list[Observed]:
+    """Windows of a series; the last one has at least two rows."""
+    if window is None or len(part.times) <= window:
+        return [part]
+    starts = range(0, len(part.times) - 1, window)
+    pieces = [slice(start, start + window) for start in starts]
+    return [
+        Observed(part.times[piece], part.values[piece], part.kind, part.origin)
+        for piece in pieces
+        if np.isfinite(part.values[piece]).any()
+    ]
+
+
+def components(parts: list[Observed], dimension: int) -> tuple[np.ndarray, ...]:
+    """Mean and standard deviation of the values; loadings `(p, d)` of their principal components, and the map
+    `(p, d)` to components of variance 1. Components beyond p are zero."""
+    values = np.concatenate([part.values for part in parts])
+    counts = np.maximum(np.sum(np.isfinite(values), axis=0), 1)
+    location = np.nansum(values, axis=0) / counts
+    scale = np.sqrt(np.nansum((values - location) ** 2, axis=0) / counts)
+    scale = np.where(scale > 0, scale, 1.0)
+    standard = np.nan_to_num((values - location) / scale)
+    sizes, axes = np.linalg.eigh(standard.T @ standard / len(standard))
+    sizes, axes = np.sqrt(np.maximum(sizes[::-1], 0)), axes[:, ::-1]
+    kept = np.flatnonzero(sizes[:dimension] > 1e-3 * sizes[0])
+    loadings, direct = np.zeros((2, len(location), dimension))
+    loadings[:, kept] = axes[:, kept] * sizes[kept]
+    direct[:, kept] = axes[:, kept] / sizes[kept]
+    return location, scale, loadings, direct
+
+
+def decorrelation_time(parts: list[Observed]) -> float:
+    """The time in which the mean squared increment of the values reaches half of its limit, twice the
+    variance; at most the longest series."""
+    longest = max(len(part.times) for part in parts)
+    _, scale, *_ = components(parts, 1)
+    lag = 1
+    while True:
+        pairs = [part for part in parts if len(part.times) > lag]
+        moved = [((part.values[lag:] - part.values[:-lag]) / scale) ** 2 for part in pairs]
+        spans = [part.times[lag:] - part.times[:-lag] for part in pairs]
+        reached = np.nanmean(np.concatenate(moved)) if moved else np.inf
+        if reached >= 1 or 2 * lag >= longest:
+            return float(np.mean(np.concatenate(spans)))
+        lag = max(lag + 1, int(1.25 * lag))

@@ -1,0 +1,271 @@
+"""The model: a prior SDE, a decoder, and the posterior that was trained with them."""
+
+import math
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from .._checks import check_count, check_key, finite_array
+from .._linear import solve_lower
+from .._programs import jit
+from ..sde import GIVEN, AbstractSDE, noise_matrix, to_ito
+from ..series import Observed, panel
+from ._bound import lower_bound
+from ._particles import particle_filter, resampled, simulated
+from ._posterior import Posterior, Reading, Series
+
+ROUNDS = 8  # independent runs of particles, for an error
+AT_ONCE = 16  # series
+# Particles take steps of at most this time in units of the relaxation time of the posterior. In longer steps
+# the moves of particles are narrower than the noise, and weights vary.
+RELAXED = 0.2
+MOST_STEPS = 128  # between two observations
+
+
+class LikelihoodEstimate(NamedTuple):
+    """Log-likelihoods of several series, each with a standard error.
+
+    `bound` is the mean of the logarithms, whose expectation is a lower bound that rises with the number of
+    particles. `effective_particles` is the smallest effective number of one run at any observation.
+    """
+
+    log_likelihood: np.ndarray
+    standard_error: np.ndarray
+    bound: np.ndarray
+    effective_particles: np.ndarray
+
+    @property
+    def total(self) -> float:
+        """The log-likelihood of all series together."""
+        return float(np.sum(self.log_likelihood))
+
+    @property
+    def total_error(self) -> float:
+        return float(np.sqrt(np.sum(self.standard_error**2)))
+
+
+class LatentPaths(NamedTuple):
+    """Paths `(n, N, d)` of the hidden states and `(n, N, p)` of the observed values at `times`."""
+
+    times: np.ndarray
+    states: np.ndarray
+    values: np.ndarray
+
+
+class LatentSDE(eqx.Module):
+    """Hidden states Z of an SDE, and observations y of a density g(y | Z) at some times:
+
+        Z(0) ~ initial,    dZ = μ(t, Z) dt + σ(t, Z) dB,    yᵢ ~ decoder(Z(tᵢ)).
+
+    `rf.fit_latent` trains one, together with a `posterior` of the states given a series.
+
+    **Arguments:**
+
+    - `sde`: an SDE with square σ.
+    - `initial`: the distribution of the states at the first observation, such as an `rf.MultivariateNormal`.
+    - `decoder`: from a state to a distribution of the `p` observed values, an object with `log_prob(y)` of
+      shape `(p,)` and `sample(key)`, such as those of NumPyro.
+    - `posterior`: an `rf.latent.Posterior`.
+    - `unit`: the unit of time of the SDE; each series then starts at time 0. With None, the SDE has the times
+      of the data.
+    - `max_step`: longest time step of `log_likelihood`, `sample` and so on, in units of the SDE.
+    """
+
+    sde: AbstractSDE
+    initial: Any
+    decoder: Any
+    posterior: Posterior
+    unit: float | None = eqx.field(metadata=GIVEN)
+    max_step: float = eqx.field(static=True)
+
+    @property
+    def dimension(self) -> int:
+        """The number of hidden states."""
+        return self.posterior.dimension
+
+    @property
+    def columns(self) -> int:
+        """The number of observed values."""
+        return self.posterior.encoder.location.size
+
+    def drift(self, t: Array, z: Array) -> Array:
+        """The Itô drift."""
+        return to_ito(self.sde).drift(t, z)
+
+    def observed(self, z: Array, values: Array, seen: Array) -> Array:
+        """The log-density of the observed values at one time."""
+        return jnp.sum(jnp.where(seen, self.decoder(z).log_prob(values), 0))
+
+    def log_likelihood(
+        self, times: Any, values: Any, *, key: PRNGKeyArray, num_particles: int = 256
+    ) -> LikelihoodEstimate:
+        """Estimate the log-likelihood of one series or a list of them, with eight runs of particles.
+
+        Particles follow the trained posterior in steps of at most `max_step`, are weighted by the SDE, and
+        are drawn anew where weights are poor. The mean weight is an unbiased estimate of the likelihood; the
+        standard error is that of its logarithm.
+        """
+        series, steps = self.arrays(times, values)
+        check_count("num_particles", num_particles)
+        logs, fewest = _likelihoods(self, series, num_particles, steps, check_key(key))
+        logs = np.asarray(logs, float)
+        largest = logs.max(axis=1, keepdims=True)
+        weights = np.exp(logs - largest)
+        mean = weights.mean(axis=1)
+        error = weights.std(axis=1, ddof=1) / (math.sqrt(ROUNDS) * mean)
+        return LikelihoodEstimate(largest[:, 0] + np.log(mean), error, logs.mean(axis=1), np.asarray(fewest))
+
+    def lower_bound(self, times: Any, values: Any, *, key: PRNGKeyArray, num_times: int = 1024) -> np.ndarray:
+        """The bound that training maximises, an unbiased estimate for each series."""
+        series, _ = self.arrays(times, values)
+        return np.asarray(_bounds(self, series, check_count("num_times", num_times), check_key(key)))
+
+    def smoothed(self, times: Any, values: Any, *, key: PRNGKeyArray, num_samples: int = 256) -> LatentPaths:
+        """Draws of states and values of one series given its observations, at the times of these.
+
+        Missing values are drawn, observed ones kept: each draw is an imputation of the series.
+        """
+        series, steps = self._one(times, values)
+        key_states, key_values = jax.random.split(check_key(key))
+        states = _posterior_paths(self, series, num_samples, steps, key_states)
+        drawn = _decoded(self, states, key_values)
+        kept = jnp.where(series.seen[None], series.values[None], drawn)
+        return LatentPaths(self._shown(times, values), np.asarray(states), np.asarray(kept))
+
+    def forecast(
+        self, times: Any, values: Any, ahead: Any, *, key: PRNGKeyArray, num_samples: int = 256
+    ) -> LatentPaths:
+        """Draws of states and values after the last observation, at times counted from there (or dates)."""
+        series, steps = self._one(times, values)
+        later = panel(times, values, partial=True, fewest=2)[0].ahead(ahead)
+        key_states, key_paths, key_values = jax.random.split(check_key(key), 3)
+        last = _posterior_paths(self, series, num_samples, steps, key_states)[:, -1]
+        when = np.concatenate([[0.0], later]) / (self.unit or 1.0)
+        steps = self._steps(when[None])
+        states = _simulated(self, last, series.times[-1] + jnp.asarray(when), steps, key_paths)[:, 1:]
+        return LatentPaths(later, np.asarray(states), np.asarray(_decoded(self, states, key_values)))
+
+    def sample(self, times: Any, *, key: PRNGKeyArray, num_samples: int = 1) -> LatentPaths:
+        """Draws of states and values at `times`; the first is that of the initial distribution."""
+        numbers = np.asarray(finite_array("times", times), float)
+        if numbers.ndim != 1 or len(numbers) < 2 or np.any(np.diff(numbers) <= 0):
+            raise ValueError(f"times must increase, shape (N,) with N > 1, got shape {numbers.shape}")
+        when = (numbers - numbers[0]) / self.unit if self.unit else numbers
+        keys = jax.random.split(check_key(key), 3)
+        start = self.initial.sample(key=keys[0], shape=(check_count("num_samples", num_samples),))
+        states = _simulated(self, start, jnp.asarray(when), self._steps(when[None]), keys[1])
+        return LatentPaths(numbers, np.asarray(states), np.asarray(_decoded(self, states, keys[2])))
+
+    def arrays(self, times: Any, values: Any) -> tuple[Series, int]:
+        """Series of one length in units of the SDE, and the number of steps between observations."""
+        parts = panel(times, values, partial=True, fewest=2)
+        if parts[0].values.shape[1] != self.columns:
+            given = parts[0].values.shape[1]
+            raise ValueError(f"values have {given} columns, but the model {self.columns}")
+        series = padded(parts, self.unit, np.asarray(self.posterior.encoder.location))
+        return series, self._steps(np.asarray(series.times), float(_relaxation(self, series)))
+
+    def _one(self, times: Any, values: Any) -> tuple[Series, int]:
+        series, steps = self.arrays(times, values)
+        if len(series.times) > 1:
+            raise ValueError(f"pass one series, got {len(series.times)}")
+        return jax.tree.map(lambda leaf: leaf[0], series), steps
+
+    def _shown(self, times: Any, values: Any) -> np.ndarray:
+        return panel(times, values, partial=True, fewest=2)[0].times
+
+    def _steps(self, times: np.ndarray, rate: float = 0.0) -> int:
+        longest = float(np.max(np.diff(times, axis=-1)))
+        return min(MOST_STEPS, num_steps_in(longest, min(self.max_step, RELAXED / max(rate, 1e-9))))
+
+
+def num_steps_in(span: float, max_step: float) -> int:
+    """Number of time steps, a power of 2 so that few programs are compiled."""
+    return 2 ** max(0, math.ceil(math.log2(span / max_step)))
+
+
+def padded(parts: list[Observed], unit: float | None, location: np.ndarray) -> Series:
+    """Series as arrays of one length, with missing values interpolated in time, or at `location` in a column
+    without values."""
+    length = max(len(part.times) for part in parts)
+    rows = [_padded(part, length, unit, location) for part in parts]
+    return Series(*(jnp.asarray(np.stack(leaves)) for leaves in zip(*rows, strict=True)))
+
+
+def _padded(part: Observed, length: int, unit: float | None, location: np.ndarray) -> tuple[np.ndarray, ...]:
+    times = part.times if unit is None else (part.times - part.times[0]) / unit
+    seen = np.isfinite(part.values)
+    columns = zip(part.values.T, seen.T, location, strict=True)
+    filled = [np.interp(times, times[s], v[s]) if s.any() else np.full(len(times), a) for v, s, a in columns]
+    more = length - len(times)
+    fill = lambda array, mode: np.pad(array, ((0, more), *[(0, 0)] * (array.ndim - 1)), mode=mode)
+    kind = jax.dtypes.canonicalize_dtype(float)
+    values = fill(np.stack(filled, axis=1), "edge").astype(kind)
+    return fill(times, "edge").astype(kind), values, fill(seen, "constant")
+
+
+@jit
+def _relaxation(model: LatentSDE, series: Series) -> Array:
+    """The mean rate ½ |L⁻¹σ|²/d at which the posterior process relaxes to its marginals, at observations."""
+
+    def one(reading: Reading, t: Array) -> Array:
+        marginal, _ = model.posterior.at(reading, t)
+        noise = noise_matrix(model.sde.noise(t, marginal.mean))
+        return 0.5 * jnp.sum(solve_lower(marginal.root, noise) ** 2) / model.dimension
+
+    def all_times(given: Series) -> Array:
+        reading = model.posterior.read(given)
+        return jnp.mean(jax.vmap(lambda t: one(reading, t))(given.times))
+
+    return jnp.mean(jax.lax.map(all_times, series, batch_size=min(AT_ONCE, len(series.times))))
+
+
+@jit
+def _likelihoods(
+    model: LatentSDE, series: Series, num_particles: int, num_steps: int, key: PRNGKeyArray
+) -> tuple[Array, Array]:
+    """Log-likelihoods of all series `(S, rounds)` and the smallest effective numbers of particles `(S,)`."""
+
+    def one(inputs: tuple[Series, PRNGKeyArray]) -> tuple[Array, Array]:
+        given, key = inputs
+        run = lambda key: particle_filter(model, given, num_particles, num_steps, key=key, keep=False)
+        clouds = jax.vmap(run)(jax.random.split(key, ROUNDS))
+        return clouds.log_likelihood, jnp.min(clouds.fewest)
+
+    keys = jax.random.split(key, len(series.times))
+    return jax.lax.map(one, (series, keys), batch_size=min(AT_ONCE, len(series.times)))
+
+
+@jit
+def _bounds(model: LatentSDE, series: Series, num_times: int, key: PRNGKeyArray) -> Array:
+    one = lambda inputs: lower_bound(model, inputs[0], num_times, key=inputs[1])
+    keys = jax.random.split(key, len(series.times))
+    return jax.lax.map(one, (series, keys), batch_size=min(AT_ONCE, len(series.times)))
+
+
+@jit
+def _posterior_paths(
+    model: LatentSDE, series: Series, num_samples: int, num_steps: int, key: PRNGKeyArray
+) -> Array:
+    """States at the observations, drawn from the particles."""
+    key_run, key_pick = jax.random.split(key)
+    cloud = particle_filter(model, series, max(num_samples, 256), num_steps, key=key_run)
+    return resampled(cloud, key_pick, share=math.inf).history[:num_samples]
+
+
+@jit
+def _simulated(model: LatentSDE, start: Array, times: Array, num_steps: int, key: PRNGKeyArray) -> Array:
+    run = lambda z, key: simulated(model, z, times, num_steps, key=key)
+    return jax.vmap(run)(start, jax.random.split(key, len(start)))
+
+
+@jit
+def _decoded(model: LatentSDE, states: Array, key: PRNGKeyArray) -> Array:
+    """One draw of the values for each state."""
+    flat = jnp.reshape(states, (-1, states.shape[-1]))
+    drawn = jax.vmap(lambda z, key: model.decoder(z).sample(key))(flat, jax.random.split(key, len(flat)))
+    return jnp.reshape(drawn, (*states.shape[:-1], -1))

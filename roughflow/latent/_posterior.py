@@ -1,0 +1,214 @@
+"""The encoder, the Gaussian marginals of the posterior process, and the decoder."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
+
+from ..sde import GIVEN, MLP
+
+
+class Series(eqx.Module):
+    """Series of one length: `times` `(..., N)`, `values` and `seen` `(..., N, p)`.
+
+    Missing values are interpolated in time, and not `seen`. A shorter series repeats its last time.
+    """
+
+    times: Array
+    values: Array
+    seen: Array
+
+    def rows(self) -> np.ndarray:
+        """One row of numbers per series, `(..., N (1 + 2p))`: the format in which training draws batches."""
+        parts = [np.asarray(self.times)[..., None], np.asarray(self.values), np.asarray(self.seen, float)]
+        table = np.concatenate(parts, axis=-1)
+        return table.reshape(*table.shape[:-2], -1)
+
+    def beginning(self, count: int) -> "Series":
+        """The first observations alone, in arrays of the same length."""
+        place = jnp.minimum(jnp.arange(len(self.times)), count - 1)
+        seen = self.seen & (jnp.arange(len(self.times)) < count)[:, None]
+        return Series(self.times[place], self.values[place], seen)
+
+    @staticmethod
+    def of_rows(rows: Array, columns: int) -> "Series":
+        table = jnp.reshape(rows, (*rows.shape[:-1], -1, 1 + 2 * columns))
+        return Series(table[..., 0], table[..., 1 : 1 + columns], table[..., 1 + columns :] > 0.5)
+
+
+class Gaussian(eqx.Module):
+    """N(mean, root rootᵀ), with a lower triangular root."""
+
+    mean: Array
+    root: Array
+
+    def log_prob_at(self, u: Array) -> Array:
+        """The log-density at mean + root u."""
+        size = jnp.sum(jnp.log(jnp.diagonal(self.root)))
+        return -0.5 * jnp.sum(u**2) - 0.5 * u.size * math.log(2 * math.pi) - size
+
+
+class Encoder(eqx.Module):
+    """Two recurrent networks that read a series forwards and backwards.
+
+    Each observation is a row of standardised values, of flags for those that are observed, and of the time
+    since the row before.
+    """
+
+    location: Array = eqx.field(metadata=GIVEN)
+    scale: Array = eqx.field(metadata=GIVEN)
+    forwards: eqx.nn.GRUCell
+    backwards: eqx.nn.GRUCell
+
+    def __init__(self, location: ArrayLike, scale: ArrayLike, width: int, *, key: PRNGKeyArray):
+        self.location, self.scale = jnp.asarray(location), jnp.asarray(scale)
+        inputs, keys = 2 * self.location.size + 1, jax.random.split(key)
+        self.forwards = eqx.nn.GRUCell(inputs, width, key=keys[0])
+        self.backwards = eqx.nn.GRUCell(inputs, width, key=keys[1])
+
+    def standardised(self, values: Array) -> Array:
+        return (values - self.location) / self.scale
+
+    def __call__(self, series: Series) -> Array:
+        """The states at the observations, `(N, 2 width)`."""
+        gap = jnp.diff(series.times, prepend=series.times[:1])
+        seen = jnp.asarray(series.seen, series.values.dtype)
+        values = jax.vmap(self.standardised)(series.values)
+        inputs = jnp.concatenate([values, seen, jnp.log1p(gap)[:, None]], axis=1)
+        # Rows that only fill up the array leave the states as they are.
+        real = jnp.any(series.seen, axis=1)
+
+        def scan(cell: eqx.nn.GRUCell, reverse: bool) -> Array:
+            def step(state: Array, row: tuple[Array, Array]) -> tuple[Array, Array]:
+                state = jnp.where(row[1], cell(row[0], state), state)
+                return state, state
+
+            blank = jnp.zeros(cell.hidden_size, inputs.dtype)
+            return jax.lax.scan(step, blank, (inputs, real), reverse=reverse)[1]
+
+        return jnp.concatenate([scan(self.forwards, False), scan(self.backwards, True)], axis=1)
+
+
+class Reading(eqx.Module):
+    """What the posterior knows of one series at its `times`, `(N,)` and `(N, k)`."""
+
+    times: Array
+    features: Array
+
+
+class Posterior(eqx.Module):
+    """Gaussian marginals q(z | t) = N(m(t), L(t) L(t)ᵀ) of the states, given a series.
+
+    Features of the series are interpolated linearly between observations, so m and L are continuous with
+    kinks at observations, as in the exact posterior of a linear model. A third output, the skew matrix A(t),
+    does not change the marginals: u = L⁻¹(z − m) turns as u′ = A u. Without it, the process could not follow
+    an SDE that rotates.
+    """
+
+    encoder: Encoder
+    direct: Array  # (p, d)
+    head: MLP
+    log_length: Array
+    dimension: int = eqx.field(static=True)
+
+    def __init__(self, encoder: Encoder, direct: ArrayLike, width: int, length: float, *, key: PRNGKeyArray):
+        self.log_length = jnp.asarray(math.log(length))
+        self.encoder, self.direct = encoder, jnp.asarray(direct)
+        self.dimension = d = self.direct.shape[1]
+        inputs = 2 * encoder.forwards.hidden_size + 1
+        self.head = MLP(inputs, d + d * d, width, 2, activation=jax.nn.silu, scale=0.1, key=key)
+
+    def read(self, series: Series) -> Reading:
+        direct = jax.vmap(self.encoder.standardised)(series.values) @ self.direct
+        features = jnp.concatenate([direct, self.encoder(series)], axis=1)
+        # Averaged over times closer than `exp(log_length)`, so that marginals do not jump between two
+        # observations that are close in time. Rows that only fill up the array have no weight.
+        real = jnp.diff(series.times, prepend=series.times[:1] - 1) > 0
+        distance = jnp.abs(series.times[:, None] - series.times[None])
+        logits = jnp.where(real[None], -distance / jnp.exp(self.log_length), -jnp.inf)
+        return Reading(series.times, jax.nn.softmax(logits, axis=1) @ features)
+
+    def at(self, reading: Reading, t: Array) -> tuple[Gaussian, Array]:
+        """The marginal at time t, and A."""
+        times, d = reading.times, self.dimension
+        # The interval of t, at most the last one before the series repeats its last time.
+        before = jnp.minimum(jnp.sum(times <= t), jnp.sum(jnp.diff(times) > 0)) - 1
+        gap = times[before + 1] - times[before]
+        share = (t - times[before]) / gap
+        features = (1 - share) * reading.features[before] + share * reading.features[before + 1]
+        clock = jnp.sqrt(1 + gap) * share * (1 - share)  # 0 at observations, for continuity
+        out = self.head(t, jnp.concatenate([features[d:], clock[None]]))
+        mean, square = features[:d] + out[:d], jnp.reshape(out[d:], (d, d))
+        # The root has its diagonal and what is below it, the skew matrix what is above.
+        upper = jnp.triu(square, 1)
+        root = jnp.tril(square, -1) + jnp.diag(jnp.exp(jnp.diagonal(square) - 1.5))
+        return Gaussian(mean, root), upper - upper.T
+
+    def moving(self, reading: Reading, t: Array) -> tuple[Gaussian, Gaussian, Array]:
+        """The marginal at time t, its derivative in t, and A."""
+        along = lambda s: self.at(reading, s)
+        (now, turn), (change, _) = jax.jvp(along, (t,), (jnp.ones_like(t),))
+        return now, change, turn
+
+
+class IndependentNormal(eqx.Module):
+    """Independent normals, with a log-density for each entry."""
+
+    mean: Array
+    deviation: Array
+
+    def log_prob(self, y: Array) -> Array:
+        residual = (y - self.mean) / self.deviation
+        return -0.5 * residual**2 - jnp.log(self.deviation) - 0.5 * math.log(2 * math.pi)
+
+    def sample(self, key: PRNGKeyArray) -> Array:
+        return self.mean + self.deviation * jax.random.normal(key, self.mean.shape, self.mean.dtype)
+
+
+class NormalDecoder(eqx.Module):
+    """Observations y = a + s (C z + N(z)) + noise with a network N, initially zero, and independent normal
+    noise with trained standard deviations.
+
+    **Arguments:** `location` a and `scale` s, shape `(p,)`; `loadings` C, shape `(p, d)`; `width` and `depth`
+    of the network, with no network at depth 0.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    decoder = rf.latent.NormalDecoder(jnp.zeros(3), jnp.ones(3), jnp.ones((3, 2)), key=jax.random.key(0))
+    decoder(jnp.zeros(2)).mean.shape  # (3,)
+    ```
+    """
+
+    location: Array = eqx.field(metadata=GIVEN)
+    scale: Array = eqx.field(metadata=GIVEN)
+    loadings: Array
+    network: MLP | None
+    log_deviation: Array
+
+    def __init__(
+        self,
+        location: ArrayLike,
+        scale: ArrayLike,
+        loadings: ArrayLike,
+        *,
+        deviation: float = 0.5,
+        width: int = 64,
+        depth: int = 1,
+        key: PRNGKeyArray,
+    ):
+        self.location, self.scale = jnp.asarray(location, float), jnp.asarray(scale, float)
+        self.loadings = jnp.asarray(loadings, float)
+        p, d = self.loadings.shape
+        self.network = MLP(d, p, width, depth, activation=jax.nn.silu, scale=0.0, key=key) if depth else None
+        self.log_deviation = jnp.full(p, math.log(deviation), self.loadings.dtype)
+
+    def __call__(self, z: Array) -> IndependentNormal:
+        mean = self.loadings @ z
+        if self.network is not None:
+            mean = mean + self.network(jnp.zeros((), z.dtype), z)
+        return IndependentNormal(self.location + self.scale * mean, self.scale * jnp.exp(self.log_deviation))

@@ -1,0 +1,169 @@
+"""Latent SDEs: bounds and likelihoods beside Kalman's filter, and bad input."""
+
+import dataclasses
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import roughflow as rf
+from benchmarks.latent import kalman, oscillator
+
+KEY = jax.random.key(0)
+TIMES, VALUES = oscillator(12, 12, 0)
+TIMES[3], VALUES[3] = TIMES[3][:8], VALUES[3][:8]  # a shorter series
+TRUE_RATE = jnp.array([[0.2, -1.5], [1.5, 0.2]])
+
+
+class Linear(eqx.Module):
+    rate: jax.Array
+
+    def __call__(self, t, z):
+        return -self.rate @ z
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """A model of four series of the oscillator, whose SDE and decoder are right at the start."""
+    loadings = jnp.array([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [1.0, -1.0]])
+    decoder = rf.latent.NormalDecoder(jnp.zeros(4), jnp.ones(4), loadings, deviation=0.3, depth=0, key=KEY)
+    sde = rf.ItoSDE(Linear(TRUE_RATE), rf.ConstantDiffusion(jnp.full(2, 0.4**0.5)))
+    options = rf.train.TrainingOptions(batch_size=4, learning_rate=1e-2, average=0.99)
+    return rf.fit_latent(
+        TIMES[:4], VALUES[:4], dimension=2, key=KEY, sde=sde, decoder=decoder, width=16, num_times=16,
+        steps=600, validation=0.0, progress=False, training=options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exact(fitted):
+    return np.array([kalman(fitted.model, *one) for one in zip(TIMES[:4], VALUES[:4], strict=True)])
+
+
+@pytest.fixture(scope="module")
+def estimates(fitted):
+    """Log-likelihoods of four series by few and by many particles."""
+    run = lambda count: fitted.model.log_likelihood(TIMES[:4], VALUES[:4], key=KEY, num_particles=count)
+    return {count: run(count) for count in (8, 256)}
+
+
+def test_likelihoods_are_those_of_kalmans_filter(estimates, exact):
+    """Up to the errors of steps in time, some hundredths here."""
+    got = estimates[256]
+    assert np.all(np.abs(got.log_likelihood - exact) < 3 * got.standard_error + 0.15)
+    assert got.total_error < 0.6
+    assert abs(got.total / exact.sum() - 1) < 0.01
+
+
+def test_bounds_rise_with_particles_and_stay_below(estimates, exact, fitted):
+    many = fitted.model.lower_bound(TIMES[:4] * 16, VALUES[:4] * 16, key=KEY)
+    bounds = [many.sum() / 16, *(estimates[count].bound.sum() for count in (8, 256))]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] < exact.sum() + 0.5
+    assert bounds[0] > exact.sum() - 30
+
+
+def test_the_bound_without_simulation_is_that_of_simulated_paths(fitted):
+    """One particle's mean log-weight tends to the bound as its steps get shorter."""
+    fine = dataclasses.replace(fitted.model, max_step=0.01)
+    one = fine.log_likelihood(TIMES[:1] * 16, VALUES[:1] * 16, key=KEY, num_particles=1)
+    bound = fitted.model.lower_bound(TIMES[:1] * 16, VALUES[:1] * 16, key=KEY, num_times=4096)
+    spread = np.hypot(np.std(one.bound), np.std(bound)) / 4
+    assert abs(np.mean(one.bound) - np.mean(bound)) < 3 * spread + 0.2
+
+
+def test_a_longer_series_does_not_change_a_shorter_one(fitted):
+    """Whatever fills up the arrays of the shorter one is not read."""
+    model, when = fitted.model, jnp.linspace(0, 1, 7) * np.ptp(TIMES[3]) + TIMES[3][0]
+    alone, beside = model.arrays(TIMES[3], VALUES[3])[0], model.arrays(TIMES[:4], VALUES[:4])[0]
+    assert alone.times.shape[1] < beside.times.shape[1]
+    last = [jax.tree.map(lambda leaf: leaf[-1], one) for one in (alone, beside)]
+    marginals = [jax.vmap(partial(model.posterior.at, model.posterior.read(one)))(when) for one in last]
+    for one, other in zip(*map(jax.tree.leaves, marginals), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_smoothed_paths_keep_what_was_observed(fitted):
+    paths = fitted.model.smoothed(TIMES[0], VALUES[0], key=KEY, num_samples=64)
+    seen = np.isfinite(VALUES[0])
+    np.testing.assert_array_equal(paths.values[:, seen] - VALUES[0][seen], 0)
+    assert np.isfinite(paths.values).all()
+    assert (paths.values[:, ~seen].std(axis=0) > 0.2).all()
+
+
+def test_forecasts_are_those_of_the_sde(fitted):
+    """Far ahead the oscillator is at rest, with covariance about I; at once it is where it was."""
+    paths = fitted.model.forecast(TIMES[0], VALUES[0], [0.01, 40.0], key=KEY, num_samples=512)
+    last = fitted.model.smoothed(TIMES[0], VALUES[0], key=KEY, num_samples=256).states[:, -1]
+    np.testing.assert_allclose(paths.states[:, 0].mean(axis=0), last.mean(axis=0), atol=0.15)
+    rate = np.asarray(fitted.model.sde.drift.rate)
+    noise = np.diag(np.asarray(fitted.model.sde.diffusion.matrix) ** 2)
+    lyapunov = np.linalg.solve(np.kron(rate, np.eye(2)) + np.kron(np.eye(2), rate), noise.ravel())
+    np.testing.assert_allclose(np.cov(paths.states[:, 1].T), lyapunov.reshape(2, 2), atol=0.35)
+
+
+def test_samples_start_at_the_initial_distribution(fitted):
+    paths = fitted.model.sample([0.0, 0.1], key=KEY, num_samples=512)
+    np.testing.assert_allclose(paths.states[:, 0].mean(axis=0), fitted.model.initial.loc, atol=0.2)
+
+
+@pytest.fixture(scope="module")
+def default_fit():
+    """The default networks, for very few steps."""
+    return rf.fit_latent(
+        TIMES, VALUES, dimension=2, key=KEY, width=8, num_times=8, steps=20, num_given=3, forecast_steps=20,
+        progress=False,
+    )  # fmt: skip
+
+
+def test_training_lowers_the_loss(default_fit):
+    histories = default_fit.stages.values()
+    assert [len(history.loss) for history in histories] == [20, 20]
+    assert all(np.isfinite(history.loss).all() for history in histories)
+    assert default_fit.stages["SDE matching"].loss[-1] < default_fit.stages["SDE matching"].loss[0]
+
+
+def test_a_saved_model_gives_the_same_numbers(default_fit, tmp_path):
+    rf.save(tmp_path / "model.rf", default_fit.model)
+    loaded = rf.load(tmp_path / "model.rf")
+    bound = lambda model: model.lower_bound(TIMES[0], VALUES[0], key=KEY, num_times=8)
+    np.testing.assert_array_equal(bound(loaded), bound(default_fit.model))
+
+
+def test_units_do_not_matter(default_fit):
+    """Times in days instead of years and values in other units: the same loss, up to rounding."""
+    times, values = [365 * t for t in TIMES], [1e6 * v for v in VALUES]
+    again = rf.fit_latent(times, values, dimension=2, key=KEY, width=8, num_times=8, steps=20, progress=False)
+    loss = default_fit.stages["SDE matching"].loss
+    np.testing.assert_allclose(again.history.loss - np.log(1e6), loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("times", "values", "message"),
+    [
+        ([1.0], np.ones((1, 2)), "a series needs at least 2 values, got 1"),
+        ([1.0, 1.0, 2.0], np.ones((3, 2)), "times must increase: number 1 is the same time twice"),
+        ([1.0, 2.0, 3.0], np.full((3, 2), np.nan), "values are all missing"),
+        ([1.0, 2.0, 3.0], np.full((3, 2), np.inf), "values must be finite or missing"),
+        ([1.0, 2.0], np.ones((3, 2)), "times must have shape"),
+    ],
+)
+def test_bad_series_are_refused_in_one_line(times, values, message):
+    with pytest.raises(ValueError, match=message) as error:
+        rf.fit_latent(times, values, dimension=2, key=KEY)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_arguments_are_refused(fitted):
+    with pytest.raises(ValueError, match="dimension must be a positive whole number"):
+        rf.fit_latent(TIMES, VALUES, dimension=0, key=KEY)
+    thin = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.ones((2, 1)))
+    with pytest.raises(ValueError, match="as many Brownian motions as states"):
+        rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, sde=thin)
+    with pytest.raises(ValueError, match="values have 3 columns, but the model 4"):
+        fitted.model.log_likelihood([0.0, 1.0], np.ones((2, 3)), key=KEY)
+    with pytest.raises(ValueError, match="pass one series, got 2"):
+        fitted.model.smoothed(TIMES[:2], VALUES[:2], key=KEY)
