@@ -311,7 +311,7 @@ def test_data_that_are_nan_are_refused_and_not_taken_for_data_far_away(key):
         flow.log_prob_given_path(jnp.array([jnp.nan]), flow.sample_path(key=key))
 
 
-@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("per_sample", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_running_out_of_steps_names_the_remedy(per_sample, key):
     problem = gbm_2d()
     integrator = rf.Adaptive(max_steps=3, per_sample=per_sample)

@@ -75,7 +75,11 @@ def estimates(joint):
     )
 
 
-@pytest.mark.parametrize("joint", [NORMAL, CUT, TWO], ids=["normal", "cut", "two"])
+@pytest.mark.parametrize(
+    "joint",
+    [NORMAL, pytest.param(CUT, marks=pytest.mark.slow), TWO],
+    ids=["normal", "cut", "two"],
+)
 def test_the_constant_comes_out_within_its_error_bar(joint):
     """Over many runs: unbiased, and within two error bars nineteen times in twenty, or suspect."""
     weights = estimates(joint)

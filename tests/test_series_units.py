@@ -113,7 +113,7 @@ def test_single_precision_gives_the_same_fit(fits):
         assert single.posterior()(single.posterior().start).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_hurst_exponent_is_found_from_a_bad_start(seed):
     """From H = ½ the search alone ends at another maximum, with κ = 0 or with H near 1."""
     truth = rf.FractionalOrnsteinUhlenbeck(1.0, 0.0, 0.3, 0.1)

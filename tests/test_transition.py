@@ -85,6 +85,7 @@ def holds(found, truth, accuracy=1e-3):
     return np.abs(np.asarray(found.log_prob) - truth) < 3 * np.asarray(found.total_error) + accuracy
 
 
+@pytest.mark.slow  # with `make test`, a grid from a point has this noise, and a double well takes the grid
 def test_noise_that_turns_is_no_single_likeliest_path(key):
     """Over a span of one, paths around the likeliest one are wrong by up to two nats."""
     x = turned_places(1.0, 5, seed=1)
