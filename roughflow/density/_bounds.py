@@ -74,10 +74,10 @@ class UpperBound(eqx.Module):
         E log p(Z) ≤ E log 1/(K+1) (w₀ + w₁ + … + w_K),      wₖ = p(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z),
 
     ω₀ the path that made Z and ω₁, …, ω_K drawn from the proposal q, tighter as K grows (Sobolev & Vetrov
-    2019; for q the prior, Yin & Zhou 2018). It holds for every q, for ω₀ is a draw from the distribution of
-    the path given Z, and is the tighter the nearer q comes to that distribution: with K = 0 it exceeds E log
-    p(Z) by the mean of KL(p(ω | Z) ‖ q(ω | Z)). To each path belongs one start, so no way to Z is left out,
-    and a path from which there is none rightly counts as zero.
+    2019; for q the prior, Yin & Zhou 2018). It holds for every q, because ω₀ is a draw from the
+    distribution of the path given Z, and is tighter if q is closer to that distribution: with K = 0 it
+    exceeds E log p(Z) by the mean of KL(p(ω | Z) ‖ q(ω | Z)). Each path has one start, so no
+    path to Z is missed, and a path without a start counts as zero.
 
     **Arguments:** `num_paths`, the number K of fresh ones; it may be 0. `proposal`: `rf.Laplace()`, the
     default; an `rf.Amortised(...)`, which the bound trains when it is made small; `rf.Prior()`, the loosest.
@@ -152,7 +152,7 @@ class Unbiased(AbstractEstimator):
     **Arguments:**
 
     - `estimator`: whose weights; its `num_paths` is K.
-    - `num_replicates`: how many independent Y are averaged; their spread is the standard error.
+    - `num_replicates`: number of independent Y in the mean; their spread is the standard error.
     - `decay`: of the probabilities, between 1 and 2.
 
     The number of paths is itself random, so the key must be known: outside `jit`, though gradients

@@ -45,8 +45,8 @@ def uniform_numbers(bits: Array, dtype: np.dtype) -> Array:
 
 
 def uniform_of(normal: Array) -> Array:
-    """The standard normal distribution function, to the rounding of 1 and not of its own size: all that a
-    comparison needs, and compiled in a fraction of the time of one with exact tails."""
+    """The standard normal distribution function, with the absolute error of rounding: enough for comparisons,
+    and much faster to compile than one with accurate tails."""
     return 0.5 * (1 + jax.lax.erf(normal / 2**0.5))
 
 

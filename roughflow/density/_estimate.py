@@ -42,8 +42,8 @@ REASONS = {
 
 
 class Accuracy(eqx.Module):
-    """How well log p(x) is to be known: `tolerance`, of the total error, or None for a default; `max_paths`
-    for each point; `errors`, whether more is asked for than the value.
+    """The requested accuracy of log p(x): `tolerance` for the total error, or None for a default; `max_paths`
+    per point; `errors`, whether error bars are needed.
 
     ```python
     import roughflow as rf
@@ -75,15 +75,15 @@ class Estimate(eqx.Module):
     - `divergence_error`: what a divergence estimated by probes adds to `log_prob` on average; 0 for an exact
       one.
     - `total_error`: the sum of the four.
-    - `effective_paths`: (Σw)²/Σw², how many equally weighted paths the estimate is worth.
-    - `num_paths`: how many paths were used; none by a grid.
-    - `escaped`: how many of them left for infinity: x is not in the image of their flow.
+    - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths with the same variance.
+    - `num_paths`: number of paths used; 0 for a grid.
+    - `escaped`: number of paths along which the backward solve diverges: x is not in the image of their flow.
     - `pareto_k`: the shape of the weights' tail; their variance is finite below ½. NaN with fewer than
       25 paths, and for particles and grids.
     - `rung`: which method gave the value; `method` has its name: "exact", "paths" (drawn from the driver),
       "learned" (from a proposal that was trained with the flow), "modes" (around the likeliest), "particles"
       or "grid".
-    - `unmet`: where the tolerance asked for was not reached.
+    - `unmet`: where the requested tolerance was not reached.
     - `steep`: where paths may have been missed, because backward solves spread strongly, or because two
       methods disagree.
     - `jump`, `fast`: whether the coefficients of the SDE jump or kink, or change faster in time than steps.
@@ -217,7 +217,7 @@ def _number(value: Any) -> str:
 
 
 class Warnings:
-    """The warning of estimates that come in parts, which are not kept."""
+    """The warning of estimates that are computed in parts and not stored."""
 
     def __init__(self):
         self.size, self.found = 0, {}

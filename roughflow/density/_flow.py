@@ -47,9 +47,9 @@ class StochasticFlow(AbstractStochasticFlow):
           without noise one pull-back, which is exact.
         - `tolerance`: add work to each point until its total error is below this, or `max_paths` are spent;
           `warning` says if they were. By default the aim is 0.02.
-        - `start`: a point `(d,)` that the SDE starts from, in place of the base: by a grid in one or two
-          dimensions; else the density a short while after it is the base of a flow over the rest of the time
-          (`rf.transition.ShortTime`).
+        - `start`: a fixed initial state `(d,)`, in place of the base. In one or two dimensions a grid is
+          used; otherwise the density a short time after the start is the base of a flow over the remaining
+          time (`rf.transition.ShortTime`).
 
         ```python
         import jax, jax.numpy as jnp

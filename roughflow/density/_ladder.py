@@ -1,4 +1,4 @@
-"""The default: the cheapest way to the accuracy asked for, point by point."""
+"""The default estimator: the cheapest method that reaches the requested accuracy, point by point."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -231,7 +231,7 @@ def _total(parts: dict[str, np.ndarray]) -> np.ndarray:
 def _grid(
     flow: AbstractStochasticFlow, x: np.ndarray, which: np.ndarray, goal: Goal, record: Record
 ) -> np.ndarray:
-    """The Fokker–Planck equation for the points `which`; returns those that it leaves to others."""
+    """The Fokker–Planck equation for the points `which`; returns those that it does not resolve."""
     found = grid_estimate(flow, x[which], float(goal.error.min()), max_work=GRID_WORK[flow.dimension])
     value, error = (np.asarray(part, float) for part in found)
     size, zero = len(which), np.zeros(len(which))
@@ -298,9 +298,9 @@ def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
 
 
 def _around_modes(points: Points, which: np.ndarray, goal: Goal, record: Record) -> None:
-    """Paths around the likeliest ones, with the driver's functions and, around their own, with twice as many:
-    where backward solves spread, what is added to a path at random would be all that is seen. Then particles
-    for points with poor weights."""
+    """Paths around the most likely ones, with the driver's functions and with twice as many, each around its
+    own modes: where backward solves spread, random additional coefficients would dominate the weights. Then
+    particles for points with poor weights."""
     levels, results = points.levels, []
     cloud = _cloud(levels.flow, points.key, points.x.dtype)
     found = _Found(points.run(partial(_starts, cloud, goal.num_starts), which, ()))
@@ -366,8 +366,8 @@ def _search(flow, fine, x, key, places, begin, here, block: int) -> _Found:
 
 
 def _rounds(rounds: Rounds, goal: Goal, record: Record, name: str) -> np.ndarray:
-    """More and more paths, until the error is small enough, the weights show that they will not do, or there
-    are as many as there may be. Returns the points that need another rung."""
+    """Add paths until the error is small enough, the weights turn out to be poor, or the maximum number is
+    reached. Returns the points that need another rung."""
     needs_more, total, most = np.zeros(len(record.poor), bool), min(FIRST_PATHS, rounds.most), rounds.most
     record.poor[rounds.which] = True
     while len(rounds.which):

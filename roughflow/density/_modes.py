@@ -38,15 +38,15 @@ PRIOR_SHARE = 0.2  # bounds the weights, and reveals a mode that the search miss
 
 
 class Laplace(AbstractProposal):
-    """Draw paths from tangent Gaussians at the likeliest paths that end at x, all of them that are found.
+    """Draw paths from tangent Gaussians at all of the most likely paths to x that a search finds.
 
     Near ξ*, a point of least energy with Φ(ξ*) = x, the surface Φ = x is flat and ξ given x is normal there:
     ξ* + (I − JᵀJJᵀ⁻¹J) ε. On a linear SDE that is the exact distribution. Elsewhere paths may come in several
     bundles: the search starts from those of a few thousand forward draws of the flow that end nearest to x,
-    equal ends are merged, and each is given its share. One path in five is drawn from the prior, so that a
-    bundle that was missed shows, and weights stay bounded; where no way to x is found all of them are.
+    equal modes are merged, and each gets its share. One path in five is drawn from the prior, so that a
+    missed bundle is detected and weights stay bounded; if no path to x is found, all are.
     `rf.PullBack` regresses on the components' densities, whose means are known (Owen & Zhou 2000): on a
-    linear SDE nothing is left to chance, in spite of the prior's share.
+    linear SDE the estimate is exact, in spite of the prior's share.
 
     **Arguments:**
 
@@ -78,8 +78,8 @@ class Laplace(AbstractProposal):
 
 
 class Latent(eqx.Module):
-    """The map Φ of a flow. A base that does not say how to make it from normal numbers is whitened by the
-    mean and spread of its own samples.
+    """The map Φ of a flow. A base without a map from normal numbers is whitened by the mean and
+    standard deviation of its samples.
 
     With `fine`, ξ has coefficients for twice the driver's functions. Those that are added count if it is 1;
     if it is 0, Φ does not depend on them. Both are one program.
@@ -193,8 +193,8 @@ class Modes(eqx.Module):
     """The points ξ* found for each x, and the surface's normal space there; S of them, from S starts.
 
     `directions` are orthonormal and span the rows of J. `score` is minus the logarithm of the mass of the
-    tangent Gaussian, ½|ξ*|² + log √det JJᵀ: infinite where the search did not come to the surface, or J has
-    not full rank there, or the point was found before.
+    tangent Gaussian, ½|ξ*|² + log √det JJᵀ: infinite if the search did not reach the surface, J is rank
+    deficient there, or the point was found before.
     """
 
     xi: Array  # (B, S, D)

@@ -263,7 +263,7 @@ class Rounds:
             self.fine = np.concatenate([self.fine, self._weights(self.check, had, wanted)[0]], axis=1)
 
     def keep(self, some: np.ndarray) -> None:
-        """Go on with these of the points alone."""
+        """Continue with a subset of the points."""
 
         def take(a: Any) -> Any:
             return None if a is None else a[some]
@@ -294,7 +294,7 @@ class Rounds:
 
 
 def checked_paths(total: int) -> int:
-    """How many of the paths are solved at a finer level too."""
+    """Number of paths that are also solved at a finer level."""
     return min(total, max(PATHS_PER_ROW, total // CHECKED_SHARE))
 
 
@@ -313,9 +313,8 @@ def summary(
     """Parts of an `Estimate` from weights as `Rounds` has them: `(P, K)`, `(P, K′)`, `(P, K, M + 1)`; `means`
     `(P, M + 1)` are those of the shares.
 
-    The finer level changes log p by Δ. What is left of its error is Δ where it falls as 1/n, and nothing
-    where it falls fast. `corrected` adds 3Δ/2 to log p, in the middle, and takes Δ/2 as the error; else the
-    error is 2Δ.
+    The finer level changes log p by Δ. The remaining error is Δ if the error falls as 1/n, and zero if
+    it falls fast. `corrected` adds 3Δ/2 to log p, the middle, with error Δ/2; without it the error is 2Δ.
     """
     still = jax.lax.stop_gradient if xp is jnp else lambda a: a  # only the mean weight has derivatives
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -386,13 +385,13 @@ class PullBack(AbstractEstimator):
 
         p(x) = E [ p(x | ω) φ(ω) / q(ω) ],
 
-    each weight by one solve backwards from x: to a path belongs exactly one start, so no way to x is left
-    out. Unbiased for p(x), for any noise, and cheap per path. Where p(x | ω) is concentrated its weights are
-    uneven from `rf.Prior()`, the default, and paths are lost whose backward solve escapes: look at
-    `effective_paths`. `rf.Laplace()` draws them around the likeliest ones.
+    each weight by one solve backwards from x: each path has exactly one start, so no path to x
+    is missed. Unbiased for p(x), for any noise, and cheap per path. If p(x | ω) is concentrated, the weights
+    of paths from `rf.Prior()`, the default, are uneven, and paths whose backward solve diverges are lost:
+    check `effective_paths`. `rf.Laplace()` draws paths around the most likely ones.
 
-    The value is that of the driver and the steps as they are; `truncation_error` is twice what twice as many
-    of both change.
+    The value is that for the given driver and steps; `truncation_error` is twice the change when both are
+    doubled.
     With `rf.HutchinsonDivergence`, taken exactly here in up to 64 dimensions, log p(x | ω) is unbiased, and
     p(x | ω) is not: `Estimate.divergence_error` says how much that may be.
 
@@ -472,8 +471,8 @@ def traced_estimate(
     errors: bool,
     corrected: bool = False,
 ) -> Estimate:
-    """The estimate from the first K paths of each point, as part of a program; its error bars have no
-    derivatives, and cost nothing where they are not used."""
+    """The estimate from the first K paths of each point, inside a compiled program. Error bars have no
+    derivatives, and cost nothing if they are not used."""
     finer, (x, keys, mixture) = Levels(constant(flow)).finer, constant((x, keys, mixture))
     weights, count = drawn.log_weights, drawn.log_weights.shape[1]
     fine = weights[:, :0]

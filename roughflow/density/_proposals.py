@@ -62,7 +62,7 @@ class Mixture(eqx.Module):
 
     @property
     def num_normals(self) -> int:
-        """How many standard normal numbers a draw is made from."""
+        """Number of standard normal numbers per draw."""
         return self.normal.shape[-1] + SPARE
 
     @property
@@ -180,7 +180,7 @@ class AbstractProposal(eqx.Module):
 
 
 class Prior(AbstractProposal):
-    """Draw paths from their own distribution, whatever x is. `draws` may be `rf.density.Independent()` (the
+    """Draw paths from their own distribution, regardless of x. `draws` may be `rf.density.Independent()` (the
     default) or `rf.density.Sobol()`.
 
     ```python

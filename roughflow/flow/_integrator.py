@@ -18,8 +18,8 @@ class AbstractGradient(eqx.Module):
 class Backpropagation(AbstractGradient):
     """Backpropagation through the steps, with checkpoints: the exact gradient of the numerical solution.
 
-    The default. A fixed grid stores states and velocities, which grow with the number of steps, and
-    recomputes everything inside a step. An adaptive solve stores a logarithmic number of states.
+    The default. A fixed grid stores the state and velocity of each step and recomputes everything inside
+    a step. An adaptive solve stores a logarithmic number of states.
 
     ```python
     import roughflow as rf

@@ -40,8 +40,8 @@ class LinearModel(eqx.Module):
 
 
 class Filtered(eqx.Module):
-    """The states given the values so far: `mean` and `covariance`; those before each value, `ahead` and
-    `spread`; and the log-density of each value. Infinite variances belong to flat priors."""
+    """`mean` and `covariance` of the states given the values so far; the predictions `ahead` and `spread`
+    before each value; and the log-density of each value. Infinite variances belong to flat priors."""
 
     mean: Array  # (n, d)
     covariance: Array  # (n, d, d)

@@ -261,7 +261,7 @@ def linear(function: Callable[[Array], Any], at: Array) -> tuple[Any, Any]:
 @eqx.filter_custom_jvp
 def forwards(tree: Any, *, function: Callable[[Any], Any]) -> Any:
     """`function(tree)` with forward-mode derivatives of all orders in the floats that are differentiated;
-    reverse mode is left with one product with a matrix."""
+    reverse mode then needs only one product with a matrix."""
     return function(tree)
 
 
