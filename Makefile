@@ -54,11 +54,11 @@ docs: .venv/docs
 test-browser: docs .venv/browser
 	$(BIN)/python -m pytest -n 0 tests/test_browser.py
 
-# Build the distribution, install the wheel into a clean environment, and run the README's example there.
+# Build the distribution, install the wheel into a clean environment, and run the README's example and the demo there.
 wheel: .venv/release
 	rm -rf dist
 	$(BIN)/python -m build --quiet
-	$(BIN)/python .ci/check_wheel.py dist/*.whl $(OPTIONS)
+	$(BIN)/python .ci/check_wheel.py dist/*.whl
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build dist figures site

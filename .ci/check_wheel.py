@@ -1,4 +1,4 @@
-"""Install a wheel into a clean environment and run the README's example there; with --demo, the demo too.
+"""Install a wheel into a clean environment and run the README's example and the demo there.
 
 python .ci/check_wheel.py dist/roughflow-0.2.0-py3-none-any.whl
 """
@@ -41,9 +41,8 @@ def main() -> None:
             r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
         )
         run("README", bin / "python", "-c", "\n".join(blocks))
-        if "--demo" in sys.argv:  # minutes
-            run("demo", bin / "roughflow", "demo", "--quiet", "--out", "figures")
-            assert (Path(folder) / "figures" / "demo.html").exists()
+        run("demo", bin / "roughflow", "demo", "--quiet", "--out", "figures")
+        assert (Path(folder) / "figures" / "demo.html").exists()
 
 
 if __name__ == "__main__":

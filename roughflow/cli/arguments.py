@@ -173,7 +173,7 @@ roughflow computes densities of stochastic differential equations. From the comm
 density to a table: fit a model to the rows, evaluate log-densities of other rows, draw new rows.
 
 commands:
-  demo        fit a banana-shaped density in minutes, and plot it
+  demo        fit a banana-shaped density in a minute, and plot it
                 roughflow demo --out figures
   fit         fit a density to the rows of a table (.csv with a header, .tsv, .npy, .parquet)
                 roughflow fit flowers.csv --columns length,width --out flowers.rf
@@ -236,7 +236,7 @@ def _demo(commands) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
     )
-    parser.add_argument("--steps", type=as_count, metavar="N", help="training steps; default: 6000")
+    parser.add_argument("--steps", type=as_count, metavar="N", help="training steps; default: 2000")
     _seed(parser)
     _quiet(parser)
 

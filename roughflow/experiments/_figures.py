@@ -279,11 +279,12 @@ def paper_flow(
     return rf.StochasticFlow(sde, base, integrator=rf.FixedGrid(steps=grid))
 
 
-DEMO_ROWS, DEMO_HELD_OUT, DEMO_TEST, DEMO_DRAWN = 20_000, 2000, 10_000, 4000
-DEMO_STEPS, DEMO_LIKELIHOOD = 6000, 60
+# About a minute on two cores.
+DEMO_ROWS, DEMO_HELD_OUT, DEMO_TEST, DEMO_DRAWN = 20_000, 1000, 4000, 4000
+DEMO_STEPS, DEMO_LIKELIHOOD = 2000, 20
 DEMO_NOISE = 0.5
 DEMO_EXTENT = (-4.0, 4.0, -10.0, 5.0)
-DEMO_RESOLUTION = 160  # of the map, per side
+DEMO_RESOLUTION = 96  # of the map, per side
 
 
 def demo(
