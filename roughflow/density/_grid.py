@@ -219,7 +219,7 @@ def in_band(size: int, dimension: int, share: float) -> np.ndarray:
 
 
 def triangle(d: int) -> np.ndarray:
-    """Where the entries of a symmetric matrix are among those of its lower triangle, by rows."""
+    """The positions of the entries of a symmetric matrix in its lower triangle, stored by rows."""
     return np.array([[max(i, j) * (max(i, j) + 1) // 2 + min(i, j) for j in range(d)] for i in range(d)])
 
 
@@ -712,8 +712,8 @@ def evaluation_cost(sde: AbstractSDE) -> float:
 
 
 def extrapolation_error(sde: AbstractSDE, segment: Segment, q: np.ndarray) -> float:
-    """How far the coefficients at the end of a segment are from those extrapolated from the stages, in nats:
-    fast changes in time between the stages show there. On a coarse mesh."""
+    """The difference, in nats on a coarse mesh, between the coefficients at the end of a segment and those
+    extrapolated from the stages: it detects fast changes in time between the stages."""
     d, stride = q.ndim, len(q) // COARSE[q.ndim]
     coarse, q = segment._replace(size=COARSE[d]), q[(slice(None, None, stride),) * d]
     fields, where = fields_of(np.asarray(coefficients(sde, coarse)), coarse), q > 1e-3 * q.max()

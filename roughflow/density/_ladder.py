@@ -278,7 +278,7 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
 
 
 def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record, from_modes: bool) -> None:
-    """Rung by rung, with the points that need the next one, from the modes on or from the prior."""
+    """Apply the rungs in turn to the points that need them, starting with the prior or with the modes."""
     levels, most = points.levels, goal.most[0]
     both = (levels.own, levels.finer)
     if not from_modes:
@@ -417,7 +417,7 @@ def _poor(log_weights: Array) -> Array:
 
 
 def _mixture_where(poor: Array, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray) -> Mixture:
-    """The learned proposal, or that around the modes, of points that are `poor`; of others the prior."""
+    """The prior; for `poor` points the learned proposal, or that around the modes."""
     if (learned := _learned(flow)) is not None:
         mixture = learned.distribution(flow, x, None)
         assert mixture is not None

@@ -265,7 +265,7 @@ class Amortised(AbstractProposal):
 
 
 def _across(slope: Array) -> Array:
-    """Orthonormal directions `(B, d, d + W)` that span the rows of (I, G), by Gram and Schmidt's way."""
+    """Orthonormal directions `(B, d, d + W)` that span the rows of (I, G), by Gram–Schmidt."""
     eye = jnp.eye(slope.shape[1], dtype=slope.dtype)
     table = jnp.concatenate([jnp.broadcast_to(eye, (len(slope), *eye.shape)), slope], axis=2)
     directions: list[Array] = []
