@@ -140,9 +140,10 @@ def test_a_start_that_is_stationary_or_known():
         np.testing.assert_allclose(value, truth, rtol=0, atol=1e-8)
 
 
-def test_hidden_components_of_a_nonlinear_sde_are_refused():
+def test_two_hidden_components_of_a_nonlinear_sde_are_refused():
     """And not estimated around states that a search may have missed."""
     sde = rf.FitzHughNagumo(0.1, 0.0, 1.5, 0.8, 0.5, 0.3)
-    values = np.column_stack([np.sin(np.arange(9.0)), np.full(9, np.nan)])
-    with pytest.raises(ValueError, match=r"^hidden components and missing cells require a linear SDE"):
+    values = np.column_stack([np.sin(np.arange(9.0)), np.cos(np.arange(9.0))])
+    values[3, 0] = values[4, 1] = np.nan
+    with pytest.raises(ValueError, match=r"^hidden components or missing cells of a nonlinear SDE require"):
         rf.series_likelihood(sde, np.arange(9.0), values, key=KEY)

@@ -8,8 +8,8 @@ import pytest
 from scipy import linalg
 
 import roughflow as rf
-from roughflow.series._hidden_likelihood import Observation, _series_likelihood, by_particles
 from roughflow.series._observed import panel
+from roughflow.series.hidden._likelihood import Observation, _series_likelihood, by_particles
 
 LINE = rf.OrnsteinUhlenbeck(2.0, 0.1, 0.5)
 PLANE = rf.OrnsteinUhlenbeck([[1.0, 0.4], [-0.3, 0.7]], [0.1, -0.2], [[0.4, 0.0], [0.2, 0.3]])

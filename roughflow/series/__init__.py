@@ -9,7 +9,6 @@ in `_hidden_states`, and its likelihood in `_hidden_likelihood`. `_fit_sde` maxi
 
 from ._fit_sde import fit_sde as fit_sde, series_likelihood as series_likelihood
 from ._fitted import FittedSDE as FittedSDE
-from ._hidden_likelihood import HiddenSeries as HiddenSeries
 from ._likelihood import (
     SeriesLikelihood as SeriesLikelihood,
     SeriesPosterior as SeriesPosterior,
@@ -17,11 +16,12 @@ from ._likelihood import (
 from ._observed import Observed as Observed, panel as panel
 from ._parameters import Domain as Domain
 from ._residuals import Residuals as Residuals
-from ._state_space import Estimated as Estimated, Inputs as Inputs
 from ._transition import (
     transition_estimate as transition_estimate,
     transition_log_prob as transition_log_prob,
 )
+from .hidden._likelihood import HiddenSeries as HiddenSeries
+from .hidden._state_space import Estimated as Estimated, Inputs as Inputs
 from .models import (
     CKLS as CKLS,
     AbstractNamedSDE as AbstractNamedSDE,

@@ -1,7 +1,7 @@
 """Maximum-likelihood estimation of an SDE from a time series."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,13 @@ from .._programs import in_double_precision
 from ..sde import AbstractSDE, check_sde
 from ..transition import AbstractCoordinates, Effort
 from ._fitted import FittedSDE
-from ._hidden_likelihood import (
+from ._likelihood import AbstractLikelihood, Likelihood, SeriesLikelihood, WholeLikelihood
+from ._observed import Observed, check_dimension, check_inside, is_partial, panel, transitions
+from ._parameters import Domain, Parameters
+from ._search import LOSS, climb, falls_at_boundary, polish
+from ._transition import check_no_memory, coordinates_of
+from .hidden._grid import hidden_component
+from .hidden._likelihood import (
     DRAWS,
     GRID,
     HiddenLikelihood,
@@ -22,12 +28,6 @@ from ._hidden_likelihood import (
     hidden_likelihood,
     hidden_series,
 )
-from ._hidden_states import on_a_line
-from ._likelihood import AbstractLikelihood, Likelihood, SeriesLikelihood, WholeLikelihood
-from ._observed import Observed, check_dimension, check_inside, is_partial, panel, transitions
-from ._parameters import Domain, Parameters
-from ._search import LOSS, climb, falls_at_boundary, polish
-from ._transition import check_no_memory, coordinates_of
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of the random starting points, in the free parameters
@@ -50,8 +50,10 @@ def fit_sde(
     tolerance: float | None = None,
     coordinates: AbstractCoordinates | None = None,
     measurement_noise: ArrayLike | list | None = None,
+    observe: Callable | None = None,
     initial: Any = None,
     inputs: Any = None,
+    steps: int | None = None,
 ) -> FittedSDE:
     """Fit the parameters of an SDE to a time series by maximum likelihood, conditional on the first value.
 
@@ -84,17 +86,23 @@ def fit_sde(
       hidden states). With hidden states it is the number of draws (four per path) and of steps per gap.
     - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
       or one per column. It is estimated along with the other parameters, as `measurement_noise`. An array of
-      the shape of `values` gives known standard deviations, one per value. Values may lie
-      outside the state space.
+      the shape of `values` gives known standard deviations, one per value. Values may lie outside
+      the state space.
+    - `observe`: g(t, x), or g(t, x, u) with inputs, the distribution of a value given the state: an object
+      with `log_prob`, such as one of NumPyro. If it is an `eqx.Module`, its float fields are estimated too.
+    - `steps`: number of Euler steps from one value to the next, for models in discrete time. If None
+      (default), the likelihood is that of the SDE in continuous time.
     - `initial`: the hidden components of the first state: None (a flat prior), their values (then noisy
       values at the first time do not count), a distribution, "stationary", `rf.series.Estimated(values)`, or
       a function of the SDE that returns values or a distribution.
     - `inputs`: u(t), a function, a tuple (times, columns), held from one time to the next, or an
       `rf.series.Inputs`. Drift and diffusion get it as last argument.
 
-    Hidden components, missing cells, `initial` and `inputs` require a linear SDE, whose likelihood the
-    Kalman filter computes without error. With measurement noise other SDEs use importance sampling around the
-    most likely states, or, in one dimension, a grid.
+    Linear SDEs with hidden components, missing cells, known errors or inputs have a likelihood that the
+    Kalman filter computes without error. For other SDEs a filter on a grid integrates out one hidden
+    component; the others must be observed without error. Choose `coordinates` in which the noise of the
+    hidden component is nearly constant. With measurement noise alone they use importance sampling around the
+    most likely states, and the grid in one dimension.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -106,14 +114,15 @@ def fit_sde(
     print(result.summary())
     ```
     """
-    tolerance = TOLERANCE[measurement_noise is not None] if tolerance is None else tolerance
-    check_positive("tolerance", tolerance)
     check_count("num_starts", num_starts)
     start = as_floats(starting_point(sde, times, values))
     key_paths, key_starts = jax.random.split(check_key(key))
     options = {"exact": exact, "effort": effort, "coordinates": coordinates}
-    observation = Observation(measurement_noise, None, initial, inputs)
-    series = panel(times, values, partial=observation.given or is_partial(values))
+    observation = Observation(measurement_noise, observe, initial, inputs, _check_steps(steps))
+    hidden = observation.given or is_partial(values)
+    tolerance = TOLERANCE[hidden] if tolerance is None else tolerance
+    check_positive("tolerance", tolerance)
+    series = panel(times, values, partial=hidden)
     likelihood = _likelihood(start, series, observation, domains or {}, penalty or {}, key_paths, options)
     moments = _moments(start, likelihood.parameters, times, values)
     maximum = _maximum(likelihood, moments, num_starts, key_starts)
@@ -121,7 +130,7 @@ def fit_sde(
     for _ in range(REFINED):
         if np.hypot(*errors) < tolerance or effort is not None:
             break
-        further = _raised(maximum.likelihood, errors, tolerance)
+        further = _raised(maximum, errors, tolerance)
         if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more effort does not help
             break
         maximum = _polished(further, maximum.free)
@@ -182,6 +191,10 @@ class _Maximum:
     falls: np.ndarray
 
 
+def _check_steps(steps: int | None) -> int | None:
+    return None if steps is None else check_count("steps", steps)
+
+
 def starting_point(sde: Any, times: Any, values: Any) -> Any:
     """The SDE from which the search starts: the given one, or the one a class derives from the series."""
     if not isinstance(sde, type):
@@ -236,14 +249,30 @@ def _maximum(
     return _polished(likelihood, max(found, key=lambda pair: pair[0])[1])
 
 
-def _raised(
-    likelihood: AbstractLikelihood, errors: tuple[float, float], tolerance: float
-) -> AbstractLikelihood:
+SETTLED = 0.01  # nats, by which a new grid may change the log-likelihood
+MOVES = 5  # times that the grid of hidden states follows the parameters
+
+
+def _settled(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[AbstractLikelihood, np.ndarray]:
+    """A grid of the hidden states that fits the parameters, and the maximum on it."""
+    if not isinstance(likelihood, HiddenLikelihood) or likelihood.of_sde.method != GRID:
+        return likelihood, free
+    for _ in range(MOVES):
+        before = likelihood.total(free)[0]
+        likelihood = likelihood.moved_to(free)
+        if abs(likelihood.total(free)[0] - before) < SETTLED:
+            break
+        free = climb(likelihood.total, free, likelihood.quick_information)
+    return likelihood, free
+
+
+def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) -> AbstractLikelihood:
+    likelihood, free = maximum.likelihood, maximum.free
     assert likelihood.effort is not None  # an inexact likelihood has an effort
     if isinstance(likelihood, HiddenLikelihood) and errors[0] > errors[1]:
         of_sde = likelihood.of_sde
-        if of_sde.method == DRAWS and on_a_line(of_sde.rows):
-            return likelihood.with_method(GRID)
+        if of_sde.method == DRAWS and hidden_component(of_sde.rows) is not None:
+            return likelihood.with_method(GRID, free)
         if of_sde.method == GRID:
             return likelihood.with_nodes()
     return likelihood.with_effort(likelihood.effort.raised(*errors, tolerance))
@@ -251,6 +280,7 @@ def _raised(
 
 def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
     """The maximum near a point, with parameters moved to a boundary where that loses nothing."""
+    likelihood, free = _settled(likelihood, free)
     likelihood, free = likelihood.rescaled(free)
     domains = likelihood.parameters.domains
     sides = np.isfinite([[domain.lower for domain in domains], [domain.upper for domain in domains]])
@@ -270,8 +300,10 @@ def series_likelihood(
     effort: Effort | None = None,
     coordinates: AbstractCoordinates | None = None,
     measurement_noise: ArrayLike | list | None = None,
+    observe: Callable | None = None,
     initial: Any = None,
     inputs: Any = None,
+    steps: int | None = None,
 ) -> SeriesLikelihood | HiddenSeries:
     """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()`, for example for a sampler.
 
@@ -296,7 +328,7 @@ def series_likelihood(
     """
     check_no_memory(sde)
     check_sde(sde)
-    observation = Observation(measurement_noise, None, initial, inputs)
+    observation = Observation(measurement_noise, observe, initial, inputs, _check_steps(steps))
     hidden = observation.given or is_partial(values)
     series, space = panel(times, values, partial=hidden), coordinates_of(sde, coordinates)
     if hidden:

@@ -18,7 +18,6 @@ from .._show import table
 from ..faq import see
 from ..sde import AbstractSDE
 from ..transition import AbstractCoordinates, Effort
-from ._hidden_likelihood import NAME as NOISE, HiddenLikelihood, HiddenSeries
 from ._likelihood import AbstractLikelihood, Likelihood, SeriesLikelihood, SeriesPosterior, WholeLikelihood
 from ._observed import Observed, same_data
 from ._parameters import Domain
@@ -26,6 +25,7 @@ from ._residuals import Residuals, residuals, tested
 from ._search import LOSS, boundary_p_value, check_level, is_regular, profile_interval, unit_root_p_value
 from ._simulation import check_memory, forecast
 from ._transition import DOUBTFUL, coordinates_of
+from .hidden._likelihood import NAME as NOISE, HiddenLikelihood, HiddenSeries
 from .models import BrownianMotion, OrnsteinUhlenbeck
 
 

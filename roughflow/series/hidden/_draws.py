@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._linear import cholesky, solve_lower, solve_upper
-from .._programs import jit
-from ..transition import in_chunks, linear
-from ._state_space import STEP, Rows, StateSpace
-from .models import Normal
+from ..._linear import cholesky, solve_lower, solve_upper
+from ..._programs import jit
+from ...transition import in_chunks, linear
+from ..models import Normal
+from ._state_space import STEP, StateSpace
 
 
 class Chain(eqx.Module):
@@ -374,64 +374,6 @@ def particles(space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int)
     ratio = jnp.exp(logs - jnp.max(logs))
     error = jnp.std(ratio, ddof=1) / jnp.mean(ratio) / np.sqrt(REPLICATES)
     return laplace + jnp.max(logs) + jnp.log(jnp.mean(ratio)), error
-
-
-WIDTH = 9.0  # half width of a grid in standard deviations of a hidden component
-SPACING = 1.0  # of its nodes, in standard deviations of a transition
-NODES = (24, 768)  # fewest and most nodes
-
-
-def on_a_line(rows: Rows) -> bool:
-    """Whether every state has at most one hidden component."""
-    return bool(np.all(np.sum(~np.asarray(rows.fixed), axis=1) <= 1))
-
-
-def num_nodes(space: StateSpace, mode: Expansion) -> int:
-    """The number of nodes of a grid that resolves every transition."""
-    d = mode.path.shape[1]
-    spread = np.sqrt(np.asarray(jnp.diagonal(mode.chain(space).variances(), axis1=1, axis2=2)))
-    i, free = np.asarray(space.rows.before), ~np.asarray(space.rows.fixed)
-    sharp = np.sqrt(np.abs(np.asarray(jnp.diagonal(mode.tie_bends, axis1=1, axis2=2))))
-    ratio = np.maximum(
-        np.where(free[i], spread[i] * sharp[:, :d], 0), np.where(free[i + 1], spread[i + 1] * sharp[:, d:], 0)
-    )
-    return int(np.clip(2 * WIDTH * np.nanmax(ratio) / SPACING, *NODES))
-
-
-def on_grid(space: StateSpace, mode: Expansion, count: int) -> Array:
-    """The log-likelihood of each series with one hidden component, by the trapezoidal rule on a grid around
-    its most likely states: its error falls exponentially with the spacing of the nodes."""
-    rows, (_n, d) = space.rows, mode.path.shape
-    held = jax.lax.stop_gradient(mode)
-    variances = jnp.diagonal(jax.lax.stop_gradient(mode.chain(space).variances()), axis1=1, axis2=2)
-    free = ~rows.fixed
-    nodes = jnp.linspace(-WIDTH, WIDTH, count)
-    spread = jnp.where(free, jnp.sqrt(jnp.where(free, variances, 0)), 0)
-    hidden = jnp.any(free, axis=1)
-    gap = jnp.where(hidden, jnp.log(jnp.sum(spread, axis=1) * (nodes[1] - nodes[0])), -jnp.log(count))
-    path = space.pinned(held.path)
-    step_into = jnp.clip(jnp.cumsum(~rows.first) - 1, 0)
-    before = rows.times[rows.before][step_into], rows.dt[step_into]
-
-    def step(carried: tuple, now: tuple) -> tuple[tuple, Array]:
-        (log_alpha, last), (at, wide, gap, row, time, dt) = carried, now
-        points = at[None] + nodes[:, None] * wide[None]
-        inside = jax.vmap(space.coordinates.is_inside)(points)
-        points = jnp.where(inside[:, None], points, at[None])
-        tied = jax.vmap(lambda b: jax.vmap(lambda a: space.transition(a, b, time, dt, row[3]))(last))(points)
-        tied = jnp.where(row[5], 0, jnp.where(jnp.isnan(tied), -jnp.inf, tied))
-        ahead = jax.nn.logsumexp(log_alpha[None] + tied, axis=1)
-        own = jax.vmap(lambda z: space.observation(z, *row))(points) + gap
-        own = jnp.where(inside & ~jnp.isnan(own), own, -jnp.inf)
-        log_alpha = own + jnp.where(row[5], 0, ahead)
-        total = jax.nn.logsumexp(log_alpha)
-        return (log_alpha, points), total
-
-    start = jnp.zeros(count), jnp.broadcast_to(path[:1], (count, d))
-    given = (path, spread, gap, observations(space), *before)
-    totals = jax.lax.scan(step, start, given)[1]
-    last = jnp.append(rows.first[1:], True)
-    return jnp.zeros(rows.count).at[rows.series].add(jnp.where(last, totals, 0))
 
 
 PARTICLES = 2048

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._linear import cholesky, solve_lower
-from .._programs import jit
-from ..transition import Unchanged
-from ._hidden_states import Chain
+from ..._linear import cholesky, solve_lower
+from ..._programs import jit
+from ...transition import Unchanged
+from ..models import Normal
+from ._draws import Chain
 from ._state_space import StateSpace
-from .models import Normal
 
 CLOSE = 1e-9  # relative error up to which a transition is linear
 TAYLOR_TERMS, MAX_DOUBLINGS = 15, 32
@@ -108,13 +108,13 @@ def is_linear(space: StateSpace) -> bool:
     if space.exact and not type(space.sde).__module__.startswith("roughflow."):
         return False  # the chain may be another than that of its drift and diffusion
     try:
-        return bool(_is_affine(space)) and _normal_start(space) is not None
+        return bool(is_affine(space)) and _normal_start(space) is not None
     except (TypeError, NotImplementedError):
         return False
 
 
 @functools.partial(jit, level=1)
-def _is_affine(space: StateSpace) -> Array:
+def is_affine(space: StateSpace) -> Array:
     """Whether the SDE is linear at random states, and a step the same as two half steps, hence exact."""
     rows, d = space.rows, space.rows.fixed.shape[1]
     places = np.unique(np.linspace(0, len(rows.dt) - 1, PROBES).astype(int))

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..sde import AbstractItoSDE, AbstractSDE, noise_matrix
-from ..transition import AbstractCoordinates
-from ._observed import Observed, Times, as_columns
-from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
+from ...sde import AbstractItoSDE, AbstractSDE, noise_matrix
+from ...transition import AbstractCoordinates
+from .._observed import Observed, Times, as_columns
+from ..models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
 
 STEP = 1e-3  # step of finite differences, in standard deviations of a transition
 STATIONARY = "stationary"

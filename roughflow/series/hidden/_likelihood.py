@@ -12,34 +12,42 @@ import numpy as np
 import scipy
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_callable
-from .._programs import jit
-from ..faq import see
-from ..sde import AbstractItoSDE, AbstractSDE, noise_dimension
-from ..transition import AbstractCoordinates, Effort, Transition, forwards, linear
-from ._hidden_states import (
+from ..._checks import check_callable
+from ..._programs import jit
+from ...faq import see
+from ...sde import AbstractItoSDE, AbstractSDE, noise_dimension
+from ...transition import AbstractCoordinates, Effort, Transition, forwards, linear
+from .._likelihood import AbstractLikelihood, information_by_differences
+from .._observed import Observed
+from .._parameters import POSITIVE, UNIT, Domain, Parameters
+from ..models import AbstractNamedSDE, exact_transition
+from ._draws import (
     PARTICLES as FILTER_PARTICLES,
-    Expansion,
     FilteredDraws,
     Search,
     expansion_at_mode,
     log_likelihood,
-    num_nodes,
-    on_grid,
     particle_filter,
     particles,
 )
-from ._kalman import Filtered, is_linear, kalman_filter, linear_model, smoothed_states
-from ._likelihood import AbstractLikelihood, information_by_differences
-from ._observed import Observed
-from ._parameters import POSITIVE, UNIT, Domain, Parameters
+from ._grid import (
+    BRIDGE,
+    EULER,
+    EXACT,
+    Mesh,
+    fitted_mesh,
+    grid_filter,
+    grid_likelihood,
+    grid_smoother,
+    grid_uniform,
+    hidden_component,
+)
+from ._kalman import Filtered, is_affine, is_linear, kalman_filter, linear_model, smoothed_states
 from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, driven_by, first_path, rows_of
-from .models import exact_transition
 
 NAME = "measurement_noise"
 KALMAN, DRAWS, GRID = "kalman", "draws", "grid"
 DRAWS_PER_PATH = 4  # draws of the hidden states, relative to `Effort.num_paths`
-FINER = 1.5  # factor of the nodes of a grid that measures its error
 
 
 class Observation(NamedTuple):
@@ -49,10 +57,16 @@ class Observation(NamedTuple):
     observe: Callable | None = None
     initial: Any = None
     inputs: Any = None
+    steps: int | None = None
 
     @property
     def given(self) -> bool:
         return any(part is not None for part in self)
+
+    @property
+    def only_linear_or_grid(self) -> list[str]:
+        """Names of what a general likelihood by draws of the states does not have."""
+        return [name for name in ("observe", "inputs", "initial", "steps") if getattr(self, name) is not None]
 
 
 class HiddenSeries(eqx.Module):
@@ -84,7 +98,8 @@ class HiddenSeries(eqx.Module):
     unknown: tuple[int, ...] = eqx.field(static=True)
     exact: bool = eqx.field(static=True)
     method: str = eqx.field(static=True)
-    nodes: int = eqx.field(static=True)
+    steps: int | None = eqx.field(static=True, default=None)
+    mesh: Mesh | None = None
 
     def space(self, sde: Any, extras: Mapping[str, Any] | None = None) -> StateSpace:
         """The state-space model of an SDE, with other values of the estimated extras."""
@@ -108,32 +123,46 @@ class HiddenSeries(eqx.Module):
             logs = kalman_filter(linear_model(space), self.rows.fixed).log_prob
             value = jnp.zeros(self.rows.count).at[self.rows.series].add(logs)
             return value, jnp.zeros_like(value)
+        if self.mesh is not None:
+            value = grid_likelihood(space, self.mesh)
+            return value, jnp.zeros_like(value)
         mode, found = expansion_at_mode(space, self.path)
-        if self.method == GRID:
-            value = on_grid(space, mode, self.nodes)
-            error = jnp.zeros_like(value)
-        else:
-            value, error, _ = log_likelihood(space, mode, self.key, self.num_draws)
+        value, error, _ = log_likelihood(space, mode, self.key, self.num_draws)
         return value, jnp.where(found & jnp.isfinite(error), error, jnp.inf)
 
     @property
     def num_draws(self) -> int:
         return DRAWS_PER_PATH * self.effort.num_paths
 
+    def with_mesh(self, space: StateSpace) -> "HiddenSeries":
+        """With a grid for the states of this model."""
+        scheme, steps = EXACT if self.exact else BRIDGE, self.effort.num_steps
+        if self.steps is not None:
+            scheme, steps = EULER, self.steps
+        component = hidden_component(self.rows)
+        assert component is not None
+        guess = np.asarray(self.path[:, component])
+        mesh = fitted_mesh(space, component, scheme, 1 if scheme == EXACT else steps, guess)
+        return dataclasses.replace(self, mesh=mesh)
+
     def described(self) -> str:
         """The method, in words."""
-        how = {KALMAN: "Kalman filter", GRID: f"grid of {self.nodes} nodes"}
-        how = how.get(self.method, f"{self.num_draws} draws of the hidden states")
+        how = "Kalman filter" if self.method == KALMAN else f"{self.num_draws} draws of the hidden states"
+        if self.mesh is not None:
+            how = f"grid of {self.mesh.size} nodes"
+            if self.mesh.scheme == EULER:
+                return f"{how}, {self.mesh.steps} Euler step{'s' * (self.mesh.steps > 1)} per value"
         return (
-            f"{how}, {self.effort.num_steps} steps per median gap"
+            f"{how}, {self.effort.num_steps} step{'s' * (self.effort.num_steps > 1)} per value"
             if self.refines
             else f"{how}, exact transitions"
         )
 
     @property
     def refines(self) -> bool:
-        """Whether states are inserted between values, so that the time step matters."""
-        return self.method != KALMAN and not self.exact
+        """Whether the time step between values matters."""
+        euler = self.mesh is not None and self.mesh.scheme == EULER
+        return self.method != KALMAN and not self.exact and not euler
 
 
 class _WithInputs(eqx.Module):
@@ -201,7 +230,7 @@ class HiddenLikelihood(AbstractLikelihood):
         here = self.log_likelihood(free)
         if self.of_sde.refines:
             moved = abs(self.with_effort(self.of_sde.effort.finer()).log_likelihood(free) - here)
-        if self.of_sde.method == GRID:
+        if self.of_sde.mesh is not None:
             drawn = max(drawn, abs(self.with_nodes().log_likelihood(free) - here))
         return drawn, moved if np.isfinite([drawn, moved]).all() else np.inf
 
@@ -226,6 +255,9 @@ class HiddenLikelihood(AbstractLikelihood):
 
     def smoothed(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """States given all values, and their standard deviations."""
+        if self.of_sde.mesh is not None:
+            smoothed, _ = _on_grid(self, jnp.asarray(free, float), True)
+            return self._given(*smoothed)
         path, deviation = _smoothed(self, jnp.asarray(free, float))
         return np.asarray(path), np.asarray(deviation)
 
@@ -234,8 +266,16 @@ class HiddenLikelihood(AbstractLikelihood):
         if self.of_sde.method == KALMAN:
             _, mean, deviation = _kalman_filtered(self, jnp.asarray(free, float))
             return np.asarray(mean), np.asarray(deviation)
+        if self.of_sde.mesh is not None:
+            return self._given(*_on_grid(self, jnp.asarray(free, float), False)[0])
         found, given = self._particles(free, key, FILTER_PARTICLES), self.of_sde.rows.given
         return np.asarray(found.mean)[given], np.asarray(found.deviation)[given]
+
+    def _given(self, mean: Array, deviation: Array) -> tuple[np.ndarray, np.ndarray]:
+        """States at the times of the series; NaN where no value is observed and the filter has no state."""
+        given = np.asarray(self.of_sde.rows.given)
+        shown = lambda one: np.where(given[:, None] < 0, np.nan, np.asarray(one)[given])
+        return shown(mean), shown(deviation)
 
     def _particles(self, free: np.ndarray, key: PRNGKeyArray, count: int) -> FilteredDraws:
         column = _column(self.of_sde.rows)
@@ -255,11 +295,14 @@ class HiddenLikelihood(AbstractLikelihood):
             wide = found.spread[:, column, column] + (0 if error is None else error[:, column] ** 2)
             gap = rows.values[:, column] - found.ahead[:, column]
             uniform = scipy.stats.norm.cdf(np.asarray(gap)[shown] / np.sqrt(np.asarray(wide)[shown]))
+        elif self.of_sde.mesh is not None:
+            space = self.space(jnp.asarray(free, float))
+            uniform = np.asarray(grid_uniform(space, self.of_sde.mesh, column))[shown]
         else:
             uniform = np.asarray(self._particles(free, key, FILTER_PARTICLES).uniform)[shown]
         if np.isnan(uniform).all():
             raise ValueError("residuals require an observation density with cdf")
-        least = 0.5 / (FILTER_PARTICLES + 1) if self.of_sde.method != KALMAN else 1e-15
+        least = 0.5 / (FILTER_PARTICLES + 1) if self.of_sde.method == DRAWS else 1e-15
         return np.clip(uniform[np.isfinite(uniform)], least, 1 - least)
 
     def last_states(self, free: np.ndarray, key: PRNGKeyArray, count: int, place: int) -> Array:
@@ -275,18 +318,40 @@ class HiddenLikelihood(AbstractLikelihood):
             normal = np.asarray(jax.random.normal(key, (count, len(mean))))
             drawn = mean + (normal * np.sqrt(np.maximum(values, 0))) @ vectors.T
             return jax.vmap(coordinates.to_state)(jnp.asarray(drawn))
+        if self.of_sde.mesh is not None:
+            where, chance = _on_grid(self, jnp.asarray(free, float), False)[1]
+            cell, shift = jax.random.split(key)
+            node = jax.random.choice(cell, where.shape[1], (count,), p=jnp.exp(chance[last]))
+            z = where[last, node]
+            i, width = self.of_sde.mesh.component, jnp.ptp(where[last, :, self.of_sde.mesh.component])
+            z = z.at[:, i].add(
+                width / where.shape[1] * jax.random.uniform(shift, (count,), minval=-0.5, maxval=0.5)
+            )
+            return jax.vmap(self.of_sde.coordinates.to_state)(z)
         one = dataclasses.replace(self, of_sde=_one_series(self.of_sde, place))
         return one._particles(free, key, max(count, FILTER_PARTICLES)).last[:count]
 
     def with_effort(self, effort: Effort) -> "HiddenLikelihood":
-        return dataclasses.replace(self, of_sde=self.remake(effort, self.of_sde.method))
+        mesh = self.of_sde.mesh
+        if mesh is None:
+            return dataclasses.replace(self, of_sde=self.remake(effort, self.of_sde.method))
+        of_sde = dataclasses.replace(self.of_sde, effort=effort, mesh=mesh.with_steps(effort.num_steps))
+        return dataclasses.replace(self, of_sde=of_sde)
 
-    def with_method(self, method: str) -> "HiddenLikelihood":
-        return dataclasses.replace(self, of_sde=self.remake(self.of_sde.effort, method))
+    def with_method(self, method: str, free: np.ndarray) -> "HiddenLikelihood":
+        return dataclasses.replace(self, of_sde=self.remake(self.of_sde.effort, method)).moved_to(free)
 
     def with_nodes(self) -> "HiddenLikelihood":
         """With a finer grid."""
-        of_sde = dataclasses.replace(self.of_sde, nodes=int(FINER * self.of_sde.nodes))
+        assert self.of_sde.mesh is not None
+        of_sde = dataclasses.replace(self.of_sde, mesh=self.of_sde.mesh.finer())
+        return dataclasses.replace(self, of_sde=of_sde)
+
+    def moved_to(self, free: np.ndarray) -> "HiddenLikelihood":
+        """With a grid where the states are at these parameters."""
+        if self.of_sde.method != GRID:
+            return self
+        of_sde = self.of_sde.with_mesh(self.space(jnp.asarray(free, float)))
         return dataclasses.replace(self, of_sde=of_sde)
 
     def described(self) -> str:
@@ -308,9 +373,23 @@ def _scores(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array, Ar
 
 
 @functools.partial(jit, level=1)
-def mode_of(series: HiddenSeries, space: StateSpace) -> Expansion:
-    """The expansion around the most likely states."""
-    return Search.mode(space, series.path).best
+def _on_grid(
+    likelihood: HiddenLikelihood, free: Array, smoothed: bool
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Means and standard deviations `(n, d)` of all states given the values so far, or all values; and the
+    coordinates of the nodes `(n, m, d)` with their log-probabilities `(n, m)`."""
+    space, mesh = likelihood.space(free), likelihood.of_sde.mesh
+    assert mesh is not None
+    found, logs = grid_smoother(space, mesh) if smoothed else (grid_filter(space, mesh), None)
+    logs = found.now if logs is None else logs
+    path = space.pinned(jnp.zeros(space.rows.fixed.shape))
+    z = jnp.broadcast_to(path[:, None], (*found.nodes.shape, path.shape[1]))
+    z = z.at[:, :, mesh.component].set(found.nodes)
+    x = jax.vmap(jax.vmap(space.coordinates.to_state))(z)
+    x = jnp.where(logs[..., None] > -jnp.inf, x, 0)
+    share = jnp.exp(logs)[..., None]
+    mean = jnp.sum(share * x, axis=1)
+    return (mean, jnp.sqrt(jnp.sum(share * (x - mean[:, None]) ** 2, axis=1))), (z, logs)
 
 
 @functools.partial(jit, level=1)
@@ -441,14 +520,7 @@ def _series_likelihood(
     driven = sde if inputs is None else driven_by(sde, inputs)
     if inputs is not None and not isinstance(sde, AbstractItoSDE):
         raise ValueError("inputs require an SDE in the Itô sense: use rf.to_ito")
-    columns = series[0].values.shape[1]
-    d = sde.dimension if isinstance(sde.dimension, int) else columns
-    if observation.observe is None and columns != d:
-        raise ValueError(
-            f"values have {columns} columns, but {type(sde).__name__} has dimension {d}: "
-            "give a column of NaN for each hidden component"
-        )
-    noise_dimension(driven, d, f"values have {columns} column{'s' * (columns > 1)}")
+    columns, d = series[0].values.shape[1], _dimension(sde, driven, series, observation)
     noise, errors = check_noise(observation.measurement_noise, series)
     if observation.observe is not None:
         check_callable("observe", observation.observe, "(t, x) -> a distribution with log_prob")
@@ -469,21 +541,51 @@ def _series_likelihood(
     knots = np.asarray(inputs.times) if isinstance(inputs, Inputs) else np.zeros(0)
     start: dict[str, Any] = {
         "key": key, "coordinates": coordinates, "noise": noise, "observe": observation.observe,
-        "initial": observation.initial, "inputs": inputs, "unknown": unknown,
+        "steps": observation.steps, "initial": observation.initial, "inputs": inputs,
+        "unknown": unknown,
     }  # fmt: skip
 
-    def make(effort: Effort, method: str, exact: bool, nodes: int = 0) -> HiddenSeries:
-        steps = 0 if exact or method == KALMAN else effort.num_steps
-        rows = rows_of(
-            series, dimension=d, observe=observation.observe is not None, noisy=noisy, errors=errors,
-            known_start=known, knots=knots, num_steps=steps,
-        )  # fmt: skip
-        return HiddenSeries(
-            rows=rows, path=jnp.zeros((len(rows.times), d)), effort=effort, exact=exact, method=method,
-            nodes=nodes, **start,
-        )  # fmt: skip
+    layout = {
+        "dimension": d, "observe": observation.observe is not None, "noisy": noisy, "errors": errors,
+        "known_start": known,
+    }  # fmt: skip
+
+    def make(effort: Effort, method: str, exact: bool) -> HiddenSeries:
+        steps = effort.num_steps if method == DRAWS and not exact else 0
+        # With a grid, values that are all missing only lengthen a gap.
+        empty = method == GRID and not noisy and observation.observe is None and d > 1
+        some = _without_empty(series) if empty else series
+        between = knots if d == 1 or method != GRID else np.zeros(0)
+        rows = rows_of(some, knots=between, num_steps=steps, **layout)
+        if empty:
+            kept = np.concatenate([np.isfinite(one.values).any(axis=1) for one in series])
+            given = np.full(len(kept), -1)
+            given[kept] = rows.given
+            rows = dataclasses.replace(rows, given=given)
+        path = jnp.zeros((len(rows.times), d))
+        return HiddenSeries(rows=rows, path=path, effort=effort, exact=exact, method=method, **start)
 
     return _chosen(make, sde, np.asarray(at), closed, effort, observation, linear)
+
+
+def _dimension(sde: Any, driven: Any, series: Sequence[Observed], observation: Observation) -> int:
+    """The dimension of the state, checked against the columns of the values."""
+    columns = series[0].values.shape[1]
+    d = sde.dimension if isinstance(sde.dimension, int) else columns
+    if observation.observe is None and columns != d:
+        raise ValueError(
+            f"values have {columns} columns, but {type(sde).__name__} has dimension {d}: "
+            "give a column of NaN for each hidden component"
+        )
+    noise_dimension(driven, d, f"values have {columns} column{'s' * (columns > 1)}")
+    return d
+
+
+def _without_empty(series: Sequence[Observed]) -> list[Observed]:
+    """Without the times at which all values are missing."""
+    seen = [np.isfinite(one.values).any(axis=1) for one in series]
+    pairs = zip(series, seen, strict=True)
+    return [dataclasses.replace(one, times=one.times[s], values=one.values[s]) for one, s in pairs]
 
 
 def _chosen(
@@ -506,31 +608,43 @@ def _chosen(
         for name in ("observe", "initial")
         if isinstance(part := getattr(observation, name), eqx.Module) and not hasattr(part, "log_prob")
     }
-    if is_linear(whole.space(sde)) if linear is None else linear:
-        return (lambda effort, method: whole), extras, whole
     if linear is None:
-        _check_supported(whole, observation)
+        linear = observation.steps is None and is_linear(whole.space(sde))
+        partly = np.any(np.asarray(whole.rows.seen).any(axis=1) & ~np.asarray(whole.rows.seen).all(axis=1))
+        others = any(
+            getattr(observation, name) is not None for name in ("observe", "initial", "inputs", "steps")
+        )
+        on_grid = bool(partly or others)
+        if on_grid and not linear:
+            _check_supported(make(first, GRID, closed), observation, sde)
+    else:
+        on_grid = False
+    if linear:
+        return (lambda effort, method: whole), extras, whole
+    small = effort or Effort(num_functions=1, num_paths=32, num_steps=1 if len(at) > 1 else 2)
+    remake = lambda effort, method: with_path(make(effort, method, closed))
+    if on_grid:
+        found = remake(small, GRID)
+        return remake, extras, found.with_mesh(found.space(sde))
+    return remake, extras, remake(first, DRAWS)
 
-    def remake(effort: Effort, method: str) -> HiddenSeries:
-        one = with_path(make(effort, method, closed))
-        if method == GRID:
-            mode = mode_of(one, one.space(sde))
-            one = dataclasses.replace(one, nodes=num_nodes(one.space(sde), mode))
-        return one
 
-    found = remake(first, DRAWS)
-    return remake, extras, found
-
-
-def _check_supported(series: HiddenSeries, observation: Observation) -> None:
-    """Refuse what only linear SDEs have: around the most likely states of others draws may be far off."""
-    seen = np.asarray(series.rows.seen)
-    given = [name for name in ("observe", "initial", "inputs") if getattr(observation, name) is not None]
-    if np.any(seen.any(axis=1) & ~seen.all(axis=1)):
-        given.insert(0, "hidden components and missing cells")
-    if given:
+def _check_supported(series: HiddenSeries, observation: Observation, sde: Any) -> None:
+    """Refuse what only linear SDEs have, and what has more than one hidden component."""
+    given = [
+        name for name in ("observe", "inputs", "initial", "steps") if getattr(observation, name) is not None
+    ]
+    if hidden_component(series.rows) is None:
+        what = ", ".join(["hidden components or missing cells", *given])
         raise ValueError(
-            f"{', '.join(given)} require a linear SDE: drift affine in the state, noise independent of it"
+            f"{what} of a nonlinear SDE require that at most one component of the state is unknown at any "
+            "time, and always the same; the others must be observed without error"
+        )
+    own = isinstance(sde, AbstractNamedSDE) and sde.stationary(series.unknown)
+    if isinstance(observation.initial, str) and not (own or is_affine(series.space(sde))):
+        raise ValueError(
+            f"initial='stationary' requires a linear SDE or one whose stationary distribution is known, not "
+            f"{type(sde).__name__}: give a distribution"
         )
 
 

@@ -1,0 +1,187 @@
+"""Nonlinear series with one hidden component, against dense quadrature written in NumPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import roughflow as rf
+from roughflow.series._observed import panel
+from roughflow.series.hidden._likelihood import Observation, _series_likelihood
+
+KEY = jax.random.key(0)
+COORDINATES = rf.transition.Columns(rf.transition.Unchanged(), rf.transition.Root())
+
+
+class LogHeston(rf.sde.AbstractItoSDE):
+    """The logarithm of a price, and its variance."""
+
+    mu: jax.Array
+    kappa: jax.Array
+    theta: jax.Array
+    xi: jax.Array
+    rho: jax.Array
+    dimension = 2
+
+    def drift(self, t, z):
+        return jnp.stack([self.mu - z[1] / 2, self.kappa * (self.theta - z[1])])
+
+    def diffusion(self, t, z):
+        root = jnp.sqrt(z[1])
+        other = jnp.sqrt(1 - self.rho**2)
+        return jnp.stack([root * jnp.array([1.0, 0.0]), self.xi * root * jnp.stack([self.rho, other])])
+
+
+HESTON = LogHeston(*map(jnp.asarray, (5e-4, 0.05, 1e-4, 2e-3, -0.7)))
+
+
+def returns(count, seed=0):
+    """Logarithms of a price by Euler steps."""
+    rng, v, x = np.random.default_rng(seed), 1e-4, [0.0]
+    p = [float(leaf) for leaf in jax.tree.leaves(HESTON)]
+    for _ in range(count - 1):
+        a, b = rng.normal(size=2)
+        x.append(x[-1] + p[0] - v / 2 + np.sqrt(v) * a)
+        shock = p[4] * a + np.sqrt(1 - p[4] ** 2) * b
+        v = max(v + p[1] * (p[2] - v) + p[3] * np.sqrt(v) * shock, 1e-6)
+    return np.array(x)
+
+
+def euler_filter(x, parameters, v0, count=300):
+    """The log-likelihood of Euler steps by the trapezoidal rule on nodes of √V."""
+    mu, kappa, theta, xi, rho = parameters
+    root = np.linspace(1e-4, 0.04, count)
+    v, weight = root**2, 2 * root * (root[1] - root[0])
+    total, share, nodes = 0.0, np.ones(1), np.array([v0])
+    for rise in np.diff(x):
+        own = stats.norm.pdf(rise, mu - nodes / 2, np.sqrt(nodes))
+        shock = rho * (rise - mu + nodes / 2) / np.sqrt(nodes)
+        mean = nodes + kappa * (theta - nodes) + xi * np.sqrt(nodes) * shock
+        joint = (share * own) @ stats.norm.pdf(v, mean[:, None], xi * np.sqrt(nodes * (1 - rho**2))[:, None])
+        nodes, share = v, joint * weight
+        total += np.log(share.sum())
+        share = share / share.sum()
+    return total
+
+
+def test_euler_steps_are_those_of_dense_quadrature():
+    x = returns(30)
+    values = np.column_stack([x, np.full(30, np.nan)])
+    options = {"coordinates": COORDINATES, "initial": np.array([1e-4]), "steps": 1}
+    likelihood = rf.series_likelihood(HESTON, np.arange(30), values, key=KEY, **options)
+    truth = [float(leaf) for leaf in jax.tree.leaves(HESTON)]
+    value, slopes = eqx.filter_value_and_grad(likelihood)(HESTON)
+    np.testing.assert_allclose(value, euler_filter(x, truth, 1e-4), rtol=0, atol=2e-3)
+    for i, slope in enumerate(jax.tree.leaves(slopes)):
+        h = 1e-3 * truth[i]
+        moved = [
+            euler_filter(x, [*truth[:i], truth[i] + side * h, *truth[i + 1 :]], 1e-4) for side in (1, -1)
+        ]
+        np.testing.assert_allclose(slope * truth[i], (moved[0] - moved[1]) / 2e-3, rtol=1e-2, atol=1e-2)
+
+
+def on_grid(sde, times, values, steps, exact):
+    series, effort = panel(times, values, partial=True), rf.transition.Effort(1, 32, steps)
+    made = _series_likelihood(sde, series, Observation(), sde.coordinates, KEY, exact, None, linear=False)
+    one = made[0](effort, "grid")
+    return one.with_mesh(one.space(sde))
+
+
+def test_a_linear_model_is_that_of_kalmans_filter():
+    """With a hidden component, missing values and a long gap."""
+    rng = np.random.default_rng(0)
+    sde = rf.OrnsteinUhlenbeck([[1.0, -0.8], [0.2, 0.7]], [0.1, -0.2], [[0.4, 0.0], [0.2, 0.3]])
+    times = np.cumsum(rng.uniform(0.05, 0.15, 40))
+    times[25:] += 0.5
+    y = np.column_stack([0.3 * rng.normal(size=40), np.full(40, np.nan)])
+    y[7] = np.nan
+    exact = rf.series_likelihood(sde, times, y, key=KEY)
+    assert exact.method == "kalman"
+    for steps, closed, error in ((1, True, 1e-6), (1, False, 0.1)):
+        likelihood = on_grid(sde, times, y, steps, closed)
+        np.testing.assert_allclose(likelihood(sde), exact(sde), rtol=0, atol=error)
+
+
+class Poisson(eqx.Module):
+    """Counts with an intensity e^x."""
+
+    scale: jax.Array
+
+    def __call__(self, t, x):
+        return _Counts(self.scale * jnp.exp(x[0]))
+
+
+class _Counts(eqx.Module):
+    rate: jax.Array
+
+    def log_prob(self, y):
+        return y * jnp.log(self.rate) - self.rate - jax.lax.lgamma(y + 1)
+
+    def cdf(self, y):
+        return jax.scipy.special.gammaincc(jnp.floor(y) + 1, self.rate)
+
+
+def counts(count=60):
+    rng, kappa, sigma = np.random.default_rng(1), 0.5, 0.6
+    times = np.cumsum(rng.uniform(0.2, 0.8, count))
+    x = [0.3]
+    for gap in np.diff(times):
+        decay = np.exp(-kappa * gap)
+        x.append(decay * x[-1] + sigma * np.sqrt((1 - decay**2) / (2 * kappa)) * rng.normal())
+    return times, rng.poisson(5 * np.exp(x)).astype(float)
+
+
+def counts_filter(times, y, kappa, sigma, scale):
+    """Log-likelihood, and the mean of the last state, with a stationary start."""
+    nodes = np.linspace(-6, 6, 1201)
+    share = stats.norm.pdf(nodes, 0, sigma / np.sqrt(2 * kappa)) * (nodes[1] - nodes[0])
+    total = 0.0
+    for i, value in enumerate(y):
+        if i:
+            decay = np.exp(-kappa * (times[i] - times[i - 1]))
+            wide = sigma * np.sqrt((1 - decay**2) / (2 * kappa))
+            share = share @ stats.norm.pdf(nodes, decay * nodes[:, None], wide) * (nodes[1] - nodes[0])
+        if np.isfinite(value):
+            share = share * stats.poisson.pmf(value, scale * np.exp(nodes))
+        total += np.log(share.sum())
+        share = share / share.sum()
+    return total, share @ nodes
+
+
+def test_counts_of_a_hidden_intensity():
+    """With missing values; the density has a parameter of its own."""
+    times, y = counts()
+    y[20:23] = np.nan
+    sde = rf.OrnsteinUhlenbeck(0.5, 0.0, 0.6)
+    options = {"observe": Poisson(jnp.asarray(5.0)), "initial": "stationary"}
+    likelihood = rf.series_likelihood(sde, times, y, key=KEY, **options)
+    expected, last = counts_filter(times, y, 0.5, 0.6, 5.0)
+    np.testing.assert_allclose(likelihood(sde), expected, rtol=0, atol=1e-4)
+    assert "exact transitions" in likelihood.described()
+    assert last  # its mean is compared in the test of fits
+
+
+@pytest.mark.slow
+def test_a_fit_to_counts_has_the_states_of_dense_quadrature():
+    times, y = counts()
+    domains = {"mu": rf.series.Domain(lower=-1e-6, upper=1e-6), "scale": rf.series.Domain(lower=0.0)}
+    result = rf.fit_sde(
+        rf.OrnsteinUhlenbeck(0.4, 0.0, 0.5), times, y, key=KEY, num_starts=1, domains=domains,
+        observe=Poisson(jnp.asarray(4.0)), initial="stationary",
+    )  # fmt: skip
+    p = result.params
+    expected, last = counts_filter(times, y, p["kappa"], p["sigma"], p["scale"])
+    np.testing.assert_allclose(result.log_likelihood, expected, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(result.filtered[0][-1, 0], last, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(result.smoothed[0][-1, 0], last, rtol=0, atol=1e-3)
+    names = ("kappa", "sigma", "scale")
+    for name in names:
+        for side in (-0.02, 0.02):
+            moved = {k: p[k] * (1 + side * (k == name)) for k in names}
+            assert counts_filter(times, y, **moved)[0] < expected
+    residuals = result.residuals(key=KEY)
+    assert residuals.ljung_box > 1e-3
+    paths = result.forecast([1e-4], key=KEY, num_paths=4000)
+    np.testing.assert_allclose(paths.mean(), last, atol=5 * result.filtered[1][-1, 0] / 4000**0.5)
