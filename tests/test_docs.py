@@ -35,6 +35,18 @@ NO_EXAMPLE |= {
     "Tuned",
     "WarmedUp",
     "EvidenceBound",
+    "Relations",
+}
+# The parts and results of `fit_latent`.
+NO_EXAMPLE |= {
+    "LatentSDE",
+    "LatentPaths",
+    "LikelihoodEstimate",
+    "Encoder",
+    "Posterior",
+    "IndependentNormal",
+    "SDEMatching",
+    "Forecasting",
 }
 
 # One process for all examples: what one compiles, the next finds compiled. It is a fresh one, so that they
@@ -87,7 +99,7 @@ def test_every_public_object_has_an_example():
 
 
 # Examples of these take long to compile: of whole stages, and some others.
-SLOW = {"density", "files", "train", "tables", "mcmc", "series"}
+SLOW = {"density", "files", "train", "tables", "mcmc", "series", "latent"}
 LONG = {"StochasticFlow.estimate", "Estimate", "SampledCorrection", "HutchinsonDivergence"}
 LONG |= {"LocalDiffusion", "SkewNetwork", "RoughPath", "Davie", "ShortTime"}
 
@@ -106,6 +118,7 @@ PAGES = (
     "tutorials/samples",
     "tutorials/series",
     "series",
+    "latent",
     "gallery",
     "rough",
 )

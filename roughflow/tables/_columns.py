@@ -205,9 +205,17 @@ class WithRelations(eqx.Module):
         factor = jnp.asarray(self.relations.log_factor(rows, violation), estimate.log_prob.dtype)
         return eqx.tree_at(lambda e: e.log_prob, estimate, estimate.log_prob + factor)
 
-    def log_prob(self, x: ArrayLike, *, key: PRNGKeyArray, **options: Any) -> Array:
+    def log_prob(
+        self,
+        x: ArrayLike,
+        *,
+        key: PRNGKeyArray,
+        given: ArrayLike | None = None,
+        violation: Violation = "zero",
+        estimator: AbstractEstimator | None = None,
+    ) -> Array:
         """log p(x): the value of `estimate` without its errors."""
-        return self.estimate(x, key=key, **options).log_prob
+        return self.estimate(x, key=key, given=given, violation=violation, estimator=estimator).log_prob
 
     def sample(
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: ArrayLike | None = None
