@@ -76,11 +76,8 @@ class KernelDensity(eqx.Module):
         unit = ((kept - loc) / scale)[rng.permutation(len(kept))[:MAX_ROWS]]
         if trim:
             unit = unit[_depth(unit) <= np.quantile(_depth(unit), 1 - trim)]
-        if bandwidth is None:
-            bandwidth = SHARPER * max(
-                BANDWIDTHS, key=lambda h: np.mean(_log_kernels(unit, unit[:TUNING_ROWS], h))
-            )
-        density = KernelDensity(unit, loc, scale, float(bandwidth), relations)
+        width = _best_bandwidth(unit) if bandwidth is None else bandwidth
+        density = KernelDensity(unit, loc, scale, float(width), relations)
         values = density.log_prob(rows[rng.permutation(len(rows))[:MAX_ROWS]], violation="penalty")
         return eqx.tree_at(lambda d: d.left_out, density, np.sort(values), is_leaf=lambda part: part is None)
 
@@ -127,6 +124,11 @@ def less_likely(values: Any, reference: Any) -> np.ndarray:
     below = np.maximum(low - values, 0)
     fraction = np.where(values < low, 1 / (count + 1) / (1 + below / spread), inside)
     return np.where(values >= reference[-1], 1.0, fraction)
+
+
+def _best_bandwidth(unit: np.ndarray) -> float:
+    some = unit[:TUNING_ROWS]
+    return SHARPER * float(max(BANDWIDTHS, key=lambda width: np.mean(_log_kernels(unit, some, width))))
 
 
 def _robust_scale(rows: np.ndarray) -> np.ndarray:

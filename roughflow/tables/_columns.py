@@ -1,9 +1,11 @@
 """What the columns of a table are: constant, functions of other columns, or free."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from decimal import Decimal
+from numbers import Number
+from typing import Any, Literal, get_args
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -15,10 +17,13 @@ from .._checks import is_traced
 from .._show import count, listed, shortened
 from ..density import AbstractEstimator, Estimate
 from ..faq import see
+from ..train import grid_step
 from ._closed_form import RIDGE, constant
+from ._numbers import frame_names, is_frame, take
 from ._standardised import Standardised
 
 PAIR_TOLERANCE = 1e-12  # 1 − |correlation| of two columns that are copies, if there are few rows
+COARSE_STEP = 0.02  # grid step, in standard deviations of the column, above which rounding matters
 MAX_COMPARED = 2000  # columns that are compared in pairs
 MARGIN, SINGLE_PRECISION = 4.0, 1e-6  # of the residuals of the training rows, and relative to the terms
 Violation = Literal["zero", "penalty"]
@@ -262,3 +267,239 @@ def check_some_free(relations: Relations | None, own: int, rows: np.ndarray, nam
         raise ValueError(f"{message}: there is no density to fit{see('no-density')}")
     message = f"column {label} is a linear function of the given columns, so it has no density"
     raise ValueError(message + see("no-density"))
+
+
+# ------------------------------------------------------------------------------------------ types of columns
+
+ColumnType = Literal["continuous", "integer", "category", "zero-inflated"]
+COLUMN_TYPES = get_args(ColumnType)
+MAX_INTEGER_LEVELS = 10  # integer columns with at most this number of values are categories
+MIN_SPIKE = 0.1  # fraction of the rows at one value of a zero-inflated column
+MAX_LEVEL_SHARE = 0.5  # of the rows: a text column with more different values is a name
+MISSING, UNKNOWN = -1, -2  # codes of missing categories, and of those that the table does not have
+Label = str | float | bool
+
+
+class Encoding(eqx.Module):
+    """The types of the columns of a table, and the numbers and codes that stand for its cells.
+
+    A "continuous" column is a number, an "integer" one a number with a cell of width `widths`, a "category" a
+    code into its `levels`. A "zero-inflated" column is both: a category that tells whether it is at its spike
+    (the last of its `levels`), and a number elsewhere. Numbers are in units of `scale` around `loc`.
+    """
+
+    columns: tuple[str, ...] = eqx.field(static=True)
+    types: tuple[str, ...] = eqx.field(static=True)
+    levels: tuple[tuple[Label, ...], ...] = eqx.field(static=True)
+    widths: np.ndarray
+    loc: np.ndarray
+    scale: np.ndarray
+
+    @staticmethod
+    def of(cells: Sequence[np.ndarray], names: tuple[str, ...], types: Mapping[str, str]) -> "Encoding":
+        """The encoding of a table, whose columns are arrays of numbers (NaN for missing) or of objects."""
+        for name, kind in types.items():
+            if name not in names:
+                raise ValueError(f"types has a column {name!r}; the table has {', '.join(names)}")
+            if kind not in COLUMN_TYPES:
+                raise ValueError(f"types must be {', '.join(COLUMN_TYPES)}; column {name!r} has {kind!r}")
+        found = [_typed(name, column, types.get(name)) for name, column in zip(names, cells, strict=True)]
+        moments = [
+            _unit(column) if part[0] != "category" else (0.0, 1.0)
+            for column, part in zip(cells, found, strict=True)
+        ]
+        kinds, levels, widths = zip(*found, strict=True)
+        loc, scale = np.array(moments).T
+        return Encoding(names, kinds, levels, np.array(widths), loc, scale)
+
+    @property
+    def numeric(self) -> list[int]:
+        """The columns that have numbers."""
+        return [i for i, kind in enumerate(self.types) if kind != "category"]
+
+    @property
+    def coded(self) -> list[int]:
+        """The columns that have codes."""
+        return [i for i, kind in enumerate(self.types) if kind in ("category", "zero-inflated")]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of levels of each coded column: the spike or not, of a zero-inflated one."""
+        return tuple(2 if self.types[i] == "zero-inflated" else len(self.levels[i]) for i in self.coded)
+
+    @property
+    def unit_widths(self) -> np.ndarray:
+        """The widths of the cells of the numeric columns, in units of their scale."""
+        return (self.widths / self.scale)[self.numeric]
+
+    def log_scale(self, numbers: np.ndarray) -> np.ndarray:
+        """What the units add to the log-density of each row: those of its observed continuous cells."""
+        free = (self.unit_widths == 0) & ~np.isnan(numbers)
+        return np.sum(np.where(free, np.log(self.scale[self.numeric]), 0.0), axis=1)
+
+    def encode(self, cells: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers `(n, p)`, NaN where missing or at a spike, and codes `(n, q)`."""
+        count = len(cells[0])
+        numbers, codes = np.empty((count, len(self.numeric))), np.empty((count, len(self.coded)), int)
+        for j, i in enumerate(self.coded):
+            codes[:, j] = self._codes(i, cells[i])
+        for j, i in enumerate(self.numeric):
+            column = self._floats(i, cells[i])
+            if self.types[i] == "zero-inflated":
+                column = np.where(column == self.levels[i][0], np.nan, column)
+            numbers[:, j] = (column - self.loc[i]) / self.scale[i]
+        return numbers, codes
+
+    def decode(self, numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """Rows of the table from numbers and codes: floats if all columns are numbers, otherwise objects."""
+        plain = all(not isinstance(label, str) for levels in self.levels for label in levels)
+        rows = np.empty((len(numbers), len(self.types)), float if plain else object)
+        for j, i in enumerate(self.numeric):
+            value = self.loc[i] + self.scale[i] * numbers[:, j]
+            rows[:, i] = np.round(value / self.widths[i]) * self.widths[i] if self.widths[i] else value
+        for j, i in enumerate(self.coded):
+            if self.types[i] == "zero-inflated":
+                rows[codes[:, j] == 1, i] = self.levels[i][0]
+            else:
+                rows[:, i] = np.array(self.levels[i], rows.dtype)[codes[:, j]]
+        return rows
+
+    def absent(self, numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """Which cells of the table are missing, `(n, d)`."""
+        out = np.zeros((len(numbers), len(self.types)), bool)
+        out[:, self.numeric] = np.isnan(numbers)
+        out[:, self.coded] = codes == MISSING  # of a zero-inflated column, its code decides
+        return out
+
+    def described(self) -> str:
+        """The type of each column, in one line."""
+        parts = []
+        for i, (name, kind) in enumerate(zip(self.columns, self.types, strict=True)):
+            detail = ""
+            if kind == "category":
+                detail = f" ({len(self.levels[i])} levels)"
+            elif kind == "integer":
+                detail = f" (in steps of {self.widths[i]:g})"
+            elif kind == "zero-inflated":
+                detail = f" (point mass at {self.levels[i][0]:g})"
+            parts.append(f"{name}: {kind}{detail}")
+        return ", ".join(parts)
+
+    def _floats(self, i: int, column: np.ndarray) -> np.ndarray:
+        if column.dtype.kind == "O" and any(not missing(value) for value in column):
+            raise ValueError(f"column {self.columns[i]!r} holds texts, but is {self.types[i]} in the model")
+        return column.astype(float)
+
+    def _codes(self, i: int, column: np.ndarray) -> np.ndarray:
+        absent = np.array([missing(value) for value in column], bool)
+        if self.types[i] == "zero-inflated":
+            return np.where(absent, MISSING, (self._floats(i, column) == self.levels[i][0]).astype(int))
+        known = {label: code for code, label in enumerate(self.levels[i])}
+        codes = [known.get(value, UNKNOWN) for value in column.tolist()]
+        return np.where(absent, MISSING, np.array(codes, int))
+
+
+def missing(value: Any) -> bool:
+    """Whether a cell is missing: None, NaN, or pandas' NA and NaT."""
+    return (
+        value is None
+        or type(value).__name__ in ("NAType", "NaTType")
+        or (isinstance(value, float | np.floating) and value != value)
+    )
+
+
+def cells_of(
+    data: Any, names: Sequence[str] = (), argument: str = "data"
+) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """The columns of a table, as arrays of floats (NaN for missing cells) or, with texts, of objects; and
+    their names, x1, x2, ... for an array without names."""
+    if is_frame(data):
+        wanted = tuple(names) or frame_names(argument, data)
+        frame = take(argument, data, wanted)
+        return [
+            _cells(name, frame[label].to_numpy(), argument)
+            for name, label in zip(wanted, frame.columns, strict=False)
+        ], wanted
+    array = np.asarray(data)
+    if array.dtype.kind in "US":
+        array = np.asarray(data, object)  # numbers among texts would become texts
+    if array.ndim != 2 or not array.size:
+        raise ValueError(f"{argument} must have shape (rows, columns), got {array.shape}")
+    wanted = tuple(names) or tuple(f"x{i + 1}" for i in range(array.shape[1]))
+    if len(wanted) != array.shape[1]:
+        raise ValueError(f"{argument} must have {len(wanted)} columns, got {array.shape[1]}")
+    return [_cells(name, column, argument) for name, column in zip(wanted, array.T, strict=True)], wanted
+
+
+def is_mixed(data: Any) -> bool:
+    """Whether a table has texts, Booleans or missing cells."""
+    try:
+        cells, _ = cells_of(data)
+    except (ValueError, TypeError):
+        return False  # refused with a better message elsewhere
+    return any(column.dtype.kind == "O" or np.isnan(column).any() for column in cells)
+
+
+def _cells(name: str, column: np.ndarray, argument: str) -> np.ndarray:
+    if column.dtype.kind in "fiu":
+        return column.astype(float)
+    values = [None if missing(value) else value for value in column.tolist()]
+    present = [value for value in values if value is not None]
+    texts = [isinstance(value, str | bool) for value in present]
+    numbers = [isinstance(value, Number | Decimal) and not isinstance(value, bool) for value in present]
+    if present and all(texts):
+        return np.array([*values, None], object)[:-1]
+    if all(numbers):
+        return np.array([np.nan if value is None else float(value) for value in values])
+    odd = next(value for value, number in zip(present, numbers, strict=True) if not number)
+    raise ValueError(f"column {name!r} of {argument} holds {str(odd)!r} among other values: convert it")
+
+
+def _typed(name: str, column: np.ndarray, wanted: str | None) -> tuple[str, tuple[Label, ...], float]:
+    """The type of a column, its levels and the width of its cells."""
+    present = np.array([value for value in column if not missing(value)], column.dtype)
+    if not len(present):
+        raise ValueError(f"column {name!r} has no value: drop it")
+    levels = tuple(sorted(set(present.tolist()), key=lambda label: (str(type(label)), label)))
+    if column.dtype.kind == "O":
+        if wanted not in (None, "category"):
+            raise ValueError(f"column {name!r} holds texts, so its type must be 'category', not {wanted!r}")
+        if len(levels) > max(MAX_LEVEL_SHARE * len(present), 10):
+            raise ValueError(
+                f"column {name!r} has {len(levels)} different texts in {len(present)} rows: drop it"
+            )
+        return "category", levels, 0.0
+    step, spike = coarse_step(present), _spike_value(present)
+    few = len(levels) <= (MAX_INTEGER_LEVELS if step else 2)
+    kind = wanted or (
+        "category" if few else "integer" if step else "continuous" if spike is None else "zero-inflated"
+    )
+    if kind == "integer":
+        return kind, (), step or grid_step(present)
+    if kind == "zero-inflated":
+        values, counts = np.unique(present, return_counts=True)
+        return kind, (float(values[np.argmax(counts)] if spike is None else spike),), 0.0
+    return kind, levels if kind == "category" else (), 0.0
+
+
+def _spike_value(column: np.ndarray) -> float | None:
+    """The value of a point mass of an otherwise continuous column."""
+    values, counts = np.unique(column, return_counts=True)
+    top = int(np.argmax(counts))
+    rest = len(column) - counts[top]
+    alone = rest > 1 and len(values) - 1 > 0.9 * rest
+    return float(values[top]) if counts[top] > max(MIN_SPIKE * len(column), 2) and alone else None
+
+
+def coarse_step(column: np.ndarray) -> float:
+    """The step of the grid of a column's values, if it is coarse enough to matter and values repeat;
+    otherwise 0."""
+    if len(np.unique(column)) > 0.9 * len(column):
+        return 0.0
+    step = grid_step(column)
+    return step if step > COARSE_STEP * column.std() else 0.0
+
+
+def _unit(column: np.ndarray) -> tuple[float, float]:
+    present = column[~np.isnan(column)]
+    return float(present.mean()), float(present.std()) or 1.0

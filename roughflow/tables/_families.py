@@ -13,8 +13,8 @@ from ._fitted_density import SCORED_ROWS, HeldOut, Score
 from ._standardised import Standardised
 from ._table import Table
 
-Family = Literal["gaussian", "marginals", "flow"]
-FAMILIES: tuple[Family, ...] = ("gaussian", "marginals", "flow")
+Family = Literal["gaussian", "marginals", "flow", "mixture"]
+FAMILIES: tuple[Family, ...] = ("gaussian", "marginals", "flow", "mixture")
 
 
 @dataclass(frozen=True)

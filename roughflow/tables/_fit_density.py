@@ -24,10 +24,11 @@ from ..train import (
     velocity_flow,
 )
 from ._closed_form import check_full_rank, fit_marginals
-from ._columns import OfKept, WithRelations
+from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
-from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut
-from ._numbers import parts_of
+from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
+from ._mixture import fit_mixed
+from ._numbers import frame_names, is_frame, parts_of
 from ._parquet import ParquetTable
 from ._stages import TRAINING, FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
 from ._standardised import Standardised
@@ -43,6 +44,8 @@ def fit_density(
     key: PRNGKeyArray,
     given: ArrayLike | None = None,
     groups: ArrayLike | str | None = None,
+    types: Mapping[Any, ColumnType] | None = None,
+    weights: ArrayLike | None = None,
     family: Family | None = None,
     noise: float | Literal["best"] = 0.0,
     bounds: Mapping[Any, Bound] | None = None,
@@ -72,6 +75,13 @@ def fit_density(
     more flexible family must be better by more than one standard error. No flow is trained on fewer than 64
     distinct rows, or 10 per column. `fitted.score` is the score of the chosen density.
 
+    A fourth family is for tables with missing cells (None or NaN), texts, integers or point masses:
+
+    - "mixture": Gaussians for numbers times probabilities for categories (`rf.tables.MixedDensity`), fitted
+      to incomplete rows by expectation–maximisation. Densities of incomplete rows, `fitted.impute` and
+      `fitted.conditional` are in closed form. It is the default for tables with texts or missing cells, and
+      with `types=` or `weights=`; the number of components is the best one on unseen rows.
+
     Copies of a row, and rows of one group, are always on the same side of a split. Defaults that depend on
     the size of the table count distinct rows.
 
@@ -91,8 +101,12 @@ def fit_density(
     - `groups`: a label for each row, or the name of a column of `data`, which is not modelled. Rows of one
       group are validated together. Copies of a row are always grouped, and so are rows that share two
       continuous columns, as after a join.
-    - `family`: "gaussian", "marginals" or "flow". By default the best one, as described above, or a flow if
-      `steps` or `seconds` is set.
+    - `types`: types of columns by name or index, "continuous", "integer", "category" or "zero-inflated", such
+      as `{"age": "integer"}`; those of other columns are detected, and `fitted.model.encoding.described()`
+      shows them. The family is then "mixture".
+    - `weights`: a weight for each row, for the family "mixture".
+    - `family`: "gaussian", "marginals", "flow" or "mixture". By default the best one, as described above, or
+      a flow if `steps` or `seconds` is set.
     - `noise`: the size of the noise in units of the standardised data; 0 for none; "best" for the size among
       0, 0.25, 0.5 and 1 with the highest likelihood on the validation rows.
     - `bounds`: bounds of columns by name or index, such as `{"share": (0, 1), "income": (0, None)}`. The
@@ -134,6 +148,11 @@ def fit_density(
     """
     key_split, key_model, *keys = split(check_key(key), 4)
     _check(family, noise, steps, seconds)
+    asked = types is not None or weights is not None or family == "mixture"
+    if asked or (not isinstance(data, ParquetTable) and is_mixed(data)):
+        others = {"given": given, "bounds": bounds, "rounding": rounding, "steps": steps, "seconds": seconds}
+        _check_mixed(family, noise, data, others)
+        return _mixed_fit(data, tuple(columns), types or {}, weights, groups, validation, key_split)
     flow, training, run = flow or FlowOptions(), training or TrainingOptions(), run or RunOptions()
     tables = (data, given, groups, columns, bounds or {}, rounding or {}, validation)
     source, whole, table = _tables(*tables, key_split)
@@ -282,7 +301,7 @@ def _with_flow(model: Standardised, flow: Any) -> Standardised:
 
 def _best_closed(comparison: Comparison, marginals: bool | None) -> tuple[Family, np.ndarray]:
     """A Gaussian, or one of mapped columns if it is better, and its log-densities."""
-    fits = {name: partial(ClosedForm.of, name) for name in FAMILIES if name != "flow"}
+    fits = {name: partial(ClosedForm.of, name) for name in ("gaussian", "marginals")}
     if marginals is not None:
         name = "marginals" if marginals else "gaussian"
         return name, comparison.values(fits[name])
@@ -315,6 +334,47 @@ def _closed_fit(
         known_score=score,
     )
     return fitted.with_noise(noise) if noise and noise != "best" else fitted
+
+
+def _check_mixed(family: Any, noise: Any, data: Any, others: Mapping[str, Any]) -> None:
+    """Refuse what a mixture does not support."""
+    why = "tables with texts, missing cells, types= or weights= have family 'mixture'"
+    if family not in (None, "mixture"):
+        raise ValueError(f"{why}, not {family!r}{see('no-density')}")
+    if isinstance(data, ParquetTable):
+        raise ValueError(f"{why}, which needs a table in memory")
+    found = [name for name, value in others.items() if value is not None]
+    found += ["noise"] if noise else []
+    if found:
+        raise ValueError(f"{why}, which does not support {found[0]}={see('no-density')}")
+
+
+def _mixed_fit(
+    data: Any,
+    names: tuple[str, ...],
+    types: Any,
+    weights: Any,
+    groups: Any,
+    validation: Any,
+    key: PRNGKeyArray,
+) -> FittedDensity:
+    """A mixture of numbers and categories."""
+    if isinstance(groups, str):
+        if not is_frame(data):
+            raise ValueError("groups can be a name only for a DataFrame")
+        names = tuple(name for name in names or frame_names("data", data) if name != groups)
+        groups = data[groups].to_numpy()
+    found = fit_mixed(data, names, types, weights, groups, validation, key)
+    method = "cross-validation" if found.cross else "validation rows"
+    return FittedDensity(
+        model=found.model,
+        objective=Interpolant(),
+        history=History(),
+        interrupted=False,
+        stages={"regression": History(ended="before the first step: no flow was trained")},
+        family="mixture",
+        known_score=Score.of(found.values, found.gaussian, found.labels, method),
+    )
 
 
 def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer) -> FittedDensity:

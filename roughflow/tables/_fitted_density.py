@@ -1,6 +1,7 @@
 """The density fitted to a table, and its held-out score."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..density import AbstractEstimator, Estimate
 from ..train import Fitted, mean_and_error
 from ._anomaly import less_likely
 from ._columns import Violation, WithRelations, check_violation
+from ._mixture import Conditional, MixedDensity
 from ._standardised import Standardised
 
 ANOMALY_SAMPLES = 2000  # samples that rows are compared with
@@ -89,8 +91,8 @@ class FittedDensity(Fitted):
     """The result of `rf.fit_density`: an `rf.train.Fitted` whose `model` is an `rf.tables.Standardised`,
     or an `rf.tables.WithRelations` if columns are constant or linearly dependent.
 
-    `family` is "gaussian", "marginals" or "flow". `held_out` has the validation `rows`, with given columns
-    last, and the `gaussian` fitted to the training rows.
+    `family` is "gaussian", "marginals", "flow" or "mixture" (with an `rf.tables.MixedDensity`). `held_out`
+    has the validation `rows`, with given columns last, and the `gaussian` fitted to the training rows.
 
     ```python
     import jax
@@ -127,7 +129,7 @@ class FittedDensity(Fitted):
         given: ArrayLike | None = None,
         key: PRNGKeyArray | None = None,
         violation: Violation = "zero",
-    ) -> Array:
+    ) -> Array | np.ndarray:
         """log p of each row, in units of the table. Columns of a DataFrame are matched by name.
 
         `key` is needed only for a model with noise, whose log-densities are Monte Carlo estimates. A row that
@@ -135,7 +137,9 @@ class FittedDensity(Fitted):
         `violation="penalty"` a small one that ranks such rows (`rf.tables.WithRelations`).
         """
         check_violation(violation)
-        options = {"violation": violation} if isinstance(self.model, WithRelations) else {}
+        options: dict[str, Any] = (
+            {"violation": violation} if isinstance(self.model, WithRelations | MixedDensity) else {}
+        )
         return self.model.log_prob(rows, key=_or_default(key), given=given, **options)
 
     def estimate(
@@ -170,9 +174,27 @@ class FittedDensity(Fitted):
         key_sample, key_score = jax.random.split(jax.random.key(1))
         return np.asarray(self.log_prob(self.sample(ANOMALY_SAMPLES, key=key_sample), key=key_score))
 
-    def sample(self, count: int, *, key: PRNGKeyArray, given: ArrayLike | None = None) -> Array:
+    def sample(self, count: int, *, key: PRNGKeyArray, given: ArrayLike | None = None) -> Array | np.ndarray:
         """Draw new rows, `(count, d)`; with `given` of shape `(..., k)`, `(count, ..., d)`."""
         return self.model.sample(key=check_key(key), shape=(check_count("count", count),), given=given)
+
+    def impute(self, rows: Any, count: int, *, key: PRNGKeyArray) -> np.ndarray:
+        """Draw the missing cells (NaN or None) of each row `count` times given its other cells:
+        `(count, n, d)`. Needs the family "mixture"."""
+        return self._mixed("impute").impute(rows, count, key=key)
+
+    def conditional(self, rows: Any, given: Sequence[str]) -> Conditional:
+        """The distribution of the other columns given the columns `given` of each row: an
+        `rf.tables.Conditional` with `log_prob`, `sample`, `quantile`, `mean` and `std`. Needs the family
+        "mixture"."""
+        return self._mixed("conditional").conditional(rows, given)
+
+    def _mixed(self, method: str) -> MixedDensity:
+        if not isinstance(self.model, MixedDensity):
+            raise ValueError(
+                f"{method} needs the family 'mixture', not {self.family!r}: fit_density(family='mixture')"
+            )
+        return self.model
 
     def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "FittedDensity":
         """The same distribution as an SDE with noise, in units of the standardised data; see

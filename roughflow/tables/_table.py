@@ -12,14 +12,13 @@ from numpy.typing import ArrayLike
 from .._checks import check_positive, warn
 from .._programs import fold_in
 from ..faq import see
-from ..train import Links, grid_step, hold_out
+from ..train import Links, hold_out
 from ._closed_form import Gaussian, Marginals
-from ._columns import Relations, check_some_free
+from ._columns import Relations, check_some_free, coarse_step
 from ._numbers import joined
 
 SPIKE_SHARE = 0.05  # fraction of the rows at one value
 FAR_TAIL = 100.0  # interquartile ranges from the median
-COARSE_STEP = 0.02  # grid step, in standard deviations of the column, above which rounding matters
 MAX_COLUMNS_PER_ROW = 10  # columns per row above which a table is refused
 Bound = tuple[float | None, float | None]
 Rounding = Mapping[Any, float] | Literal["auto"]
@@ -173,21 +172,12 @@ def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Roundi
     if isinstance(rounding, str):
         if rounding != "auto":
             raise ValueError(f'rounding must be "auto" or {{column: width}}, got {rounding!r}')
-        width[:own] = [_coarse_step(column) for column in rows[:, :own].T]
+        width[:own] = [coarse_step(column) for column in rows[:, :own].T]
         return width
     for name, step in rounding.items():
         check_positive("rounding", step)
         width[_column(name, names, own)] = step
     return width
-
-
-def _coarse_step(column: np.ndarray) -> float:
-    """The step of the grid of a column's values, if it is coarse enough to matter and values repeat;
-    otherwise 0."""
-    if len(np.unique(column)) > 0.9 * len(column):
-        return 0.0
-    step = grid_step(column)
-    return step if step > COARSE_STEP * column.std() else 0.0
 
 
 def _column(name: str | int, names: Sequence[str], own: int) -> int:
@@ -223,9 +213,9 @@ def _warn(
     _, first = np.unique(links.copies, return_index=True)
     rows = rows[first]
     free = [i for i in range(rows.shape[1]) if i not in treated | bounded | set(links.joined)]
-    rounded = [i for i in range(rows.shape[1]) if i not in treated and _coarse_step(rows[:, i])]
+    rounded = [i for i in range(rows.shape[1]) if i not in treated and coarse_step(rows[:, i])]
     if rounded and not auto:
-        steps = ", ".join(f"{_coarse_step(rows[:, i]):g}" for i in rounded)
+        steps = ", ".join(f"{coarse_step(rows[:, i]):g}" for i in rounded)
         warn(
             f"{shown(rounded)} hold{'s' * (len(rounded) == 1)} rounded values (in steps of {steps}), where a "
             'density may grow without bound: pass rounding="auto", or condition on them (given=)'

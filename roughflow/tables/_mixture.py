@@ -1,0 +1,587 @@
+"""Mixtures of Gaussians and categories, fitted to incomplete rows: the model of tables of mixed types."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy
+from jaxtyping import PRNGKeyArray
+
+from .._checks import check_count, check_key
+from .._show import count as count_of, listed
+from ..density import Estimate
+from ..faq import see
+from ..train import Links, folds, hold_out, mean_and_error, rng_of
+from ._columns import MISSING, UNKNOWN, Encoding, Violation, cells_of, check_violation
+from ._numbers import is_frame
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # candidate numbers of components
+MIN_ROWS_PER_COMPONENT = 12
+MAX_STEPS, TOLERANCE = 200, 2e-5  # of EM; the tolerance is in nats per row and step
+SEARCH_TOLERANCE = 3e-4  # the same while the number of components is chosen
+FEW_PATTERNS = 16  # of missing cells, up to which rows of one pattern are multiplied together
+PSEUDO_ROWS = 2.0  # of the prior on each covariance
+PSEUDO_CATEGORIES = 0.5  # of the prior on each category
+CELL_POINTS = 64  # of the integral over the cells of several integer columns
+SMALL = 500  # sets of rows; smaller tables choose by cross-validation
+BLOCK = 2048  # rows whose matrices are in memory
+
+
+class MixtureComponents(eqx.Module):
+    """p(x, c) = Σₖ wₖ N(x; mₖ, Sₖ) Πⱼ pₖⱼ(cⱼ), for numbers x and categories c.
+
+    Missing numbers are NaN and missing categories −1: they are integrated out, which leaves sums over
+    components of the same form. `widths` are the widths of the cells of integer columns, 0 for continuous
+    ones.
+
+    **Arguments:** `weights`, `(K,)`; `means`, `(K, p)`; `covariances`, `(K, p, p)`; `tables`, one `(K,
+    levels)` for each category; `widths`, `(p,)`.
+    """
+
+    weights: np.ndarray
+    means: np.ndarray
+    covariances: np.ndarray
+    tables: tuple[np.ndarray, ...]
+    widths: np.ndarray
+
+    def log_components(self, numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """log wₖ + log p(observed | k) of each row, `(n, K)`; integer columns contribute probabilities of
+        cells."""
+        values = np.log(self.weights) + _log_categories(self.tables, codes)
+        patterns, places = _patterns(numbers)
+        if not np.any(self.widths):
+            parts = zip(self.means, self.covariances, strict=True)
+            each = [_log_normal(numbers, patterns, places, *part) for part in parts]
+            return values + np.stack(each, axis=1)
+        for u, observed in enumerate(patterns):
+            rows = np.flatnonzero(places == u)
+            cells = observed & (self.widths > 0)
+            for k in range(len(self.weights)):
+                values[rows, k] += self._log_cells(numbers[rows], observed & ~cells, cells, k)
+        return values
+
+    def _log_cells(self, numbers: np.ndarray, exact: np.ndarray, cells: np.ndarray, k: int) -> np.ndarray:
+        """The log-density of the exact columns plus the log-probability of the cells given them."""
+        mean, covariance = np.broadcast_to(self.means[k], numbers.shape), self.covariances[k]
+        value = np.zeros(len(numbers))
+        if exact.any():
+            value = _log_normal(numbers, exact[None], np.zeros(len(numbers), int), self.means[k], covariance)
+            mean, covariance = condition(mean, covariance, numbers, exact)
+        if not cells.any():
+            return value
+        half = self.widths[cells] / 2
+        offset = numbers[:, cells] - mean[:, cells]
+        return value + _log_boxes(offset - half, offset + half, covariance[np.ix_(cells, cells)])
+
+    def log_prob(self, numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """The log-density of the observed cells of each row."""
+        return scipy.special.logsumexp(self.log_components(numbers, codes), axis=1)
+
+    def complete(
+        self, numbers: np.ndarray, codes: np.ndarray, rng: np.random.Generator, count: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the missing cells of each row given the observed ones, for `count` copies of the rows."""
+        values = self.log_components(numbers, codes)
+        share = np.exp(values - scipy.special.logsumexp(values, axis=1, keepdims=True))
+        share, numbers, codes = (np.tile(part, (count, 1)) for part in (share, numbers, codes))
+        below = np.cumsum(share, axis=1) < rng.random((len(share), 1))
+        chosen = np.minimum(below.sum(axis=1), share.shape[1] - 1)
+        # Within a cell the density is nearly constant.
+        numbers = numbers + self.widths * rng.uniform(-0.5, 0.5, numbers.shape)
+        patterns, places = _patterns(numbers)
+        for k in range(len(self.weights)):
+            for u, observed in enumerate(patterns):
+                rows = np.flatnonzero((chosen == k) & (places == u))
+                if len(rows) and not observed.all():
+                    numbers[rows] = _draw(numbers[rows], observed, self.means[k], self.covariances[k], rng)
+            rows = np.flatnonzero(chosen == k)
+            for j, table in enumerate(self.tables):
+                missing = rows[codes[rows, j] == -1]
+                codes[missing, j] = rng.choice(table.shape[1], size=len(missing), p=table[k] / table[k].sum())
+        return numbers, codes
+
+    def sample(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Draw complete rows."""
+        numbers = np.full((count, len(self.widths)), np.nan)
+        return self.complete(numbers, np.full((count, len(self.tables)), -1), rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Numbers with NaN for missing cells and without rounding, codes of categories with −1 for missing ones,
+    the number of levels of each category, and weights."""
+
+    numbers: np.ndarray
+    codes: np.ndarray
+    levels: tuple[int, ...]
+    weights: np.ndarray
+
+    def at(self, places: np.ndarray) -> "Rows":
+        return Rows(self.numbers[places], self.codes[places], self.levels, self.weights[places])
+
+
+def fit_mixture(
+    rows: Rows, widths: np.ndarray, count: int, tolerance: float = TOLERANCE
+) -> MixtureComponents:
+    """The mixture of `count` components by expectation–maximisation from k-means centres."""
+    share = _initial_shares(rows, count)
+    patterns, places = _patterns(rows.numbers)
+    filled = np.where(np.isnan(rows.numbers), 0.0, rows.numbers)
+    mean, spread = _observed_moments(rows)
+    prior = np.diag(spread**2) / count ** (2 / max(1, len(mean)))
+    means = np.tile(mean, (count, 1))
+    covariances = np.tile(np.diag(spread**2), (count, 1, 1))
+    last, mass, tables = -np.inf, np.ones(count), ()
+    for step in range(MAX_STEPS):
+        total = rows.weights[:, None] * share
+        mass = total.sum(axis=0) + 1e-9
+        for k in range(count):
+            means[k], covariances[k] = _moments(
+                filled, patterns, places, total[:, k], means[k], covariances[k], prior
+            )
+        tables = tuple(_category_table(rows.codes[:, j], total, size) for j, size in enumerate(rows.levels))
+        values = np.log(mass / mass.sum()) + _log_categories(tables, rows.codes)
+        for k in range(count):
+            values[:, k] += _log_normal(rows.numbers, patterns, places, means[k], covariances[k])
+        each = scipy.special.logsumexp(values, axis=1)
+        share = np.exp(values - each[:, None])
+        reached = float(np.average(each, weights=rows.weights))
+        if reached - last < tolerance and step > 3:
+            break
+        last = reached
+    return MixtureComponents(mass / mass.sum(), means, covariances, tables, widths)
+
+
+def best_count(
+    rows: Rows, widths: np.ndarray, scored: tuple[np.ndarray, np.ndarray], links: Links, held_out: Rows | None
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """The number of components with the highest log-likelihood of unseen rows, these log-likelihoods, and
+    those of one component: cross-validated, or of the rows held out. `scored` are the numbers (rounded) and
+    codes of the rows."""
+    best, found, worse, single = 0, np.array([-np.inf]), 0, np.array([])
+    for count in COUNTS:
+        if count > 1 and count * MIN_ROWS_PER_COMPONENT > links.distinct:
+            break
+        if held_out is not None:
+            values = fit_mixture(rows, widths, count, SEARCH_TOLERANCE).log_prob(*scored)
+        else:
+            values = np.empty(len(rows.numbers))
+            for rest, part in folds(links.labels):
+                fit = fit_mixture(rows.at(rest), widths, count, SEARCH_TOLERANCE)
+                values[part] = fit.log_prob(scored[0][part], scored[1][part])
+        labels = links.labels if held_out is None else np.arange(len(values))
+        weights = rows.weights if held_out is None else held_out.weights
+        single = values if count == 1 else single
+        if best == 0 or _gain(values, found, weights, labels) > 0:
+            best, found, worse = count, values, 0
+        else:
+            worse += 1
+        if worse == 2:
+            break
+    return best, found, single
+
+
+def _gain(values: np.ndarray, others: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> float:
+    return mean_and_error(weights / weights.mean() * (values - others), labels)[0]
+
+
+def _observed_moments(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    weights = np.where(np.isnan(rows.numbers), 0.0, rows.weights[:, None])
+    total = np.maximum(weights.sum(axis=0), 1e-12)
+    filled = np.where(np.isnan(rows.numbers), 0.0, rows.numbers)
+    mean = (weights * filled).sum(axis=0) / total
+    spread = np.sqrt((weights * (filled - mean) ** 2).sum(axis=0) / total)
+    return mean, np.where(spread > 0, spread, 1.0)
+
+
+def _initial_shares(rows: Rows, count: int) -> np.ndarray:
+    """Shares from a few steps of k-means (k-means++ centres), with missing cells at the mean."""
+    rng = np.random.default_rng(0)
+    mean, spread = _observed_moments(rows)
+    unit = np.nan_to_num((rows.numbers - mean) / spread)
+    coded = [
+        np.eye(size)[codes] * (codes >= 0)[:, None]
+        for codes, size in zip(rows.codes.T, rows.levels, strict=False)
+    ]
+    unit = np.concatenate([np.clip(unit, -6, 6), *coded], axis=1)
+    centres = unit[rng.integers(len(unit), size=1)]
+    while len(centres) < count:
+        nearest = scipy.spatial.distance.cdist(unit, centres, "sqeuclidean").min(axis=1) + 1e-9
+        centres = np.concatenate([centres, unit[rng.choice(len(unit), size=1, p=nearest / nearest.sum())]])
+    label = np.zeros(len(unit), int)
+    for _ in range(20):
+        label = scipy.spatial.distance.cdist(unit, centres, "sqeuclidean").argmin(axis=1)
+        for k in np.unique(label):
+            centres[k] = unit[label == k].mean(axis=0)
+    return 0.9 * np.eye(count)[label] + 0.1 / count
+
+
+def _category_table(codes: np.ndarray, total: np.ndarray, size: int) -> np.ndarray:
+    """Probabilities of the levels in each component, shrunk towards those of the table."""
+    counts = np.stack([total[codes == level].sum(axis=0) for level in range(size)], axis=1)
+    overall = (counts.sum(axis=0) + PSEUDO_CATEGORIES) / (counts.sum() + PSEUDO_CATEGORIES * size)
+    return (counts + PSEUDO_CATEGORIES * size * overall) / (
+        counts.sum(axis=1, keepdims=True) + PSEUDO_CATEGORIES * size
+    )
+
+
+def _log_categories(tables: Sequence[np.ndarray], codes: np.ndarray) -> np.ndarray:
+    """Σⱼ log pₖⱼ(cⱼ), `(n, K)`, or 0 if there are no categories; −∞ for unknown categories (code −2)."""
+    value = np.zeros((len(codes), 1))
+    for table, column in zip(tables, codes.T, strict=True):
+        known = np.where((column >= 0)[:, None], np.log(table).T[np.maximum(column, 0)], 0.0)
+        value = value + np.where((column == -2)[:, None], -np.inf, known)
+    return value
+
+
+def _patterns(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different patterns of observed columns, and the pattern of each row."""
+    patterns, places = np.unique(~np.isnan(numbers), axis=0, return_inverse=True)
+    return patterns, places.ravel()
+
+
+def _precisions(patterns: np.ndarray, covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Inverse and log-determinant of the covariance of the observed columns, with zeros elsewhere."""
+    both = patterns[:, :, None] & patterns[:, None, :]
+    filled = np.where(both, covariance, 0.0) + np.eye(len(covariance)) * ~patterns[:, :, None]
+    inverse = np.where(both, np.linalg.inv(filled), 0.0)
+    return inverse, np.linalg.slogdet(filled)[1]
+
+
+def _times(matrices: np.ndarray, places: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """The product of the matrix of each row's pattern and its vector."""
+    if len(matrices) <= FEW_PATTERNS:
+        product = np.empty_like(vectors)
+        for u, matrix in enumerate(matrices):
+            rows = places == u
+            product[rows] = vectors[rows] @ matrix.T
+        return product
+    starts = range(0, len(vectors), BLOCK)
+    parts = [np.einsum("nij,nj->ni", matrices[places[i : i + BLOCK]], vectors[i : i + BLOCK]) for i in starts]
+    return np.concatenate(parts) if parts else vectors
+
+
+def _log_normal(
+    numbers: np.ndarray, patterns: np.ndarray, places: np.ndarray, mean: np.ndarray, covariance: np.ndarray
+) -> np.ndarray:
+    """The log-density of the observed numbers of each row under one Gaussian."""
+    precision, log_det = _precisions(patterns, covariance)
+    offset = np.where(patterns[places], np.nan_to_num(numbers) - mean, 0.0)
+    squares = np.sum(offset * _times(precision, places, offset), axis=1)
+    return -0.5 * (squares + log_det[places] + np.log(2 * np.pi) * patterns.sum(axis=1)[places])
+
+
+def _moments(
+    filled: np.ndarray,
+    patterns: np.ndarray,
+    places: np.ndarray,
+    weights: np.ndarray,
+    mean: np.ndarray,
+    covariance: np.ndarray,
+    prior: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The M step of one Gaussian: moments of the rows, with missing cells replaced by their conditional
+    means, plus the conditional covariances."""
+    precision, _ = _precisions(patterns, covariance)
+    gain = covariance @ precision  # Σ Σₒₒ⁻¹ of each pattern
+    offset = np.where(patterns[places], filled - mean, 0.0)
+    expected = mean + _times(gain, places, offset)
+    mass = weights.sum() + 1e-9
+    centre = weights @ expected / mass
+    centred = expected - centre
+    rest = covariance - gain @ covariance
+    share = np.bincount(places, weights, minlength=len(patterns))
+    scatter = (weights[:, None] * centred).T @ centred + np.einsum("u,uij->ij", share, rest)
+    small = 1e-9 * prior
+    new = (scatter + PSEUDO_ROWS * prior) / (mass + PSEUDO_ROWS) + small
+    return centre, (new + new.T) / 2
+
+
+def condition(
+    mean: np.ndarray, covariance: np.ndarray, numbers: np.ndarray, observed: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means `(n, p)` and covariance of a Gaussian given the observed columns."""
+    own = covariance[np.ix_(observed, observed)]
+    gain = np.linalg.solve(own, covariance[observed]).T
+    shifted = mean + (numbers[:, observed] - mean[:, observed]) @ gain.T
+    return shifted, covariance - gain @ covariance[observed]
+
+
+def _draw(
+    numbers: np.ndarray,
+    observed: np.ndarray,
+    mean: np.ndarray,
+    covariance: np.ndarray,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Rows with the missing numbers drawn from the Gaussian given the observed ones."""
+    means = np.broadcast_to(mean, numbers.shape)
+    if observed.any():
+        means, covariance = condition(means, covariance, numbers, observed)
+    missing = np.flatnonzero(~observed)
+    root = np.linalg.cholesky(covariance[np.ix_(missing, missing)])
+    drawn = numbers.copy()
+    drawn[:, missing] = means[:, missing] + rng.normal(size=(len(numbers), len(missing))) @ root.T
+    return drawn
+
+
+def _log_boxes(low: np.ndarray, high: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+    """log P(low < z < high) for z ~ N(0, covariance), by sequential conditioning (Geweke 1991, Hajivassiliou
+    & Keane): exact in one dimension, otherwise an average over quasi-random points."""
+    root, size = np.linalg.cholesky(covariance), len(covariance)
+    points = np.zeros((1, 1))
+    if size > 1:
+        points = scipy.stats.qmc.Sobol(size - 1, seed=0).random(CELL_POINTS)
+    z = np.zeros((len(low), len(points), size))
+    total = np.zeros((len(low), len(points)))
+    for j in range(size):
+        shift = z[..., :j] @ root[j, :j]
+        a, b = ((edge[:, j, None] - shift) / root[j, j] for edge in (low, high))
+        # On the side where both ends are negative, the difference does not cancel.
+        flip = a + b > 0
+        a, b = np.where(flip, -b, a), np.where(flip, -a, b)
+        log_a, log_b = scipy.special.log_ndtr(a), scipy.special.log_ndtr(b)
+        total += log_b + np.log1p(-np.exp(np.minimum(log_a - log_b, -1e-300)))
+        if j + 1 < size:
+            level = scipy.special.ndtr(a) + points[:, j] * (scipy.special.ndtr(b) - scipy.special.ndtr(a))
+            drawn = np.clip(scipy.special.ndtri(level), a, b)
+            z[..., j] = np.where(flip, -drawn, drawn)
+    return scipy.special.logsumexp(total, axis=1) - np.log(len(points))
+
+
+# ------------------------------------------------------------------------------------------------- the model
+
+
+class MixedDensity(eqx.Module):
+    """A density of a table with numbers, categories and missing cells: a `MixtureComponents` of encoded rows.
+
+    `log_prob` is the log-density of the observed cells of a row in units of the table; cells of categories
+    and of integer columns contribute their probabilities, and a zero-inflated column the probability of its
+    spike or a density. `rf.fit_density` returns it for such tables, with the arguments `encoding`, an
+    `rf.tables.Encoding`, and `mixture`.
+
+    ```python
+    import jax
+    import numpy as np
+    import roughflow as rf
+
+    rng = np.random.default_rng(0)
+    colour = rng.choice(["red", "blue"], 300)
+    height = np.where(colour == "red", 3.0, 0.0) + rng.normal(size=300)
+    table = np.column_stack([colour.astype(object), height])
+    table[:30, 1] = None
+    fitted = rf.fit_density(table, key=jax.random.key(0), columns=["colour", "height"])
+    fitted.model.encoding.described()  # 'colour: category (2 levels), height: continuous'
+    fitted.log_prob(table[:3])  # log-probabilities of the colours alone
+    fitted.impute(table[:3], 2, key=jax.random.key(1)).shape  # (2, 3, 2)
+    fitted.conditional(table[:3], given=["colour"]).quantile([0.05, 0.95], "height")
+    ```
+    """
+
+    encoding: Encoding
+    mixture: MixtureComponents
+    num_given: int = eqx.field(static=True, default=0)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return self.encoding.columns
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns."""
+        return len(self.columns)
+
+    def __repr__(self) -> str:
+        title = (
+            f"MixedDensity: {len(self.mixture.weights)} components, {count_of(self.num_columns, 'column')}"
+        )
+        return listed(title, [("columns", self.encoding.described())])
+
+    def log_prob(
+        self,
+        rows: Any,
+        *,
+        key: PRNGKeyArray | None = None,
+        given: Any = None,
+        violation: Violation = "zero",
+    ) -> np.ndarray:
+        """The log-density of the observed cells of each row. A category that the table does not have makes it
+        −∞, or with `violation="penalty"` finite."""
+        del key
+        check_violation(violation)
+        _check_no_given(given)
+        numbers, codes = self.encode(rows)
+        unknown = (codes == UNKNOWN).sum(axis=1)
+        if violation == "penalty":
+            codes = np.where(codes == UNKNOWN, MISSING, codes)
+        values = self.mixture.log_prob(numbers, codes) - self.encoding.log_scale(numbers)
+        return values + (unknown * UNKNOWN_PENALTY if violation == "penalty" else 0.0)
+
+    def encode(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers and codes of rows of the table."""
+        return self.encoding.encode(cells_of(rows, self.columns, "rows")[0])
+
+    def estimate(self, rows: Any, *, key: PRNGKeyArray, given: Any = None, **options: Any) -> Estimate:
+        """`log_prob` with errors of zero: the density is in closed form."""
+        del options
+        return Estimate.of(jnp.asarray(self.log_prob(rows, key=key, given=given)), "exact")
+
+    def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: Any = None) -> np.ndarray:
+        """Draw complete rows `(*shape, d)`: numbers, or objects if there are texts."""
+        _check_no_given(given)
+        rows = self.encoding.decode(*self.mixture.sample(int(np.prod(shape)), rng_of(check_key(key), 0)))
+        return rows.reshape(*shape, self.num_columns)
+
+    def impute(self, rows: Any, count: int, *, key: PRNGKeyArray) -> np.ndarray:
+        """Draw the missing cells of each row `count` times: `(count, n, d)`."""
+        cells = cells_of(rows, self.columns, "rows")[0]
+        numbers, codes = self.encoding.encode(cells)
+        if np.any(codes == UNKNOWN):
+            raise ValueError("rows has a category that the table did not have: make it missing")
+        count = check_count("count", count)
+        drawn = self.encoding.decode(*self.mixture.complete(numbers, codes, rng_of(check_key(key), 0), count))
+        drawn = drawn.reshape(count, len(numbers), self.num_columns)
+        absent = self.encoding.absent(numbers, codes)
+        for i, column in enumerate(cells):
+            seen = ~absent[:, i]
+            drawn[:, seen, i] = column[seen]
+        return drawn
+
+    def conditional(self, rows: Any, given: Sequence[str]) -> "Conditional":
+        """The distribution of the other columns given these columns of each row."""
+        unknown = [name for name in given if name not in self.columns]
+        if isinstance(given, str) or unknown or len(given) == len(self.columns):
+            text = f"given must name some of the columns {', '.join(self.columns)}, got {given!r}"
+            raise ValueError(text)
+        if is_frame(rows):
+            rows = rows.reindex(columns=list(self.columns))
+        cells = cells_of(rows, self.columns, "rows")[0]
+        empty = np.full(len(cells[0]), np.nan)
+        kept = [cell if name in given else empty for name, cell in zip(self.columns, cells, strict=True)]
+        return Conditional(self, *self.encoding.encode(kept), tuple(given))
+
+    def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "MixedDensity":
+        """Refused: there is no flow."""
+        raise ValueError("a mixture has no flow to add noise to: fit a flow with family='flow'")
+
+
+UNKNOWN_PENALTY = -10.0  # nats, for each category that the table does not have
+CONDITIONAL_SAMPLES = 2000  # samples for quantiles and moments
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditional:
+    """The distribution of the other columns of each row given some of them, from `fitted.conditional`."""
+
+    model: MixedDensity
+    numbers: np.ndarray
+    codes: np.ndarray
+    given: tuple[str, ...]
+
+    def log_prob(self, rows: Any) -> np.ndarray:
+        """log p(other columns | given ones) of each row, in closed form. `rows` has all columns."""
+        own = self.model.encoding
+        known = self.model.mixture.log_prob(self.numbers, self.codes) - own.log_scale(self.numbers)
+        return self.model.log_prob(rows) - known
+
+    def sample(self, count: int, *, key: PRNGKeyArray) -> np.ndarray:
+        """Draw rows given their known columns, `(count, n, d)`."""
+        rng = rng_of(check_key(key), 0)
+        drawn = self.model.mixture.complete(self.numbers, self.codes, rng, check_count("count", count))
+        return self.model.encoding.decode(*drawn).reshape(count, len(self.numbers), -1)
+
+    def quantile(self, levels: Sequence[float], column: str) -> np.ndarray:
+        """Quantiles of a numeric column for each row, `(levels, n)`: those of 2,000 samples."""
+        return np.quantile(self._samples(column), np.asarray(levels), axis=0)
+
+    def mean(self, column: str) -> np.ndarray:
+        """The mean of a numeric column for each row, over 2,000 samples."""
+        return self._samples(column).mean(axis=0)
+
+    def std(self, column: str) -> np.ndarray:
+        """The standard deviation of a numeric column for each row, over 2,000 samples."""
+        return self._samples(column).std(axis=0)
+
+    def _samples(self, column: str) -> np.ndarray:
+        names = self.model.columns
+        if column not in names or self.model.encoding.types[names.index(column)] == "category":
+            raise ValueError(
+                f"{column!r} is not a numeric column; the columns are {self.model.encoding.described()}"
+            )
+        draws = self.sample(CONDITIONAL_SAMPLES, key=jax.random.key(0))
+        return draws[:, :, names.index(column)].astype(float)
+
+
+def _check_no_given(given: Any) -> None:
+    if given is not None:
+        raise ValueError("a mixture models all columns: use fitted.conditional(rows, given=[...])")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedFit:
+    """A fitted mixture, and log-densities of unseen rows under it and under one component."""
+
+    model: MixedDensity
+    values: np.ndarray
+    gaussian: np.ndarray
+    labels: np.ndarray
+    cross: bool
+
+
+def fit_mixed(
+    data: Any,
+    names: tuple[str, ...],
+    types: Mapping[Any, str],
+    weights: Any,
+    groups: Any,
+    validation: Any,
+    key: PRNGKeyArray,
+) -> MixedFit:
+    """Fit a mixture to a table of numbers and categories with missing cells.
+
+    The number of components is chosen on validation rows, or by cross-validation with fewer than 500 rows;
+    the mixture is then fitted to all rows."""
+    cells, names = cells_of(data, names)
+    types = {
+        names[name] if isinstance(name, int) and name < len(names) else name: kind
+        for name, kind in types.items()
+    }
+    encoding = Encoding.of(cells, names, types)
+    numbers, codes = encoding.encode(cells)
+    if len(numbers) < 2:
+        raise ValueError(f"data has 1 row: use at least two, better hundreds{see('no-density')}")
+    weights = _checked_weights(weights, len(numbers))
+    rng = rng_of(key, 3)
+    widths = encoding.unit_widths
+    spread = numbers + widths * rng.uniform(-0.5, 0.5, numbers.shape)
+    rows = Rows(spread, codes, encoding.sizes, weights)
+    links = Links.of(np.concatenate([np.nan_to_num(numbers, nan=-1e6), codes], axis=1), groups)
+    cross, held_out = False, None
+    if not isinstance(validation, float | int):
+        aside = encoding.encode(cells_of(validation, names, "validation")[0])
+        train, held_out = np.arange(len(numbers)), Rows(*aside, encoding.sizes, np.ones(len(aside[0])))
+    elif links.count < SMALL or not validation:
+        train, cross = np.arange(len(numbers)), True
+    else:
+        train, out = hold_out(links.labels, validation, key)
+        held_out = Rows(numbers[out], codes[out], encoding.sizes, weights[out])
+    scored = (numbers, codes) if held_out is None else (held_out.numbers, held_out.codes)
+    count, values, single = best_count(rows.at(train), widths, scored, links.at(train), held_out)
+    scale = encoding.log_scale(scored[0])
+    model = MixedDensity(encoding, fit_mixture(rows, widths, count))
+    labels = links.labels if held_out is None else np.arange(len(scale))
+    return MixedFit(model, values - scale, single - scale, labels, cross)
+
+
+def _checked_weights(weights: Any, count: int) -> np.ndarray:
+    if weights is None:
+        return np.ones(count)
+    values = np.asarray(weights, float)
+    if values.shape != (count,) or not np.all(np.isfinite(values)) or values.min() < 0 or not values.sum():
+        raise ValueError(f"weights must be {count} non-negative numbers, one per row, not all zero")
+    return values / values.mean()

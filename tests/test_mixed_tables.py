@@ -1,0 +1,197 @@
+"""Tables with categories, integers, point masses and missing cells."""
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+from scipy.special import logsumexp
+
+import roughflow as rf
+
+KEY = jax.random.key(0)
+WEIGHTS = np.array([0.6, 0.4])
+MEANS = np.array([[0.0, 1.0, -1.0], [3.0, -1.0, 1.0]])
+COVARIANCES = np.array(
+    [[[1, 0.5, 0], [0.5, 1, 0.3], [0, 0.3, 1.0]], [[0.5, 0, 0], [0, 1, -0.6], [0, -0.6, 1.0]]]
+)
+
+
+def truth(rows):
+    """The log-density of the observed cells."""
+    out = np.zeros(len(rows))
+    for i, row in enumerate(rows):
+        seen = ~np.isnan(row)
+        if seen.any():
+            parts = [
+                np.log(weight)
+                + stats.multivariate_normal(mean[seen], cov[np.ix_(seen, seen)]).logpdf(row[seen])
+                for weight, mean, cov in zip(WEIGHTS, MEANS, COVARIANCES, strict=True)
+            ]
+            out[i] = logsumexp(parts)
+    return out
+
+
+def gaussians(count, seed, missing=0.0):
+    rng = np.random.default_rng(seed)
+    label = rng.choice(2, count, p=WEIGHTS)
+    roots = np.linalg.cholesky(COVARIANCES)
+    rows = MEANS[label] + np.einsum("nij,nj->ni", roots[label], rng.normal(size=(count, 3)))
+    rows[rng.random(rows.shape) < missing] = np.nan
+    return rows
+
+
+@pytest.fixture(scope="module")
+def incomplete():
+    return rf.fit_density(gaussians(2000, 0, 0.3), key=KEY)
+
+
+def messy(count, seed):
+    """Colour, height given colour, an integer given height, rain (zero for half of the reds)."""
+    rng = np.random.default_rng(seed)
+    red = rng.random(count) < 0.3
+    height = np.where(red, 3.0, 0.0) + rng.normal(size=count)
+    visits = rng.poisson(np.exp(2 + 0.2 * height))
+    dry = rng.random(count) < np.where(red, 0.5, 0.1)
+    rain = np.where(dry, 0.0, 5 + height + rng.normal(size=count))
+    colour = np.where(red, "red", "blue")
+    value = np.log(np.where(red, 0.3, 0.7)) + stats.norm(np.where(red, 3.0, 0.0)).logpdf(height)
+    value += stats.poisson(np.exp(2 + 0.2 * height)).logpmf(visits)
+    chance = np.where(red, 0.5, 0.1)
+    value += np.where(dry, np.log(chance), np.log(1 - chance) + stats.norm(5 + height).logpdf(rain))
+    return pd.DataFrame({"colour": colour, "height": height, "visits": visits, "rain": rain}), value
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return rf.fit_density(messy(1500, 0)[0], key=KEY)
+
+
+def test_densities_of_incomplete_rows_are_near_the_truth(incomplete):
+    """30 % of the cells are missing, in training and in scoring."""
+    new = gaussians(1000, 1, 0.3)
+    assert incomplete.family == "mixture"
+    gap = truth(new) - incomplete.log_prob(new)
+    assert -0.01 < gap.mean() < 0.03
+    nothing = np.full((1, 3), np.nan)
+    assert incomplete.log_prob(nothing) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_imputations_follow_the_conditional_distribution(incomplete):
+    """Incomplete rows of the truth, completed, are rows of the truth; observed cells stay."""
+    rows = gaussians(1500, 2, 0.3)
+    filled = incomplete.impute(rows, 1, key=KEY)[0]
+    seen = ~np.isnan(rows)
+    np.testing.assert_allclose(filled[seen], rows[seen])
+    other = gaussians(1500, 3)
+    for direction in np.random.default_rng(0).normal(size=(4, 3)):
+        assert stats.ks_2samp(filled @ direction, other @ direction).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("given", [["x1"], ["x3"], ["x1", "x2"], ["x3", "x1"]])
+def test_conditionals_are_those_of_the_truth(incomplete, given):
+    rows = gaussians(400, 4)
+    rest = np.where([name in given for name in ("x1", "x2", "x3")], rows, np.nan)
+    conditional = incomplete.conditional(rows, given)
+    gap = truth(rows) - truth(rest) - conditional.log_prob(rows)
+    assert abs(gap.mean()) < 0.05
+    draws = conditional.sample(3, key=KEY)
+    np.testing.assert_allclose(
+        draws[..., ~np.isnan(rest[0])], np.broadcast_to(rows, (3, 400, 3))[..., ~np.isnan(rest[0])]
+    )
+
+
+def test_quantiles_of_a_conditional(incomplete):
+    """90 % intervals cover 90 % of new values."""
+    rows = gaussians(400, 5)
+    low, high = incomplete.conditional(rows, ["x1", "x3"]).quantile([0.05, 0.95], "x2")
+    assert np.mean((low < rows[:, 1]) & (rows[:, 1] < high)) == pytest.approx(0.9, abs=0.05)
+
+
+def test_a_mixed_table_with_a_known_distribution(mixed):
+    assert mixed.model.encoding.types == ("category", "continuous", "integer", "zero-inflated")
+    new, value = messy(1500, 1)
+    assert (value - mixed.log_prob(new)).mean() < 0.08
+    assert mixed.score.gain > 0
+
+
+def test_probabilities_sum_to_one(mixed):
+    """Over colours and counts, and over the point mass and the density of rain."""
+    empty = {"colour": None, "height": np.nan, "visits": np.nan, "rain": np.nan}
+    total = lambda **columns: np.exp(
+        mixed.log_prob(pd.DataFrame(empty | columns, index=range(len(next(iter(columns.values()))))))
+    ).sum()
+    assert total(colour=["red", "blue"]) == pytest.approx(1, abs=1e-9)
+    assert total(visits=np.arange(60)) == pytest.approx(1, abs=1e-2)
+    grid = np.linspace(-20, 30, 2001)
+    assert total(rain=grid[grid != 0]) * (grid[1] - grid[0]) + total(rain=[0.0]) == pytest.approx(1, abs=1e-2)
+
+
+def test_samples_and_completions_have_the_types_of_the_table(mixed, tmp_path):
+    frame, _ = messy(1500, 2)
+    draws = pd.DataFrame(mixed.sample(1500, key=KEY), columns=mixed.model.columns)
+    assert set(draws.colour) == {"red", "blue"}
+    assert np.all(draws.visits == draws.visits.astype(float).round())
+    assert np.mean(draws.rain == 0) == pytest.approx(np.mean(frame.rain == 0), abs=0.05)
+    assert stats.ks_2samp(draws.height.astype(float), frame.height).pvalue > 1e-3
+    holes = frame[:5].astype(object)
+    holes.loc[0, "colour"], holes.loc[1, "rain"] = None, np.nan
+    filled = mixed.impute(holes, 20, key=KEY)
+    assert set(filled[:, 0, 0]) <= {"red", "blue"}
+    assert np.array_equal(filled[0, 2:], frame[2:5].to_numpy(object))
+    rf.save(tmp_path / "m.rf", mixed.model)
+    np.testing.assert_array_equal(rf.load(tmp_path / "m.rf").log_prob(frame[:9]), mixed.log_prob(frame[:9]))
+
+
+def test_unknown_categories_have_density_zero(mixed):
+    frame = messy(5, 3)[0].assign(colour="green")
+    assert np.isneginf(mixed.log_prob(frame)).all()
+    assert np.isfinite(mixed.log_prob(frame, violation="penalty")).all()
+    assert np.all(mixed.anomaly(frame) < 0.05)
+
+
+def test_weights_count_rows():
+    rows = gaussians(300, 6)
+    weights = np.where(rows[:, 0] > 1.5, 3.0, 1.0)
+    fitted = rf.fit_density(rows, key=KEY, weights=weights)
+    draws = fitted.sample(4000, key=KEY)
+    assert np.mean(draws[:, 0] > 1.5) == pytest.approx(
+        np.average(rows[:, 0] > 1.5, weights=weights), abs=0.04
+    )
+
+
+TEXTS = np.array([["a", 1.0], ["b", 2.0], ["a", 3.0]] * 10, object)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "reason"),
+    [
+        (TEXTS, {"family": "flow"}, "have family 'mixture', not 'flow'"),
+        (TEXTS, {"given": np.ones((30, 1))}, "does not support given="),
+        (TEXTS, {"types": {"x1": "integer"}}, "column 'x1' holds texts, so its type must be 'category'"),
+        (
+            TEXTS,
+            {"types": {"x2": "number"}},
+            "types must be continuous, integer, category, zero-inflated; column 'x2'",
+        ),
+        (TEXTS, {"types": {"y": "integer"}}, "types has a column 'y'; the table has x1, x2"),
+        (TEXTS, {"weights": [1.0, -1.0]}, "weights must be 30 non-negative numbers"),
+        (
+            np.array([[str(i), i] for i in range(40)], object),
+            {},
+            "column 'x1' has 40 different texts in 40 rows: drop it",
+        ),
+        (np.array([["a", 1.0], [3.0, 2.0]], object), {}, "column 0 of data holds 'a', not numbers"),
+        (np.array([[None, 1.0], [None, 2.0]], object), {}, "column 'x1' has no value: drop it"),
+    ],
+)
+def test_bad_tables_are_refused(rows, settings, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        rf.fit_density(rows, key=KEY, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_other_families_have_no_conditionals():
+    fitted = rf.fit_density(gaussians(40, 0), key=KEY, family="gaussian")
+    with pytest.raises(ValueError, match="conditional needs the family 'mixture', not 'gaussian'"):
+        fitted.conditional(gaussians(3, 1), ["x1"])
