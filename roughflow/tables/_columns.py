@@ -19,7 +19,7 @@ from ..density import AbstractEstimator, Estimate
 from ..faq import see
 from ..train import grid_step
 from ._closed_form import RIDGE, constant
-from ._numbers import frame_names, is_frame, take
+from ._numbers import MAX_VALUE, frame_names, is_frame, take
 from ._standardised import Standardised
 
 PAIR_TOLERANCE = 1e-12  # 1 − |correlation| of two columns that are copies, if there are few rows
@@ -309,6 +309,10 @@ class Encoding(eqx.Module):
             for column, part in zip(cells, found, strict=True)
         ]
         kinds, levels, widths = zip(*found, strict=True)
+        if all(kind == "category" and len(own) == 1 for kind, own, _ in found):
+            raise ValueError(
+                f"every column of data has one value only: there is no density{see('no-density')}"
+            )
         loc, scale = np.array(moments).T
         return Encoding(names, kinds, levels, np.array(widths), loc, scale)
 
@@ -442,7 +446,7 @@ def is_mixed(data: Any) -> bool:
 
 def _cells(name: str, column: np.ndarray, argument: str) -> np.ndarray:
     if column.dtype.kind in "fiu":
-        return column.astype(float)
+        return _checked_numbers(name, column.astype(float), argument)
     values = [None if missing(value) else value for value in column.tolist()]
     present = [value for value in values if value is not None]
     texts = [isinstance(value, str | bool) for value in present]
@@ -450,16 +454,24 @@ def _cells(name: str, column: np.ndarray, argument: str) -> np.ndarray:
     if present and all(texts):
         return np.array([*values, None], object)[:-1]
     if all(numbers):
-        return np.array([np.nan if value is None else float(value) for value in values])
+        array = np.array([np.nan if value is None else float(value) for value in values])
+        return _checked_numbers(name, array, argument)
     odd = next(value for value, number in zip(present, numbers, strict=True) if not number)
     raise ValueError(f"column {name!r} of {argument} holds {str(odd)!r} among other values: convert it")
+
+
+def _checked_numbers(name: str, column: np.ndarray, argument: str) -> np.ndarray:
+    largest = np.nanmax(np.abs(column), initial=0.0)
+    if largest > MAX_VALUE:
+        raise ValueError(f"column {name!r} of {argument} has values beyond {MAX_VALUE:g}{see('no-density')}")
+    return column
 
 
 def _typed(name: str, column: np.ndarray, wanted: str | None) -> tuple[str, tuple[Label, ...], float]:
     """The type of a column, its levels and the width of its cells."""
     present = np.array([value for value in column if not missing(value)], column.dtype)
     if not len(present):
-        raise ValueError(f"column {name!r} has no value: drop it")
+        raise ValueError(f"column {name!r} of data has no value: drop it")
     levels = tuple(sorted(set(present.tolist()), key=lambda label: (str(type(label)), label)))
     if column.dtype.kind == "O":
         if wanted not in (None, "category"):

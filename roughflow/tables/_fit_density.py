@@ -148,10 +148,10 @@ def fit_density(
     """
     key_split, key_model, *keys = split(check_key(key), 4)
     _check(family, noise, steps, seconds)
-    asked = types is not None or weights is not None or family == "mixture"
-    if asked or (not isinstance(data, ParquetTable) and is_mixed(data)):
-        others = {"given": given, "bounds": bounds, "rounding": rounding, "steps": steps, "seconds": seconds}
+    others = {"given": given, "bounds": bounds, "rounding": rounding, "steps": steps, "seconds": seconds}
+    if types is not None or weights is not None or family == "mixture":
         _check_mixed(family, noise, data, others)
+    if _is_for_a_mixture(data, family, types, weights, [noise or None, *others.values()]):
         return _mixed_fit(data, tuple(columns), types or {}, weights, groups, validation, key_split)
     flow, training, run = flow or FlowOptions(), training or TrainingOptions(), run or RunOptions()
     tables = (data, given, groups, columns, bounds or {}, rounding or {}, validation)
@@ -336,13 +336,24 @@ def _closed_fit(
     return fitted.with_noise(noise) if noise and noise != "best" else fitted
 
 
+def _is_for_a_mixture(data: Any, family: Any, types: Any, weights: Any, others: Sequence[Any]) -> bool:
+    """Whether a mixture is asked for, or the table needs one. Options that only a flow has lead to the flow,
+    which names the cell that it does not support."""
+    if types is not None or weights is not None or family == "mixture":
+        return True
+    free = family is None and all(value is None for value in others)
+    return free and not isinstance(data, ParquetTable) and is_mixed(data)
+
+
 def _check_mixed(family: Any, noise: Any, data: Any, others: Mapping[str, Any]) -> None:
     """Refuse what a mixture does not support."""
-    why = "tables with texts, missing cells, types= or weights= have family 'mixture'"
+    why = "types= and weights= need family 'mixture'"
     if family not in (None, "mixture"):
         raise ValueError(f"{why}, not {family!r}{see('no-density')}")
     if isinstance(data, ParquetTable):
-        raise ValueError(f"{why}, which needs a table in memory")
+        raise ValueError(
+            f"{why}, which needs a table in memory: types= and weights= do not support ParquetTable"
+        )
     found = [name for name, value in others.items() if value is not None]
     found += ["noise"] if noise else []
     if found:
