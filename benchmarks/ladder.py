@@ -1,9 +1,10 @@
 """Error and time of the default estimate: `python -m benchmarks.ladder`, beside another version if asked.
 
 1,000 points each of three neural SDEs on the plane, of the README's example, and of flows fitted to a banana
-and a star with noise 0.5 added; 200 points each of two neural SDEs in three and six dimensions. References
-are 2^13 Sobol' paths with 24 functions. `--beside FOLDER`, which holds another version's package, estimates
-the same points with that in a process of its own.
+and a star with noise 0.5 added; 200 points each of two neural SDEs in three and six dimensions, and of flows
+fitted to 6 and 30 columns. References are 2^13 Sobol' paths with 24 functions. `--beside FOLDER`, which holds
+another version's package, estimates the same points with that in a process of its own: both compile at the
+same time, and then are timed one after the other.
 """
 
 import argparse
@@ -24,8 +25,9 @@ import roughflow as rf
 
 NEURAL = {"gain 1, noise 0.4": (2, 1.0, 0.4), "gain 1.8, noise 0.5": (2, 1.8, 0.5)}
 NEURAL |= {"gain 1.7, noise 0.9": (2, 1.7, 0.9), "3-D, gain 1.5": (3, 1.5, 0.5), "6-D, gain 1": (6, 1.0, 0.4)}
-FITTED = ("banana", "star")
+FITTED = ("banana", "star", "6 columns", "30 columns")
 ROUNDS = 3
+WAIT = 300  # seconds for the other version
 
 
 def network(d: int, out: int, seed: int) -> Callable:
@@ -59,13 +61,22 @@ def fitted(name: str, folder: Path) -> rf.StochasticFlow:
     if not file.exists():
         from roughflow import datasets
 
-        data = {"banana": datasets.Banana, "star": datasets.Star}[name]().sample(
-            key=jax.random.key(0), shape=(20_000,)
-        )
+        if name in ("banana", "star"):
+            shape = {"banana": datasets.Banana, "star": datasets.Star}[name]()
+            data = shape.sample(key=jax.random.key(0), shape=(20_000,))
+        else:
+            data = table(int(name.split()[0]))
         flow = rf.tables.FlowOptions(width=64, likelihood_steps=0)
-        options = {"flow": flow, "steps": 4000, "progress": False}
+        options = {"flow": flow, "steps": 2000, "progress": False}
         rf.save(file, rf.fit_density(np.asarray(data), key=jax.random.key(1), **options).model)
     return rf.with_noise(rf.load(file), 0.5).flow
+
+
+def table(d: int) -> np.ndarray:
+    """A bent table: products and sines of correlated normal columns."""
+    rng = np.random.default_rng(d)
+    z = rng.normal(size=(20_000, d)) @ (rng.normal(size=(d, d)) / d**0.5)
+    return z + np.sin(2 * np.roll(z, 1, axis=1)) + 0.3 * rng.normal(size=z.shape)
 
 
 def problem(name: str, folder: Path) -> rf.StochasticFlow:
@@ -77,33 +88,45 @@ def problem(name: str, folder: Path) -> rf.StochasticFlow:
 NAMES = (*NEURAL, "README", *FITTED)
 
 
-def points(flow: rf.StochasticFlow) -> np.ndarray:
-    count = 1000 if flow.dimension == 2 else 200
+def points(flow: rf.StochasticFlow, count: int | None = None) -> np.ndarray:
+    count = count or (1000 if flow.dimension == 2 else 200)
     return np.asarray(flow.sample(key=jax.random.key(3), shape=(count,)))
 
 
-def estimates(names: list[str], folder: Path, options: dict) -> None:
-    """Values, errors and seconds of this process's version, to a file for each problem."""
+def estimates(names: list[str], folder: Path, options: dict, other: str | None) -> None:
+    """Values, errors and seconds of this process's version, to a file for each problem.
+
+    All first calls come before the first timed one. The new version is timed when the `other` has compiled,
+    and the old one after that."""
+    runs, firsts, label = {}, {}, folder_label()
     for name in names:
-        flow = problem(name, folder)
-        x = np.load(folder / f"{name} x.npy")
-        began = time.perf_counter()
+        flow, x = problem(name, folder), np.load(folder / f"{name} x.npy")
         run = lambda flow=flow, x=x: jax.block_until_ready(flow.estimate(x, key=jax.random.key(4), **options))
-        estimate = run()
-        first, warm = time.perf_counter() - began, []
+        began = time.perf_counter()
+        run()
+        runs[name], firsts[name] = run, time.perf_counter() - began
+        print(f"{label} {name}: first {firsts[name]:.1f} s", file=sys.stderr, flush=True)
+    (folder / f"{label} compiled").touch()
+    if other:
+        awaited = folder / ("old compiled" if label == "new" else "new timed")
+        while not awaited.exists() and time.perf_counter() - began < WAIT:
+            time.sleep(0.2)
+    for name, run in runs.items():
+        warm = []
         for _ in range(ROUNDS):
             began = time.perf_counter()
             estimate = run()
             warm.append(time.perf_counter() - began)
-        names, counts = np.unique(getattr(estimate, "method", []), return_counts=True)
+        methods, counts = np.unique(getattr(estimate, "method", []), return_counts=True)
         np.savez(
-            folder / f"{name} {folder_label()}.npz",
+            folder / f"{name} {label}.npz",
             value=estimate.log_prob,
             error=estimate.total_error,
             suspect=estimate.suspect,
-            seconds=[first, float(np.median(warm))],
-            methods=", ".join(f"{count} {method}" for method, count in zip(names, counts, strict=True)),
+            seconds=[firsts[name], float(np.median(warm))],
+            methods=", ".join(f"{count} {method}" for method, count in zip(methods, counts, strict=True)),
         )
+    (folder / f"{label} timed").touch()
 
 
 def folder_label() -> str:
@@ -122,43 +145,57 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--count", type=int, help="of points; by default 1000 in the plane, else 200")
+    parser.add_argument("--prepare", action="store_true", help="fit flows and compute references, no more")
+    parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--inner", action="store_true", help="a process of this benchmark")
     a = parser.parse_args()
     folder = a.folder or Path(tempfile.gettempdir()) / "roughflow-ladder"
     folder.mkdir(exist_ok=True)
     options = {} if a.tolerance is None else {"tolerance": a.tolerance}
     if a.inner:
-        estimates(a.names, folder, options)
+        estimates(a.names, folder, options, "new")
         return
+    for file in folder.glob("* compiled"), folder.glob("* timed"):
+        for one in file:
+            one.unlink()
     began = time.perf_counter()
     for name in a.names:
         flow = problem(name, folder)
         print(f"{name} {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
         if not (folder / f"{name} x.npy").exists():
-            np.save(folder / f"{name} x.npy", points(flow))
-        if not (folder / f"{name} truth.npy").exists():
+            np.save(folder / f"{name} x.npy", points(flow, a.count))
+        if not a.no_reference and not (folder / f"{name} truth.npy").exists():
             np.save(folder / f"{name} truth.npy", reference(flow, np.load(folder / f"{name} x.npy")))
-    estimates(a.names, folder, options)
-    labels = ["new"]
+    if a.prepare:
+        return
+    labels, process = ["new"], None
     if a.beside:
         path = f"{a.beside}:{os.environ.get('PYTHONPATH', '')}"
         env = {**os.environ, "VERSION_LABEL": "old", "PYTHONPATH": path}
         command = [sys.executable, __file__, "--inner", "--folder", str(folder), "--names", *a.names]
-        subprocess.run(command, env=env, check=True)
+        process = subprocess.Popen(command, env=env)
         labels.append("old")
+    estimates(a.names, folder, options, "old" if process else None)
+    if process is not None:
+        process.wait()
     for name in a.names:
-        truth = np.load(folder / f"{name} truth.npy")
+        file = folder / f"{name} truth.npy"
+        truth = np.load(file) if file.exists() else np.nan
         for label in labels:
+            if not (folder / f"{name} {label}.npz").exists():
+                continue
             got = np.load(folder / f"{name} {label}.npz")
             miss = got["value"] - truth
             fine = np.isfinite(miss)
+            rmse, worst = np.sqrt(np.mean(miss[fine] ** 2)), np.max(np.abs(miss[fine]), initial=0)
             within = np.mean(np.abs(miss[fine]) <= 2 * got["error"][fine])
             first, warm = got["seconds"]
+            bar, suspect = np.median(got["error"]), int(got["suspect"].sum())
             print(
-                f"{name:22s} {label}  rmse {np.sqrt(np.mean(miss[fine] ** 2)):.4f}  worst "
-                f"{np.max(np.abs(miss[fine])):.3f}  median bar {np.median(got['error']):.4f}  within two "
-                f"{100 * within:.1f} %  suspect {int(got['suspect'].sum())}  first {first:.1f} s  warm "
-                f"{warm:.2f} s  {got['methods']}",
+                f"{name:22s} {label}  rmse {rmse:.4f}  worst {worst:.3f}  median bar {bar:.4f}  "
+                f"in two {100 * within:.1f} %  suspect {suspect}  first {first:.1f} s  warm {warm:.2f} s  "
+                f"{got['methods']}",
                 flush=True,
             )
 

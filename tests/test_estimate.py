@@ -192,7 +192,7 @@ def test_chunks_do_not_change_the_numbers(estimator, key, monkeypatch):
     x = np.array([[0.2], [9.0], [-0.5]])
     whole = ou().estimate(x, key=key, estimator=estimator)
     assert np.all(np.isfinite(whole.log_prob))
-    monkeypatch.setattr(_paths, "ROWS", (2,))
+    monkeypatch.setattr(_paths, "ROWS", {"cpu": (2,)})
     monkeypatch.setattr(_paths, "SOLVES_PER_BLOCK", {"cpu": 16})
     parts = ou().estimate(x[:2], key=key, estimator=estimator)
     np.testing.assert_array_equal(parts.method, whole.method[:2])
@@ -207,7 +207,7 @@ def test_random_probes_belong_to_a_path(key, monkeypatch):
     flow = eqx.tree_at(lambda f: f.divergence, flow, rf.HutchinsonDivergence())
     x = 0.1 * np.ones((3, 100))
     whole = flow.estimate(x, key=key, estimator=rf.PullBack(16))
-    monkeypatch.setattr(_paths, "ROWS", (2,))
+    monkeypatch.setattr(_paths, "ROWS", {"cpu": (2,)})
     parts = flow.estimate(x, key=key, estimator=rf.PullBack(16))
     np.testing.assert_allclose(parts.log_prob, whole.log_prob, rtol=1e-12)
 

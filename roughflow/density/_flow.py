@@ -46,7 +46,7 @@ class StochasticFlow(AbstractStochasticFlow):
         - `estimator`: if none is given, `rf.density.Ladder()`, which takes what is cheapest for each point;
           without noise one pull-back, which is exact.
         - `tolerance`: add work to each point until its total error is below this, or `max_paths` are spent;
-          `warning` says if they were. By default the aim is 0.02.
+          `warning` says if they were. By default the aim is 0.05.
         - `start`: a fixed initial state `(d,)`, in place of the base. In one or two dimensions a grid is
           used; otherwise the density a short time after the start is the base of a flow over the remaining
           time (`rf.transition.ShortTime`).

@@ -36,6 +36,7 @@ from ._paths import (
     PullBack,
     Rounds,
     checked_points,
+    coarser,
     draw,
     exact,
     gathered,
@@ -48,16 +49,18 @@ from ._paths import (
 )
 from ._proposals import AbstractProposal, Mixture, Prior
 
-DEFAULT_TOLERANCE = 0.02  # total error, nats: the aim, if the user gives none
+DEFAULT_TOLERANCE = 0.05  # total error, nats: the aim, if the user gives none
 ACCEPTED_ERROR = 0.1  # nats: no other method is tried below it, if the user gives no tolerance
-FIRST_PATHS = 64  # in the first round
-MAX_PATHS_PER_RUNG = 2**12
+FIRST_PATHS = 256  # from the prior
+FIRST_AROUND_MODES = 64
+MAX_PATHS_PER_RUNG = 2**14
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
 FIXED_BUDGET_PATHS = 256  # inside jit
 FEW_STARTS = 4  # of a search for modes, where there is next to no density
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension: about ten seconds of a CPU, after which a grid gives up
+MIN_EFFECTIVE_PATHS = 2.0  # below which more paths of the same kind are not tried
 EVEN_SHARE = 0.25  # effective fraction of paths above which more of them are worth it
 LEARNED_SHARE = 0.2  # of the prior, next to a learned proposal
 MAX_DOUBLINGS = 2  # of the driver's functions and the steps, where their error dominates
@@ -99,10 +102,11 @@ class Ladder(AbstractEstimator):
     In the pull-back form each path has exactly one start (`rf.PullBack`), so no way to x can be missed that
     paths are drawn near. Point by point:
 
-    1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 64, then four times as many,
-       until the total error is below the tolerance (0.02 by default), at most 4,096. One path in four is also
-       solved with twice the driver's functions and steps: the difference corrects the value and bounds the
-       remaining error. If no tolerance is given, an error of 0.1 is accepted after 4,096 paths.
+    1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 256, then four times as many,
+       until the total error is below the tolerance (0.05 by default), at most 16,384. They are solved with
+       half the driver's functions and steps, and one in eight with all of them too: the difference corrects
+       the value, and bounds the error that is left. Where that is too large, functions and steps are
+       doubled. If no tolerance is given, an error of 0.1 is accepted in the end.
     2. Points with poor weights: paths from the proposal that the flow has learned, if it has one, and then
        **around the likeliest paths** to x (`rf.Laplace`).
     3. Points whose weights are still poor: **particles**, moved from there to the distribution of the path
@@ -155,18 +159,26 @@ def _climbed(
         if which.size < len(x) and accuracy.tolerance is None:
             # Beyond a grid that holds the others there is next to nothing: less will do, and none from the
             # prior.
-            goal = Goal(goal.accepted, goal.accepted, (FIRST_PATHS, FIRST_PATHS), FEW_STARTS, 0)
+            goal = Goal(goal.accepted, goal.accepted, (FIRST_AROUND_MODES, FIRST_AROUND_MODES), FEW_STARTS, 0)
             from_modes = True
-    for _ in range(1 + goal.doublings):
-        if which.size:
-            _climb(Points(flow, x, key), which, goal, record, from_modes)
-        # More paths do not reduce what functions leave out and steps miss.
-        which = record.coarse(0.5 * goal.error)
-        if not which.size:
+    first, others = (which[:0], which) if from_modes else (which, which[:0])
+    level, is_coarse = (flow, False) if from_modes else (coarser(flow), True)
+    for _ in range(2 + goal.doublings - from_modes):
+        if not (first.size or others.size):
             break
-        refined, flow = refined_driver(flow), flow.with_finer_steps()
-        flow = flow if refined is None else flow.with_driver(refined)
-    still = np.flatnonzero(record.poor | (record.total_error() > goal.accepted))
+        points = Points(level, x, key)
+        others = np.union1d(others, _from_prior(points, first, goal, record))
+        if not is_coarse:
+            others = _climb(points, others, goal, record)
+        # More paths do not reduce what functions leave out and steps miss.
+        first = np.setdiff1d(record.coarse(0.5 * goal.error), others)
+        if not is_coarse:
+            refined, flow = refined_driver(flow), flow.with_finer_steps()
+            flow = flow if refined is None else flow.with_driver(refined)
+        level, is_coarse = flow, False
+    # By default good weights need no grid, which takes seconds, even if their error is above the aim.
+    unmet = (accuracy.tolerance is not None) & (record.total_error() > goal.accepted)
+    still = np.flatnonzero(record.poor | unmet)
     if fits and still.size:
         _grid(flow, x, still, goal, record)
     record.parts["jump"] = np.full(len(x), any(switch.kind == "jump" for switch in switches))
@@ -277,18 +289,23 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
     return jnp.exp(-jnp.quantile(total, 0.1) / flow.dimension)
 
 
-def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record, from_modes: bool) -> None:
-    """Apply the rungs in turn to the points that need them, starting with the prior or with the modes."""
-    levels, most = points.levels, goal.most[0]
-    both = (levels.own, levels.finer)
-    if not from_modes:
-        which = _rounds(Rounds(points, which, Sobol(), None, most, *both), goal, record, "paths")
+def _from_prior(points: Points, which: np.ndarray, goal: Goal, record: Record) -> np.ndarray:
+    """Paths from the prior; returns the points that need another rung."""
+    both = (points.levels.own, points.levels.finer)
+    return _rounds(Rounds(points, which, Sobol(), None, goal.most[0], *both), goal, record, "paths")
+
+
+def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record) -> np.ndarray:
+    """Apply the rungs above the first in turn to the points that need them; returns none."""
+    levels = points.levels
     if which.size and (learned := _learned(levels.flow)) is not None:
         mixture = mixtures(learned, points, which)
         mixture = None if mixture is None else mixture.with_prior(LEARNED_SHARE)
-        which = _rounds(Rounds(points, which, Sobol(), mixture, most, *both), goal, record, "learned")
+        rounds = Rounds(points, which, Sobol(), mixture, goal.most[0], levels.own, levels.finer)
+        which = _rounds(rounds, goal, record, "learned")
     if which.size:
         _around_modes(points, which, goal, record)
+    return which[:0]
 
 
 def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
@@ -318,7 +335,7 @@ def _around_modes(points: Points, which: np.ndarray, goal: Goal, record: Record)
     parts["steep"] = steep & (parts["effective_paths"] < EVEN_SHARE * parts["num_paths"])
     record.put(which, parts, fine.poor[which] | coarse.poor[which], "modes")
     still = record.poor[which]
-    if still.any() and goal.most[1] > FIRST_PATHS:
+    if still.any() and goal.most[1] > FIRST_AROUND_MODES:
         poor, mixture = which[still], jax.tree.map(lambda a: a[still], found.mixture)
         moved = particle_parts(points, poor, mixture)
         # What paths around the modes show of it, in spite of their weights.
@@ -368,21 +385,23 @@ def _search(flow, fine, x, key, places, begin, here, block: int) -> _Found:
 def _rounds(rounds: Rounds, goal: Goal, record: Record, name: str) -> np.ndarray:
     """Add paths until the error is small enough, the weights turn out to be poor, or the maximum number is
     reached. Returns the points that need another rung."""
-    needs_more, total, most = np.zeros(len(record.poor), bool), min(FIRST_PATHS, rounds.most), rounds.most
+    first = FIRST_PATHS if rounds.mixture is None else FIRST_AROUND_MODES
+    needs_more, total, most = np.zeros(len(record.poor), bool), min(first, rounds.most), rounds.most
     record.poor[rounds.which] = True
     while len(rounds.which):
         rounds.grow(total)
         parts, which = rounds.parts(corrected=True), rounds.which
         error, aim = parts["standard_error"], goal.error[which]
-        few = parts["effective_paths"] < (2 * FEW_PATHS if total > FIRST_PATHS else 0.4 * FEW_PATHS)
+        few = parts["effective_paths"] < MIN_EFFECTIVE_PATHS
         # Tangent Gaussians have tails that many bundles of paths hide in.
         heavy = HEAVY if rounds.mixture is None else HEAVY_AROUND_MODES
-        poor = few | (parts["pareto_k"] > heavy) | ~(error + parts["truncation_error"] < COARSE)
+        poor = parts["effective_paths"] < 2 * FEW_PATHS
+        poor |= (parts["pareto_k"] > heavy) | ~(error + parts["truncation_error"] < COARSE)
         met = (error + parts["truncation_error"] <= aim) | (error <= 0.5 * aim)
         uneven = parts["effective_paths"] < EVEN_SHARE * total
-        # Sobol' numbers are better than that, but not always.
-        hopeless = uneven & (total * (error / goal.accepted[which]) ** 2 > 4 * most)
-        hopeless &= total > FIRST_PATHS
+        hopeless = (
+            uneven & (total * (error / goal.accepted[which]) ** 2 > most) & (total > FIRST_AROUND_MODES)
+        )
         ends = (met & ~poor) | few | hopeless | (GROWTH * total > most)
         record.put(which[ends], {key: part[ends] for key, part in parts.items()}, poor[ends], name)
         needs_more[which[ends]] = (poor | (error > goal.accepted[which]))[ends]
@@ -398,7 +417,9 @@ def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, err
     keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
     fixed, points = constant((flow, flat))
     places = jnp.broadcast_to(jnp.arange(FIXED_BUDGET_PATHS), (len(flat), FIXED_BUDGET_PATHS))
-    first = draw(Level(fixed), points, keys, None, Sobol(), places[:, :FIRST_PATHS], FIXED_BUDGET_PATHS)
+    first = draw(
+        Level(fixed), points, keys, None, Sobol(), places[:, :FIRST_AROUND_MODES], FIXED_BUDGET_PATHS
+    )
     poor = _poor(first.log_weights) | (_contraction(fixed) > MAX_EXPANSION)
     mixture = _mixture_where(poor, fixed, points, keys)
     drawn = draw(Level(flow), flat, keys, mixture, Sobol(), places, FIXED_BUDGET_PATHS)

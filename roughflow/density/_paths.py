@@ -13,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import as_real, check_count, check_finite, check_key, check_vector, is_traced
 from .._linear import solve
 from .._programs import jit
+from ..driver import KarhunenLoeve, Legendre
 from ..faq import see
 from ..flow import (
     AbstractStochasticFlow,
@@ -30,12 +31,13 @@ from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
 MAX_EXACT_DIMENSION = 64  # for exact divergences in place of random probes
 PATHS_PER_ROW = 16  # of one point
-ROWS = (64, 512, 4096)  # per program call
-SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**16}  # integrated as one state
+ROWS = {"cpu": (4096,), "gpu": (64, 512, 16384)}  # per program call
+SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # integrated as one state
 MAX_NUMBERS = 2**26  # floating-point numbers per program call
 GROWTH = 4  # factor between the numbers of paths of two rounds
 CLOUD_KEY = 2**31 + 1  # folded into the key of forward draws
-CHECKED_SHARE = 4  # one path in four is also solved at a finer level
+CHECKED_SHARE = 8  # one path in eight is also solved at a finer level
+SUMMARISED = 1024  # points per program call, on a GPU
 
 
 def log_joint(flow: AbstractStochasticFlow, x: Array, omega: Array, keys: PRNGKeyArray | None) -> Array:
@@ -110,6 +112,21 @@ class Levels:
         self.own = Level(self.flow, np.float32(0), np.int32(each))
         finer = self.flow if each else self.flow.with_finer_steps()
         self.finer = Level(finer, np.float32(1), np.int32(2 * each))
+
+
+def coarser(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
+    """The flow with half the driver's functions and half the steps, so that its finer level is the flow.
+
+    Most of log p is the same there, at a quarter of the time; the difference needs few paths (multilevel
+    Monte Carlo, Giles 2008).
+    """
+    driver, grid = flow.driver, flow.integrator
+    if isinstance(grid, FixedGrid):
+        steps = -(-grid.count(driver, flow.noise_dimension) // 2)
+        flow = eqx.tree_at(lambda f: f.integrator, flow, grid.with_steps(steps))
+    if isinstance(driver, KarhunenLoeve | Legendre):
+        flow = flow.with_driver(type(driver)(-(-driver.num_functions // 2)))
+    return flow
 
 
 class Drawn(NamedTuple):
@@ -192,12 +209,11 @@ class Points:
         each = sum(np.size(leaf[0]) for leaf in jax.tree.leaves(others)) + columns * (
             len(self.x[0]) + self.size
         )
-        rows = max(1, min(ROWS[-1], MAX_NUMBERS // each))
-        pairs = SOLVES_PER_BLOCK["cpu" if jax.default_backend() == "cpu" else "gpu"]
-        if pairs >= rows:
-            # All rows are solved, not only those that count: a few sizes, for a few points or many.
-            rows = min(rows, next(size for size in ROWS if size >= min(len(points), ROWS[-1])))
-        block, parts = max(1, min(rows, pairs // columns)), []
+        device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+        rows = max(1, min(ROWS[device][-1], MAX_NUMBERS // each))
+        # A few sizes, so that few points take little time on a GPU, and others do not need other programs.
+        rows = next((size for size in ROWS[device] if len(points) <= size < rows), rows)
+        block, parts = max(1, min(rows, SOLVES_PER_BLOCK[device] // columns)), []
         for begin in range(0, len(points), rows):
             some = slice(begin, begin + rows)
             count = len(points[some])
@@ -275,8 +291,17 @@ class Rounds:
         """Parts of an `Estimate` from the weights so far."""
         means = None if self.mixture is None else self.mixture.shares()
         parts = (self.coarse, self.fine, self.shares, means)
-        double = (None if part is None else part.astype(float) for part in parts)
-        return summary(self.draws, *double, corrected=corrected)
+        if jax.default_backend() == "cpu":
+            double = (None if part is None else part.astype(float) for part in parts)
+            return summary(self.draws, *double, corrected=corrected)
+        found, size = [], len(self.which)
+        for begin in range(0, size, SUMMARISED):
+            count = min(SUMMARISED, size - begin)
+            fill = begin + np.arange(SUMMARISED) % count
+            done = _summary(self.draws, corrected, jax.tree.map(lambda a, fill=fill: a[fill], parts))
+            found.append(jax.tree.map(lambda a, count=count: np.asarray(a)[:count], done))
+        parts = jax.tree.map(lambda *a: np.concatenate(a), *found)
+        return {name: a.astype(float) if a.dtype.kind == "f" else a for name, a in parts.items()}
 
     def _weights(self, level: Level, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Of the paths at places from `first` to `stop`, in rows of `columns`."""
@@ -291,6 +316,11 @@ class Rounds:
             explain_failure(self.points.levels.flow, self.points.x)
         joined = lambda a: a.reshape(len(self.which), -1, *a.shape[2:])[:, : stop - first]
         return joined(weights), None if shares is None else joined(shares)
+
+
+@partial(jit, level=1)
+def _summary(draws: AbstractDraws, corrected: bool, parts: Any) -> dict[str, Array]:
+    return summary(draws, *parts, corrected=corrected, xp=jnp)
 
 
 def checked_paths(total: int) -> int:
