@@ -10,10 +10,12 @@ segments.
 
 **Space.** Fourier collocation. The mesh is refined until the highest wavenumbers have negligible amplitudes.
 
-**Time.** Two steps per segment of the commutator-free Magnus method of order four (Blanes & Moan 2006), which
-is exact in a frame at rest if coefficients do not depend on time. It needs exponentials of the discretised
-operator L. They are expanded in Faber polynomials of an ellipse around its numerical range (Moret & Novati
-2001), which takes O(√(h‖L‖)) products with L for stiff noise, and no linear systems.
+**Time.** One exponential of the discretised operator L per segment where it does not change, for example in a
+frame at rest if coefficients do not depend on time. Else two steps of the commutator-free Magnus method of
+order four (Blanes & Moan 2006). In one dimension exponentials are those of matrices. In two they are expanded
+in Faber polynomials of an ellipse around the numerical range (Moret & Novati 2001), which takes O(√(h‖L‖))
+products with L for stiff noise, and no linear systems. NumPy does all this, without compilation; only
+gradients go through the same segments once more in JAX.
 
 **Error.** A companion solution takes one step per segment, has fewer wavenumbers and, from a point, starts
 later. The error at x is the largest relative difference between the two around x, plus the density at the
@@ -30,8 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
+from scipy import linalg
 
 from .._checks import NonFiniteError, as_real, check_positive, check_vector, is_traced
+from .._functions import fixed_functions
 from .._programs import in_double_precision, jit
 from ..sde import AbstractSDE, noise_matrix, to_ito, with_explicit_parameters
 from ._estimate import AbstractEstimator, Accuracy, Estimate
@@ -118,6 +122,9 @@ class Box(NamedTuple):
 def warp(y: Any, skew: Any, xp: Any) -> tuple[Any, Any, Any]:
     """w(y) = (e^{κy} − cosh κ)/sinh κ, which keeps ±1, its slope, and its derivative in κ: for long tails on
     one side, such as those of lognormal densities."""
+    if xp is np and not np.any(skew):
+        y = np.broadcast_to(y, np.broadcast_shapes(y.shape, skew.shape))
+        return y, np.ones(y.shape), 0.5 * (y**2 - 1)
     none = xp.abs(skew) < 1e-6
     k = xp.where(none, 1.0, skew)
     grown, sinh, cosh = xp.exp(k * y), xp.sinh(k), xp.cosh(k)
@@ -151,7 +158,23 @@ class Segment(NamedTuple):
     size: int
     limits: tuple[float, float] = (math.inf, math.inf)  # of speed and noise; larger where there is no density
     additive: bool = False
+    steady: bool = False  # in its frame no coefficient depends on time
     rounding: float = 1e-14  # of exponentials, relative to the highest density
+
+    def weights(self, companion: bool) -> np.ndarray:
+        """Exponents of the Magnus method in the operators at the stages, `(E, 4)`.
+
+        A step of length h is exp(h(βA₁ + αA₂)) exp(h(αA₁ + βA₂)), α = ¼ + √3/6, β = ¼ − √3/6, with the
+        operators at the nodes of the Gauss rule. For the one step of the companion they are interpolated from
+        the four. One exponential is exact if they are all the same.
+        """
+        if self.steady:
+            return np.array([[1.0, 0, 0, 0]])
+        alpha, beta = 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
+        step = np.array([[alpha, beta], [beta, alpha]])
+        if not companion:
+            return 0.5 * np.kron(np.eye(2), step)
+        return step @ np.vander(GAUSS, 4) @ np.linalg.inv(np.vander(STAGES, 4))
 
     @staticmethod
     def between(times: tuple[float, float], boxes: tuple[Box, Box], growth: float, size: int) -> "Segment":
@@ -201,6 +224,7 @@ class GridDensity(eqx.Module):
         return math.log(float(np.max(density)))
 
 
+@functools.lru_cache(maxsize=64)
 def nodes(size: int, dimension: int) -> np.ndarray:
     """The mesh, `(nᵈ, d)`."""
     axis = -1 + 2 * np.arange(size) / size
@@ -299,15 +323,19 @@ def in_frame(
     """Coefficients for y and s from those for x and t: `(K, F, n, ...)`."""
     d = scale_rate.shape[1]
     size = round(raw.shape[1] ** (1 / d))
-    u, slope, by = warp(xp.asarray(nodes(size, d))[None], skew[:, None], xp)
+    u, slope, by = warp(nodes(size, d)[None], skew[:, None], xp)
+    turned = lambda v, matrix: v @ xp.swapaxes(matrix, 1, 2)  # rows of v, by a matrix for each time
     raw = raw * pace[:, None, None]
-    moved = raw[..., :d] - shift[:, None] - xp.einsum("knj,kij->kni", u, scale_rate)
-    half = xp.einsum("kia,knab->knib", inverse, raw[..., d:][..., triangle(d)])
-    noise = xp.einsum("knib,kjb->knij", half, inverse) / (slope[..., None] * slope[..., None, :])
-    own = xp.stack([noise[..., i, i] for i in range(d)], axis=-1)
-    velocity = (xp.einsum("kij,knj->kni", inverse, moved) - skew_rate[None, None] * by) / slope
+    moved = raw[..., :d] - shift[:, None] - turned(u, scale_rate)
+    pairs = [(i, j) for i in range(d) for j in range(i + 1)]
+    # σσᵀ in the frame, by rows of its lower triangle.
+    units = np.array([[[(a, b) in ((i, j), (j, i)) for b in range(d)] for a in range(d)] for i, j in pairs])
+    images = xp.einsum("kia,rab,kjb->kijr", inverse, units * 1.0, inverse)
+    rows = turned(raw[..., d:], xp.stack([images[:, i, j] for i, j in pairs], axis=1))
+    rows = rows / xp.stack([slope[..., i] * slope[..., j] for i, j in pairs], axis=-1)
+    own = xp.stack([rows[..., pairs.index((i, i))] for i in range(d)], axis=-1)
+    velocity = (turned(moved, inverse) - skew_rate[None, None] * by) / slope
     velocity = velocity - 0.5 * skew[:, None] * own  # w″ = κ w′
-    rows = xp.stack([noise[..., i, j] for i in range(d) for j in range(i + 1)], axis=-1)
     velocity, rows = (xp.where(xp.isfinite(part), part, 0) for part in (velocity, rows))
     shorter = lambda size, limit: xp.minimum(1, limit / xp.maximum(size, 1e-300))[..., None]
     velocity = velocity * shorter(xp.sum(xp.abs(velocity), axis=-1), limits[0])
@@ -325,19 +353,6 @@ def fields_of(raw: Numbers, segment: Segment) -> Numbers:
     frame = (segment.pace, np.linalg.inv(segment.scale), shift, segment.scale_rate, segment.skew)
     frame = (*frame, segment.skew_rate, segment.limits)
     return _in_frame(raw, *frame) if is_traced(raw) else in_frame(raw, *frame, xp=np)
-
-
-def stage_weights(companion: bool) -> np.ndarray:
-    """Exponents of the Magnus method in the operators at the stages, `(E, 4)`.
-
-    A step of length h is exp(h(βA₁ + αA₂)) exp(h(αA₁ + βA₂)), α = ¼ + √3/6, β = ¼ − √3/6, with the operators
-    at the nodes of the Gauss rule. For the one step of the companion they are interpolated from the four.
-    """
-    alpha, beta = 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
-    step = np.array([[alpha, beta], [beta, alpha]])
-    if not companion:
-        return 0.5 * np.kron(np.eye(2), step)
-    return step @ np.vander(GAUSS, 4) @ np.linalg.inv(np.vander(STAGES, 4))
 
 
 class Expansion(NamedTuple):
@@ -384,85 +399,147 @@ class Expansion(NamedTuple):
         return self.repeats * self.terms.size // 2
 
 
-@functools.partial(jit, level=1)
-def _sum_terms(
-    state: tuple[Numbers, Numbers, Numbers],
-    fields: Numbers,
-    centre: Numbers,
-    scale: Numbers,
-    terms: Numbers,
-    band: Numbers,
-) -> Any:
-    """Terms of an expansion; the state has the last two polynomials and the sum, as spectra. Noise that is
-    the same everywhere has fields of one node."""
-    d, size = fields[0].shape[:2]
-    k = [jnp.asarray(a) for a in wavenumbers(size, d)]
-    pairs = [(i, j) for i in range(d) for j in range(i + 1)]
-    drift, noise = fields
-    first = jnp.stack([-1j * a for a in k])
-    second = jnp.stack([-(0.5 if i == j else 1.0) * k[i] * k[j] for i, j in pairs])
-    if noise.size == len(pairs):
-        table, factors, common = drift, first, jnp.sum(noise * second, axis=0)
-    else:
-        table, factors, common = jnp.concatenate([drift, noise]), jnp.concatenate([first, second + 0j]), 0.0
+class Modes(NamedTuple):
+    """Matrices between values at the nodes of an axis and amplitudes of its cosines and sines."""
 
-    def product(spectrum: Numbers) -> Numbers:
-        values = table * jnp.fft.irfftn(spectrum, s=(size,) * d)[None]
-        return (
-            band * jnp.sum(factors * jnp.fft.rfftn(values, axes=range(1, d + 1)), axis=0) + common * spectrum
+    values: np.ndarray  # (n, m), from amplitudes
+    plain: np.ndarray  # (m, n), to amplitudes
+    first: np.ndarray  # (m, n), to those of −∂
+    second: np.ndarray  # (m, n), to those of ½∂²
+    slope: np.ndarray  # (m,), by which ∂ multiplies amplitudes, and where they come from
+    partner: np.ndarray
+
+    @staticmethod
+    @functools.cache
+    def of(size: int, companion: bool) -> "Modes":
+        k = np.arange(1, 1 + math.floor(BAND[companion] * size / 2))
+        angle = np.multiply.outer(np.pi * nodes(size, 1)[:, 0], k)
+        one, place = np.ones((size, 1)), np.arange(1, 1 + len(k))
+        values = np.concatenate([one, np.cos(angle), np.sin(angle)], axis=1)
+        plain = np.append(1, np.full(2 * len(k), 2))[:, None] / size * values.T
+        slope = np.pi * np.concatenate([[0], k, -k])
+        partner = np.concatenate([[0], place + len(k), place])
+        return Modes(
+            values,
+            plain,
+            -slope[:, None] * plain[partner],
+            -0.5 * slope[:, None] ** 2 * plain,
+            slope,
+            partner,
         )
 
-    def step(state: Any, term: Numbers) -> Any:
-        before, now, total = state
-        after = (product(now) + centre * now) / scale - term[1] * before
-        return (now, after, total + term[0] * now), None
 
-    return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), state, terms)[0]
+def operator(table: Any, size: int, companion: bool, xp: Any) -> Any:
+    """The discretised operator in one dimension, `(m, m)`."""
+    modes, (drift, noise) = Modes.of(size, companion), table
+    rates = lambda part: part[0][:, None] * modes.values
+    return modes.first @ rates(drift) + modes.second @ rates(noise + xp.zeros_like(drift))
+
+
+def product(now: Any, table: Any, size: int, companion: bool) -> Any:
+    """The operator in two dimensions applied to a density: amplitudes of cosines and sines.
+
+    The table has drift and noise. Noise that is the same everywhere has one node."""
+    (drift, noise), modes = table, Modes.of(size, companion)
+    q = modes.values @ now @ modes.values.T
+    left, right = modes.first @ (drift[0] * q), modes.plain @ (drift[1] * q)
+    if noise.size == 3:
+        square, cross = modes.slope[:, None] ** 2, modes.slope[:, None] * modes.slope[None]
+        rest = (-0.5 * (noise[0] * square + noise[2] * square.T)) * now
+        rest = rest + (noise[1] * cross) * now[modes.partner][:, modes.partner]
+        return left @ modes.plain.T + right @ modes.first.T + rest
+    left = left + modes.second @ (noise[0] * q)
+    right = right + modes.first @ (noise[1] * q)
+    return left @ modes.plain.T + right @ modes.first.T + (modes.plain @ (noise[2] * q)) @ modes.second.T
+
+
+def through(matrix: np.ndarray, q: Any) -> Any:
+    """A matrix applied along each axis."""
+    return matrix @ q if q.ndim == 1 else matrix @ q @ matrix.T
+
+
+def term(state: Any, number: Any, apply: Callable, expansion: Any) -> Any:
+    """One more term of an expansion; the state has the last two polynomials and the sum."""
+    before, now, total = state
+    after = (apply(now) + expansion[0] * now) / expansion[1] - number[1] * before
+    return now, after, total + number[0] * now
 
 
 def exponential(
-    spectrum: Numbers, fields: tuple[Numbers, Numbers], expansion: Expansion, band: np.ndarray
-) -> Numbers:
-    """exp(A) of a spectrum."""
-    zero = np.zeros_like(np.asarray(values_of(spectrum)))
-    fields = tuple(part / expansion.repeats for part in fields)
+    q: np.ndarray, table: tuple[np.ndarray, np.ndarray], expansion: Expansion, companion: bool
+) -> np.ndarray:
+    """exp(A) of a density."""
+    size, modes = len(q), Modes.of(len(q), companion)
+    now = modes.plain @ q @ modes.plain.T
+    numbers = expansion.terms.reshape(-1, 2)
+    numbers = numbers[: 1 + np.max(np.flatnonzero(numbers[:, 0]))]
+    table = table[0] / expansion.repeats, table[1] / expansion.repeats
+    apply = lambda now: product(now, table, size, companion)
     for _ in range(expansion.repeats):
-        state = (zero, spectrum, zero)
-        for terms in expansion.terms:
-            state = _sum_terms(state, fields, expansion.centre, expansion.scale, terms, band)
-        spectrum = state[2]
-    return spectrum
+        state = (0 * now, now, 0 * now)
+        for number in numbers:
+            state = term(state, number, apply, (expansion.centre, expansion.scale))
+        now = state[2]
+    return modes.values @ now @ modes.values.T
 
 
 @functools.partial(jit, level=1)
-def _forward(q: Numbers) -> Numbers:
-    return jnp.fft.rfftn(q)
+def _terms(state: Any, table: Any, size: int, expansion: Any, numbers: Any) -> Any:
+    if table[0].ndim == 2:
+        matrix = operator(table, size, False, jnp)
+        apply = lambda now: matrix @ now
+    else:
+        apply = lambda now: product(now, table, size, False)
+    step = lambda state, number: (term(state, number, apply, expansion), None)
+    return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), state, numbers)[0]
 
 
 @functools.partial(jit, level=1)
-def _backward(spectrum: Numbers, like: Numbers) -> Numbers:
-    return jnp.fft.irfftn(spectrum, s=like.shape)
+def _through(matrix: Numbers, q: Numbers) -> Numbers:
+    return through(matrix, q)
+
+
+def traced_exponential(q: Numbers, table: tuple[Numbers, Numbers], expansion: Expansion) -> Numbers:
+    """exp(A) of a density, to be differentiated."""
+    modes = Modes.of(len(q), False)
+    now = _through(modes.plain, q)
+    zero = np.zeros(now.shape, now.dtype)
+    table = table[0] / expansion.repeats, table[1] / expansion.repeats
+    for _ in range(expansion.repeats):
+        state = (zero, now, zero)
+        for numbers in expansion.terms:
+            state = _terms(state, table, len(q), (expansion.centre, expansion.scale), numbers)
+        now = state[2]
+    return _through(modes.values, now)
 
 
 def run(
     q: Numbers, fields: Numbers, segment: Segment, companion: bool, work: "Work | None" = None
 ) -> Numbers:
     """The density at the end of a segment from that at its beginning."""
-    xp = jnp if is_traced(fields) else np
-    d, size = q.ndim, segment.size
-    band = in_band(size, d, BAND[companion])
-    exponents = xp.tensordot(stage_weights(companion), fields[: len(STAGES)], 1)
-    spectrum = band * _forward(q)
+    d, size, traced = q.ndim, segment.size, is_traced(fields) or is_traced(q)
+    exponents = (jnp if traced else np).tensordot(segment.weights(companion), fields[: len(STAGES)], 1)
     for each in exponents:
         drift, noise = each[:d], each[d:]
-        bounds = spectral_bounds(np.asarray(values_of(drift)), np.asarray(values_of(noise)), BAND[companion])
-        expansion = Expansion.of(*bounds, segment.rounding)
         if segment.additive:
             noise = noise[(slice(None), *[slice(1)] * d)]
+        if d == 1 and not traced:
+            if work is not None:
+                work.spend(size**3 / 30)
+            modes = Modes.of(size, companion)
+            rate = operator((drift, noise), size, companion, np)
+            q = modes.values @ (linalg.expm(rate) @ (modes.plain @ np.asarray(q)))
+            continue
+        still = np.asarray(values_of(each))
+        expansion = Expansion.of(*spectral_bounds(still[:d], still[d:], BAND[companion]), segment.rounding)
         if work is not None:
             work.spend(expansion.products * size**d * (1 if segment.additive else 2))
-        spectrum = exponential(spectrum, (drift, noise), expansion, band)
-    return _backward(spectrum, np.zeros((size,) * d))
+        q = (
+            traced_exponential(q, (drift, noise), expansion)
+            if traced
+            else exponential(np.asarray(q), (drift, noise), expansion, companion)
+        )
+    return q
 
 
 def spectral_bounds(drift: np.ndarray, noise: np.ndarray, share: float) -> tuple[float, float]:
@@ -597,7 +674,9 @@ def with_limits(segment: Segment, raw: np.ndarray, q: np.ndarray, level: float) 
     additive = bool(np.ptp(raw[..., d:], axis=1).max() <= 1e-12 * np.abs(raw[..., d:]).max())
     additive = additive and not np.any(segment.skew)
     limits = (HEADROOM * float(speed), HEADROOM * float(noise))
-    return segment._replace(limits=limits, additive=additive, rounding=min(1e-10, 0.1 * level))
+    change = np.ptp(fields[: len(STAGES)], axis=0).max(axis=tuple(range(1, d + 1)))
+    steady = bool(np.all(change <= 1e-9 * np.array([speed] * d + [noise] * (len(change) - d))))
+    return segment._replace(limits=limits, additive=additive, steady=steady, rounding=min(1e-10, 0.1 * level))
 
 
 def log_gap(q: np.ndarray, other: np.ndarray, lowest: float) -> float:
@@ -978,7 +1057,8 @@ class Grid(AbstractEstimator):
         x = jnp.asarray(as_real("x", x))
         check_vector("x", x, flow.dimension)
         tolerance = self.tolerance if accuracy.tolerance is None else accuracy.tolerance
-        value, error = estimate(flow, x, tolerance, self.start, self.largest)
+        with fixed_functions():
+            value, error = estimate(flow, x, tolerance, self.start, self.largest)
         unmet = ~(error <= tolerance) & (accuracy.tolerance is not None)
         return Estimate.of(value, "grid", solver_error=error, unmet=unmet)
 
