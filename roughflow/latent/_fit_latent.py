@@ -124,6 +124,7 @@ def second_file(path: Any) -> Path | None:
     return None if path is None else Path(path).with_name(f"{Path(path).name}.forecast")
 
 
+ROUNDING = 1e-6  # relative deviation of a column that is constant up to rounding
 LENGTH = 0.05  # over which the posterior averages at first
 
 
@@ -174,7 +175,8 @@ def components(parts: list[Observed], dimension: int) -> tuple[np.ndarray, ...]:
     counts = np.maximum(np.sum(np.isfinite(values), axis=0), 1)
     location = np.nansum(values, axis=0) / counts
     scale = np.sqrt(np.nansum((values - location) ** 2, axis=0) / counts)
-    scale = np.where(scale > 0, scale, 1.0)
+    largest = np.nanmax(np.abs(values), axis=0, initial=0.0)
+    scale = np.where(scale > ROUNDING * largest, scale, 1.0)  # 1 for a constant column
     standard = np.nan_to_num((values - location) / scale)
     sizes, axes = np.linalg.eigh(standard.T @ standard / len(standard))
     sizes, axes = np.sqrt(np.maximum(sizes[::-1], 0)), axes[:, ::-1]
