@@ -34,7 +34,7 @@ def fitted():
     options = rf.train.TrainingOptions(batch_size=4, learning_rate=1e-2, average=0.99)
     return rf.fit_latent(
         TIMES[:4], VALUES[:4], dimension=2, key=KEY, sde=sde, decoder=decoder, width=16, num_times=16,
-        steps=600, validation=0.0, progress=False, training=options,
+        steps=500, validation=0.0, progress=False, training=options,
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def default_fit():
     """The default networks, for very few steps."""
     return rf.fit_latent(
         TIMES, VALUES, dimension=2, key=KEY, width=8, num_times=8, steps=20, num_given=3, forecast_steps=20,
-        progress=False,
+        validation=0.0, progress=False,
     )  # fmt: skip
 
 
@@ -136,7 +136,8 @@ def test_a_saved_model_gives_the_same_numbers(default_fit, tmp_path):
 def test_units_do_not_matter(default_fit):
     """Times in days instead of years and values in other units: the same loss, up to rounding."""
     times, values = [365 * t for t in TIMES], [1e6 * v for v in VALUES]
-    again = rf.fit_latent(times, values, dimension=2, key=KEY, width=8, num_times=8, steps=20, progress=False)
+    options = {"steps": 20, "validation": 0.0, "progress": False}
+    again = rf.fit_latent(times, values, dimension=2, key=KEY, width=8, num_times=8, **options)
     loss = default_fit.stages["SDE matching"].loss
     np.testing.assert_allclose(again.history.loss - np.log(1e6), loss, rtol=1e-4)
 
