@@ -36,6 +36,9 @@ NO_EXAMPLE |= {
     "WarmedUp",
     "EvidenceBound",
     "Relations",
+    "Encoding",
+    "MixtureComponents",
+    "Conditional",
 }
 # The parts and results of `fit_latent`.
 NO_EXAMPLE |= {

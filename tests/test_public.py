@@ -73,9 +73,9 @@ NETWORKS = [
     *("MLP", "FullDiffusion", "DiagonalDiffusion", "RestoringDrift", "LocalDiffusion", "SkewNetwork"),
     *("VelocityNetwork", "Amortised", "neural_flow", "velocity_flow"),
 ]
-# Made of several networks, or not of one; `bandwidth` is another width.
+# Made of several networks, or not of one; the widths of kernels and cells are others.
 OTHERS_WITH_WIDTH = {"FlowOptions", "tune_sampler", "fit_latent", "Encoder", "Posterior", "NormalDecoder"}
-OTHERS_WITH_WIDTH |= {"KernelDensity"}
+OTHERS_WITH_WIDTH |= {"KernelDensity", "Encoding", "MixtureComponents"}
 
 
 def test_networks_are_made_alike():

@@ -179,7 +179,7 @@ def fit_density(
 
 
 def _restored(fitted: FittedDensity, table: Table) -> FittedDensity:
-    """The density of all columns of the table, those included that its relations remove."""
+    """The density of all columns of the table, including those that its relations remove."""
     relations = table.relations
     if relations is None or fitted.held_out is None:
         return fitted

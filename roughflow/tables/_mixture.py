@@ -13,7 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._checks import check_count, check_key
 from .._show import count as count_of, listed
-from ..density import Estimate
+from ..density import AbstractEstimator, Estimate
 from ..faq import see
 from ..train import Links, folds, hold_out, mean_and_error, rng_of
 from ._columns import MISSING, UNKNOWN, Encoding, Violation, cells_of, check_violation
@@ -426,9 +426,18 @@ class MixedDensity(eqx.Module):
         """The numbers and codes of rows of the table."""
         return self.encoding.encode(cells_of(rows, self.columns, "rows")[0])
 
-    def estimate(self, rows: Any, *, key: PRNGKeyArray, given: Any = None, **options: Any) -> Estimate:
-        """`log_prob` with errors of zero: the density is in closed form."""
-        del options
+    def estimate(
+        self,
+        rows: Any,
+        *,
+        key: PRNGKeyArray,
+        given: Any = None,
+        estimator: AbstractEstimator | None = None,
+        tolerance: float | None = None,
+        max_paths: int = 2**16,
+    ) -> Estimate:
+        """`log_prob` with errors of zero: the density is in closed form, so the options have no effect."""
+        del estimator, tolerance, max_paths
         return Estimate.of(jnp.asarray(self.log_prob(rows, key=key, given=given)), "exact")
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: Any = None) -> np.ndarray:
