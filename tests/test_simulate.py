@@ -265,6 +265,13 @@ def test_output_times_and_a_later_start(key):
     np.testing.assert_allclose(some, whole[:, [1, 4]], rtol=1e-12)
 
 
+def test_output_times_end_at_t1_in_single_precision(key):
+    """0.8 is larger once rounded."""
+    with jax.enable_x64(False):
+        z = rf.simulate(ou_1d().ito, np.zeros(1), key=key, t1=0.8, steps=4, saveat=[0.1, 0.8])
+    assert z.shape == (2, 1)
+
+
 @pytest.mark.parametrize("saveat", [[], [2.0, 1.5], [0.5], [3.5], [[1.5]]])
 def test_bad_output_times_are_refused(saveat, key):
     with pytest.raises(ValueError, match=r"^saveat must [^\n]*$"):

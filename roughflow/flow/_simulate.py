@@ -20,7 +20,6 @@ from .._checks import (
     check_key,
     check_memory,
     check_number,
-    finite_array,
     is_traced,
 )
 from .._linear import solve
@@ -313,7 +312,9 @@ def simulate(
 
 def _output_grid(saveat: ArrayLike, t0: float, t1: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """The times of the steps and of the output, and the indices of the latter."""
-    saveat = np.asarray(finite_array("saveat", saveat), float)
+    # In double precision: rounded to single, the last time could lie after t1.
+    saveat = np.asarray(as_real("saveat", saveat), float)
+    check_finite("saveat", saveat)
     if saveat.ndim != 1 or not saveat.size or np.any(np.diff(saveat) <= 0):
         raise ValueError(f"saveat must hold increasing times, shape (k,), got shape {saveat.shape}")
     if saveat[0] < t0 or saveat[-1] > t1:
