@@ -1028,8 +1028,8 @@ class Grid(AbstractEstimator):
     smooth. Differentiable in x and in the parameters of SDE and base, by reverse mode. The mesh is chosen
     from values, so it cannot be part of a `jit`.
 
-    **Arguments:** `tolerance`, the total error to reach where none is given to `estimate`; `start`, a point
-    `(d,)` to start from instead of the base; `largest`, the most nodes per axis.
+    **Arguments:** `tolerance`, the total error to reach if `estimate` is called without one; `start`, a fixed
+    initial state `(d,)` in place of the base; `largest`, the maximum number of nodes per axis.
 
     ```python
     import jax, jax.numpy as jnp

@@ -147,7 +147,7 @@ def _mean_and_spread(base: Base) -> tuple[Array, Array] | None:
 
 
 def constant(tree):
-    """A pytree, functions among its leaves, that derivatives do not see."""
+    """The pytree as a constant for derivatives; its leaves may be functions."""
     return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_array(a) else a, tree)
 
 
