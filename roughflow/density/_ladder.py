@@ -75,15 +75,12 @@ MAX_GAP = 3.0  # standard errors between two rungs
 
 
 class Goal(NamedTuple):
-    """The total error to reach at each point, and the error below which no other method is tried; maximum
-    numbers of paths from the prior and around modes; the number of starts of a search for modes; and how
-    often functions and steps may be doubled."""
+    """The total error to reach at each point, the error below which no other method is tried, and the maximum
+    numbers of paths from the prior and around modes."""
 
     error: np.ndarray
     accepted: np.ndarray
     most: tuple[int, int]
-    num_starts: int = Laplace().num_starts
-    doublings: int = MAX_DOUBLINGS
 
     @staticmethod
     def of(accuracy: Accuracy, size: int) -> "Goal":
@@ -157,13 +154,11 @@ def _climbed(
     if fits and (from_modes or len(x) >= many[flow.dimension]):
         which, fits = _grid(flow, x, which, goal, record), False
         if which.size < len(x) and accuracy.tolerance is None:
-            # Beyond a grid that holds the others there is next to nothing: less will do, and none from the
-            # prior.
-            goal = Goal(goal.accepted, goal.accepted, (FIRST_AROUND_MODES, FIRST_AROUND_MODES), FEW_STARTS, 0)
-            from_modes = True
+            _beyond_grid(Points(coarser(flow), x, key), which, goal, record)
+            which = which[:0]
     first, others = (which[:0], which) if from_modes else (which, which[:0])
     level, is_coarse = (flow, False) if from_modes else (coarser(flow), True)
-    for _ in range(2 + goal.doublings - from_modes):
+    for _ in range(2 + MAX_DOUBLINGS - from_modes):
         if not (first.size or others.size):
             break
         points = Points(level, x, key)
@@ -258,6 +253,14 @@ def _grid(
     return which[~met]
 
 
+def _beyond_grid(points: Points, which: np.ndarray, goal: Goal, record: Record) -> None:
+    """A few paths around modes, where there is next to no density: none from the prior would count."""
+    mixture = mixtures(Laplace(FEW_STARTS), points, which)
+    both = (points.levels.own, points.levels.finer)
+    rounds = Rounds(points, which, Sobol(), mixture, FIRST_AROUND_MODES, *both)
+    _rounds(rounds, goal._replace(error=goal.accepted), record, "modes")
+
+
 @partial(jit, level=1)
 def _contraction(flow: AbstractStochasticFlow) -> Array:
     """The factor per dimension by which the drift contracts around one simulated path in ten, or more:
@@ -320,7 +323,7 @@ def _around_modes(points: Points, which: np.ndarray, goal: Goal, record: Record)
     particles for points with poor weights."""
     levels, results = points.levels, []
     cloud = _cloud(levels.flow, points.key, points.x.dtype)
-    found = _Found(points.run(partial(_starts, cloud, goal.num_starts), which, ()))
+    found = _Found(points.run(partial(_starts, cloud, Laplace().num_starts), which, ()))
     for level in (levels.own, levels.finer):
         found = points.run(partial(_search, level.flow, level.fine), which, found.xi)
         results.append(Record(len(points.x)))
