@@ -1,5 +1,7 @@
 """Nonlinear series with one hidden component, against dense quadrature written in NumPy."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -104,6 +106,49 @@ def test_a_linear_model_is_that_of_kalmans_filter():
         np.testing.assert_allclose(likelihood(sde), exact(sde), rtol=0, atol=error)
 
 
+def particles(sde, dt, prices, count, substeps, seed=0):
+    """The log-likelihood of a stochastic volatility model: given the log-variance, log-prices are normal."""
+    rng, total = np.random.default_rng(seed), 0.0
+    mu, kappa, theta, sigma, rho = (float(leaf) for leaf in jax.tree.leaves(sde))
+    h, step = theta + sigma / np.sqrt(2 * kappa) * rng.normal(size=count), dt / substeps
+    for rise in np.diff(np.log(prices)):
+        mean, variance = np.full(count, mu * dt), np.zeros(count)
+        for _ in range(substeps):
+            noise = np.sqrt(step) * rng.normal(size=count)
+            later = h + kappa * (theta - h) * step + sigma * noise
+            v = np.exp(h)
+            mean += rho * np.sqrt(v) * noise - 0.5 * v * step
+            variance += (1 - rho**2) * v * step
+            h = later
+        weight = stats.norm.pdf(rise, mean, np.sqrt(variance))
+        total += np.log(weight.mean())
+        h = h[rng.choice(count, count, p=weight / weight.sum())]
+    return total - np.log(prices[1:]).sum()
+
+
+@pytest.mark.slow
+def test_stochastic_volatility_is_that_of_particles():
+    """In continuous time, which one step per day comes close to and two come closer."""
+    sde = rf.series.StochasticVolatility(0.05, 6.0, -3.5, 2.5, -0.6)
+    path = rf.simulate(sde, jnp.array([100.0, -3.0]), key=KEY, t1=0.5, steps=1000, trajectory=True)
+    prices = np.array(path[::20])
+    expected = [particles(sde, 0.01, prices[:, 0], 40_000, 10, seed) for seed in range(6)]
+    mean, error = np.mean(expected), np.std(expected) / 6**0.5
+    prices[:, 1] = np.nan
+    likelihood = rf.series_likelihood(
+        sde,
+        0.01 * np.arange(51),
+        prices,
+        key=KEY,
+        initial="stationary",
+        effort=rf.transition.Effort(1, 32, 1),
+    )
+    finer = dataclasses.replace(likelihood, mesh=likelihood.mesh.with_steps(2))
+    values = float(likelihood(sde)), float(finer(sde))
+    assert abs(values[0] - mean) < 0.1 + 4 * error
+    assert abs(values[1] - mean) < 0.05 + 4 * error
+
+
 class Poisson(eqx.Module):
     """Counts with an intensity e^x."""
 
@@ -185,3 +230,38 @@ def test_a_fit_to_counts_has_the_states_of_dense_quadrature():
     assert residuals.ljung_box > 1e-3
     paths = result.forecast([1e-4], key=KEY, num_paths=4000)
     np.testing.assert_allclose(paths.mean(), last, atol=5 * result.filtered[1][-1, 0] / 4000**0.5)
+
+
+LINE = rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0)
+
+
+class _NotANumber(eqx.Module):
+    def log_prob(self, y):
+        return jnp.nan * y
+
+
+@pytest.mark.parametrize(
+    ("sde", "values", "options", "message"),
+    [
+        (HESTON, "hidden", {"steps": 0}, "steps must be"),
+        (HESTON, "hidden", {"initial": "stationary"}, "initial='stationary' requires a linear SDE or one"),
+        (rf.Heston, "hidden", {}, "require starting values: pass an SDE such as Heston"),
+        (HESTON, "nothing", {}, "values are all missing"),
+        (rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0), "counts", {"observe": lambda t, x: _NotANumber()}, "of nan"),
+        (
+            rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0),
+            "counts",
+            {"observe": lambda t, x: x},
+            "an object with log_prob",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(sde, values, options, message):
+    columns = {
+        "hidden": np.column_stack([returns(9), np.full(9, np.nan)]),
+        "nothing": np.full((9, 2), np.nan),
+        "counts": np.arange(9.0),
+    }
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        rf.fit_sde(sde, np.arange(9), columns[values], key=KEY, **options)
+    assert "\n" not in str(error.value)

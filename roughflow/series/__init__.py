@@ -37,4 +37,5 @@ from .models import (
     LotkaVolterra as LotkaVolterra,
     OrnsteinUhlenbeck as OrnsteinUhlenbeck,
     ParametricSDE as ParametricSDE,
+    StochasticVolatility as StochasticVolatility,
 )

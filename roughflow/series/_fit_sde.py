@@ -161,7 +161,10 @@ def _likelihood(
     if not hidden or isinstance(sde, FractionalOrnsteinUhlenbeck):
         check_dimension(sde, series)
     own = sde.domains if isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck) else {}
-    extra = {"initial", *getattr(observation.observe, "__dict__", ())} if hidden else set()
+    parts = (observation.observe, observation.initial)
+    extra = (
+        {"initial", *(name for part in parts for name in getattr(part, "__dict__", ()))} if hidden else set()
+    )
     parameters = Parameters.of(sde, {**own, **{k: v for k, v in domains.items() if k not in extra}})
     if not parameters.names:
         raise ValueError(f"{type(sde).__name__} has no float fields, so there are no parameters to fit")
@@ -199,6 +202,11 @@ def starting_point(sde: Any, times: Any, values: Any) -> Any:
     """The SDE from which the search starts: the given one, or the one a class derives from the series."""
     if not isinstance(sde, type):
         return sde
+    if is_partial(values):
+        raise ValueError(
+            "series with hidden components or missing cells require starting values: pass an SDE such as "
+            f"{sde.__name__}(...), not the class"
+        )
     if issubclass(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck):
         return sde.from_series(times, values)
     raise TypeError(f"sde must be an SDE with starting values, got the class {sde.__name__}")

@@ -18,13 +18,13 @@ import numpy as np
 from jaxtyping import Array
 
 from ..._linear import cholesky, solve_lower
-from ..._programs import jit
+from ..._programs import in_double_precision, jit
 from ...transition import Unchanged
 from ._draws import observations
 from ._state_space import Rows, StateSpace
 
 EULER, BRIDGE, EXACT, PILOT = "euler", "bridge", "exact", "pilot"
-SPACING = 0.8  # of the nodes, in standard deviations of a step
+SPACING = 1.1  # of the nodes, in standard deviations of a step
 SIZES = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # few sizes, so that programs are reused
 PILOT_SIZE = 96
 TAIL = 1e-9  # probability outside a window, on each side
@@ -32,7 +32,6 @@ MARGIN = 1.25  # of a window, relative to the range of the states
 ROUNDS = 12  # of the pilot
 ACROSS = 16  # nodes of each observed component between its values
 REACH = 5.0  # standard deviations that they cover on each side
-LEAST = 1e-300
 FLOOR = 1e-3  # of a variance given the end of a step, relative to that of the step
 
 
@@ -371,7 +370,7 @@ def _log_sum(logs: Array) -> Array:
     top = jax.lax.stop_gradient(jnp.max(logs, axis=0))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     total = jnp.sum(jnp.exp(logs - top[None]), axis=0)
-    return jnp.log(jnp.maximum(total, LEAST)) + top
+    return jnp.log(jnp.maximum(total, jnp.finfo(total.dtype).tiny)) + top
 
 
 def hidden_component(rows: Rows) -> int | None:
@@ -469,6 +468,17 @@ def _deviations(space: StateSpace, mesh: Mesh, scheme: str) -> Array:
 
 def fitted_mesh(space: StateSpace, component: int, scheme: str, steps: int, guess: np.ndarray) -> Mesh:
     """A mesh for the states of a series given all values, found from wide windows around `guess` `(n,)`."""
+    low, high, size = _windows(space, component, scheme, steps, guess)
+    return Mesh(jnp.asarray(low, float), jnp.asarray(high, float), component, size, steps, scheme)
+
+
+@in_double_precision
+def _windows(
+    space: StateSpace, component: int, scheme: str, steps: int, guess: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Ends of the windows `(n,)`, and the number of nodes."""
+    double = lambda leaf: jnp.asarray(np.asarray(leaf), float) if eqx.is_inexact_array(leaf) else leaf
+    space, guess = jax.tree.map(double, space), np.asarray(guess, float)
     ends = space.coordinates.ends
     least, most = ends[component if len(ends) > 1 else 0]
     clip = lambda low, high: (jnp.asarray(np.maximum(low, least)), jnp.asarray(np.minimum(high, most)))
@@ -494,7 +504,7 @@ def fitted_mesh(space: StateSpace, component: int, scheme: str, steps: int, gues
     mesh = dataclasses.replace(of(low, high), steps=steps, scheme=scheme)
     deviation = np.nanmin(np.asarray(_deviations(space, mesh, scheme)), axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = (np.asarray(mesh.high) - np.asarray(mesh.low)) / deviation / SPACING
+        ratio = (high - low) / deviation / SPACING
     wanted = np.nanquantile(np.where(np.isfinite(ratio), ratio, np.nan), 0.999)
-    size = next((size for size in SIZES if size >= wanted), SIZES[-1])
-    return dataclasses.replace(mesh, size=size)
+    low, high = np.asarray(mesh.low), np.asarray(mesh.high)
+    return low, high, next((size for size in SIZES if size >= wanted), SIZES[-1])

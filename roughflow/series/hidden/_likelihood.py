@@ -47,6 +47,7 @@ from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, drive
 
 NAME = "measurement_noise"
 KALMAN, DRAWS, GRID = "kalman", "draws", "grid"
+PROBES = 3  # values at which an observation density is checked
 DRAWS_PER_PATH = 4  # draws of the hidden states, relative to `Effort.num_paths`
 
 
@@ -219,7 +220,11 @@ class HiddenLikelihood(AbstractLikelihood):
         return information_by_differences(self, free)
 
     def quick_information(self, free: np.ndarray) -> np.ndarray:
-        """The information by one-sided differences of the gradient."""
+        """The information by one-sided differences of the gradient; with a grid, by the outer product of the
+        scores of all values."""
+        if self.of_sde.mesh is not None:
+            slopes = np.asarray(_value_scores(self, jnp.asarray(free, float)))
+            return slopes.T @ slopes + np.diag(self.penalty)
         size, base = 1e-4, self.total(free)[1]
         rows = [(base - self.total(free + move)[1]) / size for move in size * np.eye(len(free))]
         return 0.5 * (np.array(rows) + np.array(rows).T)
@@ -370,6 +375,14 @@ def _scores(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array, Ar
 
     (value, error), (slopes, _) = linear(parts, free)
     return value, slopes, error
+
+
+@functools.partial(jit, level=1)
+def _value_scores(likelihood: HiddenLikelihood, free: Array) -> Array:
+    """The gradient `(n, p)` of the log-density of each value given earlier ones."""
+    mesh = likelihood.of_sde.mesh
+    assert mesh is not None
+    return linear(lambda free: grid_filter(likelihood.space(free), mesh).log_prob, free)[1]
 
 
 @functools.partial(jit, level=1)
@@ -615,6 +628,8 @@ def _chosen(
             getattr(observation, name) is not None for name in ("observe", "initial", "inputs", "steps")
         )
         on_grid = bool(partly or others)
+        if observation.observe is not None:
+            _check_observe(whole.space(sde), at)
         if on_grid and not linear:
             _check_supported(make(first, GRID, closed), observation, sde)
     else:
@@ -627,6 +642,23 @@ def _chosen(
         found = remake(small, GRID)
         return remake, extras, found.with_mesh(found.space(sde))
     return remake, extras, remake(first, DRAWS)
+
+
+def _check_observe(space: StateSpace, at: np.ndarray) -> None:
+    """Refuse an observation density that is not a number at a typical state."""
+    assert space.observe is not None
+    seen = np.asarray(space.rows.seen).any(axis=1)
+    for row in np.unique(np.linspace(0, seen.sum() - 1, PROBES).astype(int)):
+        place = np.flatnonzero(seen)[row]
+        value, time = np.asarray(space.rows.values[place]), space.rows.times[place]
+        drawn = space.observe(time, jnp.asarray(at))
+        if not hasattr(drawn, "log_prob"):
+            raise TypeError(f"observe must return an object with log_prob, got {type(drawn).__name__}")
+        found = np.asarray(drawn.log_prob(jnp.asarray(value)))
+        if np.isnan(found).any():
+            raise ValueError(
+                f"observe has a log-density of nan for the values {value} at time {time:g} and state {at}"
+            )
 
 
 def _check_supported(series: HiddenSeries, observation: Observation, sde: Any) -> None:

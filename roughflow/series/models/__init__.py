@@ -19,6 +19,7 @@ from ._models import (
     Jacobi as Jacobi,
     LotkaVolterra as LotkaVolterra,
     OrnsteinUhlenbeck as OrnsteinUhlenbeck,
+    StochasticVolatility as StochasticVolatility,
 )
 from ._named import (
     AbstractNamedSDE as AbstractNamedSDE,

@@ -137,6 +137,24 @@ class NoncentralChiSquare(AbstractDistribution):
         return scipy.stats.ncx2.cdf(np.asarray(x)[..., 0] / scale, df, noncentrality)
 
 
+class Gamma(AbstractDistribution):
+    """The gamma distribution."""
+
+    shape: Array
+    scale: Array
+
+    def log_prob(self, x: Array) -> Array:
+        return jax.scipy.stats.gamma.logpdf(x[0], self.shape, scale=self.scale)
+
+    def sample(self, key: PRNGKeyArray) -> Array:
+        return self.scale * jax.random.gamma(key, self.shape)[None]
+
+    def cdf(self, x: Array) -> np.ndarray:
+        return scipy.stats.gamma.cdf(
+            np.asarray(x)[..., 0], np.asarray(self.shape), scale=np.asarray(self.scale)
+        )
+
+
 class Beta(AbstractDistribution):
     """The beta distribution with a given mean and variance."""
 

@@ -16,6 +16,7 @@ from .._parameters import ANY, CORRELATION, POSITIVE, TRIANGULAR, UNIT
 from ._distributions import (
     AbstractDistribution,
     Beta,
+    Gamma,
     NoncentralChiSquare,
     Normal,
     Transformed,
@@ -214,6 +215,11 @@ class CoxIngersollRoss(AbstractNamedSDE):
 
     def exact_transition(self, x0: Array, dt: Array) -> NoncentralChiSquare:
         return square_root_transition(self.kappa, self.mu, self.sigma, x0, dt)
+
+    def stationary(self, unknown: tuple[int, ...]) -> Gamma | None:
+        if unknown != (0,):
+            return None
+        return Gamma(2 * self.kappa * self.mu / self.sigma**2, self.sigma**2 / (2 * self.kappa))
 
     @classmethod
     def starting_values(cls, increments: Increments) -> dict[str, Any]:
@@ -560,7 +566,7 @@ class LotkaVolterra(AbstractNamedSDE):
 
 class Heston(AbstractNamedSDE):
     """A price dS = μS dt + √V S dB₁ with stochastic variance dV = κ(θ − V) dt + σ√V (ρ dB₁ + √(1 − ρ²) dB₂)
-    (Heston 1993); both S and V are observed.
+    (Heston 1993). If V is not observed, pass a column of NaN.
 
     ```python
     import roughflow as rf
@@ -604,6 +610,11 @@ class Heston(AbstractNamedSDE):
         variance = square_root_transition(self.kappa, self.theta, self.sigma, x0[1:], dt)
         return _HestonStep(self, x0, dt, variance)
 
+    def stationary(self, unknown: tuple[int, ...]) -> Gamma | None:
+        if unknown != (1,):
+            return None
+        return Gamma(2 * self.kappa * self.theta / self.sigma**2, self.sigma**2 / (2 * self.kappa))
+
     @classmethod
     def starting_values(cls, increments: Increments) -> dict[str, Any]:
         (s, ds, dt), (v, dv, _) = increments.positive(0), increments.positive(1)
@@ -613,6 +624,49 @@ class Heston(AbstractNamedSDE):
         variance = (dv - kappa * (theta - v) * dt) / np.sqrt(v * dt)
         rho = np.clip(np.corrcoef(price, variance)[0, 1], -0.95, 0.95)
         return {"mu": mu, "kappa": kappa, "theta": theta, "sigma": root_mean_square(variance), "rho": rho}
+
+
+class StochasticVolatility(AbstractNamedSDE):
+    """A price dS = μS dt + e^{H/2} S dB₁ whose log-variance H reverts to its mean, dH = κ(θ − H) dt + σ(ρ dB₁
+    + √(1 − ρ²) dB₂). If H is not observed, pass a column of NaN.
+
+    ```python
+    import roughflow as rf
+
+    sde = rf.series.StochasticVolatility(mu=0.05, kappa=5.0, theta=-4.0, sigma=2.0, rho=-0.7)
+    ```
+    """
+
+    mu: Array = eqx.field(converter=parameter)
+    kappa: Array = eqx.field(converter=parameter)
+    theta: Array = eqx.field(converter=parameter)
+    sigma: Array = eqx.field(converter=parameter)
+    rho: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 2
+    domains: ClassVar = {
+        "mu": ANY,
+        "kappa": POSITIVE,
+        "theta": ANY,
+        "sigma": POSITIVE,
+        "rho": CORRELATION,
+    }
+
+    @property
+    def coordinates(self) -> Columns:
+        return Columns(Logarithm(), Unchanged())
+
+    def drift(self, t: Array, z: Array) -> Array:
+        return jnp.stack([self.mu * z[0], self.kappa * (self.theta - z[1])])
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        root, other = jnp.exp(0.5 * z[1]), jnp.sqrt(1 - self.rho**2)
+        price = jnp.stack([root * z[0], jnp.zeros_like(root)])
+        return jnp.stack([price, self.sigma * jnp.stack([self.rho, other])])
+
+    def stationary(self, unknown: tuple[int, ...]) -> Normal | None:
+        if unknown != (1,):
+            return None
+        return Normal(self.theta[None], (self.sigma**2 / (2 * self.kappa))[None, None])
 
 
 class _HestonStep(AbstractDistribution):
