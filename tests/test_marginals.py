@@ -155,3 +155,31 @@ def test_spikes_and_tails_are_said(key):
     tail = rng.standard_cauchy(size=(400, 1))
     with pytest.warns(UserWarning, match=r"column 0 reaches \d+ interquartile ranges from its median"):
         fit_density(tail, key=key, **settings)
+
+
+@pytest.mark.parametrize(("freedom", "excess"), [(2.0, 0.05), (1.0, 0.05)])
+def test_tails_follow_those_of_the_data(freedom, excess):
+    """Student-t₂ and Cauchy columns: no row of 10,000 costs more than 20 nats beyond the truth."""
+    rows, new = (
+        np.random.default_rng(seed).standard_t(freedom, size=(n, 1)) for seed, n in ((0, 1000), (1, 10_000))
+    )
+    maps = fit_marginals(rows, 1, 0.5)
+    assert np.all(maps.tails > 0.3)
+    u, log_slope = maps.forward(new)
+    loss = stats.t(freedom).logpdf(new) - stats.norm.logpdf(u) - log_slope
+    assert loss.max() < 5
+    assert -0.01 < loss.mean() < excess
+    grid = np.array([[-1e4], [-30.0], [-2.0], [0.0], [3.0], [1e3]])
+    np.testing.assert_allclose(maps.inverse(jnp.asarray(maps.forward(grid)[0])), grid, rtol=3e-3, atol=1e-5)
+    step = 1e-5 * np.abs(grid) + 1e-6
+    slope = (maps.forward(grid + step)[0] - maps.forward(grid - step)[0]) / (2 * step)
+    np.testing.assert_allclose(np.log(slope), maps.forward(grid)[1], atol=1e-4)
+    traced = jax.jit(lambda x: maps.forward(x))(jnp.asarray(grid))
+    np.testing.assert_allclose(traced[0], maps.forward(grid)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_normal_tails_stay_linear():
+    rows = np.random.default_rng(0).normal(size=(2000, 1)) ** 3
+    light = fit_marginals(np.clip(np.random.default_rng(0).laplace(size=(2000, 1)), -3, 3), 1, 0.0)
+    assert light is None or light.tails is None or not np.any(light.tails > 0.34)
+    assert fit_marginals(rows, 1, -np.inf).tails is not None

@@ -109,21 +109,28 @@ def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
         )
 
 
+NEWTON_STEPS = 6  # for the normal quantile of a small probability
+TAIL_ROWS, TAIL_GAIN = 20, 3.0  # rows beyond the last knot, and nats in all, that justify a Pareto tail
+HEAVY_SHAPE = 0.25  # ξ above which a column is always mapped: its fourth moment is infinite
+MIN_SHAPE, MAX_SHAPE = 0.15, 3.0  # ξ of a Pareto tail; a Student-t tail with ν degrees of freedom has 1/ν
 KNOT_COUNTS = (4, 8, 16, 32, 64, 128)  # candidate numbers of knots, in this order
 MIN_ROWS_PER_KNOT = 8  # minimum, per knot
 MIN_STANDARD_ERRORS = 2.0  # improvement, in standard errors, that justifies more knots
+MAX_GAIN = 10.0  # nats of one row that count, so that an extreme row does not hide the gain of the others
 MIN_KNOT_DISTANCE = 1e-7  # minimum distance between two knots, in standard deviations
 
 
 class Marginals(eqx.Module):
     """Monotone maps u = g(x), one per column: rational-quadratic splines between knots (Gregory & Delbourgo
-    1982; Durkan et al. 2019), linear beyond them. A column with bounds a or b is first mapped to the real
-    line by log(x − a), −log(b − x), or log (x − a)/(b − x).
+    1982; Durkan et al. 2019), linear beyond them, as for normal tails, or with `tails` ξ > 0 as for Pareto
+    tails: the probability P(X > x) beyond the last knot decreases like (1 + ξ (x − x_K)/β)^(−1/ξ), with β
+    from the slope there. A column with bounds a or b is first mapped to the real line by log(x − a),
+    −log(b − x), or log (x − a)/(b − x).
 
     **Arguments:** the knots `x` and `u`, both increasing, and the `slope` of g there, `(d, K)` each; the
-    bounds `lower` and `upper`, `(d,)` each, infinite or None if there are none. `rf.fit_density` chooses
-    them: with knots x at quantiles of a column and u at those of a normal distribution, g(x) is nearly
-    normal.
+    bounds `lower` and `upper`, `(d,)` each, infinite or None if there are none; `tails`, `(d, 2)`, the ξ of
+    the lower and the upper tail, 0 for linear, or None. `rf.fit_density` chooses them: with knots x at
+    quantiles of a column and u at those of a normal distribution, g(x) is nearly normal.
 
     ```python
     import numpy as np
@@ -141,6 +148,7 @@ class Marginals(eqx.Module):
     slope: np.ndarray
     lower: np.ndarray | None = None
     upper: np.ndarray | None = None
+    tails: np.ndarray | None = None
 
     def __check_init__(self):
         knots = (self.x, self.u, self.slope)
@@ -172,7 +180,21 @@ class Marginals(eqx.Module):
         rise = high.slope * s**2 + 2 * mean * s * (1 - s) + low.slope * (1 - s) ** 2
         end = _Knot(*(xp.where(x < low.x, *pair) for pair in low.beside(high)))
         u = xp.where(inside, between, end.u + end.slope * (x - end.x))
-        return u, xp.log(xp.where(inside, (mean / below) ** 2 * rise, end.slope))
+        log_slope = xp.log(xp.where(inside, (mean / below) ** 2 * rise, end.slope))
+        if self.tails is None:
+            return u, log_slope
+        shape, sign, heavy = self._pareto(xp, x < low.x, inside)
+        tail, log_tail = _to_normal(
+            xp, xp.where(heavy, sign * (x - end.x), 0), sign * end.u, end.slope, shape
+        )
+        return xp.where(heavy, sign * tail, u), xp.where(heavy, log_tail, log_slope)
+
+    def _pareto(self, xp: Any, below: Any, inside: Any) -> tuple[Any, Any, Any]:
+        """The shape ξ of the tail on the side of each entry (1 where the tail is not Pareto), the sign of the
+        side, and whether the entry is in a Pareto tail."""
+        lower, upper = (xp.broadcast_to(xp.asarray(part), below.shape) for part in np.asarray(self.tails).T)
+        shape = xp.where(below, lower, upper)
+        return xp.where(shape > 0, shape, 1), xp.where(below, -1, 1), ~inside & (shape > 0)
 
     def inverse(self, u: Array) -> Array:
         """x from u, by solving a quadratic equation between two knots."""
@@ -186,6 +208,11 @@ class Marginals(eqx.Module):
         s = 2 * mean * y / (b + jnp.sqrt(jnp.maximum(b**2 + 4 * a * mean * y, 0)))
         end = _Knot(*(jnp.where(u < low.u, *pair) for pair in low.beside(high)))
         x = jnp.where(inside, low.x + s * (high.x - low.x), end.x + (u - end.u) / end.slope)
+        if self.tails is not None:
+            shape, sign, heavy = self._pareto(jnp, u < low.u, inside)
+            level = sign * end.u
+            beyond = _from_normal(jnp.where(heavy, sign * u, level), level, end.slope, shape)
+            x = jnp.where(heavy, end.x + sign * beyond, x)
         return x if self.lower is None or self.upper is None else _bounded(x, self.lower, self.upper)
 
     def _pieces(self, xp: Any, at: Any, knots: Any) -> tuple["_Knot", "_Knot", Any]:
@@ -202,6 +229,33 @@ class Marginals(eqx.Module):
         of = lambda where: _Knot(*(cast(part)[column, where] for part in (self.x, self.u, self.slope)))
         inside = (place > 0) & (place < knots.shape[1])
         return of(low), of(low + 1), inside
+
+
+def _to_normal(xp: Any, beyond: Any, level: Any, slope: Any, shape: Any) -> tuple[Any, Any]:
+    """u and log g′ at a distance beyond the last knot, which has this level u and slope: log P(X > x) =
+    log Φ(−level) − log(1 + ξ beyond/β)/ξ = log Φ(−u)."""
+    log_ndtr, log_normal = _log_ndtr(xp), lambda v: -0.5 * (v**2 + np.log(2 * np.pi))
+    start = log_ndtr(-level)
+    scale = xp.exp(start - log_normal(level)) / slope
+    log_survival = start - xp.log1p(shape * beyond / scale) / shape
+    # Newton's method for the inverse of log Φ(−u), a concave function, from its asymptote.
+    u = xp.sqrt(xp.maximum(-2 * log_survival - np.log(2 * np.pi), level**2))
+    for _ in range(NEWTON_STEPS):
+        tail = log_ndtr(-u)
+        u = u + (tail - log_survival) * xp.exp(tail - log_normal(u))
+    return u, log_ndtr(-u) - log_normal(u) - xp.log(scale + shape * beyond)
+
+
+def _from_normal(u: Any, level: Any, slope: Any, shape: Any) -> Any:
+    """The distance beyond the last knot, the inverse of `_to_normal`."""
+    log_ndtr = _log_ndtr(jnp)
+    start = log_ndtr(-level)
+    scale = jnp.exp(start + 0.5 * (level**2 + np.log(2 * np.pi))) / slope
+    return scale / shape * jnp.expm1(shape * (start - log_ndtr(-u)))
+
+
+def _log_ndtr(xp: Any) -> Any:
+    return scipy.special.log_ndtr if xp is np else jax.scipy.special.log_ndtr
 
 
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
@@ -232,6 +286,7 @@ class _Knot(eqx.Module):
     x: Any
     u: Any
     slope: Any
+    tails: Any = None  # ξ of the lower and the upper tail
 
     def beside(self, other: "_Knot") -> list[tuple[Any, Any]]:
         return [(self.x, other.x), (self.u, other.u), (self.slope, other.slope)]
@@ -246,7 +301,7 @@ def fit_marginals(
 ) -> Marginals | None:
     """Maps of the first `own` columns, with cross-validated numbers of knots. They are linear if they gain
     less than `least` nats per column over a normal distribution in the median row, so that a few outliers
-    cannot decide. None if there is nothing to map."""
+    cannot decide; columns with heavy tails (ξ > 1/4) are always mapped. None if there is nothing to map."""
     links = Links.of(rows) if links is None else links
     if bounds is not None:
         moved = unbounded(np, rows[:, :own], *bounds)[0]
@@ -255,25 +310,36 @@ def fit_marginals(
     if any(counts) and least > -np.inf:
         parts = folds(links.labels)
         gains = np.concatenate([_gain(rows[rest], rows[part], counts) for rest, part in parts])
-        counts = counts if np.median(gains) >= least * own else [0] * own
+        if np.median(gains) < least * own:
+            chosen = zip(rows.T, counts, strict=False)
+            heavy = [np.max(_knots(column, count).tails) > HEAVY_SHAPE for column, count in chosen]
+            counts = [count if tail else 0 for count, tail in zip(counts, heavy, strict=True)]
     if bounds is None and not any(counts):
         return None
     maps = _together(rows, counts)
-    return maps if bounds is None else Marginals(maps.x, maps.u, maps.slope, *bounds)
+    return maps if bounds is None else Marginals(maps.x, maps.u, maps.slope, *bounds, maps.tails)
 
 
 def _together(rows: np.ndarray, counts: list[int]) -> Marginals:
     columns = [_knots(column, count) for column, count in zip(rows.T, counts, strict=False)]
     most = max(len(column.x) for column in columns)
     padded = [_padded(column, most) for column in columns]
-    return Marginals(*(np.stack([getattr(c, name) for c in padded]) for name in ("x", "u", "slope")))
+    maps = Marginals(*(np.stack([getattr(c, name) for c in padded]) for name in ("x", "u", "slope")))
+    tails = np.stack([column.tails for column in columns])
+    return (
+        eqx.tree_at(lambda m: m.tails, maps, tails, is_leaf=lambda part: part is None)
+        if tails.any()
+        else maps
+    )
 
 
 def _knots(column: np.ndarray, count: int) -> _Knot:
     """Knots at quantiles; without knots, a linear map."""
     loc, scale = column.mean(), column.std() or 1.0
     if count == 0:
-        return _Knot(loc + scale * np.array([-1.0, 1.0]), np.array([-1.0, 1.0]), np.full(2, 1 / scale))
+        return _Knot(
+            loc + scale * np.array([-1.0, 1.0]), np.array([-1.0, 1.0]), np.full(2, 1 / scale), np.zeros(2)
+        )
     levels = np.arange(1, count + 1) / (count + 1)
     x = np.quantile(column, levels, method="hazen")
     # Repeated values give equal quantiles: use one knot for them.
@@ -287,28 +353,52 @@ def _knots(column: np.ndarray, count: int) -> _Knot:
     slope[1:-1] = np.exp(
         (width[1:] * np.log(mean[:-1]) + width[:-1] * np.log(mean[1:])) / (width[1:] + width[:-1])
     )
-    slope[0] = _tail(-u[0], x[0] - column, mean[0])
-    slope[-1] = _tail(u[-1], column - x[-1], mean[-1])
-    return _Knot(x, u, slope)
+    slope[0], low = _tail(-u[0], x[0] - column, mean[0])
+    slope[-1], high = _tail(u[-1], column - x[-1], mean[-1])
+    return _Knot(x, u, slope, np.array([low, high]))
 
 
-def _tail(level: float, beyond: np.ndarray, otherwise: float) -> float:
-    """The slope beyond the last knot, such that the mean distance of values from it is that of a normal
-    distribution beyond `level`."""
+def _tail(level: float, beyond: np.ndarray, otherwise: float) -> tuple[float, float]:
+    """The slope at the last knot and the shape ξ of the tail; 0 for a normal tail, whose slope makes the mean
+    distance of values beyond the knot that of a normal distribution beyond `level`."""
     beyond = beyond[beyond > 0]
     if not beyond.size:
-        return otherwise
-    excess = np.exp(_log_density(level) - scipy.special.log_ndtr(-level)) - level
-    return float(excess / beyond.mean())
+        return otherwise, 0.0
+    log_share = scipy.special.log_ndtr(-level)
+    slope = float((np.exp(_log_density(level) - log_share) - level) / beyond.mean())
+    if len(beyond) < TAIL_ROWS:
+        return slope, 0.0
+    normal = np.sum(_log_density(level + slope * beyond) - log_share + np.log(slope))
+    shape, scale, pareto = _pareto_fit(beyond)
+    if shape < MIN_SHAPE or pareto < normal + TAIL_GAIN:
+        return slope, 0.0
+    return float(np.exp(log_share - _log_density(level)) / scale), min(shape, MAX_SHAPE)
+
+
+def _pareto_fit(beyond: np.ndarray) -> tuple[float, float, float]:
+    """Shape, scale and log-likelihood of the generalised Pareto distribution of positive values, by maximum
+    likelihood over θ = ξ/β (Grimshaw 1993)."""
+    theta = np.logspace(-3, 4, 141) / np.median(beyond)
+    shape = np.mean(np.log1p(theta[:, None] * beyond), axis=1)
+    likelihood = -len(beyond) * (np.log(shape / theta) + shape + 1)
+    best = int(np.argmax(likelihood))
+    return float(shape[best]), float(shape[best] / theta[best]), float(likelihood[best])
 
 
 def _padded(knots: _Knot, most: int) -> _Knot:
-    """Additional knots on the line beyond the last."""
-    step = np.arange(1, most - len(knots.x) + 1)
-    x = knots.x[-1] + step * (knots.x[-1] - knots.x[0])
-    u = knots.u[-1] + knots.slope[-1] * (x - knots.x[-1])
-    slope = np.full(len(step), knots.slope[-1])
-    return _Knot(*(np.concatenate(pair) for pair in ((knots.x, x), (knots.u, u), (knots.slope, slope))))
+    """Additional knots on the spline, in its widest piece."""
+    missing = most - len(knots.x)
+    if not missing:
+        return knots
+    place = int(np.argmax(np.diff(knots.u)))
+    x = np.linspace(knots.x[place], knots.x[place + 1], missing + 2)[1:-1]
+    u, log_slope = Marginals(knots.x[None], knots.u[None], knots.slope[None]).forward(x[:, None])
+    added = (x, u[:, 0], np.exp(log_slope[:, 0]))
+    parts = (
+        np.insert(own, place + 1, new)
+        for own, new in zip((knots.x, knots.u, knots.slope), added, strict=True)
+    )
+    return _Knot(*parts, knots.tails)
 
 
 # ------------------------------------------------------------------------------------------------- choice
@@ -330,7 +420,7 @@ def _count(column: np.ndarray, links: Links) -> int:
         if count * MIN_ROWS_PER_KNOT > links.distinct:
             break
         found = score(count)
-        gain, error = mean_and_error(found - best, links.labels)
+        gain, error = mean_and_error(np.clip(found - best, -MAX_GAIN, MAX_GAIN), links.labels)
         if gain > MIN_STANDARD_ERRORS * error:
             chosen, best = count, found
     return chosen

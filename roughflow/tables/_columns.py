@@ -1,7 +1,7 @@
 """What the columns of a table are: constant, functions of other columns, or free."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Number
@@ -46,14 +46,17 @@ class Relations(eqx.Module):
     num_rows: int = eqx.field(static=True)
 
     @staticmethod
-    def of(rows: np.ndarray, own: int) -> "Relations | None":
-        """The relations among the first `own` columns, and of these to the others; None if there are none.
+    def of(rows: np.ndarray, own: int, exempt: Iterable[int] = ()) -> "Relations | None":
+        """The relations among the first `own` columns, and of these to the others, or None. `exempt` columns
+        are left out.
 
         A column is removed if its variance given the other columns is below 1e-6 of its variance."""
         loc, scale = rows.mean(axis=0), rows.std(axis=0)
         still = constant(rows, loc, scale)
         scale = np.where(still, 1.0, scale)
-        constants = [int(i) for i in np.flatnonzero(still[:own])]
+        exempt = set(exempt)
+        constants = [int(i) for i in np.flatnonzero(still[:own]) if i not in exempt]
+        still[list(exempt)] = True  # no part of a relation
         removed = sorted([*constants, *_dependent((rows - loc) / scale, own, still)])
         if not removed:
             return None
@@ -62,7 +65,7 @@ class Relations(eqx.Module):
         found, *_ = np.linalg.lstsq(unit[:, others], unit[:, removed], rcond=RIDGE)
         slope = np.zeros((len(removed), rows.shape[1]))
         slope[:, others] = found.T * scale[removed][:, None] / scale[others]
-        slope[still[removed]] = 0.0
+        slope[[i in constants for i in removed]] = 0.0
         intercept = loc[removed] - slope @ loc
         residual = np.abs(rows[:, removed] - intercept - rows @ slope.T).max(axis=0)
         terms = np.abs(intercept) + np.abs(slope) @ np.abs(rows).max(axis=0) + np.abs(rows[:, removed]).max(0)

@@ -62,13 +62,13 @@ class Table:
             i = _column(name, names, own)
             lower[i], upper[i] = -np.inf if low is None else low, np.inf if high is None else high
         width = _rounding(rows, own, names, rounding)
-        relations = Relations.of(rows, own)
+        auto = isinstance(rounding, str)
+        treated = set() if auto else {_place(name, names) for name in rounding}
+        relations = Relations.of(rows, own, treated)
         check_some_free(relations, own, rows, names)
         kept = list(range(rows.shape[1])) if relations is None else relations.kept
         free = [i for i in kept if i < own]
         labels = [repr(names[i]) if names else str(i) for i in free]
-        auto = isinstance(rounding, str)
-        treated = set() if auto else {_place(name, names) for name in rounding}
         bounded = {_place(name, names) for name in bounds}
         rows, width = rows[:, kept], width[kept]
         links = Links.of(rows, groups)
