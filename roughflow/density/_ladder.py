@@ -255,7 +255,7 @@ def _grid(
 
 def _beyond_grid(points: Points, which: np.ndarray, goal: Goal, record: Record) -> None:
     """A few paths around modes, where there is next to no density: none from the prior would count."""
-    mixture = mixtures(Laplace(FEW_STARTS), points, which)
+    mixture = mixtures(Laplace(num_starts=FEW_STARTS), points, which)
     both = (points.levels.own, points.levels.finer)
     rounds = Rounds(points, which, Sobol(), mixture, FIRST_AROUND_MODES, *both)
     _rounds(rounds, goal._replace(error=goal.accepted), record, "modes")
