@@ -240,3 +240,15 @@ def test_no_lapack_where_two_calls_could_wait_for_each_other(estimator, key):
     program = ask.lower(jnp.zeros((4, 4))).as_text()
     assert "lapack" not in program
     assert "while" in program
+
+
+def test_the_finer_of_the_first_two_levels_is_the_flow():
+    """Functions and steps of the flow are those of the correction, not a multiple of them."""
+    sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1))
+    for driver, steps in ((rf.KarhunenLoeve(6), None), (rf.Legendre(4), 10)):
+        integrator = rf.FixedGrid(steps=steps)
+        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), driver=driver, integrator=integrator)
+        coarse = _paths.coarser(flow)
+        assert coarse.driver.num_functions == driver.num_functions // 2
+        assert coarse.driver.refined() == driver
+        assert int(_paths.Levels(coarse).finer.each) == integrator.count(driver, 1)
