@@ -393,12 +393,9 @@ def _padded(knots: _Knot, most: int) -> _Knot:
     place = int(np.argmax(np.diff(knots.u)))
     x = np.linspace(knots.x[place], knots.x[place + 1], missing + 2)[1:-1]
     u, log_slope = Marginals(knots.x[None], knots.u[None], knots.slope[None]).forward(x[:, None])
-    added = (x, u[:, 0], np.exp(log_slope[:, 0]))
-    parts = (
-        np.insert(own, place + 1, new)
-        for own, new in zip((knots.x, knots.u, knots.slope), added, strict=True)
-    )
-    return _Knot(*parts, knots.tails)
+    into = lambda own, new: np.insert(own, place + 1, new)
+    slope = into(knots.slope, np.exp(log_slope[:, 0]))
+    return _Knot(into(knots.x, x), into(knots.u, u[:, 0]), slope, knots.tails)
 
 
 # ------------------------------------------------------------------------------------------------- choice

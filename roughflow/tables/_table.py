@@ -63,7 +63,7 @@ class Table:
             lower[i], upper[i] = -np.inf if low is None else low, np.inf if high is None else high
         width = _rounding(rows, own, names, rounding)
         auto = isinstance(rounding, str)
-        treated = set() if auto else {_place(name, names) for name in rounding}
+        treated = set() if auto else {_column(name, names, own) for name in rounding}
         relations = Relations.of(rows, own, treated)
         check_some_free(relations, own, rows, names)
         kept = list(range(rows.shape[1])) if relations is None else relations.kept
