@@ -144,7 +144,7 @@ CASES: dict[str, Callable[[np.ndarray | None], Case]] = {
     "rotation, 2.6": rotation,
     "rotations": rotations,
     "GBM": geometric,
-    "sine": potential(lambda z: 2 * jnp.sin(2 * z), 6.0, 24.0),
+    "sine": potential(lambda z: 2 * jnp.sin(2 * z), 6.0, 40.0),
     "well, slope 1": potential(lambda z: z - z**3, 4.0, 6.0),
     "well, slope 9": potential(lambda z: 9 * (z - z**3), 2.0, 3.0),
 }

@@ -73,6 +73,14 @@ def test_geometric_brownian_motion_from_a_point():
     check(rf.StochasticFlow(sde, rf.Normal(jnp.ones(1))), x[:, None], truth, jnp.ones(1))
 
 
+def test_geometric_brownian_motion_from_a_distribution():
+    """The box of a skewed base and that of the density move apart faster than a frame can follow."""
+    sde = rf.ItoSDE(lambda t, z: 0.1 * z, lambda t, z: 0.3 * z[:, None])
+    flow = rf.StochasticFlow(sde, LogNormal(jnp.zeros(1), 0.2 * jnp.ones(1)))
+    x = np.exp(np.linspace(-1.9, 2.0, 60))
+    check(flow, x[:, None], stats.lognorm(np.hypot(0.3, 0.2), scale=np.exp(0.055)).logpdf(x))
+
+
 def reference(drift, start, width, span):
     """Points and log-densities by finite volumes, extrapolated in the size of the cells."""
     middle = 0 if callable(start) else start

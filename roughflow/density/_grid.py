@@ -113,6 +113,12 @@ class Box(NamedTuple):
         bend = 0.5 * np.abs(self.skew - other.skew)
         return bool(np.all(np.abs(shift) + np.abs(ratio).sum(axis=1) + bend < 0.2))
 
+    def joined(self, other: "Box") -> "Box":
+        """A box in one dimension that holds this one and another, with the skew of the other."""
+        ends = np.concatenate([box.centre + sign * box.scale[0] for box in (self, other) for sign in (-1, 1)])
+        low, high = ends.min(), ends.max()
+        return Box(np.array([0.5 * (low + high)]), np.array([[0.5 * (high - low)]]), other.skew)
+
     def log_volume(self, size: int) -> np.ndarray:
         """Of x over that of y, on the mesh, `(nᵈ,)`."""
         slopes = warp(nodes(size, len(self.centre)), self.skew, np)[1]
@@ -131,6 +137,13 @@ def warp(y: Any, skew: Any, xp: Any) -> tuple[Any, Any, Any]:
     w = (grown - cosh) / sinh
     by = y * grown / sinh - 1 - w * cosh / sinh
     return xp.where(none, y, w), xp.where(none, 1.0, k * grown / sinh), xp.where(none, 0.5 * (y**2 - 1), by)
+
+
+def unwarped(u: Any, skew: Any, xp: Any) -> Any:
+    """y with w(y) = u."""
+    none = xp.abs(skew) < 1e-6
+    bend = xp.where(none, 1, skew)
+    return xp.where(none, u, xp.log(xp.cosh(bend) + u * xp.sinh(bend)) / bend)
 
 
 def skew_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -160,6 +173,7 @@ class Segment(NamedTuple):
     additive: bool = False
     steady: bool = False  # in its frame no coefficient depends on time
     rounding: float = 1e-14  # of exponentials, relative to the highest density
+    transfer: np.ndarray | None = None  # (n, n′) from the mesh of the segment before, if their boxes differ
 
     def weights(self, companion: bool) -> np.ndarray:
         """Exponents of the Magnus method in the operators at the stages, `(E, 4)`.
@@ -268,11 +282,8 @@ def _evaluate(
 ) -> tuple[Numbers, Numbers]:
     size, d = values.shape[0], values.ndim
     u = (x - centre[None]) @ inverse.T
-    none = jnp.abs(skew) < 1e-6
-    bend = jnp.where(none, 1, skew)[None]
     inside = jnp.all(jnp.abs(u) < 1, axis=1)
-    u = jnp.where(inside[:, None], u, 0)
-    y = jnp.where(none[None], u, jnp.log(jnp.cosh(bend) + u * jnp.sinh(bend)) / bend)
+    y = unwarped(jnp.where(inside[:, None], u, 0), skew[None], jnp)
     log_volume = jnp.sum(jnp.log(warp(y, skew[None], jnp)[1]), axis=1) - jnp.sum(jnp.log(jnp.diag(inverse)))
     k = jnp.asarray(np.pi * np.fft.fftfreq(size, 1 / size))
     waves = jnp.exp(1j * k[None, None] * (y[:, :, None] + 1))  # (N, d, n)
@@ -567,6 +578,18 @@ def resized(q: Numbers, size: int) -> Numbers:
     return q if q.shape[0] == size else _resized(q, np.zeros((size,) * q.ndim))
 
 
+def transfer(old: Box, new: Box, before: int, size: int) -> np.ndarray:
+    """The matrix `(size, before)` that takes a density to the mesh of another box, in one dimension."""
+    u = (new.places(size) - old.centre) / old.scale[0]
+    inside = np.abs(u) < 1
+    y = unwarped(np.where(inside, u, 0), old.skew, np)
+    plain = Modes.of(before, False).plain
+    angle = np.pi * y * np.arange(1, 1 + len(plain) // 2)
+    waves = np.concatenate([np.ones((size, 1)), np.cos(angle), np.sin(angle)], axis=1)
+    log_volume = np.log(warp(y, old.skew, np)[1] * old.scale[0])
+    return np.where(inside, np.exp(new.log_volume(size)[:, None] - log_volume), 0) * (waves @ plain)
+
+
 def tail(q: np.ndarray) -> float:
     """About how much of a density is in the outer wavenumbers, relative to its maximum."""
     spectrum = np.abs(np.fft.rfftn(q)) / q.size
@@ -741,16 +764,32 @@ def next_state(
     ahead, reached = Forecast.of(q, state.box, state.raw, resolution.edge), q
     span, before = ahead.span(min(state.span, t1 - state.time)), log_gap(q, other, resolution.lowest)
     may_rest = True  # coefficients that do not depend on time are exact in a frame that does not move
+    frame, moved, taken, built = state.box, False, None, None
     shorter = lambda excess: min(0.75, max(0.2, 0.9 * excess**0.2))
     for _ in range(MAX_ATTEMPTS):
         end = t1 if span > 0.8 * (t1 - state.time) else state.time + span
         box, growth = ahead.box(end - state.time, margin)
-        if may_rest and state.box.is_near(box):
-            box, growth = state.box, 1e-3
-        segment = Segment.between((state.time, end), (state.box, box), growth, len(q))
+        if moved and built == (margin, end, len(q)):
+            box = frame
+        elif moved:
+            # A frame that holds the density throughout, at rest.
+            box = frame = ahead.box(0.0, margin)[0].joined(box)
+            for size in [size for size in sizes if size >= len(q)]:
+                taken = transfer(state.box, frame, len(state.q), size)
+                q, other = (taken @ np.asarray(part) for part in (state.q, state.companion))
+                if tail(q) < resolution.tail:
+                    break
+            before, reached, built = log_gap(q, other, resolution.lowest), q, (margin, end, len(q))
+        if moved or (may_rest and frame.is_near(box)):
+            box, growth = frame, 1e-10
+        segment = Segment.between((state.time, end), (frame, box), growth, len(q))
+        segment = segment._replace(transfer=taken)
         miss = extrapolation_error(sde, segment, reached)
         if miss > 20 * resolution.time:
-            span = shorter(20 * resolution.time / miss) * (end - state.time)
+            if q.ndim == 1 and box is not frame:
+                moved = True  # such a frame would change faster than its segments can follow
+            else:
+                span = shorter(20 * resolution.time / miss) * (end - state.time)
             continue
         work.spend(len(segment.times) * q.size * evaluation_cost(sde))
         raw = np.asarray(coefficients(sde, segment))
@@ -762,17 +801,22 @@ def next_state(
         if not (np.all(np.isfinite(new)) and np.all(np.isfinite(companion))):
             raise Unresolved("the solution is not finite")
         reached = np.maximum(reached, new)
-        wider = with_limits(segment, raw, reached, resolution.edge).limits
+        needed = with_limits(segment, raw, reached, resolution.edge).limits
         error = max(log_gap(new, companion, resolution.lowest) - before, 1e-300)
-        if any(now > HEADROOM * old for now, old in zip(wider, segment.limits, strict=True)):
+        if any(now > HEADROOM * old for now, old in zip(needed, segment.limits, strict=True)):
             continue  # the density reached places where coefficients are limited
         nodes_excess = tail(new) / resolution.tail if len(q) < sizes[-1] else 0.0
-        width_excess = edge(new) / (4 * resolution.edge) if margin < MAX_MARGIN else 0.0
+        width_excess = (
+            edge(new) / (4 * resolution.edge) if margin < (2 * MAX_MARGIN if moved else MAX_MARGIN) else 0.0
+        )
         if nodes_excess > max(1.0, width_excess):
             size = sizes[sizes.index(len(q)) + 1]
             q, other, reached = (np.asarray(resized(part, size)) for part in (q, other, reached))
         elif width_excess > 1:
-            margin, may_rest = (1.0 if box is state.box else 1.12) * margin, False
+            wider = 1.0 if box is state.box else 1.25 if moved else 1.12
+            margin, may_rest = wider * margin, False
+        elif q.ndim == 1 and not moved and error > 1e3 * resolution.time:
+            moved = True
         elif tail(new) > HOPELESS * resolution.tail:
             raise Unresolved(f"{len(q)} nodes per axis do not resolve the density")
         elif error > resolution.time and tail(new) <= resolution.tail:
@@ -962,10 +1006,12 @@ def values_of(tree: Any) -> Any:
 def replay(sde: AbstractSDE, begin: Any, solution: Solution) -> GridDensity:
     """The density of a solution, to be differentiated: with the same frames, meshes and steps."""
     segments = solution.segments
-    q = begin.density(solution.first, segments[0].size)
+    taken = segments[0].transfer
+    q = begin.density(solution.first, segments[0].size if taken is None else taken.shape[1])
     for segment in segments:
         fields = fields_of(coefficients(sde, segment), segment)
-        q = run(resized(q, segment.size), fields, segment, companion=False)
+        q = _through(segment.transfer, q) if segment.transfer is not None else resized(q, segment.size)
+        q = run(q, fields, segment, companion=False)
     return eqx.tree_at(lambda density: density.values, solution.density, q)
 
 
