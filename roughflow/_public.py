@@ -185,6 +185,7 @@ from .series import (
     DoubleWell as DoubleWell,
     LotkaVolterra as LotkaVolterra,
     Heston as Heston,
+    StochasticVolatility as StochasticVolatility,
     FitzHughNagumo as FitzHughNagumo,
     FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck,
     Domain as Domain,
