@@ -55,6 +55,13 @@ def bootstrap_filter(times, values, loadings, states, noise, num_particles, key)
             residual = (y[None] - z @ loadings.T) / noise
             return jnp.sum(-0.5 * residual**2 - jnp.log(noise) - 0.5 * jnp.log(2 * jnp.pi), axis=1)
 
+        def picked(z, logs, key):
+            """Particles of equal weight, and the logarithm of the mean weight."""
+            places = (jnp.arange(num_particles) + jax.random.uniform(key)) / num_particles
+            chosen = jnp.searchsorted(jnp.cumsum(jax.nn.softmax(logs)), places)
+            gain = jax.nn.logsumexp(logs) - jnp.log(num_particles)
+            return z[jnp.minimum(chosen, num_particles - 1)], gain
+
         def step(carry, inputs):
             z, total = carry
             y, key = inputs
@@ -66,16 +73,11 @@ def bootstrap_filter(times, values, loadings, states, noise, num_particles, key)
                 return z + dt * drift + 1.5 * jnp.sqrt(dt) * jax.random.normal(key, z.shape), None
 
             z, _ = jax.lax.scan(euler, z, jax.random.split(key_move, substeps))
-            logs = weigh(z, y)
-            places = (jnp.arange(num_particles) + jax.random.uniform(key_pick)) / num_particles
-            picked = jnp.searchsorted(jnp.cumsum(jax.nn.softmax(logs)), places)
-            gain = jax.nn.logsumexp(logs) - jnp.log(num_particles)
-            return (z[jnp.minimum(picked, num_particles - 1)], total + gain), None
+            z, gain = picked(z, weigh(z, y), key_pick)
+            return (z, total + gain), None
 
-        logs = weigh(z, values[0])
-        z = z[jax.random.categorical(keys[0], logs, shape=(num_particles,))]
-        total = jax.nn.logsumexp(logs) - jnp.log(num_particles)
-        return jax.lax.scan(step, (z, total), (values[1:], keys[1:]))[0][1]
+        start = picked(z, weigh(z, values[0]), jax.random.fold_in(key, 1))
+        return jax.lax.scan(step, start, (values[1:], keys[1:]))[0][1]
 
     run, keys = jax.jit(one), jax.random.split(key, len(values))
     return np.array([float(run(y, k)) for y, k in zip(values, keys, strict=True)])
