@@ -774,16 +774,11 @@ def next_state(
         elif moved:
             # A frame that holds the density throughout, at rest.
             box = frame = ahead.box(0.0, margin)[0].joined(box)
-            for size in [size for size in sizes if size >= len(q)]:
-                taken = transfer(state.box, frame, len(state.q), size)
-                q, other = (taken @ np.asarray(part) for part in (state.q, state.companion))
-                if tail(q) < resolution.tail:
-                    break
+            taken, q, other = transferred(state, frame, [n for n in sizes if n >= len(q)], resolution)
             before, reached, built = log_gap(q, other, resolution.lowest), q, (margin, end, len(q))
         if moved or (may_rest and frame.is_near(box)):
             box, growth = frame, 1e-10
-        segment = Segment.between((state.time, end), (frame, box), growth, len(q))
-        segment = segment._replace(transfer=taken)
+        segment = Segment.between((state.time, end), (frame, box), growth, len(q))._replace(transfer=taken)
         miss = extrapolation_error(sde, segment, reached)
         if miss > 20 * resolution.time:
             if q.ndim == 1 and box is not frame:
@@ -795,20 +790,15 @@ def next_state(
         raw = np.asarray(coefficients(sde, segment))
         segment = with_limits(segment, raw, reached, resolution.edge)
         fields = fields_of(raw, segment)
-        new, companion = (
-            np.asarray(run(v, fields, segment, c, work)) for v, c in ((q, False), (other, True))
-        )
-        if not (np.all(np.isfinite(new)) and np.all(np.isfinite(companion))):
-            raise Unresolved("the solution is not finite")
+        new, companion = solved(q, other, fields, segment, work)
         reached = np.maximum(reached, new)
         needed = with_limits(segment, raw, reached, resolution.edge).limits
         error = max(log_gap(new, companion, resolution.lowest) - before, 1e-300)
         if any(now > HEADROOM * old for now, old in zip(needed, segment.limits, strict=True)):
             continue  # the density reached places where coefficients are limited
         nodes_excess = tail(new) / resolution.tail if len(q) < sizes[-1] else 0.0
-        width_excess = (
-            edge(new) / (4 * resolution.edge) if margin < (2 * MAX_MARGIN if moved else MAX_MARGIN) else 0.0
-        )
+        may_widen = margin < (2 * MAX_MARGIN if moved else MAX_MARGIN)
+        width_excess = edge(new) / (4 * resolution.edge) if may_widen else 0.0
         if nodes_excess > max(1.0, width_excess):
             size = sizes[sizes.index(len(q)) + 1]
             q, other, reached = (np.asarray(resized(part, size)) for part in (q, other, reached))
@@ -824,9 +814,31 @@ def next_state(
         else:
             worst = max(error / resolution.time, 0.05 * miss / resolution.time, 1e-6)
             longer = min(4.0, 0.9 * worst**-0.2) * (end - state.time)
-            outside = max(state.outside, edge(new))
-            return State(end, box, new, companion, raw[-1], longer, margin, outside), segment
+            edges = max(state.outside, edge(new))
+            return State(end, box, new, companion, raw[-1], longer, margin, edges), segment
     raise Unresolved("no box holds the density")
+
+
+def transferred(
+    state: State, frame: Box, sizes: list[int], resolution: Resolution
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The map to another box, and both solutions there, with the fewest nodes that resolve them."""
+    for size in sizes:
+        taken = transfer(state.box, frame, len(state.q), size)
+        q, other = (taken @ np.asarray(part) for part in (state.q, state.companion))
+        if tail(q) < resolution.tail or size == sizes[-1]:
+            return taken, q, other
+    raise Unresolved("no mesh is as fine as that of the density")
+
+
+def solved(
+    q: np.ndarray, other: np.ndarray, fields: Any, segment: Segment, work: Work
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both solutions after a segment."""
+    new, companion = (np.asarray(run(v, fields, segment, c, work)) for v, c in ((q, False), (other, True)))
+    if not (np.all(np.isfinite(new)) and np.all(np.isfinite(companion))):
+        raise Unresolved("the solution is not finite")
+    return new, companion
 
 
 def evaluation_cost(sde: AbstractSDE) -> float:

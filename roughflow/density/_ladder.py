@@ -153,7 +153,7 @@ def _climbed(
     from_modes = bool(_contraction(flow) > MAX_EXPANSION)
     if fits and (from_modes or len(x) >= many[flow.dimension]):
         which, fits = _grid(flow, x, which, goal, record), False
-        if which.size < len(x) and accuracy.tolerance is None:
+        if 0 < which.size < len(x) and accuracy.tolerance is None:
             _beyond_grid(Points(coarser(flow), x, key), which, goal, record)
             which = which[:0]
     first, others = (which[:0], which) if from_modes else (which, which[:0])
