@@ -55,6 +55,15 @@ def test_likelihoods_are_those_of_kalmans_filter(estimate, exact):
     assert abs(estimate.total / exact.sum() - 1) < 0.01
 
 
+def test_likelihoods_with_large_errors_are_flagged():
+    """A NaN is one too."""
+    errors = np.array([0.1, 0.9, np.nan])
+    estimate = rf.latent.LikelihoodEstimate(np.zeros(3), errors, np.zeros(3), np.ones(3))
+    assert estimate.suspect.tolist() == [False, True, True]
+    assert "2 of 3 log-likelihoods are unreliable, with errors up to 0.9: raise" in estimate.warning
+    assert rf.latent.LikelihoodEstimate(*np.zeros((4, 3))).warning is None
+
+
 def test_bounds_rise_with_particles_and_stay_below(estimate, exact, fitted):
     """That of training is the one of a single particle."""
     one = fitted.model.lower_bound(TIMES[:4] * 16, VALUES[:4] * 16, key=KEY).sum() / 16

@@ -10,32 +10,11 @@ import pytest
 from scipy import stats
 
 import roughflow as rf
+from benchmarks.series_hidden import COORDINATES, LogHeston
 from roughflow.series._observed import panel
 from roughflow.series.hidden._likelihood import Observation, _series_likelihood
 
 KEY = jax.random.key(0)
-COORDINATES = rf.transition.Columns(rf.transition.Unchanged(), rf.transition.Root())
-
-
-class LogHeston(rf.sde.AbstractItoSDE):
-    """The logarithm of a price, and its variance."""
-
-    mu: jax.Array
-    kappa: jax.Array
-    theta: jax.Array
-    xi: jax.Array
-    rho: jax.Array
-    dimension = 2
-
-    def drift(self, t, z):
-        return jnp.stack([self.mu - z[1] / 2, self.kappa * (self.theta - z[1])])
-
-    def diffusion(self, t, z):
-        root = jnp.sqrt(z[1])
-        other = jnp.sqrt(1 - self.rho**2)
-        return jnp.stack([root * jnp.array([1.0, 0.0]), self.xi * root * jnp.stack([self.rho, other])])
-
-
 HESTON = LogHeston(*map(jnp.asarray, (5e-4, 0.05, 1e-4, 2e-3, -0.7)))
 
 

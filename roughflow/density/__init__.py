@@ -12,7 +12,9 @@ from ._estimate import (
     Accuracy as Accuracy,
     Estimate as Estimate,
     Warnings as Warnings,
+    effective_paths as effective_paths,
     log_mean as log_mean,
+    weights_error as weights_error,
 )
 from ._flow import StochasticFlow as StochasticFlow
 from ._grid import Grid as Grid

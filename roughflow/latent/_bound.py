@@ -1,6 +1,6 @@
 """The lower bound on the log-likelihood of a latent SDE, without simulation."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -11,13 +11,10 @@ from .._linear import solve_upper
 from ..sde import solve_noise, spread_at
 from ..train import AbstractObjective
 from ._particles import simulated
-from ._posterior import Reading, Series
-
-if TYPE_CHECKING:
-    from ._latent_sde import LatentSDE
+from ._posterior import AbstractLatentSDE, Reading, Series
 
 
-def mismatch(model: "LatentSDE", reading: Reading, t: Array, u: Array) -> Array:
+def mismatch(model: AbstractLatentSDE, reading: Reading, t: Array, u: Array) -> Array:
     """½ |σ⁻¹(f − μ)|² at z = m(t) + L(t) u: the rate at which the Kullback–Leibler divergence of posterior
     and prior paths grows.
 
@@ -51,7 +48,7 @@ def random_times(times: Array, count: int, key: PRNGKeyArray) -> tuple[Array, Ar
     return times[place] + share * gap[place], gap[place] / mass[place]
 
 
-def lower_bound(model: "LatentSDE", series: Series, num_times: int, *, key: PRNGKeyArray) -> Array:
+def lower_bound(model: AbstractLatentSDE, series: Series, num_times: int, *, key: PRNGKeyArray) -> Array:
     """An unbiased estimate of the bound for one series:
 
         E log p(y | z) − KL(q(z at the first time) | p) − ∫ E ½ |σ⁻¹(f − μ)|² dt ≤ log p(y).

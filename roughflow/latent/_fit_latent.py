@@ -21,6 +21,8 @@ from ._posterior import Encoder, NormalDecoder, Posterior
 DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.99}
 FEWEST_TO_VALIDATE = 10  # series
 LONGEST = 0.1  # time step of likelihoods, in units of the SDE
+LENGTH = 0.05  # time over which the posterior averages at first, in units of the SDE
+ROUNDING = 1e-6  # relative deviation of a column that is constant up to rounding
 
 
 @grouped_arguments(training=TrainingOptions, run=RunOptions)
@@ -122,10 +124,6 @@ def fit_latent(
 def second_file(path: Any) -> Path | None:
     """The checkpoint of the second stage, beside that of the first."""
     return None if path is None else Path(path).with_name(f"{Path(path).name}.forecast")
-
-
-ROUNDING = 1e-6  # relative deviation of a column that is constant up to rounding
-LENGTH = 0.05  # over which the posterior averages at first
 
 
 def initial_model(

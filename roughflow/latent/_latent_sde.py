@@ -12,14 +12,16 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import check_count, check_key, finite_array
 from .._linear import solve_lower
 from .._programs import jit
-from ..sde import GIVEN, AbstractSDE, noise_matrix, to_ito
+from ..density import weights_error
+from ..sde import GIVEN, AbstractSDE, noise_matrix
 from ..series import Observed, panel
 from ._bound import lower_bound
 from ._particles import particle_filter, resampled, simulated
-from ._posterior import Posterior, Reading, Series
+from ._posterior import AbstractLatentSDE, Posterior, Reading, Series
 
 ROUNDS = 8  # independent runs of particles, for an error
 AT_ONCE = 16  # series
+MAX_ERROR = 0.5  # nats, above which one of the runs decides
 # Particles take steps of at most this time in units of the relaxation time of the posterior. In longer steps
 # the moves of particles are narrower than the noise, and weights vary.
 RELAXED = 0.2
@@ -39,6 +41,21 @@ class LikelihoodEstimate(NamedTuple):
     effective_particles: np.ndarray
 
     @property
+    def suspect(self) -> np.ndarray:
+        """Where the runs differ so much that value and error are unreliable."""
+        return ~(self.standard_error <= MAX_ERROR)
+
+    @property
+    def warning(self) -> str | None:
+        """None, or a line that says how many estimates are unreliable."""
+        if not self.suspect.any():
+            return None
+        return (
+            f"{self.suspect.sum()} of {len(self.suspect)} log-likelihoods are unreliable, with errors up to "
+            f"{np.nanmax(self.standard_error):.2g}: raise num_particles, or train longer or on more series"
+        )
+
+    @property
     def total(self) -> float:
         """The log-likelihood of all series together."""
         return float(np.sum(self.log_likelihood))
@@ -56,7 +73,7 @@ class LatentPaths(NamedTuple):
     values: np.ndarray
 
 
-class LatentSDE(eqx.Module):
+class LatentSDE(AbstractLatentSDE):
     """Hidden states Z of an SDE, and observations y of a density g(y | Z) at some times:
 
         Z(0) ~ initial,    dZ = μ(t, Z) dt + σ(t, Z) dB,    yᵢ ~ decoder(Z(tᵢ)).
@@ -82,24 +99,6 @@ class LatentSDE(eqx.Module):
     unit: float | None = eqx.field(metadata=GIVEN)
     max_step: float = eqx.field(static=True)
 
-    @property
-    def dimension(self) -> int:
-        """The number of hidden states."""
-        return self.posterior.dimension
-
-    @property
-    def columns(self) -> int:
-        """The number of observed values."""
-        return self.posterior.encoder.location.size
-
-    def drift(self, t: Array, z: Array) -> Array:
-        """The Itô drift."""
-        return to_ito(self.sde).drift(t, z)
-
-    def observed(self, z: Array, values: Array, seen: Array) -> Array:
-        """The log-density of the observed values at one time."""
-        return jnp.sum(jnp.where(seen, self.decoder(z).log_prob(values), 0))
-
     def log_likelihood(
         self, times: Any, values: Any, *, key: PRNGKeyArray, num_particles: int = 256
     ) -> LikelihoodEstimate:
@@ -116,7 +115,7 @@ class LatentSDE(eqx.Module):
         largest = logs.max(axis=1, keepdims=True)
         weights = np.exp(logs - largest)
         mean = weights.mean(axis=1)
-        error = weights.std(axis=1, ddof=1) / (math.sqrt(ROUNDS) * mean)
+        error = weights_error((weights / mean[:, None]).T, np)
         return LikelihoodEstimate(largest[:, 0] + np.log(mean), error, logs.mean(axis=1), np.asarray(fewest))
 
     def lower_bound(self, times: Any, values: Any, *, key: PRNGKeyArray, num_times: int = 1024) -> np.ndarray:

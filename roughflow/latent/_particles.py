@@ -6,20 +6,16 @@ by a scheme that leaves its marginals invariant; their weights are the densities
 those of the moves. The mean weight is an unbiased estimate of the likelihood of the discretised SDE.
 """
 
-from typing import TYPE_CHECKING
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._linear import log_abs_det, solve, solve_lower
+from ..density import effective_paths, log_mean
 from ..sde import apply_noise, noise_matrix, solve_noise, spread_at
-from ._posterior import Reading, Series
-
-if TYPE_CHECKING:
-    from ._latent_sde import LatentSDE
-
+from ..series.hidden._draws import systematic
+from ._posterior import AbstractLatentSDE, Reading, Series
 
 Moving = tuple[Array, Array]  # particles between observations, and changes of their log-weights
 
@@ -35,13 +31,13 @@ class Cloud(eqx.Module):
     history: Array
 
 
-def moved_by_drift(model: "LatentSDE", t: Array, dt: Array, z: Array) -> Array:
+def moved_by_drift(model: AbstractLatentSDE, t: Array, dt: Array, z: Array) -> Array:
     """The mean of one step of the SDE, by the midpoint rule."""
     return z + dt * model.drift(t + 0.5 * dt, z + 0.5 * dt * model.drift(t, z))
 
 
 def move(
-    model: "LatentSDE", reading: Reading, t: Array, dt: Array, u: Array, key: PRNGKeyArray
+    model: AbstractLatentSDE, reading: Reading, t: Array, dt: Array, u: Array, key: PRNGKeyArray
 ) -> tuple[Array, Array]:
     """One step: u at time t + dt, and the logarithm of its weight.
 
@@ -68,7 +64,7 @@ def move(
 
 
 def particle_filter(
-    model: "LatentSDE",
+    model: AbstractLatentSDE,
     series: Series,
     num_particles: int,
     num_steps: int,
@@ -128,11 +124,9 @@ def particle_filter(
 
 
 def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
-    """Particles of equal weight, drawn systematically, if fewer than this share of them are effective."""
+    """Particles of equal weight, if fewer than this share of them are effective."""
     count = len(cloud.log_weight)
-    steps = (jnp.arange(count) + jax.random.uniform(key, (), cloud.u.dtype)) / count
-    picked = jnp.searchsorted(jnp.cumsum(jax.nn.softmax(cloud.log_weight)), steps)
-    picked = jnp.minimum(picked, count - 1)
+    picked = systematic(jax.nn.softmax(cloud.log_weight), key)
     poor = effective(cloud.log_weight) < share * count
     picked = jnp.where(poor, picked, jnp.arange(count))
     gained = cloud.log_likelihood + log_mean(cloud.log_weight)
@@ -146,15 +140,13 @@ def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
 
 
 def effective(log_weight: Array) -> Array:
-    """Effective number of particles (Σw)²/Σw²."""
-    return 1 / jnp.sum(jax.nn.softmax(log_weight) ** 2)
+    """Effective number of particles."""
+    return effective_paths(jax.nn.softmax(log_weight))
 
 
-def log_mean(log_weight: Array) -> Array:
-    return jax.nn.logsumexp(log_weight, axis=-1) - jnp.log(log_weight.shape[-1])
-
-
-def simulated(model: "LatentSDE", z: Array, times: Array, num_steps: int, *, key: PRNGKeyArray) -> Array:
+def simulated(
+    model: AbstractLatentSDE, z: Array, times: Array, num_steps: int, *, key: PRNGKeyArray
+) -> Array:
     """One path of the SDE from z at the first of `times`: `(N, d)`."""
 
     def between(z: Array, inputs: tuple[Array, Array, PRNGKeyArray]) -> tuple[Array, Array]:

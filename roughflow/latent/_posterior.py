@@ -1,6 +1,7 @@
-"""The encoder, the Gaussian marginals of the posterior process, and the decoder."""
+"""The encoder, the Gaussian marginals of the posterior process, the decoder, and what they are parts of."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from ..sde import GIVEN, MLP
+from ..sde import GIVEN, MLP, AbstractSDE, to_ito
 
 
 class Series(eqx.Module):
@@ -212,3 +213,30 @@ class NormalDecoder(eqx.Module):
         if self.network is not None:
             mean = mean + self.network(jnp.zeros((), z.dtype), z)
         return IndependentNormal(self.location + self.scale * mean, self.scale * jnp.exp(self.log_deviation))
+
+
+class AbstractLatentSDE(eqx.Module):
+    """A prior SDE, its first state, a decoder and a posterior: what a bound and particles need of a model."""
+
+    sde: eqx.AbstractVar[AbstractSDE]
+    initial: eqx.AbstractVar[Any]
+    decoder: eqx.AbstractVar[Any]
+    posterior: eqx.AbstractVar[Posterior]
+
+    @property
+    def dimension(self) -> int:
+        """The number of hidden states."""
+        return self.posterior.dimension
+
+    @property
+    def columns(self) -> int:
+        """The number of observed values."""
+        return self.posterior.encoder.location.size
+
+    def drift(self, t: Array, z: Array) -> Array:
+        """The Itô drift."""
+        return to_ito(self.sde).drift(t, z)
+
+    def observed(self, z: Array, values: Array, seen: Array) -> Array:
+        """The log-density of the observed values at one time."""
+        return jnp.sum(jnp.where(seen, self.decoder(z).log_prob(values), 0))

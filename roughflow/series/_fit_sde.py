@@ -322,7 +322,8 @@ def series_likelihood(
     **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest; it
     determines whether transitions are exact, and otherwise the effort. The other arguments are those of
     `rf.fit_sde`; hidden components are integrated out, and `measurement_noise` and `initial` are fixed.
-    `FittedSDE.series_likelihood` reuses the effort of the fit.
+    `FittedSDE.series_likelihood` reuses the effort of the fit. For a nonlinear SDE with a hidden component
+    the grid is that of the given `sde`; far from its parameters the value can be off by some tenths.
 
     ```python
     import jax, numpy as np
