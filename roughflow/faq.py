@@ -1,4 +1,4 @@
-"""References from messages to their explanation in docs/faq.md."""
+"""References from messages to their explanation in docs/faq.md, for modules that must not import JAX too."""
 
 
 def see(heading: str) -> str:

@@ -35,8 +35,8 @@ def test_a_function_cannot_be_saved_and_leaves_the_old_file(key, tmp_path):
         ("subprocess:Popen", r"^the file holds a Popen of subprocess: pass it"),
         ("roughflow:fit", r"^the file names roughflow:fit, which is not a part of a model"),
         ("equinox:filter_jit", r"^the file names equinox:filter_jit, which is not a part of a model"),
-        ("roughflow.files._save:importlib.import_module", r"which is not a part of a model"),
-        ("roughflow:files._save.read_archive", r"which is not a part of a model"),
+        ("roughflow.files:importlib.import_module", r"which is not a part of a model"),
+        ("roughflow:files.read_archive", r"which is not a part of a model"),
         ("roughflow:plots", r"which the installed roughflow lacks"),
         ("roughflow.cli.__main__:Exit", r"which the installed roughflow lacks"),
         ("roughflow.experiments._run:Trained", r"which the installed roughflow lacks"),
@@ -202,7 +202,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     script = textwrap.dedent(f"""
         import itertools, os, sys
         import numpy as np
-        from roughflow.files._files import write_archive
+        from roughflow.files import write_archive
         for _ in sys.stdin:
             writer = os.fork()
             if writer == 0:
@@ -213,7 +213,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
             os.waitpid(writer, 0)
             print("killed", flush=True)
     """)
-    from roughflow.files._files import read_archive
+    from roughflow.files import read_archive
 
     seen, rng = set(), np.random.default_rng(0)
     with subprocess.Popen(

@@ -254,7 +254,7 @@ def test_words_for_values_hold_no_address_and_no_order_of_a_hash():
 
 
 def test_a_checkpoint_of_an_older_version_is_named(finished, tmp_path):
-    from roughflow.files._files import read_archive, write_archive
+    from roughflow.files import read_archive, write_archive
     from roughflow.train._checkpoint import VERSION
 
     header, arrays = read_archive(finished, "checkpoint", VERSION)
@@ -279,7 +279,7 @@ def test_a_python_upgrade_keeps_checkpoints():
 
 def test_a_checkpoint_that_compared_bytecode_is_resumed(finished, tmp_path):
     """Version 4 also named the modules of roughflow's classes, and a field of FixedGrid differently."""
-    from roughflow.files._files import read_archive, write_archive
+    from roughflow.files import read_archive, write_archive
     from roughflow.train._checkpoint import VERSION
 
     header, arrays = read_archive(finished, "checkpoint", VERSION)

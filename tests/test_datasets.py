@@ -10,8 +10,7 @@ import pytest
 from scipy import stats
 
 import roughflow as rf
-from roughflow.datasets import DISTRIBUTIONS
-from roughflow.datasets._distributions import entropy_on_grid
+from roughflow.datasets import DISTRIBUTIONS, entropy_on_grid
 
 # What each entropy is: in closed form, or from −∫ p log p on a grid seven times as fine as the library's.
 ENTROPIES = {

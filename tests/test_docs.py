@@ -138,7 +138,8 @@ def test_examples_of_a_page_run(page, tmp_path):
 def of_module(module):
     """The docstrings of a module that is public as a whole, and of its functions."""
     ours = lambda value: inspect.isfunction(value) and value.__module__.startswith(module.__name__)
-    own = {name: value for name, value in vars(module).items() if ours(value)}
+    names = getattr(module, "__all__", vars(module))
+    own = {name: vars(module)[name] for name in names if ours(vars(module)[name])}
     texts = {name: docstring(value) for name, value in own.items() if not name.startswith("_")}
     return {module.__name__: module.__doc__ or ""} | {f"{module.__name__}.{n}": t for n, t in texts.items()}
 

@@ -11,8 +11,7 @@ import pytest
 import roughflow as rf
 from roughflow import experiments
 from roughflow.datasets import Banana
-from roughflow.experiments import _figures
-from roughflow.experiments._figures import Run, paper_flow
+from roughflow.experiments import Run, paper_flow
 
 
 def test_figure_1_and_its_numbers(tmp_path):
@@ -55,7 +54,7 @@ def small(monkeypatch):
     """Little data and few points, as many for one purpose as for another: what is compiled serves all."""
     sizes = {"ROWS": 3000, "TEST": 4, "NOISY_TEST": 4, "SCORED": 32, "HISTOGRAM": 2000, "PIXELS": 64}
     for name, value in sizes.items():
-        monkeypatch.setattr(_figures, name, value)
+        monkeypatch.setattr(experiments, name, value)
     return monkeypatch
 
 
@@ -86,9 +85,9 @@ def test_paths_that_have_the_distribution_of_the_data_are_near_it_and_forget_at_
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(2))
     start = jax.random.normal(key, (64, 2))
     paths = np.asarray(rf.simulate(sde, start, key=key, t1=100.0, steps=2000, trajectory=True))
-    assert abs(_figures.autocorrelation_time(paths, 100.0) - 2.0) < 0.3
+    assert abs(experiments.autocorrelation_time(paths, 100.0) - 2.0) < 0.3
     data = np.asarray(jax.random.normal(key, (20_000, 2)))
-    near, far = (_figures.distances(paths + shift, data) for shift in (0.0, 1.0))
+    near, far = (experiments.distances(paths + shift, data) for shift in (0.0, 1.0))
     assert max(near["pooled_kolmogorov"]) < 0.05
     assert min(far["pooled_kolmogorov"]) > 0.3
 
@@ -97,28 +96,28 @@ def test_paths_that_have_the_distribution_of_the_data_are_near_it_and_forget_at_
 def tiny(small):
     """Small networks, short paths, pictures of four points."""
     for module, name, value in (
-        (_figures, "PIXELS", 2),
-        (_figures, "paper_flow", partial(paper_flow, width=4, depth=1)),
-        (_figures, "WIDTH", 4),
-        (_figures, "FIG2_WIDTH", 4),
-        (_figures, "TOYS_WIDTH", 4),
-        (_figures, "FIG2_REGRESSION", _figures.FIG2_STEPS),
-        (_figures, "FIG3_REGRESSION", _figures.FIG3_STEPS),
-        (_figures, "TOYS_REGRESSION", _figures.TOYS_STEPS),
-        (_figures, "FIG2_WALK", 100),
-        (_figures, "FIG2_CHAINS", 4),
-        (_figures, "FIG2_HORIZONS", {"staying-identity": 2.0, "staying-along": 1.0}),
-        (_figures, "PAPER_HORIZON", 1.0),
-        (_figures, "FIG3_IN_TRAINING", (0.0, 0.5)),
-        (_figures, "FIG3_AFTERWARDS", (0.0, 0.5)),
-        (_figures, "FIG4_BATCH", 8),
-        (_figures, "FIG4_WIDTH", 4),
-        (_figures, "FIG4_DEPTH", 1),
-        (_figures, "FIG4_SAMPLES", 50),
-        (_figures, "FIG4_LONG", 50),
-        (_figures, "FIG4_WALK", 100),
-        (_figures, "DISTRIBUTIONS", {"banana": Banana()}),
-        (_figures, "TOYS_POINTS", 4),
+        (experiments, "PIXELS", 2),
+        (experiments, "paper_flow", partial(paper_flow, width=4, depth=1)),
+        (experiments, "WIDTH", 4),
+        (experiments, "FIG2_WIDTH", 4),
+        (experiments, "TOYS_WIDTH", 4),
+        (experiments, "FIG2_REGRESSION", experiments.FIG2_STEPS),
+        (experiments, "FIG3_REGRESSION", experiments.FIG3_STEPS),
+        (experiments, "TOYS_REGRESSION", experiments.TOYS_STEPS),
+        (experiments, "FIG2_WALK", 100),
+        (experiments, "FIG2_CHAINS", 4),
+        (experiments, "FIG2_HORIZONS", {"staying-identity": 2.0, "staying-along": 1.0}),
+        (experiments, "PAPER_HORIZON", 1.0),
+        (experiments, "FIG3_IN_TRAINING", (0.0, 0.5)),
+        (experiments, "FIG3_AFTERWARDS", (0.0, 0.5)),
+        (experiments, "FIG4_BATCH", 8),
+        (experiments, "FIG4_WIDTH", 4),
+        (experiments, "FIG4_DEPTH", 1),
+        (experiments, "FIG4_SAMPLES", 50),
+        (experiments, "FIG4_LONG", 50),
+        (experiments, "FIG4_WALK", 100),
+        (experiments, "DISTRIBUTIONS", {"banana": Banana()}),
+        (experiments, "TOYS_POINTS", 4),
     ):
         small.setattr(module, name, value)
 

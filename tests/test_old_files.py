@@ -41,7 +41,7 @@ def test_files_name_classes_as_users_do(key, tmp_path):
 
 def test_public_names_mean_one_class_each():
     """A class is found by its name alone, so no two namespaces may use one name for two."""
-    from roughflow.files._save import NAMESPACES
+    from roughflow.files import NAMESPACES
 
     for spaces in NAMESPACES.values():
         found = {}
@@ -52,7 +52,7 @@ def test_public_names_mean_one_class_each():
 
 
 def test_every_class_a_model_may_hold_has_a_public_name(key):
-    from roughflow.files._save import name_of
+    from roughflow.files import name_of
 
     for sde in (rf.underdamped_langevin(Pull(jnp.array(1.0)), 1), rf.to_stratonovich(flow_of(key).sde)):
         for part in (sde, sde.drift, getattr(sde, "log_density", sde), getattr(sde, "skew", sde)):

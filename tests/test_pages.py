@@ -44,7 +44,8 @@ def test_the_datasets_and_plots_are_all_on_their_page(module):
     text = (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
     shown = re.findall(rf"^::: roughflow\.{name}\.(\w+)$", text, flags=re.MULTILINE)
     kinds = (type, FunctionType) if module is datasets else FunctionType
-    assert sorted(shown) == sorted(key for key, value in vars(module).items() if isinstance(value, kinds))
+    public = getattr(module, "__all__", vars(module))
+    assert sorted(shown) == sorted(name for name in public if isinstance(vars(module)[name], kinds))
 
 
 def test_every_page_is_in_the_navigation_and_exists():

@@ -13,7 +13,6 @@ from fits import fit_density
 import roughflow as rf
 from roughflow import experiments, report
 from roughflow.cli import main
-from roughflow.experiments import _figures
 
 SHOWN = 3  # columns
 NAMES = ('<b>"bold"</b> & co', "$x$", "long " * 12, "<f>")
@@ -146,8 +145,8 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_the_demo_writes_one_too(tmp_path, monkeypatch):
     for name, value in {"DEMO_ROWS": 200, "DEMO_HELD_OUT": 40, "DEMO_TEST": 30, "DEMO_DRAWN": 50}.items():
-        monkeypatch.setattr(_figures, name, value)
-    monkeypatch.setattr(_figures, "_panels", lambda *_: report.draw_calibration(np.zeros(3)))
+        monkeypatch.setattr(experiments, name, value)
+    monkeypatch.setattr(experiments, "_panels", lambda *_: report.draw_calibration(np.zeros(3)))
     experiments.demo(tmp_path, seed=2, progress=False, steps=3, likelihood_steps=2)
     page = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert_whole(page)

@@ -79,7 +79,7 @@ def _check_devices(arguments: argparse.Namespace) -> None:
     """Refuse to start without a JAX device. One of several processes connects to the others first."""
     from roughflow.train import check_backend
 
-    from .devices import devices_of_cpu
+    from .process import devices_of_cpu
 
     devices_of_cpu(getattr(arguments, "devices", None))
     if getattr(arguments, "join", None) is not None:

@@ -18,9 +18,8 @@ import roughflow as rf
 from roughflow.faq import see
 
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
-from .devices import joined, together
 from .files import check_writable, wanted_columns, with_figures
-from .process import INTERRUPTED, Refused
+from .process import INTERRUPTED, Refused, joined, together
 from .tables import read_table, table_name, table_on_disk
 
 

@@ -8,13 +8,13 @@ from ._base import (
     Whitened as Whitened,
     some_points as some_points,
 )
-from ._divergence import (
+from ._field import (
     AbstractDivergence as AbstractDivergence,
     ExactDivergence as ExactDivergence,
+    Field as Field,
     HutchinsonDivergence as HutchinsonDivergence,
     NoDivergence as NoDivergence,
 )
-from ._field import Field as Field
 from ._fixed_grid import (
     LATE as LATE,
     RK4 as RK4,

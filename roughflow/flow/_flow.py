@@ -39,8 +39,7 @@ from ..sde import (
     with_explicit_parameters,
 )
 from ._base import Base, dimension_of, log_prob_of, some_points
-from ._divergence import AbstractDivergence, ExactDivergence, NoDivergence
-from ._field import Field, draw, signs, split
+from ._field import AbstractDivergence, ExactDivergence, Field, NoDivergence, draw, signs, split
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator
 from ._outcome import Outcome, Status, failed, raise_failures

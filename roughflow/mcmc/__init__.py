@@ -1,10 +1,10 @@
 """Stage 9, MCMC: samplers built from SDEs with a given stationary density."""
 
 from ._chain import Chain as Chain, sample_chain as sample_chain
-from ._flow_sampler import FlowSampler as FlowSampler
 from ._sampler import (
     AbstractSampler as AbstractSampler,
     AdjustedSampler as AdjustedSampler,
+    FlowSampler as FlowSampler,
     Minibatch as Minibatch,
     SamplerInfo as SamplerInfo,
     SamplerState as SamplerState,

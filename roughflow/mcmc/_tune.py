@@ -31,8 +31,7 @@ from ..sde import (
     targeted_sde,
 )
 from ..train import AbstractStatefulObjective, History, RunOptions, TrainingOptions, fit
-from ._flow_sampler import FlowSampler, GradientState
-from ._sampler import AbstractSampler, AdjustedSampler, SamplerState, accept
+from ._sampler import AbstractSampler, AdjustedSampler, FlowSampler, GradientState, SamplerState, accept
 
 # Optimal acceptance of Langevin proposals in high dimension (Roberts & Rosenthal 1998).
 TARGET_ACCEPTANCE = 0.574

@@ -13,25 +13,13 @@ axes = plots.density(Moons().log_prob, extent=Moons.extent, colour_bar=True)
 """
 
 from ._figures import (
-    HEAVY_TAIL as HEAVY_TAIL,
-    History as History,
-    approximations as approximations,
-    density as density,
-    diagnostics as diagnostics,
-    grid as grid,
-    sample_paths as sample_paths,
-    samples as samples,
-    training as training,
-    trajectory as trajectory,
-)
-from ._series import bands as bands, fan as fan, fitted_sde as fitted_sde
-from ._style import (
     BLUE as BLUE,
     COLUMN as COLUMN,
     DENSITY as DENSITY,
     EMBER as EMBER,
     GREEN as GREEN,
     GREY as GREY,
+    HEAVY_TAIL as HEAVY_TAIL,
     NIGHT as NIGHT,
     PURPLE as PURPLE,
     SKY as SKY,
@@ -39,6 +27,16 @@ from ._style import (
     TEXT as TEXT,
     TIME as TIME,
     VERMILION as VERMILION,
+    History as History,
     Window as Window,
+    approximations as approximations,
+    density as density,
+    diagnostics as diagnostics,
+    grid as grid,
+    sample_paths as sample_paths,
+    samples as samples,
     save as save,
+    training as training,
+    trajectory as trajectory,
 )
+from ._series import bands as bands, fan as fan, fitted_sde as fitted_sde

@@ -12,7 +12,7 @@ from scipy import integrate, stats
 import roughflow as rf
 
 from .._checks import as_real, check_instance, check_key, check_number
-from ._style import BLUE, COLUMN, GREY, SKY, SMALL, TEXT, VERMILION, curves
+from ._figures import BLUE, COLUMN, GREY, SKY, SMALL, TEXT, VERMILION, curves
 
 BAND_POINTS = 200
 

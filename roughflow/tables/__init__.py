@@ -3,20 +3,20 @@
 from ._anomaly import KernelDensity as KernelDensity
 from ._closed_form import Marginals as Marginals
 from ._columns import Encoding as Encoding, Relations as Relations, WithRelations as WithRelations
-from ._estimate_chunks import estimate_chunks as estimate_chunks
 from ._fit_density import fit_density as fit_density
 from ._fitted_density import FittedDensity as FittedDensity, Score as Score
+from ._large_tables import (
+    ParquetTable as ParquetTable,
+    check_parquet_columns as check_parquet_columns,
+    estimate_chunks as estimate_chunks,
+    parquet_blocks as parquet_blocks,
+    parquet_file as parquet_file,
+    parquet_rows as parquet_rows,
+)
 from ._mixture import (
     Conditional as Conditional,
     MixedDensity as MixedDensity,
     MixtureComponents as MixtureComponents,
-)
-from ._parquet import (
-    ParquetTable as ParquetTable,
-    check_parquet_columns as check_parquet_columns,
-    parquet_blocks as parquet_blocks,
-    parquet_file as parquet_file,
-    parquet_rows as parquet_rows,
 )
 from ._stages import (
     LIKELIHOOD_ROWS as LIKELIHOOD_ROWS,

@@ -27,9 +27,9 @@ from ._closed_form import check_full_rank, fit_marginals
 from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
+from ._large_tables import ParquetTable
 from ._mixture import fit_mixed
 from ._numbers import frame_names, is_frame, parts_of
-from ._parquet import ParquetTable
 from ._stages import TRAINING, FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table

@@ -28,7 +28,7 @@ from ..train import (
     fit,
     steps_of,
 )
-from ._parquet import ParquetTable
+from ._large_tables import ParquetTable
 from ._standardised import Standardised
 
 MIN_ROWS_FOR_WAVES = 2000  # high-frequency features help in two dimensions; in more they overfit

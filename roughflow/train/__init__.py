@@ -1,7 +1,7 @@
 """Stage 7, training: objectives, one fitting loop, checkpoints."""
 
 from .._devices import check_backend as check_backend
-from ._checkpoint import steps_of as steps_of
+from ._checkpoint import History as History, progress_bar as progress_bar, steps_of as steps_of
 from ._data import (
     LEAVE_ONE_OUT as LEAVE_ONE_OUT,
     Links as Links,
@@ -32,7 +32,6 @@ from ._objective import (
     AbstractObjective as AbstractObjective,
     AbstractStatefulObjective as AbstractStatefulObjective,
 )
-from ._progress import History as History, progress_bar as progress_bar
 from ._reverse_kl import (
     EvidenceBound as EvidenceBound,
     ReverseKL as ReverseKL,

@@ -31,13 +31,12 @@ from .._show import count, listed, named, num_parameters
 from ..density import StochasticFlow
 from ..faq import see
 from ..files import Interrupt, file_lock
-from ._checkpoint import Checkpoint, Progress
+from ._checkpoint import Checkpoint, History, Progress
 from ._data import Batches, DataSource, check_columns, split
 from ._loop import GridChoice, Loop, with_no_fewer
 from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractStatefulObjective
 from ._optimiser import make_optimiser, start_of
-from ._progress import History
 
 
 @dataclass(frozen=True)

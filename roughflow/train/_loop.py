@@ -20,12 +20,11 @@ from ..density import StochasticFlow
 from ..faq import see
 from ..files import Interrupt
 from ..flow import MIN_STEPS, FixedGrid, sufficient_steps, with_steps
-from ._checkpoint import Checkpoint, Progress
+from ._checkpoint import Checkpoint, History, Progress, progress_bar
 from ._data import Batches, Data, Drawn, KnownEntropy, draw, rng_of
 from ._maximum_likelihood import MaximumLikelihood
 from ._objective import AbstractStatefulObjective
 from ._optimiser import Optimiser
-from ._progress import History, progress_bar
 
 GRID_ROWS = 256  # rows on which the grid is chosen
 MIN_STEPS_FOR_GRID = 200  # of training: compiling a program to choose a grid is too costly for a shorter fit

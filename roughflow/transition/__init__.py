@@ -5,7 +5,19 @@ most likely one (`_bridges`), the log-densities of many transitions (`_values`),
 after a point as the base of a flow (`_short_time`).
 """
 
-from ._bridges import Bridges as Bridges, bridges as bridges
+from ._bridges import (
+    CHUNK as CHUNK,
+    Bridges as Bridges,
+    Weighted as Weighted,
+    bridges as bridges,
+    choose_effort as choose_effort,
+    in_chunks as in_chunks,
+    keys_of as keys_of,
+    largest_rate as largest_rate,
+    log_probs as log_probs,
+    transition_value as transition_value,
+    transition_values as transition_values,
+)
 from ._coordinates import (
     AbstractCoordinates as AbstractCoordinates,
     Arc as Arc,
@@ -26,14 +38,3 @@ from ._ends import (
     stiffness as stiffness,
 )
 from ._short_time import ShortTime as ShortTime, short_time as short_time
-from ._values import (
-    CHUNK as CHUNK,
-    Weighted as Weighted,
-    choose_effort as choose_effort,
-    in_chunks as in_chunks,
-    keys_of as keys_of,
-    largest_rate as largest_rate,
-    log_probs as log_probs,
-    transition_value as transition_value,
-    transition_values as transition_values,
-)

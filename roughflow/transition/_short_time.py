@@ -12,9 +12,9 @@ from .._checks import as_shape, check_key
 from .._linear import log_abs_det, solve
 from .._programs import jit
 from ..sde import AbstractSDE, noise_dimension
+from ._bridges import transition_value
 from ._coordinates import InCoordinates, Unchanged
 from ._ends import Effort, Ends, Transition, linear
-from ._values import transition_value
 
 HALVINGS = 12  # maximum number, to find the first part of a time interval
 SAMPLES = 16  # end points at which the error over a first part is measured

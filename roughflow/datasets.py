@@ -1,4 +1,18 @@
-"""Distributions on the plane with exact densities."""
+"""Two-dimensional distributions with known densities: data to fit, and the truth to compare with.
+
+They have the shapes and scales common in papers on normalizing flows, but all densities are exact, so that
+the excess loss of a model over the truth can be computed.
+
+```python
+import jax
+from roughflow.datasets import DISTRIBUTIONS
+
+distribution = DISTRIBUTIONS["two-spirals"]
+data = distribution.sample(key=jax.random.key(0), shape=(1000,))  # (1000, 2)
+-distribution.log_prob(data).mean()  # the truth's loss on these data
+distribution.entropy  # its expected loss, 2.5406 nats: no model's is lower
+```
+"""
 
 import abc
 import functools
@@ -14,7 +28,23 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 from scipy import special
 
-from .._checks import as_real, as_shape, check_key
+from ._checks import as_real, as_shape, check_key
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "AbstractDistribution",
+    "AbstractSmoothDistribution",
+    "Banana",
+    "Checkerboard",
+    "EightGaussians",
+    "Moons",
+    "Pinwheel",
+    "Rings",
+    "Star",
+    "SwissRoll",
+    "TwoSpirals",
+    "Window",
+]
 
 Window = tuple[float, float, float, float]
 

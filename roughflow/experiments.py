@@ -1,10 +1,10 @@
-"""The demo, figures 1 to 4 and the toy densities of Hodgkinson et al. (2020), and the code they share."""
+"""The experiments of the paper (Hodgkinson et al. 2020): the demo, figures 1 to 4, and the toy densities."""
 
 import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -841,3 +841,38 @@ def toys(run: Run) -> dict:
     for ax, label in zip(axes[:, 0], TOYS_ROWS, strict=True):
         ax.set_ylabel(label, fontsize=9)
     return run.finish(figure, metrics)
+
+
+EXPERIMENTS: Mapping[str, Callable[[Run], dict]] = {
+    "fig1": fig1,
+    "fig2": fig2,
+    "fig3": fig3,
+    "fig4": fig4,
+    "toys": toys,
+}
+
+
+def run(
+    name: str,
+    out: Path,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    resume: bool = False,
+) -> dict:
+    """Run one of `EXPERIMENTS`: write `NAME.png` and `NAME.json` to the folder `out`, and return the numbers.
+
+    `steps` replaces the number of training steps, and scales that of regressions. With `resume`, finished
+    models are loaded, and an interrupted one is continued.
+
+    ```python
+    from pathlib import Path
+    from roughflow import experiments
+
+    experiments.run("fig1", Path("figures"))
+    ```
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(f"there is no experiment {name}: choose from {', '.join(EXPERIMENTS)}")
+    return EXPERIMENTS[name](Run(Path(out), name, steps, seed, progress, resume))
