@@ -33,6 +33,7 @@ from ._standardised import Standardised
 
 MIN_ROWS_FOR_WAVES = 2000  # high-frequency features help in two dimensions; in more they overfit
 MIN_ROWS_FOR_WIDE = 20_000  # minimum for the wider network
+MIN_CELLS_FOR_WIDEST = 1_000_000  # rows times columns: minimum for the widest
 SPARSE_ROWS_PER_COLUMN = 30  # with fewer rows a network overfits without regularisation
 SMALL_TABLE = 500  # sets of rows; smaller tables compare densities by cross-validation
 TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller tables get no flow
@@ -42,7 +43,8 @@ TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller table
 class FlowOptions:
     """Options of the flow that `rf.fit_density` trains. The default of None depends on the size of the table.
 
-    - `width`, `depth`: of the network. The default width is 128, or 256 for 20,000 rows and more.
+    - `width`, `depth`: of the network. The default width is 128, or 256 for 20,000 rows and more, or 1024 for
+      a million cells and more.
     - `marginals`: whether to map each column to a nearly normal one first (`rf.tables.Marginals`), with a
       number of knots chosen by cross-validation. The flow then need not learn heavy tails, edges and spikes.
       By default columns are mapped if this gains 0.5 nats per column, or 0.05 with fewer than 30 rows per
@@ -124,7 +126,9 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        return 256 if self.wide else 128
+        """BSDS300 (144,000 × 63) gains 4 nats from a network that is wider than 256."""
+        widest = self.wide and self.rows * self.columns >= MIN_CELLS_FOR_WIDEST
+        return 1024 if widest else 256 if self.wide else 128
 
     @property
     def num_features(self) -> int:
