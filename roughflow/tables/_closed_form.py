@@ -319,7 +319,8 @@ def fit_marginals(
         some = np.random.default_rng(0).permutation(len(rows))[:MAX_CHOICE_ROWS]
         some = slice(None) if len(rows) <= MAX_CHOICE_ROWS else some
         counts = _counts(rows[some], own, least, links if isinstance(some, slice) else links.at(some))
-    maps = _together(rows, counts)
+    # In a flow such tails would bend relations that are linear far out.
+    maps = _together(rows, counts, far=bool(np.isinf(least)))
     if bounds is not None:
         return Marginals(maps.x, maps.u, maps.slope, *bounds, maps.tails)
     return maps if any(counts) or maps.tails is not None else None
@@ -339,8 +340,12 @@ def _counts(rows: np.ndarray, own: int, least: float, links: Links) -> list[int]
     return [count if tail else 0 for count, tail in zip(counts, heavy, strict=True)]
 
 
-def _together(rows: np.ndarray, counts: list[int]) -> Marginals:
-    columns = [_knots(column, count) for column, count in zip(rows.T, counts, strict=False)]
+def _together(rows: np.ndarray, counts: list[int], far: bool = True) -> Marginals:
+    """The maps of the columns; without `far`, linear maps have no Pareto tails."""
+    columns = [
+        _knots(column, count) if count or far else _line(column.mean(), column.std() or 1.0)
+        for column, count in zip(rows.T, counts, strict=False)
+    ]
     most = max(len(column.x) for column in columns)
     padded = [_padded(column, most) for column in columns]
     knots = (np.stack([getattr(c, name) for c in padded]) for name in ("x", "u", "slope"))
@@ -384,9 +389,12 @@ def _linear(column: np.ndarray) -> _Knot:
     for _ in range(WINSORISATIONS * far):
         bulk = np.clip(column, loc - FAR_LEVEL * scale, loc + FAR_LEVEL * scale)
         loc, scale = bulk.mean(), bulk.std() or scale
+    return _with_far_tails(_line(loc, scale)) if far else _line(loc, scale)
+
+
+def _line(loc: float, scale: float) -> _Knot:
     u = np.array([-1.0, 1.0])
-    knots = _Knot(loc + scale * u, u, np.full(2, 1 / scale), np.zeros(2))
-    return _with_far_tails(knots) if far else knots
+    return _Knot(loc + scale * u, u, np.full(2, 1 / scale), np.zeros(2))
 
 
 def _with_far_tails(knots: _Knot) -> _Knot:
