@@ -1,11 +1,17 @@
 """Heston's variance behind 3,523 returns of the S&P 500, by a filter on a grid.
 
-`python -m benchmarks.series_hidden SPX.csv` with the file of the package pypomp. One Euler step per day, with
-the order of moves and the parameters of that package. An independent filter on 1,400 points of log V has
-11850.96 there, and 11851.25 at the maximum; particle filters 11848.2 with a standard deviation of 2.2.
+`python -m benchmarks.series_hidden SPX.csv [likelihood euler continuous filters]` with the file of the
+package pypomp. `euler` has one Euler step per day, with the order of moves and the parameters of that
+package. An independent filter on 1,400 points of log V has 11850.96 there, and 11851.25 at the maximum;
+particle filters 11848.2 with a standard deviation of 2.2. `continuous` fits the SDE itself. `filters`
+compares the error of the log-likelihood and the seconds with those of particle filters, as far as the
+packages pypomp and particles are installed.
 """
 
 import csv
+import dataclasses
+import functools
+import importlib.util
 import sys
 import time
 from typing import Any
@@ -21,6 +27,7 @@ KEY = jax.random.key(0)
 COORDINATES = rf.transition.Columns(rf.transition.Unchanged(), rf.transition.Root())
 PUBLISHED = (3.68e-4, 3.14e-2, 1.12e-4, 2.27e-3, -0.738)
 FIRST = 7.66e-3**2
+MAXIMUM = (3.76e-4, 3.23e-2, 1.08e-4, 2.26e-3, -0.738)  # of the likelihood with one Euler step
 
 
 class LogHeston(rf.sde.AbstractItoSDE):
@@ -71,9 +78,8 @@ def heston(*parameters: float) -> LogHeston:
     return LogHeston(*map(jnp.asarray, parameters))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def main() -> None:
-    jax.config.update("jax_enable_x64", True)
-    times, values = series(sys.argv[1])
+def likelihoods(times: np.ndarray, values: np.ndarray) -> None:
+    """The log-likelihood at the published parameters."""
     sde, initial = heston(*PUBLISHED), AfterOneDay(jnp.asarray(FIRST))
     for steps, name in ((1, "one Euler step per day"), (None, "continuous time")):
         options: dict[str, Any] = {"key": KEY, "coordinates": COORDINATES, "steps": steps}
@@ -87,17 +93,129 @@ def main() -> None:
         print(f"{name}: {likelihood.described()}")
         print(f"  log-likelihood {value:.3f}, {float(finer(sde)) - value:+.3f} with more nodes")
         print(f"  value and gradient {seconds:.2f} s", flush=True)
-    domains = {name: rf.series.Domain(lower=0.0) for name in ("kappa", "theta", "xi", "v0")}
+
+
+def fitted(times: np.ndarray, values: np.ndarray, start: tuple, initial: Any, steps: int | None) -> None:
+    """The maximum of the likelihood, with `steps` Euler steps per day or in continuous time."""
+    domains = {name: rf.series.Domain(lower=0.0) for name in ("kappa", "theta", "xi")}
     domains["rho"] = rf.series.Domain(lower=-1.0, upper=1.0)
-    start = time.perf_counter()
+    if steps is not None:
+        domains["v0"] = rf.series.Domain(lower=0.0)
+    began = time.perf_counter()
     result = rf.fit_sde(
-        heston(3e-4, 0.02, 1.5e-4, 2e-3, -0.5), times, values, key=KEY, coordinates=COORDINATES, steps=1,
-        num_starts=1, domains=domains, initial=AfterOneDay(jnp.asarray(1e-4)), tolerance=0.3,
+        heston(*start), times, values, key=KEY, coordinates=COORDINATES, steps=steps, num_starts=1,
+        domains=domains, initial=initial, tolerance=0.3,
+        effort=None if steps else rf.transition.Effort(1, 32, 1),
     )  # fmt: skip
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - began
     print(f"maximum {result.log_likelihood:.3f} ± {result.likelihood_error:.2g}, {seconds:.0f} s")
-    print(result.params, flush=True)
-    print(result.summary())
+    print(result.summary(), flush=True)
+
+
+def filters(times: np.ndarray, values: np.ndarray) -> None:
+    """Error of the log-likelihood at the published parameters, and process seconds after compilation."""
+    sde, initial = heston(*PUBLISHED), AfterOneDay(jnp.asarray(FIRST))
+    options: dict[str, Any] = {"key": KEY, "coordinates": COORDINATES, "steps": 1, "initial": initial}
+    ours = rf.series_likelihood(sde, times, values, **options)
+    with_mesh = lambda mesh: eqx.tree_at(lambda one: one.mesh, ours, mesh)
+    reference = float(with_mesh(ours.mesh.finer())(sde))
+    print(f"reference {reference:.3f}", flush=True)
+    returns = np.diff(values[:, 0])
+    for size in (24, 32, 48, ours.mesh.size):
+        likelihood = with_mesh(dataclasses.replace(ours.mesh, size=size))
+        _report("roughflow, grid", size, lambda key, one=likelihood: float(one(sde)), 1, reference)
+    for size in (100, 1000, 10_000):
+        run = lambda key, n=size: float(bootstrap(jnp.asarray(returns), key, n))
+        _report("bootstrap, JAX", size, run, 10, reference)
+    for name, run, sizes in _peers(returns):
+        for size in sizes:
+            _report(name, size, lambda key, n=size, run=run: run(n, key), 5, reference)
+
+
+def _report(name: str, size: int, run: Any, count: int, reference: float) -> None:
+    run(0)  # compiles
+    start = time.process_time()
+    found = np.array([run(key) for key in range(1, count + 1)])
+    seconds = (time.process_time() - start) / count
+    error = np.sqrt(np.mean((found - reference) ** 2))
+    spread = f"mean {found.mean():.2f}, sd {found.std():.2f}" if count > 1 else f"{found[0]:.3f}"
+    print(f"  {name:<24} {size:>7} {seconds:>8.2f} s  error {error:.4f}  {spread}", flush=True)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def bootstrap(returns: jax.Array, key: int, size: int) -> jax.Array:
+    """The bootstrap filter with systematic resampling after every value."""
+    mu, kappa, theta, xi, rho = PUBLISHED
+
+    def step(carry: tuple, item: tuple) -> tuple:
+        v, before = carry
+        y, key = item
+        noise, shift = jax.random.normal(key, (size,)), jax.random.uniform(jax.random.fold_in(key, 1))
+        shock = rho * (before - mu + v / 2) / jnp.sqrt(v) + np.sqrt(1 - rho**2) * noise
+        v = jnp.maximum(v + kappa * (theta - v) + xi * jnp.sqrt(v) * shock, 1e-32)
+        logs = jax.scipy.stats.norm.logpdf(y, mu - v / 2, jnp.sqrt(v))
+        total = jax.scipy.special.logsumexp(logs)
+        places = jnp.searchsorted(jnp.cumsum(jnp.exp(logs - total)), (jnp.arange(size) + shift) / size)
+        return (v[jnp.minimum(places, size - 1)], y), total - jnp.log(size)
+
+    keys = jax.random.split(jax.random.key(key), len(returns))
+    return jax.lax.scan(step, (jnp.full(size, FIRST), jnp.zeros(())), (returns, keys))[1].sum()
+
+
+def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
+    """Names, log-likelihood estimates as functions of a number of particles and a seed, and numbers."""
+    found = []
+    if importlib.util.find_spec("pypomp"):
+        import pypomp
+
+        model = pypomp.models.spx()
+
+        def by_pypomp(size: int, seed: int) -> float:
+            model.pfilter(J=size, key=jax.random.key(seed), reps=1)
+            return float(np.ravel(model.results_history[-1].logLiks)[0])
+
+        found.append(("pypomp", by_pypomp, (1000, 10_000)))
+    if importlib.util.find_spec("particles"):
+        import particles
+        from particles import distributions as dists, state_space_models
+
+        class Variance(state_space_models.StateSpaceModel):
+            def PX0(self) -> Any:
+                return self.PX(0, np.full(1, FIRST))
+
+            def PX(self, t: int, v: np.ndarray) -> Any:
+                mu, kappa, theta, xi, rho = PUBLISHED
+                before = returns[t - 1] if t else 0.0
+                mean = v + kappa * (theta - v) + xi * rho * (before - mu + v / 2)
+                return dists.TruncNormal(mean, xi * np.sqrt(v * (1 - rho**2)), 1e-12, 1.0)
+
+            def PY(self, t: int, before: Any, v: np.ndarray) -> Any:
+                return dists.Normal(PUBLISHED[0] - v / 2, np.sqrt(v))
+
+        def by_particles(size: int, seed: int) -> float:
+            np.random.seed(seed)  # noqa: NPY002
+            start = state_space_models.Bootstrap(ssm=Variance(), data=returns)
+            run = particles.SMC(fk=start, N=size, resampling="systematic", ESSrmin=0.5)
+            run.run()
+            return float(run.logLt)
+
+        found.append(("particles, bootstrap", by_particles, (100, 1000)))
+    return found
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)
+    times, values = series(sys.argv[1])
+    parts = sys.argv[2:] or ["likelihood", "euler", "continuous", "filters"]
+    if "likelihood" in parts:
+        likelihoods(times, values)
+    first = (3e-4, 0.02, 1.5e-4, 2e-3, -0.5)
+    if "euler" in parts:
+        fitted(times, values, first, AfterOneDay(jnp.asarray(1e-4)), 1)
+    if "filters" in parts:
+        filters(times, values)
+    if "continuous" in parts:
+        fitted(times, values, MAXIMUM, rf.series.Estimated([FIRST]), None)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,10 @@ from .series import (
     Heston as Heston,
     StochasticVolatility as StochasticVolatility,
     FitzHughNagumo as FitzHughNagumo,
+    SIR as SIR,
+    Compartments as Compartments,
+    Counts as Counts,
+    LogNormal as LogNormal,
     FractionalOrnsteinUhlenbeck as FractionalOrnsteinUhlenbeck,
     Domain as Domain,
 )

@@ -242,7 +242,7 @@ def test_bad_options_are_refused_in_one_line(refused):
     assert "no column 'price'" in refused(range(6), X, "--model", "cir", "--value", "price")
     assert "are both" in refused(range(6), X, "--model", "cir", "--value", "date")
     assert "or --compare" in refused(range(6), X)
-    assert "'heston'" in refused(range(6), X, "--model", "heston")
+    assert "'bates'" in refused(range(6), X, "--model", "bates")
     assert "above 0" in refused(range(6), X, "--model", "cir", "--scale", "0")
     assert "needs --forecast" in refused(range(6), X, "--model", "cir", "--parameter-uncertainty")
 

@@ -7,7 +7,10 @@ import pytest
 from scipy import integrate, linalg, stats
 
 import roughflow as rf
-from roughflow.series._likelihood import toeplitz_log_probs
+from roughflow.series._fit_sde import _likelihood
+from roughflow.series._likelihood import toeplitz_errors
+from roughflow.series._observed import panel
+from roughflow.series.hidden._likelihood import Observation
 
 HURST = [0.35, 0.5, 0.7]
 
@@ -209,10 +212,62 @@ def test_innovations_have_their_covariance(hurst):
 
 def test_schur_algorithm_is_the_normal_density():
     gamma, x = np.asarray(MODEL.autocovariance(jnp.asarray(0.1), 7)), np.sin(np.arange(8.0))
-    value, error = toeplitz_log_probs(jnp.asarray(gamma), jnp.asarray(x))
-    matrix = linalg.toeplitz(gamma)
-    np.testing.assert_allclose(value.sum(), stats.multivariate_normal(np.zeros(8), matrix).logpdf(x))
-    np.testing.assert_allclose(error, linalg.solve(np.linalg.cholesky(matrix), x), rtol=1e-10)
+    error, size = toeplitz_errors(jnp.asarray(gamma), jnp.asarray(x)[:, None])
+    root = np.linalg.cholesky(linalg.toeplitz(gamma))
+    np.testing.assert_allclose(size, np.diag(root), rtol=1e-10)
+    np.testing.assert_allclose(error[:, 0], linalg.solve(root, x), rtol=1e-10)
+
+
+def dense(noise, times, x):
+    """The log-density of values with errors given the first one, whose state has a flat prior; means and
+    covariances of the states at all times. By matrices, with a prior of variance 1e4."""
+    whole = 0.1 * np.arange(len(X) + 5)
+    gamma = np.asarray(MODEL.autocovariance(jnp.asarray(0.1), len(whole)))[: len(whole) - 1]
+    decay = float(np.exp(-MODEL.kappa * 0.1))
+    moves = np.tril(decay ** (np.arange(len(whole))[:, None] - np.arange(1, len(whole))), -1)
+    moves[np.arange(len(whole))[:, None] < np.arange(1, len(whole))] = 0.0
+    start = decay ** np.arange(len(whole))
+    prior = moves @ linalg.toeplitz(gamma) @ moves.T + 1e4 * np.outer(start, start)
+    rows = np.rint(times / 0.1).astype(int)
+    joint = prior[np.ix_(rows, rows)] + noise**2 * np.eye(len(rows))
+    first = stats.norm(0, np.sqrt(joint[0, 0])).logpdf(x[0] - float(MODEL.mu))
+    value = stats.multivariate_normal(np.zeros(len(x)), joint).logpdf(x - float(MODEL.mu)) - first
+    weights = np.linalg.solve(joint, prior[rows]).T
+    return (
+        value,
+        float(MODEL.mu) + np.asarray(weights @ (x - float(MODEL.mu))),
+        prior - weights @ prior[rows],
+        rows,
+    )
+
+
+X = np.asarray(MODEL.sample(0.5, 0.1, 29, key=jax.random.key(3))) + 0.2 * np.sin(np.arange(30.0) ** 2)
+
+
+@pytest.mark.parametrize("noise", [0.2, None])
+def test_errors_and_gaps_leave_the_density_normal(noise, key):
+    """The likelihood, the states and a forecast, by dense matrices."""
+    there = np.isin(np.arange(30), [1, 7, 8, 9, 20], invert=True)
+    times, x = 0.1 * np.arange(30)[there], X[there]
+    whole = _likelihood(
+        MODEL, panel(times, x), Observation(noise), {}, {}, (), key, {"coordinates": None, "exact": True}
+    )
+    truth = [float(v) for v in (MODEL.kappa, MODEL.mu, MODEL.sigma, MODEL.hurst)]
+    free = whole.parameters.to_free(np.array(truth + ([noise] if noise else [])))
+    value, mean, covariance, rows = dense(noise or 0.0, times, x)
+    np.testing.assert_allclose(whole.log_likelihood(free), value, atol=2e-4)
+    if noise:
+        states, deviations = whole.smoothed(free)
+        np.testing.assert_allclose(states[:, 0], mean[rows], atol=1e-4)
+        np.testing.assert_allclose(deviations[:, 0], np.sqrt(np.diag(covariance)[rows]), rtol=1e-3)
+    paths = whole.forecast(free, np.array([0.1, 0.4]), key, 20_000, 0)[..., 0]
+    there = np.ix_([30, 33], [30, 33])
+    np.testing.assert_allclose(paths.mean(axis=0), mean[[30, 33]], atol=4 * 0.3 / 20_000**0.5)
+    np.testing.assert_allclose(np.cov(paths.T), covariance[there], rtol=0.06)
+    slopes = whole.scores(free)[1].sum(axis=0)
+    move = 1e-5 * np.eye(len(free))
+    known = [(whole.log_likelihood(free + m) - whole.log_likelihood(free - m)) / 2e-5 for m in move]
+    np.testing.assert_allclose(slopes, known, rtol=1e-5, atol=1e-6)
 
 
 def test_samples_have_the_distribution_of_the_model(key):
@@ -271,7 +326,9 @@ def test_what_memory_does_not_allow_is_refused(key):
         rf.series_likelihood(MODEL, times, x, key=key)
     with pytest.raises(ValueError, match="evenly spaced times"):
         rf.fit_sde(MODEL, times**2, x, key=key)
-    with pytest.raises(ValueError, match="measurement_noise requires an SDE without memory"):
-        rf.fit_sde(MODEL, times, x, key=key, measurement_noise=0.1)
+    with pytest.raises(ValueError, match="of a process with memory must be one number"):
+        rf.fit_sde(MODEL, times, x, key=key, measurement_noise=np.full(20, 0.1))
+    with pytest.raises(ValueError, match="initial requires an SDE without memory"):
+        rf.fit_sde(MODEL, times, x, key=key, initial=[0.1])
     with pytest.raises(TypeError, match="sde must be an ItoSDE or StratonovichSDE"):
         rf.StochasticFlow(MODEL, rf.Normal(jnp.zeros(1)))

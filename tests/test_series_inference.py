@@ -13,7 +13,7 @@ import roughflow as rf
 from roughflow.series._likelihood import MANY, Likelihood, SeriesLikelihood
 from roughflow.series._observed import panel
 from roughflow.series._parameters import Parameters
-from roughflow.series._residuals import tested as with_tests
+from roughflow.series._simulation import tested as with_tests
 from roughflow.transition import Transition
 
 rng = np.random.default_rng(5)

@@ -11,8 +11,7 @@ from scipy import linalg, stats
 
 import roughflow as rf
 from roughflow.series._observed import Observed
-from roughflow.series._residuals import residuals
-from roughflow.series._simulation import forecast
+from roughflow.series._simulation import forecast, residuals
 from roughflow.series.models._distributions import Beta, NoncentralChiSquare, linear_moments
 
 BELOW_FELLER = rf.CoxIngersollRoss(0.8, 0.05, 0.35)

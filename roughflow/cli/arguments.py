@@ -79,6 +79,14 @@ def as_names(text: str) -> list[str]:
     return names
 
 
+def as_start(text: str) -> dict[str, float]:
+    try:
+        pairs = [part.rsplit("=", 1) for part in text.split(",")]
+        return {name.strip(): float(number) for name, number in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected NAME=NUMBER separated by commas, got {text!r}") from None
+
+
 def as_process(text: str) -> tuple[str, int, int]:
     """The address of the first process, the index of this one, and the number of processes."""
     try:
@@ -100,16 +108,25 @@ MODELS = {
     "jacobi": "dX = κ(μ − X) dt + σ√(X(1 − X)) dB",
     "double-well": "dX = (aX − bX³) dt + σ dB",
 }
+SYSTEMS = {  # of several components, some of which may be hidden
+    "heston": "price dS = μS dt + √V S dB₁, variance dV = κ(θ − V) dt + σ√V dB₂",
+    "stochastic-volatility": "price dS = μS dt + exp(H/2) S dB₁, log-variance dH = κ(θ − H) dt + σ dB₂",
+    "lotka-volterra": "prey dX = X(α − βY) dt + σ₁X dB₁, predators dY = Y(δX − γ) dt + σ₂Y dB₂",
+    "fitzhugh-nagumo": "potential dX = (X − X³ − Y + s)/ε dt + σ₁dB₁, recovery dY = (γX − Y + β) dt + σ₂dB₂",
+    "sir": "susceptible dS = −F, infectious dI = F − R, with infections F and recoveries R",
+    "compartments": "dX = (A X + B u) dt + σ dB with inputs u",
+}
 ESTIMATE_DESCRIPTION = (
     "Fit a named SDE to a series by maximum likelihood, and print its parameters with standard errors. "
-    "Dates are converted to years; empty values are skipped. The models: "
-    + ", ".join(f"{name} ({equation})" for name, equation in MODELS.items())
+    "Dates are converted to years; empty values are missing. The models: "
+    + ", ".join(f"{name} ({equation})" for name, equation in {**MODELS, **SYSTEMS}.items())
     + "."
 )
 ESTIMATE_EXAMPLE = "estimate rates.csv --time date --value rate --model cir --scale 0.01 --out figures"
 
 
-def _estimate_options(parser: argparse.ArgumentParser) -> None:
+def _series_options(parser: argparse.ArgumentParser) -> None:
+    """The series, and how the model produces it."""
     parser.add_argument(
         "data",
         type=Path,
@@ -119,11 +136,17 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time", required=True, metavar="COLUMN", help="increasing dates, such as 2024-01-31, or numbers"
     )
-    parser.add_argument("--value", required=True, metavar="COLUMN", help="column of observed values")
+    parser.add_argument(
+        "--value",
+        required=True,
+        type=as_names,
+        metavar="COLUMN,…",
+        help="column of observed values, one for each component of the model that is observed",
+    )
     parser.add_argument(
         "--model",
-        choices=MODELS,
-        metavar="|".join(MODELS),
+        choices=[*MODELS, *SYSTEMS],
+        metavar="|".join([*MODELS, *SYSTEMS]),
         help="the SDE; default with --compare: the best by AIC",
     )
     parser.add_argument(
@@ -142,6 +165,43 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="starting value for the standard deviation of normal measurement errors, after scaling",
     )
+
+
+def _hidden_options(parser: argparse.ArgumentParser) -> None:
+    """Hidden components, counts, inputs, and parameters."""
+    parser.add_argument(
+        "--hidden",
+        type=as_names,
+        default=[],
+        metavar="NAME,…",
+        help="components of the model that nobody measures, such as variance for heston",
+    )
+    parser.add_argument(
+        "--observe",
+        choices=["poisson", "negative-binomial"],
+        help="values are counts whose mean is the state, or its exponential if the state may be negative",
+    )
+    parser.add_argument(
+        "--inputs",
+        type=Path,
+        metavar="FILE",
+        help="table with a column --time and the inputs of compartments, held from one time to the next",
+    )
+    parser.add_argument(
+        "--start",
+        type=as_start,
+        default={},
+        metavar="NAME=X,…",
+        help="starting values of parameters; default: from the moments of the series",
+    )
+    parser.add_argument(
+        "--fix", type=as_names, default=[], metavar="NAME,…", help="parameters that keep their starting value"
+    )
+
+
+def _estimate_options(parser: argparse.ArgumentParser) -> None:
+    _series_options(parser)
+    _hidden_options(parser)
     parser.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,

@@ -1,6 +1,7 @@
 """`roughflow estimate`: fit a named SDE to a time series."""
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -15,7 +16,7 @@ import roughflow as rf
 from roughflow.faq import see
 from roughflow.train import progress_bar
 
-from .arguments import MODELS
+from .arguments import MODELS, SYSTEMS
 from .files import check_writable, with_figures, write_table
 from .process import Refused
 from .tables import Series
@@ -37,11 +38,24 @@ KINDS: dict[str, type[rf.series.AbstractNamedSDE]] = {
     "jacobi": rf.Jacobi,
     "double-well": rf.DoubleWell,
 }
+SYSTEM_KINDS: dict[str, type[rf.series.AbstractNamedSDE]] = {
+    "heston": rf.Heston,
+    "stochastic-volatility": rf.series.StochasticVolatility,
+    "lotka-volterra": rf.LotkaVolterra,
+    "fitzhugh-nagumo": rf.FitzHughNagumo,
+    "sir": rf.series.SIR,
+    "compartments": rf.series.Compartments,
+}
+POSITIVE_SYSTEMS = {"lotka-volterra", "sir"}
 
 
 def estimate(arguments: argparse.Namespace) -> int:
     if arguments.model is None and not arguments.compare:
-        raise Refused(f"choose a model, --model {'|'.join(MODELS)}, or --compare them")
+        raise Refused(
+            f"choose a model, --model {'|'.join([*MODELS, *SYSTEMS])}, or --compare those of one value"
+        )
+    if arguments.compare and (arguments.model in SYSTEMS or arguments.hidden or len(arguments.value) > 1):
+        raise Refused("--compare is for models of one value, none of them hidden")
     if arguments.parameter_uncertainty and arguments.forecast is None:
         raise Refused("--parameter-uncertainty needs --forecast TIMES")
     names = [FIGURES, NUMBERS, *([] if arguments.forecast is None else [FORECAST])]
@@ -116,16 +130,22 @@ def _write(
 ) -> None:
     """Write the requested files, after all their content has been computed."""
     key = jax.random.fold_in(jax.random.key(arguments.seed), 1)
-    residuals = result.residuals(key=key)
-    tests = f"Ljung–Box p = {residuals.ljung_box:.3g}, uniformity p = {residuals.uniformity:.3g}"
-    print(f"  residuals: {tests}")
+    partial = bool(arguments.hidden or arguments.observe or len(arguments.value) > 1)
+    residuals = None if partial and len(arguments.value) > 1 else result.residuals(key=key)
+    if residuals is not None:
+        tests = f"Ljung–Box p = {residuals.ljung_box:.3g}, uniformity p = {residuals.uniformity:.3g}"
+        print(f"  residuals: {tests}")
     numbers = _numbers(arguments, series, name, result, residuals, compared)
     numbers |= {"forecast": {part: column.tolist() for part, column in forecast.items()}} if forecast else {}
     text = json.dumps(_finite(numbers), indent=2, ensure_ascii=False) + "\n"
     if arguments.out is not None:
-        value = arguments.value + ("" if arguments.scale == 1 else f" × {arguments.scale:g}")
-        labels = {"time_label": "year" if series.dated else arguments.time, "value_label": value}
-        figure = plots.fitted_sde(result, key=key, residuals=residuals, **labels)
+        scale = "" if arguments.scale == 1 else f" × {arguments.scale:g}"
+        time = "year" if series.dated else arguments.time
+        if partial:
+            figure = plots.states(result, time_label=time)
+        else:
+            labels = {"time_label": time, "value_label": arguments.value[0] + scale}
+            figure = plots.fitted_sde(result, key=key, residuals=residuals, **labels)
         plots.save(figure, arguments.out / FIGURES)
         if forecast:
             write_table(arguments.out / FORECAST, list(forecast), [list(forecast.values())])
@@ -137,19 +157,84 @@ def _write(
 
 def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedSDE | str:
     """The fit, or the reason why there is none."""
-    times, values = series.observed()
-    if (name in POSITIVE_MODELS and values.min() <= 0) or (
-        name in UNIT_INTERVAL_MODELS and values.max() >= 1
-    ):
+    values = series.observed()[1]
+    positive = name in POSITIVE_MODELS and arguments.observe is None
+    if (positive and values.min() <= 0) or (name in UNIT_INTERVAL_MODELS and values.max() >= 1):
         wanted = "between 0 and 1" if name in UNIT_INTERVAL_MODELS else "above 0"
         given = f"{values.min():g} to {values.max():g}"
         return f"values must lie {wanted}, but they range from {given}{see('series')}"
     key = jax.random.key(arguments.seed)
     try:
-        options = {"exact": arguments.exact, "measurement_noise": arguments.measurement_noise}
-        return rf.fit_sde(KINDS[name], times, values, key=key, **options)
+        sde, times, values, options = _model(name, arguments, series)
+        options |= {"exact": arguments.exact, "measurement_noise": arguments.measurement_noise}
+        return rf.fit_sde(sde, times, values, key=key, fixed=arguments.fix, **options)
     except ValueError as error:
         return str(error)
+
+
+def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The SDE with starting values, times, values of all its components, and how they are observed."""
+    (times, values), hidden = series.observed(), arguments.hidden
+    kind = {**KINDS, **SYSTEM_KINDS}[name]
+    components = [*arguments.value, *hidden] if name == "compartments" else kind.components
+    if unknown := [one for one in hidden if one not in components]:
+        raise ValueError(f"--hidden takes components of the model, {', '.join(components)}; got {unknown[0]}")
+    seen = tuple(i for i, one in enumerate(components) if one not in hidden)
+    if len(seen) != values.shape[1]:
+        wanted = ", ".join(components[i] for i in seen)
+        raise ValueError(f"--value must name a column for {wanted or 'something observed'}")
+    options: dict[str, Any] = {}
+    states = np.full((len(values), len(components)), np.nan)
+    states[:, seen] = values
+    if arguments.observe is not None:
+        log = name not in POSITIVE_MODELS | POSITIVE_SYSTEMS
+        many = {"dispersion": 10.0} if arguments.observe == "negative-binomial" else {}
+        options["observe"] = rf.series.Counts(seen, log=log, **many)
+        states[:, seen] = np.log(values + 0.5) if log else np.maximum(values, 0.5)
+    else:
+        values = states
+    if name == "compartments":
+        if arguments.inputs is None:
+            raise ValueError("--inputs FILE is missing")
+        names, inputs = arguments.inputs
+        options["inputs"] = (inputs.times, inputs.values)
+        return _compartments(arguments, names), times, values, options
+    if arguments.inputs is not None:
+        raise ValueError("--inputs are for compartments")
+    return _start(kind, times, states, arguments.start), times, values, options
+
+
+def _start(kind: type[rf.series.AbstractNamedSDE], times: Any, states: np.ndarray, given: dict) -> Any:
+    """Starting values: those given, and others from the moments of the series."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    if unknown := set(given) - set(names):
+        raise ValueError(f"--start takes {', '.join(names)}; got {', '.join(sorted(unknown))}")
+    if set(given) == set(names):
+        return kind(**given)
+    try:
+        found = kind.from_series(times, states)
+    except (TypeError, ValueError):
+        missing = ",".join(f"{name}=…" for name in names if name not in given)
+        raise ValueError(
+            f"this model has no starting values of its own here: set --start {missing}"
+        ) from None
+    return dataclasses.replace(found, **given)
+
+
+def _compartments(arguments: argparse.Namespace, inputs: tuple[str, ...]) -> rf.series.Compartments:
+    """The compartments whose terms --start names: "exchange.room walls=0.5", "gain.room heating=2",
+    "sigma.room=0.1"."""
+    parts: dict[str, dict[str, float]] = {"exchange": {}, "gain": {}, "sigma": {}}
+    for name, value in arguments.start.items():
+        field, _, pair = name.partition(".")
+        if field not in parts or not pair:
+            raise ValueError(f"--start takes exchange.A B=X, gain.A U=X and sigma.A=X; got {name}")
+        parts[field][pair] = value
+    order = [*arguments.value, *arguments.hidden]
+    if set(parts["sigma"]) != set(order):
+        raise ValueError("--start needs " + ",".join(f"sigma.{name}=…" for name in order))
+    parts["sigma"] = {name: parts["sigma"][name] for name in order}
+    return rf.series.Compartments(**parts, inputs=inputs)
 
 
 def _compare(arguments: argparse.Namespace, series: Series) -> dict[str, rf.FittedSDE | str]:
@@ -218,7 +303,7 @@ def _numbers(arguments, series: Series, name: str, result: rf.FittedSDE, residua
         "series": {
             "file": str(arguments.data),
             "time": arguments.time,
-            "value": arguments.value,
+            "value": ", ".join(arguments.value),
             "first": series.shown(series.times[0]),
             "last": series.shown(series.times[-1]),
             "rows": len(series.times),
@@ -235,7 +320,9 @@ def _numbers(arguments, series: Series, name: str, result: rf.FittedSDE, residua
         "transitions": result.num_transitions,
         "effort": None if effort is None else {part: getattr(effort, part) for part in EFFORT_FIELDS},
         "log_likelihood_error": result.likelihood_error,
-        "residuals": {"ljung_box": residuals.ljung_box, "uniformity": residuals.uniformity},
+        "residuals": None
+        if residuals is None
+        else {"ljung_box": residuals.ljung_box, "uniformity": residuals.uniformity},
         "compared": [
             {"model": other, "warning": r} if isinstance(r, str) else _described(other, r)
             for other, r in compared.items()
@@ -245,7 +332,7 @@ def _numbers(arguments, series: Series, name: str, result: rf.FittedSDE, residua
 
 def _described(name: str, result: rf.FittedSDE) -> dict:
     fit = {part: getattr(result, part) for part in ("params", "log_likelihood", "aic", "bic", "warning")}
-    return {"model": name, "equation": MODELS[name], **fit}
+    return {"model": name, "equation": {**MODELS, **SYSTEMS}[name], **fit}
 
 
 def _finite(value: Any) -> Any:

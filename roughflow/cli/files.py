@@ -25,6 +25,7 @@ from .tables import (
     is_compressed,
     is_text,
     read_chunks,
+    read_inputs,
     read_series,
     read_table,
     separator,
@@ -159,6 +160,9 @@ def look_at_input(arguments: argparse.Namespace) -> None:
             arguments.table = read_table(arguments.data, wanted_columns(arguments))
     if arguments.command == "estimate":
         arguments.table = read_series(arguments.data, arguments.time, arguments.value, arguments.scale)
+        if arguments.inputs is not None:
+            check_readable(arguments.inputs)
+            arguments.inputs = read_inputs(arguments.inputs, arguments.time)
 
 
 def wanted_columns(arguments: argparse.Namespace) -> list[str] | None:

@@ -12,7 +12,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -451,7 +451,7 @@ MISSING = {"", "na", "nan", "n/a", "null", "."}  # as written by pandas, R and F
 
 @dataclass(frozen=True)
 class Series:
-    """`times` `(N,)`, numbers or dates (in UTC if they have a time zone), and `values` `(N,)`, NaN if
+    """`times` `(N,)`, numbers or dates (in UTC if they have a time zone), and `values` `(N, c)`, NaN if
     missing."""
 
     times: np.ndarray
@@ -467,8 +467,8 @@ class Series:
         return int(np.isnan(self.values).sum())
 
     def observed(self) -> tuple[np.ndarray, np.ndarray]:
-        """The observations that are not missing."""
-        there = ~np.isnan(self.values)
+        """The rows with an observation."""
+        there = ~np.isnan(self.values).all(axis=1)
         return self.times[there], self.values[there]
 
     def shown(self, time: np.datetime64 | float) -> str:
@@ -493,27 +493,44 @@ class Series:
         return times[1:]
 
 
-def read_series(path: Path, time: str, value: str, scale: float) -> Series:
+def read_series(path: Path, time: str, columns: Sequence[str], scale: float) -> Series:
     """Read a series from a file; `-` is standard input, as CSV."""
-    if time == value:
+    if time in columns:
         raise Refused(f"--time and --value are both {time!r}: choose two columns")
+    found = _read_columns(path, time, columns)
+    for name, column in zip(columns, found.values.T, strict=True):
+        _check_values(path, name, column[~np.isnan(column)])
+    return replace(found, values=found.values * scale)
+
+
+def read_inputs(path: Path, time: str) -> tuple[tuple[str, ...], Series]:
+    """The names and the values of all columns but the time."""
+    with _lines(path) as source:
+        names = tuple(name.strip() for name in next(iter(source), []) if name.strip() != time)
+    found = _read_columns(path, time, names)
+    if found.missing or not names:
+        raise Refused(f"{table_name(path)}: inputs must be columns of numbers without missing values")
+    return names, found
+
+
+def _read_columns(path: Path, time: str, columns: Sequence[str]) -> Series:
     if path != STANDARD:
         if not is_text(path):
             raise Refused(f"{path}: a series must end in .csv, .tsv (or either with .gz)")
         check_readable(path)
-    cells = list(read_cells(path, [time, value]))
+    cells = list(read_cells(path, [time, *columns]))
     if not cells:
         raise Refused(f"{table_name(path)} has no rows")
     lines = [line for line, _ in cells]
     faults = Faults(path, "line")
     times = _times(path, time, lines, [row[0] for _, row in cells], faults)
     faults.refuse()
-    values = np.array([_value(value, line, row[1], faults) for line, row in cells])
+    values = np.array(
+        [[_value(name, line, row[i], faults) for i, name in enumerate(columns, 1)] for line, row in cells]
+    )
     faults.refuse()
     _check_order(path, time, lines, times)
-    series = Series(times, values * scale, bool(_zoned(cells[0][1][0])))
-    _check_values(path, value, series.observed()[1])
-    return series
+    return Series(times, values, bool(_zoned(cells[0][1][0])))
 
 
 def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Faults) -> np.ndarray:

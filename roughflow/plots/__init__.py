@@ -39,4 +39,4 @@ from ._figures import (
     training as training,
     trajectory as trajectory,
 )
-from ._series import bands as bands, fan as fan, fitted_sde as fitted_sde
+from ._series import bands as bands, fan as fan, fitted_sde as fitted_sde, states as states

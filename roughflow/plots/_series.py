@@ -174,6 +174,72 @@ def fitted_sde(
     return figure
 
 
+def states(
+    result: rf.FittedSDE,
+    *,
+    level: float = 0.95,
+    series: int = 0,
+    figure: Figure | None = None,
+    time_label: str | None = None,
+) -> Figure:
+    """The components of the state given all values (`FittedSDE.smoothed`), each with a pointwise band, and
+    the observed values.
+
+    Bands are normal; those of components that are positive are normal for the logarithm.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+    from roughflow import plots
+
+    x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+    sde, times = rf.OrnsteinUhlenbeck(1.0, 1.0, 1.0), np.arange(60) / 12
+    result = rf.fit_sde(sde, times, x, measurement_noise=0.1, num_starts=1, key=jax.random.key(0))
+    plots.states(result, time_label="year")
+    ```
+    """
+    check_instance("result", result, rf.FittedSDE, "what rf.fit_sde returns")
+    check_number("level", level, above=0, below=1)
+    one = result.series[series]
+    counted = getattr(getattr(result.likelihood, "of_sde", None), "observe", None) is not None
+    if result.has_hidden_states:
+        rows = slice(*np.cumsum([0, *(len(s.times) for s in result.series)])[series : series + 2])
+        mean, deviation = (part[rows] for part in result.smoothed)
+        if not np.isfinite(mean).any():
+            raise ValueError("the smoothed states are not finite: fix a noise that is on its boundary")
+    else:
+        mean, deviation = one.values, np.zeros_like(one.values)
+    times = _year(one.origin) + one.times
+    d, width = mean.shape[1], stats.norm.ppf(0.5 + 0.5 * level)
+    if figure is None:
+        figure = plt.figure(figsize=(2 * COLUMN + 0.3, (0.2 + 0.55 * d) * COLUMN), layout="constrained")
+    names = getattr(result.sde, "components", ())
+    names = names if len(names) == d else [f"component {i}" for i in range(d)]
+    axes = figure.subplots(d, 1, sharex=True, squeeze=False)[:, 0]
+    for i, (ax, name) in enumerate(zip(axes, names, strict=True)):
+        curves(ax, time_label or ("time" if one.origin is None else "year") if i == d - 1 else "", name)
+        uncertain = (deviation[:, i] > 0).any()
+        if uncertain:
+            relative = (mean[:, i] > 0).all() and (deviation[:, i] > 0.3 * mean[:, i]).any()
+            half = width * np.where(relative, deviation[:, i] / mean[:, i], deviation[:, i])
+            low, high = (
+                mean[:, i] * np.exp(side * half) if relative else mean[:, i] + side * half for side in (-1, 1)
+            )
+            ax.fill_between(times, low, high, color=SKY, alpha=0.35, lw=0, label=f"{100 * level:g} % band")
+        ax.plot(
+            times,
+            mean[:, i],
+            color=BLUE,
+            linewidth=1.0,
+            label="given all values" if uncertain else "observed",
+        )
+        if uncertain and not counted and i < one.values.shape[1] and np.isfinite(one.values[:, i]).any():
+            ax.plot(times, one.values[:, i], ".", color=GREY, markersize=2.5, label="observed", zorder=1)
+        ax.margins(x=0.01)
+        ax.legend(frameon=False, fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
 def _year(date: np.datetime64 | None) -> float:
     """A date as a decimal year; 0 without one."""
     if date is None:

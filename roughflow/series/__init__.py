@@ -1,10 +1,10 @@
 """Stage 10, time series: transition densities, maximum likelihood, standard errors, posteriors.
 
 `_observed` checks the data and `_parameters` maps the parameters to an unconstrained vector. `_transition`
-computes transition densities and `_likelihood` the likelihood of a fully observed series. A partially
-observed one is a `_state_space`, with the Kalman filter in `_kalman`, importance sampling, grid and particles
-in `_hidden_states`, and its likelihood in `_hidden_likelihood`. `_fit_sde` maximises the likelihood with
-`_search`. `_fitted` is the result, with `_residuals` and `_forecast`.
+computes transition densities and `_likelihood` the likelihood of a fully observed series. That of a partially
+observed one is in `hidden`: the Kalman filter, importance sampling, a grid and particles. `_varying`
+integrates out the parameters that vary between series. `_fit_sde` maximises the likelihood with `_search`.
+`_fitted` is the result, with residuals and forecasts from `_simulation`.
 """
 
 from ._fit_sde import fit_sde as fit_sde, series_likelihood as series_likelihood
@@ -15,18 +15,22 @@ from ._likelihood import (
 )
 from ._observed import Observed as Observed, panel as panel
 from ._parameters import Domain as Domain
-from ._residuals import Residuals as Residuals
+from ._simulation import Residuals as Residuals
 from ._transition import (
     transition_estimate as transition_estimate,
     transition_log_prob as transition_log_prob,
 )
+from ._varying import LogNormal as LogNormal
 from .hidden._likelihood import HiddenSeries as HiddenSeries
 from .hidden._state_space import Estimated as Estimated, Inputs as Inputs
 from .models import (
     CKLS as CKLS,
+    SIR as SIR,
     AbstractNamedSDE as AbstractNamedSDE,
     BrownianMotion as BrownianMotion,
+    Compartments as Compartments,
     ConstantElasticity as ConstantElasticity,
+    Counts as Counts,
     CoxIngersollRoss as CoxIngersollRoss,
     DoubleWell as DoubleWell,
     FitzHughNagumo as FitzHughNagumo,

@@ -1,9 +1,10 @@
 """Maximum-likelihood estimation of an SDE from a time series."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import ArrayLike, PRNGKeyArray
@@ -13,11 +14,12 @@ from .._programs import in_double_precision
 from ..sde import AbstractSDE, check_sde
 from ..transition import AbstractCoordinates, Effort
 from ._fitted import FittedSDE
-from ._likelihood import AbstractLikelihood, Likelihood, SeriesLikelihood, WholeLikelihood
+from ._likelihood import NOISE, AbstractLikelihood, Likelihood, SeriesLikelihood, WholeLikelihood
 from ._observed import Observed, check_dimension, check_inside, is_partial, panel, transitions
-from ._parameters import Domain, Parameters
+from ._parameters import POSITIVE, Domain, Parameters
 from ._search import LOSS, climb, falls_at_boundary, polish
 from ._transition import check_no_memory, coordinates_of
+from ._varying import LogNormal, VaryingLikelihood, varying_likelihood
 from .hidden._grid import hidden_component
 from .hidden._likelihood import (
     DRAWS,
@@ -25,6 +27,7 @@ from .hidden._likelihood import (
     HiddenLikelihood,
     HiddenSeries,
     Observation,
+    check_noise,
     hidden_likelihood,
     hidden_series,
 )
@@ -44,6 +47,8 @@ def fit_sde(
     key: PRNGKeyArray,
     domains: Mapping[str, Domain] | None = None,
     penalty: Mapping[str, float] | None = None,
+    fixed: Sequence[str] = (),
+    varying: Mapping[str, LogNormal] | None = None,
     num_starts: int = 2,
     exact: bool = True,
     effort: Effort | None = None,
@@ -67,7 +72,7 @@ def fit_sde(
     - `sde`: a named SDE such as `rf.CoxIngersollRoss(...)`, your own SDE whose fields are the parameters, or
       an `rf.ParametricSDE`; its parameters are the starting values. The class of a named SDE starts from
       moments of the series (`from_series`). `rf.FractionalOrnsteinUhlenbeck` also estimates a Hurst exponent,
-      from the joint density of an evenly spaced series.
+      from the joint density of an evenly spaced series, some of whose values may be missing.
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (converted to years) or
       dates (years since the first date; in UTC if they have a time zone), as arrays, lists or pandas objects.
       Missing values (NaN, masked, None) are skipped, which lengthens the gap. A column of NaN is a hidden
@@ -78,6 +83,10 @@ def fit_sde(
     - `penalty`: λ by name, such as `{"network": 1.0}`. It subtracts ½λθ² from the log-likelihood for each
       parameter θ of that name or inside that field, which is a normal prior of variance 1/λ. Networks need a
       penalty, because a series does not determine all of their weights.
+    - `fixed`: names of parameters that keep the value they have in `sde`, such as `["s"]`.
+    - `varying`: parameters that vary between the series of a panel, such as `{"kappa":
+      rf.series.LogNormal()}`. The estimate of `kappa` is then the median of the population, and that of
+      `kappa_spread` the standard deviation of its logarithm; `FittedSDE.varying` are those of each series.
     - `num_starts`: number of starting points: the given SDE, then the moments of the series (named SDEs),
       then random points near the first.
     - `exact`: whether to use exact transition densities where the SDE has them.
@@ -115,16 +124,22 @@ def fit_sde(
     ```
     """
     check_count("num_starts", num_starts)
-    start = as_floats(starting_point(sde, times, values))
+    start = as_floats(starting_point(sde, times, values, observe))
     key_paths, key_starts = jax.random.split(check_key(key))
     options = {"exact": exact, "effort": effort, "coordinates": coordinates}
     observation = Observation(measurement_noise, observe, initial, inputs, _check_steps(steps))
     hidden = observation.given or is_partial(values)
     tolerance = TOLERANCE[hidden] if tolerance is None else tolerance
     check_positive("tolerance", tolerance)
-    series = panel(times, values, partial=hidden)
-    likelihood = _likelihood(start, series, observation, domains or {}, penalty or {}, key_paths, options)
-    moments = _moments(start, likelihood.parameters, times, values)
+    memory = isinstance(start, FractionalOrnsteinUhlenbeck)
+    series = panel(times, values, partial=hidden and not memory)
+    of = lambda series: _likelihood(
+        start, series, observation, domains or {}, penalty or {}, fixed, key_paths, options
+    )
+    likelihood = of(series)
+    if varying:
+        likelihood = varying_likelihood(likelihood, [of([one]) for one in series], varying)
+    moments = [] if observe is not None else _moments(start, likelihood.parameters, times, values)
     maximum = _maximum(likelihood, moments, num_starts, key_starts)
     errors = maximum.likelihood.total_errors(maximum.free)
     for _ in range(REFINED):
@@ -152,6 +167,24 @@ def _likelihood(
     observation: Observation,
     domains: Mapping[str, Domain],
     penalty: Mapping[str, float],
+    fixed: Sequence[str],
+    key: PRNGKeyArray,
+    options: dict[str, Any],
+) -> AbstractLikelihood:
+    """The likelihood of a series or a panel as a function of the parameters that are not fixed."""
+    found = _of_all(sde, series, observation, domains, penalty, key, options)
+    if not fixed:
+        return found
+    parameters, kept = found.parameters.without(fixed)
+    return dataclasses.replace(found, parameters=parameters, penalty=found.penalty[kept])
+
+
+def _of_all(
+    sde: Any,
+    series: list[Observed],
+    observation: Observation,
+    domains: Mapping[str, Domain],
+    penalty: Mapping[str, float],
     key: PRNGKeyArray,
     options: dict[str, Any],
 ) -> AbstractLikelihood:
@@ -170,8 +203,7 @@ def _likelihood(
         raise ValueError(f"{type(sde).__name__} has no float fields, so there are no parameters to fit")
     penalties = parameters.penalties(penalty)
     if isinstance(sde, FractionalOrnsteinUhlenbeck):
-        if hidden:
-            raise ValueError("measurement_noise requires an SDE without memory, and so do hidden components")
+        parameters, penalties = _with_errors(parameters, penalties, observation, series)
         return WholeLikelihood.of(parameters, penalties, series)
     exact, effort = options["exact"], options["effort"]
     if hidden:
@@ -181,6 +213,25 @@ def _likelihood(
     check_inside(space, series)
     of_sde = SeriesLikelihood.of(sde, transitions(series), key=key, **options)
     return Likelihood(parameters=parameters, of_sde=of_sde, penalty=penalties)  # pyright: ignore[reportCallIssue]
+
+
+def _with_errors(
+    parameters: Parameters, penalties: np.ndarray, observation: Observation, series: list[Observed]
+) -> tuple[Parameters, np.ndarray]:
+    """The parameters of a process with memory, and the standard deviation of measurement errors if any."""
+    if observation.only_linear_or_grid:
+        raise ValueError(f"{observation.only_linear_or_grid[0]} requires an SDE without memory")
+    if observation.measurement_noise is None:
+        return parameters, penalties
+    noise, errors = check_noise(observation.measurement_noise, series)
+    if errors is not None or noise is None or noise.ndim:
+        raise ValueError(f"{NOISE} of a process with memory must be one number")
+    place = len(jax.tree.leaves(parameters.template)), ()
+    joined = Parameters(
+        (*parameters.names, NOISE), (*parameters.domains, POSITIVE), (*parameters.entries, place),
+        (parameters.template, {NOISE: noise}), np.append(parameters.scale, 1.0),
+    )  # fmt: skip
+    return joined, np.append(penalties, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,23 +249,21 @@ def _check_steps(steps: int | None) -> int | None:
     return None if steps is None else check_count("steps", steps)
 
 
-def starting_point(sde: Any, times: Any, values: Any) -> Any:
+def starting_point(sde: Any, times: Any, values: Any, observe: Callable | None) -> Any:
     """The SDE from which the search starts: the given one, or the one a class derives from the series."""
     if not isinstance(sde, type):
         return sde
-    if is_partial(values):
-        raise ValueError(
-            "series with hidden components or missing cells require starting values: pass an SDE such as "
-            f"{sde.__name__}(...), not the class"
-        )
+    if observe is not None:
+        raise ValueError(f"observe requires starting values: pass an SDE such as {sde.__name__}(...)")
     if issubclass(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck):
         return sde.from_series(times, values)
     raise TypeError(f"sde must be an SDE with starting values, got the class {sde.__name__}")
 
 
 def as_floats(sde: Any) -> Any:
-    """Replace plain floats among the fields of the SDE by arrays, so that they can be updated."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, float) else leaf, sde)
+    """Plain floats and arrays of floats among the fields of the SDE as arrays in double precision."""
+    inexact = lambda leaf: isinstance(leaf, float) or eqx.is_inexact_array(leaf)
+    return jax.tree.map(lambda leaf: np.asarray(leaf, float) if inexact(leaf) else leaf, sde)
 
 
 def _moments(sde: Any, parameters: Parameters, times: Any, values: Any) -> list[np.ndarray]:
@@ -262,8 +311,10 @@ MOVES = 5  # times that the grid of hidden states follows the parameters
 
 
 def _settled(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[AbstractLikelihood, np.ndarray]:
-    """A grid of the hidden states that fits the parameters, and the maximum on it."""
-    if not isinstance(likelihood, HiddenLikelihood) or likelihood.of_sde.method != GRID:
+    """A grid of the hidden states or nodes of varying parameters that fit the parameters, and the maximum on
+    them."""
+    on_grid = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID
+    if not (on_grid or isinstance(likelihood, VaryingLikelihood)):
         return likelihood, free
     for _ in range(MOVES):
         before = likelihood.total(free)[0]
@@ -276,6 +327,8 @@ def _settled(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[Abstract
 
 def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) -> AbstractLikelihood:
     likelihood, free = maximum.likelihood, maximum.free
+    if isinstance(likelihood, VaryingLikelihood) and errors[0] >= errors[1]:
+        return likelihood.with_nodes().moved_to(free)
     assert likelihood.effort is not None  # an inexact likelihood has an effort
     if isinstance(likelihood, HiddenLikelihood) and errors[0] > errors[1]:
         of_sde = likelihood.of_sde

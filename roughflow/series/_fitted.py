@@ -18,14 +18,21 @@ from .._show import table
 from ..faq import see
 from ..sde import AbstractSDE
 from ..transition import AbstractCoordinates, Effort
-from ._likelihood import AbstractLikelihood, Likelihood, SeriesLikelihood, SeriesPosterior, WholeLikelihood
+from ._likelihood import (
+    NOISE,
+    AbstractLikelihood,
+    Likelihood,
+    SeriesLikelihood,
+    SeriesPosterior,
+    WholeLikelihood,
+)
 from ._observed import Observed, same_data
 from ._parameters import Domain
-from ._residuals import Residuals, residuals, tested
 from ._search import LOSS, boundary_p_value, check_level, is_regular, profile_interval, unit_root_p_value
-from ._simulation import check_memory, forecast
+from ._simulation import Residuals, check_memory, forecast, residuals, tested
 from ._transition import DOUBTFUL, coordinates_of
-from .hidden._likelihood import NAME as NOISE, HiddenLikelihood, HiddenSeries
+from ._varying import SPREAD, VaryingLikelihood
+from .hidden._likelihood import HiddenLikelihood, HiddenSeries
 from .models import BrownianMotion, OrnsteinUhlenbeck
 
 
@@ -379,6 +386,8 @@ class FittedSDE:
     @in_double_precision
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
         """Generalised residuals, uniform under the model, with tests of uniformity and independence."""
+        if isinstance(self.likelihood, VaryingLikelihood):
+            raise ValueError("residuals require the same parameters for all series: fit without varying")
         if self._hidden is not None:
             uniform = self._hidden.residuals(self.free, check_key(key))
             return tested(uniform, None, self.likelihood.penalty)
@@ -427,6 +436,10 @@ class FittedSDE:
         if parameter_uncertainty:
             key, key_parameters = jax.random.split(key)
             free = self._draw_free(key_parameters, num_paths)
+        if isinstance(self.likelihood, VaryingLikelihood):
+            key, key_varying = jax.random.split(key)
+            normal = jax.random.normal(key_varying, (num_paths, len(self.likelihood.places)))
+            free = self.likelihood.drawn(self.free if free is None else free, np.asarray(normal), place)
         if isinstance(self.likelihood, WholeLikelihood):
             return self.likelihood.forecast(self.free if free is None else free, ahead, key, num_paths, place)
         last = jnp.asarray(one.values[-1:], float)
@@ -461,8 +474,8 @@ class FittedSDE:
     def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
         """The likelihood-ratio statistic against a nested model fitted to the same series, and its p-value
         from the χ² distribution (Wilks 1938). Two null hypotheses are treated separately: no measurement
-        noise, which lies on the boundary (a mixture of χ² distributions), and Brownian motion against an
-        Ornstein–Uhlenbeck process, a unit root (by simulation)."""
+        noise or no varying parameter, which lie on the boundary (a mixture of χ² distributions), and Brownian
+        motion against an Ornstein–Uhlenbeck process, a unit root (by simulation)."""
         check_instance("simpler", simpler, FittedSDE, "what rf.fit_sde returns")
         more = len(self.names) - len(simpler.names)
         if more <= 0:
@@ -479,7 +492,8 @@ class FittedSDE:
         statistic = 2 * (self.log_likelihood - simpler.log_likelihood)
         if isinstance(self._sde, OrnsteinUhlenbeck) and isinstance(simpler._sde, BrownianMotion):
             return statistic, unit_root_p_value(statistic, simpler.likelihood.steps, *simpler.estimates)
-        noise = [name.startswith(NOISE) for name in self.names].count(True) if simpler._hidden is None else 0
+        added = set(self.names) - set(simpler.names)
+        noise = [name.startswith(NOISE) or name.endswith(SPREAD) for name in added].count(True)
         return statistic, boundary_p_value(statistic, more, noise)
 
     @property
@@ -489,7 +503,7 @@ class FittedSDE:
         if self._hidden is not None:
             return _in_default_precision(self._hidden.at_estimates(self.free))
         if not isinstance(self.likelihood, Likelihood):
-            raise ValueError("series_likelihood requires an SDE without memory")
+            raise ValueError("series_likelihood requires an SDE without memory, and no varying parameters")
         return _in_default_precision(self.likelihood.of_sde)
 
     def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
@@ -516,6 +530,8 @@ class FittedSDE:
         Means for a linear model; otherwise the most likely states, with standard deviations from the Hessian.
         The states of a panel are concatenated.
         """
+        if isinstance(self.likelihood, WholeLikelihood) and self.likelihood.noisy:
+            return self.likelihood.smoothed(self.free)
         return self._with_hidden("smoothed").smoothed(self.free)
 
     @cached_property
@@ -533,6 +549,20 @@ class FittedSDE:
                 "the values are the states"
             )
         return self._hidden
+
+    @cached_property
+    @in_double_precision
+    def varying(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The parameters that vary between series, by name: their means and standard deviations `(S,)` given
+        each series and the estimated population."""
+        if not isinstance(self.likelihood, VaryingLikelihood):
+            raise ValueError("no parameter varies between series: fit with varying")
+        return self.likelihood.own(self.free)
+
+    @property
+    def has_hidden_states(self) -> bool:
+        """Whether states differ from values, so that there are `smoothed` states."""
+        return NOISE in self.names or self._hidden is not None
 
     @property
     def _hidden(self) -> HiddenLikelihood | None:

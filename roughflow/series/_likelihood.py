@@ -31,9 +31,8 @@ from ..transition import (
 )
 from ._observed import Observed, transitions
 from ._parameters import Parameters
-from ._residuals import TINY
 from ._search import conditional_errors
-from ._simulation import check_memory
+from ._simulation import TINY, check_memory
 from ._transition import (
     CONVERGED,
     DOUBTFUL,
@@ -147,17 +146,20 @@ class AbstractLikelihood(eqx.Module):
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Log-density of each term, `(N,)`, its gradient in the free parameters, `(N, p)`, and its error."""
 
-    @abc.abstractmethod
     def log_likelihood(self, free: np.ndarray) -> float:
         """The log-likelihood without penalties."""
+        return float(self.scores(free)[0].sum())
 
-    @abc.abstractmethod
     def information(self, free: np.ndarray) -> np.ndarray:
-        """The negative Hessian of the penalised log-likelihood, `(p, p)`."""
+        """The negative Hessian of the penalised log-likelihood, `(p, p)`, by central differences of the
+        gradient."""
+        return information_by_differences(self, free)
 
-    @abc.abstractmethod
     def quick_information(self, free: np.ndarray) -> np.ndarray:
-        """A fast approximation of the information, to start a search with."""
+        """A fast approximation of the information, to start a search with: the outer product of the scores
+        (Berndt, Hall, Hall & Hausman 1974)."""
+        slopes = self.scores(free)[1]
+        return slopes.T @ slopes + np.diag(self.penalty)
 
     @abc.abstractmethod
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
@@ -249,14 +251,7 @@ class Likelihood(AbstractLikelihood):
     def information(self, free: np.ndarray) -> np.ndarray:
         """The information by central differences of the gradient; by the scores if there are many
         parameters."""
-        if len(free) >= MANY:
-            return self.quick_information(free)
-        return information_by_differences(self, free)
-
-    def quick_information(self, free: np.ndarray) -> np.ndarray:
-        """The outer product of the scores (Berndt, Hall, Hall & Hausman 1974)."""
-        slopes = self.scores(free)[1]
-        return slopes.T @ slopes + np.diag(self.penalty)
+        return self.quick_information(free) if len(free) >= MANY else super().information(free)
 
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))
@@ -294,8 +289,7 @@ def _value(likelihood: Likelihood, free: Array) -> Array:
     return jnp.sum(likelihood.of_sde.log_probs(likelihood.sde(free))[0])
 
 
-@functools.partial(jit, level=1)
-def _scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Array]:
+def term_scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Array]:
     """Log-densities of all transitions, their scores, and their errors."""
 
     def one(step: Transition, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
@@ -310,41 +304,39 @@ def _scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Array]:
     return likelihood.of_sde.of_each(one)
 
 
+_scores = jit(term_scores, level=1)
 EVEN = 1e-3  # tolerance of evenly spaced times, relative to the step
+NOISE = "measurement_noise"
+FEW = 100  # right-hand sides, up to which Levinson's algorithm is faster than a factorisation
 
 
 class WholeLikelihood(AbstractLikelihood):
-    """The exact likelihood of a process with memory, in terms log p(xᵢ | x₀, …, xᵢ₋₁)."""
+    """The exact likelihood of a process with memory, in terms log p(yᵢ | y₀, …, yᵢ₋₁).
+
+    With a = e^{−κdt} and errors e of standard deviation τ, zᵢ = yᵢ₊₁ − μ − a(yᵢ − μ) = ξᵢ + eᵢ₊₁ − aeᵢ is a
+    stationary normal sequence that does not depend on the first state, whose prior is flat. Missing values
+    are parameters of z, with a flat prior, and are integrated out.
+    """
 
     parameters: Parameters
     penalty: np.ndarray
     steps: Transition
-    values: tuple[np.ndarray, ...]
+    values: tuple[np.ndarray, ...]  # at all times dt apart, NaN where missing
     gaps: tuple[float, ...]
+    missing: tuple[tuple[int, ...], ...] = eqx.field(static=True)  # indices
     effort: None = None
     coordinates: None = None
 
     @staticmethod
     def of(parameters: Parameters, penalty: np.ndarray, series: Sequence[Observed]) -> "WholeLikelihood":
-        values = tuple(one.values[:, 0] for one in series)
-        gaps = tuple(_even(one.times) for one in series)
-        return WholeLikelihood(
-            parameters=parameters, penalty=penalty, steps=transitions(series), values=values, gaps=gaps
-        )
+        values, gaps = zip(*(_lattice(one) for one in series), strict=True)
+        missing = tuple(tuple(np.flatnonzero(np.isnan(x)).tolist()) for x in values)
+        data = {"steps": transitions(series), "values": values, "gaps": gaps, "missing": missing}
+        return WholeLikelihood(parameters=parameters, penalty=penalty, **data)
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         value, slopes = _whole_scores(self, jnp.asarray(free, float))
         return np.asarray(value), np.asarray(slopes), np.zeros(len(value))
-
-    def log_likelihood(self, free: np.ndarray) -> float:
-        return float(self.scores(free)[0].sum())
-
-    def information(self, free: np.ndarray) -> np.ndarray:
-        return information_by_differences(self, free)
-
-    def quick_information(self, free: np.ndarray) -> np.ndarray:
-        slopes = self.scores(free)[1]
-        return slopes.T @ slopes + np.diag(self.penalty)
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
         return 0.0, 0.0
@@ -355,23 +347,32 @@ class WholeLikelihood(AbstractLikelihood):
     def described(self) -> str:
         return "exact, jointly normal within a series"
 
+    @property
+    def noisy(self) -> bool:
+        return isinstance(self.parameters.template, tuple)
+
+    def model(self, free: Array) -> tuple[FractionalOrnsteinUhlenbeck, Array]:
+        """The process, and the standard deviation of the measurement errors."""
+        found = self.parameters.sde(self.parameters.from_free(free))
+        return (found[0], found[1][NOISE]) if self.noisy else (found, jnp.zeros(()))
+
     def sde(self, free: Array) -> FractionalOrnsteinUhlenbeck:
-        return self.parameters.sde(self.parameters.from_free(free))
+        return self.model(free)[0]
 
     def residuals(self, free: np.ndarray) -> np.ndarray:
         """Uniform residuals: the predictive distribution function at each value."""
-        normal = np.concatenate([np.asarray(e) for _, e in self.parts(self.sde(jnp.asarray(free, float)))])
-        return np.clip(scipy.stats.norm.cdf(normal), TINY, 1 - TINY)
+        parts = self.parts(jnp.asarray(free, float))
+        return np.clip(scipy.stats.norm.cdf(np.concatenate([e for _, e in parts])), TINY, 1 - TINY)
 
-    def parts(self, sde: FractionalOrnsteinUhlenbeck) -> list[tuple[Array, Array]]:
+    def parts(self, free: Array) -> list[tuple[Array, Array]]:
         """Log-density and standardised prediction error of each value, for each series."""
-        pairs = zip(self.values, self.gaps, strict=True)
-        return [
-            toeplitz_log_probs(
-                sde.autocovariance(jnp.asarray(dt), len(x) - 2), sde.innovations(jnp.asarray(x), dt)
-            )
-            for x, dt in pairs
-        ]
+        found = []
+        for x, dt, missing in zip(self.values, self.gaps, self.missing, strict=True):
+            gamma, columns = _sequence(*self.model(free), jnp.asarray(x), jnp.asarray(dt), missing)
+            lost = np.isin(np.arange(1, len(x)), missing)
+            values, errors = _sequential(*toeplitz_errors(gamma, columns), lost)
+            found.append((values[~lost], errors[~lost]))
+        return found
 
     def forecast(
         self, free: np.ndarray, ahead: np.ndarray, key: PRNGKeyArray, count: int, place: int
@@ -384,74 +385,164 @@ class WholeLikelihood(AbstractLikelihood):
             raise ValueError(f"forecast times must be multiples of the time step of the series, {dt:g}")
         n, m = len(values) - 1, int(places[-1])
         check_memory(m * (count + n + m))
-        sdes = jax.vmap(self.sde)(jnp.atleast_2d(jnp.asarray(free, float)))
-        gammas, pasts = map(np.asarray, _moments(sdes, jnp.asarray(values), jnp.asarray(dt), n + m - 1))
-        normal = np.split(np.asarray(jax.random.normal(key, (count, m))), len(gammas))
-        noise = np.concatenate([_continued(*part) for part in zip(gammas, pasts, normal, strict=True)])
-        mu, decay = np.asarray(sdes.mu), np.exp(-np.asarray(sdes.kappa) * dt)
-        paths, now = [], np.full(count, values[-1]) - mu
-        for xi in noise.T:
+        each = np.atleast_2d(free)
+        normal = np.split(np.asarray(jax.random.normal(key, (count, m + 1))), len(each))
+        noise, mu, decay = [], [], []
+        for one, draws in zip(each, normal, strict=True):
+            gamma, past, tau, sde = self._moments(one, place, n + m - 1)
+            # The error of the last value, and the noise after it.
+            cross = np.concatenate(
+                [np.zeros((n, 1)), gamma[np.arange(m) + n - np.arange(n)[:, None]]], axis=1
+            )
+            cross[-1, 0] = tau**2
+            prior = scipy.linalg.block_diag(tau**2, scipy.linalg.toeplitz(gamma[:m]))
+            mean, spread = _conditional(*past, cross, prior)
+            root = np.zeros_like(spread)
+            first = 0 if tau else 1
+            root[first:, first:] = scipy.linalg.cholesky(spread[first:, first:], lower=True)
+            noise.append(mean + draws @ root.T)
+            mu += len(draws) * [float(sde.mu)]
+            decay += len(draws) * [float(np.exp(-sde.kappa * dt))]
+        drawn, mu, decay = np.concatenate(noise), np.array(mu), np.array(decay)
+        paths, now = [], values[-1] - drawn[:, 0] - mu
+        for xi in drawn[:, 1:].T:
             now = decay * now + xi
             paths.append(mu + now)
         return np.stack(paths, axis=1)[:, places - 1, None]
 
+    def smoothed(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """States given all values, at the times of the series, and their standard deviations `(n, 1)`."""
+        means, deviations = [], []
+        for place, values in enumerate(self.values):
+            n, seen = len(values) - 1, np.flatnonzero(~np.isnan(values))
+            _, past, tau, sde = self._moments(free, place, n - 1)
+            # The covariance of z with the errors e.
+            decay = float(np.exp(-sde.kappa * self.gaps[place]))
+            cross = tau**2 * (np.eye(n, n + 1, 1) - decay * np.eye(n, n + 1))[:, seen]
+            mean, spread = _conditional(*past, cross, tau**2 * np.eye(len(seen)))
+            means.append(values[seen] - mean)
+            deviations.append(np.sqrt(np.maximum(np.diag(spread), 0)))
+        return np.concatenate(means)[:, None], np.concatenate(deviations)[:, None]
+
+    def _moments(self, free: np.ndarray, place: int, count: int) -> tuple[np.ndarray, tuple, float, Any]:
+        """Autocovariances of ξ; those of z, z itself with its derivatives in missing values; τ; the SDE."""
+        sde, tau = self.model(jnp.asarray(free, float))
+        dt = jnp.asarray(self.gaps[place])
+        gamma, columns = _sequence(sde, tau, jnp.asarray(self.values[place]), dt, self.missing[place])
+        past = (np.asarray(gamma), np.asarray(columns))
+        return np.asarray(sde.autocovariance(dt, count)), past, float(tau), sde
+
 
 @functools.partial(jit, level=1)
-def _moments(sdes: FractionalOrnsteinUhlenbeck, values: Array, dt: Array, count: int) -> tuple[Array, Array]:
-    """The autocovariances and the innovations of a series, for each of several SDEs."""
-    return jax.vmap(lambda sde: (sde.autocovariance(dt, count), sde.innovations(values, dt)))(sdes)
+def _sequence(
+    sde: FractionalOrnsteinUhlenbeck, tau: Array, values: Array, dt: Array, missing: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """The autocovariances of z `(n,)`, and z with its derivatives in the missing values `(n, 1 + k)`."""
+    n, decay = len(values) - 1, jnp.exp(-sde.kappa * dt)
+    gamma = sde.autocovariance(dt, n - 1)
+    gamma = gamma.at[0].add((1 + decay**2) * tau**2)
+    gamma = gamma.at[1].add(-decay * tau**2)
+    known = jnp.nan_to_num(values, nan=0.0)
+    slopes = jnp.eye(n, n + 1, 1) - decay * jnp.eye(n, n + 1)
+    return gamma, jnp.concatenate(
+        [sde.innovations(known, dt)[:, None], slopes[:, np.array(missing, int)]], axis=1
+    )
 
 
-def _continued(gamma: np.ndarray, past: np.ndarray, normal: np.ndarray) -> np.ndarray:
-    """Draws `(K, m)` that continue a stationary normal sequence after its first n values, from standard
-    normal numbers."""
-    n, m = len(past), normal.shape[1]
-    cross = gamma[np.abs(np.arange(n)[:, None] - (n + np.arange(m)))]
-    weights = scipy.linalg.solve_toeplitz(gamma[:n], cross)
-    spread = scipy.linalg.cholesky(scipy.linalg.toeplitz(gamma[:m]) - cross.T @ weights, lower=True)
-    return past @ weights + normal @ spread.T
+def _conditional(
+    gamma: np.ndarray, columns: np.ndarray, cross: np.ndarray, prior: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean `(q,)` and covariance `(q, q)` of normal variables given z, whose covariances with z are `cross`
+    `(n, q)`; missing values of z are integrated out."""
+    given = np.concatenate([columns, cross], axis=1)
+    if given.shape[1] < FEW:
+        solved = scipy.linalg.solve_toeplitz(gamma, given)
+    else:
+        solved = scipy.linalg.cho_solve(scipy.linalg.cho_factor(scipy.linalg.toeplitz(gamma)), given)
+    k = columns.shape[1] - 1
+    solved, of_cross = solved[:, : k + 1], solved[:, k + 1 :]
+    mean, spread = cross.T @ solved[:, 0], prior - cross.T @ of_cross
+    if k:
+        slopes, information = cross.T @ solved[:, 1:], columns[:, 1:].T @ solved[:, 1:]
+        mean = mean - slopes @ np.linalg.solve(information, columns[:, 1:].T @ solved[:, 0])
+        spread = spread + slopes @ np.linalg.solve(information, slopes.T)
+    return mean, spread
 
 
 @functools.partial(jit, level=1)
 def _whole_scores(likelihood: WholeLikelihood, free: Array) -> tuple[Array, Array]:
     def log_probs(free: Array) -> tuple[Array, Array]:
-        value = jnp.concatenate([part for part, _ in likelihood.parts(likelihood.sde(free))])
+        value = jnp.concatenate([part for part, _ in likelihood.parts(free)])
         return value, value
 
     slopes, value = jax.jacfwd(log_probs, has_aux=True)(free)
     return value, slopes
 
 
-def toeplitz_log_probs(gamma: Array, x: Array) -> tuple[Array, Array]:
-    """log p(xᵢ | x₀, …, xᵢ₋₁) `(n,)` of a stationary normal sequence with autocovariance γ `(n,)`, and its
-    standardised prediction errors, by Schur's algorithm in O(n²) operations without storing a matrix."""
+def toeplitz_errors(gamma: Array, x: Array) -> tuple[Array, Array]:
+    """Standardised prediction errors `(n, q)` of stationary normal sequences with autocovariance γ `(n,)`,
+    the columns of `x` `(n, q)`, and their standard deviations `(n,)`, by Schur's algorithm in O(n²)
+    operations without storing a matrix."""
     ahead = gamma / jnp.sqrt(gamma[0])
     shift = lambda a: jnp.concatenate([a[1:], jnp.zeros_like(a[:1])])
 
     def step(carry: tuple[Array, Array, Array], _: None) -> tuple:
         # `ahead` is the current column of the Cholesky factor, from the diagonal down.
         ahead, back, rest = carry
-        error = rest[0] / ahead[0]
-        value = -0.5 * error**2 - jnp.log(ahead[0]) - 0.5 * jnp.log(2 * jnp.pi)
-        back, rest = shift(back), shift(rest - error * ahead)
-        rho = back[0] / ahead[0]
+        size, error = ahead[0], rest[0] / ahead[0]
+        back, rest = shift(back), shift(rest - jnp.outer(ahead, error))
+        rho = back[0] / size
         root = jnp.sqrt(1 - rho**2)
-        return ((ahead - rho * back) / root, (back - rho * ahead) / root, rest), (value, error)
+        return ((ahead - rho * back) / root, (back - rho * ahead) / root, rest), (error, size)
 
     start = (ahead, ahead.at[0].set(0.0), x)
-    return jax.lax.scan(step, start, None, length=x.size)[1]
+    return jax.lax.scan(step, start, None, length=len(x))[1]
 
 
-def _even(times: np.ndarray) -> float:
-    """The time step of evenly spaced times."""
-    steps = np.diff(times)
-    dt = float((times[-1] - times[0]) / len(steps))
-    if np.abs(steps - dt).max() > EVEN * dt:
+def _sequential(errors: Array, sizes: Array, missing: np.ndarray) -> tuple[Array, Array]:
+    """log p(yᵢ | earlier values) `(n,)` and standardised errors, from the errors of z and their derivatives
+    in the missing values `(n, 1 + k)`, whose mean and covariance follow by recursion."""
+    k = errors.shape[1] - 1
+    column = jnp.asarray(np.where(missing, np.cumsum(missing) - 1, 0))
+
+    def step(carry: tuple[Array, Array], row: tuple) -> tuple:
+        mean, spread = carry
+        error, size, lost, i = row
+        slope = error[1:]
+        lean = spread @ slope
+        wide = 1 + slope @ lean
+        gap = error[0] + slope @ mean
+        # A missing value is where the error is standard normal; an observed one informs the others.
+        own = jnp.where(lost, slope[i], 1.0)
+        unit = jnp.zeros(k).at[i].set(1.0)
+        new_mean = mean - unit * gap / own
+        cross = jnp.outer(unit, -lean / own)
+        new_spread = spread + cross + cross.T + jnp.outer(unit, unit) * wide / own**2
+        mean = jnp.where(lost, new_mean, mean - lean * gap / wide)
+        spread = jnp.where(lost, new_spread, spread - jnp.outer(lean, lean) / wide)
+        value = -0.5 * gap**2 / wide - 0.5 * jnp.log(2 * jnp.pi * wide) - jnp.log(size)
+        return (mean, spread), (value, gap / jnp.sqrt(wide))
+
+    if not k:
+        error = errors[:, 0]
+        return -0.5 * error**2 - jnp.log(sizes) - 0.5 * jnp.log(2 * jnp.pi), error
+    rows = (errors, sizes, jnp.asarray(missing), column)
+    return jax.lax.scan(step, (jnp.zeros(k), jnp.zeros((k, k))), rows)[1]
+
+
+def _lattice(one: Observed) -> tuple[np.ndarray, float]:
+    """The values at evenly spaced times, NaN where there is none, and the time step."""
+    steps = np.diff(one.times)
+    places = np.rint(np.append(0.0, np.cumsum(steps)) / steps.min()).astype(int)
+    dt = float((one.times[-1] - one.times[0]) / places[-1])
+    if np.abs(steps - dt * np.diff(places)).max() > EVEN * dt or places[-1] > 2 * len(places):
         raise ValueError(
-            "a process with memory requires evenly spaced times without gaps: for example, count trading days"
-            + see("series")
+            "a process with memory requires evenly spaced times, of which up to half may be missing: for "
+            f"example, count trading days{see('series')}"
         )
-    return dt
+    values = np.full(places[-1] + 1, np.nan)
+    values[places] = one.values[:, 0]
+    return values, dt
 
 
 class SeriesPosterior(eqx.Module):

@@ -95,6 +95,11 @@ class Observed:
             raise ValueError(f"values are constant in column {still[0]}: an SDE cannot be fitted to them")
         return Observed(when, values, times.kind, origin)
 
+    def known(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Times and values of a component where it is observed."""
+        seen = np.isfinite(self.values[:, i])
+        return self.times[seen], self.values[seen, i]
+
     def transitions(self) -> Transition:
         values, times = jnp.asarray(self.values, float), jnp.asarray(self.times, float)
         return Transition(values[:-1], values[1:], times[:-1], jnp.asarray(np.diff(self.times), float))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -116,6 +116,20 @@ class Parameters(eqx.Module):
         """Multiply the scale of each unbounded parameter by `factor` `(p,)`."""
         unbounded = np.array([domain == ANY for domain in self.domains])
         return dataclasses.replace(self, scale=np.where(unbounded, factor, 1.0) * self.scale)
+
+    def without(self, fixed: Sequence[str]) -> tuple["Parameters", np.ndarray]:
+        """The parameters without those in the fields `fixed`, which keep the values of the template, and
+        which ones remain `(p,)`."""
+        for field in fixed:
+            if not any(_within(name, field) for name in self.names):
+                raise ValueError(f"no parameter is called {field}: there are {', '.join(self.names)}")
+        kept = np.array([not any(_within(name, field) for field in fixed) for name in self.names])
+        if not kept.any():
+            raise ValueError("all parameters are fixed, so there are none to fit")
+        of = lambda items: tuple(item for item, keep in zip(items, kept, strict=True) if keep)
+        return Parameters(
+            of(self.names), of(self.domains), of(self.entries), self.template, self.scale[kept]
+        ), kept
 
     def penalties(self, penalty: Mapping[str, float]) -> np.ndarray:
         """λ `(p,)` of the penalty ½ Σ λᵢ θᵢ², by field name. All parameters inside a field, such as a

@@ -17,7 +17,7 @@ from ..._programs import jit
 from ...faq import see
 from ...sde import AbstractItoSDE, AbstractSDE, noise_dimension
 from ...transition import AbstractCoordinates, Effort, Transition, forwards, linear
-from .._likelihood import AbstractLikelihood, information_by_differences
+from .._likelihood import NOISE as NAME, AbstractLikelihood, information_by_differences
 from .._observed import Observed
 from .._parameters import POSITIVE, UNIT, Domain, Parameters
 from ..models import AbstractNamedSDE, exact_transition
@@ -45,7 +45,6 @@ from ._grid import (
 from ._kalman import Filtered, is_affine, is_linear, kalman_filter, linear_model, smoothed_states
 from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, driven_by, first_path, rows_of
 
-NAME = "measurement_noise"
 KALMAN, DRAWS, GRID = "kalman", "draws", "grid"
 PROBES = 3  # values at which an observation density is checked
 DRAWS_PER_PATH = 4  # draws of the hidden states, relative to `Effort.num_paths`
@@ -787,7 +786,8 @@ def _joined(
             names, kinds = names + new, kinds + len(new) * (POSITIVE,)
             entries += tuple((leaf, place) for place in places)
         elif part is not None:
-            more = Parameters.of(part, {k: v for k, v in own.items() if hasattr(part, k)})
+            own = {**getattr(part, "domains", {}), **own}
+            more = Parameters.of(part, {k: v for k, v in own.items() if getattr(part, k, None) is not None})
             field = (
                 (lambda old: old) if name == "observe" else (lambda old: old.replace("value", "initial", 1))
             )

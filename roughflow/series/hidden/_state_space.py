@@ -179,7 +179,9 @@ class StateSpace(eqx.Module):
         if self.observe is not None:
             drawn = self.observe(time, x)
             safe = jnp.where(seen, value, jnp.where(jnp.any(seen), value, 1.0))
-            terms = jnp.where(jnp.any(seen), jnp.sum(drawn.log_prob(safe)), 0.0)
+            logs = drawn.log_prob(safe)
+            known = seen if jnp.shape(logs) == seen.shape else jnp.any(seen)  # one term per column, or one
+            terms = jnp.sum(jnp.where(known, logs, 0.0))
         else:
             at = x[: value.size]
             loose = seen & ~fixed[: value.size]

@@ -2,13 +2,16 @@
 
 from ._distributions import (
     AbstractDistribution as AbstractDistribution,
+    Counts as Counts,
     Normal as Normal,
     Transformed as Transformed,
     linear_step as linear_step,
 )
 from ._models import (
     CKLS as CKLS,
+    SIR as SIR,
     BrownianMotion as BrownianMotion,
+    Compartments as Compartments,
     ConstantElasticity as ConstantElasticity,
     CoxIngersollRoss as CoxIngersollRoss,
     DoubleWell as DoubleWell,

@@ -1,6 +1,7 @@
 """Transition distributions in closed form, and Bessel functions."""
 
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -9,8 +10,10 @@ import numpy as np
 import scipy
 from jaxtyping import Array, PRNGKeyArray
 
+from ..._checks import check_positive
 from ..._linear import cholesky, solve_lower
 from ...transition import AbstractCoordinates
+from .._parameters import POSITIVE
 
 SERIES_TERMS = 112  # of the power series
 DEBYE_TERMS = 8  # of the asymptotic expansion
@@ -175,6 +178,76 @@ class Beta(AbstractDistribution):
 
     def cdf(self, x: Array) -> np.ndarray:
         return scipy.stats.beta.cdf(np.asarray(x)[..., 0], *map(np.asarray, self._shapes()))
+
+
+class Counts(eqx.Module):
+    """Counts as observations of a state: y ~ Poisson(ρx), or negative binomial with mean m = ρx and variance
+    m + m²/r. Pass it to `rf.fit_sde(..., observe=...)`.
+
+    **Arguments:** `components`, the components of the state that are counted, one per column of the values;
+    `log`, whether the mean is ρeˣ; `rate`, the reported fraction ρ, and `dispersion`, r. Both are estimated
+    if they are given; without them ρ = 1 and counts are Poisson.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    observe = rf.series.Counts(components=(1,), rate=0.8)
+    observe(0.0, jnp.array([700.0, 20.0])).log_prob(jnp.array([15.0]))
+    ```
+    """
+
+    rate: Array | None
+    dispersion: Array | None
+    components: tuple[int, ...] = eqx.field(static=True)
+    log: bool = eqx.field(static=True)
+    domains: ClassVar = dict.fromkeys(("rate", "dispersion"), POSITIVE)
+
+    def __init__(
+        self,
+        components: tuple[int, ...] = (0,),
+        *,
+        log: bool = False,
+        rate: float | None = None,
+        dispersion: float | None = None,
+    ):
+        for name, value in (("rate", rate), ("dispersion", dispersion)):
+            if value is not None:
+                check_positive(name, value)
+        self.rate, self.dispersion = (
+            None if x is None else jnp.asarray(x, float) for x in (rate, dispersion)
+        )
+        self.components, self.log = tuple(components), log
+
+    def __call__(self, t: Array, x: Array) -> "CountDistribution":
+        mean = x[np.array(self.components, int)]
+        mean = jnp.exp(mean) if self.log else mean
+        return CountDistribution(mean if self.rate is None else self.rate * mean, self.dispersion)
+
+
+class CountDistribution(eqx.Module):
+    """Poisson distributions, or negative binomial ones, with means `(c,)`."""
+
+    mean: Array
+    dispersion: Array | None
+
+    def log_prob(self, y: Array) -> Array:
+        if self.dispersion is None:
+            return jax.scipy.special.xlogy(y, self.mean) - self.mean - jax.lax.lgamma(y + 1)
+        r = self.dispersion
+        ways = jax.lax.lgamma(y + r) - jax.lax.lgamma(r) - jax.lax.lgamma(y + 1)
+        return (
+            ways + jax.scipy.special.xlogy(y, self.mean) + r * jnp.log(r) - (y + r) * jnp.log(self.mean + r)
+        )
+
+    def cdf(self, y: Array) -> Array:
+        """P(Y < y) + ½P(Y = y), whose mean is ½ as for a continuous distribution."""
+        if self.dispersion is None:
+            whole = jax.scipy.special.gammaincc(y + 1, self.mean)
+        else:
+            r = self.dispersion
+            whole = jax.scipy.special.betainc(r, y + 1, r / (r + self.mean))
+        return whole - 0.5 * jnp.exp(self.log_prob(y))
 
 
 TAYLOR_TERMS = 13  # of a Taylor series whose terms at least halve

@@ -1,18 +1,22 @@
 """Named SDEs: linear processes, interest rates, prices, proportions, processes with memory, systems."""
 
+import abc
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from ..._checks import check_count, check_positive
+from ..._checks import as_real, check_count, check_positive
 from ...driver import stationary_noise
 from ...sde import StratonovichSDE
 from ...transition import Arc, Columns, Logarithm, Root, Unchanged
-from .._parameters import ANY, CORRELATION, POSITIVE, TRIANGULAR, UNIT
+from .._observed import Observed
+from .._parameters import ANY, CORRELATION, POSITIVE, TRIANGULAR, UNIT, Domain
 from ._distributions import (
     AbstractDistribution,
     Beta,
@@ -530,6 +534,7 @@ class LotkaVolterra(AbstractNamedSDE):
     sigma1: Array = eqx.field(converter=parameter)
     sigma2: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 2
+    components: ClassVar = ("prey", "predators")
     domains: ClassVar = dict.fromkeys(("alpha", "beta", "gamma", "delta", "sigma1", "sigma2"), POSITIVE)
 
     @property
@@ -554,17 +559,60 @@ class LotkaVolterra(AbstractNamedSDE):
         least = SLOWEST / dt.sum()
         rates = (growth + 0.5 * sigma1**2, beta * y.mean(), decline - 0.5 * sigma2**2, delta * x.mean())
         alpha, eaten, gamma, fed = (max(rate, least) for rate in rates)
-        return {
-            "alpha": alpha,
-            "beta": eaten / y.mean(),
-            "gamma": gamma,
-            "delta": fed / x.mean(),
-            "sigma1": sigma1,
-            "sigma2": sigma2,
-        }
+        rates = {"alpha": alpha, "beta": eaten / y.mean(), "gamma": gamma, "delta": fed / x.mean()}
+        return {**rates, "sigma1": sigma1, "sigma2": sigma2}
 
 
-class Heston(AbstractNamedSDE):
+WEIGHT = 0.06  # of the last squared return in a mean (RiskMetrics 1996)
+
+
+class _Volatility(AbstractNamedSDE):
+    """A price with a stochastic volatility that reverts to its mean and is correlated with the price."""
+
+    mu: Array = eqx.field(converter=parameter)
+    kappa: Array = eqx.field(converter=parameter)
+    theta: Array = eqx.field(converter=parameter)
+    sigma: Array = eqx.field(converter=parameter)
+    rho: Array = eqx.field(converter=parameter)
+    dimension: ClassVar = 2
+
+    @abc.abstractmethod
+    def sizes(self, level: Any) -> tuple[Any, Any]:
+        """The volatility of the price, and the noise of the second component relative to σ, at its level."""
+
+    def drift(self, t: Array, z: Array) -> Array:
+        return jnp.stack([self.mu * z[0], self.kappa * (self.theta - z[1])])
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        volatility, noise = self.sizes(z[1])
+        price = jnp.stack([volatility * z[0], jnp.zeros_like(volatility)])
+        mixed = jnp.stack([self.rho, jnp.sqrt(1 - self.rho**2)])
+        return jnp.stack([price, self.sigma * noise * mixed])
+
+    @staticmethod
+    def _variance(one: Observed) -> np.ndarray:
+        """The variance of a price: exponentially weighted means of squared returns, in both directions."""
+        price = np.interp(one.times, *one.known(0))
+        returns = np.diff(np.log(np.maximum(price, 1e-300))) / np.sqrt(np.diff(one.times))
+        square = np.append(returns**2, returns[-1] ** 2)
+        mean = lambda row: (
+            scipy.signal.lfilter([WEIGHT], [1, WEIGHT - 1], row - square.mean()) + square.mean()
+        )
+        return np.maximum(0.5 * (mean(square) + mean(square[::-1])[::-1]), 1e-3 * square.mean())
+
+    @classmethod
+    def _regressed(cls, increments: Increments, v: np.ndarray, noise: Any) -> dict[str, Any]:
+        """Starting values, given the variance `v` and the noise relative to σ."""
+        (s, ds, dt), (level, dv, _) = increments.positive(0), increments.column(1)
+        rise = np.log1p(np.maximum(ds / s, -0.99)) + 0.5 * v * dt
+        mu, (kappa, theta) = rise.sum() / dt.sum(), mean_reversion(level, dv, dt)
+        price = (rise - mu * dt) / np.sqrt(v * dt)
+        shocks = (dv - kappa * (theta - level) * dt) / (noise * np.sqrt(dt))
+        rho = np.clip(np.corrcoef(price, shocks)[0, 1], -0.95, 0.95)
+        return {"mu": mu, "kappa": kappa, "theta": theta, "sigma": root_mean_square(shocks), "rho": rho}
+
+
+class Heston(_Volatility):
     """A price dS = μS dt + √V S dB₁ with stochastic variance dV = κ(θ − V) dt + σ√V (ρ dB₁ + √(1 − ρ²) dB₂)
     (Heston 1993). If V is not observed, pass a column of NaN.
 
@@ -575,36 +623,15 @@ class Heston(AbstractNamedSDE):
     ```
     """
 
-    mu: Array = eqx.field(converter=parameter)
-    kappa: Array = eqx.field(converter=parameter)
-    theta: Array = eqx.field(converter=parameter)
-    sigma: Array = eqx.field(converter=parameter)
-    rho: Array = eqx.field(converter=parameter)
-    dimension: ClassVar = 2
-    domains: ClassVar = {
-        "mu": ANY,
-        "kappa": POSITIVE,
-        "theta": POSITIVE,
-        "sigma": POSITIVE,
-        "rho": CORRELATION,
-    }
+    components: ClassVar = ("price", "variance")
+    domains: ClassVar = {**dict.fromkeys(("kappa", "theta", "sigma"), POSITIVE), "rho": CORRELATION}
 
     @property
     def coordinates(self) -> Columns:
         return Columns(Logarithm(), Root())
 
-    def drift(self, t: Array, z: Array) -> Array:
-        return jnp.stack([self.mu * z[0], self.kappa * (self.theta - z[1])])
-
-    def diffusion(self, t: Array, z: Array) -> Array:
-        root, other = jnp.sqrt(z[1]), jnp.sqrt(1 - self.rho**2)
-        zero = jnp.zeros_like(root)
-        return jnp.stack(
-            [
-                jnp.stack([root * z[0], zero]),
-                jnp.stack([self.sigma * root * self.rho, self.sigma * root * other]),
-            ]
-        )
+    def sizes(self, level: Array) -> tuple[Array, Array]:
+        return jnp.sqrt(level), jnp.sqrt(level)
 
     def short_transition(self, x0: Array, dt: Array) -> AbstractDistribution:
         variance = square_root_transition(self.kappa, self.theta, self.sigma, x0[1:], dt)
@@ -616,17 +643,16 @@ class Heston(AbstractNamedSDE):
         return Gamma(2 * self.kappa * self.theta / self.sigma**2, self.sigma**2 / (2 * self.kappa))
 
     @classmethod
+    def hidden_values(cls, one: Observed) -> dict[int, np.ndarray]:
+        return {1: cls._variance(one)}
+
+    @classmethod
     def starting_values(cls, increments: Increments) -> dict[str, Any]:
-        (s, ds, dt), (v, dv, _) = increments.positive(0), increments.positive(1)
-        rise = np.log1p(np.maximum(ds / s, -0.99)) + 0.5 * v * dt
-        mu, (kappa, theta) = rise.sum() / dt.sum(), mean_reversion(v, dv, dt)
-        price = (rise - mu * dt) / np.sqrt(v * dt)
-        variance = (dv - kappa * (theta - v) * dt) / np.sqrt(v * dt)
-        rho = np.clip(np.corrcoef(price, variance)[0, 1], -0.95, 0.95)
-        return {"mu": mu, "kappa": kappa, "theta": theta, "sigma": root_mean_square(variance), "rho": rho}
+        v = increments.positive(1)[0]
+        return cls._regressed(increments, v, np.sqrt(v))
 
 
-class StochasticVolatility(AbstractNamedSDE):
+class StochasticVolatility(_Volatility):
     """A price dS = μS dt + e^{H/2} S dB₁ whose log-variance H reverts to its mean, dH = κ(θ − H) dt + σ(ρ dB₁
     + √(1 − ρ²) dB₂). If H is not observed, pass a column of NaN.
 
@@ -637,36 +663,28 @@ class StochasticVolatility(AbstractNamedSDE):
     ```
     """
 
-    mu: Array = eqx.field(converter=parameter)
-    kappa: Array = eqx.field(converter=parameter)
-    theta: Array = eqx.field(converter=parameter)
-    sigma: Array = eqx.field(converter=parameter)
-    rho: Array = eqx.field(converter=parameter)
-    dimension: ClassVar = 2
-    domains: ClassVar = {
-        "mu": ANY,
-        "kappa": POSITIVE,
-        "theta": ANY,
-        "sigma": POSITIVE,
-        "rho": CORRELATION,
-    }
+    components: ClassVar = ("price", "log-variance")
+    domains: ClassVar = {**dict.fromkeys(("kappa", "sigma"), POSITIVE), "rho": CORRELATION}
 
     @property
     def coordinates(self) -> Columns:
         return Columns(Logarithm(), Unchanged())
 
-    def drift(self, t: Array, z: Array) -> Array:
-        return jnp.stack([self.mu * z[0], self.kappa * (self.theta - z[1])])
-
-    def diffusion(self, t: Array, z: Array) -> Array:
-        root, other = jnp.exp(0.5 * z[1]), jnp.sqrt(1 - self.rho**2)
-        price = jnp.stack([root * z[0], jnp.zeros_like(root)])
-        return jnp.stack([price, self.sigma * jnp.stack([self.rho, other])])
+    def sizes(self, level: Array) -> tuple[Array, Array]:
+        return jnp.exp(0.5 * level), jnp.ones_like(level)
 
     def stationary(self, unknown: tuple[int, ...]) -> Normal | None:
         if unknown != (1,):
             return None
         return Normal(self.theta[None], (self.sigma**2 / (2 * self.kappa))[None, None])
+
+    @classmethod
+    def hidden_values(cls, one: Observed) -> dict[int, np.ndarray]:
+        return {1: np.log(cls._variance(one))}
+
+    @classmethod
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        return cls._regressed(increments, np.exp(increments.column(1)[0]), 1.0)
 
 
 class _HestonStep(AbstractDistribution):
@@ -702,6 +720,9 @@ class _HestonStep(AbstractDistribution):
 class FitzHughNagumo(AbstractNamedSDE):
     """The FitzHugh–Nagumo neuron: dX = (X − X³ − Y + s)/ε dt + σ₁ dB₁, dY = (γX − Y + β) dt + σ₂ dB₂.
 
+    If the recovery Y is hidden (a column of NaN), adding a number to Y, s and β changes nothing that is
+    observed: fix s with `rf.fit_sde(..., fixed=["s"])`.
+
     ```python
     import roughflow as rf
 
@@ -716,14 +737,8 @@ class FitzHughNagumo(AbstractNamedSDE):
     sigma1: Array = eqx.field(converter=parameter)
     sigma2: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 2
-    domains: ClassVar = {
-        "epsilon": POSITIVE,
-        "s": ANY,
-        "gamma": ANY,
-        "beta": ANY,
-        "sigma1": POSITIVE,
-        "sigma2": POSITIVE,
-    }
+    components: ClassVar = ("potential", "recovery")
+    domains: ClassVar = dict.fromkeys(("epsilon", "sigma1", "sigma2"), POSITIVE)
 
     @property
     def coordinates(self) -> Unchanged:
@@ -745,11 +760,125 @@ class FitzHughNagumo(AbstractNamedSDE):
         gamma, beta = regression(dy + y * dt, dt, x, ones)
         sigma1 = root_mean_square(increments.residual_sizes(dx, rate * (x - x**3 - y) + constant))
         sigma2 = root_mean_square(increments.residual_sizes(dy, gamma * x - y + beta))
-        return {
-            "epsilon": 1 / rate,
-            "s": constant / rate,
-            "gamma": gamma,
-            "beta": beta,
-            "sigma1": sigma1,
-            "sigma2": sigma2,
-        }
+        noise = {"sigma1": sigma1, "sigma2": sigma2}
+        return {"epsilon": 1 / rate, "s": constant / rate, "gamma": gamma, "beta": beta, **noise}
+
+
+class SIR(AbstractNamedSDE):
+    """An epidemic in a closed population of size N: susceptible dS = −F and infectious dI = F − R with
+    infections F = βSI/N dt + √(βSI/N) dB₁ and recoveries R = γI dt + √(γI) dB₂, the diffusion limit of the
+    Markov jump process (Kurtz 1978).
+
+    Reported cases are values of I with an observation density, such as `rf.series.Counts(components=(1,))`.
+
+    ```python
+    import roughflow as rf
+
+    sde = rf.series.SIR(beta=1.7, gamma=0.45, population=763.0)
+    ```
+    """
+
+    beta: Array = eqx.field(converter=parameter)
+    gamma: Array = eqx.field(converter=parameter)
+    population: float = eqx.field(static=True)
+    dimension: ClassVar = 2
+    components: ClassVar = ("susceptible", "infectious")
+    domains: ClassVar = dict.fromkeys(("beta", "gamma"), POSITIVE)
+
+    def __check_init__(self):
+        check_positive("population", self.population)
+
+    @property
+    def coordinates(self) -> Root:
+        return Root()
+
+    def _rates(self, z: Array) -> tuple[Array, Array]:
+        return self.beta * z[0] * z[1] / self.population, self.gamma * z[1]
+
+    def drift(self, t: Array, z: Array) -> Array:
+        infections, recoveries = self._rates(z)
+        return jnp.stack([-infections, infections - recoveries])
+
+    def diffusion(self, t: Array, z: Array) -> Array:
+        infections, recoveries = map(jnp.sqrt, self._rates(z))
+        zero = jnp.zeros_like(infections)
+        return jnp.stack([jnp.stack([-infections, zero]), jnp.stack([infections, -recoveries])])
+
+
+class Compartments(AbstractNamedSDE):
+    """Linear compartments with inputs u(t): dXᵢ = [Σⱼ kᵢⱼ(Zⱼ − Xᵢ) + Σₗ gᵢₗ uₗ(t)] dt + σᵢ dBᵢ, where Zⱼ is a
+    compartment or an input.
+
+    `exchange` are the rates kᵢⱼ and `gain` the coefficients gᵢₗ by a pair of names, "i j", and `sigma` the
+    noise of each compartment, which also says in which order they are components of the state. All others are
+    zero. `inputs` are the names of the inputs, which `rf.fit_sde(..., inputs=...)` gives. This is a heated
+    room with walls (Bacher & Madsen 2011); the walls are hidden:
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    room = rf.series.Compartments(
+        exchange={"room walls": 0.5, "walls room": 0.1, "walls outside": 0.05},
+        gain={"room heating": 2.0},
+        sigma={"room": 0.05, "walls": 0.02},
+        inputs=("outside", "heating"),
+    )
+    room.drift(0.0, np.array([20.0, 15.0]), np.array([5.0, 1.0]))
+    ```
+    """
+
+    exchange: dict[str, Array]
+    gain: dict[str, Array]
+    sigma: dict[str, Array]
+    inputs: tuple[str, ...] = eqx.field(static=True)
+    components: tuple[str, ...] = eqx.field(static=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        exchange: Mapping[str, float],
+        gain: Mapping[str, float],
+        sigma: Mapping[str, float],
+        inputs: tuple[str, ...] = (),
+    ):
+        self.components, self.inputs = tuple(sigma), tuple(inputs)
+        table = lambda given: {name: jnp.asarray(as_real(name, x), float) for name, x in given.items()}
+        self.exchange, self.gain, self.sigma = table(exchange), table(gain), table(sigma)
+        names = {"exchange": self.components + self.inputs, "gain": self.inputs}
+        for field, sources in names.items():
+            for pair in getattr(self, field):
+                target, _, source = pair.partition(" ")
+                if target not in self.components or source not in sources:
+                    raise ValueError(
+                        f"{field} {pair!r} must name a compartment ({', '.join(self.components)}) and, after "
+                        f"a space, one of {', '.join(sources) or 'inputs, of which there are none'}"
+                    )
+
+    @property
+    def dimension(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.components)
+
+    @property
+    def domains(self) -> dict[str, Domain]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return dict.fromkeys(
+            (f"{field}.{name}" for field in ("exchange", "sigma") for name in getattr(self, field)), POSITIVE
+        )
+
+    @property
+    def coordinates(self) -> Unchanged:
+        return Unchanged()
+
+    def drift(self, t: Array, z: Array, u: Array | None = None) -> Array:
+        known = dict(zip(self.components, z, strict=True))
+        known |= {} if u is None else dict(zip(self.inputs, u, strict=True))
+        total = dict.fromkeys(self.components, jnp.zeros_like(z[0]))
+        for pair, rate in self.exchange.items():
+            target, _, source = pair.partition(" ")
+            total[target] += rate * (known[source] - known[target])
+        for pair, gain in self.gain.items():
+            target, _, source = pair.partition(" ")
+            total[target] += gain * known[source]
+        return jnp.stack(list(total.values()))
+
+    def diffusion(self, t: Array, z: Array, u: Array | None = None) -> Array:
+        return jnp.diag(jnp.stack([self.sigma[name] for name in self.components]))

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from ..._checks import as_real, check_callable, check_instance, finite_array
 from ...sde import AbstractItoSDE, AbstractSDE
 from ...transition import AbstractCoordinates
-from .._observed import panel
+from .._observed import Observed, is_partial, panel
 from .._parameters import Domain
 from ._distributions import AbstractDistribution
 
@@ -82,7 +82,7 @@ class AbstractNamedSDE(AbstractItoSDE):
 
     `domains` are the ranges of the parameters by name; `coordinates` the variables in which the SDE is
     solved; `exact_transition` the distribution of X(t + dt), if it has a closed form; `expansion` a series
-    for log p(x₁ | x₀) over long times.
+    for log p(x₁ | x₀) over long times; `components` the names of the components of the state.
 
     ```python
     import jax, jax.numpy as jnp
@@ -109,6 +109,7 @@ class AbstractNamedSDE(AbstractItoSDE):
     """
 
     domains: ClassVar[Mapping[str, Domain]]
+    components: ClassVar[tuple[str, ...]] = ("value",)
 
     def __check_init__(self):
         for field in dataclasses.fields(self):
@@ -148,7 +149,8 @@ class AbstractNamedSDE(AbstractItoSDE):
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
         """The SDE with parameters estimated from moments of a series. `rf.fit_sde` uses them as starting
-        values if it is passed the class.
+        values if it is passed the class. Missing values are interpolated, and hidden components come from
+        `hidden_values`.
 
         ```python
         import numpy as np
@@ -158,11 +160,32 @@ class AbstractNamedSDE(AbstractItoSDE):
         rf.CoxIngersollRoss.from_series(np.arange(60) / 12, x)
         ```
         """
-        increments = Increments(times, values)
+        series = panel(times, values, partial=is_partial(values))
+        increments = Increments([one.times for one in series], [cls._completed(one) for one in series])
         count, dimension = increments.x.shape[1], cls.dimension
         if isinstance(dimension, int) and count != dimension:
             raise ValueError(f"values have {count} columns, but {cls.__name__} has dimension {dimension}")
         return cls(**cls.starting_values(increments))
+
+    @classmethod
+    def _completed(cls, one: Observed) -> np.ndarray:
+        """The values of a series, with estimates where they are missing."""
+        whole = one.values.copy()
+        hidden = [i for i in range(whole.shape[1]) if np.isnan(whole[:, i]).all()]
+        guess = cls.hidden_values(one) if hidden else {}
+        for i in range(whole.shape[1]):
+            if i in hidden and i not in guess:
+                raise ValueError(
+                    f"{cls.__name__} has no starting values if component {i} is hidden: pass an SDE with "
+                    f"starting values such as {cls.__name__}(...), not the class"
+                )
+            whole[:, i] = guess[i] if i in hidden else np.interp(one.times, *one.known(i))
+        return whole
+
+    @classmethod
+    def hidden_values(cls, one: Observed) -> dict[int, np.ndarray]:
+        """A rough estimate of hidden components `(N,)`, by index, for starting values; empty by default."""
+        return {}
 
     @classmethod
     def starting_values(cls, increments: Increments) -> dict[str, Any]:
