@@ -1,5 +1,8 @@
 """Hidden components, against the dense joint density of all values of a linear SDE."""
 
+import dataclasses
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,9 @@ import pytest
 from scipy import linalg, stats
 
 import roughflow as rf
+from benchmarks.hidden_states import problem
+from roughflow.series._observed import panel
+from roughflow.series.hidden._likelihood import Observation, Setup
 
 KEY = jax.random.key(0)
 
@@ -140,10 +146,91 @@ def test_a_start_that_is_stationary_or_known():
         np.testing.assert_allclose(value, truth, rtol=0, atol=1e-8)
 
 
-def test_two_hidden_components_of_a_nonlinear_sde_are_refused():
-    """And not estimated around states that a search may have missed."""
-    sde = rf.FitzHughNagumo(0.1, 0.0, 1.5, 0.8, 0.5, 0.3)
+class _Joint:
+    """The density of all values of a time."""
+
+    def log_prob(self, y):
+        return -jnp.sum(y**2)
+
+
+def _one_noise(t, x):
+    return jnp.array([[0.0], [0.3]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"observe": lambda t, x: _Joint()}, "one log-density for each of the 2 columns"),
+        ({"measurement_noise": 0.1, "steps": 2}, "steps requires noise in all components"),
+        ({"observe": lambda t, x: _Joint(), "inputs": (np.arange(5.0), np.ones(5))}, "inputs must cover"),
+    ],
+)
+def test_what_several_hidden_components_do_not_support_is_refused_in_one_line(options, message):
+    sde = rf.ParametricSDE(
+        lambda t, x, p: -(x**3) * p["rate"], lambda t, x, p: _one_noise(t, x), {"rate": 1.0}
+    )
     values = np.column_stack([np.sin(np.arange(9.0)), np.cos(np.arange(9.0))])
-    values[3, 0] = values[4, 1] = np.nan
-    with pytest.raises(ValueError, match=r"^hidden components or missing cells of a nonlinear SDE require"):
-        rf.series_likelihood(sde, np.arange(9.0), values, key=KEY)
+    values[3, 0] = np.nan
+    with pytest.raises(ValueError, match=message) as error:
+        rf.series_likelihood(sde, np.arange(9.0), values, key=KEY, **options)
+    assert "\n" not in str(error.value)
+
+
+def generic(sde, times, y, method, steps=1, **options):
+    """The likelihood of a linear model by the route for nonlinear ones."""
+    setup = Setup(
+        sde, panel(times, y, partial=True), Observation(**options), sde.coordinates, KEY, False, None
+    )
+    return setup.made(rf.transition.Effort(1, 32, steps), method)
+
+
+def test_draws_and_particles_on_a_linear_model_are_exact():
+    """With a hidden component, a missing value and known errors: value, gradient and smoothed states."""
+    sde, times, y = data(2)
+    times, y = times[:20], y[:20]
+    options = {"measurement_noise": np.full(y.shape, 0.1), "initial": "stationary"}
+    exact = rf.series_likelihood(sde, times, y, key=KEY, **options)
+    assert exact.method == "kalman"
+    value, slopes = eqx.filter_value_and_grad(exact)(sde)
+    for method in ("draws", "particles"):
+        mine = generic(sde, times, y, method, **options)
+        found, gradient = eqx.filter_value_and_grad(mine)(sde)
+        np.testing.assert_allclose(found, value, rtol=0, atol=0.02)
+        np.testing.assert_allclose(gradient.kappa, slopes.kappa, rtol=0, atol=0.3)
+
+
+def test_counts_of_two_hidden_components_are_those_of_particles():
+    """Lotka–Volterra with Poisson counts, some of them missing, beside a bootstrap particle filter."""
+    one = problem("lotka-gaps", fits=False)
+    one = dataclasses.replace(one, times=one.times[:16])
+    y, _ = one.simulated(0)
+    assert np.isnan(y).any()
+    expected = [one.bootstrap(y, 20_000, seed) for seed in range(4)]
+    effort = rf.transition.Effort(1, 32, 4)
+    ours = rf.series_likelihood(one.sde, one.times, y, key=KEY, effort=effort, **one.options)
+    assert ours.method == "draws"
+    guided = dataclasses.replace(ours, method="particles")
+    for likelihood in (ours, guided):
+        value, error = likelihood.with_error(one.sde)
+        assert error < 0.1
+        assert abs(value - np.mean(expected)) < 3 * np.hypot(error, np.std(expected) / 2) + 0.01
+
+
+@pytest.mark.slow
+def test_a_fit_of_two_hidden_components():
+    """Its maximum, its bands and its forecasts are those of the truth, within their errors."""
+    one = problem("lotka", fits=True)
+    y, states = one.simulated(0)
+    result = rf.fit_sde(one.sde, one.times, y, key=KEY, num_starts=1, **one.options)
+    assert result.warning is None
+    z = (result.estimates - [float(x) for x in jax.tree.leaves(one.sde)]) / list(
+        result.standard_errors.values()
+    )
+    assert np.all(np.abs(z) < 3.5)
+    mean, deviation = result.smoothed
+    assert np.mean(np.abs(states - mean) < 1.96 * deviation) > 0.85
+    now, wide = result.filtered
+    assert np.mean(wide) > np.mean(deviation)
+    assert np.mean(np.abs(states - now) < 3 * wide) > 0.9
+    paths = result.forecast([1e-4], key=KEY, num_paths=2000)
+    np.testing.assert_allclose(paths.mean(axis=(0, 1)), mean[-1], atol=0.3 * deviation[-1])

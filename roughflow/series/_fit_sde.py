@@ -24,17 +24,18 @@ from .hidden._grid import hidden_component
 from .hidden._likelihood import (
     DRAWS,
     GRID,
+    LAPLACE,
+    PARTICLES,
     HiddenLikelihood,
     HiddenSeries,
     Observation,
+    Setup,
     check_noise,
-    hidden_likelihood,
-    hidden_series,
 )
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of the random starting points, in the free parameters
-REFINED = 3  # maximum number of times the effort is raised
+REFINED = 5  # maximum number of times the effort is raised
 TOLERANCE = (0.02, 0.1)  # nats, without and with hidden states
 
 
@@ -109,9 +110,9 @@ def fit_sde(
 
     Linear SDEs with hidden components, missing cells, known errors or inputs have a likelihood that the
     Kalman filter computes without error. For other SDEs a filter on a grid integrates out one hidden
-    component; the others must be observed without error. Choose `coordinates` in which the noise of the
-    hidden component is nearly constant. With measurement noise alone they use importance sampling around the
-    most likely states, and the grid in one dimension.
+    component if the others are observed without error; choose `coordinates` in which the noise of the hidden
+    component is nearly constant. Otherwise the likelihood is that of importance sampling around the most
+    likely states, and of particles guided by them where its weights are uneven.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -148,7 +149,7 @@ def fit_sde(
         further = _raised(maximum, errors, tolerance)
         if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more effort does not help
             break
-        maximum = _polished(further, maximum.free)
+        maximum = _polished(further, maximum.free, slack=min(3 * errors[0], 1.0))
         errors = maximum.likelihood.total_errors(maximum.free)
     return FittedSDE(
         maximum.likelihood,
@@ -207,9 +208,8 @@ def _of_all(
         return WholeLikelihood.of(parameters, penalties, series)
     exact, effort = options["exact"], options["effort"]
     if hidden:
-        return hidden_likelihood(
-            parameters, penalties, domains, series, observation, space, key, exact, effort
-        )
+        setup = Setup(sde, series, observation, space, key, exact, effort)
+        return setup.likelihood(parameters, penalties, domains)
     check_inside(space, series)
     of_sde = SeriesLikelihood.of(sde, transitions(series), key=key, **options)
     return Likelihood(parameters=parameters, of_sde=of_sde, penalty=penalties)  # pyright: ignore[reportCallIssue]
@@ -219,8 +219,8 @@ def _with_errors(
     parameters: Parameters, penalties: np.ndarray, observation: Observation, series: list[Observed]
 ) -> tuple[Parameters, np.ndarray]:
     """The parameters of a process with memory, and the standard deviation of measurement errors if any."""
-    if observation.only_linear_or_grid:
-        raise ValueError(f"{observation.only_linear_or_grid[0]} requires an SDE without memory")
+    if observation.besides_noise:
+        raise ValueError(f"{observation.besides_noise[0]} requires an SDE without memory")
     if observation.measurement_noise is None:
         return parameters, penalties
     noise, errors = check_noise(observation.measurement_noise, series)
@@ -333,13 +333,15 @@ def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) ->
     if isinstance(likelihood, HiddenLikelihood) and errors[0] > errors[1]:
         of_sde = likelihood.of_sde
         if of_sde.method == DRAWS and hidden_component(of_sde.rows) is not None:
-            return likelihood.with_method(GRID, free)
+            return likelihood.with_method(GRID).moved_to(free)
+        if of_sde.method in (DRAWS, LAPLACE):
+            return likelihood.with_method(PARTICLES)
         if of_sde.method == GRID:
             return likelihood.with_nodes()
     return likelihood.with_effort(likelihood.effort.raised(*errors, tolerance))
 
 
-def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
+def _polished(likelihood: AbstractLikelihood, free: np.ndarray, slack: float = 0.0) -> _Maximum:
     """The maximum near a point, with parameters moved to a boundary where that loses nothing."""
     likelihood, free = _settled(likelihood, free)
     likelihood, free = likelihood.rescaled(free)
@@ -347,7 +349,10 @@ def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
     sides = np.isfinite([[domain.lower for domain in domains], [domain.upper for domain in domains]])
     falls, free = falls_at_boundary(likelihood.total, free, likelihood.quick_information(free), sides)
     inside = np.min(falls, axis=0) >= LOSS
-    free, information = polish(likelihood.total, free, likelihood.information, inside)
+    noisy = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == PARTICLES
+    free, information = polish(
+        likelihood.total, free, likelihood.information, inside, slack=slack if noisy else 0.0
+    )
     return _Maximum(likelihood, free, information, falls)
 
 
@@ -375,8 +380,9 @@ def series_likelihood(
     **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest; it
     determines whether transitions are exact, and otherwise the effort. The other arguments are those of
     `rf.fit_sde`; hidden components are integrated out, and `measurement_noise` and `initial` are fixed.
-    `FittedSDE.series_likelihood` reuses the effort of the fit. For a nonlinear SDE with a hidden component
-    the grid is that of the given `sde`; far from its parameters the value can be off by some tenths.
+    `FittedSDE.series_likelihood` reuses the effort of the fit. With hidden components, `with_error(sde)` is
+    the log-likelihood and its error. The grid for one hidden component is replaced where it does not cover
+    the states of an SDE, but not inside `jax.jit`: there, far from the given `sde`, check `with_error`.
 
     ```python
     import jax, numpy as np
@@ -394,7 +400,8 @@ def series_likelihood(
     hidden = observation.given or is_partial(values)
     series, space = panel(times, values, partial=hidden), coordinates_of(sde, coordinates)
     if hidden:
-        return hidden_series(sde, series, observation, space, check_key(key), exact, effort)
+        setup = Setup(sde, series, observation, space, check_key(key), exact, effort)
+        return setup.settled(TOLERANCE[hidden])
     check_dimension(sde, series)
     check_inside(space, series)
     options = {"exact": exact, "effort": effort, "coordinates": coordinates}

@@ -527,8 +527,8 @@ class FittedSDE:
     def smoothed(self) -> tuple[np.ndarray, np.ndarray]:
         """The states `(n, d)` given all values and their standard deviations, at the times of the series.
 
-        Means for a linear model; otherwise the most likely states, with standard deviations from the Hessian.
-        The states of a panel are concatenated.
+        By the Kalman filter for a linear model, otherwise on the grid or by particles. The states of a panel
+        are concatenated.
         """
         if isinstance(self.likelihood, WholeLikelihood) and self.likelihood.noisy:
             return self.likelihood.smoothed(self.free)
@@ -538,8 +538,8 @@ class FittedSDE:
     @in_double_precision
     def filtered(self) -> tuple[np.ndarray, np.ndarray]:
         """The means `(n, d)` of the states given the values up to each time, and their standard deviations:
-        with the Kalman filter for a linear model, otherwise by particles. NaN and infinite while the values
-        do not determine a state with a flat prior."""
+        with the Kalman filter for a linear model, otherwise on the grid or by particles. NaN and infinite
+        while the values do not determine a state with a flat prior."""
         return self._with_hidden("filtered").filtered(self.free, jax.random.key(0))
 
     def _with_hidden(self, name: str) -> HiddenLikelihood:

@@ -85,10 +85,10 @@ def _inverse_root(information: np.ndarray) -> np.ndarray:
 
 
 def polish(
-    total: Total, free: np.ndarray, information: Information, interior: np.ndarray
+    total: Total, free: np.ndarray, information: Information, interior: np.ndarray, slack: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Newton's method from near the maximum, in the parameters of the mask `interior`: the maximum, and the
-    information there."""
+    information there. Values have noise up to `slack` nats."""
     value, slope = total(free)
     matrix, moved, last = information(free), 0.0, np.inf
     for _ in range(NEWTON_STEPS):
@@ -101,7 +101,7 @@ def polish(
         if gain < DECREMENT or gain > 0.5 * last:  # at the maximum, up to the accuracy of the gradient
             break
         new, new_slope = total(free + step)
-        if not new > value - 1e-3:
+        if not new > value - max(slack, 1e-3):
             break
         free, value, slope = free + step, new, new_slope
         moved, last = moved + np.sqrt(2 * gain), gain

@@ -1,4 +1,4 @@
-"""Hidden states of a series: the most likely ones, weighted draws, particles, a grid and a filter."""
+"""Hidden states of a series: the most likely ones, weighted draws around them, and particles."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ..._linear import cholesky, solve_lower, solve_upper
 from ..._programs import jit
 from ...transition import in_chunks, linear
 from ..models import Normal
-from ._state_space import STEP, StateSpace
+from ._state_space import StateSpace
 
 
 class Chain(eqx.Module):
@@ -88,8 +88,10 @@ class Chain(eqx.Module):
 
 
 MAX_ITERATIONS = 100  # Newton steps to the mode
-SLACK = 1e-6  # nats that a step may lose to rounding
-NEAR = 1e-10  # nats: the mode is found when a step would gain less
+# In double and in single precision:
+STEP = (1e-3, 0.1)  # of finite differences, in standard deviations of a transition
+SLACK = (1e-6, 0.03)  # nats that a step may lose to rounding
+NEAR = (1e-10, 3e-3)  # nats: the mode is found when a step would gain less
 DAMPING, FACTOR = 1e-2, 10.0  # smallest nonzero damping, and its growth factor
 CHUNK = 4096  # transitions evaluated at a time
 
@@ -121,7 +123,7 @@ class Expansion(eqx.Module):
             both, time, dt, fixed = item
             width = space.widths(both[:d], time, dt)
             joint = lambda both: space.transition(both[:d], both[d:], time, dt, fixed)
-            return differences(joint, both, STEP * jnp.concatenate([width, width]))
+            return differences(joint, both, STEP[_single(path)] * jnp.concatenate([width, width]))
 
         value, own, bend = jax.vmap(of_value)(path, observations(space))
         both = jnp.concatenate([path[i], path[i + 1]], axis=1)
@@ -182,6 +184,70 @@ def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array
     return value, slope, bend
 
 
+UPDATES = 8  # Newton steps for the update of a filter with one value
+LONGEST_UPDATE = 2.0  # of such a step, in standard deviations
+FIRST_STEPS = 1000  # steps of the SDE that the first state may have moved away from a typical one
+
+
+@functools.partial(jit, level=1)
+def smoothed_guess(space: StateSpace, start: Array) -> Array:
+    """Coordinates `(n, d)` by an extended Kalman smoother, from which the search for the most likely states
+    starts; `start` `(d,)` is a typical state."""
+    rows, (n, d) = space.rows, space.rows.fixed.shape
+    unit, pinned = jnp.eye(d), space.pinned(jnp.broadcast_to(start, (n, d)))
+    wide = space.normal(start, rows.times[0], jnp.median(rows.dt)).covariance * min(n, FIRST_STEPS)
+
+    def predicted(z: Array, covariance: Array, time: Array, dt: Array) -> tuple[Array, Array, Array]:
+        moves = jnp.diag(STEP[_single(z)] * space.widths(z, time, dt))
+        mean = lambda move: space.normal(z + move, time, dt).mean
+        grow = (jax.vmap(mean)(moves) - jax.vmap(mean)(-moves)).T / (2 * jnp.diag(moves))[None]
+        normal = space.normal(z, time, dt)
+        return grow, normal.mean, grow @ covariance @ grow.T + normal.covariance
+
+    def updated(mean: Array, covariance: Array, row: tuple) -> tuple[Array, Array]:
+        deviation = jnp.sqrt(jnp.maximum(jnp.diag(covariance), 0))
+
+        def expanded(z: Array) -> tuple[Array, Array]:
+            _, slope, bend = _second(lambda z: space.observation(z, *row), z)
+            return slope, positive_part(-bend)
+
+        def step(z: Array, _: None) -> tuple[Array, None]:
+            slope, bend = expanded(z)
+            pull = covariance @ (slope + bend @ (z - mean))
+            move = mean + jnp.linalg.solve(unit + covariance @ bend, pull) - z
+            new = z + jnp.clip(move, -LONGEST_UPDATE * deviation, LONGEST_UPDATE * deviation)
+            good = jnp.all(jnp.isfinite(new)) & space.coordinates.is_inside(new)
+            return jnp.where(good, new, z), None
+
+        z, _ = jax.lax.scan(step, mean, None, length=UPDATES)
+        return z, jnp.linalg.solve(unit + covariance @ expanded(z)[1], covariance)
+
+    def ahead(carried: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], tuple]:
+        row, (time, dt), at = now
+        first = row[5]
+        grow, mean, covariance = predicted(*carried, time, dt)
+        mean, covariance = jnp.where(first, start, mean), jnp.where(first, wide, covariance)
+        good = jnp.all(jnp.isfinite(mean)) & space.coordinates.is_inside(mean)
+        mean = jnp.where(good, mean, carried[0])
+        covariance = jnp.where(good & jnp.all(jnp.isfinite(covariance)), covariance, wide)
+        z, spread = updated(*_given(Normal(mean, covariance), at, row[3]), row)
+        spread = jnp.where(jnp.all(jnp.isfinite(spread)), spread, covariance)
+        return (z, spread), (z, spread, mean, covariance, grow)
+
+    given = (observations(space), incoming(space), pinned)
+    _, (z, spread, mean, covariance, grow) = jax.lax.scan(ahead, (start, wide), given)
+
+    def back(later: tuple[Array, ...], now: tuple) -> tuple[tuple[Array, ...], Array]:
+        (shift, grow, covariance, first), (z, spread, mean, *rest) = later, now
+        move = spread @ grow.T @ jnp.linalg.solve(covariance, shift)
+        best = z + jnp.where(first | ~jnp.all(jnp.isfinite(move)), 0, move)
+        best = jnp.where(space.coordinates.is_inside(best), best, z)
+        return (best - mean, *rest), best
+
+    zero = jnp.zeros(d), unit, unit, jnp.ones((), bool)
+    return jax.lax.scan(back, zero, (z, spread, mean, grow, covariance, rows.first), reverse=True)[1]
+
+
 class Search(eqx.Module):
     """The most likely states, by Newton's method with Levenberg–Marquardt damping."""
 
@@ -205,7 +271,7 @@ class Search(eqx.Module):
     def step(self, space: StateSpace) -> "Search":
         new = Expansion.at(space, self.next)
         finite = jnp.isfinite(new.value()) & jnp.all(jnp.isfinite(new.slope(space)))
-        better = finite & (new.value() >= self.best.value() - SLACK)
+        better = finite & (new.value() >= self.best.value() - SLACK[_single(self.next)])
         best = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, self.best)
         less = jnp.where(self.damping > DAMPING, self.damping / FACTOR, 0)
         more = jnp.maximum(FACTOR * self.damping, DAMPING)
@@ -215,8 +281,12 @@ class Search(eqx.Module):
         gain = 0.5 * jnp.sum(slope * move)
         valid = jnp.isfinite(gain)
         path = jnp.where(valid, best.path + move, best.path)
-        found = better & valid & (damping == 0) & (gain < NEAR)
+        found = better & valid & (damping == 0) & (gain < NEAR[_single(path)])
         return Search(best, damping, path, valid, self.count + 1, found)
+
+
+def without_derivatives(space: StateSpace) -> StateSpace:
+    return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, space)
 
 
 def expansion_at_mode(space: StateSpace, start: Array) -> tuple[Expansion, Array]:
@@ -225,7 +295,7 @@ def expansion_at_mode(space: StateSpace, start: Array) -> tuple[Expansion, Array
     Differentiable in the parameters by the implicit function theorem: one Newton step from the mode, which is
     held.
     """
-    held = jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, space)
+    held = without_derivatives(space)
     search = jax.lax.stop_gradient(Search.mode(held, start))
     mode = search.best
     chain = mode.chain(held)
@@ -236,11 +306,19 @@ def expansion_at_mode(space: StateSpace, start: Array) -> tuple[Expansion, Array
     return eqx.tree_at(lambda one: one.path, at_mode, at_mode.path + move), search.found
 
 
+def laplace_log_likelihood(space: StateSpace, mode: Expansion) -> Array:
+    """Laplace's approximation of the log-likelihood of each series, `(count,)`."""
+    rows, free = space.rows, jnp.sum(~space.rows.fixed, axis=1)
+    own = mode.values - mode.chain(space).half_log_det() + 0.5 * jnp.log(2 * jnp.pi) * free
+    own = own.at[rows.before].add(mode.steps)
+    return jnp.zeros(rows.count).at[rows.series].add(own)
+
+
 def log_likelihood(
     space: StateSpace, mode: Expansion, key: PRNGKeyArray, num_draws: int
-) -> tuple[Array, Array, Array]:
-    """The log-likelihood of each series, its standard error, and the effective number of draws, `(count,)`
-    each, by importance sampling around the most likely states.
+) -> tuple[Array, Array]:
+    """The log-likelihood of each series and its standard error, `(count,)` each, by importance sampling
+    around the most likely states.
 
     The log-weight of a draw is a sum over states. Its odd part o = Σ oᵢ adds ½ Var o to the logarithm of the
     mean, and where weights are uneven the sample variance of o dominates the error. Since oᵢ and oⱼ are
@@ -270,8 +348,7 @@ def log_likelihood(
     reach = jax.lax.stop_gradient(chain.memory())
     excess = 0.5 * (by_series(odd) ** 2 - by_series(odd * _near_sums(odd, reach)))
     value, error = jax.vmap(_log_mean)(weights, excess)
-    share = jax.nn.softmax(weights, axis=1)
-    return value, jax.lax.stop_gradient(error), jax.lax.stop_gradient(1 / jnp.sum(share**2, axis=1))
+    return value, jax.lax.stop_gradient(error)
 
 
 def _local_terms(space: StateSpace, paths: Array) -> Array:
@@ -319,155 +396,215 @@ def _near_sums(terms: Array, reach: Array) -> Array:
 
 
 REPLICATES = 8  # independent runs of the particles, for their standard error
-
-
-def particles(space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int) -> tuple[Array, Array]:
-    """The log-likelihood of all series and its standard error, by particles guided by the most likely states.
-
-    The draws of `log_likelihood` are made one state at a time, from the last to the first, and resampled
-    where their weights are uneven (efficient importance sampling with resampling, Scharth & Kohn 2016). The
-    weight of a step is the remainder of the local second-order expansion, so it is even for a linear model,
-    and the variance of the log-likelihood grows only linearly with the length.
-    """
-    rows, (n, d) = space.rows, mode.path.shape
-    chain, free = mode.chain(space), ~rows.fixed
-    linked = jnp.zeros(n, bool).at[rows.before].set(True)
-    place = jnp.clip(jnp.cumsum(linked) - 1, 0)  # the transition that leaves each state
-    ahead = jnp.minimum(jnp.arange(n) + 1, n - 1)
-    link = (linked, mode.steps[place], mode.ties[place], mode.tie_bends[place], rows.dt[place])
-    local = (mode.path, mode.values, mode.own, mode.bends)
-    items = (chain.diagonal, chain.below, free, local, link, mode.path[ahead], rows.fixed[ahead])
-
-    def step(carried: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], Array]:
-        (moves, log_w), (item, row, key) = carried, now
-        factor, tie, free, (at, value, own, bend), (linked, step, ties, tie_bend, dt), later, fixed = item
-        key_draw, key_choice = jax.random.split(key)
-        share = jax.nn.softmax(log_w)
-        uneven = jnp.sum(share**2) * count > 2
-        chosen = jnp.where(uneven, systematic(share, key_choice), jnp.arange(count))
-        log_w = jnp.where(uneven, jnp.zeros(count), log_w)
-        moves = moves[chosen]
-        normal = jax.random.normal(key_draw, moves.shape) * free[None]
-        new = solve_upper(factor, normal.T - tie.T @ moves.T).T
-        quadratic = lambda e, v, g, h: v + e @ g + 0.5 * e @ h @ e
-
-        def remainder(e: Array, e_later: Array) -> Array:
-            both = jnp.concatenate([e, e_later])
-            left = space.observation(at + e, *row) - quadratic(e, value, own, bend)
-            left = jnp.where(space.coordinates.is_inside(at + e), left, -jnp.inf)
-            tied = space.transition(at + e, later + e_later, row[0], dt, fixed)
-            return left + jnp.where(linked, tied - quadratic(both, step, ties, tie_bend), 0)
-
-        weight = jax.vmap(remainder)(new, moves)
-        weight = log_w + jnp.where(jnp.isnan(weight), -jnp.inf, weight)
-        mean = jax.nn.logsumexp(weight) - jnp.log(count)
-        return (new, weight - mean), mean
-
-    def run(key: PRNGKeyArray) -> Array:
-        start = jnp.zeros((count, d)), jnp.zeros(count)
-        given = (items, observations(space), jax.random.split(key, n))
-        return jnp.sum(jax.lax.scan(step, start, given, reverse=True)[1])
-
-    # One run after another, so that memory does not grow with their number.
-    logs = jax.lax.map(run, jax.random.split(key, REPLICATES))
-    laplace = mode.value() + 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(free) - jnp.sum(chain.half_log_det())
-    ratio = jnp.exp(logs - jnp.max(logs))
-    error = jnp.std(ratio, ddof=1) / jnp.mean(ratio) / np.sqrt(REPLICATES)
-    return laplace + jnp.max(logs) + jnp.log(jnp.mean(ratio)), error
-
-
 PARTICLES = 2048
-FIRST_WIDTH = 3.0  # of the draws of the first state, in standard deviations given all values
+FIRST_WIDTH = 1.1  # of the draws of the first state, in standard deviations given all values
+EVEN = 0.5  # effective share of particles below which they are resampled
 
 
-class FilteredDraws(eqx.Module):
-    """The states given the values so far, from particles: `mean` `(n, d)`, `deviation` `(n, d)`, the
-    probability `uniform` `(n,)` of a smaller value than the observed one, and draws `last` `(K, d)` of the
-    last state."""
-
-    mean: Array
-    deviation: Array
-    uniform: Array
-    last: Array
+def _single(array: Array) -> bool:
+    return array.dtype == jnp.float32
 
 
-@functools.partial(jit, level=1)
-def particle_filter(
-    space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int, column: int
-) -> FilteredDraws:
-    """A particle filter whose draws use the next value (Doucet, Godsill & Andrieu 2000): normal, by the
-    linearised model. `column` is the value whose probabilities are returned."""
-    rows, d = space.rows, mode.path.shape[1]
-    wide = FIRST_WIDTH**2 * mode.chain(space).variances()
-    lead = jnp.clip(jnp.cumsum(~rows.first) - 1, 0)
-    times = rows.times[rows.before][lead], rows.dt[lead]
-    pinned = space.pinned(mode.path)
-    unit = jnp.eye(d)
+def positive_part(matrix: Array) -> Array:
+    """A symmetric matrix with its negative eigenvalues replaced by zero."""
+    values, vectors = jnp.linalg.eigh(0.5 * (matrix + matrix.T))
+    return (vectors * jnp.maximum(values, 0)[None]) @ vectors.T
 
-    def move(z: Array, key: PRNGKeyArray, now: tuple) -> tuple[Array, Array, Array]:
-        """A draw of the next state of one particle, its log-weight, and the chance of a smaller value."""
-        row, (time, dt), at, begin = now
-        normal = space.step(z, time, dt)
-        mean, covariance = jnp.where(row[5], at, normal.mean), jnp.where(row[5], begin, normal.covariance)
+
+class Guide(eqx.Module):
+    """The density of later values given each state, approximated by exp(sᵀe − ½ eᵀBe) in the distance e to
+    the most likely state; and the same together with the value of that state."""
+
+    slope: Array  # (n, d)
+    bend: Array  # (n, d, d), positive semidefinite
+    all_slope: Array  # (n, d)
+    all_bend: Array  # (n, d, d)
+
+    @staticmethod
+    def of(space: StateSpace, mode: Expansion, far: bool) -> "Guide":
+        """By elimination of all states from the last to the first; not `far`: without later values."""
+        rows, (n, d) = space.rows, mode.path.shape
+        linked = jnp.zeros(n, bool).at[rows.before].set(far)
+        place = jnp.clip(jnp.cumsum(jnp.zeros(n, bool).at[rows.before].set(True)) - 1, 0)
+        free = jnp.roll(~rows.fixed, -1, axis=0)
+        items = (mode.own, mode.bends, mode.ties[place], mode.tie_bends[place], linked, free)
+
+        def step(later: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], tuple]:
+            (a, b), (own, bend, tie, tie_bend, linked, free) = later, now
+            inner = jnp.where(free[:, None] & free[None], b - tie_bend[d:, d:], jnp.eye(d))
+            factor = cholesky(inner)
+            push = solve_lower(factor, jnp.where(free, a + tie[d:], 0))
+            turn = solve_lower(factor, jnp.where(free[:, None], tie_bend[d:, :d], 0))
+            slope, curve = tie[:d] + turn.T @ push, positive_part(-tie_bend[:d, :d] - turn.T @ turn)
+            good = linked & jnp.all(jnp.isfinite(slope)) & jnp.all(jnp.isfinite(curve))
+            slope, curve = jnp.where(good, slope, 0), jnp.where(good, curve, 0)
+            whole = own + slope, positive_part(curve - bend)
+            return whole, (slope, curve, *whole)
+
+        zero = jnp.zeros(d), jnp.zeros((d, d))
+        return Guide(*jax.lax.scan(step, zero, items, reverse=True)[1])
+
+
+class Cloud(eqx.Module):
+    """Particles of all states, their log-weights, and the index of the one that each came from; the
+    log-density of each value given earlier ones; and the probability of a smaller value."""
+
+    z: Array  # (n, K, d)
+    log_weight: Array  # (n, K)
+    origin: Array  # (n, K)
+    log_prob: Array  # (n,)
+    uniform: Array  # (n,)
+
+
+class Guided(eqx.Module):
+    """Particles that move from the first state to the last, with normal proposals: the next state of the SDE
+    times the guide (twisted particle filters, Guarniero, Johansen & Lee 2017). For a linear model all weights
+    are equal.
+
+    Draws are held, and weights keep their derivatives through resampling, so that the derivative of the
+    log-likelihood is the average of that of the joint density (Fisher's identity).
+    """
+
+    space: StateSpace
+    mode: Expansion
+    guide: Guide
+    count: int = eqx.field(static=True)
+    column: int | None = eqx.field(static=True, default=None)  # whose probabilities are computed
+    keep: bool = eqx.field(static=True, default=True)
+
+    def draw(self, normal: Normal, at: Array, fixed: Array, guide: tuple, key: PRNGKeyArray) -> tuple:
+        """A draw given the components that are known, and the logarithm of its density."""
+        centre, slope, bend = guide
+        d, unit = len(at), jnp.eye(len(at))
+        mean, covariance = _given(normal, at, fixed)
+        factor = cholesky(jnp.where(fixed[:, None] | fixed[None], unit, covariance))
+        half = jnp.where(fixed[:, None] | fixed[None], 0, factor)
+        root = cholesky(unit + half.T @ bend @ half)
+        root = jnp.where(jnp.all(jnp.isfinite(root)), root, unit)
+        pull = solve_lower(root, half.T @ (slope - bend @ (mean - centre)))
+        white = jax.random.normal(key, (d,))
+        drawn = mean + half @ solve_upper(root, pull + white)
+        own = jnp.where(fixed, 0, jax.scipy.stats.norm.logpdf(white) - jnp.log(jnp.diag(factor)))
+        return drawn, jnp.sum(own + jnp.log(jnp.diag(root)))
+
+    def move(self, z: Array, key: PRNGKeyArray, now: tuple) -> tuple[Array, Array, Array]:
+        """The next state of one particle, its log-weight, and the chance of a smaller value."""
+        row, (time, dt), at, begin, guide, before = now
+        first, fixed, centre = row[5], row[3], guide[0]
+        held = without_derivatives(self.space)
         key_draw, key_next = jax.random.split(key)
-        gain, rest, gap = _updated(space, mean, covariance, row, at)
-        fixed = row[3]
-        factor = cholesky(jnp.where(fixed[:, None] | fixed[None], unit, rest))
-        white = jnp.where(fixed, 0, jax.random.normal(key_draw, (d,)))
-        new = jnp.where(fixed, at, mean + gain @ gap + factor @ white)
-        drawn = jnp.sum(jnp.where(fixed, 0, jax.scipy.stats.norm.logpdf(white) - jnp.log(jnp.diag(factor))))
-        weight = space.observation(new, *row) - drawn
-        weight = weight + jnp.where(row[5], 0, space.transition(z, new, time, dt, fixed))
-        weight = jnp.where(space.coordinates.is_inside(new), weight, -jnp.inf)
-        uniform = _below(space, normal, space.sample(z, time, dt, key_next), row, at, column)
-        return new, jnp.where(jnp.isnan(weight), -jnp.inf, weight), uniform
+        step = held.normal(z, time, dt)
+        normal = Normal(jnp.where(first, centre, step.mean), jnp.where(first, begin, step.covariance))
+        tilt = centre, *(jnp.where(first, 0, part) for part in guide[3:])
+        drawn, log_density = jax.lax.stop_gradient(self.draw(normal, at, fixed, tilt, key_draw))
+        new = jnp.where(fixed, at, drawn)
+        weight = self.space.observation(new, *row) - log_density + _quadratic(new, *guide[:3])
+        gone = self.space.transition(z, new, time, dt, fixed) - _quadratic(z, *before)
+        weight = weight + jnp.where(first, 0, gone)
+        weight = jnp.where(self.space.coordinates.is_inside(new) & ~jnp.isnan(weight), weight, -jnp.inf)
+        if self.column is None:
+            return new, weight, jnp.zeros(())
+        drawn = held.sample(z, time, dt, key_next)
+        return new, weight, _below(held, step, drawn, row, at, self.column)
 
-    def step(carried: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], tuple]:
-        (particles, log_w), (*given, key) = carried, now
+    def step(self, carried: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], tuple]:
+        (z, log_w), (*given, key) = carried, now
         key_move, key_choice = jax.random.split(key)
-        new, weight, uniform = jax.vmap(lambda z, k: move(z, k, tuple(given)))(
-            particles, jax.random.split(key_move, count)
-        )
-        before = jax.nn.softmax(log_w)
-        good = ~jnp.isnan(uniform)
-        uniform = jnp.sum(jnp.where(good, before * uniform, 0)) / jnp.sum(jnp.where(good, before, 0))
+        share = jax.nn.softmax(jax.lax.stop_gradient(log_w))
+        uneven = jnp.sum(share**2) * self.count * EVEN > 1
+        origin = jnp.where(uneven, systematic(share, key_choice), jnp.arange(self.count))
+        z, log_w = z[origin], log_w[origin]
+        log_w = jnp.where(uneven, log_w - jax.lax.stop_gradient(log_w), log_w)
+        keys = jax.random.split(key_move, self.count)
+        z, weight, uniform = jax.vmap(lambda z, key: self.move(z, key, tuple(given)))(z, keys)
+        # The chance of a smaller value has the weights before this one.
+        share = jnp.where(jnp.isnan(uniform), 0, jnp.exp(log_w))
+        uniform = jnp.sum(jnp.where(share > 0, share * uniform, 0)) / jnp.sum(share)
         weight = weight + jnp.where(given[0][5], 0, log_w)
-        share = jax.nn.softmax(weight)
-        x = jax.vmap(space.coordinates.to_state)(new)
-        mean = share @ x
-        deviation = jnp.sqrt(share @ (x - mean[None]) ** 2)
-        chosen = systematic(share, key_choice)
-        return (new[chosen], jnp.zeros(count)), (mean, deviation, uniform)
+        mean = jax.nn.logsumexp(weight) - jnp.log(self.count)
+        log_w = jnp.where(jnp.isfinite(mean), weight - mean, 0)
+        kept = (z, log_w, origin) if self.keep else (None, None, None)
+        return (z, log_w), (*kept, mean, uniform)
 
-    n = len(rows.first)
-    start = jnp.broadcast_to(pinned[:1], (count, d)), jnp.zeros(count)
-    given = (observations(space), times, pinned, wide, jax.random.split(key, n))
-    (last, _), shown = jax.lax.scan(step, start, given)
-    mean, deviation, uniform = shown
-    return FilteredDraws(mean, deviation, uniform, jax.vmap(space.coordinates.to_state)(last))
+    def run(self, key: PRNGKeyArray) -> Cloud:
+        space, mode = self.space, self.mode
+        n, d = mode.path.shape
+        times = incoming(space)
+        back = lambda a: jnp.concatenate([a[:1], a[:-1]])
+        guide = (mode.path, *jax.tree.leaves(self.guide))
+        before = tuple(back(part) for part in guide[:3])
+        begin = FIRST_WIDTH**2 * mode.chain(space).variances()
+        given = (observations(space), times, space.pinned(mode.path), begin, guide, before)
+        start = jnp.broadcast_to(mode.path[:1], (self.count, d)), jnp.zeros(self.count)
+        _, shown = jax.lax.scan(lambda *now: self.step(*now), start, (*given, jax.random.split(key, n)))
+        return Cloud(*shown)
 
 
-def _updated(
-    space: StateSpace, mean: Array, covariance: Array, row: tuple, at: Array
-) -> tuple[Array, Array, Array]:
-    """The gain, the covariance and the innovation of one update with the values that are components of the
-    state; without effect otherwise."""
-    _, value, seen, fixed, error, _ = row
-    d = len(mean)
-    c = 0 if space.observe is not None else min(value.size, d)
-    x = space.coordinates.to_state(mean)
-    slopes = space.slopes(x)
-    wide = lambda part, fill: jnp.concatenate([part[:c], jnp.full(d - c, fill, part.dtype)])
-    noisy = wide(seen, False) & ~fixed
-    gap = jnp.where(fixed, at - mean, jnp.where(noisy, slopes * (wide(value, 0.0) - x), 0))
-    loose = jnp.where(noisy, (slopes * wide(error, 1.0)) ** 2, 0)
-    mask = jnp.where(fixed | noisy, 1.0, 0.0)
-    inner = mask[:, None] * mask[None] * covariance + jnp.diag(loose + 1 - mask)
-    # A fixed component without variance (the first state) is left where it is.
+def guided_log_likelihood(
+    space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int
+) -> tuple[Array, Array]:
+    """The log-likelihood of each series and its standard error, `(count,)` each, by guided particles."""
+    mode = jax.lax.stop_gradient(mode)
+    guided = Guided(space, mode, jax.lax.stop_gradient(Guide.of(space, mode, True)), count, keep=False)
+    by_series = lambda logs: jnp.zeros(space.rows.count).at[space.rows.series].add(logs)
+    # One run after another, so that memory does not grow with their number.
+    logs = jax.lax.map(lambda key: by_series(guided.run(key).log_prob), jax.random.split(key, REPLICATES))
+    value = jax.nn.logsumexp(logs, axis=0) - np.log(REPLICATES)
+    ratio = jax.lax.stop_gradient(jnp.exp(logs - value[None]))
+    return value, jnp.std(ratio, axis=0, ddof=1) / np.sqrt(REPLICATES)
+
+
+def smoothed_by_particles(
+    space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int
+) -> tuple[Array, Array]:
+    """Means and standard deviations `(n, d)` of the states given all values."""
+    guided, rows = Guided(space, mode, Guide.of(space, mode, True), count), space.rows
+    last = jnp.append(rows.first[1:], True)
+
+    def moments(key: PRNGKeyArray) -> tuple[Array, Array, Array]:
+        cloud = guided.run(key)
+        x = jax.vmap(jax.vmap(space.coordinates.to_state))(cloud.z)
+
+        def back(later: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], tuple]:
+            (place, weight), (x, log_w, origin, last) = later, now
+            place = jnp.where(last, jnp.arange(count), place)
+            weight = jnp.where(last, jax.nn.softmax(log_w), weight)
+            mine = x[place]
+            return (origin[place], weight), (weight @ mine, weight @ mine**2)
+
+        start = jnp.arange(count), jnp.zeros(count)
+        items = (x, cloud.log_weight, cloud.origin, last)
+        mean, square = jax.lax.scan(back, start, items, reverse=True)[1]
+        logs = jnp.zeros(rows.count).at[rows.series].add(cloud.log_prob)
+        return mean, square, logs
+
+    mean, square, logs = jax.lax.map(moments, jax.random.split(key, REPLICATES))
+    share = jax.nn.softmax(logs, axis=0)[:, rows.series, None]
+    mean, square = jnp.sum(share * mean, axis=0), jnp.sum(share * square, axis=0)
+    return mean, jnp.sqrt(jnp.maximum(square - mean**2, 0))
+
+
+def incoming(space: StateSpace) -> tuple[Array, Array]:
+    """Start and length `(n,)` of the transition into each state; where a series begins, of any."""
+    link = jnp.clip(jnp.cumsum(~space.rows.first) - 1, 0)
+    return space.rows.times[space.rows.before][link], space.rows.dt[link]
+
+
+def _quadratic(z: Array, centre: Array, slope: Array, bend: Array) -> Array:
+    move = z - centre
+    return slope @ move - 0.5 * move @ bend @ move
+
+
+def _given(normal: Normal, at: Array, fixed: Array) -> tuple[Array, Array]:
+    """The mean and covariance of a normal vector given its components in a mask."""
+    mask = fixed.astype(at.dtype)
+    inner = mask[:, None] * mask[None] * normal.covariance + jnp.diag(1 - mask)
+    # A known component without variance (the first state) is left where it is.
     inner = inner + jnp.diag(jnp.where(jnp.diag(inner) > 0, 0.0, 1.0))
     factor = cholesky(inner)
-    half = solve_lower(factor, mask[:, None] * covariance)
-    return solve_upper(factor, half).T, covariance - half.T @ half, gap
+    half = solve_lower(factor, mask[:, None] * normal.covariance)
+    gap = solve_lower(factor, mask * (at - normal.mean))
+    return normal.mean + half.T @ gap, normal.covariance - half.T @ half
 
 
 def _below(space: StateSpace, normal: Normal, drawn: Array, row: tuple, at: Array, column: int) -> Array:
@@ -487,10 +624,10 @@ def _below(space: StateSpace, normal: Normal, drawn: Array, row: tuple, at: Arra
     return below
 
 
-def systematic(weights: Array, key: PRNGKeyArray) -> Array:
-    """Systematic resampling: indices `(K,)` in random order (Carpenter, Clifford & Fearnhead 1999)."""
+def systematic(weights: Array, key: PRNGKeyArray, count: int | None = None) -> Array:
+    """Systematic resampling: indices `(count,)` in random order (Carpenter, Clifford & Fearnhead 1999)."""
     key_shift, key_order = jax.random.split(key)
-    count = len(weights)
+    count = len(weights) if count is None else count
     points = (jnp.arange(count) + jax.random.uniform(key_shift)) / count
     places = jnp.searchsorted(jnp.cumsum(weights), points)
-    return jax.random.permutation(key_order, jnp.minimum(places, count - 1))
+    return jax.random.permutation(key_order, jnp.minimum(places, len(weights) - 1))

@@ -19,13 +19,13 @@ from jaxtyping import Array
 
 from ..._linear import cholesky, solve_lower
 from ..._programs import in_double_precision, jit
-from ...transition import Unchanged
 from ._draws import observations
 from ._state_space import Rows, StateSpace
 
 EULER, BRIDGE, EXACT, PILOT = "euler", "bridge", "exact", "pilot"
 SPACING = 1.1  # of the nodes, in standard deviations of a step
-SIZES = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # few sizes, so that programs are reused
+# Few sizes, so that programs are reused.
+SIZES = (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
 PILOT_SIZE = 96
 TAIL = 1e-9  # probability outside a window, on each side
 MARGIN = 1.25  # of a window, relative to the range of the states
@@ -90,14 +90,6 @@ class Filter(eqx.Module):
     log_prob: Array
 
 
-def _euler(space: StateSpace, z: Array, time: Array, dt: Array) -> tuple[Array, Array]:
-    """Mean and covariance of the state after an Euler step from coordinates z."""
-    plain = dataclasses.replace(space, coordinates=Unchanged())
-    x = space.coordinates.to_state(z)
-    drift, sigma = plain.fields(time, x)
-    return x + dt * drift, dt * sigma @ sigma.T
-
-
 def _conditional(mean: Array, covariance: Array, i: int) -> tuple[Array, Array, Array, Array]:
     """Component i given the others of a normal vector: slopes, mean, standard deviation, and the Cholesky
     factor of the others."""
@@ -152,7 +144,8 @@ class Kernel(eqx.Module):
         euler = self.scheme == EULER
         others = np.delete(np.arange(len(source)), i)
         if euler:
-            mean, covariance = _euler(space, source, time, dt)
+            step = space.euler_step(source, time, dt)
+            mean, covariance = step.mean, step.covariance
         else:
             step = space.step(source, time, dt)
             mean, covariance = step.mean, step.covariance.at[i, i].add(wide**2)
@@ -394,12 +387,11 @@ def grid_uniform(space: StateSpace, mesh: Mesh, column: int) -> Array:
         def below(h: Array) -> Array:
             z = at.at[i].set(h)
             if mesh.scheme == EULER:
-                mean, covariance = _euler(space, z, time, dt)
-                value = space.coordinates.to_state(end)[column]
+                step, value = space.euler_step(z, time, dt), space.coordinates.to_state(end)[column]
             else:
-                step = space.step(z, time, dt)
-                mean, covariance, value = step.mean, step.covariance, end[column]
-            return jax.scipy.stats.norm.cdf(value, mean[column], jnp.sqrt(covariance[column, column]))
+                step, value = space.step(z, time, dt), end[column]
+            deviation = jnp.sqrt(step.covariance[column, column])
+            return jax.scipy.stats.norm.cdf(value, step.mean[column], deviation)
 
         return _mean(chance, jax.vmap(below)(nodes))
 
@@ -455,12 +447,10 @@ def _deviations(space: StateSpace, mesh: Mesh, scheme: str) -> Array:
     def one(at: Array, low: Array, high: Array, time: Array, dt: Array, part: float) -> Array:
         z = at.at[i].set(low + part * (high - low))
         if scheme == EULER:
-            mean, covariance = _euler(space, z, time, dt)
-            slope = space.slopes(space.coordinates.to_state(z))[i]
+            step, slope = space.euler_step(z, time, dt), space.slopes(space.coordinates.to_state(z))[i]
         else:
-            step = space.step(z, time, dt)
-            mean, covariance, slope = step.mean, step.covariance, 1.0
-        return slope * _conditional(mean, covariance, i)[2]
+            step, slope = space.step(z, time, dt), 1.0
+        return slope * _conditional(step.mean, step.covariance, i)[2]
 
     every = lambda part: jax.vmap(functools.partial(one, part=part))(path, mesh.low, mesh.high, *times)
     return jnp.stack([every(part) for part in (0.25, 0.5, 0.75)], axis=1)

@@ -12,7 +12,7 @@ import numpy as np
 import scipy
 from jaxtyping import Array, PRNGKeyArray
 
-from ..._checks import check_callable
+from ..._checks import check_callable, is_traced
 from ..._programs import jit
 from ...faq import see
 from ...sde import AbstractItoSDE, AbstractSDE, noise_dimension
@@ -23,12 +23,19 @@ from .._parameters import POSITIVE, UNIT, Domain, Parameters
 from ..models import AbstractNamedSDE, exact_transition
 from ._draws import (
     PARTICLES as FILTER_PARTICLES,
-    FilteredDraws,
+    REPLICATES,
+    Cloud,
+    Guide,
+    Guided,
     Search,
     expansion_at_mode,
+    guided_log_likelihood,
+    laplace_log_likelihood,
     log_likelihood,
-    particle_filter,
-    particles,
+    smoothed_by_particles,
+    smoothed_guess,
+    systematic,
+    without_derivatives,
 )
 from ._grid import (
     BRIDGE,
@@ -43,9 +50,13 @@ from ._grid import (
     hidden_component,
 )
 from ._kalman import Filtered, is_affine, is_linear, kalman_filter, linear_model, smoothed_states
-from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, driven_by, first_path, rows_of
+from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, driven_by, rows_of, typical_state
 
-KALMAN, DRAWS, GRID = "kalman", "draws", "grid"
+KALMAN, GRID, DRAWS, PARTICLES, LAPLACE = "kalman", "grid", "draws", "particles", "laplace"
+BY_PATHS = (DRAWS, PARTICLES, LAPLACE)  # around the most likely states
+MAX_REFINEMENTS = 3  # doublings of the steps between values
+UNEVEN = 0.5  # nats: error of draws above which a search begins without them
+OUTSIDE = 1e-3  # probability of the outermost nodes above which a grid is replaced
 PROBES = 3  # values at which an observation density is checked
 DRAWS_PER_PATH = 4  # draws of the hidden states, relative to `Effort.num_paths`
 
@@ -64,15 +75,16 @@ class Observation(NamedTuple):
         return any(part is not None for part in self)
 
     @property
-    def only_linear_or_grid(self) -> list[str]:
-        """Names of what a general likelihood by draws of the states does not have."""
-        return [name for name in ("observe", "inputs", "initial", "steps") if getattr(self, name) is not None]
+    def besides_noise(self) -> list[str]:
+        """Names of what is given besides measurement noise."""
+        return [name for name, part in self._asdict().items() if part is not None and name != NAME]
 
 
 class HiddenSeries(eqx.Module):
     """The log-likelihood of a partially observed series as a function of the SDE; see `rf.series_likelihood`.
 
-    `method` is "kalman" (exact), "draws" (importance sampling around the most likely states) or "grid".
+    `method` is "kalman" (exact), "grid" (one hidden component), "draws" (importance sampling around the most
+    likely states) or "particles" (guided by them).
 
     ```python
     import jax, numpy as np
@@ -100,6 +112,7 @@ class HiddenSeries(eqx.Module):
     method: str = eqx.field(static=True)
     steps: int | None = eqx.field(static=True, default=None)
     mesh: Mesh | None = None
+    setup: "Setup | None" = eqx.field(static=True, default=None)
 
     def space(self, sde: Any, extras: Mapping[str, Any] | None = None) -> StateSpace:
         """The state-space model of an SDE, with other values of the estimated extras."""
@@ -109,13 +122,32 @@ class HiddenSeries(eqx.Module):
         observe = parts["observe"]
         if observe is not None and self.inputs is not None:
             observe = _WithInputs(observe, self.inputs)
-        rest = (self.coordinates, observe, parts[NAME], parts["initial"], self.rows, self.unknown, self.exact)
-        return StateSpace(driven, *rest)
+        rest = (self.coordinates, observe, parts[NAME], parts["initial"], self.rows, self.unknown)
+        return StateSpace(driven, *rest, self.exact, self.steps is not None)
 
     def __call__(self, sde: Any) -> Array:
         """The log-likelihood of an SDE, or of an SDE and its estimated extras; −inf, with zero derivatives,
-        where the series is impossible."""
-        return _total(self, sde)
+        where the series is impossible. A grid that does not cover the hidden states is replaced, except in
+        compiled programs."""
+        return _total(self.covering(sde), sde)
+
+    def covering(self, sde: Any) -> "HiddenSeries":
+        """With a grid that covers the hidden states of this SDE."""
+        traced = any(is_traced(leaf) for leaf in jax.tree.leaves((self, sde)))
+        if self.mesh is None or traced or (self.setup and bool(eqx.tree_equal(sde, self.setup.sde))):
+            return self
+        if _mass_at_ends(self, sde) < OUTSIDE:
+            return self
+        return self.with_mesh(_space(self, sde))
+
+    def with_error(self, sde: Any) -> tuple[float, float]:
+        """The log-likelihood and its error, in nats: that of draws, particles or nodes, and the change with
+        twice as many steps between values."""
+        one, moved = self.covering(sde), 0.0
+        value, error = _with_error(one, sde)
+        if self.refines:
+            moved = float(_with_error(one.with_effort(self.effort.finer()), sde)[0] - value)
+        return float(value), float(np.hypot(error, moved))
 
     def parts(self, space: StateSpace) -> tuple[Array, Array]:
         """The log-likelihood of each series, and its standard error."""
@@ -126,13 +158,29 @@ class HiddenSeries(eqx.Module):
         if self.mesh is not None:
             value = grid_likelihood(space, self.mesh)
             return value, jnp.zeros_like(value)
-        mode, found = expansion_at_mode(space, self.path)
-        value, error, _ = log_likelihood(space, mode, self.key, self.num_draws)
+        if self.method == PARTICLES:
+            search = Search.mode(without_derivatives(space), self.path)
+            value, error = guided_log_likelihood(space, search.best, self.key, self.num_draws)
+            found = search.found
+        else:
+            mode, found = expansion_at_mode(space, self.path)
+            value = laplace_log_likelihood(space, mode)
+            error = jnp.zeros_like(value)
+            if self.method == DRAWS:
+                value, error = log_likelihood(space, mode, self.key, self.num_draws)
         return value, jnp.where(found & jnp.isfinite(error), error, jnp.inf)
 
     @property
     def num_draws(self) -> int:
         return DRAWS_PER_PATH * self.effort.num_paths
+
+    def with_effort(self, effort: Effort) -> "HiddenSeries":
+        """With another number of steps between values, or of draws."""
+        if self.mesh is not None:
+            return dataclasses.replace(self, effort=effort, mesh=self.mesh.with_steps(effort.num_steps))
+        assert self.setup is not None
+        made = self.setup.made(effort, self.method)
+        return dataclasses.replace(made, noise=self.noise, observe=self.observe, initial=self.initial)
 
     def with_mesh(self, space: StateSpace) -> "HiddenSeries":
         """With a grid for the states of this model."""
@@ -148,6 +196,10 @@ class HiddenSeries(eqx.Module):
     def described(self) -> str:
         """The method, in words."""
         how = "Kalman filter" if self.method == KALMAN else f"{self.num_draws} draws of the hidden states"
+        if self.method == PARTICLES:
+            how = f"{REPLICATES} runs of {self.num_draws} guided particles"
+        if self.method in BY_PATHS and self.steps is not None:
+            return f"{how}, {self.steps} Euler step{'s' * (self.steps > 1)} per value"
         if self.mesh is not None:
             how = f"grid of {self.mesh.size} nodes"
             if self.mesh.scheme == EULER:
@@ -161,8 +213,7 @@ class HiddenSeries(eqx.Module):
     @property
     def refines(self) -> bool:
         """Whether the time step between values matters."""
-        euler = self.mesh is not None and self.mesh.scheme == EULER
-        return self.method != KALMAN and not self.exact and not euler
+        return self.method != KALMAN and not self.exact and self.steps is None
 
 
 class _WithInputs(eqx.Module):
@@ -175,16 +226,43 @@ class _WithInputs(eqx.Module):
         return self.observe(t, x, self.inputs(t))
 
 
+def _space(likelihood: HiddenSeries, sde: Any) -> StateSpace:
+    """The state-space model of an SDE, or of an SDE and its estimated extras."""
+    return likelihood.space(*(sde if isinstance(sde, tuple) else (sde,)))
+
+
+@functools.partial(jit, level=1)
+def _mass_at_ends(likelihood: HiddenSeries, sde: Any) -> Array:
+    """The probability of the outermost nodes given all values, summed over all states."""
+    space, mesh = _space(likelihood, sde), likelihood.mesh
+    assert mesh is not None
+    chance = jnp.exp(grid_smoother(space, mesh)[1][:, jnp.array([0, -1])])
+    all_ends = space.coordinates.ends
+    least, most = all_ends[mesh.component if len(all_ends) > 1 else 0]
+    beyond = jnp.stack([mesh.low > least, mesh.high < most], axis=1)
+    return jnp.sum(jnp.where(beyond & ~space.rows.fixed[:, mesh.component, None], chance, 0))
+
+
 @functools.partial(jit, level=1)
 def _total(likelihood: HiddenSeries, sde: Any) -> Array:
     return forwards(sde, function=_Total(likelihood))
+
+
+@functools.partial(jit, level=1)
+def _with_error(likelihood: HiddenSeries, sde: Any) -> tuple[Array, Array]:
+    space = _space(likelihood, sde)
+    value, error = likelihood.parts(space)
+    value, error = jnp.sum(value), jnp.sqrt(jnp.sum(error**2))
+    if likelihood.mesh is not None:
+        error = jnp.abs(jnp.sum(grid_likelihood(space, likelihood.mesh.finer())) - value)
+    return value, error
 
 
 class _Total(eqx.Module):
     likelihood: HiddenSeries
 
     def __call__(self, sde: Any) -> Array:
-        space = self.likelihood.space(*(sde if isinstance(sde, tuple) else (sde,)))
+        space = _space(self.likelihood, sde)
         total = jnp.sum(self.likelihood.parts(space)[0])
         return jnp.where(jnp.isfinite(total), total, -jnp.inf)
 
@@ -197,7 +275,6 @@ class HiddenLikelihood(AbstractLikelihood):
     of_sde: HiddenSeries
     steps: Transition
     penalty: np.ndarray
-    remake: Callable[[Effort, str], HiddenSeries] = eqx.field(static=True)
 
     @property
     def effort(self) -> Effort | None:
@@ -216,6 +293,10 @@ class HiddenLikelihood(AbstractLikelihood):
         return float(_value(self, jnp.asarray(free, float)).sum())
 
     def information(self, free: np.ndarray) -> np.ndarray:
+        """The information by differences of the gradient; by Laplace's approximation in place of particles,
+        whose gradient is not smooth."""
+        if self.of_sde.method == PARTICLES:
+            return self.with_method(LAPLACE).information(free)
         return information_by_differences(self, free)
 
     def quick_information(self, free: np.ndarray) -> np.ndarray:
@@ -224,19 +305,24 @@ class HiddenLikelihood(AbstractLikelihood):
         if self.of_sde.mesh is not None:
             slopes = np.asarray(_value_scores(self, jnp.asarray(free, float)))
             return slopes.T @ slopes + np.diag(self.penalty)
+        if self.of_sde.method == PARTICLES:
+            return self.with_method(LAPLACE).quick_information(free)
         size, base = 1e-4, self.total(free)[1]
         rows = [(base - self.total(free + move)[1]) / size for move in size * np.eye(len(free))]
         return 0.5 * (np.array(rows) + np.array(rows).T)
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        errors = self.scores(free)[2]
-        drawn, moved = float(np.linalg.norm(errors)), 0.0
-        here = self.log_likelihood(free)
+        """Errors of the log-likelihood: of draws, including their difference from particles, or of the nodes
+        of the grid; and of the time step."""
+        values, _, errors = self.scores(free)
+        drawn, moved, here = float(np.linalg.norm(errors)), 0.0, float(values.sum())
         if self.of_sde.refines:
             moved = abs(self.with_effort(self.of_sde.effort.finer()).log_likelihood(free) - here)
+        if self.of_sde.method in (DRAWS, LAPLACE):
+            drawn = max(drawn, abs(self.with_method(PARTICLES).log_likelihood(free) - here))
         if self.of_sde.mesh is not None:
             drawn = max(drawn, abs(self.with_nodes().log_likelihood(free) - here))
-        return drawn, moved if np.isfinite([drawn, moved]).all() else np.inf
+        return drawn if np.isfinite(drawn) else np.inf, moved if np.isfinite(moved) else np.inf
 
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))[0]
@@ -272,18 +358,13 @@ class HiddenLikelihood(AbstractLikelihood):
             return np.asarray(mean), np.asarray(deviation)
         if self.of_sde.mesh is not None:
             return self._given(*_on_grid(self, jnp.asarray(free, float), False)[0])
-        found, given = self._particles(free, key, FILTER_PARTICLES), self.of_sde.rows.given
-        return np.asarray(found.mean)[given], np.asarray(found.deviation)[given]
+        return self._given(*_filter(self, jnp.asarray(free, float), key)[1])
 
     def _given(self, mean: Array, deviation: Array) -> tuple[np.ndarray, np.ndarray]:
         """States at the times of the series; NaN where no value is observed and the filter has no state."""
         given = np.asarray(self.of_sde.rows.given)
         shown = lambda one: np.where(given[:, None] < 0, np.nan, np.asarray(one)[given])
         return shown(mean), shown(deviation)
-
-    def _particles(self, free: np.ndarray, key: PRNGKeyArray, count: int) -> FilteredDraws:
-        column = _column(self.of_sde.rows)
-        return _filter(self, jnp.asarray(free, float), key, count, column)
 
     def residuals(self, free: np.ndarray, key: PRNGKeyArray) -> np.ndarray:
         """The probability of a value below the observed one given earlier values, of all but the first."""
@@ -303,10 +384,10 @@ class HiddenLikelihood(AbstractLikelihood):
             space = self.space(jnp.asarray(free, float))
             uniform = np.asarray(grid_uniform(space, self.of_sde.mesh, column))[shown]
         else:
-            uniform = np.asarray(self._particles(free, key, FILTER_PARTICLES).uniform)[shown]
+            uniform = np.asarray(_filter(self, jnp.asarray(free, float), key)[0].uniform)[shown]
         if np.isnan(uniform).all():
             raise ValueError("residuals require an observation density with cdf")
-        least = 0.5 / (FILTER_PARTICLES + 1) if self.of_sde.method == DRAWS else 1e-15
+        least = 0.5 / (FILTER_PARTICLES + 1) if self.of_sde.method in BY_PATHS else 1e-15
         return np.clip(uniform[np.isfinite(uniform)], least, 1 - least)
 
     def last_states(self, free: np.ndarray, key: PRNGKeyArray, count: int, place: int) -> Array:
@@ -332,18 +413,20 @@ class HiddenLikelihood(AbstractLikelihood):
                 width / where.shape[1] * jax.random.uniform(shift, (count,), minval=-0.5, maxval=0.5)
             )
             return jax.vmap(self.of_sde.coordinates.to_state)(z)
-        one = dataclasses.replace(self, of_sde=_one_series(self.of_sde, place))
-        return one._particles(free, key, max(count, FILTER_PARTICLES)).last[:count]
+        key, key_choice = jax.random.split(key)
+        cloud = _filter(self, jnp.asarray(free, float), key)[0]
+        chosen = systematic(jax.nn.softmax(cloud.log_weight[last]), key_choice, count)
+        return jax.vmap(self.of_sde.coordinates.to_state)(cloud.z[last][chosen])
 
     def with_effort(self, effort: Effort) -> "HiddenLikelihood":
-        mesh = self.of_sde.mesh
-        if mesh is None:
-            return dataclasses.replace(self, of_sde=self.remake(effort, self.of_sde.method))
-        of_sde = dataclasses.replace(self.of_sde, effort=effort, mesh=mesh.with_steps(effort.num_steps))
-        return dataclasses.replace(self, of_sde=of_sde)
+        return dataclasses.replace(self, of_sde=self.of_sde.with_effort(effort))
 
-    def with_method(self, method: str, free: np.ndarray) -> "HiddenLikelihood":
-        return dataclasses.replace(self, of_sde=self.remake(self.of_sde.effort, method)).moved_to(free)
+    def with_method(self, method: str) -> "HiddenLikelihood":
+        of_sde = dataclasses.replace(self.of_sde, method=method)
+        if GRID in (method, self.of_sde.method):
+            assert of_sde.setup is not None
+            of_sde = of_sde.setup.made(of_sde.effort, method)
+        return dataclasses.replace(self, of_sde=of_sde)
 
     def with_nodes(self) -> "HiddenLikelihood":
         """With a finer grid."""
@@ -406,17 +489,14 @@ def _on_grid(
 
 @functools.partial(jit, level=1)
 def _smoothed(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array]:
-    """The states `(n, d)` at the times of the series given all values, and their standard deviations: means
-    for a linear model, otherwise the most likely states and their width by the Hessian."""
+    """Means and standard deviations `(n, d)` of the states at the times of the series given all values."""
     of_sde, space = likelihood.of_sde, likelihood.space(free)
     if of_sde.method == KALMAN:
         path, variances = smoothed_states(linear_model(space), space.rows.fixed)
-    else:
-        mode = Search.mode(space, of_sde.path).best
-        path, variances = mode.path, mode.chain(space).variances()
-        mask = (~space.rows.fixed).astype(path.dtype)
-        variances = variances * mask[:, :, None] * mask[:, None]
-    return _in_states(space, path, variances, of_sde.rows.given)
+        return _in_states(space, path, variances, of_sde.rows.given)
+    mode = Search.mode(space, of_sde.path).best
+    mean, deviation = smoothed_by_particles(space, mode, of_sde.key, of_sde.num_draws)
+    return mean[of_sde.rows.given], deviation[of_sde.rows.given]
 
 
 def _in_states(space: StateSpace, path: Array, variances: Array, given: np.ndarray) -> tuple[Array, Array]:
@@ -437,11 +517,18 @@ def _kalman_filtered(likelihood: HiddenLikelihood, free: Array) -> tuple[Filtere
 
 @functools.partial(jit, level=1)
 def _filter(
-    likelihood: HiddenLikelihood, free: Array, key: PRNGKeyArray, count: int, column: int
-) -> FilteredDraws:
+    likelihood: HiddenLikelihood, free: Array, key: PRNGKeyArray
+) -> tuple[Cloud, tuple[Array, Array]]:
+    """Particles given the values so far, and their means and standard deviations `(n, d)`."""
     space = likelihood.space(free)
     mode = Search.mode(space, likelihood.of_sde.path).best
-    return particle_filter(space, mode, key, count, column)
+    near, column = Guide.of(space, mode, far=False), _column(likelihood.of_sde.rows)
+    cloud = Guided(space, mode, near, FILTER_PARTICLES, column).run(key)
+    x = jax.vmap(jax.vmap(space.coordinates.to_state))(cloud.z)
+    share = jax.nn.softmax(cloud.log_weight, axis=1)
+    mean = jnp.einsum("nk,nkd->nd", share, x)
+    square = jnp.einsum("nk,nkd->nd", share, (x - mean[:, None]) ** 2)
+    return cloud, (mean, jnp.sqrt(square))
 
 
 def _column(rows: Rows) -> int:
@@ -449,135 +536,175 @@ def _column(rows: Rows) -> int:
     return int(np.argmax(np.asarray(rows.seen).any(axis=0)))
 
 
-def _one_series(series: HiddenSeries, place: int) -> HiddenSeries:
-    """The likelihood of one series of a panel."""
-    rows = series.rows
-    mine = np.asarray(rows.series) == place
-    links = mine[np.asarray(rows.before)]
-    shift = int(np.argmax(mine))
-    cut = dataclasses.replace(
-        rows,
-        **{name: getattr(rows, name)[mine] for name in ("values", "seen", "fixed", "first", "times")},
-        errors=None if rows.errors is None else rows.errors[mine],
-        series=jnp.zeros(int(mine.sum()), int),
-        before=rows.before[links] - shift,
-        dt=rows.dt[links],
-        given=rows.given[mine[rows.given]] - shift,
-        count=1,
-    )
-    return dataclasses.replace(series, rows=cut, path=series.path[mine])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setup:
+    """A partially observed series and its SDE at starting values, from which likelihoods are made.
 
+    All are equal: compiled programs do not depend on them, and are shared by the fits of many series.
+    """
 
-@functools.partial(jit, level=1)
-def by_particles(
-    series: HiddenSeries, space: StateSpace, key: PRNGKeyArray, count: int
-) -> tuple[Array, Array]:
-    """The log-likelihood of all series and its standard error, by guided particles."""
-    return particles(space, Search.mode(space, series.path).best, key, count)
+    sde: Any
+    series: Sequence[Observed]
+    observation: Observation
+    coordinates: AbstractCoordinates
+    key: PRNGKeyArray
+    exact: bool
+    effort: Effort | None
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Setup)
 
-def hidden_likelihood(
-    parameters: Parameters,
-    penalty: np.ndarray,
-    domains: Mapping[str, Domain],
-    series: Sequence[Observed],
-    observation: Observation,
-    coordinates: AbstractCoordinates,
-    key: PRNGKeyArray,
-    exact: bool,
-    effort: Effort | None,
-) -> HiddenLikelihood:
-    """The likelihood of a partially observed series, with the method that suits it."""
-    sde = parameters.template
-    remake, extras, of_sde = _series_likelihood(sde, series, observation, coordinates, key, exact, effort)
-    joined, added = _joined(parameters, extras, domains, coordinates, of_sde)
-    times = of_sde.rows.times
-    i = of_sde.rows.before
-    steps = Transition(of_sde.path[i], of_sde.path[i + 1], times[i], of_sde.rows.dt)
-    return HiddenLikelihood(  # pyright: ignore[reportCallIssue]
-        parameters=joined,
-        of_sde=of_sde,
-        steps=steps,
-        penalty=np.append(penalty, np.zeros(added)),
-        remake=remake,
-    )
+    def __hash__(self) -> int:
+        return hash(Setup)
 
+    def likelihood(
+        self, parameters: Parameters, penalty: np.ndarray, domains: Mapping[str, Domain]
+    ) -> HiddenLikelihood:
+        """The likelihood as a function of the free parameters."""
+        of_sde = self.of_sde()
+        if of_sde.method == DRAWS and not self._are_even(of_sde, UNEVEN):
+            of_sde = dataclasses.replace(of_sde, method=LAPLACE)  # smooth, to begin with
+        joined, added = _joined(parameters, self._extras(of_sde), domains, self.coordinates, of_sde)
+        rows, i = of_sde.rows, of_sde.rows.before
+        steps = Transition(of_sde.path[i], of_sde.path[i + 1], rows.times[i], rows.dt)
+        wide = np.append(penalty, np.zeros(added))
+        return HiddenLikelihood(joined, of_sde, steps, wide)  # pyright: ignore[reportCallIssue]
 
-def hidden_series(
-    sde: Any,
-    series: Sequence[Observed],
-    observation: Observation,
-    coordinates: AbstractCoordinates,
-    key: PRNGKeyArray,
-    exact: bool,
-    effort: Effort | None,
-) -> HiddenSeries:
-    """The log-likelihood of a partially observed series as a function of the SDE alone."""
-    return _series_likelihood(sde, series, observation, coordinates, key, exact, effort)[2]
+    def of_sde(self) -> HiddenSeries:
+        """The likelihood as a function of the SDE, with the method that suits it: the Kalman filter for
+        linear models, a grid for one hidden component, otherwise draws of the hidden states."""
+        first = self.effort or Effort(num_functions=1, num_paths=32, num_steps=2)
+        whole = self._blank(first, KALMAN)  # a linear SDE needs no states between the values
+        observation, space = self.observation, whole.space(self.sde)
+        if observation.observe is not None:
+            _check_observe(space, self._typical)
+        if observation.steps is None and is_linear(space):
+            return whole
+        _check_start(space, observation, self.sde)
+        seen = np.asarray(whole.rows.seen)
+        on_grid = hidden_component(self._blank(first, GRID).rows) is not None and not (
+            not observation.besides_noise and (seen.any(axis=1) == seen.all(axis=1)).all()
+        )
+        if not on_grid:
+            _check_euler(space, self._typical)
+            return self.made(first, DRAWS)
+        few = Effort(num_functions=1, num_paths=32, num_steps=1 if len(self._typical) > 1 else 2)
+        return self.made(self.effort or few, GRID)
 
+    def settled(self, tolerance: float) -> HiddenSeries:
+        """The likelihood as a function of the SDE, with particles where draws have uneven weights, and as
+        many steps as the tolerance requires at the given SDE."""
+        found = self.of_sde()
+        if found.method != DRAWS or self.effort is not None:
+            return found
+        if not self._are_even(found, tolerance):
+            found = dataclasses.replace(found, method=PARTICLES)
+        value = _with_error(found, self.sde)[0]
+        for _ in range(MAX_REFINEMENTS if found.refines else 0):
+            finer = found.with_effort(found.effort.finer())
+            change, value = abs(_with_error(finer, self.sde)[0] - value), _with_error(finer, self.sde)[0]
+            if change < tolerance:
+                break
+            found = finer
+        return found
 
-def _series_likelihood(
-    sde: Any,
-    series: Sequence[Observed],
-    observation: Observation,
-    coordinates: AbstractCoordinates,
-    key: PRNGKeyArray,
-    exact: bool,
-    effort: Effort | None,
-    linear: bool | None = None,
-) -> tuple[Callable[[Effort, str], HiddenSeries], dict[str, Any], HiddenSeries]:
-    """A function that makes the likelihood for an effort and a method, the estimated extras, and the
-    likelihood for the given or a first effort. `linear` says whether to use the Kalman filter."""
-    inputs = _inputs(observation.inputs, series)
-    driven = sde if inputs is None else driven_by(sde, inputs)
-    if inputs is not None and not isinstance(sde, AbstractItoSDE):
-        raise ValueError("inputs require an SDE in the Itô sense: use rf.to_ito")
-    columns, d = series[0].values.shape[1], _dimension(sde, driven, series, observation)
-    noise, errors = check_noise(observation.measurement_noise, series)
-    if observation.observe is not None:
-        check_callable("observe", observation.observe, "(t, x) -> a distribution with log_prob")
-        if observation.measurement_noise is not None:
-            raise ValueError(
-                "observe describes the errors of the values: measurement_noise must not be given"
-            )
-    noisy = noise is not None or errors is not None
-    known = _is_known(sde, observation.initial)
-    observed = (
-        np.isfinite(series[0].values[0])
-        if observation.observe is None and not noisy
-        else np.zeros(columns, bool)
-    )
-    unknown = tuple(i for i in range(d) if not (i < columns and observed[i]))
-    at = jnp.asarray(_typical(coordinates, d, series, observation.observe is not None))
-    closed = exact and inputs is None and exact_transition(sde, at, jnp.ones(())) is not None
-    knots = np.asarray(inputs.times) if isinstance(inputs, Inputs) else np.zeros(0)
-    start: dict[str, Any] = {
-        "key": key, "coordinates": coordinates, "noise": noise, "observe": observation.observe,
-        "steps": observation.steps, "initial": observation.initial, "inputs": inputs,
-        "unknown": unknown,
-    }  # fmt: skip
+    def _are_even(self, drawn: HiddenSeries, tolerance: float) -> bool:
+        """Whether the weights of draws are even: their error is small, and particles agree with them."""
+        guided = dataclasses.replace(drawn, method=PARTICLES)
+        (value, error), (other, _) = _with_error(drawn, self.sde), _with_error(guided, self.sde)
+        return bool(np.hypot(error, value - other) < tolerance)
 
-    layout = {
-        "dimension": d, "observe": observation.observe is not None, "noisy": noisy, "errors": errors,
-        "known_start": known,
-    }  # fmt: skip
+    def made(self, effort: Effort, method: str) -> HiddenSeries:
+        """The likelihood by one method."""
+        blank = self._blank(effort, method)
+        if method == KALMAN:
+            return blank
+        space = blank.space(self.sde)
+        path = smoothed_guess(space, typical_state(space, self._typical))
+        made = dataclasses.replace(blank, path=path)
+        return made.with_mesh(space) if method == GRID else made
 
-    def make(effort: Effort, method: str, exact: bool) -> HiddenSeries:
-        steps = effort.num_steps if method == DRAWS and not exact else 0
+    @functools.cached_property
+    def _inputs(self) -> Callable | None:
+        inputs = _inputs(self.observation.inputs, self.series)
+        if inputs is not None and not isinstance(self.sde, AbstractItoSDE):
+            raise ValueError("inputs require an SDE in the Itô sense: use rf.to_ito")
+        return inputs
+
+    @functools.cached_property
+    def _dimension(self) -> int:
+        driven = self.sde if self._inputs is None else driven_by(self.sde, self._inputs)
+        return _dimension(self.sde, driven, self.series, self.observation)
+
+    @functools.cached_property
+    def _typical(self) -> np.ndarray:
+        return _typical(self.coordinates, self._dimension, self.series, self.observation.observe is not None)
+
+    def _extras(self, of_sde: HiddenSeries) -> dict[str, Any]:
+        """What is estimated besides the SDE."""
+        parts = {"observe": self.observation.observe, "initial": self.observation.initial}
+        own = {
+            name: part
+            for name, part in parts.items()
+            if isinstance(part, eqx.Module) and not hasattr(part, "log_prob")
+        }
+        return {NAME: of_sde.noise} | own
+
+    def _blank(self, effort: Effort, method: str) -> HiddenSeries:
+        """The likelihood by one method, without a path or a mesh."""
+        series, observation, d, inputs = self.series, self.observation, self._dimension, self._inputs
+        observe, columns = observation.observe, series[0].values.shape[1]
+        noise, errors = check_noise(observation.measurement_noise, series)
+        if observe is not None:
+            check_callable("observe", observe, "(t, x) -> a distribution with log_prob")
+            if observation.measurement_noise is not None:
+                raise ValueError(
+                    "observe describes the errors of the values: measurement_noise must not be given"
+                )
+        noisy = noise is not None or errors is not None
+        known = _is_known(self.sde, observation.initial)
+        plain = observe is None and not noisy
+        observed = np.isfinite(series[0].values[0]) if plain else np.zeros(columns, bool)
+        at = jnp.asarray(self._typical)
+        exact = self.exact and inputs is None and exact_transition(self.sde, at, jnp.ones(())) is not None
+        drawn = method in BY_PATHS
+        knots = np.asarray(inputs.times) if isinstance(inputs, Inputs) else np.zeros(0)
+        if (method == GRID and d > 1) or (drawn and observation.steps is not None):
+            knots = np.zeros(0)
         # With a grid, values that are all missing only lengthen a gap.
-        empty = method == GRID and not noisy and observation.observe is None and d > 1
-        some = _without_empty(series) if empty else series
-        between = knots if d == 1 or method != GRID else np.zeros(0)
-        rows = rows_of(some, knots=between, num_steps=steps, **layout)
+        empty = method == GRID and plain and d > 1
+        rows = rows_of(
+            _without_empty(series) if empty else series,
+            dimension=d,
+            observe=observe is not None,
+            noisy=noisy,
+            errors=errors,
+            known_start=known,
+            knots=knots,
+            num_steps=effort.num_steps if drawn and not exact and observation.steps is None else 0,
+            euler_steps=observation.steps if drawn else None,
+        )
         if empty:
             kept = np.concatenate([np.isfinite(one.values).any(axis=1) for one in series])
             given = np.full(len(kept), -1)
             given[kept] = rows.given
             rows = dataclasses.replace(rows, given=given)
-        path = jnp.zeros((len(rows.times), d))
-        return HiddenSeries(rows=rows, path=path, effort=effort, exact=exact, method=method, **start)
-
-    return _chosen(make, sde, np.asarray(at), closed, effort, observation, linear)
+        return HiddenSeries(
+            rows=rows,
+            path=jnp.zeros((len(rows.times), d)),
+            key=self.key,
+            coordinates=self.coordinates,
+            noise=noise,
+            observe=observe,
+            initial=observation.initial,
+            inputs=inputs,
+            effort=effort,
+            unknown=tuple(i for i in range(d) if not (i < columns and observed[i])),
+            exact=exact and observation.steps is None,
+            method=method,
+            steps=observation.steps,
+            setup=self,
+        )
 
 
 def _dimension(sde: Any, driven: Any, series: Sequence[Observed], observation: Observation) -> int:
@@ -600,49 +727,6 @@ def _without_empty(series: Sequence[Observed]) -> list[Observed]:
     return [dataclasses.replace(one, times=one.times[s], values=one.values[s]) for one, s in pairs]
 
 
-def _chosen(
-    make: Callable,
-    sde: Any,
-    at: np.ndarray,
-    closed: bool,
-    effort: Effort | None,
-    observation: Observation,
-    linear: bool | None,
-) -> tuple:
-    """Choose the method: the Kalman filter for linear models, otherwise draws of the hidden states."""
-    with_path = lambda one: dataclasses.replace(one, path=first_path(one.space(sde), at))
-    first = effort or Effort(num_functions=1, num_paths=32, num_steps=2)
-    # A linear SDE needs no states between the values.
-    whole = make(first, KALMAN, closed)
-    extras = {NAME: whole.noise}
-    extras |= {
-        name: part
-        for name in ("observe", "initial")
-        if isinstance(part := getattr(observation, name), eqx.Module) and not hasattr(part, "log_prob")
-    }
-    if linear is None:
-        linear = observation.steps is None and is_linear(whole.space(sde))
-        partly = np.any(np.asarray(whole.rows.seen).any(axis=1) & ~np.asarray(whole.rows.seen).all(axis=1))
-        others = any(
-            getattr(observation, name) is not None for name in ("observe", "initial", "inputs", "steps")
-        )
-        on_grid = bool(partly or others)
-        if observation.observe is not None:
-            _check_observe(whole.space(sde), at)
-        if on_grid and not linear:
-            _check_supported(make(first, GRID, closed), observation, sde)
-    else:
-        on_grid = False
-    if linear:
-        return (lambda effort, method: whole), extras, whole
-    small = effort or Effort(num_functions=1, num_paths=32, num_steps=1 if len(at) > 1 else 2)
-    remake = lambda effort, method: with_path(make(effort, method, closed))
-    if on_grid:
-        found = remake(small, GRID)
-        return remake, extras, found.with_mesh(found.space(sde))
-    return remake, extras, remake(first, DRAWS)
-
-
 def _check_observe(space: StateSpace, at: np.ndarray) -> None:
     """Refuse an observation density that is not a number at a typical state."""
     assert space.observe is not None
@@ -653,26 +737,37 @@ def _check_observe(space: StateSpace, at: np.ndarray) -> None:
         drawn = space.observe(time, jnp.asarray(at))
         if not hasattr(drawn, "log_prob"):
             raise TypeError(f"observe must return an object with log_prob, got {type(drawn).__name__}")
-        found = np.asarray(drawn.log_prob(jnp.asarray(value)))
+        there = np.asarray(space.rows.seen)
+        found = np.asarray(drawn.log_prob(jnp.asarray(np.where(there[place], value, 1.0))))
+        if found.shape != value.shape and (there.any(axis=1) & ~there.all(axis=1)).any():
+            raise ValueError(
+                f"values with missing cells require that observe has one log-density for each of the "
+                f"{value.size} columns; its log_prob has shape {found.shape}"
+            )
         if np.isnan(found).any():
             raise ValueError(
                 f"observe has a log-density of nan for the values {value} at time {time:g} and state {at}"
             )
 
 
-def _check_supported(series: HiddenSeries, observation: Observation, sde: Any) -> None:
-    """Refuse what only linear SDEs have, and what has more than one hidden component."""
-    given = [
-        name for name in ("observe", "inputs", "initial", "steps") if getattr(observation, name) is not None
-    ]
-    if hidden_component(series.rows) is None:
-        what = ", ".join(["hidden components or missing cells", *given])
+def _check_euler(space: StateSpace, at: np.ndarray) -> None:
+    """Refuse Euler steps that have no density."""
+    if not space.euler:
+        return
+    z = space.coordinates.from_state(jnp.asarray(at, float))
+    spread = np.asarray(space.euler_step(z, space.rows.times[0], space.rows.dt[0]).covariance)
+    scale = np.sqrt(np.maximum(np.diag(spread), 1e-300))
+    if not np.linalg.eigvalsh(spread / scale[:, None] / scale)[0] > 1e-12:
         raise ValueError(
-            f"{what} of a nonlinear SDE require that at most one component of the state is unknown at any "
-            "time, and always the same; the others must be observed without error"
+            "steps requires noise in all components, as other Euler steps have no density: leave it out for "
+            "the SDE in continuous time"
         )
-    own = isinstance(sde, AbstractNamedSDE) and sde.stationary(series.unknown)
-    if isinstance(observation.initial, str) and not (own or is_affine(series.space(sde))):
+
+
+def _check_start(space: StateSpace, observation: Observation, sde: Any) -> None:
+    """Refuse a stationary start whose distribution is not known."""
+    own = isinstance(sde, AbstractNamedSDE) and sde.stationary(space.unknown)
+    if isinstance(observation.initial, str) and not (own or is_affine(space)):
         raise ValueError(
             f"initial='stationary' requires a linear SDE or one whose stationary distribution is known, not "
             f"{type(sde).__name__}: give a distribution"

@@ -1,0 +1,339 @@
+"""Simulated series with hidden states.
+
+`python -m benchmarks.hidden_states likelihood NAME`: the log-likelihood of a simulated series beside a
+bootstrap particle filter in NumPy, of `lotka`, `lotka-gaps` (30 % of the cells missing), `neuron` or
+`epidemic`.
+
+`coverage NAME FIRST COUNT SECONDS`: fits of simulated series number FIRST, FIRST + 1, …: how often 95 %
+intervals of parameters and hidden states cover the truth, for `heston`, `volatility`, `neuron` or `lotka`.
+
+`speed LENGTH`: seconds of the log-likelihood and its gradient for a long series.
+"""
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+import roughflow as rf
+
+KEY = jax.random.key(0)
+ANIMALS = rf.LotkaVolterra(*(0.5, 0.03, 0.8, 0.03, 0.2, 0.2))
+NEURON = rf.FitzHughNagumo(*(0.1, 0.0, 1.5, 0.8, 0.3, 0.3))
+PRICE = rf.Heston(*(0.05, 8.0, 0.05, 0.6, -0.6))
+VOLATILITY = rf.series.StochasticVolatility(*(0.05, 8.0, -3.0, 2.0, -0.5))
+
+
+class Counts(eqx.Module):
+    """Poisson counts."""
+
+    rate: jax.Array
+
+    def log_prob(self, y: jax.Array) -> jax.Array:
+        return y * jnp.log(self.rate) - self.rate - jax.lax.lgamma(y + 1)
+
+
+class Start(eqx.Module):
+    """Normal in the state, or in its logarithm."""
+
+    mean: jax.Array
+    deviation: jax.Array
+    log: bool = eqx.field(static=True)
+
+    def log_prob(self, x: jax.Array) -> jax.Array:
+        y = jnp.log(x) if self.log else x
+        return jax.scipy.stats.norm.logpdf(y, self.mean, self.deviation) - (jnp.log(x) if self.log else 0)
+
+    def sample(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        mean, deviation = np.asarray(self.mean), np.asarray(self.deviation)
+        y = mean + deviation * rng.normal(size=(count, len(mean)))
+        return np.exp(y) if self.log else y
+
+
+class Epidemic(rf.sde.AbstractItoSDE):
+    """Logarithms of the susceptible share and of the infected share; noise in the rate of contacts."""
+
+    beta: jax.Array
+    gamma: jax.Array
+    sigma: jax.Array
+    dimension = 2
+
+    def drift(self, t: Any, z: jax.Array) -> jax.Array:
+        s, i = jnp.exp(z)
+        rate, square = self.beta, 0.5 * self.sigma**2
+        return jnp.stack([-rate * i - square * i**2, rate * s - self.gamma - square * s**2])
+
+    def diffusion(self, t: Any, z: jax.Array) -> jax.Array:
+        s, i = jnp.exp(z)
+        shared = self.sigma * jnp.stack([-i, s])
+        return jnp.stack([shared, jnp.array([0.01, 0.02])], axis=1)
+
+
+def prevalence(t: Any, z: jax.Array) -> Counts:
+    return Counts(2000 * jnp.exp(z[1:]))
+
+
+def counts(t: Any, x: jax.Array) -> Counts:
+    return Counts(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """An SDE, the times of its values, and what `rf.fit_sde` is given."""
+
+    sde: Any
+    times: np.ndarray
+    start: Start
+    options: dict[str, Any]
+    kind: str  # of the values: counts, noisy, or hidden for one exact column and one hidden
+    noise: float = 0.0
+    missing: float = 0.0
+    substeps: int = 20
+
+    def stepped(self, x: np.ndarray, dt: float, rng: np.random.Generator) -> np.ndarray:
+        """Small steps of many states `(K, d)`, over dt in all."""
+        h = dt / self.substeps
+        for _ in range(self.substeps):
+            x = _STEPS[type(self.sde).__name__](self.sde, x, h, rng.normal(size=x.shape))
+        return x
+
+    def observed(self, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if self.kind == "hidden":
+            return np.column_stack([x[:, 0], np.full(len(x), np.nan)])
+        if self.kind == "noisy":
+            return np.column_stack([x[:, 0] + self.noise * rng.normal(size=len(x)), np.full(len(x), np.nan)])
+        y = rng.poisson(2000 * np.exp(x[:, 1:]) if isinstance(self.sde, Epidemic) else x).astype(float)
+        y[rng.random(y.shape) < self.missing] = np.nan
+        return y
+
+    def simulated(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        x = [self.start.sample(rng, 1)]
+        if self.options.get("initial") == "stationary":
+            x = [self.stepped(x[0], 1.0, np.random.default_rng((seed, 1)))]
+        for dt in np.diff(self.times):
+            x.append(self.stepped(x[-1], dt, rng))
+        states = np.concatenate(x)
+        return self.observed(states, rng), states
+
+    def log_prob(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Of one value given many states."""
+        total = np.zeros(len(x))
+        if self.kind == "noisy":
+            return stats.norm.logpdf(y[0], x[:, 0], self.noise)
+        rate = 2000 * np.exp(x[:, 1:]) if isinstance(self.sde, Epidemic) else x
+        for i in np.flatnonzero(np.isfinite(y)):
+            total += stats.poisson.logpmf(y[i], rate[:, i])
+        return total
+
+    def bootstrap(self, y: np.ndarray, count: int, seed: int) -> float:
+        """The log-likelihood by a bootstrap particle filter (Gordon, Salmond & Smith 1993)."""
+        rng, total = np.random.default_rng(seed), 0.0
+        x = self.start.sample(rng, count)
+        for k, value in enumerate(y):
+            if k:
+                x = self.stepped(x, self.times[k] - self.times[k - 1], rng)
+            weight = self.log_prob(x, value)
+            top = weight.max()
+            share = np.exp(weight - top)
+            total += top + np.log(share.mean())
+            points = (np.arange(count) + rng.uniform()) / count * share.sum()
+            x = x[np.minimum(np.searchsorted(np.cumsum(share), points), count - 1)]
+        return total
+
+
+def _fields(sde: Any) -> list[float]:
+    return [float(leaf) for leaf in jax.tree.leaves(sde)]
+
+
+def _lotka(sde: Any, x: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
+    alpha, beta, gamma, delta, one, two = _fields(sde)
+    a, b = x.T
+    rise = (alpha - beta * b - one**2 / 2) * h + one * np.sqrt(h) * e[:, 0]
+    return np.exp(
+        np.log(x) + np.column_stack([rise, (delta * a - gamma - two**2 / 2) * h + two * np.sqrt(h) * e[:, 1]])
+    )
+
+
+def _neuron(sde: Any, x: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
+    epsilon, s, gamma, beta, one, two = _fields(sde)
+    a, b = x.T
+    drift = np.column_stack([(a - a * a * a - b + s) / epsilon, gamma * a - b + beta])
+    return x + h * drift + np.sqrt(h) * e * [one, two]
+
+
+def _epidemic(sde: Any, z: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
+    beta, gamma, sigma = _fields(sde)
+    s, i = np.exp(z.T)
+    square = 0.5 * sigma**2
+    drift = np.column_stack([-beta * i - square * i**2, beta * s - gamma - square * s**2])
+    w = np.sqrt(h) * e
+    noise = np.column_stack([-sigma * i * w[:, 0] + 0.01 * w[:, 1], sigma * s * w[:, 0] + 0.02 * w[:, 1]])
+    return z + h * drift + noise
+
+
+def _heston(sde: Any, x: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
+    mu, kappa, theta, sigma, rho = _fields(sde)
+    v, w = x[:, 1], np.sqrt(h) * e
+    price = x[:, 0] * np.exp((mu - v / 2) * h + np.sqrt(v) * w[:, 0])
+    shock = rho * w[:, 0] + np.sqrt(1 - rho**2) * w[:, 1]
+    later = v + kappa * (theta - v) * h + sigma * np.sqrt(v) * shock + 0.25 * sigma**2 * (shock**2 - h)
+    return np.column_stack([price, np.maximum(later, 1e-9)])
+
+
+def _volatility(sde: Any, x: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
+    mu, kappa, theta, sigma, rho = _fields(sde)
+    v, w = np.exp(x[:, 1]), np.sqrt(h) * e
+    price = x[:, 0] * np.exp((mu - v / 2) * h + np.sqrt(v) * w[:, 0])
+    shock = rho * w[:, 0] + np.sqrt(1 - rho**2) * w[:, 1]
+    return np.column_stack([price, x[:, 1] + kappa * (theta - x[:, 1]) * h + sigma * shock])
+
+
+_STEPS: dict[str, Callable] = {
+    "LotkaVolterra": _lotka,
+    "FitzHughNagumo": _neuron,
+    "Epidemic": _epidemic,
+    "Heston": _heston,
+    "StochasticVolatility": _volatility,
+}
+
+
+def start(mean: list[float], deviation: list[float], log: bool = False) -> Start:
+    return Start(jnp.asarray(mean), jnp.asarray(deviation), log)
+
+
+def problem(name: str, fits: bool) -> Problem:
+    """For a log-likelihood, or for fits."""
+    if name.startswith("lotka"):
+        first = start([np.log(25), np.log(15)], [0.3, 0.3], log=True)
+        sde = ANIMALS
+        times = 0.5 * np.arange(80 if fits else 40)
+        missing = 0.3 if name == "lotka-gaps" else 0.0
+        return Problem(sde, times, first, {"observe": counts, "initial": first}, "counts", missing=missing)
+    if name == "neuron":
+        first = start([-0.8, -0.4], [0.3, 0.3])
+        sde, times = NEURON, 0.1 * np.arange(60)
+        if fits:  # the recovery is determined up to a shift, which moves s
+            return Problem(sde, 0.05 * np.arange(500), first, {"fixed": ["s"]}, "hidden", substeps=50)
+        noise = np.full((len(times), 2), 0.2)
+        return Problem(
+            sde, times, first, {"initial": first, "measurement_noise": noise}, "noisy", 0.2, 0.0, 25
+        )
+    if name == "epidemic":
+        first = start([np.log(0.95), np.log(0.01)], [0.02, 0.3])
+        sde = Epidemic(*map(jnp.asarray, (0.6, 0.25, 0.3)))  # pyright: ignore
+        return Problem(sde, 1.0 * np.arange(50), first, {"observe": prevalence, "initial": first}, "counts")
+    days = np.arange(300) / 252
+    if name == "heston":
+        first = start([0.0, np.log(0.05)], [1e-9, 0.3], log=True)
+        sde = PRICE
+        return Problem(sde, days, first, {"initial": "stationary"}, "hidden")
+    first = start([0.0, -3.0], [1e-9, 0.5], log=False)
+    first = Start(jnp.asarray([1.0, -3.0]), first.deviation, False)
+    sde = VOLATILITY
+    return Problem(sde, days, first, {"initial": "stationary"}, "hidden")
+
+
+def likelihood(name: str, particles: str = "100000", runs: str = "8") -> None:
+    """Ours with its error, beside independent particles with 20 and 40 steps between values."""
+    one = problem(name, fits=False)
+    y, _ = one.simulated(0)
+    begin = time.perf_counter()
+    ours: Any = rf.series_likelihood(one.sde, one.times, y, key=KEY, **one.options)
+    value, error = ours.with_error(one.sde)
+    seconds = time.perf_counter() - begin
+    print(f"{name}: {value:.3f} ± {error:.3f}, {seconds:.0f} s, {ours.described()}", flush=True)
+    for factor in (1, 2):
+        other = dataclasses.replace(one, substeps=factor * one.substeps)
+        found = [other.bootstrap(y, int(particles), seed) for seed in range(int(runs))]
+        spread = np.std(found, ddof=1) / np.sqrt(len(found))
+        mean = np.logaddexp.reduce(found) - np.log(len(found))
+        print(f"  particles, {other.substeps} steps: {mean:.3f} ± {spread:.3f}", flush=True)
+
+
+def coverage(name: str, first: str, count: str, seconds: str) -> None:
+    """One line per series, and what share of intervals cover the truth."""
+    one, begin = problem(name, fits=True), time.perf_counter()
+    names = [field.name for field in dataclasses.fields(one.sde)]
+    truth = [
+        x for name, x in zip(names, _fields(one.sde), strict=True) if name not in one.options.get("fixed", ())
+    ]
+    covered, bands, z, euler = [], [], [], []
+    for seed in range(int(first), int(first) + int(count)):
+        if time.perf_counter() - begin > float(seconds):
+            break
+        y, states = one.simulated(seed)
+        effort = rf.transition.Effort(1, 32, 2 if name == "lotka" else 1)
+        options: dict[str, Any] = {"key": KEY, "num_starts": 1, "effort": effort, **one.options}
+        try:
+            result = rf.fit_sde(one.sde, one.times, y, **options)
+            plain = rf.fit_sde(one.sde, one.times, y, steps=1, **options)
+        except Exception as error:  # a fit that fails is part of the result
+            print(f"{name} {seed} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        intervals = np.array(list(result.confint().values()))
+        covered.append((intervals[:, 0] <= truth) & (truth <= intervals[:, 1]))
+        errors = np.array(list(result.standard_errors.values()))
+        z.append((result.estimates - truth) / errors)
+        euler.append((plain.estimates - truth) / errors)
+        mean, deviation = result.smoothed
+        hidden = deviation[:, -1] > 0
+        inside = np.abs(states - mean)[hidden] <= 1.96 * deviation[hidden]
+        bands.append(inside[:, deviation[hidden][0] > 0].mean())
+        spent = time.perf_counter() - begin
+        shown = f"{result.log_likelihood:.2f} ± {result.likelihood_error:.2g}; {result.warning}"
+        print(
+            f"{name} {seed} {spent:.0f} s covered {covered[-1].astype(int)} {bands[-1]:.3f} {shown}",
+            flush=True,
+        )
+        print("  z", np.round(z[-1], 2), "euler", np.round(euler[-1], 2), flush=True)
+    covered, z, euler = np.array(covered), np.array(z), np.array(euler)
+    print(f"{name} {first}: {len(covered)} series, bands {np.mean(bands):.3f}")
+    print(f"  parameters {covered.mean(axis=0)}")
+    print(
+        f"  bias in standard errors {np.nanmedian(z, axis=0)}, Euler {np.nanmedian(euler, axis=0)}",
+        flush=True,
+    )
+
+
+def speed(length: str) -> None:
+    """Stochastic volatility behind a long series of prices."""
+    sde, n = VOLATILITY, int(length)
+    begin = Start(jnp.asarray([1.0, -3.0]), jnp.asarray([1e-9, 0.5]), False)
+    one = Problem(sde, np.arange(n) / 252, begin, {"initial": "stationary"}, "hidden", substeps=5)
+    y, _ = one.simulated(0)
+    for steps in (1, None):
+        made = time.perf_counter()
+        ours: Any = rf.series_likelihood(sde, one.times, y, key=KEY, steps=steps, **one.options)
+        made = time.perf_counter() - made
+        value_and_grad = eqx.filter_jit(eqx.filter_value_and_grad(ours))
+        jax.block_until_ready(value_and_grad(sde))
+        at = time.perf_counter(), time.process_time()
+        jax.block_until_ready(value_and_grad(sde))
+        wall, cpu = time.perf_counter() - at[0], time.process_time() - at[1]
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"{n} values, steps={steps}: {ours.described()}")
+        print(
+            f"  made in {made:.0f} s, value and gradient {wall:.2f} s ({cpu:.2f} s CPU), {memory:.2f} GiB",
+            flush=True,
+        )
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)
+    parts: dict[str, Callable] = {
+        "likelihood": likelihood, "coverage": coverage, "speed": speed
+    }  # fmt: skip
+    parts[sys.argv[1]](*sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
