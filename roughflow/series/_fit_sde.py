@@ -35,8 +35,9 @@ from .hidden._likelihood import (
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of the random starting points, in the free parameters
-REFINED = 5  # maximum number of times the effort is raised
-TOLERANCE = (0.02, 0.1)  # nats, without and with hidden states
+# Without and with hidden states:
+REFINED = (3, 5)  # maximum number of times the effort is raised
+TOLERANCE = (0.02, 0.1)  # nats
 
 
 @in_double_precision
@@ -143,7 +144,7 @@ def fit_sde(
     moments = [] if observe is not None else _moments(start, likelihood.parameters, times, values)
     maximum = _maximum(likelihood, moments, num_starts, key_starts)
     errors = maximum.likelihood.total_errors(maximum.free)
-    for _ in range(REFINED):
+    for _ in range(REFINED[hidden]):
         if np.hypot(*errors) < tolerance or effort is not None:
             break
         further = _raised(maximum, errors, tolerance)
