@@ -29,16 +29,8 @@ KEY = jax.random.key(0)
 ANIMALS = rf.LotkaVolterra(*(0.5, 0.03, 0.8, 0.03, 0.2, 0.2))
 NEURON = rf.FitzHughNagumo(*(0.1, 0.0, 1.5, 0.8, 0.3, 0.3))
 PRICE = rf.Heston(*(0.05, 8.0, 0.05, 0.6, -0.6))
+EPIDEMIC = rf.series.SIR(*(0.6, 0.25, 2000.0))
 VOLATILITY = rf.series.StochasticVolatility(*(0.05, 8.0, -3.0, 2.0, -0.5))
-
-
-class Counts(eqx.Module):
-    """Poisson counts."""
-
-    rate: jax.Array
-
-    def log_prob(self, y: jax.Array) -> jax.Array:
-        return y * jnp.log(self.rate) - self.rate - jax.lax.lgamma(y + 1)
 
 
 class Start(eqx.Module):
@@ -56,33 +48,6 @@ class Start(eqx.Module):
         mean, deviation = np.asarray(self.mean), np.asarray(self.deviation)
         y = mean + deviation * rng.normal(size=(count, len(mean)))
         return np.exp(y) if self.log else y
-
-
-class Epidemic(rf.sde.AbstractItoSDE):
-    """Logarithms of the susceptible share and of the infected share; noise in the rate of contacts."""
-
-    beta: jax.Array
-    gamma: jax.Array
-    sigma: jax.Array
-    dimension = 2
-
-    def drift(self, t: Any, z: jax.Array) -> jax.Array:
-        s, i = jnp.exp(z)
-        rate, square = self.beta, 0.5 * self.sigma**2
-        return jnp.stack([-rate * i - square * i**2, rate * s - self.gamma - square * s**2])
-
-    def diffusion(self, t: Any, z: jax.Array) -> jax.Array:
-        s, i = jnp.exp(z)
-        shared = self.sigma * jnp.stack([-i, s])
-        return jnp.stack([shared, jnp.array([0.01, 0.02])], axis=1)
-
-
-def prevalence(t: Any, z: jax.Array) -> Counts:
-    return Counts(2000 * jnp.exp(z[1:]))
-
-
-def counts(t: Any, x: jax.Array) -> Counts:
-    return Counts(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +75,14 @@ class Problem:
             return np.column_stack([x[:, 0], np.full(len(x), np.nan)])
         if self.kind == "noisy":
             return np.column_stack([x[:, 0] + self.noise * rng.normal(size=len(x)), np.full(len(x), np.nan)])
-        y = rng.poisson(2000 * np.exp(x[:, 1:]) if isinstance(self.sde, Epidemic) else x).astype(float)
+        y = rng.poisson(x[:, 1:] if self.sde is EPIDEMIC else x).astype(float)
         y[rng.random(y.shape) < self.missing] = np.nan
         return y
 
     def simulated(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(seed)
         x = [self.start.sample(rng, 1)]
-        if self.options.get("initial") == "stationary":
+        if isinstance(self.options.get("initial"), str):  # stationary
             x = [self.stepped(x[0], 1.0, np.random.default_rng((seed, 1)))]
         for dt in np.diff(self.times):
             x.append(self.stepped(x[-1], dt, rng))
@@ -129,7 +94,7 @@ class Problem:
         total = np.zeros(len(x))
         if self.kind == "noisy":
             return stats.norm.logpdf(y[0], x[:, 0], self.noise)
-        rate = 2000 * np.exp(x[:, 1:]) if isinstance(self.sde, Epidemic) else x
+        rate = x[:, 1:] if self.sde is EPIDEMIC else x
         for i in np.flatnonzero(np.isfinite(y)):
             total += stats.poisson.logpmf(y[i], rate[:, i])
         return total
@@ -170,14 +135,12 @@ def _neuron(sde: Any, x: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
     return x + h * drift + np.sqrt(h) * e * [one, two]
 
 
-def _epidemic(sde: Any, z: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
-    beta, gamma, sigma = _fields(sde)
-    s, i = np.exp(z.T)
-    square = 0.5 * sigma**2
-    drift = np.column_stack([-beta * i - square * i**2, beta * s - gamma - square * s**2])
-    w = np.sqrt(h) * e
-    noise = np.column_stack([-sigma * i * w[:, 0] + 0.01 * w[:, 1], sigma * s * w[:, 0] + 0.02 * w[:, 1]])
-    return z + h * drift + noise
+def _epidemic(sde: Any, x: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
+    beta, gamma = _fields(sde)
+    infections, recoveries = beta * x[:, 0] * x[:, 1] / sde.population, gamma * x[:, 1]
+    infected = h * infections + np.sqrt(h * infections) * e[:, 0]
+    recovered = h * recoveries + np.sqrt(h * recoveries) * e[:, 1]
+    return np.maximum(x + np.column_stack([-infected, infected - recovered]), 1e-9)
 
 
 def _heston(sde: Any, x: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
@@ -200,7 +163,7 @@ def _volatility(sde: Any, x: np.ndarray, h: float, e: np.ndarray) -> np.ndarray:
 _STEPS: dict[str, Callable] = {
     "LotkaVolterra": _lotka,
     "FitzHughNagumo": _neuron,
-    "Epidemic": _epidemic,
+    "SIR": _epidemic,
     "Heston": _heston,
     "StochasticVolatility": _volatility,
 }
@@ -217,7 +180,14 @@ def problem(name: str, fits: bool) -> Problem:
         sde = ANIMALS
         times = 0.5 * np.arange(80 if fits else 40)
         missing = 0.3 if name == "lotka-gaps" else 0.0
-        return Problem(sde, times, first, {"observe": counts, "initial": first}, "counts", missing=missing)
+        return Problem(
+            sde,
+            times,
+            first,
+            {"observe": rf.series.Counts((0, 1)), "initial": first},
+            "counts",
+            missing=missing,
+        )
     if name == "neuron":
         first = start([-0.8, -0.4], [0.3, 0.3])
         sde, times = NEURON, 0.1 * np.arange(60)
@@ -228,9 +198,10 @@ def problem(name: str, fits: bool) -> Problem:
             sde, times, first, {"initial": first, "measurement_noise": noise}, "noisy", 0.2, 0.0, 25
         )
     if name == "epidemic":
-        first = start([np.log(0.95), np.log(0.01)], [0.02, 0.3])
-        sde = Epidemic(*map(jnp.asarray, (0.6, 0.25, 0.3)))  # pyright: ignore
-        return Problem(sde, 1.0 * np.arange(50), first, {"observe": prevalence, "initial": first}, "counts")
+        begin = np.array([1980.0, 20.0])
+        first = start([1980.0, 20.0], [0.0, 0.0])
+        options = {"observe": rf.series.Counts((1,)), "initial": begin}
+        return Problem(EPIDEMIC, 1.0 * np.arange(36), first, options, "counts")
     days = np.arange(300) / 252
     if name == "heston":
         first = start([0.0, np.log(0.05)], [1e-9, 0.3], log=True)
