@@ -358,13 +358,16 @@ class HiddenLikelihood(AbstractLikelihood):
             return np.asarray(mean), np.asarray(deviation)
         if self.of_sde.mesh is not None:
             return self._given(*_on_grid(self, jnp.asarray(free, float), False)[0])
-        return self._given(*_filter(self, jnp.asarray(free, float), key)[1])
+        return self._given(*self._particles(free, key)[1])
 
     def _given(self, mean: Array, deviation: Array) -> tuple[np.ndarray, np.ndarray]:
         """States at the times of the series; NaN where no value is observed and the filter has no state."""
         given = np.asarray(self.of_sde.rows.given)
         shown = lambda one: np.where(given[:, None] < 0, np.nan, np.asarray(one)[given])
         return shown(mean), shown(deviation)
+
+    def _particles(self, free: np.ndarray, key: PRNGKeyArray) -> tuple[Cloud, tuple[Array, Array]]:
+        return _filter(self, jnp.asarray(free, float), key, _column(self.of_sde.rows))
 
     def residuals(self, free: np.ndarray, key: PRNGKeyArray) -> np.ndarray:
         """The probability of a value below the observed one given earlier values, of all but the first."""
@@ -384,7 +387,7 @@ class HiddenLikelihood(AbstractLikelihood):
             space = self.space(jnp.asarray(free, float))
             uniform = np.asarray(grid_uniform(space, self.of_sde.mesh, column))[shown]
         else:
-            uniform = np.asarray(_filter(self, jnp.asarray(free, float), key)[0].uniform)[shown]
+            uniform = np.asarray(self._particles(free, key)[0].uniform)[shown]
         if np.isnan(uniform).all():
             raise ValueError("residuals require an observation density with cdf")
         least = 0.5 / (FILTER_PARTICLES + 1) if self.of_sde.method in BY_PATHS else 1e-15
@@ -414,7 +417,7 @@ class HiddenLikelihood(AbstractLikelihood):
             )
             return jax.vmap(self.of_sde.coordinates.to_state)(z)
         key, key_choice = jax.random.split(key)
-        cloud = _filter(self, jnp.asarray(free, float), key)[0]
+        cloud = self._particles(free, key)[0]
         chosen = systematic(jax.nn.softmax(cloud.log_weight[last]), key_choice, count)
         return jax.vmap(self.of_sde.coordinates.to_state)(cloud.z[last][chosen])
 
@@ -517,13 +520,12 @@ def _kalman_filtered(likelihood: HiddenLikelihood, free: Array) -> tuple[Filtere
 
 @functools.partial(jit, level=1)
 def _filter(
-    likelihood: HiddenLikelihood, free: Array, key: PRNGKeyArray
+    likelihood: HiddenLikelihood, free: Array, key: PRNGKeyArray, column: int
 ) -> tuple[Cloud, tuple[Array, Array]]:
     """Particles given the values so far, and their means and standard deviations `(n, d)`."""
     space = likelihood.space(free)
     mode = Search.mode(space, likelihood.of_sde.path).best
-    near, column = Guide.of(space, mode, far=False), _column(likelihood.of_sde.rows)
-    cloud = Guided(space, mode, near, FILTER_PARTICLES, column).run(key)
+    cloud = Guided(space, mode, Guide.of(space, mode, far=False), FILTER_PARTICLES, column).run(key)
     x = jax.vmap(jax.vmap(space.coordinates.to_state))(cloud.z)
     share = jax.nn.softmax(cloud.log_weight, axis=1)
     mean = jnp.einsum("nk,nkd->nd", share, x)
