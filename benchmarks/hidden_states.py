@@ -230,6 +230,14 @@ def likelihood(name: str, particles: str = "100000", runs: str = "8") -> None:
         print(f"  particles, {other.substeps} steps: {mean:.3f} ± {spread:.3f}", flush=True)
 
 
+def _fitted(one: Problem, y: np.ndarray, options: dict[str, Any], steps: int | None) -> Any:
+    """A fit, or the reason why there is none."""
+    try:
+        return rf.fit_sde(one.sde, one.times, y, steps=steps, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
 def coverage(name: str, first: str, count: str, seconds: str) -> None:
     """One line per series, and what share of intervals cover the truth."""
     one, begin = problem(name, fits=True), time.perf_counter()
@@ -244,17 +252,15 @@ def coverage(name: str, first: str, count: str, seconds: str) -> None:
         y, states = one.simulated(seed)
         effort = rf.transition.Effort(1, 32, 2 if name == "lotka" else 1)
         options: dict[str, Any] = {"key": KEY, "num_starts": 1, "effort": effort, **one.options}
-        try:
-            result = rf.fit_sde(one.sde, one.times, y, **options)
-            plain = rf.fit_sde(one.sde, one.times, y, steps=1, **options)
-        except Exception as error:  # a fit that fails is part of the result
-            print(f"{name} {seed} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        result, plain = (_fitted(one, y, options, steps) for steps in (None, 1))
+        if isinstance(result, str):
+            print(f"{name} {seed} failed: {result}", flush=True)
             continue
         intervals = np.array(list(result.confint().values()))
         covered.append((intervals[:, 0] <= truth) & (truth <= intervals[:, 1]))
         errors = np.array(list(result.standard_errors.values()))
         z.append((result.estimates - truth) / errors)
-        euler.append((plain.estimates - truth) / errors)
+        euler.append(errors + np.nan if isinstance(plain, str) else (plain.estimates - truth) / errors)
         mean, deviation = result.smoothed
         hidden = deviation[:, -1] > 0
         inside = np.abs(states - mean)[hidden] <= 1.96 * deviation[hidden]
