@@ -35,10 +35,7 @@ NO_EXAMPLE |= {
     "Tuned",
     "WarmedUp",
     "EvidenceBound",
-    "Relations",
-    "Encoding",
-    "MixtureComponents",
-    "Conditional",
+    "Prediction",
 }
 # The parts and results of `fit_latent`.
 NO_EXAMPLE |= {

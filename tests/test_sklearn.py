@@ -1,10 +1,14 @@
-"""The scikit-learn estimator keeps scikit-learn's contract."""
+"""The scikit-learn estimators keep scikit-learn's contract; regression."""
 
+import dataclasses
 import pickle
 import warnings
 
+import equinox as eqx
+import jax
 import numpy as np
 import pytest
+from scipy import stats
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.mixture import GaussianMixture
@@ -14,7 +18,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils import estimator_checks
 
 import roughflow as rf
-from roughflow.interop.sklearn import StochasticFlowDensity
+from roughflow.interop.sklearn import StochasticFlowDensity, StochasticFlowRegressor
+from roughflow.tables import _regression
 
 
 def tiny(**settings):
@@ -181,3 +186,134 @@ def test_a_search_warns_once_and_names_the_line_that_started_it():
         search.fit(rows)
     told = [warning for warning in caught if "interquartile ranges from its median" in str(warning.message)]
     assert [warning.filename for warning in told] == [__file__]
+
+
+# ---------------------------------------------------------------------------------------------- regression
+
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def line():
+    """y is linear in x with normal noise of standard deviation 0.5."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(2000, 2))
+    return x, 3 + x @ np.array([1.0, -2.0]) + 0.5 * rng.normal(size=2000)
+
+
+@pytest.fixture(scope="module")
+def linear(line):
+    x, y = line
+    return rf.tables.fit_regression(y, x, key=KEY, family="gaussian")
+
+
+def test_predictions_of_a_linear_regression(linear, line):
+    x, y = line
+    prediction = linear.conditional(x[:50])
+    design = np.column_stack([np.ones(2000), x])
+    coefficients = np.linalg.lstsq(design, y)[0]
+    mean, std = design[:50] @ coefficients, np.std(y - design @ coefficients)
+    np.testing.assert_allclose(prediction.mean, mean, atol=0.02)
+    np.testing.assert_allclose(prediction.std, std, rtol=0.01)
+    low, high = prediction.interval(0.9)
+    np.testing.assert_allclose([low, high], stats.norm(mean, std).interval(0.9), atol=0.02)
+    np.testing.assert_allclose(prediction.log_prob(y[:50]), stats.norm(mean, std).logpdf(y[:50]), atol=0.06)
+    np.testing.assert_allclose(prediction.cdf(y[:50]), stats.norm(mean, std).cdf(y[:50]), atol=0.01)
+    assert stats.kstest(prediction.sample(400, key=KEY)[:, 0], stats.norm(mean[0], std).cdf).pvalue > 1e-3
+
+
+def test_an_ensemble_is_the_average_of_its_members(linear, line):
+    """Two normal distributions 4 apart, with a base that is twice as wide."""
+    (member,) = linear.members
+    shift = np.zeros(3)
+    shift[0] = 4.0
+    other = eqx.tree_at(lambda m: m.loc, member, member.loc + shift)
+    ensemble = rf.tables.Regression((member, other), np.array(2.0)).conditional(line[0][:5])
+    one = linear.conditional(line[0][:5])
+    parts = stats.norm(one.mean, 2 * one.std), stats.norm(one.mean + 4, 2 * one.std)
+    at = one.mean + 3.0
+    np.testing.assert_allclose(ensemble.mean, one.mean + 2, atol=1e-3)
+    np.testing.assert_allclose(ensemble.std, np.sqrt((2 * one.std) ** 2 + 4), rtol=1e-3)
+    np.testing.assert_allclose(ensemble.cdf(at), np.mean([part.cdf(at) for part in parts], axis=0), atol=1e-3)
+    density = np.mean([part.pdf(at) for part in parts], axis=0)
+    np.testing.assert_allclose(ensemble.log_prob(at), np.log(density), atol=1e-3)
+    levels = [0.01, 0.3, 0.5, 0.95]
+    found = ensemble.quantile(levels)
+    np.testing.assert_allclose(
+        np.mean([part.cdf(found) for part in parts], axis=0), np.tile(levels, (5, 1)).T, atol=2e-3
+    )
+    draws = ensemble.sample(2000, key=KEY)[:, 0]
+    assert (np.mean(draws < at[0]) - ensemble.cdf(at)[0]) == pytest.approx(0, abs=0.04)
+
+
+def test_the_base_is_as_wide_as_unseen_rows_need(line, linear):
+    """Validation rows whose residuals are three times as large as those of the training rows."""
+    x, y = line
+    fitted = rf.fit_density(y[:, None], given=x, key=KEY, family="gaussian")
+    rows = fitted.held_out.rows.copy()
+    mean = linear.conditional(rows[:, 1:]).mean
+    rows[:, 0] = mean + 3 * (rows[:, 0] - mean)
+    unlike = dataclasses.replace(fitted, held_out=dataclasses.replace(fitted.held_out, rows=rows))
+    assert _regression._ensemble([fitted]).scale == pytest.approx(1, abs=0.1)
+    assert _regression._ensemble([unlike]).scale == pytest.approx(3, abs=0.3)
+
+
+def test_quantiles_of_a_flow_invert_its_distribution_function():
+    """The slope of the distribution function is the density."""
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(120, 2)), rng.normal(size=120)
+    settings = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 0, "random_state": 0}
+    regressor = StochasticFlowRegressor(members=2, family="flow", **settings).fit(x, y)
+    quantiles = regressor.predict(x[:4], quantiles=[0.2, 0.8])
+    prediction = regressor.model_.conditional(x[:4])
+    np.testing.assert_allclose(prediction.cdf(quantiles[:, 0]), 0.2, atol=5e-3)
+    step = 1e-3
+    slope = (prediction.cdf(quantiles[:, 1] + step) - prediction.cdf(quantiles[:, 1] - step)) / (2 * step)
+    np.testing.assert_allclose(regressor.log_prob(x[:4], quantiles[:, 1]), np.log(slope), atol=0.02)
+    mean, std = regressor.predict(x[:4], return_std=True)
+    assert np.all((quantiles[:, 0] < mean) & (mean < quantiles[:, 1]) & (std > 0))
+    with pytest.raises(ValueError, match="return_std and quantiles are alternatives"):
+        regressor.predict(x[:4], return_std=True, quantiles=[0.5])
+
+
+@pytest.mark.parametrize(
+    ("y", "settings", "reason"),
+    [
+        (np.ones(30), {}, "y is 1 in all rows"),
+        (np.ones((30, 1)), {}, "y must have one value for each row"),
+        (np.full(30, np.nan), {}, "not finite"),
+        (np.arange(29.0), {}, "y has 29 rows, but given has 30"),
+        (np.arange(30.0), {"members": 0}, "members must be a positive"),
+    ],
+)
+def test_what_a_regression_refuses(y, settings, reason):
+    x = np.random.default_rng(0).normal(size=(30, 2))
+    with pytest.raises(ValueError, match=reason):
+        rf.tables.fit_regression(y, x, key=KEY, progress=False, **settings)
+
+
+def test_predictions_check_their_rows(linear, line):
+    with pytest.raises(ValueError, match=r"given must have shape \(..., 2\)"):
+        linear.conditional(np.zeros((3, 5)))
+    prediction = linear.conditional(line[0][:3])
+    with pytest.raises(ValueError, match="levels must lie between"):
+        prediction.quantile([0.0, 0.5])
+    with pytest.raises(ValueError, match="one value for each of 3 rows"):
+        prediction.log_prob(np.zeros(2))
+
+
+def test_a_linear_function_of_the_given_columns_gets_noise():
+    x = np.random.default_rng(0).normal(size=(40, 2))
+    with pytest.warns(UserWarning, match="y is a linear function"):
+        regressor = StochasticFlowRegressor(family="gaussian", random_state=0).fit(x, x[:, 0])
+    np.testing.assert_allclose(regressor.predict(x), x[:, 0], atol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["gaussian", "flow"])
+def test_all_checks_of_scikit_learn_for_regression(family):
+    settings = {"width": 4, "depth": 1, "steps": 2, "likelihood_steps": 0} if family == "flow" else {}
+    estimator_checks.check_estimator(
+        StochasticFlowRegressor(members=1, family=family, random_state=0, **settings)
+    )

@@ -1,8 +1,8 @@
-"""Scikit-learn estimators: densities and outlier detection."""
+"""Scikit-learn estimators: densities, regression and outlier detection."""
 
 import jax
 import numpy as np
-from sklearn.base import BaseEstimator, DensityMixin, OutlierMixin
+from sklearn.base import BaseEstimator, DensityMixin, OutlierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -168,6 +168,105 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         # error if earlier rows change. Without noise nothing is random.
         tags.non_deterministic = self.noise != 0
         return tags
+
+
+class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
+    """A scikit-learn regressor that predicts distributions: `rf.tables.fit_regression` with the interface of
+    `GaussianProcessRegressor`.
+
+    `predict` returns means, standard deviations or quantiles of p(y | X), which may be skewed, multimodal and
+    of any width. `fit` standardises X and y, so no scaler is needed.
+
+    **Parameters:**
+
+    - `members`: size of the ensemble; None for 4, or 1 for 5,000 rows and more.
+    - `family`: "gaussian", whose mean is linear in X, "marginals" or "flow"; None for a flow, or a Gaussian
+      if the flow is not better on validation rows or there are too few rows for one.
+    - `width`, `depth`, `smoothing`, `likelihood_steps`: of `rf.tables.FlowOptions`.
+    - `steps`: of the regression; None for a default by table size.
+    - `batch_size`, `learning_rate`: of the regression; None for the default of `rf.tables.fit_regression`.
+    - `random_state`: an int, a `numpy.random.RandomState`, or None.
+    - `verbose`: show a progress bar.
+
+    **After `fit`:** `model_`, an `rf.tables.Regression`; `n_features_in_`; and `feature_names_in_`, if X has
+    names.
+
+    ```python
+    import numpy as np
+    from roughflow.interop.sklearn import StochasticFlowRegressor
+
+    X = np.random.default_rng(0).uniform(-1, 1, size=(60, 1))
+    y = X[:, 0] + 0.1 * np.random.default_rng(1).normal(size=60)
+    regressor = StochasticFlowRegressor(random_state=0).fit(X, y)
+    mean, std = regressor.predict(X[:3], return_std=True)
+    regressor.predict(X[:3], quantiles=[0.05, 0.95]).shape  # (3, 2)
+    ```
+    """
+
+    def __init__(
+        self,
+        members=None,
+        family=None,
+        width=None,
+        depth=3,
+        smoothing=None,
+        likelihood_steps=None,
+        steps=None,
+        batch_size=None,
+        learning_rate=None,
+        random_state=None,
+        verbose=False,
+    ):
+        self.members = members
+        self.family = family
+        self.width = width
+        self.depth = depth
+        self.smoothing = smoothing
+        self.likelihood_steps = likelihood_steps
+        self.steps = steps
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X, y):
+        """Fit the distribution of y given the rows of X."""
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
+        self.model_ = rf.tables.fit_regression(
+            np.asarray(y, np.float64),
+            X,
+            key=jax.random.key(_seed(self.random_state)),
+            members=self.members,
+            family=self.family,
+            steps=self.steps,
+            progress=bool(self.verbose),
+            flow=rf.tables.FlowOptions(
+                width=self.width,
+                depth=self.depth,
+                smoothing=self.smoothing,
+                likelihood_steps=self.likelihood_steps,
+            ),
+            training=rf.train.TrainingOptions(batch_size=self.batch_size, learning_rate=self.learning_rate),
+        )
+        return self
+
+    def predict(self, X, return_std=False, quantiles=None):
+        """The mean of y given each row, `(n_samples,)`; with `return_std`, a pair of mean and standard
+        deviation; with `quantiles`, these quantiles instead, `(n_samples, n_quantiles)`."""
+        prediction = self._conditional(X)
+        if quantiles is None:
+            return (prediction.mean, prediction.std) if return_std else prediction.mean
+        if return_std:
+            raise ValueError("return_std and quantiles are alternatives: set only one of them")
+        return prediction.quantile(np.atleast_1d(quantiles)).T
+
+    def log_prob(self, X, y):
+        """The log-density of y given X in each row, `(n_samples,)`."""
+        return self._conditional(X).log_prob(np.asarray(y, np.float64))
+
+    def _conditional(self, X):
+        check_is_fitted(self)
+        return self.model_.conditional(validate_data(self, X, dtype=np.float64, reset=False))
 
 
 class StochasticFlowOutlier(OutlierMixin, BaseEstimator):

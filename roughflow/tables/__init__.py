@@ -18,10 +18,14 @@ from ._mixture import (
     MixedDensity as MixedDensity,
     MixtureComponents as MixtureComponents,
 )
+from ._regression import Prediction as Prediction, Regression as Regression, fit_regression as fit_regression
 from ._stages import (
     LIKELIHOOD_ROWS as LIKELIHOOD_ROWS,
     FlowOptions as FlowOptions,
     second_file as second_file,
 )
-from ._standardised import Standardised as Standardised, standardisation as standardisation
-from ._stationary_sde import stationary_sde as stationary_sde
+from ._standardised import (
+    Standardised as Standardised,
+    standardisation as standardisation,
+    stationary_sde as stationary_sde,
+)

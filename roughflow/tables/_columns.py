@@ -36,6 +36,15 @@ class Relations(eqx.Module):
     over all columns, given ones last, and zero for removed ones; `tolerance` and `scale`, `(r,)`: the largest
     rounding error of a row that satisfies the relation, and the standard deviation of the column (1 if it is
     constant); `num_rows`, the number of distinct rows in which the relations held.
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    a = np.random.default_rng(0).normal(size=50)
+    relations = rf.tables.Relations.of(np.column_stack([a, 1 + 2 * a]), own=2)
+    relations.described(["a", "b"])  # ['b = 1 + 2 a']
+    ```
     """
 
     removed: tuple[int, ...] = eqx.field(static=True)
@@ -289,6 +298,16 @@ class Encoding(eqx.Module):
     A "continuous" column is a number, an "integer" one a number with a cell of width `widths`, a "category" a
     code into its `levels`. A "zero-inflated" column is both: a category that tells whether it is at its spike
     (the last of its `levels`), and a number elsewhere. Numbers are in units of `scale` around `loc`.
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    cells = [np.array(["a", "b", "a", None], object), np.array([1.5, 2.25, np.nan, 4.0])]
+    encoding = rf.tables.Encoding.of(cells, ("kind", "size"), {})
+    numbers, codes = encoding.encode(cells)  # NaN and -1 where missing
+    encoding.described()  # 'kind: category (2 levels), size: continuous'
+    ```
     """
 
     columns: tuple[str, ...] = eqx.field(static=True)

@@ -21,6 +21,7 @@ from ..density import AbstractEstimator, Estimate, StochasticFlow
 from ..faq import see
 from ..train import check_share, identified, rng_of, row_codes
 from ._columns import WithRelations
+from ._mixture import MixedDensity
 from ._numbers import MAX_VALUE
 from ._standardised import Standardised
 
@@ -216,12 +217,12 @@ def _folder(path: str | os.PathLike, folder: str | os.PathLike | None) -> Path |
     return beside if os.access(beside, os.W_OK) else None
 
 
-TableModel = Standardised | WithRelations
+TableModel = Standardised | WithRelations | MixedDensity
 QUEUED_CHUNKS = 2  # chunks per device that are in progress or waiting
 
 
 def estimate_chunks(
-    model: StochasticFlow | Standardised | WithRelations,
+    model: StochasticFlow | Standardised | WithRelations | MixedDensity,
     chunks: Iterable[Any],
     *,
     key: PRNGKeyArray,

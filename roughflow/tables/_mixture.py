@@ -40,6 +40,16 @@ class MixtureComponents(eqx.Module):
 
     **Arguments:** `weights`, `(K,)`; `means`, `(K, p)`; `covariances`, `(K, p, p)`; `tables`, one `(K,
     levels)` for each category; `widths`, `(p,)`.
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    tables = (np.array([[0.9, 0.1], [0.2, 0.8]]),)
+    weights, means, covariances = np.ones(2) / 2, np.array([[0.0], [3.0]]), np.ones((2, 1, 1))
+    mixture = rf.tables.MixtureComponents(weights, means, covariances, tables, np.zeros(1))
+    mixture.log_prob(np.array([[0.5], [np.nan]]), np.array([[0], [1]]))  # the second is log 0.45
+    ```
     """
 
     weights: np.ndarray
@@ -485,7 +495,19 @@ CONDITIONAL_SAMPLES = 2000  # samples for quantiles and moments
 
 @dataclasses.dataclass(frozen=True)
 class Conditional:
-    """The distribution of the other columns of each row given some of them, from `fitted.conditional`."""
+    """The distribution of the other columns of each row given some of them, from `fitted.conditional`.
+
+    ```python
+    import jax
+    import numpy as np
+    import roughflow as rf
+
+    rows = np.random.default_rng(0).multivariate_normal([0, 0], [[1, 0.8], [0.8, 1]], size=200)
+    fitted = rf.fit_density(rows, key=jax.random.key(0), family="mixture")
+    conditional = fitted.conditional(rows[:3], given=["x1"])
+    conditional.mean("x2").shape, conditional.quantile([0.05, 0.95], "x2").shape  # (3,), (2, 3)
+    ```
+    """
 
     model: MixedDensity
     numbers: np.ndarray

@@ -1,4 +1,4 @@
-"""A flow of standardised data, in the units of the data."""
+"""A flow of standardised data, in the units of the data; an SDE with its distribution."""
 
 import textwrap
 from typing import Any
@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, PRNGKeyArray
 from numpy.typing import ArrayLike
 
@@ -17,6 +18,7 @@ from .._checks import (
     check_finite,
     check_instance,
     check_key,
+    check_number,
     check_vector,
     is_traced,
     shown,
@@ -24,6 +26,7 @@ from .._checks import (
 from .._show import count, listed, shortened
 from ..density import AbstractEstimator, Estimate, StochasticFlow
 from ..faq import see
+from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
 from ..train import with_noise
 from ._closed_form import Gaussian, Marginals, check_full_rank
 from ._numbers import is_frame, real_numbers, take
@@ -130,10 +133,8 @@ class Standardised(eqx.Module):
             max_paths=max_paths,
         )
         own = self.flow.dimension - self.num_given
-        shift = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
-        shift = shift + jnp.asarray(self._mapped(rows)[1], y.dtype)
         # Divide by the density of the given coordinates, N(0, I) at all times.
-        shift = shift - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
+        shift = self._log_slope(rows) - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
         return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value + shift)
 
     def log_prob(
@@ -154,17 +155,46 @@ class Standardised(eqx.Module):
         shape, own = as_shape(shape), self.flow.dimension - self.num_given
         some = self._with(np.zeros(own), given)
         if not self.num_given:
-            y = self.flow.sample(key=key, shape=shape)
-        else:
-            shape = (*shape, *some.shape[:-1])
-            key_start, key_path, key_solve = jax.random.split(check_key(key), 3)
-            start = self.flow.base.sample(key=key_start, shape=shape)
-            fixed = jnp.broadcast_to(self.unit(some)[..., own:], (*shape, self.num_given))
-            start = jnp.concatenate([start[..., :own], fixed.astype(start.dtype)], axis=-1)
-            path = self.flow.sample_path(key=key_path, shape=shape)
-            y = self.flow.push_forward(start, path, key=key_solve)[0]
+            return self._rows_of(self.flow.sample(key=key, shape=shape))
+        shape = (*shape, *some.shape[:-1])
+        key_start, key_path = jax.random.split(check_key(key))
+        start = self.flow.base.sample(key=key_start, shape=shape)[..., :own]
+        return self.push_forward(start, given=given, key=key_path)
+
+    def push_forward(self, z: ArrayLike, *, given: ArrayLike | None = None, key: PRNGKeyArray) -> Array:
+        """The rows x(z) that the flow makes of points z of its base, `(..., d)`; with `given`, `(..., k)`, of
+        the coordinates that are not given. `key` draws the path of a flow with noise."""
+        own = self.flow.dimension - self.num_given
+        z = jnp.asarray(z, float)
+        some = self.unit(self._with(np.zeros(own), given))[..., own:] if self.num_given else z[..., own:]
+        shape = jnp.broadcast_shapes(z.shape[:-1], some.shape[:-1])
+        wide = lambda part: jnp.broadcast_to(part.astype(z.dtype), (*shape, part.shape[-1]))
+        key_path, key_solve = jax.random.split(check_key(key))
+        path = self.flow.sample_path(key=key_path, shape=shape)
+        start = jnp.concatenate([wide(z), wide(some)], axis=-1)
+        return self._rows_of(self.flow.push_forward(start, path, key=key_solve)[0])
+
+    def pull_back(
+        self, x: ArrayLike, *, given: ArrayLike | None = None, key: PRNGKeyArray
+    ) -> tuple[Array, Array]:
+        """The inverse of `push_forward`: z, and log |det ∂z/∂x|."""
+        rows = self._checked(x, given)
+        key_path, key_solve = jax.random.split(check_key(key))
+        path = self.flow.sample_path(key=key_path, shape=np.shape(rows)[:-1])
+        z, log_det = self.flow.pull_back(self.unit(rows), path, key=key_solve)
+        return z[..., : self.flow.dimension - self.num_given], log_det + self._log_slope(rows)
+
+    def _log_slope(self, rows: Array | np.ndarray) -> Array:
+        """log |det ∂y/∂x| of the standardisation."""
+        own = self.flow.dimension - self.num_given
+        constant = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
+        return constant + jnp.asarray(self._mapped(rows)[1], constant.dtype)
+
+    def _rows_of(self, y: Array) -> Array:
+        """Rows of the table from standardised ones, without given columns."""
+        own = self.flow.dimension - self.num_given
         spread = jnp.einsum("ij,...j->...i", jnp.asarray(self.matrix, y.dtype), y)
-        mapped = (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(len(shape))) + spread)[..., :own]
+        mapped = (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(y.ndim - 1)) + spread)[..., :own]
         return mapped if self.marginals is None else self.marginals.inverse(mapped)
 
     def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "Standardised":
@@ -246,3 +276,85 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     check_full_rank(rows)
     gaussian = Gaussian.of(rows)
     return gaussian.loc, gaussian.matrix
+
+
+# ------------------------------------------------------------------------------------------ a stationary SDE
+
+
+class FittedScore(eqx.Module):
+    """∇log p of the data under a model, slightly smoothed, in the units of the data."""
+
+    transport: NormalTransport
+    loc: Array
+    matrix: Array
+    time: float
+    marginals: Marginals | None = None
+
+    def __call__(self, x: Array) -> Array:
+        """With maps g of the columns, u = g(x): ∇ₓ = g′(x) ∇ᵤlog p(u) + ∇ₓ log g′(x)."""
+        maps = self.marginals
+        if maps is None:
+            return self._score(x)
+        mapped, back = jax.vjp(lambda y: maps.forward(y)[0], x)
+        bend = jax.grad(lambda y: jnp.sum(maps.forward(y)[1]))(x)
+        return back(self._score(mapped))[0] + bend
+
+    def _score(self, x: Array) -> Array:
+        transport, s, left = self.transport, self.time, 1 - self.time
+        matrix, start = self.matrix.astype(x.dtype), transport.loc.astype(x.dtype)
+        unit = solve_triangular(matrix, x - self.loc.astype(x.dtype), lower=True)
+        # At time s the data are scaled by s, so the smoothing is around s·unit.
+        t = jnp.asarray(s * transport.t1, x.dtype)
+        _, pull = transport.velocity_and_pull(t, s * unit + left * start)
+        return solve_triangular(matrix, s * pull / left, lower=True, trans="T")
+
+
+def stationary_sde(
+    model: Standardised | StochasticFlow, diffusion: Diffusion, *, time: float = 0.9
+) -> TargetedSDE:
+    """The SDE with a given diffusion whose stationary distribution is that of the data: `rf.targeted_sde`
+    with the score of a model trained by regression.
+
+    Its paths stay near the data for any length of time and any diffusion σ. Use `rf.simulate`, or
+    `rf.sample_chain` with `rf.UnadjustedSampler`, to follow them.
+
+    **Arguments:**
+
+    - `model`: the result of `rf.fit_density` with `likelihood_steps=0`, or of `rf.fit` with
+      `rf.Interpolant()` from an `rf.Normal` base. Likelihood steps make the velocity and its score slightly
+      inconsistent.
+    - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the units of the data.
+    - `time`: time s < 1 at which the score is evaluated. It is the score of the data with (1 − s)/s times the
+      base added as noise. Close to 1 there is less smoothing, but errors of the velocity are amplified by
+      1/(1 − s).
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    data = rf.datasets.Banana().sample(key=jax.random.key(0), shape=(500,))
+    flow = rf.tables.FlowOptions(width=8, likelihood_steps=0)
+    settings = {"flow": flow, "steps": 20, "progress": False}
+    model = rf.fit_density(data, key=jax.random.key(1), **settings).model
+    sde = rf.tables.stationary_sde(model, rf.ConstantDiffusion(jnp.eye(2)))
+    path = rf.simulate(sde, data[0], key=jax.random.key(2), t1=5.0, steps=100, trajectory=True)
+    ```
+    """
+    wanted = "a flow, or the result of rf.fit_density"
+    check_instance("model", model, Standardised | StochasticFlow, wanted)
+    check_number("time", time, above=0, below=1)
+    flow = model.flow if isinstance(model, Standardised) else model
+    transport = flow.sde.transport if isinstance(flow.sde, TransportSDE) else None
+    if not isinstance(transport, NormalTransport):
+        raise TypeError(
+            "stationary_sde needs a model with a known score: fit it with rf.Interpolant() from an rf.Normal "
+            "base, or give rf.targeted_sde a score" + see("noise-afterwards")
+        )
+    if transport.num_given:
+        raise ValueError("stationary_sde does not support conditional densities")
+    if isinstance(model, Standardised):
+        loc, matrix = jnp.asarray(model.loc, float), jnp.asarray(model.matrix, float)
+        score = FittedScore(transport, loc, matrix, float(time), model.marginals)
+    else:
+        score = FittedScore(transport, jnp.zeros(flow.dimension), jnp.eye(flow.dimension), float(time))
+    return targeted_sde(score=score, diffusion=diffusion)

@@ -68,7 +68,7 @@ class Table:
         check_some_free(relations, own, rows, names)
         kept = list(range(rows.shape[1])) if relations is None else relations.kept
         free = [i for i in kept if i < own]
-        labels = [repr(names[i]) if names else str(i) for i in free]
+        labels = [repr(names[i]) if names else str(i) for i in kept]
         bounded = {_place(name, names) for name in bounds}
         rows, width = rows[:, kept], width[kept]
         links = Links.of(rows, groups)
