@@ -5,11 +5,12 @@ import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -97,6 +98,7 @@ WIDTH = 4.6  # inches
 NUM_BINS = 40
 MAX_ERROR_BARS = 4.0  # number of error bars shown on either side
 SMALLEST_ERROR = 1e-8  # nats: smaller errors are drawn as this one
+MAX_LEVELS = 10  # maximum number of levels of a category that are drawn
 MAX_LABEL = 28  # maximum number of characters of a column name on an axis
 
 
@@ -201,10 +203,10 @@ SCORE_EXPLANATION = (
 def write_report(
     path: str | os.PathLike,
     fitted: rf.FittedDensity,
-    data: np.ndarray,
+    data: Any,
     *,
     key: PRNGKeyArray,
-    held_out: np.ndarray | None = None,
+    held_out: Any = None,
     title: str = "A density",
     made: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
@@ -213,7 +215,8 @@ def write_report(
 
     **Arguments:**
 
-    - `data`: the rows it was fitted to, with given columns last.
+    - `data`: the rows it was fitted to, with given columns last; a DataFrame or an array of objects for an
+      `rf.tables.MixedDensity`.
     - `held_out`: other rows to evaluate it on; by default its own `score`, or the training rows if it has
       none.
     - `made`: names and texts about the run (the command, the seed, the seconds).
@@ -230,6 +233,10 @@ def write_report(
     write_report("report.html", fitted, data[:200], held_out=data[200:], key=jax.random.key(2))
     ```
     """
+    if isinstance(fitted.model, rf.tables.MixedDensity):
+        rows = data if held_out is None else held_out
+        sections = _mixed_sections(fitted, fitted.model, data, rows, key, made or {}, notes)
+        return _written(path, title, sections)
     data, keys = np.asarray(data, float), jax.random.split(key, 3)
     assert fitted.held_out is not None
     aside = fitted.held_out.rows
@@ -251,6 +258,10 @@ def write_report(
             _training(fitted),
             judged.section(),
         ]
+    return _written(path, title, sections)
+
+
+def _written(path: str | os.PathLike, title: str, sections: Sequence[str]) -> Path:
     with rf.files.whole_file(path) as draft:
         draft.write_text(html_page(title, sections), encoding="utf-8")
     return Path(path)
@@ -411,3 +422,139 @@ def _training(fitted: rf.train.Fitted) -> str:
         if np.isfinite(history.loss).sum() > 1
     }
     return html_section("Training", html_figures(drawn) if drawn else html_paragraph("Too short to plot."))
+
+
+# ---------------------------------------------------------------------------------- tables of mixed types
+
+CHECKED_ROWS, CHECK_DRAWS = 300, 200  # rows, and draws for each, of the coverage of intervals
+COVERAGES = (0.5, 0.9)
+COVERAGE_EXPLANATION = (
+    "The share of values inside the central intervals of their column given all other columns of the row. "
+    "It is near 50% and 90% if the model is calibrated, lower if it is too certain, higher if it is not "
+    "certain enough."
+)
+
+
+def _mixed_sections(
+    fitted: rf.FittedDensity,
+    model: rf.tables.MixedDensity,
+    data: Any,
+    rows: Any,
+    key: PRNGKeyArray,
+    made: Mapping[str, str],
+    notes: Sequence[str],
+) -> list[str]:
+    """The report on a mixture of numbers and categories."""
+    numbers, labels = _columns_of(model, data)
+    drawn, drawn_labels = _columns_of(model, model.sample(key=key, shape=(DRAWN_ROWS,)))
+    when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    pairs = {"rows": f"{len(data):,}", "version": f"roughflow {rf.__version__}", "date": when}
+    score = fitted.score
+    good = _numbers(replace(fitted, stages={}), score) if score is not None else {}
+    good["Gaussian"] = (
+        f"{score.gaussian:.4f}, one Gaussian and the frequencies of categories" if score else ""
+    )
+    good["components"] = f"{len(model.mixture.weights)} Gaussians times tables of categories"
+    shown = list(numbers)[:MAX_COLUMNS]
+    figures = {name: draw_marginal(_present(numbers[name]), drawn[name], name) for name in shown}
+    figures |= {
+        name: draw_levels(labels[name], drawn_labels[name], name) for name in list(labels)[:MAX_COLUMNS]
+    }
+    double = {}
+    for a, b in combinations(shown, 2):
+        both = np.column_stack([numbers[a], numbers[b]])
+        both, other = both[np.isfinite(both).all(axis=1)][:DRAWN_ROWS], np.column_stack([drawn[a], drawn[b]])
+        if len(both):
+            double[f"{a} and {b}"] = draw_pair(both, other[: len(both)], (a, b))
+    types = _types(model, len(data), numbers, labels)
+    coverage = _coverage(model, rows, key)
+    unseen = "" if rows is data else " The rows were not used to fit the model."
+    sections = [
+        html_section("How it was made", html_pairs(dict(made) | pairs)),
+        html_section("Columns and their types", html_pairs(types)),
+        html_section("How good it is", html_pairs(good), html_paragraph(SCORE_EXPLANATION)),
+        html_section("Warnings", html_bullets(notes) if notes else html_paragraph("None.")),
+        html_section("Single columns", html_figures(figures)),
+    ]
+    if coverage:
+        text = html_paragraph(COVERAGE_EXPLANATION + unseen)
+        sections.insert(3, html_section("Coverage of intervals", text, html_pairs(coverage)))
+    return [*sections, html_section("Pairs of columns", html_figures(double))] if double else sections
+
+
+def _columns_of(
+    model: rf.tables.MixedDensity, rows: Any
+) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+    """Numeric columns, NaN where missing, and the labels of categories that are not missing."""
+    encoding = model.encoding
+    numbers, codes = model.encode(rows)
+    own: dict[str, np.ndarray] = {}
+    labels: dict[str, list[str]] = {}
+    for j, i in enumerate(encoding.numeric):
+        own[encoding.columns[i]] = encoding.loc[i] + encoding.scale[i] * numbers[:, j]
+    for j, i in enumerate(encoding.coded):
+        name, levels = encoding.columns[i], encoding.levels[i]
+        if encoding.types[i] == "zero-inflated":
+            own[name] = np.where(codes[:, j] == 1, levels[0], own[name])
+        else:
+            labels[name] = [str(levels[code]) for code in codes[:, j] if code >= 0]
+    return own, labels
+
+
+def _present(column: np.ndarray) -> np.ndarray:
+    return column[np.isfinite(column)]
+
+
+def _types(
+    model: rf.tables.MixedDensity, total: int, numbers: dict[str, np.ndarray], labels: dict[str, list[str]]
+) -> dict[str, str]:
+    """The type of each column and its share of missing cells."""
+    encoding, types = model.encoding, {}
+    for i, (name, kind) in enumerate(zip(model.columns, encoding.types, strict=True)):
+        detail = {
+            "category": f", {len(encoding.levels[i])} levels",
+            "integer": f", in steps of {encoding.widths[i]:g}",
+            "zero-inflated": f", point mass at {(encoding.levels[i] or (0,))[0]}",
+        }
+        seen = len(_present(numbers[name])) if name in numbers else len(labels[name])
+        missing = f", {1 - seen / total:.1%} missing" if seen < total else ""
+        types[name] = kind + detail.get(kind, "") + missing
+    return types
+
+
+def _coverage(model: rf.tables.MixedDensity, rows: Any, key: PRNGKeyArray) -> dict[str, str]:
+    """The share of values in their central intervals given the other columns, for each numeric column."""
+    chosen = np.random.default_rng(0).permutation(len(rows))[:CHECKED_ROWS]
+    rows = rows.iloc[chosen] if hasattr(rows, "iloc") else np.asarray(rows, object)[chosen]
+    numbers, _ = _columns_of(model, rows)
+    rng, found = np.random.default_rng(0), {}
+    for name, values in numbers.items():
+        others = [other for other in model.columns if other != name]
+        draws = model.conditional(rows, others).sample(CHECK_DRAWS, key=key) if others else None
+        seen = np.isfinite(values)
+        if draws is None or not seen.any():
+            continue
+        own = draws[:, seen, model.columns.index(name)].astype(float)
+        # Ties, as of integers, are broken at random.
+        ties = rng.random(seen.sum()) * np.mean(np.isclose(own, values[seen]), axis=0)
+        level = np.mean((own < values[seen]) & ~np.isclose(own, values[seen]), axis=0) + ties
+        shares = [f"{np.mean(np.abs(level - 0.5) < width / 2):.0%}" for width in COVERAGES]
+        found[name] = f"{shares[0]} in 50% intervals, {shares[1]} in 90% intervals ({seen.sum()} rows)"
+    return found
+
+
+def draw_levels(data: Sequence[str], model: Sequence[str], name: str) -> Figure:
+    """Shares of the most frequent levels of a category in the data and in the model's samples."""
+    figure, ax = _curves(_plain(name), "share")
+    levels, counts = np.unique(np.asarray(data), return_counts=True)
+    levels = levels[np.argsort(-counts)][:MAX_LEVELS]
+    for part, shift, colour, label in (
+        (data, -0.2, plots.SKY, "data"),
+        (model, 0.2, plots.VERMILION, "model"),
+    ):
+        shares = [np.mean(np.asarray(part) == level) for level in levels]
+        ax.bar(np.arange(len(levels)) + shift, shares, 0.4, color=colour, label=label)
+    ax.set_xticks(range(len(levels)), [_plain(str(level))[:12] for level in levels])
+    ax.tick_params(axis="x", rotation=30 if max(map(len, map(str, levels))) > 5 else 0)
+    ax.legend(frameon=False, fontsize=plots.SMALL)
+    return figure

@@ -1,5 +1,6 @@
 """Tables that are read and written: formats, bad rows, bad places."""
 
+import csv
 import gzip
 import io
 import sys
@@ -164,3 +165,87 @@ def test_tables_that_do_not_fit_the_model(refused, tmp_path, fitted):
     assert "has no column 'c'; it has a, b" in refused("score", fitted / "model.rf", "other.csv")
     np.save(tmp_path / "three.npy", np.zeros((4, 3)))
     assert "has 3 columns, but the model has 2: c, a" in refused("score", fitted / "model.rf", "three.npy")
+
+
+@pytest.fixture(scope="module")
+def patients(tmp_path_factory):
+    """A table with texts, integers and missing cells, and a mixture fitted to it with a report."""
+    folder, rng = tmp_path_factory.mktemp("patients"), np.random.default_rng(0)
+    old = rng.random(150) < 0.4
+    age = np.where(old, 60, 30) + rng.integers(0, 15, 150)
+    pressure = 100 + age / 2 + rng.normal(0, 5, 150)
+    rows = [["old" if a else "young", b, f"{c:.3f}"] for a, b, c in zip(old, age, pressure, strict=True)]
+    rows[0][2], rows[1][0], rows[2][1] = "NA", "", "nan"
+    with open(folder / "data.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["group", "age", "pressure"], *rows])
+    arguments = [f"{folder}/data.csv", "--out", f"{folder}/m.rf", "--types", "age=integer"]
+    report = ["--report", f"{folder}/r.html", "--quiet"]
+    assert main(["fit", *arguments, "--family", "mixture", *report]) == 0
+    return folder
+
+
+def test_texts_and_missing_cells(patients, capsys):
+    model, data = f"{patients}/m.rf", f"{patients}/data.csv"
+    assert rf.load(model).encoding.types == ("category", "integer", "continuous")
+    assert main(["score", model, data, "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 151
+    assert "over 150 rows" in err
+    assert main(["sample", model, "-n", "20"]) == 0
+    header, *drawn = csv.reader(capsys.readouterr().out.splitlines())
+    assert header == ["group", "age", "pressure"]
+    assert {row[0] for row in drawn} <= {"old", "young"}
+    assert main(["impute", model, data, "-n", "2"]) == 0
+    filled = list(csv.reader(capsys.readouterr().out.splitlines()))[1:]
+    there = list(csv.reader((patients / "data.csv").read_text().splitlines()))[1:]
+    assert len(filled) == 300
+    assert 100 < float(filled[0][2]) < 160
+    assert filled[1][0] in ("old", "young")
+    assert [float(row[1]) for row in filled[3:150]] == [float(row[1]) for row in there[3:]]
+
+
+def test_a_mixture_reads_other_formats(patients, capsys, monkeypatch):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    score = lambda data: main(["score", f"{patients}/m.rf", str(data), "--quiet"])
+    rows = list(csv.reader((patients / "data.csv").read_text().splitlines()))[1:]
+    number = lambda text: None if text in ("NA", "nan") else float(text)
+    columns = {
+        "group": [row[0] or None for row in rows],
+        "age": [number(row[1]) for row in rows],
+        "pressure": [number(row[2]) for row in rows],
+    }
+    pq.write_table(pa.table(columns), patients / "data.parquet")
+    assert score(patients / "data.csv") == score(patients / "data.parquet") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[:151] == out[151:]
+    monkeypatch.setattr(sys, "stdin", io.StringIO((patients / "data.csv").read_text()))
+    assert score("-") == 0
+    assert capsys.readouterr().out.splitlines() == out[:151]
+
+
+def test_what_a_mixture_refuses(patients, refused, fitted, tmp_path):
+    fit = lambda *options: refused("fit", patients / "data.csv", "--out", "m2.rf", *options)
+    mixture = ("--family", "mixture")
+    assert "'group' is 'young'" in fit()
+    assert "does not support steps=" in fit(*mixture, "--steps", "5")
+    assert "does not support given=" in fit(*mixture, "--given", "age")
+    assert "column 'age' has 'number'" in fit(*mixture, "--types", "age=number")
+    assert "texts, so its type must be 'category'" in fit(*mixture, "--types", "group=integer")
+    (tmp_path / "typo.csv").write_text("a,b\n1,2\n1x,3\n2,\n")
+    typo = refused("fit", "typo.csv", "--out", "m2.rf", *mixture)
+    assert "line 3 cannot be used, because 'a' is '1x' among numbers" in typo
+    assert "the model has texts: choose a .csv" in refused("sample", patients / "m.rf", "--out", "s.npy")
+    assert "impute needs a model of roughflow fit --family mixture" in refused(
+        "impute", fitted / "model.rf", fitted / "data.csv"
+    )
+    (tmp_path / "new.csv").write_text("group,age,pressure\nmiddle,40,\n")
+    assert "a category that the table did not have" in refused("impute", patients / "m.rf", "new.csv")
+
+
+def test_the_report_on_a_mixture(patients):
+    text = (patients / "r.html").read_text()
+    for part in ("category, 2 levels, 0.7% missing", "integer, in steps of 1", "Coverage of intervals"):
+        assert part in text
+    share = int(text.split("50% intervals, ")[-1].split("%")[0])
+    assert 80 <= share <= 98
+    assert text.count("<img") == 4

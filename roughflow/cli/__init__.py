@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from .process import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, TERMINATED, Refused, Terminated
 
 # Modules of commands whose name differs from the command.
-MODULES = {"demo": "figures", "reproduce": "figures"}
+MODULES = {"demo": "figures", "reproduce": "figures", "impute": "sample"}
 
 
 def program() -> int:

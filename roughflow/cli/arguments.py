@@ -72,6 +72,10 @@ def as_rounding(text: str) -> dict[str, float] | str:
     return text if text == "auto" else _by_column(text, float, "age=1,height=0.5")
 
 
+def as_types(text: str) -> dict[str, str]:
+    return _by_column(text, str, "age=integer,smoker=category")
+
+
 def as_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names) or len(set(names)) < len(names):
@@ -241,6 +245,8 @@ commands:
                 roughflow score flowers.rf more.csv --out scores.csv
   sample      draw new rows
                 roughflow sample flowers.rf -n 1000 --out new.csv
+  impute      fill the missing cells of a table, with a model of --family mixture
+                roughflow impute patients.rf patients.csv --out complete.csv
   tune        tune an MCMC sampler for your own density, and draw from it
                 roughflow tune model:log_density --dimension 2 --out draws.csv
   estimate    fit a named SDE to a time series, with standard errors
@@ -268,11 +274,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="roughflow"
     )
-    for add in (_demo, _fit, _score, _sample, _tune, _estimate, _reproduce):
+    for add in (_demo, _fit, _score, _sample, _impute, _tune, _estimate, _reproduce):
         add(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
-        parser.error("missing command: choose from demo, fit, score, sample, tune, estimate or reproduce")
+        parser.error(
+            "missing command: choose from demo, fit, score, sample, impute, tune, estimate or reproduce"
+        )
     arguments.argv = list(argv)
     return arguments
 
@@ -345,9 +353,17 @@ def _fit(commands) -> None:
 def _fit_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family",
-        choices=("gaussian", "marginals", "flow"),
+        choices=("gaussian", "marginals", "flow", "mixture"),
         help="Gaussian, Gaussian of mapped columns, or flow; default: the best by cross-validation for small "
-        "tables; a flow for others, and with --steps or --seconds",
+        "tables; a flow for others, and with --steps or --seconds. mixture: for tables with texts, integers "
+        "or missing cells",
+    )
+    parser.add_argument(
+        "--types",
+        type=as_types,
+        metavar="A=TYPE,...",
+        help="types of columns for --family mixture: continuous, integer, category or zero-inflated; "
+        "default: detected",
     )
     parser.add_argument(
         "--noise",
@@ -397,6 +413,28 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
         5,
         "validation checks without improvement before a stage ends, 0 for no limit",
     )
+
+
+def _impute(commands) -> None:
+    parser = _command(
+        commands,
+        "impute",
+        "Draw the missing cells of each row given its other cells, with a model of --family mixture.",
+        "impute patients.rf patients.csv --out complete.csv",
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL.rf")
+    parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: - (CSV to standard output)")
+    parser.add_argument(
+        "-n",
+        dest="count",
+        type=as_count,
+        default=1,
+        metavar="N",
+        help="copies of the table, one after the other; default: %(default)s",
+    )
+    _seed(parser)
+    _force(parser)
 
 
 def _score(commands) -> None:

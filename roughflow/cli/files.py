@@ -26,6 +26,7 @@ from .tables import (
     is_text,
     read_chunks,
     read_inputs,
+    read_mixed,
     read_series,
     read_table,
     separator,
@@ -150,14 +151,15 @@ def look_at_input(arguments: argparse.Namespace) -> None:
     """Refuse files that do not exist or cannot be read. A text table or a series is read once and kept for
     the command, because standard input cannot be read again."""
     arguments.table = None
-    if arguments.command in ("score", "sample"):
+    if arguments.command in ("score", "sample", "impute"):
         _check_model(arguments.model)
-    if arguments.command in ("score", "estimate", "fit") and arguments.data != STANDARD:
+    if arguments.command in ("score", "estimate", "fit", "impute") and arguments.data != STANDARD:
         check_readable(arguments.data)
     if arguments.command == "fit" and arguments.join is None:
         check_writable(arguments.out, force=arguments.force, inputs=[arguments.data])
         if arguments.data == STANDARD or is_text(arguments.data):
-            arguments.table = read_table(arguments.data, wanted_columns(arguments))
+            read = read_mixed if arguments.family == "mixture" else read_table
+            arguments.table = read(arguments.data, wanted_columns(arguments))
     if arguments.command == "estimate":
         arguments.table = read_series(arguments.data, arguments.time, arguments.value, arguments.scale)
         if arguments.inputs is not None:
@@ -182,27 +184,35 @@ def _check_model(path: Path) -> None:
         raise Refused(f"{path} is a device or a pipe, not a file")
 
 
-def read_model(path: Path) -> "rf.tables.Standardised | rf.tables.WithRelations":
+def read_model(path: Path) -> "rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity":
     """Read a model written by `roughflow fit`, or a plain flow written by `rf.save`."""
     model = rf.load(path)
     if isinstance(model, rf.StochasticFlow):
         model = rf.tables.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
-    if not isinstance(model, rf.tables.Standardised | rf.tables.WithRelations):
+    if not isinstance(model, rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity):
         raise Refused(f"{path} holds a {type(model).__name__}, not a density: pass a file of roughflow fit")
     return model
 
 
-def columns_of(model: "rf.tables.Standardised | rf.tables.WithRelations") -> tuple[str, ...]:
+def columns_of(
+    model: "rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity",
+) -> tuple[str, ...]:
     return model.columns or counted(model.num_columns)
 
 
 def chunks_for(
-    model: "rf.tables.Standardised | rf.tables.WithRelations", path: Path, size: int
+    model: "rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity", path: Path, size: int
 ) -> tuple[int, Iterator[np.ndarray]]:
     """The number of rows of a table, and the model's columns of them, `size` rows at a time: by name if both
     have names, otherwise by position."""
     by_name = model.columns and path.suffix.lower() != ".npy"
-    columns, count, chunks = read_chunks(path, model.columns if by_name else None, size)
+    wanted = model.columns if by_name else None
+    if isinstance(model, rf.tables.MixedDensity):
+        table = read_mixed(path, wanted)
+        columns, count = table.columns, len(table.rows)
+        chunks = (table.rows[i : i + size] for i in range(0, count, size))
+    else:
+        columns, count, chunks = read_chunks(path, wanted, size)
     if len(columns) != model.num_columns:
         raise Refused(
             f"{table_name(path)} has {len(columns)} columns, but the model has {model.num_columns}: "

@@ -20,7 +20,7 @@ from roughflow.faq import see
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .files import check_writable, wanted_columns, with_figures
 from .process import INTERRUPTED, Refused, joined, together
-from .tables import read_table, table_name, table_on_disk
+from .tables import read_mixed, read_table, table_name, table_on_disk
 
 
 def check_report(arguments: argparse.Namespace) -> None:
@@ -90,14 +90,16 @@ class FitRows:
 
 def fit_rows(arguments: argparse.Namespace) -> FitRows:
     given, group = arguments.given or [], arguments.groups
-    large = table_on_disk(arguments.data, arguments.columns, given)
+    mixed = arguments.family == "mixture"
+    large = None if mixed else table_on_disk(arguments.data, arguments.columns, given)
     if large is not None:
         if group is not None:
             raise Refused(f"--groups needs a table that fits in memory, but {arguments.data} is too large")
         some = large.subsample(SAMPLED_ROWS, np.random.default_rng(arguments.seed)).astype(float)
         return FitRows(large.columns, large.num_given, len(large), some, on_disk=large)
     last = [*given, *([group] if group is not None else [])]
-    table = arguments.table or read_table(arguments.data, wanted_columns(arguments))
+    read = read_mixed if mixed else read_table
+    table = arguments.table or read(arguments.data, wanted_columns(arguments))
     own = [name for name in table.columns if name not in last]
     if not own:
         raise Refused("--given and --groups include all columns: no column is left to model")
@@ -114,10 +116,15 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
     own = len(rows.columns) - rows.num_given
     given = f" given {', '.join(rows.columns[own:])}" if rows.num_given else ""
     print(f"columns     {', '.join(rows.columns[:own])}{given}")
+    if isinstance(fitted.model, rf.tables.MixedDensity):
+        encoding, mixture = fitted.model.encoding, fitted.model.mixture
+        print(f"types       {encoding.described()}")
+        print(f"missing     {np.mean([[v is None for v in row] for row in rows.rows]):.1%} of the cells")
+        print(f"components  {len(mixture.weights)}")
     if isinstance(fitted.model, rf.tables.WithRelations):
         for text in fitted.model.relations.described(rows.columns):
             print(f"relation    {text}")
-    for stage, history in fitted.stages.items():
+    for stage, history in fitted.stages.items() if fitted.family != "mixture" else ():
         skipped = f", {history.skipped} skipped" if history.skipped else ""
         early = see("ended-early") if history.loss.size else ""
         ended = f"; ended {history.ended}{early}" if history.ended else ""
@@ -215,6 +222,7 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
         key=jax.random.key(arguments.seed),
         validation=arguments.validation,
         family=arguments.family,
+        types=arguments.types,
         noise=arguments.noise,
         bounds=arguments.bounds,
         rounding=arguments.rounding,
@@ -243,6 +251,8 @@ def _check_rows(arguments: argparse.Namespace, rows: FitRows, notes: list[str]) 
     path = table_name(arguments.data)
     if rows.total < 2:
         raise Refused(f"{path} has 1 row: use at least two, better hundreds{see('no-density')}")
+    if arguments.family == "mixture":
+        return  # it computes in double precision
     for name, column in zip(rows.columns, rows.rows.T, strict=True):
         spread = column.std()
         if spread and abs(column.mean()) > MAX_MEAN_TO_SPREAD * spread and not jax.config.jax_enable_x64:  # pyright: ignore

@@ -1,8 +1,10 @@
-"""`roughflow sample`: draw rows from a model."""
+"""`roughflow sample` and `roughflow impute`: draw rows from a model, or the missing cells of rows."""
 
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 import roughflow as rf
 from roughflow.faq import see
 
-from .files import check_table, columns_of, is_array, read_model, write_npy, write_table
+from .files import check_table, chunks_for, columns_of, is_array, read_model, write_npy, write_table
 from .process import Refused
 
 CHUNK_ROWS = 2**16  # rows drawn at a time, to limit memory
@@ -30,10 +32,12 @@ def sample(arguments: argparse.Namespace) -> int:
     def blocks() -> Iterator[np.ndarray]:
         nonlocal escaped
         for rows in _blocks(model, arguments.count, jax.random.key(arguments.seed)):
-            escaped += int(np.sum(~np.isfinite(rows).all(axis=1)))
+            if rows.dtype != object:
+                escaped += int(np.sum(~np.isfinite(rows).all(axis=1)))
             yield rows
 
     if is_array(out):
+        _check_numbers(model, out)
         write_npy(out, (arguments.count, model.num_columns), blocks())
     else:
         write_table(out, columns_of(model), (list(rows.T) for rows in blocks()))
@@ -43,8 +47,33 @@ def sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_numbers(model: Any, out: Path | None) -> None:
+    texts = isinstance(model, rf.tables.MixedDensity) and any(
+        isinstance(label, str) for levels in model.encoding.levels for label in levels
+    )
+    if texts:
+        raise Refused(f"{out}: an .npy file holds numbers, but the model has texts: choose a .csv file")
+
+
+def impute(arguments: argparse.Namespace) -> int:
+    inputs = [arguments.model, arguments.data]
+    check_table(arguments.out, "the rows", arrays=False, force=arguments.force, inputs=inputs)
+    model = read_model(arguments.model)
+    if not isinstance(model, rf.tables.MixedDensity):
+        raise Refused(
+            f"impute needs a model of roughflow fit --family mixture, but {arguments.model} has none"
+        )
+    _, chunks = chunks_for(model, arguments.data, CHUNK_ROWS)
+    rows = np.concatenate(list(chunks))
+    drawn = model.impute(rows, arguments.count, key=jax.random.key(arguments.seed))
+    write_table(arguments.out, columns_of(model), (list(copy.T) for copy in drawn))
+    return 0
+
+
 def _blocks(
-    model: rf.tables.Standardised | rf.tables.WithRelations, count: int, key: jax.Array
+    model: rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity,
+    count: int,
+    key: jax.Array,
 ) -> Iterator[np.ndarray]:
     if count <= CHUNK_ROWS:
         yield np.asarray(model.sample(key=key, shape=(count,)))

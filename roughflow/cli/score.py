@@ -104,7 +104,7 @@ def _to_file(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _estimates(
-    model: rf.tables.Standardised | rf.tables.WithRelations,
+    model: rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity,
     total: int,
     chunks: Iterator[np.ndarray],
     arguments: argparse.Namespace,

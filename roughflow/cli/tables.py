@@ -333,6 +333,67 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
     return table
 
 
+def read_mixed(path: Path, columns: Sequence[str] | None) -> Table:
+    """Read a table with texts and missing cells: each column is numbers or texts, and None where missing."""
+    if path == STANDARD or is_text(path):
+        if path != STANDARD:
+            check_readable(path)
+        with _lines(path) as source:
+            lines = iter(source)
+            header = [name.strip() for name in next(lines, [])]
+            places, faults = places_of(path, _header(path, header), columns), Faults(path, "line")
+            cells = [
+                (source.begun, [line[i].strip() for i in places])
+                for line in _whole(source, lines, header, faults)
+            ]
+        faults.refuse()
+        names, numbers = tuple(header[i] for i in places), [line for line, _ in cells]
+        parts = [_values(name, numbers, [row[j] for _, row in cells], faults) for j, name in enumerate(names)]
+        faults.refuse()
+    else:
+        names, parts = _stored_columns(path, columns)
+    if not parts or not len(parts[0]):
+        raise Refused(f"{table_name(path)} has no rows")
+    rows = np.empty((len(parts[0]), len(parts)), object)
+    for i, part in enumerate(parts):
+        rows[:, i] = part
+    return Table(names, rows)
+
+
+def _values(
+    name: str, lines: Sequence[int], cells: Sequence[str], faults: Faults
+) -> list[float | str | None]:
+    """A column of numbers, or of texts if none of its cells is a number."""
+    present = [cell for cell in cells if cell.lower() not in MISSING]
+    if present and all(as_number(cell) is None for cell in present):
+        return [None if cell.lower() in MISSING else cell for cell in cells]
+    values: list[float | str | None] = []
+    for line, cell in zip(lines, cells, strict=True):
+        number = None if cell.lower() in MISSING else as_number(cell)
+        if cell.lower() not in MISSING and (number is None or not abs(number) <= MAX_VALUE):
+            faults.add(line, f"{fault(name, cell, number)} among numbers")
+        values.append(number)
+    return values
+
+
+def _stored_columns(path: Path, columns: Sequence[str] | None) -> tuple[tuple[str, ...], list[list]]:
+    """The columns of an .npy or Parquet file."""
+    if path.suffix.lower() != ".parquet":
+        _reader(path)
+        check_readable(path)
+        table = _read_npy(path, columns, missing=True)
+        return table.columns, [
+            [None if np.isnan(v) else v for v in column] for column in table.rows.T.tolist()
+        ]
+    from roughflow.tables import parquet_file
+
+    check_readable(path)
+    file = parquet_file(path)
+    there = file.schema_arrow.names
+    names = tuple(there[i] for i in places_of(path, there, columns))
+    return names, [file.read([name]).column(0).to_pylist() for name in names]
+
+
 def read_chunks(
     path: Path, columns: Sequence[str] | None, size: int
 ) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
@@ -400,7 +461,9 @@ def _reader(path: Path) -> Callable[[Path, Sequence[str] | None], Table]:
     return readers[path.suffix.lower()]
 
 
-def _read_npy(path: Path, columns: Sequence[str] | None, mapped: bool = False) -> Table:
+def _read_npy(
+    path: Path, columns: Sequence[str] | None, mapped: bool = False, missing: bool = False
+) -> Table:
     try:
         # A memory map uses no memory, and detects a truncated file.
         rows = np.load(path, allow_pickle=False, mmap_mode="r")
@@ -417,7 +480,8 @@ def _read_npy(path: Path, columns: Sequence[str] | None, mapped: bool = False) -
     if mapped and chosen == names:
         return Table(chosen, rows, named=False)
     try:
-        return Table(chosen, _finite_rows(path, chosen, rows[:, places].astype(float)), named=False)
+        values = rows[:, places].astype(float)
+        return Table(chosen, values if missing else _finite_rows(path, chosen, values), named=False)
     except MemoryError:
         raise Refused(f"{path}: {len(rows)} rows of {len(chosen)} columns do not fit in memory") from None
 
