@@ -109,7 +109,7 @@ class Prediction:
         centred = self._maps - self.mean
         return np.sqrt(np.mean(_moment(centred**2), axis=0))
 
-    def quantile(self, levels: Sequence[float] | float) -> np.ndarray:
+    def quantile(self, levels: ArrayLike) -> np.ndarray:
         """Quantiles of y given x, `(levels, n)`, or `(n,)` for one level between 1e-5 and 1 − 1e-5."""
         wanted = np.asarray(levels, float)
         if wanted.ndim > 1 or not np.all((wanted >= MIN_LEVEL) & (wanted <= 1 - MIN_LEVEL)):
@@ -285,6 +285,7 @@ def _is_better(regression: Regression, fits: Sequence[FittedDensity]) -> bool:
     """Whether the members are better than the Gaussian on their validation rows."""
     gains = []
     for fitted in fits:
+        assert fitted.held_out is not None
         z, log_slope = _inverse(fitted)
         own = _log_normal(z / regression.scale) + log_slope - np.log(regression.scale)
         gains.append(own - fitted.held_out.gaussian.log_prob(fitted.held_out.rows))
