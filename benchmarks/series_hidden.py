@@ -105,7 +105,7 @@ def fitted(times: np.ndarray, values: np.ndarray, start: tuple, initial: Any, st
     result = rf.fit_sde(
         heston(*start), times, values, key=KEY, coordinates=COORDINATES, steps=steps, num_starts=1,
         domains=domains, initial=initial, tolerance=0.3,
-        effort=None if steps else rf.transition.Effort(1, 32, 1),
+        effort=None if steps else rf.transition.Effort(1, 32, 1), fixed=() if steps else ["initial"],
     )  # fmt: skip
     seconds = time.perf_counter() - began
     print(f"maximum {result.log_likelihood:.3f} ± {result.likelihood_error:.2g}, {seconds:.0f} s")
@@ -120,26 +120,45 @@ def filters(times: np.ndarray, values: np.ndarray) -> None:
     with_mesh = lambda mesh: eqx.tree_at(lambda one: one.mesh, ours, mesh)
     reference = float(with_mesh(ours.mesh.finer())(sde))
     print(f"reference {reference:.3f}", flush=True)
-    returns = np.diff(values[:, 0])
+    returns, rows = np.diff(values[:, 0]), []
     for size in (24, 32, 48, ours.mesh.size):
         likelihood = with_mesh(dataclasses.replace(ours.mesh, size=size))
-        _report("roughflow, grid", size, lambda key, one=likelihood: float(one(sde)), 1, reference)
+        rows.append(_row("roughflow, grid", size, lambda key, one=likelihood: float(one(sde)), 1, reference))
     for size in (100, 1000, 10_000):
         run = lambda key, n=size: float(bootstrap(jnp.asarray(returns), key, n))
-        _report("bootstrap, JAX", size, run, 10, reference)
+        rows.append(_row("bootstrap filter, JAX", size, run, 10, reference))
     for name, run, sizes in _peers(returns):
         for size in sizes:
-            _report(name, size, lambda key, n=size, run=run: run(n, key), 5, reference)
+            rows.append(_row(name, size, lambda key, n=size, run=run: run(n, key), 5, reference))
+    _draw(rows)
 
 
-def _report(name: str, size: int, run: Any, count: int, reference: float) -> None:
+def _row(name: str, size: int, run: Any, count: int, reference: float) -> tuple[str, float, float]:
+    """The method, the process seconds of a value and its root mean square error."""
     run(0)  # compiles
     start = time.process_time()
     found = np.array([run(key) for key in range(1, count + 1)])
     seconds = (time.process_time() - start) / count
-    error = np.sqrt(np.mean((found - reference) ** 2))
+    error = float(np.sqrt(np.mean((found - reference) ** 2)))
     spread = f"mean {found.mean():.2f}, sd {found.std():.2f}" if count > 1 else f"{found[0]:.3f}"
     print(f"  {name:<24} {size:>7} {seconds:>8.2f} s  error {error:.4f}  {spread}", flush=True)
+    return name, seconds, error
+
+
+def _draw(rows: list[tuple[str, float, float]]) -> None:
+    """The error against seconds, as series-hidden.png."""
+    import matplotlib.pyplot as plt
+
+    from roughflow import plots
+
+    figure, ax = plt.subplots(figsize=(5.5, 3.2), layout="constrained")
+    colours = (plots.BLUE, plots.GREY, plots.VERMILION, plots.GREEN, plots.PURPLE)
+    for name, colour in zip(dict.fromkeys(row[0] for row in rows), colours, strict=False):
+        seconds, error = np.array([row[1:] for row in rows if row[0] == name]).T
+        ax.loglog(seconds, error, "o-", color=colour, label=name, markersize=4)
+    ax.set(xlabel="CPU seconds", ylabel="error of the log-likelihood, nats")
+    ax.legend(frameon=False, fontsize=plots.SMALL)
+    plots.save(figure, "series-hidden.png")
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -171,8 +190,8 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
         model = pypomp.models.spx()
 
         def by_pypomp(size: int, seed: int) -> float:
-            model.pfilter(J=size, key=jax.random.key(seed), reps=1)
-            return float(np.ravel(model.results_history[-1].logLiks)[0])
+            model.pfilter(J=size, key=jax.random.key(seed))
+            return float(np.ravel(model.theta.logLik)[0])
 
         found.append(("pypomp", by_pypomp, (1000, 10_000)))
     if importlib.util.find_spec("particles"):
@@ -181,7 +200,7 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
 
         class Variance(state_space_models.StateSpaceModel):
             def PX0(self) -> Any:
-                return self.PX(0, np.full(1, FIRST))
+                return self.PX(0, FIRST)
 
             def PX(self, t: int, v: np.ndarray) -> Any:
                 mu, kappa, theta, xi, rho = PUBLISHED
@@ -192,14 +211,31 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
             def PY(self, t: int, before: Any, v: np.ndarray) -> Any:
                 return dists.Normal(PUBLISHED[0] - v / 2, np.sqrt(v))
 
-        def by_particles(size: int, seed: int) -> float:
+            def proposal0(self, data: np.ndarray) -> Any:
+                return self.proposal(0, FIRST, data)
+
+            def proposal(self, t: int, v: Any, data: np.ndarray) -> Any:
+                """The prior in log V, tilted by the curvature of the return's density around its mean."""
+                prior = self.PX(t, v)
+                mean, wide = np.maximum(prior.mu, 1e-6), (prior.sigma / np.maximum(prior.mu, 1e-6)) ** 2
+                share = (data[t] - PUBLISHED[0]) ** 2 / mean
+                gain = 1 / (1 / wide + np.maximum(share / 2, 0.05))
+                shift = gain * 0.5 * (share - 1)
+                return dists.LogNormal(np.log(mean) + np.clip(shift, -1, 1), np.sqrt(gain) * 1.1)
+
+        def by_particles(size: int, seed: int, kind: Any) -> float:
             np.random.seed(seed)  # noqa: NPY002
-            start = state_space_models.Bootstrap(ssm=Variance(), data=returns)
+            start = kind(ssm=Variance(), data=returns)
             run = particles.SMC(fk=start, N=size, resampling="systematic", ESSrmin=0.5)
             run.run()
             return float(run.logLt)
 
-        found.append(("particles, bootstrap", by_particles, (100, 1000)))
+        for name, kind in (
+            ("bootstrap", state_space_models.Bootstrap),
+            ("guided", state_space_models.GuidedPF),
+        ):
+            run = functools.partial(by_particles, kind=kind)
+            found.append((f"particles, {name}", run, (100, 1000)))
     return found
 
 

@@ -158,6 +158,7 @@ def test_a_heated_room_from_the_command_line(heated, capsys):
         (["--model", "heston"], "--value must name a column for price, variance"),
         (["--model", "fitzhugh-nagumo", "--hidden", "recovery"], "set --start epsilon=…,s=…"),
         (["--model", "vasicek", "--start", "speed=1"], "--start takes kappa, mu, sigma; got speed"),
+        (["--model", "vasicek", "--observe", "poisson", "--initial", "level=1"], "--initial needs value=…"),
         (["--model", "compartments"], "--inputs FILE is missing"),
         (["--compare", "--hidden", "variance"], "--compare is for models of one value"),
     ],

@@ -199,6 +199,12 @@ def _hidden_options(parser: argparse.ArgumentParser) -> None:
         help="starting values of parameters; default: from the moments of the series",
     )
     parser.add_argument(
+        "--initial",
+        type=lambda text: text if text == "stationary" else as_start(text),
+        metavar="stationary|NAME=X,…",
+        help="components at the first time that are not observed exactly; default: a flat prior",
+    )
+    parser.add_argument(
         "--fix", type=as_names, default=[], metavar="NAME,…", help="parameters that keep their starting value"
     )
 

@@ -193,6 +193,9 @@ def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[An
         states[:, seen] = np.log(values + 0.5) if log else np.maximum(values, 0.5)
     else:
         values = states
+    if arguments.initial is not None:
+        unknown = components if arguments.observe or arguments.measurement_noise else hidden
+        options["initial"] = _initial(arguments.initial, [one for one in components if one in unknown])
     if name == "compartments":
         if arguments.inputs is None:
             raise ValueError("--inputs FILE is missing")
@@ -202,6 +205,15 @@ def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[An
     if arguments.inputs is not None:
         raise ValueError("--inputs are for compartments")
     return _start(kind, times, states, arguments.start), times, values, options
+
+
+def _initial(given: str | dict[str, float], unknown: list[str]) -> str | list[float]:
+    """What is known of the components at the first time that are not observed exactly."""
+    if isinstance(given, str):
+        return given
+    if set(given) != set(unknown):
+        raise ValueError("--initial needs " + ",".join(f"{name}=…" for name in unknown) + ", or stationary")
+    return [given[name] for name in unknown]
 
 
 def _start(kind: type[rf.series.AbstractNamedSDE], times: Any, states: np.ndarray, given: dict) -> Any:
