@@ -26,7 +26,14 @@ DRIVERS = BROWNIAN | {
 # A horizon of 1 hides a wrong scale, so the other one is for `make test`.
 HORIZONS = [pytest.param(1.0, marks=pytest.mark.slow), 2.5]
 
+# One of each kind: the others share their code.
+KINDS = ("Karhunen-Loeve", "grid", "fractional Legendre", "time-changed")
+
 every_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS.keys())
+every_kind = pytest.mark.parametrize(
+    "driver",
+    [pytest.param(d, id=name, marks=[pytest.mark.slow] * (name not in KINDS)) for name, d in DRIVERS.items()],
+)
 every_brownian = pytest.mark.parametrize("driver", BROWNIAN.values(), ids=BROWNIAN.keys())
 every_horizon = pytest.mark.parametrize("horizon", HORIZONS)
 
@@ -84,7 +91,7 @@ def test_path_is_the_sum_it_is_documented_to_be(driver):
     np.testing.assert_allclose(values_at(path, t)[:, 0], expected, rtol=1e-12, atol=1e-12)
 
 
-@every_driver
+@every_kind
 def test_increments(driver, key):
     path = driver.sample(key=key, noise_dimension=2, t1=2.0)
     early, late = values_at(path, jnp.array([0.3, 1.4]))
@@ -115,7 +122,7 @@ def test_only_a_piecewise_linear_path_jumps():
     np.testing.assert_allclose(rf.PiecewiseLinear([0, 1, 4, 5]).jumps, [0.2, 0.8])
 
 
-@every_driver
+@every_kind
 def test_horizon_per_path(driver, key):
     horizons = jnp.array([0.5, 1.0, 3.0])
     paths = driver.sample(key=key, noise_dimension=2, shape=(3,), t1=horizons)
@@ -204,7 +211,7 @@ def test_sample_covariance(driver, horizon, key):
     assert stats.kstest(values[:, 2] / np.sqrt(expected[2, 2]), "norm").pvalue > 1e-3
 
 
-@every_driver
+@every_kind
 def test_log_prob_is_that_of_standard_normals(driver, key):
     coefficients = driver.sample(key=key, noise_dimension=2, shape=(3, 4)).coefficients
     expected = stats.norm.logpdf(coefficients).sum(axis=(-2, -1))
@@ -257,7 +264,7 @@ def test_projected_coefficients_are_standard_normal(key):
     assert np.all(np.abs(covariance - np.eye(4)) < error)
 
 
-@every_driver
+@every_kind
 def test_batches_of_paths_project_like_each_alone(driver, key):
     horizons = jnp.array([0.5, 1.0, 3.0])
     fine = rf.PiecewiseLinear(8)  # as in the next test, which finds the programs of single paths compiled
@@ -271,7 +278,7 @@ def test_batches_of_paths_project_like_each_alone(driver, key):
             np.testing.assert_allclose(jnp.broadcast_to(together.t1, (3,))[i], alone.t1)
 
 
-@every_driver
+@every_kind
 def test_projection_of_an_interpolation(driver, key):
     """The same path given by its values, as any diffrax path may be."""
     path = rf.PiecewiseLinear(8).sample(key=key, noise_dimension=2, t1=2.0)

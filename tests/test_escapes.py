@@ -108,7 +108,7 @@ def test_escapes_on_a_fixed_grid(name, gradient, dtype, key):
     check_escapes(flow, x, gone, key, 1e-12 if dtype == "float64" else 1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_escapes_from_where_the_model_overflows_at_once(dtype, key):
     """exp(1000) is infinite: no density, and no NaN in anybody's gradient."""
     flow = escaping(exponential, 1, rf.FixedGrid(rf.flow.RK4(), steps=40), dtype)

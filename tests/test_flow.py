@@ -251,9 +251,9 @@ def test_sampling_stops_where_told_along_a_given_path_and_along_its_own(key):
     ("method", "order"),
     [
         (diffrax.Heun(), 2),
-        (diffrax.Midpoint(), 2),
-        (rf.flow.RK4(), 4),
-        (diffrax.Dopri5(), 5),
+        pytest.param(diffrax.Midpoint(), 2, marks=pytest.mark.slow),
+        pytest.param(rf.flow.RK4(), 4, marks=pytest.mark.slow),
+        pytest.param(diffrax.Dopri5(), 5, marks=pytest.mark.slow),
         (rf.flow.RK6(), 6),
     ],
     ids=["heun", "midpoint", "rk4", "dopri5", "rk6"],

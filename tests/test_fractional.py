@@ -307,7 +307,7 @@ def test_without_memory_the_likelihood_is_that_of_transitions(key):
         whole.log_likelihood(free), known(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6)), rtol=1e-10
     )
     # So are forecasts: normal, with the moments of an Ornstein–Uhlenbeck process.
-    paths = whole.forecast(free, np.array([0.1, 0.5, 2.0]), key, 4000, 0)[..., 0]
+    paths = whole.forecast(free, np.array([0.1, 0.5, 2.0]), key, 1000, 0)[..., 0]
     for drawn, ahead in zip(paths.T, (0.1, 0.5, 2.0), strict=True):
         decay = np.exp(-1.3 * ahead)
         known = stats.norm(0.2 + (x[-1] - 0.2) * decay, 0.6 * np.sqrt((1 - decay**2) / 2.6))

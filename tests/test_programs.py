@@ -203,7 +203,7 @@ def flow_of(sde, dimension=2):
 X = np.array([[0.3, -0.2], [1.0, 0.5], [0.0, 0.1]])
 
 
-@pytest.mark.parametrize("calculus", ["Itô", "Stratonovich"])
+@pytest.mark.parametrize("calculus", ["Itô", pytest.param("Stratonovich", marks=pytest.mark.slow)])
 def test_functions_written_again_reuse_programs(key, calculus):
     """And the results are those of the functions as they are, up to rounding."""
 

@@ -153,7 +153,7 @@ def numbers(draws, key, places, size=3, most=4096):
     return np.asarray(draws.normal(key, jnp.asarray(places), most, size, jnp.dtype("float64")))
 
 
-@every_draw
+@pytest.mark.parametrize("name", ["Sobol", pytest.param("Independent", marks=pytest.mark.slow)])
 def test_numbers_belong_to_a_place_and_are_normal(name, key):
     """Whichever places are asked for together; at other places, and with another key, others."""
     draws, places = DRAWS[name], np.arange(4096)
@@ -175,7 +175,7 @@ def test_sobol_numbers_are_spread_evenly_in_each_shift(key):
     assert np.all(np.abs(rf.density.Sobol().terms(every)) < np.abs(stats.norm.ppf(1 / 16)))
 
 
-@every_draw
+@pytest.mark.parametrize("name", ["Sobol", pytest.param("Independent", marks=pytest.mark.slow)])
 def test_a_sequence_extends_itself(name, key):
     """The first 64 numbers are the same, whether 64 or 256 are to follow."""
     places = np.arange(64)

@@ -134,4 +134,4 @@ def test_the_evidence_is_bounded_from_below_and_nearly_reached(d, key):
     assert abs(gap - missing) < 4 * error
     np.testing.assert_allclose(bound.standard_error, error, rtol=0.3)
     with pytest.raises(rf.NonFiniteError, match=r"samples escaped or have no finite density: give the flow"):
-        rf.train.evidence_bound(flow, Cut(0.0), key=key, num_samples=192, num_paths=32)
+        rf.train.evidence_bound(flow, Cut(0.0), key=key, num_samples=192, num_paths=256)

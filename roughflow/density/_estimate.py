@@ -187,7 +187,7 @@ class Estimate(eqx.Module):
         return "\n".join(lines if warning is None else [*lines, f"  warning: {warning}"])
 
     def _table(self) -> list[str]:
-        """The points one a line, those in the middle left out if there are many."""
+        """One line per point; the middle ones are omitted if there are many."""
         flags = [(name, np.ravel(where)) for name, where, _ in self.reasons()]
         value, error, paths, methods = (
             np.ravel(part) for part in (self.log_prob, self.total_error, self.num_paths, self.method)

@@ -125,7 +125,7 @@ class Mixture(eqx.Module):
         return jnp.reshape(log_abs_det(start), shape)
 
     def _pick(self, noise: Array) -> Array:
-        """Which component each draw is from, by its spare number: `(B, K, M)`, none for the prior."""
+        """The component of each draw as one-hot vectors `(B, K, M)`, zero for the prior."""
         uniform = uniform_of(noise[..., -1:])
         share = jnp.exp(self.log_share) * (1 - self.prior)[:, None]
         upper = jnp.cumsum(share, axis=1)

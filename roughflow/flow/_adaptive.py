@@ -83,10 +83,6 @@ class Adaptive(AbstractIntegrator):
         )
         return jax.tree.map(lambda a: a[:, 0], outcome)
 
-    @property
-    def forward_mode(self) -> bool:
-        return False  # of diffrax's checkpointed loops
-
     def finer(self, driver: AbstractDriver, noise_dimension: int) -> "Adaptive":
         del driver, noise_dimension
         return Adaptive(

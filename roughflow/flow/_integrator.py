@@ -72,11 +72,6 @@ class AbstractIntegrator(eqx.Module):
         check_fields(self)
         check_positive("escape_rate", self.escape_rate)
 
-    @property
-    def forward_mode(self) -> bool:
-        """Whether a solve supports `jax.jvp`; it always supports `jax.vjp`."""
-        return not isinstance(self.gradient, ConstantMemory)
-
     @abc.abstractmethod
     def integrate(self, field: Field, z: Array, fraction: Array | None, *, reverse: bool) -> Outcome:
         """Solve from s = 0 to `fraction` of the horizon, or back from there to 0 if `reverse`.

@@ -41,7 +41,7 @@ TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller table
 
 @dataclass(frozen=True, kw_only=True)
 class FlowOptions:
-    """Options of the flow that `rf.fit_density` trains. The default of None depends on the size of the table.
+    """Options of the flow that `rf.fit_density` trains. None means a default that depends on the table.
 
     - `width`, `depth`: of the network. The default width is 128, or 256 for 20,000 rows and more, or 1024 for
       a million cells and more.

@@ -55,7 +55,8 @@ class AbstractCoordinates(eqx.Module):
 
     def pull_back(self, x: Array, v: Array) -> Array:
         """The velocity of the coordinates if the state at x has velocity v."""
-        return jax.jvp(self.from_state, (x,), (v,))[1]
+        # Constant noise may have another precision than the state.
+        return jax.jvp(self.from_state, (x,), (jnp.asarray(v, x.dtype),))[1]
 
     def log_volume(self, x: Array) -> Array:
         """log |det Dg⁻¹(x)|, which turns a density in y into one in x."""
