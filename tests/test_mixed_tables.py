@@ -1,5 +1,7 @@
 """Tables with categories, integers, point masses and missing cells."""
 
+from itertools import product
+
 import jax
 import numpy as np
 import pandas as pd
@@ -88,17 +90,70 @@ def test_imputations_follow_the_conditional_distribution(incomplete):
         assert stats.ks_2samp(filled @ direction, other @ direction).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("given", [["x1"], ["x3"], ["x1", "x2"], ["x3", "x1"]])
-def test_conditionals_are_those_of_the_truth(incomplete, given):
-    rows = gaussians(400, 4)
-    rest = np.where([name in given for name in ("x1", "x2", "x3")], rows, np.nan)
-    conditional = incomplete.conditional(rows, given)
-    gap = truth(rows) - truth(rest) - conditional.log_prob(rows)
-    assert abs(gap.mean()) < 0.05
-    draws = conditional.sample(3, key=KEY)
-    np.testing.assert_allclose(
-        draws[..., ~np.isnan(rest[0])], np.broadcast_to(rows, (3, 400, 3))[..., ~np.isnan(rest[0])]
-    )
+@pytest.fixture(scope="module")
+def five():
+    """A mixture of two Gaussians in five columns, and its samples."""
+    rng = np.random.default_rng(7)
+    roots = rng.normal(size=(2, 5, 5)) / 2 + np.eye(5)
+    covariances, means = roots @ np.swapaxes(roots, 1, 2), 2 * rng.normal(size=(2, 5))
+    cells = list(rng.normal(size=(5, 50)))
+    encoding = rf.tables.Encoding.of(cells, ("a", "b", "c", "d", "e"), {})
+    unit = means - encoding.loc, covariances
+    scaled = unit[0] / encoding.scale, unit[1] / np.outer(encoding.scale, encoding.scale)
+    mixture = rf.tables.MixtureComponents(WEIGHTS, *scaled, (), np.zeros(5))
+    return rf.tables.MixedDensity(encoding, mixture), means, covariances
+
+
+def test_conditionals_for_all_subsets_are_those_of_closed_forms(five):
+    """Thirty subsets of five columns: densities, and quantiles, means and deviations of each other column."""
+    model, means, covariances = five
+    rows = np.asarray(model.sample(key=KEY, shape=(20,)), float)
+    names = model.columns
+    for mask in product([False, True], repeat=5):
+        own = np.array(mask)
+        if own.all() or not own.any():
+            continue
+        known = np.stack(
+            [
+                np.log(w) + stats.multivariate_normal(m[own], c[np.ix_(own, own)]).logpdf(rows[:, own])
+                for w, m, c in zip(WEIGHTS, means, covariances, strict=True)
+            ]
+        ).reshape(2, -1)
+        whole = [
+            np.log(w) + stats.multivariate_normal(m, c).logpdf(rows)
+            for w, m, c in zip(WEIGHTS, means, covariances, strict=True)
+        ]
+        conditional = model.conditional(rows, [name for name, seen in zip(names, mask, strict=True) if seen])
+        expected = logsumexp(whole, axis=0) - logsumexp(known, axis=0)
+        np.testing.assert_allclose(conditional.log_prob(rows), expected, atol=1e-8)
+        share = np.exp(known - logsumexp(known, axis=0))
+        for j in np.flatnonzero(~own):
+            gain = [np.linalg.solve(c[np.ix_(own, own)], c[own, j]) for c in covariances]
+            at = [m[j] + (rows[:, own] - m[own]) @ g for m, g in zip(means, gain, strict=True)]
+            spread = [np.sqrt(c[j, j] - c[own, j] @ g) for c, g in zip(covariances, gain, strict=True)]
+            mean = sum(w * a for w, a in zip(share, at, strict=True))
+            square = sum(w * (s**2 + a**2) for w, a, s in zip(share, at, spread, strict=True))
+            np.testing.assert_allclose(conditional.mean(names[j]), mean, atol=1e-8)
+            np.testing.assert_allclose(conditional.std(names[j]) ** 2, square - mean**2, atol=1e-8)
+            found = conditional.quantile([0.05, 0.6], names[j])
+            parts = zip(share, at, spread, strict=True)
+            levels = sum(w * stats.norm(a, s).cdf(found) for w, a, s in parts)
+            np.testing.assert_allclose(levels, np.tile([[0.05], [0.6]], 20), atol=1e-8)
+
+
+def test_conditionals_of_mixed_columns_agree_with_their_samples(mixed):
+    """An integer and a zero-inflated column given the colour and the height."""
+    frame = messy(4, 9)[0]
+    conditional = mixed.conditional(frame, ["colour", "height"])
+    draws = conditional.sample(4000, key=KEY)
+    for j, column in ((2, "visits"), (3, "rain")):
+        own = draws[:, :, j].astype(float)
+        np.testing.assert_allclose(conditional.mean(column), own.mean(axis=0), atol=0.25)
+        np.testing.assert_allclose(conditional.std(column), own.std(axis=0), rtol=0.1)
+        quantiles = conditional.quantile([0.04, 0.5, 0.9], column)
+        np.testing.assert_allclose(quantiles, np.quantile(own, [0.04, 0.5, 0.9], axis=0), atol=1.01)
+    with pytest.raises(ValueError, match="'height' is given"):
+        conditional.mean("height")
 
 
 def test_quantiles_of_a_conditional(incomplete):
