@@ -54,7 +54,12 @@ NOISES = {
 }
 
 
-@pytest.mark.parametrize("name", list(NOISES))
+COVERED = ("turned", "diagonal, by coordinate")  # by "general" and "diagonal, mixed"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in COVERED)) for name in NOISES]
+)
 def test_a_step_is_the_same_whatever_is_known_of_its_noise(name, key):
     diffusion, skew = NOISES[name]
     sde = rf.targeted_sde(lambda z: -0.5 * z @ z - 0.1 * jnp.sum(z**4), diffusion, skew)

@@ -136,6 +136,7 @@ def test_arviz_reads_a_chain(gaussian_chain):
         to_arviz(gaussian_chain, names="xyz")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BEFORE_1, reason="ArviZ makes no note of the day")
 def test_arviz_is_imported_by_two_processes_at_once(tmp_path):
     """The other process moves the draft of ArviZ's note of the day first."""

@@ -133,7 +133,9 @@ def test_any_coordinates_and_any_calculus_give_one_density(convert, coordinates,
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_transition_is_differentiable_in_the_parameters(key):
+    """With `make test` a fit is, whose estimates and standard errors are those of the closed form."""
     x0, x1 = np.array([[0.28], [0.33]]), np.array([[0.31], [0.29]])
     effort = rf.transition.Effort(2, 128, 3)
 
