@@ -117,6 +117,7 @@ PAGES = (
     "tutorials/table",
     "tutorials/samples",
     "tutorials/series",
+    "tutorials/heat",
     "series",
     "latent",
     "gallery",

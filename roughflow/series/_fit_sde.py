@@ -319,7 +319,7 @@ def _settled(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[Abstract
         return likelihood, free
     for _ in range(MOVES):
         before = likelihood.total(free)[0]
-        likelihood = likelihood.moved_to(free)
+        likelihood = likelihood.moved_to(free)  # pyright: ignore[reportAttributeAccessIssue]
         if abs(likelihood.total(free)[0] - before) < SETTLED:
             break
         free = climb(likelihood.total, free, likelihood.quick_information)

@@ -424,7 +424,9 @@ class WholeLikelihood(AbstractLikelihood):
             deviations.append(np.sqrt(np.maximum(np.diag(spread), 0)))
         return np.concatenate(means)[:, None], np.concatenate(deviations)[:, None]
 
-    def _moments(self, free: np.ndarray, place: int, count: int) -> tuple[np.ndarray, tuple, float, Any]:
+    def _moments(
+        self, free: np.ndarray, place: int, count: int
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], float, Any]:
         """Autocovariances of ξ; those of z, z itself with its derivatives in missing values; τ; the SDE."""
         sde, tau = self.model(jnp.asarray(free, float))
         dt = jnp.asarray(self.gaps[place])

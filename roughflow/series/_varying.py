@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -67,7 +68,8 @@ class VaryingLikelihood(AbstractLikelihood):
 
     def _split(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The free parameters of the series without their scale, and log s."""
-        return np.split(np.asarray(free, float) * self.parameters.scale, [-len(self.places)])
+        base, log_spread = np.split(np.asarray(free, float) * self.parameters.scale, [-len(self.places)])
+        return base, log_spread
 
     def _terms(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The logarithm of the integrand times its weight, `(S, K)`, and the slopes of the log-likelihood in
@@ -114,7 +116,7 @@ class VaryingLikelihood(AbstractLikelihood):
         x, w = np.polynomial.hermite_e.hermegauss(self.count)
         grid = np.stack(np.meshgrid(*[x] * len(self.places), indexing="ij"), -1).reshape(-1, len(self.places))
         weights = np.log(w) + 0.5 * x**2
-        each = sum(np.meshgrid(*[weights] * len(self.places), indexing="ij")).reshape(-1)
+        each = np.sum(np.meshgrid(*[weights] * len(self.places), indexing="ij"), axis=0).reshape(-1)
         nodes = mean[:, None] + deviation[:, None] * grid
         return dataclasses.replace(
             self, nodes=nodes, log_weights=each + np.log(deviation).sum(axis=1, keepdims=True)
@@ -141,7 +143,7 @@ class VaryingLikelihood(AbstractLikelihood):
             last = here
         return found
 
-    def sde(self, free: Array) -> eqx.Module:
+    def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))[0]
 
     def own(self, free: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -149,7 +151,9 @@ class VaryingLikelihood(AbstractLikelihood):
         base, log_spread = self._split(free)
         at = base[list(self.places)] + np.exp(log_spread) * self.nodes
         given = self.parameters
-        values = [given.domains[place].from_free(at[..., j]) for j, place in enumerate(self.places)]
+        values = [
+            given.domains[place].from_free(jnp.asarray(at[..., j])) for j, place in enumerate(self.places)
+        ]
         mean, deviation = self.posterior(free, np.stack(values, axis=-1))
         return {given.names[place]: (mean[:, j], deviation[:, j]) for j, place in enumerate(self.places)}
 
@@ -203,7 +207,7 @@ def varying_likelihood(
     )
     places, q = tuple(given.names.index(name) for name in order), len(order)
     empty = np.zeros((len(singles), 1, q))
-    found = VaryingLikelihood(
+    found = VaryingLikelihood(  # pyright: ignore[reportCallIssue]
         parameters=parameters, penalty=np.append(whole.penalty, np.zeros(q)), steps=whole.steps,
         singles=alone, nodes=empty, log_weights=empty[..., 0], places=places, count=NODES[q - 1],
         log_spread=np.log([float(spreads[name]) for name in order]),
