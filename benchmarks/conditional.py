@@ -5,8 +5,13 @@ distribution whose p(y | x) is known, for which the excess over it is shown, and
 a diamond given its six measures (`benchmarks.tables_data`). Errors are standard errors over the test rows;
 seconds are those of fitting and scoring, compiling included. The lines at the end say what was asked for and
 whether it holds. Needs the extra `peers`.
+
+`python -m benchmarks.conditional uci_splits.npz NAME …` instead fits `rf.tables.fit_regression` to regression
+tables with fixed splits (arrays NAME__x, NAME__y, NAME__tr0, NAME__te0, …): log-likelihood of y given x and
+coverage of 90 % intervals over the test rows of all splits.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,9 +97,30 @@ def main() -> None:
     )
 
 
+def uci(path: str, names: list[str]) -> None:
+    arrays = np.load(path)
+    for name in names:
+        x, y, found = arrays[f"{name}__x"], arrays[f"{name}__y"][:, 0], []
+        start = time.perf_counter()
+        while f"{name}__tr{len(found)}" in arrays:
+            train, test = (arrays[f"{name}__{part}{len(found)}"] for part in ("tr", "te"))
+            key = jax.random.key(len(found))
+            regression = rf.tables.fit_regression(y[train], x[train], key=key, progress=False)
+            prediction = regression.conditional(x[test])
+            inside = np.abs(prediction.cdf(y[test]) - 0.5) < 0.45
+            found.append(np.stack([prediction.log_prob(y[test]), inside]))
+        log_prob, inside = np.concatenate(found, axis=1)
+        seconds = time.perf_counter() - start
+        covered = f"{inside.mean():.1%} in 90 % intervals"
+        print(f"{name}: {told(log_prob)}, {covered}, {len(found)} splits, {seconds:.0f} s", flush=True)
+
+
 def told(rows: np.ndarray) -> str:
     return f"{rows.mean():.3f} ± {standard_error(rows):.3f}"
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        uci(sys.argv[1], sys.argv[2:])
+    else:
+        main()
