@@ -186,8 +186,8 @@ def test_draws_on_a_linear_model_are_kalmans_filter():
     setup = Setup(
         sde, panel(times, y, partial=True), Observation(**options), sde.coordinates, KEY, False, None
     )
-    found = setup.made(rf.transition.Effort(1, 32, 1), "draws")(sde)
-    np.testing.assert_allclose(found, exact(sde), rtol=0, atol=0.01)
+    found = setup.made(rf.transition.Effort(1, 32, 8), "draws")(sde)
+    np.testing.assert_allclose(found, exact(sde), rtol=0, atol=0.05)
 
 
 def test_counts_of_two_hidden_components_are_those_of_particles():

@@ -231,7 +231,8 @@ def smoothed_guess(space: StateSpace, start: Array) -> Array:
         mean = jnp.where(good, mean, carried[0])
         covariance = jnp.where(good & jnp.all(jnp.isfinite(covariance)), covariance, wide)
         z, spread = updated(*_given(Normal(mean, covariance), at, row[3]), row)
-        spread = jnp.where(jnp.all(jnp.isfinite(spread)), spread, covariance)
+        good = jnp.all(jnp.isfinite(z)) & jnp.all(jnp.isfinite(spread)) & space.coordinates.is_inside(z)
+        z, spread = jnp.where(good, z, at), jnp.where(good, spread, wide)
         return (z, spread), (z, spread, mean, covariance, grow)
 
     given = (observations(space), incoming(space), pinned)

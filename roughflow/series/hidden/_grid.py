@@ -24,8 +24,7 @@ from ._state_space import Rows, StateSpace
 
 EULER, BRIDGE, EXACT, PILOT = "euler", "bridge", "exact", "pilot"
 SPACING = 1.1  # of the nodes, in standard deviations of a step
-# Few sizes, so that programs are reused.
-SIZES = (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
+SIZES = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # few sizes, so that programs are reused
 PILOT_SIZE = 96
 TAIL = 1e-9  # probability outside a window, on each side
 MARGIN = 1.25  # of a window, relative to the range of the states

@@ -622,7 +622,11 @@ class Setup:
         if method == KALMAN:
             return blank
         space = blank.space(self.sde)
-        path = smoothed_guess(space, typical_state(space, self._typical))
+        start = typical_state(space, self._typical)
+        component = hidden_component(blank.rows) if method == GRID else None
+        # A filter on a grid finds a component that is never observed from its equilibrium.
+        known = component is None or _is_observed(space, component)
+        path = smoothed_guess(space, start) if known else jnp.broadcast_to(start, blank.path.shape)
         made = dataclasses.replace(blank, path=path)
         return made.with_mesh(space) if method == GRID else made
 
@@ -750,6 +754,12 @@ def _check_observe(space: StateSpace, at: np.ndarray) -> None:
             raise ValueError(
                 f"observe has a log-density of nan for the values {value} at time {time:g} and state {at}"
             )
+
+
+def _is_observed(space: StateSpace, component: int) -> bool:
+    """Whether a component of the state is a column of the values, at some times at least."""
+    seen = np.asarray(space.rows.seen).any(axis=0)
+    return space.observe is None and component < len(seen) and bool(seen[component])
 
 
 def _check_euler(space: StateSpace, at: np.ndarray) -> None:
