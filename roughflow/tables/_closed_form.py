@@ -336,8 +336,7 @@ def _counts(rows: np.ndarray, own: int, least: float, links: Links) -> list[int]
     if np.median(gains) >= least * own:
         return counts
     chosen = zip(rows.T, counts, strict=False)
-    heavy = [bool(count) and np.max(_knots(column, count).tails) > HEAVY_SHAPE for column, count in chosen]
-    return [count if tail else 0 for count, tail in zip(counts, heavy, strict=True)]
+    return [count if count and _is_heavy(column, count) else 0 for column, count in chosen]
 
 
 def _together(rows: np.ndarray, counts: list[int], far: bool = True) -> Marginals:
@@ -355,15 +354,21 @@ def _together(rows: np.ndarray, counts: list[int], far: bool = True) -> Marginal
 
 def _knots(column: np.ndarray, count: int) -> _Knot:
     """Knots at quantiles; without knots, a linear map."""
-    scale = column.std() or 1.0
     if count == 0:
         return _linear(column)
+    knots = _at_quantiles(column, count)
+    return _with_far_tails(knots) if _is_far(column) else knots
+
+
+def _at_quantiles(column: np.ndarray, count: int) -> _Knot:
+    """Knots at quantiles, with the tails that the rows beyond them have."""
+    scale = column.std() or 1.0
     levels = np.arange(1, count + 1) / (count + 1)
     x = np.quantile(column, levels, method="hazen")
     # Repeated values give equal quantiles: use one knot for them.
     apart = np.flatnonzero(np.diff(x, prepend=-np.inf) > MIN_KNOT_DISTANCE * scale)
     if len(apart) < 2:
-        return _knots(column, 0)
+        return _line(column.mean(), scale)
     x, u = x[apart], scipy.special.ndtri(levels[apart])
     width, mean = np.diff(x), np.diff(u) / np.diff(x)
     slope = np.empty(len(x))
@@ -373,14 +378,22 @@ def _knots(column: np.ndarray, count: int) -> _Knot:
     )
     slope[0], low = _tail(-u[0], x[0] - column, mean[0])
     slope[-1], high = _tail(u[-1], column - x[-1], mean[-1])
-    knots = _Knot(x, u, slope, np.array([low, high]))
-    return _with_far_tails(knots) if _is_far(column) else knots
+    return _Knot(x, u, slope, np.array([low, high]))
 
 
 def _is_far(column: np.ndarray) -> bool:
     """Whether the column has values that a normal sample would hardly have."""
     extreme = np.max(np.abs(column - column.mean())) / (column.std() or 1.0)
     return bool(2 * len(column) * scipy.special.ndtr(-extreme) < FAR_PROBABILITY)
+
+
+def has_heavy_tails(rows: np.ndarray) -> bool:
+    """Whether a column has extreme values and a tail with ξ > 1/4."""
+    return any(_is_far(column) and _is_heavy(column, KNOT_COUNTS[0]) for column in rows.T)
+
+
+def _is_heavy(column: np.ndarray, count: int) -> bool:
+    return bool(_at_quantiles(column, count).tails.max() > HEAVY_SHAPE)
 
 
 def _linear(column: np.ndarray) -> _Knot:

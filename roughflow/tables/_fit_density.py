@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import equinox as eqx
+import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
@@ -23,14 +24,14 @@ from ..train import (
     rng_of,
     velocity_flow,
 )
-from ._closed_form import check_full_rank, fit_marginals
+from ._closed_form import check_full_rank, fit_marginals, has_heavy_tails
 from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
 from ._large_tables import ParquetTable
-from ._mixture import fit_mixed
+from ._mixture import MixedDensity, fit_mixed
 from ._numbers import frame_names, is_frame, parts_of
-from ._stages import TRAINING, FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
+from ._stages import FEW_ROWS, TRAINING, FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
@@ -71,9 +72,10 @@ def fit_density(
       stage returns the model with the lowest validation loss.
 
     With default settings, a table of fewer than 500 distinct rows or groups gets the family with the best
-    cross-validated score. A larger one gets a flow, unless the Gaussian is better on the validation rows. A
-    more flexible family must be better by more than one standard error. No flow is trained on fewer than 64
-    distinct rows, or 10 per column. `fitted.score` is the score of the chosen density.
+    cross-validated score, a mixture (below) included. A larger one gets a flow, unless the Gaussian is better
+    on the validation rows. A more flexible family must be better by more than one standard error. No flow is
+    trained on fewer than 64 distinct rows, or 10 per column. `fitted.score` is the score of the chosen
+    density.
 
     A fourth family is for tables with missing cells (None or NaN), texts, integers or point masses:
 
@@ -123,10 +125,10 @@ def fit_density(
     - `flow`: an `rf.tables.FlowOptions`: the network, maps of columns, regularisation, and the number of
       steps of the likelihood stage.
     - `training`: an `rf.train.TrainingOptions` for both stages. By default, the regression uses batches of
-      512 rows and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows and a quarter
-      of that rate. Parameters are averaged over the steps. A stage ends after 5 validation checks without
-      improvement. A check runs every 5 % of the steps of the regression, at least 25 apart, and every 10 % of
-      the steps of the likelihood stage.
+      512 rows and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows, or 128 with
+      fewer than 2,000 rows, and a quarter of that rate. Parameters are averaged over the steps. A stage ends
+      after 5 validation checks without improvement. A check runs every 5 % of the steps of the regression, at
+      least 25 apart, and every 10 % of the steps of the likelihood stage.
     - `run`: an `rf.train.RunOptions`: devices and checkpoints, with a second file for the likelihood stage.
 
     Returns an `rf.FittedDensity` with `log_prob`, `sample`, `estimate`, `score`, and the `model`, an
@@ -165,14 +167,16 @@ def fit_density(
     sizes = Sizes(counts[0], table.dimension, table.num_given, counts[1])
     comparison = Comparison(whole, table, sizes.small and source is None, own)
     free = family is None and steps is None and seconds is None
+    plain = free and flow.marginals is None and not noise and not (bounds or rounding)
     if family in ("gaussian", "marginals") or (free and sizes.tiny):
-        best = _best_closed(comparison, flow.marginals if family is None else family == "marginals")
-        return _restored(_closed_fit(comparison, *best, noise), whole)
-    stages = Stages(None, None, training, run, progress, seconds)
+        maps = flow.marginals if family is None else family == "marginals"
+        best = _best_closed(comparison, maps, plain)
+        return _restored(_closed_fit(comparison, best, noise), whole)
+    stages = Stages(None, None, training, run, progress, seconds, sizes.rows < FEW_ROWS)
     trainer = _Trainer(sizes, flow.resolved(sizes), key_model, stages)
     fitted = trainer.fit(comparison, source, sizes.steps if steps is None else steps, *keys)
     if free and not fitted.interrupted and (comparison.cross or len(table.held_out)):
-        fitted = _compared(fitted, comparison, trainer)
+        fitted = _compared(fitted, comparison, trainer, plain)
     if fitted.family == "flow" and noise == "best":
         noise = best_noise(fitted.model.flow, fitted.model.unit(table.held_out), keys[1])
     return _restored(fitted.with_noise(noise) if noise and noise != "best" else fitted, whole)
@@ -299,37 +303,53 @@ def _with_flow(model: Standardised, flow: Any) -> Standardised:
     return eqx.tree_at(lambda m: m.flow, model, flow)
 
 
-def _best_closed(comparison: Comparison, marginals: bool | None) -> tuple[Family, np.ndarray]:
-    """A Gaussian, or one of mapped columns if it is better, and its log-densities."""
+@dataclasses.dataclass(frozen=True)
+class _Closed:
+    """A family in closed form, its log-densities of unseen rows, and its mixture, if it is one."""
+
+    family: Family
+    values: np.ndarray
+    mixture: MixedDensity | None = None
+
+
+def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) -> _Closed:
+    """A Gaussian, or one of mapped columns or, of a `plain` table, a mixture, if that is better."""
     fits = {name: partial(ClosedForm.of, name) for name in ("gaussian", "marginals")}
     if marginals is not None:
         name = "marginals" if marginals else "gaussian"
-        return name, comparison.values(fits[name])
-    values = comparison.values(fits["gaussian"])
-    # With many rows a flow learns the marginals too, and maps take long to choose.
-    mapped = comparison.values(fits["marginals"]) if comparison.cross else values
-    return ("marginals", mapped) if comparison.is_better(mapped, values) else ("gaussian", values)
+        return _Closed(name, comparison.values(fits[name]))
+    best = _Closed("gaussian", comparison.values(fits["gaussian"]))
+    if not comparison.cross:
+        return best  # with many rows a flow learns the marginals too, and maps take long to choose
+    others = [_Closed("marginals", comparison.values(fits["marginals"]))]
+    table = comparison.whole
+    # Far rows cost a mixture of Gaussians much.
+    if plain and not table.num_given and table.relations is None and not has_heavy_tails(table.train):
+        types = dict.fromkeys(range(table.dimension), "continuous")
+        labels = table.links.labels
+        found = fit_mixed(table.train, table.names, types, None, labels, 0.0, jax.random.key(0))
+        others.append(_Closed("mixture", found.values, found.model))
+    for other in others:
+        best = other if comparison.is_better(other.values, best.values) else best
+    return best
 
 
-def _closed_fit(
-    comparison: Comparison, family: Family, values: np.ndarray, noise: float | str = 0.0
-) -> FittedDensity:
-    """A density in closed form, as an untrained flow."""
-    table = comparison.table
-    closed = ClosedForm.of(family, table)
-    held_out = comparison.held_out
-    score = None
+def _closed_fit(comparison: Comparison, best: _Closed, noise: float | str = 0.0) -> FittedDensity:
+    """A density in closed form: a mixture, or an untrained flow."""
+    table, held_out, score = comparison.table, comparison.held_out, None
+    closed = None if best.family == "mixture" else ClosedForm.of(best.family, table)
     if comparison.cross and comparison.own:
-        held_out, score = held_out.first(0), comparison.score(values)
+        held_out, score = held_out.first(0), comparison.score(best.values)
     elif len(held_out.rows):
-        score = held_out.first(SCORED_ROWS).judged(closed.log_prob(held_out.rows[:SCORED_ROWS]))
+        few = held_out.first(SCORED_ROWS)
+        score = few.judged((closed or best.mixture).log_prob(few.rows))  # pyright: ignore[reportOptionalMemberAccess]
     fitted = FittedDensity(
-        model=closed.model(table),
+        model=best.mixture if closed is None else closed.model(table),
         objective=Interpolant(num_given=table.num_given),
         history=History(),
         interrupted=False,
         stages={"regression": History(ended="before the first step: no flow was trained")},
-        family=family,
+        family=best.family,
         held_out=held_out,
         known_score=score,
     )
@@ -388,21 +408,21 @@ def _mixed_fit(
     )
 
 
-def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer) -> FittedDensity:
+def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, plain: bool) -> FittedDensity:
     """The flow if it is better than the densities in closed form, otherwise the best of these."""
-    family, others = _best_closed(comparison, trainer.options.marginals)
+    best = _best_closed(comparison, trainer.options.marginals, plain)
     regression = fitted.stages["regression"]
     try:
         if comparison.cross and regression.best_step == 0:
-            values = others  # the flow has learned nothing
+            values = best.values  # the flow has learned nothing
         elif comparison.cross:
             values = comparison.values(trainer.fold(regression.loss.size, trainer.key))
         else:
             values = comparison.held_out.first(SCORED_ROWS).values(fitted.model)
     except KeyboardInterrupt:
         return dataclasses.replace(fitted, interrupted=True)
-    if not comparison.is_better(values, others):
-        closed = _closed_fit(comparison, family, others)
+    if not comparison.is_better(values, best.values):
+        closed = _closed_fit(comparison, best)
         return dataclasses.replace(closed, history=fitted.history, stages=fitted.stages)
     if comparison.cross and not comparison.own:
         return fitted
