@@ -118,6 +118,7 @@ MIN_SHAPE, MAX_SHAPE = 0.15, 3.0  # ξ of a Pareto tail; a Student-t tail with �
 # tails. This costs 0.0005 nats if the column is normal after all.
 FAR_PROBABILITY, FAR_LEVEL, FAR_SHAPE = 0.05, 3.0, 1.0
 WINSORISATIONS = 10  # of a column with such values, for its mean and standard deviation
+FAR_ROW = 6.0  # standard deviations beyond which a row excludes mixtures of Gaussians
 KNOT_COUNTS = (4, 8, 16, 32, 64, 128)  # candidate numbers of knots, in this order
 MIN_ROWS_PER_KNOT = 8  # minimum, per knot
 MIN_STANDARD_ERRORS = 2.0  # improvement, in standard errors, that justifies more knots
@@ -387,9 +388,10 @@ def _is_far(column: np.ndarray) -> bool:
     return bool(2 * len(column) * scipy.special.ndtr(-extreme) < FAR_PROBABILITY)
 
 
-def has_heavy_tails(rows: np.ndarray) -> bool:
-    """Whether a column has extreme values and a tail with ξ > 1/4."""
-    return any(_is_far(column) and _is_heavy(column, KNOT_COUNTS[0]) for column in rows.T)
+def has_far_rows(rows: np.ndarray) -> bool:
+    """Whether a row is so far out in a column that Gaussians without Pareto tails are no model of it."""
+    bulks = [(column, *_bulk(column)) for column in rows.T]
+    return any(np.max(np.abs(column - loc)) > FAR_ROW * scale for column, loc, scale in bulks)
 
 
 def _is_heavy(column: np.ndarray, count: int) -> bool:
@@ -398,11 +400,18 @@ def _is_heavy(column: np.ndarray, count: int) -> bool:
 
 def _linear(column: np.ndarray) -> _Knot:
     """A linear map; with Pareto tails, that of the bulk of the column."""
-    loc, scale, far = column.mean(), column.std() or 1.0, _is_far(column)
-    for _ in range(WINSORISATIONS * far):
+    far = _is_far(column)
+    line = _line(*_bulk(column)) if far else _line(column.mean(), column.std() or 1.0)
+    return _with_far_tails(line) if far else line
+
+
+def _bulk(column: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of the column, with values beyond FAR_LEVEL of these moved there."""
+    loc, scale = column.mean(), column.std() or 1.0
+    for _ in range(WINSORISATIONS):
         bulk = np.clip(column, loc - FAR_LEVEL * scale, loc + FAR_LEVEL * scale)
         loc, scale = bulk.mean(), bulk.std() or scale
-    return _with_far_tails(_line(loc, scale)) if far else _line(loc, scale)
+    return float(loc), float(scale)
 
 
 def _line(loc: float, scale: float) -> _Knot:

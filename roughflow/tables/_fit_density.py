@@ -24,7 +24,7 @@ from ..train import (
     rng_of,
     velocity_flow,
 )
-from ._closed_form import check_full_rank, fit_marginals, has_heavy_tails
+from ._closed_form import check_full_rank, fit_marginals, has_far_rows
 from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
@@ -324,7 +324,7 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
     others = [_Closed("marginals", comparison.values(fits["marginals"]))]
     table = comparison.whole
     # Far rows cost a mixture of Gaussians much.
-    if plain and not table.num_given and table.relations is None and not has_heavy_tails(table.train):
+    if plain and not table.num_given and table.relations is None and not has_far_rows(table.train):
         types = dict.fromkeys(range(table.dimension), "continuous")
         labels = table.links.labels
         found = fit_mixed(table.train, table.names, types, None, labels, 0.0, jax.random.key(0))

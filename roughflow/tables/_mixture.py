@@ -23,7 +23,7 @@ MIN_ROWS_PER_COMPONENT = 12
 MAX_STEPS, TOLERANCE = 200, 2e-5  # of EM; the tolerance is in nats per row and step
 SEARCH_TOLERANCE = 3e-4  # the same while the number of components is chosen
 FEW_PATTERNS = 16  # of missing cells, up to which rows of one pattern are multiplied together
-PSEUDO_ROWS = 2.0  # of the prior on each covariance
+PSEUDO_ROWS_PER_COLUMN = 0.5  # of the prior on each covariance
 PSEUDO_CATEGORIES = 0.5  # of the prior on each category
 CELL_POINTS = 64  # of the integral over the cells of several integer columns
 SMALL = 500  # sets of rows; smaller tables choose by cross-validation
@@ -305,8 +305,8 @@ def _moments(
     rest = covariance - gain @ covariance
     share = np.bincount(places, weights, minlength=len(patterns))
     scatter = (weights[:, None] * centred).T @ centred + np.einsum("u,uij->ij", share, rest)
-    small = 1e-9 * prior
-    new = (scatter + PSEUDO_ROWS * prior) / (mass + PSEUDO_ROWS) + small
+    pseudo, small = PSEUDO_ROWS_PER_COLUMN * len(mean), 1e-9 * prior
+    new = (scatter + pseudo * prior) / (mass + pseudo) + small
     return centre, (new + new.T) / 2
 
 
