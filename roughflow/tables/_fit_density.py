@@ -35,6 +35,7 @@ from ._stages import FEW_ROWS, TRAINING, FlowOptions, Sizes, Smoothed, Stages, U
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
+MAX_MIXTURE_ROWS = 5000  # of a table in few groups, because a mixture is slow
 SAMPLED_ROWS = 100_000  # of a table on disk, used for moments and maps
 
 
@@ -323,8 +324,9 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
         return best  # with many rows a flow learns the marginals too, and maps take long to choose
     others = [_Closed("marginals", comparison.values(fits["marginals"]))]
     table = comparison.whole
+    fits_mixture = plain and not table.num_given and table.relations is None
     # Far rows cost a mixture of Gaussians much.
-    if plain and not table.num_given and table.relations is None and not has_far_rows(table.train):
+    if fits_mixture and len(table.train) < MAX_MIXTURE_ROWS and not has_far_rows(table.train):
         types = dict.fromkeys(range(table.dimension), "continuous")
         labels = table.links.labels
         found = fit_mixed(table.train, table.names, types, None, labels, 0.0, jax.random.key(0))
