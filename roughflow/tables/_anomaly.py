@@ -20,6 +20,7 @@ SHARPER = 0.5  # of the most likely bandwidth: ranks rows better, see KernelDens
 DEPTH = 0.07  # fraction of the rows in the neighbourhood that decides which rows are trimmed
 MIN_SPREAD = 0.1  # interquartile range of a column, relative to its standard deviation, that sets its unit
 BLOCK = 500  # rows scored at a time
+NUM_SUBSAMPLES = 20
 NORMAL_QUARTILES = 1.349  # interquartile range of a standard normal distribution
 
 
@@ -36,8 +37,13 @@ class KernelDensity(eqx.Module):
     finite penalty. A row that equals a row of the table is scored by the other rows, so scores of training
     rows and of new rows are comparable.
 
+    With `subsamples`, `log_prob` is the mean of the log-densities of 20 small subsamples of the rows, which
+    is not normalised (its exponential integrates to less than one). It ranks less finely, but a cluster of
+    anomalies among the rows, of which a subsample has a few, hardly makes others of its kind likely.
+
     **Arguments:** `rows`, the kernels' centres, `(n, d)`, in units of `scale` around `loc`, `(d,)` each;
-    `bandwidth`; `relations`, an `rf.tables.Relations` or None. `KernelDensity.of(table)` computes them.
+    `bandwidth`; `relations`, an `rf.tables.Relations` or None; `subsamples`, indices of rows, or None.
+    `KernelDensity.of(table)` computes them.
 
     ```python
     import jax
@@ -56,15 +62,25 @@ class KernelDensity(eqx.Module):
     scale: np.ndarray
     bandwidth: float
     relations: Relations | None = None
+    subsamples: np.ndarray | None = None
     left_out: np.ndarray | None = None  # log-densities of the rows of the table by the other rows, sorted
 
     @staticmethod
-    def of(table: ArrayLike, *, bandwidth: float | None = None, trim: float = 0.0) -> "KernelDensity":
+    def of(
+        table: ArrayLike,
+        *,
+        bandwidth: float | None = None,
+        trim: float = 0.0,
+        subsample: int | None = None,
+    ) -> "KernelDensity":
         """The kernel density of a table of numbers.
 
         `trim` is the fraction of the rows to leave out because they may be anomalies: those whose distance to
-        the neighbour at 7 % of the rows is largest. Tables of more than 10,000 rows are subsampled.
+        the neighbour at 7 % of the rows is largest. `subsample` is the number of rows of a subsample; None
+        for one kernel density of all rows. Tables of more than 10,000 rows are subsampled.
         """
+        if subsample is not None:
+            check_count("subsample", subsample, least=2)
         check_number("trim", trim, least=0, below=0.5)
         if bandwidth is not None:
             check_positive("bandwidth", bandwidth)
@@ -76,8 +92,13 @@ class KernelDensity(eqx.Module):
         unit = ((kept - loc) / scale)[rng.permutation(len(kept))[:MAX_ROWS]]
         if trim:
             unit = unit[_depth(unit) <= np.quantile(_depth(unit), 1 - trim)]
-        width = _best_bandwidth(unit) if bandwidth is None else bandwidth
-        density = KernelDensity(unit, loc, scale, float(width), relations)
+        some = None
+        if subsample is not None and subsample < len(unit):
+            some = np.stack([rng.permutation(len(unit))[:subsample] for _ in range(NUM_SUBSAMPLES)])
+        parts = [unit] if some is None else [unit[part] for part in some]
+        width = np.exp(np.mean(np.log([_best_bandwidth(part) for part in parts])))
+        width = float(width if bandwidth is None else bandwidth)
+        density = KernelDensity(unit, loc, scale, width, relations, some)
         values = density.log_prob(rows[rng.permutation(len(rows))[:MAX_ROWS]], violation="penalty")
         return eqx.tree_at(lambda d: d.left_out, density, np.sort(values), is_leaf=lambda part: part is None)
 
@@ -93,7 +114,9 @@ class KernelDensity(eqx.Module):
         if table.shape[1] != self.num_columns:
             raise ValueError(f"rows must have {self.num_columns} columns, got {table.shape[1]}")
         kept = table if self.relations is None else table[:, self.relations.kept]
-        values = _log_kernels(self.rows, (kept - self.loc) / self.scale, self.bandwidth)
+        unit = (kept - self.loc) / self.scale
+        parts = [self.rows] if self.subsamples is None else [self.rows[part] for part in self.subsamples]
+        values = np.mean([_log_kernels(part, unit, self.bandwidth) for part in parts], axis=0)
         values = values - np.sum(np.log(self.scale))
         return values if self.relations is None else values + self.relations.log_factor(table, violation)
 
