@@ -32,7 +32,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     - `marginals`: whether to first map columns to nearly normal ones; None for cross-validation.
     - `smoothing`, `outliers`: noise on the rows during training, and the fraction of rows with large noise;
       None for defaults by table size.
-    - `width`, `depth`: of the network; None for a width by number of rows.
+    - `width`, `depth`: of the network; None for defaults by the size of the table.
     - `steps`, `likelihood_steps`: of the two stages; None for defaults by table size.
     - `batch_size`, `learning_rate`: of the regression.
     - `validation_fraction`: fraction of validation rows; 0 for none.
@@ -66,7 +66,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         smoothing=None,
         outliers=None,
         width=None,
-        depth=3,
+        depth=None,
         steps=None,
         likelihood_steps=None,
         batch_size=512,
@@ -208,7 +208,7 @@ class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
         members=None,
         family=None,
         width=None,
-        depth=3,
+        depth=None,
         smoothing=None,
         likelihood_steps=None,
         steps=None,
@@ -269,6 +269,9 @@ class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
         return self.model_.conditional(validate_data(self, X, dtype=np.float64, reset=False))
 
 
+SUBSAMPLE = 64  # rows of a subsample, for outliers among the training rows
+
+
 class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
     """A scikit-learn outlier detector with the interface of `IsolationForest`.
 
@@ -284,8 +287,9 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
 
     - `method`: "kernel" or "density".
     - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]: this fraction of them is
-      predicted to be outliers, and the least central rows are left out of the kernel. "auto" predicts 5 % of
-      ordinary rows to be outliers and leaves out none.
+      predicted to be outliers, and rows are scored by subsamples of 64 rows. With 5 % of anomalies among the
+      training rows of these tables, the mean AUROC is then 0.77 in place of 0.75; without any it is 0.80 in
+      place of 0.83. "auto" predicts 5 % of ordinary rows to be outliers and scores by all rows.
     - `family`: of `rf.fit_density`, for `method="density"`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None; for `method="density"`.
 
@@ -317,8 +321,8 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
         if isinstance(share, str) or not 0 < share <= 0.5:
             raise ValueError(f"contamination must be 'auto' or in (0, 0.5], got {self.contamination!r}")
         if self.method == "kernel":
-            trim = 0.0 if self.contamination == "auto" else min(share, 0.4)
-            self.model_ = rf.tables.KernelDensity.of(X, trim=trim)
+            subsample = None if self.contamination == "auto" else SUBSAMPLE
+            self.model_ = rf.tables.KernelDensity.of(X, subsample=subsample)
         elif self.method == "density":
             key = jax.random.key(_seed(self.random_state))
             self.model_ = rf.fit_density(X, key=key, family=self.family, progress=False)

@@ -9,7 +9,7 @@ import scipy
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_count, check_key, check_number, check_positive
+from .._checks import check_count, check_key, check_positive
 from ._columns import Relations, Violation, check_violation
 from ._numbers import joined
 
@@ -17,7 +17,6 @@ MAX_ROWS = 10_000  # kernels; larger tables are subsampled
 TUNING_ROWS = 1000  # rows that choose the bandwidth
 BANDWIDTHS = 0.02 * 2.0 ** np.arange(0, 7, 0.5)  # candidates, in robust standard deviations
 SHARPER = 0.5  # of the most likely bandwidth: ranks rows better, see KernelDensity
-DEPTH = 0.07  # fraction of the rows in the neighbourhood that decides which rows are trimmed
 MIN_SPREAD = 0.1  # interquartile range of a column, relative to its standard deviation, that sets its unit
 BLOCK = 500  # rows scored at a time
 NUM_SUBSAMPLES = 20
@@ -70,18 +69,15 @@ class KernelDensity(eqx.Module):
         table: ArrayLike,
         *,
         bandwidth: float | None = None,
-        trim: float = 0.0,
         subsample: int | None = None,
     ) -> "KernelDensity":
         """The kernel density of a table of numbers.
 
-        `trim` is the fraction of the rows to leave out because they may be anomalies: those whose distance to
-        the neighbour at 7 % of the rows is largest. `subsample` is the number of rows of a subsample; None
-        for one kernel density of all rows. Tables of more than 10,000 rows are subsampled.
+        `subsample` is the number of rows of a subsample; None for one kernel density of all rows. Tables of
+        more than 10,000 rows are subsampled.
         """
         if subsample is not None:
             check_count("subsample", subsample, least=2)
-        check_number("trim", trim, least=0, below=0.5)
         if bandwidth is not None:
             check_positive("bandwidth", bandwidth)
         rows, _ = joined("table", table, None)
@@ -90,8 +86,6 @@ class KernelDensity(eqx.Module):
         loc, scale = np.median(kept, axis=0), _robust_scale(kept)
         rng = np.random.default_rng(0)
         unit = ((kept - loc) / scale)[rng.permutation(len(kept))[:MAX_ROWS]]
-        if trim:
-            unit = unit[_depth(unit) <= np.quantile(_depth(unit), 1 - trim)]
         some = None
         if subsample is not None and subsample < len(unit):
             some = np.stack([rng.permutation(len(unit))[:subsample] for _ in range(NUM_SUBSAMPLES)])
@@ -177,12 +171,3 @@ def _log_kernels(rows: np.ndarray, points: np.ndarray, bandwidth: float) -> np.n
     exponents = (-0.5 * _squared_distances(rows, block) / bandwidth**2 for block in blocks)
     sums = np.concatenate([scipy.special.logsumexp(block, axis=1) for block in exponents])
     return sums - np.log(len(rows)) - rows.shape[1] * np.log(bandwidth * np.sqrt(2 * np.pi))
-
-
-def _depth(unit: np.ndarray) -> np.ndarray:
-    """The squared distance of each row to the neighbour at a fraction `DEPTH` of the rows."""
-    place = min(max(5, int(DEPTH * len(unit))), len(unit) - 1)
-    blocks = (unit[i : i + BLOCK] for i in range(0, len(unit), BLOCK))
-    return np.concatenate(
-        [np.partition(_squared_distances(unit, b), place - 1, axis=1)[:, place - 1] for b in blocks]
-    )

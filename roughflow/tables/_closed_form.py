@@ -306,11 +306,12 @@ def fit_marginals(
     least: float,
     bounds: tuple[np.ndarray, np.ndarray] | None = None,
     links: Links | None = None,
+    far: bool = True,
 ) -> Marginals | None:
     """Maps of the first `own` columns, with cross-validated numbers of knots. They are linear if they gain
     less than `least` nats per column over a normal distribution in the median row, so that a few outliers
-    cannot decide; columns with heavy tails (ξ > 1/4) are always mapped. Linear maps of columns with extreme
-    values have Pareto tails. None if there is nothing to map."""
+    cannot decide; columns with heavy tails (ξ > 1/4) are always mapped. With `far`, linear maps of columns
+    with extreme values have Pareto tails if `least` is infinite. None if there is nothing to map."""
     links = Links.of(rows) if links is None else links
     if bounds is not None:
         moved = unbounded(np, rows[:, :own], *bounds)[0]
@@ -321,7 +322,7 @@ def fit_marginals(
         some = slice(None) if len(rows) <= MAX_CHOICE_ROWS else some
         counts = _counts(rows[some], own, least, links if isinstance(some, slice) else links.at(some))
     # In a flow such tails would bend relations that are linear far out.
-    maps = _together(rows, counts, far=bool(np.isinf(least)))
+    maps = _together(rows, counts, far=far and bool(np.isinf(least)))
     if bounds is not None:
         return Marginals(maps.x, maps.u, maps.slope, *bounds, maps.tails)
     return maps if any(counts) or maps.tails is not None else None

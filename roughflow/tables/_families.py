@@ -25,9 +25,10 @@ class ClosedForm:
     gaussian: Gaussian
 
     @staticmethod
-    def of(family: Family, table: Table) -> "ClosedForm":
+    def of(family: Family, table: Table, far: bool = True) -> "ClosedForm":
+        """With `far`, columns with extreme values have Pareto tails, also in the family "gaussian"."""
         least = -np.inf if family == "marginals" else np.inf
-        maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
+        maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links, far)
         mapped, _ = _mapped(maps, table.train)
         return ClosedForm(maps, Gaussian.shrunk(mapped, table.links, table.num_given))
 

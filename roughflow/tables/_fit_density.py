@@ -278,7 +278,7 @@ class _Trainer:
             table.dimension,
             num_given=table.num_given,
             width=self.options.width or self.sizes.width,
-            depth=self.options.depth,
+            depth=self.options.depth or self.sizes.depth,
             num_features=self.sizes.num_features,
             key=self.key,
         )
@@ -311,14 +311,16 @@ class _Closed:
     family: Family
     values: np.ndarray
     mixture: MixedDensity | None = None
+    far: bool = True  # whether columns with extreme values have Pareto tails
 
 
 def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) -> _Closed:
     """A Gaussian, or one of mapped columns or, of a `plain` table, a mixture, if that is better."""
     fits = {name: partial(ClosedForm.of, name) for name in ("gaussian", "marginals")}
     if marginals is not None:
-        name = "marginals" if marginals else "gaussian"
-        return _Closed(name, comparison.values(fits[name]))
+        # A Gaussian that is asked for has no maps.
+        name, far = ("marginals", True) if marginals else ("gaussian", False)
+        return _Closed(name, comparison.values(partial(fits[name], far=far)), far=far)
     best = _Closed("gaussian", comparison.values(fits["gaussian"]))
     if not comparison.cross:
         return best  # with many rows a flow learns the marginals too, and maps take long to choose
@@ -333,13 +335,17 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
         others.append(_Closed("mixture", found.values, found.model))
     for other in others:
         best = other if comparison.is_better(other.values, best.values) else best
+    # Columns with extreme values are not normal, so maps need no significant gain.
+    maps = ClosedForm.of("gaussian", table).maps
+    if best.family == "gaussian" and maps is not None and maps.tails is not None:
+        best = max(best, others[0], key=lambda closed: np.mean(closed.values))
     return best
 
 
 def _closed_fit(comparison: Comparison, best: _Closed, noise: float | str = 0.0) -> FittedDensity:
     """A density in closed form: a mixture, or an untrained flow."""
     table, held_out, score = comparison.table, comparison.held_out, None
-    closed = None if best.family == "mixture" else ClosedForm.of(best.family, table)
+    closed = None if best.family == "mixture" else ClosedForm.of(best.family, table, best.far)
     if comparison.cross and comparison.own:
         held_out, score = held_out.first(0), comparison.score(best.values)
     elif len(held_out.rows):

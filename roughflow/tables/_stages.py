@@ -43,8 +43,8 @@ TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller table
 class FlowOptions:
     """Options of the flow that `rf.fit_density` trains. None means a default that depends on the table.
 
-    - `width`, `depth`: of the network. The default width is 128, or 256 for 20,000 rows and more, or 1024 for
-      a million cells and more.
+    - `width`, `depth`: of the network. The default is 128 and 3; with 20,000 rows and more, 256 and 3; with a
+      million cells and more, 512 and 4.
     - `marginals`: whether to map each column to a nearly normal one first (`rf.tables.Marginals`), with a
       number of knots chosen by cross-validation. The flow then need not learn heavy tails, edges and spikes.
       By default columns are mapped if this gains 0.5 nats per column, or 0.05 with fewer than 30 rows per
@@ -67,16 +67,16 @@ class FlowOptions:
     """
 
     width: int | None = None
-    depth: int = 3
+    depth: int | None = None
     marginals: bool | None = None
     smoothing: float | None = None
     outliers: float | None = None
     likelihood_steps: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("depth", self.depth)
-        if self.width is not None:
-            check_count("width", self.width)
+        for name in ("width", "depth"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         if self.likelihood_steps is not None:
             check_count("likelihood_steps", self.likelihood_steps, 0)
         if self.smoothing is not None:
@@ -88,7 +88,7 @@ class FlowOptions:
 
     def resolved(self, sizes: "Sizes") -> "FlowOptions":
         """These options, with the defaults for a table of this size."""
-        names = ("width", "smoothing", "outliers", "likelihood_steps")
+        names = ("width", "depth", "smoothing", "outliers", "likelihood_steps")
         return dataclasses.replace(
             self, **{name: getattr(sizes, name) for name in names if getattr(self, name) is None}
         )
@@ -125,10 +125,17 @@ class Sizes:
         return self.rows >= MIN_ROWS_FOR_WIDE and not self.plane
 
     @property
-    def width(self) -> int:
+    def widest(self) -> bool:
         """BSDS300 (144,000 × 63) gains 4 nats from a network that is wider than 256."""
-        widest = self.wide and self.rows * self.columns >= MIN_CELLS_FOR_WIDEST
-        return 1024 if widest else 256 if self.wide else 128
+        return self.wide and self.rows * self.columns >= MIN_CELLS_FOR_WIDEST
+
+    @property
+    def width(self) -> int:
+        return 512 if self.widest else 256 if self.wide else 128
+
+    @property
+    def depth(self) -> int:
+        return 4 if self.widest else 3
 
     @property
     def num_features(self) -> int:
