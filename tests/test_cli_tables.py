@@ -230,11 +230,13 @@ def test_what_a_mixture_refuses(patients, refused, fitted, tmp_path):
     assert "does not support steps=" in fit(*mixture, "--steps", "5")
     assert "does not support given=" in fit(*mixture, "--given", "age")
     assert "column 'age' has 'number'" in fit(*mixture, "--types", "age=number")
-    assert "texts, so its type must be 'category'" in fit(*mixture, "--types", "group=integer")
+    assert "text, so its type must be 'category'" in fit(*mixture, "--types", "group=integer")
     (tmp_path / "typo.csv").write_text("a,b\n1,2\n1x,3\n2,\n")
     typo = refused("fit", "typo.csv", "--out", "m2.rf", *mixture)
     assert "line 3 cannot be used, because 'a' is '1x' among numbers" in typo
-    assert "the model has texts: choose a .csv" in refused("sample", patients / "m.rf", "--out", "s.npy")
+    assert "the model has text columns: choose a .csv" in refused(
+        "sample", patients / "m.rf", "--out", "s.npy"
+    )
     assert "impute needs a model of roughflow fit --family mixture" in refused(
         "impute", fitted / "model.rf", fitted / "data.csv"
     )

@@ -225,7 +225,7 @@ TEXTS = np.array([["a", 1.0], ["b", 2.0], ["a", 3.0]] * 10, object)
         (TEXTS, {"family": "flow", "types": {}}, "need family 'mixture', not 'flow'"),
         (np.array([["a", np.inf]] * 9, object), {"types": {}}, "column 'x2' of data has values beyond"),
         (TEXTS, {"given": np.ones((30, 1)), "types": {}}, "does not support given="),
-        (TEXTS, {"types": {"x1": "integer"}}, "column 'x1' holds texts, so its type must be 'category'"),
+        (TEXTS, {"types": {"x1": "integer"}}, "column 'x1' holds text, so its type must be 'category'"),
         (
             TEXTS,
             {"types": {"x2": "number"}},
@@ -236,7 +236,7 @@ TEXTS = np.array([["a", 1.0], ["b", 2.0], ["a", 3.0]] * 10, object)
         (
             np.array([[str(i), i] for i in range(40)], object),
             {},
-            "column 'x1' has 40 different texts in 40 rows: drop it",
+            "column 'x1' has 40 different text values in 40 rows: drop it",
         ),
         (np.array([["a", 1.0], [3.0, 2.0]], object), {}, "column 0 of data holds 'a', not numbers"),
         (np.array([[None, 1.0], [None, 2.0]], object), {}, "column 'x1' of data has no value: drop it"),

@@ -52,7 +52,9 @@ def _check_numbers(model: Any, out: Path | None) -> None:
         isinstance(label, str) for levels in model.encoding.levels for label in levels
     )
     if texts:
-        raise Refused(f"{out}: an .npy file holds numbers, but the model has texts: choose a .csv file")
+        raise Refused(
+            f"{out}: an .npy file holds numbers, but the model has text columns: choose a .csv file"
+        )
 
 
 def impute(arguments: argparse.Namespace) -> int:

@@ -413,7 +413,7 @@ class Encoding(eqx.Module):
 
     def _floats(self, i: int, column: np.ndarray) -> np.ndarray:
         if column.dtype.kind == "O" and any(not missing(value) for value in column):
-            raise ValueError(f"column {self.columns[i]!r} holds texts, but is {self.types[i]} in the model")
+            raise ValueError(f"column {self.columns[i]!r} holds text, but is {self.types[i]} in the model")
         return column.astype(float)
 
     def _codes(self, i: int, column: np.ndarray) -> np.ndarray:
@@ -497,10 +497,10 @@ def _typed(name: str, column: np.ndarray, wanted: str | None) -> tuple[str, tupl
     levels = tuple(sorted(set(present.tolist()), key=lambda label: (str(type(label)), label)))
     if column.dtype.kind == "O":
         if wanted not in (None, "category"):
-            raise ValueError(f"column {name!r} holds texts, so its type must be 'category', not {wanted!r}")
+            raise ValueError(f"column {name!r} holds text, so its type must be 'category', not {wanted!r}")
         if len(levels) > max(MAX_LEVEL_SHARE * len(present), 10):
             raise ValueError(
-                f"column {name!r} has {len(levels)} different texts in {len(present)} rows: drop it"
+                f"column {name!r} has {len(levels)} different text values in {len(present)} rows: drop it"
             )
         return "category", levels, 0.0
     step, spike = coarse_step(present), _spike_value(present)
