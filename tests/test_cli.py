@@ -19,13 +19,15 @@ def test_help_is_a_tour(capsys):
     tour = capsys.readouterr().out
     places = [
         tour.index(f"\n  {name} ")
-        for name in ("demo", "fit", "score", "sample", "tune", "estimate", "reproduce")
+        for name in ("demo", "fit", "score", "sample", "impute", "tune", "estimate", "reproduce")
     ]
     assert places == sorted(places)
     assert tour.count("roughflow fit ") == 1
 
 
-@pytest.mark.parametrize("command", ["demo", "fit", "score", "sample", "tune", "estimate", "reproduce"])
+@pytest.mark.parametrize(
+    "command", ["demo", "fit", "score", "sample", "impute", "tune", "estimate", "reproduce"]
+)
 def test_each_command_has_help_with_an_example(command, capsys):
     assert main([command, "--help"]) == 0
     assert f"example: roughflow {command} " in " ".join(capsys.readouterr().out.split())
