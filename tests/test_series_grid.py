@@ -246,7 +246,7 @@ class _NotANumber(eqx.Module):
     [
         (HESTON, "hidden", {"steps": 0}, "steps must be"),
         (HESTON, "hidden", {"initial": "stationary"}, "initial='stationary' requires a linear SDE or one"),
-        (rf.Heston, "hidden", {}, "require starting values: pass an SDE such as Heston"),
+        (rf.FitzHughNagumo, "hidden", {}, "no starting values if component 1 is hidden"),
         (HESTON, "nothing", {}, "values are all missing"),
         (rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0), "counts", {"observe": lambda t, x: _NotANumber()}, "of nan"),
         (
