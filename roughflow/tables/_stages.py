@@ -323,7 +323,8 @@ class Stages:
             frozen=lambda flow: flow.base,
             **self._options("likelihood", steps, held_out, file),
         )
-        return dataclasses.replace(last, model=with_steps(last.model, flow.integrator.steps))
+        model = eqx.tree_at(lambda f: f.integrator, last.model, flow.integrator)
+        return dataclasses.replace(last, model=model)
 
     def _options(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
         """What `rf.fit` takes in the stage of this name."""
