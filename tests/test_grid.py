@@ -10,7 +10,7 @@ from scipy import linalg, stats
 from scipy.integrate import quad_vec
 
 import roughflow as rf
-from roughflow.density._grid import MAX_WORK, Expansion, Work
+from roughflow.density._grid import MAX_WORK, Expansion, Work, estimate
 
 KEY = jax.random.key(0)
 MATRICES = {
@@ -142,18 +142,25 @@ def work(monkeypatch):
     return parts
 
 
-def test_points_out_of_reach_take_no_more_work_than_there_is(work, monkeypatch):
+def test_points_out_of_reach_take_no_more_work_than_there_is(work):
     """A budget bounds the work, and what it does not resolve is refused."""
-    begin = Work.__init__
-    monkeypatch.setattr(Work, "__init__", lambda self, left: begin(self, left / 10))
     sde = rf.ItoSDE(lambda t, z: 0.3 * z, lambda t, z: 0.6 * z[:, None])
     flow = rf.StochasticFlow(sde, LogNormal(jnp.zeros(1), 0.5 * jnp.ones(1)))
-    estimate = flow.estimate(jnp.array([[-1.0], [1.5]]), key=KEY, estimator=rf.density.Grid())
-    assert sum(work[:-1]) <= MAX_WORK / 10 < sum(work)
-    assert np.isnan(estimate.log_prob[0])
-    assert np.isinf(estimate.total_error[0])
+    value, error = estimate(flow, jnp.array([[-1.0], [1.5]]), 0.02, max_work=MAX_WORK / 10)
+    assert sum(work[:-1]) <= MAX_WORK / 10
+    assert np.isnan(value[0])
+    assert np.isinf(error[0])
     truth = stats.lognorm(np.hypot(0.5, 0.6), scale=np.exp(0.12)).logpdf(1.5)
-    assert np.isinf(estimate.total_error[1]) or abs(estimate.log_prob[1] - truth) < estimate.total_error[1]
+    assert np.isinf(error[1]) or abs(value[1] - truth) < error[1]
+
+
+def test_hopeless_densities_are_given_up_early(work):
+    """In a steep field the first, coarse solution is the last."""
+    drift, noise = lambda t, z: 2 * jnp.tanh(60 * jnp.sin(4 * z[::-1])), lambda t, z: 0.1 * jnp.eye(2)
+    flow = rf.StochasticFlow(rf.ItoSDE(drift, noise), rf.Normal(jnp.zeros(2)))
+    _, error = estimate(flow, jnp.array([[0.3, 0.1]]), 1e-3)
+    assert sum(work[:-1]) <= 0.3 * MAX_WORK
+    assert error[0] > 1e-3
 
 
 @pytest.mark.parametrize("damping", [0.0, 30.0, 5000.0])

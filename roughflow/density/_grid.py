@@ -1,25 +1,23 @@
-"""Densities in one and two dimensions by the Fokker–Planck equation, on a mesh that moves with the density.
+"""Densities in one and two dimensions by the Fokker–Planck equation, on boxes that follow the density.
 
     ∂p/∂t = −∂ᵢ(μᵢ p) + ½ ∂ᵢ∂ⱼ((σσᵀ)ᵢⱼ p)
 
-**Frame.** The mesh is fixed in y ∈ [−1, 1)ᵈ, and x = c(t) + S(t) w(y). Time is divided into segments. Over
-each segment c and S move from the box around the density to the one that a linearised SDE predicts, or rest
-if the two are close. The density of y obeys a Fokker–Planck equation with drift S⁻¹(μ − c′ − S′y) and noise
-S⁻¹σ. The frame changes the cost, not the result: units do not matter, and a narrow start costs a few more
-segments.
+**Boxes.** Time is divided into segments. Over each, y ∈ [−1, 1)ᵈ and x = c + S w(y), with a box that holds
+the density from the beginning to the end of the segment, as predicted by a linearised SDE. It is at rest, or
+moves with constant velocity if the density moves by more than its width. Then the density is interpolated to
+the next box. Units do not matter, and a narrow start costs a few more segments.
 
 **Space.** Fourier collocation. The mesh is refined until the highest wavenumbers have negligible amplitudes.
 
-**Time.** One exponential of the discretised operator L per segment where it does not change, for example in a
-frame at rest if coefficients do not depend on time. Else two steps of the commutator-free Magnus method of
-order four (Blanes & Moan 2006). In one dimension exponentials are those of matrices. In two they are expanded
-in Faber polynomials of an ellipse around the numerical range (Moret & Novati 2001), which takes O(√(h‖L‖))
-products with L for stiff noise, and no linear systems. NumPy does all this, without compilation; only
-gradients go through the same segments once more in JAX.
+**Time.** One exponential of the discretised operator L per segment where it does not change. Else two steps
+of the commutator-free Magnus method of order four (Blanes & Moan 2006). In one dimension exponentials are
+those of matrices. In two they are expanded in Faber polynomials of an ellipse around the numerical range
+(Moret & Novati 2001), which takes O(√(h‖L‖)) products with L for stiff noise, and no linear systems. NumPy
+does all this, without compilation; only gradients go through the same segments once more in JAX.
 
 **Error.** A companion solution takes one step per segment, has fewer wavenumbers and, from a point, starts
 later. The error at x is the largest relative difference between the two around x, plus the density at the
-edge of the box.
+edges of the boxes.
 """
 
 import functools
@@ -40,25 +38,33 @@ from .._programs import in_double_precision, jit
 from ..sde import AbstractSDE, noise_matrix, to_ito, with_explicit_parameters
 from ._estimate import AbstractEstimator, Accuracy, Estimate
 
-SIZES = {1: (64, 128, 256, 512, 1024), 2: (48, 72, 96, 144, 192, 288)}  # nodes per axis
-COARSE = {1: 64, 2: 24}  # nodes per axis on which the dependence on time is checked
+SIZES = {  # nodes per axis
+    1: (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
+    2: (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 240, 288),
+}
 GAUSS = 0.5 + np.array([-1, 1]) * math.sqrt(3) / 6  # nodes of the Gauss rule on [0, 1]
 STAGES = np.append(0.5 * GAUSS, 0.5 + 0.5 * GAUSS)  # times of a segment of length one: two steps
 BAND = (0.75, 0.66)  # share of the wavenumbers that the solution and its companion have
 TERMS = 32  # of an expansion, in one program
 BATCH = 4096  # points at which coefficients are evaluated at once
+PROBES = 256  # nodes at which the dependence on time is checked
 BASE_DRAWS = 4096  # from the base, for its first box
 FIRST = 2.0**-12  # of the span: when the density from a point is normal; four times that for the companion
 MAX_WORK = 2e8  # nodes times products with the operator, of all passes
+FIRST_WORK = 0.25  # share of that for the first solution
+DECAY = 30.0  # of amplitudes, over which their rate of decay is measured
 MAX_ATTEMPTS = 16  # at one segment
 MAX_SEGMENTS = 120  # of one solution
 MAX_PASSES = 4
 LOWEST = 1e-6  # share of the highest density that is to be known to the tolerance
 FLOOR = 1e-7  # nats, of rounding and truncated expansions
 OVERSHOOT = 8.0  # of an ellipse around a numerical range, to the right of zero
-HEADROOM = 1.2  # of the largest coefficients over those at the beginning of a segment
-HOPELESS = 1e4  # times the amplitude of the highest wavenumbers that is allowed, on the largest mesh
-MAX_MARGIN = 1.5  # the most by which a box is wider than predicted
+MARGIN = 1.05  # of a box around the density
+MAX_MARGIN = 1.5
+FAR = 1.0  # in roots of the covariance: how far a density moves through a box at rest
+ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # times what a box and its mesh are planned for
+SEGMENT_WORK = 5e5  # of any segment, in nodes times products with the operator
+HOPELESS = 30.0  # times the amplitude of the highest wavenumbers that is allowed, on the largest mesh
 
 
 Numbers = Any  # an array of JAX or NumPy, or a number
@@ -71,22 +77,29 @@ class Unresolved(RuntimeError):
 class Resolution(NamedTuple):
     """What a solution has to resolve: the amplitudes of the highest wavenumbers (`tail`) and the density at
     the edge of the box, relative to the highest density; the error of one segment in nats, and down to which
-    share of the highest density."""
+    share of the highest density; with which meshes."""
 
     tail: float
     edge: float
     time: float
     lowest: float
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(tolerance: float, lowest: float, sizes: tuple[int, ...]) -> "Resolution":
+        tail = max(0.15 * tolerance * lowest, 1e-10)
+        return Resolution(tail, max(0.05 * tail, 5e-12), 0.2 * tolerance, lowest, sizes)
 
 
 class Work:
     """The work left to an estimate, in nodes times products with the operator."""
 
     def __init__(self, left: float):
-        self.left = left
+        self.left, self.spent = left, 0.0
 
     def spend(self, amount: float) -> None:
         self.left -= amount
+        self.spent += amount
         if self.left < 0:
             raise Unresolved("the equation takes too much work")
 
@@ -98,52 +111,57 @@ class Box(NamedTuple):
     scale: np.ndarray
     skew: np.ndarray  # (d,)
 
+    @staticmethod
+    def around(
+        x: np.ndarray, mean: np.ndarray, root: np.ndarray, margin: float, skewed: bool = True
+    ) -> "Box":
+        """The smallest box around points with sides along the columns of `root`, times a margin."""
+        units = linalg.solve_triangular(root, (x - mean).T, lower=True)
+        low, high = units.min(axis=1), units.max(axis=1)
+        middle, half = 0.5 * (low + high), 0.5 * margin * (high - low)
+        skew = skew_of(middle - half, middle + half) if skewed else 0 * mean
+        return Box(mean + root @ middle, root * half, skew)
+
     def places(self, size: int) -> np.ndarray:
-        return self.centre + warp(nodes(size, len(self.centre)), self.skew, np)[0] @ self.scale.T
+        return self.centre + warp(nodes(size, len(self.centre)), self.skew)[0] @ self.scale.T
 
-    def holds(self, x: np.ndarray) -> np.ndarray:
-        """Whether points are inside."""
-        u = np.linalg.solve(self.scale, (np.asarray(x) - self.centre).T)
-        return np.all(np.abs(u) < 1, axis=0)
-
-    def is_near(self, other: "Box") -> bool:
-        """Whether the sides of another box are within a tenth of the width."""
-        shift = np.linalg.solve(self.scale, other.centre - self.centre)
-        ratio = np.linalg.solve(self.scale, other.scale) - np.eye(len(shift))
-        bend = 0.5 * np.abs(self.skew - other.skew)
-        return bool(np.all(np.abs(shift) + np.abs(ratio).sum(axis=1) + bend < 0.2))
-
-    def joined(self, other: "Box") -> "Box":
-        """A box in one dimension that holds this one and another, with the skew of the other."""
-        ends = np.concatenate([box.centre + sign * box.scale[0] for box in (self, other) for sign in (-1, 1)])
-        low, high = ends.min(), ends.max()
-        return Box(np.array([0.5 * (low + high)]), np.array([[0.5 * (high - low)]]), other.skew)
+    def within(self, x: np.ndarray) -> np.ndarray:
+        """u with x = centre + scale u."""
+        return linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
 
     def log_volume(self, size: int) -> np.ndarray:
         """Of x over that of y, on the mesh, `(nᵈ,)`."""
-        slopes = warp(nodes(size, len(self.centre)), self.skew, np)[1]
+        slopes = warp(nodes(size, len(self.centre)), self.skew)[1]
         return np.sum(np.log(slopes), axis=1) + np.sum(np.log(np.diag(self.scale)))
 
+    def to_fields(self, size: int) -> np.ndarray:
+        """At each node, what takes μ and the lower triangle of σσᵀ for x to those for y, `(nᵈ, F, F)`."""
+        d, inverse = len(self.centre), np.linalg.inv(self.scale)
+        pairs = [(i, j) for i in range(d) for j in range(i + 1)]
+        slope = warp(nodes(size, d), self.skew)[1]
+        total = np.zeros((size**d, d + len(pairs), d + len(pairs)))
+        total[:, :d, :d] = inverse / slope[:, :, None]
+        for f, (i, j) in enumerate(pairs, d):
+            for g, (a, b) in enumerate(pairs, d):
+                image = inverse[i, a] * inverse[j, b] + (a != b) * inverse[i, b] * inverse[j, a]
+                total[:, f, g] = image / (slope[:, i] * slope[:, j])
+            if i == j:
+                total[:, i] -= 0.5 * self.skew[i] * total[:, f]  # w″ = κ w′
+        return total
 
-def warp(y: Any, skew: Any, xp: Any) -> tuple[Any, Any, Any]:
-    """w(y) = (e^{κy} − cosh κ)/sinh κ, which keeps ±1, its slope, and its derivative in κ: for long tails on
-    one side, such as those of lognormal densities."""
-    if xp is np and not np.any(skew):
-        y = np.broadcast_to(y, np.broadcast_shapes(y.shape, skew.shape))
-        return y, np.ones(y.shape), 0.5 * (y**2 - 1)
-    none = xp.abs(skew) < 1e-6
-    k = xp.where(none, 1.0, skew)
-    grown, sinh, cosh = xp.exp(k * y), xp.sinh(k), xp.cosh(k)
-    w = (grown - cosh) / sinh
-    by = y * grown / sinh - 1 - w * cosh / sinh
-    return xp.where(none, y, w), xp.where(none, 1.0, k * grown / sinh), xp.where(none, 0.5 * (y**2 - 1), by)
+
+def warp(y: Any, skew: Any, xp: Any = np) -> tuple[Any, Any]:
+    """w(y) = (e^{κy} − cosh κ)/sinh κ, which keeps ±1, and its slope: for long tails on one side, such as
+    those of lognormal densities."""
+    bend = xp.where(skew == 0, 1.0, skew)
+    grown = xp.exp(bend * y) / xp.sinh(bend)
+    return xp.where(skew == 0, y, grown - 1 / xp.tanh(bend)), xp.where(skew == 0, 1.0, bend * grown)
 
 
-def unwarped(u: Any, skew: Any, xp: Any) -> Any:
+def unwarped(u: Any, skew: Any, xp: Any = np) -> Any:
     """y with w(y) = u."""
-    none = xp.abs(skew) < 1e-6
-    bend = xp.where(none, 1, skew)
-    return xp.where(none, u, xp.log(xp.cosh(bend) + u * xp.sinh(bend)) / bend)
+    bend = xp.where(skew == 0, 1.0, skew)
+    return xp.where(skew == 0, u, xp.log(xp.cosh(bend) + u * xp.sinh(bend)) / bend)
 
 
 def skew_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -153,67 +171,48 @@ def skew_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 class Segment(NamedTuple):
-    """A span of time: its frame at the stages of the steps and at the end, and limits of the coefficients.
+    """A span of time, its box and mesh, and those before, from which the density is interpolated."""
 
-    Time runs as t = t₀ + ((1 + g)ˢ − 1) Δ/g, 0 ≤ s ≤ 1, where variances grow by g over the span Δ: segments
-    of a process that starts from a point all look the same. The centre is linear in t. The scale is the
-    product of a diagonal matrix, its logarithm linear in s, and a unit triangular one, linear in s.
-    """
-
-    times: np.ndarray  # (K,)
-    pace: np.ndarray  # (K,), dt/ds
-    centre: np.ndarray  # (K, d)
-    velocity: np.ndarray  # (d,), of the centre, in t
-    scale: np.ndarray  # (K, d, d)
-    scale_rate: np.ndarray  # (K, d, d), in s
-    skew: np.ndarray  # (K, d), linear in s
-    skew_rate: np.ndarray  # (d,), in s
+    times: np.ndarray  # (K,), of the stages and the end; of the beginning alone if no coefficient changes
+    span: float
+    box: Box  # at the end
     size: int
-    limits: tuple[float, float] = (math.inf, math.inf)  # of speed and noise; larger where there is no density
-    additive: bool = False
-    steady: bool = False  # in its frame no coefficient depends on time
-    rounding: float = 1e-14  # of exponentials, relative to the highest density
-    transfer: np.ndarray | None = None  # (n, n′) from the mesh of the segment before, if their boxes differ
+    velocity: np.ndarray  # (d,), of the box
+    before: tuple[Box, int]
+    rounding: float  # of exponentials, relative to the highest density
+    additive: bool = False  # noise is the same everywhere
+
+    @property
+    def steady(self) -> bool:
+        return len(self.times) == 1
+
+    def coefficients(self, sde: AbstractSDE, size: int) -> Numbers:
+        """μ and the lower triangle of σσᵀ on a mesh at the times: `(K, nᵈ, F)`."""
+        moved = np.multiply.outer(self.times - self.times[-1], self.velocity)
+        return coefficients(sde, self.times, self.box.places(size) + moved[:, None])
+
+    @property
+    def first(self) -> Box:
+        return self.box._replace(centre=self.box.centre - self.span * self.velocity)
 
     def weights(self, companion: bool) -> np.ndarray:
-        """Exponents of the Magnus method in the operators at the stages, `(E, 4)`.
+        """Exponents of the Magnus method in the operators at the times, `(E, K)`.
 
         A step of length h is exp(h(βA₁ + αA₂)) exp(h(αA₁ + βA₂)), α = ¼ + √3/6, β = ¼ − √3/6, with the
         operators at the nodes of the Gauss rule. For the one step of the companion they are interpolated from
-        the four. One exponential is exact if they are all the same.
+        the four.
         """
         if self.steady:
-            return np.array([[1.0, 0, 0, 0]])
+            return np.array([[self.span]])
         alpha, beta = 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
         step = np.array([[alpha, beta], [beta, alpha]])
-        if not companion:
-            return 0.5 * np.kron(np.eye(2), step)
-        return step @ np.vander(GAUSS, 4) @ np.linalg.inv(np.vander(STAGES, 4))
+        stages = step @ extrapolation(GAUSS) if companion else 0.5 * np.kron(np.eye(2), step)
+        return self.span * np.pad(stages, ((0, 0), (0, 1)))
 
-    @staticmethod
-    def between(times: tuple[float, float], boxes: tuple[Box, Box], growth: float, size: int) -> "Segment":
-        s, span = np.append(STAGES, 1.0), times[1] - times[0]
-        part = np.expm1(s * math.log1p(growth)) / growth
-        part[-1] = 1  # exactly, so that the last segment ends at t₁
-        pace = span * math.log1p(growth) / growth * (1 + growth) ** s
-        mix = lambda part, a, b: np.multiply.outer(1 - part, a) + np.multiply.outer(part, b)
-        sizes = [np.diag(box.scale) for box in boxes]
-        units = [box.scale / np.diag(box.scale)[:, None] for box in boxes]
-        ratio = np.log(sizes[1] / sizes[0])
-        diagonal = (sizes[0] * np.exp(np.multiply.outer(s, ratio)))[..., None]
-        scale = diagonal * mix(s, *units)
-        scale_rate = ratio[:, None] * scale + diagonal * (units[1] - units[0])
-        centre, skew = mix(part, boxes[0].centre, boxes[1].centre), mix(s, boxes[0].skew, boxes[1].skew)
-        velocity = (boxes[1].centre - boxes[0].centre) / span
-        skew_rate = boxes[1].skew - boxes[0].skew
-        return Segment(mix(part, *times), pace, centre, velocity, scale, scale_rate, skew, skew_rate, size)
 
-    @staticmethod
-    def at(time: float, box: Box, size: int) -> "Segment":
-        """A single time."""
-        one, still = np.ones(1), 0 * box.centre
-        frame = (box.centre[None], still, box.scale[None], 0 * box.scale[None], box.skew[None], still)
-        return Segment(time * one, one, *frame, size)
+def extrapolation(places: Any) -> np.ndarray:
+    """The matrix from values at the stages to those of a cubic polynomial through them."""
+    return np.vander(places, 4) @ np.linalg.inv(np.vander(STAGES, 4))
 
 
 class GridDensity(eqx.Module):
@@ -243,17 +242,6 @@ def nodes(size: int, dimension: int) -> np.ndarray:
     """The mesh, `(nᵈ, d)`."""
     axis = -1 + 2 * np.arange(size) / size
     return np.stack([a.ravel() for a in np.meshgrid(*[axis] * dimension, indexing="ij")], axis=1)
-
-
-def wavenumbers(size: int, dimension: int) -> list[np.ndarray]:
-    """Of the transform of real values on the mesh: one array an axis."""
-    whole, half = np.fft.fftfreq(size, 1 / size), np.fft.rfftfreq(size, 1 / size)
-    return list(np.pi * np.array(np.meshgrid(*[whole] * (dimension - 1), half, indexing="ij")))
-
-
-def in_band(size: int, dimension: int, share: float) -> np.ndarray:
-    """Whether each wavenumber is below a share of the largest."""
-    return np.all([np.abs(k) <= share * np.pi * size / 2 for k in wavenumbers(size, dimension)], axis=0)
 
 
 def triangle(d: int) -> np.ndarray:
@@ -311,59 +299,30 @@ def _coefficients(sde: AbstractSDE, t: Numbers, x: Numbers) -> Numbers:
     return jax.vmap(one)(t, x)
 
 
-def coefficients(sde: AbstractSDE, segment: Segment) -> Numbers:
-    """μ and the lower triangle of σσᵀ on the mesh, at the times of a segment: `(K, nᵈ, F)`."""
-    y = nodes(segment.size, segment.centre.shape[1])
-    u = warp(y[None], segment.skew[:, None], np)[0]
-    x = (segment.centre[:, None] + np.einsum("kij,knj->kni", segment.scale, u)).reshape(-1, y.shape[1])
-    raw = in_batches(lambda pair: _coefficients(sde, *pair), (np.repeat(segment.times, len(y)), x), BATCH)
-    return raw.reshape(len(segment.times), len(y), -1)
+def coefficients(sde: AbstractSDE, times: np.ndarray, x: np.ndarray) -> Numbers:
+    """μ and the lower triangle of σσᵀ at points `(K, N, d)`, one set a time: `(K, N, F)`."""
+    pairs = np.repeat(times, x.shape[1]), x.reshape(-1, x.shape[2])
+    size = min(BATCH, 1 << (len(pairs[0]) - 1).bit_length())
+    raw = in_batches(lambda pair: _coefficients(sde, *pair), pairs, size)
+    return raw.reshape(*x.shape[:2], -1)
 
 
-def in_frame(
-    raw: Any,
-    pace: Any,
-    inverse: Any,
-    shift: Any,
-    scale_rate: Any,
-    skew: Any,
-    skew_rate: Any,
-    limits: Any,
-    xp: Any = jnp,
-) -> Any:
-    """Coefficients for y and s from those for x and t: `(K, F, n, ...)`."""
-    d = scale_rate.shape[1]
-    size = round(raw.shape[1] ** (1 / d))
-    u, slope, by = warp(nodes(size, d)[None], skew[:, None], xp)
-    turned = lambda v, matrix: v @ xp.swapaxes(matrix, 1, 2)  # rows of v, by a matrix for each time
-    raw = raw * pace[:, None, None]
-    moved = raw[..., :d] - shift[:, None] - turned(u, scale_rate)
-    pairs = [(i, j) for i in range(d) for j in range(i + 1)]
-    # σσᵀ in the frame, by rows of its lower triangle.
-    units = np.array([[[(a, b) in ((i, j), (j, i)) for b in range(d)] for a in range(d)] for i, j in pairs])
-    images = xp.einsum("kia,rab,kjb->kijr", inverse, units * 1.0, inverse)
-    rows = turned(raw[..., d:], xp.stack([images[:, i, j] for i, j in pairs], axis=1))
-    rows = rows / xp.stack([slope[..., i] * slope[..., j] for i, j in pairs], axis=-1)
-    own = xp.stack([rows[..., pairs.index((i, i))] for i in range(d)], axis=-1)
-    velocity = (turned(moved, inverse) - skew_rate[None, None] * by) / slope
-    velocity = velocity - 0.5 * skew[:, None] * own  # w″ = κ w′
-    velocity, rows = (xp.where(xp.isfinite(part), part, 0) for part in (velocity, rows))
-    shorter = lambda size, limit: xp.minimum(1, limit / xp.maximum(size, 1e-300))[..., None]
-    velocity = velocity * shorter(xp.sum(xp.abs(velocity), axis=-1), limits[0])
-    rows = rows * shorter(xp.sum(xp.abs(rows), axis=-1), limits[1])
-    fields = xp.swapaxes(xp.concatenate([velocity, rows], axis=-1), 1, 2)
-    return xp.reshape(fields, (*fields.shape[:2], *[size] * d))
+@functools.partial(jit, level=1)
+def _combined(weights: Numbers, matrix: Numbers, raw: Numbers) -> Numbers:
+    return jnp.einsum("ek,nfg,kng->efn", weights, matrix, jnp.where(jnp.isfinite(raw), raw, 0))
 
 
-_in_frame = jit(in_frame, level=1)
-
-
-def fields_of(raw: Numbers, segment: Segment) -> Numbers:
-    """The coefficients of a segment in its frame."""
-    shift = np.multiply.outer(segment.pace, segment.velocity)
-    frame = (segment.pace, np.linalg.inv(segment.scale), shift, segment.scale_rate, segment.skew)
-    frame = (*frame, segment.skew_rate, segment.limits)
-    return _in_frame(raw, *frame) if is_traced(raw) else in_frame(raw, *frame, xp=np)
+def exponents(raw: Numbers, segment: Segment, companion: bool) -> Numbers:
+    """The drift and noise of y that each exponential of a segment takes: `(E, F, n, ...)`."""
+    weights, matrix = segment.weights(companion), segment.box.to_fields(segment.size)
+    d = len(segment.box.centre)
+    raw = raw - np.pad(segment.velocity, (0, raw.shape[2] - d))[None, None]
+    if is_traced(raw):
+        total = _combined(weights, matrix, raw)
+    else:
+        mixed = np.tensordot(weights, np.where(np.isfinite(raw), raw, 0), 1)
+        total = np.einsum("nfg,eng->efn", matrix, mixed)
+    return total.reshape(*total.shape[:2], *[segment.size] * d)
 
 
 class Expansion(NamedTuple):
@@ -410,9 +369,16 @@ class Expansion(NamedTuple):
         return self.repeats * self.terms.size // 2
 
 
+def waves(y: np.ndarray, count: int) -> np.ndarray:
+    """Cosines and sines of the first wavenumbers at places, `(..., 1 + 2 count)`."""
+    angle = np.multiply.outer(np.pi * y, np.arange(1, 1 + count))
+    return np.concatenate([np.ones((*y.shape, 1)), np.cos(angle), np.sin(angle)], axis=-1)
+
+
 class Modes(NamedTuple):
     """Matrices between values at the nodes of an axis and amplitudes of its cosines and sines."""
 
+    highest: int  # wavenumber
     values: np.ndarray  # (n, m), from amplitudes
     plain: np.ndarray  # (m, n), to amplitudes
     first: np.ndarray  # (m, n), to those of −∂
@@ -423,35 +389,24 @@ class Modes(NamedTuple):
     @staticmethod
     @functools.cache
     def of(size: int, companion: bool) -> "Modes":
-        k = np.arange(1, 1 + math.floor(BAND[companion] * size / 2))
-        angle = np.multiply.outer(np.pi * nodes(size, 1)[:, 0], k)
-        one, place = np.ones((size, 1)), np.arange(1, 1 + len(k))
-        values = np.concatenate([one, np.cos(angle), np.sin(angle)], axis=1)
-        plain = np.append(1, np.full(2 * len(k), 2))[:, None] / size * values.T
-        slope = np.pi * np.concatenate([[0], k, -k])
-        partner = np.concatenate([[0], place + len(k), place])
-        return Modes(
-            values,
-            plain,
-            -slope[:, None] * plain[partner],
-            -0.5 * slope[:, None] ** 2 * plain,
-            slope,
-            partner,
-        )
+        count = math.floor(BAND[companion] * size / 2)
+        values, k = waves(nodes(size, 1)[:, 0], count), np.arange(1, 1 + count)
+        plain = np.append(1, np.full(2 * count, 2))[:, None] / size * values.T
+        slope, partner = np.pi * np.concatenate([[0], k, -k]), np.concatenate([[0], k + count, k])
+        first, second = -slope[:, None] * plain[partner], -0.5 * slope[:, None] ** 2 * plain
+        return Modes(count, values, plain, first, second, slope, partner)
 
 
-def operator(table: Any, size: int, companion: bool, xp: Any) -> Any:
+def operator(drift: Any, noise: Any, modes: Modes) -> Any:
     """The discretised operator in one dimension, `(m, m)`."""
-    modes, (drift, noise) = Modes.of(size, companion), table
     rates = lambda part: part[0][:, None] * modes.values
-    return modes.first @ rates(drift) + modes.second @ rates(noise + xp.zeros_like(drift))
+    return modes.first @ rates(drift) + modes.second @ rates(noise)
 
 
-def product(now: Any, table: Any, size: int, companion: bool) -> Any:
+def product(now: Any, drift: Any, noise: Any, modes: Modes) -> Any:
     """The operator in two dimensions applied to a density: amplitudes of cosines and sines.
 
-    The table has drift and noise. Noise that is the same everywhere has one node."""
-    (drift, noise), modes = table, Modes.of(size, companion)
+    Noise that is the same everywhere has one node."""
     q = modes.values @ now @ modes.values.T
     left, right = modes.first @ (drift[0] * q), modes.plain @ (drift[1] * q)
     if noise.size == 3:
@@ -464,8 +419,7 @@ def product(now: Any, table: Any, size: int, companion: bool) -> Any:
     return left @ modes.plain.T + right @ modes.first.T + (modes.plain @ (noise[2] * q)) @ modes.second.T
 
 
-def through(matrix: np.ndarray, q: Any) -> Any:
-    """A matrix applied along each axis."""
+def along_axes(matrix: np.ndarray, q: Any) -> Any:
     return matrix @ q if q.ndim == 1 else matrix @ q @ matrix.T
 
 
@@ -476,81 +430,62 @@ def term(state: Any, number: Any, apply: Callable, expansion: Any) -> Any:
     return now, after, total + number[0] * now
 
 
-def exponential(
-    q: np.ndarray, table: tuple[np.ndarray, np.ndarray], expansion: Expansion, companion: bool
-) -> np.ndarray:
-    """exp(A) of a density."""
-    size, modes = len(q), Modes.of(len(q), companion)
-    now = modes.plain @ q @ modes.plain.T
-    numbers = expansion.terms.reshape(-1, 2)
-    numbers = numbers[: 1 + np.max(np.flatnonzero(numbers[:, 0]))]
-    table = table[0] / expansion.repeats, table[1] / expansion.repeats
-    apply = lambda now: product(now, table, size, companion)
-    for _ in range(expansion.repeats):
-        state = (0 * now, now, 0 * now)
-        for number in numbers:
-            state = term(state, number, apply, (expansion.centre, expansion.scale))
-        now = state[2]
-    return modes.values @ now @ modes.values.T
+def matrix_exponential(matrix: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return linalg.expm(matrix)
 
 
 @functools.partial(jit, level=1)
-def _terms(state: Any, table: Any, size: int, expansion: Any, numbers: Any) -> Any:
-    if table[0].ndim == 2:
-        matrix = operator(table, size, False, jnp)
+def _terms(state: Any, drift: Any, noise: Any, size: int, expansion: Any, numbers: Any) -> Any:
+    modes = Modes.of(size, False)
+    if state[0].ndim == 1:
+        matrix = operator(drift, noise + jnp.zeros_like(drift), modes)
         apply = lambda now: matrix @ now
     else:
-        apply = lambda now: product(now, table, size, False)
+        apply = lambda now: product(now, drift, noise, modes)
     step = lambda state, number: (term(state, number, apply, expansion), None)
     return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), state, numbers)[0]
 
 
-@functools.partial(jit, level=1)
-def _through(matrix: Numbers, q: Numbers) -> Numbers:
-    return through(matrix, q)
-
-
-def traced_exponential(q: Numbers, table: tuple[Numbers, Numbers], expansion: Expansion) -> Numbers:
-    """exp(A) of a density, to be differentiated."""
-    modes = Modes.of(len(q), False)
-    now = _through(modes.plain, q)
-    zero = np.zeros(now.shape, now.dtype)
-    table = table[0] / expansion.repeats, table[1] / expansion.repeats
+def exponential(now: Numbers, drift: Numbers, noise: Numbers, expansion: Expansion, modes: Modes) -> Numbers:
+    """exp(A) of amplitudes; to be differentiated if they are traced."""
+    drift, noise, size = drift / expansion.repeats, noise / expansion.repeats, len(modes.values)
+    ellipse = (expansion.centre, expansion.scale)
+    zero = np.zeros(now.shape)
     for _ in range(expansion.repeats):
         state = (zero, now, zero)
         for numbers in expansion.terms:
-            state = _terms(state, table, len(q), (expansion.centre, expansion.scale), numbers)
+            if is_traced(now) or is_traced(drift):
+                state = _terms(state, drift, noise, size, ellipse, numbers)
+                continue
+            for number in numbers[: 1 + np.max(np.flatnonzero(numbers[:, 0]))]:
+                state = term(state, number, lambda now: product(now, drift, noise, modes), ellipse)
         now = state[2]
-    return _through(modes.values, now)
+    return now
 
 
-def run(
-    q: Numbers, fields: Numbers, segment: Segment, companion: bool, work: "Work | None" = None
-) -> Numbers:
+def run(q: Numbers, raw: Numbers, segment: Segment, companion: bool, work: Work | None = None) -> Numbers:
     """The density at the end of a segment from that at its beginning."""
-    d, size, traced = q.ndim, segment.size, is_traced(fields) or is_traced(q)
-    exponents = (jnp if traced else np).tensordot(segment.weights(companion), fields[: len(STAGES)], 1)
-    for each in exponents:
-        drift, noise = each[:d], each[d:]
+    d, modes, traced = q.ndim, Modes.of(segment.size, companion), is_traced(raw) or is_traced(q)
+    now = _along_axes(modes.plain, q) if traced else along_axes(modes.plain, q)
+    for table in exponents(raw, segment, companion):
+        drift, noise = table[:d], table[d:]
         if segment.additive:
             noise = noise[(slice(None), *[slice(1)] * d)]
         if d == 1 and not traced:
             if work is not None:
-                work.spend(size**3 / 30)
-            modes = Modes.of(size, companion)
-            rate = operator((drift, noise), size, companion, np)
-            q = modes.values @ (linalg.expm(rate) @ (modes.plain @ np.asarray(q)))
+                work.spend(segment.size**3 / 30)
+            now = matrix_exponential(operator(drift, noise + 0 * drift, modes)) @ now
             continue
-        still = np.asarray(values_of(each))
+        still = np.asarray(values_of(table))
         expansion = Expansion.of(*spectral_bounds(still[:d], still[d:], BAND[companion]), segment.rounding)
         if work is not None:
-            work.spend(expansion.products * size**d * (1 if segment.additive else 2))
-        q = (
-            traced_exponential(q, (drift, noise), expansion)
-            if traced
-            else exponential(np.asarray(q), (drift, noise), expansion, companion)
-        )
-    return q
+            work.spend(expansion.products * q.size * (1 if segment.additive else 2))
+        now = exponential(now, drift, noise, expansion, modes)
+    return _along_axes(modes.values, now) if traced else along_axes(modes.values, now)
+
+
+_along_axes = jit(along_axes, level=1)
 
 
 def spectral_bounds(drift: np.ndarray, noise: np.ndarray, share: float) -> tuple[float, float]:
@@ -566,35 +501,62 @@ def spectral_bounds(drift: np.ndarray, noise: np.ndarray, share: float) -> tuple
     return damping, top * float((np.abs(drift).sum(axis=0) + change).max())
 
 
-@functools.partial(jit, level=1)
-def _resized(q: Numbers, other: Numbers) -> Numbers:
-    """The same density on the larger mesh of another array."""
-    new, old = other.shape[0], q.shape[0]
-    spectrum = jnp.pad(jnp.fft.fftshift(jnp.fft.fftn(q)), [((new - old) // 2,) * 2] * q.ndim)
-    return jnp.real(jnp.fft.ifftn(jnp.fft.ifftshift(spectrum))) * (new / old) ** q.ndim
+class Transfer(NamedTuple):
+    """The interpolation of a density from the mesh of a box to that of another."""
+
+    rows: np.ndarray  # (n, n′), along the first axis
+    waves: np.ndarray  # (n, n, m), along the second one, for each row
+    plain: np.ndarray  # (m, n′)
+    volume: np.ndarray  # (n, ...), of the new box over that of the old one; zero outside of that
+
+    @staticmethod
+    def to(segment: Segment) -> "Transfer":
+        (old, before), new, size = segment.before, segment.first, segment.size
+        u = old.within(new.places(size))
+        y = unwarped(np.clip(u, -1, 1), old.skew)
+        log_volume = np.sum(np.log(warp(y, old.skew)[1]), axis=1) + np.sum(np.log(np.diag(old.scale)))
+        inside = np.all(np.abs(u) < 1, axis=1)
+        volume = np.where(inside, np.exp(new.log_volume(size) - log_volume), 0)
+        d, modes = u.shape[1], Modes.of(before, False)
+        shape = (size,) * d
+        places = y.reshape(*shape, d)
+        last = waves(places[..., 1] if d > 1 else np.zeros(0), modes.highest)
+        rows = waves(places[:, 0, 0] if d > 1 else y[:, 0], modes.highest) @ modes.plain
+        return Transfer(rows, last, modes.plain, volume.reshape(shape))
+
+    def __call__(self, q: Any) -> Any:
+        if q.ndim == 1:
+            return self.volume * (self.rows @ q)
+        rows = self.rows @ q @ self.plain.T
+        return self.volume * (self.waves @ rows[..., None])[..., 0]
 
 
-def resized(q: Numbers, size: int) -> Numbers:
-    return q if q.shape[0] == size else _resized(q, np.zeros((size,) * q.ndim))
+_transfer = jit(lambda transfer, q: transfer(q), level=1)
 
 
-def transfer(old: Box, new: Box, before: int, size: int) -> np.ndarray:
-    """The matrix `(size, before)` that takes a density to the mesh of another box, in one dimension."""
-    u = (new.places(size) - old.centre) / old.scale[0]
-    inside = np.abs(u) < 1
-    y = unwarped(np.where(inside, u, 0), old.skew, np)
-    plain = Modes.of(before, False).plain
-    angle = np.pi * y * np.arange(1, 1 + len(plain) // 2)
-    waves = np.concatenate([np.ones((size, 1)), np.cos(angle), np.sin(angle)], axis=1)
-    log_volume = np.log(warp(y, old.skew, np)[1] * old.scale[0])
-    return np.where(inside, np.exp(new.log_volume(size)[:, None] - log_volume), 0) * (waves @ plain)
+def tails(q: np.ndarray) -> np.ndarray:
+    """About how much of a density is in wavenumbers from each one on, relative to its maximum."""
+    spectrum = np.abs(np.fft.rfftn(q)) / q.size
+    whole, half = np.fft.fftfreq(len(q), 1 / len(q)), np.fft.rfftfreq(len(q), 1 / len(q))
+    shell = functools.reduce(np.maximum.outer, [np.abs(whole)] * (q.ndim - 1) + [half]).round().astype(int)
+    energy = np.bincount(shell.ravel(), (spectrum**2).ravel())
+    return 4 * np.sqrt(2 * np.cumsum(energy[::-1])[::-1]) / np.max(np.abs(q))
 
 
 def tail(q: np.ndarray) -> float:
-    """About how much of a density is in the outer wavenumbers, relative to its maximum."""
-    spectrum = np.abs(np.fft.rfftn(q)) / q.size
-    outer = spectrum[~in_band(q.shape[0], q.ndim, BAND[1])]
-    return float(4 * np.sqrt(2 * np.sum(outer**2)) / np.max(np.abs(q)))
+    """What the companion does not resolve."""
+    return float(tails(q)[math.floor(BAND[1] * len(q) / 2) + 1])
+
+
+def nodes_needed(q: np.ndarray, level: float) -> float:
+    """Per axis, for the density to be resolved down to a level."""
+    return 2 / BAND[1] * max(1, int(np.argmax(np.append(tails(q), 0) < level)))
+
+
+def extrapolated_nodes(q: np.ndarray, level: float, lower: float) -> float:
+    """Per axis, for a lower level, if amplitudes decay on as they do now."""
+    above, now = nodes_needed(q, DECAY * level), nodes_needed(q, level)
+    return now + (now - above) * math.log(level / lower) / math.log(DECAY)
 
 
 def edge(q: np.ndarray) -> float:
@@ -606,6 +568,11 @@ def edge(q: np.ndarray) -> float:
     return float(max(np.max(np.take(least, [0, -1], axis)) for axis in range(q.ndim)) / np.max(np.abs(q)))
 
 
+def is_uniform(noise: np.ndarray) -> bool:
+    """Whether `(..., N, F)` is the same at all nodes."""
+    return bool(np.ptp(noise, axis=-2).max() <= 1e-12 * np.abs(noise).max())
+
+
 class Forecast(NamedTuple):
     """Where a density goes by the nearest linear SDE, dZ = (drift + slope (Z − mean)) dt + noise."""
 
@@ -614,9 +581,8 @@ class Forecast(NamedTuple):
     drift: np.ndarray
     slope: np.ndarray
     noise: np.ndarray  # σσᵀ
-    middle: np.ndarray  # of the box, from the mean, in units of the root of the covariance
-    width: np.ndarray
-    skew: np.ndarray
+    units: np.ndarray  # (P, d), the farthest points of the density, in roots of the covariance
+    additive: bool
 
     @staticmethod
     def of(q: np.ndarray, box: Box, raw: np.ndarray, level: float) -> "Forecast":
@@ -628,96 +594,131 @@ class Forecast(NamedTuple):
         away = x - mean
         covariance = (weight[:, None] * away).T @ away
         slope = np.linalg.solve(covariance, (weight[:, None] * away).T @ raw[:, :d]).T
-        root = np.linalg.cholesky(covariance)
+        noise = (weight @ raw[:, d:])[triangle(d)]
         # Below the noise of the mesh the tails are taken to be normal.
         seen = min(max(10 * float(-q.min() / q.max()), edge(q), level), 1e-2)
-        reach = math.sqrt(math.log(level) / math.log(seen))
-        units = away[q.ravel() > seen * q.max()] @ np.linalg.inv(root).T
-        low, high = reach * units.min(axis=0), reach * units.max(axis=0)
-        now = np.diag(box.scale) / np.diag(root)
-        width = np.clip(0.5 * (high - low) + 4 / q.shape[0] * now, 0.7 * now, 1.3 * now)
-        noise = (weight @ raw[:, d:])[triangle(d)]
-        # The mean is to be in the middle of the mesh, unless noise is additive.
-        varied = np.ptp(raw[:, d:], axis=0).max() > 1e-12 * np.abs(raw[:, d:]).max()
-        skew = box.skew + np.clip(skew_of(low, high) * varied - box.skew, -0.5, 0.5)
-        return Forecast(mean, covariance, weight @ raw[:, :d], slope, noise, 0.5 * (low + high), width, skew)
+        root = np.linalg.cholesky(covariance)
+        units = linalg.solve_triangular(root, away[q.ravel() > seen * q.max()].T, lower=True).T
+        angle = np.linspace(0, 2 * np.pi, 64, endpoint=False)
+        directions = np.array([[-1.0, 1.0]]) if d == 1 else np.array([np.cos(angle), np.sin(angle)])
+        farthest = units[np.unique(np.argmax(units @ directions, axis=0))]
+        farthest = math.sqrt(math.log(level) / math.log(seen)) * farthest
+        return Forecast(mean, covariance, weight @ raw[:, :d], slope, noise, farthest, is_uniform(raw[:, d:]))
 
     def path(self, span: float) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and covariance over a span, at 17 times."""
-        h = span / 16
-        states = [np.concatenate([0 * self.drift[:, None], self.covariance], axis=1)]
-        for _ in range(16):
-            v = states[-1]
-            first = self._rate(v)
-            second = self._rate(v + 0.5 * h * first)
-            third = self._rate(v + 0.5 * h * second)
-            states.append(v + h / 6 * (first + 2 * second + 2 * third + self._rate(v + h * third)))
-        return self.mean + np.stack(states)[:, :, 0], np.stack(states)[:, :, 1:]
+        """Mean and covariance at five times of a span (Van Loan 1978)."""
+        d = len(self.mean)
+        rate = np.zeros((2 * d + 2, 2 * d + 2))  # of Z − mean and 1
+        rate[:d, :d], rate[:d, d], rate[:d, d + 1 : -1] = -self.slope, -self.drift, self.noise
+        rate[d + 1 :, d + 1 :] = -rate[: d + 1, : d + 1].T
+        step = linalg.expm(0.25 * span * rate)
+        push = step[d + 1 :, d + 1 :].T
+        added = push @ step[: d + 1, d + 1 :]
+        state, square = np.append(0 * self.mean, 1), np.pad(self.covariance, ((0, 1), (0, 1)))
+        means, covariances = [self.mean], [self.covariance]
+        for _ in range(4):
+            state, square = push @ state, push @ square @ push.T + added
+            means.append(self.mean + state[:d])
+            covariances.append(square[:d, :d])
+        return np.array(means), np.array(covariances)
 
-    def _rate(self, v: np.ndarray) -> np.ndarray:
-        push = self.slope @ v
-        spread = push[:, 1:] + push[:, 1:].T + self.noise
-        return np.concatenate([self.drift[:, None] + push[:, :1], spread], axis=1)
-
-    def box(self, span: float, margin: float) -> tuple[Box, float]:
-        """The box after a span, and the growth g of a segment."""
+    def box(self, span: float, margin: float, level: float) -> tuple[Box, np.ndarray, float]:
+        """A box that holds the density over a span, at its end, its velocity, and the nodes that it takes."""
         means, covariances = self.path(span)
-        root, size, growth = np.linalg.cholesky(covariances[-1]), np.log(np.linalg.det(covariances)), 1e-3
-        if size[-1] - size[0] > 0.5:
-            share = np.interp(0.5 * (size[0] + size[-1]), size, np.linspace(0, 1, len(size)))
-            growth = max(growth, (1 / share - 1) ** 2 - 1)
-        return Box(means[-1] + root @ (margin * self.middle), root * (margin * self.width), self.skew), growth
+        move = means[-1] - means[0]
+        # A box at rest takes fewer exponentials, if the density moves by no more than its width.
+        move = move * (np.abs(np.linalg.solve(np.linalg.cholesky(self.covariance), move)).max() > FAR)
+        means = means - np.multiply.outer(np.linspace(-1, 0, len(means)), move)
+        middle = means.mean(axis=0)
+        root = np.linalg.cholesky(covariances.mean(axis=0) + np.atleast_2d(np.cov(means.T, bias=True)))
+        x = means[:, None] + self.units @ np.swapaxes(np.linalg.cholesky(covariances), 1, 2)
+        box = Box.around(x.reshape(-1, len(middle)), middle, root, margin, not self.additive)
+        return box, move / span, max(self.needed(box, level, each) for each in covariances)
 
-    def span(self, longest: float) -> float:
-        """How long a frame may follow it in one segment."""
-        inverse, span = np.linalg.inv(np.linalg.cholesky(self.covariance)), longest
-        for _ in range(60):
-            with np.errstate(all="ignore"):
-                means, covariances = self.path(span)
-            if np.all(np.isfinite(covariances)):
-                values = np.linalg.eigvalsh(inverse @ covariances[-1] @ inverse.T)
-                chord = np.multiply.outer(np.linspace(0, 1, len(means)), means[-1] - means[0])
-                bend = np.abs((means - means[0] - chord) @ inverse.T).max()
-                if values[0] > 0.2 and values[-1] < 10 and bend < 0.4 * math.sqrt(max(1, values[0])):
-                    break
-            span = 0.6 * span
-        return span
+    @staticmethod
+    def needed(box: Box, level: float, covariance: np.ndarray) -> float:
+        """The nodes per axis that a normal density takes in a box."""
+        turned = box.scale.T @ np.linalg.inv(covariance) @ box.scale
+        return math.sqrt(-2 * math.log(level) * float(np.diag(turned).max())) / (0.5 * np.pi * BAND[1])
+
+    def plan(
+        self, longest: float, margin: float, factor: float, cost: float, resolution: Resolution
+    ) -> "Plan":
+        """The span and the mesh that take the least work per time, for a density that takes `factor` times
+        the nodes of a normal one; `cost` is that of the coefficients at a node."""
+        best, least, d = None, math.inf, len(self.mean)
+        for power in range(60):
+            span = 0.7**power * longest
+            try:
+                with np.errstate(all="ignore"):
+                    box, velocity, needed = self.box(span, margin, resolution.tail)
+            except (np.linalg.LinAlgError, ValueError):
+                continue
+            size = next((size for size in resolution.sizes if size >= factor * needed), None)
+            if size is None:
+                continue
+            inverse, top = np.linalg.inv(box.scale), 0.5 * np.pi * size
+            damping = 0.5 * top**2 * np.abs(inverse @ self.noise @ inverse.T).sum()
+            flows = inverse @ self.slope @ box.scale, inverse @ (self.drift - velocity)
+            speed = sum(np.abs(flow).sum() for flow in flows)
+            products = 40 + 4 * math.sqrt(span * damping) + span * top * speed if d == 2 else size**2 / 30
+            work = (SEGMENT_WORK + 2 * (cost + products) * size**d) / span
+            if work < least:
+                best, least = Plan(span, size, margin), work
+            elif work > 3 * least:
+                break
+        if best is None:
+            raise Unresolved("no mesh is as fine as the density")
+        return best
 
 
-def with_limits(segment: Segment, raw: np.ndarray, q: np.ndarray, level: float) -> Segment:
-    """A segment with limits of the coefficients just above those where there is some density."""
-    d, values = q.ndim, q.ravel()
-    if not np.all(np.isfinite(raw[:, values > 1e-6 * values.max()])):
-        raise NonFiniteError(
-            f"drift or diffusion is not finite near z = {segment.centre[0]}: a grid needs both"
-        )
-    fields = fields_of(raw, segment._replace(limits=(math.inf, math.inf)))
-    where = q > 0.1 * level * q.max()
-    speed, noise = (np.abs(part[..., where]).sum(axis=1).max() for part in (fields[:, :d], fields[:, d:]))
-    additive = bool(np.ptp(raw[..., d:], axis=1).max() <= 1e-12 * np.abs(raw[..., d:]).max())
-    additive = additive and not np.any(segment.skew)
-    limits = (HEADROOM * float(speed), HEADROOM * float(noise))
-    change = np.ptp(fields[: len(STAGES)], axis=0).max(axis=tuple(range(1, d + 1)))
-    steady = bool(np.all(change <= 1e-9 * np.array([speed] * d + [noise] * (len(change) - d))))
-    return segment._replace(limits=limits, additive=additive, steady=steady, rounding=min(1e-10, 0.1 * level))
+class Plan(NamedTuple):
+    """For a segment: its span, its nodes per axis and the margin of its box."""
 
+    span: float
+    size: int
+    margin: float
+    widened: bool = False
 
-def log_gap(q: np.ndarray, other: np.ndarray, lowest: float) -> float:
-    """The largest difference of logarithms where the density is above a share of its maximum."""
-    where = q > lowest * q.max()
-    return float(np.max(np.abs(q - other)[where] / q[where]))
+    def shorter(self, excess: float) -> "Plan":
+        return self._replace(span=min(0.75, max(0.2, 0.9 * excess**0.2)) * self.span)
+
+    def finer(self, needed: float, sizes: tuple[int, ...]) -> "Plan":
+        finer = [size for size in sizes if size > self.size]
+        size = next((size for size in finer if size >= min(needed, 1.5 * self.size)), finer[-1])
+        return self._replace(size=size)
+
+    def wider(self, excess: float) -> "Plan":
+        """Also shorter, if that was not enough."""
+        wider = 1.1 * self.margin * excess
+        span = (0.5 if self.widened or wider > MAX_MARGIN else 1.0) * self.span
+        return Plan(span, self.size, min(wider, MAX_MARGIN), True)
+
+    def revised(self, new: np.ndarray, error: float, last: bool, resolution: Resolution) -> "Plan":
+        """A plan that resolves what this one did not, or this one; the error is that of the time steps. The
+        last plans leave a density at the edge to the error bar."""
+        ripples, edges = tail(new), edge(new)
+        wide = edges > ACCEPTED_EDGE * resolution.edge and not last
+        coarse = ripples > ACCEPTED_TAIL * resolution.tail
+        if coarse and self.size < resolution.sizes[-1] and (ripples > edges or not wide):
+            return self.finer(extrapolated_nodes(new, ripples, resolution.tail), resolution.sizes)
+        if wide:
+            return self.wider(math.sqrt(math.log(resolution.edge) / math.log(edges)))
+        if ripples > HOPELESS * resolution.tail:
+            raise Unresolved(f"{self.size} nodes per axis do not resolve the density")
+        return self.shorter(resolution.time / error) if error > resolution.time and not coarse else self
 
 
 class State(NamedTuple):
-    """Solution and companion at a time, the coefficients on the mesh, and proposals for the next segment."""
+    """Solution and companion at a time, and proposals for the next segment."""
 
     time: float
     box: Box
     q: Numbers
     companion: Numbers
-    raw: np.ndarray  # (nᵈ, F)
-    span: float
-    margin: float = 1.0
+    raw: np.ndarray  # (nᵈ, F), coefficients on the mesh
+    longest: float
+    margin: float = MARGIN
     outside: float = 0.0  # the largest density at the edge so far, relative to the maximum
 
 
@@ -725,120 +726,93 @@ class Solution(NamedTuple):
     """A density, and the segments that led to it from its first box."""
 
     density: GridDensity
-    first: Box
     segments: list[Segment]
 
 
-def solve(
-    sde: AbstractSDE, begin: Any, t1: float, resolution: Resolution, largest: int | None, work: Work
-) -> Solution:
+def solve(sde: AbstractSDE, begin: Any, t1: float, resolution: Resolution, work: Work) -> Solution:
     """The density at t1 from `begin`, a `FromDensity` or `FromPoint`."""
     t, box = begin.time, begin.box(resolution.edge)
-    sizes = [size for size in SIZES[len(box.centre)] if size <= (largest or math.inf)]
-    q = begin.density(box, sizes[0])
-    for size in sizes[1:]:
-        if tail(np.asarray(q)) < resolution.tail:
-            break
+    q = np.zeros(0)
+    for size in resolution.sizes:
         q = begin.density(box, size)
-    raw = np.asarray(coefficients(sde, Segment.at(t, box, len(q)))[0])
-    first, state, segments = box, State(t, box, q, q, raw, t1 - t), []
+        if tail(q) < resolution.tail:
+            break
+    raw = coefficients(sde, np.array([t]), box.places(len(q))[None])[0]
+    state, segments = State(t, box, q, q, raw, begin.longest, outside=edge(q)), []
     while state.time < t1:
-        before, (state, segment) = state.time, next_state(sde, state, t1, sizes, resolution, work)
+        before, (state, segment) = state.time, next_state(sde, state, t1, resolution, work)
         segments.append(segment)
         if before < begin.later <= state.time:
             state = state._replace(companion=begin.after(state.time, state.box, segment.size))
         if len(segments) > MAX_SEGMENTS:
             raise Unresolved("the equation takes too many segments")
-    error = relative_difference(np.asarray(state.q), np.asarray(state.companion))
-    density = GridDensity(
-        state.q, error, 4 * state.outside + 1e-14, state.box, FLOOR + begin.error(first, segments[0].size)
-    )
-    return Solution(density, first, segments)
+    error = relative_difference(state.q, state.companion)
+    extra = FLOOR + begin.error(*segments[0].before)
+    return Solution(GridDensity(state.q, error, 4 * state.outside + 1e-14, state.box, extra), segments)
 
 
 def next_state(
-    sde: AbstractSDE, state: State, t1: float, sizes: list[int], resolution: Resolution, work: Work
+    sde: AbstractSDE, state: State, t1: float, resolution: Resolution, work: Work
 ) -> tuple[State, Segment]:
     """One segment, with a box, a mesh and a span that resolve the density."""
-    q, other, margin = np.asarray(state.q), np.asarray(state.companion), max(1.0, 0.97 * state.margin)
-    ahead, reached = Forecast.of(q, state.box, state.raw, resolution.edge), q
-    span, before = ahead.span(min(state.span, t1 - state.time)), log_gap(q, other, resolution.lowest)
-    may_rest = True  # coefficients that do not depend on time are exact in a frame that does not move
-    frame, moved, taken, built = state.box, False, None, None
-    shorter = lambda excess: min(0.75, max(0.2, 0.9 * excess**0.2))
-    for _ in range(MAX_ATTEMPTS):
-        end = t1 if span > 0.8 * (t1 - state.time) else state.time + span
-        box, growth = ahead.box(end - state.time, margin)
-        if moved and built == (margin, end, len(q)):
-            box = frame
-        elif moved:
-            # A frame that holds the density throughout, at rest.
-            box = frame = ahead.box(0.0, margin)[0].joined(box)
-            taken, q, other = transferred(state, frame, [n for n in sizes if n >= len(q)], resolution)
-            before, reached, built = log_gap(q, other, resolution.lowest), q, (margin, end, len(q))
-        if moved or (may_rest and frame.is_near(box)):
-            box, growth = frame, 1e-10
-        segment = Segment.between((state.time, end), (frame, box), growth, len(q))._replace(transfer=taken)
-        miss = extrapolation_error(sde, segment, reached)
+    cost = evaluation_cost(sde)
+    ahead, left = Forecast.of(state.q, state.box, state.raw, resolution.edge), t1 - state.time
+    normal = ahead.needed(state.box, resolution.tail, ahead.covariance)
+    longest = left if state.longest > 0.8 * left else state.longest
+    plan = ahead.plan(
+        longest, state.margin, nodes_needed(state.q, resolution.tail) / normal, cost, resolution
+    )
+    for attempt in range(MAX_ATTEMPTS):
+        work.spend(SEGMENT_WORK)
+        times = state.time + plan.span * np.append(STAGES, 1.0)
+        times[-1] = t1 if plan.span == left else times[-1]
+        box, velocity, _ = ahead.box(plan.span, plan.margin, resolution.tail)
+        before, rounding = (state.box, len(state.q)), min(1e-10, 0.1 * resolution.edge)
+        segment = Segment(times, plan.span, box, plan.size, velocity, before, rounding)
+        segment, miss = checked_in_time(sde, segment)
         if miss > 20 * resolution.time:
-            if q.ndim == 1 and box is not frame:
-                moved = True  # such a frame would change faster than its segments can follow
-            else:
-                span = shorter(20 * resolution.time / miss) * (end - state.time)
+            plan = plan.shorter(20 * resolution.time / miss)
             continue
-        work.spend(len(segment.times) * q.size * evaluation_cost(sde))
-        raw = np.asarray(coefficients(sde, segment))
-        segment = with_limits(segment, raw, reached, resolution.edge)
-        fields = fields_of(raw, segment)
-        new, companion = solved(q, other, fields, segment, work)
-        reached = np.maximum(reached, new)
-        needed = with_limits(segment, raw, reached, resolution.edge).limits
-        error = max(log_gap(new, companion, resolution.lowest) - before, 1e-300)
-        if any(now > HEADROOM * old for now, old in zip(needed, segment.limits, strict=True)):
-            continue  # the density reached places where coefficients are limited
-        nodes_excess = tail(new) / resolution.tail if len(q) < sizes[-1] else 0.0
-        may_widen = margin < (2 * MAX_MARGIN if moved else MAX_MARGIN)
-        width_excess = edge(new) / (4 * resolution.edge) if may_widen else 0.0
-        if nodes_excess > max(1.0, width_excess):
-            size = sizes[sizes.index(len(q)) + 1]
-            q, other, reached = (np.asarray(resized(part, size)) for part in (q, other, reached))
-        elif width_excess > 1:
-            wider = 1.0 if box is state.box else 1.25 if moved else 1.12
-            margin, may_rest = wider * margin, False
-        elif q.ndim == 1 and not moved and error > 1e3 * resolution.time:
-            moved = True
-        elif tail(new) > HOPELESS * resolution.tail:
-            raise Unresolved(f"{len(q)} nodes per axis do not resolve the density")
-        elif error > resolution.time and tail(new) <= resolution.tail:
-            span = shorter(resolution.time / error) * (end - state.time)
-        else:
-            worst = max(error / resolution.time, 0.05 * miss / resolution.time, 1e-6)
-            longer = min(4.0, 0.9 * worst**-0.2) * (end - state.time)
+        move = Transfer.to(segment)
+        q, other = move(state.q), move(state.companion)
+        if plan.size < resolution.sizes[-1] and tail(q) > ACCEPTED_TAIL * resolution.tail:
+            plan = plan.finer(plan.size, resolution.sizes)
+            continue
+        work.spend(len(times) * q.size * cost)
+        raw = segment.coefficients(sde, plan.size)
+        segment = segment._replace(additive=ahead.additive and is_uniform(raw[..., q.ndim :]))
+        new, companion = run(q, raw, segment, False, work), run(other, raw, segment, True, work)
+        if not (np.all(np.isfinite(new)) and np.all(np.isfinite(companion))):
+            plan = plan.shorter(0)
+            continue
+        if not np.all(np.isfinite(raw[:, new.ravel() > 1e-6 * new.max()])):
+            raise NonFiniteError(f"drift or diffusion is not finite near z = {box.centre}: a grid needs both")
+        error = log_gap(new, companion, resolution.lowest) - log_gap(q, other, resolution.lowest)
+        error = 0.0 if segment.steady else max(error, 0.05 * miss)
+        better = plan.revised(new, error, attempt >= MAX_ATTEMPTS // 2, resolution)
+        if better == plan:
+            longer = min(4.0, 0.9 * max(error / resolution.time, 1e-6) ** -0.2) * plan.span
+            margin = max(MARGIN, (1.06 if edge(new) > 2 * resolution.edge else 0.98) * plan.margin)
             edges = max(state.outside, edge(new))
-            return State(end, box, new, companion, raw[-1], longer, margin, edges), segment
+            return State(float(times[-1]), box, new, companion, raw[-1], longer, margin, edges), segment
+        plan = better
     raise Unresolved("no box holds the density")
 
 
-def transferred(
-    state: State, frame: Box, sizes: list[int], resolution: Resolution
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The map to another box, and both solutions there, with the fewest nodes that resolve them."""
-    for size in sizes:
-        taken = transfer(state.box, frame, len(state.q), size)
-        q, other = (taken @ np.asarray(part) for part in (state.q, state.companion))
-        if tail(q) < resolution.tail or size == sizes[-1]:
-            return taken, q, other
-    raise Unresolved("no mesh is as fine as that of the density")
-
-
-def solved(
-    q: np.ndarray, other: np.ndarray, fields: Any, segment: Segment, work: Work
-) -> tuple[np.ndarray, np.ndarray]:
-    """Both solutions after a segment."""
-    new, companion = (np.asarray(run(v, fields, segment, c, work)) for v, c in ((q, False), (other, True)))
-    if not (np.all(np.isfinite(new)) and np.all(np.isfinite(companion))):
-        raise Unresolved("the solution is not finite")
-    return new, companion
+def checked_in_time(sde: AbstractSDE, segment: Segment) -> tuple[Segment, float]:
+    """The segment, of one time if no coefficient depends on it; and the difference, in nats, between the
+    coefficients at its end and those extrapolated from the stages: it detects fast changes between them."""
+    d = len(segment.box.centre)
+    size = round(PROBES ** (1 / d))
+    central = np.sum(nodes(size, d) ** 2, axis=1) < 0.5
+    raw = segment.coefficients(sde, size)[:, central]
+    raw = np.where(np.isfinite(raw), raw, 0)
+    if np.all(np.ptp(raw, axis=0) <= 1e-9 * np.abs(raw).max(axis=(0, 1))):
+        return segment._replace(times=segment.times[-1:]), 0.0
+    gap = raw[-1] - np.tensordot(extrapolation([1.0])[0], raw[:-1], 1)
+    fields = np.abs(np.einsum("nfg,ng->nf", segment.box.to_fields(size)[central], gap)).max(axis=0)
+    # In units of the box, of seven standard deviations, log p has slopes of up to 26 there.
+    return segment, segment.span * float(26 * fields[:d].sum() + 340 * fields[d:].sum())
 
 
 def evaluation_cost(sde: AbstractSDE) -> float:
@@ -846,16 +820,10 @@ def evaluation_cost(sde: AbstractSDE) -> float:
     return 1 + sum(leaf.size for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)) / 150
 
 
-def extrapolation_error(sde: AbstractSDE, segment: Segment, q: np.ndarray) -> float:
-    """The difference, in nats on a coarse mesh, between the coefficients at the end of a segment and those
-    extrapolated from the stages: it detects fast changes in time between the stages."""
-    d, stride = q.ndim, len(q) // COARSE[q.ndim]
-    coarse, q = segment._replace(size=COARSE[d]), q[(slice(None, None, stride),) * d]
-    fields, where = fields_of(np.asarray(coefficients(sde, coarse)), coarse), q > 1e-3 * q.max()
-    weights = np.vander([1.0], 4) @ np.linalg.inv(np.vander(STAGES, 4))
-    gap = np.abs(fields[-1] - np.tensordot(weights[0], fields[:-1], 1))[:, where].max(axis=1)
-    # In units of the box, of seven standard deviations, log p has slopes of up to 26 there.
-    return float(26 * gap[:d].sum() + 340 * gap[d:].sum())
+def log_gap(q: np.ndarray, other: np.ndarray, lowest: float) -> float:
+    """The largest difference of logarithms where the density is above a share of its maximum."""
+    where = q > lowest * q.max()
+    return float(np.max(np.abs(q - other)[where] / q[where]))
 
 
 def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -876,32 +844,28 @@ class FromDensity(eqx.Module):
 
     log_prob: Callable[[Numbers], Numbers]
     draws: np.ndarray
-    time: float
-
-    @property
-    def later(self) -> float:
-        return math.inf
+    longest: float
+    time = 0.0
+    later = math.inf
+    first_share = 1e-2
 
     def box(self, level: float) -> Box:
         """Where the density is above a level of its maximum."""
         mean, root = np.mean(self.draws, axis=0), np.linalg.cholesky(np.atleast_2d(np.cov(self.draws.T)))
-        units = (self.draws - mean) @ np.linalg.inv(root).T
-        low, high = 2.2 * units.min(axis=0), 2.2 * units.max(axis=0)
         size = round(BATCH ** (1 / len(mean)))
+        box = Box.around(self.draws, mean, root, 2.2, skewed=False)
         for _ in range(8):
-            middle, half = 0.5 * (low + high), 0.5 * (high - low)
-            y = nodes(size, len(mean))
-            logs = np.asarray(self.log_prob(Box(mean + root @ middle, root * half, 0 * mean).places(size)))
-            finite = logs[np.isfinite(logs)]
-            y = y[logs > np.max(finite, initial=-np.inf) + math.log(level)]
-            if not y.size:
+            x, y = box.places(size), nodes(size, len(mean))
+            logs = np.asarray(self.log_prob(x))
+            above = logs > np.max(logs[np.isfinite(logs)], initial=-np.inf) + math.log(level)
+            if not np.any(above):
                 raise Unresolved("no box around its draws holds the base's density")
-            reach = np.array([y.min(axis=0), y.max(axis=0)]) + 2 / size * np.array([[-1], [1]])
-            wrong = (np.abs(reach) > 1 - 2 / size) | (np.abs(reach[1] - reach[0]) < 0.5)
-            low, high = middle + half * np.where(wrong, 1.5, 1) * reach
-            if not wrong.any():
+            reach = np.abs(y[above] + 1 / size).max(axis=0)
+            fits = np.all(reach < 1 - 3 / size) and np.all(np.ptp(y[above], axis=0) > 0.5)
+            box = Box.around(x[above], mean, root, 1.04 if fits else 1.5, skewed=bool(fits))
+            if fits:
                 break
-        return Box(mean + root @ (0.5 * (low + high)), root * (0.52 * (high - low)), skew_of(low, high))
+        return box
 
     def density(self, box: Box, size: int) -> Numbers:
         return _on_mesh(self.log_prob(box.places(size)), box, size)
@@ -913,23 +877,23 @@ class FromDensity(eqx.Module):
 
 
 class FromPoint(eqx.Module):
-    """A start from a point at t₀: a normal distribution a short while later."""
+    """A start from a point: a normal distribution a short while later, and later still for the companion."""
 
     sde: AbstractSDE
     point: Numbers
-    t0: float
-    span: float
-
-    @property
-    def time(self) -> float:
-        return self.t0 + FIRST * self.span
+    time: float
+    first_share = LOWEST  # most of the segments take little
 
     @property
     def later(self) -> float:
-        return self.t0 + 4 * FIRST * self.span
+        return 4 * self.time
+
+    @property
+    def longest(self) -> float:
+        return 8 * self.time
 
     def box(self, level: float) -> Box:
-        mean, covariance = (np.asarray(a) for a in _moments(self.sde, self.point, self.t0, self.time))
+        mean, covariance = (np.asarray(a) for a in _moments(self.sde, self.point, self.time))
         if not (np.all(np.isfinite(covariance)) and np.all(np.linalg.eigvalsh(covariance) > 0)):
             raise Unresolved("there is no density from this point")
         return Box(mean, np.linalg.cholesky(covariance) * math.sqrt(-2.1 * math.log(level)), 0 * mean)
@@ -938,7 +902,7 @@ class FromPoint(eqx.Module):
         return self.after(self.time, box, size)
 
     def after(self, time: float, box: Box, size: int) -> Numbers:
-        mean, covariance = _moments(self.sde, self.point, self.t0, time)
+        mean, covariance = _moments(self.sde, self.point, time)
         return _on_mesh(_normal(mean, covariance, box.places(size)), box, size)
 
     def error(self, box: Box, size: int) -> float:
@@ -952,7 +916,7 @@ def _on_mesh(logs: Numbers, box: Box, size: int) -> Numbers:
 
 
 @functools.partial(jit, level=1)
-def _moments(sde: AbstractSDE, point: Numbers, t0: Numbers, t: Numbers) -> tuple[Numbers, Numbers]:
+def _moments(sde: AbstractSDE, point: Numbers, t: Numbers) -> tuple[Numbers, Numbers]:
     """Mean and covariance a short while after a point: m′ = E μ and C′ = E[μ(Z − m)ᵀ + (Z − m)μᵀ + σσᵀ] from
     C = 0, with expectations by the second derivatives of μ and σσᵀ."""
     ito = to_ito(sde)
@@ -977,9 +941,9 @@ def _moments(sde: AbstractSDE, point: Numbers, t0: Numbers, t: Numbers) -> tuple
         parts = h * jnp.asarray([[0, 1 / 6], [0.5, 1 / 3], [0.5, 1 / 3], [1, 1 / 6]])
         return jax.lax.scan(stage, (state, jnp.zeros_like(state)), parts)[0][0], None
 
-    h = (t - t0) / 4
+    h = t / 4
     start = jnp.concatenate([point[None], jnp.zeros((point.size, point.size))])
-    end = jax.lax.scan(step, start, t0 + h * jnp.arange(4.0))[0]
+    end = jax.lax.scan(step, start, h * jnp.arange(4.0))[0]
     return end[0], end[1:]
 
 
@@ -1016,14 +980,11 @@ def values_of(tree: Any) -> Any:
 
 
 def replay(sde: AbstractSDE, begin: Any, solution: Solution) -> GridDensity:
-    """The density of a solution, to be differentiated: with the same frames, meshes and steps."""
-    segments = solution.segments
-    taken = segments[0].transfer
-    q = begin.density(solution.first, segments[0].size if taken is None else taken.shape[1])
-    for segment in segments:
-        fields = fields_of(coefficients(sde, segment), segment)
-        q = _through(segment.transfer, q) if segment.transfer is not None else resized(q, segment.size)
-        q = run(q, fields, segment, companion=False)
+    """The density of a solution, to be differentiated: with the same boxes, meshes and steps."""
+    q = begin.density(*solution.segments[0].before)
+    for segment in solution.segments:
+        raw = segment.coefficients(sde, segment.size)
+        q = run(_transfer(Transfer.to(segment), q), raw, segment, companion=False)
     return eqx.tree_at(lambda density: density.values, solution.density, q)
 
 
@@ -1039,25 +1000,37 @@ def log_prob_and_error(
     """log p at `(N, d)` and its error, from a mesh that is refined until the error is below the tolerance."""
     (still, start), points = values_of((sde, begin)), values_of(x)
     solution, value, error = None, np.full(len(x), np.nan), np.full(len(x), np.inf)
-    # The share of the highest density that is to be known, first as for draws; and the part of the tolerance.
-    lowest = min(1e-2, max(1e-5, 0.1 / max(1, len(x))))
-    part, work = 1.0, Work(max_work)
+    # The share of the highest density that is to be known, and the part of the tolerance.
+    lowest, part, left = begin.first_share, 1.0, max_work
+    sizes = tuple(size for size in SIZES[points.shape[1]] if size <= (largest or math.inf))
     for _ in range(MAX_PASSES):
-        low = max(0.15 * part * tolerance * lowest, 1e-10)
-        resolution = Resolution(low, max(0.05 * low, 5e-12), 0.2 * part * tolerance, lowest)
+        # A first, coarse solution shows whether there is hope.
+        first = solution is None and lowest > LOWEST
+        meshes = sizes[: 1 + len(sizes) // 2] if first else sizes
+        resolution, work = (
+            Resolution.of(part * tolerance, lowest, meshes),
+            Work((FIRST_WORK if first else 1) * left),
+        )
         try:
-            solution = solve(still, start, t1, resolution, largest, work)
-        except Unresolved:
+            solution = solve(still, start, t1, resolution, work)
+        except (Unresolved, np.linalg.LinAlgError):
             break
         value, error = (np.asarray(a) for a in solution.density.log_prob_and_error(points))
         # Points at which the density may be above the lowest share, but is not known.
         share = np.exp(np.where(np.isnan(value), -np.inf, value) - solution.density.log_maximum)
-        low = np.isnan(value) & solution.density.box.holds(points) & (lowest > LOWEST)
+        inside = np.all(np.abs(solution.density.box.within(points)) < 1, axis=1)
+        low = np.isnan(value) & inside & (lowest > LOWEST)
         unmet = ~(error <= tolerance) & (share > 0.5 * LOWEST)
         if not np.any(unmet | low):
             break
         needed = LOWEST if low.any() else max(LOWEST, 0.5 * np.min(share[unmet]))
         lowest, part = (needed, part) if needed < 0.9 * lowest else (lowest, 0.2 * part)
+        left -= work.spent
+        next_level = Resolution.of(part * tolerance, lowest, sizes).tail
+        size = extrapolated_nodes(np.asarray(solution.density.values), resolution.tail, next_level)
+        growth = size / len(solution.density.values)
+        if size > sizes[-1] or work.spent * growth ** (points.shape[1] + 1) > 2 * left:
+            break
     if solution is None or not any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x))):
         return value, error
     return replay(sde, begin, solution).log_prob_and_error(x)
@@ -1139,9 +1112,9 @@ def estimate(
         double = jax.tree.map(lambda a: a.astype(float), parameters)
         sde, base, start, points = eqx.combine(double, rest)
         if start is None:
-            begin = FromDensity(BaseLogProb(base), np.asarray(_draws(values_of(base))), 0.0)
+            begin = FromDensity(BaseLogProb(base), np.asarray(_draws(values_of(base))), flow.t1)
         else:
-            begin = FromPoint(sde, jnp.asarray(start, float), 0.0, flow.t1)
+            begin = FromPoint(sde, jnp.asarray(start, float), FIRST * flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
         value, error = log_prob_and_error(sde, begin, flow.t1, points, tolerance, largest, max_work)
         # A value is rounded to the precision of x.
