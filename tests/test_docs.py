@@ -37,17 +37,6 @@ NO_EXAMPLE |= {
     "EvidenceBound",
     "Prediction",
 }
-# The parts and results of `fit_latent`.
-NO_EXAMPLE |= {
-    "LatentSDE",
-    "LatentPaths",
-    "LikelihoodEstimate",
-    "Encoder",
-    "Posterior",
-    "IndependentNormal",
-    "SDEMatching",
-    "Forecasting",
-}
 
 # One process for all examples: what one compiles, the next finds compiled. It is a fresh one, so that they
 # run with JAX's own defaults and not with the tests' float64.

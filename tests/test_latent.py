@@ -11,6 +11,8 @@ import pytest
 
 import roughflow as rf
 from benchmarks.latent import kalman, oscillator
+from roughflow.latent._fit_latent import initial_model
+from roughflow.series import panel
 
 KEY = jax.random.key(0)
 TIMES, VALUES = oscillator(12, 12, 0)
@@ -146,6 +148,18 @@ def test_units_do_not_matter(default_fit):
     np.testing.assert_allclose(again.history.loss - np.log(1e6), loss, rtol=1e-4)
 
 
+def test_the_unit_of_time_of_an_sde_does_not_matter():
+    """An SDE in days with series in days has the bound of the SDE in years with series in years."""
+
+    def bound(unit):
+        sde = rf.ItoSDE(Linear(TRUE_RATE / unit), rf.ConstantDiffusion(jnp.full(2, (0.4 / unit) ** 0.5)))
+        parts = panel([unit * t for t in TIMES], VALUES, partial=True, fewest=2)
+        model = initial_model(parts, 2, None, sde, None, None, 8, KEY)
+        return model.lower_bound(unit * TIMES[0], VALUES[0], key=KEY, num_times=8)
+
+    np.testing.assert_allclose(bound(365.0), bound(1.0), rtol=1e-8)
+
+
 @pytest.mark.parametrize(
     ("times", "values", "message"),
     [
@@ -165,6 +179,8 @@ def test_bad_series_are_refused_in_one_line(times, values, message):
 def test_bad_arguments_are_refused(fitted):
     with pytest.raises(ValueError, match="dimension must be a positive whole number"):
         rf.fit_latent(TIMES, VALUES, dimension=0, key=KEY)
+    with pytest.raises(ValueError, match="num_given must be less than 12"):
+        rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, num_given=12)
     thin = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.ones((2, 1)))
     with pytest.raises(ValueError, match="as many Brownian motions as states"):
         rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, sde=thin)

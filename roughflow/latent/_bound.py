@@ -73,6 +73,12 @@ class SDEMatching(AbstractObjective):
 
     **Arguments:** `columns`, number of observed columns; `num_times`, number of random times per series at
     which drifts of posterior and prior are compared.
+
+    ```python
+    import roughflow as rf
+
+    objective = rf.latent.SDEMatching(columns=3, num_times=16)
+    ```
     """
 
     columns: int = eqx.field(static=True)
@@ -87,17 +93,27 @@ class SDEMatching(AbstractObjective):
 
 
 class Forecasting(AbstractObjective):
-    """The negative bound per observed value of a forecast from the first `num_given` observations:
+    """The mean of the loss of `rf.latent.SDEMatching` and of the negative bound per observed value of a
+    forecast from the first `num_given` observations,
 
-        E log p(y | z) − KL(q(z at the first time | first observations) | p),
+        bound on log p(y₁, …, yₙ) + E log p(yₙ₊₁, … | z),
 
-    where z follows the prior SDE, by simulation in `num_steps` steps between two observations. It is a
-    lower bound on the log-likelihood too, and fine-tunes a model for long forecasts.
+    where z is drawn from the posterior at the last given observation and then follows the prior SDE, by
+    simulation in `num_steps` steps between two observations. It is a lower bound on the log-likelihood too,
+    and fine-tunes a model for long forecasts. With the first loss the posterior given whole series remains
+    that of the model.
+
+    ```python
+    import roughflow as rf
+
+    objective = rf.latent.Forecasting(columns=3, num_given=5, num_steps=2)
+    ```
     """
 
     columns: int = eqx.field(static=True)
     num_given: int = eqx.field(static=True)
     num_steps: int = eqx.field(static=True)
+    num_times: int = eqx.field(static=True, default=32)
     uses_data: ClassVar[bool] = True
 
     def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
@@ -105,13 +121,15 @@ class Forecasting(AbstractObjective):
         series = Series.of_rows(x, self.columns)
 
         def bound(one: Series, key: PRNGKeyArray) -> Array:
-            key_start, key_path = jax.random.split(key)
-            reading = model.posterior.read(one.beginning(self.num_given))
-            first, _ = model.posterior.at(reading, one.times[0])
-            u = jax.random.normal(key_start, (model.dimension,), x.dtype)
-            z = simulated(model, first.mean + first.root @ u, one.times, self.num_steps, key=key_path)
-            observed = jnp.sum(jax.vmap(model.observed)(z, one.values, one.seen))
-            return observed + model.initial.log_prob(z[0]) - first.log_prob_at(u)
+            keys = jax.random.split(key, 4)
+            given, later = one.split(self.num_given)
+            last, _ = model.posterior.at(model.posterior.read(given), given.times[-1])
+            z = last.mean + last.root @ jax.random.normal(keys[0], (model.dimension,), x.dtype)
+            times = jnp.concatenate([given.times[-1:], later.times])
+            z = simulated(model, z, times, self.num_steps, key=keys[1])[1:]
+            forecast = jnp.sum(jax.vmap(model.observed)(z, later.values, later.seen))
+            forecast = forecast + lower_bound(model, given, self.num_times, key=keys[2])
+            return 0.5 * (forecast + lower_bound(model, one, self.num_times, key=keys[3]))
 
         bounds = jax.vmap(bound)(series, jax.random.split(key, len(x)))
         return -jnp.sum(bounds) / jnp.sum(series.seen), {}

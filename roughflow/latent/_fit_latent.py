@@ -94,7 +94,7 @@ def fit_latent(
         check_count(name, number)
     for name, number in {"num_given": num_given, "window": window}.items():
         if number is not None:
-            check_count(name, number, least=1 if name == "num_given" else 2)
+            check_count(name, number, least=2)
     if sde is not None:
         check_sde(sde)
         if noise_dimension(sde, dimension, f"dimension is {dimension}") != dimension:
@@ -102,6 +102,9 @@ def fit_latent(
     if decoder is not None:
         check_callable("decoder", decoder, "from a state to a distribution of the values")
     parts = [piece for part in panel(times, values, partial=True, fewest=2) for piece in cut(part, window)]
+    longest = max(len(part.times) for part in parts)
+    if num_given is not None and num_given >= longest:
+        raise ValueError(f"num_given must be less than {longest}, the length of the longest series")
     key_model, key_fit, key_tune = jax.random.split(check_key(key), 3)
     unit = decorrelation_time(parts) if sde is None else None
     model = initial_model(parts, dimension, unit, sde, decoder, initial, width, key_model)
@@ -114,7 +117,8 @@ def fit_latent(
     if num_given is None or fitted.interrupted:
         return fitted
     spans = np.concatenate([np.diff(part.times) for part in parts]) / (unit or 1.0)
-    forecasting = Forecasting(model.columns, num_given, num_steps_in(float(np.max(spans)), model.max_step))
+    num_steps = num_steps_in(float(np.max(spans)), model.max_step)
+    forecasting = Forecasting(model.columns, num_given, num_steps, num_times)
     options["run"] = None if run is None else replace(run, checkpoint=second_file(run.checkpoint))
     tuned = fit(fitted.model, rows, key=key_tune, objective=forecasting, steps=forecast_steps, **options)
     stages = {"SDE matching": fitted.history, "forecasting": tuned.history}
@@ -147,8 +151,8 @@ def initial_model(
         decoder = NormalDecoder(location, scale, loadings, width=width, key=keys[2])
     if initial is None:
         initial = MultivariateNormal(jnp.zeros(dimension), jnp.eye(dimension))
-    encoder = Encoder(location, scale, width, key=keys[3])
     time = decorrelation_time(parts) if unit is None else 1.0  # in units of the SDE
+    encoder = Encoder(location, scale, width, unit=time, key=keys[3])
     posterior = Posterior(encoder, direct, width, LENGTH * time, key=keys[4])
     return LatentSDE(sde, initial, decoder, posterior, unit, LONGEST * time)
 

@@ -33,6 +33,16 @@ class LikelihoodEstimate(NamedTuple):
 
     `bound` is the mean of the logarithms, whose expectation is a lower bound that rises with the number of
     particles. `effective_particles` is the smallest effective number of one run at any observation.
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    values, errors = np.array([-10.0, -12.0]), np.array([0.1, 0.9])
+    estimate = rf.latent.LikelihoodEstimate(values, errors, values - errors, np.ones(2))
+    estimate.total, estimate.total_error
+    estimate.suspect  # [False, True]
+    ```
     """
 
     log_likelihood: np.ndarray
@@ -66,7 +76,16 @@ class LikelihoodEstimate(NamedTuple):
 
 
 class LatentPaths(NamedTuple):
-    """Paths `(n, N, d)` of the hidden states and `(n, N, p)` of the observed values at `times`."""
+    """Paths `(n, N, d)` of the hidden states and `(n, N, p)` of the observed values at `times`.
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    paths = rf.latent.LatentPaths(np.arange(3.0), np.zeros((100, 3, 2)), np.zeros((100, 3, 5)))
+    np.quantile(paths.values, [0.05, 0.95], axis=0).shape  # bands: (2, 3, 5)
+    ```
+    """
 
     times: np.ndarray
     states: np.ndarray
@@ -90,6 +109,16 @@ class LatentSDE(AbstractLatentSDE):
     - `unit`: the unit of time of the SDE; each series then starts at time 0. With None, the SDE has the times
       of the data.
     - `max_step`: longest time step of `log_likelihood`, `sample` and so on, in units of the SDE.
+
+    ```python
+    import jax, numpy as np
+    import roughflow as rf
+
+    rng, times, key = np.random.default_rng(0), np.arange(20.0), jax.random.key(0)
+    values = [np.cumsum(rng.normal(size=(20, 3)), axis=0) for _ in range(16)]
+    model = rf.fit_latent([times] * 16, values, dimension=2, key=key, steps=20, progress=False).model
+    model.sample(times, key=key, num_samples=4).states.shape  # (4, 20, 2)
+    ```
     """
 
     sde: AbstractSDE

@@ -28,11 +28,9 @@ class Series(eqx.Module):
         table = np.concatenate(parts, axis=-1)
         return table.reshape(*table.shape[:-2], -1)
 
-    def beginning(self, count: int) -> "Series":
-        """The first observations alone, in arrays of the same length."""
-        place = jnp.minimum(jnp.arange(len(self.times)), count - 1)
-        seen = self.seen & (jnp.arange(len(self.times)) < count)[:, None]
-        return Series(self.times[place], self.values[place], seen)
+    def split(self, count: int) -> tuple["Series", "Series"]:
+        """The first observations, and the others."""
+        return jax.tree.map(lambda leaf: leaf[:count], self), jax.tree.map(lambda leaf: leaf[count:], self)
 
     @staticmethod
     def of_rows(rows: Array, columns: int) -> "Series":
@@ -57,15 +55,29 @@ class Encoder(eqx.Module):
 
     Each observation is a row of standardised values, of flags for those that are observed, and of the time
     since the row before.
+
+    **Arguments:** `location` and `scale` of the values, shape `(p,)`; `width` of the networks; `unit` of
+    time, in which time differences are of order 1.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    encoder = rf.latent.Encoder(jnp.zeros(3), jnp.ones(3), 16, key=jax.random.key(0))
+    encoder.standardised(jnp.ones(3)).shape  # (3,)
+    ```
     """
 
     location: Array = eqx.field(metadata=GIVEN)
     scale: Array = eqx.field(metadata=GIVEN)
+    unit: float = eqx.field(metadata=GIVEN)
     forwards: eqx.nn.GRUCell
     backwards: eqx.nn.GRUCell
 
-    def __init__(self, location: ArrayLike, scale: ArrayLike, width: int, *, key: PRNGKeyArray):
-        self.location, self.scale = jnp.asarray(location), jnp.asarray(scale)
+    def __init__(
+        self, location: ArrayLike, scale: ArrayLike, width: int, *, unit: float = 1.0, key: PRNGKeyArray
+    ):
+        self.location, self.scale, self.unit = jnp.asarray(location), jnp.asarray(scale), unit
         inputs, keys = 2 * self.location.size + 1, jax.random.split(key)
         self.forwards = eqx.nn.GRUCell(inputs, width, key=keys[0])
         self.backwards = eqx.nn.GRUCell(inputs, width, key=keys[1])
@@ -75,7 +87,7 @@ class Encoder(eqx.Module):
 
     def __call__(self, series: Series) -> Array:
         """The states at the observations, `(N, 2 width)`."""
-        gap = jnp.diff(series.times, prepend=series.times[:1])
+        gap = jnp.diff(series.times, prepend=series.times[:1]) / self.unit
         seen = jnp.asarray(series.seen, series.values.dtype)
         values = jax.vmap(self.standardised)(series.values)
         inputs = jnp.concatenate([values, seen, jnp.log1p(gap)[:, None]], axis=1)
@@ -107,6 +119,19 @@ class Posterior(eqx.Module):
     kinks at observations, as in the exact posterior of a linear model. A third output, the skew matrix A(t),
     does not change the marginals: u = L⁻¹(z − m) turns as u′ = A u. Without it, the process could not follow
     an SDE that rotates.
+
+    **Arguments:** `encoder`; `direct`, a map `(p, d)` from standardised values to states; `width` of the
+    network; `length`, a time over which features are averaged.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    keys = jax.random.split(jax.random.key(0))
+    encoder = rf.latent.Encoder(jnp.zeros(3), jnp.ones(3), 16, key=keys[0])
+    posterior = rf.latent.Posterior(encoder, jnp.ones((3, 2)), 16, 0.05, key=keys[1])
+    posterior.dimension  # 2
+    ```
     """
 
     encoder: Encoder
@@ -140,13 +165,15 @@ class Posterior(eqx.Module):
         gap = times[before + 1] - times[before]
         share = (t - times[before]) / gap
         features = (1 - share) * reading.features[before] + share * reading.features[before + 1]
-        clock = jnp.sqrt(1 + gap) * share * (1 - share)  # 0 at observations, for continuity
+        clock = (
+            jnp.sqrt(1 + gap / self.encoder.unit) * share * (1 - share)
+        )  # 0 at observations, for continuity
         out = self.head(t, jnp.concatenate([features[d:], clock[None]]))
         mean, square = features[:d] + out[:d], jnp.reshape(out[d:], (d, d))
         # The root has its diagonal and what is below it, the skew matrix what is above.
         upper = jnp.triu(square, 1)
         root = jnp.tril(square, -1) + jnp.diag(jnp.exp(jnp.diagonal(square) - 1.5))
-        return Gaussian(mean, root), upper - upper.T
+        return Gaussian(mean, root), (upper - upper.T) / self.encoder.unit
 
     def moving(self, reading: Reading, t: Array) -> tuple[Gaussian, Gaussian, Array]:
         """The marginal at time t, its derivative in t, and A."""
@@ -156,7 +183,16 @@ class Posterior(eqx.Module):
 
 
 class IndependentNormal(eqx.Module):
-    """Independent normals, with a log-density for each entry."""
+    """Independent normals, with a log-density for each entry.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    normal = rf.latent.IndependentNormal(jnp.zeros(3), jnp.ones(3))
+    normal.log_prob(jnp.zeros(3)).shape  # (3,)
+    ```
+    """
 
     mean: Array
     deviation: Array
