@@ -169,10 +169,10 @@ def test_numbers_belong_to_a_place_and_are_normal(name, key):
 def test_sobol_numbers_are_spread_evenly_in_each_shift(key):
     """Of sixteen shifts of eight numbers, each has one in every eighth of the normal distribution; terms of
     the standard error are means over a shift."""
-    every = numbers(rf.density.Sobol(), key, np.arange(128))
+    every = numbers(rf.density.Sobol(16), key, np.arange(128))
     eighths = np.sort(np.floor(8 * stats.norm.cdf(every.reshape(8, 16, 3))), axis=0)
     np.testing.assert_array_equal(eighths, np.broadcast_to(np.arange(8)[:, None, None], (8, 16, 3)))
-    assert np.all(np.abs(rf.density.Sobol().terms(every)) < np.abs(stats.norm.ppf(1 / 16)))
+    assert np.all(np.abs(rf.density.Sobol(16).terms(every)) < np.abs(stats.norm.ppf(1 / 16)))
 
 
 @pytest.mark.parametrize("name", ["Sobol", pytest.param("Independent", marks=pytest.mark.slow)])
@@ -186,7 +186,7 @@ def test_a_sequence_extends_itself(name, key):
 def test_numbers_of_paths_that_do_not_make_whole_groups_are_refused():
     for count in (7, 48, 8):
         with pytest.raises(ValueError, match=rf"^num_paths must be 16 times a power of two, got {count}"):
-            rf.density.Sobol().check(count)
+            rf.density.Sobol(16).check(count)
     with pytest.raises(ValueError, match=r"^num_replicates must be at least 2"):
         rf.density.Sobol(1)
 

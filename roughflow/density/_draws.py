@@ -104,7 +104,7 @@ class Sobol(AbstractDraws):
     ```
     """
 
-    num_replicates: int = eqx.field(static=True, default=16)
+    num_replicates: int = eqx.field(static=True, default=8)
 
     def __check_init__(self):
         if check_count("num_replicates", self.num_replicates) < 2:

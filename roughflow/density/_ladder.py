@@ -54,13 +54,13 @@ ACCEPTED_ERROR = 0.1  # nats: no other method is tried below it, if the user giv
 FIRST_PATHS = 256  # from the prior
 FIRST_AROUND_MODES = 64
 MAX_PATHS_PER_RUNG = 2**14
+PATHS_OF_FEW = {"cpu": 2**17, "gpu": 2**22}  # of all points, if more than that limit for each
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
 FIXED_BUDGET_PATHS = 256  # inside jit
 FEW_STARTS = 4  # of a search for modes, where there is next to no density
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension: about ten seconds of a CPU, after which a grid gives up
-MIN_EFFECTIVE_PATHS = 2.0  # below which more paths of the same kind are not tried
 EVEN_SHARE = 0.25  # effective fraction of paths above which more of them are worth it
 LEARNED_SHARE = 0.2  # of the prior, next to a learned proposal
 MAX_DOUBLINGS = 2  # of the driver's functions and the steps, where their error dominates
@@ -72,6 +72,9 @@ HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which the
 FEW_RUNS = 2.0  # effective runs of particles below which one of them decides
 MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
 MAX_GAP = 3.0  # standard errors between two rungs
+# Root mean square change of log p(x | path) with finer steps, above which some paths are not resolved. It is
+# .002 for a neural SDE, and 1 for an SDE whose tails were wrong by .07 where the mean over paths showed nothing.
+MAX_STEP_CHANGE = 0.05
 
 
 class Goal(NamedTuple):
@@ -88,7 +91,7 @@ class Goal(NamedTuple):
         if accuracy.tolerance is not None:
             error = np.full(size, accuracy.tolerance)
             return Goal(error, error, (most, most))
-        limits = (min(MAX_PATHS_PER_RUNG, most), min(MAX_PATHS_AROUND_MODES, most))
+        limits = (most, min(MAX_PATHS_AROUND_MODES, most))
         return Goal(np.full(size, DEFAULT_TOLERANCE), np.full(size, ACCEPTED_ERROR), limits)
 
 
@@ -166,7 +169,9 @@ def _climbed(
         if not is_coarse:
             others = _climb(points, others, goal, record)
         # More paths do not reduce what functions leave out and steps miss.
-        first = np.setdiff1d(record.coarse(0.5 * goal.error), others)
+        first = np.setdiff1d(
+            np.union1d(record.coarse(0.5 * goal.error), np.flatnonzero(record.rough)), others
+        )
         if not is_coarse:
             refined, flow = refined_driver(flow), flow.with_finer_steps()
             flow = flow if refined is None else flow.with_driver(refined)
@@ -192,12 +197,12 @@ def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> E
 
 
 class Record:
-    """The best that is known of every point: parts of an `Estimate`, arrays of NumPy; and where weights are
-    `poor`, so that they say little."""
+    """The best that is known of every point: parts of an `Estimate`, arrays of NumPy; where weights are `poor`,
+    so that they say little; and where steps are too `rough` for weights to mean anything."""
 
     def __init__(self, size: int):
         self.parts: dict[str, np.ndarray] = {}
-        self.poor = np.ones(size, bool)
+        self.poor, self.rough = np.ones(size, bool), np.zeros(size, bool)
 
     def put(self, which: np.ndarray, new: dict[str, np.ndarray], poor: np.ndarray, method: str) -> None:
         """What a rung found of the points `which`. It stands unless what was known is as good and surer;
@@ -256,9 +261,14 @@ def _grid(
 def _beyond_grid(points: Points, which: np.ndarray, goal: Goal, record: Record) -> None:
     """A few paths around modes, where there is next to no density: none from the prior would count."""
     mixture = mixtures(Laplace(num_starts=FEW_STARTS), points, which)
-    both = (points.levels.own, points.levels.finer)
-    rounds = Rounds(points, which, Sobol(), mixture, FIRST_AROUND_MODES, *both)
+    own, checks = _levels(points)
+    rounds = Rounds(points, which, Sobol(), mixture, FIRST_AROUND_MODES, own, checks)
     _rounds(rounds, goal._replace(error=goal.accepted), record, "modes")
+
+
+def _levels(points: Points) -> tuple[Level, tuple[Level, ...]]:
+    """Of the paths, and of the few that are checked."""
+    return points.levels.own, (points.levels.finer, points.levels.mirrored)
 
 
 @partial(jit, level=1)
@@ -294,8 +304,9 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
 
 def _from_prior(points: Points, which: np.ndarray, goal: Goal, record: Record) -> np.ndarray:
     """Paths from the prior; returns the points that need another rung."""
-    both = (points.levels.own, points.levels.finer)
-    return _rounds(Rounds(points, which, Sobol(), None, goal.most[0], *both), goal, record, "paths")
+    return _rounds(
+        Rounds(points, which, Sobol(), None, goal.most[0], *_levels(points)), goal, record, "paths"
+    )
 
 
 def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record) -> np.ndarray:
@@ -304,7 +315,7 @@ def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record) -> np.
     if which.size and (learned := _learned(levels.flow)) is not None:
         mixture = mixtures(learned, points, which)
         mixture = None if mixture is None else mixture.with_prior(LEARNED_SHARE)
-        rounds = Rounds(points, which, Sobol(), mixture, goal.most[0], levels.own, levels.finer)
+        rounds = Rounds(points, which, Sobol(), mixture, goal.most[0], *_levels(points))
         which = _rounds(rounds, goal, record, "learned")
     if which.size:
         _around_modes(points, which, goal, record)
@@ -391,26 +402,43 @@ def _rounds(rounds: Rounds, goal: Goal, record: Record, name: str) -> np.ndarray
     first = FIRST_PATHS if rounds.mixture is None else FIRST_AROUND_MODES
     needs_more, total, most = np.zeros(len(record.poor), bool), min(first, rounds.most), rounds.most
     record.poor[rounds.which] = True
+    record.rough[rounds.which] = False
     while len(rounds.which):
         rounds.grow(total)
         parts, which = rounds.parts(corrected=True), rounds.which
         error, aim = parts["standard_error"], goal.error[which]
-        few = parts["effective_paths"] < MIN_EFFECTIVE_PATHS
+        rough = np.zeros(len(which), bool)
+        if rounds.stepped.size:
+            change = rounds.step_change()
+            rough = change > MAX_STEP_CHANGE
+            parts["truncation_error"] = parts["truncation_error"] + np.where(rough, change, 0)
         # Tangent Gaussians have tails that many bundles of paths hide in.
         heavy = HEAVY if rounds.mixture is None else HEAVY_AROUND_MODES
         poor = parts["effective_paths"] < 2 * FEW_PATHS
         poor |= (parts["pareto_k"] > heavy) | ~(error + parts["truncation_error"] < COARSE)
         met = (error + parts["truncation_error"] <= aim) | (error <= 0.5 * aim)
         uneven = parts["effective_paths"] < EVEN_SHARE * total
+        poor |= rough
+        limit = _limit(most, int(np.sum(~met | poor)), goal)
         hopeless = (
-            uneven & (total * (error / goal.accepted[which]) ** 2 > most) & (total > FIRST_AROUND_MODES)
+            uneven & (total * (error / goal.accepted[which]) ** 2 > limit) & (total > FIRST_AROUND_MODES)
         )
-        ends = (met & ~poor) | few | hopeless | (GROWTH * total > most)
+        ends = (met & ~poor) | rough | hopeless | (GROWTH * total > limit)
         record.put(which[ends], {key: part[ends] for key, part in parts.items()}, poor[ends], name)
-        needs_more[which[ends]] = (poor | (error > goal.accepted[which]))[ends]
+        record.rough[which] = rough
+        needs_more[which[ends]] = (~rough & (poor | (error > goal.accepted[which])))[ends]
         rounds.keep(~ends)
         total *= GROWTH
     return np.flatnonzero(needs_more)
+
+
+def _limit(most: int, count: int, goal: Goal) -> int:
+    """The maximum number of paths for each of the points left, more by default if those are few: another method
+    takes as long to compile."""
+    if goal.error is goal.accepted:
+        return most
+    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    return min(most, max(MAX_PATHS_PER_RUNG, PATHS_OF_FEW[device] // max(count, 1)))
 
 
 def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, errors: bool) -> Estimate:
