@@ -72,8 +72,8 @@ HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which the
 FEW_RUNS = 2.0  # effective runs of particles below which one of them decides
 MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
 MAX_GAP = 3.0  # standard errors between two rungs
-# Root mean square change of log p(x | path) with finer steps, above which some paths are not resolved. It is
-# .002 for a neural SDE, and 1 for an SDE whose tails were wrong by .07 where the mean over paths showed nothing.
+# Root mean square change of log p(x | path) with finer steps, above which some paths are not resolved: .002 for
+# a neural SDE, and 1 for an SDE where log p was wrong by .07 and the mean change over 32 paths showed nothing.
 MAX_STEP_CHANGE = 0.05
 
 
@@ -197,8 +197,8 @@ def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> E
 
 
 class Record:
-    """The best that is known of every point: parts of an `Estimate`, arrays of NumPy; where weights are `poor`,
-    so that they say little; and where steps are too `rough` for weights to mean anything."""
+    """The best that is known of every point: parts of an `Estimate`, arrays of NumPy; where weights are
+    `poor`, so that they say little; and where steps are too `rough` for weights to mean anything."""
 
     def __init__(self, size: int):
         self.parts: dict[str, np.ndarray] = {}
@@ -227,10 +227,10 @@ class Record:
         self.poor[which] &= poor
 
     def coarse(self, tolerance: np.ndarray) -> np.ndarray:
-        """The points with weights that are not poor and mostly an error of functions and steps."""
+        """The points that need more functions or steps."""
         error = self.parts["truncation_error"]
         mostly = (error > tolerance) & (error > self.parts["standard_error"])
-        return np.flatnonzero(mostly & np.isfinite(error) & ~self.poor)
+        return np.flatnonzero(mostly & np.isfinite(error) & ~self.poor | self.rough)
 
     def total_error(self) -> np.ndarray:
         return _total(self.parts)
@@ -433,8 +433,8 @@ def _rounds(rounds: Rounds, goal: Goal, record: Record, name: str) -> np.ndarray
 
 
 def _limit(most: int, count: int, goal: Goal) -> int:
-    """The maximum number of paths for each of the points left, more by default if those are few: another method
-    takes as long to compile."""
+    """The maximum number of paths for each of the points left: more by default if those are few, because
+    another method takes as long to compile."""
     if goal.error is goal.accepted:
         return most
     device = "cpu" if jax.default_backend() == "cpu" else "gpu"

@@ -36,7 +36,8 @@ SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # integrated as one state
 MAX_NUMBERS = 2**26  # floating-point numbers per program call
 GROWTH = 4  # factor between the numbers of paths of two rounds
 CLOUD_KEY = 2**31 + 1  # folded into the key of forward draws
-CHECKED_SHARE = 8  # one path in eight is also solved at a finer level
+CHECKED_SHARE = 16  # one path in so many is also solved at a finer level,
+FEW_CHECKED = 32  # and at least so many
 SUMMARISED = 1024  # points per program call, on a GPU
 
 
@@ -73,8 +74,8 @@ def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
 
 
 class Level(NamedTuple):
-    """How finely weights are solved: the flow, a factor on the coefficients of functions that are added to the
-    driver, and the number of steps of a fixed grid. Both numbers are arguments of a program, so that one
+    """How finely weights are solved: the flow, a factor on the coefficients of functions that are added to
+    the driver, and the number of steps of a fixed grid. Both numbers are arguments of a program, so that one
     serves all levels; but it has no derivatives backwards. Without `fine` the flow is solved as it is.
     """
 
@@ -99,8 +100,8 @@ class Level(NamedTuple):
 
 
 class Levels:
-    """The levels of a flow: its `own`; `stepped`, with steps half as long; and `finer`, with twice the driver's
-    functions as well, if it can be refined, with their coefficients or, `mirrored`, minus those."""
+    """The levels of a flow: its `own`; `stepped`, with steps half as long; and `finer`, with twice the
+    driver's functions as well, if it can be refined, with their coefficients or, `mirrored`, minus those."""
 
     def __init__(self, flow: AbstractStochasticFlow):
         self.flow = exact(flow).without_errors()
@@ -254,8 +255,8 @@ class Rounds:
     `shares` `(P, K, M + 1)` those of the mixture's components in its density.
 
     What added functions change along a path is mostly odd in their coefficients. So the mean over both signs
-    varies less: by .031 of p(x | path) where one sign has .081, and .34 the path's own halves (a neural SDE
-    with noise .9), .003 beside .032 in the README's example (antithetic coupling, Giles & Szpruch 2014).
+    varies less: by .031 of p(x) where one sign has .081 and p(x | path) itself .76 (a neural SDE with noise
+    .9), .003 beside .032 in the README's example (antithetic coupling, Giles & Szpruch 2014).
     """
 
     def __init__(
@@ -344,7 +345,7 @@ def _summary(draws: AbstractDraws, corrected: bool, parts: Any) -> dict[str, Arr
 
 def checked_paths(total: int) -> int:
     """Number of paths that are also solved at a finer level."""
-    return min(total, max(PATHS_PER_ROW, total // CHECKED_SHARE))
+    return min(total, max(FEW_CHECKED, total // CHECKED_SHARE))
 
 
 def explain_failure(flow: AbstractStochasticFlow, x: Any) -> None:
