@@ -72,8 +72,8 @@ HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which the
 FEW_RUNS = 2.0  # effective runs of particles below which one of them decides
 MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
 MAX_GAP = 3.0  # standard errors between two rungs
-# Root mean square change of log p(x | path) with finer steps, above which some paths are not resolved: .002 for
-# a neural SDE, and 1 for an SDE where log p was wrong by .07 and the mean change over 32 paths showed nothing.
+# Root mean square change of log p(x | path) with finer steps, above which some paths are not resolved: .002
+# for a neural SDE, and 1 for one SDE where log p was off by .07 and the mean change of 32 paths was small.
 MAX_STEP_CHANGE = 0.05
 
 
@@ -169,9 +169,7 @@ def _climbed(
         if not is_coarse:
             others = _climb(points, others, goal, record)
         # More paths do not reduce what functions leave out and steps miss.
-        first = np.setdiff1d(
-            np.union1d(record.coarse(0.5 * goal.error), np.flatnonzero(record.rough)), others
-        )
+        first = np.setdiff1d(record.coarse(0.5 * goal.error), others)
         if not is_coarse:
             refined, flow = refined_driver(flow), flow.with_finer_steps()
             flow = flow if refined is None else flow.with_driver(refined)
