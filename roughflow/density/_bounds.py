@@ -198,18 +198,15 @@ class Unbiased(AbstractEstimator):
         places = jnp.broadcast_to(jnp.arange(size), (len(points), size))
         with one_line_errors():
             weights = _log_weights(self.estimator, flow, flat[points], keys, places, size)
-        values = self._combine(log_mean(weights.T), levels)
-        values = jnp.reshape(values, (count, self.num_replicates)).T
-        still = jax.lax.stop_gradient(values)
-        spread = jnp.std(still, axis=0, ddof=1) / self.num_replicates**0.5
-        total = lambda a: jax.ops.segment_sum(a, jnp.asarray(points), count)
-        estimate = Estimate.of(
-            jnp.mean(values, axis=0),
-            "paths",
-            standard_error=spread if self.num_replicates > 1 else jnp.full(count, jnp.inf, spread.dtype),
-            num_paths=total(jnp.full(len(points), size)),
-            escaped=total(jnp.sum(jnp.isneginf(weights), axis=1)),
-        )
+        values = self._combine(log_mean(weights.T), levels).reshape(count, self.num_replicates).T
+        if self.num_replicates > 1:
+            spread = jnp.std(jax.lax.stop_gradient(values), axis=0, ddof=1) / self.num_replicates**0.5
+        else:
+            spread = jnp.full(count, jnp.inf, values.dtype)
+        escaped = jax.ops.segment_sum(jnp.sum(jnp.isneginf(weights), axis=1), jnp.asarray(points), count)
+        number = jnp.asarray(size * np.bincount(points, minlength=count))
+        parts = {"standard_error": spread, "num_paths": number, "escaped": escaped}
+        estimate = Estimate.of(jnp.mean(values, axis=0), "paths", **parts)
         return jax.tree.map(lambda a: jnp.reshape(a, x.shape[:-1]), estimate)
 
     def _probability(self, level: np.ndarray) -> np.ndarray:
@@ -223,13 +220,12 @@ class Unbiased(AbstractEstimator):
 
     def _combine(self, blocks: Array, levels: np.ndarray) -> Array:
         """Y of each replicate from the values L_K of its 2ʲ blocks, which lie one after another."""
-        ends = np.cumsum(2**levels)
+        starts = np.cumsum(2**levels) - 2**levels
         values = jnp.zeros(len(levels), blocks.dtype)
         for level in np.unique(levels):
             which = np.flatnonzero(levels == level)
-            size = 2**level
-            mine = blocks[(ends[which] - size)[None] + np.arange(size)[:, None]]
-            halves = log_mean(mine[: size // 2]) + log_mean(mine[size // 2 :])
-            change = log_mean(mine) - 0.5 * halves
+            mine = blocks[starts[which] + np.arange(2**level)[:, None]]
+            first, second = jnp.split(mine, 2)
+            change = log_mean(mine) - 0.5 * (log_mean(first) + log_mean(second))
             values = values.at[which].set(jnp.mean(mine, axis=0) + change / self._probability(level))
         return values

@@ -266,7 +266,7 @@ def weights_error(weights: Any, xp: Any = jnp) -> Any:
 
     By the delta method it is that of the mean. Half the square of the range over K is added to its square,
     for a large weight that may be missing, and there is an allowance for K, as Student's t has: within three
-    errors lie about 99.5 % of means of eight terms, each of 32 lognormal weights with log-deviation up to 1.5.
+    errors lie about 99.5 % of means of eight terms, each of 32 lognormal weights with log-deviation to 1.5.
     `xp` is the module whose arrays they are.
     """
     count = weights.shape[0]

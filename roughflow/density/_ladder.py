@@ -1,7 +1,7 @@
 """The default estimator: the cheapest method that reaches the requested accuracy, point by point."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,20 +26,22 @@ from ._estimate import (
     effective_paths,
 )
 from ._grid import applies as grid_applies, estimate as grid_estimate
-from ._modes import Cloud, Laplace, Latent, constant, find_modes, refined_driver
+from ._modes import Cloud, Laplace, TwoLevels, constant, refined_driver
 from ._particles import particle_parts
 from ._paths import (
     CLOUD_KEY,
     GROWTH,
     Level,
+    Parts,
     Points,
     PullBack,
     Rounds,
     checked_points,
     coarser,
     draw,
+    estimate_of,
     exact,
-    gathered,
+    grown,
     is_inside_jit,
     mixtures,
     point_keys,
@@ -72,27 +74,9 @@ HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which the
 FEW_RUNS = 2.0  # effective runs of particles below which one of them decides
 MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
 MAX_GAP = 3.0  # standard errors between two rungs
-# Root mean square change of log p(x | path) with finer steps, above which some paths are not resolved: .002
-# for a neural SDE, and 1 for one SDE where log p was off by .07 and the mean change of 32 paths was small.
+# Root mean square change of p(x | path) with finer steps, above which some paths are not resolved: .002 p(x)
+# for a neural SDE, and 1 for an SDE where log p was off by .07 and the mean change of 32 paths was small.
 MAX_STEP_CHANGE = 0.05
-
-
-class Goal(NamedTuple):
-    """The total error to reach at each point, the error below which no other method is tried, and the maximum
-    numbers of paths from the prior and around modes."""
-
-    error: np.ndarray
-    accepted: np.ndarray
-    most: tuple[int, int]
-
-    @staticmethod
-    def of(accuracy: Accuracy, size: int) -> "Goal":
-        most = accuracy.max_paths
-        if accuracy.tolerance is not None:
-            error = np.full(size, accuracy.tolerance)
-            return Goal(error, error, (most, most))
-        limits = (most, min(MAX_PATHS_AROUND_MODES, most))
-        return Goal(np.full(size, DEFAULT_TOLERANCE), np.full(size, ACCEPTED_ERROR), limits)
 
 
 class Ladder(AbstractEstimator):
@@ -103,10 +87,11 @@ class Ladder(AbstractEstimator):
     paths are drawn near. Point by point:
 
     1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 256, then four times as many,
-       until the total error is below the tolerance (0.05 by default), at most 16,384. They are solved with
-       half the driver's functions and steps, and one in eight with all of them too: the difference corrects
-       the value, and bounds the error that is left. Where that is too large, functions and steps are
-       doubled. If no tolerance is given, an error of 0.1 is accepted in the end.
+       until the total error is below the tolerance (0.05 by default), at most 16,384 or, for a few points,
+       65,536. They are solved with half the driver's functions and steps, and some with all of them too: the
+       difference corrects the value, and bounds the error that is left. Where that is too large, or finer
+       steps change single paths, functions and steps are doubled. If no tolerance is given, an error of 0.1
+       is accepted in the end.
     2. Points with poor weights: paths from the proposal that the flow has learned, if it has one, and then
        **around the likeliest paths** to x (`rf.Laplace`).
     3. Points whose weights are still poor: **particles**, moved from there to the distribution of the path
@@ -139,51 +124,10 @@ class Ladder(AbstractEstimator):
         if is_inside_jit(flow, x, key):
             refuse_tolerance(accuracy)
             return _fixed_budget(exact(flow), x, key, accuracy.errors)
+        climb = Climb(np.asarray(x).reshape(-1, x.shape[-1]), key, accuracy)
         with fixed_functions():
-            parts = _climbed(flow, np.asarray(x).reshape(-1, x.shape[-1]), key, accuracy)
-        return gathered([(np.arange(x.size // x.shape[-1]), parts)], "paths", x.shape[:-1], x.dtype)
-
-
-def _climbed(
-    flow: AbstractStochasticFlow, x: np.ndarray, key: PRNGKeyArray, accuracy: Accuracy
-) -> dict[str, np.ndarray]:
-    """Parts of the estimate at x `(N, d)`."""
-    goal, record, which = Goal.of(accuracy, len(x)), Record(len(x)), np.arange(len(x))
-    switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
-    fits = grid_applies(flow) is None and not switches
-    fast = unresolved_in_time(flow, jnp.asarray(x[:PROBED_POINTS])) > MAX_UNRESOLVED
-    many = GRID_POINTS if jax.default_backend() == "cpu" else GRID_POINTS_ON_GPU
-    from_modes = bool(_contraction(flow) > MAX_EXPANSION)
-    if fits and (from_modes or len(x) >= many[flow.dimension]):
-        which, fits = _grid(flow, x, which, goal, record), False
-        if 0 < which.size < len(x) and accuracy.tolerance is None:
-            _beyond_grid(Points(coarser(flow), x, key), which, goal, record)
-            which = which[:0]
-    first, others = (which[:0], which) if from_modes else (which, which[:0])
-    level, is_coarse = (flow, False) if from_modes else (coarser(flow), True)
-    for _ in range(2 + MAX_DOUBLINGS - from_modes):
-        if not (first.size or others.size):
-            break
-        points = Points(level, x, key)
-        others = np.union1d(others, _from_prior(points, first, goal, record))
-        if not is_coarse:
-            others = _climb(points, others, goal, record)
-        # More paths do not reduce what functions leave out and steps miss.
-        first = np.setdiff1d(record.coarse(0.5 * goal.error), others)
-        if not is_coarse:
-            refined, flow = refined_driver(flow), flow.with_finer_steps()
-            flow = flow if refined is None else flow.with_driver(refined)
-        level, is_coarse = flow, False
-    # By default good weights need no grid, which takes seconds, even if their error is above the aim.
-    unmet = (accuracy.tolerance is not None) & (record.total_error() > goal.accepted)
-    still = np.flatnonzero(record.poor | unmet)
-    if fits and still.size:
-        _grid(flow, x, still, goal, record)
-    record.parts["jump"] = np.full(len(x), any(switch.kind == "jump" for switch in switches))
-    record.parts["fast"] = np.full(len(x), fast)
-    if accuracy.tolerance is not None:
-        record.parts["unmet"] = record.total_error() > accuracy.tolerance
-    return record.parts
+            climb.run(flow)
+        return estimate_of(climb.parts, x.shape[:-1], x.dtype)
 
 
 def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> Estimate:
@@ -194,79 +138,191 @@ def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> E
     return eqx.tree_at(parts, estimate, (zero, zero, 0.5 * estimate.truncation_error, exact))
 
 
-class Record:
-    """The best that is known of every point: parts of an `Estimate`, arrays of NumPy; where weights are
-    `poor`, so that they say little; and where steps are too `rough` for weights to mean anything."""
+class Climb:
+    """The best that is known of log p at points x `(N, d)`, parts of an `Estimate`; where weights are `poor`,
+    so that they say little; and where steps are too `rough` for weights to mean anything."""
 
-    def __init__(self, size: int):
-        self.parts: dict[str, np.ndarray] = {}
-        self.poor, self.rough = np.ones(size, bool), np.zeros(size, bool)
+    def __init__(self, x: np.ndarray, key: PRNGKeyArray, accuracy: Accuracy):
+        self.x, self.key, self.accuracy = x, key, accuracy
+        self.aim = accuracy.tolerance or DEFAULT_TOLERANCE
+        self.accepted = accuracy.tolerance or ACCEPTED_ERROR
+        self.parts: Parts = {}
+        self.poor, self.rough = np.ones(len(x), bool), np.zeros(len(x), bool)
 
-    def put(self, which: np.ndarray, new: dict[str, np.ndarray], poor: np.ndarray, method: str) -> None:
-        """What a rung found of the points `which`. It stands unless what was known is as good and surer;
+    def run(self, flow: AbstractStochasticFlow) -> None:
+        which, given = np.arange(len(self.x)), self.accuracy.tolerance is not None
+        switches = kinks(flow.sde, flow.dimension, t1=flow.t1)
+        fits = grid_applies(flow) is None and not switches
+        fast = unresolved_in_time(flow, jnp.asarray(self.x[:PROBED_POINTS])) > MAX_UNRESOLVED
+        many = GRID_POINTS if jax.default_backend() == "cpu" else GRID_POINTS_ON_GPU
+        contracts = bool(_contraction(flow) > MAX_EXPANSION)
+        if fits and (contracts or len(which) >= many[flow.dimension]):
+            which, fits = self.grid(flow, which), False
+            if 0 < which.size < len(self.x) and not given:
+                self.beyond_grid(Points(coarser(flow), self.x, self.key), which)
+                which = which[:0]
+        self.climb(flow, which, contracts)
+        # By default good weights need no grid, which takes seconds, even if their error is above the aim.
+        still = np.flatnonzero(self.poor | given & (total_error(self.parts) > self.accepted))
+        if fits and still.size:
+            self.grid(flow, still)
+        self.parts["jump"] = np.full(len(self.x), any(switch.kind == "jump" for switch in switches))
+        self.parts["fast"] = np.full(len(self.x), fast)
+        if given:
+            self.parts["unmet"] = total_error(self.parts) > self.accepted
+
+    def climb(self, flow: AbstractStochasticFlow, which: np.ndarray, contracts: bool) -> None:
+        """Paths for these points with half of the flow's functions and steps, then with all and, where those
+        are too few, twice as many. Points that need another method get it with those of the flow or more."""
+        first, others = (which[:0], which) if contracts else (which, which[:0])
+        levels = [] if contracts else [coarser(flow)]
+        for number in range(1 + MAX_DOUBLINGS):
+            levels.append(flow if not number else doubled(levels[-1]))
+        for number, level in enumerate(levels):
+            if not (first.size or others.size):
+                break
+            points = Points(level, self.x, self.key)
+            others = np.union1d(others, self.paths(points, first, None, "paths"))
+            if number or contracts:
+                learned = _learned(flow)
+                if others.size and learned is not None:
+                    mixture = mixtures(learned, points, others)
+                    mixture = None if mixture is None else mixture.with_prior(LEARNED_SHARE)
+                    others = self.paths(points, others, mixture, "learned")
+                if others.size:
+                    self.around_modes(points, others)
+                others = others[:0]
+            # More paths do not reduce what functions leave out and steps miss.
+            first = np.setdiff1d(self.coarse(), others)
+
+    def coarse(self) -> np.ndarray:
+        """The points that need more functions or steps."""
+        error = self.parts["truncation_error"]
+        mostly = (error > 0.5 * self.aim) & (error > self.parts["standard_error"]) & np.isfinite(error)
+        return np.flatnonzero(mostly & ~self.poor | self.rough)
+
+    def put(self, which: np.ndarray, new: Parts, poor: np.ndarray, method: str) -> None:
+        """What a method found of the points `which`. It stands unless what was known is as good and surer;
         where both are good and differ, the point is flagged as steep."""
         blank = {"steep": np.zeros(len(which), bool), "solver_error": np.zeros(len(which))}
         new = {**blank, **new, "rung": np.full(len(which), METHODS.index(method))}
         for name, part in new.items():
             if name not in self.parts:
-                self.parts[name] = np.zeros(len(self.poor), part.dtype)
-                if name == "standard_error":
-                    self.parts[name][:] = np.inf
+                blank = np.inf if name == "standard_error" else 0
+                self.parts[name] = np.full(len(self.poor), blank, part.dtype)
         old = {name: part[which] for name, part in self.parts.items()}
-        known = ~self.poor[which]
-        surer = _total(old) < _total(new)
+        known, surer = ~self.poor[which], total_error(old) < total_error(new)
         takes = np.where(known, ~poor & ~surer, ~(poor & surer))
         with np.errstate(invalid="ignore"):
             apart = np.abs(old["log_prob"] - new["log_prob"])
-        wide = MAX_GAP * np.hypot(_total(old), _total(new))
+        wide = MAX_GAP * np.hypot(total_error(old), total_error(new))
         for name, part in new.items():
             self.parts[name][which] = np.where(takes, part, old[name])
         self.parts["steep"][which] |= known & ~poor & (apart > wide)
         self.poor[which] &= poor
 
-    def coarse(self, tolerance: np.ndarray) -> np.ndarray:
-        """The points that need more functions or steps."""
-        error = self.parts["truncation_error"]
-        mostly = (error > tolerance) & (error > self.parts["standard_error"])
-        return np.flatnonzero(mostly & np.isfinite(error) & ~self.poor | self.rough)
+    def grid(self, flow: AbstractStochasticFlow, which: np.ndarray) -> np.ndarray:
+        """The Fokker–Planck equation for the points `which`; returns those that it does not resolve."""
+        found = grid_estimate(flow, self.x[which], self.aim, max_work=GRID_WORK[flow.dimension])
+        value, error = (np.asarray(part, float) for part in found)
+        size, zero = len(which), np.zeros(len(which))
+        parts = {
+            **{"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error},
+            **{"standard_error": zero, "truncation_error": zero, "effective_paths": np.full(size, np.inf)},
+            **dict.fromkeys(("num_paths", "escaped"), np.zeros(size, int)),
+            "pareto_k": np.full(size, np.nan),
+        }
+        unmet = ~(error <= self.accepted)
+        self.put(which, parts, unmet, "grid")
+        return which[unmet]
 
-    def total_error(self) -> np.ndarray:
-        return _total(self.parts)
+    def beyond_grid(self, points: Points, which: np.ndarray) -> None:
+        """A few paths around modes, where there is next to no density: none from the prior would count."""
+        mixture, self.aim = mixtures(Laplace(num_starts=FEW_STARTS), points, which), self.accepted
+        self.paths(points, which, mixture, "modes", FIRST_AROUND_MODES)
+
+    def paths(
+        self, points: Points, which: np.ndarray, mixture: Mixture | None, name: str, most: int | None = None
+    ) -> np.ndarray:
+        """Paths from the prior or a mixture; returns the points that need another method."""
+        if not which.size:
+            return which
+        levels, most = points.levels, most or self.accuracy.max_paths
+        checks = (levels.finer, levels.mirrored)
+        parts = self.weighed(Rounds(points, which, Sobol(), mixture, most, levels.own, checks))
+        poor, rough = parts.pop("poor"), parts.pop("rough")
+        self.poor[which] = True
+        self.put(which, parts, poor, name)
+        self.rough[which] = rough
+        return which[~rough & (poor | (parts["standard_error"] > self.accepted))]
+
+    def weighed(self, rounds: Rounds) -> Parts:
+        """Add paths until the error is small enough, the weights turn out to be poor, or the maximum number
+        is reached. Parts of an `Estimate`, and where weights are `poor` and steps `rough`."""
+        around, most = rounds.mixture is not None, rounds.most
+        first = min(FIRST_AROUND_MODES if around else FIRST_PATHS, most)
+
+        def ends(parts: Parts, total: int) -> np.ndarray:
+            change = rounds.step_change()
+            parts["rough"] = rough = change > MAX_STEP_CHANGE
+            parts["truncation_error"] = parts["truncation_error"] + np.where(rough, change, 0)
+            error, effective = parts["standard_error"], parts["effective_paths"]
+            both = error + parts["truncation_error"]
+            # Tangent Gaussians have tails that many bundles of paths hide in.
+            heavy = parts["pareto_k"] > (HEAVY_AROUND_MODES if around else HEAVY)
+            parts["poor"] = poor = (effective < 2 * FEW_PATHS) | heavy | ~(both < COARSE) | rough
+            met = ((both <= self.aim) | (error <= 0.5 * self.aim)) & ~poor
+            limit = self.limit(most, int(np.sum(~met)))
+            hopeless = (effective < EVEN_SHARE * total) & (total > FIRST_AROUND_MODES)
+            hopeless &= total * (error / self.accepted) ** 2 > limit
+            return met | rough | hopeless | (GROWTH * total > limit)
+
+        return grown(rounds, first, True, ends)
+
+    def limit(self, most: int, count: int) -> int:
+        """The maximum number of paths for each of the points left: by default more if those are few, because
+        another method takes as long to compile."""
+        if self.accuracy.tolerance is not None:
+            return most
+        device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+        return min(most, max(MAX_PATHS_PER_RUNG, PATHS_OF_FEW[device] // max(count, 1)))
+
+    def around_modes(self, points: Points, which: np.ndarray) -> None:
+        """Paths around the most likely ones, with the driver's functions and with twice as many, each around
+        its own modes. Then particles for points with poor weights."""
+        levels, both = points.levels, mixtures(TwoLevels(), points, which)
+        most = self.accuracy.max_paths
+        if self.accuracy.tolerance is None:
+            most = min(most, MAX_PATHS_AROUND_MODES)
+        two = [jax.tree.map(lambda a, i=i: a[:, i], both) for i in range(2)]
+        coarse, parts = (
+            self.weighed(Rounds(points, which, Sobol(), mixture, most, level))
+            for mixture, level in zip(two, (levels.own, levels.finer), strict=True)
+        )
+        poor = coarse["poor"] | parts.pop("poor")
+        del parts["rough"]
+        with np.errstate(invalid="ignore"):
+            change = np.abs(parts["log_prob"] - coarse["log_prob"])
+        parts["truncation_error"] = np.where(np.isnan(change), np.inf, change)
+        steep = two[1].steepness > MAX_EXPANSION
+        parts["steep"] = steep & (parts["effective_paths"] < EVEN_SHARE * parts["num_paths"])
+        self.put(which, parts, poor, "modes")
+        still = self.poor[which]
+        if still.any() and most > FIRST_AROUND_MODES:
+            moved = particle_parts(points, which[still], jax.tree.map(lambda a: a[still], two[1]))
+            # What paths around the modes show of it, in spite of their weights.
+            moved |= {"truncation_error": parts["truncation_error"][still], "steep": steep[still]}
+            self.put(which[still], moved, moved["effective_paths"] < FEW_RUNS, "particles")
 
 
-def _total(parts: dict[str, np.ndarray]) -> np.ndarray:
+def doubled(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
+    """With twice the driver's functions, if it can be refined, and steps half as long."""
+    refined, flow = refined_driver(flow), flow.with_finer_steps()
+    return flow if refined is None else flow.with_driver(refined)
+
+
+def total_error(parts: Parts) -> np.ndarray:
     return parts["standard_error"] + parts["truncation_error"] + parts["solver_error"]
-
-
-def _grid(
-    flow: AbstractStochasticFlow, x: np.ndarray, which: np.ndarray, goal: Goal, record: Record
-) -> np.ndarray:
-    """The Fokker–Planck equation for the points `which`; returns those that it does not resolve."""
-    found = grid_estimate(flow, x[which], float(goal.error.min()), max_work=GRID_WORK[flow.dimension])
-    value, error = (np.asarray(part, float) for part in found)
-    size, zero = len(which), np.zeros(len(which))
-    parts = {
-        **{"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error},
-        **{"standard_error": zero, "truncation_error": zero, "effective_paths": np.full(size, np.inf)},
-        **dict.fromkeys(("num_paths", "escaped"), np.zeros(size, int)),
-        "pareto_k": np.full(size, np.nan),
-    }
-    met = error <= goal.accepted[which]
-    record.put(which, parts, ~met, "grid")
-    return which[~met]
-
-
-def _beyond_grid(points: Points, which: np.ndarray, goal: Goal, record: Record) -> None:
-    """A few paths around modes, where there is next to no density: none from the prior would count."""
-    mixture = mixtures(Laplace(num_starts=FEW_STARTS), points, which)
-    own, checks = _levels(points)
-    rounds = Rounds(points, which, Sobol(), mixture, FIRST_AROUND_MODES, own, checks)
-    _rounds(rounds, goal._replace(error=goal.accepted), record, "modes")
-
-
-def _levels(points: Points) -> tuple[Level, tuple[Level, ...]]:
-    """Of the paths, and of the few that are checked."""
-    return points.levels.own, (points.levels.finer, points.levels.mirrored)
 
 
 @partial(jit, level=1)
@@ -300,143 +356,10 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
     return jnp.exp(-jnp.quantile(total, 0.1) / flow.dimension)
 
 
-def _from_prior(points: Points, which: np.ndarray, goal: Goal, record: Record) -> np.ndarray:
-    """Paths from the prior; returns the points that need another rung."""
-    return _rounds(
-        Rounds(points, which, Sobol(), None, goal.most[0], *_levels(points)), goal, record, "paths"
-    )
-
-
-def _climb(points: Points, which: np.ndarray, goal: Goal, record: Record) -> np.ndarray:
-    """Apply the rungs above the first in turn to the points that need them; returns none."""
-    levels = points.levels
-    if which.size and (learned := _learned(levels.flow)) is not None:
-        mixture = mixtures(learned, points, which)
-        mixture = None if mixture is None else mixture.with_prior(LEARNED_SHARE)
-        rounds = Rounds(points, which, Sobol(), mixture, goal.most[0], *_levels(points))
-        which = _rounds(rounds, goal, record, "learned")
-    if which.size:
-        _around_modes(points, which, goal, record)
-    return which[:0]
-
-
 def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
     """The proposal that was trained with the flow."""
     learned = flow.proposal
     return learned if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior) else None
-
-
-def _around_modes(points: Points, which: np.ndarray, goal: Goal, record: Record) -> None:
-    """Paths around the most likely ones, with the driver's functions and with twice as many, each around its
-    own modes: where backward solves spread, random additional coefficients would dominate the weights. Then
-    particles for points with poor weights."""
-    levels, results = points.levels, []
-    cloud = _cloud(levels.flow, points.key, points.x.dtype)
-    found = _Found(points.run(partial(_starts, cloud, Laplace().num_starts), which, ()))
-    for level in (levels.own, levels.finer):
-        found = points.run(partial(_search, level.flow, level.fine), which, found.xi)
-        results.append(Record(len(points.x)))
-        rounds = Rounds(points, which, Sobol(), found.mixture, goal.most[1], level)
-        _rounds(rounds, goal, results[-1], "modes")
-    coarse, fine = results
-    parts = {name: part[which] for name, part in fine.parts.items()}
-    with np.errstate(invalid="ignore"):
-        change = np.abs(parts["log_prob"] - coarse.parts["log_prob"][which])
-    parts["truncation_error"] = np.where(np.isnan(change), np.inf, change)
-    steep = found.steepness > MAX_EXPANSION
-    parts["steep"] = steep & (parts["effective_paths"] < EVEN_SHARE * parts["num_paths"])
-    record.put(which, parts, fine.poor[which] | coarse.poor[which], "modes")
-    still = record.poor[which]
-    if still.any() and goal.most[1] > FIRST_AROUND_MODES:
-        poor, mixture = which[still], jax.tree.map(lambda a: a[still], found.mixture)
-        moved = particle_parts(points, poor, mixture)
-        # What paths around the modes show of it, in spite of their weights.
-        moved |= {"truncation_error": parts["truncation_error"][still], "steep": steep[still]}
-        record.put(poor, moved, moved["effective_paths"] < FEW_RUNS, "particles")
-
-
-class _Found(NamedTuple):
-    """Modes for B points: ξ `(B, S, D)`, the tangent Gaussians, and their steepness."""
-
-    xi: Array
-    mixture: Any = None
-    steepness: Any = None
-
-
-@partial(jit, level=1)
-def _cloud(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype: Any) -> Cloud:
-    return Cloud.of(flow, jax.random.fold_in(key, CLOUD_KEY), dtype, fine=np.float32(0))
-
-
-@partial(jit, level=1)
-def _starts(cloud: Cloud, count: int, x, key, places, others, here, block: int) -> Array:
-    del key, places, others, here, block
-    return cloud.starts(x, count)
-
-
-@partial(jit, level=1)
-def _search(flow, fine, x, key, places, begin, here, block: int) -> _Found:
-    """Modes from the starts `begin` `(B, S, D)`."""
-    del key, places
-    latent = constant(Latent(flow, fine))
-
-    def find(given: tuple[Array, Array]) -> _Found:
-        x, begin = given
-        modes = find_modes(latent, x, begin)
-        # A start that was in vain is not tried again.
-        best = jnp.take_along_axis(modes.xi, jnp.argmin(modes.score, axis=1)[:, None, None], axis=1)
-        xi = jnp.where(jnp.isfinite(modes.score)[..., None], modes.xi, best)
-        mixture = modes.tangents(flow.dimension)
-        return _Found(xi, mixture, mixture.steepness)
-
-    like = jax.eval_shape(find, (x, begin))
-    blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-    return update_where(here, find, (x, begin), blank, block)
-
-
-def _rounds(rounds: Rounds, goal: Goal, record: Record, name: str) -> np.ndarray:
-    """Add paths until the error is small enough, the weights turn out to be poor, or the maximum number is
-    reached. Returns the points that need another rung."""
-    first = FIRST_PATHS if rounds.mixture is None else FIRST_AROUND_MODES
-    needs_more, total, most = np.zeros(len(record.poor), bool), min(first, rounds.most), rounds.most
-    record.poor[rounds.which] = True
-    record.rough[rounds.which] = False
-    while len(rounds.which):
-        rounds.grow(total)
-        parts, which = rounds.parts(corrected=True), rounds.which
-        error, aim = parts["standard_error"], goal.error[which]
-        rough = np.zeros(len(which), bool)
-        if rounds.stepped.size:
-            change = rounds.step_change()
-            rough = change > MAX_STEP_CHANGE
-            parts["truncation_error"] = parts["truncation_error"] + np.where(rough, change, 0)
-        # Tangent Gaussians have tails that many bundles of paths hide in.
-        heavy = HEAVY if rounds.mixture is None else HEAVY_AROUND_MODES
-        poor = parts["effective_paths"] < 2 * FEW_PATHS
-        poor |= (parts["pareto_k"] > heavy) | ~(error + parts["truncation_error"] < COARSE)
-        met = (error + parts["truncation_error"] <= aim) | (error <= 0.5 * aim)
-        uneven = parts["effective_paths"] < EVEN_SHARE * total
-        poor |= rough
-        limit = _limit(most, int(np.sum(~met | poor)), goal)
-        hopeless = (
-            uneven & (total * (error / goal.accepted[which]) ** 2 > limit) & (total > FIRST_AROUND_MODES)
-        )
-        ends = (met & ~poor) | rough | hopeless | (GROWTH * total > limit)
-        record.put(which[ends], {key: part[ends] for key, part in parts.items()}, poor[ends], name)
-        record.rough[which] = rough
-        needs_more[which[ends]] = (~rough & (poor | (error > goal.accepted[which])))[ends]
-        rounds.keep(~ends)
-        total *= GROWTH
-    return np.flatnonzero(needs_more)
-
-
-def _limit(most: int, count: int, goal: Goal) -> int:
-    """The maximum number of paths for each of the points left: more by default if those are few, because
-    another method takes as long to compile."""
-    if goal.error is goal.accepted:
-        return most
-    device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    return min(most, max(MAX_PATHS_PER_RUNG, PATHS_OF_FEW[device] // max(count, 1)))
 
 
 def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, errors: bool) -> Estimate:
@@ -446,13 +369,11 @@ def _fixed_budget(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, err
     keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
     fixed, points = constant((flow, flat))
     places = jnp.broadcast_to(jnp.arange(FIXED_BUDGET_PATHS), (len(flat), FIXED_BUDGET_PATHS))
-    first = draw(
-        Level(fixed), points, keys, None, Sobol(), places[:, :FIRST_AROUND_MODES], FIXED_BUDGET_PATHS
-    )
-    poor = _poor(first.log_weights) | (_contraction(fixed) > MAX_EXPANSION)
+    pilot = places[:, :FIRST_AROUND_MODES]
+    weights, _ = draw(Level(fixed), points, keys, None, Sobol(), pilot, FIXED_BUDGET_PATHS)
+    poor = _poor(weights) | (_contraction(fixed) > MAX_EXPANSION)
     mixture = _mixture_where(poor, fixed, points, keys)
-    drawn = draw(Level(flow), flat, keys, mixture, Sobol(), places, FIXED_BUDGET_PATHS)
-    estimate = traced_estimate(flow, flat, keys, mixture, Sobol(), drawn, errors, corrected=True)
+    estimate = traced_estimate(flow, flat, keys, mixture, Sobol(), places, errors, corrected=True)
     other = METHODS.index("modes" if _learned(flow) is None else "learned")
     rung = jnp.where(mixture.prior < 1, other, METHODS.index("paths"))
     estimate = eqx.tree_at(lambda e: e.rung, estimate, rung)
@@ -475,8 +396,9 @@ def _mixture_where(poor: Array, flow: AbstractStochasticFlow, x: Array, keys: PR
     else:
         cloud = Cloud.of(flow, jax.random.fold_in(keys[0], CLOUD_KEY), x.dtype)
         find = lambda x: Laplace().distribution(flow, x, cloud)
-        blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(find, x))
-        frame = jnp.broadcast_to(jnp.eye(*blank.normal.shape[2:], dtype=x.dtype), blank.normal.shape)
-        blank = eqx.tree_at(lambda m: (m.normal, m.scale), blank, (frame, jnp.ones_like(blank.scale)))
+        like, width = jax.eval_shape(find, x), flow.driver.num_functions * flow.noise_dimension
+        zeros = jnp.zeros((len(x), width), x.dtype)
+        blank = Mixture.of(zeros, zeros + 1, flow.dimension)
+        blank = jax.tree.map(lambda a, b: jnp.broadcast_to(a, b.shape), blank, like)
         mixture = update_where(poor, find, x, blank, 64)
     return constant(eqx.tree_at(lambda m: m.prior, mixture, jnp.where(poor, mixture.prior, 1)))

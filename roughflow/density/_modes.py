@@ -27,6 +27,8 @@ from ._proposals import AbstractProposal, Mixture
 
 CLOUD_DRAWS = 4096  # forward simulations from which searches start
 MAX_CLOUD_NUMBERS = 2**22
+# Some draws are wider than the prior by this factor: modes may lie where few paths go.
+WIDE, WIDE_SHARE = 3.0, 4  # one in four, and one start in four
 MAX_ITERATIONS = 12
 STEP_LENGTHS = (1.0, 0.4, 0.1)  # of the line search
 SETTLED_STEP = 1e-2  # standard deviations; a shorter step ends the search
@@ -75,6 +77,32 @@ class Laplace(AbstractProposal):
         latent, x, cloud = constant((Latent(flow), x, cloud))
         modes = find_modes(latent, x, cloud.starts(x, self.num_starts))
         return constant(modes.tangents(latent.flow.dimension))
+
+
+class TwoLevels(AbstractProposal):
+    """`Laplace` with the driver's functions and, from the modes found, with twice as many: mixtures with an
+    additional axis of two after the first.
+
+    Where backward solves spread, weights would depend on added coefficients that are drawn at random: of p(x)
+    they change 2 to 10 times as much as it is for two bundles of paths and for a double well in the plane.
+    """
+
+    draws: AbstractDraws = Sobol()
+    wants_cloud: ClassVar[bool] = True
+
+    def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: "Cloud") -> Mixture:
+        def level(begin: Array, fine: Array) -> tuple[Array, Mixture]:
+            modes = find_modes(constant(Latent(flow, fine)), x, begin)
+            # A start that was in vain is not tried again.
+            best = jnp.take_along_axis(modes.xi, jnp.argmin(modes.score, axis=1)[:, None, None], axis=1)
+            xi = jnp.where(jnp.isfinite(modes.score)[..., None], modes.xi, best)
+            return xi, modes.tangents(flow.dimension)
+
+        begin = cloud.starts(x, Laplace().num_starts)
+        added = Latent(flow, 0).size - begin.shape[2]
+        begin = jnp.pad(begin, ((0, 0), (0, 0), (0, added)))
+        both = jax.lax.scan(level, begin, jnp.arange(2, dtype=x.dtype))[1]
+        return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), both)
 
 
 class Latent(eqx.Module):
@@ -159,10 +187,12 @@ class Cloud(eqx.Module):
     end: Array
 
     @staticmethod
-    def of(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype, fine: Any = None) -> "Cloud":
-        latent = constant(Latent(flow, fine))
+    def of(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> "Cloud":
+        latent = constant(Latent(flow))
         places = jnp.arange(max(64, min(CLOUD_DRAWS, MAX_CLOUD_NUMBERS // latent.size)))
         xi = normal_numbers(key, places, latent.size, dtype)
+        wide = places >= len(places) - len(places) // WIDE_SHARE
+        xi = jnp.where(wide[:, None], WIDE, 1).astype(dtype) * xi
         end, has_escaped = latent.end(xi)
         lost = has_escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
         return Cloud(xi, jnp.where(lost[:, None], jnp.inf, end))
@@ -170,16 +200,22 @@ class Cloud(eqx.Module):
     def starts(self, x: Array, count: int) -> Array:
         """Where to start searches for each x, `(B, count, D)`: zero, and the draws that end nearest to x in
         units of the ends' spread."""
+        plain = len(self.xi) - len(self.xi) // WIDE_SHARE
         fine = jnp.all(jnp.isfinite(self.end), axis=-1)
-        some = jnp.maximum(jnp.sum(fine), 1)
+        usual = fine & (jnp.arange(len(fine)) < plain)
+        some = jnp.maximum(jnp.sum(usual), 1)
         end = jnp.where(fine[:, None], self.end, 0)
-        mean = jnp.sum(end, axis=0) / some
+        mean = jnp.sum(jnp.where(usual[:, None], end, 0), axis=0) / some
         # Spread by the mean absolute deviation: a few draws far out do not make the rest look alike.
-        offset = jnp.where(fine[:, None], jnp.abs(end - mean[None]), 0)
-        spread = jnp.sum(offset, axis=0) / some
+        spread = jnp.sum(jnp.where(usual[:, None], jnp.abs(end - mean[None]), 0), axis=0) / some
         unit = 1 / jnp.where(spread > 0, spread, 1)
         gap = jnp.where(fine[None], _distance(x * unit[None], end * unit[None]), jnp.inf)
-        near = self.xi[jax.lax.top_k(-gap, count - 1)[1]]
+        wide = (count - 1) // WIDE_SHARE
+        nearest = jax.lax.top_k(-gap[:, :plain], count - 1 - wide)[1]
+        if wide:
+            further = plain + jax.lax.top_k(-gap[:, plain:], wide)[1]
+            nearest = jnp.concatenate([nearest, further], axis=1)
+        near = self.xi[nearest]
         return jnp.concatenate([jnp.zeros_like(near[:, :1]), near], axis=1)
 
 

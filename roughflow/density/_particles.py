@@ -10,10 +10,9 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._programs import jit
-from ._draws import normal_numbers, normal_quantile, random_bits, uniform_numbers
-from ._estimate import effective_paths, weights_error
+from ._draws import Independent, normal_numbers, normal_quantile, random_bits, uniform_numbers
 from ._modes import constant
-from ._paths import Level, Points, point_keys, solve_keys, update_where
+from ._paths import Level, Parts, Points, point_keys, solve_keys, summary, update_where
 from ._proposals import Mixture, log_standard
 
 RUNS = 8  # for each point, independent: their spread is the error
@@ -29,29 +28,16 @@ HALVINGS = 24  # to find β
 ERROR_INFLATION = 1.5
 
 
-def particle_parts(points: Points, which: np.ndarray, mixture: Mixture) -> dict[str, np.ndarray]:
+def particle_parts(points: Points, which: np.ndarray, mixture: Mixture) -> Parts:
     """Parts of an `Estimate` for these points from particles at the finer level that start from `mixture`."""
     return parts_of(points.run(partial(_runs, points.levels.finer), which, mixture).astype(float))
 
 
-def parts_of(log_weights: np.ndarray) -> dict[str, np.ndarray]:
+def parts_of(log_weights: np.ndarray) -> Parts:
     """Parts of an `Estimate` from independent estimates of p(x), their logarithms `(B, RUNS)`."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        top = np.max(log_weights, axis=1)
-        shift = np.where(np.isfinite(top), top, 0)
-        weights = np.exp(log_weights - shift[:, None]).T
-        some = np.any(weights > 0, axis=0)
-        mean = np.where(some, np.mean(weights, axis=0), 1)
-        error = ERROR_INFLATION * weights_error(weights / mean[None], np)
-        value = np.log(mean) + shift + 0.5 * np.minimum(error**2, 1)
-    return {
-        "log_prob": np.where(some, value, -np.inf),
-        "standard_error": np.where(some, error, np.inf),
-        "effective_paths": effective_paths(weights, np),
-        "num_paths": np.full(mean.shape, RUNS * PARTICLES),
-        "escaped": np.zeros(mean.shape, int),
-        "pareto_k": np.full(mean.shape, np.nan),
-    }
+    parts = summary(Independent(), log_weights, log_weights[:, :0], None, None, corrected=True)
+    error, count = ERROR_INFLATION * parts["standard_error"], np.full(len(log_weights), RUNS * PARTICLES)
+    return {**parts, "standard_error": error, "num_paths": count, "escaped": 0 * count}
 
 
 @partial(jit, level=1)

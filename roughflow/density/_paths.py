@@ -1,6 +1,7 @@
 """Weights of paths, each by one solve backwards from x, and what they say about log p(x)."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ CLOUD_KEY = 2**31 + 1  # folded into the key of forward draws
 CHECKED_SHARE = 16  # one path in so many is also solved at a finer level,
 FEW_CHECKED = 32  # and at least so many
 SUMMARISED = 1024  # points per program call, on a GPU
+Parts = dict[str, np.ndarray]  # of an `Estimate`
 
 
 def log_joint(flow: AbstractStochasticFlow, x: Array, omega: Array, keys: PRNGKeyArray | None) -> Array:
@@ -131,14 +133,6 @@ def coarser(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
     return flow
 
 
-class Drawn(NamedTuple):
-    """Of K paths for each of B points: log-weights, ω, and what components have of the mixture's density."""
-
-    log_weights: Array  # (B, K)
-    omega: Array  # (B, K, W)
-    shares: Array | None  # (B, K, M + 1)
-
-
 def draw(
     level: Level,
     x: Array,
@@ -147,8 +141,9 @@ def draw(
     draws: AbstractDraws,
     places: Array,
     most: int,
-) -> Drawn:
-    """The paths at `places` `(B, K)` of each point's sequence, and their weights. To be part of a program."""
+) -> tuple[Array, Array | None]:
+    """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, and what components
+    have of the mixture's density, `(B, K, M + 1)`. To be part of a program."""
     flow = level.flow
     size = flow.driver.num_functions * flow.noise_dimension
     first = size if mixture is None else mixture.num_normals
@@ -157,7 +152,7 @@ def draw(
     noise, more = jnp.split(jax.vmap(number)(keys, places), [first], axis=-1)
     solves = solve_keys(flow, keys, places)
     if mixture is None:
-        return Drawn(level.solved(x, noise, more, solves), noise, None)
+        return level.solved(x, noise, more, solves), None
     omega = mixture.sample(noise)
     components = mixture.log_components(omega)
     density = jax.nn.logsumexp(components, axis=-1)
@@ -165,7 +160,7 @@ def draw(
     own, added = jnp.split(omega, [size], axis=-1)
     solved = level.solved(x, own, added if added.size else more, solves)
     weights = solved + log_standard(omega) - density
-    return Drawn(weights, omega, jnp.exp(components - density[..., None]))
+    return weights, jnp.exp(components - density[..., None])
 
 
 def update_where(chosen: Array, function, batch: Any, old: Any, block: int) -> Any:
@@ -238,8 +233,7 @@ def _weigh(level: Level, draws: AbstractDraws, most: int, x, key, places, others
 
     def some(given):
         x, place, (mixture, at) = given
-        drawn = draw(level, x, point_keys(key, place), mixture, draws, at, most)
-        return drawn.log_weights, drawn.shares
+        return draw(level, x, point_keys(key, place), mixture, draws, at, most)
 
     mixture, at = others
     blank = jnp.zeros(at.shape, x.dtype)
@@ -295,19 +289,21 @@ class Rounds:
         def take(a: Any) -> Any:
             return None if a is None else a[some]
 
-        self.which, self.coarse, self.fine = (take(a) for a in (self.which, self.coarse, self.fine))
-        self.shares, self.stepped = take(self.shares), take(self.stepped)
+        for name in ("which", "coarse", "fine", "stepped", "shares"):
+            setattr(self, name, take(getattr(self, name)))
         self.mixture = jax.tree.map(take, self.mixture)
 
     def step_change(self) -> np.ndarray:
-        """Root mean square of what finer steps change of log p(x | path), `(P,)`; a change by more than one,
-        also to or from an escape, counts as one."""
-        with np.errstate(invalid="ignore"):
-            change = np.abs(self.stepped - self.coarse[:, : self.stepped.shape[1]])
-        both = np.isneginf(self.stepped) & np.isneginf(self.coarse[:, : self.stepped.shape[1]])
-        return np.sqrt(np.mean(np.where(both, 0, np.minimum(change, 1)) ** 2, axis=1))
+        """Root mean square of what finer steps change of p(x | path), relative to p(x), `(P,)`; a change by
+        more than all of it counts as all."""
+        if not self.stepped.size:
+            return np.zeros(len(self.which))
+        shift = np.logaddexp.reduce(self.coarse, axis=1, keepdims=True) - np.log(self.coarse.shape[1])
+        shift = np.where(np.isfinite(shift), shift, 0)
+        old, new = (np.exp(np.minimum(a - shift, 80)) for a in (self.coarse, self.stepped))
+        return np.sqrt(np.mean(np.minimum(np.abs(new - old[:, : new.shape[1]]), 1) ** 2, axis=1))
 
-    def parts(self, corrected: bool) -> dict[str, np.ndarray]:
+    def parts(self, corrected: bool) -> Parts:
         """Parts of an `Estimate` from the weights so far."""
         means = None if self.mixture is None else self.mixture.shares()
         parts = (self.coarse, self.fine, self.shares, means)
@@ -338,6 +334,21 @@ class Rounds:
         return joined(weights), None if shares is None else joined(shares)
 
 
+def grown(rounds: Rounds, total: int, corrected: bool, ends: Callable[[Parts, int], np.ndarray]) -> Parts:
+    """Parts of an `Estimate` in the order of the points: four times as many paths each time, until
+    `ends(parts, total)` says that those of a point are enough."""
+    order, done = rounds.which, []
+    while len(rounds.which):
+        rounds.grow(total)
+        parts = rounds.parts(corrected)
+        enough = ends(parts, total)
+        done.append((rounds.which[enough], {name: part[enough] for name, part in parts.items()}))
+        rounds.keep(~enough)
+        total *= GROWTH
+    places = np.argsort(np.concatenate([which for which, _ in done]))[np.argsort(np.argsort(order))]
+    return {name: np.concatenate([parts[name] for _, parts in done])[places] for name in done[0][1]}
+
+
 @partial(jit, level=1)
 def _summary(draws: AbstractDraws, corrected: bool, parts: Any) -> dict[str, Array]:
     return summary(draws, *parts, corrected=corrected, xp=jnp)
@@ -364,7 +375,8 @@ def summary(
     `(P, M + 1)` are those of the shares.
 
     The finer level changes log p by Δ. The remaining error is Δ if the error falls as 1/n, and zero if
-    it falls fast. `corrected` adds 3Δ/2 to log p, the middle, with error Δ/2; without it the error is 2Δ.
+    it falls fast. `corrected` adds 3Δ/2 to log p, the middle, with error Δ/2, for draws with as many terms
+    for any K; without it the error is 2Δ.
     """
     still = jax.lax.stop_gradient if xp is jnp else lambda a: a  # only the mean weight has derivatives
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -388,12 +400,8 @@ def summary(
             # Where so few paths say that nothing is left, the finer ones alone do.
             total = xp.where(total > 0, total, still(xp.mean(finer, axis=0)))
             change = xp.log(total / mean)
-            if corrected and len(differences) == len(terms):
+            if corrected:  # both have as many independent terms
                 variance = weights_error((terms + 1.5 * differences) / total[None], xp) ** 2
-            elif corrected:
-                variance = variance + 2.25 * xp.var(differences / total[None], axis=0, ddof=1) / len(
-                    differences
-                )
         value = xp.log(base * unit) + shift + (1.5 * still(change) if corrected else 0)
         return {
             "log_prob": xp.where(some, value + still(bias), -xp.inf),
@@ -471,25 +479,14 @@ class PullBack(AbstractEstimator):
         if is_inside_jit(self, flow, x, key):
             return self._traced(flow, x, key, accuracy)
         points = Points(flow, np.asarray(x).reshape(-1, x.shape[-1]), check_key(key))
-        which, most = np.arange(len(points.x)), self.num_paths
+        which, tolerance, most = np.arange(len(points.x)), accuracy.tolerance or np.inf, self.num_paths
         if accuracy.tolerance is not None:
             most = max(most, accuracy.max_paths)
-        mixture = mixtures(self.proposal, points, which)
-        levels = points.levels
+        mixture, levels = mixtures(self.proposal, points, which), points.levels
         rounds = Rounds(points, which, self.proposal.draws, mixture, most, levels.own, (levels.finer,))
-        done, total = [], self.num_paths
-        while len(rounds.which):
-            rounds.grow(total)
-            parts = rounds.parts(corrected=False)
-            error = parts["standard_error"] + parts["truncation_error"]
-            unmet = np.zeros(len(error), bool) if accuracy.tolerance is None else error > accuracy.tolerance
-            last = accuracy.tolerance is None or GROWTH * total > most
-            ends = np.ones_like(unmet) if last else ~unmet
-            found = {name: part[ends] for name, part in {**parts, "unmet": unmet}.items()}
-            done.append((rounds.which[ends], found))
-            rounds.keep(~ends)
-            total *= GROWTH
-        return gathered(done, "paths", x.shape[:-1], x.dtype)
+        unmet = lambda parts: parts["standard_error"] + parts["truncation_error"] > tolerance
+        parts = grown(rounds, self.num_paths, False, lambda a, total: ~unmet(a) | (GROWTH * total > most))
+        return estimate_of({**parts, "unmet": unmet(parts)}, x.shape[:-1], x.dtype)
 
     def log_weights(
         self, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray, places: Array, most: int
@@ -497,7 +494,7 @@ class PullBack(AbstractEstimator):
         """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, all below `most`,
         with derivatives; one key for each point of x `(B, d)`. To be part of a program."""
         mixture = mixture_of(self.proposal, exact(flow), x, keys[0])
-        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most).log_weights
+        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most)[0]
 
     def _traced(self, flow, x: Array, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
         refuse_tolerance(accuracy)
@@ -505,9 +502,8 @@ class PullBack(AbstractEstimator):
         keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
         places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
         mixture = mixture_of(self.proposal, flow, flat, keys[0])
-        ask = (keys, mixture, self.proposal.draws)
-        drawn = draw(Level(flow), flat, *ask, places, count)
-        estimate = traced_estimate(flow, flat, *ask, drawn, accuracy.errors)
+        ask = (keys, mixture, self.proposal.draws, places)
+        estimate = traced_estimate(flow, flat, *ask, accuracy.errors)
         return jax.tree.map(lambda a: jnp.reshape(a, x.shape[:-1]), estimate)
 
 
@@ -517,20 +513,20 @@ def traced_estimate(
     keys: PRNGKeyArray,
     mixture: Mixture | None,
     draws: AbstractDraws,
-    drawn: Drawn,
+    places: Array,
     errors: bool,
     corrected: bool = False,
 ) -> Estimate:
-    """The estimate from the first K paths of each point, inside a compiled program. Error bars have no
+    """The estimate from the paths at `places` `(B, K)`, inside a compiled program. Error bars have no
     derivatives, and cost nothing if they are not used."""
+    count, some = places.shape[1], places[:, : checked_paths(places.shape[1])]
+    weights, shares = draw(Level(flow), x, keys, mixture, draws, places, count)
     finer, (x, keys, mixture) = Levels(constant(flow)).finer, constant((x, keys, mixture))
-    weights, count = drawn.log_weights, drawn.log_weights.shape[1]
     fine = weights[:, :0]
     if errors or corrected:
-        places = jnp.broadcast_to(jnp.arange(checked_paths(count)), (len(x), checked_paths(count)))
-        fine = draw(finer, x, keys, mixture, draws, places, count).log_weights
+        fine, _ = draw(finer, x, keys, mixture, draws, some, count)
     means = None if mixture is None else mixture.shares(jnp)
-    parts = summary(draws, weights, fine, drawn.shares, means, corrected=corrected, xp=jnp)
+    parts = summary(draws, weights, fine, shares, means, corrected=corrected, xp=jnp)
     return Estimate.of(parts.pop("log_prob"), "paths", **constant(parts))
 
 
@@ -587,13 +583,8 @@ def refuse_tolerance(accuracy: Accuracy) -> None:
         raise ValueError(told + see("inside-jit"))
 
 
-def gathered(
-    done: list[tuple[np.ndarray, dict[str, Any]]], method: str, batch: tuple[int, ...], dtype
-) -> Estimate:
-    """One estimate from parts of some points each, in the order and shape of x."""
-    order = np.argsort(np.concatenate([which for which, _ in done]))
-    names = done[0][1]
-    parts = {name: np.concatenate([parts[name] for _, parts in done])[order] for name in names}
-    exact = lambda a: a.astype(dtype) if a.dtype.kind == "f" else a
-    parts = {name: jax.device_put(exact(part.reshape(batch))) for name, part in parts.items()}
-    return Estimate.of(parts.pop("log_prob"), method, **parts)
+def estimate_of(parts: Parts, batch: tuple[int, ...], dtype) -> Estimate:
+    """The estimate with these parts, `(N,)` each, in the shape of x."""
+    typed = lambda a: a.astype(dtype) if a.dtype.kind == "f" else a
+    given = {name: jax.device_put(typed(part.reshape(batch))) for name, part in parts.items()}
+    return Estimate.of(given.pop("log_prob"), "paths", **given)

@@ -66,11 +66,11 @@ class Mixture(eqx.Module):
         return self.normal.shape[-1] + SPARE
 
     @property
-    def steepness(self) -> Array:
+    def steepness(self) -> np.ndarray:
         """How far the start moves with the path, per unit and dimension: |det N₀|^(−1/d) of the steepest
         component, `(B,)`."""
-        volume = jnp.where(jnp.isfinite(self.log_share), self._log_volume(), 0)
-        return jnp.exp(-jnp.min(volume, axis=1) / self.dimension)
+        volume = np.linalg.slogdet(np.asarray(self.normal)[..., : self.dimension])[1]
+        return np.exp(-np.min(np.where(np.isfinite(self.log_share), volume, 0), axis=1) / self.dimension)
 
     def shares(self, xp: Any = np) -> Any:
         """Those of the components and, last, the prior, `(B, M + 1)`."""
