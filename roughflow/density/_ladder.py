@@ -270,7 +270,11 @@ class Climb:
             both = error + parts["truncation_error"]
             # Tangent Gaussians have tails that many bundles of paths hide in.
             heavy = parts["pareto_k"] > (HEAVY_AROUND_MODES if around else HEAVY)
-            parts["poor"] = poor = (effective < 2 * FEW_PATHS) | heavy | ~(both < COARSE) | rough
+            poor = (effective < 2 * FEW_PATHS) | heavy | ~(both < COARSE) | rough
+            if not rounds.checks:
+                # Around modes: two bundles of curved paths were off by .5 with a bar of .05 and k below ½.
+                poor |= effective < EVEN_SHARE * total
+            parts["poor"] = poor
             met = ((both <= self.aim) | (error <= 0.5 * self.aim)) & ~poor
             limit = self.limit(most, int(np.sum(~met)))
             hopeless = (effective < EVEN_SHARE * total) & (total > FIRST_AROUND_MODES)
