@@ -27,8 +27,6 @@ from ._proposals import AbstractProposal, Mixture
 
 CLOUD_DRAWS = 4096  # forward simulations from which searches start
 MAX_CLOUD_NUMBERS = 2**22
-# Some draws are wider than the prior by this factor: modes may lie where few paths go.
-WIDE, WIDE_SHARE = 3.0, 4  # one in four, and one start in four
 MAX_ITERATIONS = 12
 STEP_LENGTHS = (1.0, 0.4, 0.1)  # of the line search
 SETTLED_STEP = 1e-2  # standard deviations; a shorter step ends the search
@@ -191,8 +189,6 @@ class Cloud(eqx.Module):
         latent = constant(Latent(flow))
         places = jnp.arange(max(64, min(CLOUD_DRAWS, MAX_CLOUD_NUMBERS // latent.size)))
         xi = normal_numbers(key, places, latent.size, dtype)
-        wide = places >= len(places) - len(places) // WIDE_SHARE
-        xi = jnp.where(wide[:, None], WIDE, 1).astype(dtype) * xi
         end, has_escaped = latent.end(xi)
         lost = has_escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
         return Cloud(xi, jnp.where(lost[:, None], jnp.inf, end))
@@ -200,22 +196,16 @@ class Cloud(eqx.Module):
     def starts(self, x: Array, count: int) -> Array:
         """Where to start searches for each x, `(B, count, D)`: zero, and the draws that end nearest to x in
         units of the ends' spread."""
-        plain = len(self.xi) - len(self.xi) // WIDE_SHARE
         fine = jnp.all(jnp.isfinite(self.end), axis=-1)
-        usual = fine & (jnp.arange(len(fine)) < plain)
-        some = jnp.maximum(jnp.sum(usual), 1)
+        some = jnp.maximum(jnp.sum(fine), 1)
         end = jnp.where(fine[:, None], self.end, 0)
-        mean = jnp.sum(jnp.where(usual[:, None], end, 0), axis=0) / some
+        mean = jnp.sum(end, axis=0) / some
         # Spread by the mean absolute deviation: a few draws far out do not make the rest look alike.
-        spread = jnp.sum(jnp.where(usual[:, None], jnp.abs(end - mean[None]), 0), axis=0) / some
+        offset = jnp.where(fine[:, None], jnp.abs(end - mean[None]), 0)
+        spread = jnp.sum(offset, axis=0) / some
         unit = 1 / jnp.where(spread > 0, spread, 1)
         gap = jnp.where(fine[None], _distance(x * unit[None], end * unit[None]), jnp.inf)
-        wide = (count - 1) // WIDE_SHARE
-        nearest = jax.lax.top_k(-gap[:, :plain], count - 1 - wide)[1]
-        if wide:
-            further = plain + jax.lax.top_k(-gap[:, plain:], wide)[1]
-            nearest = jnp.concatenate([nearest, further], axis=1)
-        near = self.xi[nearest]
+        near = self.xi[jax.lax.top_k(-gap, count - 1)[1]]
         return jnp.concatenate([jnp.zeros_like(near[:, :1]), near], axis=1)
 
 
