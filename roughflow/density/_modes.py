@@ -27,6 +27,7 @@ from ._proposals import AbstractProposal, Mixture
 
 CLOUD_DRAWS = 4096  # forward simulations from which searches start
 MAX_CLOUD_NUMBERS = 2**22
+WIDE, WIDE_SHARE = 3.0, 4  # one start in four is a draw three times as wide as the prior
 MAX_ITERATIONS = 12
 STEP_LENGTHS = (1.0, 0.4, 0.1)  # of the line search
 SETTLED_STEP = 1e-2  # standard deviations; a shorter step ends the search
@@ -194,8 +195,8 @@ class Cloud(eqx.Module):
         return Cloud(xi, jnp.where(lost[:, None], jnp.inf, end))
 
     def starts(self, x: Array, count: int) -> Array:
-        """Where to start searches for each x, `(B, count, D)`: zero, and the draws that end nearest to x in
-        units of the ends' spread."""
+        """Where to start searches for each x, `(B, count, D)`: zero, the draws that end nearest to x in units
+        of the ends' spread, and some wider draws, wherever they end: modes may lie where few paths go."""
         fine = jnp.all(jnp.isfinite(self.end), axis=-1)
         some = jnp.maximum(jnp.sum(fine), 1)
         end = jnp.where(fine[:, None], self.end, 0)
@@ -205,8 +206,10 @@ class Cloud(eqx.Module):
         spread = jnp.sum(offset, axis=0) / some
         unit = 1 / jnp.where(spread > 0, spread, 1)
         gap = jnp.where(fine[None], _distance(x * unit[None], end * unit[None]), jnp.inf)
-        near = self.xi[jax.lax.top_k(-gap, count - 1)[1]]
-        return jnp.concatenate([jnp.zeros_like(near[:, :1]), near], axis=1)
+        wide = count // WIDE_SHARE
+        near = self.xi[jax.lax.top_k(-gap, count - 1 - wide)[1]]
+        far = jnp.broadcast_to(WIDE * self.xi[:wide], (len(x), wide, self.xi.shape[1]))
+        return jnp.concatenate([jnp.zeros_like(near[:, :1]), near, far], axis=1)
 
 
 def _distance(a: Array, b: Array) -> Array:
