@@ -74,7 +74,7 @@ HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which the
 FEW_RUNS = 2.0  # effective runs of particles below which one of them decides
 MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
 MAX_GAP = 3.0  # standard errors between two rungs
-# Root mean square change of p(x | path) with finer steps, above which some paths are not resolved: .002 p(x)
+# Root mean square change of log p(x | path) with finer steps, above which some paths are not resolved: .002
 # for a neural SDE, and 1 for an SDE where log p was off by .07 and the mean change of 32 paths was small.
 MAX_STEP_CHANGE = 0.05
 
