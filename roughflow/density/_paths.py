@@ -295,15 +295,15 @@ class Rounds:
 
     def step_change(self) -> np.ndarray:
         """Root mean square of what finer steps change of log p(x | path), `(P,)`; one at most, and times the
-        square root of p(x | path)/p(x) where that is less than one: a change that matters little in few paths
-        may matter in many, but not where paths lead nowhere near the base."""
+        eighth root of p(x | path)/p(x) where that is less than one: badly solved paths of 1 % of p(x) matter,
+        those that lead nowhere near the base do not."""
         if not self.stepped.size:
             return np.zeros(len(self.which))
         shift = np.logaddexp.reduce(self.coarse, axis=1, keepdims=True) - np.log(self.coarse.shape[1])
         old, new = self.coarse[:, : self.stepped.shape[1]], self.stepped
         with np.errstate(invalid="ignore"):
             change = np.minimum(np.nan_to_num(np.abs(new - old)), 1)
-            share = np.exp(0.5 * np.minimum(np.nan_to_num(np.maximum(new, old) - shift, nan=-np.inf), 0))
+            share = np.exp(0.125 * np.minimum(np.nan_to_num(np.maximum(new, old) - shift, nan=-np.inf), 0))
         return np.sqrt(np.mean((change * share) ** 2, axis=1))
 
     def parts(self, corrected: bool) -> Parts:
