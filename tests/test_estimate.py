@@ -139,7 +139,7 @@ def test_steps_are_halved_where_single_paths_change(key):
     truth = truth - 0.5 * np.log1p(x[:, 0] ** 2)
     estimate = flow.estimate(x, key=key)
     assert np.all(np.abs(estimate.log_prob - truth) < 3 * estimate.total_error)
-    assert np.all(estimate.total_error < 0.2)
+    assert np.median(estimate.total_error) < 0.1
 
 
 def test_a_value_that_is_not_finite_is_suspect(key):
