@@ -758,7 +758,7 @@ def _check_observe(space: StateSpace, at: np.ndarray) -> None:
 
 def _is_observed(space: StateSpace, component: int) -> bool:
     """Whether a component of the state is a column of the values, at some times at least."""
-    seen = np.asarray(space.rows.seen).any(axis=0)
+    seen = np.atleast_1d(np.asarray(space.rows.seen).any(axis=0))
     return space.observe is None and component < len(seen) and bool(seen[component])
 
 
