@@ -129,6 +129,7 @@ class Sinh(rf.Normal):
         return super().log_prob(jnp.arcsinh(z)) - 0.5 * jnp.sum(jnp.log1p(z**2))
 
 
+@pytest.mark.slow
 def test_steps_are_halved_where_single_paths_change(key):
     """X = sinh(Y), Y a Brownian motion. Few steps spoil few paths back from afar: their mean is off, and the
     mean change of 32 of them seldom shows it. Every copy of the point has paths of its own."""

@@ -59,6 +59,7 @@ def hidden(sde, times, y, method, key, **options):
     return likelihood, eqx.filter_jit(lambda one: one.parts(one.space(sde)))(likelihood)
 
 
+@pytest.mark.slow
 def test_draws_on_a_linear_panel_need_no_luck(key):
     """A panel of two, with missing cells, is as Kalman's filter has it."""
     noise = 0.1

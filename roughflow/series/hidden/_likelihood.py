@@ -348,8 +348,13 @@ class HiddenLikelihood(AbstractLikelihood):
         if self.of_sde.mesh is not None:
             smoothed, _ = _on_grid(self, jnp.asarray(free, float), True)
             return self._given(*smoothed)
-        path, deviation = _smoothed(self, jnp.asarray(free, float))
-        return np.asarray(path), np.asarray(deviation)
+        path, deviation = (np.asarray(part) for part in _smoothed(self, jnp.asarray(free, float)))
+        if np.isnan(path).any() or np.isnan(deviation).any():
+            raise ValueError(
+                "there are no states given all values, because a noise is estimated at zero: give it a value "
+                "with fixed=, or fit a simpler SDE"
+            )
+        return path, deviation
 
     def filtered(self, free: np.ndarray, key: PRNGKeyArray) -> tuple[np.ndarray, np.ndarray]:
         """States given the values so far, and their standard deviations."""
