@@ -361,7 +361,7 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
         "--family",
         choices=("gaussian", "marginals", "flow", "mixture"),
         help="Gaussian, Gaussian of mapped columns, or flow; default: the best by cross-validation for small "
-        "tables; a flow for others, and with --steps or --seconds. mixture: for tables with texts, integers "
+        "tables; a flow for others, and with --steps or --seconds. mixture: for tables with text, integers "
         "or missing cells",
     )
     parser.add_argument(

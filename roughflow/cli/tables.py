@@ -334,7 +334,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
 
 
 def read_mixed(path: Path, columns: Sequence[str] | None) -> Table:
-    """Read a table with texts and missing cells: each column is numbers or texts, and None where missing."""
+    """Read a table with text and missing cells: each column is numbers or text, and None where missing."""
     if path == STANDARD or is_text(path):
         if path != STANDARD:
             check_readable(path)
@@ -363,7 +363,7 @@ def read_mixed(path: Path, columns: Sequence[str] | None) -> Table:
 def _values(
     name: str, lines: Sequence[int], cells: Sequence[str], faults: Faults
 ) -> list[float | str | None]:
-    """A column of numbers, or of texts if none of its cells is a number."""
+    """A column of numbers, or of text if none of its cells is a number."""
     present = [cell for cell in cells if cell.lower() not in MISSING]
     if present and all(as_number(cell) is None for cell in present):
         return [None if cell.lower() in MISSING else cell for cell in cells]

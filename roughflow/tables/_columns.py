@@ -437,7 +437,7 @@ def missing(value: Any) -> bool:
 def cells_of(
     data: Any, names: Sequence[str] = (), argument: str = "data"
 ) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """The columns of a table, as arrays of floats (NaN for missing cells) or, with texts, of objects; and
+    """The columns of a table, as arrays of floats (NaN for missing cells) or, with text, of objects; and
     their names, x1, x2, ... for an array without names."""
     if is_frame(data):
         wanted = tuple(names) or frame_names(argument, data)
@@ -448,7 +448,7 @@ def cells_of(
         ], wanted
     array = np.asarray(data)
     if array.dtype.kind in "US":
-        array = np.asarray(data, object)  # numbers among texts would become texts
+        array = np.asarray(data, object)  # numbers next to text would become text
     if array.ndim != 2 or not array.size:
         raise ValueError(f"{argument} must have shape (rows, columns), got {array.shape}")
     wanted = tuple(names) or tuple(f"x{i + 1}" for i in range(array.shape[1]))
@@ -458,7 +458,7 @@ def cells_of(
 
 
 def is_mixed(data: Any) -> bool:
-    """Whether a table has texts, Booleans or missing cells."""
+    """Whether a table has text, Booleans or missing cells."""
     try:
         cells, _ = cells_of(data)
     except (ValueError, TypeError):

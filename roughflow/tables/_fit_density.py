@@ -78,11 +78,11 @@ def fit_density(
     trained on fewer than 64 distinct rows, or 10 per column. `fitted.score` is the score of the chosen
     density.
 
-    A fourth family is for tables with missing cells (None or NaN), texts, integers or point masses:
+    A fourth family is for tables with missing cells (None or NaN), text, integers or point masses:
 
     - "mixture": Gaussians for numbers times probabilities for categories (`rf.tables.MixedDensity`), fitted
       to incomplete rows by expectation–maximisation. Densities of incomplete rows, `fitted.impute` and
-      `fitted.conditional` are in closed form. It is the default for tables with texts or missing cells, and
+      `fitted.conditional` are in closed form. It is the default for tables with text or missing cells, and
       with `types=` or `weights=`; the number of components is the best one on unseen rows.
 
     Copies of a row, and rows of one group, are always on the same side of a split. Defaults that depend on

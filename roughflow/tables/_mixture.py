@@ -450,7 +450,7 @@ class MixedDensity(eqx.Module):
         return Estimate.of(jnp.asarray(self.log_prob(rows, key=key, given=given)), "exact")
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: Any = None) -> np.ndarray:
-        """Draw complete rows `(*shape, d)`: numbers, or objects if there are texts."""
+        """Draw complete rows `(*shape, d)`: numbers, or objects if there is text."""
         _check_no_given(given)
         rows = self.encoding.decode(*self.mixture.sample(int(np.prod(shape)), rng_of(check_key(key), 0)))
         return rows.reshape(*shape, self.num_columns)
