@@ -55,7 +55,6 @@ __all__ = [  # noqa: F405, RUF022  (in pipeline order)
     "StochasticFlow",
     "Estimate",
     "PullBack",
-    "Unbiased",
     "Prior",
     "Laplace",
     "Amortised",

@@ -236,7 +236,6 @@ RENAMED_FIELDS = {
     ("HutchinsonDivergence", "law"): "distribution",
     ("StochasticFlow", "noise_dim"): "noise_dimension",
     ("Sobol", "replicates"): "num_replicates",
-    ("Unbiased", "replicates"): "num_replicates",
     ("UpperBound", "fresh"): "num_paths",
     ("ReverseKL", "batch"): "batch_size",
     ("FlowSampler", "substeps"): "num_substeps",

@@ -243,7 +243,7 @@ SHAKEN = shaken(AMORTISED, jax.random.key(2))
 ESTIMATORS = {
     "PullBack-Prior": (rf.PullBack(1000), 0.3),
     "PullBack-Sobol": (rf.PullBack(1024, rf.Prior(rf.density.Sobol())), 0.1),
-    "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 1e-6),
+    "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 0.1),
     "PullBack-Amortised": (rf.PullBack(1000, AMORTISED), 0.3),
     "PullBack-Amortised-shaken": (rf.PullBack(1000, SHAKEN), 0.3),
 }
@@ -253,7 +253,7 @@ def made(log_weights, parts=None):
     """The estimates that weights `(K, B)` of independent paths make, or these parts of them."""
     weights = np.asarray(log_weights).T
     if parts is None:
-        parts = summary(rf.density.Independent(), weights, weights[:, :0], None, None, corrected=False)
+        parts = summary(rf.density.Independent(), weights, weights[:, :0], corrected=False)
     parts = {name: jnp.asarray(part) for name, part in parts.items()}
     return rf.Estimate.of(parts.pop("log_prob"), "paths", **parts)
 

@@ -39,7 +39,6 @@ DENSITY = [
     "modes",
     "paths",
     "bounds",
-    "particles",
     "grid",
     "ladder",
     "flow",

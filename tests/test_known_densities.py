@@ -193,7 +193,6 @@ def test_sixty_four_dimensions(key):
     distribution = linear_distribution(drift, noise, np.zeros(64), np.eye(64))
     x = distribution.rvs(2, random_state=1)
     estimate = flow.estimate(x, key=key)
-    np.testing.assert_array_equal(estimate.divergence_error, 0)
     right_or_suspect(estimate, distribution.logpdf(x), trusted=1.0, largest=0.1)
 
 

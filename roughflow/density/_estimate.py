@@ -19,7 +19,7 @@ HEAVY = 0.7  # Pareto k above which the mean weight converges too slowly for its
 COARSE = 0.5  # nats of truncation and solver error, beyond which they are themselves guesses
 
 # How a value was computed; `Estimate.rung` holds places in this tuple.
-METHODS = ("exact", "paths", "learned", "modes", "particles", "grid")
+METHODS = ("exact", "paths", "learned", "modes", "grid")
 
 # What may be wrong with an estimate: a short name, and the text of the warning.
 REASONS = {
@@ -28,8 +28,8 @@ REASONS = {
     "heavy tail": f"have heavy-tailed weights (Pareto k > {HEAVY}): increase max_paths{see('heavy-tail')}",
     "coarse": "have a large truncation or solver error: increase num_functions of the driver, or use more "
     "steps, rf.FixedGrid(steps=...)" + see("truncation-or-solver-error"),
-    "steep": "lie where the SDE contracts strongly: paths may have been missed" + see("strong-contraction"),
-    "few probes": "are biased by the random divergence: increase num_probes" + see("few-probes"),
+    "steep": "lie where the SDE contracts strongly or few paths lead: paths may have been missed"
+    + see("strong-contraction"),
     "jump": "belong to an SDE with discontinuous or kinked coefficients, which the density given a path does "
     "not account for" + see("kinked-coefficients"),
     "fast in time": "belong to an SDE whose coefficients vary faster in time than the solver's steps: use "
@@ -71,19 +71,16 @@ class Estimate(eqx.Module):
       what doubling both changes along the same paths. Zero for a grid.
     - `solver_error`: the error of a grid, of the density a short time after a fixed start, or of the steps of
       a flow without noise.
-    - `divergence_error`: what a divergence estimated by probes adds to `log_prob` on average; 0 for an exact
-      one.
-    - `total_error`: the sum of the four.
+    - `total_error`: the sum of the three.
     - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths with the same variance.
     - `num_paths`: number of paths used; 0 for a grid.
     - `escaped`: number of paths along which the backward solve diverges: x is not in the image of their flow.
     - `pareto_k`: the shape of the weights' tail; their variance is finite below ½. NaN with fewer than
-      25 paths, and for particles and grids.
+      25 paths, and for grids.
     - `rung`: which method gave the value; `method` has its name: "exact", "paths" (drawn from the driver),
-      "learned" (from a proposal that was trained with the flow), "modes" (around the likeliest), "particles"
-      or "grid".
+      "learned" (from a proposal that was trained with the flow), "modes" (around the likeliest) or "grid".
     - `unmet`: where the requested tolerance was not reached.
-    - `steep`: where paths may have been missed, because backward solves spread strongly, or because two
+    - `steep`: where paths may have been missed, because no method's weights are even enough, or because two
       methods disagree.
     - `jump`, `fast`: whether the coefficients of the SDE jump or kink, or change faster in time than steps.
 
@@ -102,7 +99,6 @@ class Estimate(eqx.Module):
     standard_error: Array
     solver_error: Array
     truncation_error: Array
-    divergence_error: Array
     effective_paths: Array
     num_paths: Array
     escaped: Array
@@ -120,7 +116,7 @@ class Estimate(eqx.Module):
         # By NumPy, because JAX compiles a program for each shape of zeros.
         zero, none = np.zeros(shape, dtype), np.zeros(shape, bool)
         blank: dict[str, Any] = {
-            **dict.fromkeys(("standard_error", "solver_error", "truncation_error", "divergence_error"), zero),
+            **dict.fromkeys(("standard_error", "solver_error", "truncation_error"), zero),
             "effective_paths": np.full(shape, np.inf, dtype),
             **dict.fromkeys(("num_paths", "escaped"), np.zeros(shape, int)),
             "pareto_k": np.full(shape, np.nan, dtype),
@@ -131,8 +127,8 @@ class Estimate(eqx.Module):
 
     @property
     def total_error(self) -> Array:
-        """One bar for everything: Monte Carlo, solver, truncation and divergence."""
-        return self.standard_error + self.solver_error + self.truncation_error + self.divergence_error
+        """One bar for everything: Monte Carlo, solver and truncation."""
+        return self.standard_error + self.solver_error + self.truncation_error
 
     @property
     def method(self) -> np.ndarray:
@@ -164,7 +160,6 @@ class Estimate(eqx.Module):
             "heavy tail": self.pareto_k > HEAVY,
             "coarse": self.solver_error + self.truncation_error > COARSE,
             "steep": self.steep,
-            "few probes": self.divergence_error > COARSE,
             "jump": self.jump,
             "fast in time": self.fast,
             "not finite": ~finite,

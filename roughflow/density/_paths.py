@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import as_real, check_count, check_finite, check_key, check_vector, is_traced
-from .._linear import solve
 from .._programs import jit
 from ..driver import KarhunenLoeve, Legendre
 from ..faq import see
@@ -26,11 +25,19 @@ from ..flow import (
 )
 from ..sde import ExactCorrection
 from ._draws import AbstractDraws
-from ._estimate import AbstractEstimator, Accuracy, Estimate, effective_paths, pareto_k, weights_error
-from ._modes import Cloud, constant, refined_driver
+from ._estimate import (
+    METHODS,
+    AbstractEstimator,
+    Accuracy,
+    Estimate,
+    effective_paths,
+    pareto_k,
+    weights_error,
+)
+from ._modes import Cloud, constant, refined_driver, with_added
 from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
-MAX_EXACT_DIMENSION = 64  # for exact divergences in place of random probes
+MAX_EXACT_DIMENSION = 64  # for exact divergences in place of random probes, if there is no noise
 PATHS_PER_ROW = 16  # of one point
 ROWS = {"cpu": (4096,), "gpu": (64, 512, 16384)}  # per program call
 SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # integrated as one state
@@ -69,8 +76,10 @@ def solve_keys(flow: AbstractStochasticFlow, keys: PRNGKeyArray, places: Array) 
 
 
 def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
-    """With the exact divergence where a density is worth it: probes are for training."""
-    if isinstance(flow.divergence, HutchinsonDivergence) and flow.dimension <= MAX_EXACT_DIMENSION:
+    """With the exact divergence, because random ones bias a mean of p(x | ω): probes are for training.
+    Without noise there is no mean, and many dimensions keep theirs."""
+    few = flow.noise_dimension or flow.dimension <= MAX_EXACT_DIMENSION
+    if isinstance(flow.divergence, HutchinsonDivergence) and few:
         return eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
     return flow
 
@@ -87,35 +96,25 @@ class Level(NamedTuple):
 
     def solved(self, x: Array, omega: Array, more: Array, keys: PRNGKeyArray | None) -> Array:
         """log p(x | ω) `(B, K)`; `more` are the coefficients of the functions that are added."""
-        flow, coefficients = self.flow, coefficients_of(self.flow, omega)
-        if self.fine is None:
-            return log_given(flow, x, coefficients, keys)
-        refined = refined_driver(flow)
-        if refined is not None:
-            more = coefficients_of(flow, more) * jnp.asarray(self.fine, more.dtype)
-            coefficients = flow.driver.refine(coefficients, more)
-            flow = flow.with_driver(refined)
-        if isinstance(flow.integrator, FixedGrid):
+        flow, coefficients = with_added(self.flow, omega, more, self.fine)
+        if self.fine is not None and isinstance(flow.integrator, FixedGrid):
             counted = CountedGrid.of(flow.integrator, self.each)
             flow = eqx.tree_at(lambda f: f.integrator, flow, counted)
         return log_given(flow, x, coefficients, keys)
 
 
-class Levels:
-    """The levels of a flow: its `own`; `stepped`, with steps half as long; and `finer`, with twice the
-    driver's functions as well, if it can be refined, with their coefficients or, `mirrored`, minus those."""
-
-    def __init__(self, flow: AbstractStochasticFlow):
-        self.flow = exact(flow).without_errors()
-        grid, refined = flow.integrator, refined_driver(flow)
-        pieces = (flow.driver if refined is None else refined).jumps.size + 1
-        each = 0
-        if isinstance(grid, FixedGrid):
-            each = max(1, math.ceil(grid.count(flow.driver, flow.noise_dimension) / pieces))
-        finer = self.flow if each else self.flow.with_finer_steps()
-        level = lambda fine: Level(finer, np.float32(fine), np.int32(2 * each))
-        self.own = Level(self.flow, np.float32(0), np.int32(each))
-        self.stepped, self.finer, self.mirrored = level(0), level(1), level(-1)
+def levels(flow: AbstractStochasticFlow) -> tuple[Level, Level, Level]:
+    """The flow's own level; the finer one, with steps half as long and, if the driver can be refined, twice
+    its functions; and the same with minus the coefficients of those that are added."""
+    flow = exact(flow).without_errors()
+    grid, refined = flow.integrator, refined_driver(flow)
+    pieces = (flow.driver if refined is None else refined).jumps.size + 1
+    each = 0
+    if isinstance(grid, FixedGrid):
+        each = max(1, math.ceil(grid.count(flow.driver, flow.noise_dimension) / pieces))
+    finer = flow if each else flow.with_finer_steps()
+    level = lambda fine: Level(finer, np.float32(fine), np.int32(2 * each))
+    return Level(flow, np.float32(0), np.int32(each)), level(1), level(-1)
 
 
 def coarser(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
@@ -141,50 +140,36 @@ def draw(
     draws: AbstractDraws,
     places: Array,
     most: int,
-) -> tuple[Array, Array | None]:
-    """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, and what components
-    have of the mixture's density, `(B, K, M + 1)`. To be part of a program."""
-    flow = level.flow
-    size = flow.driver.num_functions * flow.noise_dimension
+) -> Array:
+    """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, all below `most`, as
+    part of a program."""
+    size = level.flow.driver.num_functions * level.flow.noise_dimension
     first = size if mixture is None else mixture.num_normals
     # Numbers of the refinement come last, where a sequence is least even, and where there are none too.
     number = lambda key, at: draws.normal(key, at, most, first + size, x.dtype)
     noise, more = jnp.split(jax.vmap(number)(keys, places), [first], axis=-1)
-    solves = solve_keys(flow, keys, places)
+    solves = solve_keys(level.flow, keys, places)
     if mixture is None:
-        return level.solved(x, noise, more, solves), None
+        return level.solved(x, noise, more, solves)
     omega = mixture.sample(noise)
-    components = mixture.log_components(omega)
-    density = jax.nn.logsumexp(components, axis=-1)
     # A mixture may have the coefficients of the refinement too.
     own, added = jnp.split(omega, [size], axis=-1)
     solved = level.solved(x, own, added if added.size else more, solves)
-    weights = solved + log_standard(omega) - density
-    return weights, jnp.exp(components - density[..., None])
+    return solved + log_standard(omega) - mixture.log_prob(omega)
 
 
-def update_where(chosen: Array, function, batch: Any, old: Any, block: int) -> Any:
-    """`old`, with the entries that are `chosen` replaced by `function(batch)`.
+def in_blocks(function: Callable, batch: Any, count: Array, block: int) -> Any:
+    """`function` of the first `count` entries of the leading axis of `batch`, `block` at a time; zeros for
+    the rest. The length of the axis is a multiple of `block`."""
+    some = lambda begin: jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, begin, block), batch)
+    size, like = len(jax.tree.leaves(batch)[0]), jax.eval_shape(lambda: function(some(0)))
+    blank = jax.tree.map(lambda a: jnp.zeros((size, *a.shape[1:]), a.dtype), like)
 
-    `batch` and `old` are pytrees with one entry of the leading axis per point. The chosen ones are gathered
-    `block` at a time, in a loop on the device that ends with the last of them: which they are need not be
-    known when the program is compiled, so the same work is done inside a `jit` and outside.
-    """
-    size = len(chosen)
-    if block >= size:
-        keep = lambda new, old: jnp.where(jnp.expand_dims(chosen, range(1, new.ndim)), new, old)
-        return jax.tree.map(keep, function(batch), old)
-    order = jnp.concatenate([jnp.argsort(~chosen), jnp.zeros(block, int)])
-    count = jnp.sum(chosen)
+    def step(i: Array, done: Any) -> Any:
+        put = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, i * block, 0)
+        return jax.tree.map(put, done, function(some(i * block)))
 
-    def step(i: Array, new: Any) -> Any:
-        places = jax.lax.dynamic_slice_in_dim(order, i * block, block)
-        result = function(jax.tree.map(lambda a: a[places], batch))
-        # Entries beyond the last chosen one are written to no place.
-        target = jnp.where(i * block + jnp.arange(block) < count, places, size)
-        return jax.tree.map(lambda a, b: a.at[target].set(b, mode="drop"), new, result)
-
-    return jax.lax.fori_loop(0, -(-count // block), step, old)
+    return jax.lax.fori_loop(0, -(-count // block), step, blank)
 
 
 class Points:
@@ -195,30 +180,31 @@ class Points:
     """
 
     def __init__(self, flow: AbstractStochasticFlow, x: np.ndarray, key: PRNGKeyArray):
-        self.levels, self.x, self.key = Levels(flow), x, key
+        self.levels, self.x, self.key = levels(flow), x, key
+        self.flow = self.levels[0].flow
         self.size = flow.driver.num_functions * flow.noise_dimension
 
-    def run(self, program, points: np.ndarray, others: Any, columns: int = PATHS_PER_ROW) -> Any:
-        """`program(x, key, places, others, here, block)` for these points, a chunk of rows at a time.
+    def run(self, function: Callable, points: np.ndarray, others: Any, columns: int = PATHS_PER_ROW) -> Any:
+        """`function(x, keys, others)` for these points, which have a row each: a program for many rows at a
+        time, of which it solves `columns` paths of so many as fit into a block.
 
-        `others` have one entry for each of the points, `here` says which rows count, and `block` of them are
-        solved together."""
+        `others` have one entry for each of the points."""
         each = sum(np.size(leaf[0]) for leaf in jax.tree.leaves(others)) + columns * (
             len(self.x[0]) + self.size
         )
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-        rows = max(1, min(ROWS[device][-1], MAX_NUMBERS // each))
+        block = max(1, min(SOLVES_PER_BLOCK[device] // columns, MAX_NUMBERS // each))
         # A few sizes, so that few points take little time on a GPU, and others do not need other programs.
-        rows = next((size for size in ROWS[device] if len(points) <= size < rows), rows)
-        block, parts = max(1, min(rows, SOLVES_PER_BLOCK[device] // columns)), []
+        sizes = [-(-size // block) * block for size in ROWS[device] if size * each <= MAX_NUMBERS] or [block]
+        rows, parts = next((size for size in sizes if len(points) <= size), sizes[-1]), []
         for begin in range(0, len(points), rows):
             some = slice(begin, begin + rows)
             count = len(points[some])
-            fill, here = np.resize(np.arange(count), rows), np.arange(rows) < count
+            fill = np.resize(np.arange(count), rows)
             own = jax.tree.map(lambda a, some=some, fill=fill: np.asarray(a)[some][fill], others)
             places = points[some][fill].astype(np.uint32)
             with one_line_errors():
-                done = program(self.x[places], self.key, places, own, here, block)
+                done = _run(function, self.x[places], self.key, places, own, np.int32(count), block)
             parts.append(jax.tree.map(lambda a, count=count: np.asarray(a)[:count], done))
         return jax.tree.map(lambda *a: np.concatenate(a), *parts)
 
@@ -228,133 +214,101 @@ def point_keys(key: PRNGKeyArray, places: Array) -> PRNGKeyArray:
 
 
 @partial(jit, level=1)
-def _weigh(level: Level, draws: AbstractDraws, most: int, x, key, places, others, here, block: int):
-    """Log-weights of rows of paths, and the components' shares of the density they are drawn from."""
-
-    def some(given):
-        x, place, (mixture, at) = given
-        return draw(level, x, point_keys(key, place), mixture, draws, at, most)
-
-    mixture, at = others
-    blank = jnp.zeros(at.shape, x.dtype)
-    shares = None if mixture is None else jnp.zeros((*at.shape, mixture.log_share.shape[1] + 1), x.dtype)
-    return update_where(here, some, (x, places, others), (blank, shares), block)
+def _run(function: Callable, x, key: PRNGKeyArray, places, others: Any, count, block: int) -> Any:
+    some = lambda batch: function(batch[0], point_keys(key, batch[1]), batch[2])
+    return in_blocks(some, (x, places, others), count, block)
 
 
-class Rounds:
-    """Weights of paths for some points, drawn from the prior or a mixture, round by round.
+class Weigh(eqx.Module):
+    """Log-weights of rows of paths, as part of a program."""
 
-    `coarse` `(P, K)` are those at the flow's own level, `fine` `(P, K′)` of the first K′ paths the means over
-    the levels `checks`, `stepped` `(P, K″)` of the first row with finer steps only, if there are checks, and
-    `shares` `(P, K, M + 1)` those of the mixture's components in its density.
+    level: Level
+    draws: AbstractDraws
+    most: int = eqx.field(static=True)
+
+    def __call__(self, x: Array, keys: PRNGKeyArray, others: tuple[Mixture | None, Array]) -> Array:
+        return draw(self.level, x, keys, others[0], self.draws, others[1], self.most)
+
+
+def weights_of(
+    points: Points,
+    which: np.ndarray,
+    mixture: Mixture | None,
+    draws: AbstractDraws,
+    most: int,
+    level: Level,
+    at: range,
+) -> np.ndarray:
+    """Log-weights `(P, K)` of the paths at places `at` of the sequences of these points, all below `most`."""
+    columns = min(PATHS_PER_ROW, most)
+    starts = np.arange(at.start, at.stop, columns)
+    rows = np.repeat(np.arange(len(which)), len(starts))
+    places = np.tile(starts, len(which))[:, None] + np.arange(columns)
+    mixture = jax.tree.map(lambda a: np.asarray(a)[rows], mixture)
+    given = (mixture, np.minimum(places, most - 1).astype(np.int32))
+    weights = points.run(Weigh(level, draws, most), which[rows], given, columns)
+    if np.isnan(weights).any():
+        explain_failure(points.flow, points.x)
+    return weights.reshape(len(which), -1)[:, : len(at)]
+
+
+def in_rounds(
+    points: Points,
+    which: np.ndarray,
+    mixture: Mixture | None,
+    draws: AbstractDraws,
+    own: Level,
+    *checks: Level,
+    first: int,
+    most: int,
+    ends: Callable[[Parts, int], np.ndarray],
+    corrected: bool = True,
+) -> Parts:
+    """Parts of an `Estimate` for points `which`, from paths of the prior or a mixture: `first` and then four
+    times as many, until `ends(parts, total)` says that those of a point are enough. Some paths are solved at
+    the levels `checks` too, whose mean corrects the value, or bounds its error.
 
     What added functions change along a path is mostly odd in their coefficients. So the mean over both signs
     varies less: by .031 of p(x) where one sign has .081 and p(x | path) itself .76 (a neural SDE with noise
     .9), .003 beside .032 in the README's example (antithetic coupling, Giles & Szpruch 2014).
     """
-
-    def __init__(
-        self,
-        points: Points,
-        which: np.ndarray,
-        draws: AbstractDraws,
-        mixture: Mixture | None,
-        most: int,
-        level: Level,
-        checks: tuple[Level, ...] = (),
-    ):
-        self.points, self.which, self.draws, self.mixture, self.most = points, which, draws, mixture, most
-        self.level, self.checks, self.columns = level, checks, min(PATHS_PER_ROW, most)
-        self.coarse = self.fine = self.stepped = np.zeros((len(which), 0), points.x.dtype)
-        self.shares: np.ndarray | None = None if mixture is None else np.zeros((len(which), 0, 0))
-
-    def grow(self, total: int) -> None:
-        """Draw up to `total` paths per point, and solve some of them, at least a row, at the finer level."""
-        now, had = self.coarse.shape[1], self.fine.shape[1]
-        new, shares = self._weights(self.level, now, total)
-        self.coarse = np.concatenate([self.coarse, new], axis=1)
-        if self.shares is not None and shares is not None:
-            self.shares = shares if not now else np.concatenate([self.shares, shares], axis=1)
-        wanted = checked_paths(total)
-        if self.checks and wanted > had:
-            fine = [self._weights(level, had, wanted)[0] for level in self.checks]
-            mean = np.logaddexp.reduce(fine) - np.log(len(fine)).astype(self.fine.dtype)
-            self.fine = np.concatenate([self.fine, mean], axis=1)
-        if len(self.checks) > 1 and not now:
-            self.stepped = self._weights(self.points.levels.stepped, 0, self.columns)[0]
-
-    def keep(self, some: np.ndarray) -> None:
-        """Continue with a subset of the points."""
-
-        def take(a: Any) -> Any:
-            return None if a is None else a[some]
-
-        for name in ("which", "coarse", "fine", "stepped", "shares"):
-            setattr(self, name, take(getattr(self, name)))
-        self.mixture = jax.tree.map(take, self.mixture)
-
-    def step_change(self) -> np.ndarray:
-        """Root mean square of what finer steps change of log p(x | path), `(P,)`; one at most, and times the
-        eighth root of p(x | path)/p(x) where that is less than one: badly solved paths of 1 % of p(x) matter,
-        those that lead nowhere near the base do not."""
-        if not self.stepped.size:
-            return np.zeros(len(self.which))
-        shift = np.logaddexp.reduce(self.coarse, axis=1, keepdims=True) - np.log(self.coarse.shape[1])
-        old, new = self.coarse[:, : self.stepped.shape[1]], self.stepped
-        with np.errstate(invalid="ignore"):
-            change = np.minimum(np.nan_to_num(np.abs(new - old)), 1)
-            share = np.exp(0.125 * np.minimum(np.nan_to_num(np.maximum(new, old) - shift, nan=-np.inf), 0))
-        return np.sqrt(np.mean((change * share) ** 2, axis=1))
-
-    def parts(self, corrected: bool) -> Parts:
-        """Parts of an `Estimate` from the weights so far."""
-        means = None if self.mixture is None else self.mixture.shares()
-        parts = (self.coarse, self.fine, self.shares, means)
-        if jax.default_backend() == "cpu":
-            double = (None if part is None else part.astype(float) for part in parts)
-            return summary(self.draws, *double, corrected=corrected)
-        found, size = [], len(self.which)
-        for begin in range(0, size, SUMMARISED):
-            count = min(SUMMARISED, size - begin)
-            fill = begin + np.arange(SUMMARISED) % count
-            done = _summary(self.draws, corrected, jax.tree.map(lambda a, fill=fill: a[fill], parts))
-            found.append(jax.tree.map(lambda a, count=count: np.asarray(a)[:count], done))
-        parts = jax.tree.map(lambda *a: np.concatenate(a), *found)
-        return {name: a.astype(float) if a.dtype.kind == "f" else a for name, a in parts.items()}
-
-    def _weights(self, level: Level, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Of the paths at places from `first` to `stop`, in rows of `columns`."""
-        starts = np.arange(first, stop, self.columns)
-        rows = np.repeat(np.arange(len(self.which)), len(starts))
-        places = np.tile(starts, len(self.which))[:, None] + np.arange(self.columns)
-        mixture = jax.tree.map(lambda a: np.asarray(a)[rows], self.mixture)
-        program = partial(_weigh, level, self.draws, self.most)
-        given = (mixture, np.minimum(places, self.most - 1).astype(np.int32))
-        weights, shares = self.points.run(program, self.which[rows], given, self.columns)
-        if np.isnan(weights).any():
-            explain_failure(self.points.levels.flow, self.points.x)
-        joined = lambda a: a.reshape(len(self.which), -1, *a.shape[2:])[:, : stop - first]
-        return joined(weights), None if shares is None else joined(shares)
-
-
-def grown(rounds: Rounds, total: int, corrected: bool, ends: Callable[[Parts, int], np.ndarray]) -> Parts:
-    """Parts of an `Estimate` in the order of the points: four times as many paths each time, until
-    `ends(parts, total)` says that those of a point are enough."""
-    order, done = rounds.which, []
-    while len(rounds.which):
-        rounds.grow(total)
-        parts = rounds.parts(corrected)
+    where, total, found = np.arange(len(which)), first, {}
+    coarse = fine = np.zeros((len(which), 0), points.x.dtype)
+    while where.size:
+        given, checked = (points, which[where], mixture, draws, most), checked_paths(total)
+        new = weights_of(*given, own, range(coarse.shape[1], total))
+        coarse = np.concatenate([coarse, new], axis=1)
+        if checks and checked > fine.shape[1]:
+            new = [weights_of(*given, level, range(fine.shape[1], checked)) for level in checks]
+            mean = np.logaddexp.reduce(new) - np.log(len(new)).astype(coarse.dtype)
+            fine = np.concatenate([fine, mean], axis=1)
+        parts = summaries(draws, coarse, fine, corrected)
         enough = ends(parts, total)
-        done.append((rounds.which[enough], {name: part[enough] for name, part in parts.items()}))
-        rounds.keep(~enough)
+        for name, part in parts.items():
+            found.setdefault(name, np.zeros(len(which), part.dtype))[where[enough]] = part[enough]
+        where, coarse, fine = where[~enough], coarse[~enough], fine[~enough]
+        mixture = jax.tree.map(lambda a, enough=enough: a[~enough], mixture)
         total *= GROWTH
-    places = np.argsort(np.concatenate([which for which, _ in done]))[np.argsort(np.argsort(order))]
-    return {name: np.concatenate([parts[name] for _, parts in done])[places] for name in done[0][1]}
+    return found
+
+
+def summaries(draws: AbstractDraws, coarse: np.ndarray, fine: np.ndarray, corrected: bool) -> Parts:
+    """`summary`, in double precision on a CPU, and on the device otherwise."""
+    if jax.default_backend() == "cpu":
+        return summary(draws, coarse.astype(float), fine.astype(float), corrected=corrected)
+    found, size = [], len(coarse)
+    for begin in range(0, size, SUMMARISED):
+        count = min(SUMMARISED, size - begin)
+        fill = begin + np.arange(SUMMARISED) % count
+        done = _summary(draws, corrected, coarse[fill], fine[fill])
+        found.append(jax.tree.map(lambda a, count=count: np.asarray(a)[:count], done))
+    parts = jax.tree.map(lambda *a: np.concatenate(a), *found)
+    return {name: a.astype(float) if a.dtype.kind == "f" else a for name, a in parts.items()}
 
 
 @partial(jit, level=1)
-def _summary(draws: AbstractDraws, corrected: bool, parts: Any) -> dict[str, Array]:
-    return summary(draws, *parts, corrected=corrected, xp=jnp)
+def _summary(draws: AbstractDraws, corrected: bool, coarse: Any, fine: Any) -> dict[str, Array]:
+    return summary(draws, coarse, fine, corrected=corrected, xp=jnp)
 
 
 def checked_paths(total: int) -> int:
@@ -371,11 +325,8 @@ def explain_failure(flow: AbstractStochasticFlow, x: Any) -> None:
     flow.push_forward(flow.base.sample(key=key, shape=(64,)), paths, key=key)
 
 
-def summary(
-    draws: AbstractDraws, coarse: Any, fine: Any, shares: Any, means: Any, *, corrected: bool, xp: Any = np
-) -> dict[str, Any]:
-    """Parts of an `Estimate` from weights as `Rounds` has them: `(P, K)`, `(P, K′)`, `(P, K, M + 1)`; `means`
-    `(P, M + 1)` are those of the shares.
+def summary(draws: AbstractDraws, coarse: Any, fine: Any, *, corrected: bool, xp: Any = np) -> dict[str, Any]:
+    """Parts of an `Estimate` from weights `(P, K)`, and those `(P, K′)` of the first K′ at a finer level.
 
     The finer level changes log p by Δ. The remaining error is Δ if the error falls as 1/n, and zero if
     it falls fast. `corrected` adds 3Δ/2 to log p, the middle, with error Δ/2, for draws with as many terms
@@ -389,56 +340,30 @@ def summary(
         some = xp.any(weights > 0, axis=0)
         unit = still(xp.where(some, xp.mean(weights, axis=0), 1))
         relative = weights / unit[None]
-        own = relative if shares is None else _regressed(relative, shares, means, still, xp)
-        terms = draws.terms(own)
-        base = xp.where(some, xp.mean(terms, axis=0), 1)
-        terms, mean, change = still(terms), still(base), xp.zeros_like(unit)
-        variance = weights_error(terms / mean[None], xp) ** 2
+        base = xp.where(some, xp.mean(relative, axis=0), 1)
+        relative, change = still(relative), xp.zeros_like(unit)
+        terms = draws.terms(relative)
         # The logarithm of a mean is low by half its variance.
-        bias = 0.5 * xp.minimum(xp.var(terms / mean[None], axis=0) / max(len(terms) - 1, 1), 1)
+        bias = 0.5 * xp.minimum(xp.var(terms, axis=0) / max(len(terms) - 1, 1), 1)
         if fine.shape[1]:
             finer = xp.exp(xp.minimum(fine - shift[:, None], 80)).T / unit[None]
             differences = draws.terms(still(finer - relative[: fine.shape[1]]))
-            total = mean + xp.mean(differences, axis=0)
+            total = 1 + xp.mean(differences, axis=0)
             # Where so few paths say that nothing is left, the finer ones alone do.
             total = xp.where(total > 0, total, still(xp.mean(finer, axis=0)))
-            change = xp.log(total / mean)
+            change = xp.log(total)
             if corrected:  # both have as many independent terms
-                variance = weights_error((terms + 1.5 * differences) / total[None], xp) ** 2
+                terms = (terms + 1.5 * differences) / total[None]
         value = xp.log(base * unit) + shift + (1.5 * still(change) if corrected else 0)
         return {
             "log_prob": xp.where(some, value + still(bias), -xp.inf),
-            "standard_error": xp.where(some, xp.sqrt(variance), xp.inf),
+            "standard_error": xp.where(some, weights_error(terms, xp), xp.inf),
             "truncation_error": xp.where(some, xp.abs(change) * (0.5 if corrected else 2), xp.inf),
             "effective_paths": effective_paths(still(weights), xp),
             "num_paths": xp.full(unit.shape, coarse.shape[1]),
             "escaped": xp.sum(xp.isneginf(coarse), axis=1),
             "pareto_k": pareto_k(still(weights), xp),
         }
-
-
-def _regressed(weights: Any, shares: Any, means: Any, still: Any, xp: Any) -> Any:
-    """Weights `(K, P)` less their regression on what each component has of the density they were drawn from,
-    whose mean is known (Owen & Zhou 2000).
-
-    Not where there are more than a quarter as many components as paths, or where the rest has no positive
-    mean.
-    """
-    offset = xp.moveaxis(shares, 1, 0) - means[None]  # (K, P, M + 1)
-    centred = offset - xp.mean(offset, axis=0)[None]
-    gram = xp.einsum("kpi,kpj->pij", centred, centred)
-    ridge = 100 * xp.finfo(gram.dtype).eps * xp.trace(gram, axis1=1, axis2=2) + 1e-30
-    right = xp.einsum("kpi,kp->pi", centred, still(weights))
-    gram = gram + ridge[:, None, None] * xp.eye(gram.shape[1], dtype=gram.dtype)[None]
-    solved = np.linalg.solve if xp is np else solve
-    slope = solved(gram, right[..., None])[..., 0]
-    live = xp.sum(means > 0, axis=1)
-    rest = weights - xp.einsum("kpi,pi->kp", offset, slope)
-    mean = xp.mean(rest, axis=0)
-    good = (live <= len(weights) / 4) & still(mean > 0)
-    # So many coefficients were fitted.
-    wider = xp.sqrt(len(weights) / xp.maximum(len(weights) - live, 1))
-    return xp.where(good[None], mean[None] + (rest - mean[None]) * wider[None], weights)
 
 
 class PullBack(AbstractEstimator):
@@ -453,8 +378,7 @@ class PullBack(AbstractEstimator):
 
     The value is that for the given driver and steps; `truncation_error` is twice the change when both are
     doubled.
-    With `rf.HutchinsonDivergence`, taken exactly here in up to 64 dimensions, log p(x | ω) is unbiased, and
-    p(x | ω) is not: `Estimate.divergence_error` says how much that may be.
+    The divergence is exact, whatever the flow was trained with: random probes would bias p(x | ω).
 
     **Arguments:** `num_paths`, the number of paths per point, or of the first round if a `tolerance` is set;
     `proposal`, `rf.Prior()`, `rf.Laplace()` or an `rf.Amortised(...)`.
@@ -480,15 +404,23 @@ class PullBack(AbstractEstimator):
         x = checked_points(flow, x)
         self.proposal.draws.check(self.num_paths)
         if is_inside_jit(self, flow, x, key):
-            return self._traced(flow, x, key, accuracy)
+            return self.traced(flow, x, key, accuracy)
         points = Points(flow, np.asarray(x).reshape(-1, x.shape[-1]), check_key(key))
         which, tolerance, most = np.arange(len(points.x)), accuracy.tolerance or np.inf, self.num_paths
         if accuracy.tolerance is not None:
             most = max(most, accuracy.max_paths)
-        mixture, levels = mixtures(self.proposal, points, which), points.levels
-        rounds = Rounds(points, which, self.proposal.draws, mixture, most, levels.own, (levels.finer,))
         unmet = lambda parts: parts["standard_error"] + parts["truncation_error"] > tolerance
-        parts = grown(rounds, self.num_paths, False, lambda a, total: ~unmet(a) | (GROWTH * total > most))
+        parts = in_rounds(
+            points,
+            which,
+            mixtures(self.proposal, points, which),
+            self.proposal.draws,
+            *points.levels[:2],
+            first=self.num_paths,
+            most=most,
+            ends=lambda parts, total: ~unmet(parts) | (GROWTH * total > most),
+            corrected=False,
+        )
         return estimate_of({**parts, "unmet": unmet(parts)}, x.shape[:-1], x.dtype)
 
     def log_weights(
@@ -497,40 +429,33 @@ class PullBack(AbstractEstimator):
         """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, all below `most`,
         with derivatives; one key for each point of x `(B, d)`. To be part of a program."""
         mixture = mixture_of(self.proposal, exact(flow), x, keys[0])
-        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most)[0]
+        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most)
 
-    def _traced(self, flow, x: Array, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
-        refuse_tolerance(accuracy)
+    def traced(
+        self, flow, x: Array, key: PRNGKeyArray, accuracy: Accuracy, method: str | None = None
+    ) -> Estimate:
+        """The estimate inside a compiled program, where values are unknown. Error bars have no derivatives,
+        and cost nothing if they are not used. With a `method`, the name of the proposal, it is corrected for
+        the driver's truncation."""
+        if accuracy.tolerance is not None:
+            message = "tolerance needs values to look at: inside jit or grad set num_paths instead"
+            raise ValueError(message + see("inside-jit"))
         flow, flat, count = exact(flow), jnp.reshape(x, (-1, x.shape[-1])), self.num_paths
         keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
         places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
-        mixture = mixture_of(self.proposal, flow, flat, keys[0])
-        ask = (keys, mixture, self.proposal.draws, places)
-        estimate = traced_estimate(flow, flat, *ask, accuracy.errors)
+        mixture, draws = mixture_of(self.proposal, flow, flat, keys[0]), self.proposal.draws
+        weights = draw(Level(flow), flat, keys, mixture, draws, places, count)
+        fine = weights[:, :0]
+        if accuracy.errors or method:
+            still, finer = constant((flat, keys, mixture)), levels(constant(flow))[1]
+            some = places[:, : checked_paths(count)]
+            fine = draw(finer, still[0], still[1], still[2], draws, some, count)
+        parts = summary(draws, weights, fine, corrected=method is not None, xp=jnp)
+        estimate = Estimate.of(parts.pop("log_prob"), "paths", **constant(parts))
+        if method is not None and mixture is not None:
+            rung = jnp.where(mixture.prior < 1, METHODS.index(method), estimate.rung)
+            estimate = eqx.tree_at(lambda e: e.rung, estimate, rung)
         return jax.tree.map(lambda a: jnp.reshape(a, x.shape[:-1]), estimate)
-
-
-def traced_estimate(
-    flow: AbstractStochasticFlow,
-    x: Array,
-    keys: PRNGKeyArray,
-    mixture: Mixture | None,
-    draws: AbstractDraws,
-    places: Array,
-    errors: bool,
-    corrected: bool = False,
-) -> Estimate:
-    """The estimate from the paths at `places` `(B, K)`, inside a compiled program. Error bars have no
-    derivatives, and cost nothing if they are not used."""
-    count, some = places.shape[1], places[:, : checked_paths(places.shape[1])]
-    weights, shares = draw(Level(flow), x, keys, mixture, draws, places, count)
-    finer, (x, keys, mixture) = Levels(constant(flow)).finer, constant((x, keys, mixture))
-    fine = weights[:, :0]
-    if errors or corrected:
-        fine, _ = draw(finer, x, keys, mixture, draws, some, count)
-    means = None if mixture is None else mixture.shares(jnp)
-    parts = summary(draws, weights, fine, shares, means, corrected=corrected, xp=jnp)
-    return Estimate.of(parts.pop("log_prob"), "paths", **constant(parts))
 
 
 def mixture_of(proposal: AbstractProposal, flow, x: Array, key: PRNGKeyArray) -> Mixture | None:
@@ -543,11 +468,9 @@ def mixtures(proposal: AbstractProposal, points: Points, which: np.ndarray) -> M
     """The same for these points, outside a `jit`."""
     if isinstance(proposal, Prior):
         return None
-    flow, cloud = points.levels.flow, None
-    if proposal.wants_cloud:
-        cloud = _cloud(flow, points.key, points.x.dtype)
-    program = lambda *given: _distribution(proposal, flow, cloud, *given)
-    return points.run(program, which, ())
+    flow = points.flow
+    cloud = _cloud(flow, points.key, points.x.dtype) if proposal.wants_cloud else None
+    return points.run(Propose(proposal, flow, cloud), which, ())
 
 
 @partial(jit, level=1)
@@ -555,12 +478,16 @@ def _cloud(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
     return Cloud.of(flow, jax.random.fold_in(key, CLOUD_KEY), dtype)
 
 
-@partial(jit, level=1)
-def _distribution(proposal, flow, cloud, x, key, places, others, here, block: int) -> Mixture:
-    del key, places, others
-    like = jax.eval_shape(lambda: proposal.distribution(flow, x, cloud))
-    blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-    return update_where(here, lambda x: proposal.distribution(flow, x, cloud), x, blank, block)
+class Propose(eqx.Module):
+    """The proposal's distribution for some points, as part of a program."""
+
+    proposal: AbstractProposal
+    flow: AbstractStochasticFlow
+    cloud: Cloud | None
+
+    def __call__(self, x: Array, keys: PRNGKeyArray, others: tuple) -> Mixture | None:
+        del keys, others
+        return self.proposal.distribution(self.flow, x, self.cloud)
 
 
 def checked_points(flow: AbstractStochasticFlow, x: Any) -> Any:
@@ -578,12 +505,6 @@ def checked_points(flow: AbstractStochasticFlow, x: Any) -> Any:
 
 def is_inside_jit(*given: Any) -> bool:
     return is_traced(jnp.asarray(0.0)) or any(map(is_traced, jax.tree.leaves(given)))
-
-
-def refuse_tolerance(accuracy: Accuracy) -> None:
-    if accuracy.tolerance is not None:
-        told = "tolerance needs values to look at: inside jit or grad set num_paths instead"
-        raise ValueError(told + see("inside-jit"))
 
 
 def estimate_of(parts: Parts, batch: tuple[int, ...], dtype) -> Estimate:

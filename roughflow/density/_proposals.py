@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_fields, check_instance
@@ -65,18 +64,6 @@ class Mixture(eqx.Module):
         """Number of standard normal numbers per draw."""
         return self.normal.shape[-1] + SPARE
 
-    @property
-    def steepness(self) -> np.ndarray:
-        """How far the start moves with the path, per unit and dimension: |det N₀|^(−1/d) of the steepest
-        component, `(B,)`."""
-        volume = np.linalg.slogdet(np.asarray(self.normal)[..., : self.dimension])[1]
-        return np.exp(-np.min(np.where(np.isfinite(self.log_share), volume, 0), axis=1) / self.dimension)
-
-    def shares(self, xp: Any = np) -> Any:
-        """Those of the components and, last, the prior, `(B, M + 1)`."""
-        own = xp.exp(self.log_share) * (1 - self.prior)[:, None]
-        return xp.concatenate([own, self.prior[:, None]], axis=1)
-
     def with_prior(self, share: float) -> "Mixture":
         """The same with at least this share of the prior."""
         return eqx.tree_at(lambda m: m.prior, self, jnp.maximum(self.prior, share))
@@ -88,13 +75,9 @@ class Mixture(eqx.Module):
 
     def log_prob(self, omega: Array) -> Array:
         """The log-density at ω `(B, K, W)`."""
-        return jax.nn.logsumexp(self.log_components(omega), axis=-1)
-
-    def log_components(self, omega: Array) -> Array:
-        """The log-densities of the components and, last, the prior, each with its share, `(B, K, M + 1)`."""
-        share = self.prior[:, None, None]
-        own = _log(1 - share) + self.log_share[:, None] + self._each(omega)
-        return jnp.concatenate([own, _log(share) + log_standard(omega)[..., None]], axis=-1)
+        share = self.prior[:, None]
+        own = _log(1 - share) + jax.nn.logsumexp(self.log_share[:, None] + self._each(omega), axis=-1)
+        return jnp.logaddexp(own, _log(share) + log_standard(omega))
 
     def _drawn(self, noise: Array, pick: Array) -> tuple[Array, Array]:
         """The centre of the component that was picked, and a draw from it less that."""

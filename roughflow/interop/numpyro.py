@@ -142,7 +142,7 @@ class FlowDistribution(dist.Distribution):
 
 
 def _estimator(flow: rf.StochasticFlow) -> rf.density.AbstractEstimator:
-    """A smooth estimator, without particles that are accepted or rejected."""
+    """A smooth estimator, with a fixed number of paths."""
     if not flow.noise_dimension:
         return rf.PullBack(1)
     return rf.PullBack(16, rf.Laplace() if flow.proposal is None else flow.proposal)
