@@ -281,14 +281,16 @@ class Climb:
                 poor |= effective < EVEN_SHARE * total
             parts["poor"] = poor
             met = ((both <= self.aim) | (error <= 0.5 * self.aim)) & ~poor
-            hopeless = (total > FIRST_AROUND_MODES) & (total * (error / self.accepted) ** 2 > most)
-            return met | hopeless | (GROWTH * total > self.limit(most, int(np.sum(~met & ~hopeless))))
+            needed = total * (error / self.accepted) ** 2
+            limit = self.limit(most, int(np.sum(~met & (needed > MAX_PATHS_PER_POINT))))
+            hopeless = (total > FIRST_AROUND_MODES) & (needed > limit)
+            return met | hopeless | (GROWTH * total > limit)
 
         return in_rounds(points, which, mixture, Sobol(), *levels, first=first, most=most, ends=ends)
 
     def limit(self, most: int, count: int) -> int:
-        """The maximum number of paths for each of the points left: by default more if those are few, because
-        another method takes as long to compile."""
+        """The maximum number of paths per point: by default more if `count`, those that need more, are few,
+        because another method takes as long to compile."""
         if self.accuracy.tolerance is not None:
             return most
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
