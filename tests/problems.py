@@ -243,7 +243,7 @@ SHAKEN = shaken(AMORTISED, jax.random.key(2))
 ESTIMATORS = {
     "PullBack-Prior": (rf.PullBack(1000), 0.3),
     "PullBack-Sobol": (rf.PullBack(1024, rf.Prior(rf.density.Sobol())), 0.1),
-    "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 0.1),
+    "PullBack-Laplace": (rf.PullBack(64, rf.Laplace()), 1e-6),
     "PullBack-Amortised": (rf.PullBack(1000, AMORTISED), 0.3),
     "PullBack-Amortised-shaken": (rf.PullBack(1000, SHAKEN), 0.3),
 }

@@ -11,7 +11,7 @@ from problems import AMORTISED, SHAKEN, THREE, linear, linear_distribution, ou, 
 from scipy import integrate, stats
 
 import roughflow as rf
-from roughflow.density import Mixture, _estimate
+from roughflow.density import Mixture, _estimate, _paths
 
 # ---------------------------------------------------------------------- mixtures of coefficients
 
@@ -232,17 +232,29 @@ def test_a_start_with_heavy_tails(key):
         assert not np.any(estimate.suspect[:2])
 
 
-# ---------------------------------------------------------------------------------- around the likeliest
+# ---------------------------------------------------------------------------------- control variates
 
 
-def test_paths_around_the_likeliest_have_even_weights_on_a_linear_sde(key):
-    """In the bulk and far out: no weight is above one over the share of tangent Gaussians."""
+def test_paths_around_the_likeliest_are_exact_on_a_linear_sde(key):
+    """In spite of the prior's share of them: what is left to chance is regressed out."""
     flow = linear(np.array([[-1.0, 0.8], [0.3, -0.5]]), 0.7 * np.eye(2), rf.Normal(jnp.zeros(2)))
     x = np.array([[0.2, -0.3], [3.0, 2.0]])
     truth = linear_distribution(
         np.array([[-1.0, 0.8], [0.3, -0.5]]), 0.7 * np.eye(2), np.zeros(2), np.eye(2), THREE
     ).logpdf(x)
     estimate = flow.estimate(x, key=key, estimator=rf.PullBack(64, rf.Laplace()))
-    assert np.all(np.abs(estimate.log_prob - truth) < 3 * estimate.standard_error)
-    assert np.all(estimate.standard_error < 0.05)
-    assert np.all(estimate.effective_paths > 0.75 * 64)
+    np.testing.assert_allclose(estimate.log_prob, truth, rtol=0, atol=1e-7)
+    assert np.all(estimate.standard_error < 1e-7)
+
+
+def test_a_control_variate_keeps_the_mean_and_is_left_where_it_would_spoil_it():
+    """Weights that are a constant, a multiple of the control and some noise: the noise is left."""
+    rng = np.random.default_rng(0)
+    control = rng.choice([0.5, 3.0], p=[0.8, 0.2], size=(4096, 2))
+    weights = 1 + 0.3 * (control - 1) + 0.01 * rng.normal(size=(4096, 2))
+    left = _paths._regressed(weights, control, lambda a: a, np)
+    assert np.all(np.abs(left.mean(axis=0) - 1) < 4 * 0.01 / 64)
+    assert np.all(left.std(axis=0) < 0.011)
+    control = np.array([[3.0, 3.0]] * 7 + [[1.5, 1.5]])
+    weights = np.where(control > 2, 1.0, 1e-9)
+    np.testing.assert_array_equal(_paths._regressed(weights, control, lambda a: a, np), weights)

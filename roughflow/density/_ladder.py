@@ -370,7 +370,7 @@ class Defended(AbstractProposal):
         flow, x = constant((flow, x))
         keys, pilot = point_keys(jax.random.key(0), jnp.arange(len(x))), jnp.arange(PILOT_PATHS)
         places = jnp.broadcast_to(pilot, (len(x), PILOT_PATHS))
-        weights = draw(Level(flow), x, keys, None, Sobol(), places, PILOT_PATHS)
+        weights, _ = draw(Level(flow), x, keys, None, Sobol(), places, PILOT_PATHS)
         top = jnp.max(weights, axis=1, keepdims=True)
         effective = effective_paths(jnp.exp(weights - jnp.where(jnp.isfinite(top), top, 0)).T)
         poor = ~(effective > 2 * FEW_PATHS) | (_contraction(flow) > MAX_EXPANSION)

@@ -45,7 +45,9 @@ class Laplace(AbstractProposal):
     ξ* + (I − JᵀJJᵀ⁻¹J) ε. On a linear SDE that is the exact distribution. Elsewhere paths may come in several
     bundles: the search starts from those of a few thousand forward draws of the flow that end nearest to x,
     equal modes are merged, and each gets its share. One path in five is drawn from the prior, so that a
-    missed bundle is detected and weights stay bounded; if no path to x is found, all are.
+    missed bundle is detected and weights stay bounded; if no path to x is found, all are. `rf.PullBack`
+    regresses on the prior's density, whose mean is known (Owen & Zhou 2000): on a linear SDE the estimate is
+    exact, in spite of the prior's share.
 
     **Arguments:**
 
@@ -60,7 +62,7 @@ class Laplace(AbstractProposal):
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
     estimator = rf.PullBack(num_paths=64, proposal=rf.Laplace())
-    flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator).standard_error  # small: 0.02
+    flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator).standard_error  # 0, to rounding
     ```
     """
 
@@ -139,10 +141,12 @@ def refined_driver(flow: AbstractStochasticFlow) -> Any:
 def with_added(flow: Any, omega: Array, more: Array, fine: Any) -> tuple[Any, Array]:
     """The flow and the coefficients of paths ω; if `fine` is not None and the driver can be refined, with
     twice its functions, those that are added with `fine` times the coefficients `more`."""
-    shaped = lambda a: jnp.reshape(a, (*a.shape[:-1], -1, flow.noise_dimension))
+    count, columns = flow.driver.num_functions, flow.noise_dimension
+    own = jnp.reshape(omega, (*omega.shape[:-1], count, columns))
     if fine is None or (refined := refined_driver(flow)) is None:
-        return flow, shaped(omega)
-    return flow.with_driver(refined), flow.driver.refine(shaped(omega), shaped(more * fine))
+        return flow, own
+    added = jnp.reshape(more * fine, (*own.shape[:-2], refined.num_functions - count, columns))
+    return flow.with_driver(refined), flow.driver.refine(own, added)
 
 
 def _mean_and_spread(base: Base) -> tuple[Array, Array] | None:

@@ -140,9 +140,9 @@ def draw(
     draws: AbstractDraws,
     places: Array,
     most: int,
-) -> Array:
-    """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, all below `most`, as
-    part of a program."""
+) -> tuple[Array, Array | None]:
+    """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each sequence, all below `most`, and the
+    prior's density over the mixture's, as part of a program."""
     size = level.flow.driver.num_functions * level.flow.noise_dimension
     first = size if mixture is None else mixture.num_normals
     # Numbers of the refinement come last, where a sequence is least even, and where there are none too.
@@ -150,12 +150,13 @@ def draw(
     noise, more = jnp.split(jax.vmap(number)(keys, places), [first], axis=-1)
     solves = solve_keys(level.flow, keys, places)
     if mixture is None:
-        return level.solved(x, noise, more, solves)
+        return level.solved(x, noise, more, solves), None
     omega = mixture.sample(noise)
     # A mixture may have the coefficients of the refinement too.
     own, added = jnp.split(omega, [size], axis=-1)
     solved = level.solved(x, own, added if added.size else more, solves)
-    return solved + log_standard(omega) - mixture.log_prob(omega)
+    ratio = log_standard(omega) - mixture.log_prob(omega)
+    return solved + ratio, jnp.exp(ratio)
 
 
 def in_blocks(function: Callable, batch: Any, count: Array, block: int) -> Any:
@@ -226,7 +227,7 @@ class Weigh(eqx.Module):
     draws: AbstractDraws
     most: int = eqx.field(static=True)
 
-    def __call__(self, x: Array, keys: PRNGKeyArray, others: tuple[Mixture | None, Array]) -> Array:
+    def __call__(self, x: Array, keys: PRNGKeyArray, others: tuple[Mixture | None, Array]) -> Any:
         return draw(self.level, x, keys, others[0], self.draws, others[1], self.most)
 
 
@@ -238,18 +239,18 @@ def weights_of(
     most: int,
     level: Level,
     at: range,
-) -> np.ndarray:
-    """Log-weights `(P, K)` of the paths at places `at` of the sequences of these points, all below `most`."""
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """What `draw` returns, `(P, K)`, for the paths at places `at` of the sequences of these points."""
     columns = min(PATHS_PER_ROW, most)
     starts = np.arange(at.start, at.stop, columns)
     rows = np.repeat(np.arange(len(which)), len(starts))
     places = np.tile(starts, len(which))[:, None] + np.arange(columns)
     mixture = jax.tree.map(lambda a: np.asarray(a)[rows], mixture)
     given = (mixture, np.minimum(places, most - 1).astype(np.int32))
-    weights = points.run(Weigh(level, draws, most), which[rows], given, columns)
-    if np.isnan(weights).any():
+    found = points.run(Weigh(level, draws, most), which[rows], given, columns)
+    if np.isnan(found[0]).any():
         explain_failure(points.flow, points.x)
-    return weights.reshape(len(which), -1)[:, : len(at)]
+    return jax.tree.map(lambda a: a.reshape(len(which), -1)[:, : len(at)], found)
 
 
 def in_rounds(
@@ -273,42 +274,43 @@ def in_rounds(
     .9), .003 beside .032 in the README's example (antithetic coupling, Giles & Szpruch 2014).
     """
     where, total, found = np.arange(len(which)), first, {}
-    coarse = fine = np.zeros((len(which), 0), points.x.dtype)
+    fine = np.zeros((len(which), 0), points.x.dtype)
+    coarse, control = fine, None if mixture is None else fine
     while where.size:
         given, checked = (points, which[where], mixture, draws, most), checked_paths(total)
         new = weights_of(*given, own, range(coarse.shape[1], total))
-        coarse = np.concatenate([coarse, new], axis=1)
+        coarse, control = jax.tree.map(lambda a, b: np.concatenate([a, b], axis=1), (coarse, control), new)
         if checks and checked > fine.shape[1]:
-            new = [weights_of(*given, level, range(fine.shape[1], checked)) for level in checks]
+            new = [weights_of(*given, level, range(fine.shape[1], checked))[0] for level in checks]
             mean = np.logaddexp.reduce(new) - np.log(len(new)).astype(coarse.dtype)
             fine = np.concatenate([fine, mean], axis=1)
-        parts = summaries(draws, coarse, fine, corrected)
+        parts = summaries(draws, (coarse, fine, control), corrected)
         enough = ends(parts, total)
         for name, part in parts.items():
             found.setdefault(name, np.zeros(len(which), part.dtype))[where[enough]] = part[enough]
-        where, coarse, fine = where[~enough], coarse[~enough], fine[~enough]
-        mixture = jax.tree.map(lambda a, enough=enough: a[~enough], mixture)
+        still = where, coarse, fine, control, mixture
+        where, coarse, fine, control, mixture = jax.tree.map(lambda a, here=~enough: a[here], still)
         total *= GROWTH
     return found
 
 
-def summaries(draws: AbstractDraws, coarse: np.ndarray, fine: np.ndarray, corrected: bool) -> Parts:
+def summaries(draws: AbstractDraws, weights: Any, corrected: bool) -> Parts:
     """`summary`, in double precision on a CPU, and on the device otherwise."""
     if jax.default_backend() == "cpu":
-        return summary(draws, coarse.astype(float), fine.astype(float), corrected=corrected)
-    found, size = [], len(coarse)
+        return summary(draws, *jax.tree.map(lambda a: a.astype(float), weights), corrected=corrected)
+    found, size = [], len(weights[0])
     for begin in range(0, size, SUMMARISED):
         count = min(SUMMARISED, size - begin)
         fill = begin + np.arange(SUMMARISED) % count
-        done = _summary(draws, corrected, coarse[fill], fine[fill])
+        done = _summary(draws, corrected, jax.tree.map(lambda a, fill=fill: a[fill], weights))
         found.append(jax.tree.map(lambda a, count=count: np.asarray(a)[:count], done))
     parts = jax.tree.map(lambda *a: np.concatenate(a), *found)
     return {name: a.astype(float) if a.dtype.kind == "f" else a for name, a in parts.items()}
 
 
 @partial(jit, level=1)
-def _summary(draws: AbstractDraws, corrected: bool, coarse: Any, fine: Any) -> dict[str, Array]:
-    return summary(draws, coarse, fine, corrected=corrected, xp=jnp)
+def _summary(draws: AbstractDraws, corrected: bool, weights: Any) -> dict[str, Array]:
+    return summary(draws, *weights, corrected=corrected, xp=jnp)
 
 
 def checked_paths(total: int) -> int:
@@ -325,8 +327,14 @@ def explain_failure(flow: AbstractStochasticFlow, x: Any) -> None:
     flow.push_forward(flow.base.sample(key=key, shape=(64,)), paths, key=key)
 
 
-def summary(draws: AbstractDraws, coarse: Any, fine: Any, *, corrected: bool, xp: Any = np) -> dict[str, Any]:
+def summary(
+    draws: AbstractDraws, coarse: Any, fine: Any, control: Any = None, *, corrected: bool, xp: Any = np
+) -> dict[str, Any]:
     """Parts of an `Estimate` from weights `(P, K)`, and those `(P, K′)` of the first K′ at a finer level.
+
+    `control` `(P, K)` is what the prior has of the density that paths are drawn from. Its mean is one, so the
+    weights less their regression on it have the same mean, and for one tangent Gaussian and a linear SDE no
+    variance (Owen & Zhou 2000).
 
     The finer level changes log p by Δ. The remaining error is Δ if the error falls as 1/n, and zero if
     it falls fast. `corrected` adds 3Δ/2 to log p, the middle, with error Δ/2, for draws with as many terms
@@ -340,20 +348,21 @@ def summary(draws: AbstractDraws, coarse: Any, fine: Any, *, corrected: bool, xp
         some = xp.any(weights > 0, axis=0)
         unit = still(xp.where(some, xp.mean(weights, axis=0), 1))
         relative = weights / unit[None]
-        base = xp.where(some, xp.mean(relative, axis=0), 1)
+        rest = relative if control is None else _regressed(relative, control.T, still, xp)
+        base = xp.where(some, xp.mean(rest, axis=0), 1)
         relative, change = still(relative), xp.zeros_like(unit)
-        terms = draws.terms(relative)
+        terms = draws.terms(still(rest / base))
         # The logarithm of a mean is low by half its variance.
         bias = 0.5 * xp.minimum(xp.var(terms, axis=0) / max(len(terms) - 1, 1), 1)
         if fine.shape[1]:
             finer = xp.exp(xp.minimum(fine - shift[:, None], 80)).T / unit[None]
             differences = draws.terms(still(finer - relative[: fine.shape[1]]))
-            total = 1 + xp.mean(differences, axis=0)
+            total = 1 + xp.mean(differences, axis=0) / still(base)
             # Where so few paths say that nothing is left, the finer ones alone do.
-            total = xp.where(total > 0, total, still(xp.mean(finer, axis=0)))
+            total = xp.where(total > 0, total, still(xp.mean(finer, axis=0) / base))
             change = xp.log(total)
             if corrected:  # both have as many independent terms
-                terms = (terms + 1.5 * differences) / total[None]
+                terms = (terms + 1.5 * differences / still(base)) / total[None]
         value = xp.log(base * unit) + shift + (1.5 * still(change) if corrected else 0)
         return {
             "log_prob": xp.where(some, value + still(bias), -xp.inf),
@@ -364,6 +373,14 @@ def summary(draws: AbstractDraws, coarse: Any, fine: Any, *, corrected: bool, xp
             "escaped": xp.sum(xp.isneginf(coarse), axis=1),
             "pareto_k": pareto_k(still(weights), xp),
         }
+
+
+def _regressed(weights: Any, control: Any, still: Any, xp: Any) -> Any:
+    """Weights `(K, P)` less their regression on a control with mean one, where a positive mean is left."""
+    centred = control - xp.mean(control, axis=0)
+    slope = xp.sum(centred * still(weights), axis=0) / xp.maximum(xp.sum(centred**2, axis=0), 1e-30)
+    rest = weights - slope * (control - 1)
+    return xp.where(still(xp.mean(rest, axis=0)) > 0, rest, weights)
 
 
 class PullBack(AbstractEstimator):
@@ -429,7 +446,7 @@ class PullBack(AbstractEstimator):
         """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, all below `most`,
         with derivatives; one key for each point of x `(B, d)`. To be part of a program."""
         mixture = mixture_of(self.proposal, exact(flow), x, keys[0])
-        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most)
+        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most)[0]
 
     def traced(
         self, flow, x: Array, key: PRNGKeyArray, accuracy: Accuracy, method: str | None = None
@@ -444,13 +461,13 @@ class PullBack(AbstractEstimator):
         keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
         places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
         mixture, draws = mixture_of(self.proposal, flow, flat, keys[0]), self.proposal.draws
-        weights = draw(Level(flow), flat, keys, mixture, draws, places, count)
+        weights, control = draw(Level(flow), flat, keys, mixture, draws, places, count)
         fine = weights[:, :0]
         if accuracy.errors or method:
             still, finer = constant((flat, keys, mixture)), levels(constant(flow))[1]
             some = places[:, : checked_paths(count)]
-            fine = draw(finer, still[0], still[1], still[2], draws, some, count)
-        parts = summary(draws, weights, fine, corrected=method is not None, xp=jnp)
+            fine, _ = draw(finer, still[0], still[1], still[2], draws, some, count)
+        parts = summary(draws, weights, fine, control, corrected=method is not None, xp=jnp)
         estimate = Estimate.of(parts.pop("log_prob"), "paths", **constant(parts))
         if method is not None and mixture is not None:
             rung = jnp.where(mixture.prior < 1, METHODS.index(method), estimate.rung)
