@@ -351,7 +351,7 @@ def summary(
         rest = relative if control is None else _regressed(relative, control.T, still, xp)
         base = xp.where(some, xp.mean(rest, axis=0), 1)
         relative, change = still(relative), xp.zeros_like(unit)
-        terms = draws.terms(still(rest / base))
+        terms = draws.terms(still(rest / base[None]))
         # The logarithm of a mean is low by half its variance.
         bias = 0.5 * xp.minimum(xp.var(terms, axis=0) / max(len(terms) - 1, 1), 1)
         if fine.shape[1]:
@@ -362,7 +362,7 @@ def summary(
             total = xp.where(total > 0, total, still(xp.mean(finer, axis=0) / base))
             change = xp.log(total)
             if corrected:  # both have as many independent terms
-                terms = (terms + 1.5 * differences / still(base)) / total[None]
+                terms = (terms + 1.5 * differences / still(base)[None]) / total[None]
         value = xp.log(base * unit) + shift + (1.5 * still(change) if corrected else 0)
         return {
             "log_prob": xp.where(some, value + still(bias), -xp.inf),
@@ -377,10 +377,10 @@ def summary(
 
 def _regressed(weights: Any, control: Any, still: Any, xp: Any) -> Any:
     """Weights `(K, P)` less their regression on a control with mean one, where a positive mean is left."""
-    centred = control - xp.mean(control, axis=0)
+    centred = control - xp.mean(control, axis=0)[None]
     slope = xp.sum(centred * still(weights), axis=0) / xp.maximum(xp.sum(centred**2, axis=0), 1e-30)
-    rest = weights - slope * (control - 1)
-    return xp.where(still(xp.mean(rest, axis=0)) > 0, rest, weights)
+    rest = weights - slope[None] * (control - 1)
+    return xp.where((still(xp.mean(rest, axis=0)) > 0)[None], rest, weights)
 
 
 class PullBack(AbstractEstimator):
