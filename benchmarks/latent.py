@@ -271,6 +271,7 @@ def mocap(
     spread: float,
     fold: int | None,
     plain: bool,
+    noise: float | None,
 ) -> None:
     """Fit all but the test series; with `fold`, fit 14 or 15 of these 19 and test on the others."""
     data = scipy.io.loadmat(file)
@@ -279,13 +280,20 @@ def mocap(
         apart = np.arange(len(series)) % 4 == fold
         series, test = series[~apart], series[apart]
     train = (plain_walks if plain else walks)(series, count, spread, np.random.default_rng(seed))
-    times = 0.1 * np.arange(test.shape[1])
+    times, sde = 0.05 * np.arange(test.shape[1]), None
+    if noise is not None:
+        # States that hardly move by themselves can keep the speed and the gait.
+        drift = rf.sde.RestoringDrift(dimension, 0.3, 64, 2, key=jax.random.key(seed))
+        diffusion = rf.DiagonalDiffusion(dimension, 64, key=jax.random.key(seed + 1))
+        bias = lambda tree: tree.network.biases[-1]
+        sde = rf.ItoSDE(drift, eqx.tree_at(bias, diffusion, jnp.full(dimension, np.log(np.expm1(noise)))))
     began = time.perf_counter()
     fitted = rf.fit_latent(
         [times[kept] for kept, _ in train],
         [values for _, values in train],
         dimension=dimension,
         key=jax.random.key(seed),
+        sde=sde,
         steps=steps,
         num_given=3,
         forecast_steps=forecast_steps,
@@ -299,7 +307,9 @@ def mocap(
         mean = jax.vmap(jax.vmap(lambda z: fitted.model.decoder(z).mean))(jnp.asarray(paths.states))
         errors.append(float(np.mean((np.asarray(mean).mean(0) - one[3:]) ** 2)))
     kind = "plain" if plain else "blended"
-    shown = f"seed {seed}, fold {fold}, {dimension} states, {count} {kind} walks, spread {spread}"
+    shown = (
+        f"seed {seed}, fold {fold}, {dimension} states, {count} {kind} walks, spread {spread}, noise {noise}"
+    )
     print(f"{shown}, {steps}+{forecast_steps} steps: {np.mean(errors):.2f}, of {np.round(errors, 2)}")
     print(f"  {seconds:.0f} s, loss {fitted.history.loss[-20:].mean():.4f}", flush=True)
     if fold is None:
@@ -467,6 +477,7 @@ if __name__ == "__main__":
     parser.add_argument("--spread", type=float, default=0.1)
     parser.add_argument("--forecast-steps", type=int, default=2000)
     parser.add_argument("--fold", type=int)
+    parser.add_argument("--noise", type=float)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--file", type=Path)

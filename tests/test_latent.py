@@ -118,11 +118,19 @@ def test_samples_start_at_the_initial_distribution(fitted):
 
 @pytest.fixture(scope="module")
 def default_fit():
-    """The default networks, for very few steps."""
-    return rf.fit_latent(
-        TIMES, VALUES, dimension=2, key=KEY, width=8, num_times=8, steps=20, num_given=3, forecast_steps=20,
-        validation=0.0, progress=False,
+    """The default networks, for very few steps, with series from a function."""
+    sizes = []
+
+    def draw(size, rng):
+        sizes.append(size)
+        return TIMES, VALUES
+
+    fitted = rf.fit_latent(
+        draw, dimension=2, key=KEY, width=8, num_times=8, steps=20, num_given=3, forecast_steps=20,
+        progress=False,
     )  # fmt: skip
+    assert sizes[0] == 1024 and len(sizes) >= 40 and set(sizes[1:]) == {64}
+    return fitted
 
 
 def test_training_lowers_the_loss(default_fit):
@@ -141,9 +149,8 @@ def test_a_saved_model_gives_the_same_numbers(default_fit, tmp_path):
 
 def test_units_do_not_matter(default_fit):
     """Times in days instead of years and values in other units: the same loss, up to rounding."""
-    times, values = [365 * t for t in TIMES], [1e6 * v for v in VALUES]
-    options = {"steps": 20, "validation": 0.0, "progress": False}
-    again = rf.fit_latent(times, values, dimension=2, key=KEY, width=8, num_times=8, **options)
+    draw = lambda size, rng: ([365 * t for t in TIMES], [1e6 * v for v in VALUES])
+    again = rf.fit_latent(draw, dimension=2, key=KEY, width=8, num_times=8, steps=20, progress=False)
     loss = default_fit.stages["SDE matching"].loss
     np.testing.assert_allclose(again.history.loss - np.log(1e6), loss, rtol=1e-4)
 
@@ -179,6 +186,12 @@ def test_bad_series_are_refused_in_one_line(times, values, message):
 def test_bad_arguments_are_refused(fitted):
     with pytest.raises(ValueError, match="dimension must be a positive whole number"):
         rf.fit_latent(TIMES, VALUES, dimension=0, key=KEY)
+    with pytest.raises(ValueError, match="times are a function that draws series: omit values"):
+        rf.fit_latent(lambda size, rng: (TIMES, VALUES), VALUES, dimension=2, key=KEY)
+    lengths = iter([8, 12])  # of all series in one draw
+    draw = lambda size, rng, n: ([t[:n] for t in TIMES], [v[:n] for v in VALUES])
+    with pytest.raises(ValueError, match="a series has 12 observations, but may have at most 8, as in the"):
+        rf.fit_latent(lambda size, rng: draw(size, rng, next(lengths)), dimension=2, key=KEY)
     with pytest.raises(ValueError, match="num_given must be less than 12"):
         rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, num_given=12)
     thin = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.ones((2, 1)))

@@ -1,6 +1,7 @@
 """Fit a latent SDE to one or many series."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from .._checks import check_callable, check_count, check_key, grouped_arguments
 from ..flow import MultivariateNormal
 from ..sde import AbstractSDE, DiagonalDiffusion, ItoSDE, RestoringDrift, check_sde, noise_dimension
 from ..series import Observed, panel
-from ..train import Fitted, RunOptions, TrainingOptions, fit
+from ..train import Fitted, RunOptions, TrainingOptions, fit, rng_of
 from ._bound import Forecasting, SDEMatching
 from ._latent_sde import LatentSDE, num_steps_in, padded
 from ._posterior import Encoder, NormalDecoder, Posterior
@@ -22,13 +23,14 @@ DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.9
 FEWEST_TO_VALIDATE = 10  # series
 LONGEST = 0.1  # time step of likelihoods, in units of the SDE
 LENGTH = 0.05  # time over which the posterior averages at first, in units of the SDE
+FIRST_DRAW = 1024  # series drawn from a function to initialise a model
 ROUNDING = 1e-6  # relative deviation of a column that is constant up to rounding
 
 
 @grouped_arguments(training=TrainingOptions, run=RunOptions)
 def fit_latent(
     times: Any,
-    values: Any,
+    values: Any = None,
     *,
     dimension: int,
     key: PRNGKeyArray,
@@ -57,7 +59,9 @@ def fit_latent(
     **Arguments:**
 
     - `times`, `values`: `(N,)` and `(N, p)`, or lists of them, one entry per series. Times may be irregular,
-      numbers or dates; NaN is a missing value.
+      numbers or dates; NaN is a missing value. For series that do not fit in memory, pass instead of both a
+      function of a number of series and a NumPy generator that returns two such lists: it is called for
+      1,024 series to initialise the model, and for a batch in every step. Times are then numbers.
     - `dimension`: the number of hidden states.
     - `sde`: an SDE with square σ, in the times of the data. By default
       `rf.ItoSDE(rf.sde.RestoringDrift(...), rf.DiagonalDiffusion(...))`, where each series starts at time 0
@@ -101,6 +105,11 @@ def fit_latent(
             raise ValueError("sde must have as many Brownian motions as states")
     if decoder is not None:
         check_callable("decoder", decoder, "from a state to a distribution of the values")
+    source = times if callable(times) else None
+    if source is not None:
+        if values is not None or window is not None or validation:
+            raise ValueError("times are a function that draws series: omit values, window and validation")
+        times, values = source(FIRST_DRAW, rng_of(check_key(key)))
     parts = [piece for part in panel(times, values, partial=True, fewest=2) for piece in cut(part, window)]
     longest = max(len(part.times) for part in parts)
     if num_given is not None and num_given >= longest:
@@ -109,7 +118,10 @@ def fit_latent(
     unit = decorrelation_time(parts) if sde is None else None
     model = initial_model(parts, dimension, unit, sde, decoder, initial, width, key_model)
     share = validation if validation is not None else 0.1 if len(parts) >= FEWEST_TO_VALIDATE else 0.0
-    rows = padded(parts, unit, np.asarray(model.posterior.encoder.location)).rows()
+    location = np.asarray(model.posterior.encoder.location)
+    rows = padded(parts, unit, location).rows()
+    if source is not None:
+        share, rows = 0.0, Drawn(source, unit, location, longest)
     options = {"validation": share, "progress": progress, "run": run}
     options["training"] = (training or TrainingOptions()).with_defaults(DEFAULTS)
     matching = SDEMatching(model.columns, num_times)
@@ -123,6 +135,24 @@ def fit_latent(
     tuned = fit(fitted.model, rows, key=key_tune, objective=forecasting, steps=forecast_steps, **options)
     stages = {"SDE matching": fitted.history, "forecasting": tuned.history}
     return replace(tuned, stages=stages)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Batches of series from a function of their number and a NumPy generator."""
+
+    source: Callable[[int, np.random.Generator], tuple[Any, Any]]
+    unit: float | None
+    location: np.ndarray
+    length: int  # most observations of a series
+
+    def batch(self, size: int, rng: np.random.Generator) -> np.ndarray:
+        parts = panel(*self.source(size, rng), partial=True, fewest=2)
+        longest = max(len(part.times) for part in parts)
+        if longest > self.length:
+            most = f"at most {self.length}, as in the first {FIRST_DRAW:,} series"
+            raise ValueError(f"a series has {longest} observations, but may have {most}: cut it")
+        return padded(parts, self.unit, self.location, self.length).rows()
 
 
 def second_file(path: Any) -> Path | None:

@@ -216,10 +216,10 @@ def num_steps_in(span: float, max_step: float) -> int:
     return 2 ** max(0, math.ceil(math.log2(span / max_step)))
 
 
-def padded(parts: list[Observed], unit: float | None, location: np.ndarray) -> Series:
-    """Series as arrays of one length, with missing values interpolated in time, or at `location` in a column
-    without values."""
-    length = max(len(part.times) for part in parts)
+def padded(parts: list[Observed], unit: float | None, location: np.ndarray, length: int = 0) -> Series:
+    """Series as arrays of one length, at least `length`, with missing values interpolated in time, or at
+    `location` in a column without values."""
+    length = max(length, *(len(part.times) for part in parts))
     rows = [_padded(part, length, unit, location) for part in parts]
     return Series(*(jnp.asarray(np.stack(leaves)) for leaves in zip(*rows, strict=True)))
 
