@@ -498,6 +498,7 @@ if __name__ == "__main__":
             given.spread,
             given.fold,
             given.plain,
+            given.noise,
         )
     elif given.part == "adjoint":
         adjoint(given.count, given.seconds)

@@ -105,7 +105,7 @@ def fit_latent(
             raise ValueError("sde must have as many Brownian motions as states")
     if decoder is not None:
         check_callable("decoder", decoder, "from a state to a distribution of the values")
-    source = times if callable(times) else None
+    source: Any = times if callable(times) else None
     if source is not None:
         if values is not None or window is not None or validation:
             raise ValueError("times are a function that draws series: omit values, window and validation")
