@@ -11,7 +11,7 @@ import pytest
 
 import roughflow as rf
 from benchmarks.latent import kalman, oscillator
-from roughflow.latent._fit_latent import initial_model
+from roughflow.latent._fit_latent import Drawn, initial_model
 from roughflow.series import panel
 
 KEY = jax.random.key(0)
@@ -189,10 +189,9 @@ def test_bad_arguments_are_refused(fitted):
         rf.fit_latent(TIMES, VALUES, dimension=0, key=KEY)
     with pytest.raises(ValueError, match="times are a function that draws series: omit values"):
         rf.fit_latent(lambda size, rng: (TIMES, VALUES), VALUES, dimension=2, key=KEY)
-    lengths = iter([8, 12])  # of all series in one draw
-    draw = lambda size, rng, n: ([t[:n] for t in TIMES], [v[:n] for v in VALUES])
+    drawn = Drawn(lambda size, rng: (TIMES, VALUES), None, np.zeros(4), 8)
     with pytest.raises(ValueError, match="a series has 12 observations, but may have at most 8, as in the"):
-        rf.fit_latent(lambda size, rng: draw(size, rng, next(lengths)), dimension=2, key=KEY)
+        drawn.batch(12, np.random.default_rng(0))
     with pytest.raises(ValueError, match="num_given must be less than 12"):
         rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, num_given=12)
     thin = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.ones((2, 1)))

@@ -99,12 +99,6 @@ def fit_latent(
     for name, number in {"num_given": num_given, "window": window}.items():
         if number is not None:
             check_count(name, number, least=2)
-    if sde is not None:
-        check_sde(sde)
-        if noise_dimension(sde, dimension, f"dimension is {dimension}") != dimension:
-            raise ValueError("sde must have as many Brownian motions as states")
-    if decoder is not None:
-        check_callable("decoder", decoder, "from a state to a distribution of the values")
     source: Any = times if callable(times) else None
     if source is not None:
         if values is not None or window is not None or validation:
@@ -171,6 +165,12 @@ def initial_model(
     key: PRNGKeyArray,
 ) -> LatentSDE:
     """A model before training, with principal components as states."""
+    if sde is not None:
+        check_sde(sde)
+        if noise_dimension(sde, dimension, f"dimension is {dimension}") != dimension:
+            raise ValueError("sde must have as many Brownian motions as states")
+    if decoder is not None:
+        check_callable("decoder", decoder, "from a state to a distribution of the values")
     keys = jax.random.split(key, 5)
     location, scale, loadings, direct = components(parts, dimension)
     if sde is None:
