@@ -25,8 +25,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
-from scipy import special
 
 from ._checks import as_real, as_shape, check_key
 
@@ -125,7 +125,7 @@ def noisy(centres: Array, noise: float, key: PRNGKeyArray) -> Array:
 
 def quadrature(num_nodes: int) -> tuple[Array, Array]:
     """Gauss–Legendre nodes and weights on [0, 1]."""
-    nodes, weights = special.roots_legendre(num_nodes)
+    nodes, weights = scipy.special.roots_legendre(num_nodes)
     return jnp.asarray(0.5 * (nodes + 1)), jnp.asarray(0.5 * weights)
 
 

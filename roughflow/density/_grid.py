@@ -29,8 +29,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
-from scipy import linalg
 
 from .._checks import NonFiniteError, as_real, check_positive, check_vector, is_traced
 from .._functions import fixed_functions
@@ -116,7 +116,7 @@ class Box(NamedTuple):
         x: np.ndarray, mean: np.ndarray, root: np.ndarray, margin: float, skewed: bool = True
     ) -> "Box":
         """The smallest box around points with sides along the columns of `root`, times a margin."""
-        units = linalg.solve_triangular(root, (x - mean).T, lower=True)
+        units = scipy.linalg.solve_triangular(root, (x - mean).T, lower=True)
         low, high = units.min(axis=1), units.max(axis=1)
         middle, half = 0.5 * (low + high), 0.5 * margin * (high - low)
         skew = skew_of(middle - half, middle + half) if skewed else 0 * mean
@@ -127,7 +127,7 @@ class Box(NamedTuple):
 
     def within(self, x: np.ndarray) -> np.ndarray:
         """u with x = centre + scale u."""
-        return linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
+        return scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
 
     def log_volume(self, size: int) -> np.ndarray:
         """Of x over that of y, on the mesh, `(nᵈ,)`."""
@@ -432,7 +432,7 @@ def term(state: Any, number: Any, apply: Callable, expansion: Any) -> Any:
 
 def matrix_exponential(matrix: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return linalg.expm(matrix)
+        return scipy.linalg.expm(matrix)
 
 
 @functools.partial(jit, level=1)
@@ -598,7 +598,7 @@ class Forecast(NamedTuple):
         # Below the noise of the mesh the tails are taken to be normal.
         seen = min(max(10 * float(-q.min() / q.max()), edge(q), level), 1e-2)
         root = np.linalg.cholesky(covariance)
-        units = linalg.solve_triangular(root, away[q.ravel() > seen * q.max()].T, lower=True).T
+        units = scipy.linalg.solve_triangular(root, away[q.ravel() > seen * q.max()].T, lower=True).T
         angle = np.linspace(0, 2 * np.pi, 64, endpoint=False)
         directions = np.array([[-1.0, 1.0]]) if d == 1 else np.array([np.cos(angle), np.sin(angle)])
         farthest = units[np.unique(np.argmax(units @ directions, axis=0))]
@@ -611,7 +611,7 @@ class Forecast(NamedTuple):
         rate = np.zeros((2 * d + 2, 2 * d + 2))  # of Z − mean and 1
         rate[:d, :d], rate[:d, d], rate[:d, d + 1 : -1] = -self.slope, -self.drift, self.noise
         rate[d + 1 :, d + 1 :] = -rate[: d + 1, : d + 1].T
-        step = linalg.expm(0.25 * span * rate)
+        step = scipy.linalg.expm(0.25 * span * rate)
         push = step[d + 1 :, d + 1 :].T
         added = push @ step[: d + 1, d + 1 :]
         state, square = np.append(0 * self.mean, 1), np.pad(self.covariance, ((0, 1), (0, 1)))
