@@ -95,7 +95,7 @@ class Devices:
             _AT_WORK.reset(before)
 
     def same(self, tree: Any) -> Any:
-        """Inside a jit: replicate on every device."""
+        """Replicate the arrays on every device; for use inside `jit`."""
         return self._constrained(tree, ())
 
     def back(self, tree: Any) -> Any:

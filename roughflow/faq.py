@@ -1,6 +1,6 @@
-"""References from messages to their explanation in docs/faq.md, for modules that must not import JAX too."""
+"""References from messages to their explanations in docs/faq.md, for callers that import JAX late."""
 
 
 def see(heading: str) -> str:
-    """The end of a message that refers to a heading of that page."""
+    """The text at the end of a message that names a heading of docs/faq.md."""
     return f" (see faq: {heading})"

@@ -145,7 +145,7 @@ def _series_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=as_names,
         metavar="COLUMN,…",
-        help="column of observed values, one for each component of the model that is observed",
+        help="columns of observed values, one for each observed component of the model",
     )
     parser.add_argument(
         "--model",

@@ -20,8 +20,8 @@ from roughflow.faq import see
 from roughflow.files import file_lock
 from roughflow.tables import second_file
 
-from .files import table_bytes
 from .process import INTERRUPTED, Refused
+from .tables import table_bytes
 
 # Options that may differ when a run is resumed.
 UNCOMPARED_OPTIONS = frozenset(

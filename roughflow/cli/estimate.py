@@ -17,9 +17,10 @@ from roughflow.faq import see
 from roughflow.train import progress_bar
 
 from .arguments import MODELS, SYSTEMS
-from .files import check_writable, with_figures, write_table
+from .files import check_writable, with_figures
 from .process import Refused
-from .tables import Series
+from .series import Series
+from .tables import write_table
 
 FIGURES, NUMBERS, FORECAST = "estimate.png", "estimate.json", "forecast.csv"
 UNIT_INTERVAL_MODELS = {"jacobi"}  # models of values between 0 and 1

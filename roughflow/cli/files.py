@@ -1,16 +1,11 @@
 """Check and write output files, check the input before JAX is imported, and read models."""
 
 import argparse
-import contextlib
-import csv
-import gzip
 import importlib
-import io
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,18 +13,16 @@ import roughflow as rf
 from roughflow.faq import see
 
 from .process import Refused
+from .series import read_inputs, read_series
 from .tables import (
     STANDARD,
     check_readable,
     counted,
-    is_compressed,
+    is_array,
     is_text,
     read_chunks,
-    read_inputs,
     read_mixed,
-    read_series,
     read_table,
-    separator,
     table_name,
 )
 
@@ -85,66 +78,6 @@ def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inpu
     if not (is_text(path) or (arrays and is_array(path))):
         endings = ".csv, .tsv (or either with .gz)" + (" or .npy" if arrays else "")
         raise Refused(f"{path}: {what} must end in {endings}")
-
-
-def is_array(path: Path | None) -> bool:
-    return path is not None and path.suffix.lower() == ".npy"
-
-
-def write_table(path: Path | None, header: Sequence[str], blocks: Iterable[Sequence[np.ndarray]]) -> None:
-    """Write blocks of columns of equal length as text, to a file or to standard output."""
-    with _text(path) as file:
-        _write_rows(file, path, [header])
-        for columns in blocks:
-            _write_rows(file, path, _cells(columns))
-
-
-def table_bytes(path: Path, columns: Sequence[np.ndarray], header: Sequence[str] | None) -> bytes:
-    """Rows as bytes of the file `path`, with or without a header. Concatenated gzip members are a valid
-    file."""
-    text = io.StringIO(newline="")
-    _write_rows(text, path, [] if header is None else [header])
-    _write_rows(text, path, _cells(columns))
-    data = text.getvalue().encode()
-    return gzip.compress(data, mtime=0) if is_compressed(path) else data
-
-
-def _write_rows(file: IO[str], path: Path | None, rows: Iterable[Iterable[str]]) -> None:
-    between = "," if path is None else separator(path)
-    csv.writer(file, lineterminator="\n", delimiter=between).writerows(rows)
-
-
-def _cells(columns: Sequence[np.ndarray]) -> Iterator[tuple[str, ...]]:
-    # str() of a NumPy number is the shortest text that reads back the same in its own precision.
-    return zip(*(map(str, column) for column in columns), strict=True)
-
-
-@contextlib.contextmanager
-def _text(path: Path | None) -> Iterator[IO[str]]:
-    if path is None or path == STANDARD:
-        yield sys.stdout
-        return
-    with rf.files.whole_file(path) as draft, open(draft, "wb") as raw:
-        if is_compressed(path):
-            # Without the time stamp, so that the same table gives the same file.
-            with (
-                gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
-                io.TextIOWrapper(packed, "utf-8", newline="") as file,
-            ):
-                yield file
-        else:
-            with io.TextIOWrapper(raw, "utf-8", newline="") as file:
-                yield file
-
-
-def write_npy(path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
-    """Write blocks of rows as one array of this shape."""
-    with rf.files.whole_file(path) as draft, open(draft, "wb") as file:
-        for i, block in enumerate(blocks):
-            if i == 0:
-                described = {"descr": block.dtype.str, "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_2_0(file, described)
-            file.write(np.ascontiguousarray(block).tobytes())
 
 
 def look_at_input(arguments: argparse.Namespace) -> None:

@@ -15,9 +15,9 @@ from roughflow.density import Warnings
 from roughflow.train import progress_bar
 
 from .checkpoint import KeptRows, alone, begin, check_checkpoint, checkpoint_of, stopped
-from .files import check_table, chunks_for, read_model, write_table
+from .files import check_table, chunks_for, read_model
 from .process import TERMINATED, Refused, Terminated
-from .tables import STANDARD
+from .tables import STANDARD, write_table
 
 
 @dataclasses.dataclass

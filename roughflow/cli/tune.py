@@ -17,9 +17,9 @@ import roughflow as rf
 from roughflow.faq import see
 
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
-from .files import check_table, check_writable, is_array, write_npy, write_table
+from .files import check_table, check_writable
 from .process import Refused
-from .tables import STANDARD
+from .tables import STANDARD, is_array, write_npy, write_table
 
 
 def tune(arguments: argparse.Namespace) -> int:

@@ -64,7 +64,7 @@ class Outcome(eqx.Module):
     """The result of solving a batch.
 
     - `z`: the final states `(B, d)`; for a sample with an error, its last valid state.
-    - `log_change`: ∫ div over the solve `(B,)`, with the sign of the direction.
+    - `log_change`: `(B,)`, the integral of the divergence along the solve, from its first time to its last.
     - `status`: `(B,)`, the reason for its end, a code of `rf.flow.Status`.
     - `time`: `(B,)`, time of the error, as a fraction of the horizon.
     """

@@ -1,6 +1,6 @@
 """Stage 9, MCMC: samplers built from SDEs with a given stationary density."""
 
-from ._chain import Chain as Chain, sample_chain as sample_chain
+from ._sample_chain import Chain as Chain, sample_chain as sample_chain
 from ._sampler import (
     AbstractSampler as AbstractSampler,
     AdjustedSampler as AdjustedSampler,

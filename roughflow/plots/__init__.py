@@ -1,8 +1,8 @@
 """Figures: densities, samples, paths, and diagnostics of fits and estimates.
 
-Each function draws on the given axes, or on new ones of the width of a column, and returns them. The settings
-of matplotlib are not changed. Colours are those of Okabe and Ito, which are safe for colour-blind readers,
-and shades of one hue for densities.
+Each function draws on the given axes, or on new ones as wide as one column of a paper, and returns
+them. The settings of matplotlib are not changed. Colours are those of Okabe and Ito, which are safe for
+colour-blind readers, and shades of one hue for densities.
 
 ```python
 from roughflow import plots

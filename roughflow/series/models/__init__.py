@@ -7,7 +7,7 @@ from ._distributions import (
     Transformed as Transformed,
     linear_step as linear_step,
 )
-from ._models import (
+from ._named import (
     CKLS as CKLS,
     SIR as SIR,
     BrownianMotion as BrownianMotion,
@@ -24,7 +24,7 @@ from ._models import (
     OrnsteinUhlenbeck as OrnsteinUhlenbeck,
     StochasticVolatility as StochasticVolatility,
 )
-from ._named import (
+from ._parametric import (
     AbstractNamedSDE as AbstractNamedSDE,
     ParametricSDE as ParametricSDE,
     exact_transition as exact_transition,

@@ -1,0 +1,246 @@
+"""The interface of named SDEs, starting values from moments, and SDEs from plain functions."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..._checks import as_real, check_callable, check_instance, finite_array
+from ...sde import AbstractItoSDE, AbstractSDE
+from ...transition import AbstractCoordinates
+from .._observed import Observed, is_partial, panel
+from .._parameters import Domain
+from ._distributions import AbstractDistribution
+
+SLOWEST, FASTEST = 0.1, 3.0  # bounds of mean-reversion rates, over the whole series and over one step
+MAX_ELASTICITY = 1.5
+
+
+class Increments:
+    """Values `x` `(N, d)`, the increments `dx` that follow them, and their time steps `dt` `(N,)`."""
+
+    def __init__(self, times: Any, values: Any):
+        series = panel(times, values)
+        self.x = np.concatenate([one.values[:-1] for one in series])
+        self.dx = np.concatenate([np.diff(one.values, axis=0) for one in series])
+        self.dt = np.concatenate([np.diff(one.times) for one in series])
+
+    def column(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The values, increments and time steps of one component, `(N,)` each."""
+        return self.x[:, i], self.dx[:, i], self.dt
+
+    def positive(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same for a positive component. Values that are negative because of measurement noise become 1 %
+        of the median."""
+        x, dx, dt = self.column(i)
+        return np.maximum(x, 0.01 * np.median(np.abs(x))), dx, dt
+
+    def residual_sizes(self, dx: np.ndarray, drift: np.ndarray) -> np.ndarray:
+        """|dx − drift dt| / √dt, the size of the noise in each increment."""
+        return np.abs(dx - drift * self.dt) / np.sqrt(self.dt)
+
+
+def regression(dx: np.ndarray, dt: np.ndarray, *terms: np.ndarray) -> np.ndarray:
+    """Regression coefficients of a drift that is a sum of `terms`, with increments weighted by their time
+    step; one column per component for increments `(N, d)`."""
+    root = np.sqrt(dt)
+    return np.linalg.lstsq(np.stack(terms, axis=1) * root[:, None], (dx.T / root).T)[0]
+
+
+def mean_reversion(x: np.ndarray, dx: np.ndarray, dt: np.ndarray) -> tuple[float, float]:
+    """κ and μ of a drift κ(μ − x), by regression."""
+    constant, slope = regression(dx, dt, np.ones_like(x), x)
+    kappa = float(np.clip(-slope, SLOWEST / dt.sum(), FASTEST / np.median(dt)))
+    return kappa, float(np.clip(constant / kappa, *np.quantile(x, [0.05, 0.95])))
+
+
+def elasticity(x: np.ndarray, size: np.ndarray) -> float:
+    """γ of noise proportional to x^γ, by log-log regression."""
+    log_size = np.log(np.maximum(size, 1e-3 * size.mean()))
+    return float(np.clip(np.polyfit(np.log(x), log_size, 1)[0], 0.0, MAX_ELASTICITY))
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
+
+
+def parameter(value: float | Array) -> Array:
+    """A field of a model as a float array. Other types are left for the model to refuse by name."""
+    try:
+        return jnp.asarray(as_real("parameter", value), float)
+    except (TypeError, ValueError):
+        return value  # pyright: ignore[reportReturnType]
+
+
+class AbstractNamedSDE(AbstractItoSDE):
+    """An Itô SDE whose fields are its parameters.
+
+    `domains` are the ranges of the parameters by name; `coordinates` the variables in which the SDE is
+    solved; `exact_transition` the distribution of X(t + dt), if it has a closed form; `expansion` a series
+    for log p(x₁ | x₀) over long times; `components` the names of the components of the state.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    class Logistic(rf.series.AbstractNamedSDE):
+        rate: float
+        capacity: float
+        sigma: float
+        domains = {name: rf.series.Domain(lower=0.0) for name in ("rate", "capacity", "sigma")}
+
+        @property
+        def coordinates(self):
+            return rf.transition.Logarithm()
+
+        def drift(self, t, z):
+            return self.rate * z * (1 - z / self.capacity)
+
+        def diffusion(self, t, z):
+            return self.sigma * z[:, None]
+
+    rf.transition_log_prob(Logistic(1.0, 2.0, 0.3), jnp.ones(1), jnp.ones(1), 0.1, key=jax.random.key(0))
+    ```
+    """
+
+    domains: ClassVar[Mapping[str, Domain]]
+    components: ClassVar[tuple[str, ...]] = ("value",)
+
+    def __check_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.metadata.get("converter") is parameter or isinstance(
+                value, float | jax.Array | np.ndarray
+            ):
+                finite_array(field.name, value)
+
+    @property
+    @abc.abstractmethod
+    def coordinates(self) -> AbstractCoordinates:
+        """The variables in which the SDE is solved."""
+
+    def exact_transition(self, x0: Array, dt: Array) -> AbstractDistribution | None:
+        """The distribution of X(t + dt) given X(t) = x₀ `(d,)`; None (default) without a closed form.
+
+        The result is a module with `log_prob(x1)` for x₁ of shape `(d,)`, `sample(key)` and, if d = 1,
+        `cdf(x1)`.
+        """
+        return None
+
+    def short_transition(self, x0: Array, dt: Array) -> AbstractDistribution | None:
+        """A first-order approximation of the transition distribution for short dt, used in simulations. None
+        (default) uses local linearisation in the coordinates of the SDE."""
+        return None
+
+    def expansion(self, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
+        """log p(x₁ | x₀) from a series that converges fast for long times, and its truncation error, which is
+        large for short times. None (the default) if there is no such series."""
+        return None
+
+    def stationary(self, unknown: tuple[int, ...]) -> AbstractDistribution | None:
+        """The stationary distribution of the components `unknown` of the state; None (default) without it."""
+        return None
+
+    @classmethod
+    def from_series(cls, times: Any, values: Any) -> Self:
+        """The SDE with parameters estimated from moments of a series. `rf.fit_sde` uses them as starting
+        values if it is passed the class. Missing values are interpolated, and hidden components come from
+        `hidden_values`.
+
+        ```python
+        import numpy as np
+        import roughflow as rf
+
+        x = 1 + 0.3 * np.sin(np.arange(60) ** 2)
+        rf.CoxIngersollRoss.from_series(np.arange(60) / 12, x)
+        ```
+        """
+        series = panel(times, values, partial=is_partial(values))
+        increments = Increments([one.times for one in series], [cls._completed(one) for one in series])
+        count, dimension = increments.x.shape[1], cls.dimension
+        if isinstance(dimension, int) and count != dimension:
+            raise ValueError(f"values have {count} columns, but {cls.__name__} has dimension {dimension}")
+        return cls(**cls.starting_values(increments))
+
+    @classmethod
+    def _completed(cls, one: Observed) -> np.ndarray:
+        """The values of a series, with estimates where they are missing."""
+        whole = one.values.copy()
+        hidden = [i for i in range(whole.shape[1]) if np.isnan(whole[:, i]).all()]
+        guess = cls.hidden_values(one) if hidden else {}
+        for i in range(whole.shape[1]):
+            if i in hidden and i not in guess:
+                raise ValueError(
+                    f"{cls.__name__} has no starting values if component {i} is hidden: pass an SDE with "
+                    f"starting values such as {cls.__name__}(...), not the class"
+                )
+            whole[:, i] = guess[i] if i in hidden else np.interp(one.times, *one.known(i))
+        return whole
+
+    @classmethod
+    def hidden_values(cls, one: Observed) -> dict[int, np.ndarray]:
+        """A rough estimate of hidden components `(N,)`, by index, for starting values; empty by default."""
+        return {}
+
+    @classmethod
+    def starting_values(cls, increments: Increments) -> dict[str, Any]:
+        """Starting values of the parameters by name, from the increments of a series."""
+        raise TypeError(
+            f"{cls.__name__} does not define starting_values: pass an SDE with starting values, such as "
+            f"{cls.__name__}(...)"
+        )
+
+
+def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribution | None:
+    """The exact transition distribution of any SDE, or None."""
+    known = sde.exact_transition(x0, dt) if isinstance(sde, AbstractNamedSDE) else None
+    if known is None and hasattr(sde, "exact_log_prob"):
+        raise TypeError(
+            f"{type(sde).__name__} defines exact_log_prob, which is no longer used: define "
+            "exact_transition(x0, dt), which returns a distribution with log_prob, sample and cdf"
+        )
+    return known
+
+
+def expansion(sde: AbstractSDE, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
+    """The expansion of the transition density of any SDE, or None."""
+    return sde.expansion(x0, x1, dt) if isinstance(sde, AbstractNamedSDE) else None
+
+
+class ParametricSDE(AbstractItoSDE):
+    """The Itô SDE dX = μ(t, X; θ) dt + σ(t, X; θ) dB, with θ a dictionary of numbers or arrays.
+
+    ```python
+    import jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.ParametricSDE(
+        lambda t, x, p: p["a"] - p["b"] * x,
+        lambda t, x, p: p["s"] * jnp.eye(1),
+        {"a": 0.1, "b": 1.0, "s": 0.3},
+    )
+    ```
+    """
+
+    parameters: dict[str, Array]
+    drift_function: Callable[[Array, Array, dict[str, Array]], Array]
+    diffusion_function: Callable[[Array, Array, dict[str, Array]], Array]
+
+    def __init__(self, drift: Callable, diffusion: Callable, parameters: Mapping[str, float | Array]):
+        check_callable("drift", drift, "(t, x, parameters) -> (d,)")
+        check_callable("diffusion", diffusion, "(t, x, parameters) -> (d, m)")
+        check_instance("parameters", parameters, Mapping, "a dictionary of numbers by name")
+        self.drift_function = drift
+        self.diffusion_function = diffusion
+        self.parameters = {name: finite_array(name, value) for name, value in parameters.items()}
+
+    def drift(self, t: Array, z: Array, *inputs: Array) -> Array:
+        return self.drift_function(t, z, self.parameters, *inputs)
+
+    def diffusion(self, t: Array, z: Array, *inputs: Array) -> Array:
+        return self.diffusion_function(t, z, self.parameters, *inputs)
