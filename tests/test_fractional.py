@@ -244,14 +244,17 @@ def dense(noise, times, x):
 X = np.asarray(MODEL.sample(0.5, 0.1, 29, key=jax.random.key(3))) + 0.2 * np.sin(np.arange(30.0) ** 2)
 
 
+def likelihood_of(times, x, noise, key):
+    options = {"coordinates": None, "exact": True}
+    return _likelihood(MODEL, panel(times, x), Observation(noise), {}, {}, (), key, options)
+
+
 @pytest.mark.parametrize("noise", [0.2, None])
 def test_errors_and_gaps_leave_the_density_normal(noise, key):
     """The likelihood, the states and a forecast, by dense matrices."""
     there = np.isin(np.arange(30), [1, 7, 8, 9, 20], invert=True)
     times, x = 0.1 * np.arange(30)[there], X[there]
-    whole = _likelihood(
-        MODEL, panel(times, x), Observation(noise), {}, {}, (), key, {"coordinates": None, "exact": True}
-    )
+    whole = likelihood_of(times, x, noise, key)
     truth = [float(v) for v in (MODEL.kappa, MODEL.mu, MODEL.sigma, MODEL.hurst)]
     free = whole.parameters.to_free(np.array(truth + ([noise] if noise else [])))
     value, mean, covariance, rows = dense(noise or 0.0, times, x)
@@ -298,9 +301,8 @@ def test_a_hurst_exponent_is_estimated(key):
 
 
 def test_without_memory_the_likelihood_is_that_of_transitions(key):
-    # As many values as above, so that both tests share their programs.
-    times, x = 0.05 * np.arange(401), np.sin(np.arange(401.0) ** 2)
-    whole = rf.fit_sde(rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, 0.5), times, x, key=key).likelihood
+    times, x = 0.05 * np.arange(101), np.sin(np.arange(101.0) ** 2)
+    whole = likelihood_of(times, x, None, key)
     free = whole.parameters.to_free(np.array([1.3, 0.2, 0.6, 0.5]))
     known = rf.series_likelihood(rf.OrnsteinUhlenbeck(1.3, 0.2, 0.6), times, x, key=key)
     np.testing.assert_allclose(
