@@ -101,8 +101,9 @@ __all__ = [  # noqa: F405, RUF022  (in pipeline order)
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Import a public name on first use, with only the stage it needs: JAX is slow to import, and `roughflow
-    --help` does not need it. `rf.plots` is imported separately, because it needs matplotlib."""
+    """Import a public name on first use, and only the modules that this name needs: JAX is slow to import,
+    and `roughflow --help` does not need JAX. `rf.plots` is imported separately, because it needs
+    matplotlib."""
     if name == "plots":
         return _importlib.import_module(".plots", __name__)
     place = _places().get(name)
@@ -121,8 +122,8 @@ def __dir__() -> list[str]:
 
 @_functools.cache
 def _places() -> dict[str, str]:
-    """The module of each public name, including those of the stages: the content of `_public`, without
-    importing it."""
+    """The module of each public name, including the names of the stages. The file `_public` is parsed, not
+    imported."""
     text = _pkgutil.get_data(__name__, "_public.py")
     assert text is not None
     imports = [node for node in _ast.parse(text).body if isinstance(node, _ast.ImportFrom)]

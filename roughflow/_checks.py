@@ -23,7 +23,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .faq import see
 
-# Packages between a warning and the user's program.
+# Packages whose stack frames may lie between a warning and the user's program.
 INTERNAL = ("roughflow.", "jax.", "equinox.", "sklearn.", "joblib.")
 _shown_warnings: set[tuple[str, int, str]] = set()
 
@@ -37,13 +37,13 @@ class OutOfStepsError(RuntimeError):
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is traced, inside a `jit`, `grad` or `vmap`."""
+    """Whether a value is traced, as inside a `jit`, `grad` or `vmap`."""
     return isinstance(value, Tracer)
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user's program that called the library. A scikit-learn search over many fits
-    warns once per message, regardless of the numbers in it."""
+    """Warn at the line of the user's program that called the library. In a scikit-learn search over many
+    fits, messages that differ only in their numbers are shown once."""
     frame, level, searching = sys._getframe(1), 2, False
     while frame.f_back is not None and (name := frame.f_globals.get("__name__", "")).startswith(INTERNAL):
         searching |= name.startswith("sklearn.model_selection")
@@ -57,7 +57,7 @@ def warn(message: str) -> None:
 
 
 def check_key(key: Any, *, many: bool = False) -> PRNGKeyArray:
-    """Return `key` if it is one typed key, or an array of them if `many`; else raise."""
+    """Return `key` if it is a typed key or, with `many`, an array of typed keys; otherwise raise an error."""
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if many or key.shape == ():
             return key
@@ -107,7 +107,7 @@ def check_number(
     below: float = math.inf,
     most: float = math.inf,
 ) -> None:
-    """Refuse anything but a finite real number within the bounds. Traced values pass."""
+    """Refuse anything but a finite real number within the bounds. Traced values are accepted."""
     if is_traced(value):
         return
     number = np.asarray(value) if not isinstance(value, str | bytes) else np.asarray(None)
@@ -125,7 +125,7 @@ def check_number(
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse numbers or arrays that are not finite and positive. Traced values pass."""
+    """Refuse numbers or arrays that are not finite and positive. Traced values are accepted."""
     if is_traced(value):
         return
     array = np.asarray(value)
@@ -157,8 +157,8 @@ Result = typing.TypeVar("Result")
 def grouped_arguments(
     **options: type,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Decorate a function that takes options objects, one dataclass per argument named here. Passing a field
-    of a dataclass as a separate argument raises a `TypeError` that says where the field belongs."""
+    """Decorator for functions with arguments that are options dataclasses, given here by name. If a field of
+    such a dataclass is passed as an argument of its own, a `TypeError` says where the field belongs."""
     public_name = lambda kind: f"rf.{kind.__module__.split('.')[1]}.{kind.__name__}"
     places = {}
     for argument, kind in options.items():
@@ -231,8 +231,8 @@ def _wanted(kind: Any) -> str:
 
 
 def _fits(value: Any, kind: Any, *, static: bool) -> bool:
-    """Whether a value has a type. Numbers and arrays are interchangeable, as in a model, but an array cannot
-    be static. Unknown types match everything."""
+    """Whether a value has a type. Numbers and arrays are interchangeable, but an array is refused for a
+    static field. Types that are not known here match everything."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, one, static=static) for one in arguments)
@@ -266,8 +266,8 @@ def _is_numeric(value: Any) -> bool:
 
 
 def as_shape(shape: Any, numbers: int = 1) -> tuple[int, ...]:
-    """A shape as a tuple; a whole number is one axis. A shape is refused if `numbers` per entry would not fit
-    in memory."""
+    """A shape as a tuple; a whole number is a shape with one axis. A shape is refused if an array with
+    `numbers` numbers per entry would not fit in memory."""
     axes = (shape,) if is_whole(shape) else shape
     if not isinstance(axes, tuple | list) or not all(is_whole(n) and n >= 0 for n in axes):
         raise ValueError(f"shape must be a tuple of non-negative whole numbers, got {shown(shape)}")
@@ -276,7 +276,7 @@ def as_shape(shape: Any, numbers: int = 1) -> tuple[int, ...]:
 
 
 def check_memory(what: str, numbers: int) -> None:
-    """Refuse a request for more memory than there is, because XLA would end the process."""
+    """Refuse a request for more memory than is available, because XLA would end the process."""
     need = numbers * jax.dtypes.canonicalize_dtype(float).itemsize
     if need > 2**28 and need > (have := _memory()):
         raise ValueError(
@@ -302,7 +302,7 @@ def as_real(name: str, value: Any) -> Any:
             raise ValueError(f"{name} must be real numbers, got complex ones")
         return value
     if np.ma.is_masked(value):
-        raise ValueError(f"{name} has masked values: fill them, or drop them")
+        raise ValueError(f"{name} has masked values: fill or drop them")
     try:
         array = np.asarray(value)
         if array.dtype == object and array.ndim:
@@ -325,10 +325,10 @@ def check_vector(name: str, value: Any, dimension: int) -> None:
 
 
 def check_finite(name: str, value: Any) -> None:
-    """Refuse NaN and infinity, naming the first such row. Traced values pass."""
+    """Refuse NaN and infinity, with the first such row in the message. Traced values are accepted."""
     if is_traced(value):
         return
-    # In NumPy, because inside a jit jnp would trace even a concrete value.
+    # NumPy, because inside a jit jnp would trace even a concrete value.
     rows = np.atleast_2d(np.isfinite(np.asarray(value)).all(axis=-1))
     if rows.all():
         return

@@ -1,4 +1,4 @@
-"""Distribution of a batch over one device, several, or those of several processes."""
+"""Distribution of a batch over one or several devices, of one or several processes."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +19,10 @@ from jaxtyping import Array
 from ._checks import check_count, shown
 from .faq import see
 
-# Error messages of collectives and of the coordination service if a process does not answer.
+# Words in error messages of collectives and of the coordination service if a process does not answer.
 COLLECTIVE_ERRORS = ("Gloo", "NCCL", "coordination", "heartbeat", "Connection", "Socket closed")
 DevicesLike = int | Sequence[jax.Device] | Mesh | None
-# The devices of the current trace, and the arrays that are differentiated.
+# The devices of the current trace, and the arrays with respect to which it differentiates.
 _AT_WORK: ContextVar[tuple[Mesh | None, list[Any]]] = ContextVar("_AT_WORK", default=(None, []))
 
 
@@ -30,7 +30,7 @@ def check_backend() -> None:
     """Raise an error if JAX has no device, as with JAX_PLATFORMS=cuda and no GPU."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError):  # JAX fails in several ways
+    except (RuntimeError, AssertionError):  # JAX raises different errors
         wanted = jax.config.jax_platforms  # pyright: ignore
         raise RuntimeError(
             f"JAX finds no device of the platform {wanted!r} in JAX_PLATFORMS: unset it to use "
@@ -40,17 +40,17 @@ def check_backend() -> None:
 
 @dataclass(frozen=True)
 class Devices:
-    """Rows of a batch are split between the devices of a mesh; everything else is replicated. Without a mesh
-    nothing is moved."""
+    """The devices of a run. Rows of a batch are split between the devices of a mesh, and everything else is
+    replicated. Without a mesh no array is moved."""
 
     mesh: Mesh | None = None
 
     @staticmethod
     def of(devices: DevicesLike) -> "Devices":
-        """A number of devices per process, the given devices, or those of a mesh; by default JAX's default
-        device, or all devices if there are several processes."""
+        """Devices from a number per process, a list, or a mesh; by default JAX's default device, or all
+        devices if there are several processes."""
         if isinstance(devices, Mesh):
-            # `jax.make_mesh` may return one that requires explicit sharding of every result.
+            # `jax.make_mesh` is not used, because its mesh may require explicit sharding of every result.
             return Devices(Mesh(devices.devices, devices.axis_names))
         if devices is None:
             if jax.process_count() == 1:
@@ -67,13 +67,14 @@ class Devices:
         return Devices(Mesh(np.array(chosen), ("rows",)))
 
     def put(self, tree: Any) -> Any:
-        """Replicate the arrays of a pytree on every device; all processes must have the same."""
+        """Replicate the arrays of a pytree on every device; all processes must pass the same arrays."""
         if self.mesh is None:
             return tree
         return jax.tree.map(lambda leaf: self._placed(leaf, PartitionSpec()), tree)
 
     def put_rows(self, rows: np.ndarray, axis: int) -> Any:
-        """Split the rows of an array between devices, if they divide evenly."""
+        """Split the rows of an array between devices, if their number is a multiple of the number of
+        devices."""
         if self.mesh is None:
             return jnp.asarray(rows)
         even = rows.shape[axis] % self.mesh.size == 0
@@ -107,11 +108,12 @@ class Devices:
 
     @property
     def own(self) -> list[Any]:
-        """The devices of this process; none if none were given."""
+        """The devices of this process; empty without a mesh."""
         return [] if self.mesh is None else list(self.mesh.local_devices)
 
     def all_reduce_min(self, numbers: Sequence[int]) -> list[int]:
-        """The minimum over all processes of each number: clocks and key presses differ between processes."""
+        """The minimum of each number over all processes, because clocks and key presses differ between
+        processes."""
         if not self.several:
             return list(numbers)
         return np.min(multihost_utils.process_allgather(np.array(numbers)), axis=0).tolist()
@@ -133,7 +135,7 @@ class Devices:
             return leaf
         values = np.asarray(leaf)
         values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
-        # Each process has its own part of the rows, so nothing is sent.
+        # Each process has its own part of the rows, so no data are sent.
         return jax.make_array_from_callback(values.shape, sharding, lambda place: values[place])
 
     def _constrained(self, tree: Any, axes: tuple[Any, ...]) -> Any:
@@ -146,17 +148,18 @@ class Devices:
 
 def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
     """`function(shared, *rows)`, where each entry of the result depends on one row: each device computes its
-    own rows, if they divide evenly.
+    own rows, if the number of rows is a multiple of the number of devices.
 
-    XLA alone would sum derivatives in `shared` over devices in every step of a loop, array by array. Here
-    they are summed once at the end, in a single message between processes.
+    Without this function, XLA would sum derivatives with respect to `shared` over devices in every step of a
+    loop, array by array. Here they are summed once at the end, in one message between processes.
     """
     mesh, trained = _AT_WORK.get()
     if mesh is None or mesh.size == 1 or len(rows[0]) % mesh.size:
         return function(shared, *rows)
     known = {id(leaf) for leaf in trained}
     dynamic, static = eqx.partition(shared, eqx.is_array)
-    # Empty arrays are created inside, because as arguments they make the compiler of JAX 0.11 crash.
+    # Empty arrays are created inside the function, because as arguments they make the compiler of JAX 0.11
+    # crash.
     full, empty = eqx.partition(dynamic, lambda leaf: leaf.size > 0)
     moving, fixed = eqx.partition(full, lambda leaf: id(leaf) in known)
     vector, back = ravel_pytree(moving)
@@ -171,7 +174,7 @@ def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
 
 
 def _each(function: Callable[..., Any], mesh: Mesh, ins: Any, out: Any) -> Callable[..., Any]:
-    """`jax.shard_map`, with the name and option of the installed version of JAX."""
+    """`jax.shard_map`, under the name and with the option that the installed version of JAX has."""
     if hasattr(jax, "shard_map"):
         return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)
     from jax.experimental.shard_map import shard_map
@@ -180,7 +183,7 @@ def _each(function: Callable[..., Any], mesh: Mesh, ins: Any, out: Any) -> Calla
 
 
 def _first(count: int) -> list[Any]:
-    """A number of devices of each process."""
+    """The first `count` devices of each process."""
     there = [
         [device for device in jax.devices() if device.process_index == i] for i in range(jax.process_count())
     ]
@@ -193,13 +196,14 @@ def _first(count: int) -> list[Any]:
 
 
 def is_leader() -> bool:
-    """Whether this process writes files and shows progress: the first, or the only one."""
+    """Whether this process writes files and shows progress: true for the first of several processes, or for a
+    single one."""
     return jax.process_index() == 0
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A context for work of all processes: if one of them ends, the others raise an error."""
+    """A context for work in which all processes take part: if one of them ends, the others raise an error."""
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         _take_turns()
     try:
@@ -207,20 +211,19 @@ def together() -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if jax.process_count() == 1 or not any(word in str(error) for word in COLLECTIVE_ERRORS):
             raise
-        message = "another process of this run ended: restart all of them to continue from the checkpoint"
+        message = "another process of this run ended: restart all processes to continue from the checkpoint"
         raise RuntimeError(message + see("several-devices")) from error
 
 
 def _take_turns() -> None:
-    """Prevent threads of this process from preempting each other when they wake up, if the system supports
-    it.
+    """Prevent threads of this process from preempting each other when they wake up, if the system allows it.
 
-    The thread that carries Gloo's messages spins on a lock. If it preempts the thread that holds the lock, on
-    a busy machine, it spins for its whole time slice: 4 ms instead of 0.3 ms for each sum over the processes.
+    Gloo's communication thread spins on a lock. If, on a busy machine, it preempts the thread that holds the
+    lock, it spins for its whole time slice: a sum over processes then takes 4 ms instead of 0.3 ms.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
     for thread in map(int, os.listdir("/proc/self/task")):
-        with suppress(OSError):  # it has ended, or the system does not allow it
+        with suppress(OSError):  # the thread has ended, or the system does not allow it
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

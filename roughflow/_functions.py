@@ -1,9 +1,9 @@
-"""A user's function as data: a sequence of operations, and its numbers.
+"""A user's function as data: the sequence of its operations, and the numbers in it.
 
 A function that is defined again, in a loop over a parameter or in a notebook cell that runs twice, is a new
-object to JAX, which recompiles every program with it. Its operations are the same; only its numbers differ.
-`Opened` holds the operations as static data, compared by structure, and the numbers as arrays. A program is
-compiled for the operations and takes the numbers as arguments.
+object for JAX, which would recompile every program that calls it. Yet its operations are the same, and only
+the numbers in it differ. `Opened` holds the operations as static data, compared by structure, and the numbers
+as arrays. A program is compiled for the operations and takes the numbers as arguments.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from jaxtyping import Array
 
 from ._checks import is_traced
 
-# Functions of these packages are compared by identity.
+# Functions of these packages are not opened; they are compared by identity.
 LIBRARIES = frozenset(
     """
     blackjax diffrax equinox jax jaxlib jaxtyping lineax numpy numpyro optax optimistix roughflow scipy
     """.split()  # noqa: SIM905
 )
-# Programs that are inlined, by their names in different versions of JAX.
+# Calls of other programs that are inlined, by their names in different versions of JAX.
 INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
 CUSTOM_RULES = {"custom_jvp_call": jax.jvp, "custom_vjp_call": jax.vjp, "custom_vjp_call_jaxpr": jax.vjp}
-# Values that cannot change while a function refers to them.
+# Types of values that cannot change while a function refers to them.
 FIXED = (bool, bytes, complex, float, int, np.generic, str, type, types.ModuleType, types.NoneType)
 
 
 class Signature(NamedTuple):
-    """The arguments that a function is traced for, and other dependencies of a trace."""
+    """The shapes and types of the arguments of a traced function, and other dependencies of the trace."""
 
     structure: Any
     types: tuple[tuple[tuple[int, ...], Any, bool], ...]  # shape, dtype and whether it is weak
@@ -49,8 +49,8 @@ class Signature(NamedTuple):
 class MissingSignature(BaseException):
     """An opened function was called with arguments that it has not been traced for.
 
-    The signature is None for arguments that are not arrays. It is not an `Exception`, so that code that
-    reports failing functions does not catch it.
+    The signature is None for arguments that are not arrays. This class is not an `Exception`, so that code
+    that catches the exceptions of functions does not catch it.
     """
 
     def __init__(self, name: Any, signature: Signature | None):
@@ -78,13 +78,14 @@ class Opened(eqx.Module):
 
 
 class Operation(NamedTuple):
-    """One primitive of a trace. Inputs are indices of earlier values, ("number", i) or ("literal", x)."""
+    """One primitive of a trace. An input is the index of an earlier value, ("number", i) or ("literal",
+    x)."""
 
     equation: Any  # a JaxprEqn
     inputs: Sequence[Any]
 
     def read(self, values: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-        """The inputs."""
+        """The values of the inputs."""
         kinds = {"number": lambda i: numbers[i], "literal": lambda atom: atom.val}
         return [
             values[place] if isinstance(place, int) else kinds[place[0]](place[1]) for place in self.inputs
@@ -103,7 +104,7 @@ class Operation(NamedTuple):
 
 
 class Trace:
-    """The operations of a function for one signature. Equal ones are the same object."""
+    """The operations of a function for one signature. Equal traces are the same object."""
 
     def __init__(self, signature: Signature, operations: list[Operation], outputs: Any, rebuild: Callable):
         self.signature = signature
@@ -123,14 +124,15 @@ _traces: weakref.WeakValueDictionary[Any, Trace] = weakref.WeakValueDictionary()
 _opened: weakref.WeakKeyDictionary[Any, tuple[Any, dict]] = weakref.WeakKeyDictionary()
 
 
-# Functions and their traces while `fixed_functions` holds.
+# Functions and their traces inside the context `fixed_functions`; None outside.
 _session: ContextVar[dict[int, tuple[Any, dict]] | None] = ContextVar("session", default=None)
 
 
 @contextmanager
 def fixed_functions() -> Iterator[None]:
-    """Trace each function of the user once in this context, for a computation that calls many programs:
-    what a function closes over cannot always be compared, and a trace takes milliseconds."""
+    """A context in which each function of the user is traced only once, for a computation that calls many
+    programs. Otherwise a function is traced, in milliseconds, for every call, because its closure cannot
+    always be compared."""
     token = _session.set({} if _session.get() is None else _session.get())
     try:
         yield
@@ -139,7 +141,8 @@ def fixed_functions() -> Iterator[None]:
 
 
 def is_users_function(leaf: Any) -> bool:
-    """Whether a leaf is a function that may be defined again: not from a library or an imported module."""
+    """Whether a leaf is a function that may be defined again: one that is not from a library or an imported
+    module."""
     if not callable(leaf) or isinstance(leaf, type | jax.Array | np.ndarray):
         return False
     module = getattr(leaf, "__module__", None) or ""
@@ -175,7 +178,7 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
             try:
                 traced = trace(function, signature)
             except Exception:
-                continue  # the program itself will report the error
+                continue  # the compiled program will report the error
             if any(map(is_traced, traced[1])) or (state is None and session is None):
                 found.append(traced)
                 continue
@@ -189,7 +192,7 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
 
 
 def explicit(function: Callable, *arguments: Array) -> Opened:
-    """A function with its closure as arrays, for arguments like these.
+    """A function in which the arrays of its closure are parameters, for arguments like `arguments`.
 
     Custom derivative rules of the solvers differentiate only in their explicit arguments.
     """
@@ -217,7 +220,8 @@ def trace(function: Callable, signature: Signature) -> tuple[Trace, tuple[Array,
 
 
 class _Rebuild(NamedTuple):
-    """A result rebuilt from its arrays: its structure, and leaves, None for an array."""
+    """How to rebuild a result from its arrays: its structure, and its leaves, with None in place of
+    arrays."""
 
     structure: Any
     leaves: tuple[Any, ...]
@@ -234,7 +238,7 @@ class _Rebuild(NamedTuple):
 
 
 def _trace(function: Callable, signature: Signature) -> tuple[Any, tuple[Array, ...]]:
-    """The constructor arguments of a `Trace`, and the numbers."""
+    """The constructor arguments of a `Trace`, and the numbers of the function."""
     results: list[_Rebuild] = []
 
     def flat(*arrays: Array) -> list[Array]:
@@ -255,7 +259,7 @@ def flat_operations(
     function: Callable, arguments: Sequence[Array], *, opaque: frozenset[str] = frozenset()
 ) -> tuple[list[Operation], list[Any]]:
     """The operations of a function of arrays, and its numbers. Functions with custom derivative rules are
-    flattened too, but those named in `opaque` are one operation each."""
+    flattened too, but each function named in `opaque` is one operation."""
     closed = jax.make_jaxpr(function)(*arguments)
     flattened = _Flattened(len(arguments), INLINED | CUSTOM_RULES.keys() | {"checkpoint", "remat"}, opaque)
     flattened.add(closed.jaxpr, closed.consts, list(range(len(arguments))))
@@ -271,7 +275,7 @@ def name_of(equation: JaxprEqn) -> str:
 
 
 class _Flattened:
-    """The operations of a program and of those it calls, in order."""
+    """The operations of a program and of the programs it calls, in order."""
 
     def __init__(
         self, arguments: int, inlined: frozenset[str] = INLINED, opaque: frozenset[str] = frozenset()
@@ -301,7 +305,7 @@ class _Flattened:
         return [self._literal(atom) if isinstance(atom, Literal) else places[atom] for atom in jaxpr.outvars]
 
     def _inlined(self, equation: JaxprEqn) -> ClosedJaxpr | None:
-        """The program that an equation calls, if it is to be inlined."""
+        """The program that an equation calls, if it is to be inlined; else None."""
         if equation.primitive.name not in self.inlined or name_of(equation) in self.opaque:
             return None
         called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -311,7 +315,8 @@ class _Flattened:
         atom = equation.invars[i]
         if not isinstance(atom, Literal):
             return places[atom]
-        # A square or a root is faster than a power, so such an exponent is part of the operation.
+        # A square or a root is faster than a power, so the exponent of a square or root is part of the
+        # operation.
         if equation.primitive.name == "pow" and i == 1 and float(2 * atom.val).is_integer():
             return ("literal", atom)
         return self._literal(atom)
@@ -382,7 +387,8 @@ def _rule_key(equation: JaxprEqn, within: tuple) -> Any:
 
 
 def _key(value: Any, within: tuple) -> Any:
-    """A parameter of an operation in comparable form; by identity as a last resort."""
+    """A parameter of an operation in a form that can be compared; as a last resort it is compared by
+    identity."""
     if isinstance(value, ClosedJaxpr):
         return (_jaxpr_key(value.jaxpr, within), tuple(map(_Identity, value.consts)))
     if isinstance(value, Jaxpr):
@@ -401,7 +407,7 @@ def _key(value: Any, within: tuple) -> Any:
 
 
 def _jaxpr_key(jaxpr: Jaxpr, within: tuple) -> Any:
-    """A program within an operation, including its numbers."""
+    """A program inside an operation in comparable form, including its numbers."""
     places: dict[Var, int] = {}
     define = lambda variables: [places.setdefault(variable, len(places)) for variable in variables]
     read = lambda atom: _literal_key(atom) if isinstance(atom, Literal) else places[atom]
@@ -416,14 +422,14 @@ def _jaxpr_key(jaxpr: Jaxpr, within: tuple) -> Any:
 
 
 def _state(function: Any, seen: tuple = ()) -> Any:
-    """The objects a function refers to, to detect changes; None if it may change undetected."""
+    """The objects to which a function refers, to detect changes; None if changes cannot be detected."""
     if not isinstance(function, types.FunctionType) or function in seen:
         return None
     referred: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:
             referred.append(cell.cell_contents)
-        except ValueError:  # not set yet
+        except ValueError:  # a cell that is not set yet
             return None
     codes = [function.__code__]
     for code in codes:
@@ -444,7 +450,7 @@ def _state(function: Any, seen: tuple = ()) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """JAX arrays, modules of them, and functions of libraries."""
+    """Whether a value cannot change: JAX arrays, modules of them, and functions of libraries."""
     if isinstance(value, eqx.Module):
         return all(isinstance(leaf, FIXED) or _is_constant(leaf) for leaf in jax.tree.leaves(value))
     if isinstance(value, jax.Array):
@@ -453,9 +459,9 @@ def _is_constant(value: Any) -> bool:
 
 
 def trainable(tree: Any) -> Any:
-    """Whether each leaf is a parameter: a floating-point array outside of parts that are given.
+    """For each leaf, whether it is a parameter: a floating-point array outside parts that are not trained.
 
-    A zero gradient does not keep a target fixed, because weight decay changes all parameters.
+    A zero gradient would not suffice to keep a target fixed, because weight decay changes all parameters.
     """
     part = lambda node: node is not tree and isinstance(node, eqx.Module)
     mark = lambda node: trainable(node) if part(node) else eqx.is_inexact_array(node)

@@ -1,4 +1,4 @@
-"""Batches of small linear systems, by operations over the whole batch.
+"""Batches of small linear systems, solved by operations on the whole batch.
 
 LAPACK is not used: it loops over matrices, which is slow for a hundred thousand 2 × 2 matrices. Moreover, two
 of its batched calls that run concurrently on a CPU can deadlock (jaxlib 0.10: each blocks in
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Sums of up to this many terms over columns, rows or directions are written out: separate arrays fuse better
-# on a CPU than one stacked array. Above it, one batched product keeps the program small.
+# Sums over at most this many columns, rows or directions are unrolled, because XLA fuses separate arrays
+# better than one stacked array on a CPU. For more terms, one batched product keeps the program small.
 UNROLL = 8
 # Systems up to this size are unrolled; for larger ones a loop is as fast and compiles faster.
 SMALL = 3
@@ -20,7 +20,8 @@ def solve(matrix: Array, right: Array) -> Array:
     """A⁻¹B for `matrix` `(B, d, d)` and `right` `(B, d, k)`; infinite or NaN where A is singular."""
     if matrix.shape[-1] <= SMALL:
         return _eliminate(matrix, right)[0]
-    # Derivatives come from the equation, not from the steps of the elimination.
+    # Derivatives come from the linear equation (implicit function theorem), not from the steps of the
+    # elimination.
     return jax.lax.custom_linear_solve(
         lambda x: jnp.einsum("bij,bjk->bik", matrix, x),
         right,
@@ -37,8 +38,8 @@ def log_abs_det(matrix: Array) -> Array:
 
 
 def orthonormal(matrix: Array) -> tuple[Array, Array]:
-    """Orthonormal directions `(B, d, D)` that span the rows of the matrix, and the norm that each row adds to
-    the span of those before, `(B, d)`; not differentiable. Gram–Schmidt, applied twice."""
+    """Orthonormal directions `(B, d, D)` that span the rows of the matrix, and the norm of the component of
+    each row orthogonal to the rows before, `(B, d)`; not differentiable. Gram–Schmidt, applied twice."""
 
     def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         directions, sizes = state
@@ -88,7 +89,7 @@ def _sweep(matrix: Array, right: Array) -> tuple[Array, Array]:
 def _eliminate(matrix: Array, right: Array) -> tuple[Array, Array]:
     """Gaussian elimination with partial pivoting: A⁻¹B, by operations linear in B, and log |det A|.
 
-    Rows are separate arrays, because gathers would be slower to compile and to run.
+    Rows are separate arrays, because gather operations would be slower to compile and to run.
     """
     d = matrix.shape[-1]
     rows = [(matrix[:, i], right[:, i]) for i in range(d)]

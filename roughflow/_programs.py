@@ -27,21 +27,21 @@ except ImportError:  # JAX before 0.8
     from jax.experimental import enable_x64  # pyright: ignore
 
 # Maximum number of cached programs; least recently used ones are dropped. On Linux a process may have 65,530
-# memory maps, and the compiler crashes if there are no more; a program takes about forty.
+# memory maps, and the compiler crashes if there are no more; a compiled program takes about forty.
 MAX_PROGRAMS = 512
 
-# On a CPU, level 1 without fusion emitters takes a third of the time to compile: a first estimate took 11.0 s
-# of processor time without these options and 4.2 s with them, a second one 0.71 s and 0.85 s. Level 0 would
-# take 3.7 s.
+# On a CPU, optimisation level 1 without fusion emitters takes a third of the time to compile. A first
+# estimate took 11.0 s of processor time without these options and 4.2 s with them (3.7 s at level 0); a
+# second one took 0.71 s without and 0.85 s with them.
 EMITTERS, LEVEL = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
-# On a GPU most compilation time is spent tuning Triton kernels for matrix products. Those of cuBLAS are as
-# fast here, and a first fit or estimate takes a third to a half of the time.
+# On a GPU most compilation time is spent tuning Triton kernels for matrix products. The kernels of cuBLAS are
+# as fast here; with them, a first fit or estimate takes a third to a half of the time.
 ON_GPU: Mapping[str, bool | int] = {"xla_gpu_enable_triton_gemm": False}
 
-MESSAGE_AFTER = 3.0  # seconds of compilation
+MESSAGE_AFTER = 3.0  # seconds of compilation, after which a message is shown
 
 _programs: OrderedDict[Any, "_Program"] = OrderedDict()
-# Information on programs by their arguments: signatures of functions, or whether code reads the values of
+# What is known of programs, by their arguments: signatures of functions, or whether code reads the values of
 # floats.
 _signatures: OrderedDict[Any, dict[Any, list[Any]]] = OrderedDict()
 _asking: OrderedDict[Any, bool] = OrderedDict()
@@ -51,13 +51,13 @@ Result = TypeVar("Result")
 
 
 def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> Callable[Arguments, Result]:
-    """Like `eqx.filter_jit`, for programs that are called repeatedly with other numbers.
+    """Like `eqx.filter_jit`, for programs that are called repeatedly with different numbers.
 
     Floats in the arguments, such as a rate or an end time in a module, are not compiled into the program, nor
     are the numbers in functions of the user (`roughflow._functions`). Code that reads the value of a float
-    (`if rate > 1`, `math.exp`) gets a program for each value. The number of programs is bounded. On a CPU a
-    `level` of 1 or 0 spends less time on compilation: 0 for programs that do little, 1 for those that do
-    more, none for those that run long.
+    (`if rate > 1`, `math.exp`) gets a program for each value. The number of programs is bounded. On a CPU,
+    `level` is the optimisation level of the compiler: 0 for programs with little work, 1 for programs with
+    more, and None (full optimisation) for programs that run long.
     """
 
     @functools.wraps(function)
@@ -69,7 +69,8 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
 
 
 def _with_opened_functions(function: Callable, level: int | None, arguments: tuple) -> Any:
-    """Call a program with users' functions in the arguments opened, for the required signatures."""
+    """Call a program after opening users' functions among its arguments, for the signatures that the program
+    requires."""
     leaves, structure = jax.tree.flatten(arguments)
     users = [i for i, leaf in enumerate(leaves) if is_users_function(leaf)]
     if not users:
@@ -93,7 +94,7 @@ def _with_opened_functions(function: Callable, level: int | None, arguments: tup
 
 
 def _with_dynamic_floats(function: Callable, level: int | None, leaves: list, structure: Any) -> Any:
-    """Call a program with floats as arrays, unless it reads their values."""
+    """Call a program with floats converted to arrays, unless its code reads their values."""
     if not any(map(_is_float, leaves)):
         return _run(function, level, leaves, structure)
     key = (function, structure)
@@ -113,7 +114,7 @@ def _run(function: Callable, level: int | None, leaves: list, structure: Any) ->
     """Call the program for arguments of this kind; compile it if needed."""
     dynamic = [leaf for leaf in leaves if eqx.is_array(leaf)]
     traced = is_traced(jnp.asarray(0.0)) or any(map(is_traced, dynamic))
-    # A nested program has no options of its own.
+    # A nested program cannot have compiler options.
     options = {} if traced else known_options(level)
     config: Any = jax.config
     key = (function, structure, tuple(map(_kind, leaves)), tuple(options.items()), config.jax_enable_x64)
@@ -130,7 +131,8 @@ def _run(function: Callable, level: int | None, leaves: list, structure: Any) ->
 
 
 class _Program:
-    """A function of arrays, compiled on its first call. Its memory is freed with it."""
+    """A function of arrays, compiled on its first call. Deleting the object frees the memory of the
+    program."""
 
     def __init__(self, function: Callable, structure: Any, static: list, options: dict[str, bool | int]):
         rest: list[Any] = []
@@ -165,13 +167,14 @@ class _Program:
 
 
 def _halves(result: Any) -> tuple[Any, list[Any]]:
-    """The arrays in a result, and a list with its other parts."""
+    """The arrays in a result, and a list of its other parts."""
     arrays, rest = eqx.partition(result, eqx.is_array)
     return arrays, [rest]
 
 
 def _entry(table: OrderedDict, key: Any, make: Callable[[], Any]) -> Any:
-    """An entry of a table of at most `MAX_PROGRAMS` entries; the least recently used one is dropped."""
+    """The entry of `table` for `key`, made if needed. A table has at most `MAX_PROGRAMS` entries; the least
+    recently used one is dropped."""
     if key not in table:
         table[key] = make()
         while len(table) > MAX_PROGRAMS:
@@ -181,7 +184,7 @@ def _entry(table: OrderedDict, key: Any, make: Callable[[], Any]) -> Any:
 
 
 def drop_programs() -> None:
-    """Drop all programs that the library holds."""
+    """Drop all compiled programs that the library holds."""
     for table in (_programs, _signatures, _asking):
         table.clear()
 
@@ -209,11 +212,12 @@ def in_double_precision(function: Callable[Arguments, Result]) -> Callable[Argum
 
 
 def exact_products() -> AbstractContextManager[object]:
-    """Matrix products in full precision, unless the user has set another. GPUs use ten bits of float32 by
-    default, an error of 0.01 nats in a log-density, for little or no gain in time.
+    """A context with matrix products in full precision, unless the user has set another precision. By default
+    GPUs use ten bits of float32, which causes errors of 0.01 nats in a log-density and saves little or no
+    time.
 
-    "float32" is a synonym of "highest". The kernels of small networks, with errors of 1e-5, are used only
-    with the default setting (`sde/_jets.py`)."""
+    "float32" is a synonym of "highest". The kernels of small networks, with errors of 1e-5, are used only if
+    the user has set no precision (`sde/_jets.py`)."""
     is_set = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
     if is_set or jax.default_backend() == "cpu":
         return nullcontext()
@@ -222,7 +226,7 @@ def exact_products() -> AbstractContextManager[object]:
 
 @functools.cache
 def known_options(level: int | None) -> dict[str, bool | int]:
-    """Options for fast compilation that this version of XLA supports and that the user has not set."""
+    """The options for fast compilation that the installed XLA supports and that the user has not set."""
     backend, options = jax.default_backend(), {}
     if backend == "cpu" and level is not None:
         options = {EMITTERS: False, LEVEL: level}
@@ -244,7 +248,7 @@ def _are_known(options: Mapping[str, bool | int]) -> bool:
 
 
 class _Burst:
-    """Programs compiled one after another, reported once."""
+    """Programs that are compiled one after another; one message reports them all."""
 
     began = ended = -np.inf
     reported = False

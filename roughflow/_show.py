@@ -21,7 +21,7 @@ def is_known(*values: Any) -> bool:
 
 
 def number(value: Any) -> str:
-    """A number in a few digits; a placeholder if it is traced."""
+    """A number with a few digits; a placeholder if it is traced."""
     try:
         return f"{float(value):.4g}"
     except TypeError:  # also raised by JAX for a traced number
@@ -39,7 +39,7 @@ def named(value: Any) -> str:
 
 
 def settings(value: Any) -> str:
-    """An object with those of its fields that are plain numbers or modules."""
+    """The name of an object, with its fields that are numbers or modules."""
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     parts = [(field.name, getattr(value, field.name, None)) for field in fields]
     plain = lambda part: named(part) if isinstance(part, eqx.Module) else f"{part:g}"
@@ -62,7 +62,7 @@ def shortened(items: Sequence[str], most: int = 2 * ENDS) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines with right-aligned numbers under their names, the last column left-aligned."""
+    """The lines of a table with right-aligned columns, except the last, which is left-aligned."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     side = lambda i: "<" if i == len(header) - 1 else ">"

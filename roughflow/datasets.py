@@ -1,7 +1,7 @@
-"""Two-dimensional distributions with known densities: data to fit, and the truth to compare with.
+"""Two-dimensional distributions with known densities: data to fit, and true densities to compare models with.
 
-They have the shapes and scales common in papers on normalizing flows, but all densities are exact, so that
-the excess loss of a model over the truth can be computed.
+Shapes and scales are those of the data sets common in papers on normalizing flows. All densities are exact,
+so that the excess of the loss of a model over the entropy can be computed.
 
 ```python
 import jax
@@ -50,12 +50,13 @@ Window = tuple[float, float, float, float]
 
 
 class AbstractDistribution(eqx.Module):
-    """A distribution on the plane with its density. Those here have no parameters, so results are comparable.
+    """A distribution on the plane with its density. The distributions of this module have no parameters, so
+    that results are comparable.
 
     - `entropy`: −E log p(Z) in nats, the minimum of the expected negative log-likelihood of a model.
     - `extent`: (left, right, bottom, top) of a window that shows the distribution.
 
-    It has the interface of a base, so a flow may also start from it.
+    A distribution has the interface of a base, so a flow may also start from it.
 
     ```python
     import jax
@@ -92,7 +93,8 @@ class AbstractDistribution(eqx.Module):
 
 
 class AbstractSmoothDistribution(AbstractDistribution):
-    """A distribution with a smooth density around the origin. Its entropy is an integral on a grid."""
+    """A distribution with a smooth density around the origin. Its entropy is integrated numerically on a
+    grid."""
 
     extent: ClassVar[Window] = (-4.0, 4.0, -4.0, 4.0)
 
@@ -103,7 +105,8 @@ class AbstractSmoothDistribution(AbstractDistribution):
 
 @functools.lru_cache
 def entropy_on_grid(distribution: AbstractDistribution) -> float:
-    """−∫ p log p by the trapezoidal rule, with errors up to 2e-5 for the star and 1e-6 for the others."""
+    """−∫ p log p by the trapezoidal rule, with an error of up to 2e-5 for the star and 1e-6 for other
+    distributions."""
     side, step = np.linspace(-5, 5, 161, retstep=True)
     grid = np.stack(np.meshgrid(side, side), axis=-1)
     with jax.ensure_compile_time_eval():
@@ -321,7 +324,7 @@ class Star(AbstractSmoothDistribution):
         mean = self._petal(jnp.arctan2(z[..., 1], jnp.where(radius > 0, z[..., 0], 1)))
         # sin 10(θ + π) = sin 10θ: both coordinates have the same mean.
         along = jnp.logaddexp(log_normal(radius - mean, self.noise), log_normal(-radius - mean, self.noise))
-        # 1/|z| is infinite at the origin, where the mass is below e⁻⁵⁰: keep plots finite there.
+        # 1/|z| is infinite at the origin, where the density is below e⁻⁵⁰ otherwise: keep plots finite.
         return along - LOG_2PI - jnp.log(jnp.maximum(radius, 1e-4))
 
     def _petal(self, angle: Array) -> Array:

@@ -24,15 +24,15 @@ from roughflow import plots
 from roughflow.datasets import DISTRIBUTIONS, AbstractDistribution, Banana, Star
 from roughflow.report import write_report
 
-BATCH, PATHS, RATE = 64, 4, 3e-3  # of the paper's method, whose steps with noise take half a second
-ROWS, WIDTH = 200_000, 128  # of the regression
-TEST, NOISY_TEST = 4000, 1000  # new points to score on
-SCORED, MANY = 128, 4096  # paths per point with a learned proposal; for points that it misses
-HISTOGRAM, PIXELS = 150_000, 96  # samples, and cells per side
+BATCH, PATHS, RATE = 64, 4, 3e-3  # settings of the paper's method, whose steps with noise take half a second
+ROWS, WIDTH = 200_000, 128  # training rows of a regression, and width of its network
+TEST, NOISY_TEST = 4000, 1000  # numbers of new points on which models are scored, without and with noise
+SCORED, MANY = 128, 4096  # paths per point, and for points that none of these paths reaches
+HISTOGRAM, PIXELS = 150_000, 96  # number of samples in a histogram, and of pixels per side
 
 
 class Trained(eqx.Module):
-    """A flow, the proposal it was trained with, and the training time in seconds."""
+    """A flow, the proposal with which it was trained, and the training time in seconds."""
 
     flow: rf.StochasticFlow
     proposal: rf.density.AbstractProposal
@@ -41,12 +41,12 @@ class Trained(eqx.Module):
 
     @property
     def cheap(self) -> rf.PullBack:
-        """Densities for a map, with few paths from the learned proposal."""
+        """Log-densities for a heat map, with few paths from the learned proposal."""
         return rf.PullBack(1 if self.flow.noise_dimension == 0 else 32, self.proposal)
 
 
 class Regressed(eqx.Module):
-    """A model fitted by regression, without noise, in the units of the data; and the training time in
+    """A model fitted by regression, without noise and in the units of the data, and the training time in
     seconds."""
 
     model: rf.tables.Standardised
@@ -54,7 +54,7 @@ class Regressed(eqx.Module):
     seconds: float
 
     def noisy(self, noise: float) -> rf.tables.Standardised:
-        """The same distribution, with noise added afterwards; 0 for none."""
+        """The model with noise added after training, which keeps the distribution; 0 for no noise."""
         flow = rf.with_noise(self.model.flow, noise or None)
         return eqx.tree_at(lambda model: model.flow, self.model, flow)
 
@@ -109,7 +109,8 @@ class Run:
     ) -> Regressed:
         """The regression: `rf.fit_density` without likelihood steps, so that no ODE is solved.
 
-        `steps` corresponds to `beside` steps of `train`, and scales with them if another number is requested.
+        `steps` is the number of steps for `beside` steps of `train`; if `--steps` changes the latter, it
+        changes in proportion.
         """
         steps = steps if self.steps is None else -(-steps * self.steps // beside)
         rows = np.asarray(distribution.sample(key=self.key("rows"), shape=(ROWS,)))
@@ -128,8 +129,8 @@ class Run:
         return Regressed(**self._kept(label, fit))
 
     def _kept(self, label: str, fit: Callable[[dict], tuple[rf.train.Fitted, dict]]) -> dict:
-        """The result of `fit`, with its losses and seconds: from the file `NAME-LABEL.rf` if it exists, else
-        by training, which resumes an interrupted run."""
+        """The model that `fit` returns, its losses and the training time: loaded from `NAME-LABEL.rf` if this
+        file exists, otherwise trained, after resuming an interrupted run."""
         file = self.out / f"{self.name}-{label}.rf"
         checkpoint = file.with_suffix(".checkpoint")
         if self.resume and file.exists():
@@ -151,8 +152,8 @@ class Run:
     def excess(
         self, trained: Trained, distribution: AbstractDistribution, *, count: int | None = None
     ) -> dict:
-        """The excess of −E log p over the entropy on new points, with the learned proposal. It is slightly
-        too high if the proposal misses paths, which `effective_paths` shows."""
+        """The excess of −E log p over the entropy on new points, with the learned proposal. The estimate is
+        slightly too high if the proposal misses paths; `effective_paths` is then low."""
         noisy = trained.flow.noise_dimension > 0
         estimator = rf.PullBack(SCORED if noisy else 1, trained.proposal)
         return self._scored(
@@ -167,7 +168,7 @@ class Run:
         *,
         count: int | None = None,
     ) -> dict:
-        """The same with this noise added afterwards, and the default estimator."""
+        """The excess of a model with this noise added after training, with the default estimator."""
         count = count or (NOISY_TEST if noise else TEST)
         return self._scored(regressed, regressed.noisy(noise), distribution, None, count)
 
@@ -179,14 +180,14 @@ class Run:
         estimator: rf.PullBack | None,
         count: int,
     ) -> dict:
-        # All models share the same first points.
+        # All models are scored on the same points, or on the first of these.
         x = distribution.sample(key=self.key("test"), shape=(TEST,))[:count]
         began = time.perf_counter()
         estimate = model.estimate(x, key=self.key("score"), estimator=estimator)
         value = np.array(estimate.log_prob, float)
         lost = np.flatnonzero(np.isneginf(value))
         if lost.size and estimator is not None:
-            # No path to these points was found; many paths give a lower bound.
+            # No path to these points was found; many more paths give a lower bound.
             many = rf.PullBack(MANY, estimator.proposal)
             value[lost] = model.log_prob(x[lost], key=self.key("lost"), estimator=many)
         gap = np.asarray(distribution.log_prob(x), float) - value
@@ -206,7 +207,7 @@ class Run:
         }
 
     def log_density(self, trained: Trained):
-        """log p for a map of the plane."""
+        """log p at points of the plane, for a heat map."""
         return lambda z: trained.flow.log_prob(z, key=self.key("map"), estimator=trained.cheap)
 
     def picture(self, regressed: Regressed, noise: float, extent: plots.Window) -> np.ndarray:
@@ -219,8 +220,8 @@ class Run:
         return np.asarray(estimate.log_prob).reshape(points.shape[:2])
 
     def histogram(self, model: rf.tables.Standardised, extent: plots.Window) -> np.ndarray:
-        """log p in the cells of `plots.grid(extent, PIXELS)` from samples: with noise, much cheaper than a
-        density in each cell and as accurate."""
+        """log p in the pixels of `plots.grid(extent, PIXELS)`, from a histogram of samples. With noise, a
+        histogram is much cheaper than a density estimate at each pixel, and as accurate."""
         x = np.asarray(model.sample(key=self.key("histogram"), shape=(HISTOGRAM,)))
         rows, columns, _ = plots.grid(extent, PIXELS).shape
         window = [extent[:2], extent[2:]]
@@ -242,7 +243,8 @@ class Run:
 
 
 def kolmogorov(samples: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray | jax.Array]) -> float:
-    """The largest difference between the distribution function of samples and a given one."""
+    """The Kolmogorov distance: the largest difference between the distribution function of samples and a
+    given one."""
     samples = np.sort(samples)
     ranks = np.arange(len(samples) + 1) / len(samples)
     truth = np.asarray(cdf(samples))
@@ -265,7 +267,7 @@ def paper_flow(
     """The paper's model in two dimensions: a drift network of four layers with 64 units, a base N(0, I), and
 
     σ(z) = λ [[1, σ₁(z)], [σ₂(z), 1]] with one hidden layer of 64 units, or σ = λI if it is not learned.
-    `grid` is the number of solver steps; if there are too few, training exploits their errors.
+    `grid` is the number of solver steps; with too few, training exploits the solver errors.
     """
     key_drift, key_noise = jax.random.split(key)
     if noise == 0:
@@ -279,12 +281,12 @@ def paper_flow(
     return rf.StochasticFlow(sde, base, integrator=rf.FixedGrid(steps=grid))
 
 
-# About a minute on two cores.
+# The demo takes about a minute on two cores.
 DEMO_ROWS, DEMO_HELD_OUT, DEMO_TEST, DEMO_DRAWN = 20_000, 1000, 4000, 4000
 DEMO_STEPS, DEMO_LIKELIHOOD = 2000, 20
 DEMO_NOISE = 0.5
 DEMO_EXTENT = (-4.0, 4.0, -10.0, 5.0)
-DEMO_RESOLUTION = 96  # of the map, per side
+DEMO_RESOLUTION = 96  # pixels per side of the heat map
 
 
 def demo(
@@ -352,9 +354,9 @@ def _score(run: Run, model: rf.tables.Standardised, banana: Banana, x: np.ndarra
 
 
 def _panels(run: Run, model: rf.tables.Standardised, banana: Banana, metrics: dict) -> Figure:
-    """The true density, that of the flow, and samples without and with noise."""
+    """The true density, the density of the flow, and samples of the flow without and with noise."""
     figure, axes = plt.subplots(1, 4, figsize=(11.4, 4.4), layout="constrained")
-    top = float(jnp.exp(banana.log_prob(jnp.zeros(2))))  # at its peak, to use one scale for both maps
+    top = float(jnp.exp(banana.log_prob(jnp.zeros(2))))  # the true peak, to use one scale for both maps
     plots.density(banana.log_prob, extent=DEMO_EXTENT, ax=axes[0], maximum=top)
     axes[0].set_title("the true density", fontsize=11)
     density = lambda z: model.log_prob(z, key=run.key("map"))
@@ -365,7 +367,7 @@ def _panels(run: Run, model: rf.tables.Standardised, banana: Banana, metrics: di
     axes[2].set_title("samples of the flow", fontsize=11)
     noisy = dataclasses.replace(model, flow=rf.with_noise(model.flow, DEMO_NOISE))
     plots.samples(noisy.sample(key=run.key("noisy"), shape=(DEMO_DRAWN,)), extent=DEMO_EXTENT, ax=axes[3])
-    axes[3].set_title(f"the same with noise, λ = {DEMO_NOISE:g}", fontsize=11)
+    axes[3].set_title(f"samples with noise, λ = {DEMO_NOISE:g}", fontsize=11)
     for ax in axes[1:]:
         ax.set_ylabel("")
     return figure
@@ -375,7 +377,7 @@ FIG1_FUNCTIONS, FIG1_FINE = 6, 1024
 
 
 def fig1(run: Run) -> dict:
-    """The same path, projected onto six functions of each driver."""
+    """Figure 1: one path, projected onto six functions of each driver."""
     fine = rf.PiecewiseLinear(FIG1_FINE).sample(key=run.key("path"))
     drivers = {
         f"Karhunen–Loève, n = {FIG1_FUNCTIONS}": rf.KarhunenLoeve(FIG1_FUNCTIONS),
@@ -393,8 +395,9 @@ def fig1(run: Run) -> dict:
 
 FIG2_STEPS, FIG2_REGRESSION, FIG2_WIDTH = 600, 6000, 64
 FIG2_WALK, FIG2_CHAINS = 10_000, 64  # Euler–Maruyama steps, and paths, of which the first is drawn
-# The duration of a path. `autocorrelation_time` of the stationary paths tells how much of the distribution it
-# can have explored. Larger noise along the curve explores faster and needs shorter steps.
+# The duration of a path. The duration divided by `autocorrelation_time` tells how much of the stationary
+# distribution a path can have explored. With larger noise along the curve, paths explore faster but need
+# shorter steps.
 FIG2_HORIZONS, PAPER_HORIZON = {"staying-identity": 1000.0, "staying-along": 300.0}, 100.0
 FIG2_EXTENT = (-4.0, 4.0, -12.0, 5.0)
 FIG2_NOISE = 1.0
@@ -409,11 +412,12 @@ def along(t: jax.Array, z: jax.Array) -> jax.Array:
 def fig2(run: Run) -> dict:
     """Figure 2: σ = I and a state-dependent σ, by two methods.
 
-    The paper's method: σ = I and a learned σ, fitted to the data at time 1 by maximum likelihood, and its own
-    loss with one path for comparison. Nothing keeps their paths near the data afterwards.
+    The paper's method: σ = I and a learned σ, fitted to the data at time 1 by maximum likelihood; for
+    comparison also with the paper's own loss with one path. After time 1 nothing keeps the paths of these
+    models near the data.
 
-    The regression: a velocity by regression with noise λ = 1 added; and `rf.tables.stationary_sde`, which
-    keeps paths near the data for any σ, here σ = I and one along the curve.
+    The regression: a velocity fitted by regression, with noise λ = 1 added; and `rf.tables.stationary_sde`,
+    which keeps paths near the data for any σ, here for σ = I and for a σ that is larger along the curve.
 
     The paper's models get 600 steps with 64 points each and are scored on 1000 points, so that the experiment
     takes minutes; `--steps` changes this.
@@ -474,7 +478,7 @@ def _draw_fig2(banana: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure
     }
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
         plots.density(banana.log_prob, extent=FIG2_EXTENT, ax=ax)
-        # Points far outside are not visible, and huge numbers break the plot.
+        # Points far outside are clipped: they are not visible, and huge numbers break the plot.
         plots.trajectory(np.clip(_same_time(name, walks[name]), -1e3, 1e3), ax=ax)
         arrows(ax, sdes[name])
         distance = max(metrics[name]["pooled_kolmogorov"])
@@ -491,7 +495,7 @@ def _draw_fig2(banana: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure
 
 
 def _same_time(name: str, path: np.ndarray) -> np.ndarray:
-    """A few thousand points of the path, over the same duration in all panels."""
+    """A few thousand points of a path, over the same duration in all panels."""
     if name in FIG2_HORIZONS:
         return path[: 1 + round(FIG2_WALK * PAPER_HORIZON / FIG2_HORIZONS[name])]
     return path[:: max(1, FIG2_WALK // 2500)]
@@ -505,7 +509,7 @@ def walk(sde: rf.AbstractSDE, horizon: float, *, key) -> np.ndarray:
 
 
 def distances(paths: np.ndarray, data: np.ndarray) -> dict:
-    """The Kolmogorov distance of each coordinate from the data, for one path and for all of them."""
+    """The Kolmogorov distance of each coordinate from the data, for the first path and for all paths."""
     cdfs = [_empirical(data[:, i]) for i in range(2)]
     far = lambda values: [kolmogorov(values[..., i].ravel(), cdfs[i]) for i in range(2)]
     return {"walk_kolmogorov": far(paths[0]), "pooled_kolmogorov": far(paths[:, ::10])}
@@ -530,7 +534,7 @@ def _empirical(values: np.ndarray):
 
 
 def recurrence(path: np.ndarray) -> dict:
-    """How far the path went, and how often it returned to the central half of the data."""
+    """How far a path went, and how often it returned to the central half of the data."""
     across = (path[:, 1] + path[:, 0] ** 2) / 2**0.5  # N(0, 1) for the data, like x, and independent of it
     middle = np.hypot(path[:, 0], across) < 1.18
     return {
@@ -577,15 +581,15 @@ def arrows(ax, sde: rf.AbstractSDE) -> None:
 
 FIG3_STEPS, FIG3_REGRESSION = 600, 20_000
 FIG3_IN_TRAINING, FIG3_AFTERWARDS = (0.0, 0.1, 0.5, 1.0), (0.0, 0.25, 0.5, 1.0)
-FIG3_TOP = 0.35  # the density shown darkest
+FIG3_TOP = 0.35  # the density with the darkest shade
 
 
 def fig3(run: Run) -> dict:
     """Figure 3: the density of the star for each λ, by maximum likelihood (top), and by one regression with
     noise added afterwards (bottom).
 
-    A second figure, `fig3-noise.png`, shows the excess against λ for both: noise during training blurs the
-    density, noise afterwards does not. Bars are two standard errors, which grow with λ.
+    A second figure, `fig3-noise.png`, shows the excess against λ for both methods: noise during training
+    blurs the density, noise added afterwards does not. Bars are two standard errors, which grow with λ.
 
     The models at the top, by the paper's method, get 600 steps with 64 points each and are scored on 1000
     points, so that the experiment takes minutes; `--steps` changes this. Densities with noise at the bottom
@@ -654,7 +658,8 @@ def _curves(metrics: dict) -> Figure:
         errors = [2 * found["excess_sampling_error"] for found in scored.values()]
         ax.errorbar(noises, values, errors, fmt=style, color=colour, markersize=4, capsize=2.5, label=label)
     ax.axhline(0, color=plots.GREY, linewidth=0.8)
-    # One is tens of times the other: use a scale that is linear near zero and logarithmic above.
+    # The excess of one method is tens of times that of the other, so the scale is linear near zero and
+    # logarithmic above.
     ax.set_yscale("symlog", linthresh=0.05)
     ticks = [-0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1]
     ax.set_yticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
@@ -666,7 +671,7 @@ def _curves(metrics: dict) -> Figure:
 
 
 FIG4_STEPS, FIG4_RATE, FIG4_BATCH, FIG4_L1 = 1000, 3e-3, 512, 1e-4
-FIG4_PATHS = 0  # none suffice here; with 4 or 16 the fit failed
+FIG4_PATHS = 0  # additional paths; the fit works without any, and failed with 4 or 16
 FIG4_SEEDS = 3
 FIG4_WIDTH, FIG4_DEPTH = 32, 3
 FIG4_SAMPLES, FIG4_LONG = 20_000, 10_000
@@ -688,8 +693,8 @@ def cdf(x: np.ndarray) -> np.ndarray:
 def fig4(run: Run) -> dict:
     """Figure 4: σ trained so that N(0, 1) reaches the Cauchy distribution by time 1, for three seeds.
 
-    The drift leaves the Cauchy distribution invariant, −σ²x/(1+x²) + σσ′. Hodgkinson et al. (2020) print
-    −2σ²x/(1+x²) + ½σ′, which does not; the last panel shows its result with the same σ.
+    The drift −σ²x/(1+x²) + σσ′ leaves the Cauchy distribution invariant. The drift printed by Hodgkinson et
+    al. (2020), −2σ²x/(1+x²) + ½σ′, does not; the last panel shows its result with the same σ.
     """
     models = {f"seed-{seed}": _train(run, seed) for seed in range(FIG4_SEEDS)}
     metrics: dict = {}
@@ -734,7 +739,7 @@ def _train(run: Run, seed: int) -> rf.StochasticFlow:
     )
     if fitted.interrupted:
         raise KeyboardInterrupt
-    rf.save(file, fitted.model.sde.diffusion)  # the rest is known
+    rf.save(file, fitted.model.sde.diffusion)  # all other parts of the model are known
     checkpoint.unlink(missing_ok=True)
     return fitted.model
 
@@ -793,16 +798,16 @@ def _draw_fig4(models: dict, samples: np.ndarray, long: dict) -> Figure:
 
 TOYS_STEPS, TOYS_REGRESSION, TOYS_WIDTH = 400, 3000, 64
 TOYS_NOISE = 0.5
-TOYS_POINTS = 300  # to score on with noise
+TOYS_POINTS = 300  # points on which models with noise are scored
 TOYS_ROWS = ["data", "maximum\nlikelihood", "regression", f"regression,\nthen λ = {TOYS_NOISE:g}"]
 
 
 def toys(run: Run) -> dict:
     """The excess over the entropy and the density for each toy distribution and method.
 
-    The likelihood is that of a continuous normalizing flow without noise, in 400 steps with 64 points each,
-    so that the experiment takes minutes. Figures 2 and 3 show the paper's method with noise. The last row is
-    scored on 300 points, and shows a histogram of samples.
+    The flows trained by maximum likelihood are continuous normalizing flows without noise, trained in 400
+    steps with 64 points each, so that the experiment takes minutes. Figures 2 and 3 show the paper's method
+    with noise. The last row is scored on 300 points, and shows a histogram of samples.
     """
     metrics: dict = {}
     shape = len(TOYS_ROWS), len(DISTRIBUTIONS)
@@ -863,8 +868,8 @@ def run(
 ) -> dict:
     """Run one of `EXPERIMENTS`: write `NAME.png` and `NAME.json` to the folder `out`, and return the numbers.
 
-    `steps` replaces the number of training steps, and scales that of regressions. With `resume`, finished
-    models are loaded, and an interrupted one is continued.
+    `steps` replaces the number of steps of training by likelihood, and regressions get proportionally many.
+    With `resume`, finished models are loaded, and an interrupted run is continued.
 
     ```python
     from pathlib import Path

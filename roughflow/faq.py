@@ -2,5 +2,5 @@
 
 
 def see(heading: str) -> str:
-    """The text at the end of a message that names a heading of docs/faq.md."""
+    """The reference to a heading of docs/faq.md, for the end of a message."""
     return f" (see faq: {heading})"

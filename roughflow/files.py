@@ -32,7 +32,8 @@ from .sde import noise_dimension, silu, tanh
 
 
 class Interrupt:
-    """While active, the first Ctrl-C (SIGINT or SIGTERM) only sets `wanted`; the second one interrupts."""
+    """A context in which the first Ctrl-C (SIGINT or SIGTERM) only sets `wanted`; the second one
+    interrupts."""
 
     def __init__(self):
         self.wanted = False
@@ -58,7 +59,7 @@ class Interrupt:
 
 
 class Held(Interrupt):
-    """While active, the first Ctrl-C is delayed until the end, so that files are complete."""
+    """A context that delays the first Ctrl-C until its end, so that files are complete."""
 
     def __exit__(self, *_) -> None:
         super().__exit__()
@@ -66,10 +67,11 @@ class Held(Interrupt):
             signal.raise_signal(self.pressed)
 
 
-# Archives are not compressed; numbers hardly compress.
+# Maximum ratio of the size of the content to that of the file. Archives are not compressed, because numbers
+# hardly compress.
 MAX_EXPANSION = 100
-MIN_UNPACKED_BYTES = 2**20  # size that any archive may unpack to
-# Exceptions of zipfile, json and NumPy for invalid bytes.
+MIN_UNPACKED_BYTES = 2**20  # bytes; any archive may unpack to this size
+# The exceptions that zipfile, json and NumPy raise for invalid bytes.
 UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -87,8 +89,8 @@ UNREADABLE = (
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """A temporary file next to `path`, which replaces it atomically when the block ends without an error.
 
-    After an error, a kill or a full disk the old file is unchanged. Folders are created as needed; for a
-    link, its target is replaced.
+    After an error, a kill or a full disk the old file is unchanged. Folders are created as needed. If `path`
+    is a link, its target is replaced.
 
     ```python
     import roughflow as rf
@@ -102,8 +104,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise ValueError(f"{path} is {kind}, not a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because moves are atomic only within a file system; with the same extension, which
-    # may determine the format.
+    # The temporary file is in the same folder, because moves are atomic only within a file system, and has
+    # the same extension, because the extension may determine the format.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)
     draft = Path(name)
@@ -176,8 +178,8 @@ except ImportError:  # on Windows, without locks
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike, refusal: str) -> Iterator[None]:
-    """Lock `path` for the length of the block, with a hidden file beside it. Raises a `ValueError` with the
-    message `refusal` where another run holds the lock. A run that is killed releases it."""
+    """Lock `path` during the block, with a hidden file beside it. Raises a `ValueError` with the message
+    `refusal` if another run holds the lock. The lock of a killed run is released."""
     path = Path(path)
     lock = path.with_name(f".{path.name}.lock")
     if fcntl is None:
@@ -210,7 +212,8 @@ def _open_lock(lock: Path, refusal: str) -> int:
         os.close(handle)
 
 
-# Public modules in which classes are searched by name, in this order. A file cannot import any other module.
+# Public modules in which the names of classes are searched, in this order. A file cannot import any other
+# module.
 NAMESPACES: dict[str, tuple[str, ...]] = {
     "roughflow": (
         "roughflow",
@@ -261,7 +264,7 @@ FUNCTIONS: dict[str, Callable] = {
     "exp": jnp.exp,
     "rademacher": jax.random.rademacher,
     "normal": jax.random.normal,
-    # The final activation of eqx.nn.MLP, which has no name in equinox.
+    # The default final activation of eqx.nn.MLP, which has no public name in equinox.
     "equinox.identity": inspect.signature(eqx.nn.MLP.__init__).parameters["final_activation"].default,
     **{name: getattr(jax.nn, name) for name in _ACTIVATIONS},
 }
@@ -283,8 +286,8 @@ def name_of(cls: type) -> str:
 
 
 def class_of(name: str, known: dict[str, type]) -> type:
-    """The class of this name: one of those passed by the user, or a public one of roughflow or of the
-    libraries it uses. For an old private name, `roughflow.flow._base:Normal`, the last part is used."""
+    """The class of this name: one passed by the user, or a public class of roughflow or of the libraries that
+    it uses. For an old private name, `roughflow.flow._base:Normal`, the last part is used."""
     if name in known:
         return known[name]
     module, _, qualified = name.partition(":")
@@ -313,8 +316,8 @@ def function_name(value: Any) -> str | None:
 
 
 def _found(namespace: str, name: str) -> Any:
-    # Not `getattr`, because a module may import another one on attribute access; and not imported names,
-    # because the result must not depend on earlier imports.
+    # `getattr` is not used, because a module may import another one on attribute access; imported names are
+    # excluded, because the result must not depend on earlier imports.
     value = vars(importlib.import_module(namespace)).get(name)
     return None if inspect.ismodule(value) else value
 
@@ -330,9 +333,9 @@ def check_module(module: eqx.Module) -> None:
 
 
 def _check_flow(flow: StochasticFlow) -> None:
-    """The checks of a flow at construction, which detect weights whose shapes do not match."""
+    """Run the checks that a flow makes at construction, which detect weights whose shapes do not match."""
     if isinstance(flow.base, Normal) and flow.base.loc.ndim != 1:
-        return  # several flows in one, as made by `eqx.filter_vmap`, which cannot be checked
+        return  # a stack of flows, as made by `eqx.filter_vmap`, cannot be checked
     point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
     sizes = (*point.shape, noise_dimension(flow.sde, flow.dimension))
     if sizes != (flow.dimension, flow.noise_dimension):
@@ -343,7 +346,7 @@ def _check_flow(flow: StochasticFlow) -> None:
 
 # Version 1 used private module names, and did not store the dtype of NumPy scalars.
 VERSION = 2
-MAX_DEPTH = 100  # nesting of modules
+MAX_DEPTH = 100  # maximum nesting of modules
 # Arrays with dtypes that .npy does not support are stored as bytes, with the name of the dtype.
 EXTENDED_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 KEY_IMPLEMENTATIONS = frozenset({"fry", "threefry2x32", "rbg", "unsafe_rbg"})
@@ -369,7 +372,7 @@ def save(path: str | PathLike, model: Any) -> None:
     """
     check_path("path", path)
     if not isinstance(model, eqx.Module) and isinstance(getattr(model, "model", None), eqx.Module):
-        raise ValueError("the result of a fit holds more than a model: save fitted.model" + see("saving"))
+        raise ValueError("the result of a fit contains more than a model: save fitted.model" + see("saving"))
     arrays: dict[str, np.ndarray] = {}
     structure = _encode(model, "model", arrays)
     write_archive(path, {"kind": "model", "version": VERSION, "structure": structure}, arrays)
@@ -377,7 +380,7 @@ def save(path: str | PathLike, model: Any) -> None:
 
 def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
     """Load a model saved with `rf.save`. Nothing in the file is executed: it may only name classes of
-    roughflow, of the libraries it uses, and those passed as `classes`.
+    roughflow, of the libraries that roughflow uses, and those passed as `classes`.
 
     Files that are incomplete or inconsistent, or that unpack to more than a hundred times their size, are
     refused.
@@ -390,7 +393,7 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
     base = rf.load("base.rf")
     ```
     """
-    check_instance("classes", classes, Iterable, "classes of yours, such as (MyDrift,)")
+    check_instance("classes", classes, Iterable, "a collection of your classes, such as (MyDrift,)")
     header, arrays = read_archive(path, "model", VERSION)
     known = {name_of(cls): cls for cls in classes}
     check_backend()
@@ -404,7 +407,7 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 0) -> Any:
-    """A value as JSON, with its arrays stored separately; `place` is its path, for messages."""
+    """A value as JSON, with its arrays added to `arrays`; `place` is the path of the value, for messages."""
     if depth > MAX_DEPTH:
         raise ValueError(f"the model cannot be saved: it is nested more than {MAX_DEPTH} levels deep")
     within = lambda part, where: _encode(part, where, arrays, depth + 1)
@@ -496,7 +499,7 @@ def _decode_array(value: dict[str, str], arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _build(cls: type, parts: dict[str, Any]) -> Any:
-    """An instance with these fields, created without calling `__init__`."""
+    """An instance of a class with the given fields, created without calling `__init__`."""
     module = object.__new__(cls)
     for field in dataclasses.fields(cls):
         if field.name in parts:

@@ -60,7 +60,7 @@ def html_page(title: str, sections: Sequence[str]) -> str:
 
 
 def html_section(heading: str, *parts: str) -> str:
-    """A section with a heading and the elements below."""
+    """An HTML section with a heading and the elements below it."""
     return "\n".join([f"<section><h2>{escape(heading)}</h2>", *parts, "</section>"])
 
 
@@ -69,7 +69,7 @@ def html_paragraph(text: str) -> str:
 
 
 def html_pairs(entries: Mapping[str, str]) -> str:
-    """Names and values, in two columns."""
+    """HTML of names and values, in two columns."""
     rows = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
     return f"<dl>\n{rows}\n</dl>"
 
@@ -79,7 +79,7 @@ def html_bullets(lines: Sequence[str]) -> str:
 
 
 def html_figures(drawn: Mapping[str, Figure]) -> str:
-    """Figures with captions, side by side if there is room."""
+    """HTML of figures with captions, side by side if there is room."""
     return '<div class="figures">\n' + "\n".join(_figure(*one) for one in drawn.items()) + "\n</div>"
 
 
@@ -96,14 +96,14 @@ def _figure(caption: str, figure: Figure) -> str:
 
 WIDTH = 4.6  # inches
 NUM_BINS = 40
-MAX_ERROR_BARS = 4.0  # number of error bars shown on either side
-SMALLEST_ERROR = 1e-8  # nats: smaller errors are drawn as this one
+MAX_ERROR_BARS = 4.0  # range of the plot on either side, in error bars
+SMALLEST_ERROR = 1e-8  # nats; smaller errors are drawn at this value
 MAX_LEVELS = 10  # maximum number of levels of a category that are drawn
 MAX_LABEL = 28  # maximum number of characters of a column name on an axis
 
 
 def draw_pair(data: np.ndarray, model: np.ndarray, names: tuple[str, str]) -> Figure:
-    """Two columns of the data next to those of the model's samples, with the same axes."""
+    """Scatter plots of two columns of the data and of the model's samples, with the same axes."""
     figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     extent = (*_window(data[:, 0]), *_window(data[:, 1]))
@@ -122,7 +122,7 @@ def draw_marginal(data: np.ndarray, model: np.ndarray, name: str) -> Figure:
     """Histograms of one column of the data and of the model's samples."""
     figure, ax = _curves(_plain(name), "density")
     bins = np.linspace(*_window(data), NUM_BINS + 1)
-    # Normalised by all rows, not only those in the window, so that densities are comparable.
+    # Histograms are normalised by all rows, not only those in the window, so that they are comparable.
     heights = [np.histogram(part, bins)[0] / len(part) / np.diff(bins) for part in (data, model)]
     ax.stairs(heights[0], bins, fill=True, color=plots.SKY, alpha=0.5, label="data")
     ax.stairs(heights[1], bins, color=plots.VERMILION, linewidth=1.5, label="model")
@@ -138,10 +138,10 @@ def draw_training(history: rf.train.History) -> Figure:
 
 
 def draw_solver_errors(errors: np.ndarray) -> Figure:
-    """The change of log p when the solver's steps are halved, row by row."""
+    """A histogram over rows of the change of log p when the solver's steps are halved."""
     figure, ax = _curves("solver error of log p (nats)", "rows")
     shown = np.log10(np.maximum(errors, SMALLEST_ERROR))
-    # Whole decades, because a logarithmic scale over less has hardly any labels.
+    # Limits at whole decades, because a logarithmic scale over less has hardly any labels.
     ends = np.floor(shown.min()), np.floor(shown.max()) + 1
     ax.hist(10**shown, np.logspace(*ends, NUM_BINS + 1), color=plots.BLUE)
     ax.set_xscale("log")
@@ -150,7 +150,8 @@ def draw_solver_errors(errors: np.ndarray) -> Figure:
 
 
 def draw_calibration(scaled: np.ndarray) -> Figure:
-    """Differences of two estimates in units of their error bars, with the standard normal of correct ones."""
+    """A histogram of the differences of two estimates in units of their error bars, with the standard normal
+    density, which is expected if error bars are correct."""
     figure, ax = _curves("difference / error bar", "density")
     bins = np.linspace(-MAX_ERROR_BARS, MAX_ERROR_BARS, NUM_BINS // 2 + 1)
     heights = np.histogram(scaled, bins)[0] / max(1, scaled.size) / np.diff(bins)
@@ -186,9 +187,9 @@ def _plain(name: str) -> str:
     return short.replace("$", r"\$")
 
 
-MAX_COLUMNS = 5  # maximum number shown, which makes ten pairs
-DRAWN_ROWS = 4000  # rows and samples
-SCORED, NOISY = 1000, 64  # rows to score, without and with noise
+MAX_COLUMNS = 5  # maximum number of columns shown; five columns make ten pairs
+DRAWN_ROWS = 4000  # number of rows and of samples drawn
+SCORED, NOISY = 1000, 64  # number of rows to score, without and with noise
 MIN_SHARE_OUTSIDE = (
     0.005  # fraction of samples outside the range of the data above which bounds are suggested
 )
@@ -215,11 +216,11 @@ def write_report(
 
     **Arguments:**
 
-    - `data`: the rows it was fitted to, with given columns last; a DataFrame or an array of objects for an
-      `rf.tables.MixedDensity`.
-    - `held_out`: other rows to evaluate it on; by default its own `score`, or the training rows if it has
-      none.
-    - `made`: names and texts about the run (the command, the seed, the seconds).
+    - `data`: the rows to which the model was fitted, with given columns last; a DataFrame or an array of
+      objects for an `rf.tables.MixedDensity`.
+    - `held_out`: other rows on which to evaluate the model; by default, the report shows `fitted.score` or,
+      without one, the score of the training rows.
+    - `made`: names and texts that describe the run (command, seed, seconds).
     - `notes`: warnings raised during the run.
 
     ```python
@@ -269,7 +270,7 @@ def _written(path: str | os.PathLike, title: str, sections: Sequence[str]) -> Pa
 
 @dataclass(frozen=True)
 class _Judged:
-    """Two independent estimates at the same rows, and the log-densities of the Gaussian there."""
+    """Two independent estimates at the same rows, and the log-densities of a Gaussian at these rows."""
 
     estimate: rf.Estimate
     again: rf.Estimate
@@ -318,7 +319,7 @@ class _Judged:
             f"of them and by less than two at {within(2)}; correct error bars give at least 68% and 95%."
         )
         size = (
-            f"The error bar of log p is {np.median(self.estimate.total_error):.2g} nats in the median, with "
+            f"The median error bar of log p is {np.median(self.estimate.total_error):.2g} nats, with "
             f"{np.median(self.estimate.effective_paths):.0f} effective paths of "
             f"{int(np.max(self.estimate.num_paths))}."
         )
@@ -363,7 +364,7 @@ def _numbers(fitted: rf.FittedDensity, score: rf.tables.Score) -> dict[str, str]
 def _samples(
     model: rf.tables.Standardised | rf.tables.WithRelations, data: np.ndarray, key: PRNGKeyArray
 ) -> list[str]:
-    """Data and samples of the model: single columns, and pairs of columns."""
+    """Report sections with data and samples of the model: single columns, and pairs of columns."""
     names, chosen = _names(model), np.random.default_rng(0).permutation(len(data))[:DRAWN_ROWS]
     data = data[chosen]
     own = data.shape[1] - model.num_given
@@ -426,12 +427,12 @@ def _training(fitted: rf.train.Fitted) -> str:
 
 # ---------------------------------------------------------------------------------- tables of mixed types
 
-CHECKED_ROWS, CHECK_DRAWS = 300, 200  # rows, and draws for each, of the coverage of intervals
+CHECKED_ROWS, CHECK_DRAWS = 300, 200  # number of rows, and draws per row, to check the coverage of intervals
 COVERAGES = (0.5, 0.9)
 COVERAGE_EXPLANATION = (
-    "The share of values inside the central intervals of their column given all other columns of the row. "
-    "It is near 50% and 90% if the model is calibrated, lower if it is too certain, higher if it is not "
-    "certain enough."
+    "The share of values inside the central 50% and 90% intervals of their column, given all other columns "
+    "of the row. The share is near 50% and 90% if the model is calibrated, lower if the intervals are too "
+    "narrow, and higher if they are too wide."
 )
 
 
@@ -444,7 +445,7 @@ def _mixed_sections(
     made: Mapping[str, str],
     notes: Sequence[str],
 ) -> list[str]:
-    """The report on a mixture of numbers and categories."""
+    """The report on a model of a table with numbers and categories."""
     numbers, labels = _columns_of(model, data)
     drawn, drawn_labels = _columns_of(model, model.sample(key=key, shape=(DRAWN_ROWS,)))
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
@@ -535,7 +536,7 @@ def _coverage(model: rf.tables.MixedDensity, rows: Any, key: PRNGKeyArray) -> di
         if draws is None or not seen.any():
             continue
         own = draws[:, seen, model.columns.index(name)].astype(float)
-        # Ties, as of integers, are broken at random.
+        # Ties, for example of integers, are broken at random.
         ties = rng.random(seen.sum()) * np.mean(np.isclose(own, values[seen]), axis=0)
         level = np.mean((own < values[seen]) & ~np.isclose(own, values[seen]), axis=0) + ties
         shares = [f"{np.mean(np.abs(level - 0.5) < width / 2):.0%}" for width in COVERAGES]

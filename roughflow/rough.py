@@ -17,18 +17,18 @@ MAX_CHECKED_TIMES = 33  # maximum number of times for which all triples are chec
 
 
 class RoughPath(eqx.Module):
-    """A rough path on a grid: increments X_{s,t} = X(t) − X(s), and areas 𝕏_{s,t}, in place of ∫ₛᵗ X_{s,u} ⊗
-    dX(u).
+    """A rough path on a grid: increments X_{s,t} = X(t) − X(s), and areas 𝕏_{s,t}, which take the place of
+    ∫ₛᵗ X_{s,u} ⊗ dX(u).
 
-    It stores both levels on each interval; those between any two times of the grid follow by Chen's relation
-    𝕏_{s,t} = 𝕏_{s,u} + 𝕏_{u,t} + X_{s,u} ⊗ X_{u,t}, which therefore always holds. Create one with
-    `rf.rough.lift` or `rf.rough.brownian_lift`.
+    Both levels are stored for each interval; the levels between any two times of the grid follow by Chen's
+    relation 𝕏_{s,t} = 𝕏_{s,u} + 𝕏_{u,t} + X_{s,u} ⊗ X_{u,t}, which therefore holds by construction. Create
+    one with `rf.rough.lift` or `rf.rough.brownian_lift`.
 
     **Arguments:**
 
     - `times`: `(N + 1,)`, increasing.
     - `increments`: the first level `(..., N, m)` of each interval.
-    - `areas`: the second level `(..., N, m, m)` of each.
+    - `areas`: the second level `(..., N, m, m)` of each interval.
     - `geometric`: whether the ordinary chain rule holds, 2 Sym 𝕏 = X ⊗ X, as for smooth paths and in the
       Stratonovich sense, but not in the Itô sense.
 
@@ -68,8 +68,8 @@ class RoughPath(eqx.Module):
 
     def levels(self, start: ArrayLike, end: ArrayLike) -> tuple[Array, Array]:
         """Both levels between times of the grid, given by index: `(..., m)` and `(..., m, m)`, or `(..., k,
-        m)` and `(..., k, m, m)` for arrays of k indices. If `end` is before `start`, those of the reversed
-        path."""
+        m)` and `(..., k, m, m)` for arrays of k indices. If `end` is before `start`, they are the levels of
+        the reversed path."""
         return _levels(self.increments, self.areas, jnp.asarray(start), jnp.asarray(end))
 
     def bracket(self, start: ArrayLike, end: ArrayLike) -> Array:
@@ -83,7 +83,7 @@ class RoughPath(eqx.Module):
         return RoughPath(self.times[places], *levels, self.geometric)
 
     def coarser(self, factor: int) -> "RoughPath":
-        """The path on every `factor`-th time of its grid."""
+        """The rough path on every `factor`-th time of its grid."""
         if self.steps % check_count("factor", factor):
             raise ValueError(f"factor must divide the number of steps, {self.steps}, got {factor}")
         return self.restricted(np.arange(0, self.steps + 1, factor))
@@ -112,15 +112,15 @@ class RoughPath(eqx.Module):
         return RoughPath(self.times, self.increments, areas, geometric)
 
     def chen_defect(self) -> Array:
-        """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t: rounding
-        error."""
+        """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t; not zero only
+        because of rounding errors."""
         places = np.unique(np.linspace(0, self.steps, min(MAX_CHECKED_TIMES, self.steps + 1)).astype(int))
         s, u, t = np.array([(a, b, c) for a in places for b in places for c in places if a < b < c]).T
         return _chen_defect(self.increments, self.areas, *map(jnp.asarray, (s, u, t)))
 
     def geometric_defect(self) -> Array:
-        """The largest entry of Sym 𝕏_{s,t} − ½ X_{s,t} ⊗ X_{s,t} over s < t: rounding error for a geometric
-        path, half of the longest time for the Itô lift."""
+        """The largest entry of Sym 𝕏_{s,t} − ½ X_{s,t} ⊗ X_{s,t} over s < t. It is a rounding error for a
+        geometric path and half of the longest time for the Itô lift."""
         return 0.5 * jnp.max(jnp.abs(self.bracket(*np.triu_indices(self.steps + 1, 1))))
 
     def holder_norm(self, alpha: float) -> Array:
@@ -133,7 +133,7 @@ class RoughPath(eqx.Module):
         """sup |X − Y|/|t − s|^α + sup |𝕏 − 𝕐|/|t − s|^2α over the grid: the rough-path distance ρ_α, in which
         solutions are continuous for α > ⅓."""
         if other.increments.shape[-2:] != self.increments.shape[-2:]:
-            raise ValueError("distance needs two rough paths on the same grid: see restricted")
+            raise ValueError("distance needs two rough paths on the same grid: use restricted")
         gaps, first, second = self._pairs()
         _, first2, second2 = other._pairs()
         apart = lambda a, b, axes, power: jnp.max(_size(a - b, axes) / gaps**power, axis=-1)
@@ -153,8 +153,8 @@ def _outer(a: Array, b: Array) -> Array:
 
 @partial(jit, level=0)
 def _levels(increments: Array, areas: Array, start: Array, end: Array) -> tuple[Array, Array]:
-    """Both levels between times of the grid, from those from the first time to each, `(..., N + 1, m)` and
-    `(..., N + 1, m, m)`."""
+    """Both levels between times of the grid, computed from the levels between the first time and each time,
+    `(..., N + 1, m)` and `(..., N + 1, m, m)`."""
     first = _summed(increments, -2)
     second = _summed(areas + _outer(first[..., :-1, :], increments), -3)
     before = jnp.take(first, start, axis=-2)
@@ -186,15 +186,15 @@ def _size(a: Array, axes: int) -> Array:
     return jnp.sqrt(jnp.sum(a**2, axis=tuple(range(-axes, 0))))
 
 
-NUM_NODES = 8  # Gauss quadrature in an interval: exact for a path of degree 8
+NUM_NODES = 8  # nodes of Gauss quadrature per interval; exact for a path of degree 8
 
 
 def lift(path: Path, steps: int) -> RoughPath:
     """The canonical lift of a smooth or piecewise linear path on `steps` equal intervals.
 
-    Exact for linear pieces, wherever they end. Smooth paths use Gauss quadrature with 8 points in each
-    interval, and in at least as many intervals as the driver has functions; it is exact for polynomials of
-    degree up to 8.
+    The lift is exact for piecewise linear paths, wherever their pieces end. For smooth paths it uses Gauss
+    quadrature with 8 points in each interval, and at least as many intervals as the driver has functions,
+    which is exact for polynomials of degree up to 8.
 
     ```python
     import jax
@@ -229,8 +229,8 @@ def _lifted(path: Path, steps: int) -> RoughPath:
 
 
 def _knots(path: Path, grid: np.ndarray) -> np.ndarray:
-    """The times of the grid and, between them, the ends of linear pieces, or enough times to resolve
-    waves."""
+    """The times of the grid and, between them, the ends of linear pieces or, for a smooth path, enough times
+    to resolve its waves."""
     jumps = path.driver.jumps
     if not jumps.size:
         parts = -(-path.driver.num_functions // (len(grid) - 1))
@@ -284,8 +284,8 @@ def _drawn(
 
 
 def _polynomial_areas(omega: Array) -> Array:
-    """½ ∫(X ⊗ dX − dX ⊗ X) over [0, 1] for coefficients `(..., n, m)`: only neighbouring functions have
-    areas."""
+    """½ ∫(X ⊗ dX − dX ⊗ X) over [0, 1] for coefficients `(..., n, m)`; only neighbouring functions contribute
+    to the areas."""
     n = omega.shape[-2]
     weights = jnp.asarray(0.5 / np.sqrt(4.0 * np.arange(1, n) ** 2 - 1), omega.dtype)
     products = jnp.einsum("k,...ki,...kj->...ij", weights, omega[..., :-1, :], omega[..., 1:, :])

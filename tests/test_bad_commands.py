@@ -32,7 +32,7 @@ FIT = [
     ("fit pipe.csv --out m.rf", "pipe.csv is a device or a pipe"),
     ("fit zero.csv --out m.rf", "zero.csv is a device or a pipe"),
     ("fit header.csv --out m.rf", "header.csv has no rows"),
-    ("fit nonames.csv --out m.rf", "nonames.csv: the first line must have the names of the columns"),
+    ("fit nonames.csv --out m.rf", "nonames.csv: the first line must contain the names of the columns"),
     ("fit twice.csv --out m.rf", "twice.csv has two columns named 'a'"),
     ("fit unnamed.csv --out m.rf", "unnamed.csv: column 1 has no name"),
     ("fit text.csv --out m.rf", "'b' is 'x'"),

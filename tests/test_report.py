@@ -122,7 +122,7 @@ def test_error_bars_are_checked_where_there_is_noise():
     section = report._Judged(of(draws[0]), of(draws[1]), np.zeros(count), True).section()
     assert "at 4000 rows" in section
     assert re.search(r"one error bar at 6[789]% of them and by less than two at 9[456]%", section)
-    assert "0.1 nats in the median, with 40 effective paths of 64" in section
+    assert "The median error bar of log p is 0.1 nats, with 40 effective paths of 64" in section
     assert_whole(section)
 
 

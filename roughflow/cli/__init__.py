@@ -15,7 +15,7 @@ MODULES = {"demo": "figures", "reproduce": "figures", "impute": "sample"}
 
 
 def program() -> int:
-    """`main` as a program: signals during the shutdown of Python are ignored."""
+    """Entry point of the program: `main`, after which signals are ignored while Python shuts down."""
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader closed the pipe. Python flushes stdout again at exit, so redirect it to nowhere.
+        # The reader closed the pipe. Python flushes stdout again at exit, so redirect it to the null device.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
@@ -59,7 +59,7 @@ def _run(argv: list[str]) -> int:
     from .files import look_at_input
 
     look_at_input(arguments)
-    # Imported late, because JAX is slow to import: --help, mistyped options and bad tables do not wait for
+    # Imported late, because JAX is slow to import: --help, mistyped options and bad tables need not wait for
     # it.
     with starting():
         importlib.import_module("roughflow.train")
@@ -76,7 +76,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _check_devices(arguments: argparse.Namespace) -> None:
-    """Refuse to start without a JAX device. One of several processes connects to the others first."""
+    """Refuse to start without a JAX device. If there are several processes, connect to the others first."""
     from roughflow.train import check_backend
 
     from .process import devices_of_cpu

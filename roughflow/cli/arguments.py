@@ -92,7 +92,7 @@ def as_start(text: str) -> dict[str, float]:
 
 
 def as_process(text: str) -> tuple[str, int, int]:
-    """The address of the first process, the index of this one, and the number of processes."""
+    """The address of the first process, the index of this process, and the number of processes."""
     try:
         address, which, count = text.split(",")
         if ":" not in address or not 0 <= int(which) < int(count):
@@ -130,7 +130,7 @@ ESTIMATE_EXAMPLE = "estimate rates.csv --time date --value rate --model cir --sc
 
 
 def _series_options(parser: argparse.ArgumentParser) -> None:
-    """The series, and how the model produces it."""
+    """Options for the series, and for how the model produces it."""
     parser.add_argument(
         "data",
         type=Path,
@@ -154,7 +154,9 @@ def _series_options(parser: argparse.ArgumentParser) -> None:
         help="the SDE; default with --compare: the best by AIC",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="fit all models that allow the observed values, ranked by AIC"
+        "--compare",
+        action="store_true",
+        help="fit all models of one value that allow the observed values, and rank them by AIC",
     )
     parser.add_argument(
         "--scale",
@@ -172,13 +174,13 @@ def _series_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _hidden_options(parser: argparse.ArgumentParser) -> None:
-    """Hidden components, counts, inputs, and parameters."""
+    """Options for hidden components, counts, inputs, and parameters."""
     parser.add_argument(
         "--hidden",
         type=as_names,
         default=[],
         metavar="NAME,…",
-        help="components of the model that nobody measures, such as variance for heston",
+        help="components of the model that are not observed, such as variance for heston",
     )
     parser.add_argument(
         "--observe",
@@ -189,7 +191,8 @@ def _hidden_options(parser: argparse.ArgumentParser) -> None:
         "--inputs",
         type=Path,
         metavar="FILE",
-        help="table with a column --time and the inputs of compartments, held from one time to the next",
+        help="table with the inputs of compartments and the column that --time names; inputs are constant "
+        "from one time to the next",
     )
     parser.add_argument(
         "--start",
@@ -202,7 +205,7 @@ def _hidden_options(parser: argparse.ArgumentParser) -> None:
         "--initial",
         type=lambda text: text if text == "stationary" else as_start(text),
         metavar="stationary|NAME=X,…",
-        help="components at the first time that are not observed exactly; default: a flat prior",
+        help="values, at the first time, of components that are not observed exactly; default: a flat prior",
     )
     parser.add_argument(
         "--fix", type=as_names, default=[], metavar="NAME,…", help="parameters that keep their starting value"
@@ -221,8 +224,8 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--forecast",
         metavar="TIMES",
-        help="print quantiles at these times, separated by commas: dates, or numbers after the "
-        "last value, in years if the series has dates",
+        help="print quantiles at these times, separated by commas: dates, or numbers counted from the "
+        "last time of the series, in years if the series has dates",
     )
     parser.add_argument(
         "--parameter-uncertainty",
@@ -235,7 +238,7 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for estimate.png and estimate.json, and forecast.csv with --forecast",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
 
 
 TOUR = """\
@@ -337,7 +340,7 @@ def _fit(commands) -> None:
     parser.add_argument(
         "--groups",
         metavar="A",
-        help="a column of group numbers, not modelled: rows of one group are validated together",
+        help="a column of group labels, not modelled: rows of one group are validated together",
     )
     _fit_model(parser)
     _fit_training(parser)
@@ -360,9 +363,9 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family",
         choices=("gaussian", "marginals", "flow", "mixture"),
-        help="Gaussian, Gaussian of mapped columns, or flow; default: the best by cross-validation for small "
-        "tables; a flow for others, and with --steps or --seconds. mixture: for tables with text, integers "
-        "or missing cells",
+        help="a Gaussian, a Gaussian after a map of each column, a flow, or a mixture (for text, integers or "
+        "missing cells); default: a flow for large tables or with --steps or --seconds, otherwise the best "
+        "of the first three by cross-validation",
     )
     parser.add_argument(
         "--types",
@@ -376,25 +379,25 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
         type=as_noise,
         default=0.0,
         metavar="N",
-        help="noise in units of the standardised data, 0 for none; best for the value with the "
-        "highest likelihood on the validation rows; default: %(default)s",
+        help="noise in units of the standardised data; 0 for none; best for the noise with the highest "
+        "likelihood on the validation rows; default: %(default)s",
     )
     parser.add_argument(
         "--bounds",
         type=as_bounds,
         metavar="A=LOW:HIGH,...",
-        help="bounds of columns, outside of which the density is zero: share=0:1,income=0:",
+        help="bounds of columns, outside of which the density is zero, as in share=0:1,income=0:",
     )
     parser.add_argument(
         "--rounding",
         type=as_rounding,
         metavar="A=N,...|auto",
-        help="steps of rounded columns: age=1,height=0.5; auto to detect them",
+        help="steps of rounded columns, as in age=1,height=0.5; auto to detect them",
     )
     parser.add_argument(
         "--marginals",
         action=argparse.BooleanOptionalAction,
-        help="first map each column to a nearly normal one; default: by cross-validation",
+        help="first map each column to a nearly normal one; default: chosen by cross-validation",
     )
 
 
@@ -403,16 +406,16 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
         option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
     number = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
-    number("--smoothing", as_not_negative, "noise on rows during training; default: 0.3 for few rows, else 0")
+    number("--smoothing", as_not_negative, "noise on rows in training; default: 0.3 for few rows, else 0")
     number("--outliers", as_share, "fraction of rows with large noise; default: 0.02 from four columns on")
-    number("--steps", as_count, "steps of the regression; default: 20000, fewer for few rows")
-    number("--likelihood-steps", as_whole_number, "steps of the likelihood; default: 100, 60 or 0")
-    number("--seconds", as_positive, "time for both stages, after compilation, instead of steps")
+    number("--steps", as_count, "steps of the regression stage; default: 20000, fewer for few rows")
+    number("--likelihood-steps", as_whole_number, "steps of the likelihood stage; default: 0 to 100")
+    number("--seconds", as_positive, "time in seconds for both stages, without compilation, instead of steps")
     number("--width", as_count, "width of the network; default: 128, 256 from 20,000 rows on, at most 512")
     number("--depth", as_count, "depth of the network; default: 3, or 4 for a million cells")
     add("--batch-size", as_count, 512, "rows per step of the regression")
     add("--learning-rate", as_positive, 2e-3, "learning rate of the regression")
-    add("--validation", as_share, 0.1, "fraction of validation rows, 0 for none")
+    add("--validation", as_share, 0.1, "fraction of the rows to use for validation, 0 for none")
     add(
         "--patience",
         as_whole_number,
@@ -437,7 +440,7 @@ def _impute(commands) -> None:
         type=as_count,
         default=1,
         metavar="N",
-        help="copies of the table, one after the other; default: %(default)s",
+        help="number of completed copies of the table, one after the other; default: %(default)s",
     )
     _seed(parser)
     _force(parser)
@@ -455,7 +458,7 @@ def _score(commands) -> None:
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
     parser.add_argument("--out", type=Path, metavar="SCORES.csv", help="default: - (standard output)")
     parser.add_argument(
-        "--tolerance", type=as_positive, metavar="E", help="add paths until total errors are below this"
+        "--tolerance", type=as_positive, metavar="E", help="add paths until every total error is below E"
     )
     parser.add_argument("--paths", type=as_count, metavar="N", help="maximum number of paths per row")
     _devices(parser)
@@ -493,7 +496,10 @@ def _tune(commands) -> None:
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION")
     parser.add_argument(
-        "--dimension", type=as_count, metavar="D", help="of z; default: the function's attribute `dimension`"
+        "--dimension",
+        type=as_count,
+        metavar="D",
+        help="dimension of z; default: the function's attribute `dimension`",
     )
     parser.add_argument(
         "--out",
@@ -539,7 +545,10 @@ def _reproduce(commands) -> None:
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"
     )
     parser.add_argument(
-        "--steps", type=as_count, metavar="N", help="training steps of each fit; scales those of regressions"
+        "--steps",
+        type=as_count,
+        metavar="N",
+        help="training steps of each fit by likelihood; regressions take proportionally many",
     )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     _seed(parser)
@@ -551,7 +560,7 @@ def _devices(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=as_count,
         metavar="N",
-        help="number of devices to use; CPU cores if there is no other device; default: one",
+        help="number of devices to use: GPUs, or CPU cores if there is no GPU; default: one",
     )
 
 
@@ -569,4 +578,4 @@ def _force(parser: argparse.ArgumentParser) -> None:
 
 
 def _quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")

@@ -41,7 +41,8 @@ def rows_of(checkpoint: Path) -> Path:
 
 @contextlib.contextmanager
 def alone(arguments: argparse.Namespace) -> Iterator[None]:
-    """Refuse to write a file that another run is writing. Keep notes only of a run that can be resumed."""
+    """Refuse to write a file that another run is writing. At the end, delete the notes of a run that cannot
+    be resumed."""
     message = f"another run is writing {arguments.out}: wait for it, or choose another --out{see('two-runs')}"
     checkpoint = checkpoint_of(arguments.out)
     with file_lock(arguments.out, message):
@@ -70,7 +71,8 @@ def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
         if before.get(name) != now[name]:
             was, given = (_option_text(name, options.get(name)) for options in (before, now))
             raise Refused(
-                f"{checkpoint} holds a run {was}, this one is {given}: use the same options to resume, or "
+                f"{checkpoint} holds a run {was}, but this run is {given}: use the same options to resume, "
+                f"or "
                 f"--force to start again{see('checkpoints')}"
             )
 
@@ -122,10 +124,10 @@ NOTE_FIELDS = ("chunks", "rows", "size", "digest")
 
 
 class KeptRows:
-    """Write a table in chunks that depend on another table and on other files, so that it can be resumed.
+    """Writes a table, computed from another table and other files, in chunks, so that the run can be resumed.
 
-    The checkpoint records the number of complete bytes and a digest of all input. A resumed run reads the
-    same input again and compares the digest.
+    The checkpoint records the number of bytes of complete chunks and a digest of all input. A resumed run
+    reads the same input again and compares the digest.
     """
 
     def __init__(self, out: Path, checkpoint: Path, header: Sequence[str], sources: Sequence[Path]):
@@ -137,23 +139,25 @@ class KeptRows:
         self._read: deque[str] = deque()  # digests of chunks that were read but not yet written
 
     def reading(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """The chunks that remain."""
+        """The chunks that have not been written yet."""
         seen = self._seen(chunks)
         for _ in range(self.chunks):
             next(seen, None)
         if self.chunks and self._last() != self.digest:
             message = f"{self.checkpoint} belongs to another run: the table or the model has changed"
-            raise Refused(f"{message}; use the same to resume, or --force to start again{see('checkpoints')}")
+            raise Refused(
+                f"{message}; use the same files to resume, or --force to start again{see('checkpoints')}"
+            )
         return seen
 
     def resume(self) -> dict[str, Any]:
-        """Resume from the checkpoint, and return its notes."""
+        """Resume from the checkpoint, and return the notes stored in it."""
         notes = json.loads(self.checkpoint.read_text(encoding="utf-8"))
         self.chunks, self.rows, self.size, self.digest = (notes[name] for name in NOTE_FIELDS)
-        return notes["extra" if "extra" in notes else "told"]  # the name before version 0.2
+        return notes["extra" if "extra" in notes else "told"]  # "told" was the name before version 0.2
 
     def add(self, columns: Sequence[np.ndarray], extra: dict[str, Any]) -> None:
-        """Write one more chunk, with notes for a resumed run."""
+        """Write one more chunk, and store notes for a resumed run."""
         rows = rows_of(self.checkpoint)
         rows.parent.mkdir(parents=True, exist_ok=True)
         with rows.open("r+b" if self.chunks else "wb") as file:
@@ -172,7 +176,7 @@ class KeptRows:
             draft.write_text(json.dumps(notes | {"extra": extra}), encoding="utf-8")
 
     def finish(self) -> None:
-        """Finish the table."""
+        """Move the finished table to its place and delete the checkpoint."""
         with rf.files.whole_file(self.out) as draft:
             shutil.move(rows_of(self.checkpoint), draft)
         remove(self.checkpoint)

@@ -53,7 +53,7 @@ POSITIVE_SYSTEMS = {"lotka-volterra", "sir"}
 def estimate(arguments: argparse.Namespace) -> int:
     if arguments.model is None and not arguments.compare:
         raise Refused(
-            f"choose a model, --model {'|'.join([*MODELS, *SYSTEMS])}, or --compare those of one value"
+            f"choose a model, --model {'|'.join([*MODELS, *SYSTEMS])}, or --compare the models of one value"
         )
     if arguments.compare and (arguments.model in SYSTEMS or arguments.hidden or len(arguments.value) > 1):
         raise Refused("--compare is for models of one value, none of them hidden")
@@ -100,7 +100,7 @@ def _estimate(arguments: argparse.Namespace, series: Series, plots: Any) -> int:
 def _forecast(
     arguments: argparse.Namespace, series: Series, result: rf.FittedSDE, ahead: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Quantiles by name, at times as text."""
+    """Columns by name: the times as text, and the quantiles."""
     key = jax.random.fold_in(jax.random.key(arguments.seed), 2)
     options = {"num_paths": FORECAST_PATHS, "parameter_uncertainty": arguments.parameter_uncertainty}
     try:
@@ -157,7 +157,7 @@ def _write(
 
 
 def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedSDE | str:
-    """The fit, or the reason why there is none."""
+    """The fit, or the reason why the model could not be fitted."""
     values = series.observed()[1]
     positive = name in POSITIVE_MODELS and arguments.observe is None
     if (positive and values.min() <= 0) or (name in UNIT_INTERVAL_MODELS and values.max() >= 1):
@@ -174,7 +174,8 @@ def _fit(name: str, arguments: argparse.Namespace, series: Series) -> rf.FittedS
 
 
 def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The SDE with starting values, times, values of all its components, and how they are observed."""
+    """The SDE with starting values, the times, the values of all its components, and options that describe
+    how they are observed."""
     (times, values), hidden = series.observed(), arguments.hidden
     kind = {**KINDS, **SYSTEM_KINDS}[name]
     components = [*arguments.value, *hidden] if name == "compartments" else kind.components
@@ -209,7 +210,8 @@ def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[An
 
 
 def _initial(given: str | dict[str, float], unknown: list[str]) -> str | list[float]:
-    """What is known of the components at the first time that are not observed exactly."""
+    """The argument `initial`: what is known, at the first time, of components that are not observed
+    exactly."""
     if isinstance(given, str):
         return given
     if set(given) != set(unknown):
@@ -218,7 +220,7 @@ def _initial(given: str | dict[str, float], unknown: list[str]) -> str | list[fl
 
 
 def _start(kind: type[rf.series.AbstractNamedSDE], times: Any, states: np.ndarray, given: dict) -> Any:
-    """Starting values: those given, and others from the moments of the series."""
+    """The SDE with starting values: those given, and otherwise values from the moments of the series."""
     names = [field.name for field in dataclasses.fields(kind)]
     if unknown := set(given) - set(names):
         raise ValueError(f"--start takes {', '.join(names)}; got {', '.join(sorted(unknown))}")
@@ -229,14 +231,14 @@ def _start(kind: type[rf.series.AbstractNamedSDE], times: Any, states: np.ndarra
     except (TypeError, ValueError):
         missing = ",".join(f"{name}=…" for name in names if name not in given)
         raise ValueError(
-            f"this model has no starting values of its own here: set --start {missing}"
+            f"this model has no default starting values for this series: set --start {missing}"
         ) from None
     return dataclasses.replace(found, **given)
 
 
 def _compartments(arguments: argparse.Namespace, inputs: tuple[str, ...]) -> rf.series.Compartments:
-    """The compartments whose terms --start names: "exchange.room walls=0.5", "gain.room heating=2",
-    "sigma.room=0.1"."""
+    """The compartment model whose terms --start names, as in "exchange.room walls=0.5", "gain.room heating=2"
+    or "sigma.room=0.1"."""
     parts: dict[str, dict[str, float]] = {"exchange": {}, "gain": {}, "sigma": {}}
     for name, value in arguments.start.items():
         field, _, pair = name.partition(".")
@@ -261,14 +263,15 @@ def _compare(arguments: argparse.Namespace, series: Series) -> dict[str, rf.Fitt
 
 
 def _reliable(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
-    """The reliable fits by AIC, without those on a boundary, which represent simpler models."""
+    """The reliable fits, sorted by AIC. Fits on a boundary are left out, because they represent simpler
+    models."""
     fits = {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
     names = [name for name, r in fits.items() if r.reliable and not r.boundary]
     return {name: fits[name] for name in sorted(names, key=lambda name: fits[name].aic)}
 
 
 def _tied(compared: dict[str, rf.FittedSDE | str]) -> dict[str, rf.FittedSDE]:
-    """The reliable fits with the lowest AIC: several if the differences are small or uncertain."""
+    """The reliable fits with the lowest AIC: more than one if the differences are small or uncertain."""
     fits = _reliable(compared)
     if not fits:
         return {}
@@ -287,13 +290,13 @@ def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
 
 
 def _whys(compared: dict[str, rf.FittedSDE | str]) -> list[tuple[str, str]]:
-    """Remarks on models, by name."""
+    """Remarks on the models, as pairs of name and text."""
     remarks = {name: r if isinstance(r, str) else r.warning for name, r in compared.items()}
     return [(name, why) for name, why in remarks.items() if why]
 
 
 def _comparison(compared: dict[str, rf.FittedSDE | str]) -> str:
-    """A table of the fits by AIC, unreliable ones last, followed by remarks."""
+    """A table of the fits, sorted by AIC with unreliable fits last, followed by remarks."""
     reliable, tied = _reliable(compared), _tied(compared)
     fits = reliable | {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
     marks = dict.fromkeys(fits, "  see below") | dict.fromkeys(reliable, "")

@@ -34,7 +34,7 @@ def reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _experiments(out: Path) -> Any:
-    """The experiments, after checks that figures can be drawn and written."""
+    """The module `experiments`, after a check that figures can be drawn and written."""
     if out.exists():
         check_folder(out.absolute(), out)
     else:

@@ -28,9 +28,9 @@ from .tables import (
 
 
 def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:
-    """Refuse an output path before any work is done."""
+    """Refuse an unusable output path before any work is done."""
     if path == STANDARD:
-        raise Refused("this cannot be written to standard output (-): choose a file")
+        raise Refused("this output cannot be written to standard output (-): choose a file")
     if path.is_dir():
         raise Refused(f"{path} is a folder: choose a file in it")
     if path.exists() and not path.is_file():
@@ -42,7 +42,7 @@ def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> N
     folder = path.resolve().parent
     check_folder(folder, path)
     try:
-        # Permissions are not enough: a file system may be read-only.
+        # Checking permissions is not enough, because a file system may be read-only.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise Refused(f"cannot write {path}: {error.strerror} in {folder}") from None
@@ -71,7 +71,7 @@ def with_figures(module: str) -> Any:
 
 
 def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inputs: Iterable[Path]) -> None:
-    """The same for a table, which may go to standard output (no name, or `-`)."""
+    """`check_writable` for a table, which may also go to standard output (no name, or `-`)."""
     if path is None or path == STANDARD:
         return
     check_writable(path, force=force, inputs=inputs)
@@ -81,8 +81,8 @@ def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inpu
 
 
 def look_at_input(arguments: argparse.Namespace) -> None:
-    """Refuse files that do not exist or cannot be read. A text table or a series is read once and kept for
-    the command, because standard input cannot be read again."""
+    """Refuse files that do not exist or cannot be read. A text table or a series is read here and kept for
+    the command, because standard input cannot be read twice."""
     arguments.table = None
     if arguments.command in ("score", "sample", "impute"):
         _check_model(arguments.model)
@@ -101,7 +101,7 @@ def look_at_input(arguments: argparse.Namespace) -> None:
 
 
 def wanted_columns(arguments: argparse.Namespace) -> list[str] | None:
-    """The columns of --columns, --given and --groups; None for all."""
+    """The columns that --columns, --given and --groups name; None for all."""
     if arguments.columns is None:
         return None
     group = [] if arguments.groups is None else [arguments.groups]
@@ -118,7 +118,7 @@ def _check_model(path: Path) -> None:
 
 
 def read_model(path: Path) -> "rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity":
-    """Read a model written by `roughflow fit`, or a plain flow written by `rf.save`."""
+    """Read a model written by `roughflow fit`, or a flow written by `rf.save`."""
     model = rf.load(path)
     if isinstance(model, rf.StochasticFlow):
         model = rf.tables.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
@@ -136,8 +136,8 @@ def columns_of(
 def chunks_for(
     model: "rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity", path: Path, size: int
 ) -> tuple[int, Iterator[np.ndarray]]:
-    """The number of rows of a table, and the model's columns of them, `size` rows at a time: by name if both
-    have names, otherwise by position."""
+    """The number of rows of a table, and the rows, `size` at a time, with the columns of the model. Columns
+    are matched by name if both have names, otherwise by position."""
     by_name = model.columns and path.suffix.lower() != ".npy"
     wanted = model.columns if by_name else None
     if isinstance(model, rf.tables.MixedDensity):

@@ -59,13 +59,13 @@ def report(
     )
 
 
-SAMPLED_ROWS = 100_000  # of a table on disk, to check and to plot
+SAMPLED_ROWS = 100_000  # number of rows of a table on disk that are checked and plotted
 
 
 @dataclass(frozen=True)
 class FitRows:
-    """Names of the columns, given ones last; the number of rows; the rows, or some of them if they are
-    `on_disk`; and the group of each row, if there are groups."""
+    """The rows to fit: names of the columns, given ones last; the total number of rows; the rows, or a sample
+    if they are `on_disk`; and the group of each row, if there are groups."""
 
     columns: tuple[str, ...]
     num_given: int
@@ -136,12 +136,13 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
         print(f"score       {score.mean:.4f} {error}")
         print(f"Gaussian    {score.gaussian:.4f}, gain {score.gain:.4f} ± {score.gain_error:.2g}")
         if fitted.family == "flow" and score.gain < 0:
-            message = "not better than the Gaussian: more rows, fewer columns or more steps may help"
+            message = "no better than the Gaussian: more rows, fewer columns or more steps may help"
             print(f"            {message}{see('no-better-than-a-gaussian')}")
     print(f"model       {out}")
 
 
-# Single precision has seven digits. A column whose mean is this many times its spread keeps fewer than three.
+# Single precision has seven digits. In a column whose mean exceeds this multiple of its spread, fewer than
+# three digits of the spread remain.
 MAX_MEAN_TO_SPREAD = 1e4
 
 
@@ -156,7 +157,7 @@ def fit(arguments: argparse.Namespace) -> int:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    """The work of a process that is not the first: it writes and prints nothing."""
+    """The fit in a process that is not the first; such a process writes and prints nothing."""
     rows = fit_rows(arguments)
     together()
     with warnings.catch_warnings():
@@ -186,7 +187,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if "belongs to another run" not in str(error):
             raise
         raise Refused(f"{error}; use the same table to resume, or --force to start again") from None
-    except KeyboardInterrupt:  # the second one: the first stops a run in an orderly way
+    except KeyboardInterrupt:  # the second Ctrl-C; the first one stops a run in an orderly way
         return stopped(arguments, checkpoint, "interrupted")
     remove(checkpoint)
     summary(out, rows, fitted)
@@ -197,7 +198,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _warn(text: str, notes: list[str]) -> None:
-    """Print warnings at once, with the names of the command line, and keep them for the report."""
+    """Print a warning with arguments named as on the command line, and keep it for the report."""
     for name in ("given=", "groups=", "bounds=", "marginals=True of rf.tables.FlowOptions"):
         text = text.replace(f"({name})", f"(--{name.partition('=')[0]})")
     text = text.replace('rounding="auto"', "--rounding auto")
@@ -247,12 +248,13 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
 
 
 def _check_rows(arguments: argparse.Namespace, rows: FitRows, notes: list[str]) -> None:
-    """Refuse rows without a density, naming their columns; warn of columns with few significant digits."""
+    """Refuse rows that have no density, in a message with column names; warn of columns with few significant
+    digits."""
     path = table_name(arguments.data)
     if rows.total < 2:
         raise Refused(f"{path} has 1 row: use at least two, better hundreds{see('no-density')}")
     if arguments.family == "mixture":
-        return  # it computes in double precision
+        return  # the mixture computes in double precision
     for name, column in zip(rows.columns, rows.rows.T, strict=True):
         spread = column.std()
         if spread and abs(column.mean()) > MAX_MEAN_TO_SPREAD * spread and not jax.config.jax_enable_x64:  # pyright: ignore

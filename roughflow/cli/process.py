@@ -1,5 +1,6 @@
-"""The process: exit codes, signals, settings made before JAX is imported; devices (`--devices`), and several
-cooperating processes (`--join`). JAX is imported inside functions: checks of the input do without it."""
+"""The process: exit codes, signals, settings made before JAX is imported, devices (`--devices`), and several
+cooperating processes (`--join`). JAX is imported inside functions, so that checks of the input run without
+it."""
 
 import atexit
 import contextlib
@@ -29,7 +30,7 @@ BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as sent by batch systems; ends a command as Ctrl-C does."""
+    """Raised on SIGTERM, which batch systems send; ends a command as Ctrl-C does."""
 
 
 CACHE_DAYS = 30  # days for which an unused compiled program is kept
@@ -43,8 +44,8 @@ CACHE_ALL_PROGRAMS = {
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Show on a terminal that the program is starting, until the block ends. Ctrl-C ends it immediately: an
-    exception raised while JAX is imported might be lost."""
+    """Show on a terminal that the program is starting, until the block ends. Ctrl-C ends the program
+    immediately, because an exception raised while JAX is imported might be lost."""
     shown = sys.stderr.isatty()
     if shown:
         print("starting …", end="", file=sys.stderr, flush=True)
@@ -120,7 +121,7 @@ def cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """A description of the processor: programs of different descriptions are not exchanged."""
+    """A description of the processor; only processors with the same description share compiled programs."""
     model = f"{platform.machine()} {platform.processor()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -131,7 +132,7 @@ def _processor() -> str:
 
 
 def _drop_old(folder: Path) -> None:
-    """Delete programs older than a month, and the oldest ones if the cache is too large."""
+    """Delete compiled programs older than a month, and the oldest ones if the cache is too large."""
     files = []
     for file in folder.iterdir():
         with contextlib.suppress(OSError):  # another process may have deleted it
@@ -147,7 +148,7 @@ def _drop_old(folder: Path) -> None:
 MAX_CPU_DEVICES = 256  # maximum number of devices of one CPU
 HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a process is considered dead
 # If one process dies, JAX may end the others at once, from a thread outside of Python. A small watchdog
-# process next to each waits for it to end, and prints an error if it ended irregularly.
+# process for each process waits until that process ends, and prints an error if it did not end regularly.
 WATCHDOG = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -155,16 +156,16 @@ if not sys.stdin.read():
     print(sys.argv[1], file=sys.stderr)
 """
 PROCESS_ENDED = (
-    "roughflow: error: another process of this run ended, so this one did too: restart all of them with "
-    "--resume" + see("several-devices")
+    "roughflow: error: another process of this run ended, so this process ended too: restart all processes "
+    "with --resume" + see("several-devices")
 )
 
 
 def devices_of_cpu(count: int | None) -> None:
-    """Split a CPU into several devices, if a number was given and JAX has not started yet. Numbers that are
-    too large are refused later.
+    """Split a CPU into several devices, if `count` is not None and JAX has not started yet. A `count` that is
+    too large is refused later.
 
-    A single device hardly uses a second core, because the operations of a step are too small to be shared.
+    One device hardly uses a second core, because the operations of a step are too small to be split.
     """
     if count is None:
         return
@@ -176,7 +177,8 @@ def devices_of_cpu(count: int | None) -> None:
 
 @contextlib.contextmanager
 def joined(process: tuple[str, int, int] | str | None) -> Iterator[None]:
-    """A context in which this is one of several processes; None for a single process."""
+    """A context in which this process is connected to the other processes of the run; `process` is None if
+    there are none."""
     if process is None:
         yield
         return
@@ -187,7 +189,7 @@ def joined(process: tuple[str, int, int] | str | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # The others may have ended: nobody to disconnect from.
+        # The other processes may have ended already.
         bad_input = isinstance(error, Refused | ValueError | OSError)
         atexit.register(_end_process, BAD_INPUT if bad_input else FAILED)
         raise
@@ -213,7 +215,7 @@ def _meet(process: tuple[str, int, int] | str) -> None:
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)  # pyright: ignore
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        remedy = "pass HOST:PORT,I,N, or start it with srun or mpirun"
+        remedy = "pass HOST:PORT,I,N, or start roughflow with srun or mpirun"
         raise Refused(
             f"--join cannot find the other processes ({reason}): {remedy}{see('several-devices')}"
         ) from None

@@ -1,4 +1,5 @@
-"""`roughflow sample` and `roughflow impute`: draw rows from a model, or the missing cells of rows."""
+"""`roughflow sample` and `roughflow impute`: draw rows from a model, or draw the missing cells of given
+rows."""
 
 import argparse
 import sys
@@ -82,6 +83,6 @@ def _blocks(
         yield np.asarray(model.sample(key=key, shape=(count,)))
         return
     for i, first in enumerate(range(0, count, CHUNK_ROWS)):
-        # All chunks have one size, and the last is cut, because another size would recompile.
+        # All chunks have the same size, and the last is cut, because a different size would recompile.
         rows = np.asarray(model.sample(key=jax.random.fold_in(key, i), shape=(CHUNK_ROWS,)))
         yield rows[: count - first]

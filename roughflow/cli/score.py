@@ -48,7 +48,7 @@ class Tally:
         }
 
     def add(self, estimate: rf.Estimate) -> None:
-        """Merge the mean and the squared deviations of two sets (Chan et al. 1979)."""
+        """Add log-densities: merge mean and squared deviations of two sets (Chan et al. 1979)."""
         self.warnings.add(estimate)
         values = np.asarray(estimate.log_prob, float)
         with np.errstate(invalid="ignore"):
@@ -84,7 +84,7 @@ def score(arguments: argparse.Namespace) -> int:
 
 
 def _to_file(arguments: argparse.Namespace, out: Path) -> int:
-    """Score in resumable chunks, as a table may take hours."""
+    """Score in chunks that can be resumed, because a large table may take hours."""
     checkpoint = checkpoint_of(out)
     check_checkpoint(checkpoint, arguments)
     model = read_model(arguments.model)
@@ -111,7 +111,8 @@ def _estimates(
     first: int,
     tally: Tally,
 ) -> Iterator[rf.Estimate]:
-    """Estimates for all rows; random numbers depend on the seed and the index of a row in the file."""
+    """Estimates for all rows. The random numbers of a row depend only on the seed and the index of the row in
+    the file."""
     estimates = rf.tables.estimate_chunks(
         model,
         chunks,
@@ -142,5 +143,5 @@ def _print_summary(tally: Tally) -> int:
 
 
 def _advice(warning: str) -> str:
-    """The library's warning, with the names of the command line."""
+    """A warning of the library, with arguments named as on the command line."""
     return warning.replace("max_paths", "--paths")

@@ -33,8 +33,8 @@ MIN_VALUES = 3  # minimum number of values, for two transitions
 
 @dataclass(frozen=True)
 class Series:
-    """`times` `(N,)`, numbers or dates (in UTC if they have a time zone), and `values` `(N, c)`, NaN if
-    missing."""
+    """A time series: `times` `(N,)`, numbers or dates (in UTC if they have a time zone), and `values` `(N,
+    c)`, NaN if missing."""
 
     times: np.ndarray
     values: np.ndarray
@@ -59,7 +59,7 @@ class Series:
         return text + "Z" if self.zoned else text.removesuffix("T00:00:00")
 
     def times_ahead(self, text: str) -> np.ndarray:
-        """Forecast times separated by commas: dates, or numbers after the last value."""
+        """Forecast times, read from text with commas: dates, or numbers counted from the last time."""
         last, cells = self.observed()[0][-1], [cell.strip() for cell in text.split(",")]
         numbers = [number for cell in cells if (number := as_number(cell)) is not None]
         if len(numbers) == len(cells):
@@ -86,7 +86,7 @@ def read_series(path: Path, time: str, columns: Sequence[str], scale: float) -> 
 
 
 def read_inputs(path: Path, time: str) -> tuple[tuple[str, ...], Series]:
-    """The names and the values of all columns but the time."""
+    """The names and the values of all columns except the time."""
     with open_lines(path) as source:
         names = tuple(name.strip() for name in next(iter(source), []) if name.strip() != time)
     found = _read_columns(path, time, names)
@@ -116,7 +116,7 @@ def _read_columns(path: Path, time: str, columns: Sequence[str]) -> Series:
 
 
 def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Faults) -> np.ndarray:
-    """Dates if the first cell is one, else numbers."""
+    """Dates if the first cell is a date, else numbers."""
     zoned = _zoned(cells[0])
     if zoned is not None:
         dates = [_date(cell) for cell in cells]
@@ -132,7 +132,7 @@ def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Fa
             other = " (year-month-day)" if OTHER_DATE.fullmatch(cell) else ""
             why = f"{fault(name, cell, number)}, not a date such as 2024-01-31{other}"
             faults.add(line, why)
-    # 20240131 is a number too, but not a usable one.
+    # 20240131 is a valid number, but surely means a date.
     if all(re.fullmatch(r"(1[789]|20)\d\d[01]\d[0-3]\d", cell) for cell in cells):
         raise Refused(f"{table_name(path)}: {name!r} is {cells[0]}, a date without dashes: write 2024-01-31")
     return np.array([math.nan if number is None else number for number in numbers])

@@ -24,13 +24,14 @@ from .process import Refused
 
 MAX_SHOWN_LINES = 5  # maximum number of lines named in a message
 MAX_SHOWN_COLUMNS = 20  # maximum number of columns named in a message
-MISSING = {"", "na", "nan", "n/a", "null", "."}  # as written by pandas, R and FRED
+MISSING = {"", "na", "nan", "n/a", "null", "."}  # how pandas, R and FRED write missing values
 MAX_VALUE = 1e30  # single precision ends at 3e38, and intermediate results are larger than the rows
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of finite numbers, `(rows, columns)`. `named` is False if the names only number the columns."""
+    """A table of finite numbers, `(rows, columns)`. `named` is False if the column names are default
+    names."""
 
     columns: tuple[str, ...]
     rows: np.ndarray
@@ -46,13 +47,13 @@ def table_name(path: Path) -> str:
 
 
 def counted(dimension: int) -> tuple[str, ...]:
-    """Default names of columns."""
+    """Default names of the columns of a table without names."""
     return tuple(f"x{i + 1}" for i in range(dimension))
 
 
 class Faults:
-    """Invalid lines: their number, and the first few. For a file that is processed while it is read, the
-    first one raises an error."""
+    """Invalid lines: their number, and the first few. With `at_once`, for files processed while they are
+    read, the first one raises an error."""
 
     def __init__(self, path: Path, unit: str, at_once: bool = False):
         self.path, self.unit, self.at_once = path, unit, at_once
@@ -144,8 +145,8 @@ def read_text(path: Path, columns: Sequence[str] | None) -> Table:
 def text_chunks(
     path: Path, columns: Sequence[str] | None, size: int
 ) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
-    """The same for a large file: the names, an upper bound on the number of rows, and an iterator over `size`
-    rows at a time."""
+    """`read_text` for a large file: the names, an upper bound on the number of rows, and an iterator over
+    chunks of `size` rows."""
     with open_lines(path) as source:
         header = [name.strip() for name in next(iter(source), [])]
         places = places_of(path, _header(path, header), columns)
@@ -165,7 +166,7 @@ def text_chunks(
 
 
 def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """The number of each line, and the text in the named columns, in that order."""
+    """Yield the number of each line, and the text in the named columns, in that order."""
     faults = Faults(path, "line")
     with open_lines(path) as source:
         lines = iter(source)
@@ -178,7 +179,7 @@ def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[s
 
 @contextlib.contextmanager
 def open_lines(path: Path) -> Iterator["_Lines"]:
-    """The rows of a file; errors are reported in one line."""
+    """A context with the rows of a file, in which errors are reported in one line."""
     name = table_name(path)
     try:
         with _opened(path) as file:
@@ -212,7 +213,8 @@ def _opened(path: Path) -> Iterator[IO[str]]:
 
 
 class _Lines:
-    """Rows of cells, and the line on which the last one began; a quoted cell may span several lines."""
+    """Iterates over the rows of a text table, and records the line on which the last row began; a quoted cell
+    may span several lines."""
 
     def __init__(self, file: IO[str], delimiter: str):
         self.reader = csv.reader(file, delimiter=delimiter)
@@ -229,7 +231,7 @@ class _Lines:
 
     @property
     def quote(self) -> str:
-        """A remark on a row that spans several lines."""
+        """A remark for messages on a row that spans several lines, else empty."""
         last = self.reader.line_num
         return f", and a quote opened there ends on line {last} or never" if last > self.begun else ""
 
@@ -247,7 +249,7 @@ def _header(path: Path, header: list[str]) -> list[str]:
     if not header:
         raise Refused(f"{name} is empty")
     if any(as_number(cell) is not None for cell in header):
-        raise Refused(f"{name}: the first line must have the names of the columns, but has a number")
+        raise Refused(f"{name}: the first line must contain the names of the columns, but contains a number")
     if len(header) == 1:
         for mark in OTHER_SEPARATORS:
             if mark in header[0]:
@@ -299,7 +301,7 @@ def _series(cell: str) -> str:
 def _whole(
     source: _Lines, lines: Iterator[list[str]], header: list[str], faults: Faults
 ) -> Iterator[list[str]]:
-    """The rows with one cell per name; others are recorded as faults."""
+    """The rows with one cell per column name; other rows are recorded as faults."""
     for line in lines:
         if len(line) == len(header):
             yield line
@@ -310,14 +312,15 @@ def _whole(
 
 
 def as_number(text: str) -> float | None:
-    """The number in a cell; without underscores, as in 1_000, which Python accepts."""
+    """The number in a cell, or None. Underscores, as in 1_000, are not accepted, although Python accepts
+    them."""
     try:
         return None if "_" in text else float(text)
     except ValueError:
         return None
 
 
-LARGE_FILE = 2**26  # bytes, above which a file is not read at once
+LARGE_FILE = 2**26  # bytes; larger files are read in chunks
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
@@ -334,7 +337,8 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
 
 
 def read_mixed(path: Path, columns: Sequence[str] | None) -> Table:
-    """Read a table with text and missing cells: each column is numbers or text, and None where missing."""
+    """Read a table with text and missing cells: a column holds numbers or text, and None for missing
+    cells."""
     if path == STANDARD or is_text(path):
         if path != STANDARD:
             check_readable(path)
@@ -363,7 +367,7 @@ def read_mixed(path: Path, columns: Sequence[str] | None) -> Table:
 def _values(
     name: str, lines: Sequence[int], cells: Sequence[str], faults: Faults
 ) -> list[float | str | None]:
-    """A column of numbers, or of text if none of its cells is a number."""
+    """The values of a column: numbers, or text if none of its cells is a number."""
     present = [cell for cell in cells if cell.lower() not in MISSING]
     if present and all(as_number(cell) is None for cell in present):
         return [None if cell.lower() in MISSING else cell for cell in cells]
@@ -535,7 +539,7 @@ def _write_rows(file: IO[str], path: Path | None, rows: Iterable[Iterable[str]])
 
 
 def _cells(columns: Sequence[np.ndarray]) -> Iterator[tuple[str, ...]]:
-    # str() of a NumPy number is the shortest text that reads back the same in its own precision.
+    # str() of a NumPy number is the shortest text that gives the same number in the same precision.
     return zip(*(map(str, column) for column in columns), strict=True)
 
 
@@ -558,7 +562,7 @@ def _text(path: Path | None) -> Iterator[IO[str]]:
 
 
 def write_npy(path: Path, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
-    """Write blocks of rows as one array of this shape."""
+    """Write blocks of rows as one array of shape `shape`."""
     with rf.files.whole_file(path) as draft, open(draft, "wb") as file:
         for i, block in enumerate(blocks):
             if i == 0:

@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace, checkpoint: Path) -> int:
             return stopped(arguments, checkpoint, f"stopped at step {tuned.history.loss.size}")
         steps = arguments.draws * arguments.thin
         chain = rf.sample_chain(tuned.sampler, tuned.z, key=key_draw, num_steps=steps, thin=arguments.thin)
-    except KeyboardInterrupt:  # the second one, or during sampling
+    except KeyboardInterrupt:  # the second Ctrl-C, or one during sampling
         return stopped(arguments, checkpoint, "interrupted")
     if arguments.noise_out:
         rf.save(arguments.noise_out, _noise(tuned))
@@ -73,7 +73,7 @@ def _tune(target, start: jax.Array, arguments: argparse.Namespace, checkpoint: P
                 run=rf.train.RunOptions(checkpoint=checkpoint, resume=arguments.resume),
             )
     except rf.NonFiniteError:
-        remove(checkpoint)  # nothing to resume from there
+        remove(checkpoint)  # there is nothing to resume in this state
         raise
     except ValueError as error:
         raise Refused(str(error).replace("num_gradients", "--gradients")) from None
@@ -99,7 +99,7 @@ def _target(name: str) -> Any:
 
 
 def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
-    """Starting points of the chains: random around zero, or around the `start` of the target."""
+    """Starting points of the chains, random around zero or around the attribute `start` of the target."""
     name = arguments.target
     dimension = arguments.dimension or getattr(target, "dimension", None)
     if dimension is None:
@@ -108,7 +108,7 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
         raise Refused(f"{name}: its dimension must be a whole number of at least 1, got {dimension!r}")
     centre = jnp.asarray(getattr(target, "start", np.zeros(dimension)), float)
     if centre.shape != (dimension,):
-        raise Refused(f"{name}: its start has shape {centre.shape}, its dimension is {dimension}")
+        raise Refused(f"{name}: its start has shape {centre.shape}, but its dimension is {dimension}")
     start = centre[None] + jax.random.normal(key, (arguments.chains, int(dimension)))
     try:
         value = jax.eval_shape(target, start[0])
@@ -131,14 +131,14 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
 
 
 def _check_places(target: Any, name: str, z: np.ndarray) -> None:
-    """Refuse out-of-range indices, which JAX clamps, by running NumPy."""
+    """Refuse out-of-range indices, which JAX clamps, by calling the function with NumPy arrays."""
     try:
         with np.errstate(all="ignore"):
             target(z)
     except IndexError as error:
         raise Refused(f"{name} fails for z of shape {z.shape}: {_first(error)}") from None
     except Exception:
-        return  # it requires JAX arrays
+        return  # the function requires JAX arrays
 
 
 def _first(error: BaseException) -> str:
@@ -146,7 +146,7 @@ def _first(error: BaseException) -> str:
 
 
 def _noise(tuned: rf.mcmc.Tuned) -> Any:
-    """σ times √dt, so that it is used with dt = 1."""
+    """σ times √dt, for use with dt = 1."""
     diffusion: Any = tuned.sampler.sde.diffusion
     root = jnp.sqrt(tuned.sampler.dt)
     return eqx.tree_at(lambda n: (n.scale,), diffusion, (root * diffusion.scale,))

@@ -36,11 +36,13 @@ from .._checks import (
 
 
 class AbstractDriver(eqx.Module):
-    """The distribution of a random path. Times inside a driver run over [0, 1]; a path has a horizon.
+    """The distribution of a random path. Inside a driver, time runs over [0, 1]; a path has its own horizon
+    [0, T].
 
     A new driver defines the number of its functions, their integrals, the slope of a path, and where the
-    slope jumps. If it does not approximate Brownian motion it also sets `brownian` to False, the scaling of
-    its paths with the horizon (`hurst`), and the coefficients of a given path (`coefficients_of`):
+    slope jumps. A driver that does not approximate Brownian motion also sets `brownian` to False and defines
+    `hurst`, the scaling of its paths with the horizon, and `coefficients_of`, the coefficients of a given
+    path:
 
     ```python
     import equinox as eqx, jax.numpy as jnp, numpy as np
@@ -64,7 +66,7 @@ class AbstractDriver(eqx.Module):
     num_functions: eqx.AbstractVar[int]
     # H in B(t) = Tᴴ B₁(t/T), the scaling of a path on [0, T]; ½ for Brownian motion.
     hurst: ClassVar[float] = 0.5
-    # Whether it approximates Brownian motion with independent components, as Itô SDEs require.
+    # Whether the driver approximates Brownian motion with independent components, as Itô SDEs require.
     brownian: ClassVar[bool] = True
 
     def __check_init__(self):
@@ -123,9 +125,9 @@ class AbstractDriver(eqx.Module):
     def project(self, path: diffrax.AbstractPath, *, resolution: int = 4096) -> "Path":
         """The projection of a given path onto the functions of this driver.
 
-        For Brownian motion ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), with the given path interpolated linearly between
-        `resolution` intervals: exact for a `PiecewiseLinear` path, with error O(1/resolution²) for a smooth
-        one. Projecting the same fine path onto more functions couples drivers of different sizes.
+        For Brownian motion ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), with the given path interpolated linearly on
+        `resolution` intervals. This is exact for a `PiecewiseLinear` path and has error O(1/resolution²) for
+        a smooth one. Projecting the same fine path onto more functions couples drivers of different sizes.
         """
         check_instance("path", path, diffrax.AbstractPath, "a diffrax path, or a path of a driver")
         check_count("resolution", resolution)
@@ -207,7 +209,7 @@ class Path(diffrax.AbstractPath):
         """Ḃ(t), shape `(..., m)`; at a jump the limit from the left or the right."""
         s = jnp.asarray(t, self.t1.dtype) / self.t1
         if self.driver.jumps.size:
-            # Larger than the rounding error of t / T.
+            # The offset is larger than the rounding error of t / T.
             s = s + (-8 if left else 8) * jnp.finfo(s.dtype).eps
         return self.unit_slope(s) / self._column(self.t1)
 

@@ -18,7 +18,7 @@ SQRT2 = 2.0**0.5
 
 
 class KarhunenLoeve(AbstractDriver):
-    """Karhunen–Loève expansion B(t) = ω₀ t/√T + Σ_{k=1}^{n−1} ωₖ √(2T) sin(kπt/T)/(kπ), smooth.
+    """Smooth Karhunen–Loève expansion B(t) = ω₀ t/√T + Σ_{k=1}^{n−1} ωₖ √(2T) sin(kπt/T)/(kπ).
 
     The end point B(T) = √T ω₀ has its exact distribution for every n, so an SDE with constant coefficients
     has its exact density. The paper trains with n from 4 to 10.
@@ -60,10 +60,10 @@ class KarhunenLoeve(AbstractDriver):
 class Legendre(AbstractDriver):
     """Legendre expansion Ḃ(t) = T^{-1/2} Σ_{k<n} ωₖ √(2k+1) Pₖ(2t/T − 1), a polynomial of degree n − 1.
 
-    The first n of B(T), ∫B dt, ∫t B dt, … have their exact joint distribution, so the truncation error of
-    smooth linear functionals of the path decreases faster than any power of n. With additive noise and a
-    nearly linear drift, a few functions are as accurate as dozens of `rf.KarhunenLoeve`. The slope is
-    steepest at both ends, √(2k+1).
+    The first n of the integrals B(T), ∫B dt, ∫t B dt, … have their exact joint distribution, so the
+    truncation error of smooth linear functionals of the path decreases faster than any power of n. With
+    additive noise and a nearly linear drift, a few functions are as accurate as dozens of `rf.KarhunenLoeve`.
+    The functions are largest at both ends, where |eₖ| = √(2k+1).
 
     ```python
     import jax
@@ -100,7 +100,7 @@ def orthonormal_polynomials(s: Array, count: int) -> Array:
 
 
 def integrated_polynomials(s: Array, count: int) -> Array:
-    """Integrals of these polynomials from 0 to s, by (2k + 1) Pₖ = P′ₖ₊₁ − P′ₖ₋₁."""
+    """Integrals of the orthonormal polynomials from 0 to s, by (2k + 1) Pₖ = P′ₖ₊₁ − P′ₖ₋₁."""
     p = _polynomials(2 * s - 1, count + 1)
     rest = [(p[k + 1] - p[k - 1]) / (2 * (2 * k + 1) ** 0.5) for k in range(1, count)]
     return jnp.stack([s, *rest], axis=-1)
@@ -115,7 +115,7 @@ def _polynomials(y: Array, count: int) -> list[Array]:
 
 
 class PiecewiseLinear(AbstractDriver):
-    """Piecewise linear path: Ḃ = ωₖ/√Δₖ on the k-th interval, exact on the grid.
+    """Piecewise linear path: Ḃ = ωₖ/√Δₖ on the k-th interval; exact at the grid points.
 
     **Arguments:**
 
@@ -157,7 +157,8 @@ class PiecewiseLinear(AbstractDriver):
         return PiecewiseLinear(halved(self.knots))
 
     def refine(self, coefficients: Array, more: Array) -> Array:
-        # Halve each interval: the mean of the two slopes is the old slope, their difference is new.
+        # Halve each interval: the mean of the two slopes is the old slope, and their difference is a new
+        # coefficient.
         halves = jnp.stack([coefficients + more, coefficients - more], axis=-2) / 2**0.5
         return jnp.reshape(halves, (*more.shape[:-2], 2 * self.num_functions, more.shape[-1]))
 
@@ -202,7 +203,7 @@ class AbstractPolynomials(AbstractDriver):
     @property
     @abc.abstractmethod
     def root(self) -> np.ndarray:
-        """A lower triangular matrix `(n, n)`: more polynomials append rows and columns to it."""
+        """A lower triangular matrix `(n, n)`; increasing n appends rows and columns."""
 
     def integrals(self, s: Array) -> Array:
         s = jnp.asarray(s)
@@ -214,7 +215,7 @@ class AbstractPolynomials(AbstractDriver):
         return jnp.einsum("...n,...nm->...m", basis, coefficients)
 
     def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        """Coefficients of a path from those of the polynomials."""
+        """Coefficients ω of a path, from the coefficients a of the polynomials."""
         places = jnp.asarray(knots)
         means = jnp.diff(integrated_polynomials(places, self.num_functions), axis=0)
         weights = jnp.asarray(np.linalg.pinv(self.root)) @ (means / jnp.diff(places)[:, None]).T
@@ -226,12 +227,12 @@ class AbstractPolynomials(AbstractDriver):
 
 
 class GaussianDriver(AbstractPolynomials):
-    """Gaussian process with a given covariance function on [0, 1], in Legendre polynomials: smooth.
+    """Gaussian process with a given covariance function on [0, 1], approximated by polynomials.
 
     Like `rf.Legendre` for Brownian motion, it preserves the joint distribution of the first n of B(1) − B(0),
-    ∫B ds, ∫s B ds, …, whereas a truncated Karhunen–Loève expansion loses variance at the end. They are
-    computed from the process on 1024 intervals, with a relative error of about n²/1024². The SDE must be a
-    Stratonovich SDE.
+    ∫B ds, ∫s B ds, …, whereas a truncated Karhunen–Loève expansion loses variance at the end. This joint
+    distribution is computed from the process on 1024 intervals, with a relative error of about n²/1024². The
+    SDE must be a Stratonovich SDE.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Fractional Brownian motion on a grid, in polynomials, and its increments."""
+"""Fractional Brownian motion: on a grid, as a polynomial, and its increments."""
 
 import functools
 import math
@@ -18,12 +18,12 @@ from ._expansions import AbstractPolynomials, as_knots, derivatives, halved, pie
 
 
 class FractionalBrownian(AbstractDriver):
-    """Fractional Brownian motion with Hurst exponent H on a grid: exact there, linear between.
+    """Fractional Brownian motion with Hurst exponent H: exact at the points of a grid, linear between them.
 
     E B(s)B(t) = ½(s²ᴴ + t²ᴴ − |t − s|²ᴴ), and B(t) = Tᴴ B₁(t/T). The coefficients are independent standard
-    normals; the Cholesky factor of the covariance of the increments maps them to increments. A flow needs
-    O(n) operations per slope of a path of n intervals and O(n²) memory. For paths with thousands of steps,
-    without densities, use `rf.driver.fractional_noise`.
+    normals; the Cholesky factor of the covariance of the increments maps them to increments. For a path of n
+    intervals, one evaluation of the slope takes O(n) operations, and the driver O(n²) memory. To simulate
+    thousands of steps without densities, use `rf.driver.fractional_noise`.
 
     H lies in (0, 1). The SDE must be a Stratonovich SDE unless H = ½. State-dependent multidimensional noise
     requires H > ⅓: for smaller H, a path and its Lévy areas do not determine the solution.
@@ -69,13 +69,14 @@ class FractionalBrownian(AbstractDriver):
         return FractionalBrownian(self.hurst, halved(self.knots))
 
     def refine(self, coefficients: Array, more: Array) -> Array:
-        # The sum of the halves is the old path; the component orthogonal to it is new.
+        # The increments of the two halves add up to the old increment; the component orthogonal to this sum
+        # is new.
         old, new = (jnp.asarray(a, more.dtype) for a in _refinement(self.hurst, self.knots))
         both = (jnp.einsum("kn,...nm->...km", a, b) for a, b in ((old, coefficients), (new, more)))
         return sum(both, jnp.zeros((), more.dtype))
 
     def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        """Coefficients from the values on the driver's grid."""
+        """Coefficients from the values of the path on the driver's grid."""
         own = np.asarray(self.knots)
         share = np.clip((own[1:, None] - knots[:-1]) / np.diff(knots), 0, 1)
         weights = np.linalg.solve(_root(self.hurst, self.knots), np.diff(share, axis=0, prepend=0.0))
@@ -94,12 +95,13 @@ class FractionalBrownian(AbstractDriver):
 
 
 class FractionalLegendre(AbstractPolynomials):
-    """Fractional Brownian motion with Hurst exponent H in Legendre polynomials: smooth.
+    """Smooth approximation of fractional Brownian motion with Hurst exponent H by Legendre polynomials.
 
-    Ḃ = Tᴴ⁻¹ Σ_{k<n} aₖ √(2k+1) Pₖ(2t/T − 1). The coefficients a have the covariance of those of fractional
-    Brownian motion; a triangular matrix maps independent standard normals to them. The first n of B(T), ∫B
-    dt, ∫t B dt, … have their exact joint distribution, and for H = ½ it is `rf.Legendre`. With additive noise
-    a few functions suffice. The same restrictions on SDEs apply as for `rf.FractionalBrownian`.
+    Ḃ = Tᴴ⁻¹ Σ_{k<n} aₖ √(2k+1) Pₖ(2t/T − 1). The coefficients a have the covariance of the Legendre
+    coefficients of fractional Brownian motion; a triangular matrix maps independent standard normals to a.
+    The first n of the integrals B(T), ∫B dt, ∫t B dt, … have their exact joint distribution. For H = ½ this
+    driver is `rf.Legendre`. With additive noise a few functions suffice. The same restrictions on SDEs apply
+    as for `rf.FractionalBrownian`.
 
     ```python
     import jax
@@ -146,7 +148,8 @@ def _root(hurst: float, knots: tuple[float, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _refinement(hurst: float, knots: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Orthogonal maps `(2n, n)` of the old and of new coefficients to those on halved intervals."""
+    """Two orthogonal maps `(2n, n)`, from the old and from the new coefficients to the coefficients on halved
+    intervals."""
     fine = _root(hurst, tuple(halved(knots).tolist()))
     old = np.linalg.solve(_root(hurst, knots), fine[::2] + fine[1::2]).T
     return old, np.linalg.qr(old, mode="complete")[0][:, len(knots) - 1 :]
@@ -155,8 +158,8 @@ def _refinement(hurst: float, knots: tuple[float, ...]) -> tuple[np.ndarray, np.
 @functools.lru_cache(maxsize=16)
 def _moments_root(hurst: float, count: int) -> np.ndarray:
     """Cholesky factor of the covariance of ∫eⱼ dB for orthonormal polynomials eⱼ. The covariance is −H ∫₀¹
-    u²ᴴ⁻¹ S′(u) du, where S is the sum of both cross-correlations of eⱼ and eₖ, by a quadrature that is exact
-    up to rounding."""
+    u²ᴴ⁻¹ S′(u) du, where S is the sum of both cross-correlations of eⱼ and eₖ. The quadrature is exact up to
+    rounding."""
     jacobi, jacobi_weights = scipy.special.roots_jacobi(count + 1, 0.0, 2 * hurst - 1)
     lags, lag_weights = (jacobi + 1) / 2, jacobi_weights / 2 ** (2 * hurst)
     nodes, weights = np.polynomial.legendre.leggauss(count + 1)
@@ -169,7 +172,7 @@ def _moments_root(hurst: float, count: int) -> np.ndarray:
     return psd_root(gram)
 
 
-CHUNK = 2**21  # complex numbers at a time, so that a transform fits in the cache
+CHUNK = 2**21  # complex numbers per transform, so that they fit in the cache
 
 
 def fractional_noise(
@@ -177,9 +180,9 @@ def fractional_noise(
 ) -> Array:
     """Increments of fractional Brownian motion over `steps` equal steps of [0, t1], `(*shape, steps)`.
 
-    Exact, in O(n log n), by circulant embedding (Davies & Harte 1987; Wood & Chan 1994). A path depends on
-    twice as many normal numbers as it has steps, so they have no density; use `rf.FractionalBrownian` for
-    densities.
+    The increments are exact and cost O(n log n), by circulant embedding (Davies & Harte 1987; Wood & Chan
+    1994). A path of n steps depends on 2n normal numbers, so it has no log-density here; for densities use
+    `rf.FractionalBrownian`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -215,7 +218,7 @@ def stationary_noise(autocovariance: np.ndarray, *, key: PRNGKeyArray, shape: tu
 
 @jit
 def _drawn(weights: Array, keys: Array, size: int) -> Array:
-    """The real and imaginary parts of one transform are two sequences."""
+    """Sequences, two per Fourier transform: its real and its imaginary part."""
 
     def chunk(key: PRNGKeyArray) -> Array:
         parts = jax.random.normal(key, (2, size, weights.size), weights.dtype) * weights[None, None]

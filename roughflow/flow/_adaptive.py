@@ -12,8 +12,8 @@ from ._field import Field
 from ._integrator import ESCAPE_RATE, AbstractGradient, AbstractIntegrator, Backpropagation, ConstantMemory
 from ._outcome import Outcome, Status
 
-# (z − centre)/scale (B, d), so that tolerances have no units; ∫ div (B,); and two clocks (B,) that run from
-# the time at which a sample escapes, or its model stops being finite, to the end.
+# The state of an adaptive solve: (z − centre)/scale (B, d), so that tolerances have no units; ∫ div (B,); and
+# two clocks (B,), which start when a sample escapes and when its model stops being finite.
 State = tuple[Array, Array, tuple[Array, Array]]
 
 
@@ -75,7 +75,7 @@ class Adaptive(AbstractIntegrator):
         fraction = ones if fraction is None else fraction
         if not self.per_sample:
             return self._solve(field, z, fraction, reverse)
-        # Batches of one, each with its own steps.
+        # Each sample is solved as a batch of one, with its own steps.
         fields, axes = field.split()
         fractions = fraction[:, None] if fraction.ndim else fraction
         outcome = eqx.filter_vmap(self._solve, in_axes=(axes, 0, 0 if fraction.ndim else None, None))(
@@ -121,7 +121,7 @@ class Adaptive(AbstractIntegrator):
         z = field.centre[None] + field.scale[None] * z
         escape_clock, broken_clock = (jax.lax.stop_gradient(clock) for clock in clocks)
         status = jnp.where(broken_clock != 0, Status.NON_FINITE, Status.FINE)
-        # Non-finite values after an escape are not the model's fault.
+        # Non-finite values after an escape are not errors of the model.
         status = jnp.where(jnp.abs(escape_clock) > jnp.abs(broken_clock), Status.ESCAPED, status)
         done = solution.result == diffrax.RESULTS.successful
         status = jnp.where(done, status, Status.OUT_OF_STEPS)

@@ -35,8 +35,8 @@ class Whitened(Base, Protocol):
     """A base with a map from standard normal numbers u of shape `(d,)` to its points.
 
     Any smooth one-to-one map onto the support of the base is valid; `log_prob` remains the density. The
-    closer the map transports normal numbers to the base, the better. A base on a subset of Rᵈ needs it, so
-    that searches for a start stay inside.
+    closer the map transports normal numbers to the base, the better. A base whose support is a subset of Rᵈ
+    needs this map, so that a search for starting points stays inside the support.
     """
 
     def from_normal(self, u: Array) -> Array: ...
@@ -68,7 +68,7 @@ class Normal(eqx.Module):
                 f"got {loc.shape} and {jnp.shape(scale)}"
             )
         self.loc = loc
-        # The logarithm is trained, so that the scale stays positive. NumPy does not compile.
+        # The logarithm is trained, so that the scale stays positive. NumPy, because it does not compile.
         xp = jnp if is_traced(scale) else np
         self.log_scale = jnp.asarray(xp.log(xp.broadcast_to(xp.asarray(scale, loc.dtype), loc.shape)))
 
@@ -171,8 +171,8 @@ def dimension_of(base: Base) -> int:
 
 
 def some_points(base: Base, dimension: int, count: int = 32) -> Array:
-    """Starting points `(count, d)`; made from given numbers if the base supports it, because otherwise every
-    program with a solve would have to draw random ones."""
+    """Starting points `(count, d)`. If the base has `from_normal`, they are made from fixed numbers, so that
+    a compiled solve need not draw random ones."""
     if isinstance(base, Whitened):
         numbers = np.random.default_rng(0).normal(size=(count, dimension))
         return jax.vmap(base.from_normal)(jnp.asarray(numbers))
@@ -180,6 +180,7 @@ def some_points(base: Base, dimension: int, count: int = 32) -> Array:
 
 
 def log_prob_of(base: Base, z: Array) -> Array:
-    """The log-density at a batch of any shape, `(..., d)`, from that at one point."""
+    """The log-density at a batch of points of any shape, `(..., d)`, for a base that supports only single
+    points."""
     flat = jax.vmap(base.log_prob)(jnp.reshape(z, (-1, z.shape[-1])))
     return jnp.reshape(flat, z.shape[:-1])

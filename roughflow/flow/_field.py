@@ -128,8 +128,8 @@ class NoDivergence(AbstractDivergence):
         return field(z), jnp.zeros((), z.dtype)
 
 
-# Values that backpropagation keeps from an evaluation, by name: the state and whether it is valid. Everything
-# else is recomputed.
+# Names of the values that backpropagation keeps from an evaluation: the state and whether it is valid.
+# Everything else is recomputed.
 KEPT = ("roughflow_point", "roughflow_status")
 
 
@@ -154,8 +154,8 @@ class Field(eqx.Module):
     def __call__(self, s: Array, z: Array, *, slope_at: Array | None = None) -> tuple[Array, Array]:
         """dz/ds `(B, d)` and its divergence `(B,)` at `z` `(B, d)`; `s` is a scalar or `(B,)`.
 
-        `slope_at` is the time at which the slope of the path is evaluated, if that is inside a step and not
-        `s` itself, where it may jump.
+        `slope_at` is the time at which the slope of the path is evaluated, by default `s`. If the slope jumps
+        at `s`, it is a time inside the step.
         """
         path = self.path
         slope = path.unit_slope(s if slope_at is None else slope_at)
@@ -176,9 +176,9 @@ class Field(eqx.Module):
         Distances are measured in spreads of the process, per coordinate. A sample has **escaped** if it would
         travel its distance from the centre plus one spread in less than 1/escape_rate of the horizon, or if
         it overflowed after a jump from `start`, the state at the beginning of the step. Any other value that
-        is not finite is the model's fault. One sample must not spoil a batch, so a field that is not finite
-        is set to zero, and one that is too fast is slowed down smoothly, which keeps the steps of an adaptive
-        solver from collapsing. Below a hundredth of the escape rate the factor is exactly one.
+        is not finite counts as an error of the model. One sample must not spoil a batch, so a field that is
+        not finite is set to zero, and one that is too fast is slowed down smoothly, which keeps the steps of
+        an adaptive solver from collapsing. Below a hundredth of the escape rate the factor is exactly one.
         """
         return _guarded(self, s, z, start, slope_at)
 
@@ -250,7 +250,7 @@ def _guarded_jvp(primals, tangents):
     field, s, z, start, slope_at = primals
     d_field, d_s, d_z, _, d_slope_at = tangents
     velocity, divergence, status = _guarded(field, s, z, start, slope_at)
-    # Named here, where a checkpoint can see it; otherwise the backward pass evaluates the field again.
+    # Named, so that a checkpoint keeps this value; otherwise the backward pass evaluates the field again.
     status = checkpoint_name(status, KEPT[1])
     fine = status == Status.FINE
 

@@ -148,11 +148,11 @@ def order_of(solver: diffrax.AbstractERK) -> int:
 
 
 def _scale(h: Array, value: Array) -> Array:
-    """h·value, with h a scalar or one number per sample."""
+    """h·value, where h is a scalar or one number per sample."""
     return (h[:, None] if h.ndim < value.ndim and h.ndim else h) * value
 
 
-# The two copies, each a state (B, d) and the integral of the divergence (B,).
+# The two copies of a reversible solve, each a state (B, d) and the integral of the divergence (B,).
 Pair = tuple[tuple[Array, Array], tuple[Array, Array]]
 
 
@@ -250,10 +250,10 @@ Solve = Callable[[Field, Array, Array | None], Outcome]
 
 
 def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None) -> Outcome:
-    """`solve(field, z, fraction)`, for a large batch in equal blocks, one after another.
+    """`solve(field, z, fraction)`; a large batch is solved in equal blocks, one after another.
 
     The intermediate values of one block fit in the cache of a CPU, which makes the gradient of 10⁵ samples 20
-    % faster. It is not used with several devices, which would wait for each other.
+    % faster. Blocks are not used with several devices, which would wait for each other.
     """
     if len(z) <= 2 * BLOCK_SIZE or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return solve(field, z, fraction)
@@ -355,11 +355,11 @@ class FixedGrid(AbstractIntegrator):
         return self.with_steps(2 * self.count(driver, noise_dimension))
 
     def with_steps(self, steps: int) -> "FixedGrid":
-        """The same with another number of steps."""
+        """The same integrator with another number of steps."""
         return FixedGrid(self.solver, steps, self.gradient, self.escape_rate, self.late)
 
     def count(self, driver: AbstractDriver, noise_dimension: int) -> int:
-        """The number of steps, equal in each piece of the path."""
+        """The total number of steps; every piece of the path has the same number."""
         steps = self.steps or default_steps(order_of(self.solver), driver, noise_dimension)
         pieces = driver.jumps.size + 1
         return pieces * math.ceil(steps / pieces)
@@ -374,7 +374,7 @@ class FixedGrid(AbstractIntegrator):
             return jnp.asarray(times)
         if pieces == 1:
             return jnp.tensordot(jnp.asarray(times, fraction.dtype), fraction, 0)
-        # Knots are unchanged; a sample that has arrived takes steps of length zero.
+        # Knots are unchanged; a sample that has reached its end time takes steps of length zero.
         times = jnp.asarray(times, fraction.dtype)
         return jnp.minimum(jnp.expand_dims(times, range(1, 1 + fraction.ndim)), fraction[None])
 
@@ -390,8 +390,8 @@ class FixedGrid(AbstractIntegrator):
 
 
 class CountedGrid(AbstractIntegrator):
-    """A fixed grid with a dynamic number of steps, so that one program serves all numbers. It does not
-    support reverse mode."""
+    """A fixed grid whose number of steps is an array, so that one compiled program serves any number of
+    steps. It does not support reverse-mode differentiation."""
 
     grid: FixedGrid
     each: Array  # number of steps between two jumps of the slope of the path
@@ -433,7 +433,8 @@ def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> i
 def sticky_step(field: Field, now: Outcome, span: Span, solver: diffrax.AbstractERK) -> Outcome:
     """Advance the valid samples; one with an error stays at its last valid state.
 
-    A sample whose model is not finite moves to the point where that happens, for the message.
+    If the model is not finite, the sample moves to the point where that happens, which the error message
+    reports.
     """
     step = runge_kutta(field, span, now.z, solver)
     was_fine = now.status == Status.FINE

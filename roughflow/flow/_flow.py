@@ -135,7 +135,7 @@ class AbstractStochasticFlow(eqx.Module):
     raises: bool
     dimension: int = eqx.field(static=True)
     noise_dimension: int = eqx.field(static=True)
-    proposal: Any = None  # learned with the flow: where to search for paths to x
+    proposal: Any = None  # a proposal learned with the flow, which tells where to search for paths to x
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class AbstractStochasticFlow(eqx.Module):
         check_positive("t1", t1)
         if np.ndim(t1):
             raise ValueError(
-                f"t1 must be one number, got shape {np.shape(t1)}; pass end times of single samples "
-                "to sample_path or to the method of the density"
+                f"t1 must be one number, got shape {np.shape(t1)}; pass an array of end times to sample_path "
+                f"or to the density method instead"
             )
         self.noise_dimension = noise_dimension(sde, self.dimension)
         check_kinks(sde, self.dimension)
@@ -163,7 +163,7 @@ class AbstractStochasticFlow(eqx.Module):
         check_driven(sde, driver, self.dimension)
         self.sde = sde
         self.base = base
-        # A plain number, so that the end time is not trained.
+        # A Python number, so that the end time is not trained.
         self.t1 = float(t1)
         self.driver = driver
         self.divergence = ExactDivergence() if divergence is None else divergence
@@ -185,7 +185,9 @@ class AbstractStochasticFlow(eqx.Module):
     def with_proposal(self, proposal: Any) -> Self:
         """The same flow with another proposal for densities; None removes a learned one."""
         if proposal is not None and not hasattr(proposal, "distribution"):
-            raise TypeError(f"proposal must be one such as rf.Laplace(), or None, got {shown(proposal)}")
+            raise TypeError(
+                f"proposal must be a proposal such as rf.Laplace(), or None, got {shown(proposal)}"
+            )
         return eqx.tree_at(lambda flow: flow.proposal, self, proposal, is_leaf=lambda leaf: leaf is None)
 
     def with_finer_steps(self) -> Self:
@@ -223,7 +225,7 @@ class AbstractStochasticFlow(eqx.Module):
         """
         z, log_change = self.pull_back(x, path, t1=t1, key=key)
         log_base = log_prob_of(self.base, z)
-        # An escaped sample keeps a finite z, so no NaN can come back through this `where`.
+        # An escaped sample keeps a finite z, so the gradient of this `where` contains no NaN.
         return jnp.where(jnp.isneginf(log_change), -jnp.inf, log_base + log_change)
 
     def sample(
@@ -356,8 +358,8 @@ def _solve(
     key: PRNGKeyArray | None,
     reverse: bool,
 ) -> tuple[Outcome, Array]:
-    """The outcome, and the status without regard to NaN in z. Batches are formed only here; the solvers see
-    one leading axis."""
+    """The outcome, and its status without the failures that NaN in z causes. Batches are formed only here;
+    the solvers see one leading axis."""
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
     flat = math.prod(batch)
@@ -387,7 +389,7 @@ _solve_few, _solve_many = jit(_solve, level=1), jit(_solve)
 
 
 def _one_for_each(key: PRNGKeyArray | None, batch: tuple[int, ...]) -> PRNGKeyArray | None:
-    """A single key unchanged; keys, one per sample, flattened to one axis."""
+    """A single key is returned unchanged; an array of keys, one per sample, is flattened to one axis."""
     if key is None or not key.ndim:
         return key
     if key.shape != batch:
@@ -419,8 +421,8 @@ def _check(
         known = not is_traced(t1) and not is_traced(path.t1)
         if known and np.any(np.asarray(t1) > np.asarray(path.t1) * (1 + 1e-6)):
             raise ValueError(
-                f"t1 must not lie beyond the path's end at {path.t1}, got {t1}: draw a longer one, "
-                "flow.sample_path(key=key, t1=...)"
+                f"t1 must not lie beyond the path's end at {path.t1}, got {t1}: draw a longer path with "
+                f"flow.sample_path(key=key, t1=...)"
             )
     check_finite(name, z)
     check_finite("path coefficients", path.coefficients)
@@ -439,7 +441,7 @@ def centre_and_scale(
     """A starting point of samples, their centre, and the spread of each coordinate at the end: the scales of
     distances, `(d,)` each. Not differentiated.
 
-    Without any spread, the distance that the drift covers.
+    Where the spread is zero, the distance that the drift covers is used instead.
     """
     points = jax.lax.stop_gradient(some_points(base, dimension)).astype(dtype)
     t, span = jnp.zeros((), dtype), jax.lax.stop_gradient(jnp.max(horizon)).astype(dtype)

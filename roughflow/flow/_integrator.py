@@ -37,8 +37,8 @@ class ConstantMemory(AbstractGradient):
     solution. An adaptive solve integrates the continuous adjoint equation backwards; its gradient is as
     accurate as its tolerances. Forward mode (`jax.jvp`, `jax.jacfwd`) is not supported.
 
-    **Arguments:** `coupling`, in (0, 1]: coupling of the two copies on fixed grids. Smaller values are more
-    stable forwards, but undoing N steps multiplies rounding errors by coupling^(−N).
+    **Arguments:** `coupling`, in (0, 1]: strength of the coupling of the two copies on fixed grids. Smaller
+    values are more stable forwards, but undoing N steps multiplies rounding errors by coupling^(−N).
 
     ```python
     import roughflow as rf
@@ -61,8 +61,8 @@ ESCAPE_RATE = 1e5
 class AbstractIntegrator(eqx.Module):
     """The interface of integrators, which solve the random ODE of a batch as one system.
 
-    Your own integrator calls `field.guarded`, which detects samples with errors, and returns an
-    `rf.flow.Outcome`. Its `escape_rate` is a static field.
+    A new integrator calls `field.guarded`, which detects samples with errors, and returns an
+    `rf.flow.Outcome`. Its `escape_rate` must be a static field.
     """
 
     gradient: eqx.AbstractVar[AbstractGradient]

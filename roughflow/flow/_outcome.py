@@ -18,8 +18,8 @@ from ..sde import AbstractSDE
 class Status(enum.IntEnum):
     """Why the solve of a sample ended: the codes in `rf.flow.Outcome.status`, each with a `message`.
 
-    - `FINE`: it reached the end.
-    - `ESCAPED`: it diverged to infinity in finite time, a valid result: the density is zero.
+    - `FINE`: the sample reached the end.
+    - `ESCAPED`: the sample diverged to infinity in finite time. This is a valid result: the density is zero.
     - `NON_FINITE`: drift or diffusion returned NaN or infinity. Raised as `rf.NonFiniteError`.
     - `OUT_OF_STEPS`: an adaptive solve ran out of steps. Raised as `rf.OutOfStepsError`.
 
@@ -65,7 +65,7 @@ class Outcome(eqx.Module):
 
     - `z`: the final states `(B, d)`; for a sample with an error, its last valid state.
     - `log_change`: `(B,)`, the integral of the divergence along the solve, from its first time to its last.
-    - `status`: `(B,)`, the reason for its end, a code of `rf.flow.Status`.
+    - `status`: `(B,)`, why each solve ended, a code of `rf.flow.Status`.
     - `time`: `(B,)`, time of the error, as a fraction of the horizon.
     """
 
@@ -93,8 +93,8 @@ def failed(outcome: Outcome) -> Array:
 def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path) -> Outcome:
     """Raise an error if a model is not finite or a solver ran out of steps; escapes pass.
 
-    Outside of `jit` the message names drift or diffusion, and the time. Under `jit` it is a run-time error
-    that says how to find out.
+    Outside of `jit` the message names drift or diffusion, and the time. Under `jit` the error is raised at
+    run time and says how to find them.
     """
     if is_traced(status):
         z = outcome.z
@@ -111,7 +111,8 @@ def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Replace the long run-time errors of a jitted solve by short ones; for jits inside the library."""
+    """Context manager for calls of jitted solves inside the library: replaces their long run-time errors by
+    short ones."""
     try:
         yield
     except eqx.EquinoxRuntimeError as error:

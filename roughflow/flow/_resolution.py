@@ -18,8 +18,8 @@ from ._base import some_points
 from ._fixed_grid import CountedGrid, FixedGrid
 from ._flow import AbstractStochasticFlow, centre_and_scale
 
-# Acceptable discretisation error of log p(x | path), in nats. Without noise it is the only error; with noise
-# the Monte Carlo and truncation errors are far larger.
+# Acceptable discretisation error of log p(x | path), in nats. Without noise this is the only error; with
+# noise the Monte Carlo and truncation errors are far larger.
 STILL_TOLERANCE, NOISY_TOLERANCE = 1e-5, 5e-4
 MIN_STEPS, MAX_STEPS = 2, 64  # in total, or between two jumps of the slope of the path
 MAX_POINTS = 256  # maximum number of points at which the error is measured
@@ -36,14 +36,16 @@ def tune_steps(
     """The flow with the smallest number of steps of its `rf.FixedGrid` for which log p(x | path) has
     converged.
 
-    The root mean square change when the steps are doubled, over some points x with one path each, is below
-    the tolerance. A flow changes during training, so repeat this from time to time. If 64 steps are not
-    enough, and for other integrators, the flow is returned unchanged.
+    Converged means: the root mean square change when the number of steps is doubled, over points x with one
+    path each, is below the tolerance. A flow changes during training, so call this function again from time
+    to time. The flow is returned unchanged if 64 steps are not enough or if its integrator is not an
+    `rf.FixedGrid`.
 
     **Arguments:**
 
     - `x`: points `(k, d)`, of which up to 256 are used.
-    - `tolerance`: in nats; by default 1e-5 without noise, where it is the only error, and 5e-4 otherwise.
+    - `tolerance`: in nats; by default 1e-5 without noise, where the discretisation error is the only one, and
+      5e-4 otherwise.
     - `min_steps`: initial number of steps.
 
     ```python
@@ -65,7 +67,7 @@ def tune_steps(
 def sufficient_steps(
     flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, tolerance: float | None, min_steps: int
 ) -> int | None:
-    """The number of steps; None if there is no such number."""
+    """The smallest sufficient number of steps; None if MAX_STEPS are not enough."""
     grid = flow.integrator
     if not isinstance(grid, FixedGrid):
         return None
@@ -97,8 +99,9 @@ def with_steps(flow: AbstractStochasticFlow, steps: int) -> AbstractStochasticFl
 
 
 def _change(coarse: np.ndarray, fine: np.ndarray) -> float:
-    """The root mean square difference, clipped at one nat. A point without a finite value in one of them
-    counts as one nat. Points without one in both are ignored; if most are, the result is infinite."""
+    """The root mean square difference, clipped at one nat. A point with a finite value in only one of the
+    arrays counts as one nat. Points with no finite value are ignored; if these are the majority, the result
+    is infinite."""
     lost = ~np.isfinite(coarse), ~np.isfinite(fine)
     if np.mean(lost[0] & lost[1]) > 0.5:
         return np.inf
@@ -115,7 +118,7 @@ def _values(flow: AbstractStochasticFlow, each: Array, x: Array, path: Path, key
     return flow.log_prob_given_path(x, path, key=key)
 
 
-NUM_TIMES = 512  # random times, one in each of as many equal intervals
+NUM_TIMES = 512  # number of random times, one in each of NUM_TIMES equal intervals
 TIME_POINTS = 8  # points at which coefficients are evaluated
 MAX_SHARE = 0.99  # maximum fraction of variance that may be missed
 
@@ -130,7 +133,7 @@ def unresolved_in_time(flow: AbstractStochasticFlow, points: Array) -> float:
     of ∫ σ(t) dB that the functions of the driver miss counts likewise. The result is 0 for coefficients that
     do not depend on time.
 
-    **Arguments:** `points`, shape `(k, d)`: where coefficients are evaluated (the first eight).
+    **Arguments:** `points`, shape `(k, d)`: coefficients are evaluated at the first eight.
     """
     sde, z = flow.sde, jnp.asarray(points)[:TIME_POINTS]
     if not depends_on(lambda t: (sde.drift(t, z[0]), sde.noise(t, z[0])), jnp.zeros((), z.dtype)):
@@ -188,8 +191,8 @@ def _coefficients(sde: AbstractSDE, t: Array, z: Array) -> tuple[Array, Array]:
 
 
 def _variance_lost(flow: AbstractStochasticFlow, times: Array, lengths: Array, sigma: Array) -> Array:
-    """The variance `(d,)` of ∫ σ(t) dB that is missing on paths of the driver, beyond that for the mean of
-    σ."""
+    """The variance `(d,)` of ∫ σ(t) dB that paths of the driver lack, in excess of what they lack for the
+    mean of σ over time."""
     functions = jnp.eye(flow.driver.num_functions, dtype=sigma.dtype)[..., None]
     path = flow.driver.path(functions, flow.t1)
     slopes = jax.vmap(jax.vmap(lambda s: path.unit_slope(s)[:, 0]))(times) / flow.t1  # (N, r, n)

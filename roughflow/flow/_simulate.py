@@ -127,7 +127,7 @@ class Milstein(AbstractScheme):
     """
 
     def check(self, sde: AbstractSDE, z: Array) -> None:
-        # At the start, and at a generic point, as far away as the noise reaches.
+        # Checked at the start and at a generic point, about as far away as the noise reaches.
         _check_commutative(sde, z)
         rows = noise_sizes(sde.noise(jnp.zeros((), z.dtype), z))
         size = jnp.where(rows > 0, rows, jnp.where(z == 0, 1, jnp.abs(z)))
@@ -241,14 +241,14 @@ def simulate(
 
     **Arguments:**
 
-    - `sde`: in either calculus; every scheme converts the drift it needs.
+    - `sde`: in either calculus; a scheme converts the drift to the calculus it needs.
     - `z0`: shape `(..., d)`, one start per sample.
     - `scheme`: `rf.flow.EulerMaruyama()`, the default for an Itô SDE; `rf.flow.StratonovichHeun()`, the
       default for a Stratonovich one; `rf.flow.StratonovichMidpoint()`; `rf.flow.Milstein()` for commutative
       noise; `rf.flow.Davie()` for any, with Lévy areas; `rf.flow.LinearlyImplicitEuler()` for stiff drifts.
     - `increments`: Brownian increments of shape `(..., steps, m)` to use instead of a `key`.
-    - `path`: a rough path of batch shape `(...)`, followed by `rf.flow.Davie()`, instead of a `key`; its
-      times replace `t1` and `steps`. A Stratonovich SDE requires a geometric path, an Itô SDE the Itô lift.
+    - `path`: a rough path of batch shape `(...)` for `rf.flow.Davie()`, instead of a `key`; its times replace
+      `t1` and `steps`. A Stratonovich SDE requires a geometric path, an Itô SDE the Itô lift.
     - `trajectory`: return the whole trajectory, shape `(..., steps + 1, d)`, instead of Z at t1. Time is the
       second-last axis, as in `rf.sample_chain`.
     - `saveat`: increasing output times between `t0` and `t1`, shape `(k,)`; returns Z at these times, shape
@@ -333,15 +333,15 @@ def _drawn(
     lengths: np.ndarray,
     dtype: np.dtype,
 ) -> tuple[Array, ...]:
-    """Brownian increments `(..., steps, m)` over steps of these lengths and, for a scheme that needs them,
-    areas."""
+    """Brownian increments `(..., steps, m)` over steps of the given lengths, and areas if the scheme needs
+    them."""
     *batch, steps, columns = shape
     if isinstance(scheme, Davie):
         options = {"noise_dimension": columns, "shape": tuple(batch), "t1": float(np.sum(lengths))}
         rough = brownian_lift(steps, key=key, num_functions=scheme.num_functions, **options)
         rough = rough if isinstance(sde, AbstractStratonovichSDE) else rough.ito()
         return rough.increments, rough.areas
-    # Drawn with time first.
+    # Drawn with time as the first axis.
     normal = jax.random.normal(key, (steps, *batch, columns), dtype)
     size = np.sqrt(lengths).reshape(steps, *[1] * (normal.ndim - 1))
     return (jnp.moveaxis(jnp.asarray(size, dtype) * normal, 0, -2),)

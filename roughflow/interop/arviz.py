@@ -14,7 +14,8 @@ try:
     import arviz
 except FileNotFoundError:
     # Once per day ArviZ records in the user's cache that it has announced its successor, through a temporary
-    # file that all processes share. If two import it at once, one fails; the record then exists.
+    # file that all processes share. If two processes import ArviZ at once, one fails; the second attempt
+    # finds the record.
     import arviz
 
 BEFORE_1 = int(arviz.__version__.partition(".")[0]) < 1
@@ -29,8 +30,8 @@ def to_arviz(
     """Convert one or more chains for ArviZ: an xarray `DataTree`, or an `InferenceData` before ArviZ 1.0.
 
     **Arguments:** `chain`, the result of `rf.sample_chain`; `names` of the coordinates, or `constrain`, a
-    function from samples `(..., d)` to values by name, such as that of `target_from_model`. Without either
-    there is one variable, `z`.
+    function from samples `(..., d)` to values by name, such as that of `target_from_model`. With neither of
+    them there is one variable, `z`.
 
     ```python
     import arviz, jax, jax.numpy as jnp
@@ -43,7 +44,7 @@ def to_arviz(
     arviz.rhat(to_arviz(chain, names=["x", "y"]))
     ```
     """
-    check_instance("chain", chain, rf.mcmc.Chain, "what rf.sample_chain returns")
+    check_instance("chain", chain, rf.mcmc.Chain, "the result of rf.sample_chain")
     samples = chain.samples if chain.samples.ndim == 3 else chain.samples[None]
     if names is not None and constrain is not None:
         raise TypeError("pass names or constrain, not both")

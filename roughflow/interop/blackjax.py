@@ -27,8 +27,8 @@ class BlackJAXInfo(NamedTuple):
 
 
 def as_blackjax(sampler: rf.mcmc.AbstractSampler) -> SamplingAlgorithm:
-    """A sampler as a BlackJAX algorithm with `init(position)` and `step(rng_key, state)`, for its adaptations
-    and loops.
+    """A sampler as a BlackJAX algorithm with `init(position)` and `step(rng_key, state)`, for use with
+    BlackJAX's adaptations and loops.
 
     ```python
     import blackjax, jax, jax.numpy as jnp

@@ -55,8 +55,8 @@ def target_from_model(
 ) -> ModelTarget:
     """The unconstrained log density of a NumPyro model with its data.
 
-    **Arguments:** `model`, with its arguments, those by name in `model_kwargs`; `key`, to find a point of
-    finite density.
+    **Arguments:** `model`, followed by its positional arguments; `model_kwargs`, its keyword arguments;
+    `key`, to find a point of finite density.
 
     ```python
     import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -93,10 +93,10 @@ def target_from_model(
 
 
 class FlowDistribution(dist.Distribution):
-    """A flow as a NumPyro distribution over Rᵈ, for a model (as a learned prior) or a guide.
+    """A flow as a NumPyro distribution over Rᵈ, for use in a model (as a learned prior) or as a guide.
 
-    With noise, `log_prob` is an estimate. Its paths depend only on `key`, so NUTS and other methods see one
-    smooth function, which differs from the density of the flow by the error of the estimate.
+    With noise, `log_prob` is an estimate. The paths of the estimate depend only on `key`, so NUTS and other
+    methods see one smooth function, which differs from the density of the flow by the error of the estimate.
 
     **Arguments:** `flow`; `key`; `estimator`, by default `rf.PullBack` with 16 paths from the flow's learned
     proposal, or from `rf.Laplace()`.

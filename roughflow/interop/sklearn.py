@@ -13,8 +13,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     """A scikit-learn density estimator: `rf.fit_density` with the interface of `GaussianMixture`.
 
     It works in a `Pipeline` and with `GridSearchCV`. `fit` standardises the rows, so no scaler is needed.
-    Constant and linearly dependent columns are removed, and restored in samples; a new row that violates the
-    relation has density zero.
+    Constant and linearly dependent columns are removed for the fit and restored in samples; a new row that
+    violates such a relation has density zero.
 
     With noise, a log-density is a Monte Carlo estimate: `score_samples` returns the same values for the same
     rows, but they change within their error if rows are reordered or removed. `model_.estimate` returns the
@@ -24,18 +24,19 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
 
     - `noise`: noise in units of the standardised data; 0 for a continuous normalizing flow, whose density is
       exact; "best" to choose it on the validation rows.
-    - `family`: "gaussian", "marginals" or "flow"; None for the best by cross-validation for small tables, and
-      a flow otherwise or if `steps` is set.
+    - `family`: "gaussian", "marginals" or "flow"; None for a flow if the table is large or `steps` is set,
+      otherwise for the best of the three by cross-validation.
     - `bounds`, `rounding`: by column name or index. `{"share": (0, 1), "income": (0, None)}` sets bounds,
       outside of which the density is zero; `{"age": 1.0}` sets the step of rounded values, and "auto" detects
       them.
-    - `marginals`: whether to first map columns to nearly normal ones; None for cross-validation.
-    - `smoothing`, `outliers`: noise on the rows during training, and the fraction of rows with large noise;
-      None for defaults by table size.
-    - `width`, `depth`: of the network; None for defaults by the size of the table.
-    - `steps`, `likelihood_steps`: of the two stages; None for defaults by table size.
-    - `batch_size`, `learning_rate`: of the regression.
-    - `validation_fraction`: fraction of validation rows; 0 for none.
+    - `marginals`: whether to first map columns to nearly normal ones; None to decide by cross-validation.
+    - `smoothing`, `outliers`: noise added to the rows during training, and the fraction of rows that get
+      large noise; None for defaults by table size.
+    - `width`, `depth`: width and depth of the network; None for defaults by table size.
+    - `steps`, `likelihood_steps`: numbers of steps of the two stages, regression and likelihood; None for
+      defaults by table size.
+    - `batch_size`, `learning_rate`: batch size and learning rate of the regression.
+    - `validation_fraction`: fraction of the rows to use for validation; 0 for none.
     - `patience`: number of validation checks without improvement before a stage stops and restores its best
       model; 0 to take all steps.
     - `score_paths`: maximum number of paths per row in `score_samples`; None for the default of
@@ -98,7 +99,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         self.verbose = verbose
 
     def fit(self, X, y=None):
-        """Fit to the rows of X; y is ignored. Ctrl-C keeps the current model in `model_` and raises."""
+        """Fit to the rows of X; y is ignored. Ctrl-C raises KeyboardInterrupt and keeps the current model in
+        `model_`."""
         del y
         X = np.asarray(validate_data(self, X, dtype=np.float64, ensure_min_samples=2))
         seed = _seed(self.random_state)
@@ -128,10 +130,10 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         self.model_ = fitted.model
         self.family_ = fitted.family
         self.history_ = fitted.history
-        # A plain number, because JAX keys cannot be pickled.
+        # A Python number, because JAX keys cannot be pickled.
         self._score_seed = seed
         if fitted.interrupted:
-            # Interrupt a search over many fits too, instead of starting the next fit.
+            # Raise, so that a search over many fits stops instead of starting the next fit.
             raise KeyboardInterrupt
         return self
 
@@ -152,8 +154,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     def sample(self, n_samples=1, random_state=None):
         """Draw rows from the model: shape (n_samples, n_features).
 
-        `random_state` overrides that of the estimator, which, if it is an int, gives the same rows in every
-        call.
+        `random_state` overrides that of the estimator. If `random_state` is an int, every call draws the same
+        rows.
         """
         check_is_fitted(self)
         if n_samples < 1:
@@ -165,7 +167,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         # Random numbers depend on the index of a row in X: with noise, values change within their Monte Carlo
-        # error if earlier rows change. Without noise nothing is random.
+        # error if rows are reordered. Without noise nothing is random.
         tags.non_deterministic = self.noise != 0
         return tags
 
@@ -180,11 +182,12 @@ class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
     **Parameters:**
 
     - `members`: size of the ensemble; None for 4, or 1 for 5,000 rows and more.
-    - `family`: "gaussian", whose mean is linear in X, "marginals" or "flow"; None for a flow, or a Gaussian
-      if the flow is not better on validation rows or there are too few rows for one.
-    - `width`, `depth`, `smoothing`, `likelihood_steps`: of `rf.tables.FlowOptions`.
-    - `steps`: of the regression; None for a default by table size.
-    - `batch_size`, `learning_rate`: of the regression; None for the default of `rf.tables.fit_regression`.
+    - `family`: "gaussian", whose mean is linear in X, "marginals" or "flow"; None for a flow, or for a
+      Gaussian if the flow is not better on validation rows or if there are too few rows for a flow.
+    - `width`, `depth`, `smoothing`, `likelihood_steps`: as in `rf.tables.FlowOptions`.
+    - `steps`: steps of the regression stage; None for a default by table size.
+    - `batch_size`, `learning_rate`: those of the regression stage; None for the defaults of
+      `rf.tables.fit_regression`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None.
     - `verbose`: show a progress bar.
 
@@ -252,7 +255,7 @@ class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
 
     def predict(self, X, return_std=False, quantiles=None):
         """The mean of y given each row, `(n_samples,)`; with `return_std`, a pair of mean and standard
-        deviation; with `quantiles`, these quantiles instead, `(n_samples, n_quantiles)`."""
+        deviation; with `quantiles`, these quantiles of y, `(n_samples, n_quantiles)`."""
         prediction = self._conditional(X)
         if quantiles is None:
             return (prediction.mean, prediction.std) if return_std else prediction.mean
@@ -269,27 +272,29 @@ class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
         return self.model_.conditional(validate_data(self, X, dtype=np.float64, reset=False))
 
 
-SUBSAMPLE = 64  # rows of a subsample, for outliers among the training rows
+SUBSAMPLE = 64  # rows per subsample, used if there are outliers among the training rows
 
 
 class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
     """A scikit-learn outlier detector with the interface of `IsolationForest`.
 
-    Rows are scored by their log-density. With `method="kernel"` this is an `rf.tables.KernelDensity` of the
-    training rows, in closed form; with "density" it is `rf.fit_density`. Constant columns and linear
-    relations among columns are learned; a row that violates one is an outlier (`rf.tables.WithRelations`).
+    Rows are scored by their log-density. With `method="kernel"` the density is an `rf.tables.KernelDensity`
+    of the training rows, in closed form; with "density" it is the result of `rf.fit_density`. Constant
+    columns and linear relations among columns are learned; a row that violates one is an outlier
+    (`rf.tables.WithRelations`).
 
-    The kernel is the default because it ranks anomalies better: mean AUROC 0.84 on fourteen tables of
-    ADBench, 0.82 for the distance to the fifth neighbour and 0.77 for `IsolationForest` on the same splits
-    (`make bench NAME=anomaly`).
+    The kernel is the default because it ranks anomalies better: its mean AUROC on fourteen tables of ADBench
+    is 0.84; on the same splits it is 0.82 for the distance to the fifth neighbour and 0.77 for
+    `IsolationForest` (`make bench NAME=anomaly`).
 
     **Parameters:**
 
     - `method`: "kernel" or "density".
-    - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]: this fraction of them is
-      predicted to be outliers, and rows are scored by subsamples of 64 rows. With 5 % of anomalies among the
-      training rows of these tables, the mean AUROC is then 0.77 in place of 0.75; without any it is 0.80 in
-      place of 0.83. "auto" predicts 5 % of ordinary rows to be outliers and scores by all rows.
+    - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]. This fraction of the
+      training rows is predicted to be outliers, and rows are scored by the density of subsamples of 64
+      rows. If 5 % of the training rows of these tables are anomalies, subsamples raise the mean AUROC from
+      0.75 to 0.77; without anomalies they lower it from 0.83 to 0.80. "auto" predicts 5 % of ordinary rows to
+      be outliers and scores rows by the density of all training rows.
     - `family`: of `rf.fit_density`, for `method="density"`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None; for `method="density"`.
 
@@ -332,7 +337,8 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
         return self
 
     def score_samples(self, X):
-        """The log-density of each row, or that of a training row by the other rows; lower for outliers."""
+        """The log-density of each row, lower for outliers. For a training row, the density is that of the
+        other rows."""
         check_is_fitted(self)
         return self._scores(validate_data(self, X, dtype=np.float64, reset=False))
 

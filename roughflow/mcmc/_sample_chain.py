@@ -17,7 +17,7 @@ MAX_SHOWN_COORDINATES = 8  # maximum number of coordinates in the printed summar
 
 
 class Chain(eqx.Module):
-    """The result of `rf.sample_chain`. `numpy.asarray` of it is `samples`.
+    """The result of `rf.sample_chain`. `numpy.asarray(chain)` is `chain.samples`.
 
     - `samples`: `(draws, d)`, or `(chains, draws, d)` for several starting points.
     - `acceptance`: mean acceptance probability of each chain.
@@ -43,7 +43,7 @@ class Chain(eqx.Module):
         title = (
             f"Chain: {size}, acceptance {accepted.mean():.2f}{spread}, {self.num_gradients:,} gradients each"
         )
-        with np.errstate(all="ignore"):  # draws that diverged are reported as they are
+        with np.errstate(all="ignore"):  # diverged draws are included, without warnings
             rows = [
                 (f"z[{i}]", f"{z.mean():.4g}", f"{z.std():.4g}", f"{rank_rhat(z):.3f}")
                 for i, z in enumerate(np.moveaxis(samples, -1, 0).astype(float))
@@ -56,8 +56,8 @@ class Chain(eqx.Module):
 
 def rank_rhat(draws: np.ndarray) -> float:
     """Rank-normalised R-hat of one coordinate `(chains, draws)`: the maximum of bulk and folded R-hat
-    (Vehtari et al. 2021). Near 1 if all chains have the same location and scale. NaN with fewer than four
-    draws per chain."""
+    (Vehtari et al. 2021). It is near 1 if all chains have the same location and scale, and NaN with fewer
+    than four draws per chain."""
     half = draws.shape[1] // 2
     if half < 2 or not np.isfinite(draws).all():
         return float("nan")
@@ -88,10 +88,10 @@ def sample_chain(
 
     **Arguments:**
 
-    - `sampler`: an `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; an SDE is short for
+    - `sampler`: an `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; an SDE stands for
       `rf.UnadjustedSampler(sde, dt)`.
     - `z0`: starting points, `(d,)` or `(chains, d)`; samples of a trained flow are a warm start.
-    - `num_steps`: number of steps after `burn_in`; every `thin`-th is kept.
+    - `num_steps`: number of steps after the first `burn_in` steps; every `thin`-th state is kept.
 
     ```python
     import jax, jax.numpy as jnp
@@ -151,7 +151,8 @@ def _run(
         state, _ = jax.lax.scan(lambda state, key: advance(state, each(key)), state, burn)
     keys = jax.random.split(key_keep, num_steps // thin)
     if thin == 1:
-        # Splitting all keys at once is faster than step by step, and needs no more memory than the draws.
+        # Splitting all keys at once is faster than splitting them step by step, and the keys need no more
+        # memory than the draws.
         _, (samples, acceptance) = jax.lax.scan(record, state, jax.vmap(block)(keys))
     else:
         _, (samples, acceptance) = jax.lax.scan(lambda state, key: record(state, block(key)), state, keys)

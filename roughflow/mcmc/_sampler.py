@@ -43,8 +43,9 @@ class LocalNoise(eqx.Module):
 
 
 class AdjustedState(SamplerState):
-    """The position of a chain and all that a step from or to it needs: the drift σ · pull + rest, and σ if it
-    depends on the position. A constant σ is not included, as each chain would carry a copy."""
+    """The position of a chain and all that a step from or to this position needs: the drift σ · pull + rest,
+    and σ if it depends on the position. A constant σ is not included, because each chain would carry a
+    copy."""
 
     log_density: Array
     pull: Array
@@ -74,7 +75,7 @@ class AbstractSampler(eqx.Module):
 
     @abc.abstractmethod
     def step(self, key: PRNGKeyArray, state: SamplerState) -> tuple[SamplerState, SamplerInfo]:
-        """One step, which costs one gradient of the log density."""
+        """One step, at the cost of one gradient of the log density."""
 
     @abc.abstractmethod
     def check(self, z: Array) -> None:
@@ -129,7 +130,8 @@ class AdjustedSampler(AbstractSampler):
 
         q(y | z) = N(y; z + μ(z) dt, dt σσᵀ(z)),     a = min(1, p(y) q(z | y)/p(z) q(y | z)).
 
-    σ may depend on the state; for constant σ it is MALA. The stationary distribution is exactly p for any dt.
+    σ may depend on the state; for constant σ the sampler is MALA. The stationary distribution is exactly p
+    for any dt.
 
     **Arguments:** `sde`, an `rf.targeted_sde` with as many noise components as dimensions; `dt`.
 
@@ -153,7 +155,7 @@ class AdjustedSampler(AbstractSampler):
 
     def check(self, z: Array) -> None:
         check_start("AdjustedSampler", self.sde, z, square=True)
-        # A constant σ is never inverted later, so check it here.
+        # A constant σ is never inverted during sampling, so a singular one would go unnoticed.
         first = jnp.reshape(z, (-1, z.shape[-1]))[0]
         sigma = plain_noise(self.sde.noise(jnp.zeros((), z.dtype), first))
         entries = sigma if isinstance(sigma, jax.Array) else noise_diagonal(sigma)[:, None]
@@ -178,7 +180,7 @@ class AdjustedSampler(AbstractSampler):
         key_move, key_accept = jax.random.split(key)
         dt = jnp.asarray(self.dt, state.z.dtype)
         kick = jnp.sqrt(dt) * jax.random.normal(key_move, state.z.shape, state.z.dtype)
-        # All quantities are in units of the noise, in which q is standard normal, up to dt.
+        # All quantities are in units of the noise, in which q has covariance dt I.
         move = dt * state.pull + kick
         sigma = self._sigma(state)
         y = state.z + apply_noise(sigma, move)
@@ -189,7 +191,7 @@ class AdjustedSampler(AbstractSampler):
             move = solve_noise(there.noise.sigma, there.z - state.z + dt * _known(there.rest))
         elif state.rest is not None:
             move += solve_noise(sigma, dt * (state.rest + _known(there.rest)))
-        back = move + dt * there.pull  # the noise that leads back, up to its sign
+        back = move + dt * there.pull  # minus the noise that leads back
         log_ratio -= 0.5 * jnp.sum((back - kick) * (back + kick)) / dt
         return accept(key_accept, log_ratio, there, state)
 
@@ -216,7 +218,7 @@ def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tu
 
 
 def check_adjustable(name: str, sde: AbstractSDE) -> None:
-    """Refuse an SDE whose stationary log density is not available in full."""
+    """Refuse an SDE whose stationary log density is unknown or is estimated from minibatches."""
     if not isinstance(sde, TargetedSDE):
         message = f"{name} needs an SDE from rf.targeted_sde, got {type(sde).__name__}"
         raise TypeError(message + see("no-adjustment"))
@@ -268,7 +270,7 @@ class Minibatch(eqx.Module):
 
         log p(z) + N/n Σ_{i in batch} log p(dataᵢ | z),
 
-    whose gradient is unbiased (Welling & Teh 2011). Calling it returns the full sum.
+    whose gradient is unbiased (Welling & Teh 2011). A call returns the full sum.
 
     **Arguments:** `log_prior`, `z -> ()`; `log_likelihood`, `(z, row) -> ()`; `data`, a pytree of arrays with
     one row per observation; `batch_size`.
@@ -327,7 +329,7 @@ def with_minibatches(tree: Any, key: PRNGKeyArray) -> Any:
 
 
 MAX_NEWTON_STEPS = 8  # maximum number of Newton iterations
-DIFFERENT_SOLUTION = 1e-3  # relative to the noise: a solution further away is a different one
+DIFFERENT_SOLUTION = 1e-3  # a solution that differs by more, relative to the noise, is a different one
 
 
 class GradientState(SamplerState):
@@ -347,15 +349,15 @@ class FlowSampler(AbstractSampler):
         a = p(y) N(−ξ; dt m(y), dt I) |det DΦ_ξ(z)| / p(z) N(ξ; dt m(z), dt I),
 
     which leaves p invariant for any σ, m and dt (Green 1995). Choosing m = σ⁻¹ times the Stratonovich drift
-    of the SDE, that is m = ½(σᵀ∇log p + div σ), plus σ⁻¹(Q∇log p + div Q) with a skew Q, makes it a step of
-    that SDE to first order in dt. For constant σ it is MALA. If σ(T(u)) is the derivative of a map T at u, it
-    is MALA for u, up to solver error. `rf.AdjustedSampler` proposes along straight lines instead, which
-    limits the step size where σ varies quickly.
+    of the SDE, that is m = ½(σᵀ∇log p + div σ), plus σ⁻¹(Q∇log p + div Q) with a skew Q, makes the proposal a
+    step of that SDE to first order in dt. For constant σ the sampler is MALA. If σ(T(u)) is the derivative of
+    a map T at u, it is MALA for u, up to solver error. `rf.AdjustedSampler` proposes along straight lines
+    instead, which limits the step size where σ varies quickly.
 
     The ODE is solved with `num_substeps` steps of the implicit midpoint rule. The rule is reversible and its
-    determinant is known, so solver errors do not bias the chain. Newton's method solves its equations to
-    rounding error. A move is rejected if this fails in either direction, or if the reverse move does not
-    return to z. A step costs one gradient of the log density.
+    Jacobian determinant is known, so solver errors do not bias the chain. Newton's method solves the
+    equations of the rule to rounding error. A move is rejected if Newton's method fails in either direction,
+    or if the reverse move does not return to z. A step costs one gradient of the log density.
 
     **Arguments:** `sde`, an `rf.targeted_sde` with as many noise components as dimensions; `dt`;
     `num_substeps`.
@@ -398,12 +400,12 @@ class FlowSampler(AbstractSampler):
         return accept(key_accept, jnp.where(returns, log_ratio, -jnp.inf), there, state)
 
     def propose(self, key: PRNGKeyArray, state: GradientState) -> tuple[GradientState, Array, Array]:
-        """A proposal, log a (−inf if there is none), and ξ; all are differentiable."""
+        """A proposal, log a (−inf if the solve failed), and ξ; all are differentiable."""
         dt = jnp.asarray(self.dt, state.z.dtype)
         mean = dt * self._mean(state)
         xi = mean + jnp.sqrt(dt) * jax.random.normal(key, state.z.shape, state.z.dtype)
         y, log_det, found = self._flow(state.z, xi)
-        # Without a proposal, use the current position, whose derivatives are finite.
+        # If the solve failed, use the current position, whose derivatives are finite.
         there = self.init(jnp.where(found, y, state.z))
         forth = -0.5 * jnp.sum((xi - mean) ** 2) / dt
         home = -0.5 * jnp.sum((xi + dt * self._mean(there)) ** 2) / dt
@@ -414,7 +416,7 @@ class FlowSampler(AbstractSampler):
         return noise_matrix(self.sde.noise(jnp.zeros((), z.dtype), z))
 
     def _mean(self, state: GradientState) -> Array:
-        """m, as in the docstring of the class."""
+        """m(z), as in the docstring of the class."""
         t = jnp.zeros((), state.z.dtype)
         spread, turn = self.sde.spread(t, state.z), self.sde.turn(t, state.z, state.gradient)
         mean = spread.pull(state.gradient)
@@ -436,8 +438,8 @@ class FlowSampler(AbstractSampler):
         return y, log_det, found & jnp.all(jnp.isfinite(y)) & jnp.isfinite(log_det)
 
     def _middle(self, z: Array, half: Array) -> tuple[Array, Array]:
-        """Solve m = z + σ(m) half for m by Newton's method: m, and whether it converged. The tolerance is
-        rounding error in each coordinate, because a larger one would bias the chain.
+        """Solve m = z + σ(m) half for m by Newton's method; returns m and whether the method converged. The
+        tolerance is rounding error in each coordinate, because a larger tolerance would bias the chain.
 
         The iterations are not differentiated; a final step carries the derivatives of the solution (implicit
         function theorem).

@@ -35,12 +35,12 @@ from ._sampler import AbstractSampler, AdjustedSampler, FlowSampler, GradientSta
 
 # Optimal acceptance of Langevin proposals in high dimension (Roberts & Rosenthal 1998).
 TARGET_ACCEPTANCE = 0.574
-NUM_ROUNDS = 4  # of warm-up
+NUM_ROUNDS = 4  # rounds of warm-up
 CLIMB_STEPS = 50  # Newton iterations
-ROBUST_RANGE = 3.0  # robust standard deviations from the median, beyond which positions are pulled in
+ROBUST_RANGE = 3.0  # in robust standard deviations from the median; positions further away are pulled in
 NUM_CLIMBERS = 4  # chains that climb to a mode
 TRIAL_DRAWS = 16  # draws that evaluate a normal approximation
-MIXTURE_DRAWS = 512  # from the mixture of normal approximations, to relocate chains to
+MIXTURE_DRAWS = 512  # draws from the mixture of normal approximations, to which chains are relocated
 
 
 class WarmedUp(NamedTuple):
@@ -53,19 +53,20 @@ class WarmedUp(NamedTuple):
 def warm_up(
     log_density: LogDensity, z0: Array, *, key: PRNGKeyArray, num_steps: int = 2000, climb: bool = True
 ) -> WarmedUp:
-    """Tune MALA for a target: an `rf.AdjustedSampler` with constant noise, and the positions of its chains.
+    """Tune MALA for a target: returns an `rf.AdjustedSampler` with constant noise, and the positions of its
+    chains.
 
     Four of the chains first climb towards a mode with Newton's method. Each point on the way, with the
     curvature there, defines a normal distribution. Each climber keeps the one closest to the target, by E[log
-    p − log q] as in Pathfinder (Zhang et al. 2022). It may be far from the mode, as in a funnel. The best of
-    the four gives the initial σ. Chains that start far below the log density of draws from the mixture of
-    these normals are moved to such draws by importance resampling, with a warning; the others keep their
-    starting points. Then, in four rounds, dt is adapted to an acceptance of 0.574 (Robbins–Monro). After each
-    round but the last, σσᵀ is set to the covariance of the positions. Adaptation then stops, so the
-    stationary distribution is exact.
+    p − log q] as in Pathfinder (Zhang et al. 2022). The closest one may be far from the mode, as in a funnel.
+    The best of the four gives the initial σ. Chains that start far below the log density of draws from the
+    mixture of these normals are moved to such draws by importance resampling, with a warning; the others keep
+    their starting points. Then, in four rounds, dt is adapted to an acceptance of 0.574 (Robbins–Monro).
+    After each round but the last, σσᵀ is set to the covariance of the positions. Adaptation then stops, so
+    the stationary distribution is exact.
 
     **Arguments:** `log_density`; `z0`, `(chains, d)`, several chains; `num_steps`, total number of steps (one
-    gradient per step and chain), at least hundreds; `climb`, whether to climb first: if False, all chains
+    gradient per step and chain), at least hundreds; `climb`, whether to climb first; if False, all chains
     start at z0.
 
     ```python
@@ -105,7 +106,7 @@ def warm_up(
         z = states[-1]
         if i < NUM_ROUNDS - 1:
             places = states[length // 2 :]
-            # Chains that did not move carry no information about the step size.
+            # Chains that did not move give no information about the step size.
             moved = jnp.all(jnp.ptp(places, axis=(0, 1)) > 0)
             scale = jnp.where(moved, _spread(places), scale)
             # Steps are now in units of the scale of the target.
@@ -122,27 +123,27 @@ def starts(name: str, z0: Any) -> Array:
 
 
 def least_steps(chains: int, dimension: int) -> int:
-    """Minimum number of steps such that the second half of a round has enough positions for a covariance: two
-    per dimension."""
+    """Minimum number of steps for which the second half of a round has enough positions to estimate a
+    covariance: two per dimension."""
     each = -(-2 * (dimension + 1) // chains)
     return NUM_ROUNDS * (2 * each - 1)
 
 
 @jit
 def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
-    """A square root of the covariance of the best normal, positions for all chains, and the number of moved
-    chains."""
+    """A square root of the covariance of the best normal approximation, the positions of all chains, and the
+    number of moved chains."""
     target = as_target(log_density)
     key_trial, key_draw = jax.random.split(key)
     trials = jax.random.normal(key_trial, (TRIAL_DRAWS, z.shape[1]), z.dtype)
-    # Climbers start all over z0, so that different modes are found.
+    # Climbers start at points spread over z0, so that different modes are found.
     climbers = z[np.unique(np.linspace(0, len(z) - 1, NUM_CLIMBERS).round().astype(int))]
-    # Sequential, because LAPACK handles batches of small matrices badly.
+    # One climber after the other, because LAPACK handles batches of small matrices badly.
     centres, roots, bounds = jax.lax.map(lambda y: _best_normal(target, y, trials), climbers)
     best = jnp.argmax(bounds)
     draws, heights = _resample(target, centres, roots, bounds, key_draw, len(z))
     fine = jnp.isfinite(bounds[best]) & jnp.all(jnp.isfinite(heights))
-    # The threshold is twice as far below the highest draw as the lowest draw is.
+    # The threshold is below the highest draw by twice the distance between highest and lowest draw.
     low = 2 * jnp.min(heights) - jnp.max(heights)
     moved = fine & (jax.vmap(target)(z) < low)
     scale = jnp.where(fine, roots[best], jnp.eye(z.shape[1], dtype=z.dtype))
@@ -155,14 +156,14 @@ def _best_normal(target: LogDensity, start: Array, trials: Array) -> tuple[Array
     lengths = 0.5 ** jnp.arange(10.0)
 
     def uphill(y: Array, _) -> tuple[Array, tuple[Array, Array, Array]]:
-        """A Newton step with the absolute value of the curvature and the best step length; and the normal
-        there."""
+        """A Newton step with the absolute value of the curvature and the best step length, and the normal
+        approximation at y."""
         covariance = _inverse_curvature(target, y)
         root = _root(covariance)
         step = covariance @ jax.grad(target)(y)
         values = jax.vmap(target)(y[None] + trials @ root.T)
         inside = jnp.isfinite(values)
-        # If the normal exceeds the support, Jensen's bound uses the log of the fraction inside.
+        # If some draws lie outside the support, Jensen's bound includes the log of the fraction inside.
         share = jnp.mean(inside)
         bound = jnp.sum(jnp.where(inside, values, 0)) / jnp.maximum(jnp.sum(inside), 1)
         bound += jnp.log(share) + jnp.linalg.slogdet(root)[1]
@@ -181,7 +182,7 @@ def _resample(
     target: LogDensity, centres: Array, roots: Array, bounds: Array, key: PRNGKeyArray, count: int
 ) -> tuple[Array, Array]:
     """Draws from the mixture of the normals, resampled with weights p/q, so that modes are represented in
-    proportion to their mass; and log p there, −inf without any."""
+    proportion to their mass; also log p at the draws; −inf if there are no valid draws."""
     key_unit, key_choose = jax.random.split(key)
     usable = jnp.isfinite(bounds)
     roots = jnp.where(usable[:, None, None], roots, jnp.eye(roots.shape[-1], dtype=roots.dtype)[None])
@@ -205,7 +206,7 @@ def _resample(
 
 
 def climbing_gradients(dimension: int, chains: int) -> int:
-    """The cost of `_climb`, counting a Hessian as 2d gradients and a value as one."""
+    """The cost of `_climb` in gradients, where a Hessian counts as 2d gradients and a value as one."""
     return (
         min(NUM_CLIMBERS, chains) * CLIMB_STEPS * (2 * dimension + 12 + TRIAL_DRAWS) + MIXTURE_DRAWS + chains
     )
@@ -222,8 +223,8 @@ def _inverse_curvature(target: LogDensity, y: Array) -> Array:
 
 @jit
 def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) -> tuple[Array, Array]:
-    """Steps that adapt dt to the acceptance: the positions of all chains after each, and the mean dt of the
-    second half."""
+    """Take steps that adapt dt to the acceptance; returns the positions of all chains after each step, and
+    the mean dt of the second half of the steps."""
 
     def step(
         carry: tuple[SamplerState, Array], inputs: tuple[Array, PRNGKeyArray]
@@ -268,10 +269,10 @@ def _root(covariance: Array) -> Array:
     return width[:, None] * lower * jnp.sign(jnp.diagonal(lower))[None]
 
 
-GRADIENTS_PER_STEP = 3  # of the log density in a training step: one to move, and the derivative of another
+GRADIENTS_PER_STEP = 3  # gradients per training step: one to move, two for a derivative of a gradient
 WARM_UP, FINISH = 0.1, 0.05  # fractions of the budget
 TRAINING_SUBSTEPS = 2  # substeps per move during training; doubled afterwards
-LINEAR_LOSS = 5.0  # log a below which the loss grows logarithmically
+LINEAR_LOSS = 5.0  # the loss grows logarithmically where −log a exceeds this value
 VOLUME_RATE = 0.02  # learning rate of log β, the weight of the volume
 
 
@@ -282,7 +283,7 @@ class Tuned(eqx.Module):
     - `z`: final positions of the chains, `(chains, d)`, from which to start sampling.
     - `num_gradients`: total number of gradients of the log density, over all chains.
     - `history`: training history, with `metrics["acceptance"]` and `metrics["log_volume"]` for each step.
-    - `interrupted`: whether the user interrupted it.
+    - `interrupted`: whether the user interrupted the tuning.
     """
 
     sampler: FlowSampler
@@ -293,7 +294,7 @@ class Tuned(eqx.Module):
 
 
 class SpeedMeasure(AbstractStatefulObjective):
-    """The loss −E[log min(1, a)] − β E[log |det σ(z)|] over chains that run during training.
+    """The loss −E[log min(1, a)] − β E[log |det σ(z)|], averaged over chains that run during training.
 
     Larger moves are accepted less often. The loss maximises the size of moves in all directions for a given
     acceptance (Titsias & Dellaportas 2019). The weight β is adapted until the acceptance is
@@ -304,7 +305,7 @@ class SpeedMeasure(AbstractStatefulObjective):
     uses_data: ClassVar[bool] = False
 
     def start(self, model: FlowSampler, *, key: PRNGKeyArray) -> tuple[GradientState, Array]:
-        """The chains, and log β."""
+        """The initial state: the chains, and log β."""
         del model, key
         return self.chains, -jnp.log(jnp.asarray(self.chains.z.shape[1], float))
 
@@ -350,10 +351,10 @@ def tune_sampler(
     training: TrainingOptions | None = None,
     run: RunOptions | None = None,
 ) -> Tuned:
-    """Learn a noise σ(z) that makes chains for a target mix fast, and return the tuned sampler.
+    """Learn a noise σ(z) with which chains for a target mix fast, and return the tuned sampler.
 
-    A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. Starting from it, an
-    `rf.sde.LocalDiffusion` is trained on running chains, to make the moves of `rf.mcmc.FlowSampler` as large
+    A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. Starting from this σ, an
+    `rf.sde.LocalDiffusion` is trained on running chains to make the moves of `rf.mcmc.FlowSampler` as large
     as possible for a given acceptance (Titsias & Dellaportas 2019). The rest of the budget sets dt.
     Adaptation then stops, so the stationary distribution is exact, however well σ was learned.
 
@@ -363,10 +364,10 @@ def tune_sampler(
       `roughflow.interop.numpyro.target_from_model` does.
     - `z0`: starting points, `(chains, d)`; 32 to 128 chains work well. With several modes, start near each of
       them: chains that stay in one mode have an R-hat far above 1.
-    - `num_gradients`: the budget: total number of gradients of the log density, over all chains. A training
-      step costs three per chain.
+    - `num_gradients`: the budget: total number of gradients of the log density of all chains. A training step
+      costs three per chain.
     - `skew`: a Q for `rf.targeted_sde`, such as an `rf.sde.SkewNetwork`, trained together with σ.
-    - `width`: of the network.
+    - `width`: width of the network.
     - `climb`: as in `rf.warm_up`. Starting points of very low log density are replaced, with a warning;
       `climb=False` keeps them all.
     - `progress`, `training`, `run`: as in `rf.fit`. By default, the learning rate is 0.01 and gradients are

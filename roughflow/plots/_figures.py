@@ -25,7 +25,8 @@ from .._checks import as_real, check_count, check_instance, check_number, shown
 BLUE, VERMILION, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 GREY, NIGHT, EMBER = "#767676", "#08306B", "#5C1A00"
 DENSITY = LinearSegmentedColormap.from_list("density", ["white", SKY, BLUE, NIGHT])
-# Dark enough at both ends for white paper, and distinct from the blue of densities.
+# A range of colours that is dark enough at both ends for white paper, and distinct from the blue of
+# densities.
 TIME = LinearSegmentedColormap.from_list("time", ["#F3B562", VERMILION, EMBER])
 COLUMN = 3.4  # inches
 TEXT, SMALL = 9, 8  # points
@@ -34,7 +35,7 @@ Window = tuple[float, float, float, float]
 
 
 def labelled(ax: Axes | None, xlabel: str, ylabel: str, height: float = 0.75 * COLUMN) -> Axes:
-    """The given axes, or new ones, with labels."""
+    """The given axes, or new ones, with labels on both axes."""
     if ax is None:
         _, ax = plt.subplots(figsize=(COLUMN, height), layout="constrained")
     ax.tick_params(labelsize=SMALL)
@@ -132,7 +133,8 @@ def density(
     - `log_prob`: a function from points `(N, 2)` to log-densities `(N,)`, called on `chunk` points at a time;
       or the log-densities at the points of `grid(extent, resolution)`.
     - `extent`: (left, right, bottom, top).
-    - `maximum`: the density shown darkest, to use one scale for several maps; by default the highest.
+    - `maximum`: the density with the darkest shade, to use one scale for several maps; by default the highest
+      density.
 
     ```python
     from roughflow import plots
@@ -182,8 +184,8 @@ def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None 
 
 
 def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colour_bar: bool = False) -> Axes:
-    """A path in the plane at T equally spaced times of [0, t1], `(T, 2)`, which darkens from the open to the
-    full circle.
+    """A path in the plane at T equally spaced times of [0, t1], `(T, 2)`. It darkens with time, from an open
+    circle at its start to a full circle at its end.
 
     ```python
     import jax, jax.numpy as jnp
@@ -199,7 +201,7 @@ def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colo
     if path.ndim != 2 or path.shape[1] != 2 or len(path) < 2:
         raise ValueError(f"path must have shape (T, 2) with T at least 2, got {path.shape}")
     ax = plane(ax, None)
-    # White beneath, to stand out from a density.
+    # A wider white line beneath, so that the path stands out from a density.
     ax.plot(*path.T, color="white", linewidth=2.0, solid_joinstyle="round")
     pieces = LineCollection(np.stack([path[:-1], path[1:]], axis=1).tolist(), cmap=TIME, linewidths=1.0)
     pieces.set(array=t1 * (np.arange(len(path) - 1) + 0.5) / (len(path) - 1), clim=(0, t1), zorder=2.5)
@@ -242,7 +244,7 @@ def approximations(
     ax: Axes | None = None,
     label: str = "Brownian path",
 ) -> Axes:
-    """A rough path and its smooth approximations. Each is a path, or its values at `times`.
+    """A rough path and its smooth approximations, each given as a path or as its values at `times`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -276,7 +278,7 @@ def _values(path: rf.driver.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
     return values
 
 
-# Above this value the mean of the weights converges too slowly to be reliable; see `Estimate.pareto_k`.
+# Value of `Estimate.pareto_k` above which the mean of the weights converges too slowly to be reliable.
 HEAVY_TAIL = 0.7
 
 
@@ -296,7 +298,7 @@ def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figur
     plots.diagnostics(flow.estimate(x, key=jax.random.key(0), estimator=rf.PullBack(num_paths=100)))
     ```
     """
-    check_instance("estimate", estimate, rf.Estimate, "what flow.estimate returns")
+    check_instance("estimate", estimate, rf.Estimate, "the result of flow.estimate")
     if figure is None:
         figure = plt.figure(figsize=(2 * COLUMN + 0.3, 0.75 * COLUMN), layout="constrained")
     suspect = np.ravel(estimate.suspect)
@@ -316,12 +318,13 @@ def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figur
 
 
 def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str, *, log: bool) -> None:
-    """Values against the fraction of points below them. Values that do not fit the scale are counted."""
+    """Sorted values against the fraction of smaller values. Values that the scale cannot show are counted in
+    the title."""
     order = np.argsort(np.ravel(values))
     ranked, bad = np.ravel(values)[order], suspect[order]
     drawn = np.isfinite(ranked)
     positive = ranked[drawn & (ranked > 0)]
-    # On less than a decade a logarithmic scale has hardly any ticks.
+    # A logarithmic scale of less than a decade has hardly any ticks.
     if log and positive.size and positive[-1] > 10 * positive[0]:
         ax.set_yscale("log")
         drawn &= ranked > 0
@@ -384,7 +387,7 @@ def training(
     if entropy is not None:
         ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
         drawn.append(np.array([entropy]))
-    # The first losses can be so large that the rest would be a flat line.
+    # Without limits, large losses of the first steps would make the rest a flat line.
     low, high = np.nanmin(np.concatenate(drawn)), np.nanmax(np.concatenate(drawn[1:]))
     ax.set(xlim=(step[0], step[-1]), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
     ax.legend(frameon=False, fontsize=SMALL)
@@ -392,7 +395,8 @@ def training(
 
 
 def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of the finite values among the `window` values around each; fewer at the ends."""
+    """For each value, the mean of the finite values among the `window` values around it; fewer at the
+    ends."""
     finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
     total = np.convolve(np.where(finite, values, 0), kernel, "same")
     number = np.round(np.convolve(finite, kernel, "same"))

@@ -43,7 +43,7 @@ def bands(
     drift.axhline(0.0, color=plots.GREY)
     ```
     """
-    check_instance("result", result, rf.FittedSDE, "what rf.fit_sde returns")
+    check_instance("result", result, rf.FittedSDE, "the result of rf.fit_sde")
     values = np.concatenate([np.asarray(one.values) for one in result.series])
     if values.shape[1] != 1:
         raise ValueError(f"bands require a one-dimensional SDE; this one has dimension {values.shape[1]}")
@@ -82,8 +82,8 @@ def _band(ax: Axes, x: np.ndarray, drawn: np.ndarray, level: float) -> None:
 
 BANDS = (0.9, 0.5)  # fractions of paths inside the bands of a fan
 LAGS, BINS, PATHS = 20, 20, 2000
-REACH, POINTS = 3.0, 4001  # grid of a stationary density: extent beyond the series, in ranges, and size
-NEGLIGIBLE = 1e-3  # relative density at an end of the grid at which it may be cut off
+REACH, POINTS = 3.0, 4001  # grid of a stationary density: extent beyond the series, in ranges; points
+NEGLIGIBLE = 1e-3  # relative density at an end of the grid below which the rest may be cut off
 AHEAD, SHOWN = 0.25, 0.5  # durations of the forecast and of the series shown, as fractions of the series
 
 
@@ -140,7 +140,7 @@ def fitted_sde(
     plots.fitted_sde(result, key=jax.random.key(1), time_label="year")
     ```
     """
-    check_instance("result", result, rf.FittedSDE, "what rf.fit_sde returns")
+    check_instance("result", result, rf.FittedSDE, "the result of rf.fit_sde")
     if len(result.series) != 1 or result.series[0].values.shape[1] != 1:
         raise ValueError("result must be a fit to a single one-dimensional series")
     first = result.series[0].origin
@@ -185,7 +185,7 @@ def states(
     """The components of the state given all values (`FittedSDE.smoothed`), each with a pointwise band, and
     the observed values.
 
-    Bands are normal; those of components that are positive are normal for the logarithm.
+    Bands assume normal distributions, of the logarithm for components that are positive.
 
     ```python
     import jax, numpy as np
@@ -198,7 +198,7 @@ def states(
     plots.states(result, time_label="year")
     ```
     """
-    check_instance("result", result, rf.FittedSDE, "what rf.fit_sde returns")
+    check_instance("result", result, rf.FittedSDE, "the result of rf.fit_sde")
     check_number("level", level, above=0, below=1)
     one = result.series[series]
     counted = getattr(getattr(result.likelihood, "of_sde", None), "observe", None) is not None
@@ -241,7 +241,7 @@ def states(
 
 
 def _year(date: np.datetime64 | None) -> float:
-    """A date as a decimal year; 0 without one."""
+    """A date as a decimal year; 0 if there is none."""
     if date is None:
         return 0.0
     year = date.astype("datetime64[Y]")
@@ -269,7 +269,7 @@ def _series(
 
 def _histogram(ax: Axes, uniform: np.ndarray, p: float) -> None:
     bins = max(5, min(BINS, uniform.size // 10))
-    # The range of 95 % of the bars for uniform numbers.
+    # The range that contains 95 % of the bars if the numbers are uniform.
     low, high = stats.binom.ppf([0.025, 0.975], uniform.size, 1 / bins) * bins / uniform.size
     ax.axhspan(low, high, color=GREY, alpha=0.2, linewidth=0)
     density, edges = np.histogram(uniform, bins, (0, 1), density=True)
@@ -302,7 +302,7 @@ def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] 
         return None
     coordinates, time = sde.coordinates, jnp.zeros(())
     known = jnp.asarray(values)[:, None]
-    known = known[np.asarray(coordinates.contains(known))]  # with measurement noise some may be outside
+    known = known[np.asarray(coordinates.contains(known))]  # with measurement noise, values may lie outside
     known = np.asarray(coordinates.from_state(known))[:, 0]
     wide = REACH * np.ptp(known)
     grid = jnp.linspace(known.min() - wide, known.max() + wide, POINTS)[:, None]
@@ -321,7 +321,7 @@ def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] 
     log_density = integrate.cumulative_trapezoid(slope, x, initial=0) + log_noise
     log_density += np.log(np.abs(np.gradient(x, y)))
     density = np.exp(log_density - log_density.max())
-    # At the boundary of the state space a density may be large.
+    # A density may be large at the boundary of the state space.
     if not np.isfinite(density).all() or (density[[0, -1]] * within[[0, -1]] > NEGLIGIBLE).any():
         return None
     share = integrate.cumulative_trapezoid(density, y, initial=0)

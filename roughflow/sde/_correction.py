@@ -128,8 +128,8 @@ class SampledCorrection(AbstractCorrection):
 
 
 def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool:
-    """Whether the sampled correction equals the exact one at the points z `(k, d)`, at two times and for
-    random signs."""
+    """Whether the sampled correction, with random signs, equals the exact one at the points z `(k, d)` and
+    two times."""
     times = jnp.array([0.1, 0.7], z.dtype)
 
     def gap(t: Array, point: Array, key: PRNGKeyArray) -> Array:
@@ -150,7 +150,8 @@ def checked_correction(
 ) -> AbstractCorrection:
     """The requested correction if it preserves the distribution, else the exact one with a warning.
 
-    Signs that are fixed along a path change the distribution unless all signs give the same correction.
+    Signs that are fixed along a path change the distribution of the flow unless all signs give the same
+    correction.
     """
     if not isinstance(correction, SampledCorrection) or isinstance(sde, AbstractStratonovichSDE):
         return ExactCorrection() if correction is None else correction
@@ -202,8 +203,8 @@ def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> Abs
     random signs ε: unbiased over keys, at a cost that does not grow with m. A Stratonovich SDE is returned
     unchanged.
 
-    The result holds the diffusion twice, in the new drift and as diffusion. For training, keep the original
-    SDE; a flow converts it on the fly.
+    The result holds the parameters of the diffusion twice: in the new drift and in the diffusion itself. For
+    training, keep the original SDE; a flow converts it on the fly.
 
     ```python
     import jax.numpy as jnp
@@ -243,7 +244,7 @@ def _typed(key: PRNGKeyArray | None) -> PRNGKeyArray | None:
 
 
 class Spread(eqx.Module):
-    """σ at one point, `div σ` and c; None for both if σ is constant."""
+    """σ at one point, `div σ` and c; `div σ` and c are None if σ is constant."""
 
     sigma: Noise
     divergence: Array | None
@@ -262,8 +263,8 @@ class Spread(eqx.Module):
 
 
 def spread_at(noise: Callable[[Array], Noise], z: Array) -> Spread:
-    """σ at z and its contribution to the drift through derivatives: nothing is computed if σ does not depend
-    on z, and only vectors if it is diagonal."""
+    """σ at z, `div σ` and c. No derivative is computed if σ does not depend on z, and only vectors if σ is
+    diagonal."""
     if not depends_on(noise, z):
         return Spread(plain_noise(noise(z)), None, None)
     if has_diagonal(eqx.filter_eval_shape(noise, z)):

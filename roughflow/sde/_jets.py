@@ -4,7 +4,7 @@ On a GPU, `jets` and its pull-back are kernels. JAX differentiates a network for
 divergence and for training, inside a `vmap`, so the kernels are primitives with their own rules: a derivative
 in z is a jet of the next order, a derivative in the weights is a linear map whose transpose is the pull-back
 kernel, and a `vmap` is one more axis of points. All other cases (third derivatives, weights that differ
-between points) use the plain implementation, which tests compare to.
+between points) use a plain JAX implementation, against which the tests check the kernels.
 """
 
 import functools
@@ -20,13 +20,14 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 Block = Array  # (rows,) or (rows, width)
-# The first weights by rows, the hidden ones, the last ones by columns, the hidden biases.
+# Weights of the first layer by rows, of the hidden layers, of the last layer by columns; biases of the hidden
+# layers.
 Layers = tuple[list[Array], list[Array], list[Array], list[Array]]
-# Rows per block and warps that share it, tuned on an H200. One layer has no matrix products, so a single warp
-# need not wait for others to reduce.
+# Rows per block, and warps per block, tuned on an H200. A network with one hidden layer has no matrix
+# products, and a single warp avoids waiting for other warps in a reduction.
 ONE_LAYER, LAYERS, BACKWARD = (32, 1), (64, 4), (16, 4)
 WIDTHS = (16, 32, 64)
-DEPTH, THIN = 4, 4  # maximum number of hidden layers; of inputs and outputs
+DEPTH, THIN = 4, 4  # maximum number of hidden layers, and of inputs or outputs
 MAX_PRODUCTS = 4  # maximum number of products per layer that fit in registers: a value and its derivatives
 
 
@@ -45,15 +46,15 @@ def count(d: int, order: int) -> int:
 
 
 def product(a: Block, b: Array, across: int = 0) -> Block:
-    """a b, or a bᵀ, on tensor cores in bfloat16: three products of the first and second eight bits of each
-    number have an error of 1e-5."""
+    """a b, or a bᵀ, on tensor cores. Each number is split into two bfloat16 parts; three products of these
+    parts give a relative error of 1e-5."""
     (a, fine_a), (b, fine_b) = _halves(a), _halves(b)
     return _dot(fine_a, b, 1, across) + _dot(a, fine_b, 1, across) + _dot(a, b, 1, across)
 
 
 def _dot(a: Array, b: Array, *over: int) -> Array:
     dimensions = (((over[0],), (over[1],)), ((), ()))
-    # "default" uses ten bits of a float32.
+    # The precision "default" uses ten bits of a float32.
     how = jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, dimensions, precision=how, preferred_element_type=jnp.float32)
 
@@ -65,10 +66,10 @@ def _halves(x: Array) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def product_to_pull_back(a: Block, b: Array) -> Block:
-    """`product` with derivatives inside a kernel, which cannot contain a custom rule.
+    """`product` with a custom derivative rule, for use in a pull-back kernel.
 
-    Derivatives in b are sums over the batch, in which rounding errors of ten bits average out: on the paper's
-    model a gradient changes by 2e-6 of its size with a thousand points.
+    Derivatives with respect to b are sums over the batch, computed with ten bits because rounding errors
+    average out: with a thousand points, the relative error of a gradient of the paper's model is 2e-6.
     """
     return product(a, b)
 
@@ -84,8 +85,8 @@ def jet_of_block(layers: Layers, z: list[Block], order: int, times: Callable) ->
 
     With p = x W + b of a layer, a = tanh p and s = 1 − a²: ∂ₖa = s ∂ₖp and ∂ₖᵢa = s ∂ₖᵢp − 2a s ∂ₖp ∂ᵢp.
     """
-    # Broadcast to rows once, so that a pull-back adds all contributions to a weight before it reduces over
-    # rows, which synchronises threads.
+    # Broadcast to rows once, so that a pull-back adds all contributions to a weight before its single
+    # reduction over rows, which synchronises threads.
     wide = lambda rows: [jnp.broadcast_to(row[None], (len(z[0]), len(row))) for row in rows]
     first, hidden, last, biases = wide(layers[0]), layers[1], wide(layers[2]), wide(layers[3])
     p = biases[0] + sum(z[k][:, None] * first[k] for k in range(len(z)))
@@ -130,8 +131,8 @@ def pull_back(
 ) -> tuple[Array, ...]:
     """Pull-back of cotangents of the jets `(B, m, n)` to the points, the weights and the biases.
 
-    Each of the programs that run concurrently processes a part of the batch and accumulates the sums for the
-    weights.
+    Each program processes a part of the batch and accumulates the gradients of the weights; all programs run
+    concurrently.
     """
     from jax.experimental import pallas as pl
 
@@ -205,19 +206,20 @@ def _call(kernel: Callable, programs: int, warps: int, **how: Any) -> Callable:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    # The name before JAX 0.8.
+    # Before JAX 0.8 the class was called TritonCompilerParams.
     settings = getattr(triton, "CompilerParams", None) or getattr(triton, "TritonCompilerParams")  # noqa: B009
     parameters = settings(num_warps=warps, num_stages=1)
     return pl.pallas_call(kernel, grid=(programs,), compiler_params=parameters, **how)
 
 
 HIGHEST_ORDER = 2
-# The default of `exact_products`. With "highest" the user gets plain products.
+# Values of jax_default_matmul_precision for which kernels are used: JAX's default, and that of
+# `exact_products`. A user who sets "highest" gets the plain implementation.
 PRECISIONS = (None, "float32")
 
 
 def has_kernel(weights: Sequence[Array], z: Array) -> bool:
-    """Whether to evaluate a tanh network with a kernel: in float32 on one NVIDIA GPU with bfloat16
+    """Whether a kernel can evaluate this tanh network: in float32, on one NVIDIA GPU with bfloat16
     support."""
     if jax.default_backend() != "gpu" or jax.device_count() > 1 or not _knows_bfloat16():
         return False
@@ -227,7 +229,7 @@ def has_kernel(weights: Sequence[Array], z: Array) -> bool:
 
 
 def _knows_bfloat16() -> bool:
-    """Whether the GPU supports bfloat16: NVIDIA's since Ampere, compute capability 8."""
+    """Whether the GPU supports bfloat16, as NVIDIA's GPUs do from compute capability 8 (Ampere)."""
     capability = getattr(jax.devices()[0], "compute_capability", "")
     return capability[:1].isdigit() and float(capability) >= 8.0
 
@@ -256,13 +258,15 @@ def plain_jets(z: Array, *parameters: Array, order: int) -> tuple[Array]:
 
 
 def plain_tangent(*arguments: Array, order: int) -> tuple[Array]:
-    """The derivative of jets in the points and the weights; the second half of the arguments are tangents."""
+    """The derivative of jets with respect to points and weights; the second half of the arguments are
+    tangents."""
     half = len(arguments) // 2
     return jax.jvp(functools.partial(plain_jets, order=order), arguments[:half], arguments[half:])[1]
 
 
 def plain_pull_back(*arguments: Array, order: int) -> tuple[Array, ...]:
-    """Its transpose: maps cotangents of the jets, the last argument, to points and weights."""
+    """The transpose of `plain_tangent`: maps cotangents of the jets, the last argument, to cotangents of
+    points and weights."""
     *primals, ct = arguments
     return jax.vjp(functools.partial(plain_jets, order=order), *primals)[1]((ct,))
 
@@ -361,8 +365,8 @@ def _transpose(cts: Sequence[Any], *arguments: Any, order: int) -> list[Any]:
 
 
 def _batch_points(primitive: Primitive, plain: Callable, copies: int) -> Callable:
-    """A batching rule for a `vmap` over points, or over points and their tangents; the arguments come in that
-    many copies, points first."""
+    """A batching rule for a `vmap` over points (`copies` 1), or over points and their tangents (`copies` 2).
+    The arguments are that many lists of points, weights and biases."""
 
     def batch(arguments: Sequence[Array], axes: Sequence[int | None], *, order: int):
         points = range(0, len(arguments), len(arguments) // copies)

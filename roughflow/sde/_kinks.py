@@ -15,8 +15,8 @@ from .._programs import in_double_precision, jit
 from ..faq import see
 from ._sde import AbstractItoSDE, AbstractSDE
 
-# Activations of jax.nn with a discontinuous derivative, by their names in traces. A network may hide their
-# kinks temporarily, behind zero weights.
+# Activations of jax.nn with a discontinuous derivative, by their names in traces. They are refused by name,
+# because zero initial weights can hide their kinks.
 KINKED = {"relu", "relu6", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu", "selu"}
 # Smooth functions that contain comparisons or absolute values.
 SMOOTH = frozenset(
@@ -40,9 +40,9 @@ BRANCHES: dict[str, Callable[..., Any]] = {
 }
 RAYS, STEPS = 16, 240  # number of search lines, and steps along each
 DECADES = 12.0  # range of distances from the origin, up and down
-NUM_ROUNDS = 6  # each shrinks a bracket by the number of steps
+NUM_ROUNDS = 6  # each round shrinks a bracket by a factor STEPS
 JUMP, KINK = 1e-5, 1e-3  # relative differences of values and of slopes on the two sides
-OFFSET = 1e-7  # distance from a switch at which they are compared, as a fraction of the first bracket
+OFFSET = 1e-7  # distance from a switch at which both sides are compared, as a fraction of the first bracket
 
 
 class Kink(NamedTuple):
@@ -104,7 +104,7 @@ def _kinks(part: str, function: Callable, dimension: int, t1: float, points: Arr
     t = jnp.asarray(0.37 * t1)
     try:
         operations, _, switches = _switches(function, t, jnp.zeros(dimension))
-    except Exception:  # it does not support double precision
+    except Exception:  # the coefficient does not support double precision
         return []
     names = [operations[i].equation.primitive.name for i in switches]
     found: dict[tuple[str, str], Kink] = {}
@@ -152,7 +152,7 @@ def _branches(function: Callable, t: Array, points: Array) -> Array:
 
 
 def _code(branch: Array) -> Array:
-    """One number for the branches of all entries."""
+    """One number that identifies the branches of all entries."""
     return branch @ jnp.sqrt(2.0 + jnp.arange(branch.size))
 
 
@@ -173,7 +173,7 @@ def _lines(dimension: int, points: Array | None) -> list[np.ndarray]:
 def _brackets(
     function: Callable, t: Array, place: int, lines: list[np.ndarray]
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]]:
-    """Two neighbouring points with a switch between them, and two points around them."""
+    """Pairs of points: two neighbours with a switch between them, and two points around both."""
     shape = lambda line: np.asarray(_branches(function, t, jnp.asarray(line)))[:, place]
     for line in lines:
         flips = np.flatnonzero(np.diff(shape(line)))
@@ -198,14 +198,15 @@ def _values_and_slopes(function: Callable, t: Array, points: Array, direction: A
 def _compare(
     function: Callable, t: Array, sides: tuple[np.ndarray, np.ndarray], around: tuple[np.ndarray, np.ndarray]
 ) -> str | None:
-    """Whether values or slopes differ on the two sides; None if the coefficient is smooth or not finite."""
+    """Whether the switch is a "jump" (values differ on the two sides) or a "kink" (slopes differ); None if
+    the coefficient is smooth or not finite."""
     direction = around[1] - around[0]
     points = np.array([sides[0] - OFFSET * direction, sides[1] + OFFSET * direction, *around])
     evaluated = _values_and_slopes(function, t, jnp.asarray(points), jnp.asarray(direction))
     values, slopes = map(np.asarray, evaluated)
     if not (np.isfinite(values).all() and np.isfinite(slopes).all()):
         return None
-    # Entry by entry, because their units may differ.
+    # Entry by entry, because entries may have different units.
     differ = lambda parts, share: np.any(np.abs(parts[1] - parts[0]) > share * np.max(np.abs(parts), axis=0))
     if differ(values, JUMP):
         return "jump"

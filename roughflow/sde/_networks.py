@@ -1,5 +1,5 @@
-"""Networks for drift, diffusion and velocity. They are smooth, because correction and divergence
-differentiate them."""
+"""Networks for drift, diffusion and velocity. All are smooth, because correction and divergence differentiate
+them."""
 
 import itertools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from ._jets import has_kernel, network
 from ._noise import Noise
 
 # Metadata of a field whose arrays are not trained, such as the data of a target: `eqx.field(metadata=GIVEN)`.
-# They are excluded from weight decay too.
+# Such arrays are excluded from weight decay too.
 GIVEN = {"given": True}
 
 
@@ -137,13 +137,13 @@ class MLP(eqx.Module):
         check_callable("activation", activation, "of one number, such as jnp.tanh")
         check_smooth(activation)
         sizes = (in_size + time_dependent, *(width,) * depth, out_size)
-        # Stored (in, out) and applied as z @ W, which under a vmap is one matrix product.
+        # Weights are stored as (in, out) and applied as z @ W, which under a vmap is one matrix product.
         self.weights, self.biases = random_weights(check_key(key), sizes, scale)
         self.activation = activation
         self.time_dependent = time_dependent
 
     def __check_init__(self):
-        # Leading axes are those of several networks in one, as made by `eqx.filter_vmap`.
+        # Leading axes belong to a stack of networks, as made by `eqx.filter_vmap`.
         shapes = [weight.shape for weight in self.weights]
         joined = all(one[-1] == two[-2] for one, two in itertools.pairwise(shapes))
         if not joined or [bias.shape for bias in self.biases] != [(*s[:-2], s[-1]) for s in shapes]:
@@ -160,8 +160,8 @@ class MLP(eqx.Module):
 
 
 def _product(z: Array, weight: Array) -> Array:
-    """z W. On a GPU, a product with few rows or columns is faster written out, because it fuses with its
-    neighbours."""
+    """z W. On a GPU, a product with few rows or columns is faster as a sum, because XLA fuses it with other
+    operations."""
     rows, columns = weight.shape
     if jax.default_backend() != "cpu":
         if rows <= MAX_THIN_SIZE:
@@ -222,7 +222,7 @@ class FullDiffusion(eqx.Module):
 
 
 class DiagonalDiffusion(eqx.Module):
-    """Diagonal noise σ = diag(s(t, z)), with s = softplus of a network; applied in O(d).
+    """Diagonal noise σ = diag(s(t, z)), with s = softplus of a network. A product with σ costs O(d).
 
     ```python
     import jax, jax.numpy as jnp
@@ -274,7 +274,8 @@ class NoDiffusion(eqx.Module):
 class ConstantDiffusion(eqx.Module):
     """Constant noise: σ is a trainable (d, m) matrix, which needs no correction.
 
-    Entries of shape (d,) make a diagonal matrix, which stays diagonal and is applied in O(d).
+    Entries of shape (d,) define a diagonal matrix, which stays diagonal in training; a product with it costs
+    O(d).
 
     ```python
     import jax.numpy as jnp
@@ -349,20 +350,20 @@ class VelocityNetwork(eqx.Module):
     """A velocity v(t, z) from a network with high resolution in space and near the end time.
 
     With s = t/T it is a multi-layer perceptron of z, s, log(1.02 − s), the sine and cosine of πs and 2πs, and
-    sines and cosines of fixed random projections of z (Fourier features, Tancik et al. 2020). Without these a
-    network hardly learns fine detail. Added to it is
+    sines and cosines of fixed random projections of z (Fourier features, Tancik et al. 2020). Without these
+    features a network hardly learns fine detail. The velocity is the network plus
 
         (2s − 1)/((1 − s)² + s²) z/T,
 
-    the velocity of straight lines from N(0, I) to N(0, I), so that the network, initially zero, learns how
-    the data differ from a normal distribution.
+    which is the velocity of straight lines from N(0, I) to N(0, I). The network is initially zero and learns
+    how the data differ from a normal distribution.
 
-    With `num_given=k`, the last k coordinates of z are given and do not move.
+    With `num_given=k`, the last k coordinates of z are given (conditioned on) and do not move.
 
     **Arguments:**
 
-    - `dimension`: of z, without the given coordinates.
-    - `width`, `depth`: of the hidden layers.
+    - `dimension`: number of coordinates of z, without the given ones.
+    - `width`, `depth`: width and number of hidden layers.
     - `activation`: a smooth function.
     - `num_features`: number of projections, each with a sine and a cosine; 0 for none.
     - `frequency`: standard deviation of the entries of the projections, for z of about unit size.
@@ -419,7 +420,7 @@ class VelocityNetwork(eqx.Module):
         # None instead of empty arrays, which make the compiler of JAX 0.11 crash with several devices.
         waves = [z @ self.waves.astype(z.dtype)] if self.waves.size else []
         angles = jnp.concatenate([*waves, np.pi * s, 2 * np.pi * s])
-        # Beyond the end time, the velocity is that at the end.
+        # Beyond the end time, the velocity is constant in time.
         haste = jnp.log(LATE - jnp.minimum(s, 1))
         out = self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
         own = z.shape[0] - self.num_given
@@ -559,7 +560,7 @@ class FadingDiffusion(eqx.Module):
         left = remaining(t, self.t1, z)
         if power in (0.0, 1.0):
             return left if power else jnp.ones_like(left)
-        # The derivative of a root at zero is set to zero; ∞ times zero would be NaN.
+        # The derivative of a root at zero is set to zero, since ∞ times zero would be NaN.
         return jnp.where(left > 0, jnp.where(left > 0, left, 1) ** power, 0)
 
 

@@ -84,7 +84,7 @@ def apply_noise(sigma: Noise, increment: Array) -> Array:
     if isinstance(sigma, lx.AbstractLinearOperator):
         return sigma.mv(increment)
     if 0 < sigma.shape[1] <= UNROLL:
-        # Written out, it fuses; a product with a small matrix per sample does not.
+        # XLA fuses a sum with other operations, but not a product with a small matrix per sample.
         columns = [sigma[:, j] * increment[j] for j in range(sigma.shape[1])]
         return sum(columns[1:], columns[0])
     return sigma @ increment
@@ -130,7 +130,7 @@ def noise_diagonal(sigma: Noise) -> Array:
 
 
 def plain_noise(sigma: Noise) -> Noise:
-    """σ as plain arrays: a diagonal operator if it is one, else a matrix."""
+    """σ as a lineax diagonal operator if it is diagonal, else as a matrix."""
     return lx.DiagonalLinearOperator(noise_diagonal(sigma)) if has_diagonal(sigma) else noise_matrix(sigma)
 
 

@@ -61,8 +61,8 @@ INDEXING = frozenset(
 class AbstractSDE(eqx.Module):
     """A drift μ(t, z) with values in Rᵈ and a diffusion σ(t, z) with values in R^{d×m}.
 
-    Both are written for one point, `z` of shape `(d,)`. The class determines the calculus: your own SDE
-    subclasses `rf.sde.AbstractItoSDE` or `rf.sde.AbstractStratonovichSDE`.
+    Both are written for one point, `z` of shape `(d,)`. The class determines the calculus: to define a new
+    kind of SDE, subclass `rf.sde.AbstractItoSDE` or `rf.sde.AbstractStratonovichSDE`.
     """
 
     drift: eqx.AbstractVar[Drift]
@@ -186,7 +186,7 @@ def _fits(sde: AbstractSDE, dimension: int) -> bool:
 
 
 def _fitted(sde: AbstractSDE, dimension: int) -> int:
-    """m, for a drift and a diffusion of the right shapes."""
+    """m, the number of Brownian motions, after a check of the shapes of drift and diffusion."""
     for name in ("drift", "diffusion"):
         _check_places(name, getattr(sde, name, None), dimension)
     drift = _shape_of("drift", sde.drift, dimension)
@@ -220,7 +220,7 @@ def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
 
 
 def _may_be_out_of_range(function: Callable, dimension: int) -> bool:
-    """Whether an index may be out of range. JAX uses a slice for those that are known to be inside."""
+    """Whether an index may be out of range. For indices that are known to be in range, JAX uses slices."""
     try:
         leaves = lambda t, z: jax.tree.leaves(eqx.filter(function(t, z), eqx.is_array))
         operations, _ = flat_operations(leaves, (jnp.zeros(()), jnp.zeros(dimension)))
@@ -230,7 +230,8 @@ def _may_be_out_of_range(function: Callable, dimension: int) -> bool:
 
 
 def _check_places(name: str, function: Any, dimension: int) -> None:
-    """Refuse out-of-range indices, which JAX clamps, by running NumPy. Networks are not checked."""
+    """Refuse out-of-range indices, which JAX clamps, by calling the function with NumPy arrays. Networks are
+    not checked."""
     if not isinstance(function, types.FunctionType) or not _may_be_out_of_range(function, dimension):
         return
     try:
@@ -239,4 +240,4 @@ def _check_places(name: str, function: Any, dimension: int) -> None:
     except IndexError as error:
         raise ValueError(f"{name} fails for z of shape {(dimension,)}: {error}{see('shapes')}") from error
     except Exception:
-        return  # it requires JAX arrays
+        return  # the function requires JAX arrays

@@ -19,8 +19,8 @@ Skew = Callable[[Array, Array], Array]
 
 
 class TargetedSDE(AbstractItoSDE):
-    """The result of `rf.targeted_sde`. It holds σ and Q once, so that training changes them together with the
-    drift."""
+    """The result of `rf.targeted_sde`. σ and Q are stored once and used by drift and diffusion, so training
+    changes both consistently."""
 
     log_density: LogDensity | None = eqx.field(metadata=GIVEN)
     diffusion: Diffusion
@@ -153,7 +153,7 @@ def overdamped_langevin(
 
 
 class WithMomenta(eqx.Module):
-    """log π(q) − p²/2M of the state (q, p)."""
+    """The log density log π(q) − p²/2M of the state (q, p)."""
 
     log_density: LogDensity
     mass: float
@@ -268,16 +268,13 @@ class SkewNetwork(eqx.Module):
 
 
 def still(target: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The same function, not trained.
-
-    Arrays inside a target, such as the data of a posterior, get no gradient.
-    """
+    """The same function; arrays inside it, such as the data of a posterior, get no gradient."""
     fix = lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf
     return jax.tree.map(fix, target)
 
 
 def as_target(log_density: LogDensity) -> LogDensity:
-    """The same function, not trained, and checked to return one number."""
+    """`still(log_density)`, with a check that it returns one number."""
     log_density = still(log_density)
 
     def checked(z: Array) -> Array:

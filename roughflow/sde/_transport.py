@@ -20,12 +20,12 @@ class AbstractTransport(eqx.Module):
 
         ∇log p(t, z) = g(t, z)/(1 − t/t1),
 
-    or g itself if `t1` is None. g is finite up to the end, where the score may not be.
+    or g itself if `t1` is None. g is finite up to the end, where the score may be infinite.
     """
 
     velocity: eqx.AbstractVar[Drift]
     t1: eqx.AbstractVar[float | None]
-    num_given: eqx.AbstractVar[int]  # number of given coordinates, the last ones, which noise must not move
+    num_given: eqx.AbstractVar[int]  # number of given coordinates, which come last; noise must not move them
 
     def __check_init__(self):
         check_fields(self)
@@ -158,10 +158,10 @@ class TransportSDE(AbstractItoSDE):
     p, so the distribution is more accurate with noise than without.
 
     For a transport along straight lines the score has a factor 1/(1 − t/T). With an `rf.sde.FadingDiffusion`
-    the drift is finite up to T; with any other σ it is infinite at T.
+    the drift is finite up to T; with any other σ the drift is infinite at T.
 
     **Arguments:** `transport`, such as an `rf.sde.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
-    `rf.ItoSDE`, or None. Velocity and score share one evaluation of one network, and training changes both.
+    `rf.ItoSDE`, or None. One evaluation of one network gives velocity and score, and training changes both.
 
     ```python
     import jax.numpy as jnp

@@ -34,9 +34,9 @@ from .hidden._likelihood import (
 )
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
-SPREAD = 0.5  # standard deviation of the random starting points, in the free parameters
+SPREAD = 0.5  # standard deviation of random starting points around the first, in free parameters
 # Without and with hidden states:
-REFINED = (3, 5)  # maximum number of times the effort is raised
+REFINED = (3, 5)  # maximum number of times that the effort is raised
 TOLERANCE = (0.02, 0.1)  # nats
 
 
@@ -72,14 +72,16 @@ def fit_sde(
     **Arguments:**
 
     - `sde`: a named SDE such as `rf.CoxIngersollRoss(...)`, your own SDE whose fields are the parameters, or
-      an `rf.ParametricSDE`; its parameters are the starting values. The class of a named SDE starts from
-      moments of the series (`from_series`). `rf.FractionalOrnsteinUhlenbeck` also estimates a Hurst exponent,
-      from the joint density of an evenly spaced series, some of whose values may be missing.
+      an `rf.ParametricSDE`; its parameters are the starting values. If `sde` is the class of a named SDE, its
+      method `from_series` computes starting values from moments of the series.
+      `rf.FractionalOrnsteinUhlenbeck` also estimates a Hurst exponent, from the joint density of an evenly
+      spaced series, some of whose values may be missing.
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (converted to years) or
       dates (years since the first date; in UTC if they have a time zone), as arrays, lists or pandas objects.
       Missing values (NaN, masked, None) are skipped, which lengthens the gap. A column of NaN is a hidden
-      component of the state, and single components may be missing; they are integrated out. Lists of both are
-      a panel: independent series of the same SDE, with dates counted from the earliest date of all.
+      component of the state, and single components may be missing; both are integrated out. Lists of times
+      and of values are a panel: independent series of the same SDE, with dates counted from the earliest date
+      of all.
     - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(lower=0.0)}`; named
       SDEs define their own.
     - `penalty`: λ by name, such as `{"network": 1.0}`. It subtracts ½λθ² from the log-likelihood for each
@@ -87,33 +89,34 @@ def fit_sde(
       penalty, because a series does not determine all of their weights.
     - `fixed`: names of parameters that keep the value they have in `sde`, such as `["s"]`.
     - `varying`: parameters that vary between the series of a panel, such as `{"kappa":
-      rf.series.LogNormal()}`. The estimate of `kappa` is then the median of the population, and that of
-      `kappa_spread` the standard deviation of its logarithm; `FittedSDE.varying` are those of each series.
-    - `num_starts`: number of starting points: the given SDE, then the moments of the series (named SDEs),
-      then random points near the first.
+      rf.series.LogNormal()}`. The estimate of `kappa` is then the median of the population, and the estimate
+      of `kappa_spread` the standard deviation of log κ; `FittedSDE.varying` has the values of each series.
+    - `num_starts`: number of starting points of the search: the parameters of `sde`, then those from the
+      moments of the series (named SDEs), then random points near the first.
     - `exact`: whether to use exact transition densities where the SDE has them.
     - `effort`: number of driver functions, paths and steps per transition. If None, it is chosen, and raised
       until the log-likelihood at the maximum has an error below `tolerance` nats (default 0.02, or 0.1 with
-      hidden states). With hidden states it is the number of draws (four per path) and of steps per gap.
+      hidden states). With hidden states, the effort determines the number of draws (four per path) and the
+      number of steps per gap.
     - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
-      or one per column. It is estimated along with the other parameters, as `measurement_noise`. An array of
-      the shape of `values` gives known standard deviations, one per value. Values may lie outside
-      the state space.
+      or one per column. The standard deviation is estimated along with the other parameters, as
+      `measurement_noise`. An array of the shape of `values` gives known standard deviations, one per value.
+      With measurement noise, values may lie outside the state space.
     - `observe`: g(t, x), or g(t, x, u) with inputs, the distribution of a value given the state: an object
       with `log_prob`, such as one of NumPyro. If it is an `eqx.Module`, its float fields are estimated too.
     - `steps`: number of Euler steps from one value to the next, for models in discrete time. If None
       (default), the likelihood is that of the SDE in continuous time.
-    - `initial`: the hidden components of the first state: None (a flat prior), their values (then noisy
-      values at the first time do not count), a distribution, "stationary", `rf.series.Estimated(values)`, or
-      a function of the SDE that returns values or a distribution.
-    - `inputs`: u(t), a function, a tuple (times, columns), held from one time to the next, or an
-      `rf.series.Inputs`. Drift and diffusion get it as last argument.
+    - `initial`: the hidden components of the first state: None (a flat prior), their values (noisy values at
+      the first time are then ignored), a distribution, "stationary", `rf.series.Estimated(values)`, or a
+      function of the SDE that returns values or a distribution.
+    - `inputs`: u(t): a function, a tuple (times, columns) of values that are constant from one time to the
+      next, or an `rf.series.Inputs`. Drift and diffusion get u as last argument.
 
     Linear SDEs with hidden components, missing cells, known errors or inputs have a likelihood that the
     Kalman filter computes without error. For other SDEs a filter on a grid integrates out one hidden
     component if the others are observed without error; choose `coordinates` in which the noise of the hidden
-    component is nearly constant. Otherwise the likelihood is that of importance sampling around the most
-    likely states, and of particles guided by them where its weights are uneven.
+    component is nearly constant. Otherwise the likelihood is estimated by importance sampling around the most
+    likely states or, if the weights are uneven, by particles guided by those states.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -148,7 +151,9 @@ def fit_sde(
         if np.hypot(*errors) < tolerance or effort is not None:
             break
         further = _raised(maximum, errors, tolerance)
-        if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more effort does not help
+        if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(
+            *errors
+        ):  # more effort does not reduce the error
             break
         maximum = _polished(further, maximum.free, slack=min(3 * errors[0], 1.0))
         errors = maximum.likelihood.total_errors(maximum.free)
@@ -219,7 +224,8 @@ def _of_all(
 def _with_errors(
     parameters: Parameters, penalties: np.ndarray, observation: Observation, series: list[Observed]
 ) -> tuple[Parameters, np.ndarray]:
-    """The parameters of a process with memory, and the standard deviation of measurement errors if any."""
+    """The parameters of a process with memory, including the standard deviation of measurement errors, if
+    there are any."""
     if observation.besides_noise:
         raise ValueError(f"{observation.besides_noise[0]} requires an SDE without memory")
     if observation.measurement_noise is None:
@@ -237,8 +243,8 @@ def _with_errors(
 
 @dataclasses.dataclass(frozen=True)
 class _Maximum:
-    """A maximum of the likelihood and the information there. `falls` `(2, p)` is the drop in log-likelihood
-    when a parameter is moved to the lower or upper end of its domain."""
+    """A maximum of the likelihood, and the information matrix at the maximum. `falls` `(2, p)` is the drop in
+    log-likelihood when a parameter is moved to the lower or upper end of its domain."""
 
     likelihood: AbstractLikelihood
     free: np.ndarray
@@ -251,7 +257,8 @@ def _check_steps(steps: int | None) -> int | None:
 
 
 def starting_point(sde: Any, times: Any, values: Any, observe: Callable | None) -> Any:
-    """The SDE from which the search starts: the given one, or the one a class derives from the series."""
+    """The SDE from which the search starts: `sde` itself or, if `sde` is a class, the result of
+    `from_series`."""
     if not isinstance(sde, type):
         return sde
     if observe is not None:
@@ -262,7 +269,7 @@ def starting_point(sde: Any, times: Any, values: Any, observe: Callable | None) 
 
 
 def as_floats(sde: Any) -> Any:
-    """Plain floats and arrays of floats among the fields of the SDE as arrays in double precision."""
+    """The SDE with floats and arrays of floats among its fields converted to arrays in double precision."""
     inexact = lambda leaf: isinstance(leaf, float) or eqx.is_inexact_array(leaf)
     return jax.tree.map(lambda leaf: np.asarray(leaf, float) if inexact(leaf) else leaf, sde)
 
@@ -307,13 +314,13 @@ def _maximum(
     return _polished(likelihood, max(found, key=lambda pair: pair[0])[1])
 
 
-SETTLED = 0.01  # nats, by which a new grid may change the log-likelihood
-MOVES = 5  # times that the grid of hidden states follows the parameters
+SETTLED = 0.01  # nats; a new grid that changes the log-likelihood by less is the last one
+MOVES = 5  # maximum number of new grids of hidden states during a search
 
 
 def _settled(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[AbstractLikelihood, np.ndarray]:
-    """A grid of the hidden states or nodes of varying parameters that fit the parameters, and the maximum on
-    them."""
+    """Move the grid of hidden states, or the nodes of varying parameters, to the maximum, and search again,
+    until the maximum does not change. Returns the likelihood and its maximum."""
     on_grid = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID
     if not (on_grid or isinstance(likelihood, VaryingLikelihood)):
         return likelihood, free
@@ -343,7 +350,7 @@ def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) ->
 
 
 def _polished(likelihood: AbstractLikelihood, free: np.ndarray, slack: float = 0.0) -> _Maximum:
-    """The maximum near a point, with parameters moved to a boundary where that loses nothing."""
+    """The maximum near a point. Parameters are moved to a boundary if that does not lower the likelihood."""
     likelihood, free = _settled(likelihood, free)
     likelihood, free = likelihood.rescaled(free)
     domains = likelihood.parameters.domains
@@ -378,12 +385,13 @@ def series_likelihood(
     random numbers are the same in every call. Derivatives use forward mode even under `jax.grad`, which is
     faster for few parameters. If a transition has zero density the value is −inf, with zero derivatives.
 
-    **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest; it
-    determines whether transitions are exact, and otherwise the effort. The other arguments are those of
-    `rf.fit_sde`; hidden components are integrated out, and `measurement_noise` and `initial` are fixed.
+    **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest, which
+    determines whether transitions are exact and, if not, the effort. The other arguments are those of
+    `rf.fit_sde`. Hidden components are integrated out; `measurement_noise` and `initial` are fixed.
     `FittedSDE.series_likelihood` reuses the effort of the fit. With hidden components, `with_error(sde)` is
-    the log-likelihood and its error. The grid for one hidden component is replaced where it does not cover
-    the states of an SDE, but not inside `jax.jit`: there, far from the given `sde`, check `with_error`.
+    the log-likelihood and its error. If the grid for one hidden component does not cover the states of an
+    SDE, it is replaced, but not inside `jax.jit`: for an SDE far from the given `sde`, check `with_error`
+    there.
 
     ```python
     import jax, numpy as np

@@ -51,7 +51,8 @@ def summary(result: "FittedSDE", level: float) -> str:
 
 
 def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
-    """Table rows of all parameters without a penalty. Single weights of a network have no meaning."""
+    """The rows of the table: all parameters without a penalty, because single weights of a network have no
+    meaning."""
     errors, robust, intervals = result.standard_errors, result.robust_errors, result.confint(level)
     penalties = zip(result.names, result.likelihood.penalty, strict=True)
     free = [name for name, penalty in penalties if not penalty]
@@ -77,7 +78,8 @@ def _penalised(result: "FittedSDE") -> list[str]:
 
 
 def _has_robust(result: "FittedSDE") -> bool:
-    """Whether there are robust errors: not with hidden states, where single values have no scores."""
+    """Whether there are robust errors; with hidden states there are none, because single values have no
+    scores."""
     return not isinstance(result.likelihood, HiddenLikelihood)
 
 
@@ -93,7 +95,7 @@ def warning(result: "FittedSDE") -> str | None:
 
 def fault(result: "FittedSDE") -> str | None:
     """One line if the estimates are unreliable, else None."""
-    # Check the accuracy of the likelihood first: it may explain everything below.
+    # Check the accuracy of the likelihood first, because inaccuracy may cause all other failures.
     errors = result.transition_errors
     if _has_robust(result) and (suspect := int(np.sum(~(errors < DOUBTFUL)))):
         count = f"{suspect} of {result.num_transitions}"
@@ -127,8 +129,8 @@ def _boundary(result: "FittedSDE") -> str | None:
     return None
 
 
-DISTINGUISHABLE_DROP = 1.35  # nats: half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
-CONVERGED_DISTANCE = 0.05  # standard errors: a search whose next step is longer has not converged
+DISTINGUISHABLE_DROP = 1.35  # nats, half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
+CONVERGED_DISTANCE = 0.05  # in standard errors; a search whose next step is longer has not converged
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -155,7 +157,7 @@ class FittedSDE:
     free: np.ndarray
     free_information: np.ndarray
     falls: np.ndarray  # (2, p), drop in log-likelihood at the ends of each parameter's domain, in nats
-    likelihood_error: float  # of the log-likelihood: Monte Carlo and discretisation
+    likelihood_error: float  # Monte Carlo and discretisation error of the log-likelihood
     tolerance: float
 
     @property
@@ -171,7 +173,8 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def estimates(self) -> np.ndarray:
-        """The estimated parameters, `(p,)`; those on a boundary are exactly at it."""
+        """The estimated parameters, `(p,)`; parameters on a boundary have exactly the value of the
+        boundary."""
         parameters = self.likelihood.parameters
         inside = np.asarray(parameters.from_free(jnp.asarray(self.free, float)), float)
         ends = np.array([domain.upper if side > 0 else domain.lower for domain, side in self._domains()])
@@ -192,8 +195,8 @@ class FittedSDE:
 
     @property
     def near_boundary(self) -> dict[str, tuple[float, float]]:
-        """Parameters that are not significantly different (5 % level) from an end of their domain: that end,
-        and the drop in log-likelihood there, in nats."""
+        """For parameters that are not significantly different (5 % level) from an end of their domain: that
+        end, and the drop in log-likelihood there, in nats."""
         found = {}
         for name, (domain, _), falls in zip(self.names, self._domains(), self.falls.T, strict=True):
             end = domain.lower if falls[0] <= falls[1] else domain.upper
@@ -224,7 +227,8 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def transition_errors(self) -> np.ndarray:
-        """The error of each transition's log-density, `(N,)`; with hidden states, of each series'."""
+        """The error of the log-density of each transition, `(N,)`; with hidden states, that of each
+        series."""
         return self.likelihood.errors(self.free)
 
     @property
@@ -262,7 +266,7 @@ class FittedSDE:
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
-        """Sandwich covariance matrix of the estimates `(p, p)`; NaN with hidden states, where single values
+        """Sandwich covariance matrix of the estimates `(p, p)`; NaN with hidden states, because single values
         have no scores."""
         if self._hidden is not None:
             return np.full_like(self.free_information, np.nan)
@@ -283,8 +287,8 @@ class FittedSDE:
 
     @property
     def robust_errors(self) -> dict[str, float]:
-        """Sandwich standard errors by name; NaN with measurement noise, where single values have no
-        scores."""
+        """Sandwich standard errors by name; NaN with hidden states or measurement noise, because single
+        values have no scores."""
         return self._by_name(np.sqrt(np.diag(self.robust_covariance)))
 
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
@@ -303,9 +307,9 @@ class FittedSDE:
     @in_double_precision
     def profile(self, name: str, level: float = 0.95) -> tuple[float, float]:
         """Profile-likelihood interval of one parameter: all values that a likelihood-ratio test does not
-        reject. More accurate than `confint` if the likelihood is skewed, and slower, as it maximises over the
-        other parameters many times. The interval extends to the end of the domain if the likelihood does not
-        drop far enough."""
+        reject. It is more accurate than `confint` if the likelihood is skewed, but slower, because it
+        maximises over the other parameters many times. The interval extends to the end of the domain if the
+        likelihood does not drop far enough."""
         if name not in self.names:
             raise ValueError(f"no parameter is called {name}: there are {', '.join(self.names)}")
         if not self.identified:
@@ -364,18 +368,20 @@ class FittedSDE:
 
     @property
     def reliable(self) -> bool:
-        """Whether the fit is identified, has converged, and has a likelihood error below the tolerance."""
+        """Whether the parameters are identified, the search has converged, and the likelihood error is below
+        the tolerance."""
         return fault(self) is None
 
     @in_double_precision
     def _scale(self) -> np.ndarray:
-        """Jacobian that maps a covariance of the free parameters to one of the parameters, `(p, p)`."""
+        """Jacobian of the parameters with respect to the free parameters, `(p, p)`."""
         slopes = np.diag(jax.jacfwd(self.likelihood.parameters.from_free)(jnp.asarray(self.free, float)))
         slopes = np.where(self.sides == 0, slopes, np.nan)
         return np.outer(slopes, slopes)
 
     def _inverse(self) -> np.ndarray:
-        """Covariance of the free parameters; zero for those on a boundary, which are treated as known."""
+        """Covariance of the free parameters; zero for parameters on a boundary, which are treated as
+        known."""
         if not self.identified:
             return np.full_like(self.free_information, np.nan)
         inside = np.ix_(self.sides == 0, self.sides == 0)
@@ -413,7 +419,8 @@ class FittedSDE:
 
         **Arguments:**
 
-        - `times`: dates if the series has dates; otherwise numbers or timedeltas after the last value.
+        - `times`: dates if the series has dates; otherwise numbers or timedeltas, counted from the last
+          value.
         - `series`: index of the series of a panel to continue.
         - `parameter_uncertainty`: whether to draw the parameters of each path from their asymptotic normal
           distribution on the unconstrained scale, as in `confint`.
@@ -462,7 +469,7 @@ class FittedSDE:
         return self.free + (normal * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 
     def _place(self, series: int | None) -> int:
-        """Check the index of a series of a panel."""
+        """Check `series`, the index of a series in a panel."""
         count = len(self.series)
         if series is None and count == 1:
             return 0
@@ -476,7 +483,7 @@ class FittedSDE:
         from the χ² distribution (Wilks 1938). Two null hypotheses are treated separately: no measurement
         noise or no varying parameter, which lie on the boundary (a mixture of χ² distributions), and Brownian
         motion against an Ornstein–Uhlenbeck process, a unit root (by simulation)."""
-        check_instance("simpler", simpler, FittedSDE, "what rf.fit_sde returns")
+        check_instance("simpler", simpler, FittedSDE, "the result of rf.fit_sde")
         more = len(self.names) - len(simpler.names)
         if more <= 0:
             raise ValueError(
@@ -485,7 +492,7 @@ class FittedSDE:
             )
         if not same_data(self.series, simpler.series):
             raise ValueError(
-                "likelihood_ratio needs two fits of the same data; these have different times or values"
+                "likelihood_ratio needs two fits of the same data, but these have different times or values"
             )
         if self.likelihood.penalty.any() or simpler.likelihood.penalty.any():
             raise ValueError("likelihood_ratio does not support penalties: compare aic instead")
@@ -499,7 +506,8 @@ class FittedSDE:
     @property
     def series_likelihood(self) -> SeriesLikelihood | HiddenSeries:
         """The log-likelihood of this series as a function of the SDE, like `rf.series_likelihood`, with the
-        effort of the fit. Other parameters, such as the measurement noise, are at their estimates."""
+        effort of the fit. Parameters outside the SDE, such as the measurement noise, are fixed at their
+        estimates."""
         if self._hidden is not None:
             return _in_default_precision(self._hidden.at_estimates(self.free))
         if not isinstance(self.likelihood, Likelihood):
@@ -527,8 +535,8 @@ class FittedSDE:
     def smoothed(self) -> tuple[np.ndarray, np.ndarray]:
         """The states `(n, d)` given all values and their standard deviations, at the times of the series.
 
-        By the Kalman filter for a linear model, otherwise on the grid or by particles. The states of a panel
-        are concatenated.
+        They are computed by a Kalman smoother for a linear model, otherwise on the grid or by particles. The
+        states of a panel are concatenated.
         """
         if isinstance(self.likelihood, WholeLikelihood) and self.likelihood.noisy:
             return self.likelihood.smoothed(self.free)
@@ -538,8 +546,8 @@ class FittedSDE:
     @in_double_precision
     def filtered(self) -> tuple[np.ndarray, np.ndarray]:
         """The means `(n, d)` of the states given the values up to each time, and their standard deviations:
-        with the Kalman filter for a linear model, otherwise on the grid or by particles. NaN and infinite
-        while the values do not determine a state with a flat prior."""
+        by the Kalman filter for a linear model, otherwise on the grid or by particles. As long as the values
+        do not determine a state with a flat prior, its mean is NaN and its standard deviation infinite."""
         return self._with_hidden("filtered").filtered(self.free, jax.random.key(0))
 
     def _with_hidden(self, name: str) -> HiddenLikelihood:
@@ -581,5 +589,5 @@ class FittedSDE:
 
 
 def _in_default_precision(tree: Any) -> Any:
-    """Convert double-precision arrays to the precision of the process. Fits always use double precision."""
+    """Convert double-precision arrays to JAX's default precision. Fits always use double precision."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, float) if eqx.is_inexact_array(leaf) else leaf, tree)

@@ -75,7 +75,8 @@ class SeriesLikelihood(eqx.Module):
         effort: Effort | None,
         coordinates: AbstractCoordinates | None,
     ) -> "SeriesLikelihood":
-        """With exact transitions, the given effort, or an effort chosen for this SDE."""
+        """The likelihood with exact transitions, with the given effort, or with an effort chosen for this
+        SDE."""
         check_effort(effort)
         if exact and exact_log_probs(sde, steps) is not None:
             return SeriesLikelihood(steps, key, None, coordinates)
@@ -110,7 +111,7 @@ class SeriesLikelihood(eqx.Module):
         return jnp.where(converged, far[0], drawn.log_prob), jnp.where(converged, far[1], drawn.error)
 
     def of_each(self, function: Callable[[Transition, PRNGKeyArray], Any]) -> Any:
-        """Map a function of a transition and its key over all transitions."""
+        """Apply a function of a transition and its key to all transitions."""
         items = (self.steps, keys_of(self.key, self.steps))
         return in_chunks(lambda item: function(*item), items, len(self.steps.dt), CHUNK)
 
@@ -130,11 +131,11 @@ class _Total(eqx.Module):
 
 UNIT = 10.0  # unit of an unbounded free parameter, in standard errors given all others
 STEP = 1e-3  # step of finite differences for the information, in standard errors
-MANY = 16  # parameters, from which scores use reverse mode and the information is their outer product
+MANY = 16  # number of parameters from which scores use reverse mode, and the information uses scores
 
 
 class AbstractLikelihood(eqx.Module):
-    """A log-likelihood of free parameters θ, less penalties ½ Σ λⱼ θⱼ², in double precision."""
+    """A log-likelihood of free parameters θ, minus penalties ½ Σ λⱼ θⱼ², in double precision."""
 
     parameters: eqx.AbstractVar[Parameters]
     penalty: eqx.AbstractVar[np.ndarray]  # (p,), usually zero
@@ -144,7 +145,8 @@ class AbstractLikelihood(eqx.Module):
 
     @abc.abstractmethod
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-density of each term, `(N,)`, its gradient in the free parameters, `(N, p)`, and its error."""
+        """Log-density of each term, `(N,)`, its gradient with respect to the free parameters, `(N, p)`, and
+        its error."""
 
     def log_likelihood(self, free: np.ndarray) -> float:
         """The log-likelihood without penalties."""
@@ -163,8 +165,8 @@ class AbstractLikelihood(eqx.Module):
 
     @abc.abstractmethod
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """Errors of the log-likelihood, in nats: Monte Carlo, and the change when functions and steps are
-        doubled."""
+        """Two errors of the log-likelihood, in nats: the Monte Carlo error, and the change when functions and
+        steps are doubled."""
 
     def errors(self, free: np.ndarray) -> np.ndarray:
         """Errors of the log-densities of all terms."""
@@ -187,7 +189,8 @@ class AbstractLikelihood(eqx.Module):
         return self.log_likelihood(free) - 0.5 * float(self.penalty @ free**2)
 
     def rescaled(self, free: np.ndarray) -> tuple[Self, np.ndarray]:
-        """The likelihood with free parameters in units of their standard errors at `free`, and that point.
+        """The likelihood with free parameters in units of their standard errors at `free`, and the point
+        `free` in these units.
 
         Searches and finite differences then do not depend on the units of time and values. A penalised
         parameter already has the scale 1/√λ.
@@ -249,16 +252,16 @@ class Likelihood(AbstractLikelihood):
         return float(_value(self, jnp.asarray(free, float)))
 
     def information(self, free: np.ndarray) -> np.ndarray:
-        """The information by central differences of the gradient; by the scores if there are many
-        parameters."""
+        """The information by central differences of the gradient or, if there are many parameters, as the
+        outer product of the scores."""
         return self.quick_information(free) if len(free) >= MANY else super().information(free)
 
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """Errors of the log-likelihood. Errors of suspect transitions are added, as they may be
-        correlated."""
+        """Errors of the log-likelihood. Errors of suspect transitions are added up linearly, because they may
+        be correlated."""
         if self.effort is None:
             return 0.0, 0.0
         values, _, errors = self.scores(free)
@@ -307,7 +310,7 @@ def term_scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Arra
 _scores = jit(term_scores, level=1)
 EVEN = 1e-3  # tolerance of evenly spaced times, relative to the step
 NOISE = "measurement_noise"
-FEW = 100  # right-hand sides, up to which Levinson's algorithm is faster than a factorisation
+FEW = 100  # number of right-hand sides up to which Levinson's algorithm is faster than a factorisation
 
 
 class WholeLikelihood(AbstractLikelihood):
@@ -321,7 +324,7 @@ class WholeLikelihood(AbstractLikelihood):
     parameters: Parameters
     penalty: np.ndarray
     steps: Transition
-    values: tuple[np.ndarray, ...]  # at all times dt apart, NaN where missing
+    values: tuple[np.ndarray, ...]  # at evenly spaced times, NaN where missing
     gaps: tuple[float, ...]
     missing: tuple[tuple[int, ...], ...] = eqx.field(static=True)  # indices
     effort: None = None
@@ -352,7 +355,7 @@ class WholeLikelihood(AbstractLikelihood):
         return isinstance(self.parameters.template, tuple)
 
     def model(self, free: Array) -> tuple[FractionalOrnsteinUhlenbeck, Array]:
-        """The process, and the standard deviation of the measurement errors."""
+        """The process and the standard deviation of the measurement errors, for free parameters."""
         found = self.parameters.sde(self.parameters.from_free(free))
         return (found[0], found[1][NOISE]) if self.noisy else (found, jnp.zeros(()))
 
@@ -377,8 +380,8 @@ class WholeLikelihood(AbstractLikelihood):
     def forecast(
         self, free: np.ndarray, ahead: np.ndarray, key: PRNGKeyArray, count: int, place: int
     ) -> np.ndarray:
-        """Paths `(count, T, 1)` that continue one series, given all of its values, at times counted from its
-        end. Free parameters have shape `(p,)`, or `(count, p)` with one vector per path."""
+        """Paths `(count, T, 1)` that continue one series given all of its values, at times counted from the
+        end of the series. Free parameters have shape `(p,)`, or `(count, p)` with one vector per path."""
         values, dt = self.values[place], self.gaps[place]
         places = np.rint(ahead / dt).astype(int)
         if np.abs(places * dt - ahead).max() > EVEN * dt:
@@ -427,7 +430,8 @@ class WholeLikelihood(AbstractLikelihood):
     def _moments(
         self, free: np.ndarray, place: int, count: int
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], float, Any]:
-        """Autocovariances of ξ; those of z, z itself with its derivatives in missing values; τ; the SDE."""
+        """Autocovariances of ξ; autocovariances of z; z with its derivatives with respect to missing values;
+        τ; the SDE."""
         sde, tau = self.model(jnp.asarray(free, float))
         dt = jnp.asarray(self.gaps[place])
         gamma, columns = _sequence(sde, tau, jnp.asarray(self.values[place]), dt, self.missing[place])
@@ -439,7 +443,8 @@ class WholeLikelihood(AbstractLikelihood):
 def _sequence(
     sde: FractionalOrnsteinUhlenbeck, tau: Array, values: Array, dt: Array, missing: tuple[int, ...]
 ) -> tuple[Array, Array]:
-    """The autocovariances of z `(n,)`, and z with its derivatives in the missing values `(n, 1 + k)`."""
+    """The autocovariances of z `(n,)`, and z with its derivatives with respect to the missing values `(n, 1 +
+    k)`."""
     n, decay = len(values) - 1, jnp.exp(-sde.kappa * dt)
     gamma = sde.autocovariance(dt, n - 1)
     gamma = gamma.at[0].add((1 + decay**2) * tau**2)
@@ -482,9 +487,9 @@ def _whole_scores(likelihood: WholeLikelihood, free: Array) -> tuple[Array, Arra
 
 
 def toeplitz_errors(gamma: Array, x: Array) -> tuple[Array, Array]:
-    """Standardised prediction errors `(n, q)` of stationary normal sequences with autocovariance γ `(n,)`,
-    the columns of `x` `(n, q)`, and their standard deviations `(n,)`, by Schur's algorithm in O(n²)
-    operations without storing a matrix."""
+    """Standardised prediction errors `(n, q)` of the columns of `x` `(n, q)`, which are stationary normal
+    sequences with autocovariance γ `(n,)`, and the standard deviations of the errors `(n,)`. Schur's
+    algorithm needs O(n²) operations and stores no matrix."""
     ahead = gamma / jnp.sqrt(gamma[0])
     shift = lambda a: jnp.concatenate([a[1:], jnp.zeros_like(a[:1])])
 
@@ -503,7 +508,8 @@ def toeplitz_errors(gamma: Array, x: Array) -> tuple[Array, Array]:
 
 def _sequential(errors: Array, sizes: Array, missing: np.ndarray) -> tuple[Array, Array]:
     """log p(yᵢ | earlier values) `(n,)` and standardised errors, from the errors of z and their derivatives
-    in the missing values `(n, 1 + k)`, whose mean and covariance follow by recursion."""
+    with respect to the missing values `(n, 1 + k)`. The mean and covariance of the missing values follow by
+    recursion."""
     k = errors.shape[1] - 1
     column = jnp.asarray(np.where(missing, np.cumsum(missing) - 1, 0))
 
@@ -514,7 +520,8 @@ def _sequential(errors: Array, sizes: Array, missing: np.ndarray) -> tuple[Array
         lean = spread @ slope
         wide = 1 + slope @ lean
         gap = error[0] + slope @ mean
-        # A missing value is where the error is standard normal; an observed one informs the others.
+        # A missing value is distributed such that its error is standard normal; an observed value gives
+        # information on the missing ones.
         own = jnp.where(lost, slope[i], 1.0)
         unit = jnp.zeros(k).at[i].set(1.0)
         new_mean = mean - unit * gap / own
@@ -533,7 +540,7 @@ def _sequential(errors: Array, sizes: Array, missing: np.ndarray) -> tuple[Array
 
 
 def _lattice(one: Observed) -> tuple[np.ndarray, float]:
-    """The values at evenly spaced times, NaN where there is none, and the time step."""
+    """The values at evenly spaced times, NaN where a value is missing, and the time step."""
     steps = np.diff(one.times)
     places = np.rint(np.append(0.0, np.cumsum(steps)) / steps.min()).astype(int)
     dt = float((one.times[-1] - one.times[0]) / places[-1])
@@ -552,8 +559,8 @@ class SeriesPosterior(eqx.Module):
 
     Called with z of shape `(p,)`, it returns the log-likelihood plus the log prior plus the log-Jacobian of
     the map from z to the parameters. `constrain` is that map; `names` and `dimension` describe z. `start` is
-    z at the estimates and `scale` a square root of its covariance. With `scale` as the diffusion of
-    `rf.overdamped_langevin` a sampler needs no warm-up.
+    z at the estimates and `scale` a square root of its covariance. With `scale` as the `scale` of
+    `rf.overdamped_langevin`, a sampler needs no warm-up.
 
     ```python
     import jax, numpy as np
@@ -589,7 +596,7 @@ class SeriesPosterior(eqx.Module):
         value = self.likelihood(sde) + self.parameters.log_slope(z) - 0.5 * jnp.sum(self.penalty * z**2)
         if self.log_prior is None:
             return value
-        # A partially observed series has an SDE and further parameters.
+        # For a partially observed series, the parameters are those of an SDE and others.
         return value + self.log_prior(sde[0] if isinstance(sde, tuple) else sde)
 
     def starts(self, num_chains: int, *, key: PRNGKeyArray) -> Array:

@@ -47,14 +47,14 @@ class Times:
         missing = np.isnat(array) if array.dtype.kind in "Mm" else ~np.isfinite(array)
         if missing.any():
             row = _first(~missing)
-            raise ValueError(f"times must be finite, the first that is not is number {row}: {array[row]}")
+            raise ValueError(f"times must be finite, but time number {row} is {array[row]}")
         return Times(kind, array if kind in (DATES, ZONED) else _in_years(array))
 
     def since(self, origin: np.datetime64 | None) -> np.ndarray:
-        """Times as numbers; dates in years since `origin`."""
+        """Times as numbers; dates become years since `origin`."""
         if origin is None:
             return self.array
-        whole = self.array.astype("datetime64[us]")  # months and years become their first day
+        whole = self.array.astype("datetime64[us]")  # a month or year becomes its first day
         seconds = (whole - origin) / SECOND + (self.array - whole) / SECOND
         return np.asarray(seconds, float) / YEAR
 
@@ -96,7 +96,7 @@ class Observed:
         return Observed(when, values, times.kind, origin)
 
     def known(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Times and values of a component where it is observed."""
+        """Times and values of one component, at the times at which it is observed."""
         seen = np.isfinite(self.values[:, i])
         return self.times[seen], self.values[seen, i]
 
@@ -105,14 +105,14 @@ class Observed:
         return Transition(values[:-1], values[1:], times[:-1], jnp.asarray(np.diff(self.times), float))
 
     def shown(self, row: int) -> str:
-        """One of the times in its original form."""
+        """One of the times, in its original form."""
         if self.origin is None:
             return f"{self.times[row]:g}"
         microseconds = np.timedelta64(round(self.times[row] * YEAR * 1e6), "us")
         return str(self.origin + microseconds).removesuffix("T00:00:00.000000")
 
     def ahead(self, times: Any) -> np.ndarray:
-        """Forecast times as numbers after the last value. Numbers and timedeltas already count from there."""
+        """Forecast times as numbers counted from the last value, as numbers and timedeltas already are."""
         later = Times.of(np.atleast_1d(_as_array(times)))
         dated = later.kind in (DATES, ZONED)
         fits = later.kind in (NUMBERS, self.kind) or (later.kind == SPANS and self.origin is not None)
@@ -133,8 +133,8 @@ def is_partial(values: Any) -> bool:
 
 
 def panel(times: Any, values: Any, *, partial: bool = False, fewest: int = FEWEST) -> list[Observed]:
-    """Check one series, or a list of series. Dates are counted from the earliest date of all. In `partial`
-    series values may be missing. A series has at least `fewest` rows."""
+    """Check one series, or a list of series. Dates are counted from the earliest date of all. With `partial`,
+    values may be missing. A series must have at least `fewest` rows."""
     if _is_nested(times) or _is_nested(values):
         if not _is_nested(times) or len(times) != len(values):
             raise ValueError(
@@ -228,7 +228,7 @@ def _as_array(values: Any) -> np.ndarray:
 
 
 def _from_objects(array: np.ndarray) -> tuple[str, np.ndarray]:
-    """The kind of times given as Python objects, and an array of them."""
+    """The kind of times that are Python objects, and the times as an array."""
     kinds = {_kind(value) for value in array.ravel()}
     if len(kinds) != 1 or "" in kinds:
         given = sorted({type(value).__name__ for value in array.ravel()} if "" in kinds else kinds)
@@ -260,11 +260,11 @@ def _kind(value: Any) -> str:
 
 
 def _moment(value: Any) -> np.datetime64 | np.timedelta64:
-    """Convert to a date in UTC or a timedelta."""
+    """Convert a Python object to a date in UTC or a timedelta."""
     if isinstance(value, np.datetime64 | np.timedelta64):
         return value
     value = value.to_timestamp() if hasattr(value, "to_timestamp") else value
-    for convert in ("to_datetime64", "to_timedelta64"):  # of pandas, with nanoseconds
+    for convert in ("to_datetime64", "to_timedelta64"):  # pandas objects, which have nanoseconds
         if hasattr(value, convert):
             return getattr(value, convert)()
     if isinstance(value, datetime.datetime) and value.tzinfo is not None:
@@ -275,12 +275,12 @@ def _moment(value: Any) -> np.datetime64 | np.timedelta64:
 
 
 def _in_years(array: np.ndarray) -> np.ndarray:
-    """Timedeltas in years; numbers unchanged."""
+    """Timedeltas in years; numbers are returned unchanged."""
     if array.dtype.kind != "m":
         return np.asarray(array, float)
     unit = np.datetime_data(array.dtype)[0]
     if unit == "generic":
-        raise ValueError("times are timedeltas without a unit: set one, such as timedelta64[D]")
+        raise ValueError("times are timedeltas without a unit: give them a unit, such as timedelta64[D]")
     if unit in "YM":
         return array.astype(f"timedelta64[{unit}]").astype(float) / (1 if unit == "Y" else 12)
     return array / SECOND / YEAR

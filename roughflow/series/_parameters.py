@@ -73,10 +73,11 @@ TRIANGULAR = Domain(lower=0.0, triangular=True)
 
 
 class Parameters(eqx.Module):
-    """Names, domains and positions of all parameters of an SDE.
+    """Names, domains and positions of all parameters of an SDE, with maps to and from a vector of free
+    parameters.
 
-    A free parameter is unconstrained and dimensionless: the logarithm or logit of a bounded parameter, and a
-    multiple of `scale` otherwise.
+    A free parameter is unconstrained and dimensionless: the logarithm or logit of a bounded parameter, or an
+    unbounded parameter divided by `scale`.
     """
 
     names: tuple[str, ...] = eqx.field(static=True)
@@ -118,8 +119,8 @@ class Parameters(eqx.Module):
         return dataclasses.replace(self, scale=np.where(unbounded, factor, 1.0) * self.scale)
 
     def without(self, fixed: Sequence[str]) -> tuple["Parameters", np.ndarray]:
-        """The parameters without those in the fields `fixed`, which keep the values of the template, and
-        which ones remain `(p,)`."""
+        """The parameters without those in the fields `fixed`, which keep the values of the template; and a
+        mask `(p,)` of the remaining parameters."""
         for field in fixed:
             if not any(_within(name, field) for name in self.names):
                 raise ValueError(f"no parameter is called {field}: there are {', '.join(self.names)}")
@@ -161,7 +162,7 @@ class Parameters(eqx.Module):
         return np.array([float(d.to_free(v)) for d, v in zip(self.domains, values, strict=True)]) / self.scale
 
     def from_free(self, free: Array) -> Array:
-        """The parameters `(..., p)` for free parameters `(..., p)`."""
+        """The parameters `(..., p)` that belong to free parameters `(..., p)`."""
         scaled = free * jnp.broadcast_to(jnp.asarray(self.scale, free.dtype), free.shape)
         return jnp.stack([domain.from_free(scaled[..., i]) for i, domain in enumerate(self.domains)], axis=-1)
 

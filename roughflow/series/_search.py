@@ -14,19 +14,19 @@ Information = Callable[[np.ndarray], np.ndarray]
 
 ROUNDS, ITERATIONS = 6, 40  # rounds of BFGS, and iterations per round
 BFGS_TOLERANCE = 0.02  # BFGS stops within this many standard errors of the maximum
-GRADIENT_TOLERANCE = 1e-2  # gradient per standard error at which a round of BFGS stops
+GRADIENT_TOLERANCE = 1e-2  # a round of BFGS stops when the gradient, per standard error, is smaller
 RIDGE = 1e-6  # smallest eigenvalue of a scaled information matrix that a search uses
 MAX_BFGS_MOVE = 30.0  # maximum change of free parameters in one round of BFGS
 MAX_STANDARD_ERROR = 3.0  # largest standard error of a free parameter that a search uses
 SINGULAR = 1e-7  # relative eigenvalue below which an information matrix is singular
-NEWTON_STEPS = 20  # maximum number
+NEWTON_STEPS = 20  # maximum number of Newton steps
 DECREMENT = 1e-14  # Newton's method stops if a step would gain fewer nats
-REFRESH_DISTANCE = 0.05  # standard errors, after which Newton's method recomputes the information
-SAME_POINT = 1e-7  # standard errors, below which the information is that of the maximum
-UNCERTAIN_ERROR = 0.25  # standard error of a free parameter above which it may lie on a boundary
+REFRESH_DISTANCE = 0.05  # in standard errors; after a longer step Newton's method recomputes the information
+SAME_POINT = 1e-7  # in standard errors; a point this close to the maximum has the same information
+UNCERTAIN_ERROR = 0.25  # a free parameter with a larger standard error may lie on a boundary
 BOUNDARY_MOVE = 10.0  # distance by which a free parameter is moved to its boundary
-INTERIOR_DROP = 5.0  # nats: with a larger drop the maximum is not near the boundary
-LOSS = 1e-3  # nats: with a smaller drop the maximum is on the boundary
+INTERIOR_DROP = 5.0  # nats; if the drop is larger, the maximum is not near the boundary
+LOSS = 1e-3  # nats; if the drop is smaller, the maximum is on the boundary
 
 
 def check_level(level: float) -> float:
@@ -87,8 +87,8 @@ def _inverse_root(information: np.ndarray) -> np.ndarray:
 def polish(
     total: Total, free: np.ndarray, information: Information, interior: np.ndarray, slack: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Newton's method from near the maximum, in the parameters of the mask `interior`: the maximum, and the
-    information there. Values have noise up to `slack` nats."""
+    """Newton's method from a point near the maximum, over the parameters in the mask `interior`. Returns the
+    maximum and the information there. Values of the likelihood have noise of up to `slack` nats."""
     value, slope = total(free)
     matrix, moved, last = information(free), 0.0, np.inf
     for _ in range(NEWTON_STEPS):
@@ -98,7 +98,9 @@ def polish(
         step = np.zeros(len(free))
         step[interior] = np.linalg.solve(inner, slope[interior])
         gain = 0.5 * slope @ step
-        if gain < DECREMENT or gain > 0.5 * last:  # at the maximum, up to the accuracy of the gradient
+        if (
+            gain < DECREMENT or gain > 0.5 * last
+        ):  # the maximum is reached, up to the accuracy of the gradient
             break
         new, new_slope = total(free + step)
         if not new > value - max(slack, 1e-3):
@@ -125,9 +127,9 @@ def restricted(total: Total, at: np.ndarray, mask: np.ndarray) -> Total:
 def falls_at_boundary(
     total: Total, free: np.ndarray, information: np.ndarray, sides: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The drop in log-likelihood, in nats, if a parameter is moved to the lower or upper end of its domain
-    and all others are maximised again, `(2, p)`; and the point with all parameters at a boundary that lose
-    nothing there. `sides` marks the finite ends.
+    """The drop in log-likelihood `(2, p)`, in nats, if a parameter is moved to the lower or upper end of its
+    domain and the likelihood is maximised over all others; and the point with all those parameters at a
+    boundary for which the drop is negligible. `sides` marks the finite ends.
 
     A free parameter is infinite on its boundary and has a large standard error near it, so only uncertain
     parameters are tried.
@@ -152,9 +154,9 @@ def falls_at_boundary(
     return falls, free
 
 
-PROFILE_TOLERANCE = 1e-3  # nats, accuracy of the maximum over the other parameters in a profile
+PROFILE_TOLERANCE = 1e-3  # nats; accuracy of the maximum over the other parameters in a profile
 MAX_INTERVAL_DISTANCE = 15.0  # maximum distance of an interval's end, in standard errors
-MAX_PROFILE_EXCESS = 0.01  # nats, by which a profile may exceed the maximum
+MAX_PROFILE_EXCESS = 0.01  # nats; a profile may exceed the maximum by at most this much
 
 
 def profile_interval(
@@ -176,12 +178,12 @@ def profile_interval(
     else:
         inside = np.append(np.flatnonzero(others), place)
         inverse = np.linalg.inv(information[np.ix_(inside, inside)])
-        follow = inverse[:-1, -1] / inverse[-1, -1]  # change of the other parameters with this one
+        follow = inverse[:-1, -1] / inverse[-1, -1]  # change of the others per unit of this parameter
         error = float(np.sqrt(inverse[-1, -1]))
     edge = float(np.sqrt(scipy.stats.chi2.ppf(level, 1)))
 
     def beyond(distance: float) -> float:
-        """The signed root of twice the drop, less its critical value, at a distance in standard errors."""
+        """The signed root of twice the drop, minus its critical value, at a distance in standard errors."""
         at = free.copy()
         at[place] += distance * error
         at[others] += distance * error * follow
@@ -189,8 +191,8 @@ def profile_interval(
         best = rest(climb(rest, at[others], lambda _: inner))[0] if others.any() else total(at)[0]
         if best > top + MAX_PROFILE_EXCESS:
             raise ValueError(
-                f"the fit is not at the maximum: the profile found a log-likelihood {best - top:.2g} nats "
-                f"above it, {distance:.2g} standard errors away; fit again with more num_starts"
+                f"the fit is not at the maximum: {distance:.2g} standard errors away, the profile found a "
+                f"log-likelihood that is {best - top:.2g} nats higher; fit again with more num_starts"
             )
         return float(np.sqrt(max(2 * (top - best), 0.0))) - edge
 
@@ -218,8 +220,9 @@ def boundary_p_value(statistic: float, more: int, on_boundary: int) -> float:
     """P(LR > statistic) for `more` additional parameters, some of which lie on the boundary of their domain
     under the null hypothesis.
 
-    Each of those is estimated on the boundary with probability ½, so LR has a mixture of χ² distributions
-    with binomial weights (Self & Liang 1987, case 9). This is exact if their estimates are uncorrelated.
+    The estimate of each parameter on the boundary lies there with probability ½, so LR has a mixture of χ²
+    distributions with binomial weights (Self & Liang 1987, case 9). This is exact if their estimates are
+    uncorrelated.
     """
     tails = [_tail(statistic, more - on_boundary + k) for k in range(on_boundary + 1)]
     weights = [math.comb(on_boundary, k) / 2**on_boundary for k in range(on_boundary + 1)]

@@ -1,5 +1,5 @@
-"""Simulation of transitions, exact if the distribution has a closed form, else in linearised steps; of
-forecasts, paths after the end of a series; and residuals, with tests."""
+"""Simulation of transitions (exact if the distribution has a closed form, else in linearised steps) and of
+forecasts (paths after the end of a series); residuals and their tests."""
 
 import functools
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from ..sde import AbstractSDE
 from ..transition import AbstractCoordinates, Effort, Ends, Transition, in_chunks, keys_of
 from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition, linear_step
 
-FIRST_STEPS, MAX_STEPS = 2, 1024  # per transition
+FIRST_STEPS, MAX_STEPS = 2, 1024  # steps per transition
 PILOT_PATHS = 8192  # minimum number of paths to decide whether to halve the steps
 SIGNIFICANCE = 0.001  # significance level of that decision
-MAX_FORECAST_SIZE = 2e8  # maximum size of a forecast, 1.6 GB
+MAX_FORECAST_SIZE = 2e8  # maximum number of values in a forecast; they take 1.6 GB
 
 
 def draw(
@@ -76,7 +76,7 @@ def short_transition(
     value, later = jax.jvp(lambda t: drift(t, y), (time,), (jnp.ones_like(time),))
     later = later + 0.5 * jnp.sum(jax.vmap(second, in_axes=1)(noise), axis=0)
     rate = jax.jacfwd(lambda y: drift(time, y))(y)
-    # If paths diverge within one step, linearisation is invalid, and the slope is clipped.
+    # If paths diverge within one step, linearisation is invalid; the slope is therefore clipped.
     growth = jnp.max(jnp.diag(rate) + jnp.sum(jnp.abs(rate), axis=1) - jnp.abs(jnp.diag(rate)))
     rate = rate - jnp.maximum(growth - 1 / dt, 0) * jnp.eye(y.size)
     mean, covariance = linear_step(rate, value, later, noise @ noise.T, dt)
@@ -84,12 +84,12 @@ def short_transition(
 
 
 def is_known(sde: AbstractSDE, x: Array) -> bool:
-    """Whether transitions from states like x `(d,)` are exact."""
+    """Whether transitions from states of the shape `(d,)` of x are exact."""
     return eqx.filter_eval_shape(exact_transition, sde, x, jnp.ones((), x.dtype)) is not None
 
 
 def refined(run: Callable[[Array], Any], change: Callable[[Any, Any], float], limit: float) -> Any:
-    """`run(num_steps)` with steps halved until the result, a probability, changes by less than `limit`.
+    """`run(num_steps)`, with steps halved until the resulting probabilities change by less than `limit`.
 
     Warns if 1024 steps are not enough.
     """
@@ -126,7 +126,7 @@ def forecast(
 ) -> np.ndarray:
     """Simulated paths `(K, T, d)` from states `(K, d)` at times[0] to the other times.
 
-    Transitions are exact, or use steps short enough that halving them does not change the distribution. With
+    Transitions are exact, or use steps so short that halving them does not change the distribution. With
     `each`, every path has its own SDE: all arrays in `sde` have a leading axis K.
     """
     rows = lambda places: jax.tree.map(lambda a: a[places] if each and eqx.is_array(a) else a, sde)
@@ -179,7 +179,7 @@ def _paths(
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
     """The largest Kolmogorov distance between the marginals of two sets of paths `(K, T, d)`."""
     columns = zip(a.reshape(len(a), -1).T, b.reshape(len(b), -1).T, strict=True)
-    # All paths that left the state space are tied at one extra value.
+    # All paths that left the state space get the same extra value.
     return max(float(scipy.stats.ks_2samp(_filled(x), _filled(y)).statistic) for x, y in columns)
 
 
@@ -187,12 +187,14 @@ def _filled(column: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(column), -np.inf, column)
 
 
-DRAWS_PER_TRANSITION = 1024  # simulated per transition, if its distribution has no closed form
+DRAWS_PER_TRANSITION = 1024  # simulated end points per transition whose distribution has no closed form
 LIMIT = 0.015  # acceptable root mean square change of residuals when steps are halved
 TINY = 1e-15  # keeps residuals away from 0 and 1
-CHUNK = 256  # transitions simulated at a time
+CHUNK = 256  # number of transitions simulated at a time
 LAGS, POLYNOMIALS = 20, 4
-LEAST_VARIANCE = 0.1  # smallest variance, 1 without estimation, of a direction used by a test
+LEAST_VARIANCE = (
+    0.1  # smallest variance of a direction that a test uses; without estimated parameters all variances are 1
+)
 
 
 class Residuals(eqx.Module):
@@ -200,9 +202,9 @@ class Residuals(eqx.Module):
 
     `uniform` `(N,)` is P(X ≤ x | earlier values), independent and uniform under the model (Rosenblatt 1952).
     `uniformity` is the p-value of Neyman's smooth test (1937) with four Legendre polynomials, and `ljung_box`
-    that of the Ljung–Box test (1978) for autocorrelation at up to 20 lags. Both tests account for the
-    estimation of the parameters through the scores of the fit. With measurement noise there are no scores,
-    and the tests are conservative.
+    the p-value of the Ljung–Box test (1978) for autocorrelation at up to 20 lags. Both tests account for the
+    estimation of the parameters through the scores of the fit. With measurement noise there are no scores, so
+    the tests are conservative.
 
     ```python
     import jax, numpy as np
@@ -249,7 +251,7 @@ def tested(uniform: np.ndarray, scores: np.ndarray | None, penalty: np.ndarray) 
 
 
 class Estimation:
-    """The reduction, due to estimated parameters, of the covariance of N^{−½} Σ φ(uᵢ) for functions φ of
+    """The reduction, because parameters are estimated, of the covariance of N^{−½} Σ φ(uᵢ) for functions φ of
     residuals `(N, K)`: C J⁻¹ Cᵀ with C = E φ sᵀ and J = E s sᵀ, s the scores (Pierce 1982)."""
 
     def __init__(self, scores: np.ndarray, penalty: np.ndarray):
@@ -279,7 +281,7 @@ def smooth_test(uniform: np.ndarray, effect: Estimation | None) -> float:
 
 def ljung_box(values: np.ndarray, effect: Estimation | None) -> float:
     """The p-value of the Ljung–Box statistic Q = n(n + 2) Σ ρₖ²/(n − k), which is χ². The degrees of freedom
-    are the number of lags less the trace of the reduction due to estimation."""
+    are the number of lags minus the trace of the reduction due to estimated parameters."""
     n, centred = len(values), values - values.mean()
     lags = np.arange(1, min(LAGS, n // 5) + 1)
     products = np.zeros((n, len(lags)))
@@ -296,7 +298,7 @@ def ljung_box(values: np.ndarray, effect: Estimation | None) -> float:
 @functools.partial(jit, level=1)
 def _below(sde, coordinates, steps: Transition, num_steps: Array, key: PRNGKeyArray) -> tuple[Array, Array]:
     """The fraction of draws below x₁, shifted by half a draw so that it is never 0 or 1; and the number of
-    NaNs."""
+    draws that are NaN."""
 
     def one(arguments: tuple[Transition, PRNGKeyArray]) -> tuple[Array, Array]:
         step, key = arguments

@@ -40,13 +40,13 @@ from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck, exact_transit
 
 DOUBTFUL = 0.1  # nats, error above which a transition is suspect
 TOLERANCE = 0.02  # nats, error of weighted paths above which another method is used
-SHORT_STEP = 0.3  # rate times dt, below which paths need no check
-NEARLY_LINEAR = 0.05  # curvature below which paths need no check
+SHORT_STEP = 0.3  # rate times dt below which path estimates need no check
+NEARLY_LINEAR = 0.05  # curvature below which path estimates need no check
 STRONG_CURVATURE = 0.45  # curvature above which paths around the most likely one are unreliable
-HIDDEN_ERROR = 0.2  # nats per squared curvature: an error that doubling the effort may not show
+HIDDEN_ERROR = 0.2  # nats per squared curvature; allowance for errors that doubling the effort may not show
 CONVERGED = 1e-3  # relative error of an expansion that is accepted
-BOX_ERROR = 0.002  # nats, error from the box of a grid, which the refined grid shares
-MAX_STARTS = 64  # maximum number of different starts and time steps solved one by one
+BOX_ERROR = 0.002  # nats; error due to the finite box of a grid, which a refined grid has too
+MAX_STARTS = 64  # maximum number of different pairs of start and time step that are solved one by one
 
 
 def transition_log_prob(
@@ -63,14 +63,14 @@ def transition_log_prob(
 ) -> Array:
     """Log transition density log p(x₁ at t₀ + dt | x₀ at t₀), batched.
 
-    Exact if the SDE has a closed form and `exact` is True; otherwise estimated with weighted paths from x₀ to
-    x₁. If dt is too long for paths, the Fokker–Planck equation is solved from x₀ in one or two dimensions; in
-    more dimensions, the density after a first part of dt (`rf.transition.ShortTime`) is the base of a flow
-    over the rest. A warning is raised if the error is still above 0.1; `rf.transition_estimate` returns the
-    errors.
+    The density is exact if the SDE has a closed form and `exact` is True; otherwise it is estimated with
+    weighted paths from x₀ to x₁. If dt is too long for paths, the Fokker–Planck equation is solved from x₀ in
+    one or two dimensions; in more dimensions, the density after a first part of dt
+    (`rf.transition.ShortTime`) is the base of a flow over the rest. A warning is issued if the error is still
+    above 0.1; `rf.transition_estimate` returns the errors.
 
     The same key gives the same random numbers for all parameters of the SDE, so that a likelihood is smooth
-    in the parameters and differentiable. Under `jax.jit` or `jax.grad` errors cannot be checked: all
+    in the parameters and differentiable. Under `jax.jit` or `jax.grad` errors cannot be checked, so all
     transitions use paths, however long dt is.
 
     **Arguments:** `x0` and `x1` of shape `(..., d)`; `dt` and `t0` numbers or arrays of the batch shape;
@@ -111,7 +111,7 @@ def transition_estimate(
     """Log transition densities with their errors: an `rf.Estimate` with the arguments of
     `rf.transition_log_prob`.
 
-    `method` is "exact" (also for a converged expansion), "modes" (paths around the most likely one), "grid"
+    `method` is "exact" (also for a converged expansion), "modes" (paths around the most likely path), "grid"
     (the Fokker–Planck equation), or the method of a flow's estimate. `truncation_error` is the change when
     the effort is doubled, plus an allowance for other modes and for paths that touch a boundary. `unmet` and
     `suspect` mark total errors above 0.1.
@@ -221,7 +221,7 @@ def where(condition: Array, one: Estimate, other: Estimate) -> Estimate:
 def _where_too_long(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, found: Estimate
 ) -> Estimate:
-    """Replace inaccurate path estimates by solutions from the start on."""
+    """Replace inaccurate path estimates by solutions of the Fokker–Planck equation or of a flow from x₀."""
     poor = np.flatnonzero(~(np.asarray(found.total_error) <= TOLERANCE))
     if not poor.size:
         return found
@@ -242,7 +242,7 @@ def _where_too_long(
 def _from_point(
     sde: AbstractSDE, coordinates: AbstractCoordinates, some: Transition, key: PRNGKeyArray
 ) -> Estimate:
-    """Transitions from one start over one time step, solved in coordinates."""
+    """Transitions from one x₀ over one time step, solved in the given coordinates."""
     inner = InCoordinates(sde, coordinates, some.time[0])
     start, ends = coordinates.from_state(some.start[0]), jax.vmap(coordinates.from_state)(some.end)
     flow = StochasticFlow(inner, Normal(start), t1=float(some.dt[0]))

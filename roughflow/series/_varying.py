@@ -19,14 +19,15 @@ from ._likelihood import AbstractLikelihood, Likelihood, term_scores
 from ._parameters import ANY, POSITIVE, Parameters
 
 SPREAD = "_spread"  # suffix of the name of a population's standard deviation
-NODES = (15, 9, 5)  # of Gauss–Hermite quadrature per parameter, for one, two and three varying parameters
-ROUNDS, MOVED = 8, 1e-3  # of adaptive quadrature, and the change of mean and deviation at which it stops
-FACTOR = 0.5  # change of the logarithm of a spread after which nodes are placed again
+NODES = (15, 9, 5)  # Gauss–Hermite nodes per parameter, for one, two and three varying parameters
+ROUNDS, MOVED = 8, 1e-3  # rounds of adaptive quadrature; it stops when mean and deviation change by less
+FACTOR = 0.5  # nodes are placed again after the logarithm of a spread has changed by this much
 
 
 class LogNormal(eqx.Module):
     """A parameter that varies between the series of a panel: its logarithm is normal, with standard deviation
-    `spread` (the value is where the search starts). A parameter without bounds varies itself like this.
+    `spread`, which is estimated; the given value is the starting value. For a parameter without bounds, the
+    parameter itself is normal.
 
     ```python
     import roughflow as rf
@@ -54,9 +55,9 @@ class VaryingLikelihood(AbstractLikelihood):
     singles: tuple[Likelihood, ...]
     nodes: np.ndarray  # (S, K, q)
     log_weights: np.ndarray  # (S, K)
-    log_spread: np.ndarray  # (q,), for which the nodes were placed
-    places: tuple[int, ...] = eqx.field(static=True)  # of the varying parameters
-    count: int = eqx.field(static=True)  # of nodes per parameter
+    log_spread: np.ndarray  # (q,), the values for which the nodes were placed
+    places: tuple[int, ...] = eqx.field(static=True)  # positions of the varying parameters
+    count: int = eqx.field(static=True)  # number of nodes per parameter
 
     @property
     def effort(self) -> Effort | None:
@@ -97,7 +98,8 @@ class VaryingLikelihood(AbstractLikelihood):
         return value, slope * self.parameters.scale, np.zeros(len(value))
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """The change with more nodes, and the errors of all series with their own parameters."""
+        """The change when the number of nodes grows, and the errors of all series at the parameters of each
+        series."""
         base = self._split(free)[0]
         inner = [np.hypot(*single.total_errors(base)) for single in self.singles]
         more = self.with_nodes().moved_to(free)
@@ -107,12 +109,12 @@ class VaryingLikelihood(AbstractLikelihood):
         return dataclasses.replace(self, singles=tuple(one.with_effort(effort) for one in self.singles))
 
     def with_nodes(self) -> "VaryingLikelihood":
-        """With more nodes, which `moved_to` places."""
+        """The likelihood with more nodes, which `moved_to` places."""
         mean, deviation = np.zeros(self.nodes.shape[::2]), np.ones(self.nodes.shape[::2])
         return dataclasses.replace(self, count=self.count + 4)._around(mean, deviation)
 
     def _around(self, mean: np.ndarray, deviation: np.ndarray) -> "VaryingLikelihood":
-        """With nodes around means `(S, q)`."""
+        """The likelihood with nodes around means `(S, q)`."""
         x, w = np.polynomial.hermite_e.hermegauss(self.count)
         grid = np.stack(np.meshgrid(*[x] * len(self.places), indexing="ij"), -1).reshape(-1, len(self.places))
         weights = np.log(w) + 0.5 * x**2
@@ -130,7 +132,7 @@ class VaryingLikelihood(AbstractLikelihood):
         return mean, np.sqrt(np.sum(share * (values - mean[:, None]) ** 2, axis=1))
 
     def moved_to(self, free: np.ndarray) -> "VaryingLikelihood":
-        """With nodes placed for these parameters."""
+        """The likelihood with nodes placed for these parameters."""
         found = dataclasses.replace(self, log_spread=self._split(free)[1])
         last = np.inf
         for _ in range(ROUNDS):
@@ -158,7 +160,8 @@ class VaryingLikelihood(AbstractLikelihood):
         return {given.names[place]: (mean[:, j], deviation[:, j]) for j, place in enumerate(self.places)}
 
     def drawn(self, free: np.ndarray, normal: np.ndarray, series: int) -> np.ndarray:
-        """Free parameters `(count, p)` with those of one series, from normal numbers `(count, q)`."""
+        """Free parameters `(count, p)` for draws of the varying parameters of one series, from normal numbers
+        `(count, q)`."""
         mean, deviation = self.posterior(np.atleast_2d(free)[0])
         found = np.array(np.broadcast_to(free, (len(normal), len(self.parameters.names))))
         scale, places = self.parameters.scale, list(self.places)
@@ -182,7 +185,8 @@ def _totals(likelihood: Likelihood, free: Array) -> tuple[Array, Array]:
 def varying_likelihood(
     whole: AbstractLikelihood, singles: Sequence[AbstractLikelihood], varying: Mapping[str, LogNormal]
 ) -> VaryingLikelihood:
-    """The likelihood of a panel, from that with the same parameters for all series and those of each."""
+    """The likelihood of a panel, from the likelihood with the same parameters for all series and the
+    likelihoods of single series."""
     given, spreads = whole.parameters, {}
     for name, one in varying.items():
         check_instance(f"varying[{name!r}]", one, LogNormal, "an rf.series.LogNormal")
@@ -196,7 +200,7 @@ def varying_likelihood(
     alone = tuple(one for one in singles if isinstance(one, Likelihood))
     if len(alone) < len(singles):
         raise ValueError("varying requires that all components are observed, without errors")
-    order = sorted(spreads)  # of the leaves of a dictionary
+    order = sorted(spreads)  # the order of the leaves of a dictionary
     leaf = len(jax.tree.leaves(given.template))
     parameters = Parameters(
         given.names + tuple(name + SPREAD for name in order),

@@ -1,6 +1,6 @@
 """The progress of a fit: its history, its progress bar, and checkpoints, which resume an interrupted run.
 
-A checkpoint has the state of a run and a fingerprint of everything that the run depends on.
+A checkpoint contains the state of a run and a fingerprint of everything that the run depends on.
 """
 
 import ast
@@ -96,7 +96,7 @@ class History:
         return float(last.mean()) if last.size else float("nan")
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        # The reason for ending is known only at the end.
+        # `ended` is not included, because it is known only at the end.
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("metrics", "ended")}
         return plain | {f"metrics/{name}": values for name, values in self.metrics.items()}
 
@@ -112,12 +112,12 @@ class History:
         return History(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))
 
 
-MAX_LINES = 8  # maximum number per run, after the first
+MAX_LINES = 8  # maximum number of lines per run, after the first
 COMPILING = "compiling …"
 
 
 def progress_bar(total: int, *, done: int = 0, name: str = "", unit: str = "step", shown: bool = True) -> Any:
-    """The part of tqdm's interface that is used: `update`, `set_postfix_str` and a context manager."""
+    """A progress bar: a context manager with the methods `update` and `set_postfix_str` of tqdm."""
     if shown and not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         return _Lines(total, done, name, unit)
     settings = {"total": total, "initial": done, "unit": unit, "disable": not shown}
@@ -127,7 +127,7 @@ def progress_bar(total: int, *, done: int = 0, name: str = "", unit: str = "step
 
 
 class _Lines:
-    """Progress for output to a file, where a bar would be hundreds of lines."""
+    """Progress as a few lines of text, for output to a file, where a bar would fill hundreds of lines."""
 
     def __init__(self, total: int, done: int, name: str, unit: str):
         self.total, self.done, self.unit = total, done, unit
@@ -161,20 +161,21 @@ class _Lines:
         print(self.name + text, file=sys.stderr, flush=True)
 
 
-# Functions of these libraries are identified by name; only their arguments are compared.
+# Functions of these libraries are compared by name and arguments, not by source.
 LIBRARIES = frozenset(
     {"builtins", "diffrax", "equinox", "jax", "jaxlib", "lineax", "math", "numpy", "optax", "optimistix"}
     | {"roughflow", "scipy"}
 )
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
-# Types of global variables of a function that are compared; other objects may change during a run.
+# Types of the global variables of a function that are compared. Objects of other types may change during a
+# run.
 COMPARED_TYPES = (int, float, complex, str, tuple, list, dict, types.FunctionType, functools.partial)
 COMPARED_TYPES += (eqx.Module, jax.Array, np.ndarray, np.generic)
-MAX_SHOWN_NUMBERS = 8  # longer lists of numbers are compared by digest
+MAX_SHOWN_NUMBERS = 8  # longer lists of numbers are shown and compared as a digest
 
 
 def fingerprint(value: Any, place: str) -> dict[str, str]:
-    """The parts of a value by path: numbers as they are, arrays and source code by digest.
+    """The parts of a value by path: numbers as text, arrays and source code as digests.
 
     All fields of a module count, including static ones. For a function these are its source, its defaults,
     and the numbers and functions among its closure and globals. Bytecode depends on the Python version, so it
@@ -196,7 +197,7 @@ def _parts(value: Any, place: str, seen: dict[int, tuple[int, Any]]) -> Iterator
     elif id(value) in seen:
         yield place, f"part {seen[id(value)][0]} again"
     else:
-        # Keep a reference, so that no other object gets the same address meanwhile.
+        # Keep a reference to the object, so that no other object gets the same address meanwhile.
         seen[id(value)] = len(seen), value
         kind, parts = _opened(value)
         yield place, kind
@@ -226,7 +227,7 @@ def _opened(value: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(value, Mapping):
         return kind, {str(name): value[name] for name in sorted(value, key=str)}
     if isinstance(value, set | frozenset):
-        # Sorted, because the order of a set differs between processes.
+        # Sets are sorted, because their order differs between processes.
         return f"{kind} {_digest(*sorted(repr(fingerprint(part, '')).encode() for part in value))}", {}
     wrapped = getattr(value, "__wrapped__", None)
     if callable(wrapped):  # for example a jitted function
@@ -244,7 +245,7 @@ def _function(function: types.FunctionType) -> dict[str, Any]:
     parts |= {"its defaults": (function.__defaults__, function.__kwdefaults__)}
     if (function.__module__ or "").partition(".")[0] in LIBRARIES:
         return parts
-    # Among its globals, modules and classes are identified by their names, which are part of the code.
+    # Modules and classes among the globals are identified by their names, which are part of the code.
     found = {name: function.__globals__.get(name) for name in _names(code)}
     counted = {name: value for name, value in found.items() if isinstance(value, COMPARED_TYPES)}
     source = _source(code)
@@ -311,15 +312,16 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
 
 
 def _as_in_version_4(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts without code, which version 4 compared in another form and included among the parts, and
-    with the names that fields had."""
+    """The parts as checkpoints of version 4 store them: without code, which they compare in another form, and
+    with the old names of fields."""
     kept = {place: text for place, text in parts.items() if not re.search(r"\.its (code|source)\b", place)}
     before = lambda place: place.replace(".solver", ".method").replace(".num_given", ".context")
     return {before(place): re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
 
 
 def _without_module(text: str | None) -> str | None:
-    """The name of a class or function of roughflow without its private module, because modules may move."""
+    """The name of a class or function of roughflow without its private module, since modules may be
+    renamed."""
     return text and re.sub(r"\broughflow\.(\w+\.)*_\w+\.", "roughflow.", text)
 
 
@@ -342,7 +344,7 @@ class Progress:
     best: Any  # parameters at the lowest validation loss
     streak: int  # consecutive steps that were not finite
     history: History
-    grid: int | None = None  # number of solver steps; None for the model's own
+    grid: int | None = None  # number of solver steps; None to use that of the model
 
     @staticmethod
     def start(parameters: Any, optimiser: Any, state: Any) -> "Progress":
@@ -356,7 +358,8 @@ class Progress:
         )
 
     def validated(self, loss: float, parameters: Any) -> "Progress":
-        """The state after a validation check of these parameters; keeps the best ones."""
+        """The state after a validation check of these parameters, which are kept if they are the best so
+        far."""
         lowest = np.min(_ranked(self.history.validation_loss), initial=np.inf)
         best = parameters if loss < lowest else self.best
         history = self.history.with_validation(self.step, loss)
@@ -368,12 +371,13 @@ class Progress:
         return self.parameters, self.optimiser, self.state, self.best
 
     def moved(self, where: Callable[[Any], Any]) -> "Progress":
-        """The same state on other devices."""
+        """The state with every changing array mapped by `where`, for example to other devices."""
         parameters, optimiser, state, best = (where(tree) for tree in self.changing)
         return dataclasses.replace(self, parameters=parameters, optimiser=optimiser, state=state, best=best)
 
     def stale_from(self, patience: int | None) -> int | None:
-        """The step of the first validation check that came `patience` checks after the best so far."""
+        """The step of the first validation check after which the last `patience` checks brought no
+        improvement; None if there is none yet."""
         if patience is None:
             return None
         losses = _ranked(self.history.validation_loss)
@@ -384,7 +388,7 @@ class Progress:
 
 
 def _ranked(losses: np.ndarray) -> np.ndarray:
-    """NaN is worse than any other validation loss."""
+    """Validation losses with NaN replaced by infinity, so that NaN is never the best."""
     return np.where(np.isnan(losses), np.inf, losses)
 
 
@@ -400,11 +404,12 @@ class Checkpoint:
     def open(
         path: str | os.PathLike, settings: dict[str, Any], start: Progress, fixed: dict[str, Any]
     ) -> "Checkpoint":
-        """The file for a run with these `settings`, of which `fixed` are not plain numbers."""
+        """The checkpoint file of a run. `settings` and `fixed` describe the run; `fixed` may contain arrays
+        and functions."""
         described = {name: repr(value) for name, value in settings.items()}
         for name, value in fixed.items():
             described |= fingerprint(value, name)
-        # Only the shapes of what a run changes.
+        # Only shapes are compared of the arrays that a run changes.
         changed = {"parameters": start.parameters, "optimiser": start.optimiser, "state": start.state}
         for what, tree in changed.items():
             for place, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -421,7 +426,7 @@ class Checkpoint:
         return start
 
     def load(self, start: Progress) -> Progress:
-        """Load the state from the file; `start` has its structure."""
+        """Load the state from the file; `start` has the same structure."""
         header, arrays = read_archive(self.path, "checkpoint", VERSION)
         if header["version"] < OLDEST_VERSION:
             raise ValueError(
@@ -455,5 +460,5 @@ class Checkpoint:
 
 
 def steps_of(path: Path) -> int:
-    """The total number of steps of the run in this file."""
+    """The total number of training steps of the run in this file."""
     return int(read_archive(path, "checkpoint", VERSION)[0]["settings"]["steps"])

@@ -19,10 +19,11 @@ from ..faq import see
 from ._objective import AbstractStatefulObjective
 
 NUM_FOLDS = 5
-LEAVE_ONE_OUT = 40  # up to this number of groups, each is a fold
-# A spike is a value of this fraction of the rows, also this many times as frequent as the median value.
+LEAVE_ONE_OUT = 40  # with at most this number of groups, each group is one fold
+# A spike is a value that at least this fraction of the rows have, and that is this many times as frequent as
+# the median value.
 SPIKE_SHARE, SPIKE_RATIO = 0.05, 5
-MAX_CHANCE_TWINS = 0.1  # expected number of equal rows by chance; if fewer, equal rows are copies
+MAX_CHANCE_TWINS = 0.1  # rows are copies if fewer equal rows than this are expected by chance
 PAIRED_COLUMNS = 12  # maximum number of repeated columns that are compared in pairs
 
 
@@ -30,8 +31,8 @@ PAIRED_COLUMNS = 12  # maximum number of repeated columns that are compared in p
 class Links:
     """Rows that must stay on the same side of a split.
 
-    `labels` numbers the sets of linked rows, `copies` those of equal rows. `joined` lists the columns whose
-    values repeat together, as after a join.
+    `labels` has one label per row, shared by linked rows; `copies` has one label per row, shared by equal
+    rows. `joined` lists the columns whose values repeat together, as after a join.
     """
 
     labels: np.ndarray
@@ -45,8 +46,8 @@ class Links:
 
     @staticmethod
     def of(rows: np.ndarray, groups: Any = None) -> "Links":
-        """Link rows of one group, copies of a row, and rows that agree in two continuous columns (after a
-        join, one record is part of many rows)."""
+        """Link rows of one group, copies of a row, and rows that agree in two continuous columns (as after a
+        join, where one record is part of many rows)."""
         copies = copies_of(rows)
         keys = [copies] if groups is None else [copies, _group_labels(groups, len(rows))]
         repeated = [j for j, column in enumerate(rows.T) if len(rows) > 1 and _repeats(column)]
@@ -56,14 +57,14 @@ class Links:
         repeated = repeated[:PAIRED_COLUMNS]
         pairs = [(i, j) for i in repeated for j in repeated if i < j]
         linked = _connected([labels, *(first_seen(row_codes(rows[:, pair])) for pair in pairs)])
-        # A many-to-many join links everything, which is not informative.
+        # A many-to-many join would link all rows, so it is ignored.
         if np.bincount(linked).max() > len(rows) / 2 or linked.max() == labels.max():
             return Links(labels, copies)
         return Links(linked, copies, tuple(repeated))
 
     @property
     def count(self) -> int:
-        """Number of sets of rows."""
+        """Number of sets of linked rows."""
         return int(self.labels.max()) + 1
 
     def at(self, places: np.ndarray) -> "Links":
@@ -72,8 +73,8 @@ class Links:
 
 
 def hold_out(labels: np.ndarray, share: float, key: PRNGKeyArray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of training rows, and of a fraction of the sets of rows: at least one set if there are two and
-    the fraction is positive."""
+    """Indices of training rows and of validation rows. Validation rows are a fraction `share` of the sets of
+    linked rows: at least one set if there are two and the fraction is positive."""
     check_share(share)
     count = int(labels.max()) + 1
     aside = min(max(1, round(share * count)), count - 1) if share else 0
@@ -91,8 +92,8 @@ def check_share(share: float) -> None:
 
 
 def folds(labels: np.ndarray, leave_one_out: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Indices of the training and the validation rows of each fold. Up to `leave_one_out` sets of rows are a
-    fold each."""
+    """Indices of the training and the validation rows of each fold. If there are at most `leave_one_out` sets
+    of linked rows, each set is one fold."""
     total = int(labels.max()) + 1
     count = total if total <= leave_one_out else NUM_FOLDS
     order = np.random.default_rng(0).permutation(total)
@@ -104,7 +105,7 @@ def folds(labels: np.ndarray, leave_one_out: int = 0) -> list[tuple[np.ndarray, 
 
 
 def mean_and_error(values: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """The mean over rows, and its standard error, which treats rows of one set as dependent."""
+    """The mean over rows, and its standard error, in which rows with the same label are dependent."""
     mean, count = float(np.mean(values)), int(labels.max()) + 1 if len(labels) else 0
     if count < 2 or not np.isfinite(mean):
         return mean, float("nan")
@@ -142,7 +143,7 @@ def grid_step(values: np.ndarray) -> float:
     single = np.array_equal(distinct, distinct.astype(np.float32))
     tolerance = (2e-7 if single else 1e-12) * float(np.abs(distinct).max())
     step, finest = float(gaps[0]), max(10 * tolerance, 1e-6 * float(distinct[-1] - distinct[0]))
-    while step > finest:  # Euclid's algorithm for all gaps at once
+    while step > finest:  # Euclid's algorithm on all gaps simultaneously
         times = np.round(gaps / step)
         rest = np.abs(gaps - step * times)
         rest = rest[rest > tolerance * (1 + times)]
@@ -169,13 +170,14 @@ def copies_of(rows: np.ndarray) -> np.ndarray:
 
 
 def identified(rows: np.ndarray, total: int) -> np.ndarray:
-    """Whether an equal row among `total` would be a copy of each row. Rounded values may agree by chance."""
+    """For each row, whether an equal row among `total` rows would be a copy. Rows of rounded values may be
+    equal by chance."""
     return sum(_log_cells(column) for column in rows.T) > np.log(total / MAX_CHANCE_TWINS)
 
 
 def _log_cells(column: np.ndarray) -> np.ndarray:
-    """The information of each value of a column, in nats: the log of the number of possible values, infinite
-    for a continuous column."""
+    """For each value of a column, −log of the probability of an equal value, in nats; infinite if the column
+    is continuous."""
     _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
     step, cells = grid_step(column), np.inf
     if step or len(counts) == 1:
@@ -207,7 +209,7 @@ def _group_labels(groups: Any, count: int) -> np.ndarray:
 
 
 def _connected(keys: Sequence[np.ndarray]) -> np.ndarray:
-    """One label for rows that share a key, directly or through others."""
+    """A label for each row, shared by rows with a common key, directly or through other rows."""
     if len(keys) == 1:
         return keys[0]
     count, parts, offset = len(keys[0]), [], len(keys[0])
@@ -227,7 +229,7 @@ def _permutation(key: PRNGKeyArray, count: int) -> Array:
 
 @runtime_checkable
 class DataSource(Protocol):
-    """A distribution that provides new data in each step, such as those of `rf.datasets`."""
+    """A distribution from which new data are drawn in each step, such as those of `rf.datasets`."""
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array: ...
 
@@ -242,7 +244,7 @@ class KnownEntropy(DataSource, Protocol):
 
 @runtime_checkable
 class Batches(Protocol):
-    """Data that draws batches on the host."""
+    """Data from which batches are drawn on the host."""
 
     def batch(self, size: int, rng: np.random.Generator) -> np.ndarray: ...
 
@@ -266,8 +268,8 @@ Data = Array | DataSource | Batches | None
 def draw(
     data: Array | DataSource | Drawn | None, size: int, key: PRNGKeyArray, place: int | Array = 0
 ) -> Array | None:
-    """A batch of rows drawn with replacement, or all rows if there are no more; for host batches, the one at
-    `place`."""
+    """A batch of `size` rows drawn with replacement, or all rows if there are no more than `size`. For
+    `Drawn`, the batch with index `place`."""
     if data is None:
         return None
     if isinstance(data, Drawn):

@@ -46,9 +46,9 @@ class Fitted:
     - `model`: the fitted model.
     - `objective`: the trained objective.
     - `history`: the `rf.train.History` of the fit.
-    - `interrupted`: whether the user interrupted it.
+    - `interrupted`: whether the user interrupted the fit.
     - `state`: the final state of the objective.
-    - `stages`: the histories of the stages by name, if there were several.
+    - `stages`: the histories of the stages by name, if the fit had several.
     """
 
     model: Any
@@ -75,8 +75,8 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """Options of the optimiser and of early stopping, for `rf.fit`, `rf.fit_density` and `rf.tune_sampler`.
-    None is the default of the function.
+    """Options of the optimiser and of early stopping, for `rf.fit`, `rf.fit_density` and `rf.tune_sampler`. A
+    field that is None has the default of the function.
 
     - `batch_size`: rows per step, drawn with replacement; all rows if there are fewer.
     - `learning_rate`: peak learning rate of Adam, with linear warm-up and cosine decay to zero.
@@ -121,7 +121,7 @@ class TrainingOptions:
             check_instance("optimiser", self.optimiser, optax.GradientTransformation, wanted)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "TrainingOptions":
-        """These options, with defaults for fields that are None."""
+        """These options, where fields that are None take their value from `defaults`."""
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **missing)
 
@@ -195,16 +195,16 @@ def fit(
     - `frozen`: a function of the model that returns the part, or tuple of parts, not to train.
     - `validation`: validation data, or the fraction of the rows of `data` to use for validation. The model
       with the lowest validation loss is returned.
-    - `progress`: whether to show a progress bar, or a text to show in front of it.
+    - `progress`: whether to show a progress bar, or a text to show before the bar.
     - `training`: an `rf.train.TrainingOptions`. By default: batches of 256 rows, a learning rate of 3e-3,
-      gradients clipped at 10, no average, a validation check every 100 steps, no early stopping.
+      gradients clipped at norm 10, no average, a validation check every 100 steps, no early stopping.
     - `run`: an `rf.train.RunOptions`: checkpoints and devices.
 
     A step whose loss or gradient is not finite is skipped and counted; twenty in a row raise an error.
 
     If the number of steps of the flow's `rf.FixedGrid` is not set, a fit of 200 steps or more chooses it at
-    the start and at every validation check: the smallest number for which the error of log-densities is
-    below 0.001. With fewer steps, a flow would learn to exploit the errors of the solver. The number never
+    the start and at every validation check: the smallest number for which the error of log-densities is below
+    0.001. With too few steps, a flow would learn to exploit the errors of the solver. The number never
     decreases, and the fitted flow has at least as many steps as in training.
 
     ```python
@@ -272,7 +272,7 @@ def _ended(step: int, steps: int, patience: int | None, stopped: bool) -> str | 
 def _trained(
     model: Any, objective: AbstractStatefulObjective, frozen: Callable[[Any], Any] | None
 ) -> tuple[Any, Any]:
-    """Whether each leaf of the model and the objective is trained."""
+    """For each leaf of the model and of the objective, whether it is trained."""
     can = trainable(model)
     still = lambda parts: jax.tree.map(lambda _: False, parts)
     learned = eqx.tree_at(objective.learns, still(model), replace=objective.learns(can))
@@ -282,7 +282,7 @@ def _trained(
 
 
 def _alone(checkpoint: str | PathLike | None) -> AbstractContextManager[None]:
-    """Refuse to share a checkpoint with another run."""
+    """Lock the checkpoint file; raise an error if another run is using it."""
     message = f"checkpoint {checkpoint} is in use by another run: wait for it, or choose another file"
     if checkpoint is None or not is_leader():
         return nullcontext()

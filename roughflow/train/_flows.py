@@ -37,7 +37,9 @@ from ..sde import (
     tanh,
 )
 
-MAX_STATE_DEPENDENT_DIMENSION = 2  # maximum for state-dependent noise, whose cost grows quadratically
+MAX_STATE_DEPENDENT_DIMENSION = (
+    2  # maximum for state-dependent noise, whose cost grows quadratically with the dimension
+)
 MIN_PROBED_DIMENSION = 17  # minimum for Hutchinson's divergence
 VELOCITY_STEPS = 16  # solver steps for a velocity field
 
@@ -55,7 +57,8 @@ def neural_flow(
     """A neural SDE with a standard normal base, which it leaves invariant before training.
 
     The drift is an `rf.sde.RestoringDrift`. The noise is `rf.FullDiffusion` in up to two dimensions,
-    otherwise a trainable constant matrix. From 17 dimensions on it uses Hutchinson's divergence estimator.
+    otherwise a trainable constant matrix. In 17 or more dimensions the flow uses Hutchinson's divergence
+    estimator.
 
     **Arguments:** `dimension`; `width` and `depth` of the drift network; `activation` and `time_dependent`,
     for all networks; `noise`, the scale λ of the noise, 0 for a continuous normalizing flow.
@@ -126,9 +129,9 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
     Noise can be chosen, changed or removed after training. It can also be trained on its own with any
     objective, with `frozen=lambda flow: flow.sde.transport`.
 
-    The distribution is unchanged if velocity and score are consistent. They are after `rf.Interpolant()`;
-    likelihood training with noise changes the velocity without its score. A learned proposal is dropped,
-    because it depends on the old noise.
+    The distribution is unchanged if velocity and score are consistent, as they are after training with
+    `rf.Interpolant()`. Likelihood training with noise changes the velocity but not the score. A learned
+    proposal is dropped, because it depends on the old noise.
 
     Fading noise and its score change fastest near the end. An `rf.FixedGrid` with equal steps is replaced by
     one with the same number of steps that shrink towards the end (`late=2`).
@@ -138,7 +141,7 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
     - `flow`: a flow with an `rf.sde.TransportSDE`, such as the result of `rf.fit` with `rf.Interpolant()`; or
       the result of `rf.fit_density` or its model, with noise in units of the standardised data.
     - `diffusion`: Σ(t, z), any diffusion; a number λ for λI on all coordinates but the given ones; an
-      `rf.sde.FadingDiffusion`, used as it is; None for no noise.
+      `rf.sde.FadingDiffusion`, to which no further fading is applied; None for no noise.
     - `fading`: p ≥ ½ in σ = (1 − t/T)^p Σ (`rf.sde.FadingDiffusion`); None for σ = Σ, which requires a score
       that is finite up to the end.
 
@@ -168,7 +171,7 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
         return flow.with_noise(diffusion, fading=fading)
     if not isinstance(flow.sde, TransportSDE):
         raise TypeError(
-            f"with_noise needs a flow whose score is known, that of an rf.sde.TransportSDE, got "
+            f"with_noise needs a flow with a known score, i.e. with an rf.sde.TransportSDE, got "
             f"{type(flow.sde).__name__}: fit it with rf.Interpolant(), or give rf.sde.GivenTransport a score"
             + see("noise-afterwards")
         )
@@ -191,15 +194,16 @@ def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float 
 
 
 def _towards_the_end(flow: StochasticFlow) -> AbstractIntegrator:
-    """The integrator of the flow, with finer steps where needed.
+    """The integrator of the flow, with steps that shrink towards the end if it has equal steps.
 
     For a flow fitted to star data with λ = 1 and 16 steps, errors of log p are 0.2 to 0.4 with equal steps,
-    and 0.004 to 0.04 with these.
+    and 0.004 to 0.04 with shrinking ones.
     """
     grid = flow.integrator
     if not isinstance(grid, FixedGrid) or grid.late != 1:
         return grid
-    # The first steps are twice as long as equal ones, so twice as many resolve the waves of the driver.
+    # The first steps are twice as long as equal steps, so twice as many are needed to resolve the waves of
+    # the driver.
     steps = grid.steps or 2 * default_steps(order_of(grid.solver), flow.driver, flow.dimension)
     return FixedGrid(grid.solver, steps, grid.gradient, grid.escape_rate, LATE)
 
@@ -212,8 +216,8 @@ def _check_given(sde: TransportSDE, dimension: int) -> None:
     sigma = noise_matrix(sde.noise(jnp.zeros(()), jnp.zeros(dimension)))
     if jnp.any(sigma[-given:] != 0):
         raise ValueError(
-            f"the last {given} of {dimension} coordinates are given, and this noise would move them: its "
-            "matrix must have zeros in these rows"
+            f"the last {given} of {dimension} coordinates are given, and this noise would move them: the "
+            f"matrix of the noise must have zeros in these rows"
         )
 
 

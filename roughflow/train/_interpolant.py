@@ -19,7 +19,7 @@ SINKHORN_SWEEPS = 100
 
 
 def coupled(z: Array, x: Array, weight: float | Array, key: PRNGKeyArray) -> Array:
-    """For each row of x a row of z, drawn from the entropic optimal transport plan between the two."""
+    """For each row of x, a row of z drawn from the entropic optimal transport plan between z and x."""
     log_plan = sinkhorn(z, x, weight)
     return z[jax.random.categorical(key, log_plan.T, axis=-1)]
 
@@ -29,7 +29,7 @@ def sinkhorn(z: Array, x: Array, weight: float | Array) -> Array:
     marginals.
 
     Sinkhorn's algorithm (Cuturi 2013) in log space, columns last. ε is `weight` times the mean squared
-    distance of the two samples about their means, which do not affect the plan.
+    distance between the two centred samples; their means do not affect the plan.
     """
     z, x = z - jnp.mean(z, axis=0, keepdims=True), x - jnp.mean(x, axis=0, keepdims=True)
     squares = jnp.sum((z[:, None] - x[None]) ** 2, axis=-1)
@@ -48,14 +48,14 @@ def sinkhorn(z: Array, x: Array, weight: float | Array) -> Array:
 
 class Interpolant(AbstractObjective):
     """Flow matching: the velocity of straight lines from the base to the data (Lipman et al. 2023; Liu et al.
-    2023; Albergo & Vanden-Eijnden 2023). With z ~ base, x ~ data, s = t/T and y = (1 − s) z + s x it
-    minimises
+    2023; Albergo & Vanden-Eijnden 2023). With z ~ base, x ~ data, s = t/T and y = (1 − s) z + s x, the loss
+    is
 
         E |T v(t, y) − (x − z)|²/d,
 
-    which needs one evaluation of the drift v per sample. The minimiser is the velocity E[x − z | y]/T, whose
-    ODE transports the base to the distribution of the data. The loss does not reach zero, and it is not a
-    likelihood.
+    and each sample needs one evaluation of the drift v. The minimiser is the velocity E[x − z | y]/T, whose
+    ODE transports the base to the distribution of the data. The minimum of the loss is not zero, and the loss
+    is not a likelihood.
 
     The model is a flow without noise, or one with an `rf.sde.TransportSDE`. Only its velocity is trained.
     From an `rf.Normal` base the trained model has an `rf.sde.TransportSDE`, which includes the score, so
@@ -64,11 +64,12 @@ class Interpolant(AbstractObjective):
 
     **Arguments:**
 
-    - `late`: exponent a of the times s = 1 − uᵃ, u uniform; a > 1 puts more of them near the end, where the
-      velocity is hardest to learn. 1 is uniform.
-    - `coupling`: pair the points of a batch by entropic optimal transport (Tong et al. 2024), with this
-      regularisation relative to the mean squared distance, for example 0.05. Lines cross less, and the ODE
-      needs fewer steps. The score is then unknown, and noise cannot be added.
+    - `late`: exponent a of the times s = 1 − uᵃ, u uniform; a > 1 puts more times near the end, where the
+      velocity is hardest to learn; a = 1 is uniform.
+    - `coupling`: the regularisation, relative to the mean squared distance, of an entropic optimal transport
+      that pairs the points of a batch (Tong et al. 2024), for example 0.05; None for independent pairs. With
+      a coupling, lines cross less, and the ODE needs fewer steps. The score is then unknown, and noise cannot
+      be added.
     - `num_given`: for a conditional density, the number of given coordinates, which come last. They are
       constant in time, and the model must not move them.
 
@@ -131,11 +132,11 @@ class Interpolant(AbstractObjective):
             raise ValueError(f"the flow ends at t1 = {model.t1}, but its transport at {transport.t1}")
 
     def learns(self, model: StochasticFlow) -> Any:
-        """The velocity, including the part of the network for the score."""
+        """The velocity; its network may also have outputs for the score."""
         return model.sde.transport if isinstance(model.sde, TransportSDE) else model.sde.drift
 
     def leave(self, model: StochasticFlow) -> StochasticFlow:
-        """The model with the score of a velocity from this base."""
+        """The model with the score that belongs to its velocity."""
         if self.coupling is not None or not isinstance(model.base, Normal):
             return model
         sde, base = model.sde, model.base
@@ -160,7 +161,7 @@ class Interpolant(AbstractObjective):
             z = coupled(z, x, self.coupling, key_pair)
         own = x.shape[1] - self.num_given
         z = jnp.concatenate([z[:, :own], x[:, own:]], axis=1)
-        # Stratified times: evenly spaced over the batch with one common shift, so each is uniform.
+        # Stratified times: evenly spaced over the batch, with one random shift, so that each time is uniform.
         shift = jax.random.uniform(key_time, (), x.dtype)
         u = jnp.mod(jnp.arange(count, dtype=x.dtype) / count + shift, 1)
         s = 1 - u**self.late

@@ -27,17 +27,19 @@ from ._objective import AbstractStatefulObjective
 from ._optimiser import Optimiser
 
 GRID_ROWS = 256  # rows on which the grid is chosen
-MIN_STEPS_FOR_GRID = 200  # of training: compiling a program to choose a grid is too costly for a shorter fit
-# Acceptable discretisation error of log p, in nats. On a grid that is too coarse a model learns to exploit
-# the errors: a banana was "fitted" 0.6 nats below its entropy.
+MIN_STEPS_FOR_GRID = (
+    200  # training steps; for a shorter fit, compiling a program that chooses a grid is too costly
+)
+# Acceptable discretisation error of log p, in nats. On too coarse a grid a model learns to exploit solver
+# errors: the loss on banana data fell 0.6 nats below the entropy.
 GRID_TOLERANCE = 1e-3
 GRID_GROWTH = 1.25  # minimum factor between two grids, because each number of steps recompiles
 
 
 @dataclass(frozen=True)
 class GridChoice:
-    """The number of solver steps a model needs, measured at fixed rows of the data (or its own samples) and
-    along fixed paths."""
+    """Chooses the number of solver steps that a model needs, measured at fixed rows of the data (or samples
+    of the model) and along fixed paths."""
 
     x: Array | None
     key: PRNGKeyArray
@@ -46,7 +48,8 @@ class GridChoice:
     def of(
         model: Any, objective: AbstractStatefulObjective, data: Data, steps: int, key: PRNGKeyArray
     ) -> "GridChoice | None":
-        """Choose the grid of a training run, if the objective solves a model that leaves it open."""
+        """The grid choice of a training run; None if the run is short, if its objective uses no
+        log-densities, or if the number of steps is set."""
         if steps < MIN_STEPS_FOR_GRID or not (objective.solves and _is_open(model)):
             return None
         key_rows, key = split(key)
@@ -55,13 +58,13 @@ class GridChoice:
         return GridChoice(None if x is None else jnp.asarray(x, float), key)
 
     def needed(self, model: StochasticFlow, now: int | None) -> int | None:
-        """The number of solver steps, at least `now`; None for the model's own."""
+        """The number of solver steps, at least `now`; None to use that of the model."""
         x = model.without_errors().sample(key=self.key, shape=(GRID_ROWS,)) if self.x is None else self.x
         least = MIN_STEPS if now is None else now
         needed = sufficient_steps(model, x, self.key, GRID_TOLERANCE, least)
         if now is None or needed == now:
             return needed
-        # If no number suffices the model has diverged, and finer steps would not help.
+        # If no number of steps suffices, the model has diverged, and finer steps would not help.
         return now if needed is None else max(needed, math.ceil(GRID_GROWTH * now))
 
 
@@ -71,28 +74,30 @@ def _is_open(model: Any) -> bool:
 
 
 def solved_with(model: Any, steps: int | None) -> Any:
-    """The model with this number of solver steps; None for its own."""
+    """The model with this number of solver steps; unchanged if `steps` is None."""
     return model if steps is None else with_steps(model, steps)
 
 
 def with_no_fewer(model: Any, steps: int | None) -> Any:
-    """The model with this number of solver steps, unless its own is larger."""
+    """The model with at least this number of solver steps."""
     if steps is None or steps <= model.integrator.count(model.driver, model.noise_dimension):
         return model
     return with_steps(model, steps)
 
 
-MAX_DISPATCH_STEPS = 256  # per call of the compiled program
-MAX_HOST_NUMBERS = 2**22  # drawn on the host for one call
+MAX_DISPATCH_STEPS = 256  # training steps per call of the compiled program
+MAX_HOST_NUMBERS = 2**22  # numbers drawn on the host for one call
 DISPATCH_SECONDS = 1.0  # target duration of a call
-COOLING_RATIO = 4  # number of steps taken per step of the final phase, in which the rate decays to zero
-SHORT_RUN = 16  # steps: in shorter runs compilation dominates
+COOLING_RATIO = (
+    4  # ratio of the steps so far to those of the final phase, in which the learning rate decays to zero
+)
+SHORT_RUN = 16  # training steps; in shorter runs compilation dominates
 MAX_NONFINITE_STREAK = 20  # consecutive steps that are not finite before a run fails
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One training run: its steps, and when it ends."""
+    """One training run: takes its steps and decides when it ends."""
 
     rest: Any  # the untrained part of model and objective
     optimiser: Optimiser
@@ -108,7 +113,7 @@ class Loop:
     key_validation: PRNGKeyArray
 
     def placed(self) -> "Loop":
-        """The run with all constants on its devices."""
+        """The run with all its constants placed on its devices."""
         names = ("rest", "data", "held_out", "key", "key_validation")
         return replace(self, **{name: self.devices.put(getattr(self, name)) for name in names})
 
@@ -154,7 +159,8 @@ class Loop:
         return now
 
     def cooling(self, now: Progress) -> tuple[int, int]:
-        """The steps between which the rate decays to zero after patience runs out."""
+        """The first and the last step of the final phase, in which the learning rate decays to zero after
+        patience runs out."""
         start = now.stale_from(self.patience)
         if start is None:
             return self.steps, self.steps
@@ -165,7 +171,7 @@ class Loop:
         return self.optimiser.settled(now.parameters, now.optimiser)
 
     def _resolved(self, now: Progress) -> Progress:
-        """Choose the number of solver steps again, if that is due."""
+        """Choose the number of solver steps again if a validation check is due."""
         if self.grid_choice is None:
             return now
         model = self.devices.back(eqx.combine(now.parameters[0], self.rest[0]))
@@ -175,7 +181,7 @@ class Loop:
     def _advance(self, now: Progress, count: int) -> Progress:
         """Take `count` more steps, or fewer if too many in a row are not finite."""
         carried = (now.parameters, now.optimiser, now.state, self.devices.put(jnp.asarray(now.streak)))
-        # As arrays, because plain numbers would be compiled in.
+        # Arrays, because Python numbers would become constants of the compiled program.
         span = self.devices.put(tuple(jnp.asarray(n) for n in (now.step, count, *self.cooling(now))))
         data = self._drawn(now.step, count)
         advance, _ = self._programs
@@ -201,11 +207,11 @@ class Loop:
         return max(1, min(MAX_DISPATCH_STEPS, MAX_HOST_NUMBERS // self._batch(self.data, 0).size))
 
     def _drawn(self, first: int, count: int) -> Any:
-        """The data for the next steps; batches of host data are drawn now."""
+        """The data for the next steps; batches of host data are drawn in advance."""
         if not isinstance(self.data, Batches):
             return self.data
         rows = np.stack([self._batch(self.data, first + i) for i in range(count)])
-        # Always the same number, so that one compiled program suffices.
+        # The number of batches is constant, so that one compiled program suffices.
         rows = np.pad(rows, ((0, self._longest - count), (0, 0), (0, 0)))
         return Drawn(self.devices.put_rows(rows, axis=1))
 
@@ -225,11 +231,11 @@ class Loop:
         judged = np.any(now.history.validation_loss < np.inf)
         if now.step != now.stale_from(self.patience) or not judged:
             return now
-        # The best parameters are earlier ones: the final steps start from there.
+        # The final steps start from the best parameters, which are earlier ones.
         return replace(now, parameters=now.best, optimiser=self.optimiser.back_to(now.best, now.optimiser))
 
     def _explain(self, now: Progress) -> None:
-        """Raise an error, with the reason if a solve outside of jit finds one."""
+        """Raise an error that includes the reason if a solve outside of jit finds it."""
         model, objective = _combined(now.parameters, self.rest, now.grid)
         advice = "lower learning_rate or clip of rf.train.TrainingOptions, or use smaller initial weights"
         advice += see("training-not-finite")
@@ -243,7 +249,7 @@ class Loop:
         raise NonFiniteError(f"{message}: the loss or its gradient overflows, or is NaN; {advice}")
 
     def _metrics(self, history: History) -> str:
-        """The text of the progress bar beside the remaining time."""
+        """The metrics shown in the progress bar."""
         parts = [f"loss {history.recent():.4f}"]
         if isinstance(self.data, KnownEntropy) and isinstance(self.rest[1], MaximumLikelihood):
             parts.append(f"excess {history.recent() - self.data.entropy:.4f}")
@@ -269,8 +275,8 @@ def _take_steps(
     start,
     end,
 ):
-    """Take `count` steps from step `first` on in one compiled program, which serves any count. The rate
-    decays to zero from step `start` to `end`."""
+    """Take `count` steps from step `first` on in one compiled program, which serves any count. The learning
+    rate decays to zero from step `start` to step `end`."""
 
     pack = optimiser.packing(carried[0])
 

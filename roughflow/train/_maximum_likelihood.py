@@ -21,23 +21,24 @@ class MaximumLikelihood(AbstractObjective):
 
         −E log 1/K Σₖ wₖ ≥ −log p(x),      wₖ = p(x | ωₖ) φ(ωₖ)/q(ωₖ | x).
 
-    With one path from the prior it is the loss of Hodgkinson et al. (2020), which penalises all information
-    that the noise carries about x, and so removes the noise or spoils the fit. More paths tighten the bound
-    (Burda et al. 2016), and a proposal trained with the model tightens it further. On the banana with the
-    paper's architecture, one path from the prior ends 0.4 nats above the entropy, eight end 0.045 above, and
-    eight from a learned proposal 0.006, in the same time as eight.
+    With one path from the prior, the bound is the loss of Hodgkinson et al. (2020). That loss penalises all
+    information that the noise carries about x, so training either removes the noise or fits poorly. More
+    paths tighten the bound (Burda et al. 2016), and a proposal trained with the model tightens it further. On
+    the banana with the paper's architecture, the final loss is 0.4 nats above the entropy with one path from
+    the prior, 0.045 with eight, and 0.006 with eight from a learned proposal, which take the same time as
+    eight from the prior.
 
-    A point that none of its paths reaches counts as 1000 nats, so that no model improves by losing points.
-    `lost` in the history is the fraction of such points.
+    A point that none of its paths reaches counts as 1000 nats, so that a model does not improve by losing
+    points. `lost` in the history is the fraction of such points.
 
     **Arguments:**
 
     - `num_paths`: K.
-    - `proposal`: by default an `rf.Amortised` proposal, created and trained by `rf.fit`; `rf.Prior()` for the
-      plain bound.
+    - `proposal`: by default an `rf.Amortised` proposal, created and trained by `rf.fit`; `rf.Prior()` for
+      paths from the prior.
     - `stationary`: weight of `rf.train.stationarity` and `rf.train.confinement` (at rate 1/2T) in the loss.
-      The likelihood constrains the SDE only up to the end time of the flow. These terms keep it near
-      the data afterwards; long paths have the distribution of the data to the extent that the terms vanish.
+      The likelihood constrains the SDE only up to the end time of the flow. These terms keep it near the data
+      afterwards: if they vanish, long paths have the distribution of the data.
 
     ```python
     import jax, jax.numpy as jnp
@@ -70,7 +71,7 @@ class MaximumLikelihood(AbstractObjective):
         self.stationary = float(stationary)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "MaximumLikelihood":
-        """The objective with a proposal for this model; without noise, one path suffices."""
+        """The objective with a proposal for this model, or with one path if the model has no noise."""
         check_instance("model", model, StochasticFlow, "an rf.StochasticFlow for rf.MaximumLikelihood")
         if model.noise_dimension == 0:
             return MaximumLikelihood(1, Prior(), stationary=self.stationary)
@@ -91,13 +92,14 @@ class MaximumLikelihood(AbstractObjective):
     ) -> tuple[Array, dict[str, Array]]:
         assert x is not None
         if self.bound.estimator.num_paths > 1 and model.noise_dimension and not _exact(model):
-            # Measured in 30 dimensions: the "likelihood" rose by 700 nats while the density decreased.
+            # In 30 dimensions the estimated likelihood rose by 700 nats while the true density decreased.
             raise ValueError(
                 "num_paths must be 1 with an estimated divergence, because the mean of exp(log p + error) "
                 "grows with the error, which training would exploit; or use divergence=rf.ExactDivergence()"
                 + see("numbers-of-paths")
             )
-        # In training a failed solve is NaN, which the loop skips; with concrete values it is an error.
+        # In training a failed solve gives NaN, and the loop skips the step; with concrete values it raises an
+        # error.
         flow = model.without_errors() if is_traced(x) else model
         log_weights = self._log_weights(flow, x, key)
         value = log_mean(log_weights.T)
@@ -115,7 +117,7 @@ class MaximumLikelihood(AbstractObjective):
         return loss + self.stationary * (moved + away), metrics | {"moved": moved, "away": away}
 
     def _log_weights(self, flow: StochasticFlow, x: Array, key: PRNGKeyArray) -> Array:
-        # Searches near forward draws use the same draws for every x.
+        # Proposals that search near forward draws use the same draws for every x.
         if not is_traced(x) or self.bound.estimator.proposal.wants_cloud:
             return self.bound.log_weights(flow, x, key=key)
         weigh = lambda given, x, keys: given[0].log_weights(given[1], x, key=keys)

@@ -8,8 +8,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_fields
 
-# Loss, in nats, of a point that no path reaches and of a sample that escapes. It has no gradient, but a model
-# must not improve by losing points.
+# Loss, in nats, of a point that no path reaches and of a sample that escapes. It has no gradient; it prevents
+# a model from improving by losing points.
 LOST_POINT_LOSS = 1000.0
 
 
@@ -72,7 +72,7 @@ class AbstractStatefulObjective(eqx.Module):
 
 class AbstractObjective(AbstractStatefulObjective):
     """A loss of a model. Parameters of the objective, such as the network of a proposal, are trained too;
-    given functions, such as a target, are not.
+    functions that the user provides, such as a target, are not.
 
     ```python
     import equinox as eqx, jax, jax.numpy as jnp

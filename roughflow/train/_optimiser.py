@@ -15,7 +15,7 @@ from jaxtyping import Array
 from .._programs import jit
 
 ADAM = optax.scale_by_adam()  # a single object, so that a second fit reuses its compiled program
-MAX_WARM_UP_STEPS = 100  # maximum number of steps in which the rate rises
+MAX_WARM_UP_STEPS = 100  # maximum number of steps of linear warm-up
 
 
 class Rate(eqx.Module):
@@ -39,9 +39,9 @@ class Optimiser(eqx.Module):
     """
 
     transform: optax.GradientTransformation
-    rate: Rate | None  # None for a transformation with its own rate
+    rate: Rate | None  # None for a transformation with its own learning rate
     clip: float | None
-    decay: float | None  # of the average
+    decay: float | None  # per step, of the average of the parameters
 
     def init(self, parameters: Any) -> tuple[Any, Array, Any]:
         """The state of the transformation, the number of steps, and the average."""
@@ -51,8 +51,8 @@ class Optimiser(eqx.Module):
     def step(
         self, slope: Any, state: tuple[Any, Array, Any], parameters: Any, share: Array
     ) -> tuple[Any, Any]:
-        """The parameters after a step along this gradient, with the rate multiplied by a factor, and the
-        state."""
+        """The parameters and the state after a step along the gradient `slope`, with the learning rate
+        multiplied by `share`."""
         inner, count, average = state
         if self.clip is not None:
             slope, _ = optax.clip_by_global_norm(self.clip).update(slope, optax.EmptyState())  # pyright: ignore[reportArgumentType]
@@ -68,8 +68,8 @@ class Optimiser(eqx.Module):
         return parameters, (inner, count + 1, average)
 
     def packing(self, parameters: Any) -> "Packing":
-        """The form in which parameters and state are carried from step to step: packed, if the transformation
-        is elementwise."""
+        """How parameters and state are carried from step to step: packed if the transformation is
+        elementwise."""
         return Packing(None if self.rate is None else parameters)
 
     def back_to(self, parameters: Any, state: tuple[Any, Array, Any]) -> tuple[Any, Array, Any]:
@@ -137,7 +137,7 @@ def make_optimiser(
     clip: float,
     average: float,
 ) -> Optimiser:
-    """Adam with warm-up and decay, or the given transformation."""
+    """Adam with warm-up and decay, or the given optax transformation."""
     rate = None
     if transform is None:
         rate = Rate(learning_rate, float(min(MAX_WARM_UP_STEPS, steps // 10)), float(steps))

@@ -25,7 +25,7 @@ class ReverseKL(AbstractObjective):
     trained with the flow tightens it. The negative loss is a lower bound on the log evidence,
     `evidence_bound` in the history.
 
-    A sample that escapes counts as 1000 nats, so that no flow improves by losing samples.
+    A sample that escapes counts as 1000 nats, so that a flow does not improve by losing samples.
 
     **Arguments:**
 
@@ -34,8 +34,8 @@ class ReverseKL(AbstractObjective):
     - `batch_size`: samples per step.
     - `l1`: weight of the sum of the absolute values of all parameters.
     - `proposal`: by default an `rf.Amortised` proposal, created and trained by `rf.fit`. With `rf.Prior()`
-      and K = 0 it is the loss of Hodgkinson et al. (2020), which penalises all information that the path
-      carries about Z, and so drives σ to zero.
+      and K = 0, the objective is the loss of Hodgkinson et al. (2020), which penalises all information that
+      the path carries about Z and so drives σ to zero.
 
     ```python
     import jax, jax.numpy as jnp
@@ -95,7 +95,7 @@ class ReverseKL(AbstractObjective):
         return divergence + self.l1 * _size(model), metrics
 
     def gaps(self, model: StochasticFlow, *, key: PRNGKeyArray) -> Array:
-        """The term of the bound for each of `batch_size` samples; NaN for one that escaped."""
+        """The term of the bound for each of `batch_size` samples; NaN for a sample that escaped."""
         z, log_prob = self.bound(model.without_errors(), key=key, shape=(self.batch_size,))
         lost = jnp.isneginf(log_prob)
         value = log_prob - jax.vmap(as_target(self.log_density))(jnp.where(lost[:, None], 0, z))
@@ -110,7 +110,7 @@ def _size(model: StochasticFlow) -> Array:
     return sum((jnp.sum(jnp.abs(leaf)) for leaf in leaves), jnp.zeros(()))
 
 
-EVIDENCE_CHUNK = 64  # samples at a time
+EVIDENCE_CHUNK = 64  # samples per call
 
 
 class EvidenceBound(eqx.Module):
@@ -132,8 +132,8 @@ def evidence_bound(
 
         log Z ≥ E[log p(Z_T) − log 1/(K+1) Σₖ wₖ],
 
-    the negative loss of `rf.ReverseKL`. The gap is KL(p_T ‖ p) plus that of the estimate with K paths
-    (`rf.density.UpperBound`).
+    the negative loss of `rf.ReverseKL`. The gap is KL(p_T ‖ p) plus the gap of the estimate of log p_T with K
+    paths (`rf.density.UpperBound`).
 
     **Arguments:** `flow`, close to the target, such as an SDE that leaves it invariant (`rf.targeted_sde`),
     started from a normal distribution close to the target; `log_density`; `num_samples` of the flow;
@@ -161,7 +161,7 @@ def evidence_bound(
     if lost:
         raise NonFiniteError(
             f"{lost} of {values.size} samples escaped or have no finite density: give the flow more solver "
-            "steps, integrator=rf.FixedGrid(steps=16) say, or a smaller t1" + see("escaped-samples")
+            f"steps, such as integrator=rf.FixedGrid(steps=16), or a smaller t1" + see("escaped-samples")
         )
     return EvidenceBound(jnp.mean(values), jnp.std(values, ddof=1) / values.size**0.5)
 

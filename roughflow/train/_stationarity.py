@@ -1,4 +1,5 @@
-"""Whether an SDE leaves the distribution of a sample invariant, and whether it returns from outside."""
+"""Whether an SDE leaves the distribution of a sample invariant, and whether it returns to the sample from
+outside."""
 
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import as_real, check_count, check_key, check_number
 from ..sde import AbstractSDE, noise_matrix, to_ito
 
-# Wavelengths from twenty times the width of the data, for means and variances, to half of it.
+# Wavelengths from twenty times the width of the data, which test means and variances, to half the width.
 MIN_FREQUENCY, MAX_FREQUENCY = 0.05, 2.0
 
 
@@ -25,8 +26,8 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: in
 
     and the result is the mean over (w, b) of E[Lφ]². Each square is the product of the means over two random
     halves of the sample, so it is unbiased and may be negative. Do not minimise it on a fixed sample: its
-    negative values are unbounded. No path is solved. The SDE is evaluated at time 0 and should not depend on
-    time.
+    negative values are unbounded. No path is simulated. The SDE is evaluated at time 0 and should not depend
+    on time.
 
     ```python
     import jax, jax.numpy as jnp
@@ -46,9 +47,9 @@ def stationarity(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: in
 
 
 def squared_rate(sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, num_waves: int = 128) -> Array:
-    """`stationarity` as a loss: squares of means over the whole sample, never negative.
+    """`stationarity` as a loss: squares of means over the whole sample, which are never negative.
 
-    It exceeds E[Lφ]² by the variance of that mean, Var(Lφ)/N.
+    Its expectation exceeds E[Lφ]² by the variance of that mean, Var(Lφ)/N.
     """
     return jnp.mean(jnp.mean(_rates(sde, x, key, num_waves), axis=0) ** 2)
 
@@ -79,7 +80,7 @@ def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, num_waves: int) -> Arr
 def confinement(
     sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, rate: float = 1.0, num_points: int = 128
 ) -> Array:
-    """How far an SDE is from returning to the sample x at a given rate; zero if it does.
+    """How far an SDE is from returning to the sample x at a given rate; zero if it returns at that rate.
 
     With V(z) = |(z − mean)/spread|², the SDE returns to the region V ≤ R² if LV ≤ −rate·V outside
     (Khasminskii 2012, chapter 3). R is the radius of the sample; beyond it there are no data to train a
@@ -126,6 +127,6 @@ def _sample(x: Any) -> Array:
 
 
 def _spread(x: Array) -> Array:
-    """Standard deviations, as units: without gradient, and never zero."""
+    """Standard deviations, used as units: without gradient, and never zero."""
     spread = jax.lax.stop_gradient(jnp.std(x, axis=0))
     return jnp.where(spread > 0, spread, 1)

@@ -15,16 +15,16 @@ from ..._linear import cholesky, solve_lower
 from ...transition import AbstractCoordinates
 from .._parameters import POSITIVE
 
-SERIES_TERMS = 112  # of the power series
-DEBYE_TERMS = 8  # of the asymptotic expansion
+SERIES_TERMS = 112  # terms of the power series
+DEBYE_TERMS = 8  # terms of the asymptotic expansion
 LARGE_ARGUMENT = 80.0  # above this argument the asymptotic expansion has an error below 1e-13
 
 
 def log_bessel_ie(order: Array, z: Array) -> Array:
     """log I_q(z) − z for q > −1 and z > 0, with derivatives in both.
 
-    A power series Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)); for large q or z, Debye's expansion (Abramowitz &
-    Stegun 1972, 9.7.7).
+    The power series is Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)). For large q or z, Debye's expansion is used
+    instead (Abramowitz & Stegun 1972, 9.7.7).
     """
     large = jnp.hypot(order, z) > LARGE_ARGUMENT
     # Each branch is evaluated only where it is valid, so that derivatives stay finite.
@@ -47,7 +47,7 @@ def _debye(order: Array, z: Array) -> Array:
     # Σ uₖ/qᵏ in terms that stay finite as q → 0: with p = q/root, uₖ has powers of p from k to 3k.
     terms = [jnp.polyval(jnp.asarray(row), square) for row in _coefficients()]
     rest = jnp.polyval(jnp.stack([*terms[::-1], jnp.zeros_like(root)]), 1 / root)
-    exponent = order**2 / (root + z) - order * jnp.arcsinh(order / z)  # less z
+    exponent = order**2 / (root + z) - order * jnp.arcsinh(order / z)  # the exponent minus z
     return exponent - 0.5 * jnp.log(2 * jnp.pi * root) + jnp.log1p(rest)
 
 
@@ -107,7 +107,7 @@ class Transformed(AbstractDistribution):
         return self.normal.log_prob(self.coordinates.from_state(x)) + self.coordinates.log_volume(x)
 
     def sample(self, key: PRNGKeyArray) -> Array:
-        """A draw; NaN for coordinates outside the range of the state space."""
+        """A draw of the state; NaN if the coordinates lie outside the range of the state space."""
         y = self.normal.sample(key)
         return jnp.where(self.coordinates.is_inside(y), self.coordinates.to_state(y), jnp.nan)
 
@@ -182,11 +182,11 @@ class Beta(AbstractDistribution):
 
 class Counts(eqx.Module):
     """Counts as observations of a state: y ~ Poisson(ρx), or negative binomial with mean m = ρx and variance
-    m + m²/r. Pass it to `rf.fit_sde(..., observe=...)`.
+    m + m²/r. Pass an instance to `rf.fit_sde(..., observe=...)`.
 
     **Arguments:** `components`, the components of the state that are counted, one per column of the values;
-    `log`, whether the mean is ρeˣ; `rate`, the reported fraction ρ, and `dispersion`, r. Both are estimated
-    if they are given; without them ρ = 1 and counts are Poisson.
+    `log`, whether the mean is ρeˣ; `rate`, the reported fraction ρ, and `dispersion`, r. Given values of ρ
+    and r are the starting values of their estimates; by default, ρ = 1 and counts are Poisson.
 
     ```python
     import jax.numpy as jnp
@@ -250,7 +250,7 @@ class CountDistribution(eqx.Module):
         return whole - 0.5 * jnp.exp(self.log_prob(y))
 
 
-TAYLOR_TERMS = 13  # of a Taylor series whose terms at least halve
+TAYLOR_TERMS = 13  # terms of a Taylor series in which each term is at most half of the one before
 
 
 MAX_DOUBLINGS = 32
@@ -263,8 +263,9 @@ def linear_moments(
 
     Then dX = (A(X − μ) + b) dt + Q^½ dB has X(t) − μ = e^{At}(X(0) − μ) + ∫e^{As} ds b + a normal error. The
     method is a Taylor series over t/2ⁿ and n doublings, such as Σ(2h) = Σ(h) + e^{Ah} Σ(h) e^{Aᵀh}. Both
-    terms are positive, so it is stable for all A. The single exponential of Van Loan (1978) contains e^{−At},
-    which overflows or cancels if A is stiff. Reverse mode is slower.
+    terms are positive semi-definite, so doubling is stable for all A. The single exponential of Van Loan
+    (1978) contains e^{−At}, which overflows or cancels if A is stiff. Reverse-mode derivatives are slower
+    than forward-mode ones.
     """
     size = jax.lax.stop_gradient(dt * jnp.max(jnp.sum(jnp.abs(rate), axis=1)))
     doublings = jnp.clip(jnp.ceil(jnp.log2(jnp.maximum(size, 1e-30))) + 2, 0, MAX_DOUBLINGS)
@@ -282,7 +283,7 @@ def linear_moments(
         change, integral, covariance = moments
         grow = change + unit
         twice = (
-            2 * change + _product(change, change),  # keeps the digits of slow rates next to fast ones
+            2 * change + _product(change, change),  # keeps the digits of slow rates if others are fast
             integral + _product(grow, integral),
             covariance + _product(_product(grow, covariance), grow.T),
         )
@@ -293,7 +294,7 @@ def linear_moments(
 
 
 def _product(a: Array, b: Array) -> Array:
-    """Product of small matrices, written out because it is faster for large batches."""
+    """Product of small matrices as explicit sums, which is faster for large batches."""
     return sum((a[:, k, None] * b[None, k] for k in range(1, len(b))), a[:, 0, None] * b[None, 0])
 
 

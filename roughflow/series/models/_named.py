@@ -115,7 +115,7 @@ class GeometricBrownianMotion(AbstractNamedSDE):
 class OrnsteinUhlenbeck(AbstractNamedSDE):
     """dX = κ(μ − X) dt + σ dB; in finance Vasicek's model (1977).
 
-    In one dimension all parameters are numbers. In d dimensions κ is a matrix, μ a vector and σ a lower
+    In one dimension, all parameters are numbers. In d dimensions κ is a matrix, μ a vector and σ a lower
     triangular matrix with a positive diagonal; only σσᵀ is identified.
 
     ```python
@@ -188,7 +188,7 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
 
 
 TERMS = 256  # terms of an expansion
-LAST_TERMS = 8  # last terms, which estimate the remainder
+LAST_TERMS = 8  # number of last terms, from which the remainder is estimated
 
 
 class CoxIngersollRoss(AbstractNamedSDE):
@@ -350,7 +350,7 @@ class Jacobi(AbstractNamedSDE):
     def expansion(self, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array]:
         """The spectral expansion w(x₁) Σₙ e^{−λₙ dt} pₙ(x₀) pₙ(x₁) with λₙ = ½σ²n(n − 1 + a + b). w is the
         stationary density, Beta(a, b) with a = 2κμ/σ² and b = 2κ(1 − μ)/σ², and pₙ are the orthonormal Jacobi
-        polynomials (Karlin & Taylor 1981). Attainable boundaries reflect."""
+        polynomials (Karlin & Taylor 1981). Boundaries that can be reached are reflecting."""
         total = 2 * self.kappa / self.sigma**2
         a, b = total * self.mu, total * (1 - self.mu)
         x, y = 2 * x0[0] - 1, 2 * x1[0] - 1
@@ -388,7 +388,7 @@ def _recurrence(a: Array, b: Array, n: Array) -> tuple[Array, Array]:
     """Recurrence coefficients Bₙ and Aₙ₊₁ of z pₙ = Aₙ₊₁ pₙ₊₁ + Bₙ pₙ + Aₙ pₙ₋₁, for polynomials that are
     orthonormal on (−1, 1) with weight (1 + z)^{a − 1}(1 − z)^{b − 1}."""
     total, first = a + b, n == 0
-    # For n = 0 these ratios are one, also where they are 0/0.
+    # For n = 0 these ratios are one, even if they are 0/0.
     ratio = lambda above, below: jnp.where(first, 1, above / jnp.where(first, 1, below))
     shift = (a - b) / (2 * n + total) * ratio(total - 2, 2 * n + total - 2)
     square = 4 * (n + 1) * (n + a) * (n + b) / ((2 * n + total) ** 2 * (2 * n + total + 1))
@@ -396,7 +396,7 @@ def _recurrence(a: Array, b: Array, n: Array) -> tuple[Array, Array]:
 
 
 def _power(z: Array, exponent: Array) -> Array:
-    """z to a power, z > 0: derivatives are 25 % faster than those of `z**exponent`."""
+    """z to a power, for z > 0. Derivatives are 25 % faster than those of `z**exponent`."""
     return jnp.exp(exponent * jnp.log(z))
 
 
@@ -436,7 +436,7 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
     def sample(
         self, x0: ArrayLike, dt: float, steps: int, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
     ) -> Array:
-        """Exact draws of series `(*shape, steps + 1)` that begin at `x0`, at times dt apart."""
+        """Exact draws of series `(*shape, steps + 1)` that start at `x0`, at times dt apart."""
         check_positive("dt", dt)
         gamma = np.asarray(self.autocovariance(jnp.asarray(dt), check_count("steps", steps)), float)
         noise = jnp.moveaxis(stationary_noise(gamma, key=key, shape=shape), -1, 0)
@@ -474,8 +474,8 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
 
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
-        """Starting values for `rf.fit_sde`: H from the growth of second differences with their lag (Istas &
-        Lang 1997)."""
+        """Starting values for `rf.fit_sde`. H comes from the growth of second differences with their lag
+        (Istas & Lang 1997)."""
         x, dx, dt = Increments(times, values).column()
         kappa, mu = mean_reversion(x, dx, dt)
         near, far = (np.mean((x[2 * k :] - 2 * x[k:-k] + x[: -2 * k]) ** 2) for k in (1, 2))
@@ -563,7 +563,7 @@ class LotkaVolterra(AbstractNamedSDE):
         return {**rates, "sigma1": sigma1, "sigma2": sigma2}
 
 
-WEIGHT = 0.06  # of the last squared return in a mean (RiskMetrics 1996)
+WEIGHT = 0.06  # weight of the latest squared return in an exponentially weighted mean (RiskMetrics 1996)
 
 
 class _Volatility(AbstractNamedSDE):
@@ -578,7 +578,8 @@ class _Volatility(AbstractNamedSDE):
 
     @abc.abstractmethod
     def sizes(self, level: Any) -> tuple[Any, Any]:
-        """The volatility of the price, and the noise of the second component relative to σ, at its level."""
+        """The volatility of the price, and the noise of the second component divided by σ, for a value of the
+        second component."""
 
     def drift(self, t: Array, z: Array) -> Array:
         return jnp.stack([self.mu * z[0], self.kappa * (self.theta - z[1])])
@@ -591,7 +592,8 @@ class _Volatility(AbstractNamedSDE):
 
     @staticmethod
     def _variance(one: Observed) -> np.ndarray:
-        """The variance of a price: exponentially weighted means of squared returns, in both directions."""
+        """An estimate of the variance of a price: exponentially weighted means of squared returns, forwards
+        and backwards in time."""
         price = np.interp(one.times, *one.known(0))
         returns = np.diff(np.log(np.maximum(price, 1e-300))) / np.sqrt(np.diff(one.times))
         square = np.append(returns**2, returns[-1] ** 2)
@@ -602,7 +604,7 @@ class _Volatility(AbstractNamedSDE):
 
     @classmethod
     def _regressed(cls, increments: Increments, v: np.ndarray, noise: Any) -> dict[str, Any]:
-        """Starting values, given the variance `v` and the noise relative to σ."""
+        """Starting values, from the variance `v` and the noise divided by σ."""
         (s, ds, dt), (level, dv, _) = increments.positive(0), increments.column(1)
         rise = np.log1p(np.maximum(ds / s, -0.99)) + 0.5 * v * dt
         mu, (kappa, theta) = rise.sum() / dt.sum(), mean_reversion(level, dv, dt)
@@ -701,7 +703,7 @@ class _HestonStep(AbstractDistribution):
         total = 0.5 * self.dt * (now + later)
         shock = (
             later - now - sde.kappa * (sde.theta * self.dt - total)
-        ) / sde.sigma  # ∫√V dB of the variance
+        ) / sde.sigma  # ∫√V dB for the Brownian motion of the variance
         mean = jnp.log(price) + sde.mu * self.dt - 0.5 * total + sde.rho * shock
         return Transformed(Logarithm(), Normal(mean[None], ((1 - sde.rho**2) * total)[None, None]))
 
@@ -720,8 +722,8 @@ class _HestonStep(AbstractDistribution):
 class FitzHughNagumo(AbstractNamedSDE):
     """The FitzHugh–Nagumo neuron: dX = (X − X³ − Y + s)/ε dt + σ₁ dB₁, dY = (γX − Y + β) dt + σ₂ dB₂.
 
-    If the recovery Y is hidden (a column of NaN), adding a number to Y, s and β changes nothing that is
-    observed: fix s with `rf.fit_sde(..., fixed=["s"])`.
+    If the recovery Y is hidden (a column of NaN), adding the same number to Y, s and β does not change X: fix
+    s with `rf.fit_sde(..., fixed=["s"])`.
 
     ```python
     import roughflow as rf
@@ -809,10 +811,10 @@ class Compartments(AbstractNamedSDE):
     """Linear compartments with inputs u(t): dXᵢ = [Σⱼ kᵢⱼ(Zⱼ − Xᵢ) + Σₗ gᵢₗ uₗ(t)] dt + σᵢ dBᵢ, where Zⱼ is a
     compartment or an input.
 
-    `exchange` are the rates kᵢⱼ and `gain` the coefficients gᵢₗ by a pair of names, "i j", and `sigma` the
-    noise of each compartment, which also says in which order they are components of the state. All others are
-    zero. `inputs` are the names of the inputs, which `rf.fit_sde(..., inputs=...)` gives. This is a heated
-    room with walls (Bacher & Madsen 2011); the walls are hidden:
+    `exchange` and `gain` are dictionaries of the rates kᵢⱼ and the coefficients gᵢₗ, whose keys are pairs of
+    names, "i j". All other rates and coefficients are zero. `sigma` is the noise of each compartment, in the
+    order of the components of the state. `inputs` are the names of the inputs in `rf.fit_sde(...,
+    inputs=...)`. The example is a heated room with walls (Bacher & Madsen 2011), whose temperature is hidden:
 
     ```python
     import numpy as np

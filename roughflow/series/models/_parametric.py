@@ -17,7 +17,7 @@ from .._observed import Observed, is_partial, panel
 from .._parameters import Domain
 from ._distributions import AbstractDistribution
 
-SLOWEST, FASTEST = 0.1, 3.0  # bounds of mean-reversion rates, over the whole series and over one step
+SLOWEST, FASTEST = 0.1, 3.0  # mean-reversion rates: minimum per length of the series, maximum per time step
 MAX_ELASTICITY = 1.5
 
 
@@ -35,13 +35,13 @@ class Increments:
         return self.x[:, i], self.dx[:, i], self.dt
 
     def positive(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same for a positive component. Values that are negative because of measurement noise become 1 %
-        of the median."""
+        """`of` for a positive component. Values that are negative because of measurement noise become 1 % of
+        the median."""
         x, dx, dt = self.column(i)
         return np.maximum(x, 0.01 * np.median(np.abs(x))), dx, dt
 
     def residual_sizes(self, dx: np.ndarray, drift: np.ndarray) -> np.ndarray:
-        """|dx − drift dt| / √dt, the size of the noise in each increment."""
+        """|dx − drift dt| / √dt, the absolute size of the noise in each increment."""
         return np.abs(dx - drift * self.dt) / np.sqrt(self.dt)
 
 
@@ -70,7 +70,8 @@ def root_mean_square(values: np.ndarray) -> float:
 
 
 def parameter(value: float | Array) -> Array:
-    """A field of a model as a float array. Other types are left for the model to refuse by name."""
+    """A field of a model as a float array. Values of other types are returned unchanged; the model refuses
+    them in a message with the name of the field."""
     try:
         return jnp.asarray(as_real("parameter", value), float)
     except (TypeError, ValueError):
@@ -125,7 +126,7 @@ class AbstractNamedSDE(AbstractItoSDE):
         """The variables in which the SDE is solved."""
 
     def exact_transition(self, x0: Array, dt: Array) -> AbstractDistribution | None:
-        """The distribution of X(t + dt) given X(t) = x₀ `(d,)`; None (default) without a closed form.
+        """The distribution of X(t + dt) given X(t) = x₀ `(d,)`; None (default) if it has no closed form.
 
         The result is a module with `log_prob(x1)` for x₁ of shape `(d,)`, `sample(key)` and, if d = 1,
         `cdf(x1)`.
@@ -138,18 +139,19 @@ class AbstractNamedSDE(AbstractItoSDE):
         return None
 
     def expansion(self, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
-        """log p(x₁ | x₀) from a series that converges fast for long times, and its truncation error, which is
-        large for short times. None (the default) if there is no such series."""
+        """log p(x₁ | x₀) as the sum of a truncated series, and the truncation error. The series converges
+        fast if dt is long; if dt is short, the error is large. None (default) if there is no such series."""
         return None
 
     def stationary(self, unknown: tuple[int, ...]) -> AbstractDistribution | None:
-        """The stationary distribution of the components `unknown` of the state; None (default) without it."""
+        """The stationary distribution of the components `unknown` of the state; None (default) if it is not
+        known."""
         return None
 
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
-        """The SDE with parameters estimated from moments of a series. `rf.fit_sde` uses them as starting
-        values if it is passed the class. Missing values are interpolated, and hidden components come from
+        """The SDE with parameters estimated from moments of a series. If the class is passed to `rf.fit_sde`,
+        they are the starting values. Missing values are interpolated, and hidden components come from
         `hidden_values`.
 
         ```python
@@ -169,7 +171,7 @@ class AbstractNamedSDE(AbstractItoSDE):
 
     @classmethod
     def _completed(cls, one: Observed) -> np.ndarray:
-        """The values of a series, with estimates where they are missing."""
+        """The values of a series, with missing values replaced by estimates."""
         whole = one.values.copy()
         hidden = [i for i in range(whole.shape[1]) if np.isnan(whole[:, i]).all()]
         guess = cls.hidden_values(one) if hidden else {}
@@ -184,7 +186,8 @@ class AbstractNamedSDE(AbstractItoSDE):
 
     @classmethod
     def hidden_values(cls, one: Observed) -> dict[int, np.ndarray]:
-        """A rough estimate of hidden components `(N,)`, by index, for starting values; empty by default."""
+        """Rough estimates of hidden components `(N,)`, by index, from which starting values are computed;
+        empty by default."""
         return {}
 
     @classmethod
