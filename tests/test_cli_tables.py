@@ -241,7 +241,9 @@ def test_what_a_mixture_refuses(patients, refused, fitted, tmp_path):
         "impute", fitted / "model.rf", fitted / "data.csv"
     )
     (tmp_path / "new.csv").write_text("group,age,pressure\nmiddle,40,\n")
-    assert "a category that the table did not have" in refused("impute", patients / "m.rf", "new.csv")
+    assert "a category that does not occur in the training table" in refused(
+        "impute", patients / "m.rf", "new.csv"
+    )
 
 
 def test_the_report_on_a_mixture(patients):

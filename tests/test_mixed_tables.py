@@ -239,7 +239,7 @@ TEXTS = np.array([["a", 1.0], ["b", 2.0], ["a", 3.0]] * 10, object)
             "column 'x1' has 40 different text values in 40 rows: drop it",
         ),
         (np.array([["a", 1.0], [3.0, 2.0]], object), {}, "column 0 of data holds 'a', not numbers"),
-        (np.array([[None, 1.0], [None, 2.0]], object), {}, "column 'x1' of data has no value: drop it"),
+        (np.array([[None, 1.0], [None, 2.0]], object), {}, "column 'x1' of data has no values: drop it"),
     ],
 )
 def test_bad_tables_are_refused(rows, settings, reason):

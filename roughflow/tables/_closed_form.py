@@ -1,4 +1,4 @@
-"""Densities in closed form: Gaussians, and monotone maps that make columns nearly normal."""
+"""Densities in closed form: Gaussians, and Gaussians of columns that monotone maps make nearly normal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from .._checks import is_traced
 from ..faq import see
 from ..train import LEAVE_ONE_OUT, Links, folds, mean_and_error
 
-RIDGE = 1e-6  # added to correlations, so that nearly dependent columns stay distinguishable
+# Added to the diagonal of correlations, so that those of nearly dependent columns are invertible.
+RIDGE = 1e-6
 SHRINKAGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 ROWS_WITHOUT_SHRINKAGE = 30  # rows per column above which correlations are not shrunk
 
@@ -23,7 +24,7 @@ ROWS_WITHOUT_SHRINKAGE = 30  # rows per column above which correlations are not 
 @dataclass(frozen=True)
 class Gaussian:
     """A Gaussian x = m + M u with u ~ N(0, I), conditional on the last `num_given` coordinates. M is block
-    upper triangular, so that the modelled coordinates follow a linear regression on the given ones."""
+    upper triangular, so that modelled coordinates are a linear regression on the given ones."""
 
     loc: np.ndarray
     matrix: np.ndarray
@@ -76,7 +77,7 @@ class Gaussian:
 
 
 def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Means and standard deviations of the columns (1 if constant), and their correlations."""
+    """Means, standard deviations (1 for constant columns) and correlations of the columns."""
     loc, scale = rows.mean(axis=0), rows.std(axis=0)
     scale = np.where(constant(rows, loc, scale), 1.0, scale)
     unit = (rows - loc) / scale
@@ -84,13 +85,13 @@ def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def constant(rows: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Which columns are constant up to rounding."""
+    """For each column, whether it is constant up to rounding errors."""
     return (scale <= 1e-10 * np.maximum(np.abs(loc), 1e-300)) | (rows.max(axis=0) == rows.min(axis=0))
 
 
 def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
-    """Refuse constant or linearly dependent columns. With fewer rows than columns, dependence cannot be
-    tested."""
+    """Refuse constant or linearly dependent columns. With fewer rows than columns, linear dependence cannot
+    be tested."""
     label = lambda i: repr(names[i]) if names else str(i)
     still = np.flatnonzero(constant(rows, rows.mean(axis=0), rows.std(axis=0)))
     if still.size:
@@ -109,36 +110,41 @@ def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
         )
 
 
-NEWTON_STEPS = 6  # for the normal quantile of a small probability
-TAIL_ROWS, TAIL_GAIN = 20, 3.0  # rows beyond the last knot, and nats in all, that justify a Pareto tail
-HEAVY_SHAPE = 0.25  # ξ above which a column is always mapped: its fourth moment is infinite
-MIN_SHAPE, MAX_SHAPE = 0.15, 3.0  # ξ of a Pareto tail; a Student-t tail with ν degrees of freedom has 1/ν
-# A column with a value that a normal sample would exceed with this probability has Pareto tails of shape
-# FAR_SHAPE, as a Cauchy distribution, beyond FAR_LEVEL standard deviations, if the rows do not determine its
-# tails. This costs 0.0005 nats if the column is normal after all.
+NEWTON_STEPS = 6  # Newton steps for the normal quantile of a small probability
+# Minimum number of rows beyond the last knot, and their minimum gain in nats, for a Pareto tail.
+TAIL_ROWS, TAIL_GAIN = 20, 3.0
+HEAVY_SHAPE = 0.25  # ξ above which a column is always mapped, because its fourth moment is infinite
+# Range of ξ of a Pareto tail; a Student-t distribution with ν degrees of freedom has ξ = 1/ν.
+MIN_SHAPE, MAX_SHAPE = 0.15, 3.0
+# If a normal sample would have a value as extreme as that of a column only with this probability, and the
+# rows do not determine the tails of the column, it gets Pareto tails of shape FAR_SHAPE, that of a Cauchy
+# distribution, beyond FAR_LEVEL standard deviations. This costs 0.0005 nats if the column is normal after
+# all.
 FAR_PROBABILITY, FAR_LEVEL, FAR_SHAPE = 0.05, 3.0, 1.0
-WINSORISATIONS = 10  # of a column with such values, for its mean and standard deviation
-FAR_ROW = 6.0  # standard deviations beyond which a row excludes mixtures of Gaussians
+# Rounds of winsorisation of a column with extreme values, for its mean and standard deviation.
+WINSORISATIONS = 10
+FAR_ROW = 6.0  # in standard deviations; if a row lies further out, mixtures of Gaussians are not considered
 KNOT_COUNTS = (4, 8, 16, 32, 64, 128)  # candidate numbers of knots, in this order
-MIN_ROWS_PER_KNOT = 8  # minimum, per knot
+MIN_ROWS_PER_KNOT = 8  # minimum number of rows per knot
 MIN_STANDARD_ERRORS = 2.0  # improvement, in standard errors, that justifies more knots
-MIN_STANDARD_ERRORS_FAR = 1.0  # the same in columns with extreme values, which are not normal
-MAX_GAIN = 10.0  # nats of one row that count, so that an extreme row does not hide the gain of the others
+MIN_STANDARD_ERRORS_FAR = 1.0  # the same for columns with extreme values, which are not normal
+# Maximum gain of one row in nats, so that an extreme row does not hide the gain of the others.
+MAX_GAIN = 10.0
 MIN_KNOT_DISTANCE = 1e-7  # minimum distance between two knots, in standard deviations
-MAX_CHOICE_ROWS = 20_000  # rows that choose the numbers of knots
+MAX_CHOICE_ROWS = 20_000  # maximum number of rows on which numbers of knots are chosen
 
 
 class Marginals(eqx.Module):
     """Monotone maps u = g(x), one per column: rational-quadratic splines between knots (Gregory & Delbourgo
-    1982; Durkan et al. 2019), linear beyond them, as for normal tails, or with `tails` ξ > 0 as for Pareto
-    tails: the probability P(X > x) beyond the last knot decreases like (1 + ξ (x − x_K)/β)^(−1/ξ), with β
-    from the slope there. A column with bounds a or b is first mapped to the real line by log(x − a),
-    −log(b − x), or log (x − a)/(b − x).
+    1982; Durkan et al. 2019). Beyond the knots they are linear, which gives normal tails, or, if `tails` ξ >
+    0, give Pareto tails: the probability P(X > x) beyond the last knot x_K decreases like (1 + ξ (x −
+    x_K)/β)^(−1/ξ), with β from the slope at x_K. A column with bounds a or b is first mapped to the real line
+    by log(x − a), −log(b − x), or log (x − a)/(b − x).
 
-    **Arguments:** the knots `x` and `u`, both increasing, and the `slope` of g there, `(d, K)` each; the
-    bounds `lower` and `upper`, `(d,)` each, infinite or None if there are none; `tails`, `(d, 2)`, the ξ of
-    the lower and the upper tail, 0 for linear, or None. `rf.fit_density` chooses them: with knots x at
-    quantiles of a column and u at those of a normal distribution, g(x) is nearly normal.
+    **Arguments:** the knots `x` and `u`, both increasing, and the `slope` of g at the knots, `(d, K)` each;
+    the bounds `lower` and `upper`, `(d,)` each, infinite or None if there are none; `tails`, `(d, 2)`, the ξ
+    of the lower and the upper tail, 0 for normal tails, or None. `rf.fit_density` chooses all of these: with
+    x at quantiles of a column and u at the same quantiles of a normal distribution, g(x) is nearly normal.
 
     ```python
     import numpy as np
@@ -198,8 +204,8 @@ class Marginals(eqx.Module):
         return xp.where(heavy, sign * tail, u), xp.where(heavy, log_tail, log_slope)
 
     def _pareto(self, xp: Any, below: Any, inside: Any) -> tuple[Any, Any, Any]:
-        """The shape ξ of the tail on the side of each entry (1 where the tail is not Pareto), the sign of the
-        side, and whether the entry is in a Pareto tail."""
+        """For each entry: the shape ξ of the tail on its side (1 if it is not a Pareto tail), the sign of the
+        side, and whether the entry lies in a Pareto tail."""
         lower, upper = (xp.broadcast_to(xp.asarray(part), below.shape) for part in np.asarray(self.tails).T)
         shape = xp.where(below, lower, upper)
         return xp.where(shape > 0, shape, 1), xp.where(below, -1, 1), ~inside & (shape > 0)
@@ -212,7 +218,7 @@ class Marginals(eqx.Module):
         bend = low.slope + high.slope - 2 * mean
         a = (high.u - low.u) * (mean - low.slope) + y * bend
         b = (high.u - low.u) * low.slope - y * bend
-        # This form of the root does not cancel where the quadratic is nearly linear.
+        # In this form of the root, no digits cancel if the quadratic is nearly linear.
         s = 2 * mean * y / (b + jnp.sqrt(jnp.maximum(b**2 + 4 * a * mean * y, 0)))
         end = _Knot(*(jnp.where(u < low.u, *pair) for pair in low.beside(high)))
         x = jnp.where(inside, low.x + s * (high.x - low.x), end.x + (u - end.u) / end.slope)
@@ -224,7 +230,7 @@ class Marginals(eqx.Module):
         return x if self.lower is None or self.upper is None else _bounded(x, self.lower, self.upper)
 
     def _pieces(self, xp: Any, at: Any, knots: Any) -> tuple["_Knot", "_Knot", Any]:
-        """The knots on either side of each entry, and whether it lies between them."""
+        """The knots on either side of each entry, and whether the entry lies between two knots."""
         if xp is np:
             columns = [np.searchsorted(own, at[..., j], "right") for j, own in enumerate(knots)]
             place = np.stack(columns, axis=-1)
@@ -240,13 +246,13 @@ class Marginals(eqx.Module):
 
 
 def _to_normal(xp: Any, beyond: Any, level: Any, slope: Any, shape: Any) -> tuple[Any, Any]:
-    """u and log g′ at a distance beyond the last knot, which has this level u and slope: log P(X > x) =
-    log Φ(−level) − log(1 + ξ beyond/β)/ξ = log Φ(−u)."""
+    """u and log g′ at the distance `beyond` from the last knot, at which u is `level` and g′ is `slope`: log
+    P(X > x) = log Φ(−level) − log(1 + ξ beyond/β)/ξ = log Φ(−u)."""
     log_ndtr, log_normal = _log_ndtr(xp), lambda v: -0.5 * (v**2 + np.log(2 * np.pi))
     start = log_ndtr(-level)
     scale = xp.exp(start - log_normal(level)) / slope
     log_survival = start - xp.log1p(shape * beyond / scale) / shape
-    # Newton's method for the inverse of log Φ(−u), a concave function, from its asymptote.
+    # Newton's method for the inverse of the concave function log Φ(−u), started from its asymptote.
     u = xp.sqrt(xp.maximum(-2 * log_survival - np.log(2 * np.pi), level**2))
     for _ in range(NEWTON_STEPS):
         tail = log_ndtr(-u)
@@ -267,8 +273,8 @@ def _log_ndtr(xp: Any) -> Any:
 
 
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
-    """x mapped to the real line, and the log-slope; rows outside the bounds have slope zero and a dummy
-    value."""
+    """x mapped from between its bounds to the real line, and the log of the slope; outside the bounds the
+    slope is zero and the value a placeholder."""
     lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
     above, below = np.isfinite(lower), np.isfinite(upper)
     out = (x <= lower) | (x >= upper)
@@ -281,7 +287,7 @@ def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[An
 
 
 def _bounded(x: Array, lower: np.ndarray, upper: np.ndarray) -> Array:
-    """The inverse map, from the real line."""
+    """The inverse map, from the real line to the interval between the bounds."""
     lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
     above, below = np.isfinite(lower), np.isfinite(upper)
     low, high = (jnp.asarray(np.where(np.isfinite(b), b, 0), x.dtype) for b in (lower, upper))
@@ -308,10 +314,11 @@ def fit_marginals(
     links: Links | None = None,
     far: bool = True,
 ) -> Marginals | None:
-    """Maps of the first `own` columns, with cross-validated numbers of knots. They are linear if they gain
-    less than `least` nats per column over a normal distribution in the median row, so that a few outliers
-    cannot decide; columns with heavy tails (ξ > 1/4) are always mapped. With `far`, linear maps of columns
-    with extreme values have Pareto tails if `least` is infinite. None if there is nothing to map."""
+    """Maps of the first `own` columns, with cross-validated numbers of knots. Maps are linear if splines gain
+    less than `least` nats per column over a normal distribution. The gain is that of the median row, so that
+    a few outliers cannot decide. Columns with heavy tails (ξ > 1/4) are always mapped. With `far`, linear
+    maps of columns with extreme values have Pareto tails if `least` is infinite. None if no column needs a
+    map."""
     links = Links.of(rows) if links is None else links
     if bounds is not None:
         moved = unbounded(np, rows[:, :own], *bounds)[0]
@@ -321,7 +328,7 @@ def fit_marginals(
         some = np.random.default_rng(0).permutation(len(rows))[:MAX_CHOICE_ROWS]
         some = slice(None) if len(rows) <= MAX_CHOICE_ROWS else some
         counts = _counts(rows[some], own, least, links if isinstance(some, slice) else links.at(some))
-    # In a flow such tails would bend relations that are linear far out.
+    # In a flow, Pareto tails would bend relations between columns that are linear far out.
     maps = _together(rows, counts, far=far and bool(np.isinf(least)))
     if bounds is not None:
         return Marginals(maps.x, maps.u, maps.slope, *bounds, maps.tails)
@@ -342,7 +349,7 @@ def _counts(rows: np.ndarray, own: int, least: float, links: Links) -> list[int]
 
 
 def _together(rows: np.ndarray, counts: list[int], far: bool = True) -> Marginals:
-    """The maps of the columns; without `far`, linear maps have no Pareto tails."""
+    """The maps of the columns, as arrays; without `far`, linear maps have no Pareto tails."""
     columns = [
         _knots(column, count) if count or far else _line(column.mean(), column.std() or 1.0)
         for column, count in zip(rows.T, counts, strict=False)
@@ -363,11 +370,11 @@ def _knots(column: np.ndarray, count: int) -> _Knot:
 
 
 def _at_quantiles(column: np.ndarray, count: int) -> _Knot:
-    """Knots at quantiles, with the tails that the rows beyond them have."""
+    """Knots at quantiles, with tails fitted to the rows beyond the last knots."""
     scale = column.std() or 1.0
     levels = np.arange(1, count + 1) / (count + 1)
     x = np.quantile(column, levels, method="hazen")
-    # Repeated values give equal quantiles: use one knot for them.
+    # Repeated values give equal quantiles, which share one knot.
     apart = np.flatnonzero(np.diff(x, prepend=-np.inf) > MIN_KNOT_DISTANCE * scale)
     if len(apart) < 2:
         return _line(column.mean(), scale)
@@ -390,7 +397,7 @@ def _is_far(column: np.ndarray) -> bool:
 
 
 def has_far_rows(rows: np.ndarray) -> bool:
-    """Whether a row is so far out in a column that Gaussians without Pareto tails are no model of it."""
+    """Whether a row is so far out in a column that Gaussians without Pareto tails cannot describe it."""
     bulks = [(column, *_bulk(column)) for column in rows.T]
     return any(np.max(np.abs(column - loc)) > FAR_ROW * scale for column, loc, scale in bulks)
 
@@ -400,14 +407,16 @@ def _is_heavy(column: np.ndarray, count: int) -> bool:
 
 
 def _linear(column: np.ndarray) -> _Knot:
-    """A linear map; with Pareto tails, that of the bulk of the column."""
+    """A linear map from mean and standard deviation. For a column with extreme values, these are those of its
+    bulk, and the map has Pareto tails."""
     far = _is_far(column)
     line = _line(*_bulk(column)) if far else _line(column.mean(), column.std() or 1.0)
     return _with_far_tails(line) if far else line
 
 
 def _bulk(column: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of the column, with values beyond FAR_LEVEL of these moved there."""
+    """Mean and standard deviation of the column after values more than FAR_LEVEL standard deviations from the
+    mean are moved to that distance."""
     loc, scale = column.mean(), column.std() or 1.0
     for _ in range(WINSORISATIONS):
         bulk = np.clip(column, loc - FAR_LEVEL * scale, loc + FAR_LEVEL * scale)
@@ -421,7 +430,7 @@ def _line(loc: float, scale: float) -> _Knot:
 
 
 def _with_far_tails(knots: _Knot) -> _Knot:
-    """The knots with Pareto tails beyond FAR_LEVEL on the sides that have normal ones."""
+    """The knots with normal tails replaced by Pareto tails beyond FAR_LEVEL."""
     x, u, slope = knots.x, knots.u, knots.slope
     low, high = (int(tail == 0) for tail in knots.tails)
     ends = [(x[0] - (u[0] + FAR_LEVEL) / slope[0], -FAR_LEVEL, slope[0])] * low
@@ -431,8 +440,8 @@ def _with_far_tails(knots: _Knot) -> _Knot:
 
 
 def _tail(level: float, beyond: np.ndarray, otherwise: float) -> tuple[float, float]:
-    """The slope at the last knot and the shape ξ of the tail; 0 for a normal tail, whose slope makes the mean
-    distance of values beyond the knot that of a normal distribution beyond `level`."""
+    """The slope at the last knot and the shape ξ of the tail. For a normal tail ξ is 0, and the slope is such
+    that the mean distance of values beyond the knot is that of a normal distribution beyond `level`."""
     beyond = beyond[beyond > 0]
     if not beyond.size:
         return otherwise, 0.0
@@ -458,7 +467,7 @@ def _pareto_fit(beyond: np.ndarray) -> tuple[float, float, float]:
 
 
 def _padded(knots: _Knot, most: int) -> _Knot:
-    """Additional knots on the spline, in its widest piece."""
+    """Additional knots on the spline, always in its widest piece."""
     missing = most - len(knots.x)
     if not missing:
         return knots
@@ -474,8 +483,8 @@ def _padded(knots: _Knot, most: int) -> _Knot:
 
 
 def _count(column: np.ndarray, links: Links) -> int:
-    """The number of knots that is significantly better than fewer, by cross-validated log-likelihood; 0 for
-    none."""
+    """The number of knots whose cross-validated log-likelihood is significantly better than with fewer knots;
+    0 for no knots."""
     parts = folds(links.labels)
 
     def score(count: int) -> np.ndarray:
@@ -506,8 +515,7 @@ def _log_density(u: Any) -> Any:
 
 
 def _gain(train: np.ndarray, test: np.ndarray, counts: list[int]) -> np.ndarray:
-    """The change in log-density due to the maps, relative to a normal distribution, for each row of
-    `test`."""
+    """The gain in log-density of each row of `test` from the map, compared with a normal distribution."""
     marginals, own = _together(train, counts), len(counts)
 
     def mapped(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What the columns of a table are: constant, functions of other columns, or free."""
+"""The columns of a table: constant columns, linear relations among columns, and types of columns."""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +22,11 @@ from ._closed_form import RIDGE, constant
 from ._numbers import MAX_VALUE, frame_names, is_frame, take
 from ._standardised import Standardised
 
-PAIR_TOLERANCE = 1e-12  # 1 − |correlation| of two columns that are copies, if there are few rows
-COARSE_STEP = 0.02  # grid step, in standard deviations of the column, above which rounding matters
-MAX_COMPARED = 2000  # columns that are compared in pairs
-MARGIN, SINGLE_PRECISION = 4.0, 1e-6  # of the residuals of the training rows, and relative to the terms
+PAIR_TOLERANCE = 1e-12  # maximum 1 − |correlation| of two columns that count as copies, if there are few rows
+COARSE_STEP = 0.02  # grid step, in standard deviations of the column, above which rounding is modelled
+MAX_COMPARED = 2000  # maximum number of columns that are compared in pairs
+# Tolerance: factor on the residuals of the training rows, and relative to the terms.
+MARGIN, SINGLE_PRECISION = 4.0, 1e-6
 Violation = Literal["zero", "penalty"]
 
 
@@ -34,8 +35,8 @@ class Relations(eqx.Module):
 
     **Arguments:** `removed`, the indices of these columns; `intercept` a, `(r,)`, and `slope` B, `(r, d)`,
     over all columns, given ones last, and zero for removed ones; `tolerance` and `scale`, `(r,)`: the largest
-    rounding error of a row that satisfies the relation, and the standard deviation of the column (1 if it is
-    constant); `num_rows`, the number of distinct rows in which the relations held.
+    deviation of a row that counts as rounding error, and the standard deviation of the column (1 if it is
+    constant); `num_rows`, the number of distinct rows from which the relations were found.
 
     ```python
     import numpy as np
@@ -56,8 +57,8 @@ class Relations(eqx.Module):
 
     @staticmethod
     def of(rows: np.ndarray, own: int, exempt: Iterable[int] = ()) -> "Relations | None":
-        """The relations among the first `own` columns, and of these to the others, or None. `exempt` columns
-        are left out.
+        """The relations among the first `own` columns and from these to the other columns; None if there are
+        none. The columns `exempt` are never part of a relation.
 
         A column is removed if its variance given the other columns is below 1e-6 of its variance."""
         loc, scale = rows.mean(axis=0), rows.std(axis=0)
@@ -65,7 +66,7 @@ class Relations(eqx.Module):
         scale = np.where(still, 1.0, scale)
         exempt = set(exempt)
         constants = [int(i) for i in np.flatnonzero(still[:own]) if i not in exempt]
-        still[list(exempt)] = True  # no part of a relation
+        still[list(exempt)] = True  # treated like constant columns, which are never part of a relation
         removed = sorted([*constants, *_dependent((rows - loc) / scale, own, still)])
         if not removed:
             return None
@@ -88,8 +89,8 @@ class Relations(eqx.Module):
         return [i for i in range(self.slope.shape[1]) if i not in self.removed]
 
     def log_factor(self, rows: Any, violation: Violation) -> Any:
-        """What the relations contribute to log p of each row: 0 if it satisfies them, otherwise −∞ or the
-        penalty."""
+        """The contribution of the relations to log p of each row: 0 if the row satisfies them, otherwise −∞
+        or the penalty."""
         xp = jnp if is_traced(rows) else np
         rest = xp.abs(rows[..., list(self.removed)] - self._predicted(xp, rows, self.slope))
         wide = lambda part: xp.broadcast_to(xp.asarray(part, rest.dtype), rest.shape)
@@ -98,7 +99,7 @@ class Relations(eqx.Module):
         return xp.sum(xp.where(rest > wide(self.tolerance), broken, 0.0), axis=-1)
 
     def restore(self, rows: Any) -> Any:
-        """All columns from those that are kept."""
+        """Rows of all columns from rows of the columns that are kept."""
         xp = np if isinstance(rows, np.ndarray) else jnp
         places = np.argsort([*self.kept, *self.removed])
         removed = self._predicted(xp, rows, self.slope[:, self.kept])
@@ -109,7 +110,7 @@ class Relations(eqx.Module):
         return removed + xp.broadcast_to(xp.asarray(self.intercept, rows.dtype), removed.shape)
 
     def described(self, names: Sequence[str]) -> list[str]:
-        """One text per relation, such as "total = 2 + price + 1.5 tax"."""
+        """A description of each relation, such as "total = 2 + price + 1.5 tax"."""
         label = lambda i: names[i] if names else f"x{i + 1}"
         texts = []
         for j, i in enumerate(self.removed):
@@ -137,7 +138,8 @@ def _dependent(unit: np.ndarray, own: int, still: np.ndarray) -> list[int]:
 
 
 def _copies(unit: np.ndarray, free: list[int]) -> list[int]:
-    """Columns that repeat an earlier one. With fewer rows than columns, other relations hold by chance."""
+    """Columns that repeat an earlier column. With fewer rows than columns, only these relations are
+    considered, because others hold by chance."""
     if len(unit) < 4 or len(free) > MAX_COMPARED:
         return []
     twins = np.abs(unit[:, free].T @ unit[:, free]) / len(unit) > 1 - PAIR_TOLERANCE
@@ -145,14 +147,14 @@ def _copies(unit: np.ndarray, free: list[int]) -> list[int]:
 
 
 class WithRelations(eqx.Module):
-    """A density on the rows that satisfy linear relations: that of the free columns, by `core`, an
-    `rf.tables.Standardised`, and zero elsewhere.
+    """A density of rows that satisfy linear relations: `core`, an `rf.tables.Standardised`, is the density of
+    the free columns, and other rows have density zero.
 
     `log_prob` is the log-density of the free columns. Samples have all columns. `columns` are the names of
-    all columns, given ones last. It has the methods of `rf.tables.Standardised`. In `log_prob` and
-    `estimate`, `violation="penalty"` gives a row that violates a relation a finite value instead of −∞: it
-    loses log(n + 1) nats, as for the first exception after n rows, and 2 log(1 + r/s) for a distance r from
-    the relation and a standard deviation s of the column.
+    all columns, given ones last. The methods are those of `rf.tables.Standardised`. In `log_prob` and
+    `estimate`, `violation="penalty"` gives a row that violates a relation a finite value instead of −∞. The
+    penalty is log(n + 1) nats, as for the first exception after n rows, plus 2 log(1 + r/s) for a distance r
+    from the relation and a standard deviation s of the column.
 
     ```python
     import jax
@@ -252,7 +254,7 @@ class WithRelations(eqx.Module):
 
 @dataclass(frozen=True)
 class OfKept:
-    """A density of the columns that relations keep, evaluated at rows of all columns."""
+    """A density of the columns that relations keep, for rows with all columns."""
 
     density: Any
     relations: Relations
@@ -268,7 +270,7 @@ def check_violation(violation: Any) -> None:
 
 
 def check_some_free(relations: Relations | None, own: int, rows: np.ndarray, names: Sequence[str]) -> None:
-    """Refuse a table without a free column."""
+    """Refuse a table in which no column is free."""
     if relations is None or len(relations.removed) < own:
         return
     label = repr(names[0]) if names else "0"
@@ -287,17 +289,19 @@ ColumnType = Literal["continuous", "integer", "category", "zero-inflated"]
 COLUMN_TYPES = get_args(ColumnType)
 MAX_INTEGER_LEVELS = 10  # integer columns with at most this number of values are categories
 MIN_SPIKE = 0.1  # fraction of the rows at one value of a zero-inflated column
-MAX_LEVEL_SHARE = 0.5  # of the rows: a text column with more different values is a name
-MISSING, UNKNOWN = -1, -2  # codes of missing categories, and of those that the table does not have
+# Maximum fraction of different values of a text column; with more it is refused as an identifier.
+MAX_LEVEL_SHARE = 0.5
+MISSING, UNKNOWN = -1, -2  # codes of missing categories, and of categories that do not occur in the table
 Label = str | float | bool
 
 
 class Encoding(eqx.Module):
-    """The types of the columns of a table, and the numbers and codes that stand for its cells.
+    """The types of the columns of a table, and the map from its cells to numbers and codes.
 
-    A "continuous" column is a number, an "integer" one a number with a cell of width `widths`, a "category" a
-    code into its `levels`. A "zero-inflated" column is both: a category that tells whether it is at its spike
-    (the last of its `levels`), and a number elsewhere. Numbers are in units of `scale` around `loc`.
+    A cell of a "continuous" column becomes a number, a cell of an "integer" column a number that stands for
+    an interval of width `widths` around it, and a cell of a "category" column a code, its index in `levels`.
+    A cell of a "zero-inflated" column becomes a code, which tells whether the cell is at the point mass (the
+    last of the `levels`), and a number if it is not. Numbers are in units of `scale` around `loc`.
 
     ```python
     import numpy as np
@@ -333,38 +337,41 @@ class Encoding(eqx.Module):
         kinds, levels, widths = zip(*found, strict=True)
         if all(kind == "category" and len(own) == 1 for kind, own, _ in found):
             raise ValueError(
-                f"every column of data has one value only: there is no density{see('no-density')}"
+                f"every column of data has only one value: there is no density{see('no-density')}"
             )
         loc, scale = np.array(moments).T
         return Encoding(names, kinds, levels, np.array(widths), loc, scale)
 
     @property
     def numeric(self) -> list[int]:
-        """The columns that have numbers."""
+        """Indices of the columns that have numbers."""
         return [i for i, kind in enumerate(self.types) if kind != "category"]
 
     @property
     def coded(self) -> list[int]:
-        """The columns that have codes."""
+        """Indices of the columns that have codes."""
         return [i for i, kind in enumerate(self.types) if kind in ("category", "zero-inflated")]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of levels of each coded column: the spike or not, of a zero-inflated one."""
+        """The number of levels of each coded column; a zero-inflated column has two, at the point mass or
+        not."""
         return tuple(2 if self.types[i] == "zero-inflated" else len(self.levels[i]) for i in self.coded)
 
     @property
     def unit_widths(self) -> np.ndarray:
-        """The widths of the cells of the numeric columns, in units of their scale."""
+        """The widths of the rounding intervals of the numeric columns, in units of the scale of each column;
+        0 if not rounded."""
         return (self.widths / self.scale)[self.numeric]
 
     def log_scale(self, numbers: np.ndarray) -> np.ndarray:
-        """What the units add to the log-density of each row: those of its observed continuous cells."""
+        """The sum of log `scale` over the observed continuous cells of each row, by which the log-density
+        changes with the units."""
         free = (self.unit_widths == 0) & ~np.isnan(numbers)
         return np.sum(np.where(free, np.log(self.scale[self.numeric]), 0.0), axis=1)
 
     def encode(self, cells: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers `(n, p)`, NaN where missing or at a spike, and codes `(n, q)`."""
+        """Numbers `(n, p)`, NaN if missing or at a point mass, and codes `(n, q)`."""
         count = len(cells[0])
         numbers, codes = np.empty((count, len(self.numeric))), np.empty((count, len(self.coded)), int)
         for j, i in enumerate(self.coded):
@@ -394,7 +401,7 @@ class Encoding(eqx.Module):
         """Which cells of the table are missing, `(n, d)`."""
         out = np.zeros((len(numbers), len(self.types)), bool)
         out[:, self.numeric] = np.isnan(numbers)
-        out[:, self.coded] = codes == MISSING  # of a zero-inflated column, its code decides
+        out[:, self.coded] = codes == MISSING  # the code decides for a zero-inflated column
         return out
 
     def described(self) -> str:
@@ -437,8 +444,8 @@ def missing(value: Any) -> bool:
 def cells_of(
     data: Any, names: Sequence[str] = (), argument: str = "data"
 ) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """The columns of a table, as arrays of floats (NaN for missing cells) or, with text, of objects; and
-    their names, x1, x2, ... for an array without names."""
+    """The columns of a table, as arrays of floats (NaN for missing cells) or, if there is text, of objects;
+    and the names of the columns: x1, x2, ... for an array."""
     if is_frame(data):
         wanted = tuple(names) or frame_names(argument, data)
         frame = take(argument, data, wanted)
@@ -448,7 +455,8 @@ def cells_of(
         ], wanted
     array = np.asarray(data)
     if array.dtype.kind in "US":
-        array = np.asarray(data, object)  # numbers next to text would become text
+        # As objects, because NumPy would convert numbers next to text to text.
+        array = np.asarray(data, object)
     if array.ndim != 2 or not array.size:
         raise ValueError(f"{argument} must have shape (rows, columns), got {array.shape}")
     wanted = tuple(names) or tuple(f"x{i + 1}" for i in range(array.shape[1]))
@@ -462,7 +470,7 @@ def is_mixed(data: Any) -> bool:
     try:
         cells, _ = cells_of(data)
     except (ValueError, TypeError):
-        return False  # refused with a better message elsewhere
+        return False  # elsewhere this is refused with a better message
     return any(column.dtype.kind == "O" or np.isnan(column).any() for column in cells)
 
 
@@ -490,10 +498,10 @@ def _checked_numbers(name: str, column: np.ndarray, argument: str) -> np.ndarray
 
 
 def _typed(name: str, column: np.ndarray, wanted: str | None) -> tuple[str, tuple[Label, ...], float]:
-    """The type of a column, its levels and the width of its cells."""
+    """The type of a column, its levels, and the width of its rounding intervals."""
     present = np.array([value for value in column if not missing(value)], column.dtype)
     if not len(present):
-        raise ValueError(f"column {name!r} of data has no value: drop it")
+        raise ValueError(f"column {name!r} of data has no values: drop it")
     levels = tuple(sorted(set(present.tolist()), key=lambda label: (str(type(label)), label)))
     if column.dtype.kind == "O":
         if wanted not in (None, "category"):
@@ -526,8 +534,7 @@ def _spike_value(column: np.ndarray) -> float | None:
 
 
 def coarse_step(column: np.ndarray) -> float:
-    """The step of the grid of a column's values, if it is coarse enough to matter and values repeat;
-    otherwise 0."""
+    """The step of the grid of a column's values, if the step is coarse and values repeat; otherwise 0."""
     if len(np.unique(column)) > 0.9 * len(column):
         return 0.0
     step = grid_step(column)

@@ -19,14 +19,14 @@ FAMILIES: tuple[Family, ...] = ("gaussian", "marginals", "flow", "mixture")
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A Gaussian of columns, each mapped by a monotone function or not at all."""
+    """A Gaussian of columns, or of columns that are mapped by monotone functions."""
 
     maps: Marginals | None
     gaussian: Gaussian
 
     @staticmethod
     def of(family: Family, table: Table, far: bool = True) -> "ClosedForm":
-        """With `far`, columns with extreme values have Pareto tails, also in the family "gaussian"."""
+        """With `far`, columns with extreme values have Pareto tails, even in the family "gaussian"."""
         least = -np.inf if family == "marginals" else np.inf
         maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links, far)
         mapped, _ = _mapped(maps, table.train)
@@ -57,8 +57,8 @@ def _mapped(maps: Marginals | None, rows: np.ndarray) -> tuple[np.ndarray, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Log-densities of rows outside the training set: with `cross`, cross-validated on all rows of the
-    `whole` table; otherwise on the validation rows of the `split` one."""
+    """Compares families by log-densities of unseen rows: with `cross`, by cross-validation on all rows of the
+    table `whole`; otherwise on the validation rows of the table `split`."""
 
     whole: Table
     split: Table
@@ -76,7 +76,7 @@ class Comparison:
         return HeldOut(self.split.held_out, self.split.held_out_labels, sample_gaussian(self.split))
 
     def values(self, fit: Callable[[Table], Any]) -> np.ndarray:
-        """Log-densities of unseen rows under the density that `fit` returns for training rows."""
+        """Log-densities of unseen rows under the density that `fit` returns for a table of training rows."""
         if not self.cross:
             return fit(self.split).log_prob(self.split.held_out[:SCORED_ROWS])
         values = np.empty(len(self.whole.train))
@@ -86,7 +86,8 @@ class Comparison:
         return values
 
     def is_better(self, values: np.ndarray, others: np.ndarray) -> bool:
-        """Whether the values are higher on average by more than one standard error of the difference."""
+        """Whether the mean of `values` is higher than that of the others by more than one standard error of
+        the difference."""
         gain, error = mean_and_error(values - others, self._labels)
         return bool(gain > error)
 
@@ -100,8 +101,8 @@ class Comparison:
 
 
 def sample_gaussian(table: Table) -> Any:
-    """The Gaussian with the mean and covariance of the rows, which has no density unless there are more rows
-    than columns."""
+    """The Gaussian with the mean and covariance of the rows; a placeholder with density zero unless there are
+    more rows than columns."""
     singular = table.links.distinct <= table.train.shape[1]
     return _NoDensity() if singular else Gaussian.of(table.train, table.num_given)
 

@@ -35,8 +35,8 @@ from ._stages import FEW_ROWS, TRAINING, FlowOptions, Sizes, Smoothed, Stages, U
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
-MAX_MIXTURE_ROWS = 5000  # of a table in few groups, because a mixture is slow
-SAMPLED_ROWS = 100_000  # of a table on disk, used for moments and maps
+MAX_MIXTURE_ROWS = 5000  # maximum number of rows for which a mixture is tried, because it is slow
+SAMPLED_ROWS = 100_000  # rows of a table on disk that are used for moments and maps
 
 
 @grouped_arguments(flow=FlowOptions, training=TrainingOptions, run=RunOptions)
@@ -63,37 +63,37 @@ def fit_density(
 ) -> FittedDensity:
     """Fit a density to the rows of a table, in the units of the table.
 
-    Three families of densities are compared on rows that they were not fitted to:
+    Three families of densities are compared on rows that are not used for fitting:
 
     - "gaussian": a Gaussian whose covariance is shrunk and widened if there are few rows;
-    - "marginals": a Gaussian of columns that are transformed one by one (`rf.tables.Marginals`);
+    - "marginals": a Gaussian of columns that are transformed separately (`rf.tables.Marginals`);
     - "flow": a normalizing flow, trained in two stages. **Regression** (`rf.Interpolant`) learns the velocity
-      that carries a normal distribution to the standardised rows. It solves no equation, so thousands of
-      steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) then gains the last tenths of a nat. Each
-      stage returns the model with the lowest validation loss.
+      that carries a normal distribution to the standardised rows. Regression solves no equation, so thousands
+      of steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) then improves the density by the last
+      tenths of a nat. Each stage returns the model with the lowest validation loss.
 
     With default settings, a table of fewer than 500 distinct rows or groups gets the family with the best
-    cross-validated score, a mixture (below) included. A larger one gets a flow, unless the Gaussian is better
-    on the validation rows. A more flexible family must be better by more than one standard error. No flow is
-    trained on fewer than 64 distinct rows, or 10 per column. `fitted.score` is the score of the chosen
-    density.
+    cross-validated score; a mixture (see below) is compared too. A larger table gets a flow, unless the
+    Gaussian is better on the validation rows. A more flexible family is chosen only if it is better by more
+    than one standard error. No flow is trained on fewer than 64 distinct rows, or on fewer than 10 per
+    column. `fitted.score` is the score of the chosen density.
 
     A fourth family is for tables with missing cells (None or NaN), text, integers or point masses:
 
     - "mixture": Gaussians for numbers times probabilities for categories (`rf.tables.MixedDensity`), fitted
       to incomplete rows by expectation–maximisation. Densities of incomplete rows, `fitted.impute` and
-      `fitted.conditional` are in closed form. It is the default for tables with text or missing cells, and
-      with `types=` or `weights=`; the number of components is the best one on unseen rows.
+      `fitted.conditional` are in closed form. A mixture is the default for tables with text or missing cells,
+      and with `types=` or `weights=`. Its number of components is chosen on unseen rows.
 
     Copies of a row, and rows of one group, are always on the same side of a split. Defaults that depend on
-    the size of the table count distinct rows.
+    the size of the table depend on the number of distinct rows.
 
-    `noise` is added after training and does not change the distribution (`rf.with_noise`). The density with
-    noise may be more accurate, but each value needs many paths and has an error bar. Noise can also be added
-    or removed later (`fitted.with_noise`).
+    Noise (`noise=`) is added after training and does not change the distribution (`rf.with_noise`). The
+    density with noise may be more accurate, but each value needs many paths and has an error bar. Noise can
+    also be added or removed later (`fitted.with_noise`).
 
-    Constant columns, copies of a column and linear functions of other columns are removed, and restored in
-    samples (`rf.tables.WithRelations`). A new row that violates such a relation has density zero.
+    Constant columns, copies of a column and linear functions of other columns are removed before the fit and
+    restored in samples (`rf.tables.WithRelations`). A new row that violates such a relation has density zero.
 
     **Arguments:**
 
@@ -105,21 +105,22 @@ def fit_density(
       group are validated together. Copies of a row are always grouped, and so are rows that share two
       continuous columns, as after a join.
     - `types`: types of columns by name or index, "continuous", "integer", "category" or "zero-inflated", such
-      as `{"age": "integer"}`; those of other columns are detected, and `fitted.model.encoding.described()`
-      shows them. The family is then "mixture".
+      as `{"age": "integer"}`; types of other columns are detected, and `fitted.model.encoding.described()`
+      shows all types. With `types`, the family is "mixture".
     - `weights`: a weight for each row, for the family "mixture".
     - `family`: "gaussian", "marginals", "flow" or "mixture". By default the best one, as described above, or
       a flow if `steps` or `seconds` is set.
     - `noise`: the size of the noise in units of the standardised data; 0 for none; "best" for the size among
       0, 0.25, 0.5 and 1 with the highest likelihood on the validation rows.
     - `bounds`: bounds of columns by name or index, such as `{"share": (0, 1), "income": (0, None)}`. The
-      density is zero outside. Every row must lie inside.
-    - `rounding`: step of rounded columns by name or index, such as `{"age": 1.0}`. Uniform noise of this
-      width is added to the column, because rounded values have no density. "auto" detects columns and steps.
+      density is zero outside the bounds, and every row must lie inside.
+    - `rounding`: steps of rounded columns by name or index, such as `{"age": 1.0}`. Uniform noise as wide as
+      the step is added to the column, because rounded values have no density. "auto" detects rounded columns
+      and their steps.
     - `columns`: names for the columns of an array, given ones last; for a DataFrame, the columns to use, by
       default all.
     - `validation`: fraction of validation rows, or the validation rows; with `given`, a pair of arrays.
-    - `steps`: number of steps of the regression; by default up to 20,000, fewer for few rows.
+    - `steps`: number of steps of the regression; by default 20,000, or fewer for few rows.
     - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed, and
       the regression gets three quarters of the budget.
     - `progress`: show a progress bar, which names the stage.
@@ -127,13 +128,14 @@ def fit_density(
       steps of the likelihood stage.
     - `training`: an `rf.train.TrainingOptions` for both stages. By default, the regression uses batches of
       512 rows and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows, or 128 with
-      fewer than 2,000 rows, and a quarter of that rate. Parameters are averaged over the steps. A stage ends
-      after 5 validation checks without improvement. A check runs every 5 % of the steps of the regression, at
-      least 25 apart, and every 10 % of the steps of the likelihood stage.
+      fewer than 2,000 rows, and a quarter of the learning rate. Parameters are averaged over the steps. A
+      stage ends after 5 validation checks without improvement. A check runs every 5 % of the steps of the
+      regression, at least 25 apart, and every 10 % of the steps of the likelihood stage.
     - `run`: an `rf.train.RunOptions`: devices and checkpoints, with a second file for the likelihood stage.
 
     Returns an `rf.FittedDensity` with `log_prob`, `sample`, `estimate`, `score`, and the `model`, an
-    `rf.tables.Standardised`. `history` is that of the last stage, and `stages` has all of them by name.
+    `rf.tables.Standardised`. `history` is the history of the last stage, and `stages` has the histories of
+    all stages by name.
 
     ```python
     import jax
@@ -184,7 +186,7 @@ def fit_density(
 
 
 def _restored(fitted: FittedDensity, table: Table) -> FittedDensity:
-    """The density of all columns of the table, including those that its relations remove."""
+    """The density of all columns of the table, including the columns that its relations remove."""
     relations = table.relations
     if relations is None or fitted.held_out is None:
         return fitted
@@ -204,7 +206,8 @@ def _tables(
     validation: Any,
     key: PRNGKeyArray,
 ) -> tuple[ParquetTable | None, Table, Table]:
-    """The table on disk to draw batches from (or None), the rows, and the same rows split in two."""
+    """The table on disk from which batches are drawn (or None), the rows, and the rows split into training
+    and validation rows."""
     source = None
     if isinstance(data, ParquetTable):
         columns = columns or data.columns
@@ -220,7 +223,7 @@ def _tables(
 
 @dataclasses.dataclass(frozen=True)
 class _Trainer:
-    """Trains flows on tables; the settings do not depend on the rows."""
+    """Trains flows on tables with settings that do not depend on the rows."""
 
     sizes: Sizes
     options: FlowOptions
@@ -249,7 +252,7 @@ class _Trainer:
 
         def fit(table: Table) -> _FoldModel:
             model = self.untrained(table, table)
-            # Padded, so that folds of other sizes do not recompile.
+            # Rows are padded, so that folds of other sizes do not recompile.
             train = Smoothed(model.unit(table.train), *self._noise, table.num_given)
             training = self.stages.training.with_defaults(TRAINING)
             size = min(training.batch_size or 1, 2 ** int(np.log2(self.sizes.rows)))
@@ -273,7 +276,7 @@ class _Trainer:
 
     def untrained(self, whole: Table, table: Table) -> Standardised:
         """An untrained flow: the normal distribution of the whole table, with maps of the columns if the
-        training rows support them."""
+        training rows justify them."""
         flow = velocity_flow(
             table.dimension,
             num_given=table.num_given,
@@ -299,14 +302,15 @@ class _FoldModel:
 
 
 def _with_flow(model: Standardised, flow: Any) -> Standardised:
-    # Random probes are for training only; the final density uses the exact divergence.
+    # Training may use a random estimate of the divergence; the final density uses the exact divergence.
     flow = eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
     return eqx.tree_at(lambda m: m.flow, model, flow)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Closed:
-    """A family in closed form, its log-densities of unseen rows, and its mixture, if it is one."""
+    """A family in closed form, its log-densities of unseen rows, and the mixture, if the family is
+    "mixture"."""
 
     family: Family
     values: np.ndarray
@@ -315,10 +319,11 @@ class _Closed:
 
 
 def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) -> _Closed:
-    """A Gaussian, or one of mapped columns or, of a `plain` table, a mixture, if that is better."""
+    """The best family in closed form: a Gaussian, a Gaussian of mapped columns or, if the table is `plain`, a
+    mixture."""
     fits = {name: partial(ClosedForm.of, name) for name in ("gaussian", "marginals")}
     if marginals is not None:
-        # A Gaussian that is asked for has no maps.
+        # With marginals=False, the Gaussian has no maps at all.
         name, far = ("marginals", True) if marginals else ("gaussian", False)
         return _Closed(name, comparison.values(partial(fits[name], far=far)), far=far)
     best = _Closed("gaussian", comparison.values(fits["gaussian"]))
@@ -327,7 +332,7 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
     others = [_Closed("marginals", comparison.values(fits["marginals"]))]
     table = comparison.whole
     fits_mixture = plain and not table.num_given and table.relations is None
-    # Far rows cost a mixture of Gaussians much.
+    # Under a mixture of Gaussians, rows that are far out have a very low density.
     if fits_mixture and len(table.train) < MAX_MIXTURE_ROWS and not has_far_rows(table.train):
         types = dict.fromkeys(range(table.dimension), "continuous")
         labels = table.links.labels
@@ -335,7 +340,7 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
         others.append(_Closed("mixture", found.values, found.model))
     for other in others:
         best = other if comparison.is_better(other.values, best.values) else best
-    # Columns with extreme values are not normal, so maps need no significant gain.
+    # Columns with extreme values are not normal, so maps need not be significantly better.
     maps = ClosedForm.of("gaussian", table).maps
     if best.family == "gaussian" and maps is not None and maps.tails is not None:
         best = max(best, others[0], key=lambda closed: np.mean(closed.values))
@@ -343,7 +348,7 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
 
 
 def _closed_fit(comparison: Comparison, best: _Closed, noise: float | str = 0.0) -> FittedDensity:
-    """A density in closed form: a mixture, or an untrained flow."""
+    """The fitted density of a family in closed form: a mixture, or an untrained flow."""
     table, held_out, score = comparison.table, comparison.held_out, None
     closed = None if best.family == "mixture" else ClosedForm.of(best.family, table, best.far)
     if comparison.cross and comparison.own:
@@ -365,8 +370,8 @@ def _closed_fit(comparison: Comparison, best: _Closed, noise: float | str = 0.0)
 
 
 def _is_for_a_mixture(data: Any, family: Any, types: Any, weights: Any, others: Sequence[Any]) -> bool:
-    """Whether a mixture is asked for, or the table needs one. Options that only a flow has lead to the flow,
-    which names the cell that it does not support."""
+    """Whether a mixture is requested or needed for the table. With options that only a flow has, the flow is
+    tried, and its error message names the cell that it does not support."""
     if types is not None or weights is not None or family == "mixture":
         return True
     free = family is None and all(value is None for value in others)
@@ -374,7 +379,7 @@ def _is_for_a_mixture(data: Any, family: Any, types: Any, weights: Any, others: 
 
 
 def _check_mixed(family: Any, noise: Any, data: Any, others: Mapping[str, Any]) -> None:
-    """Refuse what a mixture does not support."""
+    """Refuse options that a mixture does not support."""
     why = "types= and weights= need family 'mixture'"
     if family not in (None, "mixture"):
         raise ValueError(f"{why}, not {family!r}{see('no-density')}")
@@ -397,7 +402,7 @@ def _mixed_fit(
     validation: Any,
     key: PRNGKeyArray,
 ) -> FittedDensity:
-    """A mixture of numbers and categories."""
+    """Fit a mixture to a table of numbers and categories."""
     if isinstance(groups, str):
         if not is_frame(data):
             raise ValueError("groups can be a name only for a DataFrame")
@@ -417,12 +422,13 @@ def _mixed_fit(
 
 
 def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, plain: bool) -> FittedDensity:
-    """The flow if it is better than the densities in closed form, otherwise the best of these."""
+    """The flow if it is better than the densities in closed form, otherwise the best density in closed
+    form."""
     best = _best_closed(comparison, trainer.options.marginals, plain)
     regression = fitted.stages["regression"]
     try:
         if comparison.cross and regression.best_step == 0:
-            values = best.values  # the flow has learned nothing
+            values = best.values  # the flow has not learned anything
         elif comparison.cross:
             values = comparison.values(trainer.fold(regression.loss.size, trainer.key))
         else:
@@ -440,7 +446,8 @@ def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, 
 def _sampled(
     table: ParquetTable, given: Any, groups: Any, validation: Any, key: PRNGKeyArray
 ) -> tuple[ParquetTable, np.ndarray, np.ndarray | None, Any]:
-    """The table to draw batches from, a subset of its rows for moments, and validation rows."""
+    """A table on disk without its validation rows, a subset of its rows for moments, and the validation
+    rows."""
     if given is not None:
         raise ValueError("for a table on disk, use rf.tables.ParquetTable(path, given=[...])")
     if groups is not None:

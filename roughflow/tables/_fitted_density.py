@@ -1,4 +1,4 @@
-"""The density fitted to a table, and its held-out score."""
+"""The density fitted to a table, and its score on unseen rows."""
 
 import functools
 from collections.abc import Sequence
@@ -18,22 +18,23 @@ from ._columns import Violation, WithRelations, check_violation
 from ._mixture import Conditional, MixedDensity
 from ._standardised import Standardised
 
-ANOMALY_SAMPLES = 2000  # samples that rows are compared with
+ANOMALY_SAMPLES = 2000  # number of samples with which rows are compared
 SCORED_ROWS, NOISY_ROWS = 1000, 64  # maximum number of rows to score, without and with noise
 
 
 @dataclass(frozen=True)
 class Score:
-    """Held-out score of a density: mean log-density of rows that it was not fitted to, in nats per row.
+    """The score of a density: the mean log-density, in nats per row, of rows to which it was not fitted.
 
-    - `mean`, `standard_error`: of the log-density of these rows, in the units of the table. Copies of a row
-      and rows of one group are not treated as independent.
+    - `mean`, `standard_error`: mean log-density of these rows, in units of the table, and its standard error.
+      Copies of a row and rows of one group are not treated as independent.
     - `gaussian`: the mean log-density under a Gaussian with the mean and covariance of the training rows.
-    - `gain`, `gain_error`: mean difference to the Gaussian, and its standard error.
-    - `num_rows`: number of rows; `method`: "validation rows", or "cross-validation", which predicts each row
-      from the other folds.
+    - `gain`, `gain_error`: the mean log-density minus that of the Gaussian, and the standard error of the
+      difference.
+    - `num_rows`: number of rows; `method`: "validation rows", or "cross-validation", in which each row is
+      scored by a density fitted to other folds.
 
-    `rf.fit_density` returns it as `fitted.score`.
+    `fitted.score` of the result of `rf.fit_density` is a score.
     """
 
     mean: float
@@ -46,7 +47,8 @@ class Score:
 
     @staticmethod
     def of(values: np.ndarray, gaussian: np.ndarray, labels: np.ndarray, method: str) -> "Score":
-        """The score from log-densities of rows, those of the Gaussian, and labels of dependent rows."""
+        """The score from log-densities of rows under the model and under the Gaussian, and labels of
+        dependent rows."""
         with np.errstate(invalid="ignore"):
             gain = mean_and_error(values - gaussian, labels)
         return Score(
@@ -61,7 +63,8 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Rows to score a density on, labels of dependent rows, and the Gaussian to compare with."""
+    """Rows on which a density is scored, labels of dependent rows, and the Gaussian with which the density is
+    compared."""
 
     rows: np.ndarray
     labels: np.ndarray
@@ -134,7 +137,7 @@ class FittedDensity(Fitted):
 
         `key` is needed only for a model with noise, whose log-densities are Monte Carlo estimates. A row that
         violates a relation of the columns, such as a constant column, has density zero, or with
-        `violation="penalty"` a small one that ranks such rows (`rf.tables.WithRelations`).
+        `violation="penalty"` a small density that ranks such rows (`rf.tables.WithRelations`).
         """
         check_violation(violation)
         options: dict[str, Any] = (
@@ -159,10 +162,10 @@ class FittedDensity(Fitted):
         """The fraction of the model's own samples that are less likely than each row, in [0, 1].
 
         It is near 0 for anomalies and uniform for rows of the modelled distribution, so `anomaly(rows) <
-        0.01` flags one ordinary row in a hundred. The fraction is that of 2,000 samples, and it decreases
-        below the least likely one, so that extreme rows stay ordered. Rows that violate a relation of the
-        columns have the penalty of `log_prob`. An `rf.tables.KernelDensity` of the same table often ranks
-        anomalies better; `roughflow.interop.sklearn.StochasticFlowOutlier` uses it.
+        0.01` flags one ordinary row in a hundred. The fraction is computed from 2,000 samples. Below the
+        least likely sample it still decreases, so that extreme rows stay ordered. Rows that violate a
+        relation of the columns get the penalty described in `log_prob`. An `rf.tables.KernelDensity` of the
+        same table often ranks anomalies better; `roughflow.interop.sklearn.StochasticFlowOutlier` uses it.
         """
         if self.model.num_given:
             raise ValueError("anomaly does not support conditional densities: fit all columns together")
@@ -179,14 +182,14 @@ class FittedDensity(Fitted):
         return self.model.sample(key=check_key(key), shape=(check_count("count", count),), given=given)
 
     def impute(self, rows: Any, count: int, *, key: PRNGKeyArray) -> np.ndarray:
-        """Draw the missing cells (NaN or None) of each row `count` times given its other cells:
-        `(count, n, d)`. Needs the family "mixture"."""
+        """Draw the missing cells (NaN or None) of each row `count` times given its other cells, `(count, n,
+        d)`. This requires the family "mixture"."""
         return self._mixed("impute").impute(rows, count, key=key)
 
     def conditional(self, rows: Any, given: Sequence[str]) -> Conditional:
         """The distribution of the other columns given the columns `given` of each row: an
-        `rf.tables.Conditional` with `log_prob`, `sample`, `quantile`, `mean` and `std`. Needs the family
-        "mixture"."""
+        `rf.tables.Conditional` with `log_prob`, `sample`, `quantile`, `mean` and `std`. This requires the
+        family "mixture"."""
         return self._mixed("conditional").conditional(rows, given)
 
     def _mixed(self, method: str) -> MixedDensity:

@@ -31,10 +31,10 @@ MAX_VALIDATION_ROWS = 2**15
 
 @dataclass(init=False, eq=False)
 class ParquetTable:
-    """A Parquet file as data for `rf.fit` and `rf.fit_density`, which need not fit in memory.
+    """A Parquet file as data for `rf.fit` and `rf.fit_density`; the file need not fit in memory.
 
     Its columns are copied once to a scratch file of plain numbers (4 or 8 bytes per number), from which
-    batches are drawn at random, with replacement, as from an array. Only a batch is in memory. The same key
+    batches are drawn at random, with replacement, as from an array. Only one batch is in memory. The same key
     draws the same batches, so a resumed run gives the same result. The scratch file is removed when the
     program ends, even if it is killed.
 
@@ -43,8 +43,8 @@ class ParquetTable:
     - `path`: the file; reading it needs pyarrow.
     - `columns`: the columns to model, in this order; by default all but the given ones.
     - `given`: the columns to condition on.
-    - `folder`: folder for the scratch file; by default that of the Parquet file, or the temporary folder if
-      that is read-only.
+    - `folder`: folder for the scratch file; by default the folder of the Parquet file, or the temporary
+      folder if the former is read-only.
 
     ```python
     import jax
@@ -64,7 +64,7 @@ class ParquetTable:
 
     columns: tuple[str, ...]  # given ones last
     num_given: int  # number of given columns
-    digest: str  # of all numbers, because a resumed run may use another path
+    digest: str  # digest of all numbers, since a resumed run may use another path
     aside: np.ndarray  # sorted rows that are never drawn
 
     def __init__(
@@ -112,14 +112,14 @@ class ParquetTable:
         return self._at(rng.integers(0, len(self), size))
 
     def subsample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw different rows, at most all of them."""
+        """Draw rows without replacement, at most all rows."""
         if count >= len(self):
             return self._at(np.arange(len(self)))
         return self._at(rng.choice(len(self), count, replace=False))
 
     def split(self, share: float, *, key: PRNGKeyArray) -> tuple["ParquetTable", np.ndarray]:
-        """The table without a fraction of its rows, and those rows (at most 32,768). Copies of validation
-        rows are excluded from the table."""
+        """The table without a random fraction of its rows, and these validation rows (at most 32,768). Copies
+        of validation rows are excluded from the table."""
         check_share(share)
         count = min(round(share * len(self)), MAX_VALIDATION_ROWS)
         chosen = self._places(rng_of(key).choice(len(self), count, replace=False))
@@ -132,7 +132,7 @@ class ParquetTable:
         return rest, held_out
 
     def _copies(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Indices of the copies of these rows in the file."""
+        """Indices in the file of all copies of the given rows."""
         codes = np.sort(row_codes(rows[identified(rows, len(self))])) if len(rows) else np.zeros(0)
         for first in range(0, len(self._rows) if len(codes) else 0, ROWS_PER_READ):
             own = row_codes(self._rows[first : first + ROWS_PER_READ])
@@ -218,7 +218,7 @@ def _folder(path: str | os.PathLike, folder: str | os.PathLike | None) -> Path |
 
 
 TableModel = Standardised | WithRelations | MixedDensity
-QUEUED_CHUNKS = 2  # chunks per device that are in progress or waiting
+QUEUED_CHUNKS = 2  # maximum number of chunks per device in progress or waiting
 
 
 def estimate_chunks(
@@ -232,7 +232,7 @@ def estimate_chunks(
     tolerance: float | None = None,
     max_paths: int = 2**16,
 ) -> Iterator[Estimate]:
-    """Yield the estimates of chunks of points, one after the other, in the memory of a few chunks.
+    """Yield the estimates of chunks of points, one after the other, with only a few chunks in memory.
 
     Random numbers depend on the key and the index of a chunk, not on the number of devices.
 
@@ -240,10 +240,10 @@ def estimate_chunks(
 
     - `model`: a flow, or the result of `rf.fit_density`; for a conditional density, the last columns of a
       chunk are the given ones.
-    - `chunks`: a list or an iterator of points `(rows, dimension)`. A few thousand rows each are efficient;
-      chunks of different sizes recompile.
+    - `chunks`: a list or an iterator of points `(rows, dimension)`. Chunks of a few thousand rows are
+      efficient; chunks of different sizes cause recompilation.
     - `first`: index of the first chunk, to continue an interrupted run with the same random numbers.
-    - `devices`: a number or a list of devices, which take turns.
+    - `devices`: a number or a list of devices, to which chunks are assigned in turn.
     - other arguments: as for `StochasticFlow.estimate`.
 
     ```python

@@ -1,4 +1,4 @@
-"""Mixtures of Gaussians and categories, fitted to incomplete rows: the model of tables of mixed types."""
+"""Mixtures of Gaussians and categories, fitted to incomplete rows: the model for tables of mixed types."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,22 +20,23 @@ from ._numbers import is_frame
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # candidate numbers of components
 MIN_ROWS_PER_COMPONENT = 12
-MAX_STEPS, TOLERANCE = 200, 2e-5  # of EM; the tolerance is in nats per row and step
+# Maximum number of EM steps; gain, in nats per row and step, below which EM stops.
+MAX_STEPS, TOLERANCE = 200, 2e-5
 SEARCH_TOLERANCE = 3e-4  # the same while the number of components is chosen
-FEW_PATTERNS = 16  # of missing cells, up to which rows of one pattern are multiplied together
-PSEUDO_ROWS_PER_COLUMN = 0.5  # of the prior on each covariance
-PSEUDO_CATEGORIES = 0.5  # of the prior on each category
-CELL_POINTS = 64  # of the integral over the cells of several integer columns
-SMALL = 500  # sets of rows; smaller tables choose by cross-validation
-BLOCK = 2048  # rows whose matrices are in memory
+FEW_PATTERNS = 16  # up to this number of patterns of missing cells, products are computed pattern by pattern
+PSEUDO_ROWS_PER_COLUMN = 0.5  # number of rows per column that the prior on each covariance is worth
+PSEUDO_CATEGORIES = 0.5  # number of rows that the prior on each category is worth
+CELL_POINTS = 64  # points of the integral over the rounding intervals of several integer columns
+SMALL = 500  # number of sets of linked rows below which cross-validation chooses the number of components
+BLOCK = 2048  # number of rows whose matrices are in memory at a time
 
 
 class MixtureComponents(eqx.Module):
     """p(x, c) = Σₖ wₖ N(x; mₖ, Sₖ) Πⱼ pₖⱼ(cⱼ), for numbers x and categories c.
 
-    Missing numbers are NaN and missing categories −1: they are integrated out, which leaves sums over
-    components of the same form. `widths` are the widths of the cells of integer columns, 0 for continuous
-    ones.
+    Missing numbers are NaN and missing categories −1: they are integrated out, and the density of the
+    observed cells is a mixture of the same form. An integer stands for a rounding interval of width `widths`
+    around it; `widths` is 0 for continuous columns.
 
     **Arguments:** `weights`, `(K,)`; `means`, `(K, p)`; `covariances`, `(K, p, p)`; `tables`, one `(K,
     levels)` for each category; `widths`, `(p,)`.
@@ -58,8 +59,8 @@ class MixtureComponents(eqx.Module):
     widths: np.ndarray
 
     def log_components(self, numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """log wₖ + log p(observed | k) of each row, `(n, K)`; integer columns contribute probabilities of
-        cells."""
+        """log wₖ + log p(observed | k) of each row, `(n, K)`; integer columns contribute the probabilities of
+        their rounding intervals."""
         values = np.log(self.weights) + _log_categories(self.tables, codes)
         patterns, places = _patterns(numbers)
         if not np.any(self.widths):
@@ -74,7 +75,8 @@ class MixtureComponents(eqx.Module):
         return values
 
     def _log_cells(self, numbers: np.ndarray, exact: np.ndarray, cells: np.ndarray, k: int) -> np.ndarray:
-        """The log-density of the exact columns plus the log-probability of the cells given them."""
+        """The log-density of the columns `exact` plus the log-probability of the rounding intervals of the
+        integer columns `cells` given these, in component k."""
         mean, covariance = np.broadcast_to(self.means[k], numbers.shape), self.covariances[k]
         value = np.zeros(len(numbers))
         if exact.any():
@@ -99,7 +101,7 @@ class MixtureComponents(eqx.Module):
         share, numbers, codes = (np.tile(part, (count, 1)) for part in (share, numbers, codes))
         below = np.cumsum(share, axis=1) < rng.random((len(share), 1))
         chosen = np.minimum(below.sum(axis=1), share.shape[1] - 1)
-        # Within a cell the density is nearly constant.
+        # Within a rounding interval the density is nearly constant.
         numbers = numbers + self.widths * rng.uniform(-0.5, 0.5, numbers.shape)
         patterns, places = _patterns(numbers)
         for k in range(len(self.weights)):
@@ -121,8 +123,8 @@ class MixtureComponents(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Numbers with NaN for missing cells and without rounding, codes of categories with −1 for missing ones,
-    the number of levels of each category, and weights."""
+    """Encoded rows: numbers (NaN if missing; uniform noise replaces the digits lost by rounding), codes of
+    categories (−1 if missing), the number of levels of each category, and weights."""
 
     numbers: np.ndarray
     codes: np.ndarray
@@ -168,9 +170,9 @@ def fit_mixture(
 def best_count(
     rows: Rows, widths: np.ndarray, scored: tuple[np.ndarray, np.ndarray], links: Links, held_out: Rows | None
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """The number of components with the highest log-likelihood of unseen rows, these log-likelihoods, and
-    those of one component: cross-validated, or of the rows held out. `scored` are the numbers (rounded) and
-    codes of the rows."""
+    """The number of components with the highest log-likelihood of unseen rows, the log-densities of these
+    rows, and their log-densities under one component. The unseen rows are `held_out` or, if this is None,
+    those of cross-validation. `scored` contains the rounded numbers and the codes of the rows."""
     best, found, worse, single = 0, np.array([-np.inf]), 0, np.array([])
     for count in COUNTS:
         if count > 1 and count * MIN_ROWS_PER_COMPONENT > links.distinct:
@@ -208,7 +210,8 @@ def _observed_moments(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _initial_shares(rows: Rows, count: int) -> np.ndarray:
-    """Shares from a few steps of k-means (k-means++ centres), with missing cells at the mean."""
+    """Initial probabilities of the components for each row, by a few steps of k-means (started by k-means++),
+    with missing cells set to the mean."""
     rng = np.random.default_rng(0)
     mean, spread = _observed_moments(rows)
     unit = np.nan_to_num((rows.numbers - mean) / spread)
@@ -230,7 +233,7 @@ def _initial_shares(rows: Rows, count: int) -> np.ndarray:
 
 
 def _category_table(codes: np.ndarray, total: np.ndarray, size: int) -> np.ndarray:
-    """Probabilities of the levels in each component, shrunk towards those of the table."""
+    """Probabilities of the levels in each component, shrunk towards the frequencies in the whole table."""
     counts = np.stack([total[codes == level].sum(axis=0) for level in range(size)], axis=1)
     overall = (counts.sum(axis=0) + PSEUDO_CATEGORIES) / (counts.sum() + PSEUDO_CATEGORIES * size)
     return (counts + PSEUDO_CATEGORIES * size * overall) / (
@@ -248,13 +251,14 @@ def _log_categories(tables: Sequence[np.ndarray], codes: np.ndarray) -> np.ndarr
 
 
 def _patterns(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different patterns of observed columns, and the pattern of each row."""
+    """The different patterns of observed columns, and the index of the pattern of each row."""
     patterns, places = np.unique(~np.isnan(numbers), axis=0, return_inverse=True)
     return patterns, places.ravel()
 
 
 def _precisions(patterns: np.ndarray, covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse and log-determinant of the covariance of the observed columns, with zeros elsewhere."""
+    """Inverse (with zeros for missing columns) and log-determinant of the covariance of the observed
+    columns."""
     both = patterns[:, :, None] & patterns[:, None, :]
     filled = np.where(both, covariance, 0.0) + np.eye(len(covariance)) * ~patterns[:, :, None]
     inverse = np.where(both, np.linalg.inv(filled), 0.0)
@@ -262,7 +266,7 @@ def _precisions(patterns: np.ndarray, covariance: np.ndarray) -> tuple[np.ndarra
 
 
 def _times(matrices: np.ndarray, places: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    """The product of the matrix of each row's pattern and its vector."""
+    """For each row, the product of the matrix of its pattern and its vector."""
     if len(matrices) <= FEW_PATTERNS:
         product = np.empty_like(vectors)
         for u, matrix in enumerate(matrices):
@@ -296,7 +300,7 @@ def _moments(
     """The M step of one Gaussian: moments of the rows, with missing cells replaced by their conditional
     means, plus the conditional covariances."""
     precision, _ = _precisions(patterns, covariance)
-    gain = covariance @ precision  # Σ Σₒₒ⁻¹ of each pattern
+    gain = covariance @ precision  # Σ Σₒₒ⁻¹ for each pattern, o the observed columns
     offset = np.where(patterns[places], filled - mean, 0.0)
     expected = mean + _times(gain, places, offset)
     mass = weights.sum() + 1e-9
@@ -313,7 +317,7 @@ def _moments(
 def condition(
     mean: np.ndarray, covariance: np.ndarray, numbers: np.ndarray, observed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means `(n, p)` and covariance of a Gaussian given the observed columns."""
+    """Means `(n, p)` and covariance of a Gaussian conditional on the observed columns."""
     own = covariance[np.ix_(observed, observed)]
     gain = np.linalg.solve(own, covariance[observed]).T
     shifted = mean + (numbers[:, observed] - mean[:, observed]) @ gain.T
@@ -350,7 +354,7 @@ def _log_boxes(low: np.ndarray, high: np.ndarray, covariance: np.ndarray) -> np.
     for j in range(size):
         shift = z[..., :j] @ root[j, :j]
         a, b = ((edge[:, j, None] - shift) / root[j, j] for edge in (low, high))
-        # On the side where both ends are negative, the difference does not cancel.
+        # Reflected so that both ends are negative, where no digits cancel in the difference.
         flip = a + b > 0
         a, b = np.where(flip, -b, a), np.where(flip, -a, b)
         log_a, log_b = scipy.special.log_ndtr(a), scipy.special.log_ndtr(b)
@@ -366,11 +370,11 @@ def _log_boxes(low: np.ndarray, high: np.ndarray, covariance: np.ndarray) -> np.
 
 
 class MixedDensity(eqx.Module):
-    """A density of a table with numbers, categories and missing cells: a `MixtureComponents` of encoded rows.
+    """A density of tables with numbers, categories and missing cells: a `MixtureComponents` of encoded rows.
 
-    `log_prob` is the log-density of the observed cells of a row in units of the table; cells of categories
-    and of integer columns contribute their probabilities, and a zero-inflated column the probability of its
-    spike or a density. `rf.fit_density` returns it for such tables, with the arguments `encoding`, an
+    `log_prob` is the log-density of the observed cells of a row in units of the table; cells of category and
+    integer columns contribute probabilities, cells of zero-inflated columns the probability of the point mass
+    or a density. `rf.fit_density` returns this model for such tables, with the arguments `encoding`, an
     `rf.tables.Encoding`, and `mixture`.
 
     ```python
@@ -419,8 +423,8 @@ class MixedDensity(eqx.Module):
         given: Any = None,
         violation: Violation = "zero",
     ) -> np.ndarray:
-        """The log-density of the observed cells of each row. A category that the table does not have makes it
-        −∞, or with `violation="penalty"` finite."""
+        """The log-density of the observed cells of each row. For a category that does not occur in the table,
+        it is −∞ or, with `violation="penalty"`, reduced by 10 nats."""
         del key
         check_violation(violation)
         _check_no_given(given)
@@ -432,7 +436,7 @@ class MixedDensity(eqx.Module):
         return values + (unknown * UNKNOWN_PENALTY if violation == "penalty" else 0.0)
 
     def encode(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers and codes of rows of the table."""
+        """The numbers and codes of rows, in the units of the model."""
         return self.encoding.encode(cells_of(rows, self.columns, "rows")[0])
 
     def estimate(
@@ -460,7 +464,7 @@ class MixedDensity(eqx.Module):
         cells = cells_of(rows, self.columns, "rows")[0]
         numbers, codes = self.encoding.encode(cells)
         if np.any(codes == UNKNOWN):
-            raise ValueError("rows has a category that the table did not have: make it missing")
+            raise ValueError("rows has a category that does not occur in the training table: make it missing")
         count = check_count("count", count)
         drawn = self.encoding.decode(*self.mixture.complete(numbers, codes, rng_of(check_key(key), 0), count))
         drawn = drawn.reshape(count, len(numbers), self.num_columns)
@@ -471,7 +475,7 @@ class MixedDensity(eqx.Module):
         return drawn
 
     def conditional(self, rows: Any, given: Sequence[str]) -> "Conditional":
-        """The distribution of the other columns given these columns of each row."""
+        """The distribution of the other columns given the columns `given` of each row."""
         unknown = [name for name in given if name not in self.columns]
         if isinstance(given, str) or unknown or len(given) == len(self.columns):
             text = f"given must name some of the columns {', '.join(self.columns)}, got {given!r}"
@@ -484,17 +488,19 @@ class MixedDensity(eqx.Module):
         return Conditional(self, *self.encoding.encode(kept), tuple(given))
 
     def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "MixedDensity":
-        """Refused: there is no flow."""
+        """Always refused, because there is no flow."""
         raise ValueError("a mixture has no flow to add noise to: fit a flow with family='flow'")
 
 
-UNKNOWN_PENALTY = -10.0  # nats, for each category that the table does not have
-TAIL_STDS, BISECTIONS = 12.0, 60  # of quantiles: standard deviations searched on either side, and halvings
+UNKNOWN_PENALTY = -10.0  # nats, for each category that does not occur in the table
+# Search for a quantile: range in standard deviations, and number of halvings.
+TAIL_STDS, BISECTIONS = 12.0, 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditional:
-    """The distribution of the other columns of each row given some of them, from `fitted.conditional`.
+    """The distribution, for each row, of the other columns given some columns; the result of
+    `fitted.conditional`.
 
     ```python
     import jax
@@ -520,7 +526,7 @@ class Conditional:
         return self.model.log_prob(rows) - known
 
     def sample(self, count: int, *, key: PRNGKeyArray) -> np.ndarray:
-        """Draw rows given their known columns, `(count, n, d)`."""
+        """Draw complete rows given their known columns, `(count, n, d)`."""
         rng = rng_of(check_key(key), 0)
         drawn = self.model.mixture.complete(self.numbers, self.codes, rng, check_count("count", count))
         return self.model.encoding.decode(*drawn).reshape(count, len(self.numbers), -1)
@@ -580,8 +586,9 @@ class Conditional:
     def _parts(
         self, column: str
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[np.ndarray, float] | None]:
-        """Weights, means and standard deviations `(n, K)` of a column given the known ones, in units of its
-        scale; of a zero-inflated one also the probability of the spike in each component, and its place."""
+        """Weights, means and standard deviations `(n, K)` of a column given the known columns, in units of
+        its scale; for a zero-inflated column also the probability of the point mass in each component, and
+        its value."""
         i, encoding, mixture = self._place(column), self.model.encoding, self.model.mixture
         values = mixture.log_components(self.numbers, self.codes)
         share = np.exp(values - scipy.special.logsumexp(values, axis=1, keepdims=True))
@@ -609,7 +616,7 @@ def _check_no_given(given: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MixedFit:
-    """A fitted mixture, and log-densities of unseen rows under it and under one component."""
+    """A fitted mixture, and log-densities of unseen rows under the mixture and under a single component."""
 
     model: MixedDensity
     values: np.ndarray

@@ -11,7 +11,8 @@ import numpy as np
 from .._checks import is_traced
 from ..faq import see
 
-MAX_VALUE, MIN_SPREAD = 1e30, 1e-30  # range of values and spreads of columns that single precision supports
+# Maximum value and minimum spread of a column that single precision supports.
+MAX_VALUE, MIN_SPREAD = 1e30, 1e-30
 
 
 def is_frame(data: Any) -> bool:
@@ -20,9 +21,9 @@ def is_frame(data: Any) -> bool:
 
 
 def parts_of(data: Any, given: Any, groups: Any, columns: Any) -> tuple[Any, Any, Any, tuple[str, ...]]:
-    """The modelled columns, the given ones, the groups of rows, and the names of all columns, given ones
-    last; () if there are none. `given` and `groups` may name columns of the data; `columns` selects columns
-    of a DataFrame."""
+    """The modelled columns, the given columns, the groups of rows, and the names of all columns with given
+    ones last (() if there are none). `given` and `groups` may name columns of the data; `columns` selects
+    columns of a DataFrame."""
     columns, given_names = _checked_names(columns), _names_in("given", given)
     if not is_frame(data) and not given_names and not isinstance(groups, str):
         return data, given, groups, _all_names(data, given, columns)
@@ -56,7 +57,7 @@ class _Named:
 
 
 def _all_names(data: Any, given: Any, columns: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the columns of an array and of the given ones, from the argument or a DataFrame."""
+    """The names of the modelled and of the given columns, from the argument `columns` or from DataFrames."""
     parts = [data] if given is None else [data, given]
     widths = [np.shape(part)[1] if len(np.shape(part)) == 2 else 0 for part in parts]
     if not columns and is_frame(given):
@@ -174,8 +175,8 @@ def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
 
 
 def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
-    """One column of a table as numbers. Strings are refused even if they look like numbers, and so are
-    dates."""
+    """One column of a table as numbers. Strings are refused even if they look like numbers; dates are refused
+    too."""
     odd = next((value for value in values if not _is_number(value)), None)
     if odd is not None:
         message = f"column {label} of {name} holds {str(odd)!r}, not numbers"
@@ -184,7 +185,7 @@ def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a cell is a real number; None, like NaN, is a missing one."""
+    """Whether a cell is a real number; None is accepted as a missing number, like NaN."""
     if isinstance(value, complex):
         return False
     return value is None or isinstance(value, numbers.Number | Decimal | np.bool_)

@@ -23,15 +23,15 @@ from ._numbers import joined, real_numbers
 from ._stages import FlowOptions, Sizes
 from ._standardised import Standardised
 
-LARGE_TABLE = 5000  # rows, from which one member is enough
-MEMBERS = 4  # of the ensemble for smaller tables
-WIDTH, BATCH_ROWS = 64, 128  # of the network, and of a step
+LARGE_TABLE = 5000  # number of rows from which one member is enough
+MEMBERS = 4  # members of the ensemble for smaller tables
+WIDTH, BATCH_ROWS = 64, 128  # width of the network, and rows per step
 MIN_STEPS, MAX_STEPS = 4000, 10_000
-VALIDATION_PARTS = 10  # disjoint sets of validation rows, one for each member
-PRIOR_ROWS = 10.0  # of the prior that the base has variance one
-BASE_POINTS = np.linspace(-5.0, 5.0, 51)  # at which the maps are tabulated
-MIN_LEVEL = 1e-5  # of a quantile
-MIN_NOISE = 0.002  # added to a y without any, in standard deviations of y
+VALIDATION_PARTS = 10  # number of disjoint sets of rows, of which each member uses one for validation
+PRIOR_ROWS = 10.0  # number of rows that the prior, a base of variance one, is worth
+BASE_POINTS = np.linspace(-5.0, 5.0, 51)  # points at which the maps are tabulated
+MIN_LEVEL = 1e-5  # smallest level of a quantile
+MIN_NOISE = 0.002  # noise added to y if it has none, in standard deviations of y
 
 
 class Regression(eqx.Module):
@@ -39,8 +39,8 @@ class Regression(eqx.Module):
 
     Each member is a flow without noise, so y is an increasing function T(z; x) of z ~ N(0, s²). Its
     distribution function Φ(T⁻¹(y; x)/s) and its quantiles T(s Φ⁻¹(α); x) need no samples. The scale s is the
-    root mean square of z over the validation rows of all members: a flow that is too certain of unseen rows
-    has s > 1.
+    root mean square of z over the validation rows of all members: if the flows are too certain on unseen
+    rows, s > 1.
 
     **Arguments:** `members`, conditional densities `rf.tables.Standardised`; `scale`, s.
 
@@ -67,12 +67,12 @@ class Regression(eqx.Module):
             noisy = isinstance(member, Standardised) and member.flow.noise_dimension > 0
             if not isinstance(member, Standardised) or not member.num_given or noisy or _own(member) != 1:
                 raise ValueError(
-                    "a regression needs flows without noise of one column given others: "
+                    "a regression needs flows without noise, for one column given others: "
                     "fit_density(y, given=x)"
                 )
 
     def conditional(self, given: Any) -> "Prediction":
-        """The distribution of y given each row x."""
+        """The distribution of y given each row x in `given`."""
         return Prediction(self, np.asarray(self.members[0].given_rows(given), float))
 
 
@@ -95,7 +95,7 @@ class Prediction:
     def _mapped(self, member: Standardised, points: np.ndarray) -> np.ndarray:
         z = self.regression.scale * np.broadcast_to(points[:, None, None], (len(points), len(self.given), 1))
         rows = member.push_forward(z, given=self.given, key=jax.random.key(0))[..., 0]
-        # Solver errors must not reverse the order.
+        # Sorted, because solver errors must not reverse the order.
         return np.maximum.accumulate(np.asarray(rows, float), axis=0)
 
     @functools.cached_property
@@ -127,12 +127,12 @@ class Prediction:
         return self.quantile([0.5 - coverage / 2, 0.5 + coverage / 2])
 
     def log_prob(self, y: ArrayLike) -> np.ndarray:
-        """log p(y | x) of one value for each row, `(n,)`."""
+        """log p(y | x) for one value y per row, `(n,)`."""
         parts = [log_prob for _, log_prob in self._inverses(y)]
         return scipy.special.logsumexp(parts, axis=0) - np.log(len(parts))
 
     def cdf(self, y: ArrayLike) -> np.ndarray:
-        """P(Y ≤ y | x) of one value for each row, `(n,)`: uniform on [0, 1] for rows of the modelled
+        """P(Y ≤ y | x) for one value y per row, `(n,)`; uniform on [0, 1] for rows of the modelled
         distribution."""
         return np.mean([scipy.special.ndtr(u) for u, _ in self._inverses(y)], axis=0)
 
@@ -190,8 +190,8 @@ def fit_regression(
     """Fit the distribution of y given the columns x of each row: an `rf.tables.Regression`.
 
     Each member of an ensemble is a conditional flow (`rf.fit_density(y, given=x)`) with its own tenth of the
-    rows for validation. The Gaussian whose mean is linear in x is returned instead if it is at least as good
-    on the validation rows, or if there are too few rows for a flow.
+    rows for validation. A Gaussian whose mean is linear in x is returned instead if it is at least as good on
+    the validation rows, or if there are too few rows for a flow.
 
     **Arguments:**
 
@@ -246,7 +246,7 @@ def fit_regression(
 def _flow_settings(
     flow: FlowOptions, training: TrainingOptions, rows: int, steps: int | None
 ) -> dict[str, Any]:
-    """A smaller network and smaller batches than for a density of many columns."""
+    """Default options: a smaller network and smaller batches than for a density of many columns."""
     likelihood_steps = 0 if flow.likelihood_steps is None else flow.likelihood_steps
     return {
         "flow": replace(flow, width=flow.width or WIDTH, likelihood_steps=likelihood_steps),
@@ -256,7 +256,7 @@ def _flow_settings(
 
 
 def _with_spread(rows: np.ndarray) -> np.ndarray:
-    """y, with noise if it is a linear function of the given columns, because it then has no density."""
+    """y, with noise added if y is a linear function of the given columns, because y then has no density."""
     y = rows[:, 0]
     if np.ptp(y) == 0:
         raise ValueError(f"y is {y[0]:g} in all rows: there is nothing to predict{see('no-density')}")
@@ -274,7 +274,7 @@ def _ensemble(fits: Sequence[FittedDensity]) -> Regression:
 
 
 def _inverse(fitted: FittedDensity) -> tuple[np.ndarray, np.ndarray]:
-    """z of the validation rows, and log |∂z/∂y|."""
+    """z for the validation rows of a member, and log |∂z/∂y|."""
     assert fitted.held_out is not None
     y, given = np.split(fitted.held_out.rows, [1], axis=1)
     z, log_slope = fitted.model.pull_back(y, given=given, key=jax.random.key(0))

@@ -31,33 +31,32 @@ from ..train import (
 from ._large_tables import ParquetTable
 from ._standardised import Standardised
 
-MIN_ROWS_FOR_WAVES = 2000  # high-frequency features help in two dimensions; in more they overfit
-MIN_ROWS_FOR_WIDE = 20_000  # minimum for the wider network
-MIN_CELLS_FOR_WIDEST = 1_000_000  # rows times columns: minimum for the widest
-SPARSE_ROWS_PER_COLUMN = 30  # with fewer rows a network overfits without regularisation
-SMALL_TABLE = 500  # sets of rows; smaller tables compare densities by cross-validation
-TINY_TABLE, TINY_PER_COLUMN = 64, 10  # rows, and rows per column; smaller tables get no flow
+MIN_ROWS_FOR_WAVES = 2000  # minimum number of rows for high-frequency features, used in two dimensions only
+MIN_ROWS_FOR_WIDE = 20_000  # minimum number of rows for the wider network
+MIN_CELLS_FOR_WIDEST = 1_000_000  # minimum of rows times columns for the widest network
+SPARSE_ROWS_PER_COLUMN = 30  # with fewer rows per column, a network overfits without regularisation
+SMALL_TABLE = 500  # number of sets of linked rows below which densities are compared by cross-validation
+TINY_TABLE, TINY_PER_COLUMN = 64, 10  # minimum number of rows, and of rows per column, for a flow
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowOptions:
-    """Options of the flow that `rf.fit_density` trains. None means a default that depends on the table.
+    """Options of the flow that `rf.fit_density` trains. None stands for a default that depends on the table.
 
-    - `width`, `depth`: of the network. The default is 128 and 3; with 20,000 rows and more, 256 and 3; with a
-      million cells and more, 512 and 4.
+    - `width`, `depth`: width and depth of the network. The default is 128 and 3; from 20,000 rows on, 256 and
+      3; from a million cells on, 512 and 4.
     - `marginals`: whether to map each column to a nearly normal one first (`rf.tables.Marginals`), with a
       number of knots chosen by cross-validation. The flow then need not learn heavy tails, edges and spikes.
-      By default columns are mapped if this gains 0.5 nats per column, or 0.05 with fewer than 30 rows per
-      column. The option also applies to small tables that get no flow.
+      By default columns are mapped if maps gain 0.5 nats per column, or 0.05 with fewer than 30 rows per
+      column. The option also applies to small tables for which no flow is trained.
     - `smoothing`: standard deviation of noise that is added to the rows in each training step, to prevent
       overfitting, in units of the standardised data. Default: 0.3 with fewer than 30 rows per column,
       otherwise 0.
     - `outliers`: fraction of rows that get large noise in each training step, twice the width of the table,
-      so that the density does not vanish between the data. Default: 0.02 with four columns and more,
-      otherwise 0.
+      so that the density does not vanish between the data. Default: 0.02 from four columns on, otherwise 0.
     - `likelihood_steps`: number of maximum-likelihood steps after the regression. Default: up to 100; 0 with
-      fewer than 500 rows or 30 rows per column; 0 for the wider network with four columns and more, where
-      the gain is small for its time.
+      fewer than 500 rows or 30 rows per column, and 0 for the wider network from four columns on, where the
+      small gain is not worth the time.
 
     ```python
     import roughflow as rf
@@ -96,8 +95,8 @@ class FlowOptions:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a table: distinct `rows`, `sets` of rows that stay together, `columns` to model and given
-    ones."""
+    """The size of a table: the number of distinct `rows`, of `sets` of rows that stay together, and of
+    modelled and given `columns`."""
 
     rows: int
     columns: int
@@ -126,7 +125,7 @@ class Sizes:
 
     @property
     def widest(self) -> bool:
-        """BSDS300 (144,000 × 63) gains 4 nats from a network that is wider than 256."""
+        """Default width. On BSDS300 (144,000 × 63), a network that is wider than 256 gains 4 nats."""
         return self.wide and self.rows * self.columns >= MIN_CELLS_FOR_WIDEST
 
     @property
@@ -143,8 +142,8 @@ class Sizes:
 
     @property
     def worth(self) -> float:
-        """Gain, in nats per column, above which columns are mapped. With enough rows a flow learns marginals
-        by itself, and maps distort linear relations."""
+        """Gain, in nats per column, above which columns are mapped. With enough rows a flow learns the
+        marginals itself, and maps would distort linear relations."""
         return 0.05 if self.sparse else 0.5
 
     @property
@@ -153,8 +152,8 @@ class Sizes:
 
     @property
     def outliers(self) -> float:
-        """Default fraction of outliers. Few columns leave no empty regions; in many columns a flow may put
-        almost no mass in one and lose 100 nats on a row that falls there."""
+        """Default fraction of outliers. Few columns leave no empty regions; with many columns, a flow may put
+        almost no mass in an empty region and lose 100 nats on a row that falls there."""
         return 0.0 if self.columns + self.num_given <= 3 else 0.02
 
     @property
@@ -163,14 +162,14 @@ class Sizes:
 
     @property
     def likelihood_steps(self) -> int:
-        """Default number of likelihood steps. Each needs a backward solve with a tangent per column. After a
-        long regression of a wide network they gain little, and with few rows they overfit."""
+        """Default number of likelihood steps. Each step needs a backward solve with one tangent per column.
+        After a long regression of a wide network these steps gain little, and with few rows they overfit."""
         if self.sparse or self.small:
             return 0
         return 100 if self.columns <= 3 else 0 if self.wide else 60
 
 
-OUTLIER_NOISE = 2.0  # in units of the standardised rows
+OUTLIER_NOISE = 2.0  # standard deviation of the noise on outliers, in units of the standardised rows
 
 
 class Smoothed(eqx.Module):
@@ -228,24 +227,27 @@ class UnitBatches:
         return unit
 
 
-MAX_EXACT_COLUMNS = 8  # with more columns the likelihood is trained with Hutchinson's divergence
-REGRESSION_ROWS = 4096  # number of validation rows of the regression, with repetition
-LIKELIHOOD_ROWS = 1000  # maximum number of validation rows of the likelihood, each of which needs a solve
-TIME_SHARES = {"regression": 0.75, "likelihood": 0.25}  # of a budget in seconds
-TIMED_STEPS = 40  # timed to convert a budget of seconds to steps
-TRAINING = {"batch_size": 512, "learning_rate": 2e-3, "patience": 5}  # of the regression
+MAX_EXACT_COLUMNS = 8  # with more columns, the likelihood stage uses Hutchinson's divergence estimator
+REGRESSION_ROWS = 4096  # number of validation rows of the regression stage, with repetition
+# Maximum number of validation rows of the likelihood stage, each of which needs a solve.
+LIKELIHOOD_ROWS = 1000
+TIME_SHARES = {"regression": 0.75, "likelihood": 0.25}  # fractions of a budget in seconds
+TIMED_STEPS = 40  # number of steps that are timed to convert seconds to steps
+TRAINING = {"batch_size": 512, "learning_rate": 2e-3, "patience": 5}  # of the regression stage
 LIKELIHOOD_BATCH = 256  # rows
-# The same, and solver steps, with fewer than FEW_ROWS rows: the likelihood is then four times cheaper.
+# Rows per step and number of solver steps with fewer than FEW_ROWS rows, which make the likelihood stage four
+# times cheaper.
 FEW_ROWS, FEW_ROWS_BATCH, FEW_ROWS_SOLVER_STEPS = 2000, 128, 8
 LIKELIHOOD_RATE = 0.25  # learning rate, relative to that of the regression
 AVERAGE = {"regression": 0.999, "likelihood": 0.98}  # decay of the average of the parameters, per step
 NUM_VALIDATIONS = {"regression": 20, "likelihood": 10}
-MIN_STEPS_BETWEEN_VALIDATIONS = {"regression": 25, "likelihood": 1}  # patience counts validation checks
+# Minimum number of steps between two validation checks.
+MIN_STEPS_BETWEEN_VALIDATIONS = {"regression": 25, "likelihood": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Regression, then likelihood, on the same rows."""
+    """Trains by regression, then by likelihood, on the same rows."""
 
     train: Any  # an array, `Smoothed` rows or `UnitBatches`
     held_out: Any
@@ -253,7 +255,7 @@ class Stages:
     run: RunOptions
     progress: bool
     seconds: float | None
-    few_rows: bool  # the likelihood of a small table takes fewer rows a step, and fewer solver steps
+    few_rows: bool  # a small table: fewer rows per step and fewer solver steps in the likelihood stage
 
     def both(
         self,
@@ -290,7 +292,7 @@ class Stages:
         if self.run.resume and file is not None and file.exists():
             return steps_of(file)
         quiet = partial(stage.__func__, dataclasses.replace(self, progress=False))  # pyright: ignore[reportFunctionMemberAccess]
-        quiet(*settings, None, TIMED_STEPS)  # compiles
+        quiet(*settings, None, TIMED_STEPS)  # compiles the program
         began = time.perf_counter()
         quiet(*settings, None, TIMED_STEPS)
         afforded = int(TIME_SHARES[stage.__name__] * seconds * TIMED_STEPS / (time.perf_counter() - began))
@@ -299,7 +301,8 @@ class Stages:
     def regression(
         self, flow: StochasticFlow, num_given: int, key: PRNGKeyArray, file: Path | None, steps: int
     ) -> Fitted:
-        # Each row is seen at one time and with one base point, so few rows must be seen often.
+        # In a step, each row is used at one time and with one base point only, so few rows must be used
+        # often.
         often = max(1, REGRESSION_ROWS // max(1, len(self.held_out)))
         return fit(
             flow,
@@ -327,7 +330,7 @@ class Stages:
         return dataclasses.replace(last, model=model)
 
     def _options(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
-        """What `rf.fit` takes in the stage of this name."""
+        """The arguments of `rf.fit` for the stage of this name."""
         every = max(MIN_STEPS_BETWEEN_VALIDATIONS[name], -(-steps // NUM_VALIDATIONS[name]))
         training = self.training.with_defaults(TRAINING | {"average": AVERAGE[name], "validate_every": every})
         if name == "likelihood":

@@ -1,4 +1,5 @@
-"""A flow of standardised data, in the units of the data; an SDE with its distribution."""
+"""A flow of standardised data in the units of the data, and an SDE whose stationary distribution is that of
+the data."""
 
 import textwrap
 from typing import Any
@@ -35,15 +36,15 @@ from ._numbers import is_frame, real_numbers, take
 class Standardised(eqx.Module):
     """A flow y of standardised data: x = m + L y, with log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
 
-    With `marginals` g, a monotone map of each column, g(x) = m + L y, and log p(x) gains Σ log g′(x).
+    With `marginals` g, a monotone map of each column, g(x) = m + L y, and Σ log g′(x) is added to log p(x).
 
-    With `num_given=k` it is a conditional density given the last k coordinates. The flow leaves these at
-    their base distribution N(0, I), so p(y | given) is the joint density divided by theirs.
+    With `num_given=k` the density is conditional on the last k coordinates. The flow leaves these at their
+    base distribution N(0, I), so p(y | given) is the joint density divided by theirs.
 
     **Arguments:** `flow`, the flow of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular except
-    for the regression on the given columns, in its last k columns; `columns`, the names of the coordinates,
-    if any; `num_given`, k; `marginals`, an `rf.tables.Marginals` or None. `standardisation(data)` computes m
-    and L.
+    in its last k columns, which contain the regression on the given columns; `columns`, the names of the
+    coordinates, if any; `num_given`, k; `marginals`, an `rf.tables.Marginals` or None.
+    `standardisation(data)` computes m and L.
 
     Columns of a DataFrame are matched by name if the model has `columns`; others are ignored.
 
@@ -59,7 +60,7 @@ class Standardised(eqx.Module):
     """
 
     flow: StochasticFlow
-    loc: np.ndarray  # double precision, so that a small spread around a large mean keeps its digits
+    loc: np.ndarray  # double precision, so that no digits of a small spread around a large mean are lost
     matrix: np.ndarray
     columns: tuple[str, ...] = eqx.field(static=True, default=())
     num_given: int = eqx.field(static=True, default=0)
@@ -69,7 +70,7 @@ class Standardised(eqx.Module):
         check_instance("flow", self.flow, StochasticFlow, "an rf.StochasticFlow")
         d = self.flow.dimension
         for name, part, shape in (("loc", self.loc, (d,)), ("matrix", self.matrix, (d, d))):
-            # Leading axes are those of several models in one, as made by `eqx.filter_vmap`.
+            # Leading axes belong to a stack of models, as made by `eqx.filter_vmap`.
             if np.shape(part)[-len(shape) :] != shape:
                 raise ValueError(f"{name} must have shape {shape} for this flow, got {np.shape(part)}")
         if not is_traced(self.matrix) and np.any(np.diagonal(self.matrix, axis1=-2, axis2=-1) == 0):
@@ -104,7 +105,7 @@ class Standardised(eqx.Module):
         return self.unit(self._checked(x, given))
 
     def unit(self, x: Array | np.ndarray) -> Array:
-        """The same for rows with the given columns last."""
+        """`standardise` for rows with the given columns last."""
         x = self._mapped(x)[0]
         if is_traced(x) or is_traced(self.matrix):
             offset = x - jnp.expand_dims(self.loc, range(x.ndim - 1))
@@ -162,8 +163,8 @@ class Standardised(eqx.Module):
         return self.push_forward(start, given=given, key=key_path)
 
     def push_forward(self, z: ArrayLike, *, given: ArrayLike | None = None, key: PRNGKeyArray) -> Array:
-        """The rows x(z) that the flow makes of points z of its base, `(..., d)`; with `given`, `(..., k)`, of
-        the coordinates that are not given. `key` draws the path of a flow with noise."""
+        """The rows x(z) to which the flow maps points z of its base, `(..., d)`. With `given`, `(..., k)`, z
+        has only the coordinates that are not given. `key` draws the path of a flow with noise."""
         own = self.flow.dimension - self.num_given
         z = jnp.asarray(z, float)
         some = self.unit(self._with(np.zeros(own), given))[..., own:] if self.num_given else z[..., own:]
@@ -191,7 +192,7 @@ class Standardised(eqx.Module):
         return constant + jnp.asarray(self._mapped(rows)[1], constant.dtype)
 
     def _rows_of(self, y: Array) -> Array:
-        """Rows of the table from standardised ones, without given columns."""
+        """Rows of the table from standardised rows, without given columns."""
         own = self.flow.dimension - self.num_given
         spread = jnp.einsum("ij,...j->...i", jnp.asarray(self.matrix, y.dtype), y)
         mapped = (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(y.ndim - 1)) + spread)[..., :own]
@@ -220,7 +221,8 @@ class Standardised(eqx.Module):
         return self.checked(x, given, self.columns, self.num_columns)
 
     def checked(self, x: Any, given: Any, columns: tuple[str, ...], total: int) -> Array | np.ndarray:
-        """Rows of `total` columns with the given ones last; those of a DataFrame by name."""
+        """Rows of `total` columns with the given columns last; columns of a DataFrame are selected by
+        name."""
         own = total - self.num_given
         if self.num_given and given is None and columns and is_frame(x):
             given = take("x", x, columns[own:])
@@ -303,7 +305,7 @@ class FittedScore(eqx.Module):
         transport, s, left = self.transport, self.time, 1 - self.time
         matrix, start = self.matrix.astype(x.dtype), transport.loc.astype(x.dtype)
         unit = solve_triangular(matrix, x - self.loc.astype(x.dtype), lower=True)
-        # At time s the data are scaled by s, so the smoothing is around s·unit.
+        # At time s the data are scaled by s, so the score is evaluated at s·unit.
         t = jnp.asarray(s * transport.t1, x.dtype)
         _, pull = transport.velocity_and_pull(t, s * unit + left * start)
         return solve_triangular(matrix, s * pull / left, lower=True, trans="T")
@@ -315,8 +317,8 @@ def stationary_sde(
     """The SDE with a given diffusion whose stationary distribution is that of the data: `rf.targeted_sde`
     with the score of a model trained by regression.
 
-    Its paths stay near the data for any length of time and any diffusion σ. Use `rf.simulate`, or
-    `rf.sample_chain` with `rf.UnadjustedSampler`, to follow them.
+    Its paths stay near the data for any length of time and any diffusion σ. Simulate them with `rf.simulate`,
+    or with `rf.sample_chain` and `rf.UnadjustedSampler`.
 
     **Arguments:**
 
@@ -324,9 +326,9 @@ def stationary_sde(
       `rf.Interpolant()` from an `rf.Normal` base. Likelihood steps make the velocity and its score slightly
       inconsistent.
     - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the units of the data.
-    - `time`: time s < 1 at which the score is evaluated. It is the score of the data with (1 − s)/s times the
-      base added as noise. Close to 1 there is less smoothing, but errors of the velocity are amplified by
-      1/(1 − s).
+    - `time`: time s < 1 at which the score is evaluated. At time s the score is that of the data plus noise,
+      (1 − s)/s times the base. With s close to 1 there is less smoothing, but errors of the velocity are
+      amplified by 1/(1 − s).
 
     ```python
     import jax, jax.numpy as jnp

@@ -17,8 +17,8 @@ from ._closed_form import Gaussian, Marginals
 from ._columns import Relations, check_some_free, coarse_step
 from ._numbers import joined
 
-SPIKE_SHARE = 0.05  # fraction of the rows at one value
-FAR_TAIL = 100.0  # interquartile ranges from the median
+SPIKE_SHARE = 0.05  # minimum fraction of the rows at one value that is reported
+FAR_TAIL = 100.0  # distance from the median, in interquartile ranges, beyond which a column is reported
 MAX_COLUMNS_PER_ROW = 10  # columns per row above which a table is refused
 Bound = tuple[float | None, float | None]
 Rounding = Mapping[Any, float] | Literal["auto"]
@@ -27,8 +27,8 @@ Rounding = Mapping[Any, float] | Literal["auto"]
 @dataclass(frozen=True)
 class Table:
     """Training rows, with the `num_given` given columns last, and validation rows; `links` and
-    `held_out_labels` mark rows that belong together. Columns that `relations` removes are left out;
-    `all_names` has theirs too."""
+    `held_out_labels` mark rows that belong together. Columns that `relations` removes are left out, but
+    `all_names` includes their names."""
 
     train: np.ndarray
     links: Links
@@ -122,7 +122,8 @@ class Table:
         return replace(self, held_out=self._spread(rows, key, 1), held_out_labels=Links.of(rows).labels)
 
     def _kept(self, relations: Relations, rows: np.ndarray) -> np.ndarray:
-        """The columns that the relations keep, of validation rows that satisfy them."""
+        """Validation rows without the columns that the relations remove; rows that violate a relation are
+        refused."""
         broken = relations.log_factor(rows, "zero") < 0
         if broken.any():
             text = "; ".join(relations.described(self.all_names))
@@ -131,7 +132,7 @@ class Table:
         return rows[:, relations.kept]
 
     def dequantised(self, key: PRNGKeyArray) -> "Table":
-        """The table with uniform noise on rounded columns, as wide as the rounding."""
+        """The table with uniform noise on rounded columns, as wide as the rounding step."""
         return replace(self, train=self._spread(self.train, key, 2))
 
     def _spread(self, rows: np.ndarray, key: PRNGKeyArray, number: int) -> np.ndarray:
@@ -141,8 +142,8 @@ class Table:
         return rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
 
     def units(self, marginals: Marginals | None) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and lower triangular matrix that standardise the rows. Given columns are standardised one by
-        one, so that their units do not mix with the others."""
+        """Mean and lower triangular matrix that standardise the rows. Given columns are standardised
+        separately, so that their units do not mix with those of other columns."""
         target, given = np.split(self.train, [self.dimension], axis=1)
         target = target if marginals is None else marginals.forward(target)[0]
         gaussian = Gaussian.of(target)
@@ -157,7 +158,7 @@ class Table:
 
 
 def _check_enough(count: int, total: int, name: str, validation: float = 0.0) -> None:
-    """Refuse fewer than two rows."""
+    """Refuse tables with fewer than two rows."""
     if count >= 2:
         return
     if total < 2:
@@ -200,16 +201,16 @@ def _warn(
     bounded: set[int],
     auto: bool,
 ) -> None:
-    """Warn of rounded columns (unless `auto` adds noise to them), spikes, heavy tails and joined tables, one
-    line each."""
+    """Warn of rounded columns (unless `auto` adds noise to them), spikes, heavy tails and joined tables, with
+    one line for each."""
     label = lambda i: str(labels[i])
     shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
     if links.joined:
         message = (
             f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
         )
-        warn(f"{message}together (groups= names other groups){see('copies-and-groups')}")
-    # Copies of a row are not ties: each counts once.
+        warn(f"{message}together (set groups= for other groups){see('copies-and-groups')}")
+    # Only distinct rows are counted, because copies of a row are not ties.
     _, first = np.unique(links.copies, return_index=True)
     rows = rows[first]
     free = [i for i in range(rows.shape[1]) if i not in treated | bounded | set(links.joined)]
@@ -238,7 +239,7 @@ def _warn(
 
 
 def _spike(column: np.ndarray) -> str:
-    """A description of values at which rows pile up; "" for none."""
+    """A description of values that many rows have; "" if there are none."""
     values, counts = np.unique(column, return_counts=True)
     if len(values) == 1:
         return ""  # refused elsewhere
@@ -248,6 +249,6 @@ def _spike(column: np.ndarray) -> str:
 
 
 def _reach(column: np.ndarray) -> float:
-    """The range of the column around its median, in interquartile ranges."""
+    """The largest distance of a value from the median, in interquartile ranges."""
     quarters = np.quantile(column, [0.25, 0.5, 0.75])
     return float(np.max(np.abs(column - quarters[1])) / (quarters[2] - quarters[0] or np.inf))
