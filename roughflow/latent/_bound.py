@@ -32,35 +32,23 @@ def mismatch(model: AbstractLatentSDE, reading: Reading, t: Array, u: Array) -> 
     return 0.5 * jnp.sum(solve_noise(spread.sigma, gap) ** 2)
 
 
-def random_times(times: Array, count: int, key: PRNGKeyArray) -> tuple[Array, Array]:
-    """Stratified random times and their weights, with which a mean estimates an integral over time.
-
-    Half of the times are uniform, half are shared equally by the intervals between observations: where two
-    observations are close, the posterior may move fast, and uniform times would miss it.
-    """
-    gap = jnp.diff(times)
-    real = gap > 0
-    mass = 0.5 * gap / (times[-1] - times[0]) + 0.5 * real / jnp.sum(real)
-    ends = jnp.concatenate([jnp.zeros(1, times.dtype), jnp.cumsum(mass)])
-    strata = (jnp.arange(count) + jax.random.uniform(key, (count,), times.dtype)) / count
-    place = jnp.minimum(jnp.searchsorted(ends[1:], strata, side="right"), jnp.sum(real) - 1)
-    share = jnp.clip((strata - ends[place]) / mass[place], 0, 1)
-    return times[place] + share * gap[place], gap[place] / mass[place]
-
-
 def lower_bound(model: AbstractLatentSDE, series: Series, num_times: int, *, key: PRNGKeyArray) -> Array:
     """An unbiased estimate of the bound for one series:
 
         E log p(y | z) − KL(q(z at the first time) | p) − ∫ E ½ |σ⁻¹(f − μ)|² dt ≤ log p(y).
 
-    The integral is estimated at stratified random times, with one draw of z at each.
+    The integral is estimated at stratified random times, with one draw of z at each. A shorter series repeats
+    its last time.
     """
     keys = jax.random.split(key, 3)
     reading, times = model.posterior.read(series), series.times
     draws = jax.random.normal(keys[0], (len(times), model.dimension), times.dtype)
-    when, weights = random_times(times, num_times, keys[1])
+    strata = (jnp.arange(num_times) + jax.random.uniform(keys[1], (num_times,), times.dtype)) / num_times
+    span = times[-1] - times[0]
     between = jax.random.normal(keys[2], (num_times, model.dimension), times.dtype)
-    cost = jnp.mean(weights * jax.vmap(lambda t, u: mismatch(model, reading, t, u))(when, between))
+    cost = span * jnp.mean(
+        jax.vmap(lambda t, u: mismatch(model, reading, t, u))(times[0] + span * strata, between)
+    )
     marginals = jax.vmap(lambda t: model.posterior.at(reading, t)[0])(times)
     z = marginals.mean + jnp.einsum("nij,nj->ni", marginals.root, draws)
     first = jax.tree.map(lambda leaf: leaf[0], marginals)
