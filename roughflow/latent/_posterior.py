@@ -165,9 +165,9 @@ class Posterior(eqx.Module):
         gap = times[before + 1] - times[before]
         share = (t - times[before]) / gap
         features = (1 - share) * reading.features[before] + share * reading.features[before + 1]
-        clock = (
-            jnp.sqrt(1 + gap / self.encoder.unit) * share * (1 - share)
-        )  # 0 at observations, for continuity
+        # A coordinate of time that is 0 at observations, for continuity, and slow where two are close.
+        clock = share * (1 - share) * gap / (gap + jnp.exp(self.log_length))
+        clock = clock * jnp.sqrt(1 + gap / self.encoder.unit)
         out = self.head(t, jnp.concatenate([features[d:], clock[None]]))
         mean, square = features[:d] + out[:d], jnp.reshape(out[d:], (d, d))
         # The root has its diagonal and what is below it, the skew matrix what is above.
