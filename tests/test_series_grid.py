@@ -30,7 +30,7 @@ def returns(count, seed=0):
     return np.array(x)
 
 
-def euler_filter(x, parameters, v0, count=300):
+def euler_filter(x, parameters, v0, count=200):
     """The log-likelihood of Euler steps by the trapezoidal rule on nodes of √V."""
     mu, kappa, theta, xi, rho = parameters
     root = np.linspace(1e-4, 0.04, count)
@@ -168,7 +168,7 @@ def counts(count=60):
 
 def counts_filter(times, y, kappa, sigma, scale):
     """Log-likelihood, and the mean of the last state, with a stationary start."""
-    nodes = np.linspace(-6, 6, 1201)
+    nodes = np.linspace(-6, 6, 401)
     share = stats.norm.pdf(nodes, 0, sigma / np.sqrt(2 * kappa)) * (nodes[1] - nodes[0])
     total = 0.0
     for i, value in enumerate(y):
