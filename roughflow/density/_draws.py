@@ -16,10 +16,10 @@ from ..faq import see
 
 
 def random_bits(key: PRNGKeyArray, places: Array, size: int) -> Array:
-    """32 random bits `(k, size)` for the places `(k,)`, that belong to the key and a place.
+    """32 random bits `(k, size)` for each of the `places` `(k,)`, determined by the key and the place.
 
-    A key folded with a counter is itself random bits: one round of hashing, that compiles in a fraction of
-    the time of `jax.random.bits`.
+    The data of a key folded with a counter are random bits: one round of hashing, which compiles in a
+    fraction of the time of `jax.random.bits`.
     """
     words = jax.random.key_data(key).shape[-1]
     blocks = -(-size // words)
@@ -30,7 +30,8 @@ def random_bits(key: PRNGKeyArray, places: Array, size: int) -> Array:
 
 
 def normal_numbers(key: PRNGKeyArray, places: Array, size: int, dtype: np.dtype) -> Array:
-    """Standard normal numbers `(k, size)` for the places `(k,)`, that belong to the key and a place."""
+    """Standard normal numbers `(k, size)` for each of the `places` `(k,)`, determined by the key and the
+    place."""
     return normal_quantile(random_bits(key, places, size), dtype)
 
 
@@ -39,39 +40,41 @@ def normal_quantile(bits: Array, dtype: np.dtype) -> Array:
 
 
 def uniform_numbers(bits: Array, dtype: np.dtype) -> Array:
-    """Numbers in (0, 1): as many bits as the type holds, and half a unit up, so never 0 or 1."""
+    """Numbers in (0, 1) with as many bits as the type holds, shifted by half a unit so that they are never 0
+    or 1."""
     kept = min(32, jnp.finfo(dtype).nmant)
     return ((bits >> (32 - kept)).astype(dtype) + 0.5) / 2.0**kept
 
 
 def uniform_of(normal: Array) -> Array:
-    """The standard normal distribution function, with the absolute error of rounding: enough for comparisons,
-    and much faster to compile than one with accurate tails."""
+    """The standard normal distribution function with an absolute error of the size of rounding errors. This
+    suffices for comparisons and compiles much faster than a version with accurate tails."""
     return 0.5 * (1 + jax.lax.erf(normal / 2**0.5))
 
 
 class AbstractDraws(eqx.Module):
     """How the random numbers of paths are drawn.
 
-    Numbers belong to a key and to a path's place in the sequence, so that paths can be drawn in any
-    chunks, and more of them later.
+    The numbers of a path depend only on a key and on the place of the path in a sequence, so that paths can
+    be drawn in chunks of any size, and more can be added later.
     """
 
     @abc.abstractmethod
     def check(self, num_paths: int) -> None:
-        """Refuse a number of paths that is not whole groups."""
+        """Refuse a number of paths that cannot be divided into the required groups."""
 
     @abc.abstractmethod
     def normal(self, key: PRNGKeyArray, places: Array, most: int, size: int, dtype: np.dtype) -> Array:
-        """Numbers `(k, size)` for the paths at `places` `(k,)`, all below `most`."""
+        """Standard normal numbers `(k, size)` for the paths at `places` `(k,)`, which are all below
+        `most`."""
 
     @abc.abstractmethod
     def terms(self, weights: Any) -> Any:
-        """Independent terms `(R, ...)` with the mean of the weights `(K, ...)` of the first K paths."""
+        """Independent terms `(R, ...)` whose mean is that of the weights `(K, ...)` of the first K paths."""
 
 
 class Independent(AbstractDraws):
-    """Plain Monte Carlo.
+    """Independent random numbers: plain Monte Carlo.
 
     ```python
     import roughflow as rf
@@ -94,8 +97,9 @@ class Independent(AbstractDraws):
 class Sobol(AbstractDraws):
     """Randomised quasi-Monte Carlo: a scrambled Sobol' sequence with random digital shifts.
 
-    The paths fall into `num_replicates` independent shifts of one sequence, and the standard error comes
-    from the spread between them. `num_paths` is `num_replicates` times a power of two.
+    The paths are divided into `num_replicates` groups, which are independent random shifts of one sequence;
+    the standard error is estimated from the spread of the group means. `num_paths` is `num_replicates` times
+    a power of two.
 
     ```python
     import roughflow as rf
@@ -108,7 +112,9 @@ class Sobol(AbstractDraws):
 
     def __check_init__(self):
         if check_count("num_replicates", self.num_replicates) < 2:
-            raise ValueError("num_replicates must be at least 2: their spread is the standard error")
+            raise ValueError(
+                "num_replicates must be at least 2, because the standard error is estimated from their spread"
+            )
 
     def check(self, num_paths: int) -> None:
         each, rest = divmod(num_paths, self.num_replicates)
@@ -127,7 +133,7 @@ class Sobol(AbstractDraws):
 
 @functools.lru_cache(maxsize=8)
 def _sobol_bits(count: int, size: int) -> np.ndarray:
-    """The first `count` points of a scrambled Sobol' sequence, 32 bits a coordinate."""
+    """The first `count` points of a scrambled Sobol' sequence, as 32 bits per coordinate."""
     power = max(count - 1, 0).bit_length()
     points = scipy.stats.qmc.Sobol(size, scramble=True, rng=np.random.default_rng(0)).random_base2(power)
     return (points * 2.0**32).astype(np.uint32)

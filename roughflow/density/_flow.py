@@ -1,4 +1,4 @@
-"""A stochastic normalizing flow: what the random ODE of a path gives, and its density over all paths."""
+"""A stochastic normalizing flow with its density, averaged over all paths."""
 
 import equinox as eqx
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
@@ -29,13 +29,13 @@ class StochasticFlow(AbstractStochasticFlow):
         **Arguments:**
 
         - `x`: points, shape `(..., d)`.
-        - `estimator`: if none is given, `rf.density.Ladder()`, which takes what is cheapest for each point;
-          without noise one pull-back, which is exact.
-        - `tolerance`: add work to each point until its total error is below this, or `max_paths` are spent;
-          `warning` says if they were. By default the aim is 0.05.
-        - `start`: a fixed initial state `(d,)`, in place of the base. In one or two dimensions a grid is
-          used; otherwise the density a short time after the start is the base of a flow over the remaining
-          time (`rf.transition.ShortTime`).
+        - `estimator`: by default `rf.density.Ladder()`, which uses the cheapest sufficient method for each
+          point; without noise, a single pull-back, which is exact.
+        - `tolerance`: add work to each point until its total error is below `tolerance`, or `max_paths` paths
+          are used; `warning` reports the latter. By default, the aim is 0.05.
+        - `start`: a fixed initial state `(d,)`, in place of the base. In one or two dimensions, a grid is
+          used; otherwise the approximate density a short time after the start is the base of a flow over the
+          remaining time (`rf.transition.ShortTime`).
 
         ```python
         import jax, jax.numpy as jnp
@@ -73,7 +73,8 @@ class StochasticFlow(AbstractStochasticFlow):
         return estimator.estimate(self, x, key=key, accuracy=accuracy)
 
     def _from_point(self, start: Array) -> tuple["StochasticFlow", float]:
-        """The flow from a short while after a point on, and the error of its base, in nats."""
+        """The flow that starts a short time after a fixed initial state, and the error of its base in
+        nats."""
         base, error = short_time(self.sde, start.astype(float), self.t1)
         flow = StochasticFlow(base.later, base, self.t1 - float(base.dt), self.driver, self.divergence)
         parts = lambda f: (f.correction, f.integrator)

@@ -1,4 +1,5 @@
-"""What paths are drawn from: the driver's own distribution, or for each x a mixture of normal ones."""
+"""Proposals, from which paths are drawn: the distribution of the driver, or a mixture of normal distributions
+for each x."""
 
 import abc
 import math
@@ -15,17 +16,17 @@ from ..flow import AbstractStochasticFlow
 from ..sde import MLP, Activation, tanh
 from ._draws import AbstractDraws, Independent, uniform_of
 
-SPARE = 1  # standard normal numbers beyond one for each coordinate of ξ: it chooses the component
+SPARE = 1  # number of additional standard normal numbers per draw, which choose the component
 
 
 class Mixture(eqx.Module):
-    """Distributions of ω `(W,)`, the path's coefficients, for B points with M components each.
+    """For each of B points, a mixture of M normal distributions of ω `(W,)`, the coefficients of a path.
 
-    Component m is ω = c + S u, S diagonal, u normal with precision I + GᵀG, G `(d, W)`. That is what a normal
-    distribution of ξ = (start, path) on a plane, seen along the start, looks like: with N = (N₀, N₁)
-    orthonormal directions across the plane, G = N₀⁻¹N₁, u = ε₁ − N₁ᵀ(N₀ε₀ + N₁ε₁), and its volume is
-    |det N₀|. N = (I, 0) makes u standard normal. The prior is one more component of the mixture, with
-    weight `prior`.
+    Component m is ω = c + S u with S diagonal and u normal with precision I + GᵀG, G `(d, W)`. A normal
+    distribution of ξ = (start, path) on a plane has this marginal distribution of the path: if N = (N₀, N₁)
+    are orthonormal directions orthogonal to the plane, then G = N₀⁻¹N₁, u = ε₁ − N₁ᵀ(N₀ε₀ + N₁ε₁), and the
+    root of the determinant of the covariance of u is |det N₀|. N = (I, 0) makes u standard normal. The prior
+    is one more component of the mixture, with weight `prior`.
 
     ```python
     import jax.numpy as jnp
@@ -39,12 +40,13 @@ class Mixture(eqx.Module):
     centre: Array  # c, (B, M, W)
     scale: Array  # S, (B, M, W)
     normal: Array  # N, (B, M, d, d + W)
-    log_share: Array  # (B, M), of the components among themselves
+    log_share: Array  # (B, M), log of the shares of the components, without the prior
     prior: Array  # (B,)
 
     @staticmethod
     def of(centre: Array, scale: Array, dimension: int) -> "Mixture":
-        """One component with independent normal coefficients, centre and scale `(B, W)`, and no prior."""
+        """A single component with independent normal coefficients, with `centre` and `scale` `(B, W)`, and no
+        prior."""
         batch, size = centre.shape
         frame = jnp.eye(dimension, dimension + size, dtype=centre.dtype)
         return Mixture(
@@ -65,11 +67,11 @@ class Mixture(eqx.Module):
         return self.normal.shape[-1] + SPARE
 
     def with_prior(self, share: float) -> "Mixture":
-        """The same with at least this share of the prior."""
+        """The mixture with at least this share of the prior."""
         return eqx.tree_at(lambda m: m.prior, self, jnp.maximum(self.prior, share))
 
     def sample(self, noise: Array) -> Array:
-        """ω `(B, K, W)` made from standard normal numbers `(B, K, num_normals)`."""
+        """Draws of ω `(B, K, W)`, computed from standard normal numbers `(B, K, num_normals)`."""
         centre, kick = self._drawn(noise, self._pick(noise))
         return centre + kick
 
@@ -80,12 +82,12 @@ class Mixture(eqx.Module):
         return jnp.logaddexp(own, _log(share) + log_standard(omega))
 
     def _drawn(self, noise: Array, pick: Array) -> tuple[Array, Array]:
-        """The centre of the component that was picked, and a draw from it less that."""
+        """The centre of the chosen component, and a draw from it minus this centre."""
         noise, pick = noise[..., :-SPARE], pick.astype(noise.dtype)
         across = jnp.einsum("bmij,bkj->bkmi", self.normal, noise) * pick[..., None]
         path = noise[..., self.dimension :]
         unit = path - jnp.einsum("bkmi,bmij->bkj", across, self.normal[..., self.dimension :])
-        # For the prior nothing is picked: centre 0 and scale 1.
+        # If the prior is chosen, `pick` is zero: centre 0 and scale 1.
         centre = jnp.einsum("bkm,bmw->bkw", pick, self.centre)
         scale = 1 + jnp.einsum("bkm,bmw->bkw", pick, self.scale - 1)
         return centre, scale * unit
@@ -129,7 +131,7 @@ def _log(share: Array) -> Array:
 
 
 class AbstractProposal(eqx.Module):
-    """Chooses where to draw the paths that may lead to x; `rf.Prior` is one.
+    """The interface of proposals, such as `rf.Prior`: from which distribution paths to x are drawn.
 
     ```python
     from typing import ClassVar
@@ -159,12 +161,12 @@ class AbstractProposal(eqx.Module):
 
     @abc.abstractmethod
     def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: Any) -> Mixture | None:
-        """The distribution for each point of x `(B, d)`; None for the prior."""
+        """The distribution of paths for each point of x `(B, d)`; None for the prior."""
 
 
 class Prior(AbstractProposal):
-    """Draw paths from their own distribution, regardless of x. `draws` may be `rf.density.Independent()` (the
-    default) or `rf.density.Sobol()`.
+    """Draw paths from the distribution of the driver, regardless of x. `draws` may be
+    `rf.density.Independent()` (the default) or `rf.density.Sobol()`.
 
     ```python
     import roughflow as rf
@@ -180,19 +182,20 @@ class Prior(AbstractProposal):
 
 
 class Amortised(AbstractProposal):
-    """Draw the path's coefficients ω = m + S u, S diagonal, u normal with precision I + GᵀG; m, S and G
-    `(d, nm)` by a network of x and of the flow's end time.
+    """Draw the coefficients of a path as ω = m + S u, with S diagonal and u normal with precision I + GᵀG. A
+    network maps x and the end time of the flow to m, S and G `(d, nm)`.
 
-    On a linear SDE the distribution of the path given x has this form, S = I: G says how the start that
-    belongs to a path moves with it, in units of the base's spread. In more than 8 dimensions G is zero.
+    For a linear SDE, the distribution of the path given x has this form with S = I, and G describes how the
+    start depends on the path, in units of the spread of the base. In more than 8 dimensions G is zero.
 
-    Untrained it is the prior. Train it with the model: the K-path bound (`rf.density.LowerBound`) is largest
-    when the proposal is the distribution of the path given x (Burda et al. 2016), and gradients reach the
-    network.
+    An untrained network gives the prior. Train it with the model: the K-path bound (`rf.density.LowerBound`)
+    is largest when the proposal is the distribution of the path given x (Burda et al. 2016), and its gradient
+    trains the network.
 
-    Coefficients it was not made for, those of a driver with more functions, it draws from the prior.
+    If the driver is refined, the coefficients of the added functions are drawn from the prior.
 
-    **Arguments:** `flow`, for its sizes; `width`, `depth` and `activation` of the network; `draws`.
+    **Arguments:** `flow`, which determines the sizes; `width`, `depth` and `activation` of the network;
+    `draws`, as for `rf.Prior`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -231,17 +234,18 @@ class Amortised(AbstractProposal):
         d, n, m = self.sizes
         if (flow.dimension, flow.noise_dimension) != (d, m) or flow.driver.num_functions < n:
             raise ValueError(
-                f"the proposal was made for {d} dimensions, {n} functions and {m} noises, the flow has "
-                f"{flow.dimension}, {flow.driver.num_functions} and {flow.noise_dimension}: make one with "
-                "rf.Amortised(flow, key=key)"
+                f"the proposal was made for {d} dimensions, {n} functions and {m} noise components, but the "
+                f"flow has {flow.dimension}, {flow.driver.num_functions} and {flow.noise_dimension}: make a "
+                f"new one with rf.Amortised(flow, key=key)"
             )
         out = jax.vmap(lambda point: self.network(jnp.asarray(flow.t1, point.dtype), point))(x)
-        # The network has outputs for the start as well, which the path and x determine.
+        # The network also has outputs for the start, but they are not used, because path and x determine the
+        # start.
         mean, log_scale, tilt = jnp.split(out, [d + n * m, 2 * (d + n * m)], axis=1)
         more = ((0, 0), (0, (flow.driver.num_functions - n) * m))
         mean, log_scale = (jnp.pad(part[:, d:], more) for part in (mean, log_scale))
         distribution = Mixture.of(mean, jnp.exp(log_scale), d)
-        if not tilt.size:  # many dimensions, or a file from before there was one
+        if not tilt.size:  # many dimensions, or an old file without G
             return distribution
         slope = jnp.pad(jnp.reshape(tilt, (-1, d, n * m)), ((0, 0), *more))
         return eqx.tree_at(lambda d: d.normal, distribution, _across(slope)[:, None])
