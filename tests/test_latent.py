@@ -187,7 +187,7 @@ def test_bad_series_are_refused_in_one_line(times, values, message):
 def test_bad_arguments_are_refused(fitted):
     with pytest.raises(ValueError, match="dimension must be a positive whole number"):
         rf.fit_latent(TIMES, VALUES, dimension=0, key=KEY)
-    with pytest.raises(ValueError, match="times are a function that draws series: omit values"):
+    with pytest.raises(ValueError, match="times is a function that draws series: omit values"):
         rf.fit_latent(lambda size, rng: (TIMES, VALUES), VALUES, dimension=2, key=KEY)
     drawn = Drawn(lambda size, rng: (TIMES, VALUES), None, np.zeros(4), 8)
     with pytest.raises(ValueError, match="a series has 12 observations, but may have at most 8, as in the"):

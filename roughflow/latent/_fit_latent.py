@@ -21,8 +21,8 @@ from ._posterior import Encoder, NormalDecoder, Posterior
 
 DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.99}
 FEWEST_TO_VALIDATE = 10  # series
-LONGEST = 0.1  # time step of likelihoods, in units of the SDE
-LENGTH = 0.05  # time over which the posterior averages at first, in units of the SDE
+LONGEST = 0.1  # longest time step of likelihoods, in units of the SDE
+LENGTH = 0.05  # initial time over which the posterior averages, in units of the SDE
 FIRST_DRAW = 1024  # series drawn from a function to initialise a model
 ROUNDING = 1e-6  # relative deviation of a column that is constant up to rounding
 
@@ -50,36 +50,37 @@ def fit_latent(
 ) -> Fitted:
     """Fit a latent SDE: hidden states that follow a neural SDE, observed with noise through a decoder.
 
-    SDE, decoder and an approximate posterior of the states are trained together, by a lower bound on the
-    log-likelihood. The posterior has Gaussian marginals given by networks, and the drift that produces them
-    is known, so the bound needs no simulation: it compares drifts at random times (SDE matching; Bartosh,
-    Vetrov and Naesseth 2025, arXiv:2502.02472). `fitted.model.log_likelihood` then estimates the likelihood
-    itself.
+    SDE, decoder and an approximate posterior of the states are trained together by maximising a lower bound
+    on the log-likelihood. The posterior has Gaussian marginals given by networks, and the drift that produces
+    them is known, so the bound needs no simulation: it compares the drifts of posterior and SDE at random
+    times (SDE matching; Bartosh, Vetrov and Naesseth 2025, arXiv:2502.02472). `fitted.model.log_likelihood`
+    then estimates the likelihood itself.
 
     **Arguments:**
 
     - `times`, `values`: `(N,)` and `(N, p)`, or lists of them, one entry per series. Times may be irregular,
-      numbers or dates; NaN is a missing value. For series that do not fit in memory, pass instead of both a
-      function of a number of series and a NumPy generator that returns two such lists: it is called for
-      1,024 series to initialise the model, and for a batch in every step. Times are then numbers.
+      numbers or dates; NaN is a missing value. For series that do not fit in memory, pass a function as
+      `times` and omit `values`. The function takes a number of series and a NumPy generator and returns two
+      such lists. It is called with 1,024 to initialise the model, and with the batch size in every step.
+      Times are then numbers.
     - `dimension`: the number of hidden states.
-    - `sde`: an SDE with square σ, in the times of the data. By default
-      `rf.ItoSDE(rf.sde.RestoringDrift(...), rf.DiagonalDiffusion(...))`, where each series starts at time 0
-      and the unit of time is that in which the values decorrelate.
+    - `sde`: an SDE with square σ, in the times of the data. By default `rf.ItoSDE(rf.sde.RestoringDrift(...),
+      rf.DiagonalDiffusion(...))`, where each series starts at time 0 and the unit of time is the
+      decorrelation time of the values.
     - `decoder`: from a state to a distribution of the values, with `log_prob(y)` of shape `(p,)` and
       `sample(key)`. By default an `rf.latent.NormalDecoder` that starts from principal components.
     - `initial`: the distribution of the first states; by default a trained `rf.MultivariateNormal`.
     - `num_given`, `forecast_steps`: after `steps` steps, fine-tune the model for `forecast_steps` steps to
       forecast each series from its first `num_given` observations (`rf.latent.Forecasting`), by simulation.
     - `window`: cut series into windows of this number of observations, for training.
-    - `width`: of all networks.
-    - `num_times`: random times per series and step at which drifts are compared.
-    - `validation`: fraction of series, or of windows, held out to choose the best step; by default 0.1, and
-      0 for fewer than ten.
+    - `width`: width of all networks.
+    - `num_times`: number of random times per series and step at which drifts are compared.
+    - `validation`: fraction of series, or of windows, used to choose the best step; by default 0.1, or 0 if
+      there are fewer than ten.
     - `steps`, `progress`, `training`, `run`: as for `rf.fit`. By default batches of 64 series, a learning
       rate of 3e-3, gradients clipped at 1, and an average of 0.99.
 
-    The loss is the negative bound per observed value. The result's `model` is an `rf.latent.LatentSDE`.
+    The loss is the negative bound per observed value. The `model` of the result is an `rf.latent.LatentSDE`.
 
     ```python
     import jax, numpy as np
@@ -102,7 +103,7 @@ def fit_latent(
     source: Any = times if callable(times) else None
     if source is not None:
         if values is not None or window is not None or validation:
-            raise ValueError("times are a function that draws series: omit values, window and validation")
+            raise ValueError("times is a function that draws series: omit values, window and validation")
         times, values = source(FIRST_DRAW, rng_of(check_key(key)))
     parts = [piece for part in panel(times, values, partial=True, fewest=2) for piece in cut(part, window)]
     longest = max(len(part.times) for part in parts)
@@ -138,14 +139,16 @@ class Drawn:
     source: Callable[[int, np.random.Generator], tuple[Any, Any]]
     unit: float | None
     location: np.ndarray
-    length: int  # most observations of a series
+    length: int  # maximum number of observations of a series
 
     def batch(self, size: int, rng: np.random.Generator) -> np.ndarray:
         parts = panel(*self.source(size, rng), partial=True, fewest=2)
         longest = max(len(part.times) for part in parts)
         if longest > self.length:
             most = f"at most {self.length}, as in the first {FIRST_DRAW:,} series"
-            raise ValueError(f"a series has {longest} observations, but may have {most}: cut it")
+            raise ValueError(
+                f"a series has {longest} observations, but may have {most}: return shorter series"
+            )
         return padded(parts, self.unit, self.location, self.length).rows()
 
 
@@ -164,7 +167,7 @@ def initial_model(
     width: int,
     key: PRNGKeyArray,
 ) -> LatentSDE:
-    """A model before training, with principal components as states."""
+    """An untrained model whose states are principal components of the values."""
     if sde is not None:
         check_sde(sde)
         if noise_dimension(sde, dimension, f"dimension is {dimension}") != dimension:
@@ -174,7 +177,7 @@ def initial_model(
     keys = jax.random.split(key, 5)
     location, scale, loadings, direct = components(parts, dimension)
     if sde is None:
-        # Bounded networks, by tanh: states return from wherever they are.
+        # The networks are bounded (tanh), so states return from any distance.
         drift = RestoringDrift(dimension, 1.0, width, 2, key=keys[0])
         sde = ItoSDE(drift, DiagonalDiffusion(dimension, width, key=keys[1]))
     if decoder is None:
@@ -188,7 +191,7 @@ def initial_model(
 
 
 def cut(part: Observed, window: int | None) -> list[Observed]:
-    """Windows of a series; the last one has at least two rows."""
+    """Consecutive windows of a series; the last window has at least two rows."""
     if window is None or len(part.times) <= window:
         return [part]
     starts = range(0, len(part.times) - 1, window)
@@ -201,8 +204,8 @@ def cut(part: Observed, window: int | None) -> list[Observed]:
 
 
 def components(parts: list[Observed], dimension: int) -> tuple[np.ndarray, ...]:
-    """Mean and standard deviation of the values; loadings `(p, d)` of their principal components, and the map
-    `(p, d)` to components of variance 1. Components beyond p are zero."""
+    """Mean and standard deviation of the values, the loadings `(p, d)` of their principal components, and the
+    map `(p, d)` from values to components of variance 1. Components beyond p are zero."""
     values = np.concatenate([part.values for part in parts])
     counts = np.maximum(np.sum(np.isfinite(values), axis=0), 1)
     location = np.nansum(values, axis=0) / counts
@@ -220,8 +223,8 @@ def components(parts: list[Observed], dimension: int) -> tuple[np.ndarray, ...]:
 
 
 def decorrelation_time(parts: list[Observed]) -> float:
-    """The time in which the mean squared increment of the values reaches half of its limit, twice the
-    variance; at most the longest series."""
+    """The time after which the mean squared increment of the values reaches half of its limit, which is twice
+    the variance; at most the length of the longest series."""
     longest = max(len(part.times) for part in parts)
     _, scale, *_ = components(parts, 1)
     lag = 1

@@ -1,4 +1,4 @@
-"""The model: a prior SDE, a decoder, and the posterior that was trained with them."""
+"""The model: a prior SDE, a decoder, and a posterior that is trained with both."""
 
 import math
 from typing import Any, NamedTuple
@@ -19,20 +19,21 @@ from ._bound import lower_bound
 from ._particles import particle_filter, resampled, simulated
 from ._posterior import AbstractLatentSDE, Posterior, Reading, Series
 
-ROUNDS = 8  # independent runs of particles, for an error
+ROUNDS = 8  # number of independent runs of particles, from which the error is estimated
 AT_ONCE = 16  # series
-MAX_ERROR = 0.5  # nats, above which one of the runs decides
-# Particles take steps of at most this time in units of the relaxation time of the posterior. In longer steps
-# the moves of particles are narrower than the noise, and weights vary.
+MAX_ERROR = 0.5  # in nats; above this error, a single run may dominate the estimate
+# Maximum time step of particles, in units of the relaxation time of the posterior. In longer steps the moves
+# of particles are narrower than the noise, so weights become uneven.
 RELAXED = 0.2
-MOST_STEPS = 128  # between two observations
+MOST_STEPS = 128  # maximum number of steps between two observations
 
 
 class LikelihoodEstimate(NamedTuple):
     """Log-likelihoods of several series, each with a standard error.
 
-    `bound` is the mean of the logarithms, whose expectation is a lower bound that rises with the number of
-    particles. `effective_particles` is the smallest effective number of one run at any observation.
+    `bound` is the mean over runs of the logarithms of the estimates; its expectation is a lower bound that
+    increases with the number of particles. `effective_particles` is the smallest effective number of
+    particles of a run at any observation.
 
     ```python
     import numpy as np
@@ -52,12 +53,12 @@ class LikelihoodEstimate(NamedTuple):
 
     @property
     def suspect(self) -> np.ndarray:
-        """Where the runs differ so much that value and error are unreliable."""
+        """Whether the runs differ so much that value and error are unreliable."""
         return ~(self.standard_error <= MAX_ERROR)
 
     @property
     def warning(self) -> str | None:
-        """None, or a line that says how many estimates are unreliable."""
+        """One line that says how many estimates are unreliable, or None."""
         if not self.suspect.any():
             return None
         return (
@@ -93,11 +94,11 @@ class LatentPaths(NamedTuple):
 
 
 class LatentSDE(AbstractLatentSDE):
-    """Hidden states Z of an SDE, and observations y of a density g(y | Z) at some times:
+    """A latent SDE: hidden states Z that follow an SDE, and observations y at some times:
 
         Z(0) ~ initial,    dZ = μ(t, Z) dt + σ(t, Z) dB,    yᵢ ~ decoder(Z(tᵢ)).
 
-    `rf.fit_latent` trains one, together with a `posterior` of the states given a series.
+    `rf.fit_latent` trains the model together with a `posterior` of the states given a series.
 
     **Arguments:**
 
@@ -108,7 +109,7 @@ class LatentSDE(AbstractLatentSDE):
     - `posterior`: an `rf.latent.Posterior`.
     - `unit`: the unit of time of the SDE; each series then starts at time 0. With None, the SDE has the times
       of the data.
-    - `max_step`: longest time step of `log_likelihood`, `sample` and so on, in units of the SDE.
+    - `max_step`: longest time step of simulations, as in `log_likelihood` and `sample`, in units of the SDE.
 
     ```python
     import jax, numpy as np
@@ -134,8 +135,8 @@ class LatentSDE(AbstractLatentSDE):
         """Estimate the log-likelihood of one series or a list of them, with eight runs of particles.
 
         Particles follow the trained posterior in steps of at most `max_step`, are weighted by the SDE, and
-        are drawn anew where weights are poor. The mean weight is an unbiased estimate of the likelihood; the
-        standard error is that of its logarithm.
+        are resampled if their weights are uneven. The mean weight is an unbiased estimate of the likelihood
+        of the discretised SDE; the standard error is that of its logarithm.
         """
         series, steps = self.arrays(times, values)
         check_count("num_particles", num_particles)
@@ -148,14 +149,14 @@ class LatentSDE(AbstractLatentSDE):
         return LikelihoodEstimate(largest[:, 0] + np.log(mean), error, logs.mean(axis=1), np.asarray(fewest))
 
     def lower_bound(self, times: Any, values: Any, *, key: PRNGKeyArray, num_times: int = 1024) -> np.ndarray:
-        """The bound that training maximises, an unbiased estimate for each series."""
+        """An unbiased estimate, for each series, of the bound that training maximises."""
         series, _ = self.arrays(times, values)
         return np.asarray(_bounds(self, series, check_count("num_times", num_times), check_key(key)))
 
     def smoothed(self, times: Any, values: Any, *, key: PRNGKeyArray, num_samples: int = 256) -> LatentPaths:
-        """Draws of states and values of one series given its observations, at the times of these.
+        """Draws of states and values of one series given its observations, at the times of the observations.
 
-        Missing values are drawn, observed ones kept: each draw is an imputation of the series.
+        Missing values are drawn and observed values are kept, so each draw is an imputation of the series.
         """
         series, steps = self._one(times, values)
         key_states, key_values = jax.random.split(check_key(key))
@@ -167,7 +168,8 @@ class LatentSDE(AbstractLatentSDE):
     def forecast(
         self, times: Any, values: Any, ahead: Any, *, key: PRNGKeyArray, num_samples: int = 256
     ) -> LatentPaths:
-        """Draws of states and values after the last observation, at times counted from there (or dates)."""
+        """Draws of states and values after the last observation, at the times `ahead`, counted from the last
+        observation, or at dates."""
         series, steps = self._one(times, values)
         later = panel(times, values, partial=True, fewest=2)[0].ahead(ahead)
         key_states, key_paths, key_values = jax.random.split(check_key(key), 3)
@@ -178,7 +180,8 @@ class LatentSDE(AbstractLatentSDE):
         return LatentPaths(later, np.asarray(states), np.asarray(_decoded(self, states, key_values)))
 
     def sample(self, times: Any, *, key: PRNGKeyArray, num_samples: int = 1) -> LatentPaths:
-        """Draws of states and values at `times`; the first is that of the initial distribution."""
+        """Draws of states and values at `times`; the state at the first time is drawn from the initial
+        distribution."""
         numbers = np.asarray(finite_array("times", times), float)
         if numbers.ndim != 1 or len(numbers) < 2 or np.any(np.diff(numbers) <= 0):
             raise ValueError(f"times must increase, shape (N,) with N > 1, got shape {numbers.shape}")
@@ -189,11 +192,12 @@ class LatentSDE(AbstractLatentSDE):
         return LatentPaths(numbers, np.asarray(states), np.asarray(_decoded(self, states, keys[2])))
 
     def arrays(self, times: Any, values: Any) -> tuple[Series, int]:
-        """Series of one length in units of the SDE, and the number of steps between observations."""
+        """Series padded to one length, with times in units of the SDE, and the number of steps between
+        observations."""
         parts = panel(times, values, partial=True, fewest=2)
         if parts[0].values.shape[1] != self.columns:
             given = parts[0].values.shape[1]
-            raise ValueError(f"values have {given} columns, but the model {self.columns}")
+            raise ValueError(f"values have {given} columns, but the model has {self.columns}")
         series = padded(parts, self.unit, np.asarray(self.posterior.encoder.location))
         return series, self._steps(np.asarray(series.times), float(_relaxation(self, series)))
 
@@ -212,12 +216,12 @@ class LatentSDE(AbstractLatentSDE):
 
 
 def num_steps_in(span: float, max_step: float) -> int:
-    """Number of time steps, a power of 2 so that few programs are compiled."""
+    """Number of time steps between observations, a power of 2 so that few programs are compiled."""
     return 2 ** max(0, math.ceil(math.log2(span / max_step)))
 
 
 def padded(parts: list[Observed], unit: float | None, location: np.ndarray, length: int = 0) -> Series:
-    """Series as arrays of one length, at least `length`, with missing values interpolated in time, or at
+    """Series as arrays of one length, at least `length`. Missing values are interpolated in time, or set to
     `location` in a column without values."""
     length = max(length, *(len(part.times) for part in parts))
     rows = [_padded(part, length, unit, location) for part in parts]
@@ -238,7 +242,8 @@ def _padded(part: Observed, length: int, unit: float | None, location: np.ndarra
 
 @jit
 def _relaxation(model: LatentSDE, series: Series) -> Array:
-    """The mean rate ½ |L⁻¹σ|²/d at which the posterior process relaxes to its marginals, at observations."""
+    """The rate ½ |L⁻¹σ|²/d at which the posterior process relaxes to its marginals, averaged over
+    observations."""
 
     def one(reading: Reading, t: Array) -> Array:
         marginal, _ = model.posterior.at(reading, t)

@@ -1,9 +1,11 @@
-"""The likelihood of a latent SDE by particles that the posterior guides, and draws of the hidden states.
+"""The likelihood of a latent SDE by particles that are guided by the posterior, and draws of the hidden
+states.
 
-Time is discretised: in one step the drift follows the midpoint rule, and the noise is that at the start.
-(With Euler's rule, an oscillator gains energy.) Particles move in units of the posterior, z = m(t) + L(t) u,
-by a scheme that leaves its marginals invariant; their weights are the densities of steps of the SDE over
-those of the moves. The mean weight is an unbiased estimate of the likelihood of the discretised SDE.
+Time is discretised: in one step, the drift is integrated by the midpoint rule, and the noise is that at the
+start of the step. (With Euler's rule, an oscillator would gain energy.) Particles move in units of the
+posterior, z = m(t) + L(t) u, by a scheme that leaves the marginals of the posterior invariant; their weights
+are ratios of the density of a step of the SDE to the density of the move. The mean weight is an unbiased
+estimate of the likelihood of the discretised SDE.
 """
 
 import equinox as eqx
@@ -21,8 +23,8 @@ Moving = tuple[Array, Array]  # particles between observations, and changes of t
 
 
 class Cloud(eqx.Module):
-    """Particles `u` in units of the posterior, their log-weights, the log-likelihood so far, and the states
-    at observations that led to them, `(K, N, d)`."""
+    """Particles `u` in units of the posterior, their log-weights, the log-likelihood so far, and the past
+    states of each particle at observations, `(K, N, d)`."""
 
     u: Array
     log_weight: Array
@@ -55,7 +57,8 @@ def move(
     solved = lambda matrix, right: solve(matrix[None], right[None, :, None])[0, :, 0]
     moved = solved(identity + pull, u - pull @ u + dt * drift + jnp.sqrt(dt) * noise @ normal)
     u_later = solved(identity - 0.5 * dt * turn, moved + 0.5 * dt * turn @ moved)
-    # Densities of one point: that of the SDE's step, and that of the move. Constants and |det σ| cancel.
+    # Two densities of the new point: that of a step of the SDE, and that of the move. Constants and |det σ|
+    # cancel.
     z_later = later.mean + later.root @ u_later
     residual = solve_noise(spread.sigma, z_later - moved_by_drift(model, t, dt, z)) / jnp.sqrt(dt)
     size = lambda root: jnp.sum(jnp.log(jnp.diagonal(root)))
@@ -72,10 +75,10 @@ def particle_filter(
     key: PRNGKeyArray,
     keep: bool = True,
 ) -> Cloud:
-    """Particles at the last time, after `num_steps` steps between two observations each.
+    """Particles at the last time, with `num_steps` steps between every two observations.
 
-    Particles are drawn anew at observations after which fewer than half of them are effective. `keep` their
-    states at observations, or not.
+    Particles are resampled after an observation if fewer than half of them are effective. `keep` tells
+    whether to keep their states at observations.
     """
     key_start, key_moves = jax.random.split(key)
     reading, times = model.posterior.read(series), series.times
@@ -114,7 +117,7 @@ def particle_filter(
         blank = jnp.zeros_like(cloud.log_weight)
         (u, weights), _ = jax.lax.scan(step, (cloud.u, blank), (jnp.arange(num_steps), keys))
         moved = observe(eqx.tree_at(lambda c: c.u, cloud, u), i + 1, weights)
-        # A shorter series has ended: its last time is repeated.
+        # A shorter series has ended, and its last time is repeated.
         return jax.tree.map(lambda new, old: jnp.where(dt > 0, new, old), moved, cloud), None
 
     places = jnp.arange(len(times) - 1)
@@ -124,7 +127,7 @@ def particle_filter(
 
 
 def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
-    """Particles of equal weight, if fewer than this share of them are effective."""
+    """Resample to particles of equal weight if fewer than the given share of them are effective."""
     count = len(cloud.log_weight)
     picked = systematic(jax.nn.softmax(cloud.log_weight), key)
     poor = effective(cloud.log_weight) < share * count

@@ -1,4 +1,5 @@
-"""The encoder, the Gaussian marginals of the posterior process, the decoder, and what they are parts of."""
+"""The encoder, the Gaussian marginals of the posterior process, the decoder, and the parts of a latent
+model."""
 
 import math
 from typing import Any
@@ -15,7 +16,8 @@ from ..sde import GIVEN, MLP, AbstractSDE, to_ito
 class Series(eqx.Module):
     """Series of one length: `times` `(..., N)`, `values` and `seen` `(..., N, p)`.
 
-    Missing values are interpolated in time, and not `seen`. A shorter series repeats its last time.
+    Missing values are interpolated in time, and `seen` is False for them. A shorter series repeats its last
+    time.
     """
 
     times: Array
@@ -23,13 +25,13 @@ class Series(eqx.Module):
     seen: Array
 
     def rows(self) -> np.ndarray:
-        """One row of numbers per series, `(..., N (1 + 2p))`: the format in which training draws batches."""
+        """One row of numbers per series, `(..., N (1 + 2p))`, the format of training batches."""
         parts = [np.asarray(self.times)[..., None], np.asarray(self.values), np.asarray(self.seen, float)]
         table = np.concatenate(parts, axis=-1)
         return table.reshape(*table.shape[:-2], -1)
 
     def split(self, count: int) -> tuple["Series", "Series"]:
-        """The first observations, and the others."""
+        """The series split into its first `count` observations and the others."""
         return jax.tree.map(lambda leaf: leaf[:count], self), jax.tree.map(lambda leaf: leaf[count:], self)
 
     @staticmethod
@@ -53,11 +55,11 @@ class Gaussian(eqx.Module):
 class Encoder(eqx.Module):
     """Two recurrent networks that read a series forwards and backwards.
 
-    Each observation is a row of standardised values, of flags for those that are observed, and of the time
-    since the row before.
+    Each observation becomes a row of standardised values, flags for observed values, and the time since the
+    row before.
 
-    **Arguments:** `location` and `scale` of the values, shape `(p,)`; `width` of the networks; `unit` of
-    time, in which time differences are of order 1.
+    **Arguments:** `location` and `scale` of the values, shape `(p,)`; `width` of the networks; `unit`, a unit
+    of time in which time differences are of order 1.
 
     ```python
     import jax, jax.numpy as jnp
@@ -91,7 +93,7 @@ class Encoder(eqx.Module):
         seen = jnp.asarray(series.seen, series.values.dtype)
         values = jax.vmap(self.standardised)(series.values)
         inputs = jnp.concatenate([values, seen, jnp.log1p(gap)[:, None]], axis=1)
-        # Rows that only fill up the array leave the states as they are.
+        # Padding rows do not change the states.
         real = jnp.any(series.seen, axis=1)
 
         def scan(cell: eqx.nn.GRUCell, reverse: bool) -> Array:
@@ -106,7 +108,7 @@ class Encoder(eqx.Module):
 
 
 class Reading(eqx.Module):
-    """What the posterior knows of one series at its `times`, `(N,)` and `(N, k)`."""
+    """Features of one series at its `times`: `(N,)` and `(N, k)`."""
 
     times: Array
     features: Array
@@ -117,8 +119,8 @@ class Posterior(eqx.Module):
 
     Features of the series are interpolated linearly between observations, so m and L are continuous with
     kinks at observations, as in the exact posterior of a linear model. A third output, the skew matrix A(t),
-    does not change the marginals: u = L⁻¹(z − m) turns as u′ = A u. Without it, the process could not follow
-    an SDE that rotates.
+    does not change the marginals: it rotates u = L⁻¹(z − m) by u′ = A u. Without A, the process could not
+    follow an SDE that rotates.
 
     **Arguments:** `encoder`; `direct`, a map `(p, d)` from standardised values to states; `width` of the
     network; `length`, a time over which features are averaged.
@@ -150,8 +152,8 @@ class Posterior(eqx.Module):
     def read(self, series: Series) -> Reading:
         direct = jax.vmap(self.encoder.standardised)(series.values) @ self.direct
         features = jnp.concatenate([direct, self.encoder(series)], axis=1)
-        # Averaged over times closer than `exp(log_length)`, so that marginals do not jump between two
-        # observations that are close in time. Rows that only fill up the array have no weight.
+        # Features are averaged over a time of `exp(log_length)`, so that marginals do not jump between two
+        # observations that are close in time. Padding rows have zero weight.
         real = jnp.diff(series.times, prepend=series.times[:1] - 1) > 0
         distance = jnp.abs(series.times[:, None] - series.times[None])
         logits = jnp.where(real[None], -distance / jnp.exp(self.log_length), -jnp.inf)
@@ -170,7 +172,7 @@ class Posterior(eqx.Module):
         clock = clock * jnp.sqrt(1 + gap / self.encoder.unit)
         out = self.head(t, jnp.concatenate([features[d:], clock[None]]))
         mean, square = features[:d] + out[:d], jnp.reshape(out[d:], (d, d))
-        # The root has its diagonal and what is below it, the skew matrix what is above.
+        # Entries on and below the diagonal are those of the root, entries above it those of the skew matrix.
         upper = jnp.triu(square, 1)
         root = jnp.tril(square, -1) + jnp.diag(jnp.exp(jnp.diagonal(square) - 1.5))
         return Gaussian(mean, root), (upper - upper.T) / self.encoder.unit
@@ -252,7 +254,8 @@ class NormalDecoder(eqx.Module):
 
 
 class AbstractLatentSDE(eqx.Module):
-    """A prior SDE, its first state, a decoder and a posterior: what a bound and particles need of a model."""
+    """The parts of a model that the bound and particles need: a prior SDE, the distribution of its first
+    state, a decoder and a posterior."""
 
     sde: eqx.AbstractVar[AbstractSDE]
     initial: eqx.AbstractVar[Any]

@@ -1,4 +1,4 @@
-"""Coordinates in which an SDE is solved: on the whole real line, with nearly constant noise."""
+"""Coordinates in which an SDE is solved, which are unbounded and have nearly constant noise."""
 
 import abc
 import math
@@ -22,9 +22,9 @@ from ..sde import (
 class AbstractCoordinates(eqx.Module):
     """A change of variables x = g(y) between states x and coordinates y, `(d,)` each.
 
-    Stratonovich SDEs change variables as ODEs do: increments of the coordinates are Dg(y)⁻¹ times those of
-    the state. If the noise is constant in the coordinates (Lamperti 1964), short transitions are nearly
-    normal.
+    For Stratonovich SDEs the change of variables follows the ordinary chain rule: increments of the
+    coordinates are Dg(y)⁻¹ times those of the state. If the noise is constant in the coordinates (Lamperti
+    1964), short transitions are nearly normal.
     """
 
     def __check_init__(self):
@@ -32,7 +32,8 @@ class AbstractCoordinates(eqx.Module):
 
     @property
     def ends(self) -> tuple[tuple[float, float], ...]:
-        """The range of the coordinates, one pair for each or one for all; by default unbounded."""
+        """The range of the coordinates: one pair per coordinate, or one pair for all; by default
+        unbounded."""
         return ((-math.inf, math.inf),)
 
     @abc.abstractmethod
@@ -48,14 +49,14 @@ class AbstractCoordinates(eqx.Module):
         """Whether x is in the state space."""
 
     def is_inside(self, y: Array) -> Array:
-        """Whether y are the coordinates of a state."""
+        """Whether y is in the range of the coordinates."""
         x = self.to_state(y)
         back = self.from_state(jnp.where(self.contains(x), x, jnp.nan))
         return jnp.all(jnp.abs(back - y) < 1e-6 * (1 + jnp.abs(y)))
 
     def pull_back(self, x: Array, v: Array) -> Array:
         """The velocity of the coordinates if the state at x has velocity v."""
-        # Constant noise may have another precision than the state.
+        # Constant noise and the state may have different precisions.
         return jax.jvp(self.from_state, (x,), (jnp.asarray(v, x.dtype),))[1]
 
     def log_volume(self, x: Array) -> Array:
@@ -188,7 +189,8 @@ class Columns(AbstractCoordinates):
 class InCoordinates(AbstractStratonovichSDE):
     """The SDE of the coordinates y of a state, with time counted from `time`.
 
-    A Stratonovich SDE in either case: drift and noise are pulled back as those of an ODE.
+    It is a Stratonovich SDE even if `sde` is an Itô SDE: drift and noise are pulled back by the ordinary
+    chain rule.
     """
 
     sde: AbstractSDE

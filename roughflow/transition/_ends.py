@@ -1,7 +1,8 @@
 """The random ODE of one transition: its end point as a function of the coefficients of the path.
 
-A transition contains nested derivatives. With four parameters, outer derivatives in forward mode (`forwards`)
-compile in half the time and run in a third, because parameters are few and are pushed forward together.
+A transition contains nested derivatives. Outer derivatives use forward mode (`forwards`): for four
+parameters, they compile in half the time and run in a third of the time of reverse mode, because few
+parameters are pushed forward together.
 """
 
 import math
@@ -23,7 +24,7 @@ from ._coordinates import AbstractCoordinates, InCoordinates
 NEAR_BOUNDARY = 1e-3  # relative distance from a boundary at which its drift is evaluated
 WIDTH = 0.05  # step of finite differences, in standard deviations of a transition
 MARGIN = 0.8  # fraction of the tolerance to which Monte Carlo errors are reduced
-MAX_DOUBLINGS = 4  # of the number of paths, at a time
+MAX_DOUBLINGS = 4  # maximum number of doublings of the number of paths at a time
 CURVATURE_PATHS = 16  # antithetic pairs of paths that measure the nonlinearity of a transition
 
 
@@ -50,8 +51,8 @@ class Effort(eqx.Module):
 
     @staticmethod
     def for_stiffness(rate: float) -> "Effort":
-        """The effort for a drift with this derivative times dt."""
-        # Two steps per function: with fewer, polynomials of high degree are not resolved near the ends.
+        """The effort for a drift whose derivative times dt is `stiffness`."""
+        # Two steps per function, because fewer do not resolve polynomials of high degree near the ends.
         for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 8)), (12.0, Effort(8, 16, 16))):
             if rate < limit:
                 return effort
@@ -70,7 +71,7 @@ class Effort(eqx.Module):
         return Effort(2 * self.num_functions, 2 * self.num_paths, 2 * self.num_steps)
 
     def finer(self) -> "Effort":
-        """Twice the functions and steps, for the same paths with more detail."""
+        """Twice the functions and steps, for the same number of paths."""
         return Effort(2 * self.num_functions, self.num_paths, 2 * self.num_steps)
 
     def raised(self, drawn: float, moved: float, tolerance: float) -> "Effort":
@@ -78,7 +79,7 @@ class Effort(eqx.Module):
         with the root of the number of paths, or the change under refinement."""
         if moved > drawn:
             return self.finer()
-        # Powers of two, so that fits of other series reuse the compiled program.
+        # Powers of two, so that fits of different series share compiled programs.
         doublings = min(math.ceil(2 * math.log2(drawn / (MARGIN * tolerance))), MAX_DOUBLINGS)
         return Effort(self.num_functions, 2**doublings * self.num_paths, self.num_steps)
 
@@ -93,12 +94,12 @@ class Transition(eqx.Module):
 
 
 class Averaged(eqx.Module):
-    """The effect on the drift of the part of a path that n functions omit, at each stage of a solve: a value
-    and a derivative at a point.
+    """The effect on the drift of the part of a path that n functions omit, at each stage of a solve, as its
+    value and its derivative at one point.
 
-    B − Bₙ is small and fast, and vanishes at both ends. On average it acts as a change of drift, ½ V(s) Σⱼ
-    [σⱼ, [σⱼ, μ̃]] with V the variance of B − Bₙ, which is exact to first order in V if the noise is
-    commutative. Without this term the error is of order 1/n.
+    B − Bₙ is small, varies fast, and vanishes at both ends. Its average effect is a change of the drift by ½
+    V(s) Σⱼ [σⱼ, [σⱼ, μ̃]], where V is the variance of B − Bₙ. This is exact to first order in V if the noise
+    is commutative. Without this term the error is of order 1/n.
     """
 
     place: Array  # (M, d)
@@ -140,8 +141,8 @@ class Ends(eqx.Module):
             total = total + weight * velocity
             return (y + final * total, velocity, (1 - final) * total), place
 
-        # The classical method: the part of the last velocity to use, its weight, and where a step ends. All
-        # stages of all steps are one loop, so that the field is compiled once.
+        # The classical method: for each stage, the factor on the last velocity, its weight, and whether a
+        # step ends. All stages of all steps form one loop, so that the field is compiled once.
         table = [[0, h / 6, 0], [h / 2, h / 3, 0], [h / 2, h / 3, 0], [h, h / 6, 1]]
         table = jnp.asarray(np.tile(table, (self.effort.num_steps, 1)), kind)
         zero = jnp.zeros_like(self.step.start)
@@ -165,7 +166,7 @@ def average(ends: Ends, places: Array) -> Averaged:
         return 0.5 * variance * dt**2 * _double_brackets(ends, ends.step.time + s * dt, y)
 
     def expand(s: Array, variance: Array, y: Array) -> tuple[Array, Array]:
-        # Finite differences, because another derivative would take as long to compile as everything else.
+        # Finite differences, because a further derivative would take as long to compile as everything else.
         noise = ends.fields(ends.step.time + s * dt, y)[1]
         width = jax.lax.stop_gradient(jnp.sqrt(dt * jnp.sum(noise**2, axis=1)))
         width = WIDTH * jnp.where(width > 0, width, jnp.abs(y) + 1)
@@ -209,7 +210,7 @@ def stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transiti
 
 
 def boundary_share(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
-    """The approximate contribution to the density of a transition of paths that touch an attainable boundary.
+    """The approximate contribution of paths that touch an attainable boundary to the density of a transition.
 
     With constant noise σ, paths to the reflected end point have weight e^{−2yy′/(σ²dt)}, where y and y′ are
     the distances of start and end from the boundary. The boundary is attainable if the drift there is less
@@ -235,9 +236,9 @@ def curvature(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transiti
     """Nonlinearity of the end of a transition as a function of its path; dimensionless.
 
     With h(ω) the end point along ω, it is the root mean square of h(ω) − 2h(ω/2) + h(0) relative to that of
-    h(ω) − h(0), for the worst component. It is zero for a linear SDE over any time. It is large if one most
-    likely path does not represent all of them: a drift that bends or branches, or noncommutative noise.
-    Infinite if a path leaves the state space.
+    h(ω) − h(0), for the worst component. It is zero for a linear SDE over any time. It is large if the most
+    likely path does not represent all paths, as with a drift that bends or branches paths, or with
+    noncommutative noise. It is infinite if a path leaves the state space.
     """
     effort = Effort()
     start = coordinates.from_state(step.start)
@@ -253,15 +254,16 @@ def curvature(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transiti
 
 
 def linear(function: Callable[[Array], Any], at: Array) -> tuple[Any, Any]:
-    """A function's value at a point `(p,)`, and its derivative, with an additional last axis p."""
+    """The value of a function at a point `(p,)`, and its derivative, with an additional last axis of size
+    p."""
     pushed = lambda direction: jax.jvp(function, (at,), (direction,))
     return jax.vmap(pushed, out_axes=(None, -1))(jnp.eye(at.size, dtype=at.dtype))
 
 
 @eqx.filter_custom_jvp
 def forwards(tree: Any, *, function: Callable[[Any], Any]) -> Any:
-    """`function(tree)` with forward-mode derivatives of all orders in the floats that are differentiated;
-    reverse mode then needs only one product with a matrix."""
+    """`function(tree)` whose derivatives of all orders, with respect to the floats that are differentiated,
+    use forward mode; reverse mode then needs only one product with a matrix."""
     return function(tree)
 
 
@@ -275,7 +277,7 @@ def _forwards_jvp(primals: tuple, tangents: tuple, *, function: Callable[[Any], 
 
 
 class _Linear(eqx.Module):
-    """A function's value and its derivative in the floats that are differentiated."""
+    """The value of a function, and its derivative with respect to the floats that are differentiated."""
 
     function: Callable[[Any], Any]
     moves: Any  # a tree of bools

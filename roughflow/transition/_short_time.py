@@ -16,12 +16,13 @@ from ._bridges import transition_value
 from ._coordinates import InCoordinates, Unchanged
 from ._ends import Effort, Ends, Transition, linear
 
-HALVINGS = 12  # maximum number, to find the first part of a time interval
-SAMPLES = 16  # end points at which the error over a first part is measured
-FIRST_ERROR = 0.01  # nats, root mean square error of the density after the first part
-UNSEEN = 4.0  # factor on the standard error: covers areas that few functions omit for noncommutative noise
-REACH = 8.0  # standard deviations from the mean, beyond which the SDE is linearised
-FINE = 8  # factor on the functions and steps of an effort, for draws
+HALVINGS = 12  # maximum number of halvings to find the first part of a time interval
+SAMPLES = 16  # number of end points at which the error over a first part is measured
+FIRST_ERROR = 0.01  # in nats; acceptable root mean square error of log p after the first part
+# Factor on the standard error, to cover Lévy areas that few functions omit if the noise is noncommutative.
+UNSEEN = 4.0
+REACH = 8.0  # in standard deviations from the mean; the SDE is linearised at points further away
+FINE = 8  # factor on the number of functions and steps for draws
 
 
 class ShortTime(eqx.Module):
@@ -32,9 +33,9 @@ class ShortTime(eqx.Module):
     is the density at T − dt of a flow that starts from this distribution and follows `later`, the SDE from
     `dt` on. All estimators for flows therefore apply to fixed starts too.
 
-    `log_prob` uses weighted paths around the most likely one to z. The random numbers are the same for all z,
-    so it is smooth. More than eight standard deviations away, where no path is found, the SDE is linearised.
-    `sample` solves the SDE along paths with more functions.
+    `log_prob` uses weighted paths around the most likely path to z. The random numbers are the same for all
+    z, so `log_prob` is smooth. More than eight standard deviations from the mean, where no path is found, the
+    SDE is linearised. `sample` solves the SDE along paths with more functions.
 
     **Arguments:** `sde`; `x0`, x₀ `(d,)`; `dt`; `effort`, the work per log-density.
 
@@ -103,8 +104,8 @@ class ShortTime(eqx.Module):
 def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, float]:
     """The density after a first part of the time t1, and its error in nats.
 
-    The part is the longest of t1/2, t1/4, … with an error below `FIRST_ERROR`; if there is none, the one with
-    the smallest error.
+    The first part is the longest of t1/2, t1/4, … with an error below `FIRST_ERROR` or, if there is none, the
+    one with the smallest error.
     """
     spans = jnp.asarray(t1 * 0.5 ** np.arange(1, HALVINGS + 1), start.dtype)
     errors = UNSEEN * np.asarray(_first_errors(sde, start, spans))

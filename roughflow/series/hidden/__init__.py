@@ -1,6 +1,6 @@
 """Partially observed series: hidden components, measurement errors, and other densities of the values.
 
-A series is a `_state_space`. Its likelihood (`_likelihood`) is that of Kalman's filter (`_kalman`) if the
-model is linear, of a filter on a grid (`_grid`) if one component is hidden, and otherwise an average over
-draws of the hidden states around the most likely ones, or over particles guided by these (`_draws`).
+A series is a `_state_space`. Its likelihood (`_likelihood`) is computed by the Kalman filter (`_kalman`) if
+the model is linear, by a filter on a grid (`_grid`) if one component is hidden, and otherwise by averages
+over draws of the hidden states around the most likely states, or over particles guided by these (`_draws`).
 """

@@ -1,4 +1,4 @@
-"""Hidden states of a series: the most likely ones, weighted draws around them, and particles."""
+"""Hidden states of a series: the most likely states, weighted draws around them, and particles."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from ._state_space import StateSpace
 
 
 class Chain(eqx.Module):
-    """Cholesky factor L of a block-tridiagonal precision LLᵀ: its diagonal blocks and those below."""
+    """Cholesky factor L of a block-tridiagonal precision matrix LLᵀ: its diagonal blocks and the blocks below
+    them."""
 
     diagonal: Array  # (n, d, d)
     below: Array  # (n, d, d), the last block is zero
@@ -36,7 +37,8 @@ class Chain(eqx.Module):
 
     @staticmethod
     def of_free(diagonal: Array, below: Array, free: Array) -> "Chain":
-        """The same with the components that are not free `(n, d)` replaced by independent ones."""
+        """The blocks of a precision in which components that are not `free` `(n, d)` are replaced by
+        independent ones."""
         mask = free.astype(diagonal.dtype)
         later = jnp.roll(mask, -1, axis=0)
         own = diagonal * mask[:, :, None] * mask[:, None] + jax.vmap(jnp.diag)(1 - mask)
@@ -87,11 +89,11 @@ class Chain(eqx.Module):
         return jax.lax.scan(state, jnp.zeros_like(unit), (self.diagonal, self.below), reverse=True)[1]
 
 
-MAX_ITERATIONS = 100  # Newton steps to the mode
-# In double and in single precision:
-STEP = (1e-3, 0.1)  # of finite differences, in standard deviations of a transition
-SLACK = (1e-6, 0.03)  # nats that a step may lose to rounding
-NEAR = (1e-10, 3e-3)  # nats: the mode is found when a step would gain less
+MAX_ITERATIONS = 100  # maximum number of Newton steps to the mode
+# The following tuples have a value for double and one for single precision.
+STEP = (1e-3, 0.1)  # step of finite differences, in standard deviations of a transition
+SLACK = (1e-6, 0.03)  # in nats; loss of a step that is accepted because of rounding errors
+NEAR = (1e-10, 3e-3)  # in nats; the mode is found when a step would gain less
 DAMPING, FACTOR = 1e-2, 10.0  # smallest nonzero damping, and its growth factor
 CHUNK = 4096  # transitions evaluated at a time
 
@@ -100,7 +102,7 @@ class Expansion(eqx.Module):
     """Second-order expansion of the joint density around a sequence of states, by local terms.
 
     Derivatives of transitions are central differences: nested derivatives of a transition take ten times as
-    long to compile, and neither the mode nor the width of the draws biases the likelihood.
+    long to compile, and errors of the mode or of the width of the draws do not bias the likelihood.
     """
 
     path: Array  # (n, d)
@@ -136,13 +138,13 @@ class Expansion(eqx.Module):
         return jnp.where(self.inside, jnp.sum(self.values) + jnp.sum(self.steps), -jnp.inf)
 
     def slope(self, space: StateSpace) -> Array:
-        """The gradient in the free components, `(n, d)`."""
+        """The gradient with respect to the free components, `(n, d)`."""
         i, d = space.rows.before, self.path.shape[1]
         slope = self.own.at[i].add(self.ties[:, :d]).at[i + 1].add(self.ties[:, d:])
         return jnp.where(space.rows.fixed, 0, slope)
 
     def chain(self, space: StateSpace, damping: Array | float = 0.0) -> Chain:
-        """The factor of the negative Hessian."""
+        """The Cholesky factor of the negative Hessian."""
         i, d = space.rows.before, self.path.shape[1]
         bend = self.bends.at[i].add(self.tie_bends[:, :d, :d]).at[i + 1].add(self.tie_bends[:, d:, d:])
         below = jnp.zeros_like(bend).at[i].set(-self.tie_bends[:, d:, :d])
@@ -151,7 +153,7 @@ class Expansion(eqx.Module):
 
 
 def observations(space: StateSpace) -> tuple:
-    """The arguments of `StateSpace.observation` after the state, for all states."""
+    """The arguments of `StateSpace.observation` other than the state, for all states."""
     rows, errors = space.rows, space.deviations()
     errors = jnp.ones_like(rows.values) if errors is None else errors
     return rows.times, rows.values, rows.seen, rows.fixed, errors, rows.first
@@ -184,9 +186,10 @@ def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array
     return value, slope, bend
 
 
-UPDATES = 8  # Newton steps for the update of a filter with one value
-LONGEST_UPDATE = 2.0  # of such a step, in standard deviations
-FIRST_STEPS = 1000  # steps of the SDE that the first state may have moved away from a typical one
+UPDATES = 8  # number of Newton steps for the update of a filter by one value
+LONGEST_UPDATE = 2.0  # maximum length of such a step, in standard deviations
+# Width of the prior of the first state around a typical state, as a number of steps of the SDE.
+FIRST_STEPS = 1000
 
 
 @functools.partial(jit, level=1)
@@ -263,7 +266,8 @@ class Search(eqx.Module):
     def mode(space: StateSpace, start: Array) -> "Search":
         """The search from a sequence of coordinates `(n, d)`."""
         shapes = eqx.filter_eval_shape(lambda: Expansion.at(space, start))
-        nowhere = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)  # outside, so of value −inf
+        # A point outside the state space, with value −inf.
+        nowhere = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         yes, no = jnp.ones((), bool), jnp.zeros((), bool)
         search = Search(nowhere, jnp.zeros(()), space.pinned(start), yes, jnp.zeros((), int), no)
         going = lambda search: ~search.found & (search.count < MAX_ITERATIONS)
@@ -291,10 +295,10 @@ def without_derivatives(space: StateSpace) -> StateSpace:
 
 
 def expansion_at_mode(space: StateSpace, start: Array) -> tuple[Expansion, Array]:
-    """The expansion around the most likely states, and whether they were found.
+    """The expansion around the most likely states, and whether these states were found.
 
-    Differentiable in the parameters by the implicit function theorem: one Newton step from the mode, which is
-    held.
+    The result is differentiable in the parameters by the implicit function theorem: one Newton step from the
+    mode, which is held constant, carries the derivatives.
     """
     held = without_derivatives(space)
     search = jax.lax.stop_gradient(Search.mode(held, start))
@@ -322,9 +326,9 @@ def log_likelihood(
     around the most likely states.
 
     The log-weight of a draw is a sum over states. Its odd part o = Σ oᵢ adds ½ Var o to the logarithm of the
-    mean, and where weights are uneven the sample variance of o dominates the error. Since oᵢ and oⱼ are
-    nearly independent for distant states, Var o is replaced by the sum of the covariances of nearby states,
-    which has a much smaller error.
+    mean. If weights are uneven, the sample variance of o dominates the error. Since oᵢ and oⱼ are nearly
+    independent for distant states, Var o is replaced by the sum of the covariances of nearby states, which
+    has a much smaller error.
     """
     rows, (n, d) = space.rows, mode.path.shape
     chain, free = mode.chain(space), ~rows.fixed
@@ -338,7 +342,7 @@ def log_likelihood(
     by_series = lambda parts: jnp.zeros((rows.count, parts.shape[1])).at[rows.series].add(parts)
     weights = by_series(local - drawn)
     weights = jnp.where(jnp.isnan(weights), -jnp.inf, weights)
-    # The odd part without its linear term: the gradient is zero at the mode.
+    # The odd part without its linear term, because the gradient is zero at the mode.
     i = rows.before
     own, ties = jax.lax.stop_gradient((mode.own, mode.ties))
     slope = jnp.einsum("nmd,nd->nm", moves, own)
@@ -369,8 +373,8 @@ def _local_terms(space: StateSpace, paths: Array) -> Array:
 
 
 def _log_mean(weights: Array, excess: Array) -> tuple[Array, Array]:
-    """The logarithm of the mean of weights `(M,)`, whose second half is antithetic to the first, less the
-    mean of `excess` `(M/2,)`; and its standard error."""
+    """The logarithm of the mean of weights `(M,)`, whose second half is antithetic to the first, minus the
+    mean of `excess` `(M/2,)`; and the standard error of the logarithm."""
     top = jnp.max(weights)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     pairs = jnp.mean(jnp.reshape(jnp.exp(weights - top), (2, -1)), axis=0)
@@ -383,7 +387,7 @@ def _log_mean(weights: Array, excess: Array) -> tuple[Array, Array]:
 
 
 def _near_sums(terms: Array, reach: Array) -> Array:
-    """The sum of the terms `(n, K)` within `reach` states of each, smooth in the reach."""
+    """For each state, the sum of the terms `(n, K)` of states at most `reach` away; smooth in `reach`."""
     n = len(terms)
     sums = jnp.concatenate([jnp.zeros_like(terms[:1]), jnp.cumsum(terms, axis=0)])
 
@@ -398,8 +402,8 @@ def _near_sums(terms: Array, reach: Array) -> Array:
 
 REPLICATES = 8  # independent runs of the particles, for their standard error
 PARTICLES = 2048
-FIRST_WIDTH = 1.1  # of the draws of the first state, in standard deviations given all values
-EVEN = 0.5  # effective share of particles below which they are resampled
+FIRST_WIDTH = 1.1  # width of the draws of the first state, in standard deviations given all values
+EVEN = 0.5  # particles are resampled if their effective share is below this
 
 
 def _single(array: Array) -> bool:
@@ -414,7 +418,7 @@ def positive_part(matrix: Array) -> Array:
 
 class Guide(eqx.Module):
     """The density of later values given each state, approximated by exp(sᵀe − ½ eᵀBe) in the distance e to
-    the most likely state; and the same together with the value of that state."""
+    the most likely state; and the same approximation including the value at the state itself."""
 
     slope: Array  # (n, d)
     bend: Array  # (n, d, d), positive semidefinite
@@ -423,7 +427,7 @@ class Guide(eqx.Module):
 
     @staticmethod
     def of(space: StateSpace, mode: Expansion, far: bool) -> "Guide":
-        """By elimination of all states from the last to the first; not `far`: without later values."""
+        """By elimination of states from the last to the first. Without `far`, later values are ignored."""
         rows, (n, d) = space.rows, mode.path.shape
         linked = jnp.zeros(n, bool).at[rows.before].set(far)
         place = jnp.clip(jnp.cumsum(jnp.zeros(n, bool).at[rows.before].set(True)) - 1, 0)
@@ -447,8 +451,8 @@ class Guide(eqx.Module):
 
 
 class Cloud(eqx.Module):
-    """Particles of all states, their log-weights, and the index of the one that each came from; the
-    log-density of each value given earlier ones; and the probability of a smaller value."""
+    """Particles of all states, their log-weights, and the indices of their ancestors; the log-density of each
+    value given earlier values; and the probability of a smaller value."""
 
     z: Array  # (n, K, d)
     log_weight: Array  # (n, K)
@@ -458,23 +462,25 @@ class Cloud(eqx.Module):
 
 
 class Guided(eqx.Module):
-    """Particles that move from the first state to the last, with normal proposals: the next state of the SDE
-    times the guide (twisted particle filters, Guarniero, Johansen & Lee 2017). For a linear model all weights
-    are equal.
+    """Particles that move from the first state to the last, with normal proposals: the density of the next
+    state of the SDE, times the guide (twisted particle filters, Guarniero, Johansen & Lee 2017). For a linear
+    model all weights are equal.
 
-    Draws are held, and weights keep their derivatives through resampling, so that the derivative of the
-    log-likelihood is the average of that of the joint density (Fisher's identity).
+    Draws are not differentiated, and weights keep their derivatives through resampling, so that the
+    derivative of the log-likelihood is the average of the derivative of the joint log-density (Fisher's
+    identity).
     """
 
     space: StateSpace
     mode: Expansion
     guide: Guide
     count: int = eqx.field(static=True)
-    column: int | None = eqx.field(static=True, default=None)  # whose probabilities are computed
+    # The observed column whose probabilities are computed.
+    column: int | None = eqx.field(static=True, default=None)
     keep: bool = eqx.field(static=True, default=True)
 
     def draw(self, normal: Normal, at: Array, fixed: Array, guide: tuple, key: PRNGKeyArray) -> tuple:
-        """A draw given the components that are known, and the logarithm of its density."""
+        """A draw given the known components, and its log-density."""
         centre, slope, bend = guide
         d, unit = len(at), jnp.eye(len(at))
         mean, covariance = _given(normal, at, fixed)
@@ -489,7 +495,7 @@ class Guided(eqx.Module):
         return drawn, jnp.sum(own + jnp.log(jnp.diag(root)))
 
     def move(self, z: Array, key: PRNGKeyArray, now: tuple) -> tuple[Array, Array, Array]:
-        """The next state of one particle, its log-weight, and the chance of a smaller value."""
+        """The next state of one particle, its log-weight, and the probability of a smaller value."""
         row, (time, dt), at, begin, guide, before = now
         first, fixed, centre = row[5], row[3], guide[0]
         held = without_derivatives(self.space)
@@ -518,7 +524,7 @@ class Guided(eqx.Module):
         log_w = jnp.where(uneven, log_w - jax.lax.stop_gradient(log_w), log_w)
         keys = jax.random.split(key_move, self.count)
         z, weight, uniform = jax.vmap(lambda z, key: self.move(z, key, tuple(given)))(z, keys)
-        # The chance of a smaller value has the weights before this one.
+        # The probability of a smaller value is averaged with the weights before the observed value.
         share = jnp.where(jnp.isnan(uniform), 0, jnp.exp(log_w))
         uniform = jnp.sum(jnp.where(share > 0, share * uniform, 0)) / jnp.sum(share)
         weight = weight + jnp.where(given[0][5], 0, log_w)
@@ -586,7 +592,8 @@ def smoothed_by_particles(
 
 
 def incoming(space: StateSpace) -> tuple[Array, Array]:
-    """Start and length `(n,)` of the transition into each state; where a series begins, of any."""
+    """Start and length `(n,)` of the transition into each state; where a series begins, those of an arbitrary
+    transition."""
     link = jnp.clip(jnp.cumsum(~space.rows.first) - 1, 0)
     return space.rows.times[space.rows.before][link], space.rows.dt[link]
 
@@ -600,7 +607,7 @@ def _given(normal: Normal, at: Array, fixed: Array) -> tuple[Array, Array]:
     """The mean and covariance of a normal vector given its components in a mask."""
     mask = fixed.astype(at.dtype)
     inner = mask[:, None] * mask[None] * normal.covariance + jnp.diag(1 - mask)
-    # A known component without variance (the first state) is left where it is.
+    # A known component without variance (of the first state) is not changed.
     inner = inner + jnp.diag(jnp.where(jnp.diag(inner) > 0, 0.0, 1.0))
     factor = cholesky(inner)
     half = solve_lower(factor, mask[:, None] * normal.covariance)

@@ -1,10 +1,11 @@
 """The filter of a series with one hidden component, on a moving grid.
 
-With the other components observed exactly, or none, the density of the hidden one given the values so far is
-a function on a line. Its values at the nodes of a window that moves with the series are updated by the
-trapezoidal rule: predict with the density of a step, and multiply by that of the value (Kitagawa 1987). The
-windows come from a pilot: the same filter and its backward pass with a kernel widened to the spacing of the
-nodes, in rounds that narrow the windows to where the states are given all values.
+If all other components are observed exactly, or there are none, the density of the hidden component given the
+values so far is a function on a line. Its values at the nodes of a window that moves with the series are
+updated by the trapezoidal rule: predict with the density of a step, and multiply by the density of the value
+(Kitagawa 1987). The windows come from a pilot: the same filter and its backward pass, with a kernel widened
+to the spacing of the nodes. In each round, the windows are narrowed to the range of the states given all
+values.
 """
 
 import dataclasses
@@ -23,15 +24,15 @@ from ._draws import observations
 from ._state_space import Rows, StateSpace
 
 EULER, BRIDGE, EXACT, PILOT = "euler", "bridge", "exact", "pilot"
-SPACING = 1.1  # of the nodes, in standard deviations of a step
+SPACING = 1.1  # spacing of the nodes, in standard deviations of a step
 SIZES = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # few sizes, so that programs are reused
 PILOT_SIZE = 96
 TAIL = 1e-9  # probability outside a window, on each side
-MARGIN = 1.25  # of a window, relative to the range of the states
-ROUNDS = 12  # of the pilot
-ACROSS = 16  # nodes of each observed component between its values
-REACH = 5.0  # standard deviations that they cover on each side
-FLOOR = 1e-3  # of a variance given the end of a step, relative to that of the step
+MARGIN = 1.25  # width of a window, relative to the range of the states
+ROUNDS = 12  # maximum number of rounds of the pilot
+ACROSS = 16  # number of nodes of each observed component between its values
+REACH = 5.0  # range of these nodes on each side, in standard deviations
+FLOOR = 1e-3  # minimum of a variance given the end of a step, relative to that of the step
 
 
 class Mesh(eqx.Module):
@@ -47,7 +48,7 @@ class Mesh(eqx.Module):
     across: int = eqx.field(static=True, default=ACROSS)
 
     def finer(self) -> "Mesh":
-        """With half as many nodes again, in wider windows."""
+        """The mesh with 1.5 times as many nodes, in wider windows."""
         wide = 0.1 * (self.high - self.low)
         return dataclasses.replace(
             self,
@@ -58,7 +59,7 @@ class Mesh(eqx.Module):
         )
 
     def with_steps(self, steps: int) -> "Mesh":
-        """With more steps, each of which has less noise."""
+        """The mesh with more steps, each of which has less noise."""
         size = int(np.ceil(self.size * max(steps / self.steps, 1) ** 0.5))
         return dataclasses.replace(self, steps=steps, size=size)
 
@@ -70,8 +71,8 @@ class Mesh(eqx.Module):
 
 
 class Points(eqx.Module):
-    """Nodes of a quadrature of the state in coordinates, `z` `(N, d)`, with the logarithms of their
-    weights; `same` says whether the observed components are the same at all nodes."""
+    """Nodes of a quadrature of the state in coordinates, `z` `(N, d)`, with the logarithms of their weights;
+    `same` tells whether the observed components are the same at all nodes."""
 
     z: Array
     log_weight: Array  # (N,)
@@ -80,8 +81,9 @@ class Points(eqx.Module):
 
 
 class Filter(eqx.Module):
-    """The hidden component on the grid: nodes `(n, m)`, log-probabilities given earlier values, `ahead`, and
-    given values so far, `now` `(n, m)`, and the log-density of each value given earlier ones."""
+    """The hidden component on the grid: nodes `(n, m)`, their log-probabilities `ahead` `(n, m)` given
+    earlier values and `now` `(n, m)` given the values so far, and the log-density of each value given earlier
+    values."""
 
     nodes: Array
     ahead: Array
@@ -90,8 +92,8 @@ class Filter(eqx.Module):
 
 
 def _conditional(mean: Array, covariance: Array, i: int) -> tuple[Array, Array, Array, Array]:
-    """Component i given the others of a normal vector: slopes, mean, standard deviation, and the Cholesky
-    factor of the others."""
+    """The distribution of component i of a normal vector given the others: slopes, mean, standard deviation,
+    and the Cholesky factor of the others."""
     if len(mean) == 1:
         return jnp.zeros(0), mean[0], jnp.sqrt(covariance[0, 0]), jnp.zeros((0, 0))
     others = np.delete(np.arange(len(mean)), i)
@@ -119,7 +121,7 @@ class Kernel(eqx.Module):
     scheme: str = eqx.field(static=True)
 
     def __call__(self, source: Array, target: Points, time: Array, dt: Array, wide: Array) -> Array:
-        """From one node to all nodes of the target, `(N,)`."""
+        """The log-density from one node to all nodes of the target, `(N,)`."""
         others = np.delete(np.arange(len(source)), self.i)
         h, o = target.z[:, self.i], target.z[:, others]
         if self.scheme == BRIDGE:
@@ -138,7 +140,7 @@ class Kernel(eqx.Module):
         return jnp.insert(o, self.i, h)
 
     def _joint(self, source: Array, time: Array, dt: Array, wide: Array) -> Any:
-        """Normal jointly: the observed components, then the hidden one given them."""
+        """The joint normal density: of the observed components, and of the hidden component given these."""
         space, i = self.space, self.i
         euler = self.scheme == EULER
         others = np.delete(np.arange(len(source)), i)
@@ -149,7 +151,7 @@ class Kernel(eqx.Module):
             step = space.step(source, time, dt)
             mean, covariance = step.mean, step.covariance.at[i, i].add(wide**2)
         half, middle, deviation, factor = _conditional(mean, covariance, i)
-        # A hidden component without noise given the others has a peak that no grid resolves.
+        # If the hidden component has no noise given the others, its density has a peak that no grid resolves.
         deviation = jnp.maximum(deviation, 1e-12)
 
         def log_prob(h: Array, o: Array) -> Array:
@@ -179,10 +181,11 @@ class Kernel(eqx.Module):
         here = at(start)
         bend = (at(start + deviation) + at(start - deviation) - 2 * here) / variance
 
-        # Single numbers in place of small matrices: these fuse over all pairs of nodes.
+        # Single numbers instead of small matrices, so that XLA fuses the operations over all pairs of nodes.
         def given(h: Array, noise: Array) -> tuple[list[Array], list[list[Array]]]:
-            """Slopes of the observed components in the hidden one, and their covariance given it."""
-            # The mean of a quadratic over the Brownian bridge between both ends.
+            """Slopes of the observed components with respect to the hidden one, and their covariance given
+            the hidden one."""
+            # The mean of a quadratic function over the Brownian bridge between both ends.
             rest = (variance - (h - start) ** 2) / 12
             whole = lambda a, b: (
                 covariance[a, b] + dt * (0.5 * (noise[a, b] - here[a, b]) + bend[a, b] * rest)
@@ -232,8 +235,8 @@ def grid_smoother(space: StateSpace, mesh: Mesh) -> tuple[Filter, Array]:
 
 
 class Window(eqx.Module):
-    """The nodes of one state: `at` `(d,)` has the observed components in coordinates; if the hidden one is
-    `known`, as at the first time, all nodes are at it."""
+    """The nodes of one state: `at` `(d,)` contains the observed components in coordinates. If the hidden
+    component is `known`, as at the first time, all nodes have its value."""
 
     at: Array
     nodes: Array  # (m,)
@@ -267,8 +270,8 @@ class Steps(eqx.Module):
         return jnp.sqrt(jnp.diag(self.space.step(z, time, dt).covariance))
 
     def between(self, part: float, start: Window, end: Window, time: Array, dt: Array) -> Points:
-        """Nodes inside a step: those of the hidden component, times those of the observed ones, which are
-        around the line between their values."""
+        """Nodes inside a step: the product of nodes of the hidden component and nodes of the observed
+        components, which are placed around the line between their values."""
         i, root = self.mesh.component, float(np.sqrt(part * (1 - part)))
         line = (1 - part) * start.at + part * end.at
         mid = jnp.where(start.known, start.at, start.at.at[i].set(0.5 * (start.low + start.high)))
@@ -308,8 +311,8 @@ class Steps(eqx.Module):
         return every, [logs(s) for s in range(k)]
 
     def own(self, target: Points, row: tuple, at: Array) -> Array:
-        """Log-densities of a value at the nodes of its state; those of components that are observed exactly
-        turn from densities of coordinates into those of the state."""
+        """Log-densities of a value at the nodes of its state; for components that are observed exactly,
+        densities of coordinates are converted to densities of the state."""
         slopes = jnp.log(self.space.slopes(self.space.coordinates.to_state(at)))
         others = np.arange(len(at)) != self.mesh.component
         volume = jnp.where(row[5], 0, jnp.sum(jnp.where(row[3] & others, slopes, 0)))
@@ -317,7 +320,7 @@ class Steps(eqx.Module):
         return jnp.where(jnp.isnan(value), -jnp.inf, value)
 
     def ahead(self, log_now: Array, item: tuple) -> tuple[Array, tuple]:
-        """Predict and update."""
+        """Predict, and update by the value."""
         start, end, row, time, dt = item
         every, kernels = self.stages(start, end, time, dt)
         log_ahead = log_now
@@ -358,7 +361,7 @@ def _scan(space: StateSpace, mesh: Mesh, backward: bool) -> tuple[Filter, Any]:
 
 
 def _log_sum(logs: Array) -> Array:
-    """log Σ exp over the first axis, with zero derivatives where all terms vanish."""
+    """log Σ exp over the first axis, with zero derivatives if all terms are zero."""
     top = jax.lax.stop_gradient(jnp.max(logs, axis=0))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     total = jnp.sum(jnp.exp(logs - top[None]), axis=0)
@@ -373,8 +376,8 @@ def hidden_component(rows: Rows) -> int | None:
 
 @functools.partial(jit, level=1)
 def grid_uniform(space: StateSpace, mesh: Mesh, column: int) -> Array:
-    """The probability `(n,)` of a value below the observed one in a column, given earlier values; 0 where a
-    series begins."""
+    """For one column, the probability `(n,)` of a value below the observed one given earlier values; 0 where
+    a series begins."""
     found = grid_filter(space, mesh)
     rows, i = space.rows, mesh.component
     path = space.pinned(jnp.zeros(rows.fixed.shape))
@@ -423,8 +426,8 @@ def _mean(chance: Array, values: Array) -> Array:
 
 @functools.partial(jit, level=1)
 def _pilot(space: StateSpace, mesh: Mesh) -> tuple[Array, Array, Array]:
-    """Ends of the range of the states given all values, `(n,)` each, and whether it reaches an end of the
-    window, `(n, 2)`."""
+    """Lower and upper end of the range of the states given all values, `(n,)` each, and whether the range
+    reaches an end of the window, `(n, 2)`."""
     found, logs = grid_smoother(space, mesh)
     share = jnp.cumsum(jnp.exp(logs), axis=1)
     spacing = (mesh.high - mesh.low) / mesh.size
@@ -436,8 +439,8 @@ def _pilot(space: StateSpace, mesh: Mesh) -> tuple[Array, Array, Array]:
 
 @functools.partial(jit, level=1)
 def _deviations(space: StateSpace, mesh: Mesh, scheme: str) -> Array:
-    """Standard deviations `(n, 3)` of the hidden component after a step from the middle of the window and
-    from between it and the ends, given the observed ones."""
+    """Standard deviations `(n, 3)` of the hidden component, given the observed ones, after a step from the
+    middle of the window and from the points halfway between the middle and both ends."""
     rows, i = space.rows, mesh.component
     path = space.pinned(jnp.zeros(rows.fixed.shape))
     link = jnp.clip(jnp.cumsum(~rows.first) - 1, 0)

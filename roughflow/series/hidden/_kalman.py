@@ -17,14 +17,15 @@ from ._state_space import StateSpace
 
 CLOSE = 1e-9  # relative error up to which a transition is linear
 TAYLOR_TERMS, MAX_DOUBLINGS = 15, 32
-PROBES = 3  # random states at which that is checked
+PROBES = 3  # number of random states at which linearity is checked
 LOG_TWO_PI = float(np.log(2 * np.pi))
 
 
 class LinearModel(eqx.Module):
     """x' = F x + c + w and y = x + v in coordinates, w ~ N(0, Q) and v ~ N(0, R), for each state.
 
-    The first state of a series has mean `mean`, covariance `covariance`, and flat components `flat`.
+    The first state of a series has mean `mean` and covariance `covariance`; its components `flat` have a flat
+    prior.
     """
 
     grow: Array  # (n, d, d), F of the transition into each state
@@ -40,8 +41,9 @@ class LinearModel(eqx.Module):
 
 
 class Filtered(eqx.Module):
-    """`mean` and `covariance` of the states given the values so far; the predictions `ahead` and `spread`
-    before each value; and the log-density of each value. Infinite variances belong to flat priors."""
+    """`mean` and `covariance` of the states given the values so far; the predicted mean `ahead` and
+    covariance `spread` before each value; and the log-density of each value. A variance is infinite if it is
+    that of a flat prior."""
 
     mean: Array  # (n, d)
     covariance: Array  # (n, d, d)
@@ -53,8 +55,8 @@ class Filtered(eqx.Module):
 def exact_step(rate: Array, drift: Array, later: Array, noise: Array, dt: Array) -> tuple[Array, ...]:
     """F, c and Q of dX = (A X + b + c t) dt + Q^½ dB over dt, for `rate` A, `drift` b, `later` c, `noise` Q.
 
-    A Taylor series over dt/2ⁿ and n doublings, as in `linear_moments`, with time as one more component; here
-    in loops, which compile in a third of the time.
+    A Taylor series over dt/2ⁿ and n doublings, as in `linear_moments`, with time as an additional component,
+    but in loops, which compile in a third of the time.
     """
     d = len(drift)
     wide = jnp.zeros((d + 1, d + 1)).at[:d, :d].set(rate).at[:d, d].set(later)
@@ -100,13 +102,14 @@ def affine(space: StateSpace, time: Array, dt: Array) -> tuple[Array, ...]:
 
 
 def is_linear(space: StateSpace) -> bool:
-    """Whether the model is linear and Gaussian: a drift affine in the state and noise independent of it,
-    values that are components of the state, and a normal first state. Checked at random states."""
+    """Whether the model is linear and Gaussian, checked at random states: the drift is affine in the state,
+    the noise does not depend on the state, values are components of the state, and the first state is
+    normal."""
     straight = isinstance(space.coordinates, Unchanged)
     if space.observe is not None or not (straight or space.deviations() is None):
         return False
     if space.exact and not type(space.sde).__module__.startswith("roughflow."):
-        return False  # the chain may be another than that of its drift and diffusion
+        return False  # the transitions may differ from those of drift and diffusion
     try:
         return bool(is_affine(space)) and _normal_start(space) is not None
     except (TypeError, NotImplementedError):
@@ -115,11 +118,12 @@ def is_linear(space: StateSpace) -> bool:
 
 @functools.partial(jit, level=1)
 def is_affine(space: StateSpace) -> Array:
-    """Whether the SDE is linear at random states, and a step the same as two half steps, hence exact."""
+    """Whether the SDE is linear at random states, and whether a step equals two half steps and is therefore
+    exact."""
     rows, d = space.rows, space.rows.fixed.shape[1]
     places = np.unique(np.linspace(0, len(rows.dt) - 1, PROBES).astype(int))
     time, dt = rows.times[rows.before[places]], rows.dt[places]
-    # Whole steps, and their first and second halves, all in one program.
+    # Whole steps and their first and second halves, in one program.
     spans = jnp.concatenate([time, time, time + dt / 2]), jnp.concatenate([dt, dt / 2, dt / 2])
     states = np.random.default_rng(0).normal(size=(PROBES, d))
     states = jnp.asarray(np.concatenate([np.zeros((1, d)), np.eye(d), states]))
@@ -137,8 +141,8 @@ def is_affine(space: StateSpace) -> Array:
 
 
 def _normal_start(space: StateSpace) -> Normal | None:
-    """The distribution of the unknown components of the first state if it is normal; flat or known ones
-    have zero variance."""
+    """The distribution of the unknown components of the first state, if it is normal. Components that are
+    known or have a flat prior get zero variance."""
     start, u = space.start(), len(space.unknown)
     if start is None or not hasattr(start, "log_prob"):
         return Normal(jnp.zeros(u), jnp.zeros((u, u)))
@@ -190,10 +194,10 @@ def linear_model(space: StateSpace) -> LinearModel:
 
 
 def kalman_filter(model: LinearModel, fixed: Array) -> Filtered:
-    """The Kalman filter, with exact treatment of flat priors (de Jong 1991).
+    """The Kalman filter with exact treatment of flat priors (de Jong 1991).
 
-    The flat components δ of the first state enter linearly. With innovations v − Vδ of covariance S, the
-    integral over δ adds ½ bᵀA⁻¹b − ½ log |A/2π| with A = Σ VᵀS⁻¹V and b = Σ VᵀS⁻¹v.
+    Innovations are linear in δ, the components of the first state with a flat prior. With innovations v − Vδ
+    of covariance S, the integral over δ adds ½ bᵀA⁻¹b − ½ log |A/2π| with A = Σ VᵀS⁻¹V and b = Σ VᵀS⁻¹v.
     """
     d, unit = model.value.shape[1], jnp.eye(model.value.shape[1])
     flat = jnp.diag(model.flat.astype(unit.dtype))
@@ -209,7 +213,7 @@ def kalman_filter(model: LinearModel, fixed: Array) -> Filtered:
         used = seen & ~(first & known)
         mask = used.astype(unit.dtype)
         inner = mask[:, None] * mask[None] * (wide + jnp.diag(error)) + jnp.diag(1 - mask)
-        # The innovation, and its derivative in δ.
+        # The innovation, and its derivative with respect to δ.
         gap = mask[:, None] * (jnp.concatenate([value[:, None], jnp.zeros((d, d))], axis=1) - ahead)
         factor = cholesky(inner)
         white, gain = solve_lower(factor, gap), solve_lower(factor, mask[:, None] * wide)
@@ -234,7 +238,8 @@ def kalman_filter(model: LinearModel, fixed: Array) -> Filtered:
 
 
 def _determined(products: Array, flat: Array) -> tuple[Array, Array, Array]:
-    """A Cholesky factor of A, with ones for components that are not flat, b, and whether A is regular."""
+    """A Cholesky factor of A (with ones for components that are not flat), b, and whether A is
+    nonsingular."""
     keep = flat.astype(products.dtype)
     a = products[1:, 1:] * keep[:, None] * keep[None] + jnp.diag(1 - keep)
     b = -products[1:, 0] * keep
@@ -247,7 +252,7 @@ def _determined(products: Array, flat: Array) -> tuple[Array, Array, Array]:
 
 
 def _integral(products: Array, flat: Array) -> Array:
-    """The logarithm of the integral over δ; 0 while the values do not determine it."""
+    """The logarithm of the integral over δ; 0 as long as the values do not determine δ."""
     factor, b, good = _determined(products, flat)
     keep = flat.astype(products.dtype)
     half = jnp.sum(solve_lower(factor, b) ** 2) / 2 - jnp.sum(jnp.log(jnp.diag(factor)))
@@ -272,7 +277,7 @@ def smoothed_states(model: LinearModel, fixed: Array) -> tuple[Array, Array]:
     unit = jnp.eye(model.value.shape[1])
     spread = jnp.where(first[:, None, None], unit[None], model.spread)
     inverse = jax.vmap(_inverse)(spread) * jnp.where(first, 0, 1)[:, None, None]
-    # A normal prior where a series begins.
+    # The normal prior of the first state of each series.
     normal = jnp.diag(model.covariance) > 0
     prior = model.covariance + jnp.diag(jnp.where(normal, 0.0, 1.0))
     keep = normal.astype(unit.dtype)

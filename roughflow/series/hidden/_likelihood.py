@@ -53,16 +53,16 @@ from ._kalman import Filtered, is_affine, is_linear, kalman_filter, linear_model
 from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, driven_by, rows_of, typical_state
 
 KALMAN, GRID, DRAWS, PARTICLES, LAPLACE = "kalman", "grid", "draws", "particles", "laplace"
-BY_PATHS = (DRAWS, PARTICLES, LAPLACE)  # around the most likely states
-MAX_REFINEMENTS = 3  # doublings of the steps between values
-UNEVEN = 0.5  # nats: error of draws above which a search begins without them
+BY_PATHS = (DRAWS, PARTICLES, LAPLACE)  # methods that use the most likely states
+MAX_REFINEMENTS = 3  # maximum number of doublings of the steps between values
+UNEVEN = 0.5  # in nats; error of draws above which a search does not begin with draws
 OUTSIDE = 1e-3  # probability of the outermost nodes above which a grid is replaced
-PROBES = 3  # values at which an observation density is checked
+PROBES = 3  # number of values at which an observation density is checked
 DRAWS_PER_PATH = 4  # draws of the hidden states, relative to `Effort.num_paths`
 
 
 class Observation(NamedTuple):
-    """What `rf.fit_sde` is told about the values, besides the series."""
+    """The arguments of `rf.fit_sde` that describe how values are observed."""
 
     measurement_noise: Any = None
     observe: Callable | None = None
@@ -76,7 +76,7 @@ class Observation(NamedTuple):
 
     @property
     def besides_noise(self) -> list[str]:
-        """Names of what is given besides measurement noise."""
+        """Names of the arguments that are given, except measurement noise."""
         return [name for name, part in self._asdict().items() if part is not None and name != NAME]
 
 
@@ -84,7 +84,7 @@ class HiddenSeries(eqx.Module):
     """The log-likelihood of a partially observed series as a function of the SDE; see `rf.series_likelihood`.
 
     `method` is "kalman" (exact), "grid" (one hidden component), "draws" (importance sampling around the most
-    likely states) or "particles" (guided by them).
+    likely states) or "particles" (guided by the most likely states).
 
     ```python
     import jax, numpy as np
@@ -115,7 +115,7 @@ class HiddenSeries(eqx.Module):
     setup: "Setup | None" = eqx.field(static=True, default=None)
 
     def space(self, sde: Any, extras: Mapping[str, Any] | None = None) -> StateSpace:
-        """The state-space model of an SDE, with other values of the estimated extras."""
+        """The state-space model of an SDE, with the given values of the extra parameters."""
         parts: dict[str, Any] = {NAME: self.noise, "observe": self.observe, "initial": self.initial}
         parts |= extras or {}
         driven = sde if self.inputs is None else driven_by(sde, self.inputs)
@@ -127,12 +127,12 @@ class HiddenSeries(eqx.Module):
 
     def __call__(self, sde: Any) -> Array:
         """The log-likelihood of an SDE, or of an SDE and its estimated extras; −inf, with zero derivatives,
-        where the series is impossible. A grid that does not cover the hidden states is replaced, except in
+        if the series is impossible. A grid that does not cover the hidden states is replaced, except in
         compiled programs."""
         return _total(self.covering(sde), sde)
 
     def covering(self, sde: Any) -> "HiddenSeries":
-        """With a grid that covers the hidden states of this SDE."""
+        """The likelihood with a grid that covers the hidden states of this SDE."""
         traced = any(is_traced(leaf) for leaf in jax.tree.leaves((self, sde)))
         if self.mesh is None or traced or (self.setup and bool(eqx.tree_equal(sde, self.setup.sde))):
             return self
@@ -141,8 +141,8 @@ class HiddenSeries(eqx.Module):
         return self.with_mesh(_space(self, sde))
 
     def with_error(self, sde: Any) -> tuple[float, float]:
-        """The log-likelihood and its error, in nats: that of draws, particles or nodes, and the change with
-        twice as many steps between values."""
+        """The log-likelihood and its error, in nats: the error due to draws, particles or nodes, and the
+        change with twice as many steps between values."""
         one, moved = self.covering(sde), 0.0
         value, error = _with_error(one, sde)
         if self.refines:
@@ -175,7 +175,7 @@ class HiddenSeries(eqx.Module):
         return DRAWS_PER_PATH * self.effort.num_paths
 
     def with_effort(self, effort: Effort) -> "HiddenSeries":
-        """With another number of steps between values, or of draws."""
+        """The likelihood with another number of steps between values, or of draws."""
         if self.mesh is not None:
             return dataclasses.replace(self, effort=effort, mesh=self.mesh.with_steps(effort.num_steps))
         assert self.setup is not None
@@ -183,7 +183,7 @@ class HiddenSeries(eqx.Module):
         return dataclasses.replace(made, noise=self.noise, observe=self.observe, initial=self.initial)
 
     def with_mesh(self, space: StateSpace) -> "HiddenSeries":
-        """With a grid for the states of this model."""
+        """The likelihood with a grid for the states of this model."""
         scheme, steps = EXACT if self.exact else BRIDGE, self.effort.num_steps
         if self.steps is not None:
             scheme, steps = EULER, self.steps
@@ -212,7 +212,7 @@ class HiddenSeries(eqx.Module):
 
     @property
     def refines(self) -> bool:
-        """Whether the time step between values matters."""
+        """Whether the likelihood depends on the number of time steps between values."""
         return self.method != KALMAN and not self.exact and self.steps is None
 
 
@@ -227,7 +227,7 @@ class _WithInputs(eqx.Module):
 
 
 def _space(likelihood: HiddenSeries, sde: Any) -> StateSpace:
-    """The state-space model of an SDE, or of an SDE and its estimated extras."""
+    """The state-space model of an SDE, or of an SDE and extra parameters."""
     return likelihood.space(*(sde if isinstance(sde, tuple) else (sde,)))
 
 
@@ -268,8 +268,9 @@ class _Total(eqx.Module):
 
 
 class HiddenLikelihood(AbstractLikelihood):
-    """The likelihood of a partially observed series. Free parameters are those of the SDE, and of the
-    measurement noise, the observation density and the first state if they have any. Its terms are series."""
+    """The likelihood of a partially observed series. Free parameters are those of the SDE and, if any, those
+    of the measurement noise, the observation density and the first state. The likelihood has one term per
+    series."""
 
     parameters: Parameters
     of_sde: HiddenSeries
@@ -285,7 +286,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return self.of_sde.coordinates
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-likelihood of each series, `(S,)`, its gradient in the free parameters, `(S, p)`, and error."""
+        """Log-likelihood of each series, `(S,)`, its gradient with respect to the free parameters, `(S, p)`,
+        and its error."""
         value, slopes, error = _scores(self, jnp.asarray(free, float))
         return np.asarray(value), np.asarray(slopes), np.asarray(error)
 
@@ -293,15 +295,15 @@ class HiddenLikelihood(AbstractLikelihood):
         return float(_value(self, jnp.asarray(free, float)).sum())
 
     def information(self, free: np.ndarray) -> np.ndarray:
-        """The information by differences of the gradient; by Laplace's approximation in place of particles,
-        whose gradient is not smooth."""
+        """The information by differences of the gradient; for particles, whose gradient is not smooth, that
+        of Laplace's approximation."""
         if self.of_sde.method == PARTICLES:
             return self.with_method(LAPLACE).information(free)
         return information_by_differences(self, free)
 
     def quick_information(self, free: np.ndarray) -> np.ndarray:
-        """The information by one-sided differences of the gradient; with a grid, by the outer product of the
-        scores of all values."""
+        """The information by one-sided differences of the gradient or, with a grid, by the outer product of
+        the scores of all values."""
         if self.of_sde.mesh is not None:
             slopes = np.asarray(_value_scores(self, jnp.asarray(free, float)))
             return slopes.T @ slopes + np.diag(self.penalty)
@@ -312,8 +314,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return 0.5 * (np.array(rows) + np.array(rows).T)
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """Errors of the log-likelihood: of draws, including their difference from particles, or of the nodes
-        of the grid; and of the time step."""
+        """Two errors of the log-likelihood: that of the draws (including their difference from particles) or
+        of the nodes of the grid, and that of the time step."""
         values, _, errors = self.scores(free)
         drawn, moved, here = float(np.linalg.norm(errors)), 0.0, float(values.sum())
         if self.of_sde.refines:
@@ -351,8 +353,8 @@ class HiddenLikelihood(AbstractLikelihood):
         path, deviation = (np.asarray(part) for part in _smoothed(self, jnp.asarray(free, float)))
         if np.isnan(path).any() or np.isnan(deviation).any():
             raise ValueError(
-                "there are no states given all values, because a noise is estimated at zero: give it a value "
-                "with fixed=, or fit a simpler SDE"
+                "there are no smoothed states, because a noise parameter is estimated as zero: fix it at "
+                "another value with fixed=, or fit a simpler SDE"
             )
         return path, deviation
 
@@ -375,7 +377,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return _filter(self, jnp.asarray(free, float), key, _column(self.of_sde.rows))
 
     def residuals(self, free: np.ndarray, key: PRNGKeyArray) -> np.ndarray:
-        """The probability of a value below the observed one given earlier values, of all but the first."""
+        """The probability of a value below the observed one given earlier values, for all values but the
+        first."""
         rows, column = self.of_sde.rows, _column(self.of_sde.rows)
         if not self.of_sde.observe and np.asarray(rows.seen).any(axis=0).sum() > 1:
             raise ValueError(
@@ -405,7 +408,7 @@ class HiddenLikelihood(AbstractLikelihood):
             found = _kalman_filtered(self, jnp.asarray(free, float))[0]
             mean, covariance = np.asarray(found.mean[last]), np.asarray(found.covariance[last])
             if not np.isfinite(covariance).all():
-                raise ValueError("the last state is not determined by the values: set initial")
+                raise ValueError("the values do not determine the last state: set initial")
             coordinates = self.space(jnp.asarray(free, float)).coordinates
             values, vectors = np.linalg.eigh(covariance)
             normal = np.asarray(jax.random.normal(key, (count, len(mean))))
@@ -437,13 +440,13 @@ class HiddenLikelihood(AbstractLikelihood):
         return dataclasses.replace(self, of_sde=of_sde)
 
     def with_nodes(self) -> "HiddenLikelihood":
-        """With a finer grid."""
+        """The likelihood with a finer grid."""
         assert self.of_sde.mesh is not None
         of_sde = dataclasses.replace(self.of_sde, mesh=self.of_sde.mesh.finer())
         return dataclasses.replace(self, of_sde=of_sde)
 
     def moved_to(self, free: np.ndarray) -> "HiddenLikelihood":
-        """With a grid where the states are at these parameters."""
+        """The likelihood with a grid for the states at these parameters."""
         if self.of_sde.method != GRID:
             return self
         of_sde = self.of_sde.with_mesh(self.space(jnp.asarray(free, float)))
@@ -469,7 +472,7 @@ def _scores(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array, Ar
 
 @functools.partial(jit, level=1)
 def _value_scores(likelihood: HiddenLikelihood, free: Array) -> Array:
-    """The gradient `(n, p)` of the log-density of each value given earlier ones."""
+    """The gradient `(n, p)` of the log-density of each value given earlier values."""
     mesh = likelihood.of_sde.mesh
     assert mesh is not None
     return linear(lambda free: grid_filter(likelihood.space(free), mesh).log_prob, free)[1]
@@ -527,7 +530,7 @@ def _kalman_filtered(likelihood: HiddenLikelihood, free: Array) -> tuple[Filtere
 def _filter(
     likelihood: HiddenLikelihood, free: Array, key: PRNGKeyArray, column: int
 ) -> tuple[Cloud, tuple[Array, Array]]:
-    """Particles given the values so far, and their means and standard deviations `(n, d)`."""
+    """Particles given the values so far, and the means and standard deviations `(n, d)` of the states."""
     space = likelihood.space(free)
     mode = Search.mode(space, likelihood.of_sde.path).best
     cloud = Guided(space, mode, Guide.of(space, mode, far=False), FILTER_PARTICLES, column).run(key)
@@ -545,9 +548,10 @@ def _column(rows: Rows) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Setup:
-    """A partially observed series and its SDE at starting values, from which likelihoods are made.
+    """A partially observed series and an SDE at starting values, from which likelihoods are constructed.
 
-    All are equal: compiled programs do not depend on them, and are shared by the fits of many series.
+    All instances compare equal: compiled programs do not depend on them, so the fits of many series share
+    programs.
     """
 
     sde: Any
@@ -570,7 +574,7 @@ class Setup:
         """The likelihood as a function of the free parameters."""
         of_sde = self.of_sde()
         if of_sde.method == DRAWS and not self._are_even(of_sde, UNEVEN):
-            of_sde = dataclasses.replace(of_sde, method=LAPLACE)  # smooth, to begin with
+            of_sde = dataclasses.replace(of_sde, method=LAPLACE)  # the search begins with a smooth likelihood
         joined, added = _joined(parameters, self._extras(of_sde), domains, self.coordinates, of_sde)
         rows, i = of_sde.rows, of_sde.rows.before
         steps = Transition(of_sde.path[i], of_sde.path[i + 1], rows.times[i], rows.dt)
@@ -578,10 +582,10 @@ class Setup:
         return HiddenLikelihood(joined, of_sde, steps, wide)  # pyright: ignore[reportCallIssue]
 
     def of_sde(self) -> HiddenSeries:
-        """The likelihood as a function of the SDE, with the method that suits it: the Kalman filter for
-        linear models, a grid for one hidden component, otherwise draws of the hidden states."""
+        """The likelihood as a function of the SDE, by a suitable method: the Kalman filter for linear models,
+        a grid for one hidden component, otherwise draws of the hidden states."""
         first = self.effort or Effort(num_functions=1, num_paths=32, num_steps=2)
-        whole = self._blank(first, KALMAN)  # a linear SDE needs no states between the values
+        whole = self._blank(first, KALMAN)  # a linear SDE needs no states between values
         observation, space = self.observation, whole.space(self.sde)
         if observation.observe is not None:
             _check_observe(space, self._typical)
@@ -599,7 +603,7 @@ class Setup:
         return self.made(self.effort or few, GRID)
 
     def settled(self, tolerance: float) -> HiddenSeries:
-        """The likelihood as a function of the SDE, with particles where draws have uneven weights, and as
+        """The likelihood as a function of the SDE, with particles if draws have uneven weights, and with as
         many steps as the tolerance requires at the given SDE."""
         found = self.of_sde()
         if found.method != DRAWS or self.effort is not None:
@@ -616,7 +620,8 @@ class Setup:
         return found
 
     def _are_even(self, drawn: HiddenSeries, tolerance: float) -> bool:
-        """Whether the weights of draws are even: their error is small, and particles agree with them."""
+        """Whether the weights of draws are even: their error is small, and particles give the same
+        log-likelihood."""
         guided = dataclasses.replace(drawn, method=PARTICLES)
         (value, error), (other, _) = _with_error(drawn, self.sde), _with_error(guided, self.sde)
         return bool(np.hypot(error, value - other) < tolerance)
@@ -629,7 +634,8 @@ class Setup:
         space = blank.space(self.sde)
         start = typical_state(space, self._typical)
         component = hidden_component(blank.rows) if method == GRID else None
-        # A filter on a grid finds a component that is never observed from its equilibrium.
+        # For a component that is never observed, the grid filter starts its search at the equilibrium of the
+        # component.
         known = component is None or _is_observed(space, component)
         path = smoothed_guess(space, start) if known else jnp.broadcast_to(start, blank.path.shape)
         made = dataclasses.replace(blank, path=path)
@@ -652,7 +658,7 @@ class Setup:
         return _typical(self.coordinates, self._dimension, self.series, self.observation.observe is not None)
 
     def _extras(self, of_sde: HiddenSeries) -> dict[str, Any]:
-        """What is estimated besides the SDE."""
+        """The parameters that are estimated besides those of the SDE."""
         parts = {"observe": self.observation.observe, "initial": self.observation.initial}
         own = {
             name: part
@@ -670,7 +676,7 @@ class Setup:
             check_callable("observe", observe, "(t, x) -> a distribution with log_prob")
             if observation.measurement_noise is not None:
                 raise ValueError(
-                    "observe describes the errors of the values: measurement_noise must not be given"
+                    "observe describes the errors of the values, so measurement_noise must not be given"
                 )
         noisy = noise is not None or errors is not None
         known = _is_known(self.sde, observation.initial)
@@ -682,7 +688,7 @@ class Setup:
         knots = np.asarray(inputs.times) if isinstance(inputs, Inputs) else np.zeros(0)
         if (method == GRID and d > 1) or (drawn and observation.steps is not None):
             knots = np.zeros(0)
-        # With a grid, values that are all missing only lengthen a gap.
+        # With a grid, times at which all values are missing are dropped.
         empty = method == GRID and plain and d > 1
         rows = rows_of(
             _without_empty(series) if empty else series,
@@ -732,7 +738,7 @@ def _dimension(sde: Any, driven: Any, series: Sequence[Observed], observation: O
 
 
 def _without_empty(series: Sequence[Observed]) -> list[Observed]:
-    """Without the times at which all values are missing."""
+    """The series without the times at which all values are missing."""
     seen = [np.isfinite(one.values).any(axis=1) for one in series]
     pairs = zip(series, seen, strict=True)
     return [dataclasses.replace(one, times=one.times[s], values=one.values[s]) for one, s in pairs]
@@ -757,7 +763,7 @@ def _check_observe(space: StateSpace, at: np.ndarray) -> None:
             )
         if np.isnan(found).any():
             raise ValueError(
-                f"observe has a log-density of nan for the values {value} at time {time:g} and state {at}"
+                f"observe has a log-density of NaN for the values {value} at time {time:g} and state {at}"
             )
 
 
@@ -776,13 +782,13 @@ def _check_euler(space: StateSpace, at: np.ndarray) -> None:
     scale = np.sqrt(np.maximum(np.diag(spread), 1e-300))
     if not np.linalg.eigvalsh(spread / scale[:, None] / scale)[0] > 1e-12:
         raise ValueError(
-            "steps requires noise in all components, as other Euler steps have no density: leave it out for "
-            "the SDE in continuous time"
+            "steps requires noise in all components, because other Euler steps have no density: omit steps "
+            "to fit the SDE in continuous time"
         )
 
 
 def _check_start(space: StateSpace, observation: Observation, sde: Any) -> None:
-    """Refuse a stationary start whose distribution is not known."""
+    """Refuse a stationary first state if the stationary distribution is not known."""
     own = isinstance(sde, AbstractNamedSDE) and sde.stationary(space.unknown)
     if isinstance(observation.initial, str) and not (own or is_affine(space)):
         raise ValueError(
@@ -813,7 +819,7 @@ def _typical(
 
 
 def _safe(coordinates: AbstractCoordinates, d: int) -> np.ndarray:
-    """A state inside the state space."""
+    """A state moved inside the state space, if necessary."""
     for guess in (0.0, 1.0, 0.5):
         if bool(coordinates.contains(jnp.full(d, guess))):
             return np.full(d, guess)
@@ -889,7 +895,7 @@ def _joined(
     joined, added = (parameters.template, extras), 0
     names, kinds, entries = parameters.names, parameters.domains, parameters.entries
     leaf = len(jax.tree.leaves(parameters.template))
-    for name in sorted(extras):  # the order of leaves in a dictionary
+    for name in sorted(extras):  # in the order of the leaves of a dictionary
         part = extras[name]
         own = {} if part is None else domains
         if name == NAME and part is not None:
