@@ -299,7 +299,7 @@ def as_real(name: str, value: Any) -> Any:
         if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool):
             raise TypeError(f"{name} must be real numbers, got {value.dtype}")
         if jnp.issubdtype(value.dtype, jnp.complexfloating):
-            raise ValueError(f"{name} must be real numbers, got complex ones")
+            raise ValueError(f"{name} must be real numbers, got complex numbers")
         return value
     if np.ma.is_masked(value):
         raise ValueError(f"{name} has masked values: fill or drop them")
@@ -310,7 +310,7 @@ def as_real(name: str, value: Any) -> Any:
     except (ValueError, TypeError):
         raise ValueError(f"{name} must be an array of real numbers, got {shown(value)}") from None
     if array.dtype.kind == "c":
-        raise ValueError(f"{name} must be real numbers, got complex ones")
+        raise ValueError(f"{name} must be real numbers, got complex numbers")
     if array.dtype.kind not in "fiub" and not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be real numbers, got {shown(value)}")
     return array

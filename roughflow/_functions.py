@@ -49,8 +49,8 @@ class Signature(NamedTuple):
 class MissingSignature(BaseException):
     """An opened function was called with arguments that it has not been traced for.
 
-    The signature is None for arguments that are not arrays. This class is not an `Exception`, so that code
-    that catches the exceptions of functions does not catch it.
+    The signature is None for arguments that are not arrays. Not a subclass of `Exception`, so that code that
+    handles exceptions of a user's function does not catch it.
     """
 
     def __init__(self, name: Any, signature: Signature | None):

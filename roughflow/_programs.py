@@ -26,8 +26,8 @@ try:
 except ImportError:  # JAX before 0.8
     from jax.experimental import enable_x64  # pyright: ignore
 
-# Maximum number of cached programs; least recently used ones are dropped. On Linux a process may have 65,530
-# memory maps, and the compiler crashes if there are no more; a compiled program takes about forty.
+# Maximum number of cached programs; the least recently used programs are dropped. On Linux a process may have
+# 65,530 memory maps, and the compiler crashes if there are no more; a compiled program takes about forty.
 MAX_PROGRAMS = 512
 
 # On a CPU, optimisation level 1 without fusion emitters takes a third of the time to compile. A first

@@ -1,4 +1,5 @@
-"""The parser: commands, options and their types. It imports nothing heavy, so that --help is fast."""
+"""The parser: commands, options and their types. This module imports nothing heavy, so that --help is
+fast."""
 
 import argparse
 import math
@@ -112,7 +113,7 @@ MODELS = {
     "jacobi": "dX = κ(μ − X) dt + σ√(X(1 − X)) dB",
     "double-well": "dX = (aX − bX³) dt + σ dB",
 }
-SYSTEMS = {  # of several components, some of which may be hidden
+SYSTEMS = {  # SDEs of several components, some of which may be hidden
     "heston": "price dS = μS dt + √V S dB₁, variance dV = κ(θ − V) dt + σ√V dB₂",
     "stochastic-volatility": "price dS = μS dt + exp(H/2) S dB₁, log-variance dH = κ(θ − H) dt + σ dB₂",
     "lotka-volterra": "prey dX = X(α − βY) dt + σ₁X dB₁, predators dY = Y(δX − γ) dt + σ₂Y dB₂",

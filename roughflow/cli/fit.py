@@ -64,8 +64,8 @@ SAMPLED_ROWS = 100_000  # number of rows of a table on disk that are checked and
 
 @dataclass(frozen=True)
 class FitRows:
-    """The rows to fit: names of the columns, given ones last; the total number of rows; the rows, or a sample
-    if they are `on_disk`; and the group of each row, if there are groups."""
+    """The rows to fit: names of the columns, with given columns last; the total number of rows; the rows, or
+    a sample if they are `on_disk`; and the group of each row, if there are groups."""
 
     columns: tuple[str, ...]
     num_given: int

@@ -238,7 +238,7 @@ class AbstractStochasticFlow(eqx.Module):
     ) -> Array:
         """Draw Z at time `t1`, each sample on its own path, or on the given paths.
 
-        By default paths end at the end time of the flow; for longer ones pass `path=flow.sample_path(...,
+        By default paths end at the end time of the flow; for longer paths pass `path=flow.sample_path(...,
         t1=...)`.
         """
         flow = eqx.tree_at(lambda f: f.divergence, self, NoDivergence())
@@ -439,9 +439,8 @@ def centre_and_scale(
     sde: AbstractSDE, base: Base, dimension: int, horizon: Array, dtype: Any
 ) -> tuple[Array, Array, Array]:
     """A starting point of samples, their centre, and the spread of each coordinate at the end: the scales of
-    distances, `(d,)` each. Not differentiated.
-
-    Where the spread is zero, the distance that the drift covers is used instead.
+    distances, `(d,)` each. The scales are not differentiated. Where the spread is zero, the distance that the
+    drift covers is used instead.
     """
     points = jax.lax.stop_gradient(some_points(base, dimension)).astype(dtype)
     t, span = jnp.zeros((), dtype), jax.lax.stop_gradient(jnp.max(horizon)).astype(dtype)

@@ -12,9 +12,9 @@ import roughflow as rf
 class StochasticFlowDensity(DensityMixin, BaseEstimator):
     """A scikit-learn density estimator: `rf.fit_density` with the interface of `GaussianMixture`.
 
-    It works in a `Pipeline` and with `GridSearchCV`. `fit` standardises the rows, so no scaler is needed.
-    Constant and linearly dependent columns are removed for the fit and restored in samples; a new row that
-    violates such a relation has density zero.
+    The estimator works in a `Pipeline` and with `GridSearchCV`. `fit` standardises the rows, so no scaler is
+    needed. Constant and linearly dependent columns are removed for the fit and restored in samples; a new row
+    that violates such a relation has density zero.
 
     With noise, a log-density is a Monte Carlo estimate: `score_samples` returns the same values for the same
     rows, but they change within their error if rows are reordered or removed. `model_.estimate` returns the

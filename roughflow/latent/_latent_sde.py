@@ -21,7 +21,7 @@ from ._posterior import AbstractLatentSDE, Posterior, Reading, Series
 
 ROUNDS = 8  # number of independent runs of particles, from which the error is estimated
 AT_ONCE = 16  # series
-MAX_ERROR = 0.5  # in nats; above this error, a single run may dominate the estimate
+MAX_ERROR = 0.5  # in nats; with a larger error, a single run may dominate the estimate
 # Maximum time step of particles, in units of the relaxation time of the posterior. In longer steps the moves
 # of particles are narrower than the noise, so weights become uneven.
 RELAXED = 0.2

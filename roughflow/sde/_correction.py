@@ -199,9 +199,9 @@ class CorrectedDrift(eqx.Module):
 def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractStratonovichSDE:
     """The Stratonovich SDE with the same solution, with drift μ − ½ Σⱼ (Dσⱼ) σⱼ.
 
-    The conversion is exact without a `key`. With a key it is the one-product estimate ½ D[σ(·) ε] (σ ε) with
-    random signs ε: unbiased over keys, at a cost that does not grow with m. A Stratonovich SDE is returned
-    unchanged.
+    The conversion is exact without a `key`. With a key, the correction is the one-product estimate ½ D[σ(·)
+    ε] (σ ε) with random signs ε, which is unbiased over keys and whose cost does not grow with m. A
+    Stratonovich SDE is returned unchanged.
 
     The result holds the parameters of the diffusion twice: in the new drift and in the diffusion itself. For
     training, keep the original SDE; a flow converts it on the fly.

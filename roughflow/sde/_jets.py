@@ -300,7 +300,7 @@ def _sizes(weights: Sequence[Array]) -> tuple[int, ...]:
 
 
 def _primitive(name: str, plain: Callable[..., tuple[Array, ...]]) -> Primitive:
-    """A primitive with the default rules of `plain`; better ones are registered afterwards."""
+    """A primitive with rules derived from the function `plain`; faster rules replace some of them below."""
     primitive = Primitive(f"roughflow_{name}")
     primitive.multiple_results = True
 

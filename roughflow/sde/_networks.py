@@ -97,7 +97,8 @@ def check_smooth(activation: Activation) -> None:
 class MLP(eqx.Module):
     """A multi-layer perceptron `(t, z) -> (out_size,)` with smooth activations, by default tanh.
 
-    It ignores t (a time-homogeneous SDE, as in the paper) unless `time_dependent=True`.
+    The network ignores t (as for a time-homogeneous SDE, like that of the paper) unless
+    `time_dependent=True`.
 
     **Arguments:** `in_size`, `out_size`; `width` and `depth` of the hidden layers; `activation`, any smooth
     scalar function (ReLU is refused); `scale`, a factor on the initial weights of the last layer.

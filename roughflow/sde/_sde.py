@@ -172,7 +172,7 @@ def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None
 
 
 def _likely_dimensions(sde: AbstractSDE) -> list[int]:
-    """Candidate dimensions: small ones, and the sizes of arrays that the SDE holds."""
+    """Candidate dimensions: small numbers, and the sizes of the arrays in the SDE."""
     arrays = [leaf for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)]
     return sorted({*range(1, 17), *(size for array in arrays for size in array.shape if size)})
 

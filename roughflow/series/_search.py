@@ -98,9 +98,7 @@ def polish(
         step = np.zeros(len(free))
         step[interior] = np.linalg.solve(inner, slope[interior])
         gain = 0.5 * slope @ step
-        if (
-            gain < DECREMENT or gain > 0.5 * last
-        ):  # the maximum is reached, up to the accuracy of the gradient
+        if gain < DECREMENT or gain > 0.5 * last:  # at the maximum, up to errors of the gradient
             break
         new, new_slope = total(free + step)
         if not new > value - max(slack, 1e-3):

@@ -53,8 +53,8 @@ def short_transition(
     """The distribution of the state a short time dt after x.
 
     Local linearisation (Ozaki 1992, Shoji & Ozaki 1998): in coordinates, the linear SDE with noise σ(y) and
-    drift f(y) + Df(y)(Y − y) + (∂f/∂t + ½ Σⱼ D²f(y)[σⱼ, σⱼ]) t. It is stable for stiff SDEs and exact for
-    linear ones. Otherwise it is of first order in dt, or second if the noise is additive.
+    drift f(y) + Df(y)(Y − y) + (∂f/∂t + ½ Σⱼ D²f(y)[σⱼ, σⱼ]) t. A step is stable for stiff SDEs and exact for
+    linear SDEs. Otherwise it is of first order in dt, or second if the noise is additive.
     """
     own = sde.short_transition(x, dt) if isinstance(sde, AbstractNamedSDE) else None
     if own is not None:

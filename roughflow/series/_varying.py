@@ -49,7 +49,7 @@ class VaryingLikelihood(AbstractLikelihood):
     around the mean of u given the series (Naylor & Smith 1982), whose nodes are `nodes`.
     """
 
-    parameters: Parameters  # those of the series, with m in place of the varying ones; then s
+    parameters: Parameters  # free parameters of the series, with m in place of varying parameters; then s
     penalty: np.ndarray
     steps: Transition
     singles: tuple[Likelihood, ...]

@@ -127,7 +127,7 @@ FAR_ROW = 6.0  # in standard deviations; if a row lies further out, mixtures of 
 KNOT_COUNTS = (4, 8, 16, 32, 64, 128)  # candidate numbers of knots, in this order
 MIN_ROWS_PER_KNOT = 8  # minimum number of rows per knot
 MIN_STANDARD_ERRORS = 2.0  # improvement, in standard errors, that justifies more knots
-MIN_STANDARD_ERRORS_FAR = 1.0  # the same for columns with extreme values, which are not normal
+MIN_STANDARD_ERRORS_FAR = 1.0  # as above, for columns with extreme values, which are not normal
 # Maximum gain of one row in nats, so that an extreme row does not hide the gain of the others.
 MAX_GAIN = 10.0
 MIN_KNOT_DISTANCE = 1e-7  # minimum distance between two knots, in standard deviations

@@ -34,9 +34,9 @@ class Relations(eqx.Module):
     """Columns of a table that are constant or linear in the others: x_removed = a + B x.
 
     **Arguments:** `removed`, the indices of these columns; `intercept` a, `(r,)`, and `slope` B, `(r, d)`,
-    over all columns, given ones last, and zero for removed ones; `tolerance` and `scale`, `(r,)`: the largest
-    deviation of a row that counts as rounding error, and the standard deviation of the column (1 if it is
-    constant); `num_rows`, the number of distinct rows from which the relations were found.
+    over all columns (given columns last), and zero for removed columns; `tolerance` and `scale`, `(r,)`: the
+    largest deviation of a row that counts as rounding error, and the standard deviation of the column (1 if
+    it is constant); `num_rows`, the number of distinct rows from which the relations were found.
 
     ```python
     import numpy as np
@@ -189,7 +189,7 @@ class WithRelations(eqx.Module):
 
     @property
     def num_columns(self) -> int:
-        """Number of columns, given ones included."""
+        """Number of columns, including given columns."""
         return self.relations.slope.shape[1]
 
     @property

@@ -227,7 +227,7 @@ class _Trainer:
 
     sizes: Sizes
     options: FlowOptions
-    key: PRNGKeyArray  # of the network
+    key: PRNGKeyArray  # key of the network
     stages: Stages
 
     def fit(

@@ -119,7 +119,7 @@ class FittedDensity(Fitted):
     def score(self) -> Score | None:
         """The held-out score, an `rf.tables.Score`; None without validation rows.
 
-        It is computed on first access, from up to 1,000 rows, or 64 for a model with noise.
+        The score is computed on first access, from up to 1,000 rows, or 64 for a model with noise.
         """
         if self.known_score is not None or self.held_out is None:
             return self.known_score

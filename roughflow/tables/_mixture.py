@@ -22,7 +22,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # candidate numbers of components
 MIN_ROWS_PER_COMPONENT = 12
 # Maximum number of EM steps; gain, in nats per row and step, below which EM stops.
 MAX_STEPS, TOLERANCE = 200, 2e-5
-SEARCH_TOLERANCE = 3e-4  # the same while the number of components is chosen
+SEARCH_TOLERANCE = 3e-4  # tolerance while the number of components is chosen
 FEW_PATTERNS = 16  # up to this number of patterns of missing cells, products are computed pattern by pattern
 PSEUDO_ROWS_PER_COLUMN = 0.5  # number of rows per column that the prior on each covariance is worth
 PSEUDO_CATEGORIES = 0.5  # number of rows that the prior on each category is worth
@@ -331,7 +331,7 @@ def _draw(
     covariance: np.ndarray,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Rows with the missing numbers drawn from the Gaussian given the observed ones."""
+    """Rows in which missing numbers are drawn from the Gaussian given the observed numbers."""
     means = np.broadcast_to(mean, numbers.shape)
     if observed.any():
         means, covariance = condition(means, covariance, numbers, observed)
@@ -520,7 +520,7 @@ class Conditional:
     given: tuple[str, ...]
 
     def log_prob(self, rows: Any) -> np.ndarray:
-        """log p(other columns | given ones) of each row, in closed form. `rows` has all columns."""
+        """log p(other columns | given columns) of each row, in closed form. `rows` has all columns."""
         own = self.model.encoding
         known = self.model.mixture.log_prob(self.numbers, self.codes) - own.log_scale(self.numbers)
         return self.model.log_prob(rows) - known

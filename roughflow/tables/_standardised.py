@@ -64,7 +64,7 @@ class Standardised(eqx.Module):
     matrix: np.ndarray
     columns: tuple[str, ...] = eqx.field(static=True, default=())
     num_given: int = eqx.field(static=True, default=0)
-    marginals: Marginals | None = None  # of all columns but the given ones
+    marginals: Marginals | None = None  # maps of the modelled columns
 
     def __check_init__(self):
         check_instance("flow", self.flow, StochasticFlow, "an rf.StochasticFlow")
@@ -87,7 +87,7 @@ class Standardised(eqx.Module):
         if self.num_given:
             parts.append(("given", ", ".join(shortened(names[own:]))))
         if self.marginals is not None:
-            parts.append(("marginals", f"mapped to nearly normal ones, {self.marginals.x.shape[1]} knots"))
+            parts.append(("marginals", f"maps to nearly normal columns, {self.marginals.x.shape[1]} knots"))
         title = f"Standardised: density of {count(own, 'column')} in units of the data"
         return f"{listed(title, parts)}\n{textwrap.indent(repr(self.flow), '  ')}"
 
@@ -214,7 +214,7 @@ class Standardised(eqx.Module):
 
     @property
     def num_columns(self) -> int:
-        """Number of columns, given ones included."""
+        """Number of columns, including given columns."""
         return self.flow.dimension
 
     def _checked(self, x: Any, given: Any) -> Array | np.ndarray:

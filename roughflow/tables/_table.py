@@ -36,8 +36,8 @@ class Table:
     held_out_labels: np.ndarray
     names: tuple[str, ...]
     num_given: int
-    bounds: tuple[np.ndarray, np.ndarray] | None  # of the modelled columns
-    rounding: np.ndarray  # of all columns, 0 for none
+    bounds: tuple[np.ndarray, np.ndarray] | None  # bounds of the modelled columns
+    rounding: np.ndarray  # rounding steps of all columns, 0 for none
     relations: Relations | None = None
     all_names: tuple[str, ...] = ()
 

@@ -177,9 +177,9 @@ MAX_SHOWN_NUMBERS = 8  # longer lists of numbers are shown and compared as a dig
 def fingerprint(value: Any, place: str) -> dict[str, str]:
     """The parts of a value by path: numbers as text, arrays and source code as digests.
 
-    All fields of a module count, including static ones. For a function these are its source, its defaults,
-    and the numbers and functions among its closure and globals. Bytecode depends on the Python version, so it
-    is used only for functions without a source file.
+    All fields of a module are compared, including static fields. For a function these are its source, its
+    defaults, and the numbers and functions among its closure and globals. Bytecode depends on the Python
+    version, so it is used only for functions without a source file.
     """
     return dict(_parts(value, place, {}))
 

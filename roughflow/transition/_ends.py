@@ -237,8 +237,8 @@ def curvature(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transiti
 
     With h(ω) the end point along ω, it is the root mean square of h(ω) − 2h(ω/2) + h(0) relative to that of
     h(ω) − h(0), for the worst component. It is zero for a linear SDE over any time. It is large if the most
-    likely path does not represent all paths, as with a drift that bends or branches paths, or with
-    noncommutative noise. It is infinite if a path leaves the state space.
+    likely path does not represent all paths, as for a nonlinear or multistable drift or noncommutative noise,
+    and infinite if a path leaves the state space.
     """
     effort = Effort()
     start = coordinates.from_state(step.start)

@@ -92,7 +92,7 @@ class Chain(eqx.Module):
 MAX_ITERATIONS = 100  # maximum number of Newton steps to the mode
 # The following tuples have a value for double and one for single precision.
 STEP = (1e-3, 0.1)  # step of finite differences, in standard deviations of a transition
-SLACK = (1e-6, 0.03)  # in nats; loss of a step that is accepted because of rounding errors
+SLACK = (1e-6, 0.03)  # in nats; a step may lose this much because of rounding errors
 NEAR = (1e-10, 3e-3)  # in nats; the mode is found when a step would gain less
 DAMPING, FACTOR = 1e-2, 10.0  # smallest nonzero damping, and its growth factor
 CHUNK = 4096  # transitions evaluated at a time

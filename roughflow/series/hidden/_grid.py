@@ -111,9 +111,10 @@ class Kernel(eqx.Module):
     """The log-density of one step between nodes, in coordinates.
 
     `euler`: normal in the state. `pilot`: normal in coordinates, widened by `wide`. `exact`: the density of
-    the SDE. `bridge`: the hidden component is normal, by a step of second order; given both its ends, the
-    others are normal, with noise averaged over the Brownian bridge between the ends. A step of Heston's SDE
-    then has the conditional variance (V₀ + V₁)/2 of a price up to O(dt²), not V₀.
+    the SDE. `bridge`: the hidden component is normal with the moments of a second-order step; given its
+    values at both ends, the other components are normal, with noise averaged over the Brownian bridge between
+    these values. A step of Heston's SDE then has the conditional variance (V₀ + V₁)/2 of a price up to
+    O(dt²), not V₀.
     """
 
     space: StateSpace
