@@ -211,7 +211,8 @@ class Run:
         return lambda z: trained.flow.log_prob(z, key=self.key("map"), estimator=trained.cheap)
 
     def picture(self, regressed: Regressed, noise: float, extent: plots.Window) -> np.ndarray:
-        """log p at `plots.grid(extent, PIXELS)`: exact without noise, a histogram with noise."""
+        """log p at `plots.grid(extent, PIXELS)`: the exact density without noise, from a histogram of samples
+        with noise."""
         if noise:
             return self.histogram(regressed.noisy(noise), extent)
         points = plots.grid(extent, PIXELS)

@@ -151,9 +151,7 @@ def fit_sde(
         if np.hypot(*errors) < tolerance or effort is not None:
             break
         further = _raised(maximum, errors, tolerance)
-        if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(
-            *errors
-        ):  # more effort does not reduce the error
+        if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more effort does not help
             break
         maximum = _polished(further, maximum.free, slack=min(3 * errors[0], 1.0))
         errors = maximum.likelihood.total_errors(maximum.free)

@@ -407,8 +407,8 @@ def _is_heavy(column: np.ndarray, count: int) -> bool:
 
 
 def _linear(column: np.ndarray) -> _Knot:
-    """A linear map from mean and standard deviation. For a column with extreme values, these are those of its
-    bulk, and the map has Pareto tails."""
+    """A linear map by mean and standard deviation. For a column with extreme values, only its bulk determines
+    these two numbers, and the map has Pareto tails."""
     far = _is_far(column)
     line = _line(*_bulk(column)) if far else _line(column.mean(), column.std() or 1.0)
     return _with_far_tails(line) if far else line

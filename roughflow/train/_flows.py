@@ -222,7 +222,8 @@ def _check_given(sde: TransportSDE, dimension: int) -> None:
 
 
 MIN_GAIN = 0.002  # minimum gain from noise, in nats per row
-NOISE_SIZES, NOISE_ROWS = (0.25, 0.5, 1.0), 500  # candidates, and the number of rows to compare them on
+# Candidate sizes, and the number of rows on which they are compared.
+NOISE_SIZES, NOISE_ROWS = (0.25, 0.5, 1.0), 500
 
 
 def best_noise(flow: StochasticFlow, rows: Array, key: PRNGKeyArray) -> float:

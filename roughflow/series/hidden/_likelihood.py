@@ -745,7 +745,7 @@ def _without_empty(series: Sequence[Observed]) -> list[Observed]:
 
 
 def _check_observe(space: StateSpace, at: np.ndarray) -> None:
-    """Refuse an observation density that is not a number at a typical state."""
+    """Refuse an observation density that is NaN at a typical state."""
     assert space.observe is not None
     seen = np.asarray(space.rows.seen).any(axis=1)
     for row in np.unique(np.linspace(0, seen.sum() - 1, PROBES).astype(int)):
