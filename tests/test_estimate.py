@@ -68,7 +68,7 @@ def test_points_that_cannot_be_asked_about_are_refused(key):
     for x, message in (
         (jnp.zeros((2, 2)), r"^x must have shape \(\.\.\., 1\)"),
         (jnp.array([[jnp.nan]]), "^x has a value that is not finite"),
-        (jnp.zeros((0, 1)), "^x holds no points"),
+        (jnp.zeros((0, 1)), "^x contains no points"),
     ):
         with pytest.raises(ValueError, match=message):
             ou().estimate(x, key=key)
@@ -169,7 +169,7 @@ def test_a_tolerance_that_is_not_met_warns(key):
 def test_a_tolerance_is_refused_where_there_are_no_values(key):
     for estimator in (None, SOBOL):
         ask = lambda x, estimator=estimator: ou().estimate(x, key=key, estimator=estimator, tolerance=0.1)
-        with pytest.raises(ValueError, match=r"^tolerance needs values"):
+        with pytest.raises(ValueError, match=r"^tolerance cannot be used inside jit or grad"):
             jax.eval_shape(ask, POINTS[:1])
     for wrong in (0.0, -1.0, np.nan):
         with pytest.raises(ValueError, match=r"^tolerance must be positive"):

@@ -1,4 +1,4 @@
-"""Bounds on log p(x) that training can push on, from below and from above."""
+"""Lower and upper bounds on log p(x), for training."""
 
 import math
 
@@ -17,12 +17,12 @@ from ._proposals import AbstractProposal, log_standard
 
 
 class LowerBound(eqx.Module):
-    """The K-path bound: E log (1/K) Σₖ wₖ ≤ log p(x), tighter as K grows (Burda et al. 2016).
+    """The K-path lower bound: E log (1/K) Σₖ wₖ ≤ log p(x), which tightens as K grows (Burda et al. 2016).
 
     With `rf.PullBack(1)` it is the bound of Hodgkinson et al. (2020), E log p(x | path).
 
-    **Arguments:** `estimator`, whose `num_paths` is K and whose proposal draws the paths; an
-    `rf.Amortised` proposal in it is trained by the same gradient.
+    **Arguments:** `estimator`, whose `num_paths` is K and whose proposal draws the paths. If the proposal is
+    an `rf.Amortised`, the gradient of the bound trains it too.
 
     ```python
     import jax, jax.numpy as jnp
@@ -40,7 +40,7 @@ class LowerBound(eqx.Module):
         check_fields(self)
 
     def __call__(self, flow: AbstractStochasticFlow, x: Array, *, key: PRNGKeyArray) -> Array:
-        """One draw of the bound at each x of shape `(..., d)`."""
+        """One unbiased draw of the bound at each x of shape `(..., d)`."""
         weights = self.log_weights(flow, x, key=key)
         return log_mean(jnp.moveaxis(weights, -1, 0))
 
@@ -49,7 +49,7 @@ class LowerBound(eqx.Module):
         x = checked_points(flow, x)
         flat, count = jnp.reshape(x, (-1, x.shape[-1])), self.estimator.num_paths
         self.estimator.proposal.draws.check(count)
-        # Points that are part of a batch, in a fit on several devices, come with keys of their own.
+        # In a fit on several devices, the points of a part of the batch come with their own keys.
         keys = key if key.ndim else point_keys(check_key(key), jnp.arange(len(flat)))
         places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
         try:
@@ -67,18 +67,19 @@ def _log_weights(estimator: PullBack, flow, x: Array, keys: PRNGKeyArray, places
 
 
 class UpperBound(eqx.Module):
-    """A bound from above on the mean of log p over the flow's own samples Z:
+    """An upper bound on the mean of log p over samples Z of the flow:
 
         E log p(Z) ≤ E log 1/(K+1) (w₀ + w₁ + … + w_K),      wₖ = p(Z | ωₖ) φ(ωₖ)/q(ωₖ | Z),
 
-    ω₀ the path that made Z and ω₁, …, ω_K drawn from the proposal q, tighter as K grows (Sobolev & Vetrov
-    2019; for q the prior, Yin & Zhou 2018). It holds for every q, because ω₀ is a draw from the
-    distribution of the path given Z, and is tighter if q is closer to that distribution: with K = 0 it
-    exceeds E log p(Z) by the mean of KL(p(ω | Z) ‖ q(ω | Z)). Each path has one start, so no
-    path to Z is missed, and a path without a start counts as zero.
+    where ω₀ is the path that generated Z, and ω₁, …, ω_K are drawn from the proposal q (Sobolev & Vetrov
+    2019; for the prior as q, Yin & Zhou 2018). The bound tightens as K grows. It holds for every q, because
+    ω₀ is a draw from the distribution of the path given Z, and is tighter if q is closer to that
+    distribution: for K = 0 it exceeds E log p(Z) by the mean of KL(p(ω | Z) ‖ q(ω | Z)). Every path has at
+    most one start from which it reaches Z; a path without a start has weight zero.
 
-    **Arguments:** `num_paths`, the number K of fresh ones; it may be 0. `proposal`: `rf.Laplace()`, the
-    default; an `rf.Amortised(...)`, which the bound trains when it is made small; `rf.Prior()`, the loosest.
+    **Arguments:** `num_paths`, the number K of paths from the proposal, which may be 0; `proposal`:
+    `rf.Laplace()` (default), an `rf.Amortised(...)`, which is trained if the bound is minimised, or
+    `rf.Prior()`, which gives the loosest bound.
 
     ```python
     import jax, jax.numpy as jnp
@@ -116,7 +117,7 @@ def _upper(
     key_own, key_path, key_solve, key_cloud = jax.random.split(key, 4)
     z, given, path = flow.sample_and_log_prob_given_path(key=key_own, shape=(count,))
     has_escaped = ~jnp.all(jnp.isfinite(z), axis=-1)
-    # A sample that escaped has no finite place to ask about.
+    # For a sample that escaped, there is no finite point at which to evaluate the bound.
     place = jnp.where(has_escaped[:, None], 0, z)
     mixture = mixture_of(proposal, flow, place, key_cloud)
     density = log_standard if mixture is None else mixture.log_prob

@@ -1,4 +1,4 @@
-"""log p(x) with its error bars: the result of every estimator, and how weights of paths become one."""
+"""The result of every estimator, log p(x) with its error bars, and statistics of the weights of paths."""
 
 import abc
 import math
@@ -18,17 +18,17 @@ FEW_PATHS = 5.0  # effective paths below which their standard error means little
 HEAVY = 0.7  # Pareto k above which the mean weight converges too slowly for its standard error
 COARSE = 0.5  # nats of truncation and solver error, beyond which they are themselves guesses
 
-# How a value was computed; `Estimate.rung` holds places in this tuple.
+# The methods by which values are computed; `Estimate.rung` holds indices into this tuple.
 METHODS = ("exact", "paths", "learned", "modes", "grid")
 
-# What may be wrong with an estimate: a short name, and the text of the warning.
+# Possible problems of an estimate: a short name, and the text of the warning.
 REASONS = {
     "few paths": f"rest on fewer than {FEW_PATHS:.0f} effective paths (at worst {{worst:.1f}}): "
     + f"increase max_paths or use a smaller tolerance{see('few-effective-paths')}",
     "heavy tail": f"have heavy-tailed weights (Pareto k > {HEAVY}): increase max_paths{see('heavy-tail')}",
     "coarse": "have a large truncation or solver error: increase num_functions of the driver, or use more "
     "steps, rf.FixedGrid(steps=...)" + see("truncation-or-solver-error"),
-    "steep": "lie where the SDE contracts strongly or few paths lead: paths may have been missed"
+    "steep": "lie where the SDE contracts strongly or where few paths lead: paths may have been missed"
     + see("strong-contraction"),
     "jump": "belong to an SDE with discontinuous or kinked coefficients, which the density given a path does "
     "not account for" + see("kinked-coefficients"),
@@ -65,13 +65,13 @@ class Estimate(eqx.Module):
     """log p(x) with its error bars; every field has the batch shape of x.
 
     - `log_prob`: the logarithm of the mean weight of paths, corrected for the bias of the logarithm of a mean
-      and for what the driver's finite number of functions leaves out; or the value of a grid.
+      and for the truncation of the driver; or the value computed on a grid.
     - `standard_error`: the Monte Carlo error of `log_prob`, one standard deviation.
-    - `truncation_error`: the error of the driver's finite number of functions and of the solver's steps, from
-      what doubling both changes along the same paths. Zero for a grid.
-    - `solver_error`: the error of a grid, of the density a short time after a fixed start, or of the steps of
-      a flow without noise.
-    - `total_error`: the sum of the three.
+    - `truncation_error`: the error due to the finite number of driver functions and of solver steps,
+      estimated from the change along the same paths when both are doubled; zero for a grid.
+    - `solver_error`: the error of a grid, of the approximate density a short time after a fixed start, or of
+      the solver steps of a flow without noise.
+    - `total_error`: the sum of these three errors.
     - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths with the same variance.
     - `num_paths`: number of paths used; 0 for a grid.
     - `escaped`: number of paths along which the backward solve diverges: x is not in the image of their flow.
@@ -79,10 +79,11 @@ class Estimate(eqx.Module):
       25 paths, and for grids.
     - `rung`: which method gave the value; `method` has its name: "exact", "paths" (drawn from the driver),
       "learned" (from a proposal that was trained with the flow), "modes" (around the likeliest) or "grid".
-    - `unmet`: where the requested tolerance was not reached.
-    - `steep`: where paths may have been missed, because no method's weights are even enough, or because two
-      methods disagree.
-    - `jump`, `fast`: whether the coefficients of the SDE jump or kink, or change faster in time than steps.
+    - `unmet`: whether the requested tolerance was not reached.
+    - `steep`: whether paths may have been missed, because the weights of every method are uneven, or because
+      two methods disagree.
+    - `jump`, `fast`: whether the coefficients of the SDE have jumps or kinks, or vary faster in time than the
+      solver's steps resolve.
 
     ```python
     import jax, jax.numpy as jnp
@@ -127,7 +128,7 @@ class Estimate(eqx.Module):
 
     @property
     def total_error(self) -> Array:
-        """One bar for everything: Monte Carlo, solver and truncation."""
+        """The sum of the Monte Carlo, truncation and solver errors."""
         return self.standard_error + self.solver_error + self.truncation_error
 
     @property
@@ -137,7 +138,7 @@ class Estimate(eqx.Module):
 
     @property
     def suspect(self) -> Array:
-        """Where the estimate is unreliable, for one of the reasons in `warning`."""
+        """Whether each estimate is unreliable, for one of the reasons in `warning`."""
         suspect = jnp.zeros(self.log_prob.shape, bool)
         for _, bad, _ in self.reasons():
             suspect = suspect | bad
@@ -151,7 +152,7 @@ class Estimate(eqx.Module):
         return warnings.line
 
     def reasons(self) -> list[tuple[str, Array, str]]:
-        """What may be wrong in a word, where, and the remedy."""
+        """For each possible problem: its name, the points that have it, and the text of the warning."""
         few = self.effective_paths < jnp.minimum(FEW_PATHS, 0.99 * self.num_paths)
         worst = float(jnp.min(self.effective_paths)) if few.size and not is_traced(few) else 0.0
         finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
@@ -170,7 +171,7 @@ class Estimate(eqx.Module):
     def __repr__(self) -> str:
         if not is_known(*jax.tree.leaves(self, is_leaf=lambda leaf: leaf is None)):
             return eqx.tree_pformat(self)
-        # Inside a jit even numbers that are known would be traced.
+        # Inside a jit, even known numbers would be traced.
         with jax.ensure_compile_time_eval():
             size, warning = self.log_prob.size, self.warning
             lines = [f"Estimate of log p at {count(size, 'point')}"]
@@ -211,7 +212,7 @@ def _number(value: Any) -> str:
 
 
 class Warnings:
-    """The warning of estimates that are computed in parts and not stored."""
+    """Collects the warnings of estimates that are computed in parts and not stored."""
 
     def __init__(self):
         self.size, self.found = 0, {}
@@ -221,7 +222,7 @@ class Warnings:
         for name, bad, text in estimate.reasons():
             if count := int(jnp.sum(bad)):
                 before, said = self.found.get(name, (0, text))
-                # Texts differ in one digit at most, that of the fewest effective paths.
+                # Texts differ only in the smallest number of effective paths.
                 self.found[name] = before + count, min(said, text)
 
     @property
@@ -231,7 +232,7 @@ class Warnings:
 
 
 class AbstractEstimator(eqx.Module):
-    """Estimates log p(x) of a flow; `rf.PullBack` is one."""
+    """The interface of estimators of log p(x) of a flow, such as `rf.PullBack`."""
 
     def __check_init__(self):
         check_fields(self)
@@ -242,27 +243,29 @@ class AbstractEstimator(eqx.Module):
 
 
 def log_mean(log_weights: Array) -> Array:
-    """The logarithm of the mean weight over the first axis; −inf is a weight of zero."""
+    """The logarithm of the mean of weights over the first axis, from their logarithms; −inf stands for a
+    weight of zero."""
     top = jax.lax.stop_gradient(jnp.max(log_weights, axis=0))
     shift = jnp.where(jnp.isfinite(top), top, 0)
     mean = jnp.mean(jnp.exp(log_weights - shift[None]), axis=0)
-    some = mean != 0  # a NaN stays one
+    some = mean != 0  # NaN is kept
     return jnp.where(some, jnp.log(jnp.where(some, mean, 1)) + shift, -jnp.inf)
 
 
 def effective_paths(weights: Any, xp: Any = jnp) -> Any:
-    """(Σw)²/Σw² over the first axis; 0 where all weights are. `xp` is the module whose arrays they are."""
+    """(Σw)²/Σw² over the first axis; 0 if all weights are 0. `xp` is the array module, JAX's or NumPy's."""
     squares = xp.sum(weights**2, axis=0)
     return xp.where(squares > 0, xp.sum(weights, axis=0) ** 2 / xp.where(squares > 0, squares, 1), 0)
 
 
 def weights_error(weights: Any, xp: Any = jnp) -> Any:
-    """The standard error of the logarithm of a mean of K independent weights, mean 1, over the first axis.
+    """The standard error of the logarithm of the mean of K independent weights with mean 1, over the first
+    axis.
 
-    By the delta method it is that of the mean. Half the square of the range over K is added to its square,
-    for a large weight that may be missing, and there is an allowance for K, as Student's t has: within three
-    errors lie about 99.5 % of means of eight terms, each of 32 lognormal weights with log-deviation to 1.5.
-    `xp` is the module whose arrays they are.
+    By the delta method it equals the standard error of the mean. To its square is added half the square of
+    range/K, to allow for a large weight that may be missing. A factor allows for small K, as in Student's t:
+    about 99.5 % of means of eight terms lie within three errors, if each term is a mean of 32 lognormal
+    weights with log-deviations of up to 1.5. `xp` is the array module, JAX's or NumPy's.
     """
     count = weights.shape[0]
     if count == 1:

@@ -47,37 +47,38 @@ from ._paths import (
 )
 from ._proposals import AbstractProposal, Mixture, Prior
 
-DEFAULT_TOLERANCE = 0.05  # total error, nats: the aim, if the user gives none
-ACCEPTED_ERROR = 0.1  # nats: no other method is tried below it, if the user gives no tolerance
-FIRST_PATHS = 256  # from the prior
+DEFAULT_TOLERANCE = 0.05  # total error in nats that is aimed at, if the user gives no tolerance
+# In nats; below this total error no other method is tried, if the user gives no tolerance.
+ACCEPTED_ERROR = 0.1
+FIRST_PATHS = 256  # from the prior, in the first round
 FIRST_AROUND_MODES = 64
 MAX_PATHS_PER_POINT = 2**14
-PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}  # of all points, if more than that limit for each
+PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}  # number of paths of all points together, for few points
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
 FIXED_BUDGET_PATHS, PILOT_PATHS = 256, 64  # inside jit
 FEW_STARTS = 4  # of a search for modes, where there is next to no density
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
-GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension: about ten seconds of a CPU, after which a grid gives up
-EVEN_SHARE = 0.25  # effective fraction of paths around modes below which bundles may hide in their tails
+GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension; work after which a grid gives up, about ten seconds of a CPU
+# Effective fraction of paths around modes below which the tails may hide other bundles of paths.
+EVEN_SHARE = 0.25
 LEARNED_SHARE = 0.2  # of the prior, next to a learned proposal
 MAX_DOUBLINGS = 2  # of the driver's functions and the steps, where their error dominates
 PROBES = 4  # of a random divergence, without noise
-PROBED_POINTS = 8  # at which the time dependence of the coefficients is checked
+PROBED_POINTS = 8  # points at which the time dependence of the coefficients is checked
 CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
-# Factor by which backward solves spread, per dimension: beyond, prior draws may miss paths.
+# Factor per dimension by which backward solves expand; if it is larger, prior draws may miss paths.
 MAX_EXPANSION = 20.0
 HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which they are poor
 MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
-MAX_GAP = 3.0  # standard errors between two methods
+MAX_GAP = 3.0  # in standard errors; difference of two methods that is tolerated
 
 
 class Ladder(AbstractEstimator):
-    """Paths from the prior until the total error is small enough; only points that need it get more. The
-    default.
+    """The default estimator: paths from the prior until the total error is small enough, and other methods
+    for the points that need them.
 
-    In the pull-back form each path has exactly one start (`rf.PullBack`), so no way to x can be missed that
-    paths are drawn near. Point by point:
+    Each method is applied only to the points for which the earlier ones were not accurate enough:
 
     1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 256, then four times as many,
        until the total error is below the tolerance (0.05 by default), at most 16,384 or, for a few points,
@@ -87,8 +88,8 @@ class Ladder(AbstractEstimator):
     2. Other points, in one and two dimensions: a **grid** (`rf.density.Grid`). It comes first if there are
        many points, because it costs the same for any number of them, or if the SDE contracts strongly,
        because prior draws may then miss paths.
-    3. What is left: paths from the proposal that the flow has learned, if it has one, and **around the
-       likeliest paths** to x (`rf.Laplace`).
+    3. Paths from the learned proposal of the flow, if it has one, and then paths **around the most likely
+       paths** to x (`rf.Laplace`).
 
     `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where values are unknown, every
     point has 256 paths of the first kind or, where weights of 64 are poor, of the third.
@@ -124,7 +125,8 @@ class Ladder(AbstractEstimator):
 
 
 def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> Estimate:
-    """One pull-back, which is exact but for the solver's steps; if the divergence is random, a few."""
+    """The estimate without noise: one pull-back, which is exact up to the solver error, or a few if the
+    divergence is random."""
     probes = 1 if isinstance(exact(flow).divergence, ExactDivergence) else PROBES
     every = [PullBack(1).estimate(flow, x, key=k, accuracy=Accuracy()) for k in jax.random.split(key, probes)]
     values, one = jnp.stack([each.log_prob for each in every]), every[0]
@@ -135,8 +137,8 @@ def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> E
 
 
 class Climb:
-    """The best that is known of log p at points x `(N, d)`, parts of an `Estimate`, and where weights are
-    `poor`, so that they say little."""
+    """The best estimates so far of log p at points x `(N, d)`, as fields of an `Estimate`; `poor` marks
+    points whose weights are too uneven to be reliable."""
 
     def __init__(self, x: np.ndarray, key: PRNGKeyArray, accuracy: Accuracy):
         self.x, self.key, self.accuracy = x, key, accuracy
@@ -190,11 +192,12 @@ class Climb:
         self.poor[which] &= poor
 
     def left(self, which: np.ndarray) -> np.ndarray:
-        """Those of the points that need another method."""
+        """The points among `which` that need another method."""
         return which[self.poor[which] | ~(total_error(self.parts)[which] <= self.accepted)]
 
     def grid(self, flow: AbstractStochasticFlow, which: np.ndarray) -> np.ndarray:
-        """The Fokker–Planck equation for the points `which`; returns those that it does not resolve."""
+        """Solve the Fokker–Planck equation for the points `which`; returns the points that it does not
+        resolve."""
         found = grid_estimate(flow, self.x[which], self.aim, max_work=GRID_WORK[flow.dimension])
         value, error = (np.asarray(part, float) for part in found)
         size, zero = len(which), np.zeros(len(which))
@@ -222,7 +225,7 @@ class Climb:
         return self.left(every)
 
     def near(self, points: Points, which: np.ndarray) -> None:
-        """Paths from the learned proposal, and then around the likeliest ones."""
+        """Use paths from the learned proposal, and then paths around the most likely ones."""
         if (learned := _learned(points.flow)) is not None:
             self.paths(points, which, mixtures(Defended(learned), points, which), "learned")
             which = self.left(which)
@@ -230,11 +233,11 @@ class Climb:
             self.around_modes(points, which)
 
     def around_modes(self, points: Points, which: np.ndarray) -> None:
-        """Paths around the likeliest ones, with the driver's functions and with twice as many, each around
-        its own modes.
+        """Use paths around the most likely ones, with the driver's functions and with twice as many, in both
+        cases around their own modes.
 
-        Where backward solves spread, weights would depend on added coefficients that are drawn at random: of
-        p(x) they change 2 to 10 times as much as it is for two bundles of paths in the plane.
+        If backward solves expand, weights would depend strongly on added coefficients that are drawn at
+        random: for two bundles of paths in the plane, the random changes are 2 to 10 times p(x).
         """
         most, found = self.accuracy.max_paths, []
         if self.accuracy.tolerance is None:
@@ -250,14 +253,15 @@ class Climb:
         self.put(which, parts, poor | ~(change < COARSE), "modes")
 
     def beyond_grid(self, points: Points, which: np.ndarray) -> None:
-        """A few paths around modes, where there is next to no density: none from the prior would count."""
+        """Use a few paths around modes where the density is almost zero, so that no path from the prior would
+        reach x."""
         mixture, self.aim = mixtures(Laplace(num_starts=FEW_STARTS), points, which), self.accepted
         self.paths(points, which, mixture, "modes", FIRST_AROUND_MODES)
 
     def paths(
         self, points: Points, which: np.ndarray, mixture: Mixture | None, name: str, most: int | None = None
     ) -> None:
-        """Paths from the prior or a mixture."""
+        """Use paths from the prior or from a mixture."""
         parts = self.weighed(points, which, mixture, most or self.accuracy.max_paths, *points.levels)
         poor, self.poor[which] = parts.pop("poor"), True
         self.put(which, parts, poor, name)
@@ -266,7 +270,7 @@ class Climb:
         self, points: Points, which: np.ndarray, mixture: Mixture | None, most: int, *levels: Level
     ) -> Parts:
         """Add paths until the error is small enough, the weights turn out to be poor, or the maximum number
-        is reached. Parts of an `Estimate`, and where weights are `poor`."""
+        is reached. Returns fields of an `Estimate`, and a mask of the points with poor weights."""
         around = mixture is not None
         first = min(FIRST_AROUND_MODES if around else FIRST_PATHS, most)
 
@@ -277,7 +281,8 @@ class Climb:
             heavy = parts["pareto_k"] > (HEAVY_AROUND_MODES if around else HEAVY)
             poor = (effective < 2 * FEW_PATHS) | heavy | ~(both < COARSE)
             if len(levels) == 1:
-                # Around modes: two bundles of curved paths were off by .5 with a bar of .05 and k below ½.
+                # For paths around modes k is not sufficient: for two bundles of curved paths, the error was
+                # 0.5 with an error bar of 0.05 and k below ½.
                 poor |= effective < EVEN_SHARE * total
             parts["poor"] = poor
             met = ((both <= self.aim) | (error <= 0.5 * self.aim)) & ~poor
@@ -289,8 +294,8 @@ class Climb:
         return in_rounds(points, which, mixture, Sobol(), *levels, first=first, most=most, ends=ends)
 
     def limit(self, most: int, count: int) -> int:
-        """The maximum number of paths per point: by default more if `count`, those that need more, are few,
-        because another method takes as long to compile."""
+        """The maximum number of paths per point. By default it is larger if the number `count` of points that
+        need more paths is small, because compiling another method would take as long."""
         if self.accuracy.tolerance is not None:
             return most
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
@@ -309,12 +314,12 @@ def total_error(parts: Parts) -> np.ndarray:
 
 @partial(jit, level=1)
 def _contraction(flow: AbstractStochasticFlow) -> Array:
-    """The factor per dimension by which the drift contracts around one simulated path in ten, or more:
-    exp(−∫ div μ dt / d).
+    """The factor per dimension by which the drift contracts, exp(−∫ div μ dt / d), exceeded by one simulated
+    path in ten.
 
-    Backward solves expand by as much and run away from the places that paths contract to. Paths to x from
-    there have large weights, and prior draws that may never show one: in a double well, a point on the slope
-    is reached from the ridge by most draws, and from the well by as much of the probability.
+    Backward solves expand by the same factor, away from the places to which paths contract. Paths that come
+    to x from these places are rare among prior draws but have large weights. In a double well, for example,
+    most prior draws reach a point on the slope from the ridge, but as much probability comes from the well.
     """
     noise = np.random.default_rng(0).normal(size=(CONTRACTION_STEPS, CONTRACTION_PATHS, flow.noise_dimension))
     start = some_points(flow.base, flow.dimension, CONTRACTION_PATHS)
@@ -339,7 +344,7 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
 
 
 def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
-    """The proposal that was trained with the flow."""
+    """The proposal that was trained with the flow, or None."""
     learned = flow.proposal
     return learned if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior) else None
 

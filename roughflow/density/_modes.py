@@ -1,13 +1,13 @@
-"""The likeliest ways to reach x, and paths drawn around them.
+"""The most likely paths to x, and a proposal that draws paths around them.
 
-Write Z_T = Φ(ξ), ξ = (whitened start, path coefficients) in R^D, D = d + nm: everything random in Z_T is in
-ξ, and p(x) is an integral over the surface Φ(ξ) = x. Its points of least energy are found by
+Write Z_T = Φ(ξ), ξ = (whitened start, path coefficients) in R^D, D = d + nm: all randomness of Z_T is in ξ,
+and p(x) is an integral over the surface Φ(ξ) = x. The points of least energy on this surface are found by
 
     min ½|ξ|²  subject to  Φ(ξ) = x,        ξ ← Jᵀ(JJᵀ)⁻¹ (x − Φ(ξ) + Jξ),  J = DΦ(ξ)  (d × D),
 
-a Gauss–Newton iteration with a line search on energy plus constraint violation, from several starts. J
-costs d vector–Jacobian products of one forward solve, for the whole batch at once; no Hessian is formed.
-All functions take a batch, one ξ for each point.
+a Gauss–Newton iteration with a line search on energy plus constraint violation, from several starts. J costs
+d vector–Jacobian products of one forward solve of the whole batch; no Hessian is formed. All functions take a
+batch with one ξ per point.
 """
 
 import dataclasses
@@ -25,36 +25,38 @@ from ..sde import ExactCorrection, with_explicit_parameters
 from ._draws import AbstractDraws, Sobol, normal_numbers
 from ._proposals import AbstractProposal, Mixture
 
-CLOUD_DRAWS = 4096  # forward simulations from which searches start
+CLOUD_DRAWS = 4096  # number of forward simulations, whose results are starting points of searches
 MAX_CLOUD_NUMBERS = 2**22
 WIDE, WIDE_SHARE = 3.0, 4  # one start in four is a draw three times as wide as the prior
 MAX_ITERATIONS = 12
-STEP_LENGTHS = (1.0, 0.4, 0.1)  # of the line search
-SETTLED_STEP = 1e-2  # standard deviations; a shorter step ends the search
-MAX_VIOLATION = 0.1  # of the constraint Φ(ξ) = x, standard deviations
-MERGE_DISTANCE = 0.3  # between two modes, standard deviations
-MAX_MODES = 8  # per point
-MIN_SHARE = 0.05  # relative to the largest: the mass of a tangent Gaussian is a rough guess
-PRIOR_SHARE = 0.2  # bounds the weights, and reveals a mode that the search missed
+STEP_LENGTHS = (1.0, 0.4, 0.1)  # step lengths of the line search
+SETTLED_STEP = 1e-2  # in standard deviations; a shorter step ends the search
+MAX_VIOLATION = 0.1  # in standard deviations, of the constraint Φ(ξ) = x
+MERGE_DISTANCE = 0.3  # in standard deviations; modes that are closer are merged
+MAX_MODES = 8  # maximum number per point
+# Minimum share of a mode relative to the largest, because the mass of a tangent Gaussian is a rough estimate.
+MIN_SHARE = 0.05
+PRIOR_SHARE = 0.2  # share of the prior, which bounds the weights and reveals modes that the search missed
 
 
 class Laplace(AbstractProposal):
-    """Draw paths from tangent Gaussians at all of the most likely paths to x that a search finds.
+    """Draw paths from tangent Gaussians at all most likely paths to x that a search finds.
 
-    Near ξ*, a point of least energy with Φ(ξ*) = x, the surface Φ = x is flat and ξ given x is normal there:
-    ξ* + (I − JᵀJJᵀ⁻¹J) ε. On a linear SDE that is the exact distribution. Elsewhere paths may come in several
-    bundles: the search starts from those of a few thousand forward draws of the flow that end nearest to x,
-    equal modes are merged, and each gets its share. One path in five is drawn from the prior, so that a
-    missed bundle is detected and weights stay bounded; if no path to x is found, all are. `rf.PullBack`
-    regresses on the prior's density, whose mean is known (Owen & Zhou 2000): on a linear SDE the estimate is
-    exact, in spite of the prior's share.
+    Near ξ*, a point of least energy with Φ(ξ*) = x, the surface Φ = x is nearly flat, so ξ given x is nearly
+    normal: ξ* + (I − Jᵀ(JJᵀ)⁻¹J) ε. For a linear SDE this distribution is exact. For other SDEs, paths may
+    come in several bundles. The search therefore starts from those of a few thousand forward draws of the
+    flow that end nearest to x; equal modes are merged, and each mode gets a share of the paths. One path in
+    five is drawn from the prior, so that a missed bundle is detected and weights stay bounded; if no path to
+    x is found, all are drawn from the prior. `rf.PullBack` uses the prior's density as a control variate,
+    because its mean is known (Owen & Zhou 2000): for a linear SDE the estimate is exact in spite of the
+    prior's share.
 
     **Arguments:**
 
     - `num_starts`: number of starting points of the search.
     - `draws`: `rf.density.Sobol()` or `rf.density.Independent()`.
-    - `fine`: if given, the paths have coefficients for twice the driver's functions; those that are added
-      count with 1 and do not with 0.
+    - `fine`: if given, paths have coefficients for twice the driver's functions; 1 includes the added
+      functions in Φ, 0 ignores them.
 
     ```python
     import jax, jax.numpy as jnp
@@ -75,7 +77,7 @@ class Laplace(AbstractProposal):
         check_count("num_starts", self.num_starts)
 
     def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: "Cloud") -> Mixture:
-        # A constant of the estimator: derivatives see the weights, not where paths are drawn.
+        # The proposal is a constant: derivatives are those of the weights, not of where paths are drawn.
         latent, x, cloud = constant((Latent(flow, self.fine), x, cloud))
         begin = cloud.starts(x, self.num_starts)
         begin = jnp.pad(begin, ((0, 0), (0, 0), (0, latent.size - begin.shape[2])))
@@ -83,11 +85,11 @@ class Laplace(AbstractProposal):
 
 
 class Latent(eqx.Module):
-    """The map Φ of a flow. A base without a map from normal numbers is whitened by the mean and
-    standard deviation of its samples.
+    """The map Φ of a flow. If the base has no `from_normal`, it is whitened by the mean and standard
+    deviation of its samples.
 
-    With `fine`, ξ has coefficients for twice the driver's functions. Those that are added count if it is 1;
-    if it is 0, Φ does not depend on them. Both are one program.
+    With `fine`, ξ has coefficients for twice the driver's functions. If `fine` is 1, Φ depends on the added
+    coefficients; if it is 0, it does not. Both cases share one compiled program.
     """
 
     flow: AbstractStochasticFlow
@@ -97,14 +99,14 @@ class Latent(eqx.Module):
     def __init__(self, flow: AbstractStochasticFlow, fine: Any = None):
         self.affine = _mean_and_spread(flow.base)
         self.fine = None if refined_driver(flow) is None else fine
-        # The end is all that is wanted of a solve, and it must be a function of ξ alone. A search may try
-        # what no path does: a solve that fails there is a NaN, not an error.
-        # Parameters that functions close over are brought to light, for `constant` to find.
+        # Only the end of a solve is needed, and it must be a function of ξ alone. A search may try improbable
+        # paths, so a solve that fails gives NaN instead of an error. Parameters in closures are made
+        # explicit, so that `constant` finds them.
         point = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
         sde = with_explicit_parameters(flow.sde, jnp.zeros(point.shape, point.dtype))
         grid = flow.integrator
         if self.fine is not None and isinstance(grid, FixedGrid):
-            # As many steps as without the functions that are added.
+            # As many steps as without the added functions.
             grid = dataclasses.replace(grid, steps=grid.count(flow.driver, flow.noise_dimension))
         plain = (NoDivergence(), ExactCorrection(), sde, grid)
         parts = lambda f: (f.divergence, f.correction, f.sde, f.integrator)
@@ -116,7 +118,7 @@ class Latent(eqx.Module):
         return self.flow.dimension + path * (1 if self.fine is None else 2)
 
     def end(self, xi: Array) -> tuple[Array, Array]:
-        """Φ(ξ), shape `(B, d)`, and which samples escaped on the way."""
+        """Φ(ξ), shape `(B, d)`, and a mask of the samples that escaped."""
         size = self.flow.driver.num_functions * self.flow.noise_dimension
         start, own, more = jnp.split(xi, [self.flow.dimension, self.flow.dimension + size], axis=1)
         flow, coefficients = with_added(self.flow, own, more, self.fine)
@@ -131,7 +133,7 @@ class Latent(eqx.Module):
 
 
 def refined_driver(flow: AbstractStochasticFlow) -> Any:
-    """The driver with twice the functions; None if it cannot be refined."""
+    """The driver with twice as many functions; None if it cannot be refined."""
     try:
         return flow.driver.refined()
     except NotImplementedError:
@@ -139,8 +141,8 @@ def refined_driver(flow: AbstractStochasticFlow) -> Any:
 
 
 def with_added(flow: Any, omega: Array, more: Array, fine: Any) -> tuple[Any, Array]:
-    """The flow and the coefficients of paths ω; if `fine` is not None and the driver can be refined, with
-    twice its functions, those that are added with `fine` times the coefficients `more`."""
+    """The flow and the coefficients of the paths ω. If `fine` is not None and the driver can be refined, the
+    driver has twice as many functions, and the added ones have `fine` times the coefficients `more`."""
     count, columns = flow.driver.num_functions, flow.noise_dimension
     own = jnp.reshape(omega, (*omega.shape[:-1], count, columns))
     if fine is None or (refined := refined_driver(flow)) is None:
@@ -159,7 +161,7 @@ def _mean_and_spread(base: Base) -> tuple[Array, Array] | None:
 
 
 def constant(tree):
-    """The pytree as a constant for derivatives; its leaves may be functions."""
+    """The pytree as a constant for differentiation; leaves may be functions."""
     return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_array(a) else a, tree)
 
 
@@ -204,11 +206,11 @@ def _distance(a: Array, b: Array) -> Array:
 
 
 class Modes(eqx.Module):
-    """The points ξ* found for each x, and the surface's normal space there; S of them, from S starts.
+    """For each x, the S points ξ* found from S starts, and the normal space of the surface at these points.
 
     `directions` are orthonormal and span the rows of J. `score` is minus the logarithm of the mass of the
-    tangent Gaussian, ½|ξ*|² + log √det JJᵀ: infinite if the search did not reach the surface, J is rank
-    deficient there, or the point was found before.
+    tangent Gaussian, ½|ξ*|² + log √det JJᵀ: infinite if the search did not reach the surface, if J is rank
+    deficient, or if another search found the same point.
     """
 
     xi: Array  # (B, S, D)
@@ -216,8 +218,8 @@ class Modes(eqx.Module):
     score: Array  # (B, S)
 
     def tangents(self, start: int) -> Mixture:
-        """The tangent Gaussians of at most `MAX_MODES` points, seen along the start, and a share of the
-        prior; ξ has the path's coefficients from `start` on."""
+        """The mixture of the tangent Gaussians of at most `MAX_MODES` points, marginalised over the start,
+        and a share of the prior. The coefficients of the path begin at index `start` of ξ."""
         places = jnp.argsort(self.score, axis=1)[:, :MAX_MODES]
         take = lambda a: jnp.take_along_axis(a, jnp.expand_dims(places, range(2, a.ndim)), axis=1)
         score, xi, directions = take(self.score), take(self.xi), take(self.directions)
@@ -238,7 +240,8 @@ class Modes(eqx.Module):
 
 
 def find_modes(latent: Latent, x: Array, begin: Array) -> Modes:
-    """Search from every point of `begin` `(B, S, D)`; of points that are close, that of most mass stays."""
+    """Search from every point of `begin` `(B, S, D)`; of points that are close together, the one with the
+    largest mass is kept."""
     starts = begin.shape[1]
     modes = _search(latent, jnp.repeat(x, starts, axis=0), jnp.reshape(begin, (-1, latent.size)))
     modes = jax.tree.map(lambda a: jnp.reshape(a, (-1, starts, *a.shape[1:])), modes)
@@ -252,7 +255,7 @@ def find_modes(latent: Latent, x: Array, begin: Array) -> Modes:
 
 
 def _search(latent: Latent, x: Array, xi: Array) -> Modes:
-    """Descend from each point of `xi`."""
+    """Run the Gauss–Newton iteration from each point of `xi`."""
     many = jnp.repeat(x, len(STEP_LENGTHS), axis=0)
 
     def merit(xi: Array, gap: Array, penalty: Array) -> Array:
@@ -262,12 +265,12 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
         xi, end, jacobian, penalty, settled, count = state
         gap = x - end
         multiplier = _solve_gram(jacobian, gap + jnp.einsum("bij,bj->bi", jacobian, xi))
-        # An exact penalty must exceed the multipliers; each has the unit of its own coordinate.
+        # An exact penalty must exceed the Lagrange multipliers, each of which has the unit of its coordinate.
         penalty = jnp.maximum(penalty, 2 * jnp.abs(multiplier))
         direction = jnp.einsum("bij,bi->bj", jacobian, multiplier) - xi
-        # The first time round nothing is known yet: it finds the end and its derivative where it is.
+        # The first iteration does not move: it only computes Φ and its derivative at the starting point.
         direction = jnp.where(jnp.isfinite(direction) & (count > 0), direction, 0)
-        # All lengths in one solve: one program to compile instead of three.
+        # All step lengths in one solve, which needs one compiled program instead of three.
         lengths = jnp.asarray(STEP_LENGTHS, xi.dtype)
         tried = xi[:, None] + lengths[None, :, None] * direction[:, None]
         flat = jnp.reshape(tried, (-1, xi.shape[1]))
@@ -288,7 +291,8 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
     start = (xi, x, blank, jnp.zeros_like(x), jnp.zeros(len(xi), bool), 0)
     xi, end, jacobian, *_ = jax.lax.while_loop(going, step, start)
     directions, sizes = orthonormal(jacobian)
-    # What a row adds to those before it, beside its own size: rows have units of their own.
+    # The part of a row orthogonal to the rows before, relative to its norm, because rows have different
+    # units.
     full = jnp.all(sizes > 100 * jnp.finfo(sizes.dtype).eps * jnp.linalg.norm(jacobian, axis=-1), axis=-1)
     off = jnp.sqrt(jnp.sum((x - end) * _solve_gram(jacobian, x - end), axis=-1))
     score = 0.5 * jnp.sum(xi**2, axis=-1) + jnp.sum(jnp.log(sizes), axis=-1)
@@ -297,7 +301,8 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
 
 
 def _end_and_jacobian(latent: Latent, xi: Array) -> tuple[Array, Array]:
-    """Φ(ξ) `(B, d)` and DΦ(ξ) `(B, d, D)`; samples do not touch one another, so a row of it costs one vjp."""
+    """Φ(ξ) `(B, d)` and DΦ(ξ) `(B, d, D)`. Samples are independent, so each row of DΦ costs one vjp for the
+    whole batch."""
     end, pull = jax.vjp(lambda y: latent.end(y)[0], xi)
     basis = jnp.eye(end.shape[1], dtype=end.dtype)
     gradients = jax.lax.map(lambda e: pull(jnp.broadcast_to(e, end.shape))[0], basis)
@@ -305,8 +310,8 @@ def _end_and_jacobian(latent: Latent, xi: Array) -> tuple[Array, Array]:
 
 
 def _solve_gram(jacobian: Array, right: Array) -> Array:
-    """(JJᵀ)⁻¹ r. The rows of J are normalised first, so units do not matter, and a small ridge makes a
-    degenerate J give a poor step, not a NaN."""
+    """(JJᵀ)⁻¹ r. The rows of J are normalised first, so that units do not matter. With a small ridge, a
+    degenerate J gives a poor step instead of NaN."""
     size = jnp.linalg.norm(jacobian, axis=-1)
     unit = 1 / jnp.where(size > 0, size, 1)
     rows = jacobian * unit[..., None]

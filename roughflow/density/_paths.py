@@ -1,4 +1,4 @@
-"""Weights of paths, each by one solve backwards from x, and what they say about log p(x)."""
+"""Weights of paths, each by one solve backwards from x, and the estimates of log p(x) from them."""
 
 import math
 from collections.abc import Callable
@@ -37,14 +37,15 @@ from ._estimate import (
 from ._modes import Cloud, constant, refined_driver, with_added
 from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
-MAX_EXACT_DIMENSION = 64  # for exact divergences in place of random probes, if there is no noise
+# Maximum dimension for exact divergences instead of random probes, if there is no noise.
+MAX_EXACT_DIMENSION = 64
 PATHS_PER_ROW = 16  # of one point
-ROWS = {"cpu": (4096,), "gpu": (64, 512, 16384)}  # per program call
+ROWS = {"cpu": (4096,), "gpu": (64, 512, 16384)}  # numbers of rows per program call
 SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # integrated as one state
 MAX_NUMBERS = 2**26  # floating-point numbers per program call
 GROWTH = 4  # factor between the numbers of paths of two rounds
-CLOUD_KEY = 2**31 + 1  # folded into the key of forward draws
-CHECKED_SHARE = 16  # one path in so many is also solved at a finer level,
+CLOUD_KEY = 2**31 + 1  # folded into the key, for the key of forward draws
+CHECKED_SHARE = 16  # one path in this many is also solved at a finer level,
 FEW_CHECKED = 32  # and at least so many
 SUMMARISED = 1024  # points per program call, on a GPU
 Parts = dict[str, np.ndarray]  # of an `Estimate`
@@ -67,8 +68,8 @@ def coefficients_of(flow: AbstractStochasticFlow, omega: Array) -> Array:
 
 
 def solve_keys(flow: AbstractStochasticFlow, keys: PRNGKeyArray, places: Array) -> PRNGKeyArray | None:
-    """Keys `(B, K)` for solves with a random divergence, from one key for each point and the places of paths
-    `(B, K)`; none if it is exact."""
+    """Keys `(B, K)` for solves with a random divergence, from one key per point and the places of paths `(B,
+    K)`; None if the divergence is exact."""
     if isinstance(flow.divergence, ExactDivergence) and isinstance(flow.correction, ExactCorrection):
         return None
     own = jax.vmap(lambda key: jax.random.fold_in(key, 2**31))(keys)
@@ -76,8 +77,8 @@ def solve_keys(flow: AbstractStochasticFlow, keys: PRNGKeyArray, places: Array) 
 
 
 def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
-    """With the exact divergence, because random ones bias a mean of p(x | ω): probes are for training.
-    Without noise there is no mean, and many dimensions keep theirs."""
+    """The flow with the exact divergence, because random probes bias a mean of p(x | ω). Without noise there
+    is no mean, so a flow in many dimensions keeps random probes."""
     few = flow.noise_dimension or flow.dimension <= MAX_EXACT_DIMENSION
     if isinstance(flow.divergence, HutchinsonDivergence) and few:
         return eqx.tree_at(lambda f: f.divergence, flow, ExactDivergence())
@@ -85,9 +86,10 @@ def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
 
 
 class Level(NamedTuple):
-    """How finely weights are solved: the flow, a factor on the coefficients of functions that are added to
-    the driver, and the number of steps of a fixed grid. Both numbers are arguments of a program, so that one
-    serves all levels; but it has no derivatives backwards. Without `fine` the flow is solved as it is.
+    """The resolution at which weights are solved: the flow, a factor `fine` on the coefficients of functions
+    added to the driver, and the number of steps `each` of a fixed grid. Both numbers are arguments of a
+    compiled program, so that one program serves all levels; it does not support reverse-mode differentiation.
+    If `fine` is None, the flow is solved unchanged.
     """
 
     flow: AbstractStochasticFlow
@@ -104,8 +106,8 @@ class Level(NamedTuple):
 
 
 def levels(flow: AbstractStochasticFlow) -> tuple[Level, Level, Level]:
-    """The flow's own level; the finer one, with steps half as long and, if the driver can be refined, twice
-    its functions; and the same with minus the coefficients of those that are added."""
+    """Three levels: the flow itself; the finer level, with twice as many steps and, if the driver can be
+    refined, functions; and the finer level with the opposite sign of the added coefficients."""
     flow = exact(flow).without_errors()
     grid, refined = flow.integrator, refined_driver(flow)
     pieces = (flow.driver if refined is None else refined).jumps.size + 1
@@ -120,7 +122,8 @@ def levels(flow: AbstractStochasticFlow) -> tuple[Level, Level, Level]:
 def coarser(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
     """The flow with half the driver's functions and half the steps, so that its finer level is the flow.
 
-    Most of log p is the same there, at a quarter of the time; the difference needs few paths (multilevel
+    A path takes a quarter of the time at the coarser level and gives nearly the same weight. Therefore many
+    paths are solved at the coarser level only, and few at both levels, to estimate the difference (multilevel
     Monte Carlo, Giles 2008).
     """
     driver, grid = flow.driver, flow.integrator
@@ -142,17 +145,18 @@ def draw(
     most: int,
 ) -> tuple[Array, Array | None]:
     """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each sequence, all below `most`, and the
-    prior's density over the mixture's, as part of a program."""
+    ratio of the prior's density to that of the mixture. For use inside a compiled program."""
     size = level.flow.driver.num_functions * level.flow.noise_dimension
     first = size if mixture is None else mixture.num_normals
-    # Numbers of the refinement come last, where a sequence is least even, and where there are none too.
+    # The numbers of the added functions come last, where a Sobol' sequence is least even; they are drawn even
+    # if not used.
     number = lambda key, at: draws.normal(key, at, most, first + size, x.dtype)
     noise, more = jnp.split(jax.vmap(number)(keys, places), [first], axis=-1)
     solves = solve_keys(level.flow, keys, places)
     if mixture is None:
         return level.solved(x, noise, more, solves), None
     omega = mixture.sample(noise)
-    # A mixture may have the coefficients of the refinement too.
+    # A mixture may include the coefficients of the added functions.
     own, added = jnp.split(omega, [size], axis=-1)
     solved = level.solved(x, own, added if added.size else more, solves)
     ratio = log_standard(omega) - mixture.log_prob(omega)
@@ -160,8 +164,8 @@ def draw(
 
 
 def in_blocks(function: Callable, batch: Any, count: Array, block: int) -> Any:
-    """`function` of the first `count` entries of the leading axis of `batch`, `block` at a time; zeros for
-    the rest. The length of the axis is a multiple of `block`."""
+    """Apply `function` to the first `count` entries of the leading axis of `batch`, `block` entries at a
+    time; the results of the others are zero. The length of the axis is a multiple of `block`."""
     some = lambda begin: jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, begin, block), batch)
     size, like = len(jax.tree.leaves(batch)[0]), jax.eval_shape(lambda: function(some(0)))
     blank = jax.tree.map(lambda a: jnp.zeros((size, *a.shape[1:]), a.dtype), like)
@@ -174,10 +178,10 @@ def in_blocks(function: Callable, batch: Any, count: Array, block: int) -> Any:
 
 
 class Points:
-    """Points x, outside a `jit`: rows of programs that all points and rounds share.
+    """Points x, outside a `jit`. They are rows of compiled programs that all points and rounds share.
 
-    Random numbers belong to the key and to a point's place in x: neither the rows that are solved together
-    nor what fills them up changes them.
+    Random numbers depend only on the key and on the index of a point in x, not on which rows are solved
+    together or on padding.
     """
 
     def __init__(self, flow: AbstractStochasticFlow, x: np.ndarray, key: PRNGKeyArray):
@@ -186,16 +190,17 @@ class Points:
         self.size = flow.driver.num_functions * flow.noise_dimension
 
     def run(self, function: Callable, points: np.ndarray, others: Any, columns: int = PATHS_PER_ROW) -> Any:
-        """`function(x, keys, others)` for these points, which have a row each: a program for many rows at a
-        time, of which it solves `columns` paths of so many as fit into a block.
+        """`function(x, keys, others)` for the points with indices `points`, one row of a program each. A row
+        has `columns` paths, and as many rows as fit into a block are solved together.
 
-        `others` have one entry for each of the points."""
+        Each of `others` has one entry per point."""
         each = sum(np.size(leaf[0]) for leaf in jax.tree.leaves(others)) + columns * (
             len(self.x[0]) + self.size
         )
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
         block = max(1, min(SOLVES_PER_BLOCK[device] // columns, MAX_NUMBERS // each))
-        # A few sizes, so that few points take little time on a GPU, and others do not need other programs.
+        # A few sizes of programs, so that few points take little time on a GPU but not every number of points
+        # needs a program.
         sizes = [-(-size // block) * block for size in ROWS[device] if size * each <= MAX_NUMBERS] or [block]
         rows, parts = next((size for size in sizes if len(points) <= size), sizes[-1]), []
         for begin in range(0, len(points), rows):
@@ -221,7 +226,7 @@ def _run(function: Callable, x, key: PRNGKeyArray, places, others: Any, count, b
 
 
 class Weigh(eqx.Module):
-    """Log-weights of rows of paths, as part of a program."""
+    """Log-weights of rows of paths, for use inside a compiled program."""
 
     level: Level
     draws: AbstractDraws
@@ -240,7 +245,8 @@ def weights_of(
     level: Level,
     at: range,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """What `draw` returns, `(P, K)`, for the paths at places `at` of the sequences of these points."""
+    """The results of `draw`, `(P, K)`, for the paths at places `at` of the sequences of the points
+    `which`."""
     columns = min(PATHS_PER_ROW, most)
     starts = np.arange(at.start, at.stop, columns)
     rows = np.repeat(np.arange(len(which)), len(starts))
@@ -265,13 +271,14 @@ def in_rounds(
     ends: Callable[[Parts, int], np.ndarray],
     corrected: bool = True,
 ) -> Parts:
-    """Parts of an `Estimate` for points `which`, from paths of the prior or a mixture: `first` and then four
-    times as many, until `ends(parts, total)` says that those of a point are enough. Some paths are solved at
-    the levels `checks` too, whose mean corrects the value, or bounds its error.
+    """Fields of an `Estimate` for the points `which`, from paths of the prior or a mixture: `first` paths,
+    then four times as many, and so on for each point until `ends(parts, total)` is True. Some paths are also
+    solved at the levels `checks`, whose mean corrects the value or bounds its error.
 
-    What added functions change along a path is mostly odd in their coefficients. So the mean over both signs
-    varies less: by .031 of p(x) where one sign has .081 and p(x | path) itself .76 (a neural SDE with noise
-    .9), .003 beside .032 in the README's example (antithetic coupling, Giles & Szpruch 2014).
+    The change of a weight due to added functions is mostly odd in their coefficients, so the mean over both
+    signs varies less (antithetic coupling, Giles & Szpruch 2014). Relative to p(x), its standard deviation is
+    .031 instead of .081 with one sign, where that of p(x | path) is .76 (a neural SDE with noise .9); in the
+    README's example it is .003 instead of .032.
     """
     where, total, found = np.arange(len(which)), first, {}
     fine = np.zeros((len(which), 0), points.x.dtype)
@@ -314,12 +321,13 @@ def _summary(draws: AbstractDraws, corrected: bool, weights: Any) -> dict[str, A
 
 
 def checked_paths(total: int) -> int:
-    """Number of paths that are also solved at a finer level."""
+    """Number of paths among `count` that are also solved at a finer level."""
     return min(total, max(FEW_CHECKED, total // CHECKED_SHARE))
 
 
 def explain_failure(flow: AbstractStochasticFlow, x: Any) -> None:
-    """Solve outside a jit, where an error can say which part of the model is not finite, and where."""
+    """Solve outside a jit, where an error message can say which part of the model is not finite, and
+    where."""
     flow = eqx.tree_at(lambda f: f.raises, flow, True)
     paths = flow.sample_path(key=jax.random.key(0), shape=(64, 1))
     key = jax.random.key(1)
@@ -330,17 +338,19 @@ def explain_failure(flow: AbstractStochasticFlow, x: Any) -> None:
 def summary(
     draws: AbstractDraws, coarse: Any, fine: Any, control: Any = None, *, corrected: bool, xp: Any = np
 ) -> dict[str, Any]:
-    """Parts of an `Estimate` from weights `(P, K)`, and those `(P, K′)` of the first K′ at a finer level.
+    """Fields of an `Estimate` from log-weights `(P, K)`, and log-weights `(P, K′)` of the first K′ paths at a
+    finer level.
 
-    `control` `(P, K)` is what the prior has of the density that paths are drawn from. Its mean is one, so the
-    weights less their regression on it have the same mean, and for one tangent Gaussian and a linear SDE no
-    variance (Owen & Zhou 2000).
+    `control` `(P, K)` is the ratio of the prior's density to the density from which paths are drawn. Its mean
+    is one, so it is used as a control variate: weights minus their regression on `control` have the same mean
+    and, for a tangent Gaussian and a linear SDE, no variance (Owen & Zhou 2000).
 
-    The finer level changes log p by Δ. The remaining error is Δ if the error falls as 1/n, and zero if
-    it falls fast. `corrected` adds 3Δ/2 to log p, the middle, with error Δ/2, for draws with as many terms
-    for any K; without it the error is 2Δ.
+    The finer level changes log p by Δ. The error that remains at the finer level is Δ if the error decreases
+    as 1/n, and zero if it decreases fast. With `corrected`, 3Δ/2 is added to log p, the midpoint of both
+    cases, and the error is Δ/2; this requires draws whose number of terms does not depend on K. Otherwise the
+    error is 2Δ.
     """
-    still = jax.lax.stop_gradient if xp is jnp else lambda a: a  # only the mean weight has derivatives
+    still = jax.lax.stop_gradient if xp is jnp else lambda a: a  # only the mean weight is differentiated
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         top = still(xp.max(coarse, axis=1))
         shift = xp.where(xp.isfinite(top), top, 0)
@@ -352,16 +362,17 @@ def summary(
         base = xp.where(some, xp.mean(rest, axis=0), 1)
         relative, change = still(relative), xp.zeros_like(unit)
         terms = draws.terms(still(rest / base[None]))
-        # The logarithm of a mean is low by half its variance.
+        # On average, the logarithm of a mean is too low by half its variance.
         bias = 0.5 * xp.minimum(xp.var(terms, axis=0) / max(len(terms) - 1, 1), 1)
         if fine.shape[1]:
             finer = xp.exp(xp.minimum(fine - shift[:, None], 80)).T / unit[None]
             differences = draws.terms(still(finer - relative[: fine.shape[1]]))
             total = 1 + xp.mean(differences, axis=0) / still(base)
-            # Where so few paths say that nothing is left, the finer ones alone do.
+            # If the corrected mean is not positive, because there are too few finer paths, their own mean is
+            # used.
             total = xp.where(total > 0, total, still(xp.mean(finer, axis=0) / base))
             change = xp.log(total)
-            if corrected:  # both have as many independent terms
+            if corrected:  # both have the same number of independent terms
                 terms = (terms + 1.5 * differences / still(base)[None]) / total[None]
         value = xp.log(base * unit) + shift + (1.5 * still(change) if corrected else 0)
         return {
@@ -376,7 +387,8 @@ def summary(
 
 
 def _regressed(weights: Any, control: Any, still: Any, xp: Any) -> Any:
-    """Weights `(K, P)` less their regression on a control with mean one, where a positive mean is left."""
+    """Weights `(K, P)` minus their regression on a control variate with mean one, unless the mean would not
+    be positive."""
     centred = control - xp.mean(control, axis=0)[None]
     slope = xp.sum(centred * still(weights), axis=0) / xp.maximum(xp.sum(centred**2, axis=0), 1e-30)
     rest = weights - slope[None] * (control - 1)
@@ -388,17 +400,17 @@ class PullBack(AbstractEstimator):
 
         p(x) = E [ p(x | ω) φ(ω) / q(ω) ],
 
-    each weight by one solve backwards from x: each path has exactly one start, so no path to x
-    is missed. Unbiased for p(x), for any noise, and cheap per path. If p(x | ω) is concentrated, the weights
-    of paths from `rf.Prior()`, the default, are uneven, and paths whose backward solve diverges are lost:
-    check `effective_paths`. `rf.Laplace()` draws paths around the most likely ones.
+    Each weight needs one solve backwards from x, to the only start from which the path leads to x. The
+    estimate of p(x) is unbiased for any noise, and cheap per path. If p(x | ω) is concentrated on few paths,
+    the weights of paths from `rf.Prior()`, the default, are uneven, and a path whose backward solve diverges
+    has weight zero: check `effective_paths`. `rf.Laplace()` draws paths around the most likely ones.
 
-    The value is that for the given driver and steps; `truncation_error` is twice the change when both are
-    doubled.
-    The divergence is exact, whatever the flow was trained with: random probes would bias p(x | ω).
+    The value is that of the given driver and solver steps; `truncation_error` is twice the change when both
+    are doubled. The exact divergence is used even if the flow has another one, because random probes would
+    bias p(x | ω).
 
-    **Arguments:** `num_paths`, the number of paths per point, or of the first round if a `tolerance` is set;
-    `proposal`, `rf.Prior()`, `rf.Laplace()` or an `rf.Amortised(...)`.
+    **Arguments:** `num_paths`, the number of paths per point or, if a `tolerance` is set, per point in the
+    first round; `proposal`, `rf.Prior()`, `rf.Laplace()` or an `rf.Amortised(...)`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -443,19 +455,21 @@ class PullBack(AbstractEstimator):
     def log_weights(
         self, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray, places: Array, most: int
     ) -> Array:
-        """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each point's sequence, all below `most`,
-        with derivatives; one key for each point of x `(B, d)`. To be part of a program."""
+        """Differentiable log-weights `(B, K)` of the paths at `places` `(B, K)` of the sequence of each
+        point, all below `most`, with one key per point of x `(B, d)`. For use inside a compiled program."""
         mixture = mixture_of(self.proposal, exact(flow), x, keys[0])
         return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most)[0]
 
     def traced(
         self, flow, x: Array, key: PRNGKeyArray, accuracy: Accuracy, method: str | None = None
     ) -> Estimate:
-        """The estimate inside a compiled program, where values are unknown. Error bars have no derivatives,
-        and cost nothing if they are not used. With a `method`, the name of the proposal, it is corrected for
-        the driver's truncation."""
+        """The estimate inside a compiled program, where values are unknown. Error bars are not
+        differentiable, and cost nothing if they are not used. If the name of a `method` is given, the value
+        is corrected for the truncation of the driver."""
         if accuracy.tolerance is not None:
-            message = "tolerance needs values to look at: inside jit or grad set num_paths instead"
+            message = (
+                "tolerance cannot be used inside jit or grad, where values are unknown: set num_paths instead"
+            )
             raise ValueError(message + see("inside-jit"))
         flow, flat, count = exact(flow), jnp.reshape(x, (-1, x.shape[-1])), self.num_paths
         keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
@@ -476,13 +490,13 @@ class PullBack(AbstractEstimator):
 
 
 def mixture_of(proposal: AbstractProposal, flow, x: Array, key: PRNGKeyArray) -> Mixture | None:
-    """The proposal's distribution, as part of a program."""
+    """The proposal's distribution of paths, for use inside a compiled program."""
     cloud = Cloud.of(flow, jax.random.fold_in(key, CLOUD_KEY), x.dtype) if proposal.wants_cloud else None
     return proposal.distribution(flow, x, cloud)
 
 
 def mixtures(proposal: AbstractProposal, points: Points, which: np.ndarray) -> Mixture | None:
-    """The same for these points, outside a `jit`."""
+    """The proposal's distribution of paths for the points `which`, outside a `jit`."""
     if isinstance(proposal, Prior):
         return None
     flow = points.flow
@@ -496,7 +510,7 @@ def _cloud(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> Cloud:
 
 
 class Propose(eqx.Module):
-    """The proposal's distribution for some points, as part of a program."""
+    """The proposal's distribution of paths for rows of points, for use inside a compiled program."""
 
     proposal: AbstractProposal
     flow: AbstractStochasticFlow
@@ -508,7 +522,7 @@ class Propose(eqx.Module):
 
 
 def checked_points(flow: AbstractStochasticFlow, x: Any) -> Any:
-    """The points, as an array of the flow's precision."""
+    """The points as an array in the precision of the flow."""
     base = jax.eval_shape(lambda: flow.base.sample(key=jax.random.key(0)))
     x = as_real("x", x)
     x = x if is_traced(x) else np.asarray(x)
@@ -516,7 +530,7 @@ def checked_points(flow: AbstractStochasticFlow, x: Any) -> Any:
     check_vector("x", x, flow.dimension)
     check_finite("x", x)
     if not x.size:
-        raise ValueError(f"x holds no points, its shape is {x.shape}")
+        raise ValueError(f"x contains no points, its shape is {x.shape}")
     return x
 
 
@@ -525,7 +539,7 @@ def is_inside_jit(*given: Any) -> bool:
 
 
 def estimate_of(parts: Parts, batch: tuple[int, ...], dtype) -> Estimate:
-    """The estimate with these parts, `(N,)` each, in the shape of x."""
+    """The estimate with the given fields, `(N,)` each, reshaped to the batch shape of x."""
     typed = lambda a: a.astype(dtype) if a.dtype.kind == "f" else a
     given = {name: jax.device_put(typed(part.reshape(batch))) for name, part in parts.items()}
     return Estimate.of(given.pop("log_prob"), "paths", **given)
