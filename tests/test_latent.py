@@ -197,7 +197,7 @@ def test_bad_arguments_are_refused(fitted):
     thin = rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.ones((2, 1)))
     with pytest.raises(ValueError, match="as many Brownian motions as states"):
         rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, sde=thin)
-    with pytest.raises(ValueError, match="values have 3 columns, but the model 4"):
+    with pytest.raises(ValueError, match="values have 3 columns, but the model has 4"):
         fitted.model.log_likelihood([0.0, 1.0], np.ones((2, 3)), key=KEY)
     with pytest.raises(ValueError, match="pass one series, got 2"):
         fitted.model.smoothed(TIMES[:2], VALUES[:2], key=KEY)
