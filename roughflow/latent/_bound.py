@@ -1,4 +1,4 @@
-"""The lower bound on the log-likelihood of a latent SDE, without simulation."""
+"""A lower bound on the log-likelihood of a latent SDE, computed without simulation."""
 
 from typing import Any, ClassVar
 
@@ -87,9 +87,9 @@ class Forecasting(AbstractObjective):
         bound on log p(y₁, …, yₙ) + E log p(yₙ₊₁, … | z),
 
     where z is drawn from the posterior at the last given observation and then follows the prior SDE, by
-    simulation in `num_steps` steps between two observations. It is a lower bound on the log-likelihood too,
-    and fine-tunes a model for long forecasts. With the first loss the posterior given whole series remains
-    that of the model.
+    simulation in `num_steps` steps between two observations. The second term is also a lower bound on a
+    log-likelihood, and training with it fine-tunes a model for long forecasts. The first loss keeps the
+    posterior given whole series accurate.
 
     ```python
     import roughflow as rf

@@ -1,8 +1,8 @@
 """The density of x₁ given x₀, from paths between them.
 
-With a fixed start, the flow of the random ODE has no density given its path. But it has one given all but d
-of the coefficients of the path. With h(ω) the end point along ω, φ the normal density and R any d orthonormal
-directions,
+With a fixed start, the end point of the random ODE has no density given the whole path, but it has a density
+given all but d coefficients of the path. With h(ω) the end point along ω, φ the normal density and R any d
+orthonormal directions,
 
     p(x₁ | x₀) = ∫ φ(ω) δ(h(ω) − x₁) dω = E_v [ φ(ω) / (φ(v) |det Dh(ω) R|) ],   ω = c + v + R r,
 
@@ -32,12 +32,12 @@ from ..sde import AbstractSDE, noise_dimension
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Ends, Transition, average, linear, stiffness
 
-# Iterations to the most likely path, and the fraction of the remaining distance that each covers: full steps
-# may end elsewhere.
+# Iterations to the most likely path: the fraction of the remaining distance that each one covers. Full steps
+# at the beginning may lead elsewhere.
 CLIMB = (1 / 4, 1 / 3, 1 / 2, 1, 1, 1, 1)
 NEWTON = 4  # iterations back to x₁, from a path close to the most likely one
 LEAST = 0.1  # smallest precision of the draws, relative to that of all paths
-FOUND = 1e-5  # acceptable distance from x₁, in its standard deviations; times 1e4 in float32
+FOUND = 1e-5  # acceptable distance from x₁, in standard deviations of the transition; times 1e4 in float32
 
 
 class Bridges(eqx.Module):
@@ -72,7 +72,7 @@ class Bridges(eqx.Module):
 
 
 class Chart(eqx.Module):
-    """The distribution of the paths of a transition: around `centre`, along all directions but those of
+    """The distribution of the paths of a transition: around `centre`, in all directions orthogonal to
     `rows`."""
 
     centre: Array  # (n m,)
@@ -85,15 +85,15 @@ class Chart(eqx.Module):
         return spread - (spread @ self.rows.T) @ self.rows
 
     def log_prob(self, v: Array) -> Array:
-        """The log-density of a draw, without the constant of standard normal numbers."""
+        """The log-density of a draw, without the normalising constant of standard normal numbers."""
         return jnp.sum(jnp.log(jnp.diag(self.factor))) - 0.5 * jnp.sum((v @ self.factor) ** 2)
 
 
 def bridges(
     sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition, noise: Array, effort: Effort
 ) -> Bridges:
-    """Paths for one transition from standard normal numbers `(K, n m)`."""
-    # Any chart and any expansion point are valid, so they need not be differentiated.
+    """Weighted paths of one transition, from standard normal numbers `(K, n m)`."""
+    # The result does not depend on the centre and the directions, so they need not be differentiated.
     still = Ends(_held(sde), _held(coordinates), _held(step), effort, None)
     chart = _held(_chart(still, still.step.end, noise.shape[-1]))
     plain = Ends(sde, coordinates, step, effort, None)
@@ -102,7 +102,7 @@ def bridges(
 
 
 def _held(tree: Any) -> Any:
-    """Not differentiated."""
+    """The distribution as a constant for differentiation."""
     return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
 
 
@@ -133,7 +133,8 @@ def _weigh(end_of: Callable[[Array], Array], end: Array, chart: Chart, v: Array)
         value, slope = linear(lambda r: end_of(path(r)), r)
         return r + _solved(slope, end - value), (r, slope)
 
-    # The second-last iteration has converged, including its derivatives: each iteration squares their errors.
+    # The second-last iteration has converged, and so have its derivatives, because each iteration squares all
+    # errors.
     last, (r, slope) = jax.lax.scan(newton, jnp.zeros_like(end), None, length=NEWTON)
     gap, r, slope = last - r[-1], r[-1], slope[-1]
     omega = path(r)
@@ -170,8 +171,8 @@ def _cholesky(matrix: Array) -> Array:
     return jax.lax.fori_loop(0, size, column, (matrix, jnp.zeros_like(matrix)))[1]
 
 
-CHUNK = 2048  # transitions at a time
-LOOK = 256  # transitions used to measure the stiffness of an SDE
+CHUNK = 2048  # number of transitions per call
+LOOK = 256  # number of transitions used to measure the stiffness of an SDE
 
 
 class Weighted(eqx.Module):
@@ -185,7 +186,7 @@ class Weighted(eqx.Module):
 
 
 def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
-    """The effort, from the relative change of the drift over the longest time."""
+    """The effort for transitions, chosen from the relative change of the drift over the longest time."""
     rate = largest_rate(sde, coordinates, many)
     return Effort(4, 8, 8) if rate is None else Effort.for_stiffness(rate)
 
@@ -232,8 +233,8 @@ def transition_value(
 ) -> Weighted:
     """log p of one transition."""
     columns = noise_dimension(sde, step.start.shape[-1])
-    # The first functions have the same numbers for any number of functions: finer paths refine the same
-    # paths.
+    # The numbers of the first functions do not depend on the number of functions, so finer paths refine
+    # coarser ones.
     shape = (effort.num_functions * columns, effort.num_paths // 2)
     noise = jax.random.normal(key, shape, step.start.dtype).T
     inner = Transition(
@@ -246,8 +247,8 @@ def transition_value(
 
 
 def in_chunks(function: Callable, items: Any, count: int, most: int) -> Any:
-    """Map a function over `count` items, at most `most` at a time, in chunks of equal size: a remainder would
-    compile another program."""
+    """Map a function over `count` items, at most `most` at a time. Chunks have equal size, because a smaller
+    last chunk would need another compiled program."""
     parts = -(-count // most)
     size = -(-count // parts)
     places = jnp.minimum(jnp.arange(parts * size), count - 1)

@@ -1,7 +1,7 @@
-"""A partially observed series as a state-space model: a Markov chain of states, and densities of values.
+"""A partially observed series as a state-space model: a Markov chain of states, and densities of the values.
 
-The states x are those of the SDE at the times of the series, at the knots of the inputs, and at further times
-between them, so that each step is short. A component of the state is fixed where it is observed exactly.
+The states x are those of the SDE at the times of the series, at the knots of the inputs, and at additional
+times, so that each step is short. A component of the state is fixed where it is observed exactly.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ CLAMPED = 400  # steps towards the equilibrium of hidden components
 
 
 class Inputs(eqx.Module):
-    """Inputs u(t) `(m,)` from a table: held from one time to the next, or interpolated.
+    """Inputs u(t) `(m,)` from a table: constant from one time to the next, or interpolated.
 
     ```python
     import numpy as np
@@ -57,10 +57,11 @@ class Inputs(eqx.Module):
         return jax.vmap(lambda column: jnp.interp(t, self.times, column), in_axes=1)(self.columns)
 
     def since(self, series: Sequence[Observed]) -> "Inputs":
-        """With times as numbers, like those of the series; refused if they do not cover it."""
+        """The inputs with their times as numbers, like those of the series; refused if they do not cover the
+        series."""
         times = Times.of(self.times).since(series[0].origin)
         if not np.isfinite(np.asarray(self.columns)).all() or not (np.diff(times) > 0).all():
-            raise ValueError("inputs must be finite, at times that increase")
+            raise ValueError("inputs must be finite and their times increasing")
         last = max(one.times[-1] for one in series)
         if times[0] > min(one.times[0] for one in series) or times[-1] < last:
             raise ValueError(
@@ -108,7 +109,7 @@ class Estimated(eqx.Module):
 
 
 class Rows(eqx.Module):
-    """The states of all series, concatenated, and what is observed of them."""
+    """The states of all series, concatenated, and their observations."""
 
     values: Array  # (n, c), 0 where missing
     seen: Array  # (n, c)
@@ -120,15 +121,16 @@ class Rows(eqx.Module):
     before: Array  # (N,), index of the state that each transition starts from
     dt: Array  # (N,)
     given: np.ndarray  # (k,), indices of the states at the times of the series
-    count: int = eqx.field(static=True)  # of series
+    count: int = eqx.field(static=True)  # number of series
 
 
 class StateSpace(eqx.Module):
     """The joint density of values and states, in the coordinates of the SDE.
 
-    `observe` maps a time and a state to the distribution of a value. Without it, values are components of the
-    state, with normal errors of standard deviation `noise` if there are errors. `initial` describes the
-    components `unknown` of the first state: None (flat), values, a distribution, or a function of the SDE.
+    `observe` maps a time and a state to the distribution of a value. Without `observe`, values are components
+    of the state, plus normal errors of standard deviation `noise` if `noise` is not None. `initial` describes
+    the components `unknown` of the first state: None (flat), values, a distribution, or a function of the
+    SDE.
     """
 
     sde: AbstractSDE
@@ -158,7 +160,7 @@ class StateSpace(eqx.Module):
         return jnp.broadcast_to(self.noise, self.rows.values.shape)
 
     def pinned(self, path: Array) -> Array:
-        """A sequence of coordinates `(n, d)`, with components set where the state is known."""
+        """A sequence of coordinates `(n, d)` in which known components are set to their values."""
         (n, d), rows = path.shape, self.rows
         x = jax.vmap(self.coordinates.to_state)(path)
         known = rows.values if self.observe is None else jnp.zeros((n, 0))
@@ -175,12 +177,13 @@ class StateSpace(eqx.Module):
     def observation(
         self, z: Array, time: Array, value: Array, seen: Array, fixed: Array, error: Array, first: Array
     ) -> Array:
-        """Log-density of one value given the coordinates of its state; includes the first state's prior."""
+        """Log-density of one value given the coordinates of its state, plus the log prior of a first
+        state."""
         x = self.coordinates.to_state(z)
         if self.observe is not None:
             drawn = self.observe(time, x)
             found = drawn.log_prob(jnp.where(seen, value, 1.0))
-            # A joint density of all values of a time is one number.
+            # The joint log-density of all values at a time is one number.
             there = seen if found.shape == seen.shape else jnp.all(seen)
             terms = jnp.sum(jnp.where(there, found, 0.0))
         else:
@@ -191,13 +194,14 @@ class StateSpace(eqx.Module):
 
     def _prior(self, x: Array, fixed: Array) -> Array:
         start = self.start()
-        own = -jnp.sum(jnp.where(fixed, 0, jnp.log(self.slopes(x))))  # a density of x as one of coordinates
+        # Converts a density of x to one of coordinates.
+        own = -jnp.sum(jnp.where(fixed, 0, jnp.log(self.slopes(x))))
         if start is not None and hasattr(start, "log_prob"):
             own = own + jnp.sum(start.log_prob(x[np.array(self.unknown, int)]))
         return own
 
     def slopes(self, x: Array) -> Array:
-        """|dz/dx| of each component; coordinates are those of single components."""
+        """|dz/dx| of each component; each coordinate depends on one component only."""
         return jnp.abs(jax.jvp(self.coordinates.from_state, (x,), (jnp.ones_like(x),))[1])
 
     def fields(self, t: Array, z: Array) -> tuple[Array, Array]:
@@ -237,7 +241,7 @@ class StateSpace(eqx.Module):
         return Normal(mean, 0.5 * dt * sum(part @ part.T for part in parts))
 
     def euler_step(self, z: Array, time: Array, dt: Array) -> Normal:
-        """The state, not in coordinates, after an Euler step."""
+        """The state (not its coordinates) after an Euler step."""
         plain = dataclasses.replace(self, coordinates=Unchanged())
         x = self.coordinates.to_state(z)
         drift, sigma = plain.fields(time, x)
@@ -260,7 +264,8 @@ class StateSpace(eqx.Module):
         return known.normal if isinstance(known, Transformed) else self.step(z, time, dt)
 
     def transition(self, start: Array, end: Array, time: Array, dt: Array, fixed: Array) -> Array:
-        """Log-density of a transition: of coordinates where hidden, of the state where fixed."""
+        """Log-density of a transition: of coordinates for hidden components, of the state for fixed
+        components."""
         known, x = self.kernel(start, time, dt), self.coordinates.to_state(end)
         slopes = jnp.log(self.slopes(x))
         if known is None or isinstance(known, Transformed):
@@ -269,7 +274,8 @@ class StateSpace(eqx.Module):
         return known.log_prob(x) - jnp.sum(jnp.where(fixed, 0, slopes))
 
     def widths(self, z: Array, time: Array, dt: Array) -> Array:
-        """Standard deviations `(d,)` of a transition in coordinates, for steps of finite differences."""
+        """Standard deviations `(d,)` of a transition in coordinates, from which steps of finite differences
+        are computed."""
         spread = jnp.sqrt(jnp.diag(self.normal(z, time, dt).covariance))
         return jax.lax.stop_gradient(jnp.where(spread > 0, spread, 1e-6))
 
@@ -287,11 +293,13 @@ def stationary(sde: Any, fields: Callable, d: int, unknown: tuple[int, ...]) -> 
     if own is not None:
         return own
     if len(unknown) != d:
-        raise ValueError("initial='stationary' requires that no component is observed exactly at first")
+        raise ValueError(
+            "initial='stationary' requires that no component is observed exactly at the first time"
+        )
     zero, t = jnp.zeros(d), jnp.zeros(())
     constant, sigma = fields(t, zero)
     rate = jax.jacfwd(lambda z: fields(t, z)[0])(zero)
-    # A P + P Aᵀ + σσᵀ = 0, as one system for the elements of P.
+    # A P + P Aᵀ + σσᵀ = 0, as one linear system for the entries of P.
     unit = jnp.eye(d)
     system = jnp.kron(rate, unit) + jnp.kron(unit, rate)
     covariance = jnp.linalg.solve(system, -(sigma @ sigma.T).ravel()).reshape(d, d)
@@ -310,8 +318,8 @@ def rows_of(
     num_steps: int,
     euler_steps: int | None = None,
 ) -> Rows:
-    """The states of all series: at their times, at the knots, and `num_steps` per median time step, or
-    `euler_steps` from each value to the next."""
+    """The states of all series: at their times, at the knots, and at additional times, such that there are
+    `num_steps` steps per median time step, or `euler_steps` steps from each value to the next."""
     parts = [_inserted(one.times, knots, num_steps, euler_steps) for one in series]
     sizes = [len(times) for times, _ in parts]
     offsets = np.cumsum([0, *sizes[:-1]])
@@ -351,7 +359,7 @@ def rows_of(
 def _inserted(
     times: np.ndarray, knots: np.ndarray, num_steps: int, euler_steps: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Times with further ones between them, and the places of the given ones."""
+    """The given times with additional times between them, and the indices of the given times."""
     base = np.union1d(times, knots[(knots > times[0]) & (knots < times[-1])])
     gaps = np.diff(base)
     counts = np.ones(len(gaps), int) if euler_steps is None else np.full(len(gaps), euler_steps)
@@ -366,8 +374,8 @@ def _inserted(
 
 
 def typical_state(space: StateSpace, guess: np.ndarray) -> Array:
-    """Coordinates `(d,)` of a typical state: that of observed components from `guess` `(d,)`, that of hidden
-    ones at their equilibrium."""
+    """Coordinates `(d,)` of a typical state: observed components from `guess` `(d,)`, hidden components at
+    their equilibrium."""
     z, seen = space.coordinates.from_state(jnp.asarray(guess, float)), np.zeros(len(guess), bool)
     if space.observe is None:
         columns = np.flatnonzero(np.asarray(space.rows.seen).any(axis=0))
@@ -377,13 +385,14 @@ def typical_state(space: StateSpace, guess: np.ndarray) -> Array:
 
 @eqx.filter_jit
 def _equilibrium(space: StateSpace, z: Array, hidden: Array) -> Array:
-    """Where the drift of the hidden components vanishes, with the others held; `z` if it does not."""
+    """The state at which the drift of the hidden components vanishes for fixed other components; `z` if there
+    is none."""
     dt, time = jnp.median(space.rows.dt), space.rows.times[0]
 
     def step(now: Array, _: Any) -> tuple[Array, Any]:
         drift, _ = space.fields(time, now)
         slope = jax.jacfwd(lambda y: space.fields(time, y)[0])(now)
-        # An implicit Euler step of the hidden components: stable for any dt.
+        # An implicit Euler step of the hidden components, which is stable for any dt.
         held = jnp.where(hidden[:, None] & hidden[None, :], slope, 0)
         move = jnp.linalg.solve(jnp.eye(len(now)) - dt * held, jnp.where(hidden, dt * drift, 0))
         return jnp.where(jnp.all(jnp.isfinite(move)), now + move, now), None
