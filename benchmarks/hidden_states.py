@@ -250,7 +250,7 @@ def coverage(name: str, first: str, count: str, seconds: str) -> None:
         if time.perf_counter() - begin > float(seconds):
             break
         y, states = one.simulated(seed)
-        effort = rf.transition.Effort(1, 32, 2 if name == "lotka" else 1)
+        effort = rf.transition.Effort(1, 32, 1)
         options: dict[str, Any] = {"key": KEY, "num_starts": 1, "effort": effort, **one.options}
         result = _fitted(one, y, options, None)
         # Euler's likelihood beside it, for every fourth.
