@@ -110,8 +110,7 @@ def fault(result: "FittedSDE") -> str | None:
         return f"the search did not converge: the next Newton step is {step} long{see('not-converged')}"
     if result.likelihood_error > result.tolerance:
         known = f"the log-likelihood is known only to {result.likelihood_error:.2g} nats"
-        uneven = "" if _has_robust(result) else ", because the weights of the hidden states are uneven"
-        return f"{known}{uneven}: raise effort or tolerance{see('not-converged')}"
+        return f"{known}: raise effort or tolerance{see('not-converged')}"
     return None
 
 
