@@ -71,7 +71,7 @@ Numbers = Any  # an array of JAX or NumPy, or a number
 
 
 class Unresolved(RuntimeError):
-    """A density that no mesh within the limits resolves."""
+    """Raised for a density that no mesh within the limits resolves."""
 
 
 class Resolution(NamedTuple):
@@ -92,7 +92,7 @@ class Resolution(NamedTuple):
 
 
 class Work:
-    """The work left to an estimate, in nodes times products with the operator."""
+    """The remaining work of an estimate, in nodes times products with the operator."""
 
     def __init__(self, left: float):
         self.left, self.spent = left, 0.0
@@ -105,7 +105,7 @@ class Work:
 
 
 class Box(NamedTuple):
-    """x = centre + scale w(y), |yᵢ| ≤ 1; the scale is lower triangular, w the warp of each axis."""
+    """x = centre + scale w(y), |yᵢ| ≤ 1; `scale` is lower triangular, and w is the warp of each axis."""
 
     centre: np.ndarray
     scale: np.ndarray
@@ -115,7 +115,7 @@ class Box(NamedTuple):
     def around(
         x: np.ndarray, mean: np.ndarray, root: np.ndarray, margin: float, skewed: bool = True
     ) -> "Box":
-        """The smallest box around points with sides along the columns of `root`, times a margin."""
+        """The smallest box around points with sides along the columns of `root`, enlarged by a margin."""
         units = scipy.linalg.solve_triangular(root, (x - mean).T, lower=True)
         low, high = units.min(axis=1), units.max(axis=1)
         middle, half = 0.5 * (low + high), 0.5 * margin * (high - low)
@@ -130,12 +130,13 @@ class Box(NamedTuple):
         return scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
 
     def log_volume(self, size: int) -> np.ndarray:
-        """Of x over that of y, on the mesh, `(nᵈ,)`."""
+        """The volume element of x divided by that of y, on the mesh, `(nᵈ,)`."""
         slopes = warp(nodes(size, len(self.centre)), self.skew)[1]
         return np.sum(np.log(slopes), axis=1) + np.sum(np.log(np.diag(self.scale)))
 
     def to_fields(self, size: int) -> np.ndarray:
-        """At each node, what takes μ and the lower triangle of σσᵀ for x to those for y, `(nᵈ, F, F)`."""
+        """At each node, the matrix that maps μ and the lower triangle of σσᵀ of x to those of y, `(nᵈ, F,
+        F)`."""
         d, inverse = len(self.centre), np.linalg.inv(self.scale)
         pairs = [(i, j) for i in range(d) for j in range(i + 1)]
         slope = warp(nodes(size, d), self.skew)[1]
@@ -151,8 +152,8 @@ class Box(NamedTuple):
 
 
 def warp(y: Any, skew: Any, xp: Any = np) -> tuple[Any, Any]:
-    """w(y) = (e^{κy} − cosh κ)/sinh κ, which keeps ±1, and its slope: for long tails on one side, such as
-    those of lognormal densities."""
+    """w(y) = (e^{κy} − cosh κ)/sinh κ, which maps ±1 to ±1, and its slope. It is used for densities with a
+    long tail on one side, such as lognormal densities."""
     bend = xp.where(skew == 0, 1.0, skew)
     grown = xp.exp(bend * y) / xp.sinh(bend)
     return xp.where(skew == 0, y, grown - 1 / xp.tanh(bend)), xp.where(skew == 0, 1.0, bend * grown)
@@ -216,7 +217,7 @@ def extrapolation(places: Any) -> np.ndarray:
 
 
 class GridDensity(eqx.Module):
-    """The density of y on a mesh and its error: relative at each node, and relative to the maximum."""
+    """The density of y on a mesh, with a relative error at each node and an error relative to the maximum."""
 
     values: Numbers  # (n,) or (n, n)
     relative: Numbers
@@ -239,18 +240,18 @@ class GridDensity(eqx.Module):
 
 @functools.lru_cache(maxsize=64)
 def nodes(size: int, dimension: int) -> np.ndarray:
-    """The mesh, `(nᵈ, d)`."""
+    """The nodes of a mesh, `(nᵈ, d)`."""
     axis = -1 + 2 * np.arange(size) / size
     return np.stack([a.ravel() for a in np.meshgrid(*[axis] * dimension, indexing="ij")], axis=1)
 
 
 def triangle(d: int) -> np.ndarray:
-    """The positions of the entries of a symmetric matrix in its lower triangle, stored by rows."""
+    """The indices of the entries of a symmetric matrix in its lower triangle, stored by rows."""
     return np.array([[max(i, j) * (max(i, j) + 1) // 2 + min(i, j) for j in range(d)] for i in range(d)])
 
 
 def in_batches(function: Callable, x: Any, size: int) -> Any:
-    """A function of `size` rows for any number of them."""
+    """Apply a function of `size` rows to any number of rows, in padded blocks."""
     rows = jax.tree.leaves(x)[0].shape[0]
     place = np.minimum(np.arange(-(-rows // size) * size), rows - 1).reshape(-1, size)
     parts = [function(jax.tree.map(lambda a, some=some: a[some], x)) for some in place]
@@ -327,7 +328,7 @@ def exponents(raw: Numbers, segment: Segment, companion: bool) -> Numbers:
 
 class Expansion(NamedTuple):
     """exp(A) ≈ (Σ aₖ Fₖ((A/r + m)/γ))ʳ, Fₖ₊₁(z) = z Fₖ(z) − δ Fₖ₋₁(z): Faber polynomials of an ellipse with
-    its centre at −m. The sum of its semi-axes is 2γ, their difference over their sum is δ."""
+    centre −m. The sum of its semi-axes is 2γ, and δ is their difference divided by their sum."""
 
     repeats: int  # r
     centre: float
@@ -336,7 +337,8 @@ class Expansion(NamedTuple):
 
     @staticmethod
     def of(damping: float, frequency: float, rounding: float) -> "Expansion":
-        """For a numerical range within −damping ≤ Re ≤ 0, |Im| ≤ frequency, with the fewest terms."""
+        """The expansion with the fewest terms for a numerical range within −damping ≤ Re ≤ 0, |Im| ≤
+        frequency."""
         repeats = 1 << max(0, math.ceil(math.log2(1e-3 * (damping + frequency))))
         best = Expansion.repeated(repeats, damping, frequency, rounding)
         while repeats < 1 << 20:
@@ -370,7 +372,7 @@ class Expansion(NamedTuple):
 
 
 def waves(y: np.ndarray, count: int) -> np.ndarray:
-    """Cosines and sines of the first wavenumbers at places, `(..., 1 + 2 count)`."""
+    """Cosines and sines of the first `count` wavenumbers at the given places, `(..., 1 + 2 count)`."""
     angle = np.multiply.outer(np.pi * y, np.arange(1, 1 + count))
     return np.concatenate([np.ones((*y.shape, 1)), np.cos(angle), np.sin(angle)], axis=-1)
 
@@ -379,11 +381,11 @@ class Modes(NamedTuple):
     """Matrices between values at the nodes of an axis and amplitudes of its cosines and sines."""
 
     highest: int  # wavenumber
-    values: np.ndarray  # (n, m), from amplitudes
-    plain: np.ndarray  # (m, n), to amplitudes
-    first: np.ndarray  # (m, n), to those of −∂
-    second: np.ndarray  # (m, n), to those of ½∂²
-    slope: np.ndarray  # (m,), by which ∂ multiplies amplitudes, and where they come from
+    values: np.ndarray  # (n, m), maps amplitudes to values
+    plain: np.ndarray  # (m, n), maps values to amplitudes
+    first: np.ndarray  # (m, n), maps values to the amplitudes of −∂ of them
+    second: np.ndarray  # (m, n), maps values to the amplitudes of ½∂² of them
+    slope: np.ndarray  # (m,), factors by which ∂ multiplies amplitudes, and the indices of these
     partner: np.ndarray
 
     @staticmethod
@@ -424,7 +426,7 @@ def along_axes(matrix: np.ndarray, q: Any) -> Any:
 
 
 def term(state: Any, number: Any, apply: Callable, expansion: Any) -> Any:
-    """One more term of an expansion; the state has the last two polynomials and the sum."""
+    """Add one term of an expansion; the state contains the last two polynomials and the sum."""
     before, now, total = state
     after = (apply(now) + expansion[0] * now) / expansion[1] - number[1] * before
     return now, after, total + number[0] * now
@@ -448,7 +450,7 @@ def _terms(state: Any, drift: Any, noise: Any, size: int, expansion: Any, number
 
 
 def exponential(now: Numbers, drift: Numbers, noise: Numbers, expansion: Expansion, modes: Modes) -> Numbers:
-    """exp(A) of amplitudes; to be differentiated if they are traced."""
+    """exp(A) applied to amplitudes; differentiable if they are traced."""
     drift, noise, size = drift / expansion.repeats, noise / expansion.repeats, len(modes.values)
     ellipse = (expansion.centre, expansion.scale)
     zero = np.zeros(now.shape)
@@ -465,7 +467,7 @@ def exponential(now: Numbers, drift: Numbers, noise: Numbers, expansion: Expansi
 
 
 def run(q: Numbers, raw: Numbers, segment: Segment, companion: bool, work: Work | None = None) -> Numbers:
-    """The density at the end of a segment from that at its beginning."""
+    """The density at the end of a segment from the density at its beginning."""
     d, modes, traced = q.ndim, Modes.of(segment.size, companion), is_traced(raw) or is_traced(q)
     now = _along_axes(modes.plain, q) if traced else along_axes(modes.plain, q)
     for table in exponents(raw, segment, companion):
@@ -489,11 +491,11 @@ _along_axes = jit(along_axes, level=1)
 
 
 def spectral_bounds(drift: np.ndarray, noise: np.ndarray, share: float) -> tuple[float, float]:
-    """How far the numerical range of the discretised operator extends to the left, and up and down."""
+    """Bounds of the numerical range of the discretised operator: its extent to the left, and up and down."""
     d, size = len(drift), drift.shape[1]
     top, axes = share * np.pi * size / 2, tuple(range(1, d + 1))
     damping = 0.5 * top**2 * float(np.sum(np.abs(noise[triangle(d).ravel()]), axis=0).max())
-    # Where the periodic continuation of the drift jumps.
+    # The jump of the periodic continuation of the drift adds to the bound.
     jump = max(float(np.abs(np.take(drift[i], 0, i) - np.take(drift[i], -1, i)).max()) for i in range(d))
     damping += 0.5 * top * jump
     slopes = np.gradient(noise, 2 / size, axis=axes)
@@ -502,12 +504,12 @@ def spectral_bounds(drift: np.ndarray, noise: np.ndarray, share: float) -> tuple
 
 
 class Transfer(NamedTuple):
-    """The interpolation of a density from the mesh of a box to that of another."""
+    """The interpolation of a density from the mesh of one box to the mesh of another."""
 
-    rows: np.ndarray  # (n, n′), along the first axis
-    waves: np.ndarray  # (n, n, m), along the second one, for each row
+    rows: np.ndarray  # (n, n′), interpolation along the first axis
+    waves: np.ndarray  # (n, n, m), interpolation along the second axis, for each row
     plain: np.ndarray  # (m, n′)
-    volume: np.ndarray  # (n, ...), of the new box over that of the old one; zero outside of that
+    volume: np.ndarray  # (n, ...), ratio of the volume elements of new and old box; zero outside the old box
 
     @staticmethod
     def to(segment: Segment) -> "Transfer":
@@ -535,7 +537,8 @@ _transfer = jit(lambda transfer, q: transfer(q), level=1)
 
 
 def tails(q: np.ndarray) -> np.ndarray:
-    """About how much of a density is in wavenumbers from each one on, relative to its maximum."""
+    """For each wavenumber, the approximate contribution of it and all higher wavenumbers to a density,
+    relative to the maximum of the density."""
     spectrum = np.abs(np.fft.rfftn(q)) / q.size
     whole, half = np.fft.fftfreq(len(q), 1 / len(q)), np.fft.rfftfreq(len(q), 1 / len(q))
     shell = functools.reduce(np.maximum.outer, [np.abs(whole)] * (q.ndim - 1) + [half]).round().astype(int)
@@ -560,7 +563,8 @@ def extrapolated_nodes(q: np.ndarray, level: float, lower: float) -> float:
 
 
 def edge(q: np.ndarray) -> float:
-    """The largest value on the faces of the box, relative to the maximum, without ripples of the mesh."""
+    """The largest density on the faces of the box, relative to the maximum; ripples of the mesh are smoothed
+    out."""
     smooth = q
     for axis in (*range(q.ndim), *range(q.ndim)):
         smooth = 0.5 * smooth + 0.25 * (np.roll(smooth, 1, axis) + np.roll(smooth, -1, axis))
@@ -574,7 +578,7 @@ def is_uniform(noise: np.ndarray) -> bool:
 
 
 class Forecast(NamedTuple):
-    """Where a density goes by the nearest linear SDE, dZ = (drift + slope (Z − mean)) dt + noise."""
+    """A forecast of a density by the nearest linear SDE, dZ = (drift + slope (Z − mean)) dt + noise."""
 
     mean: np.ndarray
     covariance: np.ndarray
@@ -595,7 +599,7 @@ class Forecast(NamedTuple):
         covariance = (weight[:, None] * away).T @ away
         slope = np.linalg.solve(covariance, (weight[:, None] * away).T @ raw[:, :d]).T
         noise = (weight @ raw[:, d:])[triangle(d)]
-        # Below the noise of the mesh the tails are taken to be normal.
+        # Tails below the noise of the mesh are taken to be normal.
         seen = min(max(10 * float(-q.min() / q.max()), edge(q), level), 1e-2)
         root = np.linalg.cholesky(covariance)
         units = scipy.linalg.solve_triangular(root, away[q.ravel() > seen * q.max()].T, lower=True).T
@@ -608,7 +612,7 @@ class Forecast(NamedTuple):
     def path(self, span: float) -> tuple[np.ndarray, np.ndarray]:
         """Mean and covariance at five times of a span (Van Loan 1978)."""
         d = len(self.mean)
-        rate = np.zeros((2 * d + 2, 2 * d + 2))  # of Z − mean and 1
+        rate = np.zeros((2 * d + 2, 2 * d + 2))  # rate matrix of Z − mean and 1
         rate[:d, :d], rate[:d, d], rate[:d, d + 1 : -1] = -self.slope, -self.drift, self.noise
         rate[d + 1 :, d + 1 :] = -rate[: d + 1, : d + 1].T
         step = scipy.linalg.expm(0.25 * span * rate)
@@ -816,7 +820,8 @@ def checked_in_time(sde: AbstractSDE, segment: Segment) -> tuple[Segment, float]
 
 
 def evaluation_cost(sde: AbstractSDE) -> float:
-    """About that of the coefficients at a point, in products with the operator: 150 parameters make one."""
+    """The approximate cost of the coefficients at a point, in products with the operator; 150 parameters cost
+    as much as one product."""
     return 1 + sum(leaf.size for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)) / 150
 
 
@@ -827,8 +832,8 @@ def log_gap(q: np.ndarray, other: np.ndarray, lowest: float) -> float:
 
 
 def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The largest difference at each node and its neighbours, relative to the density: that of relative or of
-    absolute differences, which is smaller."""
+    """At each node, the error of the density relative to it: the largest relative difference, or the largest
+    absolute difference divided by the density, among the node and its neighbours; the smaller of both."""
 
     def largest(gap: np.ndarray) -> np.ndarray:
         for axis in range(q.ndim):
@@ -840,7 +845,7 @@ def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 class FromDensity(eqx.Module):
-    """A start from a distribution: its log-density at points `(N, d)`, and draws of it."""
+    """An initial distribution: its log-density at points `(N, d)`, and draws from it."""
 
     log_prob: Callable[[Numbers], Numbers]
     draws: np.ndarray
@@ -917,8 +922,8 @@ def _on_mesh(logs: Numbers, box: Box, size: int) -> Numbers:
 
 @functools.partial(jit, level=1)
 def _moments(sde: AbstractSDE, point: Numbers, t: Numbers) -> tuple[Numbers, Numbers]:
-    """Mean and covariance a short while after a point: m′ = E μ and C′ = E[μ(Z − m)ᵀ + (Z − m)μᵀ + σσᵀ] from
-    C = 0, with expectations by the second derivatives of μ and σσᵀ."""
+    """Mean and covariance a short time after a point: m′ = E μ and C′ = E[μ(Z − m)ᵀ + (Z − m)μᵀ + σσᵀ] from C
+    = 0, with expectations expanded to second derivatives of μ and σσᵀ."""
     ito = to_ito(sde)
 
     def both(t: Numbers, z: Numbers) -> Numbers:
@@ -963,7 +968,7 @@ def _draws(base: Any) -> Numbers:
 
 
 class BaseLogProb(eqx.Module):
-    """The log-density of a base at `(N, d)`."""
+    """The log-density of a base at points `(N, d)`."""
 
     base: Any
 
@@ -972,7 +977,7 @@ class BaseLogProb(eqx.Module):
 
 
 def values_of(tree: Any) -> Any:
-    """The values of what is being differentiated."""
+    """The concrete values of arrays that are being differentiated."""
     tree = jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
     if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
         raise TypeError("rf.density.Grid chooses its mesh from values: call it outside of jit and vmap")
@@ -1037,7 +1042,7 @@ def log_prob_and_error(
 
 
 def applies(flow: Any) -> str | None:
-    """Why a grid cannot estimate the density of a flow; None if it can."""
+    """The reason why a grid cannot estimate the density of a flow; None if it can."""
     if flow.dimension not in SIZES:
         return f"a grid needs one or two dimensions, got {flow.dimension}"
     if not flow.noise_dimension:
@@ -1053,11 +1058,11 @@ def applies(flow: Any) -> str | None:
 class Grid(AbstractEstimator):
     """log p(x) in one or two dimensions by the Fokker–Planck equation, without paths.
 
-    `solver_error` is the error of the mesh and its steps; nothing else adds to `total_error`. It is infinite,
-    and `log_prob` is NaN, where x is outside the box around the density, where the density is below its
-    error, about 1e-8 of the maximum, and where no mesh resolves the density. Coefficients and base should be
-    smooth. Differentiable in x and in the parameters of SDE and base, by reverse mode. The mesh is chosen
-    from values, so it cannot be part of a `jit`.
+    `total_error` consists of `solver_error` only, the error of mesh and time steps. This error is infinite,
+    and `log_prob` is NaN, if x is outside the box around the density, if the density is below its error
+    (about 1e-8 of the maximum), or if no mesh resolves the density. Coefficients and base should be smooth.
+    The result is differentiable, in reverse mode, in x and in the parameters of SDE and base. The mesh is
+    chosen from values, so the estimator cannot be used inside `jit`.
 
     **Arguments:** `tolerance`, the total error to reach if `estimate` is called without one; `start`, a fixed
     initial state `(d,)` in place of the base; `largest`, the maximum number of nodes per axis.
@@ -1103,7 +1108,7 @@ def estimate(
     largest: int | None = None,
     max_work: float = MAX_WORK,
 ) -> tuple[Numbers, Numbers]:
-    """log p at `x` `(..., d)` and its error; NaN and infinite where `max_work` does not suffice."""
+    """log p at `x` `(..., d)` and its error; NaN and infinite if `max_work` does not suffice."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(()).dtype
     model = (explicit(flow.sde, flow.dimension), flow.base, None if start is None else jnp.asarray(start), x)
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -1117,7 +1122,7 @@ def estimate(
             begin = FromPoint(sde, jnp.asarray(start, float), FIRST * flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
         value, error = log_prob_and_error(sde, begin, flow.t1, points, tolerance, largest, max_work)
-        # A value is rounded to the precision of x.
+        # The error includes rounding to the precision of x.
         error = error + jnp.finfo(dtype).eps * jnp.nan_to_num(jnp.abs(value))
         value, error = (jnp.reshape(part, x.shape[:-1]).astype(dtype) for part in (value, error))
         return value, error
@@ -1127,7 +1132,8 @@ def estimate(
 
 
 def differentiated_in_double_precision(function: Callable) -> Callable:
-    """A function with derivatives in double precision, whatever the precision of the process."""
+    """A function whose derivatives are computed in double precision, regardless of JAX's default
+    precision."""
     outer = jax.custom_vjp(function)
     forward = in_double_precision(lambda parameters: jax.vjp(function, parameters))
     outer.defvjp(forward, in_double_precision(lambda pull, slopes: pull(slopes)))
@@ -1135,7 +1141,7 @@ def differentiated_in_double_precision(function: Callable) -> Callable:
 
 
 def explicit(sde: AbstractSDE, dimension: int) -> AbstractSDE:
-    """The SDE with what is differentiated among its parameters, not in what its functions close over."""
+    """The SDE in which arrays in closures of its functions that are being differentiated are parameters."""
     t, z = jnp.zeros(()), jnp.zeros(dimension)
     hidden = is_traced(values_of(sde).drift(t, z)) or is_traced(noise_matrix(values_of(sde).noise(t, z)))
     return with_explicit_parameters(sde, z) if hidden else sde
