@@ -216,7 +216,7 @@ def check_fields(module: eqx.Module) -> None:
 
 
 def _wanted(kind: Any) -> str:
-    """A type in words."""
+    """The description of a type for messages."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_wanted(one) for one in typing.get_args(kind)))
     if collections.abc.Callable in (kind, typing.get_origin(kind)):

@@ -124,7 +124,7 @@ def _run(function: Callable, level: int | None, leaves: list, structure: Any) ->
         with nullcontext() if traced or program.is_compiled else _message(), _quiet_callbacks():
             return program(dynamic, wait=not traced)
     except ValueError as error:
-        # A differentiated value may be hidden in a closure.
+        # Values that are being differentiated may be hidden in closures.
         if "compiler_options" not in str(error):
             raise
         return _Program(function, structure, static, {})(dynamic, wait=False)

@@ -271,7 +271,7 @@ FUNCTIONS: dict[str, Callable] = {
 
 
 class UnknownName(ValueError):
-    """A file names a class that is not allowed or does not exist."""
+    """Raised if a file names a class that is not allowed or does not exist."""
 
 
 def name_of(cls: type) -> str:

@@ -190,9 +190,7 @@ def _plain(name: str) -> str:
 MAX_COLUMNS = 5  # maximum number of columns shown; five columns make ten pairs
 DRAWN_ROWS = 4000  # number of rows and of samples drawn
 SCORED, NOISY = 1000, 64  # number of rows to score, without and with noise
-MIN_SHARE_OUTSIDE = (
-    0.005  # fraction of samples outside the range of the data above which bounds are suggested
-)
+MIN_SHARE_OUTSIDE = 0.005  # bounds are suggested if more samples lie outside the range of the data
 SCORE_EXPLANATION = (
     "The log-likelihood is the mean of log p over rows; higher is better. It is measured in nats: a gain of "
     "1 nat per row means that the density at a typical row is e = 2.7 times as high. Its value depends on "
@@ -453,7 +451,7 @@ def _mixed_sections(
     score = fitted.score
     good = _numbers(replace(fitted, stages={}), score) if score is not None else {}
     good["Gaussian"] = (
-        f"{score.gaussian:.4f}, one Gaussian and the frequencies of categories" if score else ""
+        f"{score.gaussian:.4f}, for one Gaussian and the frequencies of categories" if score else ""
     )
     good["components"] = f"{len(model.mixture.weights)} Gaussians times tables of categories"
     shown = list(numbers)[:MAX_COLUMNS]

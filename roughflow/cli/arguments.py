@@ -296,7 +296,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raise the message that argparse would print over several lines."""
+    """A parser that raises errors in one line, where argparse would print several."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (see {self.prog} --help)")

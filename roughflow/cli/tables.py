@@ -290,7 +290,7 @@ def _numbers(
 
 
 def _series(cell: str) -> str:
-    """A hint for cells that are dates."""
+    """A hint for messages on cells that are dates, else empty."""
     try:
         datetime.datetime.fromisoformat(cell)
     except ValueError:

@@ -19,7 +19,7 @@ from ._proposals import AbstractProposal, log_standard
 class LowerBound(eqx.Module):
     """The K-path lower bound: E log (1/K) Σₖ wₖ ≤ log p(x), which tightens as K grows (Burda et al. 2016).
 
-    With `rf.PullBack(1)` it is the bound of Hodgkinson et al. (2020), E log p(x | path).
+    With `rf.PullBack(1)` this is the bound of Hodgkinson et al. (2020), E log p(x | path).
 
     **Arguments:** `estimator`, whose `num_paths` is K and whose proposal draws the paths. If the proposal is
     an `rf.Amortised`, the gradient of the bound trains it too.

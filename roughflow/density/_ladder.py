@@ -47,7 +47,7 @@ from ._paths import (
 )
 from ._proposals import AbstractProposal, Mixture, Prior
 
-DEFAULT_TOLERANCE = 0.05  # total error in nats that is aimed at, if the user gives no tolerance
+DEFAULT_TOLERANCE = 0.05  # target of the total error in nats, if the user gives no tolerance
 # In nats; below this total error no other method is tried, if the user gives no tolerance.
 ACCEPTED_ERROR = 0.1
 FIRST_PATHS = 256  # from the prior, in the first round

@@ -115,7 +115,7 @@ class Mixture(eqx.Module):
         share = jnp.exp(self.log_share) * (1 - self.prior)[:, None]
         upper = jnp.cumsum(share, axis=1)
         lower = upper - share
-        # Rounding must not leave a gap below 1 where the prior has no share.
+        # If the prior has no share, rounding errors must not leave a gap below 1.
         upper = jnp.where((self.prior == 0)[:, None] & (upper >= upper[:, -1:]), 2, upper)
         return (uniform >= lower[:, None]) & (uniform < upper[:, None]) & (share > 0)[:, None]
 
@@ -131,7 +131,7 @@ def _log(share: Array) -> Array:
 
 
 class AbstractProposal(eqx.Module):
-    """The interface of proposals, such as `rf.Prior`: from which distribution paths to x are drawn.
+    """The interface of proposals, the distributions from which paths to x are drawn, such as `rf.Prior`.
 
     ```python
     from typing import ClassVar
@@ -154,7 +154,7 @@ class AbstractProposal(eqx.Module):
     """
 
     draws: eqx.AbstractVar[AbstractDraws]
-    wants_cloud: ClassVar[bool] = False  # whether it looks at forward draws of the flow
+    wants_cloud: ClassVar[bool] = False  # whether the proposal uses forward draws of the flow
 
     def __check_init__(self):
         check_fields(self)

@@ -7,8 +7,8 @@ coefficients ω. It approximates white noise on the horizon [0, T] by
 
 The coefficients of a given Brownian path are ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t): projection.
 
-Drivers of other Gaussian processes have functions eₖ that are not orthonormal, and may scale with another
-power of T.
+Drivers of other Gaussian processes have functions eₖ that are not orthonormal, and their paths may scale with
+another power of T.
 """
 
 import abc

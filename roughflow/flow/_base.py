@@ -35,8 +35,8 @@ class Whitened(Base, Protocol):
     """A base with a map from standard normal numbers u of shape `(d,)` to its points.
 
     Any smooth one-to-one map onto the support of the base is valid; `log_prob` remains the density. The
-    closer the map transports normal numbers to the base, the better. A base whose support is a subset of Rᵈ
-    needs this map, so that a search for starting points stays inside the support.
+    closer the distribution of the mapped numbers is to the base, the better. A base whose support is a subset
+    of Rᵈ needs this map, so that a search for starting points stays inside the support.
     """
 
     def from_normal(self, u: Array) -> Array: ...
@@ -68,7 +68,8 @@ class Normal(eqx.Module):
                 f"got {loc.shape} and {jnp.shape(scale)}"
             )
         self.loc = loc
-        # The logarithm is trained, so that the scale stays positive. NumPy, because it does not compile.
+        # The logarithm is trained, so that the scale stays positive. Computed in NumPy, which needs no
+        # compilation.
         xp = jnp if is_traced(scale) else np
         self.log_scale = jnp.asarray(xp.log(xp.broadcast_to(xp.asarray(scale, loc.dtype), loc.shape)))
 

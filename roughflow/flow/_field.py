@@ -134,9 +134,9 @@ KEPT = ("roughflow_point", "roughflow_status")
 
 
 class Field(eqx.Module):
-    """Everything the right-hand side depends on, parameters and random numbers, in one pytree.
+    """The right-hand side, with everything that it depends on, parameters and random numbers, in one pytree.
 
-    Solvers take it as an argument, never as a closure, so that all methods of differentiation see all
+    Solvers take a field as an argument, never as a closure, so that all methods of differentiation see all
     parameters.
     """
 

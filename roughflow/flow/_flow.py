@@ -306,7 +306,7 @@ class AbstractStochasticFlow(eqx.Module):
         t1: float | Array | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Outcome:
-        """The solve behind all methods, with the status of each sample."""
+        """The solve that all methods use, with the status of each sample."""
         return solve(self, z, path, t1, key, reverse)
 
 

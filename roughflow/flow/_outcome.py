@@ -86,7 +86,7 @@ def start_of(z: Array) -> Outcome:
 
 
 def failed(outcome: Outcome) -> Array:
-    """Which samples have no result; an escape is a result."""
+    """A mask of the samples that have no result; an escape is a result."""
     return (outcome.status == Status.NON_FINITE) | (outcome.status == Status.OUT_OF_STEPS)
 
 

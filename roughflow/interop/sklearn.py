@@ -26,9 +26,9 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
       exact; "best" to choose it on the validation rows.
     - `family`: "gaussian", "marginals" or "flow"; None for a flow if the table is large or `steps` is set,
       otherwise for the best of the three by cross-validation.
-    - `bounds`, `rounding`: by column name or index. `{"share": (0, 1), "income": (0, None)}` sets bounds,
-      outside of which the density is zero; `{"age": 1.0}` sets the step of rounded values, and "auto" detects
-      them.
+    - `bounds`, `rounding`: bounds and rounding steps of columns, by column name or index. `{"share": (0, 1),
+      "income": (0, None)}` sets bounds, outside of which the density is zero; `{"age": 1.0}` sets the step of
+      rounded values, and "auto" detects them.
     - `marginals`: whether to first map columns to nearly normal ones; None to decide by cross-validation.
     - `smoothing`, `outliers`: noise added to the rows during training, and the fraction of rows that get
       large noise; None for defaults by table size.
@@ -295,7 +295,7 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
       rows. If 5 % of the training rows of these tables are anomalies, subsamples raise the mean AUROC from
       0.75 to 0.77; without anomalies they lower it from 0.83 to 0.80. "auto" predicts 5 % of ordinary rows to
       be outliers and scores rows by the density of all training rows.
-    - `family`: of `rf.fit_density`, for `method="density"`.
+    - `family`: as in `rf.fit_density`, for `method="density"`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None; for `method="density"`.
 
     **After `fit`:** `model_`, an `rf.tables.KernelDensity` or an `rf.FittedDensity`; `offset_`;

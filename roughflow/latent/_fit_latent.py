@@ -23,8 +23,8 @@ DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.9
 FEWEST_TO_VALIDATE = 10  # series
 LONGEST = 0.1  # longest time step of likelihoods, in units of the SDE
 LENGTH = 0.05  # initial time over which the posterior averages, in units of the SDE
-FIRST_DRAW = 1024  # series drawn from a function to initialise a model
-ROUNDING = 1e-6  # relative deviation of a column that is constant up to rounding
+FIRST_DRAW = 1024  # number of series drawn from a function to initialise a model
+ROUNDING = 1e-6  # a column with a smaller relative deviation is constant up to rounding errors
 
 
 @grouped_arguments(training=TrainingOptions, run=RunOptions)

@@ -167,7 +167,8 @@ class Posterior(eqx.Module):
         gap = times[before + 1] - times[before]
         share = (t - times[before]) / gap
         features = (1 - share) * reading.features[before] + share * reading.features[before + 1]
-        # A coordinate of time that is 0 at observations, for continuity, and slow where two are close.
+        # A coordinate of time that is 0 at observations, for continuity, and varies slowly between close
+        # observations.
         clock = share * (1 - share) * gap / (gap + jnp.exp(self.log_length))
         clock = clock * jnp.sqrt(1 + gap / self.encoder.unit)
         out = self.head(t, jnp.concatenate([features[d:], clock[None]]))

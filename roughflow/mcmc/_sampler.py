@@ -36,7 +36,7 @@ class SamplerState(eqx.Module):
 
 
 class LocalNoise(eqx.Module):
-    """The position of a chain, and σ there."""
+    """The noise σ at the position of a chain."""
 
     sigma: Noise
     log_det: Array
@@ -333,8 +333,8 @@ DIFFERENT_SOLUTION = 1e-3  # a solution that differs by more, relative to the no
 
 
 class GradientState(SamplerState):
-    """The position of a chain, its log density and gradient. Nothing here depends on σ or dt, so both may
-    change while a chain runs."""
+    """The position of a chain, its log density and gradient. The state does not depend on σ or dt, so both
+    may change while a chain runs."""
 
     log_density: Array
     gradient: Array

@@ -36,7 +36,7 @@ from ._sampler import AbstractSampler, AdjustedSampler, FlowSampler, GradientSta
 # Optimal acceptance of Langevin proposals in high dimension (Roberts & Rosenthal 1998).
 TARGET_ACCEPTANCE = 0.574
 NUM_ROUNDS = 4  # rounds of warm-up
-CLIMB_STEPS = 50  # Newton iterations
+CLIMB_STEPS = 50  # Newton iterations of a climb
 ROBUST_RANGE = 3.0  # in robust standard deviations from the median; positions further away are pulled in
 NUM_CLIMBERS = 4  # chains that climb to a mode
 TRIAL_DRAWS = 16  # draws that evaluate a normal approximation
@@ -57,13 +57,13 @@ def warm_up(
     chains.
 
     Four of the chains first climb towards a mode with Newton's method. Each point on the way, with the
-    curvature there, defines a normal distribution. Each climber keeps the one closest to the target, by E[log
-    p − log q] as in Pathfinder (Zhang et al. 2022). The closest one may be far from the mode, as in a funnel.
-    The best of the four gives the initial σ. Chains that start far below the log density of draws from the
-    mixture of these normals are moved to such draws by importance resampling, with a warning; the others keep
-    their starting points. Then, in four rounds, dt is adapted to an acceptance of 0.574 (Robbins–Monro).
-    After each round but the last, σσᵀ is set to the covariance of the positions. Adaptation then stops, so
-    the stationary distribution is exact.
+    curvature there, defines a normal distribution. Each climbing chain keeps the normal distribution closest
+    to the target, by E[log p − log q] as in Pathfinder (Zhang et al. 2022). The closest one may be far from
+    the mode, as in a funnel. The best of the four gives the initial σ. Chains that start far below the log
+    density of draws from the mixture of these normals are moved to such draws by importance resampling, with
+    a warning; the others keep their starting points. Then, in four rounds, dt is adapted to an acceptance of
+    0.574 (Robbins–Monro). After each round but the last, σσᵀ is set to the covariance of the positions.
+    Adaptation then stops, so the stationary distribution is exact.
 
     **Arguments:** `log_density`; `z0`, `(chains, d)`, several chains; `num_steps`, total number of steps (one
     gradient per step and chain), at least hundreds; `climb`, whether to climb first; if False, all chains
@@ -151,8 +151,8 @@ def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array,
 
 
 def _best_normal(target: LogDensity, start: Array, trials: Array) -> tuple[Array, Array, Array]:
-    """The normal distribution closest to the target among those on the way up from a start: its mean, a
-    square root of its covariance, and E[log p − log q] up to a constant, −inf if there is none."""
+    """The normal approximation closest to the target among those at the points of a climb: its mean, a square
+    root of its covariance, and E[log p − log q] up to a constant, −inf if there is none."""
     lengths = 0.5 ** jnp.arange(10.0)
 
     def uphill(y: Array, _) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -182,7 +182,7 @@ def _resample(
     target: LogDensity, centres: Array, roots: Array, bounds: Array, key: PRNGKeyArray, count: int
 ) -> tuple[Array, Array]:
     """Draws from the mixture of the normals, resampled with weights p/q, so that modes are represented in
-    proportion to their mass; also log p at the draws; −inf if there are no valid draws."""
+    proportion to their mass; and log p at the draws, −inf if there are no valid draws."""
     key_unit, key_choose = jax.random.split(key)
     usable = jnp.isfinite(bounds)
     roots = jnp.where(usable[:, None, None], roots, jnp.eye(roots.shape[-1], dtype=roots.dtype)[None])

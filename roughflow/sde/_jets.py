@@ -28,11 +28,13 @@ Layers = tuple[list[Array], list[Array], list[Array], list[Array]]
 ONE_LAYER, LAYERS, BACKWARD = (32, 1), (64, 4), (16, 4)
 WIDTHS = (16, 32, 64)
 DEPTH, THIN = 4, 4  # maximum number of hidden layers, and of inputs or outputs
-MAX_PRODUCTS = 4  # maximum number of products per layer that fit in registers: a value and its derivatives
+# Maximum number of products per layer (for a value and its derivatives) that fit in registers.
+MAX_PRODUCTS = 4
 
 
 def fits(sizes: Sequence[int], order: int) -> bool:
-    """Whether a network with these layers is small enough for the kernel, with derivatives up to `order`."""
+    """Whether a network with layers of the given sizes is small enough for the kernel with derivatives up to
+    `order`."""
     inputs, *hidden, outputs = sizes
     alike = len(set(hidden)) == 1 and hidden[0] in WIDTHS
     if not alike or len(hidden) > DEPTH or max(inputs, outputs) > THIN:

@@ -120,7 +120,8 @@ def _kinks(part: str, function: Callable, dimension: int, t1: float, points: Arr
 
 
 def _switches(function: Callable, t: Array, z: Array) -> tuple[list[Any], list[Any], list[int]]:
-    """The operations of a coefficient, its constants, and the indices of those that switch with the state."""
+    """The operations of a coefficient, its constants, and the indices of the operations that switch with the
+    state."""
     operations, numbers = flat_operations(_arrays(function), (t, z), opaque=SMOOTH)
     depends, count, switches = {1}, 2, []
     for i, operation in enumerate(operations):

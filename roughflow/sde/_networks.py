@@ -307,8 +307,8 @@ class ConstantDiffusion(eqx.Module):
 class RestoringDrift(eqx.Module):
     """Drift μ(t, z) = −½ c² z + N(t, z), with a network N that is initially zero.
 
-    With constant noise of size c the first term leaves N(0, I) invariant, so training a flow from a standard
-    normal base starts at that distribution.
+    With constant noise of size c, the first term leaves N(0, I) invariant, so an untrained flow with a
+    standard normal base has that distribution at all times.
 
     ```python
     import jax, jax.numpy as jnp
@@ -431,7 +431,7 @@ class VelocityNetwork(eqx.Module):
         return jnp.concatenate([out[:own] + normal, *more, *given])
 
 
-MAX_FULL_DIMENSION = 16  # maximum dimension for learned shears
+MAX_FULL_DIMENSION = 16  # maximum dimension for the shears N
 MAX_LOG_SCALE = 15.0  # bound on the logarithm of a scale
 
 

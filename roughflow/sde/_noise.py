@@ -46,7 +46,8 @@ def _program(function: Callable[[Array], Any], z: Array) -> Jaxpr:
 
 
 def _follow(jaxpr: Jaxpr, inputs: list[bool | None]) -> list[bool | None]:
-    """For each output: True if it depends on z entry by entry, False if otherwise, None if not at all."""
+    """For each output: True if it depends on z entry by entry, False if it depends on z in another way, None
+    if it does not depend on z."""
     found: dict[Any, bool | None] = dict(zip(jaxpr.invars, inputs, strict=True))
     look = lambda v: found.get(v) if isinstance(v, Var) else None
     for equation in jaxpr.eqns:

@@ -154,8 +154,8 @@ def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None
     """Check the shapes of drift and diffusion in this dimension, and return m, the number of Brownian
     motions.
 
-    If the SDE has another dimension, or if the shapes would match in one other dimension, the message begins
-    with `subject`, by default the dimension of a base.
+    If the SDE has another dimension, or if its shapes match in exactly one other dimension, the error message
+    begins with `subject`, by default the dimension of a base.
     """
     subject = subject or f"base has dimension {dimension}"
     if sde.dimension not in (None, dimension):
@@ -205,7 +205,7 @@ def _fitted(sde: AbstractSDE, dimension: int) -> int:
 
 
 def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
-    """The shape that a coefficient returns; exceptions inside it are reported with its name."""
+    """The shape that a coefficient returns; exceptions of the coefficient are reported with its name."""
     try:
         # eqx instead of jax, because an operator is a module with static parts.
         value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))

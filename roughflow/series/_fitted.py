@@ -323,8 +323,8 @@ class FittedSDE:
 
     @in_double_precision
     def delta_method(self, function: Callable[[Any], ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
-        """A smooth function of the fitted SDE, such as a half-life or the drift on a grid, and its standard
-        errors by the delta method. The function returns a number or an array.
+        """The value of a smooth function of the fitted SDE, such as a half-life or the drift on a grid, and
+        its standard errors by the delta method. The function returns a number or an array.
 
         ```python
         import jax, jax.numpy as jnp, numpy as np
@@ -420,7 +420,7 @@ class FittedSDE:
 
         - `times`: dates if the series has dates; otherwise numbers or timedeltas, counted from the last
           value.
-        - `series`: index of the series of a panel to continue.
+        - `series`: index of the series to continue, if the data are a panel.
         - `parameter_uncertainty`: whether to draw the parameters of each path from their asymptotic normal
           distribution on the unconstrained scale, as in `confint`.
 

@@ -1,4 +1,4 @@
-"""Likelihoods of series: with transition densities or memory; and posteriors."""
+"""Likelihoods of series, for Markov SDEs and for processes with memory; and posteriors."""
 
 import abc
 import dataclasses
@@ -393,7 +393,7 @@ class WholeLikelihood(AbstractLikelihood):
         noise, mu, decay = [], [], []
         for one, draws in zip(each, normal, strict=True):
             gamma, past, tau, sde = self._moments(one, place, n + m - 1)
-            # The error of the last value, and the noise after it.
+            # The measurement error of the last value, and the noise after it.
             cross = np.concatenate(
                 [np.zeros((n, 1)), gamma[np.arange(m) + n - np.arange(n)[:, None]]], axis=1
             )

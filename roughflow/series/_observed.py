@@ -112,7 +112,8 @@ class Observed:
         return str(self.origin + microseconds).removesuffix("T00:00:00.000000")
 
     def ahead(self, times: Any) -> np.ndarray:
-        """Forecast times as numbers counted from the last value, as numbers and timedeltas already are."""
+        """Forecast times as numbers counted from the last value. Numbers and timedeltas are already counted
+        from there."""
         later = Times.of(np.atleast_1d(_as_array(times)))
         dated = later.kind in (DATES, ZONED)
         fits = later.kind in (NUMBERS, self.kind) or (later.kind == SPANS and self.origin is not None)

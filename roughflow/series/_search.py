@@ -53,8 +53,8 @@ def conditional_errors(information: np.ndarray) -> np.ndarray:
 def climb(total: Total, start: np.ndarray, information: Information) -> np.ndarray:
     """Maximise a function with gradients from `start`, by rounds of BFGS.
 
-    Each round uses coordinates in which the information at its start is the identity. This is more accurate
-    than the Hessian that BFGS accumulates, and does not depend on units.
+    Each round uses coordinates in which the information at its start is the identity. The information is more
+    accurate than the Hessian that BFGS accumulates, and makes the search independent of units.
     """
     free = start
     for _ in range(ROUNDS):

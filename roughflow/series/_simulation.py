@@ -21,7 +21,7 @@ from .models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed,
 
 FIRST_STEPS, MAX_STEPS = 2, 1024  # steps per transition
 PILOT_PATHS = 8192  # minimum number of paths to decide whether to halve the steps
-SIGNIFICANCE = 0.001  # significance level of that decision
+SIGNIFICANCE = 0.001  # significance level of the test that decides whether to halve the steps
 MAX_FORECAST_SIZE = 2e8  # maximum number of values in a forecast; they take 1.6 GB
 
 
@@ -84,7 +84,7 @@ def short_transition(
 
 
 def is_known(sde: AbstractSDE, x: Array) -> bool:
-    """Whether transitions from states of the shape `(d,)` of x are exact."""
+    """Whether transitions from a state x `(d,)` have a closed form."""
     return eqx.filter_eval_shape(exact_transition, sde, x, jnp.ones((), x.dtype)) is not None
 
 
@@ -192,9 +192,8 @@ LIMIT = 0.015  # acceptable root mean square change of residuals when steps are 
 TINY = 1e-15  # keeps residuals away from 0 and 1
 CHUNK = 256  # number of transitions simulated at a time
 LAGS, POLYNOMIALS = 20, 4
-LEAST_VARIANCE = (
-    0.1  # smallest variance of a direction that a test uses; without estimated parameters all variances are 1
-)
+# Smallest variance of a direction that a test uses; without estimated parameters all variances are 1.
+LEAST_VARIANCE = 0.1
 
 
 class Residuals(eqx.Module):

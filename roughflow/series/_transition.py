@@ -332,8 +332,9 @@ def _checked(
     effort: Effort,
     value: Array,
 ) -> tuple[Array, Array]:
-    """Refined values, and errors beyond Monte Carlo: the change when the effort is doubled (unless dt is
-    short), the fraction of paths that touch a boundary, and an allowance for other modes."""
+    """Refined values, and their errors other than the Monte Carlo error: the change when the effort is
+    doubled (unless dt is short), the fraction of paths that touch a boundary, and an allowance for other
+    modes."""
     bend = _curvatures(sde, coordinates, many)
     other = HIDDEN_ERROR * bend**2 + _boundary_shares(sde, coordinates, many)
     other = jnp.where(bend > STRONG_CURVATURE, jnp.maximum(other, DOUBTFUL), other)

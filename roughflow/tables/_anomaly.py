@@ -43,7 +43,7 @@ class KernelDensity(eqx.Module):
 
     **Arguments:** `rows`, the centres of the kernels, `(n, d)`, in units of `scale` around `loc`, `(d,)`
     each; `bandwidth`; `relations`, an `rf.tables.Relations` or None; `subsamples`, indices of rows, or None.
-    `KernelDensity.of(table)` computes them.
+    `KernelDensity.of(table)` computes all of these.
 
     ```python
     import jax
@@ -122,7 +122,7 @@ class KernelDensity(eqx.Module):
         return less_likely(self.log_prob(rows, violation="penalty"), self.left_out)
 
     def sample(self, count: int, *, key: PRNGKeyArray) -> np.ndarray:
-        """Draw rows of all columns."""
+        """Draw rows with all columns."""
         seed = np.asarray(jax.random.key_data(check_key(key))).ravel()
         rng, count = np.random.default_rng(seed), check_count("count", count)
         unit = self.rows[rng.integers(len(self.rows), size=count)]

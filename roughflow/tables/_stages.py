@@ -125,7 +125,7 @@ class Sizes:
 
     @property
     def widest(self) -> bool:
-        """Default width. On BSDS300 (144,000 × 63), a network that is wider than 256 gains 4 nats."""
+        """Whether to use the widest network, which gains 4 nats on BSDS300 (144,000 × 63)."""
         return self.wide and self.rows * self.columns >= MIN_CELLS_FOR_WIDEST
 
     @property

@@ -37,9 +37,7 @@ from ..sde import (
     tanh,
 )
 
-MAX_STATE_DEPENDENT_DIMENSION = (
-    2  # maximum for state-dependent noise, whose cost grows quadratically with the dimension
-)
+MAX_STATE_DEPENDENT_DIMENSION = 2  # for state-dependent noise, whose cost is quadratic in the dimension
 MIN_PROBED_DIMENSION = 17  # minimum for Hutchinson's divergence estimator
 VELOCITY_STEPS = 16  # solver steps for a velocity field
 

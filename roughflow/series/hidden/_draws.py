@@ -99,7 +99,7 @@ CHUNK = 4096  # transitions evaluated at a time
 
 
 class Expansion(eqx.Module):
-    """Second-order expansion of the joint density around a sequence of states, by local terms.
+    """Second-order expansion of the joint log-density around a sequence of states, as a sum of local terms.
 
     Derivatives of transitions are central differences: nested derivatives of a transition take ten times as
     long to compile, and errors of the mode or of the width of the draws do not bias the likelihood.

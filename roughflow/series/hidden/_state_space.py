@@ -22,7 +22,7 @@ from ..models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed
 
 STATIONARY = "stationary"
 LONGEST = 20  # steps between values, relative to the median time between values
-SUBSTEPS = 2  # of the moments of a step
+SUBSTEPS = 2  # substeps of the ODE for the moments of a step
 CLAMPED = 400  # steps towards the equilibrium of hidden components
 
 
@@ -226,9 +226,9 @@ class StateSpace(eqx.Module):
         """The normal approximation of the state in coordinates a short time later, with noise as at `z`.
 
         The state is m + Σ cⱼ fⱼ with standard normal coefficients cⱼ of the noise in Legendre polynomials of
-        degrees 0 and 1. Its drift is replaced by the linear one that is best in the mean over each cⱼ, by
-        Gauss–Hermite quadrature with three nodes; the resulting ODE for m and fⱼ is solved by Runge and
-        Kutta's method. For a linear SDE the mean and the covariance are exact up to O(dt⁵).
+        degrees 0 and 1. Its drift is replaced by the best linear approximation on average over each cⱼ,
+        computed by Gauss–Hermite quadrature with three nodes; the resulting ODE for m and fⱼ is solved by a
+        Runge–Kutta method. For a linear SDE the mean and the covariance are exact up to O(dt⁵).
         """
         sigma = self.fields(time + 0.5 * dt, z)[1].T
         h, unit = dt / SUBSTEPS, sigma / jnp.sqrt(dt)
