@@ -322,7 +322,7 @@ class Star(AbstractSmoothDistribution):
         radius = radius_of(z)
         # The angle at the origin does not matter, but its derivative must not be NaN.
         mean = self._petal(jnp.arctan2(z[..., 1], jnp.where(radius > 0, z[..., 0], 1)))
-        # sin 10(θ + π) = sin 10θ: both coordinates have the same mean.
+        # sin 10(θ + π) = sin 10θ, so r has the same mean in both representations.
         along = jnp.logaddexp(log_normal(radius - mean, self.noise), log_normal(-radius - mean, self.noise))
         # 1/|z| is infinite at the origin, where the density is below e⁻⁵⁰ otherwise: keep plots finite.
         return along - LOG_2PI - jnp.log(jnp.maximum(radius, 1e-4))

@@ -157,7 +157,7 @@ def _series_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="fit all models of one value that allow the observed values, and rank them by AIC",
+        help="fit all one-component models that allow the observed values, and rank them by AIC",
     )
     parser.add_argument(
         "--scale",

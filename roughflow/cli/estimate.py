@@ -53,10 +53,10 @@ POSITIVE_SYSTEMS = {"lotka-volterra", "sir"}
 def estimate(arguments: argparse.Namespace) -> int:
     if arguments.model is None and not arguments.compare:
         raise Refused(
-            f"choose a model, --model {'|'.join([*MODELS, *SYSTEMS])}, or --compare the models of one value"
+            f"choose a model, --model {'|'.join([*MODELS, *SYSTEMS])}, or --compare one-component models"
         )
     if arguments.compare and (arguments.model in SYSTEMS or arguments.hidden or len(arguments.value) > 1):
-        raise Refused("--compare is for models of one value, none of them hidden")
+        raise Refused("--compare is for models with one component, which is observed")
     if arguments.parameter_uncertainty and arguments.forecast is None:
         raise Refused("--parameter-uncertainty needs --forecast TIMES")
     names = [FIGURES, NUMBERS, *([] if arguments.forecast is None else [FORECAST])]
