@@ -194,7 +194,7 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
 def explicit(function: Callable, *arguments: Array) -> Opened:
     """A function in which the arrays of its closure are parameters, for arguments like `arguments`.
 
-    Custom derivative rules of the solvers differentiate only in their explicit arguments.
+    Custom derivative rules of the solvers differentiate only with respect to explicit arguments.
     """
     operations, numbers = _trace(function, signature_of(arguments, {})[0])
     return Opened((numbers,), (Trace(*operations),), None)

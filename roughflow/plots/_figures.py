@@ -163,7 +163,7 @@ def density(
 
 
 def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None = None) -> Axes:
-    """Points of the plane, `(N, 2)`, as dots that are smaller and paler the more there are.
+    """Points of the plane, `(N, 2)`, as dots, which are smaller and paler if there are many.
 
     ```python
     import jax

@@ -143,7 +143,7 @@ def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
     """The same SDE with variables in the closures of its functions as parameters, for points like `z`.
 
     A user may write `lambda t, z: network(weights, z)` inside a loss. Custom derivative rules of the solvers
-    differentiate only in their explicit arguments, so closures are converted first.
+    differentiate only with respect to explicit arguments, so closures are converted first.
     """
     t = jnp.zeros((), z.dtype)
     kind = StratonovichSDE if isinstance(sde, AbstractStratonovichSDE) else ItoSDE

@@ -32,9 +32,9 @@ class KernelDensity(eqx.Module):
     from 0.829 to 0.835; the largest deficit on one table, compared with the better of the fifth neighbour and
     an isolation forest, falls from 0.107 to 0.041.
 
-    Constant and dependent columns are removed; a row that violates such a relation has density zero, or a
-    finite penalty. A row that equals a row of the table is scored by the other rows, so scores of training
-    rows and of new rows are comparable.
+    Columns that are constant or linear functions of others are removed; a row that violates such a relation
+    has density zero, or a finite penalty. A row that equals a row of the table is scored by the other rows,
+    so scores of training rows and of new rows are comparable.
 
     With `subsamples`, `log_prob` is the mean of the log-densities of 20 small subsamples of the rows, which
     is not normalised (its exponential integrates to less than one). Its ranking is less accurate if there are
