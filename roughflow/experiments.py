@@ -109,8 +109,8 @@ class Run:
     ) -> Regressed:
         """The regression: `rf.fit_density` without likelihood steps, so that no ODE is solved.
 
-        `steps` is the number of steps for `beside` steps of `train`; if `--steps` changes the latter, it
-        changes in proportion.
+        `steps` is the number of steps for `beside` steps of `train`; if `--steps` changes the steps of
+        `train`, those of the regression change in proportion.
         """
         steps = steps if self.steps is None else -(-steps * self.steps // beside)
         rows = np.asarray(distribution.sample(key=self.key("rows"), shape=(ROWS,)))

@@ -65,7 +65,7 @@ def impute(arguments: argparse.Namespace) -> int:
     model = read_model(arguments.model)
     if not isinstance(model, rf.tables.MixedDensity):
         raise Refused(
-            f"impute needs a model of roughflow fit --family mixture, but {arguments.model} has none"
+            f"impute needs a model of roughflow fit --family mixture, but {arguments.model} is another model"
         )
     _, chunks = chunks_for(model, arguments.data, CHUNK_ROWS)
     rows = np.concatenate(list(chunks))

@@ -45,8 +45,8 @@ class LogNormal(eqx.Module):
 class VaryingLikelihood(AbstractLikelihood):
     """Σᵢ log ∫ pᵢ(y | θ, m + su) N(u; 0, 1) du over the series i of a panel.
 
-    The varying parameters are m + su on the unconstrained scale. The integral is by Gauss–Hermite quadrature
-    around the mean of u given the series (Naylor & Smith 1982), whose nodes are `nodes`.
+    The varying parameters are m + su on the unconstrained scale. The integral is computed by Gauss–Hermite
+    quadrature with `nodes` around the mean of u given the series (Naylor & Smith 1982).
     """
 
     parameters: Parameters  # free parameters of the series, with m in place of varying parameters; then s

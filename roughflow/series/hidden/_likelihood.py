@@ -126,9 +126,9 @@ class HiddenSeries(eqx.Module):
         return StateSpace(driven, *rest, self.exact, self.steps is not None)
 
     def __call__(self, sde: Any) -> Array:
-        """The log-likelihood of an SDE, or of an SDE and its estimated extras; −inf, with zero derivatives,
-        if the series is impossible. A grid that does not cover the hidden states is replaced, except in
-        compiled programs."""
+        """The log-likelihood of an SDE, or of an SDE and extra parameters; −inf, with zero derivatives, if
+        the series is impossible. A grid that does not cover the hidden states is replaced, except in compiled
+        programs."""
         return _total(self.covering(sde), sde)
 
     def covering(self, sde: Any) -> "HiddenSeries":

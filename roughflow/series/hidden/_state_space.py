@@ -38,7 +38,7 @@ class Inputs(eqx.Module):
     ```
     """
 
-    times: Array | np.ndarray  # (K,), dates until they are counted from the first of the series
+    times: Array | np.ndarray  # (K,); the method `since` converts dates to numbers
     columns: Array  # (K, m)
     held: bool = eqx.field(static=True, default=True)
 
