@@ -221,7 +221,7 @@ def test_schur_algorithm_is_the_normal_density():
 def dense(noise, times, x):
     """The log-density of values with errors given the first one, whose state has a flat prior; means and
     covariances of the states at all times. By matrices, with a prior of variance 1e4."""
-    whole = 0.1 * np.arange(len(X) + 5)
+    whole = 0.1 * np.arange(30 + 5)
     gamma = np.asarray(MODEL.autocovariance(jnp.asarray(0.1), len(whole)))[: len(whole) - 1]
     decay = float(np.exp(-MODEL.kappa * 0.1))
     moves = np.tril(decay ** (np.arange(len(whole))[:, None] - np.arange(1, len(whole))), -1)
@@ -241,7 +241,9 @@ def dense(noise, times, x):
     )
 
 
-X = np.asarray(MODEL.sample(0.5, 0.1, 29, key=jax.random.key(3))) + 0.2 * np.sin(np.arange(30.0) ** 2)
+def values():
+    drawn = np.asarray(MODEL.sample(0.5, 0.1, 29, key=jax.random.key(3)))
+    return drawn + 0.2 * np.sin(np.arange(30.0) ** 2)
 
 
 def likelihood_of(times, x, noise, key):
@@ -253,7 +255,7 @@ def likelihood_of(times, x, noise, key):
 def test_errors_and_gaps_leave_the_density_normal(noise, key):
     """The likelihood, the states and a forecast, by dense matrices."""
     there = np.isin(np.arange(30), [1, 7, 8, 9, 20], invert=True)
-    times, x = 0.1 * np.arange(30)[there], X[there]
+    times, x = 0.1 * np.arange(30)[there], values()[there]
     whole = likelihood_of(times, x, noise, key)
     truth = [float(v) for v in (MODEL.kappa, MODEL.mu, MODEL.sigma, MODEL.hurst)]
     free = whole.parameters.to_free(np.array(truth + ([noise] if noise else [])))
