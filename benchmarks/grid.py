@@ -126,7 +126,7 @@ def potential(drift: Callable, width: float, reach: float) -> Callable[[np.ndarr
         x, begin = np.linspace(-width, width, 101), np.array([0.4])
         if start is None:
             begin = np.linspace(-2.1, 2.1, 241)
-        log_density = line_kernel(drift, 1.0, (-reach, reach), 0.02, begin, x)(1.0)
+        log_density = line_kernel(drift, 1.0, (-reach, reach), 0.01, begin, x)(1.0)
         if start is None:  # the trapezoidal rule converges exponentially
             log_start = stats.norm.logpdf(begin, 0, 0.3) + np.log(begin[1] - begin[0])
             log_density = special.logsumexp(log_density + log_start[:, None], axis=0, keepdims=True)

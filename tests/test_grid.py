@@ -183,6 +183,15 @@ def test_double_well_from_a_distribution():
     check(rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), 0.3), t1=0.5), x, truth)
 
 
+@pytest.mark.parametrize("ends", [(0, 0.3), (0.4, 0.45)])
+def test_noise_that_jumps_in_time(ends):
+    """Also for a short while."""
+    noise = lambda t, z: jnp.where((t >= ends[0]) & (t < ends[1]), 2.0, 0.2) * jnp.eye(1)
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: 0 * z, noise), rf.Normal(jnp.zeros(1), 0.5))
+    x = np.linspace(-3, 3, 9)
+    check(flow, x[:, None], stats.norm(0, np.sqrt(0.29 + 3.96 * (ends[1] - ends[0]))).logpdf(x))
+
+
 def test_gradients_match_differences():
     x = jnp.array([[0.3], [1.2], [-0.5]])
 

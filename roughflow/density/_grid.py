@@ -3,21 +3,19 @@
     ∂p/∂t = −∂ᵢ(μᵢ p) + ½ ∂ᵢ∂ⱼ((σσᵀ)ᵢⱼ p)
 
 **Boxes.** Time is divided into segments. Over each, y ∈ [−1, 1)ᵈ and x = c + S w(y), with a box that holds
-the density from the beginning to the end of the segment, as predicted by a linearised SDE. It is at rest, or
-moves with constant velocity if the density moves by more than its width. Then the density is interpolated to
-the next box. Units do not matter, and a narrow start costs a few more segments.
+the density from the beginning to the end of the segment, as predicted by a linearised SDE. Then the density
+is interpolated to the next box. Units do not matter, and a narrow start costs a few more segments.
 
 **Space.** Fourier collocation. The mesh is refined until the highest wavenumbers have negligible amplitudes.
 
-**Time.** One exponential of the discretised operator L per segment where it does not change. Else two steps
-of the commutator-free Magnus method of order four (Blanes & Moan 2006). In one dimension exponentials are
-those of matrices. In two they are expanded in Faber polynomials of an ellipse around the numerical range
-(Moret & Novati 2001), which takes O(√(h‖L‖)) products with L for stiff noise, and no linear systems. NumPy
-does all this, without compilation; only gradients go through the same segments once more in JAX.
+**Time.** One exponential of the discretised operator L per segment where it does not change. Else steps of
+the commutator-free Magnus method of order four (Blanes & Moan 2006). In one dimension exponentials are those
+of matrices. In two they are expanded in Faber polynomials of an ellipse around the numerical range (Moret &
+Novati 2001), which takes O(√(h‖L‖)) products with L for stiff noise, and no linear systems. NumPy does all
+this, without compilation; only gradients go through the same segments once more in JAX.
 
-**Error.** A companion solution takes one step per segment, has fewer wavenumbers and, from a point, starts
-later. The error at x is the largest relative difference between the two around x, plus the density at the
-edges of the boxes.
+**Error.** Each solution is compared with one that has coarser meshes, smaller boxes, longer steps and, from a
+point, a later start. The error at x is the largest relative difference between the two around x.
 """
 
 import functools
@@ -43,29 +41,27 @@ SIZES = {  # nodes per axis
     2: (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 240, 288),
 }
 GAUSS = 0.5 + np.array([-1, 1]) * math.sqrt(3) / 6  # nodes of the Gauss rule on [0, 1]
-STAGES = np.append(0.5 * GAUSS, 0.5 + 0.5 * GAUSS)  # times of a segment of length one: two steps
-BAND = (0.75, 0.66)  # share of the wavenumbers that the solution and its companion have
-TERMS = 32  # of an expansion, in one program
+CHECKED = np.append((0.5 + 0.618 * np.arange(14)) % 1, [0, 1])  # times of a segment to check its coefficients
+PROBES = 256  # nodes at which it is
+STEADY_SPANS = 8  # of t1: segments are no longer where coefficients depend on time
+KEPT, RESOLVED = 0.75, 0.66  # shares of the wavenumbers: that exist, and above which amplitudes are small
+TERMS = 32  # of an expansion: their number is a multiple
 BATCH = 4096  # points at which coefficients are evaluated at once
-PROBES = 256  # nodes at which the dependence on time is checked
 BASE_DRAWS = 4096  # from the base, for its first box
-FIRST = 2.0**-12  # of the span: when the density from a point is normal; four times that for the companion
-MAX_WORK = 2e8  # nodes times products with the operator, of all passes
-FIRST_WORK = 0.25  # share of that for the first solution
-DECAY = 30.0  # of amplitudes, over which their rate of decay is measured
-MAX_ATTEMPTS = 16  # at one segment
+FIRST = 2.0**-8  # of the span: when the density from a point is normal, in the first solution
+MAX_WORK = 2e8  # nodes times products with the operator, of all solutions
+FIRST_WORK = 0.4  # share of that for the first solution
+SEGMENT_WORK = 5e5  # of any segment, in nodes times products with the operator
+MAX_SOLUTIONS = 5
 MAX_SEGMENTS = 120  # of one solution
-MAX_PASSES = 4
+MAX_ATTEMPTS = 16  # at one segment
 LOWEST = 1e-6  # share of the highest density that is to be known to the tolerance
 FLOOR = 1e-7  # nats, of rounding and truncated expansions
+SAFETY = 1.25  # factor of bounds of frequencies
 OVERSHOOT = 8.0  # of an ellipse around a numerical range, to the right of zero
 MARGIN = 1.05  # of a box around the density
-MAX_MARGIN = 1.5
-FAR = 1.0  # in roots of the covariance: how far a density moves through a box at rest
 ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # times what a box and its mesh are planned for
-SEGMENT_WORK = 5e5  # of any segment, in nodes times products with the operator
 HOPELESS = 30.0  # times the amplitude of the highest wavenumbers that is allowed, on the largest mesh
-
 
 Numbers = Any  # an array of JAX or NumPy, or a number
 
@@ -74,34 +70,32 @@ class Unresolved(RuntimeError):
     """Raised for a density that no mesh within the limits resolves."""
 
 
-class Resolution(NamedTuple):
-    """What a solution has to resolve: the amplitudes of the highest wavenumbers (`tail`) and the density at
-    the edge of the box, relative to the highest density; the error of one segment in nats, and down to which
-    share of the highest density; with which meshes."""
-
-    tail: float
-    edge: float
-    time: float
-    lowest: float
-    sizes: tuple[int, ...]
-
-    @staticmethod
-    def of(tolerance: float, lowest: float, sizes: tuple[int, ...]) -> "Resolution":
-        tail = max(0.15 * tolerance * lowest, 1e-10)
-        return Resolution(tail, max(0.05 * tail, 5e-12), 0.2 * tolerance, lowest, sizes)
-
-
 class Work:
     """The remaining work of an estimate, in nodes times products with the operator."""
 
     def __init__(self, left: float):
-        self.left, self.spent = left, 0.0
+        self.left = left
 
     def spend(self, amount: float) -> None:
         self.left -= amount
-        self.spent += amount
         if self.left < 0:
             raise Unresolved("the equation takes too much work")
+
+
+class Resolution(NamedTuple):
+    """What a solution has to resolve, relative to the highest density, and with which meshes and steps."""
+
+    tail: float  # amplitudes of the highest wavenumbers
+    edge: float  # density at the edge of a box
+    sizes: tuple[int, ...]
+    steps: int  # of a segment, where coefficients depend on time
+    time: float  # nats of a segment, because they are not smooth
+
+    @staticmethod
+    def of(number: int, tolerance: float, share: float, sizes: tuple[int, ...]) -> "Resolution":
+        """That of the first solution, the second, …, for the tolerance above a share of the maximum."""
+        tail = max(0.15 * tolerance * share, 1e-10 if share >= LOWEST else 1e-11)
+        return Resolution(tail, max(0.05 * tail, 2.5e-12), sizes, 2**number, 0.1 * tolerance / 2**number)
 
 
 class Box(NamedTuple):
@@ -112,29 +106,32 @@ class Box(NamedTuple):
     skew: np.ndarray  # (d,)
 
     @staticmethod
-    def around(
-        x: np.ndarray, mean: np.ndarray, root: np.ndarray, margin: float, skewed: bool = True
-    ) -> "Box":
-        """The smallest box around points with sides along the columns of `root`, enlarged by a margin."""
-        units = scipy.linalg.solve_triangular(root, (x - mean).T, lower=True)
+    def around(x: np.ndarray, root: np.ndarray, margin: float, about: np.ndarray | None = None) -> "Box":
+        """The smallest box around points with sides along the columns of `root`, times a margin; skewed about
+        a point."""
+        units = scipy.linalg.solve_triangular(root, x.T, lower=True)
         low, high = units.min(axis=1), units.max(axis=1)
-        middle, half = 0.5 * (low + high), 0.5 * margin * (high - low)
-        skew = skew_of(middle - half, middle + half) if skewed else 0 * mean
-        return Box(mean + root @ middle, root * half, skew)
+        skew = 0 * low
+        if about is not None:
+            # It puts y = 0 at that point.
+            place = scipy.linalg.solve_triangular(root, about, lower=True)
+            skew = 2 * np.arctanh(np.clip((low + high - 2 * place) / (margin * (high - low)), -0.95, 0.95))
+            skew = np.where(np.abs(skew) > 0.4, skew, 0)
+        return Box(root @ (0.5 * (low + high)), root * (0.5 * margin * (high - low)), skew)
 
     def places(self, size: int) -> np.ndarray:
         return self.centre + warp(nodes(size, len(self.centre)), self.skew)[0] @ self.scale.T
 
-    def within(self, x: np.ndarray) -> np.ndarray:
-        """u with x = centre + scale u."""
-        return scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
+    def within(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """y of x, and which are inside."""
+        u = scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
+        return unwarped(np.clip(u, -1, 1), self.skew), np.all(np.abs(u) < 1, axis=1)
 
-    def log_volume(self, size: int) -> np.ndarray:
-        """The volume element of x divided by that of y, on the mesh, `(nᵈ,)`."""
-        slopes = warp(nodes(size, len(self.centre)), self.skew)[1]
-        return np.sum(np.log(slopes), axis=1) + np.sum(np.log(np.diag(self.scale)))
+    def log_volume(self, y: Any, xp: Any = np) -> Any:
+        """The volume element of x divided by that of y, at `(N, d)`."""
+        return xp.sum(xp.log(warp(y, self.skew[None], xp)[1]), axis=1) + xp.sum(xp.log(xp.diag(self.scale)))
 
-    def to_fields(self, size: int) -> np.ndarray:
+    def fields(self, size: int) -> np.ndarray:
         """At each node, the matrix that maps μ and the lower triangle of σσᵀ of x to those of y, `(nᵈ, F,
         F)`."""
         d, inverse = len(self.centre), np.linalg.inv(self.scale)
@@ -165,77 +162,19 @@ def unwarped(u: Any, skew: Any, xp: Any = np) -> Any:
     return xp.where(skew == 0, u, xp.log(xp.cosh(bend) + u * xp.sinh(bend)) / bend)
 
 
-def skew_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """The skew that puts y = 0 at the origin of a box from low < 0 to high > 0; zero if nearly symmetric."""
-    skew = 2 * np.arctanh(np.clip((low + high) / (high - low), -0.95, 0.95))
-    return np.where(np.abs(skew) > 0.4, skew, 0)
-
-
-class Segment(NamedTuple):
-    """A span of time, its box and mesh, and those before, from which the density is interpolated."""
-
-    times: np.ndarray  # (K,), of the stages and the end; of the beginning alone if no coefficient changes
-    span: float
-    box: Box  # at the end
-    size: int
-    velocity: np.ndarray  # (d,), of the box
-    before: tuple[Box, int]
-    rounding: float  # of exponentials, relative to the highest density
-    additive: bool = False  # noise is the same everywhere
-
-    @property
-    def steady(self) -> bool:
-        return len(self.times) == 1
-
-    def coefficients(self, sde: AbstractSDE, size: int) -> Numbers:
-        """μ and the lower triangle of σσᵀ on a mesh at the times: `(K, nᵈ, F)`."""
-        moved = np.multiply.outer(self.times - self.times[-1], self.velocity)
-        return coefficients(sde, self.times, self.box.places(size) + moved[:, None])
-
-    @property
-    def first(self) -> Box:
-        return self.box._replace(centre=self.box.centre - self.span * self.velocity)
-
-    def weights(self, companion: bool) -> np.ndarray:
-        """Exponents of the Magnus method in the operators at the times, `(E, K)`.
-
-        A step of length h is exp(h(βA₁ + αA₂)) exp(h(αA₁ + βA₂)), α = ¼ + √3/6, β = ¼ − √3/6, with the
-        operators at the nodes of the Gauss rule. For the one step of the companion they are interpolated from
-        the four.
-        """
-        if self.steady:
-            return np.array([[self.span]])
-        alpha, beta = 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
-        step = np.array([[alpha, beta], [beta, alpha]])
-        stages = step @ extrapolation(GAUSS) if companion else 0.5 * np.kron(np.eye(2), step)
-        return self.span * np.pad(stages, ((0, 0), (0, 1)))
-
-
-def extrapolation(places: Any) -> np.ndarray:
-    """The matrix from values at the stages to those of a cubic polynomial through them."""
-    return np.vander(places, 4) @ np.linalg.inv(np.vander(STAGES, 4))
-
-
 class GridDensity(eqx.Module):
     """The density of y on a mesh, with a relative error at each node and an error relative to the maximum."""
 
     values: Numbers  # (n,) or (n, n)
     relative: Numbers
-    absolute: float
     box: Box
     extra: float  # nats
 
     def log_prob_and_error(self, x: Numbers) -> tuple[Numbers, Numbers]:
         """log p at x `(N, d)` and its error, NaN and infinite outside the box or where p is below that."""
-        box = (self.box.centre, np.linalg.inv(self.box.scale), self.box.skew)
-        one = lambda x: _evaluate(self.values, self.relative, self.absolute, *box, x)
+        one = lambda x: _evaluate(self.values, self.relative, self.box, x)
         value, error = in_batches(one, x, 1 << max(6, (min(len(x), BATCH) - 1).bit_length()))
         return value, error + self.extra
-
-    @property
-    def log_maximum(self) -> float:
-        density = np.asarray(self.values).ravel() * np.exp(-self.box.log_volume(len(self.values)))
-        return math.log(float(np.max(density)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -260,29 +199,20 @@ def in_batches(function: Callable, x: Any, size: int) -> Any:
 
 
 @functools.partial(jit, level=1)
-def _evaluate(
-    values: Numbers,
-    relative: Numbers,
-    absolute: Numbers,
-    centre: Numbers,
-    inverse: Numbers,
-    skew: Numbers,
-    x: Numbers,
-) -> tuple[Numbers, Numbers]:
+def _evaluate(values: Numbers, relative: Numbers, box: Box, x: Numbers) -> tuple[Numbers, Numbers]:
     size, d = values.shape[0], values.ndim
-    u = (x - centre[None]) @ inverse.T
+    u = jax.scipy.linalg.solve_triangular(box.scale, (x - box.centre[None]).T, lower=True).T
     inside = jnp.all(jnp.abs(u) < 1, axis=1)
-    y = unwarped(jnp.where(inside[:, None], u, 0), skew[None], jnp)
-    log_volume = jnp.sum(jnp.log(warp(y, skew[None], jnp)[1]), axis=1) - jnp.sum(jnp.log(jnp.diag(inverse)))
+    y = unwarped(jnp.where(inside[:, None], u, 0), box.skew[None], jnp)
     k = jnp.asarray(np.pi * np.fft.fftfreq(size, 1 / size))
     waves = jnp.exp(1j * k[None, None] * (y[:, :, None] + 1))  # (N, d, n)
     spectrum = jnp.fft.fftn(values) / values.size
     total = waves[:, 0] * spectrum[None] if d == 1 else (waves[:, 0] @ spectrum) * waves[:, 1]
     p = jnp.real(jnp.sum(total, axis=1))
     place = jnp.clip(jnp.round(0.5 * (jax.lax.stop_gradient(y) + 1) * size), 0, size - 1).astype(int)
-    share = relative[tuple(place.T)] + absolute * jnp.max(values) / jnp.where(p > 0, p, 1)
+    share = relative[tuple(place.T)] + 1e-14 * jnp.max(values) / jnp.where(p > 0, p, 1)
     known = inside & (p > 0) & (share < 0.5)
-    value = jnp.where(known, jnp.log(jnp.where(known, p, 1)) - log_volume, jnp.nan)
+    value = jnp.where(known, jnp.log(jnp.where(known, p, 1)) - box.log_volume(y, jnp), jnp.nan)
     bar = jnp.where(known, -jnp.log1p(-jnp.where(known, share, 0)), jnp.inf)
     return value, jax.lax.stop_gradient(bar)
 
@@ -301,29 +231,27 @@ def _coefficients(sde: AbstractSDE, t: Numbers, x: Numbers) -> Numbers:
 
 
 def coefficients(sde: AbstractSDE, times: np.ndarray, x: np.ndarray) -> Numbers:
-    """μ and the lower triangle of σσᵀ at points `(K, N, d)`, one set a time: `(K, N, F)`."""
-    pairs = np.repeat(times, x.shape[1]), x.reshape(-1, x.shape[2])
+    """μ and the lower triangle of σσᵀ at points `(N, d)` and times: `(K, N, F)`."""
+    pairs = np.repeat(times, len(x)), np.tile(x, (len(times), 1))
     size = min(BATCH, 1 << (len(pairs[0]) - 1).bit_length())
     raw = in_batches(lambda pair: _coefficients(sde, *pair), pairs, size)
-    return raw.reshape(*x.shape[:2], -1)
+    return raw.reshape(len(times), len(x), -1)
 
 
-@functools.partial(jit, level=1)
-def _combined(weights: Numbers, matrix: Numbers, raw: Numbers) -> Numbers:
-    return jnp.einsum("ek,nfg,kng->efn", weights, matrix, jnp.where(jnp.isfinite(raw), raw, 0))
-
-
-def exponents(raw: Numbers, segment: Segment, companion: bool) -> Numbers:
-    """The drift and noise of y that each exponential of a segment takes: `(E, F, n, ...)`."""
-    weights, matrix = segment.weights(companion), segment.box.to_fields(segment.size)
-    d = len(segment.box.centre)
-    raw = raw - np.pad(segment.velocity, (0, raw.shape[2] - d))[None, None]
-    if is_traced(raw):
-        total = _combined(weights, matrix, raw)
-    else:
-        mixed = np.tensordot(weights, np.where(np.isfinite(raw), raw, 0), 1)
-        total = np.einsum("nfg,eng->efn", matrix, mixed)
-    return total.reshape(*total.shape[:2], *[segment.size] * d)
+def missed_in_time(sde: AbstractSDE, time: float, span: float, box: Box) -> float | None:
+    """By about how many nats a segment may be off because coefficients are not smooth in time: their distance
+    from polynomials of degree five. None if they do not depend on time."""
+    size, d = round(PROBES ** (1 / len(box.centre))), len(box.centre)
+    raw = coefficients(sde, time + span * CHECKED, box.places(size))
+    raw = np.where(np.isfinite(raw), raw, 0)
+    if np.all(np.ptp(raw, axis=0) <= 1e-9 * np.abs(raw).max(axis=(0, 1))):
+        return None
+    powers = np.vander(CHECKED, 6)
+    gap = raw - np.tensordot(powers @ np.linalg.pinv(powers), raw, 1)
+    likely = np.sum(nodes(size, d) ** 2, axis=1) < 0.5
+    fields = np.abs(np.einsum("nfg,kng->nfk", box.fields(size), gap))[likely].max(axis=(0, 2))
+    # In units of the box, of seven standard deviations, log p has slopes of up to 26 there.
+    return span * float(26 * fields[:d].sum() + 340 * fields[d:].sum())
 
 
 class Expansion(NamedTuple):
@@ -333,7 +261,7 @@ class Expansion(NamedTuple):
     repeats: int  # r
     centre: float
     scale: float
-    terms: np.ndarray  # (blocks, TERMS, 2): aₖ, and δ for each k
+    terms: np.ndarray  # (K, 2): aₖ, and δ for each k
 
     @staticmethod
     def of(damping: float, frequency: float, rounding: float) -> "Expansion":
@@ -359,16 +287,33 @@ class Expansion(NamedTuple):
         u = np.exp(2j * np.pi * np.arange(count) / count)
         series = np.real(np.fft.fft(np.exp(scale * (u + ratio / u) - centre)))[: count // 2] / count
         used = 1 + int(np.max(np.nonzero(np.abs(series) > rounding)[0]))
-        blocks = -(-used // TERMS)
-        terms = np.zeros((blocks * TERMS, 2))
+        terms = np.zeros((-(-used // TERMS) * TERMS, 2))
         terms[:used, 0] = series[:used]
         terms[1:, 1] = ratio
         terms[1:2, 1] = 2 * ratio
-        return Expansion(repeats, centre, scale, terms.reshape(blocks, TERMS, 2))
+        return Expansion(repeats, centre, scale, terms)
 
     @property
     def products(self) -> int:
-        return self.repeats * self.terms.size // 2
+        return self.repeats * len(self.terms)
+
+    def __call__(self, now: Numbers, apply: Callable[[Numbers], Numbers]) -> Numbers:
+        """exp(A) now, from products with A/r."""
+
+        def step(state: tuple, number: Any) -> tuple[tuple, None]:
+            before, now, total = state
+            after = (apply(now) + self.centre * now) / self.scale - number[1] * before
+            return (now, after, total + number[0] * now), None
+
+        for _ in range(self.repeats):
+            state = (0 * now, now, 0 * now)
+            if is_traced(now):
+                state = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), state, self.terms)[0]
+            else:
+                for number in self.terms:
+                    state = step(state, number)[0]
+            now = state[2]
+        return now
 
 
 def waves(y: np.ndarray, count: int) -> np.ndarray:
@@ -390,117 +335,37 @@ class Modes(NamedTuple):
 
     @staticmethod
     @functools.cache
-    def of(size: int, companion: bool) -> "Modes":
-        count = math.floor(BAND[companion] * size / 2)
+    def of(size: int) -> "Modes":
+        count = math.floor(KEPT * size / 2)
         values, k = waves(nodes(size, 1)[:, 0], count), np.arange(1, 1 + count)
         plain = np.append(1, np.full(2 * count, 2))[:, None] / size * values.T
         slope, partner = np.pi * np.concatenate([[0], k, -k]), np.concatenate([[0], k + count, k])
         first, second = -slope[:, None] * plain[partner], -0.5 * slope[:, None] ** 2 * plain
         return Modes(count, values, plain, first, second, slope, partner)
 
+    def operator(self, drift: Any, noise: Any) -> Any:
+        """The discretised operator in one dimension, `(m, m)`."""
+        rates = lambda part: part[0][:, None] * self.values
+        return self.first @ rates(drift) + self.second @ rates(noise)
 
-def operator(drift: Any, noise: Any, modes: Modes) -> Any:
-    """The discretised operator in one dimension, `(m, m)`."""
-    rates = lambda part: part[0][:, None] * modes.values
-    return modes.first @ rates(drift) + modes.second @ rates(noise)
+    def product(self, now: Any, drift: Any, noise: Any) -> Any:
+        """The operator in two dimensions applied to a density: amplitudes of cosines and sines.
 
-
-def product(now: Any, drift: Any, noise: Any, modes: Modes) -> Any:
-    """The operator in two dimensions applied to a density: amplitudes of cosines and sines.
-
-    Noise that is the same everywhere has one node."""
-    q = modes.values @ now @ modes.values.T
-    left, right = modes.first @ (drift[0] * q), modes.plain @ (drift[1] * q)
-    if noise.size == 3:
-        square, cross = modes.slope[:, None] ** 2, modes.slope[:, None] * modes.slope[None]
-        rest = (-0.5 * (noise[0] * square + noise[2] * square.T)) * now
-        rest = rest + (noise[1] * cross) * now[modes.partner][:, modes.partner]
-        return left @ modes.plain.T + right @ modes.first.T + rest
-    left = left + modes.second @ (noise[0] * q)
-    right = right + modes.first @ (noise[1] * q)
-    return left @ modes.plain.T + right @ modes.first.T + (modes.plain @ (noise[2] * q)) @ modes.second.T
+        Noise that is the same everywhere has one node."""
+        q = self.values @ now @ self.values.T
+        left, right = self.first @ (drift[0] * q), self.plain @ (drift[1] * q)
+        if noise.size == 3:
+            square, cross = self.slope[:, None] ** 2, self.slope[:, None] * self.slope[None]
+            rest = (-0.5 * (noise[0] * square + noise[2] * square.T)) * now
+            rest = rest + (noise[1] * cross) * now[self.partner][:, self.partner]
+            return left @ self.plain.T + right @ self.first.T + rest
+        left = left + self.second @ (noise[0] * q)
+        right = right + self.first @ (noise[1] * q)
+        return left @ self.plain.T + right @ self.first.T + (self.plain @ (noise[2] * q)) @ self.second.T
 
 
 def along_axes(matrix: np.ndarray, q: Any) -> Any:
     return matrix @ q if q.ndim == 1 else matrix @ q @ matrix.T
-
-
-def term(state: Any, number: Any, apply: Callable, expansion: Any) -> Any:
-    """Add one term of an expansion; the state contains the last two polynomials and the sum."""
-    before, now, total = state
-    after = (apply(now) + expansion[0] * now) / expansion[1] - number[1] * before
-    return now, after, total + number[0] * now
-
-
-def matrix_exponential(matrix: np.ndarray) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        return scipy.linalg.expm(matrix)
-
-
-@functools.partial(jit, level=1)
-def _terms(state: Any, drift: Any, noise: Any, size: int, expansion: Any, numbers: Any) -> Any:
-    modes = Modes.of(size, False)
-    if state[0].ndim == 1:
-        matrix = operator(drift, noise + jnp.zeros_like(drift), modes)
-        apply = lambda now: matrix @ now
-    else:
-        apply = lambda now: product(now, drift, noise, modes)
-    step = lambda state, number: (term(state, number, apply, expansion), None)
-    return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), state, numbers)[0]
-
-
-def exponential(now: Numbers, drift: Numbers, noise: Numbers, expansion: Expansion, modes: Modes) -> Numbers:
-    """exp(A) applied to amplitudes; differentiable if they are traced."""
-    drift, noise, size = drift / expansion.repeats, noise / expansion.repeats, len(modes.values)
-    ellipse = (expansion.centre, expansion.scale)
-    zero = np.zeros(now.shape)
-    for _ in range(expansion.repeats):
-        state = (zero, now, zero)
-        for numbers in expansion.terms:
-            if is_traced(now) or is_traced(drift):
-                state = _terms(state, drift, noise, size, ellipse, numbers)
-                continue
-            for number in numbers[: 1 + np.max(np.flatnonzero(numbers[:, 0]))]:
-                state = term(state, number, lambda now: product(now, drift, noise, modes), ellipse)
-        now = state[2]
-    return now
-
-
-def run(q: Numbers, raw: Numbers, segment: Segment, companion: bool, work: Work | None = None) -> Numbers:
-    """The density at the end of a segment from the density at its beginning."""
-    d, modes, traced = q.ndim, Modes.of(segment.size, companion), is_traced(raw) or is_traced(q)
-    now = _along_axes(modes.plain, q) if traced else along_axes(modes.plain, q)
-    for table in exponents(raw, segment, companion):
-        drift, noise = table[:d], table[d:]
-        if segment.additive:
-            noise = noise[(slice(None), *[slice(1)] * d)]
-        if d == 1 and not traced:
-            if work is not None:
-                work.spend(segment.size**3 / 30)
-            now = matrix_exponential(operator(drift, noise + 0 * drift, modes)) @ now
-            continue
-        still = np.asarray(values_of(table))
-        expansion = Expansion.of(*spectral_bounds(still[:d], still[d:], BAND[companion]), segment.rounding)
-        if work is not None:
-            work.spend(expansion.products * q.size * (1 if segment.additive else 2))
-        now = exponential(now, drift, noise, expansion, modes)
-    return _along_axes(modes.values, now) if traced else along_axes(modes.values, now)
-
-
-_along_axes = jit(along_axes, level=1)
-
-
-def spectral_bounds(drift: np.ndarray, noise: np.ndarray, share: float) -> tuple[float, float]:
-    """Bounds of the numerical range of the discretised operator: its extent to the left, and up and down."""
-    d, size = len(drift), drift.shape[1]
-    top, axes = share * np.pi * size / 2, tuple(range(1, d + 1))
-    damping = 0.5 * top**2 * float(np.sum(np.abs(noise[triangle(d).ravel()]), axis=0).max())
-    # The jump of the periodic continuation of the drift adds to the bound.
-    jump = max(float(np.abs(np.take(drift[i], 0, i) - np.take(drift[i], -1, i)).max()) for i in range(d))
-    damping += 0.5 * top * jump
-    slopes = np.gradient(noise, 2 / size, axis=axes)
-    change = sum(np.abs(part).sum(axis=0) for part in (slopes if d > 1 else [slopes]))
-    return damping, top * float((np.abs(drift).sum(axis=0) + change).max())
 
 
 class Transfer(NamedTuple):
@@ -512,14 +377,9 @@ class Transfer(NamedTuple):
     volume: np.ndarray  # (n, ...), ratio of the volume elements of new and old box; zero outside the old box
 
     @staticmethod
-    def to(segment: Segment) -> "Transfer":
-        (old, before), new, size = segment.before, segment.first, segment.size
-        u = old.within(new.places(size))
-        y = unwarped(np.clip(u, -1, 1), old.skew)
-        log_volume = np.sum(np.log(warp(y, old.skew)[1]), axis=1) + np.sum(np.log(np.diag(old.scale)))
-        inside = np.all(np.abs(u) < 1, axis=1)
-        volume = np.where(inside, np.exp(new.log_volume(size) - log_volume), 0)
-        d, modes = u.shape[1], Modes.of(before, False)
+    def between(old: Box, before: int, new: Box, size: int) -> "Transfer":
+        (y, inside), d, modes = old.within(new.places(size)), len(old.centre), Modes.of(before)
+        volume = np.where(inside, np.exp(new.log_volume(nodes(size, d)) - old.log_volume(y)), 0)
         shape = (size,) * d
         places = y.reshape(*shape, d)
         last = waves(places[..., 1] if d > 1 else np.zeros(0), modes.highest)
@@ -533,7 +393,76 @@ class Transfer(NamedTuple):
         return self.volume * (self.waves @ rows[..., None])[..., 0]
 
 
-_transfer = jit(lambda transfer, q: transfer(q), level=1)
+class Segment(NamedTuple):
+    """A span of time, its box and mesh, and how the density comes from the box before."""
+
+    times: np.ndarray  # (K,), at which coefficients are taken
+    weights: np.ndarray  # (E, K), of the operators at the times in the exponents
+    box: Box
+    size: int
+    fields: np.ndarray  # (nᵈ, F, F), from coefficients for x to those for y
+    transfer: Transfer
+    uniform: bool = False  # noise is the same everywhere
+    expansions: tuple[Expansion, ...] = ()  # of exponentials, in two dimensions
+
+    @staticmethod
+    def of(time: float, span: float, box: Box, size: int, before: tuple[Box, int], steps: int) -> "Segment":
+        """The Magnus method, or one exponential if there are no `steps`.
+
+        A step of length h is exp(h(βA₁ + αA₂)) exp(h(αA₁ + βA₂)), α = ¼ + √3/6, β = ¼ − √3/6, with the
+        operators at the nodes of the Gauss rule.
+        """
+        times, weights = np.array([time]), np.array([[span]])
+        if steps:
+            h, alpha, beta = span / steps, 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
+            times = time + h * np.add.outer(np.arange(steps), GAUSS).ravel()
+            weights = h * np.kron(np.eye(steps), [[alpha, beta], [beta, alpha]])
+        return Segment(times, weights, box, size, box.fields(size), Transfer.between(*before, box, size))
+
+    def coefficients(self, sde: AbstractSDE) -> Numbers:
+        return coefficients(sde, self.times, self.box.places(self.size))
+
+    def exponents(self, raw: Numbers) -> Numbers:
+        """The drift and noise of y that each exponential takes: `(E, F, n, ...)`."""
+        xp, (count, points, width) = jnp if is_traced(raw) else np, raw.shape
+        raw = xp.where(xp.isfinite(raw), raw, 0).reshape(count, -1)
+        mixed = (self.weights @ raw).reshape(-1, points, width)
+        total = xp.einsum("nfg,eng->efn", self.fields, mixed)
+        return total.reshape(*total.shape[:2], *[self.size] * len(self.box.centre))
+
+    def run(self, q: Numbers, raw: Numbers) -> Numbers:
+        """The density at the end of the segment, from that on the mesh before it."""
+        modes, d = Modes.of(self.size), q.ndim
+        now = along_axes(modes.plain, self.transfer(q))
+        for number, fields in enumerate(self.exponents(raw)):
+            drift, noise = fields[:d], fields[d:]
+            if d == 1:
+                xp = jax.scipy.linalg if is_traced(now) else scipy.linalg
+                options = {"max_squarings": 64} if is_traced(now) else {}
+                now = xp.expm(modes.operator(drift, noise), **options) @ now
+                continue
+            if self.uniform:
+                noise = noise[:, :1, :1]
+            expansion = self.expansions[number]
+            drift, noise = drift / expansion.repeats, noise / expansion.repeats
+            now = expansion(now, lambda now, a=drift, b=noise: modes.product(now, a, b))
+        return along_axes(modes.values, now)
+
+
+_run = jit(lambda segment, q, raw: segment.run(q, raw), level=1)
+
+
+def spectral_bounds(drift: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
+    """Bounds of the numerical range of the discretised operator: its extent to the left, and up and down."""
+    d, size = len(drift), drift.shape[1]
+    top, place = KEPT * np.pi * size / 2, triangle(d)
+    damping = 0.5 * top**2 * float(np.sum(np.abs(noise[place.ravel()]), axis=0).max())
+    # The jump of the periodic continuation of the drift adds to the bound.
+    jump = max(float(np.abs(np.take(drift[i], 0, i) - np.take(drift[i], -1, i)).max()) for i in range(d))
+    damping += 0.5 * top * jump
+    slope = lambda i, j: np.gradient(noise[place[i, j]], 2 / size, axis=j)
+    flow = [drift[i] - 0.5 * sum(slope(i, j) for j in range(d)) for i in range(d)]
+    return damping, SAFETY * top * float(np.abs(flow).sum(axis=0).max())
 
 
 def tails(q: np.ndarray) -> np.ndarray:
@@ -547,19 +476,8 @@ def tails(q: np.ndarray) -> np.ndarray:
 
 
 def tail(q: np.ndarray) -> float:
-    """What the companion does not resolve."""
-    return float(tails(q)[math.floor(BAND[1] * len(q) / 2) + 1])
-
-
-def nodes_needed(q: np.ndarray, level: float) -> float:
-    """Per axis, for the density to be resolved down to a level."""
-    return 2 / BAND[1] * max(1, int(np.argmax(np.append(tails(q), 0) < level)))
-
-
-def extrapolated_nodes(q: np.ndarray, level: float, lower: float) -> float:
-    """Per axis, for a lower level, if amplitudes decay on as they do now."""
-    above, now = nodes_needed(q, DECAY * level), nodes_needed(q, level)
-    return now + (now - above) * math.log(level / lower) / math.log(DECAY)
+    """The amplitudes of the highest wavenumbers."""
+    return float(tails(q)[math.floor(RESOLVED * len(q) / 2) + 1])
 
 
 def edge(q: np.ndarray) -> float:
@@ -572,9 +490,16 @@ def edge(q: np.ndarray) -> float:
     return float(max(np.max(np.take(least, [0, -1], axis)) for axis in range(q.ndim)) / np.max(np.abs(q)))
 
 
-def is_uniform(noise: np.ndarray) -> bool:
-    """Whether `(..., N, F)` is the same at all nodes."""
-    return bool(np.ptp(noise, axis=-2).max() <= 1e-12 * np.abs(noise).max())
+class State(NamedTuple):
+    """A density at a time on the mesh of a box, the coefficients there, and the margin of the next box."""
+
+    time: float
+    box: Box
+    q: Numbers
+    raw: np.ndarray  # (nᵈ, F)
+    margin: float = MARGIN
+    longest: float = math.inf  # for the next span
+    missed: float = 0.0  # nats, by coefficients that are not smooth in time
 
 
 class Forecast(NamedTuple):
@@ -582,93 +507,77 @@ class Forecast(NamedTuple):
 
     mean: np.ndarray
     covariance: np.ndarray
-    drift: np.ndarray
-    slope: np.ndarray
+    rates: np.ndarray  # (d, d + 1), slope and drift
     noise: np.ndarray  # σσᵀ
-    units: np.ndarray  # (P, d), the farthest points of the density, in roots of the covariance
-    additive: bool
+    units: np.ndarray  # (P, d), the outer points of the density, in roots of the covariance
+    factor: float  # nodes that it takes over those of a normal density
+    uniform: bool  # noise is the same everywhere
 
     @staticmethod
-    def of(q: np.ndarray, box: Box, raw: np.ndarray, level: float) -> "Forecast":
-        """From the density on a mesh and the coefficients on it; the box ends at a level of the density."""
+    def of(state: State, resolution: Resolution) -> "Forecast":
+        q, box, level = state.q, state.box, resolution.edge
         d, x, weight = q.ndim, box.places(q.shape[0]), np.maximum(q.ravel(), 0)
         weight = weight / weight.sum()
-        raw = np.where(np.isfinite(raw), raw, 0)
+        raw = np.where(np.isfinite(state.raw), state.raw, 0)
         mean = weight @ x
         away = x - mean
         covariance = (weight[:, None] * away).T @ away
         slope = np.linalg.solve(covariance, (weight[:, None] * away).T @ raw[:, :d]).T
-        noise = (weight @ raw[:, d:])[triangle(d)]
+        rates = np.column_stack([slope, weight @ raw[:, :d]])
         # Tails below the noise of the mesh are taken to be normal.
         seen = min(max(10 * float(-q.min() / q.max()), edge(q), level), 1e-2)
-        root = np.linalg.cholesky(covariance)
-        units = scipy.linalg.solve_triangular(root, away[q.ravel() > seen * q.max()].T, lower=True).T
-        angle = np.linspace(0, 2 * np.pi, 64, endpoint=False)
-        directions = np.array([[-1.0, 1.0]]) if d == 1 else np.array([np.cos(angle), np.sin(angle)])
-        farthest = units[np.unique(np.argmax(units @ directions, axis=0))]
-        farthest = math.sqrt(math.log(level) / math.log(seen)) * farthest
-        return Forecast(mean, covariance, weight @ raw[:, :d], slope, noise, farthest, is_uniform(raw[:, d:]))
+        units = scipy.linalg.solve_triangular(
+            np.linalg.cholesky(covariance), away[q.ravel() > seen * q.max()].T, lower=True
+        ).T
+        units = math.sqrt(math.log(level) / math.log(seen)) * units
+        nodes = 2 / RESOLVED * max(1, int(np.argmax(np.append(tails(q), 0) < resolution.tail)))
+        noise, factor = (weight @ raw[:, d:])[triangle(d)], nodes / needed(box, resolution.tail, covariance)
+        return Forecast(mean, covariance, rates, noise, units, factor, is_uniform(raw[:, d:]))
 
-    def path(self, span: float) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and covariance at five times of a span (Van Loan 1978)."""
+    def box(self, span: float, margin: float, level: float) -> tuple[Box, float]:
+        """A box that holds the density over a span, and the nodes that it takes (Van Loan 1978)."""
         d = len(self.mean)
         rate = np.zeros((2 * d + 2, 2 * d + 2))  # rate matrix of Z − mean and 1
-        rate[:d, :d], rate[:d, d], rate[:d, d + 1 : -1] = -self.slope, -self.drift, self.noise
+        rate[:d, : d + 1], rate[:d, d + 1 : -1] = -self.rates, self.noise
         rate[d + 1 :, d + 1 :] = -rate[: d + 1, : d + 1].T
-        step = scipy.linalg.expm(0.25 * span * rate)
+        doublings = max(0, math.ceil(math.log2(0.25 * span * np.abs(rate).max() + 1)))
+        step = scipy.linalg.expm(0.25 * span / 2**doublings * rate)
         push = step[d + 1 :, d + 1 :].T
         added = push @ step[: d + 1, d + 1 :]
+        for _ in range(doublings):
+            push, added = push @ push, added + push @ added @ push.T
         state, square = np.append(0 * self.mean, 1), np.pad(self.covariance, ((0, 1), (0, 1)))
-        means, covariances = [self.mean], [self.covariance]
-        for _ in range(4):
-            state, square = push @ state, push @ square @ push.T + added
-            means.append(self.mean + state[:d])
+        means, covariances, x = [], [], []
+        for _ in range(5):
             covariances.append(square[:d, :d])
-        return np.array(means), np.array(covariances)
-
-    def box(self, span: float, margin: float, level: float) -> tuple[Box, np.ndarray, float]:
-        """A box that holds the density over a span, at its end, its velocity, and the nodes that it takes."""
-        means, covariances = self.path(span)
-        move = means[-1] - means[0]
-        # A box at rest takes fewer exponentials, if the density moves by no more than its width.
-        move = move * (np.abs(np.linalg.solve(np.linalg.cholesky(self.covariance), move)).max() > FAR)
-        means = means - np.multiply.outer(np.linspace(-1, 0, len(means)), move)
-        middle = means.mean(axis=0)
-        root = np.linalg.cholesky(covariances.mean(axis=0) + np.atleast_2d(np.cov(means.T, bias=True)))
-        x = means[:, None] + self.units @ np.swapaxes(np.linalg.cholesky(covariances), 1, 2)
-        box = Box.around(x.reshape(-1, len(middle)), middle, root, margin, not self.additive)
-        return box, move / span, max(self.needed(box, level, each) for each in covariances)
-
-    @staticmethod
-    def needed(box: Box, level: float, covariance: np.ndarray) -> float:
-        """The nodes per axis that a normal density takes in a box."""
-        turned = box.scale.T @ np.linalg.inv(covariance) @ box.scale
-        return math.sqrt(-2 * math.log(level) * float(np.diag(turned).max())) / (0.5 * np.pi * BAND[1])
+            means.append(self.mean + state[:d])
+            x.append(means[-1] + self.units @ np.linalg.cholesky(square[:d, :d]).T)
+            state, square = push @ state, push @ square @ push.T + added
+        x, root = np.concatenate(x), np.linalg.cholesky(np.mean(covariances, axis=0))
+        box = Box.around(x, root, margin, None if self.uniform else np.mean(means, axis=0))
+        return box, self.factor * max(needed(box, level, each) for each in covariances)
 
     def plan(
-        self, longest: float, margin: float, factor: float, cost: float, resolution: Resolution
-    ) -> "Plan":
-        """The span and the mesh that take the least work per time, for a density that takes `factor` times
-        the nodes of a normal one; `cost` is that of the coefficients at a node."""
+        self, longest: float, margin: float, cost: float, resolution: Resolution
+    ) -> tuple[float, Box, int]:
+        """The span, the box and the nodes per axis that take the least work per time."""
         best, least, d = None, math.inf, len(self.mean)
-        for power in range(60):
-            span = 0.7**power * longest
+        for span in longest * 0.7 ** np.arange(60):
             try:
                 with np.errstate(all="ignore"):
-                    box, velocity, needed = self.box(span, margin, resolution.tail)
+                    box, nodes = self.box(span, margin, resolution.tail)
             except (np.linalg.LinAlgError, ValueError):
                 continue
-            size = next((size for size in resolution.sizes if size >= factor * needed), None)
+            size = next((size for size in resolution.sizes if size >= nodes), None)
             if size is None:
                 continue
             inverse, top = np.linalg.inv(box.scale), 0.5 * np.pi * size
             damping = 0.5 * top**2 * np.abs(inverse @ self.noise @ inverse.T).sum()
-            flows = inverse @ self.slope @ box.scale, inverse @ (self.drift - velocity)
-            speed = sum(np.abs(flow).sum() for flow in flows)
+            speed = np.abs(inverse @ self.rates @ scipy.linalg.block_diag(box.scale, 1)).sum()
             products = 40 + 4 * math.sqrt(span * damping) + span * top * speed if d == 2 else size**2 / 30
-            work = (SEGMENT_WORK + 2 * (cost + products) * size**d) / span
+            work = (SEGMENT_WORK + (cost + 2 * products) * size**d) / span
             if work < least:
-                best, least = Plan(span, size, margin), work
+                best, least = (float(span), box, size), work
             elif work > 3 * least:
                 break
         if best is None:
@@ -676,159 +585,106 @@ class Forecast(NamedTuple):
         return best
 
 
-class Plan(NamedTuple):
-    """For a segment: its span, its nodes per axis and the margin of its box."""
-
-    span: float
-    size: int
-    margin: float
-    widened: bool = False
-
-    def shorter(self, excess: float) -> "Plan":
-        return self._replace(span=min(0.75, max(0.2, 0.9 * excess**0.2)) * self.span)
-
-    def finer(self, needed: float, sizes: tuple[int, ...]) -> "Plan":
-        finer = [size for size in sizes if size > self.size]
-        size = next((size for size in finer if size >= min(needed, 1.5 * self.size)), finer[-1])
-        return self._replace(size=size)
-
-    def wider(self, excess: float) -> "Plan":
-        """Also shorter, if that was not enough."""
-        wider = 1.1 * self.margin * excess
-        span = (0.5 if self.widened or wider > MAX_MARGIN else 1.0) * self.span
-        return Plan(span, self.size, min(wider, MAX_MARGIN), True)
-
-    def revised(self, new: np.ndarray, error: float, last: bool, resolution: Resolution) -> "Plan":
-        """A plan that resolves what this one did not, or this one; the error is that of the time steps. The
-        last plans leave a density at the edge to the error bar."""
-        ripples, edges = tail(new), edge(new)
-        wide = edges > ACCEPTED_EDGE * resolution.edge and not last
-        coarse = ripples > ACCEPTED_TAIL * resolution.tail
-        if coarse and self.size < resolution.sizes[-1] and (ripples > edges or not wide):
-            return self.finer(extrapolated_nodes(new, ripples, resolution.tail), resolution.sizes)
-        if wide:
-            return self.wider(math.sqrt(math.log(resolution.edge) / math.log(edges)))
-        if ripples > HOPELESS * resolution.tail:
-            raise Unresolved(f"{self.size} nodes per axis do not resolve the density")
-        return self.shorter(resolution.time / error) if error > resolution.time and not coarse else self
+def is_uniform(noise: np.ndarray) -> bool:
+    """Whether `(..., N, F)` is the same at all nodes."""
+    return bool(np.ptp(noise, axis=-2).max() <= 1e-12 * np.abs(noise).max())
 
 
-class State(NamedTuple):
-    """Solution and companion at a time, and proposals for the next segment."""
-
-    time: float
-    box: Box
-    q: Numbers
-    companion: Numbers
-    raw: np.ndarray  # (nᵈ, F), coefficients on the mesh
-    longest: float
-    margin: float = MARGIN
-    outside: float = 0.0  # the largest density at the edge so far, relative to the maximum
+def needed(box: Box, level: float, covariance: np.ndarray) -> float:
+    """The nodes per axis that a normal density takes in a box."""
+    turned = box.scale.T @ np.linalg.inv(covariance) @ box.scale
+    return math.sqrt(-2 * math.log(level) * float(np.diag(turned).max())) / (0.5 * np.pi * RESOLVED)
 
 
 class Solution(NamedTuple):
-    """A density, and the segments that led to it from its first box."""
+    """The density at the end, the first box and mesh, and the segments from there."""
 
-    density: GridDensity
+    state: State
+    first: tuple[Box, int]
     segments: list[Segment]
 
 
-def solve(sde: AbstractSDE, begin: Any, t1: float, resolution: Resolution, work: Work) -> Solution:
-    """The density at t1 from `begin`, a `FromDensity` or `FromPoint`."""
-    t, box = begin.time, begin.box(resolution.edge)
-    q = np.zeros(0)
+def solve(
+    sde: AbstractSDE, begin: Any, time: float, t1: float, resolution: Resolution, work: Work
+) -> Solution:
+    """The density at t1 from `begin`, a `FromDensity` or `FromPoint`, at a time."""
+    box, q = begin.box(time, resolution.edge), np.zeros(0)
     for size in resolution.sizes:
-        q = begin.density(box, size)
+        q = begin.density(time, box, size)
         if tail(q) < resolution.tail:
             break
-    raw = coefficients(sde, np.array([t]), box.places(len(q))[None])[0]
-    state, segments = State(t, box, q, q, raw, begin.longest, outside=edge(q)), []
+    if not tail(q) < HOPELESS * resolution.tail:
+        raise Unresolved("no mesh resolves the density at the start")
+    raw = coefficients(sde, np.array([time]), box.places(len(q)))[0]
+    state, segments = State(time, box, q, raw), []
     while state.time < t1:
-        before, (state, segment) = state.time, next_state(sde, state, t1, resolution, work)
+        state, segment = next_state(sde, state, t1, resolution, work)
         segments.append(segment)
-        if before < begin.later <= state.time:
-            state = state._replace(companion=begin.after(state.time, state.box, segment.size))
         if len(segments) > MAX_SEGMENTS:
             raise Unresolved("the equation takes too many segments")
-    error = relative_difference(state.q, state.companion)
-    extra = FLOOR + begin.error(*segments[0].before)
-    return Solution(GridDensity(state.q, error, 4 * state.outside + 1e-14, state.box, extra), segments)
+    return Solution(state, (box, len(q)), segments)
 
 
 def next_state(
     sde: AbstractSDE, state: State, t1: float, resolution: Resolution, work: Work
 ) -> tuple[State, Segment]:
     """One segment, with a box, a mesh and a span that resolve the density."""
-    cost = evaluation_cost(sde)
-    ahead, left = Forecast.of(state.q, state.box, state.raw, resolution.edge), t1 - state.time
-    normal = ahead.needed(state.box, resolution.tail, ahead.covariance)
-    longest = left if state.longest > 0.8 * left else state.longest
-    plan = ahead.plan(
-        longest, state.margin, nodes_needed(state.q, resolution.tail) / normal, cost, resolution
-    )
-    for attempt in range(MAX_ATTEMPTS):
+    cost, d, margin, left = evaluation_cost(sde), state.q.ndim, state.margin, t1 - state.time
+    ahead = Forecast.of(state, resolution)
+    span, box, size = ahead.plan(min(left, state.longest), margin, cost, resolution)
+    for _ in range(MAX_ATTEMPTS):
+        missed = missed_in_time(sde, state.time, span, box)
+        while missed is not None and (span > t1 / STEADY_SPANS or missed > resolution.time):
+            span, box, size = ahead.plan(min(t1 / STEADY_SPANS, 0.4 * span), margin, cost, resolution)
+            missed = missed_in_time(sde, state.time, span, box)
         work.spend(SEGMENT_WORK)
-        times = state.time + plan.span * np.append(STAGES, 1.0)
-        times[-1] = t1 if plan.span == left else times[-1]
-        box, velocity, _ = ahead.box(plan.span, plan.margin, resolution.tail)
-        before, rounding = (state.box, len(state.q)), min(1e-10, 0.1 * resolution.edge)
-        segment = Segment(times, plan.span, box, plan.size, velocity, before, rounding)
-        segment, miss = checked_in_time(sde, segment)
-        if miss > 20 * resolution.time:
-            plan = plan.shorter(20 * resolution.time / miss)
-            continue
-        move = Transfer.to(segment)
-        q, other = move(state.q), move(state.companion)
-        if plan.size < resolution.sizes[-1] and tail(q) > ACCEPTED_TAIL * resolution.tail:
-            plan = plan.finer(plan.size, resolution.sizes)
-            continue
-        work.spend(len(times) * q.size * cost)
-        raw = segment.coefficients(sde, plan.size)
-        segment = segment._replace(additive=ahead.additive and is_uniform(raw[..., q.ndim :]))
-        new, companion = run(q, raw, segment, False, work), run(other, raw, segment, True, work)
-        if not (np.all(np.isfinite(new)) and np.all(np.isfinite(companion))):
-            plan = plan.shorter(0)
-            continue
-        if not np.all(np.isfinite(raw[:, new.ravel() > 1e-6 * new.max()])):
-            raise NonFiniteError(f"drift or diffusion is not finite near z = {box.centre}: a grid needs both")
-        error = log_gap(new, companion, resolution.lowest) - log_gap(q, other, resolution.lowest)
-        error = 0.0 if segment.steady else max(error, 0.05 * miss)
-        better = plan.revised(new, error, attempt >= MAX_ATTEMPTS // 2, resolution)
-        if better == plan:
-            longer = min(4.0, 0.9 * max(error / resolution.time, 1e-6) ** -0.2) * plan.span
-            margin = max(MARGIN, (1.06 if edge(new) > 2 * resolution.edge else 0.98) * plan.margin)
-            edges = max(state.outside, edge(new))
-            return State(float(times[-1]), box, new, companion, raw[-1], longer, margin, edges), segment
-        plan = better
+        before, steps = (state.box, len(state.q)), 0 if missed is None else resolution.steps
+        segment = Segment.of(state.time, span, box, size, before, steps)
+        raw, new, larger = None, segment.transfer(state.q), [s for s in resolution.sizes if s >= 1.15 * size]
+        coarse = tail(new) > ACCEPTED_TAIL * resolution.tail
+        if not (coarse and larger):
+            work.spend(len(segment.times) * size**d * cost)
+            raw = segment.coefficients(sde)
+            segment = planned(segment, raw, resolution, work)
+            new = segment.run(state.q, raw)
+            coarse = tail(new) > ACCEPTED_TAIL * resolution.tail
+        if not np.all(np.isfinite(new)):
+            span, (box, _) = 0.3 * span, ahead.box(0.3 * span, margin, resolution.tail)
+        elif edge(new) > max(ACCEPTED_EDGE * resolution.edge, tail(new) * coarse):
+            span, margin = 0.7 * span, 1.1 * margin
+            box, _ = ahead.box(span, margin, resolution.tail)
+        elif coarse and larger:
+            size = larger[0]
+        elif tail(new) > HOPELESS * resolution.tail:
+            raise Unresolved(f"{size} nodes per axis do not resolve the density")
+        else:
+            assert raw is not None
+            if not np.all(np.isfinite(raw[:, new.ravel() > 1e-6 * new.max()])):
+                raise NonFiniteError(f"drift or diffusion is not finite near z = {box.centre}")
+            margin = max(MARGIN, (1.06 if edge(new) > 2 * resolution.edge else 0.95) * margin)
+            time, longest = t1 if span == left else state.time + span, span * (4 if missed else math.inf)
+            return State(time, box, new, raw[-1], margin, longest, state.missed + (missed or 0)), segment
     raise Unresolved("no box holds the density")
 
 
-def checked_in_time(sde: AbstractSDE, segment: Segment) -> tuple[Segment, float]:
-    """The segment, of one time if no coefficient depends on it; and the difference, in nats, between the
-    coefficients at its end and those extrapolated from the stages: it detects fast changes between them."""
-    d = len(segment.box.centre)
-    size = round(PROBES ** (1 / d))
-    central = np.sum(nodes(size, d) ** 2, axis=1) < 0.5
-    raw = segment.coefficients(sde, size)[:, central]
-    raw = np.where(np.isfinite(raw), raw, 0)
-    if np.all(np.ptp(raw, axis=0) <= 1e-9 * np.abs(raw).max(axis=(0, 1))):
-        return segment._replace(times=segment.times[-1:]), 0.0
-    gap = raw[-1] - np.tensordot(extrapolation([1.0])[0], raw[:-1], 1)
-    fields = np.abs(np.einsum("nfg,ng->nf", segment.box.to_fields(size)[central], gap)).max(axis=0)
-    # In units of the box, of seven standard deviations, log p has slopes of up to 26 there.
-    return segment, segment.span * float(26 * fields[:d].sum() + 340 * fields[d:].sum())
+def planned(segment: Segment, raw: np.ndarray, resolution: Resolution, work: Work) -> Segment:
+    """The segment with expansions of its exponentials, within the work left."""
+    d, size = len(segment.box.centre), segment.size
+    fields = segment.exponents(raw)
+    if d == 1:
+        work.spend(len(fields) * size**3 / 30)
+        return segment
+    uniform = is_uniform(np.moveaxis(fields[:, d:].reshape(len(fields), -1, size**d), 1, 2))
+    rounding = min(1e-10, 0.1 * resolution.edge)
+    expansions = tuple(Expansion.of(*spectral_bounds(each[:d], each[d:]), rounding) for each in fields)
+    work.spend(sum(each.products for each in expansions) * size**d * (1 if uniform else 2))
+    return segment._replace(uniform=uniform, expansions=expansions)
 
 
 def evaluation_cost(sde: AbstractSDE) -> float:
     """The approximate cost of the coefficients at a point, in products with the operator; 150 parameters cost
     as much as one product."""
     return 1 + sum(leaf.size for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)) / 150
-
-
-def log_gap(q: np.ndarray, other: np.ndarray, lowest: float) -> float:
-    """The largest difference of logarithms where the density is above a share of its maximum."""
-    where = q > lowest * q.max()
-    return float(np.max(np.abs(q - other)[where] / q[where]))
 
 
 def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -849,64 +705,60 @@ class FromDensity(eqx.Module):
 
     log_prob: Callable[[Numbers], Numbers]
     draws: np.ndarray
-    longest: float
-    time = 0.0
-    later = math.inf
     first_share = 1e-2
 
-    def box(self, level: float) -> Box:
+    def time(self, number: int) -> float:
+        del number
+        return 0.0
+
+    def box(self, time: float, level: float) -> Box:
         """Where the density is above a level of its maximum."""
-        mean, root = np.mean(self.draws, axis=0), np.linalg.cholesky(np.atleast_2d(np.cov(self.draws.T)))
-        size = round(BATCH ** (1 / len(mean)))
-        box = Box.around(self.draws, mean, root, 2.2, skewed=False)
+        del time
+        x, root = self.draws, np.linalg.cholesky(np.atleast_2d(np.cov(self.draws.T)))
+        size = round(BATCH ** (1 / self.draws.shape[1]))
+        box = Box.around(x, root, 2.2)
         for _ in range(8):
-            x, y = box.places(size), nodes(size, len(mean))
+            x, y = box.places(size), nodes(size, x.shape[1])
             logs = np.asarray(self.log_prob(x))
             above = logs > np.max(logs[np.isfinite(logs)], initial=-np.inf) + math.log(level)
             if not np.any(above):
                 raise Unresolved("no box around its draws holds the base's density")
             reach = np.abs(y[above] + 1 / size).max(axis=0)
             fits = np.all(reach < 1 - 3 / size) and np.all(np.ptp(y[above], axis=0) > 0.5)
-            box = Box.around(x[above], mean, root, 1.04 if fits else 1.5, skewed=bool(fits))
+            about = x[np.argmax(np.where(above, logs, -np.inf))] if fits else None
+            box = Box.around(x[above], root, 1.04 if fits else 1.5, about)
             if fits:
                 break
         return box
 
-    def density(self, box: Box, size: int) -> Numbers:
+    def density(self, time: float, box: Box, size: int) -> Numbers:
+        del time
         return _on_mesh(self.log_prob(box.places(size)), box, size)
 
     def error(self, box: Box, size: int) -> float:
         """That of the integral over the box, which is one."""
-        mass = float(np.mean(np.asarray(self.density(box, size)))) * 2 ** len(box.centre)
+        mass = float(np.mean(np.asarray(self.density(0.0, box, size)))) * 2 ** len(box.centre)
         return abs(math.log(mass)) if mass > 0 else math.inf
 
 
 class FromPoint(eqx.Module):
-    """A start from a point: a normal distribution a short while later, and later still for the companion."""
+    """A start from a point: a normal distribution a short while later, four times sooner in each solution."""
 
     sde: AbstractSDE
     point: Numbers
-    time: float
+    t1: float
     first_share = LOWEST  # most of the segments take little
 
-    @property
-    def later(self) -> float:
-        return 4 * self.time
+    def time(self, number: int) -> float:
+        return FIRST * self.t1 / 4**number
 
-    @property
-    def longest(self) -> float:
-        return 8 * self.time
-
-    def box(self, level: float) -> Box:
-        mean, covariance = (np.asarray(a) for a in _moments(self.sde, self.point, self.time))
+    def box(self, time: float, level: float) -> Box:
+        mean, covariance = (np.asarray(a) for a in _moments(self.sde, self.point, time))
         if not (np.all(np.isfinite(covariance)) and np.all(np.linalg.eigvalsh(covariance) > 0)):
             raise Unresolved("there is no density from this point")
         return Box(mean, np.linalg.cholesky(covariance) * math.sqrt(-2.1 * math.log(level)), 0 * mean)
 
-    def density(self, box: Box, size: int) -> Numbers:
-        return self.after(self.time, box, size)
-
-    def after(self, time: float, box: Box, size: int) -> Numbers:
+    def density(self, time: float, box: Box, size: int) -> Numbers:
         mean, covariance = _moments(self.sde, self.point, time)
         return _on_mesh(_normal(mean, covariance, box.places(size)), box, size)
 
@@ -916,8 +768,8 @@ class FromPoint(eqx.Module):
 
 
 def _on_mesh(logs: Numbers, box: Box, size: int) -> Numbers:
-    xp = jnp if is_traced(logs) else np
-    return xp.reshape(xp.exp(logs + box.log_volume(size)), (size,) * len(box.centre))
+    xp, d = jnp if is_traced(logs) else np, len(box.centre)
+    return xp.reshape(xp.exp(logs + box.log_volume(nodes(size, d))), (size,) * d)
 
 
 @functools.partial(jit, level=1)
@@ -984,13 +836,12 @@ def values_of(tree: Any) -> Any:
     return tree
 
 
-def replay(sde: AbstractSDE, begin: Any, solution: Solution) -> GridDensity:
+def replay(sde: AbstractSDE, begin: Any, number: int, solution: Solution) -> Numbers:
     """The density of a solution, to be differentiated: with the same boxes, meshes and steps."""
-    q = begin.density(*solution.segments[0].before)
+    q = begin.density(begin.time(number), *solution.first)
     for segment in solution.segments:
-        raw = segment.coefficients(sde, segment.size)
-        q = run(_transfer(Transfer.to(segment), q), raw, segment, companion=False)
-    return eqx.tree_at(lambda density: density.values, solution.density, q)
+        q = _run(segment, q, segment.coefficients(sde))
+    return q
 
 
 def log_prob_and_error(
@@ -1002,43 +853,50 @@ def log_prob_and_error(
     largest: int | None = None,
     max_work: float = MAX_WORK,
 ) -> tuple[Numbers, Numbers]:
-    """log p at `(N, d)` and its error, from a mesh that is refined until the error is below the tolerance."""
+    """log p at `(N, d)` and its error, from solutions that are refined until two agree to the tolerance."""
     (still, start), points = values_of((sde, begin)), values_of(x)
-    solution, value, error = None, np.full(len(x), np.nan), np.full(len(x), np.inf)
-    # The share of the highest density that is to be known, and the part of the tolerance.
-    lowest, part, left = begin.first_share, 1.0, max_work
+    value, error = np.full(len(x), np.nan), np.full(len(x), np.inf)
     sizes = tuple(size for size in SIZES[points.shape[1]] if size <= (largest or math.inf))
-    for _ in range(MAX_PASSES):
-        # A first, coarse solution shows whether there is hope.
-        first = solution is None and lowest > LOWEST
-        meshes = sizes[: 1 + len(sizes) // 2] if first else sizes
-        resolution, work = (
-            Resolution.of(part * tolerance, lowest, meshes),
-            Work((FIRST_WORK if first else 1) * left),
-        )
+    solutions, density, left, share = [], None, max_work, start.first_share
+    for _ in range(MAX_SOLUTIONS):
+        number = len(solutions)
+        resolution = Resolution.of(number, tolerance, share, sizes)
+        limit = left if number else FIRST_WORK * left
+        work = Work(limit)
         try:
-            solution = solve(still, start, t1, resolution, work)
+            solutions.append(solve(still, start, start.time(number), t1, resolution, work))
         except (Unresolved, np.linalg.LinAlgError):
+            # What is known of the highest densities is better than nothing.
+            if number == 1 and share < 0.1 * start.first_share:
+                share, left = 0.1 * start.first_share, left - limit + work.left
+                continue
             break
-        value, error = (np.asarray(a) for a in solution.density.log_prob_and_error(points))
-        # Points at which the density may be above the lowest share, but is not known.
-        share = np.exp(np.where(np.isnan(value), -np.inf, value) - solution.density.log_maximum)
-        inside = np.all(np.abs(solution.density.box.within(points)) < 1, axis=1)
-        low = np.isnan(value) & inside & (lowest > LOWEST)
-        unmet = ~(error <= tolerance) & (share > 0.5 * LOWEST)
-        if not np.any(unmet | low):
-            break
-        needed = LOWEST if low.any() else max(LOWEST, 0.5 * np.min(share[unmet]))
-        lowest, part = (needed, part) if needed < 0.9 * lowest else (lowest, 0.2 * part)
-        left -= work.spent
-        next_level = Resolution.of(part * tolerance, lowest, sizes).tail
-        size = extrapolated_nodes(np.asarray(solution.density.values), resolution.tail, next_level)
-        growth = size / len(solution.density.values)
-        if size > sizes[-1] or work.spent * growth ** (points.shape[1] + 1) > 2 * left:
-            break
-    if solution is None or not any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x))):
+        spent = limit - work.left
+        (box, q), left = (solutions[-1].state.box, solutions[-1].state.q), left - spent
+        gap = 0 * q
+        if number:
+            old, before = solutions[-2].state.box, solutions[-2].state.q
+            gap = relative_difference(q, Transfer.between(old, len(before), box, len(q))(before))
+        found = GridDensity(
+            q, gap, box, FLOOR + solutions[-1].state.missed + start.error(*solutions[-1].first)
+        )
+        logs, bars = (np.asarray(a) for a in found.log_prob_and_error(points))
+        depth = np.where(
+            np.isnan(logs),
+            math.inf,
+            np.max(np.log(np.maximum(q, 1e-300)).ravel() - box.log_volume(nodes(len(q), q.ndim))) - logs,
+        )
+        low = share > LOWEST and bool(np.any(box.within(points)[1] & (depth > -math.log(share))))
+        if number:
+            value, error, density = logs, bars, found
+            unmet = np.any(~(error <= tolerance) & (depth < -math.log(0.5 * LOWEST)))
+            if not (low or unmet) or 2 * spent > left:
+                break
+        share = LOWEST if low else 0.1 * share
+    if density is None or not any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x))):
         return value, error
-    return replay(sde, begin, solution).log_prob_and_error(x)
+    values = replay(sde, begin, len(solutions) - 1, solutions[-1])
+    return eqx.tree_at(lambda density: density.values, density, values).log_prob_and_error(x)
 
 
 def applies(flow: Any) -> str | None:
@@ -1117,9 +975,9 @@ def estimate(
         double = jax.tree.map(lambda a: a.astype(float), parameters)
         sde, base, start, points = eqx.combine(double, rest)
         if start is None:
-            begin = FromDensity(BaseLogProb(base), np.asarray(_draws(values_of(base))), flow.t1)
+            begin = FromDensity(BaseLogProb(base), np.asarray(_draws(values_of(base))))
         else:
-            begin = FromPoint(sde, jnp.asarray(start, float), FIRST * flow.t1)
+            begin = FromPoint(sde, jnp.asarray(start, float), flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
         value, error = log_prob_and_error(sde, begin, flow.t1, points, tolerance, largest, max_work)
         # The error includes rounding to the precision of x.
