@@ -137,7 +137,7 @@ def test_a_coupling_makes_lines_straighter_and_the_model_knows_no_score(key):
     assert paired < plain
     fitted = rf.fit(flow, x, key=key, objective=rf.Interpolant(coupling=0.1), steps=2, progress=False)
     assert isinstance(fitted.model.sde, rf.ItoSDE)
-    with pytest.raises(TypeError, match=r"^with_noise needs a flow whose score is known"):
+    with pytest.raises(TypeError, match=r"^with_noise needs a flow with a known score"):
         rf.with_noise(fitted.model, 0.1)
 
 

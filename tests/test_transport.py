@@ -260,7 +260,7 @@ def test_a_noisy_flow_is_saved_and_loaded(key, tmp_path):
 
 def test_what_cannot_be_is_refused(key):
     flow = rf.neural_flow(2, key=key)
-    with pytest.raises(TypeError, match=r"^with_noise needs a flow whose score is known, .* got ItoSDE: fit"):
+    with pytest.raises(TypeError, match=r"^with_noise needs a flow with a known score, .* got ItoSDE: fit"):
         rf.with_noise(flow, 0.5)
     with pytest.raises(ValueError, match=r"^power must be at least 0.5, .* got 0.25"):
         rf.sde.FadingDiffusion(swirling, power=0.25)
