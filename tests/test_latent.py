@@ -93,7 +93,7 @@ def test_a_longer_series_does_not_change_a_shorter_one(fitted):
 
 
 def test_smoothed_paths_keep_what_was_observed(fitted):
-    paths = fitted.model.smoothed(TIMES[0], VALUES[0], key=KEY, num_samples=64)
+    paths = fitted.model.smoothed(TIMES[0], VALUES[0], key=KEY)
     seen = np.isfinite(VALUES[0])
     np.testing.assert_array_equal(paths.values[:, seen] - VALUES[0][seen], 0)
     assert np.isfinite(paths.values).all()
@@ -102,8 +102,8 @@ def test_smoothed_paths_keep_what_was_observed(fitted):
 
 def test_forecasts_are_those_of_the_sde(fitted):
     """Far ahead the oscillator is at rest, with covariance about I; at once it is where it was."""
-    paths = fitted.model.forecast(TIMES[0], VALUES[0], [0.01, 40.0], key=KEY, num_samples=512)
-    last = fitted.model.smoothed(TIMES[0], VALUES[0], key=KEY, num_samples=256).states[:, -1]
+    paths = fitted.model.forecast(TIMES[0], VALUES[0], [0.01, 40.0], key=KEY)
+    last = fitted.model.smoothed(TIMES[0], VALUES[0], key=KEY).states[:, -1]
     np.testing.assert_allclose(paths.states[:, 0].mean(axis=0), last.mean(axis=0), atol=0.15)
     rate = np.asarray(fitted.model.sde.drift.rate)
     noise = np.diag(np.asarray(fitted.model.sde.diffusion.matrix) ** 2)
