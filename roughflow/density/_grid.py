@@ -2,20 +2,23 @@
 
     ∂p/∂t = −∂ᵢ(μᵢ p) + ½ ∂ᵢ∂ⱼ((σσᵀ)ᵢⱼ p)
 
-**Boxes.** Time is divided into segments. Over each, y ∈ [−1, 1)ᵈ and x = c + S w(y), with a box that holds
-the density from the beginning to the end of the segment, as predicted by a linearised SDE. Then the density
-is interpolated to the next box. Units do not matter, and a narrow start costs a few more segments.
+**Boxes.** Time is divided into segments. In each segment x = c + S w(y) with y ∈ [−1, 1)ᵈ: a box that
+contains the density from the beginning to the end of the segment, as predicted by a linearised SDE. At the
+end of a segment, the density is interpolated to the next box. Units do not matter, and a narrow initial
+density costs a few more segments.
 
 **Space.** Fourier collocation. The mesh is refined until the highest wavenumbers have negligible amplitudes.
 
-**Time.** One exponential of the discretised operator L per segment where it does not change. Else steps of
-the commutator-free Magnus method of order four (Blanes & Moan 2006). In one dimension exponentials are those
-of matrices. In two they are expanded in Faber polynomials of an ellipse around the numerical range (Moret &
-Novati 2001), which takes O(√(h‖L‖)) products with L for stiff noise, and no linear systems. NumPy does all
-this, without compilation; only gradients go through the same segments once more in JAX.
+**Time.** If the discretised operator L does not depend on time, one exponential of L per segment; otherwise
+steps of the commutator-free Magnus method of order four (Blanes & Moan 2006). In one dimension, exponentials
+of matrices are computed. In two dimensions, exponentials are expanded in Faber polynomials of an ellipse
+around the numerical range (Moret & Novati 2001), which takes O(√(h‖L‖)) products with L for stiff noise, and
+no linear systems. All this is done in NumPy, without compilation; only gradients repeat the same segments in
+JAX.
 
-**Error.** Each solution is compared with one that has coarser meshes, smaller boxes, longer steps and, from a
-point, a later start. The error at x is the largest relative difference between the two around x.
+**Error.** Each solution is compared with one that has coarser meshes, smaller boxes, longer steps and, if the
+initial state is a point, a later start. The error at x is the largest relative difference between the two
+solutions around x.
 """
 
 import functools
@@ -41,29 +44,33 @@ SIZES = {  # nodes per axis
     2: (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 240, 288),
 }
 GAUSS = 0.5 + np.array([-1, 1]) * math.sqrt(3) / 6  # nodes of the Gauss rule on [0, 1]
-CHECKED = np.append((0.5 + 0.618 * np.arange(14)) % 1, [0, 1])  # times of a segment to check its coefficients
-PROBES = 256  # nodes at which it is
-STEADY_SPANS = 8  # of t1: segments are no longer where coefficients depend on time
-KEPT, RESOLVED = 0.75, 0.66  # shares of the wavenumbers: that exist, and above which amplitudes are small
-TERMS = 32  # of an expansion: their number is a multiple
-BATCH = 4096  # points at which coefficients are evaluated at once
-BASE_DRAWS = 4096  # from the base, for its first box
-FIRST = 2.0**-8  # of the span: when the density from a point is normal, in the first solution
-MAX_WORK = 2e8  # nodes times products with the operator, of all solutions
-FIRST_WORK = 0.4  # share of that for the first solution
-SEGMENT_WORK = 5e5  # of any segment, in nodes times products with the operator
+# Times of a segment at which coefficients are checked.
+CHECKED = np.append((0.5 + 0.618 * np.arange(14)) % 1, [0, 1])
+PROBES = 256  # number of nodes at which the time dependence is checked
+STEADY_SPANS = 8  # if coefficients depend on time, a segment is at most t1 divided by this
+# Share of the wavenumbers that are kept, and share above which amplitudes must be small.
+KEPT, RESOLVED = 0.75, 0.66
+TERMS = 32  # the number of terms of an expansion is a multiple of this
+BATCH = 4096  # number of points at which coefficients are evaluated at once
+BASE_DRAWS = 4096  # number of draws from the base, for its first box
+# Fraction of the time after which the density from a point is taken to be normal, in the first solution.
+FIRST = 2.0**-8
+MAX_WORK = 2e8  # maximum of nodes times products with the operator, over all solutions
+FIRST_WORK = 0.4  # share of MAX_WORK for the first solution
+SEGMENT_WORK = 5e5  # fixed work of a segment, in nodes times products with the operator
 MAX_SOLUTIONS = 5
-MAX_SEGMENTS = 120  # of one solution
-MAX_ATTEMPTS = 16  # at one segment
-LOWEST = 1e-6  # share of the highest density that is to be known to the tolerance
-FLOOR = 1e-7  # nats, of rounding and truncated expansions
-SAFETY = 1.25  # factor of bounds of frequencies
-OVERSHOOT = 8.0  # of an ellipse around a numerical range, to the right of zero
-MARGIN = 1.05  # of a box around the density
-ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # times what a box and its mesh are planned for
-HOPELESS = 30.0  # times the amplitude of the highest wavenumbers that is allowed, on the largest mesh
+MAX_SEGMENTS = 120  # segments of one solution
+MAX_ATTEMPTS = 16  # attempts for one segment
+LOWEST = 1e-6  # densities above this share of the maximum must reach the tolerance
+FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
+SAFETY = 1.25  # factor on bounds of frequencies
+OVERSHOOT = 8.0  # extent of an ellipse around a numerical range to the right of zero
+MARGIN = 1.05  # factor on the size of a box around the density
+ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # multiples of the planned edge and tail values that are accepted
+# Multiple of the planned amplitude of the highest wavenumbers at which the largest mesh gives up.
+HOPELESS = 30.0
 
-Numbers = Any  # an array of JAX or NumPy, or a number
+Numbers = Any  # a JAX or NumPy array, or a number
 
 
 class Unresolved(RuntimeError):
@@ -79,21 +86,22 @@ class Work:
     def spend(self, amount: float) -> None:
         self.left -= amount
         if self.left < 0:
-            raise Unresolved("the equation takes too much work")
+            raise Unresolved("the Fokker–Planck equation needs too much work")
 
 
 class Resolution(NamedTuple):
-    """What a solution has to resolve, relative to the highest density, and with which meshes and steps."""
+    """Requirements on a solution, relative to the highest density, and its mesh sizes and steps."""
 
-    tail: float  # amplitudes of the highest wavenumbers
-    edge: float  # density at the edge of a box
+    tail: float  # maximum amplitude of the highest wavenumbers
+    edge: float  # maximum density at the edge of a box
     sizes: tuple[int, ...]
-    steps: int  # of a segment, where coefficients depend on time
-    time: float  # nats of a segment, because they are not smooth
+    steps: int  # number of steps per segment, if coefficients depend on time
+    time: float  # maximum error of a segment, in nats, because coefficients are not smooth in time
 
     @staticmethod
     def of(number: int, tolerance: float, share: float, sizes: tuple[int, ...]) -> "Resolution":
-        """That of the first solution, the second, …, for the tolerance above a share of the maximum."""
+        """The requirements on the first solution, the second, and so on, for the tolerance above a share of
+        the maximum."""
         tail = max(0.15 * tolerance * share, 1e-10 if share >= LOWEST else 1e-11)
         return Resolution(tail, max(0.05 * tail, 2.5e-12), sizes, 2**number, 0.1 * tolerance / 2**number)
 
@@ -107,13 +115,13 @@ class Box(NamedTuple):
 
     @staticmethod
     def around(x: np.ndarray, root: np.ndarray, margin: float, about: np.ndarray | None = None) -> "Box":
-        """The smallest box around points with sides along the columns of `root`, times a margin; skewed about
-        a point."""
+        """The smallest box around points with sides along the columns of `root`, enlarged by a margin, and
+        skewed about a point."""
         units = scipy.linalg.solve_triangular(root, x.T, lower=True)
         low, high = units.min(axis=1), units.max(axis=1)
         skew = 0 * low
         if about is not None:
-            # It puts y = 0 at that point.
+            # The skew puts y = 0 at this point.
             place = scipy.linalg.solve_triangular(root, about, lower=True)
             skew = 2 * np.arctanh(np.clip((low + high - 2 * place) / (margin * (high - low)), -0.95, 0.95))
             skew = np.where(np.abs(skew) > 0.4, skew, 0)
@@ -123,7 +131,7 @@ class Box(NamedTuple):
         return self.centre + warp(nodes(size, len(self.centre)), self.skew)[0] @ self.scale.T
 
     def within(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """y of x, and which are inside."""
+        """y of points x, and which points are inside the box."""
         u = scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
         return unwarped(np.clip(u, -1, 1), self.skew), np.all(np.abs(u) < 1, axis=1)
 
@@ -168,10 +176,11 @@ class GridDensity(eqx.Module):
     values: Numbers  # (n,) or (n, n)
     relative: Numbers
     box: Box
-    extra: float  # nats
+    extra: float  # additional error in nats
 
     def log_prob_and_error(self, x: Numbers) -> tuple[Numbers, Numbers]:
-        """log p at x `(N, d)` and its error, NaN and infinite outside the box or where p is below that."""
+        """log p at x `(N, d)` and its error. Outside the box, or where p is below its error, they are NaN and
+        infinite."""
         one = lambda x: _evaluate(self.values, self.relative, self.box, x)
         value, error = in_batches(one, x, 1 << max(6, (min(len(x), BATCH) - 1).bit_length()))
         return value, error + self.extra
@@ -239,8 +248,8 @@ def coefficients(sde: AbstractSDE, times: np.ndarray, x: np.ndarray) -> Numbers:
 
 
 def missed_in_time(sde: AbstractSDE, time: float, span: float, box: Box) -> float | None:
-    """By about how many nats a segment may be off because coefficients are not smooth in time: their distance
-    from polynomials of degree five. None if they do not depend on time."""
+    """The approximate error of a segment, in nats, because coefficients are not smooth in time, from their
+    distance to polynomials of degree five in time. None if coefficients do not depend on time."""
     size, d = round(PROBES ** (1 / len(box.centre))), len(box.centre)
     raw = coefficients(sde, time + span * CHECKED, box.places(size))
     raw = np.where(np.isfinite(raw), raw, 0)
@@ -250,7 +259,7 @@ def missed_in_time(sde: AbstractSDE, time: float, span: float, box: Box) -> floa
     gap = raw - np.tensordot(powers @ np.linalg.pinv(powers), raw, 1)
     likely = np.sum(nodes(size, d) ** 2, axis=1) < 0.5
     fields = np.abs(np.einsum("nfg,kng->nfk", box.fields(size), gap))[likely].max(axis=(0, 2))
-    # In units of the box, of seven standard deviations, log p has slopes of up to 26 there.
+    # In units of the box, which extends over seven standard deviations, log p has slopes of up to 26.
     return span * float(26 * fields[:d].sum() + 340 * fields[d:].sum())
 
 
@@ -298,7 +307,7 @@ class Expansion(NamedTuple):
         return self.repeats * len(self.terms)
 
     def __call__(self, now: Numbers, apply: Callable[[Numbers], Numbers]) -> Numbers:
-        """exp(A) now, from products with A/r."""
+        """exp(A) applied to `now`, by products with A/r."""
 
         def step(state: tuple, number: Any) -> tuple[tuple, None]:
             before, now, total = state
@@ -325,7 +334,7 @@ def waves(y: np.ndarray, count: int) -> np.ndarray:
 class Modes(NamedTuple):
     """Matrices between values at the nodes of an axis and amplitudes of its cosines and sines."""
 
-    highest: int  # wavenumber
+    highest: int  # highest wavenumber
     values: np.ndarray  # (n, m), maps amplitudes to values
     plain: np.ndarray  # (m, n), maps values to amplitudes
     first: np.ndarray  # (m, n), maps values to the amplitudes of −∂ of them
@@ -351,7 +360,7 @@ class Modes(NamedTuple):
     def product(self, now: Any, drift: Any, noise: Any) -> Any:
         """The operator in two dimensions applied to a density: amplitudes of cosines and sines.
 
-        Noise that is the same everywhere has one node."""
+        Noise that does not depend on the state is given at one node only."""
         q = self.values @ now @ self.values.T
         left, right = self.first @ (drift[0] * q), self.plain @ (drift[1] * q)
         if noise.size == 3:
@@ -394,16 +403,16 @@ class Transfer(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A span of time, its box and mesh, and how the density comes from the box before."""
+    """A span of time, its box and mesh, and how the density is interpolated from the previous box."""
 
-    times: np.ndarray  # (K,), at which coefficients are taken
-    weights: np.ndarray  # (E, K), of the operators at the times in the exponents
+    times: np.ndarray  # (K,), times at which coefficients are evaluated
+    weights: np.ndarray  # (E, K), weights of the operators at these times in the exponents
     box: Box
     size: int
-    fields: np.ndarray  # (nᵈ, F, F), from coefficients for x to those for y
+    fields: np.ndarray  # (nᵈ, F, F), maps coefficients of x to those of y
     transfer: Transfer
-    uniform: bool = False  # noise is the same everywhere
-    expansions: tuple[Expansion, ...] = ()  # of exponentials, in two dimensions
+    uniform: bool = False  # whether the noise does not depend on the state
+    expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials, in two dimensions
 
     @staticmethod
     def of(time: float, span: float, box: Box, size: int, before: tuple[Box, int], steps: int) -> "Segment":
@@ -423,7 +432,7 @@ class Segment(NamedTuple):
         return coefficients(sde, self.times, self.box.places(self.size))
 
     def exponents(self, raw: Numbers) -> Numbers:
-        """The drift and noise of y that each exponential takes: `(E, F, n, ...)`."""
+        """The drift and noise of y in each exponential: `(E, F, n, ...)`."""
         xp, (count, points, width) = jnp if is_traced(raw) else np, raw.shape
         raw = xp.where(xp.isfinite(raw), raw, 0).reshape(count, -1)
         mixed = (self.weights @ raw).reshape(-1, points, width)
@@ -431,7 +440,7 @@ class Segment(NamedTuple):
         return total.reshape(*total.shape[:2], *[self.size] * len(self.box.centre))
 
     def run(self, q: Numbers, raw: Numbers) -> Numbers:
-        """The density at the end of the segment, from that on the mesh before it."""
+        """The density at the end of the segment, from the density on the previous mesh."""
         modes, d = Modes.of(self.size), q.ndim
         now = along_axes(modes.plain, self.transfer(q))
         for number, fields in enumerate(self.exponents(raw)):
@@ -491,15 +500,16 @@ def edge(q: np.ndarray) -> float:
 
 
 class State(NamedTuple):
-    """A density at a time on the mesh of a box, the coefficients there, and the margin of the next box."""
+    """A density at one time on the mesh of a box, the coefficients at its nodes, and the margin of the next
+    box."""
 
     time: float
     box: Box
     q: Numbers
     raw: np.ndarray  # (nᵈ, F)
     margin: float = MARGIN
-    longest: float = math.inf  # for the next span
-    missed: float = 0.0  # nats, by coefficients that are not smooth in time
+    longest: float = math.inf  # maximum of the next span
+    missed: float = 0.0  # error in nats, because coefficients are not smooth in time
 
 
 class Forecast(NamedTuple):
@@ -509,9 +519,9 @@ class Forecast(NamedTuple):
     covariance: np.ndarray
     rates: np.ndarray  # (d, d + 1), slope and drift
     noise: np.ndarray  # σσᵀ
-    units: np.ndarray  # (P, d), the outer points of the density, in roots of the covariance
-    factor: float  # nodes that it takes over those of a normal density
-    uniform: bool  # noise is the same everywhere
+    units: np.ndarray  # (P, d), the outermost points of the density, in units of the root of the covariance
+    factor: float  # number of nodes that the density needs, relative to a normal density
+    uniform: bool  # whether the noise does not depend on the state
 
     @staticmethod
     def of(state: State, resolution: Resolution) -> "Forecast":
@@ -535,7 +545,8 @@ class Forecast(NamedTuple):
         return Forecast(mean, covariance, rates, noise, units, factor, is_uniform(raw[:, d:]))
 
     def box(self, span: float, margin: float, level: float) -> tuple[Box, float]:
-        """A box that holds the density over a span, and the nodes that it takes (Van Loan 1978)."""
+        """A box that contains the density during a span, and the number of nodes that it needs (Van Loan
+        1978)."""
         d = len(self.mean)
         rate = np.zeros((2 * d + 2, 2 * d + 2))  # rate matrix of Z − mean and 1
         rate[:d, : d + 1], rate[:d, d + 1 : -1] = -self.rates, self.noise
@@ -560,7 +571,7 @@ class Forecast(NamedTuple):
     def plan(
         self, longest: float, margin: float, cost: float, resolution: Resolution
     ) -> tuple[float, Box, int]:
-        """The span, the box and the nodes per axis that take the least work per time."""
+        """The span, the box and the number of nodes per axis with the least work per time."""
         best, least, d = None, math.inf, len(self.mean)
         for span in longest * 0.7 ** np.arange(60):
             try:
@@ -586,18 +597,18 @@ class Forecast(NamedTuple):
 
 
 def is_uniform(noise: np.ndarray) -> bool:
-    """Whether `(..., N, F)` is the same at all nodes."""
+    """Whether noise `(..., N, F)` is the same at all nodes."""
     return bool(np.ptp(noise, axis=-2).max() <= 1e-12 * np.abs(noise).max())
 
 
 def needed(box: Box, level: float, covariance: np.ndarray) -> float:
-    """The nodes per axis that a normal density takes in a box."""
+    """The number of nodes per axis that a normal density needs in a box."""
     turned = box.scale.T @ np.linalg.inv(covariance) @ box.scale
     return math.sqrt(-2 * math.log(level) * float(np.diag(turned).max())) / (0.5 * np.pi * RESOLVED)
 
 
 class Solution(NamedTuple):
-    """The density at the end, the first box and mesh, and the segments from there."""
+    """The density at the end, the first box and mesh, and the segments that lead to the end."""
 
     state: State
     first: tuple[Box, int]
@@ -607,7 +618,7 @@ class Solution(NamedTuple):
 def solve(
     sde: AbstractSDE, begin: Any, time: float, t1: float, resolution: Resolution, work: Work
 ) -> Solution:
-    """The density at t1 from `begin`, a `FromDensity` or `FromPoint`, at a time."""
+    """The density at t1 from `begin`, a `FromDensity` or `FromPoint`, at a given time."""
     box, q = begin.box(time, resolution.edge), np.zeros(0)
     for size in resolution.sizes:
         q = begin.density(time, box, size)
@@ -621,14 +632,14 @@ def solve(
         state, segment = next_state(sde, state, t1, resolution, work)
         segments.append(segment)
         if len(segments) > MAX_SEGMENTS:
-            raise Unresolved("the equation takes too many segments")
+            raise Unresolved("the Fokker–Planck equation needs too many segments")
     return Solution(state, (box, len(q)), segments)
 
 
 def next_state(
     sde: AbstractSDE, state: State, t1: float, resolution: Resolution, work: Work
 ) -> tuple[State, Segment]:
-    """One segment, with a box, a mesh and a span that resolve the density."""
+    """Solve one segment, with a box, a mesh and a span that resolve the density."""
     cost, d, margin, left = evaluation_cost(sde), state.q.ndim, state.margin, t1 - state.time
     ahead = Forecast.of(state, resolution)
     span, box, size = ahead.plan(min(left, state.longest), margin, cost, resolution)
@@ -664,11 +675,11 @@ def next_state(
             margin = max(MARGIN, (1.06 if edge(new) > 2 * resolution.edge else 0.95) * margin)
             time, longest = t1 if span == left else state.time + span, span * (4 if missed else math.inf)
             return State(time, box, new, raw[-1], margin, longest, state.missed + (missed or 0)), segment
-    raise Unresolved("no box holds the density")
+    raise Unresolved("no box contains the density")
 
 
 def planned(segment: Segment, raw: np.ndarray, resolution: Resolution, work: Work) -> Segment:
-    """The segment with expansions of its exponentials, within the work left."""
+    """The segment with expansions of its exponentials, if the remaining work suffices."""
     d, size = len(segment.box.centre), segment.size
     fields = segment.exponents(raw)
     if d == 1:
@@ -712,7 +723,7 @@ class FromDensity(eqx.Module):
         return 0.0
 
     def box(self, time: float, level: float) -> Box:
-        """Where the density is above a level of its maximum."""
+        """Points at which the density is above a level of its maximum."""
         del time
         x, root = self.draws, np.linalg.cholesky(np.atleast_2d(np.cov(self.draws.T)))
         size = round(BATCH ** (1 / self.draws.shape[1]))
@@ -722,7 +733,7 @@ class FromDensity(eqx.Module):
             logs = np.asarray(self.log_prob(x))
             above = logs > np.max(logs[np.isfinite(logs)], initial=-np.inf) + math.log(level)
             if not np.any(above):
-                raise Unresolved("no box around its draws holds the base's density")
+                raise Unresolved("no box around draws from the base contains its density")
             reach = np.abs(y[above] + 1 / size).max(axis=0)
             fits = np.all(reach < 1 - 3 / size) and np.all(np.ptp(y[above], axis=0) > 0.5)
             about = x[np.argmax(np.where(above, logs, -np.inf))] if fits else None
@@ -736,18 +747,19 @@ class FromDensity(eqx.Module):
         return _on_mesh(self.log_prob(box.places(size)), box, size)
 
     def error(self, box: Box, size: int) -> float:
-        """That of the integral over the box, which is one."""
+        """The error of the integral over the box, which should be one."""
         mass = float(np.mean(np.asarray(self.density(0.0, box, size)))) * 2 ** len(box.centre)
         return abs(math.log(mass)) if mass > 0 else math.inf
 
 
 class FromPoint(eqx.Module):
-    """A start from a point: a normal distribution a short while later, four times sooner in each solution."""
+    """A fixed initial state: a normal distribution a short time later, which is four times shorter in each
+    further solution."""
 
     sde: AbstractSDE
     point: Numbers
     t1: float
-    first_share = LOWEST  # most of the segments take little
+    first_share = LOWEST  # most segments need little work
 
     def time(self, number: int) -> float:
         return FIRST * self.t1 / 4**number
@@ -755,7 +767,7 @@ class FromPoint(eqx.Module):
     def box(self, time: float, level: float) -> Box:
         mean, covariance = (np.asarray(a) for a in _moments(self.sde, self.point, time))
         if not (np.all(np.isfinite(covariance)) and np.all(np.linalg.eigvalsh(covariance) > 0)):
-            raise Unresolved("there is no density from this point")
+            raise Unresolved("the SDE has no density from this point")
         return Box(mean, np.linalg.cholesky(covariance) * math.sqrt(-2.1 * math.log(level)), 0 * mean)
 
     def density(self, time: float, box: Box, size: int) -> Numbers:
@@ -837,7 +849,7 @@ def values_of(tree: Any) -> Any:
 
 
 def replay(sde: AbstractSDE, begin: Any, number: int, solution: Solution) -> Numbers:
-    """The density of a solution, to be differentiated: with the same boxes, meshes and steps."""
+    """The density of a solution for differentiation, with the same boxes, meshes and steps."""
     q = begin.density(begin.time(number), *solution.first)
     for segment in solution.segments:
         q = _run(segment, q, segment.coefficients(sde))
@@ -866,7 +878,7 @@ def log_prob_and_error(
         try:
             solutions.append(solve(still, start, start.time(number), t1, resolution, work))
         except (Unresolved, np.linalg.LinAlgError):
-            # What is known of the highest densities is better than nothing.
+            # A solution that is accurate only for high densities is better than none.
             if number == 1 and share < 0.1 * start.first_share:
                 share, left = 0.1 * start.first_share, left - limit + work.left
                 continue
