@@ -14,9 +14,9 @@ from .._checks import check_count, check_fields, check_positive, is_traced
 from .._show import ENDS, count, is_known, table
 from ..faq import see
 
-FEW_PATHS = 5.0  # effective paths below which their standard error means little
-HEAVY = 0.7  # Pareto k above which the mean weight converges too slowly for its standard error
-COARSE = 0.5  # nats of truncation and solver error, beyond which they are themselves guesses
+FEW_PATHS = 5.0  # number of effective paths below which the standard error is unreliable
+HEAVY = 0.7  # Pareto k above which the mean weight converges so slowly that its standard error is unreliable
+COARSE = 0.5  # in nats; truncation and solver errors above this are themselves unreliable
 
 # The methods by which values are computed; `Estimate.rung` holds indices into this tuple.
 METHODS = ("exact", "paths", "learned", "modes", "grid")
@@ -74,11 +74,13 @@ class Estimate(eqx.Module):
     - `total_error`: the sum of these three errors.
     - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths with the same variance.
     - `num_paths`: number of paths used; 0 for a grid.
-    - `escaped`: number of paths along which the backward solve diverges: x is not in the image of their flow.
-    - `pareto_k`: the shape of the weights' tail; their variance is finite below ½. NaN with fewer than
-      25 paths, and for grids.
-    - `rung`: which method gave the value; `method` has its name: "exact", "paths" (drawn from the driver),
-      "learned" (from a proposal that was trained with the flow), "modes" (around the likeliest) or "grid".
+    - `escaped`: number of paths along which the backward solve diverges, which means that they do not reach
+      x.
+    - `pareto_k`: the shape of the tail of the weights, whose variance is finite if it is below ½; NaN with
+      fewer than 25 paths, and for grids.
+    - `rung`: index of the method that gave the value; `method` is its name: "exact", "paths" (drawn from the
+      driver), "learned" (drawn from a proposal that was trained with the flow), "modes" (drawn around the
+      most likely paths) or "grid".
     - `unmet`: whether the requested tolerance was not reached.
     - `steep`: whether paths may have been missed, because the weights of every method are uneven, or because
       two methods disagree.

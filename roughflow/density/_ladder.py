@@ -80,19 +80,20 @@ class Ladder(AbstractEstimator):
 
     Each method is applied only to the points for which the earlier ones were not accurate enough:
 
-    1. **Paths** from the driver's own distribution, scrambled Sobol' numbers: 256, then four times as many,
-       until the total error is below the tolerance (0.05 by default), at most 16,384 or, for a few points,
-       65,536. They are solved with half the driver's functions and steps, and some with all of them too: the
-       difference corrects the value, and bounds the error that is left. Where that is too large, functions
-       and steps are doubled. If no tolerance is given, an error of 0.1 is accepted in the end.
-    2. Other points, in one and two dimensions: a **grid** (`rf.density.Grid`). It comes first if there are
-       many points, because it costs the same for any number of them, or if the SDE contracts strongly,
-       because prior draws may then miss paths.
+    1. **Paths** drawn from the distribution of the driver with scrambled Sobol' numbers: 256, then four times
+       as many, and so on until the total error is below the tolerance (0.05 by default); at most 16,384 or,
+       for a few points, 65,536. Paths are solved with half the driver's functions and steps, and some of them
+       also with all: the difference corrects the value and bounds the remaining error. If the remaining error
+       is too large, functions and steps are doubled. If no tolerance is given, an error of 0.1 is finally
+       accepted.
+    2. In one and two dimensions, a **grid** (`rf.density.Grid`). It comes first if there are many points,
+       because its cost does not depend on their number, or if the SDE contracts strongly, because prior draws
+       may then miss paths.
     3. Paths from the learned proposal of the flow, if it has one, and then paths **around the most likely
        paths** to x (`rf.Laplace`).
 
     `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where values are unknown, every
-    point has 256 paths of the first kind or, where weights of 64 are poor, of the third.
+    point gets 256 paths of step 1 or, if the weights of 64 such paths are poor, of step 3.
 
     ```python
     import jax, jax.numpy as jnp
@@ -211,13 +212,13 @@ class Climb:
         return self.left(which)
 
     def from_prior(self, flow: AbstractStochasticFlow, which: np.ndarray) -> np.ndarray:
-        """Paths from the prior with half of the flow's functions and steps, then with all and, where those
-        are too few, twice as many. Returns the points that need another method."""
+        """Use paths from the prior with half of the flow's functions and steps, then with all and, if these
+        are too few, with twice as many. Returns the points that need another method."""
         every, level = which, coarser(flow)
         for number in range(2 + MAX_DOUBLINGS):
             if which.size:
                 self.paths(Points(level, self.x, self.key), which, None, "paths")
-                # More paths do not reduce what functions leave out and steps miss.
+                # More paths do not reduce truncation and solver errors.
                 error = self.parts["truncation_error"][which]
                 mostly = (error > 0.5 * self.aim) & (error > self.parts["standard_error"][which])
                 which = which[mostly & np.isfinite(error) & ~self.poor[which]]

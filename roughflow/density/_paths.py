@@ -39,15 +39,15 @@ from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
 # Maximum dimension for exact divergences instead of random probes, if there is no noise.
 MAX_EXACT_DIMENSION = 64
-PATHS_PER_ROW = 16  # of one point
+PATHS_PER_ROW = 16  # number of paths of one point in a row of a program
 ROWS = {"cpu": (4096,), "gpu": (64, 512, 16384)}  # numbers of rows per program call
-SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # integrated as one state
+SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # number of solves that are integrated as one state
 MAX_NUMBERS = 2**26  # floating-point numbers per program call
 GROWTH = 4  # factor between the numbers of paths of two rounds
 CLOUD_KEY = 2**31 + 1  # folded into the key, for the key of forward draws
 CHECKED_SHARE = 16  # one path in this many is also solved at a finer level,
-FEW_CHECKED = 32  # and at least so many
-SUMMARISED = 1024  # points per program call, on a GPU
+FEW_CHECKED = 32  # and at least this many
+SUMMARISED = 1024  # number of points per call of `summary` on a GPU
 Parts = dict[str, np.ndarray]  # of an `Estimate`
 
 
