@@ -248,7 +248,7 @@ class _NotANumber(eqx.Module):
         (HESTON, "hidden", {"initial": "stationary"}, "initial='stationary' requires a linear SDE or one"),
         (rf.FitzHughNagumo, "hidden", {}, "no starting values if component 1 is hidden"),
         (HESTON, "nothing", {}, "values are all missing"),
-        (rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0), "counts", {"observe": lambda t, x: _NotANumber()}, "of nan"),
+        (rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0), "counts", {"observe": lambda t, x: _NotANumber()}, "of NaN"),
         (
             rf.OrnsteinUhlenbeck(1.0, 0.0, 1.0),
             "counts",
