@@ -15,7 +15,7 @@ import numpy as np
 
 import roughflow as rf
 
-BLOCK = 2000  # test rows at a time
+BLOCK = 1000  # test rows at a time
 
 
 def patches(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -48,6 +48,7 @@ def main(options: argparse.Namespace) -> None:
     began, values = time.perf_counter(), []
     for i in range(0, len(test), BLOCK):
         values.append(np.asarray(fitted.log_prob(test[i : i + BLOCK], key=jax.random.key(1)), float))
+        print(f"{i + BLOCK:,} rows: {np.mean(values):.2f} nats", flush=True)
     values = np.concatenate(values)
     gaussian = fitted.held_out.gaussian.log_prob(test)  # pyright: ignore[reportOptionalMemberAccess]
     error = values.std() / len(values) ** 0.5

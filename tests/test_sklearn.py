@@ -258,6 +258,17 @@ def test_the_base_is_as_wide_as_unseen_rows_need(line, linear):
     assert _regression._ensemble([unlike]).scale == pytest.approx(3, abs=0.3)
 
 
+def test_the_spread_of_the_members_is_not_counted_twice(line):
+    """Two members that are half a standard deviation off, each in its direction: y is as wide as it is."""
+    x, y = line
+    fitted = rf.fit_density(y[:, None], given=x, key=KEY, family="gaussian")
+    shift = np.array([0.25, 0.0, 0.0])
+    moved = lambda by: eqx.tree_at(lambda m: m.loc, fitted.model, fitted.model.loc + by)
+    both = [dataclasses.replace(fitted, model=moved(by)) for by in (shift, -shift)]
+    prediction = _regression._ensemble(both).conditional(x[:5])
+    np.testing.assert_allclose(prediction.std, 0.5, rtol=0.08)
+
+
 def test_quantiles_of_a_flow_invert_its_distribution_function():
     """The slope of the distribution function is the density."""
     rng = np.random.default_rng(3)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -132,6 +132,10 @@ MIN_STANDARD_ERRORS_FAR = 1.0  # as above, for columns with extreme values, whic
 MAX_GAIN = 10.0
 MIN_KNOT_DISTANCE = 1e-7  # minimum distance between two knots, in standard deviations
 MAX_CHOICE_ROWS = 20_000  # maximum number of rows on which numbers of knots are chosen
+MIN_RADIAL_COLUMNS = 4  # minimum number of columns for a map of the radius
+RADIAL_GAIN = 0.2  # minimum gain of a map of the radius, in nats per column
+TYLER_STEPS = 10  # number of iterations for the scale matrix
+MIN_RADIUS = 1e-12  # lower bound of the radius of a standardised row, in the map of the radius
 
 
 class Marginals(eqx.Module):
@@ -180,39 +184,14 @@ class Marginals(eqx.Module):
         xp = jnp if is_traced(x) or is_traced(self.x) else np
         x = xp.asarray(x) if xp is jnp else np.asarray(x, np.float64)
         if self.lower is None or self.upper is None:
-            return self._spline(xp, x)
+            return _spline(self, xp, x)
         x, log_stretch = unbounded(xp, x, self.lower, self.upper)
-        u, log_slope = self._spline(xp, x)
+        u, log_slope = _spline(self, xp, x)
         return u, log_slope + log_stretch
-
-    def _spline(self, xp: Any, x: Any) -> tuple[Any, Any]:
-        low, high, inside = self._pieces(xp, x, self.x)
-        mean = (high.u - low.u) / (high.x - low.x)
-        s = xp.where(inside, (x - low.x) / (high.x - low.x), 0.5)
-        below = mean + (low.slope + high.slope - 2 * mean) * s * (1 - s)
-        between = low.u + (high.u - low.u) * (mean * s**2 + low.slope * s * (1 - s)) / below
-        rise = high.slope * s**2 + 2 * mean * s * (1 - s) + low.slope * (1 - s) ** 2
-        end = _Knot(*(xp.where(x < low.x, *pair) for pair in low.beside(high)))
-        u = xp.where(inside, between, end.u + end.slope * (x - end.x))
-        log_slope = xp.log(xp.where(inside, (mean / below) ** 2 * rise, end.slope))
-        if self.tails is None:
-            return u, log_slope
-        shape, sign, heavy = self._pareto(xp, x < low.x, inside)
-        tail, log_tail = _to_normal(
-            xp, xp.where(heavy, sign * (x - end.x), 0), sign * end.u, end.slope, shape
-        )
-        return xp.where(heavy, sign * tail, u), xp.where(heavy, log_tail, log_slope)
-
-    def _pareto(self, xp: Any, below: Any, inside: Any) -> tuple[Any, Any, Any]:
-        """For each entry: the shape ξ of the tail on its side (1 if it is not a Pareto tail), the sign of the
-        side, and whether the entry lies in a Pareto tail."""
-        lower, upper = (xp.broadcast_to(xp.asarray(part), below.shape) for part in np.asarray(self.tails).T)
-        shape = xp.where(below, lower, upper)
-        return xp.where(shape > 0, shape, 1), xp.where(below, -1, 1), ~inside & (shape > 0)
 
     def inverse(self, u: Array) -> Array:
         """x from u, by solving a quadratic equation between two knots."""
-        low, high, inside = self._pieces(jnp, u, self.u)
+        low, high, inside = _pieces(self, jnp, u, self.u)
         mean = (high.u - low.u) / (high.x - low.x)
         y = jnp.where(inside, u - low.u, 0.5 * (high.u - low.u))
         bend = low.slope + high.slope - 2 * mean
@@ -223,26 +202,55 @@ class Marginals(eqx.Module):
         end = _Knot(*(jnp.where(u < low.u, *pair) for pair in low.beside(high)))
         x = jnp.where(inside, low.x + s * (high.x - low.x), end.x + (u - end.u) / end.slope)
         if self.tails is not None:
-            shape, sign, heavy = self._pareto(jnp, u < low.u, inside)
+            shape, sign, heavy = _pareto(self, jnp, u < low.u, inside)
             level = sign * end.u
             beyond = _from_normal(jnp.where(heavy, sign * u, level), level, end.slope, shape)
             x = jnp.where(heavy, end.x + sign * beyond, x)
         return x if self.lower is None or self.upper is None else _bounded(x, self.lower, self.upper)
 
-    def _pieces(self, xp: Any, at: Any, knots: Any) -> tuple["_Knot", "_Knot", Any]:
-        """The knots on either side of each entry, and whether the entry lies between two knots."""
-        if xp is np:
-            columns = [np.searchsorted(own, at[..., j], "right") for j, own in enumerate(knots)]
-            place = np.stack(columns, axis=-1)
-        else:
-            find = lambda own, column: jnp.searchsorted(own, column, side="right")
-            place = jax.vmap(find, (0, -1), -1)(jnp.asarray(knots, at.dtype), at)
-        low = xp.clip(place - 1, 0, knots.shape[1] - 2)
-        column = xp.arange(knots.shape[0])
-        cast = lambda part: xp.asarray(part, at.dtype)
-        of = lambda where: _Knot(*(cast(part)[column, where] for part in (self.x, self.u, self.slope)))
-        inside = (place > 0) & (place < knots.shape[1])
-        return of(low), of(low + 1), inside
+
+# Functions, because methods of equinox modules are slow to call.
+
+
+def _spline(maps: Marginals, xp: Any, x: Any) -> tuple[Any, Any]:
+    low, high, inside = _pieces(maps, xp, x, maps.x)
+    mean = (high.u - low.u) / (high.x - low.x)
+    s = xp.where(inside, (x - low.x) / (high.x - low.x), 0.5)
+    below = mean + (low.slope + high.slope - 2 * mean) * s * (1 - s)
+    between = low.u + (high.u - low.u) * (mean * s**2 + low.slope * s * (1 - s)) / below
+    rise = high.slope * s**2 + 2 * mean * s * (1 - s) + low.slope * (1 - s) ** 2
+    end = _Knot(*(xp.where(x < low.x, *pair) for pair in low.beside(high)))
+    u = xp.where(inside, between, end.u + end.slope * (x - end.x))
+    log_slope = xp.log(xp.where(inside, (mean / below) ** 2 * rise, end.slope))
+    if maps.tails is None:
+        return u, log_slope
+    shape, sign, heavy = _pareto(maps, xp, x < low.x, inside)
+    tail, log_tail = _to_normal(xp, xp.where(heavy, sign * (x - end.x), 0), sign * end.u, end.slope, shape)
+    return xp.where(heavy, sign * tail, u), xp.where(heavy, log_tail, log_slope)
+
+
+def _pareto(maps: Marginals, xp: Any, below: Any, inside: Any) -> tuple[Any, Any, Any]:
+    """For each entry: the shape ξ of the tail on its side (1 if it is not a Pareto tail), the sign of the
+    side, and whether the entry lies in a Pareto tail."""
+    lower, upper = (xp.broadcast_to(xp.asarray(part), below.shape) for part in np.asarray(maps.tails).T)
+    shape = xp.where(below, lower, upper)
+    return xp.where(shape > 0, shape, 1), xp.where(below, -1, 1), ~inside & (shape > 0)
+
+
+def _pieces(maps: Marginals, xp: Any, at: Any, knots: Any) -> tuple["_Knot", "_Knot", Any]:
+    """The knots on either side of each entry, and whether the entry lies between two knots."""
+    if xp is np:
+        columns = [np.searchsorted(own, at[..., j], "right") for j, own in enumerate(knots)]
+        place = np.stack(columns, axis=-1)
+    else:
+        find = lambda own, column: jnp.searchsorted(own, column, side="right")
+        place = jax.vmap(find, (0, -1), -1)(jnp.asarray(knots, at.dtype), at)
+    low = xp.clip(place - 1, 0, knots.shape[1] - 2)
+    column = xp.arange(knots.shape[0])
+    cast = lambda part: xp.asarray(part, at.dtype)
+    of = lambda where: _Knot(*(cast(part)[column, where] for part in (maps.x, maps.u, maps.slope)))
+    inside = (place > 0) & (place < knots.shape[1])
+    return of(low), of(low + 1), inside
 
 
 def _to_normal(xp: Any, beyond: Any, level: Any, slope: Any, shape: Any) -> tuple[Any, Any]:
@@ -272,6 +280,76 @@ def _log_ndtr(xp: Any) -> Any:
     return scipy.special.log_ndtr if xp is np else jax.scipy.special.log_ndtr
 
 
+class Radial(eqx.Module):
+    """A map of the radius r = |y| of standardised rows to one that is nearly that of N(0, I): h(y) = y s(r)/r
+    with log s = ½ log d + n(log r)/√(2d), where n makes log r nearly normal.
+
+    Rows of very different sizes, such as patches of images with little or much contrast, then have the same
+    size, and a flow need not learn all scales at once.
+
+    **Arguments:** `log_radius`, n, an `rf.tables.Marginals` of one column. `rf.fit_density` chooses it.
+
+    ```python
+    import numpy as np
+    import roughflow as rf
+
+    knots = np.array([[-3.0, 0.0, 2.0]])
+    radial = rf.tables.Radial(rf.tables.Marginals(knots, np.array([[-2.0, 0.0, 2.0]]), np.ones((1, 3))))
+    mapped, log_det = radial.forward(np.array([[0.1, 0.0, 0.2], [3.0, -4.0, 5.0]]))
+    radial.inverse(mapped)  # the rows again
+    ```
+    """
+
+    log_radius: Marginals
+
+    def forward(self, y: Array | np.ndarray) -> tuple[Any, Any]:
+        """h(y) and log |det h′(y)| of rows `(..., d)`, in NumPy double precision if y is concrete."""
+        xp = jnp if is_traced(y) or is_traced(self.log_radius.x) else np
+        size, log_r = y.shape[-1], _log_norm(xp, y)
+        normal, log_slope = self.log_radius.forward(log_r[..., None])
+        log_scale = 0.5 * np.log(size) + normal[..., 0] / np.sqrt(2 * size) - log_r
+        log_det = size * log_scale + log_slope[..., 0] - 0.5 * np.log(2 * size)
+        return y * xp.exp(log_scale)[..., None], log_det
+
+    def inverse(self, mapped: Array) -> Array:
+        """y from h(y)."""
+        size, log_s = mapped.shape[-1], _log_norm(jnp, mapped)
+        normal = np.sqrt(2 * size) * (log_s - 0.5 * np.log(size))
+        log_r = self.log_radius.inverse(normal[..., None])[..., 0]
+        return mapped * jnp.exp(log_r - log_s)[..., None]
+
+
+def _log_norm(xp: Any, y: Any) -> Any:
+    return 0.5 * xp.log(xp.maximum(xp.sum(y**2, axis=-1), MIN_RADIUS**2))
+
+
+def fit_radial(rows: np.ndarray, links: Links) -> tuple[np.ndarray, np.ndarray, Radial] | None:
+    """Location, scale matrix (Tyler 1987) and map of the radius; None for few rows per column, or if they
+    gain less than RADIAL_GAIN over a normal distribution in the median row."""
+    size = rows.shape[1]
+    if size < MIN_RADIAL_COLUMNS or links.distinct < ROWS_WITHOUT_SHRINKAGE * size:
+        return None
+    some = np.random.default_rng(0).permutation(len(rows))[:MAX_CHOICE_ROWS]
+    rows, links = rows[some], links.at(some)
+    plain = Gaussian.of(rows)
+    loc, matrix = plain.loc, plain.matrix
+    unit = np.linalg.solve(matrix, (rows - loc).T).T
+    for _ in range(TYLER_STEPS):
+        inverse = 1 / np.maximum(np.linalg.norm(unit, axis=1), MIN_RADIUS)
+        # Directions of rows, whatever their radius: the spatial median, and a covariance I of directions.
+        loc = inverse @ rows / inverse.sum()
+        directions = (rows - loc) * inverse[:, None]
+        matrix = np.linalg.cholesky(size / len(rows) * directions.T @ directions)
+        matrix *= np.exp(np.mean(np.log(np.diagonal(plain.matrix) / np.diagonal(matrix))))
+        unit = np.linalg.solve(matrix, (rows - loc).T).T
+    log_r = _log_norm(np, unit)[:, None]
+    radial = Radial(_together(log_r, [_count(log_r[:, 0], links)], far=False))
+    mapped, log_det = radial.forward(unit)
+    own = np.sum(_log_density(mapped), axis=1) + log_det - np.log(np.diagonal(matrix)).sum()
+    gain = np.median(own - plain.log_prob(rows)) / size
+    return (loc, matrix, radial) if gain >= RADIAL_GAIN else None
+
+
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
     """x mapped from between its bounds to the real line, and the log of the slope; outside the bounds the
     slope is zero and the value a placeholder."""
@@ -296,7 +374,7 @@ def _bounded(x: Array, lower: np.ndarray, upper: np.ndarray) -> Array:
     return jnp.where(above & below, between, jnp.where(above | below, one_sided, x))
 
 
-class _Knot(eqx.Module):
+class _Knot(NamedTuple):
     x: Any
     u: Any
     slope: Any

@@ -24,14 +24,14 @@ from ..train import (
     rng_of,
     velocity_flow,
 )
-from ._closed_form import check_full_rank, fit_marginals, has_far_rows
+from ._closed_form import check_full_rank, fit_marginals, fit_radial, has_far_rows
 from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
 from ._large_tables import ParquetTable
 from ._mixture import MixedDensity, fit_mixed
 from ._numbers import frame_names, is_frame, parts_of
-from ._stages import FEW_ROWS, TRAINING, FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
+from ._stages import TRAINING, FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
@@ -127,10 +127,10 @@ def fit_density(
     - `flow`: an `rf.tables.FlowOptions`: the network, maps of columns, regularisation, and the number of
       steps of the likelihood stage.
     - `training`: an `rf.train.TrainingOptions` for both stages. By default, the regression uses batches of
-      512 rows and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows, or 128 with
-      fewer than 2,000 rows, and a quarter of the learning rate. Parameters are averaged over the steps. A
-      stage ends after 5 validation checks without improvement. A check runs every 5 % of the steps of the
-      regression, at least 25 apart, and every 10 % of the steps of the likelihood stage.
+      512 rows and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows and a quarter
+      of the learning rate. Parameters are averaged over the steps. A stage ends after 5 validation checks
+      without improvement. A check runs every 5 % of the steps of the regression, at least 25 apart, and every
+      10 % of the steps of the likelihood stage.
     - `run`: an `rf.train.RunOptions`: devices and checkpoints, with a second file for the likelihood stage.
 
     Returns an `rf.FittedDensity` with `log_prob`, `sample`, `estimate`, `score`, and the `model`, an
@@ -175,7 +175,7 @@ def fit_density(
         maps = flow.marginals if family is None else family == "marginals"
         best = _best_closed(comparison, maps, plain)
         return _restored(_closed_fit(comparison, best, noise), whole)
-    stages = Stages(None, None, training, run, progress, seconds, sizes.rows < FEW_ROWS)
+    stages = Stages(None, None, training, run, progress, seconds)
     trainer = _Trainer(sizes, flow.resolved(sizes), key_model, stages)
     fitted = trainer.fit(comparison, source, sizes.steps if steps is None else steps, *keys)
     if free and not fitted.interrupted and (comparison.cross or len(table.held_out)):
@@ -275,8 +275,8 @@ class _Trainer:
         return float(self.options.smoothing or 0), float(self.options.outliers or 0)
 
     def untrained(self, whole: Table, table: Table) -> Standardised:
-        """An untrained flow: the normal distribution of the whole table, with maps of the columns if the
-        training rows justify them."""
+        """An untrained flow: the normal distribution of the whole table, with maps of the columns and of the
+        radius if the training rows justify them."""
         flow = velocity_flow(
             table.dimension,
             num_given=table.num_given,
@@ -287,7 +287,13 @@ class _Trainer:
         )
         least = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.options.marginals]
         maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
-        return Standardised(flow, *whole.units(maps), table.names, table.num_given, maps)
+        radial = None
+        if not table.num_given and self.options.marginals is not False:
+            rows = table.train if maps is None else maps.forward(table.train)[0]
+            radial = fit_radial(rows, table.links)
+        units = whole.units(maps) if radial is None else radial[:2]
+        names = (table.names, table.num_given)
+        return Standardised(flow, *units, *names, maps, None if radial is None else radial[2])
 
 
 @dataclasses.dataclass(frozen=True)

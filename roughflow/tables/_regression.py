@@ -29,6 +29,10 @@ WIDTH, BATCH_ROWS = 64, 128  # width of the network, and rows per step
 MIN_STEPS, MAX_STEPS = 4000, 10_000
 VALIDATION_PARTS = 10  # number of disjoint sets of rows, of which each member uses one for validation
 PRIOR_ROWS = 10.0  # number of rows that the prior, a base of variance one, is worth
+MIN_VARIANCE = 0.1  # minimum variance of the base
+MAX_APART = (
+    4.0  # maximum distance of two medians that counts, in units of the base, so that few rows do not decide
+)
 BASE_POINTS = np.linspace(-5.0, 5.0, 51)  # points at which the maps are tabulated
 MIN_LEVEL = 1e-5  # smallest level of a quantile
 MIN_NOISE = 0.002  # noise added to y if it has none, in standard deviations of y
@@ -38,9 +42,9 @@ class Regression(eqx.Module):
     """p(y | x) of one column y: the average of conditional densities, from `rf.tables.fit_regression`.
 
     Each member is a flow without noise, so y is an increasing function T(z; x) of z ~ N(0, s²). Its
-    distribution function Φ(T⁻¹(y; x)/s) and its quantiles T(s Φ⁻¹(α); x) need no samples. The scale s is the
-    root mean square of z over the validation rows of all members: if the flows are too certain on unseen
-    rows, s > 1.
+    distribution function Φ(T⁻¹(y; x)/s) and its quantiles T(s Φ⁻¹(α); x) need no samples. s² is the mean of
+    z² over the validation rows of all members, less the spread of the members, which the average adds. Flows
+    that are too certain of unseen rows have s > 1.
 
     **Arguments:** `members`, conditional densities `rf.tables.Standardised`; `scale`, s.
 
@@ -236,11 +240,10 @@ def fit_regression(
         fits.append(fit_density(train, given=x, family="flow", **own, **options))
         if fits[-1].interrupted:
             raise KeyboardInterrupt
-    regression = _ensemble(fits)
-    if family is None and not _is_better(regression, fits):
+    if family is None and not _is_better(fits):
         fitted = fit_density(rows[:, :1], given=rows[:, 1:], key=key, family="gaussian", progress=False)
         return Regression((fitted.model,), np.array(1.0))
-    return regression
+    return _ensemble(fits)
 
 
 def _flow_settings(
@@ -267,27 +270,53 @@ def _with_spread(rows: np.ndarray) -> np.ndarray:
 
 
 def _ensemble(fits: Sequence[FittedDensity]) -> Regression:
-    """The members, with the scale of their base from their validation rows."""
-    squares = np.concatenate([_inverse(fitted)[0] ** 2 for fitted in fits])
-    variance = (PRIOR_ROWS + squares.sum()) / (PRIOR_ROWS + len(squares))
-    return Regression(tuple(fitted.model for fitted in fits), np.sqrt(variance))
+    """The members, with the scale of their base from their validation rows.
+
+    If z has variance v on these rows and members differ by d, the average of m members has an error of
+    variance v − (m − 1)/m d²/2, of which (m − 1)/m d²/2 is the spread of the members themselves."""
+    size = len(fits)
+    z = np.concatenate([_inverse(fitted)[0] for fitted in fits])
+    apart = np.concatenate([_apart(fits, i) for i in range(size)])
+    variance = _variance(z**2 - (size - 1) / size * apart)
+    return Regression(tuple(fitted.model for fitted in fits), np.sqrt(max(variance, MIN_VARIANCE)))
+
+
+def _variance(squares: np.ndarray) -> float:
+    return (PRIOR_ROWS + squares.sum()) / (PRIOR_ROWS + len(squares))
+
+
+def _validation(fitted: FittedDensity) -> list[np.ndarray]:
+    """y and the given columns of the validation rows."""
+    assert fitted.held_out is not None
+    return np.split(fitted.held_out.rows, [1], axis=1)
 
 
 def _inverse(fitted: FittedDensity) -> tuple[np.ndarray, np.ndarray]:
     """z for the validation rows of a member, and log |∂z/∂y|."""
-    assert fitted.held_out is not None
-    y, given = np.split(fitted.held_out.rows, [1], axis=1)
+    y, given = _validation(fitted)
     z, log_slope = fitted.model.pull_back(y, given=given, key=jax.random.key(0))
     return np.asarray(z[:, 0], float), np.asarray(log_slope, float)
 
 
-def _is_better(regression: Regression, fits: Sequence[FittedDensity]) -> bool:
+def _apart(fits: Sequence[FittedDensity], i: int) -> np.ndarray:
+    """The mean square of z of the medians of the other members, on the validation rows of member i."""
+    _, given = _validation(fits[i])
+    squares = [np.zeros(len(given))]
+    for other in (*fits[:i], *fits[i + 1 :]):
+        median = other.model.push_forward(np.zeros((len(given), 1)), given=given, key=jax.random.key(0))
+        z, _ = fits[i].model.pull_back(median, given=given, key=jax.random.key(0))
+        squares.append(np.minimum(np.asarray(z[:, 0], float) ** 2, MAX_APART**2))
+    return np.sum(squares, axis=0) / max(1, len(fits) - 1)
+
+
+def _is_better(fits: Sequence[FittedDensity]) -> bool:
     """Whether the members are better than the Gaussian on their validation rows."""
+    parts = [_inverse(fitted) for fitted in fits]
+    scale = np.sqrt(_variance(np.concatenate([z for z, _ in parts]) ** 2))
     gains = []
-    for fitted in fits:
+    for fitted, (z, log_slope) in zip(fits, parts, strict=True):
         assert fitted.held_out is not None
-        z, log_slope = _inverse(fitted)
-        own = _log_normal(z / regression.scale) + log_slope - np.log(regression.scale)
+        own = _log_normal(z / scale) + log_slope - np.log(scale)
         gains.append(own - fitted.held_out.gaussian.log_prob(fitted.held_out.rows))
     values = np.concatenate(gains)
     return len(values) == 0 or mean_and_error(values, np.arange(len(values)))[0] > 0
