@@ -132,9 +132,9 @@ MIN_STANDARD_ERRORS_FAR = 1.0  # as above, for columns with extreme values, whic
 MAX_GAIN = 10.0
 MIN_KNOT_DISTANCE = 1e-7  # minimum distance between two knots, in standard deviations
 MAX_CHOICE_ROWS = 20_000  # maximum number of rows on which numbers of knots are chosen
-MIN_RADIAL_COLUMNS = 4  # minimum number of columns for a map of the radius
+MIN_RADIAL_COLUMNS = 16  # minimum number of columns for a map of the radius; in fewer a flow learns it
 RADIAL_GAIN = 0.2  # minimum gain of a map of the radius, in nats per column
-TYLER_STEPS = 10  # number of iterations for the scale matrix
+TYLER_STEPS, TYLER_SHRINKAGE = 10, 0.02  # iterations for the scale matrix, and its share of the identity
 MIN_RADIUS = 1e-12  # lower bound of the radius of a standardised row, in the map of the radius
 
 
@@ -324,30 +324,34 @@ def _log_norm(xp: Any, y: Any) -> Any:
 
 
 def fit_radial(rows: np.ndarray, links: Links) -> tuple[np.ndarray, np.ndarray, Radial] | None:
-    """Location, scale matrix (Tyler 1987) and map of the radius; None for few rows per column, or if they
-    gain less than RADIAL_GAIN over a normal distribution in the median row."""
+    """Location, scale matrix (Tyler 1987, regularised as by Chen, Wiesel & Hero 2011) and map of the radius.
+    None for few columns, for few rows per column, or if they gain less than RADIAL_GAIN over a normal
+    distribution in the median row."""
     size = rows.shape[1]
     if size < MIN_RADIAL_COLUMNS or links.distinct < ROWS_WITHOUT_SHRINKAGE * size:
         return None
     some = np.random.default_rng(0).permutation(len(rows))[:MAX_CHOICE_ROWS]
     rows, links = rows[some], links.at(some)
     plain = Gaussian.of(rows)
-    loc, matrix = plain.loc, plain.matrix
-    unit = np.linalg.solve(matrix, (rows - loc).T).T
+    start = np.linalg.solve(plain.matrix, (rows - plain.loc).T).T
+    unit, loc, matrix = start, np.zeros(size), np.eye(size)
     for _ in range(TYLER_STEPS):
         inverse = 1 / np.maximum(np.linalg.norm(unit, axis=1), MIN_RADIUS)
-        # Directions of rows, whatever their radius: the spatial median, and a covariance I of directions.
-        loc = inverse @ rows / inverse.sum()
-        directions = (rows - loc) * inverse[:, None]
-        matrix = np.linalg.cholesky(size / len(rows) * directions.T @ directions)
-        matrix *= np.exp(np.mean(np.log(np.diagonal(plain.matrix) / np.diagonal(matrix))))
-        unit = np.linalg.solve(matrix, (rows - loc).T).T
+        # Rows count by their direction only: the spatial median, and a covariance I of the directions.
+        loc = inverse @ start / inverse.sum()
+        directions = (start - loc) * inverse[:, None]
+        scatter = directions.T @ directions
+        scatter *= (1 - TYLER_SHRINKAGE) * size / np.trace(scatter)
+        matrix = np.linalg.cholesky(scatter + TYLER_SHRINKAGE * np.eye(size))
+        unit = np.linalg.solve(matrix, (start - loc).T).T
     log_r = _log_norm(np, unit)[:, None]
     radial = Radial(_together(log_r, [_count(log_r[:, 0], links)], far=False))
     mapped, log_det = radial.forward(unit)
     own = np.sum(_log_density(mapped), axis=1) + log_det - np.log(np.diagonal(matrix)).sum()
-    gain = np.median(own - plain.log_prob(rows)) / size
-    return (loc, matrix, radial) if gain >= RADIAL_GAIN else None
+    normal = np.sum(_log_density(start), axis=1)
+    if np.median(own - normal) < RADIAL_GAIN * size:
+        return None
+    return plain.loc + plain.matrix @ loc, plain.matrix @ matrix, radial
 
 
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
