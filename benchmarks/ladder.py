@@ -2,9 +2,10 @@
 
 1,000 points each of three neural SDEs on the plane, of the README's example, and of flows fitted to a banana
 and a star with noise 0.5 added; 200 points each of two neural SDEs in three and six dimensions, and of flows
-fitted to 6 and 30 columns. References are 2^13 Sobol' paths with 24 functions; for 30 columns 2^10 around the
-modes with 12. `--beside FOLDER`, which holds another version's package, estimates the same points with that
-in a process of its own: both compile at the same time, and then are timed one after the other.
+fitted to 6 and 30 columns. References are four times 2^11 or 2^13 Sobol' paths with 24 functions; for 30
+columns around the modes with 12. `--beside FOLDER`, which holds another version's package, estimates the same
+points with that in a process of its own: both compile at the same time, and then are timed one after the
+other.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import roughflow as rf
 NEURAL = {"gain 1, noise 0.4": (2, 1.0, 0.4), "gain 1.8, noise 0.5": (2, 1.8, 0.5)}
 NEURAL |= {"gain 1.7, noise 0.9": (2, 1.7, 0.9), "3-D, gain 1.5": (3, 1.5, 0.5), "6-D, gain 1": (6, 1.0, 0.4)}
 FITTED = ("banana", "star", "6 columns", "30 columns")
-ROUNDS = 3
+UNEVEN = ("star", "6 columns", "30 columns")  # whose weights are, so that references take more paths
 WAIT = 300  # seconds for the other version
 
 
@@ -93,7 +94,7 @@ def points(flow: rf.StochasticFlow, count: int | None = None) -> np.ndarray:
     return np.asarray(flow.sample(key=jax.random.key(3), shape=(count,)))
 
 
-def estimates(names: list[str], folder: Path, options: dict, other: str | None) -> None:
+def estimates(names: list[str], folder: Path, options: dict, rounds: int, other: str | None) -> None:
     """Values, errors and seconds of this process's version, to a file for each problem.
 
     All first calls come before the first timed one. The new version is timed when the `other` has compiled,
@@ -113,7 +114,7 @@ def estimates(names: list[str], folder: Path, options: dict, other: str | None) 
             time.sleep(0.2)
     for name, run in runs.items():
         warm = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             began = time.perf_counter()
             estimate = run()
             warm.append(time.perf_counter() - began)
@@ -133,14 +134,17 @@ def folder_label() -> str:
     return os.environ.get("VERSION_LABEL", "new")
 
 
-def reference(flow: rf.StochasticFlow, x: np.ndarray) -> np.ndarray:
-    """Paths from the prior with 24 functions; in many dimensions few of those count."""
+def reference(flow: rf.StochasticFlow, x: np.ndarray, name: str) -> np.ndarray:
+    """Values and their standard errors, `(2, k)`, from four independent estimates: paths from the prior with
+    24 functions; in many dimensions, where few of those count, paths around the modes with 12."""
     many = flow.dimension > 10
     fine = flow.with_driver(rf.KarhunenLoeve(12 if many else 24)).with_proposal(None)
-    estimator = rf.PullBack(2**13, rf.Prior(rf.density.Sobol()))
-    if many:
-        estimator = rf.PullBack(2**10, rf.Laplace())
-    return np.asarray(fine.estimate(x, key=jax.random.key(9), estimator=estimator).log_prob)
+    proposal = rf.Laplace() if many else rf.Prior(rf.density.Sobol())
+    estimator = rf.PullBack(2**13 if name in UNEVEN else 2**11, proposal)
+    ask = lambda key: fine.estimate(x, key=jax.random.key(key), estimator=estimator).log_prob
+    values = np.stack([np.asarray(ask(key), float) for key in range(9, 13)])
+    mean = np.logaddexp.reduce(values) - np.log(len(values))
+    return np.stack([mean, np.std(np.exp(values - mean), axis=0, ddof=1) / len(values) ** 0.5])
 
 
 def main() -> None:
@@ -150,6 +154,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--count", type=int, help="of points; by default 1000 in the plane, else 200")
+    parser.add_argument("--rounds", type=int, default=3, help="of timed calls")
     parser.add_argument("--prepare", action="store_true", help="fit flows and compute references, no more")
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--inner", action="store_true", help="a process of this benchmark")
@@ -158,7 +163,7 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     options = {} if a.tolerance is None else {"tolerance": a.tolerance}
     if a.inner:
-        estimates(a.names, folder, options, "new")
+        estimates(a.names, folder, options, a.rounds, "new")
         return
     for file in folder.glob("* compiled"), folder.glob("* timed"):
         for one in file:
@@ -170,22 +175,23 @@ def main() -> None:
         if not (folder / f"{name} x.npy").exists():
             np.save(folder / f"{name} x.npy", points(flow, a.count))
         if not a.no_reference and not (folder / f"{name} truth.npy").exists():
-            np.save(folder / f"{name} truth.npy", reference(flow, np.load(folder / f"{name} x.npy")))
+            np.save(folder / f"{name} truth.npy", reference(flow, np.load(folder / f"{name} x.npy"), name))
     if a.prepare:
         return
     labels, process = ["new"], None
     if a.beside:
         path = f"{a.beside}:{os.environ.get('PYTHONPATH', '')}"
         env = {**os.environ, "VERSION_LABEL": "old", "PYTHONPATH": path}
-        command = [sys.executable, __file__, "--inner", "--folder", str(folder), "--names", *a.names]
+        command = [sys.executable, __file__, "--inner", "--folder", str(folder)]
+        command += ["--rounds", str(a.rounds), "--names", *a.names]
         process = subprocess.Popen(command, env=env)
         labels.append("old")
-    estimates(a.names, folder, options, "old" if process else None)
+    estimates(a.names, folder, options, a.rounds, "old" if process else None)
     if process is not None:
         process.wait()
     for name in a.names:
         file = folder / f"{name} truth.npy"
-        truth = np.load(file) if file.exists() else np.nan
+        truth, doubt = np.load(file) if file.exists() else (np.nan, np.nan)
         for label in labels:
             if not (folder / f"{name} {label}.npz").exists():
                 continue
@@ -198,7 +204,8 @@ def main() -> None:
             bar, suspect = np.median(got["error"]), int(got["suspect"].sum())
             print(
                 f"{name:22s} {label}  rmse {rmse:.4f}  worst {worst:.3f}  median bar {bar:.4f}  "
-                f"in two {100 * within:.1f} %  suspect {suspect}  first {first:.1f} s  warm {warm:.2f} s  "
+                f"in two {100 * within:.1f} %  reference {np.sqrt(np.mean(doubt**2)):.4f}  "
+                f"suspect {suspect}  first {first:.1f} s  warm {warm:.2f} s  "
                 f"{got['methods']}",
                 flush=True,
             )

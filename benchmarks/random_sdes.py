@@ -277,10 +277,8 @@ def run(group: tuple[str, int, str], count: int) -> Tally:
         rows.append((error, bar, suspect, np.isfinite(truth) & (doubt < 0.02)))
         tally = Tally(*rows[-1], 0.0)
         for i in np.flatnonzero(tally.wrong | tally.known & suspect):
-            what = "suspect" if suspect[i] else "wrong"
-            print(
-                f"  {what}: {group} {number}, point {i}: {error[i]:+.4f} ± {bar[i]:.4f}, {estimate.method[i]}"
-            )
+            what = f"{'suspect' if suspect[i] else 'wrong'}: {group} {number}, point {i}"
+            print(f"  {what}: {error[i]:+.4f} ± {bar[i]:.4f}, {estimate.method[i]}", flush=True)
     columns = (np.concatenate(column) for column in zip(*rows, strict=True))
     return Tally(*columns, time.perf_counter() - began)
 
@@ -289,12 +287,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--dimensions", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
+    groups = [group for group in GROUPS if group[1] in options.dimensions]
     print("kind, dimension, noise     points  wrong  suspect  unknown  rms error  median bar  seconds")
     tallies = []
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(run, group, -(-options.count // len(GROUPS))) for group in GROUPS]
-        for group, job in zip(GROUPS, jobs, strict=True):
+        jobs = [pool.submit(run, group, -(-options.count // len(GROUPS))) for group in groups]
+        for group, job in zip(groups, jobs, strict=True):
             tally = job.result()
             tallies.append(tally)
             fine = tally.known & ~tally.suspect

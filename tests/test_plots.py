@@ -221,11 +221,11 @@ def test_diagnostics_say_what_is_suspect(key):
     log_weights = spread[None] * jax.random.normal(key, (200, 40))
     estimate = made(log_weights.at[:, 7].set(-jnp.inf))
     figure = plots.diagnostics(estimate)
-    left, middle, right = figure.axes
+    left, middle, _ = figure.axes
     assert [ax.get_ylabel() for ax in figure.axes] == [
         "effective paths",
         "standard error (nats)",
-        "Pareto $k$",
+        "truncation error (nats)",
     ]
     for ax, values in ((left, estimate.effective_paths), (middle, estimate.standard_error)):
         fine, bad = ax.get_lines()[:2]
@@ -233,7 +233,6 @@ def test_diagnostics_say_what_is_suspect(key):
         shown = np.sort(np.concatenate([fine.get_ydata(), bad.get_ydata()]))
         np.testing.assert_array_equal(shown, np.sort(np.delete(values, 7)))
     assert (left.get_title(), middle.get_title()) == ("1 not shown (0)", "1 not shown (inf)")
-    np.testing.assert_array_equal(right.get_lines()[2].get_ydata(), 0.7)
     written = " ".join(figure.get_suptitle().split())
     assert estimate.warning is not None
     assert written == estimate.warning
@@ -243,7 +242,6 @@ def test_diagnostics_of_a_good_estimate(key):
     estimate = made(0.01 * jax.random.normal(key, (20, 6)))
     figure = plots.diagnostics(estimate)
     assert figure.get_suptitle() == "none of 6 estimates is suspect"
-    assert figure.axes[2].get_title() == "6 not shown (nan)"
 
 
 # ------------------------------------------------------------------------------- the disk

@@ -11,12 +11,11 @@ from problems import AMORTISED, SHAKEN, THREE, linear, linear_distribution, ou, 
 from scipy import integrate, stats
 
 import roughflow as rf
-from roughflow.density import Mixture, _estimate, _paths
+from roughflow.density import Mixture, _paths
 
 # ---------------------------------------------------------------------- mixtures of coefficients
 
 WIDTH, DIMENSION, BATCH = 3, 2, 2
-pareto_k = jax.jit(_estimate.pareto_k)
 
 
 @functools.partial(jax.jit, static_argnames=("components", "tilted", "seed"))
@@ -192,21 +191,6 @@ def test_numbers_of_paths_that_do_not_make_whole_groups_are_refused():
 
 
 # ---------------------------------------------------------------------------------- tails of weights
-
-
-@pytest.mark.parametrize("k", [0.2, 0.5, 1.0])
-def test_pareto_k_is_the_shape_of_a_pareto_tail(k):
-    weights = np.random.default_rng(0).pareto(1 / k, (100_000, 2)) + 1
-    np.testing.assert_allclose(pareto_k(weights), k, rtol=0, atol=0.1)
-    # A common factor, however large, is not a tail.
-    np.testing.assert_allclose(pareto_k(1e200 * weights), pareto_k(weights), rtol=1e-6)
-
-
-def test_pareto_k_of_few_equal_or_no_weights(key):
-    assert np.all(np.isnan(pareto_k(jnp.exp(jax.random.normal(key, (24, 2))))))
-    assert np.all(np.isfinite(pareto_k(jnp.exp(jax.random.normal(key, (25, 2))))))
-    np.testing.assert_array_equal(pareto_k(jnp.full((100, 2), 0.05)), -np.inf)
-    np.testing.assert_array_equal(pareto_k(jnp.zeros((100, 2))), -np.inf)
 
 
 class Student(rf.Normal):

@@ -12,7 +12,7 @@ from .._programs import jit
 from ..flow import AbstractStochasticFlow, one_line_errors
 from ._estimate import log_mean
 from ._modes import Laplace
-from ._paths import PullBack, checked_points, explain_failure, log_joint, mixture_of, point_keys, solve_keys
+from ._paths import Level, PullBack, checked_points, explain_failure, mixture_of, point_keys, solve_keys
 from ._proposals import AbstractProposal, log_standard
 
 
@@ -129,7 +129,7 @@ def _upper(
         omega = noise if mixture is None else mixture.sample(noise)
         places = jnp.broadcast_to(jnp.arange(fresh), (count, fresh))
         solves = solve_keys(flow, jax.random.split(key_solve, count), places)
-        rest = log_joint(flow, place, omega, solves)
+        rest = Level(flow).solved(place, omega, None, solves) + log_standard(omega)
         # Far out a field may overflow to NaN before its solve counts as escaped: it leads nowhere either.
         rest = jnp.where(jnp.isnan(rest), -jnp.inf, rest) - density(omega)
         weights = jnp.concatenate([weights, rest], axis=1)

@@ -1,7 +1,6 @@
 """The result of every estimator, log p(x) with its error bars, and statistics of the weights of paths."""
 
 import abc
-import math
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +14,6 @@ from .._show import ENDS, count, is_known, table
 from ..faq import see
 
 FEW_PATHS = 5.0  # number of effective paths below which the standard error is unreliable
-HEAVY = 0.7  # Pareto k above which the mean weight converges so slowly that its standard error is unreliable
 COARSE = 0.5  # in nats; truncation and solver errors above this are themselves unreliable
 
 # The methods by which values are computed; `Estimate.rung` holds indices into this tuple.
@@ -25,7 +23,6 @@ METHODS = ("exact", "paths", "learned", "modes", "grid")
 REASONS = {
     "few paths": f"rest on fewer than {FEW_PATHS:.0f} effective paths (at worst {{worst:.1f}}): "
     + f"increase max_paths or use a smaller tolerance{see('few-effective-paths')}",
-    "heavy tail": f"have heavy-tailed weights (Pareto k > {HEAVY}): increase max_paths{see('heavy-tail')}",
     "coarse": "have a large truncation or solver error: increase num_functions of the driver, or use more "
     "steps, rf.FixedGrid(steps=...)" + see("truncation-or-solver-error"),
     "steep": "lie where the SDE contracts strongly or where few paths lead: paths may have been missed"
@@ -76,8 +73,6 @@ class Estimate(eqx.Module):
     - `num_paths`: number of paths used; 0 for a grid.
     - `escaped`: number of paths along which the backward solve diverges, which means that they do not reach
       x.
-    - `pareto_k`: the shape of the tail of the weights, whose variance is finite if it is below ½; NaN with
-      fewer than 25 paths, and for grids.
     - `rung`: index of the method that gave the value; `method` is its name: "exact", "paths" (drawn from the
       driver), "learned" (drawn from a proposal that was trained with the flow), "modes" (drawn around the
       most likely paths) or "grid".
@@ -105,7 +100,6 @@ class Estimate(eqx.Module):
     effective_paths: Array
     num_paths: Array
     escaped: Array
-    pareto_k: Array
     rung: Array
     unmet: Array
     steep: Array
@@ -115,18 +109,8 @@ class Estimate(eqx.Module):
     @staticmethod
     def of(log_prob: Array, method: str, **parts: Any) -> "Estimate":
         """An estimate with these parts; of those not given, errors are zero and flags are off."""
-        shape, dtype = log_prob.shape, log_prob.dtype
-        # By NumPy, because JAX compiles a program for each shape of zeros.
-        zero, none = np.zeros(shape, dtype), np.zeros(shape, bool)
-        blank: dict[str, Any] = {
-            **dict.fromkeys(("standard_error", "solver_error", "truncation_error"), zero),
-            "effective_paths": np.full(shape, np.inf, dtype),
-            **dict.fromkeys(("num_paths", "escaped"), np.zeros(shape, int)),
-            "pareto_k": np.full(shape, np.nan, dtype),
-            "rung": np.full(shape, METHODS.index(method)),
-            **dict.fromkeys(("unmet", "steep", "jump", "fast"), none),
-        }
-        return Estimate(log_prob, **{**jax.device_put(blank), **parts})
+        blank = blank_parts(log_prob.shape, log_prob.dtype, method)
+        return Estimate(**{**jax.device_put(blank), **parts, "log_prob": log_prob})
 
     @property
     def total_error(self) -> Array:
@@ -160,7 +144,6 @@ class Estimate(eqx.Module):
         finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
         where = {
             "few paths": few,
-            "heavy tail": self.pareto_k > HEAVY,
             "coarse": self.solver_error + self.truncation_error > COARSE,
             "steep": self.steep,
             "jump": self.jump,
@@ -211,6 +194,18 @@ class Estimate(eqx.Module):
 
 def _number(value: Any) -> str:
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def blank_parts(shape: tuple[int, ...], dtype: Any, method: str) -> dict[str, np.ndarray]:
+    """The parts of an exact `Estimate`, by NumPy, because JAX compiles a program for each shape of zeros."""
+    zero, none = np.zeros(shape, dtype), np.zeros(shape, bool)
+    return {
+        **dict.fromkeys(("log_prob", "standard_error", "solver_error", "truncation_error"), zero),
+        "effective_paths": np.full(shape, np.inf, dtype),
+        **dict.fromkeys(("num_paths", "escaped"), np.zeros(shape, int)),
+        "rung": np.full(shape, METHODS.index(method)),
+        **dict.fromkeys(("unmet", "steep", "jump", "fast"), none),
+    }
 
 
 class Warnings:
@@ -275,37 +270,3 @@ def weights_error(weights: Any, xp: Any = jnp) -> Any:
     spread = (xp.max(weights, axis=0) - xp.min(weights, axis=0)) / count
     variance = xp.var(weights, axis=0, ddof=1) / count + 0.5 * spread**2
     return xp.sqrt(variance) * (1 + 2.0 / (count - 1))
-
-
-def pareto_k(weights: Any, xp: Any = jnp) -> Any:
-    """The shape k of a generalised Pareto distribution fitted to the largest weights, over the first axis.
-
-    Weights with k < ½ have a finite variance; above 0.7 the estimate should not be trusted (Vehtari,
-    Simpson, Gelman, Yao & Gabry 2024). The fit is that of Zhang & Stephens (2009), drawn towards ½ with the
-    weight of ten observations as in the former. NaN with fewer than 25 weights; −inf where the largest
-    ones are all but equal.
-    """
-    count = weights.shape[0]
-    tail = min(count // 5, math.ceil(3 * count**0.5))
-    if tail < 5:
-        return xp.full(weights.shape[1:], xp.nan, weights.dtype)
-    ranked = xp.sort(weights, axis=0)
-    top = ranked[-1]
-    excess = (ranked[-tail:] - ranked[-tail - 1][None]) / xp.where(top > 0, top, 1)[None]
-    largest, quartile = excess[-1], excess[math.floor(tail / 4 + 0.5) - 1]
-    # Equal to one part in a hundred: no tail to speak of.
-    flat = ~(largest > 0.01)
-    largest = xp.where(flat, 1, largest)
-    quartile = xp.where(flat, 1, xp.maximum(quartile, 1e-6 * largest))
-    grid = 30 + math.floor(tail**0.5)
-    j = xp.arange(1, grid + 1).astype(excess.dtype) - 0.5
-    steps = xp.expand_dims(1 - xp.sqrt(grid / j), tuple(range(1, excess.ndim)))
-    b = 1 / largest[None] + steps / (3 * quartile[None])
-    k = -xp.mean(xp.log1p(-b[None] * excess[:, None]), axis=0)
-    profile = tail * (xp.log(b / k) + k - 1)
-    profile = xp.where(xp.isnan(profile), -xp.inf, profile)
-    share = xp.exp(profile - xp.max(profile, axis=0, keepdims=True))
-    b = xp.sum(b * share, axis=0) / xp.sum(share, axis=0)
-    k = xp.mean(xp.log1p(-b[None] * excess), axis=0)
-    k = (k * tail + 0.5 * 10) / (tail + 10)
-    return xp.where(flat, -xp.inf, k)

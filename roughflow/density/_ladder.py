@@ -18,16 +18,15 @@ from ._draws import AbstractDraws, Sobol
 from ._estimate import (
     COARSE,
     FEW_PATHS,
-    HEAVY,
     METHODS,
     AbstractEstimator,
     Accuracy,
     Estimate,
-    effective_paths,
+    blank_parts,
     weights_error,
 )
 from ._grid import applies as grid_applies, estimate as grid_estimate
-from ._modes import Laplace, constant, refined_driver
+from ._modes import Laplace, constant
 from ._paths import (
     GROWTH,
     Level,
@@ -36,14 +35,11 @@ from ._paths import (
     PullBack,
     checked_points,
     coarser,
-    draw,
     estimate_of,
     exact,
-    in_blocks,
     in_rounds,
     is_inside_jit,
     mixtures,
-    point_keys,
 )
 from ._proposals import AbstractProposal, Mixture, Prior
 
@@ -55,7 +51,7 @@ FIRST_AROUND_MODES = 64
 MAX_PATHS_PER_POINT = 2**14
 PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}  # number of paths of all points together, for few points
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
-FIXED_BUDGET_PATHS, PILOT_PATHS = 256, 64  # inside jit
+FIXED_BUDGET_PATHS = 256  # inside jit
 FEW_STARTS = 4  # of a search for modes, where there is next to no density
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
@@ -63,13 +59,11 @@ GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension; work after which a grid gives up, 
 # Effective fraction of paths around modes below which the tails may hide other bundles of paths.
 EVEN_SHARE = 0.25
 LEARNED_SHARE = 0.2  # of the prior, next to a learned proposal
-MAX_DOUBLINGS = 2  # of the driver's functions and the steps, where their error dominates
 PROBES = 4  # of a random divergence, without noise
 PROBED_POINTS = 8  # points at which the time dependence of the coefficients is checked
 CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
 # Factor per dimension by which backward solves expand; if it is larger, prior draws may miss paths.
 MAX_EXPANSION = 20.0
-HEAVY_AROUND_MODES = 0.5  # Pareto k of the weights around modes above which they are poor
 MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
 MAX_GAP = 3.0  # in standard errors; difference of two methods that is tolerated
 
@@ -84,8 +78,8 @@ class Ladder(AbstractEstimator):
        as many, and so on until the total error is below the tolerance (0.05 by default); at most 16,384 or,
        for a few points, 65,536. Paths are solved with half the driver's functions and steps, and some of them
        also with all: the difference corrects the value and bounds the remaining error. If the remaining error
-       is too large, functions and steps are doubled. If no tolerance is given, an error of 0.1 is finally
-       accepted.
+       is too large, all paths are solved with all functions and steps. If no tolerance is given, an error of
+       0.1 is finally accepted.
     2. In one and two dimensions, a **grid** (`rf.density.Grid`). It comes first if there are many points,
        because its cost does not depend on their number, or if the SDE contracts strongly, because prior draws
        may then miss paths.
@@ -93,7 +87,7 @@ class Ladder(AbstractEstimator):
        paths** to x (`rf.Laplace`).
 
     `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where values are unknown, every
-    point gets 256 paths of step 1 or, if the weights of 64 such paths are poor, of step 3.
+    point gets 256 paths of step 1 or, if fewer than a quarter of them are effective, of step 3.
 
     ```python
     import jax, jax.numpy as jnp
@@ -113,16 +107,29 @@ class Ladder(AbstractEstimator):
         if flow.noise_dimension == 0:
             return _without_noise(flow, x, key)
         if is_inside_jit(flow, x, key):
-            learned = _learned(flow)
-            proposal = Defended(Laplace() if learned is None else learned, where_poor=True)
-            method = "modes" if learned is None else "learned"
-            return PullBack(FIXED_BUDGET_PATHS, proposal).traced(
-                flow.without_errors(), x, key, accuracy, method
-            )
+            return _inside_jit(flow.without_errors(), x, key, accuracy)
         climb = Climb(np.asarray(x).reshape(-1, x.shape[-1]), key, accuracy)
         with fixed_functions():
             climb.run(flow)
         return estimate_of(climb.parts, x.shape[:-1], x.dtype)
+
+
+def _inside_jit(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
+    """With a fixed number of paths: from the prior, and around modes where their weights are poor."""
+    learned, contracts = _learned(flow), _contraction(constant(flow)) > MAX_EXPANSION
+    proposal, method = (Laplace(), "modes") if learned is None else (Defended(learned), "learned")
+    ask = lambda *given: PullBack(FIXED_BUDGET_PATHS, given[0]).traced(flow, x, key, accuracy, given[1])
+    first = ask(Prior(Sobol()), "paths")
+    even = EVEN_SHARE * FIXED_BUDGET_PATHS
+    poor = ~(first.effective_paths >= even) | contracts
+
+    def other() -> Estimate:
+        found = ask(proposal, method)
+        uneven = found.effective_paths < jnp.where(contracts, even, 2 * FEW_PATHS)
+        found = eqx.tree_at(lambda e: e.steep, found, uneven | ~(found.total_error < COARSE))
+        return jax.tree.map(lambda a, b: jnp.where(poor, a, b), found, first)
+
+    return jax.lax.cond(jnp.any(poor), other, lambda: first)
 
 
 def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> Estimate:
@@ -145,7 +152,9 @@ class Climb:
         self.x, self.key, self.accuracy = x, key, accuracy
         self.aim = accuracy.tolerance or DEFAULT_TOLERANCE
         self.accepted = accuracy.tolerance or ACCEPTED_ERROR
-        self.parts: Parts = {}
+        blank = blank_parts((len(x),), float, "paths")
+        self.parts = {name: part.copy() for name, part in blank.items()}
+        self.parts["standard_error"][:] = np.inf
         self.poor = np.ones(len(x), bool)
 
     def run(self, flow: AbstractStochasticFlow) -> None:
@@ -175,12 +184,7 @@ class Climb:
     def put(self, which: np.ndarray, new: Parts, poor: np.ndarray, method: str) -> None:
         """What a method found of the points `which`. It stands unless what was known is as good and surer;
         where both are good and differ, the point is flagged as steep."""
-        blank = {"steep": np.zeros(len(which), bool), "solver_error": np.zeros(len(which))}
-        new = {**blank, **new, "rung": np.full(len(which), METHODS.index(method))}
-        for name, part in new.items():
-            if name not in self.parts:
-                blank = np.inf if name == "standard_error" else 0
-                self.parts[name] = np.full(len(self.poor), blank, part.dtype)
+        new = {**blank_parts(which.shape, float, method), **new}
         old = {name: part[which] for name, part in self.parts.items()}
         known, surer = ~self.poor[which], total_error(old) < total_error(new)
         takes = np.where(known, ~poor & ~surer, ~(poor & surer))
@@ -201,29 +205,20 @@ class Climb:
         resolve."""
         found = grid_estimate(flow, self.x[which], self.aim, max_work=GRID_WORK[flow.dimension])
         value, error = (np.asarray(part, float) for part in found)
-        size, zero = len(which), np.zeros(len(which))
-        parts = {
-            **{"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error},
-            **{"standard_error": zero, "truncation_error": zero, "effective_paths": np.full(size, np.inf)},
-            **dict.fromkeys(("num_paths", "escaped"), np.zeros(size, int)),
-            "pareto_k": np.full(size, np.nan),
-        }
+        parts = {"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error}
         self.put(which, parts, ~(error <= self.accepted), "grid")
         return self.left(which)
 
     def from_prior(self, flow: AbstractStochasticFlow, which: np.ndarray) -> np.ndarray:
-        """Use paths from the prior with half of the flow's functions and steps, then with all and, if these
-        are too few, with twice as many. Returns the points that need another method."""
-        every, level = which, coarser(flow)
-        for number in range(2 + MAX_DOUBLINGS):
-            if which.size:
-                self.paths(Points(level, self.x, self.key), which, None, "paths")
-                # More paths do not reduce truncation and solver errors.
-                error = self.parts["truncation_error"][which]
-                mostly = (error > 0.5 * self.aim) & (error > self.parts["standard_error"][which])
-                which = which[mostly & np.isfinite(error) & ~self.poor[which]]
-            level = doubled(level) if number else flow
-        return self.left(every)
+        """Use paths from the prior with half of the flow's functions and steps, and with all of them where
+        the truncation error is too large. Returns the points that need another method."""
+        self.paths(Points(coarser(flow), self.x, self.key), which, None, "paths")
+        # More paths do not reduce truncation and solver errors.
+        error = self.parts["truncation_error"][which]
+        mostly = (error > 0.5 * self.aim) & (error > self.parts["standard_error"][which])
+        if (fine := which[mostly & np.isfinite(error) & ~self.poor[which]]).size:
+            self.paths(Points(flow, self.x, self.key), fine, None, "paths")
+        return self.left(which)
 
     def near(self, points: Points, which: np.ndarray) -> None:
         """Use paths from the learned proposal, and then paths around the most likely ones."""
@@ -278,9 +273,7 @@ class Climb:
         def ends(parts: Parts, total: int) -> np.ndarray:
             error, effective = parts["standard_error"], parts["effective_paths"]
             both = error + parts["truncation_error"]
-            # Tangent Gaussians have tails that many bundles of paths hide in.
-            heavy = parts["pareto_k"] > (HEAVY_AROUND_MODES if around else HEAVY)
-            poor = (effective < 2 * FEW_PATHS) | heavy | ~(both < COARSE)
+            poor = (effective < 2 * FEW_PATHS) | ~(both < COARSE)
             if len(levels) == 1:
                 # For paths around modes k is not sufficient: for two bundles of curved paths, the error was
                 # 0.5 with an error bar of 0.05 and k below ½.
@@ -303,12 +296,6 @@ class Climb:
         return min(most, max(MAX_PATHS_PER_POINT, PATHS_OF_FEW[device] // max(count, 1)))
 
 
-def doubled(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
-    """With twice the driver's functions, if it can be refined, and steps half as long."""
-    refined, flow = refined_driver(flow), flow.with_finer_steps()
-    return flow if refined is None else flow.with_driver(refined)
-
-
 def total_error(parts: Parts) -> np.ndarray:
     return parts["standard_error"] + parts["truncation_error"] + parts["solver_error"]
 
@@ -325,22 +312,19 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
     noise = np.random.default_rng(0).normal(size=(CONTRACTION_STEPS, CONTRACTION_PATHS, flow.noise_dimension))
     start = some_points(flow.base, flow.dimension, CONTRACTION_PATHS)
     length = jnp.asarray(flow.t1 / CONTRACTION_STEPS, start.dtype)
-    basis = jnp.eye(flow.dimension, dtype=start.dtype)
 
-    def move(z: Array, t: Array, noise: Array) -> tuple[Array, Array]:
-        drift, push = jax.linearize(lambda z: flow.sde.drift(t, z), z)
-        divergence = jnp.trace(jax.vmap(push)(basis))
-        new = z + length * drift + jnp.sqrt(length) * noise_matrix(flow.sde.noise(t, z)) @ noise
-        fine = jnp.all(jnp.isfinite(new)) & jnp.isfinite(divergence)
-        return jnp.where(fine, new, z), jnp.where(fine, length * divergence, 0)
-
-    def step(state: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
-        z, change = jax.vmap(move, (0, None, 0))(state[0], *given)
-        return (z, state[1] + change), None
+    def step(z: Array, given: tuple[Array, Array]) -> tuple[Array, Array]:
+        t, noise = given
+        drift = lambda z: flow.sde.drift(t, z)
+        kick = jax.vmap(lambda z, n: noise_matrix(flow.sde.noise(t, z)) @ n)(z, noise)
+        new = z + length * jax.vmap(drift)(z) + jnp.sqrt(length) * kick
+        divergence = jax.vmap(lambda z: jnp.trace(jax.jacfwd(drift)(z)))(z)
+        fine = jnp.all(jnp.isfinite(new), axis=1) & jnp.isfinite(divergence)
+        return jnp.where(fine[:, None], new, z), jnp.where(fine, divergence, 0)
 
     times = length * jnp.arange(CONTRACTION_STEPS, dtype=start.dtype)
-    given = (times, jnp.asarray(noise, start.dtype))
-    total = jax.lax.scan(step, (start, jnp.zeros(CONTRACTION_PATHS, start.dtype)), given)[0][1]
+    divergences = jax.lax.scan(step, start, (times, jnp.asarray(noise, start.dtype)))[1]
+    total = length * jnp.sum(divergences, axis=0)
     return jnp.exp(-jnp.quantile(total, 0.1) / flow.dimension)
 
 
@@ -351,39 +335,16 @@ def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
 
 
 class Defended(AbstractProposal):
-    """A proposal with at least a share of the prior; `where_poor`, inside `jit`, with nothing else for points
-    at which a few paths from the prior have even weights."""
+    """A proposal with at least a share of the prior."""
 
     proposal: AbstractProposal
-    where_poor: bool = eqx.field(static=True)
-    draws: AbstractDraws
-
-    def __init__(self, proposal: AbstractProposal, where_poor: bool = False):
-        self.proposal, self.where_poor, self.draws = proposal, where_poor, Sobol()
+    draws: AbstractDraws = Sobol()
 
     @property
     def wants_cloud(self) -> bool:
         return self.proposal.wants_cloud
 
     def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: Any) -> Mixture:
-        def mixture(x: Array) -> Mixture:
-            found = self.proposal.distribution(flow, x, cloud)
-            assert found is not None
-            return found.with_prior(LEARNED_SHARE)
-
-        if not self.where_poor:
-            return mixture(x)
-        flow, x = constant((flow, x))
-        keys, pilot = point_keys(jax.random.key(0), jnp.arange(len(x))), jnp.arange(PILOT_PATHS)
-        places = jnp.broadcast_to(pilot, (len(x), PILOT_PATHS))
-        weights, _ = draw(Level(flow), x, keys, None, Sobol(), places, PILOT_PATHS)
-        top = jnp.max(weights, axis=1, keepdims=True)
-        effective = effective_paths(jnp.exp(weights - jnp.where(jnp.isfinite(top), top, 0)).T)
-        poor = ~(effective > 2 * FEW_PATHS) | (_contraction(flow) > MAX_EXPANSION)
-        # Those that are poor come first, a block at a time; the others get what the first one has.
-        order, block = jnp.argsort(~poor), min(len(x), PILOT_PATHS)
-        filled = jnp.pad(order, (0, -len(x) % block))
-        found = in_blocks(mixture, x[filled], jnp.maximum(jnp.sum(poor), 1), block)
-        own = jnp.where(poor, jnp.argsort(order), 0)
-        found = jax.tree.map(lambda a: a[own], found)
-        return constant(eqx.tree_at(lambda m: m.prior, found, jnp.where(poor, found.prior, 1)))
+        found = self.proposal.distribution(flow, x, cloud)
+        assert found is not None
+        return found.with_prior(LEARNED_SHARE)

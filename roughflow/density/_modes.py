@@ -20,7 +20,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
 from .._linear import orthonormal, solve
-from ..flow import AbstractStochasticFlow, Base, FixedGrid, NoDivergence, Normal, Whitened
+from ..flow import AbstractStochasticFlow, FixedGrid, NoDivergence, Whitened
 from ..sde import ExactCorrection, with_explicit_parameters
 from ._draws import AbstractDraws, Sobol, normal_numbers
 from ._proposals import AbstractProposal, Mixture
@@ -97,7 +97,10 @@ class Latent(eqx.Module):
     fine: Any
 
     def __init__(self, flow: AbstractStochasticFlow, fine: Any = None):
-        self.affine = _mean_and_spread(flow.base)
+        draws = None
+        if not isinstance(flow.base, Whitened):
+            draws = jax.lax.stop_gradient(flow.base.sample(key=jax.random.key(0), shape=(CLOUD_DRAWS,)))
+        self.affine = None if draws is None else (jnp.mean(draws, axis=0), jnp.std(draws, axis=0))
         self.fine = None if refined_driver(flow) is None else fine
         # Only the end of a solve is needed, and it must be a function of ξ alone. A search may try improbable
         # paths, so a solve that fails gives NaN instead of an error. Parameters in closures are made
@@ -123,13 +126,12 @@ class Latent(eqx.Module):
         start, own, more = jnp.split(xi, [self.flow.dimension, self.flow.dimension + size], axis=1)
         flow, coefficients = with_added(self.flow, own, more, self.fine)
         path = flow.driver.path(coefficients, flow.t1)
-        outcome = flow.solve(jax.vmap(self._from_normal)(start), path, reverse=False)
-        return outcome.z, outcome.has_escaped
-
-    def _from_normal(self, u: Array) -> Array:
         if self.affine is None:
-            return self.flow.base.from_normal(u)
-        return self.affine[0] + self.affine[1] * u
+            start = jax.vmap(flow.base.from_normal)(start)
+        else:
+            start = self.affine[0][None] + self.affine[1][None] * start
+        outcome = flow.solve(start, path, reverse=False)
+        return outcome.z, outcome.has_escaped
 
 
 def refined_driver(flow: AbstractStochasticFlow) -> Any:
@@ -151,23 +153,14 @@ def with_added(flow: Any, omega: Array, more: Array, fine: Any) -> tuple[Any, Ar
     return flow.with_driver(refined), flow.driver.refine(own, added)
 
 
-def _mean_and_spread(base: Base) -> tuple[Array, Array] | None:
-    if isinstance(base, Normal):
-        return base.loc, base.scale
-    if isinstance(base, Whitened):
-        return None
-    draws = jax.lax.stop_gradient(base.sample(key=jax.random.key(0), shape=(CLOUD_DRAWS,)))
-    return jnp.mean(draws, axis=0), jnp.std(draws, axis=0)
-
-
 def constant(tree):
     """The pytree as a constant for differentiation; leaves may be functions."""
     return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_array(a) else a, tree)
 
 
 class Cloud(eqx.Module):
-    """Forward draws of the flow, ξ `(N, D)`, and where they end, `(N, d)`: they show the ways that lead near
-    x. One cloud serves every x."""
+    """Forward draws of the flow, ξ `(N, D)`, and where they end, `(N, d)`, NaN if they escape: they show the
+    ways that lead near x. One cloud serves every x."""
 
     xi: Array
     end: Array
@@ -179,30 +172,20 @@ class Cloud(eqx.Module):
         xi = normal_numbers(key, places, latent.size, dtype)
         end, has_escaped = latent.end(xi)
         lost = has_escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
-        return Cloud(xi, jnp.where(lost[:, None], jnp.inf, end))
+        return Cloud(xi, jnp.where(lost[:, None], jnp.nan, end))
 
     def starts(self, x: Array, count: int) -> Array:
         """Where to start searches for each x, `(B, count, D)`: zero, the draws that end nearest to x in units
         of the ends' spread, and some wider draws, wherever they end: modes may lie where few paths go."""
-        fine = jnp.all(jnp.isfinite(self.end), axis=-1)
-        some = jnp.maximum(jnp.sum(fine), 1)
-        end = jnp.where(fine[:, None], self.end, 0)
-        mean = jnp.sum(end, axis=0) / some
         # Spread by the mean absolute deviation: a few draws far out do not make the rest look alike.
-        offset = jnp.where(fine[:, None], jnp.abs(end - mean[None]), 0)
-        spread = jnp.sum(offset, axis=0) / some
-        unit = 1 / jnp.where(spread > 0, spread, 1)
-        gap = jnp.where(fine[None], _distance(x * unit[None], end * unit[None]), jnp.inf)
+        spread = jnp.nanmean(jnp.abs(self.end - jnp.nanmean(self.end, axis=0)[None]), axis=0)
+        away = (x[:, None] - self.end[None]) / jnp.where(spread > 0, spread, 1)[None, None]
+        gap = jnp.sum(away**2, axis=-1)
+        gap = jnp.where(jnp.isnan(gap), jnp.inf, gap)
         wide = count // WIDE_SHARE
         near = self.xi[jax.lax.top_k(-gap, count - 1 - wide)[1]]
         far = jnp.broadcast_to(WIDE * self.xi[:wide], (len(x), wide, self.xi.shape[1]))
         return jnp.concatenate([jnp.zeros_like(near[:, :1]), near, far], axis=1)
-
-
-def _distance(a: Array, b: Array) -> Array:
-    """Squared distances `(B, N)` between points, one coordinate at a time: no array of all differences."""
-    total = jnp.zeros((len(a), len(b)), a.dtype)
-    return jax.lax.fori_loop(0, a.shape[1], lambda i, t: t + (a[:, i, None] - b[None, :, i]) ** 2, total)
 
 
 class Modes(eqx.Module):
@@ -246,11 +229,8 @@ def find_modes(latent: Latent, x: Array, begin: Array) -> Modes:
     modes = _search(latent, jnp.repeat(x, starts, axis=0), jnp.reshape(begin, (-1, latent.size)))
     modes = jax.tree.map(lambda a: jnp.reshape(a, (-1, starts, *a.shape[1:])), modes)
     gap = jnp.linalg.norm(modes.xi[:, :, None] - modes.xi[:, None], axis=-1)
-    place = jnp.arange(starts)
-    ahead = (modes.score[:, :, None] < modes.score[:, None]) | (
-        (modes.score[:, :, None] == modes.score[:, None]) & (place[:, None] < place[None])[None]
-    )
-    again = jnp.any(ahead & (gap < MERGE_DISTANCE), axis=1)
+    rank = jnp.argsort(jnp.argsort(modes.score, axis=1), axis=1)
+    again = jnp.any((rank[:, :, None] < rank[:, None]) & (gap < MERGE_DISTANCE), axis=1)
     return eqx.tree_at(lambda m: m.score, modes, jnp.where(again, jnp.inf, modes.score))
 
 

@@ -31,7 +31,6 @@ from ._estimate import (
     Accuracy,
     Estimate,
     effective_paths,
-    pareto_k,
     weights_error,
 )
 from ._modes import Cloud, constant, refined_driver, with_added
@@ -40,31 +39,14 @@ from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 # Maximum dimension for exact divergences instead of random probes, if there is no noise.
 MAX_EXACT_DIMENSION = 64
 PATHS_PER_ROW = 16  # number of paths of one point in a row of a program
-ROWS = {"cpu": (4096,), "gpu": (64, 512, 16384)}  # numbers of rows per program call
+ROWS = {"cpu": (4096,), "gpu": (2048, 16384)}  # numbers of rows per program call
 SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # number of solves that are integrated as one state
 MAX_NUMBERS = 2**26  # floating-point numbers per program call
 GROWTH = 4  # factor between the numbers of paths of two rounds
 CLOUD_KEY = 2**31 + 1  # folded into the key, for the key of forward draws
 CHECKED_SHARE = 16  # one path in this many is also solved at a finer level,
 FEW_CHECKED = 32  # and at least this many
-SUMMARISED = 1024  # number of points per call of `summary` on a GPU
 Parts = dict[str, np.ndarray]  # of an `Estimate`
-
-
-def log_joint(flow: AbstractStochasticFlow, x: Array, omega: Array, keys: PRNGKeyArray | None) -> Array:
-    """log p(x | ω) φ(ω) `(B, K)` for x `(B, d)` and ω `(B, K, W)`; −inf where the backward solve escapes."""
-    return log_given(flow, x, coefficients_of(flow, omega), keys) + log_standard(omega)
-
-
-def log_given(
-    flow: AbstractStochasticFlow, x: Array, coefficients: Array, keys: PRNGKeyArray | None
-) -> Array:
-    path = flow.driver.path(coefficients, flow.t1)
-    return flow.log_prob_given_path(x[:, None], path, key=keys)
-
-
-def coefficients_of(flow: AbstractStochasticFlow, omega: Array) -> Array:
-    return jnp.reshape(omega, (*omega.shape[:-1], flow.driver.num_functions, flow.noise_dimension))
 
 
 def solve_keys(flow: AbstractStochasticFlow, keys: PRNGKeyArray, places: Array) -> PRNGKeyArray | None:
@@ -96,13 +78,15 @@ class Level(NamedTuple):
     fine: Any = None
     each: Any = None
 
-    def solved(self, x: Array, omega: Array, more: Array, keys: PRNGKeyArray | None) -> Array:
-        """log p(x | ω) `(B, K)`; `more` are the coefficients of the functions that are added."""
+    def solved(self, x: Array, omega: Array, more: Any, keys: PRNGKeyArray | None) -> Array:
+        """log p(x | ω) `(B, K)` for x `(B, d)` and ω `(B, K, W)`, −inf if the solve escapes. `more` are
+        the coefficients of the functions that are added."""
         flow, coefficients = with_added(self.flow, omega, more, self.fine)
         if self.fine is not None and isinstance(flow.integrator, FixedGrid):
             counted = CountedGrid.of(flow.integrator, self.each)
             flow = eqx.tree_at(lambda f: f.integrator, flow, counted)
-        return log_given(flow, x, coefficients, keys)
+        path = flow.driver.path(coefficients, flow.t1)
+        return flow.log_prob_given_path(x[:, None], path, key=keys)
 
 
 def levels(flow: AbstractStochasticFlow) -> tuple[Level, Level, Level]:
@@ -291,7 +275,8 @@ def in_rounds(
             new = [weights_of(*given, level, range(fine.shape[1], checked))[0] for level in checks]
             mean = np.logaddexp.reduce(new) - np.log(len(new)).astype(coarse.dtype)
             fine = np.concatenate([fine, mean], axis=1)
-        parts = summaries(draws, (coarse, fine, control), corrected)
+        double = jax.tree.map(lambda a: a.astype(float), (coarse, fine, control))
+        parts = summary(draws, *double, corrected=corrected)
         enough = ends(parts, total)
         for name, part in parts.items():
             found.setdefault(name, np.zeros(len(which), part.dtype))[where[enough]] = part[enough]
@@ -299,25 +284,6 @@ def in_rounds(
         where, coarse, fine, control, mixture = jax.tree.map(lambda a, here=~enough: a[here], still)
         total *= GROWTH
     return found
-
-
-def summaries(draws: AbstractDraws, weights: Any, corrected: bool) -> Parts:
-    """`summary`, in double precision on a CPU, and on the device otherwise."""
-    if jax.default_backend() == "cpu":
-        return summary(draws, *jax.tree.map(lambda a: a.astype(float), weights), corrected=corrected)
-    found, size = [], len(weights[0])
-    for begin in range(0, size, SUMMARISED):
-        count = min(SUMMARISED, size - begin)
-        fill = begin + np.arange(SUMMARISED) % count
-        done = _summary(draws, corrected, jax.tree.map(lambda a, fill=fill: a[fill], weights))
-        found.append(jax.tree.map(lambda a, count=count: np.asarray(a)[:count], done))
-    parts = jax.tree.map(lambda *a: np.concatenate(a), *found)
-    return {name: a.astype(float) if a.dtype.kind == "f" else a for name, a in parts.items()}
-
-
-@partial(jit, level=1)
-def _summary(draws: AbstractDraws, corrected: bool, weights: Any) -> dict[str, Array]:
-    return summary(draws, *weights, corrected=corrected, xp=jnp)
 
 
 def checked_paths(total: int) -> int:
@@ -382,7 +348,6 @@ def summary(
             "effective_paths": effective_paths(still(weights), xp),
             "num_paths": xp.full(unit.shape, coarse.shape[1]),
             "escaped": xp.sum(xp.isneginf(coarse), axis=1),
-            "pareto_k": pareto_k(still(weights), xp),
         }
 
 

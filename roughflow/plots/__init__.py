@@ -19,7 +19,6 @@ from ._figures import (
     EMBER as EMBER,
     GREEN as GREEN,
     GREY as GREY,
-    HEAVY_TAIL as HEAVY_TAIL,
     NIGHT as NIGHT,
     PURPLE as PURPLE,
     SKY as SKY,

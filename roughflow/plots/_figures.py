@@ -278,12 +278,8 @@ def _values(path: rf.driver.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
     return values
 
 
-# Value of `Estimate.pareto_k` above which the mean of the weights converges too slowly to be reliable.
-HEAVY_TAIL = 0.7
-
-
 def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figure:
-    """Diagnostics of an estimate at many points: effective paths, standard errors and tails, each sorted.
+    """Diagnostics of an estimate at many points: effective paths, Monte Carlo and truncation errors, sorted.
 
     Suspect points are red, and the warning of the estimate is the title.
 
@@ -303,21 +299,19 @@ def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figur
         figure = plt.figure(figsize=(2 * COLUMN + 0.3, 0.75 * COLUMN), layout="constrained")
     suspect = np.ravel(estimate.suspect)
     left, middle, right = figure.subplots(1, 3)
-    _sorted(left, estimate.effective_paths, suspect, "effective paths", log=True)
+    _sorted(left, estimate.effective_paths, suspect, "effective paths")
     left.axhline(np.max(estimate.num_paths), color=GREY, linewidth=0.8, linestyle="--", label="all paths")
     if suspect.any():
         left.plot([], [], "o", color=VERMILION, markersize=3, mew=0, label="suspect")
     left.legend(frameon=False, fontsize=SMALL, loc="lower right")
-    _sorted(middle, estimate.standard_error, suspect, "standard error (nats)", log=True)
-    _sorted(right, estimate.pareto_k, suspect, "Pareto $k$", log=False)
-    right.axhline(HEAVY_TAIL, color=GREY, linewidth=0.8, linestyle="--", label=f"{HEAVY_TAIL}: heavy tail")
-    right.legend(frameon=False, fontsize=SMALL, loc="upper left")
+    _sorted(middle, estimate.standard_error, suspect, "standard error (nats)")
+    _sorted(right, estimate.truncation_error, suspect, "truncation error (nats)")
     text = estimate.warning or f"none of {suspect.size} estimates is suspect"
     figure.suptitle("\n".join(textwrap.wrap(text, 105)), fontsize=TEXT, x=0.01, ha="left")
     return figure
 
 
-def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str, *, log: bool) -> None:
+def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str) -> None:
     """Sorted values against the fraction of smaller values. Values that the scale cannot show are counted in
     the title."""
     order = np.argsort(np.ravel(values))
@@ -325,7 +319,7 @@ def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str, *, log
     drawn = np.isfinite(ranked)
     positive = ranked[drawn & (ranked > 0)]
     # A logarithmic scale of less than a decade has hardly any ticks.
-    if log and positive.size and positive[-1] > 10 * positive[0]:
+    if positive.size and positive[-1] > 10 * positive[0]:
         ax.set_yscale("log")
         drawn &= ranked > 0
     share = 100 * (np.arange(ranked.size) + 0.5) / ranked.size

@@ -16,7 +16,6 @@ from ._bridges import (
     largest_rate as largest_rate,
     log_probs as log_probs,
     transition_value as transition_value,
-    transition_values as transition_values,
 )
 from ._coordinates import (
     AbstractCoordinates as AbstractCoordinates,

@@ -212,13 +212,6 @@ def log_probs(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
 ) -> Weighted:
     """log p of many transitions, its errors and path statistics, `(N,)` each."""
-    return transition_values(sde, coordinates, many, key, effort)
-
-
-def transition_values(
-    sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
-) -> Weighted:
-    """`log_probs` for use inside another program."""
     one = lambda item: transition_value(sde, coordinates, item[0], item[1], effort)
     return in_chunks(one, (many, keys_of(key, many)), len(many.dt), CHUNK)
 
