@@ -59,7 +59,7 @@ RETIRED = {"law", "laws"}
 KNOWS_OLD_NAMES = PACKAGE / "files.py"
 MAX_FILES, MAX_FILES_IN_FOLDER = 130, 15
 HEAVY = ["matplotlib", "sklearn", "torch", "numpyro", "blackjax", "arviz"]
-HEAVY += ["scipy.stats", "scipy.optimize", "scipy.special"]
+HEAVY += ["scipy.linalg", "scipy.stats", "scipy.optimize", "scipy.special"]
 
 
 def part_of(file):
