@@ -10,7 +10,7 @@ import pytest
 from problems import ESTIMATORS, THREE, LogNormal, gbm_1d, linear, ou, ou_distribution
 
 import roughflow as rf
-from roughflow.density import _paths
+from roughflow.density import _ladder, _paths
 
 # ---------------------------------------------------------------------------------- escapes and failures
 
@@ -149,6 +149,15 @@ def test_a_tolerance_is_met_by_more_paths_where_they_are_needed(key):
     more = np.asarray(estimate.num_paths) == count
     np.testing.assert_allclose(estimate.log_prob[more], at_once.log_prob[more], rtol=1e-12)
     np.testing.assert_allclose(estimate.total_error[more], at_once.total_error[more], rtol=1e-10)
+
+
+def test_a_grid_that_resolves_every_point_ends_the_default(key, monkeypatch):
+    """Then no paths are needed."""
+    monkeypatch.setattr(_ladder, "GRID_POINTS", {1: 3})
+    estimate = ou().estimate(POINTS, key=key)
+    assert list(estimate.method) == ["grid"] * 3
+    np.testing.assert_array_equal(estimate.num_paths, 0)
+    np.testing.assert_allclose(estimate.log_prob, ou_distribution().logpdf(POINTS), rtol=0, atol=0.05)
 
 
 def test_a_tolerance_that_is_met_at_once_changes_nothing(key):

@@ -169,7 +169,7 @@ class Climb:
             if 0 < which.size < len(self.x) and not given:
                 self.beyond_grid(Points(coarser(flow), self.x, self.key), which)
                 which = which[:0]
-        if not contracts:
+        if which.size and not contracts:
             which = self.from_prior(flow, which)
         if fits and which.size:
             which = self.grid(flow, which)
