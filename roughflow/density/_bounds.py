@@ -130,7 +130,8 @@ def _upper(
         places = jnp.broadcast_to(jnp.arange(fresh), (count, fresh))
         solves = solve_keys(flow, jax.random.split(key_solve, count), places)
         rest = Level(flow).solved(place, omega, None, solves) + log_standard(omega)
-        # Far out a field may overflow to NaN before its solve counts as escaped: it leads nowhere either.
+        # Far from the centre a field may overflow to NaN before the sample counts as escaped; such a path has
+        # no start either.
         rest = jnp.where(jnp.isnan(rest), -jnp.inf, rest) - density(omega)
         weights = jnp.concatenate([weights, rest], axis=1)
     return z, jnp.where(has_escaped, -jnp.inf, log_mean(weights.T))

@@ -108,7 +108,8 @@ class Estimate(eqx.Module):
 
     @staticmethod
     def of(log_prob: Array, method: str, **parts: Any) -> "Estimate":
-        """An estimate with these parts; of those not given, errors are zero and flags are off."""
+        """An estimate with the given fields. Errors that are not given are zero, and flags that are not given
+        are False."""
         blank = blank_parts(log_prob.shape, log_prob.dtype, method)
         return Estimate(**{**jax.device_put(blank), **parts, "log_prob": log_prob})
 

@@ -51,20 +51,20 @@ FIRST_AROUND_MODES = 64
 MAX_PATHS_PER_POINT = 2**14
 PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}  # number of paths of all points together, for few points
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
-FIXED_BUDGET_PATHS = 256  # inside jit
-FEW_STARTS = 4  # of a search for modes, where there is next to no density
+FIXED_BUDGET_PATHS = 256  # number of paths inside jit
+FEW_STARTS = 4  # number of starts of a search for modes where the density is almost zero
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension; work after which a grid gives up, about ten seconds of a CPU
 # Effective fraction of paths around modes below which the tails may hide other bundles of paths.
 EVEN_SHARE = 0.25
-LEARNED_SHARE = 0.2  # of the prior, next to a learned proposal
-PROBES = 4  # of a random divergence, without noise
+LEARNED_SHARE = 0.2  # share of the prior in a mixture with a learned proposal
+PROBES = 4  # number of draws of a random divergence, if there is no noise
 PROBED_POINTS = 8  # points at which the time dependence of the coefficients is checked
 CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
 # Factor per dimension by which backward solves expand; if it is larger, prior draws may miss paths.
 MAX_EXPANSION = 20.0
-MAX_UNRESOLVED = 0.05  # nats by which unresolved time dependence may change log p
+MAX_UNRESOLVED = 0.05  # in nats; change of log p due to unresolved time dependence that is tolerated
 MAX_GAP = 3.0  # in standard errors; difference of two methods that is tolerated
 
 
@@ -182,8 +182,9 @@ class Climb:
             self.parts["unmet"] = total_error(self.parts) > self.accepted
 
     def put(self, which: np.ndarray, new: Parts, poor: np.ndarray, method: str) -> None:
-        """What a method found of the points `which`. It stands unless what was known is as good and surer;
-        where both are good and differ, the point is flagged as steep."""
+        """Record the results of a method for the points `which`. A new result replaces the old one unless the
+        old one is at least as reliable and has a smaller error. If both are reliable but differ, the point is
+        flagged as steep."""
         new = {**blank_parts(which.shape, float, method), **new}
         old = {name: part[which] for name, part in self.parts.items()}
         known, surer = ~self.poor[which], total_error(old) < total_error(new)

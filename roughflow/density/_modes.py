@@ -175,9 +175,10 @@ class Cloud(eqx.Module):
         return Cloud(xi, jnp.where(lost[:, None], jnp.nan, end))
 
     def starts(self, x: Array, count: int) -> Array:
-        """Where to start searches for each x, `(B, count, D)`: zero, the draws that end nearest to x in units
-        of the ends' spread, and some wider draws, wherever they end: modes may lie where few paths go."""
-        # Spread by the mean absolute deviation: a few draws far out do not make the rest look alike.
+        """Starting points of searches for each x, `(B, count, D)`: zero, the draws that end nearest to x in
+        units of the spread of the end points, and some draws from a wider distribution, because modes may lie
+        where few paths go."""
+        # The spread is the mean absolute deviation, which a few draws far out do not dominate.
         spread = jnp.nanmean(jnp.abs(self.end - jnp.nanmean(self.end, axis=0)[None]), axis=0)
         away = (x[:, None] - self.end[None]) / jnp.where(spread > 0, spread, 1)[None, None]
         gap = jnp.sum(away**2, axis=-1)

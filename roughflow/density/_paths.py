@@ -79,8 +79,8 @@ class Level(NamedTuple):
     each: Any = None
 
     def solved(self, x: Array, omega: Array, more: Any, keys: PRNGKeyArray | None) -> Array:
-        """log p(x | ω) `(B, K)` for x `(B, d)` and ω `(B, K, W)`, −inf if the solve escapes. `more` are
-        the coefficients of the functions that are added."""
+        """log p(x | ω) `(B, K)` for x `(B, d)` and ω `(B, K, W)`, −inf if the solve escapes. `more` contains
+        the coefficients of the added functions."""
         flow, coefficients = with_added(self.flow, omega, more, self.fine)
         if self.fine is not None and isinstance(flow.integrator, FixedGrid):
             counted = CountedGrid.of(flow.integrator, self.each)
