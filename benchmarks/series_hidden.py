@@ -4,8 +4,8 @@
 package pypomp. `euler` has one Euler step per day, with the order of moves and the parameters of that
 package. An independent filter on 1,400 points of log V has 11850.96 there, and 11851.25 at the maximum;
 particle filters 11848.2 with a standard deviation of 2.2. `continuous` fits the SDE itself. `filters`
-compares the error of the log-likelihood and the seconds with those of particle filters, as far as the
-packages pypomp and particles are installed.
+compares the error of the log-likelihood and the seconds with those of particle filters and a Gaussian filter,
+as far as the packages pypomp, particles and dynamax are installed.
 """
 
 import csv
@@ -126,7 +126,7 @@ def filters(times: np.ndarray, values: np.ndarray) -> None:
         rows.append(_row("roughflow, grid", size, lambda key, one=likelihood: float(one(sde)), 1, reference))
     for size in (100, 1000, 10_000):
         run = lambda key, n=size: float(bootstrap(jnp.asarray(returns), key, n))
-        rows.append(_row("bootstrap filter, JAX", size, run, 10, reference))
+        rows.append(_row("bootstrap filter, JAX", size, run, 5, reference))
     for name, run, sizes in _peers(returns):
         for size in sizes:
             rows.append(_row(name, size, lambda key, n=size, run=run: run(n, key), 5, reference))
@@ -152,7 +152,7 @@ def _draw(rows: list[tuple[str, float, float]]) -> None:
     from roughflow import plots
 
     figure, ax = plt.subplots(figsize=(5.5, 3.2), layout="constrained")
-    colours = (plots.BLUE, plots.GREY, plots.VERMILION, plots.GREEN, plots.PURPLE)
+    colours = (plots.BLUE, plots.GREY, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.SKY)
     for name, colour in zip(dict.fromkeys(row[0] for row in rows), colours, strict=False):
         seconds, error = np.array([row[1:] for row in rows if row[0] == name]).T
         ax.loglog(seconds, error, "o-", color=colour, label=name, markersize=4)
@@ -194,6 +194,8 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
             return float(np.ravel(model.theta.logLik)[0])
 
         found.append(("pypomp", by_pypomp, (1000, 10_000)))
+    if importlib.util.find_spec("dynamax"):
+        found.append(("dynamax, Gaussian filter", _by_dynamax(returns), (3, 9)))
     if importlib.util.find_spec("particles"):
         import particles
         from particles import distributions as dists, state_space_models
@@ -237,6 +239,35 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
             run = functools.partial(by_particles, kind=kind)
             found.append((f"particles, {name}", run, (100, 1000)))
     return found
+
+
+def _by_dynamax(returns: np.ndarray) -> Any:
+    """A Gaussian filter of √V with Gauss–Hermite quadrature of `size` nodes."""
+    from dynamax.generalized_gaussian_ssm import inference, models
+
+    mu, kappa, theta, xi, rho = PUBLISHED
+    start = np.sqrt(FIRST)
+
+    def moved(z: jax.Array, before: jax.Array) -> jax.Array:
+        v = jnp.maximum(z**2, 1e-12)
+        shock = rho * xi * (before[0] - mu + v / 2)
+        return jnp.sqrt(jnp.maximum(v + kappa * (theta - v) + shock, 1e-12))
+
+    model = models.ParamsGGSSM(
+        jnp.array([start]), jnp.array([[xi**2 / 4 * (1 - rho**2)]]), moved,
+        jnp.array([[xi**2 / 4 * (1 - rho**2)]]), lambda z, u: mu - z**2 / 2, lambda z, u: jnp.diag(z**2),
+    )  # fmt: skip
+    earlier = jnp.asarray(returns)[:, None]  # the state moves with yesterday's return
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def value(size: int) -> jax.Array:
+        integrals = inference.GHKFIntegrals(size)
+        filtered = inference.conditional_moments_gaussian_filter(
+            model, integrals, jnp.asarray(returns)[:, None], inputs=earlier
+        )
+        return filtered.marginal_loglik
+
+    return lambda size, seed: float(value(size))
 
 
 def main() -> None:
