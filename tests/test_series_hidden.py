@@ -12,6 +12,7 @@ from scipy import linalg, stats
 import roughflow as rf
 from benchmarks.hidden_states import problem
 from roughflow.series._observed import panel
+from roughflow.series._parameters import Parameters
 from roughflow.series.hidden._likelihood import Observation, Setup
 
 KEY = jax.random.key(0)
@@ -144,6 +145,23 @@ def test_a_start_that_is_stationary_or_known():
         given = {"measurement_noise": noise, "initial": initials[name]}
         value = rf.series_likelihood(sde, times, y, key=KEY, **given)(sde)
         np.testing.assert_allclose(value, truth, rtol=0, atol=1e-8)
+
+
+def test_numbers_inside_functions_are_not_taken_for_the_measurement_noise():
+    """The same linear SDE as functions that contain numbers."""
+    times, y = np.arange(12.0) / 4, np.sin(np.arange(12.0) ** 2)
+    sde = rf.ParametricSDE(
+        lambda t, x, p: 2.0 * p["rate"] * (0.25 - 0.5 * x), lambda t, x, p: 0.5 * jnp.eye(1), {"rate": 1.0}
+    )
+    parts = panel(times, y, partial=True), Observation(0.3), rf.transition.Unchanged(), KEY, True, None
+    likelihood = Setup(sde, *parts).likelihood(Parameters.of(sde, {}), np.zeros(1), {})
+    exact = rf.series_likelihood(
+        rf.OrnsteinUhlenbeck(1.0, 0.5, 0.5), times, y, key=KEY, measurement_noise=0.3
+    )
+    free = likelihood.parameters.to_free(np.array([1.0, 0.3]))
+    np.testing.assert_allclose(
+        likelihood.log_likelihood(free), exact(rf.OrnsteinUhlenbeck(1.0, 0.5, 0.5)), rtol=0, atol=1e-8
+    )
 
 
 class _Joint:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._checks import check_fields, check_instance
+from .._functions import Opened
 
 Entry = tuple[int, tuple[int, ...]]  # index of the leaf, and index within it
 
@@ -174,7 +175,8 @@ class Parameters(eqx.Module):
 
     def sde(self, values: Array) -> Any:
         """The SDE with these parameters."""
-        leaves, structure = jax.tree.flatten(self.template)
+        # Inside a program users' functions have their numbers as leaves, which must not be counted.
+        leaves, structure = jax.tree.flatten(self.template, is_leaf=lambda one: isinstance(one, Opened))
         for i in dict.fromkeys(i for i, _ in self.entries):
             mine = np.array([k for k, (j, _) in enumerate(self.entries) if j == i])
             places = tuple(np.array([self.entries[k][1] for k in mine]).T)
