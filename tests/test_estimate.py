@@ -160,6 +160,15 @@ def test_a_grid_that_resolves_every_point_ends_the_default(key, monkeypatch):
     np.testing.assert_allclose(estimate.log_prob, ou_distribution().logpdf(POINTS), rtol=0, atol=0.05)
 
 
+def test_one_point_in_a_hundred_is_flagged_rather_than_searched_for(key, monkeypatch):
+    """Far out, where weights are poor."""
+    monkeypatch.setattr(_ladder, "GRID_POINTS", {1: 1000})
+    x = np.append(np.linspace(-1, 2, 99), 12.0)[:, None]
+    estimate = ou().estimate(x, key=key)
+    assert set(estimate.method) == {"paths"}
+    np.testing.assert_array_equal(np.flatnonzero(estimate.suspect), [99])
+
+
 def test_a_tolerance_that_is_met_at_once_changes_nothing(key):
     plain = ou().estimate(POINTS, key=key, estimator=SOBOL)
     easy = ou().estimate(POINTS, key=key, estimator=SOBOL, tolerance=10.0)

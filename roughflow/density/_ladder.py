@@ -50,6 +50,8 @@ FIRST_PATHS = 256  # from the prior, in the first round
 FIRST_AROUND_MODES = 64
 MAX_PATHS_PER_POINT = 2**14
 PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}  # number of paths of all points together, for few points
+# Share of the points that no other method is compiled for, if the user gives no tolerance.
+FEW_LEFT = 0.01
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
 FIXED_BUDGET_PATHS = 256  # number of paths inside jit
 FEW_STARTS = 4  # number of starts of a search for modes where the density is almost zero
@@ -79,7 +81,8 @@ class Ladder(AbstractEstimator):
        for a few points, 65,536. Paths are solved with half the driver's functions and steps, and some of them
        also with all: the difference corrects the value and bounds the remaining error. If the remaining error
        is too large, all paths are solved with all functions and steps. If no tolerance is given, an error of
-       0.1 is finally accepted.
+       0.1 is finally accepted, and no other method is used for less than one point in a hundred: those with
+       poor weights are flagged.
     2. In one and two dimensions, a **grid** (`rf.density.Grid`). It comes first if there are many points,
        because its cost does not depend on their number, or if the SDE contracts strongly, because prior draws
        may then miss paths.
@@ -171,6 +174,8 @@ class Climb:
                 which = which[:0]
         if which.size and not contracts:
             which = self.from_prior(flow, which)
+            if not given and which.size <= FEW_LEFT * len(self.x):
+                which = which[:0]
         if fits and which.size:
             which = self.grid(flow, which)
         if which.size:
