@@ -94,7 +94,7 @@ def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path
     """Raise an error if a model is not finite or a solver ran out of steps; escapes pass.
 
     Outside of `jit` the message names drift or diffusion, and the time. Under `jit` the error is raised at
-    run time and says how to find them.
+    run time, and its message says how to find coefficient and time.
     """
     if is_traced(status):
         z = outcome.z

@@ -25,7 +25,8 @@ from ._standardised import Standardised
 PAIR_TOLERANCE = 1e-12  # maximum 1 − |correlation| of two columns that count as copies, if there are few rows
 COARSE_STEP = 0.02  # grid step, in standard deviations of the column, above which rounding is modelled
 MAX_COMPARED = 2000  # maximum number of columns that are compared in pairs
-# Tolerance: factor on the residuals of the training rows, and relative to the terms.
+# Tolerance of a relation: multiple of the residuals of the training rows, and fraction of the size of its
+# terms.
 MARGIN, SINGLE_PRECISION = 4.0, 1e-6
 Violation = Literal["zero", "penalty"]
 
