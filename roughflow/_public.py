@@ -130,7 +130,6 @@ from .tables import (
     FittedDensity as FittedDensity,
     Score as Score,
     Marginals as Marginals,
-    Radial as Radial,
     stationary_sde as stationary_sde,
     Standardised as Standardised,
     standardisation as standardisation,

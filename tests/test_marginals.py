@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy
 from fits import fit_density
 from scipy import stats
 
 import roughflow as rf
-from roughflow.tables._closed_form import Gaussian, fit_marginals, fit_radial
-from roughflow.train import Links, velocity_flow
+from roughflow.tables._closed_form import fit_marginals
 
 TINY = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 0, "patience": 0, "progress": False}
 RNG = np.random.default_rng(0)
@@ -80,48 +78,6 @@ def test_knots_that_make_no_map_are_refused():
         rf.tables.Marginals(line[:, ::-1], line, np.ones((1, 2)))
     with pytest.raises(ValueError, match="one shape"):
         rf.tables.Marginals(line, line, np.ones((1, 3)))
-
-
-def sizes(rng, count, columns=16):
-    """Rows of very different sizes, and their log-density, an average over sizes."""
-    matrix = np.eye(columns) + 0.5 * np.tri(columns)
-    size = np.exp(1.5 * rng.normal(size=(count, 1)))
-    rows = 3.0 + size * rng.normal(size=(count, columns)) @ matrix.T
-    squares = np.sum(np.linalg.solve(matrix, (rows - 3).T) ** 2, axis=0)
-    log_size = np.linspace(-9, 9, 2001)[:, None]
-    each = -0.5 * (squares / np.exp(2 * log_size) + (log_size / 1.5) ** 2) - columns * log_size
-    spacing = np.log(log_size[1, 0] - log_size[0, 0]) - 0.5 * np.log(2 * np.pi * 1.5**2)
-    log_norm = 0.5 * columns * np.log(2 * np.pi) + np.log(np.diagonal(matrix)).sum()
-    return rows, scipy.special.logsumexp(each, axis=0) + spacing - log_norm
-
-
-def test_the_radius_is_mapped_and_back():
-    knots, levels = np.array([[-3.0, 0.0, 2.0]]), np.array([[-2.0, 0.3, 2.0]])
-    radial = rf.tables.Radial(rf.tables.Marginals(knots, levels, np.array([[0.8, 1.0, 0.7]])))
-    y = np.random.default_rng(0).normal(size=(5, 4)) * np.array([0.001, 0.1, 1, 3, 100])[:, None]
-    mapped, log_det = radial.forward(y)
-    np.testing.assert_allclose(radial.inverse(jnp.asarray(mapped)), y, rtol=1e-9)
-    slopes = jax.vmap(jax.jacfwd(lambda y: radial.forward(y)[0]))(jnp.asarray(y))
-    np.testing.assert_allclose(np.linalg.slogdet(slopes)[1], log_det, rtol=1e-9)
-    assert np.all(np.isfinite(radial.forward(np.zeros((1, 4)))[1]))
-
-
-def test_rows_of_very_different_sizes_have_a_density_close_to_the_truth():
-    """Without a flow the map alone comes within 0.1 nats; a Gaussian lacks 10."""
-    rng = np.random.default_rng(0)
-    rows, _ = sizes(rng, 3000)
-    loc, matrix, radial = fit_radial(rows, Links.of(rows))
-    new, truth = sizes(rng, 3000)
-    flow = velocity_flow(16, 1, 1, num_features=0, key=jax.random.key(0))
-    model = rf.tables.Standardised(rf.Interpolant().leave(flow), loc, matrix, radial=radial)
-    found = np.asarray(model.log_prob(new, key=jax.random.key(0)))
-    assert abs(np.mean(truth - found)) < 0.1
-    assert np.mean(truth - Gaussian.of(rows).log_prob(new)) > 10
-    normal = rng.normal(size=(3000, 16))
-    assert fit_radial(normal, Links.of(normal)) is None
-    assert fit_radial(rows[:400], Links.of(rows[:400])) is None
-    flat = rows * np.where(np.arange(3000)[:, None] % 4, np.eye(16)[0], 1.0)  # most rows on a line
-    fit_radial(flat, Links.of(flat))
 
 
 # ------------------------------------------------------------------------------------------------ in a fit

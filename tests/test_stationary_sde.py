@@ -49,22 +49,6 @@ def test_maps_of_the_columns_bend_the_score_too():
         np.testing.assert_allclose(sde.drift(jnp.zeros(()), x), expected, rtol=1e-8)
 
 
-def test_a_map_of_the_radius_bends_the_score_too():
-    """Data that are normal once their radius is mapped, blurred there."""
-    knots, levels = np.array([[-2.0, 0.0, 2.0]]), np.array([[-2.0, 0.3, 2.0]])
-    radial = rf.tables.Radial(rf.tables.Marginals(knots, levels, np.array([[0.8, 1.0, 0.7]])))
-    plain = eqx.tree_at(lambda m: m.radial, model(), radial, is_leaf=lambda part: part is None)
-    sde = rf.tables.stationary_sde(plain, rf.ConstantDiffusion(jnp.eye(2)), time=0.9)
-
-    def log_density(x):
-        mapped, log_det = radial.forward(jnp.linalg.solve(jnp.asarray(MATRIX), x - LOC))
-        return -0.5 * jnp.sum(mapped**2) / (1 + 1 / 81) + log_det
-
-    for x in (jnp.array([0.3, 2.0]), jnp.array([30.0, 0.1])):
-        expected = 0.5 * jax.grad(log_density)(x)
-        np.testing.assert_allclose(sde.drift(jnp.zeros(()), x), expected, rtol=1e-8)
-
-
 def test_a_flow_is_in_its_own_units_and_its_base_may_lie_elsewhere():
     """From N(5, I) to N(5, I), which moves as the one around zero."""
     shifted = lambda t, y: velocity(t, y - 5)

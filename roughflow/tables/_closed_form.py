@@ -132,10 +132,6 @@ MIN_STANDARD_ERRORS_FAR = 1.0  # as above, for columns with extreme values, whic
 MAX_GAIN = 10.0
 MIN_KNOT_DISTANCE = 1e-7  # minimum distance between two knots, in standard deviations
 MAX_CHOICE_ROWS = 20_000  # maximum number of rows on which numbers of knots are chosen
-MIN_RADIAL_COLUMNS = 16  # minimum number of columns for a map of the radius; in fewer a flow learns it
-RADIAL_GAIN = 0.2  # minimum gain of a map of the radius, in nats per column
-TYLER_STEPS, TYLER_SHRINKAGE = 10, 0.02  # iterations for the scale matrix, and its share of the identity
-MIN_RADIUS = 1e-12  # lower bound of the radius of a standardised row, in the map of the radius
 
 
 class Marginals(eqx.Module):
@@ -278,80 +274,6 @@ def _from_normal(u: Any, level: Any, slope: Any, shape: Any) -> Any:
 
 def _log_ndtr(xp: Any) -> Any:
     return scipy.special.log_ndtr if xp is np else jax.scipy.special.log_ndtr
-
-
-class Radial(eqx.Module):
-    """A map of the radius r = |y| of standardised rows to one that is nearly that of N(0, I): h(y) = y s(r)/r
-    with log s = ½ log d + n(log r)/√(2d), where n makes log r nearly normal.
-
-    Rows of very different sizes, such as patches of images with little or much contrast, then have the same
-    size, and a flow need not learn all scales at once.
-
-    **Arguments:** `log_radius`, n, an `rf.tables.Marginals` of one column. `rf.fit_density` chooses it.
-
-    ```python
-    import numpy as np
-    import roughflow as rf
-
-    knots = np.array([[-3.0, 0.0, 2.0]])
-    radial = rf.tables.Radial(rf.tables.Marginals(knots, np.array([[-2.0, 0.0, 2.0]]), np.ones((1, 3))))
-    mapped, log_det = radial.forward(np.array([[0.1, 0.0, 0.2], [3.0, -4.0, 5.0]]))
-    radial.inverse(mapped)  # the rows again
-    ```
-    """
-
-    log_radius: Marginals
-
-    def forward(self, y: Array | np.ndarray) -> tuple[Any, Any]:
-        """h(y) and log |det h′(y)| of rows `(..., d)`, in NumPy double precision if y is concrete."""
-        xp = jnp if is_traced(y) or is_traced(self.log_radius.x) else np
-        size, log_r = y.shape[-1], _log_norm(xp, y)
-        normal, log_slope = self.log_radius.forward(log_r[..., None])
-        log_scale = 0.5 * np.log(size) + normal[..., 0] / np.sqrt(2 * size) - log_r
-        log_det = size * log_scale + log_slope[..., 0] - 0.5 * np.log(2 * size)
-        return y * xp.exp(log_scale)[..., None], log_det
-
-    def inverse(self, mapped: Array) -> Array:
-        """y from h(y)."""
-        size, log_s = mapped.shape[-1], _log_norm(jnp, mapped)
-        normal = np.sqrt(2 * size) * (log_s - 0.5 * np.log(size))
-        log_r = self.log_radius.inverse(normal[..., None])[..., 0]
-        return mapped * jnp.exp(log_r - log_s)[..., None]
-
-
-def _log_norm(xp: Any, y: Any) -> Any:
-    return 0.5 * xp.log(xp.maximum(xp.sum(y**2, axis=-1), MIN_RADIUS**2))
-
-
-def fit_radial(rows: np.ndarray, links: Links) -> tuple[np.ndarray, np.ndarray, Radial] | None:
-    """Location, scale matrix (Tyler 1987, regularised as by Chen, Wiesel & Hero 2011) and map of the radius.
-    None for few columns, for few rows per column, or if they gain less than RADIAL_GAIN over a normal
-    distribution in the median row."""
-    size = rows.shape[1]
-    if size < MIN_RADIAL_COLUMNS or links.distinct < ROWS_WITHOUT_SHRINKAGE * size:
-        return None
-    some = np.random.default_rng(0).permutation(len(rows))[:MAX_CHOICE_ROWS]
-    rows, links = rows[some], links.at(some)
-    plain = Gaussian.of(rows)
-    start = np.linalg.solve(plain.matrix, (rows - plain.loc).T).T
-    unit, loc, matrix = start, np.zeros(size), np.eye(size)
-    for _ in range(TYLER_STEPS):
-        inverse = 1 / np.maximum(np.linalg.norm(unit, axis=1), MIN_RADIUS)
-        # Rows count by their direction only: the spatial median, and a covariance I of the directions.
-        loc = inverse @ start / inverse.sum()
-        directions = (start - loc) * inverse[:, None]
-        scatter = directions.T @ directions
-        scatter *= (1 - TYLER_SHRINKAGE) * size / np.trace(scatter)
-        matrix = np.linalg.cholesky(scatter + TYLER_SHRINKAGE * np.eye(size))
-        unit = np.linalg.solve(matrix, (start - loc).T).T
-    log_r = _log_norm(np, unit)[:, None]
-    radial = Radial(_together(log_r, [_count(log_r[:, 0], links)], far=False))
-    mapped, log_det = radial.forward(unit)
-    own = np.sum(_log_density(mapped), axis=1) + log_det - np.log(np.diagonal(matrix)).sum()
-    normal = np.sum(_log_density(start), axis=1)
-    if np.median(own - normal) < RADIAL_GAIN * size:
-        return None
-    return plain.loc + plain.matrix @ loc, plain.matrix @ matrix, radial
 
 
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from ..train import (
     rng_of,
     velocity_flow,
 )
-from ._closed_form import check_full_rank, fit_marginals, fit_radial, has_far_rows
+from ._closed_form import check_full_rank, fit_marginals, has_far_rows
 from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
@@ -275,8 +275,8 @@ class _Trainer:
         return float(self.options.smoothing or 0), float(self.options.outliers or 0)
 
     def untrained(self, whole: Table, table: Table) -> Standardised:
-        """An untrained flow: the normal distribution of the whole table, with maps of the columns and of the
-        radius if the training rows justify them."""
+        """An untrained flow: the normal distribution of the whole table, with maps of the columns if the
+        training rows justify them."""
         flow = velocity_flow(
             table.dimension,
             num_given=table.num_given,
@@ -287,13 +287,7 @@ class _Trainer:
         )
         least = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.options.marginals]
         maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
-        radial = None
-        if not table.num_given and self.options.marginals is not False:
-            rows = table.train if maps is None else maps.forward(table.train)[0]
-            radial = fit_radial(rows, table.links)
-        units = whole.units(maps) if radial is None else radial[:2]
-        names = (table.names, table.num_given)
-        return Standardised(flow, *units, *names, maps, None if radial is None else radial[2])
+        return Standardised(flow, *whole.units(maps), table.names, table.num_given, maps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..density import AbstractEstimator, Estimate, StochasticFlow
 from ..faq import see
 from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
 from ..train import with_noise
-from ._closed_form import Gaussian, Marginals, Radial, check_full_rank
+from ._closed_form import Gaussian, Marginals, check_full_rank
 from ._numbers import is_frame, real_numbers, take
 
 
@@ -37,15 +37,14 @@ class Standardised(eqx.Module):
     """A flow y of standardised data: x = m + L y, with log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
 
     With `marginals` g, a monotone map of each column, g(x) = m + L y, and Σ log g′(x) is added to log p(x).
-    With `radial` h, a map of the radius, y = h(L⁻¹(g(x) − m)), and log |det h′| is added too.
 
     With `num_given=k` the density is conditional on the last k coordinates. The flow leaves these at their
     base distribution N(0, I), so p(y | given) is the joint density divided by theirs.
 
     **Arguments:** `flow`, the flow of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular except
     in its last k columns, which contain the regression on the given columns; `columns`, the names of the
-    coordinates, if any; `num_given`, k; `marginals`, an `rf.tables.Marginals` or None; `radial`, an
-    `rf.tables.Radial` or None. `standardisation(data)` computes m and L.
+    coordinates, if any; `num_given`, k; `marginals`, an `rf.tables.Marginals` or None.
+    `standardisation(data)` computes m and L.
 
     Columns of a DataFrame are matched by name if the model has `columns`; others are ignored.
 
@@ -66,7 +65,6 @@ class Standardised(eqx.Module):
     columns: tuple[str, ...] = eqx.field(static=True, default=())
     num_given: int = eqx.field(static=True, default=0)
     marginals: Marginals | None = None  # maps of the modelled columns
-    radial: Radial | None = None
 
     def __check_init__(self):
         check_instance("flow", self.flow, StochasticFlow, "an rf.StochasticFlow")
@@ -79,8 +77,6 @@ class Standardised(eqx.Module):
             raise ValueError("matrix must have no zero on its diagonal")
         if check_count("num_given", self.num_given, least=0) >= d:
             raise ValueError(f"num_given must be below {d}, the dimension of the flow, got {self.num_given}")
-        if self.num_given and self.radial is not None:
-            raise ValueError("radial does not support conditional densities (num_given)")
         if self.columns and (len(self.columns) != d or len(set(self.columns)) < d):
             raise ValueError(f"columns must be {d} different names, got {shown(self.columns)}")
 
@@ -92,9 +88,6 @@ class Standardised(eqx.Module):
             parts.append(("given", ", ".join(shortened(names[own:]))))
         if self.marginals is not None:
             parts.append(("marginals", f"maps to nearly normal columns, {self.marginals.x.shape[1]} knots"))
-        if self.radial is not None:
-            knots = self.radial.log_radius.x.shape[1]
-            parts.append(("radius", f"map to a nearly normal one, {knots} knots"))
         title = f"Standardised: density of {count(own, 'column')} in units of the data"
         return f"{listed(title, parts)}\n{textwrap.indent(repr(self.flow), '  ')}"
 
@@ -113,24 +106,12 @@ class Standardised(eqx.Module):
 
     def unit(self, x: Array | np.ndarray) -> Array:
         """`standardise` for rows with the given columns last."""
-        return self._unit(x)[0]
-
-    def _unit(self, x: Array | np.ndarray) -> tuple[Array, Array]:
-        """y and log |det ∂y/∂x| of the modelled columns."""
-        x, log_slope = self._mapped(x)
+        x = self._mapped(x)[0]
         if is_traced(x) or is_traced(self.matrix):
             offset = x - jnp.expand_dims(self.loc, range(x.ndim - 1))
-            y = jnp.einsum("ij,...j->...i", jnp.linalg.inv(jnp.asarray(self.matrix, offset.dtype)), offset)
-        else:
-            offset = np.asarray(x, np.float64) - self.loc
-            y = np.einsum("ij,...j->...i", np.linalg.inv(self.matrix), offset)
-        if self.radial is not None:
-            y, log_bend = self.radial.forward(y)
-            log_slope = log_slope + log_bend
-        own = self.flow.dimension - self.num_given
-        constant = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
-        y = jnp.asarray(y, float) if isinstance(y, np.ndarray) else y
-        return y, constant + jnp.asarray(log_slope, constant.dtype)
+            return jnp.einsum("ij,...j->...i", jnp.linalg.inv(jnp.asarray(self.matrix, offset.dtype)), offset)
+        offset = np.asarray(x, np.float64) - self.loc
+        return jnp.asarray(np.einsum("ij,...j->...i", np.linalg.inv(self.matrix), offset), float)
 
     def estimate(
         self,
@@ -144,7 +125,7 @@ class Standardised(eqx.Module):
     ) -> Estimate:
         """Estimate log p, as `StochasticFlow.estimate` does, in the units of the data."""
         rows = self._checked(x, given)
-        y, log_slope = self._unit(rows)
+        y = self.unit(rows)
         estimate = self.flow.estimate(
             y,
             key=key,
@@ -154,7 +135,7 @@ class Standardised(eqx.Module):
         )
         own = self.flow.dimension - self.num_given
         # Divide by the density of the given coordinates, N(0, I) at all times.
-        shift = log_slope - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
+        shift = self._log_slope(rows) - jnp.sum(jax.scipy.stats.norm.logpdf(y[..., own:]), axis=-1)
         return eqx.tree_at(lambda e: e.log_prob, estimate, replace_fn=lambda value: value + shift)
 
     def log_prob(
@@ -201,14 +182,18 @@ class Standardised(eqx.Module):
         rows = self._checked(x, given)
         key_path, key_solve = jax.random.split(check_key(key))
         path = self.flow.sample_path(key=key_path, shape=np.shape(rows)[:-1])
-        y, log_slope = self._unit(rows)
-        z, log_det = self.flow.pull_back(y, path, key=key_solve)
-        return z[..., : self.flow.dimension - self.num_given], log_det + log_slope
+        z, log_det = self.flow.pull_back(self.unit(rows), path, key=key_solve)
+        return z[..., : self.flow.dimension - self.num_given], log_det + self._log_slope(rows)
+
+    def _log_slope(self, rows: Array | np.ndarray) -> Array:
+        """log |det ∂y/∂x| of the standardisation."""
+        own = self.flow.dimension - self.num_given
+        constant = -jnp.sum(jnp.log(jnp.abs(jnp.diagonal(jnp.asarray(self.matrix))[:own])))
+        return constant + jnp.asarray(self._mapped(rows)[1], constant.dtype)
 
     def _rows_of(self, y: Array) -> Array:
         """Rows of the table from standardised rows, without given columns."""
         own = self.flow.dimension - self.num_given
-        y = y if self.radial is None else self.radial.inverse(y)
         spread = jnp.einsum("ij,...j->...i", jnp.asarray(self.matrix, y.dtype), y)
         mapped = (jnp.expand_dims(jnp.asarray(self.loc, y.dtype), range(y.ndim - 1)) + spread)[..., :own]
         return mapped if self.marginals is None else self.marginals.inverse(mapped)
@@ -306,31 +291,24 @@ class FittedScore(eqx.Module):
     matrix: Array
     time: float
     marginals: Marginals | None = None
-    radial: Radial | None = None
 
     def __call__(self, x: Array) -> Array:
-        """With the standardised y = f(x): ∇ₓ log p = f′(x)ᵀ ∇ log p(y) + ∇ₓ log |det f′(x)|."""
-        unit, back = jax.vjp(lambda x: self._unit(x)[0], x)
-        return back(self._score(unit))[0] + jax.grad(lambda x: self._unit(x)[1])(x)
+        """With maps g of the columns, u = g(x): ∇ₓ = g′(x) ∇ᵤlog p(u) + ∇ₓ log g′(x)."""
+        maps = self.marginals
+        if maps is None:
+            return self._score(x)
+        mapped, back = jax.vjp(lambda y: maps.forward(y)[0], x)
+        bend = jax.grad(lambda y: jnp.sum(maps.forward(y)[1]))(x)
+        return back(self._score(mapped))[0] + bend
 
-    def _unit(self, x: Array) -> tuple[Array, Array]:
-        """f(x) and log |det f′(x)|, up to a constant."""
-        log_slope = jnp.zeros((), x.dtype)
-        if self.marginals is not None:
-            x, log_slopes = self.marginals.forward(x)
-            log_slope = jnp.sum(log_slopes)
-        unit = solve_triangular(self.matrix.astype(x.dtype), x - self.loc.astype(x.dtype), lower=True)
-        if self.radial is not None:
-            unit, log_bend = self.radial.forward(unit)
-            log_slope = log_slope + log_bend
-        return unit, log_slope
-
-    def _score(self, unit: Array) -> Array:
+    def _score(self, x: Array) -> Array:
         transport, s, left = self.transport, self.time, 1 - self.time
-        # At time s the data are scaled by s, so the smoothing is around s·unit.
-        t = jnp.asarray(s * transport.t1, unit.dtype)
-        start = transport.loc.astype(unit.dtype)
-        return s / left * transport.velocity_and_pull(t, s * unit + left * start)[1]
+        matrix, start = self.matrix.astype(x.dtype), transport.loc.astype(x.dtype)
+        unit = solve_triangular(matrix, x - self.loc.astype(x.dtype), lower=True)
+        # At time s the data are scaled by s, so the score is evaluated at s·unit.
+        t = jnp.asarray(s * transport.t1, x.dtype)
+        _, pull = transport.velocity_and_pull(t, s * unit + left * start)
+        return solve_triangular(matrix, s * pull / left, lower=True, trans="T")
 
 
 def stationary_sde(
@@ -378,7 +356,7 @@ def stationary_sde(
         raise ValueError("stationary_sde does not support conditional densities")
     if isinstance(model, Standardised):
         loc, matrix = jnp.asarray(model.loc, float), jnp.asarray(model.matrix, float)
-        score = FittedScore(transport, loc, matrix, float(time), model.marginals, model.radial)
+        score = FittedScore(transport, loc, matrix, float(time), model.marginals)
     else:
         score = FittedScore(transport, jnp.zeros(flow.dimension), jnp.eye(flow.dimension), float(time))
     return targeted_sde(score=score, diffusion=diffusion)
