@@ -277,8 +277,8 @@ def _log_ndtr(xp: Any) -> Any:
 
 
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
-    """x mapped from between its bounds to the real line, and the log of the slope; outside the bounds the
-    slope is zero and the value a placeholder."""
+    """x mapped from the interval between its bounds to the real line, and the log of the slope; outside the
+    bounds the slope is zero and the value a placeholder."""
     lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
     above, below = np.isfinite(lower), np.isfinite(upper)
     out = (x <= lower) | (x >= upper)
