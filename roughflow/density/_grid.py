@@ -63,7 +63,6 @@ MAX_SEGMENTS = 120  # segments of one solution
 MAX_ATTEMPTS = 16  # attempts for one segment
 LOWEST = 1e-6  # densities above this share of the maximum must reach the tolerance
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
-SAFETY = 1.25  # factor on bounds of frequencies
 OVERSHOOT = 8.0  # extent of an ellipse around a numerical range to the right of zero
 MARGIN = 1.05  # factor on the size of a box around the density
 ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # multiples of the planned edge and tail values that are accepted
@@ -471,7 +470,7 @@ def spectral_bounds(drift: np.ndarray, noise: np.ndarray) -> tuple[float, float]
     damping += 0.5 * top * jump
     slope = lambda i, j: np.gradient(noise[place[i, j]], 2 / size, axis=j)
     flow = [drift[i] - 0.5 * sum(slope(i, j) for j in range(d)) for i in range(d)]
-    return damping, SAFETY * top * float(np.abs(flow).sum(axis=0).max())
+    return damping, top * float(np.abs(flow).sum(axis=0).max())
 
 
 def tails(q: np.ndarray) -> np.ndarray:
