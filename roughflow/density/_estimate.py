@@ -17,7 +17,7 @@ FEW_PATHS = 5.0  # number of effective paths below which the standard error is u
 COARSE = 0.5  # in nats; truncation and solver errors above this are themselves unreliable
 
 # The methods by which values are computed; `Estimate.rung` holds indices into this tuple.
-METHODS = ("exact", "paths", "learned", "modes", "grid")
+METHODS = ("exact", "paths", "learned", "modes", "particles", "grid")
 
 # Possible problems of an estimate: a short name, and the text of the warning.
 REASONS = {

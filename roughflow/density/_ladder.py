@@ -27,6 +27,7 @@ from ._estimate import (
 )
 from ._grid import applies as grid_applies, estimate as grid_estimate
 from ._modes import Laplace, constant
+from ._particles import particle_parts
 from ._paths import (
     GROWTH,
     Level,
@@ -53,6 +54,8 @@ PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}  # number of paths of all points tog
 # Share of the points that no other method is compiled for, if the user gives no tolerance.
 FEW_LEFT = 0.01
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
+# Number of effective runs of particles below which a single run determines the result.
+FEW_RUNS = 2.0
 FIXED_BUDGET_PATHS = 256  # number of paths inside jit
 FEW_STARTS = 4  # number of starts of a search for modes where the density is almost zero
 # Number of points, by dimension, above which a grid is cheaper than paths.
@@ -87,7 +90,8 @@ class Ladder(AbstractEstimator):
        because its cost does not depend on their number, or if the SDE contracts strongly, because prior draws
        may then miss paths.
     3. Paths from the learned proposal of the flow, if it has one, and then paths **around the most likely
-       paths** to x (`rf.Laplace`).
+       paths** to x (`rf.Laplace`). If their weights are poor, **particles** are moved from there to the
+       distribution of the path given x (Del Moral, Doucet & Jasra 2006).
 
     `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where values are unknown, every
     point gets 256 paths of step 1 or, if fewer than a quarter of them are effective, of step 3.
@@ -236,7 +240,7 @@ class Climb:
 
     def around_modes(self, points: Points, which: np.ndarray) -> None:
         """Use paths around the most likely ones, with the driver's functions and with twice as many, in both
-        cases around their own modes.
+        cases around their own modes; and particles that start from there for points with poor weights.
 
         If backward solves expand, weights would depend strongly on added coefficients that are drawn at
         random: for two bundles of paths in the plane, the random changes are 2 to 10 times p(x).
@@ -253,6 +257,12 @@ class Climb:
             change = np.abs(parts["log_prob"] - coarse["log_prob"])
         parts["truncation_error"] = np.where(np.isnan(change), np.inf, change)
         self.put(which, parts, poor | ~(change < COARSE), "modes")
+        still = self.poor[which]
+        if still.any() and most > FIRST_AROUND_MODES:
+            moved = particle_parts(points, which[still], jax.tree.map(lambda a: a[still], mixture))
+            # The weights around modes may be poor, but their change shows the truncation error.
+            moved["truncation_error"] = parts["truncation_error"][still]
+            self.put(which[still], moved, moved["effective_paths"] < FEW_RUNS, "particles")
 
     def beyond_grid(self, points: Points, which: np.ndarray) -> None:
         """Use a few paths around modes where the density is almost zero, so that no path from the prior would
