@@ -75,7 +75,7 @@ class Estimate(eqx.Module):
       x.
     - `rung`: index of the method that gave the value; `method` is its name: "exact", "paths" (drawn from the
       driver), "learned" (drawn from a proposal that was trained with the flow), "modes" (drawn around the
-      most likely paths) or "grid".
+      most likely paths), "particles" (moved from there) or "grid".
     - `unmet`: whether the requested tolerance was not reached.
     - `steep`: whether paths may have been missed, because the weights of every method are uneven, or because
       two methods disagree.

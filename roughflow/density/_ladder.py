@@ -124,7 +124,7 @@ class Ladder(AbstractEstimator):
 def _inside_jit(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
     """With a fixed number of paths: from the prior, and around modes where their weights are poor."""
     learned, contracts = _learned(flow), _contraction(constant(flow)) > MAX_EXPANSION
-    proposal, method = (Laplace(), "modes") if learned is None else (Defended(learned), "learned")
+    proposal, method = (Laplace(), "modes") if learned is None else (Defended(proposal=learned), "learned")
     ask = lambda *given: PullBack(FIXED_BUDGET_PATHS, given[0]).traced(flow, x, key, accuracy, given[1])
     first = ask(Prior(Sobol()), "paths")
     even = EVEN_SHARE * FIXED_BUDGET_PATHS
@@ -233,7 +233,7 @@ class Climb:
     def near(self, points: Points, which: np.ndarray) -> None:
         """Use paths from the learned proposal, and then paths around the most likely ones."""
         if (learned := _learned(points.flow)) is not None:
-            self.paths(points, which, mixtures(Defended(learned), points, which), "learned")
+            self.paths(points, which, mixtures(Defended(proposal=learned), points, which), "learned")
             which = self.left(which)
         if which.size:
             self.around_modes(points, which)
@@ -245,13 +245,14 @@ class Climb:
         If backward solves expand, weights would depend strongly on added coefficients that are drawn at
         random: for two bundles of paths in the plane, the random changes are 2 to 10 times p(x).
         """
-        most, found = self.accuracy.max_paths, []
+        most = self.accuracy.max_paths
         if self.accuracy.tolerance is None:
             most = min(most, MAX_PATHS_AROUND_MODES)
-        for fine, level in enumerate(points.levels[:2]):
-            mixture = mixtures(Laplace(fine=np.float32(fine)), points, which)
-            found.append(self.weighed(points, which, mixture, most, level))
-        coarse, parts = found
+        around = [mixtures(Laplace(fine=np.float32(fine)), points, which) for fine in range(2)]
+        coarse, parts = (
+            self.weighed(points, which, mixture, most, level)
+            for mixture, level in zip(around, points.levels[:2], strict=True)
+        )
         poor = coarse["poor"] | parts.pop("poor")
         with np.errstate(invalid="ignore"):
             change = np.abs(parts["log_prob"] - coarse["log_prob"])
@@ -259,7 +260,7 @@ class Climb:
         self.put(which, parts, poor | ~(change < COARSE), "modes")
         still = self.poor[which]
         if still.any() and most > FIRST_AROUND_MODES:
-            moved = particle_parts(points, which[still], jax.tree.map(lambda a: a[still], mixture))
+            moved = particle_parts(points, which[still], jax.tree.map(lambda a: a[still], around[1]))
             # The weights around modes may be poor, but their change shows the truncation error.
             moved["truncation_error"] = parts["truncation_error"][still]
             self.put(which[still], moved, moved["effective_paths"] < FEW_RUNS, "particles")
