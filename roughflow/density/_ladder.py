@@ -14,7 +14,6 @@ from .._functions import fixed_functions
 from .._programs import jit
 from ..flow import AbstractStochasticFlow, ExactDivergence, some_points, unresolved_in_time
 from ..sde import kinks, noise_matrix
-from ._draws import AbstractDraws, Sobol
 from ._estimate import (
     COARSE,
     FEW_PATHS,
@@ -42,7 +41,7 @@ from ._paths import (
     is_inside_jit,
     mixtures,
 )
-from ._proposals import AbstractProposal, Mixture, Prior
+from ._proposals import AbstractDraws, AbstractProposal, Mixture, Prior, Sobol
 
 DEFAULT_TOLERANCE = 0.05  # target of the total error in nats, if the user gives no tolerance
 # In nats; below this total error no other method is tried, if the user gives no tolerance.

@@ -22,8 +22,7 @@ from .._checks import check_count
 from .._linear import orthonormal, solve
 from ..flow import AbstractStochasticFlow, FixedGrid, NoDivergence, Whitened
 from ..sde import ExactCorrection, with_explicit_parameters
-from ._draws import AbstractDraws, Sobol, normal_numbers
-from ._proposals import AbstractProposal, Mixture
+from ._proposals import AbstractDraws, AbstractProposal, Mixture, Sobol, normal_numbers
 
 CLOUD_DRAWS = 4096  # number of forward simulations, whose results are starting points of searches
 MAX_CLOUD_NUMBERS = 2**22

@@ -9,9 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from ._draws import Independent, normal_numbers, normal_quantile, random_bits, uniform_numbers
 from ._paths import Level, Parts, Points, solve_keys, summary
-from ._proposals import Mixture, log_standard
+from ._proposals import (
+    Independent,
+    Mixture,
+    log_standard,
+    normal_numbers,
+    normal_quantile,
+    random_bits,
+    uniform_numbers,
+)
 
 RUNS = 8  # number of independent runs per point, whose spread is the error
 PARTICLES = 256  # number of particles per run

@@ -24,7 +24,6 @@ from ..flow import (
     one_line_errors,
 )
 from ..sde import ExactCorrection
-from ._draws import AbstractDraws
 from ._estimate import (
     METHODS,
     AbstractEstimator,
@@ -34,7 +33,7 @@ from ._estimate import (
     weights_error,
 )
 from ._modes import Cloud, constant, refined_driver, with_added
-from ._proposals import AbstractProposal, Mixture, Prior, log_standard
+from ._proposals import AbstractDraws, AbstractProposal, Mixture, Prior, log_standard
 
 # Maximum dimension for exact divergences instead of random probes, if there is no noise.
 MAX_EXACT_DIMENSION = 64
