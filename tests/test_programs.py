@@ -185,7 +185,7 @@ def test_all_rounds_of_paths_are_one_program(key, caplog):
     flow = rf.StochasticFlow(rf.ItoSDE(Pull(1.5), lambda t, z: jnp.ones((1, 1))), rf.Normal(jnp.ones(1)))
     with jax.log_compiles():
         flow.estimate(np.zeros((3, 1)), key=key)
-    compiled = [text for text in caplog.messages if text.startswith("Compiling jit(_weigh)")]
+    compiled = [text for text in caplog.messages if text.startswith("Compiling jit(_run)")]
     assert len(compiled) == 1
 
 
