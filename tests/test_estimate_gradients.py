@@ -116,9 +116,9 @@ def test_an_sde_that_explodes_inside_jit_and_its_gradient(key):
         return estimate.log_prob, estimate
 
     _, slope, estimate = jax.jit(lambda rate: jax.jvp(ask, (rate,), (1.0,), has_aux=True))(2.0)
-    assert np.all(np.abs(estimate.log_prob - truth(2.0)) < 3 * estimate.total_error)
     fine = ~np.asarray(estimate.suspect)
     assert np.sum(fine) >= 2
+    assert np.all((np.abs(estimate.log_prob - truth(2.0)) < 3 * estimate.total_error)[fine])
     np.testing.assert_allclose(slope[fine], ((truth(2.01) - truth(1.99)) / 0.02)[fine], atol=0.15)
 
 

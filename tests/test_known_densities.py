@@ -325,7 +325,13 @@ def test_the_default_corrects_what_the_driver_leaves_out(driver, key):
 
 
 @pytest.mark.parametrize(
-    "units", [(1e-9, 1e-9), pytest.param((1e9, 1e9), marks=pytest.mark.slow), (1e-3, 1e6)], ids=str
+    "units",
+    [
+        pytest.param((1e-9, 1e-9), marks=pytest.mark.slow),
+        pytest.param((1e9, 1e9), marks=pytest.mark.slow),
+        (1e-3, 1e6),
+    ],
+    ids=str,
 )
 def test_units_of_the_columns_change_nothing_but_the_jacobian(units, key):
     """A nonlinear plane SDE in other units: the same paths, so the same number, less log |det|."""

@@ -208,6 +208,7 @@ def test_draws_on_a_linear_model_are_kalmans_filter():
     np.testing.assert_allclose(found, exact(sde), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_counts_of_two_hidden_components_are_those_of_particles():
     """Lotka–Volterra with Poisson counts, some of them missing, beside a bootstrap particle filter."""
     one = problem("lotka-gaps", fits=False)
