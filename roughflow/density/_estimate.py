@@ -69,7 +69,8 @@ class Estimate(eqx.Module):
     - `solver_error`: the error of a grid, of the approximate density a short time after a fixed start, or of
       the solver steps of a flow without noise.
     - `total_error`: the sum of these three errors.
-    - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths with the same variance.
+    - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths with the same variance; for
+      particles, the number of runs, of 8.
     - `num_paths`: number of paths used; 0 for a grid.
     - `escaped`: number of paths along which the backward solve diverges, which means that they do not reach
       x.

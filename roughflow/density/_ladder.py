@@ -26,7 +26,7 @@ from ._estimate import (
 )
 from ._grid import applies as grid_applies, estimate as grid_estimate
 from ._modes import Laplace, constant
-from ._particles import particle_parts
+from ._particles import PARTICLES, RUNS, particle_parts
 from ._paths import (
     GROWTH,
     Level,
@@ -258,7 +258,7 @@ class Climb:
         parts["truncation_error"] = np.where(np.isnan(change), np.inf, change)
         self.put(which, parts, poor | ~(change < COARSE), "modes")
         still = self.poor[which]
-        if still.any() and most > FIRST_AROUND_MODES:
+        if still.any() and self.accuracy.max_paths >= RUNS * PARTICLES:
             moved = particle_parts(points, which[still], jax.tree.map(lambda a: a[still], around[1]))
             # The weights around modes may be poor, but their change shows the truncation error.
             moved["truncation_error"] = parts["truncation_error"][still]
