@@ -172,7 +172,7 @@ def test_the_unit_of_time_of_an_sde_does_not_matter():
     ("times", "values", "message"),
     [
         ([1.0], np.ones((1, 2)), "a series needs at least 2 values, got 1"),
-        ([1.0, 1.0, 2.0], np.ones((3, 2)), "times must increase: number 1 is the same time twice"),
+        ([1.0, 1.0, 2.0], np.ones((3, 2)), "times must increase: number 1 is equal to the one before it"),
         ([1.0, 2.0, 3.0], np.full((3, 2), np.nan), "values are all missing"),
         ([1.0, 2.0, 3.0], np.full((3, 2), np.inf), "values must be finite or missing"),
         ([1.0, 2.0], np.ones((3, 2)), "times must have shape"),

@@ -277,9 +277,9 @@ def test_parameters_that_cannot_be_told_apart_are_reported(series):
 @pytest.mark.parametrize(
     ("times", "values", "told"),
     [
-        ([0, 2, 1], [1, 2, 3], "a time before the one above"),
-        ([0, 1, 1], [1, 2, 3], "the same time twice"),
-        ([0, 1, 2], [1, -2, 3], "leave the state space.*-2"),
+        ([0, 2, 1], [1, 2, 3], "earlier than the one before it"),
+        ([0, 1, 1], [1, 2, 3], "equal to the one before it"),
+        ([0, 1, 2], [1, -2, 3], "outside the state space.*-2"),
         ([0, 1, 2], [2, 2, 2], "values are constant"),
         ([0, 1], [1, 2], "at least 3"),
         ([0, 1, np.nan], [1, 2, 3], "times must be finite"),

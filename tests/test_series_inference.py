@@ -122,7 +122,7 @@ def test_a_profile_ends_where_the_likelihood_ratio_test_rejects(vasicek):
 
 
 def test_a_profile_of_nothing_is_refused(vasicek):
-    with pytest.raises(ValueError, match="no parameter is called theta: there are kappa, mu, sigma"):
+    with pytest.raises(ValueError, match="no parameter is called theta; the parameters are kappa, mu, sigma"):
         vasicek.profile("theta")
     with pytest.raises(ValueError, match="level must lie between 0 and 1"):
         vasicek.profile("kappa", level=95)
@@ -156,7 +156,7 @@ def test_a_penalty_holds_a_parameter_back_by_its_closed_form(key):
 @pytest.mark.parametrize(
     ("penalty", "message"),
     [
-        ({"theta": 1.0}, "no parameter is called theta: there are mu, sigma"),
+        ({"theta": 1.0}, "no parameter is called theta; the parameters are mu, sigma"),
         ({"sigma": 1.0}, "sigma is bounded"),
         ({"mu": 0.0}, "the penalty of mu must be positive"),
     ],

@@ -23,7 +23,7 @@ def test_compartments_are_the_linear_equations():
     drift = ROOM.drift(0.0, jnp.array([20.0, 15.0]), jnp.array([5.0, 1.0]))
     np.testing.assert_allclose(drift, [0.5 * -5 + 2, 0.1 * 5 + 0.05 * -10], rtol=1e-6)
     np.testing.assert_allclose(ROOM.diffusion(0.0, jnp.zeros(2)), np.diag([0.05, 0.02]), rtol=1e-6)
-    with pytest.raises(ValueError, match="'room garden' must name a compartment"):
+    with pytest.raises(ValueError, match="'room garden' must be a compartment"):
         rf.series.Compartments({"room garden": 1.0}, {}, {"room": 1.0})
 
 

@@ -35,7 +35,7 @@ from .hidden._likelihood import (
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of random starting points around the first, in free parameters
-# Without and with hidden states:
+# In each pair, the first value applies to observed states and the second to hidden states.
 REFINED = (3, 5)  # maximum number of times that the effort is raised
 TOLERANCE = (0.02, 0.1)  # nats
 
@@ -78,45 +78,47 @@ def fit_sde(
       spaced series, some of whose values may be missing.
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (converted to years) or
       dates (years since the first date; in UTC if they have a time zone), as arrays, lists or pandas objects.
-      Missing values (NaN, masked, None) are skipped, which lengthens the gap. A column of NaN is a hidden
-      component of the state, and single components may be missing; both are integrated out. Lists of times
-      and of values are a panel: independent series of the same SDE, with dates counted from the earliest date
-      of all.
+      Missing values (NaN, masked, None) are skipped, which lengthens the gap between values. A column of NaN
+      is a hidden component of the state, and single components may be missing; both are integrated out. For a
+      panel (independent series of the same SDE), pass a list of times and a list of values; dates are counted
+      from the earliest date in the panel.
     - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(lower=0.0)}`; named
       SDEs define their own.
-    - `penalty`: λ by name, such as `{"network": 1.0}`. It subtracts ½λθ² from the log-likelihood for each
-      parameter θ of that name or inside that field, which is a normal prior of variance 1/λ. Networks need a
-      penalty, because a series does not determine all of their weights.
+    - `penalty`: λ by name, such as `{"network": 1.0}`. For each parameter θ that has that name or lies inside
+      the field with that name, ½λθ² is subtracted from the log-likelihood; this is equivalent to a normal
+      prior with mean 0 and variance 1/λ. Networks need a penalty, because a series does not determine all of
+      their weights.
     - `fixed`: names of parameters that keep the value they have in `sde`, such as `["s"]`.
     - `varying`: parameters that vary between the series of a panel, such as `{"kappa":
       rf.series.LogNormal()}`. The estimate of `kappa` is then the median of the population, and the estimate
       of `kappa_spread` the standard deviation of log κ; `FittedSDE.varying` has the values of each series.
     - `num_starts`: number of starting points of the search: the parameters of `sde`, then those from the
       moments of the series (named SDEs), then random points near the first.
-    - `exact`: whether to use exact transition densities where the SDE has them.
-    - `effort`: number of driver functions, paths and steps per transition. If None, it is chosen, and raised
-      until the log-likelihood at the maximum has an error below `tolerance` nats (default 0.02, or 0.1 with
-      hidden states). With hidden states, the effort determines the number of draws (four per path) and the
-      number of steps per gap.
+    - `exact`: whether to use exact transition densities if the SDE has them.
+    - `effort`: number of driver functions, paths and steps per transition. If None, it is chosen
+      automatically and raised until the error of the maximum log-likelihood is below `tolerance` nats
+      (default 0.02, or 0.1 with hidden states). With hidden states, the effort determines the number of draws
+      (four per path) and the number of steps per gap.
     - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
       or one per column. The standard deviation is estimated along with the other parameters, as
       `measurement_noise`. An array of the shape of `values` gives known standard deviations, one per value.
       With measurement noise, values may lie outside the state space.
     - `observe`: g(t, x), or g(t, x, u) with inputs, the distribution of a value given the state: an object
-      with `log_prob`, such as one of NumPyro. If it is an `eqx.Module`, its float fields are estimated too.
+      with `log_prob`, such as a NumPyro distribution. If it is an `eqx.Module`, its float fields are
+      estimated too.
     - `steps`: number of Euler steps from one value to the next, for models in discrete time. If None
       (default), the likelihood is that of the SDE in continuous time.
     - `initial`: the hidden components of the first state: None (a flat prior), their values (noisy values at
       the first time are then ignored), a distribution, "stationary", `rf.series.Estimated(values)`, or a
       function of the SDE that returns values or a distribution.
     - `inputs`: u(t): a function, a tuple (times, columns) of values that are constant from one time to the
-      next, or an `rf.series.Inputs`. Drift and diffusion get u as last argument.
+      next, or an `rf.series.Inputs`. u is the last argument of drift and diffusion.
 
-    Linear SDEs with hidden components, missing cells, known errors or inputs have a likelihood that the
-    Kalman filter computes without error. For other SDEs a filter on a grid integrates out one hidden
-    component if the others are observed without error; choose `coordinates` in which the noise of the hidden
-    component is nearly constant. Otherwise the likelihood is estimated by importance sampling around the most
-    likely states or, if the weights are uneven, by particles guided by those states.
+    For linear SDEs with hidden components, missing cells, known errors or inputs, the Kalman filter computes
+    the exact likelihood. For other SDEs a filter on a grid integrates out one hidden component if the others
+    are observed without error; choose `coordinates` in which the noise of the hidden component is nearly
+    constant. Otherwise the likelihood is estimated by importance sampling around the most likely states or,
+    if the weights are uneven, by particles guided by those states.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -312,13 +314,13 @@ def _maximum(
     return _polished(likelihood, max(found, key=lambda pair: pair[0])[1])
 
 
-SETTLED = 0.01  # nats; a new grid that changes the log-likelihood by less is the last one
+SETTLED = 0.01  # nats; the grid is final if it changed the log-likelihood by less
 MOVES = 5  # maximum number of new grids of hidden states during a search
 
 
 def _settled(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[AbstractLikelihood, np.ndarray]:
     """Move the grid of hidden states, or the nodes of varying parameters, to the maximum, and search again,
-    until the maximum does not change. Returns the likelihood and its maximum."""
+    until the maximum does not change. Return the likelihood and its maximum."""
     on_grid = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID
     if not (on_grid or isinstance(likelihood, VaryingLikelihood)):
         return likelihood, free
@@ -383,9 +385,9 @@ def series_likelihood(
     random numbers are the same in every call. Derivatives use forward mode even under `jax.grad`, which is
     faster for few parameters. If a transition has zero density the value is −inf, with zero derivatives.
 
-    **Arguments:** `sde`, an SDE of the same type and with parameters close to those of interest, which
-    determines whether transitions are exact and, if not, the effort. The other arguments are those of
-    `rf.fit_sde`. Hidden components are integrated out; `measurement_noise` and `initial` are fixed.
+    **Arguments:** `sde` must have the same type as the SDEs of interest and similar parameters. It determines
+    whether transitions are exact and, if not, the effort. The other arguments are those of `rf.fit_sde`.
+    Hidden components are integrated out; `measurement_noise` and `initial` are fixed.
     `FittedSDE.series_likelihood` reuses the effort of the fit. With hidden components, `with_error(sde)` is
     the log-likelihood and its error. If the grid for one hidden component does not cover the states of an
     SDE, it is replaced, but not inside `jax.jit`: for an SDE far from the given `sde`, check `with_error`

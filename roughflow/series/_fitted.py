@@ -51,8 +51,8 @@ def summary(result: "FittedSDE", level: float) -> str:
 
 
 def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
-    """The rows of the table: all parameters without a penalty, because single weights of a network have no
-    meaning."""
+    """The rows of the table, one per parameter without a penalty. Penalised parameters, such as the weights
+    of a network, have no individual meaning."""
     errors, robust, intervals = result.standard_errors, result.robust_errors, result.confint(level)
     penalties = zip(result.names, result.likelihood.penalty, strict=True)
     free = [name for name, penalty in penalties if not penalty]
@@ -78,7 +78,7 @@ def _penalised(result: "FittedSDE") -> list[str]:
 
 
 def _has_robust(result: "FittedSDE") -> bool:
-    """Whether there are robust errors; with hidden states there are none, because single values have no
+    """Whether robust errors exist. With hidden states they do not, because individual values have no
     scores."""
     return not isinstance(result.likelihood, HiddenLikelihood)
 
@@ -249,8 +249,8 @@ class FittedSDE:
 
     @property
     def num_effective(self) -> float:
-        """Effective number of parameters. Each penalised parameter counts by its part of tr(I −
-        λ(information)⁻¹) (Moody 1992), every other parameter as one."""
+        """Effective number of parameters. Each penalised parameter contributes its part of tr(I −
+        λ(information)⁻¹) (Moody 1992); every other parameter counts as one."""
         penalty = self.likelihood.penalty
         if not penalty.any():
             return len(self.names)
@@ -265,8 +265,8 @@ class FittedSDE:
 
     @cached_property
     def robust_covariance(self) -> np.ndarray:
-        """Sandwich covariance matrix of the estimates `(p, p)`; NaN with hidden states, because single values
-        have no scores."""
+        """Sandwich covariance matrix of the estimates `(p, p)`; NaN with hidden states, because individual
+        values have no scores."""
         if self._hidden is not None:
             return np.full_like(self.free_information, np.nan)
         scores, inverse = self._scores[1], self._inverse()
@@ -286,7 +286,7 @@ class FittedSDE:
 
     @property
     def robust_errors(self) -> dict[str, float]:
-        """Sandwich standard errors by name; NaN with hidden states or measurement noise, because single
+        """Sandwich standard errors by name; NaN with hidden states or measurement noise, because individual
         values have no scores."""
         return self._by_name(np.sqrt(np.diag(self.robust_covariance)))
 
@@ -310,7 +310,7 @@ class FittedSDE:
         maximises over the other parameters many times. The interval extends to the end of the domain if the
         likelihood does not drop far enough."""
         if name not in self.names:
-            raise ValueError(f"no parameter is called {name}: there are {', '.join(self.names)}")
+            raise ValueError(f"no parameter is called {name}; the parameters are {', '.join(self.names)}")
         if not self.identified:
             raise ValueError(f"{name} has no profile likelihood: {self.warning}")
         place = self.names.index(name)
@@ -324,7 +324,7 @@ class FittedSDE:
     @in_double_precision
     def delta_method(self, function: Callable[[Any], ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
         """The value of a smooth function of the fitted SDE, such as a half-life or the drift on a grid, and
-        its standard errors by the delta method. The function returns a number or an array.
+        its standard errors by the delta method. The function must return a number or an array.
 
         ```python
         import jax, jax.numpy as jnp, numpy as np
@@ -479,9 +479,10 @@ class FittedSDE:
 
     def likelihood_ratio(self, simpler: "FittedSDE") -> tuple[float, float]:
         """The likelihood-ratio statistic against a nested model fitted to the same series, and its p-value
-        from the χ² distribution (Wilks 1938). Two null hypotheses are treated separately: no measurement
-        noise or no varying parameter, which lie on the boundary (a mixture of χ² distributions), and Brownian
-        motion against an Ornstein–Uhlenbeck process, a unit root (by simulation)."""
+        from the χ² distribution (Wilks 1938). Two null hypotheses are treated separately. If the simpler
+        model has no measurement noise or no varying parameter, it lies on the boundary of the larger one, and
+        the distribution is a mixture of χ² distributions. For Brownian motion against an Ornstein–Uhlenbeck
+        process (a unit root), the distribution is simulated."""
         check_instance("simpler", simpler, FittedSDE, "the result of rf.fit_sde")
         more = len(self.names) - len(simpler.names)
         if more <= 0:
@@ -532,7 +533,8 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def smoothed(self) -> tuple[np.ndarray, np.ndarray]:
-        """The states `(n, d)` given all values and their standard deviations, at the times of the series.
+        """The means `(n, d)` of the states given all values, and their standard deviations, at the times of
+        the series.
 
         They are computed by a Kalman smoother for a linear model, otherwise on the grid or by particles. The
         states of a panel are concatenated.
@@ -552,8 +554,8 @@ class FittedSDE:
     def _with_hidden(self, name: str) -> HiddenLikelihood:
         if self._hidden is None:
             raise ValueError(
-                f"{name} requires hidden states (a column of NaN or measurement_noise); otherwise "
-                "the values are the states"
+                f"{name} requires hidden states: include a column of NaN or set measurement_noise. Without "
+                "either, the states are taken to be observed exactly"
             )
         return self._hidden
 
@@ -568,7 +570,7 @@ class FittedSDE:
 
     @property
     def has_hidden_states(self) -> bool:
-        """Whether states differ from values, so that there are `smoothed` states."""
+        """Whether the states differ from the values. If so, `smoothed` estimates them."""
         return NOISE in self.names or self._hidden is not None
 
     @property

@@ -131,7 +131,7 @@ class _Total(eqx.Module):
 
 UNIT = 10.0  # unit of an unbounded free parameter, in standard errors given all others
 STEP = 1e-3  # step of finite differences for the information, in standard errors
-MANY = 16  # number of parameters from which scores use reverse mode, and the information uses scores
+MANY = 16  # with at least this many parameters, scores use reverse mode and the information uses scores
 
 
 class AbstractLikelihood(eqx.Module):
@@ -158,15 +158,15 @@ class AbstractLikelihood(eqx.Module):
         return information_by_differences(self, free)
 
     def quick_information(self, free: np.ndarray) -> np.ndarray:
-        """A fast approximation of the information, to start a search with: the outer product of the scores
+        """A fast approximation of the information for the start of a search: the outer product of the scores
         (Berndt, Hall, Hall & Hausman 1974)."""
         slopes = self.scores(free)[1]
         return slopes.T @ slopes + np.diag(self.penalty)
 
     @abc.abstractmethod
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """Two errors of the log-likelihood, in nats: the Monte Carlo error, and the change when functions and
-        steps are doubled."""
+        """Two errors of the log-likelihood, in nats: the Monte Carlo error, and the change when the numbers
+        of functions and steps are doubled."""
 
     def errors(self, free: np.ndarray) -> np.ndarray:
         """Errors of the log-densities of all terms."""
@@ -314,7 +314,7 @@ FEW = 100  # number of right-hand sides up to which Levinson's algorithm is fast
 
 
 class WholeLikelihood(AbstractLikelihood):
-    """The exact likelihood of a process with memory, in terms log p(yᵢ | y₀, …, yᵢ₋₁).
+    """The exact likelihood of a process with memory, as a sum of terms log p(yᵢ | y₀, …, yᵢ₋₁).
 
     With a = e^{−κdt} and errors e of standard deviation τ, zᵢ = yᵢ₊₁ − μ − a(yᵢ − μ) = ξᵢ + eᵢ₊₁ − aeᵢ is a
     stationary normal sequence that does not depend on the first state, whose prior is flat. Missing values
@@ -559,8 +559,8 @@ class SeriesPosterior(eqx.Module):
 
     Called with z of shape `(p,)`, it returns the log-likelihood plus the log prior plus the log-Jacobian of
     the map from z to the parameters. `constrain` is that map; `names` and `dimension` describe z. `start` is
-    z at the estimates and `scale` a square root of its covariance. With `scale` as the `scale` of
-    `rf.overdamped_langevin`, a sampler needs no warm-up.
+    z at the estimates and `scale` a square root of its covariance. If `scale` is passed to
+    `rf.overdamped_langevin`, the sampler needs no warm-up.
 
     ```python
     import jax, numpy as np
@@ -596,7 +596,7 @@ class SeriesPosterior(eqx.Module):
         value = self.likelihood(sde) + self.parameters.log_slope(z) - 0.5 * jnp.sum(self.penalty * z**2)
         if self.log_prior is None:
             return value
-        # For a partially observed series, the parameters are those of an SDE and others.
+        # For a partially observed series, `sde` is a tuple of the SDE and other parameters.
         return value + self.log_prior(sde[0] if isinstance(sde, tuple) else sde)
 
     def starts(self, num_chains: int, *, key: PRNGKeyArray) -> Array:

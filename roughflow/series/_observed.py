@@ -140,7 +140,7 @@ def panel(times: Any, values: Any, *, partial: bool = False, fewest: int = FEWES
         if not _is_nested(times) or len(times) != len(values):
             raise ValueError(
                 "values are a list of arrays (a panel), so times must be a list of the same length; "
-                "the rows of one series must be an array"
+                "pass the rows of a single series as an array"
             )
         whens, whats = [Times.of(one) for one in times], [as_columns(one) for one in values]
     else:
@@ -165,7 +165,7 @@ def _is_nested(data: Any) -> bool:
 
 
 def check_dimension(sde: Any, series: Sequence[Observed]) -> None:
-    """Refuse values whose number of columns differs from the dimension of the SDE."""
+    """Raise an error if the number of columns differs from the dimension of the SDE."""
     count = series[0].values.shape[1]
     subject = f"values have {count} column{'s' * (count > 1)}"
     if isinstance(sde, AbstractSDE):
@@ -175,14 +175,12 @@ def check_dimension(sde: Any, series: Sequence[Observed]) -> None:
 
 
 def check_inside(coordinates: AbstractCoordinates, series: Sequence[Observed]) -> None:
-    """Refuse values outside the state space."""
+    """Raise an error if values lie outside the state space."""
     for one in series:
         inside = np.asarray(coordinates.contains(jnp.asarray(one.values)))
         if not inside.all():
             row = _first(inside)
-            message = (
-                f"values leave the state space of the SDE, first at time {one.shown(row)}: {one.values[row]}"
-            )
+            message = f"values lie outside the state space, first at time {one.shown(row)}: {one.values[row]}"
             raise ValueError(message + see("series"))
 
 
@@ -300,7 +298,7 @@ def _check_order(times: np.ndarray) -> None:
     if (steps > 0).all():
         return
     row = _first(steps > 0) + 1
-    what = "the same time twice" if steps[row - 1] == 0 else "a time before the one above it"
+    what = "equal to the one before it" if steps[row - 1] == 0 else "earlier than the one before it"
     raise ValueError(
         f"times must increase: number {row} is {what}; sort the series and drop duplicates{see('series')}"
     )

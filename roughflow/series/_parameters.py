@@ -20,7 +20,7 @@ Entry = tuple[int, tuple[int, ...]]  # index of the leaf, and index within it
 class Domain(eqx.Module):
     """The range of a parameter: between `lower` and `upper`, either of which may be infinite.
 
-    With `triangular`, the parameter is a lower triangular matrix whose diagonal lies in the range.
+    With `triangular`, the parameter is a lower triangular matrix whose diagonal entries lie in the range.
 
     ```python
     import roughflow as rf
@@ -110,7 +110,7 @@ class Parameters(eqx.Module):
                 entries.append((i, place))
         if wrong := set(domains) - known:
             raise ValueError(
-                f"no parameter is called {', '.join(sorted(wrong))}: there are {', '.join(names)}"
+                f"no parameter is called {', '.join(sorted(wrong))}; the parameters are {', '.join(names)}"
             )
         return Parameters(tuple(names), tuple(kinds), tuple(entries), sde, np.ones(len(names)))
 
@@ -124,7 +124,9 @@ class Parameters(eqx.Module):
         mask `(p,)` of the remaining parameters."""
         for field in fixed:
             if not any(_within(name, field) for name in self.names):
-                raise ValueError(f"no parameter is called {field}: there are {', '.join(self.names)}")
+                raise ValueError(
+                    f"no parameter is called {field}; the parameters are {', '.join(self.names)}"
+                )
         kept = np.array([not any(_within(name, field) for field in fixed) for name in self.names])
         if not kept.any():
             raise ValueError("all parameters are fixed, so there are none to fit")
@@ -134,8 +136,8 @@ class Parameters(eqx.Module):
         ), kept
 
     def penalties(self, penalty: Mapping[str, float]) -> np.ndarray:
-        """λ `(p,)` of the penalty ½ Σ λᵢ θᵢ², by field name. All parameters inside a field, such as a
-        network, share one λ."""
+        """The vector λ `(p,)` of the penalty ½ Σ λᵢ θᵢ², given λ by field name. All parameters inside a
+        field, such as a network, share one λ."""
         found = np.zeros(len(self.names))
         for field, strength in penalty.items():
             if not (np.isfinite(strength) and strength > 0):
@@ -143,7 +145,7 @@ class Parameters(eqx.Module):
             inside = [i for i, name in enumerate(self.names) if _within(name, field)]
             if not inside:
                 fields = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in self.names)
-                raise ValueError(f"no parameter is called {field}: there are {', '.join(fields)}")
+                raise ValueError(f"no parameter is called {field}; the parameters are {', '.join(fields)}")
             if bounded := [self.names[i] for i in inside if self.domains[i] != ANY]:
                 raise ValueError(f"{bounded[0]} is bounded: penalties require unbounded parameters")
             found[inside] = strength
@@ -163,7 +165,7 @@ class Parameters(eqx.Module):
         return np.array([float(d.to_free(v)) for d, v in zip(self.domains, values, strict=True)]) / self.scale
 
     def from_free(self, free: Array) -> Array:
-        """The parameters `(..., p)` that belong to free parameters `(..., p)`."""
+        """The parameters `(..., p)` for free parameters `(..., p)`."""
         scaled = free * jnp.broadcast_to(jnp.asarray(self.scale, free.dtype), free.shape)
         return jnp.stack([domain.from_free(scaled[..., i]) for i, domain in enumerate(self.domains)], axis=-1)
 
@@ -175,7 +177,7 @@ class Parameters(eqx.Module):
 
     def sde(self, values: Array) -> Any:
         """The SDE with these parameters."""
-        # Inside a program users' functions have their numbers as leaves, which must not be counted.
+        # In compiled programs, the numbers inside users' functions are leaves, which must not be counted.
         leaves, structure = jax.tree.flatten(self.template, is_leaf=lambda one: isinstance(one, Opened))
         for i in dict.fromkeys(i for i, _ in self.entries):
             mine = np.array([k for k, (j, _) in enumerate(self.entries) if j == i])

@@ -15,9 +15,9 @@ Information = Callable[[np.ndarray], np.ndarray]
 ROUNDS, ITERATIONS = 6, 40  # rounds of BFGS, and iterations per round
 BFGS_TOLERANCE = 0.02  # BFGS stops within this many standard errors of the maximum
 GRADIENT_TOLERANCE = 1e-2  # a round of BFGS stops when the gradient, per standard error, is smaller
-RIDGE = 1e-6  # smallest eigenvalue of a scaled information matrix that a search uses
+RIDGE = 1e-6  # searches raise smaller eigenvalues of a scaled information matrix to this value
 MAX_BFGS_MOVE = 30.0  # maximum change of free parameters in one round of BFGS
-MAX_STANDARD_ERROR = 3.0  # largest standard error of a free parameter that a search uses
+MAX_STANDARD_ERROR = 3.0  # searches replace larger standard errors of free parameters by this value
 SINGULAR = 1e-7  # relative eigenvalue below which an information matrix is singular
 NEWTON_STEPS = 20  # maximum number of Newton steps
 DECREMENT = 1e-14  # Newton's method stops if a step would gain fewer nats
@@ -189,8 +189,8 @@ def profile_interval(
         best = rest(climb(rest, at[others], lambda _: inner))[0] if others.any() else total(at)[0]
         if best > top + MAX_PROFILE_EXCESS:
             raise ValueError(
-                f"the fit is not at the maximum: {distance:.2g} standard errors away, the profile found a "
-                f"log-likelihood that is {best - top:.2g} nats higher; fit again with more num_starts"
+                f"the fit is not at the maximum: {distance:.2g} standard errors away, the log-likelihood is "
+                f"{best - top:.2g} nats higher; fit again with a larger num_starts"
             )
         return float(np.sqrt(max(2 * (top - best), 0.0))) - edge
 
@@ -237,8 +237,8 @@ def unit_root_p_value(statistic: float, steps: Transition, mu: float, sigma: flo
     by simulation.
 
     Without mean reversion, the regression of increments on values has the Dickey–Fuller (1979) distribution
-    instead of χ². The statistic is n log(S₀/S₁), where S₀ and S₁ are residual sums of squares of simulated
-    increments, regressed on dt, and on dt and x dt, all divided by √dt.
+    instead of χ². The statistic is n log(S₀/S₁), where S₀ and S₁ are the residual sums of squares when
+    simulated increments are regressed on dt alone and on dt and x dt, with all variables divided by √dt.
     """
     dt = np.asarray(steps.dt)
     starts = np.flatnonzero(np.append(True, np.asarray(steps.start[1:] != steps.end[:-1]).any(axis=1)))

@@ -34,7 +34,7 @@ def draw(
     num_steps: Array,
     key: PRNGKeyArray,
 ) -> Array:
-    """A draw of the state `(d,)` at time dt after x; NaN if it left the state space."""
+    """A draw of the state `(d,)` a time dt after x; NaN if it left the state space."""
     known = exact_transition(sde, x, dt)
     if known is not None:
         return known.sample(key)
@@ -146,7 +146,7 @@ def forecast(
 
 
 def check_memory(count: float) -> None:
-    """Refuse forecasts that would not fit in memory."""
+    """Raise an error if a forecast would not fit in memory."""
     if count > MAX_FORECAST_SIZE:
         raise ValueError(
             f"the forecast would have {count:.2g} numbers, more than {MAX_FORECAST_SIZE:.2g}: "
@@ -192,7 +192,7 @@ LIMIT = 0.015  # acceptable root mean square change of residuals when steps are 
 TINY = 1e-15  # keeps residuals away from 0 and 1
 CHUNK = 256  # number of transitions simulated at a time
 LAGS, POLYNOMIALS = 20, 4
-# Smallest variance of a direction that a test uses; without estimated parameters all variances are 1.
+# Tests ignore directions with a smaller variance. Without estimated parameters, all variances are 1.
 LEAST_VARIANCE = 0.1
 
 
@@ -250,8 +250,8 @@ def tested(uniform: np.ndarray, scores: np.ndarray | None, penalty: np.ndarray) 
 
 
 class Estimation:
-    """The reduction, because parameters are estimated, of the covariance of N^{−½} Σ φ(uᵢ) for functions φ of
-    residuals `(N, K)`: C J⁻¹ Cᵀ with C = E φ sᵀ and J = E s sᵀ, s the scores (Pierce 1982)."""
+    """How much estimated parameters reduce the covariance of N^{−½} Σ φ(uᵢ), for functions φ `(N, K)` of the
+    residuals: by C J⁻¹ Cᵀ with C = E φ sᵀ and J = E s sᵀ, where s are the scores (Pierce 1982)."""
 
     def __init__(self, scores: np.ndarray, penalty: np.ndarray):
         self.scores = scores

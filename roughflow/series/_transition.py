@@ -43,9 +43,9 @@ TOLERANCE = 0.02  # nats, error of weighted paths above which another method is 
 SHORT_STEP = 0.3  # rate times dt below which path estimates need no check
 NEARLY_LINEAR = 0.05  # curvature below which path estimates need no check
 STRONG_CURVATURE = 0.45  # curvature above which paths around the most likely one are unreliable
-HIDDEN_ERROR = 0.2  # nats per squared curvature; allowance for errors that doubling the effort may not show
+HIDDEN_ERROR = 0.2  # nats per squared curvature; allowance for errors that doubling the effort may not reveal
 CONVERGED = 1e-3  # relative error of an expansion that is accepted
-BOX_ERROR = 0.002  # nats; error due to the finite box of a grid, which a refined grid has too
+BOX_ERROR = 0.002  # nats; error due to the finite box of a grid, which refining the grid does not reduce
 MAX_STARTS = 64  # maximum number of different pairs of start and time step that are solved one by one
 
 
@@ -283,7 +283,7 @@ def check_no_memory(sde: Any) -> None:
 
 
 def check_inside(coordinates: AbstractCoordinates, many: Transition) -> None:
-    """Refuse states outside the state space. Traced values are not checked."""
+    """Raise an error if states lie outside the state space. Traced values are not checked."""
     if is_traced(many.start) or is_traced(many.end):
         return
     for name, x in (("x0", many.start), ("x1", many.end)):

@@ -1,4 +1,4 @@
-"""Panels whose series have parameters of their own, drawn from an estimated population."""
+"""Panels in which each series has its own parameters, drawn from an estimated population."""
 
 import dataclasses
 import functools
@@ -73,8 +73,8 @@ class VaryingLikelihood(AbstractLikelihood):
         return base, log_spread
 
     def _terms(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The logarithm of the integrand times its weight, `(S, K)`, and the slopes of the log-likelihood in
-        the parameters of the series, `(S, K, p)`."""
+        """The logarithm of the integrand times its weight, `(S, K)`, and the derivatives of the
+        log-likelihood with respect to the parameters of the series, `(S, K, p)`."""
         base, log_spread = self._split(free)
         at = np.tile(base, (*self.nodes.shape[:2], 1))
         at[:, :, list(self.places)] += np.exp(log_spread) * self.nodes
@@ -98,8 +98,7 @@ class VaryingLikelihood(AbstractLikelihood):
         return value, slope * self.parameters.scale, np.zeros(len(value))
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """The change when the number of nodes grows, and the errors of all series at the parameters of each
-        series."""
+        """The change when the number of nodes grows, and the combined likelihood error of all series."""
         base = self._split(free)[0]
         inner = [np.hypot(*single.total_errors(base)) for single in self.singles]
         more = self.with_nodes().moved_to(free)
@@ -109,7 +108,7 @@ class VaryingLikelihood(AbstractLikelihood):
         return dataclasses.replace(self, singles=tuple(one.with_effort(effort) for one in self.singles))
 
     def with_nodes(self) -> "VaryingLikelihood":
-        """The likelihood with more nodes, which `moved_to` places."""
+        """The likelihood with more nodes; `moved_to` then determines their positions."""
         mean, deviation = np.zeros(self.nodes.shape[::2]), np.ones(self.nodes.shape[::2])
         return dataclasses.replace(self, count=self.count + 4)._around(mean, deviation)
 
@@ -191,7 +190,7 @@ def varying_likelihood(
     for name, one in varying.items():
         check_instance(f"varying[{name!r}]", one, LogNormal, "an rf.series.LogNormal")
         if name not in given.names:
-            raise ValueError(f"no parameter is called {name}: there are {', '.join(given.names)}")
+            raise ValueError(f"no parameter is called {name}; the parameters are {', '.join(given.names)}")
         if given.domains[given.names.index(name)] not in (ANY, POSITIVE):
             raise ValueError(f"{name} cannot vary: it must be positive or without bounds")
         spreads[name] = jnp.asarray(one.spread, float)

@@ -107,11 +107,11 @@ class Expansion(eqx.Module):
 
     path: Array  # (n, d)
     values: Array  # (n,), the log-densities of values
-    steps: Array  # (N,), and of transitions
+    steps: Array  # (N,), the log-densities of transitions
     own: Array  # (n, d), gradients of `values`
     ties: Array  # (N, 2d), gradients of `steps` at both ends
     bends: Array  # (n, d, d), Hessians of `values`
-    tie_bends: Array  # (N, 2d, 2d), and of `steps`
+    tie_bends: Array  # (N, 2d, 2d), Hessians of `steps`
     inside: Array
 
     @staticmethod
@@ -194,8 +194,8 @@ FIRST_STEPS = 1000
 
 @functools.partial(jit, level=1)
 def smoothed_guess(space: StateSpace, start: Array) -> Array:
-    """Coordinates `(n, d)` by an extended Kalman smoother, from which the search for the most likely states
-    starts; `start` `(d,)` is a typical state."""
+    """Coordinates `(n, d)` from an extended Kalman smoother, as the start of the search for the most likely
+    states. `start` `(d,)` is a typical state."""
     rows, (n, d) = space.rows, space.rows.fixed.shape
     unit, pinned = jnp.eye(d), space.pinned(jnp.broadcast_to(start, (n, d)))
     wide = space.normal(start, rows.times[0], jnp.median(rows.dt)).covariance * min(n, FIRST_STEPS)
@@ -427,7 +427,8 @@ class Guide(eqx.Module):
 
     @staticmethod
     def of(space: StateSpace, mode: Expansion, far: bool) -> "Guide":
-        """By elimination of states from the last to the first. Without `far`, later values are ignored."""
+        """Compute the guide by eliminating states from the last to the first. Without `far`, later values are
+        ignored."""
         rows, (n, d) = space.rows, mode.path.shape
         linked = jnp.zeros(n, bool).at[rows.before].set(far)
         place = jnp.clip(jnp.cumsum(jnp.zeros(n, bool).at[rows.before].set(True)) - 1, 0)
@@ -554,7 +555,7 @@ def guided_log_likelihood(
     mode = jax.lax.stop_gradient(mode)
     guided = Guided(space, mode, jax.lax.stop_gradient(Guide.of(space, mode, True)), count, keep=False)
     by_series = lambda logs: jnp.zeros(space.rows.count).at[space.rows.series].add(logs)
-    # One run after another, so that memory does not grow with their number.
+    # The runs are sequential, so that memory does not grow with their number.
     logs = jax.lax.map(lambda key: by_series(guided.run(key).log_prob), jax.random.split(key, REPLICATES))
     value = jax.nn.logsumexp(logs, axis=0) - np.log(REPLICATES)
     ratio = jax.lax.stop_gradient(jnp.exp(logs - value[None]))
@@ -592,8 +593,8 @@ def smoothed_by_particles(
 
 
 def incoming(space: StateSpace) -> tuple[Array, Array]:
-    """Start and length `(n,)` of the transition into each state; where a series begins, those of an arbitrary
-    transition."""
+    """Start and length `(n,)` of the transition into each state. The first state of a series gets those of an
+    arbitrary transition."""
     link = jnp.clip(jnp.cumsum(~space.rows.first) - 1, 0)
     return space.rows.times[space.rows.before][link], space.rows.dt[link]
 
@@ -607,7 +608,7 @@ def _given(normal: Normal, at: Array, fixed: Array) -> tuple[Array, Array]:
     """The mean and covariance of a normal vector given its components in a mask."""
     mask = fixed.astype(at.dtype)
     inner = mask[:, None] * mask[None] * normal.covariance + jnp.diag(1 - mask)
-    # A known component without variance (of the first state) is not changed.
+    # Known components of the first state may have zero variance; they change nothing.
     inner = inner + jnp.diag(jnp.where(jnp.diag(inner) > 0, 0.0, 1.0))
     factor = cholesky(inner)
     half = solve_lower(factor, mask[:, None] * normal.covariance)

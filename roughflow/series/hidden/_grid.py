@@ -141,7 +141,8 @@ class Kernel(eqx.Module):
         return jnp.insert(o, self.i, h)
 
     def _joint(self, source: Array, time: Array, dt: Array, wide: Array) -> Any:
-        """The joint normal density: of the observed components, and of the hidden component given these."""
+        """The joint normal density: that of the observed components, times that of the hidden component given
+        these."""
         space, i = self.space, self.i
         euler = self.scheme == EULER
         others = np.delete(np.arange(len(source)), i)
@@ -182,7 +183,7 @@ class Kernel(eqx.Module):
         here = at(start)
         bend = (at(start + deviation) + at(start - deviation) - 2 * here) / variance
 
-        # Single numbers instead of small matrices, so that XLA fuses the operations over all pairs of nodes.
+        # Scalars instead of small matrices let XLA fuse the operations over all pairs of nodes.
         def given(h: Array, noise: Array) -> tuple[list[Array], list[list[Array]]]:
             """Slopes of the observed components with respect to the hidden one, and their covariance given
             the hidden one."""
@@ -236,7 +237,7 @@ def grid_smoother(space: StateSpace, mesh: Mesh) -> tuple[Filter, Array]:
 
 
 class Window(eqx.Module):
-    """The nodes of one state: `at` `(d,)` contains the observed components in coordinates. If the hidden
+    """The nodes of one state. `at` `(d,)` contains the coordinates of the observed components. If the hidden
     component is `known`, as at the first time, all nodes have its value."""
 
     at: Array
@@ -312,8 +313,8 @@ class Steps(eqx.Module):
         return every, [logs(s) for s in range(k)]
 
     def own(self, target: Points, row: tuple, at: Array) -> Array:
-        """Log-densities of a value at the nodes of its state; for components that are observed exactly,
-        densities of coordinates are converted to densities of the state."""
+        """Log-densities of a value at the nodes of its state. For exactly observed components, densities of
+        coordinates are converted to densities of the state."""
         slopes = jnp.log(self.space.slopes(self.space.coordinates.to_state(at)))
         others = np.arange(len(at)) != self.mesh.component
         volume = jnp.where(row[5], 0, jnp.sum(jnp.where(row[3] & others, slopes, 0)))
@@ -321,7 +322,7 @@ class Steps(eqx.Module):
         return jnp.where(jnp.isnan(value), -jnp.inf, value)
 
     def ahead(self, log_now: Array, item: tuple) -> tuple[Array, tuple]:
-        """Predict, and update by the value."""
+        """Predict the next state, then update with its value."""
         start, end, row, time, dt = item
         every, kernels = self.stages(start, end, time, dt)
         log_ahead = log_now
@@ -370,7 +371,7 @@ def _log_sum(logs: Array) -> Array:
 
 
 def hidden_component(rows: Rows) -> int | None:
-    """The one component of the state that may be unknown, or None if there are several."""
+    """The index of the only component of the state that may be unknown, or None if there are several."""
     free = np.asarray(~rows.fixed).any(axis=0)
     return int(np.argmax(free)) if free.sum() == 1 else None
 
@@ -460,7 +461,8 @@ def _deviations(space: StateSpace, mesh: Mesh, scheme: str) -> Array:
 
 
 def fitted_mesh(space: StateSpace, component: int, scheme: str, steps: int, guess: np.ndarray) -> Mesh:
-    """A mesh for the states of a series given all values, found from wide windows around `guess` `(n,)`."""
+    """A mesh for the states of a series given all values; the search for it starts from wide windows around
+    `guess` `(n,)`."""
     low, high, size = _windows(space, component, scheme, steps, guess)
     return Mesh(jnp.asarray(low, float), jnp.asarray(high, float), component, size, steps, scheme)
 

@@ -1,4 +1,4 @@
-"""The Kalman filter for linear SDEs: likelihood, filtered and smoothed states, without error."""
+"""The Kalman filter for linear SDEs: exact likelihood, filtered states and smoothed states."""
 
 import functools
 
@@ -15,7 +15,7 @@ from ..models import Normal
 from ._draws import Chain
 from ._state_space import StateSpace
 
-CLOSE = 1e-9  # relative error up to which a transition is linear
+CLOSE = 1e-9  # a transition with a smaller relative error counts as linear
 TAYLOR_TERMS, MAX_DOUBLINGS = 15, 32
 PROBES = 3  # number of random states at which linearity is checked
 LOG_TWO_PI = float(np.log(2 * np.pi))
@@ -42,8 +42,8 @@ class LinearModel(eqx.Module):
 
 class Filtered(eqx.Module):
     """`mean` and `covariance` of the states given the values so far; the predicted mean `ahead` and
-    covariance `spread` before each value; and the log-density of each value. A variance is infinite if it is
-    that of a flat prior."""
+    covariance `spread` before each value; and the log-density of each value. The variance of a flat prior is
+    infinite."""
 
     mean: Array  # (n, d)
     covariance: Array  # (n, d, d)
@@ -55,8 +55,8 @@ class Filtered(eqx.Module):
 def exact_step(rate: Array, drift: Array, later: Array, noise: Array, dt: Array) -> tuple[Array, ...]:
     """F, c and Q of dX = (A X + b + c t) dt + Q^½ dB over dt, for `rate` A, `drift` b, `later` c, `noise` Q.
 
-    A Taylor series over dt/2ⁿ and n doublings, as in `linear_moments`, with time as an additional component,
-    but in loops, which compile in a third of the time.
+    The method is a Taylor series over dt/2ⁿ and n doublings, as in `linear_moments`, with time as an
+    additional component. Its loops compile in a third of the time.
     """
     d = len(drift)
     wide = jnp.zeros((d + 1, d + 1)).at[:d, :d].set(rate).at[:d, d].set(later)
@@ -109,7 +109,7 @@ def is_linear(space: StateSpace) -> bool:
     if space.observe is not None or not (straight or space.deviations() is None):
         return False
     if space.exact and not type(space.sde).__module__.startswith("roughflow."):
-        return False  # the transitions may differ from those of drift and diffusion
+        return False  # the transitions may not follow from drift and diffusion
     try:
         return bool(is_affine(space)) and _normal_start(space) is not None
     except (TypeError, NotImplementedError):
@@ -160,7 +160,7 @@ def _normal_start(space: StateSpace) -> Normal | None:
 
 
 def linear_model(space: StateSpace) -> LinearModel:
-    """The matrices of a model that is linear."""
+    """The matrices of a linear model."""
     rows, (n, d) = space.rows, space.rows.fixed.shape
     blocks = jax.vmap(lambda time, dt: affine(space, time, dt))(rows.times[rows.before], rows.dt)
     grow, shift, spread = (

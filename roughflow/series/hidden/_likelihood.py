@@ -55,8 +55,8 @@ from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, drive
 KALMAN, GRID, DRAWS, PARTICLES, LAPLACE = "kalman", "grid", "draws", "particles", "laplace"
 BY_PATHS = (DRAWS, PARTICLES, LAPLACE)  # methods that use the most likely states
 MAX_REFINEMENTS = 3  # maximum number of doublings of the steps between values
-UNEVEN = 0.5  # in nats; error of draws above which a search does not begin with draws
-OUTSIDE = 1e-3  # probability of the outermost nodes above which a grid is replaced
+UNEVEN = 0.5  # in nats; with a larger error of the draws, a search does not begin with draws
+OUTSIDE = 1e-3  # a grid is replaced if its outermost nodes have a larger probability
 PROBES = 3  # number of values at which an observation density is checked
 DRAWS_PER_PATH = 4  # draws of the hidden states, relative to `Effort.num_paths`
 
@@ -127,8 +127,8 @@ class HiddenSeries(eqx.Module):
 
     def __call__(self, sde: Any) -> Array:
         """The log-likelihood of an SDE, or of an SDE and extra parameters; −inf, with zero derivatives, if
-        the series is impossible. A grid that does not cover the hidden states is replaced, except in compiled
-        programs."""
+        the series is impossible. Outside compiled programs, a grid that does not cover the hidden states is
+        replaced."""
         return _total(self.covering(sde), sde)
 
     def covering(self, sde: Any) -> "HiddenSeries":
@@ -268,9 +268,9 @@ class _Total(eqx.Module):
 
 
 class HiddenLikelihood(AbstractLikelihood):
-    """The likelihood of a partially observed series. Free parameters are those of the SDE and, if any, those
-    of the measurement noise, the observation density and the first state. The likelihood has one term per
-    series."""
+    """The likelihood of a partially observed series. The free parameters are those of the SDE and, where
+    present, those of the measurement noise, the observation density and the first state. The likelihood has
+    one term per series."""
 
     parameters: Parameters
     of_sde: HiddenSeries
@@ -353,7 +353,7 @@ class HiddenLikelihood(AbstractLikelihood):
         path, deviation = (np.asarray(part) for part in _smoothed(self, jnp.asarray(free, float)))
         if np.isnan(path).any() or np.isnan(deviation).any():
             raise ValueError(
-                "there are no smoothed states, because a noise parameter is estimated as zero: fix it at "
+                "smoothed states do not exist, because the estimate of a noise parameter is zero: fix it at "
                 "another value with fixed=, or fit a simpler SDE"
             )
         return path, deviation
@@ -368,7 +368,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return self._given(*self._particles(free, key)[1])
 
     def _given(self, mean: Array, deviation: Array) -> tuple[np.ndarray, np.ndarray]:
-        """States at the times of the series; NaN where no value is observed and the filter has no state."""
+        """States at the times of the series; NaN at times without values, for which the filter has no
+        state."""
         given = np.asarray(self.of_sde.rows.given)
         shown = lambda one: np.where(given[:, None] < 0, np.nan, np.asarray(one)[given])
         return shown(mean), shown(deviation)
@@ -585,7 +586,7 @@ class Setup:
         """The likelihood as a function of the SDE, by a suitable method: the Kalman filter for linear models,
         a grid for one hidden component, otherwise draws of the hidden states."""
         first = self.effort or Effort(num_functions=1, num_paths=32, num_steps=2)
-        whole = self._blank(first, KALMAN)  # a linear SDE needs no states between values
+        whole = self._blank(first, KALMAN)  # a linear SDE needs no intermediate states
         observation, space = self.observation, whole.space(self.sde)
         if observation.observe is not None:
             _check_observe(space, self._typical)
@@ -603,8 +604,8 @@ class Setup:
         return self.made(self.effort or few, GRID)
 
     def settled(self, tolerance: float) -> HiddenSeries:
-        """The likelihood as a function of the SDE, with particles if draws have uneven weights, and with as
-        many steps as the tolerance requires at the given SDE."""
+        """The likelihood as a function of the SDE. It uses particles if draws have uneven weights, and as
+        many steps as the tolerance requires for the given SDE."""
         found = self.of_sde()
         if found.method != DRAWS or self.effort is not None:
             return found
@@ -745,7 +746,7 @@ def _without_empty(series: Sequence[Observed]) -> list[Observed]:
 
 
 def _check_observe(space: StateSpace, at: np.ndarray) -> None:
-    """Refuse an observation density that is NaN at a typical state."""
+    """Raise an error if the observation density is NaN at a typical state."""
     assert space.observe is not None
     seen = np.asarray(space.rows.seen).any(axis=1)
     for row in np.unique(np.linspace(0, seen.sum() - 1, PROBES).astype(int)):
@@ -758,7 +759,7 @@ def _check_observe(space: StateSpace, at: np.ndarray) -> None:
         found = np.asarray(drawn.log_prob(jnp.asarray(np.where(there[place], value, 1.0))))
         if found.shape != value.shape and (there.any(axis=1) & ~there.all(axis=1)).any():
             raise ValueError(
-                f"values with missing cells require that observe has one log-density for each of the "
+                f"values with missing cells require that observe returns one log-density for each of the "
                 f"{value.size} columns; its log_prob has shape {found.shape}"
             )
         if np.isnan(found).any():
@@ -768,13 +769,13 @@ def _check_observe(space: StateSpace, at: np.ndarray) -> None:
 
 
 def _is_observed(space: StateSpace, component: int) -> bool:
-    """Whether a component of the state is a column of the values, at some times at least."""
+    """Whether a component of the state is a column of the values at one time or more."""
     seen = np.atleast_1d(np.asarray(space.rows.seen).any(axis=0))
     return space.observe is None and component < len(seen) and bool(seen[component])
 
 
 def _check_euler(space: StateSpace, at: np.ndarray) -> None:
-    """Refuse Euler steps that have no density."""
+    """Raise an error if Euler steps have no density."""
     if not space.euler:
         return
     z = space.coordinates.from_state(jnp.asarray(at, float))
@@ -788,7 +789,7 @@ def _check_euler(space: StateSpace, at: np.ndarray) -> None:
 
 
 def _check_start(space: StateSpace, observation: Observation, sde: Any) -> None:
-    """Refuse a stationary first state if the stationary distribution is not known."""
+    """Raise an error if the first state is stationary but the stationary distribution is unknown."""
     own = isinstance(sde, AbstractNamedSDE) and sde.stationary(space.unknown)
     if isinstance(observation.initial, str) and not (own or is_affine(space)):
         raise ValueError(

@@ -21,9 +21,9 @@ from .._observed import Observed, Times, as_columns
 from ..models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
 
 STATIONARY = "stationary"
-LONGEST = 20  # steps between values, relative to the median time between values
+LONGEST = 20  # maximum number of steps between two values, relative to `num_steps`
 SUBSTEPS = 2  # substeps of the ODE for the moments of a step
-CLAMPED = 400  # steps towards the equilibrium of hidden components
+CLAMPED = 400  # number of steps towards the equilibrium of the hidden components
 
 
 class Inputs(eqx.Module):
@@ -58,7 +58,7 @@ class Inputs(eqx.Module):
         return jax.vmap(lambda column: jnp.interp(t, self.times, column), in_axes=1)(self.columns)
 
     def since(self, series: Sequence[Observed]) -> "Inputs":
-        """The inputs with their times as numbers, like those of the series; refused if they do not cover the
+        """The inputs with times as numbers, like those of the series. Raise an error if they do not cover the
         series."""
         times = Times.of(self.times).since(series[0].origin)
         if not np.isfinite(np.asarray(self.columns)).all() or not (np.diff(times) > 0).all():
@@ -91,7 +91,7 @@ def driven_by(sde: Any, inputs: Callable[[Array], Array]) -> Driven:
 
 
 class Estimated(eqx.Module):
-    """The hidden components at the first time as parameters, with their starting values.
+    """Treat the hidden components at the first time as parameters, with the given starting values.
 
     ```python
     import roughflow as rf
@@ -129,9 +129,9 @@ class StateSpace(eqx.Module):
     """The joint density of values and states, in the coordinates of the SDE.
 
     `observe` maps a time and a state to the distribution of a value. Without `observe`, values are components
-    of the state, plus normal errors of standard deviation `noise` if `noise` is not None. `initial` describes
-    the components `unknown` of the first state: None (flat), values, a distribution, or a function of the
-    SDE.
+    of the state; if `noise` is not None, they have normal errors with that standard deviation. `initial`
+    describes the components `unknown` of the first state: None (flat), values, a distribution, or a function
+    of the SDE.
     """
 
     sde: AbstractSDE
@@ -195,7 +195,7 @@ class StateSpace(eqx.Module):
 
     def _prior(self, x: Array, fixed: Array) -> Array:
         start = self.start()
-        # Converts a density of x to one of coordinates.
+        # Convert a density of x to a density of the coordinates.
         own = -jnp.sum(jnp.where(fixed, 0, jnp.log(self.slopes(x))))
         if start is not None and hasattr(start, "log_prob"):
             own = own + jnp.sum(start.log_prob(x[np.array(self.unknown, int)]))
@@ -223,12 +223,14 @@ class StateSpace(eqx.Module):
         return pulled + 0.5 * jnp.sum(bend, axis=1), spread
 
     def step(self, z: Array, time: Array, dt: Array) -> Normal:
-        """The normal approximation of the state in coordinates a short time later, with noise as at `z`.
+        """A normal approximation of the state in coordinates a short time later, with the noise evaluated at
+        `z`.
 
         The state is m + Σ cⱼ fⱼ with standard normal coefficients cⱼ of the noise in Legendre polynomials of
-        degrees 0 and 1. Its drift is replaced by the best linear approximation on average over each cⱼ,
-        computed by Gauss–Hermite quadrature with three nodes; the resulting ODE for m and fⱼ is solved by a
-        Runge–Kutta method. For a linear SDE the mean and the covariance are exact up to O(dt⁵).
+        degrees 0 and 1. The drift is replaced by its best linear approximation, on average over each cⱼ.
+        Gauss–Hermite quadrature with three nodes computes this approximation. The resulting ODE for m and fⱼ
+        is solved by a Runge–Kutta method. For a linear SDE the mean and the covariance are exact up to
+        O(dt⁵).
         """
         sigma = self.fields(time + 0.5 * dt, z)[1].T
         h, unit = dt / SUBSTEPS, sigma / jnp.sqrt(dt)
@@ -280,8 +282,8 @@ class StateSpace(eqx.Module):
         return known.normal if isinstance(known, Transformed) else self.step(z, time, dt)
 
     def transition(self, start: Array, end: Array, time: Array, dt: Array, fixed: Array) -> Array:
-        """Log-density of a transition: of coordinates for hidden components, of the state for fixed
-        components."""
+        """Log-density of a transition, with respect to coordinates for hidden components and to the state for
+        fixed components."""
         known, x = self.kernel(start, time, dt), self.coordinates.to_state(end)
         slopes = jnp.log(self.slopes(x))
         if known is None or isinstance(known, Transformed):
@@ -290,8 +292,8 @@ class StateSpace(eqx.Module):
         return known.log_prob(x) - jnp.sum(jnp.where(fixed, 0, slopes))
 
     def widths(self, z: Array, time: Array, dt: Array) -> Array:
-        """Standard deviations `(d,)` of a transition in coordinates, from which steps of finite differences
-        are computed."""
+        """Standard deviations `(d,)` of a transition in coordinates, which determine the steps of finite
+        differences."""
         spread = jnp.sqrt(jnp.diag(self.normal(z, time, dt).covariance))
         return jax.lax.stop_gradient(jnp.where(spread > 0, spread, 1e-6))
 
@@ -401,8 +403,8 @@ def typical_state(space: StateSpace, guess: np.ndarray) -> Array:
 
 @eqx.filter_jit
 def _equilibrium(space: StateSpace, z: Array, hidden: Array) -> Array:
-    """The state at which the drift of the hidden components vanishes for fixed other components; `z` if there
-    is none."""
+    """The state at which the drift of the hidden components vanishes while the others stay fixed; `z` if
+    there is none."""
     dt, time = jnp.median(space.rows.dt), space.rows.times[0]
 
     def step(now: Array, _: Any) -> tuple[Array, Any]:

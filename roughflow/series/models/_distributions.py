@@ -17,7 +17,7 @@ from .._parameters import POSITIVE
 
 SERIES_TERMS = 112  # terms of the power series
 DEBYE_TERMS = 8  # terms of the asymptotic expansion
-LARGE_ARGUMENT = 80.0  # above this argument the asymptotic expansion has an error below 1e-13
+LARGE_ARGUMENT = 80.0  # for larger arguments, the error of the asymptotic expansion is below 1e-13
 
 
 def log_bessel_ie(order: Array, z: Array) -> Array:
@@ -98,7 +98,7 @@ class Normal(AbstractDistribution):
 
 
 class Transformed(AbstractDistribution):
-    """The distribution of a state whose coordinates are normal."""
+    """The distribution of a state whose coordinates are normally distributed."""
 
     coordinates: AbstractCoordinates
     normal: Normal
@@ -185,8 +185,8 @@ class Counts(eqx.Module):
     m + m²/r. Pass an instance to `rf.fit_sde(..., observe=...)`.
 
     **Arguments:** `components`, the components of the state that are counted, one per column of the values;
-    `log`, whether the mean is ρeˣ; `rate`, the reported fraction ρ, and `dispersion`, r. Given values of ρ
-    and r are the starting values of their estimates; by default, ρ = 1 and counts are Poisson.
+    `log`, whether the mean is ρeˣ; `rate`, the reported fraction ρ, and `dispersion`, r. If ρ or r is given,
+    it is estimated from that starting value; by default, ρ = 1 and counts are Poisson.
 
     ```python
     import jax.numpy as jnp
@@ -261,11 +261,12 @@ def linear_moments(
 ) -> tuple[Array, Array, Array]:
     """e^{A t} − I, ∫₀ᵗ e^{A s} ds and ∫₀ᵗ e^{A s} Q e^{Aᵀ s} ds for `rate` A and `noise` Q, `(d, d)` each.
 
-    Then dX = (A(X − μ) + b) dt + Q^½ dB has X(t) − μ = e^{At}(X(0) − μ) + ∫e^{As} ds b + a normal error. The
-    method is a Taylor series over t/2ⁿ and n doublings, such as Σ(2h) = Σ(h) + e^{Ah} Σ(h) e^{Aᵀh}. Both
-    terms are positive semi-definite, so doubling is stable for all A. The single exponential of Van Loan
-    (1978) contains e^{−At}, which overflows or cancels if A is stiff. Reverse-mode derivatives are slower
-    than forward-mode ones.
+    The solution of dX = (A(X − μ) + b) dt + Q^½ dB satisfies X(t) − μ = e^{At}(X(0) − μ) + (∫₀ᵗ e^{As} ds) b
+    + ε, where ε is normal with mean 0 and the covariance ∫₀ᵗ e^{As} Q e^{Aᵀs} ds. The method is a Taylor
+    series over t/2ⁿ and n doublings, such as Σ(2h) = Σ(h) + e^{Ah} Σ(h) e^{Aᵀh}. Both terms are positive
+    semi-definite, so doubling is stable for all A. The single exponential of Van Loan (1978) contains
+    e^{−At}, which overflows or cancels if A is stiff. Forward-mode derivatives are faster than reverse-mode
+    ones.
     """
     size = jax.lax.stop_gradient(dt * jnp.max(jnp.sum(jnp.abs(rate), axis=1)))
     doublings = jnp.clip(jnp.ceil(jnp.log2(jnp.maximum(size, 1e-30))) + 2, 0, MAX_DOUBLINGS)
@@ -299,8 +300,8 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def linear_step(rate: Array, drift: Array, later: Array, noise: Array, dt: Array) -> tuple[Array, Array]:
-    """Mean `(d,)` and covariance at time dt of dX = (A X + b + c t) dt + Q^½ dB from X(0) = 0, for `rate` A,
-    `drift` b, `later` c and `noise` Q."""
+    """Mean `(d,)` and covariance, at time dt, of the solution of dX = (A X + b + c t) dt + Q^½ dB from X(0) =
+    0, for `rate` A, `drift` b, `later` c and `noise` Q."""
     if drift.size == 1:
         x = rate[0] * dt
         return dt * (drift * decayed(-x) + later * dt * _ramped(x)), noise * dt * decayed(-2 * rate * dt)

@@ -188,7 +188,7 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
 
 
 TERMS = 256  # terms of an expansion
-LAST_TERMS = 8  # number of last terms, from which the remainder is estimated
+LAST_TERMS = 8  # the remainder is estimated from this many last terms
 
 
 class CoxIngersollRoss(AbstractNamedSDE):
@@ -407,8 +407,8 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
     """dX = κ(μ − X) dt + σ dBᴴ with fractional Brownian motion of Hurst exponent H in (0, 1).
 
     Paths are rough for H < ½, and smooth with long memory for H > ½. The process is not Markov and has no
-    transition densities; `rf.fit_sde` uses the joint density of the whole series, given its first value,
-    where the noise starts. `sde` is the equation for a flow with a fractional driver.
+    transition densities; `rf.fit_sde` uses the joint density of the whole series given its first value; the
+    noise starts at that time. `sde` is the equation for a flow with a fractional driver.
 
     ```python
     import jax, numpy as np
@@ -578,8 +578,8 @@ class _Volatility(AbstractNamedSDE):
 
     @abc.abstractmethod
     def sizes(self, level: Any) -> tuple[Any, Any]:
-        """The volatility of the price, and the noise of the second component divided by σ, for a value of the
-        second component."""
+        """The volatility of the price, and the noise of the second component divided by σ, as functions of
+        the second component."""
 
     def drift(self, t: Array, z: Array) -> Array:
         return jnp.stack([self.mu * z[0], self.kappa * (self.theta - z[1])])
@@ -814,7 +814,7 @@ class Compartments(AbstractNamedSDE):
     `exchange` and `gain` are dictionaries of the rates kᵢⱼ and the coefficients gᵢₗ, whose keys are pairs of
     names, "i j". All other rates and coefficients are zero. `sigma` is the noise of each compartment, in the
     order of the components of the state. `inputs` are the names of the inputs in `rf.fit_sde(...,
-    inputs=...)`. The example is a heated room with walls (Bacher & Madsen 2011), whose temperature is hidden:
+    inputs=...)`. The example is a heated room whose walls have a hidden temperature (Bacher & Madsen 2011):
 
     ```python
     import numpy as np
@@ -852,8 +852,8 @@ class Compartments(AbstractNamedSDE):
                 target, _, source = pair.partition(" ")
                 if target not in self.components or source not in sources:
                     raise ValueError(
-                        f"{field} {pair!r} must name a compartment ({', '.join(self.components)}) and, after "
-                        f"a space, one of {', '.join(sources) or 'inputs, of which there are none'}"
+                        f"{field} {pair!r} must be a compartment and a source, separated by a space; "
+                        f"compartments: {', '.join(self.components)}; sources: {', '.join(sources) or 'none'}"
                     )
 
     @property

@@ -17,7 +17,7 @@ from .._observed import Observed, is_partial, panel
 from .._parameters import Domain
 from ._distributions import AbstractDistribution
 
-SLOWEST, FASTEST = 0.1, 3.0  # mean-reversion rates: minimum per length of the series, maximum per time step
+SLOWEST, FASTEST = 0.1, 3.0  # bounds of mean-reversion rates, per length of the series and per time step
 MAX_ELASTICITY = 1.5
 
 
@@ -35,8 +35,8 @@ class Increments:
         return self.x[:, i], self.dx[:, i], self.dt
 
     def positive(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`of` for a positive component. Values that are negative because of measurement noise become 1 % of
-        the median."""
+        """`column` for a positive component. Values that are negative because of measurement noise become 1 %
+        of the median."""
         x, dx, dt = self.column(i)
         return np.maximum(x, 0.01 * np.median(np.abs(x))), dx, dt
 
@@ -70,8 +70,8 @@ def root_mean_square(values: np.ndarray) -> float:
 
 
 def parameter(value: float | Array) -> Array:
-    """A field of a model as a float array. Values of other types are returned unchanged; the model refuses
-    them in a message with the name of the field."""
+    """A field of a model as a float array. Values of other types are returned unchanged, so that the error
+    message of the model can name the field."""
     try:
         return jnp.asarray(as_real("parameter", value), float)
     except (TypeError, ValueError):
@@ -151,8 +151,8 @@ class AbstractNamedSDE(AbstractItoSDE):
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
         """The SDE with parameters estimated from moments of a series. If the class is passed to `rf.fit_sde`,
-        they are the starting values. Missing values are interpolated, and hidden components come from
-        `hidden_values`.
+        these parameters are the starting values. Missing values are interpolated, and hidden components come
+        from `hidden_values`.
 
         ```python
         import numpy as np
