@@ -170,7 +170,7 @@ def test_wrong_exponents_are_refused(hurst, key):
 
 
 def test_wrong_parts_are_refused():
-    with pytest.raises(ValueError, match="clock must increase"):
+    with pytest.raises(ValueError, match="clock must be an increasing"):
         rf.driver.TimeChanged(rf.Legendre(2), lambda s: 2 * s)
     with pytest.raises(ValueError, match="covariance must be positive semi-definite"):
         rf.driver.GaussianDriver(lambda s, t: -s * t, 2).integrals(jnp.ones(()))

@@ -21,8 +21,8 @@ class LowerBound(eqx.Module):
 
     With `rf.PullBack(1)` this is the bound of Hodgkinson et al. (2020), E log p(x | path).
 
-    **Arguments:** `estimator`, whose `num_paths` is K and whose proposal draws the paths. If the proposal is
-    an `rf.Amortised`, the gradient of the bound trains it too.
+    **Arguments:** `estimator`, whose `num_paths` is K and from whose proposal the paths are drawn. If the
+    proposal is an `rf.Amortised`, the gradient of the bound trains it too.
 
     ```python
     import jax, jax.numpy as jnp
@@ -40,7 +40,7 @@ class LowerBound(eqx.Module):
         check_fields(self)
 
     def __call__(self, flow: AbstractStochasticFlow, x: Array, *, key: PRNGKeyArray) -> Array:
-        """One unbiased draw of the bound at each x of shape `(..., d)`."""
+        """An unbiased estimate of the bound at each x of shape `(..., d)`."""
         weights = self.log_weights(flow, x, key=key)
         return log_mean(jnp.moveaxis(weights, -1, 0))
 
@@ -49,7 +49,7 @@ class LowerBound(eqx.Module):
         x = checked_points(flow, x)
         flat, count = jnp.reshape(x, (-1, x.shape[-1])), self.estimator.num_paths
         self.estimator.proposal.draws.check(count)
-        # In a fit on several devices, the points of a part of the batch come with their own keys.
+        # In a fit on several devices, `key` already contains one key per point.
         keys = key if key.ndim else point_keys(check_key(key), jnp.arange(len(flat)))
         places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
         try:
@@ -75,7 +75,7 @@ class UpperBound(eqx.Module):
     2019; for the prior as q, Yin & Zhou 2018). The bound tightens as K grows. It holds for every q, because
     ω₀ is a draw from the distribution of the path given Z, and is tighter if q is closer to that
     distribution: for K = 0 it exceeds E log p(Z) by the mean of KL(p(ω | Z) ‖ q(ω | Z)). Every path has at
-    most one start from which it reaches Z; a path without a start has weight zero.
+    most one start from which it reaches Z; a path without such a start has weight zero.
 
     **Arguments:** `num_paths`, the number K of paths from the proposal, which may be 0; `proposal`:
     `rf.Laplace()` (default), an `rf.Amortised(...)`, which is trained if the bound is minimised, or
@@ -85,9 +85,9 @@ class UpperBound(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
-    z, bound = rf.density.UpperBound(num_paths=16)(flow, key=jax.random.key(0), shape=(100,))
-    jnp.mean(bound)  # not below E log p(Z), but for chance
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1))) z,
+    bound = rf.density.UpperBound(num_paths=16)(flow, key=jax.random.key(0), shape=(100,)) jnp.mean(bound) #
+    at least E log p(Z), up to sampling error
     ```
     """
 
@@ -101,9 +101,10 @@ class UpperBound(eqx.Module):
     def __call__(
         self, flow: AbstractStochasticFlow, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
     ) -> tuple[Array, Array]:
-        """Samples Z `(*shape, d)` and the bound's value at each, `shape`; gradients pass through both.
+        """Samples Z `(*shape, d)`, and the value of the bound at each of them `(*shape)`. Both are
+        differentiable.
 
-        A sample that escaped is at infinity, with the value −inf.
+        A sample that escapes is set to infinity, and its value to −inf.
         """
         with one_line_errors():
             z, value = _upper(flow, self.proposal, check_key(key), math.prod(shape), self.num_paths)
@@ -130,8 +131,8 @@ def _upper(
         places = jnp.broadcast_to(jnp.arange(fresh), (count, fresh))
         solves = solve_keys(flow, jax.random.split(key_solve, count), places)
         rest = Level(flow).solved(place, omega, None, solves) + log_standard(omega)
-        # Far from the centre a field may overflow to NaN before the sample counts as escaped; such a path has
-        # no start either.
+        # Far from the centre, the vector field may overflow to NaN before the sample counts as escaped; such
+        # a path has no start either.
         rest = jnp.where(jnp.isnan(rest), -jnp.inf, rest) - density(omega)
         weights = jnp.concatenate([weights, rest], axis=1)
     return z, jnp.where(has_escaped, -jnp.inf, log_mean(weights.T))

@@ -1,4 +1,4 @@
-"""The result of every estimator, log p(x) with its error bars, and statistics of the weights of paths."""
+"""The result of an estimator (log p(x) with error bars), and statistics of path weights."""
 
 import abc
 from typing import Any
@@ -38,8 +38,8 @@ REASONS = {
 
 
 class Accuracy(eqx.Module):
-    """The requested accuracy of log p(x): `tolerance` for the total error, or None for a default; `max_paths`
-    per point; `errors`, whether error bars are needed.
+    """The requested accuracy of log p(x): `tolerance`, the acceptable total error (None for the default);
+    `max_paths`, the maximum number of paths per point; `errors`, whether error bars are needed.
 
     ```python
     import roughflow as rf
@@ -61,21 +61,21 @@ class Accuracy(eqx.Module):
 class Estimate(eqx.Module):
     """log p(x) with its error bars; every field has the batch shape of x.
 
-    - `log_prob`: the logarithm of the mean weight of paths, corrected for the bias of the logarithm of a mean
-      and for the truncation of the driver; or the value computed on a grid.
+    - `log_prob`: the logarithm of the mean path weight, corrected for the bias due to the logarithm and for
+      the truncation of the driver; or the value computed on a grid.
     - `standard_error`: the Monte Carlo error of `log_prob`, one standard deviation.
     - `truncation_error`: the error due to the finite number of driver functions and of solver steps,
-      estimated from the change along the same paths when both are doubled; zero for a grid.
+      estimated from the change of log p when both numbers are doubled for the same paths; zero for a grid.
     - `solver_error`: the error of a grid, of the approximate density a short time after a fixed start, or of
       the solver steps of a flow without noise.
     - `total_error`: the sum of these three errors.
-    - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths with the same variance; for
-      particles, the number of runs, of 8.
+    - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths that would have the same variance;
+      for particles, the effective number of the 8 runs.
     - `num_paths`: number of paths used; 0 for a grid.
     - `escaped`: number of paths along which the backward solve diverges, which means that they do not reach
       x.
-    - `rung`: index of the method that gave the value; `method` is its name: "exact", "paths" (drawn from the
-      driver), "learned" (drawn from a proposal that was trained with the flow), "modes" (drawn around the
+    - `rung`: index of the method that produced the value; `method` is its name: "exact", "paths" (drawn from
+      the driver), "learned" (drawn from a proposal that was trained with the flow), "modes" (drawn around the
       most likely paths), "particles" (moved from there) or "grid".
     - `unmet`: whether the requested tolerance was not reached.
     - `steep`: whether paths may have been missed, because the weights of every method are uneven, or because
@@ -121,7 +121,7 @@ class Estimate(eqx.Module):
 
     @property
     def method(self) -> np.ndarray:
-        """The name of the method that gave each value."""
+        """The name of the method that produced each value."""
         return np.array(METHODS)[np.asarray(self.rung)]
 
     @property
@@ -134,13 +134,14 @@ class Estimate(eqx.Module):
 
     @property
     def warning(self) -> str | None:
-        """One line if some estimates are unreliable, else None: how many, why, and what to do."""
+        """One line that says how many estimates are unreliable, why, and what to do; None if all are
+        reliable."""
         warnings = Warnings()
         warnings.add(self)
         return warnings.line
 
     def reasons(self) -> list[tuple[str, Array, str]]:
-        """For each possible problem: its name, the points that have it, and the text of the warning."""
+        """For each possible problem: its name, the points that it affects, and the text of the warning."""
         few = self.effective_paths < jnp.minimum(FEW_PATHS, 0.99 * self.num_paths)
         worst = float(jnp.min(self.effective_paths)) if few.size and not is_traced(few) else 0.0
         finite = jnp.isfinite(self.total_error) & ~jnp.isnan(self.log_prob) & (self.log_prob < jnp.inf)
@@ -199,7 +200,8 @@ def _number(value: Any) -> str:
 
 
 def blank_parts(shape: tuple[int, ...], dtype: Any, method: str) -> dict[str, np.ndarray]:
-    """The parts of an exact `Estimate`, by NumPy, because JAX compiles a program for each shape of zeros."""
+    """The fields of an exact `Estimate` as NumPy arrays, because JAX would compile a program for each
+    shape."""
     zero, none = np.zeros(shape, dtype), np.zeros(shape, bool)
     return {
         **dict.fromkeys(("log_prob", "standard_error", "solver_error", "truncation_error"), zero),
@@ -252,7 +254,8 @@ def log_mean(log_weights: Array) -> Array:
 
 
 def effective_paths(weights: Any, xp: Any = jnp) -> Any:
-    """(Σw)²/Σw² over the first axis; 0 if all weights are 0. `xp` is the array module, JAX's or NumPy's."""
+    """(Σw)²/Σw² over the first axis; 0 if all weights are 0. `xp` is the array module, `jax.numpy` or
+    `numpy`."""
     squares = xp.sum(weights**2, axis=0)
     return xp.where(squares > 0, xp.sum(weights, axis=0) ** 2 / xp.where(squares > 0, squares, 1), 0)
 
@@ -261,10 +264,11 @@ def weights_error(weights: Any, xp: Any = jnp) -> Any:
     """The standard error of the logarithm of the mean of K independent weights with mean 1, over the first
     axis.
 
-    By the delta method it equals the standard error of the mean. To its square is added half the square of
-    range/K, to allow for a large weight that may be missing. A factor allows for small K, as in Student's t:
-    about 99.5 % of means of eight terms lie within three errors, if each term is a mean of 32 lognormal
-    weights with log-deviations of up to 1.5. `xp` is the array module, JAX's or NumPy's.
+    By the delta method it equals the standard error of the mean. Half the square of range/K is added to its
+    square, to allow for a large weight that was not drawn. A further factor corrects for small K, as
+    Student's t does: about 99.5 % of means of eight terms lie within three errors, if each term is a mean of
+    32 lognormal weights whose logarithms have a standard deviation of up to 1.5. `xp` is the array module,
+    `jax.numpy` or `numpy`.
     """
     count = weights.shape[0]
     if count == 1:

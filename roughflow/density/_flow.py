@@ -45,8 +45,8 @@ class StochasticFlow(AbstractStochasticFlow):
         - `x`: points, shape `(..., d)`.
         - `estimator`: by default `rf.density.Ladder()`, which uses the cheapest sufficient method for each
           point; without noise, a single pull-back, which is exact.
-        - `tolerance`: add work to each point until its total error is below `tolerance`, or `max_paths` paths
-          are used; `warning` reports the latter. By default, the aim is 0.05.
+        - `tolerance`: the total error to reach; the default target is 0.05. If `max_paths` paths per point do
+          not suffice for a given tolerance, `warning` says so.
         - `start`: a fixed initial state `(d,)`, in place of the base. In one or two dimensions, a grid is
           used; otherwise the approximate density a short time after the start is the base of a flow over the
           remaining time (`rf.transition.ShortTime`).

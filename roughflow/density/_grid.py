@@ -2,19 +2,19 @@
 
     ∂p/∂t = −∂ᵢ(μᵢ p) + ½ ∂ᵢ∂ⱼ((σσᵀ)ᵢⱼ p)
 
-**Boxes.** Time is divided into segments. In each segment x = c + S w(y) with y ∈ [−1, 1)ᵈ: a box that
-contains the density from the beginning to the end of the segment, as predicted by a linearised SDE. At the
-end of a segment, the density is interpolated to the next box. Units do not matter, and a narrow initial
-density costs a few more segments.
+**Boxes.** Time is divided into segments. In each segment, x = c + S w(y) with y ∈ [−1, 1)ᵈ. This box is
+chosen to contain the density from the beginning to the end of the segment, as predicted by a linearised SDE.
+At the end of a segment, the density is interpolated to the next box. The accuracy does not depend on the
+units of x, and a narrow initial density costs only a few more segments.
 
 **Space.** Fourier collocation. The mesh is refined until the highest wavenumbers have negligible amplitudes.
 
-**Time.** If the discretised operator L does not depend on time, one exponential of L per segment; otherwise
-steps of the commutator-free Magnus method of order four (Blanes & Moan 2006). In one dimension, exponentials
-of matrices are computed. In two dimensions, exponentials are expanded in Faber polynomials of an ellipse
-around the numerical range (Moret & Novati 2001), which takes O(√(h‖L‖)) products with L for stiff noise, and
-no linear systems. All this is done in NumPy, without compilation; only gradients repeat the same segments in
-JAX.
+**Time.** If the discretised operator L does not depend on time, a segment takes one exponential of L;
+otherwise it takes several steps of the commutator-free Magnus method of order four (Blanes & Moan 2006). In
+one dimension, exponentials of matrices are computed. In two dimensions, exponentials are expanded in Faber
+polynomials of an ellipse around the numerical range (Moret & Novati 2001), which takes O(√(h‖L‖)) products
+with L for stiff noise, and no linear systems. All this is done in NumPy, without compilation; for gradients,
+the same segments are repeated in JAX.
 
 **Error.** Each solution is compared with one that has coarser meshes, smaller boxes, longer steps and, if the
 initial state is a point, a later start. The error at x is the largest relative difference between the two
@@ -53,7 +53,7 @@ KEPT, RESOLVED = 0.75, 0.66
 TERMS = 32  # the number of terms of an expansion is a multiple of this
 BATCH = 4096  # number of points at which coefficients are evaluated at once
 BASE_DRAWS = 4096  # number of draws from the base, for its first box
-# Fraction of the time after which the density from a point is taken to be normal, in the first solution.
+# In the first solution, the density from a point is taken to be normal at this fraction of t1.
 FIRST = 2.0**-8
 MAX_WORK = 2e8  # maximum of nodes times products with the operator, over all solutions
 FIRST_WORK = 0.4  # share of MAX_WORK for the first solution
@@ -63,10 +63,10 @@ MAX_SEGMENTS = 120  # segments of one solution
 MAX_ATTEMPTS = 16  # attempts for one segment
 LOWEST = 1e-6  # densities above this share of the maximum must reach the tolerance
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
-OVERSHOOT = 8.0  # extent of an ellipse around a numerical range to the right of zero
+OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
 MARGIN = 1.05  # factor on the size of a box around the density
 ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # multiples of the planned edge and tail values that are accepted
-# Multiple of the planned amplitude of the highest wavenumbers at which the largest mesh gives up.
+# The largest mesh fails if the amplitude of the highest wavenumbers exceeds this multiple of the planned one.
 HOPELESS = 30.0
 
 Numbers = Any  # a JAX or NumPy array, or a number
@@ -95,12 +95,12 @@ class Resolution(NamedTuple):
     edge: float  # maximum density at the edge of a box
     sizes: tuple[int, ...]
     steps: int  # number of steps per segment, if coefficients depend on time
-    time: float  # maximum error of a segment, in nats, because coefficients are not smooth in time
+    time: float  # maximum error of a segment, in nats, due to coefficients that are not smooth in time
 
     @staticmethod
     def of(number: int, tolerance: float, share: float, sizes: tuple[int, ...]) -> "Resolution":
-        """The requirements on the first solution, the second, and so on, for the tolerance above a share of
-        the maximum."""
+        """The requirements on solution number 0, 1, …, if densities above a `share` of the maximum must reach
+        the tolerance."""
         tail = max(0.15 * tolerance * share, 1e-10 if share >= LOWEST else 1e-11)
         return Resolution(tail, max(0.05 * tail, 2.5e-12), sizes, 2**number, 0.1 * tolerance / 2**number)
 
@@ -130,16 +130,16 @@ class Box(NamedTuple):
         return self.centre + warp(nodes(size, len(self.centre)), self.skew)[0] @ self.scale.T
 
     def within(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """y of points x, and which points are inside the box."""
+        """The coordinates y of points x, and a mask of the points inside the box."""
         u = scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
         return unwarped(np.clip(u, -1, 1), self.skew), np.all(np.abs(u) < 1, axis=1)
 
     def log_volume(self, y: Any, xp: Any = np) -> Any:
-        """The volume element of x divided by that of y, at `(N, d)`."""
+        """The logarithm of the volume element of x divided by that of y, at points y `(N, d)`."""
         return xp.sum(xp.log(warp(y, self.skew[None], xp)[1]), axis=1) + xp.sum(xp.log(xp.diag(self.scale)))
 
     def fields(self, size: int) -> np.ndarray:
-        """At each node, the matrix that maps μ and the lower triangle of σσᵀ of x to those of y, `(nᵈ, F,
+        """The matrix at each node that maps μ and the lower triangle of σσᵀ for x to those for y, `(nᵈ, F,
         F)`."""
         d, inverse = len(self.centre), np.linalg.inv(self.scale)
         pairs = [(i, j) for i in range(d) for j in range(i + 1)]
@@ -170,7 +170,7 @@ def unwarped(u: Any, skew: Any, xp: Any = np) -> Any:
 
 
 class GridDensity(eqx.Module):
-    """The density of y on a mesh, with a relative error at each node and an error relative to the maximum."""
+    """The density of y on a mesh, with a relative error at each node."""
 
     values: Numbers  # (n,) or (n, n)
     relative: Numbers
@@ -179,7 +179,7 @@ class GridDensity(eqx.Module):
 
     def log_prob_and_error(self, x: Numbers) -> tuple[Numbers, Numbers]:
         """log p at x `(N, d)` and its error. Outside the box, or where p is below its error, they are NaN and
-        infinite."""
+        infinity."""
         one = lambda x: _evaluate(self.values, self.relative, self.box, x)
         value, error = in_batches(one, x, 1 << max(6, (min(len(x), BATCH) - 1).bit_length()))
         return value, error + self.extra
@@ -247,8 +247,9 @@ def coefficients(sde: AbstractSDE, times: np.ndarray, x: np.ndarray) -> Numbers:
 
 
 def missed_in_time(sde: AbstractSDE, time: float, span: float, box: Box) -> float | None:
-    """The approximate error of a segment, in nats, because coefficients are not smooth in time, from their
-    distance to polynomials of degree five in time. None if coefficients do not depend on time."""
+    """The approximate error of a segment, in nats, due to coefficients that are not smooth in time. It is
+    computed from their distance to polynomials of degree five in time; it is None if coefficients do not
+    depend on time."""
     size, d = round(PROBES ** (1 / len(box.centre))), len(box.centre)
     raw = coefficients(sde, time + span * CHECKED, box.places(size))
     raw = np.where(np.isfinite(raw), raw, 0)
@@ -336,8 +337,8 @@ class Modes(NamedTuple):
     highest: int  # highest wavenumber
     values: np.ndarray  # (n, m), maps amplitudes to values
     plain: np.ndarray  # (m, n), maps values to amplitudes
-    first: np.ndarray  # (m, n), maps values to the amplitudes of −∂ of them
-    second: np.ndarray  # (m, n), maps values to the amplitudes of ½∂² of them
+    first: np.ndarray  # (m, n), maps values to the amplitudes of minus their derivative
+    second: np.ndarray  # (m, n), maps values to the amplitudes of half their second derivative
     slope: np.ndarray  # (m,), factors by which ∂ multiplies amplitudes, and the indices of these
     partner: np.ndarray
 
@@ -357,7 +358,8 @@ class Modes(NamedTuple):
         return self.first @ rates(drift) + self.second @ rates(noise)
 
     def product(self, now: Any, drift: Any, noise: Any) -> Any:
-        """The operator in two dimensions applied to a density: amplitudes of cosines and sines.
+        """The operator in two dimensions applied to a density. Both are given as amplitudes of cosines and
+        sines.
 
         Noise that does not depend on the state is given at one node only."""
         q = self.values @ now @ self.values.T
@@ -382,7 +384,8 @@ class Transfer(NamedTuple):
     rows: np.ndarray  # (n, n′), interpolation along the first axis
     waves: np.ndarray  # (n, n, m), interpolation along the second axis, for each row
     plain: np.ndarray  # (m, n′)
-    volume: np.ndarray  # (n, ...), ratio of the volume elements of new and old box; zero outside the old box
+    # (n, ...), ratio of the volume elements of the new and the old box; zero outside the old box
+    volume: np.ndarray
 
     @staticmethod
     def between(old: Box, before: int, new: Box, size: int) -> "Transfer":
@@ -415,7 +418,7 @@ class Segment(NamedTuple):
 
     @staticmethod
     def of(time: float, span: float, box: Box, size: int, before: tuple[Box, int], steps: int) -> "Segment":
-        """The Magnus method, or one exponential if there are no `steps`.
+        """A segment solved by `steps` steps of the Magnus method or, if `steps` is 0, by one exponential.
 
         A step of length h is exp(h(βA₁ + αA₂)) exp(h(αA₁ + βA₂)), α = ¼ + √3/6, β = ¼ − √3/6, with the
         operators at the nodes of the Gauss rule.
@@ -461,7 +464,8 @@ _run = jit(lambda segment, q, raw: segment.run(q, raw), level=1)
 
 
 def spectral_bounds(drift: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
-    """Bounds of the numerical range of the discretised operator: its extent to the left, and up and down."""
+    """Bounds of the numerical range of the discretised operator: how far it extends to the left, and how far
+    up and down."""
     d, size = len(drift), drift.shape[1]
     top, place = KEPT * np.pi * size / 2, triangle(d)
     damping = 0.5 * top**2 * float(np.sum(np.abs(noise[place.ravel()]), axis=0).max())
@@ -508,7 +512,7 @@ class State(NamedTuple):
     raw: np.ndarray  # (nᵈ, F)
     margin: float = MARGIN
     longest: float = math.inf  # maximum of the next span
-    missed: float = 0.0  # error in nats, because coefficients are not smooth in time
+    missed: float = 0.0  # error in nats due to coefficients that are not smooth in time
 
 
 class Forecast(NamedTuple):
@@ -533,7 +537,7 @@ class Forecast(NamedTuple):
         covariance = (weight[:, None] * away).T @ away
         slope = np.linalg.solve(covariance, (weight[:, None] * away).T @ raw[:, :d]).T
         rates = np.column_stack([slope, weight @ raw[:, :d]])
-        # Tails below the noise of the mesh are taken to be normal.
+        # Tails that the mesh does not resolve are taken to be normal.
         seen = min(max(10 * float(-q.min() / q.max()), edge(q), level), 1e-2)
         units = scipy.linalg.solve_triangular(
             np.linalg.cholesky(covariance), away[q.ravel() > seen * q.max()].T, lower=True
@@ -544,8 +548,8 @@ class Forecast(NamedTuple):
         return Forecast(mean, covariance, rates, noise, units, factor, is_uniform(raw[:, d:]))
 
     def box(self, span: float, margin: float, level: float) -> tuple[Box, float]:
-        """A box that contains the density during a span, and the number of nodes that it needs (Van Loan
-        1978)."""
+        """A box that contains the density during a span (Van Loan 1978), and the number of nodes that it
+        needs."""
         d = len(self.mean)
         rate = np.zeros((2 * d + 2, 2 * d + 2))  # rate matrix of Z − mean and 1
         rate[:d, : d + 1], rate[:d, d + 1 : -1] = -self.rates, self.noise
@@ -570,7 +574,7 @@ class Forecast(NamedTuple):
     def plan(
         self, longest: float, margin: float, cost: float, resolution: Resolution
     ) -> tuple[float, Box, int]:
-        """The span, the box and the number of nodes per axis with the least work per time."""
+        """The span, the box and the number of nodes per axis with the least work per unit of time."""
         best, least, d = None, math.inf, len(self.mean)
         for span in longest * 0.7 ** np.arange(60):
             try:
@@ -591,7 +595,7 @@ class Forecast(NamedTuple):
             elif work > 3 * least:
                 break
         if best is None:
-            raise Unresolved("no mesh is as fine as the density")
+            raise Unresolved("no mesh is fine enough for the density")
         return best
 
 
@@ -607,7 +611,7 @@ def needed(box: Box, level: float, covariance: np.ndarray) -> float:
 
 
 class Solution(NamedTuple):
-    """The density at the end, the first box and mesh, and the segments that lead to the end."""
+    """The final density, the first box and mesh, and all segments."""
 
     state: State
     first: tuple[Box, int]
@@ -617,7 +621,7 @@ class Solution(NamedTuple):
 def solve(
     sde: AbstractSDE, begin: Any, time: float, t1: float, resolution: Resolution, work: Work
 ) -> Solution:
-    """The density at t1 from `begin`, a `FromDensity` or `FromPoint`, at a given time."""
+    """The density at t1, given that `begin` (a `FromDensity` or a `FromPoint`) is the density at `time`."""
     box, q = begin.box(time, resolution.edge), np.zeros(0)
     for size in resolution.sizes:
         q = begin.density(time, box, size)
@@ -698,8 +702,8 @@ def evaluation_cost(sde: AbstractSDE) -> float:
 
 
 def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """At each node, the error of the density relative to it: the largest relative difference, or the largest
-    absolute difference divided by the density, among the node and its neighbours; the smaller of both."""
+    """The relative error of the density at each node: the smaller of the largest relative difference and the
+    largest absolute difference divided by the density, both taken over the node and its neighbours."""
 
     def largest(gap: np.ndarray) -> np.ndarray:
         for axis in range(q.ndim):
@@ -722,7 +726,7 @@ class FromDensity(eqx.Module):
         return 0.0
 
     def box(self, time: float, level: float) -> Box:
-        """Points at which the density is above a level of its maximum."""
+        """The box around the points at which the density exceeds a share `level` of its maximum."""
         del time
         x, root = self.draws, np.linalg.cholesky(np.atleast_2d(np.cov(self.draws.T)))
         size = round(BATCH ** (1 / self.draws.shape[1]))
@@ -746,14 +750,14 @@ class FromDensity(eqx.Module):
         return _on_mesh(self.log_prob(box.places(size)), box, size)
 
     def error(self, box: Box, size: int) -> float:
-        """The error of the integral over the box, which should be one."""
+        """The difference between the integral over the box and one, in nats."""
         mass = float(np.mean(np.asarray(self.density(0.0, box, size)))) * 2 ** len(box.centre)
         return abs(math.log(mass)) if mass > 0 else math.inf
 
 
 class FromPoint(eqx.Module):
-    """A fixed initial state: a normal distribution a short time later, which is four times shorter in each
-    further solution."""
+    """A fixed initial state, replaced by a normal distribution a short time later. This time is four times
+    shorter in each further solution."""
 
     sde: AbstractSDE
     point: Numbers
@@ -785,8 +789,8 @@ def _on_mesh(logs: Numbers, box: Box, size: int) -> Numbers:
 
 @functools.partial(jit, level=1)
 def _moments(sde: AbstractSDE, point: Numbers, t: Numbers) -> tuple[Numbers, Numbers]:
-    """Mean and covariance a short time after a point: m′ = E μ and C′ = E[μ(Z − m)ᵀ + (Z − m)μᵀ + σσᵀ] from C
-    = 0, with expectations expanded to second derivatives of μ and σσᵀ."""
+    """Mean and covariance a short time after a point. They solve m′ = E μ and C′ = E[μ(Z − m)ᵀ + (Z − m)μᵀ +
+    σσᵀ] with C = 0 at the start; the expectations are expanded up to second derivatives of μ and σσᵀ."""
     ito = to_ito(sde)
 
     def both(t: Numbers, z: Numbers) -> Numbers:
@@ -843,7 +847,8 @@ def values_of(tree: Any) -> Any:
     """The concrete values of arrays that are being differentiated."""
     tree = jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
     if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
-        raise TypeError("rf.density.Grid chooses its mesh from values: call it outside of jit and vmap")
+        raise TypeError("rf.density.Grid chooses its mesh from concrete values: call it outside of jit and "
+        "vmap")
     return tree
 
 
@@ -864,7 +869,7 @@ def log_prob_and_error(
     largest: int | None = None,
     max_work: float = MAX_WORK,
 ) -> tuple[Numbers, Numbers]:
-    """log p at `(N, d)` and its error, from solutions that are refined until two agree to the tolerance."""
+    """log p at x `(N, d)` and its error. Solutions are refined until two of them agree to the tolerance."""
     (still, start), points = values_of((sde, begin)), values_of(x)
     value, error = np.full(len(x), np.nan), np.full(len(x), np.inf)
     sizes = tuple(size for size in SIZES[points.shape[1]] if size <= (largest or math.inf))
@@ -927,11 +932,12 @@ def applies(flow: Any) -> str | None:
 class Grid(AbstractEstimator):
     """log p(x) in one or two dimensions by the Fokker–Planck equation, without paths.
 
-    `total_error` consists of `solver_error` only, the error of mesh and time steps. This error is infinite,
+    `total_error` equals `solver_error`, the error due to the mesh and the time steps. This error is infinite,
     and `log_prob` is NaN, if x is outside the box around the density, if the density is below its error
-    (about 1e-8 of the maximum), or if no mesh resolves the density. Coefficients and base should be smooth.
-    The result is differentiable, in reverse mode, in x and in the parameters of SDE and base. The mesh is
-    chosen from values, so the estimator cannot be used inside `jit`.
+    (about 1e-8 of the maximum), or if no mesh resolves the density. The coefficients and the density of the
+    base should be smooth. The result can be differentiated in reverse mode with respect to x and the
+    parameters of the SDE and the base. The mesh is chosen from concrete values, so the estimator cannot be
+    used inside `jit`.
 
     **Arguments:** `tolerance`, the total error to reach if `estimate` is called without one; `start`, a fixed
     initial state `(d,)` in place of the base; `largest`, the maximum number of nodes per axis.
@@ -977,7 +983,7 @@ def estimate(
     largest: int | None = None,
     max_work: float = MAX_WORK,
 ) -> tuple[Numbers, Numbers]:
-    """log p at `x` `(..., d)` and its error; NaN and infinite if `max_work` does not suffice."""
+    """log p at `x` `(..., d)` and its error; NaN and infinity if `max_work` does not suffice."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(()).dtype
     model = (explicit(flow.sde, flow.dimension), flow.base, None if start is None else jnp.asarray(start), x)
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -1010,7 +1016,7 @@ def differentiated_in_double_precision(function: Callable) -> Callable:
 
 
 def explicit(sde: AbstractSDE, dimension: int) -> AbstractSDE:
-    """The SDE in which arrays in closures of its functions that are being differentiated are parameters."""
+    """The SDE with explicit parameters, if arrays in closures of its functions are being differentiated."""
     t, z = jnp.zeros(()), jnp.zeros(dimension)
     hidden = is_traced(values_of(sde).drift(t, z)) or is_traced(noise_matrix(values_of(sde).noise(t, z)))
     return with_explicit_parameters(sde, z) if hidden else sde

@@ -1,4 +1,4 @@
-"""The default estimator: the cheapest method that reaches the requested accuracy, point by point."""
+"""The default estimator, which applies to each point the cheapest method that is accurate enough."""
 
 from functools import partial
 from typing import Any
@@ -44,65 +44,66 @@ from ._paths import (
 from ._proposals import AbstractDraws, AbstractProposal, Mixture, Prior, Sobol
 
 DEFAULT_TOLERANCE = 0.05  # target of the total error in nats, if the user gives no tolerance
-# In nats; below this total error no other method is tried, if the user gives no tolerance.
+# Total error in nats below which no other method is tried, if the user gives no tolerance.
 ACCEPTED_ERROR = 0.1
-FIRST_PATHS = 256  # from the prior, in the first round
+FIRST_PATHS = 256  # number of paths from the prior in the first round
 FIRST_AROUND_MODES = 64
 MAX_PATHS_PER_POINT = 2**14
 PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}  # number of paths of all points together, for few points
-# Share of the points that no other method is compiled for, if the user gives no tolerance.
+# If at most this share of the points is left and the user gives no tolerance, no other method is compiled.
 FEW_LEFT = 0.01
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
 # Number of effective runs of particles below which a single run determines the result.
 FEW_RUNS = 2.0
 FIXED_BUDGET_PATHS = 256  # number of paths inside jit
-FEW_STARTS = 4  # number of starts of a search for modes where the density is almost zero
+FEW_STARTS = 4  # number of starts of a mode search at points where the density is almost zero
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
-GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension; work after which a grid gives up, about ten seconds of a CPU
-# Effective fraction of paths around modes below which the tails may hide other bundles of paths.
+GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension; maximum work of a grid, about ten seconds on a CPU
+# Effective fraction of the paths around modes below which other bundles of paths may have been missed.
 EVEN_SHARE = 0.25
 LEARNED_SHARE = 0.2  # share of the prior in a mixture with a learned proposal
 PROBES = 4  # number of draws of a random divergence, if there is no noise
 PROBED_POINTS = 8  # points at which the time dependence of the coefficients is checked
 CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
-# Factor per dimension by which backward solves expand; if it is larger, prior draws may miss paths.
+# Expansion factor per dimension of backward solves above which prior draws may miss paths.
 MAX_EXPANSION = 20.0
-MAX_UNRESOLVED = 0.05  # in nats; change of log p due to unresolved time dependence that is tolerated
-MAX_GAP = 3.0  # in standard errors; difference of two methods that is tolerated
+MAX_UNRESOLVED = 0.05  # in nats; tolerated change of log p due to unresolved time dependence
+MAX_GAP = 3.0  # in standard errors; tolerated difference between two methods
 
 
 class Ladder(AbstractEstimator):
-    """The default estimator: paths from the prior until the total error is small enough, and other methods
-    for the points that need them.
+    """The default estimator. It draws paths from the prior until the total error is small enough, and uses
+    other methods for points that need them.
 
     Each method is applied only to the points for which the earlier ones were not accurate enough:
 
     1. **Paths** drawn from the distribution of the driver with scrambled Sobol' numbers: 256, then four times
        as many, and so on until the total error is below the tolerance (0.05 by default); at most 16,384 or,
-       for a few points, 65,536. Paths are solved with half the driver's functions and steps, and some of them
-       also with all: the difference corrects the value and bounds the remaining error. If the remaining error
-       is too large, all paths are solved with all functions and steps. If no tolerance is given, an error of
-       0.1 is finally accepted, and no other method is used for less than one point in a hundred: those with
-       poor weights are flagged.
+       for a few points, 65,536. All paths are solved with half of the driver's functions and steps, and some
+       also with all of them; the difference corrects the value and bounds the remaining error. If the
+       remaining error is too large, all paths are solved with all functions and steps. If no tolerance is
+       given, an error of 0.1 is accepted in the end. If at most one point in a hundred is then left, no other
+       method is used, and points with poor weights are flagged.
     2. In one and two dimensions, a **grid** (`rf.density.Grid`). It comes first if there are many points,
        because its cost does not depend on their number, or if the SDE contracts strongly, because prior draws
        may then miss paths.
     3. Paths from the learned proposal of the flow, if it has one, and then paths **around the most likely
-       paths** to x (`rf.Laplace`). If their weights are poor, **particles** are moved from there to the
-       distribution of the path given x (Del Moral, Doucet & Jasra 2006).
+       paths** to x (`rf.Laplace`). If the weights are poor, **particles** start from these paths and are
+       moved towards the distribution of the path given x (Del Moral, Doucet & Jasra 2006).
 
-    `Estimate.method` says which step gave a value. Inside `jit` and `grad`, where values are unknown, every
-    point gets 256 paths of step 1 or, if fewer than a quarter of them are effective, of step 3.
+    `Estimate.method` says which step produced each value. Inside `jit` and `grad`, where values are unknown,
+    256 paths are used for each point, from step 1 or, if fewer than a quarter of them are effective, from
+    step 3.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    sde = rf.ItoSDE(lambda t, z: 2 * z**3, lambda t, z: 0.5 * jnp.eye(1))  # explodes: paths come in bundles
-    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
-    estimate = flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.density.Ladder())
-    estimate.log_prob, estimate.total_error, estimate.method
+    sde = rf.ItoSDE(lambda t, z: 2 * z**3, lambda t, z: 0.5 * jnp.eye(1)) # explosive: several bundles of
+    paths lead to x flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1))) estimate =
+    flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.density.Ladder()) estimate.log_prob,
+    estimate.total_error, estimate.method
     ```
     """
 
@@ -121,7 +122,8 @@ class Ladder(AbstractEstimator):
 
 
 def _inside_jit(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, accuracy: Accuracy) -> Estimate:
-    """With a fixed number of paths: from the prior, and around modes where their weights are poor."""
+    """The estimate from a fixed number of paths. They are drawn from the prior or, for points with poor
+    weights, from the learned proposal or around modes."""
     learned, contracts = _learned(flow), _contraction(constant(flow)) > MAX_EXPANSION
     proposal, method = (Laplace(), "modes") if learned is None else (Defended(proposal=learned), "learned")
     ask = lambda *given: PullBack(FIXED_BUDGET_PATHS, given[0]).traced(flow, x, key, accuracy, given[1])
@@ -139,8 +141,8 @@ def _inside_jit(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, accur
 
 
 def _without_noise(flow: AbstractStochasticFlow, x: Any, key: PRNGKeyArray) -> Estimate:
-    """The estimate without noise: one pull-back, which is exact up to the solver error, or a few if the
-    divergence is random."""
+    """The estimate for a flow without noise: one pull-back, which is exact up to the solver error, or a few
+    if the divergence is random."""
     probes = 1 if isinstance(exact(flow).divergence, ExactDivergence) else PROBES
     every = [PullBack(1).estimate(flow, x, key=k, accuracy=Accuracy()) for k in jax.random.split(key, probes)]
     values, one = jnp.stack([each.log_prob for each in every]), every[0]
@@ -210,8 +212,8 @@ class Climb:
         return which[self.poor[which] | ~(total_error(self.parts)[which] <= self.accepted)]
 
     def grid(self, flow: AbstractStochasticFlow, which: np.ndarray) -> np.ndarray:
-        """Solve the Fokker–Planck equation for the points `which`; returns the points that it does not
-        resolve."""
+        """Solve the Fokker–Planck equation on a grid for the points `which`, and return those that the grid
+        does not resolve."""
         found = grid_estimate(flow, self.x[which], self.aim, max_work=GRID_WORK[flow.dimension])
         value, error = (np.asarray(part, float) for part in found)
         parts = {"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error}
@@ -220,7 +222,7 @@ class Climb:
 
     def from_prior(self, flow: AbstractStochasticFlow, which: np.ndarray) -> np.ndarray:
         """Use paths from the prior with half of the flow's functions and steps, and with all of them where
-        the truncation error is too large. Returns the points that need another method."""
+        the truncation error is too large. Return the points that need another method."""
         self.paths(Points(coarser(flow), self.x, self.key), which, None, "paths")
         # More paths do not reduce truncation and solver errors.
         error = self.parts["truncation_error"][which]
@@ -238,11 +240,13 @@ class Climb:
             self.around_modes(points, which)
 
     def around_modes(self, points: Points, which: np.ndarray) -> None:
-        """Use paths around the most likely ones, with the driver's functions and with twice as many, in both
-        cases around their own modes; and particles that start from there for points with poor weights.
+        """Use paths around the most likely ones, once with the driver's functions and once with twice as
+        many, each with its own modes. For points with poor weights, use particles that start from these
+        paths.
 
-        If backward solves expand, weights would depend strongly on added coefficients that are drawn at
-        random: for two bundles of paths in the plane, the random changes are 2 to 10 times p(x).
+        If backward solves expand, weights depend strongly on the coefficients of the added functions. With
+        random coefficients instead of those from the modes, the weights for two bundles of paths in the plane
+        change by 2 to 10 times p(x).
         """
         most = self.accuracy.max_paths
         if self.accuracy.tolerance is None:
@@ -260,13 +264,13 @@ class Climb:
         still = self.poor[which]
         if still.any() and self.accuracy.max_paths >= RUNS * PARTICLES:
             moved = particle_parts(points, which[still], jax.tree.map(lambda a: a[still], around[1]))
-            # The weights around modes may be poor, but their change shows the truncation error.
+            # Even if the weights around modes are poor, their change shows the truncation error.
             moved["truncation_error"] = parts["truncation_error"][still]
             self.put(which[still], moved, moved["effective_paths"] < FEW_RUNS, "particles")
 
     def beyond_grid(self, points: Points, which: np.ndarray) -> None:
-        """Use a few paths around modes where the density is almost zero, so that no path from the prior would
-        reach x."""
+        """Use a few paths around modes, for points at which the density is almost zero and which no path from
+        the prior would reach."""
         mixture, self.aim = mixtures(Laplace(num_starts=FEW_STARTS), points, which), self.accepted
         self.paths(points, which, mixture, "modes", FIRST_AROUND_MODES)
 
@@ -282,7 +286,7 @@ class Climb:
         self, points: Points, which: np.ndarray, mixture: Mixture | None, most: int, *levels: Level
     ) -> Parts:
         """Add paths until the error is small enough, the weights turn out to be poor, or the maximum number
-        is reached. Returns fields of an `Estimate`, and a mask of the points with poor weights."""
+        is reached. Return fields of an `Estimate`, and a mask of the points with poor weights."""
         around = mixture is not None
         first = min(FIRST_AROUND_MODES if around else FIRST_PATHS, most)
 
@@ -291,8 +295,8 @@ class Climb:
             both = error + parts["truncation_error"]
             poor = (effective < 2 * FEW_PATHS) | ~(both < COARSE)
             if len(levels) == 1:
-                # For paths around modes k is not sufficient: for two bundles of curved paths, the error was
-                # 0.5 with an error bar of 0.05 and k below ½.
+                # For paths around modes this is not sufficient: for two bundles of curved paths, the error
+                # was 0.5 although the error bar was 0.05.
                 poor |= effective < EVEN_SHARE * total
             parts["poor"] = poor
             met = ((both <= self.aim) | (error <= 0.5 * self.aim)) & ~poor
@@ -305,7 +309,7 @@ class Climb:
 
     def limit(self, most: int, count: int) -> int:
         """The maximum number of paths per point. By default it is larger if the number `count` of points that
-        need more paths is small, because compiling another method would take as long."""
+        need more paths is small, because compiling another method would take as long as more paths."""
         if self.accuracy.tolerance is not None:
             return most
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
@@ -318,12 +322,13 @@ def total_error(parts: Parts) -> np.ndarray:
 
 @partial(jit, level=1)
 def _contraction(flow: AbstractStochasticFlow) -> Array:
-    """The factor per dimension by which the drift contracts, exp(−∫ div μ dt / d), exceeded by one simulated
-    path in ten.
+    """The contraction factor of the drift per dimension, exp(−∫ div μ dt / d): the value that one simulated
+    path in ten exceeds.
 
-    Backward solves expand by the same factor, away from the places to which paths contract. Paths that come
-    to x from these places are rare among prior draws but have large weights. In a double well, for example,
-    most prior draws reach a point on the slope from the ridge, but as much probability comes from the well.
+    Backward solves expand by the same factor, away from the places to which paths contract. Paths from these
+    places to x are rare among prior draws but have large weights. In a double well, for example, most prior
+    draws that reach a point on the slope come from the ridge, but paths from the well contribute as much
+    probability.
     """
     noise = np.random.default_rng(0).normal(size=(CONTRACTION_STEPS, CONTRACTION_PATHS, flow.noise_dimension))
     start = some_points(flow.base, flow.dimension, CONTRACTION_PATHS)
@@ -351,7 +356,7 @@ def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
 
 
 class Defended(AbstractProposal):
-    """A proposal with at least a share of the prior."""
+    """A mixture of a proposal and the prior, in which the prior has at least the share `LEARNED_SHARE`."""
 
     proposal: AbstractProposal
     draws: AbstractDraws = Sobol()

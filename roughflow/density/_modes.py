@@ -26,14 +26,15 @@ from ._proposals import AbstractDraws, AbstractProposal, Mixture, Sobol, normal_
 
 CLOUD_DRAWS = 4096  # number of forward simulations, whose results are starting points of searches
 MAX_CLOUD_NUMBERS = 2**22
-WIDE, WIDE_SHARE = 3.0, 4  # one start in four is a draw three times as wide as the prior
+WIDE, WIDE_SHARE = 3.0, 4  # one start in four is drawn from a distribution three times as wide as the prior
 MAX_ITERATIONS = 12
 STEP_LENGTHS = (1.0, 0.4, 0.1)  # step lengths of the line search
 SETTLED_STEP = 1e-2  # in standard deviations; a shorter step ends the search
 MAX_VIOLATION = 0.1  # in standard deviations, of the constraint Φ(ξ) = x
 MERGE_DISTANCE = 0.3  # in standard deviations; modes that are closer are merged
 MAX_MODES = 8  # maximum number per point
-# Minimum share of a mode relative to the largest, because the mass of a tangent Gaussian is a rough estimate.
+# Minimum share of a mode relative to the largest. Shares are masses of tangent Gaussians, which are rough
+# estimates.
 MIN_SHARE = 0.05
 PRIOR_SHARE = 0.2  # share of the prior, which bounds the weights and reveals modes that the search missed
 
@@ -43,27 +44,27 @@ class Laplace(AbstractProposal):
 
     Near ξ*, a point of least energy with Φ(ξ*) = x, the surface Φ = x is nearly flat, so ξ given x is nearly
     normal: ξ* + (I − Jᵀ(JJᵀ)⁻¹J) ε. For a linear SDE this distribution is exact. For other SDEs, paths may
-    come in several bundles. The search therefore starts from those of a few thousand forward draws of the
-    flow that end nearest to x; equal modes are merged, and each mode gets a share of the paths. One path in
-    five is drawn from the prior, so that a missed bundle is detected and weights stay bounded; if no path to
-    x is found, all are drawn from the prior. `rf.PullBack` uses the prior's density as a control variate,
-    because its mean is known (Owen & Zhou 2000): for a linear SDE the estimate is exact in spite of the
-    prior's share.
+    come in several bundles. A few thousand forward draws of the flow are therefore made, and the search
+    starts from those that end nearest to x. Equal modes are merged, and the paths are divided among the
+    modes. One path in five is drawn from the prior, so that a missed bundle is detected and weights stay
+    bounded; if no path to x is found, all are drawn from the prior. `rf.PullBack` uses the prior's density as
+    a control variate, because its mean is known (Owen & Zhou 2000): for a linear SDE the estimate is exact
+    even though some paths are drawn from the prior.
 
     **Arguments:**
 
     - `num_starts`: number of starting points of the search.
     - `draws`: `rf.density.Sobol()` or `rf.density.Independent()`.
-    - `fine`: if given, paths have coefficients for twice the driver's functions; 1 includes the added
-      functions in Φ, 0 ignores them.
+    - `fine`: if given, paths have coefficients for twice as many functions as the driver; 1 includes the
+      added functions in Φ, 0 ignores them.
 
     ```python
     import jax, jax.numpy as jnp
     import roughflow as rf
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
-    estimator = rf.PullBack(num_paths=64, proposal=rf.Laplace())
-    flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator).standard_error  # 0, to rounding
+    estimator = rf.PullBack(num_paths=64, proposal=rf.Laplace()) flow.estimate(jnp.zeros(1),
+    key=jax.random.key(0), estimator=estimator).standard_error # 0, up to rounding
     ```
     """
 
@@ -76,7 +77,8 @@ class Laplace(AbstractProposal):
         check_count("num_starts", self.num_starts)
 
     def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: "Cloud") -> Mixture:
-        # The proposal is a constant: derivatives are those of the weights, not of where paths are drawn.
+        # The proposal is treated as a constant: derivatives of the weights do not include those of the
+        # proposal.
         latent, x, cloud = constant((Latent(flow, self.fine), x, cloud))
         begin = cloud.starts(x, self.num_starts)
         begin = jnp.pad(begin, ((0, 0), (0, 0), (0, latent.size - begin.shape[2])))
@@ -87,8 +89,8 @@ class Latent(eqx.Module):
     """The map Φ of a flow. If the base has no `from_normal`, it is whitened by the mean and standard
     deviation of its samples.
 
-    With `fine`, ξ has coefficients for twice the driver's functions. If `fine` is 1, Φ depends on the added
-    coefficients; if it is 0, it does not. Both cases share one compiled program.
+    With `fine`, ξ has coefficients for twice as many functions as the driver. If `fine` is 1, Φ depends on
+    the added coefficients; if it is 0, it does not. Both cases share one compiled program.
     """
 
     flow: AbstractStochasticFlow
@@ -108,7 +110,7 @@ class Latent(eqx.Module):
         sde = with_explicit_parameters(flow.sde, jnp.zeros(point.shape, point.dtype))
         grid = flow.integrator
         if self.fine is not None and isinstance(grid, FixedGrid):
-            # As many steps as without the added functions.
+            # The number of steps is the same as without the added functions.
             grid = dataclasses.replace(grid, steps=grid.count(flow.driver, flow.noise_dimension))
         plain = (NoDivergence(), ExactCorrection(), sde, grid)
         parts = lambda f: (f.divergence, f.correction, f.sde, f.integrator)
@@ -158,8 +160,8 @@ def constant(tree):
 
 
 class Cloud(eqx.Module):
-    """Forward draws of the flow, ξ `(N, D)`, and where they end, `(N, d)`, NaN if they escape: they show the
-    ways that lead near x. One cloud serves every x."""
+    """Forward draws ξ `(N, D)` of the flow and their end points `(N, d)`, NaN for draws that escape. Draws
+    that end near x show how x can be reached. One cloud serves every x."""
 
     xi: Array
     end: Array
@@ -177,7 +179,7 @@ class Cloud(eqx.Module):
         """Starting points of searches for each x, `(B, count, D)`: zero, the draws that end nearest to x in
         units of the spread of the end points, and some draws from a wider distribution, because modes may lie
         where few paths go."""
-        # The spread is the mean absolute deviation, which a few draws far out do not dominate.
+        # The spread is the mean absolute deviation, which is not dominated by a few distant draws.
         spread = jnp.nanmean(jnp.abs(self.end - jnp.nanmean(self.end, axis=0)[None]), axis=0)
         away = (x[:, None] - self.end[None]) / jnp.where(spread > 0, spread, 1)[None, None]
         gap = jnp.sum(away**2, axis=-1)
@@ -223,7 +225,7 @@ class Modes(eqx.Module):
 
 
 def find_modes(latent: Latent, x: Array, begin: Array) -> Modes:
-    """Search from every point of `begin` `(B, S, D)`; of points that are close together, the one with the
+    """Search from every point of `begin` `(B, S, D)`. Of modes that are close together, only the one with the
     largest mass is kept."""
     starts = begin.shape[1]
     modes = _search(latent, jnp.repeat(x, starts, axis=0), jnp.reshape(begin, (-1, latent.size)))
@@ -250,7 +252,7 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
         direction = jnp.einsum("bij,bi->bj", jacobian, multiplier) - xi
         # The first iteration does not move: it only computes Φ and its derivative at the starting point.
         direction = jnp.where(jnp.isfinite(direction) & (count > 0), direction, 0)
-        # All step lengths in one solve, which needs one compiled program instead of three.
+        # All step lengths are tried in one solve, which needs one compiled program instead of three.
         lengths = jnp.asarray(STEP_LENGTHS, xi.dtype)
         tried = xi[:, None] + lengths[None, :, None] * direction[:, None]
         flat = jnp.reshape(tried, (-1, xi.shape[1]))
@@ -271,8 +273,8 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
     start = (xi, x, blank, jnp.zeros_like(x), jnp.zeros(len(xi), bool), 0)
     xi, end, jacobian, *_ = jax.lax.while_loop(going, step, start)
     directions, sizes = orthonormal(jacobian)
-    # The part of a row orthogonal to the rows before, relative to its norm, because rows have different
-    # units.
+    # Each row must have a part that is orthogonal to the previous rows. The part is compared with the norm of
+    # the row, because rows have different units.
     full = jnp.all(sizes > 100 * jnp.finfo(sizes.dtype).eps * jnp.linalg.norm(jacobian, axis=-1), axis=-1)
     off = jnp.sqrt(jnp.sum((x - end) * _solve_gram(jacobian, x - end), axis=-1))
     score = 0.5 * jnp.sum(xi**2, axis=-1) + jnp.sum(jnp.log(sizes), axis=-1)

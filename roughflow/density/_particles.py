@@ -23,18 +23,18 @@ from ._proposals import (
 RUNS = 8  # number of independent runs per point, whose spread is the error
 PARTICLES = 256  # number of particles per run
 MAX_TEMPERATURES = 12
-EFFECTIVE_FRACTION = 0.5  # of the particles, after each step of β
+EFFECTIVE_FRACTION = 0.5  # effective fraction of the particles after each step of β
 MOVES = 6  # number of moves at each β
 TARGET_ACCEPTANCE = 0.25
-HALVINGS = 24  # of the interval that contains the next β
-# All runs miss the same places that moves do not reach. If the paths to x lie on curved surfaces, the errors
-# are larger than the spread of the runs.
+HALVINGS = 24  # number of bisections that determine the next β
+# If the paths to x lie on curved surfaces, all runs miss the same regions, which moves do not reach, and the
+# error is larger than the spread of the runs.
 ERROR_INFLATION = 1.5
 
 
 def particle_parts(points: Points, which: np.ndarray, mixture: Mixture) -> Parts:
-    """Fields of an `Estimate` for the points `which`, from particles at the finer level that start from a
-    mixture."""
+    """Fields of an `Estimate` for the points `which`, from particles that start from a mixture and are solved
+    at the finer level."""
     log_weights = points.run(Runs(points.levels[1]), which, mixture, RUNS * PARTICLES).astype(float)
     return parts_of(log_weights)
 
@@ -76,8 +76,8 @@ class _State(NamedTuple):
     proposed: Array  # log q(ω), (B, P)
     beta: Array  # (B,)
     log_mean: Array  # (B,)
-    length: Array  # of a move, (B,)
-    number: Array  # of the temperature
+    length: Array  # length of a move, (B,)
+    number: Array  # index of the temperature
 
 
 def tempered(
@@ -86,8 +86,8 @@ def tempered(
     """log ∫ exp(joint) `(B,)`, from particles ω `(B, P, W)` that were drawn from the proposal q.
 
     The particles pass through the densities q^(1−β) exp(β joint), with β from 0 to 1. Each step of β is so
-    short that half of them stay effective; then they are resampled and moved. Apart from the choice of β, the
-    product of the mean weights is unbiased.
+    short that half of the particles stay effective; then they are resampled and moved. Apart from the choice
+    of β, the product of the mean weights is unbiased.
     """
     zero, unknown = jnp.zeros(len(omega), omega.dtype), jnp.full(omega.shape[:2], -jnp.inf, omega.dtype)
     length = zero + 2.4 / max(omega.shape[2], 1) ** 0.5
@@ -101,7 +101,7 @@ def tempered(
         beta = jnp.where(last, 1, _next_beta(ratio, now.beta)).astype(omega.dtype)
         log_weights = _times(beta - now.beta, ratio)
         log_mean = now.log_mean + jax.nn.logsumexp(log_weights, axis=1) - jnp.log(omega.shape[1])
-        # If all particles are lost, p(x) is zero.
+        # If all particles are lost, the estimate of p(x) is zero.
         beta = jnp.where(jnp.isfinite(log_mean), beta, 1)
         places = _resampled(jax.nn.softmax(log_weights, axis=1), key)
         at, value, proposed = (_take(a, places) for a in (now.omega, now.joint, now.proposed))
@@ -132,15 +132,15 @@ def _next_beta(ratio: Array, beta: Array) -> Array:
 
 
 def _moved(joint, log_proposal, now: _State, keys: PRNGKeyArray) -> _State:
-    """Metropolis–Hastings moves along differences of other particles, which leave q^(1−β) exp(β joint)
-    invariant (ter Braak 2006). At the first temperature particles stay where they are and their density is
-    computed, so that one program does both."""
+    """Metropolis–Hastings moves along differences between other particles (ter Braak 2006). They leave
+    q^(1−β) exp(β joint) invariant. At the first temperature, particles are not moved, and only their
+    densities are computed, so that one program does both."""
     first, count = now.number == 0, now.joint.shape[1]
 
     def move(i: Array, state: _State) -> _State:
         draw = lambda key: random_bits(jax.random.fold_in(key, 1 + i), jnp.arange(count), 3)
         bits = jax.vmap(draw)(keys)
-        # All particles of a point use the same two shifts; equal shifts make no move.
+        # All particles of a point use the same two shifts; if these are equal, no particle moves.
         shift = 1 + (bits[:, :2, 0] % (count - 1)).astype(int)
         places = (jnp.arange(count)[None, :, None] + shift[:, None]) % count
         along = _take(state.omega, places[..., 0]) - _take(state.omega, places[..., 1])
@@ -166,7 +166,8 @@ def _moved(joint, log_proposal, now: _State, keys: PRNGKeyArray) -> _State:
 
 
 def _resampled(share: Array, keys: PRNGKeyArray) -> Array:
-    """Systematic resampling: places `(B, P)`, each chosen as often, on average, as its share requires."""
+    """Systematic resampling: indices of particles `(B, P)`, each of which occurs in proportion to its share,
+    on average."""
     bits = jax.vmap(lambda key: random_bits(key, jnp.arange(1), 1)[0, 0])(keys)
     count = share.shape[1]
     level = (jnp.arange(count)[None] + uniform_numbers(bits, share.dtype)[:, None]) / count

@@ -1,4 +1,5 @@
-"""Weights of paths, each by one solve backwards from x, and the estimates of log p(x) from them."""
+"""The weights of paths, each computed by one solve backwards from x, and estimates of log p(x) from these
+weights."""
 
 import math
 from collections.abc import Callable
@@ -69,8 +70,8 @@ def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
 class Level(NamedTuple):
     """The resolution at which weights are solved: the flow, a factor `fine` on the coefficients of functions
     added to the driver, and the number of steps `each` of a fixed grid. Both numbers are arguments of a
-    compiled program, so that one program serves all levels; it does not support reverse-mode differentiation.
-    If `fine` is None, the flow is solved unchanged.
+    compiled program, so that one program serves all levels. This program does not support reverse-mode
+    differentiation. If `fine` is None, the flow is solved unchanged.
     """
 
     flow: AbstractStochasticFlow
@@ -127,8 +128,9 @@ def draw(
     places: Array,
     most: int,
 ) -> tuple[Array, Array | None]:
-    """Log-weights `(B, K)` of the paths at `places` `(B, K)` of each sequence, all below `most`, and the
-    ratio of the prior's density to that of the mixture. For use inside a compiled program."""
+    """Log-weights `(B, K)` of paths, and the ratio of the prior's density to that of the mixture. For each
+    point, `places` `(B, K)` are the positions of its paths in a random sequence, all below `most`. For use
+    inside a compiled program."""
     size = level.flow.driver.num_functions * level.flow.noise_dimension
     first = size if mixture is None else mixture.num_normals
     # The numbers of the added functions come last, where a Sobol' sequence is least even; they are drawn even
@@ -161,7 +163,8 @@ def in_blocks(function: Callable, batch: Any, count: Array, block: int) -> Any:
 
 
 class Points:
-    """Points x, outside a `jit`. They are rows of compiled programs that all points and rounds share.
+    """Points x, used outside of `jit`. Each point is a row of a compiled program, which all points and rounds
+    share.
 
     Random numbers depend only on the key and on the index of a point in x, not on which rows are solved
     together or on padding.
@@ -173,8 +176,8 @@ class Points:
         self.size = flow.driver.num_functions * flow.noise_dimension
 
     def run(self, function: Callable, points: np.ndarray, others: Any, columns: int = PATHS_PER_ROW) -> Any:
-        """`function(x, keys, others)` for the points with indices `points`, one row of a program each. A row
-        has `columns` paths, and as many rows as fit into a block are solved together.
+        """Apply `function(x, keys, others)` to the points with indices `points`, each in one row of a
+        program. A row has `columns` paths, and as many rows as fit into a block are solved together.
 
         Each of `others` has one entry per point."""
         each = sum(np.size(leaf[0]) for leaf in jax.tree.leaves(others)) + columns * (
@@ -182,8 +185,8 @@ class Points:
         )
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
         block = max(1, min(SOLVES_PER_BLOCK[device] // columns, MAX_NUMBERS // each))
-        # A few sizes of programs, so that few points take little time on a GPU but not every number of points
-        # needs a program.
+        # Programs come in only a few sizes, so that a few points take little time on a GPU but not every
+        # number of points needs its own program.
         sizes = [-(-size // block) * block for size in ROWS[device] if size * each <= MAX_NUMBERS] or [block]
         rows, parts = next((size for size in sizes if len(points) <= size), sizes[-1]), []
         for begin in range(0, len(points), rows):
@@ -228,8 +231,8 @@ def weights_of(
     level: Level,
     at: range,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The results of `draw`, `(P, K)`, for the paths at places `at` of the sequences of the points
-    `which`."""
+    """The results of `draw`, `(P, K)`, for the points `which` and the paths at positions `at` in their
+    sequences."""
     columns = min(PATHS_PER_ROW, most)
     starts = np.arange(at.start, at.stop, columns)
     rows = np.repeat(np.arange(len(which)), len(starts))
@@ -254,14 +257,15 @@ def in_rounds(
     ends: Callable[[Parts, int], np.ndarray],
     corrected: bool = True,
 ) -> Parts:
-    """Fields of an `Estimate` for the points `which`, from paths of the prior or a mixture: `first` paths,
-    then four times as many, and so on for each point until `ends(parts, total)` is True. Some paths are also
-    solved at the levels `checks`, whose mean corrects the value or bounds its error.
+    """Fields of an `Estimate` for the points `which`, from paths drawn from the prior or from a mixture. The
+    number of paths starts at `first` and grows by a factor of four, for each point until `ends(parts, total)`
+    is True. Some paths are also solved at the levels `checks`; the mean over these levels corrects the value
+    or bounds its error.
 
     The change of a weight due to added functions is mostly odd in their coefficients, so the mean over both
-    signs varies less (antithetic coupling, Giles & Szpruch 2014). Relative to p(x), its standard deviation is
-    .031 instead of .081 with one sign, where that of p(x | path) is .76 (a neural SDE with noise .9); in the
-    README's example it is .003 instead of .032.
+    signs varies less (antithetic coupling, Giles & Szpruch 2014). For a neural SDE with noise 0.9, its
+    standard deviation relative to p(x) is 0.031 instead of 0.081 with one sign, while that of p(x | path) is
+    0.76. In the README's example it is 0.003 instead of 0.032.
     """
     where, total, found = np.arange(len(which)), first, {}
     fine = np.zeros((len(which), 0), points.x.dtype)
@@ -286,7 +290,7 @@ def in_rounds(
 
 
 def checked_paths(total: int) -> int:
-    """Number of paths among `count` that are also solved at a finer level."""
+    """The number of paths out of `total` that are also solved at a finer level."""
     return min(total, max(FEW_CHECKED, total // CHECKED_SHARE))
 
 
@@ -311,7 +315,7 @@ def summary(
     and, for a tangent Gaussian and a linear SDE, no variance (Owen & Zhou 2000).
 
     The finer level changes log p by Δ. The error that remains at the finer level is Δ if the error decreases
-    as 1/n, and zero if it decreases fast. With `corrected`, 3Δ/2 is added to log p, the midpoint of both
+    as 1/n, and zero if it decreases fast. With `corrected`, 3Δ/2 is added to log p, halfway between the two
     cases, and the error is Δ/2; this requires draws whose number of terms does not depend on K. Otherwise the
     error is 2Δ.
     """
@@ -360,21 +364,21 @@ def _regressed(weights: Any, control: Any, still: Any, xp: Any) -> Any:
 
 
 class PullBack(AbstractEstimator):
-    """p(x) = E p(x | path) (Hodgkinson et al. 2020), over paths ω drawn from a proposal q:
+    """Estimate p(x) = E p(x | path) (Hodgkinson et al. 2020) from paths ω that are drawn from a proposal q:
 
         p(x) = E [ p(x | ω) φ(ω) / q(ω) ],
 
     Each weight needs one solve backwards from x, to the only start from which the path leads to x. The
-    estimate of p(x) is unbiased for any noise, and cheap per path. If p(x | ω) is concentrated on few paths,
-    the weights of paths from `rf.Prior()`, the default, are uneven, and a path whose backward solve diverges
-    has weight zero: check `effective_paths`. `rf.Laplace()` draws paths around the most likely ones.
+    estimate of p(x) is unbiased for any noise, and cheap per path. A path whose backward solve diverges has
+    weight zero. If p(x | ω) is concentrated on few paths, draws from `rf.Prior()`, the default, have uneven
+    weights: check `effective_paths`. `rf.Laplace()` draws paths around the most likely ones.
 
-    The value is that of the given driver and solver steps; `truncation_error` is twice the change when both
-    are doubled. The exact divergence is used even if the flow has another one, because random probes would
-    bias p(x | ω).
+    The value is not corrected for the finite numbers of driver functions and solver steps; `truncation_error`
+    is twice the change of log p when both are doubled. The exact divergence is used even if the flow has
+    another one, because random probes would bias p(x | ω).
 
-    **Arguments:** `num_paths`, the number of paths per point or, if a `tolerance` is set, per point in the
-    first round; `proposal`, `rf.Prior()`, `rf.Laplace()` or an `rf.Amortised(...)`.
+    **Arguments:** `num_paths`, the number of paths per point (in the first round, if a `tolerance` is set);
+    `proposal`, `rf.Prior()`, `rf.Laplace()` or an `rf.Amortised(...)`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -419,8 +423,9 @@ class PullBack(AbstractEstimator):
     def log_weights(
         self, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray, places: Array, most: int
     ) -> Array:
-        """Differentiable log-weights `(B, K)` of the paths at `places` `(B, K)` of the sequence of each
-        point, all below `most`, with one key per point of x `(B, d)`. For use inside a compiled program."""
+        """Differentiable log-weights `(B, K)` for x `(B, d)`, with one key per point. The paths are at
+        positions `places` `(B, K)`, all below `most`, in the sequence of each point. For use inside a
+        compiled program."""
         mixture = mixture_of(self.proposal, exact(flow), x, keys[0])
         return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most)[0]
 
@@ -494,7 +499,7 @@ def checked_points(flow: AbstractStochasticFlow, x: Any) -> Any:
     check_vector("x", x, flow.dimension)
     check_finite("x", x)
     if not x.size:
-        raise ValueError(f"x contains no points, its shape is {x.shape}")
+        raise ValueError(f"x contains no points: its shape is {x.shape}")
     return x
 
 

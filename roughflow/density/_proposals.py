@@ -1,4 +1,4 @@
-"""What paths are drawn from: standard normal numbers, independent or evenly spread, and proposals: the
+"""Random numbers for paths, independent or evenly spread, and the proposals from which paths are drawn: the
 distribution of the driver, or a mixture of normal distributions for each x."""
 
 import abc
@@ -25,8 +25,8 @@ SPARE = 1  # number of additional standard normal numbers per draw, which choose
 def random_bits(key: PRNGKeyArray, places: Array, size: int) -> Array:
     """32 random bits `(k, size)` for each of the `places` `(k,)`, determined by the key and the place.
 
-    The data of a key folded with a counter are random bits: one round of hashing, which compiles in a
-    fraction of the time of `jax.random.bits`.
+    The bits are the data of keys that are folded with a counter. This takes one round of hashing and compiles
+    in a fraction of the time of `jax.random.bits`.
     """
     words = jax.random.key_data(key).shape[-1]
     blocks = -(-size // words)
@@ -54,7 +54,7 @@ def uniform_numbers(bits: Array, dtype: np.dtype) -> Array:
 
 
 def uniform_of(normal: Array) -> Array:
-    """The standard normal distribution function with an absolute error of the size of rounding errors. This
+    """The standard normal distribution function with an absolute error comparable to rounding errors. This
     suffices for comparisons and compiles much faster than a version with accurate tails."""
     return 0.5 * (1 + jax.lax.erf(normal / 2**0.5))
 
@@ -68,7 +68,7 @@ class AbstractDraws(eqx.Module):
 
     @abc.abstractmethod
     def check(self, num_paths: int) -> None:
-        """Refuse a number of paths that cannot be divided into the required groups."""
+        """Raise an error if the number of paths cannot be divided into the required groups."""
 
     @abc.abstractmethod
     def normal(self, key: PRNGKeyArray, places: Array, most: int, size: int, dtype: np.dtype) -> Array:
@@ -120,7 +120,8 @@ class Sobol(AbstractDraws):
     def __check_init__(self):
         if check_count("num_replicates", self.num_replicates) < 2:
             raise ValueError(
-                "num_replicates must be at least 2, because the standard error is estimated from their spread"
+                "num_replicates must be at least 2, because the standard error is estimated from the spread "
+                "of the replicates"
             )
 
     def check(self, num_paths: int) -> None:
@@ -159,8 +160,8 @@ class Mixture(eqx.Module):
     import jax.numpy as jnp
     import roughflow as rf
 
-    mixture = rf.density.Mixture.of(jnp.zeros((3, 6)), jnp.ones((3, 6)), dimension=2)  # for three points
-    mixture.log_prob(jnp.zeros((3, 10, 6))).shape  # (3, 10), of ten paths each
+    mixture = rf.density.Mixture.of(jnp.zeros((3, 6)), jnp.ones((3, 6)), dimension=2) # for three points
+    mixture.log_prob(jnp.zeros((3, 10, 6))).shape # (3, 10), for ten paths each
     ```
     """
 
@@ -313,7 +314,8 @@ class Amortised(AbstractProposal):
     network maps x and the end time of the flow to m, S and G `(d, nm)`.
 
     For a linear SDE, the distribution of the path given x has this form with S = I, and G describes how the
-    start depends on the path, in units of the spread of the base. In more than 8 dimensions G is zero.
+    start depends on the path, in units of the spread of the base. In more than 8 dimensions, G is set to
+    zero.
 
     An untrained network gives the prior. Train it with the model: the K-path bound (`rf.density.LowerBound`)
     is largest when the proposal is the distribution of the path given x (Burda et al. 2016), and its gradient

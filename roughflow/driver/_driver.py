@@ -235,12 +235,13 @@ class Path(diffrax.AbstractPath):
 class TimeChanged(AbstractDriver):
     """B(τ(s)) for a driver B and a clock τ: [0, 1] → [0, 1], smooth and increasing.
 
-    The SDE must be a Stratonovich SDE. For Brownian motion, √τ′ in the diffusion is equivalent.
+    It requires a Stratonovich SDE. For Brownian motion, a factor √τ′ in the diffusion has the same effect.
 
     **Arguments:**
 
     - `driver`: any driver.
-    - `clock`: τ for arrays, with τ(0) = 0 and τ(1) = 1; an `eqx.Module` if the flow is to be saved.
+    - `clock`: the function τ, which takes arrays, with τ(0) = 0 and τ(1) = 1; an `eqx.Module` if the flow is
+      to be saved.
 
     ```python
     import jax
@@ -261,7 +262,8 @@ class TimeChanged(AbstractDriver):
         with jax.ensure_compile_time_eval():
             times = np.asarray(clock(jnp.linspace(0.0, 1.0, 65)), float)
         if not (np.all(np.diff(times) > 0) and np.allclose(times[[0, -1]], [0, 1], atol=1e-6)):
-            raise ValueError("clock must increase from 0 at 0 to 1 at 1, for arrays of times")
+            raise ValueError("clock must be an increasing function of arrays of times, with clock(0) = 0 and "
+            "clock(1) = 1")
         self.driver = driver
         self.clock = clock
 
