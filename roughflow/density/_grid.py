@@ -847,8 +847,9 @@ def values_of(tree: Any) -> Any:
     """The concrete values of arrays that are being differentiated."""
     tree = jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
     if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
-        raise TypeError("rf.density.Grid chooses its mesh from concrete values: call it outside of jit and "
-        "vmap")
+        raise TypeError(
+            "rf.density.Grid chooses its mesh from concrete values: call it outside of jit and vmap"
+        )
     return tree
 
 

@@ -262,8 +262,9 @@ class TimeChanged(AbstractDriver):
         with jax.ensure_compile_time_eval():
             times = np.asarray(clock(jnp.linspace(0.0, 1.0, 65)), float)
         if not (np.all(np.diff(times) > 0) and np.allclose(times[[0, -1]], [0, 1], atol=1e-6)):
-            raise ValueError("clock must be an increasing function of arrays of times, with clock(0) = 0 and "
-            "clock(1) = 1")
+            raise ValueError(
+                "clock must be an increasing function of arrays of times, with clock(0) = 0 and clock(1) = 1"
+            )
         self.driver = driver
         self.clock = clock
 

@@ -20,8 +20,8 @@ SQRT2 = 2.0**0.5
 class KarhunenLoeve(AbstractDriver):
     """Smooth Karhunen–Loève expansion B(t) = ω₀ t/√T + Σ_{k=1}^{n−1} ωₖ √(2T) sin(kπt/T)/(kπ).
 
-    The end point B(T) = √T ω₀ has its exact distribution for every n, so an SDE with constant coefficients
-    has its exact density. The paper trains with n from 4 to 10.
+    The distribution of the end point B(T) = √T ω₀ is exact for every n, so the density of an SDE with
+    constant coefficients is exact. Hodgkinson et al. (2020) train with n from 4 to 10.
 
     ```python
     import jax
@@ -60,10 +60,10 @@ class KarhunenLoeve(AbstractDriver):
 class Legendre(AbstractDriver):
     """Legendre expansion Ḃ(t) = T^{-1/2} Σ_{k<n} ωₖ √(2k+1) Pₖ(2t/T − 1), a polynomial of degree n − 1.
 
-    The first n of the integrals B(T), ∫B dt, ∫t B dt, … have their exact joint distribution, so the
-    truncation error of smooth linear functionals of the path decreases faster than any power of n. With
-    additive noise and a nearly linear drift, a few functions are as accurate as dozens of `rf.KarhunenLoeve`.
-    The functions are largest at both ends, where |eₖ| = √(2k+1).
+    The joint distribution of the first n of the integrals B(T), ∫B dt, ∫t B dt, … is exact, so the truncation
+    error of smooth linear functionals of the path decreases faster than any power of n. With additive noise
+    and a nearly linear drift, a few functions are as accurate as dozens of those of `rf.KarhunenLoeve`. The
+    functions are largest at both ends, where |eₖ| = √(2k+1).
 
     ```python
     import jax
@@ -236,8 +236,8 @@ class GaussianDriver(AbstractPolynomials):
 
     **Arguments:**
 
-    - `covariance`: K(s, t) for arrays `s` and `t` in [0, 1] that broadcast; an `eqx.Module` if the flow is to
-      be saved.
+    - `covariance`: the function K(s, t), which takes arrays `s` and `t` that broadcast, with values in [0,
+      1]; an `eqx.Module` if the flow is to be saved.
     - `num_functions`: number of polynomials.
     - `hurst`: H in the scaling B(t) = Tᴴ B₁(t/T) of a path on [0, T].
 

@@ -1,4 +1,4 @@
-"""Fractional Brownian motion: on a grid, as a polynomial, and its increments."""
+"""Fractional Brownian motion on a grid and as a polynomial, and its increments."""
 
 import functools
 import math
@@ -22,15 +22,15 @@ class FractionalBrownian(AbstractDriver):
 
     E B(s)B(t) = ½(s²ᴴ + t²ᴴ − |t − s|²ᴴ), and B(t) = Tᴴ B₁(t/T). The coefficients are independent standard
     normals; the Cholesky factor of the covariance of the increments maps them to increments. For a path of n
-    intervals, one evaluation of the slope takes O(n) operations, and the driver O(n²) memory. To simulate
-    thousands of steps without densities, use `rf.driver.fractional_noise`.
+    intervals, one evaluation of the slope takes O(n) operations, and the driver takes O(n²) memory. To
+    simulate thousands of steps without densities, use `rf.driver.fractional_noise`.
 
     H lies in (0, 1). The SDE must be a Stratonovich SDE unless H = ½. State-dependent multidimensional noise
     requires H > ⅓: for smaller H, a path and its Lévy areas do not determine the solution.
 
     **Arguments:**
 
-    - `hurst`: H; ½ is `rf.PiecewiseLinear`.
+    - `hurst`: H; for H = ½ the driver is equivalent to `rf.PiecewiseLinear`.
     - `grid`: the number n of equal intervals, or increasing times that start at 0.
 
     ```python
@@ -99,7 +99,7 @@ class FractionalLegendre(AbstractPolynomials):
 
     Ḃ = Tᴴ⁻¹ Σ_{k<n} aₖ √(2k+1) Pₖ(2t/T − 1). The coefficients a have the covariance of the Legendre
     coefficients of fractional Brownian motion; a triangular matrix maps independent standard normals to a.
-    The first n of the integrals B(T), ∫B dt, ∫t B dt, … have their exact joint distribution. For H = ½ this
+    The joint distribution of the first n of the integrals B(T), ∫B dt, ∫t B dt, … is exact. For H = ½ this
     driver is `rf.Legendre`. With additive noise a few functions suffice. The same restrictions on SDEs apply
     as for `rf.FractionalBrownian`.
 
@@ -172,7 +172,7 @@ def _moments_root(hurst: float, count: int) -> np.ndarray:
     return psd_root(gram)
 
 
-CHUNK = 2**21  # complex numbers per transform, so that they fit in the cache
+CHUNK = 2**21  # number of complex numbers per transform, which fit in the cache
 
 
 def fractional_noise(
@@ -180,9 +180,9 @@ def fractional_noise(
 ) -> Array:
     """Increments of fractional Brownian motion over `steps` equal steps of [0, t1], `(*shape, steps)`.
 
-    The increments are exact and cost O(n log n), by circulant embedding (Davies & Harte 1987; Wood & Chan
-    1994). A path of n steps depends on 2n normal numbers, so it has no log-density here; for densities use
-    `rf.FractionalBrownian`.
+    The increments are exact and take O(n log n) operations, by circulant embedding (Davies & Harte 1987; Wood
+    & Chan 1994). A path of n steps depends on 2n normal numbers, so its log-density is not available; for
+    densities use `rf.FractionalBrownian`.
 
     ```python
     import jax, jax.numpy as jnp

@@ -13,12 +13,12 @@ from ._integrator import ESCAPE_RATE, AbstractGradient, AbstractIntegrator, Back
 from ._outcome import Outcome, Status
 
 # The state of an adaptive solve: (z − centre)/scale (B, d), so that tolerances have no units; ∫ div (B,); and
-# two clocks (B,), which start when a sample escapes and when its model stops being finite.
+# two clocks (B,), which start when a sample escapes and when its coefficients stop being finite.
 State = tuple[Array, Array, tuple[Array, Array]]
 
 
 class Adaptive(AbstractIntegrator):
-    """Adaptive steps, such that the local error of every sample meets the tolerances.
+    """Adaptive steps, so small that the local error of every sample meets the tolerances.
 
     **Arguments:**
 
@@ -28,8 +28,8 @@ class Adaptive(AbstractIntegrator):
     - `max_steps`: maximum number of steps before an error is raised.
     - `gradient`: `rf.flow.Backpropagation()` (checkpointed) or `rf.flow.ConstantMemory()` (the continuous
       adjoint).
-    - `per_sample`: let each sample choose its own steps. By default samples share steps, which is several
-      times faster, except with implicit solvers, whose linear systems would couple the whole batch.
+    - `per_sample`: whether each sample chooses its own steps. By default, samples share their steps, which is
+      several times faster, except with implicit solvers, whose linear systems would couple the whole batch.
     - `escape_rate`: as for `rf.FixedGrid`.
 
     ```python
@@ -156,10 +156,10 @@ def _rate(u: ArrayLike, state: State, args: tuple[Field, Array]) -> State:
 
 
 def _batch_norm(error: tuple) -> Array:
-    """The error of the worst sample; a mean over the batch would let a few samples go wrong.
+    """The error of the worst sample; with a mean over the batch, a few samples could be inaccurate.
 
-    Clocks jump by design and are excluded. The root finder of an implicit solver, in the backward pass,
-    passes (state, its adjoint, adjoints of parameters, of terms): only the first two count.
+    Clocks are excluded because they jump by design. In the backward pass, the root finder of an implicit
+    solver passes the state, its adjoint, and the adjoints of parameters and terms; only the first two count.
     """
     if len(error) == 4:
         return jnp.maximum(_batch_norm(error[0]), _batch_norm(error[1]))

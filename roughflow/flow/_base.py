@@ -1,4 +1,4 @@
-"""Base distributions, the distribution of Z₀."""
+"""Base distributions: the distributions of Z₀."""
 
 import math
 from typing import Protocol, runtime_checkable
@@ -43,7 +43,7 @@ class Whitened(Base, Protocol):
 
 
 class Normal(eqx.Module):
-    """Independent normals with trainable mean and positive scale.
+    """Independent normal distributions with trainable means and scales.
 
     **Arguments:** `loc`, shape `(d,)`; `scale`, a number or shape `(d,)`.
 
@@ -68,7 +68,7 @@ class Normal(eqx.Module):
                 f"got {loc.shape} and {jnp.shape(scale)}"
             )
         self.loc = loc
-        # The logarithm is trained, so that the scale stays positive. Computed in NumPy, which needs no
+        # The logarithm is trained, so that the scale stays positive. It is computed in NumPy, which needs no
         # compilation.
         xp = jnp if is_traced(scale) else np
         self.log_scale = jnp.asarray(xp.log(xp.broadcast_to(xp.asarray(scale, loc.dtype), loc.shape)))
@@ -102,7 +102,7 @@ class Normal(eqx.Module):
 
 
 class MultivariateNormal(eqx.Module):
-    """A normal distribution with trainable mean and covariance LLᵀ, L lower triangular.
+    """A normal distribution with trainable mean and covariance LLᵀ, where L is lower triangular.
 
     **Arguments:** `loc`, shape `(d,)`; `covariance`, shape `(d, d)`, symmetric and positive definite.
 
@@ -162,7 +162,7 @@ class MultivariateNormal(eqx.Module):
 
 
 def dimension_of(base: Base) -> int:
-    """The dimension d of its points `(d,)`; refuses objects that are not a base."""
+    """The dimension d of the points of a base `(d,)`. An object that is not a base raises an error."""
     if not isinstance(base, Base) or isinstance(base, type):
         raise TypeError(f"base must have sample(*, key, shape=()) and log_prob(z), got {shown(base)}")
     point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
@@ -172,8 +172,8 @@ def dimension_of(base: Base) -> int:
 
 
 def some_points(base: Base, dimension: int, count: int = 32) -> Array:
-    """Starting points `(count, d)`. If the base has `from_normal`, they are made from fixed numbers, so that
-    a compiled solve need not draw random ones."""
+    """Starting points `(count, d)`. If the base has `from_normal`, they are computed from fixed numbers, so
+    that a compiled solve need not draw random numbers."""
     if isinstance(base, Whitened):
         numbers = np.random.default_rng(0).normal(size=(count, dimension))
         return jax.vmap(base.from_normal)(jnp.asarray(numbers))

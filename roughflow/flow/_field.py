@@ -61,8 +61,8 @@ class ExactDivergence(AbstractDivergence):
 
     def __call__(self, field: VectorField, z: Array, probes: Array | None) -> tuple[Array, Array]:
         del probes
-        # Linearised once rather than one jvp per direction: the backward pass then evaluates the field once,
-        # not d times.
+        # The field is linearised once, instead of one jvp per direction, so that the backward pass evaluates
+        # it once, not d times.
         value, tangent = jax.linearize(field, z)
         basis = np.eye(z.size, dtype=z.dtype)
         if z.size <= UNROLL:
@@ -79,8 +79,8 @@ class HutchinsonDivergence(AbstractDivergence):
     - `num_probes`: number of probes to average over.
     - `distribution`: `jax.random.rademacher` (default, least variance) or `jax.random.normal`.
 
-    Probes are drawn for each sample of each solve and are constant along it, so that the field is a smooth
-    function of time. Methods that use it need a `key`.
+    Probes are drawn for each sample of each solve and stay constant during the solve, so that the field is a
+    smooth function of time. Methods that use this divergence need a `key`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -134,7 +134,7 @@ KEPT = ("roughflow_point", "roughflow_status")
 
 
 class Field(eqx.Module):
-    """The right-hand side, with everything that it depends on, parameters and random numbers, in one pytree.
+    """The right-hand side and everything that it depends on (parameters and random numbers), in one pytree.
 
     Solvers take a field as an argument, never as a closure, so that all methods of differentiation see all
     parameters.
@@ -147,15 +147,15 @@ class Field(eqx.Module):
     signs: Array | None
     probes: Array | None
     safe: Array  # (d,): a starting point of samples, where the model is finite
-    centre: Array  # (d,) and
-    scale: Array  # (d,): centre and spread of the samples
+    centre: Array  # (d,): centre of the samples
+    scale: Array  # (d,): spread of the samples
     escape_rate: float = eqx.field(static=True)
 
     def __call__(self, s: Array, z: Array, *, slope_at: Array | None = None) -> tuple[Array, Array]:
         """dz/ds `(B, d)` and its divergence `(B,)` at `z` `(B, d)`; `s` is a scalar or `(B,)`.
 
         `slope_at` is the time at which the slope of the path is evaluated, by default `s`. If the slope jumps
-        at `s`, it is a time inside the step.
+        at `s`, `slope_at` is a time inside the step.
         """
         path = self.path
         slope = path.unit_slope(s if slope_at is None else slope_at)
@@ -171,14 +171,16 @@ class Field(eqx.Module):
     def guarded(
         self, s: Array, z: Array, start: Array, *, slope_at: Array | None = None
     ) -> tuple[Array, Array, Array]:
-        """The field with errors detected: dz/ds, divergence, and the `rf.flow.Status` `(B,)` of each sample.
+        """The field, checked for errors: dz/ds, its divergence, and the `rf.flow.Status` `(B,)` of each
+        sample.
 
         Distances are measured in spreads of the process, per coordinate. A sample has **escaped** if it would
         travel its distance from the centre plus one spread in less than 1/escape_rate of the horizon, or if
         it overflowed after a jump from `start`, the state at the beginning of the step. Any other value that
-        is not finite counts as an error of the model. One sample must not spoil a batch, so a field that is
-        not finite is set to zero, and one that is too fast is slowed down smoothly, which keeps the steps of
-        an adaptive solver from collapsing. Below a hundredth of the escape rate the factor is exactly one.
+        is not finite counts as an error of the model. One sample must not invalidate the whole batch, so a
+        field that is not finite is set to zero. A field that is too large is multiplied by a smooth factor,
+        so that the steps of an adaptive solver do not become tiny. Below a hundredth of the escape rate this
+        factor is exactly one.
         """
         return _guarded(self, s, z, start, slope_at)
 
@@ -226,7 +228,7 @@ def _guarded(
     field: Field, s: Array, z: Array, start: Array, slope_at: Array | None
 ) -> tuple[Array, Array, Array]:
     velocity, divergence = field(s, z, slope_at=slope_at)
-    # XLA recomputes the field for each use. Its norm alone shows whether all of it is finite.
+    # XLA recomputes the field for each use, so only its norm is tested for being finite.
     size = lambda change: jnp.max(jnp.abs(change) / field.scale[None], axis=-1)
     centre = field.centre[None]
     speed = size(velocity)
@@ -245,12 +247,13 @@ def _guarded_jvp(primals, tangents):
     """Zero tangents for samples with errors.
 
     A plain `where` would multiply zero by infinity, so the field is differentiated at a safe point for these
-    samples, and their tangents are dropped.
+    samples, and the tangents are set to zero.
     """
     field, s, z, start, slope_at = primals
     d_field, d_s, d_z, _, d_slope_at = tangents
     velocity, divergence, status = _guarded(field, s, z, start, slope_at)
-    # Named, so that a checkpoint keeps this value; otherwise the backward pass evaluates the field again.
+    # This value is named, so that a checkpoint keeps it; otherwise the backward pass evaluates the field
+    # again.
     status = checkpoint_name(status, KEPT[1])
     fine = status == Status.FINE
 

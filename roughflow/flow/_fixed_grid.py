@@ -24,7 +24,7 @@ Span = tuple[Array, Array]
 
 
 class RK4(diffrax.AbstractERK):
-    """The classical fourth-order method, as a diffrax solver without an error estimate.
+    """The classical fourth-order Runge–Kutta method, as a diffrax solver without an error estimate.
 
     ```python
     import roughflow as rf
@@ -93,8 +93,8 @@ def runge_kutta(field: Field, span: Span, z: Array, solver: diffrax.AbstractERK)
     matrix, weights, nodes = _tableau(solver, z.dtype)
     jumps = field.path.driver.jumps.size > 0
 
-    # The stages are a loop: this compiles several times faster, and the backward pass holds the activations
-    # of one stage at a time, which stay in cache.
+    # The stages form a loop, which compiles several times faster. The backward pass then holds the
+    # activations of one stage at a time, which fit in the cache.
     def stage(carry: tuple[Array, Step], row: tuple[Array, Array, Array, Array]):
         velocities, step = carry
         i, coefficients, weight, node = row
@@ -126,7 +126,7 @@ def runge_kutta(field: Field, span: Span, z: Array, solver: diffrax.AbstractERK)
 
 
 def _tableau(solver: diffrax.AbstractERK, dtype: np.dtype) -> tuple[Array, Array, Array]:
-    """The Butcher tableau as arrays, without stages that are only for error control."""
+    """The Butcher tableau as arrays, without stages that are needed only for error control."""
     tableau = solver.tableau
     assert isinstance(tableau, diffrax.ButcherTableau)
     stages = int(np.flatnonzero(tableau.b_sol)[-1]) + 1
@@ -160,7 +160,8 @@ Pair = tuple[tuple[Array, Array], tuple[Array, Array]]
 def reversible_scan(
     differentiable: tuple[Field, Array], spans: Span, solver: diffrax.AbstractERK, coupling: float
 ) -> Outcome:
-    """Solve from z₀ over consecutive intervals; differentiable in the field and z₀, in reverse mode."""
+    """Solve from z₀ over consecutive intervals. The result can be differentiated in reverse mode with respect
+    to the field and z₀."""
     return _solve(differentiable, spans, solver, coupling)[0]
 
 
@@ -250,7 +251,7 @@ Solve = Callable[[Field, Array, Array | None], Outcome]
 
 
 def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None) -> Outcome:
-    """`solve(field, z, fraction)`; a large batch is solved in equal blocks, one after another.
+    """The result of `solve(field, z, fraction)`. A large batch is solved in equal blocks, one after another.
 
     The intermediate values of one block fit in the cache of a CPU, which makes the gradient of 10⁵ samples 20
     % faster. Blocks are not used with several devices, which would wait for each other.
@@ -270,7 +271,7 @@ def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None)
     return jax.tree.map(lambda a: jnp.reshape(a, (-1, *a.shape[2:]))[: len(z)], outcome)
 
 
-LATE = 2.0  # exponent `late` for functions that vary fastest at the end
+LATE = 2.0  # value of `late` for functions that vary fastest at the end
 
 
 class FixedGrid(AbstractIntegrator):
@@ -280,20 +281,19 @@ class FixedGrid(AbstractIntegrator):
 
     - `solver`: any explicit diffrax solver of order 2 or more, such as `diffrax.Heun()`,
       `diffrax.Midpoint()`, `rf.flow.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`,
-      `rf.flow.RK6()`.
-      Euler's method is refused: on a random path it converges to another equation, the Itô equation
-      with the Stratonovich drift.
+      `rf.flow.RK6()`. Euler's method is refused: on a random path it converges to the solution of another
+      equation, the Itô equation with the Stratonovich drift.
     - `steps`: number of steps over the horizon; by default enough to resolve the fastest wave of the driver.
-      A piecewise linear path gets at least one step per piece, and no step crosses a jump of its slope. The
-      default does not depend on the model, which may be stiff: an estimate reports the `solver_error`, and
-      `rf.fit` adapts the number if it is not set.
+      A piecewise linear path is solved with at least one step per piece, and no step crosses a jump of its
+      slope. The default does not depend on the model and may be too small if the model is stiff: check the
+      `solver_error` of an estimate. `rf.fit` adapts the number of steps unless you set it.
     - `gradient`: `rf.flow.Backpropagation()` or `rf.flow.ConstantMemory()`.
-    - `escape_rate`: a sample that would travel this many times its distance from the centre of the base, plus
-      as many spreads of the process, in one horizon is considered to have escaped to infinity.
-    - `late`: exponent a of the times s = 1 − (1 − u)ᵃ of the steps, for equally spaced u. 1 gives equal
-      steps; 2 gives steps that shrink towards the end, where a velocity learned from data is fastest and
-      noise that fades as √(1 − s) has no derivative: high-order methods drop to order 3/2 there for a = 1,
-      and to 3 for a = 2.
+    - `escape_rate`: a sample counts as escaped to infinity if, in one horizon, it would travel more than this
+      many times the sum of its distance from the centre of the base and the spread of the process.
+    - `late`: exponent a in the times s = 1 − (1 − u)ᵃ of the steps, for equally spaced u. If a = 1, all steps
+      are equal. If a = 2, they shrink towards the end, where a velocity learned from data varies fastest, and
+      where noise that fades as √(1 − s) has no derivative. With such noise, high-order methods drop to order
+      3/2 for a = 1, and to order 3 for a = 2.
 
     ```python
     import diffrax
@@ -380,7 +380,7 @@ class FixedGrid(AbstractIntegrator):
 
     def time(self, place: Any, each: Any, knots: np.ndarray, xp: Any = jnp) -> Any:
         """The start time of a step, with `each` steps between two knots: equally spaced in u, where 1 − s =
-        (1 − u)^late, and exact at the knots. `xp` is the array module."""
+        (1 − u)^late, and exact at the knots. `xp` is the array module, `jax.numpy` or `numpy`."""
         even = 1 - (1 - knots) ** (1 / self.late)
         piece = xp.minimum(place // each, knots.size - 2)
         inner = place - each * piece
@@ -431,7 +431,7 @@ def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> i
 
 
 def sticky_step(field: Field, now: Outcome, span: Span, solver: diffrax.AbstractERK) -> Outcome:
-    """Advance the valid samples; one with an error stays at its last valid state.
+    """Advance the valid samples; a sample with an error stays at its last valid state.
 
     If the model is not finite, the sample moves to the point where that happens, which the error message
     reports.

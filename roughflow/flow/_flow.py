@@ -110,9 +110,9 @@ class AbstractStochasticFlow(eqx.Module):
       method.
 
     Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. `t1` is the
-    time at which Z is evaluated, one for all or one per sample, by default the end of the path. Samples that
-    diverge in finite time have density zero, log-density −inf. A drift or diffusion that returns NaN, or a
-    solver that runs out of steps, raises an error.
+    time at which Z is evaluated, one for all samples or one per sample; by default it is the end of the path.
+    Samples that diverge in finite time have density zero, that is, log-density −inf. A drift or diffusion
+    that returns NaN, or a solver that runs out of steps, raises an error.
 
     ```python
     import jax, jax.numpy as jnp
@@ -135,7 +135,7 @@ class AbstractStochasticFlow(eqx.Module):
     raises: bool
     dimension: int = eqx.field(static=True)
     noise_dimension: int = eqx.field(static=True)
-    proposal: Any = None  # a proposal learned with the flow, which tells where to search for paths to x
+    proposal: Any = None  # a proposal learned with the flow, from which paths to x are drawn
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class AbstractStochasticFlow(eqx.Module):
         self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), t1: float | Array | None = None
     ) -> Path:
         """Draw paths from the driver on [0, t1], by default up to the end time of the flow. `t1` is a number,
-        or an array of `shape` for one end per path."""
+        or an array of shape `shape` with one end time per path."""
         horizon = self.t1 if t1 is None else t1
         return self.driver.sample(
             key=check_key(key), shape=shape, noise_dimension=self.noise_dimension, t1=horizon
@@ -253,7 +253,7 @@ class AbstractStochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> tuple[Array, Array, Path]:
-        """Draw samples and compute log p(Z | path) in one forward solve; also returns the paths."""
+        """Draw samples and compute log p(Z | path) in one forward solve; also return the paths."""
         z, path, key = self._draw(key, shape, path)
         x, log_change = self.push_forward(z, path, t1=t1, key=key)
         return x, log_prob_of(self.base, z) - log_change, path
@@ -358,7 +358,7 @@ def _solve(
     key: PRNGKeyArray | None,
     reverse: bool,
 ) -> tuple[Outcome, Array]:
-    """The outcome, and its status without the failures that NaN in z causes. Batches are formed only here;
+    """The outcome, and its status without failures that are due to NaN in z. Batches are formed only here;
     the solvers see one leading axis."""
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
@@ -438,9 +438,9 @@ def check_path_of_driver(path: Any) -> None:
 def centre_and_scale(
     sde: AbstractSDE, base: Base, dimension: int, horizon: Array, dtype: Any
 ) -> tuple[Array, Array, Array]:
-    """A starting point of samples, their centre, and the spread of each coordinate at the end: the scales of
-    distances, `(d,)` each. The scales are not differentiated. Where the spread is zero, the distance that the
-    drift covers is used instead.
+    """A starting point of samples, their centre, and the spread of each coordinate at the end, in which
+    distances are measured; `(d,)` each. The spread is not differentiated. Where the spread is zero, the
+    distance that the drift covers is used instead.
     """
     points = jax.lax.stop_gradient(some_points(base, dimension)).astype(dtype)
     t, span = jnp.zeros((), dtype), jax.lax.stop_gradient(jnp.max(horizon)).astype(dtype)

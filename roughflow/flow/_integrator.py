@@ -12,14 +12,14 @@ from ._outcome import Outcome
 
 
 class AbstractGradient(eqx.Module):
-    """A method to differentiate a solve, in all parameters, starting points and path coefficients."""
+    """A method to differentiate a solve with respect to parameters, starting points and path coefficients."""
 
 
 class Backpropagation(AbstractGradient):
     """Backpropagation through the steps, with checkpoints: the exact gradient of the numerical solution.
 
-    The default. A fixed grid stores the state and velocity of each step and recomputes everything inside
-    a step. An adaptive solve stores a logarithmic number of states.
+    This is the default. A fixed grid stores the state and velocity of each step and recomputes everything
+    inside a step. An adaptive solve stores a logarithmic number of states.
 
     ```python
     import roughflow as rf
@@ -34,8 +34,8 @@ class ConstantMemory(AbstractGradient):
 
     A fixed grid becomes reversible (McCallum & Foster 2024): two coupled copies of the state make every step
     exactly invertible, at twice the number of evaluations, and the gradient is again that of the numerical
-    solution. An adaptive solve integrates the continuous adjoint equation backwards; its gradient is as
-    accurate as its tolerances. Forward mode (`jax.jvp`, `jax.jacfwd`) is not supported.
+    solution. An adaptive solve integrates the continuous adjoint equation backwards; the tolerances determine
+    the accuracy of its gradient. Forward mode (`jax.jvp`, `jax.jacfwd`) is not supported.
 
     **Arguments:** `coupling`, in (0, 1]: strength of the coupling of the two copies on fixed grids. Smaller
     values are more stable forwards, but undoing N steps multiplies rounding errors by coupling^(−N).

@@ -1,4 +1,4 @@
-"""The outcome of a solve: failure is a value with a reason, raised on request."""
+"""The outcome of a solve. A failure is recorded with its reason, and raised as an error on request."""
 
 import contextlib
 import enum
@@ -49,7 +49,7 @@ _MESSAGES = {
     Status.FINE: "the solve reached its end",
     Status.ESCAPED: "the sample diverged in finite time: its density is zero",
     Status.NON_FINITE: (
-        "drift or diffusion, or a derivative of one, is not finite along the path: "
+        "drift or diffusion, or a derivative of either, is not finite along the path: "
         "call log_prob_given_path outside jax.jit to see which, when and where" + see("model-not-finite")
     ),
     Status.OUT_OF_STEPS: (
@@ -91,10 +91,10 @@ def failed(outcome: Outcome) -> Array:
 
 
 def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path) -> Outcome:
-    """Raise an error if a model is not finite or a solver ran out of steps; escapes pass.
+    """Raise an error if a model is not finite or a solver ran out of steps. Escapes raise no error.
 
-    Outside of `jit` the message names drift or diffusion, and the time. Under `jit` the error is raised at
-    run time, and its message says how to find coefficient and time.
+    Outside of `jit`, the message says whether drift or diffusion is not finite, and at which time. Under
+    `jit`, the error is raised at run time, and its message says how to find this out.
     """
     if is_traced(status):
         z = outcome.z
@@ -111,7 +111,7 @@ def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Context manager for calls of jitted solves inside the library: replaces their long run-time errors by
+    """A context manager for calls of jitted solves inside the library, which replaces long run-time errors by
     short ones."""
     try:
         yield
@@ -127,7 +127,8 @@ def _describe(outcome: Outcome, codes: np.ndarray, sde: AbstractSDE, path: Path)
     i = np.unravel_index(np.argmax(codes == Status.NON_FINITE), codes.shape)
     time, z, t1 = (np.asarray(jax.lax.stop_gradient(a)) for a in (outcome.time, outcome.z, path.t1))
     time, z, horizon = time[i], z[i], float(np.broadcast_to(t1, codes.shape)[i])
-    # An adaptive solve knows the time only to a fraction of a step: search around it.
+    # An adaptive solve determines the time only up to a fraction of a step, so earlier and later times are
+    # tried.
     offsets = np.concatenate([[0.0], *([s, -s] for s in 10.0 ** np.arange(-7, -0.5, 0.5))])
     for offset in offsets:
         t = horizon * np.clip(time + offset, 0, 1).astype(z.dtype)
@@ -137,7 +138,8 @@ def _describe(outcome: Outcome, codes: np.ndarray, sde: AbstractSDE, path: Path)
                 return f"{name} returned a value that is not finite {_place(t, z)}{see('model-not-finite')}"
     place = _place(horizon * time, z)
     return (
-        f"drift or diffusion, or a derivative of one, stopped being finite {place}{see('model-not-finite')}"
+        f"drift or diffusion, or a derivative of either, stopped being finite "
+        f"{place}{see('model-not-finite')}"
     )
 
 

@@ -1,4 +1,5 @@
-"""The number of steps a flow needs, and coefficients that vary faster in time than the steps resolve."""
+"""The number of steps that a flow needs, and a test for coefficients that vary faster in time than the
+steps."""
 
 import functools
 from typing import Any
@@ -36,10 +37,10 @@ def tune_steps(
     """The flow with the smallest number of steps of its `rf.FixedGrid` for which log p(x | path) has
     converged.
 
-    Converged means: the root mean square change when the number of steps is doubled, over points x with one
-    path each, is below the tolerance. A flow changes during training, so call this function again from time
-    to time. The flow is returned unchanged if 64 steps are not enough or if its integrator is not an
-    `rf.FixedGrid`.
+    Converged means that the root mean square change of this value when the number of steps is doubled, over
+    points x with one path each, is below the tolerance. A flow changes during training, so call this function
+    again from time to time. The flow is returned unchanged if 64 steps are not enough or if its integrator is
+    not an `rf.FixedGrid`.
 
     **Arguments:**
 
@@ -124,14 +125,14 @@ MAX_SHARE = 0.99  # maximum fraction of variance that may be missed
 
 
 def unresolved_in_time(flow: AbstractStochasticFlow, points: Array) -> float:
-    """An estimate of the error of log p, in nats, due to time-dependent coefficients that solver and driver
-    do not resolve.
+    """An estimate of the error of log p, in nats, due to time-dependent coefficients that the solver and the
+    driver do not resolve.
 
-    The solver sees coefficients at its nodes. The polynomial through the nodes of a step is compared with the
-    coefficients at random times, which detects a pulse of 1/500 of the horizon. A shift of δ standard
-    deviations counts δ nats, and a fraction ε of the variance that is missed counts −½ log(1 − ε). Variance
-    of ∫ σ(t) dB that the functions of the driver miss counts likewise. The result is 0 for coefficients that
-    do not depend on time.
+    The solver evaluates the coefficients only at its nodes. The polynomial through the nodes of a step is
+    compared with the coefficients at random times, which detects a pulse as short as 1/500 of the horizon. A
+    shift of δ standard deviations counts as δ nats, and a missed fraction ε of the variance as −½ log(1 − ε).
+    The same holds for the variance of ∫ σ(t) dB that the functions of the driver miss. The result is 0 for
+    coefficients that do not depend on time.
 
     **Arguments:** `points`, shape `(k, d)`: coefficients are evaluated at the first eight.
     """
@@ -143,7 +144,7 @@ def unresolved_in_time(flow: AbstractStochasticFlow, points: Array) -> float:
 
 
 def _nodes(flow: AbstractStochasticFlow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The nodes of the solver `(N, k)`, step by step, random times `(N, r)` in each step, all in units of the
+    """The nodes of the solver `(N, k)` in each step, random times `(N, r)` in each step, both in units of the
     horizon, and weights `(N, r, k)` that interpolate between nodes."""
     grid = flow.integrator if isinstance(flow.integrator, FixedGrid) else FixedGrid(steps=16)
     path = flow.driver.path(jnp.zeros((flow.driver.num_functions, flow.noise_dimension)))

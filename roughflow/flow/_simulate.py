@@ -48,7 +48,7 @@ class AbstractScheme(eqx.Module):
         """The next state of one sample, shape `(d,)`."""
 
     def check(self, sde: AbstractSDE, z: Array) -> None:
-        """Refuse an SDE that the scheme does not support, evaluated at z, shape `(d,)`."""
+        """Raise an error if the scheme does not support the SDE, which is evaluated at z, shape `(d,)`."""
 
 
 class EulerMaruyama(AbstractScheme):
@@ -115,7 +115,7 @@ class Milstein(AbstractScheme):
     """Milstein's scheme z + μ̃ dt + σ ΔB + ½ D[σ(·) ΔB] (σ ΔB): strong order 1, for commutative noise.
 
     It adds Σⱼₖ (Dσⱼ) σₖ ½(ΔBⱼ ΔBₖ − δⱼₖ dt) to Euler–Maruyama; the δ term turns the Itô drift into the
-    Stratonovich drift μ̃. Noncommutative noise needs Lévy areas and is refused.
+    Stratonovich drift μ̃. Noncommutative noise needs Lévy areas and raises an error.
 
     ```python
     import jax, jax.numpy as jnp
@@ -127,7 +127,7 @@ class Milstein(AbstractScheme):
     """
 
     def check(self, sde: AbstractSDE, z: Array) -> None:
-        # Checked at the start and at a generic point, about as far away as the noise reaches.
+        # The noise is checked at the start and at a generic point, about as far away as the noise reaches.
         _check_commutative(sde, z)
         rows = noise_sizes(sde.noise(jnp.zeros((), z.dtype), z))
         size = jnp.where(rows > 0, rows, jnp.where(z == 0, 1, jnp.abs(z)))
@@ -146,7 +146,8 @@ class Davie(AbstractScheme):
 
     The drift is not converted: a Stratonovich SDE requires a geometric rough path, an Itô SDE the Itô lift of
     Brownian motion. For commutative noise it is Milstein's scheme, and areas do not matter. Without a path,
-    `rf.simulate` draws Brownian motion by `rf.rough.brownian_lift`, with `num_functions` for the areas.
+    `rf.simulate` draws Brownian motion by `rf.rough.brownian_lift`, with `num_functions` functions for the
+    areas.
 
     ```python
     import jax, jax.numpy as jnp
@@ -237,11 +238,11 @@ def simulate(
     trajectory: bool = False,
     saveat: ArrayLike | None = None,
 ) -> Array:
-    """Simulate dZ = μ dt + σ dB from `z0` at `t0` to `t1` on `steps` equal steps.
+    """Simulate dZ = μ dt + σ dB from `z0` at time `t0` to time `t1` in `steps` equal steps.
 
     **Arguments:**
 
-    - `sde`: in either calculus; a scheme converts the drift to the calculus it needs.
+    - `sde`: an Itô or Stratonovich SDE; the scheme converts the drift if necessary.
     - `z0`: shape `(..., d)`, one start per sample.
     - `scheme`: `rf.flow.EulerMaruyama()`, the default for an Itô SDE; `rf.flow.StratonovichHeun()`, the
       default for a Stratonovich one; `rf.flow.StratonovichMidpoint()`; `rf.flow.Milstein()` for commutative
@@ -251,8 +252,8 @@ def simulate(
       `t1` and `steps`. A Stratonovich SDE requires a geometric path, an Itô SDE the Itô lift.
     - `trajectory`: return the whole trajectory, shape `(..., steps + 1, d)`, instead of Z at t1. Time is the
       second-last axis, as in `rf.sample_chain`.
-    - `saveat`: increasing output times between `t0` and `t1`, shape `(k,)`; returns Z at these times, shape
-      `(..., k, d)`. Output times between two steps split a step.
+    - `saveat`: increasing output times between `t0` and `t1`, shape `(k,)`; Z is returned at these times,
+      shape `(..., k, d)`. An output time inside a step splits this step.
 
     The result is differentiable; each step is recomputed in the backward pass.
 
@@ -311,8 +312,9 @@ def simulate(
 
 
 def _output_grid(saveat: ArrayLike, t0: float, t1: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The times of the steps and of the output, and the indices of the latter."""
-    # In double precision: rounded to single, the last time could lie after t1.
+    """The times of the steps, which include the output times, and the indices of the output times."""
+    # This uses double precision, because in single precision the last time could be rounded to a time after
+    # t1.
     saveat = np.asarray(as_real("saveat", saveat), float)
     check_finite("saveat", saveat)
     if saveat.ndim != 1 or not saveat.size or np.any(np.diff(saveat) <= 0):
@@ -341,7 +343,7 @@ def _drawn(
         rough = brownian_lift(steps, key=key, num_functions=scheme.num_functions, **options)
         rough = rough if isinstance(sde, AbstractStratonovichSDE) else rough.ito()
         return rough.increments, rough.areas
-    # Drawn with time as the first axis.
+    # The numbers are drawn with time as the first axis.
     normal = jax.random.normal(key, (steps, *batch, columns), dtype)
     size = np.sqrt(lengths).reshape(steps, *[1] * (normal.ndim - 1))
     return (jnp.moveaxis(jnp.asarray(size, dtype) * normal, 0, -2),)

@@ -1,4 +1,4 @@
-"""The value σ of a diffusion, a matrix or a lineax operator; its derivatives and dependencies."""
+"""Values σ of a diffusion (a matrix or a lineax operator), their derivatives, and what they depend on."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -177,7 +177,8 @@ def sum_over(count: int, term: Callable[[Index], Total], zero: Total) -> Total:
 
 
 def diagonal_slopes(noise: Callable[[Array], Noise], z: Array) -> tuple[Array, Array]:
-    """sₖ and ∂ₖsₖ of diagonal noise diag(s), by one product if each sₖ depends on zₖ only, else by d."""
+    """sₖ and ∂ₖsₖ of diagonal noise diag(s), by one Jacobian–vector product if each sₖ depends on zₖ only,
+    and by d products otherwise."""
     entries = lambda y: noise_diagonal(noise(y))
     if is_entrywise(entries, z):
         return jax.jvp(entries, (z,), (jnp.ones_like(z),))
