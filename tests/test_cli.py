@@ -10,7 +10,7 @@ import pytest
 
 import roughflow as rf
 from roughflow.cli import main, process
-from roughflow.cli.process import cache_folder, keep_programs
+from roughflow.cli.startup import cache_folder, keep_programs
 from roughflow.train import progress_bar
 
 
@@ -78,7 +78,7 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path, monkeypatch):
 def test_interrupted_while_it_starts():
     """JAX might lose the exception: the program ends at once, in one line."""
     code = (
-        "import os, signal; from roughflow.cli.process import starting\n"
+        "import os, signal; from roughflow.cli.startup import starting\n"
         "with starting(): os.kill(os.getpid(), signal.SIGINT); print('on')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ import roughflow as rf
 from roughflow.cli import main
 from roughflow.cli.arguments import MODELS
 from roughflow.cli.estimate import KINDS
-from roughflow.cli.process import Refused
+from roughflow.cli.startup import Refused
 
 mpl.use("Agg")
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from .process import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, TERMINATED, Refused, Terminated
+from .startup import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, TERMINATED, Refused, Terminated
 
 # Modules of commands whose name differs from the command.
 MODULES = {"demo": "figures", "reproduce": "figures", "impute": "sample"}
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     # Imported inside `main`, which handles Ctrl-C.
     from .arguments import parse
-    from .process import keep_programs, starting, stoppable
+    from .startup import keep_programs, starting, stoppable
 
     try:
         arguments = parse(argv)
@@ -79,7 +79,7 @@ def _check_devices(arguments: argparse.Namespace) -> None:
     """Refuse to start without a JAX device. If there are several processes, connect to the others first."""
     from roughflow.train import check_backend
 
-    from .process import devices_of_cpu
+    from .startup import devices_of_cpu
 
     devices_of_cpu(getattr(arguments, "devices", None))
     if getattr(arguments, "join", None) is not None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import roughflow as rf
 
-from .process import Refused
+from .startup import Refused
 
 
 def _number(kind: Callable, accept: Callable[[float], bool], description: str) -> Callable[[str], float]:

@@ -20,7 +20,7 @@ from roughflow.faq import see
 from roughflow.files import file_lock
 from roughflow.tables import second_file
 
-from .process import INTERRUPTED, Refused
+from .startup import INTERRUPTED, Refused
 from .tables import table_bytes
 
 # Options that may differ when a run is resumed.

@@ -18,8 +18,8 @@ from roughflow.train import progress_bar
 
 from .arguments import MODELS, SYSTEMS
 from .files import check_writable, with_figures
-from .process import Refused
 from .series import Series
+from .startup import Refused
 from .tables import write_table
 
 FIGURES, NUMBERS, FORECAST = "estimate.png", "estimate.json", "forecast.csv"

@@ -12,8 +12,8 @@ import numpy as np
 import roughflow as rf
 from roughflow.faq import see
 
-from .process import Refused
 from .series import read_inputs, read_series
+from .startup import Refused
 from .tables import (
     STANDARD,
     check_readable,

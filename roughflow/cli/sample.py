@@ -14,7 +14,7 @@ import roughflow as rf
 from roughflow.faq import see
 
 from .files import check_table, chunks_for, columns_of, read_model
-from .process import Refused
+from .startup import Refused
 from .tables import is_array, write_npy, write_table
 
 CHUNK_ROWS = 2**16  # rows drawn at a time, to limit memory

@@ -16,7 +16,7 @@ from roughflow.train import progress_bar
 
 from .checkpoint import KeptRows, alone, begin, check_checkpoint, checkpoint_of, stopped
 from .files import check_table, chunks_for, read_model
-from .process import TERMINATED, Refused, Terminated
+from .startup import TERMINATED, Refused, Terminated
 from .tables import STANDARD, write_table
 
 

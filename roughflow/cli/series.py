@@ -11,7 +11,7 @@ import numpy as np
 
 from roughflow.faq import see
 
-from .process import Refused
+from .startup import Refused
 from .tables import (
     MAX_VALUE,
     MISSING,

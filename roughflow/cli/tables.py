@@ -20,7 +20,7 @@ import numpy as np
 import roughflow as rf
 from roughflow.faq import see
 
-from .process import Refused
+from .startup import Refused
 
 MAX_SHOWN_LINES = 5  # maximum number of lines named in a message
 MAX_SHOWN_COLUMNS = 20  # maximum number of columns named in a message

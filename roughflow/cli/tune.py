@@ -18,7 +18,7 @@ from roughflow.faq import see
 
 from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .files import check_table, check_writable
-from .process import Refused
+from .startup import Refused
 from .tables import STANDARD, is_array, write_npy, write_table
 
 

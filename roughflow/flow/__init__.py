@@ -1,7 +1,7 @@
 """Stage 3, the random ODE as a flow: divergence, integration, conditional density, sampling."""
 
 from ._adaptive import Adaptive as Adaptive
-from ._base import (
+from ._base_distribution import (
     Base as Base,
     MultivariateNormal as MultivariateNormal,
     Normal as Normal,

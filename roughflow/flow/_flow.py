@@ -38,7 +38,7 @@ from ..sde import (
     noise_sizes,
     with_explicit_parameters,
 )
-from ._base import Base, dimension_of, log_prob_of, some_points
+from ._base_distribution import Base, dimension_of, log_prob_of, some_points
 from ._field import AbstractDivergence, ExactDivergence, Field, NoDivergence, draw, signs, split
 from ._fixed_grid import FixedGrid
 from ._integrator import AbstractIntegrator

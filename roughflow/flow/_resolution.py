@@ -15,7 +15,7 @@ from .._checks import as_real, check_count, check_instance, check_key, check_pos
 from .._programs import jit
 from ..driver import Path
 from ..sde import AbstractSDE, depends_on, noise_matrix
-from ._base import some_points
+from ._base_distribution import some_points
 from ._fixed_grid import CountedGrid, FixedGrid
 from ._flow import AbstractStochasticFlow, centre_and_scale
 
