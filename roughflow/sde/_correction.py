@@ -37,7 +37,7 @@ from ._sde import AbstractItoSDE, AbstractSDE, AbstractStratonovichSDE, ItoSDE, 
 
 
 class AbstractCorrection(eqx.Module):
-    """The method that computes the correction."""
+    """The interface of methods that compute the correction c."""
 
     @abc.abstractmethod
     def draw(self, shape: tuple[int, ...], noise_dimension: int, *, key: PRNGKeyArray | None) -> Array | None:
@@ -75,12 +75,12 @@ class ExactCorrection(AbstractCorrection):
         if has_diagonal(eqx.filter_eval_shape(diffusion, z)):
             entries, slopes = diagonal_slopes(diffusion, z)
             return lx.DiagonalLinearOperator(entries), 0.5 * entries * slopes
-        # Linearised once: all products, and the backward pass, share the value of σ.
+        # σ is linearised once, so that all products and the backward pass share its value.
         sigma, tangent = jax.linearize(diffusion, z)
         dimension, columns = noise_shape(sigma)
 
         # Σⱼ (Dσⱼ) σⱼ = Σₖ (∂ₖσ) (row k of σ)ᵀ: use the shorter sum. The directions eₖ are constant, so a
-        # batch shares their first-layer products; prefer the second sum in a tie.
+        # batch shares their first-layer products; in a tie, the second sum is used.
         def along_row(k: Index) -> Array:
             return apply_noise(tangent(axis(z, k)), noise_row(sigma, k))
 
@@ -94,10 +94,10 @@ class ExactCorrection(AbstractCorrection):
 class SampledCorrection(AbstractCorrection):
     """The one-product estimate c = ½ D[σ(·) ε] (σ ε) with random signs ε, whose cost does not grow with m.
 
-    It is unbiased over ε. But ε is fixed along a path, and a drift that is correct on average over paths
-    gives another distribution. A flow therefore uses it only if every ε gives the same result, that is, if
-    each noise component acts on one coordinate and depends on that coordinate only. Otherwise the flow warns
-    and uses `rf.sde.ExactCorrection()`.
+    It is unbiased over ε. However, ε is fixed along each path, and a drift that is correct only on average
+    over paths gives a different distribution. A flow therefore uses it only if every ε gives the same result,
+    that is, if each noise component acts on one coordinate and depends on that coordinate only. Otherwise the
+    flow warns and uses `rf.sde.ExactCorrection()`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -148,10 +148,10 @@ def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool
 def checked_correction(
     sde: AbstractSDE, correction: AbstractCorrection | None, base: Any
 ) -> AbstractCorrection:
-    """The requested correction if it preserves the distribution, else the exact one with a warning.
+    """The requested correction if it preserves the distribution; otherwise the exact one, with a warning.
 
-    Signs that are fixed along a path change the distribution of the flow unless all signs give the same
-    correction.
+    If the signs are fixed along each path, the distribution of the flow changes, unless every choice of signs
+    gives the same correction.
     """
     if not isinstance(correction, SampledCorrection) or isinstance(sde, AbstractStratonovichSDE):
         return ExactCorrection() if correction is None else correction
@@ -159,8 +159,8 @@ def checked_correction(
     if is_traced(points) or same_for_all_signs(sde, points, key=jax.random.key(1)):
         return correction
     warn(
-        "SampledCorrection would change the distribution, as its random signs cancel only if each noise "
-        "component moves one coordinate and depends on that one alone; ExactCorrection is used instead"
+        "SampledCorrection would change the distribution, because its random signs cancel only if each noise "
+        "component moves one coordinate and depends only on it; ExactCorrection is used instead"
         + see("sampled-correction")
     )
     return ExactCorrection()
@@ -203,8 +203,8 @@ def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> Abs
     ε] (σ ε) with random signs ε, which is unbiased over keys and whose cost does not grow with m. A
     Stratonovich SDE is returned unchanged.
 
-    The result holds the parameters of the diffusion twice: in the new drift and in the diffusion itself. For
-    training, keep the original SDE; a flow converts it on the fly.
+    The result contains the parameters of the diffusion twice: in the new drift and in the diffusion itself.
+    For training, keep the original SDE; a flow converts it on the fly.
 
     ```python
     import jax.numpy as jnp
@@ -263,8 +263,8 @@ class Spread(eqx.Module):
 
 
 def spread_at(noise: Callable[[Array], Noise], z: Array) -> Spread:
-    """σ at z, `div σ` and c. No derivative is computed if σ does not depend on z, and only vectors if σ is
-    diagonal."""
+    """σ at z, `div σ` and c. If σ does not depend on z, no derivative is computed; if σ is diagonal, all
+    results are vectors."""
     if not depends_on(noise, z):
         return Spread(plain_noise(noise(z)), None, None)
     if has_diagonal(eqx.filter_eval_shape(noise, z)):

@@ -39,7 +39,7 @@ BRANCHES: dict[str, Callable[..., Any]] = {
     },
 }
 RAYS, STEPS = 16, 240  # number of search lines, and steps along each
-DECADES = 12.0  # range of distances from the origin, up and down
+DECADES = 12.0  # distances from the origin lie between 10^−DECADES and 10^DECADES
 NUM_ROUNDS = 6  # each round shrinks a bracket by a factor STEPS
 JUMP, KINK = 1e-5, 1e-3  # relative differences of values and of slopes on the two sides
 OFFSET = 1e-7  # distance from a switch at which both sides are compared, as a fraction of the first bracket
@@ -64,9 +64,10 @@ def kinks(
     """The jumps and kinks of drift and diffusion in the state z, one of each kind per operation.
 
     Operations that switch between branches, such as `abs`, `maximum`, `where` or `floor`, are found in the
-    program of each coefficient. Their switching points are searched along rays from the origin and between
-    `points` `(k, d)`, if given. Values and slopes on both sides are then compared. Coefficients without such
-    operations cost one trace. Switches inside `lax.scan` and `lax.while_loop` are not detected.
+    program of each coefficient. Their switching points are located by searching along rays from the origin
+    and, if `points` of shape `(k, d)` is given, also between those points. Values and slopes on both sides
+    are then compared. Coefficients without such operations need only one trace. Switches inside `lax.scan`
+    and `lax.while_loop` are not detected.
     """
     found = []
     for part, function in (("drift", sde.drift), ("diffusion", sde.noise)):
@@ -78,7 +79,8 @@ def check_kinks(sde: AbstractSDE, dimension: int) -> None:
     """Refuse an Itô SDE with a kink or a jump in its diffusion.
 
     The random ODE contains Dσ, and its log-density the derivative of Dσ: a delta function at a kink, which
-    automatic differentiation misses. A drift, or a Stratonovich diffusion, is differentiated only once.
+    automatic differentiation misses. A drift or a Stratonovich diffusion is differentiated only once, so it
+    may have kinks.
     """
     if not isinstance(sde, AbstractItoSDE):
         return

@@ -1,5 +1,5 @@
-"""Networks for drift, diffusion and velocity. All are smooth, because correction and divergence differentiate
-them."""
+"""Networks for drift, diffusion and velocity. All are smooth, because their derivatives enter the correction
+and the divergence."""
 
 import itertools
 from collections.abc import Callable
@@ -55,7 +55,7 @@ MAX_THIN_SIZE = 4  # maximum number of inputs or outputs of a thin layer
 
 
 def tanh(x: Array) -> Array:
-    """tanh with derivative t·(1 − y²), which needs fewer passes over memory than JAX's rule."""
+    """y = tanh x with the derivative 1 − y², which needs fewer passes over memory than JAX's rule."""
     return _tanh(x)  # a plain function, so that networks can be pickled
 
 
@@ -97,8 +97,7 @@ def check_smooth(activation: Activation) -> None:
 class MLP(eqx.Module):
     """A multi-layer perceptron `(t, z) -> (out_size,)` with smooth activations, by default tanh.
 
-    The network ignores t (as for a time-homogeneous SDE, like that of the paper) unless
-    `time_dependent=True`.
+    The network ignores t, as in a time-homogeneous SDE, unless `time_dependent=True`.
 
     **Arguments:** `in_size`, `out_size`; `width` and `depth` of the hidden layers; `activation`, any smooth
     scalar function (ReLU is refused); `scale`, a factor on the initial weights of the last layer.
@@ -169,16 +168,16 @@ def _product(z: Array, weight: Array) -> Array:
             return sum((z[k] * weight[k] for k in range(1, rows)), z[0] * weight[0])
         if columns <= MAX_THIN_SIZE:
             return jnp.stack([jnp.sum(z * weight[:, k]) for k in range(columns)])
-    # Weights first: with few outputs the product in the gradient is tall and thin, which is ten times faster
-    # on a CPU in this order.
+    # The weights come first: with few outputs, the matrix in the gradient is tall and thin, and its product
+    # is ten times faster on a CPU in this order.
     return weight.T @ z if columns <= MAX_THIN_SIZE else z @ weight
 
 
 class FullDiffusion(eqx.Module):
-    """The full matrix of the paper: λ (I + N(t, z)), where N has zero diagonal and a network for the other
-    entries; m = d.
+    """The full matrix λ (I + N(t, z)) of Hodgkinson et al. (2020), with m = d. The diagonal of N is zero, and
+    a network gives the other entries.
 
-    In two dimensions λ [[1, σ₁(z)], [σ₂(z), 1]]. The ones prevent the noise from vanishing.
+    In two dimensions, it is λ [[1, σ₁(z)], [σ₂(z), 1]]. The ones prevent the noise from vanishing.
 
     ```python
     import jax, jax.numpy as jnp
@@ -205,7 +204,9 @@ class FullDiffusion(eqx.Module):
         key: PRNGKeyArray,
     ):
         if check_count("dimension", dimension) < 2:
-            raise ValueError("FullDiffusion needs at least 2 dimensions; use DiagonalDiffusion in one")
+            raise ValueError(
+                "FullDiffusion needs at least 2 dimensions; use DiagonalDiffusion in one dimension"
+            )
         check_number("scale", scale)
         size = dimension * (dimension - 1)
         self.network = MLP(dimension, size, width, depth, activation, time_dependent=time_dependent, key=key)
@@ -214,8 +215,8 @@ class FullDiffusion(eqx.Module):
 
     def __call__(self, t: Array, z: Array) -> Array:
         entries = self.network(t, z)
-        # Row-major off-diagonal entries: without its first entry, a matrix is d−1 rows of d off-diagonal
-        # entries and one diagonal entry.
+        # The off-diagonal entries are in row-major order. Without its first entry, a matrix consists of d−1
+        # rows of d off-diagonal entries and one diagonal entry.
         d = self.dimension
         rows = jnp.concatenate([jnp.reshape(entries, (d - 1, d)), jnp.ones((d - 1, 1), z.dtype)], axis=1)
         flat = jnp.concatenate([jnp.ones(1, z.dtype), jnp.ravel(rows)])
@@ -370,7 +371,7 @@ class VelocityNetwork(eqx.Module):
     - `frequency`: standard deviation of the entries of the projections, for z of about unit size.
     - `t1`: T.
     - `num_given`: k, the number of given coordinates.
-    - `score`: doubles the outputs; the second half is for `rf.sde.LearnedTransport`.
+    - `score`: whether to double the number of outputs; `rf.sde.LearnedTransport` uses the second half.
 
     ```python
     import jax, jax.numpy as jnp
@@ -418,7 +419,7 @@ class VelocityNetwork(eqx.Module):
 
     def __call__(self, t: Array, z: Array) -> Array:
         s = jnp.reshape(jnp.asarray(t, z.dtype) / self.t1, (1,))
-        # None instead of empty arrays, which make the compiler of JAX 0.11 crash with several devices.
+        # Empty arrays are left out, because they make the compiler of JAX 0.11 crash with several devices.
         waves = [z @ self.waves.astype(z.dtype)] if self.waves.size else []
         angles = jnp.concatenate([*waves, np.pi * s, 2 * np.pi * s])
         # Beyond the end time, the velocity is constant in time.
@@ -441,8 +442,8 @@ class LocalDiffusion(eqx.Module):
     E = diag(exp g), where g is a network plus a linear function of asinh u and ½ log(1 + u²), so that scales
     extrapolate as powers of the distance. N is strictly lower triangular: a network plus Aᵢⱼrᵢ + Bᵢⱼrⱼ with r
     = E⁻¹u, the position in local units. A stretches a coordinate with an earlier one, as in a funnel; B
-    bends, as in a banana. (σσᵀ determines a triangular σ; a full σ would drift during training.) Initially N
-    = 0 and E = I, so σ = S. S and c are not trained.
+    bends, as in a banana. (A triangular σ is determined by σσᵀ; a full σ is not, and would drift during
+    training.) Initially N = 0 and E = I, so σ = S. S and c are not trained.
 
     **Arguments:** `dimension`; `width`, `depth`, `activation` of the network; `centre`, c; `scale`, S;
     `full`, whether to include N, by default in up to 16 dimensions.
@@ -451,8 +452,8 @@ class LocalDiffusion(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    diffusion = rf.sde.LocalDiffusion(2, scale=3 * jnp.eye(2), key=jax.random.key(0))
-    diffusion(0.0, jnp.ones(2))  # 3 I, before it has learned
+    diffusion = rf.sde.LocalDiffusion(2, scale=3 * jnp.eye(2), key=jax.random.key(0)) diffusion(0.0,
+    jnp.ones(2)) # 3 I, before training
     ```
     """
 
@@ -502,7 +503,7 @@ class LocalDiffusion(eqx.Module):
         linear = self.slopes @ features
         if self.shears is None:
             return scale * jnp.exp(_bounded(out + linear))[None]
-        # The diagonal of the network's matrix is for g, the part below it for N.
+        # The diagonal of the output of the network is used for g, and the part below it for N.
         matrix = jnp.reshape(out, (d, d))
         g = _bounded(jnp.diagonal(matrix) + linear)
         eye = jnp.eye(d, dtype=z.dtype)

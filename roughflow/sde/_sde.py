@@ -61,7 +61,7 @@ INDEXING = frozenset(
 class AbstractSDE(eqx.Module):
     """A drift μ(t, z) with values in Rᵈ and a diffusion σ(t, z) with values in R^{d×m}.
 
-    Both are written for one point, `z` of shape `(d,)`. The class determines the calculus: to define a new
+    Both are functions of one point, `z` of shape `(d,)`. The class determines the calculus: to define a new
     kind of SDE, subclass `rf.sde.AbstractItoSDE` or `rf.sde.AbstractStratonovichSDE`.
     """
 
@@ -140,7 +140,8 @@ def check_sde(sde: Any) -> None:
 
 
 def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
-    """The same SDE with variables in the closures of its functions as parameters, for points like `z`.
+    """The same SDE, in which the variables in closures of its functions are parameters, for points of the
+    shape of `z`.
 
     A user may write `lambda t, z: network(weights, z)` inside a loss. Custom derivative rules of the solvers
     differentiate only with respect to explicit arguments, so closures are converted first.

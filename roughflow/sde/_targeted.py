@@ -58,7 +58,7 @@ class TargetedSDE(AbstractItoSDE):
         return drift if turn is None else drift + turn
 
     def spread(self, t: Array, z: Array) -> Spread:
-        """σ, and its contribution to the drift through derivatives."""
+        """σ, and its derivatives that enter the drift."""
         return spread_at(lambda y: self.noise(t, y), z)
 
     def turn(self, t: Array, z: Array, slope: Array) -> Array | None:
@@ -83,12 +83,12 @@ def targeted_sde(
     *,
     score: Score | None = None,
 ) -> TargetedSDE:
-    """The SDE with a given noise that leaves p ∝ exp(log_density) invariant for any σ and Q:
+    """The SDE with noise σ that leaves p ∝ exp(log_density) invariant, for any σ and Q:
 
         dZ = [(D + Q) ∇log p + Γ] dt + σ dB,     D = ½ σσᵀ,     Γᵢ = Σⱼ ∂ⱼ(D + Q)ᵢⱼ
 
-    (Ma, Chen & Fox 2015), in the Itô sense. σ and Q may be networks: they determine how fast the SDE
-    converges to p, and leave p unchanged.
+    (Ma, Chen & Fox 2015), in the Itô sense. σ and Q may be networks. They determine how fast the SDE
+    converges to p, but do not change p.
 
     **Arguments:**
 
@@ -102,10 +102,9 @@ def targeted_sde(
     import jax.numpy as jnp
     import roughflow as rf
 
-    cauchy = lambda z: -jnp.log1p(z[0] ** 2)
-    sde = rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
-    sde.drift(0.0, jnp.array([3.0]))  # 0: this σ needs no drift
-    rf.targeted_sde(diffusion=rf.ConstantDiffusion(jnp.eye(2)), score=lambda z: -z)  # keeps N(0, I)
+    cauchy = lambda z: -jnp.log1p(z[0] ** 2) sde = rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:,
+    None]) sde.drift(0.0, jnp.array([3.0])) # 0: this σ needs no drift
+    rf.targeted_sde(diffusion=rf.ConstantDiffusion(jnp.eye(2)), score=lambda z: -z) # leaves N(0, I) invariant
     ```
     """
     if log_density is not None:
@@ -120,7 +119,7 @@ def targeted_sde(
 
 
 def known_density(sde: TargetedSDE) -> LogDensity:
-    """The log density of the target; refused if only the score is known."""
+    """The log density of the target. If only the score is known, an error is raised."""
     if sde.log_density is None:
         raise TypeError(
             "this needs the log density, but the target has only a score: use "
@@ -164,7 +163,7 @@ class WithMomenta(eqx.Module):
 
 
 class Rotation(eqx.Module):
-    """Q = [[0, −I], [I, 0]], for which (D + Q)∇log p are Hamilton's equations."""
+    """Q = [[0, −I], [I, 0]], for which Q ∇log p is the right-hand side of Hamilton's equations."""
 
     def __call__(self, t: Array, z: Array) -> Array:
         del t
@@ -207,8 +206,8 @@ def sghmc(
 ) -> ItoSDE:
     """`rf.underdamped_langevin` for minibatch gradients: SGHMC (Chen, Fox & Guestrin 2014).
 
-    A minibatch adds noise of variance 2B per unit of time to dp, B = `gradient_noise`. Therefore only √(2(C −
-    B)) dB is added, and the friction stays C.
+    A minibatch adds noise of variance 2B per unit of time to dp, where B = `gradient_noise`. Therefore the
+    noise of the SDE is reduced to √(2(C − B)) dB, while the friction stays C.
 
     ```python
     import jax.numpy as jnp

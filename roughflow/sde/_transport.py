@@ -71,7 +71,7 @@ class NormalTransport(AbstractTransport):
         loc = finite_array("loc", loc)
         if jnp.ndim(loc) != 1 or jnp.shape(loc) != jnp.shape(scale):
             raise ValueError(
-                f"loc and scale must have one shape (d,), got {jnp.shape(loc)} and {jnp.shape(scale)}"
+                f"loc and scale must have the same shape (d,), got {jnp.shape(loc)} and {jnp.shape(scale)}"
             )
         self.velocity = velocity
         self.loc, self.scale = loc, jnp.asarray(scale, float)
@@ -85,14 +85,15 @@ class NormalTransport(AbstractTransport):
 
 
 class LearnedTransport(AbstractTransport):
-    """Transport from any base to data along straight lines; a network learns the score with the velocity.
+    """Transport from any base to data along straight lines; a network learns the velocity and the score
+    together.
 
     If z ~ p₀ and x ~ data are independent, then y = (1 − s) z + s x, s = t/T, has the score
 
         ∇log p(t, y) = E[∇log p₀(z) | y]/(1 − s).
 
-    **Arguments:** `network`, `(t, z) -> (2d,)`, the velocity and the expectation above, such as
-    `rf.sde.VelocityNetwork(d, score=True)`; `t1`, T. `rf.Interpolant()` trains both.
+    **Arguments:** `network`, `(t, z) -> (2d,)`, whose outputs are the velocity and the expectation above,
+    such as `rf.sde.VelocityNetwork(d, score=True)`; `t1`, T. `rf.Interpolant()` trains both outputs.
 
     ```python
     import jax
@@ -154,22 +155,24 @@ class TransportSDE(AbstractItoSDE):
 
         dZ = [v + ½ div(σσᵀ) + ½ σσᵀ ∇log p] dt + σ dB
 
-    (Albergo, Boffi & Vanden-Eijnden 2023). If velocity and score are learned, the score pulls paths back to
-    p, so the distribution is more accurate with noise than without.
+    (Albergo, Boffi & Vanden-Eijnden 2023). If velocity and score are learned, errors of the velocity move
+    samples away from p. The score term moves them back to where p is large, so the distribution is more
+    accurate with noise than without.
 
     For a transport along straight lines the score has a factor 1/(1 − t/T). With an `rf.sde.FadingDiffusion`
     the drift is finite up to T; with any other σ the drift is infinite at T.
 
     **Arguments:** `transport`, such as an `rf.sde.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
-    `rf.ItoSDE`, or None. One evaluation of one network gives velocity and score, and training changes both.
+    `rf.ItoSDE`, or None. Velocity and score come from one evaluation of one network, so training changes
+    both.
 
     ```python
     import jax.numpy as jnp
     import roughflow as rf
 
-    transport = rf.sde.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)  # N(0, I), which stays
-    sde = rf.sde.TransportSDE(transport, rf.ConstantDiffusion(jnp.eye(2)))
-    sde.drift(0.0, jnp.ones(2))  # −½ z: an Ornstein–Uhlenbeck process
+    transport = rf.sde.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z) # N(0, I) at all times sde =
+    rf.sde.TransportSDE(transport, rf.ConstantDiffusion(jnp.eye(2))) sde.drift(0.0, jnp.ones(2)) # −½ z: an
+    Ornstein–Uhlenbeck process
     ```
     """
 

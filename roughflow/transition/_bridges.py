@@ -1,8 +1,8 @@
 """The density of x₁ given x₀, from paths between them.
 
 With a fixed start, the end point of the random ODE has no density given the whole path, but it has a density
-given all but d coefficients of the path. With h(ω) the end point along ω, φ the normal density and R any d
-orthonormal directions,
+given all but d coefficients of the path. Let h(ω) be the end point along ω, φ the normal density and R any d
+orthonormal directions. Then
 
     p(x₁ | x₀) = ∫ φ(ω) δ(h(ω) − x₁) dω = E_v [ φ(ω) / (φ(v) |det Dh(ω) R|) ],   ω = c + v + R r,
 
@@ -11,8 +11,8 @@ are valid. If c is the most likely path to x₁ and the rows of Dh(c) span R, th
 linear SDE, and nearly equal for other SDEs over a short time. Both come from a few Gauss–Newton iterations: ω
 ← Jᵀ(JJᵀ)⁻¹(x₁ − h(ω) + Jω).
 
-The result is smooth in the parameters of the SDE, because the random numbers v are the same for all of them;
-its derivatives are exact.
+The result is smooth in the parameters of the SDE, because the same random numbers v are used for all
+parameters; its derivatives are exact.
 """
 
 import functools
@@ -33,10 +33,10 @@ from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Ends, Transition, average, linear, stiffness
 
 # Iterations to the most likely path: the fraction of the remaining distance that each one covers. Full steps
-# at the beginning may lead elsewhere.
+# at the beginning might lead to another path.
 CLIMB = (1 / 4, 1 / 3, 1 / 2, 1, 1, 1, 1)
 NEWTON = 4  # iterations back to x₁, from a path close to the most likely one
-LEAST = 0.1  # smallest precision of the draws, relative to that of all paths
+LEAST = 0.1  # smallest precision of the draws, relative to that of unconditioned paths
 FOUND = 1e-5  # acceptable distance from x₁, in standard deviations of the transition; times 1e4 in float32
 
 
@@ -102,13 +102,13 @@ def bridges(
 
 
 def _held(tree: Any) -> Any:
-    """The distribution as a constant for differentiation."""
+    """The pytree as a constant for differentiation."""
     return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
 
 
 def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:
-    """A normal distribution around the most likely path to the end, with the width given by its second
-    derivatives."""
+    """A normal distribution around the most likely path to the end, with the width given by second
+    derivatives there."""
 
     def climb(omega: Array, part: Array) -> tuple[Array, Array]:
         value, slope = linear(end_of, omega)
@@ -196,7 +196,7 @@ def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Trans
     if is_traced(many.dt) or any(is_traced(leaf) for leaf in jax.tree.leaves(sde)):
         return None
     places = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))
-    # NumPy takes rows faster than a program for each array.
+    # NumPy selects rows faster than one compiled program per array would.
     rows = lambda a: a[places] if is_traced(a) else jnp.asarray(np.asarray(a)[places])
     some = jax.tree.map(rows, many)
     span = jnp.full_like(some.dt, jnp.max(many.dt))

@@ -1,7 +1,7 @@
 """The random ODE of one transition: its end point as a function of the coefficients of the path.
 
 A transition contains nested derivatives. Outer derivatives use forward mode (`forwards`): for four
-parameters, they compile in half the time and run in a third of the time of reverse mode, because few
+parameters, they compile in half the time and run in a third of the time of reverse mode, because the few
 parameters are pushed forward together.
 """
 
@@ -51,7 +51,7 @@ class Effort(eqx.Module):
 
     @staticmethod
     def for_stiffness(rate: float) -> "Effort":
-        """The effort for a drift whose derivative times dt is `stiffness`."""
+        """The effort for a drift whose derivative times dt is `rate`."""
         # Two steps per function, because fewer do not resolve polynomials of high degree near the ends.
         for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 8)), (12.0, Effort(8, 16, 16))):
             if rate < limit:
@@ -79,7 +79,7 @@ class Effort(eqx.Module):
         with the root of the number of paths, or the change under refinement."""
         if moved > drawn:
             return self.finer()
-        # Powers of two, so that fits of different series share compiled programs.
+        # The factor is a power of two, so that fits of different series share compiled programs.
         doublings = min(math.ceil(2 * math.log2(drawn / (MARGIN * tolerance))), MAX_DOUBLINGS)
         return Effort(self.num_functions, 2**doublings * self.num_paths, self.num_steps)
 
@@ -166,7 +166,8 @@ def average(ends: Ends, places: Array) -> Averaged:
         return 0.5 * variance * dt**2 * _double_brackets(ends, ends.step.time + s * dt, y)
 
     def expand(s: Array, variance: Array, y: Array) -> tuple[Array, Array]:
-        # Finite differences, because a further derivative would take as long to compile as everything else.
+        # Finite differences are used, because a further derivative would take as long to compile as
+        # everything else.
         noise = ends.fields(ends.step.time + s * dt, y)[1]
         width = jax.lax.stop_gradient(jnp.sqrt(dt * jnp.sum(noise**2, axis=1)))
         width = WIDTH * jnp.where(width > 0, width, jnp.abs(y) + 1)
@@ -213,7 +214,7 @@ def boundary_share(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Tra
     """The approximate contribution of paths that touch an attainable boundary to the density of a transition.
 
     With constant noise σ, paths to the reflected end point have weight e^{−2yy′/(σ²dt)}, where y and y′ are
-    the distances of start and end from the boundary. The boundary is attainable if the drift there is less
+    the distances of start and end from the boundary. The boundary is attainable if the drift near it is less
     than ½σ²/y (Feller 1952).
     """
     start, end = coordinates.from_state(step.start), coordinates.from_state(step.end)

@@ -19,14 +19,15 @@ from ._ends import Effort, Ends, Transition, linear
 HALVINGS = 12  # maximum number of halvings to find the first part of a time interval
 SAMPLES = 16  # number of end points at which the error over a first part is measured
 FIRST_ERROR = 0.01  # in nats; acceptable root mean square error of log p after the first part
-# Factor on the standard error, to cover Lévy areas that few functions omit if the noise is noncommutative.
+# Factor on the standard error, to cover the Lévy areas that a driver with few functions omits if the noise is
+# noncommutative.
 UNSEEN = 4.0
 REACH = 8.0  # in standard deviations from the mean; the SDE is linearised at points further away
 FINE = 8  # factor on the number of functions and steps for draws
 
 
 class ShortTime(eqx.Module):
-    """The distribution of Z(dt) from Z(0) = x₀, for short times over which the SDE is nearly linear.
+    """The distribution of Z(dt) given Z(0) = x₀, for short times over which the SDE is nearly linear.
 
         p(x at T | x₀) = ∫ p_dt(z | x₀) p(x at T | z at dt) dz
 
@@ -34,8 +35,8 @@ class ShortTime(eqx.Module):
     `dt` on. All estimators for flows therefore apply to fixed starts too.
 
     `log_prob` uses weighted paths around the most likely path to z. The random numbers are the same for all
-    z, so `log_prob` is smooth. More than eight standard deviations from the mean, where no path is found, the
-    SDE is linearised. `sample` solves the SDE along paths with more functions.
+    z, so `log_prob` is smooth. The SDE is linearised at points more than eight standard deviations from the
+    mean and where no path is found. `sample` solves the SDE along paths with more functions.
 
     **Arguments:** `sde`; `x0`, x₀ `(d,)`; `dt`; `effort`, the work per log-density.
 
@@ -43,10 +44,9 @@ class ShortTime(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    sde = rf.ItoSDE(lambda t, z: jnp.sin(z), lambda t, z: jnp.ones((1, 1)))
-    first = rf.transition.ShortTime(sde, jnp.zeros(1), 0.1)
-    flow = rf.StochasticFlow(first.later, first, t1=1.9)  # from 0 to 2 in all
-    flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.PullBack(256))
+    sde = rf.ItoSDE(lambda t, z: jnp.sin(z), lambda t, z: jnp.ones((1, 1))) first =
+    rf.transition.ShortTime(sde, jnp.zeros(1), 0.1) flow = rf.StochasticFlow(first.later, first, t1=1.9) #
+    from 0 to 2 in total flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.PullBack(256))
     ```
     """
 
@@ -116,7 +116,7 @@ def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, fl
 
 @functools.partial(jit, level=1)
 def _first_errors(sde: AbstractSDE, start: Array, spans: Array) -> Array:
-    """The standard error of log p after each time, root mean square over simulated end points."""
+    """The standard error of log p after each time, as a root mean square over simulated end points."""
 
     def one(span: Array) -> Array:
         first = ShortTime(sde, start, span)
