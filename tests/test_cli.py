@@ -9,7 +9,7 @@ import types
 import pytest
 
 import roughflow as rf
-from roughflow.cli import main, process
+from roughflow.cli import main, startup
 from roughflow.cli.startup import cache_folder, keep_programs
 from roughflow.train import progress_bar
 
@@ -64,14 +64,14 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     for name, age in (("new", 0), ("large", 60), ("next", 120), ("old", 1e9)):
         (folder / name).write_bytes(bytes(600_000 if name == "large" else 10))
         os.utime(folder / name, (time.time() - age,) * 2)
-    monkeypatch.setattr(process, "CACHE_MEGABYTES", 0.6)
+    monkeypatch.setattr(startup, "CACHE_MEGABYTES", 0.6)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     keep_programs()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(folder)
     assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
     assert os.listdir(folder) == ["new"]
     # On a processor that knows other instructions they would not run.
-    monkeypatch.setattr(process, "_processor", lambda: "another")
+    monkeypatch.setattr(startup, "_processor", lambda: "another")
     assert cache_folder() != folder
 
 
