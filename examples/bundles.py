@@ -1,9 +1,9 @@
 """Two bundles of paths to one point, and the estimate of the density.
 
-dZ₁ = dB₁, dZ₂ = 3Z₁² dt + 0.3 dB₂ from near the origin. To end at (0, 3) the first coordinate must have gone
-far out and come back, to the left or to the right: two bundles of paths, of equal weight. Left, paths of the
-SDE that end near there; right, the error of log p along x₁ = 0, of the default estimator and of one that
-sees only one bundle. Run with `make figures`.
+The SDE is dZ₁ = dB₁, dZ₂ = 3Z₁² dt + 0.3 dB₂, started near the origin. To end at (0, 3), the first coordinate
+must move far to the left or far to the right and come back: these are two bundles of paths, of equal weight.
+The left panel shows paths that end near (0, 3). The right panel shows the error of log p along x₁ = 0, for
+the default estimator and for one that finds only one bundle. Run with `make figures`.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ import roughflow as rf
 
 FIGURE = Path(__file__).parents[1] / "figures" / "bundles.png"
 HIGH = np.linspace(0.5, 5.0, 10)
-COLOURS = ("#0072b2", "#d55e00")  # told apart by everyone, and in grey
+COLOURS = ("#0072b2", "#d55e00")  # distinguishable for colour-blind readers and in greyscale
 START = 0.1
 
 
@@ -28,7 +28,7 @@ def flow():
 
 
 def paths_to(model, x, *, key, draws=2**17, count=60):
-    """Z₁ along those of many simulated paths that end nearest to x, `(times, count)`."""
+    """Z₁ along the simulated paths that end nearest to x, `(times, count)`."""
     times = np.linspace(0.02, 1, 60)
     key_start, key_path = jax.random.split(key)
     start = model.base.sample(key=key_start, shape=(draws,))
@@ -44,7 +44,8 @@ def truth(high, functions=6, draws=200_000, seed=0):
     """log p(0, high): given Z₁, which is a bridge that ends at 0, Z₂ is normal."""
     rng = np.random.default_rng(seed)
     t = (np.arange(200) + 0.5) / 200
-    # Z₁(1) = Z₁(0) + B₁(1) = 0 fixes B₁(1), and leaves Z₁(0) a little narrower.
+    # The condition Z₁(1) = Z₁(0) + B₁(1) = 0 determines B₁(1) and makes the distribution of Z₁(0) a little
+    # narrower.
     start = rng.normal(0, START / np.sqrt(1 + START**2), draws)
     waves = np.sqrt(2) * np.sin(np.pi * np.outer(np.arange(1, functions), t))
     waves /= np.pi * np.arange(1, functions)[:, None]
@@ -82,7 +83,8 @@ def main():
     right.legend(frameon=False, loc="lower left")
     FIGURE.parent.mkdir(exist_ok=True)
     figure.savefig(FIGURE, dpi=160)
-    print(f"default: {np.round(default.log_prob - exact, 2)} off, {default.warning or 'no warning'}")
+    errors = np.round(default.log_prob - exact, 2)
+    print(f"errors of the default estimator: {errors}; {default.warning or 'no warning'}")
     print(f"wrote {FIGURE}")
 
 

@@ -1,11 +1,11 @@
 """Convergence of the conditional density as the Brownian path is resolved, along coupled paths.
 
-One fine Brownian path is projected on n functions of a driver. The paper's theorem says that
-log p_t(x | path) and its gradient in the parameters then converge, uniformly in t. Between grid points the
-projection misses the path by O(n^(-1/2)), so that is the rate of the largest error over t. At the end time,
-where every projection is exact, the error falls faster if the noise commutes; if not, the projection also
-misses Lévy areas. The SDE is read in the Stratonovich sense, as every limit of smooth paths is.
-Run with `make figures`.
+One fine Brownian path is projected onto n functions of a driver. By the theorem of Hodgkinson et al. (2020),
+log p_t(x | path) and its gradient in the parameters then converge as n grows, uniformly in t. Between grid
+points, the projection differs from the path by O(n^(-1/2)), so this is the rate of the largest error over t.
+At the end time, where every projection is exact, the error decreases faster if the noise is commutative;
+otherwise the projection also lacks Lévy areas. The SDE is understood in the Stratonovich sense, as for every
+limit of smooth paths. Run with `make figures`.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ DRIVERS = {"Karhunen-Loève": rf.KarhunenLoeve, "piecewise linear": rf.Piecewise
 NOISES = {"commutative noise": 0.0, "non-commutative noise": 0.8}
 SIZES = (4, 8, 16, 32, 64)
 HORIZON = 1.5
-TIMES = HORIZON * np.arange(1, 18) / 17  # 17 is odd: only the last one is a grid point of every driver
+TIMES = HORIZON * np.arange(1, 18) / 17  # because 17 is odd, only the last time is a grid point
 POINT = np.array([0.6, -0.4])
 PARAMETERS = np.array([0.5, 1.0, 0.5, 0.4])
 
@@ -40,7 +40,8 @@ class Drift(eqx.Module):
 
 
 class Diffusion(eqx.Module):
-    """Each noise moves its own coordinate, which commutes; `twist` has it move the other one too."""
+    """Each noise component moves its own coordinate, so the noise is commutative; with `twist`, it also moves
+    the other coordinate."""
 
     parameters: Array
     twist: Array
@@ -56,7 +57,7 @@ class Diffusion(eqx.Module):
 @eqx.filter_jit
 def value_and_gradient(twist: Array, paths: rf.driver.Path) -> tuple[Array, Array]:
     """log p_t(x | path) `(..., times)` and its gradient `(..., times, parameters)`."""
-    # An axis for the times, at each of which one sample of the batch stops.
+    # The new axis is for the times; one sample of the batch stops at each time.
     paths = rf.driver.Path(paths.driver, paths.coefficients[..., None, :, :], HORIZON)
 
     def log_prob(parameters: Array) -> tuple[Array, Array]:
@@ -71,9 +72,9 @@ def value_and_gradient(twist: Array, paths: rf.driver.Path) -> tuple[Array, Arra
 
 
 def projections(driver: type, sizes: tuple[int, ...], fine: rf.driver.Path) -> rf.driver.Path:
-    """The fine paths projected on each number of functions, coefficients `(sizes, paths, n, m)`.
+    """The fine paths projected onto each number of functions, coefficients `(sizes, paths, n, m)`.
 
-    All are written in the largest family, which contains the smaller ones, so that one solve serves all.
+    All are expressed in the largest family, which contains the smaller ones, so that one solve suffices.
     """
     largest = driver(max(sizes))
     paths = [largest.project(driver(n).project(fine)) for n in sizes]
@@ -97,7 +98,8 @@ def errors(twist: float, sizes: tuple[int, ...], num_paths: int, resolution: int
 
 
 def medians(error: np.ndarray) -> dict[str, np.ndarray]:
-    """Median over paths, for each size, of the largest error in time and of the last one."""
+    """For each size, the medians over paths of the largest error over time and of the error at the last
+    time."""
     return {"sup over t": np.median(error.max(axis=-1), axis=-1), "at T": np.median(error[..., -1], axis=-1)}
 
 

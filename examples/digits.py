@@ -1,7 +1,8 @@
-"""Handwritten digits, 8 × 8 grey levels: a density of 64 columns, and what is drawn from it.
+"""Density estimation for handwritten digits of 8 × 8 grey levels, and samples from the density.
 
-Fits scikit-learn's 1,797 digits and writes `digits.png`: some of them, and as many samples. A column is a
-whole number from 0 to 16, so it is said to be rounded to 1. A minute on two cores.
+The script fits scikit-learn's 1,797 digits, a table with 64 columns, and writes `digits.png`, which shows
+some digits and as many samples. The columns contain whole numbers from 0 to 16, so their rounding step is set
+to 1. It takes a minute on two cores.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from sklearn.datasets import load_digits
 import roughflow as rf
 from roughflow import plots
 
-ROWS, COLUMNS = 5, 12  # of pictures
+ROWS, COLUMNS = 5, 12  # rows and columns of pictures
 TEST = 180
 
 
@@ -31,9 +32,9 @@ def main() -> None:
     fitted = rf.fit_density(train, key=keys[0], rounding=rounding, steps=arguments.steps)
     jittered = test + np.random.default_rng(1).uniform(-0.5, 0.5, test.shape)
     score = np.asarray(fitted.model.log_prob(jittered, key=keys[1]))
-    # Of [0, 1): as 17 levels, each a seventeenth wide.
+    # The 17 grey levels are scaled to [0, 1), each with a width of 1/17.
     told = f"{score.mean() + 64 * np.log(17):.1f} ± {score.std() / TEST**0.5:.1f}"
-    print(f"log-likelihood of {TEST} digits left out: {told} nats each, for grey levels in [0, 1)")
+    print(f"log-likelihood of {TEST} test digits: {told} nats per digit, for grey levels in [0, 1)")
     drawn = np.asarray(fitted.model.sample(key=keys[2], shape=(ROWS * COLUMNS,)))
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 2.2), layout="constrained", gridspec_kw={"wspace": 0.08})
     for ax, images, title in zip(axes, (test, drawn), ("digits", "samples of the flow"), strict=True):

@@ -1,7 +1,7 @@
 """Posteriors of NumPyro models by Langevin chains: `python examples/posteriors.py [NAME]`.
 
-Prints ArviZ's summary, and a lower bound on the log evidence. The data of models other than eight_schools
-come from `--data FILE.json`.
+The script prints ArviZ's summary and a lower bound on the log evidence. For models other than eight_schools,
+the data are read from `--data FILE.json`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CHAINS, STEPS = 16, 20_000
 
 
 def eight_schools(y, sigma):
-    """Rubin's eight schools, not centred."""
+    """Rubin's eight schools, in the non-centred parametrisation."""
     mu: Any = numpyro.sample("mu", dist.Normal(0, 5))
     tau: Any = numpyro.sample("tau", dist.HalfCauchy(5))
     trans: Any = numpyro.sample("theta_trans", dist.Normal(0, 1).expand([len(y)]).to_event(1))
@@ -57,19 +57,21 @@ MODELS = {"eight_schools": eight_schools, "kidscore_interaction": kidscore_inter
 
 
 def posterior(target: ModelTarget, *, key) -> rf.mcmc.Chain:
-    """Chains of MALA from a warm-up."""
+    """MALA chains after a warm-up."""
     keys = jax.random.split(key, 3)
     start = target.start + 0.1 * jax.random.normal(keys[0], (CHAINS, target.dimension))
     sampler, z = rf.warm_up(target, start, key=keys[1], num_steps=4000)
     chain = rf.sample_chain(sampler, z, key=keys[2], num_steps=STEPS, thin=10)
     print(
-        f"acceptance {chain.acceptance.mean():.2f}, {chain.num_gradients} gradients a chain, {CHAINS} chains"
+        f"acceptance {chain.acceptance.mean():.2f}, {chain.num_gradients} gradients per chain, {CHAINS} "
+        "chains"
     )
     return chain
 
 
 def evidence(target: ModelTarget, chain: rf.mcmc.Chain, *, key) -> rf.train.EvidenceBound:
-    """From the normal distribution with the chains' mean and covariance, an SDE that keeps the posterior."""
+    """A bound on the log evidence, from an SDE that leaves the posterior invariant and starts from the normal
+    distribution with the mean and covariance of the chains."""
     places = jnp.reshape(chain.samples, (-1, target.dimension))
     centre, root = jnp.mean(places, axis=0), jnp.linalg.cholesky(jnp.cov(places.T))
     volume = jnp.sum(jnp.log(jnp.diagonal(root)))
@@ -95,7 +97,7 @@ def main() -> None:
     chain = posterior(target, key=keys[1])
     print(arviz.summary(to_arviz(chain, constrain=target.constrain)))
     bound = evidence(target, chain, key=keys[2])
-    # The flat priors of kidscore_interaction and nes are taken as densities of 1.
+    # The flat priors of kidscore_interaction and nes are taken to have density 1.
     print(f"log evidence: at least {bound.value:.2f} ± {bound.standard_error:.2f}")
 
 

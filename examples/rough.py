@@ -1,9 +1,9 @@
-"""The theorem step by step: smooth paths converge as rough paths; so do solutions, densities, gradients.
+"""Convergence of smooth paths as rough paths, and of solutions, densities and gradients.
 
-One fine path of Brownian motion, and one of fractional Brownian motion with H = 0.4, is projected on n
-functions of each driver. Against n: the rough-path distance to the fine path; the error of the solution at
-the end; that of log p(x | path); and that of its gradient in the parameters. Medians over paths. The noises
-of the SDE do not commute, so that the areas of a path matter. Run with `python examples/rough.py`.
+Fine paths of Brownian motion, and of fractional Brownian motion with H = 0.4, are projected onto n functions
+of each driver. The figure shows against n the medians over paths of the rough-path distance to the fine path,
+and of the errors of the solution at the end, of log p(x | path), and of its gradient in the parameters. The
+noise of the SDE is not commutative, so the areas of a path matter. Run with `python examples/rough.py`.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ import roughflow as rf
 FIGURE = Path(__file__).parents[1] / "figures" / "rough.png"
 SIZES = (4, 8, 16, 32)
 PATHS, FINE, GRID, HURST = 24, 512, 64, 0.4
-ALPHA = 0.34  # above ⅓, as the theorem has it, and below H
+ALPHA = 0.34  # above ⅓, as the theorem requires, and below H
 FAMILIES = {
     "Legendre": (rf.Legendre, rf.PiecewiseLinear(FINE), "#009E73", "-"),
     "Karhunen–Loève": (rf.KarhunenLoeve, rf.PiecewiseLinear(FINE), "#0072B2", "-"),
@@ -68,7 +68,7 @@ def sde_of(parameters: Array) -> rf.StratonovichSDE:
 
 @eqx.filter_jit
 def look(path: rf.driver.Path) -> dict[str, Array]:
-    """What the SDE makes of each path."""
+    """The solution at the end, log p(x | path) and its gradient, for each path."""
     point = jnp.array([0.6, -0.4])
 
     def of(parameters: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -86,7 +86,7 @@ def look(path: rf.driver.Path) -> dict[str, Array]:
 
 
 def errors(name: str) -> dict[str, np.ndarray]:
-    """Of each kind, the median over paths for each n."""
+    """For each quantity, the median error over paths for each n."""
     make, fine, _, _ = FAMILIES[name]
     path = fine.sample(key=jax.random.key(0), noise_dimension=2, shape=(PATHS,))
     rough, truth = rf.rough.lift(path, GRID), look(path)

@@ -1,7 +1,8 @@
 """A stochastic spiral: samples of an SDE, and its density, from the same flow.
 
-A bar of points is wound up by a rotation that is faster near the centre, while noise pushes along the
-orbits more than across them: an Itô SDE with state-dependent, non-diagonal noise. Run with `make figures`.
+An elongated cloud of points is wound up by a rotation that is faster near the centre, while noise pushes
+along the orbits more than across them: an Itô SDE with state-dependent, non-diagonal noise. Run with `make
+figures`.
 """
 
 import time
@@ -16,7 +17,7 @@ import roughflow as rf
 
 FIGURE = Path(__file__).parents[1] / "figures" / "spiral.png"
 CELL = 0.1  # width of a grid cell
-BLOCK = 3  # cells to a bin, each way, when samples are counted
+BLOCK = 3  # number of cells per bin in each direction, to count samples
 NUM_PATHS, CHUNK = 256, 16
 X_EDGES, Y_EDGES = np.arange(-4.5, 4.55, CELL), np.arange(-3.0, 3.05, CELL)
 
@@ -51,7 +52,7 @@ def density_on_grid(flow, *, key):
 
 
 def disagreement(samples, density):
-    """Total variation between samples and density on bins; and the same for samples of the density itself."""
+    """The total variation distance between samples and density on bins, and the same for exact samples."""
     counts, _, _ = np.histogram2d(*np.asarray(samples).T, bins=(X_EDGES[::BLOCK], Y_EDGES[::BLOCK]))
     rows, columns = counts.shape
     expected = density.reshape(rows, BLOCK, columns, BLOCK).sum(axis=(1, 3)) * CELL**2 * len(samples)
@@ -72,7 +73,7 @@ def draw(samples, density, base):
     x, y = centres(X_EDGES), centres(Y_EDGES)
     start = np.exp(base.log_prob(jnp.stack(jnp.meshgrid(x, y), axis=-1)))
     for axes in (left, right):
-        # The ellipse that holds 95 % of a normal distribution: its density there is 5 % of the highest.
+        # The ellipse that contains 95 % of a normal distribution, where its density is 5 % of the maximum.
         axes.contour(x, y, start, levels=[0.05 * start.max()], colors="#00796b", linestyles="--")
         axes.set(aspect="equal", xlabel="$x_1$", xlim=extent[:2], ylim=extent[2:])
     left.plot([], [], "--", color="#00796b", label="95 % of $Z_0$")
@@ -89,7 +90,7 @@ def main():
     key_sample, key_start, key_simulate, key_paths = jax.random.split(jax.random.key(0), 4)
 
     samples = flow.sample(key=key_sample, shape=(20_000,))
-    # The SDE itself, stepped finely by Euler-Maruyama: it knows nothing of the flow.
+    # The SDE is also simulated with small Euler–Maruyama steps, independently of the flow.
     start = base.sample(key=key_start, shape=(20_000,))
     simulated = rf.simulate(sde, start, key=key_simulate, t1=1.0, steps=500)
 

@@ -1,7 +1,7 @@
-"""The three-month US Treasury bill rate, 1959 to 2009: which SDE, with what parameters, and what comes next.
+"""The three-month US Treasury bill rate, 1959 to 2009: a comparison of SDEs, and a forecast.
 
-The series is one of those that statsmodels comes with; `pip install statsmodels` first. It is the last value
-of each quarter, in percent.
+The series is included in statsmodels; run `pip install statsmodels` first. It consists of the last value of
+each quarter, in percent.
 """
 
 import sys
@@ -14,10 +14,10 @@ import roughflow as rf
 from roughflow import plots
 
 FIGURE = Path(__file__).parents[1] / "figures" / "tbill.png"
-MODELS = {  # where to start, and in which coordinates
+MODELS = {  # class, initial parameters, and coordinates
     "Vasicek": (rf.OrnsteinUhlenbeck, (0.3, 0.05, 0.02), None),
     "Cox, Ingersoll and Ross": (rf.CoxIngersollRoss, (0.3, 0.05, 0.07), None),
-    # Logarithms are its own, but rates of 0.1 % are far out in them.
+    # Its default is the logarithm, in which rates of 0.1 % are outliers.
     "CKLS": (rf.CKLS, (0.3, 0.05, 0.3, 0.7), rf.transition.Root()),
 }
 

@@ -1,9 +1,9 @@
 """Is volatility rough? Two daily series of US shares as fractional Ornstein–Uhlenbeck processes.
 
-The volatility index VIX, 2014 to 2018, which options imply; and the logarithm of each day's range of the
-S&P 500, high to low, a measure of that day's volatility with much error, which alone makes a series look
-rough. Both come with the package arch; `pip install arch` first. Time is counted in trading days: a process
-with memory needs values at even times.
+The first series is the volatility index VIX, 2014 to 2018, which is implied by option prices. The second is
+the logarithm of the daily range of the S&P 500, from low to high. It measures volatility with a large error,
+and such errors alone make a series look rough. Both are included in the package arch; run `pip install arch`
+first. Time is counted in trading days, because a process with memory requires equally spaced times.
 """
 
 import sys

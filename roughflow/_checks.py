@@ -157,8 +157,9 @@ Result = typing.TypeVar("Result")
 def grouped_arguments(
     **options: type,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Decorator for functions with arguments that are options dataclasses, given here by name. If a field of
-    such a dataclass is passed as an argument of its own, a `TypeError` says where the field belongs."""
+    """A decorator for functions with arguments that are dataclasses of options; `options` gives the dataclass
+    of each. If a field of such a dataclass is passed as a separate argument, a `TypeError` says where it
+    belongs."""
     public_name = lambda kind: f"rf.{kind.__module__.split('.')[1]}.{kind.__name__}"
     places = {}
     for argument, kind in options.items():
@@ -276,7 +277,7 @@ def as_shape(shape: Any, numbers: int = 1) -> tuple[int, ...]:
 
 
 def check_memory(what: str, numbers: int) -> None:
-    """Refuse a request for more memory than is available, because XLA would end the process."""
+    """Refuse a request for more memory than is available, which would make XLA end the process."""
     need = numbers * jax.dtypes.canonicalize_dtype(float).itemsize
     if need > 2**28 and need > (have := _memory()):
         raise ValueError(
@@ -325,10 +326,11 @@ def check_vector(name: str, value: Any, dimension: int) -> None:
 
 
 def check_finite(name: str, value: Any) -> None:
-    """Refuse NaN and infinity, with the first such row in the message. Traced values are accepted."""
+    """Refuse NaN and infinity; the message gives the first row that contains them. Traced values are
+    accepted."""
     if is_traced(value):
         return
-    # NumPy, because inside a jit jnp would trace even a concrete value.
+    # NumPy is used, because inside a jit jnp would trace even a concrete value.
     rows = np.atleast_2d(np.isfinite(np.asarray(value)).all(axis=-1))
     if rows.all():
         return

@@ -19,7 +19,8 @@ from jaxtyping import Array
 from ._checks import check_count, shown
 from .faq import see
 
-# Words in error messages of collectives and of the coordination service if a process does not answer.
+# Words in error messages of collective operations and of the coordination service if a process does not
+# answer.
 COLLECTIVE_ERRORS = ("Gloo", "NCCL", "coordination", "heartbeat", "Connection", "Socket closed")
 DevicesLike = int | Sequence[jax.Device] | Mesh | None
 # The devices of the current trace, and the arrays with respect to which it differentiates.
@@ -87,8 +88,8 @@ class Devices:
 
     @contextmanager
     def at_work(self, trained: Any = ()) -> Iterator[None]:
-        """Inside a jit: set the devices that `by_rows` uses, and the `trained` arrays that it
-        differentiates."""
+        """Inside a jit: set the devices that `by_rows` uses, and the arrays `trained` with respect to which
+        it differentiates."""
         before = _AT_WORK.set((self.mesh, jax.tree.leaves(trained)))
         try:
             yield
@@ -112,8 +113,8 @@ class Devices:
         return [] if self.mesh is None else list(self.mesh.local_devices)
 
     def all_reduce_min(self, numbers: Sequence[int]) -> list[int]:
-        """The minimum of each number over all processes, because clocks and key presses differ between
-        processes."""
+        """The minimum of each number over all processes, for example of clocks and key presses, which
+        differ."""
         if not self.several:
             return list(numbers)
         return np.min(multihost_utils.process_allgather(np.array(numbers)), axis=0).tolist()
@@ -174,7 +175,7 @@ def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
 
 
 def _each(function: Callable[..., Any], mesh: Mesh, ins: Any, out: Any) -> Callable[..., Any]:
-    """`jax.shard_map`, under the name and with the option that the installed version of JAX has."""
+    """`jax.shard_map`, by the name and with the option of the installed version of JAX."""
     if hasattr(jax, "shard_map"):
         return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)
     from jax.experimental.shard_map import shard_map

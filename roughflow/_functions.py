@@ -49,8 +49,8 @@ class Signature(NamedTuple):
 class MissingSignature(BaseException):
     """An opened function was called with arguments that it has not been traced for.
 
-    The signature is None for arguments that are not arrays. Not a subclass of `Exception`, so that code that
-    handles exceptions of a user's function does not catch it.
+    The signature is None for arguments that are not arrays. The class is not derived from `Exception`, so
+    that code that handles exceptions of a user's function does not catch it.
     """
 
     def __init__(self, name: Any, signature: Signature | None):
@@ -60,7 +60,7 @@ class MissingSignature(BaseException):
 
 
 class Opened(eqx.Module):
-    """A function as its operations and its numbers, for arguments of given shapes and types."""
+    """A function, represented by its operations and its numbers, for arguments of given shapes and types."""
 
     numbers: tuple[tuple[Array, ...], ...]
     traces: tuple["Trace", ...] = eqx.field(static=True)
@@ -131,8 +131,8 @@ _session: ContextVar[dict[int, tuple[Any, dict]] | None] = ContextVar("session",
 @contextmanager
 def fixed_functions() -> Iterator[None]:
     """A context in which each function of the user is traced only once, for a computation that calls many
-    programs. Otherwise a function is traced, in milliseconds, for every call, because its closure cannot
-    always be compared."""
+    programs. Otherwise a function is traced for every call, which takes milliseconds, because its closure
+    cannot always be compared."""
     token = _session.set({} if _session.get() is None else _session.get())
     try:
         yield
@@ -192,7 +192,8 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
 
 
 def explicit(function: Callable, *arguments: Array) -> Opened:
-    """A function in which the arrays of its closure are parameters, for arguments like `arguments`.
+    """A function in which the arrays of its closure are parameters, for arguments of the same shapes and
+    types as `arguments`.
 
     Custom derivative rules of the solvers differentiate only with respect to explicit arguments.
     """
@@ -287,7 +288,7 @@ class _Flattened:
         self.operations: list[Operation] = []
 
     def add(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Append a program; returns the indices of its outputs."""
+        """Append a program, and return the indices of its outputs."""
         places: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, constants, strict=True):
             places[variable] = self._number(constant)

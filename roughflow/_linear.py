@@ -39,7 +39,8 @@ def log_abs_det(matrix: Array) -> Array:
 
 def orthonormal(matrix: Array) -> tuple[Array, Array]:
     """Orthonormal directions `(B, d, D)` that span the rows of the matrix, and, for each row, the norm of its
-    component orthogonal to the rows before, `(B, d)`; not differentiable. Gram–Schmidt, applied twice."""
+    component orthogonal to the previous rows, `(B, d)`; not differentiable. Gram–Schmidt orthogonalisation is
+    applied twice."""
 
     def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         directions, sizes = state

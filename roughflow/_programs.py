@@ -41,8 +41,8 @@ ON_GPU: Mapping[str, bool | int] = {"xla_gpu_enable_triton_gemm": False}
 MESSAGE_AFTER = 3.0  # seconds of compilation, after which a message is shown
 
 _programs: OrderedDict[Any, "_Program"] = OrderedDict()
-# What is known of programs, by their arguments: signatures of functions, or whether code reads the values of
-# floats.
+# Known properties of programs, by their arguments: signatures of functions, and whether code reads the values
+# of floats.
 _signatures: OrderedDict[Any, dict[Any, list[Any]]] = OrderedDict()
 _asking: OrderedDict[Any, bool] = OrderedDict()
 
@@ -55,7 +55,7 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
 
     Floats in the arguments, such as a rate or an end time in a module, are not compiled into the program, nor
     are the numbers in functions of the user (`roughflow._functions`). Code that reads the value of a float
-    (`if rate > 1`, `math.exp`) gets a program for each value. The number of programs is bounded. On a CPU,
+    (`if rate > 1`, `math.exp`) is compiled for each value. The number of programs is bounded. On a CPU,
     `level` is the optimisation level of the compiler: 0 for programs with little work, 1 for programs with
     more, and None (full optimisation) for programs that run long.
     """

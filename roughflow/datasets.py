@@ -1,16 +1,15 @@
 """Two-dimensional distributions with known densities: data to fit, and true densities to compare models with.
 
-Shapes and scales are those of the data sets common in papers on normalizing flows. All densities are exact,
-so that the excess of the loss of a model over the entropy can be computed.
+Shapes and scales are those of the data sets common in papers on normalizing flows. All densities are known
+exactly, so one can compute by how much a model's loss exceeds the entropy.
 
 ```python
 import jax
 from roughflow.datasets import DISTRIBUTIONS
 
-distribution = DISTRIBUTIONS["two-spirals"]
-data = distribution.sample(key=jax.random.key(0), shape=(1000,))  # (1000, 2)
--distribution.log_prob(data).mean()  # the truth's loss on these data
-distribution.entropy  # its expected loss, 2.5406 nats: no model's is lower
+distribution = DISTRIBUTIONS["two-spirals"] data = distribution.sample(key=jax.random.key(0), shape=(1000,)) #
+(1000, 2) -distribution.log_prob(data).mean() # the loss of the true density on these data
+distribution.entropy # its expected loss, 2.5406 nats, the minimum for any model
 ```
 """
 
@@ -197,7 +196,7 @@ class Banana(AbstractDistribution):
 
 
 class Checkerboard(AbstractDistribution):
-    """Uniform on every other one of the sixteen squares of side 2 in [−4, 4]², with entropy ln 32."""
+    """Uniform on every other of the sixteen squares of side 2 in [−4, 4]², with entropy ln 32."""
 
     extent: ClassVar[Window] = (-4.5, 4.5, -4.5, 4.5)
 
@@ -324,7 +323,8 @@ class Star(AbstractSmoothDistribution):
         mean = self._petal(jnp.arctan2(z[..., 1], jnp.where(radius > 0, z[..., 0], 1)))
         # sin 10(θ + π) = sin 10θ, so r has the same mean in both representations.
         along = jnp.logaddexp(log_normal(radius - mean, self.noise), log_normal(-radius - mean, self.noise))
-        # 1/|z| is infinite at the origin, where the density is below e⁻⁵⁰ otherwise: keep plots finite.
+        # 1/|z| is infinite at the origin, where the density is otherwise below e⁻⁵⁰. The bound keeps plots
+        # finite.
         return along - LOG_2PI - jnp.log(jnp.maximum(radius, 1e-4))
 
     def _petal(self, angle: Array) -> Array:

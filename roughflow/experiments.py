@@ -109,8 +109,8 @@ class Run:
     ) -> Regressed:
         """The regression: `rf.fit_density` without likelihood steps, so that no ODE is solved.
 
-        `steps` is the number of steps for `beside` steps of `train`; if `--steps` changes the steps of
-        `train`, those of the regression change in proportion.
+        `steps` is the number of regression steps when `train` takes `beside` steps; if `--steps` changes the
+        latter, the former changes in proportion.
         """
         steps = steps if self.steps is None else -(-steps * self.steps // beside)
         rows = np.asarray(distribution.sample(key=self.key("rows"), shape=(ROWS,)))
@@ -130,7 +130,7 @@ class Run:
 
     def _kept(self, label: str, fit: Callable[[dict], tuple[rf.train.Fitted, dict]]) -> dict:
         """The model that `fit` returns, its losses and the training time: loaded from `NAME-LABEL.rf` if this
-        file exists, otherwise trained, after resuming an interrupted run."""
+        file exists; otherwise trained, continuing an interrupted run if there is one."""
         file = self.out / f"{self.name}-{label}.rf"
         checkpoint = file.with_suffix(".checkpoint")
         if self.resume and file.exists():
@@ -152,8 +152,8 @@ class Run:
     def excess(
         self, trained: Trained, distribution: AbstractDistribution, *, count: int | None = None
     ) -> dict:
-        """The excess of −E log p over the entropy on new points, with the learned proposal. The estimate is
-        slightly too high if the proposal misses paths; `effective_paths` is then low."""
+        """An estimate from new points of how much −E log p exceeds the entropy, with the learned proposal. It
+        is slightly too high if the proposal misses paths; `effective_paths` is then low."""
         noisy = trained.flow.noise_dimension > 0
         estimator = rf.PullBack(SCORED if noisy else 1, trained.proposal)
         return self._scored(
@@ -168,7 +168,7 @@ class Run:
         *,
         count: int | None = None,
     ) -> dict:
-        """The excess of a model with this noise added after training, with the default estimator."""
+        """The same for a model to which noise is added after training, with the default estimator."""
         count = count or (NOISY_TEST if noise else TEST)
         return self._scored(regressed, regressed.noisy(noise), distribution, None, count)
 
@@ -211,8 +211,8 @@ class Run:
         return lambda z: trained.flow.log_prob(z, key=self.key("map"), estimator=trained.cheap)
 
     def picture(self, regressed: Regressed, noise: float, extent: plots.Window) -> np.ndarray:
-        """log p at `plots.grid(extent, PIXELS)`: the exact density without noise, from a histogram of samples
-        with noise."""
+        """log p at `plots.grid(extent, PIXELS)`: the exact density if there is no noise, otherwise from a
+        histogram of samples."""
         if noise:
             return self.histogram(regressed.noisy(noise), extent)
         points = plots.grid(extent, PIXELS)
@@ -395,7 +395,7 @@ def fig1(run: Run) -> dict:
 
 
 FIG2_STEPS, FIG2_REGRESSION, FIG2_WIDTH = 600, 6000, 64
-FIG2_WALK, FIG2_CHAINS = 10_000, 64  # Euler–Maruyama steps, and paths, of which the first is drawn
+FIG2_WALK, FIG2_CHAINS = 10_000, 64  # numbers of Euler–Maruyama steps and of paths; the first path is drawn
 # The duration of a path. The duration divided by `autocorrelation_time` tells how much of the stationary
 # distribution a path can have explored. With larger noise along the curve, paths explore faster but need
 # shorter steps.
@@ -420,8 +420,8 @@ def fig2(run: Run) -> dict:
     The regression: a velocity fitted by regression, with noise λ = 1 added; and `rf.tables.stationary_sde`,
     which keeps paths near the data for any σ, here for σ = I and for a σ that is larger along the curve.
 
-    The paper's models get 600 steps with 64 points each and are scored on 1000 points, so that the experiment
-    takes minutes; `--steps` changes this.
+    The paper's models are trained for only 600 steps of 64 points each and scored on 1000 points, to keep the
+    experiment to a few minutes; use `--steps` to change the number of steps.
     """
     banana, key = Banana(), run.key("net")
     paper = {
@@ -510,15 +510,16 @@ def walk(sde: rf.AbstractSDE, horizon: float, *, key) -> np.ndarray:
 
 
 def distances(paths: np.ndarray, data: np.ndarray) -> dict:
-    """The Kolmogorov distance of each coordinate from the data, for the first path and for all paths."""
+    """The Kolmogorov distance between paths and data in each coordinate, for the first path and for all
+    paths."""
     cdfs = [_empirical(data[:, i]) for i in range(2)]
     far = lambda values: [kolmogorov(values[..., i].ravel(), cdfs[i]) for i in range(2)]
     return {"walk_kolmogorov": far(paths[0]), "pooled_kolmogorov": far(paths[:, ::10])}
 
 
 def autocorrelation_time(paths: np.ndarray, horizon: float) -> float:
-    """1 + 2 Σ of the autocorrelations of the slower coordinate, in units of time, averaged over all paths and
-    summed until they fall below 0.05."""
+    """The integrated autocorrelation time 1 + 2 Σ ρ of the slower coordinate, in units of time. The
+    autocorrelations ρ are averaged over all paths and summed until they fall below 0.05."""
     centred = paths - paths.mean(axis=(0, 1))
     size = paths.shape[1]
     spectrum = np.abs(np.fft.rfft(centred, 2 * size, axis=1)) ** 2
@@ -590,11 +591,12 @@ def fig3(run: Run) -> dict:
     noise added afterwards (bottom).
 
     A second figure, `fig3-noise.png`, shows the excess against λ for both methods: noise during training
-    blurs the density, noise added afterwards does not. Bars are two standard errors, which grow with λ.
+    blurs the density, but noise added afterwards does not. Error bars show two standard errors, which grow
+    with λ.
 
-    The models at the top, by the paper's method, get 600 steps with 64 points each and are scored on 1000
-    points, so that the experiment takes minutes; `--steps` changes this. Densities with noise at the bottom
-    are histograms.
+    The models at the top are trained by the paper's method for only 600 steps of 64 points each and scored on
+    1000 points, to keep the experiment to a few minutes; use `--steps` to change the number of steps.
+    Densities with noise at the bottom are histograms.
     """
     star = Star()
     metrics: dict = {"entropy": star.entropy, "likelihood": {}, "regression": {}}
@@ -806,9 +808,9 @@ TOYS_ROWS = ["data", "maximum\nlikelihood", "regression", f"regression,\nthen λ
 def toys(run: Run) -> dict:
     """The excess over the entropy and the density for each toy distribution and method.
 
-    The flows trained by maximum likelihood are continuous normalizing flows without noise, trained in 400
-    steps with 64 points each, so that the experiment takes minutes. Figures 2 and 3 show the paper's method
-    with noise. The last row is scored on 300 points, and shows a histogram of samples.
+    The flows trained by maximum likelihood are continuous normalizing flows without noise, trained for only
+    400 steps of 64 points each, to keep the experiment to a few minutes. Figures 2 and 3 show the paper's
+    method with noise. The last row is scored on 300 points, and shows a histogram of samples.
     """
     metrics: dict = {}
     shape = len(TOYS_ROWS), len(DISTRIBUTIONS)
@@ -869,8 +871,8 @@ def run(
 ) -> dict:
     """Run one of `EXPERIMENTS`: write `NAME.png` and `NAME.json` to the folder `out`, and return the numbers.
 
-    `steps` replaces the number of steps of training by likelihood, and regressions get proportionally many.
-    With `resume`, finished models are loaded, and an interrupted run is continued.
+    `steps` replaces the number of likelihood training steps; the number of regression steps changes in
+    proportion. With `resume`, finished models are loaded, and an interrupted run is continued.
 
     ```python
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""References from messages to their explanations in docs/faq.md, for callers that import JAX late."""
+"""References from messages to their explanations in docs/faq.md. This module does not import JAX."""
 
 
 def see(heading: str) -> str:

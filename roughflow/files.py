@@ -89,8 +89,8 @@ UNREADABLE = (
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """A temporary file next to `path`, which replaces it atomically when the block ends without an error.
 
-    After an error, a kill or a full disk the old file is unchanged. Folders are created as needed. If `path`
-    is a link, its target is replaced.
+    The old file is unchanged if there is an error, the process is killed, or the disk is full. Folders are
+    created as needed. If `path` is a link, its target is replaced.
 
     ```python
     import roughflow as rf
@@ -178,7 +178,7 @@ except ImportError:  # on Windows, without locks
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike, refusal: str) -> Iterator[None]:
-    """Lock `path` during the block, with a hidden file beside it. Raises a `ValueError` with the message
+    """Lock `path` during the block, with a hidden file beside it. Raise a `ValueError` with the message
     `refusal` if another run holds the lock. The lock of a killed run is released."""
     path = Path(path)
     lock = path.with_name(f".{path.name}.lock")
@@ -212,7 +212,7 @@ def _open_lock(lock: Path, refusal: str) -> int:
         os.close(handle)
 
 
-# Public modules in which the names of classes are searched, in this order. A file cannot import any other
+# Public modules that are searched for the names of classes, in this order. A file cannot import any other
 # module.
 NAMESPACES: dict[str, tuple[str, ...]] = {
     "roughflow": (
@@ -379,8 +379,8 @@ def save(path: str | PathLike, model: Any) -> None:
 
 
 def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
-    """Load a model saved with `rf.save`. Nothing in the file is executed: it may only name classes of
-    roughflow, of the libraries that roughflow uses, and those passed as `classes`.
+    """Load a model saved with `rf.save`. Nothing in the file is executed. It can only refer to classes of
+    roughflow, of the libraries that roughflow uses, and to those passed as `classes`.
 
     Files that are incomplete or inconsistent, or that unpack to more than a hundred times their size, are
     refused.
@@ -429,7 +429,7 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 
         return {"function": function}
     kind = getattr(value, "__qualname__", type(value).__name__)
     raise ValueError(
-        f"{place} cannot be saved, it is {kind}: make it an eqx.Module with its numbers as fields"
+        f"{place} cannot be saved: it is {kind}; make it an eqx.Module with its numbers as fields"
         + see("saving")
     )
 
@@ -457,7 +457,7 @@ def _encode_array(
         more = {"dtype": plain.dtype.name}
         plain = plain.view(f"u{plain.dtype.itemsize}")
     if plain.dtype.kind not in "biufc" or more.get("key", "fry") not in KEY_IMPLEMENTATIONS:
-        raise ValueError(f"{place} cannot be saved, it is an array of {value.dtype}{see('saving')}")
+        raise ValueError(f"{place} cannot be saved: it is an array of {value.dtype}{see('saving')}")
     name = f"array/{len(arrays)}"
     arrays[name] = plain
     return {tag: name} | more

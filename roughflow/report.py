@@ -141,7 +141,7 @@ def draw_solver_errors(errors: np.ndarray) -> Figure:
     """A histogram over rows of the change of log p when the solver's steps are halved."""
     figure, ax = _curves("solver error of log p (nats)", "rows")
     shown = np.log10(np.maximum(errors, SMALLEST_ERROR))
-    # Limits at whole decades, because a logarithmic scale over less has hardly any labels.
+    # The limits are whole decades, because a logarithmic scale over a smaller range has hardly any labels.
     ends = np.floor(shown.min()), np.floor(shown.max()) + 1
     ax.hist(10**shown, np.logspace(*ends, NUM_BINS + 1), color=plots.BLUE)
     ax.set_xscale("log")
@@ -429,7 +429,7 @@ CHECKED_ROWS, CHECK_DRAWS = 300, 200  # number of rows, and draws per row, to ch
 COVERAGES = (0.5, 0.9)
 COVERAGE_EXPLANATION = (
     "The share of values inside the central 50% and 90% intervals of their column, given all other columns "
-    "of the row. The share is near 50% and 90% if the model is calibrated, lower if the intervals are too "
+    "of the row. The shares are near 50% and 90% if the model is calibrated, lower if the intervals are too "
     "narrow, and higher if they are too wide."
 )
 

@@ -112,8 +112,8 @@ class RoughPath(eqx.Module):
         return RoughPath(self.times, self.increments, areas, geometric)
 
     def chen_defect(self) -> Array:
-        """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t; not zero only
-        because of rounding errors."""
+        """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t. It differs
+        from zero only by rounding errors."""
         places = np.unique(np.linspace(0, self.steps, min(MAX_CHECKED_TIMES, self.steps + 1)).astype(int))
         s, u, t = np.array([(a, b, c) for a in places for b in places for c in places if a < b < c]).T
         return _chen_defect(self.increments, self.areas, *map(jnp.asarray, (s, u, t)))
@@ -130,8 +130,8 @@ class RoughPath(eqx.Module):
         return largest(_size(first, 1), alpha) + jnp.sqrt(largest(_size(second, 2), 2 * alpha))
 
     def distance(self, other: Self, alpha: float) -> Array:
-        """sup |X − Y|/|t − s|^α + sup |𝕏 − 𝕐|/|t − s|^2α over the grid: the rough-path distance ρ_α, in which
-        solutions are continuous for α > ⅓."""
+        """sup |X − Y|/|t − s|^α + sup |𝕏 − 𝕐|/|t − s|^2α over the grid: the rough-path distance ρ_α.
+        Solutions are continuous with respect to it if α > ⅓."""
         if other.increments.shape[-2:] != self.increments.shape[-2:]:
             raise ValueError("distance needs two rough paths on the same grid: use restricted")
         gaps, first, second = self._pairs()

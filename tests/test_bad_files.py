@@ -21,7 +21,7 @@ def test_a_function_cannot_be_saved_and_leaves_the_old_file(key, tmp_path):
     file = tmp_path / "flow.rf"
     file.write_text("old")
     with pytest.raises(
-        ValueError, match=r"^model.sde.drift cannot be saved, it is .*<lambda>: make it an eqx.Module"
+        ValueError, match=r"^model.sde.drift cannot be saved: it is .*<lambda>; make it an eqx.Module"
     ):
         rf.save(file, flow_of(key, lambda t, z: -z))
     assert file.read_text() == "old"

@@ -85,12 +85,12 @@ def test_a_network_of_equinox_comes_back(key, tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (np.array(["a"]), r"^model.value cannot be saved, it is an array of <U1"),
+        (np.array(["a"]), r"^model.value cannot be saved: it is an array of <U1"),
         (
             rf.sde.ExactCorrection().draw,
             r"^model.value cannot be saved: BoundMethod is not a public class of equinox",
         ),
-        (zipfile.ZipFile, r"^model.value cannot be saved, it is ZipFile"),
+        (zipfile.ZipFile, r"^model.value cannot be saved: it is ZipFile"),
     ],
 )
 def test_what_cannot_be_saved_is_named(value, message, tmp_path):

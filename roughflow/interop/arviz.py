@@ -13,9 +13,9 @@ from .._checks import check_instance
 try:
     import arviz
 except FileNotFoundError:
-    # Once per day ArviZ records in the user's cache that it has announced its successor, through a temporary
-    # file that all processes share. If two processes import ArviZ at once, one fails; the second attempt
-    # finds the record.
+    # Once a day, ArviZ announces its successor and records this in the user's cache, through a temporary file
+    # that all processes share. If two processes import ArviZ at once, one fails; the second attempt finds the
+    # record.
     import arviz
 
 BEFORE_1 = int(arviz.__version__.partition(".")[0]) < 1

@@ -18,7 +18,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
 
     With noise, a log-density is a Monte Carlo estimate: `score_samples` returns the same values for the same
     rows, but they change within their error if rows are reordered or removed. `model_.estimate` returns the
-    errors. Values have JAX's precision, single unless `jax.config.update("jax_enable_x64", True)` is set.
+    errors. Values have JAX's precision, which is single unless `jax.config.update("jax_enable_x64", True)` is
+    set.
 
     **Parameters:**
 
@@ -29,9 +30,10 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
     - `bounds`, `rounding`: bounds and rounding steps of columns, by column name or index. `{"share": (0, 1),
       "income": (0, None)}` sets bounds, outside of which the density is zero; `{"age": 1.0}` sets the step of
       rounded values, and "auto" detects them.
-    - `marginals`: whether to first map columns to nearly normal ones; None to decide by cross-validation.
-    - `smoothing`, `outliers`: noise added to the rows during training, and the fraction of rows that get
-      large noise; None for defaults by table size.
+    - `marginals`: whether to transform columns to nearly normal distributions first; None to decide by
+      cross-validation.
+    - `smoothing`, `outliers`: noise added to the rows during training, and the fraction of rows to which
+      large noise is added; None for defaults by table size.
     - `width`, `depth`: width and depth of the network; None for defaults by table size.
     - `steps`, `likelihood_steps`: numbers of steps of the two stages, regression and likelihood; None for
       defaults by table size.
@@ -133,7 +135,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         # A Python number, because JAX keys cannot be pickled.
         self._score_seed = seed
         if fitted.interrupted:
-            # Raise, so that a search over many fits stops instead of starting the next fit.
+            # This stops a search over many fits, which would otherwise start the next fit.
             raise KeyboardInterrupt
         return self
 
@@ -291,10 +293,10 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
 
     - `method`: "kernel" or "density".
     - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]. This fraction of the
-      training rows is predicted to be outliers, and rows are scored by the density of subsamples of 64
-      rows. If 5 % of the training rows of these tables are anomalies, subsamples raise the mean AUROC from
-      0.75 to 0.77; without anomalies they lower it from 0.83 to 0.80. "auto" predicts 5 % of ordinary rows to
-      be outliers and scores rows by the density of all training rows.
+      training rows is labelled as outliers. If it is given, kernel densities are estimated from subsamples of
+      64 rows. If 5 % of the training rows of these tables are anomalies, subsamples raise the mean AUROC from
+      0.75 to 0.77; without anomalies they lower it from 0.83 to 0.80. With "auto", 5 % of ordinary rows are
+      labelled as outliers, and kernel densities are estimated from all training rows.
     - `family`: as in `rf.fit_density`, for `method="density"`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None; for `method="density"`.
 

@@ -17,7 +17,7 @@ MAX_SHOWN_COORDINATES = 8  # maximum number of coordinates in the printed summar
 
 
 class Chain(eqx.Module):
-    """The result of `rf.sample_chain`. `numpy.asarray(chain)` is `chain.samples`.
+    """The result of `rf.sample_chain`. `numpy.asarray(chain)` returns `chain.samples`.
 
     - `samples`: `(draws, d)`, or `(chains, draws, d)` for several starting points.
     - `acceptance`: mean acceptance probability of each chain.
@@ -90,7 +90,7 @@ def sample_chain(
 
     - `sampler`: an `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; an SDE stands for
       `rf.UnadjustedSampler(sde, dt)`.
-    - `z0`: starting points, `(d,)` or `(chains, d)`; samples of a trained flow are a warm start.
+    - `z0`: starting points, `(d,)` or `(chains, d)`; samples of a trained flow give a warm start.
     - `num_steps`: number of steps after the first `burn_in` steps; every `thin`-th state is kept.
 
     ```python

@@ -1,4 +1,4 @@
-"""Samplers: kernels of an SDE with or without Metropolis–Hastings correction, and minibatches."""
+"""Samplers: transition kernels of an SDE, with or without Metropolis–Hastings correction, and minibatches."""
 
 import abc
 from collections.abc import Callable
@@ -83,10 +83,10 @@ class AbstractSampler(eqx.Module):
 
 
 class UnadjustedSampler(AbstractSampler):
-    """Sampler that accepts every step of a numerical scheme for the SDE: fast, with a discretisation bias
-    that grows with `dt`.
+    """A sampler that accepts every step of a numerical scheme for the SDE. It is fast, but has a
+    discretisation bias that grows with `dt`.
 
-    **Arguments:** `sde`, any SDE whose stationary distribution is the target; `dt`; `scheme`,
+    **Arguments:** `sde`, any SDE whose stationary distribution is the target; `dt`, the step size; `scheme`,
     `rf.flow.EulerMaruyama()`, or `rf.flow.LinearlyImplicitEuler()` for stiff targets.
 
     ```python
@@ -126,7 +126,7 @@ class UnadjustedSampler(AbstractSampler):
 
 
 class AdjustedSampler(AbstractSampler):
-    """Sampler that proposes Euler–Maruyama steps, with Metropolis–Hastings correction:
+    """A sampler that proposes Euler–Maruyama steps, with Metropolis–Hastings correction:
 
         q(y | z) = N(y; z + μ(z) dt, dt σσᵀ(z)),     a = min(1, p(y) q(z | y)/p(z) q(y | z)).
 
@@ -191,7 +191,7 @@ class AdjustedSampler(AbstractSampler):
             move = solve_noise(there.noise.sigma, there.z - state.z + dt * _known(there.rest))
         elif state.rest is not None:
             move += solve_noise(sigma, dt * (state.rest + _known(there.rest)))
-        back = move + dt * there.pull  # minus the noise that leads back
+        back = move + dt * there.pull  # minus the noise of the reverse move
         log_ratio -= 0.5 * jnp.sum((back - kick) * (back + kick)) / dt
         return accept(key_accept, log_ratio, there, state)
 
@@ -265,12 +265,13 @@ def _check_target(sde: TargetedSDE, z: Array) -> None:
 
 
 class Minibatch(eqx.Module):
-    """The log density log p(z) + Σᵢ log p(dataᵢ | z), of which `rf.UnadjustedSampler` uses a new minibatch in
-    each step:
+    """The log density log p(z) + Σᵢ log p(dataᵢ | z), which `rf.UnadjustedSampler` estimates from a new
+    minibatch of size n in each step:
 
         log p(z) + N/n Σ_{i in batch} log p(dataᵢ | z),
 
-    whose gradient is unbiased (Welling & Teh 2011). A call returns the full sum.
+    for N rows of data. The gradient of this estimate is unbiased (Welling & Teh 2011). A call returns the
+    full sum.
 
     **Arguments:** `log_prior`, `z -> ()`; `log_likelihood`, `(z, row) -> ()`; `data`, a pytree of arrays with
     one row per observation; `batch_size`.
@@ -341,23 +342,24 @@ class GradientState(SamplerState):
 
 
 class FlowSampler(AbstractSampler):
-    """Sampler that proposes the end point of a random ODE and applies a Metropolis–Hastings–Green correction.
+    """A sampler that proposes the end point of a random ODE and applies a Metropolis–Hastings–Green
+    correction.
 
     Given ξ, the ODE dy/ds = σ(y) ξ, 0 ≤ s ≤ 1, maps z to y = Φ_ξ(z), and −ξ maps y back to z. With ξ ~ N(dt
     m(z), dt I) the proposal is accepted with probability min(1, a),
 
         a = p(y) N(−ξ; dt m(y), dt I) |det DΦ_ξ(z)| / p(z) N(ξ; dt m(z), dt I),
 
-    which leaves p invariant for any σ, m and dt (Green 1995). Choosing m = σ⁻¹ times the Stratonovich drift
-    of the SDE, that is m = ½(σᵀ∇log p + div σ), plus σ⁻¹(Q∇log p + div Q) with a skew Q, makes the proposal a
-    step of that SDE to first order in dt. For constant σ the sampler is MALA. If σ(T(u)) is the derivative of
-    a map T at u, it is MALA for u, up to solver error. `rf.AdjustedSampler` proposes along straight lines
-    instead, which limits the step size where σ varies quickly.
+    which leaves p invariant for any σ, m and dt (Green 1995). The sampler sets m to σ⁻¹ times the
+    Stratonovich drift of the SDE, that is, m = ½(σᵀ∇log p + div σ), plus σ⁻¹(Q∇log p + div Q) if there is a
+    skew Q. The proposal is then a step of that SDE to first order in dt. For constant σ the sampler is MALA.
+    If σ(T(u)) is the derivative of a map T at u, it is MALA for u, up to solver error. `rf.AdjustedSampler`
+    proposes along straight lines instead, which limits the step size where σ varies quickly.
 
     The ODE is solved with `num_substeps` steps of the implicit midpoint rule. The rule is reversible and its
     Jacobian determinant is known, so solver errors do not bias the chain. Newton's method solves the
-    equations of the rule to rounding error. A move is rejected if Newton's method fails in either direction,
-    or if the reverse move does not return to z. A step costs one gradient of the log density.
+    equations of the rule up to rounding error. A move is rejected if Newton's method fails in either
+    direction, or if the reverse move does not return to z. A step costs one gradient of the log density.
 
     **Arguments:** `sde`, an `rf.targeted_sde` with as many noise components as dimensions; `dt`;
     `num_substeps`.
@@ -416,7 +418,7 @@ class FlowSampler(AbstractSampler):
         return noise_matrix(self.sde.noise(jnp.zeros((), z.dtype), z))
 
     def _mean(self, state: GradientState) -> Array:
-        """m(z), as in the docstring of the class."""
+        """m(z) in the docstring of the class."""
         t = jnp.zeros((), state.z.dtype)
         spread, turn = self.sde.spread(t, state.z), self.sde.turn(t, state.z, state.gradient)
         mean = spread.pull(state.gradient)
@@ -438,8 +440,8 @@ class FlowSampler(AbstractSampler):
         return y, log_det, found & jnp.all(jnp.isfinite(y)) & jnp.isfinite(log_det)
 
     def _middle(self, z: Array, half: Array) -> tuple[Array, Array]:
-        """Solve m = z + σ(m) half for m by Newton's method; returns m and whether the method converged. The
-        tolerance is rounding error in each coordinate, because a larger tolerance would bias the chain.
+        """Solve m = z + σ(m) half for m by Newton's method. Return m, and whether the method converged. The
+        tolerance in each coordinate is close to rounding error, because a larger one would bias the chain.
 
         The iterations are not differentiated; a final step carries the derivatives of the solution (implicit
         function theorem).

@@ -33,14 +33,14 @@ from ..sde import (
 from ..train import AbstractStatefulObjective, History, RunOptions, TrainingOptions, fit
 from ._sampler import AbstractSampler, AdjustedSampler, FlowSampler, GradientState, SamplerState, accept
 
-# Optimal acceptance of Langevin proposals in high dimension (Roberts & Rosenthal 1998).
+# Optimal acceptance rate of Langevin proposals in high dimension (Roberts & Rosenthal 1998).
 TARGET_ACCEPTANCE = 0.574
 NUM_ROUNDS = 4  # rounds of warm-up
 CLIMB_STEPS = 50  # Newton iterations of a climb
 ROBUST_RANGE = 3.0  # in robust standard deviations from the median; positions further away are pulled in
 NUM_CLIMBERS = 4  # chains that climb to a mode
-TRIAL_DRAWS = 16  # draws that evaluate a normal approximation
-MIXTURE_DRAWS = 512  # draws from the mixture of normal approximations, to which chains are relocated
+TRIAL_DRAWS = 16  # number of draws used to evaluate a normal approximation
+MIXTURE_DRAWS = 512  # number of draws from the mixture of normal approximations
 
 
 class WarmedUp(NamedTuple):
@@ -53,21 +53,21 @@ class WarmedUp(NamedTuple):
 def warm_up(
     log_density: LogDensity, z0: Array, *, key: PRNGKeyArray, num_steps: int = 2000, climb: bool = True
 ) -> WarmedUp:
-    """Tune MALA for a target: returns an `rf.AdjustedSampler` with constant noise, and the positions of its
+    """Tune MALA for a target. Return an `rf.AdjustedSampler` with constant noise, and the positions of its
     chains.
 
     Four of the chains first climb towards a mode with Newton's method. Each point on the way, with the
-    curvature there, defines a normal distribution. Each climbing chain keeps the normal distribution closest
-    to the target, by E[log p − log q] as in Pathfinder (Zhang et al. 2022). The closest one may be far from
-    the mode, as in a funnel. The best of the four gives the initial σ. Chains that start far below the log
-    density of draws from the mixture of these normals are moved to such draws by importance resampling, with
-    a warning; the others keep their starting points. Then, in four rounds, dt is adapted to an acceptance of
-    0.574 (Robbins–Monro). After each round but the last, σσᵀ is set to the covariance of the positions.
-    Adaptation then stops, so the stationary distribution is exact.
+    curvature there, defines a normal distribution. Each climbing chain keeps the one that is closest to the
+    target in the sense of E[log p − log q], as in Pathfinder (Zhang et al. 2022). It may be far from the
+    mode, as in a funnel. The best of the four gives the initial σ. If the log density at a starting point is
+    far below that of draws from the mixture of these normal distributions, the chain is moved to such a draw
+    by importance resampling, with a warning; the other chains keep their starting points. Then, in four
+    rounds, dt is adapted to an acceptance rate of 0.574 (Robbins–Monro). After each round but the last, σσᵀ
+    is set to the covariance of the positions. Adaptation then stops, so the stationary distribution is exact.
 
     **Arguments:** `log_density`; `z0`, `(chains, d)`, several chains; `num_steps`, total number of steps (one
-    gradient per step and chain), at least hundreds; `climb`, whether to climb first; if False, all chains
-    start at z0.
+    gradient per step and chain), several hundred or more; `climb`, whether to climb first; if False, all
+    chains start at z0.
 
     ```python
     import jax, jax.numpy as jnp
@@ -95,8 +95,9 @@ def warm_up(
         scale, z, moved = _climb(log_density, z, key_climb)
         if moved:
             warn(
-                f"{int(moved)} of {len(z)} starting points z0 have a log density far below the bulk of the "
-                "target and were replaced by draws from it: climb=False keeps them" + see("moved-starts")
+                f"{int(moved)} of {len(z)} starting points z0 have a log density far below that of the bulk "
+                "of the target and were replaced by draws from it: set climb=False to keep them"
+                + see("moved-starts")
             )
         dt = jnp.asarray(z.shape[1] ** (-1 / 3))
     sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
@@ -138,7 +139,7 @@ def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array,
     trials = jax.random.normal(key_trial, (TRIAL_DRAWS, z.shape[1]), z.dtype)
     # Climbers start at points spread over z0, so that different modes are found.
     climbers = z[np.unique(np.linspace(0, len(z) - 1, NUM_CLIMBERS).round().astype(int))]
-    # One climber after the other, because LAPACK handles batches of small matrices badly.
+    # Climbers run one after the other, because LAPACK is slow for batches of small matrices.
     centres, roots, bounds = jax.lax.map(lambda y: _best_normal(target, y, trials), climbers)
     best = jnp.argmax(bounds)
     draws, heights = _resample(target, centres, roots, bounds, key_draw, len(z))
@@ -213,7 +214,7 @@ def climbing_gradients(dimension: int, chains: int) -> int:
 
 
 def _inverse_curvature(target: LogDensity, y: Array) -> Array:
-    """The inverse of the absolute value of the Hessian; I where it is zero, as on a cone."""
+    """The inverse of the absolute value of the Hessian; I where the Hessian is zero, as on a cone."""
     hessian = jax.hessian(target)(y)
     flat = ~jnp.all(jnp.isfinite(hessian)) | jnp.all(hessian == 0)
     values, vectors = jnp.linalg.eigh(jnp.where(flat, jnp.eye(y.shape[0], dtype=y.dtype), hessian))
@@ -223,8 +224,8 @@ def _inverse_curvature(target: LogDensity, y: Array) -> Array:
 
 @jit
 def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) -> tuple[Array, Array]:
-    """Take steps that adapt dt to the acceptance; returns the positions of all chains after each step, and
-    the mean dt of the second half of the steps."""
+    """Take steps while adapting dt to the acceptance rate. Return the positions of all chains after each
+    step, and the mean dt over the second half of the steps."""
 
     def step(
         carry: tuple[SamplerState, Array], inputs: tuple[Array, PRNGKeyArray]
@@ -245,8 +246,8 @@ def adapt(sampler: AbstractSampler, z: Array, key: PRNGKeyArray, length: int) ->
 def _spread(places: Array) -> Array:
     """A square root of the covariance of the positions, shrunk towards its diagonal.
 
-    Positions beyond `ROBUST_RANGE` robust standard deviations are pulled in towards the median, because heavy
-    tails such as Cauchy's have no covariance.
+    Positions beyond `ROBUST_RANGE` robust standard deviations are pulled in towards the median, because
+    heavy-tailed distributions such as the Cauchy distribution have no covariance.
     """
     rows = jnp.reshape(places, (-1, places.shape[-1]))
     low, middle, high = jnp.quantile(rows, jnp.array([0.25, 0.5, 0.75], rows.dtype), axis=0)
@@ -260,7 +261,7 @@ def _spread(places: Array) -> Array:
 
 
 def _root(covariance: Array) -> Array:
-    """The lower Cholesky factor of a matrix, made positive definite if needed."""
+    """The lower Cholesky factor of a matrix, which is first made positive definite if necessary."""
     width = jnp.sqrt(jnp.maximum(jnp.diagonal(covariance), jnp.finfo(covariance.dtype).tiny))
     values, vectors = jnp.linalg.eigh(0.5 * (covariance + covariance.T) / jnp.outer(width, width))
     size = jnp.sqrt(jnp.maximum(values, 1e-12 * jnp.max(values)))
@@ -296,8 +297,8 @@ class Tuned(eqx.Module):
 class SpeedMeasure(AbstractStatefulObjective):
     """The loss −E[log min(1, a)] − β E[log |det σ(z)|], averaged over chains that run during training.
 
-    Larger moves are accepted less often. The loss maximises the size of moves in all directions for a given
-    acceptance (Titsias & Dellaportas 2019). The weight β is adapted until the acceptance is
+    Larger moves are accepted less often. Minimising the loss maximises the size of moves in all directions
+    for a given acceptance rate (Titsias & Dellaportas 2019). The weight β is adapted until this rate is
     `TARGET_ACCEPTANCE`.
     """
 
@@ -327,8 +328,8 @@ class SpeedMeasure(AbstractStatefulObjective):
 
 
 def _cost(log_ratio: Array) -> Array:
-    """−log min(1, a), logarithmic beyond a threshold so that a hopeless move does not dominate, and zero for
-    a move that failed."""
+    """−log min(1, a), which is logarithmic beyond a threshold, so that a move with a tiny a does not
+    dominate, and zero if the solve failed."""
     refused = jnp.where(jnp.isfinite(log_ratio), jnp.maximum(-log_ratio, 0), 0)
     return jnp.where(
         refused < LINEAR_LOSS,
@@ -351,12 +352,12 @@ def tune_sampler(
     training: TrainingOptions | None = None,
     run: RunOptions | None = None,
 ) -> Tuned:
-    """Learn a noise σ(z) with which chains for a target mix fast, and return the tuned sampler.
+    """Learn a noise σ(z) for which chains mix fast, and return the tuned sampler.
 
     A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. Starting from this σ, an
     `rf.sde.LocalDiffusion` is trained on running chains to make the moves of `rf.mcmc.FlowSampler` as large
-    as possible for a given acceptance (Titsias & Dellaportas 2019). The rest of the budget sets dt.
-    Adaptation then stops, so the stationary distribution is exact, however well σ was learned.
+    as possible for a given acceptance rate (Titsias & Dellaportas 2019). The last 5 % of the budget is used
+    to adapt dt. Adaptation then stops, so the stationary distribution is exact, however well σ was learned.
 
     **Arguments:**
 
@@ -364,8 +365,8 @@ def tune_sampler(
       `roughflow.interop.numpyro.target_from_model` does.
     - `z0`: starting points, `(chains, d)`; 32 to 128 chains work well. With several modes, start near each of
       them: chains that stay in one mode have an R-hat far above 1.
-    - `num_gradients`: the budget: total number of gradients of the log density of all chains. A training step
-      costs three per chain.
+    - `num_gradients`: the budget, the total number of gradients of the log density over all chains. A
+      training step takes three gradients per chain.
     - `skew`: a Q for `rf.targeted_sde`, such as an `rf.sde.SkewNetwork`, trained together with σ.
     - `width`: width of the network.
     - `climb`: as in `rf.warm_up`. Starting points of very low log density are replaced, with a warning;

@@ -133,8 +133,8 @@ def density(
     - `log_prob`: a function from points `(N, 2)` to log-densities `(N,)`, called on `chunk` points at a time;
       or the log-densities at the points of `grid(extent, resolution)`.
     - `extent`: (left, right, bottom, top).
-    - `maximum`: the density with the darkest shade, to use one scale for several maps; by default the highest
-      density.
+    - `maximum`: the density that gets the darkest shade, by default the highest one; set it to use one scale
+      for several maps.
 
     ```python
     from roughflow import plots
@@ -185,7 +185,7 @@ def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None 
 
 def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colour_bar: bool = False) -> Axes:
     """A path in the plane at T equally spaced times of [0, t1], `(T, 2)`. It darkens with time, from an open
-    circle at its start to a full circle at its end.
+    circle at its start to a filled circle at its end.
 
     ```python
     import jax, jax.numpy as jnp
@@ -201,7 +201,7 @@ def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colo
     if path.ndim != 2 or path.shape[1] != 2 or len(path) < 2:
         raise ValueError(f"path must have shape (T, 2) with T at least 2, got {path.shape}")
     ax = plane(ax, None)
-    # A wider white line beneath, so that the path stands out from a density.
+    # A wider white line is drawn beneath, so that the path stands out from a density.
     ax.plot(*path.T, color="white", linewidth=2.0, solid_joinstyle="round")
     pieces = LineCollection(np.stack([path[:-1], path[1:]], axis=1).tolist(), cmap=TIME, linewidths=1.0)
     pieces.set(array=t1 * (np.arange(len(path) - 1) + 0.5) / (len(path) - 1), clim=(0, t1), zorder=2.5)
@@ -381,7 +381,7 @@ def training(
     if entropy is not None:
         ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
         drawn.append(np.array([entropy]))
-    # Without limits, large losses of the first steps would make the rest a flat line.
+    # Without these limits, large losses in the first steps would make the rest look like a flat line.
     low, high = np.nanmin(np.concatenate(drawn)), np.nanmax(np.concatenate(drawn[1:]))
     ax.set(xlim=(step[0], step[-1]), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
     ax.legend(frameon=False, fontsize=SMALL)

@@ -27,7 +27,7 @@ def bands(
     value_label: str = "x",
 ) -> Figure:
     """The drift and the noise of a fitted one-dimensional SDE, with pointwise bands from
-    `FittedSDE.delta_method`; ticks at the bottom are the observed values.
+    `FittedSDE.delta_method`; ticks at the bottom mark the observed values.
 
     **Arguments:** `x`, the states `(n,)`, by default over the range of the series; `time`, for a
     time-dependent SDE.
@@ -82,8 +82,9 @@ def _band(ax: Axes, x: np.ndarray, drawn: np.ndarray, level: float) -> None:
 
 BANDS = (0.9, 0.5)  # fractions of paths inside the bands of a fan
 LAGS, BINS, PATHS = 20, 20, 2000
-REACH, POINTS = 3.0, 4001  # grid of a stationary density: extent beyond the series, in ranges; points
-NEGLIGIBLE = 1e-3  # relative density at an end of the grid below which the rest may be cut off
+# grid of a stationary density: extent beyond the series, in ranges of the series; number of points
+REACH, POINTS = 3.0, 4001
+NEGLIGIBLE = 1e-3  # relative density at the ends of the grid below which tails outside the grid are ignored
 AHEAD, SHOWN = 0.25, 0.5  # durations of the forecast and of the series shown, as fractions of the series
 
 
@@ -124,8 +125,9 @@ def fitted_sde(
     time_label: str | None = None,
     value_label: str = "value",
 ) -> Figure:
-    """Diagnostics of a fit to a one-dimensional series: the series with the stationary distribution of the
-    SDE, if it has one, and unexpected values; its residuals and their autocorrelation; and a forecast.
+    """Diagnostics of a fit to a one-dimensional series: the series, with unexpected values marked and the
+    stationary distribution of the SDE, if it has one; the residuals and their autocorrelation; and a
+    forecast.
 
     **Arguments:** `residuals`, if already computed; `origin`, the label of time 0, by default the year of the
     first date, or 0 for numeric times.
@@ -185,7 +187,8 @@ def states(
     """The components of the state given all values (`FittedSDE.smoothed`), each with a pointwise band, and
     the observed values.
 
-    Bands assume normal distributions, of the logarithm for components that are positive.
+    Bands assume that each component is normally distributed or, if it is positive and very uncertain, that
+    its logarithm is.
 
     ```python
     import jax, numpy as np
@@ -206,7 +209,9 @@ def states(
         rows = slice(*np.cumsum([0, *(len(s.times) for s in result.series)])[series : series + 2])
         mean, deviation = (part[rows] for part in result.smoothed)
         if not np.isfinite(mean).any():
-            raise ValueError("the smoothed states are not finite: fix a noise that is on its boundary")
+            raise ValueError(
+                "the smoothed states are not finite: hold a noise parameter that is on its boundary fixed"
+            )
     else:
         mean, deviation = one.values, np.zeros_like(one.values)
     times = _year(one.origin) + one.times

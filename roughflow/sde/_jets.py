@@ -24,7 +24,7 @@ Block = Array  # (rows,) or (rows, width)
 # layers.
 Layers = tuple[list[Array], list[Array], list[Array], list[Array]]
 # Rows per block, and warps per block, tuned on an H200. A network with one hidden layer has no matrix
-# products, and a single warp avoids waiting for other warps in a reduction.
+# products, and with a single warp a reduction need not wait for other warps.
 ONE_LAYER, LAYERS, BACKWARD = (32, 1), (64, 4), (16, 4)
 WIDTHS = (16, 32, 64)
 DEPTH, THIN = 4, 4  # maximum number of hidden layers, and of inputs or outputs
@@ -71,7 +71,8 @@ def product_to_pull_back(a: Block, b: Array) -> Block:
     """`product` with a custom derivative rule, for use in a pull-back kernel.
 
     Derivatives with respect to b are sums over the batch, computed with ten bits because rounding errors
-    average out: with a thousand points, the relative error of a gradient of the paper's model is 2e-6.
+    average out: with a thousand points, the relative error of a gradient of the model of Hodgkinson et al.
+    (2020) is 2e-6.
     """
     return product(a, b)
 
@@ -85,7 +86,7 @@ product_to_pull_back.defvjp(
 def jet_of_block(layers: Layers, z: list[Block], order: int, times: Callable) -> list[Block]:
     """The value of each output, then its derivatives along axis k, then those along k and i ≤ k.
 
-    With p = x W + b of a layer, a = tanh p and s = 1 − a²: ∂ₖa = s ∂ₖp and ∂ₖᵢa = s ∂ₖᵢp − 2a s ∂ₖp ∂ᵢp.
+    For a layer with p = x W + b, a = tanh p and s = 1 − a²: ∂ₖa = s ∂ₖp and ∂ₖᵢa = s ∂ₖᵢp − 2a s ∂ₖp ∂ᵢp.
     """
     # Broadcast to rows once, so that a pull-back adds all contributions to a weight before its single
     # reduction over rows, which synchronises threads.
@@ -216,7 +217,7 @@ def _call(kernel: Callable, programs: int, warps: int, **how: Any) -> Callable:
 
 HIGHEST_ORDER = 2
 # Values of jax_default_matmul_precision for which kernels are used: JAX's default, and that of
-# `exact_products`. A user who sets "highest" gets the plain implementation.
+# `exact_products`. For "highest", the plain implementation is used.
 PRECISIONS = (None, "float32")
 
 
@@ -353,7 +354,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, order: int) -> tu
 
 
 def _derivatives(d: int, order: int) -> list[list[int]]:
-    """Index in a jet of the derivative along axis i of its k-th row, `[k][i]`."""
+    """Entry `[k][i]` is the index, in a jet, of the derivative of its k-th row along axis i."""
     first = [[1 + i for i in range(d)]]
     pair = lambda k, i: 1 + d + max(k, i) * (max(k, i) + 1) // 2 + min(k, i)
     return first + [[pair(k, i) for i in range(d)] for k in range(d)] * (order > 0)
@@ -368,7 +369,7 @@ def _transpose(cts: Sequence[Any], *arguments: Any, order: int) -> list[Any]:
 
 def _batch_points(primitive: Primitive, plain: Callable, copies: int) -> Callable:
     """A batching rule for a `vmap` over points (`copies` 1), or over points and their tangents (`copies` 2).
-    The arguments are that many lists of points, weights and biases."""
+    The arguments are `copies` lists of points, weights and biases."""
 
     def batch(arguments: Sequence[Array], axes: Sequence[int | None], *, order: int):
         points = range(0, len(arguments), len(arguments) // copies)
