@@ -38,7 +38,7 @@ def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another_run(key, tmp_
     with pytest.raises(FileNotFoundError, match=r"^there is no file"):
         fit(key, checkpoint=file, resume=True)
     fit(key, checkpoint=file)
-    with pytest.raises(ValueError, match=r"^checkpoint .* exists: resume=True continues it"):
+    with pytest.raises(ValueError, match=r"^checkpoint .* exists: set resume=True to continue it"):
         fit(key, checkpoint=file)
     with pytest.raises(ValueError, match=r"another run: steps was 300, now 301"):
         fit(key, checkpoint=file, resume=True, steps=301)

@@ -148,7 +148,7 @@ def test_relations_are_printed(tmp_path, monkeypatch, capsys):
             ["--bounds", "a=0"],
             "--bounds: expected different columns with values, as in share=0:1,income=0:, got",
         ),
-        (["--bounds", "c=0:"], "there is no column 'c' to model; there are a, b"),
+        (["--bounds", "c=0:"], "there is no column 'c' to model; the columns are a, b"),
         (["--bounds", "a=0:1"], "not strictly between its bounds 0 and 1"),
         (["--rounding", "a=1,a=2"], "--rounding: expected different columns"),
         (["--rounding", "a=-1"], "rounding must be positive"),

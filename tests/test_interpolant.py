@@ -156,7 +156,7 @@ def test_models_without_a_velocity_to_train_are_refused(key):
     with pytest.raises(TypeError, match=r"^Interpolant cannot train an rf.sde.GivenTransport"):
         fit(rf.StochasticFlow(given, BASE, T))
     known = rf.sde.TransportSDE(rf.sde.NormalTransport(exact(), BASE.loc, BASE.scale, T))
-    with pytest.raises(ValueError, match=r"^coupling invalidates the score"):
+    with pytest.raises(ValueError, match=r"^with coupling, the score of"):
         fit(rf.StochasticFlow(known, BASE, T), coupling=0.1)
     with pytest.raises(ValueError, match=r"^the flow ends at t1 = 1.0, but its transport at 2.0"):
         fit(rf.StochasticFlow(known, BASE, 1.0))

@@ -142,7 +142,7 @@ def test_what_cannot_be_within_bounds_is_refused(key):
         ValueError, match=r"column 1 has values that are not strictly between its bounds 0 and 0\.5"
     ):
         fit(bounds={1: (0, 0.5)})
-    with pytest.raises(ValueError, match="there is no column 'z' to model; there are a, b"):
+    with pytest.raises(ValueError, match="there is no column 'z' to model; the columns are a, b"):
         fit(bounds={"z": (0, 1)}, columns=["a", "b"])
     with pytest.raises(ValueError, match="rounding must be positive"):
         fit(rounding={0: -1.0})

@@ -76,7 +76,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _check_devices(arguments: argparse.Namespace) -> None:
-    """Refuse to start without a JAX device. If there are several processes, connect to the others first."""
+    """Reject to start without a JAX device. If there are several processes, connect to the others first."""
     from roughflow.train import check_backend
 
     from .startup import devices_of_cpu

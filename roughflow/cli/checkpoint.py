@@ -41,7 +41,7 @@ def rows_of(checkpoint: Path) -> Path:
 
 @contextlib.contextmanager
 def alone(arguments: argparse.Namespace) -> Iterator[None]:
-    """Refuse to write a file that another run is writing. At the end, delete the notes of a run that cannot
+    """Reject to write a file that another run is writing. At the end, delete the notes of a run that cannot
     be resumed."""
     message = f"another run is writing {arguments.out}: wait for it, or choose another --out{see('two-runs')}"
     checkpoint = checkpoint_of(arguments.out)
@@ -54,7 +54,7 @@ def alone(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
-    """Refuse to overwrite an interrupted run, to resume without a checkpoint, or to resume with other
+    """Reject to overwrite an interrupted run, to resume without a checkpoint, or to resume with other
     options."""
     if arguments.resume and not checkpoint.exists():
         raise Refused(f"there is no checkpoint {checkpoint} to resume: omit --resume")

@@ -28,7 +28,7 @@ from .tables import (
 
 
 def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:
-    """Refuse an unusable output path before any work is done."""
+    """Reject an unusable output path before any work is done."""
     if path == STANDARD:
         raise Refused("this output cannot be written to standard output (-): choose a file")
     if path.is_dir():
@@ -49,7 +49,7 @@ def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> N
 
 
 def check_folder(folder: Path, path: Path) -> None:
-    """Refuse a folder that does not exist, which may be a typo."""
+    """Reject a folder that does not exist, which may be a typo."""
     if not folder.exists():
         raise Refused(f"cannot write {path}: there is no folder {folder}; create it first (mkdir -p)")
     if not folder.is_dir():
@@ -81,7 +81,7 @@ def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inpu
 
 
 def look_at_input(arguments: argparse.Namespace) -> None:
-    """Refuse files that do not exist or cannot be read. A text table or a series is read here and kept for
+    """Reject files that do not exist or cannot be read. A text table or a series is read here and kept for
     the command, because standard input cannot be read twice."""
     arguments.table = None
     if arguments.command in ("score", "sample", "impute"):

@@ -24,7 +24,7 @@ from .tables import read_mixed, read_table, table_name, table_on_disk
 
 
 def check_report(arguments: argparse.Namespace) -> None:
-    """Refuse a report that cannot be written, before the fit starts."""
+    """Reject a report that cannot be written, before the fit starts."""
     path = arguments.report
     if path is None:
         return
@@ -248,11 +248,11 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
 
 
 def _check_rows(arguments: argparse.Namespace, rows: FitRows, notes: list[str]) -> None:
-    """Refuse rows that have no density, in a message with column names; warn of columns with few significant
+    """Reject rows that have no density, in a message with column names; warn of columns with few significant
     digits."""
     path = table_name(arguments.data)
     if rows.total < 2:
-        raise Refused(f"{path} has 1 row: use at least two, better hundreds{see('no-density')}")
+        raise Refused(f"{path} has 1 row: use at least two, preferably hundreds{see('no-density')}")
     if arguments.family == "mixture":
         return  # the mixture computes in double precision
     for name, column in zip(rows.columns, rows.rows.T, strict=True):

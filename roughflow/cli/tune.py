@@ -131,7 +131,7 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
 
 
 def _check_places(target: Any, name: str, z: np.ndarray) -> None:
-    """Refuse out-of-range indices, which JAX clamps, by calling the function with NumPy arrays."""
+    """Reject out-of-range indices, which JAX clamps, by calling the function with NumPy arrays."""
     try:
         with np.errstate(all="ignore"):
             target(z)

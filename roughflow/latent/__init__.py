@@ -1,7 +1,7 @@
 """Stage 11, latent SDEs: hidden states that follow a learned SDE, observed through a decoder.
 
-`_posterior` has the encoder, the posterior marginals and the decoder, `_bound` the lower bound that training
-maximises without simulation, and `_particles` the likelihood by particles guided by the posterior.
+`_posterior` contains the encoder, the posterior marginals and the decoder, `_bound` the lower bound that
+training maximises without simulation, and `_particles` the likelihood by particles guided by the posterior.
 `_latent_sde` is the model and `_fit_latent` fits it.
 """
 

@@ -15,8 +15,8 @@ from ._posterior import AbstractLatentSDE, Reading, Series
 
 
 def mismatch(model: AbstractLatentSDE, reading: Reading, t: Array, u: Array) -> Array:
-    """½ |σ⁻¹(f − μ)|² at z = m(t) + L(t) u: the rate at which the Kullback–Leibler divergence of posterior
-    and prior paths grows.
+    """½ |σ⁻¹(f − μ)|² at z = m(t) + L(t) u: the rate at which the Kullback–Leibler divergence between
+    posterior and prior paths grows.
 
     f is the Itô drift with which a process with noise σ has the posterior marginals:
 
@@ -81,15 +81,15 @@ class SDEMatching(AbstractObjective):
 
 
 class Forecasting(AbstractObjective):
-    """The mean of the loss of `rf.latent.SDEMatching` and of the negative bound per observed value of a
-    forecast from the first `num_given` observations,
+    """The mean of two losses: that of `rf.latent.SDEMatching`, and the negative, per observed value, of the
+    following bound for a forecast from the first n = `num_given` observations:
 
-        bound on log p(y₁, …, yₙ) + E log p(yₙ₊₁, … | z),
+        bound on log p(y₁, …, yₙ) + E log p(yₙ₊₁, … | z).
 
-    where z is drawn from the posterior at the last given observation and then follows the prior SDE, by
-    simulation in `num_steps` steps between two observations. The second term is also a lower bound on a
-    log-likelihood, and training with it fine-tunes a model for long forecasts. The first loss keeps the
-    posterior given whole series accurate.
+    Here z is drawn from the posterior at the last given observation and then follows the prior SDE, which is
+    simulated with `num_steps` steps between two observations. The second term is also a lower bound on a
+    log-likelihood, and training with it fine-tunes a model for long forecasts. The first loss preserves the
+    accuracy of the posterior given a whole series.
 
     ```python
     import roughflow as rf

@@ -22,7 +22,7 @@ from ._posterior import Encoder, NormalDecoder, Posterior
 DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.99}
 FEWEST_TO_VALIDATE = 10  # series
 LONGEST = 0.1  # longest time step of likelihoods, in units of the SDE
-LENGTH = 0.05  # initial time over which the posterior averages, in units of the SDE
+LENGTH = 0.05  # averaging time of the posterior before training, in units of the SDE
 FIRST_DRAW = 1024  # number of series drawn from a function to initialise a model
 ROUNDING = 1e-6  # a column with a smaller relative deviation is constant up to rounding errors
 
@@ -50,25 +50,25 @@ def fit_latent(
 ) -> Fitted:
     """Fit a latent SDE: hidden states that follow a neural SDE, observed with noise through a decoder.
 
-    SDE, decoder and an approximate posterior of the states are trained together by maximising a lower bound
-    on the log-likelihood. The posterior has Gaussian marginals given by networks, and the drift that produces
-    them is known, so the bound needs no simulation: it compares the drifts of posterior and SDE at random
-    times (SDE matching; Bartosh, Vetrov and Naesseth 2025, arXiv:2502.02472). `fitted.model.log_likelihood`
-    then estimates the likelihood itself.
+    The SDE, the decoder and an approximate posterior of the states are trained together by maximising a lower
+    bound on the log-likelihood. The posterior has Gaussian marginals given by networks, and the drift that
+    produces them is known, so the bound needs no simulation: it compares the drifts of the posterior and of
+    the SDE at random times (SDE matching; Bartosh, Vetrov and Naesseth 2025, arXiv:2502.02472).
+    `fitted.model.log_likelihood` then estimates the likelihood itself.
 
     **Arguments:**
 
     - `times`, `values`: `(N,)` and `(N, p)`, or lists of them, one entry per series. Times may be irregular,
       numbers or dates; NaN is a missing value. For series that do not fit in memory, pass a function as
       `times` and omit `values`. The function takes a number of series and a NumPy generator and returns two
-      such lists. It is called with 1,024 to initialise the model, and with the batch size in every step.
-      Times are then numbers.
+      such lists. It is called with the number 1,024 to initialise the model, and with the batch size in every
+      step. Times are then numbers.
     - `dimension`: the number of hidden states.
     - `sde`: an SDE with square σ, in the times of the data. By default `rf.ItoSDE(rf.sde.RestoringDrift(...),
       rf.DiagonalDiffusion(...))`, where each series starts at time 0 and the unit of time is the
       decorrelation time of the values.
-    - `decoder`: from a state to a distribution of the values, with `log_prob(y)` of shape `(p,)` and
-      `sample(key)`. By default an `rf.latent.NormalDecoder` that starts from principal components.
+    - `decoder`: a function from a state to a distribution of the values, with `log_prob(y)` of shape `(p,)`
+      and `sample(key)`. By default an `rf.latent.NormalDecoder` that starts from principal components.
     - `initial`: the distribution of the first states; by default a trained `rf.MultivariateNormal`.
     - `num_given`, `forecast_steps`: after `steps` steps, fine-tune the model for `forecast_steps` steps to
       forecast each series from its first `num_given` observations (`rf.latent.Forecasting`), by simulation.
@@ -77,8 +77,8 @@ def fit_latent(
     - `num_times`: number of random times per series and step at which drifts are compared.
     - `validation`: fraction of series, or of windows, used to choose the best step; by default 0.1, or 0 if
       there are fewer than ten.
-    - `steps`, `progress`, `training`, `run`: as for `rf.fit`. By default batches of 64 series, a learning
-      rate of 3e-3, gradients clipped at 1, and an average of 0.99.
+    - `steps`, `progress`, `training`, `run`: as for `rf.fit`. By default, batches have 64 series, the
+      learning rate is 3e-3, gradients are clipped at 1, and parameters are averaged with decay 0.99.
 
     The loss is the negative bound per observed value. The `model` of the result is an `rf.latent.LatentSDE`.
 
@@ -177,7 +177,7 @@ def initial_model(
     keys = jax.random.split(key, 5)
     location, scale, loadings, direct = components(parts, dimension)
     if sde is None:
-        # The networks are bounded (tanh), so states return from any distance.
+        # The networks are bounded (tanh), so the restoring drift dominates far away.
         drift = RestoringDrift(dimension, 1.0, width, 2, key=keys[0])
         sde = ItoSDE(drift, DiagonalDiffusion(dimension, width, key=keys[1]))
     if decoder is None:

@@ -53,7 +53,7 @@ class LikelihoodEstimate(NamedTuple):
 
     @property
     def suspect(self) -> np.ndarray:
-        """Whether the runs differ so much that value and error are unreliable."""
+        """Whether the runs differ so much that the value and its error are unreliable."""
         return ~(self.standard_error <= MAX_ERROR)
 
     @property
@@ -104,8 +104,8 @@ class LatentSDE(AbstractLatentSDE):
 
     - `sde`: an SDE with square σ.
     - `initial`: the distribution of the states at the first observation, such as an `rf.MultivariateNormal`.
-    - `decoder`: from a state to a distribution of the `p` observed values, an object with `log_prob(y)` of
-      shape `(p,)` and `sample(key)`, such as those of NumPyro.
+    - `decoder`: a function from a state to a distribution of the `p` observed values, which is an object with
+      `log_prob(y)` of shape `(p,)` and `sample(key)`, such as those of NumPyro.
     - `posterior`: an `rf.latent.Posterior`.
     - `unit`: the unit of time of the SDE; each series then starts at time 0. With None, the SDE has the times
       of the data.
@@ -184,7 +184,9 @@ class LatentSDE(AbstractLatentSDE):
         distribution."""
         numbers = np.asarray(finite_array("times", times), float)
         if numbers.ndim != 1 or len(numbers) < 2 or np.any(np.diff(numbers) <= 0):
-            raise ValueError(f"times must increase, shape (N,) with N > 1, got shape {numbers.shape}")
+            raise ValueError(
+                f"times must be increasing and of shape (N,) with N > 1, got shape {numbers.shape}"
+            )
         when = (numbers - numbers[0]) / self.unit if self.unit else numbers
         keys = jax.random.split(check_key(key), 3)
         start = self.initial.sample(key=keys[0], shape=(check_count("num_samples", num_samples),))

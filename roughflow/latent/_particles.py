@@ -75,7 +75,7 @@ def particle_filter(
     key: PRNGKeyArray,
     keep: bool = True,
 ) -> Cloud:
-    """Particles at the last time, with `num_steps` steps between every two observations.
+    """Particles at the last time, with `num_steps` steps between consecutive observations.
 
     Particles are resampled after an observation if fewer than half of them are effective. `keep` tells
     whether to keep their states at observations.

@@ -56,7 +56,7 @@ class Encoder(eqx.Module):
     """Two recurrent networks that read a series forwards and backwards.
 
     Each observation becomes a row of standardised values, flags for observed values, and the time since the
-    row before.
+    previous row.
 
     **Arguments:** `location` and `scale` of the values, shape `(p,)`; `width` of the networks; `unit`, a unit
     of time in which time differences are of order 1.
@@ -162,7 +162,7 @@ class Posterior(eqx.Module):
     def at(self, reading: Reading, t: Array) -> tuple[Gaussian, Array]:
         """The marginal at time t, and A."""
         times, d = reading.times, self.dimension
-        # The interval of t, at most the last one before the series repeats its last time.
+        # The interval that contains t, or the last one before the series repeats its last time.
         before = jnp.minimum(jnp.sum(times <= t), jnp.sum(jnp.diff(times) > 0)) - 1
         gap = times[before + 1] - times[before]
         share = (t - times[before]) / gap

@@ -1,4 +1,5 @@
-"""Anomalies: kernel densities of the training rows, and the fraction of other rows that are less likely."""
+"""Anomaly detection: kernel densities of the training rows, and the fraction of these that are less
+likely."""
 
 from typing import Any
 
@@ -16,8 +17,8 @@ from ._numbers import joined
 MAX_ROWS = 10_000  # maximum number of kernels; larger tables are subsampled
 TUNING_ROWS = 1000  # number of rows on which the bandwidth is chosen
 BANDWIDTHS = 0.02 * 2.0 ** np.arange(0, 7, 0.5)  # candidates, in robust standard deviations
-SHARPER = 0.5  # factor on the most likely bandwidth, which improves the ranking of rows, see KernelDensity
-MIN_SPREAD = 0.1  # minimum ratio of interquartile range to standard deviation, else the latter is the unit
+SHARPER = 0.5  # multiplies the most likely bandwidth, for a better ranking; see KernelDensity
+MIN_SPREAD = 0.1  # if interquartile range / standard deviation is smaller, the latter is the unit
 BLOCK = 500  # rows scored at a time
 NUM_SUBSAMPLES = 20
 NORMAL_QUARTILES = 1.349  # interquartile range of a standard normal distribution
@@ -29,12 +30,12 @@ class KernelDensity(eqx.Module):
     Columns are measured in robust standard deviations (interquartile range / 1.349, or the ordinary standard
     deviation if the range is below a tenth of it). All columns share one bandwidth: half of the bandwidth
     with the highest leave-one-out likelihood. On fourteen tables of ADBench, halving raises the mean AUROC
-    from 0.829 to 0.835; the largest deficit on one table, compared with the better of the fifth neighbour and
-    an isolation forest, falls from 0.107 to 0.041.
+    from 0.829 to 0.835; the largest deficit on one table, compared with the better of the fifth-neighbour
+    distance and an isolation forest, falls from 0.107 to 0.041.
 
     Columns that are constant or linear functions of others are removed; a row that violates such a relation
-    has density zero, or a finite penalty. A row that equals a row of the table is scored by the other rows,
-    so scores of training rows and of new rows are comparable.
+    has density zero, or a finite penalty. A row that equals a row of the table is scored with the kernels of
+    the other rows, so scores of training rows and of new rows are comparable.
 
     With `subsamples`, `log_prob` is the mean of the log-densities of 20 small subsamples of the rows, which
     is not normalised (its exponential integrates to less than one). Its ranking is less accurate if there are
@@ -104,7 +105,8 @@ class KernelDensity(eqx.Module):
         return len(self.loc) + (0 if self.relations is None else len(self.relations.removed))
 
     def log_prob(self, rows: ArrayLike, *, violation: Violation = "zero") -> np.ndarray:
-        """The log-density of each row, in units of the table; `violation` as in `WithRelations`."""
+        """The log-density of each row, in the original units of the columns; `violation` as in
+        `WithRelations`."""
         check_violation(violation)
         table, _ = joined("rows", rows, None)
         if table.shape[1] != self.num_columns:

@@ -1,4 +1,4 @@
-"""Densities in closed form: Gaussians, and Gaussians of columns that monotone maps make nearly normal."""
+"""Densities in closed form: Gaussians, and Gaussians of columns made nearly normal by monotone maps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .._checks import is_traced
 from ..faq import see
 from ..train import LEAVE_ONE_OUT, Links, folds, mean_and_error
 
-# Added to the diagonal of correlations, so that those of nearly dependent columns are invertible.
+# Added to the diagonal of correlation matrices, so that they are invertible if columns are nearly dependent.
 RIDGE = 1e-6
 SHRINKAGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 ROWS_WITHOUT_SHRINKAGE = 30  # rows per column above which correlations are not shrunk
@@ -90,7 +90,7 @@ def constant(rows: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> np.ndarray
 
 
 def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
-    """Refuse constant or linearly dependent columns. With fewer rows than columns, linear dependence cannot
+    """Reject constant or linearly dependent columns. With fewer rows than columns, linear dependence cannot
     be tested."""
     label = lambda i: repr(names[i]) if names else str(i)
     still = np.flatnonzero(constant(rows, rows.mean(axis=0), rows.std(axis=0)))
@@ -116,10 +116,9 @@ TAIL_ROWS, TAIL_GAIN = 20, 3.0
 HEAVY_SHAPE = 0.25  # ξ above which a column is always mapped, because its fourth moment is infinite
 # Range of ξ of a Pareto tail; a Student-t distribution with ν degrees of freedom has ξ = 1/ν.
 MIN_SHAPE, MAX_SHAPE = 0.15, 3.0
-# If a normal sample would have a value as extreme as that of a column only with this probability, and the
-# rows do not determine the tails of the column, it gets Pareto tails of shape FAR_SHAPE, that of a Cauchy
-# distribution, beyond FAR_LEVEL standard deviations. This costs 0.0005 nats if the column is normal after
-# all.
+# A column gets Pareto tails if its most extreme value would occur in a normal sample with at most this
+# probability and its rows do not determine its tails. These tails begin at FAR_LEVEL standard deviations and
+# have the shape FAR_SHAPE of a Cauchy distribution. They cost 0.0005 nats if the column is normal after all.
 FAR_PROBABILITY, FAR_LEVEL, FAR_SHAPE = 0.05, 3.0, 1.0
 # Rounds of winsorisation of a column with extreme values, for its mean and standard deviation.
 WINSORISATIONS = 10
@@ -136,8 +135,8 @@ MAX_CHOICE_ROWS = 20_000  # maximum number of rows on which numbers of knots are
 
 class Marginals(eqx.Module):
     """Monotone maps u = g(x), one per column: rational-quadratic splines between knots (Gregory & Delbourgo
-    1982; Durkan et al. 2019). Beyond the knots they are linear, which gives normal tails, or, if `tails` ξ >
-    0, give Pareto tails: the probability P(X > x) beyond the last knot x_K decreases like (1 + ξ (x −
+    1982; Durkan et al. 2019). Beyond the knots they are linear, so tails are normal. If `tails` ξ > 0, tails
+    are Pareto instead: the probability P(X > x) beyond the last knot x_K decreases like (1 + ξ (x −
     x_K)/β)^(−1/ξ), with β from the slope at x_K. A column with bounds a or b is first mapped to the real line
     by log(x − a), −log(b − x), or log (x − a)/(b − x).
 
@@ -250,8 +249,8 @@ def _pieces(maps: Marginals, xp: Any, at: Any, knots: Any) -> tuple["_Knot", "_K
 
 
 def _to_normal(xp: Any, beyond: Any, level: Any, slope: Any, shape: Any) -> tuple[Any, Any]:
-    """u and log g′ at the distance `beyond` from the last knot, at which u is `level` and g′ is `slope`: log
-    P(X > x) = log Φ(−level) − log(1 + ξ beyond/β)/ξ = log Φ(−u)."""
+    """u and log g′ at the distance `beyond` outside the last knot. At the knot, u is `level` and g′ is
+    `slope`. log P(X > x) = log Φ(−level) − log(1 + ξ beyond/β)/ξ = log Φ(−u)."""
     log_ndtr, log_normal = _log_ndtr(xp), lambda v: -0.5 * (v**2 + np.log(2 * np.pi))
     start = log_ndtr(-level)
     scale = xp.exp(start - log_normal(level)) / slope
@@ -332,7 +331,7 @@ def fit_marginals(
         some = np.random.default_rng(0).permutation(len(rows))[:MAX_CHOICE_ROWS]
         some = slice(None) if len(rows) <= MAX_CHOICE_ROWS else some
         counts = _counts(rows[some], own, least, links if isinstance(some, slice) else links.at(some))
-    # In a flow, Pareto tails would bend relations between columns that are linear far out.
+    # In a flow, Pareto tails would make relations between columns nonlinear far out.
     maps = _together(rows, counts, far=far and bool(np.isinf(least)))
     if bounds is not None:
         return Marginals(maps.x, maps.u, maps.slope, *bounds, maps.tails)
@@ -395,13 +394,13 @@ def _at_quantiles(column: np.ndarray, count: int) -> _Knot:
 
 
 def _is_far(column: np.ndarray) -> bool:
-    """Whether the column has values that a normal sample would hardly have."""
+    """Whether the column has values that are very unlikely in a normal sample."""
     extreme = np.max(np.abs(column - column.mean())) / (column.std() or 1.0)
     return bool(2 * len(column) * scipy.special.ndtr(-extreme) < FAR_PROBABILITY)
 
 
 def has_far_rows(rows: np.ndarray) -> bool:
-    """Whether a row is so far out in a column that Gaussians without Pareto tails cannot describe it."""
+    """Whether a row is so extreme in a column that Gaussians without Pareto tails cannot describe it."""
     bulks = [(column, *_bulk(column)) for column in rows.T]
     return any(np.max(np.abs(column - loc)) > FAR_ROW * scale for column, loc, scale in bulks)
 
@@ -471,7 +470,7 @@ def _pareto_fit(beyond: np.ndarray) -> tuple[float, float, float]:
 
 
 def _padded(knots: _Knot, most: int) -> _Knot:
-    """Additional knots on the spline, always in its widest piece."""
+    """Add knots on the spline, each in the widest piece."""
     missing = most - len(knots.x)
     if not missing:
         return knots

@@ -58,7 +58,7 @@ class Relations(eqx.Module):
 
     @staticmethod
     def of(rows: np.ndarray, own: int, exempt: Iterable[int] = ()) -> "Relations | None":
-        """The relations among the first `own` columns and from these to the other columns; None if there are
+        """The relations that determine one of the first `own` columns from other columns; None if there are
         none. The columns `exempt` are never part of a relation.
 
         A column is removed if its variance given the other columns is below 1e-6 of its variance."""
@@ -154,8 +154,8 @@ class WithRelations(eqx.Module):
     `log_prob` is the log-density of the free columns. Samples have all columns. `columns` are the names of
     all columns, given ones last. The methods are those of `rf.tables.Standardised`. In `log_prob` and
     `estimate`, `violation="penalty"` gives a row that violates a relation a finite value instead of −∞. The
-    penalty is log(n + 1) nats, as for the first exception after n rows, plus 2 log(1 + r/s) for a distance r
-    from the relation and a standard deviation s of the column.
+    penalty is log(n + 1) nats, because a first exception after n rows has probability 1/(n + 1), plus 2 log(1
+    + r/s) for a distance r from the relation and a standard deviation s of the column.
 
     ```python
     import jax
@@ -271,7 +271,7 @@ def check_violation(violation: Any) -> None:
 
 
 def check_some_free(relations: Relations | None, own: int, rows: np.ndarray, names: Sequence[str]) -> None:
-    """Refuse a table in which no column is free."""
+    """Reject a table in which no column is free."""
     if relations is None or len(relations.removed) < own:
         return
     label = repr(names[0]) if names else "0"
@@ -290,7 +290,7 @@ ColumnType = Literal["continuous", "integer", "category", "zero-inflated"]
 COLUMN_TYPES = get_args(ColumnType)
 MAX_INTEGER_LEVELS = 10  # integer columns with at most this number of values are categories
 MIN_SPIKE = 0.1  # fraction of the rows at one value of a zero-inflated column
-# Maximum fraction of different values of a text column; with more it is refused as an identifier.
+# A text column with a larger fraction of different values is rejected as an identifier.
 MAX_LEVEL_SHARE = 0.5
 MISSING, UNKNOWN = -1, -2  # codes of missing categories, and of categories that do not occur in the table
 Label = str | float | bool
@@ -355,8 +355,8 @@ class Encoding(eqx.Module):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of levels of each coded column; a zero-inflated column has two, at the point mass or
-        not."""
+        """The number of levels of each coded column; a zero-inflated column has two: at the point mass, and
+        elsewhere."""
         return tuple(2 if self.types[i] == "zero-inflated" else len(self.levels[i]) for i in self.coded)
 
     @property
@@ -366,8 +366,8 @@ class Encoding(eqx.Module):
         return (self.widths / self.scale)[self.numeric]
 
     def log_scale(self, numbers: np.ndarray) -> np.ndarray:
-        """The sum of log `scale` over the observed continuous cells of each row, by which the log-density
-        changes with the units."""
+        """The sum of log `scale` over the observed continuous cells of each row: the change of the
+        log-density due to the units."""
         free = (self.unit_widths == 0) & ~np.isnan(numbers)
         return np.sum(np.where(free, np.log(self.scale[self.numeric]), 0.0), axis=1)
 
@@ -402,7 +402,7 @@ class Encoding(eqx.Module):
         """Which cells of the table are missing, `(n, d)`."""
         out = np.zeros((len(numbers), len(self.types)), bool)
         out[:, self.numeric] = np.isnan(numbers)
-        out[:, self.coded] = codes == MISSING  # the code decides for a zero-inflated column
+        out[:, self.coded] = codes == MISSING  # a zero-inflated cell is missing if its code is missing
         return out
 
     def described(self) -> str:
@@ -471,7 +471,7 @@ def is_mixed(data: Any) -> bool:
     try:
         cells, _ = cells_of(data)
     except (ValueError, TypeError):
-        return False  # elsewhere this is refused with a better message
+        return False  # elsewhere this is rejected with a better message
     return any(column.dtype.kind == "O" or np.isnan(column).any() for column in cells)
 
 

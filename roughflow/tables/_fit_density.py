@@ -61,16 +61,16 @@ def fit_density(
     training: TrainingOptions | None = None,
     run: RunOptions | None = None,
 ) -> FittedDensity:
-    """Fit a density to the rows of a table, in the units of the table.
+    """Fit a density to the rows of a table, in the original units of its columns.
 
     Three families of densities are compared on rows that are not used for fitting:
 
     - "gaussian": a Gaussian whose covariance is shrunk and widened if there are few rows;
     - "marginals": a Gaussian of columns that are transformed separately (`rf.tables.Marginals`);
     - "flow": a normalizing flow, trained in two stages. **Regression** (`rf.Interpolant`) learns the velocity
-      that carries a normal distribution to the standardised rows. Regression solves no equation, so thousands
-      of steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) then improves the density by the last
-      tenths of a nat. Each stage returns the model with the lowest validation loss.
+      that carries a normal distribution to the standardised rows. Regression solves no differential equation,
+      so thousands of steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) then improves the density
+      by the last tenths of a nat. Each stage returns the model with the lowest validation loss.
 
     With default settings, a table of fewer than 500 distinct rows or groups gets the family with the best
     cross-validated score; a mixture (see below) is compared too. A larger table gets a flow, unless the
@@ -295,7 +295,7 @@ class _FoldModel:
     model: Standardised
 
     def log_prob(self, rows: np.ndarray) -> np.ndarray:
-        """Log-densities in batches of one size, so that folds of other sizes do not recompile."""
+        """Log-densities in batches of equal size, so that folds of other sizes do not recompile."""
         size = 2 ** max(5, int(np.ceil(np.log2(len(rows)))))
         padded = rows[np.arange(size) % len(rows)]
         return HeldOut(padded, np.arange(size), None).values(self.model)[: len(rows)]
@@ -328,11 +328,11 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
         return _Closed(name, comparison.values(partial(fits[name], far=far)), far=far)
     best = _Closed("gaussian", comparison.values(fits["gaussian"]))
     if not comparison.cross:
-        return best  # with many rows a flow learns the marginals too, and maps take long to choose
+        return best  # with many rows, a flow learns the marginals, and choosing maps takes long
     others = [_Closed("marginals", comparison.values(fits["marginals"]))]
     table = comparison.whole
     fits_mixture = plain and not table.num_given and table.relations is None
-    # Under a mixture of Gaussians, rows that are far out have a very low density.
+    # Under a mixture of Gaussians, extreme rows have a very low density.
     if fits_mixture and len(table.train) < MAX_MIXTURE_ROWS and not has_far_rows(table.train):
         types = dict.fromkeys(range(table.dimension), "continuous")
         labels = table.links.labels
@@ -370,8 +370,8 @@ def _closed_fit(comparison: Comparison, best: _Closed, noise: float | str = 0.0)
 
 
 def _is_for_a_mixture(data: Any, family: Any, types: Any, weights: Any, others: Sequence[Any]) -> bool:
-    """Whether a mixture is requested or needed for the table. With options that only a flow has, the flow is
-    tried, and its error message names the cell that it does not support."""
+    """Whether a mixture is requested or needed for the table. If an option applies only to flows, a flow is
+    fitted instead; its error message names the cell that it does not support."""
     if types is not None or weights is not None or family == "mixture":
         return True
     free = family is None and all(value is None for value in others)
@@ -379,7 +379,7 @@ def _is_for_a_mixture(data: Any, family: Any, types: Any, weights: Any, others: 
 
 
 def _check_mixed(family: Any, noise: Any, data: Any, others: Mapping[str, Any]) -> None:
-    """Refuse options that a mixture does not support."""
+    """Reject options that a mixture does not support."""
     why = "types= and weights= need family 'mixture'"
     if family not in (None, "mixture"):
         raise ValueError(f"{why}, not {family!r}{see('no-density')}")

@@ -26,15 +26,15 @@ SCORED_ROWS, NOISY_ROWS = 1000, 64  # maximum number of rows to score, without a
 class Score:
     """The score of a density: the mean log-density, in nats per row, of rows to which it was not fitted.
 
-    - `mean`, `standard_error`: mean log-density of these rows, in units of the table, and its standard error.
-      Copies of a row and rows of one group are not treated as independent.
+    - `mean`, `standard_error`: mean log-density of these rows, in the original units of the columns, and its
+      standard error. Copies of a row and rows of one group are not treated as independent.
     - `gaussian`: the mean log-density under a Gaussian with the mean and covariance of the training rows.
     - `gain`, `gain_error`: the mean log-density minus that of the Gaussian, and the standard error of the
       difference.
     - `num_rows`: number of rows; `method`: "validation rows", or "cross-validation", in which each row is
       scored by a density fitted to other folds.
 
-    `fitted.score` of the result of `rf.fit_density` is a score.
+    The result of `rf.fit_density` has a score, `fitted.score`.
     """
 
     mean: float
@@ -95,7 +95,7 @@ class FittedDensity(Fitted):
     or an `rf.tables.WithRelations` if columns are constant or linearly dependent.
 
     `family` is "gaussian", "marginals", "flow" or "mixture" (with an `rf.tables.MixedDensity`). `held_out`
-    has the validation `rows`, with given columns last, and the `gaussian` fitted to the training rows.
+    contains the validation `rows`, with given columns last, and the `gaussian` fitted to the training rows.
 
     ```python
     import jax
@@ -133,7 +133,8 @@ class FittedDensity(Fitted):
         key: PRNGKeyArray | None = None,
         violation: Violation = "zero",
     ) -> Array | np.ndarray:
-        """log p of each row, in units of the table. Columns of a DataFrame are matched by name.
+        """log p of each row, in the original units of the columns. Columns of a DataFrame are matched by
+        name.
 
         `key` is needed only for a model with noise, whose log-densities are Monte Carlo estimates. A row that
         violates a relation of the columns, such as a constant column, has density zero, or with
@@ -154,7 +155,8 @@ class FittedDensity(Fitted):
         estimator: AbstractEstimator | None = None,
         tolerance: float | None = None,
     ) -> Estimate:
-        """log p of each row with its errors, in units of the table; see `rf.StochasticFlow.estimate`."""
+        """log p of each row with its errors, in the original units of the columns; see
+        `rf.StochasticFlow.estimate`."""
         key = _or_default(key)
         return self.model.estimate(rows, key=key, given=given, estimator=estimator, tolerance=tolerance)
 

@@ -33,10 +33,10 @@ MAX_VALIDATION_ROWS = 2**15
 class ParquetTable:
     """A Parquet file as data for `rf.fit` and `rf.fit_density`; the file need not fit in memory.
 
-    Its columns are copied once to a scratch file of plain numbers (4 or 8 bytes per number), from which
-    batches are drawn at random, with replacement, as from an array. Only one batch is in memory. The same key
-    draws the same batches, so a resumed run gives the same result. The scratch file is removed when the
-    program ends, even if it is killed.
+    Its columns are copied once to a scratch file (4 or 8 bytes per number), from which batches are drawn at
+    random with replacement. Only one batch is in memory. A given key always yields the same batches, so a
+    resumed run gives the same result. The scratch file is removed when the program ends, even if it is
+    killed.
 
     **Arguments:**
 
@@ -173,7 +173,7 @@ def parquet_blocks(file: Any, columns: Sequence[str]) -> Iterator[np.ndarray]:
 
 
 def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> Iterator[np.ndarray]:
-    """Rows in double precision, `ROWS_PER_READ` at a time. Values that are not finite are refused."""
+    """Rows in double precision, `ROWS_PER_READ` at a time. Values that are not finite raise an error."""
     first = 0
     for rows in parquet_blocks(file, columns):
         fine = np.abs(rows) <= MAX_VALUE  # false for NaN
@@ -187,7 +187,7 @@ def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> 
 
 
 def check_parquet_columns(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> None:
-    """Refuse columns that are missing from the file or not numeric."""
+    """Reject columns that are missing from the file or not numeric."""
     import pyarrow as pa
 
     schema = file.schema_arrow

@@ -20,12 +20,12 @@ from ._numbers import is_frame
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # candidate numbers of components
 MIN_ROWS_PER_COMPONENT = 12
-# Maximum number of EM steps; gain, in nats per row and step, below which EM stops.
+# Maximum number of EM steps; EM also stops if a step gains fewer nats per row.
 MAX_STEPS, TOLERANCE = 200, 2e-5
 SEARCH_TOLERANCE = 3e-4  # tolerance while the number of components is chosen
 FEW_PATTERNS = 16  # up to this number of patterns of missing cells, products are computed pattern by pattern
-PSEUDO_ROWS_PER_COLUMN = 0.5  # number of rows per column that the prior on each covariance is worth
-PSEUDO_CATEGORIES = 0.5  # number of rows that the prior on each category is worth
+PSEUDO_ROWS_PER_COLUMN = 0.5  # weight of the prior on each covariance, in rows per column
+PSEUDO_CATEGORIES = 0.5  # weight of the prior on each category, in rows
 CELL_POINTS = 64  # points of the integral over the rounding intervals of several integer columns
 SMALL = 500  # number of sets of linked rows below which cross-validation chooses the number of components
 BLOCK = 2048  # number of rows whose matrices are in memory at a time
@@ -76,7 +76,7 @@ class MixtureComponents(eqx.Module):
 
     def _log_cells(self, numbers: np.ndarray, exact: np.ndarray, cells: np.ndarray, k: int) -> np.ndarray:
         """The log-density of the columns `exact` plus the log-probability of the rounding intervals of the
-        integer columns `cells` given these, in component k."""
+        integer columns `cells` given the columns `exact`, in component k."""
         mean, covariance = np.broadcast_to(self.means[k], numbers.shape), self.covariances[k]
         value = np.zeros(len(numbers))
         if exact.any():
@@ -300,7 +300,7 @@ def _moments(
     """The M step of one Gaussian: moments of the rows, with missing cells replaced by their conditional
     means, plus the conditional covariances."""
     precision, _ = _precisions(patterns, covariance)
-    gain = covariance @ precision  # Σ Σₒₒ⁻¹ for each pattern, o the observed columns
+    gain = covariance @ precision  # Σ Σₒₒ⁻¹ for each pattern, where o are the observed columns
     offset = np.where(patterns[places], filled - mean, 0.0)
     expected = mean + _times(gain, places, offset)
     mass = weights.sum() + 1e-9
@@ -354,7 +354,8 @@ def _log_boxes(low: np.ndarray, high: np.ndarray, covariance: np.ndarray) -> np.
     for j in range(size):
         shift = z[..., :j] @ root[j, :j]
         a, b = ((edge[:, j, None] - shift) / root[j, j] for edge in (low, high))
-        # Reflected so that both ends are negative, where no digits cancel in the difference.
+        # Intervals are reflected so that both ends are negative, because then no digits cancel in the
+        # difference.
         flip = a + b > 0
         a, b = np.where(flip, -b, a), np.where(flip, -a, b)
         log_a, log_b = scipy.special.log_ndtr(a), scipy.special.log_ndtr(b)
@@ -372,10 +373,10 @@ def _log_boxes(low: np.ndarray, high: np.ndarray, covariance: np.ndarray) -> np.
 class MixedDensity(eqx.Module):
     """A density of tables with numbers, categories and missing cells: a `MixtureComponents` of encoded rows.
 
-    `log_prob` is the log-density of the observed cells of a row in units of the table; cells of category and
-    integer columns contribute probabilities, cells of zero-inflated columns the probability of the point mass
-    or a density. `rf.fit_density` returns this model for such tables, with the arguments `encoding`, an
-    `rf.tables.Encoding`, and `mixture`.
+    `log_prob` is the log-density of the observed cells of a row in the original units of the columns; cells
+    of category and integer columns contribute probabilities, cells of zero-inflated columns the probability
+    of the point mass or a density. `rf.fit_density` returns this model for such tables, with the arguments
+    `encoding`, an `rf.tables.Encoding`, and `mixture`.
 
     ```python
     import jax
@@ -488,7 +489,7 @@ class MixedDensity(eqx.Module):
         return Conditional(self, *self.encoding.encode(kept), tuple(given))
 
     def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "MixedDensity":
-        """Always refused, because there is no flow."""
+        """Raise an error, because there is no flow."""
         raise ValueError("a mixture has no flow to add noise to: fit a flow with family='flow'")
 
 
@@ -520,7 +521,7 @@ class Conditional:
     given: tuple[str, ...]
 
     def log_prob(self, rows: Any) -> np.ndarray:
-        """log p(other columns | given columns) of each row, in closed form. `rows` has all columns."""
+        """log p(other columns | given columns) of each row, in closed form. `rows` must have all columns."""
         own = self.model.encoding
         known = self.model.mixture.log_prob(self.numbers, self.codes) - own.log_scale(self.numbers)
         return self.model.log_prob(rows) - known
@@ -646,7 +647,7 @@ def fit_mixed(
     encoding = Encoding.of(cells, names, types)
     numbers, codes = encoding.encode(cells)
     if len(numbers) < 2:
-        raise ValueError(f"data has 1 row: use at least two, better hundreds{see('no-density')}")
+        raise ValueError(f"data has 1 row: use at least two, preferably hundreds{see('no-density')}")
     weights = _checked_weights(weights, len(numbers))
     rng = rng_of(key, 3)
     widths = encoding.unit_widths

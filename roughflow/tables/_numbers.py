@@ -127,7 +127,7 @@ def joined(
 
 def real_numbers(argument: str, value: Any) -> Any:
     """An array of real numbers; JAX arrays are returned unchanged. Strings and complex numbers are
-    refused."""
+    rejected."""
     array = value if is_traced(value) or isinstance(value, jax.Array) else np.asarray(value)
     if array.dtype.kind == "c":
         message = f"{argument} is complex: use real and imaginary parts as separate columns"
@@ -169,14 +169,14 @@ def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
     small = (spread > 0) & (spread < MIN_SPREAD)
     if small.any():
         column = int(np.argmax(small))
-        message = f"column {label(column)} of {name} varies by {spread[column]:g} only: rescale it"
+        message = f"column {label(column)} of {name} varies only by {spread[column]:g}: rescale it"
         raise ValueError(message + see("no-density"))
     return rows
 
 
 def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
-    """One column of a table as numbers. Strings are refused even if they look like numbers; dates are refused
-    too."""
+    """One column of a table as numbers. Strings are rejected even if they look like numbers; dates are
+    rejected too."""
     odd = next((value for value in values if not _is_number(value)), None)
     if odd is not None:
         message = f"column {label} of {name} holds {str(odd)!r}, not numbers"

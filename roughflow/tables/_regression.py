@@ -28,11 +28,10 @@ MEMBERS = 4  # members of the ensemble for smaller tables
 WIDTH, BATCH_ROWS = 64, 128  # width of the network, and rows per step
 MIN_STEPS, MAX_STEPS = 4000, 10_000
 VALIDATION_PARTS = 10  # number of disjoint sets of rows, of which each member uses one for validation
-PRIOR_ROWS = 10.0  # number of rows that the prior, a base of variance one, is worth
+PRIOR_ROWS = 10.0  # weight of the prior (a base of variance one), in rows
 MIN_VARIANCE = 0.1  # minimum variance of the base
-MAX_APART = (
-    4.0  # maximum distance of two medians that counts, in units of the base, so that few rows do not decide
-)
+# Larger distances between two medians count as this, in units of the base, so that few rows do not decide.
+MAX_APART = 4.0
 BASE_POINTS = np.linspace(-5.0, 5.0, 51)  # points at which the maps are tabulated
 MIN_LEVEL = 1e-5  # smallest level of a quantile
 MIN_NOISE = 0.002  # noise added to y if it has none, in standard deviations of y
@@ -43,8 +42,8 @@ class Regression(eqx.Module):
 
     Each member is a flow without noise, so y is an increasing function T(z; x) of z ~ N(0, s²). Its
     distribution function Φ(T⁻¹(y; x)/s) and its quantiles T(s Φ⁻¹(α); x) need no samples. s² is the mean of
-    z² over the validation rows of all members, less the spread of the members, which the average adds. Flows
-    that are too certain of unseen rows have s > 1.
+    z² over the validation rows of all members, minus the spread of the members, which averaging adds. If the
+    flows are overconfident on unseen rows, s > 1.
 
     **Arguments:** `members`, conditional densities `rf.tables.Standardised`; `scale`, s.
 
@@ -270,7 +269,7 @@ def _with_spread(rows: np.ndarray) -> np.ndarray:
 
 
 def _ensemble(fits: Sequence[FittedDensity]) -> Regression:
-    """The members, with the scale of their base from their validation rows.
+    """The members, with the scale of their base computed from their validation rows.
 
     If z has variance v on these rows and members differ by d, the average of m members has an error of
     variance v − (m − 1)/m d²/2, of which (m − 1)/m d²/2 is the spread of the members themselves."""
@@ -299,7 +298,7 @@ def _inverse(fitted: FittedDensity) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _apart(fits: Sequence[FittedDensity], i: int) -> np.ndarray:
-    """The mean square of z of the medians of the other members, on the validation rows of member i."""
+    """The mean square of z at the medians of the other members, on the validation rows of member i."""
     _, given = _validation(fits[i])
     squares = [np.zeros(len(given))]
     for other in (*fits[:i], *fits[i + 1 :]):

@@ -53,8 +53,9 @@ class FlowOptions:
     - `smoothing`: standard deviation of noise that is added to the rows in each training step, to prevent
       overfitting, in units of the standardised data. Default: 0.3 with fewer than 30 rows per column,
       otherwise 0.
-    - `outliers`: fraction of rows that get large noise in each training step, twice the width of the table,
-      so that the density does not vanish between the data. Default: 0.02 from four columns on, otherwise 0.
+    - `outliers`: fraction of rows to which each training step adds large noise, of twice the standard
+      deviation of the table, so that the density does not vanish between the data. Default: 0.02 from four
+      columns on, otherwise 0.
     - `likelihood_steps`: number of maximum-likelihood steps after the regression. Default: up to 100; 0 with
       fewer than 2,000 rows or 30 rows per column, and 0 for the wider network from four columns on, where the
       small gain is not worth the time.
@@ -299,8 +300,8 @@ class Stages:
     def regression(
         self, flow: StochasticFlow, num_given: int, key: PRNGKeyArray, file: Path | None, steps: int
     ) -> Fitted:
-        # In a step, each row is used at one time and with one base point only, so few rows must be used
-        # often.
+        # A step uses each row at only one time and with only one base point, so a small table needs many
+        # steps.
         often = max(1, REGRESSION_ROWS // max(1, len(self.held_out)))
         return fit(
             flow,

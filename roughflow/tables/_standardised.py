@@ -38,15 +38,15 @@ class Standardised(eqx.Module):
 
     With `marginals` g, a monotone map of each column, g(x) = m + L y, and Σ log g′(x) is added to log p(x).
 
-    With `num_given=k` the density is conditional on the last k coordinates. The flow leaves these at their
-    base distribution N(0, I), so p(y | given) is the joint density divided by theirs.
+    With `num_given=k` the density is conditional on the last k coordinates. The flow does not change the base
+    distribution N(0, I) of these, so p(y | given) is the joint density divided by theirs.
 
     **Arguments:** `flow`, the flow of y; `loc` m, shape `(d,)`; `matrix` L, `(d, d)`, lower triangular except
     in its last k columns, which contain the regression on the given columns; `columns`, the names of the
     coordinates, if any; `num_given`, k; `marginals`, an `rf.tables.Marginals` or None.
     `standardisation(data)` computes m and L.
 
-    Columns of a DataFrame are matched by name if the model has `columns`; others are ignored.
+    Columns of a DataFrame are matched by name if the model has `columns`; other columns are ignored.
 
     ```python
     import jax, jax.numpy as jnp
@@ -293,7 +293,7 @@ class FittedScore(eqx.Module):
     marginals: Marginals | None = None
 
     def __call__(self, x: Array) -> Array:
-        """With maps g of the columns, u = g(x): ∇ₓ = g′(x) ∇ᵤlog p(u) + ∇ₓ log g′(x)."""
+        """With maps g of the columns and u = g(x): ∇ₓ log p(x) = g′(x) ∇ᵤ log p(u) + ∇ₓ log g′(x)."""
         maps = self.marginals
         if maps is None:
             return self._score(x)

@@ -17,9 +17,9 @@ from ._closed_form import Gaussian, Marginals
 from ._columns import Relations, check_some_free, coarse_step
 from ._numbers import joined
 
-SPIKE_SHARE = 0.05  # minimum fraction of the rows at one value that is reported
+SPIKE_SHARE = 0.05  # a value that at least this fraction of the rows has is reported
 FAR_TAIL = 100.0  # distance from the median, in interquartile ranges, beyond which a column is reported
-MAX_COLUMNS_PER_ROW = 10  # columns per row above which a table is refused
+MAX_COLUMNS_PER_ROW = 10  # tables with more columns per row are rejected
 Bound = tuple[float | None, float | None]
 Rounding = Mapping[Any, float] | Literal["auto"]
 
@@ -82,7 +82,7 @@ class Table:
         return table
 
     def check_bounds(self, rows: np.ndarray) -> None:
-        """Refuse rows outside the bounds."""
+        """Reject rows outside the bounds."""
         if self.bounds is None:
             return
         own, half = rows[:, : self.dimension], self.rounding[: self.dimension] / 2
@@ -113,8 +113,8 @@ class Table:
         total = self.train.shape[1] + (0 if self.relations is None else len(self.relations.removed))
         if (rows.shape[1], num_given) != (total, self.num_given):
             raise ValueError(
-                f"validation has {rows.shape[1]} columns, {num_given} of them given; the data "
-                f"{total} and {self.num_given}: with given it is a pair (rows, given)"
+                f"validation has {rows.shape[1]} columns, {num_given} of them given, but data has {total} "
+                f"and {self.num_given}; if given is set, validation must be a pair (rows, given)"
             )
         if self.relations is not None:
             rows = self._kept(self.relations, rows)
@@ -122,8 +122,8 @@ class Table:
         return replace(self, held_out=self._spread(rows, key, 1), held_out_labels=Links.of(rows).labels)
 
     def _kept(self, relations: Relations, rows: np.ndarray) -> np.ndarray:
-        """Validation rows without the columns that the relations remove; rows that violate a relation are
-        refused."""
+        """Validation rows without the columns that the relations remove; rows that violate a relation raise
+        an error."""
         broken = relations.log_factor(rows, "zero") < 0
         if broken.any():
             text = "; ".join(relations.described(self.all_names))
@@ -158,11 +158,11 @@ class Table:
 
 
 def _check_enough(count: int, total: int, name: str, validation: float = 0.0) -> None:
-    """Refuse tables with fewer than two rows."""
+    """Reject tables with fewer than two rows."""
     if count >= 2:
         return
     if total < 2:
-        raise ValueError(f"{name} has 1 row: use at least two, better hundreds{see('no-density')}")
+        raise ValueError(f"{name} has 1 row: use at least two, preferably hundreds{see('no-density')}")
     message = f"validation={validation:g} leaves {count} of {total} rows to train on"
     raise ValueError(f"{message}: lower validation{see('budgets-and-validation')}")
 
@@ -185,7 +185,7 @@ def _column(name: str | int, names: Sequence[str], own: int) -> int:
     """The index of a column, by name or number."""
     place = _place(name, names)
     if not isinstance(place, int) or not 0 <= place < own:
-        raise ValueError(f"there is no column {name!r} to model; there are {', '.join(names) or own}")
+        raise ValueError(f"there is no column {name!r} to model; the columns are {', '.join(names) or own}")
     return place
 
 
@@ -242,7 +242,7 @@ def _spike(column: np.ndarray) -> str:
     """A description of values that many rows have; "" if there are none."""
     values, counts = np.unique(column, return_counts=True)
     if len(values) == 1:
-        return ""  # refused elsewhere
+        return ""  # rejected elsewhere
     if counts.max() > max(SPIKE_SHARE * len(column), 2):
         return f"{counts.max() / len(column):.0%} of its rows at {values[np.argmax(counts)]:g}"
     return "most of its values more than once" if np.sum(counts - 1) > 0.5 * len(column) else ""

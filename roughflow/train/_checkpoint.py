@@ -239,7 +239,7 @@ def _opened(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _function(function: types.FunctionType) -> dict[str, Any]:
-    """All that a function depends on."""
+    """Everything that a function depends on."""
     code = function.__code__
     parts = {name: part for name, part in zip(code.co_freevars, _cells(function), strict=True)}
     parts |= {"its defaults": (function.__defaults__, function.__kwdefaults__)}
@@ -409,7 +409,7 @@ class Checkpoint:
         described = {name: repr(value) for name, value in settings.items()}
         for name, value in fixed.items():
             described |= fingerprint(value, name)
-        # Only shapes are compared of the arrays that a run changes.
+        # For arrays that a run changes, only the shapes are compared.
         changed = {"parameters": start.parameters, "optimiser": start.optimiser, "state": start.state}
         for what, tree in changed.items():
             for place, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -420,7 +420,7 @@ class Checkpoint:
     def begin(self, start: Progress) -> Progress:
         if self.path.exists():
             raise ValueError(
-                f"checkpoint {self.path} exists: resume=True continues it; delete it or choose another "
+                f"checkpoint {self.path} exists: set resume=True to continue it; delete it or choose another "
                 "file to start again" + see("checkpoints")
             )
         return start

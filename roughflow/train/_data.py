@@ -287,8 +287,8 @@ def split(
 ) -> tuple[Data, Array | None]:
     """Training and validation data, without copies of a row on both sides."""
     if (data is not None) != objective.uses_data:
-        need = "needs data" if objective.uses_data else "takes no data"
-        raise ValueError(f"{type(objective).__name__} {need}: call fit(model, data, ...) accordingly")
+        need = "needs data: fit(model, data)" if objective.uses_data else "takes no data: fit(model)"
+        raise ValueError(f"{type(objective).__name__} {need}")
     if np.ndim(validation) == 0:
         check_number("validation", validation, least=0, below=1)
         validation = float(validation)  # pyright: ignore[reportArgumentType]
@@ -299,7 +299,9 @@ def split(
         if isinstance(validation, float | int):
             check_share(validation)
             if validation:
-                raise ValueError("a validation fraction requires an array: pass validation data")
+                raise ValueError(
+                    "a validation fraction requires that data is an array: pass validation data instead"
+                )
             return data, None
         return data, _rows("validation", validation)
     rows = _rows("data", data)
@@ -323,7 +325,7 @@ def _rows(name: str, data: Array | np.ndarray) -> Array:
 
 
 def check_columns(model: Any, train: Data, held_out: Array | None) -> None:
-    """Refuse rows whose dimension differs from that of the flow."""
+    """Reject rows whose dimension differs from that of the flow."""
     if not isinstance(model, StochasticFlow):
         return
     for name, rows in {"data": train, "validation": held_out}.items():

@@ -76,7 +76,7 @@ class Fitted:
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """Options of the optimiser and of early stopping, for `rf.fit`, `rf.fit_density` and `rf.tune_sampler`. A
-    field that is None has the default of the function.
+    field that is None takes the default value of the function.
 
     - `batch_size`: rows per step, drawn with replacement; all rows if there are fewer.
     - `learning_rate`: peak learning rate of Adam, with linear warm-up and cosine decay to zero.
@@ -117,7 +117,7 @@ class TrainingOptions:
         if self.clip not in (None, math.inf):
             check_number("clip", self.clip, above=0)
         if self.optimiser is not None:
-            wanted = "one of optax, such as optax.adam(1e-3)"
+            wanted = "an optax optimiser, such as optax.adam(1e-3)"
             check_instance("optimiser", self.optimiser, optax.GradientTransformation, wanted)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "TrainingOptions":
@@ -220,7 +220,9 @@ def fit(
     ```
     """
     objective = MaximumLikelihood() if objective is None else objective
-    check_instance("objective", objective, AbstractStatefulObjective, "one such as rf.MaximumLikelihood()")
+    check_instance(
+        "objective", objective, AbstractStatefulObjective, "an objective such as rf.MaximumLikelihood()"
+    )
     if frozen is not None:
         check_callable("frozen", frozen, "from the model to the part not to train")
     steps = check_count("steps", steps)

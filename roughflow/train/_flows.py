@@ -122,7 +122,7 @@ def velocity_flow(
 
 
 def with_noise(flow: Any, diffusion: Diffusion | float | None, *, fading: float | None = 0.5) -> Any:
-    """The flow with another noise and the same distribution at every time: an `rf.sde.TransportSDE`.
+    """The flow with different noise and the same distribution at every time: an `rf.sde.TransportSDE`.
 
     Noise can be chosen, changed or removed after training. It can also be trained on its own with any
     objective, with `frozen=lambda flow: flow.sde.transport`.
@@ -207,7 +207,7 @@ def _towards_the_end(flow: StochasticFlow) -> AbstractIntegrator:
 
 
 def _check_given(sde: TransportSDE, dimension: int) -> None:
-    """Refuse noise on the given coordinates, which would change the distribution."""
+    """Reject noise on the given coordinates, which would change the distribution."""
     given = sde.transport.num_given
     if not given:
         return

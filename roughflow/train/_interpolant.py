@@ -64,8 +64,8 @@ class Interpolant(AbstractObjective):
 
     **Arguments:**
 
-    - `late`: exponent a of the times s = 1 − uᵃ, u uniform; a > 1 puts more times near the end, where the
-      velocity is hardest to learn; a = 1 is uniform.
+    - `late`: exponent a of the times s = 1 − uᵃ, with uniform u; a > 1 puts more times near the end, where
+      the velocity is hardest to learn; a = 1 is uniform.
     - `coupling`: the regularisation, relative to the mean squared distance, of an entropic optimal transport
       that pairs the points of a batch (Tong et al. 2024), for example 0.05; None for independent pairs. With
       a coupling, lines cross less, and the ODE needs fewer steps. The score is then unknown, and noise cannot
@@ -103,7 +103,7 @@ class Interpolant(AbstractObjective):
         self.coupling = None if coupling is None else float(coupling)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "Interpolant":
-        """Refuse a model without a velocity to train."""
+        """Reject a model without a velocity to train."""
         del key
         if not isinstance(model, StochasticFlow):
             raise TypeError(f"Interpolant trains an rf.StochasticFlow, got {type(model).__name__}")
@@ -111,7 +111,7 @@ class Interpolant(AbstractObjective):
             self._check_transport(model)
         elif not isinstance(model.sde, ItoSDE | StratonovichSDE) or model.noise_dimension:
             raise TypeError(
-                "Interpolant trains the velocity of an ODE: use a flow of rf.ItoSDE(velocity, "
+                "Interpolant trains the velocity of an ODE: use a flow with the SDE rf.ItoSDE(velocity, "
                 "rf.sde.NoDiffusion()), and add noise afterwards with rf.with_noise; got "
                 f"{type(model.sde).__name__} with {model.noise_dimension} noise components{see('velocities')}"
             )
@@ -125,8 +125,8 @@ class Interpolant(AbstractObjective):
             raise TypeError("num_given requires an rf.Normal base")
         if self.coupling is not None:
             raise ValueError(
-                "coupling invalidates the score of an rf.sde.TransportSDE: use a flow of rf.ItoSDE(velocity, "
-                "rf.sde.NoDiffusion())"
+                "with coupling, the score of an rf.sde.TransportSDE is invalid: use a flow with the SDE "
+                "rf.ItoSDE(velocity, rf.sde.NoDiffusion())"
             )
         if transport.t1 != model.t1:
             raise ValueError(f"the flow ends at t1 = {model.t1}, but its transport at {transport.t1}")

@@ -36,8 +36,8 @@ GRID_GROWTH = 1.25  # minimum factor between two grids, because each number of s
 
 @dataclass(frozen=True)
 class GridChoice:
-    """Chooses the number of solver steps that a model needs, measured at fixed rows of the data (or samples
-    of the model) and along fixed paths."""
+    """Chooses the number of solver steps that a model needs. Errors are measured at fixed rows of the data
+    (or samples of the model) and along fixed paths."""
 
     x: Array | None
     key: PRNGKeyArray
@@ -86,14 +86,14 @@ def with_no_fewer(model: Any, steps: int | None) -> Any:
 MAX_DISPATCH_STEPS = 256  # training steps per call of the compiled program
 MAX_HOST_NUMBERS = 2**22  # numbers drawn on the host for one call
 DISPATCH_SECONDS = 1.0  # target duration of a call
-COOLING_RATIO = 4  # steps so far per step of the final phase, in which the learning rate decays to zero
+COOLING_RATIO = 4  # earlier steps per step of the final phase, in which the learning rate decays to zero
 SHORT_RUN = 16  # training steps; in shorter runs compilation dominates
 MAX_NONFINITE_STREAK = 20  # consecutive steps that are not finite before a run fails
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One training run: takes its steps and decides when it ends."""
+    """One training run, which takes steps and decides when to stop."""
 
     rest: Any  # the untrained part of model and objective
     optimiser: Optimiser
@@ -227,7 +227,7 @@ class Loop:
         judged = np.any(now.history.validation_loss < np.inf)
         if now.step != now.stale_from(self.patience) or not judged:
             return now
-        # The final steps start from the best parameters, which are earlier ones.
+        # The final steps start from the best parameters, which belong to an earlier step.
         return replace(now, parameters=now.best, optimiser=self.optimiser.back_to(now.best, now.optimiser))
 
     def _explain(self, now: Progress) -> None:
@@ -271,7 +271,7 @@ def _take_steps(
     start,
     end,
 ):
-    """Take `count` steps from step `first` on in one compiled program, which serves any count. The learning
+    """Take `count` steps from step `first` on in one compiled program, the same for any `count`. The learning
     rate decays to zero from step `start` to step `end`."""
 
     pack = optimiser.packing(carried[0])

@@ -61,7 +61,7 @@ class Optimiser(eqx.Module):
         updates = jax.tree.map(lambda u: share.astype(u.dtype) * u, updates)
         parameters = optax.apply_updates(parameters, updates)
         if self.decay is not None:
-            # The average forgets faster at first, to leave the initial parameters behind.
+            # The average decays faster at first, so that it soon forgets the initial parameters.
             decay = jnp.minimum(self.decay, (1 + count) / (10 + count))
             mix = lambda old, new: old + (1 - decay).astype(old.dtype) * (new - old)
             average = jax.tree.map(mix, average, parameters)
