@@ -123,7 +123,7 @@ SYSTEMS = {  # SDEs of several components, some of which may be hidden
 }
 ESTIMATE_DESCRIPTION = (
     "Fit a named SDE to a series by maximum likelihood, and print its parameters with standard errors. "
-    "Dates are converted to years; empty values are missing. The models: "
+    "Dates are converted to years, and empty cells are missing values. The models are "
     + ", ".join(f"{name} ({equation})" for name, equation in {**MODELS, **SYSTEMS}.items())
     + "."
 )
@@ -136,7 +136,7 @@ def _series_options(parser: argparse.ArgumentParser) -> None:
         "data",
         type=Path,
         metavar="SERIES.csv",
-        help="a .csv or .tsv file with a header, either with .gz too; - for CSV from standard input",
+        help="a .csv or .tsv file with a header, or either with .gz; - for CSV from standard input",
     )
     parser.add_argument(
         "--time", required=True, metavar="COLUMN", help="increasing dates, such as 2024-01-31, or numbers"
@@ -152,25 +152,27 @@ def _series_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=[*MODELS, *SYSTEMS],
         metavar="|".join([*MODELS, *SYSTEMS]),
-        help="the SDE; default with --compare: the best by AIC",
+        help="the SDE; default with --compare: the best one by AIC",
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="fit all one-component models that allow the observed values, and rank them by AIC",
+        help="fit all one-component models whose state space contains the observed values, and rank them by "
+        "AIC",
     )
     parser.add_argument(
         "--scale",
         type=as_positive,
         default=1.0,
         metavar="X",
-        help="factor for the values, 0.01 for percent",
+        help="factor that multiplies the values, such as 0.01 for percent; default: 1",
     )
     parser.add_argument(
         "--measurement-noise",
         type=as_positive,
         metavar="X",
-        help="starting value for the standard deviation of normal measurement errors, after scaling",
+        help="fit the standard deviation of normal measurement errors too; X is its starting value, after "
+        "scaling",
     )
 
 
@@ -186,14 +188,15 @@ def _hidden_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--observe",
         choices=["poisson", "negative-binomial"],
-        help="values are counts whose mean is the state, or its exponential if the state may be negative",
+        help="treat the values as counts whose mean is the state, or its exponential if the state may be "
+        "negative",
     )
     parser.add_argument(
         "--inputs",
         type=Path,
         metavar="FILE",
-        help="table with the inputs of compartments and the column that --time names; inputs are constant "
-        "from one time to the next",
+        help="table of the inputs of compartments: the column of --time and one column per input, which is "
+        "constant from one time to the next",
     )
     parser.add_argument(
         "--start",
@@ -206,7 +209,8 @@ def _hidden_options(parser: argparse.ArgumentParser) -> None:
         "--initial",
         type=lambda text: text if text == "stationary" else as_start(text),
         metavar="stationary|NAME=X,…",
-        help="values, at the first time, of components that are not observed exactly; default: a flat prior",
+        help="initial values of the components that are not observed exactly, or their stationary "
+        "distribution; default: a flat prior",
     )
     parser.add_argument(
         "--fix", type=as_names, default=[], metavar="NAME,…", help="parameters that keep their starting value"
@@ -231,41 +235,42 @@ def _estimate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameter-uncertainty",
         action="store_true",
-        help="include parameter uncertainty in forecasts",
+        help="include the errors of the estimates in forecasts",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for estimate.png and estimate.json, and forecast.csv with --forecast",
+        help="folder for estimate.png, estimate.json and, with --forecast, forecast.csv",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
 
 
 TOUR = """\
-roughflow computes densities of stochastic differential equations. From the command line it fits a
-density to a table: fit a model to the rows, evaluate log-densities of other rows, draw new rows.
+roughflow computes densities of stochastic differential equations. From the command line you can fit
+a density to the rows of a table, evaluate log-densities of other rows, and draw new rows.
 
 commands:
-  demo        fit a banana-shaped density in a minute, and plot it
+  demo        fit a banana-shaped density in about a minute, and plot it
                 roughflow demo --out figures
   fit         fit a density to the rows of a table (.csv with a header, .tsv, .npy, .parquet)
                 roughflow fit flowers.csv --columns length,width --out flowers.rf
-  score       log-density of each row of a table, with its error
+  score       compute the log-density of each row of a table, with its error
                 roughflow score flowers.rf more.csv --out scores.csv
   sample      draw new rows
                 roughflow sample flowers.rf -n 1000 --out new.csv
-  impute      fill the missing cells of a table, with a model of --family mixture
+  impute      fill the missing cells of a table, with a model fitted with --family mixture
                 roughflow impute patients.rf patients.csv --out complete.csv
-  tune        tune an MCMC sampler for your own density, and draw from it
+  tune        tune an MCMC sampler for your own density, and draw samples
                 roughflow tune model:log_density --dimension 2 --out draws.csv
   estimate    fit a named SDE to a time series, with standard errors
                 roughflow estimate rates.csv --time date --value rate --model cir
-  reproduce   figures of Hodgkinson et al. (2020), with their numbers
+  reproduce   draw the figures of Hodgkinson et al. (2020), with their numbers
                 roughflow reproduce fig1 --out figures
 """
 TABLES = (
-    "a .csv or .tsv file with a header, either with .gz too, .npy or .parquet; - for CSV from standard input"
+    "a .csv or .tsv file with a header, or either with .gz, or .npy or .parquet; - for CSV from standard "
+    "input"
 )
 EPILOG = "`roughflow COMMAND --help` lists the options of a command. `rf.load` reads a model in Python."
 
@@ -323,14 +328,14 @@ def _fit(commands) -> None:
     parser = _command(
         commands,
         "fit",
-        "Fit a density to the rows of a table: by regression first, then by likelihood. The run is "
-        "saved in MODEL.rf.checkpoint until the model is written: Ctrl-C stops it, --resume continues it "
-        "with the same result.",
+        "Fit a density to the rows of a table: by regression first, then by maximum likelihood. Until the "
+        "model is written, the state of the fit is saved in MODEL.rf.checkpoint. If you stop the fit with "
+        "Ctrl-C, --resume continues it, and the result is the same.",
         "fit flowers.csv --columns length,width --out flowers.rf",
     )
     parser.add_argument("data", type=Path, metavar="DATA", help=TABLES)
     parser.add_argument("--out", type=Path, required=True, metavar="MODEL.rf", help="file for the model")
-    parser.add_argument("--columns", type=as_names, metavar="A,B,C", help="default: all")
+    parser.add_argument("--columns", type=as_names, metavar="A,B,C", help="columns to use; default: all")
     parser.add_argument("--report", type=Path, metavar="REPORT.html", help="also write an HTML report")
     parser.add_argument(
         "--given",
@@ -341,7 +346,8 @@ def _fit(commands) -> None:
     parser.add_argument(
         "--groups",
         metavar="A",
-        help="a column of group labels, not modelled: rows of one group are validated together",
+        help="column of group numbers, which is not modelled: training and validation rows never share a "
+        "group",
     )
     _fit_model(parser)
     _fit_training(parser)
@@ -352,8 +358,8 @@ def _fit(commands) -> None:
         const="",
         type=as_process,
         metavar="HOST:PORT,I,N",
-        help="fit in several processes, all started with the same options: process I of N, the first at "
-        "HOST; under Slurm or Open MPI just --join",
+        help="make this process one of several that fit together and are started with the same options: "
+        "process I of N, the first one at HOST:PORT; under Slurm or Open MPI, --join without a value",
     )
     _seed(parser)
     _resume(parser, "MODEL.rf")
@@ -364,9 +370,9 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family",
         choices=("gaussian", "marginals", "flow", "mixture"),
-        help="a Gaussian, a Gaussian after a map of each column, a flow, or a mixture (for text, integers or "
-        "missing cells); default: a flow for large tables or with --steps or --seconds, otherwise the best "
-        "of the first three by cross-validation",
+        help="gaussian; marginals, a Gaussian of transformed columns; flow; or mixture, also for text, "
+        "integers and missing cells; default: the best by cross-validation if there are fewer than 500 "
+        "rows, otherwise a flow unless a Gaussian is better; with --steps or --seconds, a flow",
     )
     parser.add_argument(
         "--types",
@@ -380,25 +386,25 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
         type=as_noise,
         default=0.0,
         metavar="N",
-        help="noise in units of the standardised data; 0 for none; best for the noise with the highest "
-        "likelihood on the validation rows; default: %(default)s",
+        help="size of the noise in units of the standardised rows; best for the size with the highest "
+        "likelihood on the validation rows; default: 0",
     )
     parser.add_argument(
         "--bounds",
         type=as_bounds,
         metavar="A=LOW:HIGH,...",
-        help="bounds of columns, outside of which the density is zero, as in share=0:1,income=0:",
+        help="bounds of columns, as in share=0:1,income=0: (the density is zero outside)",
     )
     parser.add_argument(
         "--rounding",
         type=as_rounding,
         metavar="A=N,...|auto",
-        help="steps of rounded columns, as in age=1,height=0.5; auto to detect them",
+        help="widths of the rounding of columns, as in age=1,height=0.5; auto to detect them",
     )
     parser.add_argument(
         "--marginals",
         action=argparse.BooleanOptionalAction,
-        help="first map each column to a nearly normal one; default: chosen by cross-validation",
+        help="whether to transform columns to nearly normal ones first; default: chosen by cross-validation",
     )
 
 
@@ -407,21 +413,35 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
         option, type=kind, default=default, metavar="N", help=f"{text}; default: %(default)s"
     )
     number = lambda option, kind, text: parser.add_argument(option, type=kind, metavar="N", help=text)
-    number("--smoothing", as_not_negative, "noise on rows in training; default: 0.3 for few rows, else 0")
-    number("--outliers", as_share, "fraction of rows with large noise; default: 0.02 from four columns on")
+    number(
+        "--smoothing", as_not_negative, "noise added to the training rows; default: 0.3 for few rows, else 0"
+    )
+    number(
+        "--outliers",
+        as_share,
+        "share of training rows with large noise; default: 0.02 for four or more columns, else 0",
+    )
     number("--steps", as_count, "steps of the regression stage; default: 20000, fewer for few rows")
     number("--likelihood-steps", as_whole_number, "steps of the likelihood stage; default: 0 to 100")
-    number("--seconds", as_positive, "time in seconds for both stages, without compilation, instead of steps")
-    number("--width", as_count, "width of the network; default: 128, 256 from 20,000 rows on, at most 512")
+    number(
+        "--seconds",
+        as_positive,
+        "limit on the time after compilation, in seconds, instead of a number of steps",
+    )
+    number(
+        "--width",
+        as_count,
+        "width of the network; default: 128, or 256 from 20,000 rows on, or 512 for a million cells",
+    )
     number("--depth", as_count, "depth of the network; default: 3, or 4 for a million cells")
-    add("--batch-size", as_count, 512, "rows per step of the regression")
+    add("--batch-size", as_count, 512, "number of rows in each step of the regression")
     add("--learning-rate", as_positive, 2e-3, "learning rate of the regression")
-    add("--validation", as_share, 0.1, "fraction of the rows to use for validation, 0 for none")
+    add("--validation", as_share, 0.1, "share of validation rows, 0 for none")
     add(
         "--patience",
         as_whole_number,
         5,
-        "validation checks without improvement before a stage ends, 0 for no limit",
+        "number of validation checks without improvement after which a stage ends, 0 for no limit",
     )
 
 
@@ -429,7 +449,8 @@ def _impute(commands) -> None:
     parser = _command(
         commands,
         "impute",
-        "Draw the missing cells of each row given its other cells, with a model of --family mixture.",
+        "Draw the missing cells of each row given its other cells, with a model fitted with --family "
+        "mixture.",
         "impute patients.rf patients.csv --out complete.csv",
     )
     parser.add_argument("model", type=Path, metavar="MODEL.rf")
@@ -490,9 +511,10 @@ def _tune(commands) -> None:
     parser = _command(
         commands,
         "tune",
-        "Tune a sampler for a density, then draw from it. MODULE:FUNCTION names a Python function in the "
+        "Tune a sampler for a density, then draw from it. MODULE:FUNCTION names a Python function, in the "
         "current folder or an installed package, that takes z of shape (d,) and returns log p(z) up to a "
-        "constant. The run is saved in DRAWS.checkpoint: Ctrl-C stops it, --resume continues it.",
+        "constant. The state of the run is saved in DRAWS.checkpoint. If you stop the run with Ctrl-C, "
+        "--resume continues it.",
         "tune model:log_density --dimension 2 --out draws.csv",
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION")
@@ -515,8 +537,10 @@ def _tune(commands) -> None:
     )
     add("--chains", 64, "number of parallel chains")
     add("--gradients", 500_000, "total number of gradients of log p for tuning")
-    add("--draws", 1000, "draws per chain")
-    parser.add_argument("--thin", type=as_count, default=1, metavar="N", help="steps per draw; default: 1")
+    add("--draws", 1000, "number of draws per chain")
+    parser.add_argument(
+        "--thin", type=as_count, default=1, metavar="N", help="number of steps per draw; default: 1"
+    )
     _seed(parser)
     _resume(parser, "DRAWS")
     _quiet(parser)
@@ -534,7 +558,8 @@ def _reproduce(commands) -> None:
     parser = _command(
         commands,
         "reproduce",
-        "Reproduce figures 1 to 4 of Hodgkinson et al. (2020), and nine toy densities: PNG and JSON files.",
+        "Reproduce figures 1 to 4 of Hodgkinson et al. (2020), and fits of nine toy densities, as PNG and "
+        "JSON files.",
         "reproduce fig1 --out figures",
     )
     parser.add_argument(
@@ -549,7 +574,7 @@ def _reproduce(commands) -> None:
         "--steps",
         type=as_count,
         metavar="N",
-        help="training steps of each fit by likelihood; regressions take proportionally many",
+        help="training steps of each fit by maximum likelihood; the steps of regressions scale with them",
     )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     _seed(parser)
@@ -571,7 +596,7 @@ def _seed(parser: argparse.ArgumentParser) -> None:
 
 def _resume(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--force", action="store_true", help=f"overwrite {out}, and an existing checkpoint")
+    parser.add_argument("--force", action="store_true", help=f"overwrite {out} and an existing checkpoint")
 
 
 def _force(parser: argparse.ArgumentParser) -> None:
