@@ -250,10 +250,10 @@ def test_bad_options_are_refused_in_one_line(refused):
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ("2000-06-01", "increasing times after 2000-06-01; got '2000-06-01'"),
-        ("2001-02-30", "increasing times after 2000-06-01"),
-        ("2,1", "increasing times after the last value, counted from it; got '2,1'"),
-        ("1e40", "increasing times after"),
+        ("2000-06-01", "increase and be later than 2000-06-01; got '2000-06-01'"),
+        ("2001-02-30", "increase and be later than 2000-06-01"),
+        ("2,1", "increase and be later than the last value, from which they are counted; got '2,1'"),
+        ("1e40", "increase and be later than"),
         ("soon", "takes dates such as 2000-06-01, or numbers, separated by commas; got 'soon'"),
         ("2001-01-01T00:00Z", "takes dates such as 2000-06-01"),
         ("", "takes dates"),

@@ -185,7 +185,7 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     kept = ["model.rf.checkpoint", "model.rf.checkpoint.options"]
     assert sorted(os.listdir()) == ["data.csv", *kept, "whole.rf"]
 
-    assert "--resume continues it, --force starts again" in refused(*command)
+    assert "use --resume to continue it, or --force to start again" in refused(*command)
     others = [("seed", 0, 1), ("validation", 0.1, 0.2), ("steps", 6, 7), ("noise", 0.0, 0.5), ("width", 4, 5)]
     for option, before, now in others:
         said = refused(*command, "--resume", f"--{option}", now)

@@ -237,7 +237,7 @@ def test_what_a_mixture_refuses(patients, refused, fitted, tmp_path):
     assert "the model has text columns: choose a .csv" in refused(
         "sample", patients / "m.rf", "--out", "s.npy"
     )
-    assert "impute needs a model of roughflow fit --family mixture" in refused(
+    assert "impute needs a model fitted by roughflow fit --family mixture" in refused(
         "impute", fitted / "model.rf", fitted / "data.csv"
     )
     (tmp_path / "new.csv").write_text("group,age,pressure\nmiddle,40,\n")

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as pressed:
         print("roughflow: interrupted", file=sys.stderr)
         return TERMINATED if isinstance(pressed, Terminated) else INTERRUPTED
-    # The library raises ValueError for bad arguments and RuntimeError for failed solves.
+    # The library raises ValueError for invalid arguments and RuntimeError for failed solves.
     except (Refused, ValueError, OSError) as error:
         return _report_error(error, BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
@@ -59,8 +59,8 @@ def _run(argv: list[str]) -> int:
     from .files import look_at_input
 
     look_at_input(arguments)
-    # Imported late, because JAX is slow to import: --help, mistyped options and bad tables need not wait for
-    # it.
+    # Imported late, because JAX is slow to import, so that --help and errors in options or tables appear at
+    # once.
     with starting():
         importlib.import_module("roughflow.train")
         command = _command(arguments.command)
@@ -76,7 +76,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _check_devices(arguments: argparse.Namespace) -> None:
-    """Reject to start without a JAX device. If there are several processes, connect to the others first."""
+    """Raise an error if JAX finds no device. If there are several processes, connect to the others first."""
     from roughflow.train import check_backend
 
     from .startup import devices_of_cpu

@@ -26,7 +26,7 @@ def _number(kind: Callable, accept: Callable[[float], bool], description: str) -
 
 
 as_count = _number(int, lambda n: n >= 1, "a whole number of at least 1")
-# JAX takes 32-bit seeds unless 64 bits are enabled.
+# JAX accepts only 32-bit seeds unless 64-bit precision is enabled.
 as_seed = _number(int, lambda n: 0 <= n < 2**31, f"a whole number from 0 to {2**31 - 1}")
 as_whole_number = _number(int, lambda n: n >= 0, "a whole number of at least 0")
 as_positive = _number(float, lambda v: v > 0, "a number above 0")
@@ -285,7 +285,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"roughflow {rf.__version__}")
-    # The description lists the commands already.
+    # The description already lists the commands.
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="roughflow"
     )

@@ -41,8 +41,8 @@ def rows_of(checkpoint: Path) -> Path:
 
 @contextlib.contextmanager
 def alone(arguments: argparse.Namespace) -> Iterator[None]:
-    """Reject to write a file that another run is writing. At the end, delete the notes of a run that cannot
-    be resumed."""
+    """Raise an error if another run is writing the same file. At the end, delete the notes of a run that
+    cannot be resumed."""
     message = f"another run is writing {arguments.out}: wait for it, or choose another --out{see('two-runs')}"
     checkpoint = checkpoint_of(arguments.out)
     with file_lock(arguments.out, message):
@@ -54,13 +54,13 @@ def alone(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
-    """Reject to overwrite an interrupted run, to resume without a checkpoint, or to resume with other
-    options."""
+    """Raise an error if the command would overwrite an interrupted run, resume without a checkpoint, or
+    resume with other options."""
     if arguments.resume and not checkpoint.exists():
         raise Refused(f"there is no checkpoint {checkpoint} to resume: omit --resume")
     if checkpoint.exists() and not (arguments.resume or arguments.force):
         raise Refused(
-            f"{checkpoint} holds an interrupted run: --resume continues it, --force starts again"
+            f"{checkpoint} holds an interrupted run: use --resume to continue it, or --force to start again"
             + see("checkpoints")
         )
     notes = _notes(checkpoint)
@@ -161,7 +161,7 @@ class KeptRows:
         rows = rows_of(self.checkpoint)
         rows.parent.mkdir(parents=True, exist_ok=True)
         with rows.open("r+b" if self.chunks else "wb") as file:
-            # Discard what an interrupted run left of an incomplete chunk.
+            # Discard the incomplete chunk of an interrupted run.
             file.truncate(self.size)
             file.seek(self.size)
             file.write(table_bytes(self.out, columns, None if self.chunks else self.header))

@@ -26,7 +26,7 @@ FIGURES, NUMBERS, FORECAST = "estimate.png", "estimate.json", "forecast.csv"
 UNIT_INTERVAL_MODELS = {"jacobi"}  # models of values between 0 and 1
 POSITIVE_MODELS = {"gbm", "cir", "ckls", "cev"} | UNIT_INTERVAL_MODELS
 EFFORT_FIELDS = ("num_functions", "num_paths", "num_steps")
-AIC_TIE = 0.5  # difference of AIC below which models are tied
+AIC_TIE = 0.5  # models whose AIC differs by less are tied
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 FORECAST_PATHS = 10_000
 KINDS: dict[str, type[rf.series.AbstractNamedSDE]] = {
@@ -56,13 +56,13 @@ def estimate(arguments: argparse.Namespace) -> int:
             f"choose a model, --model {'|'.join([*MODELS, *SYSTEMS])}, or --compare one-component models"
         )
     if arguments.compare and (arguments.model in SYSTEMS or arguments.hidden or len(arguments.value) > 1):
-        raise Refused("--compare is for models with one component, which is observed")
+        raise Refused("--compare requires models with one component, which is observed")
     if arguments.parameter_uncertainty and arguments.forecast is None:
         raise Refused("--parameter-uncertainty needs --forecast TIMES")
     names = [FIGURES, NUMBERS, *([] if arguments.forecast is None else [FORECAST])]
     files = [] if arguments.out is None else [arguments.out / name for name in names]
     if arguments.out is not None and not arguments.out.exists():
-        files = [arguments.out]  # a folder that will be created
+        files = [arguments.out]  # a folder, which will be created
     for file in [*files, *([] if arguments.json is None else [arguments.json])]:
         check_writable(file, force=arguments.force, inputs=[arguments.data])
     plots = None if arguments.out is None else with_figures("roughflow.plots")
@@ -100,7 +100,7 @@ def _estimate(arguments: argparse.Namespace, series: Series, plots: Any) -> int:
 def _forecast(
     arguments: argparse.Namespace, series: Series, result: rf.FittedSDE, ahead: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Columns by name: the times as text, and the quantiles."""
+    """Forecast columns by name: the times as text, and the quantiles."""
     key = jax.random.fold_in(jax.random.key(arguments.seed), 2)
     options = {"num_paths": FORECAST_PATHS, "parameter_uncertainty": arguments.parameter_uncertainty}
     try:
@@ -205,12 +205,12 @@ def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[An
         options["inputs"] = (inputs.times, inputs.values)
         return _compartments(arguments, names), times, values, options
     if arguments.inputs is not None:
-        raise ValueError("--inputs are for compartments")
+        raise ValueError("--inputs requires --model compartments")
     return _start(kind, times, states, arguments.start), times, values, options
 
 
 def _initial(given: str | dict[str, float], unknown: list[str]) -> str | list[float]:
-    """The argument `initial`: what is known, at the first time, of components that are not observed
+    """The argument `initial`, which describes, at the first time, the components that are not observed
     exactly."""
     if isinstance(given, str):
         return given
@@ -237,8 +237,8 @@ def _start(kind: type[rf.series.AbstractNamedSDE], times: Any, states: np.ndarra
 
 
 def _compartments(arguments: argparse.Namespace, inputs: tuple[str, ...]) -> rf.series.Compartments:
-    """The compartment model whose terms --start names, as in "exchange.room walls=0.5", "gain.room heating=2"
-    or "sigma.room=0.1"."""
+    """The compartment model with the terms listed in --start, as in "exchange.room walls=0.5", "gain.room
+    heating=2" or "sigma.room=0.1"."""
     parts: dict[str, dict[str, float]] = {"exchange": {}, "gain": {}, "sigma": {}}
     for name, value in arguments.start.items():
         field, _, pair = name.partition(".")
@@ -290,7 +290,7 @@ def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
 
 
 def _whys(compared: dict[str, rf.FittedSDE | str]) -> list[tuple[str, str]]:
-    """Remarks on the models, as pairs of name and text."""
+    """Remarks on the models, as pairs of a name and a text."""
     remarks = {name: r if isinstance(r, str) else r.warning for name, r in compared.items()}
     return [(name, why) for name, why in remarks.items() if why]
 
@@ -352,7 +352,7 @@ def _described(name: str, result: rf.FittedSDE) -> dict:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by null, because JSON has neither."""
+    """Replace NaN and infinity with null, because JSON supports neither."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

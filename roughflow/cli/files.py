@@ -28,7 +28,7 @@ from .tables import (
 
 
 def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:
-    """Reject an unusable output path before any work is done."""
+    """Raise an error before any work is done if the output path is unusable."""
     if path == STANDARD:
         raise Refused("this output cannot be written to standard output (-): choose a file")
     if path.is_dir():
@@ -49,7 +49,7 @@ def check_writable(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> N
 
 
 def check_folder(folder: Path, path: Path) -> None:
-    """Reject a folder that does not exist, which may be a typo."""
+    """Raise an error if the folder does not exist, because its name may be a typo."""
     if not folder.exists():
         raise Refused(f"cannot write {path}: there is no folder {folder}; create it first (mkdir -p)")
     if not folder.is_dir():
@@ -57,7 +57,7 @@ def check_folder(folder: Path, path: Path) -> None:
 
 
 def with_figures(module: str) -> Any:
-    """Import a module that draws, or report why matplotlib does not work."""
+    """Import a module that needs matplotlib, or report why matplotlib does not work."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -81,8 +81,8 @@ def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inpu
 
 
 def look_at_input(arguments: argparse.Namespace) -> None:
-    """Reject files that do not exist or cannot be read. A text table or a series is read here and kept for
-    the command, because standard input cannot be read twice."""
+    """Raise an error if a file does not exist or cannot be read. A text table or a series is read here and
+    kept for the command, because standard input cannot be read twice."""
     arguments.table = None
     if arguments.command in ("score", "sample", "impute"):
         _check_model(arguments.model)
@@ -123,7 +123,9 @@ def read_model(path: Path) -> "rf.tables.Standardised | rf.tables.WithRelations 
     if isinstance(model, rf.StochasticFlow):
         model = rf.tables.Standardised(model, np.zeros(model.dimension), np.eye(model.dimension))
     if not isinstance(model, rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity):
-        raise Refused(f"{path} holds a {type(model).__name__}, not a density: pass a file of roughflow fit")
+        raise Refused(
+            f"{path} holds a {type(model).__name__}, not a density: pass a model written by roughflow fit"
+        )
     return model
 
 

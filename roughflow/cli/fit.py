@@ -24,7 +24,7 @@ from .tables import read_mixed, read_table, table_name, table_on_disk
 
 
 def check_report(arguments: argparse.Namespace) -> None:
-    """Reject a report that cannot be written, before the fit starts."""
+    """Raise an error before the fit starts if the report cannot be written."""
     path = arguments.report
     if path is None:
         return
@@ -157,7 +157,7 @@ def fit(arguments: argparse.Namespace) -> int:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    """The fit in a process that is not the first; such a process writes and prints nothing."""
+    """Fit in a process other than the first. Such a process writes and prints nothing."""
     rows = fit_rows(arguments)
     together()
     with warnings.catch_warnings():
@@ -207,7 +207,8 @@ def _warn(text: str, notes: list[str]) -> None:
 
 
 def _free(out: Path, force: bool) -> Path:
-    """The output path of the model; a file that another run wrote meanwhile is not overwritten."""
+    """The output path of the model. A file that another run has written in the meantime is not
+    overwritten."""
     if force or not out.exists():
         return out
     others = (out.with_stem(f"{out.stem}-{i}") for i in itertools.count(2))
@@ -248,7 +249,7 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
 
 
 def _check_rows(arguments: argparse.Namespace, rows: FitRows, notes: list[str]) -> None:
-    """Reject rows that have no density, in a message with column names; warn of columns with few significant
+    """Raise an error that names the columns if the rows have no density. Warn of columns with few significant
     digits."""
     path = table_name(arguments.data)
     if rows.total < 2:

@@ -27,7 +27,8 @@ def sample(arguments: argparse.Namespace) -> int:
     if model.num_given:
         given = ", ".join(columns_of(model)[-model.num_given :])
         raise Refused(
-            f"{arguments.model} is conditional on {given}: draw from it in Python, model.sample(given=...)"
+            f"{arguments.model} is conditional on {given}: draw from it in Python with "
+            "model.sample(given=...)"
         )
     escaped = 0
 
@@ -55,7 +56,7 @@ def _check_numbers(model: Any, out: Path | None) -> None:
     )
     if texts:
         raise Refused(
-            f"{out}: an .npy file holds numbers, but the model has text columns: choose a .csv file"
+            f"{out}: an .npy file contains only numbers, but the model has text columns: choose a .csv file"
         )
 
 
@@ -65,7 +66,8 @@ def impute(arguments: argparse.Namespace) -> int:
     model = read_model(arguments.model)
     if not isinstance(model, rf.tables.MixedDensity):
         raise Refused(
-            f"impute needs a model of roughflow fit --family mixture, but {arguments.model} is another model"
+            f"impute needs a model fitted by roughflow fit --family mixture, but {arguments.model} has "
+            "another family"
         )
     _, chunks = chunks_for(model, arguments.data, CHUNK_ROWS)
     rows = np.concatenate(list(chunks))
@@ -83,6 +85,7 @@ def _blocks(
         yield np.asarray(model.sample(key=key, shape=(count,)))
         return
     for i, first in enumerate(range(0, count, CHUNK_ROWS)):
-        # All chunks have the same size, and the last is cut, because a different size would recompile.
+        # All chunks have the same size and the last one is cut, because a different size would cause
+        # recompilation.
         rows = np.asarray(model.sample(key=jax.random.fold_in(key, i), shape=(CHUNK_ROWS,)))
         yield rows[: count - first]

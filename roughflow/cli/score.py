@@ -84,7 +84,8 @@ def score(arguments: argparse.Namespace) -> int:
 
 
 def _to_file(arguments: argparse.Namespace, out: Path) -> int:
-    """Score in chunks that can be resumed, because a large table may take hours."""
+    """Score in chunks and record the progress, because a large table may take hours and the run may be
+    interrupted."""
     checkpoint = checkpoint_of(out)
     check_checkpoint(checkpoint, arguments)
     model = read_model(arguments.model)

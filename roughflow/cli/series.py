@@ -70,8 +70,8 @@ class Series:
             dates = f"dates such as {self.shown(last)}, or " if self.dated else ""
             raise Refused(f"--forecast takes {dates}numbers, separated by commas; got {text!r}")
         if not (times[1:] > times[:-1]).all() or (len(numbers) and not times[-1] <= MAX_VALUE):
-            after = "the last value, counted from it" if len(numbers) else self.shown(last)
-            raise Refused(f"--forecast takes increasing times after {after}; got {text!r}")
+            after = "the last value, from which they are counted" if len(numbers) else self.shown(last)
+            raise Refused(f"--forecast times must increase and be later than {after}; got {text!r}")
         return times[1:]
 
 
@@ -132,7 +132,7 @@ def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Fa
             other = " (year-month-day)" if OTHER_DATE.fullmatch(cell) else ""
             why = f"{fault(name, cell, number)}, not a date such as 2024-01-31{other}"
             faults.add(line, why)
-    # 20240131 is a valid number, but surely means a date.
+    # 20240131 is a valid number, but almost certainly a date.
     if all(re.fullmatch(r"(1[789]|20)\d\d[01]\d[0-3]\d", cell) for cell in cells):
         raise Refused(f"{table_name(path)}: {name!r} is {cells[0]}, a date without dashes: write 2024-01-31")
     return np.array([math.nan if number is None else number for number in numbers])
@@ -170,17 +170,17 @@ def _check_order(path: Path, name: str, lines: list[int], times: np.ndarray) -> 
     if late.all():
         return
     row = int(np.argmin(late)) + 1
-    what = "the same as" if times[row] == times[row - 1] else "before"
+    what = "equal to" if times[row] == times[row - 1] else "before"
     raise Refused(
-        f"{table_name(path)}, line {lines[row]}: {name!r} is {what} that of the line above: sort the series, "
-        f"with one row per time{see('series')}"
+        f"{table_name(path)}, line {lines[row]}: {name!r} is {what} that of the previous line: sort the "
+        f"series, with one row per time{see('series')}"
     )
 
 
 def _check_values(path: Path, name: str, values: np.ndarray) -> None:
     if len(values) < MIN_VALUES:
         count = f"{len(values)} value{'s' * (len(values) != 1)}"
-        least = f"{MIN_VALUES} are the minimum, hundreds are better{see('series')}"
+        least = f"use at least {MIN_VALUES}, preferably hundreds{see('series')}"
         raise Refused(f"{table_name(path)} has {count} of {name!r}: {least}")
     if np.ptp(values) == 0:
         message = f"an SDE cannot be fitted to a constant series{see('series')}"

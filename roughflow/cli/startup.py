@@ -19,7 +19,7 @@ from roughflow.faq import see
 
 
 class Refused(Exception):
-    """Bad input: the message says what is wrong and what to do."""
+    """Invalid input. The message says what is wrong and what to do."""
 
 
 FAILED = 1
@@ -30,10 +30,10 @@ BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, which batch systems send; ends a command as Ctrl-C does."""
+    """Raised on SIGTERM, which batch systems send. It ends a command in the same way as Ctrl-C."""
 
 
-CACHE_DAYS = 30  # days for which an unused compiled program is kept
+CACHE_DAYS = 30  # number of days for which an unused compiled program is kept
 CACHE_MEGABYTES = 500  # maximum size of the cache; the oldest programs are deleted first
 # By default JAX caches only programs that took a second to compile, but a command needs a hundred small ones.
 CACHE_ALL_PROGRAMS = {
@@ -147,8 +147,8 @@ def _drop_old(folder: Path) -> None:
 
 MAX_CPU_DEVICES = 256  # maximum number of devices of one CPU
 HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a process is considered dead
-# If one process dies, JAX may end the others at once, from a thread outside of Python. A small watchdog
-# process for each process waits until that process ends, and prints an error if it did not end regularly.
+# If one process dies, JAX may end the others at once, from a thread outside Python. For each process, a small
+# watchdog process waits until it ends, and prints an error if it did not end normally.
 WATCHDOG = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -165,7 +165,7 @@ def devices_of_cpu(count: int | None) -> None:
     """Split a CPU into several devices, if `count` is not None and JAX has not started yet. A `count` that is
     too large is refused later.
 
-    One device hardly uses a second core, because the operations of a step are too small to be split.
+    A single device hardly uses a second core, because the operations of a step are too small to be split.
     """
     if count is None:
         return

@@ -25,7 +25,7 @@ from .startup import Refused
 MAX_SHOWN_LINES = 5  # maximum number of lines named in a message
 MAX_SHOWN_COLUMNS = 20  # maximum number of columns named in a message
 MISSING = {"", "na", "nan", "n/a", "null", "."}  # how pandas, R and FRED write missing values
-MAX_VALUE = 1e30  # single precision ends at 3e38, and intermediate results are larger than the rows
+MAX_VALUE = 1e30  # single precision overflows at 3e38, and intermediate results are larger than the rows
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def counted(dimension: int) -> tuple[str, ...]:
 
 
 class Faults:
-    """Invalid lines: their number, and the first few. With `at_once`, for files processed while they are
-    read, the first one raises an error."""
+    """Invalid lines: their number, and the first few of them. With `at_once`, the first invalid line raises
+    an error, for files that are processed while they are read."""
 
     def __init__(self, path: Path, unit: str, at_once: bool = False):
         self.path, self.unit, self.at_once = path, unit, at_once
@@ -99,7 +99,7 @@ def _refuse_nameless(path: Path, there: Sequence[str]) -> NoReturn:
     place = list(there).index("")
     why = ""
     if place == 0 and len(there) > 1:
-        why = ", as pandas writes its index (index=False leaves it out)"
+        why = ", which may be an index written by pandas (index=False omits it)"
     elif place == len(there) - 1:
         why = ": its first line ends with a separator"
     raise Refused(
@@ -231,7 +231,7 @@ class _Lines:
 
     @property
     def quote(self) -> str:
-        """A remark for messages on a row that spans several lines, else empty."""
+        """A remark for error messages if a row spans several lines, else an empty text."""
         last = self.reader.line_num
         return f", and a quote opened there ends on line {last} or never" if last > self.begun else ""
 
@@ -271,7 +271,7 @@ def _numbers(
     places: list[int],
     at_once: bool = False,
 ) -> Iterator[float]:
-    """The numbers in the rows after the header; raises an error at the end if rows are invalid."""
+    """The numbers in the rows after the header. After the last row, raise an error if rows are invalid."""
     faults = Faults(path, "line", at_once)
     for line in _whole(source, lines, header, faults):
         numbers = [as_number(line[i]) for i in places]
@@ -290,7 +290,7 @@ def _numbers(
 
 
 def _series(cell: str) -> str:
-    """A hint for messages on cells that are dates, else empty."""
+    """A hint for error messages if a cell is a date, else an empty text."""
     try:
         datetime.datetime.fromisoformat(cell)
     except ValueError:
@@ -312,8 +312,7 @@ def _whole(
 
 
 def as_number(text: str) -> float | None:
-    """The number in a cell, or None. Underscores, as in 1_000, are not accepted, although Python accepts
-    them."""
+    """The number in a cell, or None. Unlike Python, do not accept underscores, as in 1_000."""
     try:
         return None if "_" in text else float(text)
     except ValueError:
@@ -337,7 +336,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
 
 
 def read_mixed(path: Path, columns: Sequence[str] | None) -> Table:
-    """Read a table with text and missing cells: a column holds numbers or text, and None for missing
+    """Read a table with text and missing cells: a column contains numbers or text, and None for missing
     cells."""
     if path == STANDARD or is_text(path):
         if path != STANDARD:
@@ -422,7 +421,7 @@ def read_chunks(
 def table_on_disk(
     path: Path, columns: Sequence[str] | None, given: Sequence[str]
 ) -> "rf.tables.ParquetTable | None":
-    """A Parquet file that would not comfortably fit in memory, else None."""
+    """A Parquet file that is too large for memory, else None."""
     if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE_FILE:
         return None
     from roughflow.tables import parquet_file
@@ -469,7 +468,7 @@ def _read_npy(
     path: Path, columns: Sequence[str] | None, mapped: bool = False, missing: bool = False
 ) -> Table:
     try:
-        # A memory map uses no memory, and detects a truncated file.
+        # A memory map needs no memory and detects truncated files.
         rows = np.load(path, allow_pickle=False, mmap_mode="r")
     except (ValueError, EOFError, OSError, MemoryError) as error:
         raise Refused(f"{path} is not a valid .npy file ({error})") from None
@@ -550,7 +549,7 @@ def _text(path: Path | None) -> Iterator[IO[str]]:
         return
     with rf.files.whole_file(path) as draft, open(draft, "wb") as raw:
         if is_compressed(path):
-            # Without the time stamp, so that the same table gives the same file.
+            # The time stamp is omitted, so that the same table gives the same file.
             with (
                 gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
                 io.TextIOWrapper(packed, "utf-8", newline="") as file,

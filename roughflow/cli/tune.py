@@ -87,7 +87,7 @@ def _target(name: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise Refused(f"{name}: there is no module {error.name}, neither here nor installed") from None
+        raise Refused(f"{name}: there is no module {error.name} in the current folder or installed") from None
     except (Exception, SystemExit) as error:
         raise Refused(f"{name}: importing {module} failed: {type(error).__name__}: {_first(error)}") from None
     target: Any = getattr(found, function, None)
@@ -131,7 +131,7 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
 
 
 def _check_places(target: Any, name: str, z: np.ndarray) -> None:
-    """Reject out-of-range indices, which JAX clamps, by calling the function with NumPy arrays."""
+    """Detect out-of-range indices, which JAX clamps, by calling the function with NumPy arrays."""
     try:
         with np.errstate(all="ignore"):
             target(z)
@@ -146,7 +146,7 @@ def _first(error: BaseException) -> str:
 
 
 def _noise(tuned: rf.mcmc.Tuned) -> Any:
-    """σ times √dt, for use with dt = 1."""
+    """σ multiplied by √dt, for use with dt = 1."""
     diffusion: Any = tuned.sampler.sde.diffusion
     root = jnp.sqrt(tuned.sampler.dt)
     return eqx.tree_at(lambda n: (n.scale,), diffusion, (root * diffusion.scale,))
@@ -178,7 +178,7 @@ def _quality(chain: rf.mcmc.Chain) -> None:
     if chain.samples.shape[1] < 4:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ArviZ announces its successor
+        warnings.simplefilter("ignore")  # ArviZ warns of a future version
         try:
             from roughflow.interop.arviz import arviz, to_arviz
         except ModuleNotFoundError:
