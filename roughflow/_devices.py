@@ -1,4 +1,4 @@
-"""Distribution of a batch over one or several devices, of one or several processes."""
+"""Distribution of a batch over the devices of one or several processes."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -148,8 +148,8 @@ class Devices:
 
 
 def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
-    """`function(shared, *rows)`, where each entry of the result depends on one row: each device computes its
-    own rows, if the number of rows is a multiple of the number of devices.
+    """The result of `function(shared, *rows)`, each entry of which depends on one row. Each device computes
+    its own rows if the number of rows is a multiple of the number of devices.
 
     Without this function, XLA would sum derivatives with respect to `shared` over devices in every step of a
     loop, array by array. Here they are summed once at the end, in one message between processes.

@@ -31,7 +31,7 @@ LIBRARIES = frozenset(
     blackjax diffrax equinox jax jaxlib jaxtyping lineax numpy numpyro optax optimistix roughflow scipy
     """.split()  # noqa: SIM905
 )
-# Calls of other programs that are inlined, by their names in different versions of JAX.
+# Operations that call other programs and are inlined, by their names in different versions of JAX.
 INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
 CUSTOM_RULES = {"custom_jvp_call": jax.jvp, "custom_vjp_call": jax.vjp, "custom_vjp_call_jaxpr": jax.vjp}
 # Types of values that cannot change while a function refers to them.
@@ -42,7 +42,7 @@ class Signature(NamedTuple):
     """The shapes and types of the arguments of a traced function, and other dependencies of the trace."""
 
     structure: Any
-    types: tuple[tuple[tuple[int, ...], Any, bool], ...]  # shape, dtype and whether it is weak
+    types: tuple[tuple[tuple[int, ...], Any, bool], ...]  # shape, dtype, and whether the dtype is weak
     config: tuple[Any, ...]
 
 

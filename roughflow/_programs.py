@@ -1,4 +1,4 @@
-"""Compiled programs: the only module that deals with compilation."""
+"""Compiled programs. No other module deals with compilation."""
 
 import functools
 import logging
@@ -27,7 +27,7 @@ except ImportError:  # JAX before 0.8
     from jax.experimental import enable_x64  # pyright: ignore
 
 # Maximum number of cached programs; the least recently used programs are dropped. On Linux a process may have
-# 65,530 memory maps, and the compiler crashes if there are no more; a compiled program takes about forty.
+# 65,530 memory maps, and the compiler crashes if none is left; a compiled program takes about forty.
 MAX_PROGRAMS = 512
 
 # On a CPU, optimisation level 1 without fusion emitters takes a third of the time to compile. A first
@@ -35,7 +35,7 @@ MAX_PROGRAMS = 512
 # second one took 0.71 s without and 0.85 s with them.
 EMITTERS, LEVEL = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
 # On a GPU most compilation time is spent tuning Triton kernels for matrix products. The kernels of cuBLAS are
-# as fast here; with them, a first fit or estimate takes a third to a half of the time.
+# as fast here; with them, a first fit or estimate takes between a third and a half of the time.
 ON_GPU: Mapping[str, bool | int] = {"xla_gpu_enable_triton_gemm": False}
 
 MESSAGE_AFTER = 3.0  # seconds of compilation, after which a message is shown
@@ -57,7 +57,7 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
     are the numbers in functions of the user (`roughflow._functions`). Code that reads the value of a float
     (`if rate > 1`, `math.exp`) is compiled for each value. The number of programs is bounded. On a CPU,
     `level` is the optimisation level of the compiler: 0 for programs with little work, 1 for programs with
-    more, and None (full optimisation) for programs that run long.
+    more, and None (full optimisation) for long-running programs.
     """
 
     @functools.wraps(function)
@@ -256,7 +256,7 @@ class _Burst:
 
 @contextmanager
 def _message() -> Iterator[None]:
-    """Print one line to stderr if programs take more than three seconds to compile, in interactive use."""
+    """In interactive use, print one line to stderr if programs take more than three seconds to compile."""
     if not _is_interactive():
         yield
         return

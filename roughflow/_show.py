@@ -49,7 +49,7 @@ def settings(value: Any) -> str:
 
 
 def num_parameters(*trees: Any) -> int:
-    """Number of trainable numbers."""
+    """The number of trainable parameters."""
     parts = [eqx.filter(tree, trainable(tree)) for tree in trees]
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(parts))
 

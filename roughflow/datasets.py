@@ -70,7 +70,7 @@ class AbstractDistribution(eqx.Module):
     extent: eqx.AbstractClassVar[Window]
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
-        """Draw `shape` points, an array of shape `(*shape, 2)`."""
+        """Draw points, as an array of shape `(*shape, 2)`."""
         return self._sample(check_key(key), as_shape(shape, 2))
 
     def log_prob(self, z: Array) -> Array:
@@ -360,7 +360,7 @@ class TwoSpirals(AbstractSmoothDistribution):
         return mirror_at_random(noisy(arm, self.noise, key_noise), key_side)
 
     def _log_prob(self, z: Array) -> Array:
-        # In s = √u, which has density 2s: the spiral is smooth in s, but not in u.
+        # The integral is over s = √u, which has density 2s, because the spiral is smooth in s but not in u.
         s, weights = quadrature(512)
         return log_mixture(z, *with_mirror_image(self._arm(s), 2 * s * weights), self.noise)
 

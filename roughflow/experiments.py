@@ -27,7 +27,7 @@ from roughflow.report import write_report
 BATCH, PATHS, RATE = 64, 4, 3e-3  # settings of the paper's method, whose steps with noise take half a second
 ROWS, WIDTH = 200_000, 128  # training rows of a regression, and width of its network
 TEST, NOISY_TEST = 4000, 1000  # numbers of new points on which models are scored, without and with noise
-SCORED, MANY = 128, 4096  # paths per point, and for points that none of these paths reaches
+SCORED, MANY = 128, 4096  # number of paths per point, and for points that none of these paths reaches
 HISTOGRAM, PIXELS = 150_000, 96  # number of samples in a histogram, and of pixels per side
 
 
@@ -54,7 +54,8 @@ class Regressed(eqx.Module):
     seconds: float
 
     def noisy(self, noise: float) -> rf.tables.Standardised:
-        """The model with noise added after training, which keeps the distribution; 0 for no noise."""
+        """The model with noise added after training, which does not change the distribution; with `noise=0`,
+        the model without noise."""
         flow = rf.with_noise(self.model.flow, noise or None)
         return eqx.tree_at(lambda model: model.flow, self.model, flow)
 
@@ -168,7 +169,8 @@ class Run:
         *,
         count: int | None = None,
     ) -> dict:
-        """The same for a model to which noise is added after training, with the default estimator."""
+        """An estimate of the excess, by the default estimator, for a model to which noise is added after
+        training."""
         count = count or (NOISY_TEST if noise else TEST)
         return self._scored(regressed, regressed.noisy(noise), distribution, None, count)
 
@@ -180,7 +182,7 @@ class Run:
         estimator: rf.PullBack | None,
         count: int,
     ) -> dict:
-        # All models are scored on the same points, or on the first of these.
+        # All models are scored on the same points, some of them only on the first `count`.
         x = distribution.sample(key=self.key("test"), shape=(TEST,))[:count]
         began = time.perf_counter()
         estimate = model.estimate(x, key=self.key("score"), estimator=estimator)
@@ -413,12 +415,12 @@ def along(t: jax.Array, z: jax.Array) -> jax.Array:
 def fig2(run: Run) -> dict:
     """Figure 2: σ = I and a state-dependent σ, by two methods.
 
-    The paper's method: σ = I and a learned σ, fitted to the data at time 1 by maximum likelihood; for
-    comparison also with the paper's own loss with one path. After time 1 nothing keeps the paths of these
+    The paper's method fits flows with σ = I and with a learned σ to the data at time 1 by maximum likelihood,
+    for comparison also with the paper's own one-path loss. After time 1, nothing keeps the paths of these
     models near the data.
 
-    The regression: a velocity fitted by regression, with noise λ = 1 added; and `rf.tables.stationary_sde`,
-    which keeps paths near the data for any σ, here for σ = I and for a σ that is larger along the curve.
+    The second method fits a velocity by regression, to which noise λ = 1 is added. `rf.tables.stationary_sde`
+    keeps its paths near the data for any σ; here σ = I, or σ is larger along the curve.
 
     The paper's models are trained for only 600 steps of 64 points each and scored on 1000 points, to keep the
     experiment to a few minutes; use `--steps` to change the number of steps.

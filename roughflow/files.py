@@ -157,8 +157,8 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
         raise ValueError(f"{path} is not a roughflow {kind}{see('loading')}")
     if not isinstance(header.get("version"), int) or header["version"] > version:
         raise ValueError(
-            f"{path} was written by a later roughflow (format {header.get('version')}, this one reads up to "
-            f"{version}): upgrade to read it{see('loading')}"
+            f"{path} was written by a later roughflow (format {header.get('version')}; this version reads "
+            f"formats up to {version}): upgrade to read it{see('loading')}"
         )
     return header, arrays
 
@@ -172,7 +172,7 @@ def _check_size(archive: zipfile.ZipFile, size: int) -> None:
 
 try:
     import fcntl
-except ImportError:  # on Windows, without locks
+except ImportError:  # Windows, which has no such locks
     fcntl = None
 
 

@@ -122,7 +122,8 @@ def draw_marginal(data: np.ndarray, model: np.ndarray, name: str) -> Figure:
     """Histograms of one column of the data and of the model's samples."""
     figure, ax = _curves(_plain(name), "density")
     bins = np.linspace(*_window(data), NUM_BINS + 1)
-    # Histograms are normalised by all rows, not only those in the window, so that they are comparable.
+    # Histograms are normalised by the number of all rows, including those outside the window, so that they
+    # are comparable.
     heights = [np.histogram(part, bins)[0] / len(part) / np.diff(bins) for part in (data, model)]
     ax.stairs(heights[0], bins, fill=True, color=plots.SKY, alpha=0.5, label="data")
     ax.stairs(heights[1], bins, color=plots.VERMILION, linewidth=1.5, label="model")
@@ -245,7 +246,7 @@ def write_report(
     counts = f"{len(data):,}, " + (f"{len(aside):,} of them for validation" if len(aside) else "all to fit")
     noted = [*notes, *([judged.estimate.warning] if judged.estimate.warning else [])]
     with warnings.catch_warnings():
-        # Ignore missing glyphs and axes with a single step.
+        # Ignore warnings about missing glyphs and about axes with a single step.
         warnings.simplefilter("ignore", UserWarning)
         sections = [
             html_section("How it was made", html_pairs(_made(fitted.model, counts, made or {}))),
@@ -289,7 +290,7 @@ class _Judged:
 
     def score(self, unseen: bool) -> rf.tables.Score:
         values = np.asarray(self.estimate.log_prob, float)
-        method = "rows it was not fitted to" if unseen else "rows it was fitted to"
+        method = "rows not used in the fit" if unseen else "rows used in the fit"
         return rf.tables.Score.of(values, self.gaussian, np.arange(len(values)), method)
 
     def section(self) -> str:
@@ -314,11 +315,12 @@ class _Judged:
         text = (
             "The model has noise, so each density is a mean over random paths and has an error bar. Two "
             f"independent estimates at {scaled.size} rows differ by less than one error bar at {within(1)} "
-            f"of them and by less than two at {within(2)}; correct error bars give at least 68% and 95%."
+            f"of them and by less than two at {within(2)}; if the error bars are correct, these shares are "
+            "at least 68% and 95%."
         )
         size = (
             f"The median error bar of log p is {np.median(self.estimate.total_error):.2g} nats, with "
-            f"{np.median(self.estimate.effective_paths):.0f} effective paths of "
+            f"{np.median(self.estimate.effective_paths):.0f} effective paths out of "
             f"{int(np.max(self.estimate.num_paths))}."
         )
         drawn = {"Differences of two estimates, in units of their error bar.": draw_calibration(scaled)}
@@ -377,7 +379,7 @@ def _samples(
     remarks = [html_paragraph(f"The first {MAX_COLUMNS} columns; not shown: {left_out}.")] if left_out else []
     outside = _outside(names[:own], data, drawn)
     if model.num_given:
-        remarks.append(html_paragraph("One sample of the model for each row, given the same conditions."))
+        remarks.append(html_paragraph("The model is sampled once for each row, with the same given values."))
     single = {names[i]: draw_marginal(data[:, i], drawn[:, i], names[i]) for i in shown if i < own}
     double = {
         f"{names[i]} and {names[j]}": draw_pair(data[:, [i, j]], drawn[:, [i, j]], (names[i], names[j]))
@@ -416,7 +418,7 @@ def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[
 
 def _training(fitted: rf.train.Fitted) -> str:
     drawn = {
-        f"The loss in the {name} stage, smoothed, and on the validation rows.": draw_training(history)
+        f"The smoothed loss in the {name} stage, and the loss on the validation rows.": draw_training(history)
         for name, history in fitted.stages.items()
         if np.isfinite(history.loss).sum() > 1
     }
@@ -453,7 +455,7 @@ def _mixed_sections(
     good["Gaussian"] = (
         f"{score.gaussian:.4f}, for one Gaussian and the frequencies of categories" if score else ""
     )
-    good["components"] = f"{len(model.mixture.weights)} Gaussians times tables of categories"
+    good["components"] = f"{len(model.mixture.weights)} products of a Gaussian and frequencies of categories"
     shown = list(numbers)[:MAX_COLUMNS]
     figures = {name: draw_marginal(_present(numbers[name]), drawn[name], name) for name in shown}
     figures |= {

@@ -119,8 +119,8 @@ class RoughPath(eqx.Module):
         return _chen_defect(self.increments, self.areas, *map(jnp.asarray, (s, u, t)))
 
     def geometric_defect(self) -> Array:
-        """The largest entry of Sym 𝕏_{s,t} − ½ X_{s,t} ⊗ X_{s,t} over s < t. It is a rounding error for a
-        geometric path and half of the longest time for the Itô lift."""
+        """The largest entry of Sym 𝕏_{s,t} − ½ X_{s,t} ⊗ X_{s,t} over s < t. It is zero up to rounding for a
+        geometric path, and half the length of the time interval for the Itô lift."""
         return 0.5 * jnp.max(jnp.abs(self.bracket(*np.triu_indices(self.steps + 1, 1))))
 
     def holder_norm(self, alpha: float) -> Array:
@@ -133,7 +133,9 @@ class RoughPath(eqx.Module):
         """sup |X − Y|/|t − s|^α + sup |𝕏 − 𝕐|/|t − s|^2α over the grid: the rough-path distance ρ_α.
         Solutions are continuous with respect to it if α > ⅓."""
         if other.increments.shape[-2:] != self.increments.shape[-2:]:
-            raise ValueError("distance needs two rough paths on the same grid: use restricted")
+            raise ValueError(
+                "distance needs two rough paths on the same grid: call restricted on the finer one"
+            )
         gaps, first, second = self._pairs()
         _, first2, second2 = other._pairs()
         apart = lambda a, b, axes, power: jnp.max(_size(a - b, axes) / gaps**power, axis=-1)
@@ -192,9 +194,9 @@ NUM_NODES = 8  # nodes of Gauss quadrature per interval; exact for a path of deg
 def lift(path: Path, steps: int) -> RoughPath:
     """The canonical lift of a smooth or piecewise linear path on `steps` equal intervals.
 
-    The lift is exact for piecewise linear paths, wherever their pieces end. For smooth paths it uses Gauss
-    quadrature with 8 points in each interval, and at least as many intervals as the driver has functions,
-    which is exact for polynomials of degree up to 8.
+    The lift is exact for piecewise linear paths, wherever their pieces end. For smooth paths, it uses Gauss
+    quadrature with 8 points in each interval, and at least as many intervals as the driver has functions.
+    This is exact for polynomials of degree up to 8.
 
     ```python
     import jax

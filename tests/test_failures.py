@@ -162,7 +162,7 @@ def test_end_time_beyond_the_path(key):
 def test_wrong_sde_or_base():
     with refused(TypeError, "sde must be an ItoSDE or StratonovichSDE", "got the function"):
         rf.StochasticFlow(DRIFT, BASE)
-    with refused(TypeError, "base must have sample", "log_prob", "got 1.0"):
+    with refused(TypeError, "base must have the methods sample", "log_prob", "got 1.0"):
         rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), 1.0)
     with refused(ValueError, "loc must have shape (d,)", "(2, 2)"):
         rf.Normal(jnp.zeros((2, 2)))

@@ -92,7 +92,7 @@ def test_one_column_given_another(key, tmp_path):
     assert_whole(page)
     assert len(images(page)) == 4
     assert "<dt>given</dt><dd>x</dd>" in page
-    assert "rows (rows it was fitted to)" in page
+    assert "rows (rows used in the fit)" in page
     assert "<li>&lt;mind&gt;</li>" in page
     # y given x is normal with this variance: log p is −½ log 2πe s² on average.
     residual = rows[:, 0] - np.polyval(np.polyfit(rows[:, 1], rows[:, 0], 1), rows[:, 1])
@@ -122,7 +122,7 @@ def test_error_bars_are_checked_where_there_is_noise():
     section = report._Judged(of(draws[0]), of(draws[1]), np.zeros(count), True).section()
     assert "at 4000 rows" in section
     assert re.search(r"one error bar at 6[789]% of them and by less than two at 9[456]%", section)
-    assert "The median error bar of log p is 0.1 nats, with 40 effective paths of 64" in section
+    assert "The median error bar of log p is 0.1 nats, with 40 effective paths out of 64" in section
     assert_whole(section)
 
 

@@ -25,7 +25,7 @@ REASONS = {
     + f"increase max_paths or use a smaller tolerance{see('few-effective-paths')}",
     "coarse": "have a large truncation or solver error: increase num_functions of the driver, or use more "
     "steps, rf.FixedGrid(steps=...)" + see("truncation-or-solver-error"),
-    "steep": "lie where the SDE contracts strongly or where few paths lead: paths may have been missed"
+    "steep": "lie where the SDE contracts strongly or where few paths end: some paths may have been missed"
     + see("strong-contraction"),
     "jump": "belong to an SDE with discontinuous or kinked coefficients, which the density given a path does "
     "not account for" + see("kinked-coefficients"),
@@ -72,8 +72,7 @@ class Estimate(eqx.Module):
     - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths that would have the same variance;
       for particles, the effective number of the 8 runs.
     - `num_paths`: number of paths used; 0 for a grid.
-    - `escaped`: number of paths along which the backward solve diverges, which means that they do not reach
-      x.
+    - `escaped`: number of paths that do not reach x, which means that the backward solve along them diverges.
     - `rung`: index of the method that produced the value; `method` is its name: "exact", "paths" (drawn from
       the driver), "learned" (drawn from a proposal that was trained with the flow), "modes" (drawn around the
       most likely paths), "particles" (moved from there) or "grid".
@@ -213,7 +212,7 @@ def blank_parts(shape: tuple[int, ...], dtype: Any, method: str) -> dict[str, np
 
 
 class Warnings:
-    """Collects the warnings of estimates that are computed in parts and not stored."""
+    """A collection of the warnings of estimates that are computed in parts and not stored."""
 
     def __init__(self):
         self.size, self.found = 0, {}

@@ -2,10 +2,10 @@
 
     ∂p/∂t = −∂ᵢ(μᵢ p) + ½ ∂ᵢ∂ⱼ((σσᵀ)ᵢⱼ p)
 
-**Boxes.** Time is divided into segments. In each segment, x = c + S w(y) with y ∈ [−1, 1)ᵈ. This box is
-chosen to contain the density from the beginning to the end of the segment, as predicted by a linearised SDE.
-At the end of a segment, the density is interpolated to the next box. The accuracy does not depend on the
-units of x, and a narrow initial density costs only a few more segments.
+**Boxes.** Time is divided into segments. In each segment, x = c + S w(y) maps y ∈ [−1, 1)ᵈ to a box that
+contains the density from the beginning to the end of the segment, as predicted by a linearised SDE. At the
+end of a segment, the density is interpolated to the next box. The accuracy does not depend on the units of x,
+and a narrow initial density costs only a few more segments.
 
 **Space.** Fourier collocation. The mesh is refined until the highest wavenumbers have negligible amplitudes.
 
@@ -13,8 +13,8 @@ units of x, and a narrow initial density costs only a few more segments.
 otherwise it takes several steps of the commutator-free Magnus method of order four (Blanes & Moan 2006). In
 one dimension, exponentials of matrices are computed. In two dimensions, exponentials are expanded in Faber
 polynomials of an ellipse around the numerical range (Moret & Novati 2001), which takes O(√(h‖L‖)) products
-with L for stiff noise, and no linear systems. All this is done in NumPy, without compilation; for gradients,
-the same segments are repeated in JAX.
+with L for stiff noise and solves no linear systems. All this is done in NumPy, without compilation; for
+gradients, the same segments are repeated in JAX.
 
 **Error.** Each solution is compared with one that has coarser meshes, smaller boxes, longer steps and, if the
 initial state is a point, a later start. The error at x is the largest relative difference between the two
@@ -55,7 +55,7 @@ BATCH = 4096  # number of points at which coefficients are evaluated at once
 BASE_DRAWS = 4096  # number of draws from the base, for its first box
 # In the first solution, the density from a point is taken to be normal at this fraction of t1.
 FIRST = 2.0**-8
-MAX_WORK = 2e8  # maximum of nodes times products with the operator, over all solutions
+MAX_WORK = 2e8  # maximum work of all solutions together, in nodes times products with the operator
 FIRST_WORK = 0.4  # share of MAX_WORK for the first solution
 SEGMENT_WORK = 5e5  # fixed work of a segment, in nodes times products with the operator
 MAX_SOLUTIONS = 5
@@ -493,8 +493,8 @@ def tail(q: np.ndarray) -> float:
 
 
 def edge(q: np.ndarray) -> float:
-    """The largest density on the faces of the box, relative to the maximum; ripples of the mesh are smoothed
-    out."""
+    """The largest density on the faces of the box, relative to the maximum. Numerical ripples are smoothed
+    out first."""
     smooth = q
     for axis in (*range(q.ndim), *range(q.ndim)):
         smooth = 0.5 * smooth + 0.25 * (np.roll(smooth, 1, axis) + np.roll(smooth, -1, axis))
@@ -921,7 +921,7 @@ def applies(flow: Any) -> str | None:
     if flow.dimension not in SIZES:
         return f"a grid needs one or two dimensions, got {flow.dimension}"
     if not flow.noise_dimension:
-        return "a grid needs noise, and this SDE has none: rf.PullBack(1) is exact"
+        return "a grid needs noise, and this SDE has none: use rf.PullBack(1), which is exact"
     if not flow.driver.brownian:
         return f"a grid needs Brownian motion, got {type(flow.driver).__name__}"
     ends = getattr(getattr(flow.sde, "coordinates", None), "ends", ())

@@ -49,7 +49,8 @@ ACCEPTED_ERROR = 0.1
 FIRST_PATHS = 256  # number of paths from the prior in the first round
 FIRST_AROUND_MODES = 64
 MAX_PATHS_PER_POINT = 2**14
-PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}  # number of paths of all points together, for few points
+# maximum number of paths of all points together, if there are few points
+PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}
 # If at most this share of the points is left and the user gives no tolerance, no other method is compiled.
 FEW_LEFT = 0.01
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance

@@ -30,9 +30,9 @@ WIDE, WIDE_SHARE = 3.0, 4  # one start in four is drawn from a distribution thre
 MAX_ITERATIONS = 12
 STEP_LENGTHS = (1.0, 0.4, 0.1)  # step lengths of the line search
 SETTLED_STEP = 1e-2  # in standard deviations; a shorter step ends the search
-MAX_VIOLATION = 0.1  # in standard deviations, of the constraint Φ(ξ) = x
+MAX_VIOLATION = 0.1  # acceptable violation of the constraint Φ(ξ) = x, in standard deviations
 MERGE_DISTANCE = 0.3  # in standard deviations; modes that are closer are merged
-MAX_MODES = 8  # maximum number per point
+MAX_MODES = 8  # maximum number of modes per point
 # Minimum share of a mode relative to the largest. Shares are masses of tangent Gaussians, which are rough
 # estimates.
 MIN_SHARE = 0.05
@@ -55,7 +55,7 @@ class Laplace(AbstractProposal):
 
     - `num_starts`: number of starting points of the search.
     - `draws`: `rf.density.Sobol()` or `rf.density.Independent()`.
-    - `fine`: if given, paths have coefficients for twice as many functions as the driver; 1 includes the
+    - `fine`: if given, paths have coefficients for twice as many functions as the driver has; 1 includes the
       added functions in Φ, 0 ignores them.
 
     ```python
@@ -89,8 +89,8 @@ class Latent(eqx.Module):
     """The map Φ of a flow. If the base has no `from_normal`, it is whitened by the mean and standard
     deviation of its samples.
 
-    With `fine`, ξ has coefficients for twice as many functions as the driver. If `fine` is 1, Φ depends on
-    the added coefficients; if it is 0, it does not. Both cases share one compiled program.
+    With `fine`, ξ has coefficients for twice as many functions as the driver has. If `fine` is 1, Φ depends
+    on the added coefficients; if it is 0, it does not. Both cases share one compiled program.
     """
 
     flow: AbstractStochasticFlow

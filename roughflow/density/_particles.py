@@ -20,7 +20,7 @@ from ._proposals import (
     uniform_numbers,
 )
 
-RUNS = 8  # number of independent runs per point, whose spread is the error
+RUNS = 8  # number of independent runs per point; their spread gives the error
 PARTICLES = 256  # number of particles per run
 MAX_TEMPERATURES = 12
 EFFECTIVE_FRACTION = 0.5  # effective fraction of the particles after each step of β

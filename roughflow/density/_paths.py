@@ -43,7 +43,7 @@ ROWS = {"cpu": (4096,), "gpu": (2048, 16384)}  # numbers of rows per program cal
 SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # number of solves that are integrated as one state
 MAX_NUMBERS = 2**26  # floating-point numbers per program call
 GROWTH = 4  # factor between the numbers of paths of two rounds
-CLOUD_KEY = 2**31 + 1  # folded into the key, for the key of forward draws
+CLOUD_KEY = 2**31 + 1  # folded into the key to obtain the key of the forward draws
 CHECKED_SHARE = 16  # one path in this many is also solved at a finer level,
 FEW_CHECKED = 32  # and at least this many
 Parts = dict[str, np.ndarray]  # of an `Estimate`
@@ -133,8 +133,8 @@ def draw(
     inside a compiled program."""
     size = level.flow.driver.num_functions * level.flow.noise_dimension
     first = size if mixture is None else mixture.num_normals
-    # The numbers of the added functions come last, where a Sobol' sequence is least even; they are drawn even
-    # if not used.
+    # The numbers of the added functions come last, where a Sobol' sequence is distributed least evenly; they
+    # are drawn even if not used.
     number = lambda key, at: draws.normal(key, at, most, first + size, x.dtype)
     noise, more = jnp.split(jax.vmap(number)(keys, places), [first], axis=-1)
     solves = solve_keys(level.flow, keys, places)
@@ -257,15 +257,15 @@ def in_rounds(
     ends: Callable[[Parts, int], np.ndarray],
     corrected: bool = True,
 ) -> Parts:
-    """Fields of an `Estimate` for the points `which`, from paths drawn from the prior or from a mixture. The
-    number of paths starts at `first` and grows by a factor of four, for each point until `ends(parts, total)`
-    is True. Some paths are also solved at the levels `checks`; the mean over these levels corrects the value
-    or bounds its error.
+    """Fields of an `Estimate` for the points `which`, from paths drawn from the prior or from a mixture. For
+    each point, the number of paths starts at `first` and is multiplied by four until `ends(parts, total)` is
+    True. Some paths are also solved at the levels `checks`; the mean over these levels corrects the value or
+    bounds its error.
 
-    The change of a weight due to added functions is mostly odd in their coefficients, so the mean over both
-    signs varies less (antithetic coupling, Giles & Szpruch 2014). For a neural SDE with noise 0.9, its
-    standard deviation relative to p(x) is 0.031 instead of 0.081 with one sign, while that of p(x | path) is
-    0.76. In the README's example it is 0.003 instead of 0.032.
+    The change of a weight due to added functions is mostly an odd function of their coefficients, so the mean
+    over both signs varies less (antithetic coupling, Giles & Szpruch 2014). For a neural SDE with noise 0.9,
+    the standard deviation of this mean relative to p(x) is 0.031, compared with 0.081 for one sign and 0.76
+    for p(x | path). In the README's example it is 0.003, compared with 0.032.
     """
     where, total, found = np.arange(len(which)), first, {}
     fine = np.zeros((len(which), 0), points.x.dtype)
@@ -315,9 +315,9 @@ def summary(
     and, for a tangent Gaussian and a linear SDE, no variance (Owen & Zhou 2000).
 
     The finer level changes log p by Δ. The error that remains at the finer level is Δ if the error decreases
-    as 1/n, and zero if it decreases fast. With `corrected`, 3Δ/2 is added to log p, halfway between the two
-    cases, and the error is Δ/2; this requires draws whose number of terms does not depend on K. Otherwise the
-    error is 2Δ.
+    as 1/n, and zero if it decreases much faster. With `corrected`, 3Δ/2 is added to log p, halfway between
+    the two cases, and the error is Δ/2; this requires draws whose number of terms does not depend on K.
+    Otherwise the error is 2Δ.
     """
     still = jax.lax.stop_gradient if xp is jnp else lambda a: a  # only the mean weight is differentiated
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):

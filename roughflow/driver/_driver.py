@@ -5,7 +5,7 @@ coefficients ω. It approximates white noise on the horizon [0, T] by
 
     Ḃ(t) = T^{-1/2} Σₖ ωₖ eₖ(t/T),      B(t) = T^{1/2} Σₖ ωₖ ∫₀^{t/T} eₖ.
 
-The coefficients of a given Brownian path are ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t): projection.
+The coefficients of a given Brownian path are its projections ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t).
 
 Drivers of other Gaussian processes have functions eₖ that are not orthonormal, and their paths may scale with
 another power of T.
@@ -125,9 +125,10 @@ class AbstractDriver(eqx.Module):
     def project(self, path: diffrax.AbstractPath, *, resolution: int = 4096) -> "Path":
         """The projection of a given path onto the functions of this driver.
 
-        For Brownian motion ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), with the given path interpolated linearly on
-        `resolution` intervals. This is exact for a `PiecewiseLinear` path and has error O(1/resolution²) for
-        a smooth one. Projecting the same fine path onto more functions couples drivers of different sizes.
+        For Brownian motion, the coefficients are ωₖ = T^{-1/2} ∫ eₖ(t/T) dB(t), where the given path is
+        interpolated linearly on `resolution` intervals. This is exact for a `PiecewiseLinear` path and has
+        error O(1/resolution²) for a smooth one. Projecting the same fine path onto more functions couples
+        drivers of different sizes.
         """
         check_instance("path", path, diffrax.AbstractPath, "a diffrax path, or a path of a driver")
         check_count("resolution", resolution)
@@ -233,7 +234,7 @@ class Path(diffrax.AbstractPath):
 
 
 class TimeChanged(AbstractDriver):
-    """B(τ(s)) for a driver B and a clock τ: [0, 1] → [0, 1], smooth and increasing.
+    """B(τ(s)) for a driver B and a smooth, increasing clock τ: [0, 1] → [0, 1].
 
     It requires a Stratonovich SDE. For Brownian motion, a factor √τ′ in the diffusion has the same effect.
 

@@ -18,10 +18,10 @@ SQRT2 = 2.0**0.5
 
 
 class KarhunenLoeve(AbstractDriver):
-    """Smooth Karhunen–Loève expansion B(t) = ω₀ t/√T + Σ_{k=1}^{n−1} ωₖ √(2T) sin(kπt/T)/(kπ).
+    """The smooth Karhunen–Loève expansion B(t) = ω₀ t/√T + Σ_{k=1}^{n−1} ωₖ √(2T) sin(kπt/T)/(kπ).
 
     The distribution of the end point B(T) = √T ω₀ is exact for every n, so the density of an SDE with
-    constant coefficients is exact. Hodgkinson et al. (2020) train with n from 4 to 10.
+    constant coefficients is exact. Hodgkinson et al. (2020) use n from 4 to 10 in training.
 
     ```python
     import jax
@@ -58,7 +58,7 @@ class KarhunenLoeve(AbstractDriver):
 
 
 class Legendre(AbstractDriver):
-    """Legendre expansion Ḃ(t) = T^{-1/2} Σ_{k<n} ωₖ √(2k+1) Pₖ(2t/T − 1), a polynomial of degree n − 1.
+    """The Legendre expansion Ḃ(t) = T^{-1/2} Σ_{k<n} ωₖ √(2k+1) Pₖ(2t/T − 1), a polynomial of degree n − 1.
 
     The joint distribution of the first n of the integrals B(T), ∫B dt, ∫t B dt, … is exact, so the truncation
     error of smooth linear functionals of the path decreases faster than any power of n. With additive noise
@@ -115,7 +115,7 @@ def _polynomials(y: Array, count: int) -> list[Array]:
 
 
 class PiecewiseLinear(AbstractDriver):
-    """Piecewise linear path: Ḃ = ωₖ/√Δₖ on the k-th interval; exact at the grid points.
+    """A piecewise linear path, Ḃ = ωₖ/√Δₖ on the k-th interval, which is exact at the grid points.
 
     **Arguments:**
 
@@ -227,7 +227,7 @@ class AbstractPolynomials(AbstractDriver):
 
 
 class GaussianDriver(AbstractPolynomials):
-    """Gaussian process with a given covariance function on [0, 1], approximated by polynomials.
+    """A Gaussian process with a given covariance function on [0, 1], approximated by polynomials.
 
     Like `rf.Legendre` for Brownian motion, it preserves the joint distribution of the first n of B(1) − B(0),
     ∫B ds, ∫s B ds, …, whereas a truncated Karhunen–Loève expansion loses variance at the end. This joint
@@ -236,8 +236,8 @@ class GaussianDriver(AbstractPolynomials):
 
     **Arguments:**
 
-    - `covariance`: the function K(s, t), which takes arrays `s` and `t` that broadcast, with values in [0,
-      1]; an `eqx.Module` if the flow is to be saved.
+    - `covariance`: the function K(s, t), which takes arrays `s` and `t` in [0, 1] that broadcast; an
+      `eqx.Module` if the flow is to be saved.
     - `num_functions`: number of polynomials.
     - `hurst`: H in the scaling B(t) = Tᴴ B₁(t/T) of a path on [0, T].
 

@@ -95,7 +95,7 @@ class FractionalBrownian(AbstractDriver):
 
 
 class FractionalLegendre(AbstractPolynomials):
-    """Smooth approximation of fractional Brownian motion with Hurst exponent H by Legendre polynomials.
+    """A smooth approximation of fractional Brownian motion with Hurst exponent H by Legendre polynomials.
 
     Ḃ = Tᴴ⁻¹ Σ_{k<n} aₖ √(2k+1) Pₖ(2t/T − 1). The coefficients a have the covariance of the Legendre
     coefficients of fractional Brownian motion; a triangular matrix maps independent standard normals to a.

@@ -34,9 +34,9 @@ class Base(Protocol):
 class Whitened(Base, Protocol):
     """A base with a map from standard normal numbers u of shape `(d,)` to its points.
 
-    Any smooth one-to-one map onto the support of the base is valid; `log_prob` remains the density. The
-    closer the distribution of the mapped numbers is to the base, the better. A base whose support is a subset
-    of Rᵈ needs this map, so that a search for starting points stays inside the support.
+    Any smooth one-to-one map onto the support of the base is valid; the density is still given by `log_prob`.
+    The closer the distribution of the mapped numbers is to the base, the better. A base whose support is a
+    subset of Rᵈ needs this map, so that a search for starting points stays inside the support.
     """
 
     def from_normal(self, u: Array) -> Array: ...
@@ -64,7 +64,7 @@ class Normal(eqx.Module):
         check_positive("scale", scale)
         if loc.ndim != 1 or jnp.shape(scale) not in ((), loc.shape):
             raise ValueError(
-                "loc must have shape (d,) and scale be a number or have the same shape, "
+                "loc must have shape (d,), and scale must be a number or have the same shape, "
                 f"got {loc.shape} and {jnp.shape(scale)}"
             )
         self.loc = loc
@@ -82,7 +82,7 @@ class Normal(eqx.Module):
         return jnp.exp(self.log_scale)
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
-        """Draw `shape` points, an array of shape `(*shape, d)`."""
+        """Draw points, as an array of shape `(*shape, d)`."""
         shape = as_shape(shape, self.loc.size)
         noise = jax.random.normal(check_key(key), (*shape, self.loc.size), self.loc.dtype)
         lead = range(len(shape))
@@ -143,7 +143,7 @@ class MultivariateNormal(eqx.Module):
         return jnp.tril(self.lower, -1) + jnp.diag(jnp.exp(self.log_diagonal))
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
-        """Draw `shape` points, an array of shape `(*shape, d)`."""
+        """Draw points, as an array of shape `(*shape, d)`."""
         shape = as_shape(shape, self.loc.size)
         noise = jax.random.normal(check_key(key), (*shape, self.loc.size), self.loc.dtype)
         return jnp.expand_dims(self.loc, range(len(shape))) + noise @ self._root.T
@@ -162,9 +162,12 @@ class MultivariateNormal(eqx.Module):
 
 
 def dimension_of(base: Base) -> int:
-    """The dimension d of the points of a base `(d,)`. An object that is not a base raises an error."""
+    """The dimension d of a base, whose points have shape `(d,)`. An object that is not a base raises an
+    error."""
     if not isinstance(base, Base) or isinstance(base, type):
-        raise TypeError(f"base must have sample(*, key, shape=()) and log_prob(z), got {shown(base)}")
+        raise TypeError(
+            f"base must have the methods sample(*, key, shape=()) and log_prob(z), got {shown(base)}"
+        )
     point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
     if len(point.shape) != 1:
         raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")

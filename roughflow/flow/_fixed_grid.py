@@ -419,7 +419,8 @@ class CountedGrid(AbstractIntegrator):
 
 
 def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> int:
-    """Enough steps for the fastest wave of a smooth driver; fewer for methods of higher order.
+    """A number of steps that resolves the fastest wave of a smooth driver, smaller for methods of higher
+    order.
 
     Without noise there are no waves, and half the minimum number suffices.
     """

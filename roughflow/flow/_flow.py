@@ -109,10 +109,10 @@ class AbstractStochasticFlow(eqx.Module):
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); both take a `gradient`
       method.
 
-    Methods take one point or any leading batch axes; batch axes of points and of paths broadcast. `t1` is the
-    time at which Z is evaluated, one for all samples or one per sample; by default it is the end of the path.
-    Samples that diverge in finite time have density zero, that is, log-density −inf. A drift or diffusion
-    that returns NaN, or a solver that runs out of steps, raises an error.
+    Methods take single points, or arrays with any batch axes in front; the batch axes of points and paths
+    broadcast. `t1` is the time at which Z is evaluated, one for all samples or one per sample; by default it
+    is the end of the path. Samples that diverge in finite time have density zero, that is, log-density −inf.
+    A drift or diffusion that returns NaN, or a solver that runs out of steps, raises an error.
 
     ```python
     import jax, jax.numpy as jnp
@@ -236,7 +236,7 @@ class AbstractStochasticFlow(eqx.Module):
         path: Path | None = None,
         t1: float | Array | None = None,
     ) -> Array:
-        """Draw Z at time `t1`, each sample on its own path, or on the given paths.
+        """Draw samples of Z at time `t1`, each along its own path or along the given paths.
 
         By default paths end at the end time of the flow; for longer paths pass `path=flow.sample_path(...,
         t1=...)`.
@@ -359,7 +359,7 @@ def _solve(
     reverse: bool,
 ) -> tuple[Outcome, Array]:
     """The outcome, and its status without failures that are due to NaN in z. Batches are formed only here;
-    the solvers see one leading axis."""
+    the solvers receive a single leading axis."""
     stops = () if t1 is None else jnp.shape(t1)
     batch = jnp.broadcast_shapes(z.shape[:-1], path.batch_shape, stops)
     flat = math.prod(batch)
@@ -371,7 +371,7 @@ def _solve(
         t1 = jnp.asarray(t1, dtype)
         t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,)) if t1.ndim else t1
         fraction = t1 / path.t1
-    # Under jit a NaN in x cannot be refused: the solve runs without it, and the result is NaN.
+    # Under jit, a NaN in x cannot raise an error: the solve replaces it by 0, and the result is NaN.
     nan = jnp.any(jnp.isnan(points), axis=-1)
     points = jnp.where(nan[:, None], 0, points).astype(dtype)
     outcome = _integrate(flow, points, path, fraction, key, reverse)
@@ -438,9 +438,9 @@ def check_path_of_driver(path: Any) -> None:
 def centre_and_scale(
     sde: AbstractSDE, base: Base, dimension: int, horizon: Array, dtype: Any
 ) -> tuple[Array, Array, Array]:
-    """A starting point of samples, their centre, and the spread of each coordinate at the end, in which
-    distances are measured; `(d,)` each. The spread is not differentiated. Where the spread is zero, the
-    distance that the drift covers is used instead.
+    """A starting point of samples, their centre, and the spread of each coordinate at the end, which is the
+    unit of distances; `(d,)` each. The spread is not differentiated. Where the spread is zero, the distance
+    that the drift covers is used instead.
     """
     points = jax.lax.stop_gradient(some_points(base, dimension)).astype(dtype)
     t, span = jnp.zeros((), dtype), jax.lax.stop_gradient(jnp.max(horizon)).astype(dtype)

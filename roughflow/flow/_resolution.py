@@ -101,8 +101,8 @@ def with_steps(flow: AbstractStochasticFlow, steps: int) -> AbstractStochasticFl
 
 def _change(coarse: np.ndarray, fine: np.ndarray) -> float:
     """The root mean square difference, clipped at one nat. A point with a finite value in only one of the
-    arrays counts as one nat. Points with no finite value are ignored; if these are the majority, the result
-    is infinite."""
+    arrays counts as a difference of one nat. Points with no finite value are ignored; if these are the
+    majority, the result is infinite."""
     lost = ~np.isfinite(coarse), ~np.isfinite(fine)
     if np.mean(lost[0] & lost[1]) > 0.5:
         return np.inf

@@ -214,7 +214,7 @@ def _products(sde: AbstractSDE, t: Array, z: Array) -> tuple[Array, Array]:
 def _check_commutative(sde: AbstractSDE, z: Array) -> None:
     """Refuse noise whose columns do not commute as vector fields at z: (Dσⱼ) σₖ ≠ (Dσₖ) σⱼ."""
     products = _products(sde, jnp.zeros((), z.dtype), z)[1]
-    # Coordinate by coordinate, because their units may differ.
+    # Coordinates are compared one by one, because their units may differ.
     gap = jnp.max(jnp.abs(products - jnp.swapaxes(products, 0, 2)), axis=(0, 2))
     if bool(jnp.any(gap > 1e-4 * jnp.max(jnp.abs(products), axis=(0, 2)))):
         raise ValueError(
@@ -246,7 +246,8 @@ def simulate(
     - `z0`: shape `(..., d)`, one start per sample.
     - `scheme`: `rf.flow.EulerMaruyama()`, the default for an Itô SDE; `rf.flow.StratonovichHeun()`, the
       default for a Stratonovich one; `rf.flow.StratonovichMidpoint()`; `rf.flow.Milstein()` for commutative
-      noise; `rf.flow.Davie()` for any, with Lévy areas; `rf.flow.LinearlyImplicitEuler()` for stiff drifts.
+      noise; `rf.flow.Davie()` for any noise, with Lévy areas; `rf.flow.LinearlyImplicitEuler()` for stiff
+      drifts.
     - `increments`: Brownian increments of shape `(..., steps, m)` to use instead of a `key`.
     - `path`: a rough path of batch shape `(...)` for `rf.flow.Davie()`, instead of a `key`; its times replace
       `t1` and `steps`. A Stratonovich SDE requires a geometric path, an Itô SDE the Itô lift.
@@ -318,7 +319,7 @@ def _output_grid(saveat: ArrayLike, t0: float, t1: float, steps: int) -> tuple[n
     saveat = np.asarray(as_real("saveat", saveat), float)
     check_finite("saveat", saveat)
     if saveat.ndim != 1 or not saveat.size or np.any(np.diff(saveat) <= 0):
-        raise ValueError(f"saveat must hold increasing times, shape (k,), got shape {saveat.shape}")
+        raise ValueError(f"saveat must contain increasing times, shape (k,), got shape {saveat.shape}")
     if saveat[0] < t0 or saveat[-1] > t1:
         raise ValueError(
             f"saveat must lie between t0={t0:g} and t1={t1:g}, got {saveat[0]:g} to {saveat[-1]:g}"

@@ -14,8 +14,8 @@ try:
     import arviz
 except FileNotFoundError:
     # Once a day, ArviZ announces its successor and records this in the user's cache, through a temporary file
-    # that all processes share. If two processes import ArviZ at once, one fails; the second attempt finds the
-    # record.
+    # that all processes share. If two processes import ArviZ at once, one of them fails; a second attempt
+    # succeeds, because the record exists.
     import arviz
 
 BEFORE_1 = int(arviz.__version__.partition(".")[0]) < 1

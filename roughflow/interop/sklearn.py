@@ -293,10 +293,10 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
 
     - `method`: "kernel" or "density".
     - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]. This fraction of the
-      training rows is labelled as outliers. If it is given, kernel densities are estimated from subsamples of
-      64 rows. If 5 % of the training rows of these tables are anomalies, subsamples raise the mean AUROC from
-      0.75 to 0.77; without anomalies they lower it from 0.83 to 0.80. With "auto", 5 % of ordinary rows are
-      labelled as outliers, and kernel densities are estimated from all training rows.
+      training rows is labelled as outliers. If it is a number, kernel densities are estimated from subsamples
+      of 64 rows. If 5 % of the training rows of these tables are anomalies, subsamples raise the mean AUROC
+      from 0.75 to 0.77; without anomalies they lower it from 0.83 to 0.80. With "auto", 5 % of ordinary rows
+      are labelled as outliers, and kernel densities are estimated from all training rows.
     - `family`: as in `rf.fit_density`, for `method="density"`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None; for `method="density"`.
 

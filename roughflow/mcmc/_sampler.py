@@ -330,7 +330,8 @@ def with_minibatches(tree: Any, key: PRNGKeyArray) -> Any:
 
 
 MAX_NEWTON_STEPS = 8  # maximum number of Newton iterations
-DIFFERENT_SOLUTION = 1e-3  # a solution that differs by more, relative to the noise, is a different one
+# solutions that differ by more than this, relative to the noise, are treated as different
+DIFFERENT_SOLUTION = 1e-3
 
 
 class GradientState(SamplerState):
@@ -443,7 +444,7 @@ class FlowSampler(AbstractSampler):
         """Solve m = z + σ(m) half for m by Newton's method. Return m, and whether the method converged. The
         tolerance in each coordinate is close to rounding error, because a larger one would bias the chain.
 
-        The iterations are not differentiated; a final step carries the derivatives of the solution (implicit
+        The iterations are not differentiated; a final step provides the derivatives of the solution (implicit
         function theorem).
         """
         still = jax.lax.stop_gradient

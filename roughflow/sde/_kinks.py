@@ -40,7 +40,7 @@ BRANCHES: dict[str, Callable[..., Any]] = {
 }
 RAYS, STEPS = 16, 240  # number of search lines, and steps along each
 DECADES = 12.0  # distances from the origin lie between 10^−DECADES and 10^DECADES
-NUM_ROUNDS = 6  # each round shrinks a bracket by a factor STEPS
+NUM_ROUNDS = 6  # each round shrinks a bracket by a factor of STEPS
 JUMP, KINK = 1e-5, 1e-3  # relative differences of values and of slopes on the two sides
 OFFSET = 1e-7  # distance from a switch at which both sides are compared, as a fraction of the first bracket
 

@@ -441,8 +441,8 @@ class LocalDiffusion(eqx.Module):
 
     E = diag(exp g), where g is a network plus a linear function of asinh u and ½ log(1 + u²), so that scales
     extrapolate as powers of the distance. N is strictly lower triangular: a network plus Aᵢⱼrᵢ + Bᵢⱼrⱼ with r
-    = E⁻¹u, the position in local units. A stretches a coordinate with an earlier one, as in a funnel; B
-    bends, as in a banana. (A triangular σ is determined by σσᵀ; a full σ is not, and would drift during
+    = E⁻¹u, the position in local units. A stretches a coordinate as an earlier one changes, as in a funnel; B
+    shifts it, as in a banana. (A triangular σ is determined by σσᵀ; a full σ is not, and would drift during
     training.) Initially N = 0 and E = I, so σ = S. S and c are not trained.
 
     **Arguments:** `dimension`; `width`, `depth`, `activation` of the network; `centre`, c; `scale`, S;

@@ -208,7 +208,7 @@ def _fitted(sde: AbstractSDE, dimension: int) -> int:
 def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
     """The shape that a coefficient returns; exceptions of the coefficient are reported with its name."""
     try:
-        # eqx instead of jax, because an operator is a module with static parts.
+        # eqx is used instead of jax, because an operator is a module with static parts.
         value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

@@ -267,7 +267,8 @@ class SkewNetwork(eqx.Module):
 
 
 def still(target: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The same function; arrays inside it, such as the data of a posterior, get no gradient."""
+    """The same function, without gradients with respect to arrays inside it, such as the data of a
+    posterior."""
     fix = lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf
     return jax.tree.map(fix, target)
 

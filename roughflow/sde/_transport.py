@@ -80,7 +80,7 @@ class NormalTransport(AbstractTransport):
 
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
         velocity = self.velocity(t, z)
-        start = z - t * velocity  # E[z | y]: s T = t
+        start = z - t * velocity  # E[z | y], because s T = t
         return velocity, (self.loc.astype(z.dtype) - start) / self.scale.astype(z.dtype) ** 2
 
 
@@ -151,7 +151,7 @@ class GivenTransport(AbstractTransport):
 
 
 class TransportSDE(AbstractItoSDE):
-    """The Itô SDE with any noise σ(t, z) that has the same distribution at every time as dZ = v(t, Z) dt:
+    """The Itô SDE with noise σ(t, z), for any σ, whose distribution at every time is that of dZ = v(t, Z) dt:
 
         dZ = [v + ½ div(σσᵀ) + ½ σσᵀ ∇log p] dt + σ dB
 

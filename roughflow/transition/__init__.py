@@ -1,8 +1,8 @@
 """Stage 4, short transitions: log p(x₁ | x₀) from weighted paths between x₀ and x₁.
 
-It consists of the random ODE of one transition (`_ends`) in suitable variables (`_coordinates`), weighted
-paths around the most likely one and the log-densities of many transitions (`_bridges`), and the density a
-short time after a point as the base of a flow (`_short_time`).
+This stage consists of the random ODE of one transition (`_ends`) in suitable variables (`_coordinates`),
+weighted paths around the most likely path and the log-densities of many transitions (`_bridges`), and the
+density a short time after a point as the base of a flow (`_short_time`).
 """
 
 from ._bridges import (

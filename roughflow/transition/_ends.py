@@ -141,8 +141,9 @@ class Ends(eqx.Module):
             total = total + weight * velocity
             return (y + final * total, velocity, (1 - final) * total), place
 
-        # The classical method: for each stage, the factor on the last velocity, its weight, and whether a
-        # step ends. All stages of all steps form one loop, so that the field is compiled once.
+        # The classical Runge–Kutta method: for each stage, the factor on the previous velocity, the weight of
+        # the stage, and whether it ends a step. All stages of all steps form one loop, so that the field is
+        # compiled once.
         table = [[0, h / 6, 0], [h / 2, h / 3, 0], [h / 2, h / 3, 0], [h, h / 6, 1]]
         table = jnp.asarray(np.tile(table, (self.effort.num_steps, 1)), kind)
         zero = jnp.zeros_like(self.step.start)
@@ -263,8 +264,8 @@ def linear(function: Callable[[Array], Any], at: Array) -> tuple[Any, Any]:
 
 @eqx.filter_custom_jvp
 def forwards(tree: Any, *, function: Callable[[Any], Any]) -> Any:
-    """`function(tree)` whose derivatives of all orders, with respect to the floats that are differentiated,
-    use forward mode; reverse mode then needs only one product with a matrix."""
+    """The result of `function(tree)`. Its derivatives of all orders, with respect to the floats that are
+    differentiated, are computed in forward mode; reverse mode then needs only one product with a matrix."""
     return function(tree)
 
 

@@ -76,7 +76,7 @@ class ShortTime(eqx.Module):
         return jnp.where(found, value, -0.5 * (square + constant)), jnp.where(found, error, jnp.inf)
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Array:
-        """Draw `shape` points, an array of shape `(*shape, d)`."""
+        """Draw points, as an array of shape `(*shape, d)`."""
         shape = as_shape(shape, self.x0.size)
         effort = Effort(FINE * self.effort.num_functions, 2, FINE * self.effort.num_steps)
         size = self._zeros(effort).size
