@@ -136,7 +136,7 @@ def _series_options(parser: argparse.ArgumentParser) -> None:
         "data",
         type=Path,
         metavar="SERIES.csv",
-        help="a .csv or .tsv file with a header, or either with .gz; - for CSV from standard input",
+        help="a .csv or .tsv file with a header (also with .gz); - for CSV from standard input",
     )
     parser.add_argument(
         "--time", required=True, metavar="COLUMN", help="increasing dates, such as 2024-01-31, or numbers"
@@ -269,8 +269,7 @@ commands:
                 roughflow reproduce fig1 --out figures
 """
 TABLES = (
-    "a .csv or .tsv file with a header, or either with .gz, or .npy or .parquet; - for CSV from standard "
-    "input"
+    "a .csv or .tsv file with a header (also with .gz), or .npy or .parquet; - for CSV from standard input"
 )
 EPILOG = "`roughflow COMMAND --help` lists the options of a command. `rf.load` reads a model in Python."
 
@@ -370,8 +369,8 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family",
         choices=("gaussian", "marginals", "flow", "mixture"),
-        help="gaussian; marginals, a Gaussian of transformed columns; flow; or mixture, also for text, "
-        "integers and missing cells; default: the best by cross-validation if there are fewer than 500 "
+        help="gaussian, marginals (a Gaussian of transformed columns), flow or mixture (also for text, "
+        "integers and missing cells); default: the best by cross-validation if there are fewer than 500 "
         "rows, otherwise a flow unless a Gaussian is better; with --steps or --seconds, a flow",
     )
     parser.add_argument(
@@ -386,8 +385,8 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
         type=as_noise,
         default=0.0,
         metavar="N",
-        help="size of the noise in units of the standardised rows; best for the size with the highest "
-        "likelihood on the validation rows; default: 0",
+        help="size of the noise in units of the standardised rows, or 'best' to choose the size with the "
+        "highest likelihood on the validation rows; default: 0",
     )
     parser.add_argument(
         "--bounds",
@@ -399,7 +398,7 @@ def _fit_model(parser: argparse.ArgumentParser) -> None:
         "--rounding",
         type=as_rounding,
         metavar="A=N,...|auto",
-        help="widths of the rounding of columns, as in age=1,height=0.5; auto to detect them",
+        help="widths of the rounding of columns, as in age=1,height=0.5, or 'auto' to detect them",
     )
     parser.add_argument(
         "--marginals",
@@ -422,7 +421,11 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
         "share of training rows with large noise; default: 0.02 for four or more columns, else 0",
     )
     number("--steps", as_count, "steps of the regression stage; default: 20000, fewer for few rows")
-    number("--likelihood-steps", as_whole_number, "steps of the likelihood stage; default: 0 to 100")
+    number(
+        "--likelihood-steps",
+        as_whole_number,
+        "steps of the likelihood stage; default: up to 100, or 0 for few rows",
+    )
     number(
         "--seconds",
         as_positive,
@@ -431,9 +434,9 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
     number(
         "--width",
         as_count,
-        "width of the network; default: 128, or 256 from 20,000 rows on, or 512 for a million cells",
+        "width of the network; default: 128, or 256 from 20,000 rows on, or 512 for a million cells or more",
     )
-    number("--depth", as_count, "depth of the network; default: 3, or 4 for a million cells")
+    number("--depth", as_count, "depth of the network; default: 3, or 4 for a million cells or more")
     add("--batch-size", as_count, 512, "number of rows in each step of the regression")
     add("--learning-rate", as_positive, 2e-3, "learning rate of the regression")
     add("--validation", as_share, 0.1, "share of validation rows, 0 for none")
