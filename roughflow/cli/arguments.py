@@ -424,7 +424,7 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
     number(
         "--likelihood-steps",
         as_whole_number,
-        "steps of the likelihood stage; default: up to 100, or 0 for few rows",
+        "steps of the likelihood stage; default: up to 100, depending on the table",
     )
     number(
         "--seconds",
