@@ -1,7 +1,7 @@
-"""Speed of roughflow beside its peers; run with `python -m benchmarks.speed`."""
+"""Benchmarks of roughflow and comparisons with other packages; `python -m benchmarks` lists them."""
 
 import os
 
-# OpenMP threads that spin at barriers make PyTorch up to 50 times slower as soon as anything else
-# wants a core. Sleeping ones are fair to it; this must be set before torch is imported.
+# Spinning OpenMP threads make PyTorch up to 50 times slower as soon as another program needs a core. Sleeping
+# threads avoid this. The setting must precede the import of torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,13 +1,13 @@
 """Anomaly detection on the tables of a folder: `python -m benchmarks.anomaly FOLDER`.
 
 Each table is a .npz file with rows `X` and labels `y` (1 for anomalies), as in ADBench. Half of the ordinary
-rows train; the other half and the anomalies are scored. The columns are the AUROC of `StochasticFlowOutlier`,
-of the distance to the fifth nearest neighbour (standardised columns) and of scikit-learn's isolation forest,
-averaged over the seeds. Those with "+5 %" are trained on ordinary rows with 5 % of anomalies among them,
-which are not scored. `--density` adds the log-density of `rf.fit_density` with default settings, which takes
-minutes a table.
+rows are used for training; the other half and the anomalies are scored. The columns are the AUROC of
+`StochasticFlowOutlier`, of the distance to the fifth nearest neighbour (standardised columns) and of
+scikit-learn's isolation forest, averaged over the seeds. For columns with "+5 %", 5 % of the training rows
+are anomalies, which are not scored. `--density` adds the log-density of `rf.fit_density` with default
+settings, which takes minutes per table.
 
-`--table K` runs the K-th table only.
+`--table K` runs only the K-th table.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> None:
     table = np.array(results)
     print(f"{'mean':<20}" + "".join(f"{value:15.3f}" for value in table.mean(axis=0)))
     gap = table[:, 0] - table[:, 1:3].max(axis=1)
-    print(f"worst difference to the better of neighbour and forest: {gap.min():.3f}")
+    print(f"worst difference from the better of neighbour and forest: {gap.min():.3f}")
 
 
 if __name__ == "__main__":

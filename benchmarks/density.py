@@ -1,10 +1,11 @@
 """Densities against the truth: `python -m benchmarks.density [--only ou-1 cir ...]`, in float64.
 
-For problems with a known density (`benchmarks.problems`), at the centre and three standard deviations out:
-the paper's estimator, the mean of p(x | path) over 1000 paths, beside `flow.estimate` as it comes, 64 paths;
-then with `tolerance=1e-2`; then the mean square error of both at equal time. Errors are in log p and contain
-what the driver leaves out, which is told where it is known. Seconds are those of a warm call for all points
-of a problem. The lines at the end say what was asked for and whether it holds.
+The problems have known densities (`benchmarks.problems`), which are evaluated at the centre and at three
+standard deviations from it. The first part compares the paper's estimator, the mean of p(x | path) over 1000
+paths, with `flow.estimate` with default settings and 64 paths. The second part sets `tolerance=1e-2`. The
+third part compares the mean square errors of both estimators at equal time. Errors are in log p and include
+the truncation error of the driver, which is printed if it is known. Seconds are the time of a warm call for
+all points of a problem. The last lines state the requirements and whether they are met.
 """
 
 import argparse
@@ -21,14 +22,14 @@ from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.timing import first_call, interleave
 
 PRIOR = rf.PullBack(num_paths=1000)
-KEYS = 20  # for coverage and for mean square errors
+KEYS = 20  # number of keys for coverage and mean square errors
 BIAS = 5e-3
-BARS, FLOOR = 3.0, 1e-6  # standard errors, and what an ODE solver may leave where they are zero
+BARS, FLOOR = 3.0, 1e-6  # standard errors, and the ODE solver error allowed if they are zero
 TOLERANCE, MISS = 1e-2, 3e-2
 RACE, GAIN = ("ou-1", "double-well"), 100.0
-CLIP = 20.0  # nats, for an estimate of −inf
+CLIP = 20.0  # nats, error of an estimate of −inf
 
-# Rows are printed as they come, so widths are set beforehand.
+# Rows are printed as soon as they are available, so their widths are fixed.
 Columns = tuple[tuple[str, int], ...]
 POINTS: Columns = (
     ("problem and point", 17),
@@ -67,15 +68,15 @@ RACING: Columns = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What the first two parts showed of a problem."""
+    """The results of the first two parts for one problem."""
 
     problem: Problem
-    runs: list[rf.Estimate]  # the default's, for keys 0, 1, …
+    runs: list[rf.Estimate]  # from the default estimator, for keys 0, 1, …
     met: rf.Estimate  # with the tolerance
 
     @property
     def bars(self) -> np.ndarray:
-        """The default's errors in standard errors, `(KEYS, k)`."""
+        """Errors of the default estimator in standard errors, `(KEYS, k)`."""
         return np.array([in_bars(self.problem, run) for run in self.runs])
 
 
@@ -84,7 +85,8 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     problems, runs = {}, {}
     print(
-        f"1. {PRIOR.num_paths} paths from the prior, pulled back, and the default estimator with 64 paths\n"
+        f"1. {PRIOR.num_paths} paths from the prior, solved backwards, and the default estimator with 64 "
+        "paths\n"
     )
     print_header(POINTS)
     for name in PROBLEMS:
@@ -97,7 +99,7 @@ def main() -> None:
     print(f"\n3. Mean square error at equal time, over points and {KEYS} keys; errors clipped at {CLIP:g}\n")
     print_header(RACING)
     ratios = {name: race(name, problems[name], runs[name]) for name in RACE if name in problems}
-    print("\n4. What was asked for\n")
+    print("\n4. Requirements\n")
     findings = {name: Finding(problems[name], runs[name], met[name]) for name in problems}
     print("\n".join([*verdicts(findings), *race_verdicts(ratios)]), flush=True)
 
@@ -111,7 +113,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(name: str, problem: Problem) -> list[rf.Estimate]:
-    """Print a problem's rows; the default's estimates for all keys, the first of which is the one printed."""
+    """Print the rows of a problem, and return the default estimates for all keys. The first one is
+    printed."""
     by_default, from_prior = partial(estimate, problem), partial(estimate, problem, estimator=PRIOR)
     compiling = first_call(by_default)
     default, prior = estimate(problem, truncation=True), from_prior()
@@ -145,7 +148,7 @@ def compare(name: str, problem: Problem) -> list[rf.Estimate]:
 
 
 def meet(name: str, problem: Problem) -> rf.Estimate:
-    """Print what became of a tolerance."""
+    """Print the results with a tolerance."""
     run = partial(estimate, problem, tolerance=TOLERANCE)
     compiling = first_call(run)
     start = time.perf_counter()
@@ -169,7 +172,8 @@ def meet(name: str, problem: Problem) -> rf.Estimate:
 
 
 def race(name: str, problem: Problem, runs: list[rf.Estimate]) -> float:
-    """The prior's mean square error over the default's, with as many paths as take the same time."""
+    """The ratio of the mean square error of paths from the prior to that of the default estimator, at equal
+    time."""
     paths, default_s, prior_s = equal_time(problem)
     default = np.array([errors(problem, run) for run in runs])
     prior = np.array(
@@ -194,7 +198,8 @@ def race(name: str, problem: Problem, runs: list[rf.Estimate]) -> float:
 
 
 def equal_time(problem: Problem) -> tuple[int, float, float]:
-    """How many paths from the prior take as long as the default, and the seconds of both."""
+    """The number of paths from the prior that take as long as the default estimator, and the seconds of
+    both."""
     paths = PRIOR.num_paths
     for _ in range(5):
         prior = partial(estimate, problem, estimator=rf.PullBack(num_paths=paths))
@@ -217,8 +222,9 @@ def verdicts(findings: Mapping[str, Finding]) -> Iterator[str]:
             f"CIR, sech, CNF and double well within {BARS:g} standard errors with 64 paths", first, BARS
         )
         every = np.concatenate([b.ravel() for b in bars.values()])
-        yield f"  (with {KEYS} keys {np.sum(every > BARS)} of {every.size} estimates were further off)"
-    # A tolerance is for the paths: what a driver leaves out, `truncation=True` tells.
+        yield f"  (with {KEYS} keys, {np.sum(every > BARS)} of {every.size} estimates have larger errors)"
+    # A tolerance applies to the Monte Carlo error. `truncation=True` estimates the truncation error of the
+    # driver.
     missed = {n: errors(f.problem, f.met) - f.problem.left_out for n, f in findings.items()}
     yield verdict(f"with tolerance={TOLERANCE:g} within {MISS:g} of the driver's density", missed, MISS)
     wide = {n: np.max(f.met.standard_error) for n, f in findings.items()}
@@ -232,7 +238,7 @@ def race_verdicts(ratios: Mapping[str, float]) -> Iterator[str]:
 
 
 def verdict(claim: str, metrics: Mapping[str, np.ndarray], limit: float) -> str:
-    """One line: whether the largest number of each problem is within the limit, and what it is."""
+    """One line with the largest number of each problem, and whether it is within the limit."""
     worst = {name: float(np.max(np.abs(values))) for name, values in metrics.items()}
     word = "holds" if all(value <= limit for value in worst.values()) else "FALLS SHORT"
     shown = [f"{name} {value:.2g}{'' if value <= limit else ' (!)'}" for name, value in worst.items()]
@@ -248,7 +254,7 @@ def errors(problem: Problem, estimate: rf.Estimate) -> np.ndarray:
 
 
 def in_bars(problem: Problem, estimate: rf.Estimate) -> np.ndarray:
-    """Errors in standard errors; one within `FLOOR` passes whatever its bar is."""
+    """Errors in standard errors; errors below `FLOOR` count as zero."""
     return np.abs(errors(problem, estimate)) / (np.asarray(estimate.standard_error) + FLOOR / BARS)
 
 
@@ -258,7 +264,7 @@ def print_header(columns: Columns) -> None:
 
 
 def print_row(columns: Columns, *cells: str) -> None:
-    """The first cell to the left, the others to the right."""
+    """Print a row with the first cell left-aligned and the others right-aligned."""
     widths = [width for _, width in columns]
     padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
     print("  ".join([cells[0].ljust(widths[0]), *padded[1:]]), flush=True)

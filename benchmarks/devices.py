@@ -1,9 +1,9 @@
-"""Fits on one device, on two, and in two processes: the same parameters, and how many steps per second.
+"""Fits on one device, on two, and in two processes: difference of the parameters, and steps per second.
 
-By regression, whose steps are short, and by maximum likelihood, whose steps solve equations.
-Devices are cores: one device is pinned to one, two devices and two processes share two. Two fits that know
-nothing of each other, one on each core, say what the two cores can do together. Runs are repeated in turn,
-and the fastest of each counts: other programs on the machine only ever slow a run down.
+The fits use regression, whose steps are short, and maximum likelihood, whose steps solve differential
+equations. Devices are cores: one device uses one core, and two devices or two processes use two cores. Two
+independent fits, one on each core, show the total speed of both cores. Runs are interleaved, and the fastest
+run of each kind counts, because other programs can only slow a run down.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-STEPS, WARM_UP = 200, 20  # of these more than quick programs are made for
+STEPS, WARM_UP = 200, 20  # more steps than those for which a fit compiles quickly
 REPEATS = 4
 PORT = 9870
 
@@ -39,7 +39,7 @@ def main():
 
 
 def measured(folder, name, objective, cores, devices, processes, port):
-    """The parameters, and the number of steps per second, of all fits together."""
+    """The parameters, and the total number of steps per second of all fits."""
     outs = [folder / f"{p}.npz" for p in range(len(cores))]
     started = [
         start(out, core, objective, devices, p % processes, processes, port)
@@ -71,7 +71,7 @@ def start(out, cores, objective, devices, process, processes, port):
 
 
 def run(out, objective, devices, process, processes, port):
-    """One process of one run: a few steps to compile, and a fit to time."""
+    """One process of one run: a few steps for compilation, then a fit that is timed."""
     import jax
 
     if int(processes) > 1:
@@ -85,7 +85,7 @@ def run(out, objective, devices, process, processes, port):
         flow, rows, by = rf.train.velocity_flow(6, width=128, depth=3, key=key), 4096, rf.Interpolant()
     else:
         flow, rows, by = rf.neural_flow(2, width=64, depth=3, key=key), 256, rf.MaximumLikelihood(2)
-        # Steps that are given are not looked at: nothing is compiled while it is timed.
+        # With a given number of solver steps, nothing is compiled during the timed fit.
         flow = eqx.tree_at(lambda f: f.integrator, flow, rf.FixedGrid(steps=8))
     data = jax.random.normal(key, (10_000, flow.dimension))
     data = data.at[:, 0].add(0.5 * data[:, 1] ** 2)

@@ -1,7 +1,8 @@
-"""Cost of a field evaluation against the dimension: `python -m benchmarks.dimension`.
+"""Cost of a field evaluation as a function of the dimension: `python -m benchmarks.dimension`.
 
-Forward and backward, for a network drift and diagonal noise from a network (width 64, batch 256, float32):
-exact divergence and correction against their one-product estimates, which should grow at most linearly.
+The drift and the diagonal noise are networks (width 64, batch 256, float32), evaluated forwards and
+backwards. The exact divergence and correction are compared with estimates from one product, whose cost should
+grow at most linearly.
 """
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from benchmarks.timing import format_table, interleave
 
 DIMENSIONS = (8, 16, 32, 64, 128)
 BATCH, STEPS = 256, 2
-STAGES = 6  # of Dopri5
+STAGES = 6  # stages of Dopri5
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""Densities of the end of a flow from fixed starts, in one dimension, along paths that are given up to one
-direction, for paths that several flows share."""
+"""Densities of the end point of a flow with a fixed start, in one dimension, given all but one direction of
+the path; several flows can share the paths."""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ def log_prob_along(
     direction: Array,
     newton: int = NEWTON,
 ) -> Array:
-    """log p(x | start, all of the path but its part along the unit vector `direction` `(..., n)`); batched.
+    """log p(x | start, path except its component along the unit vector `direction` `(..., n)`), batched.
 
-    The r with Z_T = x is found by Newton's method; the density is φ(r)/|∂Z_T/∂r|, to be differentiated in
-    whatever the flow holds.
+    Newton's method finds the r with Z_T = x. The density is φ(r)/|∂Z_T/∂r| and is differentiable in all
+    parameters of the flow.
     """
     flow = flow.without_errors()
     along = jnp.sum(direction * rest.coefficients[..., 0], axis=-1)
@@ -40,7 +40,7 @@ def log_prob_along(
 
     r = jnp.zeros(jnp.broadcast_shapes(start.shape, x.shape, rest.batch_shape), rest.coefficients.dtype)
     r = jax.lax.stop_gradient(jax.lax.scan(step, r, None, length=newton)[0])
-    # Once more, so that r depends on the flow as the implicit function theorem has it.
+    # One more Newton step gives r the derivatives of the implicit function theorem.
     value, slope = with_slope(r)
     r = r - (value - x) / jax.lax.stop_gradient(slope)
     return jax.scipy.stats.norm.logpdf(r) - jnp.log(jnp.abs(with_slope(r)[1]))

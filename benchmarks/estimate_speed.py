@@ -1,11 +1,12 @@
-"""What an estimate costs: `python -m benchmarks.estimate_speed`.
+"""The cost of an estimate: `python -m benchmarks.estimate_speed`.
 
-On a neural SDE fitted to the banana by maximum likelihood, in float32: warm seconds for 1000 points with 64
-paths each by the default, by `rf.PullBack(64, rf.Laplace())` and by the proposal the model has learned;
-then 10,000 points by default. On a plain Ornstein–Uhlenbeck flow in float64, in a new process: seconds of
-the first call, imports not counted, and of the first call for a second SDE of the same shape whose numbers,
-plain Python ones, are others. Peak memory is that of each process. The model is kept in the temporary
-directory. The lines at the end say what was asked for and whether it holds.
+The first model is a neural SDE fitted to the banana data by maximum likelihood, in float32. Warm calls are
+timed for 1000 points with 64 paths each, with the default estimator, with `rf.PullBack(64, rf.Laplace())` and
+with the learned proposal of the model, and for 10,000 points with the default estimator. The second model is
+an Ornstein–Uhlenbeck flow in float64, in a new process. Two calls are timed without imports: the first call,
+and the first call for a second SDE of the same shape whose parameters (Python numbers) differ. Peak memory is
+measured in each process. The first model is stored in the temporary directory. The last lines state the
+requirements and whether they are met.
 """
 
 import argparse
@@ -53,10 +54,10 @@ def main() -> None:
         print(json.dumps(PARTS[part]() | {"memory": peak_memory()}))
         return
     with jax.enable_x64(False):
-        banana_density()  # trained here, if it has to be, and not in a process whose memory is measured
+        banana_density()  # trained here if necessary, not in the process whose memory is measured
     metrics = {name: in_new_process(name) for name in PARTS}
     print("\n".join(report(metrics["fitted"], metrics["first"])))
-    print("\nWhat was asked for\n")
+    print("\nRequirements\n")
     print("\n".join(verdicts(metrics["fitted"], metrics["first"])), flush=True)
 
 
@@ -67,7 +68,7 @@ def in_new_process(part: str) -> Figures:
 
 
 def fitted_part() -> dict[str, float]:
-    """A fitted flow: seconds of warm calls."""
+    """Seconds of warm calls for a fitted flow."""
     model = banana_density()
     x = model.sample(key=jax.random.key(0), shape=(MANY,))
     ways = {
@@ -81,7 +82,7 @@ def fitted_part() -> dict[str, float]:
 
 
 def first_part() -> dict[str, float]:
-    """First calls on new SDEs in a new process, without the time of imports."""
+    """Seconds of first calls for new SDEs in a new process, without imports."""
     assert rf.StochasticFlow
     jax.config.update("jax_enable_x64", True)
     x = jnp.linspace(-1, 1, 8)[:, None]
@@ -130,7 +131,7 @@ def estimate(model: rf.StochasticFlow | rf.tables.Standardised, x: Array, **sett
 
 
 def peak_memory() -> float:
-    """Of this process, in MB."""
+    """Peak memory of this process, in MB."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size / (1e6 if sys.platform == "darwin" else 1e3)
 

@@ -1,8 +1,8 @@
-"""What a first call costs: `python -m benchmarks.first_calls`.
+"""The cost of a first call: `python -m benchmarks.first_calls`.
 
-Each in a process of its own: with nothing compiled, and once more with what the first process left in JAX's
-compilation cache. Seconds on the clock and of the processors, imports included, and how many programs were
-compiled. The last two hardly depend on what else the machine does.
+Each call runs in its own process, first without a compilation cache, and then with the JAX compilation cache
+that the first process has written. The columns are wall-clock seconds, CPU seconds (both with imports), and
+the number of compiled programs. CPU seconds and programs hardly depend on other programs on the machine.
 """
 
 import os
@@ -48,7 +48,8 @@ def main() -> None:
 
 
 def measured(code: str, folder: Path) -> tuple[float, float, int]:
-    """Seconds of a process and of its processors, and the programs that `folder` has when it is done."""
+    """Wall-clock and CPU seconds of a process, and the number of programs in `folder` when it has
+    finished."""
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -56,7 +57,7 @@ def measured(code: str, folder: Path) -> tuple[float, float, int]:
     }
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", code]
-    # Modules compiled to bytecode are kept, as they are wherever the library is installed.
+    # Bytecode is cached, as in any installation of the library.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     subprocess.run(command, env=environment | settings, stdout=subprocess.DEVNULL, check=True)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""Densities by the Fokker–Planck equation, which owe nothing to this library's estimators."""
+"""Densities from the Fokker–Planck equation, computed independently of the estimators of roughflow."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,12 @@ import roughflow as rf
 def line_kernel(
     drift: Callable, sigma: float, ends: tuple[float, float], span: float, starts: np.ndarray, x: np.ndarray
 ) -> Callable[[float], np.ndarray]:
-    """The function of dt, from `span` on, with the log transition densities `(len(starts), len(x))` of
-    dX = drift dt + σ dB.
+    """A function of dt ≥ `span` that returns the log transition densities `(len(starts), len(x))` of dX =
+    drift dt + σ dB.
 
-    With the drift f = σ² ∂Φ the kernel is e^{Φ(x₁) − Φ(x₀)} times that of the symmetric generator ½σ²∂² − V,
-    V = ½f²/σ² + ½f′, here on a mesh with sinc functions, which converge exponentially. The density is
-    negligible at both ends.
+    For a drift f = σ² ∂Φ, the kernel is e^{Φ(x₁) − Φ(x₀)} times that of the symmetric generator ½σ²∂² − V
+    with V = ½f²/σ² + ½f′. The generator is discretised on a mesh with sinc functions, which converge
+    exponentially. The density must be negligible at both ends.
     """
     size = 1 + int((ends[1] - ends[0]) / (0.35 * sigma * np.sqrt(span)))
     mesh, h = np.linspace(*ends, size, retstep=True)
@@ -45,8 +45,8 @@ def fokker_planck(
     """The density at time 1 from N(0, I) in the plane, at the rows of x.
 
     ∂p/∂t = −Σᵢ ∂ᵢ(bᵢ p) + ½ Σᵢⱼ ∂ᵢⱼ(aᵢⱼ p), a = σσᵀ, by Fourier series on a square and the classical
-    Runge–Kutta method. The density must be negligible at the sides. For the double well 192 functions and
-    10000 steps change no logarithm by 3e-4.
+    Runge–Kutta method. The density must be negligible at the sides. For the double well with 192 functions
+    and 10000 steps, refinement changes no log-density by 3e-4.
     """
     side = jnp.linspace(-half, half, size, endpoint=False)
     z = jnp.stack(jnp.meshgrid(side, side, indexing="ij"), -1)
@@ -79,12 +79,13 @@ def fokker_planck(
 
 
 def without_fine_noise(sde: rf.ItoSDE, num_functions: int) -> rf.ItoSDE:
-    """The SDE whose solution is distributed as the random ODE with `KarhunenLoeve(num_functions)`, to first
-    order in 1/n.
+    """The SDE whose solution has the same distribution as that of the random ODE with
+    `KarhunenLoeve(num_functions)`, to first order in 1/n.
 
-    The sines from the n-th on shake each noise by v = 1/(π² n) on average over unit time. A shaken drift acts
-    as μ̃ + ½ v Σᵢ [Vᵢ, [Vᵢ, μ̃]], the Vᵢ the columns of σ and μ̃ the Stratonovich drift: that is what the
-    driver lacks. (The areas between the noises, which it lacks too, move no logarithm here by 2e-4.)
+    The driver omits the sines from the n-th on. Over unit time they contribute a variance v = 1/(π² n) on
+    average to each noise, which changes the drift to μ̃ + ½ v Σᵢ [Vᵢ, [Vᵢ, μ̃]], where Vᵢ are the columns of
+    σ and μ̃ is the Stratonovich drift. (The driver also omits part of the Lévy areas, which change no
+    log-density here by 2e-4.)
     """
     columns = [lambda z, i=i: sde.noise(0.0, z)[:, i] for i in range(2)]
     drift = lambda z: rf.to_stratonovich(sde).drift(0.0, z)

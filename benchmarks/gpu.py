@@ -1,10 +1,10 @@
-"""One training step on a GPU beside PyTorch on the same one: `python -m benchmarks.gpu [--skip-compile]`.
+"""One training step on a GPU, compared with PyTorch: `python -m benchmarks.gpu [--skip-compile]`.
 
-W1, the paper's model, at batch 1000 with errors against a float64 reference, and at batch 100,000:
-roughflow with the grid that suits the model and the default one, PyTorch with the field written by hand,
-eager and compiled, and torchdiffeq as in FFJORD. Then a fit of 10,000 rows of the banana, and an estimate of
-10,000 points with what was fitted. Without a GPU it says so and ends. JAX must have come with CUDA,
-`pip install "jax[cuda12]"`.
+The workload is W1, the paper's model, with batches of 1000 points (with errors against a float64 reference)
+and of 100,000 points. The entries are roughflow with the grid that suits the model and with the default grid,
+PyTorch with a hand-written field, eager and compiled, and torchdiffeq as in FFJORD. Then a model is fitted to
+10,000 rows of the banana data, and log-densities of 10,000 points are estimated. Without a GPU, the benchmark
+stops with a message. It needs JAX with CUDA: `pip install "jax[cuda12]"`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 import warnings
 from dataclasses import replace
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is to have its share
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPU memory for PyTorch
 
 import jax
 import numpy as np
@@ -33,12 +33,12 @@ HEADER = ["entry", "ms", "quartiles", "ratio", "first s", "max error", "gradient
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--skip-compile", action="store_true", help="no torch.compile variants")
+    parser.add_argument("--skip-compile", action="store_true", help="omit the torch.compile variants")
     options = parser.parse_args()
     if jax.default_backend() != "gpu" or not torch.cuda.is_available():
         print("no GPU that both JAX and PyTorch can use: nothing to measure")
         return
-    warnings.filterwarnings("ignore")  # peers' deprecations would break up the tables
+    warnings.filterwarnings("ignore")  # deprecation warnings of other packages would interrupt the tables
     torch.set_default_device("cuda")
     small = make_workload("W1")
     rows, _ = table(small, not options.skip_compile, errors=True)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def enlarged(workload: Workload) -> Workload:
-    """The same points again and again, with paths of their own."""
+    """The same points repeated, each with its own path."""
     times = LARGE // BATCH
     noise = np.random.default_rng(1).standard_normal((LARGE, *workload.noise.shape[1:]))
     probe, x = (np.tile(a, (times, 1)) for a in (workload.probe, workload.x))
@@ -75,7 +75,7 @@ def entries_of(workload: Workload, compiled: bool) -> dict[str, Entry]:
 
 
 def finished(step):
-    """PyTorch returns before the GPU has done its work."""
+    """Wait for the GPU, because PyTorch returns before the computation has finished."""
 
     def call() -> None:
         step()
@@ -92,7 +92,7 @@ def table(workload: Workload, compiled: bool, errors: bool) -> tuple[str, float]
             seconds = first_call(entry.step, entry.limit_s)
             found = check(*entry.evaluate(), workload, False) if errors else ["", ""]
             checks[name] = [f"{seconds:.1f}", *found]
-        except Exception as error:  # whatever breaks in one peer must not stop the others
+        except Exception as error:  # an error in one package must not stop the others
             print(f"{name}: failed: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
     times = interleave({name: entries[name].step for name in checks}, ROUNDS)
     first = next(iter(times))
@@ -101,7 +101,8 @@ def table(workload: Workload, compiled: bool, errors: bool) -> tuple[str, float]
 
 
 def fit_and_estimate() -> None:
-    """Of 10,000 rows of the banana: a fit of 2,000 steps, and the log-density of each row."""
+    """Fit a model to 10,000 rows of the banana data in 2,000 steps, and estimate the log-density of each
+    row."""
     x = rf.datasets.Banana().sample(key=jax.random.key(0), shape=(10_000,))
     for name in ("fit_density, 2,000 steps of regression", "again, compiled"):
         start = time.perf_counter()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.grid [CASE …]
 
-For each SDE, from a distribution and from a point: the largest error of log p wherever p exceeds 1e-6 of its
-maximum, the largest error bar there, the share of points within their bars, and seconds of CPU time with and
-without compilation. Then gradients against central differences.
+Each SDE starts from a distribution and from a point. The columns are the largest error of log p where p
+exceeds 1e-6 of its maximum, the largest error bar there, the fraction of points whose error is within the
+error bar, and CPU seconds with and without compilation. At the end, gradients are compared with central
+differences.
 """
 
 import sys
@@ -25,7 +26,7 @@ from benchmarks.fokker_planck import line_kernel
 from benchmarks.timing import verdict
 
 TOLERANCE = 1e-3
-LOWEST = -13.8  # log of the share of the maximum down to which log p counts
+LOWEST = -13.8  # lower limit of log p relative to its maximum, for points that count
 TABLE: Columns = (
     ("SDE", 18),
     ("from", 12),
@@ -40,7 +41,7 @@ TABLE: Columns = (
 
 @dataclass(frozen=True)
 class Case:
-    """A flow, its start if that is a point, and points with their log-densities."""
+    """A flow, its starting point if it has one, and points with their log-densities."""
 
     flow: rf.StochasticFlow
     start: np.ndarray | None
@@ -59,7 +60,7 @@ def linear(matrix: Any, noise: Any, start: np.ndarray | None) -> Case:
 
 
 def rotation(start: np.ndarray | None) -> Case:
-    """Noise that turns with the state: in the Itô sense that of a linear SDE."""
+    """Noise that rotates with the state. The Itô SDE has the distribution of a linear SDE."""
     swirl = np.array([[-0.2, -1.1], [1.1, -0.2]])
 
     def noise(t, z):
@@ -75,7 +76,8 @@ def rotation(start: np.ndarray | None) -> Case:
 
 
 def rotations(start: np.ndarray | None) -> Case:
-    """Rotations by noise, of strength 0.8, which do not change a round density; from a distribution only."""
+    """Random rotations of strength 0.8, which leave a rotationally symmetric density unchanged; only from a
+    distribution."""
     turn = np.array([[0.0, -1.0], [1.0, 0.0]])
     noise = lambda t, z: jnp.stack([jnp.array([0.4, 0.0]), jnp.array([0.0, 0.4]), 0.8 * (turn @ z)], axis=1)
     sde = rf.ItoSDE(lambda t, z: (-0.2 - 0.32) * z + 1.1 * (turn @ z), noise)
@@ -120,7 +122,7 @@ def geometric(start: np.ndarray | None) -> Case:
 
 
 def potential(drift: Callable, width: float, reach: float) -> Callable[[np.ndarray | None], Case]:
-    """dZ = drift(Z) dt + dB, from N(0, 0.3²) or 0.4; nothing comes back from beyond `reach`."""
+    """dZ = drift(Z) dt + dB, from N(0, 0.3²) or 0.4. Paths that leave [−`reach`, `reach`] are negligible."""
 
     def case(start: np.ndarray | None) -> Case:
         x, begin = np.linspace(-width, width, 101), np.array([0.4])
@@ -151,7 +153,8 @@ CASES: dict[str, Callable[[np.ndarray | None], Case]] = {
 
 
 def row(name: str, case: Case) -> tuple[float, float, float]:
-    """Prints a row; returns the largest error and bar and the share of points within their bars."""
+    """Print a row, and return the largest error, the largest error bar and the fraction of points within
+    their error bars."""
     counts = case.log_density > case.log_density.max() + LOWEST
     x, truth = jnp.asarray(case.x[counts]), case.log_density[counts]
     grid = rf.density.Grid(start=None if case.start is None else jnp.asarray(case.start))
@@ -197,7 +200,7 @@ def main(only: list[str]) -> None:
     chosen = {name: case for name, case in CASES.items() if not only or any(word in name for word in only)}
     rows = np.array([row(name, case(start)) for name, case in chosen.items() for start in starts])
     print(verdict(bool(rows[:, 0].max() < TOLERANCE), "errors below 1e-3", f"{rows[:, 0].max():.1e}"))
-    print(verdict(bool(rows[:, 2].min() > 0.95), "95 % within their bars", f"{rows[:, 2].min():.0%}"))
+    print(verdict(bool(rows[:, 2].min() > 0.95), "95 % within their error bars", f"{rows[:, 2].min():.0%}"))
     gap = gradient_gap()
     print(verdict(gap < 1e-4, "gradients within 1e-4 of central differences", f"{gap:.1e}"))
 

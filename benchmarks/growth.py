@@ -1,10 +1,10 @@
-"""How time grows with the size of the problem: `python -m benchmarks.growth [--out figures/growth.png]`.
+"""Growth of run time with problem size: `python -m benchmarks.growth [--out figures/growth.png]`.
 
-Warm seconds of one gradient of log p(x | path), in float32, against the batch, the dimension (Hutchinson's
-divergence), the width of the networks and the number of steps; and of one estimate of log p(x) against the
-number of paths. The slope is that of log time against log size over the upper half of the sizes, where
-what each call costs anyway no longer shows: 1 is linear. A network's products grow with the square of its
-width, so that its time is to be compared with them: the slope shown is that against width².
+One gradient of log p(x | path) is timed in float32, after compilation, for growing batch size, dimension
+(with Hutchinson's divergence), width of the networks and number of steps. One estimate of log p(x) is timed
+for a growing number of paths. The slope is that of log time against log size over the upper half of the
+sizes, where the fixed cost of a call is negligible; a slope of 1 means linear growth. The matrix products of
+a network grow with the square of its width, so the slope for the width is that against width².
 """
 
 import argparse
@@ -21,18 +21,18 @@ import numpy as np
 import roughflow as rf
 from benchmarks.timing import format_table, timed, verdict
 
-LIMIT, SLACK = 1.0, 0.05  # of a slope, and what noise may add to it
+LIMIT, SLACK = 1.0, 0.05  # maximum slope, and allowance for noise
 ROUNDS = 3
 FIGURE = Path("figures") / "growth.png"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows, through which sizes, and a call to time at each."""
+    """A quantity that grows, its values, and a call to time for each value."""
 
     sizes: tuple[int, ...]
     call: Callable[[int], Callable[[], object]]
-    power: int = 1  # of the size, to which the arithmetic is proportional
+    power: int = 1  # the number of operations is proportional to this power of the size
 
 
 def flow_of(dimension: int = 2, width: int = 32, steps: int = 2, noise: bool = True) -> rf.StochasticFlow:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def measured(call: Callable[[], object]) -> float:
-    """The median of a few calls, after one that compiles; of one if they are long."""
+    """The median seconds of a few calls after compilation, or of one call if calls are long."""
     call()
     first = timed(call)
     return first if first > 5 else float(np.median([first, *(timed(call) for _ in range(ROUNDS - 1))]))
@@ -118,7 +118,7 @@ def draw(seconds: Mapping[str, list[float]], slopes: Mapping[str, float], out: P
         )
         ax.minorticks_off()
         ax.spines[["top", "right"]].set_visible(False)
-    places[0].set_ylabel("seconds (dashed: in proportion)")
+    places[0].set_ylabel("seconds (dashed: linear growth)")
     figure.savefig(out, dpi=150)
 
 

@@ -1,8 +1,8 @@
 """Error bars of the default estimate on hard SDEs: `python -m benchmarks.hard [--keys 20] [--only fold ...]`.
 
-Several bundles of paths to a point, folds, explosions, strong contraction. References are closed forms and
-solutions of the Fokker–Planck equation, of the SDE itself: they know of no paths and no driver. An estimate
-is wrong if it is off by more than three of its bars and not flagged as suspect.
+The SDEs have several bundles of paths to a point, folds, explosions or strong contraction. References are
+closed forms and solutions of the Fokker–Planck equation of the SDE, which do not depend on paths or a driver.
+An estimate counts as wrong if its error exceeds three of its error bars and it is not flagged as suspect.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from scipy import linalg, special, stats
 import roughflow as rf
 from benchmarks.fokker_planck import fokker_planck
 
-BARS, FLOOR = 3.0, 1e-3  # nats below which an error does not count
+BARS, FLOOR = 3.0, 1e-3  # error bars; nats, smaller errors do not count
 
 
 class Problem(NamedTuple):
@@ -38,7 +38,8 @@ def cubic() -> Problem:
 
 
 def wiggly() -> Problem:
-    """Drift 3 sin 3z, noise 1 + 0.7 sin 4z: wells, and noise that depends strongly on the state."""
+    """Drift 3 sin 3z and noise 1 + 0.7 sin 4z: several wells, and noise that depends strongly on the
+    state."""
     sde = rf.ItoSDE(lambda t, z: 3 * jnp.sin(3 * z), lambda t, z: 1 + 0.7 * jnp.sin(4 * z)[:, None])
     x = np.linspace(-3, 3, 16)[:, None]
     truth = line(lambda y: 3 * np.sin(3 * y), lambda y: 1 + 0.7 * np.sin(4 * y), x, half=9, size=24_000)
@@ -112,8 +113,8 @@ def contraction(dimension: int) -> Problem:
 def line(
     drift: Callable, sigma: Callable, x: np.ndarray, *, half: float, size: int = 6000, steps: int = 4000
 ) -> np.ndarray:
-    """log p(1, x) on the line from N(0, 1): finite volumes, trapezoidal rule; what leaves [−half, half] is
-    lost."""
+    """log p(1, x) in one dimension from N(0, 1), by finite volumes and the trapezoidal rule. Mass that leaves
+    [−half, half] is lost."""
     edges = np.linspace(-half, half, size + 1)
     y, h, dt = 0.5 * (edges[1:] + edges[:-1]), edges[1] - edges[0], 1 / steps
     velocity, spread = 0.5 * drift(edges), 0.5 * sigma(y) ** 2 / h
@@ -134,8 +135,8 @@ def two_bundles_density(x: np.ndarray, functions: int = 400, scale: float = 0.1)
 
     Given Z₁(1) = x₁, Z₁(t) = z + (x₁ − z)t + Σ ωₖ √2 sin(kπt)/(kπ) with z normal, so Z₂(1) is a quadratic
     form of normal numbers u plus an independent one: Y = a + bᵀu + uᵀAu + √v N, v = scale² + 0.09. Its
-    characteristic function is exp(ias − ½vs² − ½s² Σ βⱼ²/(1 − 2isλⱼ)) Π (1 − 2isλⱼ)^(−½), λ the eigenvalues
-    of A and β = b in their basis, and the density is its Fourier integral.
+    characteristic function is exp(ias − ½vs² − ½s² Σ βⱼ²/(1 − 2isλⱼ)) Π (1 − 2isλⱼ)^(−½), where λ are the
+    eigenvalues of A and β is b in the basis of eigenvectors. The density is its Fourier integral.
     """
     nodes, weights = special.roots_legendre(1000)
     t, weights = 0.5 * (nodes + 1), 0.5 * weights
@@ -151,7 +152,7 @@ def two_bundles_density(x: np.ndarray, functions: int = 400, scale: float = 0.1)
         sizes, axes = np.linalg.eigh(3 * (shapes * weights) @ shapes.T)
         below = 1 - 2j * np.outer(s, sizes)
         exponent = 1j * s * (a - x2) - 0.5 * v * s**2 - 0.5 * s**2 * np.sum((b @ axes) ** 2 / below, axis=1)
-        # One root per factor: each stays in the right half-plane.
+        # The root is taken of each factor separately, because each factor stays in the right half-plane.
         terms = np.exp(exponent) / np.exp(0.5 * np.sum(np.log(below), axis=1))
         density = np.sum(terms.real) * (s[1] - s[0]) / (2 * np.pi)
         result.append(np.log(density) + stats.norm.logpdf(x1, 0, variance**0.5))
@@ -173,7 +174,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 
 def run(name: str, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, str]:
-    """Errors, bars and flags of all points and keys, the median seconds of a call, and the methods used."""
+    """Errors, error bars and flags of all points and keys, the median seconds of a call, and the methods
+    used."""
     jax.config.update("jax_enable_x64", True)
     problem, seconds, estimates = PROBLEMS[name](), [], []
     for number in range(keys):

@@ -1,9 +1,9 @@
-"""Posterior means of stochastic volatility beside the ground truth of the package inference-gym.
+"""Posterior means of stochastic volatility, compared with the ground truth of the package inference-gym.
 
-`python -m benchmarks.hidden_posteriors FOLDER [small volatility] [--draws N] [--nuts SECONDS]`, with a
-folder that holds its files sp500_closing_prices.py and stochastic_volatility_sp500[_small].py.
+Run `python -m benchmarks.hidden_posteriors FOLDER [small volatility] [--draws N] [--nuts SECONDS]`. FOLDER
+must contain the files sp500_closing_prices.py and stochastic_volatility_sp500[_small].py of that package.
 Draws come from a t distribution around the maximum and are weighted by the posterior. If NumPyro is
-installed, its NUTS samples parameters and states of the same models.
+installed, its NUTS sampler draws parameters and states of the same models.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import numpy as np
 import roughflow as rf
 
 KEY = jax.random.key(0)
-FREEDOM, WIDTH = 5.0, 1.2  # of the proposals
-BATCH = 8  # likelihoods at a time
+FREEDOM, WIDTH = 5.0, 1.2  # degrees of freedom and width of the proposal
+BATCH = 8  # number of likelihoods computed at a time
 norm = jax.scipy.stats.norm.logpdf
 
 
@@ -37,7 +37,8 @@ class Centred(eqx.Module):
 
 
 def volatility_prior(sde: rf.OrnsteinUhlenbeck) -> jax.Array:
-    """Of persistence φ = exp(−κ), mean and noise per step, as a density of κ, μ and σ."""
+    """The prior of the persistence φ = exp(−κ), the mean and the noise per step, as a density of κ, μ and
+    σ."""
     persistence = jnp.exp(-sde.kappa)
     per_step = jnp.sqrt((1 - persistence**2) / (2 * sde.kappa))
     noise = sde.sigma * per_step
@@ -62,11 +63,12 @@ def weighted(
 def _speed(name: str, size: float, count: int, made: float, spent: float) -> None:
     rate = size / (spent - made)
     shown = f"{size:.0f} effective draws of {count}, fit {made:.0f} s, {spent:.0f} s in all"
-    print(f"{name}: {shown}, {rate:.2f} a second", flush=True)
+    print(f"{name}: {shown}, {rate:.2f} per second", flush=True)
 
 
 def report(name: str, draws: np.ndarray, weight: np.ndarray, truth: Any, about: str) -> None:
-    """The posterior mean beside the ground truth, in Monte Carlo errors of both."""
+    """Print the posterior mean and the ground truth, and their difference in units of the combined Monte
+    Carlo error."""
     mean = weight @ draws
     error = np.sqrt(weight**2 @ (draws - mean) ** 2)
     expected, known = (
@@ -130,7 +132,7 @@ def _volatility_model(returns: Any) -> None:
 
 
 def _nuts(model: Callable, data: tuple, names: tuple[str, ...], seconds: float) -> None:
-    """Effective samples a second of NumPyro's NUTS, after warm-up."""
+    """Effective samples per second of NumPyro's NUTS sampler, after warm-up."""
     from numpyro import diagnostics, infer
 
     kernel = infer.NUTS(model)
@@ -148,7 +150,7 @@ def _nuts(model: Callable, data: tuple, names: tuple[str, ...], seconds: float) 
         draws = np.concatenate([part[name] for part in found])
         size = float(diagnostics.effective_sample_size(draws[None]))
         shown = f"{draws.mean():.5f}, {size:.0f} effective of {len(draws)}, warm-up {warm:.0f} s"
-        print(f"  NUTS {name:<14} {shown}, {size / spent:.2f} a second", flush=True)
+        print(f"  NUTS {name:<14} {shown}, {size / spent:.2f} per second", flush=True)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 """Simulated series with hidden states.
 
-`python -m benchmarks.hidden_states likelihood NAME`: the log-likelihood of a simulated series beside a
-bootstrap particle filter in NumPy, of `lotka`, `lotka-gaps` (30 % of the cells missing), `neuron` or
+`python -m benchmarks.hidden_states likelihood NAME`: the log-likelihood of a simulated series, compared with
+a bootstrap particle filter in NumPy. NAME is `lotka`, `lotka-gaps` (30 % of the cells missing), `neuron` or
 `epidemic`.
 
-`coverage NAME FIRST COUNT SECONDS`: fits of simulated series number FIRST, FIRST + 1, …: how often 95 %
-intervals of parameters and hidden states cover the truth, for `heston`, `volatility`, `neuron` or `lotka`.
+`coverage NAME FIRST COUNT SECONDS`: how often 95 % intervals of parameters and hidden states cover the truth,
+in fits of the simulated series FIRST, FIRST + 1, … NAME is `heston`, `volatility`, `neuron` or `lotka`.
 
 `speed LENGTH`: seconds of the log-likelihood and its gradient for a long series.
 """
@@ -34,7 +34,7 @@ VOLATILITY = rf.series.StochasticVolatility(*(0.05, 8.0, -3.0, 2.0, -0.5))
 
 
 class Start(eqx.Module):
-    """Normal in the state, or in its logarithm."""
+    """A normal distribution of the state or of its logarithm."""
 
     mean: jax.Array
     deviation: jax.Array
@@ -52,19 +52,19 @@ class Start(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """An SDE, the times of its values, and what `rf.fit_sde` is given."""
+    """An SDE, the times of its values, and the options of `rf.fit_sde`."""
 
     sde: Any
     times: np.ndarray
     start: Start
     options: dict[str, Any]
-    kind: str  # of the values: counts, noisy, or hidden for one exact column and one hidden
+    kind: str  # kind of values: counts, noisy, or hidden (one exact and one hidden column)
     noise: float = 0.0
     missing: float = 0.0
     substeps: int = 20
 
     def stepped(self, x: np.ndarray, dt: float, rng: np.random.Generator) -> np.ndarray:
-        """Small steps of many states `(K, d)`, over dt in all."""
+        """Many states `(K, d)` after small steps over a total time dt."""
         h = dt / self.substeps
         for _ in range(self.substeps):
             x = _STEPS[type(self.sde).__name__](self.sde, x, h, rng.normal(size=x.shape))
@@ -90,7 +90,7 @@ class Problem:
         return self.observed(states, rng), states
 
     def log_prob(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Of one value given many states."""
+        """The log-density of one value given each of many states."""
         total = np.zeros(len(x))
         if self.kind == "noisy":
             return stats.norm.logpdf(y[0], x[:, 0], self.noise)
@@ -174,7 +174,7 @@ def start(mean: list[float], deviation: list[float], log: bool = False) -> Start
 
 
 def problem(name: str, fits: bool) -> Problem:
-    """For a log-likelihood, or for fits."""
+    """A problem by name, for fits or for a log-likelihood."""
     if name.startswith("lotka"):
         first = start([np.log(25), np.log(15)], [0.3, 0.3], log=True)
         sde = ANIMALS
@@ -214,7 +214,8 @@ def problem(name: str, fits: bool) -> Problem:
 
 
 def likelihood(name: str, particles: str = "100000", runs: str = "8") -> None:
-    """Ours with its error, beside independent particles with 20 and 40 steps between values."""
+    """Print our log-likelihood and its error, and that of an independent particle filter with 20 and 40 steps
+    between values."""
     one = problem(name, fits=False)
     y, _ = one.simulated(0)
     begin = time.perf_counter()
@@ -239,7 +240,7 @@ def _fitted(one: Problem, y: np.ndarray, options: dict[str, Any], steps: int | N
 
 
 def coverage(name: str, first: str, count: str, seconds: str) -> None:
-    """One line per series, and what share of intervals cover the truth."""
+    """Print one line per series, and the fraction of intervals that cover the truth."""
     one, begin = problem(name, fits=True), time.perf_counter()
     names = [field.name for field in dataclasses.fields(one.sde)]
     truth = [
@@ -253,7 +254,7 @@ def coverage(name: str, first: str, count: str, seconds: str) -> None:
         effort = rf.transition.Effort(1, 32, 1)
         options: dict[str, Any] = {"key": KEY, "num_starts": 1, "effort": effort, **one.options}
         result = _fitted(one, y, options, None)
-        # Euler's likelihood beside it, for every fourth.
+        # For every fourth series, also the likelihood by Euler's method.
         plain = "" if seed % 4 != 3 else _fitted(one, y, options, 1)
         if isinstance(result, str):
             print(f"{name} {seed} failed: {result}", flush=True)
@@ -284,7 +285,7 @@ def coverage(name: str, first: str, count: str, seconds: str) -> None:
 
 
 def speed(length: str) -> None:
-    """Stochastic volatility behind a long series of prices."""
+    """Time the likelihood of stochastic volatility for a long series of prices."""
     sde, n = VOLATILITY, int(length)
     begin = Start(jnp.asarray([1.0, -3.0]), jnp.asarray([1e-9, 0.5]), False)
     one = Problem(sde, np.arange(n) / 252, begin, {"initial": "stationary"}, "hidden", substeps=5)
@@ -301,7 +302,7 @@ def speed(length: str) -> None:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(f"{n} values, steps={steps}: {ours.described()}")
         print(
-            f"  made in {made:.0f} s, value and gradient {wall:.2f} s ({cpu:.2f} s CPU), {memory:.2f} GiB",
+            f"  built in {made:.0f} s, value and gradient {wall:.2f} s ({cpu:.2f} s CPU), {memory:.2f} GiB",
             flush=True,
         )
 

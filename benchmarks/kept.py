@@ -1,6 +1,6 @@
-"""What takes minutes and does not change is kept in the temporary directory: trained models, long references.
+"""Store results that take minutes, such as trained models and references, in the temporary directory.
 
-A file is named after all that its content depends on, so that a change of settings makes a new one.
+The name of a file depends on everything that determines its content, so new settings give a new file.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def kept_file(kind: str, *what: Any) -> Path:
 
 
 def kept_arrays(file: Path, make: Callable[[], list[np.ndarray]], *, fresh: bool = False) -> list[np.ndarray]:
-    """The arrays in a file; they are made, and the file with them, where there is none."""
+    """The arrays in a file. If the file does not exist, compute them and write it."""
     if fresh or not file.exists():
         FOLDER.mkdir(exist_ok=True)
         arrays = make()
@@ -43,13 +43,13 @@ def kept_arrays(file: Path, make: Callable[[], list[np.ndarray]], *, fresh: bool
 
 
 def kept_tree(file: Path, like: Any, make: Callable[[], Any], *, fresh: bool = False) -> Any:
-    """A pytree with the structure of `like`; what is kept are its arrays."""
+    """A pytree with the structure of `like`, of which the file stores the arrays."""
     parts = lambda tree: [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
     arrays = kept_arrays(file, lambda: parts(make()), fresh=fresh)
     shapes = [leaf.shape for leaf in parts(like)]
     if [array.shape for array in arrays] != shapes:
         if fresh:
-            raise ValueError(f"what was made has arrays of other shapes than the {shapes} expected")
+            raise ValueError(f"the computed arrays do not have the expected shapes {shapes}")
         return kept_tree(file, like, make, fresh=True)
     dynamic, static = eqx.partition(like, eqx.is_array)
     leaves = [jax.numpy.asarray(array) for array in arrays]

@@ -1,11 +1,11 @@
-"""Error and time of the default estimate: `python -m benchmarks.ladder`, beside another version if asked.
+"""Error and time of the default estimate, optionally of two versions: `python -m benchmarks.ladder`.
 
-1,000 points each of three neural SDEs on the plane, of the README's example, and of flows fitted to a banana
-and a star with noise 0.5 added; 200 points each of two neural SDEs in three and six dimensions, and of flows
-fitted to 6 and 30 columns. References are four times 2^11 or 2^13 Sobol' paths with 24 functions; for 30
-columns around the modes with 12. `--beside FOLDER`, which holds another version's package, estimates the same
-points with that in a process of its own: both compile at the same time, and then are timed one after the
-other.
+In two dimensions, 1,000 points each are drawn from three neural SDEs, the example of the README, and flows
+fitted to the banana and star data with noise 0.5 added. In more dimensions, 200 points each are drawn from
+two neural SDEs in three and six dimensions and from flows fitted to 6 and 30 columns. References are four
+runs of 2^11 or 2^13 Sobol' paths with 24 functions; for 30 columns, paths around the modes with 12 functions.
+If FOLDER contains the package of another version, `--beside FOLDER` estimates the same points with that
+version in a separate process. Both versions compile at the same time and are then timed one after the other.
 """
 
 import argparse
@@ -27,8 +27,8 @@ import roughflow as rf
 NEURAL = {"gain 1, noise 0.4": (2, 1.0, 0.4), "gain 1.8, noise 0.5": (2, 1.8, 0.5)}
 NEURAL |= {"gain 1.7, noise 0.9": (2, 1.7, 0.9), "3-D, gain 1.5": (3, 1.5, 0.5), "6-D, gain 1": (6, 1.0, 0.4)}
 FITTED = ("banana", "star", "6 columns", "30 columns")
-UNEVEN = ("star", "6 columns", "30 columns")  # whose weights are, so that references take more paths
-WAIT = 300  # seconds for the other version
+UNEVEN = ("star", "6 columns", "30 columns")  # their weights are uneven, so references need more paths
+WAIT = 300  # seconds to wait for the other version
 
 
 def network(d: int, out: int, seed: int) -> Callable:
@@ -95,10 +95,10 @@ def points(flow: rf.StochasticFlow, count: int | None = None) -> np.ndarray:
 
 
 def estimates(names: list[str], folder: Path, options: dict, rounds: int, other: str | None) -> None:
-    """Values, errors and seconds of this process's version, to a file for each problem.
+    """Write values, errors and seconds of the version in this process to a file for each problem.
 
-    All first calls come before the first timed one. The new version is timed when the `other` has compiled,
-    and the old one after that."""
+    All first calls precede the first timed call. The new version is timed when the `other` has compiled, and
+    the old version after that."""
     runs, firsts, label = {}, {}, folder_label()
     for name in names:
         flow, x = problem(name, folder), np.load(folder / f"{name} x.npy")
@@ -135,8 +135,9 @@ def folder_label() -> str:
 
 
 def reference(flow: rf.StochasticFlow, x: np.ndarray, name: str) -> np.ndarray:
-    """Values and their standard errors, `(2, k)`, from four independent estimates: paths from the prior with
-    24 functions; in many dimensions, where few of those count, paths around the modes with 12."""
+    """Values and their standard errors, `(2, k)`, from four independent estimates. They use paths from the
+    prior with 24 functions or, in many dimensions, where few of these have weight, paths around the modes
+    with 12 functions."""
     many = flow.dimension > 10
     fine = flow.with_driver(rf.KarhunenLoeve(12 if many else 24)).with_proposal(None)
     proposal = rf.Laplace() if many else rf.Prior(rf.density.Sobol())
@@ -153,9 +154,11 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--count", type=int, help="of points; by default 1000 in the plane, else 200")
-    parser.add_argument("--rounds", type=int, default=3, help="of timed calls")
-    parser.add_argument("--prepare", action="store_true", help="fit flows and compute references, no more")
+    parser.add_argument(
+        "--count", type=int, help="number of points; by default 1000 in two dimensions, else 200"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of timed calls")
+    parser.add_argument("--prepare", action="store_true", help="only fit flows and compute references")
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--inner", action="store_true", help="a process of this benchmark")
     a = parser.parse_args()

@@ -1,12 +1,14 @@
-"""Latent SDEs beside exact likelihoods and published errors: `python -m benchmarks.latent --part lorenz`.
+"""Latent SDEs against exact likelihoods and published errors: `python -m benchmarks.latent --part lorenz`.
 
-- `linear`: a noisy oscillator observed in one of four columns at a time; the likelihood of a fitted linear
-  model beside that of Kalman's filter, and its bound for more and more particles.
-- `lorenz`: three states of a stochastic Lorenz system, ten noisy columns; the held-out log-likelihood beside
-  that of the true model by a bootstrap particle filter.
+- `linear`: a noisy oscillator observed in one of four columns at a time. The likelihood of a fitted linear
+  model is compared with that of the Kalman filter, and the bound is printed for increasing numbers of
+  particles.
+- `lorenz`: a stochastic Lorenz system with three states and ten noisy columns. The held-out log-likelihood is
+  compared with that of the true model, computed by a bootstrap particle filter.
 - `mocap`: motion capture (`--file mocap35.mat`); mean squared error of forecasts from three frames.
-- `adjoint`: the Lorenz problem by SDE matching and by simulation with the adjoint equation: drift
-  evaluations and seconds to the same held-out bound, on the GPU or with `JAX_PLATFORMS=cpu`.
+- `adjoint`: training on the Lorenz problem by SDE matching and by simulation with the adjoint equation. The
+  output is drift evaluations and seconds until the same held-out bound, on the GPU or with
+  `JAX_PLATFORMS=cpu`.
 - `many`: 10,000 series of 100 irregular observations, half of the cells missing.
 """
 
@@ -53,8 +55,8 @@ def lorenz_series(count: int, length: int, seed: int, dt: float = 0.05, noise: f
 
 
 def bootstrap_filter(times, values, loadings, states, noise, num_particles, key) -> np.ndarray:
-    """Log-likelihoods of the true model, by particles that know nothing of the observation to come. They
-    start from 2,000 states of other series, the distribution at rest."""
+    """Log-likelihoods of the true model, by particles that ignore the next observation. They start from 2,000
+    states of other series, which represent the stationary distribution."""
     sde, substeps = lorenz_sde(), 10
 
     def one(values, key):
@@ -121,7 +123,7 @@ def lorenz(steps: int, count: int, out: Path | None) -> None:
         options = {"key": jax.random.key(4), "t1": 30.0, "steps": 15000, "trajectory": True}
         truth = rf.simulate(lorenz_sde(), jnp.asarray(rest[0]), **options)
         mean = np.asarray(jax.vmap(lambda z: fitted.model.decoder(z).mean)(jnp.asarray(drawn.states[0])))
-        # The states in the coordinates of the true ones, by least squares of the means of the values.
+        # The states in the coordinates of the true states, by least squares on the means of the values.
         np.savez(out / "lorenz.npz", learned=mean @ np.linalg.pinv(loadings).T, true=np.asarray(truth)[::10])
         rf.save(out / "lorenz.rf", fitted.model)
 
@@ -139,7 +141,7 @@ def oscillator(count: int, length: int, seed: int, pairs: bool = False):
         z, states = rng.normal(size=2), []
         for gap in np.diff(times, prepend=times[0]):
             turn = scipy.linalg.expm(-rate * gap)
-            # dZ = −R Z dt + σ dB is at rest with covariance I for σ² = 2 · 0.2.
+            # dZ = −R Z dt + σ dB has the stationary covariance I for σ² = 2 · 0.2.
             z = turn @ z + np.sqrt(1 - np.exp(-0.4 * gap)) * rng.normal(size=2)
             states.append(z)
         values = np.array(states) @ loadings.T + 0.3 * rng.normal(size=(length, 4))
@@ -194,7 +196,7 @@ def linear(steps: int, count: int, pairs: bool) -> None:
     told(f"{count} series of 40, {steps} steps", began, fitted)
     exact = sum(kalman(fitted.model, *one) for one in zip(times[:8], values[:8], strict=True))
     bound = fitted.model.lower_bound(times[:8], values[:8], key=key).sum()
-    print(f"held out, Kalman's filter {exact:.3f}; bound of training {bound:.3f}")
+    print(f"held out, Kalman filter {exact:.3f}; bound of training {bound:.3f}")
     for particles in (1, 16, 256, 4096):
         got = fitted.model.log_likelihood(times[:8], values[:8], key=key, num_particles=particles)
         shown = f"{got.total:.3f} ± {got.total_error:.3f}, bound {got.bound.sum():.3f}"
@@ -208,7 +210,8 @@ def angles(times: np.ndarray, harmonics: int = 6) -> np.ndarray:
 
 
 def gaits(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each walk as a Fourier series in a linear phase: speeds, coefficients, and residuals."""
+    """The speeds, coefficients and residuals when each walk is fitted by a Fourier series in a linear
+    phase."""
     frames = np.arange(series.shape[1])
     axes = np.linalg.svd(series.reshape(-1, series.shape[2]), full_matrices=False)[2]
     first, second = np.moveaxis(series @ axes[:2].T, -1, 0)
@@ -233,12 +236,14 @@ def gaits(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def walks(
     series: np.ndarray, count: int, spread: float, rng: np.random.Generator
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Frames, and walks that blend two of the series, from any phase and at another speed: a small number of
-    walkers has few starts, gaits and speeds. After the first three frames one in three is kept, at random."""
+    """Frames, and walks that mix two of the series, from a random phase and at a random speed. This augments
+    the data, because a few walkers show few starts, gaits and speeds. After the first three frames, a random
+    third of the frames is kept."""
     speeds, gait, rest = gaits(series)
     rates, drawn, length = np.log(speeds), [], series.shape[1]
     for _ in range(count):
-        # Deviations from the mean gait keep their covariance, as the squares of the weights sum to 1.
+        # The covariance of deviations from the mean gait is unchanged, because the squares of the weights sum
+        # to 1.
         pair, turn = rng.choice(len(series), 2, replace=False), rng.uniform(0, 2 * np.pi)
         weights = np.array([np.cos(turn), np.sin(turn)])
         blend = lambda each, w=weights, i=pair: each.mean(0) + np.tensordot(w, each[i] - each.mean(0), 1)
@@ -253,8 +258,8 @@ def walks(
 
 
 def at_best_speed(curve: np.ndarray, one: np.ndarray) -> float:
-    """The error of a forecast after the best change of its speed, within 10 %, and of its phase, within 8
-    frames: what is left is not an error of the speed."""
+    """The error of a forecast after its speed (within 10 %) and its phase (within 8 frames) have been
+    optimised; the remaining error is not an error of the speed."""
     shown = np.arange(len(one))
     read = scipy.interpolate.interp1d(np.arange(len(curve)), curve, axis=0)
     place = lambda speed, shift: np.clip(speed * shown + shift, 0, len(curve) - 1)
@@ -272,7 +277,7 @@ def mocap(
     spread: float,
     fold: int | None,
 ) -> None:
-    """Fit all but the test series; with `fold`, fit 14 or 15 of these 19 and test on the others."""
+    """Fit all series except the test series; with `fold`, fit 14 or 15 of these 19 and test on the others."""
     data = scipy.io.loadmat(file)
     series, test = np.concatenate([data["Xtr"], data["Xval"]]).astype(float), data["Xtest"]
     if fold is not None:
@@ -318,12 +323,12 @@ class Simulated(eqx.Module):
     """A latent SDE with a posterior dZ = f(t, Z, features) dt + σ dB that is simulated (Li et al. 2020).
 
     Encoder, prior, decoder and the distribution of the first state are those of `rf.latent.LatentSDE`. σ is
-    constant, so the equations of Itô and Stratonovich are the same.
+    constant, so the Itô and Stratonovich equations agree.
     """
 
     model: rf.latent.LatentSDE
     drift: rf.MLP
-    steps: int = eqx.field(static=True)  # between two observations
+    steps: int = eqx.field(static=True)  # number of steps between two observations
 
     def bound(self, series: Series, key: jax.Array) -> jax.Array:
         """The bound on the log-likelihood of one series, by one path and the adjoint equation."""
@@ -380,8 +385,8 @@ def matched_bound(
 def race(
     name: str, train, bound, model, series, held, evaluations: int, every: int, limit: float, target: float
 ):
-    """Train until the held-out bound, taken every `every` steps, reaches `target`, or for `limit` seconds,
-    these checks included: rows of (bound, drift evaluations, seconds of training)."""
+    """Train until the held-out bound, evaluated every `every` steps, reaches `target`, or for `limit` seconds
+    including these checks. Return rows of (bound, drift evaluations, seconds of training)."""
     optimiser, batch = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3)), 32
 
     @eqx.filter_jit
@@ -414,7 +419,8 @@ def race(
 
 
 def adjoint(count: int, limit: float) -> None:
-    """Drift evaluations and seconds to the same held-out bound, each for at most `limit` seconds."""
+    """Print drift evaluations and seconds until the same held-out bound, with at most `limit` seconds per
+    method."""
     times, _, values, _ = lorenz_series(count, 40, 1)
     _, _, held, _ = lorenz_series(16, 40, 2)
     key, num_times, substeps = jax.random.key(0), 32, 2
@@ -422,7 +428,7 @@ def adjoint(count: int, limit: float) -> None:
     options = {"dimension": 3, "key": key, "steps": 1, "progress": False, "sde": sde}
     model = rf.fit_latent([times] * count, list(values), **options).model
     solver = Simulated(model, rf.MLP(3 + 3 + 128, 3, 64, 2, scale=0.1, key=key), substeps)
-    # Heun's method has two evaluations of the drift in a step, forwards and backwards.
+    # A step of Heun's method evaluates the drift twice, forwards and backwards.
     solver_cost = 2 * 2 * substeps * (len(times) - 1)
     fine = lambda model, some, key: simulated_bound(replace(model, steps=4 * substeps), some, key)
     exact = lambda model, some, key: matched_bound(model, some, key, 1024)

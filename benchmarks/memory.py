@@ -1,6 +1,6 @@
-"""Peak memory of one gradient against the number of steps: `python -m benchmarks.memory`.
+"""Peak memory of one gradient for two numbers of steps: `python -m benchmarks.memory`.
 
-What XLA sets aside for the compiled gradient (arguments and results not counted), for the paper's 2-D
+The memory that XLA allocates for the compiled gradient (without arguments and results), for the paper's 2-D
 model with a batch of 1000 in float32.
 """
 

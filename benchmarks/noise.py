@@ -1,11 +1,11 @@
-"""Noise afterwards leaves the distribution as it is: `python -m benchmarks.noise [--only banana star moons]`.
+"""Noise added after training keeps the distribution: `python -m benchmarks.noise [--only banana star moons]`.
 
-Three distributions fitted by regression alone, then with noise λ = 0.25, 0.5, 1 and with a full σ(t, z) from
-a random network, by `rf.with_noise`. For each: the mean log-likelihood less that of the ODE, by the default
-estimator, on fresh points of the distribution, with the standard error of the difference; what the estimator
-flags; and the p-value of a two-sample test of 4,000 samples of the SDE against as many of the ODE
-(Kolmogorov–Smirnov along 20 directions, Bonferroni). Models are kept in the temporary directory. The lines at
-the end say what was asked for and whether it holds.
+Three distributions are fitted by regression only. Then `rf.with_noise` adds noise λ = 0.25, 0.5 and 1, and a
+full σ(t, z) from a random network. For each noise, the output is the mean log-likelihood of new points minus
+that of the ODE, with the standard error of the difference (default estimator); the number of flagged
+estimates; and the p-value of a two-sample test of 4,000 samples of the SDE and 4,000 samples of the ODE
+(Kolmogorov–Smirnov along 20 directions with Bonferroni correction). Models are stored in the temporary
+directory. The last lines state the requirements and whether they are met.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def fitted(name: str) -> rf.tables.Standardised:
-    """The distribution's density by regression."""
+    """A density of the distribution, fitted by regression."""
     file = kept_file("noise", name, ROWS, STEPS).with_suffix(".rf")
     if not file.exists():
         distribution, keys = rf.datasets.DISTRIBUTIONS[name], jax.random.split(jax.random.key(0))

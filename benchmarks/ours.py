@@ -1,4 +1,4 @@
-"""roughflow's own entries: its networks, and the same model written by a user in plain JAX."""
+"""The entries of roughflow: its own networks, and the same model written by a user in plain JAX."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def roughflow_entries(workload: Workload) -> dict[str, Entry]:
 
 
 def density_objectives(workload: Workload) -> dict[str, Objective]:
-    """The grid that suits the model takes 2 steps on W0 and 7 on W1; one that knows nothing of it 4 and 8."""
+    """The grid that suits the model has 2 steps on W0 and 7 on W1; the default grid has 4 and 8."""
     default, rk4 = rf.FixedGrid(), rf.FixedGrid(rf.flow.RK4(), steps=STEPS)
     suited = rf.FixedGrid(steps=suited_steps(workload))
     objectives = {
@@ -32,7 +32,7 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
         "roughflow, a user's functions, RK4 x 20": density(workload, user_model, rk4),
         "roughflow, its networks, adaptive 1e-5": density(workload, library_model, rf.Adaptive()),
     }
-    if workload.noise.size:  # arrays without entries do not go between devices with JAX 0.11
+    if workload.noise.size:  # JAX 0.11 cannot move empty arrays between devices
         split = density(workload, library_model, suited, devices=jax.device_count())
         objectives[f"roughflow, its networks, suited grid, {jax.device_count()} devices"] = split
     return objectives
@@ -51,9 +51,10 @@ def library_flow(workload: Workload) -> rf.StochasticFlow:
 
 
 def seconds_per_step(workload: Workload, steps: int = 300) -> float:
-    """Of `rf.fit` as it comes, which chooses its grid by itself: the second half of a fit, compiled before.
+    """Seconds per step of `rf.fit` with default settings, which choose the grid. The second half of a fit is
+    timed, after compilation.
 
-    A small rate, so that the model, and with it the grid, stays put.
+    The learning rate is small, so that the model and its grid hardly change.
     """
     objective = rf.MaximumLikelihood(1, rf.Prior())
     training = rf.train.TrainingOptions(batch_size=len(workload.x), learning_rate=LEARNING_RATE)
@@ -78,7 +79,7 @@ def seconds_per_step(workload: Workload, steps: int = 300) -> float:
 def density(
     workload: Workload, model, integrator: rf.flow.AbstractIntegrator, devices: int | None = None
 ) -> Objective:
-    """With `devices`, each has its part of the rows."""
+    """With `devices`, each device has a part of the rows."""
     base = rf.Normal(jnp.zeros(2))
 
     def log_prob(weights: list[jax.Array], x: jax.Array, noise: jax.Array) -> jax.Array:
@@ -121,7 +122,7 @@ def library_model(weights: Sequence[jax.Array]):
 
 
 def user_model(weights: Sequence[jax.Array]):
-    """The same as a user would write it, with nothing of the library inside."""
+    """The same model as a user would write it, without functions of the library."""
     drift_layers, sigma_layers = split_layers(weights)
 
     def network(layers, z):

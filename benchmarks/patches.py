@@ -1,9 +1,10 @@
 """A density of BSDS300 with default settings: `python -m benchmarks.patches FILE [--seconds S]`.
 
-FILE is a .npz with grey levels `train`, `val` and `test` of 8 × 8 patches. As in the literature, they get
-uniform noise of one level and are divided by 256; the mean of the patch is taken off and the last pixel
-dropped, which leaves 63 columns. Prints seconds of training, the Gaussian's mean log-likelihood of the test
-patches, and the flow's (FFJORD's paper has 157.40, RQ-NSF 157.54). Options change the defaults.
+FILE is a .npz with grey levels `train`, `val` and `test` of 8 × 8 patches. As in the literature, uniform
+noise of one level is added, and levels are divided by 256. The mean of the patch is subtracted and the last
+pixel is dropped, which leaves 63 columns. The output is the training time and the mean log-likelihood of the
+test patches under a Gaussian and under the flow (published: FFJORD 157.40, RQ-NSF 157.54). Options change the
+default settings.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import numpy as np
 
 import roughflow as rf
 
-BLOCK = 1000  # test rows at a time
+BLOCK = 1000  # number of test rows at a time
 
 
 def patches(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

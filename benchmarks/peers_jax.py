@@ -1,4 +1,4 @@
-"""diffrax peers: in the style of its own examples (one solve per sample), and batched."""
+"""Entries with diffrax: in the style of its examples (one solve per sample), and batched."""
 
 from collections.abc import Callable
 from functools import partial
@@ -67,7 +67,7 @@ def density_objectives(workload: Workload) -> dict[str, Objective]:
 
 
 def field_and_trace(weights, t, z, coefficients):
-    """Exact divergence as diffrax's example has it: all rows of the Jacobian by reverse mode."""
+    """Exact divergence as in the example of diffrax: all rows of the Jacobian by reverse mode."""
     f, pull_back = jax.vjp(lambda y: field(weights, t, y, coefficients), z)
     (jacobian,) = jax.vmap(pull_back)(jnp.eye(len(z), dtype=z.dtype))
     return f, jnp.trace(jacobian)
@@ -90,7 +90,7 @@ def log_prob_per_sample(workload, solver, controller, weights):
 
 
 def log_prob_batched(workload, solver, controller, weights):
-    """One solve with the whole batch as its state: steps are shared."""
+    """One solve with the whole batch as its state, so that all samples share the steps."""
     batched = jax.vmap(field_and_trace, in_axes=(None, None, 0, 0))
     term = dfx.ODETerm(lambda t, y, w: batched(w, t, y[0], jnp.asarray(workload.noise)))
     start = (jnp.asarray(workload.x), jnp.zeros(len(workload.x)))
@@ -102,7 +102,7 @@ def log_prob_batched(workload, solver, controller, weights):
 
 
 class GivenIncrements(dfx.AbstractPath):
-    """Brownian motion known on the grid of the solver only: (steps, ...) increments."""
+    """Brownian motion known only on the grid of the solver, by its increments (steps, ...)."""
 
     increments: jax.Array
     t0: float = eqx.field(default=0.0, static=True)
@@ -148,7 +148,7 @@ def simulate_batched(workload, weights):
     increments = jnp.asarray(workload.noise)
 
     def velocity(t, z, w):
-        # The midpoint rule asks at t_k and t_k + 1/40; the quarter step guards against rounding.
+        # The midpoint rule evaluates at t_k and t_k + 1/40; the quarter step guards against rounding.
         k = jnp.floor(t * STEPS + 0.25).astype(int)
         sigma = jax.vmap(diffusion, in_axes=(None, 0))(w, z)
         return drift(w, z) + jnp.einsum("bij,bj->bi", sigma, STEPS * increments[k])

@@ -1,4 +1,4 @@
-"""PyTorch peers: torchdiffeq as in FFJORD, plain Runge-Kutta, zuko; torchsde for W2."""
+"""Entries with PyTorch: torchdiffeq as in FFJORD, plain Runge-Kutta, zuko, and torchsde for W2."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ Objective = Callable[[Sequence[Tensor]], Tensor]  # weights -> per-sample values
 
 
 def torch_entries(workload: Workload, compiled: bool) -> dict[str, Entry]:
-    """All PyTorch entries of a workload; with `compiled` those with a compiled field as well."""
+    """All PyTorch entries of a workload; with `compiled`, also those with a compiled field."""
     torch.set_num_threads(THREADS)
-    torch.compiler.reset()  # another workload's graphs would count against the recompile limit
+    torch.compiler.reset()  # graphs of another workload would count towards the recompilation limit
     torch._functorch.config.donated_buffer = False  # torchsde's adjoint retains its graphs
     make = density_entries if workload.is_density else simulation_entries
     entries = make(workload, compiled=False)
@@ -68,7 +68,7 @@ def density_entries(workload: Workload, compiled: bool) -> dict[str, Entry]:
     def entry(solve, field: Field) -> Entry:
         probe = field is hutchinson
         if compiled and field is not fused:
-            # torch.compile loses second derivatives of autograd.grad, not those of torch.func.
+            # torch.compile loses second derivatives of autograd.grad, but not those of torch.func.
             field = partial(field, vjp=torch.func.vjp)
         if compiled:
             field = torch.compile(field)
@@ -138,7 +138,7 @@ def zuko_solve(workload: Workload, is_exact: bool, compiled: bool, weights) -> T
 
 
 class GivenIncrements(torchsde.BaseBrownian):
-    """Brownian motion known on the grid of the solver only."""
+    """Brownian motion known only on the grid of the solver."""
 
     def __init__(self, increments: Tensor) -> None:
         self.increments = increments
@@ -195,7 +195,7 @@ def simulate(workload: Workload, network, integrate, options: dict, weights) -> 
     z, increments, _ = constants(workload)
     if integrate is torchsde.sdeint_adjoint:
         options = options | {"adjoint_params": tuple(weights)}
-    # A hair over 1/20: the last step is cut at t = 1, and rounding cannot add a 21st.
+    # Slightly more than 1/20: the last step is cut at t = 1, and rounding cannot add a 21st step.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = integrate(

@@ -1,9 +1,9 @@
-"""Problems whose density is known, for `benchmarks.density`: exactly, or by a method that is not roughflow's.
+"""Problems for `benchmarks.density` whose density is known exactly or from a method outside roughflow.
 
-Each comes with the driver a careful user would choose. `rf.Legendre` is spectrally accurate on a linear SDE
-with additive noise, so six functions do. The logarithm of geometric Brownian motion needs B(T) alone, and
-`rf.KarhunenLoeve` has it exactly. Elsewhere no driver converges faster than 1/n, and the truncation error the
-library reports says how many functions to take.
+Each problem has the driver that a careful user would choose. `rf.Legendre` is spectrally accurate for a
+linear SDE with additive noise, so six functions suffice. The logarithm of geometric Brownian motion depends
+only on B(T), which `rf.KarhunenLoeve` represents exactly. For other problems no driver converges faster than
+1/n, and the truncation error that the library reports determines the number of functions.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,13 @@ import roughflow as rf
 from benchmarks.fokker_planck import fokker_planck, without_fine_noise
 
 SIDES = {"centre": 0.0, "-3 sd": -3.0, "+3 sd": 3.0}
-TAIL = stats.norm.cdf(list(SIDES.values()))  # the same three places as quantiles
+TAIL = stats.norm.cdf(list(SIDES.values()))  # the same three points as quantiles
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A flow, some points, and the truth there. `goal` names what is asked of the default estimator."""
+    """A flow, some points, and the true log-densities there. `goal` names the requirement on the default
+    estimator."""
 
     flow: rf.StochasticFlow
     labels: tuple[str, ...]
@@ -34,11 +35,11 @@ class Problem:
     truth: np.ndarray  # log p, (k,)
     goal: str  # "bias" or "bars"
     setting: str
-    left_out: np.ndarray | float = 0.0  # what the driver's density differs from the truth by, where not small
+    left_out: np.ndarray | float = 0.0  # truncation error of the driver in log p, where it is not small
 
 
 class LogNormalBase(eqx.Module):
-    """exp of independent normals; as a start, `from_normal` keeps searches on the positive side."""
+    """The distribution of exp of independent normals; `from_normal` keeps searches on the positive side."""
 
     loc: Array
     scale: Array
@@ -73,10 +74,10 @@ class GammaBase(eqx.Module):
 
 
 class SechBase(eqx.Module):
-    """The density sech(y)/π, by its inverse distribution function log tan(πp/2)."""
+    """The density sech(y)/π, with the inverse distribution function log tan(πp/2)."""
 
     def from_normal(self, u: Array) -> Array:
-        # By symmetry from the lower tail, where p keeps its digits.
+        # Computed by symmetry from the lower tail, where p loses no digits.
         side = jnp.where(u > 0, -1.0, 1.0)
         return side * jnp.log(jnp.tan(0.5 * jnp.pi * jax.scipy.special.ndtr(side * u)))
 
@@ -105,7 +106,7 @@ def ou_10d() -> Problem:
 
 
 def _ou(d: int) -> Problem:
-    """A random stable drift matrix and a full noise matrix: a normal density, by matrix exponentials."""
+    """A random stable drift matrix and a full noise matrix. The density is normal, by matrix exponentials."""
     rng = np.random.default_rng(d + 1)
     drift = 0.6 * rng.standard_normal((d, d)) / d**0.5 - 1.5 * np.eye(d)
     noise = 0.5 * rng.standard_normal((d, d)) / d**0.5 + 0.5 * np.eye(d)
@@ -156,7 +157,7 @@ KAPPA, THETA, SIGMA = 1.0, 1.0, 3**-0.5  # of the CIR process; 2κθ/σ² = 6
 
 
 def cir() -> Problem:
-    """In equilibrium: gamma at the start and at the end."""
+    """The CIR process in equilibrium, with a gamma distribution at the start and at the end."""
     shape, rate = 2 * KAPPA * THETA / SIGMA**2, 2 * KAPPA / SIGMA**2
     known = stats.gamma(shape, scale=1 / rate)
     x = known.ppf(TAIL)
@@ -164,7 +165,8 @@ def cir() -> Problem:
 
 
 def cir_relaxing() -> Problem:
-    """From a gamma start out of equilibrium, by quadrature over it of the noncentral χ² transition."""
+    """The CIR process from a gamma distribution out of equilibrium. Quadrature integrates the noncentral χ²
+    transition over the start."""
     start = GammaBase(10.0, 5.0)
     nodes, weights = special.roots_genlaguerre(60, start.shape - 1)
     weights = weights / weights.sum()
@@ -193,7 +195,8 @@ def sech(c: float = 1.0) -> Problem:
 
 
 def banana() -> Problem:
-    """A small continuous normalizing flow fitted to a banana; its own density by an accurate solve."""
+    """A small continuous normalizing flow fitted to banana data, with its own density from an accurate
+    solve."""
     drift = _fit(rf.MLP(2, 2, width=16, depth=2, key=jax.random.key(0)))
     flow = _noiseless(drift, rf.FixedGrid(steps=16))
     exact = _noiseless(drift, rf.Adaptive(rtol=1e-10, atol=1e-10))
@@ -230,11 +233,11 @@ def _fit(drift: rf.MLP, steps: int = 300, batch: int = 256) -> rf.MLP:
 
 
 def double_well() -> Problem:
-    """Drift (x − x³, x − y), noise that does not commute; most backward paths escape.
+    """Drift (x − x³, x − y) with noise that does not commute. Most backward paths escape.
 
-    Its truth is the Fokker–Planck equation, which owes nothing to this library. What n functions leave out
-    costs c/n, in the tails as much as 0.05 with twenty functions, so sixty-four are taken; the rest is worked
-    out by the same equation.
+    The true density comes from the Fokker–Planck equation, independently of this library. The truncation
+    error with n functions is c/n, up to 0.05 in the tails with twenty functions, so sixty-four are used. The
+    remaining truncation error is computed from the same equation.
     """
     drift = lambda t, z: jnp.stack([z[0] - z[0] ** 3, z[0] - z[1]])
     diffusion = lambda t, z: _rows([[1, 0.5 * jnp.tanh(z[1])], [0.5 * jnp.sin(z[0]), 1]])

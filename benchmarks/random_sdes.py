@@ -1,16 +1,16 @@
 """Error bars of the default estimate on random SDEs: `python -m benchmarks.random_sdes [--count 500]`.
 
-SDEs in one to three dimensions with full, diagonal or degenerate noise. Rates, scales and noise vary over two
-orders of magnitude. Neither reference knows of paths or drivers:
+The SDEs have one to three dimensions and full, diagonal or degenerate noise. Rates, scales and noise vary
+over two orders of magnitude. Neither of the two references depends on paths or drivers:
 
-- *transformed*: X = ψ(Y), Y linear with constant noise and ψ a random diffeomorphism. X obeys a nonlinear SDE
-  with state-dependent noise, and its density is that of a normal distribution, transformed.
+- *transformed*: X = ψ(Y), where Y solves a linear SDE with constant noise and ψ is a random diffeomorphism. X
+  solves a nonlinear SDE with state-dependent noise, and its density is a transformed normal density.
 - *neural*: drift and diffusion are random networks. The reference is the Fokker–Planck equation
-  (`rf.density.Grid`, total error below 0.005). In three dimensions a neural SDE in the plane is joined to one
-  on the line, and the state is rotated: the density is the product of theirs.
+  (`rf.density.Grid`, total error below 0.005). In three dimensions, a neural SDE in two dimensions is
+  combined with one in one dimension, and the state is rotated. The density is the product of both densities.
 
-Points are drawn from the process itself. An estimate is wrong if it is off by more than three bars (its own
-and the reference's) and not flagged as suspect.
+Points are drawn from the process itself. An estimate counts as wrong if its error exceeds three error bars
+(its own and those of the reference combined) and it is not flagged as suspect.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from scipy import linalg, stats
 import roughflow as rf
 
 NOISES = ("full", "diagonal", "degenerate")
-POINTS = 4  # of each SDE
-BARS, FLOOR = 3.0, 1e-3  # nats below which an error does not count
+POINTS = 4  # number of points per SDE
+BARS, FLOOR = 3.0, 1e-3  # error bars; nats, smaller errors do not count
 
 
 class Diffeomorphism(eqx.Module):
@@ -122,7 +122,8 @@ def transformed(rng: np.random.Generator, d: int, noise: str) -> tuple[rf.Stocha
         TransformedDrift(map, jnp.asarray(a), jnp.asarray(b)), TransformedDiffusion(map, jnp.asarray(g))
     )
     flow = rf.StochasticFlow(sde, TransformedBase(map, rf.Normal(jnp.asarray(mean), jnp.asarray(spread))))
-    # Van Loan's matrix exponential: e^A and ∫ e^{As} GGᵀ e^{Aᵀs} ds; one more column for the push.
+    # Van Loan's matrix exponential: e^A and ∫ e^{As} GGᵀ e^{Aᵀs} ds, with one more column for the constant
+    # drift.
     block = linalg.expm(np.block([[-a, g @ g.T], [np.zeros((d, d)), a.T]]))
     grown = block[d:, d:].T
     covariance = grown @ block[:d, d:] + grown @ np.diag(spread**2) @ grown.T
@@ -189,7 +190,7 @@ def plain(rng: np.random.Generator, d: int, noise: str) -> rf.StochasticFlow:
 
 
 class Joined(eqx.Module):
-    """Two independent SDEs, seen in a rotated frame."""
+    """Two independent SDEs in a rotated coordinate system."""
 
     parts: tuple[Any, Any]
     rotation: Array
@@ -250,12 +251,12 @@ GROUPS = [group for group in product(KINDS, (1, 2, 3), NOISES) if group[1:] != (
 
 
 class Tally(NamedTuple):
-    """Of the points of a group, `(k,)` each, and the seconds it took."""
+    """Results for the points of a group, `(k,)` each, and the seconds for the group."""
 
     error: np.ndarray
     bar: np.ndarray
     suspect: np.ndarray
-    known: np.ndarray  # whether the reference is known well enough
+    known: np.ndarray  # whether the reference is accurate enough
     seconds: float
 
     @property

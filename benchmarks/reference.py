@@ -1,4 +1,4 @@
-"""The right answers: float64, many Runge-Kutta steps, exact divergence, written for one sample."""
+"""Reference values: float64, many Runge-Kutta steps and exact divergence, written for one sample."""
 
 import hashlib
 import tempfile
@@ -30,14 +30,14 @@ def diffusion(weights, z):
 
 
 def brownian_derivative(t, coefficients):
-    """Time derivative of the Karhunen-Loeve expansion on [0, 1], coefficients (n, 2)."""
+    """Time derivative of the Karhunen-Loeve expansion on [0, 1] with coefficients (n, 2)."""
     k = jnp.arange(1, len(coefficients))
     basis = jnp.concatenate([jnp.ones(1), jnp.sqrt(2.0) * jnp.cos(jnp.pi * k * t)])
     return basis.astype(coefficients.dtype) @ coefficients
 
 
 def field(weights, t, z, coefficients):
-    """Right-hand side of the random ODE: Ito drift, correction to Stratonovich, driven noise."""
+    """Right-hand side of the random ODE: Ito drift, Stratonovich correction and noise term."""
     f = drift(weights, z)
     if not split_layers(weights)[1]:
         return f
@@ -53,7 +53,7 @@ def log_normal(z):
 
 
 def log_prob(weights, x, coefficients, probe, hutchinson: bool):
-    """log p(x | path) of one sample, RK4 backwards from t = 1."""
+    """log p(x | path) of one sample, by RK4 backwards from t = 1."""
     h = -1.0 / RK4_STEPS
 
     def augmented(t, state):
@@ -98,7 +98,7 @@ def per_sample_values(workload: Workload, weights, hutchinson: bool):
 
 
 def reference(workload: Workload, hutchinson: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Per-sample values and flat gradient of the loss, kept in the temporary directory."""
+    """Per-sample values and flat gradient of the loss, stored in the temporary directory."""
     file = cache_file(workload, hutchinson)
     if file.exists():
         stored = np.load(file)
@@ -118,7 +118,7 @@ def reference(workload: Workload, hutchinson: bool = False) -> tuple[np.ndarray,
 
 
 def cache_file(workload: Workload, hutchinson: bool) -> Path:
-    """Named after what the answer depends on: the arrays, this file, and the kind."""
+    """The file of a reference; its name depends on the arrays, this module and the kind of divergence."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for array in [*workload.weights, workload.x, workload.noise, workload.probe]:
         digest.update(array.tobytes())

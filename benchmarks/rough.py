@@ -1,15 +1,15 @@
-"""Rough paths and drivers beyond Brownian motion: `python -m benchmarks.rough [--only algebra davie …]`.
+"""Rough paths and drivers other than Brownian motion: `python -m benchmarks.rough [--only algebra davie …]`.
 
 - algebra: the defects of Chen's relation and of geometricity of each lift.
-- davie: strong orders of Davie's scheme with and without Lévy areas, on noise that does not commute, and its
-  distance from the random ODE along the same path.
-- drivers: strong error and bias of log p against n, for three drivers on three distributions.
-- learning: a neural SDE with the right Hurst exponent against one with H = ½, held-out log-likelihood.
+- davie: strong orders of Davie's scheme with and without Lévy areas for noise that does not commute, and the
+  difference from the random ODE along the same path.
+- drivers: strong error and bias of log p as functions of n, for three drivers and three SDEs.
+- learning: held-out log-likelihood of a neural SDE with the right Hurst exponent and of one with H = ½.
 - gaussian: log p of fractional Ornstein–Uhlenbeck processes against their normal distribution.
-- hurst: how often the interval of a Hurst exponent has the truth, in 100 series of 600 steps.
-- speed: 10,000 paths of 1024 steps of fractional noise, against the package fbm.
+- hurst: how often the confidence interval of the Hurst exponent covers the truth, in 100 series of 600 steps.
+- speed: time for 10,000 paths of 1024 steps of fractional noise, compared with the package fbm.
 
-The lines at the end say what was asked for and whether it holds.
+The last lines state the requirements and whether they are met.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def algebra() -> Iterator[str]:
     starts, ends = np.triu_indices(129, 1)
     spans = np.asarray(ito.times[ends] - ito.times[starts])[:, None, None]
     gap = float(np.abs(0.5 * np.asarray(ito.bracket(starts, ends)) - 0.5 * spans * np.eye(3)).max())
-    yield verdict(gap < ROUND_OFF, f"the Itô lift misses ½X⊗X by ½(t − s)I, to {gap:.0e}, between all times")
+    yield verdict(
+        gap < ROUND_OFF, f"the Itô lift differs from ½X⊗X by ½(t − s)I, to {gap:.0e}, between all times"
+    )
 
 
 def drift(t, z):
@@ -113,7 +115,7 @@ def davie() -> Iterator[str]:
 
 
 def covariance(rates: np.ndarray, scale: np.ndarray, hurst: float, horizon: float) -> np.ndarray:
-    """Of ∫ e^{A(T − t)} S dB, from increments on a fine grid."""
+    """The covariance of ∫ e^{A(T − t)} S dB, from increments on a fine grid."""
     cells = 3000
     knots = horizon * (0.5 - 0.5 * np.cos(np.pi * np.arange(cells + 1) / cells))
     gap = np.abs(knots[:, None] - knots) ** (2 * hurst)
@@ -124,7 +126,8 @@ def covariance(rates: np.ndarray, scale: np.ndarray, hurst: float, horizon: floa
 
 
 def gaussian() -> Iterator[str]:
-    horizon, spread, estimator = 1.5, 0.4, rf.PullBack(64, rf.Laplace(num_starts=1))  # one way leads to x
+    # Only one bundle of paths leads to x.
+    horizon, spread, estimator = 1.5, 0.4, rf.PullBack(64, rf.Laplace(num_starts=1))
     models = {
         1: (np.array([[-1.2]]), np.array([[0.7]])),
         2: (np.array([[-1.0, 0.8], [-0.5, -0.4]]), np.array([[0.7, 0.2], [0.0, 0.5]])),
@@ -143,7 +146,7 @@ def gaussian() -> Iterator[str]:
                 log_prob = flow.log_prob(x, key=jax.random.key(0), estimator=estimator)
                 gap = float(np.abs(log_prob - end.logpdf(x)).max())
                 name = f"{d}-D, H = {hurst:g}, {type(driver).__name__}({driver.num_functions})"
-                yield verdict(gap < 5e-3, f"{name}: log p is off by {gap:.1e} nats at the most")
+                yield verdict(gap < 5e-3, f"{name}: largest error of log p {gap:.1e} nats")
     for hurst in (0.4, 0.7):
         driver, s = rf.FractionalBrownian(hurst, 64), np.linspace(0, 1, 65)
         values = np.asarray(driver.integrals(s))
@@ -166,7 +169,7 @@ def hurst() -> Iterator[str]:
         found = np.array([fit.params["hurst"] for fit in fits])
         error = np.mean([fit.standard_errors["hurst"] for fit in fits])
         told = f"mean {found.mean():.4f}, deviation {found.std():.4f}, mean standard error {error:.4f}"
-        yield verdict(90 <= inside <= 98, f"H = {exponent:g}: {inside} of 100 intervals have it; {told}")
+        yield verdict(90 <= inside <= 98, f"H = {exponent:g}: {inside} of 100 intervals cover it; {told}")
 
 
 def speed() -> Iterator[str]:
@@ -183,7 +186,9 @@ def speed() -> Iterator[str]:
     other.fgn()
     theirs = min(_timed(lambda: [other.fgn() for _ in range(some)]) for _ in range(3)) * paths / some
     print(f"  {paths} paths of {steps} steps: {ours:.2f} s, fbm {theirs:.1f} s (from {some} paths)")
-    yield verdict(theirs > 5 * ours, f"fractional noise {theirs / ours:.0f} times as fast as fbm, at least 5")
+    yield verdict(
+        theirs > 5 * ours, f"fractional noise {theirs / ours:.0f} times as fast as fbm (at least 5)"
+    )
 
 
 def _timed(function: Callable) -> float:

@@ -1,11 +1,12 @@
-"""Which driver: Legendre, Karhunen–Loève or piecewise linear? Part of `python -m benchmarks.rough`.
+"""Comparison of Legendre, Karhunen–Loève and piecewise linear drivers. Part of `python -m benchmarks.rough`.
 
-On three SDEs with known densities: an Ornstein–Uhlenbeck process (OU); that of Cox, Ingersoll and Ross
-(CIR); and dZ₁ = dB₁, dZ₂ = Z₁ dB₂, whose noises do not commute. Against the number n of functions: the strong
-error, the root mean square of Z_T along the projection of a fine Brownian path less Z_T along that path; and
-the bias of the log-density, the largest at five points. The first and the last have known densities for every
-n, so that their biases are exact; those of CIR are of quasi-random paths, with their standard errors. Then,
-for n = 6, the default, and 16: what the functions omit of Z_T, and what the default steps of the solver add.
+The three SDEs have known densities: an Ornstein–Uhlenbeck process (OU), a Cox–Ingersoll–Ross process (CIR),
+and dZ₁ = dB₁, dZ₂ = Z₁ dB₂, whose noise does not commute. Two errors are computed for each number n of
+functions. The strong error is the root mean square difference between Z_T along the projection of a fine
+Brownian path and Z_T along that path. The bias of the log-density is the largest at five points. For the
+first and the last SDE, densities are known for every n, so their biases are exact. The biases of CIR are
+estimated with quasi-random paths and have standard errors. Then, for n = 6 (the default) and n = 16, the
+truncation error of Z_T is compared with the error from the default solver steps.
 """
 
 from collections.abc import Iterator
@@ -38,10 +39,10 @@ LOOK = {
 TITLES = {"not commutative": "noises that do not commute"}
 SIZES = (1, 2, 4, 8, 16)
 FINE, PATHS, SOBOL, REPLICATES = 4096, 400, 256, 4
-STEPS = rf.FixedGrid(steps=64)  # so many that the solver's errors do not show
-SOME = rf.FixedGrid(steps=32)  # where paths are many and errors of 1e-3 small
-FEW_AND_MANY = (6, 16)  # functions: the default, and what accuracy takes
-LOWEST = 1e-5, 1e-6  # that are drawn
+STEPS = rf.FixedGrid(steps=64)  # enough steps for the solver error to be negligible
+SOME = rf.FixedGrid(steps=32)  # for many paths, where errors of 1e-3 are acceptable
+FEW_AND_MANY = (6, 16)  # numbers of functions: the default, and one for high accuracy
+LOWEST = 1e-5, 1e-6  # lower limits of the plots
 TABLE: Columns = (("SDE", 16), ("driver", 16), ("error of", 8), *((f"n = {n}", 9) for n in SIZES))
 GRID: Columns = (
     ("SDE", 16),
@@ -59,12 +60,12 @@ class Problem(NamedTuple):
 
 RATE, SCALE, START, SPREAD = 2.0, 1.3, 0.5, 0.4
 KAPPA, MU, SIGMA, BEGIN = 2.0, 0.3, 0.4, 0.4
-CALM = 2.0  # the rate at which 2√Z/σ returns to its mean, about
+CALM = 2.0  # approximate rate at which 2√Z/σ returns to its mean
 MEAN, WIDTH = 0.5, 0.3
 
 
 def square_root(z: Array) -> Array:
-    return SIGMA * jnp.sqrt(jnp.where(z > 1e-3, z, 1e-3))[:, None]  # where no path should be
+    return SIGMA * jnp.sqrt(jnp.where(z > 1e-3, z, 1e-3))[:, None]  # paths should not reach values below 1e-3
 
 
 PROBLEMS = {
@@ -96,14 +97,16 @@ def ends(problem: Problem, path: rf.driver.Path, integrator: rf.FixedGrid) -> Ar
 
 
 def projected(driver: rf.driver.AbstractDriver, path: rf.driver.Path, most: int = 0) -> Array:
-    """Coefficients of the fine path's projection, as those of the driver with the most functions."""
+    """Coefficients of the projection of the fine path, embedded in those of the driver with the most
+    functions."""
     increments = jnp.moveaxis(path.coefficients, -2, 0) / FINE**0.5
     coefficients = driver.coefficients_of(np.linspace(0.0, 1.0, FINE + 1), increments)
     return embedded(driver, coefficients, most)
 
 
 def embedded(driver: rf.driver.AbstractDriver, coefficients: Array, most: int) -> Array:
-    """Those of the same path for the driver with the most functions: one program serves all n."""
+    """Coefficients of the same path for the driver with the most functions, so that one program serves all
+    n."""
     while driver.num_functions < most:
         coefficients = driver.refine(coefficients, jnp.zeros_like(coefficients))
         driver = driver.refined()
@@ -111,7 +114,7 @@ def embedded(driver: rf.driver.AbstractDriver, coefficients: Array, most: int) -
 
 
 def rms(gap: Array) -> Array:
-    """Over the paths."""
+    """The root mean square over paths."""
     return jnp.sqrt(jnp.mean(jnp.sum(gap**2, axis=-1), axis=-1))
 
 
@@ -125,7 +128,7 @@ def strong_errors(problem: Problem, make: type, path: rf.driver.Path, truth: Arr
 
 
 def linear_bias(make: type) -> np.ndarray:
-    """Z_T is normal, with the variance of a sum of independent normals: one for each function."""
+    """Z_T is normal; its variance is a sum of independent contributions, one for each function."""
     problem, decay = PROBLEMS["OU"], np.exp(-RATE)
     spread = (SPREAD * decay) ** 2
     truth = stats.norm(START * decay, np.sqrt(spread + SCALE**2 * (1 - decay**2) / (2 * RATE)))
@@ -139,9 +142,10 @@ def linear_bias(make: type) -> np.ndarray:
 
 
 def heisenberg_log_prob(x: np.ndarray, driver: rf.driver.AbstractDriver) -> np.ndarray:
-    """Given Z₁ the second component is normal, its variance |q|² a quadratic form of the start and the
-    coefficients of B₁. With these given Z₁(T), E exp(−½λ²|q|²) is known; Fourier inversion does the rest."""
-    n, panels = driver.num_functions, 64  # whose edges are where pieces of a path meet
+    """Given Z₁, the second component is normal; its variance |q|² is a quadratic form of the start and the
+    coefficients of B₁. Given Z₁(T), E exp(−½λ²|q|²) is known in closed form, and Fourier inversion gives the
+    density."""
+    n, panels = driver.num_functions, 64  # the edges of the panels are the joints of piecewise paths
     nodes, weights = np.polynomial.legendre.leggauss(12)
     s = ((np.arange(panels)[:, None] + 0.5 + nodes / 2) / panels).ravel()
     weights = np.tile(weights, panels) / (2 * panels)
@@ -163,7 +167,7 @@ def heisenberg_log_prob(x: np.ndarray, driver: rf.driver.AbstractDriver) -> np.n
 
 
 def heisenberg_truth(x: np.ndarray) -> np.ndarray:
-    """For Brownian motion, by Mehler's kernel."""
+    """The density for Brownian motion, by Mehler's kernel."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
     a, f = (MEAN + WIDTH * nodes)[:, None], np.linspace(1e-6, 25, 20_001)[None]
     density = []
@@ -192,7 +196,8 @@ def cir_truth() -> np.ndarray:
 
 @eqx.filter_jit
 def cir_log_prob(path: rf.driver.Path, direction: Array) -> Array:
-    """At the points, along each path but for one direction; from that of 2√Z/σ, whose noise is additive."""
+    """The log-density at the points given each path except one direction, computed for 2√Z/σ, whose noise is
+    additive."""
     drift = lambda t, y: (2 * KAPPA * MU / SIGMA**2 - 0.5) / y - 0.5 * KAPPA * y
     sde = rf.StratonovichSDE(drift, lambda t, y: jnp.ones((1, 1)))
     flow = flow_of(Problem(sde, rf.Normal(jnp.ones(1))), path.driver, SOME)
@@ -202,9 +207,10 @@ def cir_log_prob(path: rf.driver.Path, direction: Array) -> Array:
 
 
 def cir_bias(make: type) -> np.ndarray:
-    """From quasi-random paths, with the one direction of them that moves the end most solved for."""
+    """The bias from quasi-random paths, with the direction that moves the end most integrated exactly."""
     middle, most = (np.arange(FINE) + 0.5) / FINE, max(SIZES)
-    response = jnp.asarray(np.exp(-CALM * (1 - middle)) / FINE**0.5)[:, None]  # of the end to noise, nearly
+    # The approximate response of the end to noise.
+    response = jnp.asarray(np.exp(-CALM * (1 - middle)) / FINE**0.5)[:, None]
     response = rf.PiecewiseLinear(FINE).path(response)
     direction = jnp.stack([projected(make(n), response, most)[:, 0] for n in SIZES])
     direction = direction / jnp.linalg.norm(direction, axis=1, keepdims=True)
@@ -248,7 +254,8 @@ def compare() -> Iterator[str]:
 
 
 def on_default_grid(fine: dict, truth: dict) -> Iterator[str]:
-    """What so many functions leave out of Z at T, and what the steps of the default grid add to it."""
+    """The truncation error of Z_T for each number of functions, and the error from the steps of the default
+    grid."""
     print()
     print_header(GRID)
     shares = []

@@ -1,12 +1,13 @@
-"""A neural SDE with the right Hurst exponent against one with H = ½. Part of `python -m benchmarks.rough`.
+"""Neural SDEs with the right Hurst exponent and with H = ½. Part of `python -m benchmarks.rough`.
 
-Data are transitions of dX = (X − X³) dt + 0.6 dB, B fractional with H = 0.4, from starts uniform on
-[−1.5, 1.5] over spans of 0.02, 0.1 and 0.5, the noise beginning with each: 1000 of each span to learn from
-and 2000 held out. The model has a network for the drift, which does not see the time, and a learned σ; one
-with the right H and one with H = ½ differ in the driver alone. Over one span σ would make up for H: it is the
-variances of several, as T^2H, that tell. With σ right for the middle span, a normal distribution with
-H = ½ loses about (0.1 log 5)² = 0.026 nats on each of the others. The same on data with H = ½ says that it is
-not always the rougher model that wins.
+The data are transitions of dX = (X − X³) dt + 0.6 dB, where B is fractional with H = 0.4. Starting points are
+uniform on [−1.5, 1.5], and time spans are 0.02, 0.1 and 0.5; the noise starts at the beginning of each
+transition. Each span has 1000 transitions for training and 2000 for testing. The drift of the model is a
+network that does not depend on time, and σ is learned. The models with the right H and with H = ½ differ only
+in the driver. With a single span, σ could compensate for H; with several spans, the variances ∝ T^2H identify
+H. With the right σ for the middle span, a normal distribution with H = ½ loses about (0.1 log 5)² = 0.026
+nats on each of the other spans. The same experiment on data with H = ½ checks that the rougher model does not
+always win.
 """
 
 from collections.abc import Iterator
@@ -24,13 +25,13 @@ from benchmarks.tables import standard_error, verdict
 
 ROUGH, BROWNIAN, SCALE = 0.4, 0.5, 0.6
 SPANS = (0.02, 0.1, 0.5)
-FINE, ROWS, HELD = 64, 1000, 2000  # of each span
+FINE, ROWS, HELD = 64, 1000, 2000  # time steps per span, training rows and test rows
 FUNCTIONS, STEPS, NEWTON = 3, 3, 2
 TRAINING, BATCH, RATE = 500, 192, 1e-2
 
 
 def data(hurst: float, count: int, key: PRNGKeyArray) -> Array:
-    """Rows (x₀, x₁, span), those of one span together."""
+    """Rows (x₀, x₁, span), grouped by span."""
     sde = rf.StratonovichSDE(lambda t, z: z - z**3, lambda t, z: jnp.full((1, 1), SCALE))
     rows = []
     for span, key_span in zip(SPANS, jax.random.split(key, len(SPANS)), strict=True):
@@ -50,7 +51,7 @@ def model(hurst: float) -> rf.StochasticFlow:
 
 
 def log_prob(flow: rf.StochasticFlow, rows: Array, key: PRNGKeyArray, pairs: int) -> Array:
-    """log p(x₁ | x₀) of rows `(B, 3)`, each from pairs of paths, one the other's mirror image."""
+    """log p(x₁ | x₀) of rows `(B, 3)`, each from antithetic pairs of paths."""
     half = jax.random.normal(key, (len(rows), pairs, FUNCTIONS, 1))
     start, end, span = (jnp.tile(column[:, None], (1, 2 * pairs)) for column in rows.T)
     path = flow.driver.path(jnp.concatenate([half, -half], axis=1), span)
@@ -81,7 +82,7 @@ def fitted(flow: rf.StochasticFlow, rows: Array, key: PRNGKeyArray) -> rf.Stocha
 
 @eqx.filter_jit
 def scores(flow: rf.StochasticFlow, rows: Array) -> Array:
-    """log p of the rows held out, `(spans, rows)`."""
+    """log p of the held-out rows, `(spans, rows)`."""
     keys = jax.random.split(jax.random.key(2), len(rows) // HELD)
     parts = jnp.reshape(rows, (-1, HELD, 3))
     return jax.lax.map(lambda part: log_prob(flow, *part, 8), (parts, keys))

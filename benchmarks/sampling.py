@@ -1,11 +1,11 @@
-"""Gradients an effective sample costs: `python -m benchmarks.sampling [--only cauchy banana ...]`.
+"""Gradients per effective sample: `python -m benchmarks.sampling [--only cauchy banana ...]`.
 
-For each target: the sampler of `rf.tune_sampler`; MALA with σ = I and the dt, of a grid, that serves it best
-(finding it is not charged); MALA with the constant σ of `rf.warm_up`; and BlackJAX's NUTS after its window
-adaptation. Effective samples are ArviZ's, bulk and tail, of the worst coordinate. The first two begin where
-the tuning ended, the others where their own warm-up did. "even after" is how many effective samples it takes
-until the gradients spent on tuning have paid against MALA with σ = I.
-Needs ArviZ and BlackJAX.
+Four samplers are compared for each target: the sampler of `rf.tune_sampler`; MALA with σ = I and the best dt
+of a grid (the search for it is not counted); MALA with the constant σ of `rf.warm_up`; and the NUTS of
+BlackJAX after window adaptation. Effective samples are the bulk and tail values of ArviZ for the worst
+coordinate. The first two samplers start at the final state of the tuning, the others at the final state of
+their own warm-up. "even after" is the number of effective samples after which the gradients for tuning are
+repaid, compared with MALA with σ = I. This needs ArviZ and BlackJAX.
 """
 
 import argparse
@@ -24,24 +24,24 @@ import roughflow as rf
 
 from .timing import format_table
 
-warnings.simplefilter("ignore", FutureWarning)  # ArviZ announces its successor
+warnings.simplefilter("ignore", FutureWarning)  # ArviZ warns of a future version
 import arviz  # noqa: E402
 
 CHAINS, STEPS = 16, 4000
-GRID = np.geomspace(1e-4, 100, 19)  # of MALA's dt
-PILOT, LONG = 10_000, 40_000  # steps of MALA, to choose dt and to measure
+GRID = np.geomspace(1e-4, 100, 19)  # candidate dt of MALA
+PILOT, LONG = 10_000, 40_000  # steps of MALA to choose dt, and to measure
 WARM_UP = 2000  # steps
 NUTS_ADAPT, NUTS_DRAWS = 1000, 1000
 
 
 def funnel(z: Array) -> Array:
-    """Neal's, in ten dimensions: v ~ N(0, 9), x | v ~ N(0, eᵛ I)."""
+    """Neal's funnel in ten dimensions: v ~ N(0, 9), x | v ~ N(0, eᵛ I)."""
     v, x = z[0], z[1:]
     return -(v**2) / 18 - 0.5 * jnp.sum(x**2) * jnp.exp(-v) - 0.5 * x.size * v
 
 
 def eight_schools(z: Array) -> Array:
-    """Rubin (1981), not centred: z = (μ, log τ, and eight standardised effects)."""
+    """The eight schools of Rubin (1981), non-centred: z = (μ, log τ, eight standardised effects)."""
     y = jnp.array([28.0, 8, -3, 7, -1, 1, 18, 12])
     spread = jnp.array([15.0, 10, 16, 11, 9, 11, 10, 18])
     mu, log_tau, effects = z[0], z[1], z[2:]
@@ -94,7 +94,7 @@ def compare(name: str, target: Target, key) -> None:
     rows["MALA, warmed up"] = measure(chain, chain.num_gradients * CHAINS, WARM_UP * len(start), began)
     began = time.perf_counter()
     rows["NUTS"] = measure(*nuts(target, start[:CHAINS], keys[3]), began)
-    print(f"\n{name}: gradients an effective sample")
+    print(f"\n{name}: gradients per effective sample")
     print(format_table(HEADER, [[entry, *row.cells] for entry, row in rows.items()]))
     ours, best = rows["tuned"], rows["MALA"]
     saved = min(best.bulk - ours.bulk, best.tail - ours.tail)
@@ -124,7 +124,7 @@ def measure(chain: rf.mcmc.Chain, gradients: int, tuning: int, began: float) -> 
 
 
 def mala(target: Target, places: Array, key) -> rf.mcmc.Chain:
-    """With the dt whose worst coordinate does best in a pilot run."""
+    """Run MALA with the dt that has the most effective samples of the worst coordinate in a pilot run."""
     sde = rf.overdamped_langevin(target.log_density, target.dimension)
 
     def run(dt: float, steps: int) -> rf.mcmc.Chain:
@@ -133,14 +133,14 @@ def mala(target: Target, places: Array, key) -> rf.mcmc.Chain:
     def worst(dt: float) -> float:
         data = arviz.convert_to_dataset({"z": np.asarray(run(dt, PILOT).samples)})
         effective = min(float(arviz.ess(data, method=kind)["z"].min()) for kind in ("bulk", "tail"))
-        # Chains that do not agree have no effective samples to speak of: the smallest R-hat decides then.
+        # Chains that disagree have almost no effective samples; then the smallest R-hat decides.
         return effective / float(arviz.rhat(data)["z"].max()) ** 4
 
     return run(max(GRID, key=worst), LONG)
 
 
 def nuts(target: Target, start: Array, key) -> tuple[rf.mcmc.Chain, int, int]:
-    """Draws, the gradients they took, and those of the adaptation."""
+    """The draws, and the numbers of gradients for the draws and for the adaptation."""
     key_adapt, key_draw = jax.random.split(key)
     adaptation = blackjax.window_adaptation(blackjax.nuts, target.log_density)
 

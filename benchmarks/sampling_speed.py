@@ -1,9 +1,10 @@
-"""Steps of `rf.AdjustedSampler` beside MALA written by hand: `python -m benchmarks.sampling_speed`.
+"""Steps of `rf.AdjustedSampler` compared with hand-written MALA: `python -m benchmarks.sampling_speed`.
 
-The noise is constant: a number, a diagonal, a full matrix (MALA by hand is preconditioned by it, with two
-products a step). Same target, step, chains, float32; the hand-written loop draws for all chains at once, and
-counts on nothing but jax.numpy. Medians of interleaved runs, compiled before; a run of ours has the checks
-of `rf.sample_chain` in it. Then the drift of a targeted SDE with a diagonal σ(z), against the dimension.
+The noise is constant: a number, a diagonal or a full matrix, which preconditions the hand-written MALA with
+two products per step. Target, step size, chains and precision (float32) are the same. The hand-written loop
+draws for all chains at once and uses only jax.numpy. Times are medians of interleaved runs after compilation;
+our runs include the checks of `rf.sample_chain`. Then the drift of a targeted SDE with a diagonal σ(z) is
+timed as a function of the dimension.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from .timing import format_table, interleave, verdict
 
 CHAINS, ROUNDS = 16, 7
 STEPS = {10: 10_000, 100: 2000, 1000: 300}
-MOST = 1.5  # times the hand-written loop
+MOST = 1.5  # maximum time relative to the hand-written loop
 DIMENSIONS, POINTS = (100, 1000, 10_000), 64
 
 
@@ -32,7 +33,7 @@ def main() -> None:
             ours, hand = (1e6 * np.median(seconds[name]) / steps for name in ("ours", "hand"))
             ratios[kind, dimension] = ours / hand
             rows.append([f"{kind}, d = {dimension}", f"{ours:.0f}", f"{hand:.0f}", f"{ours / hand:.2f}"])
-    print(f"a step of {CHAINS} chains")
+    print(f"one step of {CHAINS} chains")
     print(format_table(["constant σ", "ours, µs", "by hand, µs", "ratio"], rows))
     worst = max(ratios, key=lambda name: ratios[name])
     shown = f"{ratios[worst]:.2f} ({worst[0]}, d = {worst[1]})"
@@ -79,7 +80,7 @@ def pair(scale: Array, dimension: int, steps: int) -> dict[str, Callable[[], obj
 
 
 def mala(scale: Array, dt: float, steps: int) -> Callable[[Array, Array], tuple[Array, Array]]:
-    """(chains, steps, d), and the acceptance of each chain."""
+    """A function that returns the samples (chains, steps, d) and the acceptance rate of each chain."""
     times = (lambda v: v @ scale.T) if scale.ndim == 2 else (lambda v: v * scale)
     transposed = (lambda v: v @ scale) if scale.ndim == 2 else times
     values = jax.vmap(jax.value_and_grad(log_density))

@@ -1,12 +1,12 @@
-"""Observed series: `python -m benchmarks.series [--part accuracy fits coverage levels speed]`, in float64.
+"""Time series: `python -m benchmarks.series [--part accuracy fits coverage levels speed]`, in float64.
 
-accuracy: transition log-densities of SDEs that know theirs, by the machinery for those that do not, beside
-Euler's, Milstein's, local linearisation and Pedersen's. speed: a likelihood with its scores of 5,000
-transitions, and a whole fit. coverage: whether intervals of 95 % cover, in 200 simulated series; what is done
-is kept in the temporary directory. levels: intervals, forecast bands and residual tests of 200 simulated
-series of each of six processes. fits: two components with correlated noise, Heston's model, a series with
-half of its values gone, and one with errors of measurement. The lines at the end of each say what was asked
-for and whether it holds.
+accuracy: transition log-densities of SDEs with known transitions, computed without this knowledge, compared
+with the methods of Euler, Milstein, local linearisation and Pedersen. speed: the likelihood and scores of
+5,000 transitions, and a complete fit. coverage: how often 95 % intervals cover the truth in 200 simulated
+series; finished fits are stored in the temporary directory. levels: intervals, forecast bands and residual
+tests of 200 simulated series of each of six processes. fits: two components with correlated noise, Heston's
+model, a series with half of its values deleted, and a series with measurement errors. The last lines of each
+part state the requirements and whether they are met.
 """
 
 import argparse
@@ -44,8 +44,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=PARTS)
     parser.add_argument("--dt", nargs="+", choices=list(SPANS), help="of accuracy")
-    parser.add_argument("--series", type=int, default=200, help="of coverage and levels")
-    parser.add_argument("--fresh", action="store_true", help="fit anew what is kept")
+    parser.add_argument("--series", type=int, default=200, help="number of series for coverage and levels")
+    parser.add_argument("--fresh", action="store_true", help="repeat stored fits")
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
-"""Transition densities against the truth, for `benchmarks.series`, beside four others' methods.
+"""Errors of transition densities, for `benchmarks.series`, compared with four other methods.
 
-Every transition starts from one point and ends at places within 2.5 standard deviations of where it may; each
-place comes many times, with random numbers of its own. Pedersen's simulated likelihood has as many paths as
-take the time it is given, of those numbers of small steps that turn out best: it is told more than one knows.
-Times are of the processor, which other programs disturb little.
+Every transition starts from one point and ends at points within 2.5 standard deviations of the mean. Each end
+point is repeated many times with its own random numbers. Pedersen's simulated likelihood has as many paths as
+fit into a given time, and the number of small steps with the smallest error, which is unknown in practice.
+Times are CPU times, which other programs hardly affect.
 """
 
 import time
@@ -23,11 +23,11 @@ from benchmarks.timing import verdict
 
 SPANS = {"1/250": 1 / 250, "1/12": 1 / 12, "1/2": 1 / 2, "1": 1.0}
 PLACES = np.linspace(-2.5, 2.5, 11)
-TIMES = 20  # each place
+TIMES = 20  # repetitions of each end point
 LIMITS = {"1/250": 5e-4, "1/12": 5e-4, "1": 5e-3}
 FASTER = 20.0
-STEPS = (2, 4, 8, 16, 32)  # small ones, of Pedersen's
-BUDGETS = (1, 6, 36)  # times ours
+STEPS = (2, 4, 8, 16, 32)  # numbers of small steps of Pedersen's method
+BUDGETS = (1, 6, 36)  # multiples of our time
 ROUNDS = 3
 ERRORS: Columns = (
     ("SDE and dt", 13),
@@ -49,16 +49,16 @@ RACE: Columns = (
 
 @dataclass(frozen=True)
 class Case:
-    """An SDE, a point to start from, and where mean and standard deviations of a transition lead."""
+    """An SDE, a starting point, and end points given by the mean and standard deviations of a transition."""
 
     sde: rf.series.AbstractNamedSDE
     start: np.ndarray  # (d,)
-    places: Callable[[float], np.ndarray]  # (k, d), for a span of time
+    places: Callable[[float], np.ndarray]  # end points (k, d) for a time step
     positive: bool
 
 
 def ou_places(sde: rf.OrnsteinUhlenbeck, start: np.ndarray, dt: float) -> np.ndarray:
-    """Along the columns of a root of the covariance."""
+    """End points along the columns of a square root of the covariance."""
     kappa, mu, sigma = (np.atleast_1d(np.asarray(part)) for part in (sde.kappa, sde.mu, sde.sigma))
     kappa, sigma = np.atleast_2d(kappa), np.atleast_2d(sigma)
     values, vectors = np.linalg.eig(kappa)
@@ -79,7 +79,7 @@ def cir_places(sde: rf.CoxIngersollRoss, start: np.ndarray, dt: float) -> np.nda
 
 
 def gbm_places(sde: rf.GeometricBrownianMotion, start: np.ndarray, dt: float) -> np.ndarray:
-    """In the logarithm."""
+    """End points on the logarithmic scale."""
     mu, sigma = float(sde.mu), float(sde.sigma)
     return start * np.exp((mu - 0.5 * sigma**2) * dt + PLACES[:, None] * sigma * np.sqrt(dt))
 
@@ -100,7 +100,7 @@ def cases() -> dict[str, Case]:
 
 
 def accuracy(only: list[str] | None) -> Iterator[str]:
-    """Prints two tables, row by row, then yields what was asked for."""
+    """Print two tables row by row, then yield the verdicts."""
     problems = {
         (name, label): Problem.of(one, dt)
         for name, one in cases().items()
@@ -110,8 +110,8 @@ def accuracy(only: list[str] | None) -> Iterator[str]:
     print("Largest error of the log-density within 2.5 standard deviations, nats\n")
     print_header(ERRORS)
     worst = {where: problem.largest(", ".join(where)) for where, problem in problems.items()}
-    print(f"\nMean error of ours, {TIMES * len(PLACES)} transitions an axis; Pedersen's in as much time and")
-    print("more; how much more it takes for our error, '>' where that was not reached\n")
+    print(f"\nOur mean error, {TIMES * len(PLACES)} transitions per axis; Pedersen's in the same time and")
+    print("more; how many times longer it needs for our error ('>' if not reached)\n")
     print_header(RACE)
     ratios = {where: race(", ".join(where), problem) for where, problem in problems.items()}
     print()
@@ -120,7 +120,7 @@ def accuracy(only: list[str] | None) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case over one span of time, each place many times."""
+    """A case with one time step and repeated end points."""
 
     case: Case
     dt: float
@@ -153,7 +153,8 @@ class Problem:
         return float(np.mean(np.minimum(np.abs(self.error(value)), 20.0)))
 
     def largest(self, label: str) -> float:
-        """Print the largest error of each method, without coordinates only where an SDE has some; ours."""
+        """Print the largest error of each method (without coordinates only if the SDE has some), and return
+        ours."""
         arguments = self.case.sde, self.x0, self.x1, jnp.asarray(self.dt)
         values = [self.ours(), None, euler(*arguments), None, None]
         if self.case.positive:
@@ -166,7 +167,8 @@ class Problem:
 
 
 def race(label: str, problem: Problem) -> float:
-    """Print a row; how many times longer Pedersen's takes for our mean error, at least."""
+    """Print a row, and return a lower bound on how many times longer Pedersen's method needs for our mean
+    error."""
     seconds, error = warm(problem.ours), problem.mean_error(problem.ours())
     tried: list[Try] = []
     for budget in BUDGETS:
@@ -184,7 +186,7 @@ def race(label: str, problem: Problem) -> float:
 
 @dataclass(frozen=True)
 class Try:
-    """Pedersen's: small steps, blocks of paths, seconds and mean error."""
+    """A run of Pedersen's method: small steps, blocks of paths, seconds and mean error."""
 
     num_steps: int
     num_blocks: int
@@ -193,7 +195,8 @@ class Try:
 
 
 def best(problem: Problem, budget: float) -> Try:
-    """The best choice of steps that takes about so many seconds, with as many paths as there is time for."""
+    """The run with the best number of steps among those that take about `budget` seconds, with as many paths
+    as fit."""
     tries = []
     for steps in STEPS:
         blocks = max(1, round(budget / warm(partial(problem.pedersen, steps, 1))))
@@ -204,8 +207,8 @@ def best(problem: Problem, budget: float) -> Try:
 
 
 def time_to(tried: list[Try], error: float) -> float:
-    """Seconds for an error, between the last two tries on a logarithmic scale; those of the last, if it is
-    not reached."""
+    """Seconds for an error, interpolated between the last two runs on a logarithmic scale; those of the last
+    run if the error is not reached."""
     last = tried[-1]
     if last.error > error or len(tried) == 1:
         return last.seconds
@@ -215,7 +218,7 @@ def time_to(tried: list[Try], error: float) -> float:
 
 
 def warm(call: Callable[[], object]) -> float:
-    """Median seconds of the processor."""
+    """Median CPU seconds."""
     call()
     seconds = []
     for _ in range(ROUNDS):
@@ -235,6 +238,6 @@ def verdicts(
             good = all(value <= limit for value in found.values())
             yield verdict(good, f"within {limit:g} nats of the truth at dt = {label}", shown)
     slowest = min(ratios, key=ratios.__getitem__)
-    shown = f"{ratios[slowest]:.3g} times or more on {', '.join(slowest)}, the least"
+    shown = f"{ratios[slowest]:.3g} times or more, least on {', '.join(slowest)}"
     claim = f"at equal mean error at least {FASTER:g} times faster than Pedersen's"
     yield verdict(ratios[slowest] >= FASTER, claim, shown)

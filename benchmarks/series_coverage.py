@@ -1,6 +1,6 @@
-"""Whether intervals cover, for `benchmarks.series`: many simulated CIR series, each fitted three ways.
+"""Coverage of confidence intervals, for `benchmarks.series`: simulated CIR series, each fitted in three ways.
 
-A fit is kept in the temporary directory as it is done, so that a run can be taken up again.
+Each finished fit is stored in the temporary directory, so that an interrupted run can be continued.
 """
 
 import time
@@ -17,11 +17,11 @@ from benchmarks.timing import format_table, verdict
 
 TRUE, START = np.array([3.0, 0.3, 0.2]), np.array([2.0, 0.2, 0.3])  # κ, μ, σ
 LENGTH, MONTH = 500, 1 / 12
-LOW, HIGH = 0.90, 0.98  # of intervals that should cover in 95 %
+LOW, HIGH = 0.90, 0.98  # accepted coverage of 95 % intervals
 
 
 def cir_series(seed: int, length: int = LENGTH, dt: float = MONTH) -> np.ndarray:
-    """A stationary series, exactly: its transitions are noncentral χ²."""
+    """An exact stationary series, from noncentral χ² transitions."""
     rng = np.random.default_rng(seed)
     kappa, mu, sigma = TRUE
     c = 2 * kappa / (sigma**2 * -np.expm1(-kappa * dt))
@@ -33,13 +33,13 @@ def cir_series(seed: int, length: int = LENGTH, dt: float = MONTH) -> np.ndarray
 
 
 def coverage(count: int, fresh: bool) -> Iterator[str]:
-    """Fits of `count` series; yields the table, then what was asked for."""
+    """Fit `count` series; yield the table, then the verdicts."""
     fits = [kept_fit(seed, fresh) for seed in range(count)]
     names = ("kappa", "mu", "sigma")
     ours, low, high, exact, exact_low, exact_high, euler, seconds = (
         np.array(part) for part in zip(*fits, strict=True)
     )
-    yield f"{count} CIR series of {LENGTH} values, dt = 1/12; median {np.median(seconds):.1f} s a fit\n"
+    yield f"{count} CIR series of {LENGTH} values, dt = 1/12; median {np.median(seconds):.1f} s per fit\n"
     covers = np.mean((low <= TRUE) & (high >= TRUE), axis=0)
     exact_covers = np.mean((exact_low <= TRUE) & (exact_high >= TRUE), axis=0)
     rows = []
@@ -56,14 +56,15 @@ def coverage(count: int, fresh: bool) -> Iterator[str]:
     yield f"roughflow's estimates differ from exact ones by at most {apart.max():.3f} standard deviations\n"
     shown = ", ".join(f"{name} {cover:.1%}" for name, cover in zip(names, covers, strict=True))
     good = bool(np.all((covers >= LOW) & (covers <= HIGH)))
-    yield verdict(good, f"intervals of 95 % cover in {LOW:.0%} to {HIGH:.0%}", shown)
+    yield verdict(good, f"coverage of 95 % intervals between {LOW:.0%} and {HIGH:.0%}", shown)
     fit_cir(count, exact=False)
     new = compiled_by(lambda: fit_cir(count + 1, exact=False))
     yield verdict(new == 0, "a second fit of the same shape compiles nothing", f"{new} programs")
 
 
 def kept_fit(seed: int, fresh: bool) -> list[np.ndarray]:
-    """Estimates and intervals by roughflow's and by exact transitions, Euler's estimates, and seconds."""
+    """Estimates and intervals from roughflow's transitions and from exact ones, Euler estimates, and
+    seconds."""
     file = kept_file("series-coverage", seed, TRUE, START, LENGTH, MONTH)
 
     def make() -> list[np.ndarray]:
@@ -77,7 +78,7 @@ def kept_fit(seed: int, fresh: bool) -> list[np.ndarray]:
 
 
 def intervals(fit: rf.FittedSDE) -> np.ndarray:
-    """Low and high ends, `(2, p)`."""
+    """Lower and upper ends of the intervals, `(2, p)`."""
     return np.array(list(fit.confint().values())).T
 
 
@@ -88,7 +89,7 @@ def fit_cir(seed: int, *, exact: bool) -> rf.FittedSDE:
 
 
 def compiled_by(call: Callable[[], object]) -> int:
-    """How many programs a call compiles."""
+    """The number of programs that a call compiles."""
     programs: list[str] = []
 
     def note(event: str, duration_secs: float, **_: str | int) -> None:

@@ -1,4 +1,4 @@
-"""Fits of four simulated series for `benchmarks.series`, beside exact ones or the truth."""
+"""Fits of four simulated series for `benchmarks.series`, compared with exact fits or the truth."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,13 +9,13 @@ from scipy.linalg import expm
 import roughflow as rf
 from benchmarks.timing import format_table, verdict
 
-SAME = 0.05  # nats between likelihoods
-BARS = 3.0  # standard errors around the truth
-ALIKE = 0.05  # standard errors between changes of estimates
+SAME = 0.05  # nats, maximum difference between log-likelihoods
+BARS = 3.0  # maximum distance from the truth, in standard errors
+ALIKE = 0.05  # maximum difference between changes of estimates, in standard errors
 
 
 def fits() -> Iterator[str]:
-    """Yields tables, each with what was asked for."""
+    """Yield tables, each with its verdicts."""
     yield from plane()
     yield ""
     yield from heston()
@@ -26,7 +26,7 @@ def fits() -> Iterator[str]:
 
 
 def plane() -> Iterator[str]:
-    """Two components whose noises are correlated."""
+    """Two components with correlated noise."""
     true = rf.OrnsteinUhlenbeck([[1.5, 0.5], [-0.3, 1.0]], [0.2, -0.1], [[0.4, 0.0], [0.2, 0.3]])
     start = rf.OrnsteinUhlenbeck([[1.0, 0.0], [0.0, 1.0]], [0.0, 0.0], [[0.3, 0.0], [0.0, 0.3]])
     times = np.arange(501) / 12
@@ -44,7 +44,7 @@ def plane() -> Iterator[str]:
 
 
 def heston() -> Iterator[str]:
-    """Price and variance both observed, 1000 weeks."""
+    """Heston's model with observed price and variance, 1000 weeks."""
     values = {"mu": 0.05, "kappa": 3.0, "theta": 0.1, "sigma": 0.25, "rho": -0.7}
     times = np.arange(1000) / 52
     x = heston_series(times, seed=0, **values)
@@ -58,7 +58,7 @@ def heston() -> Iterator[str]:
 
 
 def irregular() -> Iterator[str]:
-    """A fine series, and the same with half of its values gone."""
+    """A finely sampled series, and the same series with half of its values deleted."""
     true, start = rf.OrnsteinUhlenbeck(2.0, 0.5, 0.3), rf.OrnsteinUhlenbeck(1.0, 0.3, 0.5)
     times = np.arange(1001) / 50
     x = linear_series(true, times, seed=0)
@@ -74,30 +74,31 @@ def irregular() -> Iterator[str]:
             found = (whole.estimates[i], half.estimates[i], changes[exact][i])
             label = f"{name} {'exact' if exact else 'roughflow'}"
             rows.append([label, *(f"{value:.5f}" for value in found), f"{bars[i]:.5f}"])
-    yield "OU, 1001 values, dt = 1/50, and the same with half of them deleted at random"
+    yield "OU, 1001 values, dt = 1/50, and the same series with half of them deleted at random"
     yield format_table(["parameter, method", "all", "half", "change", "std. error of half"], sorted(rows))
     apart = float(np.max(np.abs(changes[False] - changes[True]) / bars))
-    claim = f"estimates change as exact ones do, to {ALIKE:g} standard errors"
+    claim = f"estimates change like exact ones, within {ALIKE:g} standard errors"
     yield verdict(apart <= ALIKE, claim, f"{apart:.2g}")
 
 
 def with_errors() -> Iterator[str]:
-    """An Ornstein–Uhlenbeck process with errors of measurement, beside Kalman's filter."""
+    """An Ornstein–Uhlenbeck process with measurement errors, compared with the Kalman filter."""
     true, noise = rf.OrnsteinUhlenbeck(2.0, 0.5, 0.3), 0.02
     times = np.arange(501) / 12
     y = linear_series(true, times, seed=1)[:, 0] + noise * np.random.default_rng(2).standard_normal(501)
     options = {"measurement_noise": 0.05, "key": jax.random.key(0), "num_starts": 1}
     ours = rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.3, 0.5), times, y, exact=False, **options)
-    yield "OU with errors of measurement, 500 transitions, dt = 1/12"
+    yield "OU with measurement errors, 500 transitions, dt = 1/12"
     yield beside(dict(kappa=2.0, mu=0.5, sigma=0.3, measurement_noise=noise), ours)
     known = kalman(*(ours.params[name] for name in ours.names), times[1], y)
     shown = f"{ours.log_likelihood:.5f} and {known:.5f}"
     good = abs(ours.log_likelihood - known) <= SAME
-    yield verdict(good, f"log-likelihood within {SAME:g} nats of Kalman's filter", shown)
+    yield verdict(good, f"log-likelihood within {SAME:g} nats of the Kalman filter", shown)
 
 
 def kalman(kappa: float, mu: float, sigma: float, noise: float, dt: float, y: np.ndarray) -> float:
-    """The log-likelihood of a series with errors, given its first value and nothing else of its state."""
+    """The log-likelihood of a series with measurement errors, given only its first value (a flat prior for
+    the state)."""
     decay, total = np.exp(-kappa * dt), 0.0
     mean, variance = y[0], noise**2
     for value in y[1:]:
@@ -127,7 +128,7 @@ def beside(true: Mapping[str, float], ours: rf.FittedSDE, exact: rf.FittedSDE | 
 
 
 def linear_series(sde: rf.OrnsteinUhlenbeck, times: np.ndarray, seed: int) -> np.ndarray:
-    """From its mean on, exactly; times are evenly spaced."""
+    """An exact series at evenly spaced times that starts at the mean."""
     rng = np.random.default_rng(seed)
     mu = np.atleast_1d(np.asarray(sde.mu))
     kappa, sigma = (np.reshape(np.asarray(part), (mu.size, mu.size)) for part in (sde.kappa, sde.sigma))
@@ -145,7 +146,7 @@ def linear_series(sde: rf.OrnsteinUhlenbeck, times: np.ndarray, seed: int) -> np
 def heston_series(
     times: np.ndarray, seed: int, mu: float, kappa: float, theta: float, sigma: float, rho: float
 ) -> np.ndarray:
-    """By Euler's method in the logarithm of the price, 200 small steps between two values."""
+    """A series by Euler's method in the logarithm of the price, with 200 small steps between values."""
     rng = np.random.default_rng(seed)
     h = (times[1] - times[0]) / 200
     log_price, variance, x = 0.0, theta, [[1.0, theta]]

@@ -1,11 +1,11 @@
-"""Heston's variance behind 3,523 returns of the S&P 500, by a filter on a grid.
+"""Hidden variance of Heston's model for 3,523 returns of the S&P 500, by a filter on a grid.
 
-`python -m benchmarks.series_hidden SPX.csv [likelihood euler continuous filters]` with the file of the
-package pypomp. `euler` has one Euler step per day, with the order of moves and the parameters of that
-package. An independent filter on 1,400 points of log V has 11850.96 there, and 11851.25 at the maximum;
-particle filters 11848.2 with a standard deviation of 2.2. `continuous` fits the SDE itself. `filters`
-compares the error of the log-likelihood and the seconds with those of particle filters and a Gaussian filter,
-as far as the packages pypomp, particles and dynamax are installed.
+Run `python -m benchmarks.series_hidden SPX.csv [likelihood euler continuous filters]` with the data file of
+the package pypomp. `euler` uses one Euler step per day, with the order of updates and the parameters of that
+package. For these, an independent filter on 1,400 points of log V gives a log-likelihood of 11850.96, and
+11851.25 at the maximum; particle filters give 11848.2 with a standard deviation of 2.2. `continuous` fits the
+SDE itself. `filters` compares the error of the log-likelihood and the run time with those of particle filters
+and a Gaussian filter, if the packages pypomp, particles and dynamax are installed.
 """
 
 import csv
@@ -79,7 +79,7 @@ def heston(*parameters: float) -> LogHeston:
 
 
 def likelihoods(times: np.ndarray, values: np.ndarray) -> None:
-    """The log-likelihood at the published parameters."""
+    """Print the log-likelihood at the published parameters."""
     sde, initial = heston(*PUBLISHED), AfterOneDay(jnp.asarray(FIRST))
     for steps, name in ((1, "one Euler step per day"), (None, "continuous time")):
         options: dict[str, Any] = {"key": KEY, "coordinates": COORDINATES, "steps": steps}
@@ -96,7 +96,7 @@ def likelihoods(times: np.ndarray, values: np.ndarray) -> None:
 
 
 def fitted(times: np.ndarray, values: np.ndarray, start: tuple, initial: Any, steps: int | None) -> None:
-    """The maximum of the likelihood, with `steps` Euler steps per day or in continuous time."""
+    """Print the maximum of the likelihood, with `steps` Euler steps per day or in continuous time."""
     domains = {name: rf.series.Domain(lower=0.0) for name in ("kappa", "theta", "xi")}
     domains["rho"] = rf.series.Domain(lower=-1.0, upper=1.0)
     if steps is not None:
@@ -113,7 +113,8 @@ def fitted(times: np.ndarray, values: np.ndarray, start: tuple, initial: Any, st
 
 
 def filters(times: np.ndarray, values: np.ndarray) -> None:
-    """Error of the log-likelihood at the published parameters, and process seconds after compilation."""
+    """Print the error of the log-likelihood at the published parameters, and CPU seconds after
+    compilation."""
     sde, initial = heston(*PUBLISHED), AfterOneDay(jnp.asarray(FIRST))
     options: dict[str, Any] = {"key": KEY, "coordinates": COORDINATES, "steps": 1, "initial": initial}
     ours = rf.series_likelihood(sde, times, values, **options)
@@ -134,7 +135,7 @@ def filters(times: np.ndarray, values: np.ndarray) -> None:
 
 
 def _row(name: str, size: int, run: Any, count: int, reference: float) -> tuple[str, float, float]:
-    """The method, the process seconds of a value and its root mean square error."""
+    """The method, the CPU seconds of a value and its root mean square error."""
     run(0)  # compiles
     start = time.process_time()
     found = np.array([run(key) for key in range(1, count + 1)])
@@ -146,7 +147,7 @@ def _row(name: str, size: int, run: Any, count: int, reference: float) -> tuple[
 
 
 def _draw(rows: list[tuple[str, float, float]]) -> None:
-    """The error against seconds, as series-hidden.png."""
+    """Plot the error against seconds in series-hidden.png."""
     import matplotlib.pyplot as plt
 
     from roughflow import plots

@@ -1,8 +1,8 @@
-"""Whether what a fit says of itself is true, for `benchmarks.series`: many simulated series of six processes.
+"""Calibration of intervals, forecasts and tests, for `benchmarks.series`: simulated series of six processes.
 
-Each series is fitted from its moments. Counted are intervals that hold the true parameter, forecast bands
-that hold the value that came, and residual tests (uniformity, Ljung–Box) that reject the fitted model. Series
-are simulated in NumPy, by exact transitions or by 200 small steps per value.
+The search starts from the moments of each series. The benchmark counts intervals that contain the true
+parameter, forecast bands that contain the later value, and residual tests (uniformity, Ljung–Box) that reject
+the fitted model. Series are simulated in NumPy, by exact transitions or by 200 small steps per value.
 """
 
 import os
@@ -17,9 +17,9 @@ import roughflow as rf
 from benchmarks.kept import kept_arrays, kept_file
 from benchmarks.timing import format_table, verdict
 
-HORIZONS = (1, 12, 60)  # values after the series
-TOLERANCE = 0.1  # nats of the log-likelihood, where transitions are not known
-SMALL_STEPS = 200  # per value, where transitions are not known
+HORIZONS = (1, 12, 60)  # forecast horizons, in values after the series
+TOLERANCE = 0.1  # nats, error of the log-likelihood if transitions are not known
+SMALL_STEPS = 200  # per value, if transitions are not known
 COVERAGE, REJECTED = (0.91, 0.98), (0.02, 0.09)
 
 
@@ -91,7 +91,7 @@ def one_series(name: str, seed: int) -> list[np.ndarray]:
     covers = [
         low <= value <= high for (low, high), value in zip(result.confint().values(), true, strict=True)
     ]
-    # A draw of the parameters takes the whole series again where there is memory.
+    # With memory, each draw of the parameters needs the whole series again.
     uncertain = result.identified and kind is not rf.FractionalOrnsteinUhlenbeck
     options = {"num_paths": 2000, "parameter_uncertainty": uncertain}
     paths = result.forecast(dt * ahead, key=jax.random.key(seed + 1), **options)[..., 0]
@@ -110,7 +110,7 @@ def kept_series(name: str, seed: int, fresh: bool) -> list[np.ndarray]:
 
 
 def levels(count: int, fresh: bool) -> Iterator[str]:
-    """Yields a table of all processes, then what was asked for."""
+    """Yield a table of all processes, then the verdicts."""
     rows, good = [], {"intervals": True, "forecast bands": True, "uniformity tests": True}
     inside = lambda shares, limits: bool(np.all((shares >= limits[0]) & (shares <= limits[1])))
     workers = os.cpu_count() or 1

@@ -1,8 +1,9 @@
-"""Transition densities by others' methods, in JAX: each for a batch of transitions of any Itô SDE.
+"""Other methods for transition densities, in JAX. Each takes a batch of transitions of an Itô SDE.
 
-Euler's normal density; that of Milstein's scheme (Elerian 1998); local linearisation of the SDE with even
-noise (Shoji & Ozaki 1998); and the mean of Euler's density over paths simulated all but the last small step
-(Pedersen 1995). Points have the shape `(N, d)`, or `(N, 1)` where a method is for one dimension.
+The methods are Euler's normal density; the density of Milstein's scheme (Elerian 1998); local linearisation
+of the SDE with constant noise (Shoji & Ozaki 1998); and the mean of Euler's density of the last small step
+over simulated paths (Pedersen 1995). Points have shape `(N, d)`, or `(N, 1)` if a method is limited to one
+dimension.
 """
 
 import equinox as eqx
@@ -15,13 +16,13 @@ from scipy import optimize
 import roughflow as rf
 from roughflow.sde import AbstractItoSDE
 
-FLOOR = 1e-10  # where Euler's paths of a positive state are held
-BLOCK = 256  # of Pedersen's paths
+FLOOR = 1e-10  # lower limit of Euler paths of a positive state
+BLOCK = 256  # number of Pedersen's paths computed at a time
 
 
 @eqx.filter_jit
 def euler(sde: AbstractItoSDE, x0: Array, x1: Array, dt: Array | float) -> Array:
-    """Normal, with drift and noise as they are at x₀."""
+    """A normal density with drift and noise evaluated at x₀."""
     return jax.vmap(lambda a, b: _euler(sde, a, b, dt))(x0, x1)
 
 
@@ -35,7 +36,8 @@ def _euler(sde: AbstractItoSDE, x0: Array, x1: Array, dt: Array | float) -> Arra
 
 @eqx.filter_jit
 def milstein(sde: AbstractItoSDE, x0: Array, x1: Array, dt: Array | float) -> Array:
-    """x₁ = a (Z + 1/(σ'√dt))² + b with Z normal; −inf where that cannot be. Euler's density if σ' = 0."""
+    """The density of x₁ = a (Z + 1/(σ'√dt))² + b with Z normal; −inf if x₁ is out of reach. Euler's density
+    if σ' = 0."""
 
     def one(x0: Array, x1: Array) -> Array:
         noise = lambda x: sde.diffusion(jnp.zeros(()), x)[0, 0]
@@ -56,7 +58,8 @@ def milstein(sde: AbstractItoSDE, x0: Array, x1: Array, dt: Array | float) -> Ar
 
 @eqx.filter_jit
 def local_linear(sde: rf.series.AbstractNamedSDE, x0: Array, x1: Array, dt: Array | float) -> Array:
-    """In the coordinates of the SDE, where its noise is even, the drift is linear in state and time."""
+    """A drift that is linear in state and time, in the coordinates of the SDE, in which its noise is
+    constant."""
     coordinates = sde.coordinates
 
     def drift(y: Array) -> Array:
@@ -91,7 +94,7 @@ def pedersen(
     positive: bool,
 ) -> Array:
     """The mean of Euler's density of the last of `num_steps` small steps, over `num_blocks` times `BLOCK`
-    paths of each transition. Both numbers may change without compiling anew."""
+    paths of each transition. Both numbers may change without recompilation."""
     h = dt / num_steps
     inside = (lambda x: jnp.maximum(x, FLOOR)) if positive else (lambda x: x)
     zero = jnp.zeros(())

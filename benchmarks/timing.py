@@ -1,4 +1,4 @@
-"""Interleaved timing: every entry runs once per round, so that a noisy minute hurts all alike."""
+"""Interleaved timing: every entry runs once per round, so that disturbances affect all entries alike."""
 
 import signal
 import time
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Entry:
-    """One competitor.
+    """One entry of a comparison.
 
     `step` does one whole training step and returns when it is finished. `evaluate` returns the
     per-sample values and the flat gradient at the workload's initial weights.
@@ -20,11 +20,11 @@ class Entry:
     step: Callable[[], object]
     evaluate: Callable[[], tuple[np.ndarray, np.ndarray]]
     hutchinson: bool = False  # compare with the reference that uses the same probe
-    limit_s: float | None = None  # give up when the first call takes longer
+    limit_s: float | None = None  # stop if the first call takes longer
 
 
 def first_call(step: Callable[[], object], limit_s: float | None = None) -> float:
-    """Seconds of the first call, compilation included."""
+    """Seconds of the first call, including compilation."""
     with time_limit(limit_s):
         return timed(step)
 
@@ -37,7 +37,7 @@ def timed(step: Callable[[], object]) -> float:
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError in the body after so many seconds (main thread, Unix)."""
+    """Raise TimeoutError in the body after `seconds` seconds (main thread, Unix)."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError(f"no result after {seconds:.0f} s")
@@ -78,5 +78,5 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def verdict(holds: bool, claim: str, shown: str) -> str:
-    """One line: what was asked for, whether it holds, and what was found."""
+    """One line with a requirement, whether it is met, and the result."""
     return f"{'holds' if holds else 'FALLS SHORT'}: {claim}: {shown}"

@@ -20,14 +20,15 @@ def mlp(layers: Sequence[tuple[Tensor, Tensor]], z: Tensor) -> Tensor:
 
 
 def brownian_derivative(t: Tensor, coefficients: Tensor) -> Tensor:
-    """Of the Karhunen-Loeve expansion on [0, 1]: (batch, n, 2) -> (batch, 2)."""
+    """Time derivative of the Karhunen-Loeve expansion on [0, 1]: (batch, n, 2) -> (batch, 2)."""
     k = torch.arange(coefficients.shape[1], device=coefficients.device)
     basis = torch.where(k == 0, 1.0, 2**0.5 * torch.cos(torch.pi * k * t))
     return torch.einsum("k,bkj->bj", basis, coefficients)
 
 
 def assemble(f: Tensor, s: Tensor, ds: Tensor, b: Tensor) -> Tensor:
-    """Ito drift f, sigma's s (batch, 2) and ds[:, i, c] = d s_c / d z_i, and dB/dt give dz/dt."""
+    """dz/dt from the Ito drift f, the entries s (batch, 2) of sigma, ds[:, i, c] = d s_c / d z_i, and
+    dB/dt."""
     s1, s2 = s.unbind(-1)
     correction = torch.stack([s1 * ds[:, 0, 0] + ds[:, 1, 0], ds[:, 0, 1] + s2 * ds[:, 1, 1]], dim=-1)
     return f - 0.5 * correction + b + s * b.flip(-1)
@@ -47,7 +48,7 @@ def unit(z: Tensor, i: int) -> Tensor:
 
 
 def velocity(weights, t, z, coefficients, vjp=autograd_vjp) -> Tensor:
-    """The field with sigma's derivatives from reverse mode, as one would write it in PyTorch."""
+    """The field with derivatives of sigma from reverse mode, as one would write it in PyTorch."""
     drift, sigma = split_layers(weights)
     f = mlp(drift, z)
     if not sigma:
@@ -70,7 +71,8 @@ def hutchinson(weights, t, z, coefficients, probe, vjp=autograd_vjp):
 
 
 def fused(weights, t, z, coefficients, probe):
-    """Everything in closed form, by hand: two tangents through the drift, sigma's partials."""
+    """The field and its divergence with hand-written derivatives: two tangents through the drift, partials of
+    sigma."""
     drift, sigma = split_layers(weights)
     f, divergence = drift_and_trace(drift, z)
     if not sigma:

@@ -1,6 +1,7 @@
-"""Flows fitted to data, for benchmarks of the estimators: trained once, then kept (`benchmarks.kept`).
+"""Flows fitted to data, for benchmarks of the estimators. They are trained once and stored
+(`benchmarks.kept`).
 
-They are trained, and to be used, in float32, as a user would.
+Training and use are in float32, the default precision.
 """
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import roughflow as rf
 from benchmarks.kept import kept_file, kept_tree
 from roughflow.datasets import DISTRIBUTIONS
 
-ROWS, STEPS = 2000, 400  # of the table that `banana_density` is fitted to, and of that fit
+ROWS, STEPS = 2000, 400  # rows of the table of `banana_density`, and steps of its fit
 LEARN = 600  # steps to learn a proposal
 
 
@@ -34,9 +35,10 @@ def banana_density() -> rf.tables.Standardised:
 
 
 def with_learned_proposal(flow: rf.StochasticFlow, data) -> rf.StochasticFlow:
-    """The flow with a proposal learned for it as it is, and kept beside it.
+    """The flow with a proposal that is learned for the fixed flow and stored separately.
 
-    References belong to the flow, and should outlive a new kind of proposal: then that alone is learned anew.
+    References belong to the flow and stay valid if the kind of proposal changes; then only the proposal is
+    learned again.
     """
     key = jax.random.key(0)
     like = rf.Amortised(flow, width=64, key=key)
@@ -52,7 +54,7 @@ def with_learned_proposal(flow: rf.StochasticFlow, data) -> rf.StochasticFlow:
 
 
 def finished(fitted: rf.train.Fitted):
-    """The model of a fit that was not stopped on the way: only that is worth keeping."""
+    """The model of a fit; raise an error if the fit was interrupted."""
     if fitted.interrupted:
         raise KeyboardInterrupt
     return fitted.model

@@ -2,10 +2,11 @@
 
     python -m benchmarks.transition_reference [SDE …]
 
-For spans from 0.01 to 10, transitions between places all over the state space, without those of a log-density
-below −12; and for two SDEs in the plane, over a span of one with three keys. It prints how many are flagged
-(`suspect`), how many of all are within three error bars or flagged, and the largest error of those that are
-not flagged. References are eigenfunctions of the generator on a grid, and closed forms.
+One-dimensional transitions over times from 0.01 to 10 connect points all over the state space; those with a
+log-density below −12 are omitted. Two SDEs in two dimensions have transitions over time one with three keys.
+The output is the number of flagged estimates (`suspect`), the number of estimates within three error bars or
+flagged, and the largest error of those that are not flagged. References are eigenfunctions of the generator
+on a grid, and closed forms.
 """
 
 import functools
@@ -25,7 +26,7 @@ from benchmarks.fokker_planck import line_kernel
 from benchmarks.timing import verdict
 
 SPANS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-LEAST = -12.0  # log-density of a transition that counts
+LEAST = -12.0  # minimum log-density of a transition that counts
 SHARE = 0.99
 FLAGGED = 0.02
 TABLE: Columns = (
@@ -41,7 +42,7 @@ TABLE: Columns = (
 
 @dataclass(frozen=True)
 class Case:
-    """An SDE, places to go from and to, and the log-densities `(k, k)` between them after a span."""
+    """An SDE, starting and end points, and the log-densities `(k, k)` of transitions between them."""
 
     sde: rf.AbstractSDE
     places: np.ndarray
@@ -50,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class PlaneCase:
-    """An SDE in two dimensions, its start, and points with their log-densities after a span of one."""
+    """An SDE in two dimensions, its start, and points with their log-densities after time one."""
 
     sde: rf.AbstractSDE
     start: np.ndarray
@@ -61,13 +62,14 @@ class PlaneCase:
 def with_even_noise(
     sde, drift: Callable, sigma: float, ends: tuple[float, float], places: list[float]
 ) -> Case:
-    """For dX = drift dt + σ dB, negligible at both ends."""
+    """The case of dX = drift dt + σ dB with a density that is negligible at both ends."""
     x = np.array(places)
     return Case(sde, x, line_kernel(drift, sigma, ends, SPANS[0], x, x))
 
 
 def jacobi(kappa: float, mu: float, sigma: float) -> Case:
-    """In y with x = sin²(y/2), where the noise is even: finite volumes with reflection at both ends."""
+    """The Jacobi process by finite volumes in y, where x = sin²(y/2) and the noise is constant, with
+    reflection at both ends."""
     places = np.array([0.02, 0.1, 0.3, 0.5, 0.8, 0.95])
     y = 2 * np.arcsin(np.sqrt(places))
 
@@ -80,7 +82,7 @@ def jacobi(kappa: float, mu: float, sigma: float) -> Case:
             np.stack([finite_volumes(drift, sigma, start, dt, y, size) for start in y])
             for size in (1500, 3000)
         )
-        # Densities below the rounding of the larger ones are not known.
+        # Densities below the rounding errors of the larger ones are unknown.
         value = np.where(np.minimum(coarse, fine) > LEAST - 4, (4 * fine - coarse) / 3, -np.inf)
         return value - 0.5 * np.log(places * (1 - places))[None, :]
 
@@ -102,7 +104,8 @@ def finite_volumes(
     diagonal[1:] -= rate * np.exp(-0.5 * change)
     values, vectors = eigen(diagonal.tobytes(), rate)
     root = np.exp(0.5 * (log_stationary - log_stationary.max()))
-    # Cubic interpolation in start and end, so that only the error of the cells is left to extrapolate.
+    # Cubic interpolation in start and end, so that only the discretisation error remains for the
+    # extrapolation.
     near = int(np.searchsorted(centres, start)) + np.arange(-2, 2)
     weights = [
         np.prod([(start - centres[k]) / (centres[j] - centres[k]) for k in near if k != j]) for j in near
@@ -130,12 +133,13 @@ def plane_cases() -> dict[str, PlaneCase]:
         return 0.4 * jnp.stack([jnp.stack([cos, -sin]), jnp.stack([sin, cos])])
 
     def turned(x: np.ndarray) -> np.ndarray:
-        """Noise that only turns is in the Itô sense that of a linear SDE."""
+        """Noise that only rotates gives the distribution of a linear Itô SDE."""
         spread = 0.4 * np.sqrt((1 - np.exp(-0.4)) / 0.4)
         return stats.norm.logpdf(x, linalg.expm(swirl) @ np.array([1.0, 0.0]), spread).sum(axis=-1)
 
     def bundles(x: np.ndarray) -> np.ndarray:
-        """From (0, 0) to (0, v): 3∫Z₁² = Σ ωⱼ² 3/(jπ)², by its characteristic function."""
+        """Transitions from (0, 0) to (0, v): the density of 3∫Z₁² = Σ ωⱼ² 3/(jπ)², from its characteristic
+        function."""
         s, size = np.linspace(0, 40, 8001), 3 / (np.pi * np.arange(1, 4001)) ** 2
         log_phi = -0.5 * sum(np.log1p(-2j * s * one) for one in size) - 0.045 * s**2
         waves = np.exp(log_phi - 1j * np.outer(x[:, 1], s)).real
@@ -174,7 +178,8 @@ def cases() -> dict[str, Case]:
 def main(only: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
     print(
-        "Transition densities against references; the number of Jacobi is 2κμ/σ², below 1 zero is reached\n"
+        "Transition densities against references; the number of Jacobi is 2κμ/σ² (below 1, paths reach "
+        "zero)\n"
     )
     print_header(TABLE)
     counts = np.zeros(3, int)
@@ -210,10 +215,11 @@ def plane_row(name: str, case: PlaneCase, seed: int) -> tuple[int, int, int]:
 
 
 def compared(name: str, dt: float, found: rf.Estimate, reference: np.ndarray) -> tuple[int, int, int]:
-    """Prints a row; returns how many are within three bars or flagged, flagged, and there."""
+    """Print a row. Return the numbers of estimates within three error bars or flagged, of flagged ones, and
+    of all."""
     error = np.abs(np.asarray(found.log_prob) - reference)
     bar, flagged = np.asarray(found.total_error), np.asarray(found.suspect)
-    good = flagged | (error < 3 * bar + 1e-3)  # the accuracy of the reference
+    good = flagged | (error < 3 * bar + 1e-3)  # 1e-3 is the accuracy of the reference
     silent = error[~flagged]
     shown = [f"{silent.max():.3f}", f"{bar[~flagged].mean():.1e}"] if len(silent) else ["", ""]
     print_row(TABLE, name, f"{dt:g}", f"{len(good)}", f"{flagged.sum()}", f"{good.mean():.0%}", *shown)

@@ -24,7 +24,7 @@ TERMS = 6
 STEPS = 20
 DRIFT_SIZES = (2, 64, 64, 64, 2)
 SIGMA_SIZES = (2, 64, 2)
-# Small, so that the field (and the steps an adaptive solver needs) stays put while we time it.
+# Small, so that the field (and the number of adaptive steps) hardly changes during the timing.
 LEARNING_RATE = 1e-4
 
 
@@ -59,8 +59,8 @@ def make_workload(name: str, seed: int = 0) -> Workload:
 def network(rng: np.random.Generator, sizes: Sequence[int]) -> list[Array]:
     """Glorot weights with gain 1 and small biases.
 
-    The field is about as hard as a trained one: dopri5 at 1e-5 needs 20 + 20 evaluations on W0
-    (26 + 26 after training) and 62 + 98 on W1 (80 + 80), solve and adjoint.
+    The field is about as stiff as a trained one: for solve and adjoint, dopri5 at 1e-5 needs 20 + 20
+    evaluations on W0 (26 + 26 after training) and 62 + 98 on W1 (80 + 80).
     """
     weights = []
     for fan_in, fan_out in pairwise(sizes):
@@ -83,5 +83,5 @@ def split_layers(weights: Sequence[Any]) -> tuple[list[tuple], list[tuple]]:
 
 
 def flatten(arrays: Sequence[Any]) -> Array:
-    """One float64 vector from a gradient laid out like `Workload.weights`."""
+    """One float64 vector from a gradient with the structure of `Workload.weights`."""
     return np.concatenate([np.asarray(a, dtype=np.float64).ravel() for a in arrays])
