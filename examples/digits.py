@@ -2,7 +2,7 @@
 
 The script fits scikit-learn's 1,797 digits, a table with 64 columns, and writes `digits.png`, which shows
 some digits and as many samples. The columns contain whole numbers from 0 to 16, so their rounding step is set
-to 1. It takes a minute on two cores.
+to 1. The script takes a minute on two cores.
 """
 
 import argparse

@@ -460,7 +460,8 @@ def _is_constant(value: Any) -> bool:
 
 
 def trainable(tree: Any) -> Any:
-    """For each leaf, whether it is a parameter: a floating-point array outside parts that are not trained.
+    """For each leaf, whether it is a parameter. Parameters are the floating-point arrays, except in parts
+    that are not trained.
 
     A zero gradient would not suffice to keep a target fixed, because weight decay changes all parameters.
     """

@@ -69,8 +69,8 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
 
 
 def _with_opened_functions(function: Callable, level: int | None, arguments: tuple) -> Any:
-    """Call a program after opening users' functions among its arguments, for the signatures that the program
-    requires."""
+    """Call a program, with users' functions among its arguments replaced by their operations and numbers, for
+    the signatures that the program requires."""
     leaves, structure = jax.tree.flatten(arguments)
     users = [i for i, leaf in enumerate(leaves) if is_users_function(leaf)]
     if not users:
@@ -173,8 +173,8 @@ def _halves(result: Any) -> tuple[Any, list[Any]]:
 
 
 def _entry(table: OrderedDict, key: Any, make: Callable[[], Any]) -> Any:
-    """The entry of `table` for `key`, made if needed. A table has at most `MAX_PROGRAMS` entries; the least
-    recently used one is dropped."""
+    """The entry of `table` for `key`, which is created if necessary. A table has at most `MAX_PROGRAMS`
+    entries; the least recently used one is dropped."""
     if key not in table:
         table[key] = make()
         while len(table) > MAX_PROGRAMS:

@@ -415,9 +415,9 @@ def along(t: jax.Array, z: jax.Array) -> jax.Array:
 def fig2(run: Run) -> dict:
     """Figure 2: σ = I and a state-dependent σ, by two methods.
 
-    The paper's method fits flows with σ = I and with a learned σ to the data at time 1 by maximum likelihood,
-    for comparison also with the paper's own one-path loss. After time 1, nothing keeps the paths of these
-    models near the data.
+    The paper's method fits flows with σ = I and with a learned σ to the data at time 1 by maximum likelihood;
+    for comparison, it is also run with the paper's own one-path loss. After time 1, nothing keeps the paths
+    of these models near the data.
 
     The second method fits a velocity by regression, to which noise λ = 1 is added. `rf.tables.stationary_sde`
     keeps its paths near the data for any σ; here σ = I, or σ is larger along the curve.
@@ -663,8 +663,8 @@ def _curves(metrics: dict) -> Figure:
         errors = [2 * found["excess_sampling_error"] for found in scored.values()]
         ax.errorbar(noises, values, errors, fmt=style, color=colour, markersize=4, capsize=2.5, label=label)
     ax.axhline(0, color=plots.GREY, linewidth=0.8)
-    # The excess of one method is tens of times that of the other, so the scale is linear near zero and
-    # logarithmic above.
+    # The excess of one method is tens of times larger than that of the other, so the scale is linear near
+    # zero and logarithmic above.
     ax.set_yscale("symlog", linthresh=0.05)
     ticks = [-0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1]
     ax.set_yticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])

@@ -55,16 +55,16 @@ BATCH = 4096  # number of points at which coefficients are evaluated at once
 BASE_DRAWS = 4096  # number of draws from the base, for its first box
 # In the first solution, the density from a point is taken to be normal at this fraction of t1.
 FIRST = 2.0**-8
-MAX_WORK = 2e8  # maximum work of all solutions together, in nodes times products with the operator
+MAX_WORK = 2e8  # maximum work (`Work`) of all solutions together
 FIRST_WORK = 0.4  # share of MAX_WORK for the first solution
-SEGMENT_WORK = 5e5  # fixed work of a segment, in nodes times products with the operator
+SEGMENT_WORK = 5e5  # fixed work (`Work`) of a segment
 MAX_SOLUTIONS = 5
 MAX_SEGMENTS = 120  # segments of one solution
 MAX_ATTEMPTS = 16  # attempts for one segment
 LOWEST = 1e-6  # densities above this share of the maximum must reach the tolerance
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
 OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
-MARGIN = 1.05  # factor on the size of a box around the density
+MARGIN = 1.05  # factor by which a box around the density is enlarged
 ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # multiples of the planned edge and tail values that are accepted
 # The largest mesh fails if the amplitude of the highest wavenumbers exceeds this multiple of the planned one.
 HOPELESS = 30.0
@@ -77,7 +77,7 @@ class Unresolved(RuntimeError):
 
 
 class Work:
-    """The remaining work of an estimate, in nodes times products with the operator."""
+    """The remaining work of an estimate: a number of nodes times a number of products with the operator."""
 
     def __init__(self, left: float):
         self.left = left
@@ -339,7 +339,7 @@ class Modes(NamedTuple):
     plain: np.ndarray  # (m, n), maps values to amplitudes
     first: np.ndarray  # (m, n), maps values to the amplitudes of minus their derivative
     second: np.ndarray  # (m, n), maps values to the amplitudes of half their second derivative
-    slope: np.ndarray  # (m,), factors by which ∂ multiplies amplitudes, and the indices of these
+    slope: np.ndarray  # (m,), factors by which ∂ multiplies amplitudes, and the indices of these amplitudes
     partner: np.ndarray
 
     @staticmethod
@@ -413,7 +413,7 @@ class Segment(NamedTuple):
     size: int
     fields: np.ndarray  # (nᵈ, F, F), maps coefficients of x to those of y
     transfer: Transfer
-    uniform: bool = False  # whether the noise does not depend on the state
+    uniform: bool = False  # whether the noise is independent of the state
     expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials, in two dimensions
 
     @staticmethod
@@ -524,7 +524,7 @@ class Forecast(NamedTuple):
     noise: np.ndarray  # σσᵀ
     units: np.ndarray  # (P, d), the outermost points of the density, in units of the root of the covariance
     factor: float  # number of nodes that the density needs, relative to a normal density
-    uniform: bool  # whether the noise does not depend on the state
+    uniform: bool  # whether the noise is independent of the state
 
     @staticmethod
     def of(state: State, resolution: Resolution) -> "Forecast":
@@ -696,8 +696,8 @@ def planned(segment: Segment, raw: np.ndarray, resolution: Resolution, work: Wor
 
 
 def evaluation_cost(sde: AbstractSDE) -> float:
-    """The approximate cost of the coefficients at a point, in products with the operator; 150 parameters cost
-    as much as one product."""
+    """The approximate cost of the coefficients at a point, relative to that of a product with the operator;
+    150 parameters cost as much as one product."""
     return 1 + sum(leaf.size for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)) / 150
 
 

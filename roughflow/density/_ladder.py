@@ -326,10 +326,10 @@ def _contraction(flow: AbstractStochasticFlow) -> Array:
     """The contraction factor of the drift per dimension, exp(−∫ div μ dt / d): the value that one simulated
     path in ten exceeds.
 
-    Backward solves expand by the same factor, away from the places to which paths contract. Paths from these
-    places to x are rare among prior draws but have large weights. In a double well, for example, most prior
-    draws that reach a point on the slope come from the ridge, but paths from the well contribute as much
-    probability.
+    Backward solves expand by the same factor and move away from the places to which paths contract. Paths
+    from these places to x are rare among prior draws but have large weights. In a double well, for example,
+    most prior draws that reach a point on the slope come from the ridge, but paths from the well contribute
+    as much probability.
     """
     noise = np.random.default_rng(0).normal(size=(CONTRACTION_STEPS, CONTRACTION_PATHS, flow.noise_dimension))
     start = some_points(flow.base, flow.dimension, CONTRACTION_PATHS)

@@ -68,7 +68,7 @@ def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
 
 
 class Level(NamedTuple):
-    """The resolution at which weights are solved: the flow, a factor `fine` on the coefficients of functions
+    """The resolution at which weights are solved: the flow, a factor `fine` for the coefficients of functions
     added to the driver, and the number of steps `each` of a fixed grid. Both numbers are arguments of a
     compiled program, so that one program serves all levels. This program does not support reverse-mode
     differentiation. If `fine` is None, the flow is solved unchanged.

@@ -215,7 +215,7 @@ class Mixture(eqx.Module):
         across = jnp.einsum("bmij,bkj->bkmi", self.normal, noise) * pick[..., None]
         path = noise[..., self.dimension :]
         unit = path - jnp.einsum("bkmi,bmij->bkj", across, self.normal[..., self.dimension :])
-        # If the prior is chosen, `pick` is zero: centre 0 and scale 1.
+        # If the prior is chosen, `pick` is zero, which gives centre 0 and scale 1.
         centre = jnp.einsum("bkm,bmw->bkw", pick, self.centre)
         scale = 1 + jnp.einsum("bkm,bmw->bkw", pick, self.scale - 1)
         return centre, scale * unit

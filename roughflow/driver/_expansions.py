@@ -62,8 +62,8 @@ class Legendre(AbstractDriver):
 
     The joint distribution of the first n of the integrals B(T), ∫B dt, ∫t B dt, … is exact, so the truncation
     error of smooth linear functionals of the path decreases faster than any power of n. With additive noise
-    and a nearly linear drift, a few functions are as accurate as dozens of those of `rf.KarhunenLoeve`. The
-    functions are largest at both ends, where |eₖ| = √(2k+1).
+    and a nearly linear drift, a few of these functions are as accurate as dozens of functions of
+    `rf.KarhunenLoeve`. The functions are largest at both ends, where |eₖ| = √(2k+1).
 
     ```python
     import jax

@@ -18,7 +18,7 @@ State = tuple[Array, Array, tuple[Array, Array]]
 
 
 class Adaptive(AbstractIntegrator):
-    """Adaptive steps, so small that the local error of every sample meets the tolerances.
+    """Adaptive steps, chosen so that the local error of every sample meets the tolerances.
 
     **Arguments:**
 

@@ -38,7 +38,8 @@ class ConstantMemory(AbstractGradient):
     the accuracy of its gradient. Forward mode (`jax.jvp`, `jax.jacfwd`) is not supported.
 
     **Arguments:** `coupling`, in (0, 1]: strength of the coupling of the two copies on fixed grids. Smaller
-    values are more stable forwards, but undoing N steps multiplies rounding errors by coupling^(−N).
+    values make the forward solve more stable, but undoing N steps multiplies rounding errors by
+    coupling^(−N).
 
     ```python
     import roughflow as rf

@@ -43,8 +43,8 @@ class LocalNoise(eqx.Module):
 
 
 class AdjustedState(SamplerState):
-    """The position of a chain and all that a step from or to this position needs: the drift σ · pull + rest,
-    and σ if it depends on the position. A constant σ is not included, because each chain would carry a
+    """The position of a chain and everything that a step from or to this position needs: the drift σ · pull +
+    rest, and σ if it depends on the position. A constant σ is not included, because each chain would carry a
     copy."""
 
     log_density: Array

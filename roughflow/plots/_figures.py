@@ -279,7 +279,8 @@ def _values(path: rf.driver.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
 
 
 def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figure:
-    """Diagnostics of an estimate at many points: effective paths, Monte Carlo and truncation errors, sorted.
+    """Diagnostics of an estimate at many points: sorted effective paths, Monte Carlo errors and truncation
+    errors.
 
     Suspect points are red, and the warning of the estimate is the title.
 

@@ -222,8 +222,8 @@ PRECISIONS = (None, "float32")
 
 
 def has_kernel(weights: Sequence[Array], z: Array) -> bool:
-    """Whether a kernel can evaluate this tanh network: in float32, on one NVIDIA GPU with bfloat16
-    support."""
+    """Whether a kernel can evaluate this tanh network. This requires float32 and a single NVIDIA GPU with
+    bfloat16 support."""
     if jax.default_backend() != "gpu" or jax.device_count() > 1 or not _knows_bfloat16():
         return False
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]

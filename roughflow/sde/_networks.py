@@ -100,7 +100,7 @@ class MLP(eqx.Module):
     The network ignores t, as in a time-homogeneous SDE, unless `time_dependent=True`.
 
     **Arguments:** `in_size`, `out_size`; `width` and `depth` of the hidden layers; `activation`, any smooth
-    scalar function (ReLU is refused); `scale`, a factor on the initial weights of the last layer.
+    scalar function (ReLU is refused); `scale`, a factor for the initial weights of the last layer.
 
     ```python
     import jax, jax.numpy as jnp
@@ -224,7 +224,7 @@ class FullDiffusion(eqx.Module):
 
 
 class DiagonalDiffusion(eqx.Module):
-    """Diagonal noise σ = diag(s(t, z)), with s = softplus of a network. A product with σ costs O(d).
+    """Diagonal noise σ = diag(s(t, z)), where s is the softplus of a network. A product with σ costs O(d).
 
     ```python
     import jax, jax.numpy as jnp

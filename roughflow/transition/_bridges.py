@@ -186,13 +186,15 @@ class Weighted(eqx.Module):
 
 
 def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
-    """The effort for transitions, chosen from the relative change of the drift over the longest time."""
+    """The effort for transitions, chosen from the relative change of the drift over the longest
+    transition."""
     rate = largest_rate(sde, coordinates, many)
     return Effort(4, 8, 8) if rate is None else Effort.for_stiffness(rate)
 
 
 def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> float | None:
-    """The longest time times the largest derivative of the drift at starts and ends; None if it is traced."""
+    """The longest transition time multiplied by the largest derivative of the drift at starts and ends; None
+    if values are traced."""
     if is_traced(many.dt) or any(is_traced(leaf) for leaf in jax.tree.leaves(sde)):
         return None
     places = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))

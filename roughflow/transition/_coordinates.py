@@ -1,4 +1,4 @@
-"""Coordinates in which an SDE is solved, which are unbounded and have nearly constant noise."""
+"""Coordinates in which an SDE is solved. They are unbounded, and the noise in them is nearly constant."""
 
 import abc
 import math

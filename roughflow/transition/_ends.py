@@ -1,7 +1,7 @@
 """The random ODE of one transition: its end point as a function of the coefficients of the path.
 
-A transition contains nested derivatives. Outer derivatives use forward mode (`forwards`): for four
-parameters, they compile in half the time and run in a third of the time of reverse mode, because the few
+The density of a transition contains nested derivatives. Outer derivatives use forward mode (`forwards`): for
+four parameters, they compile in half the time and run in a third of the time of reverse mode, because the few
 parameters are pushed forward together.
 """
 

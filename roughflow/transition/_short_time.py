@@ -23,7 +23,7 @@ FIRST_ERROR = 0.01  # in nats; acceptable root mean square error of log p after 
 # noncommutative.
 UNSEEN = 4.0
 REACH = 8.0  # in standard deviations from the mean; the SDE is linearised at points further away
-FINE = 8  # factor on the number of functions and steps for draws
+FINE = 8  # factor by which the numbers of functions and steps are increased for draws
 
 
 class ShortTime(eqx.Module):
