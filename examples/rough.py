@@ -86,7 +86,7 @@ def look(path: rf.driver.Path) -> dict[str, Array]:
 
 
 def errors(name: str) -> dict[str, np.ndarray]:
-    """For each quantity, the median error over paths for each n."""
+    """The median error of each quantity over paths, for each n."""
     make, fine, _, _ = FAMILIES[name]
     path = fine.sample(key=jax.random.key(0), noise_dimension=2, shape=(PATHS,))
     rough, truth = rf.rough.lift(path, GRID), look(path)

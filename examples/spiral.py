@@ -52,7 +52,7 @@ def density_on_grid(flow, *, key):
 
 
 def disagreement(samples, density):
-    """The total variation distance between samples and density on bins, and the same for exact samples."""
+    """The total variation distance between binned samples and the density, and the same for exact samples."""
     counts, _, _ = np.histogram2d(*np.asarray(samples).T, bins=(X_EDGES[::BLOCK], Y_EDGES[::BLOCK]))
     rows, columns = counts.shape
     expected = density.reshape(rows, BLOCK, columns, BLOCK).sum(axis=(1, 3)) * CELL**2 * len(samples)

@@ -1,4 +1,4 @@
-"""Two-dimensional distributions with known densities: data to fit, and true densities to compare models with.
+"""Two-dimensional distributions with known densities, which provide data for fits and the true densities.
 
 Shapes and scales are those of the data sets common in papers on normalizing flows. All densities are known
 exactly, so one can compute by how much a model's loss exceeds the entropy.

@@ -420,7 +420,8 @@ def fig2(run: Run) -> dict:
     of these models near the data.
 
     The second method fits a velocity by regression, to which noise λ = 1 is added. `rf.tables.stationary_sde`
-    keeps its paths near the data for any σ; here σ = I, or σ is larger along the curve.
+    turns this model into an SDE whose paths stay near the data for any σ; here σ = I, or σ is larger along
+    the curve.
 
     The paper's models are trained for only 600 steps of 64 points each and scored on 1000 points, to keep the
     experiment to a few minutes; use `--steps` to change the number of steps.

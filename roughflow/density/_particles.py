@@ -134,7 +134,7 @@ def _next_beta(ratio: Array, beta: Array) -> Array:
 def _moved(joint, log_proposal, now: _State, keys: PRNGKeyArray) -> _State:
     """Metropolis–Hastings moves along differences between other particles (ter Braak 2006). They leave
     q^(1−β) exp(β joint) invariant. At the first temperature, particles are not moved, and only their
-    densities are computed, so that one program does both."""
+    densities are computed, so that one program handles both cases."""
     first, count = now.number == 0, now.joint.shape[1]
 
     def move(i: Array, state: _State) -> _State:

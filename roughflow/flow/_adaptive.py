@@ -1,4 +1,4 @@
-"""Adaptive integration with any diffrax solver, including stiff ones."""
+"""Adaptive integration with any diffrax solver, including solvers for stiff equations."""
 
 import diffrax
 import equinox as eqx

@@ -1,4 +1,4 @@
-"""Simulation of an SDE on a fine grid, and its schemes: samples and trajectories without densities."""
+"""Simulation of an SDE on a fine grid (samples and trajectories without densities), and numerical schemes."""
 
 import abc
 import math

@@ -85,7 +85,8 @@ LAGS, BINS, PATHS = 20, 20, 2000
 # grid of a stationary density: extent beyond the series, in ranges of the series; number of points
 REACH, POINTS = 3.0, 4001
 NEGLIGIBLE = 1e-3  # relative density at the ends of the grid below which tails outside the grid are ignored
-AHEAD, SHOWN = 0.25, 0.5  # durations of the forecast and of the series shown, as fractions of the series
+# lengths of the forecast and of the part of the series that is shown, as fractions of its total length
+AHEAD, SHOWN = 0.25, 0.5
 
 
 def fan(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:

@@ -230,7 +230,8 @@ def _kicks(dimension: int, friction: float) -> ConstantDiffusion:
 
 
 class SkewNetwork(eqx.Module):
-    """A skew-symmetric matrix Q(z) from a network, for `rf.targeted_sde`: rotation without noise.
+    """A skew-symmetric matrix Q(z), given by a network, for `rf.targeted_sde`. It adds rotation without
+    noise.
 
     ```python
     import jax, jax.numpy as jnp

@@ -102,7 +102,7 @@ class ShortTime(eqx.Module):
 
 
 def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, float]:
-    """The density after a first part of the time t1, and its error in nats.
+    """The density after the first part of the interval [0, t1], and its error in nats.
 
     The first part is the longest of t1/2, t1/4, … with an error below `FIRST_ERROR` or, if there is none, the
     one with the smallest error.
