@@ -1,9 +1,9 @@
 """Convergence of smooth paths as rough paths, and of solutions, densities and gradients.
 
 Fine paths of Brownian motion, and of fractional Brownian motion with H = 0.4, are projected onto n functions
-of each driver. The figure shows against n the medians over paths of the rough-path distance to the fine path,
-and of the errors of the solution at the end, of log p(x | path), and of its gradient in the parameters. The
-noise of the SDE is not commutative, so the areas of a path matter. Run with `python examples/rough.py`.
+of each driver. The figure shows how the rough-path distance to the fine path and the errors of the end point,
+of log p(x | path) and of its gradient in the parameters decrease with n. All values are medians over paths.
+The noise of the SDE is not commutative, so the areas of a path matter. Run with `python examples/rough.py`.
 """
 
 from pathlib import Path

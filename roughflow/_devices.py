@@ -113,8 +113,8 @@ class Devices:
         return [] if self.mesh is None else list(self.mesh.local_devices)
 
     def all_reduce_min(self, numbers: Sequence[int]) -> list[int]:
-        """The minimum of each number over all processes, for example of clock times, which differ between
-        processes."""
+        """The minimum of each number over all processes, for example of clock times and key presses, which
+        differ between processes."""
         if not self.several:
             return list(numbers)
         return np.min(multihost_utils.process_allgather(np.array(numbers)), axis=0).tolist()
