@@ -221,9 +221,9 @@ def test_noise_leaves_what_is_given_alone(conditional, key):
 def test_a_model_asks_for_what_is_given(conditional, fitted, key):
     with pytest.raises(ValueError, match="needs given, with 1 columns"):
         conditional.log_prob(np.zeros((2, 1)), key=key)
-    with pytest.raises(ValueError, match="needs no given"):
+    with pytest.raises(ValueError, match="takes no given columns"):
         fitted.model.log_prob(ROWS[:2], given=np.zeros((2, 1)), key=key)
-    with pytest.raises(ValueError, match="needs no given"):
+    with pytest.raises(ValueError, match="takes no given columns"):
         fitted.model.sample(given=np.zeros((2, 1)), key=key)
     with pytest.raises(ValueError, match="but given has"):
         fit_density(ROWS, given=ROWS[:3], key=key, **TINY)

@@ -379,6 +379,6 @@ def test_a_fit_with_transitions_that_are_too_long_says_so(key):
     }
     result = rf.fit_sde(well, 3.0 * np.arange(6), values, key=key, **options)
     assert (
-        "transition densities are inaccurate, as their time steps are too long: raise effort"
+        "transition densities are inaccurate, because their time steps are too long: raise effort"
         in result.warning
     )

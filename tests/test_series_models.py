@@ -160,7 +160,7 @@ def test_a_heated_room_from_the_command_line(heated, capsys):
         (["--model", "vasicek", "--start", "speed=1"], "--start takes kappa, mu, sigma; got speed"),
         (["--model", "vasicek", "--observe", "poisson", "--initial", "level=1"], "--initial needs value=…"),
         (["--model", "compartments"], "--inputs FILE is missing"),
-        (["--compare", "--hidden", "variance"], "--compare requires models with one component"),
+        (["--compare", "--hidden", "variance"], "--compare is available only for models with one observed"),
     ],
 )
 def test_bad_options_of_hidden_series_are_refused_in_one_line(options, why, heated, capsys):

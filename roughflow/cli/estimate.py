@@ -56,7 +56,7 @@ def estimate(arguments: argparse.Namespace) -> int:
             f"choose a model, --model {'|'.join([*MODELS, *SYSTEMS])}, or --compare one-component models"
         )
     if arguments.compare and (arguments.model in SYSTEMS or arguments.hidden or len(arguments.value) > 1):
-        raise Refused("--compare requires models with one component, which is observed")
+        raise Refused("--compare is available only for models with one observed component")
     if arguments.parameter_uncertainty and arguments.forecast is None:
         raise Refused("--parameter-uncertainty needs --forecast TIMES")
     names = [FIGURES, NUMBERS, *([] if arguments.forecast is None else [FORECAST])]
@@ -210,8 +210,7 @@ def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[An
 
 
 def _initial(given: str | dict[str, float], unknown: list[str]) -> str | list[float]:
-    """The argument `initial`, which describes, at the first time, the components that are not observed
-    exactly."""
+    """The argument `initial`: initial values of the components that are not observed exactly."""
     if isinstance(given, str):
         return given
     if set(given) != set(unknown):

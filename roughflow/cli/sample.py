@@ -85,7 +85,7 @@ def _blocks(
         yield np.asarray(model.sample(key=key, shape=(count,)))
         return
     for i, first in enumerate(range(0, count, CHUNK_ROWS)):
-        # All chunks have the same size and the last one is cut, because a different size would cause
-        # recompilation.
+        # All chunks have the same size, because another size would cause recompilation; the last one is
+        # truncated.
         rows = np.asarray(model.sample(key=jax.random.fold_in(key, i), shape=(CHUNK_ROWS,)))
         yield rows[: count - first]

@@ -163,7 +163,7 @@ PROCESS_ENDED = (
 
 def devices_of_cpu(count: int | None) -> None:
     """Split a CPU into several devices, if `count` is not None and JAX has not started yet. A `count` that is
-    too large is refused later.
+    too large is rejected later.
 
     A single device hardly uses a second core, because the operations of a step are too small to be split.
     """

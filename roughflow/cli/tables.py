@@ -25,7 +25,7 @@ from .startup import Refused
 MAX_SHOWN_LINES = 5  # maximum number of lines named in a message
 MAX_SHOWN_COLUMNS = 20  # maximum number of columns named in a message
 MISSING = {"", "na", "nan", "n/a", "null", "."}  # how pandas, R and FRED write missing values
-MAX_VALUE = 1e30  # single precision overflows at 3e38, and intermediate results are larger than the rows
+MAX_VALUE = 1e30  # single precision overflows at 3e38, and intermediate results exceed the values in the rows
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ._posterior import Encoder, NormalDecoder, Posterior
 
 DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.99}
 FEWEST_TO_VALIDATE = 10  # series
-LONGEST = 0.1  # longest time step of likelihoods, in units of the SDE
+LONGEST = 0.1  # maximum time step for computing likelihoods, in units of the SDE
 LENGTH = 0.05  # averaging time of the posterior before training, in units of the SDE
 FIRST_DRAW = 1024  # number of series drawn from a function to initialise a model
 ROUNDING = 1e-6  # a column with a smaller relative deviation is constant up to rounding errors
@@ -64,9 +64,9 @@ def fit_latent(
       such lists. It is called with the number 1,024 to initialise the model, and with the batch size in every
       step. Times are then numbers.
     - `dimension`: the number of hidden states.
-    - `sde`: an SDE with square σ, in the times of the data. By default `rf.ItoSDE(rf.sde.RestoringDrift(...),
-      rf.DiagonalDiffusion(...))`, where each series starts at time 0 and the unit of time is the
-      decorrelation time of the values.
+    - `sde`: an SDE with a square matrix σ, in the time of the data. By default
+      `rf.ItoSDE(rf.sde.RestoringDrift(...), rf.DiagonalDiffusion(...))`, where each series starts at time 0
+      and the unit of time is the decorrelation time of the values.
     - `decoder`: a function from a state to a distribution of the values, with `log_prob(y)` of shape `(p,)`
       and `sample(key)`. By default an `rf.latent.NormalDecoder` that starts from principal components.
     - `initial`: the distribution of the first states; by default a trained `rf.MultivariateNormal`.
@@ -134,7 +134,7 @@ def fit_latent(
 
 @dataclass(frozen=True)
 class Drawn:
-    """Batches of series from a function of their number and a NumPy generator."""
+    """Batches of series, drawn by a function of their number and a NumPy generator."""
 
     source: Callable[[int, np.random.Generator], tuple[Any, Any]]
     unit: float | None

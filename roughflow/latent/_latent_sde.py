@@ -102,12 +102,12 @@ class LatentSDE(AbstractLatentSDE):
 
     **Arguments:**
 
-    - `sde`: an SDE with square σ.
+    - `sde`: an SDE with a square matrix σ.
     - `initial`: the distribution of the states at the first observation, such as an `rf.MultivariateNormal`.
     - `decoder`: a function from a state to a distribution of the `p` observed values, which is an object with
-      `log_prob(y)` of shape `(p,)` and `sample(key)`, such as those of NumPyro.
+      `log_prob(y)` of shape `(p,)` and `sample(key)`, such as a NumPyro distribution.
     - `posterior`: an `rf.latent.Posterior`.
-    - `unit`: the unit of time of the SDE; each series then starts at time 0. With None, the SDE has the times
+    - `unit`: the unit of time of the SDE; each series then starts at time 0. If None, the SDE uses the time
       of the data.
     - `max_step`: longest time step of simulations, as in `log_likelihood` and `sample`, in units of the SDE.
 
@@ -134,9 +134,9 @@ class LatentSDE(AbstractLatentSDE):
     ) -> LikelihoodEstimate:
         """Estimate the log-likelihood of one series or a list of them, with eight runs of particles.
 
-        Particles follow the trained posterior in steps of at most `max_step`, are weighted by the SDE, and
-        are resampled if their weights are uneven. The mean weight is an unbiased estimate of the likelihood
-        of the discretised SDE; the standard error is that of its logarithm.
+        Particles follow the trained posterior in steps of at most `max_step`, are weighted by the transition
+        densities of the SDE, and are resampled if their weights are uneven. The mean weight is an unbiased
+        estimate of the likelihood of the discretised SDE; the standard error is that of its logarithm.
         """
         series, steps = self.arrays(times, values)
         check_count("num_particles", num_particles)

@@ -1,8 +1,8 @@
 """The likelihood of a latent SDE by particles that are guided by the posterior, and draws of the hidden
 states.
 
-Time is discretised: in one step, the drift is integrated by the midpoint rule, and the noise is that at the
-start of the step. (With Euler's rule, an oscillator would gain energy.) Particles move in units of the
+Time is discretised: in one step, the drift is integrated by the midpoint rule, and the noise is evaluated at
+the start of the step. (With Euler's rule, an oscillator would gain energy.) Particles move in units of the
 posterior, z = m(t) + L(t) u, by a scheme that leaves the marginals of the posterior invariant; their weights
 are ratios of the density of a step of the SDE to the density of the move. The mean weight is an unbiased
 estimate of the likelihood of the discretised SDE.

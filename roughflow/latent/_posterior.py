@@ -120,7 +120,7 @@ class Posterior(eqx.Module):
     Features of the series are interpolated linearly between observations, so m and L are continuous with
     kinks at observations, as in the exact posterior of a linear model. A third output, the skew matrix A(t),
     does not change the marginals: it rotates u = L⁻¹(z − m) by u′ = A u. Without A, the process could not
-    follow an SDE that rotates.
+    follow the rotations of an SDE.
 
     **Arguments:** `encoder`; `direct`, a map `(p, d)` from standardised values to states; `width` of the
     network; `length`, a time over which features are averaged.
@@ -167,7 +167,7 @@ class Posterior(eqx.Module):
         gap = times[before + 1] - times[before]
         share = (t - times[before]) / gap
         features = (1 - share) * reading.features[before] + share * reading.features[before + 1]
-        # A coordinate of time that is 0 at observations, for continuity, and varies slowly between close
+        # A time coordinate that is 0 at observations, for continuity, and varies slowly between close
         # observations.
         clock = share * (1 - share) * gap / (gap + jnp.exp(self.log_length))
         clock = clock * jnp.sqrt(1 + gap / self.encoder.unit)

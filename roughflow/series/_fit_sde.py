@@ -79,9 +79,9 @@ def fit_sde(
     - `times`, `values`: `(N,)`, and `(N,)` or `(N, d)`. Times are numbers, timedeltas (converted to years) or
       dates (years since the first date; in UTC if they have a time zone), as arrays, lists or pandas objects.
       Missing values (NaN, masked, None) are skipped, which lengthens the gap between values. A column of NaN
-      is a hidden component of the state, and single components may be missing; both are integrated out. For a
-      panel (independent series of the same SDE), pass a list of times and a list of values; dates are counted
-      from the earliest date in the panel.
+      stands for a hidden component of the state. Individual components of a value may also be missing. Both
+      are integrated out. For a panel (independent series of the same SDE), pass a list of times and a list of
+      values; dates are counted from the earliest date in the panel.
     - `domains`: the range of each parameter by name, such as `{"sigma": rf.series.Domain(lower=0.0)}`; named
       SDEs define their own.
     - `penalty`: λ by name, such as `{"network": 1.0}`. For each parameter θ that has that name or lies inside
@@ -92,8 +92,9 @@ def fit_sde(
     - `varying`: parameters that vary between the series of a panel, such as `{"kappa":
       rf.series.LogNormal()}`. The estimate of `kappa` is then the median of the population, and the estimate
       of `kappa_spread` the standard deviation of log κ; `FittedSDE.varying` has the values of each series.
-    - `num_starts`: number of starting points of the search: the parameters of `sde`, then those from the
-      moments of the series (named SDEs), then random points near the first.
+    - `num_starts`: number of starting points of the search. The first point is given by the parameters of
+      `sde`, the second by the moments of the series (named SDEs); all others are random points near the
+      first.
     - `exact`: whether to use exact transition densities if the SDE has them.
     - `effort`: number of driver functions, paths and steps per transition. If None, it is chosen
       automatically and raised until the error of the maximum log-likelihood is below `tolerance` nats
@@ -111,8 +112,8 @@ def fit_sde(
     - `initial`: the hidden components of the first state: None (a flat prior), their values (noisy values at
       the first time are then ignored), a distribution, "stationary", `rf.series.Estimated(values)`, or a
       function of the SDE that returns values or a distribution.
-    - `inputs`: u(t): a function, a tuple (times, columns) of values that are constant from one time to the
-      next, or an `rf.series.Inputs`. u is the last argument of drift and diffusion.
+    - `inputs`: u(t), given as a function, as a tuple (times, columns) of values that are constant from one
+      time to the next, or as an `rf.series.Inputs`. u is the last argument of drift and diffusion.
 
     For linear SDEs with hidden components, missing cells, known errors or inputs, the Kalman filter computes
     the exact likelihood. For other SDEs a filter on a grid integrates out one hidden component if the others
@@ -337,7 +338,7 @@ def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) ->
     likelihood, free = maximum.likelihood, maximum.free
     if isinstance(likelihood, VaryingLikelihood) and errors[0] >= errors[1]:
         return likelihood.with_nodes().moved_to(free)
-    assert likelihood.effort is not None  # an inexact likelihood has an effort
+    assert likelihood.effort is not None  # an inexact likelihood always has an effort
     if isinstance(likelihood, HiddenLikelihood) and errors[0] > errors[1]:
         of_sde = likelihood.of_sde
         if of_sde.method == DRAWS and hidden_component(of_sde.rows) is not None:
@@ -389,9 +390,9 @@ def series_likelihood(
     whether transitions are exact and, if not, the effort. The other arguments are those of `rf.fit_sde`.
     Hidden components are integrated out; `measurement_noise` and `initial` are fixed.
     `FittedSDE.series_likelihood` reuses the effort of the fit. With hidden components, `with_error(sde)` is
-    the log-likelihood and its error. If the grid for one hidden component does not cover the states of an
-    SDE, it is replaced, but not inside `jax.jit`: for an SDE far from the given `sde`, check `with_error`
-    there.
+    the log-likelihood and its error. The grid for one hidden component is replaced if it does not cover the
+    states of an SDE, but not inside `jax.jit`. If you use `jax.jit`, check `with_error` for SDEs far from the
+    given `sde`.
 
     ```python
     import jax, numpy as np

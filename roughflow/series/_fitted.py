@@ -99,7 +99,7 @@ def fault(result: "FittedSDE") -> str | None:
     errors = result.transition_errors
     if _has_robust(result) and (suspect := int(np.sum(~(errors < DOUBTFUL)))):
         count = f"{suspect} of {result.num_transitions}"
-        message = f"{count} transition densities are inaccurate, as their time steps are too long"
+        message = f"{count} transition densities are inaccurate, because their time steps are too long"
         return f"{message}: raise effort{see('long-transitions')}"
     if not result.identified:
         message = "the parameters are not identified: the information matrix is singular, so there "
@@ -117,7 +117,7 @@ def fault(result: "FittedSDE") -> str | None:
 def _boundary(result: "FittedSDE") -> str | None:
     if result.boundary:
         names = " and ".join(f"{name} = {result.params[name]:g}" for name in result.boundary)
-        message = f"the maximum is on a boundary, {names}: a model without this parameter fits as well"
+        message = f"the maximum is on a boundary, {names}: a model without this parameter fits equally well"
         return message + see("on-a-boundary")
     if result.near_boundary:
         name, (end, fall) = next(iter(result.near_boundary.items()))
@@ -194,7 +194,7 @@ class FittedSDE:
 
     @property
     def near_boundary(self) -> dict[str, tuple[float, float]]:
-        """For parameters that are not significantly different (5 % level) from an end of their domain: that
+        """For each parameter that is not significantly different (5 % level) from an end of its domain: that
         end, and the drop in log-likelihood there, in nats."""
         found = {}
         for name, (domain, _), falls in zip(self.names, self._domains(), self.falls.T, strict=True):

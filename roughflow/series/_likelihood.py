@@ -129,7 +129,7 @@ class _Total(eqx.Module):
         return jnp.where(jnp.isfinite(total), total, -jnp.inf)
 
 
-UNIT = 10.0  # unit of an unbounded free parameter, in standard errors given all others
+UNIT = 10.0  # unit of an unbounded free parameter, in standard errors with all others fixed
 STEP = 1e-3  # step of finite differences for the information, in standard errors
 MANY = 16  # with at least this many parameters, scores use reverse mode and the information uses scores
 
@@ -521,7 +521,7 @@ def _sequential(errors: Array, sizes: Array, missing: np.ndarray) -> tuple[Array
         wide = 1 + slope @ lean
         gap = error[0] + slope @ mean
         # A missing value is distributed such that its error is standard normal; an observed value gives
-        # information on the missing ones.
+        # information about the missing ones.
         own = jnp.where(lost, slope[i], 1.0)
         unit = jnp.zeros(k).at[i].set(1.0)
         new_mean = mean - unit * gap / own

@@ -1,4 +1,4 @@
-"""Validation of observed series: times and values, with missing values as longer gaps."""
+"""Validation of observed series: times and values. Missing values become longer gaps."""
 
 import dataclasses
 import datetime
@@ -227,7 +227,7 @@ def _as_array(values: Any) -> np.ndarray:
 
 
 def _from_objects(array: np.ndarray) -> tuple[str, np.ndarray]:
-    """The kind of times that are Python objects, and the times as an array."""
+    """The kind of times given as Python objects, and the times as an array."""
     kinds = {_kind(value) for value in array.ravel()}
     if len(kinds) != 1 or "" in kinds:
         given = sorted({type(value).__name__ for value in array.ravel()} if "" in kinds else kinds)
@@ -243,7 +243,7 @@ def _from_objects(array: np.ndarray) -> tuple[str, np.ndarray]:
 def _hint(array: np.ndarray) -> str:
     """A hint on how to read dates from strings."""
     is_text = array.size and isinstance(array.ravel()[0], str | bytes)
-    return "; np.array(times, 'datetime64') reads dates" if is_text else ""
+    return "; use np.array(times, 'datetime64') to read dates" if is_text else ""
 
 
 def _kind(value: Any) -> str:
@@ -263,7 +263,7 @@ def _moment(value: Any) -> np.datetime64 | np.timedelta64:
     if isinstance(value, np.datetime64 | np.timedelta64):
         return value
     value = value.to_timestamp() if hasattr(value, "to_timestamp") else value
-    for convert in ("to_datetime64", "to_timedelta64"):  # pandas objects, which have nanoseconds
+    for convert in ("to_datetime64", "to_timedelta64"):  # pandas objects, with nanosecond resolution
         if hasattr(value, convert):
             return getattr(value, convert)()
     if isinstance(value, datetime.datetime) and value.tzinfo is not None:

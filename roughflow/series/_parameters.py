@@ -1,4 +1,4 @@
-"""The parameters of an SDE as an unconstrained vector, and back."""
+"""Maps between the parameters of an SDE and an unconstrained vector."""
 
 import dataclasses
 import re

@@ -87,7 +87,7 @@ def _inverse_root(information: np.ndarray) -> np.ndarray:
 def polish(
     total: Total, free: np.ndarray, information: Information, interior: np.ndarray, slack: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Newton's method from a point near the maximum, over the parameters in the mask `interior`. Returns the
+    """Newton's method from a point near the maximum, over the parameters in the mask `interior`. Return the
     maximum and the information there. Values of the likelihood have noise of up to `slack` nats."""
     value, slope = total(free)
     matrix, moved, last = information(free), 0.0, np.inf
@@ -126,8 +126,8 @@ def falls_at_boundary(
     total: Total, free: np.ndarray, information: np.ndarray, sides: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The drop in log-likelihood `(2, p)`, in nats, if a parameter is moved to the lower or upper end of its
-    domain and the likelihood is maximised over all others; and the point with all those parameters at a
-    boundary for which the drop is negligible. `sides` marks the finite ends.
+    domain and the likelihood is maximised over all others. Also return the point at which every parameter
+    with a negligible drop lies on its boundary. `sides` marks the finite ends.
 
     A free parameter is infinite on its boundary and has a large standard error near it, so only uncertain
     parameters are tried.
@@ -202,7 +202,7 @@ def profile_interval(
 
 
 def _root(beyond: Callable[[float], float], start: float) -> float:
-    """The zero near `start` of a function that increases away from 0."""
+    """The zero near `start` of a function that increases with the distance from 0."""
     inside, outside = 0.0, start
     while beyond(outside) < 0:
         inside, outside = outside, 1.5 * outside

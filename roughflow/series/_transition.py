@@ -75,8 +75,8 @@ def transition_log_prob(
 
     **Arguments:** `x0` and `x1` of shape `(..., d)`; `dt` and `t0` numbers or arrays of the batch shape;
     `effort`, the work per transition (paths only), by default chosen from the rate of change of the drift
-    over dt; `coordinates`, the variables to solve in, by default those of a named SDE or the states
-    themselves.
+    over dt; `coordinates`, the variables in which the SDE is solved, by default those of a named SDE or the
+    states themselves.
 
     ```python
     import jax, jax.numpy as jnp

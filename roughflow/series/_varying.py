@@ -25,9 +25,9 @@ FACTOR = 0.5  # nodes are placed again after the logarithm of a spread has chang
 
 
 class LogNormal(eqx.Module):
-    """A parameter that varies between the series of a panel: its logarithm is normal, with standard deviation
-    `spread`, which is estimated; the given value is the starting value. For a parameter without bounds, the
-    parameter itself is normal.
+    """A parameter that varies between the series of a panel. Its logarithm is normal with standard deviation
+    `spread`, which is estimated from the given starting value. For a parameter without bounds, the parameter
+    itself is normal.
 
     ```python
     import roughflow as rf
@@ -159,8 +159,8 @@ class VaryingLikelihood(AbstractLikelihood):
         return {given.names[place]: (mean[:, j], deviation[:, j]) for j, place in enumerate(self.places)}
 
     def drawn(self, free: np.ndarray, normal: np.ndarray, series: int) -> np.ndarray:
-        """Free parameters `(count, p)` for draws of the varying parameters of one series, from normal numbers
-        `(count, q)`."""
+        """Free parameters `(count, p)` for draws of the varying parameters of one series, from standard
+        normal numbers `(count, q)`."""
         mean, deviation = self.posterior(np.atleast_2d(free)[0])
         found = np.array(np.broadcast_to(free, (len(normal), len(self.parameters.names))))
         scale, places = self.parameters.scale, list(self.places)
@@ -192,7 +192,7 @@ def varying_likelihood(
         if name not in given.names:
             raise ValueError(f"no parameter is called {name}; the parameters are {', '.join(given.names)}")
         if given.domains[given.names.index(name)] not in (ANY, POSITIVE):
-            raise ValueError(f"{name} cannot vary: it must be positive or without bounds")
+            raise ValueError(f"{name} cannot vary: only positive or unbounded parameters can")
         spreads[name] = jnp.asarray(one.spread, float)
     if len(singles) < 2 or not 0 < len(varying) <= len(NODES):
         raise ValueError(f"varying takes one to {len(NODES)} parameters of a panel of at least two series")

@@ -1,5 +1,4 @@
-"""Anomaly detection: kernel densities of the training rows, and the fraction of these that are less
-likely."""
+"""Anomaly detection: kernel densities, and the fraction of training rows that are less likely than a row."""
 
 from typing import Any
 
@@ -18,7 +17,7 @@ MAX_ROWS = 10_000  # maximum number of kernels; larger tables are subsampled
 TUNING_ROWS = 1000  # number of rows on which the bandwidth is chosen
 BANDWIDTHS = 0.02 * 2.0 ** np.arange(0, 7, 0.5)  # candidates, in robust standard deviations
 SHARPER = 0.5  # multiplies the most likely bandwidth, for a better ranking; see KernelDensity
-MIN_SPREAD = 0.1  # if interquartile range / standard deviation is smaller, the latter is the unit
+MIN_SPREAD = 0.1  # below this ratio of interquartile range to standard deviation, the latter is the unit
 BLOCK = 500  # rows scored at a time
 NUM_SUBSAMPLES = 20
 NORMAL_QUARTILES = 1.349  # interquartile range of a standard normal distribution

@@ -64,7 +64,7 @@ class Gaussian:
 
     @staticmethod
     def shrunk(rows: np.ndarray, links: Links, num_given: int = 0) -> "Gaussian":
-        """The predictive Gaussian: widened, with shrinkage chosen by cross-validation."""
+        """The predictive Gaussian, which is widened and whose shrinkage is chosen by cross-validation."""
         size, best = rows.shape[1], 0.0
         if size > 1 and links.distinct < ROWS_WITHOUT_SHRINKAGE * size:
             score = np.zeros(len(SHRINKAGES))
@@ -204,7 +204,7 @@ class Marginals(eqx.Module):
         return x if self.lower is None or self.upper is None else _bounded(x, self.lower, self.upper)
 
 
-# Functions, because methods of equinox modules are slow to call.
+# These are functions, because methods of equinox modules are slow to call.
 
 
 def _spline(maps: Marginals, xp: Any, x: Any) -> tuple[Any, Any]:
@@ -277,7 +277,7 @@ def _log_ndtr(xp: Any) -> Any:
 
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
     """x mapped from the interval between its bounds to the real line, and the log of the slope; outside the
-    bounds the slope is zero and the value a placeholder."""
+    bounds the slope is zero and the value is a placeholder."""
     lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
     above, below = np.isfinite(lower), np.isfinite(upper)
     out = (x <= lower) | (x >= upper)
@@ -331,7 +331,7 @@ def fit_marginals(
         some = np.random.default_rng(0).permutation(len(rows))[:MAX_CHOICE_ROWS]
         some = slice(None) if len(rows) <= MAX_CHOICE_ROWS else some
         counts = _counts(rows[some], own, least, links if isinstance(some, slice) else links.at(some))
-    # In a flow, Pareto tails would make relations between columns nonlinear far out.
+    # In a flow, Pareto tails would make relations between columns nonlinear in the tails.
     maps = _together(rows, counts, far=far and bool(np.isinf(least)))
     if bounds is not None:
         return Marginals(maps.x, maps.u, maps.slope, *bounds, maps.tails)

@@ -34,8 +34,8 @@ Violation = Literal["zero", "penalty"]
 class Relations(eqx.Module):
     """Columns of a table that are constant or linear in the others: x_removed = a + B x.
 
-    **Arguments:** `removed`, the indices of these columns; `intercept` a, `(r,)`, and `slope` B, `(r, d)`,
-    over all columns (given columns last), and zero for removed columns; `tolerance` and `scale`, `(r,)`: the
+    **Arguments:** `removed`, the indices of these columns; `intercept` a, `(r,)`; `slope` B, `(r, d)`, with
+    one entry per column (given columns last), zero for removed columns; `tolerance` and `scale`, `(r,)`: the
     largest deviation of a row that counts as rounding error, and the standard deviation of the column (1 if
     it is constant); `num_rows`, the number of distinct rows from which the relations were found.
 
@@ -100,7 +100,7 @@ class Relations(eqx.Module):
         return xp.sum(xp.where(rest > wide(self.tolerance), broken, 0.0), axis=-1)
 
     def restore(self, rows: Any) -> Any:
-        """Rows of all columns from rows of the columns that are kept."""
+        """Restore rows with all columns from rows of the kept columns."""
         xp = np if isinstance(rows, np.ndarray) else jnp
         places = np.argsort([*self.kept, *self.removed])
         removed = self._predicted(xp, rows, self.slope[:, self.kept])
@@ -140,7 +140,7 @@ def _dependent(unit: np.ndarray, own: int, still: np.ndarray) -> list[int]:
 
 def _copies(unit: np.ndarray, free: list[int]) -> list[int]:
     """Columns that repeat an earlier column. With fewer rows than columns, only these relations are
-    considered, because others hold by chance."""
+    considered, because others would hold by chance."""
     if len(unit) < 4 or len(free) > MAX_COMPARED:
         return []
     twins = np.abs(unit[:, free].T @ unit[:, free]) / len(unit) > 1 - PAIR_TOLERANCE
@@ -255,7 +255,7 @@ class WithRelations(eqx.Module):
 
 @dataclass(frozen=True)
 class OfKept:
-    """A density of the columns that relations keep, for rows with all columns."""
+    """A density of the kept columns, evaluated at rows with all columns."""
 
     density: Any
     relations: Relations
@@ -456,7 +456,7 @@ def cells_of(
         ], wanted
     array = np.asarray(data)
     if array.dtype.kind in "US":
-        # As objects, because NumPy would convert numbers next to text to text.
+        # Use objects, because NumPy would convert numbers in a table with text to text.
         array = np.asarray(data, object)
     if array.ndim != 2 or not array.size:
         raise ValueError(f"{argument} must have shape (rows, columns), got {array.shape}")

@@ -57,8 +57,8 @@ def _mapped(maps: Marginals | None, rows: np.ndarray) -> tuple[np.ndarray, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares families by log-densities of unseen rows: with `cross`, by cross-validation on all rows of the
-    table `whole`; otherwise on the validation rows of the table `split`."""
+    """A comparison of families by log-densities of unseen rows. With `cross`, these come from
+    cross-validation on the table `whole`; otherwise they are the validation rows of the table `split`."""
 
     whole: Table
     split: Table

@@ -72,11 +72,11 @@ def fit_density(
       so thousands of steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) then improves the density
       by the last tenths of a nat. Each stage returns the model with the lowest validation loss.
 
-    With default settings, a table of fewer than 500 distinct rows or groups gets the family with the best
-    cross-validated score; a mixture (see below) is compared too. A larger table gets a flow, unless the
-    Gaussian is better on the validation rows. A more flexible family is chosen only if it is better by more
-    than one standard error. No flow is trained on fewer than 64 distinct rows, or on fewer than 10 per
-    column. `fitted.score` is the score of the chosen density.
+    For a table of fewer than 500 distinct rows or groups, the default is the family with the best
+    cross-validated score, which may also be a mixture (see below). For a larger table, the default is a flow,
+    unless the Gaussian is better on the validation rows. A more flexible family is chosen only if it is
+    better by more than one standard error. No flow is trained on fewer than 64 distinct rows, or on fewer
+    than 10 per column. `fitted.score` is the score of the chosen density.
 
     A fourth family is for tables with missing cells (None or NaN), text, integers or point masses:
 
@@ -86,7 +86,7 @@ def fit_density(
       and with `types=` or `weights=`. Its number of components is chosen on unseen rows.
 
     Copies of a row, and rows of one group, are always on the same side of a split. Defaults that depend on
-    the size of the table depend on the number of distinct rows.
+    the size of the table use the number of distinct rows.
 
     Noise (`noise=`) is added after training and does not change the distribution (`rf.with_noise`). The
     density with noise may be more accurate, but each value needs many paths and has an error bar. Noise can
@@ -98,9 +98,9 @@ def fit_density(
     **Arguments:**
 
     - `data`: one row per sample: an array, a DataFrame, or an `rf.tables.ParquetTable`, whose rows need not
-      fit in memory. Moments and maps of columns are then computed from 100,000 of its rows.
-    - `given`: for the conditional density p(data | given): the rows to condition on, or names of columns of
-      `data`. The methods of the model then take `given` too.
+      fit in memory. For a `ParquetTable`, moments and maps of columns are computed from 100,000 of its rows.
+    - `given`: the rows to condition on, or names of columns of `data`, for the conditional density p(data |
+      given). The methods of the model then take `given` too.
     - `groups`: a label for each row, or the name of a column of `data`, which is not modelled. Rows of one
       group are validated together. Copies of a row are always grouped, and so are rows that share two
       continuous columns, as after a join.
@@ -122,7 +122,7 @@ def fit_density(
     - `validation`: fraction of validation rows, or the validation rows; with `given`, a pair of arrays.
     - `steps`: number of steps of the regression; by default 20,000, or fewer for few rows.
     - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed, and
-      the regression gets three quarters of the budget.
+      three quarters of the budget are used for the regression.
     - `progress`: show a progress bar, which names the stage.
     - `flow`: an `rf.tables.FlowOptions`: the network, maps of columns, regularisation, and the number of
       steps of the likelihood stage.
@@ -252,7 +252,7 @@ class _Trainer:
 
         def fit(table: Table) -> _FoldModel:
             model = self.untrained(table, table)
-            # Rows are padded, so that folds of other sizes do not recompile.
+            # Rows are padded, so that other fold sizes do not cause recompilation.
             train = Smoothed(model.unit(table.train), *self._noise, table.num_given)
             training = self.stages.training.with_defaults(TRAINING)
             size = min(training.batch_size or 1, 2 ** int(np.log2(self.sizes.rows)))
@@ -295,7 +295,7 @@ class _FoldModel:
     model: Standardised
 
     def log_prob(self, rows: np.ndarray) -> np.ndarray:
-        """Log-densities in batches of equal size, so that folds of other sizes do not recompile."""
+        """Log-densities in batches of equal size, so that other fold sizes do not cause recompilation."""
         size = 2 ** max(5, int(np.ceil(np.log2(len(rows)))))
         padded = rows[np.arange(size) % len(rows)]
         return HeldOut(padded, np.arange(size), None).values(self.model)[: len(rows)]
@@ -340,7 +340,8 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
         others.append(_Closed("mixture", found.values, found.model))
     for other in others:
         best = other if comparison.is_better(other.values, best.values) else best
-    # Columns with extreme values are not normal, so maps need not be significantly better.
+    # Columns with extreme values are not normal, so maps are chosen even if they are not significantly
+    # better.
     maps = ClosedForm.of("gaussian", table).maps
     if best.family == "gaussian" and maps is not None and maps.tails is not None:
         best = max(best, others[0], key=lambda closed: np.mean(closed.values))

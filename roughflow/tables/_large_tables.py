@@ -65,7 +65,7 @@ class ParquetTable:
     columns: tuple[str, ...]  # given ones last
     num_given: int  # number of given columns
     digest: str  # digest of all numbers, since a resumed run may use another path
-    aside: np.ndarray  # sorted rows that are never drawn
+    aside: np.ndarray  # sorted indices of rows that are never drawn
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class ParquetTable:
         return self._at(rng.choice(len(self), count, replace=False))
 
     def split(self, share: float, *, key: PRNGKeyArray) -> tuple["ParquetTable", np.ndarray]:
-        """The table without a random fraction of its rows, and these validation rows (at most 32,768). Copies
-        of validation rows are excluded from the table."""
+        """The table without a random fraction of its rows, and these rows (at most 32,768) for validation.
+        Copies of validation rows are excluded from the table."""
         check_share(share)
         count = min(round(share * len(self)), MAX_VALIDATION_ROWS)
         chosen = self._places(rng_of(key).choice(len(self), count, replace=False))

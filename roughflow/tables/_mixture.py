@@ -1,4 +1,4 @@
-"""Mixtures of Gaussians and categories, fitted to incomplete rows: the model for tables of mixed types."""
+"""Mixtures of Gaussian and categorical distributions, fitted to incomplete rows of tables of mixed types."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,8 @@ class MixtureComponents(eqx.Module):
     observed cells is a mixture of the same form. An integer stands for a rounding interval of width `widths`
     around it; `widths` is 0 for continuous columns.
 
-    **Arguments:** `weights`, `(K,)`; `means`, `(K, p)`; `covariances`, `(K, p, p)`; `tables`, one `(K,
-    levels)` for each category; `widths`, `(p,)`.
+    **Arguments:** `weights`, `(K,)`; `means`, `(K, p)`; `covariances`, `(K, p, p)`; `tables`, one array
+    `(K, levels)` for each category; `widths`, `(p,)`.
 
     ```python
     import numpy as np
@@ -375,8 +375,8 @@ class MixedDensity(eqx.Module):
 
     `log_prob` is the log-density of the observed cells of a row in the original units of the columns; cells
     of category and integer columns contribute probabilities, cells of zero-inflated columns the probability
-    of the point mass or a density. `rf.fit_density` returns this model for such tables, with the arguments
-    `encoding`, an `rf.tables.Encoding`, and `mixture`.
+    of the point mass or a density. `rf.fit_density` returns this model for such tables. **Arguments:**
+    `encoding`, an `rf.tables.Encoding`; `mixture`, an `rf.tables.MixtureComponents`.
 
     ```python
     import jax
@@ -500,7 +500,7 @@ TAIL_STDS, BISECTIONS = 12.0, 60
 
 @dataclasses.dataclass(frozen=True)
 class Conditional:
-    """The distribution, for each row, of the other columns given some columns; the result of
+    """For each row, the distribution of the other columns given some columns; the result of
     `fitted.conditional`.
 
     ```python

@@ -44,8 +44,8 @@ TINY_TABLE, TINY_PER_COLUMN = 64, 10  # minimum number of rows, and of rows per 
 class FlowOptions:
     """Options of the flow that `rf.fit_density` trains. None stands for a default that depends on the table.
 
-    - `width`, `depth`: width and depth of the network. The default is 128 and 3; from 20,000 rows on, 256 and
-      3; from a million cells on, 512 and 4.
+    - `width`, `depth`: width and depth of the network. The default is 128 and 3; for at least 20,000 rows,
+      256 and 3; for at least a million cells, 512 and 4.
     - `marginals`: whether to map each column to a nearly normal one first (`rf.tables.Marginals`), with a
       number of knots chosen by cross-validation. The flow then need not learn heavy tails, edges and spikes.
       By default columns are mapped if maps gain 0.5 nats per column, or 0.05 with fewer than 30 rows per
@@ -54,11 +54,11 @@ class FlowOptions:
       overfitting, in units of the standardised data. Default: 0.3 with fewer than 30 rows per column,
       otherwise 0.
     - `outliers`: fraction of rows to which each training step adds large noise, of twice the standard
-      deviation of the table, so that the density does not vanish between the data. Default: 0.02 from four
-      columns on, otherwise 0.
+      deviation of the table, so that the density does not vanish between the data. Default: 0.02 for four or
+      more columns, otherwise 0.
     - `likelihood_steps`: number of maximum-likelihood steps after the regression. Default: up to 100; 0 with
-      fewer than 2,000 rows or 30 rows per column, and 0 for the wider network from four columns on, where the
-      small gain is not worth the time.
+      fewer than 2,000 rows or 30 rows per column, and 0 for the wider network with four or more columns,
+      where the small gain is not worth the time.
 
     ```python
     import roughflow as rf
@@ -154,8 +154,8 @@ class Sizes:
 
     @property
     def outliers(self) -> float:
-        """Default fraction of outliers. Few columns leave no empty regions; with many columns, a flow may put
-        almost no mass in an empty region and lose 100 nats on a row that falls there."""
+        """Default fraction of outliers. With few columns there are no empty regions; with many columns, a
+        flow may put almost no mass in an empty region and lose 100 nats on a row that falls there."""
         return 0.0 if self.columns + self.num_given <= 3 else 0.02
 
     @property
@@ -180,7 +180,7 @@ class Smoothed(eqx.Module):
     deviation `width` on all but the last `num_given` columns. A fraction `outliers` of the rows has noise of
     standard deviation `OUTLIER_NOISE`, wider than the standardised rows themselves."""
 
-    rows: Array  # padded with zeros to a power of two, so that other numbers of rows do not recompile
+    rows: Array  # padded with zeros to a power of two, so that other row counts do not cause recompilation
     count: Array
     width: float
     outliers: float
@@ -210,7 +210,7 @@ def smoothed(rows: Array, width: float, outliers: float, num_given: int) -> Arra
 @dataclass(frozen=True, eq=False)
 class UnitBatches:
     """Rows of a table for training: standardised by a `model`, with the noise of `Smoothed`, and `rounding`
-    noise in units of the table."""
+    noise in the original units of the columns."""
 
     table: ParquetTable
     model: Standardised

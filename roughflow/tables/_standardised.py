@@ -241,8 +241,10 @@ class Standardised(eqx.Module):
     def _with(self, x: Array | np.ndarray, given: Any) -> Array | np.ndarray:
         """The rows with the given columns last."""
         if (given is not None) != bool(self.num_given):
-            need = f"given, with {self.num_given} columns" if self.num_given else "no given"
-            raise ValueError(f"the model needs {need}: it is a density of {self.flow.dimension} columns")
+            need = (
+                f"needs given, with {self.num_given} columns" if self.num_given else "takes no given columns"
+            )
+            raise ValueError(f"the model {need}: it is a density of {self.flow.dimension} columns")
         if given is None:
             return x
         given = self.given_rows(given)
@@ -326,9 +328,9 @@ def stationary_sde(
       `rf.Interpolant()` from an `rf.Normal` base. Likelihood steps make the velocity and its score slightly
       inconsistent.
     - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the units of the data.
-    - `time`: time s < 1 at which the score is evaluated. At time s the score is that of the data plus noise,
-      (1 − s)/s times the base. With s close to 1 there is less smoothing, but errors of the velocity are
-      amplified by 1/(1 − s).
+    - `time`: time s < 1 at which the score is evaluated. At time s the score is that of the data plus noise
+      with the distribution of (1 − s)/s times the base. With s close to 1 there is less smoothing, but errors
+      of the velocity are amplified by 1/(1 − s).
 
     ```python
     import jax, jax.numpy as jnp

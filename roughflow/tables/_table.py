@@ -17,7 +17,7 @@ from ._closed_form import Gaussian, Marginals
 from ._columns import Relations, check_some_free, coarse_step
 from ._numbers import joined
 
-SPIKE_SHARE = 0.05  # a value that at least this fraction of the rows has is reported
+SPIKE_SHARE = 0.05  # values shared by at least this fraction of the rows are reported
 FAR_TAIL = 100.0  # distance from the median, in interquartile ranges, beyond which a column is reported
 MAX_COLUMNS_PER_ROW = 10  # tables with more columns per row are rejected
 Bound = tuple[float | None, float | None]

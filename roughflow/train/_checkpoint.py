@@ -312,8 +312,8 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
 
 
 def _as_in_version_4(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts as checkpoints of version 4 store them: without code, which they compare in another form, and
-    with the old names of fields."""
+    """The parts as checkpoints of version 4 store them: without code, which version 4 compares in another
+    form, and with the old names of fields."""
     kept = {place: text for place, text in parts.items() if not re.search(r"\.its (code|source)\b", place)}
     before = lambda place: place.replace(".solver", ".method").replace(".num_given", ".context")
     return {before(place): re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}

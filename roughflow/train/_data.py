@@ -170,8 +170,8 @@ def copies_of(rows: np.ndarray) -> np.ndarray:
 
 
 def identified(rows: np.ndarray, total: int) -> np.ndarray:
-    """For each row, whether an equal row among `total` rows would be a copy. Rows of rounded values may be
-    equal by chance."""
+    """For each row, whether an equal row among `total` rows would be a copy. Otherwise, as with rounded
+    values, it may be equal by chance."""
     return sum(_log_cells(column) for column in rows.T) > np.log(total / MAX_CHANCE_TWINS)
 
 

@@ -27,7 +27,7 @@ from ._objective import AbstractStatefulObjective
 from ._optimiser import Optimiser
 
 GRID_ROWS = 256  # rows on which the grid is chosen
-MIN_STEPS_FOR_GRID = 200  # training steps; in a shorter fit, choosing a grid costs too much compilation
+MIN_STEPS_FOR_GRID = 200  # training steps; in a shorter fit, choosing a grid would take too long to compile
 # Acceptable discretisation error of log p, in nats. On too coarse a grid a model learns to exploit solver
 # errors: the loss on banana data fell 0.6 nats below the entropy.
 GRID_TOLERANCE = 1e-3
@@ -86,7 +86,9 @@ def with_no_fewer(model: Any, steps: int | None) -> Any:
 MAX_DISPATCH_STEPS = 256  # training steps per call of the compiled program
 MAX_HOST_NUMBERS = 2**22  # numbers drawn on the host for one call
 DISPATCH_SECONDS = 1.0  # target duration of a call
-COOLING_RATIO = 4  # earlier steps per step of the final phase, in which the learning rate decays to zero
+COOLING_RATIO = (
+    4  # number of earlier steps for each step of the final phase, in which the learning rate decays to zero
+)
 SHORT_RUN = 16  # training steps; in shorter runs compilation dominates
 MAX_NONFINITE_STREAK = 20  # consecutive steps that are not finite before a run fails
 

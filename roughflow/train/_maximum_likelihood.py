@@ -24,9 +24,9 @@ class MaximumLikelihood(AbstractObjective):
     With one path from the prior, the bound is the loss of Hodgkinson et al. (2020). That loss penalises all
     information that the noise carries about x, so training either removes the noise or fits poorly. More
     paths tighten the bound (Burda et al. 2016), and a proposal trained with the model tightens it further. On
-    the banana with the paper's architecture, the final loss is 0.4 nats above the entropy with one path from
-    the prior, 0.045 with eight, and 0.006 with eight from a learned proposal, which take the same time as
-    eight from the prior.
+    the banana data with the paper's architecture, the final loss is 0.4 nats above the entropy with one path
+    from the prior, 0.045 with eight, and 0.006 with eight from a learned proposal, which take the same time
+    as eight from the prior.
 
     A point that none of its paths reaches counts as 1000 nats, so that a model does not improve by losing
     points. `lost` in the history is the fraction of such points.

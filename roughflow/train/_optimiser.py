@@ -35,7 +35,7 @@ class Rate(eqx.Module):
 class Optimiser(eqx.Module):
     """An update of the parameters from a gradient, with the interface of optax.
 
-    Numbers are fields, not closures, so another rate or limit does not recompile.
+    Numbers are fields, not closures, so that changing the rate or the limit does not cause recompilation.
     """
 
     transform: optax.GradientTransformation

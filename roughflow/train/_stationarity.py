@@ -80,7 +80,7 @@ def _rates(sde: AbstractSDE, x: Array, key: PRNGKeyArray, num_waves: int) -> Arr
 def confinement(
     sde: AbstractSDE, x: Array, *, key: PRNGKeyArray, rate: float = 1.0, num_points: int = 128
 ) -> Array:
-    """How far an SDE is from returning to the sample x at a given rate; zero if it returns at that rate.
+    """How much an SDE fails to return to the sample x at a given rate; zero if it returns at that rate.
 
     With V(z) = |(z − mean)/spread|², the SDE returns to the region V ≤ R² if LV ≤ −rate·V outside
     (Khasminskii 2012, chapter 3). R is the radius of the sample; beyond it there are no data to train a

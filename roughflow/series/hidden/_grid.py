@@ -1,11 +1,11 @@
 """The filter of a series with one hidden component, on a moving grid.
 
 If all other components are observed exactly, or there are none, the density of the hidden component given the
-values so far is a function on a line. Its values at the nodes of a window that moves with the series are
-updated by the trapezoidal rule: predict with the density of a step, and multiply by the density of the value
-(Kitagawa 1987). The windows come from a pilot: the same filter and its backward pass, with a kernel widened
-to the spacing of the nodes. In each round, the windows are narrowed to the range of the states given all
-values.
+values so far is a function of one variable. Its values at the nodes of a window that moves with the series
+are updated by the trapezoidal rule: predict with the density of a step, and multiply by the density of the
+value (Kitagawa 1987). The windows come from a pilot run of the same filter and its backward pass, with a
+kernel widened to the spacing of the nodes. In each round, the windows are narrowed to the range of the states
+given all values.
 """
 
 import dataclasses
@@ -113,8 +113,8 @@ class Kernel(eqx.Module):
     `euler`: normal in the state. `pilot`: normal in coordinates, widened by `wide`. `exact`: the density of
     the SDE. `bridge`: the hidden component is normal with the moments of a second-order step; given its
     values at both ends, the other components are normal, with noise averaged over the Brownian bridge between
-    these values. A step of Heston's SDE then has the conditional variance (V₀ + V₁)/2 of a price up to
-    O(dt²), not V₀.
+    these values. For Heston's SDE, the conditional variance of the price is then (V₀ + V₁)/2 up to O(dt²),
+    not V₀.
     """
 
     space: StateSpace

@@ -53,7 +53,8 @@ class Filtered(eqx.Module):
 
 
 def exact_step(rate: Array, drift: Array, later: Array, noise: Array, dt: Array) -> tuple[Array, ...]:
-    """F, c and Q of dX = (A X + b + c t) dt + Q^½ dB over dt, for `rate` A, `drift` b, `later` c, `noise` Q.
+    """F, c and Q for a step dt of the SDE dX = (A X + b + c t) dt + Q^½ dB with `rate` A, `drift` b, `later`
+    c, `noise` Q.
 
     The method is a Taylor series over dt/2ⁿ and n doublings, as in `linear_moments`, with time as an
     additional component. Its loops compile in a third of the time.

@@ -551,8 +551,8 @@ def _column(rows: Rows) -> int:
 class Setup:
     """A partially observed series and an SDE at starting values, from which likelihoods are constructed.
 
-    All instances compare equal: compiled programs do not depend on them, so the fits of many series share
-    programs.
+    All instances compare equal, because compiled programs do not depend on them. The fits of many series
+    therefore share programs.
     """
 
     sde: Any
@@ -732,7 +732,7 @@ def _dimension(sde: Any, driven: Any, series: Sequence[Observed], observation: O
     if observation.observe is None and columns != d:
         raise ValueError(
             f"values have {columns} columns, but {type(sde).__name__} has dimension {d}: "
-            "give a column of NaN for each hidden component"
+            "include a column of NaN for each hidden component"
         )
     noise_dimension(driven, d, f"values have {columns} column{'s' * (columns > 1)}")
     return d
@@ -783,8 +783,8 @@ def _check_euler(space: StateSpace, at: np.ndarray) -> None:
     scale = np.sqrt(np.maximum(np.diag(spread), 1e-300))
     if not np.linalg.eigvalsh(spread / scale[:, None] / scale)[0] > 1e-12:
         raise ValueError(
-            "steps requires noise in all components, because other Euler steps have no density: omit steps "
-            "to fit the SDE in continuous time"
+            "steps requires noise in all components, because otherwise an Euler step has no density: omit "
+            "steps to fit the SDE in continuous time"
         )
 
 
@@ -794,14 +794,15 @@ def _check_start(space: StateSpace, observation: Observation, sde: Any) -> None:
     if isinstance(observation.initial, str) and not (own or is_affine(space)):
         raise ValueError(
             f"initial='stationary' requires a linear SDE or one whose stationary distribution is known, not "
-            f"{type(sde).__name__}: give a distribution"
+            f"{type(sde).__name__}: pass a distribution"
         )
 
 
 def _typical(
     coordinates: AbstractCoordinates, d: int, series: Sequence[Observed], observe: bool
 ) -> np.ndarray:
-    """A typical state: medians of the observed components, and 0 or, outside the state space, ½ or 1."""
+    """A typical state: medians of the observed components, and 0 for the others (½ or 1 if 0 is outside the
+    state space)."""
     values = np.concatenate([one.values for one in series])
     x = _safe(coordinates, d)
     if not observe:

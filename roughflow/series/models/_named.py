@@ -113,7 +113,7 @@ class GeometricBrownianMotion(AbstractNamedSDE):
 
 
 class OrnsteinUhlenbeck(AbstractNamedSDE):
-    """dX = κ(μ − X) dt + σ dB; in finance Vasicek's model (1977).
+    """dX = κ(μ − X) dt + σ dB, known in finance as Vasicek's model (1977).
 
     In one dimension, all parameters are numbers. In d dimensions κ is a matrix, μ a vector and σ a lower
     triangular matrix with a positive diagonal; only σσᵀ is identified.
@@ -339,7 +339,7 @@ class Jacobi(AbstractNamedSDE):
         return self.sigma * jnp.sqrt(z * (1 - z))[:, None]
 
     def short_transition(self, x0: Array, dt: Array) -> Beta:
-        """The beta distribution with the exact mean and variance, which is exact as dt → ∞."""
+        """The beta distribution with the exact mean and variance. It is exact in the limit dt → ∞."""
         # With m the mean, V' = σ²m(1 − m) − (2κ + σ²)V.
         gap, rate = x0[0] - self.mu, 2 * self.kappa + self.sigma**2
         decay = lambda a: jnp.exp(-a * dt) * dt * decayed((rate - a) * dt)
@@ -388,7 +388,7 @@ def _recurrence(a: Array, b: Array, n: Array) -> tuple[Array, Array]:
     """Recurrence coefficients Bₙ and Aₙ₊₁ of z pₙ = Aₙ₊₁ pₙ₊₁ + Bₙ pₙ + Aₙ pₙ₋₁, for polynomials that are
     orthonormal on (−1, 1) with weight (1 + z)^{a − 1}(1 − z)^{b − 1}."""
     total, first = a + b, n == 0
-    # For n = 0 these ratios are one, even if they are 0/0.
+    # For n = 0 these ratios are set to one, because they may be 0/0.
     ratio = lambda above, below: jnp.where(first, 1, above / jnp.where(first, 1, below))
     shift = (a - b) / (2 * n + total) * ratio(total - 2, 2 * n + total - 2)
     square = 4 * (n + 1) * (n + a) * (n + b) / ((2 * n + total) ** 2 * (2 * n + total + 1))
@@ -474,8 +474,8 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
 
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
-        """Starting values for `rf.fit_sde`. H comes from the growth of second differences with their lag
-        (Istas & Lang 1997)."""
+        """Starting values for `rf.fit_sde`. H is estimated from the growth of second differences with their
+        lag (Istas & Lang 1997)."""
         x, dx, dt = Increments(times, values).column()
         kappa, mu = mean_reversion(x, dx, dt)
         near, far = (np.mean((x[2 * k :] - 2 * x[k:-k] + x[: -2 * k]) ** 2) for k in (1, 2))
@@ -771,7 +771,8 @@ class SIR(AbstractNamedSDE):
     infections F = βSI/N dt + √(βSI/N) dB₁ and recoveries R = γI dt + √(γI) dB₂, the diffusion limit of the
     Markov jump process (Kurtz 1978).
 
-    Reported cases are values of I with an observation density, such as `rf.series.Counts(components=(1,))`.
+    Pass reported cases as values of I with an observation density, such as
+    `rf.series.Counts(components=(1,))`.
 
     ```python
     import roughflow as rf
