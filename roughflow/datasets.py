@@ -7,9 +7,10 @@ exactly, so one can compute by how much a model's loss exceeds the entropy.
 import jax
 from roughflow.datasets import DISTRIBUTIONS
 
-distribution = DISTRIBUTIONS["two-spirals"] data = distribution.sample(key=jax.random.key(0), shape=(1000,)) #
-(1000, 2) -distribution.log_prob(data).mean() # the loss of the true density on these data
-distribution.entropy # its expected loss, 2.5406 nats, the minimum for any model
+distribution = DISTRIBUTIONS["two-spirals"]
+data = distribution.sample(key=jax.random.key(0), shape=(1000,))  # (1000, 2)
+-distribution.log_prob(data).mean()  # the loss of the true density on these data
+distribution.entropy  # its expected loss, 2.5406 nats, the minimum for any model
 ```
 """
 

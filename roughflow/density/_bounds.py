@@ -85,9 +85,9 @@ class UpperBound(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1))) z,
-    bound = rf.density.UpperBound(num_paths=16)(flow, key=jax.random.key(0), shape=(100,)) jnp.mean(bound) #
-    at least E log p(Z), up to sampling error
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
+    z, bound = rf.density.UpperBound(num_paths=16)(flow, key=jax.random.key(0), shape=(100,))
+    jnp.mean(bound)  # at least E log p(Z), up to sampling error
     ```
     """
 

@@ -101,10 +101,11 @@ class Ladder(AbstractEstimator):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    sde = rf.ItoSDE(lambda t, z: 2 * z**3, lambda t, z: 0.5 * jnp.eye(1)) # explosive: several bundles of
-    paths lead to x flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1))) estimate =
-    flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.density.Ladder()) estimate.log_prob,
-    estimate.total_error, estimate.method
+    # An explosive SDE, in which several bundles of paths lead to x:
+    sde = rf.ItoSDE(lambda t, z: 2 * z**3, lambda t, z: 0.5 * jnp.eye(1))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)))
+    estimate = flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.density.Ladder())
+    estimate.log_prob, estimate.total_error, estimate.method
     ```
     """
 

@@ -63,8 +63,8 @@ class Laplace(AbstractProposal):
     import roughflow as rf
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
-    estimator = rf.PullBack(num_paths=64, proposal=rf.Laplace()) flow.estimate(jnp.zeros(1),
-    key=jax.random.key(0), estimator=estimator).standard_error # 0, up to rounding
+    estimator = rf.PullBack(num_paths=64, proposal=rf.Laplace())
+    flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator).standard_error  # 0, up to rounding
     ```
     """
 

@@ -160,8 +160,8 @@ class Mixture(eqx.Module):
     import jax.numpy as jnp
     import roughflow as rf
 
-    mixture = rf.density.Mixture.of(jnp.zeros((3, 6)), jnp.ones((3, 6)), dimension=2) # for three points
-    mixture.log_prob(jnp.zeros((3, 10, 6))).shape # (3, 10), for ten paths each
+    mixture = rf.density.Mixture.of(jnp.zeros((3, 6)), jnp.ones((3, 6)), dimension=2)  # for three points
+    mixture.log_prob(jnp.zeros((3, 10, 6))).shape  # (3, 10), for ten paths each
     ```
     """
 

@@ -452,8 +452,8 @@ class LocalDiffusion(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    diffusion = rf.sde.LocalDiffusion(2, scale=3 * jnp.eye(2), key=jax.random.key(0)) diffusion(0.0,
-    jnp.ones(2)) # 3 I, before training
+    diffusion = rf.sde.LocalDiffusion(2, scale=3 * jnp.eye(2), key=jax.random.key(0))
+    diffusion(0.0, jnp.ones(2))  # 3 I, before training
     ```
     """
 

@@ -102,9 +102,11 @@ def targeted_sde(
     import jax.numpy as jnp
     import roughflow as rf
 
-    cauchy = lambda z: -jnp.log1p(z[0] ** 2) sde = rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:,
-    None]) sde.drift(0.0, jnp.array([3.0])) # 0: this σ needs no drift
-    rf.targeted_sde(diffusion=rf.ConstantDiffusion(jnp.eye(2)), score=lambda z: -z) # leaves N(0, I) invariant
+    cauchy = lambda z: -jnp.log1p(z[0] ** 2)
+    sde = rf.targeted_sde(cauchy, lambda t, z: jnp.sqrt(1 + z**2)[:, None])
+    sde.drift(0.0, jnp.array([3.0]))  # 0: this σ needs no drift
+    # Leave N(0, I) invariant:
+    rf.targeted_sde(diffusion=rf.ConstantDiffusion(jnp.eye(2)), score=lambda z: -z)
     ```
     """
     if log_density is not None:

@@ -170,9 +170,9 @@ class TransportSDE(AbstractItoSDE):
     import jax.numpy as jnp
     import roughflow as rf
 
-    transport = rf.sde.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z) # N(0, I) at all times sde =
-    rf.sde.TransportSDE(transport, rf.ConstantDiffusion(jnp.eye(2))) sde.drift(0.0, jnp.ones(2)) # −½ z: an
-    Ornstein–Uhlenbeck process
+    transport = rf.sde.GivenTransport(lambda t, z: 0 * z, lambda t, z: -z)  # N(0, I) at all times
+    sde = rf.sde.TransportSDE(transport, rf.ConstantDiffusion(jnp.eye(2)))
+    sde.drift(0.0, jnp.ones(2))  # −½ z: an Ornstein–Uhlenbeck process
     ```
     """
 

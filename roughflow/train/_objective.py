@@ -34,7 +34,7 @@ class AbstractStatefulObjective(eqx.Module):
             return jnp.mean((model - state) ** 2), (moved, {"place": moved[0]})
 
     fitted = rf.fit(jnp.ones(1), key=jax.random.key(0), objective=Walk(), steps=20, progress=False)
-    fitted.state # the final position of the walk
+    fitted.state  # the final position of the walk
     ```
     """
 

@@ -44,9 +44,10 @@ class ShortTime(eqx.Module):
     import jax, jax.numpy as jnp
     import roughflow as rf
 
-    sde = rf.ItoSDE(lambda t, z: jnp.sin(z), lambda t, z: jnp.ones((1, 1))) first =
-    rf.transition.ShortTime(sde, jnp.zeros(1), 0.1) flow = rf.StochasticFlow(first.later, first, t1=1.9) #
-    from 0 to 2 in total flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.PullBack(256))
+    sde = rf.ItoSDE(lambda t, z: jnp.sin(z), lambda t, z: jnp.ones((1, 1)))
+    first = rf.transition.ShortTime(sde, jnp.zeros(1), 0.1)
+    flow = rf.StochasticFlow(first.later, first, t1=1.9)  # from 0 to 2 in total
+    flow.estimate(jnp.ones(1), key=jax.random.key(0), estimator=rf.PullBack(256))
     ```
     """
 
