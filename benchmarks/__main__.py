@@ -7,8 +7,7 @@ from pathlib import Path
 
 
 def descriptions() -> dict[str, str]:
-    """The first line of the docstring of every module that can be run, without its command, by module
-    name."""
+    """For every module that can be run, the first line of its docstring, without the command."""
     found = {}
     for file in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         text = file.read_text(encoding="utf-8")

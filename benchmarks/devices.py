@@ -15,7 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-STEPS, WARM_UP = 200, 20  # more steps than those for which a fit compiles quickly
+STEPS, WARM_UP = (
+    200,
+    20,
+)  # steps; enough for `rf.fit` to use the program that compiles more slowly and runs faster
 REPEATS = 4
 PORT = 9870
 

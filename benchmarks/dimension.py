@@ -1,8 +1,8 @@
 """Cost of a field evaluation as a function of the dimension: `python -m benchmarks.dimension`.
 
 The drift and the diagonal noise are networks (width 64, batch 256, float32), evaluated forwards and
-backwards. The exact divergence and correction are compared with estimates from one product, whose cost should
-grow at most linearly.
+backwards. The exact divergence and correction are compared with estimates from a single Jacobian product,
+whose cost should grow at most linearly.
 """
 
 import equinox as eqx

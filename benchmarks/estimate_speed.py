@@ -48,7 +48,9 @@ class Constant(eqx.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=list(PARTS), help="one part, in this process, as JSON")
+    parser.add_argument(
+        "--part", choices=list(PARTS), help="run only one part, in this process, and print JSON"
+    )
     part = parser.parse_args().part
     if part:
         print(json.dumps(PARTS[part]() | {"memory": peak_memory()}))

@@ -4,8 +4,8 @@ In two dimensions, 1,000 points each are drawn from three neural SDEs, the examp
 fitted to the banana and star data with noise 0.5 added. In more dimensions, 200 points each are drawn from
 two neural SDEs in three and six dimensions and from flows fitted to 6 and 30 columns. References are four
 runs of 2^11 or 2^13 Sobol' paths with 24 functions; for 30 columns, paths around the modes with 12 functions.
-If FOLDER contains the package of another version, `--beside FOLDER` estimates the same points with that
-version in a separate process. Both versions compile at the same time and are then timed one after the other.
+`--beside FOLDER` also estimates the same points in a separate process with another version, whose package is
+in FOLDER. Both versions compile at the same time and are then timed one after the other.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def fitted(name: str, folder: Path) -> rf.StochasticFlow:
 
 
 def table(d: int) -> np.ndarray:
-    """A bent table: products and sines of correlated normal columns."""
+    """A table with nonlinear relations: products and sines of correlated normal columns."""
     rng = np.random.default_rng(d)
     z = rng.normal(size=(20_000, d)) @ (rng.normal(size=(d, d)) / d**0.5)
     return z + np.sin(2 * np.roll(z, 1, axis=1)) + 0.3 * rng.normal(size=z.shape)

@@ -106,7 +106,8 @@ def ou_10d() -> Problem:
 
 
 def _ou(d: int) -> Problem:
-    """A random stable drift matrix and a full noise matrix. The density is normal, by matrix exponentials."""
+    """A random stable drift matrix and a full noise matrix. The density is normal; matrix exponentials give
+    its covariance."""
     rng = np.random.default_rng(d + 1)
     drift = 0.6 * rng.standard_normal((d, d)) / d**0.5 - 1.5 * np.eye(d)
     noise = 0.5 * rng.standard_normal((d, d)) / d**0.5 + 0.5 * np.eye(d)

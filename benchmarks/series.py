@@ -1,12 +1,15 @@
 """Time series: `python -m benchmarks.series [--part accuracy fits coverage levels speed]`, in float64.
 
-accuracy: transition log-densities of SDEs with known transitions, computed without this knowledge, compared
-with the methods of Euler, Milstein, local linearisation and Pedersen. speed: the likelihood and scores of
-5,000 transitions, and a complete fit. coverage: how often 95 % intervals cover the truth in 200 simulated
-series; finished fits are stored in the temporary directory. levels: intervals, forecast bands and residual
-tests of 200 simulated series of each of six processes. fits: two components with correlated noise, Heston's
-model, a series with half of its values deleted, and a series with measurement errors. The last lines of each
-part state the requirements and whether they are met.
+- accuracy: transition log-densities of SDEs with known transitions, computed without this knowledge, compared
+  with the methods of Euler, Milstein, local linearisation and Pedersen.
+- speed: the likelihood and scores of 5,000 transitions, and a complete fit.
+- coverage: how often 95 % intervals cover the truth in 200 simulated series; finished fits are stored in the
+  temporary directory.
+- levels: intervals, forecast bands and residual tests of 200 simulated series of each of six processes.
+- fits: two components with correlated noise, Heston's model, a series with half of its values deleted, and a
+  series with measurement errors.
+
+The last lines of each part state the requirements and whether they are met.
 """
 
 import argparse

@@ -27,7 +27,13 @@ KEY = jax.random.key(0)
 COORDINATES = rf.transition.Columns(rf.transition.Unchanged(), rf.transition.Root())
 PUBLISHED = (3.68e-4, 3.14e-2, 1.12e-4, 2.27e-3, -0.738)
 FIRST = 7.66e-3**2
-MAXIMUM = (3.76e-4, 3.23e-2, 1.08e-4, 2.26e-3, -0.738)  # of the likelihood with one Euler step
+MAXIMUM = (
+    3.76e-4,
+    3.23e-2,
+    1.08e-4,
+    2.26e-3,
+    -0.738,
+)  # parameters at the maximum of the likelihood with one Euler step
 
 
 class LogHeston(rf.sde.AbstractItoSDE):

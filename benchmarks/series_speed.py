@@ -34,8 +34,8 @@ def speed() -> Iterator[str]:
     yield f"  in a new process {shown(fit, 'first')}, then of another series {shown(fit, 'second')}\n"
     for claim, value, limit in (
         (f"a warm likelihood with scores takes less than {WARM:g} s", likelihood["warm"], WARM),
-        (f"its first call less than {FIRST:g} s", likelihood["first"], FIRST),
-        (f"and less than {MEMORY:g} MiB", likelihood["memory"], MEMORY),
+        (f"its first call takes less than {FIRST:g} s", likelihood["first"], FIRST),
+        (f"it needs less than {MEMORY:g} MiB", likelihood["memory"], MEMORY),
         (f"a whole fit takes less than {FIT:g} s", fit["first"], FIT),
     ):
         yield verdict(value <= limit, claim, f"{value:.2f}")

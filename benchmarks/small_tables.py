@@ -1,9 +1,9 @@
 """Small tables, and tables with copies of rows: the score of a default fit compared with that of new rows.
 
 1. Random tables of 4 to 60 rows and 1 to 8 columns, from Gaussian, correlated, skewed, heavy-tailed and mixed
-distributions: the mean log-density of 2,000 new rows, compared with that of the sample Gaussian (whose
-covariance has the better of the denominators n and n − 1). 2. Bootstrapped, upsampled and joined tables:
-`fitted.score` compared with the score of 4,000 new rows.
+   distributions: the mean log-density of 2,000 new rows, compared with that of the sample Gaussian (whose
+   covariance has the better of the denominators n and n − 1).
+2. Bootstrapped, upsampled and joined tables: `fitted.score` compared with the score of 4,000 new rows.
 
 `python -m benchmarks.small_tables [--tables 30] [--seed 0]`
 """

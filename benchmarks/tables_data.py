@@ -159,7 +159,7 @@ def weather() -> Columns:
 
 
 def hours() -> Columns:
-    """The weather, and its month and day."""
+    """The weather columns, with month and day."""
     sane = lambda f: f["wind_speed"] < 100
     rest = dict.fromkeys(("wind_dir", "wind_speed", "pressure", "month", "day"))
     return of_r("nycflights13", "weather", sane, temp=1.0, dewp=1.0, **rest)

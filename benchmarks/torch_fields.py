@@ -35,7 +35,8 @@ def assemble(f: Tensor, s: Tensor, ds: Tensor, b: Tensor) -> Tensor:
 
 
 def autograd_vjp(function: Callable[[Tensor], Tensor], z: Tensor):
-    """`torch.func.vjp` by `torch.autograd.grad`, as FFJORD does it: faster when not compiled."""
+    """The same as `torch.func.vjp`, by `torch.autograd.grad` as in FFJORD, which is faster without
+    compilation."""
     with torch.enable_grad():
         z = z if z.requires_grad else z.detach().requires_grad_()
         value = function(z)

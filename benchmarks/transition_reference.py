@@ -93,7 +93,7 @@ def finite_volumes(
     drift: Callable, sigma: float, start: float, dt: float, ends: np.ndarray, size: int
 ) -> np.ndarray:
     """log p of dY = drift dt + σ dB on (0, π) after dt: rates between cells are in detailed balance with the
-    stationary density, and their symmetric generator is exponentiated by its eigenvectors."""
+    stationary density, and their symmetric generator is exponentiated with its eigenvectors."""
     edges = np.linspace(1e-9, np.pi - 1e-9, size + 1)
     centres, h = 0.5 * (edges[1:] + edges[:-1]), edges[1] - edges[0]
     change = (drift(centres[:-1]) + 4 * drift(edges[1:-1]) + drift(centres[1:])) / 3 * h / sigma**2
@@ -178,8 +178,8 @@ def cases() -> dict[str, Case]:
 def main(only: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
     print(
-        "Transition densities against references; the number of Jacobi is 2κμ/σ² (below 1, paths reach "
-        "zero)\n"
+        "Transition densities against references; the number after the name Jacobi is 2κμ/σ² (below 1, paths "
+        "reach zero)\n"
     )
     print_header(TABLE)
     counts = np.zeros(3, int)

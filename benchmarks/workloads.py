@@ -4,7 +4,7 @@ W0  a continuous normalizing flow: log-density of 1000 points, drift 2-64-64-64-
 W1  a stochastic flow: the same drift and sigma = [[1, s1], [s2, 1]], (s1, s2) from 2-64-2 (tanh),
     Ito, Brownian motion by its Karhunen-Loeve expansion with n = 6, one path per point.
 W2  the Stratonovich SDE dZ = drift dt + sigma o dB: 20 explicit midpoint steps with given
-    increments, the loss is the mean of |Z_T|^2.
+    increments; the loss is the mean of |Z_T|^2.
 
 One training step is the loss, its gradient in all weights, and one Adagrad update.
 For W0 and W1 the loss is the mean of -log p(x | path), solved backwards from t = 1 to t = 0.
