@@ -64,7 +64,8 @@ class Laplace(AbstractProposal):
 
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
     estimator = rf.PullBack(num_paths=64, proposal=rf.Laplace())
-    flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator).standard_error  # 0 (rounded)
+    estimate = flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator)
+    estimate.standard_error  # 0, up to rounding
     ```
     """
 
