@@ -29,7 +29,7 @@ def drift(t, z):
 
 
 def diffusion(t, z):
-    """A little noise in every direction, more along the orbit."""
+    """Weak noise in every direction, and stronger noise along the orbit."""
     x, y = z
     along = jnp.stack([-y, x]) / jnp.sqrt(0.5 + x**2 + y**2)
     return 0.15 * jnp.eye(2) + 0.25 * jnp.outer(along, along)

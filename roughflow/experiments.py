@@ -153,8 +153,8 @@ class Run:
     def excess(
         self, trained: Trained, distribution: AbstractDistribution, *, count: int | None = None
     ) -> dict:
-        """An estimate from new points of how much −E log p exceeds the entropy, with the learned proposal. It
-        is slightly too high if the proposal misses paths; `effective_paths` is then low."""
+        """An estimate of how much −E log p exceeds the entropy, computed at new points with the learned
+        proposal. It is slightly too high if the proposal misses paths; `effective_paths` is then low."""
         noisy = trained.flow.noise_dimension > 0
         estimator = rf.PullBack(SCORED if noisy else 1, trained.proposal)
         return self._scored(
@@ -482,7 +482,7 @@ def _draw_fig2(banana: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure
     }
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
         plots.density(banana.log_prob, extent=FIG2_EXTENT, ax=ax)
-        # Points far outside are clipped: they are not visible, and huge numbers break the plot.
+        # Points far outside are clipped: they are not visible, and very large numbers would distort the plot.
         plots.trajectory(np.clip(_same_time(name, walks[name]), -1e3, 1e3), ax=ax)
         arrows(ax, sdes[name])
         distance = max(metrics[name]["pooled_kolmogorov"])

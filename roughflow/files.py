@@ -68,7 +68,7 @@ class Held(Interrupt):
 
 
 # Maximum ratio of the size of the content to that of the file. Archives are not compressed, because numbers
-# hardly compress.
+# can hardly be compressed.
 MAX_EXPANSION = 100
 MIN_UNPACKED_BYTES = 2**20  # bytes; any archive may unpack to this size
 # The exceptions that zipfile, json and NumPy raise for invalid bytes.
@@ -113,7 +113,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         yield draft
         with draft.open("rb") as file:
             os.fsync(file.fileno())
-        # Temporary files are private; the final file gets the user's default permissions.
+        # Temporary files are private; the final file has the user's default permissions.
         mask = os.umask(0)
         os.umask(mask)
         draft.chmod(0o666 & ~mask)

@@ -47,9 +47,9 @@ class Laplace(AbstractProposal):
     come in several bundles. A few thousand forward draws of the flow are therefore made, and the search
     starts from those that end nearest to x. Equal modes are merged, and the paths are divided among the
     modes. One path in five is drawn from the prior, so that a missed bundle is detected and weights stay
-    bounded; if no path to x is found, all are drawn from the prior. `rf.PullBack` uses the prior's density as
-    a control variate, because its mean is known (Owen & Zhou 2000): for a linear SDE the estimate is exact
-    even though some paths are drawn from the prior.
+    bounded; if no path to x is found, all are drawn from the prior. `rf.PullBack` uses the ratio of the
+    prior's density to that of the proposal as a control variate, because its mean is known (Owen & Zhou
+    2000): for a linear SDE the estimate is exact even though some paths are drawn from the prior.
 
     **Arguments:**
 

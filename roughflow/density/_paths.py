@@ -42,7 +42,7 @@ PATHS_PER_ROW = 16  # number of paths of one point in a row of a program
 ROWS = {"cpu": (4096,), "gpu": (2048, 16384)}  # numbers of rows per program call
 SOLVES_PER_BLOCK = {"cpu": 2**9, "gpu": 2**15}  # number of solves that are integrated as one state
 MAX_NUMBERS = 2**26  # floating-point numbers per program call
-GROWTH = 4  # factor between the numbers of paths of two rounds
+GROWTH = 4  # factor between the numbers of paths of consecutive rounds
 CLOUD_KEY = 2**31 + 1  # folded into the key to obtain the key of the forward draws
 CHECKED_SHARE = 16  # one path in this many is also solved at a finer level,
 FEW_CHECKED = 32  # and at least this many
@@ -185,8 +185,8 @@ class Points:
         )
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
         block = max(1, min(SOLVES_PER_BLOCK[device] // columns, MAX_NUMBERS // each))
-        # Programs come in only a few sizes, so that a few points take little time on a GPU but not every
-        # number of points needs its own program.
+        # Programs come in a few sizes only, so that a few points take little time on a GPU, and a new number
+        # of points does not need a new program.
         sizes = [-(-size // block) * block for size in ROWS[device] if size * each <= MAX_NUMBERS] or [block]
         rows, parts = next((size for size in sizes if len(points) <= size), sizes[-1]), []
         for begin in range(0, len(points), rows):

@@ -136,8 +136,8 @@ KEPT = ("roughflow_point", "roughflow_status")
 class Field(eqx.Module):
     """The right-hand side and everything that it depends on (parameters and random numbers), in one pytree.
 
-    Solvers take a field as an argument, never as a closure, so that all methods of differentiation see all
-    parameters.
+    Solvers take a field as an argument, never as a closure, so that every method of differentiation has
+    access to all parameters.
     """
 
     sde: AbstractSDE
@@ -179,8 +179,8 @@ class Field(eqx.Module):
         it overflowed after a jump from `start`, the state at the beginning of the step. Any other value that
         is not finite counts as an error of the model. One sample must not invalidate the whole batch, so a
         field that is not finite is set to zero. A field that is too large is multiplied by a smooth factor,
-        so that the steps of an adaptive solver do not become tiny. Below a hundredth of the escape rate this
-        factor is exactly one.
+        so that the steps of an adaptive solver do not become extremely small. Below a hundredth of the escape
+        rate this factor is exactly one.
         """
         return _guarded(self, s, z, start, slope_at)
 

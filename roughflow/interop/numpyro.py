@@ -96,7 +96,8 @@ class FlowDistribution(dist.Distribution):
     """A flow as a NumPyro distribution over Rᵈ, for use in a model (as a learned prior) or as a guide.
 
     With noise, `log_prob` is an estimate. The paths of the estimate depend only on `key`, so NUTS and other
-    methods see one smooth function, which differs from the density of the flow by the error of the estimate.
+    methods work with one smooth function, which differs from the density of the flow by the error of the
+    estimate.
 
     **Arguments:** `flow`; `key`; `estimator`, by default `rf.PullBack` with 16 paths from the flow's learned
     proposal, or from `rf.Laplace()`.

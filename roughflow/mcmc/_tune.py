@@ -38,7 +38,7 @@ TARGET_ACCEPTANCE = 0.574
 NUM_ROUNDS = 4  # rounds of warm-up
 CLIMB_STEPS = 50  # Newton iterations of a climb
 ROBUST_RANGE = 3.0  # in robust standard deviations from the median; positions further away are pulled in
-NUM_CLIMBERS = 4  # chains that climb to a mode
+NUM_CLIMBERS = 4  # number of chains that climb to a mode
 TRIAL_DRAWS = 16  # number of draws used to evaluate a normal approximation
 MIXTURE_DRAWS = 512  # number of draws from the mixture of normal approximations
 
@@ -328,7 +328,7 @@ class SpeedMeasure(AbstractStatefulObjective):
 
 
 def _cost(log_ratio: Array) -> Array:
-    """−log min(1, a), which is logarithmic beyond a threshold, so that a move with a tiny a does not
+    """−log min(1, a), which is logarithmic beyond a threshold, so that a move with a very small a does not
     dominate, and zero if the solve failed."""
     refused = jnp.where(jnp.isfinite(log_ratio), jnp.maximum(-log_ratio, 0), 0)
     return jnp.where(
@@ -354,7 +354,7 @@ def tune_sampler(
 ) -> Tuned:
     """Learn a noise σ(z) for which chains mix fast, and return the tuned sampler.
 
-    A tenth of the budget goes to `rf.warm_up`, which finds a constant σ. Starting from this σ, an
+    A tenth of the budget is spent on `rf.warm_up`, which finds a constant σ. Starting from this σ, an
     `rf.sde.LocalDiffusion` is trained on running chains to make the moves of `rf.mcmc.FlowSampler` as large
     as possible for a given acceptance rate (Titsias & Dellaportas 2019). The last 5 % of the budget is used
     to adapt dt. Adaptation then stops, so the stationary distribution is exact, however well σ was learned.

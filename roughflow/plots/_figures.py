@@ -133,7 +133,7 @@ def density(
     - `log_prob`: a function from points `(N, 2)` to log-densities `(N,)`, called on `chunk` points at a time;
       or the log-densities at the points of `grid(extent, resolution)`.
     - `extent`: (left, right, bottom, top).
-    - `maximum`: the density that gets the darkest shade, by default the highest one; set it to use one scale
+    - `maximum`: the density that has the darkest shade, by default the highest one; set it to use one scale
       for several maps.
 
     ```python

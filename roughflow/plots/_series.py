@@ -188,8 +188,8 @@ def states(
     """The components of the state given all values (`FittedSDE.smoothed`), each with a pointwise band, and
     the observed values.
 
-    Bands assume that each component is normally distributed or, if it is positive and very uncertain, that
-    its logarithm is.
+    Bands assume that each component is normally distributed, or that its logarithm is, if the component is
+    positive and very uncertain.
 
     ```python
     import jax, numpy as np

@@ -353,7 +353,7 @@ class VelocityNetwork(eqx.Module):
 
     With s = t/T it is a multi-layer perceptron of z, s, log(1.02 − s), the sine and cosine of πs and 2πs, and
     sines and cosines of fixed random projections of z (Fourier features, Tancik et al. 2020). Without these
-    features a network hardly learns fine detail. The velocity is the network plus
+    features, a network is slow to learn fine detail. The velocity is the network plus
 
         (2s − 1)/((1 − s)² + s²) z/T,
 
