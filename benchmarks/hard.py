@@ -198,7 +198,7 @@ def main() -> None:
     options = parser.parse_args()
     totals = np.zeros(3, int)
     print(
-        "problem             estimates  wrong  flagged  rms error  worst bars  median bar  s a call  methods"
+        "problem             estimates  wrong  flagged  rms error  worst bars  median bar    s/call  methods"
     )
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(run, name, options.keys) for name in options.only]

@@ -153,7 +153,7 @@ def oscillator(count: int, length: int, seed: int, pairs: bool = False):
 
 
 def kalman(model: rf.latent.LatentSDE, times: np.ndarray, values: np.ndarray) -> float:
-    """The log-likelihood of a model with linear drift, constant noise and linear decoder."""
+    """The log-likelihood of a model with linear drift, constant noise and a linear decoder."""
     d = model.dimension
     zero = jnp.zeros(d)
     rate = np.asarray(jax.jacobian(lambda z: model.drift(jnp.asarray(0.0), z))(zero), float)

@@ -39,7 +39,8 @@ class Problem:
 
 
 class LogNormalBase(eqx.Module):
-    """The distribution of exp of independent normals; `from_normal` keeps searches on the positive side."""
+    """The distribution of the exponentials of independent normal variables; `from_normal` keeps searches on
+    the positive side."""
 
     loc: Array
     scale: Array

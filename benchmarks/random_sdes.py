@@ -5,9 +5,10 @@ over two orders of magnitude. Neither of the two references depends on paths or 
 
 - *transformed*: X = ψ(Y), where Y solves a linear SDE with constant noise and ψ is a random diffeomorphism. X
   solves a nonlinear SDE with state-dependent noise, and its density is a transformed normal density.
-- *neural*: drift and diffusion are random networks. The reference is the Fokker–Planck equation
-  (`rf.density.Grid`, total error below 0.005). In three dimensions, a neural SDE in two dimensions is
-  combined with one in one dimension, and the state is rotated. The density is the product of both densities.
+- *neural*: drift and diffusion are random networks. The reference is the solution of the Fokker–Planck
+  equation (`rf.density.Grid`, total error below 0.005). In three dimensions, a neural SDE in two dimensions
+  is combined with one in one dimension, and the state is rotated. The density is the product of both
+  densities.
 
 Points are drawn from the process itself. An estimate counts as wrong if its error exceeds three error bars
 (its own and those of the reference combined) and it is not flagged as suspect.

@@ -156,10 +156,10 @@ def gaussian() -> Iterator[str]:
         power = lambda a, h=hurst: np.abs(a) ** (2 * h)
         exact = 0.5 * (power(s[:, None]) + power(s) - power(s[:, None] - s))
         gap = float(np.abs(values @ values.T - exact).max())
-        yield verdict(gap < 1e-12, f"H = {hurst:g}: covariance on the grid to {gap:.0e}")
+        yield verdict(gap < 1e-12, f"H = {hurst:g}: error of the covariance on the grid {gap:.0e}")
     ours, other = rf.driver.FractionalLegendre(0.5, 16).integrals(s), rf.Legendre(16).integrals(s)
     gap = float(jnp.abs(ours - other).max())
-    yield verdict(gap < 1e-11, f"H = ½ is Brownian motion to {gap:.0e}")
+    yield verdict(gap < 1e-11, f"H = ½: difference from Brownian motion {gap:.0e}")
 
 
 def hurst() -> Iterator[str]:

@@ -189,7 +189,8 @@ def bootstrap(returns: jax.Array, key: int, size: int) -> jax.Array:
 
 
 def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
-    """Names, log-likelihood estimates as functions of a number of particles and a seed, and numbers."""
+    """Names, log-likelihood estimates as functions of a number of particles and a seed, and numbers of
+    particles."""
     found = []
     if importlib.util.find_spec("pypomp"):
         import pypomp

@@ -91,7 +91,7 @@ def one_series(name: str, seed: int) -> list[np.ndarray]:
     covers = [
         low <= value <= high for (low, high), value in zip(result.confint().values(), true, strict=True)
     ]
-    # With memory, each draw of the parameters needs the whole series again.
+    # For a process with memory, each draw of the parameters needs the whole series again.
     uncertain = result.identified and kind is not rf.FractionalOrnsteinUhlenbeck
     options = {"num_paths": 2000, "parameter_uncertainty": uncertain}
     paths = result.forecast(dt * ahead, key=jax.random.key(seed + 1), **options)[..., 0]

@@ -216,7 +216,7 @@ def verdicts(scores: Mapping[str, Scores], sizes: Mapping[str, tuple[int, int]])
             method = max(others, key=lambda m: others[m].mean)
             best, few = others[method], sizes[name][0] <= MANY
             gain = mine.rows - best.rows
-            claim = f"{name}: {mine} at least {method}'s {best}{', minus its standard error' if few else ''}"
+            claim = f"{name}: {mine} reaches {method}'s {best}{', minus its standard error' if few else ''}"
             yield verdict(
                 mine.mean >= best.mean - few * best.error,
                 f"{claim}; row by row {np.mean(gain):+.3f} ± {standard_error(gain):.3f}",

@@ -1,4 +1,4 @@
-"""Transition densities against the Fokker–Planck equation: are their error bars honest?
+"""Calibration of the error bars of transition densities, against the Fokker–Planck equation.
 
     python -m benchmarks.transition_reference [SDE …]
 

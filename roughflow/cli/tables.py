@@ -231,7 +231,7 @@ class _Lines:
 
     @property
     def quote(self) -> str:
-        """A remark for error messages if a row spans several lines, else an empty text."""
+        """A remark for error messages if a row spans several lines, else an empty string."""
         last = self.reader.line_num
         return f", and a quote opened there ends on line {last} or never" if last > self.begun else ""
 
@@ -290,7 +290,7 @@ def _numbers(
 
 
 def _series(cell: str) -> str:
-    """A hint for error messages if a cell is a date, else an empty text."""
+    """A hint for error messages if a cell is a date, else an empty string."""
     try:
         datetime.datetime.fromisoformat(cell)
     except ValueError:

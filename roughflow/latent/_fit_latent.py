@@ -64,7 +64,7 @@ def fit_latent(
       such lists. It is called with the number 1,024 to initialise the model, and with the batch size in every
       step. Times are then numbers.
     - `dimension`: the number of hidden states.
-    - `sde`: an SDE with a square matrix σ, in the time of the data. By default
+    - `sde`: an SDE with a square matrix σ, whose times are those of the data. By default
       `rf.ItoSDE(rf.sde.RestoringDrift(...), rf.DiagonalDiffusion(...))`, where each series starts at time 0
       and the unit of time is the decorrelation time of the values.
     - `decoder`: a function from a state to a distribution of the values, with `log_prob(y)` of shape `(p,)`
@@ -153,7 +153,7 @@ class Drawn:
 
 
 def second_file(path: Any) -> Path | None:
-    """The checkpoint of the second stage, beside that of the first."""
+    """The checkpoint file of the second stage, in the folder of the first."""
     return None if path is None else Path(path).with_name(f"{Path(path).name}.forecast")
 
 
@@ -223,8 +223,8 @@ def components(parts: list[Observed], dimension: int) -> tuple[np.ndarray, ...]:
 
 
 def decorrelation_time(parts: list[Observed]) -> float:
-    """The time after which the mean squared increment of the values reaches half of its limit, which is twice
-    the variance; at most the length of the longest series."""
+    """The time after which the mean squared increment of the values reaches the variance (half of its limit),
+    but at most the length of the longest series."""
     longest = max(len(part.times) for part in parts)
     _, scale, *_ = components(parts, 1)
     lag = 1

@@ -107,7 +107,7 @@ class LatentSDE(AbstractLatentSDE):
     - `decoder`: a function from a state to a distribution of the `p` observed values, which is an object with
       `log_prob(y)` of shape `(p,)` and `sample(key)`, such as a NumPyro distribution.
     - `posterior`: an `rf.latent.Posterior`.
-    - `unit`: the unit of time of the SDE; each series then starts at time 0. If None, the SDE uses the time
+    - `unit`: the unit of time of the SDE; each series then starts at time 0. If None, the SDE uses the times
       of the data.
     - `max_step`: longest time step of simulations, as in `log_likelihood` and `sample`, in units of the SDE.
 
@@ -154,7 +154,7 @@ class LatentSDE(AbstractLatentSDE):
         return np.asarray(_bounds(self, series, check_count("num_times", num_times), check_key(key)))
 
     def smoothed(self, times: Any, values: Any, *, key: PRNGKeyArray, num_samples: int = 256) -> LatentPaths:
-        """Draws of states and values of one series given its observations, at the times of the observations.
+        """Draws of the states and values of one series at its observation times, given all observations.
 
         Missing values are drawn and observed values are kept, so each draw is an imputation of the series.
         """
@@ -168,8 +168,8 @@ class LatentSDE(AbstractLatentSDE):
     def forecast(
         self, times: Any, values: Any, ahead: Any, *, key: PRNGKeyArray, num_samples: int = 256
     ) -> LatentPaths:
-        """Draws of states and values after the last observation, at the times `ahead`, counted from the last
-        observation, or at dates."""
+        """Draws of the states and values at the times `ahead` after the last observation: numbers counted
+        from it, or dates."""
         series, steps = self._one(times, values)
         later = panel(times, values, partial=True, fewest=2)[0].ahead(ahead)
         key_states, key_paths, key_values = jax.random.split(check_key(key), 3)

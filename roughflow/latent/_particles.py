@@ -77,8 +77,8 @@ def particle_filter(
 ) -> Cloud:
     """Particles at the last time, with `num_steps` steps between consecutive observations.
 
-    Particles are resampled after an observation if fewer than half of them are effective. `keep` tells
-    whether to keep their states at observations.
+    Particles are resampled after an observation if fewer than half of them are effective. `keep` specifies
+    whether to store their states at observations.
     """
     key_start, key_moves = jax.random.split(key)
     reading, times = model.posterior.read(series), series.times
@@ -127,7 +127,7 @@ def particle_filter(
 
 
 def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
-    """Resample to particles of equal weight if fewer than the given share of them are effective."""
+    """Resample to particles of equal weight if their effective number is below the fraction `share`."""
     count = len(cloud.log_weight)
     picked = systematic(jax.nn.softmax(cloud.log_weight), key)
     poor = effective(cloud.log_weight) < share * count

@@ -338,7 +338,7 @@ def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) ->
     likelihood, free = maximum.likelihood, maximum.free
     if isinstance(likelihood, VaryingLikelihood) and errors[0] >= errors[1]:
         return likelihood.with_nodes().moved_to(free)
-    assert likelihood.effort is not None  # an inexact likelihood always has an effort
+    assert likelihood.effort is not None  # the effort is None only if the likelihood is exact
     if isinstance(likelihood, HiddenLikelihood) and errors[0] > errors[1]:
         of_sde = likelihood.of_sde
         if of_sde.method == DRAWS and hidden_component(of_sde.rows) is not None:
@@ -389,10 +389,10 @@ def series_likelihood(
     **Arguments:** `sde` must have the same type as the SDEs of interest and similar parameters. It determines
     whether transitions are exact and, if not, the effort. The other arguments are those of `rf.fit_sde`.
     Hidden components are integrated out; `measurement_noise` and `initial` are fixed.
-    `FittedSDE.series_likelihood` reuses the effort of the fit. With hidden components, `with_error(sde)` is
-    the log-likelihood and its error. The grid for one hidden component is replaced if it does not cover the
-    states of an SDE, but not inside `jax.jit`. If you use `jax.jit`, check `with_error` for SDEs far from the
-    given `sde`.
+    `FittedSDE.series_likelihood` reuses the effort of the fit. With hidden components, `with_error(sde)`
+    returns the log-likelihood and its error. The grid for one hidden component is replaced if it does not
+    cover the states of an SDE, but not inside `jax.jit`. If you use `jax.jit`, check `with_error` for SDEs
+    far from the given `sde`.
 
     ```python
     import jax, numpy as np

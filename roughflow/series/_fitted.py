@@ -172,8 +172,7 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def estimates(self) -> np.ndarray:
-        """The estimated parameters, `(p,)`; parameters on a boundary have exactly the value of the
-        boundary."""
+        """The estimated parameters, `(p,)`; parameters on a boundary are exactly equal to it."""
         parameters = self.likelihood.parameters
         inside = np.asarray(parameters.from_free(jnp.asarray(self.free, float)), float)
         ends = np.array([domain.upper if side > 0 else domain.lower for domain, side in self._domains()])

@@ -547,7 +547,7 @@ def _lattice(one: Observed) -> tuple[np.ndarray, float]:
     if np.abs(steps - dt * np.diff(places)).max() > EVEN * dt or places[-1] > 2 * len(places):
         raise ValueError(
             "a process with memory requires evenly spaced times, of which up to half may be missing: for "
-            f"example, count trading days{see('series')}"
+            f"example, measure time in trading days{see('series')}"
         )
     values = np.full(places[-1] + 1, np.nan)
     values[places] = one.values[:, 0]
@@ -600,8 +600,8 @@ class SeriesPosterior(eqx.Module):
         return value + self.log_prior(sde[0] if isinstance(sde, tuple) else sde)
 
     def starts(self, num_chains: int, *, key: PRNGKeyArray) -> Array:
-        """Starting points `(num_chains, p)` of chains, dispersed around the estimates by their standard
-        errors."""
+        """Starting points `(num_chains, p)` of chains, dispersed around the estimates according to their
+        standard errors."""
         noise = jax.random.normal(check_key(key), (check_count("num_chains", num_chains), self.dimension))
         return self.start[None] + noise @ self.scale.T
 

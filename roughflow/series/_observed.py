@@ -147,7 +147,7 @@ def panel(times: Any, values: Any, *, partial: bool = False, fewest: int = FEWES
         whens, whats = [Times.of(times)], [as_columns(values)]
     kinds = {when.kind for when in whens}
     if len(kinds) > 1:
-        raise ValueError(f"times of all series must be of one kind, got {' and '.join(sorted(kinds))}")
+        raise ValueError(f"times of all series must be of the same kind, got {' and '.join(sorted(kinds))}")
     counts = {what.shape[1] for what in whats}
     if len(counts) > 1:
         given = " and ".join(map(str, sorted(counts)))

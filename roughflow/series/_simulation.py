@@ -179,7 +179,7 @@ def _paths(
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
     """The largest Kolmogorov distance between the marginals of two sets of paths `(K, T, d)`."""
     columns = zip(a.reshape(len(a), -1).T, b.reshape(len(b), -1).T, strict=True)
-    # All paths that left the state space get the same extra value.
+    # All paths that left the state space are assigned the same extra value.
     return max(float(scipy.stats.ks_2samp(_filled(x), _filled(y)).statistic) for x, y in columns)
 
 

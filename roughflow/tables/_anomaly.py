@@ -134,8 +134,8 @@ class KernelDensity(eqx.Module):
 
 def less_likely(values: Any, reference: Any) -> np.ndarray:
     """The fraction of the reference log-densities below each value, in [0, 1]. The fraction is interpolated
-    between the reference values, and decreases to 0 below the lowest one, so that extreme rows stay
-    ordered."""
+    between the reference values, and decreases to 0 below the lowest one, so that extreme rows remain
+    ranked."""
     values, reference = np.asarray(values, np.float64), np.sort(np.asarray(reference, np.float64))
     reference = reference[np.isfinite(reference)]
     count = len(reference)

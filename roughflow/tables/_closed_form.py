@@ -116,7 +116,7 @@ TAIL_ROWS, TAIL_GAIN = 20, 3.0
 HEAVY_SHAPE = 0.25  # ξ above which a column is always mapped, because its fourth moment is infinite
 # Range of ξ of a Pareto tail; a Student-t distribution with ν degrees of freedom has ξ = 1/ν.
 MIN_SHAPE, MAX_SHAPE = 0.15, 3.0
-# A column gets Pareto tails if its most extreme value would occur in a normal sample with at most this
+# A column is given Pareto tails if its most extreme value would occur in a normal sample with at most this
 # probability and its rows do not determine its tails. These tails begin at FAR_LEVEL standard deviations and
 # have the shape FAR_SHAPE of a Cauchy distribution. They cost 0.0005 nats if the column is normal after all.
 FAR_PROBABILITY, FAR_LEVEL, FAR_SHAPE = 0.05, 3.0, 1.0
@@ -365,7 +365,7 @@ def _together(rows: np.ndarray, counts: list[int], far: bool = True) -> Marginal
 
 
 def _knots(column: np.ndarray, count: int) -> _Knot:
-    """Knots at quantiles; without knots, a linear map."""
+    """A map with `count` knots at quantiles; a linear map if `count` is 0."""
     if count == 0:
         return _linear(column)
     knots = _at_quantiles(column, count)

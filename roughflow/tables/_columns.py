@@ -149,7 +149,7 @@ def _copies(unit: np.ndarray, free: list[int]) -> list[int]:
 
 class WithRelations(eqx.Module):
     """A density of rows that satisfy linear relations: `core`, an `rf.tables.Standardised`, is the density of
-    the free columns, and other rows have density zero.
+    the free columns. Rows that violate a relation have density zero.
 
     `log_prob` is the log-density of the free columns. Samples have all columns. `columns` are the names of
     all columns, given ones last. The methods are those of `rf.tables.Standardised`. In `log_prob` and
@@ -301,7 +301,7 @@ class Encoding(eqx.Module):
 
     A cell of a "continuous" column becomes a number, a cell of an "integer" column a number that stands for
     an interval of width `widths` around it, and a cell of a "category" column a code, its index in `levels`.
-    A cell of a "zero-inflated" column becomes a code, which tells whether the cell is at the point mass (the
+    A cell of a "zero-inflated" column becomes a code, which says whether the cell is at the point mass (the
     last of the `levels`), and a number if it is not. Numbers are in units of `scale` around `loc`.
 
     ```python
@@ -456,7 +456,7 @@ def cells_of(
         ], wanted
     array = np.asarray(data)
     if array.dtype.kind in "US":
-        # Use objects, because NumPy would convert numbers in a table with text to text.
+        # Use objects, because NumPy would convert numbers to text if the table contains text.
         array = np.asarray(data, object)
     if array.ndim != 2 or not array.size:
         raise ValueError(f"{argument} must have shape (rows, columns), got {array.shape}")

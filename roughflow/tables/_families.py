@@ -19,7 +19,7 @@ FAMILIES: tuple[Family, ...] = ("gaussian", "marginals", "flow", "mixture")
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A Gaussian of columns, or of columns that are mapped by monotone functions."""
+    """A Gaussian distribution of the columns, or of columns transformed by monotone functions."""
 
     maps: Marginals | None
     gaussian: Gaussian

@@ -80,10 +80,11 @@ def fit_density(
 
     A fourth family is for tables with missing cells (None or NaN), text, integers or point masses:
 
-    - "mixture": Gaussians for numbers times probabilities for categories (`rf.tables.MixedDensity`), fitted
-      to incomplete rows by expectation–maximisation. Densities of incomplete rows, `fitted.impute` and
-      `fitted.conditional` are in closed form. A mixture is the default for tables with text or missing cells,
-      and with `types=` or `weights=`. Its number of components is chosen on unseen rows.
+    - "mixture": a mixture of Gaussians for numbers times probabilities for categories
+      (`rf.tables.MixedDensity`), fitted to incomplete rows by expectation–maximisation. Densities of
+      incomplete rows, `fitted.impute` and `fitted.conditional` are in closed form. A mixture is the default
+      for tables with text or missing cells, and with `types=` or `weights=`. Its number of components is
+      chosen on unseen rows.
 
     Copies of a row, and rows of one group, are always on the same side of a split. Defaults that depend on
     the size of the table use the number of distinct rows.

@@ -164,8 +164,8 @@ class FittedDensity(Fitted):
         """The fraction of the model's own samples that are less likely than each row, in [0, 1].
 
         It is near 0 for anomalies and uniform for rows of the modelled distribution, so `anomaly(rows) <
-        0.01` flags one ordinary row in a hundred. The fraction is computed from 2,000 samples. Below the
-        least likely sample it still decreases, so that extreme rows stay ordered. Rows that violate a
+        0.01` flags one ordinary row in a hundred. The fraction is computed from 2,000 samples. For rows less
+        likely than all samples it still decreases, so that extreme rows remain ranked. Rows that violate a
         relation of the columns get the penalty described in `log_prob`. An `rf.tables.KernelDensity` of the
         same table often ranks anomalies better; `roughflow.interop.sklearn.StochasticFlowOutlier` uses it.
         """

@@ -112,7 +112,7 @@ class ParquetTable:
         return self._at(rng.integers(0, len(self), size))
 
     def subsample(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw rows without replacement, at most all rows."""
+        """Draw `count` rows without replacement, or all rows if there are fewer."""
         if count >= len(self):
             return self._at(np.arange(len(self)))
         return self._at(rng.choice(len(self), count, replace=False))

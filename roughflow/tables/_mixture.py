@@ -465,7 +465,9 @@ class MixedDensity(eqx.Module):
         cells = cells_of(rows, self.columns, "rows")[0]
         numbers, codes = self.encoding.encode(cells)
         if np.any(codes == UNKNOWN):
-            raise ValueError("rows has a category that does not occur in the training table: make it missing")
+            raise ValueError(
+                "rows has a category that does not occur in the training table: replace it by a missing value"
+            )
         count = check_count("count", count)
         drawn = self.encoding.decode(*self.mixture.complete(numbers, codes, rng_of(check_key(key), 0), count))
         drawn = drawn.reshape(count, len(numbers), self.num_columns)
@@ -637,8 +639,8 @@ def fit_mixed(
 ) -> MixedFit:
     """Fit a mixture to a table of numbers and categories with missing cells.
 
-    The number of components is chosen on validation rows, or by cross-validation with fewer than 500 rows;
-    the mixture is then fitted to all rows."""
+    The number of components is chosen on validation rows, or by cross-validation if there are fewer than 500
+    rows; the mixture is then fitted to all rows."""
     cells, names = cells_of(data, names)
     types = {
         names[name] if isinstance(name, int) and name < len(names) else name: kind

@@ -178,7 +178,7 @@ OUTLIER_NOISE = 2.0  # standard deviation of the noise on outliers, in units of 
 class Smoothed(eqx.Module):
     """A kernel density estimate as training data: rows drawn with replacement, with normal noise of standard
     deviation `width` on all but the last `num_given` columns. A fraction `outliers` of the rows has noise of
-    standard deviation `OUTLIER_NOISE`, wider than the standardised rows themselves."""
+    standard deviation `OUTLIER_NOISE`, which exceeds that of the standardised rows."""
 
     rows: Array  # padded with zeros to a power of two, so that other row counts do not cause recompilation
     count: Array

@@ -168,7 +168,7 @@ def _check_enough(count: int, total: int, name: str, validation: float = 0.0) ->
 
 
 def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Rounding) -> np.ndarray:
-    """The rounding of each column; with "auto", the step of columns on a coarse grid."""
+    """The rounding step of each column; "auto" detects the step of columns on a coarse grid."""
     width = np.zeros(rows.shape[1])
     if isinstance(rounding, str):
         if rounding != "auto":

@@ -197,7 +197,7 @@ def _parts(value: Any, place: str, seen: dict[int, tuple[int, Any]]) -> Iterator
     elif id(value) in seen:
         yield place, f"part {seen[id(value)][0]} again"
     else:
-        # Keep a reference to the object, so that no other object gets the same address meanwhile.
+        # Keep a reference to the object, so that its address is not reused.
         seen[id(value)] = len(seen), value
         kind, parts = _opened(value)
         yield place, kind

@@ -593,8 +593,8 @@ def smoothed_by_particles(
 
 
 def incoming(space: StateSpace) -> tuple[Array, Array]:
-    """Start and length `(n,)` of the transition into each state. The first state of a series gets those of an
-    arbitrary transition."""
+    """Start and length `(n,)` of the transition into each state. The first state of a series is assigned
+    those of an arbitrary transition."""
     link = jnp.clip(jnp.cumsum(~space.rows.first) - 1, 0)
     return space.rows.times[space.rows.before][link], space.rows.dt[link]
 

@@ -72,7 +72,7 @@ class Mesh(eqx.Module):
 
 class Points(eqx.Module):
     """Nodes of a quadrature of the state in coordinates, `z` `(N, d)`, with the logarithms of their weights;
-    `same` tells whether the observed components are the same at all nodes."""
+    `same` indicates whether the observed components are the same at all nodes."""
 
     z: Array
     log_weight: Array  # (N,)

@@ -143,7 +143,7 @@ def is_affine(space: StateSpace) -> Array:
 
 def _normal_start(space: StateSpace) -> Normal | None:
     """The distribution of the unknown components of the first state, if it is normal. Components that are
-    known or have a flat prior get zero variance."""
+    known or have a flat prior have zero variance."""
     start, u = space.start(), len(space.unknown)
     if start is None or not hasattr(start, "log_prob"):
         return Normal(jnp.zeros(u), jnp.zeros((u, u)))

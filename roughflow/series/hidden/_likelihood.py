@@ -855,7 +855,7 @@ def _inputs(inputs: Any, series: Sequence[Observed]) -> Callable | None:
 
 
 def check_noise(noise: Any, series: Sequence[Observed]) -> tuple[Array | None, list[np.ndarray] | None]:
-    """Starting values of the measurement noise `()` or `(c,)`, or known deviations of all values."""
+    """Starting values of the measurement noise `()` or `(c,)`, or known standard deviations of all values."""
     if noise is None:
         return None, None
     dimension = series[0].values.shape[1]

@@ -130,7 +130,7 @@ class NoncentralChiSquare(AbstractDistribution):
         return bessel - (near - far) ** 2 + order * jnp.log(far / near) - jnp.log(2 * self.scale)
 
     def sample(self, key: PRNGKeyArray) -> Array:
-        """Draw a gamma variable whose shape is `df`/2 plus a Poisson number."""
+        """Draw a gamma variable whose shape is `df`/2 plus a Poisson variable."""
         key_count, key_gamma = jax.random.split(key)
         count = jax.random.poisson(key_count, 0.5 * self.noncentrality)
         return 2 * self.scale * jax.random.gamma(key_gamma, 0.5 * self.df + count)[None]

@@ -35,8 +35,8 @@ class Increments:
         return self.x[:, i], self.dx[:, i], self.dt
 
     def positive(self, i: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`column` for a positive component. Values that are negative because of measurement noise become 1 %
-        of the median."""
+        """`column` for a positive component. Values that are negative because of measurement noise are
+        replaced by 1 % of the median."""
         x, dx, dt = self.column(i)
         return np.maximum(x, 0.01 * np.median(np.abs(x))), dx, dt
 
