@@ -101,7 +101,7 @@ class Devices:
         return self._constrained(tree, ())
 
     def back(self, tree: Any) -> Any:
-        """The arrays of a replicated pytree, as on a single device."""
+        """A replicated pytree, converted to ordinary arrays on one device."""
         if self.mesh is None:
             return tree
         plain = lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) else leaf

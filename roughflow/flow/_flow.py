@@ -105,7 +105,7 @@ class AbstractStochasticFlow(eqx.Module):
     - `driver`: the distribution of the path. Drivers other than Brownian motion require a `StratonovichSDE`.
     - `divergence`: `rf.ExactDivergence()`, or `rf.HutchinsonDivergence()` in high dimension.
     - `correction`: `rf.sde.ExactCorrection()`, or `rf.sde.SampledCorrection()` if each noise component moves
-      one coordinate.
+      one coordinate and depends only on it.
     - `integrator`: `rf.FixedGrid()` (fast) or `rf.Adaptive()` (error-controlled); both take a `gradient`
       method.
 
