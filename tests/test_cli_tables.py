@@ -92,7 +92,7 @@ def test_tables_that_are_not_what_their_names_say(refused, tmp_path):
     assert "separated by tabs, not commas: name it .tsv" in fit("tab.csv", "a\tb\n1\t2\n")
     quote = fit("quote.csv", 'a,b\n"1,2\n3,4\n5,6\n')
     assert "line 2 cannot be used" in quote
-    assert "a quote opened there ends on line 4 or never" in quote
+    assert "a quoted cell that begins there ends on line 4 or not at all" in quote
     assert "line 3 cannot be used, because 'a' is '1e200', too large" in fit("l.csv", "a\n1\n1e200\n")
     assert "is not a valid gzip file" in fit("plain.csv.gz", "a,b\n1,2\n")
     (tmp_path / "packed.csv").write_bytes(gzip.compress(b"a,b\n1,2\n"))

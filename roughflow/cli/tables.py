@@ -233,7 +233,11 @@ class _Lines:
     def quote(self) -> str:
         """A remark for error messages if a row spans several lines, else an empty string."""
         last = self.reader.line_num
-        return f", and a quote opened there ends on line {last} or never" if last > self.begun else ""
+        return (
+            f", and a quoted cell that begins there ends on line {last} or not at all"
+            if last > self.begun
+            else ""
+        )
 
 
 def _read(path: Path, source: _Lines, columns: Sequence[str] | None) -> Table:

@@ -184,8 +184,8 @@ def _totals(likelihood: Likelihood, free: Array) -> tuple[Array, Array]:
 def varying_likelihood(
     whole: AbstractLikelihood, singles: Sequence[AbstractLikelihood], varying: Mapping[str, LogNormal]
 ) -> VaryingLikelihood:
-    """The likelihood of a panel, from the likelihood with the same parameters for all series and the
-    likelihoods of single series."""
+    """The likelihood of a panel, built from the likelihood with common parameters and the likelihoods of the
+    single series."""
     given, spreads = whole.parameters, {}
     for name, one in varying.items():
         check_instance(f"varying[{name!r}]", one, LogNormal, "an rf.series.LogNormal")

@@ -233,7 +233,7 @@ class Loop:
         return replace(now, parameters=now.best, optimiser=self.optimiser.back_to(now.best, now.optimiser))
 
     def _explain(self, now: Progress) -> None:
-        """Raise an error that includes the reason if a solve outside of jit finds it."""
+        """Raise an error. If a solve outside `jax.jit` reveals the reason, include it."""
         model, objective = _combined(now.parameters, self.rest, now.grid)
         advice = "lower learning_rate or clip of rf.train.TrainingOptions, or use smaller initial weights"
         advice += see("training-not-finite")
