@@ -121,7 +121,7 @@ def verdicts(fitted: Figures, first: Figures) -> Iterator[str]:
     ratio = fitted["default"] / fitted["laplace"]
     for claim, value, limit in (
         (f"the default takes at most {RATIO:g} times PullBack({PATHS}, Laplace())", ratio, RATIO),
-        (f"{MANY} points by default take less than {MINUTE:g} s", fitted["many"], MINUTE),
+        (f"the default takes less than {MINUTE:g} s for {MANY} points", fitted["many"], MINUTE),
         (f"a first call takes less than {FIRST:g} s", first["first"], FIRST),
         (f"a first call on a second SDE of the same shape less than {SECOND:g} s", first["second"], SECOND),
     ):

@@ -159,8 +159,8 @@ def _robust_scale(rows: np.ndarray) -> np.ndarray:
 
 
 def _squared_distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Squared distances `(points, rows)`. If a point is among the rows, the distance to one copy is
-    infinite."""
+    """Squared distances `(points, rows)`. If a point is among the rows, the distance to itself is set to
+    infinity."""
     product = points @ rows.T
     squares = np.sum(points**2, axis=1)[:, None] + np.sum(rows**2, axis=1)
     distances = np.maximum(squares - 2 * product, 0)

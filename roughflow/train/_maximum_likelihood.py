@@ -25,8 +25,8 @@ class MaximumLikelihood(AbstractObjective):
     information that the noise carries about x, so training either removes the noise or fits poorly. More
     paths tighten the bound (Burda et al. 2016), and a proposal trained with the model tightens it further. On
     the banana data with the paper's architecture, the final loss is 0.4 nats above the entropy with one path
-    from the prior, 0.045 with eight, and 0.006 with eight from a learned proposal, which take the same time
-    as eight from the prior.
+    from the prior, 0.045 with eight, and 0.006 with eight from a learned proposal, which takes as long as
+    eight paths from the prior.
 
     A point that none of its paths reaches counts as 1000 nats, so that a model does not improve by losing
     points. `lost` in the history is the fraction of such points.
