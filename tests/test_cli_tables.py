@@ -83,7 +83,7 @@ def test_bad_rows_are_named_by_their_lines(refused, tmp_path):
 def test_tables_that_are_not_what_their_names_say(refused, tmp_path):
     fit = lambda name, text: (tmp_path / name).write_text(text) and refused("fit", name, "--out", "m.rf")
     index = fit("index.csv", ",a,b\n0,1,2\n")
-    assert "column 1 has no name, as pandas writes its index" in index
+    assert "column 1 has no name, which may be an index written by pandas" in index
     assert "with --columns a,b" in index
     assert "column 3 has no name: its first line ends with" in fit("end.csv", "a,b,\n1,2,\n")
     assert "3 cells under 2 names, and ends with a separator" in fit("ends.csv", "a,b\n1,2,\n")
