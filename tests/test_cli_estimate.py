@@ -221,7 +221,7 @@ BAD = {
     ),
     "dates without dashes": ([f"2001010{i}" for i in range(1, 7)], X, "cir", "without dashes"),
     "newest first": (months(6)[::-1], X, "cir", "line 3: 'date' is before"),
-    "a time twice": ([0, 1, 2, 2, 4, 5], X, "cir", "line 5: 'date' is the same"),
+    "a time twice": ([0, 1, 2, 2, 4, 5], X, "cir", "line 5: 'date' is equal to that"),
     "a value that is none": (range(6), [*X[:5], "low"], "cir", "'rate' is 'low'"),
     "below zero": (range(6), [*X[:5], -1], "cir", "cir: values must lie above 0"),
     "not a share": (range(6), X, "jacobi", "jacobi: values must lie between 0 and 1"),
