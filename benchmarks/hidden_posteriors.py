@@ -1,7 +1,9 @@
-"""Posterior means of stochastic volatility, compared with the ground truth of the package inference-gym.
+"""Posterior means of models with hidden states, compared with the ground truth of inference-gym.
 
-Run `python -m benchmarks.hidden_posteriors FOLDER [small volatility] [--draws N] [--nuts SECONDS]`. FOLDER
-must contain the files sp500_closing_prices.py and stochastic_volatility_sp500[_small].py of that package.
+Run `python -m benchmarks.hidden_posteriors FOLDER [small volatility lorenz] [--draws N] [--nuts SECONDS]`.
+FOLDER must contain the files sp500_closing_prices.py, stochastic_volatility_sp500[_small].py and
+convection_lorenz_bridge_unknown_scales.py of that package, and its convection_lorenz_bridge.py as
+lorenz_data.py.
 Draws come from a t distribution around the maximum and are weighted by the posterior. If NumPyro is
 installed, its NUTS sampler draws parameters and states of the same models.
 """
@@ -19,6 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import roughflow as rf
+from roughflow.series._observed import panel
+from roughflow.series._parameters import Parameters
+from roughflow.series.hidden._likelihood import Observation, Setup
 
 KEY = jax.random.key(0)
 FREEDOM, WIDTH = 5.0, 1.2  # degrees of freedom and width of the proposal
@@ -34,6 +39,29 @@ class Centred(eqx.Module):
 
     def log_prob(self, y: jax.Array) -> jax.Array:
         return norm(y, self.mean, self.deviation)
+
+
+class Lorenz(rf.sde.AbstractItoSDE):
+    """Lorenz's equations with additive noise."""
+
+    innovation_scale: jax.Array
+    dimension = 3
+
+    def drift(self, t: Any, z: jax.Array) -> jax.Array:
+        x, y, w = z
+        return jnp.stack([10 * (y - x), x * (28 - w) - y, x * y - 8 / 3 * w])
+
+    def diffusion(self, t: Any, z: jax.Array) -> jax.Array:
+        return self.innovation_scale * jnp.eye(3)
+
+
+class SeesFirst(eqx.Module):
+    """The first component with normal errors."""
+
+    scale: jax.Array
+
+    def __call__(self, t: jax.Array, x: jax.Array) -> Centred:
+        return Centred(self.scale, x[:1])
 
 
 def volatility_prior(sde: rf.OrnsteinUhlenbeck) -> jax.Array:
@@ -106,6 +134,57 @@ def volatility(folder: Path, small: bool, count: int, nuts: float) -> None:
         _nuts(_volatility_model, (jnp.asarray(returns),), ("persistence", "mean", "noise"), nuts)
 
 
+def lorenz(folder: Path, count: int, nuts: float) -> None:
+    """Lorenz's equations with one component seen, and a gap; scales unknown."""
+    data, truth = (
+        _module(folder / "lorenz_data.py"),
+        _module(folder / "convection_lorenz_bridge_unknown_scales.py"),
+    )
+    values, step = np.asarray(data.OBSERVED_VALUES, float), data.STEP_SIZE
+    times = step * np.arange(len(values))
+    begin = time.perf_counter()
+    domains = {name: rf.series.Domain(lower=0.0) for name in ("innovation_scale", "scale")}
+    observation = Observation(observe=SeesFirst(jnp.asarray(1.0)), initial=Centred(jnp.ones(3)), steps=1)
+    sde, effort = Lorenz(jnp.asarray(0.5)), rf.transition.Effort(1, 256, 1)
+    series = panel(times, values, partial=True)
+    setup = Setup(sde, series, observation, rf.transition.Unchanged(), KEY, True, effort)
+    own = {name: domain for name, domain in domains.items() if name == "innovation_scale"}
+    likelihood = setup.likelihood(Parameters.of(sde, own), np.zeros(1), domains)
+    parameters, of_sde = likelihood.parameters, likelihood.of_sde
+
+    def log_density(z: jax.Array) -> jax.Array:
+        return of_sde(parameters.sde(parameters.from_free(z))) + jnp.sum(norm(z, -1.0, 1.0))
+
+    compiled = eqx.filter_jit(log_density)
+    start, scale = jnp.array([-1.0, 0.0]), jnp.diag(jnp.array([1.0, 0.3]))
+    z, weight = weighted(compiled, start, scale, count // 4)
+    made = time.perf_counter() - begin
+    scale = jnp.linalg.cholesky(jnp.asarray(np.cov(z.T, aweights=weight)))
+    z, weight = weighted(compiled, jnp.asarray(weight @ z), scale, count)
+    spent = time.perf_counter() - begin
+    size = 1 / np.sum(weight**2)
+    _speed("lorenz", size, count, made, spent)
+    found = np.exp(z)
+    report("innovation", found[:, 0], weight, truth, "INNOVATION_SCALE")
+    report("observation", found[:, 1], weight, truth, "OBSERVATION_SCALE")
+    chosen = np.random.default_rng(0).choice(count, 32, p=weight)
+    path = np.array([likelihood.smoothed(z[i])[0] for i in chosen])
+    wide = np.reshape(truth.IDENTITY_LATENTS_STANDARD_DEVIATION, (-1, 3))
+    error = np.hypot(
+        path.std(axis=0, ddof=1) / 32**0.5, np.reshape(truth.IDENTITY_LATENTS_MEAN_STANDARD_ERROR, (-1, 3))
+    )
+    gap = path.mean(axis=0) - np.reshape(truth.IDENTITY_LATENTS_MEAN, (-1, 3))
+    inside, root, most = (
+        np.mean(np.abs(gap) < 3 * error),
+        np.sqrt(np.mean((gap / wide) ** 2)),
+        np.abs(gap / wide),
+    )
+    print(f"  states: {inside:.1%} of {gap.size} within 3 errors;", end=" ")
+    print(f"{root:.3f} posterior deviations on average, at most {most.max():.3f}", flush=True)
+    if nuts and importlib.util.find_spec("numpyro"):
+        _nuts(_lorenz_model, (jnp.asarray(values), step), ("innovation", "observation"), nuts)
+
+
 def _module(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -129,6 +208,21 @@ def _volatility_model(returns: Any) -> None:
     rest = jax.lax.scan(step, first, white[1:])[1]
     h = mean + noise * jnp.concatenate([first[None], rest])
     numpyro.sample("returns", dist.Normal(0.0, jnp.exp(h / 2)), obs=returns)
+
+
+def _lorenz_model(values: Any, size: float) -> None:
+    import numpyro
+    from numpyro import distributions as dist
+
+    innovation = numpyro.sample("innovation", dist.LogNormal(-1.0, 1.0))
+    observation = numpyro.sample("observation", dist.LogNormal(-1.0, 1.0))
+    white = numpyro.sample("white", dist.Normal(0, 1).expand((len(values), 3)).to_event(2))
+    sde = Lorenz(innovation)
+    step = lambda z, e: (z + size * sde.drift(0.0, z) + jnp.sqrt(size) * innovation * e,) * 2
+    path = jnp.concatenate([white[:1], jax.lax.scan(step, white[0], white[1:])[1]])
+    seen = jnp.isfinite(values)
+    with numpyro.handlers.mask(mask=seen):
+        numpyro.sample("values", dist.Normal(path[:, 0], observation), obs=jnp.where(seen, values, 0.0))
 
 
 def _nuts(model: Callable, data: tuple, names: tuple[str, ...], seconds: float) -> None:
@@ -157,12 +251,15 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("parts", nargs="*", default=["small", "volatility"])
+    parser.add_argument("parts", nargs="*", default=["small", "volatility", "lorenz"])
     parser.add_argument("--draws", type=int, default=400)
     parser.add_argument("--nuts", type=float, default=0.0)
     chosen = parser.parse_args()
     for part in chosen.parts:
-        volatility(chosen.folder, part == "small", chosen.draws, chosen.nuts)
+        if part == "lorenz":
+            lorenz(chosen.folder, chosen.draws, chosen.nuts)
+        else:
+            volatility(chosen.folder, part == "small", chosen.draws, chosen.nuts)
 
 
 if __name__ == "__main__":

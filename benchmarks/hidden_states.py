@@ -28,9 +28,9 @@ import roughflow as rf
 KEY = jax.random.key(0)
 ANIMALS = rf.LotkaVolterra(*(0.5, 0.03, 0.8, 0.03, 0.2, 0.2))
 NEURON = rf.FitzHughNagumo(*(0.1, 0.0, 1.5, 0.8, 0.3, 0.3))
-PRICE = rf.Heston(*(0.05, 8.0, 0.05, 0.6, -0.6))
+PRICE = rf.Heston(*(0.05, 20.0, 0.05, 1.0, -0.6))
 EPIDEMIC = rf.series.SIR(*(0.6, 0.25, 2000.0))
-VOLATILITY = rf.series.StochasticVolatility(*(0.05, 8.0, -3.0, 2.0, -0.5))
+VOLATILITY = rf.series.StochasticVolatility(*(0.05, 20.0, -3.0, 4.0, -0.5))
 
 
 class Start(eqx.Module):
@@ -82,8 +82,10 @@ class Problem:
     def simulated(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(seed)
         x = [self.start.sample(rng, 1)]
-        if isinstance(self.options.get("initial"), str):  # stationary
-            x = [self.stepped(x[0], 1.0, np.random.default_rng((seed, 1)))]
+        if isinstance(self.options.get("initial"), str):  # stationary after a year
+            early = np.random.default_rng((seed, 1))
+            for _ in range(252):
+                x = [self.stepped(x[0], 1 / 252, early)]
         for dt in np.diff(self.times):
             x.append(self.stepped(x[-1], dt, rng))
         states = np.concatenate(x)

@@ -203,7 +203,8 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
 
         found.append(("pypomp", by_pypomp, (1000, 10_000)))
     if importlib.util.find_spec("dynamax"):
-        found.append(("dynamax, Gaussian filter", _by_dynamax(returns), (3, 9)))
+        found.append(("dynamax, extended Kalman", _by_dynamax(returns), (1,)))
+        found.append(("dynamax, Gauss–Hermite", _by_dynamax(returns), (3, 9)))
     if importlib.util.find_spec("particles"):
         import particles
         from particles import distributions as dists, state_space_models
@@ -250,7 +251,7 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
 
 
 def _by_dynamax(returns: np.ndarray) -> Any:
-    """A Gaussian filter of √V with Gauss–Hermite quadrature of `size` nodes."""
+    """A Gaussian filter of √V: Gauss–Hermite quadrature with `size` nodes, extended Kalman for one."""
     from dynamax.generalized_gaussian_ssm import inference, models
 
     mu, kappa, theta, xi, rho = PUBLISHED
@@ -269,7 +270,7 @@ def _by_dynamax(returns: np.ndarray) -> Any:
 
     @functools.partial(jax.jit, static_argnums=0)
     def value(size: int) -> jax.Array:
-        integrals = inference.GHKFIntegrals(size)
+        integrals = inference.EKFIntegrals() if size == 1 else inference.GHKFIntegrals(size)
         filtered = inference.conditional_moments_gaussian_filter(
             model, integrals, jnp.asarray(returns)[:, None], inputs=earlier
         )

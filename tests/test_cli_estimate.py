@@ -228,7 +228,12 @@ BAD = {
     "constant": (range(6), [1.5] * 6, "vasicek", "'rate' is always 1.5"),
     "two values": (range(2), X[:2], "vasicek", "has 2 values of 'rate'"),
     "only missing ones": (range(2), ["", "nan"], "vasicek", "has 0 values of 'rate'"),
-    "not identified": (range(3), [1.0, 2.0, 1.5], "vasicek", "vasicek: the parameters are not identified"),
+    "not identified": (
+        range(3),
+        [1.0, 2.0, 1.5],
+        "vasicek",
+        "not identified: the information matrix",
+    ),
 }
 
 

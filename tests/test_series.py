@@ -269,7 +269,8 @@ def test_parameters_that_cannot_be_told_apart_are_reported(series):
     result = rf.fit_sde(twice, *series, key=jax.random.key(0), num_starts=1, effort=effort)
     assert not result.identified
     assert not result.converged
-    assert "not identified" in result.warning
+    assert result.unidentified == ("parameters.a", "parameters.b")
+    assert "parameters.a and parameters.b are not identified" in result.warning
     assert "not identified" in result.summary()
     assert np.isnan(list(result.standard_errors.values())).all()
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._linear import log_abs_det, solve, solve_lower
 from ..density import effective_paths, log_mean
 from ..sde import apply_noise, noise_matrix, solve_noise, spread_at
-from ..series.hidden._draws import systematic
+from ..series.hidden._particles import systematic
 from ._posterior import AbstractLatentSDE, Reading, Series
 
 Moving = tuple[Array, Array]  # particles between observations, and changes of their log-weights

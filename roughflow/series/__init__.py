@@ -2,9 +2,9 @@
 
 `_observed` checks the data and `_parameters` maps the parameters to an unconstrained vector. `_transition`
 computes transition densities and `_likelihood` the likelihood of a fully observed series. The folder `hidden`
-contains the likelihoods of partially observed series: the Kalman filter, importance sampling, a grid and
-particles. `_varying` integrates out the parameters that vary between series. `_fit_sde` maximises the
-likelihood with `_search`. `_fitted` is the result, with residuals and forecasts from `_simulation`.
+contains the likelihoods of partially observed series: the Kalman filter, a grid and particles. `_varying`
+integrates out the parameters that vary between series. `_fit_sde` maximises the likelihood with `_search`.
+`_fitted` is the result, with residuals and forecasts from `_simulation`.
 """
 
 from ._fit_sde import fit_sde as fit_sde, series_likelihood as series_likelihood

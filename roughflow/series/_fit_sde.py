@@ -20,18 +20,7 @@ from ._parameters import POSITIVE, Domain, Parameters
 from ._search import LOSS, climb, falls_at_boundary, polish
 from ._transition import check_no_memory, coordinates_of
 from ._varying import LogNormal, VaryingLikelihood, varying_likelihood
-from .hidden._grid import hidden_component
-from .hidden._likelihood import (
-    DRAWS,
-    GRID,
-    LAPLACE,
-    PARTICLES,
-    HiddenLikelihood,
-    HiddenSeries,
-    Observation,
-    Setup,
-    check_noise,
-)
+from .hidden._likelihood import GRID, HiddenLikelihood, HiddenSeries, Observation, Setup, check_noise
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of random starting points around the first, in free parameters
@@ -98,8 +87,8 @@ def fit_sde(
     - `exact`: whether to use exact transition densities if the SDE has them.
     - `effort`: number of driver functions, paths and steps per transition. If None, it is chosen
       automatically and raised until the error of the maximum log-likelihood is below `tolerance` nats
-      (default 0.02, or 0.1 with hidden states). With hidden states, the effort determines the number of draws
-      (four per path) and the number of steps per gap.
+      (default 0.02, or 0.1 with hidden states). With hidden states, the effort determines the number of
+      particles (four per path) and the number of steps per gap.
     - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
       or one per column. The standard deviation is estimated along with the other parameters, as
       `measurement_noise`. An array of the shape of `values` gives known standard deviations, one per value.
@@ -118,8 +107,7 @@ def fit_sde(
     For linear SDEs with hidden components, missing cells, known errors or inputs, the Kalman filter computes
     the exact likelihood. For other SDEs a filter on a grid integrates out one hidden component if the others
     are observed without error; choose `coordinates` in which the noise of the hidden component is nearly
-    constant. Otherwise the likelihood is estimated by importance sampling around the most likely states or,
-    if the weights are uneven, by particles guided by those states.
+    constant. Otherwise the likelihood is estimated by particles that are guided by the most likely states.
 
     ```python
     import jax, jax.numpy as jnp, numpy as np
@@ -156,7 +144,7 @@ def fit_sde(
         further = _raised(maximum, errors, tolerance)
         if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more effort does not help
             break
-        maximum = _polished(further, maximum.free, slack=min(3 * errors[0], 1.0))
+        maximum = _polished(further, maximum.free)
         errors = maximum.likelihood.total_errors(maximum.free)
     return FittedSDE(
         maximum.likelihood,
@@ -296,7 +284,7 @@ def _maximum(
     parameters = likelihood.parameters
     first = parameters.to_free(parameters.values(parameters.template))
     others = moments[: num_starts - 1]
-    if np.isfinite(likelihood.total(first)[0]):
+    if np.isfinite(likelihood.smooth.total(first)[0]):
         likelihood, scaled = likelihood.rescaled(first)
         factor = parameters.scale / likelihood.parameters.scale
         first, others = scaled, [other * factor for other in others]
@@ -304,33 +292,35 @@ def _maximum(
     starts = [first, *others, *(first + SPREAD * row for row in noise)]
     found = []
     for start in starts:
-        if np.isfinite(likelihood.total(start)[0]):
-            end = climb(likelihood.total, start, likelihood.quick_information)
-            found.append((likelihood.total(end)[0], end))
+        if np.isfinite(likelihood.smooth.total(start)[0]):
+            found.append(_searched(likelihood, start))
     if not found:
         raise ValueError(
             "the likelihood is zero at the given parameters: start from parameters under which the series "
             "is possible, or raise effort if the observations are far apart in time"
         )
-    return _polished(likelihood, max(found, key=lambda pair: pair[0])[1])
+    return _polished(*max(found, key=lambda pair: pair[0].smooth.total(pair[1])[0]))
 
 
-SETTLED = 0.01  # nats; the grid is final if it changed the log-likelihood by less
-MOVES = 5  # maximum number of new grids of hidden states during a search
+SETTLED = 0.01  # nats; a search ends after a round that changes the log-likelihood by less
+SLACK, MAX_SLACK = 3.0, 1.0  # loss in a Newton step, in standard errors of the particles and in nats
+MOVES, FEW = 8, 8  # maximum number of grids of hidden states in a search, and of iterations with each
 
 
-def _settled(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[AbstractLikelihood, np.ndarray]:
-    """Move the grid of hidden states, or the nodes of varying parameters, to the maximum, and search again,
-    until the maximum does not change. Return the likelihood and its maximum."""
+def _searched(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[AbstractLikelihood, np.ndarray]:
+    """Maximise by BFGS. The grid of hidden states, or the nodes of varying parameters, are moved after each
+    round, until the log-likelihood does not change. Returns the likelihood and its maximum."""
     on_grid = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID
     if not (on_grid or isinstance(likelihood, VaryingLikelihood)):
-        return likelihood, free
+        return likelihood, climb(likelihood.smooth.total, free, likelihood.quick_information)
+    last = np.inf
     for _ in range(MOVES):
-        before = likelihood.total(free)[0]
+        free = climb(likelihood.total, free, likelihood.quick_information, rounds=1, iterations=FEW)
         likelihood = likelihood.moved_to(free)  # pyright: ignore[reportAttributeAccessIssue]
-        if abs(likelihood.total(free)[0] - before) < SETTLED:
+        value = likelihood.total(free)[0]
+        if abs(value - last) < SETTLED:
             break
-        free = climb(likelihood.total, free, likelihood.quick_information)
+        last = value
     return likelihood, free
 
 
@@ -339,29 +329,23 @@ def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) ->
     if isinstance(likelihood, VaryingLikelihood) and errors[0] >= errors[1]:
         return likelihood.with_nodes().moved_to(free)
     assert likelihood.effort is not None  # the effort is None only if the likelihood is exact
-    if isinstance(likelihood, HiddenLikelihood) and errors[0] > errors[1]:
-        of_sde = likelihood.of_sde
-        if of_sde.method == DRAWS and hidden_component(of_sde.rows) is not None:
-            return likelihood.with_method(GRID).moved_to(free)
-        if of_sde.method in (DRAWS, LAPLACE):
-            return likelihood.with_method(PARTICLES)
-        if of_sde.method == GRID:
-            return likelihood.with_nodes()
+    on_grid = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID
+    if on_grid and errors[0] > errors[1]:
+        return likelihood.moved_to(free).with_nodes()
     return likelihood.with_effort(likelihood.effort.raised(*errors, tolerance))
 
 
-def _polished(likelihood: AbstractLikelihood, free: np.ndarray, slack: float = 0.0) -> _Maximum:
+def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
     """The maximum near a point. Parameters are moved to a boundary if that does not lower the likelihood."""
-    likelihood, free = _settled(likelihood, free)
     likelihood, free = likelihood.rescaled(free)
-    domains = likelihood.parameters.domains
+    domains, smooth = likelihood.parameters.domains, likelihood.smooth
     sides = np.isfinite([[domain.lower for domain in domains], [domain.upper for domain in domains]])
-    falls, free = falls_at_boundary(likelihood.total, free, likelihood.quick_information(free), sides)
+    falls, free = falls_at_boundary(smooth.total, free, likelihood.quick_information(free), sides)
     inside = np.min(falls, axis=0) >= LOSS
-    noisy = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == PARTICLES
-    free, information = polish(
-        likelihood.total, free, likelihood.information, inside, slack=slack if noisy else 0.0
-    )
+    slack = 0.0
+    if smooth is not likelihood:
+        slack = min(SLACK * float(np.linalg.norm(likelihood.scores(free)[2])), MAX_SLACK)
+    free, information = polish(likelihood.total, free, likelihood.information, inside, slack=slack)
     return _Maximum(likelihood, free, information, falls)
 
 

@@ -28,7 +28,16 @@ from ._likelihood import (
 )
 from ._observed import Observed, same_data
 from ._parameters import Domain
-from ._search import LOSS, boundary_p_value, check_level, is_regular, profile_interval, unit_root_p_value
+from ._search import (
+    LOSS,
+    boundary_p_value,
+    check_level,
+    climb,
+    is_regular,
+    profile_interval,
+    undetermined,
+    unit_root_p_value,
+)
 from ._simulation import Residuals, check_memory, forecast, residuals, tested
 from ._transition import DOUBTFUL, coordinates_of
 from ._varying import SPREAD, VaryingLikelihood
@@ -102,8 +111,8 @@ def fault(result: "FittedSDE") -> str | None:
         message = f"{count} transition densities are inaccurate, because their time steps are too long"
         return f"{message}: raise effort{see('long-transitions')}"
     if not result.identified:
-        message = "the parameters are not identified: the information matrix is singular, so there "
-        message += "are no standard errors; fix a parameter, fit a simpler SDE, or set penalty"
+        message = f"{_joined(result.unidentified)} not identified: the information matrix is singular, so "
+        message += "there are no standard errors; fix a parameter, fit a simpler SDE, or set penalty"
         return message + see("not-identified")
     if not result.converged:
         step = f"{result.distance:.2g} standard errors"
@@ -112,6 +121,13 @@ def fault(result: "FittedSDE") -> str | None:
         known = f"the log-likelihood is known only to {result.likelihood_error:.2g} nats"
         return f"{known}: raise effort or tolerance{see('not-converged')}"
     return None
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    """Names in a sentence, with its verb."""
+    if not 0 < len(names) <= MAX_NAMES:
+        return "the parameters are"
+    return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} are"
 
 
 def _boundary(result: "FittedSDE") -> str | None:
@@ -128,6 +144,7 @@ def _boundary(result: "FittedSDE") -> str | None:
     return None
 
 
+MAX_NAMES = 5  # in a message
 DISTINGUISHABLE_DROP = 1.35  # nats, half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
 CONVERGED_DISTANCE = 0.05  # in standard errors; a search whose next step is longer has not converged
 
@@ -313,8 +330,11 @@ class FittedSDE:
         if not self.identified:
             raise ValueError(f"{name} has no profile likelihood: {self.warning}")
         place = self.names.index(name)
-        fit = (self.free, self.free_information, self.falls, place)
-        low, high = profile_interval(self.likelihood.total, *fit, check_level(level))
+        total, free = self.likelihood.smooth.total, self.free
+        if self.likelihood.smooth is not self.likelihood:
+            free = climb(total, free, lambda _: self.free_information)  # the maximum of the smooth one
+        fit = (free, self.free_information, self.falls, place)
+        low, high = profile_interval(total, *fit, check_level(level))
         ends = [
             self._values(np.where(np.arange(len(self.free)) == place, end, self.free)) for end in (low, high)
         ]
@@ -346,6 +366,16 @@ class FittedSDE:
         the series does not determine all parameters."""
         inside = self.sides == 0
         return is_regular(self.free_information[np.ix_(inside, inside)])
+
+    @property
+    def unidentified(self) -> tuple[str, ...]:
+        """Names of the parameters that the series does not determine, or of which it determines only a
+        combination; empty if all are identified or none can be singled out."""
+        inside = np.flatnonzero(self.sides == 0)
+        if self.identified:
+            return ()
+        names = np.array(self.names)[inside]
+        return tuple(names[undetermined(self.free_information[np.ix_(inside, inside)])].tolist())
 
     @property
     def distance(self) -> float:

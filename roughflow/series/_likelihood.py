@@ -184,6 +184,11 @@ class AbstractLikelihood(eqx.Module):
     def sde(self, free: Array) -> Any:
         """The SDE with these parameters."""
 
+    @property
+    def smooth(self) -> "AbstractLikelihood":
+        """A likelihood that is smooth in the parameters and has almost the same maximum."""
+        return self
+
     def value(self, free: np.ndarray) -> float:
         """The penalised log-likelihood."""
         return self.log_likelihood(free) - 0.5 * float(self.penalty @ free**2)

@@ -1,5 +1,6 @@
 """Maximisation of a likelihood, profile-likelihood intervals and likelihood-ratio tests."""
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -15,10 +16,12 @@ Information = Callable[[np.ndarray], np.ndarray]
 ROUNDS, ITERATIONS = 6, 40  # rounds of BFGS, and iterations per round
 BFGS_TOLERANCE = 0.02  # BFGS stops within this many standard errors of the maximum
 GRADIENT_TOLERANCE = 1e-2  # a round of BFGS stops when the gradient, per standard error, is smaller
+MIN_GAIN, PATIENCE = 1e-4, 6  # BFGS stops after this many evaluations that gain fewer nats
 RIDGE = 1e-6  # searches raise smaller eigenvalues of a scaled information matrix to this value
 MAX_BFGS_MOVE = 30.0  # maximum change of free parameters in one round of BFGS
 MAX_STANDARD_ERROR = 3.0  # searches replace larger standard errors of free parameters by this value
 SINGULAR = 1e-7  # relative eigenvalue below which an information matrix is singular
+SHARE = 0.1  # smallest component of a parameter in a unit vector that counts
 NEWTON_STEPS = 20  # maximum number of Newton steps
 DECREMENT = 1e-14  # Newton's method stops if a step would gain fewer nats
 REFRESH_DISTANCE = 0.05  # in standard errors; after a longer step Newton's method recomputes the information
@@ -26,6 +29,7 @@ SAME_POINT = 1e-7  # in standard errors; a point this close to the maximum has t
 UNCERTAIN_ERROR = 0.25  # a free parameter with a larger standard error may lie on a boundary
 BOUNDARY_MOVE = 10.0  # distance by which a free parameter is moved to its boundary
 INTERIOR_DROP = 5.0  # nats; if the drop is larger, the maximum is not near the boundary
+MAX_DROP = 1000.0  # nats; if the drop is larger, no change of the other parameters makes up for it
 LOSS = 1e-3  # nats; if the drop is smaller, the maximum is on the boundary
 
 
@@ -43,6 +47,19 @@ def is_regular(information: np.ndarray) -> bool:
     return bool(values[0] > SINGULAR * values[-1])
 
 
+def undetermined(information: np.ndarray) -> np.ndarray:
+    """Mask of the parameters that occur in a direction in which a matrix is not positive definite beyond
+    rounding errors."""
+    curve = np.diag(information)
+    flat = ~np.isfinite(information).any(axis=1) | ~(curve > 0)
+    if flat.any() or not np.isfinite(information).all():
+        return flat
+    scale = np.sqrt(curve)
+    values, vectors = np.linalg.eigh(information / np.outer(scale, scale))
+    directions = vectors[:, values <= SINGULAR * values[-1]]
+    return np.any(np.abs(directions) > SHARE, axis=1)
+
+
 def conditional_errors(information: np.ndarray) -> np.ndarray:
     """The standard error of each parameter if all others were known, at most `MAX_STANDARD_ERROR`."""
     curve = np.diag(information)
@@ -50,31 +67,52 @@ def conditional_errors(information: np.ndarray) -> np.ndarray:
     return 1 / np.sqrt(np.where(np.isfinite(curve), np.maximum(np.abs(curve), least), least))
 
 
-def climb(total: Total, start: np.ndarray, information: Information) -> np.ndarray:
+def climb(
+    total: Total,
+    start: np.ndarray,
+    information: Information,
+    rounds: int = ROUNDS,
+    iterations: int = ITERATIONS,
+) -> np.ndarray:
     """Maximise a function with gradients from `start`, by rounds of BFGS.
 
     Each round uses coordinates in which the information at its start is the identity. The information is more
     accurate than the Hessian that BFGS accumulates, and makes the search independent of units.
     """
-    free = start
-    for _ in range(ROUNDS):
+    free, before = start, -np.inf
+    for _ in range(rounds):
         root = _inverse_root(information(free))
-        if np.linalg.norm(total(free)[1] @ root) < BFGS_TOLERANCE:
+        value, slope = total(free)
+        if value - before < MIN_GAIN or np.linalg.norm(slope @ root) < BFGS_TOLERANCE:
             break
-        free = free + root @ _bfgs(total, free, root)
+        free, before = free + root @ _bfgs(total, free, root, iterations), value
     return free
 
 
-def _bfgs(total: Total, free: np.ndarray, root: np.ndarray) -> np.ndarray:
+class _StalledError(Exception):
+    """The search makes no progress, because of rounding errors or other errors of the function."""
+
+
+def _bfgs(total: Total, free: np.ndarray, root: np.ndarray, iterations: int) -> np.ndarray:
+    best, move_at_best, stale = -np.inf, np.zeros(len(free)), 0
+
     def loss(move: np.ndarray) -> tuple[float, np.ndarray]:
+        nonlocal best, move_at_best, stale
         step = root @ move
         if np.abs(step).max() > MAX_BFGS_MOVE:
             return np.inf, np.zeros(len(move))
         value, slope = total(free + step)
+        stale = 0 if value > best + MIN_GAIN else stale + 1
+        if value > best:
+            best, move_at_best = value, move.copy()
+        if stale > PATIENCE:
+            raise _StalledError
         return -value, -slope @ root
 
-    options = {"gtol": GRADIENT_TOLERANCE, "maxiter": ITERATIONS}
-    return scipy.optimize.minimize(loss, np.zeros(len(free)), jac=True, method="BFGS", options=options).x
+    options = {"gtol": GRADIENT_TOLERANCE, "maxiter": iterations}
+    with contextlib.suppress(_StalledError):
+        scipy.optimize.minimize(loss, np.zeros(len(free)), jac=True, method="BFGS", options=options)
+    return move_at_best
 
 
 def _inverse_root(information: np.ndarray) -> np.ndarray:
@@ -139,6 +177,8 @@ def falls_at_boundary(
         moved[i] += (-BOUNDARY_MOVE, BOUNDARY_MOVE)[end]
         top, others = total(free)[0], np.arange(len(free)) != i
         value, slope = total(moved)
+        if not top - value < MAX_DROP:
+            continue
         inner = information[np.ix_(others, others)]
         root = _inverse_root(inner)
         falls[end, i] = top - value - 0.5 * np.sum((slope[others] @ root) ** 2)  # after one Newton step

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from ..._linear import cholesky, solve_lower
 from ..._programs import in_double_precision, jit
-from ._draws import observations
+from ._particles import observations
 from ._state_space import Rows, StateSpace
 
 EULER, BRIDGE, EXACT, PILOT = "euler", "bridge", "exact", "pilot"

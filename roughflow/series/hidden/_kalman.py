@@ -12,7 +12,7 @@ from ..._linear import cholesky, solve_lower
 from ..._programs import jit
 from ...transition import Unchanged
 from ..models import Normal
-from ._draws import Chain
+from ._particles import Chain
 from ._state_space import StateSpace
 
 CLOSE = 1e-9  # a transition with a smaller relative error counts as linear

@@ -1,4 +1,4 @@
-"""The likelihood of a partially observed series: Kalman filter, weighted draws, a grid or particles."""
+"""The likelihood of a partially observed series: Kalman filter, a grid or particles."""
 
 import dataclasses
 import functools
@@ -21,22 +21,6 @@ from .._likelihood import NOISE as NAME, AbstractLikelihood, information_by_diff
 from .._observed import Observed
 from .._parameters import POSITIVE, UNIT, Domain, Parameters
 from ..models import AbstractNamedSDE, exact_transition
-from ._draws import (
-    PARTICLES as FILTER_PARTICLES,
-    REPLICATES,
-    Cloud,
-    Guide,
-    Guided,
-    Search,
-    expansion_at_mode,
-    guided_log_likelihood,
-    laplace_log_likelihood,
-    log_likelihood,
-    smoothed_by_particles,
-    smoothed_guess,
-    systematic,
-    without_derivatives,
-)
 from ._grid import (
     BRIDGE,
     EULER,
@@ -50,15 +34,30 @@ from ._grid import (
     hidden_component,
 )
 from ._kalman import Filtered, is_affine, is_linear, kalman_filter, linear_model, smoothed_states
+from ._particles import (
+    PARTICLES as FILTER_PARTICLES,
+    REPLICATES,
+    Cloud,
+    Guide,
+    Guided,
+    Search,
+    expansion_at_mode,
+    guided_log_likelihood,
+    laplace_log_likelihood,
+    smoothed_by_particles,
+    smoothed_guess,
+    systematic,
+    without_derivatives,
+)
 from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, driven_by, rows_of, typical_state
 
-KALMAN, GRID, DRAWS, PARTICLES, LAPLACE = "kalman", "grid", "draws", "particles", "laplace"
-BY_PATHS = (DRAWS, PARTICLES, LAPLACE)  # methods that use the most likely states
+KALMAN, GRID, PARTICLES, LAPLACE = "kalman", "grid", "particles", "laplace"
+BY_PATHS = (PARTICLES, LAPLACE)  # methods that use the most likely states
 MAX_REFINEMENTS = 3  # maximum number of doublings of the steps between values
-UNEVEN = 0.5  # in nats; with a larger error of the draws, a search does not begin with draws
 OUTSIDE = 1e-3  # a grid is replaced if its outermost nodes have a larger probability
+ZERO = 1e-3  # relative to its starting value, a parameter below this is called zero
 PROBES = 3  # number of values at which an observation density is checked
-DRAWS_PER_PATH = 4  # draws of the hidden states, relative to `Effort.num_paths`
+PARTICLES_PER_PATH = 4  # relative to `Effort.num_paths`
 
 
 class Observation(NamedTuple):
@@ -83,8 +82,8 @@ class Observation(NamedTuple):
 class HiddenSeries(eqx.Module):
     """The log-likelihood of a partially observed series as a function of the SDE; see `rf.series_likelihood`.
 
-    `method` is "kalman" (exact), "grid" (one hidden component), "draws" (importance sampling around the most
-    likely states) or "particles" (guided by the most likely states).
+    `method` is "kalman" (exact), "grid" (one hidden component) or "particles" (guided by the most likely
+    states).
 
     ```python
     import jax, numpy as np
@@ -141,8 +140,8 @@ class HiddenSeries(eqx.Module):
         return self.with_mesh(_space(self, sde))
 
     def with_error(self, sde: Any) -> tuple[float, float]:
-        """The log-likelihood and its error, in nats: the error due to draws, particles or nodes, and the
-        change with twice as many steps between values."""
+        """The log-likelihood and its error, in nats: the error due to particles or nodes, and the change
+        with twice as many steps between values."""
         one, moved = self.covering(sde), 0.0
         value, error = _with_error(one, sde)
         if self.refines:
@@ -160,22 +159,20 @@ class HiddenSeries(eqx.Module):
             return value, jnp.zeros_like(value)
         if self.method == PARTICLES:
             search = Search.mode(without_derivatives(space), self.path)
-            value, error = guided_log_likelihood(space, search.best, self.key, self.num_draws)
+            value, error = guided_log_likelihood(space, search.best, self.key, self.num_particles)
             found = search.found
         else:
             mode, found = expansion_at_mode(space, self.path)
             value = laplace_log_likelihood(space, mode)
             error = jnp.zeros_like(value)
-            if self.method == DRAWS:
-                value, error = log_likelihood(space, mode, self.key, self.num_draws)
         return value, jnp.where(found & jnp.isfinite(error), error, jnp.inf)
 
     @property
-    def num_draws(self) -> int:
-        return DRAWS_PER_PATH * self.effort.num_paths
+    def num_particles(self) -> int:
+        return PARTICLES_PER_PATH * self.effort.num_paths
 
     def with_effort(self, effort: Effort) -> "HiddenSeries":
-        """The likelihood with another number of steps between values, or of draws."""
+        """The likelihood with another number of steps between values, or of particles."""
         if self.mesh is not None:
             return dataclasses.replace(self, effort=effort, mesh=self.mesh.with_steps(effort.num_steps))
         assert self.setup is not None
@@ -195,9 +192,9 @@ class HiddenSeries(eqx.Module):
 
     def described(self) -> str:
         """The method, in words."""
-        how = "Kalman filter" if self.method == KALMAN else f"{self.num_draws} draws of the hidden states"
-        if self.method == PARTICLES:
-            how = f"{REPLICATES} runs of {self.num_draws} guided particles"
+        how = f"{REPLICATES} runs of {self.num_particles} guided particles"
+        if self.method == KALMAN:
+            how = "Kalman filter"
         if self.method in BY_PATHS and self.steps is not None:
             return f"{how}, {self.steps} Euler step{'s' * (self.steps > 1)} per value"
         if self.mesh is not None:
@@ -297,9 +294,7 @@ class HiddenLikelihood(AbstractLikelihood):
     def information(self, free: np.ndarray) -> np.ndarray:
         """The information by differences of the gradient; for particles, whose gradient is not smooth, that
         of Laplace's approximation."""
-        if self.of_sde.method == PARTICLES:
-            return self.with_method(LAPLACE).information(free)
-        return information_by_differences(self, free)
+        return information_by_differences(self.smooth, free)
 
     def quick_information(self, free: np.ndarray) -> np.ndarray:
         """The information by one-sided differences of the gradient or, with a grid, by the outer product of
@@ -307,23 +302,19 @@ class HiddenLikelihood(AbstractLikelihood):
         if self.of_sde.mesh is not None:
             slopes = np.asarray(_value_scores(self, jnp.asarray(free, float)))
             return slopes.T @ slopes + np.diag(self.penalty)
-        if self.of_sde.method == PARTICLES:
-            return self.with_method(LAPLACE).quick_information(free)
-        size, base = 1e-4, self.total(free)[1]
-        rows = [(base - self.total(free + move)[1]) / size for move in size * np.eye(len(free))]
+        size, base = 1e-4, self.smooth.total(free)[1]
+        rows = [(base - self.smooth.total(free + move)[1]) / size for move in size * np.eye(len(free))]
         return 0.5 * (np.array(rows) + np.array(rows).T)
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """Two errors of the log-likelihood: that of the draws (including their difference from particles) or
-        of the nodes of the grid, and that of the time step."""
+        """Two errors of the log-likelihood: that of the particles or of the nodes of the grid, and that of
+        the time step."""
         values, _, errors = self.scores(free)
         drawn, moved, here = float(np.linalg.norm(errors)), 0.0, float(values.sum())
         if self.of_sde.refines:
             moved = abs(self.with_effort(self.of_sde.effort.finer()).log_likelihood(free) - here)
-        if self.of_sde.method in (DRAWS, LAPLACE):
-            drawn = max(drawn, abs(self.with_method(PARTICLES).log_likelihood(free) - here))
         if self.of_sde.mesh is not None:
-            drawn = max(drawn, abs(self.with_nodes().log_likelihood(free) - here))
+            drawn = max(drawn, abs(self.moved_to(free).with_nodes().log_likelihood(free) - here))
         return drawn if np.isfinite(drawn) else np.inf, moved if np.isfinite(moved) else np.inf
 
     def sde(self, free: Array) -> Any:
@@ -353,10 +344,18 @@ class HiddenLikelihood(AbstractLikelihood):
         path, deviation = (np.asarray(part) for part in _smoothed(self, jnp.asarray(free, float)))
         if np.isnan(path).any() or np.isnan(deviation).any():
             raise ValueError(
-                "smoothed states do not exist, because the estimate of a noise parameter is zero: fix it at "
-                "another value with fixed=, or fit a simpler SDE"
+                f"smoothed states do not exist, because the estimate of {self._vanishing(free)} is zero: fix "
+                "it at another value with fixed=, or fit a simpler SDE"
             )
         return path, deviation
+
+    def _vanishing(self, free: np.ndarray) -> str:
+        """The positive parameter that is the smallest relative to its starting value."""
+        found, start = self.parameters.from_free(jnp.asarray(free, float)), self.parameters.template
+        ratio = np.asarray(found) / self.parameters.values(start)
+        positive = np.array([domain == POSITIVE for domain in self.parameters.domains])
+        ratio = np.where(positive, ratio, np.inf)
+        return self.parameters.names[int(np.argmin(ratio))] if ratio.min() < ZERO else "a noise parameter"
 
     def filtered(self, free: np.ndarray, key: PRNGKeyArray) -> tuple[np.ndarray, np.ndarray]:
         """States given the values so far, and their standard deviations."""
@@ -429,6 +428,12 @@ class HiddenLikelihood(AbstractLikelihood):
         cloud = self._particles(free, key)[0]
         chosen = systematic(jax.nn.softmax(cloud.log_weight[last]), key_choice, count)
         return jax.vmap(self.of_sde.coordinates.to_state)(cloud.z[last][chosen])
+
+    @property
+    def smooth(self) -> "HiddenLikelihood":
+        """Laplace's approximation in place of particles, whose log-likelihood is not smooth in the
+        parameters."""
+        return self.with_method(LAPLACE) if self.of_sde.method == PARTICLES else self
 
     def with_effort(self, effort: Effort) -> "HiddenLikelihood":
         return dataclasses.replace(self, of_sde=self.of_sde.with_effort(effort))
@@ -507,7 +512,7 @@ def _smoothed(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array]:
         path, variances = smoothed_states(linear_model(space), space.rows.fixed)
         return _in_states(space, path, variances, of_sde.rows.given)
     mode = Search.mode(space, of_sde.path).best
-    mean, deviation = smoothed_by_particles(space, mode, of_sde.key, of_sde.num_draws)
+    mean, deviation = smoothed_by_particles(space, mode, of_sde.key, of_sde.num_particles)
     return mean[of_sde.rows.given], deviation[of_sde.rows.given]
 
 
@@ -574,8 +579,6 @@ class Setup:
     ) -> HiddenLikelihood:
         """The likelihood as a function of the free parameters."""
         of_sde = self.of_sde()
-        if of_sde.method == DRAWS and not self._are_even(of_sde, UNEVEN):
-            of_sde = dataclasses.replace(of_sde, method=LAPLACE)  # the search begins with a smooth likelihood
         joined, added = _joined(parameters, self._extras(of_sde), domains, self.coordinates, of_sde)
         rows, i = of_sde.rows, of_sde.rows.before
         steps = Transition(of_sde.path[i], of_sde.path[i + 1], rows.times[i], rows.dt)
@@ -584,7 +587,7 @@ class Setup:
 
     def of_sde(self) -> HiddenSeries:
         """The likelihood as a function of the SDE, by a suitable method: the Kalman filter for linear models,
-        a grid for one hidden component, otherwise draws of the hidden states."""
+        a grid for one hidden component, otherwise particles."""
         first = self.effort or Effort(num_functions=1, num_paths=32, num_steps=2)
         whole = self._blank(first, KALMAN)  # a linear SDE needs no intermediate states
         observation, space = self.observation, whole.space(self.sde)
@@ -593,39 +596,26 @@ class Setup:
         if observation.steps is None and is_linear(space):
             return whole
         _check_start(space, observation, self.sde)
-        seen = np.asarray(whole.rows.seen)
-        on_grid = hidden_component(self._blank(first, GRID).rows) is not None and not (
-            not observation.besides_noise and (seen.any(axis=1) == seen.all(axis=1)).all()
-        )
-        if not on_grid:
+        if hidden_component(self._blank(first, GRID).rows) is None:
             _check_euler(space, self._typical)
-            return self.made(first, DRAWS)
+            return self.made(first, PARTICLES)
         few = Effort(num_functions=1, num_paths=32, num_steps=1 if len(self._typical) > 1 else 2)
         return self.made(self.effort or few, GRID)
 
     def settled(self, tolerance: float) -> HiddenSeries:
-        """The likelihood as a function of the SDE. It uses particles if draws have uneven weights, and as
-        many steps as the tolerance requires for the given SDE."""
+        """The likelihood as a function of the SDE, with as many steps and particles as the tolerance requires
+        at the given SDE."""
         found = self.of_sde()
-        if found.method != DRAWS or self.effort is not None:
+        if found.method != PARTICLES or self.effort is not None:
             return found
-        if not self._are_even(found, tolerance):
-            found = dataclasses.replace(found, method=PARTICLES)
-        value = _with_error(found, self.sde)[0]
-        for _ in range(MAX_REFINEMENTS if found.refines else 0):
-            finer = found.with_effort(found.effort.finer())
-            change, value = abs(_with_error(finer, self.sde)[0] - value), _with_error(finer, self.sde)[0]
-            if change < tolerance:
+        for _ in range(MAX_REFINEMENTS):
+            value, error = _with_error(found, self.sde)
+            finer = found.with_effort(found.effort.finer()) if found.refines else found
+            moved = abs(_with_error(finer, self.sde)[0] - value) if found.refines else 0.0
+            if not tolerance < np.hypot(error, moved) < np.inf:
                 break
-            found = finer
+            found = found.with_effort(found.effort.raised(float(error), float(moved), tolerance))
         return found
-
-    def _are_even(self, drawn: HiddenSeries, tolerance: float) -> bool:
-        """Whether the weights of draws are even: their error is small, and particles give the same
-        log-likelihood."""
-        guided = dataclasses.replace(drawn, method=PARTICLES)
-        (value, error), (other, _) = _with_error(drawn, self.sde), _with_error(guided, self.sde)
-        return bool(np.hypot(error, value - other) < tolerance)
 
     def made(self, effort: Effort, method: str) -> HiddenSeries:
         """The likelihood by one method."""

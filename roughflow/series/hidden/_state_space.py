@@ -237,7 +237,7 @@ class StateSpace(eqx.Module):
 
         def slope(part: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             mean, parts = state
-            move = np.sqrt(3) * parts
+            move = self._inwards(mean, np.sqrt(3) * parts)
             at = jnp.concatenate([mean[None], mean[None] + move, mean[None] - move])
             drifts = jax.vmap(lambda y: self.fields(time + part * dt, y)[0])(at)
             here, (after, before) = drifts[0], jnp.split(drifts[1:], 2)
@@ -257,6 +257,15 @@ class StateSpace(eqx.Module):
         start = z, jnp.zeros((2 * len(sigma), len(z)), z.dtype)
         mean, parts = jax.lax.fori_loop(0, SUBSTEPS, substep, start)
         return Normal(mean, parts.T @ parts)
+
+    def _inwards(self, z: Array, moves: Array) -> Array:
+        """Moves `(k, d)` from z that are shortened such that none covers more than half of the way to an end
+        of the coordinates, where the drift may be infinite."""
+        low, high = np.broadcast_to(np.array(self.coordinates.ends), (len(z), 2)).T
+        if not np.isfinite([low, high]).any():
+            return moves
+        room = 0.5 * jnp.maximum(jnp.minimum(z - low, high - z), 0)
+        return jnp.clip(moves, -room[None], room[None])
 
     def euler_step(self, z: Array, time: Array, dt: Array) -> Normal:
         """The state (not its coordinates) after an Euler step."""

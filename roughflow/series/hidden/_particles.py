@@ -1,4 +1,4 @@
-"""Hidden states of a series: the most likely states, weighted draws around them, and particles."""
+"""Hidden states of a series: the most likely states, and particles guided by them."""
 
 import functools
 from collections.abc import Callable
@@ -70,12 +70,6 @@ class Chain(eqx.Module):
             state, jnp.zeros_like(right[0]), (self.diagonal, self.below, right), reverse=True
         )[1]
 
-    def memory(self) -> Array:
-        """The approximate lag, in states, at which correlations drop to 1 %, as in a stationary chain."""
-        ties = jnp.mean(jnp.sum(self.below**2, axis=2), axis=0)
-        own = jnp.mean(jnp.sum(self.diagonal**2, axis=2), axis=0)
-        return 2 * jnp.log(0.01) / jnp.log(jnp.clip(jnp.max(ties / own), 1e-4, 0.9999))
-
     def variances(self) -> Array:
         """The covariance matrix of each state, `(n, d, d)`."""
         unit = jnp.eye(self.diagonal.shape[-1], dtype=self.diagonal.dtype)
@@ -94,7 +88,7 @@ MAX_ITERATIONS = 100  # maximum number of Newton steps to the mode
 STEP = (1e-3, 0.1)  # step of finite differences, in standard deviations of a transition
 SLACK = (1e-6, 0.03)  # in nats; a step may lose this much because of rounding errors
 NEAR = (1e-10, 3e-3)  # in nats; the mode is found when a step would gain less
-DAMPING, FACTOR = 1e-2, 10.0  # smallest nonzero damping, and its growth factor
+DAMPING, FACTOR = 1e-8, 10.0  # smallest nonzero damping, and its growth factor
 CHUNK = 4096  # transitions evaluated at a time
 
 
@@ -143,13 +137,23 @@ class Expansion(eqx.Module):
         slope = self.own.at[i].add(self.ties[:, :d]).at[i + 1].add(self.ties[:, d:])
         return jnp.where(space.rows.fixed, 0, slope)
 
-    def chain(self, space: StateSpace, damping: Array | float = 0.0) -> Chain:
-        """The Cholesky factor of the negative Hessian."""
+    def chain(self, space: StateSpace, damping: Array | None = None) -> Chain:
+        """The Cholesky factor of the negative Hessian; with damping, of a positive definite matrix."""
         i, d = space.rows.before, self.path.shape[1]
-        bend = self.bends.at[i].add(self.tie_bends[:, :d, :d]).at[i + 1].add(self.tie_bends[:, d:, d:])
-        below = jnp.zeros_like(bend).at[i].set(-self.tie_bends[:, d:, :d])
-        scale = jnp.abs(jnp.diagonal(bend, axis1=1, axis2=2))
-        return Chain.of_free(jax.vmap(jnp.diag)(damping * scale) - bend, below, ~space.rows.fixed)
+        own, ties = self.bends, self.tie_bends
+        if damping is not None:
+            own, ties = jax.lax.cond(damping > 0, _concave, lambda *bends: bends, own, ties)
+        bend = own.at[i].add(ties[:, :d, :d]).at[i + 1].add(ties[:, d:, d:])
+        below = jnp.zeros_like(bend).at[i].set(-ties[:, d:, :d])
+        if damping is not None:
+            scale = jnp.abs(jnp.diagonal(bend, axis1=1, axis2=2))
+            bend = bend - jax.vmap(jnp.diag)(damping * scale)
+        return Chain.of_free(-bend, below, ~space.rows.fixed)
+
+
+def _concave(*bends: Array) -> tuple[Array, ...]:
+    """Hessians `(n, k, k)` without their positive eigenvalues."""
+    return tuple(-jax.vmap(positive_part)(-bend) for bend in bends)
 
 
 def observations(space: StateSpace) -> tuple:
@@ -253,7 +257,8 @@ def smoothed_guess(space: StateSpace, start: Array) -> Array:
 
 
 class Search(eqx.Module):
-    """The most likely states, by Newton's method with Levenberg–Marquardt damping."""
+    """The most likely states, by Newton's method. If a step fails, the positive eigenvalues of the Hessians
+    of all terms are removed and Levenberg–Marquardt damping is added."""
 
     best: Expansion
     damping: Array
@@ -317,87 +322,6 @@ def laplace_log_likelihood(space: StateSpace, mode: Expansion) -> Array:
     own = mode.values - mode.chain(space).half_log_det() + 0.5 * jnp.log(2 * jnp.pi) * free
     own = own.at[rows.before].add(mode.steps)
     return jnp.zeros(rows.count).at[rows.series].add(own)
-
-
-def log_likelihood(
-    space: StateSpace, mode: Expansion, key: PRNGKeyArray, num_draws: int
-) -> tuple[Array, Array]:
-    """The log-likelihood of each series and its standard error, `(count,)` each, by importance sampling
-    around the most likely states.
-
-    The log-weight of a draw is a sum over states. Its odd part o = Σ oᵢ adds ½ Var o to the logarithm of the
-    mean. If weights are uneven, the sample variance of o dominates the error. Since oᵢ and oⱼ are nearly
-    independent for distant states, Var o is replaced by the sum of the covariances of nearby states, which
-    has a much smaller error.
-    """
-    rows, (n, d) = space.rows, mode.path.shape
-    chain, free = mode.chain(space), ~rows.fixed
-    half = jax.random.normal(key, (n, d, num_draws // 2), mode.path.dtype) * free[..., None]
-    normal = jnp.concatenate([half, -half], axis=2)
-    moves = jnp.moveaxis(chain.backward(normal), 2, 1)  # (n, M, d)
-    paths = mode.path[:, None] + moves
-    density = jnp.where(free[..., None], jax.scipy.stats.norm.logpdf(normal), 0)
-    drawn = chain.half_log_det()[:, None] + jnp.sum(density, axis=1)
-    local = _local_terms(space, paths)
-    by_series = lambda parts: jnp.zeros((rows.count, parts.shape[1])).at[rows.series].add(parts)
-    weights = by_series(local - drawn)
-    weights = jnp.where(jnp.isnan(weights), -jnp.inf, weights)
-    # The odd part without its linear term, because the gradient is zero at the mode.
-    i = rows.before
-    own, ties = jax.lax.stop_gradient((mode.own, mode.ties))
-    slope = jnp.einsum("nmd,nd->nm", moves, own)
-    slope = slope.at[i].add(jnp.einsum("nmd,nd->nm", moves[i], ties[:, :d]))
-    slope = slope.at[i].add(jnp.einsum("nmd,nd->nm", moves[i + 1], ties[:, d:]))
-    odd = 0.5 * jnp.subtract(*jnp.split(local - slope, 2, axis=1))
-    odd = jnp.where(jnp.isfinite(odd), odd, 0)
-    reach = jax.lax.stop_gradient(chain.memory())
-    excess = 0.5 * (by_series(odd) ** 2 - by_series(odd * _near_sums(odd, reach)))
-    value, error = jax.vmap(_log_mean)(weights, excess)
-    return value, jax.lax.stop_gradient(error)
-
-
-def _local_terms(space: StateSpace, paths: Array) -> Array:
-    """Log-densities `(n, M)` of values, and of the transitions from each state, for draws `(n, M, d)`."""
-    rows, i = space.rows, space.rows.before
-    own = jax.vmap(lambda z, row: jax.vmap(lambda z: space.observation(z, *row))(z))(
-        paths, observations(space)
-    )
-    own = jnp.where(jax.vmap(jax.vmap(space.coordinates.is_inside))(paths), own, -jnp.inf)
-
-    def one(item: tuple[Array, ...]) -> Array:
-        start, end, time, dt, fixed = item
-        return jax.vmap(lambda a, b: space.transition(a, b, time, dt, fixed))(start, end)
-
-    items = (paths[i], paths[i + 1], rows.times[i], rows.dt, rows.fixed[i + 1])
-    return own.at[i].add(in_chunks(one, items, len(i), max(8 * CHUNK // paths.shape[1], 1)))
-
-
-def _log_mean(weights: Array, excess: Array) -> tuple[Array, Array]:
-    """The logarithm of the mean of weights `(M,)`, whose second half is antithetic to the first, minus the
-    mean of `excess` `(M/2,)`; and the standard error of the logarithm."""
-    top = jnp.max(weights)
-    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
-    pairs = jnp.mean(jnp.reshape(jnp.exp(weights - top), (2, -1)), axis=0)
-    mean = jnp.mean(pairs)
-    relative = pairs / mean
-    error = jnp.sqrt(jnp.sum((relative - excess - 1 + jnp.mean(excess)) ** 2) / (pairs.size - 1) / pairs.size)
-    # Correct the bias of the logarithm of a mean (Jensen).
-    low = 0.5 * jnp.sum((relative - 1) ** 2) / (pairs.size - 1) / pairs.size
-    return top + jnp.log(mean) + low - jnp.mean(excess), error
-
-
-def _near_sums(terms: Array, reach: Array) -> Array:
-    """For each state, the sum of the terms `(n, K)` of states at most `reach` away; smooth in `reach`."""
-    n = len(terms)
-    sums = jnp.concatenate([jnp.zeros_like(terms[:1]), jnp.cumsum(terms, axis=0)])
-
-    def upto(place: Array) -> Array:
-        place = jnp.clip(place, 0, n)
-        low = jnp.minimum(jnp.floor(place).astype(int), n - 1)
-        part = (place - low)[:, None]
-        return (1 - part) * sums[low] + part * sums[low + 1]
-
-    return upto(jnp.arange(n) + 1 + reach) - upto(jnp.arange(n) - reach)
 
 
 REPLICATES = 8  # independent runs of the particles, for their standard error
