@@ -201,7 +201,7 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
             model.pfilter(J=size, key=jax.random.key(seed))
             return float(np.ravel(model.theta.logLik)[0])
 
-        found.append(("pypomp", by_pypomp, (1000, 10_000)))
+        found.append(("pypomp", by_pypomp, (100, 1000)))
     if importlib.util.find_spec("dynamax"):
         found.append(("dynamax, extended Kalman", _by_dynamax(returns), (1,)))
         found.append(("dynamax, Gauss–Hermite", _by_dynamax(returns), (3, 9)))
