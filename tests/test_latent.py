@@ -1,6 +1,5 @@
 """Latent SDEs: bounds and likelihoods beside Kalman's filter, and bad input."""
 
-import dataclasses
 from functools import partial
 
 import equinox as eqx
@@ -12,6 +11,8 @@ import pytest
 import roughflow as rf
 from benchmarks.latent import kalman, oscillator
 from roughflow.latent._fit_latent import Drawn, initial_model
+from roughflow.latent._latent_sde import ROUNDS, combined
+from roughflow.latent._particles import particle_filter
 from roughflow.series import panel
 
 KEY = jax.random.key(0)
@@ -66,19 +67,30 @@ def test_likelihoods_with_large_errors_are_flagged():
     assert rf.latent.LikelihoodEstimate(*np.zeros((4, 3))).warning is None
 
 
+@pytest.mark.parametrize("deviation", [0.1, 1.0, 3.0])
+def test_errors_of_likelihoods_cover_the_truth(deviation):
+    """Runs with lognormal estimates of a likelihood of 1, for series alone and for all of them together."""
+    normals = np.random.default_rng(0).normal(size=(20, 50, ROUNDS))
+    rows = [combined(deviation * x - 0.5 * deviation**2, np.ones(50)) for x in normals]
+    alone = np.concatenate([row.log_likelihood / row.standard_error for row in rows])
+    together = np.array([row.total / row.total_error for row in rows])
+    assert np.mean(np.abs(alone) < 2) > 0.9
+    assert np.mean(np.abs(together) < 2) > 0.85
+
+
 def test_bounds_rise_with_particles_and_stay_below(estimate, exact, fitted):
-    """That of training is the one of a single particle."""
+    """That of training is the one of a single particle that follows the posterior."""
     one = fitted.model.lower_bound(TIMES[:4] * 16, VALUES[:4] * 16, key=KEY).sum() / 16
     assert exact.sum() - 30 < one < estimate.bound.sum() < exact.sum() + 0.5
 
 
 def test_the_bound_without_simulation_is_that_of_simulated_paths(fitted):
-    """One particle's mean log-weight tends to the bound as its steps get shorter."""
-    fine = dataclasses.replace(fitted.model, max_step=0.01)
-    one = fine.log_likelihood(TIMES[:1] * 16, VALUES[:1] * 16, key=KEY, num_particles=1)
+    """The mean log-weight of particles that follow the posterior tends to the bound with shorter steps."""
+    series = jax.tree.map(lambda leaf: leaf[0], fitted.model.arrays(TIMES[:1], VALUES[:1])[0])
+    one = lambda key: particle_filter(fitted.model, series, 1, 64, key=key, keep=False, prior_share=0.0)
+    logs = jax.jit(jax.vmap(one))(jax.random.split(KEY, 256)).log_likelihood
     bound = fitted.model.lower_bound(TIMES[:1] * 16, VALUES[:1] * 16, key=KEY, num_times=4096)
-    spread = np.hypot(np.std(one.bound), np.std(bound)) / 4
-    assert abs(np.mean(one.bound) - np.mean(bound)) < 3 * spread + 0.2
+    assert abs(logs.mean() - bound.mean()) < 3 * np.hypot(logs.std() / 16, bound.std() / 4) + 0.1
 
 
 def test_a_longer_series_does_not_change_a_shorter_one(fitted):

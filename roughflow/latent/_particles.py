@@ -2,10 +2,11 @@
 states.
 
 Time is discretised: in one step, the drift is integrated by the midpoint rule, and the noise is evaluated at
-the start of the step. (With Euler's rule, an oscillator would gain energy.) Particles move in units of the
-posterior, z = m(t) + L(t) u, by a scheme that leaves the marginals of the posterior invariant; their weights
-are ratios of the density of a step of the SDE to the density of the move. The mean weight is an unbiased
-estimate of the likelihood of the discretised SDE.
+the start of the step. (With Euler's rule, an oscillator would gain energy.) Between two observations each
+particle moves by the SDE or, in units of the posterior, z = m(t) + L(t) u, by a scheme that leaves the
+marginals of the posterior invariant. The weight of a path is its density under the SDE over that under the
+mixture of both, at most 2, so that a poor posterior does not make a few weights huge. The mean weight is an
+unbiased estimate of the likelihood of the discretised SDE.
 """
 
 import equinox as eqx
@@ -39,9 +40,10 @@ def moved_by_drift(model: AbstractLatentSDE, t: Array, dt: Array, z: Array) -> A
 
 
 def move(
-    model: AbstractLatentSDE, reading: Reading, t: Array, dt: Array, u: Array, key: PRNGKeyArray
+    model: AbstractLatentSDE, reading: Reading, t: Array, dt: Array, u: Array, prior: Array, key: PRNGKeyArray
 ) -> tuple[Array, Array]:
-    """One step: u at time t + dt, and the logarithm of its weight.
+    """One step of the SDE if `prior` is true, else of the posterior process: u at time t + dt, and the
+    logarithm of the ratio of the two densities of the step.
 
     With noise G = L⁻¹σ, the posterior process is du = (A − ½ G Gᵀ) u dt + L⁻¹ ½ div D dt + G dB. The
     trapezoidal rule for G and Cayley's rotation for A leave N(0, I) invariant for any dt.
@@ -51,19 +53,24 @@ def move(
     z, identity = now.mean + now.root @ u, jnp.eye(u.size, dtype=u.dtype)
     spread = spread_at(lambda y: model.sde.noise(t, y), z)
     noise = solve_lower(now.root, noise_matrix(spread.sigma))
-    pull = 0.25 * dt * noise @ noise.T
+    pull, half = 0.25 * dt * noise @ noise.T, 0.5 * dt * turn
     normal = jax.random.normal(key, u.shape, u.dtype)
-    drift = solve_lower(now.root, spread.drift(jnp.zeros_like(z)))
     solved = lambda matrix, right: solve(matrix[None], right[None, :, None])[0, :, 0]
-    moved = solved(identity + pull, u - pull @ u + dt * drift + jnp.sqrt(dt) * noise @ normal)
-    u_later = solved(identity - 0.5 * dt * turn, moved + 0.5 * dt * turn @ moved)
-    # Two densities of the new point: that of a step of the SDE, and that of the move. Constants and |det σ|
+    start = u - pull @ u + dt * solve_lower(now.root, spread.drift(jnp.zeros_like(z)))
+    pulled = solved(identity + pull, start + jnp.sqrt(dt) * noise @ normal)
+    u_posterior = solved(identity - half, pulled + half @ pulled)
+    mean = moved_by_drift(model, t, dt, z)
+    z_prior = mean + jnp.sqrt(dt) * apply_noise(spread.sigma, normal)
+    u_later = jnp.where(prior, solve_lower(later.root, z_prior - later.mean), u_posterior)
+    # The normal increments with which the SDE and the posterior process take this step. Constants and |det σ|
     # cancel.
-    z_later = later.mean + later.root @ u_later
-    residual = solve_noise(spread.sigma, z_later - moved_by_drift(model, t, dt, z)) / jnp.sqrt(dt)
+    residual = solve_noise(spread.sigma, later.mean + later.root @ u_later - mean) / jnp.sqrt(dt)
+    turned_back = solved(identity + half, u_later - half @ u_later)
+    increment = now.root @ (turned_back + pull @ turned_back - start)
+    own = solve_noise(spread.sigma, increment) / jnp.sqrt(dt)
     size = lambda root: jnp.sum(jnp.log(jnp.diagonal(root)))
     stretch = size(later.root) - size(now.root) - log_abs_det((identity + pull)[None])[0]
-    return u_later, 0.5 * jnp.sum(normal**2) - 0.5 * jnp.sum(residual**2) + stretch
+    return u_later, 0.5 * jnp.sum(own**2) - 0.5 * jnp.sum(residual**2) + stretch
 
 
 def particle_filter(
@@ -74,11 +81,13 @@ def particle_filter(
     *,
     key: PRNGKeyArray,
     keep: bool = True,
+    prior_share: float = 0.5,
 ) -> Cloud:
     """Particles at the last time, with `num_steps` steps between consecutive observations.
 
     Particles are resampled after an observation if fewer than half of them are effective. `keep` specifies
-    whether to store their states at observations.
+    whether to store their states at observations, and `prior_share` is the probability with which a particle
+    moves by the SDE and not by the posterior.
     """
     key_start, key_moves = jax.random.split(key)
     reading, times = model.posterior.read(series), series.times
@@ -102,20 +111,23 @@ def particle_filter(
 
     def between(cloud: Cloud, inputs: tuple[Array, PRNGKeyArray]) -> tuple[Cloud, None]:
         i, key = inputs
-        key_pick, key_steps = jax.random.split(key)
+        key_pick, key_prior, key_steps = jax.random.split(key, 3)
         cloud = resampled(cloud, key_pick)
+        prior = jax.random.bernoulli(key_prior, prior_share, (num_particles,))
         dt = (times[i + 1] - times[i]) / num_steps
 
         def step(carry: Moving, inputs: tuple[Array, PRNGKeyArray]) -> tuple[Moving, None]:
-            u, weights = carry
+            u, ratios = carry
             j, key = inputs
-            one = lambda u, key: move(model, reading, times[i] + j * dt, dt, u, key)
-            u, change = jax.vmap(one)(u, jax.random.split(key, num_particles))
-            return (u, weights + change), None
+            one = lambda u, prior, key: move(model, reading, times[i] + j * dt, dt, u, prior, key)
+            u, change = jax.vmap(one)(u, prior, jax.random.split(key, num_particles))
+            return (u, ratios + change), None
 
         keys = jax.random.split(key_steps, num_steps)
         blank = jnp.zeros_like(cloud.log_weight)
-        (u, weights), _ = jax.lax.scan(step, (cloud.u, blank), (jnp.arange(num_steps), keys))
+        (u, ratios), _ = jax.lax.scan(step, (cloud.u, blank), (jnp.arange(num_steps), keys))
+        # The density of the path under the SDE, over that under a mixture of both processes.
+        weights = -jnp.logaddexp(jnp.log(prior_share), jnp.log1p(-prior_share) - ratios)
         moved = observe(eqx.tree_at(lambda c: c.u, cloud, u), i + 1, weights)
         # A shorter series has ended, and its last time is repeated.
         return jax.tree.map(lambda new, old: jnp.where(dt > 0, new, old), moved, cloud), None
