@@ -433,17 +433,12 @@ class HiddenLikelihood(AbstractLikelihood):
     def smooth(self) -> "HiddenLikelihood":
         """Laplace's approximation in place of particles, whose log-likelihood is not smooth in the
         parameters."""
-        return self.with_method(LAPLACE) if self.of_sde.method == PARTICLES else self
+        if self.of_sde.method != PARTICLES:
+            return self
+        return dataclasses.replace(self, of_sde=dataclasses.replace(self.of_sde, method=LAPLACE))
 
     def with_effort(self, effort: Effort) -> "HiddenLikelihood":
         return dataclasses.replace(self, of_sde=self.of_sde.with_effort(effort))
-
-    def with_method(self, method: str) -> "HiddenLikelihood":
-        of_sde = dataclasses.replace(self.of_sde, method=method)
-        if GRID in (method, self.of_sde.method):
-            assert of_sde.setup is not None
-            of_sde = of_sde.setup.made(of_sde.effort, method)
-        return dataclasses.replace(self, of_sde=of_sde)
 
     def with_nodes(self) -> "HiddenLikelihood":
         """The likelihood with a finer grid."""
