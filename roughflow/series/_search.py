@@ -136,15 +136,20 @@ def polish(
         step = np.zeros(len(free))
         step[interior] = np.linalg.solve(inner, slope[interior])
         gain = 0.5 * slope @ step
-        if gain < DECREMENT or gain > 0.5 * last:  # at the maximum, up to errors of the gradient
+        # At the maximum, up to errors of the gradient.
+        if gain < max(DECREMENT, 0.1 * slack) or gain > 0.5 * last:
             break
         new, new_slope = total(free + step)
         if not new > value - max(slack, 1e-3):
             break
+        if moved + np.sqrt(2 * gain) > REFRESH_DISTANCE:
+            refreshed = information(free + step)
+            if slack and not is_regular(refreshed[np.ix_(interior, interior)]):
+                break  # the step follows an error of the gradient
+            matrix, moved, last = refreshed, 0.0, np.inf
+        else:
+            moved, last = moved + np.sqrt(2 * gain), gain
         free, value, slope = free + step, new, new_slope
-        moved, last = moved + np.sqrt(2 * gain), gain
-        if moved > REFRESH_DISTANCE:
-            matrix, moved, last = information(free), 0.0, np.inf
     return free, information(free) if moved > SAME_POINT else matrix
 
 
