@@ -214,12 +214,13 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
                 return self.PX(0, FIRST)
 
             def PX(self, t: int, v: np.ndarray) -> Any:
-                mu, kappa, theta, xi, rho = PUBLISHED
+                (mu, kappa, theta, xi, rho), v = PUBLISHED, np.maximum(v, 1e-32)
                 before = returns[t - 1] if t else 0.0
                 mean = v + kappa * (theta - v) + xi * rho * (before - mu + v / 2)
-                return dists.TruncNormal(mean, xi * np.sqrt(v * (1 - rho**2)), 1e-12, 1.0)
+                return dists.Normal(mean, xi * np.sqrt(v * (1 - rho**2)))
 
             def PY(self, t: int, before: Any, v: np.ndarray) -> Any:
+                v = np.maximum(v, 1e-32)
                 return dists.Normal(PUBLISHED[0] - v / 2, np.sqrt(v))
 
             def proposal0(self, data: np.ndarray) -> Any:
@@ -228,7 +229,8 @@ def _peers(returns: np.ndarray) -> list[tuple[str, Any, tuple[int, ...]]]:
             def proposal(self, t: int, v: Any, data: np.ndarray) -> Any:
                 """The prior in log V, tilted by the curvature of the return's density around its mean."""
                 prior = self.PX(t, v)
-                mean, wide = np.maximum(prior.mu, 1e-6), (prior.sigma / np.maximum(prior.mu, 1e-6)) ** 2
+                mean = np.maximum(prior.loc, 1e-6)
+                wide = (prior.scale / mean) ** 2
                 share = (data[t] - PUBLISHED[0]) ** 2 / mean
                 gain = 1 / (1 / wide + np.maximum(share / 2, 0.05))
                 shift = gain * 0.5 * (share - 1)
