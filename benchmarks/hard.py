@@ -8,7 +8,7 @@ An estimate counts as wrong if its error exceeds three of its error bars and it 
 import argparse
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -201,9 +201,9 @@ def main() -> None:
         "problem             estimates  wrong  flagged  rms error  worst bars  median bar    s/call  methods"
     )
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(run, name, options.keys) for name in options.only]
-        for name, job in zip(options.only, jobs, strict=True):
-            error, bar, flagged, seconds, methods = job.result()
+        jobs = {pool.submit(run, name, options.keys): name for name in options.only}
+        for job in as_completed(jobs):
+            name, (error, bar, flagged, seconds, methods) = jobs[job], job.result()
             wrong = ~flagged & ~(np.abs(error) <= BARS * bar + FLOOR)
             totals += [wrong.size, wrong.sum(), flagged.sum()]
             sure = ~flagged

@@ -265,11 +265,13 @@ class Tally(NamedTuple):
         return self.known & ~self.suspect & ~(np.abs(self.error) <= BARS * self.bar + FLOOR)
 
 
-def run(group: tuple[str, int, str], count: int) -> Tally:
+def run(group: tuple[str, int, str], count: int, seed: int, seconds: float) -> Tally:
     jax.config.update("jax_enable_x64", True)
     kind, d, noise = group
-    rng, rows, began = np.random.default_rng(GROUPS.index(group)), [], time.perf_counter()
+    rng, rows, began = np.random.default_rng([GROUPS.index(group), seed]), [], time.perf_counter()
     for number in range(count):
+        if number and time.perf_counter() - began > seconds:
+            break
         flow, refer = KINDS[kind](rng, d, noise)
         x = np.asarray(flow.sample(key=jax.random.key(int(rng.integers(2**31))), shape=(POINTS,)))
         truth, doubt = refer(x)
@@ -282,7 +284,16 @@ def run(group: tuple[str, int, str], count: int) -> Tally:
             what = f"{'suspect' if suspect[i] else 'wrong'}: {group} {number}, point {i}"
             print(f"  {what}: {error[i]:+.4f} ± {bar[i]:.4f}, {estimate.method[i]}", flush=True)
     columns = (np.concatenate(column) for column in zip(*rows, strict=True))
-    return Tally(*columns, time.perf_counter() - began)
+    tally = Tally(*columns, time.perf_counter() - began)
+    fine = tally.known & ~tally.suspect
+    rms = np.sqrt(np.mean(tally.error[fine] ** 2))
+    print(
+        f"{' '.join(map(str, group)):26s} {fine.size:6d} {tally.wrong.sum():6d} "
+        f"{(tally.known & tally.suspect).sum():8d} {(~tally.known).sum():8d} {rms:10.4f} "
+        f"{np.median(tally.bar[fine]):11.4f} {tally.seconds:8.0f}",
+        flush=True,
+    )
+    return tally
 
 
 def main() -> None:
@@ -290,23 +301,18 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--dimensions", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seed", type=int, default=0, help="of the SDEs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="limit for each group")
     options = parser.parse_args()
     groups = [group for group in GROUPS if group[1] in options.dimensions]
-    print("kind, dimension, noise     points  wrong  suspect  unknown  rms error  median bar  seconds")
-    tallies = []
+    print(
+        "kind, dimension, noise     points  wrong  suspect  unknown  rms error  median bar  seconds",
+        flush=True,
+    )
+    count = -(-options.count // len(GROUPS))
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(run, group, -(-options.count // len(GROUPS))) for group in groups]
-        for group, job in zip(groups, jobs, strict=True):
-            tally = job.result()
-            tallies.append(tally)
-            fine = tally.known & ~tally.suspect
-            rms = np.sqrt(np.mean(tally.error[fine] ** 2))
-            print(
-                f"{' '.join(map(str, group)):26s} {fine.size:6d} {tally.wrong.sum():6d} "
-                f"{(tally.known & tally.suspect).sum():8d} {(~tally.known).sum():8d} {rms:10.4f} "
-                f"{np.median(tally.bar[fine]):11.4f} {tally.seconds:8.0f}",
-                flush=True,
-            )
+        jobs = [pool.submit(run, group, count, options.seed, options.seconds) for group in groups]
+        tallies = [job.result() for job in jobs]
     known, wrong, suspect = (
         sum(int(np.sum(part(tally))) for tally in tallies)
         for part in (lambda t: t.known, lambda t: t.wrong, lambda t: t.known & t.suspect)
