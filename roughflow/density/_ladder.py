@@ -25,7 +25,7 @@ from ._estimate import (
     weights_error,
 )
 from ._grid import applies as grid_applies, estimate as grid_estimate
-from ._modes import Laplace, constant
+from ._modes import PRIOR_SHARE, Laplace, constant
 from ._particles import PARTICLES, RUNS, particle_parts
 from ._paths import (
     GROWTH,
@@ -41,7 +41,7 @@ from ._paths import (
     is_inside_jit,
     mixtures,
 )
-from ._proposals import AbstractDraws, AbstractProposal, Mixture, Prior, Sobol
+from ._proposals import AbstractProposal, Mixture, Prior, Sobol
 
 DEFAULT_TOLERANCE = 0.05  # target of the total error in nats, if the user gives no tolerance
 # Total error in nats below which no other method is tried, if the user gives no tolerance.
@@ -63,7 +63,6 @@ GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension; maximum work of a grid, about ten seconds on a CPU
 # Effective fraction of the paths around modes below which other bundles of paths may have been missed.
 EVEN_SHARE = 0.25
-LEARNED_SHARE = 0.2  # share of the prior in a mixture with a learned proposal
 PROBES = 4  # number of draws of a random divergence, if there is no noise
 PROBED_POINTS = 8  # points at which the time dependence of the coefficients is checked
 CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
@@ -127,7 +126,7 @@ def _inside_jit(flow: AbstractStochasticFlow, x: Array, key: PRNGKeyArray, accur
     """The estimate from a fixed number of paths. They are drawn from the prior or, for points with poor
     weights, from the learned proposal or around modes."""
     learned, contracts = _learned(flow), _contraction(constant(flow)) > MAX_EXPANSION
-    proposal, method = (Laplace(), "modes") if learned is None else (Defended(proposal=learned), "learned")
+    proposal, method = (Laplace(), "modes") if learned is None else (learned, "learned")
     ask = lambda *given: PullBack(FIXED_BUDGET_PATHS, given[0]).traced(flow, x, key, accuracy, given[1])
     first = ask(Prior(Sobol()), "paths")
     even = EVEN_SHARE * FIXED_BUDGET_PATHS
@@ -236,7 +235,9 @@ class Climb:
     def near(self, points: Points, which: np.ndarray) -> None:
         """Use paths from the learned proposal, and then paths around the most likely ones."""
         if (learned := _learned(points.flow)) is not None:
-            self.paths(points, which, mixtures(Defended(proposal=learned), points, which), "learned")
+            mixture = mixtures(learned, points, which)
+            assert mixture is not None
+            self.paths(points, which, mixture.with_prior(PRIOR_SHARE), "learned")
             which = self.left(which)
         if which.size:
             self.around_modes(points, which)
@@ -355,19 +356,3 @@ def _learned(flow: AbstractStochasticFlow) -> AbstractProposal | None:
     """The proposal that was trained with the flow, or None."""
     learned = flow.proposal
     return learned if isinstance(learned, AbstractProposal) and not isinstance(learned, Prior) else None
-
-
-class Defended(AbstractProposal):
-    """A mixture of a proposal and the prior, in which the prior has at least the share `LEARNED_SHARE`."""
-
-    proposal: AbstractProposal
-    draws: AbstractDraws = Sobol()
-
-    @property
-    def wants_cloud(self) -> bool:
-        return self.proposal.wants_cloud
-
-    def distribution(self, flow: AbstractStochasticFlow, x: Array, cloud: Any) -> Mixture:
-        found = self.proposal.distribution(flow, x, cloud)
-        assert found is not None
-        return found.with_prior(LEARNED_SHARE)

@@ -33,8 +33,8 @@ from ._estimate import (
     effective_paths,
     weights_error,
 )
-from ._modes import Cloud, constant, refined_driver, with_added
-from ._proposals import AbstractDraws, AbstractProposal, Mixture, Prior, log_standard
+from ._modes import PRIOR_SHARE, Cloud, constant, refined_driver, with_added
+from ._proposals import AbstractDraws, AbstractProposal, Mixture, Prior, Sobol, log_standard
 
 # Maximum dimension for exact divergences instead of random probes, if there is no noise.
 MAX_EXACT_DIMENSION = 64
@@ -444,6 +444,9 @@ class PullBack(AbstractEstimator):
         keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
         places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
         mixture, draws = mixture_of(self.proposal, flow, flat, keys[0]), self.proposal.draws
+        if method is not None:
+            draws = Sobol()
+            mixture = None if mixture is None else mixture.with_prior(PRIOR_SHARE)
         weights, control = draw(Level(flow), flat, keys, mixture, draws, places, count)
         fine = weights[:, :0]
         if accuracy.errors or method:
