@@ -68,6 +68,18 @@ def test_outliers_are_found_among_contaminated_rows(rows):
     assert roc_auc_score(labels, scores) > roc_auc_score(labels, clean) - 0.02 > 0.9
 
 
+def test_a_cluster_of_outliers_among_the_training_rows_is_unlikely_in_subsamples():
+    rng = np.random.default_rng(5)
+    rows, cluster, ordinary, new = (rng.normal(size=(n, 10)) for n in (600, 30, 600, 30))
+    cluster[:, 0] += 5
+    new[:, 0] += 5
+    mixed, scored = np.concatenate([rows, cluster]), np.concatenate([ordinary, new])
+    area = lambda model: roc_auc_score(np.repeat([0, 1], [600, 30]), -model.log_prob(scored))
+    robust = area(StochasticFlowOutlier(contamination=0.05).fit(mixed).model_)
+    assert robust > area(rf.tables.KernelDensity.of(mixed)) + 0.05
+    assert robust > 0.85
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -184,7 +184,9 @@ class Points:
             len(self.x[0]) + self.size
         )
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-        block = max(1, min(SOLVES_PER_BLOCK[device] // columns, MAX_NUMBERS // each))
+        # An exact divergence has one tangent per dimension, so fewer solves in many dimensions fill a block.
+        solves = SOLVES_PER_BLOCK[device] // max(columns, len(self.x[0]))
+        block = max(1, min(solves, MAX_NUMBERS // each))
         # Programs come in a few sizes only, so that a few points take little time on a GPU, and a new number
         # of points does not need a new program.
         sizes = [-(-size // block) * block for size in ROWS[device] if size * each <= MAX_NUMBERS] or [block]

@@ -1,5 +1,6 @@
 """Anomaly detection: kernel densities, and the fraction of training rows that are less likely than a row."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import scipy
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_count, check_key, check_positive
+from .._checks import check_count, check_key
 from ._columns import Relations, Violation, check_violation
 from ._numbers import joined
 
@@ -36,14 +37,14 @@ class KernelDensity(eqx.Module):
     has density zero, or a finite penalty. A row that equals a row of the table is scored with the kernels of
     the other rows, so scores of training rows and of new rows are comparable.
 
-    With `subsamples`, `log_prob` is the mean of the log-densities of 20 small subsamples of the rows, which
-    is not normalised (its exponential integrates to less than one). Its ranking is less accurate if there are
-    no anomalies among the rows. But a subsample contains only a few rows of a cluster of anomalies, so the
-    other rows of the cluster keep a low density.
+    With `subsamples`, `log_prob` is the mean of the log-density of all rows and of those of 20 subsamples of
+    each size, with bandwidths of their own. A subsample contains only a few rows of a cluster of anomalies,
+    so the other rows of the cluster keep a low density. A mean of log-densities is not normalised (its
+    exponential integrates to less than one).
 
     **Arguments:** `rows`, the centres of the kernels, `(n, d)`, in units of `scale` around `loc`, `(d,)`
-    each; `bandwidth`; `relations`, an `rf.tables.Relations` or None; `subsamples`, indices of rows, or None.
-    `KernelDensity.of(table)` computes all of these.
+    each; `bandwidth`; `relations`, an `rf.tables.Relations` or None; `subsamples`, for each size the indices
+    of the rows of each subsample, and a bandwidth. `KernelDensity.of(table)` computes all of these.
 
     ```python
     import jax
@@ -62,39 +63,30 @@ class KernelDensity(eqx.Module):
     scale: np.ndarray
     bandwidth: float
     relations: Relations | None = None
-    subsamples: np.ndarray | None = None
+    subsamples: tuple[tuple[np.ndarray, float], ...] = ()
     # Sorted log-densities of the rows of the table, each under the kernels of the other rows.
     left_out: np.ndarray | None = None
 
     @staticmethod
-    def of(
-        table: ArrayLike,
-        *,
-        bandwidth: float | None = None,
-        subsample: int | None = None,
-    ) -> "KernelDensity":
+    def of(table: ArrayLike, *, subsamples: Sequence[int] = ()) -> "KernelDensity":
         """The kernel density of a table of numbers.
 
-        `subsample` is the number of rows of a subsample; None for one kernel density of all rows. Tables of
-        more than 10,000 rows are subsampled.
+        `subsamples` are the numbers of rows of subsamples, such as `(256, 64)`; none for one kernel density
+        of all rows. Tables of more than 10,000 rows are subsampled.
         """
-        if subsample is not None:
-            check_count("subsample", subsample, least=2)
-        if bandwidth is not None:
-            check_positive("bandwidth", bandwidth)
         rows, _ = joined("table", table, None)
         relations = Relations.of(rows, rows.shape[1])
         kept = rows if relations is None else rows[:, relations.kept]
         loc, scale = np.median(kept, axis=0), _robust_scale(kept)
         rng = np.random.default_rng(0)
         unit = ((kept - loc) / scale)[rng.permutation(len(kept))[:MAX_ROWS]]
-        some = None
-        if subsample is not None and subsample < len(unit):
-            some = np.stack([rng.permutation(len(unit))[:subsample] for _ in range(NUM_SUBSAMPLES)])
-        parts = [unit] if some is None else [unit[part] for part in some]
-        width = np.exp(np.mean(np.log([_best_bandwidth(part) for part in parts])))
-        width = float(width if bandwidth is None else bandwidth)
-        density = KernelDensity(unit, loc, scale, width, relations, some)
+        groups = []
+        for size in subsamples:
+            if check_count("subsamples", size, least=2) < len(unit):
+                some = np.stack([rng.permutation(len(unit))[:size] for _ in range(NUM_SUBSAMPLES)])
+                widths = [_best_bandwidth(unit[part]) for part in some]
+                groups.append((some, float(np.exp(np.mean(np.log(widths))))))
+        density = KernelDensity(unit, loc, scale, _best_bandwidth(unit), relations, tuple(groups))
         values = density.log_prob(rows[rng.permutation(len(rows))[:MAX_ROWS]], violation="penalty")
         return eqx.tree_at(lambda d: d.left_out, density, np.sort(values), is_leaf=lambda part: part is None)
 
@@ -112,9 +104,10 @@ class KernelDensity(eqx.Module):
             raise ValueError(f"rows must have {self.num_columns} columns, got {table.shape[1]}")
         kept = table if self.relations is None else table[:, self.relations.kept]
         unit = (kept - self.loc) / self.scale
-        parts = [self.rows] if self.subsamples is None else [self.rows[part] for part in self.subsamples]
-        values = np.mean([_log_kernels(part, unit, self.bandwidth) for part in parts], axis=0)
-        values = values - np.sum(np.log(self.scale))
+        each = [_log_kernels(self.rows, unit, self.bandwidth)]
+        for some, bandwidth in self.subsamples:
+            each.append(np.mean([_log_kernels(self.rows[part], unit, bandwidth) for part in some], axis=0))
+        values = np.mean(each, axis=0) - np.sum(np.log(self.scale))
         return values if self.relations is None else values + self.relations.log_factor(table, violation)
 
     def anomaly(self, rows: ArrayLike) -> np.ndarray:
@@ -148,8 +141,8 @@ def less_likely(values: Any, reference: Any) -> np.ndarray:
 
 
 def _best_bandwidth(unit: np.ndarray) -> float:
-    some = unit[:TUNING_ROWS]
-    return SHARPER * float(max(BANDWIDTHS, key=lambda width: np.mean(_log_kernels(unit, some, width))))
+    squares = _squared_distances(unit, unit[:TUNING_ROWS])
+    return SHARPER * float(max(BANDWIDTHS, key=lambda h: np.mean(_log_sum(squares, h, unit.shape[1]))))
 
 
 def _robust_scale(rows: np.ndarray) -> np.ndarray:
@@ -174,6 +167,11 @@ def _log_kernels(rows: np.ndarray, points: np.ndarray, bandwidth: float) -> np.n
     """The log-density of points under kernels at the rows. For a point that is one of the rows, its own
     kernel is left out."""
     blocks = (points[i : i + BLOCK] for i in range(0, len(points), BLOCK))
-    exponents = (-0.5 * _squared_distances(rows, block) / bandwidth**2 for block in blocks)
-    sums = np.concatenate([scipy.special.logsumexp(block, axis=1) for block in exponents])
-    return sums - np.log(len(rows)) - rows.shape[1] * np.log(bandwidth * np.sqrt(2 * np.pi))
+    squares = (_squared_distances(rows, block) for block in blocks)
+    return np.concatenate([_log_sum(block, bandwidth, rows.shape[1]) for block in squares])
+
+
+def _log_sum(squares: np.ndarray, bandwidth: float, dimension: int) -> np.ndarray:
+    """The log-density of kernels at squared distances `(points, rows)`."""
+    sums = scipy.special.logsumexp(-0.5 * squares / bandwidth**2, axis=1)
+    return sums - np.log(squares.shape[1]) - dimension * np.log(bandwidth * np.sqrt(2 * np.pi))
