@@ -10,22 +10,17 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_key, finite_array
-from .._linear import solve_lower
 from .._programs import jit
 from ..density import weights_error
-from ..sde import GIVEN, AbstractSDE, noise_matrix
+from ..sde import GIVEN, AbstractSDE
 from ..series import Observed, panel
 from ._bound import lower_bound
 from ._particles import particle_filter, resampled, simulated
-from ._posterior import AbstractLatentSDE, Posterior, Reading, Series
+from ._posterior import AbstractLatentSDE, Posterior, Series
 
 ROUNDS = 8  # number of independent runs of particles, from which the error is estimated
 AT_ONCE = 16  # series
 MAX_ERROR = 0.5  # in nats; with a larger error, a single run may dominate the estimate
-# Maximum time step of particles, in units of the relaxation time of the posterior. In longer steps the moves
-# of particles are narrower than the noise, so weights become uneven.
-RELAXED = 0.2
-MOST_STEPS = 128  # maximum number of steps between two observations
 
 
 class LikelihoodEstimate(NamedTuple):
@@ -201,7 +196,7 @@ class LatentSDE(AbstractLatentSDE):
             given = parts[0].values.shape[1]
             raise ValueError(f"values have {given} columns, but the model has {self.columns}")
         series = padded(parts, self.unit, np.asarray(self.posterior.encoder.location))
-        return series, self._steps(np.asarray(series.times), float(_relaxation(self, series)))
+        return series, self._steps(np.asarray(series.times))
 
     def _one(self, times: Any, values: Any) -> tuple[Series, int]:
         series, steps = self.arrays(times, values)
@@ -212,9 +207,8 @@ class LatentSDE(AbstractLatentSDE):
     def _shown(self, times: Any, values: Any) -> np.ndarray:
         return panel(times, values, partial=True, fewest=2)[0].times
 
-    def _steps(self, times: np.ndarray, rate: float = 0.0) -> int:
-        longest = float(np.max(np.diff(times, axis=-1)))
-        return min(MOST_STEPS, num_steps_in(longest, min(self.max_step, RELAXED / max(rate, 1e-9))))
+    def _steps(self, times: np.ndarray) -> int:
+        return num_steps_in(float(np.max(np.diff(times, axis=-1))), self.max_step)
 
 
 def combined(logs: np.ndarray, fewest: np.ndarray) -> LikelihoodEstimate:
@@ -255,23 +249,6 @@ def _padded(part: Observed, length: int, unit: float | None, location: np.ndarra
     kind = jax.dtypes.canonicalize_dtype(float)
     values = fill(np.stack(filled, axis=1), "edge").astype(kind)
     return fill(times, "edge").astype(kind), values, fill(seen, "constant")
-
-
-@jit
-def _relaxation(model: LatentSDE, series: Series) -> Array:
-    """The rate ½ |L⁻¹σ|²/d at which the posterior process relaxes to its marginals, averaged over
-    observations."""
-
-    def one(reading: Reading, t: Array) -> Array:
-        marginal, _ = model.posterior.at(reading, t)
-        noise = noise_matrix(model.sde.noise(t, marginal.mean))
-        return 0.5 * jnp.sum(solve_lower(marginal.root, noise) ** 2) / model.dimension
-
-    def all_times(given: Series) -> Array:
-        reading = model.posterior.read(given)
-        return jnp.mean(jax.vmap(lambda t: one(reading, t))(given.times))
-
-    return jnp.mean(jax.lax.map(all_times, series, batch_size=min(AT_ONCE, len(series.times))))
 
 
 @jit
