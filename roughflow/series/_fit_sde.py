@@ -329,8 +329,11 @@ def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) ->
     if isinstance(likelihood, VaryingLikelihood) and errors[0] >= errors[1]:
         return likelihood.with_nodes().moved_to(free)
     assert likelihood.effort is not None  # the effort is None only if the likelihood is exact
-    on_grid = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID
-    if on_grid and errors[0] > errors[1]:
+    if (
+        isinstance(likelihood, HiddenLikelihood)
+        and likelihood.of_sde.method == GRID
+        and errors[0] > errors[1]
+    ):
         return likelihood.moved_to(free).with_nodes()
     return likelihood.with_effort(likelihood.effort.raised(*errors, tolerance))
 
