@@ -635,7 +635,7 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--dimension", type=int, default=6)
-    parser.add_argument("--inflation", type=float, default=3.0)
+    parser.add_argument("--inflation", type=float, default=1.0)
     parser.add_argument("--folds", action="store_true")
     parser.add_argument("--ordinary", action="store_true")
     parser.add_argument("--pairs", action="store_true")
