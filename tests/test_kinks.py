@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
+from fokker_planck import evolved, log_density_at
+from scipy import stats
 
 import roughflow as rf
 from roughflow.sde import kinks
@@ -88,3 +90,17 @@ def test_a_kinked_diffusion_is_refused_in_an_ito_sde(wrap):
     rf.StochasticFlow(rf.StratonovichSDE(drift, kinked), rf.Normal(jnp.zeros(2)))
     smooth = lambda t, z: wrap(0.4 + jnp.sqrt(z**2 + 0.04))
     rf.StochasticFlow(rf.ItoSDE(drift, smooth), rf.Normal(jnp.zeros(2)))
+
+
+def test_a_kink_in_the_drift_does_no_harm():
+    """Most paths around a mode stay on one side of the kink, where the SDE is linear and all weights are
+    equal: with 64 paths, a twentieth of the errors were larger than three error bars."""
+    drift = lambda xp: lambda z: 1 - 3 * xp.abs(z)
+    y, p = evolved(drift(np), lambda z: 0.7, stats.norm.pdf, (-14, 5), 1.0)
+    x = np.linspace(-6, 1.6, 40)[:, None]
+    sde = rf.ItoSDE(lambda t, z: drift(jnp)(z), rf.ConstantDiffusion(0.7 * jnp.eye(1)))
+    estimate = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1))).estimate(x, key=jax.random.key(0))
+    assert not np.any(estimate.suspect)
+    assert set(estimate.method) <= {"modes", "particles"}
+    gap = np.abs(estimate.log_prob - log_density_at(x, y, p)[:, 0])
+    assert np.all(gap < 3 * estimate.total_error)

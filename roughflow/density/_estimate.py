@@ -27,8 +27,8 @@ REASONS = {
     "steps, rf.FixedGrid(steps=...)" + see("truncation-or-solver-error"),
     "steep": "lie where the SDE contracts strongly or where few paths end: some paths may have been missed"
     + see("strong-contraction"),
-    "jump": "belong to an SDE with discontinuous or kinked coefficients, which the density given a path does "
-    "not account for" + see("kinked-coefficients"),
+    "jump": "belong to an SDE with discontinuous coefficients, which the density given a path does not "
+    "account for" + see("discontinuous-coefficients"),
     "fast in time": "belong to an SDE whose coefficients vary faster in time than the solver's steps: use "
     "more steps, rf.FixedGrid(steps=...)" + see("fast-coefficients"),
     "not finite": "are not finite: x may be outside the support" + see("not-finite"),
@@ -79,8 +79,8 @@ class Estimate(eqx.Module):
     - `unmet`: whether the requested tolerance was not reached.
     - `steep`: whether paths may have been missed, because the weights of every method are uneven, or because
       two methods disagree.
-    - `jump`, `fast`: whether the coefficients of the SDE have jumps or kinks, or vary faster in time than the
-      solver's steps resolve.
+    - `jump`, `fast`: whether the coefficients of the SDE jump, or vary faster in time than the solver's steps
+      resolve.
 
     ```python
     import jax, jax.numpy as jnp

@@ -46,8 +46,8 @@ from ._proposals import AbstractProposal, Mixture, Prior, Sobol
 DEFAULT_TOLERANCE = 0.05  # target of the total error in nats, if the user gives no tolerance
 # Total error in nats below which no other method is tried, if the user gives no tolerance.
 ACCEPTED_ERROR = 0.1
-FIRST_PATHS = 256  # number of paths from the prior in the first round
-FIRST_AROUND_MODES = 64
+FIRST_PATHS = 256  # number of paths in the first round
+PATHS_BEYOND_GRID = 64  # around modes, for densities below about 1e-7 of the maximum
 MAX_PATHS_PER_POINT = 2**14
 # maximum number of paths of all points together, if there are few points
 PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}
@@ -275,7 +275,7 @@ class Climb:
         """Use a few paths around modes, for points at which the density is almost zero and which no path from
         the prior would reach."""
         mixture, self.aim = mixtures(Laplace(num_starts=FEW_STARTS), points, which), self.accepted
-        self.paths(points, which, mixture, "modes", FIRST_AROUND_MODES)
+        self.paths(points, which, mixture, "modes", PATHS_BEYOND_GRID)
 
     def paths(
         self, points: Points, which: np.ndarray, mixture: Mixture | None, name: str, most: int | None = None
@@ -290,8 +290,7 @@ class Climb:
     ) -> Parts:
         """Add paths until the error is small enough, the weights turn out to be poor, or the maximum number
         is reached. Return fields of an `Estimate`, and a mask of the points with poor weights."""
-        around = mixture is not None
-        first = min(FIRST_AROUND_MODES if around else FIRST_PATHS, most)
+        first = min(FIRST_PATHS, most)
 
         def ends(parts: Parts, total: int) -> np.ndarray:
             error, effective = parts["standard_error"], parts["effective_paths"]
@@ -305,7 +304,7 @@ class Climb:
             met = ((both <= self.aim) | (error <= 0.5 * self.aim)) & ~poor
             needed = total * (error / self.accepted) ** 2
             limit = self.limit(most, int(np.sum(~met & (needed > MAX_PATHS_PER_POINT))))
-            hopeless = (total > FIRST_AROUND_MODES) & (needed > limit)
+            hopeless = needed > limit
             return met | hopeless | (GROWTH * total > limit)
 
         return in_rounds(points, which, mixture, Sobol(), *levels, first=first, most=most, ends=ends)
