@@ -432,7 +432,7 @@ def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, 
         if comparison.cross and regression.best_step == 0:
             values = best.values  # the flow has not learned anything
         elif comparison.cross:
-            values = comparison.values(trainer.fold(regression.loss.size, trainer.key))
+            values = comparison.values(trainer.fold(regression.best_step, trainer.key))
         else:
             values = comparison.held_out.first(SCORED_ROWS).values(fitted.model)
     except KeyboardInterrupt:
