@@ -76,8 +76,8 @@ def rotation(start: np.ndarray | None) -> Case:
 
 
 def rotations(start: np.ndarray | None) -> Case:
-    """Random rotations of strength 0.8, which leave a rotationally symmetric density unchanged; only from a
-    distribution."""
+    """Random rotations of strength 0.8, which leave a rotationally symmetric density unchanged, from the
+    origin or a distribution around it."""
     turn = np.array([[0.0, -1.0], [1.0, 0.0]])
     noise = lambda t, z: jnp.stack([jnp.array([0.4, 0.0]), jnp.array([0.0, 0.4]), 0.8 * (turn @ z)], axis=1)
     sde = rf.ItoSDE(lambda t, z: (-0.2 - 0.32) * z + 1.1 * (turn @ z), noise)

@@ -64,7 +64,9 @@ class Devices:
         else:
             chosen = _first(check_count("devices", devices))
         if {device.process_index for device in chosen} != set(range(jax.process_count())):
-            raise ValueError("devices must include at least one of each process" + see("several-devices"))
+            raise ValueError(
+                "devices must include at least one device from each process" + see("several-devices")
+            )
         return Devices(Mesh(np.array(chosen), ("rows",)))
 
     def put(self, tree: Any) -> Any:

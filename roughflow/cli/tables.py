@@ -527,8 +527,8 @@ def write_table(path: Path | None, header: Sequence[str], blocks: Iterable[Seque
 
 
 def table_bytes(path: Path, columns: Sequence[np.ndarray], header: Sequence[str] | None) -> bytes:
-    """Rows as bytes of the file `path`, with or without a header. Concatenated gzip members are a valid
-    file."""
+    """Rows as bytes of the file `path`, with or without a header. Several gzip
+    members form one valid file, so parts can simply be joined."""
     text = io.StringIO(newline="")
     _write_rows(text, path, [] if header is None else [header])
     _write_rows(text, path, _cells(columns))

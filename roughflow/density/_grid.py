@@ -55,7 +55,7 @@ BATCH = 4096  # number of points at which coefficients are evaluated at once
 BASE_DRAWS = 4096  # number of draws from the base, for its first box
 # In the first solution, the density from a point is taken to be normal at this fraction of t1.
 FIRST = 2.0**-8
-MAX_WORK = 2e8  # maximum work (`Work`) of all solutions together
+MAX_WORK = 5e8  # maximum work (`Work`) of all solutions together
 FIRST_WORK = 0.4  # share of MAX_WORK for the first solution
 SEGMENT_WORK = 5e5  # fixed work (`Work`) of a segment
 MAX_SOLUTIONS = 5
@@ -937,8 +937,8 @@ class Grid(AbstractEstimator):
     and `log_prob` is NaN, if x is outside the box around the density, if the density is below its error
     (about 1e-8 of the maximum), or if no mesh resolves the density. The coefficients and the density of the
     base should be smooth. The result can be differentiated in reverse mode with respect to x and the
-    parameters of the SDE and the base. The mesh is chosen from concrete values, so the estimator cannot be
-    used inside `jit`.
+    parameters of the SDE and the base. Choosing the mesh requires concrete values, so the estimator cannot
+    be used inside `jit`.
 
     **Arguments:** `tolerance`, the total error to reach if `estimate` is called without one; `start`, a fixed
     initial state `(d,)` in place of the base; `largest`, the maximum number of nodes per axis.

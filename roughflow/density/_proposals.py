@@ -365,7 +365,7 @@ class Amortised(AbstractProposal):
             raise ValueError(
                 f"the proposal was made for {d} dimensions, {n} functions and {m} noise components, but the "
                 f"flow has {flow.dimension}, {flow.driver.num_functions} and {flow.noise_dimension}: make a "
-                f"new one with rf.Amortised(flow, key=key)"
+                f"new proposal with rf.Amortised(flow, key=key)"
             )
         out = jax.vmap(lambda point: self.network(jnp.asarray(flow.t1, point.dtype), point))(x)
         # The network also has outputs for the start, but they are not used, because path and x determine the

@@ -419,8 +419,8 @@ class CountedGrid(AbstractIntegrator):
 
 
 def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> int:
-    """A number of steps that resolves the fastest wave of a smooth driver, smaller for methods of higher
-    order.
+    """The number of steps needed to resolve the fastest oscillation of a smooth driver; methods of higher
+    order need fewer.
 
     Without noise there are no waves, and half the minimum number suffices.
     """

@@ -139,7 +139,7 @@ def particle_filter(
 
 
 def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
-    """Resample to particles of equal weight if their effective number is below the fraction `share`."""
+    """Resample the particles to equal weights if the effective ones are fewer than the fraction `share`."""
     count = len(cloud.log_weight)
     picked = systematic(jax.nn.softmax(cloud.log_weight), key)
     poor = effective(cloud.log_weight) < share * count

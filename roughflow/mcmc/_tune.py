@@ -62,8 +62,9 @@ def warm_up(
     mode, as in a funnel. The best of the four gives the initial σ. If the log density at a starting point is
     far below that of draws from the mixture of these normal distributions, the chain is moved to such a draw
     by importance resampling, with a warning; the other chains keep their starting points. Then, in four
-    rounds, dt is adapted to an acceptance rate of 0.574 (Robbins–Monro). After each round but the last, σσᵀ
-    is set to the covariance of the positions. Adaptation then stops, so the stationary distribution is exact.
+    rounds, dt is adjusted towards an acceptance rate of 0.574 (Robbins–Monro). After each round but the last,
+    σσᵀ is set to the covariance of the positions. Adaptation then stops, so the stationary distribution is
+    exact.
 
     **Arguments:** `log_density`; `z0`, `(chains, d)`, several chains; `num_steps`, total number of steps (one
     gradient per step and chain), several hundred or more; `climb`, whether to climb first; if False, all
@@ -355,9 +356,10 @@ def tune_sampler(
     """Learn a noise σ(z) for which chains mix fast, and return the tuned sampler.
 
     A tenth of the budget is spent on `rf.warm_up`, which finds a constant σ. Starting from this σ, an
-    `rf.sde.LocalDiffusion` is trained on running chains to make the moves of `rf.mcmc.FlowSampler` as large
-    as possible for a given acceptance rate (Titsias & Dellaportas 2019). The last 5 % of the budget is used
-    to adapt dt. Adaptation then stops, so the stationary distribution is exact, however well σ was learned.
+    `rf.sde.LocalDiffusion` is trained while the chains run, to make the moves of `rf.mcmc.FlowSampler` as
+    large as possible at a given acceptance rate (Titsias & Dellaportas 2019). The last 5 % of the budget
+    is used to adapt dt. Adaptation then stops, so the stationary distribution is exact, however well σ was
+    learned.
 
     **Arguments:**
 

@@ -2,7 +2,7 @@
 
 `_observed` checks the data and `_parameters` maps the parameters to an unconstrained vector. `_transition`
 computes transition densities and `_likelihood` the likelihood of a fully observed series. The folder `hidden`
-contains the likelihoods of partially observed series: the Kalman filter, a grid and particles. `_varying`
+computes likelihoods of partially observed series with the Kalman filter, a grid or particles. `_varying`
 integrates out the parameters that vary between series. `_fit_sde` maximises the likelihood with `_search`.
 `_fitted` is the result, with residuals and forecasts from `_simulation`.
 """

@@ -189,7 +189,7 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def estimates(self) -> np.ndarray:
-        """The estimated parameters, `(p,)`; parameters on a boundary are exactly equal to it."""
+        """The estimated parameters, `(p,)`; an estimate on a bound has exactly the value of that bound."""
         parameters = self.likelihood.parameters
         inside = np.asarray(parameters.from_free(jnp.asarray(self.free, float)), float)
         ends = np.array([domain.upper if side > 0 else domain.lower for domain, side in self._domains()])

@@ -428,11 +428,12 @@ def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, 
     form."""
     best = _best_closed(comparison, trainer.options.marginals, plain)
     regression = fitted.stages["regression"]
+    steps = regression.loss.size if regression.best_step is None else regression.best_step
     try:
-        if comparison.cross and regression.best_step == 0:
+        if comparison.cross and steps == 0:
             values = best.values  # the flow has not learned anything
         elif comparison.cross:
-            values = comparison.values(trainer.fold(regression.best_step, trainer.key))
+            values = comparison.values(trainer.fold(steps, trainer.key))
         else:
             values = comparison.held_out.first(SCORED_ROWS).values(fitted.model)
     except KeyboardInterrupt:

@@ -253,7 +253,7 @@ def _function(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _source(code: types.CodeType) -> str | None:
-    """The source of a function without comments and layout; None if it is not available."""
+    """The source code of a function, stripped of comments and formatting; None if it is not available."""
     try:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
     except (OSError, SyntaxError, IndexError):

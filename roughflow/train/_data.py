@@ -176,8 +176,8 @@ def identified(rows: np.ndarray, total: int) -> np.ndarray:
 
 
 def _log_cells(column: np.ndarray) -> np.ndarray:
-    """For each value of a column, −log of the probability of an equal value, in nats; infinite if the column
-    is continuous."""
+    """For each value in a column, −log of the probability of drawing exactly that value, in nats; infinite
+    if the column is continuous."""
     _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
     step, cells = grid_step(column), np.inf
     if step or len(counts) == 1:

@@ -431,7 +431,7 @@ class HiddenLikelihood(AbstractLikelihood):
 
     @property
     def smooth(self) -> "HiddenLikelihood":
-        """Laplace's approximation in place of particles, whose log-likelihood is not smooth in the
+        """The Laplace approximation in place of a particle filter, whose log-likelihood is not smooth in the
         parameters."""
         if self.of_sde.method != PARTICLES:
             return self

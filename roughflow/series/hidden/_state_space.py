@@ -161,7 +161,7 @@ class StateSpace(eqx.Module):
         return jnp.broadcast_to(self.noise, self.rows.values.shape)
 
     def pinned(self, path: Array) -> Array:
-        """A sequence of coordinates `(n, d)` in which known components are set to their values."""
+        """A sequence of coordinates `(n, d)` in which known components are set to their known values."""
         (n, d), rows = path.shape, self.rows
         x = jax.vmap(self.coordinates.to_state)(path)
         known = rows.values if self.observe is None else jnp.zeros((n, 0))
