@@ -13,6 +13,7 @@ from ._fitted_density import SCORED_ROWS, HeldOut, Score
 from ._standardised import Standardised
 from ._table import Table
 
+CLEAR_ERRORS = 4.0  # standard errors of a difference after which cross-validation needs no more folds
 Family = Literal["gaussian", "marginals", "flow", "mixture"]
 FAMILIES: tuple[Family, ...] = ("gaussian", "marginals", "flow", "mixture")
 
@@ -75,25 +76,41 @@ class Comparison:
         """The validation rows."""
         return HeldOut(self.split.held_out, self.split.held_out_labels, sample_gaussian(self.split))
 
-    def values(self, fit: Callable[[Table], Any]) -> np.ndarray:
-        """Log-densities of unseen rows under the density that `fit` returns for a table of training rows."""
+    def values(self, fit: Callable[[Table], Any], others: np.ndarray | None = None) -> np.ndarray:
+        """Log-densities of unseen rows under the density that `fit` returns for a table of training rows.
+
+        Cross-validation ends before the last fold if the difference from `others` is clear; rows of the
+        remaining folds are NaN."""
         if not self.cross:
             return fit(self.split).log_prob(self.split.held_out[:SCORED_ROWS])
-        values = np.empty(len(self.whole.train))
+        values = np.full(len(self.whole.train), np.nan)
         for rest, part in folds(self.whole.links.labels, LEAVE_ONE_OUT):
             fold = replace(self.whole, train=self.whole.train[rest], links=self.whole.links.at(rest))
-            values[part] = fit(fold).log_prob(self.whole.train[part])
+            found = fit(fold).log_prob(self.whole.train[part])
+            values[part] = np.where(np.isnan(found), -np.inf, found)
+            if others is not None:
+                gain, error = self._gain(values, others)
+                if abs(gain) > CLEAR_ERRORS * error:
+                    break
         return values
 
     def is_better(self, values: np.ndarray, others: np.ndarray) -> bool:
         """Whether the mean of `values` is higher than that of the others by more than one standard error of
         the difference."""
-        gain, error = mean_and_error(values - others, self._labels)
+        gain, error = self._gain(values, others)
         return bool(gain > error)
 
+    def _gain(self, values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
+        """The mean difference of the rows that have values, and its standard error."""
+        seen = ~np.isnan(values)
+        return mean_and_error((values - others)[seen], self._labels_of(seen))
+
     def score(self, values: np.ndarray) -> Score:
-        method = "cross-validation" if self.cross else "validation rows"
-        return Score.of(values, self.values(sample_gaussian), self._labels, method)
+        method, seen = "cross-validation" if self.cross else "validation rows", ~np.isnan(values)
+        return Score.of(values[seen], self.values(sample_gaussian)[seen], self._labels_of(seen), method)
+
+    def _labels_of(self, seen: np.ndarray) -> np.ndarray:
+        return np.unique(self._labels[seen], return_inverse=True)[1]
 
     @property
     def _labels(self) -> np.ndarray:

@@ -31,7 +31,7 @@ from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
 from ._large_tables import ParquetTable
 from ._mixture import MixedDensity, fit_mixed
 from ._numbers import frame_names, is_frame, parts_of
-from ._stages import TRAINING, FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
+from ._stages import FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
@@ -122,13 +122,13 @@ def fit_density(
       default all.
     - `validation`: fraction of validation rows, or the validation rows; with `given`, a pair of arrays.
     - `steps`: number of steps of the regression; by default 20,000, or fewer for few rows.
-    - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed, and
-      three quarters of the budget are used for the regression.
+    - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed, and a
+      quarter of the budget is used for the likelihood stage, if there is one.
     - `progress`: show a progress bar, which names the stage.
     - `flow`: an `rf.tables.FlowOptions`: the network, maps of columns, regularisation, and the number of
       steps of the likelihood stage.
     - `training`: an `rf.train.TrainingOptions` for both stages. By default, the regression uses batches of
-      512 rows and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows and a quarter
+      512 rows (fewer for a table below 512 rows) and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows and a quarter
       of the learning rate. Parameters are averaged over the steps. A stage ends after 5 validation checks
       without improvement. A check runs every 5 % of the steps of the regression, at least 25 apart, and every
       10 % of the steps of the likelihood stage.
@@ -176,6 +176,7 @@ def fit_density(
         maps = flow.marginals if family is None else family == "marginals"
         best = _best_closed(comparison, maps, plain)
         return _restored(_closed_fit(comparison, best, noise), whole)
+    training = training.with_defaults({"batch_size": sizes.batch_size})
     stages = Stages(None, None, training, run, progress, seconds)
     trainer = _Trainer(sizes, flow.resolved(sizes), key_model, stages)
     fitted = trainer.fit(comparison, source, sizes.steps if steps is None else steps, *keys)
@@ -255,15 +256,8 @@ class _Trainer:
             model = self.untrained(table, table)
             # Rows are padded, so that other fold sizes do not cause recompilation.
             train = Smoothed(model.unit(table.train), *self._noise, table.num_given)
-            training = self.stages.training.with_defaults(TRAINING)
-            size = min(training.batch_size or 1, 2 ** int(np.log2(self.sizes.rows)))
-            stages = dataclasses.replace(
-                self.stages,
-                train=train,
-                held_out=model.unit(table.held_out[:0]),
-                training=dataclasses.replace(training, batch_size=size),
-                progress=False,
-            )
+            held_out = model.unit(table.held_out[:0])
+            stages = dataclasses.replace(self.stages, train=train, held_out=held_out, progress=False)
             last = stages.regression(model.flow, table.num_given, key, None, steps)
             if last.interrupted:
                 raise KeyboardInterrupt
@@ -433,7 +427,7 @@ def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, 
         if comparison.cross and steps == 0:
             values = best.values  # the flow has not learned anything
         elif comparison.cross:
-            values = comparison.values(trainer.fold(steps, trainer.key))
+            values = comparison.values(trainer.fold(steps, trainer.key), best.values)
         else:
             values = comparison.held_out.first(SCORED_ROWS).values(fitted.model)
     except KeyboardInterrupt:

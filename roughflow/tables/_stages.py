@@ -163,6 +163,11 @@ class Sizes:
         return min(20_000, max(2000, 4 * self.rows))
 
     @property
+    def batch_size(self) -> int:
+        """Default number of rows per step of the regression."""
+        return min(BATCH_ROWS, 2 ** int(math.log2(self.rows)))
+
+    @property
     def likelihood_steps(self) -> int:
         """Default number of likelihood steps. Each step needs a backward solve with one tangent per column.
         After a long regression of a wide network these steps gain little. With fewer than 2,000 rows they
@@ -234,9 +239,10 @@ MAX_EXACT_COLUMNS = 8  # with more columns, the likelihood stage uses Hutchinson
 REGRESSION_ROWS = 4096  # number of validation rows of the regression stage, with repetition
 # Maximum number of validation rows of the likelihood stage, each of which needs a solve.
 LIKELIHOOD_ROWS = 1000
-TIME_SHARES = {"regression": 0.75, "likelihood": 0.25}  # fractions of a budget in seconds
+LIKELIHOOD_TIME = 0.25  # fraction of a budget in seconds for the likelihood stage
 TIMED_STEPS = 40  # number of steps that are timed to convert seconds to steps
-TRAINING = {"batch_size": 512, "learning_rate": 2e-3, "patience": 5}  # of the regression stage
+TRAINING = {"learning_rate": 2e-3, "patience": 5}  # of the regression stage
+BATCH_ROWS = 512  # maximum number of rows per step of the regression
 LIKELIHOOD_BATCH = 256  # rows
 LIKELIHOOD_RATE = 0.25  # learning rate, relative to that of the regression
 AVERAGE = {"regression": 0.999, "likelihood": 0.98}  # decay of the average of the parameters, per step
@@ -268,19 +274,26 @@ class Stages:
         """The result of the last stage, and the history of each stage."""
         settings = (flow, num_given, key)
         file = None if self.run.checkpoint is None else Path(self.run.checkpoint)
-        last = self._stage(self.regression, settings, file, steps)
+        share = LIKELIHOOD_TIME if likelihood_steps else 0.0
+        last = self._stage(self.regression, settings, file, steps, 1 - share)
         histories = {"regression": last.history}
         if likelihood_steps and not last.interrupted:
             file = None if file is None else second_file(file)
-            last = self._stage(self.likelihood, (last.model, key_likelihood), file, likelihood_steps)
+            settings = (last.model, key_likelihood)
+            last = self._stage(self.likelihood, settings, file, likelihood_steps, share)
             histories["likelihood"] = last.history
         return dataclasses.replace(last, stages=histories)
 
     def _stage(
-        self, stage: Callable[..., Fitted], settings: tuple[Any, ...], file: Path | None, steps: int
+        self,
+        stage: Callable[..., Fitted],
+        settings: tuple[Any, ...],
+        file: Path | None,
+        steps: int,
+        share: float,
     ) -> Fitted:
         if self.seconds is not None:
-            steps = self._affordable(self.seconds, stage, settings, file)
+            steps = self._affordable(share * self.seconds, stage, settings, file)
         return stage(*settings, file, steps)
 
     def _affordable(
@@ -294,7 +307,7 @@ class Stages:
         quiet(*settings, None, TIMED_STEPS)  # compiles the program
         began = time.perf_counter()
         quiet(*settings, None, TIMED_STEPS)
-        afforded = int(TIME_SHARES[stage.__name__] * seconds * TIMED_STEPS / (time.perf_counter() - began))
+        afforded = int(seconds * TIMED_STEPS / (time.perf_counter() - began))
         return Devices.of(self.run.devices).all_reduce_min([max(1, afforded)])[0]
 
     def regression(
