@@ -122,16 +122,16 @@ def fit_density(
       default all.
     - `validation`: fraction of validation rows, or the validation rows; with `given`, a pair of arrays.
     - `steps`: number of steps of the regression; by default 20,000, or fewer for few rows.
-    - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed, and a
-      quarter of the budget is used for the likelihood stage, if there is one.
+    - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed; the
+      likelihood stage, if there is one, gets a quarter of the budget.
     - `progress`: show a progress bar, which names the stage.
     - `flow`: an `rf.tables.FlowOptions`: the network, maps of columns, regularisation, and the number of
       steps of the likelihood stage.
     - `training`: an `rf.train.TrainingOptions` for both stages. By default, the regression uses batches of
-      512 rows (fewer for a table below 512 rows) and a learning rate of 2e-3. The likelihood stage always uses batches of 256 rows and a quarter
-      of the learning rate. Parameters are averaged over the steps. A stage ends after 5 validation checks
-      without improvement. A check runs every 5 % of the steps of the regression, at least 25 apart, and every
-      10 % of the steps of the likelihood stage.
+      512 rows, or fewer if the table has fewer, and a learning rate of 2e-3. The likelihood stage always uses
+      batches of 256 rows and a quarter of the learning rate. Parameters are averaged over the steps. A stage
+      ends after 5 validation checks without improvement. A check runs every 5 % of the steps of the
+      regression, at least 25 apart, and every 10 % of the steps of the likelihood stage.
     - `run`: an `rf.train.RunOptions`: devices and checkpoints, with a second file for the likelihood stage.
 
     Returns an `rf.FittedDensity` with `log_prob`, `sample`, `estimate`, `score`, and the `model`, an

@@ -27,7 +27,7 @@ FEW_PATTERNS = 16  # up to this number of patterns of missing cells, products ar
 PSEUDO_ROWS_PER_COLUMN = 0.5  # weight of the prior on each covariance, in rows per column
 PSEUDO_CATEGORIES = 0.5  # weight of the prior on each category, in rows
 CELL_POINTS = 64  # points of the integral over the rounding intervals of several integer columns
-SMALL = 500  # number of sets of linked rows below which cross-validation chooses the number of components
+SMALL = 5000  # number of sets of linked rows below which cross-validation chooses the number of components
 BLOCK = 2048  # number of rows whose matrices are in memory at a time
 
 
@@ -639,8 +639,8 @@ def fit_mixed(
 ) -> MixedFit:
     """Fit a mixture to a table of numbers and categories with missing cells.
 
-    The number of components is chosen on validation rows, or by cross-validation if there are fewer than 500
-    rows; the mixture is then fitted to all rows."""
+    The number of components is chosen by cross-validation or, for 5,000 rows and more, on validation rows; the
+    mixture is then fitted to all rows."""
     cells, names = cells_of(data, names)
     types = {
         names[name] if isinstance(name, int) and name < len(names) else name: kind
