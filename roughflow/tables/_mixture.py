@@ -639,8 +639,8 @@ def fit_mixed(
 ) -> MixedFit:
     """Fit a mixture to a table of numbers and categories with missing cells.
 
-    The number of components is chosen by cross-validation or, for 5,000 rows and more, on validation rows; the
-    mixture is then fitted to all rows."""
+    The number of components is chosen by cross-validation or, for 5,000 rows and more, on validation rows;
+    the mixture is then fitted to all rows."""
     cells, names = cells_of(data, names)
     types = {
         names[name] if isinstance(name, int) and name < len(names) else name: kind
