@@ -274,8 +274,7 @@ class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
         return self.model_.conditional(validate_data(self, X, dtype=np.float64, reset=False))
 
 
-# Rows per subsample, and of the smaller ones that are used if there are outliers among the training rows.
-SUBSAMPLE, SMALL_SUBSAMPLE = 256, 64
+SUBSAMPLE = 256  # rows
 
 
 class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
@@ -330,8 +329,8 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
         if isinstance(share, str) or not 0 < share <= 0.5:
             raise ValueError(f"contamination must be 'auto' or in (0, 0.5], got {self.contamination!r}")
         if self.method == "kernel":
-            sizes = (SUBSAMPLE,) if self.contamination == "auto" else (SUBSAMPLE, SMALL_SUBSAMPLE)
-            self.model_ = rf.tables.KernelDensity.of(X, subsamples=sizes)
+            contamination = 0.0 if self.contamination == "auto" else share
+            self.model_ = rf.tables.KernelDensity.of(X, subsamples=(SUBSAMPLE,), contamination=contamination)
         elif self.method == "density":
             key = jax.random.key(_seed(self.random_state))
             self.model_ = rf.fit_density(X, key=key, family=self.family, progress=False)
