@@ -294,10 +294,10 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
 
     - `method`: "kernel" or "density".
     - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]. This fraction of the
-      training rows is labelled as outliers, and the score also includes subsamples of 64 rows. If 5 % of the
-      training rows of these tables are anomalies, the mean AUROC is 0.77 (fifth neighbour and isolation
-      forest: 0.74); a dense cluster of anomalies may still go unnoticed. With "auto", 5 % of ordinary rows
-      are labelled as outliers.
+      training rows is labelled as outliers, and the kernel density is that of the rows without the most
+      isolated ones (`rf.tables.KernelDensity`). If 5 % of the training rows of these tables are anomalies,
+      the mean AUROC is 0.78 (fifth neighbour and isolation forest: 0.74); dense clusters of anomalies may
+      still go unnoticed. With "auto", 5 % of ordinary rows are labelled as outliers.
     - `family`: as in `rf.fit_density`, for `method="density"`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None; for `method="density"`.
 
