@@ -188,15 +188,13 @@ def _fits(sde: AbstractSDE, dimension: int) -> bool:
 
 def _fitted(sde: AbstractSDE, dimension: int) -> int:
     """m, the number of Brownian motions, after a check of the shapes of drift and diffusion."""
-    for name in ("drift", "diffusion"):
-        _check_places(name, getattr(sde, name, None), dimension)
-    drift = _shape_of("drift", sde.drift, dimension)
+    drift = _shape_of("drift", sde.drift, getattr(sde, "drift", None), dimension)
     if drift != (dimension,):
         raise ValueError(
             f"drift must return shape {(dimension,)} for z of shape {(dimension,)}, got {drift}"
             + see("shapes")
         )
-    diffusion = _shape_of("diffusion", sde.noise, dimension)
+    diffusion = _shape_of("diffusion", sde.noise, getattr(sde, "diffusion", None), dimension)
     if len(diffusion) != 2 or diffusion[0] != dimension:
         raise ValueError(
             f"diffusion must return shape ({dimension}, m) for z of shape {(dimension,)}, got {diffusion}"
@@ -205,40 +203,39 @@ def _fitted(sde: AbstractSDE, dimension: int) -> int:
     return diffusion[1]
 
 
-def _shape_of(name: str, function: Callable, dimension: int) -> tuple[int, ...]:
-    """The shape that a coefficient returns; exceptions of the coefficient are reported with its name."""
+def _shape_of(name: str, function: Callable, given: Any, dimension: int) -> tuple[int, ...]:
+    """The shape that a coefficient returns; exceptions of the coefficient are reported with its name.
+
+    JAX clamps indices that are out of range, so a plain function `given` with variable indices is called with
+    NumPy arrays too. Networks are not checked.
+    """
+    values: list[Any] = []
+
+    def arrays(t: Array, z: Array) -> list[Array]:
+        values.append(function(t, z))
+        return jax.tree.leaves(eqx.filter(values[-1], eqx.is_array))
+
     try:
-        # eqx is used instead of jax, because an operator is a module with static parts.
-        value = eqx.filter_eval_shape(function, jnp.zeros(()), jnp.zeros(dimension))
+        operations, _ = flat_operations(arrays, (jnp.zeros(()), jnp.zeros(dimension)))
+        if isinstance(given, types.FunctionType) and any(
+            operation.equation.primitive.name in INDEXING for operation in operations
+        ):
+            _call_with_numpy(given, dimension)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         if isinstance(error, TypeError) and "positional argument" in reason:
             reason += f"; it is called as {name}(t, z)"
         raise ValueError(f"{name} fails for z of shape {(dimension,)}: {reason}{see('shapes')}") from error
-    if not isinstance(value, jax.ShapeDtypeStruct | lx.AbstractLinearOperator):
-        raise ValueError(f"{name} must return one array, got {type(value).__name__}{see('shapes')}")
-    return noise_shape(value)
+    if not isinstance(values[-1], jax.Array | np.ndarray | lx.AbstractLinearOperator):
+        raise ValueError(f"{name} must return one array, got {type(values[-1]).__name__}{see('shapes')}")
+    return noise_shape(values[-1])
 
 
-def _may_be_out_of_range(function: Callable, dimension: int) -> bool:
-    """Whether an index may be out of range. For indices that are known to be in range, JAX uses slices."""
-    try:
-        leaves = lambda t, z: jax.tree.leaves(eqx.filter(function(t, z), eqx.is_array))
-        operations, _ = flat_operations(leaves, (jnp.zeros(()), jnp.zeros(dimension)))
-    except Exception:
-        return True
-    return not INDEXING.isdisjoint(operation.equation.primitive.name for operation in operations)
-
-
-def _check_places(name: str, function: Any, dimension: int) -> None:
-    """Refuse out-of-range indices, which JAX clamps, by calling the function with NumPy arrays. Networks are
-    not checked."""
-    if not isinstance(function, types.FunctionType) or not _may_be_out_of_range(function, dimension):
-        return
+def _call_with_numpy(function: Callable, dimension: int) -> None:
     try:
         with np.errstate(all="ignore"):
             function(0.0, np.zeros(dimension))
-    except IndexError as error:
-        raise ValueError(f"{name} fails for z of shape {(dimension,)}: {error}{see('shapes')}") from error
+    except IndexError:
+        raise
     except Exception:
         return  # the function requires JAX arrays

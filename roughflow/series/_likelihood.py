@@ -22,10 +22,10 @@ from ..transition import (
     AbstractCoordinates,
     Effort,
     Transition,
-    choose_effort,
     forwards,
     in_chunks,
     keys_of,
+    largest_rate,
     linear,
     transition_value,
 )
@@ -80,7 +80,7 @@ class SeriesLikelihood(eqx.Module):
         check_effort(effort)
         if exact and exact_log_probs(sde, steps) is not None:
             return SeriesLikelihood(steps, key, None, coordinates)
-        effort = effort or choose_effort(sde, coordinates_of(sde, coordinates), steps)
+        effort = effort or Effort.for_stiffness(largest_rate(sde, coordinates_of(sde, coordinates), steps))
         return SeriesLikelihood(steps, key, effort, coordinates)
 
     def __call__(self, sde: AbstractSDE) -> Array:

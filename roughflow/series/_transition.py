@@ -31,7 +31,6 @@ from ..transition import (
     Transition,
     Unchanged,
     boundary_share,
-    choose_effort,
     curvature,
     largest_rate,
     log_probs,
@@ -194,11 +193,12 @@ def _by_paths(
     converged = jnp.zeros(len(many.dt), bool) if expanded is None else expanded[1] < CONVERGED
     if expanded is not None and not is_traced(converged) and bool(jnp.all(converged)):
         return Estimate.of(expanded[0], "exact", solver_error=expanded[1])
-    effort = effort or choose_effort(sde, coordinates, many)
+    rate = largest_rate(sde, coordinates, many)
+    effort = effort or Effort.for_stiffness(rate)
     drawn = log_probs(sde, coordinates, many, key, effort)
     value, moved = drawn.log_prob, jnp.zeros_like(drawn.error)
     if checked:
-        value, moved = _checked(sde, coordinates, many, key, effort, value)
+        value, moved = _checked(sde, coordinates, many, key, effort, value, rate)
     found = Estimate.of(
         value,
         "modes",
@@ -317,7 +317,8 @@ def full_errors(
 ) -> Array:
     """Errors `(N,)` of log-densities estimated with paths: the Monte Carlo `error` plus those of
     `_checked`."""
-    error = jnp.hypot(error, _checked(sde, coordinates, many, key, effort, value)[1])
+    rate = largest_rate(sde, coordinates, many)
+    error = jnp.hypot(error, _checked(sde, coordinates, many, key, effort, value, rate)[1])
     expanded = expansions(sde, many)
     if expanded is not None:
         error = jnp.where(expanded[1] < CONVERGED, expanded[1], error)
@@ -331,14 +332,14 @@ def _checked(
     key: PRNGKeyArray,
     effort: Effort,
     value: Array,
+    rate: float | None,
 ) -> tuple[Array, Array]:
     """Refined values, and their errors other than the Monte Carlo error: the change when the effort is
     doubled (unless dt is short), the fraction of paths that touch a boundary, and an allowance for other
     modes."""
-    bend = _curvatures(sde, coordinates, many)
-    other = HIDDEN_ERROR * bend**2 + _boundary_shares(sde, coordinates, many)
+    bend, share = _curvatures_and_shares(sde, coordinates, many)
+    other = HIDDEN_ERROR * bend**2 + share
     other = jnp.where(bend > STRONG_CURVATURE, jnp.maximum(other, DOUBTFUL), other)
-    rate = largest_rate(sde, coordinates, many)
     if rate is None or rate >= SHORT_STEP or is_traced(bend) or bool(jnp.any(bend > NEARLY_LINEAR)):
         more = log_probs(sde, coordinates, many, key, effort.more()).log_prob
         other, value = other + jnp.abs(more - value), more
@@ -346,10 +347,8 @@ def _checked(
 
 
 @functools.partial(jit, level=0)
-def _curvatures(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Array:
-    return jax.vmap(lambda step: curvature(sde, coordinates, step))(many)
-
-
-@functools.partial(jit, level=0)
-def _boundary_shares(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Array:
-    return jax.vmap(lambda step: boundary_share(sde, coordinates, step))(many)
+def _curvatures_and_shares(
+    sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition
+) -> tuple[Array, Array]:
+    both = lambda step: (curvature(sde, coordinates, step), boundary_share(sde, coordinates, step))
+    return jax.vmap(both)(many)

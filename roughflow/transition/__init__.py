@@ -10,7 +10,6 @@ from ._bridges import (
     Bridges as Bridges,
     Weighted as Weighted,
     bridges as bridges,
-    choose_effort as choose_effort,
     in_chunks as in_chunks,
     keys_of as keys_of,
     largest_rate as largest_rate,

@@ -185,13 +185,6 @@ class Weighted(eqx.Module):
     unfound: Array
 
 
-def choose_effort(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Effort:
-    """The effort for transitions, chosen from the relative change of the drift over the longest
-    transition."""
-    rate = largest_rate(sde, coordinates, many)
-    return Effort(4, 8, 8) if rate is None else Effort.for_stiffness(rate)
-
-
 def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> float | None:
     """The longest transition time multiplied by the largest derivative of the drift at starts and ends; None
     if values are traced."""
@@ -200,15 +193,14 @@ def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Trans
     places = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))
     # NumPy selects rows faster than one compiled program per array would.
     rows = lambda a: a[places] if is_traced(a) else jnp.asarray(np.asarray(a)[places])
-    some = jax.tree.map(rows, many)
-    span = jnp.full_like(some.dt, jnp.max(many.dt))
-    both = [Transition(x, some.end, some.time, span) for x in (some.start, some.end)]
-    return max(float(jnp.max(_stiffness(sde, coordinates, one))) for one in both)
+    return float(_largest_rate(sde, coordinates, jax.tree.map(rows, many), jnp.max(many.dt)))
 
 
 @functools.partial(jit, level=0)
-def _stiffness(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition) -> Array:
-    return jax.vmap(lambda step: stiffness(sde, coordinates, step))(many)
+def _largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, some: Transition, span: Array) -> Array:
+    ends = jnp.concatenate([some.start, some.end]), jnp.concatenate([some.time, some.time])
+    rate = lambda x, time: stiffness(sde, coordinates, Transition(x, x, time, span))
+    return jnp.max(jax.vmap(rate)(*ends))
 
 
 @functools.partial(jit, level=1)

@@ -50,8 +50,10 @@ class Effort(eqx.Module):
             raise ValueError(f"num_paths must be even, as paths are drawn in pairs; got {self.num_paths}")
 
     @staticmethod
-    def for_stiffness(rate: float) -> "Effort":
-        """The effort for a drift whose derivative times dt is `rate`."""
+    def for_stiffness(rate: float | None) -> "Effort":
+        """The effort for a drift whose derivative times dt is `rate`; None if it is not known."""
+        if rate is None:
+            return Effort(4, 8, 8)
         # Two steps per function, because fewer do not resolve polynomials of high degree near the ends.
         for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 8)), (12.0, Effort(8, 16, 16))):
             if rate < limit:
