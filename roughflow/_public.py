@@ -123,8 +123,6 @@ from .train import (
     ReverseKL as ReverseKL,
     evidence_bound as evidence_bound,
     EvidenceBound as EvidenceBound,
-    stationarity as stationarity,
-    confinement as confinement,
 )
 from .tables import (
     FittedDensity as FittedDensity,

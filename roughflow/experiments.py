@@ -1,4 +1,4 @@
-"""The experiments of the paper (Hodgkinson et al. 2020): the demo, figures 1 to 4, and the toy densities."""
+"""The experiments of the paper (Hodgkinson et al. 2020): the demo and figures 1 to 4."""
 
 import dataclasses
 import json
@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from jax.scipy.stats import norm
 from jaxtyping import PRNGKeyArray
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import roughflow as rf
 from roughflow import plots
-from roughflow.datasets import DISTRIBUTIONS, AbstractDistribution, Banana, Star
+from roughflow.datasets import AbstractDistribution, Banana, Star
 from roughflow.report import write_report
 
 BATCH, PATHS, RATE = 64, 4, 3e-3  # settings of the paper's method, whose steps with noise take half a second
@@ -103,7 +102,7 @@ class Run:
             assert isinstance(fitted.objective, rf.MaximumLikelihood)
             return fitted, {"flow": fitted.model, "proposal": fitted.objective.bound.estimator.proposal}
 
-        return Trained(**self._kept(label, fit))
+        return Trained(**self.kept(label, fit))
 
     def regress(
         self, label: str, distribution: AbstractDistribution, *, steps: int, beside: int, width: int = WIDTH
@@ -127,9 +126,9 @@ class Run:
             )
             return fitted, {"model": fitted.model}
 
-        return Regressed(**self._kept(label, fit))
+        return Regressed(**self.kept(label, fit))
 
-    def _kept(self, label: str, fit: Callable[[dict], tuple[rf.train.Fitted, dict]]) -> dict:
+    def kept(self, label: str, fit: Callable[[dict], tuple[rf.train.Fitted, dict]]) -> dict:
         """The model that `fit` returns, its losses and the training time: loaded from `NAME-LABEL.rf` if this
         file exists; otherwise trained, continuing an interrupted run if there is one."""
         file = self.out / f"{self.name}-{label}.rf"
@@ -161,17 +160,10 @@ class Run:
             trained, trained.flow, distribution, estimator, count or (NOISY_TEST if noisy else TEST)
         )
 
-    def excess_with(
-        self,
-        regressed: Regressed,
-        distribution: AbstractDistribution,
-        noise: float,
-        *,
-        count: int | None = None,
-    ) -> dict:
+    def excess_with(self, regressed: Regressed, distribution: AbstractDistribution, noise: float) -> dict:
         """An estimate of the excess, by the default estimator, for a model to which noise is added after
         training."""
-        count = count or (NOISY_TEST if noise else TEST)
+        count = NOISY_TEST if noise else TEST
         return self._scored(regressed, regressed.noisy(noise), distribution, None, count)
 
     def _scored(
@@ -450,8 +442,6 @@ def fig2(run: Run) -> dict:
     for name, model in (paper | {"one-path": one_path}).items():
         run.report_progress(f"{run.name}: scoring {name}")
         metrics[name] = run.excess(model, banana)
-        if name != "identity":
-            metrics[name] |= alignment(model.flow.sde)
     for name, noise in (("regression", 0.0), ("regression-noise", FIG2_NOISE)):
         run.report_progress(f"{run.name}: scoring {name}")
         metrics[name] = run.excess_with(regressed, banana, noise)
@@ -462,7 +452,7 @@ def fig2(run: Run) -> dict:
         horizon = FIG2_HORIZONS.get(name, PAPER_HORIZON)
         paths = walk(sde, horizon, key=run.key("walk"))
         walks[name] = paths[0]
-        metrics[name] = metrics.get(name, {}) | recurrence(walks[name]) | distances(paths, data)
+        metrics[name] = metrics.get(name, {}) | distances(paths, data)
         if name in staying:
             metrics[name]["autocorrelation_time"] = autocorrelation_time(paths, horizon)
             metrics[name]["walk_time"] = horizon
@@ -538,39 +528,11 @@ def _empirical(values: np.ndarray):
     return lambda x: np.searchsorted(ordered, x, side="right") / len(ordered)
 
 
-def recurrence(path: np.ndarray) -> dict:
-    """How far a path went, and how often it returned to the central half of the data."""
-    across = (path[:, 1] + path[:, 0] ** 2) / 2**0.5  # N(0, 1) for the data, like x, and independent of it
-    middle = np.hypot(path[:, 0], across) < 1.18
-    return {
-        "walk_range": [float(v) for v in (*path.min(axis=0), *path.max(axis=0))],
-        "walk_inside_data_range": bool(np.all(np.abs(path[:, 0]) < 5) & np.all(np.abs(path[:, 1]) < 25)),
-        "walk_time_in_the_middle": float(middle.mean()),
-        "walk_returns": int(np.sum(~middle[:-1] & middle[1:])),
-        "walk_median": [float(v) for v in np.median(path, axis=0)],
-        "walk_kolmogorov_across": kolmogorov(across, norm.cdf),
-    }
-
-
 def noise_axes(sde: rf.AbstractSDE, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sizes `(N, 2)`, larger first, and directions `(N, 2, 2)` of the noise at each point."""
     sigma = jax.vmap(lambda z: sde.noise(jnp.zeros(()), z))(jnp.asarray(points))
     directions, sizes, _ = np.linalg.svd(np.asarray(sigma))
     return sizes, np.swapaxes(directions, 1, 2)
-
-
-def alignment(sde: rf.AbstractSDE) -> dict:
-    """Alignment of the larger noise with the curve y = −x²: the mean |cos| of the angle between them."""
-    x = np.linspace(-2, 2, 41)
-    sizes, directions = noise_axes(sde, np.stack([x, -(x**2)], axis=1))
-    along = np.stack([np.ones_like(x), -2 * x], axis=1)
-    along /= np.linalg.norm(along, axis=1, keepdims=True)
-    cosine = np.abs(np.sum(directions[:, 0] * along, axis=1))
-    weight = np.exp(-0.5 * x**2)
-    return {
-        "noise_along_the_curve_mean_cosine": float(np.sum(weight * cosine) / np.sum(weight)),
-        "noise_ratio_long_to_short": float(np.sum(weight * sizes[:, 0] / sizes[:, 1]) / np.sum(weight)),
-    }
 
 
 def arrows(ax, sde: rf.AbstractSDE) -> None:
@@ -721,33 +683,25 @@ def fig4(run: Run) -> dict:
 
 
 def _train(run: Run, seed: int) -> rf.StochasticFlow:
-    file = run.out / f"{run.name}-seed-{seed}.rf"
-    if run.resume and file.exists():
-        return _flow(rf.load(file))
-    checkpoint = file.with_suffix(".checkpoint")
-    if not run.resume:
-        checkpoint.unlink(missing_ok=True)
-    run.report_progress(f"{run.name}: training seed {seed}")
     key_net, key_fit = jax.random.split(run.key(f"seed {seed}"))
     # σ must grow with |x|, which a tanh network cannot do.
     diffusion = rf.DiagonalDiffusion(
         1, width=FIG4_WIDTH, depth=FIG4_DEPTH, activation=jax.nn.softplus, key=key_net
     )
-    fitted = rf.fit(
-        _flow(diffusion),
-        key=key_fit,
-        objective=rf.ReverseKL(Cauchy(), FIG4_PATHS, batch_size=FIG4_BATCH, l1=FIG4_L1),
-        steps=run.steps or FIG4_STEPS,
-        frozen=lambda f: f.base,
-        progress=run.progress,
-        training=rf.train.TrainingOptions(learning_rate=FIG4_RATE),
-        run=rf.train.RunOptions(checkpoint=checkpoint, resume=checkpoint.exists()),
-    )
-    if fitted.interrupted:
-        raise KeyboardInterrupt
-    rf.save(file, fitted.model.sde.diffusion)  # all other parts of the model are known
-    checkpoint.unlink(missing_ok=True)
-    return fitted.model
+
+    def fit(settings: dict) -> tuple[rf.train.Fitted, dict]:
+        fitted = rf.fit(
+            _flow(diffusion),
+            key=key_fit,
+            objective=rf.ReverseKL(Cauchy(), FIG4_PATHS, batch_size=FIG4_BATCH, l1=FIG4_L1),
+            steps=run.steps or FIG4_STEPS,
+            frozen=lambda f: f.base,
+            training=rf.train.TrainingOptions(learning_rate=FIG4_RATE),
+            **settings,
+        )
+        return fitted, {"diffusion": fitted.model.sde.diffusion}  # all other parts of the model are known
+
+    return _flow(run.kept(f"seed-{seed}", fit)["diffusion"])
 
 
 def _flow(diffusion: rf.DiagonalDiffusion) -> rf.StochasticFlow:
@@ -802,64 +756,11 @@ def _draw_fig4(models: dict, samples: np.ndarray, long: dict) -> Figure:
     return figure
 
 
-TOYS_STEPS, TOYS_REGRESSION, TOYS_WIDTH = 400, 3000, 64
-TOYS_NOISE = 0.5
-TOYS_POINTS = 300  # points on which models with noise are scored
-TOYS_ROWS = ["data", "maximum\nlikelihood", "regression", f"regression,\nthen λ = {TOYS_NOISE:g}"]
-
-
-def toys(run: Run) -> dict:
-    """The excess over the entropy and the density for each toy distribution and method.
-
-    The flows trained by maximum likelihood are continuous normalizing flows without noise, trained for only
-    400 steps of 64 points each, to keep the experiment to a few minutes. Figures 2 and 3 show the paper's
-    method with noise. The last row is scored on 300 points, and shows a histogram of samples.
-    """
-    metrics: dict = {}
-    shape = len(TOYS_ROWS), len(DISTRIBUTIONS)
-    figure, axes = plt.subplots(
-        *shape, figsize=(1.55 * len(DISTRIBUTIONS), 6.6), layout="constrained", squeeze=False
-    )
-    for column, (name, distribution) in zip(axes.T, DISTRIBUTIONS.items(), strict=True):
-        points = plots.grid(distribution.extent, PIXELS)
-        flat = jnp.asarray(points.reshape(-1, 2))
-        truth = np.asarray(distribution.log_prob(jnp.asarray(points)))
-        top = np.quantile(np.exp(truth), 0.995)
-        plots.density(truth, extent=distribution.extent, ax=column[0], maximum=top)
-        column[0].set_title(name, fontsize=9)
-        by_likelihood = run.train(
-            f"{name}-CNF", paper_flow(0.0, key=run.key("net")), distribution, steps=TOYS_STEPS
-        )
-        regressed = run.regress(
-            f"{name}-regression", distribution, steps=TOYS_REGRESSION, beside=TOYS_STEPS, width=TOYS_WIDTH
-        )
-        scored = {
-            "CNF": run.excess(by_likelihood, distribution),
-            "regression": run.excess_with(regressed, distribution, 0.0),
-            "regression-noise": run.excess_with(regressed, distribution, TOYS_NOISE, count=TOYS_POINTS),
-        }
-        maps = [
-            np.asarray(run.log_density(by_likelihood)(flat)).reshape(points.shape[:2]),
-            run.picture(regressed, 0.0, distribution.extent),
-            run.picture(regressed, TOYS_NOISE, distribution.extent),
-        ]
-        for ax, found, values in zip(column[1:], scored.values(), maps, strict=True):
-            plots.density(values, extent=distribution.extent, ax=ax, maximum=top)
-            ax.set_title(f"excess {found['excess']:.3f}", fontsize=8)
-        metrics[name] = {"entropy": distribution.entropy} | scored
-    for ax in axes.ravel():
-        ax.set(xticks=[], yticks=[], xlabel="", ylabel="")
-    for ax, label in zip(axes[:, 0], TOYS_ROWS, strict=True):
-        ax.set_ylabel(label, fontsize=9)
-    return run.finish(figure, metrics)
-
-
 EXPERIMENTS: Mapping[str, Callable[[Run], dict]] = {
     "fig1": fig1,
     "fig2": fig2,
     "fig3": fig3,
     "fig4": fig4,
-    "toys": toys,
 }
 
 

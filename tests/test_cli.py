@@ -122,7 +122,7 @@ def test_experiments_are_called_with_the_options(tmp_path, monkeypatch, capsys):
     assert calls.pop() == ((out,), {"seed": 7, "progress": False})
     assert main(["reproduce", "all", "--out", str(out), "--steps", "9", "--resume"]) == 0
     assert [positional for positional, _ in calls] == [
-        (name, out) for name in ("fig1", "fig2", "fig3", "fig4", "toys")
+        (name, out) for name in ("fig1", "fig2", "fig3", "fig4")
     ]
     assert calls[0][1] == {"steps": 9, "seed": 0, "progress": True, "resume": True}
     assert "0.2500" in capsys.readouterr().out

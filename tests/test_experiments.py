@@ -24,9 +24,7 @@ def test_figure_1_and_its_numbers(tmp_path):
 
 
 def test_an_unknown_experiment_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^there is no experiment fig9: choose from fig1, fig2, fig3, fig4, toys"
-    ):
+    with pytest.raises(ValueError, match=r"^there is no experiment fig9: choose from fig1, fig2, fig3, fig4"):
         experiments.run("fig9", tmp_path)
 
 
@@ -100,10 +98,8 @@ def tiny(small):
         (experiments, "paper_flow", partial(paper_flow, width=4, depth=1)),
         (experiments, "WIDTH", 4),
         (experiments, "FIG2_WIDTH", 4),
-        (experiments, "TOYS_WIDTH", 4),
         (experiments, "FIG2_REGRESSION", experiments.FIG2_STEPS),
         (experiments, "FIG3_REGRESSION", experiments.FIG3_STEPS),
-        (experiments, "TOYS_REGRESSION", experiments.TOYS_STEPS),
         (experiments, "FIG2_WALK", 100),
         (experiments, "FIG2_CHAINS", 4),
         (experiments, "FIG2_HORIZONS", {"staying-identity": 2.0, "staying-along": 1.0}),
@@ -116,8 +112,6 @@ def tiny(small):
         (experiments, "FIG4_SAMPLES", 50),
         (experiments, "FIG4_LONG", 50),
         (experiments, "FIG4_WALK", 100),
-        (experiments, "DISTRIBUTIONS", {"banana": Banana()}),
-        (experiments, "TOYS_POINTS", 4),
     ):
         small.setattr(module, name, value)
 
@@ -127,7 +121,6 @@ WRITTEN = {
     "fig2": (["identity", "learned", "one-path", "regression"], ["staying-along", "pooled_kolmogorov"]),
     "fig3": (["0", "0.5", "regression"], ["regression", "0.5", "excess"]),
     "fig4": (["seed-0", "seed-1", "seed-2"], ["long_run_kolmogorov_distance", "printed"]),
-    "toys": (["banana-CNF", "banana-regression"], ["banana", "regression-noise", "excess"]),
 }
 
 

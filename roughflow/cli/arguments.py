@@ -561,14 +561,13 @@ def _reproduce(commands) -> None:
     parser = _command(
         commands,
         "reproduce",
-        "Reproduce figures 1 to 4 of Hodgkinson et al. (2020), and fits of nine toy densities, as PNG and "
-        "JSON files.",
+        "Reproduce figures 1 to 4 of Hodgkinson et al. (2020) as PNG and JSON files.",
         "reproduce fig1 --out figures",
     )
     parser.add_argument(
         "name",
-        choices=["fig1", "fig2", "fig3", "fig4", "toys", "all"],
-        metavar="fig1|fig2|fig3|fig4|toys|all",
+        choices=["fig1", "fig2", "fig3", "fig4", "all"],
+        metavar="fig1|fig2|fig3|fig4|all",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="default: %(default)s"

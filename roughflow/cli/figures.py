@@ -6,7 +6,7 @@ from typing import Any
 
 from .files import check_folder, check_writable, with_figures
 
-FIGURES = ("fig1", "fig2", "fig3", "fig4", "toys")
+FIGURES = ("fig1", "fig2", "fig3", "fig4")
 
 
 def demo(arguments: argparse.Namespace) -> int:

@@ -73,7 +73,7 @@ def _called(equation: Any) -> Jaxpr | None:
 Noise = Array | lx.AbstractLinearOperator
 
 
-def noise_shape(sigma: Noise | jax.ShapeDtypeStruct) -> tuple[int, ...]:
+def noise_shape(sigma: Noise | np.ndarray | jax.ShapeDtypeStruct) -> tuple[int, ...]:
     """The shape (d, m) of σ, also for results of `jax.eval_shape`."""
     if isinstance(sigma, lx.AbstractLinearOperator):
         return sigma.out_size(), sigma.in_size()

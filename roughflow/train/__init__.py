@@ -37,4 +37,3 @@ from ._reverse_kl import (
     ReverseKL as ReverseKL,
     evidence_bound as evidence_bound,
 )
-from ._stationarity import confinement as confinement, stationarity as stationarity

@@ -319,6 +319,11 @@ def _as_in_version_4(parts: Mapping[str, str]) -> dict[str, str]:
     return {before(place): re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
 
 
+def _without_removed(parts: Mapping[str, str]) -> dict[str, str]:
+    """The parts without `MaximumLikelihood.stationary`, which version 0.2 removed, if it was zero."""
+    return {place: text for place, text in parts.items() if (place, text) != ("objective.stationary", "0.0")}
+
+
 def _without_module(text: str | None) -> str | None:
     """The name of a class or function of roughflow without its private module, since modules may be
     renamed."""
@@ -433,7 +438,7 @@ class Checkpoint:
                 f"checkpoint {self.path} was written by an older version of roughflow, which did not record "
                 "all settings: delete it or choose another file to start again" + see("checkpoints")
             )
-        before, now = header["settings"], self.settings
+        before, now = _without_removed(header["settings"]), self.settings
         if header["version"] < VERSION:
             before, now = _as_in_version_4(before), _as_in_version_4(now)
         changed = difference(before, now)

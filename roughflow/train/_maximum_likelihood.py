@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_instance, check_number, is_traced
+from .._checks import check_instance, is_traced
 from .._devices import by_rows
 from ..density import AbstractProposal, Amortised, LowerBound, Prior, PullBack, StochasticFlow, log_mean
 from ..faq import see
 from ..flow import ExactDivergence
 from ._objective import LOST_POINT_LOSS, AbstractObjective
-from ._stationarity import confinement, squared_rate
 
 
 class MaximumLikelihood(AbstractObjective):
@@ -36,9 +35,9 @@ class MaximumLikelihood(AbstractObjective):
     - `num_paths`: K.
     - `proposal`: by default an `rf.Amortised` proposal, created and trained by `rf.fit`; `rf.Prior()` for
       paths from the prior.
-    - `stationary`: weight of `rf.train.stationarity` and `rf.train.confinement` (at rate 1/2T) in the loss.
-      The likelihood constrains the SDE only up to the end time of the flow. These terms keep it near the data
-      afterwards: if they vanish, long paths have the distribution of the data.
+
+    The likelihood constrains the SDE only up to the end time of the flow; `rf.tables.stationary_sde` gives an
+    SDE that stays near the data afterwards.
 
     ```python
     import jax, jax.numpy as jnp
@@ -55,26 +54,18 @@ class MaximumLikelihood(AbstractObjective):
 
     bound: LowerBound
     learns_proposal: bool = eqx.field(static=True)
-    stationary: float = eqx.field(static=True)
     uses_data: ClassVar[bool] = True
     solves: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        num_paths: int = 8,
-        proposal: AbstractProposal | None = None,
-        stationary: float = 0.0,
-    ):
-        check_number("stationary", stationary, least=0)
+    def __init__(self, num_paths: int = 8, proposal: AbstractProposal | None = None):
         self.bound = LowerBound(PullBack(num_paths, Prior() if proposal is None else proposal))
         self.learns_proposal = proposal is None
-        self.stationary = float(stationary)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "MaximumLikelihood":
         """The objective with a proposal for this model, or with one path if the model has no noise."""
         check_instance("model", model, StochasticFlow, "an rf.StochasticFlow for rf.MaximumLikelihood")
         if model.noise_dimension == 0:
-            return MaximumLikelihood(1, Prior(), stationary=self.stationary)
+            return MaximumLikelihood(1, Prior())
         if not self.learns_proposal:
             return self
         # A model that was fitted before continues with its learned proposal.
@@ -108,13 +99,7 @@ class MaximumLikelihood(AbstractObjective):
         loss = jnp.mean(jnp.where(lost, LOST_POINT_LOSS, -value))
         relative = jax.lax.stop_gradient(jax.nn.softmax(jnp.where(lost[:, None], 0, log_weights), axis=-1))
         effective = jnp.mean(1 / jnp.sum(relative**2, axis=-1))
-        metrics = {"effective_paths": effective, "lost": jnp.mean(lost)}
-        if not self.stationary:
-            return loss, metrics
-        keys = jax.random.split(jax.random.fold_in(key, 1))
-        moved = squared_rate(model.sde, x, key=keys[0])
-        away = confinement(model.sde, x, key=keys[1], rate=0.5 / model.t1)
-        return loss + self.stationary * (moved + away), metrics | {"moved": moved, "away": away}
+        return loss, {"effective_paths": effective, "lost": jnp.mean(lost)}
 
     def _log_weights(self, flow: StochasticFlow, x: Array, key: PRNGKeyArray) -> Array:
         # Proposals that search near forward draws use the same draws for every x.

@@ -53,10 +53,7 @@ class BrownianMotion(AbstractNamedSDE):
     sigma: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 1
     domains: ClassVar = {"mu": ANY, "sigma": POSITIVE}
-
-    @property
-    def coordinates(self) -> Unchanged:
-        return Unchanged()
+    coordinates: ClassVar = Unchanged()
 
     def drift(self, t: Array, z: Array) -> Array:
         return jnp.broadcast_to(self.mu, z.shape)
@@ -88,10 +85,7 @@ class GeometricBrownianMotion(AbstractNamedSDE):
     sigma: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 1
     domains: ClassVar = {"mu": ANY, "sigma": POSITIVE}
-
-    @property
-    def coordinates(self) -> Logarithm:
-        return Logarithm()
+    coordinates: ClassVar = Logarithm()
 
     def drift(self, t: Array, z: Array) -> Array:
         return self.mu * z
@@ -130,6 +124,7 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
     mu: Array = eqx.field(converter=parameter)
     sigma: Array = eqx.field(converter=parameter)
     domains: ClassVar = {"kappa": ANY, "mu": ANY, "sigma": TRIANGULAR}
+    coordinates: ClassVar = Unchanged()
 
     def __check_init__(self):
         d = jnp.shape(self.mu)
@@ -142,10 +137,6 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
     @property
     def dimension(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mu.size
-
-    @property
-    def coordinates(self) -> Unchanged:
-        return Unchanged()
 
     def _matrices(self) -> tuple[Array, Array, Array]:
         if self.mu.ndim:
@@ -206,10 +197,7 @@ class CoxIngersollRoss(AbstractNamedSDE):
     sigma: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 1
     domains: ClassVar = {"kappa": POSITIVE, "mu": POSITIVE, "sigma": POSITIVE}
-
-    @property
-    def coordinates(self) -> Root:
-        return Root()
+    coordinates: ClassVar = Root()
 
     def drift(self, t: Array, z: Array) -> Array:
         return self.kappa * (self.mu - z)
@@ -257,10 +245,7 @@ class CKLS(AbstractNamedSDE):
     gamma: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 1
     domains: ClassVar = {"kappa": ANY, "mu": ANY, "sigma": POSITIVE, "gamma": ANY}
-
-    @property
-    def coordinates(self) -> Logarithm:
-        return Logarithm()
+    coordinates: ClassVar = Logarithm()
 
     def drift(self, t: Array, z: Array) -> Array:
         return self.kappa * (self.mu - z)
@@ -292,10 +277,7 @@ class ConstantElasticity(AbstractNamedSDE):
     gamma: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 1
     domains: ClassVar = {"mu": ANY, "sigma": POSITIVE, "gamma": ANY}
-
-    @property
-    def coordinates(self) -> Logarithm:
-        return Logarithm()
+    coordinates: ClassVar = Logarithm()
 
     def drift(self, t: Array, z: Array) -> Array:
         return self.mu * z
@@ -327,10 +309,7 @@ class Jacobi(AbstractNamedSDE):
     sigma: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 1
     domains: ClassVar = {"kappa": POSITIVE, "mu": UNIT, "sigma": POSITIVE}
-
-    @property
-    def coordinates(self) -> Arc:
-        return Arc()
+    coordinates: ClassVar = Arc()
 
     def drift(self, t: Array, z: Array) -> Array:
         return self.kappa * (self.mu - z)
@@ -498,10 +477,7 @@ class DoubleWell(AbstractNamedSDE):
     sigma: Array = eqx.field(converter=parameter)
     dimension: ClassVar = 1
     domains: ClassVar = {"a": ANY, "b": POSITIVE, "sigma": POSITIVE}
-
-    @property
-    def coordinates(self) -> Unchanged:
-        return Unchanged()
+    coordinates: ClassVar = Unchanged()
 
     def drift(self, t: Array, z: Array) -> Array:
         return self.a * z - self.b * z**3
@@ -536,10 +512,7 @@ class LotkaVolterra(AbstractNamedSDE):
     dimension: ClassVar = 2
     components: ClassVar = ("prey", "predators")
     domains: ClassVar = dict.fromkeys(("alpha", "beta", "gamma", "delta", "sigma1", "sigma2"), POSITIVE)
-
-    @property
-    def coordinates(self) -> Logarithm:
-        return Logarithm()
+    coordinates: ClassVar = Logarithm()
 
     def drift(self, t: Array, z: Array) -> Array:
         return z * jnp.stack([self.alpha - self.beta * z[1], self.delta * z[0] - self.gamma])
@@ -627,10 +600,7 @@ class Heston(_Volatility):
 
     components: ClassVar = ("price", "variance")
     domains: ClassVar = {**dict.fromkeys(("kappa", "theta", "sigma"), POSITIVE), "rho": CORRELATION}
-
-    @property
-    def coordinates(self) -> Columns:
-        return Columns(Logarithm(), Root())
+    coordinates: ClassVar = Columns(Logarithm(), Root())
 
     def sizes(self, level: Array) -> tuple[Array, Array]:
         return jnp.sqrt(level), jnp.sqrt(level)
@@ -667,10 +637,7 @@ class StochasticVolatility(_Volatility):
 
     components: ClassVar = ("price", "log-variance")
     domains: ClassVar = {**dict.fromkeys(("kappa", "sigma"), POSITIVE), "rho": CORRELATION}
-
-    @property
-    def coordinates(self) -> Columns:
-        return Columns(Logarithm(), Unchanged())
+    coordinates: ClassVar = Columns(Logarithm(), Unchanged())
 
     def sizes(self, level: Array) -> tuple[Array, Array]:
         return jnp.exp(0.5 * level), jnp.ones_like(level)
@@ -741,10 +708,7 @@ class FitzHughNagumo(AbstractNamedSDE):
     dimension: ClassVar = 2
     components: ClassVar = ("potential", "recovery")
     domains: ClassVar = dict.fromkeys(("epsilon", "sigma1", "sigma2"), POSITIVE)
-
-    @property
-    def coordinates(self) -> Unchanged:
-        return Unchanged()
+    coordinates: ClassVar = Unchanged()
 
     def drift(self, t: Array, z: Array) -> Array:
         fast = (z[0] - z[0] ** 3 - z[1] + self.s) / self.epsilon
@@ -787,13 +751,10 @@ class SIR(AbstractNamedSDE):
     dimension: ClassVar = 2
     components: ClassVar = ("susceptible", "infectious")
     domains: ClassVar = dict.fromkeys(("beta", "gamma"), POSITIVE)
+    coordinates: ClassVar = Root()
 
     def __check_init__(self):
         check_positive("population", self.population)
-
-    @property
-    def coordinates(self) -> Root:
-        return Root()
 
     def _rates(self, z: Array) -> tuple[Array, Array]:
         return self.beta * z[0] * z[1] / self.population, self.gamma * z[1]
@@ -836,6 +797,7 @@ class Compartments(AbstractNamedSDE):
     sigma: dict[str, Array]
     inputs: tuple[str, ...] = eqx.field(static=True)
     components: tuple[str, ...] = eqx.field(static=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+    coordinates: ClassVar = Unchanged()
 
     def __init__(
         self,
@@ -866,10 +828,6 @@ class Compartments(AbstractNamedSDE):
         return dict.fromkeys(
             (f"{field}.{name}" for field in ("exchange", "sigma") for name in getattr(self, field)), POSITIVE
         )
-
-    @property
-    def coordinates(self) -> Unchanged:
-        return Unchanged()
 
     def drift(self, t: Array, z: Array, u: Array | None = None) -> Array:
         known = dict(zip(self.components, z, strict=True))

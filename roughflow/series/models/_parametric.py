@@ -1,10 +1,10 @@
 """The interface of named SDEs, starting values from moments, and SDEs from plain functions."""
 
-import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,10 +94,7 @@ class AbstractNamedSDE(AbstractItoSDE):
         capacity: float
         sigma: float
         domains = {name: rf.series.Domain(lower=0.0) for name in ("rate", "capacity", "sigma")}
-
-        @property
-        def coordinates(self):
-            return rf.transition.Logarithm()
+        coordinates = rf.transition.Logarithm()
 
         def drift(self, t, z):
             return self.rate * z * (1 - z / self.capacity)
@@ -110,6 +107,7 @@ class AbstractNamedSDE(AbstractItoSDE):
     """
 
     domains: ClassVar[Mapping[str, Domain]]
+    coordinates: eqx.AbstractClassVar[AbstractCoordinates]
     components: ClassVar[tuple[str, ...]] = ("value",)
 
     def __check_init__(self):
@@ -119,11 +117,6 @@ class AbstractNamedSDE(AbstractItoSDE):
                 value, float | jax.Array | np.ndarray
             ):
                 finite_array(field.name, value)
-
-    @property
-    @abc.abstractmethod
-    def coordinates(self) -> AbstractCoordinates:
-        """The variables in which the SDE is solved."""
 
     def exact_transition(self, x0: Array, dt: Array) -> AbstractDistribution | None:
         """The distribution of X(t + dt) given X(t) = x₀ `(d,)`; None (default) if it has no closed form.
