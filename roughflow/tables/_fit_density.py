@@ -168,7 +168,8 @@ def fit_density(
     own = isinstance(validation, float | int)  # the validation rows were split off the table
     links = whole.links
     counts = (links.distinct, links.count) if source is None else (len(source),) * 2
-    sizes = Sizes(counts[0], table.dimension, table.num_given, counts[1])
+    accelerated = jax.default_backend() != "cpu"
+    sizes = Sizes(counts[0], table.dimension, table.num_given, counts[1], accelerated)
     comparison = Comparison(whole, table, sizes.small and source is None, own)
     free = family is None and steps is None and seconds is None
     plain = free and flow.marginals is None and not noise and not (bounds or rounding)
@@ -176,7 +177,7 @@ def fit_density(
         maps = flow.marginals if family is None else family == "marginals"
         best = _best_closed(comparison, maps, plain)
         return _restored(_closed_fit(comparison, best, noise), whole)
-    training = training.with_defaults({"batch_size": sizes.batch_size})
+    training = training.with_defaults(sizes.training)
     stages = Stages(None, None, training, run, progress, seconds)
     trainer = _Trainer(sizes, flow.resolved(sizes), key_model, stages)
     fitted = trainer.fit(comparison, source, sizes.steps if steps is None else steps, *keys)
