@@ -22,7 +22,6 @@ from .sde import (  # noqa: I001  (pipeline order)
     VelocityNetwork as VelocityNetwork,
     AbstractTransport as AbstractTransport,
     NormalTransport as NormalTransport,
-    LearnedTransport as LearnedTransport,
     GivenTransport as GivenTransport,
     TransportSDE as TransportSDE,
     targeted_sde as targeted_sde,
@@ -40,7 +39,6 @@ from .driver import (
     FractionalBrownian as FractionalBrownian,
     FractionalLegendre as FractionalLegendre,
     GaussianDriver as GaussianDriver,
-    TimeChanged as TimeChanged,
     fractional_noise as fractional_noise,
 )
 from .rough import (
@@ -59,7 +57,6 @@ from .flow import (
     FixedGrid as FixedGrid,
     Adaptive as Adaptive,
     RK4 as RK4,
-    RK6 as RK6,
     AbstractGradient as AbstractGradient,
     Backpropagation as Backpropagation,
     ConstantMemory as ConstantMemory,

@@ -21,7 +21,6 @@ DRIVERS = BROWNIAN | {
     "fractional grid": rf.FractionalBrownian(0.7, [0.0, 0.1, 0.4, 1.0]),
     "fractional Legendre": rf.driver.FractionalLegendre(0.35, 5),
     "Gaussian": rf.driver.GaussianDriver(lambda s, t: s * t * (1 + s * t), 2, hurst=1.5),
-    "time-changed": rf.driver.TimeChanged(rf.PiecewiseLinear(5), lambda s: 0.5 * s * (1 + s)),
 }
 # A horizon of 1 hides a wrong scale, so the other one is for `make test`.
 HORIZONS = [pytest.param(1.0, marks=pytest.mark.slow), 2.5]

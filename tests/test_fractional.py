@@ -82,14 +82,6 @@ def test_a_covariance_function_gives_its_process():
     np.testing.assert_allclose(values @ values.T, expected, atol=1e-5)
 
 
-def test_a_clock_and_a_correlation():
-    s = np.array([0.2, 0.5, 1.0])
-    clocked = rf.driver.TimeChanged(rf.FractionalBrownian(0.4, [0.0, 0.04, 0.25, 1.0]), lambda s: s**2)
-    values = clocked.integrals(s)
-    np.testing.assert_allclose(values @ values.T, covariance(0.4, s**2, s**2), atol=1e-12)
-    np.testing.assert_allclose(clocked.jumps, [0.2, 0.5], atol=1e-12)
-
-
 @pytest.mark.parametrize("hurst", [0.2, 0.7])
 def test_fractional_noise_has_its_covariance(hurst, key):
     noise = rf.driver.fractional_noise(hurst, 48, key=key, shape=(5, 4001), t1=2.0)
@@ -170,8 +162,6 @@ def test_wrong_exponents_are_refused(hurst, key):
 
 
 def test_wrong_parts_are_refused():
-    with pytest.raises(ValueError, match="clock must be an increasing"):
-        rf.driver.TimeChanged(rf.Legendre(2), lambda s: 2 * s)
     with pytest.raises(ValueError, match="covariance must be positive semi-definite"):
         rf.driver.GaussianDriver(lambda s, t: -s * t, 2).integrals(jnp.ones(()))
 

@@ -11,7 +11,6 @@ import pytest
 from fits import grouped
 
 import roughflow as rf
-from roughflow.train._interpolant import sinkhorn
 
 # From N(M0, C0²) to N(M1, C1²) in the time T, in one dimension.
 M0, C0, M1, C1, T = 0.5, 0.8, -1.0, 1.7, 2.0
@@ -93,54 +92,6 @@ def test_a_fit_finds_the_velocity_and_leaves_the_base_alone(key):
     np.testing.assert_array_equal(noisy.sde.transport.loc, [M0])
 
 
-def test_another_base_learns_its_score_beside_the_velocity(key):
-    """At the exact velocity and score neither head has a gradient."""
-
-    class TwoHeads(eqx.Module):
-        off: jax.Array
-
-        def __call__(self, t, y):
-            velocity = exact()(t, y)
-            pull = -(y - t * velocity - M0) / C0**2
-            return jnp.concatenate([velocity, pull]) + self.off
-
-    sde = rf.sde.TransportSDE(rf.sde.LearnedTransport(TwoHeads(jnp.zeros(2)), T))
-    flow = rf.StochasticFlow(sde, BASE, T)
-    x = Target().sample(key=key, shape=(50_000,))
-    objective = rf.Interpolant()
-    loss = lambda flow: objective(flow, x, key=jax.random.key(1))
-    slope = eqx.filter_grad(lambda flow: loss(flow)[0])(flow).sde.transport.network.off
-    assert np.max(np.abs(slope)) < 0.06
-    assert loss(flow)[1]["score_error"] > 0
-    off = eqx.tree_at(lambda f: f.sde.transport.network.off, flow, jnp.full(2, 0.1))
-    slope = eqx.filter_grad(lambda flow: loss(flow)[0])(off).sde.transport.network.off
-    assert np.min(np.abs(slope)) > 0.12
-
-
-def test_a_plan_has_its_marginals_and_prefers_what_is_near(key):
-    z, x = jax.random.normal(key, (40, 2)), 3 + jax.random.normal(jax.random.key(1), (40, 2))
-    plan = jnp.exp(sinkhorn(z, x, 0.1))
-    np.testing.assert_allclose(plan.sum(axis=0), np.full(40, 1 / 40), rtol=1e-9)
-    np.testing.assert_allclose(plan.sum(axis=1), np.full(40, 1 / 40), rtol=0.05)
-    squares = jnp.sum((z[:, None] - x[None]) ** 2, axis=-1)
-    assert jnp.sum(plan * squares) < 0.9 * jnp.mean(squares)
-    # In one dimension the best pairs keep the order.
-    ends = 10 + 2 * jnp.arange(5.0)[::-1, None]
-    order = jnp.argmax(sinkhorn(jnp.arange(5.0)[:, None], ends, 0.02), axis=0)
-    assert order.tolist() == [4, 3, 2, 1, 0]
-
-
-def test_a_coupling_makes_lines_straighter_and_the_model_knows_no_score(key):
-    x = Target().sample(key=key, shape=(512,))
-    flow = flow_of(exact())
-    plain, paired = (rf.Interpolant(2.0, c)(flow, x, key=key)[0] for c in (None, 0.02))
-    assert paired < plain
-    fitted = rf.fit(flow, x, key=key, objective=rf.Interpolant(coupling=0.1), steps=2, progress=False)
-    assert isinstance(fitted.model.sde, rf.ItoSDE)
-    with pytest.raises(TypeError, match=r"^with_noise needs a flow with a known score"):
-        rf.with_noise(fitted.model, 0.1)
-
-
 def test_models_without_a_velocity_to_train_are_refused(key):
     x = np.zeros((4, 1))
     fit = lambda flow, **kw: rf.fit(flow, x, key=key, objective=rf.Interpolant(**kw), steps=1, progress=False)
@@ -156,8 +107,6 @@ def test_models_without_a_velocity_to_train_are_refused(key):
     with pytest.raises(TypeError, match=r"^Interpolant cannot train an rf.sde.GivenTransport"):
         fit(rf.StochasticFlow(given, BASE, T))
     known = rf.sde.TransportSDE(rf.sde.NormalTransport(exact(), BASE.loc, BASE.scale, T))
-    with pytest.raises(ValueError, match=r"^with coupling, the score of"):
-        fit(rf.StochasticFlow(known, BASE, T), coupling=0.1)
     with pytest.raises(ValueError, match=r"^the flow ends at t1 = 1.0, but its transport at 2.0"):
         fit(rf.StochasticFlow(known, BASE, 1.0))
     with pytest.raises(ValueError, match=r"^late must be positive"):

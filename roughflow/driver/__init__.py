@@ -3,7 +3,6 @@
 from ._driver import (
     AbstractDriver as AbstractDriver,
     Path as Path,
-    TimeChanged as TimeChanged,
 )
 from ._expansions import (
     GaussianDriver as GaussianDriver,

@@ -12,7 +12,6 @@ another power of T.
 """
 
 import abc
-from collections.abc import Callable
 from typing import ClassVar, Self
 
 import diffrax
@@ -20,13 +19,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from .._checks import (
     as_real,
     as_shape,
-    check_callable,
     check_count,
     check_fields,
     check_instance,
@@ -231,79 +228,3 @@ class Path(diffrax.AbstractPath):
         if t1.ndim:
             t1 = jnp.reshape(jnp.broadcast_to(t1, batch), (flat,))
         return type(self)(self.driver, jnp.reshape(coefficients, (flat, *tail)), t1)
-
-
-class TimeChanged(AbstractDriver):
-    """B(τ(s)) for a driver B and a smooth, increasing clock τ: [0, 1] → [0, 1].
-
-    It requires a Stratonovich SDE. For Brownian motion, a factor √τ′ in the diffusion has the same effect.
-
-    **Arguments:**
-
-    - `driver`: any driver.
-    - `clock`: the function τ, which takes arrays, with τ(0) = 0 and τ(1) = 1; an `eqx.Module` if the flow is
-      to be saved.
-
-    ```python
-    import jax
-    import roughflow as rf
-
-    late = rf.driver.TimeChanged(rf.FractionalBrownian(0.4, 16), lambda s: s**2)
-    path = late.sample(key=jax.random.key(0))
-    ```
-    """
-
-    driver: AbstractDriver
-    clock: Callable[[Array], Array] = eqx.field(static=True)
-    brownian: ClassVar[bool] = False
-
-    def __init__(self, driver: AbstractDriver, clock: Callable[[Array], Array]):
-        check_instance("driver", driver, AbstractDriver, "a driver such as rf.KarhunenLoeve(6)")
-        check_callable("clock", clock, "from times to times")
-        with jax.ensure_compile_time_eval():
-            times = np.asarray(clock(jnp.linspace(0.0, 1.0, 65)), float)
-        if not (np.all(np.diff(times) > 0) and np.allclose(times[[0, -1]], [0, 1], atol=1e-6)):
-            raise ValueError(
-                "clock must be an increasing function of arrays of times, with clock(0) = 0 and clock(1) = 1"
-            )
-        self.driver = driver
-        self.clock = clock
-
-    @property
-    def num_functions(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.driver.num_functions
-
-    @property
-    def hurst(self) -> float:
-        return self.driver.hurst
-
-    def integrals(self, s: Array) -> Array:
-        return self.driver.integrals(self.clock(jnp.asarray(s)))
-
-    def value(self, s: Array, coefficients: Array) -> Array:
-        return self.driver.value(self.clock(jnp.asarray(s)), coefficients)
-
-    def slope(self, s: Array, coefficients: Array) -> Array:
-        s = jnp.asarray(s, coefficients.dtype)
-        time, speed = jax.jvp(self.clock, (s,), (jnp.ones_like(s),))
-        return self.driver.slope(time, coefficients) * (speed[..., None] if speed.ndim else speed)
-
-    def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        with jax.ensure_compile_time_eval():
-            times = np.asarray(self.clock(jnp.asarray(knots)), float)
-        return self.driver.coefficients_of(times, increments)
-
-    def refined(self) -> "TimeChanged":
-        return TimeChanged(self.driver.refined(), self.clock)
-
-    def refine(self, coefficients: Array, more: Array) -> Array:
-        return self.driver.refine(coefficients, more)
-
-    @property
-    def jumps(self) -> np.ndarray:
-        gap = lambda s, jump: float(self.clock(jnp.asarray(s))) - jump
-        with jax.ensure_compile_time_eval():
-            found = [
-                scipy.optimize.brentq(gap, 0.0, 1.0, args=(jump,), xtol=1e-15) for jump in self.driver.jumps
-            ]
-        return np.array(found, float)

@@ -18,7 +18,6 @@ from ._field import (
 from ._fixed_grid import (
     LATE as LATE,
     RK4 as RK4,
-    RK6 as RK6,
     CountedGrid as CountedGrid,
     FixedGrid as FixedGrid,
     default_steps as default_steps,

@@ -46,36 +46,6 @@ class RK4(diffrax.AbstractERK):
         return 4
 
 
-class RK6(diffrax.AbstractERK):
-    """A sixth-order method with seven stages (Butcher 1964), for smooth models and few steps.
-
-    ```python
-    import roughflow as rf
-
-    integrator = rf.FixedGrid(rf.flow.RK6(), steps=8)
-    ```
-    """
-
-    tableau = diffrax.ButcherTableau(
-        c=np.array([1 / 3, 2 / 3, 1 / 3, 1 / 2, 1 / 2, 1]),
-        b_sol=np.array([11 / 120, 0, 27 / 40, 27 / 40, -4 / 15, -4 / 15, 11 / 120]),
-        b_error=np.zeros(7),
-        a_lower=(
-            np.array([1 / 3]),
-            np.array([0, 2 / 3]),
-            np.array([1 / 12, 1 / 3, -1 / 12]),
-            np.array([-1 / 16, 9 / 8, -3 / 16, -3 / 8]),
-            np.array([0, 9 / 8, -3 / 8, -3 / 4, 1 / 2]),
-            np.array([9 / 44, -9 / 11, 63 / 44, 18 / 11, 0, -16 / 11]),
-        ),
-    )
-    interpolation_cls = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
-
-    def order(self, terms: object) -> int:
-        del terms
-        return 6
-
-
 class Step(NamedTuple):
     """The increments of a step, and the first error of each sample: its kind, time and position."""
 
@@ -280,9 +250,9 @@ class FixedGrid(AbstractIntegrator):
     **Arguments:**
 
     - `solver`: any explicit diffrax solver of order 2 or more, such as `diffrax.Heun()`,
-      `diffrax.Midpoint()`, `rf.flow.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`,
-      `rf.flow.RK6()`. Euler's method is refused: on a random path it converges to the solution of another
-      equation, the Itô equation with the Stratonovich drift.
+      `diffrax.Midpoint()`, `rf.flow.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`.
+      Euler's method is refused: on a random path it converges to the solution of another equation, the Itô
+      equation with the Stratonovich drift.
     - `steps`: number of steps over the horizon; by default enough to resolve the fastest wave of the driver.
       A piecewise linear path is solved with at least one step per piece, and no step crosses a jump of its
       slope. The default does not depend on the model and may be too small if the model is stiff: check the

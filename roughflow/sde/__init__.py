@@ -68,7 +68,6 @@ from ._targeted import (
 from ._transport import (
     AbstractTransport as AbstractTransport,
     GivenTransport as GivenTransport,
-    LearnedTransport as LearnedTransport,
     NormalTransport as NormalTransport,
     TransportSDE as TransportSDE,
 )

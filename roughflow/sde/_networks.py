@@ -371,7 +371,6 @@ class VelocityNetwork(eqx.Module):
     - `frequency`: standard deviation of the entries of the projections, for z of about unit size.
     - `t1`: T.
     - `num_given`: k, the number of given coordinates.
-    - `score`: whether to double the number of outputs; `rf.sde.LearnedTransport` uses the second half.
 
     ```python
     import jax, jax.numpy as jnp
@@ -398,7 +397,6 @@ class VelocityNetwork(eqx.Module):
         frequency: float = 1.5,
         t1: float = 1.0,
         num_given: int = 0,
-        score: bool = False,
         key: PRNGKeyArray,
     ):
         check_count("dimension", dimension)
@@ -406,15 +404,13 @@ class VelocityNetwork(eqx.Module):
         check_positive("t1", t1)
         check_count("num_features", num_features, least=0)
         check_count("num_given", num_given, least=0)
-        check_flag("score", score)
         key_waves, key_network = split(check_key(key))
-        if num_given and score:
-            raise ValueError("score=True requires num_given=0")
         inputs = dimension + num_given
         self.waves = normal_matrix(key_waves, inputs, num_features, frequency)
-        sizes = inputs + 6 + 2 * num_features, (2 if score else 1) * dimension
         self.num_given = num_given
-        self.network = MLP(*sizes, width, depth, activation, scale=0.0, key=key_network)
+        self.network = MLP(
+            inputs + 6 + 2 * num_features, dimension, width, depth, activation, scale=0.0, key=key_network
+        )
         self.t1 = t1
 
     def __call__(self, t: Array, z: Array) -> Array:
@@ -427,9 +423,8 @@ class VelocityNetwork(eqx.Module):
         out = self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
         own = z.shape[0] - self.num_given
         normal = (2 * s - 1) / ((1 - s) ** 2 + s**2) / self.t1 * z[:own]
-        more = [out[own:]] if len(out) > own else []
         given = [jnp.zeros(self.num_given, z.dtype)] if self.num_given else []
-        return jnp.concatenate([out[:own] + normal, *more, *given])
+        return jnp.concatenate([out + normal, *given])
 
 
 MAX_FULL_DIMENSION = 16  # maximum dimension for the shears N

@@ -84,43 +84,6 @@ class NormalTransport(AbstractTransport):
         return velocity, (self.loc.astype(z.dtype) - start) / self.scale.astype(z.dtype) ** 2
 
 
-class LearnedTransport(AbstractTransport):
-    """Transport from any base to data along straight lines; a network learns the velocity and the score
-    together.
-
-    If z ~ p₀ and x ~ data are independent, then y = (1 − s) z + s x, s = t/T, has the score
-
-        ∇log p(t, y) = E[∇log p₀(z) | y]/(1 − s).
-
-    **Arguments:** `network`, `(t, z) -> (2d,)`, whose outputs are the velocity and the expectation above,
-    such as `rf.sde.VelocityNetwork(d, score=True)`; `t1`, T. `rf.Interpolant()` trains both outputs.
-
-    ```python
-    import jax
-    import roughflow as rf
-
-    network = rf.sde.VelocityNetwork(2, width=16, score=True, key=jax.random.key(0))
-    sde = rf.sde.TransportSDE(rf.sde.LearnedTransport(network))
-    ```
-    """
-
-    network: Drift
-    t1: float
-    num_given: ClassVar[int] = 0
-
-    def __init__(self, network: Drift, t1: float = 1.0):
-        check_positive("t1", t1)
-        self.network = network
-        self.t1 = t1
-
-    def velocity(self, t: Array, z: Array) -> Array:
-        return self.network(t, z)[: z.shape[0]]
-
-    def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
-        velocity, pull = jnp.split(self.network(t, z), 2)
-        return velocity, pull
-
-
 class GivenTransport(AbstractTransport):
     """A transport with a known velocity and score, both finite at all times.
 

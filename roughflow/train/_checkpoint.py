@@ -320,8 +320,9 @@ def _as_in_version_4(parts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_removed(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts without `MaximumLikelihood.stationary`, which version 0.2 removed, if it was zero."""
-    return {place: text for place, text in parts.items() if (place, text) != ("objective.stationary", "0.0")}
+    """The parts without fields of objectives that version 0.2 removed, if they had their defaults."""
+    removed = {("objective.stationary", "0.0"), ("objective.coupling", "None")}
+    return {place: text for place, text in parts.items() if (place, text) not in removed}
 
 
 def _without_module(text: str | None) -> str | None:

@@ -12,38 +12,8 @@ from .._devices import by_rows
 from ..density import StochasticFlow
 from ..faq import see
 from ..flow import Normal
-from ..sde import GivenTransport, ItoSDE, LearnedTransport, NormalTransport, StratonovichSDE, TransportSDE
+from ..sde import GivenTransport, ItoSDE, NormalTransport, StratonovichSDE, TransportSDE
 from ._objective import AbstractObjective
-
-SINKHORN_SWEEPS = 100
-
-
-def coupled(z: Array, x: Array, weight: float | Array, key: PRNGKeyArray) -> Array:
-    """For each row of x, a row of z drawn from the entropic optimal transport plan between z and x."""
-    log_plan = sinkhorn(z, x, weight)
-    return z[jax.random.categorical(key, log_plan.T, axis=-1)]
-
-
-def sinkhorn(z: Array, x: Array, weight: float | Array) -> Array:
-    """The logarithm of the plan P that minimises Σᵢⱼ Pᵢⱼ |zᵢ − xⱼ|² + ε Σᵢⱼ Pᵢⱼ log Pᵢⱼ with uniform
-    marginals.
-
-    Sinkhorn's algorithm (Cuturi 2013) in log space, columns last. ε is `weight` times the mean squared
-    distance between the two centred samples; their means do not affect the plan.
-    """
-    z, x = z - jnp.mean(z, axis=0, keepdims=True), x - jnp.mean(x, axis=0, keepdims=True)
-    squares = jnp.sum((z[:, None] - x[None]) ** 2, axis=-1)
-    score = -squares / (weight * jnp.mean(squares))
-    rows, columns = -jnp.log(z.shape[0]), -jnp.log(x.shape[0])
-
-    def sweep(_, potentials: tuple[Array, Array]) -> tuple[Array, Array]:
-        _, g = potentials
-        f = rows - jax.nn.logsumexp(score + g[None], axis=1)
-        return f, columns - jax.nn.logsumexp(score + f[:, None], axis=0)
-
-    start = jnp.zeros_like(score[:, 0]), jnp.zeros_like(score[0])
-    f, g = jax.lax.fori_loop(0, SINKHORN_SWEEPS, sweep, start)
-    return score + f[:, None] + g[None]
 
 
 class Interpolant(AbstractObjective):
@@ -59,17 +29,12 @@ class Interpolant(AbstractObjective):
 
     The model is a flow without noise, or one with an `rf.sde.TransportSDE`. Only its velocity is trained.
     From an `rf.Normal` base the trained model has an `rf.sde.TransportSDE`, which includes the score, so
-    `rf.with_noise` can add noise. From another base, an `rf.sde.LearnedTransport` learns the score too, by
-    regression of ∇log p₀(z) on y.
+    `rf.with_noise` can add noise.
 
     **Arguments:**
 
     - `late`: exponent a of the times s = 1 − uᵃ, with uniform u; a > 1 puts more times near the end, where
       the velocity is hardest to learn; a = 1 is uniform.
-    - `coupling`: the regularisation, relative to the mean squared distance, of an entropic optimal transport
-      that pairs the points of a batch (Tong et al. 2024), for example 0.05; None for independent pairs. With
-      a coupling, lines cross less, and the ODE needs fewer steps. The score is then unknown, and noise cannot
-      be added.
     - `num_given`: for a conditional density, the number of given coordinates, which come last. They are
       constant in time, and the model must not move them.
 
@@ -88,19 +53,13 @@ class Interpolant(AbstractObjective):
     """
 
     late: float
-    coupling: float | None
     num_given: int = eqx.field(static=True)
     uses_data: ClassVar[bool] = True
 
-    def __init__(self, late: float = 2.0, coupling: float | None = None, *, num_given: int = 0):
+    def __init__(self, late: float = 2.0, *, num_given: int = 0):
         check_positive("late", late)
-        if num_given and coupling is not None:
-            raise ValueError("coupling and num_given cannot be combined")
         self.num_given = check_count("num_given", num_given, least=0)
-        if coupling is not None:
-            check_positive("coupling", coupling)
         self.late = float(late)
-        self.coupling = None if coupling is None else float(coupling)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "Interpolant":
         """Reject a model without a velocity to train."""
@@ -121,23 +80,16 @@ class Interpolant(AbstractObjective):
         transport = _transport(model)
         if isinstance(transport, GivenTransport):
             raise TypeError("Interpolant cannot train an rf.sde.GivenTransport, whose score is fixed")
-        if self.num_given and isinstance(transport, LearnedTransport):
-            raise TypeError("num_given requires an rf.Normal base")
-        if self.coupling is not None:
-            raise ValueError(
-                "with coupling, the score of an rf.sde.TransportSDE is invalid: use a flow with the SDE "
-                "rf.ItoSDE(velocity, rf.sde.NoDiffusion())"
-            )
         if transport.t1 != model.t1:
             raise ValueError(f"the flow ends at t1 = {model.t1}, but its transport at {transport.t1}")
 
     def learns(self, model: StochasticFlow) -> Any:
-        """The velocity; its network may also have outputs for the score."""
+        """The velocity."""
         return model.sde.transport if isinstance(model.sde, TransportSDE) else model.sde.drift
 
     def leave(self, model: StochasticFlow) -> StochasticFlow:
         """The model with the score that belongs to its velocity."""
-        if self.coupling is not None or not isinstance(model.base, Normal):
+        if not isinstance(model.base, Normal):
             return model
         sde, base = model.sde, model.base
         if not isinstance(sde, TransportSDE):
@@ -154,11 +106,9 @@ class Interpolant(AbstractObjective):
         self, model: StochasticFlow, x: Array | None, *, key: PRNGKeyArray
     ) -> tuple[Array, dict[str, Array]]:
         assert x is not None
-        key_base, key_time, key_pair = jax.random.split(key, 3)
+        key_base, key_time = jax.random.split(key)
         count = x.shape[0]
         z = jax.lax.stop_gradient(model.base.sample(key=key_base, shape=(count,))).astype(x.dtype)
-        if self.coupling is not None:
-            z = coupled(z, x, self.coupling, key_pair)
         own = x.shape[1] - self.num_given
         z = jnp.concatenate([z[:, :own], x[:, own:]], axis=1)
         # Stratified times: evenly spaced over the batch, with one random shift, so that each time is uniform.
@@ -166,12 +116,6 @@ class Interpolant(AbstractObjective):
         u = jnp.mod(jnp.arange(count, dtype=x.dtype) / count + shift, 1)
         s = 1 - u**self.late
         y = (1 - s)[:, None] * z + s[:, None] * x
-        if isinstance(model.sde, TransportSDE) and isinstance(model.sde.transport, LearnedTransport):
-            pulls = jax.vmap(jax.grad(jax.lax.stop_gradient(model.base).log_prob))(z)
-            of_rows = lambda transport, t, y: jax.vmap(transport.velocity_and_pull)(t, y)
-            both = by_rows(of_rows, model.sde.transport, s * model.t1, y)
-            missed = jnp.mean((both[1] - pulls) ** 2)
-            return jnp.mean((model.t1 * both[0] - (x - z)) ** 2) + missed, {"score_error": missed}
         velocity = _transport(model).velocity if isinstance(model.sde, TransportSDE) else model.sde.drift
         moved = by_rows(lambda velocity, t, y: jax.vmap(velocity)(t, y), velocity, s * model.t1, y)
         return jnp.mean((model.t1 * moved - (x - z)) ** 2), {}
