@@ -15,6 +15,7 @@ from ._flow import StochasticFlow as StochasticFlow
 from ._grid import Grid as Grid
 from ._ladder import Ladder as Ladder
 from ._modes import Laplace as Laplace
+from ._particles import systematic as systematic
 from ._paths import PullBack as PullBack
 from ._proposals import (
     AbstractDraws as AbstractDraws,

@@ -103,7 +103,9 @@ def tempered(
         log_mean = now.log_mean + jax.nn.logsumexp(log_weights, axis=1) - jnp.log(omega.shape[1])
         # If all particles are lost, the estimate of p(x) is zero.
         beta = jnp.where(jnp.isfinite(log_mean), beta, 1)
-        places = _resampled(jax.nn.softmax(log_weights, axis=1), key)
+        bits = jax.vmap(lambda key: random_bits(key, jnp.arange(1), 1)[0, 0])(key)
+        share = jax.nn.softmax(log_weights, axis=1)
+        places = jax.vmap(systematic)(share, uniform_numbers(bits, share.dtype))
         at, value, proposed = (_take(a, places) for a in (now.omega, now.joint, now.proposed))
         log_mean = jnp.where(now.beta >= 1, now.log_mean, log_mean)
         return _State(at, value, proposed, beta, log_mean, now.length, now.number + 1)
@@ -165,15 +167,14 @@ def _moved(joint, log_proposal, now: _State, keys: PRNGKeyArray) -> _State:
     return jax.lax.fori_loop(0, jnp.where(first, 1, MOVES), move, now)
 
 
-def _resampled(share: Array, keys: PRNGKeyArray) -> Array:
-    """Systematic resampling: indices of particles `(B, P)`, each of which occurs in proportion to its share,
-    on average."""
-    bits = jax.vmap(lambda key: random_bits(key, jnp.arange(1), 1)[0, 0])(keys)
-    count = share.shape[1]
-    level = (jnp.arange(count)[None] + uniform_numbers(bits, share.dtype)[:, None]) / count
-    upper = jnp.cumsum(jnp.where(jnp.isfinite(share), share, 1 / count), axis=1)
-    places = jax.vmap(lambda u, v: jnp.searchsorted(u, v, side="right"))(upper / upper[:, -1:], level)
-    return jnp.minimum(places, count - 1)
+def systematic(share: Array, uniform: Array, count: int | None = None) -> Array:
+    """Systematic resampling: increasing indices `(count,)`, by default as many as there are shares. Each
+    index occurs in proportion to its share, on average over `uniform` in (0, 1) (Carpenter, Clifford &
+    Fearnhead 1999)."""
+    count = len(share) if count is None else count
+    upper = jnp.cumsum(jnp.where(jnp.isfinite(share), share, 1))
+    places = jnp.searchsorted(upper / upper[-1], (jnp.arange(count) + uniform) / count, side="right")
+    return jnp.minimum(places, len(share) - 1)
 
 
 def _take(values: Array, places: Array) -> Array:

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from .._linear import log_abs_det, solve, solve_lower
-from ..density import effective_paths, log_mean
+from ..density import effective_paths, log_mean, systematic
 from ..sde import apply_noise, noise_matrix, solve_noise, spread_at
-from ..series.hidden._particles import systematic
 from ._posterior import AbstractLatentSDE, Reading, Series
 
 Moving = tuple[Array, Array]  # particles between observations, and changes of their log-weights
@@ -141,7 +140,7 @@ def particle_filter(
 def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
     """Resample the particles to equal weights if the effective ones are fewer than the fraction `share`."""
     count = len(cloud.log_weight)
-    picked = systematic(jax.nn.softmax(cloud.log_weight), key)
+    picked = systematic(jax.nn.softmax(cloud.log_weight), jax.random.uniform(key))
     poor = effective(cloud.log_weight) < share * count
     picked = jnp.where(poor, picked, jnp.arange(count))
     gained = cloud.log_likelihood + log_mean(cloud.log_weight)

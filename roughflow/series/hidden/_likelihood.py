@@ -14,6 +14,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from ..._checks import check_callable, is_traced
 from ..._programs import jit
+from ...density import systematic
 from ...faq import see
 from ...sde import AbstractItoSDE, AbstractSDE, noise_dimension
 from ...transition import AbstractCoordinates, Effort, Transition, forwards, linear
@@ -46,7 +47,6 @@ from ._particles import (
     laplace_log_likelihood,
     smoothed_by_particles,
     smoothed_guess,
-    systematic,
     without_derivatives,
 )
 from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, driven_by, rows_of, typical_state
@@ -424,9 +424,11 @@ class HiddenLikelihood(AbstractLikelihood):
                 width / where.shape[1] * jax.random.uniform(shift, (count,), minval=-0.5, maxval=0.5)
             )
             return jax.vmap(self.of_sde.coordinates.to_state)(z)
-        key, key_choice = jax.random.split(key)
+        key, key_choice, key_order = jax.random.split(key, 3)
         cloud = self._particles(free, key)[0]
-        chosen = systematic(jax.nn.softmax(cloud.log_weight[last]), key_choice, count)
+        share = jax.nn.softmax(cloud.log_weight[last])
+        chosen = systematic(share, jax.random.uniform(key_choice), count)
+        chosen = jax.random.permutation(key_order, chosen)
         return jax.vmap(self.of_sde.coordinates.to_state)(cloud.z[last][chosen])
 
     @property

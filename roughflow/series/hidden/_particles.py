@@ -11,6 +11,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from ..._linear import cholesky, solve_lower, solve_upper
 from ..._programs import jit
+from ...density import systematic
 from ...transition import in_chunks, linear
 from ..models import Normal
 from ._state_space import StateSpace
@@ -444,7 +445,7 @@ class Guided(eqx.Module):
         key_move, key_choice = jax.random.split(key)
         share = jax.nn.softmax(jax.lax.stop_gradient(log_w))
         uneven = jnp.sum(share**2) * self.count * EVEN > 1
-        origin = jnp.where(uneven, systematic(share, key_choice), jnp.arange(self.count))
+        origin = jnp.where(uneven, systematic(share, jax.random.uniform(key_choice)), jnp.arange(self.count))
         z, log_w = z[origin], log_w[origin]
         log_w = jnp.where(uneven, log_w - jax.lax.stop_gradient(log_w), log_w)
         keys = jax.random.split(key_move, self.count)
@@ -555,12 +556,3 @@ def _below(space: StateSpace, normal: Normal, drawn: Array, row: tuple, at: Arra
         spread = jnp.sqrt(normal.covariance[column, column])
         below = jax.scipy.stats.norm.cdf(at[column], normal.mean[column], spread)
     return below
-
-
-def systematic(weights: Array, key: PRNGKeyArray, count: int | None = None) -> Array:
-    """Systematic resampling: indices `(count,)` in random order (Carpenter, Clifford & Fearnhead 1999)."""
-    key_shift, key_order = jax.random.split(key)
-    count = len(weights) if count is None else count
-    points = (jnp.arange(count) + jax.random.uniform(key_shift)) / count
-    places = jnp.searchsorted(jnp.cumsum(weights), points)
-    return jax.random.permutation(key_order, jnp.minimum(places, len(weights) - 1))
