@@ -52,7 +52,8 @@ STEADY_SPANS = 8  # if coefficients depend on time, a segment is at most t1 divi
 KEPT, RESOLVED = 0.75, 0.66
 TERMS = 32  # the number of terms of an expansion is a multiple of this
 BATCH = 4096  # number of points at which coefficients are evaluated at once
-BASE_DRAWS = 4096  # number of draws from the base, for its first box
+BASE_DRAWS = 4096  # number of draws from the base, for its moments
+FIRST_REACH = 8.0  # in standard deviations; half the width of the first box around the initial density
 # In the first solution, the density from a point is taken to be normal at this fraction of t1.
 FIRST = 2.0**-8
 MAX_WORK = 5e8  # maximum work (`Work`) of all solutions together
@@ -276,15 +277,9 @@ class Expansion(NamedTuple):
     def of(damping: float, frequency: float, rounding: float) -> "Expansion":
         """The expansion with the fewest terms for a numerical range within −damping ≤ Re ≤ 0, |Im| ≤
         frequency."""
-        repeats = 1 << max(0, math.ceil(math.log2(1e-3 * (damping + frequency))))
-        best = Expansion.repeated(repeats, damping, frequency, rounding)
-        while repeats < 1 << 20:
-            repeats *= 2
-            other = Expansion.repeated(repeats, damping, frequency, rounding)
-            if other.products >= best.products:
-                break
-            best = other
-        return best
+        least = max(0, math.ceil(math.log2(1e-3 * (damping + frequency))))
+        some = (Expansion.repeated(1 << least + k, damping, frequency, rounding) for k in range(6))
+        return min(some, key=lambda expansion: expansion.products)
 
     @staticmethod
     def repeated(repeats: int, damping: float, frequency: float, rounding: float) -> "Expansion":
@@ -610,6 +605,43 @@ def needed(box: Box, level: float, covariance: np.ndarray) -> float:
     return math.sqrt(-2 * math.log(level) * float(np.diag(turned).max())) / (0.5 * np.pi * RESOLVED)
 
 
+class Beginning(NamedTuple):
+    """The density at the beginning of a solution: its logarithm at points `(N, d)`, and its moments."""
+
+    log_prob: Callable[[Numbers], Numbers]
+    mean: np.ndarray
+    covariance: np.ndarray
+    time: float = 0.0
+
+    def box(self, level: float) -> Box:
+        """The box around the points at which the density exceeds a share `level` of its maximum."""
+        d, root = len(self.mean), np.linalg.cholesky(self.covariance)
+        size, box = round(BATCH ** (1 / d)), Box(self.mean, FIRST_REACH * root, 0 * self.mean)
+        for _ in range(8):
+            x, y = box.places(size), nodes(size, d)
+            logs = np.asarray(self.log_prob(x))
+            above = logs > np.max(logs[np.isfinite(logs)], initial=-np.inf) + math.log(level)
+            if not np.any(above):
+                raise Unresolved("no box around draws from the base contains its density")
+            reach = np.abs(y[above] + 1 / size).max(axis=0)
+            fits = np.all(reach < 1 - 3 / size) and np.all(np.ptp(y[above], axis=0) > 0.5)
+            about = x[np.argmax(np.where(above, logs, -np.inf))] if fits else None
+            box = Box.around(x[above], root, 1.04 if fits else 1.5, about)
+            if fits:
+                break
+        return box
+
+    def density(self, box: Box, size: int) -> Numbers:
+        logs, d = self.log_prob(box.places(size)), len(box.centre)
+        xp = jnp if is_traced(logs) else np
+        return xp.reshape(xp.exp(logs + box.log_volume(nodes(size, d))), (size,) * d)
+
+    def error(self, box: Box, size: int) -> float:
+        """The difference between the integral over the box and one, in nats."""
+        mass = float(np.mean(np.asarray(self.density(box, size)))) * 2 ** len(box.centre)
+        return abs(math.log(mass)) if mass > 0 else math.inf
+
+
 class Solution(NamedTuple):
     """The final density, the first box and mesh, and all segments."""
 
@@ -618,13 +650,11 @@ class Solution(NamedTuple):
     segments: list[Segment]
 
 
-def solve(
-    sde: AbstractSDE, begin: Any, time: float, t1: float, resolution: Resolution, work: Work
-) -> Solution:
-    """The density at t1, given that `begin` (a `FromDensity` or a `FromPoint`) is the density at `time`."""
-    box, q = begin.box(time, resolution.edge), np.zeros(0)
+def solve(sde: AbstractSDE, begin: Beginning, t1: float, resolution: Resolution, work: Work) -> Solution:
+    """The density at t1."""
+    box, time, q = begin.box(resolution.edge), begin.time, np.zeros(0)
     for size in resolution.sizes:
-        q = begin.density(time, box, size)
+        q = begin.density(box, size)
         if tail(q) < resolution.tail:
             break
     if not tail(q) < HOPELESS * resolution.tail:
@@ -715,44 +745,16 @@ def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 class FromDensity(eqx.Module):
-    """An initial distribution: its log-density at points `(N, d)`, and draws from it."""
+    """An initial distribution."""
 
-    log_prob: Callable[[Numbers], Numbers]
-    draws: np.ndarray
+    base: Any
     first_share = 1e-2
 
-    def time(self, number: int) -> float:
+    def at(self, number: int) -> Beginning:
         del number
-        return 0.0
-
-    def box(self, time: float, level: float) -> Box:
-        """The box around the points at which the density exceeds a share `level` of its maximum."""
-        del time
-        x, root = self.draws, np.linalg.cholesky(np.atleast_2d(np.cov(self.draws.T)))
-        size = round(BATCH ** (1 / self.draws.shape[1]))
-        box = Box.around(x, root, 2.2)
-        for _ in range(8):
-            x, y = box.places(size), nodes(size, x.shape[1])
-            logs = np.asarray(self.log_prob(x))
-            above = logs > np.max(logs[np.isfinite(logs)], initial=-np.inf) + math.log(level)
-            if not np.any(above):
-                raise Unresolved("no box around draws from the base contains its density")
-            reach = np.abs(y[above] + 1 / size).max(axis=0)
-            fits = np.all(reach < 1 - 3 / size) and np.all(np.ptp(y[above], axis=0) > 0.5)
-            about = x[np.argmax(np.where(above, logs, -np.inf))] if fits else None
-            box = Box.around(x[above], root, 1.04 if fits else 1.5, about)
-            if fits:
-                break
-        return box
-
-    def density(self, time: float, box: Box, size: int) -> Numbers:
-        del time
-        return _on_mesh(self.log_prob(box.places(size)), box, size)
-
-    def error(self, box: Box, size: int) -> float:
-        """The difference between the integral over the box and one, in nats."""
-        mass = float(np.mean(np.asarray(self.density(0.0, box, size)))) * 2 ** len(box.centre)
-        return abs(math.log(mass)) if mass > 0 else math.inf
+        draws = np.asarray(_draws(values_of(self.base)))
+        log_prob = lambda x: in_batches(lambda some: _log_prob(self.base, some), x, BATCH)
+        return Beginning(log_prob, draws.mean(axis=0), np.atleast_2d(np.cov(draws.T)))
 
 
 class FromPoint(eqx.Module):
@@ -764,27 +766,11 @@ class FromPoint(eqx.Module):
     t1: float
     first_share = LOWEST  # most segments need little work
 
-    def time(self, number: int) -> float:
-        return FIRST * self.t1 / 4**number
-
-    def box(self, time: float, level: float) -> Box:
-        mean, covariance = (np.asarray(a) for a in _moments(self.sde, self.point, time))
-        if not (np.all(np.isfinite(covariance)) and np.all(np.linalg.eigvalsh(covariance) > 0)):
-            raise Unresolved("the SDE has no density from this point")
-        return Box(mean, np.linalg.cholesky(covariance) * math.sqrt(-2.1 * math.log(level)), 0 * mean)
-
-    def density(self, time: float, box: Box, size: int) -> Numbers:
-        mean, covariance = _moments(self.sde, self.point, time)
-        return _on_mesh(_normal(mean, covariance, box.places(size)), box, size)
-
-    def error(self, box: Box, size: int) -> float:
-        del box, size
-        return 0.0
-
-
-def _on_mesh(logs: Numbers, box: Box, size: int) -> Numbers:
-    xp, d = jnp if is_traced(logs) else np, len(box.centre)
-    return xp.reshape(xp.exp(logs + box.log_volume(nodes(size, d))), (size,) * d)
+    def at(self, number: int) -> Beginning:
+        time = FIRST * self.t1 / 4**number
+        moments = _moments(self.sde, self.point, time)
+        log_prob = lambda x: _normal(*moments, x)
+        return Beginning(log_prob, *(np.asarray(a) for a in values_of(moments)), time)
 
 
 @functools.partial(jit, level=1)
@@ -834,15 +820,6 @@ def _draws(base: Any) -> Numbers:
     return base.sample(key=jax.random.key(0), shape=(BASE_DRAWS,))
 
 
-class BaseLogProb(eqx.Module):
-    """The log-density of a base at points `(N, d)`."""
-
-    base: Any
-
-    def __call__(self, x: Numbers) -> Numbers:
-        return in_batches(lambda some: _log_prob(self.base, some), x, BATCH)
-
-
 def values_of(tree: Any) -> Any:
     """The concrete values of arrays that are being differentiated."""
     tree = jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_inexact_array(a) else a, tree)
@@ -853,9 +830,9 @@ def values_of(tree: Any) -> Any:
     return tree
 
 
-def replay(sde: AbstractSDE, begin: Any, number: int, solution: Solution) -> Numbers:
+def replay(sde: AbstractSDE, begin: Beginning, solution: Solution) -> Numbers:
     """The density of a solution for differentiation, with the same boxes, meshes and steps."""
-    q = begin.density(begin.time(number), *solution.first)
+    q = begin.density(*solution.first)
     for segment in solution.segments:
         q = _run(segment, q, segment.coefficients(sde))
     return q
@@ -881,7 +858,7 @@ def log_prob_and_error(
         limit = left if number else FIRST_WORK * left
         work = Work(limit)
         try:
-            solutions.append(solve(still, start, start.time(number), t1, resolution, work))
+            solutions.append(solve(still, start.at(number), t1, resolution, work))
         except (Unresolved, np.linalg.LinAlgError):
             # A solution that is accurate only for high densities is better than none.
             if number == 1 and share < 0.1 * start.first_share:
@@ -895,7 +872,7 @@ def log_prob_and_error(
             old, before = solutions[-2].state.box, solutions[-2].state.q
             gap = relative_difference(q, Transfer.between(old, len(before), box, len(q))(before))
         found = GridDensity(
-            q, gap, box, FLOOR + solutions[-1].state.missed + start.error(*solutions[-1].first)
+            q, gap, box, FLOOR + solutions[-1].state.missed + start.at(number).error(*solutions[-1].first)
         )
         logs, bars = (np.asarray(a) for a in found.log_prob_and_error(points))
         depth = np.where(
@@ -912,7 +889,7 @@ def log_prob_and_error(
         share = LOWEST if low else 0.1 * share
     if density is None or not any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x))):
         return value, error
-    values = replay(sde, begin, len(solutions) - 1, solutions[-1])
+    values = replay(sde, begin.at(len(solutions) - 1), solutions[-1])
     return eqx.tree_at(lambda density: density.values, density, values).log_prob_and_error(x)
 
 
@@ -992,10 +969,7 @@ def estimate(
     def values(parameters: Any) -> tuple[Numbers, Numbers]:
         double = jax.tree.map(lambda a: a.astype(float), parameters)
         sde, base, start, points = eqx.combine(double, rest)
-        if start is None:
-            begin = FromDensity(BaseLogProb(base), np.asarray(_draws(values_of(base))))
-        else:
-            begin = FromPoint(sde, jnp.asarray(start, float), flow.t1)
+        begin = FromDensity(base) if start is None else FromPoint(sde, jnp.asarray(start, float), flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
         value, error = log_prob_and_error(sde, begin, flow.t1, points, tolerance, largest, max_work)
         # The error includes rounding to the precision of x.
