@@ -10,11 +10,10 @@ and a narrow initial density costs only a few more segments.
 **Space.** Fourier collocation. The mesh is refined until the highest wavenumbers have negligible amplitudes.
 
 **Time.** If the discretised operator L does not depend on time, a segment takes one exponential of L;
-otherwise it takes several steps of the commutator-free Magnus method of order four (Blanes & Moan 2006). In
-one dimension, exponentials of matrices are computed. In two dimensions, exponentials are expanded in Faber
-polynomials of an ellipse around the numerical range (Moret & Novati 2001), which takes O(√(h‖L‖)) products
-with L for stiff noise and solves no linear systems. All this is done in NumPy, without compilation; for
-gradients, the same segments are repeated in JAX.
+otherwise it takes several steps of the commutator-free Magnus method of order four (Blanes & Moan 2006).
+Exponentials are expanded in Faber polynomials of an ellipse around the numerical range (Moret & Novati 2001),
+which takes O(√(h‖L‖)) products with L for stiff noise and solves no linear systems. All this is done in
+NumPy, without compilation; for gradients, the same segments are repeated in JAX.
 
 **Error.** Each solution is compared with one that has coarser meshes, smaller boxes, longer steps and, if the
 initial state is a point, a later start. The error at x is the largest relative difference between the two
@@ -62,7 +61,9 @@ SEGMENT_WORK = 5e5  # fixed work (`Work`) of a segment
 MAX_SOLUTIONS = 5
 MAX_SEGMENTS = 120  # segments of one solution
 MAX_ATTEMPTS = 16  # attempts for one segment
-LOWEST = 1e-6  # densities above this share of the maximum must reach the tolerance
+# Densities above this share of the maximum must reach the tolerance, and in the first solution those above
+# the second one. If the given points have higher densities, the second solution needs to resolve only these.
+LOWEST, FIRST_SHARE = 1e-6, 1e-3
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
 OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
 MARGIN = 1.05  # factor by which a box around the density is enlarged
@@ -409,7 +410,7 @@ class Segment(NamedTuple):
     fields: np.ndarray  # (nᵈ, F, F), maps coefficients of x to those of y
     transfer: Transfer
     uniform: bool = False  # whether the noise is independent of the state
-    expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials, in two dimensions
+    expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials
 
     @staticmethod
     def of(time: float, span: float, box: Box, size: int, before: tuple[Box, int], steps: int) -> "Segment":
@@ -441,17 +442,15 @@ class Segment(NamedTuple):
         modes, d = Modes.of(self.size), q.ndim
         now = along_axes(modes.plain, self.transfer(q))
         for number, fields in enumerate(self.exponents(raw)):
-            drift, noise = fields[:d], fields[d:]
-            if d == 1:
-                xp = jax.scipy.linalg if is_traced(now) else scipy.linalg
-                options = {"max_squarings": 64} if is_traced(now) else {}
-                now = xp.expm(modes.operator(drift, noise), **options) @ now
-                continue
-            if self.uniform:
-                noise = noise[:, :1, :1]
             expansion = self.expansions[number]
-            drift, noise = drift / expansion.repeats, noise / expansion.repeats
-            now = expansion(now, lambda now, a=drift, b=noise: modes.product(now, a, b))
+            drift, noise = fields[:d] / expansion.repeats, fields[d:] / expansion.repeats
+            if d == 1:
+                matrix = modes.operator(drift, noise)
+                apply = lambda now, matrix=matrix: matrix @ now
+            else:
+                noise = noise[:, :1, :1] if self.uniform else noise
+                apply = lambda now, drift=drift, noise=noise: modes.product(now, drift, noise)
+            now = expansion(now, apply)
         return along_axes(modes.values, now)
 
 
@@ -583,7 +582,7 @@ class Forecast(NamedTuple):
             inverse, top = np.linalg.inv(box.scale), 0.5 * np.pi * size
             damping = 0.5 * top**2 * np.abs(inverse @ self.noise @ inverse.T).sum()
             speed = np.abs(inverse @ self.rates @ scipy.linalg.block_diag(box.scale, 1)).sum()
-            products = 40 + 4 * math.sqrt(span * damping) + span * top * speed if d == 2 else size**2 / 30
+            products = 40 + 4 * math.sqrt(span * damping) + span * top * speed
             work = (SEGMENT_WORK + (cost + 2 * products) * size**d) / span
             if work < least:
                 best, least = (float(span), box, size), work
@@ -715,12 +714,9 @@ def planned(segment: Segment, raw: np.ndarray, resolution: Resolution, work: Wor
     """The segment with expansions of its exponentials, if the remaining work suffices."""
     d, size = len(segment.box.centre), segment.size
     fields = segment.exponents(raw)
-    if d == 1:
-        work.spend(len(fields) * size**3 / 30)
-        return segment
     uniform = is_uniform(np.moveaxis(fields[:, d:].reshape(len(fields), -1, size**d), 1, 2))
-    rounding = min(1e-10, 0.1 * resolution.edge)
-    expansions = tuple(Expansion.of(*spectral_bounds(each[:d], each[d:]), rounding) for each in fields)
+    rounding, bounds = 0.1 * resolution.edge, (spectral_bounds(each[:d], each[d:]) for each in fields)
+    expansions = tuple(Expansion.of(*each, rounding) for each in bounds)
     work.spend(sum(each.products for each in expansions) * size**d * (1 if uniform else 2))
     return segment._replace(uniform=uniform, expansions=expansions)
 
@@ -748,7 +744,6 @@ class FromDensity(eqx.Module):
     """An initial distribution."""
 
     base: Any
-    first_share = 1e-2
 
     def at(self, number: int) -> Beginning:
         del number
@@ -764,7 +759,6 @@ class FromPoint(eqx.Module):
     sde: AbstractSDE
     point: Numbers
     t1: float
-    first_share = LOWEST  # most segments need little work
 
     def at(self, number: int) -> Beginning:
         time = FIRST * self.t1 / 4**number
@@ -851,42 +845,31 @@ def log_prob_and_error(
     (still, start), points = values_of((sde, begin)), values_of(x)
     value, error = np.full(len(x), np.nan), np.full(len(x), np.inf)
     sizes = tuple(size for size in SIZES[points.shape[1]] if size <= (largest or math.inf))
-    solutions, density, left, share = [], None, max_work, start.first_share
-    for _ in range(MAX_SOLUTIONS):
-        number = len(solutions)
-        resolution = Resolution.of(number, tolerance, share, sizes)
-        limit = left if number else FIRST_WORK * left
-        work = Work(limit)
+    solutions, density, left, share = [], None, max_work, FIRST_SHARE
+    for number in range(MAX_SOLUTIONS):
+        work = Work(left if number else FIRST_WORK * left)
+        left, resolution = left - work.left, Resolution.of(number, tolerance, share, sizes)
+        spent = work.left
         try:
-            solutions.append(solve(still, start.at(number), t1, resolution, work))
+            beginning = start.at(number)
+            solutions.append(solve(still, beginning, t1, resolution, work))
         except (Unresolved, np.linalg.LinAlgError):
-            # A solution that is accurate only for high densities is better than none.
-            if number == 1 and share < 0.1 * start.first_share:
-                share, left = 0.1 * start.first_share, left - limit + work.left
-                continue
             break
-        spent = limit - work.left
-        (box, q), left = (solutions[-1].state.box, solutions[-1].state.q), left - spent
-        gap = 0 * q
+        spent, left = spent - work.left, left + work.left
+        (box, q), gap = (solutions[-1].state.box, solutions[-1].state.q), 0.0
         if number:
             old, before = solutions[-2].state.box, solutions[-2].state.q
             gap = relative_difference(q, Transfer.between(old, len(before), box, len(q))(before))
-        found = GridDensity(
-            q, gap, box, FLOOR + solutions[-1].state.missed + start.at(number).error(*solutions[-1].first)
-        )
+        extra = FLOOR + solutions[-1].state.missed + beginning.error(*solutions[-1].first)
+        found = GridDensity(q, gap + 0 * q, box, extra)
         logs, bars = (np.asarray(a) for a in found.log_prob_and_error(points))
-        depth = np.where(
-            np.isnan(logs),
-            math.inf,
-            np.max(np.log(np.maximum(q, 1e-300)).ravel() - box.log_volume(nodes(len(q), q.ndim))) - logs,
-        )
-        low = share > LOWEST and bool(np.any(box.within(points)[1] & (depth > -math.log(share))))
+        top = np.max(np.log(np.maximum(q, 1e-300)).ravel() - box.log_volume(nodes(len(q), q.ndim)))
+        shares = np.nan_to_num(np.exp(logs - top))
         if number:
             value, error, density = logs, bars, found
-            unmet = np.any(~(error <= tolerance) & (depth < -math.log(0.5 * LOWEST)))
-            if not (low or unmet) or 2 * spent > left:
+            if not np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST)) or 2 * spent > left:
                 break
-        share = LOWEST if low else 0.1 * share
+        share = min(0.1 * share, max(LOWEST, np.min(shares[box.within(points)[1]], initial=1)))
     if density is None or not any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x))):
         return value, error
     values = replay(sde, begin.at(len(solutions) - 1), solutions[-1])
