@@ -11,9 +11,10 @@ and a narrow initial density costs only a few more segments.
 
 **Time.** If the discretised operator L does not depend on time, a segment takes one exponential of L;
 otherwise it takes several steps of the commutator-free Magnus method of order four (Blanes & Moan 2006).
-Exponentials are expanded in Faber polynomials of an ellipse around the numerical range (Moret & Novati 2001),
-which takes O(√(h‖L‖)) products with L for stiff noise and solves no linear systems. All this is done in
-NumPy, without compilation; for gradients, the same segments are repeated in JAX.
+In one dimension, exponentials of matrices are computed. In two dimensions, exponentials are expanded in Faber
+polynomials of an ellipse around the numerical range (Moret & Novati 2001), which takes O(√(h‖L‖)) products
+with L for stiff noise and solves no linear systems. All this is done in NumPy, without compilation; for
+gradients, the same segments are repeated in JAX.
 
 **Error.** Each solution is compared with one that has coarser meshes, smaller boxes, longer steps and, if the
 initial state is a point, a later start. The error at x is the largest relative difference between the two
@@ -410,7 +411,7 @@ class Segment(NamedTuple):
     fields: np.ndarray  # (nᵈ, F, F), maps coefficients of x to those of y
     transfer: Transfer
     uniform: bool = False  # whether the noise is independent of the state
-    expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials
+    expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials, in two dimensions
 
     @staticmethod
     def of(time: float, span: float, box: Box, size: int, before: tuple[Box, int], steps: int) -> "Segment":
@@ -442,15 +443,17 @@ class Segment(NamedTuple):
         modes, d = Modes.of(self.size), q.ndim
         now = along_axes(modes.plain, self.transfer(q))
         for number, fields in enumerate(self.exponents(raw)):
-            expansion = self.expansions[number]
-            drift, noise = fields[:d] / expansion.repeats, fields[d:] / expansion.repeats
+            drift, noise = fields[:d], fields[d:]
             if d == 1:
-                matrix = modes.operator(drift, noise)
-                apply = lambda now, matrix=matrix: matrix @ now
-            else:
-                noise = noise[:, :1, :1] if self.uniform else noise
-                apply = lambda now, drift=drift, noise=noise: modes.product(now, drift, noise)
-            now = expansion(now, apply)
+                xp = jax.scipy.linalg if is_traced(now) else scipy.linalg
+                options = {"max_squarings": 64} if is_traced(now) else {}
+                now = xp.expm(modes.operator(drift, noise), **options) @ now
+                continue
+            if self.uniform:
+                noise = noise[:, :1, :1]
+            expansion = self.expansions[number]
+            drift, noise = drift / expansion.repeats, noise / expansion.repeats
+            now = expansion(now, lambda now, a=drift, b=noise: modes.product(now, a, b))
         return along_axes(modes.values, now)
 
 
@@ -582,7 +585,7 @@ class Forecast(NamedTuple):
             inverse, top = np.linalg.inv(box.scale), 0.5 * np.pi * size
             damping = 0.5 * top**2 * np.abs(inverse @ self.noise @ inverse.T).sum()
             speed = np.abs(inverse @ self.rates @ scipy.linalg.block_diag(box.scale, 1)).sum()
-            products = 40 + 4 * math.sqrt(span * damping) + span * top * speed
+            products = 40 + 4 * math.sqrt(span * damping) + span * top * speed if d == 2 else size**2 / 30
             work = (SEGMENT_WORK + (cost + 2 * products) * size**d) / span
             if work < least:
                 best, least = (float(span), box, size), work
@@ -714,6 +717,9 @@ def planned(segment: Segment, raw: np.ndarray, resolution: Resolution, work: Wor
     """The segment with expansions of its exponentials, if the remaining work suffices."""
     d, size = len(segment.box.centre), segment.size
     fields = segment.exponents(raw)
+    if d == 1:
+        work.spend(len(fields) * size**3 / 30)
+        return segment
     uniform = is_uniform(np.moveaxis(fields[:, d:].reshape(len(fields), -1, size**d), 1, 2))
     rounding, bounds = 0.1 * resolution.edge, (spectral_bounds(each[:d], each[d:]) for each in fields)
     expansions = tuple(Expansion.of(*each, rounding) for each in bounds)
