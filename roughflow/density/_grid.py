@@ -2,7 +2,7 @@
 
     ∂p/∂t = −∂ᵢ(μᵢ p) + ½ ∂ᵢ∂ⱼ((σσᵀ)ᵢⱼ p)
 
-**Boxes.** Time is divided into segments. In each segment, x = c + S w(y) maps y ∈ [−1, 1)ᵈ to a box that
+**Boxes.** Time is divided into segments. In each segment, x = c + S y maps y ∈ [−1, 1)ᵈ to a box that
 contains the density from the beginning to the end of the segment, as predicted by a linearised SDE. At the
 end of a segment, the density is interpolated to the next box. The accuracy does not depend on the units of x,
 and a narrow initial density costs only a few more segments.
@@ -109,67 +109,39 @@ class Resolution(NamedTuple):
 
 
 class Box(NamedTuple):
-    """x = centre + scale w(y), |yᵢ| ≤ 1; `scale` is lower triangular, and w is the warp of each axis."""
+    """x = centre + scale y, |yᵢ| ≤ 1, with a lower triangular `scale`."""
 
     centre: np.ndarray
     scale: np.ndarray
-    skew: np.ndarray  # (d,)
 
     @staticmethod
-    def around(x: np.ndarray, root: np.ndarray, margin: float, about: np.ndarray | None = None) -> "Box":
-        """The smallest box around points with sides along the columns of `root`, enlarged by a margin, and
-        skewed about a point."""
+    def around(x: np.ndarray, root: np.ndarray, margin: float) -> "Box":
+        """The smallest box around points with sides along the columns of `root`, enlarged by a margin."""
         units = scipy.linalg.solve_triangular(root, x.T, lower=True)
         low, high = units.min(axis=1), units.max(axis=1)
-        skew = 0 * low
-        if about is not None:
-            # The skew puts y = 0 at this point.
-            place = scipy.linalg.solve_triangular(root, about, lower=True)
-            skew = 2 * np.arctanh(np.clip((low + high - 2 * place) / (margin * (high - low)), -0.95, 0.95))
-            skew = np.where(np.abs(skew) > 0.4, skew, 0)
-        return Box(root @ (0.5 * (low + high)), root * (0.5 * margin * (high - low)), skew)
+        return Box(root @ (0.5 * (low + high)), root * (0.5 * margin * (high - low)))
 
     def places(self, size: int) -> np.ndarray:
-        return self.centre + warp(nodes(size, len(self.centre)), self.skew)[0] @ self.scale.T
+        return self.centre + nodes(size, len(self.centre)) @ self.scale.T
 
     def within(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The coordinates y of points x, and a mask of the points inside the box."""
-        u = scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
-        return unwarped(np.clip(u, -1, 1), self.skew), np.all(np.abs(u) < 1, axis=1)
+        y = scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
+        return np.clip(y, -1, 1), np.all(np.abs(y) < 1, axis=1)
 
-    def log_volume(self, y: Any, xp: Any = np) -> Any:
-        """The logarithm of the volume element of x divided by that of y, at points y `(N, d)`."""
-        return xp.sum(xp.log(warp(y, self.skew[None], xp)[1]), axis=1) + xp.sum(xp.log(xp.diag(self.scale)))
+    @property
+    def log_volume(self) -> Any:
+        """The logarithm of the volume element of x divided by that of y."""
+        xp = jnp if is_traced(self.scale) else np
+        return xp.sum(xp.log(xp.diag(self.scale)))
 
-    def fields(self, size: int) -> np.ndarray:
-        """The matrix at each node that maps μ and the lower triangle of σσᵀ for x to those for y, `(nᵈ, F,
-        F)`."""
+    def transform(self) -> np.ndarray:
+        """The matrix that maps μ and the lower triangle of σσᵀ for x to those for y, `(F, F)`."""
         d, inverse = len(self.centre), np.linalg.inv(self.scale)
         pairs = [(i, j) for i in range(d) for j in range(i + 1)]
-        slope = warp(nodes(size, d), self.skew)[1]
-        total = np.zeros((size**d, d + len(pairs), d + len(pairs)))
-        total[:, :d, :d] = inverse / slope[:, :, None]
-        for f, (i, j) in enumerate(pairs, d):
-            for g, (a, b) in enumerate(pairs, d):
-                image = inverse[i, a] * inverse[j, b] + (a != b) * inverse[i, b] * inverse[j, a]
-                total[:, f, g] = image / (slope[:, i] * slope[:, j])
-            if i == j:
-                total[:, i] -= 0.5 * self.skew[i] * total[:, f]  # w″ = κ w′
-        return total
-
-
-def warp(y: Any, skew: Any, xp: Any = np) -> tuple[Any, Any]:
-    """w(y) = (e^{κy} − cosh κ)/sinh κ, which maps ±1 to ±1, and its slope. It is used for densities with a
-    long tail on one side, such as lognormal densities."""
-    bend = xp.where(skew == 0, 1.0, skew)
-    grown = xp.exp(bend * y) / xp.sinh(bend)
-    return xp.where(skew == 0, y, grown - 1 / xp.tanh(bend)), xp.where(skew == 0, 1.0, bend * grown)
-
-
-def unwarped(u: Any, skew: Any, xp: Any = np) -> Any:
-    """y with w(y) = u."""
-    bend = xp.where(skew == 0, 1.0, skew)
-    return xp.where(skew == 0, u, xp.log(xp.cosh(bend) + u * xp.sinh(bend)) / bend)
+        image = lambda i, j, a, b: inverse[i, a] * inverse[j, b] + (a != b) * inverse[i, b] * inverse[j, a]
+        noise = np.array([[image(*row, *column) for column in pairs] for row in pairs])
+        return scipy.linalg.block_diag(inverse, noise)
 
 
 class GridDensity(eqx.Module):
@@ -214,7 +186,7 @@ def _evaluate(values: Numbers, relative: Numbers, box: Box, x: Numbers) -> tuple
     size, d = values.shape[0], values.ndim
     u = jax.scipy.linalg.solve_triangular(box.scale, (x - box.centre[None]).T, lower=True).T
     inside = jnp.all(jnp.abs(u) < 1, axis=1)
-    y = unwarped(jnp.where(inside[:, None], u, 0), box.skew[None], jnp)
+    y = jnp.where(inside[:, None], u, 0)
     k = jnp.asarray(np.pi * np.fft.fftfreq(size, 1 / size))
     waves = jnp.exp(1j * k[None, None] * (y[:, :, None] + 1))  # (N, d, n)
     spectrum = jnp.fft.fftn(values) / values.size
@@ -223,7 +195,7 @@ def _evaluate(values: Numbers, relative: Numbers, box: Box, x: Numbers) -> tuple
     place = jnp.clip(jnp.round(0.5 * (jax.lax.stop_gradient(y) + 1) * size), 0, size - 1).astype(int)
     share = relative[tuple(place.T)] + 1e-14 * jnp.max(values) / jnp.where(p > 0, p, 1)
     known = inside & (p > 0) & (share < 0.5)
-    value = jnp.where(known, jnp.log(jnp.where(known, p, 1)) - box.log_volume(y, jnp), jnp.nan)
+    value = jnp.where(known, jnp.log(jnp.where(known, p, 1)) - box.log_volume, jnp.nan)
     bar = jnp.where(known, -jnp.log1p(-jnp.where(known, share, 0)), jnp.inf)
     return value, jax.lax.stop_gradient(bar)
 
@@ -261,7 +233,7 @@ def missed_in_time(sde: AbstractSDE, time: float, span: float, box: Box) -> floa
     powers = np.vander(CHECKED, 6)
     gap = raw - np.tensordot(powers @ np.linalg.pinv(powers), raw, 1)
     likely = np.sum(nodes(size, d) ** 2, axis=1) < 0.5
-    fields = np.abs(np.einsum("nfg,kng->nfk", box.fields(size), gap))[likely].max(axis=(0, 2))
+    fields = np.abs(gap[:, likely] @ box.transform().T).max(axis=(0, 1))
     # In units of the box, which extends over seven standard deviations, log p has slopes of up to 26.
     return span * float(26 * fields[:d].sum() + 340 * fields[d:].sum())
 
@@ -387,7 +359,7 @@ class Transfer(NamedTuple):
     @staticmethod
     def between(old: Box, before: int, new: Box, size: int) -> "Transfer":
         (y, inside), d, modes = old.within(new.places(size)), len(old.centre), Modes.of(before)
-        volume = np.where(inside, np.exp(new.log_volume(nodes(size, d)) - old.log_volume(y)), 0)
+        volume = np.where(inside, np.exp(new.log_volume - old.log_volume), 0)
         shape = (size,) * d
         places = y.reshape(*shape, d)
         last = waves(places[..., 1] if d > 1 else np.zeros(0), modes.highest)
@@ -408,7 +380,6 @@ class Segment(NamedTuple):
     weights: np.ndarray  # (E, K), weights of the operators at these times in the exponents
     box: Box
     size: int
-    fields: np.ndarray  # (nᵈ, F, F), maps coefficients of x to those of y
     transfer: Transfer
     uniform: bool = False  # whether the noise is independent of the state
     expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials, in two dimensions
@@ -425,7 +396,7 @@ class Segment(NamedTuple):
             h, alpha, beta = span / steps, 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
             times = time + h * np.add.outer(np.arange(steps), GAUSS).ravel()
             weights = h * np.kron(np.eye(steps), [[alpha, beta], [beta, alpha]])
-        return Segment(times, weights, box, size, box.fields(size), Transfer.between(*before, box, size))
+        return Segment(times, weights, box, size, Transfer.between(*before, box, size))
 
     def coefficients(self, sde: AbstractSDE) -> Numbers:
         return coefficients(sde, self.times, self.box.places(self.size))
@@ -435,7 +406,7 @@ class Segment(NamedTuple):
         xp, (count, points, width) = jnp if is_traced(raw) else np, raw.shape
         raw = xp.where(xp.isfinite(raw), raw, 0).reshape(count, -1)
         mixed = (self.weights @ raw).reshape(-1, points, width)
-        total = xp.einsum("nfg,eng->efn", self.fields, mixed)
+        total = xp.moveaxis(mixed @ self.box.transform().T, 2, 1)
         return total.reshape(*total.shape[:2], *[self.size] * len(self.box.centre))
 
     def run(self, q: Numbers, raw: Numbers) -> Numbers:
@@ -521,7 +492,6 @@ class Forecast(NamedTuple):
     noise: np.ndarray  # σσᵀ
     units: np.ndarray  # (P, d), the outermost points of the density, in units of the root of the covariance
     factor: float  # number of nodes that the density needs, relative to a normal density
-    uniform: bool  # whether the noise is independent of the state
 
     @staticmethod
     def of(state: State, resolution: Resolution) -> "Forecast":
@@ -542,7 +512,7 @@ class Forecast(NamedTuple):
         units = math.sqrt(math.log(level) / math.log(seen)) * units
         nodes = 2 / RESOLVED * max(1, int(np.argmax(np.append(tails(q), 0) < resolution.tail)))
         noise, factor = (weight @ raw[:, d:])[triangle(d)], nodes / needed(box, resolution.tail, covariance)
-        return Forecast(mean, covariance, rates, noise, units, factor, is_uniform(raw[:, d:]))
+        return Forecast(mean, covariance, rates, noise, units, factor)
 
     def box(self, span: float, margin: float, level: float) -> tuple[Box, float]:
         """A box that contains the density during a span (Van Loan 1978), and the number of nodes that it
@@ -558,14 +528,13 @@ class Forecast(NamedTuple):
         for _ in range(doublings):
             push, added = push @ push, added + push @ added @ push.T
         state, square = np.append(0 * self.mean, 1), np.pad(self.covariance, ((0, 1), (0, 1)))
-        means, covariances, x = [], [], []
+        covariances, x = [], []
         for _ in range(5):
             covariances.append(square[:d, :d])
-            means.append(self.mean + state[:d])
-            x.append(means[-1] + self.units @ np.linalg.cholesky(square[:d, :d]).T)
+            x.append(self.mean + state[:d] + self.units @ np.linalg.cholesky(square[:d, :d]).T)
             state, square = push @ state, push @ square @ push.T + added
         x, root = np.concatenate(x), np.linalg.cholesky(np.mean(covariances, axis=0))
-        box = Box.around(x, root, margin, None if self.uniform else np.mean(means, axis=0))
+        box = Box.around(x, root, margin)
         return box, self.factor * max(needed(box, level, each) for each in covariances)
 
     def plan(
@@ -618,7 +587,7 @@ class Beginning(NamedTuple):
     def box(self, level: float) -> Box:
         """The box around the points at which the density exceeds a share `level` of its maximum."""
         d, root = len(self.mean), np.linalg.cholesky(self.covariance)
-        size, box = round(BATCH ** (1 / d)), Box(self.mean, FIRST_REACH * root, 0 * self.mean)
+        size, box = round(BATCH ** (1 / d)), Box(self.mean, FIRST_REACH * root)
         for _ in range(8):
             x, y = box.places(size), nodes(size, d)
             logs = np.asarray(self.log_prob(x))
@@ -627,8 +596,7 @@ class Beginning(NamedTuple):
                 raise Unresolved("no box around draws from the base contains its density")
             reach = np.abs(y[above] + 1 / size).max(axis=0)
             fits = np.all(reach < 1 - 3 / size) and np.all(np.ptp(y[above], axis=0) > 0.5)
-            about = x[np.argmax(np.where(above, logs, -np.inf))] if fits else None
-            box = Box.around(x[above], root, 1.04 if fits else 1.5, about)
+            box = Box.around(x[above], root, 1.04 if fits else 1.5)
             if fits:
                 break
         return box
@@ -636,7 +604,7 @@ class Beginning(NamedTuple):
     def density(self, box: Box, size: int) -> Numbers:
         logs, d = self.log_prob(box.places(size)), len(box.centre)
         xp = jnp if is_traced(logs) else np
-        return xp.reshape(xp.exp(logs + box.log_volume(nodes(size, d))), (size,) * d)
+        return xp.reshape(xp.exp(logs + box.log_volume), (size,) * d)
 
     def error(self, box: Box, size: int) -> float:
         """The difference between the integral over the box and one, in nats."""
@@ -869,8 +837,7 @@ def log_prob_and_error(
         extra = FLOOR + solutions[-1].state.missed + beginning.error(*solutions[-1].first)
         found = GridDensity(q, gap + 0 * q, box, extra)
         logs, bars = (np.asarray(a) for a in found.log_prob_and_error(points))
-        top = np.max(np.log(np.maximum(q, 1e-300)).ravel() - box.log_volume(nodes(len(q), q.ndim)))
-        shares = np.nan_to_num(np.exp(logs - top))
+        shares = np.nan_to_num(np.exp(logs + box.log_volume) / np.max(q))
         if number:
             value, error, density = logs, bars, found
             if not np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST)) or 2 * spent > left:
