@@ -65,6 +65,7 @@ MAX_ATTEMPTS = 16  # attempts for one segment
 # Densities above this share of the maximum must reach the tolerance, and in the first solution those above
 # the second one. If the given points have higher densities, the second solution needs to resolve only these.
 LOWEST, FIRST_SHARE = 1e-6, 1e-3
+LEAST_EDGE = 2.5e-12  # minimum of the density accepted at the edge of a box, relative to the maximum
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
 OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
 MARGIN = 1.05  # factor by which a box around the density is enlarged
@@ -105,7 +106,7 @@ class Resolution(NamedTuple):
         """The requirements on solution number 0, 1, …, if densities above a `share` of the maximum must reach
         the tolerance."""
         tail = max(0.15 * tolerance * share, 1e-10 if share >= LOWEST else 1e-11)
-        return Resolution(tail, max(0.05 * tail, 2.5e-12), sizes, 2**number, 0.1 * tolerance / 2**number)
+        return Resolution(tail, max(0.05 * tail, LEAST_EDGE), sizes, 2**number, 0.1 * tolerance / 2**number)
 
 
 class Box(NamedTuple):
@@ -193,7 +194,7 @@ def _evaluate(values: Numbers, relative: Numbers, box: Box, x: Numbers) -> tuple
     total = waves[:, 0] * spectrum[None] if d == 1 else (waves[:, 0] @ spectrum) * waves[:, 1]
     p = jnp.real(jnp.sum(total, axis=1))
     place = jnp.clip(jnp.round(0.5 * (jax.lax.stop_gradient(y) + 1) * size), 0, size - 1).astype(int)
-    share = relative[tuple(place.T)] + 1e-14 * jnp.max(values) / jnp.where(p > 0, p, 1)
+    share = relative[tuple(place.T)] + LEAST_EDGE * jnp.max(values) / jnp.where(p > 0, p, 1)
     known = inside & (p > 0) & (share < 0.5)
     value = jnp.where(known, jnp.log(jnp.where(known, p, 1)) - box.log_volume, jnp.nan)
     bar = jnp.where(known, -jnp.log1p(-jnp.where(known, share, 0)), jnp.inf)
@@ -380,6 +381,7 @@ class Segment(NamedTuple):
     weights: np.ndarray  # (E, K), weights of the operators at these times in the exponents
     box: Box
     size: int
+    transform: np.ndarray  # (F, F), maps coefficients of x to those of y
     transfer: Transfer
     uniform: bool = False  # whether the noise is independent of the state
     expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials, in two dimensions
@@ -396,7 +398,7 @@ class Segment(NamedTuple):
             h, alpha, beta = span / steps, 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
             times = time + h * np.add.outer(np.arange(steps), GAUSS).ravel()
             weights = h * np.kron(np.eye(steps), [[alpha, beta], [beta, alpha]])
-        return Segment(times, weights, box, size, Transfer.between(*before, box, size))
+        return Segment(times, weights, box, size, box.transform(), Transfer.between(*before, box, size))
 
     def coefficients(self, sde: AbstractSDE) -> Numbers:
         return coefficients(sde, self.times, self.box.places(self.size))
@@ -406,7 +408,7 @@ class Segment(NamedTuple):
         xp, (count, points, width) = jnp if is_traced(raw) else np, raw.shape
         raw = xp.where(xp.isfinite(raw), raw, 0).reshape(count, -1)
         mixed = (self.weights @ raw).reshape(-1, points, width)
-        total = xp.moveaxis(mixed @ self.box.transform().T, 2, 1)
+        total = xp.moveaxis(mixed @ self.transform.T, 2, 1)
         return total.reshape(*total.shape[:2], *[self.size] * len(self.box.centre))
 
     def run(self, q: Numbers, raw: Numbers) -> Numbers:
