@@ -60,7 +60,7 @@ FIXED_BUDGET_PATHS = 256  # number of paths inside jit
 FEW_STARTS = 4  # number of starts of a mode search at points where the density is almost zero
 # Number of points, by dimension, above which a grid is cheaper than paths.
 GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
-GRID_WORK = {1: 4e8, 2: 2e8}  # by dimension; maximum work of a grid, about ten seconds on a CPU
+GRID_WORK = 4e8  # maximum work of a grid, ten to thirty seconds on a CPU
 # Effective fraction of the paths around modes below which other bundles of paths may have been missed.
 EVEN_SHARE = 0.25
 PROBES = 4  # number of draws of a random divergence, if there is no noise
@@ -215,7 +215,7 @@ class Climb:
     def grid(self, flow: AbstractStochasticFlow, which: np.ndarray) -> np.ndarray:
         """Solve the Fokker–Planck equation on a grid for the points `which`, and return those that the grid
         does not resolve."""
-        found = grid_estimate(flow, self.x[which], self.aim, max_work=GRID_WORK[flow.dimension])
+        found = grid_estimate(flow, self.x[which], self.aim, max_work=GRID_WORK)
         value, error = (np.asarray(part, float) for part in found)
         parts = {"log_prob": np.where(np.isnan(value), -np.inf, value), "solver_error": error}
         self.put(which, parts, ~(error <= self.accepted), "grid")
