@@ -55,6 +55,7 @@ __all__ = [  # noqa: F405, RUF022  (in pipeline order)
     "StochasticFlow",
     "Estimate",
     "PullBack",
+    "Unbiased",
     "Prior",
     "Laplace",
     "Amortised",

@@ -92,6 +92,7 @@ from .density import (
     Ladder as Ladder,
     Grid as Grid,
     PullBack as PullBack,
+    Unbiased as Unbiased,
     Laplace as Laplace,
     Prior as Prior,
     Amortised as Amortised,

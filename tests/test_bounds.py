@@ -215,3 +215,30 @@ def test_bounds_where_many_paths_lead_to_a_point(key):
     under = mean_and_error(rf.density.LowerBound(rf.PullBack(8, rf.Laplace()))(flow, z, key=key) - truth)
     assert above((0.0, 0.0), under)
     assert under[0] > -1
+
+
+def test_the_unbiased_estimate_and_its_slope_have_no_bias(key):
+    """The rate of the drift is the parameter. The lower bound of as many paths fails the same check."""
+    truth = lambda rate: ou_distribution(rate, driver=THREE).logpdf([0.9])
+    slope = (truth(1 + 1e-5) - truth(1 - 1e-5)) / 2e-5
+    x = jnp.full((16, 1), 0.9)
+    estimator = rf.Unbiased(rf.PullBack(1), num_replicates=20)
+
+    def value(rate):
+        estimate = ou(rate).estimate(x, key=key, estimator=estimator)
+        return estimate.log_prob, estimate
+
+    in_errors = lambda values, truth: (values.mean() - truth) / (values.std() / np.sqrt(values.size))
+    values, slopes, estimate = jax.jvp(value, (1.0,), (1.0,), has_aux=True)
+    assert abs(in_errors(values, truth(1.0))) < 3
+    assert abs(in_errors(slopes, slope)) < 3
+    assert 0.6 < np.sqrt(np.mean(((values - truth(1.0)) / estimate.standard_error) ** 2)) < 1.6
+    bound = rf.density.LowerBound(rf.PullBack(1))(ou(), jnp.full((320, 1), 0.9), key=key)
+    assert in_errors(bound, truth(1.0)) < -5
+
+
+def test_the_unbiased_estimate_refuses_a_tolerance_and_jit(key):
+    with pytest.raises(ValueError, match=r"^Unbiased takes no tolerance"):
+        ou().estimate(jnp.zeros(1), key=key, estimator=rf.Unbiased(), tolerance=0.1)
+    with pytest.raises(ValueError, match=r"^Unbiased draws the number of paths: call it outside jit"):
+        jax.eval_shape(lambda key: ou().log_prob(jnp.zeros(1), key=key, estimator=rf.Unbiased()), key)

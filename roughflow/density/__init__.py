@@ -1,6 +1,6 @@
 """Stage 5, from p(x | path) to p(x): flows with densities, estimators, proposals, error bars."""
 
-from ._bounds import LowerBound as LowerBound, UpperBound as UpperBound
+from ._bounds import LowerBound as LowerBound, Unbiased as Unbiased, UpperBound as UpperBound
 from ._estimate import (
     METHODS as METHODS,
     AbstractEstimator as AbstractEstimator,

@@ -1,16 +1,18 @@
-"""Lower and upper bounds on log p(x), for training."""
+"""Lower and upper bounds on log p(x), for training, and an unbiased estimate of it."""
 
 import math
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import NonFiniteError, check_count, check_fields, check_key
+from .._checks import NonFiniteError, check_count, check_fields, check_key, is_traced
 from .._programs import jit
+from ..faq import see
 from ..flow import AbstractStochasticFlow, one_line_errors
-from ._estimate import log_mean
+from ._estimate import AbstractEstimator, Accuracy, Estimate, log_mean
 from ._modes import Laplace
 from ._paths import Level, PullBack, checked_points, explain_failure, mixture_of, point_keys, solve_keys
 from ._proposals import AbstractProposal, log_standard
@@ -136,3 +138,82 @@ def _upper(
         rest = jnp.where(jnp.isnan(rest), -jnp.inf, rest) - density(omega)
         weights = jnp.concatenate([weights, rest], axis=1)
     return z, jnp.where(has_escaped, -jnp.inf, log_mean(weights.T))
+
+
+DECAY = 1.5  # of the probabilities of the terms: between 1 and 2, the variance and the mean cost are finite
+
+
+class Unbiased(AbstractEstimator):
+    """An unbiased estimate of log p(x), and of its gradient if it is differentiated.
+
+    The lower bound L_K = log (1/K) Σₖ wₖ is too low on average. The sum L_K + (L_2K − L_K) + (L_4K − L_2K)
+    + … is unbiased. One of its terms is drawn, the j-th with probability p_j ∝ 2^(−3j/2), and divided by
+    this probability (Rhee & Glynn 2015; Luo et al. 2020):
+
+        Y = mean L_K + Δ_j / p_j,      Δ_j = L(all 2ʲ K paths) − ½ (L(first half) + L(second half)).
+
+    Var Δ_j decreases as 4⁻ʲ if the weights have four moments, so the variance and the expected number of
+    paths are finite.
+
+    **Arguments:** `estimator`, whose `num_paths` is K; `num_replicates`, the number of independent Y, whose
+    mean is returned and whose spread gives the standard error.
+
+    The number of paths is random, so it cannot be used inside `jit`; `jax.grad` and `jax.jvp` work. If all
+    weights of a group of K paths are zero, the value is −inf.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(1)), rf.Normal(jnp.ones(1)))
+    estimator = rf.Unbiased(rf.PullBack(num_paths=8), num_replicates=100)
+    flow.estimate(jnp.zeros(1), key=jax.random.key(0), estimator=estimator).log_prob
+    ```
+    """
+
+    estimator: PullBack = PullBack(num_paths=16, proposal=Laplace())
+    num_replicates: int = eqx.field(static=True, default=8)
+
+    def __check_init__(self):
+        check_count("num_replicates", self.num_replicates, least=2)
+
+    def estimate(
+        self, flow: AbstractStochasticFlow, x: Array, *, key: PRNGKeyArray, accuracy: Accuracy
+    ) -> Estimate:
+        if accuracy.tolerance is not None:
+            raise ValueError("Unbiased takes no tolerance: set num_replicates instead")
+        if is_traced(key):
+            raise ValueError("Unbiased draws the number of paths: call it outside jit" + see("inside-jit"))
+        x = checked_points(flow, x)
+        flat, replicates = jnp.reshape(x, (-1, x.shape[-1])), self.num_replicates
+        key_paths, key_levels = jax.random.split(check_key(key))
+        # P(level > j) = 2^(−DECAY j), j = 1, 2, …
+        uniform = 1 - np.asarray(jax.random.uniform(key_levels, (len(flat) * replicates,), "float32"), float)
+        levels = 1 + np.floor(-np.log2(uniform) / DECAY).astype(int)
+        # Blocks of K paths, in the order of points and replicates.
+        points = np.repeat(np.repeat(np.arange(len(flat)), replicates), 2**levels)
+        keys = point_keys(key_paths, jnp.arange(len(points)))
+        weights = LowerBound(self.estimator).log_weights(flow, flat[points], key=keys)
+        values = _telescoped(log_mean(weights.T), levels).reshape(-1, replicates)
+        of_points = lambda a: jnp.asarray(np.bincount(points, a, minlength=len(flat)).astype(int))
+        parts = {
+            "standard_error": jnp.std(jax.lax.stop_gradient(values), axis=1, ddof=1) / replicates**0.5,
+            "num_paths": of_points(np.full(len(points), weights.shape[1])),
+            "escaped": of_points(np.sum(np.isneginf(jax.lax.stop_gradient(weights)), axis=1)),
+        }
+        estimate = Estimate.of(jnp.mean(values, axis=1), "paths", **parts)
+        return jax.tree.map(lambda a: jnp.reshape(a, x.shape[:-1]), estimate)
+
+
+def _telescoped(blocks: Array, levels: np.ndarray) -> Array:
+    """Y of each replicate, from L_K of its 2ʲ blocks, which lie one after another."""
+    starts = np.cumsum(2**levels) - 2**levels
+    values = jnp.zeros(len(levels), blocks.dtype)
+    for level in np.unique(levels):
+        which = np.flatnonzero(levels == level)
+        mine = blocks[starts[which] + np.arange(2**level)[:, None]]
+        first, second = jnp.split(mine, 2)
+        change = log_mean(mine) - 0.5 * (log_mean(first) + log_mean(second))
+        probability = (2.0**DECAY - 1) * 2.0 ** (-DECAY * level)
+        values = values.at[which].set(jnp.mean(mine, axis=0) + change / probability)
+    return values
