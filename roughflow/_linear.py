@@ -39,8 +39,7 @@ def log_abs_det(matrix: Array) -> Array:
 
 def orthonormal(matrix: Array) -> tuple[Array, Array]:
     """Orthonormal directions `(B, d, D)` that span the rows of the matrix, and, for each row, the norm of its
-    component orthogonal to the previous rows, `(B, d)`; not differentiable. Gram–Schmidt orthogonalisation is
-    applied twice."""
+    component orthogonal to the previous rows, `(B, d)`. Gram–Schmidt orthogonalisation is applied twice."""
 
     def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         directions, sizes = state

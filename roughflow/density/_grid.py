@@ -102,11 +102,13 @@ class Resolution(NamedTuple):
     time: float  # maximum error of a segment, in nats, due to coefficients that are not smooth in time
 
     @staticmethod
-    def of(number: int, tolerance: float, share: float, sizes: tuple[int, ...]) -> "Resolution":
+    def of(number: int, tolerance: float, share: float, dimension: int) -> "Resolution":
         """The requirements on solution number 0, 1, …, if densities above a `share` of the maximum must reach
         the tolerance."""
         tail = max(0.15 * tolerance * share, 1e-10 if share >= LOWEST else 1e-11)
-        return Resolution(tail, max(0.05 * tail, LEAST_EDGE), sizes, 2**number, 0.1 * tolerance / 2**number)
+        return Resolution(
+            tail, max(0.05 * tail, LEAST_EDGE), SIZES[dimension], 2**number, 0.1 * tolerance / 2**number
+        )
 
 
 class Box(NamedTuple):
@@ -145,22 +147,6 @@ class Box(NamedTuple):
         return scipy.linalg.block_diag(inverse, noise)
 
 
-class GridDensity(eqx.Module):
-    """The density of y on a mesh, with a relative error at each node."""
-
-    values: Numbers  # (n,) or (n, n)
-    relative: Numbers
-    box: Box
-    extra: float  # additional error in nats
-
-    def log_prob_and_error(self, x: Numbers) -> tuple[Numbers, Numbers]:
-        """log p at x `(N, d)` and its error. Outside the box, or where p is below its error, they are NaN and
-        infinity."""
-        one = lambda x: _evaluate(self.values, self.relative, self.box, x)
-        value, error = in_batches(one, x, 1 << max(6, (min(len(x), BATCH) - 1).bit_length()))
-        return value, error + self.extra
-
-
 @functools.lru_cache(maxsize=64)
 def nodes(size: int, dimension: int) -> np.ndarray:
     """The nodes of a mesh, `(nᵈ, d)`."""
@@ -184,6 +170,8 @@ def in_batches(function: Callable, x: Any, size: int) -> Any:
 
 @functools.partial(jit, level=1)
 def _evaluate(values: Numbers, relative: Numbers, box: Box, x: Numbers) -> tuple[Numbers, Numbers]:
+    """log p and its error at x `(N, d)`, from the density of y on a mesh and a relative error at each node.
+    Outside the box, or where p is below its error, they are NaN and infinity."""
     size, d = values.shape[0], values.ndim
     u = jax.scipy.linalg.solve_triangular(box.scale, (x - box.centre[None]).T, lower=True).T
     inside = jnp.all(jnp.abs(u) < 1, axis=1)
@@ -809,46 +797,45 @@ def replay(sde: AbstractSDE, begin: Beginning, solution: Solution) -> Numbers:
 
 
 def log_prob_and_error(
-    sde: AbstractSDE,
-    begin: Any,
-    t1: float,
-    x: Numbers,
-    tolerance: float,
-    largest: int | None = None,
-    max_work: float = MAX_WORK,
+    sde: AbstractSDE, begin: Any, t1: float, x: Numbers, tolerance: float, max_work: float
 ) -> tuple[Numbers, Numbers]:
     """log p at x `(N, d)` and its error. Solutions are refined until two of them agree to the tolerance."""
+
+    def evaluate(values: Numbers, x: Numbers) -> tuple[Numbers, Numbers]:
+        size = 1 << max(6, (min(len(x), BATCH) - 1).bit_length())
+        return in_batches(lambda some: _evaluate(values, gap, box, some), x, size)
+
     (still, start), points = values_of((sde, begin)), values_of(x)
-    value, error = np.full(len(x), np.nan), np.full(len(x), np.inf)
-    sizes = tuple(size for size in SIZES[points.shape[1]] if size <= (largest or math.inf))
-    solutions, density, left, share = [], None, max_work, FIRST_SHARE
+    value, error, extra = np.full(len(x), np.nan), np.full(len(x), np.inf), 0.0
+    solutions, left, share = [], max_work, FIRST_SHARE
     for number in range(MAX_SOLUTIONS):
-        work = Work(left if number else FIRST_WORK * left)
-        left, resolution = left - work.left, Resolution.of(number, tolerance, share, sizes)
-        spent = work.left
+        limit = left if number else FIRST_WORK * left
+        work, resolution = Work(limit), Resolution.of(number, tolerance, share, points.shape[1])
         try:
             beginning = start.at(number)
             solutions.append(solve(still, beginning, t1, resolution, work))
         except (Unresolved, np.linalg.LinAlgError):
             break
-        spent, left = spent - work.left, left + work.left
-        (box, q), gap = (solutions[-1].state.box, solutions[-1].state.q), 0.0
+        left -= limit - work.left
+        box, q = solutions[-1].state.box, solutions[-1].state.q
+        gap = 0 * q
         if number:
             old, before = solutions[-2].state.box, solutions[-2].state.q
             gap = relative_difference(q, Transfer.between(old, len(before), box, len(q))(before))
-        extra = FLOOR + solutions[-1].state.missed + beginning.error(*solutions[-1].first)
-        found = GridDensity(q, gap + 0 * q, box, extra)
-        logs, bars = (np.asarray(a) for a in found.log_prob_and_error(points))
+        logs, bars = (np.asarray(a) for a in evaluate(q, points))
         shares = np.nan_to_num(np.exp(logs + box.log_volume) / np.max(q))
         if number:
-            value, error, density = logs, bars, found
-            if not np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST)) or 2 * spent > left:
+            extra = FLOOR + solutions[-1].state.missed + beginning.error(*solutions[-1].first)
+            value, error = logs, bars + extra
+            unmet = np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST))
+            if not unmet or 2 * (limit - work.left) > left:
                 break
         share = min(0.1 * share, max(LOWEST, np.min(shares[box.within(points)[1]], initial=1)))
-    if density is None or not any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x))):
+    traced = any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x)))
+    if len(solutions) < 2 or not traced:
         return value, error
-    values = replay(sde, begin.at(len(solutions) - 1), solutions[-1])
-    return eqx.tree_at(lambda density: density.values, density, values).log_prob_and_error(x)
+    value, error = evaluate(replay(sde, begin.at(len(solutions) - 1), solutions[-1]), x)
+    return value, error + extra
 
 
 def applies(flow: Any) -> str | None:
@@ -876,7 +863,7 @@ class Grid(AbstractEstimator):
     be used inside `jit`.
 
     **Arguments:** `tolerance`, the total error to reach if `estimate` is called without one; `start`, a fixed
-    initial state `(d,)` in place of the base; `largest`, the maximum number of nodes per axis.
+    initial state `(d,)` in place of the base.
 
     ```python
     import jax, jax.numpy as jnp
@@ -891,7 +878,6 @@ class Grid(AbstractEstimator):
 
     tolerance: float = 0.02
     start: Array | None = None
-    largest: int | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         check_positive("tolerance", self.tolerance)
@@ -905,7 +891,7 @@ class Grid(AbstractEstimator):
         check_vector("x", x, flow.dimension)
         tolerance = self.tolerance if accuracy.tolerance is None else accuracy.tolerance
         with fixed_functions():
-            value, error = estimate(flow, x, tolerance, self.start, self.largest)
+            value, error = estimate(flow, x, tolerance, self.start)
         unmet = ~(error <= tolerance) & (accuracy.tolerance is not None)
         return Estimate.of(value, "grid", solver_error=error, unmet=unmet)
 
@@ -916,7 +902,6 @@ def estimate(
     x: Numbers,
     tolerance: float,
     start: Any = None,
-    largest: int | None = None,
     max_work: float = MAX_WORK,
 ) -> tuple[Numbers, Numbers]:
     """log p at `x` `(..., d)` and its error; NaN and infinity if `max_work` does not suffice."""
@@ -929,7 +914,7 @@ def estimate(
         sde, base, start, points = eqx.combine(double, rest)
         begin = FromDensity(base) if start is None else FromPoint(sde, jnp.asarray(start, float), flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
-        value, error = log_prob_and_error(sde, begin, flow.t1, points, tolerance, largest, max_work)
+        value, error = log_prob_and_error(sde, begin, flow.t1, points, tolerance, max_work)
         # The error includes rounding to the precision of x.
         error = error + jnp.finfo(dtype).eps * jnp.nan_to_num(jnp.abs(value))
         value, error = (jnp.reshape(part, x.shape[:-1]).astype(dtype) for part in (value, error))

@@ -14,7 +14,7 @@ import scipy
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count, check_fields, check_instance
-from .._linear import UNROLL, log_abs_det, solve
+from .._linear import UNROLL, log_abs_det, orthonormal, solve
 from ..faq import see
 from ..flow import AbstractStochasticFlow
 from ..sde import MLP, Activation, tanh
@@ -377,17 +377,6 @@ class Amortised(AbstractProposal):
         if not tilt.size:  # many dimensions, or an old file without G
             return distribution
         slope = jnp.pad(jnp.reshape(tilt, (-1, d, n * m)), ((0, 0), *more))
-        return eqx.tree_at(lambda d: d.normal, distribution, _across(slope)[:, None])
-
-
-def _across(slope: Array) -> Array:
-    """Orthonormal directions `(B, d, d + W)` that span the rows of (I, G), by Gram–Schmidt."""
-    eye = jnp.eye(slope.shape[1], dtype=slope.dtype)
-    table = jnp.concatenate([jnp.broadcast_to(eye, (len(slope), *eye.shape)), slope], axis=2)
-    directions: list[Array] = []
-    for i in range(slope.shape[1]):
-        direction = table[:, i]
-        for before in directions:
-            direction = direction - jnp.sum(direction * before, axis=1, keepdims=True) * before
-        directions.append(direction / jnp.linalg.norm(direction, axis=1, keepdims=True))
-    return jnp.stack(directions, axis=1)
+        eye = jnp.broadcast_to(jnp.eye(d, dtype=slope.dtype), (len(slope), d, d))
+        across, _ = orthonormal(jnp.concatenate([eye, slope], axis=2))
+        return eqx.tree_at(lambda d: d.normal, distribution, across[:, None])
