@@ -162,10 +162,7 @@ def test_a_class_without_moments_is_refused():
     class Own(rf.series.AbstractNamedSDE):
         rate: float
         domains: ClassVar = {"rate": rf.series.Domain()}
-
-        @property
-        def coordinates(self):
-            return rf.transition.Unchanged()
+        coordinates: ClassVar = rf.transition.Unchanged()
 
         def drift(self, t, z):
             return -self.rate * z
@@ -177,19 +174,6 @@ def test_a_class_without_moments_is_refused():
         rf.fit_sde(Own, TIMES, LINE, key=jax.random.key(0))
     with pytest.raises(TypeError, match="got the class StochasticFlow"):
         rf.fit_sde(rf.StochasticFlow, TIMES, LINE, key=jax.random.key(0))  # pyright: ignore
-
-
-def test_an_exact_log_prob_is_refused():
-    class Own(rf.OrnsteinUhlenbeck):
-        def exact_transition(self, x0, dt):
-            return None
-
-        def exact_log_prob(self, x0, x1, dt):
-            return jnp.zeros(())
-
-    with pytest.raises(TypeError, match=r"Own defines exact_log_prob, .* define exact_transition") as error:
-        rf.fit_sde(Own(1.0, 0.0, 1.0), TIMES, LINE, key=jax.random.key(0))
-    assert "\n" not in str(error.value)
 
 
 def test_measurement_noise_that_is_not_there_is_reported():

@@ -4,9 +4,7 @@ import equinox as eqx
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from .._checks import check_instance, finite_array
-from ..driver import AbstractDriver
-from ..flow import AbstractDivergence, AbstractIntegrator, AbstractStochasticFlow, Base
-from ..sde import AbstractCorrection, AbstractSDE
+from ..flow import AbstractStochasticFlow
 from ..transition import short_time
 from ._estimate import AbstractEstimator, Accuracy, Estimate
 from ._grid import Grid, applies as grid_applies
@@ -15,18 +13,6 @@ from ._ladder import Ladder
 
 class StochasticFlow(AbstractStochasticFlow):
     __doc__ = AbstractStochasticFlow.__doc__
-
-    def __init__(
-        self,
-        sde: AbstractSDE,
-        base: Base,
-        t1: float = 1.0,
-        driver: AbstractDriver | None = None,
-        divergence: AbstractDivergence | None = None,
-        correction: AbstractCorrection | None = None,
-        integrator: AbstractIntegrator | None = None,
-    ):
-        super().__init__(sde, base, t1, driver, divergence, correction, integrator)
 
     def estimate(
         self,

@@ -45,20 +45,6 @@ from .hidden._likelihood import HiddenLikelihood, HiddenSeries
 from .models import BrownianMotion, OrnsteinUhlenbeck
 
 
-def summary(result: "FittedSDE", level: float) -> str:
-    """A table of estimates, standard errors and intervals, and a description of the fit."""
-    kinds = ("std. error", "robust") if _has_robust(result) else ("std. error",)
-    head = ("parameter", "estimate", *kinds, "z", f"{100 * level:g} % interval")
-    lines = [
-        f"{type(result.sde).__name__} by maximum likelihood, {result.num_transitions:,} transitions",
-        *table(head, _rows(result, level)),
-        *_penalised(result),
-        f"  log-likelihood {result.log_likelihood:.4f}   AIC {result.aic:.2f}   BIC {result.bic:.2f}",
-        f"  transitions: {_how(result)}",
-    ]
-    return "\n".join(lines if result.warning is None else [*lines, f"  warning: {result.warning}"])
-
-
 def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
     """The rows of the table, one per parameter without a penalty. Penalised parameters, such as the weights
     of a network, have no individual meaning."""
@@ -95,11 +81,6 @@ def _has_robust(result: "FittedSDE") -> bool:
 def _how(result: "FittedSDE") -> str:
     how = result.likelihood.described()
     return how if result.effort is None else f"{how}; ± {result.likelihood_error:.2g} nats"
-
-
-def warning(result: "FittedSDE") -> str | None:
-    """One line if the estimates are unreliable or on a boundary, else None."""
-    return fault(result) or _boundary(result)
 
 
 def fault(result: "FittedSDE") -> str | None:
@@ -392,7 +373,7 @@ class FittedSDE:
     @property
     def warning(self) -> str | None:
         """One line if the estimates are unreliable or on a boundary, else None."""
-        return warning(self)
+        return fault(self) or _boundary(self)
 
     @property
     def reliable(self) -> bool:
@@ -612,7 +593,16 @@ class FittedSDE:
 
     def summary(self, level: float = 0.95) -> str:
         """A table of estimates, standard errors and intervals, and a description of the fit."""
-        return summary(self, level)
+        kinds = ("std. error", "robust") if _has_robust(self) else ("std. error",)
+        head = ("parameter", "estimate", *kinds, "z", f"{100 * level:g} % interval")
+        lines = [
+            f"{type(self.sde).__name__} by maximum likelihood, {self.num_transitions:,} transitions",
+            *table(head, _rows(self, level)),
+            *_penalised(self),
+            f"  log-likelihood {self.log_likelihood:.4f}   AIC {self.aic:.2f}   BIC {self.bic:.2f}",
+            f"  transitions: {_how(self)}",
+        ]
+        return "\n".join(lines if self.warning is None else [*lines, f"  warning: {self.warning}"])
 
     def __repr__(self) -> str:
         return self.summary()

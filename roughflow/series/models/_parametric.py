@@ -194,13 +194,7 @@ class AbstractNamedSDE(AbstractItoSDE):
 
 def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribution | None:
     """The exact transition distribution of any SDE, or None."""
-    known = sde.exact_transition(x0, dt) if isinstance(sde, AbstractNamedSDE) else None
-    if known is None and hasattr(sde, "exact_log_prob"):
-        raise TypeError(
-            f"{type(sde).__name__} defines exact_log_prob, which is no longer used: define "
-            "exact_transition(x0, dt), which returns a distribution with log_prob, sample and cdf"
-        )
-    return known
+    return sde.exact_transition(x0, dt) if isinstance(sde, AbstractNamedSDE) else None
 
 
 def expansion(sde: AbstractSDE, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
