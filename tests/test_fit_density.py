@@ -14,7 +14,9 @@ from scipy import stats
 
 import roughflow as rf
 from roughflow.tables import second_file
+from roughflow.tables._families import Comparison
 from roughflow.tables._stages import Smoothed
+from roughflow.tables._table import Table
 from roughflow.train._flows import best_noise
 
 TINY = {
@@ -51,6 +53,32 @@ def test_a_fit_has_both_stages(fitted):
     assert fitted.history.loss.size == 2
     assert fitted.model.columns == ("a", "b")
     assert isinstance(fitted.model.flow.sde, rf.sde.TransportSDE)
+
+
+@dataclasses.dataclass
+class Level:
+    """A density whose log-densities are near one level, with NaN for the first row of each call."""
+
+    level: float
+    nan: bool = False
+
+    def log_prob(self, rows):
+        values = self.level + 0.1 * rows[:, 1]
+        return np.where(np.arange(len(rows)) == 0, np.nan, values) if self.nan else values
+
+
+def test_cross_validation_ends_when_the_difference_is_clear(key):
+    whole = Table.of(np.random.default_rng(1).normal(size=(100, 2)), None, None, (), {}, {})
+    comparison = Comparison(whole, whole.split(0.1, key), cross=True, own=True)
+    others = np.zeros(100)
+    for level, rows, better in ((0.0, 100, False), (2.0, 20, True), (-2.0, 20, False)):
+        values = comparison.values(lambda table, level=level: Level(level), others)
+        assert np.sum(~np.isnan(values)) == rows
+        assert comparison.is_better(values, others) == better
+        assert comparison.score(values).num_rows == rows
+    broken = comparison.values(lambda table: Level(2.0, nan=True), others)
+    assert not np.isnan(broken).any()
+    assert not comparison.is_better(broken, others)
 
 
 def test_patience_does_not_end_a_short_run(key):
