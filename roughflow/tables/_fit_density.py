@@ -177,7 +177,7 @@ def fit_density(
         maps = flow.marginals if family is None else family == "marginals"
         best = _best_closed(comparison, maps, plain)
         return _restored(_closed_fit(comparison, best, noise), whole)
-    training = training.with_defaults(sizes.training)
+    training = training.with_defaults({"batch_size": sizes.batch_size})
     stages = Stages(None, None, training, run, progress, seconds)
     trainer = _Trainer(sizes, flow.resolved(sizes), key_model, stages)
     fitted = trainer.fit(comparison, source, sizes.steps if steps is None else steps, *keys)

@@ -171,11 +171,9 @@ class Sizes:
         return 12_000 if self.largest else min(20_000, max(2000, 4 * self.rows))
 
     @property
-    def training(self) -> dict[str, Any]:
-        """Default number of rows per step and learning rate of the regression."""
-        if self.largest:
-            return {"batch_size": 4 * BATCH_ROWS, "learning_rate": 0.5 * LEARNING_RATE}
-        return {"batch_size": min(BATCH_ROWS, 2 ** int(math.log2(self.rows))), "learning_rate": LEARNING_RATE}
+    def batch_size(self) -> int:
+        """Default number of rows per step of the regression."""
+        return 4 * BATCH_ROWS if self.largest else min(BATCH_ROWS, 2 ** int(math.log2(self.rows)))
 
     @property
     def likelihood_steps(self) -> int:
@@ -251,9 +249,8 @@ REGRESSION_ROWS = 4096  # number of validation rows of the regression stage, wit
 LIKELIHOOD_ROWS = 1000
 LIKELIHOOD_TIME = 0.25  # fraction of a budget in seconds for the likelihood stage
 TIMED_STEPS = 40  # number of steps that are timed to convert seconds to steps
-PATIENCE = 5
-# Of the regression stage; with a larger network, steps have more rows and a smaller learning rate.
-BATCH_ROWS, LEARNING_RATE = 512, 2e-3
+BATCH_ROWS = 512  # number of rows per step of the regression, if there are as many
+LEARNING_RATE, PATIENCE = 2e-3, 5  # of the regression stage
 LIKELIHOOD_BATCH = 256  # rows
 LIKELIHOOD_RATE = 0.25  # learning rate, relative to that of the regression
 AVERAGE = {"regression": 0.999, "likelihood": 0.98}  # decay of the average of the parameters, per step
@@ -353,8 +350,8 @@ class Stages:
     def _options(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
         """The arguments of `rf.fit` for the stage of this name."""
         every = max(MIN_STEPS_BETWEEN_VALIDATIONS[name], -(-steps // NUM_VALIDATIONS[name]))
-        defaults = {"patience": PATIENCE, "average": AVERAGE[name], "validate_every": every}
-        training = self.training.with_defaults(defaults)
+        defaults = {"learning_rate": LEARNING_RATE, "patience": PATIENCE}
+        training = self.training.with_defaults(defaults | {"average": AVERAGE[name], "validate_every": every})
         if name == "likelihood":
             rate = LIKELIHOOD_RATE * (training.learning_rate or LEARNING_RATE)
             training = dataclasses.replace(training, learning_rate=rate, batch_size=LIKELIHOOD_BATCH)
