@@ -293,11 +293,11 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
     **Parameters:**
 
     - `method`: "kernel" or "density".
-    - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]. This fraction of the
-      training rows is labelled as outliers, and the kernel density is that of the rows without the most
-      isolated ones (`rf.tables.KernelDensity`). If 5 % of the training rows of these tables are anomalies,
-      the mean AUROC is 0.78 (fifth neighbour and isolation forest: 0.74); dense clusters of anomalies may
-      still go unnoticed. With "auto", 5 % of ordinary rows are labelled as outliers.
+    - `contamination`: the fraction of outliers in the training rows, in (0, 0.5]; "auto" for 0.05. This
+      fraction of the training rows is labelled as outliers, and the kernel density is that of the rows
+      without the most isolated ones (`rf.tables.KernelDensity`). If 5 % of the training rows of these tables
+      are anomalies, the mean AUROC is @D@ (fifth neighbour and isolation forest: @N@); dense clusters of
+      anomalies may still go unnoticed.
     - `family`: as in `rf.fit_density`, for `method="density"`.
     - `random_state`: an int, a `numpy.random.RandomState`, or None; for `method="density"`.
 
@@ -329,8 +329,7 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
         if isinstance(share, str) or not 0 < share <= 0.5:
             raise ValueError(f"contamination must be 'auto' or in (0, 0.5], got {self.contamination!r}")
         if self.method == "kernel":
-            contamination = 0.0 if self.contamination == "auto" else share
-            self.model_ = rf.tables.KernelDensity.of(X, subsamples=(SUBSAMPLE,), contamination=contamination)
+            self.model_ = rf.tables.KernelDensity.of(X, subsamples=(SUBSAMPLE,), contamination=share)
         elif self.method == "density":
             key = jax.random.key(_seed(self.random_state))
             self.model_ = rf.fit_density(X, key=key, family=self.family, progress=False)

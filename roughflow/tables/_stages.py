@@ -168,7 +168,10 @@ class Sizes:
 
     @property
     def steps(self) -> int:
-        return 12_000 if self.largest else min(20_000, max(2000, 4 * self.rows))
+        if self.largest:
+            return 12_000
+        most = 20_000 if self.rows >= MIN_ROWS_FOR_LIKELIHOOD else 4000
+        return min(most, max(2000, 4 * self.rows))
 
     @property
     def batch_size(self) -> int:
