@@ -121,7 +121,7 @@ def fit_density(
     - `columns`: names for the columns of an array, given ones last; for a DataFrame, the columns to use, by
       default all.
     - `validation`: fraction of validation rows, or the validation rows; with `given`, a pair of arrays.
-    - `steps`: number of steps of the regression; by default 20,000, or fewer for few rows.
+    - `steps`: number of steps of the regression; by default 20,000, or at most 4,000 below 2,000 rows.
     - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed; the
       likelihood stage, if there is one, gets a quarter of the budget.
     - `progress`: show a progress bar, which names the stage.
