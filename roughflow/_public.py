@@ -200,6 +200,7 @@ from .latent import (
     SDEMatching as SDEMatching,
     Forecasting as Forecasting,
     Encoder as Encoder,
+    DrivenSDE as DrivenSDE,
     Posterior as Posterior,
     NormalDecoder as NormalDecoder,
     IndependentNormal as IndependentNormal,

@@ -10,9 +10,9 @@ import pytest
 
 import roughflow as rf
 from benchmarks.latent import kalman, oscillator
+from roughflow.latent._bound import mismatch
 from roughflow.latent._fit_latent import Drawn, initial_model
-from roughflow.latent._latent_sde import ROUNDS, combined
-from roughflow.latent._particles import particle_filter
+from roughflow.latent._latent_sde import ROUNDS, combined, input_table
 from roughflow.series import panel
 
 KEY = jax.random.key(0)
@@ -85,10 +85,37 @@ def test_bounds_rise_with_particles_and_stay_below(estimate, exact, fitted):
 
 
 def test_the_bound_without_simulation_is_that_of_simulated_paths(fitted):
-    """The mean log-weight of particles that follow the posterior tends to the bound with shorter steps."""
-    series = jax.tree.map(lambda leaf: leaf[0], fitted.model.arrays(TIMES[:1], VALUES[:1])[0])
-    one = lambda key: particle_filter(fitted.model, series, 1, 64, key=key, keep=False, prior_share=0.0)
-    logs = jax.jit(jax.vmap(one))(jax.random.split(KEY, 256)).log_likelihood
+    """Paths that are simulated with the drift of the posterior have its marginals, and their mean log-weight
+    is the bound."""
+    model = fitted.model
+    series = jax.tree.map(lambda leaf: leaf[0], model.arrays(TIMES[:1], VALUES[:1])[0])
+    reading, times, noise = model.posterior.read(series), series.times, model.sde.diffusion.matrix
+
+    def path(key):
+        first, _ = model.posterior.at(reading, times[0])
+        u = jax.random.normal(key, (2,))
+
+        def step(carry, inputs):
+            (z, total), (t, dt, key) = carry, inputs
+            now, _ = model.posterior.at(reading, t)
+            cost, f = mismatch(model, reading, t, jnp.linalg.solve(now.root, z - now.mean))
+            z = z + dt * f + jnp.sqrt(dt) * noise * jax.random.normal(key, (2,))
+            return (z, total - dt * cost), z
+
+        ends = times[:-1, None] + jnp.diff(times)[:, None] * jnp.arange(1, 65)[None] / 64
+        starts = jnp.concatenate([times[:1], ends.ravel()[:-1]])
+        inputs = starts, ends.ravel() - starts, jax.random.split(jax.random.fold_in(key, 1), starts.size)
+        z = first.mean + first.root @ u
+        total = model.initial.log_prob(z) - first.log_prob_at(u)
+        (_, total), path = jax.lax.scan(step, (z, total), inputs)
+        states = jnp.concatenate([z[None], path[63::64]])
+        return total + jnp.sum(jax.vmap(model.observed)(states, series.values, series.seen)), states[-1]
+
+    logs, last = jax.jit(jax.vmap(path))(jax.random.split(KEY, 256))
+    marginal, _ = model.posterior.at(reading, times[-1])
+    apart = np.linalg.solve(marginal.root, (last - marginal.mean[None]).T)
+    np.testing.assert_allclose(apart.mean(axis=1), 0, atol=0.2)
+    np.testing.assert_allclose(np.cov(apart), np.eye(2), atol=0.3)
     bound = fitted.model.lower_bound(TIMES[:1] * 16, VALUES[:1] * 16, key=KEY, num_times=4096)
     assert abs(logs.mean() - bound.mean()) < 3 * np.hypot(logs.std() / 16, bound.std() / 4) + 0.1
 
@@ -180,6 +207,61 @@ def test_the_unit_of_time_of_an_sde_does_not_matter():
     np.testing.assert_allclose(bound(365.0), bound(1.0), rtol=1e-8)
 
 
+def driven(count, length):
+    """Oscillators without other noise, pushed by inputs that change every two units of time."""
+    rng, knots, fine, step = np.random.default_rng(0), np.arange(0.0, 13.0, 2.0), np.arange(0, 12, 0.02), 0.02
+    times = [np.sort(rng.uniform(0, 11.9, length)) for _ in range(count)]
+    inputs = [(knots, rng.choice([-1.0, 1.0], (7, 1))) for _ in range(count)]
+    states = np.zeros((len(fine), count, 2))
+    for k, t in enumerate(fine[:-1]):
+        push = np.array([u[int(t // 2), 0] for _, u in inputs])
+        x, v = states[k].T
+        v = v + step * (push - x - 0.8 * v)
+        states[k + 1] = np.stack([x + step * v, v], axis=1)
+    rows = [np.stack([np.interp(t, fine, c) for c in states[:, i].T], axis=1) for i, t in enumerate(times)]
+    return times, [row + 0.05 * rng.normal(size=row.shape) for row in rows], inputs
+
+
+def test_inputs_drive_the_states(tmp_path):
+    times, values, inputs = driven(24, 16)
+    opposite = [(knots, -u) for knots, u in inputs]
+    options = rf.train.TrainingOptions(batch_size=16, learning_rate=1e-2)
+    model = rf.fit_latent(
+        times, values, dimension=2, key=KEY, inputs=inputs, width=12, num_times=8, steps=200, validation=0.0,
+        progress=False, training=options,
+    ).model  # fmt: skip
+    rf.save(tmp_path / "model.rf", model)
+    loaded = rf.load(tmp_path / "model.rf")
+    bound = lambda model, u: model.lower_bound(times, values, key=KEY, num_times=64, inputs=u)
+    np.testing.assert_array_equal(bound(loaded, inputs), bound(model, inputs))
+    assert np.mean(bound(model, inputs) - bound(model, opposite)) > 20
+
+    def error(u):
+        """Mean squared error of forecasts of the second half of the first series."""
+        t, y = times[0], values[0]
+        paths = model.forecast(t[:8], y[:8], t[8:] - t[7], key=KEY, inputs=u)
+        return np.mean((paths.values.mean(axis=0) - y[8:]) ** 2)
+
+    assert error(inputs[0]) < 0.2 * min(error(opposite[0]), np.var(values[0][8:]))
+    with pytest.raises(ValueError, match="inputs must have 1 columns, as in the fit; got 0"):
+        model.lower_bound(times, values, key=KEY)
+    with pytest.raises(ValueError, match="inputs must cover the series: they are given from time 0 to 12"):
+        model.forecast(times[0], values[0], [5.0], key=KEY, inputs=inputs[0])
+
+
+def test_inputs_of_all_kinds_become_tables():
+    part = panel(2 + np.arange(5.0), np.zeros((5, 1)), partial=True)
+    at = jnp.array([0.0, 0.4, 1.0, 1.6])  # since the first time, in units of two
+    shown = lambda u, ahead=0.0: jax.vmap(
+        jax.tree.map(lambda x: x[0], input_table(u, part, 2.0, 0.01, ahead))
+    )(at)[:, 0]
+    columns = np.arange(9.0) ** 2
+    np.testing.assert_allclose(shown((np.arange(9.0), columns)), [4, 4, 16, 25])
+    np.testing.assert_allclose(shown(rf.series.Inputs(np.arange(9.0), columns, held=False)), [4, 8, 16, 27.2])
+    np.testing.assert_allclose(shown(lambda t: t**2), (2 + 2 * at) ** 2, rtol=1e-4)
+    np.testing.assert_allclose(shown(lambda t: t**2, ahead=3.0), (2 + 2 * at) ** 2, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("times", "values", "message"),
     [
@@ -199,6 +281,8 @@ def test_bad_series_are_refused_in_one_line(times, values, message):
 def test_bad_arguments_are_refused(fitted):
     with pytest.raises(ValueError, match="dimension must be a positive whole number"):
         rf.fit_latent(TIMES, VALUES, dimension=0, key=KEY)
+    with pytest.raises(ValueError, match="inputs must be one entry per series, or one for all: got 2 for 12"):
+        rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, inputs=[jnp.sin, jnp.cos])
     with pytest.raises(ValueError, match="times is a function that draws series: omit values"):
         rf.fit_latent(lambda size, rng: (TIMES, VALUES), VALUES, dimension=2, key=KEY)
     drawn = Drawn(lambda size, rng: (TIMES, VALUES), None, np.zeros(4), 8)

@@ -75,7 +75,7 @@ NETWORKS = [
 ]
 # Made of several networks, or not of one; the widths of kernels and cells are others.
 OTHERS_WITH_WIDTH = {"FlowOptions", "tune_sampler", "fit_latent", "Encoder", "Posterior", "NormalDecoder"}
-OTHERS_WITH_WIDTH |= {"KernelDensity", "Encoding", "MixtureComponents"}
+OTHERS_WITH_WIDTH |= {"DrivenSDE", "KernelDensity", "Encoding", "MixtureComponents"}
 
 
 def test_networks_are_made_alike():

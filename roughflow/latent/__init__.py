@@ -1,7 +1,8 @@
 """Stage 11, latent SDEs: hidden states that follow a learned SDE, observed through a decoder.
 
 `_posterior` contains the encoder, the posterior marginals and the decoder, `_bound` the lower bound that
-training maximises without simulation, and `_particles` the likelihood by particles guided by the posterior.
+training maximises without simulation, and `_particles` the likelihood by particles that are guided by the
+observations.
 `_latent_sde` is the model and `_fit_latent` fits it.
 """
 
@@ -13,6 +14,7 @@ from ._latent_sde import (
     LikelihoodEstimate as LikelihoodEstimate,
 )
 from ._posterior import (
+    DrivenSDE as DrivenSDE,
     Encoder as Encoder,
     IndependentNormal as IndependentNormal,
     NormalDecoder as NormalDecoder,

@@ -14,9 +14,9 @@ from ._particles import simulated
 from ._posterior import AbstractLatentSDE, Reading, Series
 
 
-def mismatch(model: AbstractLatentSDE, reading: Reading, t: Array, u: Array) -> Array:
+def mismatch(model: AbstractLatentSDE, reading: Reading, t: Array, u: Array) -> tuple[Array, Array]:
     """½ |σ⁻¹(f − μ)|² at z = m(t) + L(t) u: the rate at which the Kullback–Leibler divergence between
-    posterior and prior paths grows.
+    posterior and prior paths grows; and f.
 
     f is the Itô drift with which a process with noise σ has the posterior marginals:
 
@@ -28,8 +28,8 @@ def mismatch(model: AbstractLatentSDE, reading: Reading, t: Array, u: Array) -> 
     z = now.mean + now.root @ u
     velocity = change.mean + (change.root + now.root @ turn) @ u
     spread = spread_at(lambda y: model.sde.noise(t, y), z)
-    gap = velocity + spread.drift(-solve_upper(now.root, u)) - model.drift(t, z)
-    return 0.5 * jnp.sum(solve_noise(spread.sigma, gap) ** 2)
+    f = velocity + spread.drift(-solve_upper(now.root, u))
+    return 0.5 * jnp.sum(solve_noise(spread.sigma, f - model.drift(t, z)) ** 2), f
 
 
 def lower_bound(model: AbstractLatentSDE, series: Series, num_times: int, *, key: PRNGKeyArray) -> Array:
@@ -40,14 +40,14 @@ def lower_bound(model: AbstractLatentSDE, series: Series, num_times: int, *, key
     The integral is estimated at stratified random times, with one draw of z at each. A shorter series repeats
     its last time.
     """
-    keys = jax.random.split(key, 3)
+    keys, model = jax.random.split(key, 3), model.driven(series.inputs)
     reading, times = model.posterior.read(series), series.times
     draws = jax.random.normal(keys[0], (len(times), model.dimension), times.dtype)
     strata = (jnp.arange(num_times) + jax.random.uniform(keys[1], (num_times,), times.dtype)) / num_times
     span = times[-1] - times[0]
     between = jax.random.normal(keys[2], (num_times, model.dimension), times.dtype)
     cost = span * jnp.mean(
-        jax.vmap(lambda t, u: mismatch(model, reading, t, u))(times[0] + span * strata, between)
+        jax.vmap(lambda t, u: mismatch(model, reading, t, u)[0])(times[0] + span * strata, between)
     )
     marginals = jax.vmap(lambda t: model.posterior.at(reading, t)[0])(times)
     z = marginals.mean + jnp.einsum("nij,nj->ni", marginals.root, draws)
@@ -60,7 +60,8 @@ class SDEMatching(AbstractObjective):
     """The negative lower bound on the log-likelihood of an `rf.latent.LatentSDE`, per observed value.
 
     **Arguments:** `columns`, number of observed columns; `num_times`, number of random times per series at
-    which drifts of posterior and prior are compared.
+    which drifts of posterior and prior are compared; `input_shape`, number of times at which inputs are given
+    and number of inputs.
 
     ```python
     import roughflow as rf
@@ -71,11 +72,12 @@ class SDEMatching(AbstractObjective):
 
     columns: int = eqx.field(static=True)
     num_times: int = eqx.field(static=True, default=32)
+    input_shape: tuple[int, ...] = eqx.field(static=True, default=(0, 0))
     uses_data: ClassVar[bool] = True
 
     def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
         assert x is not None
-        series = Series.of_rows(x, self.columns)
+        series = Series.of_rows(x, self.columns, self.input_shape)
         bound = jax.vmap(lambda one, k: lower_bound(model, one, self.num_times, key=k))
         return -jnp.sum(bound(series, jax.random.split(key, len(x)))) / jnp.sum(series.seen), {}
 
@@ -102,11 +104,12 @@ class Forecasting(AbstractObjective):
     num_given: int = eqx.field(static=True)
     num_steps: int = eqx.field(static=True)
     num_times: int = eqx.field(static=True, default=32)
+    input_shape: tuple[int, ...] = eqx.field(static=True, default=(0, 0))
     uses_data: ClassVar[bool] = True
 
     def __call__(self, model: Any, x: Array | None, *, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
         assert x is not None
-        series = Series.of_rows(x, self.columns)
+        series = Series.of_rows(x, self.columns, self.input_shape)
 
         def bound(one: Series, key: PRNGKeyArray) -> Array:
             keys = jax.random.split(key, 4)
@@ -114,7 +117,7 @@ class Forecasting(AbstractObjective):
             last, _ = model.posterior.at(model.posterior.read(given), given.times[-1])
             z = last.mean + last.root @ jax.random.normal(keys[0], (model.dimension,), x.dtype)
             times = jnp.concatenate([given.times[-1:], later.times])
-            z = simulated(model, z, times, self.num_steps, key=keys[1])[1:]
+            z = simulated(model.driven(one.inputs), z, times, self.num_steps, key=keys[1])[1:]
             forecast = jnp.sum(jax.vmap(model.observed)(z, later.values, later.seen))
             forecast = forecast + lower_bound(model, given, self.num_times, key=keys[2])
             return 0.5 * (forecast + lower_bound(model, one, self.num_times, key=keys[3]))

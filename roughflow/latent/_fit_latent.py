@@ -12,12 +12,21 @@ from jaxtyping import PRNGKeyArray
 
 from .._checks import check_callable, check_count, check_key, grouped_arguments
 from ..flow import MultivariateNormal
-from ..sde import AbstractSDE, DiagonalDiffusion, ItoSDE, RestoringDrift, check_sde, noise_dimension
+from ..sde import (
+    AbstractItoSDE,
+    AbstractSDE,
+    DiagonalDiffusion,
+    ItoSDE,
+    RestoringDrift,
+    check_sde,
+    noise_dimension,
+)
 from ..series import Observed, panel
+from ..series.hidden._state_space import driven_by
 from ..train import Fitted, RunOptions, TrainingOptions, fit, rng_of
 from ._bound import Forecasting, SDEMatching
-from ._latent_sde import LatentSDE, num_steps_in, padded
-from ._posterior import Encoder, NormalDecoder, Posterior
+from ._latent_sde import LatentSDE, input_table, num_steps_in, padded
+from ._posterior import DrivenSDE, Encoder, InputTable, NormalDecoder, Posterior
 
 DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.99}
 FEWEST_TO_VALIDATE = 10  # series
@@ -37,6 +46,7 @@ def fit_latent(
     sde: AbstractSDE | None = None,
     decoder: Any = None,
     initial: Any = None,
+    inputs: Any = None,
     num_given: int | None = None,
     forecast_steps: int = 2000,
     window: int | None = None,
@@ -69,6 +79,10 @@ def fit_latent(
       and the unit of time is the decorrelation time of the values.
     - `decoder`: a function from a state to a distribution of the values, with `log_prob(y)` of shape `(p,)`
       and `sample(key)`. By default an `rf.latent.NormalDecoder` that starts from principal components.
+    - `inputs`: known u(t) that drive the states: a function, a tuple (times, columns) of values that are
+      constant from one time to the next, or an `rf.series.Inputs`; or a list of them, one entry per series.
+      u is then the last argument of drift and diffusion, and the default SDE is an `rf.latent.DrivenSDE`.
+      Forecasts need the inputs at future times.
     - `initial`: the distribution of the first states; by default a trained `rf.MultivariateNormal`.
     - `num_given`, `forecast_steps`: after `steps` steps, fine-tune the model for `forecast_steps` steps to
       forecast each series from its first `num_given` observations (`rf.latent.Forecasting`), by simulation.
@@ -102,30 +116,33 @@ def fit_latent(
             check_count(name, number, least=2)
     source: Any = times if callable(times) else None
     if source is not None:
-        if values is not None or window is not None or validation:
-            raise ValueError("times is a function that draws series: omit values, window and validation")
+        if values is not None or window is not None or validation or inputs is not None:
+            raise ValueError("times is a function that draws series: omit values, window, validation, inputs")
         times, values = source(FIRST_DRAW, rng_of(check_key(key)))
-    parts = [piece for part in panel(times, values, partial=True, fewest=2) for piece in cut(part, window)]
+    parts, inputs = windows(panel(times, values, partial=True, fewest=2), inputs, window)
     longest = max(len(part.times) for part in parts)
     if num_given is not None and num_given >= longest:
         raise ValueError(f"num_given must be less than {longest}, the length of the longest series")
     key_model, key_fit, key_tune = jax.random.split(check_key(key), 3)
-    unit = decorrelation_time(parts) if sde is None else None
-    model = initial_model(parts, dimension, unit, sde, decoder, initial, width, key_model)
+    time = decorrelation_time(parts)
+    unit, max_step = (time, LONGEST) if sde is None else (None, LONGEST * time)
+    table = input_table(inputs, parts, unit, max_step)
+    model = initial_model(parts, dimension, unit, sde, decoder, initial, width, key_model, table)
     share = validation if validation is not None else 0.1 if len(parts) >= FEWEST_TO_VALIDATE else 0.0
     location = np.asarray(model.posterior.encoder.location)
-    rows = padded(parts, unit, location).rows()
+    series = padded(parts, unit, location, table)
+    rows = series.rows()
     if source is not None:
         share, rows = 0.0, Drawn(source, unit, location, longest)
     options = {"validation": share, "progress": progress, "run": run}
     options["training"] = (training or TrainingOptions()).with_defaults(DEFAULTS)
-    matching = SDEMatching(model.columns, num_times)
+    matching = SDEMatching(model.columns, num_times, series.input_shape)
     fitted = fit(model, rows, key=key_fit, objective=matching, steps=steps, **options)
     if num_given is None or fitted.interrupted:
         return fitted
     spans = np.concatenate([np.diff(part.times) for part in parts]) / (unit or 1.0)
     num_steps = num_steps_in(float(np.max(spans)), model.max_step)
-    forecasting = Forecasting(model.columns, num_given, num_steps, num_times)
+    forecasting = Forecasting(model.columns, num_given, num_steps, num_times, series.input_shape)
     options["run"] = None if run is None else replace(run, checkpoint=second_file(run.checkpoint))
     tuned = fit(fitted.model, rows, key=key_tune, objective=forecasting, steps=forecast_steps, **options)
     stages = {"SDE matching": fitted.history, "forecasting": tuned.history}
@@ -149,7 +166,7 @@ class Drawn:
             raise ValueError(
                 f"a series has {longest} observations, but may have {most}: return shorter series"
             )
-        return padded(parts, self.unit, self.location, self.length).rows()
+        return padded(parts, self.unit, self.location, length=self.length).rows()
 
 
 def second_file(path: Any) -> Path | None:
@@ -166,17 +183,30 @@ def initial_model(
     initial: Any,
     width: int,
     key: PRNGKeyArray,
+    inputs: InputTable | None = None,
 ) -> LatentSDE:
     """An untrained model whose states are principal components of the values."""
+    if inputs is not None and sde is not None and not isinstance(sde, AbstractItoSDE):
+        raise ValueError("inputs require an SDE in the Itô sense: use rf.to_ito")
     if sde is not None:
         check_sde(sde)
-        if noise_dimension(sde, dimension, f"dimension is {dimension}") != dimension:
+        given = sde if inputs is None else driven_by(sde, jax.tree.map(lambda leaf: leaf[0], inputs))
+        if noise_dimension(given, dimension, f"dimension is {dimension}") != dimension:
             raise ValueError("sde must have as many Brownian motions as states")
     if decoder is not None:
         check_callable("decoder", decoder, "from a state to a distribution of the values")
     keys = jax.random.split(key, 5)
     location, scale, loadings, direct = components(parts, dimension)
-    if sde is None:
+    scaling = None
+    if inputs is not None:
+        spans, middle = jnp.diff(inputs.times), 0.5 * (inputs.columns[:, 1:] + inputs.columns[:, :-1])
+        average = lambda values: jnp.einsum("sk,skm->m", spans, values) / jnp.sum(spans)  # over time
+        mean = average(middle)
+        deviation = jnp.sqrt(average((middle - mean[None, None]) ** 2))
+        scaling = jnp.stack([mean, jnp.where(deviation > ROUNDING * jnp.abs(mean), deviation, 1)])
+    if sde is None and scaling is not None:
+        sde = DrivenSDE(dimension, scaling, width, key=keys[0])
+    elif sde is None:
         # The networks are bounded (tanh), so the restoring drift dominates far away.
         drift = RestoringDrift(dimension, 1.0, width, 2, key=keys[0])
         sde = ItoSDE(drift, DiagonalDiffusion(dimension, width, key=keys[1]))
@@ -185,9 +215,17 @@ def initial_model(
     if initial is None:
         initial = MultivariateNormal(jnp.zeros(dimension), jnp.eye(dimension))
     time = decorrelation_time(parts) if unit is None else 1.0  # in units of the SDE
-    encoder = Encoder(location, scale, width, unit=time, key=keys[3])
+    encoder = Encoder(location, scale, width, unit=time, input_scaling=scaling, key=keys[3])
     posterior = Posterior(encoder, direct, width, LENGTH * time, key=keys[4])
     return LatentSDE(sde, initial, decoder, posterior, unit, LONGEST * time)
+
+
+def windows(parts: list[Observed], inputs: Any, window: int | None) -> tuple[list[Observed], Any]:
+    """Windows of all series, and the inputs of each window if each series has its own."""
+    pieces = [cut(part, window) for part in parts]
+    if isinstance(inputs, list) and len(inputs) == len(parts):
+        inputs = [given for given, some in zip(inputs, pieces, strict=True) for _ in some]
+    return [piece for some in pieces for piece in some], inputs
 
 
 def cut(part: Observed, window: int | None) -> list[Observed]:

@@ -1,6 +1,7 @@
 """The model: a prior SDE, a decoder, and a posterior that is trained with both."""
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,10 +14,10 @@ from .._checks import check_count, check_key, finite_array
 from .._programs import jit
 from ..density import weights_error
 from ..sde import GIVEN, AbstractSDE
-from ..series import Observed, panel
+from ..series import Inputs, Observed, panel
 from ._bound import lower_bound
 from ._particles import particle_filter, resampled, simulated
-from ._posterior import AbstractLatentSDE, Posterior, Series
+from ._posterior import AbstractLatentSDE, InputTable, Posterior, Series
 
 ROUNDS = 8  # number of independent runs of particles, from which the error is estimated
 AT_ONCE = 16  # series
@@ -129,31 +130,42 @@ class LatentSDE(AbstractLatentSDE):
     max_step: float = eqx.field(static=True)
 
     def log_likelihood(
-        self, times: Any, values: Any, *, key: PRNGKeyArray, num_particles: int = 256
+        self,
+        times: Any,
+        values: Any,
+        *,
+        key: PRNGKeyArray,
+        num_particles: int = 256,
+        inputs: Any = None,
     ) -> LikelihoodEstimate:
         """Estimate the log-likelihood of one series or a list of them, with eight runs of particles.
 
-        Particles move in steps of at most `max_step`: between two observations, each follows the trained
-        posterior or the SDE, at random. They are weighted by the SDE, and resampled if their weights are
-        uneven. The mean weight is an unbiased estimate of the likelihood of the discretised SDE; the standard
-        error is that of its logarithm.
+        Particles move in steps of at most `max_step`: between two observations, four of five follow the SDE
+        given an approximation of the next observation, the others the SDE. They are weighted by the SDE, and
+        resampled if their weights are uneven. The mean weight is an unbiased estimate of the likelihood of
+        the discretised SDE; the standard error is that of its logarithm. `log_prob` of the decoder must be
+        twice differentiable. `inputs` are as in `rf.fit_latent`.
         """
-        series, steps = self.arrays(times, values)
+        series, steps = self.arrays(times, values, inputs)
         check_count("num_particles", num_particles)
         logs, fewest = _likelihoods(self, series, num_particles, steps, check_key(key))
         return combined(np.asarray(logs, float), np.asarray(fewest))
 
-    def lower_bound(self, times: Any, values: Any, *, key: PRNGKeyArray, num_times: int = 1024) -> np.ndarray:
+    def lower_bound(
+        self, times: Any, values: Any, *, key: PRNGKeyArray, num_times: int = 1024, inputs: Any = None
+    ) -> np.ndarray:
         """An unbiased estimate, for each series, of the bound that training maximises."""
-        series, _ = self.arrays(times, values)
+        series, _ = self.arrays(times, values, inputs)
         return np.asarray(_bounds(self, series, check_count("num_times", num_times), check_key(key)))
 
-    def smoothed(self, times: Any, values: Any, *, key: PRNGKeyArray, num_samples: int = 256) -> LatentPaths:
+    def smoothed(
+        self, times: Any, values: Any, *, key: PRNGKeyArray, num_samples: int = 256, inputs: Any = None
+    ) -> LatentPaths:
         """Draws of the states and values of one series at its observation times, given all observations.
 
         Missing values are drawn and observed values are kept, so each draw is an imputation of the series.
         """
-        series, steps = self._one(times, values)
+        series, steps = self._one(times, values, inputs)
         key_states, key_values = jax.random.split(check_key(key))
         states = _posterior_paths(self, series, num_samples, steps, key_states)
         drawn = _decoded(self, states, key_values)
@@ -161,20 +173,31 @@ class LatentSDE(AbstractLatentSDE):
         return LatentPaths(self._shown(times, values), np.asarray(states), np.asarray(kept))
 
     def forecast(
-        self, times: Any, values: Any, ahead: Any, *, key: PRNGKeyArray, num_samples: int = 256
+        self,
+        times: Any,
+        values: Any,
+        ahead: Any,
+        *,
+        key: PRNGKeyArray,
+        num_samples: int = 256,
+        inputs: Any = None,
     ) -> LatentPaths:
         """Draws of the states and values at the times `ahead` after the last observation: numbers counted
-        from it, or dates."""
-        series, steps = self._one(times, values)
+        from it, or dates. `inputs` must cover these times too."""
         later = panel(times, values, partial=True, fewest=2)[0].ahead(ahead)
+        series, steps = self._one(times, values, inputs, float(later[-1]))
         key_states, key_paths, key_values = jax.random.split(check_key(key), 3)
         last = _posterior_paths(self, series, num_samples, steps, key_states)[:, -1]
         when = np.concatenate([[0.0], later]) / (self.unit or 1.0)
         steps = self._steps(when[None])
-        states = _simulated(self, last, series.times[-1] + jnp.asarray(when), steps, key_paths)[:, 1:]
+        states = _simulated(
+            self.driven(series.inputs), last, series.times[-1] + jnp.asarray(when), steps, key_paths
+        )[:, 1:]
         return LatentPaths(later, np.asarray(states), np.asarray(_decoded(self, states, key_values)))
 
-    def sample(self, times: Any, *, key: PRNGKeyArray, num_samples: int = 1) -> LatentPaths:
+    def sample(
+        self, times: Any, *, key: PRNGKeyArray, num_samples: int = 1, inputs: Any = None
+    ) -> LatentPaths:
         """Draws of states and values at `times`; the state at the first time is drawn from the initial
         distribution."""
         numbers = np.asarray(finite_array("times", times), float)
@@ -185,21 +208,31 @@ class LatentSDE(AbstractLatentSDE):
         when = (numbers - numbers[0]) / self.unit if self.unit else numbers
         keys = jax.random.split(check_key(key), 3)
         start = self.initial.sample(key=keys[0], shape=(check_count("num_samples", num_samples),))
-        states = _simulated(self, start, jnp.asarray(when), self._steps(when[None]), keys[1])
+        table = self._table(inputs, [Observed(numbers, np.zeros((len(numbers), 1)))])
+        given = None if table is None else jax.tree.map(lambda leaf: leaf[0], table)
+        states = _simulated(self.driven(given), start, jnp.asarray(when), self._steps(when[None]), keys[1])
         return LatentPaths(numbers, np.asarray(states), np.asarray(_decoded(self, states, keys[2])))
 
-    def arrays(self, times: Any, values: Any) -> tuple[Series, int]:
+    def arrays(self, times: Any, values: Any, inputs: Any = None, ahead: float = 0.0) -> tuple[Series, int]:
         """Series padded to one length, with times in units of the SDE, and the number of steps between
-        observations."""
+        observations. The inputs cover the series and a time `ahead` after them."""
         parts = panel(times, values, partial=True, fewest=2)
         if parts[0].values.shape[1] != self.columns:
             given = parts[0].values.shape[1]
             raise ValueError(f"values have {given} columns, but the model has {self.columns}")
-        series = padded(parts, self.unit, np.asarray(self.posterior.encoder.location))
+        table = self._table(inputs, parts, ahead)
+        series = padded(parts, self.unit, np.asarray(self.posterior.encoder.location), table)
         return series, self._steps(np.asarray(series.times))
 
-    def _one(self, times: Any, values: Any) -> tuple[Series, int]:
-        series, steps = self.arrays(times, values)
+    def _table(self, inputs: Any, parts: list[Observed], ahead: float = 0.0) -> InputTable | None:
+        table = input_table(inputs, parts, self.unit, self.max_step, ahead)
+        count, fitted = 0 if table is None else table.columns.shape[-1], self.posterior.encoder.num_inputs
+        if count != fitted:
+            raise ValueError(f"inputs must have {fitted} columns, as in the fit; got {count}")
+        return table
+
+    def _one(self, times: Any, values: Any, inputs: Any = None, ahead: float = 0.0) -> tuple[Series, int]:
+        series, steps = self.arrays(times, values, inputs, ahead)
         if len(series.times) > 1:
             raise ValueError(f"pass one series, got {len(series.times)}")
         return jax.tree.map(lambda leaf: leaf[0], series), steps
@@ -231,24 +264,73 @@ def num_steps_in(span: float, max_step: float) -> int:
     return 2 ** max(0, math.ceil(math.log2(span / max_step)))
 
 
-def padded(parts: list[Observed], unit: float | None, location: np.ndarray, length: int = 0) -> Series:
+def input_table(
+    inputs: Any, parts: list[Observed], unit: float | None, max_step: float, ahead: float = 0.0
+) -> InputTable | None:
+    """The inputs of all series, or of each of them, as tables of one length that begin with the series.
+
+    Functions become tables with two times per longest time step."""
+    if inputs is None:
+        return None
+    each = list(inputs) if isinstance(inputs, list) else [inputs] * len(parts)
+    if len(each) != len(parts):
+        raise ValueError(
+            f"inputs must be one entry per series, or one for all: got {len(each)} for {len(parts)}"
+        )
+    tables = []
+    for given, part in zip(map(Inputs.of, each), parts, strict=True):
+        start, end = part.times[0], part.times[-1] + ahead
+        if isinstance(given, Inputs):
+            times = given.numbers([replace(part, times=np.append(part.times, end))])
+            columns = np.asarray(given.columns, float)
+            if given.held:
+                times, columns = np.repeat(times, 2)[1:], np.repeat(columns, 2, axis=0)[:-1]
+            first, last = np.searchsorted(times, start, "right") - 1, np.searchsorted(times, end)
+            times, columns = times[first : last + 1], columns[first : last + 1]
+        else:
+            count = 2 + math.ceil(2 * (end - start) / (max_step * (unit or 1.0)))
+            times = np.linspace(start, end, count)
+            columns = np.asarray(jax.vmap(lambda t: jnp.atleast_1d(given(t)))(jnp.asarray(times)))  # noqa: B023
+        tables.append(((times - start) / unit if unit else times, columns))
+    sizes = {columns.shape[1] for _, columns in tables}
+    if len(sizes) > 1:
+        raise ValueError(f"all series must have the same number of inputs, got {sorted(sizes)}")
+    # A power of 2, so that few programs are compiled.
+    longest = 2 ** math.ceil(math.log2(max(len(times) for times, _ in tables)))
+    kind = jax.dtypes.canonicalize_dtype(float)
+    leaves = [
+        np.stack([filled(leaf, longest).astype(kind) for leaf in each]) for each in zip(*tables, strict=True)
+    ]
+    return InputTable(*map(jnp.asarray, leaves))
+
+
+def padded(
+    parts: list[Observed],
+    unit: float | None,
+    location: np.ndarray,
+    inputs: InputTable | None = None,
+    length: int = 0,
+) -> Series:
     """Series as arrays of one length, at least `length`. Missing values are interpolated in time, or set to
     `location` in a column without values."""
     length = max(length, *(len(part.times) for part in parts))
     rows = [_padded(part, length, unit, location) for part in parts]
-    return Series(*(jnp.asarray(np.stack(leaves)) for leaves in zip(*rows, strict=True)))
+    return Series(*(jnp.asarray(np.stack(leaves)) for leaves in zip(*rows, strict=True)), inputs=inputs)
 
 
 def _padded(part: Observed, length: int, unit: float | None, location: np.ndarray) -> tuple[np.ndarray, ...]:
     times = part.times if unit is None else (part.times - part.times[0]) / unit
     seen = np.isfinite(part.values)
     columns = zip(part.values.T, seen.T, location, strict=True)
-    filled = [np.interp(times, times[s], v[s]) if s.any() else np.full(len(times), a) for v, s, a in columns]
-    more = length - len(times)
-    fill = lambda array, mode: np.pad(array, ((0, more), *[(0, 0)] * (array.ndim - 1)), mode=mode)
+    known = [np.interp(times, times[s], v[s]) if s.any() else np.full(len(times), a) for v, s, a in columns]
     kind = jax.dtypes.canonicalize_dtype(float)
-    values = fill(np.stack(filled, axis=1), "edge").astype(kind)
-    return fill(times, "edge").astype(kind), values, fill(seen, "constant")
+    values = filled(np.stack(known, axis=1), length).astype(kind)
+    return filled(times, length).astype(kind), values, filled(seen, length, "constant")
+
+
+def filled(array: np.ndarray, length: int, mode: Any = "edge") -> np.ndarray:
+    """The array with further rows."""
+    return np.pad(array, ((0, length - len(array)), *[(0, 0)] * (array.ndim - 1)), mode=mode)
 
 
 @jit

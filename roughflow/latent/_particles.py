@@ -1,12 +1,12 @@
-"""The likelihood of a latent SDE by particles that are guided by the posterior, and draws of the hidden
+"""The likelihood of a latent SDE by particles that are guided by the observations, and draws of the hidden
 states.
 
 Time is discretised: in one step, the drift is integrated by the midpoint rule, and the noise is evaluated at
-the start of the step. (With Euler's rule, an oscillator would gain energy.) Between two observations each
-particle moves by the SDE or, in units of the posterior, z = m(t) + L(t) u, by a scheme that leaves the
-marginals of the posterior invariant. The weight of a path is its density under the SDE over that under the
-mixture of both, at most 2, so that a poor posterior does not make a few weights huge. The mean weight is an
-unbiased estimate of the likelihood of the discretised SDE.
+the start of the step. (With Euler's rule, an oscillator would gain energy.) Between two observations most
+particles follow the SDE given an approximation of the next observation, and the others the SDE. The weight of
+a path is its density under the SDE over that under the mixture of both, at most 5, so that a poor
+approximation does not make a few weights huge. The mean weight is an unbiased estimate of the likelihood of
+the discretised SDE.
 """
 
 import equinox as eqx
@@ -14,23 +14,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from .._linear import log_abs_det, solve, solve_lower
+from .._linear import cholesky, solve_lower, solve_upper
 from ..density import effective_paths, log_mean, systematic
-from ..sde import apply_noise, noise_matrix, solve_noise, spread_at
-from ._posterior import AbstractLatentSDE, Reading, Series
+from ..sde import apply_noise, noise_matrix
+from ._posterior import AbstractLatentSDE, Series
 
-Moving = tuple[Array, Array]  # particles between observations, and changes of their log-weights
+GUIDED = 0.8  # fraction of particles that are guided by the next observation
 
 
 class Cloud(eqx.Module):
-    """Particles `u` in units of the posterior, their log-weights, the log-likelihood so far, and the past
-    states of each particle at observations, `(K, N, d)`."""
+    """Particles `z`, their log-weights, the log-likelihood so far, and the past states of each particle at
+    observations, `(K, N, d)`."""
 
-    u: Array
+    z: Array
     log_weight: Array
     log_likelihood: Array
     fewest: Array  # smallest effective number of particles so far
     history: Array
+
+
+class Target(eqx.Module):
+    """The next observation: its time, values, and which of them are observed."""
+
+    time: Array
+    values: Array
+    seen: Array
 
 
 def moved_by_drift(model: AbstractLatentSDE, t: Array, dt: Array, z: Array) -> Array:
@@ -39,37 +47,33 @@ def moved_by_drift(model: AbstractLatentSDE, t: Array, dt: Array, z: Array) -> A
 
 
 def move(
-    model: AbstractLatentSDE, reading: Reading, t: Array, dt: Array, u: Array, prior: Array, key: PRNGKeyArray
+    model: AbstractLatentSDE, target: Target, t: Array, dt: Array, z: Array, guided: Array, key: PRNGKeyArray
 ) -> tuple[Array, Array]:
-    """One step of the SDE if `prior` is true, else of the posterior process: u at time t + dt, and the
-    logarithm of the ratio of the two densities of the step.
+    """One step of the SDE, given the next observation if `guided`: z at time t + dt, and the logarithm of the
+    density of the guided step over that of the SDE.
 
-    With noise G = L⁻¹σ, the posterior process is du = (A − ½ G Gᵀ) u dt + L⁻¹ ½ div D dt + G dB. The
-    trapezoidal rule for G and Cayley's rotation for A leave N(0, I) invariant for any dt.
+    The step is m + √dt σ ε with a normal ε. The state at the observation is about e + σ (√dt ε + √T ε′),
+    where e continues the drift, T is the time that remains after the step, and ε′ is normal too. With the
+    second-order expansion h w − ½ wᵀJ w of the log-density of the observation at e + σ w, ε given the
+    observation is normal with mean √dt M⁻¹h and covariance (T I + dt M⁻¹)/(T + dt), M = I + (T + dt) J. If M
+    is not positive definite, the step is that of the SDE.
     """
-    now, turn = model.posterior.at(reading, t)
-    later, _ = model.posterior.at(reading, t + dt)
-    z, identity = now.mean + now.root @ u, jnp.eye(u.size, dtype=u.dtype)
-    spread = spread_at(lambda y: model.sde.noise(t, y), z)
-    noise = solve_lower(now.root, noise_matrix(spread.sigma))
-    pull, half = 0.25 * dt * noise @ noise.T, 0.5 * dt * turn
-    normal = jax.random.normal(key, u.shape, u.dtype)
-    solved = lambda matrix, right: solve(matrix[None], right[None, :, None])[0, :, 0]
-    start = u - pull @ u + dt * solve_lower(now.root, spread.drift(jnp.zeros_like(z)))
-    pulled = solved(identity + pull, start + jnp.sqrt(dt) * noise @ normal)
-    u_posterior = solved(identity - half, pulled + half @ pulled)
-    mean = moved_by_drift(model, t, dt, z)
-    z_prior = mean + jnp.sqrt(dt) * apply_noise(spread.sigma, normal)
-    u_later = jnp.where(prior, solve_lower(later.root, z_prior - later.mean), u_posterior)
-    # The normal increments with which the SDE and the posterior process take this step. Constants and |det σ|
-    # cancel.
-    residual = solve_noise(spread.sigma, later.mean + later.root @ u_later - mean) / jnp.sqrt(dt)
-    turned_back = solved(identity + half, u_later - half @ u_later)
-    increment = now.root @ (turned_back + pull @ turned_back - start)
-    own = solve_noise(spread.sigma, increment) / jnp.sqrt(dt)
-    size = lambda root: jnp.sum(jnp.log(jnp.diagonal(root)))
-    stretch = size(later.root) - size(now.root) - log_abs_det((identity + pull)[None])[0]
-    return u_later, 0.5 * jnp.sum(own**2) - 0.5 * jnp.sum(residual**2) + stretch
+    sigma, identity = noise_matrix(model.sde.noise(t, z)), jnp.eye(z.size, dtype=z.dtype)
+    mean, rest = moved_by_drift(model, t, dt, z), jnp.maximum(target.time - t - dt, 0)
+    end = mean + rest / dt * (mean - z)
+    log_prob = lambda w: model.observed(end + sigma @ w, target.values, target.seen)
+    slope, curvature = jax.grad(log_prob)(0 * z), jax.hessian(log_prob)(0 * z)
+    factor = cholesky(identity - (rest + dt) * curvature)
+    inverse = solve_upper(factor, solve_lower(factor, identity))
+    centre = jnp.sqrt(dt) * inverse @ slope
+    root = cholesky((rest * identity + dt * inverse) / (rest + dt))
+    usable = jnp.isfinite(jnp.sum(root))
+    centre, root = jnp.where(usable, centre, 0), jnp.where(usable, root, identity)
+    normal = jax.random.normal(key, z.shape, z.dtype)
+    increment = jnp.where(guided, centre + root @ normal, normal)
+    own = solve_lower(root, increment - centre)
+    ratio = 0.5 * jnp.sum(increment**2 - own**2) - jnp.sum(jnp.log(jnp.diagonal(root)))
+    return mean + jnp.sqrt(dt) * sigma @ increment, ratio
 
 
 def particle_filter(
@@ -80,61 +84,64 @@ def particle_filter(
     *,
     key: PRNGKeyArray,
     keep: bool = True,
-    prior_share: float = 0.5,
 ) -> Cloud:
     """Particles at the last time, with `num_steps` steps between consecutive observations.
 
     Particles are resampled after an observation if fewer than half of them are effective. `keep` specifies
-    whether to store their states at observations, and `prior_share` is the probability with which a particle
-    moves by the SDE and not by the posterior.
+    whether to store their states at observations.
     """
-    key_start, key_moves = jax.random.split(key)
-    reading, times = model.posterior.read(series), series.times
-    u = jax.random.normal(key_start, (num_particles, model.dimension), times.dtype)
+    keys, model = jax.random.split(key, 4), model.driven(series.inputs)
+    times = series.times
 
     def observe(cloud: Cloud, i: Array, weights: Array) -> Cloud:
-        marginal, _ = model.posterior.at(reading, times[i])
-        z = marginal.mean[None] + cloud.u @ marginal.root.T
-        observed = jax.vmap(lambda z: model.observed(z, series.values[i], series.seen[i]))(z)
+        observed = jax.vmap(lambda z: model.observed(z, series.values[i], series.seen[i]))(cloud.z)
         log_weight = cloud.log_weight + weights + observed
         fewest = jnp.minimum(cloud.fewest, effective(log_weight))
-        history = cloud.history.at[:, i].set(z) if keep else cloud.history
-        return Cloud(cloud.u, log_weight, cloud.log_likelihood, fewest, history)
+        history = cloud.history.at[:, i].set(cloud.z) if keep else cloud.history
+        return Cloud(cloud.z, log_weight, cloud.log_likelihood, fewest, history)
 
-    first, _ = model.posterior.at(reading, times[0])
-    start = lambda u: model.initial.log_prob(first.mean + first.root @ u) - first.log_prob_at(u)
+    # First states are drawn from a mixture of their distribution and the posterior.
+    first, _ = model.posterior.at(model.posterior.read(series), times[0])
+    u = jax.random.normal(keys[0], (num_particles, model.dimension), times.dtype)
+    prior = jnp.asarray(model.initial.sample(key=keys[1], shape=(num_particles,)), times.dtype)
+    chosen = jax.random.bernoulli(keys[2], GUIDED, (num_particles, 1))
+    z = jnp.where(chosen, first.mean[None] + u @ first.root.T, prior)
+    ratios = jax.vmap(lambda z: first.log_prob(z) - model.initial.log_prob(z))(z)
     blank = jnp.zeros((num_particles, len(times) if keep else 0, model.dimension), times.dtype)
     zero = jnp.zeros((), times.dtype)
-    cloud = Cloud(u, jnp.zeros(num_particles, times.dtype), zero, zero + num_particles, blank)
-    cloud = observe(cloud, jnp.asarray(0), jax.vmap(start)(u))
+    cloud = Cloud(z, jnp.zeros(num_particles, times.dtype), zero, zero + num_particles, blank)
+    cloud = observe(cloud, jnp.asarray(0), of_mixture(ratios))
 
     def between(cloud: Cloud, inputs: tuple[Array, PRNGKeyArray]) -> tuple[Cloud, None]:
         i, key = inputs
-        key_pick, key_prior, key_steps = jax.random.split(key, 3)
+        key_pick, key_guided, key_steps = jax.random.split(key, 3)
         cloud = resampled(cloud, key_pick)
-        prior = jax.random.bernoulli(key_prior, prior_share, (num_particles,))
+        guided = jax.random.bernoulli(key_guided, GUIDED, (num_particles,))
+        target = Target(times[i + 1], series.values[i + 1], series.seen[i + 1])
         dt = (times[i + 1] - times[i]) / num_steps
 
-        def step(carry: Moving, inputs: tuple[Array, PRNGKeyArray]) -> tuple[Moving, None]:
-            u, ratios = carry
-            j, key = inputs
-            one = lambda u, prior, key: move(model, reading, times[i] + j * dt, dt, u, prior, key)
-            u, change = jax.vmap(one)(u, prior, jax.random.split(key, num_particles))
-            return (u, ratios + change), None
+        def step(carry: tuple[Array, Array], inputs: tuple[Array, PRNGKeyArray]):
+            z, ratios = carry
+            t, keys = times[i] + inputs[0] * dt, jax.random.split(inputs[1], num_particles)
+            one = lambda z, guided, key: move(model, target, t, dt, z, guided, key)
+            z, change = jax.vmap(one)(z, guided, keys)
+            return (z, ratios + change), None
 
-        keys = jax.random.split(key_steps, num_steps)
-        blank = jnp.zeros_like(cloud.log_weight)
-        (u, ratios), _ = jax.lax.scan(step, (cloud.u, blank), (jnp.arange(num_steps), keys))
-        # The density of the path under the SDE, over that under a mixture of both processes.
-        weights = -jnp.logaddexp(jnp.log(prior_share), jnp.log1p(-prior_share) - ratios)
-        moved = observe(eqx.tree_at(lambda c: c.u, cloud, u), i + 1, weights)
+        steps = jnp.arange(num_steps), jax.random.split(key_steps, num_steps)
+        (z, ratios), _ = jax.lax.scan(step, (cloud.z, jnp.zeros_like(cloud.log_weight)), steps)
+        moved = observe(eqx.tree_at(lambda c: c.z, cloud, z), i + 1, of_mixture(ratios))
         # A shorter series has ended, and its last time is repeated.
         return jax.tree.map(lambda new, old: jnp.where(dt > 0, new, old), moved, cloud), None
 
     places = jnp.arange(len(times) - 1)
-    cloud, _ = jax.lax.scan(between, cloud, (places, jax.random.split(key_moves, len(places))))
+    cloud, _ = jax.lax.scan(between, cloud, (places, jax.random.split(keys[3], len(places))))
     total = cloud.log_likelihood + log_mean(cloud.log_weight)
     return eqx.tree_at(lambda c: c.log_likelihood, cloud, total)
+
+
+def of_mixture(ratios: Array) -> Array:
+    """Log-densities under p relative to those under the mixture of p and q, from the logarithms of q/p."""
+    return -jnp.logaddexp(jnp.log(1 - GUIDED), jnp.log(GUIDED) + ratios)
 
 
 def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
@@ -145,7 +152,7 @@ def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
     picked = jnp.where(poor, picked, jnp.arange(count))
     gained = cloud.log_likelihood + log_mean(cloud.log_weight)
     return Cloud(
-        cloud.u[picked],
+        cloud.z[picked],
         jnp.where(poor, 0, cloud.log_weight),
         jnp.where(poor, gained, cloud.log_likelihood),
         cloud.fewest,

@@ -10,11 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from ..sde import GIVEN, MLP, AbstractSDE, to_ito
+from .._linear import solve_lower
+from ..sde import GIVEN, MLP, AbstractItoSDE, AbstractSDE, DiagonalDiffusion, to_ito
+from ..series.hidden._state_space import driven_by
+
+
+class InputTable(eqx.Module):
+    """Piecewise linear inputs u(t) `(m,)`: `times` `(..., K)` and `columns` `(..., K, m)`. Inputs jump where
+    a time is repeated."""
+
+    times: Array
+    columns: Array
+
+    def __call__(self, t: Array) -> Array:
+        return jax.vmap(lambda column: jnp.interp(t, self.times, column), in_axes=1)(self.columns)
+
+    def integral(self, scaling: Array) -> "InputTable":
+        """The integral of (u − location)/scale, with both in `scaling` `(2, m)`, up to each of the times."""
+        scaled = (self.columns - scaling[:1]) / scaling[1:]
+        areas = 0.5 * (scaled[1:] + scaled[:-1]) * jnp.diff(self.times)[:, None]
+        return InputTable(self.times, jnp.pad(jnp.cumsum(areas, axis=0), ((1, 0), (0, 0))))
 
 
 class Series(eqx.Module):
-    """Series of one length: `times` `(..., N)`, `values` and `seen` `(..., N, p)`.
+    """Series of one length: `times` `(..., N)`, `values` and `seen` `(..., N, p)`, and inputs, if there are
+    any.
 
     Missing values are interpolated in time, and `seen` is False for them. A shorter series repeats its last
     time.
@@ -23,21 +43,38 @@ class Series(eqx.Module):
     times: Array
     values: Array
     seen: Array
+    inputs: InputTable | None = None
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The number of times at which inputs are given, and the number of inputs."""
+        return (0, 0) if self.inputs is None else self.inputs.columns.shape[-2:]
 
     def rows(self) -> np.ndarray:
-        """One row of numbers per series, `(..., N (1 + 2p))`, the format of training batches."""
-        parts = [np.asarray(self.times)[..., None], np.asarray(self.values), np.asarray(self.seen, float)]
-        table = np.concatenate(parts, axis=-1)
-        return table.reshape(*table.shape[:-2], -1)
+        """One row of numbers per series, `(..., N (1 + 2p) + K (1 + m))`, the format of training batches."""
+        tables: list[tuple[Array, ...]] = [(self.times, self.values, self.seen)]
+        if self.inputs is not None:
+            tables.append((self.inputs.times, self.inputs.columns))
+        joined = [np.concatenate([np.asarray(t)[..., None], *rest], axis=-1) for t, *rest in tables]
+        return np.concatenate([table.reshape(*table.shape[:-2], -1) for table in joined], axis=-1)
 
     def split(self, count: int) -> tuple["Series", "Series"]:
         """The series split into its first `count` observations and the others."""
-        return jax.tree.map(lambda leaf: leaf[:count], self), jax.tree.map(lambda leaf: leaf[count:], self)
+        leaves = self.times, self.values, self.seen
+        first, rest = ([leaf[part] for leaf in leaves] for part in (slice(count), slice(count, None)))
+        return Series(*first, inputs=self.inputs), Series(*rest, inputs=self.inputs)
 
     @staticmethod
-    def of_rows(rows: Array, columns: int) -> "Series":
-        table = jnp.reshape(rows, (*rows.shape[:-1], -1, 1 + 2 * columns))
-        return Series(table[..., 0], table[..., 1 : 1 + columns], table[..., 1 + columns :] > 0.5)
+    def of_rows(rows: Array, columns: int, input_shape: tuple[int, ...] = (0, 0)) -> "Series":
+        """The series in rows, with inputs of shape (K, m)."""
+        count, size = input_shape
+        end = rows.shape[-1] - count * (1 + size)
+        table = jnp.reshape(rows[..., :end], (*rows.shape[:-1], -1, 1 + 2 * columns))
+        inputs = None
+        if count:
+            more = jnp.reshape(rows[..., end:], (*rows.shape[:-1], count, 1 + size))
+            inputs = InputTable(more[..., 0], more[..., 1:])
+        return Series(table[..., 0], table[..., 1 : 1 + columns], table[..., 1 + columns :] > 0.5, inputs)
 
 
 class Gaussian(eqx.Module):
@@ -51,15 +88,19 @@ class Gaussian(eqx.Module):
         size = jnp.sum(jnp.log(jnp.diagonal(self.root)))
         return -0.5 * jnp.sum(u**2) - 0.5 * u.size * math.log(2 * math.pi) - size
 
+    def log_prob(self, z: Array) -> Array:
+        return self.log_prob_at(solve_lower(self.root, z - self.mean))
+
 
 class Encoder(eqx.Module):
     """Two recurrent networks that read a series forwards and backwards.
 
-    Each observation becomes a row of standardised values, flags for observed values, and the time since the
-    previous row.
+    Each observation becomes a row of standardised values, flags for observed values, the time since the
+    previous row, and the means of the inputs during this time.
 
     **Arguments:** `location` and `scale` of the values, shape `(p,)`; `width` of the networks; `unit`, a unit
-    of time in which time differences are of order 1.
+    of time in which time differences are of order 1; `input_scaling`, the locations and scales of m inputs,
+    shape `(2, m)`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -75,14 +116,27 @@ class Encoder(eqx.Module):
     unit: float = eqx.field(metadata=GIVEN)
     forwards: eqx.nn.GRUCell
     backwards: eqx.nn.GRUCell
+    input_scaling: Array | None = eqx.field(metadata=GIVEN, default=None)
 
     def __init__(
-        self, location: ArrayLike, scale: ArrayLike, width: int, *, unit: float = 1.0, key: PRNGKeyArray
+        self,
+        location: ArrayLike,
+        scale: ArrayLike,
+        width: int,
+        *,
+        unit: float = 1.0,
+        input_scaling: ArrayLike | None = None,
+        key: PRNGKeyArray,
     ):
         self.location, self.scale, self.unit = jnp.asarray(location), jnp.asarray(scale), unit
-        inputs, keys = 2 * self.location.size + 1, jax.random.split(key)
+        self.input_scaling = None if input_scaling is None else jnp.asarray(input_scaling)
+        inputs, keys = 2 * self.location.size + 1 + self.num_inputs, jax.random.split(key)
         self.forwards = eqx.nn.GRUCell(inputs, width, key=keys[0])
         self.backwards = eqx.nn.GRUCell(inputs, width, key=keys[1])
+
+    @property
+    def num_inputs(self) -> int:
+        return 0 if self.input_scaling is None else self.input_scaling.shape[1]
 
     def standardised(self, values: Array) -> Array:
         return (values - self.location) / self.scale
@@ -93,6 +147,12 @@ class Encoder(eqx.Module):
         seen = jnp.asarray(series.seen, series.values.dtype)
         values = jax.vmap(self.standardised)(series.values)
         inputs = jnp.concatenate([values, seen, jnp.log1p(gap)[:, None]], axis=1)
+        if self.input_scaling is not None and series.inputs is not None:
+            total = jax.vmap(series.inputs.integral(self.input_scaling))(series.times) / self.unit
+            gained = jnp.diff(total, axis=0, prepend=total[:1])
+            positive = (gap > 0)[:, None]
+            mean = jnp.where(positive, gained / jnp.where(positive, gap[:, None], 1), 0)
+            inputs = jnp.concatenate([inputs, mean], axis=1)
         # Padding rows do not change the states.
         real = jnp.any(series.seen, axis=1)
 
@@ -108,10 +168,11 @@ class Encoder(eqx.Module):
 
 
 class Reading(eqx.Module):
-    """Features of one series at its `times`: `(N,)` and `(N, k)`."""
+    """Features of one series at its `times`: `(N,)` and `(N, k)`; and the integral of the inputs."""
 
     times: Array
     features: Array
+    integral: InputTable | None
 
 
 class Posterior(eqx.Module):
@@ -146,7 +207,7 @@ class Posterior(eqx.Module):
         self.log_length = jnp.asarray(math.log(length))
         self.encoder, self.direct = encoder, jnp.asarray(direct)
         self.dimension = d = self.direct.shape[1]
-        inputs = 2 * encoder.forwards.hidden_size + 1
+        inputs = 2 * encoder.forwards.hidden_size + 1 + encoder.num_inputs
         self.head = MLP(inputs, d + d * d, width, 2, activation=jax.nn.silu, scale=0.1, key=key)
 
     def read(self, series: Series) -> Reading:
@@ -157,7 +218,9 @@ class Posterior(eqx.Module):
         real = jnp.diff(series.times, prepend=series.times[:1] - 1) > 0
         distance = jnp.abs(series.times[:, None] - series.times[None])
         logits = jnp.where(real[None], -distance / jnp.exp(self.log_length), -jnp.inf)
-        return Reading(series.times, jax.nn.softmax(logits, axis=1) @ features)
+        scaling, inputs = self.encoder.input_scaling, series.inputs
+        integral = None if scaling is None or inputs is None else inputs.integral(scaling)
+        return Reading(series.times, jax.nn.softmax(logits, axis=1) @ features, integral)
 
     def at(self, reading: Reading, t: Array) -> tuple[Gaussian, Array]:
         """The marginal at time t, and A."""
@@ -171,7 +234,14 @@ class Posterior(eqx.Module):
         # observations.
         clock = share * (1 - share) * gap / (gap + jnp.exp(self.log_length))
         clock = clock * jnp.sqrt(1 + gap / self.encoder.unit)
-        out = self.head(t, jnp.concatenate([features[d:], clock[None]]))
+        extra = [clock[None]]
+        if reading.integral is not None:
+            # Inputs may jump, but marginals are continuous. So the network sees the integral of the inputs,
+            # less its mean growth between the two observations.
+            start, end = reading.integral(times[before]), reading.integral(times[before + 1])
+            bend = reading.integral(t) - (1 - share) * start - share * end
+            extra.append(bend / self.encoder.unit)
+        out = self.head(t, jnp.concatenate([features[d:], *extra]))
         mean, square = features[:d] + out[:d], jnp.reshape(out[d:], (d, d))
         # Entries on and below the diagonal are those of the root, entries above it those of the skew matrix.
         upper = jnp.triu(square, 1)
@@ -183,6 +253,41 @@ class Posterior(eqx.Module):
         along = lambda s: self.at(reading, s)
         (now, turn), (change, _) = jax.jvp(along, (t,), (jnp.ones_like(t),))
         return now, change, turn
+
+
+class DrivenSDE(AbstractItoSDE):
+    """The default SDE with inputs, dZ = (N(Z, u(t)) − ½ Z) dt + σ(Z) dB, with a network N that is initially
+    zero and a diagonal σ. Inputs are standardised.
+
+    **Arguments:** `dimension`; `input_scaling`, as for `rf.latent.Encoder`; `width` of the networks.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    scaling = jnp.array([[0.0], [1.0]])  # one input with mean 0 and standard deviation 1
+    sde = rf.latent.DrivenSDE(2, scaling, 16, key=jax.random.key(0))
+    sde.drift(0.0, jnp.ones(2), jnp.ones(1))  # -0.5
+    ```
+    """
+
+    network: MLP
+    scale: DiagonalDiffusion
+    input_scaling: Array = eqx.field(metadata=GIVEN)
+
+    def __init__(self, dimension: int, input_scaling: ArrayLike, width: int, *, key: PRNGKeyArray):
+        keys, self.input_scaling = jax.random.split(key), jnp.asarray(input_scaling)
+        # The network is bounded (tanh), so the restoring drift dominates far away.
+        size = dimension + self.input_scaling.shape[1]
+        self.network = MLP(size, dimension, width, 2, scale=0.0, key=keys[0])
+        self.scale = DiagonalDiffusion(dimension, width, key=keys[1])
+
+    def drift(self, t: Array, z: Array, *inputs: Array) -> Array:
+        scaled = (inputs[0] - self.input_scaling[0]) / self.input_scaling[1]
+        return self.network(t, jnp.concatenate([z, scaled])) - 0.5 * z
+
+    def diffusion(self, t: Array, z: Array, *inputs: Array) -> Any:
+        return self.scale(t, z)
 
 
 class IndependentNormal(eqx.Module):
@@ -272,6 +377,10 @@ class AbstractLatentSDE(eqx.Module):
     def columns(self) -> int:
         """The number of observed values."""
         return self.posterior.encoder.location.size
+
+    def driven(self, inputs: InputTable | None) -> Any:
+        """The model in which the SDE has these inputs."""
+        return self if inputs is None else eqx.tree_at(lambda m: m.sde, self, driven_by(self.sde, inputs))
 
     def drift(self, t: Array, z: Array) -> Array:
         """The Itô drift."""

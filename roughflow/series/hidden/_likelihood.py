@@ -833,12 +833,8 @@ def _is_known(sde: Any, initial: Any) -> bool:
 def _inputs(inputs: Any, series: Sequence[Observed]) -> Callable | None:
     if inputs is None:
         return None
-    if isinstance(inputs, tuple):
-        inputs = Inputs(*inputs)
-    if isinstance(inputs, Inputs):
-        return inputs.since(series)
-    check_callable("inputs", inputs, "of time, or times and columns")
-    return inputs
+    inputs = Inputs.of(inputs)
+    return inputs.since(series) if isinstance(inputs, Inputs) else inputs
 
 
 def check_noise(noise: Any, series: Sequence[Observed]) -> tuple[Array | None, list[np.ndarray] | None]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ..._checks import check_callable
 from ...sde import AbstractItoSDE, AbstractSDE, noise_matrix
 from ...transition import AbstractCoordinates, Unchanged
 from .._observed import Observed, Times, as_columns
@@ -58,8 +59,11 @@ class Inputs(eqx.Module):
         return jax.vmap(lambda column: jnp.interp(t, self.times, column), in_axes=1)(self.columns)
 
     def since(self, series: Sequence[Observed]) -> "Inputs":
-        """The inputs with times as numbers, like those of the series. Raise an error if they do not cover the
-        series."""
+        """The inputs with times as numbers, like those of the series."""
+        return Inputs(jnp.asarray(self.numbers(series), float), self.columns, self.held)
+
+    def numbers(self, series: Sequence[Observed]) -> np.ndarray:
+        """The times as numbers, like those of the series. Raise an error if they do not cover the series."""
         times = Times.of(self.times).since(series[0].origin)
         if not np.isfinite(np.asarray(self.columns)).all() or not (np.diff(times) > 0).all():
             raise ValueError("inputs must be finite and their times increasing")
@@ -69,7 +73,16 @@ class Inputs(eqx.Module):
                 f"inputs must cover the series: they are given from time {times[0]:g} to {times[-1]:g}, "
                 f"but the series ends at {last:g}"
             )
-        return Inputs(jnp.asarray(times, float), self.columns, self.held)
+        return times
+
+    @staticmethod
+    def of(inputs: Any) -> Any:
+        """Inputs given as a tuple or as `Inputs`, or a function of time."""
+        if isinstance(inputs, tuple):
+            return Inputs(*inputs)
+        if not isinstance(inputs, Inputs):
+            check_callable("inputs", inputs, "of time, or times and columns")
+        return inputs
 
 
 class Driven(AbstractItoSDE):
