@@ -469,7 +469,6 @@ class State(NamedTuple):
     q: Numbers
     raw: np.ndarray  # (nᵈ, F)
     margin: float = MARGIN
-    longest: float = math.inf  # maximum of the next span
     missed: float = 0.0  # error in nats due to coefficients that are not smooth in time
 
 
@@ -635,7 +634,7 @@ def next_state(
     """Solve one segment, with a box, a mesh and a span that resolve the density."""
     cost, d, margin, left = evaluation_cost(sde), state.q.ndim, state.margin, t1 - state.time
     ahead = Forecast.of(state, resolution)
-    span, box, size = ahead.plan(min(left, state.longest), margin, cost, resolution)
+    span, box, size = ahead.plan(left, margin, cost, resolution)
     for _ in range(MAX_ATTEMPTS):
         missed = missed_in_time(sde, state.time, span, box)
         while missed is not None and (span > t1 / STEADY_SPANS or missed > resolution.time):
@@ -666,8 +665,8 @@ def next_state(
             if not np.all(np.isfinite(raw[:, new.ravel() > 1e-6 * new.max()])):
                 raise NonFiniteError(f"drift or diffusion is not finite near z = {box.centre}")
             margin = max(MARGIN, (1.06 if edge(new) > 2 * resolution.edge else 0.95) * margin)
-            time, longest = t1 if span == left else state.time + span, span * (4 if missed else math.inf)
-            return State(time, box, new, raw[-1], margin, longest, state.missed + (missed or 0)), segment
+            time = t1 if span == left else state.time + span
+            return State(time, box, new, raw[-1], margin, state.missed + (missed or 0)), segment
     raise Unresolved("no box contains the density")
 
 
