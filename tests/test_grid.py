@@ -163,6 +163,19 @@ def test_hopeless_densities_are_given_up_early(work):
     assert error[0] > 1e-3
 
 
+def test_typical_points_take_less_work_than_points_in_the_tails(work):
+    """Only densities as low as those at the given points are resolved."""
+    sde = rf.ItoSDE(lambda t, z: 0.1 * z, lambda t, z: 0.3 * z[:, None])
+    flow, spent = rf.StochasticFlow(sde, LogNormal(jnp.zeros(1), 0.2 * jnp.ones(1))), []
+    for x in (np.exp([-0.5, 0.6]), np.exp([-1.8, 0.6, 1.9])):
+        value, error = estimate(flow, jnp.asarray(x)[:, None], 1e-3)
+        truth = stats.lognorm(np.hypot(0.3, 0.2), scale=np.exp(0.055)).logpdf(x)
+        assert np.all(np.abs(value - truth) <= 3 * error)
+        assert np.all(error <= 1e-3)
+        spent.append(sum(work) - sum(spent))
+    assert spent[0] < 0.5 * spent[1]
+
+
 @pytest.mark.parametrize("damping", [0.0, 30.0, 5000.0])
 @pytest.mark.parametrize("frequency", [0.5, 40.0, 800.0])
 def test_expansions_of_the_exponential(damping, frequency):
