@@ -80,18 +80,6 @@ def test_a_cluster_of_outliers_among_the_training_rows_is_unlikely_in_subsamples
     assert robust > 0.85
 
 
-def test_an_isolated_cluster_of_outliers_has_no_kernels():
-    """Though its rows are close to each other."""
-    rng = np.random.default_rng(6)
-    cluster = 8 + 0.01 * rng.normal(size=(25, 3))
-    table = np.concatenate([rng.normal(size=(600, 3)), cluster])
-    kernel = rf.tables.KernelDensity.of(table, contamination=0.05)
-    centres = kernel.loc + kernel.scale * kernel.rows
-    assert len(centres) == 563
-    assert centres.max() < 7
-    assert np.all(kernel.log_prob(cluster) < rf.tables.KernelDensity.of(table).log_prob(cluster) - 10)
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

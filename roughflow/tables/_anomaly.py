@@ -1,6 +1,5 @@
 """Anomaly detection: kernel densities, and the fraction of training rows that are less likely than a row."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import scipy
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_count, check_key, check_number
+from .._checks import check_count, check_key
 from ._columns import Relations, Violation, check_violation
 from ._numbers import joined
 
@@ -22,7 +21,6 @@ SHARPER = 0.5  # multiplies the most likely bandwidth, for a better ranking; see
 MIN_SPREAD = 0.1  # below this ratio of interquartile range to standard deviation, the latter is the unit
 BLOCK = 500  # rows scored at a time
 NUM_SUBSAMPLES = 20
-MIN_NEIGHBOURS = 5  # of a row, whose distances decide whether it is removed
 NORMAL_QUARTILES = 1.349  # interquartile range of a standard normal distribution
 
 
@@ -43,11 +41,6 @@ class KernelDensity(eqx.Module):
     each size, with bandwidths of their own. A subsample contains only a few rows of a cluster of anomalies,
     so the other rows of the cluster keep a low density. A mean of log-densities is not normalised (its
     exponential integrates to less than one).
-
-    With a `contamination` c > 0, a fraction 2c (at most a half) of the rows are not used as centres: those
-    with the largest root mean square distance to their nearest cn rows (the distance to a measure, Chazal et
-    al. 2011). An isolated cluster of fewer than cn anomalies has no cn neighbours of its own, so it is
-    removed too.
 
     **Arguments:** `rows`, the centres of the kernels, `(n, d)`, in units of `scale` around `loc`, `(d,)`
     each; `bandwidth`; `relations`, an `rf.tables.Relations` or None; `subsamples`, for each size the indices
@@ -75,22 +68,18 @@ class KernelDensity(eqx.Module):
     left_out: np.ndarray | None = None
 
     @staticmethod
-    def of(
-        table: ArrayLike, *, subsamples: Sequence[int] = (), contamination: float = 0.0
-    ) -> "KernelDensity":
+    def of(table: ArrayLike, *, subsamples: Sequence[int] = ()) -> "KernelDensity":
         """The kernel density of a table of numbers.
 
-        `subsamples` are the numbers of rows of subsamples, such as `(256,)`; none for one kernel density of
-        all rows. `contamination` is the fraction of anomalies among the rows. Tables of more than
-        10,000 rows are subsampled.
+        `subsamples` are the numbers of rows of subsamples, such as `(256, 64)`; none for one kernel density
+        of all rows. Tables of more than 10,000 rows are subsampled.
         """
-        check_number("contamination", contamination, least=0, below=1)
         rows, _ = joined("table", table, None)
         relations = Relations.of(rows, rows.shape[1])
         kept = rows if relations is None else rows[:, relations.kept]
         loc, scale = np.median(kept, axis=0), _robust_scale(kept)
         rng = np.random.default_rng(0)
-        unit = _trimmed(((kept - loc) / scale)[rng.permutation(len(kept))[:MAX_ROWS]], contamination)
+        unit = ((kept - loc) / scale)[rng.permutation(len(kept))[:MAX_ROWS]]
         groups = []
         for size in subsamples:
             if check_count("subsamples", size, least=2) < len(unit):
@@ -149,17 +138,6 @@ def less_likely(values: Any, reference: Any) -> np.ndarray:
     below = np.maximum(low - values, 0)
     fraction = np.where(values < low, 1 / (count + 1) / (1 + below / spread), inside)
     return np.where(values >= reference[-1], 1.0, fraction)
-
-
-def _trimmed(unit: np.ndarray, contamination: float) -> np.ndarray:
-    """The rows without those farthest from their neighbours."""
-    if contamination == 0:
-        return unit
-    near = min(max(MIN_NEIGHBOURS, math.ceil(contamination * len(unit))), len(unit) - 1)
-    blocks = (_squared_distances(unit, unit[i : i + BLOCK]) for i in range(0, len(unit), BLOCK))
-    spread = np.concatenate([np.mean(np.partition(block, near - 1)[:, :near], axis=1) for block in blocks])
-    count = max(2, math.ceil((1 - min(2 * contamination, 0.5)) * len(unit)))
-    return unit[np.sort(np.argsort(spread)[:count])]
 
 
 def _best_bandwidth(unit: np.ndarray) -> float:
