@@ -4,7 +4,9 @@ import equinox as eqx
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from .._checks import check_instance, finite_array
-from ..flow import AbstractStochasticFlow
+from ..driver import AbstractDriver
+from ..flow import AbstractDivergence, AbstractIntegrator, AbstractStochasticFlow, Base
+from ..sde import AbstractCorrection, AbstractSDE
 from ..transition import short_time
 from ._estimate import AbstractEstimator, Accuracy, Estimate
 from ._grid import Grid, applies as grid_applies
@@ -13,6 +15,19 @@ from ._ladder import Ladder
 
 class StochasticFlow(AbstractStochasticFlow):
     __doc__ = AbstractStochasticFlow.__doc__
+
+    # Repeated, because type checkers do not see that the constructor is inherited.
+    def __init__(
+        self,
+        sde: AbstractSDE,
+        base: Base,
+        t1: float = 1.0,
+        driver: AbstractDriver | None = None,
+        divergence: AbstractDivergence | None = None,
+        correction: AbstractCorrection | None = None,
+        integrator: AbstractIntegrator | None = None,
+    ):
+        super().__init__(sde, base, t1, driver, divergence, correction, integrator)
 
     def estimate(
         self,
